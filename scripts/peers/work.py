@@ -53,6 +53,7 @@ class Workload:
 WORKS = {
     "one": Workload("1 request, 128 in, 128 out", 1, (128, 128), (128, 128)),
     "sixteen": Workload("16 requests, 128 in, 128 out", 16, (128, 128), (128, 128)),
+    "sixty-four": Workload("64 requests, 128 in, 128 out", 64, (128, 128), (128, 128)),
     "sixteen-adapter": Workload("16 requests of one LoRA adapter", 16, (128, 128), (128, 128), adapters=1),
     "sixteen-adapters": Workload("16 requests, each of its own LoRA adapter", 16, (128, 128), (128, 128), adapters=16),
     "one-busy": Workload("1 request beside 1 busy process", 1, (128, 128), (128, 128), busy=1),
@@ -70,6 +71,8 @@ WORKS = {
     "sixteen-int8": Workload("16 requests, 128 in, 128 out, int8", 16, (128, 128), (128, 128), weights="int8"),
     "one-int4": Workload("1 request, 128 in, 128 out, int4", 1, (128, 128), (128, 128), weights="int4"),
     "sixteen-int4": Workload("16 requests, 128 in, 128 out, int4", 16, (128, 128), (128, 128), weights="int4"),
+    "sixty-four-int8": Workload("64 requests, 128 in, 128 out, int8", 64, (128, 128), (128, 128), weights="int8"),
+    "sixty-four-int4": Workload("64 requests, 128 in, 128 out, int4", 64, (128, 128), (128, 128), weights="int4"),
     "one-q4_k_m": Workload("1 request, 128 in, 128 out, Q4_K_M", 1, (128, 128), (128, 128), weights="q4_k_m"),
     "sixteen-q4_k_m": Workload("16 requests, 128 in, 128 out, Q4_K_M", 16, (128, 128), (128, 128), weights="q4_k_m"),
 }

@@ -91,31 +91,41 @@ inline f32x16 load_wide(const uint16_t* p) {
 }
 
 inline void store_narrow(uint16_t* p, f32x16 x) {
-  u32x16 bits = (u32x16)x;
-  u32x16 nan = (bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : u32x16{};
-  u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  u16x16 half = __builtin_convertvector((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded, u16x16);
-  std::memcpy(p, &half, 32);
+  for (int at = 0; at < LANES; at += W) {  // GCC takes vectors wider than the machine's apart, number by number
+    U bits;
+    std::memcpy(&bits, reinterpret_cast<const char*>(&x) + at * 4, sizeof(bits));
+    U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    U either = (I)(bits & 0x7fffffffu) > 0x7f800000 ? (bits >> 16) | 0x40u : rounded;
+    U16 half = __builtin_convertvector(either, U16);
+    std::memcpy(p + at, &half, sizeof(half));
+  }
 }
 
 // e to the x, within two units in the last place; 0 below -87.3, infinite above 88.7.
 inline f32x16 exp(f32x16 x) {
-  const float round = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest whole number in the low bits
-  f32x16 y = x < -87.3f ? splat(-87.3f) : x;
-  y = y > 88.7f ? splat(88.7f) : y;
-  f32x16 shifted = y * 1.44269504f + round;
-  f32x16 n = shifted - round;
-  f32x16 r = y - n * 0.693359375f;
-  r = r - n * -2.12194440e-4f;
-  f32x16 p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  i32x16 power = ((i32x16)shifted - 0x4b400000 + 127) << 23;
-  p = p * (f32x16)power;
-  return x < -87.3f ? f32x16{} : p;
+  f32x16 found;
+  for (int at = 0; at < LANES; at += W) {  // in the machine's own vectors, see `store_narrow`
+    const float round = 12582912.0f;       // 1.5 * 2^23: adding it leaves the nearest whole number in the low bits
+    F v;
+    std::memcpy(&v, reinterpret_cast<const char*>(&x) + at * 4, sizeof(v));
+    F y = v < -87.3f ? F{} - 87.3f : v;
+    y = y > 88.7f ? F{} + 88.7f : y;
+    F shifted = y * 1.44269504f + round;
+    F n = shifted - round;
+    F r = y - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    F p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    I power = ((I)shifted - 0x4b400000 + 127) << 23;
+    p = p * (F)power;
+    p = v < -87.3f ? F{} : p;
+    std::memcpy(reinterpret_cast<char*>(&found) + at * 4, &p, sizeof(p));
+  }
+  return found;
 }
 
 inline f32x16 tanh(f32x16 x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }

@@ -29,10 +29,15 @@ struct Out {
     Place{y, wide}.put(row * O + block * LANES, std::min<int64_t>(LANES, O - block * LANES), value);
   }
 
-  // The results of rows of zeros.
+  // The results of rows of zeros: the first, and copies of it.
   void fill(int64_t row, int64_t stop) const {
-    for (; row < stop; ++row)
-      for (int64_t block = 0; block < blocks; ++block) write(row, block, bias ? load(bias + block * LANES) : f32x16{});
+    if (row >= stop) return;
+    int64_t bytes = O * (wide ? 4 : 2);
+    char* first = static_cast<char*>(y) + row * bytes;
+    if (!bias) std::memset(first, 0, (stop - row) * bytes);
+    if (!bias) return;
+    for (int64_t block = 0; block < blocks; ++block) write(row, block, load(bias + block * LANES));
+    for (int64_t other = 1; other < stop - row; ++other) std::memcpy(first + other * bytes, first, bytes);
   }
 };
 

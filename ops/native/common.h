@@ -92,8 +92,7 @@ inline f32x16 load_wide(const uint16_t* p) {
 
 inline void store_narrow(uint16_t* p, f32x16 x) {
   for (int at = 0; at < LANES; at += W) {  // GCC takes vectors wider than the machine's apart, number by number
-    U bits;
-    std::memcpy(&bits, reinterpret_cast<const char*>(&x) + at * 4, sizeof(bits));
+    U bits = lanes<U>(reinterpret_cast<const char*>(&x) + at * 4);
     U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     U either = (I)(bits & 0x7fffffffu) > 0x7f800000 ? (bits >> 16) | 0x40u : rounded;
     U16 half = __builtin_convertvector(either, U16);
@@ -105,9 +104,8 @@ inline void store_narrow(uint16_t* p, f32x16 x) {
 inline f32x16 exp(f32x16 x) {
   f32x16 found;
   for (int at = 0; at < LANES; at += W) {  // in the machine's own vectors, see `store_narrow`
-    const float round = 12582912.0f;       // 1.5 * 2^23: adding it leaves the nearest whole number in the low bits
-    F v;
-    std::memcpy(&v, reinterpret_cast<const char*>(&x) + at * 4, sizeof(v));
+    const float round = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest whole number in the low bits
+    F v = lanes<F>(reinterpret_cast<const char*>(&x) + at * 4);
     F y = v < -87.3f ? F{} - 87.3f : v;
     y = y > 88.7f ? F{} + 88.7f : y;
     F shifted = y * 1.44269504f + round;

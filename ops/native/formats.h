@@ -54,7 +54,7 @@ struct Panel {
   const float* wide;  // the same weights as floats, [block][input][16 outputs]; or null
 };
 
-// Whether sums of so many vectors leave registers for what else it takes to fetch beside a format's decoding.
+// Whether so many vectors of sums leave registers for addresses to fetch, beside what decoding takes.
 constexpr bool room(int sums) { return sums <= 12; }
 
 // Of the INPUTS inputs from k on the weights that lie so much further than each of N blocks.

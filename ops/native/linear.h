@@ -34,8 +34,10 @@ struct Out {
     if (row >= stop) return;
     int64_t bytes = O * (wide ? 4 : 2);
     char* first = static_cast<char*>(y) + row * bytes;
-    if (!bias) std::memset(first, 0, (stop - row) * bytes);
-    if (!bias) return;
+    if (!bias) {
+      std::memset(first, 0, (stop - row) * bytes);
+      return;
+    }
     for (int64_t block = 0; block < blocks; ++block) write(row, block, load(bias + block * LANES));
     for (int64_t other = 1; other < stop - row; ++other) std::memcpy(first + other * bytes, first, bytes);
   }

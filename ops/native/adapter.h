@@ -18,7 +18,7 @@ F some_of(const void* at, Lanes lanes) {
   } else {
     U16 bits{};
     std::memcpy(&bits, at, lanes * sizeof(uint16_t));
-    return (F)(__builtin_convertvector(bits, U) << 16);
+    return widen(bits);
   }
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -20,18 +21,7 @@ namespace quire {
 
 constexpr int LANES = 16;
 
-// GCC and Clang turn these into whatever vectors the machine has: one of AVX-512, two of AVX2, four of NEON.
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef float f32x16u __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t u32x16u __attribute__((vector_size(64), aligned(4)));
-
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
-typedef int8_t i8x16 __attribute__((vector_size(16)));
-
-// And as many as a vector of the machine holds, for loops that keep sums in registers: wider ones GCC leaves in memory.
+// The machine's vectors. Wider ones GCC would leave in memory, and take apart number by number where they are compared.
 #if defined(__AVX512F__)
 constexpr int W = 16;
 #elif defined(__AVX2__)
@@ -46,12 +36,87 @@ typedef uint32_t U __attribute__((vector_size(4 * W)));
 typedef uint16_t U16 __attribute__((vector_size(2 * W)));
 typedef uint8_t U8 __attribute__((vector_size(W)));
 typedef int8_t I8 __attribute__((vector_size(W)));
+#if defined(__AVX512BF16__)
+typedef int8_t i8x16 __attribute__((vector_size(16)));
+#endif
 
 template <typename Vector>
 Vector lanes(const void* p) {
   Vector x;
   std::memcpy(&x, p, sizeof(x));
   return x;
+}
+
+// For loops over values in registers: without unrolling, the compiler keeps them in memory.
+#define UNROLL _Pragma("GCC unroll 16")
+
+// Sixteen numbers, in as many vectors as they take.
+constexpr int PARTS = LANES / W;
+
+template <typename V>
+struct Sixteen {
+  using Number = std::remove_reference_t<decltype(V{}[0])>;
+  V part[PARTS];
+
+  Number operator[](int i) const { return part[i / W][i % W]; }
+  template <typename Other>
+  Sixteen& operator+=(const Other& x) { return *this = *this + x; }
+  template <typename Other>
+  Sixteen& operator-=(const Other& x) { return *this = *this - x; }
+  template <typename Other>
+  Sixteen& operator*=(const Other& x) { return *this = *this * x; }
+  template <typename Other>
+  Sixteen& operator|=(const Other& x) { return *this = *this | x; }
+};
+typedef Sixteen<F> f32x16;
+typedef Sixteen<I> i32x16;
+
+// What `run` makes of each part.
+template <typename Run, typename... V>
+auto each_part(const Run& run, const Sixteen<V>&... x) {
+  Sixteen<decltype(run(x.part[0]...))> y;
+  UNROLL for (int i = 0; i < PARTS; ++i) y.part[i] = run(x.part[i]...);
+  return y;
+}
+
+#define QUIRE_BY_PARTS(OP)                                                                                                 \
+  template <typename V>                                                                                                    \
+  auto operator OP(Sixteen<V> a, Sixteen<V> b) {                                                                           \
+    return each_part([](V x, V y) { return x OP y; }, a, b);                                                               \
+  }                                                                                                                        \
+  template <typename V>                                                                                                    \
+  auto operator OP(Sixteen<V> a, typename Sixteen<V>::Number b) {                                                          \
+    return each_part([b](V x) { return x OP b; }, a);                                                                      \
+  }                                                                                                                        \
+  template <typename V>                                                                                                    \
+  auto operator OP(typename Sixteen<V>::Number a, Sixteen<V> b) {                                                          \
+    return each_part([a](V y) { return a OP y; }, b);                                                                      \
+  }
+QUIRE_BY_PARTS(+)
+QUIRE_BY_PARTS(-)
+QUIRE_BY_PARTS(*)
+QUIRE_BY_PARTS(/)
+QUIRE_BY_PARTS(|)
+QUIRE_BY_PARTS(>)
+QUIRE_BY_PARTS(>=)
+QUIRE_BY_PARTS(!=)
+#undef QUIRE_BY_PARTS
+inline f32x16 operator-(f32x16 x) {
+  return each_part([](F part) { return -part; }, x);
+}
+inline f32x16 select(i32x16 which, f32x16 x, f32x16 y) {
+  return each_part([](I i, F a, F b) { return i ? a : b; }, which, x, y);
+}
+
+// The lowest byte of each lane. Written out for AVX2, where the compiler takes such a conversion apart, lane by lane.
+inline U8 low_bytes(U x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  __m256i fours = _mm256_shuffle_epi8((__m256i)x, _mm256_set1_epi32(0x0c080400));
+  __m128i bytes = _mm_unpacklo_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
+  return lanes<U8>(&bytes);
+#else
+  return __builtin_convertvector(x, U8);
+#endif
 }
 
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -63,9 +128,14 @@ inline F dot_pair(F acc, U w, const uint16_t* x) {
 }
 #endif
 
-inline f32x16 load(const float* p) { return *reinterpret_cast<const f32x16u*>(p); }
-inline void store(float* p, f32x16 x) { *reinterpret_cast<f32x16u*>(p) = x; }
-inline u32x16 load_bits(const void* p) { return *reinterpret_cast<const u32x16u*>(p); }
+inline f32x16 load(const float* p) {
+  f32x16 x;
+  UNROLL for (int i = 0; i < PARTS; ++i) x.part[i] = lanes<F>(p + i * W);
+  return x;
+}
+inline void store(float* p, f32x16 x) {
+  UNROLL for (int i = 0; i < PARTS; ++i) std::memcpy(p + i * W, &x.part[i], sizeof(F));
+}
 inline f32x16 splat(float x) { return f32x16{} + x; }
 
 inline float widen(uint16_t bits) {
@@ -83,47 +153,74 @@ inline uint16_t narrow(float x) {
   return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// Sixteen bfloat16 from a 32-byte vector, and back.
-inline f32x16 load_wide(const uint16_t* p) {
-  u16x16 bits;
-  std::memcpy(&bits, p, 32);
-  return (f32x16)(__builtin_convertvector(bits, u32x16) << 16);
+// Sixteen bits into the lower half of a lane, and from there. Written out for AVX2, where the compiler does so in two halves.
+inline U spread(U16 x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  return (U)_mm256_cvtepu16_epi32((__m128i)x);
+#else
+  return __builtin_convertvector(x, U);
+#endif
+}
+inline F widen(U16 bits) { return (F)(spread(bits) << 16); }
+inline U16 narrow(F x) {
+  U bits = (U)x, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  U either = (I)(bits & 0x7fffffffu) > 0x7f800000 ? (bits >> 16) | 0x40u : rounded;
+  return __builtin_convertvector(either, U16);
 }
 
+inline f32x16 load_wide(const uint16_t* p) {
+  f32x16 x;
+  UNROLL for (int i = 0; i < PARTS; ++i) x.part[i] = widen(lanes<U16>(p + i * W));
+  return x;
+}
 inline void store_narrow(uint16_t* p, f32x16 x) {
-  for (int at = 0; at < LANES; at += W) {  // GCC takes vectors wider than the machine's apart, number by number
-    U bits = lanes<U>(reinterpret_cast<const char*>(&x) + at * 4);
-    U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    U either = (I)(bits & 0x7fffffffu) > 0x7f800000 ? (bits >> 16) | 0x40u : rounded;
-    U16 half = __builtin_convertvector(either, U16);
-    std::memcpy(p + at, &half, sizeof(half));
+  UNROLL for (int i = 0; i < PARTS; ++i) {
+    U16 part = narrow(x.part[i]);
+    std::memcpy(p + i * W, &part, sizeof(part));
   }
+}
+
+// Bytes as floats; what the compiler makes of such a conversion goes through memory, lane by lane.
+inline F load_bytes(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  return (F)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadu_si64(p)));
+#else
+  return __builtin_convertvector(__builtin_convertvector(lanes<I8>(p), I), F);
+#endif
+}
+inline F load_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  return (F)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadu_si64(p)));
+#else
+  return __builtin_convertvector(lanes<U8>(p), F);
+#endif
 }
 
 // e to the x, within two units in the last place; 0 below -87.3, infinite above 88.7.
+inline F exp(F x) {
+  const float round = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest whole number in the low bits
+  F y = x < -87.3f ? F{} - 87.3f : x;
+  y = y > 88.7f ? F{} + 88.7f : y;
+  F shifted = y * 1.44269504f + round;
+  F n = shifted - round;
+  F r = y - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  F p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  I power = ((I)shifted - 0x4b400000 + 127) << 23;
+  p = p * (F)power;
+  return x < -87.3f ? F{} : p;
+}
 inline f32x16 exp(f32x16 x) {
-  f32x16 found;
-  for (int at = 0; at < LANES; at += W) {  // in the machine's own vectors, see `store_narrow`
-    const float round = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest whole number in the low bits
-    F v = lanes<F>(reinterpret_cast<const char*>(&x) + at * 4);
-    F y = v < -87.3f ? F{} - 87.3f : v;
-    y = y > 88.7f ? F{} + 88.7f : y;
-    F shifted = y * 1.44269504f + round;
-    F n = shifted - round;
-    F r = y - n * 0.693359375f;
-    r = r - n * -2.12194440e-4f;
-    F p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    I power = ((I)shifted - 0x4b400000 + 127) << 23;
-    p = p * (F)power;
-    p = v < -87.3f ? F{} : p;
-    std::memcpy(reinterpret_cast<char*>(&found) + at * 4, &p, sizeof(p));
-  }
-  return found;
+  return each_part([](F part) { return exp(part); }, x);
 }
 
 inline f32x16 tanh(f32x16 x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }

@@ -24,11 +24,16 @@ template <typename Vector>
 Vector get(const float* p) {
   return lanes<Vector>(p);
 }
+template <>
+inline f32x16 get(const float* p) {
+  return load(p);
+}
 
 template <typename Vector>
 void put(float* p, Vector x) {
   std::memcpy(p, &x, sizeof(x));
 }
+inline void put(float* p, f32x16 x) { store(p, x); }
 
 // One row of a head: `m` are the memory's columns, `V` numbers from one row of it to the next.
 template <typename Vector, int COUNT>

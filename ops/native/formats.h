@@ -21,20 +21,18 @@
 
 namespace quire {
 
-constexpr int H = LANES / W;  // vectors of a block
+constexpr int H = PARTS;  // vectors of a block
 
 // Rows and blocks whose sums stay in registers: 24 of AVX-512's 32, or 12 of AVX2's 16. A few rows more go with half the
-// blocks: where no more than those meet a weight, it then comes from memory behind their arithmetic.
+// blocks: where no more than those meet a weight, it then comes from memory behind their arithmetic, and where there are few
+// registers each number that is made of a weight meets more rows.
 #if defined(__AVX512F__)
 constexpr int ROWS = 6, BLOCKS = 4, MANY = 12;
 constexpr bool FEW_REGISTERS = false;
 #else
-constexpr int ROWS = 3, BLOCKS = 2, MANY = 3;
-constexpr bool FEW_REGISTERS = true;  // so few rows meet a weight at once that making a number of it is half of the work
+constexpr int ROWS = 3, BLOCKS = 2, MANY = 6;
+constexpr bool FEW_REGISTERS = true;
 #endif
-
-// For loops over values in registers: without unrolling, the compiler keeps them in memory.
-#define UNROLL _Pragma("GCC unroll 16")
 
 // Into the second-level cache, beside the arithmetic. What is being fetched already costs nothing. Written out, since GCC
 // leaves out calls of functions that do nothing else.
@@ -103,6 +101,20 @@ constexpr int STEP = 1;
 typedef F Numbers;
 
 inline F dot(F acc, Numbers w, const Half* x) { return acc + w * value(x[0]); }
+#endif
+
+// The same where sums take most of the registers. Written out for AVX2, so that each stays in its own: the compiler would let
+// them change places with weights, until one has to wait in memory for its turn.
+inline F dot_in_place(F acc, Numbers w, const Half* x) {
+#if defined(__FMA__) && !defined(__AVX512F__)
+  asm("vfmadd231ps %2, %1, %0" : "+x"(acc) : "x"(w), "x"(_mm256_broadcast_ss(x)));
+  return acc;
+#else
+  return dot(acc, w, x);
+#endif
+}
+
+#if !defined(QUIRE_BF16_PAIRS)
 
 // The even or the odd ones of pairs of bfloat16.
 inline Numbers numbers(U bits, int i) { return (F)(i ? bits & 0xffff0000u : bits << 16); }
@@ -119,15 +131,27 @@ __attribute__((always_inline)) inline Numbers made(const One& one, int i) {
 template <bool WIDE, int i = 0, typename Format, int R, int N>
 __attribute__((always_inline)) inline void add_word(const Format& f, const Half* x, int64_t K, int64_t k,
                                                     const Panel& panel, F (&acc)[R][N][H]) {
-  UNROLL for (int n = 0; n < N; ++n)
-    UNROLL for (int h = 0; h < H; ++h) {
-      Numbers w;
-      if constexpr (WIDE)
-        w = lanes<F>(panel.wide + (n * K + k + i) * LANES + h * W);
-      else
-        w = f.part(panel.block[n], K, k, h, i);
-      UNROLL for (int r = 0; r < R; ++r) acc[r][n][h] = dot(acc[r][n][h], w, x + (k + i * STEP) * R + r * STEP);
-    }
+  auto weight = [&](int n, int h) -> Numbers {
+    if constexpr (WIDE)
+      return lanes<F>(panel.wide + (n * K + k + i) * LANES + h * W);
+    else
+      return f.part(panel.block[n], K, k, h, i);
+  };
+  auto row = [&](int r) { return x + (k + i * STEP) * R + r * STEP; };
+  if constexpr (STEP == 1 && N * H < R) {
+    Numbers w[N][H];
+    UNROLL for (int n = 0; n < N; ++n)
+      UNROLL for (int h = 0; h < H; ++h) w[n][h] = weight(n, h);
+    UNROLL for (int r = 0; r < R; ++r)
+      UNROLL for (int n = 0; n < N; ++n)
+        UNROLL for (int h = 0; h < H; ++h) acc[r][n][h] = dot_in_place(acc[r][n][h], w[n][h], row(r));
+  } else {
+    UNROLL for (int n = 0; n < N; ++n)
+      UNROLL for (int h = 0; h < H; ++h) {
+        Numbers w = weight(n, h);
+        UNROLL for (int r = 0; r < R; ++r) acc[r][n][h] = dot(acc[r][n][h], w, row(r));
+      }
+  }
   if constexpr (i + 1 < Format::WORD / STEP) add_word<WIDE, i + 1>(f, x, K, k, panel, acc);
 }
 
@@ -229,7 +253,7 @@ struct Bf16 {
   using X = Half;
   static constexpr bool NARROW = true;
   static constexpr int64_t BITS = 16;
-  static constexpr bool WIDENS = FEW_REGISTERS && STEP == 1;
+  static constexpr bool WIDENS = false;
   static constexpr bool TILES = true;
   static constexpr int64_t WORD = 2, GROUP = STEP;
   static constexpr int MOST = MANY, FULL = ROWS;
@@ -259,7 +283,7 @@ struct Int8 {
   static constexpr int64_t BITS = 8;
   static constexpr bool TILES = true;
   static constexpr int64_t GROUP = 4;
-  static constexpr int MOST = MANY, FULL = ROWS;
+  static constexpr int MOST = FEW_REGISTERS ? ROWS : MANY, FULL = ROWS;  // rows' bytes take registers too
   const int8_t* w;
   const float* scale;    // [O]
   const int32_t* sum;    // [O]: over the inputs, to take BIAS back out
@@ -267,8 +291,11 @@ struct Int8 {
 
   // From the sums' bits to what they mean.
   f32x16 finish(f32x16 bits, int64_t block, int64_t row) const {
-    i32x16 excess = (i32x16)load_bits(sum + block * LANES) * BIAS;
-    return __builtin_convertvector((i32x16)bits - excess, f32x16) * (load(scale + block * LANES) * x_scale[row]);
+    const int32_t* excess = sum + block * LANES;
+    f32x16 found;
+    UNROLL for (int h = 0; h < H; ++h)
+      found.part[h] = __builtin_convertvector((I)bits.part[h] - lanes<I>(excess + h * W) * BIAS, F);
+    return found * (load(scale + block * LANES) * x_scale[row]);
   }
 
   template <int R, int N, bool WIDE>
@@ -298,7 +325,7 @@ inline Numbers from_bytes(const int8_t* p, int i) {
   __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes[1]));
   return (U)_mm512_cvtne2ps_pbh(high, low);
 #else
-  I wide = (I)__builtin_convertvector(lanes<U16>(p), U);
+  I wide = (I)spread(lanes<U16>(p));
   return made([&](int i) -> F { return __builtin_convertvector((i ? wide << 16 : wide << 24) >> 24, F); }, i);
 #endif
 }
@@ -308,7 +335,7 @@ struct Int8Wide {
   using X = Half;
   static constexpr bool NARROW = true;
   static constexpr int64_t BITS = 8;
-  static constexpr bool WIDENS = STEP == 1;  // making numbers of them costs more than reading floats again
+  static constexpr bool WIDENS = STEP == 1 && !FEW_REGISTERS;
   static constexpr bool TILES = false;
   static constexpr int64_t WORD = 2, GROUP = STEP;
   static constexpr int MOST = STEP == 1 ? MANY : ROWS, FULL = ROWS;
@@ -359,7 +386,7 @@ inline Numbers from_floats(const uint8_t* p, int i) {
   return (F)_mm256_cvtph_ps((__m128i)bits);
 #endif
 #else
-  U both = __builtin_convertvector(lanes<U16>(p), U);
+  U both = spread(lanes<U16>(p));
   auto one = [&](int i) -> F {
     U code = both >> (8 * i), size = code & 0x7fu;
     F small = __builtin_convertvector((I)size, F) * 0.001953125f;  // 2^-9
@@ -378,30 +405,10 @@ inline F load_half(const uint16_t* p) {
   return (F)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #else
   // Subnormals by their own rule: as bits of a float they would be subnormal too, which XLA's threads take for zero.
-  U wide = __builtin_convertvector(lanes<U16>(p), U), size = wide & 0x7fffu;
+  U wide = spread(lanes<U16>(p)), size = wide & 0x7fffu;
   F small = __builtin_convertvector((I)size, F) * 5.9604644775390625e-8f;  // 2^-24
   U bits = size < 0x400u ? (U)small : (size << 13) + (112u << 23);
   return (F)(bits | (wide & 0x8000u) << 16);
-#endif
-}
-
-// Bytes as floats; what the compiler makes of such a conversion goes through memory, lane by lane.
-inline F load_bytes(const int8_t* p) {
-#if defined(__AVX512F__)
-  return (F)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#elif defined(__AVX2__)
-  return (F)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadu_si64(p)));
-#else
-  return __builtin_convertvector(__builtin_convertvector(lanes<I8>(p), I), F);
-#endif
-}
-inline F load_bytes(const uint8_t* p) {
-#if defined(__AVX512F__)
-  return (F)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#elif defined(__AVX2__)
-  return (F)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadu_si64(p)));
-#else
-  return __builtin_convertvector(lanes<U8>(p), F);
 #endif
 }
 

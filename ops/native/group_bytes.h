@@ -114,7 +114,8 @@ struct GroupedBytes {
   using X = int8_t;
   static constexpr int64_t BITS = 4, WORD = 8, GROUP = 8;
   static constexpr bool WIDENS = false, TILES = false;
-  static constexpr int MOST = MANY, FULL = ROWS, OFFSET = Codes::OFFSET, MIDDLE = Codes::MIDDLE;
+  static constexpr int MOST = FEW_REGISTERS ? ROWS : MANY, FULL = ROWS;  // rows' bytes take registers too
+  static constexpr int OFFSET = Codes::OFFSET, MIDDLE = Codes::MIDDLE;
   using Word = uint32_t;
   const Word* w;
   Scale scale, least;

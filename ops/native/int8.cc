@@ -11,7 +11,7 @@ struct Bytes {
 
   Bytes(Pool& pool, Buffer x, int64_t T, int64_t K) : rows(T * K, BIAS), scale(T) {
     each_row(pool, T, K, [&](int64_t row) {
-      scale[row] = row_of(x, row).bytes(0, x.last(), rows.data() + row * K, BIAS);
+      scale[row] = row_of(x, row).bytes(0, x.last(), rows.data() + row * K, BIAS).scale;
     });
   }
 };

@@ -46,15 +46,23 @@ struct Out {
 template <int R, int N, typename Format>
 void rows_of(const Format& f, const typename Format::X* x, int64_t row, int64_t K, const Panel& panel, int used,
              const Out& out) {
-  F parts[R][N][H];
-  if (Format::WIDENS && panel.wide)
-    f.template run<R, N, Format::WIDENS>(x, row, K, panel, parts);
-  else
-    f.template run<R, N, false>(x, row, K, panel, parts);
+  constexpr int EACH = R > ROWS ? BLOCKS / 2 : N;  // blocks at once: more rows leave registers for fewer
   f32x16 sums[R][N];
-  std::memcpy(sums, parts, sizeof(sums));
-  for (int n = 0; n < N; ++n)
-    for (int r = 0; r < R; ++r) sums[r][n] = f.finish(sums[r][n], panel.block[n], row + r);
+  for (int first = 0; first < N; first += EACH) {
+    Panel some{};
+    for (int n = 0; n < EACH; ++n) some.block[n] = panel.block[first + n], some.then[n] = panel.then[first + n];
+    if (panel.wide) some.wide = panel.wide + first * K * LANES;
+    F parts[R][EACH][H];
+    if (Format::WIDENS && panel.wide)
+      f.template run<R, EACH, Format::WIDENS>(x, row, K, some, parts);
+    else
+      f.template run<R, EACH, false>(x, row, K, some, parts);
+    for (int n = 0; n < EACH; ++n)
+      for (int r = 0; r < R; ++r) {
+        UNROLL for (int h = 0; h < H; ++h) sums[r][first + n].part[h] = parts[r][n][h];
+        sums[r][first + n] = f.finish(sums[r][first + n], panel.block[first + n], row + r);
+      }
+  }
   asm volatile("" ::"r"(sums) : "memory");  // so that no scale and bias become one rounding, for some R and not for others
   if (out.bias)
     for (int n = 0; n < N; ++n)
@@ -72,10 +80,11 @@ void any_rows(const Format& f, const typename Format::X* x, int64_t row, int64_t
     if (rows >= R && (R <= Format::FULL || panel.wide)) return rows_of<R, BLOCKS>(f, x, row, K, panel, used, out);
   if constexpr (R > Format::FULL)
     if (rows >= R) {
-      // Two blocks of outputs, or one of the gate and its part of up; one call, or the compiler makes a copy for each.
+      // Two blocks of outputs, or one of the gate and its part of up; one call, or the compiler makes a copy for each. Floats
+      // that were made of weights lie as the panel's blocks do: only panels of two get here with some.
       const int step = out.activation ? 1 : 2, other = out.activation ? BLOCKS / 2 : 1;
       for (int n = 0; n < used; n += step) {
-        Panel pair{{panel.block[n], panel.block[n + other]}, {panel.then[n], panel.then[n + other]}, nullptr};
+        Panel pair{{panel.block[n], panel.block[n + other]}, {panel.then[n], panel.then[n + other]}, panel.wide};
         rows_of<R, 2>(f, x, row, K, pair, std::min(step, used - n), out);
       }
       return;
@@ -211,13 +220,16 @@ const float* widened(const Format& f, const Panel& panel, int64_t K) {
   return room.data();
 }
 
+// More rows than so many are worth it to make floats of their weights first.
+constexpr int64_t OFTEN = FEW_REGISTERS ? 2 * ROWS : 2 * MANY;
+
 template <typename Pool, typename Format>
 void product(Pool& pool, const Format& f, const typename Format::X* x, int64_t T, int64_t K, const Out& out) {
 #if defined(QUIRE_AMX)
   if constexpr (Format::TILES) return tile_product(pool, f, x, T, K, out);
 #endif
   const int width = out.activation ? BLOCKS / 2 : BLOCKS;
-  const int64_t most = T <= 2 * MANY ? Format::MOST : ROWS;
+  const int64_t most = FEW_REGISTERS || T <= 2 * MANY ? Format::MOST : ROWS;
   std::vector<typename Format::X> mixed;
   if (T > 1) {
     mixed = interleave<Format>(pool, x, T, K, most);
@@ -233,7 +245,7 @@ void product(Pool& pool, const Format& f, const typename Format::X* x, int64_t T
     if (out.activation)
       for (int n = 0; n < width; ++n) panel.block[width + n] = out.blocks + panel.block[n];
     if constexpr (Format::WIDENS)
-      if (most == ROWS && stop - start > 2 * MANY) panel.wide = widened(f, panel, K);
+      if (stop - start > OFTEN) panel.wide = widened(f, panel, K);
     // While rows meet these weights those of the next chunk come from memory, its blocks in turn over the rows: where few
     // rows meet them, for a thread's chunks are too short for the processor to foresee; where rows take two goes, for
     // memory would rest during the second.

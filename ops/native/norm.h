@@ -17,20 +17,24 @@ void sixteens(int64_t size, const Take& take) {
 // Up to sixteen numbers, zeros after them; and their way back.
 template <typename Lanes>
 f32x16 get(const float* x, Lanes lanes) {
-  f32x16 part{};
-  std::memcpy(&part, x, lanes * sizeof(float));
-  return part;
+  if (lanes == LANES) return load(x);
+  float part[LANES] = {};
+  std::memcpy(part, x, lanes * sizeof(float));
+  return load(part);
 }
 template <typename Lanes>
 f32x16 get(Row row, int64_t k, Lanes lanes) {
   if (lanes == LANES) return row.sixteen(k);
-  f32x16 part{};
+  float part[LANES] = {};
   for (int64_t i = 0; i < lanes; ++i) part[i] = row.one(k + i);
-  return part;
+  return load(part);
 }
 template <typename Lanes>
-void put(float* x, Lanes lanes, f32x16 part) {
-  std::memcpy(x, &part, lanes * sizeof(float));
+void put(float* x, Lanes lanes, f32x16 all) {
+  if (lanes == LANES) return store(x, all);
+  float part[LANES];
+  store(part, all);
+  std::memcpy(x, part, lanes * sizeof(float));
 }
 
 inline void read(Row from, int64_t size, float* to) {

@@ -31,33 +31,51 @@ struct Row {
     return wide ? static_cast<const float*>(at)[k] : widen(static_cast<const uint16_t*>(at)[k]);
   }
 
-  // The numbers from `from` to `to` as bytes, and what to multiply those with: the largest becomes 127. Where one is not
-  // finite, neither is that.
-  float bytes(int64_t from, int64_t to, uint8_t* out, uint32_t bias) const {
+  // As many as a vector of the machine holds.
+  F some(int64_t k) const {
+    if (wide) return lanes<F>(static_cast<const float*>(at) + k);
+    return widen(lanes<U16>(static_cast<const uint16_t*>(at) + k));
+  }
+
+  // What bytes are to be multiplied with, and their sum.
+  struct Bytes {
+    float scale;
+    int32_t sum;
+  };
+
+  // The numbers from `from` to `to` as bytes, each `bias` more than it stands for: the largest becomes 127. Where one is not
+  // finite, neither is the scale.
+  Bytes bytes(int64_t from, int64_t to, uint8_t* out, uint32_t bias) const {
     constexpr float ROUND = 12582912.0f;  // see `exp`
     constexpr uint32_t ZERO = 0x4b400000u;
-    int64_t whole = from + (to - from) / LANES * LANES;
-    f32x16 most{}, poison{};
-    for (int64_t k = from; k < whole; k += LANES) {
-      f32x16 v = sixteen(k), size = (f32x16)((u32x16)v & 0x7fffffffu);
+    int64_t whole = from + (to - from) / W * W;
+    F most{}, poison{};
+    for (int64_t k = from; k < whole; k += W) {
+      F v = some(k), size = (F)((U)v & 0x7fffffffu);
       most = size > most ? size : most;
       poison += v * 0.0f;
     }
     float largest = 0, spoilt = 0;
-    for (int i = 0; i < LANES; ++i) largest = std::max(largest, most[i]), spoilt += poison[i];
+    for (int i = 0; i < W; ++i) largest = std::max(largest, most[i]), spoilt += poison[i];
     for (int64_t k = whole; k < to; ++k) largest = std::max(largest, std::fabs(one(k))), spoilt += one(k) * 0;
     float inverse = largest > 1e-36f ? 127.0f / largest : 0.0f;  // which is a number
-    for (int64_t k = from; k < whole; k += LANES) {
-      u8x16 bytes = __builtin_convertvector((u32x16)(sixteen(k) * inverse + ROUND) - ZERO + bias, u8x16);
-      std::memcpy(out + k - from, &bytes, LANES);
+    I sums{};
+    for (int64_t k = from; k < whole; k += W) {
+      U number = (U)(some(k) * inverse + ROUND) - ZERO;
+      sums += (I)(number << 24) >> 24;
+      U8 low = low_bytes(number + bias);
+      std::memcpy(out + k - from, &low, W);
     }
+    int32_t sum = 0;
+    for (int i = 0; i < W; ++i) sum += sums[i];
     for (int64_t k = whole; k < to; ++k) {
       float shifted = one(k) * inverse + ROUND;
       uint32_t bits;
       std::memcpy(&bits, &shifted, 4);
       out[k - from] = static_cast<uint8_t>(bits - ZERO + bias);
+      sum += static_cast<int8_t>(bits - ZERO);
     }
-    return largest / 127.0f + spoilt;
+    return {largest / 127.0f + spoilt, sum};
   }
 };
 

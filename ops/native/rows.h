@@ -6,6 +6,7 @@
 #include "ffi.h"
 #include "group_bytes.h"
 #include "linear.h"
+#include "norm.h"
 
 namespace quire {
 
@@ -53,22 +54,31 @@ inline std::vector<float> group_sums(Pool& pool, const Half* rows, int64_t T, in
   std::vector<float> sums(T * groups);
   each_row(pool, T, K, [&](int64_t row) {
     for (int64_t g = 0; g < groups; ++g) {
-      float sum[LANES] = {};
-      const Half* at = rows + row * K + g * group;
-      for (int64_t k = 0; k < group; ++k) sum[k % LANES] += value(at[k]);
-      for (float part : sum) sums[row * groups + g] += part;
+      f32x16 sum{};
+      sixteens(group, [&](int64_t k, auto lanes) { sum += get(Row{rows + row * K + g * group, sizeof(Half) == 4}, k, lanes); });
+      float each[LANES];
+      store(each, sum);
+      for (float part : each) sums[row * groups + g] += part;
     }
   });
   return sums;
 }
 
 // Eight bytes as the codes of a word lie: its four low halves come first.
-inline uint64_t by_halves(uint64_t bytes) {
+inline void by_halves(int8_t* eight) {
+  uint64_t bytes;
+  std::memcpy(&bytes, eight, 8);
+#if defined(__AVX2__)
+  __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  bytes = _mm_cvtsi128_si64(_mm_shuffle_epi8(_mm_cvtsi64_si128(bytes), order));
+#else
   auto spread = [](uint64_t four) {
     four = (four | four << 16) & 0x0000ffff0000ffffu;
     return (four | four << 8) & 0x00ff00ff00ff00ffu;
   };
-  return spread(bytes & 0xffffffffu) | spread(bytes >> 32) << 8;
+  bytes = spread(bytes & 0xffffffffu) | spread(bytes >> 32) << 8;
+#endif
+  std::memcpy(eight, &bytes, 8);
 }
 
 // Rows as bytes in groups; every code stands for so much `more` than its own number.
@@ -78,21 +88,12 @@ inline GroupBytes group_bytes(Pool& pool, Buffer x, int64_t T, int64_t K, int64_
   std::vector<float> zeros(shared);
   GroupBytes found{std::vector<int8_t>(T * K), zeros, zeros, std::vector<int32_t>(shared)};
   each_row(pool, T, K, [&](int64_t row) {
-    std::vector<uint8_t> bytes(group);
     for (int64_t g = 0; g < groups && g * group < from; ++g) {
       int64_t at = row * groups + g, stop = std::min(from, (g + 1) * group);
-      std::fill(bytes.begin(), bytes.end(), 0);
-      float scale = row_of(x, row).bytes(g * group, stop, bytes.data(), 0);
       int8_t* out = found.rows.data() + row * K + g * group;
-      for (int64_t k = 0; k < group; k += 8) {
-        uint64_t eight;
-        std::memcpy(&eight, bytes.data() + k, 8);
-        eight = by_halves(eight);
-        std::memcpy(out + k, &eight, 8);
-      }
-      int32_t sum = 0;
-      for (int64_t k = 0; k < group; ++k) sum += out[k];
-      found.scale[at] = scale, found.sum[at] = scale * sum, found.start[at] = -more * sum;
+      Row::Bytes bytes = row_of(x, row).bytes(g * group, stop, reinterpret_cast<uint8_t*>(out), 0);
+      for (int64_t k = 0; k < group; k += 8) by_halves(out + k);
+      found.scale[at] = bytes.scale, found.sum[at] = bytes.scale * bytes.sum, found.start[at] = -more * bytes.sum;
     }
   });
   return found;

@@ -94,11 +94,12 @@ class Logits {
     for (size_t b = 0; b < most.size(); ++b) {
       f32x16 block = splat(NOTHING);
       sixteens(at, start(b), stop(b), [&](int64_t, f32x16 x) {
-        block = x > block ? x : block;
+        block = select(x > block, x, block);
         nan |= x != x;
       });
-      most[b] = block[0];
-      for (int i = 1; i < LANES; ++i) most[b] = std::max(most[b], block[i]);
+      float each[LANES];
+      store(each, block);
+      most[b] = *std::max_element(each, each + LANES);
       best = std::max(best, most[b]);
     }
     for (int i = 0; i < LANES; ++i) broken |= nan[i] != 0;
@@ -153,13 +154,13 @@ class Weights {
     float sharpness = 1 / temperature;
     sum([&](int64_t, f32x16 logit) {
       f32x16 weight = exp((logit - x.best) * sharpness);
-      return logit >= floor ? weight : f32x16{};
+      return select(logit >= floor, weight, f32x16{});
     });
   }
 
   // Leaves the tokens that reach the floor.
   void keep(float floor) {
-    sum([&](int64_t i, f32x16 logit) { return logit >= floor ? load(w.data() + i) : f32x16{}; });
+    sum([&](int64_t i, f32x16 logit) { return select(logit >= floor, load(w.data() + i), f32x16{}); });
   }
 
   // Those that weigh something, and this at least.
@@ -206,7 +207,9 @@ class Weights {
         lanes += weight;
       });
       double all = 0;
-      for (int i = 0; i < LANES; ++i) all += lanes[i];
+      float each[LANES];
+      store(each, lanes);
+      for (float one : each) all += one;
       total += sums[b] = all;
     }
   }
@@ -275,20 +278,20 @@ struct Row {
       counts = room.counts.data();
     }
     auto some = [&](int64_t i, auto lanes) {
-      f32x16 logit{};
-      i32x16 count{};
-      u8x16 given{};
+      F logit{};
+      I count{};
+      uint8_t given[W] = {};
       std::memcpy(&logit, x + i, lanes * sizeof(float));
       std::memcpy(&count, counts + i, lanes * sizeof(int32_t));
-      std::memcpy(&given, prompt + i, lanes);
-      f32x16 repeated = logit > 0.0f ? logit / a.repetition[r] : logit * a.repetition[r];
-      i32x16 written = count > 0, seen = written | (__builtin_convertvector(given, i32x16) != 0);
-      logit = (seen != 0 ? repeated : logit) - a.frequency[r] * __builtin_convertvector(count, f32x16);
-      logit -= written != 0 ? splat(a.presence[r]) : f32x16{};
+      std::memcpy(given, prompt + i, lanes);
+      F repeated = logit > 0.0f ? logit / a.repetition[r] : logit * a.repetition[r];
+      I written = count > 0, seen = written | (load_bytes(given) != 0.0f);
+      logit = (seen ? repeated : logit) - a.frequency[r] * __builtin_convertvector(count, F);
+      logit -= written ? F{} + a.presence[r] : F{};
       std::memcpy(x + i, &logit, lanes * sizeof(float));
     };
-    int64_t whole = a.V / LANES * LANES;
-    for (int64_t i = 0; i < whole; i += LANES) some(i, std::integral_constant<int64_t, LANES>());
+    int64_t whole = a.V / W * W;
+    for (int64_t i = 0; i < whole; i += W) some(i, std::integral_constant<int64_t, W>());
     some(whole, a.V - whole);
   }
 

@@ -106,7 +106,7 @@ inline F dot(F acc, Numbers w, const Half* x) { return acc + w * value(x[0]); }
 // The same where sums take most of the registers. Written out for AVX2, so that each stays in its own: the compiler would let
 // them change places with weights, until one has to wait in memory for its turn.
 inline F dot_in_place(F acc, Numbers w, const Half* x) {
-#if defined(__FMA__) && !defined(__AVX512F__)
+#if defined(__FMA__) && !defined(__AVX512F__) && !defined(QUIRE_AMX)
   asm("vfmadd231ps %2, %1, %0" : "+x"(acc) : "x"(w), "x"(_mm256_broadcast_ss(x)));
   return acc;
 #else

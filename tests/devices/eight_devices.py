@@ -46,7 +46,7 @@ def meshes(config) -> list[tuple[int, int]]:
     return [sizes for sizes in MESHES if splits(config, tensor=sizes[0], expert=sizes[1])]
 
 
-FEW = ["llama", "gemma4-shared", "qwen3-moe", "deepseek-v3", "mamba2"]
+FEW = ["gemma4-shared", "deepseek-v3", "mamba2"]
 
 
 @pytest.mark.parametrize("name", thinned(NAMED, FEW))
@@ -91,7 +91,7 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(ENGINES, ["gemma4-shared", "deepseek-v3", "nemotron-h"]))
+@pytest.mark.parametrize("name", thinned(ENGINES, ["gemma4-shared", "deepseek-v3"]))
 def test_greedy_tokens(name, golden):
     """Alone and in a batch of unequal lengths, in chunks."""
     made = golden(name)
@@ -127,7 +127,7 @@ MANY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", thinned(MANY, ["tensor 4", "stages"]))
+@pytest.mark.parametrize("name", thinned(MANY, ["tensor 4"]))
 def test_every_parameter(name, golden):
     """Biases, bans, penalties and scores, whose rows are split by words, give what one device gives."""
     folder = golden("qwen3").folder
@@ -238,7 +238,7 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "many"), nightly_from(2, PAGES))
+@pytest.mark.parametrize(("name", "many"), nightly_from(1, PAGES))
 def test_pages_come_back(name, many, golden):
     """HostCache and sleep move pages that are split, and give back the same."""
     folder = golden(name).folder

@@ -81,7 +81,7 @@ FAMILIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", thinned(FAMILIES, ["mistral", "deepseek-v3"]))
+@pytest.mark.parametrize("name", thinned(FAMILIES, ["deepseek-v3"]))
 def test_logits(name, golden, tmp_path):
     """With every matrix adapted that can be: those of one device."""
     made = golden(name)
@@ -167,7 +167,7 @@ ENGINES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "many"), nightly_from(2, ENGINES), ids=str)
+@pytest.mark.parametrize(("name", "many"), nightly_from(1, ENGINES), ids=str)
 def test_many_at_once(name, many, folders):
     """More adapters than slots, and requests without any: the tokens of one device, each as if it were alone."""
     rng = random.Random(4)

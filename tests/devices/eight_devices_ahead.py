@@ -36,7 +36,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("hf", "sizes", "quant"), nightly_from(2, CASES))
+@pytest.mark.parametrize(("hf", "sizes", "quant"), nightly_from(1, CASES))
 def test_what_is_held_and_sent(hf, sizes, quant, tmp_path):
     """Weights as planned, and collectives to the byte; beside weights and cache a step has small arguments alone."""
     (tmp_path / "config.json").write_text(json.dumps(hf))

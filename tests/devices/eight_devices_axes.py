@@ -13,7 +13,7 @@ from functools import lru_cache
 import jax
 import numpy as np
 import pytest
-from cases import FACTOR, nightly_from
+from cases import FACTOR, nightly_from, thinned
 from golden.families import KINDS, VARIANTS
 from golden.folder import POSITIONS
 from golden.recorded import TOLERANCE, Golden, check_answers
@@ -69,7 +69,7 @@ EVERY = [name for name in NAMED if NAMED[name].new_tokens]
 CASES = (
     [(name, number, axis) for number, name in enumerate(EVERY) for axis in ("pipe", "data")]
     if FACTOR > 1  # QUIRE_CASES=10; it takes a while
-    else nightly_from(2, [(name, number, ("pipe", "data")[number % 2]) for number, name in enumerate(reversed(KINDS))])
+    else nightly_from(1, [(name, number, ("pipe", "data")[number % 2]) for number, name in enumerate(reversed(KINDS))])
 )
 
 
@@ -171,7 +171,7 @@ APART = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), nightly_from(2, APART))
+@pytest.mark.parametrize(("name", "options"), nightly_from(1, APART))
 def test_weights_that_do_not_lie_ready(name, options, golden):
     """Parted over devices, or in the host's memory: brought layer by layer, they give the same."""
     made = golden(name)
@@ -227,7 +227,10 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize("sizes", [{"data_parallel_size": 2, "expert_parallel_size": 2}, {"data_parallel_size": 4}])
+REPLICAS = [{"data_parallel_size": 2, "expert_parallel_size": 2}, {"data_parallel_size": 4}]
+
+
+@pytest.mark.parametrize("sizes", thinned(REPLICAS, REPLICAS[:1]), ids=str)
 def test_replicas_in_one_program(sizes, golden):
     """More requests than slots, of all kinds: the tokens of one device, and of each request without company.
 

@@ -22,7 +22,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "mesh"), nightly_from(2, CASES))
+@pytest.mark.parametrize(("name", "mesh"), nightly_from(1, CASES))
 def test_vectors(name, mesh, tmp_path):
     made = GoldenEncoder(NAMED[name], tmp_path)
     sizes = {f"{axis}_parallel_size": size for axis, size in mesh.items()}

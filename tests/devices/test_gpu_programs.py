@@ -65,10 +65,7 @@ BOUNDS = (
 )
 
 
-FEW = (
-    "llama-3-8b, bf16, batch 64",
-    "qwen3-30b-a3b, fp8, batch 64",
-)
+FEW = ("qwen3-30b-a3b, fp8, batch 64",)
 # Half a minute each of two cores: `make test-all` has every one.
 TRIED = [bound for bound in BOUNDS if bound.case in FEW or FACTOR >= 1]
 
@@ -104,7 +101,7 @@ def test_a_step_within_its_bounds(results, bound):
     assert not any(found["copied"].values()) and weights <= bound.copied * 1e6, (weights, found["copied"])
 
 
-@pytest.mark.parametrize("target", thinned(["a100", "b200"], ["a100"]))
+@pytest.mark.parametrize("target", thinned(["a100", "b200"], []))
 def test_on_other_cards_attention_is_a_call_of_flashinfer(target):
     """In the step's one graph, with a plan that is made once: XLA's attention runs thousands of launches."""
     pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed: pip install -e '.[test]'")

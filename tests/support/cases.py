@@ -13,7 +13,7 @@ import pytest
 FACTOR = float(os.environ.get("QUIRE_CASES", "1"))
 
 
-def cases(number: int, least: int = 10) -> int:
+def cases(number: int, least: int = 5) -> int:
     return max(round(number * FACTOR), min(number, least))
 
 

@@ -36,9 +36,6 @@ typedef uint32_t U __attribute__((vector_size(4 * W)));
 typedef uint16_t U16 __attribute__((vector_size(2 * W)));
 typedef uint8_t U8 __attribute__((vector_size(W)));
 typedef int8_t I8 __attribute__((vector_size(W)));
-#if defined(__AVX512BF16__)
-typedef int8_t i8x16 __attribute__((vector_size(16)));
-#endif
 
 template <typename Vector>
 Vector lanes(const void* p) {

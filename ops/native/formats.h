@@ -101,20 +101,6 @@ constexpr int STEP = 1;
 typedef F Numbers;
 
 inline F dot(F acc, Numbers w, const Half* x) { return acc + w * value(x[0]); }
-#endif
-
-// The same where sums take most of the registers. Written out for AVX2, so that each stays in its own: the compiler would let
-// them change places with weights, until one has to wait in memory for its turn.
-inline F dot_in_place(F acc, Numbers w, const Half* x) {
-#if defined(__FMA__) && !defined(__AVX512F__) && !defined(QUIRE_AMX)
-  asm("vfmadd231ps %2, %1, %0" : "+x"(acc) : "x"(w), "x"(_mm256_broadcast_ss(x)));
-  return acc;
-#else
-  return dot(acc, w, x);
-#endif
-}
-
-#if !defined(QUIRE_BF16_PAIRS)
 
 // The even or the odd ones of pairs of bfloat16.
 inline Numbers numbers(U bits, int i) { return (F)(i ? bits & 0xffff0000u : bits << 16); }
@@ -125,6 +111,17 @@ __attribute__((always_inline)) inline Numbers made(const One& one, int i) {
   return one(i);
 }
 #endif
+
+// `dot` where sums take most of the registers. Written out for AVX2, so that each stays in its own: the compiler would let
+// them change places with weights, until one has to wait in memory for its turn.
+inline F dot_in_place(F acc, Numbers w, const Half* x) {
+#if defined(__FMA__) && !defined(__AVX512F__) && !defined(QUIRE_AMX)
+  asm("vfmadd231ps %2, %1, %0" : "+x"(acc) : "x"(w), "x"(_mm256_broadcast_ss(x)));
+  return acc;
+#else
+  return dot(acc, w, x);
+#endif
+}
 
 // acc + the products of the WORD inputs from k on. One after the other for all outputs, so that no more than one number
 // of each row is in a register. By recursion: a loop whose turns differ much is unrolled too late for sums in registers.
@@ -319,7 +316,7 @@ struct Int8 {
 // Two signed bytes of each output.
 inline Numbers from_bytes(const int8_t* p, int i) {
 #if defined(__AVX512BF16__)
-  i8x16 bytes[2];
+  I8 bytes[2];
   std::memcpy(bytes, p, 32);
   __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes[0]));
   __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes[1]));

@@ -18,7 +18,7 @@ EVIL = "<img src=x onerror=\"window.hacked=1\"></script><script>window.hacked=1<
 PITCH = 22  # pixels from cell to cell where there are few
 
 pytestmark = needs_chromium
-expect.set_options(timeout=10_000)
+expect.set_options(timeout=60_000)
 
 
 def frame(cells: list[int], running: tuple[dict[str, Any], ...] = (), **changes: Any) -> dict[str, Any]:

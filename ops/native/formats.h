@@ -130,7 +130,7 @@ __attribute__((always_inline)) inline void add_word(const Format& f, const Half*
                                                     const Panel& panel, F (&acc)[R][N][H]) {
   auto weight = [&](int n, int h) -> Numbers {
     if constexpr (WIDE)
-      return lanes<F>(panel.wide + (n * K + k + i) * LANES + h * W);
+      return lanes<Numbers>(panel.wide + (n * K + k + i) * LANES + h * W);
     else
       return f.part(panel.block[n], K, k, h, i);
   };

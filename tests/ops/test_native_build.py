@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import platform
 import stat
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -95,6 +97,15 @@ def test_every_variant_has_its_source():
     others = {*kernel_names.ATTENTION.values(), kernel_names.SAMPLING, kernel_names.DELTA_NET, "heads", "residual"}
     others |= {kernel_names.ADAPTER, "blank", "probe", "pack"}
     assert products | others == {*build.VARIANTS}
+
+
+@pytest.mark.parametrize("isa", build.ISAS.get(platform.machine(), ()))
+@pytest.mark.parametrize("variant", ["dense_bf16", "int4", "int8_weights"])
+def test_products_are_well_formed_for_every_instruction_set(isa, variant):
+    """Also for those that this machine lacks, and for which nothing else is compiled here."""
+    source, *defines = build.VARIANTS[variant]
+    flags = [*build.FLAGS, *build.named(isa).flags, *defines, "-isystem", jax.ffi.include_dir(), "-fsyntax-only"]
+    build.run([*COMMAND, *flags, str(build.SOURCES / source)], variant)
 
 
 def test_built_once_and_kept_private(small, monkeypatch):

@@ -24,8 +24,8 @@ namespace quire {
 constexpr int H = PARTS;  // vectors of a block
 
 // Rows and blocks whose sums stay in registers: 24 of AVX-512's 32, or 12 of AVX2's 16. A few rows more go with half the
-// blocks: where no more than those meet a weight, it then comes from memory behind their arithmetic, and where there are few
-// registers each number that is made of a weight meets more rows.
+// blocks: where no more than those meet a weight, it then comes from memory behind their arithmetic. Where there are few
+// registers this is done for any number of rows: each number that is made of a weight meets twice as many.
 #if defined(__AVX512F__)
 constexpr int ROWS = 6, BLOCKS = 4, MANY = 12;
 constexpr bool FEW_REGISTERS = false;
@@ -332,7 +332,7 @@ struct Int8Wide {
   using X = Half;
   static constexpr bool NARROW = true;
   static constexpr int64_t BITS = 8;
-  static constexpr bool WIDENS = STEP == 1 && !FEW_REGISTERS;
+  static constexpr bool WIDENS = STEP == 1 && !FEW_REGISTERS;  // where there are few, six rows share each number as it is
   static constexpr bool TILES = false;
   static constexpr int64_t WORD = 2, GROUP = STEP;
   static constexpr int MOST = STEP == 1 ? MANY : ROWS, FULL = ROWS;

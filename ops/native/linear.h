@@ -220,7 +220,7 @@ const float* widened(const Format& f, const Panel& panel, int64_t K) {
   return room.data();
 }
 
-// More rows than so many are worth it to make floats of their weights first.
+// For more rows than this it pays to make floats of the weights first.
 constexpr int64_t OFTEN = FEW_REGISTERS ? 2 * ROWS : 2 * MANY;
 
 template <typename Pool, typename Format>

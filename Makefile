@@ -4,7 +4,10 @@
 SHELL := /bin/bash
 VENV := .venv
 PYTHON ?=
-PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check
+# pip compiles every module that comes, one after the other, which takes as long as the rest. For a demo Python compiles what is
+# used, when it is first imported, unless it may not write; what tests use is compiled on all cores.
+PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --no-compile
+COMPILE := $(VENV)/bin/python -m compileall -qq -j 0 $(VENV)/lib || true
 # Three for two cores, since many a test waits; at most four, since each holds models and compiled programs.
 WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$(( cores > 2 ? 4 : cores + 1 )))
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS)
@@ -86,11 +89,13 @@ clean:
 $(VENV)/.demo: pyproject.toml | $(VENV)/.made
 	@echo "Installing Quire and its libraries into $(VENV) (about 200 MB to fetch, once)."
 	@$(PIP) -e .
+	@$(if $(PYTHONDONTWRITEBYTECODE),$(COMPILE))
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(VENV)/.made
 	@echo "Installing Quire, its libraries and the test tools into $(VENV), once."
 	@$(PIP) -e '.[test]'
+	@$(COMPILE)
 	@touch $@ $(VENV)/.demo
 
 $(VENV)/.docs: pyproject.toml | $(VENV)/.made
@@ -103,6 +108,7 @@ $(VENV)/.parity: $(VENV)/.test
 	@echo "Installing torch and transformers into $(VENV), once."
 	@$(PIP) torch==2.13.0
 	@$(PIP) -e '.[test,parity]'
+	@$(COMPILE)
 	@touch $@
 
 # The plugin works with jax of its own version alone. It lies apart, or JAX would look for a GPU at each start.

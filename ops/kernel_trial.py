@@ -26,6 +26,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from . import cache_folder
+
 SECONDS = 240  # for a trial: it starts JAX and compiles a few kernels
 WAIT = 1800  # seconds for the verdicts of other processes, which may still be reading weights
 REPEATS = 50
@@ -208,8 +210,7 @@ def test(module: str, kind: str) -> dict[str, Found]:
 
 
 def folder() -> Path:
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "quire" / "proven"
+    return cache_folder.home("proven")
 
 
 def digest(kernel: TriedKernel, kind: str) -> str:

@@ -3,7 +3,6 @@
 import atexit
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +23,7 @@ from ..model.text.tokenizer import Tokenizer
 from ..model.weights import ModelWeights
 from ..ops import native
 from ..ops.attention import page_dtype
+from ..ops.cache_folder import home
 from ..ops.native.kernel_names import ADAPTER
 from ..ops.native.linear import Product
 from ..ops.native.model_kernels import of_model
@@ -366,7 +366,7 @@ def files_of(folder: Path) -> list[Path]:
 def use_compile_cache() -> None:
     """Keep compiled steps between runs, unless the user has chosen a place (or none) himself."""
     if jax.config.jax_compilation_cache_dir is None:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "jax"
+        folder = home("jax")
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:  # JAX would warn of each program

@@ -399,6 +399,7 @@ class LLM:
         with self.turn():
             request = self.engine.add(str(next(self.ids)), tokens, params, text, terms, pooling, second)
             if batch is not None:
+                request.watched = False
                 batch.left.add(request)
         return request
 

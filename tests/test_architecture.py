@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = """
     sharding/struct sharding/device_axes sharding/spec sharding/mesh sharding/local_shards
 
+    ops/cache_folder
     ops/ordered_sum ops/precision ops/activation ops/norm ops/rope ops/implementations ops/kernel_trial ops/weight
     ops/native ops/quant ops/native/model_kernels ops/linear ops/moe ops/adapter ops/expert_dispatch ops/state_rows
     ops/attention ops/heads ops/residual ops/routing ops/rounding ops/product ops/sampling ops/short_conv ops/delta_net
@@ -63,6 +64,7 @@ GUESTS = [
     PEERS / "continuous.py",
     PEERS / "answer_gguf.py",
 ]  # they run others' engines
+GUESTS.append(ROOT / "serving" / "device" / "programs.py")  # reads compiled programs, as JAX writes them: code anyway
 GUESTS.append(ROOT / "ops" / "attention" / "flashinfer" / "builder.py")  # of another's code, in a process of its own
 KERNELS = ("ops/*/mosaic*.py", "ops/*/native*.py", "ops/*/pallas*.py")
 MAX_LINES = 500  # 300 is usual; a longer file is looked at, and stays whole if it is one noun

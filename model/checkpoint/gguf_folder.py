@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ...ops import cache_folder
 from ..errors import ModelError
 from ..gguf.architectures import config_of
 from ..gguf.file import GgufFile, read_file
@@ -57,7 +58,7 @@ def folder_of(file: Path) -> Path:
 
 
 def home() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "gguf"
+    return cache_folder.home("gguf")
 
 
 def name_of(file: Path) -> str:

@@ -14,7 +14,6 @@ import logging
 import mmap
 import os
 import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -24,16 +23,15 @@ import jax
 import numpy as np
 
 from ...ops import native
+from ...ops.cache_folder import code_state, home, make_room
 from ...sharding.spec import nbytes
 
 MAGIC = b"quirew01"
+SUFFIX = ".weights"
 PAGE = 4096
 SAMPLE = 1 << 16  # bytes at each end of a checkpoint's file that tell it from another
 LIMIT = 64 << 30  # bytes of all files together
-LEFT = 0.1  # of the disk, which stays free
 SMALL = 32 << 20  # bytes that are loaded as fast
-STALE = 24 * 3600  # seconds after which a file that was not completed is nobody's
-PACKAGE = Path(__file__).parents[2]
 
 log = logging.getLogger("quire")
 
@@ -47,9 +45,8 @@ class WeightCache:
     @classmethod
     def of(cls, folder: Path, about: Any) -> "WeightCache | None":
         """That of a model folder; `about` are the options, in words. None where nothing can be kept."""
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "weights"
         try:
-            return cls(native.build.private(home) / f"{key(folder, about)}.weights")
+            return cls(native.build.private(home("weights")) / f"{key(folder, about)}{SUFFIX}")
         except (NotImplementedError, OSError) as error:
             log.warning("packed weights are not kept for the next start: %s", error)
             return None
@@ -85,7 +82,7 @@ class WeightCache:
         try:
             table, arrays = table_of(leaves)
             size = table["size"]
-            if not make_room(self.path.parent, size):
+            if not make_room(self.path.parent, SUFFIX, size, LIMIT):
                 log.info("packed weights are not kept for the next start: %d bytes have no room", size)
                 return
             with open(part, "wb") as file:
@@ -104,10 +101,7 @@ def key(folder: Path, about: Any) -> str:
     """A digest of the checkpoint's files, the options, the kernels and the code that packs."""
     found = hashlib.blake2b(repr(about).encode(), digest_size=16)
     found.update(f"{native.instruction_set()} {native.build.source_hash()} {jax.__version__}".encode())
-    for layer in ("ops", "model", "sharding"):
-        for path in sorted((PACKAGE / layer).rglob("*.py")):
-            state = path.stat()
-            found.update(f"{path.relative_to(PACKAGE)} {state.st_size} {state.st_mtime_ns}".encode())
+    found.update(code_state("ops", "model", "sharding").encode())
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         state = path.stat()
         found.update(f"{path.relative_to(folder)} {state.st_size} {state.st_mtime_ns}".encode())
@@ -116,31 +110,6 @@ def key(folder: Path, about: Any) -> str:
             file.seek(max(file.tell(), state.st_size - SAMPLE))
             found.update(file.read())
     return found.hexdigest()
-
-
-def make_room(folder: Path, size: int) -> bool:
-    """Delete what was used least recently until `size` more bytes fit; whether they do."""
-    held = []
-    for path in folder.iterdir():
-        try:
-            state = path.stat()
-        except FileNotFoundError:  # another process was faster
-            continue
-        if path.suffix == ".part" and time.time() - state.st_mtime > STALE:
-            path.unlink(missing_ok=True)
-        elif path.suffix == ".weights":
-            held.append((state.st_mtime, state.st_size, path))
-    disk = os.statvfs(folder)
-    total = sum(each for _, each, _ in held)
-    free = disk.f_bavail * disk.f_frsize - LEFT * disk.f_blocks * disk.f_frsize
-    if size > min(LIMIT, free + total):
-        return False
-    for _, each, path in sorted(held):
-        if total + size <= LIMIT and size <= free:
-            break
-        path.unlink(missing_ok=True)
-        total, free = total - each, free + each
-    return True
 
 
 def table_of(leaves: list[Any]) -> tuple[dict[str, Any], list[np.ndarray]]:

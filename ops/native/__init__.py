@@ -54,6 +54,11 @@ def has(*names: str) -> bool:
     return True
 
 
+def outcomes() -> dict[str, bool]:
+    """The kernels that were asked for until now, and whether they can be called."""
+    return {name: has(name) for _, name in tuple(begun)}
+
+
 def prepare(names: Iterable[str]) -> Future[bool]:
     """Begin to build kernels that will be called, while the start goes on; returns at once.
 

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import jax
 
+from ..cache_folder import home
+
 SOURCES = Path(__file__).parent
 SHIPPED = "built"  # the folder in a wheel that has libraries
 FLAGS = (
@@ -140,8 +142,7 @@ def compiler() -> list[str]:
 
 def cache_folder() -> Path:
     """Where libraries are kept: in a private folder, since they are run."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "quire" / "native"
+    return home("native")
 
 
 def library(isa: str, variant: str) -> Path:

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from .. import quant
-from .kernel_names import ATTENTION, BLANK, DENSE, HEADS, RESIDUAL, ROUNDING, SAMPLING
+from .kernel_names import ATTENTION, BLANK, DENSE, HEADS, RESIDUAL, ROUNDING, SAMPLING, UNPACK
 
 
 def of_model(
@@ -30,4 +30,4 @@ def of_model(
     if rounds:
         products = {ROUNDING.get(name, name) for name in products}
     attention = {ATTENTION[held, dtype] for held in pages if (held, dtype) in ATTENTION}
-    return (BLANK, *sorted(products), "pack", *sorted(attention), HEADS, RESIDUAL, SAMPLING)
+    return (BLANK, *sorted(products), "pack", *sorted(attention), UNPACK, HEADS, RESIDUAL, SAMPLING)

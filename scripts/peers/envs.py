@@ -2,13 +2,14 @@
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from ...ops.cache_folder import home
 
 # Installed first and by itself, then named again as a limit: pip alone would take the newest, a CUDA build.
 TORCH = ("torch==2.13.0",)
@@ -46,7 +47,7 @@ class EnvError(RuntimeError):
 
 
 def default_place() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "peers"
+    return home("peers")
 
 
 def python_of(place: Path, engine: str) -> Path:

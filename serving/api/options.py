@@ -130,7 +130,7 @@ class EngineOptions:
     gpu_memory_utilization: float | None = flag(
         None, MEMORY,
         "Share of the device's memory for weights, KV cache and all else; the KV cache gets what the others leave.",
-        "SHARE", f"{SHARE}; on a CPU the KV cache gets a quarter of what is free, at most {CPU_CACHE >> 30}G",
+        "SHARE", f"{SHARE}; on a CPU the KV cache gets up to a quarter of what is free, at most {CPU_CACHE >> 30}G",
     )  # fmt: skip
     enable_prefix_caching: bool = flag(True, PREFIXES, "Keep computed pages for prompts that begin alike.")
     kv_cache_host_bytes: int | None = flag(
@@ -151,7 +151,7 @@ class EngineOptions:
     )
     max_steps_per_launch: int = flag(
         8, MEMORY, "On CPUs decode steps that are sent to the device at once while nobody waits and they take 20 ms at "
-        "most; 1: each by itself.", "N",
+        "most (100 ms for answers that are read when they have ended); 1: each by itself.", "N",
     )  # fmt: skip
     speculative_config: dict[str, Any] | None = flag(
         None, SPECULATION,

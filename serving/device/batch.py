@@ -6,10 +6,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ...model.config import FAR
+from ...ops.native.unpack import unpack
 from ...ops.sampling import MAX_BANS, MAX_LOGPROBS, SamplingInputs
 from ...sharding import struct
 from ..api.params import SAMPLING
@@ -168,13 +168,8 @@ class Layout:
 
     def read(self, buffer) -> Batch:
         """The batch that a replica's buffer on the device holds."""
-
-        def part(array, first: int, last: int):
-            words = buffer[first:last].reshape(array.shape)
-            return words != 0 if array.dtype == bool else jax.lax.bitcast_convert_type(words, jnp.dtype(array.dtype))
-
-        arrays, tree, bounds = self.parts
-        return tree.unflatten([part(array, *ends) for array, ends in zip(arrays, bounds, strict=True)])
+        arrays, tree, _ = self.parts
+        return tree.unflatten(unpack(buffer, arrays))
 
 
 def param_arrays(rows: int) -> dict[str, np.ndarray]:

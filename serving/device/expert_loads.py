@@ -8,6 +8,7 @@ import numpy as np
 from ...model.config import ModelConfig
 from ...model.expert_copies import first_placements
 from .expert_placement import busiest
+from .programs import Call
 from .state import State
 from .step import read_loads
 
@@ -30,9 +31,9 @@ class ExpertLoads:
         self.arriving: jax.Array | None = None
         self.program: Any = None
 
-    def lower(self, state: State) -> jax.stages.Lowered:
-        """The program that reads the counters, to be compiled."""
-        return read_loads.lower(state.loads_nLE)
+    def read(self, state: State) -> Call:
+        """The counters are read."""
+        return Call(read_loads, (state.loads_nLE,))
 
     def launched(self, state: State) -> None:
         """A step was launched; read the counters after it if that is due."""

@@ -11,6 +11,7 @@ import numpy as np
 from ..cache.page_moves import PageMoves
 from ..cache.prefix_tree import HostCopy, SentPage
 from .pipeline import Pipeline
+from .programs import Call
 from .state import stored_page_bytes
 from .step import copy_pages, read_pages, write_pages
 
@@ -43,17 +44,17 @@ class PageCopier:
         self.owners = [[own for own in layers if own] for layers in found]  # by group, by stage
         self.programs: dict[tuple[str, int, int], Any] = {}
 
-    def lower(self, pages: dict[int, Held]) -> Iterator[tuple[tuple[str, int, int], jax.stages.Lowered]]:
-        """The programs, to be compiled."""
+    def calls(self, pages: dict[int, Held]) -> Iterator[tuple[tuple[str, int, int], Call]]:
+        """The programs to be made."""
         for group, stages in enumerate(self.owners):
             numbers = self.numbers_of(group, [])
             for stage, own in enumerate(stages):
                 layers = [pages[index] for index in own]
-                yield ("copy", group, stage), copy_pages.lower(layers, numbers, numbers)
+                yield ("copy", group, stage), Call(copy_pages, (layers, numbers, numbers))
                 if self.to_host:
                     bytes_NX = np.zeros((len(numbers), stored_page_bytes(layers)), np.uint8)
-                    yield ("offload", group, stage), read_pages.lower(layers, numbers)
-                    yield ("restore", group, stage), write_pages.lower(layers, numbers, bytes_NX)
+                    yield ("offload", group, stage), Call(read_pages, (layers, numbers))
+                    yield ("restore", group, stage), Call(write_pages, (layers, numbers, bytes_NX))
 
     def move(self, pages: dict[int, Held], moves: PageMoves) -> tuple[dict[int, Held], list[Offload]]:
         """(the pages, what is on its way to host memory)."""

@@ -1,6 +1,8 @@
 """Pipeline stages: each stage's part of weights and state, and the programs that make up a step."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -12,8 +14,12 @@ from ...ops.implementations import variance
 from ...sharding.mesh import stage_meshes
 from .batch import STOPS, Layout
 from .drafts import StepDrafter
+from .graphs import compile_step
+from .programs import Call, Compiler, Program
 from .state import State, owners, paged_layers
 from .step import Places, abstract_state, catch_up, make_state, model_of, series, step, with_model
+
+Made = TypeVar("Made", jax.stages.Lowered, Program)
 
 
 class Pipeline:
@@ -68,35 +74,54 @@ class Pipeline:
         """The layers of each stage that keep a state."""
         return [[index for index in self.config.state_layers if index in stage.layers] for stage in self.stages]
 
-    def lower(
-        self, weights, state: State, layout: Layout, plain: bool = False, rests: bool = False
-    ) -> list[jax.stages.Lowered]:
-        """The program of each stage; `rests`: without the drafter."""
+    def lower(self, weights, state: State, layout: Layout, plain: bool = False) -> list[jax.stages.Lowered]:
+        """A step's program for each stage, to be looked at."""
+
+        def lower(call: Call) -> jax.stages.Lowered:
+            traced = call.trace()
+            self.variance |= variance(traced.jaxpr.jaxpr)
+            return traced.lower()
+
+        return self.each(lower, weights, state, layout, plain)
+
+    def make(
+        self, compiler: Compiler, weights, state: State, layout: Layout, plain: bool = False, rests: bool = False
+    ) -> list[Program]:
+        """The same, to be served; `rests`: without the drafter."""
+        make = partial(compiler.make, build=compile_step)
+        made = self.each(make, weights, state, layout, plain, rests)
+        self.variance = self.variance.union(*(program.variance for program in made))
+        return made
+
+    def each(
+        self, make: Callable[[Call], Made], weights, state: State, layout: Layout, plain: bool, rests: bool = False
+    ) -> list[Made]:
+        """What `make` makes of each stage's part of a step."""
         if rests:
             weights, state, _ = self.without_drafter(weights, state)
-        lowered, x = [], ()  # the first gets none
+        found, x = [], ()  # the first gets none
         for stage, mesh, (own, held) in zip(self.stages, self.meshes, self.parts(weights, state), strict=True):
-            places, drafter = Places.of(own, mesh), self.drafter if stage.ends and not rests else None
-            traced = step.trace(
-                own, held, layout.nothing, layout, self.config, plain, places, stage, *x, drafter=drafter, rests=rests
-            )
-            self.variance |= variance(traced.jaxpr.jaxpr)
-            lowered.append(traced.lower())
-            x = (lowered[-1].out_info[0],)
-        return lowered
+            call = Call(
+                step, (own, held, layout.nothing, *x), layout=layout, config=self.config, plain=plain,
+                places=Places.of(own, mesh), stage=stage, drafter=self.drafter if stage.ends and not rests else None,
+                rests=rests,
+            )  # fmt: skip
+            found.append(make(call))
+            if not stage.ends:
+                x = found[-1].out_info[:1]
+        return found
 
-    def lower_series(self, weights, state: State, layout: Layout, steps: int) -> jax.stages.Lowered:
-        """The program of several decode steps; of a model on one device, without a drafter."""
-        buffers_SX = np.stack([layout.nothing] * steps)
-        return series.lower(
-            weights, state, buffers_SX, np.zeros((layout.size.seqs, STOPS), np.int32), np.int32(steps), layout,
-            self.config,
-        )  # fmt: skip
+    def series(self, weights, state: State, layout: Layout, steps: int) -> Call:
+        """Several decode steps; of a model on one device, without a drafter."""
+        stops_BE = np.zeros((layout.size.seqs, STOPS), np.int32)
+        args = weights, state, np.stack([layout.nothing] * steps), stops_BE, np.int32(steps)
+        return Call(series, args, layout=layout, config=self.config)
 
-    def lower_catch_up(self, weights, state: State, layout: Layout) -> jax.stages.Lowered:
-        """The program by which a drafter, on the last stage, computes what it has not followed."""
+    def catch_up(self, weights, state: State, layout: Layout) -> Call:
+        """A drafter, on the last stage, computes what it has not followed."""
         own, held = self.parts(weights, state)[-1]
-        return catch_up.lower(own, held, layout.nothing, layout, self.drafter, Places.of(own, self.meshes[-1]))
+        places = Places.of(own, self.meshes[-1])
+        return Call(catch_up, (own, held, layout.nothing), layout=layout, drafter=self.drafter, places=places)
 
     def caught_up(self, compiled: Any, weights, state: State, buffer) -> State:
         """The state after that program ran."""
@@ -104,8 +129,9 @@ class Pipeline:
         own, held = parts[-1]
         return join([*(held for _, held in parts[:-1]), compiled(own, held, buffer)])
 
-    def program(self, compiled: list[Any], rests: bool = False) -> Any:
+    def program(self, made: list[Program], rests: bool = False) -> Any:
         """Runs a whole step: (weights, state, buffer) -> (what is drawn, hidden states, state)."""
+        compiled = [program.result() for program in made]
         whole = compiled[0] if len(compiled) == 1 else Relay(self, compiled)
         return Resting(self, whole) if rests else whole
 

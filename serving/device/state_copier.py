@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
-import jax
 import numpy as np
 
 from .pipeline import Pipeline
+from .programs import Call
 from .state import State
 from .step import load_states, save_states
 
@@ -22,14 +22,14 @@ class StateCopier:
         self.stages = [own for own in pipeline.state_layers() if own]
         self.programs: dict[tuple[str, int], Any] = {}
 
-    def lower(self, state: State) -> Iterator[tuple[tuple[str, int], jax.stages.Lowered]]:
-        """The programs, to be compiled; none where there are no snapshots."""
+    def calls(self, state: State) -> Iterator[tuple[tuple[str, int], Call]]:
+        """The programs to be made; none where there are no snapshots."""
         if state.snapshots:
             numbers = np.zeros(AT_ONCE, np.int32)
             for stage, own in enumerate(self.stages):
                 kept, snapshots = ({index: held[index] for index in own} for held in (state.kept, state.snapshots))
-                yield ("save", stage), save_states.lower(snapshots, kept, numbers, numbers)
-                yield ("load", stage), load_states.lower(kept, snapshots, numbers, numbers, numbers)
+                yield ("save", stage), Call(save_states, (snapshots, kept, numbers, numbers))
+                yield ("load", stage), Call(load_states, (kept, snapshots, numbers, numbers, numbers))
 
     def move(self, state: State, saves: Seq[tuple[int, int, int]], loads: Seq[tuple[int, int, int, int]]) -> State:
         """The state after (replica, slot, page) and then (replica, page, slot, tokens) were copied.

@@ -80,12 +80,13 @@ def step(
     weights,
     state: State,
     buffer,
+    x: Any = None,
+    *,
     layout: Layout,
     config: ModelConfig,
     plain: bool = False,
     places: Places | None = None,
     stage: Stage | None = None,
-    x: Any = None,
     drafter: StepDrafter | None = None,
     rests: bool = False,
 ):
@@ -137,7 +138,7 @@ def series(weights, state: State, buffers_SX, stops_BE, count, layout: Layout, c
         number, state, found = going
         # What depends on weights alone XLA would compute before the loop, for all of them: an embedding in float32.
         own, number = jax.lax.optimization_barrier((weights, number))
-        *new, state = step(own, state, buffers_SX[number], layout, config)
+        *new, state = step(own, state, buffers_SX[number], layout=layout, config=config)
         return number + 1, state, jax.tree.map(lambda all_S, one: all_S.at[number].set(one), found, new)
 
     owners_B = layout.read(buffers_SX[0]).store_R[: layout.size.seqs]

@@ -3,6 +3,8 @@
 import math
 import os
 from collections import Counter
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -42,8 +44,22 @@ def cache_budget(options: EngineOptions) -> int | None:
         return options.kv_cache_memory_bytes
     if options.gpu_memory_utilization is not None or device_memory() is not None:
         return None
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(free // 4, CPU_CACHE)
+    return min(steady(free_memory() // 4), CPU_CACHE)
+
+
+def free_memory() -> int:
+    """Bytes that the system can give: those that nobody uses, and where it tells them those of files it can forget."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def steady(size: int) -> int:
+    """Rounded down to four bits: with another number of pages all programs are others, and are compiled anew."""
+    rest = max(0, size.bit_length() - 4)
+    return size >> rest << rest
 
 
 def device_memory() -> int | None:

@@ -33,7 +33,8 @@ from .snapshot import OWNED, DraftCounts, ExpertUse, Occupancy, PageCounts, Snap
 from .step_record import Observer, StepRecord, TakenIn, UnderWay
 
 log = logging.getLogger("quire")
-LATE = 0.02  # seconds that a token may wait for those of later steps
+# Seconds that a token may wait for those of later steps: one that is read as it comes, and one that is read at the end.
+LATE, UNWATCHED = 0.02, 0.1
 
 
 class Engine:
@@ -233,7 +234,8 @@ class Engine:
 
     def most_steps(self, plan: StepPlan) -> int:
         """That may be made at once after this plan, so that nobody's tokens are late."""
-        most = int(LATE / max(self.step_seconds, 1e-6))
+        watched = any(item.seq.request is not None and item.seq.request.watched for item in plan.items)
+        most = int((LATE if watched else UNWATCHED) / max(self.step_seconds, 1e-6))
         return most if most < 2 else min(most, self.runner.most_steps(plan))
 
     def tell_pace(self, plan: StepPlan, seconds: float) -> None:

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from ..device.graphs import compile_step
 from ..device.host_snapshot import to_device, to_host
 from ..device.page_copier import Offload, PageCopier
 from ..device.pipeline import Pipeline
+from ..device.programs import Call, Compiler, folder_of_programs
 from ..device.state import State
 from ..device.state_copier import StateCopier
 from ..device.step import model_of, reset_slot, set_bias, with_model, write_adapter
@@ -169,51 +170,40 @@ class Runner:
 
     def warm_up(self, progress: Callable[[Size], None] = lambda size: None) -> None:
         """Compile every size, or read it from the compile cache; nothing is compiled after this."""
-        # XLA compiles outside of Python's lock: side by side.
-        threads, futures, plain, resting, copies = ThreadPoolExecutor(), {}, {}, {}, {}
-        several = None
-        drafter = self.pipeline.drafter
-        try:
+        plain, resting, behind, several, drafter = {}, {}, {}, None, self.pipeline.drafter
+        with Compiler(folder_of_programs() if self.mesh is None else None) as compiler:
+            make, held = partial(self.pipeline.make, compiler), (self.weights, self.state)
+            sizes = {}
             for size, layout in self.batch_builder.layouts.items():
-                lowered = self.pipeline.lower(self.weights, self.state, layout)
-                futures[size] = [threads.submit(compile_step, stage) for stage in lowered]
+                sizes[size] = make(*held, layout)
                 if self.remote and size.samples >= size.rows:
-                    lowered = self.pipeline.lower(self.weights, self.state, layout, plain=True)
-                    plain[size] = [threads.submit(compile_step, stage) for stage in lowered]
+                    plain[size] = make(*held, layout, plain=True)
                 if drafter is not None and drafter.rests and size.rows == size.seqs and size.paths == 1:
-                    lowered = self.pipeline.lower(self.weights, self.state, layout, self.remote, rests=True)
-                    resting[size] = [threads.submit(compile_step, stage) for stage in lowered]
-            behind = {}
+                    resting[size] = make(*held, layout, self.remote, rests=True)
             for size in self.batch_builder.catching if self.limits.follows else ():
-                lowered = self.pipeline.lower_catch_up(self.weights, self.state, self.batch_builder.layouts[size])
-                behind[size] = threads.submit(compile_step, lowered)
+                call = self.pipeline.catch_up(*held, self.batch_builder.layouts[size])
+                behind[size] = compiler.make(call, compile_step)
             if self.limits.series > 1:
-                size, layout = next(iter(self.batch_builder.layouts.items()))
-                lowered = self.pipeline.lower_series(self.weights, self.state, layout, self.limits.series)
-                several = threads.submit(compile_step, lowered)
-            for name, lowered in self.page_copier.lower(self.state.by_page):
-                copies[name] = threads.submit(lowered.compile)
-            of_states = {name: threads.submit(lowered.compile) for name, lowered in self.state_copier.lower(self.state)}
+                _, layout = next(iter(self.batch_builder.layouts.items()))
+                several = compiler.make(self.pipeline.series(*held, layout, self.limits.series), compile_step)
+            copies = {name: compiler.make(call) for name, call in self.page_copier.calls(self.state.by_page)}
+            of_states = {name: compiler.make(call) for name, call in self.state_copier.calls(self.state)}
             if self.limits.adapters:
-                self.write_adapter = self.lower_write().compile()
+                self.write_adapter = compiler.make(self.adapter_write()).result()
             if self.expert_loads is not None:
-                self.expert_loads.program = self.expert_loads.lower(self.state).compile()
+                self.expert_loads.program = compiler.make(self.expert_loads.read(self.state)).result()
             if self.rebalancer is not None:
                 found = self.rebalancer.lower(model_of(self.weights))
                 self.rebalancer.programs = {key: lowered.compile() for key, lowered in found}
-            for size, programs in futures.items():
+            for size, made in sizes.items():
                 progress(size)
-                self.compiled[size] = self.pipeline.program([future.result() for future in programs])
-            for size, programs in plain.items():
-                self.plain[size] = self.pipeline.program([future.result() for future in programs])
-            for size, programs in resting.items():
-                self.resting[size] = self.pipeline.program([future.result() for future in programs], rests=True)
+                self.compiled[size] = self.pipeline.program(made)
+            self.plain = {size: self.pipeline.program(made) for size, made in plain.items()}
+            self.resting = {size: self.pipeline.program(made, rests=True) for size, made in resting.items()}
             self.series = several and several.result()
-            self.drafters = {size: future.result() for size, future in behind.items()}
-            self.state_copier.programs = {name: future.result() for name, future in of_states.items()}
-            self.page_copier.programs = {name: future.result() for name, future in copies.items()}
-        finally:
-            threads.shutdown(cancel_futures=True)  # after Ctrl-C only those under way are waited for
+            self.drafters = {size: program.result() for size, program in behind.items()}
+            self.state_copier.programs = {name: program.result() for name, program in of_states.items()}
+            self.page_copier.programs = {name: program.result() for name, program in copies.items()}
         if self.mesh is not None and self.mesh.is_multi_process:  # the processes find each other now or never
             size, layout = next(iter(self.batch_builder.layouts.items()))
             jax.block_until_ready(self.step(size, False, layout.nothing))
@@ -331,9 +321,10 @@ class Runner:
         goes_on = self.limits.series > 1 and plan.decodes and self.batch_builder.goes_on(plan)
         return self.limits.series if goes_on else 1
 
-    def lower_write(self) -> jax.stages.Lowered:
+    def adapter_write(self) -> Call:
+        """An adapter's matrices go into a slot."""
         stacks = adapter.stacks_of(model_of(self.weights))
-        return write_adapter.lower(stacks, np.int32(0), jax.tree.map(one_of, stacks))
+        return Call(write_adapter, (stacks, np.int32(0), jax.tree.map(one_of, stacks)))
 
     def load_adapter(self, slot: int, own: Adapter) -> None:
         """Copy an adapter into a slot: steps under way end before."""

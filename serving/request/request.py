@@ -137,6 +137,7 @@ class Request:
         self.first_scheduled: float | None = None
         self.first_token: float | None = None
         self.last_token: float | None = None
+        self.watched = True  # its tokens are read as they come
         self.finished = False  # asked for hundreds of requests in every step
 
     def scheduled(self, now: float) -> None:

@@ -12,7 +12,8 @@ from quire.model.config import ModelError
 from quire.serving.api.options import EngineOptions
 from quire.serving.cache.page_pool import PagePool
 from quire.serving.device.state import page_bytes
-from quire.serving.engine.cache_size import GAPS, claim_memory, size_cache, usable_memory, working_bytes
+from quire.serving.engine import cache_size
+from quire.serving.engine.cache_size import GAPS, cache_budget, claim_memory, size_cache, usable_memory, working_bytes
 from quire.serving.engine.scheduler import Limits
 from quire.sharding.spec import nbytes
 
@@ -125,3 +126,23 @@ def test_what_jax_took_before_there_was_an_engine_is_not_exceeded(monkeypatch):
 def test_an_option_that_would_do_nothing_is_refused(options):
     with pytest.raises(ModelError, match="|".join(options)):
         EngineOptions(**options)
+
+
+def test_the_budget_of_a_cpu_stays_while_memory_comes_and_goes(monkeypatch):
+    """Another number of pages would be other programs; a quarter of what is free, and at most an eighth less."""
+    found = set()
+    for free in (23_100, 23_900, 22_800, 22_600):  # MiB
+        monkeypatch.setattr(cache_size, "free_memory", lambda free=free: free << 20)
+        found.add(cache_budget(EngineOptions()))
+    assert found == {5632 << 20}
+    for free in (1, 1000, 3 << 30, 17 << 30, 30 << 30, 33 << 30, 1 << 40):
+        monkeypatch.setattr(cache_size, "free_memory", lambda free=free: free)
+        quarter = min(free // 4, 8 << 30)
+        budget = cache_budget(EngineOptions())
+        assert budget is not None and quarter * 7 / 8 <= budget <= quarter
+
+
+def test_memory_of_files_that_the_system_can_forget_is_free():
+    with open("/proc/meminfo") as file:
+        told = dict(line.split()[:2] for line in file)
+    assert cache_size.free_memory() == pytest.approx(int(told["MemAvailable:"]) << 10, rel=0.1)

@@ -92,7 +92,7 @@ def test_what_an_operator_sees(mixture):
     engine = mixture[1].engine
 
     def ask(server, method: str, path: str) -> tuple[int, dict]:
-        connection = http.client.HTTPConnection(*server.url.removeprefix("http://").split(":"), timeout=30)
+        connection = http.client.HTTPConnection(*server.url.removeprefix("http://").split(":"), timeout=120)
         try:
             connection.request(method, path)
             response = connection.getresponse()

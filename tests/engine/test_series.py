@@ -45,6 +45,7 @@ def several():
 def steps(several, monkeypatch):
     """Steps are short enough for series, however busy the machine is."""
     monkeypatch.setattr(engine, "LATE", 1e9)
+    monkeypatch.setattr(engine, "UNWATCHED", 1e9)
     watch = Steps()
     several.engine.observers.append(watch)
     yield watch
@@ -116,6 +117,23 @@ def test_who_waits_is_not_kept_waiting(several, steps, monkeypatch):
         several.engine.step_seconds = 0.015
         several.engine.step()
     assert set(steps.counts) == {1}
+
+
+def test_tokens_that_nobody_watches_may_be_later(several, steps, monkeypatch):
+    """A whole answer is the same in longer series; a stream beside it is not kept waiting."""
+    monkeypatch.setattr(engine, "LATE", 0.0)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    (whole,) = several.generate([PROMPTS[0]], params, use_tqdm=False)
+    assert max(steps.counts) == 8
+    steps.counts.clear()
+    *_, last = several.stream(PROMPTS[0], params)
+    assert set(steps.counts) == {1} and last.outputs[0].token_ids == whole.outputs[0].token_ids
+    steps.counts.clear()
+    stream = several.stream(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))
+    next(stream)
+    several.generate([PROMPTS[1]], params, use_tqdm=False)
+    assert set(steps.counts) == {1}
+    stream.close()
 
 
 def test_an_abort_amid_a_series_leaves_the_others(single, several, steps):

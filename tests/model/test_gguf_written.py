@@ -292,7 +292,8 @@ def test_codes_that_a_method_chose(tmp_path, name, kind, method):
     hf, _ = llama(dense) if name == "llama" else variant_folder(dense, name)
     session.save(dense, folder, read_config(dense, quantization=CHOSEN[kind]), method, SAMPLES)
     session.save_gguf(dense, out, read_config(dense), kind, method, SAMPLES)
-    assert {path.name for path in tmp_path.iterdir()} == {"dense", "folder", "out.gguf"}
+    there = {path.name for path in tmp_path.iterdir()} - {"cache"}  # where kernels may be built
+    assert there == {"dense", "folder", "out.gguf"}
     stored = read_config(folder).stored
     assert stored is not None
     checkpoint = {name: tensor.read() for name, tensor in gather(find_tensors(folder), stored).items()}

@@ -15,7 +15,7 @@ from quire import LLM, ModelError, SamplingParams
 from quire.model.checkpoint import loader, weight_cache
 from quire.model.checkpoint.loader import load, read_config
 from quire.model.checkpoint.weight_cache import WeightCache
-from quire.ops import native
+from quire.ops import cache_folder, native
 from quire.ops.native.linear import Product
 
 if not native.serves():
@@ -171,7 +171,7 @@ def test_least_recently_used_goes(home, folder, monkeypatch):
     old, new = home / "x.1.part", home / "x.2.part"
     for part in (old, new):
         part.write_bytes(b"x")
-    os.utime(old, (time.time() - 2 * weight_cache.STALE,) * 2)
+    os.utime(old, (time.time() - 2 * cache_folder.STALE,) * 2)
     monkeypatch.setattr(weight_cache, "LIMIT", 3 * size)
     caches[3].write(leaves)
     assert [cache.path.exists() for cache in caches] == [True, False, True, True]

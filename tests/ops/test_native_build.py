@@ -95,7 +95,7 @@ def test_every_variant_has_its_source():
     products = {*kernel_names.DENSE.values(), *(kernel for name in formats for kernel in quant.kernels(name))}
     products |= {*kernel_names.ROUNDING.values()}
     others = {*kernel_names.ATTENTION.values(), kernel_names.SAMPLING, kernel_names.DELTA_NET, "heads", "residual"}
-    others |= {kernel_names.ADAPTER, "blank", "probe", "pack"}
+    others |= {kernel_names.ADAPTER, "blank", "unpack", "probe", "pack"}
     assert products | others == {*build.VARIANTS}
 
 
@@ -264,7 +264,7 @@ def test_variants_are_built_side_by_side(small, monkeypatch, tmp_path):
     ],
 )
 def test_what_a_model_calls(model, kernels):
-    assert sorted(model_kernels.of_model(*model)) == sorted(["blank", "heads", "residual", *kernels.split()])
+    assert sorted(model_kernels.of_model(*model)) == sorted(["blank", "heads", "residual", "unpack", *kernels.split()])
 
 
 CHILD = """
@@ -283,7 +283,7 @@ with ThreadPoolExecutor() as threads:
 def test_many_processes_at_once(small):
     command = [sys.executable, "-c", CHILD, str(small), json.dumps(VARIANTS)]
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    found = {run.communicate(timeout=300)[0] for run in runs}
+    found = {run.communicate(timeout=900)[0] for run in runs}
     assert all(run.returncode == 0 for run in runs) and len(found) == 1
     paths = {Path(line) for line in found.pop().split()}
     (folder,) = {path.parent for path in paths}
@@ -306,7 +306,7 @@ def test_command_builds_every_variant(tmp_path):
     fake.write_text('for last in "$@"; do :; done\ncase "$last" in *.so) touch "$last";; esac\n')
     run = subprocess.run(
         [sys.executable, "-m", "quire", "build-kernels", "--out", str(tmp_path / "ready")],
-        env={**os.environ, "CXX": f"sh {fake}"}, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "CXX": f"sh {fake}"}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     folder = build.prebuilt(tmp_path / "ready", ISA)
@@ -317,6 +317,6 @@ def test_command_builds_every_variant(tmp_path):
 def test_command_refuses_a_wrong_name(tmp_path):
     run = subprocess.run(
         [sys.executable, "-m", "quire", "build-kernels", "--out", str(tmp_path), "--isa", "mmx"],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert run.returncode == 2 and "--isa is 'mmx'; it can be amx" in run.stderr.replace("\n", " ")

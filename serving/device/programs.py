@@ -1,0 +1,257 @@
+"""Compiled programs by all that they are made of: a second start loads them, and neither traces nor lowers any.
+
+JAX's own compile cache is asked with the lowered program. To get one takes longer than to load what was compiled. What
+that cache has loaded cannot be written again (XLA says that functions are not found when it runs), so it is left out
+where programs are made to be kept.
+"""
+
+import hashlib
+import logging
+import os
+import pickle
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any, NamedTuple
+
+import jax
+import jaxlib.version
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+from jax.sharding import PartitionSpec
+
+from ...ops import native
+from ...ops.cache_folder import code_state, home, make_room
+from ...ops.implementations import variance
+
+Build = Callable[[jax.stages.Lowered], jax.stages.Compiled]
+
+MAGIC = b"quirep01"
+SUFFIX = ".program"
+LIMIT = 1 << 30  # bytes of all files together
+
+PREFIXES = "QUIRE_", "XLA_", "JAX_", "PJRT_"  # of settings in the environment
+PLAIN: tuple[type, ...] = (
+    bool,
+    int,
+    float,
+    str,
+    bytes,
+    range,
+    Enum,
+    np.dtype,
+    np.generic,
+    PartitionSpec,
+)  # said by their `repr`
+
+log = logging.getLogger("quire")
+
+
+class Call:
+    """A jitted function and what it is called with: trees of arrays, and by name what it is compiled for."""
+
+    def __init__(self, function: Any, args: tuple[Any, ...], **static):
+        self.function, self.args, self.static = function, args, static
+
+    def trace(self) -> jax.stages.Traced:
+        return self.function.trace(*self.args, **self.static)
+
+
+class Program(NamedTuple):
+    """A program that is loaded or compiled in a thread of its own."""
+
+    compiled: Future[jax.stages.Compiled]
+    variance: frozenset[str]  # why bits may depend on the batch
+    out_info: Any = None  # of one that was lowered here
+
+    def result(self) -> jax.stages.Compiled:
+        return self.compiled.result()
+
+
+class Kept(NamedTuple):
+    """What a file says of a program."""
+
+    binary: bytes
+    out: Any  # a tree like that of its results
+    variance: frozenset[str]
+    kernels: dict[str, bool]  # those that it may call, and whether they could be had
+
+
+class Compiler:
+    """Makes programs side by side, since XLA compiles outside of Python's lock; where it can, from a folder."""
+
+    def __init__(self, folder: Path | None):
+        self.folder, self.threads = folder, ThreadPoolExecutor()
+        self.about = about_here() if folder else ""
+        self.device = jax.config.jax_default_device  # a setting of the thread
+        self.made: list[tuple[Path, Program]] = []  # to be kept
+        self.pause = ExitStack()
+
+    def __enter__(self) -> "Compiler":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.threads.shutdown(cancel_futures=True)  # after Ctrl-C only those under way are waited for
+        self.pause.close()
+        if self.folder and self.made and not any(error):
+            Thread(target=keep, args=(self.folder, self.made), name="quire-program-cache").start()
+
+    def make(self, call: Call, build: Build = jax.stages.Lowered.compile) -> Program:
+        """The program of a call."""
+        path = self.path_of(call)
+        if path is not None and (kept := read(path)) is not None:
+            return Program(self.threads.submit(self.load, path, kept, call, build), kept.variance)
+        if path is None:
+            elsewhere.add(call.function)
+        elif not self.made:
+            self.pause.enter_context(pauses)
+        traced = call.trace()
+        reasons, lowered = variance(traced.jaxpr.jaxpr), traced.lower()
+        program = Program(self.threads.submit(build, lowered), reasons, lowered.out_info)
+        if path is not None and call.function not in elsewhere:
+            self.made.append((path, program))
+        return program
+
+    def load(self, path: Path, kept: Kept, call: Call, build: Build) -> jax.stages.Compiled:
+        """A program that was kept, or the same anew where it cannot be loaded after all."""
+        trees = jax.tree.structure((call.args, {})), jax.tree.structure(kept.out)
+        try:
+            return deserialize_and_load(kept.binary, *trees, execution_devices=[device_of(call.args)])
+        except Exception as error:  # whatever the runtime says
+            log.warning("%s cannot be loaded, and the next start makes it again: %s", path, error)
+            path.unlink(missing_ok=True)
+        with jax.default_device(self.device):
+            return build(call.trace().lower())
+
+    def path_of(self, call: Call) -> Path | None:
+        """Where the program of a call is kept; None: nowhere."""
+        if self.folder is None:
+            return None
+        name = f"{call.function.__module__}.{call.function.__qualname__}"
+        try:
+            about = "\n".join([self.about, name, described(call.args), described(call.static, values=True)])
+        except TypeError as error:
+            log.warning("%s is not kept for the next start: %s", name, error)
+            return None
+        return self.folder / f"{hashlib.blake2b(about.encode(), digest_size=16).hexdigest()}{SUFFIX}"
+
+
+class Pauses:
+    """JAX's own cache is neither read nor written while anybody makes programs to be kept."""
+
+    def __init__(self):
+        self.lock, self.count = Lock(), 0
+
+    def __enter__(self) -> None:
+        self.add(1)
+
+    def __exit__(self, *error) -> None:
+        self.add(-1)
+
+    def add(self, one: int) -> None:
+        with self.lock:
+            self.count += one
+            if self.count == max(one, 0):
+                jax.config.update("jax_enable_compilation_cache", one < 0)
+                compilation_cache.reset_cache()  # it looks at the setting once
+
+
+pauses = Pauses()
+elsewhere: set[Any] = set()  # functions of which this process may have programs from JAX's own cache
+
+
+def folder_of_programs() -> Path | None:
+    """Where programs are kept, beside the compile cache that Quire has chosen; None: nowhere, as it is not in use.
+
+    On CPUs alone: elsewhere it has not been tried.
+    """
+    used = jax.config.jax_enable_compilation_cache or pauses.count
+    if jax.default_backend() != "cpu" or not used or jax.config.jax_compilation_cache_dir != str(home("jax")):
+        return None
+    try:
+        return native.build.private(home("programs"))
+    except (NotImplementedError, OSError) as error:
+        log.warning("compiled steps are not kept for the next start: %s", error)
+        return None
+
+
+def about_here() -> str:
+    """What every program depends on: code, versions, the processor and the settings."""
+    kernels = f"{native.instruction_set()} {native.build.source_hash()}" if native.serves() else "none"
+    versions = platform.python_version(), jax.__version__, jaxlib.version.__version__
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    processor = platform.machine(), cores, *native.build.cpu_info("model name", "flags", "Features")
+    settings = {name: value for name, value in sorted(jax.config.values.items()) if "cache" not in name}
+    chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
+    code = code_state("ops", "model", "serving", "sharding")
+    return repr((kernels, versions, processor, settings, chosen, code, jax.devices()))
+
+
+def described(x: Any, values: bool = False) -> str:
+    """All that a program can depend on in a tree: of arrays their types and places, or where asked the `values`."""
+    if is_dataclass(x) and not isinstance(x, type):
+        own = {each.name: getattr(x, each.name) for each in fields(x)}
+        return f"{type(x).__module__}.{type(x).__qualname__}{described(own, values)}"
+    if isinstance(x, Mapping):
+        return f"{{{', '.join(f'{key!r}: {described(value, values)}' for key, value in x.items())}}}"
+    if isinstance(x, tuple | list):
+        return f"{type(x).__qualname__}({', '.join(described(each, values) for each in x)})"
+    if isinstance(x, set | frozenset):
+        return f"{{{', '.join(sorted(described(each, values) for each in x))}}}"
+    if isinstance(x, jax.Array) and not values and len(x.sharding.device_set) == 1:
+        return f"{x.dtype}{x.shape}{x.aval.weak_type, x.sharding, x.committed}"
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return f"{x.dtype}{x.shape}{x.weak_type, x.sharding}"
+    if isinstance(x, np.ndarray):
+        return f"{x.dtype}{x.shape}{hashlib.blake2b(x.tobytes()).hexdigest() if values else ''}"
+    if isinstance(x, type):
+        return f"{x.__module__}.{x.__qualname__}"
+    if x is None or isinstance(x, PLAIN):
+        return repr(x)
+    raise TypeError(f"{type(x).__qualname__} has no description")
+
+
+def device_of(args: Any) -> Any:
+    """Where a program runs that is called with these."""
+    arrays = (leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array))
+    return next((device for array in arrays for device in array.sharding.device_set), jax.devices()[0])
+
+
+def read(path: Path) -> Kept | None:
+    """What is kept there; None if nothing is, it is damaged, or it was made with other kernels than can be had."""
+    try:
+        whole = path.read_bytes()
+        os.utime(path)  # when it was last used
+    except OSError:
+        return None
+    begin = len(MAGIC) + hashlib.blake2b().digest_size
+    if whole[:begin] != MAGIC + hashlib.blake2b(whole[begin:]).digest():
+        log.warning("%s is damaged and made again", path)
+        return None
+    kept = pickle.loads(whole[begin:])
+    return kept if all(native.has(name) == had for name, had in kept.kernels.items()) else None
+
+
+def keep(folder: Path, made: Iterable[tuple[Path, Program]]) -> None:
+    """Write programs, if there is room."""
+    kernels, files = native.outcomes(), {}
+    try:
+        for path, program in made:
+            binary, _, tree = serialize(program.result())
+            out = jax.tree.unflatten(tree, range(tree.num_leaves))
+            content = pickle.dumps(Kept(binary, out, program.variance, kernels))
+            files[path] = MAGIC + hashlib.blake2b(content).digest() + content
+        if not make_room(folder, SUFFIX, sum(map(len, files.values())), LIMIT):
+            raise OSError("there is no room")
+        for path, whole in files.items():
+            part = path.with_suffix(f".{os.getpid()}.part")
+            part.write_bytes(whole)
+            os.replace(part, path)
+    except Exception as error:  # what is served does not depend on it
+        log.warning("compiled steps are not kept for the next start: %s", error)

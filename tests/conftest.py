@@ -25,25 +25,44 @@ hypothesis.settings.register_profile("quire", max_examples=cases(100), deadline=
 hypothesis.settings.load_profile("quire")
 
 
-def forget_programs():
-    """Some thousand compiled programs in one process exhaust what LLVM may map."""
-    import jax
+MANY = 400  # some thousand compiled programs in one process exhaust what LLVM may map
 
-    gc.collect()
-    jax.clear_caches()
+
+class Programs:
+    """Those that this process has compiled and not forgotten: what is forgotten is compiled again."""
+
+    def __init__(self):
+        import jax
+
+        self.count, self.forget = 0, jax.clear_caches
+        jax.monitoring.register_event_duration_secs_listener(self.listen)
+
+    def listen(self, event: str, *_: object, **__: object) -> None:
+        self.count += event == "/jax/core/compile/backend_compile_duration"
+
+    def forget_many(self) -> None:
+        if self.count > MANY:
+            gc.collect()
+            self.forget()
+            self.count = 0
+
+
+@pytest.fixture(scope="session")
+def programs():
+    return Programs()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_programs_a_module():
+def few_programs_a_module(programs):
     yield
-    forget_programs()
+    programs.forget_many()
 
 
 @pytest.fixture
-def few_programs():
+def few_programs(programs):
     """For modules in which every test compiles a model."""
     yield
-    forget_programs()
+    programs.forget_many()
 
 
 @pytest.fixture

@@ -50,6 +50,6 @@ def test_a_client(name, urls, tmp_path):
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "JAX", "XLA", "HF"))}
     done = subprocess.run(
         [environment(program), program, *urls], env=plain | {"HOME": str(tmp_path), "PYTHONUTF8": "1"},
-        cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        cwd=tmp_path, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -31,7 +31,7 @@ from quire.serving.multihost.leader import EXIT
 HERE = Path(__file__).parent
 SIZES = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 4 << 20}
 FEW = {"max_num_seqs": 4, "max_num_batched_tokens": 16}  # and few programs
-LIMIT = 240  # seconds; a test that waits longer has failed
+LIMIT = 900  # seconds; a test that waits longer has failed
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +172,7 @@ class Served:
             {"Content-Type": "application/json"},
         )
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with urllib.request.urlopen(request, timeout=300) as response:
                 return response.status, json.load(response)
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
@@ -195,9 +195,9 @@ def test_a_process_is_lost(started, tmp_path):
         ask.start()
     time.sleep(0.5)
     one.processes[1].kill()
-    assert one.processes[0].wait(20) == EXIT
+    assert one.processes[0].wait(120) == EXIT
     for ask in asks:
-        ask.join(20)
+        ask.join(120)
         assert not ask.is_alive()
     assert [status for status, _ in found] == [503] * len(asks)
     assert "process 1 at 127.0.0.1 is gone: its connection" in one.said(0)
@@ -207,7 +207,7 @@ def test_a_process_is_lost(started, tmp_path):
     status, again = two.ask(max_tokens=20)
     assert (status, again["choices"][0]["text"]) == (200, first["choices"][0]["text"])
     two.processes[0].kill()
-    assert two.processes[1].wait(20) in (EXIT, -signal.SIGABRT)  # JAX has its own way to end such a process
+    assert two.processes[1].wait(120) in (EXIT, -signal.SIGABRT)  # JAX has its own way to end such a process
     assert "process 0 at 127.0.0.1 is gone: its connection" in two.said(1)
 
 
@@ -261,7 +261,7 @@ def test_strangers_are_left_outside(folder):
         found[index] = rendezvous.come(host, port, options[index], {"a": 1}, print)
 
     def knock() -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError), socket.create_connection((host, port)) as sock:
                 sock.sendall(b"GET / HTTP/1.1\r\n\r\n")

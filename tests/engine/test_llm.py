@@ -33,6 +33,7 @@ from quire.serving.api.options import EngineOptions
 from quire.serving.api.outputs import FlatLogprobs
 from quire.serving.api.params import Terms
 from quire.serving.api.prompts import PromptTerms
+from quire.serving.engine import engine
 from quire.serving.engine.cache_size import whole_page_bytes
 from quire.serving.engine.turns import Turns
 from quire.serving.http import prompting
@@ -307,7 +308,9 @@ def test_the_vocabulary_is_known_by_its_tokens(llm):
     assert all(tokenizer.token_bytes(id) for id in list(vocabulary.values())[:50])
 
 
-def test_what_each_result_of_a_stream_holds(llm, texts):
+def test_what_each_result_of_a_stream_holds(llm, texts, monkeypatch):
+    monkeypatch.setattr(engine, "LATE", 0.0)  # a token at a time
+
     def stream(kind):
         params = SamplingParams(temperature=0, max_tokens=24, logprobs=1, output_kind=kind)
         return list(llm.stream(PROMPTS[0], params))
@@ -436,7 +439,8 @@ def test_a_fork_is_refused_in_one_line(llm, texts, tmp_path):
     assert [*stream][-1].outputs[0].text == texts[0]
 
 
-def test_a_stream_grows_to_the_whole_text(llm, texts):
+def test_a_stream_grows_to_the_whole_text(llm, texts, monkeypatch):
+    monkeypatch.setattr(engine, "LATE", 0.0)  # a token at a time
     seen = [output.outputs[0].text for output in llm.stream(PROMPTS[0], GREEDY)]
     assert seen[-1] == texts[0]
     assert all(later.startswith(earlier) for earlier, later in zip(seen, seen[1:], strict=False))

@@ -19,7 +19,7 @@ FILES = sorted((ROOT / "examples").glob("*.py"))
 def printed(name: str, *arguments: str) -> list[str]:
     """The lines that an example prints."""
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -26,7 +26,7 @@ from quire.serving.http.server import bounded
 from quire.serving.http.settings import ServerSettings
 
 RECEIVE, IDLE, WRITE = 0.6, 0.7, 0.6  # seconds
-LATE = 3.0  # more, on a machine that has other things to do
+LATE = 15.0  # more, on a machine that has other things to do
 MIB = 1 << 20
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODY = b'{"prompt": "hello", "max_tokens": 2}'
@@ -56,7 +56,7 @@ def process() -> Iterator[Any]:
         yield SimpleNamespace(url=url, pid=running.pid, canary=canary, lines=lines, running=running)
         assert running.poll() is None, "the server has ended"
         running.terminate()
-        running.wait(30)
+        running.wait(120)
 
 
 @pytest.fixture(autouse=True)
@@ -374,7 +374,7 @@ def test_floods(process):
             thread.start()
         try:
             time.sleep(0.3)
-            took = max(process.canary.sings(60) for _ in range(3))
+            took = max(process.canary.sings(300) for _ in range(3))
         finally:
             stop.set()
             for thread in threads:
@@ -453,7 +453,7 @@ def test_clients_that_reset(process):
             connection.recv(10)
         connection.close()
     with Client(process.url) as client:
-        end = time.monotonic() + 5
+        end = time.monotonic() + 60
         while client.ask("GET", "/load")[2] != b'{"server_load":0}':
             assert time.monotonic() < end, "a request goes on whose client has left"
             time.sleep(0.02)
@@ -493,13 +493,13 @@ def test_a_stream_that_nobody_reads(talkative):
     before, used = memory(), talkative.engine.tables[0].used()
     with connect(talkative.url, receive_buffer=1024) as connection, Client(talkative.url) as client:
         connection.sendall(request(LONG | {"stream": True}))
-        wait(lambda: talkative.engine.tables[0].used() > used, 10)
+        wait(lambda: talkative.engine.tables[0].used() > used, 60)
         events = client.events("/v1/completions", {"prompt": "long", "max_tokens": 300})
         assert events[-1][1] == "[DONE]" and events[-2][1]["choices"][0]["finish_reason"] == "length"
-        took = wait(lambda: not talkative.engine.requests and not talkative.service.open, 30)
+        took = wait(lambda: not talkative.engine.requests and not talkative.service.open, 120)
         settled(talkative.engine)
         grown = (memory() - before) / MIB
-        _, closed = drain(connection, 60)
+        _, closed = drain(connection, 120)
         assert closed is not None, "the connection is still open"
     talkative.canary.sings()
     print(f"a stream that nobody reads: dropped {took:.1f} s after the other's end, {grown:+.0f} MiB")
@@ -519,7 +519,7 @@ def test_an_answer_that_nobody_reads(talkative, count, close):
 
     with connect(talkative.url, receive_buffer=1024) as connection:
         connection.sendall(request(LONG | {"n": count}, close))
-        wait(lambda: talkative.engine.requests, 10)
+        wait(lambda: talkative.engine.requests, 60)
         wait(lambda: not talkative.engine.requests, 60)
         took = wait(lambda: not ends(), 2 * WRITE + IDLE + LATE)
     print(f"an answer that nobody reads: dropped after {took:.1f} s")

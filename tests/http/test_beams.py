@@ -30,11 +30,11 @@ def server():
 
 
 def ask(server, path: str, **asked):
-    return requests.post(f"{server.url}{path}", json={"use_beam_search": True, **asked}, timeout=60)
+    return requests.post(f"{server.url}{path}", json={"use_beam_search": True, **asked}, timeout=300)
 
 
 def idle(server) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while server.engine.busy and time.monotonic() < until:
         time.sleep(0.01)
     assert not server.engine.busy and not server.engine.requests

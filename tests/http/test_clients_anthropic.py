@@ -275,7 +275,7 @@ def test_errors_of_the_server(server):
 
 @shows("anthropic", "APITimeoutError; a stream that is closed in the middle, or whose task is cancelled")
 def test_leaving(server):
-    """The server frees what the request held, within a few steps."""
+    """The server frees what the request held, long before it would have ended."""
 
     async def cancelled() -> None:
         async with client_of(server, AsyncAnthropic) as client:
@@ -288,24 +288,23 @@ def test_leaving(server):
 
     steps = server.script.steps
     server.script.hold.clear()
-    server.script.step_seconds = 0.2  # as long as a busy machine may take to notice that a client is gone
+    server.script.step_seconds = 0.05
     try:
         with client_of(server, timeout=0.3) as client, pytest.raises(anthropic.APITimeoutError):
-            client.messages.create(**asked("hello"))
+            client.messages.create(**asked("count", max_tokens=900))
         server.script.hold.set()
         frees_all(server)
-        assert server.script.steps - steps <= 6
-        server.script.step_seconds = 0.05
+        assert server.script.steps - steps < 100  # of 300: those in which the server hears of it
         with client_of(server) as client, client.messages.stream(**asked("count", max_tokens=900)) as stream:
             assert next(iter(stream.text_stream))
             steps = server.script.steps
             stream.close()
             until(lambda: not server.engine.requests)
-            assert server.script.steps - steps <= 6
+            assert server.script.steps - steps < 100
         asyncio.run(cancelled())
         steps = server.script.steps
         until(lambda: not server.engine.requests)
-        assert server.script.steps - steps <= 6
+        assert server.script.steps - steps < 100
     finally:
         server.script.hold.set()
         server.script.step_seconds = 0.0

@@ -62,7 +62,7 @@ def user(text: str) -> list[dict[str, Any]]:
 
 
 def post(server, path: str, body: Any, method: str = "POST") -> tuple[int, Any, bytes]:
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=120)
     try:
         connection.request(method, path, None if body is None else json.dumps(body), JSON)
         response = connection.getresponse()

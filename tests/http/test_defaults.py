@@ -33,7 +33,7 @@ def server():
 
 
 def ask(server, method: str, path: str, body=None):
-    connection = HTTPConnection(urlsplit(server.url).netloc, timeout=60)
+    connection = HTTPConnection(urlsplit(server.url).netloc, timeout=300)
     connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
     found = json.loads(response.read())

@@ -150,7 +150,7 @@ def child(tmp_path):
         settings = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
         settings |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
         done = subprocess.run(
-            [sys.executable, "-c", CHILD, name, json.dumps(options or {})], capture_output=True, text=True, timeout=240,
+            [sys.executable, "-c", CHILD, name, json.dumps(options or {})], capture_output=True, text=True, timeout=600,
             env=os.environ | settings | environment,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -250,7 +250,7 @@ def test_pull_list_and_rm(server, tmp_path):
 
     def run(*line: str, code: int = 0) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "quire", *line], capture_output=True, text=True, timeout=240,
+            [sys.executable, "-m", "quire", *line], capture_output=True, text=True, timeout=600,
             env=os.environ | settings,
         )  # fmt: skip
         assert done.returncode == code, done.stderr

@@ -34,7 +34,7 @@ def test_results_in_order_and_bytes_bounded():
 
 def test_works_meet():
     """They do go on at the same time."""
-    barrier = threading.Barrier(4, timeout=30)
+    barrier = threading.Barrier(4, timeout=120)
     assert len(in_parallel([barrier.wait] * 4, [1] * 4)) == 4
 
 

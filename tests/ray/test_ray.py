@@ -73,7 +73,7 @@ class Asker:
         self.alone = LLM(FOLDER, **OPTIONS)
 
     def client(self) -> Client:
-        return Client(f"http://127.0.0.1:{self.port}", {"Authorization": "Bearer key"}, timeout=120)
+        return Client(f"http://127.0.0.1:{self.port}", {"Authorization": "Bearer key"}, timeout=900)
 
     def get(self, path: str) -> Any:
         with self.client() as client:
@@ -178,7 +178,7 @@ def test_a_client_that_leaves_ends_its_request(cluster):
     client.connection.request("POST", "/v1/completions", json.dumps(body), client.headers | kind)
     client.connection.getresponse().read(10)
     client.connection.close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while asker.total("vllm:num_requests_running") or asker.get("/load")["server_load"]:
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -193,7 +193,7 @@ def test_a_replica_killed_under_load(cluster):
         found = processes("engine")
         for process in found:
             process.cpu_percent()
-        until(lambda: asker.total("vllm:generation_tokens_total") > told, 60)  # an answer has begun
+        until(lambda: asker.total("vllm:generation_tokens_total") > told, 300)  # an answer has begun
         os.kill(max(found, key=psutil.Process.cpu_percent).pid, signal.SIGKILL)
 
     for number in range(5):

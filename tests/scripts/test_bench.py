@@ -703,9 +703,9 @@ def test_ctrl_c_stops_serve_quietly():
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         try:
-            assert server.asked.wait(60)
+            assert server.asked.wait(300)
             child.send_signal(signal.SIGINT)
-            out, err = child.communicate(timeout=60)
+            out, err = child.communicate(timeout=300)
         finally:
             child.kill()
     assert (child.returncode, out, err) == (130, "", "")

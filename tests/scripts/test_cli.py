@@ -333,7 +333,7 @@ def test_a_signal_ends_what_loads_at_once(script, number):
     try:
         assert child.stdout.readline() == "in\n"
         child.send_signal(number)
-        out, err = child.communicate(timeout=30)
+        out, err = child.communicate(timeout=120)
     finally:
         child.kill()
     assert (child.returncode, out) == (128 + number, ""), err
@@ -415,7 +415,7 @@ def test_a_terminal_sees_the_model_the_speed_and_colour():
         os.write(leader, b"Sort: 52 31 90\n")
         until(b"prompt tokens")
         os.write(leader, b"/exit\n")
-        assert child.wait(60) == 0
+        assert child.wait(300) == 0
     finally:
         child.kill()
         os.close(leader)

@@ -141,7 +141,7 @@ def test_the_commands_of_the_first_pages_run(place, line):
         if "quire serve" in line:
             assert done.stdout is not None and any(text.startswith("ready: ") for text in done.stdout), line
             done.send_signal(signal.SIGTERM)
-        printed, _ = done.communicate("Sort: 31 4 15\n/exit\n" if "quire chat" in line else "", timeout=300)
+        printed, _ = done.communicate("Sort: 31 4 15\n/exit\n" if "quire chat" in line else "", timeout=900)
     finally:
         done.kill()
         done.wait()

@@ -105,7 +105,9 @@ def test_the_step_with_the_kernel_lowers_for_cuda(monkeypatch):
     for size in (min(layouts), max(layouts)):
         buffer, decodes = layouts[size].padding, size.rows == size.seqs
         with attention_by("mosaic_gpu"):
-            traced = step.trace(weights, state.replace(pages=pages), buffer, layouts[size], config, plain=decodes)
+            traced = step.trace(
+                weights, state.replace(pages=pages), buffer, layout=layouts[size], config=config, plain=decodes
+            )
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
         # In each layer: attention over spans of keys, and beside prompts their merge.
         assert text.count("@mosaic_gpu_v2") == 2 * (1 if decodes else 2)

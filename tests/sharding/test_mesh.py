@@ -139,6 +139,6 @@ def test_load_over_eight_devices(tmp_path):
     environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", EIGHT, str(plain), str(out), str(Path(tiny.__file__).parent)],
-        capture_output=True, text=True, timeout=300, env=os.environ | environment,
+        capture_output=True, text=True, timeout=900, env=os.environ | environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -75,7 +75,7 @@ class Tab:
 
 
 def until(condition: Callable[[], Any], page: Page, what: str) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, what
         page.wait_for_timeout(30)

@@ -51,7 +51,7 @@ def with_file(service: Any, *keys: str | None) -> None:
 class Client:
     """One connection, opened again where the server has closed it."""
 
-    def __init__(self, url: str, headers: dict[str, str] | None = None, timeout: float = 60.0):
+    def __init__(self, url: str, headers: dict[str, str] | None = None, timeout: float = 300.0):
         self.host, port = url.removeprefix("http://").split(":")
         self.port, self.headers = int(port), headers or {}
         self.connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
@@ -113,7 +113,7 @@ class Canary:
             status, body = client.complete("Once upon a time", max_tokens=16)
         return status, body["choices"][0]["text"] if status == 200 else str(body)
 
-    def sings(self, seconds: float = 2.0) -> float:
+    def sings(self, seconds: float = 10.0) -> float:
         """The known answer, in time; how long it took."""
         began = time.monotonic()
         assert self.ask() == self.answer
@@ -133,7 +133,7 @@ def connect(url: str, receive_buffer: int | None = None) -> socket.socket:
     found = socket.socket()
     if receive_buffer is not None:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    found.settimeout(30)
+    found.settimeout(120)
     found.connect((host, int(port)))
     return found
 
@@ -143,7 +143,7 @@ def memory(pid: int | None = None) -> int:
     return psutil.Process(pid).memory_info().rss
 
 
-def settled(engine: Any, seconds: float = 5.0) -> None:
+def settled(engine: Any, seconds: float = 60.0) -> None:
     """Nothing runs, and every page is free or kept."""
     until = time.monotonic() + seconds
     while (engine.busy or engine.requests) and time.monotonic() < until:

@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ class StandIn:
     models: list[str] = field(default_factory=lambda: ["quill"])
     answers: dict[str, list[Any]] = field(default_factory=dict)
     refusals: dict[str, tuple[int, dict[str, Any]]] = field(default_factory=dict)  # by prompt: a status, an error
-    frame: dict[str, Any] | None = None  # what /live says; `None`: the connection is refused
+    frame: dict[str, Any] | Callable[[], dict[str, Any]] | None = None  # what /live says; `None`: it ends at once
     bodies: list[dict[str, Any]] = field(default_factory=list)
     watched: list[str | None] = field(default_factory=list)  # the models that /live was asked for
     left: int = 0  # clients that went away amid an answer
@@ -121,6 +121,7 @@ class StandIn:
     async def frames(self) -> AsyncIterator[str]:
         while not self.down:
             frame = self.busy.frame() if self.busy else self.frame
+            frame = frame() if callable(frame) else frame
             if frame is None:
                 return
             yield f"data: {json.dumps({'t': time.monotonic(), **frame})}\n\n"

@@ -130,13 +130,13 @@ def served(*models: Model, **chosen: Any) -> Iterator[Any]:
 
     thread = threading.Thread(target=main, daemon=True)
     thread.start()
-    assert started.wait(120) and state.error is None, state.error
+    assert started.wait(300) and state.error is None, state.error
     state.thread = thread
     try:
         yield state
     finally:
         if thread.is_alive():
             state.loop.call_soon_threadsafe(state.service.stop)
-            thread.join(30)
+            thread.join(120)
         assert not thread.is_alive(), "the server did not end"
         assert state.error is None, state.error

@@ -71,7 +71,7 @@ def bundled_server(formats: Formats | None = None) -> Iterator[Any]:
         yield state
 
 
-def until(happened, seconds: float = 10.0) -> None:
+def until(happened, seconds: float = 60.0) -> None:
     """Wait for something that must happen."""
     end = time.monotonic() + seconds
     while not happened() and time.monotonic() < end:
@@ -79,7 +79,7 @@ def until(happened, seconds: float = 10.0) -> None:
     assert happened()
 
 
-def frees_all(server: Any, seconds: float = 5.0) -> None:
+def frees_all(server: Any, seconds: float = 60.0) -> None:
     """Soon nothing runs, and every page is free or kept for others."""
     until(lambda: not server.engine.busy and not server.engine.requests, seconds)
     server.engine.scheduler.check()

@@ -159,7 +159,7 @@ struct OnLines {  // memory that begins at a cache line
 struct Scratch {
   template <typename T>
   using List = std::vector<T, OnLines<T>>;
-  List<float> q, rows, s, totals, wide, unpaired, k_scale, v_scale, part, whole, head;
+  List<float> q, rows, s, weights, totals, wide, nothing, unpaired, k_scale, v_scale, part, whole, head;
   List<uint32_t> keys, codes;
   List<int32_t> position, sees;
 
@@ -189,8 +189,10 @@ class Worker {
     if (UNPAIRS<X>) unpaired = Scratch::take(scratch.unpaired, BLOCK * H);
     if (CODED) codes = Scratch::take(scratch.codes, H / 8 * W), line = Scratch::take(scratch.head, a.H);
     s = Scratch::take(scratch.s, most * BLOCK);
+    weights = reinterpret_cast<Weight*>(PAIRS<X> ? Scratch::take(scratch.weights, most * BLOCK / 2) : s);
+    nothing = reinterpret_cast<const Page*>(Scratch::take(scratch.nothing, V));
     totals = Scratch::take(scratch.totals, heads * most * W);
-    wide = Scratch::take(scratch.wide, BLOCK * COLS * W);
+    wide = reinterpret_cast<Wide*>(Scratch::take(scratch.wide, BLOCK * COLS * W));
     k_scale = Scratch::take(scratch.k_scale, BLOCK), v_scale = Scratch::take(scratch.v_scale, BLOCK);
     position = Scratch::take(scratch.position, most), sees = Scratch::take(scratch.sees, most);
     part = Scratch::take(scratch.part, heads * Sums::size(most, V));
@@ -256,6 +258,9 @@ class Worker {
  private:
   static constexpr bool CODED = std::is_same_v<Page, Pair>;
   using Key = std::conditional_t<CODED, Pair, X>;  // what rows of keys are turned as
+  using Weight = Query<X>;
+  using Wide = std::conditional_t<PAIRS<X>, uint32_t, float>;  // values, or pairs of them
+  static constexpr int TOGETHER = PAIRS<X> ? 2 : 1;            // keys whose values are mixed at once
 
   float* partial(const Tile& t, int64_t head, int64_t piece) const {
     return t.partial + (head * t.pieces() + piece - t.first / PIECE) * Sums::size(t.rows * a.G(), V);
@@ -325,9 +330,7 @@ class Worker {
 
   void step(const Tile& t, const Block& b, int64_t head, const Query<X>* q, float* totals, Sums sums, Ahead& ahead) {
     const Key* key[BLOCK];
-    const Page* value[BLOCK];
     std::fill(key + b.first() * W, key + b.stop() * W, zeros);
-    for (int j = b.lo; j < b.hi; ++j) value[j] = value_at(b.slot[j], head);
     for (int j = b.lo; j < b.hi; ++j)
       if (std::is_same_v<Page, Key> && H == a.H)
         key[j] = reinterpret_cast<const Key*>(key_at(b.slot[j], head));
@@ -357,24 +360,29 @@ class Worker {
       score<X>(b, from, stop, q, keys, ahead);
     }
     bool masked = b.base + BLOCK - 1 > t.sees || b.base <= a.scoring.hidden(t.newest);
-    finish_scores(a.scoring, b, a.k_scale ? k_scale : nullptr, masked, position, sees, from, stop, s);
-    weigh(from, stop, s, sums, totals, V);
-    if (a.k_scale)
-      for (int64_t i = from * BLOCK; i < stop * BLOCK; i += W) store(s + i, load(s + i) * load(v_scale + i % BLOCK));
+    if (masked || a.k_scale || a.scoring.soft_cap)
+      finish_scores(a.scoring, b, a.k_scale ? k_scale : nullptr, masked, position, sees, from, stop, s);
+    weigh(a.scoring.unit(), from, stop, s, a.k_scale ? v_scale : nullptr, weights, sums, totals, V);
 
-    bool direct = !std::is_same_v<Page, int8_t> && a.V == V && (stop - from <= 2 * ROWS || sizeof(Page) == 4);
+    int lo = b.lo / TOGETHER * TOGETHER, hi = (b.hi + TOGETHER - 1) / TOGETHER * TOGETHER;
+    const Page* value[BLOCK];
+    std::fill(value + lo, value + hi, nothing);
+    for (int j = b.lo; j < b.hi; ++j) value[j] = value_at(b.slot[j], head);
+    bool direct = a.V == V && (stop - from <= 2 * ROWS || sizeof(Page) == 4);
     for (int64_t at = 0; at < V; at += COLS * W) {
       int64_t vectors = std::min<int64_t>(COLS, (V - at) / W);
-      const float* widened[BLOCK];
-      if (!direct)
-        for (int j = b.lo; j < b.hi; ++j)
-          widened[j] = widen_values(value[j] + at / EACH<Page>, std::min(a.V - at, vectors * W), wide + j * COLS * W);
+      const Wide* widened[BLOCK];
+      int64_t size = std::min(a.V - at, vectors * W);
+      for (int j = lo; !direct && j < hi; j += TOGETHER)
+        widened[j] = widened[j + TOGETHER - 1] = widen_values(value + j, at, size, wide + j / TOGETHER * COLS * W);
       each_rows(from, stop, [&](int64_t r, auto count) {
         constexpr int COUNT = decltype(count)::value, STEP = UNIT<Page> / W;
-        float *weights = s + r * BLOCK, *out = sums.out + r * V + at;
-        if constexpr (!std::is_same_v<Page, int8_t>)
-          if (direct) return mix_any<COUNT, STEP>(vectors, weights, value, at, b.lo, b.hi, out, V, ahead);
-        mix_any<COUNT, STEP>(vectors, weights, widened, 0, b.lo, b.hi, out, V, ahead);
+        const Weight* row = weights + r * BLOCK;
+        float* out = sums.out + r * V + at;
+        if (direct)
+          mix_any<COUNT, STEP>(vectors, row, value, at, lo, hi, out, V, ahead);
+        else
+          mix_any<COUNT, STEP>(vectors, row, widened, 0, lo, hi, out, V, ahead);
       });
     }
   }
@@ -392,22 +400,32 @@ class Worker {
     });
   }
 
-  static const float* widen_values(const Page* from, int64_t size, float* to) {
+  // `size` values from the `at`-th on of the keys that are mixed together.
+  static const Wide* widen_values(const Page* const* value, int64_t at, int64_t size, Wide* to) {
     constexpr int STEP = UNIT<Page>;
-    if constexpr (std::is_same_v<Page, int8_t>) {
-      for (int64_t i = 0; i < size; ++i) to[i] = from[i];
-      std::fill(to + size, to + padded(size, STEP), 0.0f);
-      return to;
-    } else {
-      for (int64_t i = 0; i < size; i += STEP) {
-        F v[STEP / W];
-        Page end[STEP / EACH<Page>] = {};
-        if (size - i < STEP) std::memcpy(end, from + i / EACH<Page>, (size - i) / EACH<Page> * sizeof(Page));
-        load_values(size - i < STEP ? end : from + i / EACH<Page>, v);
-        for (int n = 0; n < STEP / W; ++n) store(to + i + n * W, v[n]);
+    for (int64_t i = 0; i < size; i += STEP) {
+      Page ends[TOGETHER][STEP / EACH<Page>] = {};
+      const Page* from[TOGETHER];
+      for (int k = 0; k < TOGETHER; ++k) {
+        from[k] = value[k] + (at + i) / EACH<Page>;
+        if (size - i < STEP) from[k] = copy_end(from[k], size - i, ends[k]);
       }
-      return to;
+      if constexpr (PAIRS<X>) {
+        U v[STEP / W];
+        load_pairs(from[0], from[1], v);
+        std::memcpy(to + i, v, sizeof(v));
+      } else {
+        F v[STEP / W];
+        load_values(from[0], v);
+        std::memcpy(to + i, v, sizeof(v));
+      }
     }
+    return to;
+  }
+
+  static const Page* copy_end(const Page* from, int64_t size, Page* to) {
+    std::memcpy(to, from, size / EACH<Page> * sizeof(Page));
+    return to;
   }
 
   void finish(const Tile& t, int64_t head, Sums sums) {
@@ -436,7 +454,10 @@ class Worker {
   int64_t R;
   Query<X>* q;
   Key *rows, *zeros;
-  float *s, *totals, *wide, *k_scale, *v_scale, *part, *whole, *line = nullptr, *unpaired = nullptr;
+  Weight* weights;
+  Wide* wide;
+  const Page* nothing;  // values of a key that no row sees
+  float *s, *totals, *k_scale, *v_scale, *part, *whole, *line = nullptr, *unpaired = nullptr;
   uint32_t *keys, *codes = nullptr;
   int32_t *position, *sees;
 };

@@ -274,10 +274,14 @@ void dots(const Query<X>* q, const uint32_t* keys, int64_t H, float* s, Ahead& a
     for (int n = 0; n < N; ++n) store(s + r * BLOCK + n * W, sums[r][n]);
 }
 
+// Whether weights are rounded to bfloat16, for the machine multiplies pairs of them with the values of two keys.
+template <typename X>
+constexpr bool PAIRS = std::is_same_v<Query<X>, uint16_t>;
+
 // Whether keys of pairs are made floats where many rows meet them: the machine does not multiply pairs, and making floats of
 // them again for every few rows takes as long as multiplying them.
 template <typename X>
-constexpr bool UNPAIRS = sizeof(X) == 2 && std::is_same_v<Query<X>, float>;
+constexpr bool UNPAIRS = sizeof(X) == 2 && !PAIRS<X>;
 
 // `words` vectors of pairs as floats: the first of each pair, then the second.
 inline void unpair(const uint32_t* from, int64_t words, float* to) {
@@ -313,6 +317,7 @@ template <typename X>
 constexpr int UNIT = sizeof(X) == 2 || EACH<X> == 2 ? 2 * W : W;
 
 inline void load_values(const float* p, F* v) { v[0] = load(p); }
+inline void load_values(const int8_t* p, F* v) { v[0] = load_bytes(p); }
 inline void load_values(const uint16_t* p, F* v) {
   U pairs = lanes<U>(p);
   v[0] = (F)(pairs << 16), v[1] = (F)(pairs & 0xffff0000u);
@@ -327,6 +332,15 @@ inline void load_values(const Pair* p, F* v) {
 #endif
   v[0] = number(pairs), v[1] = number(pairs >> 4);
 }
+
+// The values of two keys as pairs of bfloat16, which hold those of pages exactly; or such pairs, made before.
+template <typename X>
+void load_pairs(const X* first, const X* second, U* pairs) {
+  F v[2][UNIT<X> / W];
+  load_values(first, v[0]), load_values(second, v[1]);
+  for (int i = 0; i < UNIT<X> / W; ++i) pairs[i] = (U)v[0][i] >> 16 | ((U)v[1][i] & 0xffff0000u);
+}
+inline void load_pairs(const uint32_t* made, const uint32_t*, U* pairs) { pairs[0] = lanes<U>(made); }
 
 // UNIT<X> results, lying as load_values of X brought them, to `n` of type Y in their own order.
 template <typename X, typename Y>
@@ -344,7 +358,36 @@ void store_results(Y* to, const F* v, int64_t n) {
   }
 }
 
-// out += weights x values, for R rows, N vectors and the keys lo..hi.
+// A row's weights, as numbers that meet values as Y.
+inline void store_weights(float* row, int at, F weights) { store(row + at, weights); }
+inline void store_weights(uint16_t* row, int at, F weights) {
+#if defined(__AVX512BF16__)
+  U16 rounded = (U16)_mm512_cvtneps_pbh((__m512)weights);
+#else
+  U16 rounded = narrow(weights);
+#endif
+  std::memcpy(row + at, &rounded, sizeof(rounded));
+}
+
+// out += weights x values, for R rows, N vectors and the keys lo..hi. Those of pairs come two at a time, from an even one on.
+template <typename X, int R, int N>
+void mix(const uint16_t* s, const X* const* value, int64_t at, int lo, int hi, float* out, int64_t V, Ahead& ahead) {
+  F sums[R][N];
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) sums[r][n] = load(out + r * V + n * W);
+  for (int j = lo; j < hi; j += 2) {
+    ahead.fetch(), ahead.fetch();
+    U pairs[N];
+    for (int n = 0; n < N; n += UNIT<X> / W) {
+      int64_t from = (at + n * W) / EACH<X>;
+      load_pairs(value[j] + from, value[j + 1] + from, pairs + n);
+    }
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < N; ++n) sums[r][n] = dot<uint16_t>(sums[r][n], pairs[n], s + r * BLOCK + j);
+  }
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) store(out + r * V + n * W, sums[r][n]);
+}
 template <typename X, int R, int N>
 void mix(const float* s, const X* const* value, int64_t at, int lo, int hi, float* out, int64_t V, Ahead& ahead) {
   F sums[R][N];
@@ -373,8 +416,8 @@ void mix(const float* s, const X* const* value, int64_t at, int lo, int hi, floa
 }
 
 // The vectors are a multiple of STEP.
-template <int R, int STEP, int N = COLS, typename X>
-void mix_any(int64_t vectors, const float* s, const X* const* value, int64_t at, int lo, int hi, float* out, int64_t V,
+template <int R, int STEP, int N = COLS, typename Weight, typename X>
+void mix_any(int64_t vectors, const Weight* s, const X* const* value, int64_t at, int lo, int hi, float* out, int64_t V,
              Ahead& ahead) {
   if (vectors == N)
     mix<X, R, N>(s, value, at, lo, hi, out, V, ahead);
@@ -415,19 +458,20 @@ struct Scoring {
   bool chunked = false;   // of the window, rows see what comes after the last multiple of it
   int64_t ahead = 0;      // so many positions after its own a row sees too, as far as its sequence goes
 
+  float unit() const { return (soft_cap ? soft_cap : scale) * LOG2E; }
   // The last position before those that a row sees.
   int64_t hidden(int64_t position) const {
     return chunked ? position - position % window - 1 : position - window;
   }
 };
 
-// Raw products into scores, in powers of two: scaled, capped, minus infinity where a row does not see the key.
+// Raw products into scores, which `unit` makes powers of two: capped, and minus infinity where a row does not see the key.
 __attribute__((noinline)) inline void finish_scores(const Scoring& a, const Block& b, const float* k_scale, bool masked,
                                                     const int32_t* position, const int32_t* sees, int64_t from,
                                                     int64_t stop, float* s) {
   I lane;
   for (int i = 0; i < W; ++i) lane[i] = i;
-  float inverse = a.soft_cap ? a.scale / a.soft_cap : 0, scale = a.scale * LOG2E, cap = a.soft_cap * LOG2E;
+  float inverse = a.soft_cap ? a.scale / a.soft_cap : 0;
   for (int64_t r = from; r < stop; ++r)
     for (int g = 0; g < GROUPS; ++g) {
       float* at = s + r * BLOCK + g * W;
@@ -435,24 +479,27 @@ __attribute__((noinline)) inline void finish_scores(const Scoring& a, const Bloc
       if (g >= b.first() && g < b.stop()) {
         x = load(at);
         if (k_scale) x *= load(k_scale + g * W);
-        x = a.soft_cap ? cap * tanh(x * inverse) : x * scale;
-      }
-      if (masked) {
-        int64_t last = sees[r] - b.base, before = std::max<int64_t>(a.hidden(position[r]) - b.base, -1);
-        I j = lane + static_cast<int>(g * W);
-        x = (j <= static_cast<int>(last)) & (j > static_cast<int>(before)) ? x : splat(NONE);
+        if (a.soft_cap) x = tanh(x * inverse);
+        if (masked) {
+          int64_t last = sees[r] - b.base, before = std::max<int64_t>(a.hidden(position[r]) - b.base, -1);
+          I j = lane + static_cast<int>(g * W);
+          x = (j <= static_cast<int>(last)) & (j > static_cast<int>(before)) ? x : splat(NONE);
+        }
       }
       store(at, x);
     }
 }
 
-// Scores into weights; the sums so far shrink where a better score has come.
-__attribute__((noinline)) inline void weigh(int64_t from, int64_t stop, float* s, Sums sums, float* totals, int64_t V) {
+// Scores into weights, times the scales of values that are codes; the sums so far shrink where a better score has come.
+template <typename Weight>
+__attribute__((noinline)) void weigh(float unit, int64_t from, int64_t stop, const float* s, const float* v_scale,
+                                     Weight* weights, Sums sums, float* totals, int64_t V) {
   for (int64_t r = from; r < stop; ++r) {
-    float *row = s + r * BLOCK, *out = sums.out + r * V;
-    F top = load(row), sum = load(totals + r * W), part[2] = {};
+    const float* row = s + r * BLOCK;
+    float* out = sums.out + r * V;
+    F top = load(row) * unit, sum = load(totals + r * W), part[2] = {};
     for (int g = 1; g < GROUPS; ++g) {
-      F x = load(row + g * W);
+      F x = load(row + g * W) * unit;
       top = x > top ? x : top;
     }
     float best = highest(top);
@@ -464,9 +511,10 @@ __attribute__((noinline)) inline void weigh(int64_t from, int64_t stop, float* s
     }
     best = sums.best[r] == NONE ? 0 : sums.best[r];
     for (int g = 0; g < GROUPS; ++g) {
-      F weight = power(load(row + g * W) - best);
-      store(row + g * W, weight);
+      F weight = power(load(row + g * W) * unit - best);
       part[g % 2] += weight;
+      if (v_scale) weight *= load(v_scale + g * W);
+      store_weights(weights + r * BLOCK, g * W, weight);
     }
     store(totals + r * W, sum + (part[0] + part[1]));
   }

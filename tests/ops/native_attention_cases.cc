@@ -64,7 +64,7 @@ std::vector<double> turned_back(const Pair* key, int64_t H) {
   return found;
 }
 
-// The largest error of one step of random shape.
+// The largest error of one step of random shape, beyond what rounding weights may cost.
 template <typename Page, typename X, typename New>
 double error_of(int seed) {
   Random random{std::mt19937(seed)};
@@ -139,7 +139,7 @@ double error_of(int seed) {
         int64_t head = n / group, first = std::max<int64_t>(0, positions[row] - a.scoring.window + 1);
         if (a.scoring.chunked) first = positions[row] / a.scoring.window * a.scoring.window;
         int64_t last = std::min<int64_t>(positions[row] + a.scoring.ahead, positions[starts[b + 1] - 1]);
-        std::vector<double> sums(a.V), scores;
+        std::vector<double> sums(a.V), rounding(a.V), scores;
         double best = a.sinks ? 0.5 : -1e30, total = 0;
         for (int64_t p = first; p <= last; ++p) {
           double score = 0;
@@ -159,12 +159,16 @@ double error_of(int seed) {
           double weight = std::exp(scores[p - first] - best);
           int64_t value = slot_of(b, p) * a.K + head;
           total += weight;
-          for (int64_t i = 0; i < a.V; ++i)
-            sums[i] += weight * (latent ? at<Page>(a.k_pages, value * a.H + i) : at<Page>(a.v_pages, value * a.V + i)) *
-                       (bytes ? (latent ? k_scale : v_scale)[scale_of(slot_of(b, p), head)] : 1.0);
+          for (int64_t i = 0; i < a.V; ++i) {
+            double part = weight * (latent ? at<Page>(a.k_pages, value * a.H + i) : at<Page>(a.v_pages, value * a.V + i)) *
+                          (bytes ? (latent ? k_scale : v_scale)[scale_of(slot_of(b, p), head)] : 1.0);
+            sums[i] += part;
+            if (quire::attention::PAIRS<X>) rounding[i] += std::fabs(part) / 256;  // the weight is a bfloat16
+          }
         }
         for (int64_t i = 0; i < a.V; ++i)
-          worst = std::max(worst, std::fabs(at<New>(a.out, (row * a.N + n) * a.V + i) - sums[i] / total));
+          worst = std::max(worst, std::fabs(at<New>(a.out, (row * a.N + n) * a.V + i) - sums[i] / total) -
+                                      rounding[i] / total);
       }
   return worst;
 }

@@ -28,7 +28,7 @@ inline F load(const float* p) { return *reinterpret_cast<const Fu*>(p); }
 inline void store(float* p, F x) { *reinterpret_cast<Fu*>(p) = x; }
 inline F splat(float x) { return F{} + x; }
 
-// 2 to the x, for x of at most 0, within one unit in the last place; 0 below -126.
+// 2 to the x, for x of at most 0 or a rounding more, within one unit in the last place; 0 below -126.
 inline F power(F x) {
   const float round = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest whole number in the low bits
   F y = x > -126.0f ? x : splat(-126.0f);
@@ -358,7 +358,7 @@ void store_results(Y* to, const F* v, int64_t n) {
   }
 }
 
-// A row's weights, as numbers that meet values as Y.
+// Weights to where values meet them, as floats or rounded.
 inline void store_weights(float* row, int at, F weights) { store(row + at, weights); }
 inline void store_weights(uint16_t* row, int at, F weights) {
 #if defined(__AVX512BF16__)

@@ -12,7 +12,7 @@ from golden.families import VARIANTS
 from golden.recorded import Golden
 from jax.sharding import PartitionSpec as P
 
-from quire import LLM, SamplingParams
+from quire import LLM, CompletionOutput, SamplingParams
 from quire.model import decoder
 from quire.model.config import Attention, Layer, ModelConfig, Moe
 from quire.model.planning import cost
@@ -43,11 +43,20 @@ def make(made: Golden, quantization: str, **options) -> LLM:
     )  # fmt: skip
 
 
-def asked(llm: LLM, made: Golden) -> list[list[int]]:
+def asked(llm: LLM, made: Golden) -> list[CompletionOutput]:
     llm.reset_prefix_cache()
     prompts = [{"prompt_token_ids": ids} for ids in (*made.prompts, made.prompts[0][:20])]
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+    return [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def check_tokens(found: list[CompletionOutput], expected: list[CompletionOutput], tie: float = 0.0) -> None:
+    """The same tokens, up to one where another is nearly as likely."""
+    for ours, theirs in zip(found, expected, strict=True):
+        for token, other, likely in zip(ours.token_ids, theirs.token_ids, theirs.logprobs, strict=True):
+            if token != other:
+                assert token in likely and likely[other].logprob - likely[token].logprob < tie
+                break
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +64,7 @@ def alone(golden):
     """What one device answers with the products of a mesh, which are XLA's."""
 
     @lru_cache
-    def answers(name: str, quantization: str) -> list[list[int]]:
+    def answers(name: str, quantization: str) -> list[CompletionOutput]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(native, "serves", lambda: False)
             return asked(make(golden(name), quantization), golden(name))
@@ -84,7 +93,7 @@ def test_greedy_tokens(name, quantization, sizes, golden, alone):
     made, expected = golden(name), alone(name, quantization)
     options = {f"{axis}_parallel_size".replace("pipe_", "pipeline_"): size for axis, size in sizes.items()}
     llm = make(made, quantization, **options)
-    assert asked(llm, made) == expected
+    check_tokens(asked(llm, made), expected, tie=0.1 if quantization == "int8" else 0)  # its rows too are rounded
     runner = llm.engine.runner
     assert runner.compiles.recompiles == 0
     if "pipe" not in sizes:
@@ -196,4 +205,4 @@ def test_weights_that_do_not_lie_ready(options, golden, alone):
         assert stacks and all("context" in str(leaf.sharding.spec) for leaf in stacks)
     else:
         assert {leaf.sharding.memory_kind for leaf in stacks} == {"pinned_host"}
-    assert asked(llm, golden("qwen3-moe")) == expected
+    check_tokens(asked(llm, golden("qwen3-moe")), expected)

@@ -365,9 +365,8 @@ def test_tokens_and_company(tmp_path, case):
     _, expected = written(tmp_path / "codes", case, config=LLAMA | {"torch_dtype": "bfloat16"})
     dense = {name: np.ascontiguousarray(value, np.float32) for name, value in expected.items()}
     tiny.write(tmp_path / "dense", LLAMA, dense)
-    prompts = [[5, 17, 3, 9], [1] * 20, [7, 8], [90, 4, 60, 33, 2]]
     llm = LLM(tmp_path / "codes", skip_tokenizer_init=True, **served_codes.SIZES)
-    served_codes.check(llm, tmp_path / "dense", prompts)
+    served_codes.check(llm, tmp_path / "dense")
 
 
 def said(tensor: np.ndarray, **changes) -> np.ndarray:

@@ -269,8 +269,7 @@ def test_tokens_and_company(tmp_path, case):
     dense = {name: np.ascontiguousarray(value, np.float32) for name, value in expected.items()}
     tiny.write(tmp_path / "dense", LLAMA, dense)
     llm = LLM(tmp_path / "codes", skip_tokenizer_init=True, **served_codes.SIZES)
-    prompts = [[5, 17, 3, 9], [1] * 20, [7, 8], [90, 4, 60, 33, 2]]
-    served_codes.check(llm, tmp_path / "dense", prompts, 8 if case.endswith("rows") else 3)
+    served_codes.check(llm, tmp_path / "dense", times=8 if case.endswith("rows") else 3)
 
 
 STEM = "model.layers.1.mlp.down_proj._weight_"

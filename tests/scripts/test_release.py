@@ -24,7 +24,10 @@ PURE = {
     "quire-1.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     "quire-1.dist-info/RECORD": "quire/__init__.py,,\n",
 }
-QUILL = ["probe", "blank", "pack", "dense_f32", "dense_bf16", "attention_f32", "attention_bf16", "sampling"]
+QUILL = [
+    "probe", "blank", "pack", "unpack", "dense_f32", "dense_bf16", "heads", "residual", "attention_f32",
+    "attention_bf16", "sampling",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

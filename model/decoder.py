@@ -9,9 +9,8 @@ from ..ops import moe as experts
 from ..ops.activation import ACTIVATIONS, glu, soft_cap
 from ..ops.expert_dispatch import mix_over
 from ..ops.linear import add_up, einsum, exact, gated, project, rounds, rows
-from ..ops.norm import mean, norm, rms_norm
-from ..ops.residual import Residual, add_and_norm
-from ..ops.residual.xla import add
+from ..ops.norm import mean
+from ..ops.residual import Residual, add, add_and_norm, norm_alone
 from ..ops.rope import angles
 from ..ops.routing import Rule, route
 from ..ops.weight import plain
@@ -59,7 +58,7 @@ def embed(
     if config.positions:
         x_TD = x_TD + weights.position_embed_PD[jnp.maximum(positions_T, 0)]
     if config.embed_norm:
-        x_TD = norm(x_TD, weights.embed_norm_D, config.norm_eps)
+        x_TD = norm_alone(x_TD, weights.embed_norm_D, config.norm_eps)
     x_TD = centred(jnp.where(positions_T[:, None] >= 0, x_TD, 0), config)
     return x_TD, per_layer_inputs(weights, tokens_T, x_TD, config, axes) if config.per_layer_dim else None
 
@@ -123,7 +122,7 @@ def run_layers(
 
 
 def final_norm(weights: ModelWeights, x_TD, config: ModelConfig):
-    return add_and_norm(Residual(x_TD), weights.final_norm_D, config.norm_eps)[1]
+    return add_and_norm(Residual(x_TD), weights.final_norm_D, config.norm_eps)[1]  # some models have no last norm
 
 
 def logits(weights: ModelWeights, hidden_RD, config: ModelConfig, axes: DeviceAxes = ONE_DEVICE):
@@ -237,9 +236,10 @@ def feed_forward(layer: Layer, w: LayerWeights, residual_TD, x_TD, live_T, confi
         routed_TD, experts_TX = mix(layer.moe, w.moe, rows_TD, rows_TD, live_T, axes)
         return out_TD + routed_TD, experts_TX
     eps = config.norm_eps
-    router_TD = rms_norm(residual_TD, None, eps) * (w.moe.router_scale_D * config.dim**-0.5).astype(residual_TD.dtype)
-    routed_TD, experts_TX = mix(layer.moe, w.moe, router_TD, rms_norm(residual_TD, w.moe.pre_norm_D, eps), live_T, axes)
-    out_TD = rms_norm(out_TD, w.moe.mlp_post_norm_D, eps) + rms_norm(routed_TD, w.moe.post_norm_D, eps)
+    scale_D = (w.moe.router_scale_D * config.dim**-0.5).astype(residual_TD.dtype)
+    router_TD, rows_TD = norm_alone(residual_TD, None, eps) * scale_D, norm_alone(residual_TD, w.moe.pre_norm_D, eps)
+    routed_TD, experts_TX = mix(layer.moe, w.moe, router_TD, rows_TD, live_T, axes)
+    out_TD = norm_alone(out_TD, w.moe.mlp_post_norm_D, eps) + norm_alone(routed_TD, w.moe.post_norm_D, eps)
     return out_TD, experts_TX
 
 
@@ -259,7 +259,7 @@ def mlp(block: Mlp, w: MlpWeights, x_TD, axes: DeviceAxes, live_T=None):
         out_TD = out_TD * block.multipliers[1]
     if w.gate_D1 is None:
         return out_TD
-    gate_T1 = jax.nn.sigmoid(einsum("TD,DE->TE", plain(x_TD).astype(jnp.float32), w.gate_D1))
+    gate_T1 = jax.nn.sigmoid(exact("TD,DE->TE", plain(x_TD), w.gate_D1))
     return (out_TD * gate_T1).astype(out_TD.dtype)
 
 
@@ -315,7 +315,7 @@ def per_layer_inputs(weights: ModelWeights, tokens_T, x_TD, config: ModelConfig,
     """Gemma 4's second embedding, one vector for each layer, plus a projection of the first embedding."""
     A = config.per_layer_dim
     context_TLA = einsum("TD,DLA->TLA", x_TD, weights.per_layer_proj_DLA, jnp.float32) * config.dim**-0.5
-    context_TLA = rms_norm(context_TLA.astype(x_TD.dtype), weights.per_layer_norm_A, config.norm_eps)
+    context_TLA = norm_alone(context_TLA.astype(x_TD.dtype), weights.per_layer_norm_A, config.norm_eps)
     token_TLA = look_up(weights.per_layer_embed_VLA, tokens_T, axes).astype(x_TD.dtype)
     token_TLA = token_TLA * jnp.asarray(A**0.5, x_TD.dtype)
     return (context_TLA + token_TLA) * jnp.asarray(2**-0.5, x_TD.dtype)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from ..ops.activation import ACTIVATIONS
 from ..ops.linear import einsum
-from ..ops.norm import norm
+from ..ops.residual import norm_alone
 from .config import ModelConfig
 from .weights import ModelWeights
 
@@ -36,5 +36,6 @@ def head(weights: ModelWeights, x_BD, config: ModelConfig):
             x_BD = x_BD + w.bias_F
         if dense.activation is not None:
             x_BD = ACTIVATIONS[dense.activation](x_BD)
-        x_BD = norm(x_BD, w.norm_F, config.norm_eps)
+        if w.norm_F is not None:
+            x_BD = norm_alone(x_BD, w.norm_F, config.norm_eps)
     return x_BD

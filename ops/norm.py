@@ -18,6 +18,11 @@ class LayerNorm:
     bias_D: Any = None
 
 
+def scale_and_bias(weights) -> tuple[Any, Any]:
+    """The arrays of a norm, None where it has none."""
+    return (weights.scale_D, weights.bias_D) if isinstance(weights, LayerNorm) else (weights, None)
+
+
 def norm(x, weights, eps: float):
     """The norm that the weights are for; x itself where there are none."""
     if weights is None:
@@ -28,9 +33,8 @@ def norm(x, weights, eps: float):
 def layer_norm(x, weights: LayerNorm, eps: float):
     """(x less its mean) / its deviation, times the scale; and the bias, if there is one. The result has x's dtype."""
     wide = x.astype(jnp.float32)
-    with jax.named_scope(__name__):
-        wide = wide - mean(wide)[..., None]
-        squares = mean(wide * wide)
+    wide = wide - mean(wide)[..., None]
+    squares = mean(wide * wide)
     wide = wide * jax.lax.rsqrt(squares[..., None] + eps) * weights.scale_D
     return (wide if weights.bias_D is None else wide + weights.bias_D).astype(x.dtype)
 
@@ -41,8 +45,7 @@ def rms_norm(x, scale=None, eps: float = 1e-6, axis: Axis = UNSPLIT):
     Where that axis is split over the devices of `axis`, the norm is over all of it.
     """
     wide = x.astype(jnp.float32)
-    with jax.named_scope(__name__):
-        squares = mean(wide * wide)
+    squares = mean(wide * wide)
     if axis.size > 1:
         squares = axis.sum(squares) / axis.size
     wide = wide * jax.lax.rsqrt(squares[..., None] + eps)
@@ -51,7 +54,8 @@ def rms_norm(x, scale=None, eps: float = 1e-6, axis: Axis = UNSPLIT):
 
 def mean(x):
     """The mean over the last axis. On a CPU XLA's own sums give other bits for 4 rows than for 64."""
-    return sum_pairs(x) / x.shape[-1] if jax.default_backend() == "cpu" else jnp.mean(x, axis=-1)
+    with jax.named_scope(__name__):
+        return sum_pairs(x) / x.shape[-1] if jax.default_backend() == "cpu" else jnp.mean(x, axis=-1)
 
 
 def varies() -> str | None:

@@ -25,7 +25,7 @@ ROOMS = """
     ops/cache_folder
     ops/ordered_sum ops/precision ops/activation ops/norm ops/rope ops/implementations ops/kernel_trial ops/weight
     ops/native ops/quant ops/native/model_kernels ops/linear ops/moe ops/adapter ops/expert_dispatch ops/state_rows
-    ops/attention ops/heads ops/residual ops/routing ops/rounding ops/product ops/sampling ops/short_conv ops/delta_net
+    ops/attention ops/residual ops/heads ops/routing ops/rounding ops/product ops/sampling ops/short_conv ops/delta_net
 
     model/errors model/extras model/stored_format model/classes model/indexer model/recurrent model/config model/matrix
     model/mixers model/weights

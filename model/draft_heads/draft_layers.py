@@ -3,9 +3,7 @@
 import jax.numpy as jnp
 
 from ...ops.linear import einsum, project
-from ...ops.norm import rms_norm
-from ...ops.residual import Residual
-from ...ops.residual.xla import add
+from ...ops.residual import Residual, add, norm_alone
 from ...ops.rope import angles
 from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
 from .. import decoder
@@ -45,8 +43,8 @@ def run(
     features_TD = jnp.where(live_T1, features_TD, 0).astype(embed_TD.dtype)
     given_TD = features_TD
     if weights.embed_norm_D is not None:
-        embed_TD = rms_norm(embed_TD, weights.embed_norm_D, eps)
-        given_TD = rms_norm(features_TD, weights.feature_norm_D, eps)
+        embed_TD = norm_alone(embed_TD, weights.embed_norm_D, eps)
+        given_TD = norm_alone(features_TD, weights.feature_norm_D, eps)
     both_TF = jnp.concatenate([embed_TD, given_TD], axis=-1)
     layers, first = weights.layers, 0
     if heads.kind == "eagle3":

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from ...ops.activation import ACTIVATIONS
 from ...ops.delta_net import delta_rule
 from ...ops.linear import add_up, einsum
-from ...ops.norm import rms_norm
 from ...ops.ordered_sum import sum_pairs
+from ...ops.residual import norm_alone
 from ...ops.short_conv import short_conv
 from ...ops.weight import plain
 from ...sharding import struct
@@ -79,7 +79,7 @@ def mix(a: DeltaNet, w: DeltaNetWeights, x_TD, rope, cache, reach: Reach, eps: f
     in_TC, gates_TGN = einsum("TD,DC->TC", x_TD, w.in_DC), einsum("TD,DGN->TGN", plain(x_TD), w.gates_DGN, jnp.float32)
     out_TNH, cache = reach.recur((in_TC[:, : 2 * keys + values], gates_TGN), run, cache)
     z_TNH = in_TC[:, 2 * keys + values :].reshape(out_TNH.shape).astype(jnp.float32)
-    out_TNH = rms_norm(out_TNH, w.norm_H, a.norm_eps or eps) * activation(z_TNH)
+    out_TNH = norm_alone(out_TNH, w.norm_H, a.norm_eps or eps) * activation(z_TNH)
     return add_up("TNH,NHD->TD", out_TNH.astype(in_TC.dtype), w.out_NHD, None, axes.tensor), cache
 
 

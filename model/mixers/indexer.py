@@ -5,9 +5,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from ...ops.attention.picking import Picks
-from ...ops.linear import einsum, project
-from ...ops.norm import LayerNorm, layer_norm
+from ...ops.linear import einsum, exact, project
+from ...ops.norm import LayerNorm
+from ...ops.residual import norm_alone
 from ...ops.rope import rotate
+from ...ops.weight import plain
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
 from ..config import LatentAttention, ModelConfig
@@ -47,7 +49,7 @@ def picks_of(indexer: Indexer, w: IndexerWeights | None, x_TD, q_TA, rope) -> tu
     if w is None:
         return Picks(count=indexer.count), None
     q_TIH = rotate(einsum("TA,AIH->TIH", q_TA, w.q_up_AIH), rope)
-    key_TH = layer_norm(project("TD,DH->TH", x_TD, w.key_DH), LayerNorm(w.key_norm_H, w.key_norm_bias_H), EPSILON)
-    weight_TI = einsum("TD,DI->TI", x_TD.astype(jnp.float32), w.weigh_DI, jnp.float32)
+    key_TH = norm_alone(project("TD,DH->TH", x_TD, w.key_DH), LayerNorm(w.key_norm_H, w.key_norm_bias_H), EPSILON)
+    weight_TI = exact("TD,DI->TI", plain(x_TD), w.weigh_DI)
     weight_TI = weight_TI * (indexer.heads * indexer.dim) ** -0.5
     return Picks(q_TIH, weight_TI, indexer.count), rotate(key_TH[:, None], rope)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ...ops.activation import ACTIVATIONS
 from ...ops.delta_net import delta_rule
 from ...ops.linear import add_up, einsum
-from ...ops.norm import rms_norm
+from ...ops.residual import norm_alone
 from ...ops.short_conv import short_conv
 from ...sharding import struct
 from ...sharding.device_axes import DeviceAxes
@@ -76,5 +76,5 @@ def mix(a: KimiDelta, w: KimiDeltaWeights, x_TD, rope, cache, reach: Reach, eps:
     decay_TNH = einsum("TR,RNH->TNH", decay_TR, w.decay_RNH).astype(jnp.float32)
     out_TNH, cache = reach.recur((x_TC, decay_TNH, beta_TN.astype(jnp.float32)), run, cache)
     gate_TNH = einsum("TR,RNH->TNH", gate_TR, w.gate_RNH).astype(jnp.float32)
-    out_TNH = rms_norm(out_TNH, w.norm_H, eps) * jax.nn.sigmoid(gate_TNH)
+    out_TNH = norm_alone(out_TNH, w.norm_H, eps) * jax.nn.sigmoid(gate_TNH)
     return add_up("TNH,NHD->TD", out_TNH.astype(in_TC.dtype), w.out_NHD, None, axes.tensor), cache

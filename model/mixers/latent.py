@@ -4,8 +4,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ...ops.linear import add_up, einsum, project
-from ...ops.norm import rms_norm
+from ...ops.linear import add_up, einsum, project, rounds
+from ...ops.residual import norm_alone
 from ...ops.rope import rotate
 from ...sharding import struct
 from ...sharding.device_axes import DeviceAxes
@@ -69,10 +69,11 @@ def mix(a: LatentAttention, w: LatentWeights, x_TD, rope, cache, reach: Reach, e
     if w.q_down_DA is None:
         q_TA = x_TD
     else:
-        q_TA = rms_norm(project("TD,DA->TA", x_TD, w.q_down_DA, w.q_down_bias_A), w.q_norm_A, a.norm_eps)
+        q_TA = project("TD,DA->TA", x_TD, w.q_down_DA, w.q_down_bias_A)
+        q_TA = norm_alone(q_TA, w.q_norm_A, a.norm_eps, rounds(w.q_up_ANH))
     q_TNH = einsum("TA,ANH->TNH", q_TA, w.q_up_ANH)
     kv_TA = project("TD,DA->TA", x_TD, w.kv_down_DA, w.kv_down_bias_A)
-    latent_TA = rms_norm(kv_TA[:, : a.kv_rank], w.kv_norm_A, a.norm_eps)
+    latent_TA = norm_alone(kv_TA[:, : a.kv_rank], w.kv_norm_A, a.norm_eps)
     k_rope_T1H = turned(kv_TA[:, None, a.kv_rank :], rope)
     q_latent_TNA = einsum("TNH,NAH->TNA", q_TNH[..., : a.nope_dim], w.k_up_NAH)
     q_TNA = jnp.concatenate([q_latent_TNA, turned(q_TNH[..., a.nope_dim :], rope)], axis=-1)

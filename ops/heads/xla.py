@@ -1,6 +1,7 @@
 """Heads normalised and rotated by XLA; attention appends them."""
 
 from ..norm import rms_norm
+from ..residual import norm_alone
 from ..rope import rotate
 from . import Heads
 
@@ -20,7 +21,7 @@ def turn(qkv_TGH, heads: Heads):
     v_TKH = k_TKH if heads.tied else qkv_TGH[:, N + K :]
     k_TKH = norm_and_rotate(k_TKH, heads.k_scale, heads)
     if heads.v_norm:
-        v_TKH = rms_norm(v_TKH, None, heads.eps)
+        v_TKH = norm_alone(v_TKH, None, heads.eps)
     return q_TNH, k_TKH, v_TKH
 
 
@@ -38,8 +39,11 @@ def head_norm(x_TNH, scale, heads: Heads):
     if heads.norm is None:
         return x_TNH
     if heads.norm != "all":
-        return rms_norm(x_TNH, scale, heads.eps)
-    return rms_norm(x_TNH.reshape(x_TNH.shape[0], -1), scale, heads.eps, heads.axis).reshape(x_TNH.shape)
+        return norm_alone(x_TNH, scale, heads.eps)
+    x_TA = x_TNH.reshape(x_TNH.shape[0], -1)
+    if heads.axis.size == 1:
+        return norm_alone(x_TA, scale, heads.eps).reshape(x_TNH.shape)
+    return rms_norm(x_TA, scale, heads.eps, heads.axis).reshape(x_TNH.shape)
 
 
 def varies() -> None:

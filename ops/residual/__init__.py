@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from ..implementations import choose
 
 # Tried in order; one that cannot serve a case declines by raising NotImplementedError with its reasons.
@@ -24,8 +26,30 @@ def add_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None,
 
     `rounds`: the codes that products will make of the norm (`Weight.rounds`), which then may be `RoundedRows`.
     """
+    if scale_D is None:
+        sum_TD = add(rows, eps)
+        return sum_TD, sum_TD
 
     def run(module):
         return module.add_and_norm(rows, scale_D, eps, rounds)
 
     return choose(IMPLEMENTATIONS, __name__, run, implementation)
+
+
+def add(rows: Residual, eps: float):
+    """The sum alone."""
+    if rows.y_TD is None:
+        return rows.x_TD
+    return rows.x_TD + (rows.y_TD if rows.scale_D is None else norm_alone(rows.y_TD, rows.scale_D, eps))
+
+
+def norm_alone(x, scale_D, eps: float, rounds: str | None = None):
+    """The norm over the last axis, where there is nothing to add; a scale of None is one of ones.
+
+    In contrast to `quire.ops.norm` a row's bits do not depend on its company on a GPU either, where a kernel serves.
+    """
+    D = x.shape[-1]
+    scale_D = jnp.ones(D, jnp.float32) if scale_D is None else scale_D
+    if x.ndim == 2:
+        return add_and_norm(Residual(x), scale_D, eps, rounds)[1]
+    return add_and_norm(Residual(x.reshape(-1, D)), scale_D, eps)[1].reshape(x.shape)

@@ -9,9 +9,9 @@ from typing import Any
 
 from ..attention import mosaic, mosaic_gpu
 from ..kernel_trial import TriedKernel, require_pass
-from ..norm import LayerNorm
+from ..norm import LayerNorm, scale_and_bias
 from . import Residual
-from .shape import LINE, MOST
+from .shape import LINE, MEMORY, MOST, padded
 
 SOURCES = *Path(__file__).parent.glob("*.py"), Path(mosaic.__file__).parent / "tile.py"
 KERNEL = TriedKernel(f"{__package__}.trial", "sum and norm", SOURCES)
@@ -21,34 +21,49 @@ def add_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None,
     """See `quire.ops.residual.add_and_norm`. With `interpret` it runs in Pallas' interpreter, on a CPU."""
     if interpret is None and (declined := mosaic_gpu.card_declines()):
         raise NotImplementedError(declined)
-    if reasons := refusals(rows, scale_D):
+    if reasons := refusals(rows, scale_D, rounds):
         raise NotImplementedError(", and ".join(reasons))
     if interpret is None:
-        require_pass(KERNEL, kind(rows, rounds))
+        require_pass(KERNEL, kind(rows, scale_D, rounds))
     from .mosaic_kernel import sum_and_norm  # only now: it imports a compiler
 
     return sum_and_norm(rows, scale_D, eps, rounds, interpret)
 
 
-def refusals(rows: Residual, scale_D) -> list[str]:
+def refusals(rows: Residual, scale_D, rounds: str | None = None) -> list[str]:
     """All reasons for which the kernel cannot serve a case."""
-    if scale_D is None:
-        return ["there must be a norm of the sum"]
-    if isinstance(scale_D, LayerNorm) or isinstance(rows.scale_D, LayerNorm):
-        return ["norms must not take the mean off"]
     found, D = [], rows.x_TD.shape[-1]
-    dtypes = [str(array.dtype) for array in (rows.x_TD, rows.y_TD) if array is not None]
-    if {*dtypes} != {"bfloat16"}:
-        found.append(f"rows must be bfloat16, not {' and '.join(dtypes)}")
+    dtypes = {str(array.dtype) for array in (rows.x_TD, rows.y_TD) if array is not None}
+    if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float32"}:
+        found.append(f"rows must all be bfloat16 or all float32, not {' and '.join(sorted(dtypes))}")
+    elif rounds is not None and dtypes != {"bfloat16"}:
+        found.append("rows whose norm is rounded to codes must be bfloat16")
     if D % LINE or D > LINE * MOST:
         found.append(f"a row must have a multiple of {LINE} numbers, at most {LINE * MOST}, not {D}")
+    elif (size := memory(rows, scale_D)) > MEMORY:
+        found.append(f"a row and the weights of its norms must fit into {MEMORY} bytes, and have {size}")
     return found
 
 
-def kind(rows: Residual, rounds: str | None = None) -> dict:
+def memory(rows: Residual, scale_D) -> int:
+    """Bytes of shared memory."""
+    arrays = [array for array in (rows.x_TD, rows.y_TD) if array is not None]
+    weights = [array for norm in (scale_D, rows.scale_D) for array in scale_and_bias(norm) if array is not None]
+    each = sum(array.dtype.itemsize for array in arrays) + 4 * len(weights)
+    return padded(rows.x_TD.shape[-1] // LINE) * LINE * each
+
+
+def kind(rows: Residual, scale_D, rounds: str | None = None) -> dict:
     """What the kernel is compiled for."""
-    adds, normed = rows.y_TD is not None, rows.scale_D is not None
-    return {"width": rows.x_TD.shape[-1], "adds": adds, "normed": normed, "rounds": rounds}
+    found = {"width": rows.x_TD.shape[-1], "dtype": str(rows.x_TD.dtype), "adds": rows.y_TD is not None}
+    return found | {"rounds": rounds, "norm": name_of(scale_D), "added_norm": name_of(rows.scale_D)}
+
+
+def name_of(weights) -> str | None:
+    """How a norm is called in a kind."""
+    if not isinstance(weights, LayerNorm):
+        return None if weights is None else "scale"
+    return "centred" if weights.bias_D is None else "centred, bias"
 
 
 def varies() -> None:

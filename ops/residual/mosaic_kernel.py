@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..attention.mosaic.tile import Tiles
+from ..norm import LayerNorm, scale_and_bias
 from ..quant import fp8, int8
 from ..weight import RoundedRows
 from . import Residual
@@ -36,15 +37,18 @@ class Refs(NamedTuple):
     own_codes: Any = None
     y_scale: Any = None
     own_y_scale: Any = None
+    bias: Any = None
+    own_bias: Any = None
+    y_bias: Any = None
+    own_y_bias: Any = None
 
 
 def sum_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None, interpret: Any = None):
     """(the sum, its norm), and the norm's codes if it `rounds`."""
     T, D = rows.x_TD.shape
-    shape, adds = RowShape(D // LINE, eps, rounds), rows.y_TD is not None
-    given = {"x": rows.x_TD, "scale": scale_D.astype(jnp.float32)} | ({"y": rows.y_TD} if adds else {})
-    if rows.scale_D is not None:
-        given["y_scale"] = rows.scale_D.astype(jnp.float32)
+    adds, centred = rows.y_TD is not None, (isinstance(weights, LayerNorm) for weights in (scale_D, rows.scale_D))
+    shape = RowShape(D // LINE, eps, rounds, *centred)
+    given = {"x": rows.x_TD} | ({"y": rows.y_TD} if adds else {}) | weights_of(scale_D) | weights_of(rows.scale_D, "y_")
     given = {name: array.reshape(*array.shape[:-1], shape.lines, LINE) for name, array in given.items()}
     scratch = {f"own_{name}": plgpu.SMEM((shape.padded, LINE), array.dtype) for name, array in given.items()}
     scratch["here"] = plgpu.Barrier(num_arrivals=len(given))
@@ -73,16 +77,22 @@ def sum_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None,
     return sum_TD, RoundedRows(normed_TD, coded[0], coded[1][:, 0], rounds)
 
 
+def weights_of(norm, prefix: str = "") -> dict[str, Any]:
+    """A norm's scale and bias in float32, those that there are."""
+    found = zip(("scale", "bias"), scale_and_bias(norm), strict=True)
+    return {f"{prefix}{name}": array.astype(jnp.float32) for name, array in found if array is not None}
+
+
 def run(shape: RowShape, tiles: Tiles, refs: Refs) -> None:
     """What is done with one row."""
     t, row = lax.axis_index("row"), pl.ds(0, shape.lines)
     copies = [(refs.x.at[t], refs.own_x), (refs.scale, refs.own_scale)]
     if refs.y is not None:
         copies.append((refs.y.at[t], refs.own_y))
-    if refs.y_scale is not None:
-        copies.append((refs.y_scale, refs.own_y_scale))
+    copies += [(refs.bias, refs.own_bias), (refs.y_scale, refs.own_y_scale), (refs.y_bias, refs.own_y_bias)]
     for far, own in copies:
-        plgpu.copy_gmem_to_smem(far, own.at[row], refs.here)
+        if far is not None:
+            plgpu.copy_gmem_to_smem(far, own.at[row], refs.here)
     plgpu.barrier_wait(refs.here)
     load = functools.partial(numbers, shape, tiles)
     dtype, own_normed = refs.own_x.dtype, refs.own_x if refs.y is None else refs.own_y
@@ -90,11 +100,12 @@ def run(shape: RowShape, tiles: Tiles, refs: Refs) -> None:
     if refs.y is not None:
         y_LC = load(refs.own_y)
         if refs.own_y_scale is not None:
-            y_LC = (normal(shape, y_LC) * load(refs.own_y_scale)).astype(dtype).astype(jnp.float32)
+            y_LC = weigh(normal(shape, tiles, y_LC, shape.added_centred), load, refs.own_y_scale, refs.own_y_bias)
+            y_LC = y_LC.astype(dtype).astype(jnp.float32)
         sum_LC = (wide_LC + y_LC).astype(dtype)
         refs.own_x[...] = sum_LC
         wide_LC = sum_LC.astype(jnp.float32)
-    normed_LC = (normal(shape, wide_LC) * load(refs.own_scale)).astype(dtype)
+    normed_LC = weigh(normal(shape, tiles, wide_LC, shape.centred), load, refs.own_scale, refs.own_bias).astype(dtype)
     own_normed[...] = normed_LC
     if shape.rounds is not None:
         codes_LC, scale = code(shape.rounds, tiles, normed_LC.astype(jnp.float32))
@@ -111,16 +122,32 @@ def run(shape: RowShape, tiles: Tiles, refs: Refs) -> None:
 
 def numbers(shape: RowShape, tiles: Tiles, ref):
     """A row in float32."""
-    layout = plgpu.Layout.WG_STRIDED((shape.padded, LINE), vec_size=VECTOR)
-    x_LC = tiles.load_as(ref, layout, True).astype(jnp.float32)
+    return without_padding(shape, tiles, tiles.load_as(ref, layout_of(shape), True).astype(jnp.float32))
+
+
+def layout_of(shape: RowShape):
+    return plgpu.Layout.WG_STRIDED((shape.padded, LINE), vec_size=VECTOR)
+
+
+def without_padding(shape: RowShape, tiles: Tiles, x_LC):
+    """A row with zeros behind it."""
     if shape.padded == shape.lines:
         return x_LC
-    return jnp.where(tiles.index(x_LC.shape, 0, layout) < shape.lines, x_LC, 0.0)
+    return jnp.where(tiles.index(x_LC.shape, 0, layout_of(shape)) < shape.lines, x_LC, 0.0)
 
 
-def normal(shape: RowShape, x_LC):
-    """A row whose mean square is one."""
-    return x_LC * lax.rsqrt(jnp.sum(x_LC * x_LC) * (1 / (shape.lines * LINE)) + shape.eps)
+def normal(shape: RowShape, tiles: Tiles, x_LC, centred: bool):
+    """A row whose mean square is one, and whose mean is zero if it is `centred`."""
+    part = 1 / (shape.lines * LINE)
+    if centred:
+        x_LC = without_padding(shape, tiles, x_LC - jnp.sum(x_LC) * part)
+    return x_LC * lax.rsqrt(jnp.sum(x_LC * x_LC) * part + shape.eps)
+
+
+def weigh(x_LC, load, scale, bias):
+    """A row times a norm's scale, and its bias if it has one."""
+    x_LC = x_LC * load(scale)
+    return x_LC if bias is None else x_LC + load(bias)
 
 
 def code(codes: str, tiles: Tiles, x_LC):

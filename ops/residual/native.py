@@ -8,15 +8,13 @@ import numpy as np
 
 from ..native import target
 from ..native.kernel_names import RESIDUAL
-from ..norm import LayerNorm
+from ..norm import LayerNorm, scale_and_bias
 from . import Residual, xla
 
 
 def add_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None):
     """See `quire.ops.residual.add_and_norm`. Products round the rows by themselves."""
     x_TD, y_TD = rows.x_TD, rows.y_TD
-    if scale_D is None:
-        raise NotImplementedError("there is no norm of the sum")
     if x_TD.ndim != 2 or not x_TD.size:
         raise NotImplementedError(f"there must be rows in one list, not an array of {x_TD.shape}")
     dtypes = {x.dtype.name for x in (x_TD, y_TD) if x is not None}
@@ -50,8 +48,7 @@ def tangents_of(eps: float, primals, tangents):
 
 def parts(weights) -> tuple:
     """The scale and the bias of a norm; empty where it has none."""
-    scale, bias = (weights.scale_D, weights.bias_D) if isinstance(weights, LayerNorm) else (weights, None)
-    return tuple(jnp.zeros(0, jnp.float32) if x is None else x for x in (scale, bias))
+    return tuple(jnp.zeros(0, jnp.float32) if x is None else x for x in scale_and_bias(weights))
 
 
 def varies() -> None:

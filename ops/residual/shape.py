@@ -6,6 +6,7 @@ LINE = 64  # numbers
 VECTOR = 4  # neighbours that a thread has
 LINES = 128 * VECTOR // LINE  # that all threads have together, once
 MOST = 256  # lines: a copy brings no more, and 128 threads hold them in their registers
+MEMORY = 220 << 10  # bytes of shared memory for a row and its weights
 
 
 class RowShape(NamedTuple):
@@ -14,8 +15,14 @@ class RowShape(NamedTuple):
     lines: int  # of a row
     eps: float
     rounds: str | None = None  # to which codes the norm is rounded besides
+    centred: bool = False  # the mean of the sum is taken off before it is normalised
+    added_centred: bool = False  # and that of what is added
 
     @property
     def padded(self) -> int:
         """Lines that the threads have: those past the row are zeros."""
-        return -(-self.lines // LINES) * LINES
+        return padded(self.lines)
+
+
+def padded(lines: int) -> int:
+    return -(-lines // LINES) * LINES

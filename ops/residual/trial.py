@@ -6,12 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ..norm import LayerNorm, scale_and_bias
 from ..quant.fp8 import as_floats
 from ..quant.int8 import as_bytes
 from ..weight import RoundedRows, plain
 from . import Residual
 
-LARGEST_ERROR = 6e-3  # allowed in bfloat16, against float64
+LARGEST_ERROR = {"bfloat16": 6e-3, "float32": 1e-5}  # allowed against float64
 EPS = 1e-5
 
 
@@ -22,21 +23,21 @@ class ResidualCase:
     kind: dict
     rows: int = 300  # more than twice the card's processors
     interpret: Any = None
-    allowed: float = LARGEST_ERROR
     name: str = "sums and norms"
+
+    @property
+    def allowed(self) -> float:
+        return LARGEST_ERROR[self.kind["dtype"]]
 
     def build(self, seed: int):
         rng, D = np.random.default_rng(seed), self.kind["width"]
 
         def rows():
             sizes = rng.choice([0.01, 1, 50], (self.rows, 1))
-            return jnp.asarray(rng.standard_normal((self.rows, D)) * sizes, jnp.bfloat16)
+            return jnp.asarray(rng.standard_normal((self.rows, D)) * sizes, self.kind["dtype"])
 
-        def scale():
-            return jnp.asarray(1 + 0.3 * rng.standard_normal(D), jnp.float32)
-
-        y_TD, y_scale_D = rows() if self.kind["adds"] else None, scale() if self.kind["normed"] else None
-        given = Residual(rows(), y_TD, y_scale_D), scale()
+        y_TD, y_norm = rows() if self.kind["adds"] else None, random_norm(self.kind["added_norm"], D, rng)
+        given = Residual(rows(), y_TD, y_norm), random_norm(self.kind["norm"], D, rng)
         sum_TD, normed_TD = in_float64(*given, EPS)
         size_T1 = np.sqrt(np.mean(sum_TD**2, 1, keepdims=True))
         wanted = [sum_TD / size_T1, normed_TD, *[normed_TD] * (self.kind["rounds"] is not None)]
@@ -77,12 +78,28 @@ def round_rows(x_TD, kind: str):
 
 def in_float64(rows: Residual, scale_D, eps: float) -> tuple[np.ndarray, np.ndarray]:
     """(the sum, its norm), on the host."""
-    sum_TD, scale_D = (np.asarray(array, np.float64) for array in (rows.x_TD, scale_D))
+    sum_TD = np.asarray(rows.x_TD, np.float64)
     if rows.y_TD is not None:
-        y_TD = np.asarray(rows.y_TD, np.float64)
-        sum_TD = sum_TD + (y_TD if rows.scale_D is None else normal(y_TD, eps) * np.asarray(rows.scale_D, np.float64))
-    return sum_TD, normal(sum_TD, eps) * scale_D
+        sum_TD = sum_TD + normal(np.asarray(rows.y_TD, np.float64), rows.scale_D, eps)
+    return sum_TD, normal(sum_TD, scale_D, eps)
 
 
-def normal(x_TD: np.ndarray, eps: float) -> np.ndarray:
-    return x_TD / np.sqrt(np.mean(x_TD**2, -1, keepdims=True) + eps)
+def normal(x_TD: np.ndarray, norm, eps: float) -> np.ndarray:
+    """The norm of rows; they themselves where there is none."""
+    if norm is None:
+        return x_TD
+    if isinstance(norm, LayerNorm):
+        x_TD = x_TD - np.mean(x_TD, -1, keepdims=True)
+    scale_D, bias_D = scale_and_bias(norm)
+    x_TD = x_TD / np.sqrt(np.mean(x_TD**2, -1, keepdims=True) + eps) * np.asarray(scale_D, np.float64)
+    return x_TD if bias_D is None else x_TD + np.asarray(bias_D, np.float64)
+
+
+def random_norm(name: str | None, D: int, rng):
+    """A norm by its name in a kind."""
+    if name is None:
+        return None
+    scale_D = jnp.asarray(1 + 0.3 * rng.standard_normal(D), jnp.float32)
+    if name == "scale":
+        return scale_D
+    return LayerNorm(scale_D, None if name == "centred" else jnp.asarray(0.3 * rng.standard_normal(D), jnp.float32))

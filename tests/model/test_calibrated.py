@@ -159,7 +159,7 @@ def test_what_experts_meet(tmp_path):
             batch.positions_T >= 0, {}, decoder.Reach(whole.attention(config, *batch.shape)).of(index), config,
             decoder.ONE_DEVICE,
         )  # fmt: skip
-        x = decoder.norm(x.x_TD + x.y_TD, weights.layers[index].pre_mlp_norm_D, config.norm_eps)
+        x = decoder.norm_alone(x.x_TD + x.y_TD, weights.layers[index].pre_mlp_norm_D, config.norm_eps)
         rows.append(np.asarray(x)[np.asarray(batch.positions_T) >= 0])
     x = np.concatenate(rows)
     H = sum(inputs["moe.up_EDGF", e].H for e in range(moe.experts))

@@ -174,8 +174,6 @@ def test_the_derivative_is_that_of_xla(name):
 
 def test_sums_that_the_kernel_declines():
     rows, scale_D = sum_case("rms on rms, 64", "bfloat16")
-    with pytest.raises(NotImplementedError, match="no norm of the sum"):
-        residual.add_and_norm(rows, None, EPS, implementation="native")
     for shape in ((0, 64), (1, 7, 64)):
         with pytest.raises(NotImplementedError, match="rows in one list"):
             residual.add_and_norm(Residual(jnp.ones(shape)), scale_D, EPS, implementation="native")

@@ -96,6 +96,7 @@ CASES = (
     Case("qwen3-30b-a3b", "fp8"),
     Case("gpt-oss-20b"),
     Case("deepseek-v3"),
+    Case("qwen3-next-80b-a3b"),
 )
 LENGTH = 1024  # of each sequence, of which the pages are read
 MAX_LEN = 4096
@@ -110,9 +111,12 @@ def stored(model: str) -> str:
     return "mxfp4" if "quantization_config" in SHAPES[model] else "bf16"
 
 
+DEPTHS = {"gpt-oss-20b": (2, 4), "gemma-3-12b": (6, 7), "deepseek-v3": (1, 2), "qwen3-next-80b-a3b": (4, 8)}
+
+
 def depths(model: str) -> tuple[int, int]:
     """Two numbers of layers whose programs differ by whole patterns of layers."""
-    return {"gpt-oss-20b": (2, 4), "gemma-3-12b": (6, 7), "deepseek-v3": (1, 2)}.get(model, (2, 3))
+    return DEPTHS.get(model, (2, 3))
 
 
 def measure(case: Case, target: str, spills: bool = False) -> Result:
@@ -253,11 +257,13 @@ class Shares:
         self.experts = 1.0 if layer is None else chosen(layer, case.step_rows)
         self.blocks = 0.0 if layer is None else expert_blocks(layer.moe, case.step_rows)
 
-    def of(self, argument: str) -> float:
-        """Of an argument that a kernel gets as a whole."""
+    def of(self, argument: str, in_place: bool) -> float:
+        """Of an argument that a kernel gets as a whole; of one that it changes `in_place`, what it reads and writes."""
         from ...model.planning.cost import seen
 
         kind = kind_of(argument)
+        if in_place:  # states as a whole, and of pages only the rows of the step
+            return 2.0 if kind == "states" else 0.0
         if kind == "pages":
             layer = self.config.layers[int(re.findall(r"pages\[(\d+)\]", argument)[0])]
             return self.case.batch * seen(layer.attention, LENGTH) / self.positions
@@ -282,9 +288,11 @@ def expert_blocks(moe, rows: int) -> float:
 
 
 def kind_of(argument: str) -> str:
-    """Pages, experts, weights, or something else of a step's arguments."""
+    """Pages, states, experts, weights, or something else of a step's arguments."""
     if argument.startswith("state.pages"):
         return "pages"
+    if argument.startswith("state.kept"):
+        return "states"
     if re.search(r"\.moe\.(up|down)_", argument):
         return "experts"
     return "weights" if argument.startswith("weights") else "other"

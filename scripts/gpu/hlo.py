@@ -17,6 +17,8 @@ IN_PLACE = re.compile(r"\{(\d*)\}: \((\d+), \{\}\)")
 LABEL = re.compile(r'op_name="([^"]*)"')
 FREE = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all", "partition-id", "replica-id",
         "optimization-barrier", "async-done", "all-reduce-done", "all-gather-done", "copy-done"}  # fmt: skip
+PartOf = Callable[[str, bool], float]
+TurnsOf = Callable[[set[str], bool], float]
 PRODUCTS = {"dot", "convolution", "custom-call"}
 PARTS = {"dynamic-slice", "slice", "gather"}  # read no more than they return
 LARGE = 1 << 18  # elements: fewer are no copy of a weight
@@ -85,9 +87,10 @@ class Module:
                 one = instruction(found)
                 inside[one.name] = one
 
-    def work(self, shares: Callable[[str], float], turns: Callable[[set[str], bool], float]) -> Work:
-        """What a run does. `shares`: which part of a parameter a kernel reads that gets the whole of it. `turns`: those
-        of a loop that the compiler does not count, by the parameters that it gets, and whether another is around it.
+    def work(self, shares: PartOf, turns: TurnsOf) -> Work:
+        """What a run does. `shares`: which part of a parameter a kernel reads that gets the whole of it, or reads and
+        writes where it changes the parameter in place. `turns`: those of a loop that the compiler does not count, by
+        the parameters that it gets, and whether another is around it.
         """
         entry = self.computations[self.entry].values()
         inputs = {one.number: one.label for one in entry if one.kind == "parameter"}
@@ -97,7 +100,7 @@ class Module:
 class Walk:
     """Follows the parameters of a program through its loops and fusions."""
 
-    def __init__(self, module: Module, shares: Callable[[str], float], turns: Callable[[set[str], bool], float]):
+    def __init__(self, module: Module, shares: PartOf, turns: TurnsOf):
         self.computations, self.shares, self.turns = module.computations, shares, turns
 
     def computation(self, name: str, inputs: list, inner: bool = False) -> Work:
@@ -163,10 +166,13 @@ class Walk:
         for number, (operand, origin) in enumerate(zip(one.operands, given, strict=True)):
             whole = around[operand]
             origin = origin if isinstance(origin, str) else None
-            if number == place or number in one.aliased.values():  # only the rows that are written
+            if number == place:  # only the rows that are written
+                continue
+            if number in one.aliased.values():
+                done.bytes += self.shares(origin, True) * whole.bytes if origin else 0
                 continue
             if not inside:
-                share = self.shares(origin) if one.kind == "custom-call" and origin else 1.0
+                share = self.shares(origin, False) if one.kind == "custom-call" and origin else 1.0
                 read, elements, is_slice = share * whole.bytes, whole.elements, True
             else:
                 read, elements, is_slice = part(inside, parameters[number], whole)

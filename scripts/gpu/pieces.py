@@ -16,9 +16,11 @@ from ...model.families import llama
 from ...model.weights import abstract
 from ...ops.attention import KVPages, page_dtype
 from ...ops.attention.xla import append
+from ...ops.delta_net import delta_rule
 from ...ops.residual import Residual, add_and_norm
 from ...ops.rope import angles, rotate
 from ...ops.sampling import SamplingInputs, empty_state, sample
+from ...ops.state_rows import StateRows
 from ...sharding.spec import nbytes, random_arrays
 from .common import PAGE, CheckSizes, PartReport, card_rates, seconds
 
@@ -64,6 +66,8 @@ def pieces(scale: CheckSizes, seed: int) -> Iterator[StepPiece]:
         yield from dense(replace(config, quant=quant), (1, scale.streams, scale.rows), seed)
     yield appended(config, scale.streams, seed)
     yield between(config, scale.streams, seed)
+    yield remembered(config, scale.streams, 1, seed)
+    yield remembered(config, 1, scale.rows, seed)
     yield from drawn(config, scale.streams, seed)
 
 
@@ -125,6 +129,27 @@ def between(config: ModelConfig, rows: int, seed: int) -> StepPiece:
 
     inputs = x_TD, y_TD, qk_TNH, jnp.ones(config.dim)
     return StepPiece(f"sum, norm and rope, {plural(rows)}", run, inputs, 2 * nbytes(inputs[:3]))
+
+
+def remembered(config: ModelConfig, sequences: int, rows: int, seed: int) -> StepPiece:
+    """The delta rule for heads like those of attention; memories are read once and written once, in place."""
+    a, T = config.layers[0].attention, sequences * rows
+    q_key, k_key, v_key, decay_key = jax.random.split(jax.random.key(seed), 4)
+    q_TKH, k_TKH = (jax.random.normal(key, (T, a.kv_heads, a.head_dim)) * a.head_dim**-0.5 for key in (q_key, k_key))
+    v_TNV = jax.random.normal(v_key, (T, a.heads, a.head_dim))
+    decay_TN = jax.random.uniform(decay_key, (T, a.heads), minval=0.9)
+    count_B = jnp.full(sequences, rows)
+    of_rows = StateRows(jnp.arange(sequences + 1) * rows, jnp.arange(sequences), count_B < 0, count_B)
+    held = [jnp.zeros((sequences, a.heads, a.head_dim, a.head_dim))]
+    rule = jax.jit(lambda memory, *arrays: delta_rule(*arrays[:-1], memory, arrays[-1]), donate_argnums=0)
+
+    def run(*arrays):
+        out_TNV, held[0] = rule(held[0], *arrays)
+        return out_TNV
+
+    inputs = q_TKH, k_TKH, v_TNV, decay_TN, decay_TN, of_rows
+    name = f"delta rule, {sequences} sequence{'s' * (sequences > 1)} of {plural(rows)}"
+    return StepPiece(name, run, inputs, 2 * nbytes(held) + nbytes(inputs[:-1]) + nbytes(v_TNV))
 
 
 def drawn(config: ModelConfig, rows: int, seed: int) -> Iterator[StepPiece]:

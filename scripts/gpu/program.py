@@ -5,7 +5,6 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import jax
 
 from ...serving.device import graphs
 from ...serving.engine.cache_size import memory_of
-from .hlo import Module, Work
+from .hlo import Module, PartOf, TurnsOf, Work
 from .target import ptxas
 
 THUNK = re.compile(r"^( *)\d+: (k\w+) +(?:\[[^]]*\])? *(\w*)")
@@ -39,8 +38,8 @@ class Program:
 
 def compile_program(
     lowered: jax.stages.Lowered,
-    shares: Callable[[str], float],
-    turns: Callable[[set[str], bool], float],
+    shares: PartOf,
+    turns: TurnsOf,
     spills: bool = False,
 ) -> Program:
     """Compile a step as it is served, and read what XLA says of it. `shares` and `turns`: see `Module.work`."""

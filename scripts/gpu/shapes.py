@@ -24,6 +24,15 @@ GPT_OSS_20B = {
     "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000, "sliding_window": 128,
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"},
 }  # fmt: skip
+QWEN3_NEXT_80B = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048,
+    "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512,
+    "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "intermediate_size": 5120, "norm_topk_prob": True, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000000.0, "hidden_act": "silu", "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+    "full_attention_interval": 4, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
 GEMMA3_12B = {
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 3840,
     "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
@@ -33,7 +42,7 @@ GEMMA3_12B = {
 }  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": LLAMA_8B, "gemma-3-12b": GEMMA3_12B, "qwen3-30b-a3b": QWEN3_30B, "gpt-oss-20b": GPT_OSS_20B,
-    "deepseek-v3": MODELS["deepseek-v3"],
+    "deepseek-v3": MODELS["deepseek-v3"], "qwen3-next-80b-a3b": QWEN3_NEXT_80B,
 }  # fmt: skip
 # What drafts in the step for llama-3-8b, with two layers or one, by its method.
 DRAFTERS: dict[str, dict[str, Any]] = {

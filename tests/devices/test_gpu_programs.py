@@ -40,7 +40,7 @@ class Bound:
 
 
 BOUNDS = (
-    Bound("llama-3-8b, bf16, batch 1", 8, 10, 1.03),
+    Bound("llama-3-8b, bf16, batch 1", 8, 10, 1.03, alike=True),
     Bound("llama-3-8b, bf16, batch 64", 8, 35, 1.04, others=46, alike=True),
     Bound("llama-3-8b, int8, batch 64", 10, 35, 1.07),
     Bound("llama-3-8b, int8-weights, batch 64", 8, 35, 1.06),
@@ -52,16 +52,17 @@ BOUNDS = (
     Bound("llama-3-8b, bf16, batch 64, tensor 8", 10, 13, 1.15),
     Bound("llama-3-8b, bf16, batch 64, 4 drafts of ngram", 9, 202, 1.38),
     Bound("llama-3-8b, bf16, batch 64, 4 drafts of ngram, top-k, top-p", 9, 1340, 2.17),
-    Bound("llama-3-8b, bf16, batch 64, 4 drafts of eagle3", 9, 215, 1.32),
+    Bound("llama-3-8b, bf16, batch 64, 4 drafts of eagle3", 9, 215, 1.32, alike=True),
     Bound("llama-3-8b, bf16, batch 64, 4 drafts of draft_model", 16, 215, 1.38),
-    Bound("gemma-3-12b, bf16, batch 64", 8, 71, 1.04),
+    Bound("gemma-3-12b, bf16, batch 64", 8, 71, 1.04, alike=True),
     Bound("qwen3-30b-a3b, bf16, batch 64", 14, 41, 1.06),
     Bound("qwen3-30b-a3b, int8, batch 64", 17, 41, 1.14),
     Bound("qwen3-30b-a3b, int4, batch 64", 16, 41, 1.18),
     Bound("qwen3-30b-a3b, int4-128-zero, batch 64", 16, 41, 1.19),
     Bound("qwen3-30b-a3b, fp8, batch 64", 19, 41, 1.16, alike=True),
-    Bound("gpt-oss-20b, mxfp4, batch 64", 21, 54, 1.09),
-    Bound("deepseek-v3, bf16, batch 64", 32, 146, 1.03, copied=12),
+    Bound("gpt-oss-20b, mxfp4, batch 64", 21, 54, 1.09, alike=True),
+    Bound("deepseek-v3, bf16, batch 64", 33, 146, 1.03, copied=12, alike=True),
+    Bound("qwen3-next-80b-a3b, bf16, batch 64", 28, 115, 1.13, alike=True),
 )
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from quire.ops import adapter, attention, heads, linear, residual, rounding, routing, sampling
+from quire.ops import adapter, attention, delta_net, heads, linear, residual, rounding, routing, sampling
 from quire.ops.implementations import NoImplementation, choose, variance
 from quire.ops.norm import rms_norm
 
@@ -43,7 +43,7 @@ def test_a_forced_one_is_tried_alone():
         choose(TABLE, "quire.ops", second, "third")
 
 
-OPS = adapter, attention, heads, linear, residual, rounding, routing, sampling
+OPS = adapter, attention, delta_net, heads, linear, residual, rounding, routing, sampling
 MODULES = [(op.__spec__.parent, module) for op in OPS for module in op.IMPLEMENTATIONS.values()]
 
 

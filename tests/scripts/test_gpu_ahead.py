@@ -83,24 +83,34 @@ ENTRY %main (a: bf16[4096,8], b: bf16[2,8], c: (s32[], bf16[2,1024], bf16[4,1024
 def test_bytes_launches_and_copies_of_a_program():
     """Counted by hand."""
     pages, rows, expert = 4096 * 8 * 2, 2 * 8 * 2, 1024 * 512 * 2
-    work = Module(PROGRAM).work(lambda name: 0.25 if kind_of(name) == "pages" else 1.0, lambda names, inner: 3)
+
+    def work_of(in_place_share: float):
+        def shares(name, in_place):
+            return in_place_share if in_place else 0.25 if kind_of(name) == "pages" else 1.0
+
+        return Module(PROGRAM).work(shares, lambda names, inner: 3)
+
+    work = work_of(0)
     append, look_up, in_place, kernel, copy = 2 * rows, 2 * rows, 2 * rows, rows + pages / 4 + rows, 2 * pages
     taken = expert + 4 + expert  # read, with the number of the expert, and written
     product = 2 * 1024 * 2 + expert + 2 * 512 * 4
     assert work.bytes == append + look_up + in_place + kernel + copy + 3 * (taken + product)
+    assert work_of(2).bytes == work.bytes + 2 * pages, "what a kernel reads and writes in place"
     assert work.launches == 5 + 3 * 2
     assert work.copied == {"weights.layers[0].moe.up_EDGF": 3 * expert}  # these pages are too few to count
 
 
 def test_a_loop_that_the_compiler_counts_has_its_own_number_of_turns():
     counted = PROGRAM.replace("body=%turn", 'body=%turn, backend_config={"known_trip_count":{"n":"7"}}')
-    work = Module(counted).work(lambda name: 1.0, lambda names, inner: pytest.fail("it is counted"))
+    work = Module(counted).work(
+        lambda name, in_place: 1.0 - in_place, lambda names, inner: pytest.fail("it is counted")
+    )
     assert work.launches == 5 + 7 * 2
 
 
 def test_copied_pages_are_seen():
     longer = PROGRAM.replace("4096,8]", "40960,8]")
-    work = Module(longer).work(lambda name: 1.0, lambda names, inner: 0)
+    work = Module(longer).work(lambda name, in_place: 1.0 - in_place, lambda names, inner: 0)
     assert work.copied["state.pages[0].k_PSKH"] == 40960 * 8 * 2
 
 
@@ -108,7 +118,7 @@ def test_a_real_program_moves_what_it_reads_and_writes():
     """A program of this CPU's compiler: a product reads its inputs and writes its result, whatever else it does."""
     a, b = np.ones((64, 256), np.float32), np.ones((256, 512), np.float32)
     text = jax.jit(lambda a, b: a @ b).lower(a, b).compile().as_text() or ""
-    work = Module(text).work(lambda name: 1.0, lambda names, inner: 1)
+    work = Module(text).work(lambda name, in_place: 1.0 - in_place, lambda names, inner: 1)
     least = a.nbytes + b.nbytes + 64 * 512 * 4
     assert least <= work.bytes <= 3 * least and work.launches >= 1 and not work.copied
 
@@ -146,14 +156,16 @@ def test_blocks_of_experts_are_what_chance_gives():
 def test_the_part_of_its_arguments_that_a_step_reads():
     case = Case("qwen3-30b-a3b", batch=64)
     shares = Shares(config_of(case, 2), case, 65536)
-    assert shares.of("state.pages[1].v_PSKH") == 1.0  # 64 sequences of 1,024
-    assert shares.of("weights.layers[0].moe.up_EDGF.codes") == pytest.approx(1 - (1 - 8 / 128) ** 64)
-    assert shares.of("weights.layers[0].moe.router_DE") == shares.of("buffer") == 1.0
+    assert shares.of("state.pages[1].v_PSKH", False) == 1.0  # 64 sequences of 1,024
+    assert shares.of("weights.layers[0].moe.up_EDGF.codes", False) == pytest.approx(1 - (1 - 8 / 128) ** 64)
+    assert shares.of("weights.layers[0].moe.router_DE", False) == shares.of("buffer", False) == 1.0
+    assert shares.of("state.pages[1].v_PSKH", True) == 0, "of pages only the rows of a step are written"
+    assert shares.of("state.kept[0]['memory']", True) == 2, "a memory is read and written"
     assert 125 < shares.turns({"weights.layers[0].moe.up_EDGF", "buffer"}, False) < 128
     assert shares.turns({"state.pages[0].k_PSKH"}, False) == 16
     windowed = Case("gpt-oss-20b", batch=1)
     shares = Shares(config_of(windowed, 2), windowed, 4096)
-    assert [shares.of(f"state.pages[{layer}].k_PSKH") for layer in (0, 1)] == [128 / 4096, 1024 / 4096]
+    assert [shares.of(f"state.pages[{layer}].k_PSKH", False) for layer in (0, 1)] == [128 / 4096, 1024 / 4096]
 
 
 def test_a_step_takes_the_time_of_its_bytes_or_operations_and_its_launches():
@@ -196,7 +208,11 @@ def test_a_card_is_described_to_the_compiler():
 
 def test_names_of_cases_and_parts_of_them():
     assert [case.name for case in ahead.wanted(["llama-3-8b, bf16, batch 64"])] == ["llama-3-8b, bf16, batch 64"]
-    assert {case.model for case in ahead.wanted(["gemma", "qwen3"])} == {"gemma-3-12b", "qwen3-30b-a3b"}
+    assert {case.model for case in ahead.wanted(["gemma", "qwen3"])} == {
+        "gemma-3-12b",
+        "qwen3-30b-a3b",
+        "qwen3-next-80b-a3b",
+    }
     assert ahead.wanted([]) == [*CASES] and not ahead.wanted(["nothing"])
     assert len({case.name for case in CASES}) == len(CASES)
 

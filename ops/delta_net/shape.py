@@ -1,0 +1,18 @@
+"""What the kernel for NVIDIA GPUs is compiled for: each of its 128 threads has a column of a memory."""
+
+from typing import NamedTuple
+
+VALUES = 128  # numbers of a value: each thread has one of each
+MOST_KEYS = 128  # numbers of a key, for each of which a thread has a register
+LINE = 32  # numbers: a copy brings a multiple of so many
+STAGES = 4  # rows that are in shared memory at once
+SUMS = 4  # that a thread adds up side by side, each of every fourth number of a key
+
+
+class MemoryShape(NamedTuple):
+    """The sizes and options that the kernel is compiled for."""
+
+    keys: int  # numbers of a key
+    shared: int  # heads that share a key
+    by_key: bool  # each number of a key has a decay
+    corrects: bool

@@ -1,0 +1,94 @@
+"""The delta rule's kernel for NVIDIA GPUs where there is no card, in Pallas' interpreter and lowered."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+from quire.ops import attention, delta_net, kernel_trial
+from quire.ops.delta_net import mosaic_gpu, trial
+from quire.ops.state_rows import StateRows
+
+pytestmark = [pytest.mark.usefixtures("interpreted_once"), pytest.mark.slow]
+KINDS = {
+    "Qwen3-Next": {"keys": 128, "shared": 2, "by_key": False, "corrects": True},
+    "Kimi Linear": {"keys": 128, "shared": 1, "by_key": True, "corrects": True},
+    "linear attention": {"keys": 32, "shared": 1, "by_key": False, "corrects": False},
+}
+
+
+def run(arrays, rows, corrects: bool):
+    def step(arrays, rows):
+        return mosaic_gpu.delta_rule(*arrays, rows, corrects, interpret=InterpretGPUParams(detect_races=True))
+
+    found = jax.jit(step)(arrays, rows)
+    assert not gpu_callbacks.get_races().races_found
+    return [np.asarray(x) for x in found]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_against_float64(name):
+    """Sequences that begin and that go on, kept after any of their rows; more rows than are copied ahead."""
+    kind = KINDS[name]
+    case = trial.DeltaCase(kind, (1, 6, 3, 1, 2))
+    _, (*arrays, rows), wanted = case.build(3)
+    found = run(arrays, rows, kind["corrects"])
+    np.testing.assert_allclose(trial.of_rows(*found), wanted, rtol=0, atol=1e-5)
+
+
+def test_a_row_has_the_same_bits_however_its_sequence_is_cut():
+    """At once; and in pieces beside others, with rows that are computed in vain and padding."""
+    kind, length, slots = KINDS["Qwen3-Next"] | {"keys": 32}, 6, 3
+    _, (*arrays, memory, rows), _ = trial.DeltaCase(kind, (length, 2)).build(1)
+    begins = jnp.array([True, False])
+    whole, after = run([*arrays, memory], StateRows(rows.starts_B1, rows.slots_B, begins, jnp.array([length, 2])), True)
+    slot, at = int(rows.slots_B[0]), 0
+    held = jnp.full((slots, *memory.shape[1:]), jnp.nan)
+    for count, kept in ((2, 1), (4, 3), (2, 2)):
+        pieces = [jnp.concatenate((x[-1:], x[at : at + count], x[-2:])) for x in arrays]
+        cut = StateRows(
+            jnp.array([0, 1, 1 + count, 1 + count], jnp.int32), jnp.array([(slot + 1) % slots, slot, slots], jnp.int32),
+            jnp.array([True, at == 0, False]), jnp.array([1, kept, 0], jnp.int32),
+        )  # fmt: skip
+        out, held = run([*pieces, held], cut, True)
+        assert np.array_equal(out[1 : 1 + count], whole[at : at + count]) and not out[1 + count :].any()
+        at += kept
+    assert at == length and np.array_equal(held[slot], after[slot])
+
+
+def spoil_a_row(out, memory):
+    return out.at[1, 0].multiply(1.001), memory
+
+
+def spoil_a_memory(out, memory):
+    return out, memory.at[0, 1, 2].add(0.01)
+
+
+@pytest.mark.parametrize("spoil", [None, spoil_a_row, spoil_a_memory])
+def test_a_trial(spoil, monkeypatch):
+    """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right from another."""
+    real = trial.delta_rule
+    monkeypatch.setattr(trial, "delta_rule", lambda *given: real(*given) if spoil is None else spoil(*real(*given)))
+    case = trial.DeltaCase(KINDS["linear attention"], (2, 1), InterpretGPUParams())
+    found = kernel_trial.measure(case, 0, repeats=2)
+    assert (found.wrong is not None) == (spoil is not None)
+
+
+def test_all_reasons_are_said():
+    _, (*arrays, rows), _ = trial.DeltaCase(KINDS["linear attention"], (1,)).build(0)
+    narrow = [arrays[0][..., :6], arrays[1], arrays[2][..., :64].astype(jnp.bfloat16), *arrays[3:]]
+    with pytest.raises(NotImplementedError, match="not bfloat16, and a value must have 128 numbers, not 64, and .* 6"):
+        mosaic_gpu.delta_rule(*narrow, rows, True, interpret=True)
+    with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
+        delta_net.delta_rule(*arrays, rows, implementation="mosaic_gpu")
+
+
+def test_lowers_for_cuda_as_one_kernel_that_changes_memories_in_place(monkeypatch):
+    monkeypatch.setattr(attention.mosaic_gpu, "has_gpu", lambda: True)
+    monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
+    _, (*arrays, rows), _ = trial.DeltaCase(KINDS["Qwen3-Next"], (1, 1)).build(0)
+    traced = jax.jit(lambda arrays, rows: delta_net.delta_rule(*arrays, rows)).trace(arrays, rows)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1 and "stablehlo.while" not in text

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..api.errors import RequestError
-from ..api.validation import refuse_unknown, shown
+from ..api.validation import boolean, refuse_unknown, shown
 from .fields import MAX_SCHEMA, text
 from .objects import listed, plain, typed
 
@@ -65,6 +65,8 @@ def parse_function(where: str, function: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError(
             f"{where}.parameters", f"must be a JSON schema of at most {MAX_SCHEMA} bytes, got {shown(parameters)}"
         )
+    if function.get("strict") is not None:
+        boolean(f"{where}.strict", function["strict"])
     found = {"name": name, "parameters": dict(parameters)}
     if function.get("description") is not None:
         found["description"] = text(f"{where}.description", function["description"], MAX_SCHEMA)

@@ -205,6 +205,7 @@ def test_tools():
         ([{"type": "function", "function": {**FUNCTION, "name": "a b"}}], "tools[0].function.name: must be 1 to"),
         ([{"type": "function", "function": {**FUNCTION, "parameters": 5}}], "tools[0].function.parameters: must be a"),
         ([{"type": "function", "function": {**FUNCTION, "description": 5}}], "tools[0].function.description: must be"),
+        ([{"type": "function", "function": {**FUNCTION, "strict": "yes"}}], "tools[0].function.strict: must be true"),
         ([{"type": "function", "function": {**FUNCTION, "returns": 5}}], "tools[0].function.returns: unknown field"),
     ):
         assert refused(tools=value).startswith(message)

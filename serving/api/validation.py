@@ -131,6 +131,11 @@ def many(item: Schema, most: int, least: int = 0) -> Schema:
     return {"type": "array", "items": item, "minItems": least, "maxItems": most}
 
 
+def or_null(schema: Schema) -> Schema:
+    """What a field may be that may also be null."""
+    return {"anyOf": [schema, {"type": "null"}]} if schema else schema
+
+
 TOKEN: Schema = {"type": "integer", "minimum": 0, "maximum": INT32_MAX}
 STRING: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STRING_LENGTH}
 STRINGS = many(STRING, MAX_STRINGS)

@@ -236,6 +236,12 @@ def test_lists_and_versions(quill, bundled):
         assert post(bundled, "/", None, method)[0] == 200
 
 
+def test_older_clients_ask_by_name(server):
+    for path in ("/api/show", "/api/pull"):
+        for body in ({"name": "quill"}, {"model": "", "name": "quill"}, {"model": "quill", "name": ""}):
+            assert post(server, path, body)[0] == 200, (path, body)
+
+
 def test_names(client):
     for name in ("quill", "quill:latest", "other-name"):
         assert client.chat(name, user("hello")).model == name
@@ -270,12 +276,22 @@ def test_nothing_asked_loads(client):
         ("/api/chat", {"options": {"mirostat": 1}}, "options.mirostat"),
         ("/api/chat", {"options": {"repeat_penalty": 1.2, "repeat_last_n": 64}}, "options.repeat_last_n"),
         ("/api/chat", {"options": 5}, "options"),
+        ("/api/chat", {"options": {"num_ctx": "4k"}}, "options.num_ctx"),
+        ("/api/chat", {"options": {"mirostat": False}}, "options.mirostat"),
+        ("/api/chat", {"options": {"seed": 2**63}}, "options.seed"),
         ("/api/chat", {"format": "yaml"}, "format"),
+        ("/api/chat", {"format": {"type": 5}}, "format"),
+        ("/api/chat", {"format": {"type": "string", "pattern": "("}}, "format"),
         ("/api/chat", {"think": "much"}, "think"),
         ("/api/chat", {"keep_alive": "long"}, "keep_alive"),
+        ("/api/chat", {"keep_alive": "\u0663m"}, "keep_alive"),
         ("/api/chat", {"stream": "yes"}, "stream"),
         ("/api/chat", {"top_logprobs": 3}, "top_logprobs"),
         ("/api/chat", {"tools": [{"function": {"name": ""}}]}, "tools[0].function.name"),
+        ("/api/chat", {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ("/api/chat", {"tools": [5]}, "tools[0]"),
+        ("/api/chat", {"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ("/api/chat", {"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages[0].tool_calls[0]"),
         ("/api/generate", {"images": ["aGk="]}, "images"),
         ("/api/generate", {"template": "{{ .Prompt }}"}, "template"),
         ("/api/generate", {"raw": True, "system": "x"}, "system"),
@@ -285,6 +301,12 @@ def test_nothing_asked_loads(client):
         ("/api/generate", {"model": ""}, "model"),
         ("/api/embed", {"input": 5}, "input"),
         ("/api/embed", {"dimensions": -1, "input": "x"}, "dimensions"),
+        ("/api/embed", {"dimensions": False, "input": "x"}, "dimensions"),
+        ("/api/embeddings", {"prompt": ["x"]}, "prompt"),
+        ("/api/show", {"verbose": 1}, "verbose"),
+        ("/api/show", {"name": "other"}, "name"),
+        ("/api/pull", {"stream": "no"}, "stream"),
+        ("/api/pull", {"colour": 1}, "colour"),
     ],
 )
 def test_wrong_requests_are_refused_by_name(server, path, fields, named):

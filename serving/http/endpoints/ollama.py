@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from ...engine.engine import Engine
 from ...protocol import ollama
 from ...protocol.answers import ollama as answers
 from ...protocol.answers.answer import CompletionRequest, OllamaRequest, Usage
+from ...protocol.fields import FORM
 from ...protocol.ollama import OllamaEmbed
 from ...protocol.tokens import checked
 from .. import prompting
@@ -77,7 +78,17 @@ def protocol(parse: Callable[[Any], OllamaRequest]) -> Protocol:
 
 
 async def write(protocol: Protocol, service: Service, request: Request) -> Any:
-    """An answer in lines or whole; the model alone where nothing is asked of it."""
+    """An answer in lines or whole; an error calls the form of the text as the client does."""
+    try:
+        return await answer(protocol, service, request)
+    except RequestError as error:
+        if not error.param.startswith(FORM):
+            raise
+        raise RequestError("format", error.message) from None
+
+
+async def answer(protocol: Protocol, service: Service, request: Request) -> Any:
+    """What was asked for; the model alone where nothing is."""
     parsed, body = await service.read(request, protocol.parse)
     parsed = replace(parsed, model=named(service, parsed.called))
     if not parsed.loads:
@@ -185,8 +196,8 @@ def short(count: float) -> str:
 
 async def show(service: Service, request: Request) -> JsonResponse:
     """What a model can do, and how long its context is: editors choose models by it."""
-    name, _ = await service.read(request, ollama.parse_model)
-    async with service.counted(), service.models.use(named(service, name)) as model:
+    asked, _ = await service.read(request, ollama.parse_show)
+    async with service.counted(), service.models.use(named(service, asked.model)) as model:
         engine, formats = model.llm.engine, service.settings.formats
         family, template = engine.config.family, ""
         if engine.tokenizer is not None:
@@ -229,29 +240,31 @@ async def version(service: Service, request: Request) -> JsonResponse:
 
 async def pull(service: Service, request: Request) -> Any:
     """A model that is served is there; a client cannot make the server fetch another."""
-    parsed, body = await service.read(request, parse_named)
+    asked, _ = await service.read(request, ollama.parse_pull)
     try:
-        named(service, parsed)
+        named(service, asked.model)
     except HttpError:
         why = "is not served here, and a server fetches no model for a client: quire pull, then quire serve MODEL"
-        raise HttpError(403, f"model '{shown(parsed)[1:-1]}' {why}", "model") from None
+        raise HttpError(403, f"model '{shown(asked.model)[1:-1]}' {why}", "model") from None
     found = {"status": "success"}
-    if isinstance(body, Mapping) and body.get("stream", True) is False:
-        return JsonResponse(found)
-    return Response(answers.line(found), headers=dict(LINE_HEADERS))
+    if asked.stream:
+        return Response(answers.line(found), headers=dict(LINE_HEADERS))
+    return JsonResponse(found)
 
 
-def parse_named(body: Any) -> str:
-    if not isinstance(body, Mapping):
-        raise RequestError("body", f"must be a JSON object, got {shown(body)}")
-    return ollama.model_of({"model": body.get("model") or body.get("name")})
-
-
-async def refused(why: str, status: int, service: Service, request: Request) -> Any:
+async def refused(status: int, why: str, service: Service, request: Request) -> Any:
     raise HttpError(status, f"{request.method} {request.url.path[:200]}: {why}")
 
 
 MAKES = "a server makes no models: a folder or a GGUF file is one, quire serve FOLDER"
+REFUSED = {  # what no client can do here: the status, and what an operator does in its place
+    ("DELETE", "/api/delete"): (403, "a client cannot delete models: quire rm MODEL"),
+    ("POST", "/api/create"): (501, MAKES),
+    ("POST", "/api/copy"): (501, "another name for a model is quire serve --served-model-name"),
+    ("POST", "/api/push"): (501, "a folder is put on the Hub by `hf upload`"),
+    ("POST", "/api/blobs/{digest}"): (501, MAKES),
+    ("HEAD", "/api/blobs/{digest}"): (404, MAKES),
+}
 ROUTES: dict[tuple[str, str], Callable] = {
     ("POST", "/api/chat"): partial(write, protocol(ollama.parse_chat)),
     ("POST", "/api/generate"): partial(write, protocol(ollama.parse_generate)),
@@ -262,10 +275,5 @@ ROUTES: dict[tuple[str, str], Callable] = {
     ("POST", "/api/show"): show,
     ("GET", "/api/version"): version,
     ("POST", "/api/pull"): pull,
-    ("DELETE", "/api/delete"): partial(refused, "a client cannot delete models: quire rm MODEL", 403),
-    ("POST", "/api/create"): partial(refused, MAKES, 501),
-    ("POST", "/api/copy"): partial(refused, "another name for a model is quire serve --served-model-name", 501),
-    ("POST", "/api/push"): partial(refused, "a folder is put on the Hub by `hf upload`", 501),
-    ("POST", "/api/blobs/{digest}"): partial(refused, MAKES, 501),
-    ("HEAD", "/api/blobs/{digest}"): partial(refused, MAKES, 404),
+    **{route: partial(refused, status, why) for route, (status, why) in REFUSED.items()},
 }

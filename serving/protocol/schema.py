@@ -1,8 +1,20 @@
 """The JSON schemas of what requests may hold, for the server's OpenAPI document."""
 
 from ..api.params import MAX_WANTED, SAMPLING, Terms, declarations
-from ..api.validation import FLAG, STRINGS, TOKEN, Schema, many, real, whole
-from . import batch_file, batches, chat, cohere, completion, conversations, label_scores, messages, pooling, responses
+from ..api.validation import FLAG, STRINGS, TOKEN, Schema, many, or_null, real, whole
+from . import (
+    batch_file,
+    batches,
+    chat,
+    cohere,
+    completion,
+    conversations,
+    label_scores,
+    messages,
+    ollama_fields,
+    pooling,
+    responses,
+)
 from .completion import MAX_PROMPTS
 from .fields import PENALTY, SIDES, STREAM_OPTIONS, VERBOSITIES
 from .tokens import DETOKENIZE, TOKENIZE
@@ -52,6 +64,10 @@ FIELDS: dict[str, Schema] = PARAMS | {  # what a field is wherever it has this n
     "requests": many(LINE, batch_file.MAX_LINES, 1),
     "top_n": whole(0, MAX_PROMPTS).schema, "return_documents": FLAG.schema,
 }  # fmt: skip
+OLLAMA = {  # paths whose bodies are read by the rules that describe them
+    "/api/chat": ollama_fields.CHAT, "/api/generate": ollama_fields.GENERATE, "/api/embed": ollama_fields.EMBED,
+    "/api/embeddings": ollama_fields.EMBEDDINGS, "/api/show": ollama_fields.SHOW, "/api/pull": ollama_fields.PULL,
+}  # fmt: skip
 TEXTS: Schema = {"anyOf": [TEXT, many(TEXT, 64, 1)]}
 OWN: dict[str, dict[str, Schema]] = {  # where a name means something else
     "/v1/embeddings": {"input": FIELDS["prompt"]},
@@ -67,6 +83,7 @@ OWN: dict[str, dict[str, Schema]] = {  # where a name means something else
         "logprobs": FLAG.schema,
         "messages": many(many(MESSAGE, 4096, 1), chat.MAX_CONVERSATIONS, 1),
     },
+    **{path: ollama_fields.schemas_of(rules) for path, rules in OLLAMA.items()},
 }
 BODIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # path: (fields, those that must be given)
     "/v1/chat/completions": (chat.FIELDS, ("messages",)),
@@ -88,12 +105,14 @@ BODIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # path: (fields,
     "/rerank": (pooling.RERANK, ("query", "documents")),
     "/tokenize": (TOKENIZE, ()),
     "/detokenize": (DETOKENIZE, ("tokens",)),
+    **{path: (tuple(rules), () if "name" in rules else ("model",)) for path, rules in OLLAMA.items()},
 }
 
 ALTERNATIVES = {  # fields of which one group must be given
     "/tokenize": (("prompt",), ("messages",)),
     "/v2/embed": (("texts",), ("inputs",)),
     "/score": pooling.SIDES,
+    **{path: tuple((name,) for name in ollama_fields.NAMED) for path in ("/api/show", "/api/pull")},
 }
 
 
@@ -102,10 +121,7 @@ def body_schema(path: str) -> Schema:
     names, required = BODIES[path]
     own = FIELDS | OWN.get(path, {})
     properties = {name: own.get(name, ANYTHING) for name in dict.fromkeys(names)}
-    optional = {
-        name: schema if name in required or not schema else {"anyOf": [schema, {"type": "null"}]}
-        for name, schema in properties.items()
-    }
+    optional = {name: schema if name in required else or_null(schema) for name, schema in properties.items()}
     found: Schema = {"type": "object", "properties": optional, "additionalProperties": False}
     if path in ALTERNATIVES:
         found["anyOf"] = [{"required": list(names)} for names in ALTERNATIVES[path]]

@@ -20,8 +20,8 @@ from served import model_of, served
 from quire.serving.api.options import options_of
 from quire.serving.api.params import MAX_LOGPROBS
 from quire.serving.build import make_engine
-from quire.serving.http.endpoints.openapi import ABOUT, ERROR
-from quire.serving.protocol.schema import BODIES
+from quire.serving.http.endpoints.openapi import ABOUT
+from quire.serving.protocol.schema import BODIES, OLLAMA
 
 TOTAL = cases(3000, least=300)
 MOST_TOKENS = 6
@@ -36,11 +36,7 @@ WRITES = {  # endpoints that write, and the field that says how much
 }
 ROLES = ("user", "system", "assistant", "user")
 ENDS = {"/v1/responses": ("response.completed", "response.incomplete"), "/v1/messages": ("message_stop",)}
-MESSAGES_ERROR = {
-    "type": "object",
-    "properties": {"type": {"const": "error"}, "error": {"type": "object", "required": ["type", "message"]}},
-    "required": ["type", "error"],
-}
+OPTIONS = ("/api/chat", "/api/generate")  # endpoints that write, and take how much among their options
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +56,7 @@ def likelier(body: dict[str, Any], path: str, vocab: int) -> dict[str, Any]:
     if body.get("model") is not None:
         body["model"] = "quill"
     for name in ("prompt", "input", "tokens", "stop_token_ids", "allowed_token_ids", "label_token_ids",
-                 "logprob_token_ids"):  # fmt: skip
+                 "logprob_token_ids", "context"):  # fmt: skip
         body |= {name: known(body[name], vocab)} if name in body else {}
     for name in ("logprobs", "prompt_logprobs", "top_logprobs"):
         if type(body.get(name)) is int:
@@ -74,6 +70,8 @@ def likelier(body: dict[str, Any], path: str, vocab: int) -> dict[str, Any]:
     for name in ("previous_response_id", "conversation"):  # nothing is stored by that name
         if body.get(name) is not None:
             del body[name]
+    if path in OLLAMA:
+        body = likelier_of_ollama(body, path)
     if "input_file_id" in body:
         body |= {"input_file_id": FILE, "endpoint": "/v1/completions", "output_expires_after": None}
     if path in SELDOM and len(body) % 2:
@@ -81,6 +79,17 @@ def likelier(body: dict[str, Any], path: str, vocab: int) -> dict[str, Any]:
     if path in WRITES and len(body) % 2 and not path.endswith("/batch"):
         body["stream"] = True
     return body
+
+
+def likelier_of_ollama(body: dict[str, Any], path: str) -> dict[str, Any]:
+    """The same at Ollama's endpoints: the model mostly has its name, no thoughts, and no tokens to fill gaps with."""
+    never = ("think", "suffix", "name") if len(body) % 3 else ("think", "suffix", "name", "format", "tools", "raw")
+    asked = {name: value for name, value in body.items() if name not in never and value is not None}
+    if not asked.get("logprobs"):
+        asked.pop("top_logprobs", None)
+    if isinstance(asked.get("options"), dict):
+        asked["options"] = {name: value for name, value in asked["options"].items() if name != "repeat_last_n"}
+    return (LEAST[path] if len(body) % 2 else {}) | asked | {"model": "quill" if len(str(body)) % 5 else "x"}
 
 
 def turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -96,6 +105,8 @@ def known(value: Any, vocab: int) -> Any:
 
 def capped(body: Any, path: str) -> Any:
     """The same request for less: what it does not say, or says of too much, is small; what is wrong stays wrong."""
+    if path in OPTIONS and isinstance(body, dict):
+        return body | {"options": capped_options(body.get("options"))}
     if path not in WRITES or not isinstance(body, dict):
         return body
     body = dict(body)
@@ -110,15 +121,32 @@ def capped(body: Any, path: str) -> Any:
     return body
 
 
-def check(path: str, response: requests.Response) -> str:
-    """Whether an answer is one, and in what way."""
-    assert response.status_code < 500, (response.status_code, response.text[:500])
-    if response.status_code >= 400:
-        assert response.headers["Content-Type"] == "application/json", response.text[:500]
-        jsonschema.validate(response.json(), MESSAGES_ERROR if path.startswith("/v1/messages") else ERROR)
+def capped_options(options: Any) -> Any:
+    if not isinstance(options, dict | None):
+        return options
+    options = dict(options or {})
+    value = options.get("num_predict")
+    if value is None or (type(value) in (int, float) and (value in (-2, -1, 0) or value > MOST_TOKENS)):
+        options["num_predict"] = MOST_TOKENS
+    return options
+
+
+def check(path: str, responses: dict[str, Any], response: requests.Response) -> str:
+    """Whether an answer is one that the description has, and in what way."""
+    status, kind = response.status_code, response.headers["Content-Type"]
+    assert status < 500, (status, response.text[:500])
+    described = responses[str(status)] if path.startswith("/api/") else responses.get(str(status), responses["default"])
+    assert kind in described.get("content", (kind,)), (status, kind, response.text[:500])
+    if status >= 400:
+        jsonschema.validate(response.json(), described["content"]["application/json"]["schema"])
         return "refused"
-    assert response.status_code == 200
-    if "event-stream" not in response.headers["Content-Type"]:
+    assert status == 200
+    if "ndjson" in kind:
+        lines = [json.loads(line) for line in response.text.strip().split("\n")]
+        assert not any("error" in line for line in lines), lines[-3:]
+        assert path == "/api/pull" or [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+        return "streamed"
+    if "event-stream" not in kind:
         if path != "/metrics":
             response.json()
         return "answered"
@@ -133,6 +161,7 @@ def check(path: str, response: requests.Response) -> str:
 def fuzz(server: Any, path: str, mode: GenerationMode, count: int) -> Counter[str]:
     """So many requests to one endpoint, the same ones each time."""
     operation = server.schema[path]["POST" if path in BODIES else "GET"]
+    responses = operation.definition.raw["responses"]
     vocab = server.engine.runner.config.vocab_size
     found: Counter[str] = Counter()
 
@@ -148,7 +177,7 @@ def fuzz(server: Any, path: str, mode: GenerationMode, count: int) -> Counter[st
                 case.body = likelier(case.body, path, vocab)
             case.body = capped(case.body, path)
             response = session.request(**case.as_transport_kwargs(base_url=server.url), timeout=60)
-            found[check(path, response)] += 1
+            found[check(path, responses, response)] += 1
 
         send()
     server.counts.update(found)

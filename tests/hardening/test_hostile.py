@@ -19,13 +19,14 @@ from canary import BODIES, GOOD, JSON, TURN, Canary, Client, settled, text_of, t
 from served import FORMATS, model_of, scripted, served
 
 from quire.model.config import ModelError
+from quire.serving.api.params import MAX_LOGPROBS
 from quire.serving.api.validation import INT32_MAX
 from quire.serving.http import guard
 from quire.serving.http.app import make_app
 from quire.serving.http.logs import JsonFormatter, PlainFormatter
 from quire.serving.http.models import Model
 from quire.serving.protocol.schema import BODIES as SCHEMAS
-from quire.serving.protocol.schema import body_schema
+from quire.serving.protocol.schema import OLLAMA, body_schema
 
 ROOT = Path(guard.__file__).parents[2]
 NO_JSON = ("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1" * 5000)
@@ -37,11 +38,14 @@ BOUND_TO_OTHERS = {
     ("output_dimension", 65_536),
     ("length_penalty", -10),
     ("length_penalty", 10),
+    ("top_logprobs", MAX_LOGPROBS),
     *((name, value) for name in ("logprobs", "prompt_logprobs", "top_logprobs") for value in (-1, INT32_MAX)),
 }
-NAMED = ("model", "previous_response_id", "conversation", "input_file_id")  # what is not found is a 404
+NAMED = ("model", "name", "previous_response_id", "conversation", "input_file_id")  # what is not found is a 404
 # Fields, so that none of them must be given.
-ONE_OF_SEVERAL = ("/tokenize", "/v2/embed", "/score", "/v1/responses/input_tokens", "/v1/responses/compact")
+ONE_OF_SEVERAL = (
+    "/tokenize", "/v2/embed", "/score", "/v1/responses/input_tokens", "/v1/responses/compact", "/api/show", "/api/pull",
+)  # fmt: skip
 NESTED = [  # where a number stands deeper, as %s
     ("/v1/completions", "logit_bias", '{"prompt": "hello", "max_tokens": 1, "logit_bias": {"5": %s}}'),
     ("/v1/completions", "stop_token_ids", '{"prompt": "hello", "max_tokens": 1, "stop_token_ids": [%s]}'),
@@ -86,7 +90,9 @@ def refused(status: int, raw: bytes, path: str, field: str) -> None:
     assert status == 400, (status, raw)
     body = json.loads(raw)
     error = body["error"]
-    if path.startswith("/v1/messages"):
+    if path in OLLAMA:
+        assert set(body) == {"error"} and error.startswith(field), error
+    elif path.startswith("/v1/messages"):
         assert body["type"] == "error" and set(error) == {"type", "message"}
         assert field in error["message"], error
     else:
@@ -127,7 +133,8 @@ def test_numbers_at_the_edge(server, client, path):
             began = time.monotonic()
             status, _, raw = client.ask("POST", path, with_field(path, field, value))
             seconds = time.monotonic() - began
-            assert status in (200, 400) or (field in NAMED and status == 404), (field, value, status, raw)
+            unknown = 403 if path == "/api/pull" else 404
+            assert status in (200, 400) or (field in NAMED and status == unknown), (field, value, status, raw)
             if status == 400:
                 took.append(seconds)
             if value in NO_JSON:
@@ -330,7 +337,8 @@ def test_model_names_are_keys_and_never_paths(client, monkeypatch):
     for name in NAMES:
         for path in [path for path, (fields, _) in SCHEMAS.items() if "model" in fields]:
             status, _, raw = client.ask("POST", path, BODIES[path] | {"model": name})
-            assert status == 404 and b"error" in raw, (path, name, raw)
+            ollama = {"/api/pull": 403} if name else dict.fromkeys(OLLAMA, 400)  # of its paths there is none without
+            assert status == ollama.get(path, 404) and b"error" in raw, (path, name, raw)
         quoted = "".join(f"%{byte:02x}" for byte in name.encode())
         for place in (quoted, name if name.isascii() and name.isprintable() and " " not in name else quoted):
             status, _, raw = client.ask("GET", f"/v1/models/{place}")
@@ -351,16 +359,6 @@ def keyed():
     with served(model_of(engine), formats=FORMATS, admin=True, api_keys=KEYS) as state:
         state.engine = engine
         yield state
-
-
-OLLAMA = {  # the least that its endpoints take
-    "/api/chat": {"model": "quill", "messages": TURN, "options": {"num_predict": 2}},
-    "/api/generate": {"model": "quill", "prompt": "hello", "options": {"num_predict": 2}},
-    "/api/embed": {"model": "quill", "input": "hello"},
-    "/api/embeddings": {"model": "quill", "prompt": "hello"},
-    "/api/show": {"model": "quill"},
-    "/api/pull": {"model": "quill"},
-} | dict.fromkeys(("/api/delete", "/api/create", "/api/copy", "/api/push"), {"model": "quill"})
 
 
 def test_without_a_key_only_health_and_the_page_answer(keyed):
@@ -393,7 +391,7 @@ def test_without_a_key_only_health_and_the_page_answer(keyed):
         asks = [(m, route.path) for route in routes for m in route.methods if "{" not in route.path and m != "HEAD"]
         for method, path in asks:
             if path not in ("/live", "/sleep", "/wake_up", "/pause", "/resume"):
-                body = (BODIES | OLLAMA).get(path, b"") if method in ("POST", "DELETE") else None
+                body = BODIES.get(path, b"") if method in ("POST", "DELETE") else None
                 expected = 400 if path in ("/expert_loads", "/rebalance_experts", "/invocations") else 200  # no experts
                 expected = {("POST", "/v1/files"): 400, ("POST", "/v1/batches"): 404, ("POST", "/classify"): 400}.get(
                     (method, path), expected

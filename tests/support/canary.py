@@ -31,6 +31,12 @@ BODIES: dict[str, dict[str, Any]] = {  # the least that each endpoint takes
     "/rerank": {"query": "hello", "documents": ["hello"]},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [5]},
+    "/api/chat": {"model": "quill", "messages": TURN, "options": {"num_predict": 2}},
+    "/api/generate": {"model": "quill", "prompt": "hello", "options": {"num_predict": 2}},
+    "/api/embed": {"model": "quill", "input": "hello"},
+    "/api/embeddings": {"model": "quill", "prompt": "hello"},
+    "/api/show": {"model": "quill"},
+    "/api/pull": {"model": "quill"},
 }
 GOOD = dict.fromkeys(BODIES, 200) | {"/classify": 400}  # how they are answered: a model that writes has no classes
 

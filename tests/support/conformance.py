@@ -20,6 +20,7 @@ from quire.serving.api.structured import SHAPES, SPACING
 from quire.serving.api.validation import INT32_MAX
 from quire.serving.http import app
 from quire.serving.http.endpoints import adapters, admin, openapi, pooled, status
+from quire.serving.http.endpoints import ollama as ollama_paths
 from quire.serving.http.endpoints import tokens as tokens_paths
 from quire.serving.protocol import (
     batches,
@@ -31,6 +32,8 @@ from quire.serving.protocol import (
     fields,
     label_scores,
     messages,
+    ollama,
+    ollama_fields,
     pooling,
     responses,
     schema,
@@ -60,15 +63,17 @@ BEYOND = {  # what the OpenAPI document leaves out
 }
 INTRODUCTION = """\
 The base URL is `http://127.0.0.1:8000/v1` for OpenAI's clients and `http://127.0.0.1:8000` for Anthropic's.
-Ollama's endpoints are in [ollama.md](ollama.md). Fields that a client has no argument for go into `extra_body`. A
-field is applied, is a label without effect, or is refused with a 400 that names it. null means that a field is not
+What Ollama's endpoints make of theirs is in [ollama.md](ollama.md). Fields that a client has no argument for go into
+`extra_body`. A field is applied, is a label without effect, is checked without effect, or is refused with a 400 that
+names it. null means that a field is not
 given. A field that is in no table is refused too. Of messages other servers know more fields: those that are unknown
 here are ignored, and `X-Ignored-Fields` in the answer names them, as does the log, once. Stored responses, files and
 batches are in the memory of one server: they end
 with it, and one of several replicas does not know what another keeps."""
 FAILURES = """\
 An error is `{"error": {"message", "type", "param", "code"}}`; at `/v1/messages` it is `{"type": "error", "error":
-{"type", "message"}}`. In a stream that has begun it is an event, at `/v1/responses` `response.failed`.
+{"type", "message"}}`, at Ollama's paths `{"error": "..."}`. In a stream that has begun it is an event, at
+`/v1/responses` `response.failed`, at Ollama's paths the last line.
 `type` has OpenAI's names, where vLLM has those of classes (BadRequestError, NotFoundError). `code` is what clients look
 for: context_length_exceeded where a prompt is longer than the model reads, model_not_found, response_not_found,
 invalid_api_key, queue_full."""
@@ -133,6 +138,7 @@ class Endpoint:
     refused: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)  # where a name means something else
     needs: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # what else a field asks for
+    idle: Mapping[str, Any] = field(default_factory=dict)  # fields that are checked and change nothing, with a value
     inside: Mapping[str, Sequence[str]] = field(default_factory=dict)  # what stands in fields that are objects
 
     @property
@@ -161,6 +167,12 @@ INPUT = {"name": "f", "input_schema": {}}
 KEPT = {"previous_response_id": "resp_1", "conversation": "conv_1"}
 STREAMS = {"stream_options": {"stream": True}}
 SCORED = dict.fromkeys(("top_logprobs", "logprob_token_ids"), {"logprobs": True})
+
+OF_OLLAMA = {
+    "options": {"seed": 1}, "keep_alive": 0, "stream": False, "format": "json", "think": True, "truncate": False,
+    "raw": True, "context": [3],
+}  # fmt: skip
+OLLAMA_OBJECTS = {"options": tuple(ollama_fields.OPTIONS)}
 
 
 def kept(name: str, field: str) -> list[dict[str, Any]]:
@@ -269,6 +281,36 @@ ENDPOINTS = [
     Endpoint(
         "/detokenize", tokenizing.parse_detokenize, {"tokens": [1, 2]}, values={"skip_special_tokens": True},
     ),
+    Endpoint(
+        "/api/chat", ollama.parse_chat, {"model": "quill", **ASK}, values=OF_OLLAMA, needs=SCORED,
+        idle={"shift": True},
+        inside=OLLAMA_OBJECTS | {
+            "messages[].role": ollama_fields.ROLES, "messages[]": tuple(ollama_fields.MESSAGE),
+            "tools[].type": ("function",),
+        },
+    ),
+    Endpoint(
+        "/api/generate", ollama.parse_generate, {"model": "quill", "prompt": "Hi"}, values=OF_OLLAMA, needs=SCORED,
+        idle={"shift": True, "template": "", "images": [], "width": 0, "height": 0, "steps": 0,
+              "debug_render_only": False, "_debug_render_only": False},
+        inside=OLLAMA_OBJECTS,
+    ),
+    Endpoint(
+        "/api/embed", ollama.parse_embed, {"model": "quill", "input": "Hi"}, values={"truncate": False},
+        idle={"options": {"seed": 1}, "keep_alive": "5m"},
+    ),
+    Endpoint(
+        "/api/embeddings", ollama.parse_embeddings, {"model": "quill", "prompt": "Hi"},
+        idle={"options": {"seed": 1}, "keep_alive": "5m"},
+    ),
+    Endpoint(
+        "/api/show", ollama.parse_show, {"model": "quill"}, values={"name": {"name": "other"}},
+        idle={"verbose": True, "system": "x", "template": "x", "options": {"seed": 1}},
+    ),
+    Endpoint(
+        "/api/pull", ollama.parse_pull, {"model": "quill"}, values={"name": {"name": "other"}, "stream": False},
+        idle={"insecure": True, "username": "x", "password": "x"},
+    ),
 ]  # fmt: skip
 
 
@@ -337,6 +379,9 @@ def rows_of(endpoint: Endpoint) -> Iterator[tuple[str, str, str]]:
             yield f"`{name}`", "label without effect", "anything"
             continue
         what = takes(own.get(name, {})) or "see below"
+        if name in endpoint.idle:
+            yield f"`{name}`", "checked, without effect", what
+            continue
         yield f"`{name}`", "applied, must be given" if name in needed else "applied", what
     for name, nothing in endpoint.neutral.items():
         if name not in endpoint.fields:
@@ -363,8 +408,8 @@ def routes() -> Iterator[tuple[str, str, str]]:
     about = openapi.ABOUT | BEYOND
     for path in app.PROTOCOLS:
         yield f"`{path}`", "POST", about[path]
-    for routes in (tokens_paths.ROUTES, pooled.ROUTES, status.ROUTES):
-        for method, path in routes:
+    for routes in (tokens_paths.ROUTES, pooled.ROUTES, status.ROUTES, ollama_paths.ROUTES):
+        for method, path in (route for route in routes if route not in openapi.ELSEWHERE):
             yield f"`{path.replace(':path', '')}`", method, about[path.replace(":path", "")]
     for (method, path), what in openapi.ELSEWHERE.items():
         yield f"`{path}`", method, what

@@ -4,6 +4,7 @@ from typing import Any
 
 from ...protocol.schema import BODIES, body_schema
 from ..settings import ServerSettings
+from . import ollama
 
 ABOUT = {
     "/v1/chat/completions": "Answer a conversation.",
@@ -34,6 +35,15 @@ ABOUT = {
     "/version": "The version of the server.",
     "/load": "How many requests are being answered.",
     "/metrics": "Metrics in Prometheus' form.",
+    "/api/chat": "Answer a conversation, in Ollama's form; without `messages` the model is loaded.",
+    "/api/generate": "Answer a prompt, in Ollama's form; without one the model is loaded.",
+    "/api/embed": "Texts as vectors, in Ollama's form.",
+    "/api/embeddings": "One text as a vector, in Ollama's older form.",
+    "/api/show": "What a model can do, in Ollama's form. One of `model` and `name`, its old name, must be given.",
+    "/api/pull": "Success for a model that is served; nothing is fetched. One of `model` and `name` must be given.",
+    "/api/tags": "The models of this server, in Ollama's form.",
+    "/api/ps": "Those that are awake.",
+    "/api/version": "The version of Ollama whose interface this is.",
 }
 INFO = {  # with --enable-tokenizer-info-endpoint
     "/tokenizer_info": "What tokenizer_config.json says of a model (`model`), with its length and chat template here."
@@ -64,6 +74,7 @@ ELSEWHERE = {  # (method, path) of what is no question with fields of its own
     ("POST", "/v1/messages/batches/{id}/cancel"): "End a batch; what is answered is kept.",
     ("GET", "/v1/messages/batches/{id}/results"): "The results of a batch, a line each.",
     ("POST", "/invocations"): "Any of the questions above, told by its fields, for Amazon SageMaker.",
+    **{route: f"Refused: {why}." for route, (_, why) in ollama.REFUSED.items()},
 }
 ERROR = {
     "type": "object",
@@ -76,24 +87,51 @@ ERROR = {
     },
     "required": ["error"],
 }
+MESSAGES_ERROR = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {name: {"type": "string"} for name in ("message", "type")},
+            "required": ["message", "type"],
+        },
+    },
+    "required": ["type", "error"],
+}
+OLLAMA_ERROR = {
+    "type": "object",
+    "properties": {"error": {"type": "string"}},
+    "required": ["error"],
+    "additionalProperties": False,
+}
+JSON, LINES = "application/json", "application/x-ndjson"
+STREAMS = ("/api/chat", "/api/generate", "/api/pull")  # as lines, unless `stream` is false
+REFUSALS = {  # of Ollama's endpoints, beside what any request may meet
+    400: "A field is wrong; the text begins with its name.",
+    403: "A model cannot be fetched or put to sleep by a client; `--admin` lets `keep_alive` 0 without a prompt do so.",
+    404: "No model of this server has that name.",
+}
+OWN_REFUSALS = {
+    **dict.fromkeys(("/api/chat", "/api/generate"), (400, 403, 404)),
+    **dict.fromkeys(("/api/embed", "/api/embeddings", "/api/show"), (400, 404)),
+    "/api/pull": (400, 403),
+}
 
 
 def document(settings: ServerSettings) -> dict[str, Any]:
     """Each path with what it takes; every answer is JSON, but for streams and /metrics."""
-    answers = {
-        "200": {"description": "The answer."},
-        "default": {"description": "What is wrong.", "content": {"application/json": {"schema": ERROR}}},
-    }
     paths: dict[str, Any] = {}
     for path, about in (ABOUT | (INFO if settings.enable_tokenizer_info_endpoint else {})).items():
-        operation: dict[str, Any] = {"summary": about, "responses": answers}
+        method = "POST" if path in BODIES else "GET"
+        operation: dict[str, Any] = {"summary": about, "responses": answers(method, path)} | parameters(path)
         if path in BODIES:
             schema = {"$ref": f"#/components/schemas/{name_of(path)}"}
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-        operation |= parameters(path)
-        paths[path] = {"post" if path in BODIES else "get": operation}
+        paths[path] = {method.lower(): operation}
     for (method, path), about in ELSEWHERE.items():
-        paths.setdefault(path, {})[method.lower()] = {"summary": about, "responses": answers} | parameters(path)
+        operation = {"summary": about, "responses": answers(method, path)} | parameters(path)
+        paths.setdefault(path, {})[method.lower()] = operation
     found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": settings.version, "description": "LLM inference in JAX."},
@@ -106,6 +144,27 @@ def document(settings: ServerSettings) -> dict[str, Any]:
     return found
 
 
+def error_of(path: str) -> dict[str, Any]:
+    """The schema of an error, in the shape of the client's protocol."""
+    if path.startswith("/api/"):
+        return OLLAMA_ERROR
+    return MESSAGES_ERROR if path.startswith("/v1/messages") else ERROR
+
+
+def answers(method: str, path: str) -> dict[str, Any]:
+    """What may come back, by its status; a HEAD has no body."""
+    wrong = {} if method == "HEAD" else {"content": {JSON: {"schema": error_of(path)}}}
+    found = {"default": {"description": "What is wrong."} | wrong}
+    if (method, path) in ollama.REFUSED:
+        status, why = ollama.REFUSED[method, path]
+        return {str(status): {"description": why} | wrong} | found
+    good: dict[str, Any] = {"description": "The answer."}
+    if path.startswith("/api/"):
+        good["content"] = dict.fromkeys((LINES, JSON) if path in STREAMS else (JSON,), {})
+    refusals = {str(status): {"description": REFUSALS[status]} | wrong for status in OWN_REFUSALS.get(path, ())}
+    return {"200": good} | refusals | found
+
+
 def parameters(path: str) -> dict[str, Any]:
     """What stands in a path in braces."""
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
@@ -114,5 +173,5 @@ def parameters(path: str) -> dict[str, Any]:
 
 
 def name_of(path: str) -> str:
-    """`/v1/chat/completions` is ChatCompletions."""
+    """`/v1/chat/completions` is ChatCompletions, and `/api/chat` is ApiChat."""
     return "".join(word.title() for word in path.removeprefix("/v1").replace("_", "/").split("/"))

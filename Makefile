@@ -18,7 +18,7 @@ CANDIDATES := $(PYTHON) python3 python3.12 python3.11 python3.13 python3.14 pyth
 help:
 	@echo "make demo     watch the bundled model write a story"
 	@echo "make serve    the same model behind HTTP, with a page to look at"
-	@echo "make test     linters, types, and every behaviour once: for each change"
+	@echo "make test     linters, types, and the quick tests, of every part: for each change"
 	@echo "make check    and what needs more: chaos, browser, Ray, hosts, devices, sanitizers, clients, parity"
 	@echo "make test-all every case of all of that, and every random one: hours"
 	@echo "make parity   the same tokens as transformers? (installs torch)"

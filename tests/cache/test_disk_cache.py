@@ -117,6 +117,7 @@ for index in range(10**6):
 """
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_it_writes_leaves_whole_files(tmp_path):
     """Again and again, until it was three times in the middle of a file."""
     rng, parts, rounds = random.Random(1), 0, 0

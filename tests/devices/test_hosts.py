@@ -240,6 +240,7 @@ def test_who_is_refused(index, theirs, said):
     assert why is None if said is None else re.search(said, why)
 
 
+@pytest.mark.slow
 def test_what_must_be_the_same(folder, tmp_path):
     """The model by what is in it, wherever it lies; not what each process may choose."""
     other = tmp_path / "model"

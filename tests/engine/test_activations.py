@@ -26,6 +26,7 @@ def said(llm, prompts):
     ]
 
 
+@pytest.mark.slow
 def test_the_same_bits_alone_and_in_company():
     if not native.serves():
         pytest.skip("no compiler")
@@ -51,6 +52,7 @@ def test_the_same_bits_alone_and_in_company():
         ({"activation_dtype": "int8", "quantization": "int4-64"}, "off", "native kernels, .* are not in use here"),
     ],
 )
+@pytest.mark.slow
 def test_refused_where_nothing_takes_it(monkeypatch, options, kernels, message):
     monkeypatch.setenv("QUIRE_NATIVE", kernels)
     if not kernels and not native.serves():

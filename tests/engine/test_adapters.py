@@ -65,6 +65,7 @@ def prompts_for(count: int, seed: int = 0) -> list[list[int]]:
     return [[rng.randrange(96) for _ in range(rng.choice([1, 5, 17, 40]))] for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_a_request_is_the_same_alone_and_among_64_adapters(llm, folders):
     """More adapters than slots, requests without any, several of one: bit for bit what each gets alone."""
     numbers = [*range(COUNT), None, None, 3, 3, 60, None]
@@ -85,6 +86,7 @@ WHOLE = {"max_loras": COUNT, "max_num_seqs": COUNT, "max_num_batched_tokens": CO
 
 
 @pytest.mark.parametrize(("name", "given"), nightly_from(1, [("qwen3_moe", WHOLE), ("mixtral", {})]))
+@pytest.mark.slow
 def test_experts_among_64_adapters(name, given, tmp_path):
     """Each as if alone and as the merged model: a few slots through which all go, or all of them in one batch."""
     tensors = tiny_moe.write(tmp_path / "base", name)
@@ -133,6 +135,7 @@ def test_the_answers_are_those_of_the_merged_model(llm, folders, tmp_path):
             assert one == pytest.approx(other, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_head_that_is_the_embedding(tmp_path):
     """Its adapter changes what is drawn and not what is looked up; who names none has the model's own head."""
     config = CONFIG | {"tie_word_embeddings": True}
@@ -285,6 +288,7 @@ MORE = [{"quantization": "int8", "dtype": "bfloat16"}, {"quantization": "int4-32
 
 
 @pytest.mark.parametrize("given", thinned(MORE, [DRAFTS]), ids=str)
+@pytest.mark.slow
 def test_with_rounded_weights_and_drafts(folders, given):
     """What each request gets is what it gets alone; drafts, which know no adapter, change nothing."""
     numbers, prompts = [0, 1, 2, None, 5, 6], [[7, 8, 9] * 6] * 6

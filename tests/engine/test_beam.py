@@ -83,6 +83,7 @@ def naive(oracle, prompt, width: int, steps: int, eos, penalty: float):
 @pytest.mark.parametrize(
     ("width", "steps", "penalty"), [(1, 6, 1.0), (3, 8, 1.0), (5, 6, 0.0), (4, 7, -0.5), (10, 4, 2.0)]
 )
+@pytest.mark.slow
 def test_beams_are_those_of_a_plain_loop(engine, oracle, seed, width, steps, penalty):
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, VOCAB, int(n)).tolist() for n in rng.integers(1, 30, 2)]
@@ -147,6 +148,7 @@ def test_the_end_of_the_room_is_the_end(engine):
     assert not engine.busy
 
 
+@pytest.mark.slow
 def test_it_writes_text():
     llm = LLM(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=256, kv_cache_memory_bytes=1 << 26)
     (output,) = llm.beam_search("Once upon a time", BeamSearchParams(beam_width=3, max_tokens=8))

@@ -65,6 +65,7 @@ def test_a_step_is_measured_by_its_compiler(config):
     assert 16 * config.vocab_size * 4 < small < large < 2**30
 
 
+@pytest.mark.slow
 def test_a_share_of_the_memory_is_kept_to(monkeypatch):
     """As on a device of 64 MiB: weights, cache and working memory together stay below the share."""
     monkeypatch.setattr("quire.serving.engine.cache_size.device_memory", lambda: 64 << 20)

@@ -50,6 +50,7 @@ def expected_of(drawn) -> np.ndarray:
     return powers / powers.sum(axis=1, keepdims=True)
 
 
+@pytest.mark.slow
 def test_classes_by_python_and_http(made):
     folder, drawn = made
     expected, llm = expected_of(drawn), LLM(str(folder), **OPTIONS)

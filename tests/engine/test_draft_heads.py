@@ -131,6 +131,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("made", "shape"), CELLS, indirect=["made"])
+@pytest.mark.slow
 def test_they_propose_what_they_say_of_the_whole_text(made, shape):
     """Prompts in chunks, several at once: each proposal beside the naive one, path by path."""
     tree = TREE if shape == "tree" else None
@@ -156,6 +157,7 @@ def test_they_propose_what_they_say_of_the_whole_text(made, shape):
 
 
 @pytest.mark.parametrize("made", thinned(KINDS, ["medusa", "eagle3"]), indirect=True)
+@pytest.mark.slow
 def test_drafts_are_drawn_with_the_noise_of_the_answer(made):
     """Sampled, in company, with log-probabilities: the same answers; and the heads agree with themselves."""
     rng = np.random.default_rng(2)

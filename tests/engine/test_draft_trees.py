@@ -102,6 +102,7 @@ class Watch(Observer):
 
 
 @pytest.mark.random
+@pytest.mark.slow
 def test_the_very_tokens_of_plain_decoding(compiled, tmp_path):
     """Random requests with answers on any of the paths, also where pages are short, and from disk."""
     rng, runners, plain = random.Random(3), compiled[0], engine_of(compiled, PLAIN)

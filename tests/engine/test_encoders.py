@@ -31,6 +31,7 @@ def length_one(rows):
 
 
 @pytest.mark.parametrize("name", NAMED)
+@pytest.mark.slow
 def test_vectors_are_those_of_transformers(name, tmp_path):
     """Texts that share steps, and each alone: to the last bit the same."""
     made = GoldenEncoder(NAMED[name], tmp_path)

@@ -285,6 +285,7 @@ def test_steps_without_branches_draw_the_same(weights, kernels):
 
 
 @pytest.mark.parametrize("kernels", ["off"], indirect=True)
+@pytest.mark.slow
 def test_random_mixes_without_the_kernels(weights, oracle, kernels):
     engine, rng = make(weights), np.random.default_rng(77)
     engine.runner.warm_up()
@@ -296,6 +297,7 @@ def test_random_mixes_without_the_kernels(weights, oracle, kernels):
 
 @pytest.mark.parametrize("kernels", thinned(["", "off"], [""]), indirect=True, ids=["native", "xla"])
 @pytest.mark.parametrize("dtype", thinned(["int8", "fp8", "bfloat16", "int4"], ["int8", "int4"]))
+@pytest.mark.slow
 def test_narrow_pages_lose_little_and_nothing_by_company(weights, oracle, kernels, dtype):
     """Keys and values rounded in the cache: near the oracle, and the same bits alone and in a batch."""
     config = replace(CONFIG, kv_cache_dtype=dtype)

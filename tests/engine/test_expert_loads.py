@@ -60,6 +60,7 @@ def routed(folder, sequences: list[list[int]]) -> dict[int, np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 def test_rows_of_each_expert(mixture):
     """Prompts in chunks, decoding and padding: every live row counts once, no other does."""
     folder, llm = mixture

@@ -130,6 +130,7 @@ def test_company_changes_no_bit(runner, tmp_path):
 
 
 @pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.slow
 def test_where_invariance_is_required_it_holds_or_nothing_starts(monkeypatch, kernels):
     if kernels and not native.serves():
         pytest.skip("no compiler")

@@ -50,6 +50,7 @@ def model(request):
     return request.param, lambda: pipeline.lower(weights, state, layout)[0]
 
 
+@pytest.mark.slow
 def test_traced_once(model, monkeypatch):
     name, lower = model
     traced, block = [], decoder.attention_block

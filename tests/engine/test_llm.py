@@ -654,6 +654,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_pages_are_on_disk_when_the_process_ends(llm, tmp_path):
     """Nobody has called close(). The host has room for one page, so that the way to the disk is a long one."""
     program = ENDS.replace("PAGE", str(max(whole_page_bytes(llm.engine.config, group, 16, None) for group in (0, 1))))

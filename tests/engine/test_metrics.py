@@ -493,6 +493,7 @@ def test_a_step_with_drafts_gives_one_gap_and_counts_what_it_gave(lent_with_draf
     assert sum(step.get("accepted", 0) for step in steps) == accepted
 
 
+@pytest.mark.slow
 def test_the_random_runs_reach_the_rare_states(lent):
     """Otherwise the test above would prove little."""
     total = Counter()

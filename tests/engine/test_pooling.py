@@ -68,6 +68,7 @@ def serve(engine: Engine, requests: dict[str, tuple], rng: random.Random | None 
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.slow
 def test_embeddings_are_the_decoders(compiled, oracle, pooling):
     rng, engine = random.Random(1), engine_of(compiled)
     for length in (1, 2, 15, 16, 17, 47, 48, 49, 200, 255):
@@ -86,6 +87,7 @@ def test_embeddings_are_the_decoders(compiled, oracle, pooling):
 
 
 @pytest.mark.random
+@pytest.mark.slow
 def test_company_changes_no_bit(compiled):
     """With answers being written, prompts that begin alike, and pages so short that some give way in the middle."""
     rng, seen, recompiled = random.Random(3), {"cached": 0, "gave way": 0}, compiled.compiles.recompiles

@@ -80,6 +80,7 @@ def made(*args, **static) -> jax.stages.Compiled:
 
 
 @pytest.mark.parametrize("model", [tiny.LLAMA, tiny.LLAMA | {"torch_dtype": "bfloat16"}, tiny_moe.MIXTRAL])
+@pytest.mark.slow
 def test_a_second_start_traces_nothing(home, traced, tmp_path, model):
     """And gives the bits of the first, in batches, alone and in series."""
     (tmp_path / "config.json").write_text(json.dumps(model))
@@ -91,6 +92,7 @@ def test_a_second_start_traces_nothing(home, traced, tmp_path, model):
     assert traced[count:] == []
 
 
+@pytest.mark.slow
 def test_beside_a_full_cache_of_jax(home, traced, tmp_path, monkeypatch):
     """What JAX has loaded from it could not be written again."""
     tiny.write(tmp_path / "model")
@@ -107,6 +109,7 @@ def test_beside_a_full_cache_of_jax(home, traced, tmp_path, monkeypatch):
     assert [*home.iterdir()] and jax.config.jax_enable_compilation_cache
 
 
+@pytest.mark.slow
 def test_with_a_draft_model_and_adapters(home, traced):
     drafts = {"method": "draft_model", "model": "quill-draft", "num_speculative_tokens": 2}
     options = {"speculative_config": drafts, "enable_lora": True, "max_loras": 2, "skip_tokenizer_init": False}

@@ -76,6 +76,7 @@ def random_params(rng: random.Random, tokenizer: Tokenizer, ids: list[int]) -> S
     )
 
 
+@pytest.mark.slow
 def test_what_is_taken_adds_up(tokenizer):
     ids = sorted(set(range(tokenizer.vocab_size)) - tokenizer.eos_token_ids)
     rng, reasons, several = random.Random(0), set(), 0

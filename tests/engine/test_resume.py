@@ -97,6 +97,7 @@ async def respond(app, call: ForwardedRequest) -> tuple[ResponseStart, list[Resp
 
 
 @pytest.mark.parametrize(("path", "body"), ASKED)
+@pytest.mark.slow
 def test_another_engine_goes_on(path, body, two):
     """From after any of its pieces; what was told is not computed again one by one."""
     rng, (runner, (first, second)) = random.Random(path), two

@@ -172,6 +172,7 @@ def test_a_number_that_makes_no_sense_is_refused():
 
 
 @pytest.mark.parametrize("variant", thinned(DECODED, [v for v in DECODED if v.name in KINDS]), ids=lambda v: v.name)
+@pytest.mark.slow
 def test_bits_of_a_family_alone_in_series_and_in_company_in_single_steps(variant, tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "LATE", 1e9)
     made = Golden(variant, tmp_path)

@@ -80,6 +80,7 @@ class Oracle:
 
 
 @pytest.mark.random
+@pytest.mark.slow
 def test_the_very_tokens_of_plain_decoding(compiled, tmp_path):
     """Random requests with drafts that are right to any depth, also where pages are short, and from disk."""
     rng, runners, plain = random.Random(3), compiled[0], engine_of(compiled, PLAIN)
@@ -209,6 +210,7 @@ def test_each_drafter_leaves_the_answers_as_they_are(compiled, config, tmp_path)
         llm.close()
 
 
+@pytest.mark.slow
 def test_draws_follow_the_models_distribution(compiled):
     """With drafts and without, second tokens are drawn as the model's own probabilities say (chi-square)."""
     prompt, tokens = compiled[1].encode("Once upon a time"), 2000
@@ -457,6 +459,7 @@ LAYERS = {"method": "self", "num_layers": 4}
     ("config", "draft", "ideas"),
     [({"method": "ngram"}, 0, 1), ({"method": "ngram"}, 0, 0.3), (LAYERS, 1.5e-4, 1), (LAYERS, 5e-4, 1)],
 )
+@pytest.mark.slow
 def test_drafts_gain_what_they_can_and_cost_next_to_nothing(config, draft, ideas, count):
     """Beside plain decoding, and beside the best depth for drafts that are right so often, by the formula."""
     waiting = 1e-4 if config["method"] == "ngram" else 0

@@ -133,6 +133,7 @@ def scores(entries) -> list:
 
 
 @pytest.mark.parametrize(("kind", "drafter", "name"), CELLS)
+@pytest.mark.slow
 def test_the_answers_are_those_of_plain_decoding(served, kind, drafter, name):
     expected, *_ = served(kind, None, name)
     found, seen, cached = served(kind, drafter, name)

@@ -75,6 +75,7 @@ KINDS = {
 
 @pytest.mark.random
 @pytest.mark.parametrize("kind", thinned(KINDS, ("tight", "host and disk")))
+@pytest.mark.slow
 def test_company_chunks_and_preemption_change_no_bit(folder, alone, tmp_path, kind):
     rng, disk = random.Random(2), {"kv_cache_disk": str(tmp_path)} if kind == "host and disk" else {}
     llm = llm_of(folder, **KINDS[kind], **disk)
@@ -117,6 +118,7 @@ def test_the_second_turn_of_a_chat_computes_what_is_new(folder):
 @pytest.mark.parametrize(
     ("length", "distance", "room"), [(1000, 128, 2 << 20), pytest.param(4000, 512, 3 << 20, marks=pytest.mark.nightly)]
 )
+@pytest.mark.slow
 def test_a_second_turn_goes_on_from_wherever_the_snapshot_is(folder, tmp_path, length, distance, room):
     """Another chat takes the device's snapshots and pages in between, or the engine ends and another begins.
 
@@ -173,6 +175,7 @@ class Guesses:
 
 @pytest.mark.random
 @pytest.mark.parametrize("room", thinned((32 << 20, 380 << 10), (380 << 10,)))
+@pytest.mark.slow
 def test_drafts_change_no_bit(folder, alone, room):
     rng, config = random.Random(3), {"method": "ngram", "num_speculative_tokens": 4, "adapts": False}
     llm = llm_of(folder, speculative_config=config, kv_cache_memory_bytes=room, max_num_batched_tokens=8)

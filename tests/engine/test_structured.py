@@ -79,6 +79,7 @@ def answers(llm: LLM, prompts: list, params: list[SamplingParams]) -> list:
 
 @settings(max_examples=cases(12, least=3), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(SCHEMAS, min_size=12, max_size=12), st.integers(0, 2**31), st.booleans())
+@pytest.mark.slow
 def test_json_is_what_its_schema_says(llm, schemas, seed, tight):
     params = [
         form(structured_outputs={"json": schema, "disable_any_whitespace": tight}, seed=seed + i, n=2)
@@ -104,6 +105,7 @@ def test_the_validator_of_these_tests_refuses():
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.slow
 def test_a_regex_is_matched(random_llm, seed):
     tokenizer = random_llm.get_tokenizer()
     spells = {bytes([byte]) for byte in b"-@~"} <= {
@@ -386,6 +388,7 @@ def serve(engine: Engine, requests: dict[str, tuple], arrivals: dict[str, int]) 
     return found, sum(output.metrics.num_preemptions for output in outputs.values())
 
 
+@pytest.mark.slow
 def test_company_changes_no_bit(compiled):
     """Constrained and free ones, alone, together, and where pages are short: the same tokens and the same scores."""
     rng, gave_way, recompiled = random.Random(5), 0, compiled[0].compiles.recompiles
@@ -442,6 +445,7 @@ def refused(llm: LLM, **shape) -> RequestError:
     return error
 
 
+@pytest.mark.slow
 def test_hostile_grammars_are_refused_or_served_in_time(llm):
     """Refused in a second; what is let in costs little a step. The server is the same, and serves."""
     slowest, said, shapes, rng = 0.0, 0, list(hostile()), np.random.default_rng(0)

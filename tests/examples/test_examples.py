@@ -24,6 +24,7 @@ def printed(name: str, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_batch():
     lines = printed("batch")
     starts = [line.split("|")[0] for line in lines if "|" in line]
@@ -31,6 +32,7 @@ def test_batch():
     assert re.fullmatch(r"4 answers, 128 tokens, \d+ tokens a second", lines[-1])
 
 
+@pytest.mark.slow
 def test_stream():
     text = "\n".join(printed("stream"))
     pieces = re.findall(r"^(fox|sea): (.*)$", text, re.MULTILINE)
@@ -40,6 +42,7 @@ def test_stream():
     assert names != sorted(names), "one came after the other"
 
 
+@pytest.mark.slow
 def test_conversation():
     form = re.compile(r"(.*) -> (.*)    \[(\d+) of (\d+) tokens cached\]")
     found = [form.fullmatch(line) for line in printed("conversation")]
@@ -50,12 +53,14 @@ def test_conversation():
     assert all(now > before for before, now in zip(prompts, cached[1:], strict=False)), "what was computed is found"
 
 
+@pytest.mark.slow
 def test_json_answers():
     person, shopping = printed("json_answers")
     assert person == "Person(name='Anna', age=31, city='Oslo')"
     assert re.fullmatch(r"Shopping\(shop='(market|bakery)', items=\[[a-z', ]*\]\)", shopping)
 
 
+@pytest.mark.slow
 def test_tool_calls():
     with scripted_server(FORMATS) as server:
         lines = printed("tool_calls", f"{server.url}/v1")
@@ -66,6 +71,7 @@ def test_tool_calls():
     ]
 
 
+@pytest.mark.slow
 def test_semantic_search():
     lines = printed("semantic_search")
     assert len(lines) == 3 * 5

@@ -64,6 +64,7 @@ def test_ten_thousand_aborts_leak_nothing(engine):
 
 
 @pytest.mark.random
+@pytest.mark.slow
 def test_twenty_thousand_requests_leave_nothing_behind(engine):
     rng, count = random.Random(1), 0
 

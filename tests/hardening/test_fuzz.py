@@ -187,6 +187,7 @@ def fuzz(server: Any, path: str, mode: GenerationMode, count: int) -> Counter[st
 @pytest.mark.random
 @pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)
 @pytest.mark.parametrize("path", BODIES)
+@pytest.mark.slow
 def test_bodies(server, path, mode):
     share = (TOTAL - 100) / (2 * len(BODIES) - 4 * len(SLOW) / 3)
     found = fuzz(server, path, mode, max(20, round(share / 3 if path in SLOW else share)))

@@ -124,6 +124,7 @@ def edges(schema: dict[str, Any]) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("path", SCHEMAS)
+@pytest.mark.slow
 def test_numbers_at_the_edge(server, client, path):
     took, properties, required = [], body_schema(path)["properties"], SCHEMAS[path][1]
     for field, schema in properties.items():
@@ -612,6 +613,7 @@ def test_a_log_line_is_one_line(client, caplog):
             assert not re.search(r"[\r\n\x1b\u2028]", line), line
 
 
+@pytest.mark.slow
 def test_metrics_have_few_labels(server, client):
     client.ask("GET", "/nothing")
     before = client.ask("GET", "/metrics")[2].count(b"\n")
@@ -738,6 +740,7 @@ def slowness() -> float:
     return max(1.0, psutil.getloadavg()[0] / (psutil.cpu_count() or 1))
 
 
+@pytest.mark.slow
 def test_programs_of_strangers_do_not_stand_in_the_way(server, client):
     """Sixteen that each take all they may: others are answered meanwhile."""
     slow = [{"chat_template": LOOP + "x{% endfor %}{% endfor %}"}] * 8
@@ -797,6 +800,7 @@ def test_nothing_in_the_sources_listens_but_the_server():
                 assert called not in LISTENS or ELSE.get(place) == called, f"{place}:{node.lineno} calls {called}"
 
 
+@pytest.mark.slow
 def test_one_port_listens():
     """Of the process that serves, and of those that it has started."""
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--max-model-len", "64", "--max-num-seqs", "2",

@@ -187,6 +187,7 @@ BROKEN: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.slow
 def test_broken(process, name):
     """A 4xx or 5xx of HTTP, or none; and no more of it is read than a moment's."""
     began = time.monotonic()
@@ -311,6 +312,7 @@ SLOW: dict[str, tuple[float, Callable[[socket.socket], float]]] = {  # (seconds 
 
 
 @pytest.mark.parametrize("name", SLOW)
+@pytest.mark.slow
 def test_slow(process, name):
     deadline, run = SLOW[name]
     with connect(process.url) as connection:
@@ -347,6 +349,7 @@ def test_many_bodies_that_stay_half(process):
     print(f"20 half bodies: {memory(process.pid) / MIB:.0f} MiB, {peak / MIB:.0f} at the peak")
 
 
+@pytest.mark.slow
 def test_floods(process):
     """Ten connections that send as fast as they can what takes work to read: others are served meanwhile."""
     stop = threading.Event()
@@ -508,6 +511,7 @@ def test_a_stream_that_nobody_reads(talkative):
 
 @pytest.mark.parametrize("close", [b"", b"Connection: close\r\n"])
 @pytest.mark.parametrize("count", [1, 16])
+@pytest.mark.slow
 def test_an_answer_that_nobody_reads(talkative, count, close):
     """One that was written at once: its connection is dropped, and what was to be sent with it."""
     port = int(talkative.url.rpartition(":")[2])

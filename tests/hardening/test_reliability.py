@@ -173,6 +173,7 @@ def fail_at(engine: Any, name: str, step: int) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("name", ["launch", "collect"])
+@pytest.mark.slow
 def test_a_step_that_raises(server, name):
     """At each of the first 200: the stream hears of it within a second, and the next request is served."""
     late, slow = 0.0, 0.0
@@ -376,6 +377,7 @@ ENDS: list[tuple[str, dict[str, Any], str, Any]] = [  # (why, fields, finish rea
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
 @pytest.mark.parametrize(("why", "fields", "wanted", "happens"), ENDS, ids=[end[0] for end in ENDS])
+@pytest.mark.slow
 def test_every_stream_ends_once(server, path, n, why, fields, wanted, happens):
     """One finish reason for each answer, or one error; then the last event; and nothing after it."""
     fields = dict(fields)

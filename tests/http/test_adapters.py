@@ -83,6 +83,7 @@ def said(state, model: str) -> str:
     return answer.choices[0].text
 
 
+@pytest.mark.slow
 def test_a_name_is_a_model(server, wanted):
     """In /v1/models with its parent, in both protocols that write, streamed or not, and in answers."""
     cards = {card.id: card for card in server.client.models.list().data}

@@ -510,6 +510,7 @@ LONG = {
 
 
 @pytest.mark.parametrize("name", LONG)
+@pytest.mark.slow
 def test_a_long_answer_takes_time_in_proportion(name):
     """Half a million characters, one by one, cost each about what they do in short answers."""
     parser, answer = LONG[name]

@@ -68,6 +68,7 @@ def called(client, template: str, choice, **more) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.slow
 def test_wanted_calls_in_the_format_of_the_template(client, name):
     template = TEMPLATE % (SHOWN[name], "")
     named = {"type": "function", "function": {"name": "find_trains"}}

@@ -149,6 +149,7 @@ def check(random: Random, name: str, tools: dict[str, Any], special: bool, reaso
 @pytest.mark.random
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", FORMS)
+@pytest.mark.slow
 def test_forced_answers_are_calls(name, special):
     assert check(Random(1), name, TOOLS, special, None, False)
 
@@ -175,6 +176,7 @@ MARKED = sorted(name for name, form in FORMS.items() if not form.bare and name !
 @pytest.mark.random
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", MARKED)
+@pytest.mark.slow
 def test_strict_calls_within_any_text(name, special):
     """Text is free; a call that begins is one, and keeps to its schema."""
     random, called = Random(6), 0

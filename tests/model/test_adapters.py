@@ -90,6 +90,7 @@ def test_the_head_is_adapted_and_not_the_embedding(tied, tmp_path):
 
 
 @pytest.mark.usefixtures("compiled_quickly")
+@pytest.mark.slow
 def test_a_model_whose_layers_keep_states_and_gate_their_heads(tmp_path):
     tensors = tiny_qwen.write(tmp_path / "base")
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp")}
@@ -103,6 +104,7 @@ def test_a_model_whose_layers_keep_states_and_gate_their_heads(tmp_path):
 
 @pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("name", tiny_moe.CONFIGS)
+@pytest.mark.slow
 def test_experts_and_their_router(name, tmp_path):
     """Every expert has matrices of its own, of ranks that differ, and one has none."""
     tensors = tiny_moe.write(tmp_path / "base", name)
@@ -170,6 +172,7 @@ def test_every_family_turns_an_adapter_as_it_turns_its_weights(variant, tmp_path
     assert seen or variant.config["model_type"] in encoders
 
 
+@pytest.mark.slow
 def test_slots_change_no_bit_and_a_higher_rank_at_most_the_last(tmp_path):
     """Zeros beyond an adapter's rank are no part of its sums, which XLA may add in another order for another rank."""
     tensors = tiny.write(tmp_path / "base", tensors=tiny.even(tiny.shapes(tiny.LLAMA)))

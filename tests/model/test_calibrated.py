@@ -90,6 +90,7 @@ def logits(weights, config, samples) -> np.ndarray:
     some("llama", "gemma4-shared", "deepseek-v3", "deepseek-v32", "llama4-text", "qwen3-next"),
     ids=lambda variant: variant.name,
 )
+@pytest.mark.slow
 def test_a_layer_at_a_time_is_the_model(tmp_path, variant, monkeypatch):
     """Sequences of all lengths beside each other, against the reference with one alone."""
     monkeypatch.setattr(whole, "QUERIES", 24)
@@ -139,6 +140,7 @@ def test_what_the_first_layer_meets(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_experts_meet(tmp_path):
     """Each row goes to two experts, so that what all of them meet is twice what one matrix for all would."""
     variant = next(variant for variant in MOE_VARIANTS if variant.name == "qwen3-moe")
@@ -172,6 +174,7 @@ def test_what_experts_meet(tmp_path):
     some("llama", "llama-biases", "gemma3-text", "phi3", "cohere2", "olmo2-gqa", "qwen3-moe", "qwen3-next-dense"),
     ids=lambda variant: variant.name,
 )
+@pytest.mark.slow
 def test_folded_scales_change_nothing(tmp_path, variant, monkeypatch):
     """Random scales, wherever a layer of the family can take them."""
     source = variant_source(variant, tmp_path / "dense")
@@ -258,6 +261,7 @@ def make(folder: Path, out: Path, method: str, name: str, samples=None, **option
 
 
 @pytest.mark.parametrize(("method", "name"), METHODS)
+@pytest.mark.slow
 def test_a_written_folder_is_read(tmp_path, dense, method, name):
     out = make(dense, tmp_path / "out", method, name)
     assert sorted(tmp_path.iterdir()) == [out]
@@ -294,6 +298,7 @@ def test_through_the_engine(tmp_path, dense):
 
 
 @pytest.mark.parametrize("method", thinned(["gptq", "awq"], ["gptq"]))
+@pytest.mark.slow
 def test_experts(tmp_path, method):
     variant = next(variant for variant in MOE_VARIANTS if variant.name == "qwen3-moe")
     source = variant_source(variant, tmp_path / "dense")
@@ -307,6 +312,7 @@ def test_experts(tmp_path, method):
 
 
 @pytest.mark.parametrize(("method", "most"), [("gptq", 0.8), pytest.param("awq", 0.9, marks=pytest.mark.nightly)])
+@pytest.mark.slow
 def test_the_calibrated_codes_serve_better(tmp_path, method, most):
     """The bundled model on text that calibration has not seen: nearer to what it computes in bfloat16."""
     rng = np.random.default_rng(0)
@@ -333,6 +339,7 @@ def start(dense: Path, out: Path, text: Path) -> list[str]:
     return [sys.executable, "-m", "quire", "quantize", *asked, "--calibration-samples", "6"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on(tmp_path, dense, monkeypatch):
     """Killed between two layers; the same command does the others alone, and makes the same bytes."""
     deep = tmp_path / "deep"

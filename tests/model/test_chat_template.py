@@ -200,6 +200,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.slow
 def test_hostile_templates_end(render, source):
     """Each is an error, this process does not grow by it, and the next conversation is served."""
     with pytest.raises(PromptError) as caught:

@@ -142,6 +142,7 @@ def test_put_gets_each_leaf(tmp_path):
     assert jax.device_put(large).unsafe_buffer_pointer() == large.ctypes.data
 
 
+@pytest.mark.slow
 def test_fill():
     """As plain assignment, for every order of axes on both sides and for parts of an array."""
     rng = np.random.default_rng(0)

@@ -90,6 +90,7 @@ def test_an_unread_key_is_refused(name):
         "Hunyuan-7B",
     ],
 )
+@pytest.mark.slow
 def test_a_value_of_the_wrong_kind_is_a_model_error(name, tmp_path):
     """Whatever a key holds, reading ends well or in one line that says what is wrong."""
     published = PUBLISHED[name].config

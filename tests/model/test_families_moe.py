@@ -72,6 +72,7 @@ def test_an_unread_key_is_refused(name):
 
 
 @pytest.mark.parametrize("name", sorted({*PUBLISHED_MOE} - {"gpt-oss-120b", "DeepSeek-V2-Lite", "gemma-4-31B"}))
+@pytest.mark.slow
 def test_a_value_of_the_wrong_kind_is_a_model_error(name, tmp_path):
     """Whatever a key holds, reading ends well or in one line that says what is wrong."""
     published = PUBLISHED_MOE[name].config

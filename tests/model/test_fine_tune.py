@@ -47,6 +47,7 @@ def make(dense: Path, out: Path, name: str, method: str, epochs: int, progress=l
 
 
 @pytest.mark.parametrize(("name", "method"), [("e8p-2", "quip"), ("int2-32", "gptq")])
+@pytest.mark.slow
 def test_what_was_not_seen_is_nearer_to_the_dense_model(tmp_path, dense, name, method, monkeypatch):
     monkeypatch.setattr(fine_tune, "ROWS", 256)  # eight steps an epoch
     right, steps = said(dense), []
@@ -78,6 +79,7 @@ def test_a_step_is_adams():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), mine.factors, theirs)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on(tmp_path, dense, monkeypatch):
     """Epochs that are done are not done again, and the bytes are the same."""
     whole = make(dense, tmp_path / "whole", "e8p-2", "quip", 3)

@@ -61,6 +61,7 @@ def assert_is(weights, means: dict[str, np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_every_type_means_what_the_package_says(tmp_path, kind, caplog):
     caplog.set_level("INFO", "quire")
     means = tiny_gguf.write(tmp_path / "model.gguf", kind)
@@ -81,6 +82,7 @@ def test_every_type_means_what_the_package_says(tmp_path, kind, caplog):
         ("Q8_0", "Q6_K", ("int8", 16, False)), ("Q5_1", "Q4_K", ("int8", 32, False)), ("IQ4_XS", "Q5_K", None),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_types_that_are_mixed(tmp_path, kind, other, kept):
     """As in Q4_K_M: what is one matrix here is kept in codes that hold both, or is widened."""
     config = tiny_gguf.LLAMA | {"hidden_size": 512, "num_hidden_layers": 1}  # rows of two blocks
@@ -93,6 +95,7 @@ def test_types_that_are_mixed(tmp_path, kind, other, kept):
 
 
 @pytest.mark.parametrize("kind", thinned(["Q4_K", "Q8_0", "IQ4_XS", "MXFP4", "IQ3_S"], ["Q4_K", "MXFP4"]))
+@pytest.mark.slow
 def test_tokens_and_company(tmp_path, kind):
     """Near the dense model of the same numbers, whatever the batch; with a prefix cache and a schema."""
     means = tiny_gguf.write(tmp_path / "model.gguf", kind, other="Q6_K" if kind == "Q4_K" else None)

@@ -286,6 +286,7 @@ CHOSEN = {"Q4_0": "int4-32", "Q8_0": "int8-weights-32"}
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 @pytest.mark.parametrize("kind", CHOSEN)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
+@pytest.mark.slow
 def test_codes_that_a_method_chose(tmp_path, name, kind, method):
     """Those of a folder in compressed-tensors, block by block, as the format's own package reads them."""
     dense, folder, out = tmp_path / "dense", tmp_path / "folder", tmp_path / "out.gguf"

@@ -60,6 +60,7 @@ def test_logits(variant, golden):
         if variant.new_tokens
     ],
 )
+@pytest.mark.slow
 def test_greedy_tokens(variant, block_size, golden):
     """Alone and in a batch of unequal lengths, in chunks, through pages of 8 and 16."""
     made = golden(variant.name)

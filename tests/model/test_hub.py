@@ -160,6 +160,7 @@ def child(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_fetch(server, child):
     """What is needed comes, nothing else does, and from then on no network is needed."""
     address, asked = server
@@ -181,6 +182,7 @@ def test_fetch(server, child):
     assert child("good/model", "http://127.0.0.1:9") == found
 
 
+@pytest.mark.slow
 def test_a_revision_in_a_folder_of_the_users(server, child, tmp_path):
     address, asked = server
     chosen = {"revision": "v1", "download_dir": str(tmp_path / "mine")}
@@ -217,6 +219,7 @@ NAMES = ["good/gguf:Q4_K_M", "good/gguf:q4_k_m", "good/gguf/good-Q4_K_M.gguf"]
 
 
 @pytest.mark.parametrize("name", thinned(NAMES, NAMES[1:]))
+@pytest.mark.slow
 def test_one_gguf_file(server, child, tmp_path, name):
     """By its path, or by what its name ends in; nothing else of the model is fetched, and offline it is found again."""
     address, asked = server
@@ -226,12 +229,14 @@ def test_one_gguf_file(server, child, tmp_path, name):
     assert child(name, address, XDG_CACHE_HOME=str(tmp_path / "made"), HF_HUB_OFFLINE="1") == found
 
 
+@pytest.mark.slow
 def test_a_gguf_file_that_is_not_there(server, child):
     address, _ = server
     assert "has no GGUF files whose name ends in Q5_K" in child("good/gguf:Q5_K", address)
     assert "has no GGUF files whose name is other.gguf" in child("good/gguf/other.gguf", address)
 
 
+@pytest.mark.slow
 def test_models_that_are_not_to_be_had(server, child):
     address, _ = server
     assert "neither a folder here nor a public model" in child("other/model", address)
@@ -241,6 +246,7 @@ def test_models_that_are_not_to_be_had(server, child):
     assert "HF_HUB_OFFLINE" in child("other/model", address, HF_HUB_OFFLINE="1")
 
 
+@pytest.mark.slow
 def test_pull_list_and_rm(server, tmp_path):
     """A model comes into the cache, is listed by the name that it was asked for, and goes again."""
     address, asked = server

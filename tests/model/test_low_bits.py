@@ -47,6 +47,7 @@ def assert_same(a, b) -> None:
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
+@pytest.mark.slow
 def test_squared_gradients_are_the_models(tmp_path):
     """Of each sequence by itself, against the whole model's; one of a single token says nothing."""
     tiny.write(tmp_path, LLAMA, tiny.even(tiny.shapes(LLAMA)))
@@ -144,6 +145,7 @@ def test_a_written_folder_is_what_rounding_while_loading_makes(tmp_path, name):
 
 
 @pytest.mark.parametrize("name, method", [("codebook-3", "squeezellm"), ("e8p-2", "quip")])
+@pytest.mark.slow
 def test_by_calibration(tmp_path, name, method):
     """Written, other than to nearest, less lost by what the method looks at, and served."""
     dense, out = tmp_path / "dense", tmp_path / "out"

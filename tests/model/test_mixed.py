@@ -74,6 +74,7 @@ def bits_of(folder):
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 @pytest.mark.parametrize("bits", [4.3, 6])
+@pytest.mark.slow
 def test_a_folder_of_several_formats(dense, samples, tmp_path, method, bits):
     """It takes no more than was asked for, is served, and its wide matrices are those that the loss hears of."""
     out = tmp_path / "out"

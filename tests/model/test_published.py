@@ -82,6 +82,7 @@ def written(folder: Path, case: str, config: dict = LLAMA, spare: tuple[str, ...
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_each_matrix_is_what_its_format_says(tmp_path, case):
     _, expected = written(tmp_path, case)
     config = read_config(tmp_path)
@@ -172,6 +173,7 @@ def test_another_format_than_the_checkpoint_s_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["awq-128", "gptq-3", "gptq-8", "fp8-blocks", "fp8-one", "fbgemm"])
+@pytest.mark.slow
 def test_tokens_and_company(tmp_path, case):
     """Through the whole engine: near the dense model of the same numbers, and the same bits in company."""
     _, expected = written(tmp_path / "codes", case, LLAMA | {"torch_dtype": "bfloat16"})

@@ -171,6 +171,7 @@ def near(case: str) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_each_matrix_is_what_its_format_says(tmp_path, case):
     _, expected = written(tmp_path, case)
     assert read_config(tmp_path).quant == CASES[case][3]
@@ -208,6 +209,7 @@ SPARED = {  # how a config says it
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in UNSPARED])
+@pytest.mark.slow
 def test_what_the_config_leaves_dense(tmp_path, case):
     key, names = SPARED[CASES[case][2]["quant_method"]]
     _, expected = written(tmp_path / "said", case, SPARE, **{key: names})
@@ -360,6 +362,7 @@ COMPANY = [
 
 
 @pytest.mark.parametrize("case", COMPANY)
+@pytest.mark.slow
 def test_tokens_and_company(tmp_path, case):
     """Through the whole engine: near the dense model of the same numbers, and the same bits in company."""
     _, expected = written(tmp_path / "codes", case, config=LLAMA | {"torch_dtype": "bfloat16"})
@@ -435,6 +438,7 @@ DAMAGE: list[tuple[str, str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("case", "ending", "change", "words_of"), DAMAGE, ids=[f"{x[0]}{x[1]}-{x[3]}" for x in DAMAGE])
+@pytest.mark.slow
 def test_damage_is_named(tmp_path, case, ending, change, words_of):
     tensors, _ = written(tmp_path, case)
     check_damage(tmp_path, tensors, STEM + ending, change, words_of)

@@ -263,6 +263,7 @@ def test_modules_with_configs_of_their_own(tmp_path, key):
 
 
 @pytest.mark.parametrize("case", ["int8-rows", "fp8-rows", "int4", "intx-4-zeros"])
+@pytest.mark.slow
 def test_tokens_and_company(tmp_path, case):
     """Through the whole engine: near the dense model of the same numbers, and the same bits in company."""
     _, expected = written(tmp_path / "codes", case, model=LLAMA | {"torch_dtype": "bfloat16"})

@@ -151,6 +151,7 @@ def family_variants():
 
 
 @pytest.mark.parametrize("variant", family_variants(), ids=lambda variant: variant.name)
+@pytest.mark.slow
 def test_every_family(tmp_path, variant):
     """Whatever a family does with its tensors, it does with their codes and scales; experts in one tensor stay."""
     with np.load(HERE / f"{variant.name}.npz") as arrays:
@@ -207,6 +208,7 @@ def test_experts_are_rounded_where_each_has_tensors(tmp_path, name, stay):
         assert coded == {name for name in linear if name.endswith("proj.weight")} != linear
 
 
+@pytest.mark.slow
 def test_greedy_tokens(tmp_path):
     """Through the whole engine, kernels and all."""
     tiny.write(tmp_path / "dense", LLAMA, draw(LLAMA))
@@ -222,6 +224,7 @@ def test_greedy_tokens(tmp_path):
         assert len(set(answers[0])) > 2
 
 
+@pytest.mark.slow
 def test_command(tmp_path):
     """The bundled model: written, smaller, and writing what it writes when it is rounded while loading."""
     out, say = str(tmp_path / "out"), ["--prompt", "Once upon a time", "--temperature", "0", "--max-tokens", "12"]
@@ -742,6 +745,7 @@ def test_a_scale_that_is_no_number_where_codes_are_widened(tmp_path):
     refused(lambda: load_weights(tmp_path, config, put=lambda spec, leaf: leaf), "lm_head.weight_scale", "finite")
 
 
+@pytest.mark.slow
 def test_scales_too_small_for_float16_are_the_nearest(tmp_path):
     tensors, _ = by_hand(tmp_path, "w4a16-32")
     name = f"{STEM}.weight_scale"

@@ -157,6 +157,7 @@ PAIRS = {(False, None, 160), (True, None, 300), (False, 32, 300), (True, 32, 160
         for case in product((False, True), (None, 32, 100), (160, 300))
     ],
 )
+@pytest.mark.slow
 def test_gptq_over_several_blocks(columns, group, act_order):
     rng = np.random.default_rng(columns)
     W, X = matrix(rng, 5, columns), inputs(rng, 600, columns)

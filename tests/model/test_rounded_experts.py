@@ -85,6 +85,7 @@ def mixed(weights, x_TD):
 
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.slow
 def test_against_a_loop(name, kernels):
     """Within what bfloat16 rows, or rows of bytes, are away from float64."""
     weights, (_, dense_specs), values = drawn(name)
@@ -112,6 +113,7 @@ def test_against_a_loop(name, kernels):
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.slow
 def test_no_stack_is_widened(name):
     """The compiled program holds the codes of all experts, and of wider numbers those of one matrix at the most."""
     weights, _, _ = drawn(name)
@@ -126,6 +128,7 @@ def test_no_stack_is_widened(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.slow
 def test_a_stack_is_its_matrices(name):
     """The node of one expert is that of a dense weight, and as large; in memory the stack is as planned."""
     weights, (specs, dense_specs), values = drawn(name)
@@ -150,6 +153,7 @@ def golden(name: str, folder) -> Golden:
     "name", thinned(["mixtral", "qwen3-moe", "deepseek-v3", "gemma4-moe", "gpt-oss-wide"], ["mixtral", "gpt-oss-wide"])
 )
 @pytest.mark.parametrize("quantization", thinned(["int8-weights", "int8"], ["int8-weights"]))
+@pytest.mark.slow
 def test_logits(name, quantization, tmp_path):
     """Half of the logits are within 6 % of their spread with rounded experts, and it matters little beside the rest.
 
@@ -229,6 +233,7 @@ def test_one_expert_at_a_time(fused, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("quantization", thinned(["int8", "int8-weights", "int4-32"], ["int8"]))
+@pytest.mark.slow
 def test_served(quantization, tmp_path):
     """The engine's greedy tokens, in chunks through pages, are those of a pass without a cache."""
     made = golden("qwen3-moe", tmp_path)

@@ -52,6 +52,7 @@ def adapted(weight: Adapted, slots, x, out, way: str):
 @pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow
 def test_against_float64(way, dtype):
     rng = np.random.default_rng(1)
     for _ in range(cases(30, least=3)):
@@ -77,6 +78,7 @@ def test_the_one_that_is_meant_of_a_stack(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow
 def test_the_same_bits_in_any_company_and_in_any_slot(way):
     rng = np.random.default_rng(3)
     for _ in range(cases(20, least=3)):

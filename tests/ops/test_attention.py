@@ -72,6 +72,7 @@ QUICK = [
 
 
 @pytest.mark.parametrize("name", thinned(MIXED, QUICK))
+@pytest.mark.slow
 def test_mixed_steps(name):
     """Decoding, verifying and prefilling rows in one step."""
     rng = np.random.default_rng(7)
@@ -145,6 +146,7 @@ SAME["int4"] = Shape(K=2, G=2, H=64, codes="int4")
 
 
 @pytest.mark.parametrize("name", thinned(SAME, ["gqa, bfloat16", "window, float32"]))
+@pytest.mark.slow
 def test_the_same_bits_in_any_step(name):
     """A row's result does not depend on its company, on where its chunk begins, or on the step's sizes."""
     shape, rng, seed, wanted = SAME[name], np.random.default_rng(11), 77, {}
@@ -248,6 +250,7 @@ def test_kernels_of_gpus_decline_four_bits():
 
 
 @pytest.mark.parametrize("codes", [None, "int8", "float8_e4m3fn", "uint8"])
+@pytest.mark.slow
 def test_the_append_of_a_gpu_writes_what_others_do_and_no_padding(codes, monkeypatch):
     """There it names distinct slots, of which those of padding do not exist: the dummy page stays as it is."""
     rng = np.random.default_rng(3)

@@ -126,6 +126,7 @@ def test_convolution_against_float64():
 @pytest.mark.random
 @BY_NAME
 @pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.slow
 def test_bits_are_those_of_any_cut(name, by_key):
     """A sequence by itself at once; and in pieces, each with others beside it and rows that are computed in vain."""
     rng, name = np.random.default_rng(7), implementation(name)

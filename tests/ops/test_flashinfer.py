@@ -92,6 +92,7 @@ FEW = ["gqa", "mqa", "seven heads", "page 1", "window 1", "soft cap", "sinks", "
 
 @pytest.mark.random
 @pytest.mark.parametrize("name", thinned(SHAPES, FEW))
+@pytest.mark.slow
 def test_it_is_attention(kernel, name):
     """Against float64: random steps, NaN in all that nobody owns, stale numbers in tables."""
     shape, rng = SHAPES[name], np.random.default_rng(3)
@@ -100,6 +101,7 @@ def test_it_is_attention(kernel, name):
 
 
 @pytest.mark.parametrize("processors", [1, 8, 500])
+@pytest.mark.slow
 def test_contexts_are_cut_for_any_number_of_processors(kernel, monkeypatch, processors):
     monkeypatch.setattr(mosaic_gpu, "num_processors", lambda: processors)
     rng = np.random.default_rng(processors)
@@ -129,6 +131,7 @@ def naive(shape: PlanShape, rows: QueryRows) -> set[tuple[int, int, int, int]]:
 
 
 @pytest.mark.random
+@pytest.mark.slow
 def test_a_plan_covers_each_key_of_each_row_once():
     """In real sizes, for any lengths: parts follow each other, and each result has a place of its own."""
     rng, cut = np.random.default_rng(5), 0
@@ -205,6 +208,7 @@ def covers(shape: PlanShape, rows: QueryRows, plan) -> bool:
 
 
 @pytest.mark.parametrize("processors", thinned([2, 108], [2]))
+@pytest.mark.slow
 def test_its_trials_find_it_right_and_find_a_fault(kernel, monkeypatch, processors):
     """A small kind, in float16: the trial's own cases, then a kernel that forgets a key."""
     kind = {"heads": 4, "kv_heads": 2, "width": 64, "window": 100, "soft_cap": None, "sinks": True, "page": 16}
@@ -266,6 +270,7 @@ DECLINED = {
 
 
 @pytest.mark.parametrize("reason", DECLINED)
+@pytest.mark.slow
 def test_what_it_declines(reason, caplog):
     trial = DECLINED[reason]
     with pytest.raises(NoImplementation) as failure:
@@ -389,6 +394,7 @@ def test_its_bits_vary_and_a_program_says_so(kernel):
     assert variance(traced.jaxpr.jaxpr) == {flashinfer_gpu.varies()}
 
 
+@pytest.mark.slow
 def test_an_engine_gives_the_same_tokens(kernel, monkeypatch):
     """Prompts in chunks, shared beginnings and decoding together, in the engine's step; invariance is refused."""
     options = {"dtype": "float32", "max_model_len": 160, "max_num_seqs": 4, "max_num_batched_tokens": 48}

@@ -81,6 +81,7 @@ def serves(case: Trial = CASE) -> str:
     return "XLA"
 
 
+@pytest.mark.slow
 def test_it_is_tried_once_for_each_kind(card, monkeypatch):
     tried = Tried(monkeypatch, RIGHT)
     assert [serves(), serves()] == ["the kernel", "the kernel"]
@@ -112,6 +113,7 @@ def test_it_is_tried_once_for_each_kind(card, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["card", "driver", "sources"])
+@pytest.mark.slow
 def test_it_is_tried_again(card, monkeypatch, tmp_path, what):
     """Where anything is not what it was."""
     tried = Tried(monkeypatch, RIGHT)
@@ -147,6 +149,7 @@ def test_it_is_tried_again(card, monkeypatch, tmp_path, what):
         (OSError("no room"), "it could not be tried: no room"),
     ],
 )
+@pytest.mark.slow
 def test_what_does_not_pass_is_left_to_xla(card, monkeypatch, caplog, found, says):
     tried = Tried(monkeypatch, found)
     with caplog.at_level(logging.WARNING, "quire"):
@@ -185,6 +188,7 @@ def test_a_folder_that_cannot_be_written(card, monkeypatch):
     assert serves() == "the kernel" and len(tried.kinds) == 2
 
 
+@pytest.mark.slow
 def test_the_process_that_tries(card, monkeypatch, tmp_path, caplog):
     """Really another one. It finds no card, where this one pretends; or it hangs; or it dies."""
     assert serves() == "XLA"
@@ -275,6 +279,7 @@ def test_what_a_case_shows():
     assert measure(Doubled(lambda _: jnp.zeros((100, 8)).at[7, 1].set(jnp.nan)), 0).wrong is not None
 
 
+@pytest.mark.slow
 def test_layers_append_in_place():
     """Each layer of a step writes its pages, which are donated, and reads what it wrote; the same with codes."""
     for codes in (None, "int8"):

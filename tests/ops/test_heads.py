@@ -78,6 +78,7 @@ def numbers(x) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", thinned(CASES, ["a norm, a part rotated", "float8"]))
+@pytest.mark.slow
 def test_against_float64_and_xla(name):
     """Every row is right, its keys, values and scales are in its slots, nothing else is written, and nothing races."""
     case = CASES[name]
@@ -142,6 +143,7 @@ def spoil_other_slots(q_TNH, pages):
 
 @pytest.mark.parametrize("spoil", [None, spoil_queries, spoil_values, spoil_other_slots])
 @pytest.mark.parametrize("name", thinned(CASES, ["int8"]))
+@pytest.mark.slow
 def test_a_trial(name, spoil, monkeypatch):
     """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right from another."""
     real = trial.turn_and_append

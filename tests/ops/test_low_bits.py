@@ -155,6 +155,7 @@ def test_the_nearest_point_of_all(seed, size):
 
 
 @pytest.mark.parametrize("count", [8, 64, 192, 7, 40])
+@pytest.mark.slow
 def test_a_transform_is_hadamards(count):
     block = count & -count
     H = np.kron(np.eye(count // block), matrix_of_signs(block)) / block**0.5
@@ -192,6 +193,7 @@ NAMES = ("codebook-4", "codebook-3", "e8p-2", "e8p-4")
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("into, out", [((64,), (20,)), ((6, 16), (2, 24)), ((192,), (5,))])
+@pytest.mark.slow
 def test_products(name, into, out):
     """By XLA and as it is laid out for the kernels, against what the codes mean; and a row alone is as in company."""
     rng = np.random.default_rng(sum(into))
@@ -217,6 +219,7 @@ def test_products(name, into, out):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_specs_say_what_is_made(name):
     spec = quant.packed(name, spec_of((256,), (2, 64)))
     node = spec.quantize(np.random.default_rng(0).standard_normal((256, 2, 64)).astype(np.float32))

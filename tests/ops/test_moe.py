@@ -74,6 +74,7 @@ def test_an_expert_that_nobody_chose_is_never_read():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_the_others(dtype):
     """The same bits alone, in other company, in another order, and with its neighbours gone."""
     rng = np.random.default_rng(5)

@@ -72,6 +72,7 @@ def small(monkeypatch):
 
 
 @pytest.mark.parametrize("name", thinned(CASES, QUICK))
+@pytest.mark.slow
 def test_against_float64(name):
     """Each row is right, and no access races with another."""
     shape, sequences = CASES[name]
@@ -133,6 +134,7 @@ def test_the_last_to_save_a_span_merges(ahead, monkeypatch):
 
 
 @pytest.mark.parametrize(("window", "codes"), [(70, None), (None, "int8")])
+@pytest.mark.slow
 def test_a_context_is_copied_once(window, codes, monkeypatch):
     """In blocks of 64 positions, with their scales; and the queries."""
     shape = decoding(K=4, G=2, S=32, codes=codes, window=window)
@@ -195,6 +197,7 @@ def step_of(name: str):
 
 
 @pytest.mark.parametrize("name", thinned(PRODUCTION, LOWERED))
+@pytest.mark.slow
 def test_lowers_for_cuda(name, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(mosaic_gpu, "has_gpu", lambda: True)

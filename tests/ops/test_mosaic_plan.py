@@ -109,6 +109,7 @@ def load(mine) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_everything_once(kind):
     rng = np.random.default_rng(sorted(KINDS).index(kind))
     for n in range(cases(24, least=2)):
@@ -137,6 +138,7 @@ def test_everything_once(kind):
         ("DeepSeek-V3", 1, 1, 4096, 16), ("DeepSeek-V3", 64, 64, 8192, 128), ("DeepSeek-V3", 1, 1, 131072, 128),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_processors_are_busy_and_evenly_so(kind, B, T, length, busy):
     shape = shape_for(kind, T, B, length)
     found = examine(shape, B, [(length - 1, 1)] * B)
@@ -146,6 +148,7 @@ def test_processors_are_busy_and_evenly_so(kind, B, T, length, busy):
     assert max(loads) <= max(sum(loads) / 132 * 9 / 8 + 1, sum(loads) / 132 + span + 2 * A_TASK)
 
 
+@pytest.mark.slow
 def test_a_long_sequence_beside_a_prompt_is_cut():
     """In a step that carries a prompt, too: one processor alone would take all the time of the step."""
     shape = shape_for("Llama-3-8B", 2048, 64, 131072)

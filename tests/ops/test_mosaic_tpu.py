@@ -84,6 +84,7 @@ def interpreter(monkeypatch):
 
 
 @pytest.mark.parametrize("name", thinned(CASES, ["decoding, a window", "decoding, MQA, wide", "mixed, an odd group"]))
+@pytest.mark.slow
 def test_against_float64(name, interpreter):
     """Each row is right, and no access races with another."""
     shape, sequences = CASES[name]
@@ -99,6 +100,7 @@ def rows_of(shape: Shape, sequences: list[Sequence]) -> list[bytes]:
     return [out[place].tobytes() for place in case.places]
 
 
+@pytest.mark.slow
 def test_the_same_bits_in_any_batch(interpreter):
     """Of one chunk: neither company nor the step's sizes change it."""
     shape, own = mixed(K=1, window=40), Sequence(77, 133, 1)
@@ -109,6 +111,7 @@ def test_the_same_bits_in_any_batch(interpreter):
     assert rows_of(dataclasses.replace(shape, T=64, B=2), [Sequence(78, 100, 30)]) == [chunk]
 
 
+@pytest.mark.slow
 def test_sequences_without_rows(interpreter):
     """Wherever they stand, and where there are no others, they change nothing and nothing waits for them."""
     shape, none = mixed(K=1, T=40, B=7), Sequence(9, 0, 0)

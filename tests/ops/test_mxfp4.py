@@ -67,6 +67,7 @@ def test_more_axes():
 
 
 @pytest.mark.parametrize(("into", "out"), [(64, (5,)), (128, (2, 3)), (320, (2, 3))])
+@pytest.mark.slow
 def test_blocks_of_a_checkpoint(into, out):
     """A byte has neighbouring inputs there; rows of gate and up take turns."""
     rng, E, rows = np.random.default_rng(0), 2, int(np.prod(out))

@@ -298,6 +298,7 @@ FIXED = {
 
 
 @pytest.mark.parametrize("name", FIXED)
+@pytest.mark.slow
 def test_cases_of_their_own(isa, name):
     check(*FIXED[name], np.random.default_rng(4))
 
@@ -345,6 +346,7 @@ def positions_alone(shape: Shape, wanted, seed=77):
 
 
 @pytest.mark.parametrize("name", SAME)
+@pytest.mark.slow
 def test_the_same_bits_in_any_step(isa, name):
     """A row's result does not depend on its company, nor on where its chunk begins."""
     shape, rng = SAME[name], np.random.default_rng(5)
@@ -370,6 +372,7 @@ def digest() -> str:
     return found.hexdigest()
 
 
+@pytest.mark.slow
 def test_the_same_bits_on_any_number_of_threads():
     if not native.serves():
         pytest.skip("no compiler")

@@ -101,6 +101,7 @@ def test_every_variant_has_its_source():
 
 @pytest.mark.parametrize("isa", build.ISAS.get(platform.machine(), ()))
 @pytest.mark.parametrize("variant", ["dense_bf16", "int4", "int8_weights"])
+@pytest.mark.slow
 def test_products_are_well_formed_for_every_instruction_set(isa, variant):
     """Also for those that this machine lacks, and for which nothing else is compiled here."""
     source, *defines = build.VARIANTS[variant]

@@ -99,6 +99,7 @@ def test_dense(isa):
 
 
 @pytest.mark.parametrize("name", [None, *EVERY])
+@pytest.mark.slow
 def test_matrices_of_a_stack(isa, name):
     """One that is named, with a bias or a gate; and each with rows of its own, the last ones zeros: to the bit what
     the matrix gives by itself."""
@@ -157,6 +158,7 @@ def check_mxfp4(rows, padding, K, out, bias, seed):
 
 
 @pytest.mark.random
+@pytest.mark.slow
 def test_mxfp4(isa):
     check_mxfp4()
 
@@ -205,6 +207,7 @@ def check_rounded(name, rows, padding, into, out, bias, dtype, seed):
 
 
 @pytest.mark.random
+@pytest.mark.slow
 def test_rounded(isa):
     check_rounded()
 
@@ -303,12 +306,14 @@ def check_levels(name, rows, K, out, seed):
 
 
 @pytest.mark.random
+@pytest.mark.slow
 def test_levels(isa):
     check_levels()
 
 
 @pytest.mark.parametrize("name", [None, *EVERY])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
+@pytest.mark.slow
 def test_gate_and_up_in_one_pass(isa, name, activation):
     rng = np.random.default_rng(1)
     x, w = made(rng, (9,), (64,), np.float32), made(rng, (64,), (2, 48), np.float32)
@@ -335,6 +340,7 @@ def test_head_that_is_an_embedding_too(isa, name):
 
 @pytest.mark.parametrize("name", [None, *EVERY])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.slow
 def test_a_row_that_is_not_finite_spoils_no_other(isa, name, bad):
     rng = np.random.default_rng(3)
     x, w = made(rng, (8,), (64,), np.float32), made(rng, (64,), (40,), np.float32)

@@ -197,6 +197,7 @@ def test_rope_parameters_that_are_refused(params, says):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [32, 96, 512, 768, 2560])
+@pytest.mark.slow
 def test_a_row_is_normed_alike_in_any_company(dtype, size):
     """To the last bit: XLA's own sums over the last axis are not, for some of these sizes."""
     rng = np.random.default_rng(size)

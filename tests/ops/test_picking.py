@@ -87,6 +87,7 @@ EDGES = [(COUNT, 1), (COUNT + 1, 1), (COUNT + 3, 8), (72, 1), (72, 30), (5, 5), 
 
 
 @pytest.mark.parametrize("seed", range(cases(6)))
+@pytest.mark.slow
 def test_against_float64(seed):
     """Rows on both sides of where picking begins, prompts in chunks beside single rows."""
     rng = np.random.default_rng(seed)
@@ -97,6 +98,7 @@ def test_against_float64(seed):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int8])
+@pytest.mark.slow
 def test_the_same_bits_alone_and_in_company(dtype):
     tables, keys, asked = step(np.random.default_rng(7), *zip(*EDGES[:6], strict=True))
     together = run(tables, keys, asked, range(6), dtype)

@@ -60,6 +60,7 @@ DENSE = {  # subscripts, axes of the weight, rows, options
 
 
 @pytest.mark.parametrize("name", thinned(DENSE, ["a bias", "a head", "two warpgroups"]))
+@pytest.mark.slow
 def test_dense_against_float64(name):
     subscripts, axes, rows, options = DENSE[name]
     rng = np.random.default_rng(0)
@@ -98,6 +99,7 @@ INT8S = {  # subscripts, axes of the weight, rows, whether the rows are rounded 
 
 
 @pytest.mark.parametrize("name", thinned(INT8S, ["weights", "rows too"]))
+@pytest.mark.slow
 def test_int8_against_float64(name):
     subscripts, axes, rows, dynamic = INT8S[name]
     rng, into = np.random.default_rng(3), len(subscripts.partition(",")[0]) - 1
@@ -151,6 +153,7 @@ def numbers_of(weight: Int8 | Fp8) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", thinned(INT8S, ["rows too"]))
+@pytest.mark.slow
 def test_fp8_against_float64(name):
     """Its sums, and those of XLA, of the codes that rows become."""
     subscripts, axes, rows, dynamic = INT8S[name]
@@ -169,6 +172,7 @@ def test_fp8_against_float64(name):
 
 
 @pytest.mark.parametrize(("T", "N", "K", "out"), [(5, 3, 128, 64), (17, 2, 64, 192), (140, 2, 128, 64), (1, 1, 64, 64)])
+@pytest.mark.slow
 def test_a_matrix_for_each_head(T, N, K, out):
     """As latent attention has them."""
     rng = np.random.default_rng(T)
@@ -209,6 +213,7 @@ def test_a_router_of_another_form_is_declined():
 
 
 @pytest.mark.parametrize("make", thinned([rounded, in_float8], [in_float8]))
+@pytest.mark.slow
 def test_rows_that_come_in_codes(make):
     """They are multiplied as they come; codes of another kind are left, and all by weights that round no rows."""
     rng, kind = np.random.default_rng(9), "int8" if make is rounded else "float8"
@@ -279,6 +284,7 @@ def chosen(rng, T: int, X: int, E: int, kind: str) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["any", "one", "few"])
 @pytest.mark.parametrize("T", thinned([1, 2, 15, 16, 33, 70, 130], [1, 16, 33]))
+@pytest.mark.slow
 def test_each_pair_has_its_place(T, kind):
     """Against a loop: a place of its own, in a block of its expert; the others are empty."""
     E, X, rows = 12, 4, 16
@@ -334,6 +340,7 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("name", thinned(MIXTURES, ["biases and a clamp"]))
+@pytest.mark.slow
 def test_experts_against_float64(name):
     T, kind, options = MIXTURES[name]
     rng = np.random.default_rng(T)
@@ -350,6 +357,7 @@ def test_experts_against_float64(name):
     ("dynamic", "make"),
     nightly_from(2, [(False, rounded), (True, in_float8), (True, rounded), (False, in_float8)]),
 )
+@pytest.mark.slow
 def test_experts_in_eight_bits_against_float64(dynamic, make):
     rng = np.random.default_rng(4)
     dense, whose, x, weights = mixture(rng), chosen(rng, 9, X, E, "any"), draw(rng, 9, D), np.ones((9, X), np.float32)
@@ -371,6 +379,7 @@ def test_experts_in_eight_bits_against_float64(dynamic, make):
 
 
 @pytest.mark.parametrize("zero", thinned([False, True], [True]))
+@pytest.mark.slow
 def test_int4_experts_against_float64(zero):
     rng, D = np.random.default_rng(7), 128
     dense = Experts(draw(rng, E, D, 2, F, scale=0.2), draw(rng, E, F, D, scale=0.2), "silu")
@@ -399,6 +408,7 @@ def in_mxfp4(rng, *axes: int) -> tuple[Mxfp4, np.ndarray]:
 
 
 @pytest.mark.parametrize(("T", "D", "F"), [(20, 128, 192), pytest.param(70, 192, 128, marks=pytest.mark.nightly)])
+@pytest.mark.slow
 def test_mxfp4_experts_against_float64(T, D, F):
     """gpt-oss': biases, its clamped activation, and sizes that are no whole number of steps."""
     rng = np.random.default_rng(8)
@@ -442,6 +452,7 @@ WEIGHTS = {  # how a weight is kept, and what is copied of it: scales of eight b
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.slow
 def test_each_byte_of_a_weight_is_copied_once(name, monkeypatch):
     """And rows once for each 64 outputs, which the card's cache has by then."""
     rng, (make, bytes_of) = np.random.default_rng(8), WEIGHTS[name]

@@ -45,6 +45,7 @@ def dense_spec(into=(256,), out=(2, 64)):
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.slow
 def test_specs_say_what_is_made(name):
     spec = quant.packed(name, dense_spec())
     weight = np.random.default_rng(0).standard_normal((256, 2, 64)).astype(np.float32)

@@ -63,6 +63,7 @@ def run(rows: Residual, scale_D):
 
 
 @pytest.mark.parametrize("name", thinned(CASES, KINDS + FLOATS))
+@pytest.mark.slow
 def test_against_float64_and_xla(name):
     """Every row is right, the sum has the bits of XLA's, and nothing races."""
     rows, scale_D = CASES[name].inputs()
@@ -93,6 +94,7 @@ def test_a_row_has_the_same_bits_in_any_company(name):
 
 @pytest.mark.parametrize("kind", ["int8", "float8"])
 @pytest.mark.parametrize("name", thinned([name for name in CASES if name not in FLOATS], KINDS[1:]))
+@pytest.mark.slow
 def test_the_norm_in_codes_besides(name, kind):
     """They are those that the norm's own bits are rounded to by themselves, and change neither norm nor sum."""
     given = CASES[name].inputs()
@@ -160,6 +162,7 @@ TRIALS = [(None, None), (None, spoil_a_sum), (None, spoil_a_norm), ("int8", None
 @pytest.mark.parametrize(
     "case", [Case(192), Case(192, normed=True, norm="centred, bias"), Case(192, adds=False, norm="centred")], ids=str
 )
+@pytest.mark.slow
 def test_a_trial(case, rounds, spoil, monkeypatch):
     """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right from another."""
     real = trial.sum_and_norm

@@ -91,6 +91,7 @@ def pairs(rng, T: int, X: int, E: int, kind: str) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", thinned(["any", "one", "none"], ["any"]))
 @pytest.mark.parametrize("sizes", thinned(SIZES, [(16, 4, 32, 16)]))
+@pytest.mark.slow
 def test_places_are_those_of_xla(sizes, kind):
     """Number by number, and nothing races."""
     T, X, E, rows = sizes

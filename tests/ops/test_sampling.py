@@ -146,6 +146,7 @@ def draw_many(run, logits_V, draws, seed=0, chunk=5000, **fields):
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_frequencies_follow_the_exact_distribution(run, fields):
     logits_V = np.random.default_rng(1).normal(0, 1.5, 50).astype(np.float32)
     keep_V, probs_V = kept(logits_V, **fields)
@@ -161,6 +162,7 @@ def test_frequencies_follow_the_exact_distribution(run, fields):
 
 
 @pytest.mark.parametrize("candidates", [64, 3])
+@pytest.mark.slow
 def test_what_can_be_drawn_is_what_a_sort_keeps(implementation, monkeypatch, candidates):
     """Flat logits with ties, each kept token likely enough to turn up in 2,500 draws; 3 candidates force bisection."""
     monkeypatch.setattr(xla, "CANDIDATES", candidates)
@@ -257,6 +259,7 @@ def assert_same_bits(ours, theirs):
 
 
 @pytest.mark.parametrize("company", thinned([2, 3, 8, 32], [3, 32]))
+@pytest.mark.slow
 def test_a_row_alone_gives_the_same_bits_as_in_company(run, company):
     logits_RV, state, inputs = mixed_case()
     alone = [run(logits_RV[row : row + 1], state, take(inputs, [row])) for row in range(32)]
@@ -415,6 +418,7 @@ def test_without_branches_it_draws_the_same(implementation):
 
 
 @pytest.mark.parametrize("V", thinned([700, 9000], [700]))
+@pytest.mark.slow
 def test_without_branches_and_sorts_the_tokens_are_xlas(monkeypatch, V):
     """The same draws and scores; of 9,000 tokens the best are found by groups, and with 700 of them everything ties."""
     monkeypatch.setattr(branchless, "on_gpu", lambda: True)

@@ -64,6 +64,7 @@ def tree_order(leaves):
 
 
 @pytest.mark.parametrize("V", [1, 2, 63, 64, 65, 4097, 9000])
+@pytest.mark.slow
 def test_descent_inverts_the_distribution_function(V):
     """With whole numbers as weights every sum is exact, and so is the answer."""
     rng = np.random.default_rng(V)

@@ -321,6 +321,7 @@ SERVES = IMPORTING.replace("COMMAND", '"serve", "--port", "0"')
     ],
     ids=["loading", "serving", "generate-imports", "chat-imports", "serve-imports"],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_signal_ends_what_loads_at_once(script, number):
     """Python hears a signal when a call into C is over; a compilation is a long one."""
     child = subprocess.Popen(

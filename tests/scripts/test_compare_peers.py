@@ -98,6 +98,7 @@ def hybrid(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("model", ["tiny", "mixture", "hybrid"])
+@pytest.mark.slow
 def test_checkpoint_is_one_that_quire_serves(model, request):
     folder = request.getfixturevalue(model)
     llm = LLM(str(folder), max_num_seqs=2, max_num_batched_tokens=16, kv_cache_memory_bytes=1 << 22)

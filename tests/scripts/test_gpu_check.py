@@ -37,6 +37,7 @@ FEW = [work for work in SHORT if work.name in ("decode, cap", "chunk, int8", "ch
 
 
 @pytest.mark.parametrize("work", thinned(SHORT, FEW), ids=lambda work: work.name)
+@pytest.mark.slow
 def test_its_reference_is_what_xla_says(work):
     inputs = arrays(work, 3)
     wanted = reference(work, *inputs)
@@ -165,6 +166,7 @@ def test_what_the_pieces_count():
     assert many.operations == 200 * 2 * 2 * each
 
 
+@pytest.mark.slow
 def test_the_serving_part(tmp_path, capsys):
     report = PartReport(tmp_path / "serving.json")
     gpu_serving.run(report, TINY, 3, "kernel")
@@ -215,6 +217,7 @@ def test_the_peer(tmp_path, monkeypatch):
     assert "continuous" in report.found["left_out"]
 
 
+@pytest.mark.slow
 def test_attention_by_itself(tmp_path, monkeypatch):
     report = PartReport(tmp_path / "right.json")
     gpu_attention.right(report, TINY, 3)

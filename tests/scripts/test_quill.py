@@ -241,6 +241,7 @@ def test_drafts_are_measured_beside_plain_decoding(capsys, monkeypatch):
     assert not rows[0][5].strip() and "%" in rows[1][5]
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_the_reference():
     """Of what the model learns to write, in documents of which each is read alone."""
     folder = hub.resolve("quill")

@@ -89,6 +89,7 @@ def test_sigterm_lets_streams_end():
         assert "Once" not in "".join(running.lines)  # nothing of a prompt is in the log
 
 
+@pytest.mark.slow
 def test_sigterm_does_not_wait_for_ever():
     with process("--shutdown-grace", "0.2", "--max-model-len", "1000") as (running, address):
 
@@ -104,6 +105,7 @@ def test_sigterm_does_not_wait_for_ever():
             assert b'"finish_reason":"abort"' in answer and b"[DONE]" in answer
 
 
+@pytest.mark.slow
 def test_a_file_of_options_and_a_file_of_keys(tmp_path):
     (tmp_path / "keys").write_text("first\nsecond\n")
     config = {"served-model-name": "tale", "max_model_len": "128", "api-key-file": str(tmp_path / "keys")}
@@ -129,6 +131,7 @@ def test_a_unix_socket(tmp_path):
         connection.close()
 
 
+@pytest.mark.slow
 def test_several_models_take_turns():
     """One of two may be awake: asking for the other puts it to sleep, and both give what they give alone."""
     folders = [str(FOLDER / "quill"), str(FOLDER / "quill_draft")]

@@ -48,6 +48,7 @@ def check_ends(simulation: Simulation, outcomes, requests) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.slow
 def test_every_request_ends_once_and_nothing_leaks(seed):
     """Pools from ample to tiny."""
     rng = random.Random(seed)

@@ -108,6 +108,7 @@ class Naive:
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.slow
 def test_a_pass_computes_what_drafting_row_by_row_does(target, written, kind):
     heads, own = random_heads(target, kind)
     batch = pack(written, range(4), LENGTH)
@@ -128,6 +129,7 @@ def test_a_pass_computes_what_drafting_row_by_row_does(target, written, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_what_is_counted_is_what_drafts_by_the_likeliest_token_would_get_accepted(target, written, kind):
     heads, own = random_heads(target, kind)
     rows = pack(written, range(len(written)), LENGTH)
@@ -146,6 +148,7 @@ def test_what_is_counted_is_what_drafts_by_the_likeliest_token_would_get_accepte
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_the_loss_is_the_cross_entropy_with_what_the_model_thinks(target, written, kind, monkeypatch):
     from quire.scripts.train_heads import lesson
 
@@ -231,6 +234,7 @@ def test_heads_begin_as_the_model(target, written):
 
 
 @pytest.mark.parametrize("name", thinned(FAMILIES, ["gemma4-shared", "deepseek-v3"]))
+@pytest.mark.slow
 def test_heads_are_taught_by_models_of_every_form(tmp_path, name):
     """Latent attention, windows, caps, sinks, experts, shared keys: the loss falls along its gradient."""
     variant = next(variant for variant in VARIANTS if variant.name == name)
@@ -304,6 +308,7 @@ def same(a: Path, b: Path) -> bool:
 
 
 @pytest.mark.parametrize("kind", thinned(KINDS, ["eagle"]))
+@pytest.mark.slow
 def test_heads_that_were_trained_can_be_read(tmp_path, bundled, said, kind, capsys):
     settings = {"medusa": {"shared_head": True}, "eagle": {}, "eagle3": {"draft_vocab": 300}}[kind]
     session(bundled, tmp_path, said, kind=kind, places=2, heads=2, **settings).run()

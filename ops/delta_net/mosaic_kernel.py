@@ -133,6 +133,7 @@ def begin(shape: MemoryShape, tiles: Tiles, refs: Refs, own, b) -> tuple:
 
 
 def keep(refs: Refs, own, memory) -> None:
+    """Replace what the slot holds."""
     for h, line in enumerate(memory):
         refs.own_memory[h] = line
     plgpu.commit_smem()

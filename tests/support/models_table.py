@@ -33,7 +33,7 @@ those make vectors, classes and scores of pairs of texts ([ranking.md](ranking.m
 the text model is loaded, and a line of the log says which tensors are left out.
 
 **tiny**: random models of these names are compared with `transformers` in float32: logits within 2e-4 and 64 greedy
-tokens identical, in chunks, with pages of 8 and 16 tokens, alone and in a batch of unequal lengths. `make test`
+tokens identical, in chunks, with pages of 8 and 16 tokens, alone and in a batch of unequal lengths. `make check`
 compares with stored answers (`tests/support/golden/`), `make parity` with `transformers` itself, on fresh weights. Of
 encoders it is the vectors that are compared, within 2e-5 of length 1.
 **published**: this configuration is read, and gives the model's number of parameters and the names and shapes of its

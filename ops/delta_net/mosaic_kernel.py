@@ -4,6 +4,7 @@ Each thread has a column of the memory in its registers: all that adds up to a n
 is exchanged. Rows are copied into shared memory a few ahead. The memory that is kept replaces the one before in place.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -146,16 +147,17 @@ def step(shape: MemoryShape, tiles: Tiles, refs: Refs, n, stage, memory):
     memory = [line * decay(h if shape.by_key else n) for h, line in enumerate(memory)]
     error = tiles.load_as(refs.own_v.at[stage], COLUMN)
     if shape.corrects:
-        error = error - total([line * k(h) for h, line in enumerate(memory)])
+        error = error - total(line * k(h) for h, line in enumerate(memory))
     error = error * scalars(tiles, refs.own_beta.at[stage])(n)
+    plgpu.commit_smem()  # the key is read again: the registers do not hold it beside the memory
     memory = [line + error * k(h) for h, line in enumerate(memory)]
-    return tuple(memory), total([line * q(h) for h, line in enumerate(memory)])
+    return tuple(memory), total(line * q(h) for h, line in enumerate(memory))
 
 
-def total(parts: list):
-    """Their sum: of every SUMS-th of them, then of these."""
-    sums = parts[:SUMS]
-    for at, part in enumerate(parts[SUMS:]):
+def total(parts: Iterator):
+    """Their sum: of every SUMS-th of them, then of these. Each is added as it comes, or the registers would not do."""
+    sums = [next(parts) for _ in range(SUMS)]
+    for at, part in enumerate(parts):
         sums[at % SUMS] = sums[at % SUMS] + part
     while len(sums) > 1:
         sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]

@@ -20,7 +20,7 @@ from .target import ptxas
 THUNK = re.compile(r"^( *)\d+: (k\w+) +(?:\[[^]]*\])? *(\w*)")
 CONTROL = {"kCommandBuffer", "kWhile", "kConditional", "kSequential", "kAsyncStart", "kAsyncDone", "kPartitionId",
            "kReplicaId"}  # fmt: skip
-SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+SPILLS = re.compile(r"bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")  # a warning says it again
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """What is read of programs that are compiled for GPUs, as far as it goes without the compiler."""
 
 import importlib.metadata
+import json
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from quire.model.planning.cost import DEVICES
 from quire.scripts.gpu import ahead, target
 from quire.scripts.gpu.ahead import CASES, Case, Shares, config_of, depths, expert_blocks, kind_of
 from quire.scripts.gpu.hlo import Module
-from quire.scripts.gpu.program import read_thunks
+from quire.scripts.gpu.program import SPILLS, read_thunks
 from quire.scripts.gpu.step_time import attention_seconds, known_device, roof_seconds, step_seconds
 
 PROGRAM = """
@@ -208,11 +210,8 @@ def test_a_card_is_described_to_the_compiler():
 
 def test_names_of_cases_and_parts_of_them():
     assert [case.name for case in ahead.wanted(["llama-3-8b, bf16, batch 64"])] == ["llama-3-8b, bf16, batch 64"]
-    assert {case.model for case in ahead.wanted(["gemma", "qwen3"])} == {
-        "gemma-3-12b",
-        "qwen3-30b-a3b",
-        "qwen3-next-80b-a3b",
-    }
+    found = {case.model for case in ahead.wanted(["gemma", "qwen3"])}
+    assert found == {"gemma-3-12b", "qwen3-30b-a3b", "qwen3-next-80b-a3b"}
     assert ahead.wanted([]) == [*CASES] and not ahead.wanted(["nothing"])
     assert len({case.name for case in CASES}) == len(CASES)
 
@@ -224,6 +223,29 @@ def test_a_step_that_does_not_compile_is_a_line_of_the_table(monkeypatch):
     monkeypatch.setattr(ahead, "measure", measure)
     found = ahead.attempt(CASES[0], "h200", False)
     assert [*ahead.lines(iter([found]), False)][-1] == f"| {CASES[0].name} | does not compile: INTERNAL: no |"
+
+
+def test_several_cases_that_tell_spills_have_a_process_each(monkeypatch):
+    """A kernel that a process has compiled is not compiled again in it, and would tell of none."""
+    asked, said = [], {"name": "a step", "failed": "INTERNAL: no"}
+
+    def run(command, **options):
+        asked.append(command[1:])
+        return SimpleNamespace(stdout=json.dumps(said))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert ahead.alone(CASES[0], "h200") == ahead.Failure(**said)
+    (command,) = asked
+    assert command[:3] == ["-m", "quire.scripts.gpu.ahead", CASES[0].name] and "--spills" in command
+    assert ahead.wanted(command[2:3]) == [CASES[0]]
+
+
+def test_spills_are_counted_once():
+    text = """ptxas info    : Function properties for kernel
+    0 bytes stack frame, 348 bytes spill stores, 340 bytes spill loads
+ptxas warning : Registers are spilled in function 'kernel', 348 bytes spill stores, 340 bytes spill loads
+"""
+    assert SPILLS.findall(text) == [("348", "340")]
 
 
 def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):

@@ -140,12 +140,13 @@ def test_the_pieces_part(tmp_path, capsys):
     report = PartReport(tmp_path / "pieces.json")
     gpu_pieces.measure(report, TINY, 3)
     times = {name: piece["seconds"] for name, piece in report.found.items() if isinstance(piece, dict)}
-    assert len(times) == 1 + 3 * 2 + 3 * 4 + 1 + 1 + 4 and min(times.values()) > 0
+    assert len(times) == 1 + 3 * 2 + 3 * 4 + 1 + 1 + 2 + 4 and min(times.values()) > 0
     kinds = (
         "experts of qwen3_moe",
         "experts of gpt_oss",
         "dense block in int4-32",
         "append",
+        "delta rule, 1 sequence of 32 rows",
         "logits",
         "tokens, greedy",
     )

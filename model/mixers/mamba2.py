@@ -9,11 +9,10 @@ import numpy as np
 from ...ops.activation import ACTIVATIONS
 from ...ops.delta_net import delta_rule
 from ...ops.linear import add_up, project
-from ...ops.norm import rms_norm
 from ...ops.residual import norm_alone
 from ...ops.short_conv import short_conv
 from ...sharding import struct
-from ...sharding.device_axes import DeviceAxes
+from ...sharding.device_axes import UNSPLIT, DeviceAxes
 from ...sharding.spec import ArraySpec, Runs
 from ..config import Mamba2, ModelConfig
 from ..matrix import matrix, norm
@@ -93,10 +92,7 @@ def mix(a: Mamba2, w: Mamba2Weights, x_TD, rope, cache, reach: Reach, eps: float
     out_TNH, cache = reach.recur((x_TC, step_TN.astype(jnp.float32)), run, cache)
     out_TC = out_TNH.reshape(-1, values) * activation(gate_TC.astype(jnp.float32))
     if w.norm_C is not None:
-        out_TGC = out_TC.reshape(-1, a.groups, values // a.groups)
-        if a.spread and axes.tensor.size > 1:
-            out_TGC = rms_norm(out_TGC, None, eps, axes.tensor)
-        else:
-            out_TGC = norm_alone(out_TGC, None, eps)
+        over = axes.tensor if a.spread else UNSPLIT
+        out_TGC = norm_alone(out_TC.reshape(-1, a.groups, values // a.groups), None, eps, axis=over)
         out_TC = out_TGC.reshape(-1, values) * w.norm_C
     return add_up("TC,CD->TD", out_TC.astype(in_TC.dtype), w.out_CD, w.out_bias_D, axes.tensor), cache

@@ -1,6 +1,5 @@
 """Heads normalised and rotated by XLA; attention appends them."""
 
-from ..norm import rms_norm
 from ..residual import norm_alone
 from ..rope import rotate
 from . import Heads
@@ -40,10 +39,7 @@ def head_norm(x_TNH, scale, heads: Heads):
         return x_TNH
     if heads.norm != "all":
         return norm_alone(x_TNH, scale, heads.eps)
-    x_TA = x_TNH.reshape(x_TNH.shape[0], -1)
-    if heads.axis.size == 1:
-        return norm_alone(x_TA, scale, heads.eps).reshape(x_TNH.shape)
-    return rms_norm(x_TA, scale, heads.eps, heads.axis).reshape(x_TNH.shape)
+    return norm_alone(x_TNH.reshape(x_TNH.shape[0], -1), scale, heads.eps, axis=heads.axis).reshape(x_TNH.shape)
 
 
 def varies() -> None:

@@ -4,7 +4,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from ...sharding.device_axes import UNSPLIT, Axis
 from ..implementations import choose
+from ..norm import rms_norm
 
 # Tried in order; one that cannot serve a case declines by raising NotImplementedError with its reasons.
 IMPLEMENTATIONS = {"mosaic_gpu": ".mosaic_gpu", "native": ".native", "xla": ".xla"}
@@ -43,11 +45,14 @@ def add(rows: Residual, eps: float):
     return rows.x_TD + (rows.y_TD if rows.scale_D is None else norm_alone(rows.y_TD, rows.scale_D, eps))
 
 
-def norm_alone(x, scale_D, eps: float, rounds: str | None = None):
+def norm_alone(x, scale_D, eps: float, rounds: str | None = None, axis: Axis = UNSPLIT):
     """The norm over the last axis, where there is nothing to add; a scale of None is one of ones.
 
-    In contrast to `quire.ops.norm` a row's bits do not depend on its company on a GPU either, where a kernel serves.
+    In contrast to `quire.ops.norm` a row's bits do not depend on its company on a GPU either, where a kernel serves;
+    it does not where the devices of `axis` split a row.
     """
+    if axis.size > 1:
+        return rms_norm(x, scale_D, eps, axis)
     D = x.shape[-1]
     scale_D = jnp.ones(D, jnp.float32) if scale_D is None else scale_D
     if x.ndim == 2:

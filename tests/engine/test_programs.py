@@ -25,11 +25,12 @@ OPTIONS = {"skip_tokenizer_init": True, "max_num_seqs": 2, "max_num_batched_toke
 
 @pytest.fixture
 def home(monkeypatch, tmp_path):
-    """An empty folder; the kernels stay where they are."""
+    """An empty folder, and a process that has no programs of JAX's own cache; the kernels stay where they are."""
     kernels = native.build.cache_folder()
     monkeypatch.setattr(native.build, "cache_folder", lambda: kernels)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "cache" / "quire" / "jax").mkdir(parents=True)
+    jax.clear_caches()
     monkeypatch.setattr(programs, "elsewhere", set())
     others = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache" / "quire" / "jax"))

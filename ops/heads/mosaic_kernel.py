@@ -19,6 +19,8 @@ from ..attention.mosaic.task import ROWS
 from ..attention.mosaic.tile import Tiles, along_columns, along_rows
 from . import Heads
 
+BLOCK = 64  # columns; more of them do not fit into a thread's registers
+
 
 class RowShape(NamedTuple):
     """The sizes and options that the kernel is compiled for."""
@@ -46,10 +48,15 @@ class RowShape(NamedTuple):
         return -(-self.heads // ROWS)
 
     @property
-    def columns(self) -> list[tuple[int, int]]:
-        """(first, number) of the parts of a head: the two halves of the pairs, and the rest."""
-        parts = [(0, self.pairs), (self.pairs, self.pairs), (2 * self.pairs, self.width - 2 * self.pairs)]
-        return [part for part in parts if part[1]]
+    def blocks(self) -> list[list[Any]]:
+        """Columns that are turned together: those of both halves of some pairs, or some of the rest."""
+        paired = [(0, self.pairs), (self.pairs, self.pairs)]
+        rest = [(2 * self.pairs, self.width - 2 * self.pairs)]
+        return [
+            [pl.ds(first + at, min(BLOCK, number - at)) for first, number in parts]
+            for parts in (paired, rest)
+            for at in range(0, parts[0][1], BLOCK)
+        ]
 
 
 class Refs(NamedTuple):
@@ -142,10 +149,12 @@ def turn(shape: RowShape, tiles: Tiles, refs: Refs, t, first: int) -> None:
     """Normalise, rotate and code a tile of heads in shared memory, `first` and those after it."""
     some, own = pl.ds(first, ROWS), first < shape.turned and (shape.normed or shape.pairs)
     coded = shape.codes is not None and first + ROWS > shape.queries
-    if not own and not coded:
-        return
-    columns = [pl.ds(*part) for part in shape.columns]
-    parts = [tiles.load(refs.rows.at[some, c]).astype(jnp.float32) for c in columns]
+
+    def read():
+        """The tile block by block. Behind the fence none is still in registers from the pass before."""
+        plgpu.commit_smem()
+        for columns in shape.blocks:
+            yield columns, [tiles.load(refs.rows.at[some, c]).astype(jnp.float32) for c in columns]
 
     def chosen(new, old, heads: int):
         """`new` for the first heads of the row, and `old` for the others."""
@@ -156,28 +165,29 @@ def turn(shape: RowShape, tiles: Tiles, refs: Refs, t, first: int) -> None:
     def rounded(part):
         return part.astype(refs.rows.dtype).astype(jnp.float32)
 
+    def normed(part, c, inverse_M):
+        by_q, by_k = (along_columns(tiles.load_columns(x.at[c]), part.shape) for x in (refs.q_scale, refs.k_scale))
+        return rounded(part * along_rows(inverse_M, part.shape) * chosen(by_q, by_k, shape.queries))
+
+    inverse_M = None
     if own and shape.normed:
-        squares_M = sum(jnp.sum(x * x, axis=1) for x in parts)
+        squares_M = sum(jnp.sum(x * x, axis=1) for _, parts in read() for x in parts)
         inverse_M = lax.rsqrt(squares_M * (1 / shape.width) + shape.eps)
-        for n, (x, c) in enumerate(zip(parts, columns, strict=True)):
-            by_q, by_k = (
-                along_columns(tiles.load_columns(scale.at[c]), x.shape) for scale in (refs.q_scale, refs.k_scale)
-            )
-            normed = rounded(x * along_rows(inverse_M, x.shape) * chosen(by_q, by_k, shape.queries))
-            parts[n] = chosen(normed, x, shape.turned)
-    if own and shape.pairs:
-        a, b = parts[:2]
-        cos, sin = (along_columns(tiles.load_columns(x.at[t]), a.shape) for x in (refs.cos, refs.sin))
-        parts[:2] = chosen(a * cos - b * sin, a, shape.turned), chosen(b * cos + a * sin, b, shape.turned)
-    parts = [rounded(x) for x in parts]
-    for x, c in zip(parts, columns, strict=True):
-        tiles.store(refs.rows.at[some, c], x.astype(refs.rows.dtype), False)
+    for columns, parts in read() if own else ():
+        found = parts if inverse_M is None else [normed(x, c, inverse_M) for x, c in zip(parts, columns, strict=True)]
+        if len(found) == 2:
+            a, b = found
+            cos, sin = (along_columns(tiles.load_columns(x.at[t, columns[0]]), a.shape) for x in (refs.cos, refs.sin))
+            found = [a * cos - b * sin, b * cos + a * sin]
+        for new, old, c in zip(found, parts, columns, strict=True):
+            tiles.store(refs.rows.at[some, c], chosen(new, old, shape.turned).astype(refs.rows.dtype), False)
     if coded:
         largest = 127.0 if shape.codes == "int8" else 448.0
-        most_M = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=1) for x in parts))
+        most_M = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=1) for _, parts in read() for x in parts))
         inverse_M = largest / jnp.where(most_M == 0, 1.0, most_M)
-        for x, c in zip(parts, columns, strict=True):
-            tiles.store(refs.codes.at[some, c], code(shape.codes, x * along_rows(inverse_M, x.shape)), False)
+        for columns, parts in read():
+            for x, c in zip(parts, columns, strict=True):
+                tiles.store(refs.codes.at[some, c], code(shape.codes, x * along_rows(inverse_M, x.shape)), False)
         refs.scales[some] = most_M * jnp.float32(1 / largest)
 
 

@@ -1,7 +1,8 @@
 """The kernel that normalises, rotates and appends, where there is no card: in Pallas' interpreter, and lowered."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import hopper
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -195,3 +196,44 @@ def test_lowers_for_cuda_in_place(monkeypatch):
     assert text.count("@mosaic_gpu_v2") == 1
     assert text.count("output_operand_alias<") == 4
     assert "scatter" not in text
+
+
+PRODUCTION = {
+    "Llama-3-8B": Case(N=32, K=8, H=128, pairs=64),
+    "Llama-3-8B in int8": Case(N=32, K=8, H=128, pairs=64, codes="int8"),
+    "Qwen3-30B-A3B": Case(N=32, K=4, H=128, pairs=64, norm=True),
+    "Qwen3-30B-A3B in float8": Case(N=32, K=4, H=128, pairs=64, norm=True, codes="float8_e4m3fn"),
+    "Gemma-3-12B": Case(N=16, K=8, H=256, pairs=128, norm=True),
+    "Gemma-3-12B in int8": Case(N=16, K=8, H=256, pairs=128, norm=True, codes="int8"),
+    "Qwen3-Next": Case(N=16, K=2, H=256, pairs=32, norm=True),
+    "Qwen3-Next in float8": Case(N=16, K=2, H=256, pairs=32, norm=True, codes="float8_e4m3fn"),
+}
+COMPILED = ["Gemma-3-12B in int8", "Qwen3-Next"]
+
+
+def step_of(name: str):
+    """(a step of the kernel, the shapes of its arguments)."""
+    qkv_TGH, work, pages = PRODUCTION[name].inputs()
+    given = qkv_TGH, work.cos_sin, work.q_scale, work.k_scale, pages, rows_of(SLOTS)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
+
+    def step(qkv_TGH, cos_sin, q_scale, k_scale, pages, rows):
+        own = replace(work, cos_sin=cos_sin, q_scale=q_scale, k_scale=k_scale)
+        return mosaic_gpu.prepare(qkv_TGH, own, pages, rows)
+
+    return jax.jit(step, donate_argnums=4), shapes
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return hopper.compile_some(__file__, PRODUCTION, COMPILED)
+
+
+@pytest.mark.slow
+@hopper.needs_compiler
+@pytest.mark.parametrize("name", thinned(PRODUCTION, COMPILED))
+def test_compiles_for_hopper(name, kernels):
+    """To SASS, and nothing is spilled."""
+    (kernel,) = kernels[name]
+    print("|", name, "|", kernel.registers, "|", kernel.stored, "/", kernel.loaded, "|", kernel.shared, "|")
+    assert kernel.stored == 0

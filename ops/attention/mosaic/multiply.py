@@ -1,6 +1,6 @@
 """What a multiplying warpgroup does with a task: the softmax of its tile, by blocks and spans."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from .task import (
     Task,
     context_of,
     saved_rows,
+    spans_of,
+    task_of,
 )  # fmt: skip
 from .tile import LOG2_E, Tiles, along_columns, along_rows
 
@@ -76,11 +78,13 @@ def multiply(
 
     if shape.held:
         *found, step = lax.fori_loop(first_span, last_span + 1, add_span, (*nothing, step))
-        pl.when(~cut)(lambda: mine.finish(*by_part(*found)))
+        task = task_of(shape, plan, task.number)
+        pl.when(task.place < 0)(lambda: replace(mine, task=task).finish(*by_part(*found)))
     else:
         step = lax.fori_loop(first_span, last_span + 1, add_span_in_memory, step)
     if shape.merges:
-        pl.when(cut)(lambda: mine.saved(last_span + 1 - first_span, context_of(shape, plan, task)))
+        task = task_of(shape, plan, task.number)
+        pl.when(task.place >= 0)(lambda: replace(mine, task=task).saved(context_of(shape, plan, task)))
     plgpu.commit_smem()  # the queries are read before the next ones are copied
     plgpu.barrier_arrive(shared.q_free)
     return step
@@ -328,9 +332,10 @@ class WarpgroupTask:
                 copy(shared.numbers.at[self.own], shape.values, NUMBERS)
             plgpu.wait_smem_to_gmem(0)  # for the next span, the results of this one are there
 
-    def saved(self, spans, context: CutContext) -> None:
-        """So many spans more have been saved of a context; who has saved the last of them merges them all."""
+    def saved(self, context: CutContext) -> None:
+        """The task's spans of a context have been saved; who has saved the last of them merges them all."""
         inputs, outs = self.inputs, self.outs
+        spans = spans_of(self.task.first, self.task.last, self.task.span)
         all_are = self.tiles.arrive(inputs.arrivals.at[context.first_cut], spans, context.spans)
         pl.when(all_are)(
             lambda: merge_task(self.shape, self.tiles, outs.saved, inputs.sinks, self.task, context, outs.out)

@@ -223,24 +223,29 @@ class CutContext(NamedTuple):
 
 def each_task(shape: KernelShape, plan: Plan, do):
     """Calls `do(task, step) -> step` for this processor's tasks, and returns the last `step`, which counts blocks."""
-    parts, processor = jnp.int32(shape.parts), lax.axis_index("processor")
+    processor = lax.axis_index("processor")
     begin, end = plan.share(processor), plan.share(processor + 1)
 
-    def run(unit, step):
-        row, count, seq, position, first, last, span = plan.tile(lax.div(unit, parts))
-        cut_before = (unit == begin.unit) & (begin.spans > 0)
-        cut_after = (unit == end.unit) & (end.spans > 0)
-        first_span = lax.div(first, span)
-        start = jnp.where(cut_before, (first_span + begin.spans) * span, first)
-        stop = jnp.where(cut_after, (first_span + end.spans) * span - 1, last)
-        saved = begin.place + begin.spans * saved_rows(shape, count)
-        place = jnp.where(cut_before, saved, jnp.where(cut_after, end.place, jnp.int32(-1)))
-        part = lax.rem(unit, parts)
-        return do(Task(unit - begin.unit, row, count, seq, position, start, stop, span, part, place), step)
-
-    stop = end.unit + jnp.where(end.spans > 0, jnp.int32(1), jnp.int32(0))
+    units = end.unit + jnp.where(end.spans > 0, jnp.int32(1), jnp.int32(0)) - begin.unit
     nothing = (begin.unit == end.unit) & (begin.spans == end.spans)
-    return lax.fori_loop(begin.unit, jnp.where(nothing, begin.unit, stop), run, jnp.int32(0))
+    tasks = jnp.where(nothing, jnp.int32(0), units)
+    return lax.fori_loop(0, tasks, lambda n, step: do(task_of(shape, plan, n), step), jnp.int32(0))
+
+
+def task_of(shape: KernelShape, plan: Plan, number) -> Task:
+    """This processor's task of that number; may be read again, rather than kept where registers are needed."""
+    parts, processor = jnp.int32(shape.parts), lax.axis_index("processor")
+    begin, end = plan.share(processor), plan.share(processor + 1)
+    unit = begin.unit + number
+    row, count, seq, position, first, last, span = plan.tile(lax.div(unit, parts))
+    cut_before = (unit == begin.unit) & (begin.spans > 0)
+    cut_after = (unit == end.unit) & (end.spans > 0)
+    first_span = lax.div(first, span)
+    start = jnp.where(cut_before, (first_span + begin.spans) * span, first)
+    stop = jnp.where(cut_after, (first_span + end.spans) * span - 1, last)
+    saved = begin.place + begin.spans * saved_rows(shape, count)
+    place = jnp.where(cut_before, saved, jnp.where(cut_after, end.place, jnp.int32(-1)))
+    return Task(number, row, count, seq, position, start, stop, span, lax.rem(unit, parts), place)
 
 
 def context_of(shape: KernelShape, plan: Plan, task: Task) -> CutContext:

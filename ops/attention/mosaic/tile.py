@@ -204,6 +204,7 @@ def add_to(context, ref, count, all_of_them):
 ADD = """{
     .reg .pred all;
     .reg .b32 found;
+    mov.b32 found, 0;
     setp.ne.u32 all, $2, $2;
     @$4 atom.acq_rel.gpu.global.add.u32 found, [$1], $2;
     @$4 add.u32 found, found, $2;

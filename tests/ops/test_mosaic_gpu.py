@@ -215,10 +215,10 @@ def kernels():
 @hopper.needs_compiler
 @pytest.mark.parametrize("name", thinned(PRODUCTION, LOWERED))
 def test_compiles_for_hopper(name, kernels):
-    """To SASS: it fits, products are not made to wait for each other, and next to nothing is spilled."""
+    """To SASS: it fits, products are not made to wait for each other, and no more than two addresses are spilled."""
     assert kernels[name]
     for kernel in kernels[name]:
         print("|", name, "|", kernel.registers, "|", kernel.stored, "/", kernel.loaded, "|", kernel.shared, "|")
         assert kernel.shared <= task.MEMORY
         assert "wgmma" not in kernel.log
-        assert kernel.stored <= 128
+        assert kernel.stored <= 8

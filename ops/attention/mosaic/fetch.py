@@ -19,13 +19,12 @@ def fetch_all(shape: KernelShape, inputs: Inputs, shared: SharedMemory, plan: Pl
     def _():
         plgpu.barrier_wait(shared.q_free)
 
-    for slot in range(shape.stages):
+    def emptied(slot, _):
+        plgpu.barrier_wait(shared.k_free.at[slot])
+        if shared.v_ref is not None:
+            plgpu.barrier_wait(shared.v_free.at[slot])
 
-        @pl.when(step > slot)
-        def _(slot=slot):
-            plgpu.barrier_wait(shared.k_free.at[slot])
-            if shared.v_ref is not None:
-                plgpu.barrier_wait(shared.v_free.at[slot])
+    lax.fori_loop(0, jnp.minimum(step, shape.stages), emptied, None)
 
 
 def fetch(shape: KernelShape, inputs: Inputs, shared: SharedMemory, task: Task, step):

@@ -134,7 +134,7 @@ class WarpgroupTask:
         if shape.straight:
             return shared.q_ref
         for c in range(0, shape.width, COLUMNS):
-            at = self.tile, slice(None), pl.ds(c, COLUMNS)
+            at = self.tile + new_zero(self.task.row), slice(None), pl.ds(c, COLUMNS)
             shared.q_tile[at] = self.tiles.load(shared.q_ref.at[at])
         plgpu.commit_smem()
         return shared.q_tile
@@ -187,10 +187,11 @@ class WarpgroupTask:
         def mask(score_MJ):
             row_MJ, column_MJ = (self.tiles.index(score_MJ.shape, axis) for axis in (0, 1))
             position_MJ = self.position + lax.div(row_MJ, jnp.int32(self.shape.group))
-            key_MJ = b * J + self.first_key + column_MJ
-            seen_MJ = key_MJ <= position_MJ
+            within_MJ = column_MJ & 7  # of eight columns a thread has the same two each time: the rest is a constant
+            newest_MJ = position_MJ - (b * J + self.first_key) - within_MJ
+            seen_MJ = column_MJ - within_MJ <= newest_MJ
             if window is not None:
-                seen_MJ &= key_MJ > position_MJ - window
+                seen_MJ &= column_MJ - within_MJ > newest_MJ - window
             return jnp.where(seen_MJ, score_MJ, -jnp.inf)
 
         partly = (b + 1) * J > self.position + 1
@@ -368,10 +369,10 @@ class WarpgroupTask:
         plgpu.wait_smem_to_gmem(0)
 
 
-def new_zero(block):
-    """Zero, which the compiler cannot know: a block's number is never negative.
+def new_zero(number):
+    """Zero, which the compiler cannot know: a block's or a row's number is never negative.
 
     With an operand at a constant place the compiler computes its descriptors once for all blocks, and keeps them in two
     registers for each sixteenth of a block's width: seventy for MLA, where none is free.
     """
-    return jnp.minimum(block, 0)
+    return jnp.minimum(number, 0)

@@ -431,6 +431,18 @@ def test_without_branches_and_sorts_the_tokens_are_xlas(monkeypatch, V):
     assert len(np.unique(ours.tokens_R)) > 10
 
 
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_the_extremes_of_rows(monkeypatch, backend):
+    """By both ways, either of which works anywhere."""
+    rng = np.random.default_rng(0)
+    values_RV = rng.normal(size=(5, V)).astype(np.float32)
+    values_RV[0], values_RV[1, 3], values_RV[2, -1] = -np.inf, np.inf, 9
+    at_RV = rng.integers(-9, V, (5, V)).astype(np.int32)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert np.array_equal(xla.extreme(jnp.asarray(values_RV), jax.lax.max, -jnp.inf), values_RV.max(axis=1))
+    assert np.array_equal(xla.extreme(jnp.asarray(at_RV), jax.lax.min, V), at_RV.min(axis=1))
+
+
 @pytest.mark.parametrize("plain", [False, True])
 def test_nothing_waits_for_the_host_on_a_gpu(monkeypatch, plain):
     monkeypatch.setattr(branchless, "on_gpu", lambda: True)

@@ -33,7 +33,7 @@ class AlignShape(NamedTuple):
 
     @property
     def pair_tiles(self) -> int:
-        return self.pairs // TILE
+        return -(-self.pairs // TILE)
 
     @property
     def expert_tiles(self) -> int:
@@ -94,8 +94,14 @@ def place(experts_TX, weights_TX, experts: int, rows: int, interpret: Any = None
         compiler_params=plgpu.CompilerParams(),
         interpret=False if interpret is None else interpret,
         name="align",
-    )(*(array.reshape(shape.pair_tiles, TILE) for array in (experts_TX, weights_TX.astype(jnp.float32))))  # fmt: skip
-    return Blocks(found[0].reshape(-1), *found[1:])
+    )(tiled(experts_TX, experts), tiled(weights_TX.astype(jnp.float32), 0))  # fmt: skip
+    return Blocks(found[0].reshape(-1)[:Z], *found[1:])
+
+
+def tiled(x_TX, beyond: int):
+    """The pairs in whole tiles, with pairs that there are not after them."""
+    x_Z = x_TX.reshape(-1)
+    return jnp.pad(x_Z, (0, -x_Z.size % TILE), constant_values=beyond).reshape(-1, TILE)
 
 
 def run(shape: AlignShape, tiles: Tiles, refs: Refs) -> None:

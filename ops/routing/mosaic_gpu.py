@@ -13,7 +13,6 @@ from ..attention import mosaic, mosaic_gpu
 from ..kernel_trial import TriedKernel, require_pass
 from . import Rule
 from .blocks import Blocks
-from .shape import LINE, TILE
 
 MOST_EXPERTS = 1024  # whose scores lie in the registers of 128 threads
 MOST_CHOSEN = 16  # of a row, one after the other
@@ -27,8 +26,8 @@ def route(logits_TE, live_T, rule: Rule, choice_bias_E=None, *, interpret: Any =
     E, reasons = logits_TE.shape[1], []
     if logits_TE.dtype != jnp.float32:
         reasons.append(f"logits must be float32, not {logits_TE.dtype}")
-    if E % LINE or E > MOST_EXPERTS:
-        reasons.append(f"experts must be a multiple of {LINE}, at most {MOST_EXPERTS}, not {E}")
+    if E > MOST_EXPERTS:
+        reasons.append(f"experts must be at most {MOST_EXPERTS}, not {E}")
     if rule.score == "mixer":
         reasons.append("the rule 'mixer' has no kernel")
     if rule.top_k > MOST_CHOSEN:
@@ -43,8 +42,8 @@ def route(logits_TE, live_T, rule: Rule, choice_bias_E=None, *, interpret: Any =
 def align(experts_TX, weights_TX, experts: int, rows: int, *, interpret: Any = None) -> Blocks:
     """See `quire.ops.routing.align`. With `interpret` it runs in Pallas' interpreter, on a CPU."""
     pairs, reasons = experts_TX.size, []
-    if pairs % TILE or pairs > MOST_PAIRS:
-        reasons.append(f"pairs must be a multiple of {TILE}, at most {MOST_PAIRS}, not {pairs}")
+    if pairs > MOST_PAIRS:
+        reasons.append(f"pairs must be at most {MOST_PAIRS}, not {pairs}")
     require(reasons, {"experts": experts, "rows": rows}, interpret)
     from .mosaic_align import place  # only now: it imports a compiler
 

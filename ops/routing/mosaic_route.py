@@ -57,11 +57,11 @@ class Scores(NamedTuple):
 def choose_experts(logits_TE, live_T, rule: Rule, bias_E, interpret: Any = None):
     """(weights, experts), both [T, X]."""
     T, E = logits_TE.shape
-    given = {"logits": logits_TE.reshape(T, E // LINE, LINE), "live": live_T.astype(jnp.int32)}
+    given = {"logits": lined(logits_TE), "live": live_T.astype(jnp.int32)}
     lines = -(-E // THREADS) * THREADS // LINE
     scratch = {"own": plgpu.SMEM((lines, LINE), jnp.float32), "here": plgpu.Barrier(num_arrivals=1)}
     if bias_E is not None:
-        given["bias"] = bias_E.reshape(E // LINE, LINE)
+        given["bias"] = lined(bias_E)
         scratch |= {"own_bias": plgpu.SMEM((lines, LINE), jnp.float32), "here": plgpu.Barrier(num_arrivals=2)}
     names = [*given, "weights", "experts"]
 
@@ -80,9 +80,15 @@ def choose_experts(logits_TE, live_T, rule: Rule, bias_E, interpret: Any = None)
     return found
 
 
+def lined(x):
+    """The experts in whole lines."""
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % LINE)])
+    return x.reshape(*x.shape[:-1], -1, LINE)
+
+
 def run(rule: Rule, scores: Scores, refs: Refs) -> None:
     """What is done with one row."""
-    t, some = lax.axis_index("row"), pl.ds(0, scores.experts // LINE)
+    t, some = lax.axis_index("row"), pl.ds(0, -(-scores.experts // LINE))
     plgpu.copy_gmem_to_smem(refs.logits.at[t], refs.own.at[some], refs.here)
     if refs.bias is not None:
         plgpu.copy_gmem_to_smem(refs.bias, refs.own_bias.at[some], refs.here)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..attention import mosaic, mosaic_gpu
 from ..kernel_trial import TriedKernel, require_pass
-from .shape import LINE, MOST_KEYS, VALUES
+from .shape import LINE, MOST_KEYS, THREADS, VALUES
 
 SOURCES = *Path(__file__).parent.glob("*.py"), Path(mosaic.__file__).parent / "tile.py"
 KERNEL = TriedKernel(f"{__package__}.trial", "the delta rule", SOURCES)
@@ -31,11 +31,13 @@ def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, correc
 
 def refusals(arrays) -> list[str]:
     """All reasons for which the kernel cannot serve a case."""
-    H, V, found = arrays[0].shape[-1], arrays[2].shape[-1], []
+    (_, K, H), (_, N, V), found = arrays[0].shape, arrays[2].shape, []
     if dtypes := {str(x.dtype) for x in arrays} - {"float32"}:
         found.append(f"all arrays must be float32, not {' and '.join(sorted(dtypes))}")
-    if V != VALUES:
-        found.append(f"a value must have {VALUES} numbers, not {V}")
+    if V not in VALUES:
+        found.append(f"a value must have {' or '.join(map(str, VALUES))} numbers, not {V}")
+    elif N // K % (THREADS // V):
+        found.append(f"{THREADS // V} heads of {V} numbers side by side must share a key")
     if H % LINE or H > MOST_KEYS:
         found.append(f"a key must have a multiple of {LINE} numbers, at most {MOST_KEYS}, not {H}")
     return found
@@ -43,8 +45,8 @@ def refusals(arrays) -> list[str]:
 
 def kind(arrays, corrects: bool) -> dict:
     """What the kernel is compiled for."""
-    (_, K, H), N = arrays[0].shape, arrays[2].shape[1]
-    return {"keys": H, "shared": N // K, "by_key": arrays[3].ndim == 3, "corrects": bool(corrects)}
+    (_, K, H), (_, N, V) = arrays[0].shape, arrays[2].shape
+    return {"keys": H, "values": V, "shared": N // K, "by_key": arrays[3].ndim == 3, "corrects": bool(corrects)}
 
 
 def varies() -> None:

@@ -1,9 +1,11 @@
-"""The kernel of the delta rule: a program has the memory of one head of a sequence, and goes through its rows.
+"""The kernel of the delta rule: a program has the memories of a head or two of a sequence, and goes through its rows.
 
-Each thread has a column of the memory in its registers: all that adds up to a number of a value is its own, so nothing
+Each thread has a column of a memory in its registers: all that adds up to a number of a value is its own, so nothing
 is exchanged. Rows are copied into shared memory a few ahead. The memory that is kept replaces the one before in place.
+Letters beside the package's: G heads of a program, which share a key.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,9 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..attention.mosaic.tile import Tiles
-from .shape import LINE, STAGES, SUMS, VALUES, MemoryShape
+from .shape import LINE, STAGES, SUMS, MemoryShape
 
-COLUMN = plgpu.Layout.WG_STRIDED((VALUES,), 1)
+LANES = 32  # threads of a warp
 
 
 class Refs(NamedTuple):
@@ -47,18 +49,23 @@ class Refs(NamedTuple):
 def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, corrects, interpret: Any = None):
     """See `quire.ops.delta_net.delta_rule`."""
     (T, N, V), (_, K, H), by_key = v_TNV.shape, q_TKH.shape, decay_TN.ndim == 3
-    shape = MemoryShape(H, N // K, by_key, corrects)
+    shape = MemoryShape(H, V, N // K, by_key, corrects)
+    G = shape.heads
     numbers = {"starts": rows.starts_B1, "slots": rows.slots_B, "begins": rows.begins_B, "kept": rows.kept_B}
     decay = decay_TN if by_key else lined(decay_TN)
     given = {"q": q_TKH, "k": k_TKH, "v": v_TNV, "decay": decay, "beta": lined(beta_TN)}
     given |= {name: x.astype(jnp.int32) for name, x in numbers.items()}
     held = jax.new_ref(memory_BNHV, memory_space=plgpu.GMEM)
     names = [*given, "memory", "out"]
-    copied = ("q", "k", "v", "decay", "beta")
-    scratch: dict[str, Any] = {
-        f"own_{name}": plgpu.SMEM((STAGES, given[name].shape[-1]), jnp.float32) for name in copied
+    copied = {
+        "q": (H,),
+        "k": (H,),
+        "v": (G, V),
+        "decay": (G, H) if by_key else decay.shape[1:],
+        "beta": given["beta"].shape[1:],
     }
-    scratch |= {"own_memory": plgpu.SMEM((H, V), jnp.float32), "own_out": plgpu.SMEM((V,), jnp.float32)}
+    scratch: dict[str, Any] = {f"own_{name}": plgpu.SMEM((STAGES, *size), jnp.float32) for name, size in copied.items()}
+    scratch |= {"own_memory": plgpu.SMEM((G, H, V), jnp.float32), "own_out": plgpu.SMEM((G, V), jnp.float32)}
     scratch["here"] = plgpu.Barrier(num_arrivals=len(copied), num_barriers=STAGES)
     scratch["memory_here"] = plgpu.Barrier()
 
@@ -69,7 +76,7 @@ def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, correc
     out_TNV = pl.kernel(
         body,
         jax.ShapeDtypeStruct((T, N, V), jnp.float32),
-        mesh=plgpu.Mesh(grid=(rows.slots_B.shape[0], N), grid_names=("sequence", "head")),
+        mesh=plgpu.Mesh(grid=(rows.slots_B.shape[0], N // G), grid_names=("sequence", "heads")),
         compiler_params=plgpu.CompilerParams(),
         interpret=False if interpret is None else interpret,
         name="delta_rule",
@@ -84,27 +91,29 @@ def lined(x_TN):
 
 
 def run(shape: MemoryShape, tiles: Tiles, refs: Refs) -> None:
-    """What is done with one head of a sequence."""
-    b, n = lax.axis_index("sequence"), lax.axis_index("head")
+    """What is done with some heads of a sequence."""
+    b, n = lax.axis_index("sequence"), lax.axis_index("heads") * shape.heads
+    heads = pl.ds(n, shape.heads)
     first = refs.starts[b]
     count = refs.starts[b + 1] - first
 
     @pl.when(count > 0)
     def _():
-        kept, own = refs.kept[b], refs.memory.at[refs.slots[b], n]
+        kept, own = refs.kept[b], refs.memory.at[refs.slots[b], heads]
         for stage in range(STAGES):
             pl.when(stage < count)(lambda stage=stage: fetch(shape, refs, n, first + stage, stage))
         memory = begin(shape, tiles, refs, own, b)
-        pl.when(kept == 0)(lambda: keep(refs, own, memory))
+        pl.when(kept == 0)(lambda: keep(shape, tiles, refs, own, memory))
 
         def turn(i, memory):
             stage = lax.rem(i, STAGES)
             plgpu.barrier_wait(refs.here.at[stage])
-            memory, refs.own_out[...] = step(shape, tiles, refs, n, stage, memory)
+            memory, out_GV = step(shape, tiles, refs, n, stage, memory)
+            tiles.store(refs.own_out, out_GV, False)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(refs.own_out, refs.out.at[first + i, n])
+            plgpu.copy_smem_to_gmem(refs.own_out, refs.out.at[first + i, heads])
             pl.when(i + STAGES < count)(lambda: fetch(shape, refs, n, first + i + STAGES, stage))
-            pl.when(i + 1 == kept)(lambda: keep(refs, own, memory))
+            pl.when(i + 1 == kept)(lambda: keep(shape, tiles, refs, own, memory))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             return memory
 
@@ -113,11 +122,11 @@ def run(shape: MemoryShape, tiles: Tiles, refs: Refs) -> None:
 
 
 def fetch(shape: MemoryShape, refs: Refs, n, row, stage) -> None:
-    """Copy what a row has for this head."""
-    key = lax.div(n, jnp.int32(shape.shared))
+    """Copy what a row has for these heads."""
+    key, heads = lax.div(n, jnp.int32(shape.shared)), pl.ds(n, shape.heads)
     copies = [
-        (refs.q.at[row, key], refs.own_q), (refs.k.at[row, key], refs.own_k), (refs.v.at[row, n], refs.own_v),
-        (refs.decay.at[row, n] if shape.by_key else refs.decay.at[row], refs.own_decay),
+        (refs.q.at[row, key], refs.own_q), (refs.k.at[row, key], refs.own_k), (refs.v.at[row, heads], refs.own_v),
+        (refs.decay.at[row, heads] if shape.by_key else refs.decay.at[row], refs.own_decay),
         (refs.beta.at[row], refs.own_beta),
     ]  # fmt: skip
     for far, own in copies:
@@ -125,33 +134,57 @@ def fetch(shape: MemoryShape, refs: Refs, n, row, stage) -> None:
 
 
 def begin(shape: MemoryShape, tiles: Tiles, refs: Refs, own, b) -> tuple:
-    """The memory that a sequence goes on from, number by number of the key."""
+    """The memories that a sequence goes on from, number by number of the key."""
     plgpu.copy_gmem_to_smem(own, refs.own_memory, refs.memory_here)
     plgpu.barrier_wait(refs.memory_here)
     goes_on = refs.begins[b] == 0
-    lines = (tiles.load_as(refs.own_memory.at[h], COLUMN) for h in range(shape.keys))
+    lines = (tiles.load_as(line_of(shape, refs, h), column(shape)) for h in range(shape.keys))
     return tuple(jnp.where(goes_on, line, 0.0) for line in lines)
 
 
-def keep(refs: Refs, own, memory) -> None:
+def keep(shape: MemoryShape, tiles: Tiles, refs: Refs, own, memory) -> None:
     """Replace what the slot holds."""
-    for h, line in enumerate(memory):
-        refs.own_memory[h] = line
+    for h, line_GV in enumerate(memory):
+        tiles.store(line_of(shape, refs, h), line_GV, False)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(refs.own_memory, own)
 
 
+def line_of(shape: MemoryShape, refs: Refs, h: int):
+    """What the memories have for a number of the key; of a single one it must be side by side."""
+    return refs.own_memory.at[0, pl.ds(h, 1)] if shape.heads == 1 else refs.own_memory.at[:, h]
+
+
 def step(shape: MemoryShape, tiles: Tiles, refs: Refs, n, stage, memory):
     """(memory, what it says of the query) after a row."""
-    q, k, decay = (scalars(tiles, ref.at[stage]) for ref in (refs.own_q, refs.own_k, refs.own_decay))
-    memory = [line * decay(h if shape.by_key else n) for h, line in enumerate(memory)]
-    error = tiles.load_as(refs.own_v.at[stage], COLUMN)
+    q, k, beta, decay = (scalars(tiles, x.at[stage]) for x in (refs.own_q, refs.own_k, refs.own_beta, refs.own_decay))
+    each = functools.partial(by_head, shape, tiles)
+    if shape.by_key:
+        memory = [line_GV * each(lambda g, h=h: decay(g, h)) for h, line_GV in enumerate(memory)]
+    else:
+        decay_GV = each(lambda g: decay(n + g))
+        memory = [line_GV * decay_GV for line_GV in memory]
+    error_GV = tiles.load_as(refs.own_v.at[stage], column(shape))
     if shape.corrects:
-        error = error - total(line * k(h) for h, line in enumerate(memory))
-    error = error * scalars(tiles, refs.own_beta.at[stage])(n)
+        error_GV = error_GV - total(line_GV * k(h) for h, line_GV in enumerate(memory))
+    error_GV = error_GV * each(lambda g: beta(n + g))
     plgpu.commit_smem()  # the key is read again: the registers do not hold it beside the memory
-    memory = [line + error * k(h) for h, line in enumerate(memory)]
-    return tuple(memory), total(line * q(h) for h, line in enumerate(memory))
+    memory = [line_GV + error_GV * k(h) for h, line_GV in enumerate(memory)]
+    return tuple(memory), total(line_GV * q(h) for h, line_GV in enumerate(memory))
+
+
+def by_head(shape: MemoryShape, tiles: Tiles, number):
+    """A number of each head of the program, for its threads."""
+    found, size = number(0), (shape.heads, shape.values)
+    for g in range(1, shape.heads):
+        found = jnp.where(tiles.index(size, 0, column(shape)) < g, found, number(g))
+    return found
+
+
+def column(shape: MemoryShape):
+    """Each thread has one of the values, in their order."""
+    size, warps = (shape.heads, shape.values), (-3,) if shape.heads == 1 else (-4, -3)
+    return plgpu.Layout.TILED(plgpu.Tiling((size, (LANES,), (1,))), warps, (-2,), -1)
 
 
 def total(parts: Iterator):
@@ -167,6 +200,6 @@ def total(parts: Iterator):
 def scalars(tiles: Tiles, ref):
     """The numbers of a reference, one at a time."""
     if not tiles.interpreted:
-        return lambda h: ref[h]
+        return lambda *at: ref[at]
     whole = ref[...]
-    return lambda h: whole[h]
+    return lambda *at: whole[at]

@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-VALUES = 128  # numbers of a value: each thread has one of each
+THREADS = 128
+VALUES = 64, 128  # numbers of a value: each thread has one, of one head or of one of two
 MOST_KEYS = 128  # numbers of a key, for each of which a thread has a register
 LINE = 32  # numbers: a copy brings a multiple of so many
 STAGES = 4  # rows that are in shared memory at once
@@ -13,6 +14,12 @@ class MemoryShape(NamedTuple):
     """The sizes and options that the kernel is compiled for."""
 
     keys: int  # numbers of a key
+    values: int  # numbers of a value
     shared: int  # heads that share a key
     by_key: bool  # each number of a key has a decay
     corrects: bool
+
+    @property
+    def heads(self) -> int:
+        """Those of a program."""
+        return THREADS // self.values

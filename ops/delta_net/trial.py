@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..state_rows import StateRows
-from .shape import VALUES
 
 LARGEST_ERROR = 1e-5  # allowed in float32, against float64
 COUNTS = *[1] * 20, 37, 5, 70  # rows of each sequence
@@ -26,7 +25,7 @@ class DeltaCase:
 
     def build(self, seed: int):
         rng, B, T = np.random.default_rng(seed), len(self.counts), sum(self.counts)
-        H, N, V = self.kind["keys"], KEYS * self.kind["shared"], VALUES
+        H, N, V = self.kind["keys"], KEYS * self.kind["shared"], self.kind["values"]
         q_TKH, k_TKH = (rng.standard_normal((T, KEYS, H)) for _ in range(2))
         k_TKH /= np.linalg.norm(k_TKH, axis=-1, keepdims=True)
         v_TNV, beta_TN = rng.standard_normal((T, N, V)), rng.uniform(0, 1, (T, N))
@@ -48,7 +47,7 @@ class DeltaCase:
 
 def of_rows(out_TNV, memory_BNHV):
     numbers = jnp if isinstance(out_TNV, jnp.ndarray) else np
-    return numbers.concatenate((out_TNV.reshape(-1, VALUES), memory_BNHV.reshape(-1, VALUES)))
+    return numbers.concatenate([x.reshape(-1, out_TNV.shape[-1]) for x in (out_TNV, memory_BNHV)])
 
 
 def cases(kind: dict) -> list[DeltaCase]:

@@ -1,5 +1,6 @@
 """The delta rule's kernel for NVIDIA GPUs where there is no card, in Pallas' interpreter and lowered."""
 
+import hopper
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +14,11 @@ from quire.ops.state_rows import StateRows
 
 pytestmark = [pytest.mark.usefixtures("interpreted_once"), pytest.mark.slow]
 KINDS = {
-    "Qwen3-Next": {"keys": 128, "shared": 2, "by_key": False, "corrects": True},
-    "Kimi Linear": {"keys": 128, "shared": 1, "by_key": True, "corrects": True},
-    "linear attention": {"keys": 32, "shared": 1, "by_key": False, "corrects": False},
+    "Qwen3-Next": {"keys": 128, "values": 128, "shared": 2, "by_key": False, "corrects": True},
+    "Kimi Linear": {"keys": 128, "values": 128, "shared": 1, "by_key": True, "corrects": True},
+    "linear attention": {"keys": 32, "values": 128, "shared": 1, "by_key": False, "corrects": False},
+    "Mamba 2": {"keys": 64, "values": 64, "shared": 4, "by_key": False, "corrects": False},
+    "two heads, all else": {"keys": 32, "values": 64, "shared": 2, "by_key": True, "corrects": True},
 }
 
 
@@ -78,9 +81,14 @@ def test_a_trial(spoil, monkeypatch):
 
 def test_all_reasons_are_said():
     _, (*arrays, rows), _ = trial.DeltaCase(KINDS["linear attention"], (1,)).build(0)
-    narrow = [arrays[0][..., :6], arrays[1], arrays[2][..., :64].astype(jnp.bfloat16), *arrays[3:]]
-    with pytest.raises(NotImplementedError, match="not bfloat16, and a value must have 128 numbers, not 64, and .* 6"):
+    narrow = [arrays[0][..., :6], arrays[1], arrays[2][..., :32].astype(jnp.bfloat16), *arrays[3:]]
+    with pytest.raises(
+        NotImplementedError, match="not bfloat16, and a value must have 64 or 128 numbers, not 32, .* 6"
+    ):
         mosaic_gpu.delta_rule(*narrow, rows, True, interpret=True)
+    alone = [*arrays[:2], arrays[2][..., :64], *arrays[3:]]
+    with pytest.raises(NotImplementedError, match="2 heads of 64 numbers side by side must share a key"):
+        mosaic_gpu.delta_rule(*alone, rows, True, interpret=True)
     with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
         delta_net.delta_rule(*arrays, rows, implementation="mosaic_gpu")
 
@@ -92,3 +100,30 @@ def test_lowers_for_cuda_as_one_kernel_that_changes_memories_in_place(monkeypatc
     traced = jax.jit(lambda arrays, rows: delta_net.delta_rule(*arrays, rows)).trace(arrays, rows)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 1 and "stablehlo.while" not in text
+
+
+PRODUCTION = {name: KINDS[name] for name in ("Qwen3-Next", "Kimi Linear")} | {
+    "Granite 4": {"keys": 128, "values": 64, "shared": 128, "by_key": False, "corrects": False},
+}
+
+
+def step_of(name: str):
+    """(a step of the kernel, the shapes of its arguments)."""
+    kind = PRODUCTION[name]
+    _, (*arrays, rows), _ = trial.DeltaCase(kind, (1, 1)).build(0)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (arrays, rows))
+    return jax.jit(lambda arrays, rows: mosaic_gpu.delta_rule(*arrays, rows, kind["corrects"])), shapes
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return hopper.compile_some(__file__, PRODUCTION, PRODUCTION)
+
+
+@hopper.needs_compiler
+@pytest.mark.parametrize("name", PRODUCTION)
+def test_compiles_for_hopper(name, kernels):
+    """To SASS, and nothing is spilled."""
+    (kernel,) = kernels[name]
+    print("|", name, "|", kernel.registers, "|", kernel.stored, "/", kernel.loaded, "|", kernel.shared, "|")
+    assert kernel.stored == 0

@@ -1,7 +1,8 @@
 """The kernel of the delta rule: a program has the memories of a head or two of a sequence, and goes through its rows.
 
-Each thread has a column of a memory in its registers: all that adds up to a number of a value is its own, so nothing
-is exchanged. Rows are copied into shared memory a few ahead. The memory that is kept replaces the one before in place.
+Each thread has a column of a memory, in its registers as far as they reach: all that adds up to a number of a value is
+its own, so nothing is exchanged. Rows are copied into shared memory a few ahead. The memory that is kept replaces the
+one before in place.
 Letters beside the package's: G heads of a program, which share a key.
 """
 
@@ -77,7 +78,8 @@ def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, correc
         body,
         jax.ShapeDtypeStruct((T, N, V), jnp.float32),
         mesh=plgpu.Mesh(grid=(rows.slots_B.shape[0], N // G), grid_names=("sequence", "heads")),
-        compiler_params=plgpu.CompilerParams(),
+        # A thread reads and writes columns of its own, and those of others are behind commits: no store has to wait.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=False if interpret is None else interpret,
         name="delta_rule",
     )(*given.values(), held)
@@ -104,6 +106,7 @@ def run(shape: MemoryShape, tiles: Tiles, refs: Refs) -> None:
             pl.when(stage < count)(lambda stage=stage: fetch(shape, refs, n, first + stage, stage))
         memory = begin(shape, tiles, refs, own, b)
         pl.when(kept == 0)(lambda: keep(shape, tiles, refs, own, memory))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def turn(i, memory):
             stage = lax.rem(i, STAGES)
@@ -134,43 +137,79 @@ def fetch(shape: MemoryShape, refs: Refs, n, row, stage) -> None:
 
 
 def begin(shape: MemoryShape, tiles: Tiles, refs: Refs, own, b) -> tuple:
-    """The memories that a sequence goes on from, number by number of the key."""
+    """The memories that a sequence goes on from, number by number of the key; of the first those in registers."""
     plgpu.copy_gmem_to_smem(own, refs.own_memory, refs.memory_here)
     plgpu.barrier_wait(refs.memory_here)
     goes_on = refs.begins[b] == 0
-    lines = (tiles.load_as(line_of(shape, refs, h), column(shape)) for h in range(shape.keys))
-    return tuple(jnp.where(goes_on, line, 0.0) for line in lines)
+
+    def first(h):
+        return jnp.where(goes_on, load_line(shape, tiles, refs, h), 0.0)
+
+    each_beyond(shape, lambda h, _: store_line(shape, tiles, refs, h, first(h)), None)
+    return tuple(first(h) for h in range(shape.held))
 
 
 def keep(shape: MemoryShape, tiles: Tiles, refs: Refs, own, memory) -> None:
     """Replace what the slot holds."""
     for h, line_GV in enumerate(memory):
-        tiles.store(line_of(shape, refs, h), line_GV, False)
+        store_line(shape, tiles, refs, h, line_GV)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(refs.own_memory, own)
 
 
-def line_of(shape: MemoryShape, refs: Refs, h: int):
+def line_of(shape: MemoryShape, refs: Refs, h):
     """What the memories have for a number of the key; of a single one it must be side by side."""
     return refs.own_memory.at[0, pl.ds(h, 1)] if shape.heads == 1 else refs.own_memory.at[:, h]
+
+
+def load_line(shape: MemoryShape, tiles: Tiles, refs: Refs, h):
+    return tiles.load_as(line_of(shape, refs, h), column(shape))
+
+
+def store_line(shape: MemoryShape, tiles: Tiles, refs: Refs, h, line_GV) -> None:
+    tiles.store(line_of(shape, refs, h), line_GV, False)
+
+
+def each_beyond(shape: MemoryShape, do, carry):
+    """`carry = do(h, carry)` for the numbers of the key of which no registers hold the memory, a few at a time."""
+
+    def some(i, carry):
+        for j in range(SUMS):
+            carry = do(shape.held + i * SUMS + j, carry)
+        return carry
+
+    if shape.keys == shape.held:
+        return carry
+    return lax.fori_loop(0, (shape.keys - shape.held) // SUMS, some, carry)
 
 
 def step(shape: MemoryShape, tiles: Tiles, refs: Refs, n, stage, memory):
     """(memory, what it says of the query) after a row."""
     q, k, beta, decay = (scalars(tiles, x.at[stage]) for x in (refs.own_q, refs.own_k, refs.own_beta, refs.own_decay))
     each = functools.partial(by_head, shape, tiles)
-    if shape.by_key:
-        memory = [line_GV * each(lambda g, h=h: decay(g, h)) for h, line_GV in enumerate(memory)]
-    else:
-        decay_GV = each(lambda g: decay(n + g))
-        memory = [line_GV * decay_GV for line_GV in memory]
+    decay_GV = None if shape.by_key else each(lambda g: decay(n + g))
+
+    def fade(line_GV, h):
+        return line_GV * (each(lambda g: decay(g, h)) if shape.by_key else decay_GV)
+
+    def faded(h):
+        return fade(load_line(shape, tiles, refs, h), h)
+
+    memory = [fade(line_GV, h) for h, line_GV in enumerate(memory)]
     error_GV = tiles.load_as(refs.own_v.at[stage], column(shape))
     if shape.corrects:
-        error_GV = error_GV - total(line_GV * k(h) for h, line_GV in enumerate(memory))
+        known_GV = total(line_GV * k(h) for h, line_GV in enumerate(memory))
+        error_GV = error_GV - each_beyond(shape, lambda h, sum_GV: sum_GV + faded(h) * k(h), known_GV)
     error_GV = error_GV * each(lambda g: beta(n + g))
     plgpu.commit_smem()  # the key is read again: the registers do not hold it beside the memory
     memory = [line_GV + error_GV * k(h) for h, line_GV in enumerate(memory)]
-    return tuple(memory), total(line_GV * q(h) for h, line_GV in enumerate(memory))
+
+    def learn(h, out_GV):
+        line_GV = faded(h) + error_GV * k(h)
+        store_line(shape, tiles, refs, h, line_GV)
+        return out_GV + line_GV * q(h)
+
+    return tuple(memory), each_beyond(shape, learn, total(line_GV * q(h) for h, line_GV in enumerate(memory)))
 
 
 def by_head(shape: MemoryShape, tiles: Tiles, number):

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 THREADS = 128
 VALUES = 64, 128  # numbers of a value: each thread has one, of one head or of one of two
-MOST_KEYS = 128  # numbers of a key, for each of which a thread has a register
+MOST_KEYS = 256  # numbers of a key
+HELD = 128  # of them for which a thread has registers
 LINE = 32  # numbers: a copy brings a multiple of so many
 STAGES = 4  # rows that are in shared memory at once
 SUMS = 4  # that a thread adds up side by side, each of every fourth number of a key
@@ -18,6 +19,11 @@ class MemoryShape(NamedTuple):
     shared: int  # heads that share a key
     by_key: bool  # each number of a key has a decay
     corrects: bool
+
+    @property
+    def held(self) -> int:
+        """Numbers of a key for which a thread has registers; of the others the memory stays in shared memory."""
+        return min(self.keys, HELD)
 
     @property
     def heads(self) -> int:

@@ -98,6 +98,7 @@ CASES = (
     Case("gpt-oss-20b"),
     Case("deepseek-v3"),
     Case("qwen3-next-80b-a3b"),
+    Case("granite-4.0-h-small"),
 )
 LENGTH = 1024  # of each sequence, of which the pages are read
 MAX_LEN = 4096
@@ -112,7 +113,10 @@ def stored(model: str) -> str:
     return "mxfp4" if "quantization_config" in SHAPES[model] else "bf16"
 
 
-DEPTHS = {"gpt-oss-20b": (2, 4), "gemma-3-12b": (6, 7), "deepseek-v3": (1, 2), "qwen3-next-80b-a3b": (4, 8)}
+DEPTHS = {
+    "gpt-oss-20b": (2, 4), "gemma-3-12b": (6, 7), "deepseek-v3": (1, 2), "qwen3-next-80b-a3b": (4, 8),
+    "granite-4.0-h-small": (10, 20),
+}  # fmt: skip
 
 
 def depths(model: str) -> tuple[int, int]:
@@ -259,6 +263,7 @@ def config_of(case: Case, layers: int):
 
     hf = SHAPES[case.model] | {"num_hidden_layers": layers}
     hf |= {"first_k_dense_replace": 0} if "first_k_dense_replace" in hf else {}
+    hf |= {"layer_types": hf["layer_types"][:layers]} if "layer_types" in hf else {}
     config = family_of(hf).config(hf, MAX_LEN)
     return replace(config, quant=case.quant or config.quant, kv_cache_dtype=case.kv)
 

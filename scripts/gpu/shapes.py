@@ -40,9 +40,20 @@ GEMMA3_12B = {
     "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "rope_local_base_freq": 10000,
     "sliding_window": 1024, "sliding_window_pattern": 6, "torch_dtype": "bfloat16",
 }  # fmt: skip
+GRANITE4_SMALL = {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "vocab_size": 100352,
+    "hidden_size": 4096, "num_hidden_layers": 40, "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "attention_multiplier": 0.0078125, "num_local_experts": 72,
+    "num_experts_per_tok": 10, "intermediate_size": 768, "shared_intermediate_size": 1536, "hidden_act": "silu",
+    "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_expand": 2,
+    "mamba_d_conv": 4, "mamba_conv_bias": True, "mamba_proj_bias": False, "position_embedding_type": "nope",
+    "embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 16, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": LLAMA_8B, "gemma-3-12b": GEMMA3_12B, "qwen3-30b-a3b": QWEN3_30B, "gpt-oss-20b": GPT_OSS_20B,
     "deepseek-v3": MODELS["deepseek-v3"], "qwen3-next-80b-a3b": QWEN3_NEXT_80B,
+    "granite-4.0-h-small": GRANITE4_SMALL,
 }  # fmt: skip
 # What drafts in the step for llama-3-8b, with two layers or one, by its method.
 DRAFTERS: dict[str, dict[str, Any]] = {

@@ -36,12 +36,13 @@ class Bound:
     copied: int = 0  # megabytes of weights a layer: a router's, which is cut into summands
     sorts: int = 0  # of all layers and the sampler; XLA may take one for them that is in no graph
     others: int | None = None  # launches outside of layers; None: not held
-    alike: bool = False  # a row's bits are the same in any company
+    spilled: int = 0  # bytes, stores and loads: two addresses of barriers, once a task of a chunk's attention
+    alike: bool = True  # a row's bits are the same in any company
 
 
 BOUNDS = (
-    Bound("llama-3-8b, bf16, batch 1", 8, 10, 1.03, alike=True),
-    Bound("llama-3-8b, bf16, batch 64", 8, 35, 1.04, others=46, alike=True),
+    Bound("llama-3-8b, bf16, batch 1", 8, 10, 1.03),
+    Bound("llama-3-8b, bf16, batch 64", 8, 35, 1.04, others=44),
     Bound("llama-3-8b, int8, batch 64", 10, 35, 1.07),
     Bound("llama-3-8b, int8-weights, batch 64", 8, 35, 1.06),
     Bound("llama-3-8b, int4, batch 64", 8, 35, 1.08),
@@ -49,20 +50,21 @@ BOUNDS = (
     Bound("llama-3-8b, fp8-weights, batch 64", 8, 35, 1.06),
     Bound("llama-3-8b, bf16, batch 64, KV fp8", 8, 35, 1.05),
     Bound("llama-3-8b, bf16, batch 64, top-k, top-p", 8, 225, 1.13),
-    Bound("llama-3-8b, bf16, batch 64, tensor 8", 10, 13, 1.15),
-    Bound("llama-3-8b, bf16, batch 64, 4 drafts of ngram", 9, 202, 1.38),
-    Bound("llama-3-8b, bf16, batch 64, 4 drafts of ngram, top-k, top-p", 9, 1340, 2.17),
-    Bound("llama-3-8b, bf16, batch 64, 4 drafts of eagle3", 9, 215, 1.32, alike=True),
-    Bound("llama-3-8b, bf16, batch 64, 4 drafts of draft_model", 16, 215, 1.38),
-    Bound("gemma-3-12b, bf16, batch 64", 8, 71, 1.04, alike=True),
+    Bound("llama-3-8b, bf16, batch 64, tensor 8", 10, 13, 1.15, alike=False),
+    Bound("llama-3-8b, bf16, batch 64, 4 drafts of ngram", 9, 202, 1.36, spilled=48),
+    Bound("llama-3-8b, bf16, batch 64, 4 drafts of ngram, top-k, top-p", 9, 1340, 2.13, spilled=48),
+    Bound("llama-3-8b, bf16, batch 64, 4 drafts of eagle3", 9, 215, 1.29, spilled=48),
+    Bound("llama-3-8b, bf16, batch 64, 4 drafts of draft_model", 9, 202, 1.32, spilled=48),
+    Bound("gemma-3-12b, bf16, batch 64", 8, 71, 1.04),
     Bound("qwen3-30b-a3b, bf16, batch 64", 14, 41, 1.06),
     Bound("qwen3-30b-a3b, int8, batch 64", 17, 41, 1.14),
     Bound("qwen3-30b-a3b, int4, batch 64", 16, 41, 1.18),
     Bound("qwen3-30b-a3b, int4-128-zero, batch 64", 16, 41, 1.19),
-    Bound("qwen3-30b-a3b, fp8, batch 64", 19, 41, 1.16, alike=True),
-    Bound("gpt-oss-20b, mxfp4, batch 64", 21, 54, 1.09, alike=True),
-    Bound("deepseek-v3, bf16, batch 64", 33, 146, 1.03, copied=12, alike=True),
-    Bound("qwen3-next-80b-a3b, bf16, batch 64", 28, 115, 1.13, alike=True),
+    Bound("qwen3-30b-a3b, fp8, batch 64", 19, 41, 1.16),
+    Bound("gpt-oss-20b, mxfp4, batch 64", 21, 54, 1.09),
+    Bound("deepseek-v3, bf16, batch 64", 33, 146, 1.03, copied=12),
+    Bound("qwen3-next-80b-a3b, bf16, batch 64", 28, 115, 1.13),
+    Bound("granite-4.0-h-small, bf16, batch 64", 24, 165, 1.22, copied=2),
 )
 
 
@@ -81,7 +83,7 @@ def compiled(target: str, *names: str) -> dict[str, dict]:
     """What the command says of the steps of these names."""
     assert LACKING is None, LACKING
     plain = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "QUIRE_GRAPHS")}
-    command = [sys.executable, "-m", "quire.scripts.gpu.ahead", "--json", "--target", target, *names]
+    command = [sys.executable, "-m", "quire.scripts.gpu.ahead", "--json", "--spills", "--target", target, *names]
     done = subprocess.run(command, env=plain, capture_output=True, text=True, timeout=3000)
     assert not done.returncode, done.stderr[-3000:]
     return {found["name"]: found for found in map(json.loads, done.stdout.splitlines())}
@@ -94,6 +96,7 @@ def test_a_step_within_its_bounds(results, bound):
     assert found["graphs"] == 1 and found["outside"] == {}, "the host waits, or launches more than once"
     assert found["sorts"] <= bound.sorts
     assert not (bound.alike and found["varies"]), found["varies"]
+    assert found["spilled"] <= bound.spilled
     assert found["launches_a_layer"] <= bound.launches
     assert bound.others is None or found["launches"] <= bound.others
     assert found["temporaries"] <= bound.temporaries * 1e6

@@ -78,7 +78,8 @@ def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, correc
         body,
         jax.ShapeDtypeStruct((T, N, V), jnp.float32),
         mesh=plgpu.Mesh(grid=(rows.slots_B.shape[0], N // G), grid_names=("sequence", "heads")),
-        # A thread reads and writes columns of its own, and those of others are behind commits: no store has to wait.
+        # Lines are loaded and stored in one layout, so a thread meets its own numbers alone; a commit or a wait of all
+        # threads comes before every copy from shared memory and over it. So no store needs a barrier.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=False if interpret is None else interpret,
         name="delta_rule",
@@ -158,7 +159,7 @@ def keep(shape: MemoryShape, tiles: Tiles, refs: Refs, own, memory) -> None:
 
 
 def line_of(shape: MemoryShape, refs: Refs, h):
-    """What the memories have for a number of the key; of a single one it must be side by side."""
+    """What the memories have for a number of the key, as [G, V]; Mosaic takes a single head's only if it is one run."""
     return refs.own_memory.at[0, pl.ds(h, 1)] if shape.heads == 1 else refs.own_memory.at[:, h]
 
 

@@ -8,7 +8,7 @@ MOST_KEYS = 256  # numbers of a key
 HELD = 128  # of them for which a thread has registers
 LINE = 32  # numbers: a copy brings a multiple of so many
 STAGES = 4  # rows that are in shared memory at once
-SUMS = 4  # that a thread adds up side by side, each of every fourth number of a key
+SUMS = 4  # that a thread adds up side by side, each of every fourth number of a key; also lines of a turn beyond HELD
 
 
 class MemoryShape(NamedTuple):

@@ -19,7 +19,7 @@ from ..attention.mosaic.task import ROWS
 from ..attention.mosaic.tile import Tiles, along_columns, along_rows
 from . import Heads
 
-BLOCK = 64  # columns; more of them do not fit into a thread's registers
+BLOCK = 64  # columns of each half of the pairs; more of them do not fit into a thread's registers
 
 
 class RowShape(NamedTuple):

@@ -99,7 +99,7 @@ def place(experts_TX, weights_TX, experts: int, rows: int, interpret: Any = None
 
 
 def tiled(x_TX, beyond: int):
-    """The pairs in whole tiles, with pairs that there are not after them."""
+    """The pairs in whole tiles, filled up with pairs of no expert."""
     x_Z = x_TX.reshape(-1)
     return jnp.pad(x_Z, (0, -x_Z.size % TILE), constant_values=beyond).reshape(-1, TILE)
 

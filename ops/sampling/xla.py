@@ -54,7 +54,6 @@ def sample(
         tokens_R = jnp.where(draws_R, draw(raw_RV, best_R, draws_R, inputs, None, axis), greedy_R)
     else:
         tokens_R, best_R = lax.cond(adjusts | draws_R.any(), choose, lambda: argmax(raw_RV, axis))
-    # Elementwise, the maximum with a NaN is NaN; XLA's reduction on the CPU has been seen to lose it.
     ok_R = jnp.isfinite(most(raw_RV, axis)) & (scored_R | jnp.isfinite(best_R))
     tokens_R = jnp.where(ok_R, jnp.where(scored_R, inputs.targets_R, tokens_R), 0)
 
@@ -120,7 +119,10 @@ def most(values_RV: Array, axis: Axis) -> Array:
 
 
 def extreme(values_RN: Array, combine: Callable, neutral: float) -> Array:
-    """The largest or smallest of each row, which no order changes; on CPUs XLA's own reduction takes longer."""
+    """The largest or smallest of each row, NaN where there is one.
+
+    No order changes it. On CPUs XLA's own reduction takes longer, and has been seen to lose a NaN.
+    """
     if jax.default_backend() == "cpu":
         return fold(values_RN, combine, neutral)[0]
     return lax.reduce(values_RN, values_RN.dtype.type(neutral), combine, (1,))

@@ -261,9 +261,10 @@ def config_of(case: Case, layers: int):
     from ...model.checkpoint.loader import family_of
     from .shapes import SHAPES
 
-    hf = SHAPES[case.model] | {"num_hidden_layers": layers}
-    hf |= {"first_k_dense_replace": 0} if "first_k_dense_replace" in hf else {}
-    hf |= {"layer_types": hf["layer_types"][:layers]} if "layer_types" in hf else {}
+    whole = SHAPES[case.model]
+    hf = whole | {"num_hidden_layers": layers}
+    hf |= {"first_k_dense_replace": 0} if "first_k_dense_replace" in whole else {}
+    hf |= {"layer_types": whole["layer_types"][:layers]} if "layer_types" in whole else {}
     config = family_of(hf).config(hf, MAX_LEN)
     return replace(config, quant=case.quant or config.quant, kv_cache_dtype=case.kv)
 

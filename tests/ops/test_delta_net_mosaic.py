@@ -19,7 +19,7 @@ KINDS = {
     "linear attention": {"keys": 32, "values": 128, "shared": 1, "by_key": False, "corrects": False},
     "Mamba 2": {"keys": 64, "values": 64, "shared": 4, "by_key": False, "corrects": False},
     "long keys": {"keys": 160, "values": 128, "shared": 1, "by_key": False, "corrects": True},
-    "two heads, all else": {"keys": 32, "values": 64, "shared": 2, "by_key": True, "corrects": True},
+    "two heads, all else": {"keys": 160, "values": 64, "shared": 2, "by_key": True, "corrects": True},
 }
 
 
@@ -107,6 +107,7 @@ PRODUCTION = {name: KINDS[name] for name in ("Qwen3-Next", "Kimi Linear")} | {
     "Granite 4": {"keys": 128, "values": 64, "shared": 128, "by_key": False, "corrects": False},
     "Falcon-H1": {"keys": 256, "values": 64, "shared": 24, "by_key": False, "corrects": False},
     "Falcon-H1-34B": {"keys": 256, "values": 128, "shared": 16, "by_key": False, "corrects": False},
+    "all at once": {"keys": 256, "values": 64, "shared": 2, "by_key": True, "corrects": True},
 }
 
 

@@ -14,7 +14,7 @@ from cases import cases, nightly_from, thinned
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from quire.ops import kernel_trial, moe
+from quire.ops import kernel_trial, moe, routing
 from quire.ops import linear as products
 from quire.ops.attention import mosaic_gpu
 from quire.ops.moe import Experts
@@ -593,6 +593,7 @@ def card(monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "has_gpu", lambda: True)
     monkeypatch.setattr(mosaic_gpu, "num_processors", lambda: 132)
     monkeypatch.setattr(prepare, "run", run)
+    monkeypatch.setattr(routing, "IMPLEMENTATIONS", {"xla": ".xla"})
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
     kernel_trial.warn_once.cache_clear()
     return ran

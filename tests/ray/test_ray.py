@@ -173,7 +173,8 @@ def test_what_serve_deploy_and_rayservice_import(cluster):
 def test_a_client_that_leaves_ends_its_request(cluster):
     _, asker = cluster
     client = asker.client()
-    body = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    # Eight answers, of which a busy machine does not write the last before it sees that nobody reads.
+    body = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 8}
     kind = {"Content-Type": "application/json"}
     client.connection.request("POST", "/v1/completions", json.dumps(body), client.headers | kind)
     client.connection.getresponse().read(10)
@@ -182,7 +183,7 @@ def test_a_client_that_leaves_ends_its_request(cluster):
     while asker.total("vllm:num_requests_running") or asker.get("/load")["server_load"]:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert asker.total("vllm:generation_tokens_total") < 450
+    assert asker.total("vllm:generation_tokens_total") < 8 * 450
 
 
 def test_a_replica_killed_under_load(cluster):

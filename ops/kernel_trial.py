@@ -24,13 +24,15 @@ from threading import Lock
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from . import cache_folder
+from . import cache_folder, graphs
 
 SECONDS = 240  # for a trial: it starts JAX and compiles a few kernels
 WAIT = 1800  # seconds for the verdicts of other processes, which may still be reading weights
 REPEATS = 50
+LAYERS = 3  # of a case in a step
 A_ROW = 2  # times the error allowed of all rows together is allowed of one
 PACKAGES = (
     "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc",
@@ -58,6 +60,34 @@ class Case(Protocol):
     def run(self, held: Any, given: Any) -> tuple[Any, Any]:
         """(out [..., numbers of a row], held), traced into one program; the same again from what it returned."""
         ...
+
+
+@dataclass(frozen=True)
+class InLayers:
+    """A case in a step of several layers, each with its own numbers and after the one before, as in a model."""
+
+    case: Case
+
+    @property
+    def name(self) -> str:
+        return f"{self.case.name}, in a step of {LAYERS} layers"
+
+    @property
+    def allowed(self) -> float:
+        return self.case.allowed
+
+    def build(self, seed: int):
+        held, given, wanted = zip(*(self.case.build(seed + layer) for layer in range(LAYERS)), strict=True)
+        return held, given, np.stack(wanted)
+
+    def run(self, held, given):
+        out, outs, after = None, [], []
+        for held_here, given_here in zip(held, given, strict=True):
+            given_here, _ = jax.lax.optimization_barrier((given_here, out))
+            out, kept = self.case.run(held_here, given_here)
+            outs.append(out)
+            after.append(kept)
+        return jnp.stack(outs), tuple(after)
 
 
 @dataclass(frozen=True)
@@ -91,9 +121,9 @@ class Found:
 
 
 def measure(case: Case, seed: int, repeats: int = REPEATS) -> Found:
-    """Run a case in this process."""
+    """Run a case in this process, compiled as a step is."""
     held, given, wanted = case.build(seed)
-    run = jax.jit(case.run, donate_argnums=0)
+    run = graphs.compile_step(jax.jit(case.run, donate_argnums=0).lower(held, given))
     first, other_bits = None, 0
     for _ in range(repeats):
         out, held = run(held, given)
@@ -215,7 +245,7 @@ def folder() -> Path:
 
 def digest(kernel: TriedKernel, kind: str) -> str:
     """A hash of everything on which a result depends."""
-    found = hashlib.sha256(json.dumps([card(), kernel.work, kind]).encode())
+    found = hashlib.sha256(json.dumps([card(), kernel.work, kind, graphs.compiler_options()]).encode())
     for path in sorted((Path(__file__), *kernel.sources)):
         found.update(path.name.encode() + b"\0" + path.read_bytes())
     return found.hexdigest()[:16]

@@ -23,7 +23,8 @@ ROOMS = """
     sharding/struct sharding/device_axes sharding/spec sharding/mesh sharding/local_shards
 
     ops/cache_folder
-    ops/ordered_sum ops/precision ops/activation ops/norm ops/rope ops/implementations ops/kernel_trial ops/weight
+    ops/ordered_sum ops/precision ops/activation ops/norm ops/rope ops/implementations ops/graphs ops/kernel_trial
+    ops/weight
     ops/native ops/quant ops/native/model_kernels ops/linear ops/moe ops/adapter ops/expert_dispatch ops/state_rows
     ops/attention ops/residual ops/heads ops/routing ops/rounding ops/product ops/sampling ops/short_conv ops/delta_net
 

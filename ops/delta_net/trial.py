@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ..kernel_trial import Case, InLayers
 from ..state_rows import StateRows
 
 LARGEST_ERROR = 1e-5  # allowed in float32, against float64
@@ -50,9 +51,9 @@ def of_rows(out_TNV, memory_BNHV):
     return numbers.concatenate([x.reshape(-1, out_TNV.shape[-1]) for x in (out_TNV, memory_BNHV)])
 
 
-def cases(kind: dict) -> list[DeltaCase]:
+def cases(kind: dict) -> list[Case]:
     """What the process that tries runs."""
-    return [DeltaCase(kind)]
+    return [DeltaCase(kind), InLayers(DeltaCase(kind))]
 
 
 def delta_rule(*given):

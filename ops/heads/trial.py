@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..attention import KVPages, QueryRows
+from ..kernel_trial import Case, InLayers
 from . import Heads
 
 LARGEST_ERROR = 6e-3  # allowed in bfloat16, against float64
@@ -76,9 +77,10 @@ class HeadsCase:
         return jnp.where(kept, out, jnp.nan), pages
 
 
-def cases(kind: dict) -> list[HeadsCase]:
+def cases(kind: dict) -> list[Case]:
     """What the process that tries runs."""
-    return [HeadsCase(kind, paged) for paged in (False, True)]
+    queries, pages = HeadsCase(kind, paged=False), HeadsCase(kind, paged=True)
+    return [queries, pages, InLayers(pages)]
 
 
 def turn_and_append(qkv_TGH, heads: Heads, pages: KVPages, rows: QueryRows, interpret: Any) -> tuple[Any, KVPages]:

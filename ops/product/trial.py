@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from ..attention import mosaic_gpu
+from ..kernel_trial import Case, InLayers
 from ..quant import four_bits
 from .prepare import BLOCKS, summands
 from .shape import FEATURES, FOUR_BITS, Operands, ProductShape
@@ -103,12 +104,14 @@ class ProductCase:
         return jnp.where(same, outs[0], jnp.nan), held
 
 
-def cases(kind: dict) -> list[ProductCase]:
+def cases(kind: dict) -> list[Case]:
     """What the process that tries runs; steps of four bits may end with half of one."""
     halves = kind["group"] and FEATURES % kind["group"] == 0
     if kind["summands"] > 1:
-        return [ProductCase(kind, outputs=128, allowed=LARGEST_ERROR_EXACT)]
-    return [ProductCase(kind), *[ProductCase(kind, 2048 + FEATURES, name="half a step")] * bool(halves)]
+        exact = ProductCase(kind, outputs=128, allowed=LARGEST_ERROR_EXACT)
+        return [exact, InLayers(exact)]
+    half = [ProductCase(kind, 2048 + FEATURES, name="half a step")] * bool(halves)
+    return [ProductCase(kind), *half, InLayers(ProductCase(kind))]
 
 
 def product(shape: ProductShape, operands: Operands, interpret: Any):

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ..kernel_trial import Case, InLayers
 from ..norm import LayerNorm, scale_and_bias
 from ..quant.fp8 import as_floats
 from ..quant.int8 import as_bytes
@@ -59,9 +60,9 @@ class ResidualCase:
         return jnp.concatenate(found), held
 
 
-def cases(kind: dict) -> list[ResidualCase]:
+def cases(kind: dict) -> list[Case]:
     """What the process that tries runs."""
-    return [ResidualCase(kind)]
+    return [ResidualCase(kind), InLayers(ResidualCase(kind))]
 
 
 def sum_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None, interpret: Any):

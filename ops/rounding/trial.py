@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ..kernel_trial import Case, InLayers
 from ..quant import fp8, int8
 
 LARGEST_ERROR = 1e-4  # allowed of the scales; of the codes a few may be on the other side of a half
@@ -50,9 +51,9 @@ class RoundingCase:
         ), held
 
 
-def cases(kind: dict) -> list[RoundingCase]:
+def cases(kind: dict) -> list[Case]:
     """What the process that tries runs."""
-    return [RoundingCase(kind)]
+    return [RoundingCase(kind), InLayers(RoundingCase(kind))]
 
 
 def code_rows(x_RK, codes: str, interpret: Any):

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ..kernel_trial import Case, InLayers
 from . import Rule
 from .blocks import Blocks, align
 
@@ -70,11 +71,10 @@ class AlignCase:
         return self.said(place(*given, self.kind["experts"], self.kind["rows"], self.interpret)), held
 
 
-def cases(kind: dict) -> list[RouteCase | AlignCase]:
+def cases(kind: dict) -> list[Case]:
     """What the process that tries runs."""
-    if "rule" in kind:
-        return [RouteCase(kind)]
-    return [AlignCase(kind)]
+    case = RouteCase(kind) if "rule" in kind else AlignCase(kind)
+    return [case, InLayers(case)]
 
 
 def choose_experts(logits_TE, live_T, rule: Rule, bias_E, interpret: Any):

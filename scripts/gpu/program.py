@@ -12,7 +12,7 @@ from unittest import mock
 
 import jax
 
-from ...serving.device import graphs
+from ...ops import graphs
 from ...serving.engine.cache_size import memory_of
 from .hlo import Module, PartOf, TurnsOf, Work
 from .target import ptxas
@@ -60,7 +60,7 @@ def compile_program(
 def thunks(folder: Path) -> str:
     """What the program launches, in order; without graphs XLA writes one of these files only."""
     for name in ("thunk_sequence_after_thunk_passes", "thunk_sequence"):
-        for path in folder.glob(f"*jit_step.{name}.txt"):
+        for path in folder.glob(f"*.{name}.txt"):
             return path.read_text()
     raise FileNotFoundError("XLA wrote no sequence of launches")
 

@@ -14,9 +14,9 @@ import jax
 from jax.experimental import topologies
 
 from ...model.planning.cost import DEVICES
+from ...ops import graphs
 from ...ops.attention import mosaic_gpu
 from ...ops.attention.flashinfer import library
-from ...serving.device import graphs
 
 DRIVER = (12, 9)  # CUDA's; without it XLA leaves calls and products out of its graphs
 

@@ -10,11 +10,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from ...model.config import ModelConfig
 from ...model.partition import Stage, stage_weights, stages
+from ...ops.graphs import compile_step
 from ...ops.implementations import variance
 from ...sharding.mesh import stage_meshes
 from .batch import STOPS, Layout
 from .drafts import StepDrafter
-from .graphs import compile_step
 from .programs import Call, Compiler, Program
 from .state import State, owners, paged_layers
 from .step import Places, abstract_state, catch_up, make_state, model_of, series, step, with_model

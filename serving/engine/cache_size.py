@@ -15,13 +15,13 @@ from ...model.config import ModelConfig, ModelError
 from ...model.expert_copies import spare_of
 from ...model.partition import local_config
 from ...model.planning.cost import state_bytes
+from ...ops.graphs import compile_step
 from ...sharding.mesh import device_axes
 from ..api.options import CPU_CACHE, SHARE, EngineOptions, SizedOptions
 from ..cache.page_pool import PagePool, largest
 from ..device.drafts import StepDrafter
 from ..device.expert_loads import ExpertLoads
 from ..device.expert_rebalancer import ExpertRebalancer
-from ..device.graphs import compile_step
 from ..device.pipeline import Pipeline
 from ..device.state import owners, page_bytes, stored_page_bytes
 from ..device.step import model_of

@@ -16,6 +16,7 @@ from ...model.checkpoint.adapters import Adapter, spread
 from ...model.config import ModelConfig
 from ...model.expert_copies import spare_of
 from ...ops import adapter
+from ...ops.graphs import compile_step
 from ...ops.sampling import Sampled, SlotState
 from ...sharding.mesh import device_axes
 from ..cache.page_moves import PageMoves
@@ -24,7 +25,6 @@ from ..device.compile_counter import CompileCounter
 from ..device.drafts import StepDrafter
 from ..device.expert_loads import ExpertLoads
 from ..device.expert_rebalancer import ExpertRebalancer
-from ..device.graphs import compile_step
 from ..device.host_snapshot import to_device, to_host
 from ..device.page_copier import Offload, PageCopier
 from ..device.pipeline import Pipeline

@@ -120,14 +120,14 @@ def step_of(name: str):
 
 
 @pytest.fixture(scope="module")
-def kernels():
+def steps():
     return hopper.compile_some(__file__, PRODUCTION, PRODUCTION)
 
 
 @hopper.needs_compiler
 @pytest.mark.parametrize("name", PRODUCTION)
-def test_compiles_for_hopper(name, kernels):
+def test_compiles_for_hopper(name, steps):
     """To SASS, and nothing is spilled."""
-    (kernel,) = kernels[name]
+    (kernel,) = steps[name].kernels
     print("|", name, "|", kernel.registers, "|", kernel.stored, "/", kernel.loaded, "|", kernel.shared, "|")
     assert kernel.stored == 0

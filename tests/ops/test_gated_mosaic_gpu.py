@@ -24,7 +24,7 @@ from quire.ops.attention import gated_mosaic_gpu as gate
 from quire.ops.attention.accuracy_trial import AttentionCase, Trial, arrays, attend, measure_attention
 from quire.ops.attention.mosaic import task
 from quire.ops.attention.mosaic.paged import plan, shape_of
-from quire.ops.kernel_trial import Found, measure
+from quire.ops.kernel_trial import Found, InLayers, measure
 
 CASE = Trial("", 2, 30, heads=4, kv_heads=2, width=64)
 RIGHT = {"decoding": Found(1e-3, 2e-3, 0, 6e-3), "a chunk": Found(2e-3, 3e-3, 0, 6e-3)}
@@ -262,7 +262,7 @@ class Doubled:
     allowed: float = 1e-3
 
     def build(self, seed):
-        return jnp.zeros((), jnp.int32), jnp.ones((100, 8)), np.full((100, 8), 2.0)
+        return jnp.int32(seed), jnp.ones((100, 8)), np.full((100, 8), 2.0)
 
     def run(self, held, given):
         return given * 2 + self.spoil(held), held + 1
@@ -277,6 +277,22 @@ def test_what_a_case_shows():
     assert races.wrong == "in having other bits in 1 of 50 runs"
     assert measure(Doubled(lambda _: jnp.nan), 0).wrong == "by nan, where 1e-03 is allowed"
     assert measure(Doubled(lambda _: jnp.zeros((100, 8)).at[7, 1].set(jnp.nan)), 0).wrong is not None
+
+
+def test_a_case_in_layers():
+    """Each has its own numbers, and one that is wrong is enough."""
+    right = measure(InLayers(Doubled()), 0)
+    assert right == Found(0.0, 0.0, 0, 1e-3) and InLayers(Doubled()).name == "doubled, in a step of 3 layers"
+    for layer in range(3):
+        spoiled = InLayers(Doubled(lambda held, layer=layer: jnp.where(held == layer, 0.1, 0)))
+        assert measure(spoiled, 0, repeats=1).wrong is not None
+
+
+def test_a_pass_is_one_of_a_kind_of_graphs(monkeypatch):
+    before = kernel_trial.digest(gate.KERNEL, "{}")
+    assert kernel_trial.digest(gate.KERNEL, "{}") == before
+    monkeypatch.setattr(kernel_trial.graphs, "compiler_options", lambda: {kernel_trial.graphs.OPTION: ""})
+    assert kernel_trial.digest(gate.KERNEL, "{}") != before
 
 
 @pytest.mark.slow

@@ -225,15 +225,15 @@ def step_of(name: str):
 
 
 @pytest.fixture(scope="module")
-def kernels():
+def steps():
     return hopper.compile_some(__file__, PRODUCTION, COMPILED)
 
 
 @pytest.mark.slow
 @hopper.needs_compiler
 @pytest.mark.parametrize("name", thinned(PRODUCTION, COMPILED))
-def test_compiles_for_hopper(name, kernels):
+def test_compiles_for_hopper(name, steps):
     """To SASS, and nothing is spilled."""
-    (kernel,) = kernels[name]
+    (kernel,) = steps[name].kernels
     print("|", name, "|", kernel.registers, "|", kernel.stored, "/", kernel.loaded, "|", kernel.shared, "|")
     assert kernel.stored == 0

@@ -803,15 +803,15 @@ def test_lowers_for_cuda(name, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def kernels():
+def steps():
     return hopper.compile_some(__file__, PRODUCTION, LOWERED)
 
 
 @pytest.mark.slow
 @hopper.needs_compiler
 @pytest.mark.parametrize("name", thinned(PRODUCTION, LOWERED))
-def test_compiles_for_hopper(name, kernels):
+def test_compiles_for_hopper(name, steps):
     """To SASS: it fits, products are not made to wait for each other, and nothing is spilled."""
-    (kernel,) = kernels[name]
+    (kernel,) = steps[name].kernels
     print("|", name, "|", kernel.registers, "|", kernel.stored, "/", kernel.loaded, "|", kernel.shared, "|")
     assert "wgmma" not in kernel.log and kernel.stored == 0

@@ -99,7 +99,7 @@ def test_a_trial(spoil, codes, monkeypatch):
         return found if spoil is None else spoil(*found)
 
     monkeypatch.setattr(trial, "code_rows", kernel)
-    (case,) = trial.cases({"width": 192, "codes": codes})
+    case, _ = trial.cases({"width": 192, "codes": codes})
     found = kernel_trial.measure(trial.RoundingCase(case.kind, 8, InterpretGPUParams()), 0, repeats=2)
     assert (found.wrong is not None) == (spoil is not None)
 

@@ -148,7 +148,7 @@ def test_a_trial_of_choices(spoil, monkeypatch):
     monkeypatch.setattr(trial, "choose_experts", kernel)
     E, biased, rule = RULES["gpt-oss-20b"]
     kind = {"experts": E, "bias": biased, "rule": [*rule]}
-    (case,) = trial.cases(kind)
+    case, _ = trial.cases(kind)
     found = kernel_trial.measure(trial.RouteCase(kind, 8, InterpretGPUParams()), 0, repeats=2)
     assert case.name == "choices" and (found.wrong is not None) == (spoil is not None)
 
@@ -160,7 +160,7 @@ def test_a_trial_of_places(spoiled, monkeypatch):
         return found if spoiled is None else found._replace(**{spoiled: getattr(found, spoiled).at[0].add(1)})
 
     monkeypatch.setattr(trial, "place", kernel)
-    (case,) = trial.cases({"experts": 32, "rows": 16})
+    case, _ = trial.cases({"experts": 32, "rows": 16})
     assert (kernel_trial.measure(case, 0, repeats=2).wrong is not None) == (spoiled is not None)
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from cases import FACTOR
 
+from quire.ops import graphs
+from quire.scripts.gpu.program import read_thunks, thunks
 from quire.scripts.gpu.target import APART, described, missing
 
 LACKING = missing()
@@ -37,14 +39,25 @@ class Compiled:
     log: str
 
 
-def compile_some(tests: str, cases: Iterable[str], kept: Collection[str]) -> dict[str, list[Compiled]]:
-    """The kernels of each case that is tried here: in a process of its own, since no other should meet the plugin."""
+@dataclass(frozen=True)
+class CompiledStep:
+    kernels: list[Compiled]
+    graphs: int
+    outside: dict[str, int]  # of graphs
+
+
+def compile_some(tests: str, cases: Iterable[str], kept: Collection[str]) -> dict[str, CompiledStep]:
+    """The step of each case that is tried here: in a process of its own, since no other should meet the plugin."""
     names = [name for name in cases if name in kept or FACTOR >= 1]
     changed = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, __file__, tests, *names]
     done = subprocess.run(command, env=os.environ | changed, capture_output=True, text=True, timeout=3000)
     assert not done.returncode, done.stderr[-3000:]
-    return {name: [Compiled(**one) for one in found] for name, found in map(json.loads, done.stdout.splitlines())}
+    steps = map(json.loads, done.stdout.splitlines())
+    return {
+        name: CompiledStep([Compiled(**one) for one in kernels], graphs, outside)
+        for name, kernels, graphs, outside in steps
+    }
 
 
 def kernel_of(log: Path) -> Compiled:
@@ -69,9 +82,11 @@ def main() -> None:
             placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), arguments)
             with tempfile.TemporaryDirectory() as logs:
                 os.environ["MOSAIC_GPU_DUMP_TO"] = logs
-                step.trace(*placed).lower(lowering_platforms=("cuda",)).compile()
+                lowered = step.trace(*placed).lower(lowering_platforms=("cuda",))
+                lowered.compile((graphs.compiler_options() or {}) | {"xla_dump_to": logs})
                 kernels = [kernel_of(log) for log in sorted(Path(logs).glob("*.ptxas"))]
-            print(json.dumps([name, [asdict(kernel) for kernel in kernels]]), flush=True)
+                recorded, _, outside, _ = read_thunks(thunks(Path(logs)))
+            print(json.dumps([name, [asdict(kernel) for kernel in kernels], recorded, outside]), flush=True)
 
 
 if __name__ == "__main__":

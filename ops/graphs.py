@@ -10,8 +10,6 @@ from functools import cache
 
 import jax
 
-from ...model.config import ModelError
-
 OPTION = "xla_gpu_enable_command_buffer"
 # XLA's defaults, then what splits a step of experts, or one over several devices, into many graphs.
 RECORDED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,COLLECTIVES"
@@ -28,7 +26,7 @@ def compiler_options() -> dict[str, str] | None:
     """What a step is compiled with besides XLA's defaults; None: nothing."""
     setting = os.environ.get("QUIRE_GRAPHS", "")
     if setting not in ("", "off"):
-        raise ModelError(f"QUIRE_GRAPHS is {setting!r}, and can be off")
+        raise ValueError(f"QUIRE_GRAPHS is {setting!r}, and can be off")
     if not on_cuda():
         return None
     if setting == "off":

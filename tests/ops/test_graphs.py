@@ -1,0 +1,135 @@
+"""What of a step becomes CUDA graphs: by what is asked, and of the trials' steps by what is compiled for an H200."""
+
+import logging
+from types import SimpleNamespace
+
+import hopper
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import thinned
+
+from quire.ops import graphs
+from quire.ops.attention import gated_mosaic_gpu
+from quire.ops.delta_net import trial as delta_net
+from quire.ops.heads import trial as heads
+from quire.ops.product import trial as product
+from quire.ops.residual import trial as residual
+from quire.ops.rounding import trial as rounding
+from quire.ops.routing import trial as routing
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """(platform version, newest CUDA of the driver) -> a GPU of that kind."""
+    graphs.warn_once.cache_clear()
+    for name in ("QUIRE_GRAPHS", "XLA_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def pretend(platform: str, driver: int) -> None:
+        device = SimpleNamespace(client=SimpleNamespace(platform_version=platform))
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "local_devices", lambda: [device])
+        monkeypatch.setattr(graphs, "driver_version", lambda: driver)
+
+    return pretend
+
+
+def test_a_gpu_records_loops_branches_and_collectives(card, monkeypatch):
+    card("PJRT C API\ncuda 12090", 12030)
+    recorded = graphs.compiler_options()[graphs.OPTION].split(",")
+    assert {"FUSION", "CUSTOM_CALL", "CONDITIONAL", "WHILE", "COLLECTIVES"} <= set(recorded)
+    monkeypatch.setenv("QUIRE_GRAPHS", "off")
+    assert graphs.compiler_options() == {graphs.OPTION: ""}
+
+
+@pytest.mark.parametrize(("driver", "said"), [(12020, "knows CUDA 12.2"), (0, "does not say")])
+def test_an_old_driver_gets_the_default_and_the_log_says_so_once(card, caplog, driver, said):
+    card("cuda 12090", driver)
+    with caplog.at_level(logging.WARNING, "quire"):
+        assert graphs.compiler_options() is None and graphs.compiler_options() is None
+    assert len(caplog.records) == 1 and said in caplog.text and "12.3" in caplog.text
+
+
+def test_xla_flags_have_the_last_word(card, monkeypatch):
+    card("cuda 12090", 12090)
+    monkeypatch.setenv("XLA_FLAGS", f"--{graphs.OPTION}=FUSION")
+    assert graphs.compiler_options() is None
+
+
+def test_other_devices_are_compiled_as_before(card, monkeypatch):
+    assert graphs.compiler_options() is None  # the CPU
+    monkeypatch.setenv("QUIRE_GRAPHS", "off")
+    assert graphs.compiler_options() is None
+    assert graphs.compile_step(jax.jit(lambda x: x + 1).lower(jnp.zeros(2)))(jnp.zeros(2)).tolist() == [1, 1]
+    monkeypatch.delenv("QUIRE_GRAPHS")
+    card("PJRT C API\nrocm 60300", 12090)
+    assert graphs.compiler_options() is None
+
+
+def test_a_wrong_setting_is_an_error(monkeypatch):
+    monkeypatch.setenv("QUIRE_GRAPHS", "on")
+    with pytest.raises(ValueError, match="QUIRE_GRAPHS is 'on', and can be off"):
+        graphs.compiler_options()
+
+
+NORM = {"width": 4096, "dtype": "bfloat16", "adds": True, "rounds": None, "norm": "scale", "added_norm": None}
+HEADS = {"queries": 32, "keys": 8, "width": 128, "pairs": 64, "norm": True, "page": 16, "codes": "int8",
+         "dtype": "bfloat16"}  # fmt: skip
+EXPERTS = {
+    "grouped": True, "parts": 2, "turned": False, "activation": "silu", "clamp": None, "alpha": 1.0, "bias": False,
+    "weighed": False, "out_dtype": "bfloat16", "codes": None, "group": 0, "zeros": False, "rounded": False,
+    "summands": 1,
+}  # fmt: skip
+TRIALS = {
+    "attention": (gated_mosaic_gpu, {"heads": 32, "kv_heads": 8, "width": 128, "page": 16, "dtype": "bfloat16"}),
+    "product": (product, EXPERTS),
+    "heads": (heads, HEADS),
+    "residual": (residual, NORM),
+    "residual, with codes and a bias": (
+        residual,
+        NORM | {"width": 2880, "rounds": "float8", "norm": "centred, bias", "added_norm": "scale"},
+    ),
+    "rounding": (rounding, {"width": 14336, "codes": "int8"}),
+    "rounding to float8": (rounding, {"width": 2880, "codes": "float8"}),
+    "choices": (routing, {"experts": 256, "bias": True, "rule": [8, "sigmoid", True, 2.5, 8, 4]}),
+    "choices of a softmax": (routing, {"experts": 128, "bias": False, "rule": [8, "softmax", True, 1.0]}),
+    "places": (routing, {"experts": 128, "rows": 16}),
+    "delta rule": (
+        delta_net,
+        {"keys": 128, "values": 128, "shared": 2, "by_key": False, "corrects": True},
+    ),
+}
+COMPILED = ["residual", "choices", "places"]
+
+
+def step_of(name: str):
+    """(the trial that is a donated step of several layers, its arguments)."""
+    module, kind = TRIALS[name]
+    (case,) = [case for case in module.cases(kind) if "layers" in case.name]
+    held, given, _ = case.build(0)
+    return jax.jit(case.run, donate_argnums=0), (held, given)
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return hopper.compile_some(__file__, TRIALS, COMPILED)
+
+
+@pytest.mark.slow
+@hopper.needs_compiler
+@pytest.mark.parametrize("name", thinned(TRIALS, COMPILED))
+def test_a_trial_of_layers_is_one_graph(name, steps):
+    """As a step is; and its kernels spill nothing."""
+    step = steps[name]
+    print("|", name, "|", len(step.kernels), "|", step.graphs, "|", step.outside, "|")
+    assert step.graphs == 1 and not step.outside
+    assert step.kernels and not any(kernel.stored for kernel in step.kernels)
+
+
+@pytest.mark.slow
+@hopper.needs_compiler
+def test_without_graphs_there_is_none(monkeypatch):
+    monkeypatch.setenv("QUIRE_GRAPHS", "off")
+    (step,) = hopper.compile_some(__file__, COMPILED[:1], COMPILED).values()
+    assert step.graphs == 0 and step.outside

@@ -135,7 +135,7 @@ def measure(case: Case, target: str, spills: bool = False) -> Result:
     layers, (few, more) = hf["num_hidden_layers"], depths(case.model)
     with described(target, case.tensor):  # kernels are compiled, and tell what they spill, with the first program alone
         programs, variances = zip(*(compiled(case, count, spills) for count in (few, more)), strict=True)
-        needed, operations = least(case, layers, DEVICES[target])
+        needed, operations = least(case, layers)
     low, high = programs
 
     def whole(value) -> float:
@@ -325,16 +325,14 @@ def copied(program, kind: str) -> float:
     return sum(count for argument, count in program.work.copied.items() if kind_of(argument) == kind)
 
 
-def least(case: Case, layers: int, device) -> tuple[float, float]:
+def least(case: Case, layers: int) -> tuple[float, float]:
     """(bytes of weights and pages, operations) of one device's part of a step of all layers."""
-    from ...model.planning.meshes import Planner, Workload
+    from . import step_time
 
-    config = config_of(case, layers)
-    sizes = {"data": 1, "pipe": 1, "context": 1, "expert": 1, "tensor": case.tensor}
-    planner = Planner(config, device, Workload(case.batch, LENGTH, ROWS))
-    time = planner.time(sizes, case.step_rows, case.batch, LENGTH, case.rows is not None)
-    read, operations = of_drafter(case, config)
-    return time.read * device.bandwidth + read, time.compute * device.flops + operations
+    config, prompts = config_of(case, layers), case.rows is not None
+    read, computed = step_time.least(config, case.step_rows, case.batch, LENGTH, prompts=prompts, tensor=case.tensor)
+    more_read, more_computed = of_drafter(case, config)
+    return read + more_read, computed + more_computed
 
 
 def of_drafter(case: Case, config) -> tuple[float, float]:

@@ -4,7 +4,6 @@ Pages and slots that no sequence owns hold NaN. The table sets the bytes and ope
 own rates of copying and multiplying.
 """
 
-import math
 import os
 import tempfile
 import time
@@ -16,8 +15,9 @@ from importlib import import_module
 import jax
 
 from ...ops import attention
-from ...ops.attention import mosaic_gpu
+from ...ops.attention import flashinfer_gpu, mosaic_gpu
 from ...ops.attention.accuracy_trial import Trial, arrays, attend, measure_attention
+from ...ops.attention.flashinfer import library
 from ..collect_env import first_to
 from .common import CheckSizes, PartReport, card_rates, seconds
 from .step_time import attention_seconds, known_device
@@ -120,20 +120,43 @@ def chosen(report: PartReport, scale: CheckSizes, seed: int) -> None:
 
 
 def fast(report: PartReport, scale: CheckSizes, seed: int) -> None:
-    """The time of each case, beside that of its bytes and of its operations at the card's own rates, and the guess."""
+    """The time of each case, beside that of its bytes and of its operations at the card's own rates, the guess, XLA's,
+    and FlashInfer's where that is installed and has a kernel for it."""
     copy, product = card_rates(report, scale)
     device = known_device(jax.devices()[0].device_kind)
-    report(f"{'work':32} {'ms':>9} {'guess':>9} {'% copy':>7} {'% prod.':>7} {'XLA ms':>9}  to reach")
+    report(f"{'work':32} {'ms':>9} {'guess':>9} {'% copy':>7} {'% prod.':>7} {'XLA ms':>9} {'FI ms':>9}  to reach")
     for work in [work for work in FAST if work.length <= scale.longest] or [TimedTrial("decode, 2 of 64", 2, 64)]:
         inputs = arrays(work, seed)
         took, plain = (
             seconds(jax.jit(partial(attend, work, implementation(name))), *inputs, bursts=bursts)
             for name, bursts in ((scale.kernel, 5), ("xla", 3))
         )
+        other = by_flashinfer(work, inputs)
         shares = work.bytes / took / copy, work.operations / took / product
         guess = attention_seconds(device, work.bytes, work.operations) if device else None
         report(
-            f"{work.name:32} {took * 1e3:9.3f} {guess * 1e3 if guess else math.nan:9.3f} "
-            f"{shares[0]:7.1%} {shares[1]:7.1%} {plain * 1e3:9.3f}  {work.goal}",
-            **{work.name: {"seconds": took, "guess": guess, "xla": plain, "copy": shares[0], "product": shares[1]}},
-        )
+            f"{work.name:32} {took * 1e3:9.3f} {shown(guess)} {shares[0]:7.1%} {shares[1]:7.1%} "
+            f"{shown(plain)} {shown(other)}  {work.goal}",
+            **{
+                work.name: {"seconds": took, "guess": guess, "xla": plain, "flashinfer": other, "copy": shares[0],
+                            "product": shares[1]}
+            },
+        )  # fmt: skip
+
+
+def shown(found: float | None) -> str:
+    """Milliseconds, in a column of nine."""
+    return f"{'-':>9}" if found is None else f"{found * 1e3:9.3f}"
+
+
+def by_flashinfer(work: Trial, inputs: tuple) -> float | None:
+    """Seconds of FlashInfer's kernel; None where there is none."""
+    q, pages, _, sinks = inputs
+    if library.missing() is not None or not mosaic_gpu.is_gpu():
+        return None
+    try:
+        flashinfer_gpu.require(q, pages, soft_cap=work.soft_cap, sinks_N=sinks, value_dim=work.values)
+        return seconds(jax.jit(partial(attend, work, flashinfer_gpu.attend)), *inputs)
+    except NotImplementedError as reason:
+        print(f"FlashInfer: {work.name}: {reason}")
+        return None

@@ -35,7 +35,7 @@ class CheckPart:
 
     def attention(self, found: dict[str, Any]) -> dict[str, str]:
         """The attention that it uses: its own choice, or the kernel unless that has failed already."""
-        if self.function != "run":
+        if self.function not in ("run", "experts"):
             return {}
         works = all(sound(found[name]) for name in ("right", "step_kernel") if name in found)
         return {"attention": self.options.get("attention") or ("kernel" if works else "xla")}
@@ -46,6 +46,7 @@ PARTS = (
     CheckPart("fast", "the attention kernel's time", ".attention", "fast", 45),
     CheckPart("step_kernel", "the decode step with the kernel", ".step", "run", 75, {"attention": "kernel"}),
     CheckPart("serving", "streams, and the host between steps", ".serving", "run", 75),
+    CheckPart("step_experts", "the decode step of a mixture of experts", ".step", "experts", 100),
     CheckPart("chosen", "what an engine chooses by itself", ".attention", "chosen", 100),
     CheckPart("pieces", "what else a step is made of", ".pieces", "measure", 75),
     CheckPart("step_xla", "the decode step with XLA's attention", ".step", "run", 75, {"attention": "xla"}),
@@ -145,7 +146,7 @@ def machine(report, scale, seed: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Check and time Quire on this machine's NVIDIA GPU.")
     parser.add_argument("--out", type=Path, help="a folder for gpu_check.json")
-    parser.add_argument("--minutes", type=float, default=8.0, help="how long it may take (8)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long it may take (10)")
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="these parts")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000, help="of the random inputs")
     for name in ("--part", "--attention"):  # how it calls itself

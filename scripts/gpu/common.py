@@ -13,9 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...model.config import ModelConfig
-from ...model.families import llama
-from ...model.planning.cost import kv_read_bytes, read_weight_bytes
+from ...model.checkpoint.loader import family_of
 from ...model.weights import abstract
 from ...ops import attention
 from ...serving.device.batch import Size
@@ -45,17 +43,19 @@ class CheckSizes:
     longest: int  # attention works on longer sequences are left out
     copied: int  # bytes
     multiplied: int  # the side of a matrix
-    mixtures: tuple[dict[str, Any], ...]  # whose experts are timed
+    experts: dict[str, Any]  # a mixture whose step is timed
+    mixtures: tuple[dict[str, Any], ...]  # whose experts are timed by themselves
 
 
 FULL = CheckSizes(LLAMA_8B, "mosaic_gpu", 1024, (1, 64), 32, 64, 128, 512, 256, 2048, 1 << 20, 2 << 30, 8192,
-             (QWEN3_30B | ONE_LAYER, GPT_OSS_20B | ONE_LAYER))  # fmt: skip
+             QWEN3_30B, (QWEN3_30B | ONE_LAYER, GPT_OSS_20B | ONE_LAYER))  # fmt: skip
 SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 256}  # fmt: skip
 FEW_EXPERTS = {"num_experts": 6, "moe_intermediate_size": 32}, {"num_local_experts": 6}
 FEW = SMALL | {"num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16, "num_hidden_layers": 1}
+FEW_MIXTURES = tuple(hf | FEW | few for hf, few in zip(FULL.mixtures, FEW_EXPERTS, strict=True))
 TINY = CheckSizes(LLAMA_8B | SMALL, "xla", 40, (1, 6), 8, 6, 9, 20, 12, 32, 300, 1 << 22, 64,
-             tuple(hf | FEW | few for hf, few in zip(FULL.mixtures, FEW_EXPERTS, strict=True)))  # fmt: skip
+             FEW_MIXTURES[0], FEW_MIXTURES)  # fmt: skip
 
 
 class PartReport:
@@ -140,7 +140,7 @@ def make_runner(
     scale: CheckSizes, max_len: int, wanted: Callable[[Iterable[Size]], Iterable[Size]], name: str, seed: int
 ) -> Runner:
     """A runner of random weights with room for all streams at full length; only the sizes wanted are compiled."""
-    config = llama.config(scale.hf, max_len)
+    config = family_of(scale.hf).config(scale.hf, max_len)
     weights = random_arrays(abstract(config), seed, on_device=True)
     most = max(scale.streams, *scale.batches)
     limits = Limits(most, max(scale.rows, most + 1), max(most, 16))
@@ -150,11 +150,6 @@ def make_runner(
     with attention_by(name):
         runner.warm_up()
     return runner
-
-
-def read_bytes(config: ModelConfig, weights, batch: int, length: int) -> int:
-    """What a decode step must read: all weights, of the embedding only rows, and the KV caches."""
-    return read_weight_bytes(config, weights) + batch * kv_read_bytes(config, length)
 
 
 @partial(jax.jit, static_argnames=("like", "scale"))

@@ -1,6 +1,7 @@
 """The whole decode step of a model with random weights: its time against its bytes, and the tokens it samples."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,9 +12,9 @@ from ...serving.device.batch import Size, choose
 from ...serving.engine.runner import Runner
 from ...serving.engine.scheduler import ScheduledSequence, StepPlan
 from ...serving.request.sequence import Sequence
-from .common import PAGE, CheckSizes, PartReport, copy_rate, make_runner, noise, read_bytes, timed
+from .common import PAGE, CheckSizes, PartReport, copy_rate, make_runner, noise, timed
+from .step_time import GOALS, least
 
-GOALS = {1: "85 % of copy", 64: "75 % of copy"}
 LARGEST_DIFFERENCE = 0.15  # of hidden states, once through all layers in bfloat16; those of another context differ by 1
 
 
@@ -35,6 +36,11 @@ def run(report: PartReport, scale: CheckSizes, seed: int, attention: str, batche
     report(f"weights made and steps compiled in {took:.0f} s", ready=took)
     for batch in batches:
         measure(report, scale, runner, batch, seed, copy)
+
+
+def experts(report: PartReport, scale: CheckSizes, seed: int, attention: str) -> None:
+    """The same of a mixture of experts, with the most sequences."""
+    run(report, replace(scale, hf=scale.experts), seed, attention, scale.batches[-1:])
 
 
 def measure(report: PartReport, scale: CheckSizes, runner: Runner, batch: int, seed: int, copy: float) -> None:
@@ -64,22 +70,22 @@ def measure(report: PartReport, scale: CheckSizes, runner: Runner, batch: int, s
     if not (drawn >= 0).all() or not np.isfinite(first).all():
         report.wrong(f"batch {batch}: a row is not a number")
     (seconds, launch), (slow, slow_launch) = median(False), median(True)
-    moved = read_bytes(runner.config, runner.weights, batch, scale.context + len(sent) // 2)
-    share = moved / seconds / copy
+    moved, _ = least(runner.config, batch, batch, scale.context + len(sent) // 2)
+    share, goal = moved / seconds / copy, GOALS.get((scale.hf["model_type"], batch))
     report(
-        f"batch {batch:3}: {seconds * 1e3:8.3f} ms a step, {share:6.1%} of copy; to reach {GOALS.get(batch, '-')}\n"
+        f"batch {batch:3}: {seconds * 1e3:8.3f} ms a step, {share:6.1%} of the roof; to reach {goal or '-'}\n"
         # To launch one takes as long as a step where the step waits for the host.
         f"           launched in {launch * 1e3:.3f} ms; with sampling's branches {slow * 1e3:.3f} ms a step, "
         f"launched in {slow_launch * 1e3:.3f}",
         **{f"batch {batch}": {"seconds": seconds, "launch": launch, "bytes": moved, "share": share}},
         **{f"batch {batch} with branches": {"seconds": slow, "launch": slow_launch}},
     )
-    compare(report, batch, drawn, first)
+    compare(report, f"{scale.hf['model_type']}, batch {batch}", drawn, first)
 
 
-def compare(report: PartReport, batch: int, drawn: np.ndarray, hidden: np.ndarray) -> None:
-    """Save the results of the first step; compare those of later ones with them."""
-    kept = report.file.with_name(f"batch_{batch}.npz")
+def compare(report: PartReport, name: str, drawn: np.ndarray, hidden: np.ndarray) -> None:
+    """Save the results of the first step of a name; compare those of later ones with them."""
+    kept = report.file.with_name(f"{name}.npz")
     if not kept.exists():
         np.savez(kept, drawn=drawn, hidden=hidden)
         return
@@ -87,11 +93,11 @@ def compare(report: PartReport, batch: int, drawn: np.ndarray, hidden: np.ndarra
         error = float(np.linalg.norm(hidden - other["hidden"]) / np.linalg.norm(other["hidden"]))
         same = [float((drawn[:n] == other["drawn"][:n]).mean()) for n in (1, len(drawn))]
     if not error < LARGEST_DIFFERENCE:
-        report.wrong(f"batch {batch}: hidden states differ by {error:.2f} from those of the other step")
+        report.wrong(f"{name}: hidden states differ by {error:.2f} from those of the other step")
     report(
         f"           against the step before: hidden states differ by {error:.1e}, {same[0]:.0%} of the first tokens "
         f"and {same[1]:.0%} of {len(drawn)} are the same",
-        **{f"batch {batch} compared": {"hidden": error, "first_tokens": same[0], "tokens": same[1]}},
+        **{f"{name}, compared": {"hidden": error, "first_tokens": same[0], "tokens": same[1]}},
     )
 
 

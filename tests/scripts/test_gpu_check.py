@@ -25,7 +25,8 @@ from quire.scripts.gpu import serving as gpu_serving
 from quire.scripts.gpu import step as gpu_step
 from quire.scripts.gpu.attention import RIGHT, TimedTrial
 from quire.scripts.gpu.check import PARTS, CheckPart, check
-from quire.scripts.gpu.common import FULL, PAGE, TINY, PartReport, attention_by, read_bytes
+from quire.scripts.gpu.common import FULL, PAGE, TINY, PartReport, attention_by
+from quire.scripts.gpu.step_time import GOALS, least
 from quire.serving.device.pipeline import Pipeline
 from quire.serving.device.step import step
 from quire.serving.engine.batch_builder import BatchBuilder
@@ -58,7 +59,11 @@ def test_what_it_counts():
     a_token = 32 * 2 * 8 * 128 * 2
     assert kv_read_bytes(config, 1) == a_token
     words = 128256 * 4096 * 2
-    assert read_bytes(config, weights, 64, 1000) == nbytes(weights) - words + 64 * 1000 * a_token
+    read, _ = least(config, 64, 64, 1000)
+    assert read == pytest.approx(nbytes(weights) - words + 64 * 1000 * a_token)
+    mixture, layers = family_of(FULL.experts).config(FULL.experts, 1056), FULL.experts["num_hidden_layers"]
+    (few, _), (many, _) = least(mixture, 1, 1, 1), least(mixture, 10_000, 1, 1)
+    assert many - few == pytest.approx(layers * 120 * 3 * 2048 * 768 * 2), "8 of 128 experts in each layer"
 
 
 def test_random_arrays_made_in_place():
@@ -127,12 +132,20 @@ def test_the_step_part(tmp_path):
         assert not {"wrong", "failed"} & set(found[role]) and found[role]["copy"] > 0
         for batch in TINY.batches:
             assert found[role][f"batch {batch}"]["share"] > 0
-    assert "batch 1 compared" not in found["kernel"]
-    assert found["xla"]["batch 6 compared"] == {"hidden": 0, "first_tokens": 1, "tokens": 1}
+    assert "llama, batch 1, compared" not in found["kernel"]
+    assert found["xla"]["llama, batch 6, compared"] == {"hidden": 0, "first_tokens": 1, "tokens": 1}
     report = PartReport(tmp_path / "other.json")
-    with np.load(tmp_path / "batch_6.npz") as kept:
-        gpu_step.compare(report, 6, kept["drawn"], kept["hidden"][::-1])
-    assert "batch 6: hidden states differ by" in report.found["wrong"][0]
+    with np.load(tmp_path / "llama, batch 6.npz") as kept:
+        gpu_step.compare(report, "llama, batch 6", kept["drawn"], kept["hidden"][::-1])
+    assert "llama, batch 6: hidden states differ by" in report.found["wrong"][0]
+
+
+@pytest.mark.slow
+def test_the_step_of_a_mixture(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(GOALS, ("qwen3_moe", 6), GOALS["qwen3_moe", 64])
+    gpu_step.experts(report := PartReport(tmp_path / "experts.json"), TINY, 3, "xla")
+    assert report.found["batch 6"]["share"] > 0 and "batch 1" not in report.found
+    assert "to reach 75% of the roof (an H200 by the model: 17.86 ms, 87%)" in capsys.readouterr().out
 
 
 @pytest.mark.nightly
@@ -230,6 +243,21 @@ def test_attention_by_itself(tmp_path, monkeypatch):
     assert report.found["wrong"] == [f"{name}: wrong {broken.wrong}" for name in short]
 
 
+@pytest.mark.slow
+def test_the_time_of_attention(tmp_path, monkeypatch, capsys):
+    """FlashInfer is timed beside it where it has a kernel, and left out elsewhere."""
+    short = [TimedTrial("decode, 2 of 64", 2, 64), TimedTrial("latent", 2, 64, kv_heads=1, width=96, values=64)]
+    monkeypatch.setattr(gpu_attention, "FAST", short)
+    gpu_attention.fast(report := PartReport(tmp_path / "fast.json"), TINY, 3)
+    assert [report.found[work.name]["flashinfer"] for work in short] == [None, None]
+    monkeypatch.setattr(gpu_attention.library, "missing", lambda: None)
+    monkeypatch.setattr(mosaic_gpu, "is_gpu", lambda: True)
+    monkeypatch.setattr(gpu_attention.flashinfer_gpu, "attend", xla.paged_attention)
+    gpu_attention.fast(report := PartReport(tmp_path / "both.json"), TINY, 3)
+    assert report.found["decode, 2 of 64"]["flashinfer"] > 0 and report.found["latent"]["flashinfer"] is None
+    assert "FlashInfer: latent: keys and values must lie in arrays of their own" in capsys.readouterr().out
+
+
 class Clock:
     def __init__(self):
         self.now = 50.0
@@ -251,13 +279,15 @@ def test_parts_run_as_long_as_there_is_time(capsys):
     def save(found):
         saved.append(json.loads(json.dumps(found)))
 
-    found = check(PARTS, 360, launch, save, clock)
-    assert [name for name, *_ in asked] == ["right", "fast", "step_kernel", "serving", "chosen", "pieces"]
+    found = check(PARTS, 370, launch, save, clock)
+    named = ["right", "fast", "step_kernel", "serving", "step_experts", "chosen", "pieces"]
+    assert [name for name, *_ in asked] == named
     assert asked[0] == ("right", None, 2.5 * 45)
     assert asked[2] == ("step_kernel", "kernel", 2.5 * 75)
-    assert asked[3] == ("serving", "xla", 360 - 190)  # as the kernel has just failed
-    assert asked[4] == ("chosen", None, 360 - 230)
-    assert asked[5] == ("pieces", None, 360 - 240)
+    assert asked[3] == ("serving", "xla", 370 - 190)  # as the kernel has just failed
+    assert asked[4] == ("step_experts", "xla", 370 - 230)
+    assert asked[5] == ("chosen", None, 370 - 240)
+    assert asked[6] == ("pieces", None, 370 - 250)
     assert list(found) == [part.name for part in PARTS]
     assert found["transformers"] == {"skipped": "40 s are left and it takes about 75"}
     assert found["right"] == {"error": 1e-4, "took": 30}

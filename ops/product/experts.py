@@ -14,17 +14,18 @@ from .shape import Operands, ProductShape
 
 def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert, interpret: Any = None):
     """See `quire.ops.moe.mix_experts`."""
-    processors = prepare.processors(interpret)
+    machine = prepare.machine(interpret)
     if not isinstance(expert, Experts):
         raise NotImplementedError("experts must be two products, and not a function")
     up, down = prepare.matrix(expert.up_EDGF), prepare.matrix(expert.down_EFD)
     (E, _, parts, F), D = up.array.shape, x_TD.shape[1]
     if parts != 2:
         raise NotImplementedError("experts must have a gate")
-    prepare.require(x_TD, up, D, F, None if expert.clamp is not None else expert.activation)
-    prepare.require(x_TD, down, F, D)
+    activation = None if expert.clamp is not None else expert.activation
+    prepare.require(machine, x_TD, up, D, F, activation, grouped=True)
+    prepare.require(machine, x_TD, down, F, D, grouped=True)
     T, X = experts_TX.shape
-    rows = prepare.block_rows(-(-T * X // num_experts))
+    rows = machine.block_rows(-(-T * X // num_experts), up.codes or down.codes)
     blocks = align(experts_TX, weights_TX, num_experts, rows)
     token_P, held_P1 = jnp.minimum(blocks.pair_P // X, T - 1), (blocks.pair_P < T * X)[:, None]
     x_PD = jnp.where(held_P1, x_TD[token_P], 0)
@@ -36,7 +37,8 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert, interpre
         bias = None if bias is None else bias.astype(jnp.float32).reshape(E, parts, outputs)
         shape = ProductShape(
             blocks=most_blocks(T * X, num_experts, rows), rows=rows, experts=E, inputs=inputs, outputs=outputs,
-            parts=parts, processors=processors, out_dtype=dtype, bias=bias is not None, weighed=scale_P is not None,
+            parts=parts, processors=machine.processors, kernel=machine.kernel, out_dtype=dtype, bias=bias is not None,
+            weighed=scale_P is not None,
             **matrix.options, **more,
         )  # fmt: skip
         stack = stack.reshape(E, -1, parts, outputs)

@@ -17,6 +17,6 @@ def require_trial(shape: ProductShape) -> None:
         "grouped": shape.experts > 1, "parts": shape.parts, "turned": shape.turned, "activation": shape.activation,
         "clamp": shape.clamp, "alpha": shape.alpha, "bias": shape.bias, "weighed": shape.weighed,
         "out_dtype": shape.out_dtype, "codes": shape.codes, "group": shape.group, "zeros": shape.zeros,
-        "rounded": shape.rounded, "summands": shape.summands,
+        "rounded": shape.rounded, "summands": shape.summands, "kernel": shape.kernel,
     }  # fmt: skip
     require_pass(KERNEL, kind)

@@ -90,7 +90,7 @@ class Multiplied(Weight):
 
 def weight_of(w, interpret: Any = None) -> Weight:
     """The weight for products by the kernel."""
-    prepare.processors(interpret)
+    prepare.machine(interpret)
     return Multiplied(w, interpret)
 
 

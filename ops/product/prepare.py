@@ -17,29 +17,51 @@ from ..quant.stack import Stack
 from ..rounding import round_rows
 from ..weight import RoundedRows, plain
 from .gate import require_trial
-from .shape import FEATURES, FOUR_BITS, Operands, ProductShape
+from .shape import FEATURES, FOUR_BITS, Operands, ProductShape, block_sizes
 
-BLOCKS = 16, 32, 64, 128  # rows of a block
+OLDEST = 8  # compute capability
 SUMMANDS = 3  # of bfloat16, with eight bits each, that a float32 is cut into
 ACTIVATIONS = "silu", "gelu_tanh", "relu"
 
 
-def block_rows(rows: int) -> int:
-    """The smallest block that holds these rows, or the largest. An output's bits are the same in all."""
-    return next((size for size in BLOCKS if rows <= size), BLOCKS[-1])
+class Machine(NamedTuple):
+    """What computes the products here."""
+
+    kernel: str  # as in `ProductShape`, and so is `processors`
+    processors: int
+
+    def block_rows(self, rows: int, codes: str | None) -> int:
+        """The smallest block that holds these rows, or the largest. An output's bits are the same in all."""
+        sizes = block_sizes(self.kernel, codes)
+        return next((size for size in sizes if rows <= size), sizes[-1])
 
 
-def processors(interpret: Any) -> int:
+def machine(interpret: Any) -> Machine:
+    """Hopper's own kernel, or for the other generations Triton's. `interpret`: parameters of Mosaic GPU's interpreter,
+    or True for Pallas' own, which has Triton's kernel."""
     if interpret is not None:
-        return 3
-    if declined := mosaic_gpu.card_declines():
-        raise NotImplementedError(declined)
-    return mosaic_gpu.num_processors()
+        return Machine("triton" if interpret is True else "mosaic", 3)
+    if mosaic_gpu.has_gpu():
+        return Machine("mosaic", mosaic_gpu.num_processors())
+    if not mosaic_gpu.is_gpu():
+        raise NotImplementedError("there is no NVIDIA GPU")
+    major = (capability := mosaic_gpu.capability()).partition(".")[0]
+    if not major.isdecimal() or int(major) < OLDEST:
+        raise NotImplementedError(f"the GPU must be of compute capability {OLDEST} (Ampere) or later, not {capability}")
+    return Machine("triton", mosaic_gpu.num_processors())
 
 
-def require(x, matrix: "Matrix", inputs: int, outputs: int, activation: str | None = None) -> None:
+def require(
+    machine: Machine, x, matrix: "Matrix", inputs: int, outputs: int, activation: str | None = None,
+    turned: bool = False, grouped: bool = False,
+) -> None:  # fmt: skip
     """Declines what the kernel cannot serve, with all that stands against it."""
     reasons = []
+    if machine.kernel == "triton":
+        if turned or matrix.summands > 1 or not (grouped or matrix.codes):
+            reasons.append("on this card the kernel is for experts and for codes: other products XLA does as well")
+        if matrix.group and matrix.group not in (32, 64, BLOCK):
+            reasons.append(f"groups must be of 32, 64 or {BLOCK} inputs, not {matrix.group}")
     if x.dtype != jnp.bfloat16:
         reasons.append(f"rows must be bfloat16, not {x.dtype}")
     if matrix.codes is None and matrix.array.dtype != jnp.bfloat16:
@@ -60,9 +82,14 @@ def run(shape: ProductShape, operands: Operands, interpret: Any):
     """The product, where the kernel has passed its trial for such products."""
     if interpret is None:
         require_trial(shape)
-    from .kernel import multiply  # only now: it imports a compiler
+    return multiply(shape, operands, interpret)
 
-    return multiply(shape, operands, interpret=interpret)
+
+def multiply(shape: ProductShape, operands: Operands, interpret: Any):
+    """By the kernel of the shape, which is imported only now: it imports a compiler."""
+    from . import kernel, triton_kernel
+
+    return (triton_kernel if shape.kernel == "triton" else kernel).multiply(shape, operands, interpret=interpret)
 
 
 class Matrix(NamedTuple):
@@ -149,13 +176,14 @@ def dense(
     weight, (rows, inputs) = matrix.array, plain(x_RK).shape
     stored = four_bits.count(inputs) if matrix.codes in FOUR_BITS else inputs * matrix.summands
     outputs = math.prod(weight.shape) // stored // parts
-    require(plain(x_RK), matrix, inputs, outputs, activation)
-    size = block_rows(rows)
+    here = machine(interpret)
+    require(here, plain(x_RK), matrix, inputs, outputs, activation, turned)
+    size = here.block_rows(rows, matrix.codes)
     blocks = -(-rows // size)
     shape = ProductShape(
         blocks=blocks, rows=size, experts=1, inputs=inputs, outputs=outputs, parts=parts,
-        processors=processors(interpret), out_dtype=jnp.dtype(dtype).name, activation=activation,
-        bias=bias is not None, turned=turned, **matrix.options,
+        processors=here.processors, out_dtype=jnp.dtype(dtype).name, activation=activation,
+        bias=bias is not None, turned=turned, kernel=here.kernel, **matrix.options,
     )  # fmt: skip
     missing = blocks * size - rows
     x_PK = jax.tree.map(lambda x: jnp.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))), x_RK)
@@ -171,12 +199,14 @@ def dense(
 def each(x_TNK, matrix: Matrix, *, dtype, interpret: Any = None):
     """[T, N, outputs] of rows with N heads and the weight of each, [N, outputs, K]."""
     (T, N, inputs), outputs = x_TNK.shape, matrix.array.shape[1]
-    require(x_TNK, matrix, inputs, outputs)
-    size = block_rows(T)
+    here = machine(interpret)
+    require(here, x_TNK, matrix, inputs, outputs, turned=True, grouped=True)
+    size = here.block_rows(T, matrix.codes)
     blocks = -(-T // size)
     shape = ProductShape(
         blocks=N * blocks, rows=size, experts=N, inputs=inputs, outputs=outputs, parts=1,
-        processors=processors(interpret), out_dtype=jnp.dtype(dtype).name, turned=True, **matrix.options,
+        processors=here.processors, out_dtype=jnp.dtype(dtype).name, turned=True, kernel=here.kernel,
+        **matrix.options,
     )  # fmt: skip
     x_NPK = jnp.pad(jnp.swapaxes(x_TNK, 0, 1), ((0, 0), (0, blocks * size - T), (0, 0)))
     heads, count = jnp.repeat(jnp.arange(N, dtype=jnp.int32), blocks), jnp.full(1, N * blocks, jnp.int32)

@@ -10,8 +10,14 @@ from ..quant.four_bits import BLOCK
 FEATURES = 64  # outputs that a warpgroup computes at once: the rows of the hardware's tiles
 MEMORY = (227 - 6) << 10  # bytes of shared memory for blocks; the rest is for barriers and gaps
 FOUR_BITS = "int4", "float4"
+BLOCKS = 16, 32, 64, 128  # rows of a block
 DECODED = 2  # steps whose codes are numbers at once: one is multiplied while the next is decoded
 DEEPEST = 12  # blocks that are on their way at once, at most
+
+
+def block_sizes(kernel: str, codes: str | None) -> tuple[int, ...]:
+    """Rows that a block can have. Blackwell's memory for tensors holds no more codes of four bits as numbers."""
+    return BLOCKS[:-1] if kernel == "triton" and codes in FOUR_BITS else BLOCKS
 
 
 class ProductShape(NamedTuple):
@@ -36,6 +42,7 @@ class ProductShape(NamedTuple):
     zeros: bool = False  # and a code that stands for zero
     rounded: bool = False  # rows are codes too, with a scale each
     summands: int = 1  # a weight is the sum of so many, of which each has all inputs, one after the other
+    kernel: str = "mosaic"  # or "triton"
 
     @property
     def packed(self) -> bool:

@@ -11,8 +11,8 @@ import numpy as np
 from ..attention import mosaic_gpu
 from ..kernel_trial import Case, InLayers
 from ..quant import four_bits
-from .prepare import BLOCKS, summands
-from .shape import FEATURES, FOUR_BITS, Operands, ProductShape
+from .prepare import multiply, summands
+from .shape import BLOCKS, FEATURES, FOUR_BITS, Operands, ProductShape, block_sizes
 
 LARGEST_ERROR = 6e-3  # allowed in bfloat16, against float64
 LARGEST_ERROR_EXACT = 5e-5  # of a float32 weight in summands: TF32 would be off by 3e-4
@@ -36,6 +36,10 @@ class ProductCase:
     allowed: float = LARGEST_ERROR
     interpret: Any = None
     name: str = "blocks of every size"
+
+    @property
+    def sizes(self) -> list[int]:
+        return [rows for rows in BLOCKS if rows in block_sizes(self.kind["kernel"], self.kind["codes"])]
 
     def build(self, seed: int):
         kind, rng, experts = self.kind, np.random.default_rng(seed), self.experts if self.kind["grouped"] else 1
@@ -74,7 +78,7 @@ class ProductCase:
         scale = array(pairs, dtype=jnp.float32) if kind["weighed"] else None
         whose = np.sort(np.r_[np.arange(experts), rng.integers(0, experts, pairs // BLOCKS[-1] - experts)])
         given = []
-        for rows in BLOCKS:
+        for rows in self.sizes:
             spare = 3 * rows  # of blocks that there are not
             given.append(
                 Operands(
@@ -93,13 +97,13 @@ class ProductCase:
         """NaN where a size has other bits."""
         processors = 3 if self.interpret is not None else mosaic_gpu.num_processors()
         outs = []
-        for rows, operands in zip(BLOCKS, given, strict=True):
+        for rows, operands in zip(self.sizes, given, strict=True):
             there = len(operands.x) - 3 * rows
             shape = ProductShape(
                 blocks=there // rows + 3, rows=rows, experts=len(operands.weight), inputs=self.inputs,
                 outputs=self.outputs, processors=processors, **{k: v for k, v in self.kind.items() if k != "grouped"},
             )  # fmt: skip
-            outs.append(product(shape, operands, self.interpret)[:there])
+            outs.append(multiply(shape, operands, self.interpret)[:there])
         same = jnp.all(jnp.stack([out == outs[0] for out in outs]), 0)
         return jnp.where(same, outs[0], jnp.nan), held
 
@@ -112,12 +116,6 @@ def cases(kind: dict) -> list[Case]:
         return [exact, InLayers(exact)]
     half = [ProductCase(kind, 2048 + FEATURES, name="half a step")] * bool(halves)
     return [ProductCase(kind), *half, InLayers(ProductCase(kind))]
-
-
-def product(shape: ProductShape, operands: Operands, interpret: Any):
-    from .kernel import multiply
-
-    return multiply(shape, operands, interpret=interpret)
 
 
 def decoded(codes: str, code, scale, zero=None) -> np.ndarray:

@@ -114,8 +114,8 @@ def described(name: str, count: int = 1) -> Iterator[Sequence[Any]]:
     with ExitStack() as changed:
         for target, attribute, value in (
             (jax, "default_backend", lambda: "gpu"),
-            (jax, "devices", lambda *asked: devices),
-            (jax, "local_devices", lambda *asked: devices),
+            (jax, "devices", lambda *asked, **named: devices),
+            (jax, "local_devices", lambda *asked, **named: devices),
             (graphs, "driver_version", lambda: 1000 * DRIVER[0] + 10 * DRIVER[1]),
             # Nothing is run here, so that a call of FlashInfer's kernel needs no FlashInfer.
             (library, "PACKAGES", ("jax-tvm-ffi",)),

@@ -79,7 +79,7 @@ HEADS = {"queries": 32, "keys": 8, "width": 128, "pairs": 64, "norm": True, "pag
 EXPERTS = {
     "grouped": True, "parts": 2, "turned": False, "activation": "silu", "clamp": None, "alpha": 1.0, "bias": False,
     "weighed": False, "out_dtype": "bfloat16", "codes": None, "group": 0, "zeros": False, "rounded": False,
-    "summands": 1,
+    "summands": 1, "kernel": "mosaic",
 }  # fmt: skip
 TRIALS = {
     "attention": (gated_mosaic_gpu, {"heads": 32, "kv_heads": 8, "width": 128, "page": 16, "dtype": "bfloat16"}),

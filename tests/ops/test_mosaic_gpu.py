@@ -82,7 +82,7 @@ def test_against_float64(name):
 
 @pytest.mark.parametrize(
     "more",
-    thinned([{"sinks": True}, {"S": 32, "codes": "int8"}, {"G": 8, "H": 320, "value_dim": 256}], []),
+    thinned([{"sinks": True}, {"S": 32, "codes": "int8"}, {"G": 8, "H": 320, "value_dim": 256}], [{"sinks": True}]),
     ids=str,
 )
 def test_the_same_bits_in_any_step(more):

@@ -40,6 +40,14 @@ def small(monkeypatch):
     jax.clear_caches()
 
 
+@pytest.fixture(params=["mosaic", "triton"])
+def by(request):
+    """Either kernel, in its interpreter; that of Mosaic GPU looks for races."""
+    mosaic = request.param == "mosaic"
+    yield INTERPRETED if mosaic else True
+    assert not (mosaic and gpu_callbacks.get_races().races_found)
+
+
 def draw(rng, *axes: int, scale: float = 1.0):
     return jnp.asarray(rng.standard_normal(axes, np.float32) * scale, jnp.bfloat16)
 
@@ -100,17 +108,16 @@ INT8S = {  # subscripts, axes of the weight, rows, whether the rows are rounded 
 
 @pytest.mark.parametrize("name", thinned(INT8S, ["weights", "rows too"]))
 @pytest.mark.slow
-def test_int8_against_float64(name):
+def test_int8_against_float64(by, name):
     subscripts, axes, rows, dynamic = INT8S[name]
     rng, into = np.random.default_rng(3), len(subscripts.partition(",")[0]) - 1
     x = draw(rng, rows, *axes[:into])
     weight = rounded(draw(rng, *axes, scale=0.1), dynamic, into)
     bias = jnp.asarray(rng.standard_normal(axes[into:]), jnp.float32)
-    found = linear.weight_of(weight, INTERPRETED).einsum(subscripts, x, bias, jnp.float32)
+    found = linear.weight_of(weight, by).einsum(subscripts, x, bias, jnp.float32)
     x_RK = exact_rows(x.reshape(rows, -1), dynamic).reshape(x.shape)
     wanted = np.einsum(subscripts, x_RK, exact(weight.codes) * exact(weight.scale)) + exact(bias)
     np.testing.assert_allclose(exact(found), wanted, rtol=1e-3, atol=2e-2 if dynamic else 1e-4)
-    assert not gpu_callbacks.get_races().races_found
 
 
 def in_four_bits(weight, group: int, into: int = 1, zero: bool = False) -> Int4:
@@ -154,13 +161,13 @@ def numbers_of(weight: Int8 | Fp8) -> np.ndarray:
 
 @pytest.mark.parametrize("name", thinned(INT8S, ["rows too"]))
 @pytest.mark.slow
-def test_fp8_against_float64(name):
+def test_fp8_against_float64(by, name):
     """Its sums, and those of XLA, of the codes that rows become."""
     subscripts, axes, rows, dynamic = INT8S[name]
     rng, into = np.random.default_rng(3), len(subscripts.partition(",")[0]) - 1
     x, weight = draw(rng, rows, *axes[:into]), in_float8(draw(rng, *axes, scale=0.1), dynamic, into)
     bias = jnp.asarray(rng.standard_normal(axes[into:]), jnp.float32)
-    found = linear.weight_of(weight, INTERPRETED).einsum(subscripts, x, bias, jnp.float32)
+    found = linear.weight_of(weight, by).einsum(subscripts, x, bias, jnp.float32)
     x_RK = exact(x.reshape(rows, -1))
     if dynamic:
         codes, scale = as_floats(x.reshape(rows, -1))
@@ -168,7 +175,6 @@ def test_fp8_against_float64(name):
     wanted = np.einsum(subscripts, x_RK.reshape(x.shape), numbers_of(weight)) + exact(bias)
     np.testing.assert_allclose(exact(found), wanted, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(weight.einsum(subscripts, x, bias, jnp.float32), wanted, rtol=1e-4, atol=1e-4)
-    assert not gpu_callbacks.get_races().races_found
 
 
 @pytest.mark.parametrize(("T", "N", "K", "out"), [(5, 3, 128, 64), (17, 2, 64, 192), (140, 2, 128, 64), (1, 1, 64, 64)])
@@ -232,10 +238,10 @@ def test_rows_that_come_in_codes(make):
             assert np.array_equal(found, wanted)
 
 
-def test_every_code_of_fp8_is_exact():
+def test_every_code_of_fp8_is_exact(by):
     bits = np.resize(np.delete(np.arange(256, dtype=np.uint8), [127, 255]), (64, 256))
     weight = Fp8(jnp.asarray(bits), jnp.ones(256), False, into=(64,), out=(256,), inputs=(0,))
-    found = linear.weight_of(weight, InterpretGPUParams()).einsum("TD,DA->TA", jnp.eye(64, dtype=jnp.bfloat16))
+    found = linear.weight_of(weight, by).einsum("TD,DA->TA", jnp.eye(64, dtype=jnp.bfloat16))
     assert np.array_equal(exact(found), exact(bits.view(ml_dtypes.float8_e4m3fn)))
 
 
@@ -250,16 +256,15 @@ INT4S = {  # subscripts, axes of the weight, rows, inputs that share a scale, wh
 
 
 @pytest.mark.parametrize("name", thinned(INT4S, ["half a step", "groups of 64", "groups of 128, zeros"]))
-def test_int4_against_float64(name):
+def test_int4_against_float64(by, name):
     subscripts, axes, rows, group, zero = INT4S[name]
     rng, into = np.random.default_rng(6), len(subscripts.partition(",")[0]) - 1
     x, weight = draw(rng, rows, *axes[:into]), in_four_bits(draw(rng, *axes, scale=0.1), group, into, zero)
     bias = jnp.asarray(rng.standard_normal(axes[into:]), jnp.float32)
-    found = linear.weight_of(weight, INTERPRETED).einsum(subscripts, x, bias, jnp.float32)
+    found = linear.weight_of(weight, by).einsum(subscripts, x, bias, jnp.float32)
     np.testing.assert_allclose(
         exact(found), np.einsum(subscripts, exact(x), unpacked(weight)) + exact(bias), rtol=1e-4, atol=1e-4
     )
-    assert not gpu_callbacks.get_races().races_found
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
@@ -341,16 +346,15 @@ MIXTURES = {
 
 @pytest.mark.parametrize("name", thinned(MIXTURES, ["biases and a clamp"]))
 @pytest.mark.slow
-def test_experts_against_float64(name):
+def test_experts_against_float64(by, name):
     T, kind, options = MIXTURES[name]
     rng = np.random.default_rng(T)
     if options.pop("bias", False):
         options |= {"up_bias_EGF": draw(rng, E, 2, F), "down_bias_ED": draw(rng, E, D)}
     mixture_, whose = mixture(rng, **options), chosen(rng, T, X, E, kind)
     x, weights = draw(rng, T, D), jnp.asarray(rng.random((T, X)), jnp.float32)
-    found = experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, mixture_, INTERPRETED)
+    found = experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, mixture_, by)
     np.testing.assert_allclose(exact(found), mixed_slowly(x, weights, whose, mixture_), rtol=2e-2, atol=3e-2)
-    assert not gpu_callbacks.get_races().races_found
 
 
 @pytest.mark.parametrize(
@@ -358,7 +362,7 @@ def test_experts_against_float64(name):
     nightly_from(2, [(False, rounded), (True, in_float8), (True, rounded), (False, in_float8)]),
 )
 @pytest.mark.slow
-def test_experts_in_eight_bits_against_float64(dynamic, make):
+def test_experts_in_eight_bits_against_float64(by, dynamic, make):
     rng = np.random.default_rng(4)
     dense, whose, x, weights = mixture(rng), chosen(rng, 9, X, E, "any"), draw(rng, 9, D), np.ones((9, X), np.float32)
     stacks = []
@@ -370,17 +374,16 @@ def test_experts_in_eight_bits_against_float64(dynamic, make):
     rows = exact(codes) * exact(scale) if dynamic else x
     wanted = mixed_slowly(rows, weights, whose, Experts(*numbers, "silu"))
     given = jnp.asarray(weights), jnp.asarray(whose, jnp.int32), E, Experts(*stacks, "silu")
-    found = exact(experts.mix_experts(x, *given, INTERPRETED))
+    found = exact(experts.mix_experts(x, *given, by))
     # Rows of a down product are rounded too, which the reference does not do.
     assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < (
         6e-3 if not dynamic else 2e-2 if make is rounded else 5e-2
     )
-    assert not gpu_callbacks.get_races().races_found
 
 
 @pytest.mark.parametrize("zero", thinned([False, True], [True]))
 @pytest.mark.slow
-def test_int4_experts_against_float64(zero):
+def test_int4_experts_against_float64(by, zero):
     rng, D = np.random.default_rng(7), 128
     dense = Experts(draw(rng, E, D, 2, F, scale=0.2), draw(rng, E, F, D, scale=0.2), "silu")
     whose, x, weights = chosen(rng, 9, X, E, "any"), draw(rng, 9, D), np.ones((9, X), np.float32)
@@ -390,9 +393,8 @@ def test_int4_experts_against_float64(zero):
         x, weights, whose, Experts(*(np.stack([unpacked(n) for n in each]) for each in nodes), "silu")
     )
     given = jnp.asarray(weights), jnp.asarray(whose, jnp.int32), E, Experts(*stacks, "silu")
-    found = exact(experts.mix_experts(x, *given, INTERPRETED))
+    found = exact(experts.mix_experts(x, *given, by))
     assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < 6e-3
-    assert not gpu_callbacks.get_races().races_found
 
 
 def in_mxfp4(rng, *axes: int) -> tuple[Mxfp4, np.ndarray]:
@@ -409,7 +411,7 @@ def in_mxfp4(rng, *axes: int) -> tuple[Mxfp4, np.ndarray]:
 
 @pytest.mark.parametrize(("T", "D", "F"), [(20, 128, 192), pytest.param(70, 192, 128, marks=pytest.mark.nightly)])
 @pytest.mark.slow
-def test_mxfp4_experts_against_float64(T, D, F):
+def test_mxfp4_experts_against_float64(by, T, D, F):
     """gpt-oss': biases, its clamped activation, and sizes that are no whole number of steps."""
     rng = np.random.default_rng(8)
     whose, x, weights = chosen(rng, T, X, E, "any"), draw(rng, T, D), jnp.asarray(rng.random((T, X)), jnp.float32)
@@ -418,29 +420,28 @@ def test_mxfp4_experts_against_float64(T, D, F):
     options |= {"clamp": 1.0, "alpha": 1.7}
     wanted = mixed_slowly(x, weights, whose, Experts(exact_up, exact_down, **options))
     given = weights, jnp.asarray(whose, jnp.int32), E, Experts(up, down, **options)
-    found = exact(experts.mix_experts(x, *given, INTERPRETED))
+    found = exact(experts.mix_experts(x, *given, by))
     assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < 6e-3
-    assert not gpu_callbacks.get_races().races_found
 
 
-def test_every_code_and_scale_of_mxfp4_is_decoded_as_by_xla():
+def test_every_code_and_scale_of_mxfp4_is_decoded_as_by_xla(by):
     """The products with the rows of an identity are the matrix itself."""
     codes, scales = np.arange(256, dtype=np.uint8), np.arange(2, 250, dtype=np.uint8)
     blocks = np.resize(codes, (1, 64, len(scales) + 8))
     each = np.resize(np.r_[scales, np.full(8, 127, np.uint8)], (1, 4, len(scales) + 8))
     node = Mxfp4(jnp.asarray(blocks), jnp.asarray(each))
     one = prepare.matrix(jax.tree.map(lambda leaf: leaf[0], node))
-    found = prepare.dense(jnp.eye(128, dtype=jnp.bfloat16), one, dtype=jnp.bfloat16, interpret=InterpretGPUParams())
+    found = prepare.dense(jnp.eye(128, dtype=jnp.bfloat16), one, dtype=jnp.bfloat16, interpret=by)
     assert np.array_equal(exact(found), exact(node[0]))
 
 
-def test_an_expert_that_nobody_chose_is_never_read():
+def test_an_expert_that_nobody_chose_is_never_read(by):
     rng = np.random.default_rng(0)
     whole, whose = mixture(rng), chosen(rng, 9, X, E, "few")
     x, weights = draw(rng, 9, D), jnp.ones((9, X), jnp.float32)
     spoilt = mixture(rng)
     spoilt = Experts(whole.up_EDGF.at[1::2].set(jnp.nan), whole.down_EFD.at[1::2].set(jnp.nan), spoilt.activation)
-    found = experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, spoilt, INTERPRETED)
+    found = experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, spoilt, by)
     assert np.isfinite(exact(found)).all()
 
 
@@ -479,7 +480,7 @@ def test_an_expert_that_was_chosen_is_copied_once(monkeypatch):
 COMPANY = (7,), (17, 3, 5, 4), tuple(range(5, 47)), tuple(range(99, 1, -1))
 
 
-@pytest.mark.parametrize("rows", thinned(COMPANY, []), ids=len)
+@pytest.mark.parametrize("rows", thinned(COMPANY, [(17, 3, 5, 4)]), ids=len)
 def test_the_same_bits_in_any_company(rows):
     """Of a row's dense product and of its experts, among twenty others and among these, in blocks of any size."""
     rng = np.random.default_rng(5)
@@ -514,20 +515,19 @@ def test_the_same_bits_in_any_company(rows):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(cases(8, 4)))
-def test_random_experts(seed):
+def test_random_experts(by, seed):
     rng = np.random.default_rng(seed)
     T, kind = int(rng.integers(1, 131)), ["any", "one", "few"][seed % 3]
     whole, whose = mixture(rng, activation=prepare.ACTIVATIONS[seed % 3]), chosen(rng, T, X, E, kind)
     x, weights = draw(rng, T, D), jnp.asarray(rng.random((T, X)), jnp.float32)
-    found = experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, whole, INTERPRETED)
+    found = experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, whole, by)
     np.testing.assert_allclose(exact(found), mixed_slowly(x, weights, whose, whole), rtol=2e-2, atol=6e-2)
-    assert not gpu_callbacks.get_races().races_found
 
 
 KIND = {
     "grouped": False, "parts": 1, "turned": False, "activation": None, "clamp": None, "alpha": 1.0, "bias": True,
     "weighed": False, "out_dtype": "bfloat16", "codes": None, "group": 0, "zeros": False, "rounded": False,
-    "summands": 1,
+    "summands": 1, "kernel": "mosaic",
 }  # fmt: skip
 GPT_OSS = {
     "grouped": True, "parts": 2, "activation": "silu", "clamp": 7.0, "alpha": 1.702, "codes": "float4", "group": 32,
@@ -545,23 +545,30 @@ KINDS = {
     "a matrix for each head": KIND | {"grouped": True, "turned": True, "bias": False},
     "a router": KIND | {"out_dtype": "float32", "summands": 3, "bias": False},
 }
+BY_TRITON = {
+    f"{name}, by Triton": kind | {"kernel": "triton"}
+    for name, kind in KINDS.items()
+    if kind["grouped"] or kind["codes"]
+    if not kind["turned"]
+}
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
-@pytest.mark.parametrize("name", thinned(KINDS, ["a head"]))
+@pytest.mark.parametrize("name", thinned(KINDS | BY_TRITON, ["a head", *BY_TRITON]))
 def test_a_trial(name, spoilt, monkeypatch):
     """What it finds on a card, at small sizes in the interpreter: it tells a kernel that is right from another."""
-    real, last = trial.product, []
+    real, last, kind = trial.multiply, [], (KINDS | BY_TRITON)[name]
 
     def kernel(*given):
         out = real(*given)
         last.append(out.at[5].multiply(1.02) if spoilt else out)
         return last[-1]
 
-    monkeypatch.setattr(trial, "product", kernel)
+    monkeypatch.setattr(trial, "multiply", kernel)
     monkeypatch.setattr(trial, "BLOCKS", (16, 32))
-    (allowed,) = {case.allowed for case in trial.cases(KINDS[name])}
-    case = trial.ProductCase(KINDS[name], 256, 64, 2, allowed, interpret=InterpretGPUParams())
+    (allowed,) = {case.allowed for case in trial.cases(kind)}
+    interpret = True if name in BY_TRITON else InterpretGPUParams()
+    case = trial.ProductCase(kind, 256, 64, 2, allowed, interpret=interpret)
     assert (kernel_trial.measure(case, 0, repeats=2).wrong is None) == (not spoilt)
 
 
@@ -573,7 +580,7 @@ def test_a_trial_finds_other_bits(other, monkeypatch):
         ones = jnp.ones((len(operands.x), 64), jnp.bfloat16)
         return ones.at[7, 5].add(2**-7) if shape.rows == other else ones
 
-    monkeypatch.setattr(trial, "product", product)
+    monkeypatch.setattr(trial, "multiply", product)
     case = trial.ProductCase(KIND, 64, 64, interpret=InterpretGPUParams())
     held, given, _ = case.build(0)
     out, _ = case.run(held, given)
@@ -640,6 +647,45 @@ def test_it_says_all_that_stands_against_it(card):
         NotImplementedError, match=wanted + "and .* are 60 and 64; the activation must be one of silu, .* not gelu"
     ):
         products.gated("TD,DGF->TGF", x, weight, "gelu", "mosaic")
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernel"), [("8.0", "triton"), ("8.9", "triton"), ("9.0", "mosaic"), ("10.0", "triton")]
+)
+def test_each_generation_has_its_kernel(capability, kernel, monkeypatch):
+    """On all but Hopper for experts and codes alone; codes of four bits come in blocks of 64 rows at most."""
+    mosaic_gpu.has_gpu.cache_clear()
+    monkeypatch.setattr(mosaic_gpu, "is_gpu", lambda: True)
+    monkeypatch.setattr(mosaic_gpu, "capability", lambda: capability)
+    monkeypatch.setattr(mosaic_gpu, "num_processors", lambda: 108)
+    ran = []
+
+    def run(shape, operands, interpret):
+        ran.append((shape.kernel, shape.rows))
+        return jnp.zeros((shape.blocks * shape.rows, shape.outputs), shape.out_dtype)
+
+    monkeypatch.setattr(prepare, "run", run)
+    rng = np.random.default_rng(0)
+    weight, x = draw(rng, 128, 64), draw(rng, 200, 128)
+    for each in (rounded(weight, False), in_four_bits(weight, 32)):
+        linear.weight_of(each).einsum("TD,DA->TA", x)
+    assert ran == [(kernel, 128), (kernel, 64 if kernel == "triton" else 128)]
+    if kernel == "triton":
+        with pytest.raises(NotImplementedError, match="on this card the kernel is for experts and for codes"):
+            linear.weight_of(weight).einsum("TD,DA->TA", x)
+        with pytest.raises(NotImplementedError, match="groups must be of 32, 64 or 128 inputs, not 16"):
+            linear.weight_of(in_four_bits(weight, 16)).einsum("TD,DA->TA", x)
+    mosaic_gpu.has_gpu.cache_clear()
+
+
+@pytest.mark.parametrize("capability", ["7.5", "gfx942"])
+def test_older_cards_and_other_makers_are_declined(capability, monkeypatch):
+    mosaic_gpu.has_gpu.cache_clear()
+    monkeypatch.setattr(mosaic_gpu, "is_gpu", lambda: True)
+    monkeypatch.setattr(mosaic_gpu, "capability", lambda: capability)
+    with pytest.raises(NotImplementedError, match=f"capability 8 .Ampere. or later, not {capability}"):
+        linear.weight_of(jnp.ones((64, 64)))
+    mosaic_gpu.has_gpu.cache_clear()
 
 
 def test_without_a_card_it_is_not_used():
@@ -773,7 +819,7 @@ def operands_of(s: shape.ProductShape) -> shape.Operands:
         return jax.ShapeDtypeStruct(axes, dtype)
 
     axes = (s.outputs, s.inputs) if s.turned else (s.inputs // (2 if s.packed else 1), s.parts, s.outputs)
-    stored = {None: jnp.bfloat16, "int8": jnp.int8}.get(s.codes, jnp.uint8)
+    stored = jnp.uint8 if s.packed else jnp.int8 if s.codes else jnp.bfloat16
     scale = jnp.uint8 if s.codes == "float4" else jnp.float16
     return shape.Operands(
         array(rows, s.steps * s.step), array(s.experts, *axes, dtype=stored),
@@ -788,11 +834,10 @@ def operands_of(s: shape.ProductShape) -> shape.Operands:
 
 
 def step_of(name: str):
-    """(a product, the shapes of its operands)."""
-    from quire.ops.product.kernel import multiply
-
-    s = PRODUCTION[name]
-    return jax.jit(lambda operands: multiply(s, operands)), (operands_of(s),)
+    """(a product by the kernel of this card, or Hopper's where there is none, the shapes of its operands)."""
+    other = mosaic_gpu.is_gpu() and not mosaic_gpu.has_gpu()
+    s = PRODUCTION[name]._replace(kernel="triton" if other else "mosaic")
+    return jax.jit(lambda operands: prepare.multiply(s, operands, None)), (operands_of(s),)
 
 
 @pytest.mark.parametrize("name", thinned(PRODUCTION, LOWERED))
@@ -815,3 +860,27 @@ def test_compiles_for_hopper(name, steps):
     (kernel,) = steps[name].kernels
     print("|", name, "|", kernel.registers, "|", kernel.stored, "/", kernel.loaded, "|", kernel.shared, "|")
     assert "wgmma" not in kernel.log and kernel.stored == 0
+
+
+OTHERS = [
+    name
+    for name, s in PRODUCTION.items()
+    if not s.turned and (s.experts > 1 or s.codes) and s.rows in shape.block_sizes("triton", s.codes)
+]
+TRIED = ["gpt-oss-20b in MXFP4, up", "Qwen3-30B-A3B, down"]
+
+
+@pytest.fixture(scope="module", params=["a100", "b200"])
+def steps_of_others(request):
+    return request.param, hopper.compile_some(__file__, OTHERS, TRIED, request.param)
+
+
+@pytest.mark.slow
+@hopper.needs_compiler
+@pytest.mark.parametrize("name", thinned(OTHERS, TRIED))
+def test_compiles_for_other_cards(name, steps_of_others):
+    """By Triton, to one launch that spills nothing."""
+    card, steps = steps_of_others
+    step = steps[name]
+    print("|", card, "|", name, "|", step.spilled, "|")
+    assert step.outside == {"kCustomKernel": 1} and not step.spilled and not step.kernels

@@ -1,4 +1,4 @@
-"""Compiles Mosaic GPU kernels to what an H200 runs, without one: `make gpu-compiler` installs what does it.
+"""Compiles kernels to what a card runs, without one: `make gpu-compiler` installs what does it.
 
 Run as a program, it compiles what `step_of` of a file of tests gives for each name.
 """
@@ -18,7 +18,7 @@ import pytest
 from cases import FACTOR
 
 from quire.ops import graphs
-from quire.scripts.gpu.program import read_thunks, thunks
+from quire.scripts.gpu.program import read_thunks, spilled_bytes, thunks
 from quire.scripts.gpu.target import APART, described, missing
 
 LACKING = missing()
@@ -41,23 +41,23 @@ class Compiled:
 
 @dataclass(frozen=True)
 class CompiledStep:
-    kernels: list[Compiled]
+    kernels: list[Compiled]  # of Mosaic GPU
     graphs: int
     outside: dict[str, int]  # of graphs
+    spilled: int  # bytes, of all kernels, XLA's and Triton's too
 
 
-def compile_some(tests: str, cases: Iterable[str], kept: Collection[str]) -> dict[str, CompiledStep]:
+def compile_some(
+    tests: str, cases: Iterable[str], kept: Collection[str], card: str = "h200"
+) -> dict[str, CompiledStep]:
     """The step of each case that is tried here: in a process of its own, since no other should meet the plugin."""
     names = [name for name in cases if name in kept or FACTOR >= 1]
     changed = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, __file__, tests, *names]
+    command = [sys.executable, __file__, tests, card, *names]
     done = subprocess.run(command, env=os.environ | changed, capture_output=True, text=True, timeout=3000)
     assert not done.returncode, done.stderr[-3000:]
     steps = map(json.loads, done.stdout.splitlines())
-    return {
-        name: CompiledStep([Compiled(**one) for one in kernels], graphs, outside)
-        for name, kernels, graphs, outside in steps
-    }
+    return {name: CompiledStep([Compiled(**one) for one in kernels], *found) for name, kernels, *found in steps}
 
 
 def kernel_of(log: Path) -> Compiled:
@@ -72,10 +72,10 @@ def main() -> None:
     import jax
     from jax.sharding import SingleDeviceSharding
 
-    tests, *names = sys.argv[1:]
+    tests, card, *names = sys.argv[1:]
     sys.path.append(str(APART))  # before Mosaic is imported, which looks there for what launches its kernels
     step_of = runpy.run_path(tests)["step_of"]
-    with described("h200") as devices:
+    with described(card) as devices:
         where = SingleDeviceSharding(devices[0])
         for name in names:
             step, arguments = step_of(name)
@@ -83,10 +83,12 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as logs:
                 os.environ["MOSAIC_GPU_DUMP_TO"] = logs
                 lowered = step.trace(*placed).lower(lowering_platforms=("cuda",))
-                lowered.compile((graphs.compiler_options() or {}) | {"xla_dump_to": logs})
+                (dumped := Path(logs, "xla")).mkdir()
+                lowered.compile((graphs.compiler_options() or {}) | {"xla_dump_to": str(dumped)})
                 kernels = [kernel_of(log) for log in sorted(Path(logs).glob("*.ptxas"))]
-                recorded, _, outside, _ = read_thunks(thunks(Path(logs)))
-            print(json.dumps([name, [asdict(kernel) for kernel in kernels], recorded, outside]), flush=True)
+                recorded, _, outside, _ = read_thunks(thunks(dumped))
+                found = [asdict(kernel) for kernel in kernels], recorded, outside, spilled_bytes(dumped, Path(logs))
+            print(json.dumps([name, *found]), flush=True)
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ def require_pass(kernel: TriedKernel, kind: dict, declined: str | None = None) -
 
 @cache
 def warn_once(work: str, reason: str) -> None:
-    log.warning("%s: its kernel is not in use on this GPU, and what serves in its place is slower: %s", work, reason)
+    log.warning("%s: its kernel is not in use on this GPU, where what serves instead may be slower: %s", work, reason)
 
 
 @cache

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ..activation import combine
+from ..quant import fp8
 from ..quant.four_bits import BLOCK
 from ..quant.int4 import MIDDLE
 from .shape import BLOCKS, FEATURES, Operands, ProductShape
@@ -85,7 +86,7 @@ def compute(shape: ProductShape, operands: Operands, out, row, expert, feature, 
 
 def add_product(total_FR, w_KF, x_RK, interpreted: bool):
     if not interpreted:
-        return total_FR + pl.dot(w_KF, x_RK, trans_a=True, trans_b=True)
+        return total_FR + plgpu.dot(w_KF, x_RK, trans_a=True, trans_b=True)
     # A product's order could depend on its sizes there.
     x_NK = jnp.pad(x_RK, ((0, BLOCKS[-1] - len(x_RK)), (0, 0)))
     return total_FR + jnp.dot(w_KF.T, x_NK.T, preferred_element_type=jnp.float32)[:, : len(x_RK)]
@@ -95,17 +96,8 @@ def of_a_step(shape: ProductShape, operands: Operands, expert, features, k):
     """(the first input, the weights of each part) of a step."""
     start, dtype = k * HALF, operands.x.dtype
     codes = [operands.weight[expert, pl.ds(start, HALF), part, features] for part in range(shape.parts)]
-    decode = float8 if shape.codes == "float8" else lambda codes_KF: codes_KF
+    decode = fp8.of_bits if shape.codes == "float8" else lambda codes_KF: codes_KF
     return [(start, [decode(codes_KF).astype(dtype) for codes_KF in codes])]
-
-
-def float8(codes_KF):
-    """E4M3 by its bits, which cards before Ada have no instruction for; NaN is not among weights."""
-    code_KF = codes_KF.astype(jnp.int32)
-    small_KF = (code_KF & 7).astype(jnp.float32) * 2.0**-9
-    large_KF = lax.bitcast_convert_type(((code_KF & 0x7F) << 20) + (120 << 23), jnp.float32)
-    size_KF = jnp.where(code_KF & 0x78, large_KF, small_KF)
-    return jnp.where(code_KF < 0, -size_KF, size_KF)
 
 
 def of_four_bits(shape: ProductShape, operands: Operands, expert, features, k):

@@ -184,3 +184,11 @@ def spec(dense: ArraySpec, *options: str) -> Any:
     )  # fmt: skip
     scale = ArraySpec(out, jnp.float32, axes[len(into) :], "scale/1.07", dense.fan_in)
     return Fp8(codes, scale, "weights" not in options, into=into, out=out, inputs=dense.inputs)
+
+
+def of_bits(bits):
+    """What bytes stand for as E4M3, for kernels on cards without it: float16 has one more bit of exponent, and counts
+    from eight lower."""
+    wide = bits.astype(jnp.int16)
+    halves = jax.lax.bitcast_convert_type((wide & 0x7F) << 7 | wide & jnp.int16(-0x8000), jnp.float16)
+    return halves.astype(jnp.float32) * 256

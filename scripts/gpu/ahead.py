@@ -133,6 +133,7 @@ def measure(case: Case, target: str, spills: bool = False) -> Result:
 
     hf = SHAPES[case.model]
     layers, (few, more) = hf["num_hidden_layers"], depths(case.model)
+    device = DEVICES[target.partition("+")[0]]
     with described(target, case.tensor):  # kernels are compiled, and tell what they spill, with the first program alone
         programs, variances = zip(*(compiled(case, count, spills) for count in (few, more)), strict=True)
         needed, operations = least(case, layers)
@@ -147,13 +148,13 @@ def measure(case: Case, target: str, spills: bool = False) -> Result:
 
     moved = whole(lambda program: program.work.bytes)
     executed = whole(lambda program: program.work.launches)
-    seconds = step_seconds(DEVICES[target], moved, operations, executed)
+    seconds = step_seconds(device, moved, operations, executed)
     launches = a_layer(lambda program: program.launches)
     return Result(
         case.name, high.graphs, launches, low.launches - few * launches, executed, high.outside,
         whole(lambda program: program.sorts), high.temporaries,
         {kind: a_layer(lambda program, kind=kind: copied(program, kind)) for kind in ("pages", "experts", "weights")},
-        moved, needed, seconds, roof_seconds(DEVICES[target], needed, operations) / seconds, low.spilled,
+        moved, needed, seconds, roof_seconds(device, needed, operations) / seconds, low.spilled,
         sorted(frozenset().union(*variances)),
     )  # fmt: skip
 
@@ -392,7 +393,7 @@ def wanted(names: list[str]) -> list[Case]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("models", nargs="*", help="these cases only, each by its name or a part of it")
-    parser.add_argument("--target", default="h200", help="h200, b200 or a100 (h200)")
+    parser.add_argument("--target", default="h200", help="h200, b200, a100, or a100+flashinfer with that (h200)")
     parser.add_argument("--spills", action="store_true", help="count the bytes that kernels spill, too")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each case, not a table")
     asked = parser.parse_args()
@@ -402,8 +403,8 @@ def main() -> None:
 
     if lacking := missing():
         parser.exit(2, f"{lacking}\n")
-    if asked.target not in CARDS:
-        parser.error(f"--target is {asked.target!r}; it can be {', '.join(CARDS)}")
+    if asked.target.removesuffix("+flashinfer") not in CARDS:
+        parser.error(f"--target is {asked.target!r}; it can be {', '.join(CARDS)}, each with +flashinfer or without")
     cases = wanted(asked.models)
     if not cases:
         known = "; ".join(case.name for case in CASES)

@@ -105,7 +105,11 @@ def places() -> list[str]:
 
 @contextmanager
 def described(name: str, count: int = 1) -> Iterator[Sequence[Any]]:
-    """So many cards of a name in CARDS. Within this context whatever asks JAX for its devices finds them."""
+    """So many cards of a name in CARDS, or of one with "+flashinfer", where that is installed.
+
+    Within this context whatever asks JAX for its devices finds them.
+    """
+    name, _, extra = name.partition("+")
     text = CARDS[name].text(DEVICES[name].memory, DEVICES[name].bandwidth)
     topology = topologies.get_topology_desc(
         f"{name}:{count}", platform="cuda", target_config=text, topology=f"1x1x{count}"
@@ -118,7 +122,7 @@ def described(name: str, count: int = 1) -> Iterator[Sequence[Any]]:
             (jax, "local_devices", lambda *asked, **named: devices),
             (graphs, "driver_version", lambda: 1000 * DRIVER[0] + 10 * DRIVER[1]),
             # Nothing is run here, so that a call of FlashInfer's kernel needs no FlashInfer.
-            (library, "PACKAGES", ("jax-tvm-ffi",)),
+            (library, "PACKAGES", ("jax-tvm-ffi",) if extra else ("FlashInfer, of a card that has it,",)),
             (library, "built", lambda kernel: ("", None)),
             (library, "load", lambda path: None),
         ):

@@ -23,7 +23,7 @@ from cases import cases, thinned
 from quire import LLM
 from quire.model.config import ModelError
 from quire.ops import attention, kernel_trial
-from quire.ops.attention import KVPages, QueryRows, accuracy_trial, flashinfer_gpu, mosaic_gpu, native
+from quire.ops.attention import KVPages, QueryRows, accuracy_trial, flashinfer_gpu, mosaic_gpu, native, triton_gpu
 from quire.ops.attention.accuracy_trial import AttentionCase, Trial, arrays, attend
 from quire.ops.attention.flashinfer import library
 from quire.ops.attention.flashinfer.plan import PlanShape, make_plan
@@ -323,7 +323,8 @@ def test_what_cannot_be_built_is_left_to_xla(monkeypatch, caplog):
     monkeypatch.setattr(library, "built", lambda kernel: ("", f"nvcc: no {kernel.capability}"))
     trial = Trial("", 2, 30, heads=4, kv_heads=2, width=64)
     inputs = arrays(trial, 1)
-    monkeypatch.setattr(native, "paged_attention", declines)
+    for other in (native, triton_gpu):
+        monkeypatch.setattr(other, "paged_attention", declines)
     out = jax.jit(partial(attend, trial, attention.paged_attention))(*inputs)
     np.testing.assert_allclose(
         np.asarray(out, np.float64), accuracy_trial.reference(trial, *inputs), rtol=2e-2, atol=1e-2

@@ -93,7 +93,7 @@ def spec(name: str):
 
 
 def on_hopper(node) -> str:
-    """Whether the product's kernel for NVIDIA GPUs of the Hopper generation takes it."""
+    """Whether the products' kernels for NVIDIA GPUs take it."""
     try:
         jax.eval_shape(lambda weight: prepare.matrix(weight).array, jax.tree.map(lambda leaf: leaf.struct, node))
     except NotImplementedError:
@@ -103,7 +103,7 @@ def on_hopper(node) -> str:
 
 def formats() -> list[str]:
     rows = [
-        "| format | bits a weight | rows become | CPU kernel | Hopper kernel | split by columns |",
+        "| format | bits a weight | rows become | CPU kernel | GPU kernel | split by columns |",
         "|---|---|---|---|---|---|",
     ]
     for name in NAMES:

@@ -1,0 +1,223 @@
+"""Attention by Triton without a card: in Pallas' interpreter against float64, and compiled for an A100 and a B200."""
+
+from functools import partial
+
+import hopper
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import Sequence, Shape, build, check, ragged, run
+from cases import cases, thinned
+
+from quire.ops import attention, kernel_trial
+from quire.ops.attention import KVPages, QueryRows, mosaic_gpu, native, triton_gpu, triton_kernel
+from quire.ops.attention.accuracy_trial import AttentionCase, Trial, arrays
+from quire.ops.implementations import NoImplementation, variance
+
+attend = partial(triton_gpu.attend, interpret=True)
+CLOSE = {"rtol": 2e-2, "atol": 1e-2}  # weights are rounded to bfloat16 before they meet the values
+SHAPES = {  # each value of each parameter beside several of the others
+    "gqa": {"K": 2, "G": 4},
+    "mha, a soft cap": {"K": 3, "G": 1, "soft_cap": 3.0},
+    "mqa, sinks": {"K": 1, "G": 8, "H": 128, "S": 32, "sinks": True},
+    "seven heads, a window": {"K": 1, "G": 7, "window": 40},
+    "a wide group": {"K": 1, "G": 60, "S": 8},
+    "width 256, a window": {"K": 1, "G": 2, "H": 256, "window": 24, "sinks": True},
+    "pages of 96": {"K": 2, "G": 2, "S": 96},
+    "a window of one": {"K": 2, "G": 2, "S": 8, "window": 1},
+    "int8": {"K": 2, "G": 4, "S": 32, "codes": "int8", "window": 50},
+    "float8, sinks": {"K": 2, "G": 2, "S": 32, "codes": "float8_e4m3fn", "sinks": True, "soft_cap": 2.0},
+}
+FEW = ["gqa", "seven heads, a window", "int8", "float8, sinks"]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Contexts are cut early."""
+    monkeypatch.setattr(triton_kernel, "SHORTEST", 64)
+    jax.clear_caches()
+
+
+@pytest.mark.random
+@pytest.mark.slow
+@pytest.mark.parametrize(("T", "B"), [(7, 7), (70, 5)], ids=["decoding", "mixed"])
+@pytest.mark.parametrize("name", thinned(SHAPES, FEW))
+def test_against_float64(name, T, B):
+    """Random steps, NaN in all that nobody owns, stale numbers in tables; with spans, and with several rows of one."""
+    shape, rng = Shape(**{"H": 64, "T": T, "B": B, "dtype": "bfloat16", **SHAPES[name]}), np.random.default_rng(3)
+    for _ in range(cases(4, least=1)):
+        check(shape, ragged(shape, rng), rng, attend, CLOSE)
+
+
+@pytest.mark.slow
+def test_at_the_edges_of_spans_and_blocks():
+    shape = Shape(K=1, G=4, H=64, T=8, B=8, dtype="bfloat16", sinks=True)
+    starts = [0, 62, 63, 64, 127, 128, 150]
+    sequences = [Sequence(number, start, 1) for number, start in enumerate(starts)]
+    check(shape, sequences, np.random.default_rng(0), attend, CLOSE)
+    check(shape, [Sequence(1, 120, 5)], np.random.default_rng(1), attend, CLOSE)  # rows enough for decoding, of one
+
+
+def test_a_step_without_rows():
+    shape = Shape(T=4, B=2, K=1, G=4, H=64, dtype="bfloat16")
+    out, _ = run(shape, build(shape, [Sequence(1, 20, 0)], np.random.default_rng(0)), attend)
+    assert not out.any()
+
+
+def test_a_row_that_decodes_has_the_same_bits_in_any_company():
+    shape = Shape(K=1, G=4, H=64, T=6, B=6, dtype="bfloat16")
+    wanted = None
+    for others in ([], [Sequence(1, 9, 1)], [Sequence(number, 140, 1) for number in range(5)]):
+        case = build(shape, [*others, Sequence(77, 133, 1)], np.random.default_rng(len(others)))
+        row = run(shape, case, attend)[0][case.places[-1]].tobytes()
+        wanted = row if wanted is None else wanted
+        assert row == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_a_trial(spoilt):
+    """What it finds on a card, at small sizes: it tells a kernel that is right from another."""
+    kind = {"heads": 4, "kv_heads": 1, "width": 64, "sinks": True}
+
+    def kernel(*given, scale, **options):
+        return attend(*given, scale=scale * (1.02 if spoilt else 1), **options)
+
+    for trial in (Trial("", 2, 200, 1, 1, **kind), Trial("", 1, 90, 30, 3, **kind), Trial("", 2, 90, layers=2, **kind)):
+        assert (kernel_trial.measure(AttentionCase(trial, kernel), 0, repeats=2).wrong is None) == (not spoilt)
+    trials = triton_gpu.trials(kind)
+    assert {trial.rows == 1 for trial in trials} == {True, False} and max(trial.layers for trial in trials) > 4
+    assert max(trial.length for trial in trials) > 32 * 512, "spans longer than the shortest"
+    assert [case.trial for case in triton_gpu.cases(kind)] == trials
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """An A100 without FlashInfer, to believe what it says; what would run there is XLA's."""
+    monkeypatch.setattr(mosaic_gpu, "is_gpu", lambda: True)
+    monkeypatch.setattr(mosaic_gpu, "has_gpu", lambda: False)
+    monkeypatch.setattr(mosaic_gpu, "capability", lambda: "8.0")
+    monkeypatch.setattr(native, "paged_attention", declines)
+    monkeypatch.setattr(triton_gpu, "attend", attend)
+    monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
+    kernel_trial.verdict.cache_clear()
+    kernel_trial.warn_once.cache_clear()
+    jax.clear_caches()
+    yield
+    kernel_trial.verdict.cache_clear()
+    jax.clear_caches()
+
+
+def declines(*_, **__):
+    raise NotImplementedError("there is another")
+
+
+def traced(trial: Trial, implementation: str | None = None, **changed):
+    q, pages, rows, sinks = arrays(trial, 1)
+
+    def step(q, pages, rows, sinks):
+        options = trial.options | changed
+        return attention.paged_attention(
+            q, None, None, pages, rows, sinks_N=sinks, implementation=implementation, **options
+        )
+
+    return jax.make_jaxpr(step)(q, pages, rows, sinks)
+
+
+def test_it_serves_where_flashinfer_does_not(card):
+    found = traced(Trial("", 2, 30, heads=4, kv_heads=2, width=64))
+    assert "pallas_call" in str(found)
+    assert variance(found.jaxpr) == {triton_gpu.varies()}
+
+
+@pytest.mark.parametrize(
+    ("trial", "says"),
+    [
+        (Trial("", 2, 30, heads=4, kv_heads=1, width=96, values=64), "none within the other"),
+        (Trial("", 2, 30, heads=4, kv_heads=2, width=80), r"one width of \(64, 128, 256\), not 80"),
+        (Trial("", 2, 30, heads=4, kv_heads=2, width=64, dtype="float32"), "bfloat16 or float16, not float32"),
+    ],
+)
+def test_what_it_declines_is_left_to_xla(card, trial, says, caplog):
+    assert "pallas_call" not in str(traced(trial))
+    assert "attention by Triton: its kernel is not in use on this GPU" in caplog.text
+    with pytest.raises(NoImplementation, match=says):
+        traced(trial, "triton")
+
+
+def test_older_cards_are_declined(card, monkeypatch, caplog):
+    monkeypatch.setattr(mosaic_gpu, "capability", lambda: "7.5")
+    with pytest.raises(
+        NoImplementation, match=r"needs compute capability 8.0 .Ampere. or later, and this GPU's is 7.5"
+    ):
+        traced(Trial("", 2, 30, heads=4, kv_heads=2, width=64), "triton")
+
+
+def test_a_kind_that_fails_its_trial_is_left_to_xla(card, monkeypatch, tmp_path, caplog):
+    asked = []
+
+    def test(module, kind):
+        asked.append(module)
+        return {"decoding": kernel_trial.Found(0.5, 0.5, 0, 6e-3)}
+
+    monkeypatch.setattr(kernel_trial, "test", test)
+    monkeypatch.setattr(kernel_trial, "folder", lambda: tmp_path)
+    monkeypatch.setenv("QUIRE_MOSAIC", "")
+    assert "pallas_call" not in str(traced(Trial("", 2, 30, heads=4, kv_heads=2, width=64)))
+    assert "quire.ops.attention.triton_gpu" in asked and "decoding by 5.0e-01" in caplog.text
+
+
+PRODUCTION = {
+    "Llama-3-8B, 64 rows": Shape(T=64, B=64, K=8, G=4, H=128),
+    "Llama-3-8B, 2048 rows": Shape(T=2048, B=64, K=8, G=4, H=128),
+    "Llama-3-8B in int8, 64 rows": Shape(T=64, B=64, K=8, G=4, H=128, S=32, codes="int8"),
+    "Llama-3-8B in int8, 2048 rows": Shape(T=2048, B=64, K=8, G=4, H=128, S=32, codes="int8"),
+    "Llama-3-8B in fp8, 64 rows": Shape(T=64, B=64, K=8, G=4, H=128, S=32, codes="float8_e4m3fn"),
+    "Llama-3-8B in fp8, 2048 rows": Shape(T=2048, B=64, K=8, G=4, H=128, S=32, codes="float8_e4m3fn"),
+    "Qwen3-30B-A3B, 2048 rows": Shape(T=2048, B=64, K=4, G=8, H=128),
+    "Gemma-3-12B, 64 rows": Shape(T=64, B=64, K=8, G=2, H=256, window=1024),
+    "Gemma-3-12B, 2048 rows": Shape(T=2048, B=64, K=8, G=2, H=256, window=1024),
+    "Gemma-3-12B in fp8, 2048 rows": Shape(T=2048, B=64, K=8, G=2, H=256, S=32, codes="float8_e4m3fn"),
+    "gpt-oss-20b, 64 rows": Shape(T=64, B=64, K=8, G=8, H=64, window=128, sinks=True),
+    "gpt-oss-20b, 2048 rows": Shape(T=2048, B=64, K=8, G=8, H=64, sinks=True),
+    "MHA, a soft cap, 2048 rows": Shape(T=2048, B=64, K=16, G=1, H=128, soft_cap=50.0),
+}
+COMPILED = ["Llama-3-8B, 64 rows", "Llama-3-8B in fp8, 2048 rows"]
+
+
+def step_of(name: str):
+    """(a step of the kernel, the shapes of its arguments)."""
+    shape, length = PRODUCTION[name], 4096
+
+    def array(*axes: int, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(axes, dtype)
+
+    T, B, K, H, S = shape.T, shape.B, shape.K, shape.H, shape.S
+    pages, dtype = B * length // S + 1, jnp.dtype(shape.codes or jnp.bfloat16)
+    scales = [array(pages, K, S, dtype=jnp.float32)] * 2 if shape.codes else []
+    held = KVPages(*[array(pages, S, K, H, dtype=dtype)] * 2, *scales)
+    rows = QueryRows(array(T), array(B + 1), array(B, length // S), array(T))
+    sinks = array(K * shape.G, dtype=jnp.float32) if shape.sinks else None
+
+    def step(q, pages, rows, sinks):
+        options = {"window": shape.window, "soft_cap": shape.soft_cap, "sinks_N": sinks}
+        return triton_kernel.attend(q, pages, rows, scale=H**-0.5, **options)
+
+    return jax.jit(step), (array(T, K * shape.G, H, dtype=jnp.bfloat16), held, rows, sinks)
+
+
+@pytest.fixture(scope="module", params=["a100", "b200"])
+def steps(request):
+    return request.param, hopper.compile_some(__file__, PRODUCTION, COMPILED, request.param)
+
+
+@pytest.mark.slow
+@hopper.needs_compiler
+@pytest.mark.parametrize("name", thinned(PRODUCTION, COMPILED))
+def test_compiles_for_a_card(name, steps):
+    """To SASS, into one graph, and nothing is spilled, but one number by one shape."""
+    card, found = steps
+    most = 8 if (card, name) == ("b200", "Gemma-3-12B, 2048 rows") else 0  # stored and loaded
+    print("|", card, "|", name, "|", found[name].outside, "|", found[name].spilled, "|")
+    assert found[name].graphs == 1 and not found[name].outside and found[name].spilled <= most

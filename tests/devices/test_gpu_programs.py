@@ -143,9 +143,9 @@ OTHERS = {  # (card, step): launches a layer, sorts a layer, times the bytes tha
 FIRST = [*OTHERS][:1]
 
 
-@pytest.mark.parametrize(("target", "name"), thinned([*OTHERS], FIRST), ids=str)
-def test_on_other_cards_triton_has_attention_experts_and_codes(target, name):
-    launches, sorts, moved = OTHERS[target, name]
+@pytest.mark.parametrize("step", thinned(OTHERS, FIRST), ids=", ".join)
+def test_on_other_cards_triton_has_attention_experts_and_codes(step):
+    (target, name), (launches, sorts, moved) = step, OTHERS[step]
     found = compiled(target, name)[name]
     assert found["graphs"] == 1 and found["outside"] == {} and not any(found["copied"].values())
     assert found["launches_a_layer"] <= launches and found["moved"] <= moved * found["needed"]

@@ -13,6 +13,7 @@ from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 import typer
 
@@ -606,6 +607,19 @@ def test_collect_env_tells_what_serves(capsys, monkeypatch, kernels, serves):
         assert f"\n{section}:\n" in "\n" + out
     assert f"  quire: {quire.__version__}\n" in out
     assert re.search(f"^  full: ({serves})$", out, re.M)
+
+
+@pytest.mark.slow
+def test_collect_env_tells_whether_a_batch_changes_bits(monkeypatch):
+    """By what the engine's own steps are made of, each implementation by its own word."""
+    from quire.ops import weight
+
+    monkeypatch.setenv("QUIRE_NATIVE", "off")
+    jax.clear_caches()  # what was traced with kernels
+    assert [*collect_env.invariance()] == [("the bundled model", "no"), ("because", weight.varies())]
+    monkeypatch.setattr(weight, "varies", lambda: None)
+    assert [*collect_env.invariance()] == [("the bundled model", "yes")]
+    jax.clear_caches()
 
 
 def test_collect_env_says_why_one_does_not(monkeypatch):

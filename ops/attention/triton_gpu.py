@@ -20,6 +20,7 @@ DTYPES = "bfloat16", "float16"
 CODES = "int8", "float8_e4m3fn"
 WIDTHS = 64, 128, 256
 WORK = "attention by Triton"
+BEYOND = "of 2 to 4 GiB, which Triton's offsets do not reach"
 HERE = Path(__file__).parent
 SOURCES = (
     *(HERE / f"{name}.py" for name in ("triton_gpu", "triton_kernel", "accuracy_trial", "xla")),
@@ -73,8 +74,16 @@ def require(q_TNH, pages, *, value_dim) -> None:
         raise NotImplementedError(f"queries must be {' or '.join(DTYPES)}, not {q_TNH.dtype}")
     if held != q_TNH.dtype and (pages.k_scale_PKS is None or held.name not in CODES):
         raise NotImplementedError(f"pages must be {q_TNH.dtype} as queries are, or codes of {CODES}, not {held}")
+    if beyond_offsets(pages.k_PSKH):
+        raise NotImplementedError(f"pages of eight bits of a layer must not be {BEYOND}: give the cache less memory")
     if (width := q_TNH.shape[2]) not in WIDTHS or pages.v_PSKH.shape[3] != width:
         raise NotImplementedError(f"keys and values must be of one width of {WIDTHS}, not {width}")
+
+
+def beyond_offsets(array) -> bool:
+    """Whether Pallas reaches a part of an array by an offset that wraps around: up to 4 GiB they have 32 bits and a
+    sign, which is enough for numbers of two bytes or more."""
+    return array.dtype.itemsize == 1 and 2**31 < array.size <= 2**32
 
 
 def card_declines() -> str | None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..attention import mosaic_gpu
+from ..attention import mosaic_gpu, triton_gpu
 from ..quant import four_bits, mxfp4
 from ..quant.four_bits import BLOCK
 from ..quant.fp8 import Fp8
@@ -60,6 +60,8 @@ def require(
     if machine.kernel == "triton":
         if turned or matrix.summands > 1 or not (grouped or matrix.codes):
             reasons.append("on this card the kernel is for experts and for codes: other products XLA does as well")
+        if triton_gpu.beyond_offsets(matrix.array):
+            reasons.append(f"codes must not be {triton_gpu.BEYOND}")
         if matrix.group and matrix.group not in (32, 64, BLOCK):
             reasons.append(f"groups must be of 32, 64 or {BLOCK} inputs, not {matrix.group}")
     if x.dtype != jnp.bfloat16:

@@ -675,6 +675,15 @@ def test_each_generation_has_its_kernel(capability, kernel, monkeypatch):
             linear.weight_of(weight).einsum("TD,DA->TA", x)
         with pytest.raises(NotImplementedError, match="groups must be of 32, 64 or 128 inputs, not 16"):
             linear.weight_of(in_four_bits(weight, 16)).einsum("TD,DA->TA", x)
+        for gigabytes, declined in ((2, False), (3, True), (4, True), (5, False)):
+            stack = jax.ShapeDtypeStruct((gigabytes << 10, 1024, 1024), jnp.int8)
+            codes = prepare.Matrix(stack, "int8", jnp.ones(1))
+            given = prepare.machine(None), x, codes, 1024, 1024
+            if not declined:
+                prepare.require(*given, grouped=True)
+                continue
+            with pytest.raises(NotImplementedError, match="codes must not be of 2 to 4 GiB"):
+                prepare.require(*given, grouped=True)
     mosaic_gpu.has_gpu.cache_clear()
 
 

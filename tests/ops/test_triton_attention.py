@@ -1,5 +1,6 @@
 """Attention by Triton without a card: in Pallas' interpreter against float64, and compiled for an A100 and a B200."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import hopper
@@ -144,6 +145,19 @@ def test_what_it_declines_is_left_to_xla(card, trial, says, caplog):
     assert "attention by Triton: its kernel is not in use on this GPU" in caplog.text
     with pytest.raises(NoImplementation, match=says):
         traced(trial, "triton")
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "codes", "declined"), [(2, 1, False), (3, 1, True), (5, 1, False), (3, 2, False)]
+)
+def test_pages_that_offsets_do_not_reach_are_declined(gigabytes, codes, declined):
+    """Those of one byte a number between 2 and 4 GiB: Pallas would count from their end."""
+    dtype = jnp.int8 if codes == 1 else jnp.bfloat16
+    held = jax.ShapeDtypeStruct((gigabytes << 10, 1024 // codes, 8, 128), dtype)
+    q, scales = jax.ShapeDtypeStruct((4, 32, 128), jnp.bfloat16), [None, None] if codes == 2 else [0, 0]
+    says = pytest.raises(NotImplementedError, match="must not be of 2 to 4 GiB") if declined else nullcontext()
+    with says:
+        triton_gpu.require(q, KVPages(held, held, *scales), value_dim=None)
 
 
 def test_older_cards_are_declined(card, monkeypatch, caplog):

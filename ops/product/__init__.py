@@ -1,1 +1,1 @@
-"""Products with weights on NVIDIA GPUs of compute capability 9: dense ones and those of experts, by one kernel."""
+"""Products with weights on NVIDIA GPUs, dense ones and those of experts: a kernel for Hopper, and Triton's elsewhere."""

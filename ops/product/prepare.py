@@ -52,12 +52,12 @@ def machine(interpret: Any) -> Machine:
 
 
 def require(
-    machine: Machine, x, matrix: "Matrix", inputs: int, outputs: int, activation: str | None = None,
+    here: Machine, x, matrix: "Matrix", inputs: int, outputs: int, activation: str | None = None,
     turned: bool = False, grouped: bool = False,
 ) -> None:  # fmt: skip
     """Declines what the kernel cannot serve, with all that stands against it."""
     reasons = []
-    if machine.kernel == "triton":
+    if here.kernel == "triton":
         if turned or matrix.summands > 1 or not (grouped or matrix.codes):
             reasons.append("on this card the kernel is for experts and for codes: other products XLA does as well")
         if triton_gpu.beyond_offsets(matrix.array):

@@ -55,6 +55,7 @@ def attend(
     q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim=None, interpret: bool = False
 ) -> tuple[jax.Array, Any]:
     """The same without a trial. With `interpret` it runs in Pallas' interpreter, on a CPU."""
+    require(q_TNH, pages, value_dim=value_dim)
     from . import triton_kernel  # only now: it imports a compiler
 
     if k_TKH is not None:

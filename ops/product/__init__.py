@@ -1,1 +1,1 @@
-"""Products with weights on NVIDIA GPUs, dense ones and those of experts: a kernel for Hopper, and Triton's elsewhere."""
+"""Products with weights on NVIDIA GPUs, dense ones and those of experts: by Hopper's own kernel, or Triton's."""

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,24 +118,26 @@ def start(part: CheckPart, chosen: dict[str, str], limit: float, folder: Path, s
 
 def run_part(name: str, file: Path, seed: int, attention: str | None, tiny: bool) -> None:
     """Run a part in this process."""
+    from ...ops.attention.mosaic_gpu import has_gpu
     from ...serving.build import use_compile_cache
     from .common import FULL, TINY, PartReport
 
     use_compile_cache()
+    scale = TINY if tiny else FULL if has_gpu() else replace(FULL, kernel="triton")
     part = next(part for part in (*PARTS, MACHINE) if part.name == name)
     options = {name: value for name, value in part.options.items() if name != "attention"}
     options |= {} if attention is None else {"attention": attention}
     run = getattr(importlib.import_module(part.module, __package__), part.function)
-    run(PartReport(file), TINY if tiny else FULL, seed, **options)
+    run(PartReport(file), scale, seed, **options)
 
 
 def machine(report, scale, seed: int) -> None:
     """The card, and XLA's flags."""
-    from ...ops.attention.mosaic_gpu import has_gpu
+    from ...ops.attention import mosaic_gpu, triton_gpu
     from ...ops.kernel_trial import card
 
     found = {
-        "serves": has_gpu(),
+        "serves": mosaic_gpu.is_gpu() and triton_gpu.card_declines() is None,
         **card(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "seed": seed,
@@ -166,7 +168,7 @@ def main() -> None:
         if "failed" in here:
             parser.exit(1, f"JAX does not start: {here['failed']}\n")
         if not here["serves"] and not chosen.tiny:
-            parser.exit(1, f"there is no NVIDIA GPU of compute capability 9.x (Hopper) here: {here['device']}\n")
+            parser.exit(1, f"there is no NVIDIA GPU from Ampere on (compute capability 8.0) here: {here['device']}\n")
         for name, value in here.items():
             print(f"{name}: {value}")
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -15,7 +16,7 @@ from quire.model.families import llama
 from quire.model.planning.cost import kv_read_bytes
 from quire.model.weights import abstract
 from quire.ops import attention
-from quire.ops.attention import mosaic_gpu, xla
+from quire.ops.attention import mosaic_gpu, triton_gpu, xla
 from quire.ops.attention.accuracy_trial import LARGEST_ERROR, arrays, attend, reference
 from quire.ops.kernel_trial import Found
 from quire.scripts.gpu import attention as gpu_attention
@@ -229,6 +230,31 @@ def test_the_peer(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     gpu_serving.transformers(report := PartReport(tmp_path / "c.json"), TINY, 3)
     assert "continuous" in report.found["left_out"]
+
+
+@pytest.mark.slow
+def test_on_other_cards_attention_is_tritons(tmp_path, monkeypatch, capsys):
+    """What it does not serve is said, and is neither wrong nor timed."""
+    monkeypatch.setattr(triton_gpu, "attend", partial(triton_gpu.attend, interpret=True))
+    few = [work for work in RIGHT if work.name in ("decode, MHA", "chunk, latent")]
+    monkeypatch.setattr(gpu_attention, "RIGHT", few)
+    monkeypatch.setattr(gpu_attention, "FAST", [TimedTrial("latent", 2, 64, kv_heads=1, width=96, values=64)])
+    other = replace(TINY, kernel="triton")
+    gpu_attention.right(report := PartReport(tmp_path / "right.json"), other, 3)
+    assert set(report.found) == {"decode, MHA"} and report.found["decode, MHA"] < LARGEST_ERROR
+    gpu_attention.fast(report, other, 3)
+    assert capsys.readouterr().out.count("none within the other") == 2 and "latent" not in report.found
+
+
+@pytest.mark.parametrize(
+    ("hopper", "tiny", "kernel"), [(True, False, "mosaic_gpu"), (False, False, "triton"), (False, True, "xla")]
+)
+def test_each_card_has_its_attention(hopper, tiny, kernel, tmp_path, monkeypatch):
+    scales = []
+    monkeypatch.setattr(mosaic_gpu, "has_gpu", lambda: hopper)
+    monkeypatch.setattr(gpu_attention, "right", lambda report, scale, seed: scales.append(scale))
+    gpu_check.run_part("right", tmp_path / "right.json", 3, None, tiny)
+    assert [scale.kernel for scale in scales] == [kernel]
 
 
 @pytest.mark.slow

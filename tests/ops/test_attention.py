@@ -225,7 +225,7 @@ def test_one_is_forced_by_its_name():
         run(PLAIN, case, partial(paged_attention, implementation="mosaic_tpu"))
     assert len(error.value.exceptions) == 1
     with pytest.raises(
-        ValueError, match="implementation is 'cuda'; it can be native, mosaic_tpu, mosaic_gpu, flashinfer, xla"
+        ValueError, match="implementation is 'cuda'; it can be native, mosaic_tpu, mosaic_gpu, flashinfer, triton, xla"
     ):
         run(PLAIN, case, partial(paged_attention, implementation="cuda"))
 

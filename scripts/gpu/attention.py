@@ -85,7 +85,7 @@ FAST = [
 
 def implementation(name: str) -> Callable:
     """Without a trial."""
-    module = import_module(UNTRIED[name], attention.__name__)
+    module = import_module(f".{UNTRIED[name]}", attention.__name__)
     return getattr(module, "attend", module.paged_attention)
 
 

@@ -23,7 +23,7 @@ from ...sharding.spec import random_arrays
 from .shapes import GPT_OSS_20B, LLAMA_8B, QWEN3_30B
 
 PAGE = 16
-UNTRIED = {"mosaic_gpu": ".mosaic_gpu", "triton": ".triton_gpu", "xla": ".xla"}  # attention
+UNTRIED = {"mosaic_gpu": "mosaic_gpu", "triton": "triton_gpu", "xla": "xla"}  # modules of attention
 ONE_LAYER = {"num_hidden_layers": 1}
 
 
@@ -128,7 +128,7 @@ def attention_by(name: str) -> Iterator[None]:
     listed = dict(table)
     jax.clear_caches()  # else a step that was traced before would be reused
     table.clear()
-    table[name] = UNTRIED[name]
+    table[name] = f".{UNTRIED[name]}"
     try:
         yield
     finally:

@@ -19,7 +19,6 @@ from .xla import append
 
 DTYPES = "bfloat16", "float16"
 WIDTHS = 64, 128, 256
-OLDEST = 8  # Ampere's compute capability
 WORK = "attention by FlashInfer"
 HERE = Path(__file__).parent
 SOURCES = (
@@ -41,7 +40,7 @@ def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap
         "heads": q_TNH.shape[1], "kv_heads": pages.k_PSKH.shape[2], "width": q_TNH.shape[2], "window": window,
         "soft_cap": soft_cap, "sinks": sinks_N is not None, "page": pages.k_PSKH.shape[1], "dtype": q_TNH.dtype.name,
     }  # fmt: skip
-    require_pass(KERNEL, kind, card_declines() or library.missing())
+    require_pass(KERNEL, kind, mosaic_gpu.before_ampere() or library.missing())
     return attend(
         q_TNH, k_TKH, v_TKH, pages, rows,
         scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, value_dim=value_dim,
@@ -82,15 +81,6 @@ def require(q_TNH, pages, *, soft_cap, sinks_N, value_dim) -> None:
         raise NotImplementedError(f"keys and values must be of one width of {WIDTHS}, not {width}")
     if soft_cap is not None and sinks_N is not None:
         raise NotImplementedError("FlashInfer has no kernel with both sinks and a soft cap")
-
-
-def card_declines() -> str | None:
-    """Why this process's card cannot run the kernel; None if it can."""
-    capability = mosaic_gpu.capability()
-    major = capability.partition(".")[0]
-    if major.isdecimal() and int(major) >= OLDEST:
-        return None
-    return f"the kernel needs compute capability {OLDEST}.0 (Ampere) or later, and this GPU's is {capability}"
 
 
 def kernel_for(dtype: str, width: int, window, soft_cap, sinks: bool) -> library.Kernel:

@@ -13,6 +13,7 @@ from .four_bits import packed
 from .mosaic.task import ROWS
 from .xla import append
 
+AMPERE = 8  # its compute capability
 WIDTHS = 64, 128, 256
 LATENT = (576, 512), (320, 256)  # widths of keys and values
 PAGES = 16, 32, 64, 128
@@ -85,6 +86,14 @@ def card_declines() -> str | None:
     if not is_gpu():
         return "there is no NVIDIA GPU"
     return f"the kernel's instructions are those of compute capability 9.x (Hopper), and this GPU's is {capability()}"
+
+
+def before_ampere() -> str | None:
+    """Why this card is too old for kernels that are compiled for all later generations; None if it is not."""
+    major = capability().partition(".")[0]
+    if major.isdecimal() and int(major) >= AMPERE:
+        return None
+    return f"the kernel needs compute capability {AMPERE}.0 (Ampere) or later, and this GPU's is {capability()}"
 
 
 def num_processors() -> int:

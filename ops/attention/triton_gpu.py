@@ -15,7 +15,6 @@ from . import mosaic_gpu
 from .accuracy_trial import AttentionCase, Trial
 from .xla import append
 
-OLDEST = 8  # Ampere's compute capability
 DTYPES = "bfloat16", "float16"
 CODES = "int8", "float8_e4m3fn"
 WIDTHS = 64, 128, 256
@@ -44,7 +43,7 @@ def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap
         "soft_cap": soft_cap, "sinks": sinks_N is not None, "page": page.shape[1],
         "codes": None if pages.k_scale_PKS is None else page.dtype.name, "dtype": q_TNH.dtype.name,
     }  # fmt: skip
-    require_pass(KERNEL, kind, card_declines())
+    require_pass(KERNEL, kind, mosaic_gpu.before_ampere())
     return attend(
         q_TNH, k_TKH, v_TKH, pages, rows,
         scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, value_dim=value_dim,
@@ -85,15 +84,6 @@ def beyond_offsets(array) -> bool:
     """Whether Pallas reaches a part of an array by an offset that wraps around: up to 4 GiB they have 32 bits and a
     sign, which is enough for numbers of two bytes or more."""
     return array.dtype.itemsize == 1 and 2**31 < array.size <= 2**32
-
-
-def card_declines() -> str | None:
-    """Why this process's card cannot run the kernel; None if it can."""
-    capability = mosaic_gpu.capability()
-    major = capability.partition(".")[0]
-    if major.isdecimal() and int(major) >= OLDEST:
-        return None
-    return f"the kernel needs compute capability {OLDEST}.0 (Ampere) or later, and this GPU's is {capability}"
 
 
 def cases(kind: dict) -> list[AttentionCase]:

@@ -19,7 +19,6 @@ from ..weight import RoundedRows, plain
 from .gate import require_trial
 from .shape import FEATURES, FOUR_BITS, Operands, ProductShape, block_sizes
 
-OLDEST = 8  # compute capability
 SUMMANDS = 3  # of bfloat16, with eight bits each, that a float32 is cut into
 ACTIVATIONS = "silu", "gelu_tanh", "relu"
 
@@ -45,9 +44,8 @@ def machine(interpret: Any) -> Machine:
         return Machine("mosaic", mosaic_gpu.num_processors())
     if not mosaic_gpu.is_gpu():
         raise NotImplementedError("there is no NVIDIA GPU")
-    major = (capability := mosaic_gpu.capability()).partition(".")[0]
-    if not major.isdecimal() or int(major) < OLDEST:
-        raise NotImplementedError(f"the GPU must be of compute capability {OLDEST} (Ampere) or later, not {capability}")
+    if declined := mosaic_gpu.before_ampere():
+        raise NotImplementedError(declined)
     return Machine("triton", mosaic_gpu.num_processors())
 
 

@@ -133,11 +133,11 @@ def run_part(name: str, file: Path, seed: int, attention: str | None, tiny: bool
 
 def machine(report, scale, seed: int) -> None:
     """The card, and XLA's flags."""
-    from ...ops.attention import mosaic_gpu, triton_gpu
+    from ...ops.attention import mosaic_gpu
     from ...ops.kernel_trial import card
 
     found = {
-        "serves": mosaic_gpu.is_gpu() and triton_gpu.card_declines() is None,
+        "serves": mosaic_gpu.is_gpu() and mosaic_gpu.before_ampere() is None,
         **card(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "seed": seed,

@@ -32,7 +32,7 @@ class CheckSizes:
     """The sizes of everything: enough to measure a card, or as little as shows that the parts work."""
 
     hf: dict[str, Any]
-    kernel: str  # the attention that is checked against XLA's; Hopper's, which is Triton's on another card
+    kernel: str  # the attention that is checked against XLA's; on cards other than Hopper it is Triton's
     context: int  # of the sequences that decode
     batches: tuple[int, ...]
     steps: int  # of a burst

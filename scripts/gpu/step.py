@@ -13,6 +13,7 @@ from ...serving.engine.runner import Runner
 from ...serving.engine.scheduler import ScheduledSequence, StepPlan
 from ...serving.request.sequence import Sequence
 from .common import PAGE, CheckSizes, PartReport, copy_rate, make_runner, noise, timed
+from .shapes import SHAPES
 from .step_time import GOALS, least
 
 LARGEST_DIFFERENCE = 0.15  # of hidden states, once through all layers in bfloat16; those of another context differ by 1
@@ -71,16 +72,18 @@ def measure(report: PartReport, scale: CheckSizes, runner: Runner, batch: int, s
         report.wrong(f"batch {batch}: a row is not a number")
     (seconds, launch), (slow, slow_launch) = median(False), median(True)
     moved, _ = least(runner.config, batch, batch, scale.context + len(sent) // 2)
-    share, goal = moved / seconds / copy, GOALS.get((scale.hf["model_type"], batch))
+    share = moved / seconds / copy
+    (model,) = [model for model, hf in SHAPES.items() if hf["model_type"] == scale.hf["model_type"]]
+    name = f"{model}, bf16, batch {batch}"
     report(
-        f"batch {batch:3}: {seconds * 1e3:8.3f} ms a step, {share:6.1%} of the roof; to reach {goal or '-'}\n"
+        f"batch {batch:3}: {seconds * 1e3:8.3f} ms a step, {share:6.1%} of the roof; to reach {GOALS.get(name, '-')}\n"
         # To launch one takes as long as a step where the step waits for the host.
         f"           launched in {launch * 1e3:.3f} ms; with sampling's branches {slow * 1e3:.3f} ms a step, "
         f"launched in {slow_launch * 1e3:.3f}",
         **{f"batch {batch}": {"seconds": seconds, "launch": launch, "bytes": moved, "share": share}},
         **{f"batch {batch} with branches": {"seconds": slow, "launch": slow_launch}},
     )
-    compare(report, f"{scale.hf['model_type']}, batch {batch}", drawn, first)
+    compare(report, name, drawn, first)
 
 
 def compare(report: PartReport, name: str, drawn: np.ndarray, hidden: np.ndarray) -> None:

@@ -122,9 +122,10 @@ def described(name: str, count: int = 1) -> Iterator[Sequence[Any]]:
             (jax, "local_devices", lambda *asked, **named: devices),
             (graphs, "driver_version", lambda: 1000 * DRIVER[0] + 10 * DRIVER[1]),
             # Nothing is run here, so that a call of FlashInfer's kernel needs no FlashInfer.
-            (library, "PACKAGES", ("jax-tvm-ffi",) if extra else ("FlashInfer, of a card that has it,",)),
+            (library, "PACKAGES", ("jax-tvm-ffi",)),
             (library, "built", lambda kernel: ("", None)),
             (library, "load", lambda path: None),
+            *([] if extra else [(library, "missing", lambda: f"it was not asked for, as with {name}+flashinfer")]),
         ):
             changed.enter_context(mock.patch.object(target, attribute, value))
         # No card is here on which the kernels could be tried.

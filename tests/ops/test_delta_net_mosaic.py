@@ -1,8 +1,8 @@
 """The delta rule's kernel for NVIDIA GPUs where there is no card, in Pallas' interpreter and lowered."""
 
-import hopper
 import jax
 import jax.numpy as jnp
+import kernels_ahead
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
@@ -121,10 +121,10 @@ def step_of(name: str):
 
 @pytest.fixture(scope="module")
 def steps():
-    return hopper.compile_some(__file__, PRODUCTION, PRODUCTION)
+    return kernels_ahead.compile_some(__file__, PRODUCTION, PRODUCTION)
 
 
-@hopper.needs_compiler
+@kernels_ahead.needs_compiler
 @pytest.mark.parametrize("name", PRODUCTION)
 def test_compiles_for_hopper(name, steps):
     """To SASS, and nothing is spilled."""

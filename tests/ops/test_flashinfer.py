@@ -291,8 +291,8 @@ def test_pages_of_pairs_are_declined():
 ])  # fmt: skip
 def test_the_cards_that_it_is_for(monkeypatch, capability, serves):
     monkeypatch.setattr(mosaic_gpu, "capability", lambda: capability)
-    assert (flashinfer_gpu.card_declines() is None) == serves
-    assert serves or capability in flashinfer_gpu.card_declines()
+    assert (mosaic_gpu.before_ampere() is None) == serves
+    assert serves or capability in mosaic_gpu.before_ampere()
 
 
 def test_without_the_extra_the_reason_names_the_remedy(monkeypatch, caplog):

@@ -3,9 +3,9 @@
 import logging
 from types import SimpleNamespace
 
-import hopper
 import jax
 import jax.numpy as jnp
+import kernels_ahead
 import pytest
 from cases import thinned
 
@@ -113,11 +113,11 @@ def step_of(name: str):
 
 @pytest.fixture(scope="module")
 def steps():
-    return hopper.compile_some(__file__, TRIALS, COMPILED)
+    return kernels_ahead.compile_some(__file__, TRIALS, COMPILED)
 
 
 @pytest.mark.slow
-@hopper.needs_compiler
+@kernels_ahead.needs_compiler
 @pytest.mark.parametrize("name", thinned(TRIALS, COMPILED))
 def test_a_trial_of_layers_is_one_graph(name, steps):
     """As a step is; and its kernels spill nothing."""
@@ -128,8 +128,8 @@ def test_a_trial_of_layers_is_one_graph(name, steps):
 
 
 @pytest.mark.slow
-@hopper.needs_compiler
+@kernels_ahead.needs_compiler
 def test_without_graphs_there_is_none(monkeypatch):
     monkeypatch.setenv("QUIRE_GRAPHS", "off")
-    (step,) = hopper.compile_some(__file__, COMPILED[:1], COMPILED).values()
+    (step,) = kernels_ahead.compile_some(__file__, COMPILED[:1], COMPILED).values()
     assert step.graphs == 0 and step.outside

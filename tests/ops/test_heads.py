@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-import hopper
 import jax
 import jax.numpy as jnp
+import kernels_ahead
 import numpy as np
 import pytest
 from cases import thinned
@@ -226,11 +226,11 @@ def step_of(name: str):
 
 @pytest.fixture(scope="module")
 def steps():
-    return hopper.compile_some(__file__, PRODUCTION, COMPILED)
+    return kernels_ahead.compile_some(__file__, PRODUCTION, COMPILED)
 
 
 @pytest.mark.slow
-@hopper.needs_compiler
+@kernels_ahead.needs_compiler
 @pytest.mark.parametrize("name", thinned(PRODUCTION, COMPILED))
 def test_compiles_for_hopper(name, steps):
     """To SASS, and nothing is spilled."""

@@ -3,9 +3,9 @@
 from functools import partial
 
 import copies
-import hopper
 import jax
 import jax.numpy as jnp
+import kernels_ahead
 import numpy as np
 import pytest
 from attention_cases import Sequence, Shape, build, check, run
@@ -208,11 +208,11 @@ def test_lowers_for_cuda(name, monkeypatch):
 
 @pytest.fixture(scope="module")
 def steps():
-    return hopper.compile_some(__file__, PRODUCTION, LOWERED)
+    return kernels_ahead.compile_some(__file__, PRODUCTION, LOWERED)
 
 
 @pytest.mark.slow
-@hopper.needs_compiler
+@kernels_ahead.needs_compiler
 @pytest.mark.parametrize("name", thinned(PRODUCTION, LOWERED))
 def test_compiles_for_hopper(name, steps):
     """To SASS: it fits, products are not made to wait for each other, and no more than two addresses are spilled."""

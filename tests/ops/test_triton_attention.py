@@ -3,9 +3,9 @@
 from contextlib import nullcontext
 from functools import partial
 
-import hopper
 import jax
 import jax.numpy as jnp
+import kernels_ahead
 import numpy as np
 import pytest
 from attention_cases import Sequence, Shape, build, check, ragged, run
@@ -223,11 +223,11 @@ def step_of(name: str):
 
 @pytest.fixture(scope="module", params=["a100", "b200"])
 def steps(request):
-    return request.param, hopper.compile_some(__file__, PRODUCTION, COMPILED, request.param)
+    return request.param, kernels_ahead.compile_some(__file__, PRODUCTION, COMPILED, request.param)
 
 
 @pytest.mark.slow
-@hopper.needs_compiler
+@kernels_ahead.needs_compiler
 @pytest.mark.parametrize("name", thinned(PRODUCTION, COMPILED))
 def test_compiles_for_a_card(name, steps):
     """To SASS, into one graph, and nothing is spilled, but one number by one shape."""

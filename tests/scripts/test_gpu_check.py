@@ -133,17 +133,17 @@ def test_the_step_part(tmp_path):
         assert not {"wrong", "failed"} & set(found[role]) and found[role]["copy"] > 0
         for batch in TINY.batches:
             assert found[role][f"batch {batch}"]["share"] > 0
-    assert "llama, batch 1, compared" not in found["kernel"]
-    assert found["xla"]["llama, batch 6, compared"] == {"hidden": 0, "first_tokens": 1, "tokens": 1}
+    assert "llama-3-8b, bf16, batch 1, compared" not in found["kernel"]
+    assert found["xla"]["llama-3-8b, bf16, batch 6, compared"] == {"hidden": 0, "first_tokens": 1, "tokens": 1}
     report = PartReport(tmp_path / "other.json")
-    with np.load(tmp_path / "llama, batch 6.npz") as kept:
-        gpu_step.compare(report, "llama, batch 6", kept["drawn"], kept["hidden"][::-1])
-    assert "llama, batch 6: hidden states differ by" in report.found["wrong"][0]
+    with np.load(tmp_path / "llama-3-8b, bf16, batch 6.npz") as kept:
+        gpu_step.compare(report, "llama-3-8b, bf16, batch 6", kept["drawn"], kept["hidden"][::-1])
+    assert "llama-3-8b, bf16, batch 6: hidden states differ by" in report.found["wrong"][0]
 
 
 @pytest.mark.slow
 def test_the_step_of_a_mixture(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(GOALS, ("qwen3_moe", 6), GOALS["qwen3_moe", 64])
+    monkeypatch.setitem(GOALS, "qwen3-30b-a3b, bf16, batch 6", GOALS["qwen3-30b-a3b, bf16, batch 64"])
     gpu_step.experts(report := PartReport(tmp_path / "experts.json"), TINY, 3, "xla")
     assert report.found["batch 6"]["share"] > 0 and "batch 1" not in report.found
     assert "to reach 75% of the roof (an H200 by the model: 17.86 ms, 87%)" in capsys.readouterr().out

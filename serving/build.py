@@ -31,7 +31,7 @@ from ..sharding.mesh import Mesh
 from .adapter_store import AdapterStore
 from .api.options import DISK, HOST, PARALLEL, EngineOptions, SizedOptions
 from .api.params import MAX_LOGPROBS
-from .cache.disk_cache import DiskCache
+from .cache.disk_cache import PAGE_FORMAT, DiskCache
 from .cache.host_cache import HostCache
 from .cache.page_table import PageTable
 from .defaults import generation_folder, model_defaults
@@ -96,7 +96,7 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
     engine = Engine(
         runner, tokenizer, tables, made.max_len, seed, queued,
         embedder=embedder_of(options, folder), defaults=defaults, speculation=options.speculation,
-        adapters=adapter_store(options, folder, runner.config),
+        adapters=adapter_store(options, folder, runner.config), page_identity=made.page_identity,
     )  # fmt: skip
     if trace is not None:
         engine.observers.append(trace)
@@ -159,6 +159,7 @@ class Made(NamedTuple):
     runner: Runner
     max_len: int
     host_caches: list[HostCache | None]  # of each replica
+    page_identity: Callable[[], tuple[bytes, bytes]]  # of the weights as they lie on disk now
 
 
 def make_runner(
@@ -198,7 +199,10 @@ def make_runner(
         weights = load_weights()
     replicas = range(options.data_parallel_size)
     paged = config if drafter is None else drafter.paged
-    host_caches = [make_host_cache(folder, paged, options, len(num_pages), mesh, replica) for replica in replicas]
+    page_identity = partial(page_identity_of, folder, paged, options)
+    host_caches = [
+        make_host_cache(paged, options, len(num_pages), page_identity(), mesh, replica) for replica in replicas
+    ]
     runner = Runner(
         config, weights, limits, num_pages, options.block_size, max_len, host_caches[0] is not None, load_weights, mesh,
         options.expert_rebalance_steps, drafter,
@@ -217,7 +221,7 @@ def make_runner(
     if runner.pipeline.variance:
         why = "; ".join(sorted(runner.pipeline.variance))
         log.info("a request's last bits may depend on the rest of its batch: %s", why)
-    return Made(runner, max_len, host_caches)
+    return Made(runner, max_len, host_caches, page_identity)
 
 
 def limits_of(options: SizedOptions, config: ModelConfig) -> Limits:
@@ -303,8 +307,9 @@ def make_trace(file: str | None) -> Trace | None:
 
 
 def make_host_cache(
-    folder: Path, config: ModelConfig, options: EngineOptions, groups: int, mesh: Mesh | None = None, replica: int = 0
-) -> HostCache | None:
+    config: ModelConfig, options: EngineOptions, groups: int, page_identity: tuple[bytes, bytes],
+    mesh: Mesh | None = None, replica: int = 0,
+) -> HostCache | None:  # fmt: skip
     """Host memory and disk for pages of so many groups that the cache has no room for, where there are to be any.
 
     Replicas have an equal share of both.
@@ -315,7 +320,7 @@ def make_host_cache(
         host = HOST if options.kv_cache_disk else 0
     host //= options.data_parallel_size
     if options.kv_cache_disk is None:
-        return HostCache(sizes, host, None, identity(folder, config, options)) if host else None
+        return HostCache(sizes, host, None, *page_identity) if host else None
     if host < max(sizes):
         raise ModelError(
             f"kv_cache_host_bytes is {host} a replica; the way to the disk leads through host memory, which must hold "
@@ -328,8 +333,7 @@ def make_host_cache(
         disk = DiskCache(own, room // options.data_parallel_size)
     except OSError as error:
         raise ModelError(f"kv_cache_disk is {str(path)!r}: {error.strerror}") from None
-    times = [path.stat().st_mtime_ns for path in files_of(folder)]
-    return HostCache(sizes, host, disk, identity(folder, config, options), repr(times).encode())
+    return HostCache(sizes, host, disk, *page_identity)
 
 
 def device_and_kernels() -> str:
@@ -339,6 +343,12 @@ def device_and_kernels() -> str:
     return f"{device.platform} {device.device_kind}, kernels {kernels}"
 
 
+def page_identity_of(folder: Path, config: ModelConfig, options: EngineOptions) -> tuple[bytes, bytes]:
+    """The `identity` of a page, and a stamp of the model's files on this machine: when each was last written."""
+    times = [path.stat().st_mtime_ns for path in model_files(folder, options)]
+    return identity(folder, config, options), repr(times).encode()
+
+
 def identity(folder: Path, config: ModelConfig, options: EngineOptions) -> bytes:
     """A digest of everything that a page's bytes depend on, beside its tokens; alike on machines that are alike.
 
@@ -346,17 +356,23 @@ def identity(folder: Path, config: ModelConfig, options: EngineOptions) -> bytes
     """
     model = replace(config, max_len=0)  # what it changes is in the rotary tables
     sizes = [getattr(options, name) for axis, name in PARALLEL.items() if axis != "data"]
-    what = [model, *sizes, options.block_size, jax.__version__, device_and_kernels()]
-    found, files = hashlib.blake2b(repr(what).encode(), digest_size=32), files_of(folder)
-    if (chosen := options.speculation) is not None and chosen.model is not None:
-        files += files_of(draft_folder(chosen, options))
-    for path in files:
+    what = [PAGE_FORMAT, model, *sizes, options.block_size, jax.__version__, device_and_kernels()]
+    found = hashlib.blake2b(repr(what).encode(), digest_size=32)
+    for path in model_files(folder, options):
         found.update(repr((path.name, path.stat().st_size)).encode())
         with path.open("rb") as file:
             found.update(file.read(SAMPLE))
             file.seek(max(file.tell(), path.stat().st_size - SAMPLE))
             found.update(file.read())
     return found.digest()
+
+
+def model_files(folder: Path, options: EngineOptions) -> list[Path]:
+    """The files of the model, and of the model that drafts for it."""
+    files = files_of(folder)
+    if (chosen := options.speculation) is not None and chosen.model is not None:
+        files += files_of(draft_folder(chosen, options))
+    return files
 
 
 def files_of(folder: Path) -> list[Path]:

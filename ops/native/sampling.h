@@ -19,6 +19,8 @@ namespace sampling {
 
 constexpr int64_t BLOCK = 256;
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+// In place of a token: the raw logits are NaN, +inf or all -inf; or no token is allowed. As in ops/sampling.
+constexpr int32_t BROKEN = -1, BANNED = -2;
 
 // What lives as long as a request, and how each row is sampled: see `SlotState` and `SamplingInputs` in Python.
 struct Call {
@@ -313,7 +315,7 @@ struct Row {
     return weights.draw((bits >> 8) * 0x1p-24);
   }
 
-  // The token, or -1 where there is none to choose.
+  // The token, or why there is none.
   int32_t choose(const Logits& raw, int64_t slot) const {
     bool adjusts = masked() || penalised();
     if (!adjusts) return a.temperature[r] > 0 ? draw(raw) : raw.argmax();
@@ -321,7 +323,8 @@ struct Row {
     if (masked()) mask(room.adjusted.data(), slot);
     if (penalised()) penalise(room.adjusted.data(), slot);
     Logits x(room.adjusted.data(), a.V, room.most_adjusted);
-    return x.broken ? -1 : a.temperature[r] > 0 ? draw(x) : x.argmax();
+    if (x.broken) return x.best == NOTHING ? BANNED : BROKEN;
+    return a.temperature[r] > 0 ? draw(x) : x.argmax();
   }
 
   void score(const Logits& raw, int32_t token, int64_t slot) const {
@@ -349,9 +352,11 @@ struct Row {
   void run(int64_t num_slots) const {
     Logits raw(a.logits + r * a.V, a.V, room.most);
     bool scored = a.targets[r] >= 0;
-    int32_t token = raw.broken ? -1 : scored ? std::min<int64_t>(a.targets[r], a.V - 1) : choose(raw, slot(num_slots));
+    int32_t token = raw.broken ? BROKEN
+                    : scored   ? std::min<int64_t>(a.targets[r], a.V - 1)
+                               : choose(raw, slot(num_slots));
     a.ok[r] = token >= 0;
-    a.tokens[r] = std::max(token, 0);
+    a.tokens[r] = token;
     if (a.ok[r] && a.wants_logprobs[r]) return score(raw, token, slot(num_slots));
     a.logprobs[r] = 0, a.ranks[r] = 0;
     std::fill_n(a.top_ids + r * a.K, a.K, 0);

@@ -28,6 +28,8 @@ IMPLEMENTATIONS = {"native": ".native", "branchless": ".branchless", "xla": ".xl
 MAX_LOGPROBS = 20
 MAX_BANS = 64
 MAX_WANTED = 128
+# In place of the token of a row that is not ok: its raw logits are NaN, +inf or all -inf; or no token is allowed.
+BROKEN, BANNED = -1, -2
 
 
 @struct.dataclass
@@ -66,18 +68,18 @@ class SamplingInputs:
 
 @struct.dataclass
 class Sampled:
-    """The tokens, and their log-probabilities by the raw logits; a row that is not ok has zeros.
+    """The tokens, and their log-probabilities by the raw logits, which are zeros in a row that is not ok.
 
     What has a log-probability's rows may be None where all is `plain`, since nobody wants any.
     """
 
-    tokens_R: Array  # int32
+    tokens_R: Array  # int32; `BROKEN` or `BANNED` in a row that is not ok
     logprobs_R: Any  # float32, log-softmax of the logits before any processing
     ranks_R: Any  # int32, 1 = best; tokens that tie share the better rank
     top_ids_RK: Any  # int32, K = min(listed, V)
     top_logprobs_RK: Any  # float32
     wanted_logprobs_RL: Any  # float32, of the slot's wanted tokens
-    ok_R: Array  # bool, False where the raw logits are broken (NaN, +inf, all -inf) or every token is banned
+    ok_R: Array  # bool, whether there is a token
     drafts_BK: Any = None  # int32, what may come next of each sequence of the step, where something drafts there
 
 

@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from ...sharding.device_axes import UNSPLIT, Axis
 from . import MAX_LOGPROBS, Sampled, SamplingInputs, SlotState
-from .xla import argmax, draw, mask, most, ordered, penalise, score, top, unordered, where_wanted
+from .xla import argmax, checked, draw, mask, ordered, penalise, score, top, unordered, where_wanted
 
 BITS = 3  # of a threshold that one pass over the vocabulary settles
 WIDTH = 128  # parts of the vocabulary that are added up side by side
@@ -44,9 +44,8 @@ def sample(
     logits_RV = raw_RV if plain else penalise(mask(raw_RV, state, inputs, axis), state, inputs, axis)
     greedy_R, best_R = argmax(logits_RV, axis)
     drawn_R = draw(logits_RV, best_R, draws_R, inputs, None if plain else cut, axis)
-    ok_R = jnp.isfinite(most(raw_RV, axis)) & (scored_R | jnp.isfinite(best_R))
-    tokens_R = jnp.where(draws_R, drawn_R, greedy_R)
-    tokens_R = jnp.where(ok_R, jnp.where(scored_R, inputs.targets_R, tokens_R), 0)
+    tokens_R = checked(jnp.where(draws_R, drawn_R, greedy_R), best_R, raw_RV, inputs, axis)
+    ok_R = tokens_R >= 0
     scores = [None] * 5  # a launch would write the zeros of each
     if not plain:
         wanted_RL = state.wanted_BL[inputs.slots_R]

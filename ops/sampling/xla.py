@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array, lax
 
 from ...sharding.device_axes import UNSPLIT, Axis
-from . import MAX_LOGPROBS, Sampled, SamplingInputs, SlotState, own_tokens, penalised
+from . import BANNED, BROKEN, MAX_LOGPROBS, Sampled, SamplingInputs, SlotState, own_tokens, penalised
 
 CANDIDATES = 64  # lax.top_k of so few takes 3 ms for 16 rows of 152k, where a sort takes 530
 FAN_OUT = 64
@@ -54,8 +54,8 @@ def sample(
         tokens_R = jnp.where(draws_R, draw(raw_RV, best_R, draws_R, inputs, None, axis), greedy_R)
     else:
         tokens_R, best_R = lax.cond(adjusts | draws_R.any(), choose, lambda: argmax(raw_RV, axis))
-    ok_R = jnp.isfinite(most(raw_RV, axis)) & (scored_R | jnp.isfinite(best_R))
-    tokens_R = jnp.where(ok_R, jnp.where(scored_R, inputs.targets_R, tokens_R), 0)
+    tokens_R = checked(tokens_R, best_R, raw_RV, inputs, axis)
+    ok_R = tokens_R >= 0
 
     wants_R = ok_R & inputs.wants_logprobs_R
     rate = partial(score, best=partial(top, count=listed), axis=axis)
@@ -63,6 +63,18 @@ def sample(
     zeros = [jnp.zeros(like.shape, like.dtype) for like in jax.eval_shape(rate, *given)]
     scores = zeros if plain else lax.cond(wants_R.any(), lambda: list(rate(*given)), lambda: zeros)
     return Sampled(tokens_R, *where_wanted(wants_R, scores), ok_R=ok_R)
+
+
+def checked(tokens_R: Array, best_R: Array, raw_RV: Array, inputs: SamplingInputs, axis: Axis) -> Array:
+    """The rows' tokens, those to be scored in their places, and what stands for a token where there is none.
+
+    best_R: the largest logit after masks and penalties.
+    """
+    scored_R = inputs.targets_R >= 0
+    failed_R = jnp.where(~scored_R & (best_R == -jnp.inf), BANNED, BROKEN)
+    ok_R = scored_R | jnp.isfinite(best_R)
+    tokens_R = jnp.where(ok_R, jnp.where(scored_R, inputs.targets_R, tokens_R), failed_R)
+    return jnp.where(jnp.isfinite(most(raw_RV, axis)), tokens_R, BROKEN)
 
 
 def varies() -> None:

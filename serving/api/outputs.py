@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+# The `stop_reason` of an answer that ends with "error" because the request itself bans every token that may come next.
+NO_TOKEN_ALLOWED = "no token is allowed next"
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "timeout", "error")
 
 

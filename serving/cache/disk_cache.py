@@ -13,7 +13,8 @@ from typing import Any
 
 log = logging.getLogger("quire")
 
-MAGIC = b"quire KV page 1\n"
+# Pages of version 1 may hold a last token whose keys and values were never written.
+PAGE_FORMAT = b"quire KV page 2\n"
 HEAD = struct.Struct("<16s32s32sII")  # magic, checksum, digest, cache group, tokens; tokens and the page's bytes follow
 Buffer = Any  # bytes, or an array that shows its own
 PAUSE = 60.0  # seconds without writing after the disk has refused
@@ -135,7 +136,7 @@ def head_of(digest: bytes, group: int, num_tokens: int, *body: Buffer) -> bytes:
     check = hashlib.blake2b(digest_size=32, key=digest + struct.pack("<II", group, num_tokens))
     for piece in body:
         check.update(piece)
-    return HEAD.pack(MAGIC, check.digest(), digest, group, num_tokens)
+    return HEAD.pack(PAGE_FORMAT, check.digest(), digest, group, num_tokens)
 
 
 def private(path: str, flags: int) -> int:

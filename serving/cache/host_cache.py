@@ -98,11 +98,26 @@ class HostCache:
 
     def clear(self) -> list[Node]:
         """Remove everything; the nodes that had copies."""
+        nodes = self.drop_copies()
+        if self.disk is not None:
+            self.writer.submit(self.disk.clear).result()  # after what is being written
+        return nodes
+
+    def replace_weights(self, identity: bytes, stamp: bytes) -> list[Node]:
+        """Forget the copies that other weights computed, and name files after these; the nodes that had copies.
+
+        Files of the other weights stay on disk, where they are found again if those weights come back.
+        """
+        for write, _ in self.writes:
+            write.result()  # a page being written is named after the weights that computed it
+        self.identity, self.stamp = identity, stamp
+        return self.drop_copies()
+
+    def drop_copies(self) -> list[Node]:
+        """Remove every copy from host memory; the nodes that had one."""
         nodes = [copy.node for copy in self.copies]
         for copy in list(self.copies):
             self.drop(copy)
-        if self.disk is not None:
-            self.writer.submit(self.disk.clear).result()  # after what is being written
         return nodes
 
     def save_later(self, copy: HostCopy, patiently: bool) -> None:

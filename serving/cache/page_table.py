@@ -353,6 +353,12 @@ class PageTable:
         if self.host_cache is not None:
             self.tree.prune_all(self.host_cache.drop_unfilled())
 
+    def replace_weights(self, identity: bytes, stamp: bytes) -> None:
+        """Other weights compute from now on, and nothing runs: no page of the old ones is found again."""
+        self.forget_device()
+        if self.host_cache is not None:
+            self.tree.prune_all(self.host_cache.replace_weights(identity, stamp))
+
     def clear(self) -> None:
         """Empty the prefix tree, the host cache and the disk; what runs goes on."""
         self.forget_pages()

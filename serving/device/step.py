@@ -92,7 +92,7 @@ def step(
 ):
     """One step of every sequence in the batch that the buffer holds: (what is drawn, these rows' hidden states, state).
 
-    The token of a row that is not ok is -1 in what is returned, so that the tokens alone tell the host all it needs.
+    The tokens alone tell the host all it needs: that of a row which is not ok is `sampling.BROKEN` or `BANNED`.
     Over a mesh each device does the same with its own part of weights and state. A `stage` that is not the last gives
     (rows, None, state), and one that is not the first gets such rows. With a `drafter`, whose weights come with the
     model's, the step also says what may come next. One that `rests` has no drafts.
@@ -123,9 +123,13 @@ def step(
 
 @partial(jax.jit, static_argnames=("layout", "config"), donate_argnames="state")
 def series(weights, state: State, buffers_SX, stops_BE, count, layout: Layout, config: ModelConfig):
-    """The first `count` of these decode steps, each of which draws after what the one before has drawn.
+    """Run the first `count` of these decode steps, each on the tokens that the step before it sampled.
 
-    It is over as soon as each sequence's last token is one of those that end it. What steps give is [step, ...].
+    The loop ends early once the last token of every sequence is one of its stop tokens, which then has no keys and
+    values yet.
+
+    Returns:
+        What `step` returns, with a leading axis of steps; the number of steps that ran; the state.
     """
 
     def goes_on(going):
@@ -144,8 +148,8 @@ def series(weights, state: State, buffers_SX, stops_BE, count, layout: Layout, c
     owners_B = layout.read(buffers_SX[0]).store_R[: layout.size.seqs]
     *like, _ = jax.eval_shape(partial(step, layout=layout, config=config), weights, state, buffers_SX[0])
     found = jax.tree.map(lambda one: jnp.zeros((len(buffers_SX), *one.shape), one.dtype), like)
-    _, state, found = jax.lax.while_loop(goes_on, go_on, (jnp.int32(0), state, found))
-    return *found, state
+    num_steps, state, found = jax.lax.while_loop(goes_on, go_on, (jnp.int32(0), state, found))
+    return *found, num_steps, state
 
 
 def axes_of(mesh: Mesh, layout: Layout) -> DeviceAxes:
@@ -268,6 +272,8 @@ def step_of_one(
         axis = axes.tensor
         slots = sampling.count_tokens(state.slots, batch.owners_T, tokens_T, batch.is_prompt_T, batch.tracked_T, axis)
         sampled = sampling.sample(logits_RV, slots, batch.sampling, plain, axis, layout.listed)
+        reported_R = sampled.tokens_R  # negative where there is no token; what computes goes on from token 0
+        sampled = sampled.replace(tokens_R=jnp.maximum(reported_R, 0))
         store_R = batch.store_R
         if layout.max_drafts and not rests:
             accepted_R = sampling.accepted(sampled, batch.drafts_R, batch.depths_R)
@@ -290,7 +296,7 @@ def step_of_one(
         hidden_RD = encoder.head(weights, hidden_RD, config)
     if config.classes is not None:
         hidden_RD = decoder.classes(weights, hidden_RD)
-    return sampled.replace(tokens_R=jnp.where(sampled.ok_R, sampled.tokens_R, -1)), hidden_RD, state
+    return sampled.replace(tokens_R=reported_R), hidden_RD, state
 
 
 def adapting(weights, batch: Batch, num_slots: int):

@@ -14,8 +14,10 @@ import numpy as np
 from ...model.checkpoint.embedder import Embedder
 from ...model.config import FAR
 from ...model.text.tokenizer import Tokenizer
+from ...ops.sampling import BANNED
 from ..api.errors import NotServing, QueueFull, RequestError
 from ..api.options import Pooling
+from ..api.outputs import NO_TOKEN_ALLOWED
 from ..api.params import PLAIN, SamplingParams, Terms
 from ..api.speculation import SpeculativeConfig
 from ..api.validation import shown
@@ -58,12 +60,14 @@ class Engine:
         defaults: Mapping[str, Any] = MappingProxyType({}),
         speculation: SpeculativeConfig | None = None,
         adapters: Any = None,  # reads them, where they are served: an `AdapterStore`
+        page_identity: Callable[[], tuple[bytes, bytes]] = lambda: (b"", b""),  # of the weights that lie on disk now
     ):
         self.runner, self.tokenizer, self.tables, self.max_len = runner, tokenizer, tables, max_len
         self.config = runner.config
         self.max_queued, self.clock = max_queued, clock
         self.observers: list[Observer] = []
         self.adapters = adapters
+        self.page_identity, self.loaded_identity = page_identity, page_identity()
         self.embedder = embedder  # how a request for an embedding is answered
         self.defaults = defaults  # of sampling parameters that a request leaves out: the model's own
         self.grammars = None if tokenizer is None else Grammars(tokenizer, self.config.vocab_size)
@@ -225,8 +229,9 @@ class Engine:
         began = self.clock()
         drawn = self.runner.collect(step.results)
         before, self.device_free = self.device_free, self.clock()
-        if step.plan.decodes:
-            seconds = (self.device_free - max(step.launched, before)) / step.plan.steps
+        num_steps = len(drawn[0].tokens) if step.plan.steps > 1 else 1
+        if step.plan.decodes and num_steps:
+            seconds = (self.device_free - max(step.launched, before)) / num_steps
             self.step_seconds += (seconds - self.step_seconds) / 8 if self.step_seconds < 1 else seconds - 1
             if self.speculator is not None and self.speculator.listens:
                 self.tell_pace(step.plan, self.device_free - before)
@@ -260,8 +265,10 @@ class Engine:
             yield seq.request
             if item.drafts:
                 self.scheduler.roll_back(item, drawn.path, len(drawn.tokens) - 1)
-            if not drawn.ok:
-                self.fail(seq)
+            elif len(drawn.tokens) < item.draws:
+                self.scheduler.shorten(item, len(drawn.tokens))
+            if drawn.failure:
+                self.fail(seq, drawn.failure)
                 continue
             if seq.pool is not None:
                 self.pool(seq, drawn)
@@ -272,7 +279,7 @@ class Engine:
                 if seq.finish_reason is not None:
                     break
                 if token < 0:
-                    self.fail(seq)
+                    self.fail(seq, token)
                     break
                 self.push(seq, token, drawn.score(row) if seq.scored else None, step.collected)
             if self.speculator is not None and item.drafts:
@@ -287,9 +294,12 @@ class Engine:
                 more = len(drawn.tokens) - 1 - drawn.chain if item.branches else None
                 self.speculator.take_in(seq, len(item.drafts), drawn.chain, more)
 
-    def fail(self, seq: Sequence) -> None:
-        """End a sequence whose results are no numbers; what it has computed is shared with nobody."""
-        self.tables[seq.replica].invalidate(seq)
+    def fail(self, seq: Sequence, failure: int) -> None:
+        """End a sequence that has no next token. Where its logits are broken, its pages are not to be found again."""
+        if failure == BANNED:
+            seq.request.completions[seq.index].stop_reason = NO_TOKEN_ALLOWED
+        else:
+            self.tables[seq.replica].invalidate(seq)
         self.end(seq, "error")
 
     def expire(self, now: float) -> Iterator[Request]:
@@ -389,10 +399,23 @@ class Engine:
 
     def wake_up(self) -> None:
         """Serve again, with what was compiled."""
-        if self.asleep:
-            self.runner.wake_up()
-            self.scheduler.forget_adapters()
-            self.asleep = False
+        if not self.asleep:
+            return
+        reads_weights = self.runner.weights is None
+        identity = self.page_identity() if reads_weights else self.loaded_identity  # before they are read
+        self.runner.wake_up()
+        if identity != self.loaded_identity:
+            self.replace_weights(identity)
+        self.scheduler.forget_adapters()
+        self.asleep = False
+
+    def replace_weights(self, identity: tuple[bytes, bytes]) -> None:
+        """Other weights serve from now on: forget all keys and values of the old ones, those on their way too."""
+        self.loaded_identity = identity
+        for seq in self.scheduler.waiting:
+            seq.cache.load, seq.cache.prefetched = None, False
+        for table in self.tables:
+            table.replace_weights(*identity)
 
     def close(self) -> None:
         """End every request and save the cached pages to disk, if there is one."""

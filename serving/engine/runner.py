@@ -49,6 +49,7 @@ class Launched:
     sampled: Sampled
     hidden_RD: jax.Array
     offloads: list[Offload]
+    num_steps: jax.Array | None = None  # of a fused plan: the steps that ran before every sequence had stopped
 
 
 class Drawn(NamedTuple):  # hundreds are made a step
@@ -56,8 +57,8 @@ class Drawn(NamedTuple):  # hundreds are made a step
 
     item: ScheduledSequence
     row: int  # the first, of the path that was taken
-    ok: bool  # the rows that were scored, and the first that draws
-    tokens: list[int]  # the drafts that were accepted, and the next one; -1 where a row is not ok
+    failure: int  # of the rows that were scored and the first that draws: 0, or `sampling.BROKEN` or `BANNED`
+    tokens: list[int]  # the drafts that were accepted, and the next one; negative where a row failed
     sampled: Sampled
     hidden_RD: np.ndarray | None  # where one of the items has a pool
     drafts: list[int] | None = None  # what the step says may come next
@@ -309,12 +310,12 @@ class Runner:
         """Send several steps at once."""
         size, builder = next(iter(self.batch_builder.layouts)), self.batch_builder
         buffers_SX, stops_BE = builder.build_series(plan, self.limits.series)
-        sampled, hidden_SRD, self.state = self.series(
+        sampled, hidden_SRD, num_steps, self.state = self.series(
             self.weights, self.state, buffers_SX, stops_BE, np.int32(plan.steps)
         )
         if self.expert_loads is not None:
             self.expert_loads.launched(self.state)
-        return Launched(plan, size, sampled, hidden_SRD, offloads)
+        return Launched(plan, size, sampled, hidden_SRD, offloads, num_steps)
 
     def most_steps(self, plan: StepPlan) -> int:
         """Of a series that this plan may become, as far as the compiled programs go."""
@@ -370,10 +371,10 @@ class Runner:
         items, sampled = launched.plan.items, launched.sampled
         if any(item.scores or item.seq.scored for item in items):
             sampled = jax.device_get(sampled)
-        if launched.plan.steps > 1:
-            return drawn_by_series(launched.plan, sampled)
+        if launched.num_steps is not None:
+            return drawn_by_series(launched.plan, sampled, int(launched.num_steps))
         hidden_RD = np.asarray(launched.hidden_RD) if any(item.seq.pool is not None for item in items) else None
-        tokens = np.asarray(sampled.tokens_R).tolist()  # -1 where a row is not ok
+        tokens = np.asarray(sampled.tokens_R).tolist()
         drafts_BK = None if sampled.drafts_BK is None else np.asarray(sampled.drafts_BK).tolist()
         drawn, row, number, replica = [], 0, 0, 0
         for item in items:
@@ -388,13 +389,14 @@ class Runner:
             drafts = None if drafts_BK is None else drafts_BK[number]
             number += 1
             if item.draws == 1 and not item.scores:
-                drawn.append(Drawn(item, row, tokens[row] >= 0, [tokens[row]], sampled, hidden_RD, drafts))
+                drawn.append(Drawn(item, row, min(tokens[row], 0), [tokens[row]], sampled, hidden_RD, drafts))
                 row += 1
             elif item.draws or item.scores:
                 first, end = row + len(item.scores), row + len(item.scores) + item.draws
                 count = sum(1 for _ in accepted(item.drafts, tokens[first:end])) + 1
-                fine = min(tokens[row : first + min(item.draws, 1)]) >= 0
-                found = Drawn(item, row, fine, tokens[first:end][:count], sampled, hidden_RD, drafts, 0, count - 1)
+                failures = [token for token in tokens[row : first + min(item.draws, 1)] if token < 0]
+                failure = max(failures, default=0)  # broken logits are worse than banned tokens
+                found = Drawn(item, row, failure, tokens[first:end][:count], sampled, hidden_RD, drafts, 0, count - 1)
                 for path, others in item.branches:
                     first, end = end, end + 1 + len(others)
                     count = sum(1 for _ in accepted(others, tokens[first:end])) + 1
@@ -437,14 +439,13 @@ class Runner:
         self.state = self.state.replace(slots=slots)
 
 
-def drawn_by_series(plan: StepPlan, sampled: Sampled) -> list[Drawn]:
-    """What each sequence has drawn, one token after the other."""
-    count = plan.steps
-    tokens_RS = np.asarray(sampled.tokens_R)[:count].T
-    if any(item.seq.scored for item in plan.items):  # rows of a sequence after one another
-        sampled = jax.tree.map(lambda all_S: np.concatenate(np.swapaxes(all_S[:count], 0, 1)), sampled)
+def drawn_by_series(plan: StepPlan, sampled: Sampled, num_steps: int) -> list[Drawn]:
+    """The tokens that each sequence sampled in the fused steps that ran."""
+    tokens_RS = np.asarray(sampled.tokens_R)[:num_steps].T
+    if any(item.seq.scored for item in plan.items):  # a sequence's scores are adjacent
+        sampled = jax.tree.map(lambda all_S: np.concatenate(np.swapaxes(all_S[:num_steps], 0, 1)), sampled)
     return [
-        Drawn(item, row * count, bool(tokens_RS[row, 0] >= 0), tokens_RS[row].tolist(), sampled, None)
+        Drawn(item, row * num_steps, min([0, *tokens_RS[row, :1].tolist()]), tokens_RS[row].tolist(), sampled, None)
         for row, item in enumerate(plan.items)
     ]
 

@@ -225,6 +225,12 @@ class Scheduler:
                 self.replicas[seq.replica].table.take_path(seq, item.num_known, path)
             seq.followed = min(seq.followed, seq.num_computed)
 
+    def shorten(self, item: ScheduledSequence, num_steps: int) -> None:
+        """Count only the fused steps that ran: the device skips the others once every sequence has stopped."""
+        seq = item.seq
+        seq.num_computed = min(seq.num_computed, item.start + num_steps)
+        seq.followed = min(seq.followed, seq.num_computed)
+
     def preempt(self, seq: Sequence) -> None:
         self.replicas[seq.replica].preempt(seq)
 
@@ -233,6 +239,8 @@ class Scheduler:
         if seq.finish_reason is not None:
             return
         seq.finish_reason = reason
+        if seq.pending > 1:  # fused steps under way may not run, and the last token has no keys and values then
+            seq.num_computed = min(seq.num_computed, len(seq.tokens) - 1)
         if seq.slot >= 0:
             self.replicas[seq.replica].release(seq)
         else:

@@ -16,6 +16,7 @@ from cases import thinned
 from quire.model.families.quill import small_cache_config
 from quire.model.weights import abstract
 from quire.serving.api.errors import RequestError
+from quire.serving.api.outputs import NO_TOKEN_ALLOWED
 from quire.serving.api.params import SamplingParams, Terms
 from quire.serving.cache import disk_cache as disk_module
 from quire.serving.cache.disk_cache import DiskCache
@@ -516,6 +517,22 @@ def test_a_row_of_nan_fails_alone(oracle, weights):
         tokens = list(outputs[name].prompt_token_ids) + list(answer.token_ids)
         rows = oracle(tokens)[:, :90].argmax(axis=-1)
         assert rows[len(tokens) - 9 : -1].tolist() == list(answer.token_ids)
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_request_that_bans_every_token_leaves_the_cached_prompt_alone(engine, scored):
+    """It ends with an error that is its own; only broken logits are a reason to distrust computed pages."""
+    prompt = list(range(50))
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    expected = bits(run(engine, {0: [("first", prompt, params)]})["first"])
+    banned = SamplingParams(
+        max_tokens=8, min_tokens=3, allowed_token_ids=[5], stop_token_ids=[5], ignore_eos=True,
+        prompt_logprobs=0 if scored else None,
+    )  # fmt: skip
+    answer = run(engine, {0: [("banned", prompt, banned)]})["banned"].outputs[0]
+    assert (answer.finish_reason, answer.stop_reason, list(answer.token_ids)) == ("error", NO_TOKEN_ALLOWED, [])
+    again = run(engine, {0: [("again", prompt, params)]})["again"]
+    assert again.num_cached_tokens == 49 and bits(again) == expected
 
 
 # The prefix cache

@@ -161,6 +161,24 @@ def test_what_a_series_computed_is_found_again(single, several, steps):
     assert found[0] == found[1] and found[0][1] > 40
 
 
+def test_turn_after_a_stop_token_within_a_fused_series_equals_a_cold_engine(several, steps):
+    """The device ends a series at the last stop token, whose own keys and values no step has written."""
+    cold = LLM(max_steps_per_launch=1, enable_prefix_caching=False, **SIZES)
+    greedy = {"temperature": 0.0, "logprobs": 2}
+    for prompt in PROMPTS:
+        (whole,) = cold.generate([prompt], SamplingParams(**greedy, max_tokens=40, ignore_eos=True), use_tqdm=False)
+        tokens = list(whole.outputs[0].token_ids)
+        for end in [at for at in range(4, 24) if tokens.index(tokens[at]) == at][:8]:
+            params = SamplingParams(**greedy, max_tokens=40, stop_token_ids=[tokens[end]], ignore_eos=True)
+            (first,) = several.generate([prompt], params, use_tqdm=False)
+            assert list(first.outputs[0].token_ids) == tokens[: end + 1]
+            turn = {"prompt_token_ids": [*first.prompt_token_ids, *first.outputs[0].token_ids, 20, 30, 40]}
+            pair = [llm.generate([turn], params, use_tqdm=False)[0] for llm in (several, cold)]
+            assert same(*pair), f"{prompt!r} stopped at {end}"
+            assert pair[0].num_cached_tokens >= len(first.prompt_token_ids) + end
+    assert max(steps.counts) == 8
+
+
 def test_nothing_is_compiled_in_service(several, steps):
     several.generate(list(PROMPTS), SamplingParams(max_tokens=30, ignore_eos=True), use_tqdm=False)
     assert several.engine.runner.compiles.recompiles == 0

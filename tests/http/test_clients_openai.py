@@ -593,6 +593,9 @@ def test_sampling_fields(ask_bundled):
     assert sort(ask_bundled, logit_bias={str(tokens[0]): -100}, max_tokens=8).choices[0].message.content[:2] != "36"
     allowed = sort(ask_bundled, max_tokens=4, extra_body={"allowed_token_ids": tokens[:1], "return_token_ids": True})
     assert allowed.choices[0].token_ids == tokens[:1] * 4
+    nothing = {"allowed_token_ids": tokens[:1], "stop_token_ids": tokens[:1], "min_tokens": 3}
+    with pytest.raises(openai.BadRequestError, match="leaves, with logit_bias.*, no token that may come next"):
+        sort(ask_bundled, max_tokens=4, extra_body=nothing)
     assert (
         "84" not in sort(ask_bundled, max_tokens=12, extra_body={"bad_words": ["84", " 84"]}).choices[0].message.content
     )

@@ -1,6 +1,7 @@
 """Each implementation of sampling against float64 references written with a plain sort, exact counts, and itself in
 other company."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -14,6 +15,8 @@ from scipy import special, stats
 from quire.ops import native, sampling
 from quire.ops.native import build, kernel_names
 from quire.ops.sampling import (
+    BANNED,
+    BROKEN,
     MAX_BANS,
     MAX_LOGPROBS,
     MAX_WANTED,
@@ -479,7 +482,8 @@ def test_broken_rows_fail_alone(run, temperature):
     assert healthy.ok_R.all() and broken.ok_R.tolist() == [True, False, False, True, False, True, True, True]
     good, bad = [0, 3, 5, 6, 7], [1, 2, 4]
     assert_same_bits(take(healthy, good), take(broken, good))
-    assert not any(np.asarray(leaf)[bad].any() for leaf in jax.tree.leaves(broken))
+    assert (np.asarray(broken.tokens_R)[bad] == BROKEN).all()
+    assert not any(np.asarray(leaf)[bad].any() for leaf in jax.tree.leaves(replace(broken, tokens_R=None)))
 
 
 def test_no_nan_is_overlooked(run):
@@ -488,7 +492,8 @@ def test_no_nan_is_overlooked(run):
         for _ in range(12):
             logits_RV = rng.normal(size=(rows, V)).astype(np.float32)
             logits_RV[np.arange(rows), rng.integers(0, V, rows)] = np.nan
-            assert not run(logits_RV, empty(SLOTS, V), make_inputs(rows)).ok_R.any()
+            out = run(logits_RV, empty(SLOTS, V), make_inputs(rows))
+            assert not out.ok_R.any() and (np.asarray(out.tokens_R) == BROKEN).all()
 
 
 def test_a_row_with_every_token_banned_is_not_ok(run):
@@ -500,7 +505,7 @@ def test_a_row_with_every_token_banned_is_not_ok(run):
     )
     out = run(jnp.zeros((8, V)), state, inputs)
     assert out.ok_R.tolist() == [True] + [False] * 6 + [True]
-    assert out.tokens_R.tolist() == [3] + [0] * 6 + [5]
+    assert out.tokens_R.tolist() == [3] + [BANNED] * 6 + [5]
 
 
 def test_half_precision_logits_are_read_exactly(run):

@@ -72,9 +72,7 @@ class Script:
         for item in items:
             count = len(item.scores) + item.draws
             if count:
-                found.append(
-                    Drawn(item, row, True, [int(tokens[row + count - 1])] if item.draws else [], sampled, hidden)
-                )
+                found.append(Drawn(item, row, 0, [int(tokens[row + count - 1])] if item.draws else [], sampled, hidden))
                 row += count
         return found
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ...api.errors import EngineError
-from ...api.outputs import CompletionOutput, Fresh, RequestOutput
+from ...api.errors import EngineError, RequestError
+from ...api.outputs import NO_TOKEN_ALLOWED, CompletionOutput, Fresh, RequestOutput
 from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
 from .answer import ChoicePart, FinishedChoice, ToolCall
 
@@ -34,6 +34,12 @@ class Choices:
         parser, calls = self.states[index]
         pieces, reason = list(parser.push(fresh.text)) if fresh.text else [], fresh.finish_reason
         if reason is not None:
+            if fresh.stop_reason == NO_TOKEN_ALLOWED and reason == "error":
+                raise RequestError(
+                    "allowed_token_ids",
+                    "leaves, with logit_bias, bad_words, min_tokens and structured_outputs, no token that may come "
+                    "next; allow more",
+                )
             if reason == "error":
                 raise EngineError("the engine failed on this request; it can be sent again")
             pieces += parser.finish()

@@ -240,7 +240,9 @@ class Scheduler:
             return
         seq.finish_reason = reason
         if seq.pending > 1:  # fused steps under way may not run, and the last token has no keys and values then
-            seq.num_computed = min(seq.num_computed, len(seq.tokens) - 1)
+            page_size = self.replicas[seq.replica].table.page_size
+            indexed = seq.cache.num_indexed * page_size  # fused steps begin before the last token of a page
+            seq.num_computed = min(seq.num_computed, max(len(seq.tokens) - 1, indexed))
         if seq.slot >= 0:
             self.replicas[seq.replica].release(seq)
         else:

@@ -1,0 +1,188 @@
+"""Whole lives of an engine, at random: chats of several turns, stop tokens and strings, aborts, failed steps, sleep.
+
+Every answer is compared, bit for bit, with that of a cold engine: one without a prefix cache, without fused steps and
+without drafts, which has only this request to serve.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quire import LLM, SamplingParams
+from quire.serving.request.request import Request
+
+MOST_RUNNING = 6  # requests that are started and not over
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request that has ended, or was ended."""
+
+    tokens: list[int]
+    params: SamplingParams
+    request: Request
+    cut: bool  # by an abort or a failed step, so that its answers are the beginnings of the expected ones
+    num_cached: int
+
+
+@dataclass
+class Life:
+    """Drives one engine. `llm` is replaced where the engine ends and another begins on the same disk."""
+
+    llm: LLM
+    rng: random.Random
+    prompts: list[list[int]]
+    common: list[int]  # tokens that answers often have, so that they end some of them
+    longest: int  # tokens of a prompt
+    reopen: Callable[[], LLM] | None = None
+    strings: tuple[str, ...] = ()  # stop strings, where there is a tokenizer
+    chats: list[list[int]] = field(default_factory=list)
+    running: dict[str, tuple[list[int], SamplingParams, Request]] = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)
+    events: dict[str, int] = field(default_factory=dict)
+    cut: set[str] = field(default_factory=set)
+    number: int = 0
+
+    def live(self, num_turns: int) -> None:
+        """Go on until so many turns are over."""
+        rng, end = self.rng, len(self.turns) + num_turns
+        rare = [self.abort, self.fail_launch, self.fail_collect, self.sleep, self.clear, self.fuse, self.fuse]
+        while len(self.turns) < end:
+            self.llm.engine.most_steps = self.most_steps
+            if len(self.running) < MOST_RUNNING and rng.random() < 0.6:
+                self.begin()
+            elif rng.random() < 0.12:
+                rng.choice(rare)()
+            for _ in range(rng.choice((1, 1, 2, 5, 20))):
+                self.step()
+        while self.running:
+            self.step()
+        if self.reopen is not None:
+            self.llm.close()
+            self.llm = self.reopen()
+
+    limit = 8  # steps that may be fused
+
+    def most_steps(self, plan) -> int:
+        return min(self.limit, self.llm.engine.runner.most_steps(plan))
+
+    def fuse(self) -> None:
+        self.limit = self.rng.randint(1, 8)
+
+    def count(self, event: str) -> None:
+        self.events[event] = self.events.get(event, 0) + 1
+
+    def begin(self) -> None:
+        """A first turn, or another turn of a chat, whose stop token may stand in the prompt."""
+        rng = self.rng
+        if self.chats and rng.random() < 0.7:
+            chat = rng.choice(self.chats[-12:])
+            tokens = chat + [rng.choice(self.common) for _ in range(rng.choice((0, 1, 3, 9)))]
+        else:
+            prompt = rng.choice(self.prompts)
+            tokens = prompt[: rng.randint(1, len(prompt))]
+        if len(tokens) > self.longest:
+            tokens = tokens[: rng.randint(1, self.longest)]
+        params, self.number = self.params(), self.number + 1
+        name = str(self.number)
+        request = self.llm.engine.add(name, list(tokens), params)
+        self.running[name] = tokens, params, request
+
+    def params(self) -> SamplingParams:
+        rng = self.rng
+        chosen: dict[str, Any] = {"max_tokens": rng.choice((1, 4, 12, 30)), "ignore_eos": rng.random() < 0.7}
+        chosen |= rng.choice(({"temperature": 0.0}, {"temperature": 1.0, "seed": rng.randrange(99)}))
+        if rng.random() < 0.7:
+            chosen["stop_token_ids"] = rng.sample(self.common, rng.choice((1, 3, 6, 10)))
+        if self.strings and rng.random() < 0.3:
+            chosen["stop"] = rng.sample(self.strings, 2)
+        if rng.random() < 0.3:
+            chosen["logprobs"] = 2
+        if rng.random() < 0.1:
+            chosen["n"], chosen["seed"], chosen["temperature"] = rng.choice((2, 3)), rng.randrange(99), 1.0
+        if rng.random() < 0.1:
+            chosen["min_tokens"] = min(3, chosen["max_tokens"])
+        if rng.random() < 0.1:
+            chosen["repetition_penalty"] = 1.2
+        if rng.random() < 0.1:
+            chosen["prompt_logprobs"] = 1
+        return SamplingParams(**chosen, detokenize=bool(self.strings))
+
+    def step(self) -> None:
+        engine = self.llm.engine
+        engine.step()
+        engine.scheduler.check()
+        for name, (tokens, params, request) in list(self.running.items()):
+            if request.finished:
+                del self.running[name]
+                output = request.output()
+                ended = any(answer.finish_reason in ("error", "abort") for answer in output.outputs)
+                self.turns.append(Turn(tokens, params, request, ended, output.num_cached_tokens))
+                self.chats += [tokens + list(answer.token_ids) for answer in output.outputs]
+
+    def abort(self) -> None:
+        if self.running:
+            self.count("abort")
+            self.llm.engine.abort(self.rng.choice(list(self.running)))
+
+    def fail_launch(self) -> None:
+        self.fail("launch")
+
+    def fail_collect(self) -> None:
+        self.fail("collect")
+
+    def fail(self, method: str) -> None:
+        """Let the next step fail where it is sent to the device, or where its results are read."""
+        runner = self.llm.engine.runner
+        working = getattr(runner, method)
+
+        def failing(*_):
+            setattr(runner, method, working)
+            self.count(method)
+            raise RuntimeError(f"{method} fails, as it was told to")
+
+        setattr(runner, method, failing)
+
+    def sleep(self) -> None:
+        self.count("sleep")
+        self.llm.engine.sleep(self.rng.choice((1, 2)), keep_pages=self.rng.random() < 0.5)
+        self.llm.engine.scheduler.check()
+        self.llm.engine.wake_up()
+
+    def clear(self) -> None:
+        self.count("clear")
+        self.llm.engine.reset_prefix_cache()
+
+
+def bits(request: Request) -> list[tuple]:
+    """All that a client could compare of each answer."""
+    output = request.output()
+    return [
+        (
+            list(answer.token_ids), answer.text, answer.finish_reason, answer.stop_reason,
+            [{token: entry.logprob for token, entry in row.items()} for row in answer.logprobs or ()],
+        )
+        for answer in output.outputs
+    ]  # fmt: skip
+
+
+def check(cold: LLM, turns: list[Turn]) -> None:
+    """Each answer is the cold engine's, or the beginning of it where something ended it."""
+    engine, expected = cold.engine, {}
+    for number, turn in enumerate(turns):
+        params = replace(turn.params, prompt_logprobs=None)
+        expected[number] = engine.add(str(number), list(turn.tokens), params)
+    while engine.busy:
+        engine.step()
+    for number, turn in enumerate(turns):
+        for own, cold_own in zip(bits(turn.request), bits(expected[number]), strict=True):
+            if own[2] in ("error", "abort"):
+                assert own[0] == cold_own[0][: len(own[0])], told(number, turn)
+                assert own[4] == cold_own[4][: len(own[4])], told(number, turn)
+            else:
+                assert own == cold_own, told(number, turn)
+
+
+def told(number: int, turn: Turn) -> str:
+    return f"turn {number}: {turn.num_cached} of {len(turn.tokens)} tokens were cached; {turn.params}"

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from ..api.errors import RequestError
 from ..api.validation import shown
 from .errors import HttpError
 from .recording import Recording
@@ -39,14 +40,26 @@ class StoredResponses:
         self.bytes = 0
         self.lock = threading.Lock()
 
-    def put(self, key: str | None, name: str, stored: StoredResponse) -> bool:
-        """Keep a response of a tenant, if there is a place: one that is being answered is not given up for it."""
+    def check_unused(self, key: str | None, name: str) -> None:
+        """Refuse an id that a client has chosen and that a stored response has: chains of responses could cycle."""
+        with self.lock:
+            is_used = (key, name) in self.kept
+        if is_used:
+            raise RequestError("request_id", f"makes the id {name}, which a stored response has; ids must differ")
+
+    def put(self, key: str | None, name: str, stored: StoredResponse, is_new: bool = False) -> bool:
+        """Keep a response of a tenant, if there is a place: one that is being answered is not given up for it.
+
+        A new one (`is_new`) never takes the place of another with the same id.
+        """
         size = len(msgspec.json.encode([stored.body, stored.items]))
         if stored.recording is not None:
             size += size + stored.recording.size  # its last event has the body once more
         if size > self.most_bytes:
             return False
         with self.lock:
+            if is_new and (key, name) in self.kept:
+                return False
             self.remove((key, name))
             goes = [place for place, one in self.kept.items() if one.task is None]
             while goes and (len(self.kept) >= self.most or self.bytes + size > self.most_bytes):
@@ -88,7 +101,12 @@ class StoredResponses:
         return [item for stored in reversed(list(self.chain(key, name))) for item in turn(stored)]
 
     def chain(self, key: str | None, name: str | None) -> Iterator[StoredResponse]:
+        """A response and those before it, the newest first."""
+        visited: set[str] = set()
         while name is not None:
+            if name in visited:
+                raise RequestError("previous_response_id", f"leads to {shown(name)} twice; the chain must end")
+            visited.add(name)
             found = self.get(key, name, NO_PREVIOUS)
             if found.task is not None:
                 raise HttpError(400, f"previous_response_id: {shown(name)} is not answered yet", "previous_response_id")

@@ -8,6 +8,7 @@ from openai import OpenAI
 from served import FORMATS
 from talk import frees_all, said, scripted_server, until
 
+from quire.serving.api.errors import RequestError
 from quire.serving.http.errors import HttpError
 from quire.serving.http.stored import StoredResponse, StoredResponses
 
@@ -90,6 +91,30 @@ def test_a_conversation_goes_on(ask, streams):
     with pytest.raises(openai.BadRequestError) as caught:
         turn("hello", "resp_none")
     assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
+
+
+def test_the_id_of_a_stored_response_is_refused(ask):
+    """A response that names itself as the previous one would be read for ever."""
+    chosen = {"extra_body": {"request_id": "mine"}}
+    first = response(ask, **chosen)
+    assert first.id == "resp_mine"
+    for fields in ({}, {"previous_response_id": first.id}, {"store": False}, {"background": True}):
+        with pytest.raises(openai.BadRequestError, match="request_id: makes the id resp_mine") as caught:
+            response(ask, **chosen, **fields)
+        assert caught.value.param == "request_id"
+    assert response(ask, previous_response_id=first.id).output_text == said("hello")
+    ask.responses.delete(first.id)
+    assert response(ask, **chosen).id == first.id
+
+
+@pytest.mark.parametrize("cycle", [["a"], ["a", "b"], ["a", "b", "c"]])
+def test_a_chain_that_cycles_is_not_read_for_ever(cycle):
+    kept = StoredResponses(10, 1 << 20)
+    for name, previous in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
+        assert kept.put(None, name, StoredResponse({"id": name, "output": []}, [], previous))
+    assert not kept.put(None, "a", stored(), is_new=True)
+    with pytest.raises(RequestError, match="previous_response_id: leads to 'a' twice"):
+        kept.history(None, "a", "previous_response_id")
 
 
 @shows("openai", "enable_response_messages by extra_body")

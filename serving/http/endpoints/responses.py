@@ -40,6 +40,8 @@ async def create(service: Service, request: Request) -> Any:
         if parsed.background:
             raise RequestError("background", "needs stored responses, and --max-stored-responses is 0 here")
         parsed = replace(parsed, store=False)
+    if (chosen := parsed.delivery.request_id) is not None:
+        service.stored.check_unused(key, f"{RESPONSES.prefix}{chosen}")
     if not parsed.store and parsed.conversation is None:
         return await service.serve(request, RESPONSES, parsed, body)
     # Whoever knows the name may ask for the response, so it cannot be guessed.
@@ -52,9 +54,8 @@ async def create(service: Service, request: Request) -> Any:
         asked = responses.items_of(body["input"])
         remember(service, key, parsed, asked, found)
         if parsed.store:
-            found["store"] = service.stored.put(
-                key, found["id"], StoredResponse(found, asked, parsed.previous_response_id)
-            )
+            stored = StoredResponse(found, asked, parsed.previous_response_id)
+            found["store"] = service.stored.put(key, found["id"], stored, is_new=True)
 
     return await service.serve(request, keeping(keep), parsed, body)
 
@@ -111,7 +112,7 @@ def begin(service: Service, request: Request, key: str | None, parsed: Responses
     state = {"facts": {}, "key": request.state.key, "request_id": request.state.request_id}
     alone = Request({**request.scope, "state": state}, asyncio.Event().wait)  # nobody leaves
     stored.task = asyncio.create_task(work(service, alone, stream, stored, parsed))
-    if not service.stored.put(key, name, stored):
+    if not service.stored.put(key, name, stored, is_new=True):
         stored.task.cancel()
         why = "as many responses are kept as may be (--max-stored-responses, --max-stored-bytes)"
         raise HttpError(429, f"background: {why}", "background", "store_full", {"Retry-After": "1"})

@@ -27,6 +27,7 @@ class Journal:
     created: int = 0
     seeds: list[int] = field(default_factory=list)  # of each prompt, also where the request did not choose one
     streamed: list[Streamed] = field(default_factory=list)
+    call_ids: dict[tuple[int, int], str] = field(default_factory=dict)  # of tool calls, by choice and index
 
     def add(self, prompt: int, fresh: Fresh) -> None:
         self.streamed.append((prompt, fresh.index, list(fresh.token_ids)))

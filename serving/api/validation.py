@@ -43,6 +43,12 @@ def integer(param: str, value: Any, low: int, high: int, remedy: str = "") -> in
     return int(value)
 
 
+def parse_digits(text: str) -> int | str:
+    """The integer that a text writes in ASCII digits; any other text as it is, for `integer` to refuse."""
+    digits = text.removeprefix("-")
+    return int(text) if digits.isascii() and digits.isdigit() and len(digits) < 19 else text
+
+
 def number(param: str, value: Any, low: float, high: float, remedy: str = "", open_low: bool = False) -> float:
     """`value` as a finite float from `low` (exclusive if `open_low`) to `high`."""
     real = isinstance(value, Real) and not isinstance(value, bool)

@@ -20,6 +20,10 @@ class Deadlines:
             heapq.heapify(self.heap)
         heapq.heappush(self.heap, (when, next(self.count), request))
 
+    def seconds_left(self, now: float) -> float | None:
+        """Seconds until the earliest deadline, 0 where it is over; None without one."""
+        return max(0.0, self.heap[0][0] - now) if self.heap else None
+
     def due(self, now: float) -> Iterator[Request]:
         """Those whose time is up and that have not ended."""
         while self.heap and self.heap[0][0] <= now:

@@ -100,7 +100,8 @@ class Engine:
         """
         self.check_serving()
         if request_id in self.requests:
-            raise RequestError("request_id", f"{request_id!r} is being served already; ids must differ")
+            client_id = request_id.removeprefix(f"{terms.share_key}/")  # the server puts a tenant before its ids
+            raise RequestError("request_id", f"{client_id!r} is being served already; ids must differ")
         self.check(tokens, params, pooling is not None)
         if terms.adapter is not None and self.adapters is None:
             raise RequestError("lora_request", NO_ADAPTERS)

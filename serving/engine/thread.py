@@ -122,7 +122,10 @@ class EngineThread:
             self.busy_since = None
             with self.wake:
                 while not (self.jobs or self.closed or (engine.busy and not self.paused)):
-                    self.wake.wait()
+                    seconds_left = engine.deadlines.seconds_left(self.clock())
+                    if seconds_left == 0:  # of a request that waits while the engine sleeps or is paused
+                        break
+                    self.wake.wait(seconds_left)
                 if self.closed:
                     return
                 jobs = list(self.jobs)
@@ -130,8 +133,8 @@ class EngineThread:
             self.busy_since = self.clock()
             for job, future in jobs:
                 run(job, future)
-            if not self.paused:
-                outbox.note(engine.step())
+            can_step = not (self.paused or engine.asleep)
+            outbox.note(engine.step() if can_step else engine.expire(self.clock()))
             if self.paused or not engine.busy:
                 outbox.send()
             else:

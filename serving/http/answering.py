@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..api.errors import EngineError
@@ -11,6 +12,7 @@ from ..api.outputs import Fresh, RequestOutput
 from ..async_llm import Answers
 from ..engine.thread import EngineFailed
 from ..observe.metrics import HttpMetrics
+from ..parsing.pieces import CallStart, Piece
 from ..protocol.answers.answer import ChoicePart, FinishedChoice, Usage
 from ..protocol.answers.choices import Choices
 from ..resume import Journal
@@ -126,6 +128,8 @@ class Answering:
 
     def event(self, stream: Any, prompt: int, fresh: Fresh, counted: bool) -> bytes:
         part = self.part(prompt, fresh)
+        if self.journal is not None:
+            part = replace(part, pieces=[with_call_id(piece, part.index, self.journal) for piece in part.pieces])
         if counted:
             stream.counted(self.usage)
         return stream.part(part)
@@ -134,6 +138,13 @@ class Answering:
         """All choices of all prompts, when they are done."""
         outputs = await self.answers.outputs()
         return self.choices.answers(outputs), outputs
+
+
+def with_call_id(piece: Piece, choice: int, journal: Journal) -> Piece:
+    """A piece whose tool call keeps the id that its client knows: each replica's parser would make up another."""
+    if not isinstance(piece, CallStart):
+        return piece
+    return replace(piece, id=journal.call_ids.setdefault((choice, piece.index), piece.id))
 
 
 async def until_gone(receive: Callable) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 
+from ..api.validation import parse_digits
 from ..protocol.fields import MAX_REQUEST_ID, is_plain
 from .errors import HttpError, error_response
 from .settings import LOOPBACK, ServerSettings
@@ -99,8 +100,8 @@ class Guard:
             own = "origin" not in headers or headers["origin"] in self.settings.allowed_origins
             if kind != "application/json" and not (own and (empty or (kind, path) == FORM)):
                 raise HttpError(415, "the body must be JSON: Content-Type: application/json")
-            length = headers.get("content-length", "0")
-            if not length.isdigit() or int(length[:12]) > self.settings.max_body_bytes or len(length) > 12:
+            length = parse_digits(headers.get("content-length", "0"))
+            if not isinstance(length, int) or not 0 <= length <= self.settings.max_body_bytes:
                 raise too_large(self.settings)
 
     def key(self, headers: Headers) -> str | None:

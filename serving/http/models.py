@@ -49,6 +49,7 @@ class Model:
     fresh: bool = False  # it has served nobody since it woke up
     loaded: AsyncLLM | None = None
     why: str = ""
+    failed_wakes: int = 0  # attempts to wake it up that failed
     created: int = field(default_factory=lambda: int(time.time()))
     adapters: dict[str, LoRARequest] = field(default_factory=dict)  # by the names that requests give
 
@@ -107,11 +108,15 @@ class Models:
                 self.changed.notify_all()
 
     async def awake(self, model: Model) -> None:
-        """Load it or wake it up, when there is room."""
+        """Load it or wake it up, when there is room; who waits for an attempt that fails is told so."""
+        failed_before = model.failed_wakes
         while model.state != READY or self.owes(model):
             if model.state == FAILED:
                 why = "cannot be loaded; the server's log says why"  # what it says names files
                 raise HttpError(503, f"model {model.name} {why}", "model", "model_failed")
+            if model.failed_wakes > failed_before:
+                why = "could not be woken up; the server's log says why. It sleeps, and the next request tries again"
+                raise HttpError(503, f"model {model.name} {why}", "model", "model_failed", {"Retry-After": "5"})
             if model.state in (MOVING, READY):
                 await self.change()
             elif (victim := self.victim()) is not None:
@@ -161,6 +166,11 @@ class Models:
                 model.state, model.woken, model.fresh = to, time.monotonic(), True
                 self.started = True
             except Exception as error:
+                if to == READY and model.loaded is not None:
+                    model.state = ASLEEP
+                    model.failed_wakes += 1
+                    log.exception("model %s: it could not be woken up", model.name)
+                    return
                 of_user = isinstance(error, ModelError)
                 model.state, model.why = FAILED, str(error) if of_user else "the model cannot be loaded"
                 if not (of_user and model is self.models[0] and not self.started):  # else `load_first` raises it

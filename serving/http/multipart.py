@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from email.message import Message
+from email.utils import collapse_rfc2231_value
 from typing import NamedTuple
 
 from ..api.errors import RequestError
@@ -19,7 +20,7 @@ class Part(NamedTuple):
 
 def parse_form(kind: str, body: bytes) -> Mapping[str, Part]:
     """The parts of a body by their names; `kind` is its Content-Type."""
-    boundary = header("content-type", kind).get_boundary()
+    boundary = parameter(header("content-type", kind), "boundary")
     if boundary is None or not 1 <= len(boundary) <= 70 or not boundary.isascii():
         raise RequestError("body", "must name a boundary of 1 to 70 characters in its Content-Type")
     _, *parts = (b"\r\n" + body).split(b"\r\n--" + boundary.encode(), MAX_PARTS + 1)
@@ -43,10 +44,19 @@ def name_of(head: str) -> tuple[str, str | None]:
         label, _, value = line.partition(":")
         if label.strip().lower() == "content-disposition":
             given = header("content-disposition", value.strip())
-            name, own = (given.get_param(name, header="content-disposition") for name in ("name", "filename"))
-            if isinstance(name, str) and name:
-                return name, own if isinstance(own, str) else given.get_filename()
+            if name := parameter(given, "name"):
+                return name, parameter(given, "filename")
     raise RequestError("body", "must be a form whose parts have names")
+
+
+def parameter(given: Message, name: str) -> str | None:
+    """A parameter of a header as text; RFC 2231 lets it name a charset of its own."""
+    label = given.keys()[0]
+    try:
+        value = given.get_param(name, header=label)
+        return None if value is None else collapse_rfc2231_value(value).strip()
+    except ValueError as error:  # of a charset with a NUL, or one that cannot decode the value
+        raise RequestError("body", f"must be a form whose {label} can be decoded: {error}") from None
 
 
 def header(label: str, value: str) -> Message:

@@ -4,13 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..api.errors import RequestError
-from ..api.validation import integer
+from ..api.validation import integer, parse_digits
 
 
 def count_of(given: Mapping[str, str], usual: int, most: int) -> int:
     """How many are asked for in a query."""
-    text = given.get("limit", str(usual))
-    return integer("limit", int(text) if text.isdigit() and len(text) < 6 else text, 1, most)
+    return integer("limit", parse_digits(given.get("limit", str(usual))), 1, most)
 
 
 def order_of(given: Mapping[str, str], usual: str) -> str:

@@ -177,6 +177,11 @@ class Service:
         key = request.state.key
         return None if key is None else digest(f"salt {key}").hex()[:32]
 
+    def engine_id(self, request: Request, name: str) -> str:
+        """The engine's id of a request: those of different keys never meet, so no key learns another's ids."""
+        key = self.key(request)
+        return name if key is None else f"{key}/{name}"
+
     def head(self, name: str, model: str, prompts: Sequence[Prompted] = (), created: int = 0) -> Head:
         return Head(name, model, created or int(time.time()), f"quire-{self.settings.version}", prompts)
 
@@ -219,9 +224,18 @@ class Service:
         """The answer to a request that was read."""
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.counted())
-            model = await stack.enter_async_context(self.models.use(parsed.model))
+            terms = self.terms(parsed.terms, self.key(request))
+            began = time.monotonic()
+            try:
+                async with asyncio.timeout(terms.timeout):
+                    model = await stack.enter_async_context(self.models.use(parsed.model))
+            except TimeoutError:
+                raise HttpError(408, "timeout: the time was over before the model was awake", "timeout") from None
+            if terms.timeout is not None:
+                seconds_left = terms.timeout - (time.monotonic() - began)
+                terms = replace(terms, timeout=max(seconds_left, 1e-3))
             params = with_defaults(parsed.params, parsed.given, model.llm.engine.defaults)
-            terms = await self.adapted(model, parsed.model, self.terms(parsed.terms, self.key(request)))
+            terms = await self.adapted(model, parsed.model, terms)
             parsed = replace(parsed, params=params, terms=terms, delivery=self.delivery(parsed.delivery))
             prepared = await self.beside(prepare, protocol.prepare, model.llm.engine, parsed, self.settings.formats)
             choices = parsed.params.n
@@ -239,7 +253,8 @@ class Service:
             if parsed.length_penalty is not None:
                 return await self.searched(request, protocol, head, parsed, body, prepared, model.llm)
             read_as = (Served.take, False) if parsed.delivery.stream else (Served.output, True)
-            names = [name if len(prepared.asks) == 1 else f"{name}-{index}" for index in range(len(prepared.asks))]
+            own = self.engine_id(request, name)
+            names = [own if len(prepared.asks) == 1 else f"{own}-{index}" for index in range(len(prepared.asks))]
             if self.before_asking is not None:
                 for ask in prepared.asks:
                     await self.before_asking(model.llm, ask)
@@ -297,7 +312,7 @@ class Service:
             length_penalty=parsed.length_penalty,
         )
         asks = [ask._replace(terms=replace(ask.terms, timeout=None)) for ask in prepared.asks]
-        finding = asyncio.create_task(llm.beams(head.id, asks, beams))
+        finding = asyncio.create_task(llm.beams(self.engine_id(request, head.id), asks, beams))
         leaving = asyncio.create_task(until_gone(request.receive))
         try:
             timeout = parsed.terms.timeout

@@ -5,7 +5,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,9 +14,19 @@ from ..api.validation import shown
 from .errors import HttpError
 from .recording import Recording
 
-MISSING = 404, "id", "response_not_found"
-NO_CONVERSATION = 404, "conversation", "conversation_not_found"
-NO_PREVIOUS = 400, "previous_response_id", "previous_response_not_found"
+
+class Missing(NamedTuple):
+    """How an id that names nothing of its kind is refused."""
+
+    kind: str  # the `object` of what is looked for
+    status: int
+    param: str
+    code: str
+
+
+MISSING = Missing("response", 404, "id", "response_not_found")
+NO_CONVERSATION = Missing("conversation", 404, "conversation", "conversation_not_found")
+NO_PREVIOUS = Missing("response", 400, "previous_response_id", "previous_response_not_found")
 
 
 @dataclass(eq=False)
@@ -75,20 +85,19 @@ class StoredResponses:
         if (found := self.kept.pop(place, None)) is not None:
             self.bytes -= found.size
 
-    def get(self, key: str | None, name: str, missing: tuple[int, str, str] = MISSING) -> StoredResponse:
-        """The response that this tenant keeps under a name; `missing`: status, field and code where there is none."""
+    def get(self, key: str | None, name: str, missing: Missing = MISSING) -> StoredResponse:
+        """The response or conversation that this tenant keeps under a name."""
         with self.lock:
             found = self.kept.get((key, name))
-            if found is None:
-                status, param, code = missing
-                kind = "Conversation" if missing is NO_CONVERSATION else "Response"
+            if found is None or found.body["object"] != missing.kind:
+                kind = missing.kind.capitalize()
                 why = f"{kind} with id {shown(name)} not found: it was not stored, or others have taken its place"
-                raise HttpError(status, f"{param}: {why}", param, code)
+                raise HttpError(missing.status, f"{missing.param}: {why}", missing.param, missing.code)
             self.kept.move_to_end((key, name))
             return found
 
-    def delete(self, key: str | None, name: str) -> None:
-        found = self.get(key, name)
+    def delete(self, key: str | None, name: str, missing: Missing = MISSING) -> None:
+        found = self.get(key, name, missing)
         if found.task is not None:
             found.task.cancel()
         with self.lock:

@@ -49,8 +49,11 @@ class LiveView(Observer):
             self.numbers.clear()
             self.spare.clear()
 
-    def look(self, engine: Engine, since: int = 0) -> dict[str, Any]:
-        """Everything, in the engine's thread between two steps; `since` is the cursor of the look before."""
+    def look(self, engine: Engine, since: int = 0, tenant: str | None = None) -> dict[str, Any]:
+        """Everything, in the engine's thread between two steps; `since` is the cursor of the look before.
+
+        Requests of other tenants than `tenant` have no id.
+        """
         now, has = engine.snapshot(), engine.occupancy(LISTED)
         self.watched_until = now.now + PATIENCE
         self.number(has)
@@ -66,8 +69,10 @@ class LiveView(Observer):
             ],
             "used": now.pages_used,
             "drafts": now.drafts and (now.drafts.proposals, now.drafts.drafts, sum(now.drafts.accepted)),
-            "running": [self.row(request, seqs) for request, seqs in islice(has.running.items(), LISTED)],
-            "waiting": [{"id": one.request_id, "prompt": one.sequences[0].num_prompt} for one in has.waiting],
+            "running": [self.row(request, seqs, tenant) for request, seqs in islice(has.running.items(), LISTED)],
+            "waiting": [
+                {"id": own_id(request, tenant), "prompt": request.sequences[0].num_prompt} for request in has.waiting
+            ],
             "num_running": len(has.running),
             "num_waiting": now.requests - len(has.running),
             "steps": [list(step) for step in islice(self.steps, len(self.steps) - new, None)],
@@ -97,16 +102,21 @@ class LiveView(Observer):
             name = f"replica {counts.replica}, {name}"
         return {"name": name, "pages": counts.total, "each": each, "cells": cells.tolist()}
 
-    def row(self, request: Request, seqs: list[Sequence]) -> dict[str, Any]:
+    def row(self, request: Request, seqs: list[Sequence], tenant: str | None) -> dict[str, Any]:
         """A request that runs, without a word of what it says."""
         first = request.sequences[0]
         reads = all(seq.num_computed < seq.num_prompt or seq.missing > 1 for seq in seqs)
         return {
             "number": self.numbers[request],
-            "id": request.request_id,
+            "id": own_id(request, tenant),
             "prompt": first.num_prompt,
             "cached": first.cache.num_cached,
             "computed": max(seq.num_computed for seq in seqs),
             "tokens": sum(seq.num_output for seq in request.sequences),
             "state": "reading" if reads else "writing",
         }
+
+
+def own_id(request: Request, tenant: str | None) -> str:
+    """The id of a request as its tenant knows it; others learn nothing."""
+    return request.request_id.removeprefix(f"{tenant}/") if request.sequences[0].tenant == tenant else ""

@@ -170,7 +170,9 @@ def keeping(given: Mapping[str, Any], common: dict[str, Any]) -> tuple[bool, boo
 
 
 def items_of(value: Any) -> list[dict[str, Any]]:
-    """The input as items, as they are kept."""
+    """The input as items, as they are kept; a request that only goes on from earlier ones has none."""
+    if value is None:
+        return []
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": value}]}]
     return [{"type": "message", **item} if item.get("type") is None else dict(item) for item in value]

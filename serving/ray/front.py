@@ -188,6 +188,7 @@ class ClientResponse:
             return
         await self.begin()
         self.call.journal.streamed += message.streamed
+        self.call.journal.call_ids |= message.call_ids
         await self.send({"type": "http.response.body", "body": message.data, "more_body": True})
 
     async def begin(self) -> None:

@@ -57,6 +57,7 @@ class ResponsePiece(NamedTuple):
 
     data: bytes
     streamed: list[Streamed]
+    call_ids: dict[tuple[int, int], str] = {}  # of the tool calls so far, as in `Journal`
 
 
 class ReplicaConnection:
@@ -110,4 +111,4 @@ class ReplicaConnection:
         """A part of an event stream."""
         streamed = self.journal.streamed[self.sent :]
         self.sent += len(streamed)
-        self.queue.put_nowait(ResponsePiece(data, streamed))
+        self.queue.put_nowait(ResponsePiece(data, streamed, dict(self.journal.call_ids)))

@@ -824,6 +824,31 @@ def test_sleep_frees_the_device_and_loses_no_token(weights, engine, level, keep)
         own.sleep(3)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_wake_up_that_failed_can_be_repeated(weights, engine, level):
+    """The part that reached the device before the failure stays there."""
+    own = make(jax.tree.map(jnp.array, weights), compiled=engine)
+    own.runner.load_weights = lambda: jax.tree.map(jnp.array, weights)
+    params = SamplingParams(temperature=0, max_tokens=20, logprobs=1, ignore_eos=True)
+    expected = bits(run(engine, {0: [("x", list(range(20)), params)]})["x"])
+    request = own.add("waits", list(range(20)), params)
+    own.sleep(level)
+    make_state = own.runner.make_state
+
+    def fails():
+        raise MemoryError("the device is full")
+
+    own.runner.make_state = fails
+    with pytest.raises(MemoryError):
+        own.wake_up()
+    assert own.asleep
+    own.runner.make_state = make_state
+    own.wake_up()
+    while own.busy:
+        own.step()
+    assert bits(request.output()) == expected
+
+
 def test_sleep_survives_a_step_that_fails(weights, engine):
     copies = jax.tree.map(jnp.array, weights)
     own = make(copies, compiled=engine)

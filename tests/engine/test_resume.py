@@ -3,11 +3,13 @@
 import asyncio
 import json
 import random
+import re
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from served import FORMATS, model_of, scripted
 
 import quire
 from quire.serving.api.options import options_of
@@ -115,3 +117,41 @@ def test_another_engine_goes_on(path, body, two):
                 assert read(b"".join(piece.data for piece in pieces[:cut] + rest)) == whole, cut
 
     runner.run(run())
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+TOOL = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+TOOL_REQUESTS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}],
+                             "tools": [{"type": "function", "function": TOOL}]},
+    "/v1/responses": {"input": "x", "tools": [{"type": "function", **TOOL}]},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 99,
+                     "tools": [{"name": "weather", "input_schema": TOOL["parameters"]}]},
+}  # fmt: skip
+CALL_ID = re.compile(r"(?:call|toolu)_[0-9a-f]{24}")
+
+
+@pytest.mark.parametrize("path", TOOL_REQUESTS)
+def test_tool_calls_keep_their_ids(path):
+    """The events of another engine, and its response in whole, name the calls as the client knows them."""
+    models = [Models([model_of(scripted(lambda prompt: f"I look. {CALL}\n{CALL}")[0])]) for _ in range(2)]
+    settings = ServerSettings(formats=FORMATS)
+
+    async def run():
+        services = [Service(one, settings) for one in models]
+        first, second = (make_app(service) for service in services)
+        start, pieces = await respond(first, call_of(path, TOOL_REQUESTS[path]))
+        data = b"".join(piece.data for piece in pieces).decode()
+        ids = list(dict.fromkeys(CALL_ID.findall(data)))
+        assert len(ids) == 2
+        for cut in range(1, len(pieces)):
+            streamed = [one for piece in pieces[:cut] for one in piece.streamed]
+            known = pieces[cut - 1].call_ids
+            journal = Journal(start.name, start.created, list(start.seeds), streamed, dict(known))
+            _, rest = await respond(second, call_of(path, TOOL_REQUESTS[path], journal))
+            told = CALL_ID.findall(b"".join(piece.data for piece in pieces[:cut] + rest).decode())
+            assert len(set(told)) == 2 and {*known.values()} <= set(told)
+        for service in services:
+            service.close()
+
+    asyncio.run(run())

@@ -325,6 +325,10 @@ def test_forms():
         (KIND, form(*['Content-Disposition: form-data; name="a"\r\n\r\nx'] * 2)),
         (KIND, form(*(f'Content-Disposition: form-data; name="{i}"\r\n\r\nx' for i in range(17)))),
         (KIND, b"--x\r\n" * 100_000),
+        ("multipart/form-data; boundary*=\0''x", form()),
+        (KIND, form("Content-Disposition: form-data; name*=\0''a\r\n\r\nx")),
+        (KIND, form("Content-Disposition: form-data; name=a; filename*=\0''a\r\n\r\nx")),
+        (KIND, form("Content-Disposition: form-data; name=a; filename*=idna''%ff\r\n\r\nx")),
     ],
 )
 def test_wrong_forms(kind, body):

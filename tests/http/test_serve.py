@@ -8,6 +8,7 @@ import math
 import socket
 import threading
 import time
+from urllib.parse import quote
 
 import pytest
 from served import FORMATS, model_of, scripted, served
@@ -342,6 +343,78 @@ def test_pause_and_resume(server):
     ask(server, "POST", "/resume", b"")
     thread.join(120)
     assert replies[0][0] == 200
+
+
+@pytest.mark.parametrize("path", ["/pause", "/sleep?level=2"])
+@pytest.mark.parametrize("streams", [False, True])
+def test_timeout_is_kept_while_no_step_runs(server, path, streams):
+    """A request whose time is up ends with what it has, though the engine sleeps or is paused."""
+    server.script.step_seconds = 0.02
+    answers = []
+    body = {"prompt": "long", "max_tokens": 400, "timeout": 0.5, "stream": streams}
+    thread = threading.Thread(target=lambda: answers.append(ask(server, "POST", "/v1/completions", body)[2]))
+    try:
+        thread.start()
+        until = time.monotonic() + 60
+        while not server.engine.scheduler.running and time.monotonic() < until:
+            time.sleep(0.005)
+        assert ask(server, "POST", path, b"")[0] == 200
+        assert server.engine.asleep or server.service.models.models[0].llm.thread.paused
+        thread.join(60)
+        found = events(answers[0])[-1] if streams else answers[0]
+        assert found["choices"][0]["finish_reason"] == "timeout"
+    finally:
+        server.script.step_seconds = 0.0
+        ask(server, "POST", "/wake_up", b"")
+        ask(server, "POST", "/resume", b"")
+        thread.join(60)
+    idle(server)
+
+
+def test_timeout_includes_the_wait_for_a_model():
+    """A model that cannot be awake yet does not hold a request beyond its time."""
+    first, second = (scripted(say) for _ in range(2))
+    models = [model_of(engine, name) for (engine, _), name in ((first, "a"), (second, "b"))]
+    with served(*models, max_loaded=1) as state:
+        first[1].hold.clear()
+        holder = threading.Thread(target=ask, args=(state, "POST", "/v1/completions", {"prompt": "x", "model": "a"}))
+        holder.start()
+        try:
+            status, _, body = ask(state, "POST", "/v1/completions", {"prompt": "x", "model": "b", "timeout": 0.3})
+        finally:
+            first[1].hold.set()
+            holder.join(60)
+        assert (status, body["error"]["param"]) == (408, "timeout")
+        assert ask(state, "POST", "/v1/completions", {"prompt": "x", "model": "b", "timeout": 60})[0] == 200
+
+
+def test_wake_up_that_failed_can_be_repeated(server, caplog):
+    """Whoever waits for the attempt learns that it failed; the next attempt may succeed."""
+    runner = server.engine.runner
+    load_weights, runner.load_weights = runner.load_weights, lambda: 1 / 0
+    try:
+        assert ask(server, "POST", "/sleep?level=2", b"")[2] == {"is_sleeping": True}
+        for method, path, body in (("POST", "/wake_up", b""), ("POST", "/v1/completions", {"prompt": "hello"})):
+            status, _, found = ask(server, method, path, body)
+            assert status == 503 and "could not be woken up" in found["error"]["message"]
+        assert ask(server, "GET", "/is_sleeping")[2] == {"is_sleeping": True}
+    finally:
+        runner.load_weights = load_weights
+    assert ask(server, "POST", "/wake_up", b"")[2] == {"is_sleeping": False}
+    assert chat(server)[0] == 200
+    assert any(record.exc_info and "could not be woken up" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("text", ["²", "٣", "+1", "1_0", "", "-", "1" * 30])
+def test_numbers_in_queries_are_ascii_digits(server, text):
+    number = quote(text)
+    for method, path, param in (
+        ("GET", f"/v1/files?limit={number}", "limit"),
+        ("GET", f"/v1/batches?limit={number}", "limit"),
+        ("POST", f"/sleep?level={number}", "level"),
+    ):
+        status, _, body = ask(server, method, path, b"" if method == "POST" else None)
+        assert (status, body["error"]["param"]) == (400, param)
 
 
 def test_an_address_that_cannot_be_had_is_one_line(server):

@@ -1,5 +1,6 @@
 """Responses that are kept: who may ask for them, how many there are, and that a conversation goes on from them."""
 
+import httpx2
 import msgspec
 import openai
 import pytest
@@ -107,11 +108,70 @@ def test_the_id_of_a_stored_response_is_refused(ask):
     assert response(ask, **chosen).id == first.id
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_response_goes_on_without_input(ask, streams):
+    first = response(ask, "hello")
+    asked = {"model": "quill", "previous_response_id": first.id, "stream": streams}
+    found = ask.responses.create(**asked)
+    second = [*found][-1].response if streams else found
+    assert second.output_text and not ask.responses.input_items.list(second.id).data
+    background = ask.responses.create(model="quill", previous_response_id=second.id, background=True)
+    until(lambda: ask.responses.retrieve(background.id).status == "completed")
+
+
+def test_ids_of_conversations_and_of_responses_are_told_apart(ask):
+    found, talk = response(ask), ask.conversations.create(items=[{"role": "user", "content": "hello"}])
+    for call in (ask.responses.retrieve, ask.responses.cancel, ask.responses.delete, ask.responses.input_items.list):
+        with pytest.raises(openai.NotFoundError) as caught:
+            call(talk.id)
+        assert caught.value.code == "response_not_found"
+    for call in (ask.conversations.retrieve, ask.conversations.delete, ask.conversations.items.list):
+        with pytest.raises(openai.NotFoundError) as caught:
+            call(found.id)
+        assert caught.value.code == "conversation_not_found"
+    with pytest.raises(openai.NotFoundError) as caught:
+        response(ask, conversation=found.id)
+    assert (caught.value.param, caught.value.code) == ("conversation", "conversation_not_found")
+    with pytest.raises(openai.BadRequestError) as caught:
+        response(ask, previous_response_id=talk.id)
+    assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
+    assert ask.conversations.retrieve(talk.id) == talk and ask.responses.retrieve(found.id) == found
+
+
+def test_keys_do_not_see_the_ids_of_each_others_requests(ask, server):
+    """Neither on the live page nor in the refusal of an id that is in use."""
+
+    def live_ids(key: str) -> list[str]:
+        headers = {"Authorization": f"Bearer {key}"}
+        with httpx2.stream("GET", f"{server.url}/live", headers=headers, timeout=60) as found:
+            frame = next(line for line in found.iter_lines() if line.startswith("data: "))
+        shown = msgspec.json.decode(frame.removeprefix("data: "))
+        return [one["id"] for one in (*shown["running"], *shown["waiting"])]
+
+    server.script.step_seconds = 0.01
+    chosen = {
+        "model": "quill",
+        "prompt": "<user>count<assistant>",
+        "max_tokens": 300,
+        "extra_body": {"request_id": "mine"},
+    }
+    with client_of(server, "two") as other, ask.completions.create(**chosen, stream=True) as reader:
+        try:
+            next(iter(reader))
+            assert live_ids("one") == ["cmpl-mine"] and live_ids("two") == [""]
+            with pytest.raises(openai.BadRequestError, match="request_id: 'cmpl-mine' is being served already"):
+                ask.completions.create(**chosen)
+            assert other.completions.create(**(chosen | {"max_tokens": 2})).id == "cmpl-mine"
+        finally:
+            server.script.step_seconds = 0.0
+
+
 @pytest.mark.parametrize("cycle", [["a"], ["a", "b"], ["a", "b", "c"]])
 def test_a_chain_that_cycles_is_not_read_for_ever(cycle):
     kept = StoredResponses(10, 1 << 20)
     for name, previous in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
-        assert kept.put(None, name, StoredResponse({"id": name, "output": []}, [], previous))
+        body = {"id": name, "object": "response", "output": []}
+        assert kept.put(None, name, StoredResponse(body, [], previous))
     assert not kept.put(None, "a", stored(), is_new=True)
     with pytest.raises(RequestError, match="previous_response_id: leads to 'a' twice"):
         kept.history(None, "a", "previous_response_id")
@@ -260,7 +320,7 @@ def test_items_of_what_was_asked(ask):
 
 
 def stored(size: int = 10) -> StoredResponse:
-    return StoredResponse({"id": "a", "output": [], "text": "x" * size}, [], None)
+    return StoredResponse({"id": "a", "object": "response", "output": [], "text": "x" * size}, [], None)
 
 
 def test_the_bytes_are_bounded():

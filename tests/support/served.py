@@ -82,9 +82,8 @@ class Script:
             prompt = tokenizer.decode(seq.tokens[: seq.num_prompt], skip_special_tokens=False)
             text = tokenizer.encode(self.say(prompt), add_special_tokens=False)
             self.lines[seq] = [*text, *tokenizer.eos_token_ids]
-        line = self.lines[seq]
-        token = line.pop(0)
-        if not line or seq.num_output + 1 == seq.max_tokens:
+        token = self.lines[seq][seq.num_output]
+        if seq.num_output + 1 in (len(self.lines[seq]), seq.max_tokens):
             del self.lines[seq]
         return token
 

@@ -6,7 +6,7 @@ from functools import partial
 from starlette.requests import Request
 
 from ...api.errors import RequestError
-from ...api.validation import integer
+from ...api.validation import integer, parse_digits
 from ..errors import JsonResponse
 from ..models import ASLEEP, READY, Model
 from ..service import Service
@@ -25,8 +25,7 @@ async def reset_prefix_cache(service: Service, request: Request) -> JsonResponse
 async def sleep(service: Service, request: Request) -> JsonResponse:
     """Requests under way wait until the model wakes up."""
     model = model_of(service, request)
-    text = request.query_params.get("level", "1")
-    level = integer("level", int(text) if text.isdigit() and len(text) < 5 else text, 1, 2)
+    level = integer("level", parse_digits(request.query_params.get("level", "1")), 1, 2)
     if model.state == READY:
         await service.models.move(model, ASLEEP, lambda: model.llm.sleep(level))
     return JsonResponse({"is_sleeping": model.state == ASLEEP})

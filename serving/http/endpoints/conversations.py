@@ -43,15 +43,12 @@ def add_turn(service: Service, key: str | None, name: str, items: Sequence[Mappi
         keep(service, key, name, found.body, [*found.items, *named(items)])
     except HttpError as error:
         if error.status == 429:
-            service.stored.delete(key, name)
+            service.stored.delete(key, name, NO_CONVERSATION)
 
 
 def found(service: Service, request: Request) -> StoredResponse:
     """The conversation that the path names."""
-    stored = service.stored.get(service.key(request), request.path_params["id"], NO_CONVERSATION)
-    if stored.body["object"] != "conversation":
-        raise HttpError(404, "id: is no conversation", "id", "conversation_not_found")
-    return stored
+    return service.stored.get(service.key(request), request.path_params["id"], NO_CONVERSATION)
 
 
 async def retrieve(service: Service, request: Request) -> JsonResponse:
@@ -68,7 +65,7 @@ async def update(service: Service, request: Request) -> JsonResponse:
 
 async def delete(service: Service, request: Request) -> JsonResponse:
     name = found(service, request).body["id"]
-    service.stored.delete(service.key(request), name)
+    service.stored.delete(service.key(request), name, NO_CONVERSATION)
     return JsonResponse({"id": name, "object": "conversation.deleted", "deleted": True})
 
 

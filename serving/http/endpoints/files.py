@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...api.errors import RequestError
-from ...api.validation import refuse_unknown, shown, unicode_text
+from ...api.validation import parse_digits, refuse_unknown, shown, unicode_text
 from ...protocol.batches import expiry
 from ..errors import JsonResponse
 from ..multipart import Part, parse_form
@@ -20,7 +20,7 @@ MAX_LISTED = 10_000
 
 
 async def create(service: Service, request: Request) -> JsonResponse:
-    kind, body = request.headers["content-type"], await service.body(request)
+    kind, body = request.headers.get("content-type", ""), await service.body(request)
     parts = await service.beside(parse_form, kind, body)
     refuse_unknown(parts, ("file", "purpose", *EXPIRES))
     purpose = text_of(parts, "purpose")
@@ -30,9 +30,8 @@ async def create(service: Service, request: Request) -> JsonResponse:
         raise RequestError("file", "must be given")
     name = unicode_text("file", parts["file"].filename or "file")[:MAX_NAME]
     given: dict[str, Any] = {short: text_of(parts, name) for name, short in EXPIRES.items() if name in parts}
-    seconds = given.get("seconds", "")
-    if seconds.isdigit() and len(seconds) < 10:
-        given["seconds"] = int(seconds)
+    if "seconds" in given:
+        given["seconds"] = parse_digits(given["seconds"])
     lasts = expiry("expires_after", given or None)
     return JsonResponse(service.files.put(service.key(request), name, purpose, parts["file"].data, lasts).body())
 

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import Request
 
 from ...api.errors import RequestError
-from ...api.validation import INT32_MAX, integer
+from ...api.validation import INT32_MAX, integer, parse_digits
 from ...protocol import responses
 from ...protocol.answers import responses as answers
 from ...protocol.answers.answer import ResponsesRequest
@@ -51,7 +51,7 @@ async def create(service: Service, request: Request) -> Any:
         return begin(service, request, key, parsed, body)
 
     def keep(found: dict[str, Any]) -> None:
-        asked = responses.items_of(body["input"])
+        asked = responses.items_of(body.get("input"))
         remember(service, key, parsed, asked, found)
         if parsed.store:
             stored = StoredResponse(found, asked, parsed.previous_response_id)
@@ -108,7 +108,9 @@ def begin(service: Service, request: Request, key: str | None, parsed: Responses
     if recording is not None:
         recording.add(stream.queue())
     queued = stream.frame("queued")
-    stored = StoredResponse(queued, responses.items_of(body["input"]), parsed.previous_response_id, recording=recording)
+    stored = StoredResponse(
+        queued, responses.items_of(body.get("input")), parsed.previous_response_id, recording=recording
+    )
     state = {"facts": {}, "key": request.state.key, "request_id": request.state.request_id}
     alone = Request({**request.scope, "state": state}, asyncio.Event().wait)  # nobody leaves
     stored.task = asyncio.create_task(work(service, alone, stream, stored, parsed))
@@ -153,9 +155,8 @@ async def retrieve(service: Service, request: Request) -> Any:
         return JsonResponse(stored.body)
     if stored.recording is None:
         raise RequestError("stream", "was not asked for together with background when the response was made")
-    last = given.get("starting_after", "-1")
-    number = int(last) if last.removeprefix("-").isdecimal() and len(last) < 10 else last
-    return Replay(stored.recording, integer("starting_after", number, -1, INT32_MAX) + 1, service.http_metrics)
+    last = integer("starting_after", parse_digits(given.get("starting_after", "-1")), -1, INT32_MAX)
+    return Replay(stored.recording, last + 1, service.http_metrics)
 
 
 async def delete(service: Service, request: Request) -> JsonResponse:

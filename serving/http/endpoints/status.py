@@ -96,8 +96,8 @@ async def openapi(service: Service, request: Request) -> JsonResponse:
 class LivePage:
     """What the page draws: looks at the engine, a few a second, as long as somebody watches."""
 
-    def __init__(self, service: Service, model: Model):
-        self.service, self.model = service, model
+    def __init__(self, service: Service, model: Model, tenant: str | None):
+        self.service, self.model, self.tenant = service, model, tenant
 
     async def __call__(self, scope, receive, send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [*EVENTS]})
@@ -120,7 +120,7 @@ class LivePage:
                 llm = self.model.llm
 
                 def look(llm=llm, since=cursor) -> dict[str, Any]:
-                    return llm.live.look(llm.engine, since) | llm.metrics.recent(llm.engine.clock())
+                    return llm.live.look(llm.engine, since, self.tenant) | llm.metrics.recent(llm.engine.clock())
 
                 frame = await llm.call(look) | frame
                 cursor = frame.pop("cursor")
@@ -128,7 +128,7 @@ class LivePage:
 
 
 async def live(service: Service, request: Request) -> LivePage:
-    return LivePage(service, service.models.find(request.query_params.get("model")))
+    return LivePage(service, service.models.find(request.query_params.get("model")), service.key(request))
 
 
 ROUTES: dict[tuple[str, str], Callable] = {

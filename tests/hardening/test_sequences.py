@@ -1,0 +1,354 @@
+"""Sequences of requests about what a server stores: ids of earlier answers, of other kinds and of other keys, in any
+order. No request may fail with a 500, hang, or show a key what another one stored."""
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+from cases import cases
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from served import FORMATS, model_of, scripted
+from talk import say
+
+from quire.serving.http.app import make_app
+from quire.serving.http.models import Models
+from quire.serving.http.service import Service
+from quire.serving.http.settings import ServerSettings
+from quire.serving.ray.message import ForwardedRequest, ReplicaConnection, ResponseStart
+
+SECONDS = 60.0  # after which a request counts as one that never ends
+KEYS = ("one", "two")
+KINDS = ("response", "conversation", "item", "file", "batch", "message_batch")
+FOREIGN = (400, 404, 413, 429)  # refusals of ids that a key does not have
+NUMBERS = st.sampled_from(["0", "1", "2", "100", "²", "-1", "1e3", "x", ""])
+TEXTS = st.sampled_from(["hello", "think", "count", "weather in Rome", "", "\x00", "\ud800"])
+CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Rome"}'}
+ITEMS = st.sampled_from(
+    [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "Hi"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]},
+        CALL,
+        {"type": "function_call_output", "call_id": "call_1", "output": "sunny"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+        {"type": "message", "id": 5, "role": "user", "content": "x"},
+        {"type": "custom_tool_call", "call_id": "call_2", "name": "sums", "input": "1 + 1"},
+        {"type": "compaction", "encrypted_content": "aGVsbG8="},
+        {"type": None},
+        None,
+    ]
+)
+INPUTS = st.one_of(st.none(), TEXTS, st.lists(ITEMS, max_size=3))
+LINES = st.lists(
+    st.sampled_from(
+        [
+            {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "hello"}},
+            {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "n": 2}},
+            {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "stream": True}},
+            {"custom_id": "d", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}},
+            {"custom_id": "e", "method": "POST", "url": "/v1/chat/completions", "body": {
+                "messages": [{"role": "user", "content": "hello"}]}},
+            {"custom_id": None},
+            [],
+        ]
+    ),
+    max_size=4,
+)  # fmt: skip
+MESSAGES = st.sampled_from(
+    [{"max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}, {"stream": True}, {}, None]
+)
+ENDPOINTS = ["/v1/completions", "/v1/chat/completions"]
+TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
+
+
+class Shared:
+    """An engine that all sequences use, and what runs the coroutines of their servers."""
+
+    def __init__(self):
+        self.engine, self.script = scripted(say)
+        self.models = Models([model_of(self.engine)])
+        self.runner = asyncio.Runner()
+        self.requests = 0
+
+    def server(self) -> tuple[Service, Any]:
+        """A server that stores little, so that sequences meet its limits."""
+        chosen = ServerSettings(
+            formats=FORMATS, api_keys=KEYS, admin=True, max_stored_responses=6, max_stored_bytes=30_000,
+            max_file_bytes=6_000, max_batches=3,
+        )  # fmt: skip
+        service = Service(self.models, chosen)
+        return service, make_app(service)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    logging.getLogger("quire.access").disabled = True
+    found = Shared()
+    yield found
+    logging.getLogger("quire.access").disabled = False
+    found.runner.close()
+    found.models.close()
+
+
+class Sequences(RuleBasedStateMachine):
+    """Two keys that store things, and that name each other's."""
+
+    shared: Shared
+
+    def __init__(self):
+        super().__init__()
+        self.service, self.app = self.shared.server()
+        self.ids: dict[tuple[str, str], list[str]] = {(key, kind): [] for key in KEYS for kind in KINDS}
+        self.chosen = 0
+
+    def send(self, key: str, method: str, path: str, body: Any = None, raw: bytes | None = None, kind: str = "") -> Any:
+        """(status, the JSON of the answer or its bytes) of one request."""
+        data = json.dumps(body).encode() if raw is None else raw
+        data = b"" if method != "POST" else data
+        headers = [(b"host", b"localhost"), (b"authorization", f"Bearer {key}".encode())]
+        headers += [(b"content-type", (kind or "application/json").encode()), (b"content-length", b"%d" % len(data))]
+        path, _, query = path.partition("?")
+        call = ForwardedRequest(method, path, query.encode(), headers, data)
+        self.shared.requests += 1
+
+        async def run() -> tuple[int, bytes]:
+            async with asyncio.timeout(SECONDS):
+                start, *pieces = [message async for message in ReplicaConnection(call, b"").messages(self.app)]
+                assert isinstance(start, ResponseStart)
+                return start.status, b"".join(piece.data for piece in pieces)
+
+        status, found = self.shared.runner.run(run())
+        assert status < 500, (method, path, body, found[:300])
+        if status >= 400:
+            error = json.loads(found)
+            assert error.get("error", error)["message"], found[:300]
+        try:
+            return status, json.loads(found)
+        except ValueError:
+            return status, found
+
+    def keep(self, key: str, kind: str, answer: tuple[int, Any]) -> None:
+        if answer[0] == 200 and isinstance(answer[1], dict) and isinstance(answer[1].get("id"), str):
+            self.ids[key, kind].append(answer[1]["id"])
+
+    def some_id(self, data: st.DataObject, key: str, usual: str) -> tuple[str, bool]:
+        """An id for a request, and whether the key may have such a thing: mostly it is of the usual kind."""
+        is_usual = data.draw(st.integers(0, 3)) > 0
+        others = [(owner, kind) for owner in KEYS for kind in KINDS if self.ids[owner, kind]]
+        if is_usual and self.ids[key, usual]:
+            return data.draw(st.sampled_from(self.ids[key, usual])), True
+        if others and data.draw(st.booleans()):
+            owner, kind = data.draw(st.sampled_from(others))
+            name = data.draw(st.sampled_from(self.ids[owner, kind]))
+            return name, (owner, kind) == (key, usual) or name in self.ids[key, usual]
+        return data.draw(st.sampled_from(["none", "resp_", "conv_0", "file-0", "batch_0", "a%00b", "²"])), False
+
+    def page(self, data: st.DataObject, key: str, kind: str) -> str:
+        """The query of a list."""
+        names = data.draw(st.lists(st.sampled_from(["limit", "order", "after", "after_id", "before_id", "purpose"])))
+        values = {
+            name: data.draw(NUMBERS) if name == "limit" else data.draw(st.sampled_from(["asc", "desc", "batch"]))
+            if name in ("order", "purpose") else self.some_id(data, key, kind)[0]
+            for name in names
+        }  # fmt: skip
+        return "?" + "&".join(f"{name}={value}" for name, value in values.items())
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS), given=INPUTS)
+    def respond(self, data, key, given):
+        body: dict[str, Any] = {} if given is None else {"input": given}
+        foreign = False
+        for name, kind in (("previous_response_id", "response"), ("conversation", "conversation")):
+            if data.draw(st.integers(0, 2)) == 0:
+                body[name], is_own = self.some_id(data, key, kind)
+                foreign |= not is_own
+        for name in ("store", "background", "stream", "enable_response_messages"):
+            if data.draw(st.integers(0, 3)) == 0:
+                body[name] = data.draw(st.booleans())
+        if data.draw(st.integers(0, 3)) == 0:
+            self.chosen += 1
+            body["request_id"] = data.draw(st.sampled_from([f"x{self.chosen}", f"x{max(self.chosen - 1, 0)}", "x1"]))
+        if data.draw(st.booleans()):
+            body["tools"] = TOOLS
+        answer = self.send(key, "POST", "/v1/responses", body | {"max_output_tokens": 8})
+        assert not foreign or answer[0] in FOREIGN, (body, answer)
+        if isinstance(answer[1], bytes) and answer[0] == 200:
+            events = [json.loads(line[6:]) for line in answer[1].decode().splitlines() if line.startswith("data: ")]
+            assert events[-1]["response"]["status"] in ("completed", "incomplete", "failed"), events[-1]
+            answer = answer[0], events[0]["response"]
+        self.keep(key, "response", answer)
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS), path=st.sampled_from(["compact", "input_tokens"]))
+    def count_or_compact(self, data, key, path):
+        name, is_own = self.some_id(data, key, "response")
+        status, _ = self.send(key, "POST", f"/v1/responses/{path}", {"previous_response_id": name})
+        assert is_own or status in FOREIGN
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS), method=st.sampled_from(["GET", "GET", "DELETE"]),
+          end=st.sampled_from(["", "", "/input_items", "?stream=true", "?stream=true&starting_after=²"]))  # fmt: skip
+    def read_response(self, data, key, method, end):
+        name, is_own = self.some_id(data, key, "response")
+        if end == "/input_items":
+            method, end = "GET", end + self.page(data, key, "item")
+        status, body = self.send(key, method, f"/v1/responses/{name}{end}")
+        assert is_own or status in FOREIGN
+        for item in body.get("data", []) if isinstance(body, dict) and status == 200 else []:
+            self.ids[key, "item"].append(item["id"])
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS))
+    def cancel_response(self, data, key):
+        name, is_own = self.some_id(data, key, "response")
+        status, _ = self.send(key, "POST", f"/v1/responses/{name}/cancel", raw=b"")
+        assert is_own or status in FOREIGN
+
+    @rule(key=st.sampled_from(KEYS), items=st.lists(ITEMS, max_size=3), metadata=st.sampled_from([{}, {"a": "b"}, 5]))
+    def converse(self, key, items, metadata):
+        self.keep(
+            key, "conversation", self.send(key, "POST", "/v1/conversations", {"items": items, "metadata": metadata})
+        )
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS), items=st.lists(ITEMS, max_size=2))
+    def add_items(self, data, key, items):
+        name, is_own = self.some_id(data, key, "conversation")
+        status, body = self.send(key, "POST", f"/v1/conversations/{name}/items", {"items": items})
+        assert is_own or status in FOREIGN
+        self.ids[key, "item"] += [item["id"] for item in body.get("data", ())]
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS), method=st.sampled_from(["GET", "POST", "DELETE"]))
+    def use_conversation(self, data, key, method):
+        name, is_own = self.some_id(data, key, "conversation")
+        status, _ = self.send(key, method, f"/v1/conversations/{name}", {"metadata": {"c": "d"}})
+        assert is_own or status in FOREIGN
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS), method=st.sampled_from(["GET", "DELETE", "LIST"]))
+    def use_items(self, data, key, method):
+        name, is_own = self.some_id(data, key, "conversation")
+        path = f"/v1/conversations/{name}/items"
+        if method == "LIST":
+            status, body = self.send(key, "GET", path + self.page(data, key, "item"))
+            self.ids[key, "item"] += [item["id"] for item in body["data"]] if status == 200 else []
+        else:
+            status, _ = self.send(key, method, f"{path}/{self.some_id(data, key, 'item')[0]}")
+        assert is_own or status in FOREIGN
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS), lines=LINES, expires=st.sampled_from([None, "3600", "²", "5"]))
+    def upload(self, data, key, lines, expires):
+        text = "\n".join(map(json.dumps, lines)) + data.draw(st.sampled_from(["", "\n", "\n{", "\n" + "x" * 4000]))
+        head = 'Content-Disposition: form-data; name="{}"\r\n\r\n{}'
+        name = data.draw(st.sampled_from(['filename="a"', "filename*=\0''a", "filename=\xff", ""]))
+        parts = [head.format("purpose", "batch"), head.format(f'file"; {name}; x="', text)]
+        if expires is not None:
+            parts += [
+                head.format("expires_after[anchor]", "created_at"),
+                head.format("expires_after[seconds]", expires),
+            ]
+        body = "".join(f"--x\r\n{part}\r\n" for part in parts).encode() + b"--x--\r\n"
+        kind = "multipart/form-data; boundary=x"
+        self.keep(key, "file", self.send(key, "POST", "/v1/files", raw=body, kind=kind))
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS), method=st.sampled_from(["GET", "DELETE"]),
+          end=st.sampled_from(["", "/content"]))  # fmt: skip
+    def use_file(self, data, key, method, end):
+        name, is_own = self.some_id(data, key, "file")
+        status, _ = self.send(key, "GET" if end else method, f"/v1/files/{name}{end}")
+        assert is_own or status in FOREIGN
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS), path=st.sampled_from(["files", "batches", "messages/batches"]))
+    def list_all(self, data, key, path):
+        kind = {"files": "file", "batches": "batch"}.get(path, "message_batch")
+        status, body = self.send(key, "GET", f"/v1/{path}{self.page(data, key, kind)}")
+        other = KEYS[1 - KEYS.index(key)]
+        for one in body["data"] if status == 200 else ():
+            assert one["id"] not in self.ids[other, kind]
+            for name in ("output_file_id", "error_file_id"):
+                if one.get(name) is not None:
+                    self.ids[key, "file"].append(one[name])
+            if kind == "file" and one["id"] not in self.ids[key, "file"]:
+                self.ids[key, "file"].append(one["id"])
+
+    @rule(
+        data=st.data(), key=st.sampled_from(KEYS), endpoint=st.sampled_from(["/v1/completions", "/v1/chat/completions"])
+    )
+    def start_batch(self, data, key, endpoint):
+        name, is_own = self.some_id(data, key, "file")
+        answer = self.send(key, "POST", "/v1/batches", {"input_file_id": name, "endpoint": endpoint})
+        assert is_own or answer[0] in FOREIGN
+        self.keep(key, "batch", answer)
+
+    @rule(
+        key=st.sampled_from(KEYS),
+        params=st.lists(
+            st.sampled_from(
+                [{"max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}, {"stream": True}, {}, None]
+            ),
+            max_size=3,
+        ),
+    )
+    def start_message_batch(self, key, params):
+        wanted = [{"custom_id": str(i), "params": one} for i, one in enumerate(params)]
+        self.keep(key, "message_batch", self.send(key, "POST", "/v1/messages/batches", {"requests": wanted}))
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS), path=st.sampled_from(["batches", "messages/batches"]),
+          end=st.sampled_from(["", "/cancel", "/results", "DELETE"]))  # fmt: skip
+    def use_batch(self, data, key, path, end):
+        name, is_own = self.some_id(data, key, "batch" if path == "batches" else "message_batch")
+        method = {"/cancel": "POST", "DELETE": "DELETE"}.get(end, "GET")
+        if path == "batches" and end in ("/results", "DELETE"):
+            return  # there are no such paths
+        status, _ = self.send(key, method, f"/v1/{path}/{name}{end.removeprefix('DELETE')}", raw=b"")
+        assert is_own or status in FOREIGN
+
+    @rule(seconds=st.sampled_from([0.0, 0.01, 0.03]))
+    def wait(self, seconds):
+        """Batches and answers in the background go on."""
+        self.shared.runner.run(asyncio.sleep(seconds))
+
+    @precondition(lambda self: self.shared.script.step_seconds == 0.0)
+    @rule()
+    def slow_down(self):
+        self.shared.script.step_seconds = 0.005
+
+    @rule()
+    def speed_up(self):
+        self.shared.script.step_seconds = 0.0
+
+    @rule()
+    def fail_once(self):
+        """A failed step is a 500 to those whose step it was, so only the background may meet it."""
+        for key in KEYS:
+            self.shared.script.fail_next = 1
+            body = {"input": "hello", "background": True, "max_output_tokens": 8}
+            self.keep(key, "response", self.send(key, "POST", "/v1/responses", body))
+            self.shared.runner.run(self.settle())
+            self.shared.script.fail_next = 0
+
+    async def settle(self) -> None:
+        """Nothing is computed any more."""
+        async with asyncio.timeout(SECONDS):
+            while self.shared.engine.requests or self.service.open:
+                await asyncio.sleep(0.002)
+
+    async def end(self) -> None:
+        self.shared.script.step_seconds = 0.0
+        self.service.batches.close()
+        await self.settle()
+
+    def teardown(self):
+        self.shared.runner.run(self.end())
+        self.shared.engine.scheduler.check()
+        assert self.shared.engine.tables[0].used() == 0
+        self.service.pool.shutdown(wait=False)
+
+
+@pytest.mark.random
+def test_sequences_of_requests(shared):
+    Sequences.shared = shared
+    chosen = settings(
+        max_examples=cases(300, least=4), stateful_step_count=40, derandomize=True, database=None, deadline=None,
+        phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    run_state_machine_as_test(Sequences, settings=chosen)
+    print(f"\n{shared.requests} requests")

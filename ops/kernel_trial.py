@@ -13,7 +13,6 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -279,9 +278,8 @@ def driver() -> str:
 def write(path: Path, found: dict) -> None:
     """Replace the file at once, since other processes may read it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        json.dump(found, file, indent=1)
-    os.replace(file.name, path)
+    with cache_folder.publish(path) as part:
+        part.write_text(json.dumps(found, indent=1))
 
 
 def main() -> None:

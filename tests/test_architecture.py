@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = """
     sharding/struct sharding/device_axes sharding/spec sharding/mesh sharding/local_shards
 
-    ops/cache_folder
+    ops/errors ops/cache_folder
     ops/ordered_sum ops/precision ops/activation ops/norm ops/rope ops/implementations ops/graphs ops/kernel_trial
     ops/weight
     ops/native ops/quant ops/native/model_kernels ops/linear ops/moe ops/adapter ops/expert_dispatch ops/state_rows
@@ -307,6 +307,21 @@ def test_text_names_no_machine_and_few_hosts():
         hosts = set(re.findall(r"https?://([\w.-]*\w)", text)) - {"localhost", "127.0.0.1"}
         hosts = {host for host in hosts if not host.endswith(".example")}  # nobody's, by RFC 2606
         assert hosts <= HOSTS, f"{ids(path)} links to {sorted(hosts - HOSTS)}"
+
+
+def test_files_are_published_by_one_function():
+    """`publish` alone renames: a temporary name that two containers may choose has published half-written files."""
+    for path in FILES:
+        text = path.read_text()
+        if path == ROOT / "ops" / "cache_folder.py" or not re.search(r"\.(renames?|replace)\(", text):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            by_os = ast.unparse(node.func.value) == "os" and node.func.attr == "replace"
+            by_path = node.func.attr == "replace" and len(node.args) == 1 and not node.keywords
+            is_rename = by_os or by_path or node.func.attr in {"rename", "renames"}
+            assert not is_rename, f"{path}:{node.lineno}: use `publish` of ops/cache_folder.py"
 
 
 def test_words_that_were_given_up():

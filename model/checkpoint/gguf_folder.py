@@ -5,9 +5,7 @@ It is made in the cache directory, anew where the file has changed; nothing of t
 
 import hashlib
 import json
-import os
 import re
-import shutil
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -38,22 +36,17 @@ def folder_of(file: Path) -> Path:
     if (folder / "config.json").exists():
         return folder
     texts, files = contents(file)
-    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    cache_folder.remove_stale_parts(folder.parent)
     try:
-        part.mkdir(parents=True)
-        for name, text in texts.items():
-            (part / name).write_text(text, "utf-8")
-        for weights in files:
-            (part / weights.name).symlink_to(weights.resolve())
-        try:
-            part.rename(folder)
-        except OSError:
-            if not (folder / "config.json").exists():  # else another process was quicker
-                raise
+        with cache_folder.publish(folder) as part:
+            part.mkdir()
+            for name, text in texts.items():
+                (part / name).write_text(text, "utf-8")
+            for weights in files:
+                (part / weights.name).symlink_to(weights.resolve())
     except OSError as error:
-        raise ModelError(f"{folder} cannot be made: {error.strerror}; XDG_CACHE_HOME names another place") from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+        if not (folder / "config.json").exists():  # else another process was quicker
+            raise ModelError(f"{folder} cannot be made: {error.strerror}; XDG_CACHE_HOME names another place") from None
     return folder
 
 

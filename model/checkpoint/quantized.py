@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...ops.cache_folder import publish
 from ...ops.quant.compressed import Layout
 from ...sharding.spec import ArraySpec
 from ..config import ModelConfig, ModelError
@@ -111,16 +111,13 @@ def save(
     each matrix is in its own.
     """
     found = plan(folder, out, config, hf_overrides, layout, chosen)
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
-        part.mkdir(parents=True)
-        write_weights(part, found, config.dtype, progress, made or {})
-        write_rest(folder, part, found.hf)
-        part.rename(out)
+        with publish(out) as part:
+            part.mkdir()
+            write_weights(part, found, config.dtype, progress, made or {})
+            write_rest(folder, part, found.hf)
     except OSError as error:
         raise ModelError(f"{out} cannot be written: {error.strerror}") from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return len(found.matrices)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ...ops.cache_folder import publish
 from ...sharding.spec import empty
 from ..config import ModelError
 from ..errors import POINTER, refuse_pointer
@@ -186,6 +187,5 @@ def write_tensors(path: Path, layout: Mapping[str, tuple[Any, tuple[int, ...]]],
 
 def write_whole(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """A safetensors file, which is there once it is complete."""
-    beside = path.with_suffix(".part")
-    write_tensors(beside, {name: (x.dtype, x.shape) for name, x in tensors.items()}, tensors.values())
-    os.replace(beside, path)
+    with publish(path) as part:
+        write_tensors(part, {name: (x.dtype, x.shape) for name, x in tensors.items()}, tensors.values())

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from ...ops import native
-from ...ops.cache_folder import code_state, home, make_room
+from ...ops.cache_folder import code_state, home, make_room, publish
 from ...sharding.spec import nbytes
 
 MAGIC = b"quirew01"
@@ -78,23 +78,20 @@ class WeightCache:
 
     def write(self, leaves: list[Any]) -> None:
         """Write the leaves, if there is room."""
-        part = self.path.with_suffix(f".{os.getpid()}.part")
         try:
             table, arrays = table_of(leaves)
             size = table["size"]
             if not make_room(self.path.parent, SUFFIX, size, LIMIT):
                 log.info("packed weights are not kept for the next start: %d bytes have no room", size)
                 return
-            with open(part, "wb") as file:
+            with publish(self.path) as part, open(part, "xb") as file:
                 file.write(head_of(table))
                 for entry, value in zip(table["arrays"], arrays, strict=True):
                     file.seek(entry["start"])
                     file.write(flat(value))
                 file.truncate(size)
-            os.replace(part, self.path)
         except (OSError, TypeError) as error:
             log.warning("packed weights are not kept for the next start: %s", error)
-            part.unlink(missing_ok=True)
 
 
 def key(folder: Path, about: Any) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ...ops.cache_folder import publish
 from ..checkpoint import orbax
 from ..checkpoint.folder import merged, read_json
 from ..checkpoint.gguf_folder import weights_of
@@ -73,15 +74,11 @@ def save(
     What was `made` before, by the names of tensors, is taken from there: matrices of a type in CHOSEN in their codes.
     """
     found = plan(folder, out, config, kind, hf_overrides)
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_file(part, found.metadata, found.tensors, values(found, made or {}, progress))
-        part.rename(out)
+        with publish(out) as part:
+            write_file(part, found.metadata, found.tensors, values(found, made or {}, progress))
     except OSError as error:
         raise ModelError(f"{out} cannot be written: {error.strerror}") from None
-    finally:
-        part.unlink(missing_ok=True)
     return sum(len(shape) > 1 for _, shape in found.tensors.values())
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...ops.cache_folder import publish
 from ..checkpoint import quantized
 from ..checkpoint.folder import read_json
 from ..checkpoint.published import gather
@@ -181,10 +182,8 @@ def begin(done: Path, run: dict[str, Any]) -> None:
                 "to go on with it, or remove the folder"
             )
         return
-    done.mkdir(parents=True, exist_ok=True)
-    part = done / f"{RUN}.part"
-    part.write_text(json.dumps(run, indent=2))
-    part.replace(done / RUN)
+    with publish(done / RUN) as part:
+        part.write_text(json.dumps(run, indent=2))
 
 
 def round_layers(

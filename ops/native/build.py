@@ -11,14 +11,13 @@ import platform
 import shutil
 import stat
 import subprocess
-import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import jax
 
-from ..cache_folder import home
+from ..cache_folder import home, publish, remove_stale_parts
 
 SOURCES = Path(__file__).parent
 SHIPPED = "built"  # the folder in a wheel that has libraries
@@ -241,10 +240,9 @@ def compile_into(path: Path, command: list[str], isa: str, variant: str) -> None
     source, *defines = VARIANTS[variant]
     flags = [*FLAGS, *named(isa).flags, *defines, "-isystem", jax.ffi.include_dir()]
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            made = f"{scratch}/{path.name}"
-            run([*command, *flags, "-shared", str(SOURCES / source), "-o", made], variant)
-            os.replace(made, path)
+        remove_stale_parts(path.parent)
+        with publish(path) as part:
+            run([*command, *flags, "-shared", str(SOURCES / source), "-o", str(part)], variant)
     except OSError as error:
         raise NotImplementedError(f"{path} cannot be written: {error.strerror}") from None
 

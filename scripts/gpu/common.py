@@ -16,6 +16,7 @@ import numpy as np
 from ...model.checkpoint.loader import family_of
 from ...model.weights import abstract
 from ...ops import attention
+from ...ops.cache_folder import publish
 from ...serving.device.batch import Size
 from ...serving.engine.runner import Runner
 from ...serving.engine.scheduler import Limits
@@ -69,9 +70,8 @@ class PartReport:
         if line:
             print(line, flush=True)
         self.found |= found
-        part = self.file.with_suffix(".part")
-        part.write_text(json.dumps(self.found))
-        part.replace(self.file)
+        with publish(self.file) as part:
+            part.write_text(json.dumps(self.found))
 
     def wrong(self, reason: str) -> None:
         self(wrong=[*self.found.get("wrong", []), reason])

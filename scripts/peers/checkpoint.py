@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...model.checkpoint.adapters import FILE
+from ...ops.cache_folder import publish
 from ..bench.adapters import write_random
 from .loop import ADAPTER_RANK
 
@@ -163,9 +164,8 @@ def save(folder: Path, shape: ModelShape, vocab: int, max_len: int, tensors: dic
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(shape, vocab, max_len), indent=2))
     write_tokenizer(folder, vocab)
-    part = folder / "model.part"
-    save_file(tensors, part, metadata={"format": "pt"})
-    part.rename(folder / "model.safetensors")  # last and whole: its presence says that the folder is complete
+    with publish(folder / "model.safetensors") as part:  # the last file: its presence says that the folder is complete
+        save_file(tensors, part, metadata={"format": "pt"})
 
 
 def adapter_folder(model: str | Path, number: int) -> Path:

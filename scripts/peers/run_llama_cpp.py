@@ -12,6 +12,7 @@ import llama_cpp as lib
 import numpy as np
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
+from ...ops.cache_folder import publish
 from .loop import LoadSettings, TimedPrompt, TimedTokens, drive
 
 FILES = {"bf16": "bf16.gguf", "int8": "q8_0.gguf", "int4": "q4_0.gguf", "q4_k_m": "q4_k_m.gguf"}
@@ -45,15 +46,14 @@ def prepare(settings: LoadSettings) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     plain, wanted = folder / FILES["bf16"], folder / FILES[settings.weights]
     if not plain.is_file():
-        write_gguf(Path(settings.model), plain.with_suffix(".part"))
-        plain.with_suffix(".part").rename(plain)
+        with publish(plain) as part:
+            write_gguf(Path(settings.model), part)
     if not wanted.is_file():
         params = lib.llama_model_quantize_default_params()
         params.ftype, params.nthread = QUANTISED[settings.weights], settings.threads
-        part = wanted.with_suffix(".part")
-        if lib.llama_model_quantize(str(plain).encode(), str(part).encode(), params):
-            raise RuntimeError(f"llama_model_quantize failed on {plain}")
-        part.rename(wanted)
+        with publish(wanted) as part:
+            if lib.llama_model_quantize(str(plain).encode(), str(part).encode(), params):
+                raise RuntimeError(f"llama_model_quantize failed on {plain}")
 
 
 def write_gguf(model: Path, path: Path) -> None:

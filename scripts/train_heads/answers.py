@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...model.config import ModelError
+from ...ops.cache_folder import publish
 
 CHUNK = 256  # prompts that are answered before the answers are saved
 
@@ -39,9 +40,8 @@ class Answers:
         )
 
     def save(self, path: Path) -> None:
-        beside = path.with_suffix(".part.npz")
-        np.savez(beside, tokens=self.tokens, ends=self.ends, prompts=self.prompts)
-        beside.replace(path)
+        with publish(path) as part, open(part, "xb") as file:
+            np.savez(file, tokens=self.tokens, ends=self.ends, prompts=self.prompts)
 
 
 def none_yet() -> Answers:

@@ -7,9 +7,10 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from ...ops.cache_folder import publish, remove_stale_parts
 
 log = logging.getLogger("quire")
 
@@ -18,6 +19,7 @@ PAGE_FORMAT = b"quire KV page 2\n"
 HEAD = struct.Struct("<16s32s32sII")  # magic, checksum, digest, cache group, tokens; tokens and the page's bytes follow
 Buffer = Any  # bytes, or an array that shows its own
 PAUSE = 60.0  # seconds without writing after the disk has refused
+STALE_PART = 600.0  # seconds after which a page that is still not complete belongs to no running process
 
 
 class DiskCache:
@@ -37,14 +39,13 @@ class DiskCache:
         self.scan()
 
     def scan(self) -> None:
-        """Count the pages that earlier processes wrote, and remove the files that they did not finish."""
+        """Count the pages that earlier processes wrote, and remove what they did not finish."""
+        remove_stale_parts(self.folder, STALE_PART)
         files = []
         for entry in os.scandir(self.folder):
             try:
                 if entry.name.endswith(".page"):
                     files.append((entry.stat().st_mtime_ns, entry.name, entry.stat().st_size))
-                elif entry.name.endswith(".part") and not alive(entry.name):
-                    os.unlink(entry.path)
             except FileNotFoundError:
                 continue  # another process was faster
         for _, name, size in sorted(files):
@@ -86,15 +87,11 @@ class DiskCache:
             return False
         body = tokens, memoryview(data).cast("B")
         head = head_of(digest, group, len(tokens) // 4, *body)
-        part = self.folder / f"{name}.{os.getpid()}.{threading.get_ident()}.part"
         try:
-            with open(part, "xb", opener=private) as file:
+            with publish(self.folder / name, durable=False) as part, open(part, "xb", opener=private) as file:
                 for piece in (head, *body):
                     file.write(piece)
-            os.replace(part, self.folder / name)
         except OSError as error:
-            with suppress(OSError):  # cleared away at the next start
-                part.unlink(missing_ok=True)
             self.resumes = time.monotonic() + PAUSE
             log.warning("cannot write KV pages to %s: %s; trying again in %.0f s", self.folder, error.strerror, PAUSE)
             return False
@@ -142,14 +139,3 @@ def head_of(digest: bytes, group: int, num_tokens: int, *body: Buffer) -> bytes:
 def private(path: str, flags: int) -> int:
     """Prompts are private: no other user may read the file."""
     return os.open(path, flags, 0o600)
-
-
-def alive(part: str) -> bool:
-    """Whether the process that was writing this file still runs."""
-    try:
-        os.kill(int(part.split(".")[-3]), 0)
-    except (ValueError, IndexError, ProcessLookupError):
-        return False
-    except PermissionError:
-        pass
-    return True

@@ -27,7 +27,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from jax.sharding import PartitionSpec
 
 from ...ops import native
-from ...ops.cache_folder import code_state, home, make_room
+from ...ops.cache_folder import code_state, home, make_room, publish
 from ...ops.implementations import variance
 
 Build = Callable[[jax.stages.Lowered], jax.stages.Compiled]
@@ -250,8 +250,7 @@ def keep(folder: Path, made: Iterable[tuple[Path, Program]]) -> None:
         if not make_room(folder, SUFFIX, sum(map(len, files.values())), LIMIT):
             raise OSError("there is no room")
         for path, whole in files.items():
-            part = path.with_suffix(f".{os.getpid()}.part")
-            part.write_bytes(whole)
-            os.replace(part, path)
+            with publish(path) as part:
+                part.write_bytes(whole)
     except Exception as error:  # what is served does not depend on it
         log.warning("compiled steps are not kept for the next start: %s", error)

@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 
+from quire.ops.cache_folder import publish
 from quire.serving.cache import disk_cache as module
 from quire.serving.cache.disk_cache import DiskCache
 
@@ -103,6 +104,18 @@ def test_a_full_disk_is_one_warning_and_no_page(tmp_path, monkeypatch, caplog):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.page", "b.page"]
 
 
+def test_a_page_that_another_container_writes_is_left_alone(tmp_path):
+    """A process id says nothing about other containers: a file that one of them writes is not removed or shared."""
+    disk = one_page(tmp_path)
+    with publish(tmp_path / "b.page", durable=False) as part:
+        part.write_bytes(b"half")
+        other = DiskCache(tmp_path, 1 << 20)  # removes what processes have left
+        assert other.write("b.page", *WANTED[:3], DATA)
+        part.write_bytes((tmp_path / "b.page").read_bytes())
+    assert np.array_equal(disk.read("b.page", *WANTED), DATA)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.page", "b.page"]
+
+
 SIZE = 4_000_000  # bytes, so that most of the time is writing
 WRITER = f"""
 import sys
@@ -130,6 +143,8 @@ def test_a_process_killed_while_it_writes_leaves_whole_files(tmp_path):
             time.sleep(rng.uniform(0.001, 0.05))
             process.send_signal(signal.SIGKILL)
         parts += any(path.suffix == ".part" for path in folder.iterdir())
+        for part in folder.glob("*.part"):
+            os.utime(part, (time.time() - 2 * module.STALE_PART,) * 2)
         disk = DiskCache(folder, 1 << 30)
         assert not [path for path in folder.iterdir() if path.suffix == ".part"]
         for name in list(disk.sizes):

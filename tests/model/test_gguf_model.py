@@ -162,6 +162,30 @@ def test_a_file_that_changes_is_read_anew(tmp_path):
     assert_is(read(file), means)
 
 
+def test_folder_is_made_while_another_process_with_this_id_makes_it(tmp_path, monkeypatch):
+    """As in containers that share the cache: the one that is quicker publishes, and the other takes its folder."""
+    file = tmp_path / "model.gguf"
+    means = tiny_gguf.write(file, "Q8_0")
+    contents, folders = gguf_folder.contents, []
+
+    class Texts(dict):
+        def items(self):
+            first, *others = super().items()
+            yield first
+            if not folders:
+                folders.append(None)  # so that the quicker one writes without a pause
+                folders[0] = gguf_folder.folder_of(file)
+            yield from others
+
+    def slow_contents(file):
+        texts, files = contents(file)
+        return Texts(texts), files
+
+    monkeypatch.setattr(gguf_folder, "contents", slow_contents)
+    assert [gguf_folder.folder_of(file)] == folders == [*gguf_folder.home().iterdir()]
+    assert_is(read(file), means)
+
+
 def test_a_format_cannot_be_asked_for(tmp_path):
     tiny_gguf.write(tmp_path / "model.gguf", "Q4_K")
     with pytest.raises(ModelError, match="'int8', and the checkpoint is quantised already"):

@@ -4,6 +4,7 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -157,6 +158,38 @@ def test_two_at_once(home, folder):
         thread.join()
     assert same(caches[0].read(), leaves)
     assert [path.suffix for path in home.iterdir()] == [".weights"]
+
+
+def test_writers_with_one_process_id_do_not_share_a_temporary_file(home, folder, monkeypatch):
+    """As in containers that share a volume: one writer publishes while another has just begun with the same file."""
+    config = read_config(folder)
+    leaves = [np.random.default_rng(i).integers(0, 256, 5 * weight_cache.PAGE, np.uint8) for i in range(4)]
+    first, second = (WeightCache.of(folder, config) for _ in range(2))
+    assert first.path == second.path
+    has_begun, may_finish = threading.Event(), threading.Event()
+    flat, counts = weight_cache.flat, Counter()
+
+    def paused_flat(value):
+        name = threading.current_thread().name
+        counts[name] += 1
+        if name == "second" and counts[name] == len(leaves) + 1:  # the table has asked for each before
+            has_begun.set()
+            assert may_finish.wait(60)
+        elif name == "first" and counts[name] == 2 * len(leaves):
+            thread.start()
+            assert has_begun.wait(60)
+        return flat(value)
+
+    monkeypatch.setattr(weight_cache, "flat", paused_flat)
+    thread = threading.Thread(target=second.write, args=(leaves,), name="second")
+    writer = threading.Thread(target=first.write, args=(leaves,), name="first")
+    writer.start()
+    writer.join()
+    published = first.read()
+    may_finish.set()
+    thread.join()
+    assert same(published, leaves) and same(second.read(), leaves)
+    assert [*home.iterdir()] == [first.path]
 
 
 def test_least_recently_used_goes(home, folder, monkeypatch):

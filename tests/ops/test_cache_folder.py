@@ -1,6 +1,8 @@
 """Room in a folder of files that one start leaves for the next: on disks of any size, the oldest go first."""
 
 import os
+import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -42,3 +44,71 @@ def test_the_oldest_go_first(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"new.kept", "older.kept", "other.txt"}
     assert not cache_folder.make_room(tmp_path, ".kept", 400, 310)
     assert len([*tmp_path.iterdir()]) == 3
+
+
+def test_publish_is_whole_with_several_writers_of_one_process_id(tmp_path):
+    """Every writer has a temporary file of its own, so that none renames what another has half written."""
+    target = tmp_path / "a.kept"
+    with cache_folder.publish(target) as first:
+        first.write_bytes(b"first, ha")
+        with cache_folder.publish(target) as second:
+            assert not target.exists()
+            second.write_bytes(b"second, whole")
+        assert target.read_bytes() == b"second, whole"
+        first.write_bytes(b"first, whole")
+    assert target.read_bytes() == b"first, whole"
+    assert [*tmp_path.iterdir()] == [target]
+
+
+def test_publish_keeps_the_old_file_when_the_writer_fails(tmp_path):
+    target = tmp_path / "deep" / "a.kept"
+    with pytest.raises(ZeroDivisionError), cache_folder.publish(target) as part:
+        part.write_bytes(b"ha")
+        1 / 0  # noqa: B018
+    assert not [*target.parent.iterdir()]
+    target.write_bytes(b"old")
+    with pytest.raises(ZeroDivisionError), cache_folder.publish(target) as part:
+        part.write_bytes(b"ne")
+        1 / 0  # noqa: B018
+    assert target.read_bytes() == b"old" and [*target.parent.iterdir()] == [target]
+
+
+def test_publish_does_not_replace_a_folder_with_content(tmp_path):
+    for content, outcome in (("first", nullcontext()), ("second", pytest.raises(OSError))):
+        with outcome, cache_folder.publish(tmp_path / "a") as part:
+            part.mkdir()
+            (part / "text").write_text(content)
+    assert (tmp_path / "a" / "text").read_text() == "first" and len([*tmp_path.iterdir()]) == 1
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_publish_syncs_content_before_it_renames(tmp_path, monkeypatch, durable):
+    """Files and folders inside first, the rename next, and then the folder that has the new name."""
+    target, calls, names = tmp_path / "folder", [], {}
+    opened, rename = os.open, os.rename
+
+    def open_file(path, *args, **options):
+        descriptor = opened(path, *args, **options)
+        names[descriptor] = os.path.basename(path)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", open_file)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append(f"sync {names[descriptor]}"))
+    monkeypatch.setattr(os, "rename", lambda a, b: calls.append("rename") or rename(a, b))
+    with cache_folder.publish(target, durable) as part:
+        part.mkdir()
+        (part / "text").write_text("text")
+        (part / "link").symlink_to("/nowhere")
+    syncs = ["sync text", "sync folder"], [f"sync {tmp_path.name}"]
+    assert calls == ([*syncs[0], "rename", *syncs[1]] if durable else ["rename"])
+
+
+def test_stale_parts_are_removed_and_those_being_written_are_not(tmp_path):
+    for name, age in (("old", 2), ("new", 0)):
+        (tmp_path / f".{name}.part").mkdir()
+        (tmp_path / f".{name}.part" / "a.kept").write_text("")
+        (tmp_path / f"{name}.1.part").write_text("")
+        for path in (tmp_path / f".{name}.part", tmp_path / f"{name}.1.part"):
+            os.utime(path, (time.time() - age * cache_folder.STALE,) * 2)
+    cache_folder.remove_stale_parts(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {".new.part", "new.1.part"}

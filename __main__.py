@@ -87,6 +87,12 @@ def main() -> None:
         sys.exit(130)
     except typer.TyperException as error:
         message, code = error.format_message(), error.exit_code
+    except ImportError as error:
+        from .ops.errors import MissingLibrary
+
+        if not isinstance(error, MissingLibrary):
+            raise
+        message, code = str(error), 2
     except ValueError as error:
         from .model.config import ModelError
         from .serving.api.errors import RequestError

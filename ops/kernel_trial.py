@@ -2,8 +2,9 @@
 
 Cards, drivers and compilers differ. So before a kernel serves a kind of work, a process of its own, which may crash or
 hang, tries it against float64, again and again, since a race shows as other bits. A pass is remembered on disk; a kind
-that fails is left to XLA, and the log says why. Of several processes all take the kernel or none. `QUIRE_MOSAIC=off`
-turns the kernels off, `QUIRE_MOSAIC=trusted` uses them without the trial.
+that fails is left to XLA, and the log says why. A library that is missing is an error and not left to XLA. Of several
+processes all take the kernel or none. `QUIRE_MOSAIC=off` turns the kernels off, `QUIRE_MOSAIC=trusted` uses them
+without the trial.
 """
 
 import hashlib
@@ -27,11 +28,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import cache_folder, graphs
+from .errors import MissingLibrary
 
 SECONDS = 240  # for a trial: it starts JAX and compiles a few kernels
 WAIT = 1800  # seconds for the verdicts of other processes, which may still be reading weights
 REPEATS = 50
 LAYERS = 3  # of a case in a step
+MISSING_LIBRARY = 3  # exit status of the process that tries, when it cannot import what the kernel needs
+MOSAIC, TRITON = "jax.experimental.pallas.mosaic_gpu", "jax.experimental.pallas.triton"  # compilers of kernels
+REMEDY = (
+    "pip install 'quire[cuda]' (or 'quire[cuda12]') brings all that the kernels for NVIDIA GPUs need; QUIRE_MOSAIC=off "
+    "starts without them, slower"
+)
 A_ROW = 2  # times the error allowed of all rows together is allowed of one
 PACKAGES = (
     "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc",
@@ -97,6 +105,7 @@ class TriedKernel:
     work: str  # "attention": what it serves, for the log
     sources: Iterable[Path]  # on which its results depend, beside this file
     ready: Callable[[dict], str | None] = lambda kind: None  # why it is not there, once it was built for a kind
+    compiler: str | None = MOSAIC  # the module that the kernel is written with; None: `ready` finds out
 
 
 @dataclass(frozen=True)
@@ -142,13 +151,25 @@ def measure(case: Case, seed: int, repeats: int = REPEATS) -> Found:
 def require_pass(kernel: TriedKernel, kind: dict, declined: str | None = None) -> None:
     """Raises NotImplementedError, with the reason, unless the kernel may serve this kind of work in every process.
 
-    `declined` is why this process's card cannot run it, if it is known before a trial.
+    `declined` is why this process's card cannot run it, if it is known before a trial. A kernel that could run and
+    whose libraries are missing raises MissingLibrary.
     """
+    if declined is None and kernel.compiler is not None and os.environ.get("QUIRE_MOSAIC") != "off":
+        import_compiler(kernel.compiler, kernel.work)
     with lock:  # others wait until the trial is done
         reason = verdict(kernel, json.dumps(kind), os.environ.get("QUIRE_MOSAIC", ""), declined)
     if reason is not None:
         warn_once(kernel.work, reason)
         raise NotImplementedError(reason)
+
+
+@cache
+def import_compiler(compiler: str, work: str) -> None:
+    """Import what kernels are written with; an error that names the remedy where a library is missing."""
+    try:
+        importlib.import_module(compiler)
+    except ImportError as error:
+        raise MissingLibrary(f"the kernel for {work} on this GPU cannot be imported: {error}. {REMEDY}") from error
 
 
 @cache
@@ -230,6 +251,8 @@ def test(module: str, kind: str) -> dict[str, Found]:
     except subprocess.TimeoutExpired:
         raise TrialFailed(f"it took longer than {SECONDS} s") from None
     lines = [line for line in done.stderr.splitlines() if line.strip()]
+    if done.returncode == MISSING_LIBRARY:
+        raise MissingLibrary(f"a kernel for this GPU cannot be imported: {lines[-1]}. {REMEDY}")
     if done.returncode:
         raise TrialFailed(f"it ended with status {done.returncode}: {lines[-1] if lines else 'it said nothing'}")
     try:
@@ -288,6 +311,9 @@ def main() -> None:
     try:
         cases = importlib.import_module(module).cases(json.loads(kind))
         found = {case.name: asdict(measure(case, seed=0)) for case in cases}
+    except ImportError as failure:
+        print(f"{type(failure).__name__}: {failure}", file=sys.stderr)
+        sys.exit(MISSING_LIBRARY)
     except Exception as failure:
         first, *_ = str(failure).splitlines() or [""]
         sys.exit(f"{type(failure).__name__}: {first}")

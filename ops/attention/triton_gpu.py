@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ..kernel_trial import TriedKernel, require_pass, warn_once
+from ..kernel_trial import TRITON, TriedKernel, require_pass, warn_once
 from ..quant import fp8
 from . import mosaic_gpu
 from .accuracy_trial import AttentionCase, Trial
@@ -25,7 +25,7 @@ SOURCES = (
     *(HERE / f"{name}.py" for name in ("triton_gpu", "triton_kernel", "accuracy_trial", "xla")),
     Path(fp8.__file__),
 )
-KERNEL = TriedKernel(__spec__.name, WORK, SOURCES)
+KERNEL = TriedKernel(__spec__.name, WORK, SOURCES, compiler=TRITON)
 
 
 def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim):

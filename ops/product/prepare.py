@@ -87,9 +87,11 @@ def run(shape: ProductShape, operands: Operands, interpret: Any):
 
 def multiply(shape: ProductShape, operands: Operands, interpret: Any):
     """By the kernel of the shape, which is imported only now: it imports a compiler."""
-    from . import kernel, triton_kernel
-
-    return (triton_kernel if shape.kernel == "triton" else kernel).multiply(shape, operands, interpret=interpret)
+    if shape.kernel == "triton":
+        from . import triton_kernel as kernel
+    else:
+        from . import kernel
+    return kernel.multiply(shape, operands, interpret=interpret)
 
 
 class Matrix(NamedTuple):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+import extras_alone
 import pytest
 from cases import FACTOR, thinned
 
@@ -77,16 +78,18 @@ TRIED = [bound for bound in BOUNDS if bound.case in FEW or FACTOR >= 1]
 
 
 @pytest.fixture(scope="module")
-def results():
-    """What the command says of every step that is tried."""
-    return compiled("h200", *(bound.case for bound in TRIED))
+def results(tmp_path_factory):
+    """What the command says of every step that is tried, where nothing is installed but `quire[cuda12]`."""
+    assert LACKING is None, LACKING
+    python = extras_alone.make(tmp_path_factory.mktemp("alone") / "venv", "cuda12")
+    return compiled("h200", *(bound.case for bound in TRIED), python=str(python))
 
 
-def compiled(target: str, *names: str) -> dict[str, dict]:
+def compiled(target: str, *names: str, python: str = sys.executable) -> dict[str, dict]:
     """What the command says of the steps of these names."""
     assert LACKING is None, LACKING
     plain = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "QUIRE_GRAPHS")}
-    command = [sys.executable, "-m", "quire.scripts.gpu.ahead", "--json", "--spills", "--target", target, *names]
+    command = [python, "-m", "quire.scripts.gpu.ahead", "--json", "--spills", "--target", target, *names]
     done = subprocess.run(command, env=plain, capture_output=True, text=True, timeout=3000)
     assert not done.returncode, done.stderr[-3000:]
     return {found["name"]: found for found in map(json.loads, done.stdout.splitlines())}

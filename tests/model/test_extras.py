@@ -56,7 +56,7 @@ def test_the_tests_have_all():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (own,) = [requirement for requirement in project["dependencies"] if requirement.startswith("jax")]
     for extra in ("cuda", "cuda12", "tpu"):
-        (requirement,) = EXTRAS[extra]
+        requirement = EXTRAS[extra][0]
         assert requirement.partition("]")[2] == own.removeprefix("jax")
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -168,18 +169,17 @@ def test_folder_is_made_while_another_process_with_this_id_makes_it(tmp_path, mo
     means = tiny_gguf.write(file, "Q8_0")
     contents, folders = gguf_folder.contents, []
 
-    class Texts(dict):
-        def items(self):
-            first, *others = super().items()
-            yield first
-            if not folders:
-                folders.append(None)  # so that the quicker one writes without a pause
-                folders[0] = gguf_folder.folder_of(file)
-            yield from others
+    def paused(items):
+        first, *others = items
+        yield first
+        if not folders:
+            folders.append(None)  # so that the quicker one writes without a pause
+            folders[0] = gguf_folder.folder_of(file)
+        yield from others
 
     def slow_contents(file):
         texts, files = contents(file)
-        return Texts(texts), files
+        return SimpleNamespace(items=lambda: paused(texts.items())), files
 
     monkeypatch.setattr(gguf_folder, "contents", slow_contents)
     assert [gguf_folder.folder_of(file)] == folders == [*gguf_folder.home().iterdir()]

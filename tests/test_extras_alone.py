@@ -1,0 +1,117 @@
+"""What `quire` and each extra declare is enough: every environment here has that and nothing of the tests."""
+
+import ast
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import extras_alone
+import pytest
+
+from quire.ops import kernel_trial
+from quire.ops.attention import gated_mosaic_gpu
+from quire.ops.errors import MissingLibrary
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+FOLDERS = [ROOT.joinpath(*package.split(".")[1:]) for package in PACKAGES]
+MODULES = {
+    ".".join(("quire", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
+    for folder in FOLDERS
+    for path in sorted(folder.glob("*.py"))
+}
+# By extra: the modules of the package that need it, each with all below it, and the libraries that these import.
+NEEDED_BY = {
+    "cuda": (("ops",), ("jax.experimental.pallas.mosaic_gpu", "jax.experimental.pallas.triton")),
+    "cuda12": (("ops",), ("jax.experimental.pallas.mosaic_gpu", "jax.experimental.pallas.triton")),
+    "tpu": (("ops.attention.mosaic_tpu",), ("jax.experimental.pallas.tpu",)),
+    "convert": (("model.checkpoint.orbax",), ("orbax.checkpoint",)),
+    "plots": (("scripts.bench",), ("matplotlib.pyplot",)),
+    "train": (("scripts.train_heads",), ("optax", "orbax.checkpoint")),
+    "otel": (
+        ("serving.http.telemetry",),
+        ("opentelemetry.sdk.trace.export", "opentelemetry.exporter.otlp.proto.http.trace_exporter"),
+    ),
+    "ray": (("serving.ray", "scripts.serve"), ("ray.serve",)),
+}
+FLASHINFER = "quire.ops.attention.flashinfer"  # its libraries are installed on machines with a GPU only
+PREFIXES = tuple(f"quire.{name}" for modules, _ in NEEDED_BY.values() for name in modules)
+
+
+def below(module: str, prefixes: tuple[str, ...]) -> bool:
+    return f"{module}.".startswith(tuple(f"{prefix}." for prefix in prefixes))
+
+
+def test_every_extra_is_tried():
+    assert {*NEEDED_BY, "flashinfer", "test", "docs", "parity"} == {*extras_alone.EXTRAS}
+
+
+def test_every_import_is_declared():
+    """Of the whole file, inside functions too: by the package's own requirements, or by the extra for such modules."""
+    own, _ = extras_alone.closure(extras_alone.requirements(None))
+    provided = {file[0].removesuffix(".py") for each in own.values() for file in extras_alone.files(each)}
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module]
+            outside = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - provided
+            assert not outside or below(module, PREFIXES), f"{path}: no extra is for {sorted(outside)}"
+
+
+@pytest.fixture(scope="module")
+def without_extras(tmp_path_factory):
+    return extras_alone.make(tmp_path_factory.mktemp("alone") / "venv")
+
+
+@pytest.mark.slow
+def test_all_modules_import_without_extras(without_extras):
+    """But for those that an extra is for, which nothing imports before it is needed."""
+    errors = extras_alone.import_errors(without_extras, MODULES)
+    assert len(MODULES) > 400
+    assert not {module: error for module, error in errors.items() if not below(module, PREFIXES)}
+    assert "quire.ops.product.kernel" in errors, "the environment has absl: it shows nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", NEEDED_BY)
+def test_modules_import_with_their_extra_alone(tmp_path, extra):
+    prefixes, libraries = NEEDED_BY[extra]
+    prefixes = tuple(f"quire.{name}" for name in prefixes)
+    modules = [name for name in MODULES if below(name, prefixes) and not below(name, (FLASHINFER,))]
+    assert modules
+    assert extras_alone.import_errors(extras_alone.make(tmp_path / "venv", extra), [*modules, *libraries]) == {}
+
+
+ON_HOPPER = """
+import sys
+from quire.ops.attention import mosaic_gpu
+for name, value in {"is_gpu": True, "has_gpu": True, "capability": "9.0", "num_processors": 132}.items():
+    setattr(mosaic_gpu, name, lambda value=value: value)
+from quire.__main__ import main
+main()
+"""
+
+
+@pytest.mark.slow
+def test_gpu_without_its_kernels_libraries_is_a_start_up_error(without_extras, tmp_path):
+    """Not a warning before a start on XLA."""
+    command = ["generate", "--prompt", "Once", "--max-tokens", "2", "--dtype", "bfloat16"]
+    env = {"QUIRE_NATIVE": "off", "XDG_CACHE_HOME": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}
+    failed = extras_alone.run(without_extras, ON_HOPPER, *command, **env)
+    assert failed.returncode == 2, (failed.stdout, failed.stderr)
+    (line,) = failed.stderr.splitlines()
+    assert line.startswith("error: the kernel for ") and "No module named 'absl'. pip install 'quire[cuda]'" in line
+
+
+def test_missing_library_of_a_kernel_is_no_reason_to_use_another(monkeypatch):
+    """But where the kernels are turned off it is not asked for."""
+    kernel = replace(gated_mosaic_gpu.KERNEL, compiler="library_that_is_absent")
+    with pytest.raises(MissingLibrary, match=r"attention .* No module named 'library_that_is_absent'\. pip install"):
+        kernel_trial.require_pass(kernel, {})
+    with pytest.raises(MissingLibrary, match=r"No module named 'trial_that_is_absent'\. pip install 'quire\[cuda\]'"):
+        kernel_trial.test("trial_that_is_absent", "{}")
+    monkeypatch.setenv("QUIRE_MOSAIC", "off")
+    with pytest.raises(NotImplementedError, match="QUIRE_MOSAIC is off"):
+        kernel_trial.require_pass(kernel, {})

@@ -93,9 +93,10 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
         for replica, host_cache in enumerate(made.host_caches)
     ]
     seed, queued = options.seed, options.max_queued_requests
+    vectors = embedder_of(options, folder, made.max_len - (not config.encodes))
     engine = Engine(
         runner, tokenizer, tables, made.max_len, seed, queued,
-        embedder=embedder_of(options, folder), defaults=defaults, speculation=options.speculation,
+        embedder=vectors, defaults=defaults, speculation=options.speculation,
         adapters=adapter_store(options, folder, runner.config), page_identity=made.page_identity,
     )  # fmt: skip
     if trace is not None:
@@ -109,9 +110,19 @@ def folder_of(options: EngineOptions) -> Path:
     return hub.resolve(options.model, files, options.revision, options.download_dir)
 
 
-def embedder_of(options: EngineOptions, folder: Path) -> embedder.Embedder:
-    """How texts become vectors: as the model's folder says, but for what the options do."""
+def embedder_of(options: EngineOptions, folder: Path, max_tokens: int) -> embedder.Embedder:
+    """How texts become vectors: as the model's folder says, but for what the options do.
+
+    `max_tokens` is how many tokens of a text fit. `max_model_len` takes the place of the folder's own length.
+    """
     own = embedder.read(folder) or embedder.Embedder()
+    if own.max_tokens is not None:
+        named = own.max_tokens if options.max_model_len is None else max_tokens
+        own = replace(own, max_tokens=min(named, max_tokens))
+        log.info(
+            "texts to embed are truncated to %d tokens, as the model's folder says; max_model_len sets another length",
+            own.max_tokens,
+        )
     return own if options.pooling is None else replace(own, pooling=options.pooling)
 
 

@@ -252,7 +252,8 @@ class LLM:
         pooling.check_dimensions(dimensions, self.engine.config)
         how = self.engine.embedder
         first = pooling.before(how, prompt_name)
-        batch = [prompt_after(first, prompt) for prompt in prompt_list(prompts)]
+        tokenizer = self.engine.tokenizer
+        batch = [pooling.prepare(prompt, first, how, tokenizer) for prompt in prompt_list(prompts)]
         params = [pooling.PARAMS] * len(batch)
         outputs = self.run(batch, params, use_tqdm, how.pooling, adapters=lora_request)
         return [pooling.embedding(output, dimensions, how.normalize) for output in outputs]
@@ -437,15 +438,6 @@ def prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)) or (len(prompts) and isinstance(prompts[0], int)):
         return [prompts]
     return list(prompts)
-
-
-def prompt_after(first: str, prompt: Any) -> Prompt:
-    """A prompt with `first` before its text; one that is token ids, or empty, is as it was."""
-    if isinstance(prompt, str):
-        return first + prompt if prompt else prompt
-    if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None and "prompt" in prompt:
-        return {**prompt, "prompt": prompt_after(first, prompt["prompt"])}
-    return prompt
 
 
 def params_list(params: SamplingParams | Seq[SamplingParams], count: int) -> list[SamplingParams]:

@@ -1,4 +1,4 @@
-"""What a sentence-transformers folder says of its vectors: modules.json, the pooling's config.json, and prompts."""
+"""What a sentence-transformers folder says of its vectors: modules.json, the pooling's config.json, length, prompts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +15,10 @@ NEWER = {"lasttoken": "last", "mean": "mean", "cls": "cls"}  # values of pooling
 
 ACTIVATIONS = {"Identity": None, "Tanh": "tanh"}  # of products behind the pooling
 HEAD = ["Transformer", "Pooling"]
+LENGTHS = tuple(  # files with max_seq_length: the first that is there holds, as in sentence-transformers
+    f"sentence_{model}_config.json"
+    for model in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
 RANKS = ["Transformer", "LogitScore"]  # modules of a model that judges by the tokens that it would say
 
 
@@ -28,6 +32,7 @@ class Embedder:
     default_prompt: str | None = None  # the name of the one that comes before texts of which none is said
     dense: tuple[tuple[str, Dense], ...] = ()  # products behind the pooling, each with its folder
     ranks: bool = False  # it makes no vectors, and judges pairs of texts
+    max_tokens: int | None = None  # a longer text is truncated to so many tokens; None: it is refused
 
 
 def read(folder: Path) -> Embedder | None:
@@ -46,7 +51,20 @@ def read(folder: Path) -> Embedder | None:
         )
     where = inside(folder, modules[1].get("path"), "1_Pooling")
     dense = tuple(dense_of(folder, modules[number].get("path"), number) for number in range(2, 2 + len(between)))
-    return Embedder(pooling_of(where), "Normalize" in kinds, MappingProxyType(prompts), default, dense=dense)
+    length = max_tokens_of(folder, modules[0].get("path"))
+    return Embedder(
+        pooling_of(where), "Normalize" in kinds, MappingProxyType(prompts), default, dense=dense, max_tokens=length
+    )
+
+
+def max_tokens_of(folder: Path, path: Any) -> int | None:
+    """The number of tokens, special ones too, to which sentence-transformers truncates a text; None: none is named."""
+    where = inside(folder, path, "").parent
+    file = next((where / name for name in LENGTHS if (where / name).exists()), None)
+    length = None if file is None else read_json(file).get("max_seq_length")
+    if length is not None and (type(length) is not int or length < 1):
+        raise ModelError(f"{file}: max_seq_length = {length!r:.80}; it must be 1 or more, or null")
+    return length
 
 
 def dense_of(folder: Path, path: Any, number: int) -> tuple[str, Dense]:

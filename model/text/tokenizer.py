@@ -67,6 +67,26 @@ class Tokenizer:
         """The ids of a text. A prompt from a chat template already has its special tokens: add none."""
         return self._encoding(text, add_special_tokens).ids
 
+    def encode_truncated(
+        self, text: str, max_tokens: int, side: str = "right", add_special_tokens: bool = True
+    ) -> list[int]:
+        """The ids of a text, at most `max_tokens` of them; the special tokens that are added to a text all stay.
+
+        Args:
+            text: characters that cannot be among so many tokens are not tokenised, since that takes its time.
+            max_tokens: the special tokens count too.
+            side: "right" or "left", where the text is cut.
+            add_special_tokens: whether special tokens are added.
+        """
+        longest = 4 * max_tokens * self.longest_token  # characters; some tokenizers drop characters
+        encoding = self._encoding(text[-longest:] if side == "left" else text[:longest], add_special_tokens)
+        excess = len(encoding.ids) - max_tokens
+        if excess <= 0:
+            return encoding.ids
+        places = [place for place, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
+        dropped = {*(places[:excess] if side == "left" else places[-excess:])}
+        return [token for place, token in enumerate(encoding.ids) if place not in dropped]
+
     def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
         """The ids of a text, and the character at which each ends in it: 0 for special tokens that were added."""
         encoding = self._encoding(text, True)

@@ -225,14 +225,26 @@ def round_gap(engine: Engine, request: CompletionRequest, before: list[int]) -> 
 
 
 def prompts_of(
-    engine: Engine, name: str, request: CompletionRequest | EmbeddingRequest, params: SamplingParams
+    engine: Engine,
+    name: str,
+    request: CompletionRequest | EmbeddingRequest,
+    params: SamplingParams,
+    max_tokens: int | None = None,
 ) -> Iterator[tuple[str | None, list[int]]]:
-    """The text and the tokens of each prompt in the field `name`; no text where it came as token ids."""
+    """The text and the tokens of each prompt in the field `name`; no text where it came as token ids.
+
+    A text is truncated to `max_tokens`, if given, before anything that the request asks for.
+    """
     for index, prompt in enumerate(request.prompts):
         where = f"{name}[{index}]" if len(request.prompts) > 1 else name
         text = prompt if isinstance(prompt, str) else None
         special = request.add_special_tokens
-        tokens = encode(engine, where, prompt, special, request) if isinstance(prompt, str) else prompt
+        if text is None:
+            tokens = prompt
+        elif max_tokens is not None:
+            tokens = encode_truncated(engine, where, text, max_tokens, special=special)
+        else:
+            tokens = encode(engine, where, text, special, request)
         yield text, truncated(tokens, request, params, engine)
 
 
@@ -260,6 +272,18 @@ def encode(engine: Engine, where: str, text: str, special: bool, cut: Cut | None
         raise RequestError(where, "is empty; it must have at least one character")
     try:
         return needs_tokenizer(engine).encode(fitting(engine, where, text, cut), add_special_tokens=special)
+    except PromptError as error:
+        raise RequestError(where, str(error)) from None
+
+
+def encode_truncated(
+    engine: Engine, where: str, text: str, max_tokens: int, side: str = "right", special: bool = True
+) -> list[int]:
+    """At most so many tokens of a text; all special tokens that are added to it stay."""
+    if not text:
+        raise RequestError(where, "is empty; it must have at least one character")
+    try:
+        return needs_tokenizer(engine).encode_truncated(text, max_tokens, side, special)
     except PromptError as error:
         raise RequestError(where, str(error)) from None
 

@@ -135,7 +135,7 @@ class Similarity:
         for text in (text for pair in self.pairs for text in pair):
             if text not in self.places:
                 self.places[text] = len(self.asked)
-                self.asked.append(Asked(encoded(tokenizer, text), pooling.PARAMS, embedder.pooling))
+                self.asked.append(Asked(encoded(embedder, tokenizer, text), pooling.PARAMS, embedder.pooling))
 
     def scores(self, outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
         vectors = [np.asarray(pooling.embedding(output).outputs.embedding, np.float64) for output in outputs]
@@ -146,9 +146,9 @@ class Similarity:
         return found
 
 
-def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+def encoded(embedder: Embedder, tokenizer: Tokenizer, text: str) -> list[int]:
     try:
-        tokens = tokenizer.encode(text)
+        tokens = pooling.encode(embedder, tokenizer, text)
     except PromptError as error:
         raise RequestError("text_1", str(error)) from None
     if not tokens:

@@ -1,11 +1,14 @@
 """A prompt's embedding: its last hidden state, its first or the mean of all; most are scaled to length 1."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from ...model.checkpoint.embedder import Embedder
 from ...model.config import ModelConfig
+from ...model.text.chat_template import PromptError
+from ...model.text.tokenizer import Tokenizer
 from ..api.errors import RequestError
 from ..api.options import Pooling
 from ..api.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
@@ -73,6 +76,31 @@ def before(embedder: Embedder, name: str | None, where: str = "prompt_name") -> 
         known = " or ".join(map(repr, sorted(embedder.prompts))) or "left out: the model has none"
         raise RequestError(where, f"must be {known}, got {shown(name)}")
     return "" if name is None else embedder.prompts[name]
+
+
+def prepare(prompt: Any, first: str, embedder: Embedder, tokenizer: Tokenizer | None) -> Any:
+    """A prompt with `first` before its text, and with its tokens where the embedder truncates texts.
+
+    A prompt that is token ids, or empty, is as it was.
+    """
+    given = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
+    text = given.get("prompt")
+    if given.get("prompt_token_ids") is not None or not isinstance(text, str) or not text:
+        return prompt
+    found = {**given, "prompt": first + text}
+    if embedder.max_tokens is not None and tokenizer is not None:
+        try:
+            found["prompt_token_ids"] = encode(embedder, tokenizer, found["prompt"])
+        except PromptError as error:
+            raise RequestError("prompt", str(error)) from None
+    return found
+
+
+def encode(embedder: Embedder, tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text with its prompt, truncated where the model's folder says so."""
+    if embedder.max_tokens is None:
+        return tokenizer.encode(text)
+    return tokenizer.encode_truncated(text, embedder.max_tokens)
 
 
 def embedding(output: RequestOutput, dimensions: int | None = None, normalize: bool = True) -> EmbeddingRequestOutput:

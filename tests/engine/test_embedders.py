@@ -1,17 +1,21 @@
 """What a sentence-transformers folder says, and what its model answers: to embeddings, and to who asks for text."""
 
 import json
+import random
 import shutil
 
 import numpy as np
 import pytest
+import tokenizers
 from canary import Client
 from served import served
 from talk import PLAIN
+from tokenizers.processors import TemplateProcessing
 
 from quire import LLM
 from quire.model.checkpoint import embedder, hub
 from quire.model.config import ModelError
+from quire.model.text.tokenizer import Tokenizer
 from quire.serving.api.errors import RequestError
 from quire.serving.api.options import options_of
 from quire.serving.build import make_engine
@@ -137,4 +141,102 @@ def test_folders_that_are_read(tmp_path):
     assert found == embedder.Embedder("cls", False)
     (tmp_path / "modules.json").write_text("{}")
     with pytest.raises(ModelError, match="must hold a list"):
+        embedder.read(tmp_path)
+
+
+def write_wrapped(folder, target):
+    """A copy of a model whose tokenizer adds a token before a text and two after it, as BERT's does."""
+    shutil.copytree(folder, target)
+    core = tokenizers.Tokenizer.from_file(str(target / "tokenizer.json"))
+    names = {name: core.id_to_token(number) for name, number in (("a", 5), ("b", 6), ("c", 7))}
+    core.post_processor = TemplateProcessing(
+        single="{a} $A {b} {c}".format(**names), special_tokens=[(names[name], 5 + i) for i, name in enumerate("abc")]
+    )
+    core.save(str(target / "tokenizer.json"))
+    return target
+
+
+@pytest.fixture(scope="module")
+def short(folder, tmp_path_factory):
+    """A folder of which sentence-transformers reads 9 tokens at most."""
+    made = write_wrapped(folder, tmp_path_factory.mktemp("short") / "model")
+    write(made)
+    (made / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 9, "do_lower_case": False}))
+    return made
+
+
+LONG = "Once upon a time there was a little dog who ran home. " * 5
+
+
+def test_truncated_tokens_are_those_of_the_tokenizers_own_truncation(short):
+    """Which sentence-transformers uses: what a template adds stays, and counts."""
+    own = Tokenizer(short)
+    rng = random.Random(0)
+    for side in ("right", "left"):
+        core = tokenizers.Tokenizer.from_file(str(short / "tokenizer.json"))
+        for _ in range(30):
+            text, length = LONG[: rng.randrange(len(LONG))], rng.randrange(4, 80)
+            core.enable_truncation(length, direction=side)
+            assert own.encode_truncated(text, length, side) == core.encode(text).ids, (side, length, text)
+    assert own.encode_truncated(LONG, 4, add_special_tokens=False) == own.encode(LONG, False)[:4]
+    assert own.encode_truncated(LONG * 1000, 9) == own.encode_truncated(LONG, 9)
+
+
+def test_text_is_truncated_as_the_folder_says(short):
+    llm = LLM(str(short), **OPTIONS)
+    tokens = llm.get_tokenizer().encode(LONG)
+    cut = [*tokens[:7], *tokens[-2:]]
+    assert len(tokens) > 60
+
+    def vectors(prompts, llm=llm):
+        outputs = llm.embed(prompts, use_tqdm=False)
+        return [one.prompt_token_ids for one in outputs], np.array([one.outputs.embedding for one in outputs])
+
+    ids, found = vectors([LONG, {"prompt": LONG}, "A dog", LONG * 10_000])
+    assert ids == [cut, cut, llm.get_tokenizer().encode("A dog"), cut]
+    np.testing.assert_allclose(found[0], vectors([cut])[1][0], atol=1e-6)
+    ids, _ = vectors([{"prompt_token_ids": tokens[:60]}])  # token ids are taken as they are
+    assert ids == [tokens[:60]]
+    (pair,) = llm.score(LONG, LONG + "Not read", use_tqdm=False)
+    assert pair.prompt_token_ids == cut + cut
+    # A longer maximum that the user names takes its place.
+    longer = LLM(str(short), max_model_len=41, **OPTIONS)
+    assert vectors([LONG], longer)[0] == [[*tokens[:38], *tokens[-2:]]]
+
+
+def test_http_truncates_as_the_folder_says(short):
+    options = options_of(str(short), **OPTIONS)
+    model = Model(("m",), lambda: make_engine(options))
+    with served(model, formats=Formats("none")) as state, Client(state.url) as client:
+
+        def tokens_of(path, status=200, **body):
+            got, found = client.post(path, body)
+            assert got == status, found
+            return found
+
+        embeddings = "/v1/embeddings"
+        assert tokens_of(embeddings, input=[LONG, LONG * 10_000])["usage"]["prompt_tokens"] == 18
+        assert tokens_of(embeddings, input=LONG, truncate_prompt_tokens=4)["usage"]["prompt_tokens"] == 4
+        assert tokens_of(embeddings, input=LONG, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] == 9
+        assert tokens_of(embeddings, input=LONG, add_special_tokens=False)["usage"]["prompt_tokens"] == 9
+        sides = {
+            side: tokens_of("/v2/embed", texts=[LONG], input_type="search_query", truncate=side)
+            for side in ("END", "START")
+        }
+        assert {found["meta"]["billed_units"]["input_tokens"] for found in sides.values()} == {9}
+        refused = tokens_of("/v2/embed", 400, texts=[LONG], input_type="search_query", truncate="NONE")
+        assert "at most 9 are read" in json.dumps(refused)
+        ids = Tokenizer(short).encode(LONG)
+        for side, kept in {"END": [*ids[:7], *ids[-2:]], "START": [ids[0], *ids[-8:]]}.items():
+            expected = tokens_of(embeddings, input=kept)["data"][0]["embedding"]
+            np.testing.assert_allclose(sides[side]["embeddings"]["float"][0], expected, atol=1e-5)
+        documents = [LONG * 10_000, "A dog ran home."]
+        assert len(tokens_of("/score", queries="A dog", documents=documents)["data"]) == 2
+
+
+@pytest.mark.parametrize("value", [0, "9", True, 1.5])
+def test_a_length_that_is_none_is_refused(tmp_path, value):
+    write(tmp_path)
+    (tmp_path / "sentence_roberta_config.json").write_text(json.dumps({"max_seq_length": value}))
+    with pytest.raises(ModelError, match=r"max_seq_length = .*; it must be 1 or more, or null"):
         embedder.read(tmp_path)

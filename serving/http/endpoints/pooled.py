@@ -102,21 +102,19 @@ def ask_for_texts(
 ) -> list[Ask]:
     """`texts` and `dimension` are what the fields are called."""
     pooling.check_dimensions(asked.dimensions, engine.config, dimension)
-    most = engine.longest_prompt if asked.max_tokens is None else min(asked.max_tokens, engine.longest_prompt)
-    longest = most * prompting.needs_tokenizer(engine).longest_token * 4  # characters of which so many tokens are made
-    side = {"END": "right", "START": "left"}.get(asked.truncate)
     asks, how = [], engine.embedder
+    most = min(each for each in (engine.longest_prompt, asked.max_tokens, how.max_tokens) if each is not None)
+    side = {"END": "right", "START": "left"}.get(asked.truncate)
     name = cohere.PROMPT_NAMES.get(asked.input_type)
     first = pooling.before(how, name if name in how.prompts else None)
     for i, text in enumerate(asked.texts):
         text = first + text if text else text
-        if side is not None:  # what no token of the rest comes from is not cut into tokens
-            text = prompting.kept(text, longest, side)
-        tokens = prompting.encode(engine, f"{texts}[{i}]", text, True)
-        if len(tokens) > most:
-            if side is None:
+        if side is None:
+            tokens = prompting.encode(engine, f"{texts}[{i}]", text, True)
+            if len(tokens) > most:
                 raise TooLong(f"{texts}[{i}]", f"has {len(tokens)} tokens; at most {most} are read")
-            tokens = prompting.kept(tokens, most, side)
+        else:
+            tokens = prompting.encode_truncated(engine, f"{texts}[{i}]", text, most, side)
         asks.append(Ask(tokens, pooling.PARAMS, text, asked.terms, how.pooling))
     return asks
 
@@ -126,7 +124,7 @@ def ask_for_vectors(engine: Engine, asked: shapes.EmbeddingRequest) -> list[Ask]
     how = engine.embedder
     first = pooling.before(how, None)
     asked = replace(asked, prompts=[first + one if one and isinstance(one, str) else one for one in asked.prompts])
-    prompts = prompting.prompts_of(engine, "input", asked, pooling.PARAMS)
+    prompts = prompting.prompts_of(engine, "input", asked, pooling.PARAMS, how.max_tokens)
     return [Ask(tokens, pooling.PARAMS, text, asked.terms, how.pooling) for text, tokens in prompts]
 
 
@@ -159,7 +157,8 @@ async def scores_of(service: Service, request: Request, prefix: str, parse: Call
 
     def prepare(engine: Engine, asked: shapes.ScoreRequest) -> list[Ask]:
         for pair in asked.pairs:
-            prompting.check_length(engine, "text_1", "".join(pair))
+            if engine.embedder.max_tokens is None:
+                prompting.check_length(engine, "text_1", "".join(pair))
         tokenizer = prompting.needs_tokenizer(engine)
         found.append(pair_scores(engine.config, engine.embedder, tokenizer, asked.pairs, asked.ranks))
         return [Ask(one.tokens, one.params, None, asked.terms, one.pooling, one.second) for one in found[0].asked]

@@ -75,16 +75,16 @@ def read_adapter(
 
     `model`: the folder of the weights that it was made for, which one of DoRA gives lengths.
     """
-    about, file = read_about(folder), folder / FILE
-    if not file.is_file():
-        raise ModelError(f"{folder} holds no {FILE}; adapters are read from safetensors alone")
+    file = folder / FILE
+    about_bytes, content = read_once(folder)
+    about = read_about(folder / ADAPTER, about_bytes)
     places = {part.source.name: (index, part) for index, target in enumerate(targets) for part in target.parts}
     rank, dtype, family = bucket_of(most), np.dtype(jnp.dtype(config.dtype)), module_of(config)
     specs = [target.specs(dtype, rank) for target in targets]
     matrices: list[Any] = [None] * len(targets)
     orders: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}  # the same for all matrices of a stack
     weights = find_weights(model, config) if about.dora and model is not None else {}
-    for module, tensors in tensors_of(file, about).items():
+    for module, tensors in tensors_of(file, content, about).items():
         name = canonical(family, f"{module}.weight")
         found = places.get(name) or places.get(inner(name))
         if found is None:
@@ -117,7 +117,25 @@ def read_adapter(
     empty = {each: zeros(each) for each in {*specs}}
     whole = [empty[each] if own is None else own for each, own in zip(specs, matrices, strict=True)]
     has_head = any(target.is_head and own is not None for target, own in zip(targets, matrices, strict=True))
-    return Adapter(digest_of(folder), has_head, targets, whole)
+    return Adapter(digest(about_bytes, content), has_head, targets, whole)
+
+
+def read_once(folder: Path) -> tuple[bytes, bytes]:
+    """The bytes of an adapter's two files.
+
+    The matrices and the digest are both made of them: files that are replaced meanwhile would have the digest of one
+    adapter and the matrices of another.
+    """
+    for name, remedy in (
+        (ADAPTER, ": it must be a folder that PEFT has written"),
+        (FILE, "; adapters are read from safetensors alone"),
+    ):
+        if not (folder / name).is_file():
+            raise ModelError(f"{folder} holds no {name}{remedy}")
+    try:
+        return (folder / ADAPTER).read_bytes(), (folder / FILE).read_bytes()
+    except OSError as error:
+        raise ModelError(f"{error.filename} cannot be read: {error.strerror}") from None
 
 
 def zeros(specs: tuple[ArraySpec, ...]) -> tuple[np.ndarray, ...]:
@@ -176,11 +194,9 @@ def matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     return default
 
 
-def read_about(folder: Path) -> About:
+def read_about(where: Path, content: bytes) -> About:
     """The configuration of an adapter, if it is of a kind that is served."""
-    if not (folder / ADAPTER).is_file():
-        raise ModelError(f"{folder} holds no {ADAPTER}: it must be a folder that PEFT has written")
-    given, where = read_json(folder / ADAPTER), folder / ADAPTER
+    given = read_json(where, content)
     if (kind := given.get("peft_type")) != "LORA":
         raise ModelError(f"{where}: peft_type = {kind!r:.80}; it must be 'LORA'")
     for key, why in REFUSED.items():
@@ -228,12 +244,12 @@ def pattern_of(where: Path, patterns: Any) -> dict[str, Any]:
     return patterns
 
 
-def tensors_of(file: Path, about: About) -> dict[str, tuple[Tensor, ...]]:
+def tensors_of(file: Path, content: bytes, about: About) -> dict[str, tuple[Tensor, ...]]:
     """(down, up), of DoRA with lengths, of every module that a file adapts; a tensor that is none of them is named."""
     names = ("A", "B", "magnitude_vector")[: 3 if about.dora else 2]
     modules: dict[str, dict[str, Tensor]] = {}
     others: list[str] = []
-    for name, tensor in read_header(file).items():
+    for name, tensor in read_header(file, content).items():
         if (found := NAME.fullmatch(name)) and (kind := found["half"] or found["lengths"]) in names:
             modules.setdefault(found[1], {})[kind] = tensor
         else:
@@ -270,10 +286,9 @@ def check_shapes(file: Path, tensors: tuple[Tensor, ...], part: Part, about: Abo
     return rank
 
 
-def digest_of(folder: Path) -> str:
+def digest(*contents: bytes) -> str:
+    """A digest of the contents of an adapter's files."""
     found = hashlib.blake2b(digest_size=16)
-    for name in (ADAPTER, FILE):
-        with (folder / name).open("rb") as file:
-            while data := file.read(1 << 20):
-                found.update(data)
+    for content in contents:
+        found.update(content)
     return found.hexdigest()

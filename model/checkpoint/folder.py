@@ -107,18 +107,18 @@ def quant_of(name: str) -> str:
     return re.split(r"[-.]", re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name.rpartition("/")[2]))[-1]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
-    value = read_value(path)
+def read_json(path: Path, data: bytes | None = None) -> dict[str, Any]:
+    """The object in a JSON file, or in `data`, which was read from it before."""
+    value = read_value(path, data)
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object")
     return value
 
 
-def read_value(path: Path) -> Any:
-    """What a JSON file holds."""
+def read_value(path: Path, data: bytes | None = None) -> Any:
+    """What a JSON file holds, or `data`, which was read from it before."""
     try:
-        data = path.read_bytes()
+        data = path.read_bytes() if data is None else data
         refuse_pointer(path, data)
         return json.loads(data, parse_constant=not_a_number)
     except FileNotFoundError:

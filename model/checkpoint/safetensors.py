@@ -1,10 +1,11 @@
 """The tensors of a model folder: safetensors headers, checked before any entry is used, and the bytes."""
 
+import io
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class Tensor:
     dtype: Any
     shape: tuple[int, ...]
     start: int
+    content: bytes | None = field(default=None, repr=False, compare=False)  # of the whole file, if it was read before
 
     @property
     def nbytes(self) -> int:
@@ -45,6 +47,8 @@ class Tensor:
 
     def read(self) -> np.ndarray:
         """The tensor, read rather than mapped: mapped pages would take memory a second time while the model loads."""
+        if self.content is not None:
+            return np.frombuffer(self.content, self.dtype, math.prod(self.shape), self.start).reshape(self.shape)
         out = empty(self.shape, self.dtype)
         try:
             with open(self.file, "rb", buffering=0) as file:
@@ -117,10 +121,14 @@ def indexed_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: headers[file][name] for name, file in where.items()}
 
 
-def read_header(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, each entry checked against the file's size."""
-    table, data, size = read_table(path)
-    return {name: read_entry(path, name, entry, data, size) for name, entry in table.items() if name != METADATA}
+def read_header(path: Path, content: bytes | None = None) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, each entry checked against the file's size.
+
+    `content` is what the file held when it was read before: then neither the header nor a tensor is read from the file.
+    """
+    table, data, size = read_table(path, content)
+    tensors = {name: read_entry(path, name, entry, data, size) for name, entry in table.items() if name != METADATA}
+    return {name: replace(tensor, content=content) for name, tensor in tensors.items()}
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -129,11 +137,11 @@ def read_metadata(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def read_table(path: Path) -> tuple[dict[str, Any], int, int]:
+def read_table(path: Path, content: bytes | None = None) -> tuple[dict[str, Any], int, int]:
     """The header of a safetensors file, where the tensors' bytes begin, and the file's size."""
     try:
-        size = os.path.getsize(path)
-        with open(path, "rb") as file:
+        size = os.path.getsize(path) if content is None else len(content)
+        with open(path, "rb") if content is None else io.BytesIO(content) as file:
             refuse_pointer(path, file.read(POINTER))
             file.seek(0)
             length = int.from_bytes(file.read(8), "little")

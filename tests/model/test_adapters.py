@@ -5,6 +5,8 @@ The reference is numpy's: W + scale * B A in the checkpoint's own tensors, and t
 
 import json
 import math
+import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -22,6 +24,7 @@ from safetensors.numpy import save_file
 from quire.model.checkpoint import adapters, loader
 from quire.model.checkpoint.adapter_targets import every_target, targets_of, with_adapters
 from quire.model.checkpoint.adapters import read_adapter
+from quire.model.checkpoint.safetensors import Tensor, read_header
 from quire.model.config import ModelError
 from quire.ops.adapter import stacks_of, with_rows, with_stacks, write_slot
 
@@ -318,6 +321,34 @@ def test_the_key_is_of_the_content(base, tmp_path):
     scaled = peft.write(tmp_path / "d", peft.draw(base.tensors), {"lora_alpha": 9})
     keys = [read_adapter(folder, base.config, base.targets, 8).key for folder in (one, same, other, scaled)]
     assert keys[0] == keys[1] and len(set(keys)) == 3
+
+
+def test_adapter_that_is_replaced_while_it_is_read_has_the_digest_of_its_matrices(base, tmp_path, monkeypatch):
+    """Its pages would be taken for those of the new files, which another process or a later request reads."""
+    old, new = (peft.write(tmp_path / name, peft.draw(base.tensors, seed=i)) for i, name in enumerate("ab"))
+    keys, matrices = zip(*((x.key, x.matrices) for x in map(partial(read, base), (old, new))), strict=True)
+    read_tensor, tensors = Tensor.read, [*read_header(old / adapters.FILE)]
+
+    def read_and_replace(tensor):
+        matrix = read_tensor(tensor)
+        tensors.remove(tensor.name)
+        if not tensors:
+            shutil.copytree(new, old, dirs_exist_ok=True)
+        return matrix
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "read", read_and_replace)
+        found = read(base, old)
+    assert not tensors
+    which = keys.index(found.key)
+    for one, other in zip(found.matrices, matrices[which], strict=True):
+        np.testing.assert_array_equal(one[0], other[0])
+        np.testing.assert_array_equal(one[1], other[1])
+    assert read(base, old).key == keys[1]
+
+
+def read(base, folder):
+    return read_adapter(folder, base.config, base.targets, 8)
 
 
 def test_names_with_the_adapters_own_and_without_a_prefix(base, tmp_path):

@@ -6,6 +6,7 @@ Every sentence of it is read back, by the same description, as calls whose argum
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from .form import Form, Tools
@@ -15,17 +16,26 @@ from .thoughts import Thoughts
 DEFINED = ("#/$defs/", "#/definitions/")
 MAX_CALLS = 16  # in one answer
 MAX_DEPTH = 8  # of objects in Gemma's fields
+MAX_STEPS = 4_000_000  # to write a grammar: characters of rules, mostly
+REFERENCE_STEPS = 400  # a reference or a choice that is followed
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
+ANY_ITEM = {"type": "string"}
 SCALARS = frozenset({"integer", "number", "boolean", "null"})
+ANY_TEXT = "(?s:.*)"
+# The parts of a pattern: an escape, a class, the beginning of a special group, or one character. A class that is not
+# closed takes the rest of the pattern, so that reading a pattern takes linear time.
+PATTERN_PART = re.compile(r"\\.?|\[(?:\\.|[^\]\\])*\]|(?P<unclosed>\[.*)|\(\?(?!:)|.", re.DOTALL)
+# Word boundaries, references to groups, a backslash at the end, special groups, and classes that regular expressions
+# of other languages read differently.
+REFUSED_PARTS = frozenset({"\\", "(?", "[]", "[^]", *(f"\\{letter}" for letter in "bB123456789")})
 PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # What a schema of arguments may say where they are not one piece of JSON, and one of a text.
 MEMBERS = frozenset(
     "type properties required additionalProperties title description examples default $schema $id $comment $defs "
     "definitions strict".split()
 )
-OF_TEXT = frozenset(
-    "type enum const pattern minLength maxLength title description examples default anyOf oneOf".split()
-)
+ANNOTATIONS = frozenset("title description examples default $comment deprecated readOnly writeOnly".split())
+OF_TEXT = ANNOTATIONS | {"type", "enum", "const", "pattern", "minLength", "maxLength"}
 # Texts that are read as JSON where the schema has more than texts.
 LIKE_JSON = r"/\s*([-+0-9.{\[(].*|[tT][rR][uU][eE]\s*|[fF][aA][lL][sS][eE]\s*|[nN][uU][lL][lL]\s*|[nN][oO][nN][eE]\s*)/"
 LIKE_JSON = LIKE_JSON.replace(".*", "(?s:.*)")
@@ -44,9 +54,41 @@ class Grammar:
         self.marks = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or "(?!)")
         self.rules: list[str] = []
         self.known: dict[str, str] = {}
+        self.budget = MAX_STEPS
+        self.types: dict[int, frozenset[str] | None] = {}  # of the schemas that were visited, by id
+        self.fields: dict[int, str | None] = {}  # schemas of fields by id -> their rules, None while one is written
+
+    def spend(self, steps: int) -> None:
+        """Count the work of writing the grammar, which a schema of many references could multiply."""
+        self.budget -= steps + 1
+        if self.budget < 0:
+            raise Unsayable("a schema that takes too many steps to write as a grammar")
+
+    def kinds(self, schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+        return kinds(schema, root, self.types)
+
+    def branches(self, schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """The alternatives of a schema that consists of them; Unsayable where it demands something else as well."""
+        found = branches(schema, root, partial(self.check_alternatives, root))
+        self.spend(len(found))
+        return found
+
+    def check_alternatives(self, root: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+        """Check that a schema with `$ref`, `anyOf` or `oneOf` has no other constraint, and `oneOf` distinct types."""
+        self.spend(REFERENCE_STEPS)
+        if resolved(schema, root) is None or any(False in schema.get(name, ()) for name in ("anyOf", "oneOf")):
+            raise Unsayable("an alternative that is no schema")
+        if beside := set(schema) - ANNOTATIONS - {"$ref", "anyOf", "oneOf"}:
+            raise Unsayable(f"{sorted(beside)[0]} beside a choice of schemas")
+        if len({"$ref", "anyOf", "oneOf"} & set(schema)) > 1:
+            raise Unsayable("two choices of schemas")
+        each = [self.kinds(one, root) for one in schema.get("oneOf", ())]
+        if sum(map(len, each)) > len(frozenset().union(*each)):
+            raise Unsayable("oneOf of schemas for values of the same type")
 
     def rule(self, body: str, terminal: bool = False, lazy: bool = False) -> str:
         """The name of a rule with this body."""
+        self.spend(len(body))
         key = f"{terminal}{lazy}{body}"
         if key not in self.known:
             name = f"{'T' if terminal else 'r'}{len(self.known)}"
@@ -66,11 +108,11 @@ class Grammar:
     def json(self, schema: Any, root: Mapping[str, Any]) -> str:
         """A value that keeps to a schema, with the definitions of its root."""
         own = dict(schema) if isinstance(schema, Mapping) else {} if schema is True else {"not": {}}
-        if own != {**root, "type": "object"} and not all(ref.startswith(DEFINED) for ref in references(schema)):
+        used = references(schema)
+        if own != {**root, "type": "object"} and not all(ref.startswith(DEFINED) for ref in used):
             raise Unsayable("a reference to another place than $defs")
-        for name in ("$defs", "definitions"):
-            if name in root:
-                own[name] = root[name]
+        if used:
+            own |= {name: root[name] for name in ("$defs", "definitions") if name in root}
         return self.rule(f"%json {json.dumps(own | {'x-guidance': SPACING}, ensure_ascii=False)}")
 
     def text(self, after: str, never: Collection[str], form: str = "") -> str:
@@ -99,15 +141,18 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-def references(schema: Any) -> Iterable[str]:
-    if isinstance(schema, Mapping):
-        for name, value in schema.items():
-            if name == "$ref" and isinstance(value, str):
-                yield value
-            yield from references(value)
-    elif isinstance(schema, list):
-        for value in schema:
-            yield from references(value)
+def references(schema: Any) -> list[str]:
+    """The values of `$ref` anywhere in a schema."""
+    found: list[str] = []
+    pending = [schema]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Mapping):
+            found += [value["$ref"]] if isinstance(value.get("$ref"), str) else []
+            pending += value.values()
+        elif isinstance(value, list):
+            pending += value
+    return found
 
 
 def grammar_of(
@@ -194,9 +239,12 @@ def members_of(schema: Any, root: Mapping[str, Any]) -> list[tuple[str, Any, boo
     if strange := set(schema) - MEMBERS:
         raise Unsayable(f"{sorted(strange)[0]} of an object")
     properties, required = schema.get("properties") or {}, schema.get("required") or []
-    if not isinstance(properties, Mapping) or not set(required) <= set(properties):
+    if not isinstance(properties, Mapping) or False in properties.values():
+        raise Unsayable("properties that cannot be there")
+    if not isinstance(required, list) or not all(isinstance(key, str) and key in properties for key in required):
         raise Unsayable("what is required is no property")
-    return [(key, own, key in required) for key, own in properties.items()]
+    wanted = frozenset(required)
+    return [(key, own, key in wanted) for key, own in properties.items()]
 
 
 def tagged(grammar: Grammar, form: Form, schema: Mapping[str, Any]) -> Iterable[tuple[str, bool]]:
@@ -216,9 +264,9 @@ def tagged(grammar: Grammar, form: Form, schema: Mapping[str, Any]) -> Iterable[
 
         told = any(hole == "kind" for hole, _ in parts)
         found = []
-        has = kinds(own, schema)
+        has = grammar.kinds(own, schema)
         other = has - {"string"} if has != ALL else frozenset()
-        for form_of_text in texts(own, schema) if "string" in has else ():
+        for form_of_text in texts(grammar, own, schema) if "string" in has else ():
             form_of_text = form_of_text or "/(?s:.*)/"
             if other and not told:
                 like = grammar.rule(LIKE_JSON, terminal=True)
@@ -230,41 +278,62 @@ def tagged(grammar: Grammar, form: Form, schema: Mapping[str, Any]) -> Iterable[
         yield grammar.rule(" | ".join(found)), wanted
 
 
-def texts(schema: Any, root: Mapping[str, Any]) -> list[str]:
+def texts(grammar: Grammar, schema: Any, root: Mapping[str, Any]) -> list[str]:
     """The terminal of each kind of text that a schema takes; an empty one is of any text."""
-    found = []
-    for branch in branches(schema, root):
-        if "string" not in kinds(branch, root):
-            continue
-        if (constraints := set(branch) - OF_TEXT) and kinds(branch, root) != ALL:
-            raise Unsayable(f"{sorted(constraints)[0]} of a text")
-        values = [branch["const"]] if "const" in branch else branch.get("enum")
-        limits = [branch.get("minLength"), branch.get("maxLength")]
-        if values is not None:
-            given = [value for value in values if isinstance(value, str)]
-            if not all(given) or "pattern" in branch or limits != [None, None]:
-                raise Unsayable("an empty text of several, or texts with a pattern")
-            found.append("(" + " | ".join(map(quoted, given)) + ")")
-            continue
-        parts = [regex_of(branch["pattern"])] if "pattern" in branch else []
-        if limits != [None, None]:
-            low, high = (limits[0] or 0), ("" if limits[1] is None else limits[1])
-            parts.append(f"/(?s:.{{{low},{high}}})/")
-        found.append(" & ".join(parts))
-    return found
+    return [
+        text_form(grammar, branch)
+        for branch in grammar.branches(schema, root)
+        if "string" in grammar.kinds(branch, root)
+    ]
+
+
+def text_form(grammar: Grammar, schema: Mapping[str, Any]) -> str:
+    """The terminal of the texts that a schema without alternatives takes; an empty one is of any text."""
+    if constraints := set(schema) - OF_TEXT:
+        raise Unsayable(f"{sorted(constraints)[0]} of a text")
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    pattern, low, high = schema.get("pattern"), count_of(schema, "minLength"), count_of(schema, "maxLength")
+    if values is not None:
+        if not isinstance(values, list) or (pattern, low, high) != (None, None, None):
+            raise Unsayable("texts with a pattern")
+        given = [value for value in values if isinstance(value, str)]
+        if not all(given):
+            raise Unsayable("an empty text of several")
+        return "(" + " | ".join(map(quoted, given)) + ")"
+    parts = []
+    if pattern is not None:
+        if not isinstance(pattern, str):
+            raise Unsayable(f"the pattern {pattern!r:.40}")
+        grammar.spend(len(pattern))
+        parts.append(regex_of(pattern))
+    if (low, high) != (None, None):
+        parts.append(f"/(?s:.{{{low or 0},{'' if high is None else high}}})/")
+    return " & ".join(parts)
+
+
+def count_of(schema: Mapping[str, Any], name: str) -> int | None:
+    value = schema.get(name)
+    if value is not None and (type(value) is not int or value < 0):
+        raise Unsayable(f"{name} that is no count")
+    return value
 
 
 def regex_of(pattern: str) -> str:
     """A pattern, which may be found anywhere in a text, as a terminal that is the whole text."""
-    body = pattern.removeprefix("^")
-    fixed = len(body) < len(pattern), bool(re.search(r"(?<!\\)(?:\\\\)*\$$", body))
-    body = body[:-1] if fixed[1] else body
-    outside = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "", body)
-    if re.search(r"[\^$]|\(\?(?!:)", outside) or re.search(r"\\[bB1-9]", body) or ("|" in outside and any(fixed)):
+    matches = list(PATTERN_PART.finditer(pattern))
+    parts = [match[0] for match in matches]
+    starts, ends = parts[:1] == ["^"], parts[-1:] == ["$"]
+    anchors = parts.count("^") + parts.count("$")
+    if (
+        not REFUSED_PARTS.isdisjoint(parts)
+        or any(match["unclosed"] for match in matches)
+        or anchors != starts + ends
+        or (anchors and "|" in parts)
+    ):
         raise Unsayable(f"the pattern {pattern!r}")
-    body = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], body)
-    any_text = "(?s:.*)"
-    return f"/{'' if fixed[0] else any_text}({body}){'' if fixed[1] else any_text}/"
+    body = "".join(parts[starts : len(parts) - ends])
+    body = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], body, flags=re.DOTALL)
+    return f"/{'' if starts else ANY_TEXT}({body}){'' if ends else ANY_TEXT}/"
 
 
 def identifier(key: str) -> str:
@@ -275,15 +344,15 @@ def identifier(key: str) -> str:
 
 def python(grammar: Grammar, own: Any, root: Mapping[str, Any]) -> str:
     """A value of Python's: JSON, where the values that are words have their own."""
-    has = kinds(own, root)
-    if not has <= {"boolean", "null"}:
+    if not grammar.kinds(own, root) <= {"boolean", "null"}:
         return grammar.json(own, root)
-    words = [
-        repr(value)
-        for branch in branches(own, root)
-        for value in ([branch["const"]] if "const" in branch else branch.get("enum") or [True, False, None])
-        if kind_of(value) in kinds(branch, root)
-    ]
+    words = []
+    for branch in grammar.branches(own, root):
+        values = [branch["const"]] if "const" in branch else branch.get("enum", [True, False, None])
+        if not isinstance(values, list) or set(branch) - ANNOTATIONS - {"type", "enum", "const"}:
+            raise Unsayable("more than the type of a boolean")
+        has = grammar.kinds(branch, root)
+        words += [repr(value) for value in values if kind_of(value) in has]
     return f"({' | '.join(map(quoted, dict.fromkeys(words)))})"
 
 
@@ -306,20 +375,34 @@ def fields(grammar: Grammar, quote: str, schema: Any, root: Mapping[str, Any], d
 def field(grammar: Grammar, quote: str, schema: Any, root: Mapping[str, Any], depth: int) -> str:
     """A value between quotes, bare, or in brackets."""
     found = []
-    for branch in branches(schema, root):
-        has = kinds(branch, root)
-        if "string" in has:
-            found += [f"{grammar.literal(quote)} {grammar.text(quote, {quote}, form)}" for form in texts(branch, root)]
-        if has == ALL:
-            continue
+    for branch in grammar.branches(schema, root):
+        if id(branch) not in grammar.fields:
+            grammar.fields[id(branch)] = None
+            grammar.fields[id(branch)] = field_without_choice(grammar, quote, branch, root, depth)
+        if (rule := grammar.fields[id(branch)]) is None:
+            raise Unsayable("values in values without end")
+        found.append(rule)
+    if not found:
+        raise Unsayable("a choice of nothing but itself")
+    return grammar.rule(" | ".join(found))
+
+
+def field_without_choice(
+    grammar: Grammar, quote: str, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int
+) -> str:
+    found = []
+    has = grammar.kinds(schema, root)
+    if "string" in has:
+        found.append(f"{grammar.literal(quote)} {grammar.text(quote, {quote}, text_form(grammar, schema))}")
+    if has != ALL:
         if scalars := has & SCALARS:
-            found.append(grammar.json({**branch, "type": sorted(scalars)}, root))
+            found.append(grammar.json({**schema, "type": sorted(scalars)}, root))
         if "object" in has:
-            if not branch.get("properties"):
+            if not schema.get("properties"):
                 raise Unsayable("an object with any properties")
-            found.append(fields(grammar, quote, branch, root, depth + 1))
+            found.append(fields(grammar, quote, schema, root, depth + 1))
         if "array" in has:
-            found.append(items(grammar, quote, branch, root, depth + 1))
+            found.append(items(grammar, quote, schema, root, depth + 1))
     return grammar.rule(" | ".join(found))
 
 
@@ -327,8 +410,8 @@ def items(grammar: Grammar, quote: str, schema: Mapping[str, Any], root: Mapping
     """A list in brackets."""
     if depth > MAX_DEPTH or set(schema) & {"prefixItems", "contains", "uniqueItems", "unevaluatedItems"}:
         raise Unsayable("a list of more than items")
-    least, most = schema.get("minItems") or 0, schema.get("maxItems")
-    item = field(grammar, quote, schema.get("items", {"type": "string"}), root, depth)
+    least, most = count_of(schema, "minItems") or 0, count_of(schema, "maxItems")
+    item = field(grammar, quote, schema.get("items", ANY_ITEM), root, depth)
     if most == 0:
         return '"[]"'
     several = f'{item} ("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'

@@ -2,13 +2,16 @@
 
 import ast
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 ALL = frozenset({*NAMES.values(), "null"})
 PYTHON = {"true": "true", "false": "false", "none": "null", "null": "null"}
-MAX_DEPTH = 32  # of references and of alternatives
+MAX_REFERENCES = 32  # one pointing to the next
+MAX_POINTER = 512  # characters of a reference
+MAX_DEPTH = 32  # of `anyOf`, `oneOf` and `allOf` within each other
+ANYTHING: Mapping[str, Any] = {}
 MAX_LITERAL = 10_000  # characters that are read as Python
 
 
@@ -18,46 +21,107 @@ def properties_of(schema: Any) -> Mapping[str, Any]:
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """The schema that a reference within `root` means; the schema itself where there is none."""
-    for _ in range(MAX_DEPTH):
+    """The schema that a reference within `root` points to; `schema` itself if it is not a reference.
+
+    None for a reference that points to nothing, to another document or to itself.
+    """
+    for _ in range(MAX_REFERENCES):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             return schema
-        place: Any = root
-        for step in schema["$ref"].removeprefix("#").split("/")[1:]:
-            place = place.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
-        schema = place
+        schema = _pointed_at(schema["$ref"], root)
     return None
 
 
-def branches(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, Any]]:
-    """The schemas that a value may keep to one of."""
+def _pointed_at(reference: str, root: Mapping[str, Any]) -> Any:
+    if len(reference) > MAX_POINTER or not (reference == "#" or reference.startswith("#/")):
+        return None
+    value: Any = root
+    for step in reference.split("/")[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, Mapping):
+            value = value.get(key)
+        elif isinstance(value, list) and key.isascii() and key.isdigit() and int(key[:9]) < len(value):
+            value = value[int(key[:9])]
+        else:
+            return None
+    return value
+
+
+def branches(
+    schema: Any, root: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None] = lambda schema: None
+) -> list[Mapping[str, Any]]:
+    """The alternatives of a schema: a value must match at least one of them.
+
+    Each schema of the document is visited once, so that alternatives which refer to themselves or to each other take no
+    more steps than the document has schemas. An alternative that is no schema object accepts any value: `{}`.
+    `check` is called with each schema that is a reference or has alternatives.
+    """
+    found: list[Mapping[str, Any]] = []
+    visited: set[int] = set()
+    pending = [schema]
+    while pending:
+        given = pending.pop()
+        alternative = resolved(given, root)
+        if alternative is not given:
+            check(given)
+        if not isinstance(alternative, Mapping):
+            found.append(ANYTHING)
+        elif id(alternative) not in visited:
+            visited.add(id(alternative))
+            if inner := _alternatives(alternative):
+                check(alternative)
+                pending += reversed(inner)
+            else:
+                found.append(alternative)
+    return found
+
+
+def _alternatives(schema: Mapping[str, Any]) -> list[Any]:
+    return [each for name in ("anyOf", "oneOf") for each in _listed(schema.get(name))]
+
+
+def kinds(
+    schema: Any, root: Mapping[str, Any], known: dict[int, frozenset[str] | None] | None = None
+) -> frozenset[str]:
+    """The JSON types that a value may have; all of them where the schema does not say.
+
+    `known` has the types of schemas of this document by their ids; those that are visited are added.
+    """
+    return _kinds(schema, root, {} if known is None else known, 0) or ALL
+
+
+def _kinds(
+    schema: Any, root: Mapping[str, Any], known: dict[int, frozenset[str] | None], depth: int
+) -> frozenset[str] | None:
+    """`kinds`; None for a schema that is being visited, which adds nothing where it refers back to itself."""
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
-        yield {}
-        return
-    several = [each for name in ("anyOf", "oneOf") for each in _listed(schema.get(name))]
-    if not several:
-        yield schema
-    for each in several:
-        yield from branches(each, root, depth + 1)
+        return ALL
+    key = id(schema)
+    if key not in known:
+        known[key] = None
+        parts = _alternatives(schema)
+        combined = frozenset.union if parts else frozenset.intersection
+        found = None if parts else _kinds_named(schema)
+        if found is None:
+            parts = parts or _listed(schema.get("allOf"))
+            inner = [each for part in parts if (each := _kinds(part, root, known, depth + 1)) is not None]
+            found = combined(*inner) if inner else ALL
+        known[key] = found or ALL
+    return known[key]
 
 
-def kinds(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that a value may have; all of them where the schema does not say."""
-    return frozenset().union(*(_kinds_of(branch, root) for branch in branches(schema, root)))
-
-
-def _kinds_of(schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset[str]:
+def _kinds_named(schema: Mapping[str, Any]) -> frozenset[str] | None:
+    """The types that a schema names itself."""
     given = schema.get("type")
     if given is not None:
         found = {each for each in (given if isinstance(given, list) else [given]) if isinstance(each, str)} & ALL
         return frozenset(found | {"integer"} if "number" in found else found) or ALL
-    values = [schema["const"]] if "const" in schema else _listed(schema.get("enum"))
-    if values:
+    if values := [schema["const"]] if "const" in schema else _listed(schema.get("enum")):
         return frozenset(kind_of(value) for value in values)
-    if parts := _listed(schema.get("allOf")):
-        return frozenset.intersection(*(kinds(part, root) for part in parts)) or ALL
-    return frozenset({"object"}) if "properties" in schema else frozenset({"array"}) if "items" in schema else ALL
+    if not _listed(schema.get("allOf")):
+        return frozenset({"object"}) if "properties" in schema else frozenset({"array"}) if "items" in schema else ALL
+    return None
 
 
 def _listed(value: Any) -> list[Any]:

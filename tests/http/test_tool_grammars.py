@@ -1,5 +1,6 @@
 """Answers forced into a format: whatever tokens are drawn, they are read back as calls that keep to their schemas."""
 
+import contextlib
 import json
 import re
 from functools import partial
@@ -14,7 +15,7 @@ from cases import cases
 from recorded_calls import read
 
 from quire.serving import parsing
-from quire.serving.parsing import grammar, harmony, mistral
+from quire.serving.parsing import grammar, harmony, mistral, schema_types
 from quire.serving.parsing.form import Form
 from quire.serving.parsing.thoughts import REASONING, Thoughts
 from quire.serving.parsing.tool_forms import TOOL_FORMS
@@ -221,3 +222,108 @@ SAID = [(name, why) for name in ("qwen3_coder", "gemma4") for why in UNSAYABLE i
 def test_what_a_format_cannot_be_held_to_is_said(name, why):
     with pytest.raises(grammar.Unsayable):
         grammar.grammar_of(FORMS[name], {"f": UNSAYABLE[why]}, {}, True, None, False)
+
+
+SELF = {"$ref": "#/$defs/a"}
+MANY = [{"$ref": "#/$defs/a", "title": str(i)} for i in range(200)]
+REPEATED: dict[str, Any] = {  # by what refers back to itself, or to the same again and again
+    "anyOf": {"properties": {"x": SELF}, "$defs": {"a": {"anyOf": [SELF] * 4}}},
+    "oneOf": {"properties": {"x": SELF}, "$defs": {"a": {"oneOf": [SELF, TEXT, SELF]}}},
+    "allOf": {"properties": {"x": SELF}, "$defs": {"a": {"allOf": [SELF, SELF, {"title": "x"}]}}},
+    "root": {"anyOf": [{"$ref": "#"}] * 20, "properties": {"x": {"$ref": "#"}, "y": {"$ref": "#"}}},
+    "properties": {
+        "properties": dict.fromkeys("xyz", SELF),
+        "$defs": {"a": {"type": "object", "properties": {f"p{i}": SELF for i in range(30)}}},
+    },
+    "items": {"properties": {"x": SELF}, "$defs": {"a": {"type": "array", "items": {"anyOf": [SELF] * 20}}}},
+    "doubled": {
+        "properties": {"x": {"$ref": "#/$defs/a0"}},
+        "$defs": {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(60)} | {"a60": TEXT},
+    },
+    "doubled objects": {
+        "properties": {"x": {"$ref": "#/$defs/a0"}},
+        "$defs": {
+            f"a{i}": {"type": "object", "properties": dict.fromkeys("abcdefgh", {"$ref": f"#/$defs/a{i + 1}"})}
+            for i in range(7)
+        } | {"a7": TEXT},
+    },
+    "many of many": {
+        "properties": {f"p{i}": {"anyOf": [{"$ref": "#/$defs/a"}]} for i in range(200)}, "$defs": {"a": {"anyOf": MANY}}
+    },
+    "a long reference": {"properties": {"x": {"anyOf": [{"$ref": "#" + "/a" * 9_000}] * 100}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "gemma4", "pythonic", "hermes"])
+@pytest.mark.parametrize("schema", REPEATED)
+def test_schemas_that_refer_to_themselves_take_bounded_steps(schema, name, monkeypatch):
+    """Written and read: as many steps as the schema is large, whether it can be held to or not."""
+    steps = 0
+
+    def counted(pointer, root, pointed_at=schema_types._pointed_at):
+        nonlocal steps
+        steps += 1
+        assert steps < 200_000  # 2^32 and more, without a bound
+        return pointed_at(pointer, root)
+
+    monkeypatch.setattr(schema_types, "_pointed_at", counted)
+    tools = {"f": REPEATED[schema]}
+    for calls in ("one", "any"):
+        with contextlib.suppress(grammar.Unsayable):
+            assert len(parsing.call_grammar(name, None, tools, {}, calls, None)) < 1 << 22
+    parser = parsing.make_parser(name, None, tools)
+    parser.push("<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>")
+    parser.push("<|tool_call>call:f{x:1}<tool_call|>")
+    parser.finish()
+
+
+PATTERNS = {
+    "^a$": "/(a)/", "a/b": "/(?s:.*)(a\\/b)(?s:.*)/", r"^a\/b": r"/(a\/b)(?s:.*)/", r"^[/]\$$": r"/([\/]\$)/",
+    "^[$^|]$": "/([$^|])/", "(?:a|b)": "/(?s:.*)((?:a|b))(?s:.*)/", r"\\$": r"/(?s:.*)(\\)/",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_as_a_terminal(pattern):
+    assert grammar.regex_of(pattern) == PATTERNS[pattern]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["a^", "$a", "^a|b$", r"\bx", r"(a)\1", "(?=a)", "(?i)a", "[a", "[", "a\\", "[]a]", "[^]"]
+)
+def test_a_pattern_that_is_no_terminal(pattern):
+    with pytest.raises(grammar.Unsayable):
+        grammar.regex_of(pattern)
+
+
+def test_a_pattern_is_read_in_linear_time():
+    """Each part of these once took as many steps as there is pattern before or behind it."""
+    for part in ("\\", "[", "[^", "(?:", "\\[", "[\\]"):
+        matches = list(grammar.PATTERN_PART.finditer(part * 60_000))
+        assert "".join(match[0] for match in matches) == part * 60_000
+        with contextlib.suppress(grammar.Unsayable):
+            grammar.regex_of("^" + part * 60_000)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"x": {"type": "string", "minLength": "1"}}},
+        {"properties": {"x": {"type": "string", "enum": 5}}},
+        {"properties": {"x": {"type": "string", "pattern": 5}}},
+        {"properties": {"x": {"type": "boolean", "enum": 5}}},
+        {"properties": {"x": {"type": "array", "minItems": 1.5}}},
+        {"properties": {"x": {"anyOf": [TEXT, False]}}},
+        {"properties": {"x": {"$ref": "#/nowhere"}}},
+        {"properties": {"x": TEXT | {"anyOf": [{"minLength": 1}]}}},
+        {"properties": {"x": {"oneOf": [TEXT, {"type": "string", "minLength": 4}]}}},
+        {"properties": {"x": TEXT}, "required": 5},
+        {"properties": {"x": TEXT}, "required": [[]]},
+        {"properties": {"x": False}},
+        {"properties": [1]},
+    ],
+)
+def test_what_cannot_be_held_to_is_said_and_does_not_fail(schema):
+    for name in ("qwen3_coder", "gemma4", "pythonic"):
+        with contextlib.suppress(grammar.Unsayable):
+            made(FORMS[name], {"f": {"type": "object", **schema}}, False, None, False)

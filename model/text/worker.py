@@ -11,14 +11,17 @@ from typing import Any
 
 
 class WorkerProcess:
-    """Runs a script that reads one JSON request a line and writes one JSON answer a line.
+    """Runs a Python program that reads one JSON request a line and writes one JSON answer a line.
 
-    The first request starts the process, and it ends with this object. The script limits its own time and memory. Where
-    the operating system ends it for that, the next request starts another.
+    The first request starts the process, and it ends with this object. The program limits its own time and memory.
+    Where the operating system ends it for that, the next request starts another.
+
+    Args:
+        program: what Python is told to run: a script's path, or "-m" and a module's name.
     """
 
-    def __init__(self, script: Path):
-        self.script = script
+    def __init__(self, *program: str | Path):
+        self.program = tuple(map(str, program))
         self.process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()  # one request at a time uses the pipes
 
@@ -46,7 +49,7 @@ class WorkerProcess:
             self._stop()
             # -P: nothing is imported from the script's folder. A session of its own: it does not get Ctrl-C.
             self.process = subprocess.Popen(
-                [sys.executable, "-P", str(self.script)],
+                [sys.executable, "-P", *self.program],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

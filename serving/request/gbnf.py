@@ -15,7 +15,7 @@ MOST_TIMES = 2000  # of a repetition, as in llama.cpp
 RULE = re.compile(r"^[ \t]*[A-Za-z0-9_-]+\s*::=", re.M)
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 SPACE = re.compile(r"(?:\s|#[^\r\n]*)*")
-TIMES = re.compile(r"\{\s*([0-9]*)\s*(,?)\s*([0-9]*)\s*\}")
+MAX_BRACES = 64  # characters of a repetition in braces
 HEX = {"x": 2, "u": 4, "U": 8}
 ESCAPES = {"t": "\t", "r": "\r", "n": "\n", **{letter: letter for letter in '\\"[]-'}}
 
@@ -200,14 +200,17 @@ class Reader:
         begin, (low, high) = self.at, {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(letter, (0, 0))
         self.at += 1
         if letter == "{":
-            found = TIMES.match(self.text, begin)
-            if found is None or not (found[1] or found[3]):
+            end = self.text.find("}", begin, begin + MAX_BRACES)
+            low_text, comma, high_text = map(str.strip, self.text[begin + 1 : end].partition(","))
+            numbers = low_text + high_text
+            if end == -1 or not numbers or not (numbers.isascii() and numbers.isdigit()):
                 raise GrammarError(self.text, begin, "a repetition is {m}, {m,} or {m,n}")
-            low = int(found[1] or 0)
-            high = int(found[3]) if found[3] else None if found[2] else low
-            self.at = found.end()
+            low = int(low_text or 0)
+            high = int(high_text) if high_text else None if comma else low
+            self.at = end + 1
             if max(low, high or 0) > MOST_TIMES or (high is not None and high < low):
-                raise GrammarError(self.text, begin, f"{found[0]} must go from low to high, to {MOST_TIMES} at most")
+                written = self.text[begin : self.at]
+                raise GrammarError(self.text, begin, f"{written} must go from low to high, to {MOST_TIMES} at most")
         self.space()
         if self.text[self.at : self.at + 1] in ("*", "+", "?", "{"):
             raise self.error("a repetition of a repetition needs a group: (...)")

@@ -13,8 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
-from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,13 +21,12 @@ from ...model.text.tokenizer import Tokenizer
 from ...model.text.worker import WorkerProcess
 from ..api.errors import RequestError
 from ..api.structured import FIELD, ServersGrammar
-from .gbnf import GrammarError, is_gbnf
-from .lark import to_lark
+from .grammar_text import whole
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-SCRIPT = Path(__file__).with_name("grammar_worker.py")
+WORKER = f"{__package__}.grammar_worker"
 LIMITS = {  # what a matcher may cost: to make, a step, and in all
     "initial_lexer_fuel": 1_000_000,
     "max_grammar_size": 200_000,
@@ -39,9 +36,6 @@ LIMITS = {  # what a matcher may cost: to make, a step, and in all
     "max_lexer_states": 20_000,  # up to two kilobytes each
     "verbose_errors": False,
 }
-STRICT = {"lenient": False}  # what is not understood is refused
-# Between the parts of JSON, unless a request says otherwise: a weak model would fill its answer with what has no end.
-SPACES = r" |\n[ \t]{0,32}"
 MAX_KEPT = 128  # compiled grammars
 MAX_KEPT_TEXT = 1 << 20  # characters of them
 
@@ -111,7 +105,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab: int):
         self.tokenizer, self.vocab = tokenizer, vocab
-        self.worker = WorkerProcess(SCRIPT)
+        self.worker = WorkerProcess("-m", WORKER)
         self.lock = threading.Lock()
         self.kept: OrderedDict[tuple, tuple[LLMatcher, int]] = OrderedDict()
         self.kept_text = 0
@@ -128,7 +122,7 @@ class Grammars:
             if key in self.kept:
                 self.kept.move_to_end(key)
                 return self.kept[key][0]
-        body = json.dumps(body_of(structure), ensure_ascii=False)
+        body = self.body(structure)
         matcher = self.made(body)
         with self.lock:
             if key not in self.kept:
@@ -144,7 +138,7 @@ class Grammars:
 
         self.compile(structure)  # refuses what cannot be served
         limits = llguidance.LLParserLimits(**LIMITS)
-        grammar = whole(json.dumps(body_of(structure), ensure_ascii=False), "")
+        grammar = whole(self.body(structure), "")
         matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0, limits=limits)
 
         def holds(text: str) -> bool:
@@ -153,16 +147,22 @@ class Grammars:
 
         return holds
 
-    def made(self, body: str) -> "LLMatcher":
-        """A new matcher, or why there is none."""
+    def body(self, structure: Mapping[str, Any]) -> str:
+        """The form as a grammar of the library, in JSON; RequestError where it cannot be served."""
         if not self.tokenizer.shows_bytes:
             raise RequestError(
                 FIELD, "needs a tokenizer whose texts are the bytes of their tokens; this model's is not"
             )
-        if fault := self.worker.ask(json.dumps([whole(body, ""), LIMITS]).encode()):
-            raise RequestError(FIELD, one_line(fault))
-        if fault is None:
+        is_servers = isinstance(structure.get("grammar"), ServersGrammar)
+        answer = self.worker.ask(json.dumps([dict(structure), is_servers, LIMITS]).encode())
+        if answer is None:
             raise RequestError(FIELD, "takes too much time or memory to compile; ask for something simpler")
+        if "fault" in answer:
+            raise RequestError(answer["param"], one_line(answer["fault"]))
+        return answer["body"]
+
+    def made(self, body: str) -> "LLMatcher":
+        """A new matcher of a grammar that the worker has compiled."""
         matcher, first = self.matcher(whole(body, ""))
         if self.tokenizer.drops_space:
             # The first space is not shown. Where a text may begin with one, another must stand before it.
@@ -195,49 +195,6 @@ class Grammars:
         import llguidance
 
         return llguidance.LLTokenizer(self.vocabulary)  # type: ignore[arg-type]
-
-
-def body_of(structure: Mapping[str, Any]) -> dict[str, Any]:
-    """A checked `structured_outputs` as a grammar of the library."""
-    from llguidance import LLMatcher
-
-    if "regex" in structure:
-        lark = json.loads(LLMatcher.grammar_from_regex(structure["regex"]))["grammars"][0]["lark_grammar"]
-        return {"lark_grammar": lark}
-    if "grammar" in structure:
-        text = structure["grammar"]
-        try:
-            is_lark = isinstance(text, ServersGrammar) or not is_gbnf(text)
-            return {"lark_grammar": text if is_lark else to_lark(text)}
-        except GrammarError as error:
-            raise RequestError(f"{FIELD}.grammar", one_line(f"{error}")) from None
-    if "structural_tag" in structure:
-        from llguidance import StructTag
-
-        tags = [
-            StructTag(trigger=trigger, begin=begin, grammar=strict(schema), end=end)
-            for trigger, begin, schema, end in json.loads(structure["structural_tag"])
-        ]
-        return {"lark_grammar": StructTag.to_grammar(tags, assume_special=False)}
-    if "choice" in structure:  # a terminal: one automaton for all
-        return {"lark_grammar": "start: ANY\nANY: " + " | ".join(map(json.dumps, structure["choice"]))}
-    schema = json.loads(structure["json"]) if "json" in structure else {"type": "object"}
-    spacing = {"whitespace_pattern": structure["whitespace_pattern"]} if "whitespace_pattern" in structure else {}
-    if "disable_any_whitespace" in structure:
-        spacing = {"whitespace_flexible": False}
-    return {"json_schema": strict(schema, spacing)}
-
-
-def strict(schema: dict[str, Any], spacing: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """A schema with the spaces that were asked for, here or in the schema itself."""
-    spacing = spacing or schema.get("x-guidance") or {"whitespace_pattern": SPACES}
-    return schema | {"x-guidance": {**STRICT, **spacing}}
-
-
-def whole(body: str, before: str) -> str:
-    """A grammar for a matcher, with something before it."""
-    top = {"lark_grammar": f'%llguidance {{"no_forcing": true}}\nstart: {before}@body'}
-    return f'{{"grammars": [{json.dumps(top)}, {{"name": "body", {body[1:]}]}}'
 
 
 def one_line(error: str) -> str:

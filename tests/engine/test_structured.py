@@ -523,6 +523,18 @@ def test_the_reason_names_the_place(llm):
     assert "no text" in str(refused(llm, json={"$ref": "#"}))
 
 
+def test_grammars_are_read_in_the_worker(llm, monkeypatch):
+    """What a stranger wrote is read where a limit of time ends it, and in no thread of the server."""
+    asked: list[bytes] = []
+    worker, ask = llm.engine.grammars.worker, llm.engine.grammars.worker.ask
+    monkeypatch.setattr(worker, "ask", lambda request: asked.append(request) or ask(request))
+    assert answers(llm, ["x"], [shaped("grammar", 'root ::= "yes" # once')]) == [[("yes", "stop")]]
+    assert "yes" in json.loads(asked[0])[0]["grammar"]
+    monkeypatch.setattr(worker, "ask", lambda request: None)  # ended by the operating system
+    assert "too much time" in str(refused(llm, grammar='root ::= "yes" # twice'))
+    assert not any(name in vars(grammar) for name in ("to_lark", "is_gbnf", "body_of"))
+
+
 def test_nothing_is_fetched(llm):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.3)

@@ -19,7 +19,7 @@ from quire.serving.parsing import grammar, harmony, mistral, schema_types
 from quire.serving.parsing.form import Form
 from quire.serving.parsing.thoughts import REASONING, Thoughts
 from quire.serving.parsing.tool_forms import TOOL_FORMS
-from quire.serving.request.grammar import whole
+from quire.serving.request.grammar_text import whole
 
 FORMS: dict[str, Form] = {name: form for name, form in TOOL_FORMS.items() if isinstance(form, Form)}
 FORMS |= {"mistral, a list": mistral.LISTED, "mistral, by name": mistral.NAMED, "openai": harmony.written(())}
@@ -326,4 +326,4 @@ def test_a_pattern_is_read_in_linear_time():
 def test_what_cannot_be_held_to_is_said_and_does_not_fail(schema):
     for name in ("qwen3_coder", "gemma4", "pythonic"):
         with contextlib.suppress(grammar.Unsayable):
-            made(FORMS[name], {"f": {"type": "object", **schema}}, False, None, False)
+            parsing.call_grammar(name, None, {"f": {"type": "object", **schema}}, {}, "one", None)

@@ -424,13 +424,103 @@ def test_who_asks_for_no_form_pays_nothing(llm, monkeypatch):
     answers(llm, PROMPTS, [form(logprobs=1)] * 4)
 
 
+def written(rng: np.random.Generator, constraint: grammar.Constraint, tokens: list[bytes], most: int) -> bytes:
+    """A random answer of letters where they may come, token by token; it fails where a step does."""
+    letters = np.array([token.isalpha() for token in tokens])
+    text = b""
+    for _ in range(most):
+        allowed = constraint.allowed(())[: len(tokens)]
+        choice = np.flatnonzero(allowed & letters)
+        token = int(rng.choice(choice if len(choice) else np.flatnonzero(allowed)))
+        text += tokens[token]
+        if reason := constraint.advance(token):
+            assert reason == "stop", constraint.matcher.get_error()
+            break
+    return text
+
+
+LONG = {
+    "a long text": {"type": "string", "maxLength": 3000},
+    "two long texts": {
+        "type": "object",
+        "properties": {
+            "a": {"type": "string", "minLength": 1000, "maxLength": 1500},
+            "b": {"type": "string", "pattern": "^.{0,2000}$"},
+        },
+        "required": ["a"],
+    },
+    "a map of long names": {
+        "type": "object",
+        "patternProperties": {"^.{1,255}$": {"type": "string", "maxLength": 200}},
+    },
+    "a place far behind": {"type": "string", "pattern": "^a.{300}b"},
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_answers_do_not_exhaust_a_schema(llm, name):
+    """Its copies share a table that is full after some of them: then each goes on with another."""
+    structure = SamplingParams(structured_outputs={"json": LONG[name]}).structured_outputs
+    grammars, rng = llm.engine.grammars, np.random.default_rng(0)
+    tokens = grammars.vocabulary.tokens
+    for _ in range(3):
+        (constraint,) = grammars.constraints(structure, 1)
+        assert len(written(rng, constraint, tokens, 1100)) > 400
+
+
+def test_answers_side_by_side_survive_a_full_table(llm, monkeypatch):
+    """With a table too small for one answer's masks: every one is replayed in a new table, drafts included."""
+    monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 1500)
+    structure = SamplingParams(structured_outputs={"json": {"type": "string", "maxLength": 400}}).structured_outputs
+    grammars, rng = Grammars(llm.engine.tokenizer, llm.engine.config.vocab_size), np.random.default_rng(1)
+    tokens = grammars.vocabulary.tokens
+    made, texts = 0, [""] * 4
+    constraints = grammars.constraints(structure, 4)
+    compiled = grammars.compile(structure)
+    make = compiled.make
+
+    def counted(factor: int):
+        nonlocal made
+        made += 1
+        return make(factor)
+
+    compiled.make = counted
+    draft = [token for token in range(len(tokens)) if tokens[token] == b"e"]
+    for step in range(500):
+        for index, constraint in enumerate(constraints):
+            if constraint.matcher.is_stopped():
+                continue
+            drafts = draft * (step % 3) if constraint.tokens else []
+            allowed, *after = constraint.allowed_after(drafts, ())
+            assert (
+                allowed.any()
+                and len(after) == len(drafts)
+                and constraint.open_beginning(drafts)
+                == [token for token, row in zip(drafts, [allowed, *after], strict=False) if row[token]]
+            )
+            token = int(rng.choice(np.flatnonzero(allowed[: len(tokens)])))
+            texts[index] += tokens[token].decode("latin1")
+            assert constraint.advance(token) in (None, "stop"), constraint.matcher.get_error()
+    assert 1 <= made < 200
+    assert all(json.loads(text.encode("latin1").decode()) is not None for text in texts)
+    assert grammars.checker({"json": structure["json"]})('"' + "é" * 400 + '"')
+    assert not grammars.checker({"json": structure["json"]})('"' + "é" * 401 + '"')
+
+
 def test_a_grammar_that_outgrows_its_limits_ends_alone(llm, monkeypatch):
     """It is found out in the middle of an answer, where nobody can refuse it any more."""
     monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 400)
+    monkeypatch.setattr(grammar, "RAISED", 1)
     regex = "(.*a.{1000}){10}"
     (hurt,), (fine,) = answers(llm, ["x", "x"], [shaped("regex", regex), shaped("regex", "[a-z]{90}")])
     assert hurt[1] == "error" and hurt[0]
     assert fine[1] == "stop"
+    assert not llm.engine.requests
+
+
+def test_a_grammar_that_no_token_can_follow_is_refused(llm, monkeypatch):
+    monkeypatch.setitem(grammar.LIMITS, "step_lexer_fuel", 10)
+    assert "too much work for each token; use smaller bounds" in str(refused(llm, regex="(.{9}a){900}"))
 
 
 # What is refused

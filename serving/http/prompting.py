@@ -17,10 +17,12 @@ from ..engine.admission import check_listed
 from ..engine.engine import Engine
 from ..parsing.custom import CustomCalls
 from ..parsing.forced import Forced
+from ..parsing.schema_types import properties_of
 from ..protocol import responses
 from ..protocol.answers.answer import ChatBatch, ChatRequest, CompletionRequest, Prompted, ResponsesRequest
 from ..protocol.context import Messages, edited, newest
 from ..protocol.pooling import EmbeddingRequest
+from ..protocol.sent_fields import ToolSchemaError
 from ..protocol.tools import INPUT
 from .settings import Formats
 
@@ -67,13 +69,26 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats) -> Prepared:
 
     if schemas and request.tool_choice not in ("auto", "none"):
         any_of_them = request.tool_choice == "required"
-        names = schemas if any_of_them else [request.tool_choice.removeprefix("function:")]
-        wanted = {name: schemas[name] for name in names}
+        names = list(schemas) if any_of_them else [request.tool_choice.removeprefix("function:")]
         calls = "several" if any_of_them and request.parallel_tool_calls else "one"
-        form = own_form(tokenizer, request, tool_parser, reasoning_parser, wanted, calls, opened)
-        if form is None:
-            name = next(iter(wanted)) if len(wanted) == 1 else None
-            form = forced_call(request, tools, name)
+
+        def wanted(tools: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+            """The form of an answer that calls some of these tools, and whether it is JSON and not the model's own."""
+            held = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+            held = {name: held[name] for name in names}
+            form = own_form(tokenizer, request, tool_parser, reasoning_parser, held, calls, opened)
+            return (form, False) if form else (forced_call(request, tools, names[0] if len(names) == 1 else None), True)
+
+        tried, is_json = wanted(tools)
+        form = tried
+        try:
+            compile_form(engine, replace(params, structured_outputs=form))
+        except RequestError as error:
+            form, is_json = wanted([relaxed(engine, request, tool) for tool in tools])
+            if form == tried:
+                raise ToolSchemaError(names[0] if len(names) == 1 else "", error.message) from None
+        if is_json:
+            name = names[0] if len(names) == 1 else None
             bare = name is not None and form == request.custom.get(name)
 
             def parser() -> Any:
@@ -84,7 +99,11 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats) -> Prepared:
         raise RequestError("tools", "are not understood by this server: --tool-call-parser names the model's format")
     elif schemas and schemas.keys() <= request.strict and params.structured_outputs is None:
         form = own_form(tokenizer, request, tool_parser, reasoning_parser, schemas, "any", opened)
-        params = replace(params, structured_outputs=form if form and can_be_kept(engine, form) else None)
+        if form is not None and not can_be_kept(engine, form):
+            form = None
+            for tool in tools:
+                relaxed(engine, request, tool)  # refuses the schema that a strict tool cannot be held to
+        params = replace(params, structured_outputs=form)
     if parser().keeps_special and params.skip_special_tokens:
         params = replace(params, skip_special_tokens=False)
     compile_form(engine, params)
@@ -144,6 +163,27 @@ def own_form(
     return {"grammar": ServersGrammar(found)}
 
 
+def relaxed(engine: Engine, request: ChatRequest, tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool whose arguments may have any values if its schema cannot be kept; ToolSchemaError if it is to be kept."""
+    function = tool["function"]
+    if engine.grammars is None or function["name"] in request.custom:
+        return tool
+    try:
+        engine.grammars.compile({"json": json.dumps(function["parameters"])})
+    except RequestError as error:
+        if function["name"] in request.strict:
+            raise ToolSchemaError(function["name"], error.message) from None
+        properties = properties_of(function["parameters"])
+        required = function["parameters"].get("required")
+        parameters = {
+            "type": "object",
+            "properties": {key: {} for key in properties},
+            "required": [key for key in properties if isinstance(required, list) and key in required],
+        }
+        return tool | {"function": function | {"parameters": parameters}}
+    return tool
+
+
 def refuse_two_forms(request: ChatRequest) -> None:
     if request.params.structured_outputs is not None:
         raise RequestError("tool_choice", "and a form of the answer cannot both be kept; leave one of them out")
@@ -182,14 +222,17 @@ def arguments_of(request: ChatRequest, function: dict[str, Any], index: int) -> 
 def checks_of(engine: Engine, request: ChatRequest) -> dict[str, Callable[[str], bool]]:
     """For each custom tool whether a text has the form that it takes."""
 
-    def check(form: Mapping[str, Any] | None) -> Callable[[str], bool]:
+    def check(name: str, form: Mapping[str, Any] | None) -> Callable[[str], bool]:
         if form is None:
             return lambda text: True
         if engine.grammars is None:
             raise RequestError("tools", "cannot have a grammar: this server has no tokenizer for the model")
-        return engine.grammars.checker(form)
+        try:
+            return engine.grammars.checker(form)
+        except RequestError as error:
+            raise ToolSchemaError(name, error.message) from None
 
-    return {name: check(form) for name, form in request.custom.items()}
+    return {name: check(name, form) for name, form in request.custom.items()}
 
 
 def own_root(parameters: dict[str, Any], index: int) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from ..multihost.leader import EXIT
 from ..observe.metrics import HttpMetrics
 from ..protocol.answers.answer import Delivery, Head, Prompted, Usage
 from ..protocol.answers.choices import Choices
+from ..protocol.sent_fields import as_sent
 from ..request.request import Request as Served
 from ..resume import Journal, seed_of
 from .answering import AS_EVENTS, Answering, ClientLeft, EventStream, Framing, until_gone, watched
@@ -237,7 +238,10 @@ class Service:
             params = with_defaults(parsed.params, parsed.given, model.llm.engine.defaults)
             terms = await self.adapted(model, parsed.model, terms)
             parsed = replace(parsed, params=params, terms=terms, delivery=self.delivery(parsed.delivery))
-            prepared = await self.beside(prepare, protocol.prepare, model.llm.engine, parsed, self.settings.formats)
+            try:
+                prepared = await self.beside(prepare, protocol.prepare, model.llm.engine, parsed, self.settings.formats)
+            except RequestError as error:
+                raise as_sent(error, body) from None
             choices = parsed.params.n
             if len(prepared.asks) * choices > self.settings.max_choices:
                 most = self.settings.max_choices
@@ -399,7 +403,10 @@ def abort_all(thread: Any) -> None:
 
 def read(parse: Callable[[Any], Any], raw: bytes) -> tuple[Any, Any]:
     body = decode(raw)
-    return parse(body), body
+    try:
+        return parse(body), body
+    except RequestError as error:
+        raise as_sent(error, body) from None
 
 
 def prepare(of: Callable[..., Prepared], engine: Engine, parsed: Any, formats: Formats) -> Prepared:

@@ -9,6 +9,7 @@ from ..api.errors import RequestError
 from ..api.validation import refuse_unknown, shown
 from . import chat, completion
 from .answers.answer import ChatRequest, CompletionRequest
+from .sent_fields import as_sent
 
 MAX_LINES = 50_000
 ENDPOINTS = {"/v1/chat/completions": chat.parse, "/v1/completions": completion.parse}
@@ -94,4 +95,5 @@ def _request(line: dict[str, Any], endpoints: Collection[str]) -> ChatRequest | 
             raise RequestError("stream", "has no place in a batch; leave it out")
         return request
     except RequestError as error:
+        error = as_sent(error, line.get("body"))
         raise RequestError("body" if error.param == "body" else f"body.{error.param}", error.message) from None

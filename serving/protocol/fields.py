@@ -28,8 +28,10 @@ MAX_TEMPLATE = 65_536  # characters
 MAX_SCHEMA = 65_536
 FORMATS = {  # of a text, with their own fields
     "text": (),
-    "json_object": (),
-    "json_schema": ("json_schema",),
+    "json_object": ("schema",),
+    "json_schema": ("json_schema", "value"),
+    "json": ("value",),
+    "regex": ("value",),
     "structural_tag": ("structures", "triggers", "format"),
 }
 FORM = "structured_outputs"
@@ -218,6 +220,14 @@ def structure(given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in FORMATS:
         raise RequestError("response_format.type", f"must be one of {', '.join(FORMATS)}, got {shown(kind)}")
     refuse_unknown(form, ("type", *FORMATS[kind]), "response_format.")
+    if kind == "json_object" and form.get("schema") is not None:
+        return formed("response_format", given, {"json": form["schema"]})
+    if kind in ("json", "regex"):  # as huggingface_hub writes them
+        if form.get("value") is None:
+            raise RequestError("response_format.value", "is missing; it must be a JSON schema, or a regular expression")
+        return formed("response_format", given, {kind: form["value"]})
+    if kind == "json_schema" and form.get("value") is not None:
+        return structured("response_format", kind, given, "response_format.value", form["value"])
     named = form if kind == "structural_tag" else form.get("json_schema")
     return structured("response_format", kind, given, "response_format.json_schema", named)
 
@@ -226,11 +236,16 @@ def structured(where: str, kind: str, given: Mapping[str, Any], place: str, name
     """The form of the text as the sampling parameter; what it says beside its kind is `named`, at this place."""
     if kind == "text":
         return {}
-    if "structured_outputs" in given:
-        raise RequestError(where, "and structured_outputs say the same; leave one of them out")
     if kind == "structural_tag":
-        return {"structured_outputs": {"structural_tag": dict(named)}}
-    return {"structured_outputs": {"json_object": True} if kind == "json_object" else {"json": schema_of(place, named)}}
+        return formed(where, given, {"structural_tag": dict(named)})
+    return formed(where, given, {"json_object": True} if kind == "json_object" else {"json": schema_of(place, named)})
+
+
+def formed(where: str, given: Mapping[str, Any], form: dict[str, Any]) -> dict[str, Any]:
+    """The form of the text, said by the field `where`, as the sampling parameter."""
+    if FORM in given:
+        raise RequestError(where, f"and {FORM} say the same; leave one of them out")
+    return {FORM: form}
 
 
 def form_of_text(form: dict[str, Any], tool_choice: str) -> dict[str, Any]:

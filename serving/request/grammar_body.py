@@ -10,6 +10,7 @@ from llguidance import LLMatcher, StructTag
 from ..api.errors import RequestError
 from ..api.structured import FIELD
 from .gbnf import GrammarError, is_gbnf
+from .json_schema import Refused, rewritten
 from .lark import to_lark
 
 STRICT = {"lenient": False}  # what is not understood is refused
@@ -28,8 +29,9 @@ def body_of(structure: Mapping[str, Any], is_servers: bool = False) -> dict[str,
     if "grammar" in structure:
         text = structure["grammar"]
         try:
-            is_lark = is_servers or not is_gbnf(text)
-            return {"lark_grammar": text if is_lark else to_lark(text)}
+            if is_servers:
+                return {"lark_grammar": "\n".join(map(with_schema, text.split("\n")))}
+            return {"lark_grammar": to_lark(text) if is_gbnf(text) else text}
         except GrammarError as error:
             raise RequestError(f"{FIELD}.grammar", f"{error}") from None
     if "structural_tag" in structure:
@@ -48,6 +50,16 @@ def body_of(structure: Mapping[str, Any], is_servers: bool = False) -> dict[str,
 
 
 def strict(schema: dict[str, Any], spacing: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """A schema with the spaces that were asked for, here or in the schema itself."""
+    """A schema for the compiler, with the spaces that were asked for, here or in the schema itself."""
     spacing = spacing or schema.get("x-guidance") or {"whitespace_pattern": SPACES}
-    return schema | {"x-guidance": {**STRICT, **spacing}}
+    try:
+        found = rewritten({name: value for name, value in schema.items() if name != "x-guidance"})
+    except Refused as error:
+        raise RequestError(FIELD, f"{error}") from None
+    return found | {"x-guidance": {**STRICT, **spacing}}
+
+
+def with_schema(line: str) -> str:
+    """A line of a grammar that the server wrote, whose JSON schema, if it is one, is rewritten for the compiler."""
+    name, mark, schema = line.partition(": %json ")
+    return f"{name}{mark}{json.dumps(strict(json.loads(schema)), ensure_ascii=False)}" if mark else line

@@ -16,6 +16,8 @@ from .chat_template import REQUEST_SECONDS, SCRIPT, ChatTemplate, PromptError
 from .worker import WorkerProcess
 
 MAX_TEMPLATE = 65_536  # characters of a chat template in a request
+LONG_DECODE = 1024  # tokens from which decoding releases the GIL; for fewer, taking it again may cost more
+CHARACTERS_DROPPED = 4  # characters of a text for each that stays, where a tokenizer normalises or strips
 INFILL = (  # tokens before what stands before a gap, what stands after it, and what belongs into it
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -67,6 +69,11 @@ class Tokenizer:
         """The ids of a text. A prompt from a chat template already has its special tokens: add none."""
         return self._encoding(text, add_special_tokens).ids
 
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        # A batch of one text, because only the library's batch methods release the GIL; "fast" leaves offsets out.
+        [encoding] = self._core.encode_batch_fast([unicode(text)], add_special_tokens=add_special_tokens)
+        return encoding
+
     def encode_truncated(
         self, text: str, max_tokens: int, side: str = "right", add_special_tokens: bool = True
     ) -> list[int]:
@@ -78,7 +85,7 @@ class Tokenizer:
             side: "right" or "left", where the text is cut.
             add_special_tokens: whether special tokens are added.
         """
-        longest = 4 * max_tokens * self.longest_token  # characters; some tokenizers drop characters
+        longest = self.max_characters(max_tokens)
         encoding = self._encoding(text[-longest:] if side == "left" else text[:longest], add_special_tokens)
         excess = len(encoding.ids) - max_tokens
         if excess <= 0:
@@ -89,23 +96,23 @@ class Tokenizer:
 
     def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
         """The ids of a text, and the character at which each ends in it: 0 for special tokens that were added."""
-        encoding = self._encoding(text, True)
+        [encoding] = self._core.encode_batch([unicode(text)])
         return encoding.ids, [end for _, end in encoding.offsets]
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         """The ids of two texts that the model reads together, and the place where the second begins."""
-        encoding = self._core.encode(unicode(first), unicode(second))
+        [encoding] = self._core.encode_batch_fast([(unicode(first), unicode(second))])
         ids, of = encoding.ids, encoding.sequence_ids
         return ids, of.index(1) if 1 in of else len(ids)
-
-    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        return self._core.encode(unicode(text), add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of these ids; an id that is not in the vocabulary gives no text."""
         if not self.byte_tokens.isdisjoint(ids):
             return self._decode_bytes(ids, skip_special_tokens)
-        return self._core.decode(ids, skip_special_tokens=skip_special_tokens)
+        if len(ids) < LONG_DECODE:
+            return self._core.decode(ids, skip_special_tokens=skip_special_tokens)
+        [text] = self._core.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        return text
 
     def _decode_bytes(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Decode where single bytes are tokens. Each bad byte becomes one U+FFFD, as in SentencePiece.
@@ -175,10 +182,22 @@ class Tokenizer:
         first = next((token for token in tokens if self.token_bytes(token).startswith(b" ")), None)
         return first is not None and not self.decode([first], skip_special_tokens=False).startswith(" ")
 
+    def max_characters(self, num_tokens: int) -> int:
+        """Maximum number of characters of a text that becomes `num_tokens` tokens."""
+        per_token = self.longest_token if self.keeps_characters else CHARACTERS_DROPPED * self.longest_token
+        return num_tokens * per_token
+
     @cached_property
     def longest_token(self) -> int:
-        """The number of characters of the longest token: n tokens have at most n times as many."""
+        """Number of characters of the longest token, as the vocabulary spells it."""
         return max(map(len, self._core.get_vocab(with_added_tokens=True)), default=1)
+
+    @cached_property
+    def keeps_characters(self) -> bool:
+        """Whether every character of a text is in the text of its tokens: byte-level, and nothing rewrites the text."""
+        strips = any(token.lstrip or token.rstrip for token in self._core.get_added_tokens_decoder().values())
+        alphabet = {name for name in _BYTE_OF if self._core.token_to_id(name) is not None}
+        return '"ByteLevel"' in self._decoder and self._core.normalizer is None and not strips and len(alphabet) == 256
 
     def get_vocab(self) -> dict[str, int]:
         """The ids by token, with the added ones; each as it stands in the vocabulary, not as text."""

@@ -27,6 +27,8 @@ from ..protocol.tools import INPUT
 from .settings import Formats
 
 S = TypeVar("S", str, list[int])
+PROBE = 8  # characters for each token of the model's length: few texts of more characters fit
+PROBE_MARGIN = 512  # tokens: those at the end of the probed characters may differ from those of the whole text
 Cut = ChatRequest | CompletionRequest | EmbeddingRequest  # what says how much of a prompt is kept
 
 
@@ -40,22 +42,18 @@ class Prepared:
     most_calls: int | None = None  # of tools, in one answer
 
 
-def chat(engine: Engine, request: ChatRequest, formats: Formats) -> Prepared:
-    """The prompt of a conversation, and who reads the answer."""
+def chat(engine: Engine, request: ChatRequest, formats: Formats, must_fit: bool = True) -> Prepared:
+    """The prompt of a conversation, and who reads the answer; `must_fit` is false where only its tokens are counted."""
     tokenizer = chat_tokenizer(engine, formats)
     tools = request.tools if request.tool_choice != "none" else []
     template = template_source(tokenizer, tools, request.template_options)
     tool_parser, reasoning_parser = formats.parsers(template)
 
-    def encoded(messages: Messages) -> tuple[str, list[int]]:
+    def encoded(messages: Messages, must_fit: bool = must_fit) -> tuple[str, list[int]]:
         text = render(tokenizer, messages, tools, request.template_options)
-        read = fitting(engine, "messages", text, request)
-        try:
-            return text, tokenizer.encode(read, add_special_tokens=False)
-        except PromptError as error:
-            raise RequestError("messages", str(error)) from None
+        return text, encode(engine, "messages", text, False, request, must_fit)
 
-    messages, applied = edited(request.messages, request.edits, lambda messages: len(encoded(messages)[1]))
+    messages, applied = edited(request.messages, request.edits, lambda messages: len(encoded(messages, False)[1]))
     if request.drops_oldest:
         room = max(engine.max_len - (request.params.max_tokens or request.kept_room), 1)
         messages = newest(messages, lambda messages: fits(encoded, messages, room))
@@ -310,11 +308,27 @@ def plain() -> Any:
     return parsing.make_parser(None, None, None)
 
 
-def encode(engine: Engine, where: str, text: str, special: bool, cut: Cut | None = None) -> list[int]:
+def encode(
+    engine: Engine, where: str, text: str, special: bool, cut: Cut | None = None, must_fit: bool = True
+) -> list[int]:
+    """The token ids of a text. One that is far too long is refused before all of it is tokenised.
+
+    Args:
+        where: The field that errors name.
+        cut: A request that may ask for truncation.
+        must_fit: Whether a text that has too many tokens is an error.
+    """
     if not text:
         raise RequestError(where, "is empty; it must have at least one character")
+    tokenizer = needs_tokenizer(engine)
     try:
-        return needs_tokenizer(engine).encode(fitting(engine, where, text, cut), add_special_tokens=special)
+        if cut is not None and cut.truncate_prompt_tokens is not None:
+            text = kept(text, tokenizer.max_characters(engine.max_len), cut.truncation_side)
+        else:
+            check_length(engine, where, text)
+            if must_fit:
+                probe_length(engine, where, text)
+        return tokenizer.encode(text, add_special_tokens=special)
     except PromptError as error:
         raise RequestError(where, str(error)) from None
 
@@ -332,23 +346,24 @@ def encode_truncated(
 
 
 def check_length(engine: Engine, where: str, text: str) -> None:
-    """A text that cannot fit is not cut into tokens first: that would take its time from others."""
-    if len(text) > longest_text(engine):
-        told = f"has {len(text)} characters; this model's maximum context length is {engine.max_len} tokens"
-        raise TooLong(where, told)
+    """Refuse a text of more characters than the model's length can hold; tokenising it would take seconds."""
+    if len(text) > needs_tokenizer(engine).max_characters(engine.max_len):
+        raise TooLong(where, f"has {len(text)} characters; {maximum_length(engine)}")
 
 
-def longest_text(engine: Engine) -> int:
-    """Characters that may fit; some tokenizers drop characters."""
-    return 4 * engine.max_len * needs_tokenizer(engine).longest_token
+def probe_length(engine: Engine, where: str, text: str) -> None:
+    """Refuse a text whose first characters are too many tokens already, so that the others need no tokenising."""
+    probe = text[: PROBE * engine.max_len]
+    if len(probe) == len(text):
+        return
+    count = len(needs_tokenizer(engine).encode(probe, add_special_tokens=False))
+    if count > engine.max_len + PROBE_MARGIN:
+        message = f"has {len(text)} characters, of which the first {len(probe)} are {count} tokens"
+        raise TooLong(where, f"{message}; {maximum_length(engine)}")
 
 
-def fitting(engine: Engine, where: str, text: str, cut: Cut | None) -> str:
-    """What is to be made tokens: all of a text that may fit; of one that will be truncated, what stays is enough."""
-    if cut is not None and cut.truncate_prompt_tokens is not None:
-        return kept(text, longest_text(engine), cut.truncation_side)
-    check_length(engine, where, text)
-    return text
+def maximum_length(engine: Engine) -> str:
+    return f"this model's maximum context length is {engine.max_len} tokens"
 
 
 def needs_tokenizer(engine: Engine) -> Tokenizer:

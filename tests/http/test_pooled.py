@@ -105,7 +105,8 @@ def test_labels_that_are_refused(server, client):
         ({"items": []}, "items"),
         ({"items": ["a"] * 129}, "items"),
         ({"items": [[10**6]]}, "items[0][0]"),
-        ({"items": ["x " * 9000]}, "prompt"),
+        ({"items": ["x " * 1500]}, "prompt"),
+        ({"items": ["x " * 9000]}, "items[0]"),
     ):
         status, body = client.post(
             "/generative_scoring", {"query": "a", "items": ["b"], "label_token_ids": [1], **fields}

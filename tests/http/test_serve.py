@@ -451,6 +451,35 @@ def test_a_prompt_is_cut_before_its_length_is_judged(server):
         assert status == 400 and "characters; this model's maximum context length" in body["error"]["message"]
 
 
+def test_a_prompt_that_cannot_fit_is_refused_before_all_of_it_is_tokenised(server, monkeypatch):
+    """Of ordinary text a few characters for each token of the model's length are tokenised; counting reads all."""
+    max_len, tokenizer = server.engine.max_len, server.engine.tokenizer
+    lengths: list[int] = []
+    encode = tokenizer.encode
+
+    def recorded(text: str, **options) -> list[int]:
+        lengths.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", recorded)
+    text = "0123456789 " * max_len
+    messages = [{"role": "user", "content": text}]
+    for path, fields in [("/v1/completions", {"prompt": text}), ("/v1/chat/completions", {"messages": messages})]:
+        lengths.clear()
+        status, _, body = ask(server, "POST", path, fields)
+        message = body["error"]["message"]
+        assert status == 400 and f"maximum context length is {max_len} tokens" in message
+        assert f"of which the first {8 * max_len} are " in message
+        assert lengths == [8 * max_len]
+    short = "word " * max_len  # more characters than tokens, and yet all of it is tokenised
+    lengths.clear()
+    assert ask(server, "POST", "/v1/completions", {"prompt": short})[0] == 400
+    assert lengths == [len(short)]
+    lengths.clear()
+    counted = ask(server, "POST", "/v1/messages/count_tokens", {"messages": messages})[2]
+    assert counted["input_tokens"] > 8 * max_len and lengths[0] > len(text)
+
+
 @pytest.mark.parametrize("long", [1, 10_000])
 def test_the_side_on_which_a_prompt_is_cut(server, long):
     """By hand: the tokens of what stays; also where the other end is not made tokens at all."""

@@ -2,10 +2,13 @@
 
 import json
 import random
+import threading
+import time
 from pathlib import Path
 
 import pytest
-from tokenizer_zoo import BOS, EOS, TURN, ZOO, random_text, save
+from tokenizer_zoo import BOS, CORPUS, EOS, TURN, ZOO, random_text, save
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from quire.model.config import ModelError
@@ -45,6 +48,58 @@ def test_texts_agree_with_the_library(folder):
             assert ours.encode(text, add_special_tokens=special) == ids
             for skip in (True, False):
                 assert ours.decode(ids, skip) == library.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("method", ["encode", "encode_with_ends", "encode_pair", "decode"])
+def test_other_threads_run_while_a_long_text_is_tokenised(byte_level, method):
+    """A second thread that sleeps a millisecond at a time: with the GIL held, it would wake once or twice."""
+    tokenizer, library = Tokenizer(byte_level), Library.from_file(str(byte_level / "tokenizer.json"))
+    text = " ".join(CORPUS) * 100
+    encoding, pair = library.encode(text), library.encode(text, "second")
+    expected = {
+        "encode": encoding.ids,
+        "encode_with_ends": (encoding.ids, [end for _, end in encoding.offsets]),
+        "encode_pair": (pair.ids, pair.sequence_ids.index(1)),
+        "decode": library.decode(encoding.ids * 10),
+    }
+    arguments = {"encode_pair": (text, "second"), "decode": (encoding.ids * 10,)}.get(method, (text,))
+    is_done = threading.Event()
+    wake_times: list[float] = []
+
+    def count() -> None:
+        while not is_done.is_set():
+            time.sleep(0.001)
+            wake_times.append(time.perf_counter())
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    began = time.perf_counter()
+    result = getattr(tokenizer, method)(*arguments)
+    ended = time.perf_counter()
+    is_done.set()
+    thread.join()
+    assert result == expected[method]
+    assert sum(began < at < ended for at in wake_times) >= 5, ended - began
+
+
+def test_a_text_has_at_most_the_characters_of_the_longest_token_for_each_token(folder):
+    tokenizer, rng = Tokenizer(folder), random.Random(4)
+    names = list(tokenizer.get_vocab())
+    assert tokenizer.keeps_characters == folder.name.startswith("byte_level")
+    for _ in range(300):
+        text = random_text(rng) if rng.random() < 0.5 else "".join(rng.choices(names, k=rng.randint(1, 20)))
+        if "".join(text.split()) and "\ufffd" not in text:
+            count = len(tokenizer.encode(text, add_special_tokens=False))
+            assert tokenizer.max_characters(count) >= len(text.strip())
+
+
+@pytest.mark.parametrize("token", [{"rstrip": True}, {"lstrip": True}])
+def test_a_tokenizer_that_strips_spaces_may_drop_characters(tmp_path, token):
+    core = ZOO["byte_level"]()
+    core.add_special_tokens([AddedToken("<|strips|>", **token)])
+    tokenizer = Tokenizer(save(tmp_path, core))
+    assert not tokenizer.keeps_characters
+    assert tokenizer.max_characters(1) == 4 * len("<|strips|>")
 
 
 def test_any_ids_decode(folder):

@@ -45,7 +45,8 @@ class Request:
 class Letters:
     """A tokenizer: a token a letter, and a prompt says its messages and the names of what is set beside them."""
 
-    longest_token = 1
+    def max_characters(self, num_tokens: int) -> int:
+        return num_tokens
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(map(ord, text))

@@ -66,7 +66,7 @@ async def count(service: Service, request: Request) -> JsonResponse:
     """Anthropic's question how many tokens a conversation has."""
     asked, _ = await service.read(request, messages.parse_count)
     async with service.models.use(asked.model) as model:
-        prepared = await service.beside(prompting.chat, model.llm.engine, asked, service.settings.formats)
+        prepared = await service.beside(prompting.chat, model.llm.engine, asked, service.settings.formats, False)
         [ask], [prompt] = prepared.asks, prepared.prompts
         found: dict[str, Any] = {"input_tokens": len(ask.tokens)}
         if asked.edits:

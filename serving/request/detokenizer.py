@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from ...model.text.tokenizer import Tokenizer
+from .stop_strings import StopMatcher
 
 HALF = "\ufffd"  # what a decoder makes of bytes that are not a whole character yet
 LONGEST_HALF = 3  # bytes of a character that lacks its last one
@@ -34,7 +35,8 @@ class Detokenizer:
     ):
         self.tokenizer = tokenizer
         self.skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self.stops, self.include_stop = tuple(stop or ()), include_stop
+        self.matcher = StopMatcher(stop) if stop else None
+        self.include_stop = include_stop
         self.stopped: str | None = None  # the stop string that ended the text
         self._window: list[int] = []
         self._taken = 0  # characters of the window's text
@@ -46,7 +48,7 @@ class Detokenizer:
 
         Without `check_stops` a stop string that these tokens complete is ordinary text.
         """
-        if not self.stops:
+        if self.matcher is None:
             return self._advance(ids)  # all at once: the text is the same, and a window is decoded once
         out = []
         for token in ids:
@@ -104,23 +106,16 @@ class Detokenizer:
 
     def _release(self, new: str, check_stops: bool) -> str:
         """Pass text on, less the end that may be the head of a stop string."""
-        if not self.stops or not new:
+        if self.matcher is None or not new:
             return new
         text = self._held + new
         if check_stops:
             # A match ends within the new text: what was held has been searched, or its match was not to count.
-            found = [
-                (at + len(stop), at, stop)
-                for stop in self.stops
-                if (at := text.find(stop, max(0, len(self._held) + 1 - len(stop)))) >= 0
-            ]
-            if found:
-                end, start, self.stopped = min(found)
+            match = self.matcher.find(text, len(self._held))
+            if match is not None:
+                start, self.stopped = match
                 self._held = ""
-                return text[: end if self.include_stop else start]
-        hold = max(
-            (n for stop in self.stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])),
-            default=0,
-        )
-        self._held = text[len(text) - hold :]
-        return text[: len(text) - hold]
+                return text[: start + len(self.stopped) if self.include_stop else start]
+        certain = len(text) - self.matcher.held(text)
+        self._held = text[certain:]
+        return text[:certain]

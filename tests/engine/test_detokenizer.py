@@ -8,6 +8,7 @@ from tokenizer_zoo import EOS, TURN, ZOO, characters, random_text, save
 
 from quire.model.text.tokenizer import Tokenizer
 from quire.serving.request.detokenizer import Detokenizer
+from quire.serving.request.stop_strings import StopMatcher
 
 
 @pytest.fixture(scope="module", params=ZOO)
@@ -118,6 +119,68 @@ def test_stop_strings_anywhere(tokenizer, include):
         assert stream.push(ids) == stream.finish() == "" or match is None
         stopped += match is not None
     assert stopped > 40
+
+
+class NaiveStops:
+    """Reference: every stop string is looked for in all that was held back, and every beginning of each at its end."""
+
+    def __init__(self, stops: list[str], include_stop: bool):
+        self.stops, self.include_stop = stops, include_stop
+        self.held = ""
+        self.stopped: str | None = None
+
+    def push(self, new: str, check_stops: bool) -> str:
+        if self.stopped is not None:
+            return ""
+        text = self.held + new
+        ends = range(len(self.held) + 1, len(text) + 1) if check_stops else ()
+        for end in ends:
+            ended = [stop for stop in self.stops if text[:end].endswith(stop)]
+            if ended:
+                self.stopped, self.held = max(ended, key=len), ""
+                return text[: end if self.include_stop else end - len(self.stopped)]
+        beginnings = [stop[:size] for stop in self.stops for size in range(1, len(stop))]
+        self.held = max((piece for piece in beginnings if text.endswith(piece)), key=len, default="")
+        return text[: len(text) - len(self.held)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stop_strings_agree_with_a_naive_search(letters, seed):
+    """Random stop strings over two or three letters, in random pieces, some of which do not count."""
+    rng = random.Random(seed)
+    endings = 0
+    for _ in range(250):
+        alphabet = "ab" if rng.random() < 0.7 else "abé"
+        stops = ["".join(rng.choices(alphabet, k=rng.randint(1, 9))) for _ in range(rng.randint(1, 5))]
+        include = rng.random() < 0.5
+        stream, naive = Detokenizer(letters, stop=stops, include_stop=include), NaiveStops(stops, include)
+        least = rng.choice([0, 0, 12])
+        for count in range(40):
+            token = rng.choice(alphabet)
+            assert stream.push(spell(letters, token), count >= least) == naive.push(token, count >= least)
+            assert stream.stopped == naive.stopped
+        assert stream.finish() == naive.held
+        endings += naive.stopped is not None
+    assert 100 < endings < 250
+
+
+def test_the_cost_of_stop_strings_is_linear_in_the_text(letters, monkeypatch):
+    """64 stop strings of 1,024 characters that begin alike: each place of the text is looked at once."""
+    looked = 0
+    is_beginning = StopMatcher.is_beginning
+
+    def counted(matcher: StopMatcher, piece: str) -> bool:
+        nonlocal looked
+        looked += 1
+        return is_beginning(matcher, piece)
+
+    monkeypatch.setattr(StopMatcher, "is_beginning", counted)
+    stops = ["ab" * 500 + f"{number:024}" for number in range(64)]
+    stream = Detokenizer(letters, stop=stops)
+    text = "ab" * 499 + "b" + "ab" * 1500 + "a" * 2000 + "ab" * 499
+    out = "".join(stream.push([token]) for token in spell(letters, text))
+    assert out == text[: -2 * 499] and stream.finish() == "ab" * 499
+    assert looked <= 2 * len(text)
 
 
 @pytest.mark.parametrize(

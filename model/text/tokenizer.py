@@ -50,6 +50,7 @@ class Tokenizer:
         self._templates = {
             name: ChatTemplate(source, self.special_tokens) for name, source in _read_templates(folder, config).items()
         }
+        self._token_texts: dict[int, str] = {}
         self._request_worker = WorkerProcess(SCRIPT)  # renders the templates that requests bring
 
     def _ids(self, folder: Path, kind: str, model: dict[str, Any]) -> list[int]:
@@ -137,7 +138,12 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """The text of one token, with its leading space; U+FFFD for a part of a character."""
-        return self.token_bytes(token_id).decode(errors="replace")
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self.token_bytes(token_id).decode(errors="replace")
+            if text:  # an id outside the vocabulary has none
+                self._token_texts[token_id] = text
+        return text
 
     def token_name(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it."""

@@ -37,12 +37,18 @@ class FlatLogprobs(Sequence[Mapping[int, Logprob]]):
 
     def append(self, candidates: Mapping[int, Logprob] | None) -> None:
         """One more position; None where nothing precedes it."""
+        self.append_candidates(
+            (token, entry.logprob, entry.rank, entry.decoded_token) for token, entry in (candidates or {}).items()
+        )
+
+    def append_candidates(self, candidates: Iterable[tuple[int, float, int | None, str | None]]) -> None:
+        """One more position, of which each candidate is (token, log-probability, rank, text)."""
         self.start_indices.append(len(self.token_ids))
-        for token, entry in (candidates or {}).items():
+        for token, logprob, rank, text in candidates:
             self.token_ids.append(token)
-            self.logprobs.append(entry.logprob)
-            self.ranks.append(entry.rank)
-            self.decoded_tokens.append(entry.decoded_token)
+            self.logprobs.append(logprob)
+            self.ranks.append(rank)
+            self.decoded_tokens.append(text)
         self.end_indices.append(len(self.token_ids))
 
     def __len__(self) -> int:

@@ -294,8 +294,12 @@ class Service:
         ]
         request.state.facts |= answering.facts()
         usage = answering.usage
-        found = protocol.response(replace(head, prompts=prompts), parsed, body, answers, usage)
-        return JsonResponse(found)
+
+        def respond() -> JsonResponse:
+            return JsonResponse(protocol.response(replace(head, prompts=prompts), parsed, body, answers, usage))
+
+        # The log-probabilities of a long prompt take a second to write.
+        return await self.beside(respond) if any(prompt.logprobs for prompt in prompts) else respond()
 
     async def searched(
         self,

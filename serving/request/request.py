@@ -4,12 +4,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from itertools import count as count_from
-from itertools import repeat
 
 from ..api.outputs import CompletionOutput, Delta, FlatLogprobs, Fresh, Logprob, RequestMetrics, RequestOutput
 from ..api.params import SamplingParams
 from .detokenizer import Detokenizer
+from .logprobs import PromptLogprobs, flat_prompt_logprobs, logprob_entry
 from .sequence import Score, Sequence
 
 
@@ -139,6 +138,7 @@ class Request:
         self.last_token: float | None = None
         self.watched = True  # its tokens are read as they come
         self.finished = False  # asked for hundreds of requests in every step
+        self.flat_prompt_logprobs: FlatLogprobs | None = None  # once all of them are known
 
     def scheduled(self, now: float) -> None:
         self.first_scheduled = self.first_scheduled or now
@@ -229,23 +229,8 @@ class Request:
         scores, count = self.sequences[0].prompt_scores, self.params.prompt_logprobs
         if scores is None or count is None:
             return None
-        found = [None, *(None if s is None else logprob_entry(s, count, self.tokenizer) for s in scores)]
-        return FlatLogprobs(found) if self.params.flat_logprobs else found
-
-
-def logprob_entry(score: Score, count: int, tokenizer, wanted: Seq[int] = ()) -> dict[int, Logprob]:
-    """The token's own log-probability, and those of the `count` best (-1: of all) or, in their place, of the wanted."""
-    most = None if count == -1 else count
-
-    def entry(token: int, logprob: float, rank: int | None) -> Logprob:
-        return Logprob(logprob, rank, None if tokenizer is None else tokenizer.token_text(token))
-
-    found = {score.token: entry(score.token, score.logprob, score.rank)}
-    if wanted:  # after a token that another engine drew nothing is known of them
-        others = zip(wanted, score.wanted_logprobs.tolist(), repeat(None), strict=False)
-    else:
-        others = zip(score.best[:most].tolist(), score.best_logprobs[:most].tolist(), count_from(1), strict=False)
-    for other, value, rank in others:
-        if other not in found:
-            found[other] = entry(other, value, rank)
-    return found
+        if not self.params.flat_logprobs:
+            return PromptLogprobs(scores, count, self.tokenizer)
+        if self.flat_prompt_logprobs is None and None not in scores:
+            self.flat_prompt_logprobs = flat_prompt_logprobs(scores, count, self.tokenizer)
+        return self.flat_prompt_logprobs or flat_prompt_logprobs(scores, count, self.tokenizer)

@@ -1,5 +1,6 @@
 """What is taken of a request bit by bit is what it has in the end: text, tokens, log-probabilities, reasons."""
 
+import pickle
 import random
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import pytest
 from tokenizer_zoo import ZOO, save
 
 from quire.model.text.tokenizer import Tokenizer
-from quire.serving.api.outputs import CompletionOutput, Fresh
+from quire.serving.api.outputs import CompletionOutput, Fresh, Logprob
 from quire.serving.api.params import SamplingParams
 from quire.serving.request.request import Request
 from quire.serving.request.sequence import Score, Sequence
@@ -132,3 +133,44 @@ def test_taking_costs_what_is_new(tokenizer):
     assert len(stream.seq.tokens) == 4002
     for watched in (stream.seq.tokens, stream.parts, stream.logprobs):
         assert watched.copied <= 4001
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_prompt_logprobs_are_made_when_they_are_read(tokenizer, monkeypatch, flat):
+    """What the engine's thread does for an output: no entry, and of flat ones all entries once."""
+    rng = random.Random(1)
+    scores = [
+        Score(rng.randrange(100), -rng.random(), rng.randint(1, 50), best, -np.sort(values), values)
+        for best, values in (
+            (np.array(rng.sample(range(100), 20)), np.random.default_rng(0).random(20)) for _ in range(9)
+        )
+    ]
+    request = make(tokenizer, SamplingParams(prompt_logprobs=20, flat_logprobs=flat))
+    request.sequences[0].prompt_scores = list(scores)
+    texts = []
+    token_text = tokenizer.token_text
+    monkeypatch.setattr(tokenizer, "token_text", lambda token: texts.append(token) or token_text(token))
+    logprobs = [request.output().prompt_logprobs for _ in range(3)][-1]
+    assert len(texts) == (sum(len({score.token, *score.best.tolist()}) for score in scores) if flat else 0)
+    entries: list[dict[int, Logprob] | None] = [{} if flat else None]
+    for score in scores:
+        listed = zip(score.best.tolist(), score.best_logprobs.tolist(), range(1, 21), strict=True)
+        entry = {token: Logprob(logprob, rank, token_text(token)) for token, logprob, rank in listed}
+        own = Logprob(score.logprob, score.rank, token_text(score.token))
+        entries.append({score.token: own} | entry | {score.token: own})
+    assert logprobs is not None and len(logprobs) == 10
+    assert list(logprobs) == entries and list(logprobs[2:4]) == entries[2:4] and logprobs[-1] == entries[-1]
+    assert list(logprobs[1]) == list(entries[1] or ())  # the token itself comes first
+    assert pickle.loads(pickle.dumps(logprobs)) == logprobs
+    if not flat:
+        assert logprobs == entries and logprobs != entries[:-1] and repr(logprobs) == repr(entries)
+
+
+def test_prompt_logprobs_grow_with_the_prompt_that_is_computed(tokenizer):
+    request = make(tokenizer, SamplingParams(prompt_logprobs=0))
+    known = Score(7, -1.0, 1, np.array([7]), np.array([-1.0]), np.array([]))
+    request.sequences[0].prompt_scores = [known, None]
+    before = request.output().prompt_logprobs
+    request.sequences[0].prompt_scores[1] = known
+    assert before is not None and before[2] is None
+    assert request.output().prompt_logprobs == [None, {7: Logprob(-1.0, 1, tokenizer.token_text(7))}, before[1]]

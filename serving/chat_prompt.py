@@ -27,13 +27,14 @@ def render(
             raise RequestError("tools", "cannot be told to this model: its chat template has no place for them")
         variables["tools"] = tools
     last = messages[-1]
+    said = last.get("content", "")
     if goes_on:
-        messages = [*messages[:-1], {**last, "content": last["content"] + MARK + SPACE}]
+        messages = [*messages[:-1], {**last, "content": said + MARK + SPACE}]
     try:
         text = tokenizer.apply_chat_template(messages, **variables)
     except PromptError as error:
         raise RequestError("messages", str(error)) from None
-    return up_to_mark(text, last["content"].strip()) if goes_on else text
+    return up_to_mark(text, said.strip()) if goes_on else text
 
 
 def up_to_mark(text: str, last: str) -> str:

@@ -37,12 +37,16 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Any], add_generation_prompt: bool = True, **variables: Any) -> str:
         """The prompt of a conversation; `variables` (tools, enable_thinking, ...) are the template's own."""
-        given = [_as_templates_read(message) for message in messages]
-        answer = self._rendered(given, add_generation_prompt, variables)
-        if "error" in answer and (written := _with_written_arguments(given)) != given:
-            # Some templates put the arguments of calls into a text as they are, and so take no objects.
-            second = self._rendered(written, add_generation_prompt, variables)
-            answer = answer if "error" in second else second
+        read = [_as_templates_read(message) for message in messages]
+        answer = self._rendered(read, add_generation_prompt, variables)
+        if "error" in answer:
+            # Some templates add to the content of every message, and some put the arguments of calls into
+            # a text as they are, and so take no objects.
+            filled, written = _with_contents(read), _with_written_arguments(read)
+            for attempt in (filled, written, _with_written_arguments(filled)):
+                if "error" in answer and attempt != read:
+                    other = self._rendered(attempt, add_generation_prompt, variables)
+                    answer = answer if "error" in other else other
         if "error" in answer:
             raise PromptError(f"chat template: {answer['error']}")
         return answer["text"]
@@ -68,14 +72,23 @@ class ChatTemplate:
 
 
 def _as_templates_read(message: Any) -> Any:
-    """A message without fields that are None, and with what was thought under each name that templates have for it."""
+    """A message as transformers gives it to templates.
+
+    Fields that are None are left out, and the reasoning has each name that templates read.
+    """
     if not isinstance(message, Mapping):
         return message
     given = {name: value for name, value in message.items() if value is not None}
-    if given.get("role") == "assistant":
-        given.setdefault("content", "")  # beside tool calls there is none, and many a template adds to it
     thought = next((given[name] for name in REASONING if name in given), None)
     return given if thought is None else {"thinking": thought, **given, "reasoning_content": thought}
+
+
+def _with_contents(messages: list[Any]) -> list[Any]:
+    """The messages with an empty content where an assistant said nothing beside its calls."""
+    return [
+        {"content": "", **message} if isinstance(message, Mapping) and message.get("role") == "assistant" else message
+        for message in messages
+    ]
 
 
 def _with_written_arguments(messages: list[Any]) -> list[Any]:

@@ -171,8 +171,6 @@ def parse_message(where: str, message: Any, ignored: set[str]) -> dict[str, Any]
         found["content"] = unicode(f"{where}.refusal", given["refusal"])
     elif "content" in given or calls is None:
         found["content"] = content_text(f"{where}.content", given.get("content"), ignored)
-    else:
-        found["content"] = ""
     for name in ("name", "tool_call_id"):
         if name in given:
             found[name] = unicode(f"{where}.{name}", given[name])

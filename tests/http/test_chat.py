@@ -126,7 +126,6 @@ def test_calls_and_their_results():
     assert chat(messages=given).messages[1:] == [
         {
             "role": "assistant",
-            "content": "",
             "tool_calls": [
                 {"id": "a", "type": "function", "function": {"name": "look_up", "arguments": {"city": "Zürich"}}},
                 {"id": "b", "type": "function", "function": {"name": "look_up", "arguments": {"city": "Rome"}}},

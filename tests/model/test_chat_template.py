@@ -13,7 +13,7 @@ from datetime import datetime
 
 import pytest
 from chat_templates import CASES
-from template_features import FEATURES
+from template_features import EXPRESSED, EXPRESSIONS, FEATURES
 
 from quire.model.text.chat_template import OWN_SECONDS, REQUEST_SECONDS, ChatTemplate, PromptError
 
@@ -51,19 +51,30 @@ def test_line_ends_of_the_template_do_not_matter(render, ends):
 
 
 @pytest.mark.parametrize("nothing", [{}, {"content": None}])
-def test_what_an_assistant_did_not_say_is_empty(render, nothing):
-    """Beside calls there may be no content, and many a template adds to it."""
+def test_a_content_that_is_null_is_not_defined(render, nothing):
+    """As transformers gives it; an empty text only where the template fails without one."""
     messages = [{"role": "assistant", "tool_calls": [1]} | nothing]
-    assert (
-        render("{% for m in messages %}{{ '<' + m.content + '>' + m.content|tojson }}{% endfor %}", messages) == '<>""'
-    )
+    loop = "{%% for m in messages %%}%s{%% endfor %%}"
+    assert render(loop % "{{ m.content is defined }}{{ 'content' in m }}<{{ m.content }}>", messages) == "FalseFalse<>"
+    assert render(loop % "{{ '<' + m.content + '>' + m.content|tojson }}", messages) == '<>""'
 
 
-def test_nothing_is_escaped_for_html(render):
-    """transformers escapes what is added to a text that is marked safe; no model was trained on that."""
-    assert (
-        render("""{{ "'"|safe + messages[0] + '"' }}{{ messages|tojson|safe }}""", ["<a & b>"])
-        == """'<a & b>\"["<a & b>"]"""
+@pytest.mark.parametrize("source", EXPRESSIONS)
+def test_expressions_that_minijinja_does_not_know(render, source):
+    assert render(source, EXPRESSED) == EXPRESSIONS[source]
+
+
+@pytest.mark.parametrize("source", ["{{ messages[0].foo.zfill(3) }}", "{{ messages.rsplit() }}", "{{ {}.index('a') }}"])
+def test_a_method_of_strings_needs_a_string(render, source):
+    with pytest.raises(PromptError, match="object has no attribute '(zfill|rsplit|index)'"):
+        render(source, EXPRESSED)
+
+
+def test_a_template_may_compute_with_floats(render):
+    messages = [{"f": 1.0, "e": 1e-6}]
+    assert render("{{ messages[0].f + 1 }} {{ messages[0].f|tojson }}", messages) == "2.0 1"
+    assert render("{{ x + 1 }} {{ y }} {{ messages[0] }}", messages, x=1.0, y=[1e-6, {"z": 2.0}]) == (
+        "2.0 [1e-06, {'z': 2.0}] {'f': 1.0, 'e': 1e-06}"
     )
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 from chat_templates import AGAIN, ANSWER, ASK, CASES
-from template_features import FEATURES, PRINTED
+from template_features import EXPRESSED, EXPRESSIONS, FEATURES, PRINTED
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -43,6 +43,11 @@ def ours():
 def test_the_recorded_prompts_are_theirs(case, theirs):
     options = {"add_generation_prompt": case.add_generation_prompt} | case.variables
     assert theirs(case.template, case.messages, **options) == case.expected
+
+
+@pytest.mark.parametrize("source", EXPRESSIONS)
+def test_the_recorded_expressions_are_theirs(source, theirs):
+    assert theirs(source, EXPRESSED) == EXPRESSIONS[source]
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)

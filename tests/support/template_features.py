@@ -140,3 +140,35 @@ FEATURES = {
         "<s>system\nYou help. {{ so }}</s>\n<s>user\nMore?</s>\n<s>tool\n20 °C</s>\n<s>assistant",
     ),
 }  # fmt: skip
+
+# Expressions that need more than minijinja has, with the messages below, and what transformers writes.
+EXPRESSED = [{"role": "user", "content": "a-b-c", "f": 1.0, "l": [1.0, "x"], "m": {"k": 2.0}, "n": 3}]
+EXPRESSIONS = {
+    "{{ messages[0].f|tojson }} {{ messages[0].l|tojson }} {{ messages[0].l[0]|tojson }}": '1.0 [1.0, "x"] 1.0',
+    "{% for k, v in messages[0].m.items() %}{{ k ~ v|tojson ~ v }}{% endfor %}": "k2.02.0",
+    "{{ messages[0].f is number }} {{ messages[0].f is float }} {{ messages[0].f|string }}": "True True 1.0",
+    "{% for c in 'abc' %}{{ c }}{{ loop.last }}{{ loop.length }}{{ loop.revindex }} {% endfor %}": "aFalse33 bFalse32 cTrue31 ",
+    "{% for c in messages[0].content if c != '-' %}{{ c }}{{ ',' if not loop.last }}{% endfor %}": "a,b,c",
+    "{% for k, v in messages[0].m|items %}{{ k }}{{ loop.last }}{% endfor %}": "kTrue",
+    "{% for c in nothing %}{{ loop.last }}{% else %}none{% endfor %}": "none",
+    "{% for c in ('ab' if messages else 'x') %}{{ c ~ loop.last }}{% endfor %}": "aFalsebTrue",
+    "{{ messages[0].content.rsplit('-', 1)[0] }}": "a-b",
+    "{{ messages[0].content.rsplit('-')|tojson }}": '["a", "b", "c"]',
+    "{{ messages[0]['content'].removeprefix('a-').removesuffix('-c') }}": "b",
+    "{{ (messages[0].content ~ '!').partition('-')[2] }}": "b-c!",
+    "{{ messages[0] . content . rpartition ( '-' ) [ 0 ] }}": "a-b",
+    "{{ messages[0].get('content')[2:].rsplit('-')[-1] }}": "c",
+    "{{ 'a-b'.partition('-') }}": "('a', '-', 'b')",
+    "{{ 'abc'.index('c') }} {{ -'abc'.index('c') }} {{ [1, 2][ 'ab'.index('b') ] }} {{ ['a', 'b'].index('b') }}": "2 -2 2 1",
+    "{{ '7'.zfill(3) ~ 'x'.ljust(3) ~ 'y'.rjust(2) ~ 'z'.center(3, '*') }}": "007x   y*z*",
+    "{{ 'aB'.swapcase() }}{{ 'ß'.casefold() }}{{ ' '.isspace() }}{{ not 'a'.isspace() }}": "AbssTrueTrue",
+    "{% set x = 'a b'.rsplit(' ') %}{{ x[1] }}{% macro f(x) %}{{ x.zfill(2) }}{% endmacro %}{{ f('1') }}": "b01",
+    "{% raw %}{{ 'a'.zfill(3) }}{% endraw %}{{ 'a'.zfill(3) }}{# 'a'.zfill(3) #}": "{{ 'a'.zfill(3) }}00a",
+    "{{ '.rsplit(' }} {{ '% s' }} {{ '\\'%'|length }}": ".rsplit( % s 2",
+    "{{ '%s and %d' % (messages[0].content, 3) }}": "a-b-c and 3",
+    "{{ '%05.1f' % 3.14159 }} {{ '%(a)s' % {'a': 3} }} {{ '%s' % messages[0].content|upper }}!": "003.1 3 A-B-C!",
+    "{{ '%s' % 'a' ~ 'b' }} {{ '%s%s' % ('a', 'b') + 'c' }} {{ 7 % 4 }} {{ messages|length % 2 }}": "ab abc 3 1",
+    "{% if '%s' % 'a' == 'a' %}yes{% endif %}": "yes",
+    "{{ '<'|safe + '>&' }} {{ '\"' + '<i>'|safe + '!' }} {{ '<'|safe ~ '>' }} {{ 1 + 2 }}{{ '<'|safe }}": "<&gt;&amp; &#34;<i>! <> 3<",
+    "{{ 'a b'|safe|upper }}{{ ' a '|safe|trim }}{{ 'abc'|safe|length }}{{ 'a'|safe is string }}": "A Ba3True",
+}

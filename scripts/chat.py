@@ -62,7 +62,7 @@ def converse(
                 f"{name} has no chat template, so it was not made for conversations: `quire generate` continues a text "
                 "(a template of your own goes into its folder, as chat_template.jinja)"
             )
-        params = with_defaults(params, sampling, llm.engine.defaults)
+        params = with_defaults(params, sampling, llm.engine.chat_defaults)
         opening = () if system is None else ({"role": "system", "content": system},)
         if question is not None:
             if turn(llm, params, opening, question) == opening:
@@ -70,6 +70,8 @@ def converse(
             return
         if sys.stdin.isatty():
             about = f"{TAUGHT}\n{HELP}" if name == "quill" else HELP
+            if llm.engine.chat_defaults != llm.engine.defaults:
+                about += f"\nthe model recommends no sampling: {described(params)}, as llama.cpp has it"
             print(f"{paint(name, sys.stdout, bold=True)}\n{paint(about, sys.stdout, dim=True)}")
         messages = opening
         for message in whole_messages(lines()):
@@ -86,6 +88,11 @@ def converse(
                     say_error(f"no command {command}; there is /reset, /exit and /help")
                 case _:
                     messages = turn(llm, params, messages, message)
+
+
+def described(params) -> str:
+    """How tokens are drawn, in words."""
+    return f"temperature {params.temperature:g}, top-k {params.top_k}, top-p {params.top_p:g}"
 
 
 def say_error(text: str) -> None:

@@ -96,7 +96,7 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
     vectors = embedder_of(options, folder, made.max_len - (not config.encodes))
     engine = Engine(
         runner, tokenizer, tables, made.max_len, seed, queued,
-        embedder=vectors, defaults=defaults, speculation=options.speculation,
+        embedder=vectors, defaults=defaults.requests, chat_defaults=defaults.chat, speculation=options.speculation,
         adapters=adapter_store(options, folder, runner.config), page_identity=made.page_identity,
     )  # fmt: skip
     if trace is not None:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,19 @@ NOT_APPLIED = {  # what would change answers too and has no counterpart here, wi
     "num_beams": 1, "no_repeat_ngram_size": 0, "exponential_decay_length_penalty": None, "min_length": 0,
     "min_new_tokens": None, "suppress_tokens": None, "begin_suppress_tokens": None, "bad_words_ids": None,
     "sequence_bias": None, "stop_strings": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
+    "mirostat": 0, "xtc_probability": 0.0, "repetition_penalty_last_n": -1, "sampler_sequence": None,  # GGUF files'
 }  # fmt: skip
 NEUTRAL = SamplingParams(max_tokens=None)
+SHAPING = ("temperature", "top_p", "top_k", "min_p")  # parameters that decide how tokens are drawn
+LLAMA_CPP = {"temperature": 0.8, "top_p": 0.95, "top_k": 40}  # llama.cpp's defaults
+
+
+@dataclass(frozen=True)
+class ModelDefaults:
+    """Defaults by the names of `SamplingParams`; values that change nothing are left out."""
+
+    requests: dict[str, Any]  # of every interface: what the model or the user recommends
+    chat: dict[str, Any]  # of `quire chat`, `quire run`, the page and Ollama's routes
 
 
 def generation_folder(folder: Path, options: EngineOptions) -> Path | None:
@@ -41,8 +52,12 @@ def generation_folder(folder: Path, options: EngineOptions) -> Path | None:
     return found
 
 
-def model_defaults(folder: Path, options: EngineOptions, longest: int) -> dict[str, Any]:
-    """The defaults by the names of `SamplingParams`; the log says what they are, and what is not applied."""
+def model_defaults(folder: Path, options: EngineOptions, longest: int) -> ModelDefaults:
+    """Read the defaults; the log says what they are, and what is not applied.
+
+    Where nothing recommends how tokens are drawn, conversations use llama.cpp's defaults: at temperature 1 over the
+    whole vocabulary most models lose the thread. `generation_config="vllm"` asks for neutral parameters everywhere.
+    """
     place, own = generation_folder(folder, options), dict(options.override_generation_config or {})
     known = [*NAMES, "do_sample"]
     try:
@@ -66,7 +81,20 @@ def model_defaults(folder: Path, options: EngineOptions, longest: int) -> dict[s
     if found:
         named = ", ".join(f"{parameter}={value:g}" for parameter, value in found.items())
         log.info("%s: defaults of sampling parameters (--generation-config vllm for none of its own): %s", name, named)
-    return found
+    if place is None or recommends_sampling(file) or recommends_sampling(own):
+        return ModelDefaults(found, found)
+    named = ", ".join(f"{parameter}={value:g}" for parameter, value in LLAMA_CPP.items())
+    log.info(
+        "%s recommends no sampling: quire chat, quire run, the page and Ollama's routes use %s (llama.cpp's); the "
+        "other interfaces keep temperature=1",
+        name, named,
+    )  # fmt: skip
+    return ModelDefaults(found, LLAMA_CPP | found)
+
+
+def recommends_sampling(recommended: Mapping[str, Any]) -> bool:
+    """Whether a file or the user says how tokens are drawn; 1.0 is an answer too."""
+    return recommended.get("do_sample") is False or any(recommended.get(name) is not None for name in SHAPING)
 
 
 def checked(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import tokenizers
 
 from ..errors import ModelError
 from .metadata import NUMBER, TEXT, WHOLE, Metadata, shown
+from .sampling import recommended_sampling
 from .words import Rule, rule_of
 
 SPACE = "▁"  # what SentencePiece writes for a space
@@ -280,7 +281,7 @@ def chat_templates(meta: Metadata) -> str | list[dict[str, str]] | None:
 
 
 def generation(meta: Metadata, vocabulary: Vocabulary) -> dict[str, Any]:
-    """The content of generation_config.json: the tokens that begin a text, and those that end an answer."""
+    """The content of generation_config.json: the tokens that begin and end an answer, and the sampling to use."""
     control = {vocabulary.tokens[number]: number for number in vocabulary.of(CONTROL, USER_DEFINED)}
     stated = [token_id(meta, vocabulary, name) for name in ("eos", "eot", "eom")]
     found = [*stated, *(control[token] for token in ENDS if token in control)]
@@ -288,7 +289,8 @@ def generation(meta: Metadata, vocabulary: Vocabulary) -> dict[str, Any]:
         found = [number for number in found if number in stated[:1] or number != control.get(MESSAGE_END)]
     last = [number for number in dict.fromkeys(found) if number is not None]
     bos = token_id(meta, vocabulary, "bos")
-    return ({} if bos is None else {"bos_token_id": bos}) | ({"eos_token_id": last} if last else {})
+    ends = ({} if bos is None else {"bos_token_id": bos}) | ({"eos_token_id": last} if last else {})
+    return ends | recommended_sampling(meta)
 
 
 KINDS = {"gemma4": gemma4, "gpt2": byte_level, "llama": sentence_piece}

@@ -22,6 +22,7 @@ from ..gguf.architectures import config_of
 from ..gguf.blocks import WRITTEN, BlockType
 from ..gguf.description import check_same, metadata_of
 from ..gguf.origin import Change, Part
+from ..gguf.sampling import sampling_metadata
 from ..gguf.tensors import file_name, origins, turn_of
 from ..gguf.vocabulary import vocabulary_of
 from ..gguf.writer import write_file
@@ -119,6 +120,8 @@ def plan(
         (part,) = origin.parts
         pieces.setdefault(part.name, []).append(Piece(part, tensors[name]))
     kinds = {own: (kind_of(own, shape, kind), shape) for own, shape in shapes.items()}
+    generation = folder / "generation_config.json"
+    metadata |= sampling_metadata(read_json(generation) if generation.is_file() else {})
     return Plan(architecture, again, metadata | tokenizer(folder, config), kinds, pieces, factors)
 
 

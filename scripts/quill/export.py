@@ -37,7 +37,7 @@ def export(folder: Path, weights, config: ModelConfig, tokenizer: Tokenizer) -> 
     tokenizer.save(str(folder / "tokenizer.json"))
     files = {
         "config.json": hf_config(config, **ids) | {"dtype": "bfloat16"},
-        "generation_config.json": ids,
+        "generation_config.json": ids | {"temperature": 1.0},
         "tokenizer_config.json": {f"{name}_token": token for name, token in SPECIAL.items()}
         | {
             "tokenizer_class": "PreTrainedTokenizerFast",

@@ -58,6 +58,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         embedder: Embedder = Embedder(),  # noqa: B008 - it is frozen
         defaults: Mapping[str, Any] = MappingProxyType({}),
+        chat_defaults: Mapping[str, Any] | None = None,
         speculation: SpeculativeConfig | None = None,
         adapters: Any = None,  # reads them, where they are served: an `AdapterStore`
         page_identity: Callable[[], tuple[bytes, bytes]] = lambda: (b"", b""),  # of the weights that lie on disk now
@@ -70,6 +71,7 @@ class Engine:
         self.page_identity, self.loaded_identity = page_identity, page_identity()
         self.embedder = embedder  # how a request for an embedding is answered
         self.defaults = defaults  # of sampling parameters that a request leaves out: the model's own
+        self.chat_defaults = defaults if chat_defaults is None else chat_defaults  # where people talk with the model
         self.grammars = None if tokenizer is None else Grammars(tokenizer, self.config.vocab_size)
         self.stages = len(runner.pipeline)
         self.scheduler = Scheduler(tables, runner.limits, self.stages)

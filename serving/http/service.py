@@ -66,6 +66,7 @@ class Protocol(NamedTuple):
     response: Callable[..., dict[str, Any]]
     stream: Callable[..., Any]
     framing: Framing = AS_EVENTS  # of a stream
+    uses_chat_defaults: bool = False  # for what requests leave out
 
 
 class Service:
@@ -235,7 +236,9 @@ class Service:
             if terms.timeout is not None:
                 seconds_left = terms.timeout - (time.monotonic() - began)
                 terms = replace(terms, timeout=max(seconds_left, 1e-3))
-            params = with_defaults(parsed.params, parsed.given, model.llm.engine.defaults)
+            engine = model.llm.engine
+            defaults = engine.chat_defaults if protocol.uses_chat_defaults else engine.defaults
+            params = with_defaults(parsed.params, parsed.given, defaults)
             terms = await self.adapted(model, parsed.model, terms)
             parsed = replace(parsed, params=params, terms=terms, delivery=self.delivery(parsed.delivery))
             try:

@@ -63,7 +63,7 @@ class LiveView(Observer):
             "t": now.now,
             "page_size": now.page_size,
             "limits": {"max_seqs": now.max_seqs, "max_rows": now.max_tokens, "max_len": now.max_len},
-            "defaults": dict(engine.defaults),
+            "defaults": dict(engine.chat_defaults),
             "groups": [
                 self.group(counts, owners, has, several) for counts, owners in zip(now.pages, has.pages, strict=True)
             ],

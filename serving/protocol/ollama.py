@@ -1,6 +1,6 @@
 """Ollama's /api/chat, /api/generate, /api/embed and /api/embeddings: a body to a request.
 
-What a request leaves out is the model's own, as at every endpoint here, and not Ollama's defaults.
+What a request leaves out is what the model recommends; where it recommends no sampling, llama.cpp's defaults.
 """
 
 import time

@@ -11,7 +11,7 @@ from quire.model.checkpoint import hub
 from quire.model.config import ModelError
 from quire.model.text.tokenizer import Tokenizer
 from quire.serving.api.options import EngineOptions
-from quire.serving.defaults import FILE, model_defaults, with_defaults
+from quire.serving.defaults import FILE, LLAMA_CPP, model_defaults, with_defaults
 
 QWEN = {  # a published file
     "bos_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643], "pad_token_id": 151643,
@@ -23,7 +23,7 @@ DEFAULTS = {"repetition_penalty": 1.05, "temperature": 0.7, "top_k": 20, "top_p"
 def read(folder, file=None, longest: int = 8192, **options):
     if file is not None:
         (folder / FILE).write_text(json.dumps(file))
-    return model_defaults(folder, EngineOptions(**options), longest)
+    return model_defaults(folder, EngineOptions(**options), longest).requests
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,43 @@ def test_the_log_says_what_holds_and_what_does_not(tmp_path, caplog):
     assert "max_length = 4096 counts the prompt too" in said[1]
     assert said[2].endswith("temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05")
     caplog.clear()
-    read(tmp_path, {"eos_token_id": 2, "max_length": 8192, "_from_model_config": True})
+    read(tmp_path, {"eos_token_id": 2, "max_length": 8192, "_from_model_config": True, "temperature": 1.0})
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "chat"),
+    [
+        (None, {}, LLAMA_CPP),
+        ({"eos_token_id": 2, "do_sample": True}, {}, LLAMA_CPP),
+        (
+            {"repetition_penalty": 1.1, "max_new_tokens": 9},
+            {},
+            LLAMA_CPP | {"repetition_penalty": 1.1, "max_tokens": 9},
+        ),
+        (QWEN, {}, DEFAULTS),
+        ({"temperature": 1.0}, {}, {}),  # neutral, but recommended
+        ({"do_sample": False}, {}, {"temperature": 0.0}),
+        (None, {"override_generation_config": {"top_p": 1.0}}, {}),
+        (None, {"override_generation_config": {"do_sample": False}}, {"temperature": 0.0}),
+        (None, {"generation_config": "vllm"}, {}),
+    ],
+)
+def test_conversations_use_llama_cpp_sampling_where_none_is_recommended(tmp_path, caplog, file, options, chat):
+    caplog.set_level("INFO", "quire")
+    if file is not None:
+        (tmp_path / FILE).write_text(json.dumps(file))
+    made = model_defaults(tmp_path, EngineOptions(**options), 8192)
+    assert made.chat == chat
+    used = chat.items() >= LLAMA_CPP.items()
+    assert made.requests == {name: value for name, value in chat.items() if not used or name not in LLAMA_CPP}
+    messages = [record.getMessage() for record in caplog.records if "recommends no sampling" in record.getMessage()]
+    assert len(messages) == used and all("temperature=0.8, top_p=0.95, top_k=40" in text for text in messages)
+
+
+def test_bundled_model_keeps_its_sampling():
+    made = model_defaults(hub.resolve("quill"), EngineOptions(), 8192)
+    assert made.requests == made.chat == {}
 
 
 def test_explicit_fields_win():

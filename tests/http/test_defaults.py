@@ -17,10 +17,13 @@ BODIES = {
 }
 
 
+CHAT_DEFAULTS = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "max_tokens": 5}
+
+
 @pytest.fixture(scope="module")
 def server():
     engine, _ = scripted(lambda prompt: "word " * 40)
-    engine.defaults = DEFAULTS
+    engine.defaults, engine.chat_defaults = DEFAULTS, CHAT_DEFAULTS
     with served(model_of(engine)) as state:
         state.params, add = [], engine.add
 
@@ -66,6 +69,18 @@ def test_what_a_request_leaves_out(server, path):
 def test_more_tokens_than_the_default(server, path, field):
     ask(server, "POST", path, BODIES[path] | {field: 8})
     assert server.params[-1].max_tokens == 8
+
+
+@pytest.mark.parametrize(("path", "field"), [("/api/chat", {"messages": TALK}), ("/api/generate", {"prompt": "Hi"})])
+def test_ollama_requests_use_the_chat_defaults(server, path, field):
+    body = {"model": "quill", "stream": False} | field
+    ask(server, "POST", path, body)
+    assert {name: getattr(server.params[-1], name) for name in CHAT_DEFAULTS} == CHAT_DEFAULTS
+    ask(server, "POST", path, body | {"options": {"temperature": 1.5, "top_k": 0}})
+    found = {name: getattr(server.params[-1], name) for name in CHAT_DEFAULTS}
+    assert found == CHAT_DEFAULTS | {"temperature": 1.5, "top_k": 0}
+    shown = ask(server, "POST", "/api/show", {"model": "quill"})["parameters"]
+    assert shown == "temperature 0.8\ntop_p 0.95\ntop_k 40\nmax_tokens 5"
 
 
 def test_the_card_shows_them(server):

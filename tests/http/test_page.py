@@ -295,7 +295,9 @@ def test_settings_show_what_holds_where_nothing_is_chosen(tab: Tab, stand_in: St
     tab.page.keyboard.press("Escape")
     tab.ask("Hello")
     tab.ended()
-    assert not {"temperature", "top_k", "max_tokens"} & set(stand_in.bodies[-1])
+    sent = {"temperature": 0.7, "top_k": 20, "max_tokens": 512}  # what is shown is what is sent
+    assert {name: stand_in.bodies[-1].get(name) for name in sent} == sent
+    assert tab.page.locator("#settings-text").inner_text() == "Settings"  # nothing was changed
 
 
 def test_a_model_is_chosen(context: BrowserContext, url: str, stand_in: StandIn):

@@ -246,6 +246,31 @@ def test_the_files_are_those_of_a_folder(tmp_path):
     assert read.vocab_size == len(ids)
 
 
+@pytest.mark.parametrize(
+    ("keys", "generation"),
+    [
+        ({}, {}),
+        ({"temp": np.float32(0.7), "top_k": 20, "top_p": np.float32(0.95), "min_p": 0.0},
+         {"temperature": 0.7, "top_k": 20, "top_p": 0.95, "min_p": 0.0}),
+        ({"penalty_repeat": np.float32(1.1), "penalty_last_n": 64},
+         {"repetition_penalty": 1.1, "repetition_penalty_last_n": 64}),
+        ({"penalty_repeat": np.float32(1.1), "penalty_last_n": 0}, {}),
+        ({"penalty_repeat": 1.0, "penalty_last_n": 64}, {}),
+        ({"mirostat": 2, "xtc_probability": 0.5, "sequence": "kpt"},
+         {"mirostat": 2, "xtc_probability": 0.5, "sampler_sequence": "kpt"}),
+    ],
+)  # fmt: skip
+def test_recommended_sampling_of_a_file(keys, generation):
+    metadata = written(byte_level(), pre="gpt-2") | {f"general.sampling.{key}": value for key, value in keys.items()}
+    found = json.loads(files_of(metadata)["generation_config.json"])
+    assert {name: value for name, value in found.items() if not name.endswith("_token_id")} == generation
+
+
+def test_recommended_sampling_of_a_wrong_kind_is_named():
+    with pytest.raises(ModelError, match="general.sampling.temp = 'hot'; it must be a number"):
+        files_of(written(byte_level(), pre="gpt-2") | {"general.sampling.temp": "hot"})
+
+
 def test_templates_by_name(tmp_path):
     templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_templates": ["tool_use"]}
     metadata = written(byte_level(), pre="gpt-2") | templates | {"tokenizer.chat_template.tool_use": "tools"}

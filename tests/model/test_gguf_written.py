@@ -222,12 +222,15 @@ def test_the_command_and_the_tokenizer(tmp_path):
     llama(tmp_path / "dense")
     out = tmp_path / "new" / "out-Q8_0.gguf"
     asked = ["quantize", str(tmp_path / "dense"), str(out), "--layout", "gguf", "--quantization", "q8_0"]
+    sampling = {"temperature": 0.7, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+    (tmp_path / "dense" / "generation_config.json").write_text(json.dumps(sampling | {"do_sample": True}))
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output
     assert "16 matrices in q8_0, laid out as gguf" in " ".join(done.output.split())
     mine, read = Folder(tmp_path / "dense"), Folder(folder_of(out))
     assert mine.encode("It's a fox, 123!") == read.encode("It's a fox, 123!")
     assert (mine.chat_template, mine.eos_token_ids) == (read.chat_template, read.eos_token_ids)
+    assert sampling.items() <= json.loads((folder_of(out) / "generation_config.json").read_text()).items()
     assert [*out.parent.iterdir()] == [out]
 
 

@@ -38,12 +38,13 @@ class FakeLLM:
 
     made: list["FakeLLM"] = []
     defaults: dict[str, Any] = {}
+    chat_defaults: dict[str, Any] = {}
 
     def __init__(self, model=None, **options):
         if model == "broken":
             raise ModelError("config.json lacks 'hidden_size'; it must be an integer")
         self.model, self.options = model, options
-        self.engine = SimpleNamespace(defaults=self.defaults)
+        self.engine = SimpleNamespace(defaults=self.defaults, chat_defaults=self.chat_defaults or self.defaults)
         self.prompts: list[str] = []
         self.params: Any = None
         self.closed = 0
@@ -156,6 +157,15 @@ def test_what_is_not_given_is_the_models_own(run, monkeypatch, command, most):
     monkeypatch.setattr(FakeLLM, "defaults", {"temperature": 0.5, "top_k": 9, "max_tokens": 2048})
     assert params() == SamplingParams(temperature=0.5, top_k=9, max_tokens=2048)
     assert params("--temperature", "1", "--max-tokens", "4") == SamplingParams(top_k=9, max_tokens=4)
+
+
+def test_chat_uses_the_defaults_of_conversations(run, monkeypatch):
+    monkeypatch.setattr(FakeLLM, "chat_defaults", {"temperature": 0.8, "top_k": 40, "top_p": 0.95})
+    for command in (("chat",), ("run", "some/model")):
+        assert run(*command, "--top-k", "5", stdin=b"Hi\n")[0] == 0
+        assert FakeLLM.made[-1].params == SamplingParams(max_tokens=512, temperature=0.8, top_k=5, top_p=0.95)
+    assert run("generate", "--prompt", "Hi")[0] == 0
+    assert FakeLLM.made[-1].params == SamplingParams(max_tokens=128)
 
 
 def test_overrides_are_json(run):

@@ -74,7 +74,7 @@ def after(engine: Engine, request: OllamaRequest, found: Prepared) -> Prepared:
 
 
 def protocol(parse: Callable[[Any], OllamaRequest]) -> Protocol:
-    return Protocol("ollama-", parse, prepare, answers.response, answers.LineStream, AS_LINES)
+    return Protocol("ollama-", parse, prepare, answers.response, answers.LineStream, AS_LINES, uses_chat_defaults=True)
 
 
 async def write(protocol: Protocol, service: Service, request: Request) -> Any:
@@ -205,7 +205,7 @@ async def show(service: Service, request: Request) -> JsonResponse:
         return JsonResponse(
             {
                 "modelfile": f"# Served by Quire: quire serve {model.root or model.name}\nFROM {model.name}\n",
-                "parameters": "\n".join(f"{name} {value:g}" for name, value in engine.defaults.items()),
+                "parameters": "\n".join(f"{name} {value:g}" for name, value in engine.chat_defaults.items()),
                 "template": template,
                 "details": details(engine),
                 "model_info": {

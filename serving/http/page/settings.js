@@ -34,8 +34,12 @@ export class Settings extends EventTarget {
     return (this.#values.system ?? "").trim();
   }
 
-  /** The fields of a request. */
+  /** The fields of a request: what was chosen, else what the page shows as the model's. */
   get params() {
+    return { ...this.#own, ...this.#chosen };
+  }
+
+  get #chosen() {
     const found = {};
     for (const { name } of [...NUMBERS, { name: "seed" }]) {
       if (Number.isFinite(this.#values[name])) found[name] = this.#values[name];
@@ -47,7 +51,7 @@ export class Settings extends EventTarget {
 
   /** What differs from the defaults, in a few words. */
   get summary() {
-    const { temperature, max_tokens: most, ...others } = this.params;
+    const { temperature, max_tokens: most, ...others } = this.#chosen;
     const words = [];
     if (temperature !== undefined) words.push(`temperature ${temperature}`);
     if (most !== undefined) words.push(`${most} tokens`);

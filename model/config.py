@@ -282,6 +282,12 @@ class ModelConfig:
     kv_cache_dtype: str = "auto"  # one of CACHES
     kv_cache_skips: tuple[int, ...] = ()  # layers that own a cache and keep it in the model's dtype nonetheless
     stored: StoredFormat | None = field(default=None, repr=False)  # where the checkpoint is quantised already
+    file_format: str | None = field(default=None, repr=False, compare=False)  # a GGUF file's name for its types
+
+    @property
+    def weights_format(self) -> str:
+        """What people call the format of the weights."""
+        return self.file_format or self.quant or self.dtype
 
     @property
     def rows(self) -> str:

@@ -4,8 +4,9 @@ import sys
 from datetime import datetime
 from typing import Any
 
+from ..serving.api.sizes import amount
 from . import options as o
-from .tables import amount, table
+from .tables import table
 
 
 @o.takes_engine(only=("download_dir",))

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ..serving.api.sizes import amount
 from . import options as o
-from .tables import amount
 
 
 @o.takes_engine(only=("download_dir",))

@@ -1,12 +1,4 @@
-"""Tables and amounts as the commands print them."""
-
-
-def amount(count: float) -> str:
-    """Bytes in the largest unit that leaves at least one."""
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if count >= 1024**power:
-            return f"{count / 1024**power:,.4g} {unit}"
-    return f"{count:,.0f} B"
+"""Tables as the commands print them."""
 
 
 def length_name(tokens: int | None) -> str:

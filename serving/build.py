@@ -19,6 +19,7 @@ from ..model.checkpoint.adapter_targets import targets_of, with_adapters
 from ..model.checkpoint.adapters import bucket_of
 from ..model.checkpoint.placement import Placement
 from ..model.config import ACTIVATIONS, ModelConfig, ModelError
+from ..model.planning.cost import weight_bytes
 from ..model.text.tokenizer import Tokenizer
 from ..model.weights import ModelWeights
 from ..ops import native
@@ -41,6 +42,7 @@ from .device.mesh import mesh_of, placement_of
 from .drafter import DraftSource, draft_folder, draft_source
 from .engine.cache_size import (
     cache_budget,
+    check_memory,
     claim_memory,
     held_bytes,
     size_cache,
@@ -72,6 +74,8 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
     folder, trace = folder_of(options), make_trace(options.trace)
     progress("reading config")
     config = config_of(folder, options)
+    if config.file_format is not None:
+        log.info("%s is a GGUF file in %s", options.model, config.file_format)
     if config.encodes and options.speculation is not None:
         raise ModelError(
             "speculative_config is given, and this model makes vectors or classes: it has no use for drafts"
@@ -190,6 +194,7 @@ def make_runner(
     if source is not None and source.load is not None:
         native.prepare(kernels_of(source.config)).result()
     load_weights, weights = partial(load, folder, config, placement, options, source), None
+    check_memory(options, weight_bytes(config, loader.specs_of(config)))
     budget = cache_budget(options)
     if budget is None:  # what the weights and a step leave
         progress("loading weights")

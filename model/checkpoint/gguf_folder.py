@@ -15,10 +15,13 @@ from ...ops import cache_folder
 from ..errors import ModelError
 from ..gguf.architectures import config_of
 from ..gguf.file import GgufFile, read_file
+from ..gguf.file_type import file_format
+from ..gguf.metadata import Metadata
 from ..gguf.origin import Origin
 from ..gguf.tensors import origins
 from ..gguf.tokenizer import files_of
 
+FILE_FORMAT = "gguf_file_format"  # the key of config.json for the name of the file's format
 PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")  # the end of a part's name
 
 # What each type's codes are kept as, none of them changed; the others are widened.
@@ -79,6 +82,7 @@ def contents(file: Path) -> tuple[dict[str, str], list[Path]]:
     kept = groups(gguf, where)
     if kept:
         config |= {"quantization_config": {"quant_method": "gguf", "modules": kept}}
+    config |= {FILE_FORMAT: file_format(Metadata(gguf.metadata), gguf.tensors)}
     texts = files_of(gguf.metadata) | {"config.json": json.dumps(config, indent=1)}
     return texts, sorted({tensor.file for tensor in gguf.tensors.values()})
 

@@ -33,7 +33,7 @@ from . import embedder, heads, orbax, published, reranker
 from .dense_leaf import read_leaf
 from .expert_stacks import read_stack, wanted
 from .folder import read_config_json
-from .gguf_folder import weights_of
+from .gguf_folder import FILE_FORMAT, weights_of
 from .parallel import in_parallel
 from .placement import Location, Placement, with_head
 from .published import gguf
@@ -68,6 +68,7 @@ def read_config(
     hf = published.described(folder, read_config_json(folder, hf_overrides, embeds))
     check_numbers(hf)
     hf, stored = published.split(hf)
+    file_format = hf.pop(FILE_FORMAT, None)
     by_tokens = reranker.classes_by_tokens(folder, hf)
     hf = {name: value for name, value in hf.items() if name not in reranker.KEYS}
     try:
@@ -92,7 +93,10 @@ def read_config(
         raise ModelError(f"kv_cache_dtype is {kv_cache_dtype!r}; it can be {', '.join(CACHES)}")
     quant = choose_format(config, quantization, stored)
     skips = skipped_layers(config, kv_cache_dtype_skip_layers)
-    return replace(config, dtype=dtype, quant=quant, kv_cache_dtype=kv_cache_dtype, kv_cache_skips=skips, stored=stored)
+    return replace(
+        config, dtype=dtype, quant=quant, kv_cache_dtype=kv_cache_dtype, kv_cache_skips=skips, stored=stored,
+        file_format=file_format if quantization is None else None,
+    )  # fmt: skip
 
 
 def encoder_of(config: ModelConfig, hf: dict, how: embedder.Embedder) -> ModelConfig:

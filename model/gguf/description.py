@@ -11,6 +11,7 @@ import numpy as np
 
 from ..config import Attention, ModelConfig
 from ..errors import ModelError
+from .file_type import FILE_TYPES
 from .rotary import FREQS, llama3
 
 Described = tuple[dict[str, Any], dict[str, np.ndarray]]
@@ -18,11 +19,11 @@ FAMILIES = {  # and the architecture that has them
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3",
 }  # fmt: skip
-FILE_TYPES = {  # general.file_type by the type of the matrices
-    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32, "MXFP4": 38,
-}  # fmt: skip
+# general.file_type by the type of the matrices.
+WRITTEN_TYPES = {"MXFP4" if name == "MXFP4_MOE" else name: number for number, name in FILE_TYPES.items()}
 SLACK = 1e-5  # between numbers of a configuration: a file keeps 32 bits
-APART = ("family", "dtype", "quant", "stored", "kv_cache_dtype")  # of a configuration, what a file has other words for
+# Fields of a configuration that a file has other words for.
+APART = ("family", "dtype", "quant", "stored", "kv_cache_dtype", "file_format")
 
 
 def metadata_of(
@@ -57,7 +58,7 @@ def metadata_of(
     own |= {key: float(value) for key, value in caps.items() if value is not None}
     found: dict[str, Any] = {
         "general.architecture": architecture, "general.type": "model", "general.name": name,
-        "general.file_type": FILE_TYPES[kind], "general.quantization_version": 2,
+        "general.file_type": WRITTEN_TYPES[kind], "general.quantization_version": 2,
     }  # fmt: skip
     return found | {f"{architecture}.{key}": value for key, value in own.items()}, tensors
 

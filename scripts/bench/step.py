@@ -11,9 +11,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
 
+from ...serving.api.sizes import amount
 from .. import options as o
 from ..loading import load as load_model
-from ..tables import amount, table
+from ..tables import table
 from . import load as load
 from . import report as reports
 from .engine import LoadRun, Roof, TimedStep, engine_roof, read_bandwidth, watch

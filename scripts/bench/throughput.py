@@ -4,10 +4,11 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
+from ...serving.api.sizes import amount
 from ...serving.progress import bar
 from .. import options as o
 from ..loading import load as load_model
-from ..tables import amount, table
+from ..tables import table
 from . import load as load
 from . import report as reports
 from .adapters import random_adapters

@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from ...serving.api.sizes import amount
 from .. import options as o
 from ..sizes import size
-from ..tables import amount, length_name, table
+from ..tables import length_name, table
 from . import meshes as meshes
 
 MACHINE = "The device"
@@ -91,7 +92,7 @@ def main(
     result = {
         "model": model or "quill",
         "layers": len(config.layers),
-        "dtype": config.quant or config.dtype,
+        "dtype": config.weights_format,
         "kv_cache_dtype": config.kv_dtype,
         "weight_bytes": cost.weight_bytes(config, weights),
         "kv_bytes_a_token": sum(kind.token_bytes for kind in cost.kinds(config)),

@@ -2,8 +2,9 @@
 
 from dataclasses import asdict
 
+from ...serving.api.sizes import amount
 from .. import options as o
-from ..tables import amount, length_name, table
+from ..tables import length_name, table
 
 SHOWN = 10
 NAMES = {"tensor": "tensor", "expert": "expert", "context": "context", "pipe": "pipeline", "data": "data"}

@@ -9,6 +9,7 @@ from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, get_args
 
 from ...model.config import ModelError
 from .other_engines import meant
+from .sizes import FORM, parse_size
 from .speculation import SpeculativeConfig, speculation_of
 from .validation import shown
 from .vllm_names import ENGINE, only_known
@@ -251,10 +252,11 @@ class EngineOptions:
         for name in ("enable_prefix_caching", "shard_weights", "require_invariance", "enable_lora", "weight_cache"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ModelError(f"{name} is {value!r}; it must be True or False")
-        for name in ("kv_cache_host_bytes", "kv_cache_disk_bytes", "weights_host_bytes"):
+        lowest = dict.fromkeys(("kv_cache_host_bytes", "kv_cache_disk_bytes", "weights_host_bytes"), 0)
+        for name, low in (lowest | {"kv_cache_memory_bytes": 1}).items():
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-                raise ModelError(f"{name} is {value!r}; it must be a number of bytes, 0 or more")
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+                raise ModelError(f"{name} is {value!r}; it must be a number of bytes, {low} or more")
         if (self.kv_cache_host_bytes or self.kv_cache_disk) and not self.enable_prefix_caching:
             name = "kv_cache_disk" if self.kv_cache_disk else "kv_cache_host_bytes"
             raise ModelError(f"{name} keeps pages for prompts that begin alike: it needs enable_prefix_caching")
@@ -267,8 +269,6 @@ class EngineOptions:
             raise ModelError("gpu_memory_utilization and kv_cache_memory_bytes both size the cache: leave one out")
         if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
             raise ModelError(f"gpu_memory_utilization is {share!r}; it must be above 0 and at most 1")
-        if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
-            raise ModelError(f"kv_cache_memory_bytes is {self.kv_cache_memory_bytes}; it must be positive")
 
     def check_adapters(self) -> None:
         """What adapters need, and what they are not served with."""
@@ -362,14 +362,27 @@ def refuse(name: str, value: Any, why: str) -> NoReturn:
 
 
 def options_of(model: str | Path | None, **options) -> EngineOptions:
-    """The options as a caller gave them; one that does not exist is named."""
+    """The options as a caller gave them, with sizes as numbers or as text; one that does not exist is named."""
     options = only_known(options, ENGINE, refuse)
     known = EngineOptions.__dataclass_fields__
     for name in options:
         if name not in known:
             hint = meant(name, known) or f"the options are {', '.join(known)}"
             raise TypeError(f"got an unexpected keyword argument {name!r}; {hint}")
-    return EngineOptions(model=None if model is None else str(model), **options)
+    sizes = {name: size_of(name, value) for name, value in options.items() if takes_size(known[name], value)}
+    return EngineOptions(model=None if model is None else str(model), **options | sizes)
+
+
+def takes_size(option: Field, value: Any) -> bool:
+    """Whether a value is text for an option that the commands read as a size."""
+    return isinstance(value, str) and bool(option.metadata.get("metavar")) and option.type in (int, int | None)
+
+
+def size_of(name: str, text: str) -> int:
+    value = parse_size(text)
+    if value is None:
+        raise ModelError(f"{name} is {text!r}; it must be {FORM}")
+    return value
 
 
 def takes_options(

@@ -17,7 +17,8 @@ from ...model.partition import local_config
 from ...model.planning.cost import state_bytes
 from ...ops.graphs import compile_step
 from ...sharding.mesh import device_axes
-from ..api.options import CPU_CACHE, SHARE, EngineOptions, SizedOptions
+from ..api.options import CPU_CACHE, PARALLEL, SHARE, EngineOptions, SizedOptions
+from ..api.sizes import amount
 from ..cache.page_pool import PagePool, largest
 from ..device.drafts import StepDrafter
 from ..device.expert_loads import ExpertLoads
@@ -45,6 +46,27 @@ def cache_budget(options: EngineOptions) -> int | None:
     if options.gpu_memory_utilization is not None or device_memory() is not None:
         return None
     return min(steady(free_memory() // 4), CPU_CACHE)
+
+
+def check_memory(options: EngineOptions, weights: int) -> None:
+    """Refuse sizes of caches that this machine or its devices have no memory for, before the `weights` are loaded."""
+    device, host = options.kv_cache_memory_bytes or 0, options.kv_cache_host_bytes or 0
+    pool, free = device_memory(), free_memory()
+    if pool is not None and device > pool:
+        raise ModelError(
+            f"kv_cache_memory_bytes is {device} ({amount(device)}), and a device has {amount(pool)}; give less, or "
+            "leave it out: the cache then gets what the weights leave"
+        )
+    devices = math.prod(getattr(options, name) for name in PARALLEL.values()) // options.num_processes
+    sizes = {"kv_cache_memory_bytes": device * devices if pool is None else 0, "kv_cache_host_bytes": host}
+    room = max(0, free - (weights if pool is None else 0))
+    if sum(sizes.values()) > room:
+        asked = [f"{name} is {getattr(options, name)} ({amount(size)})" for name, size in sizes.items() if size]
+        several = f" for {devices} devices" if devices > 1 and sizes["kv_cache_memory_bytes"] else ""
+        raise ModelError(
+            f"{' and '.join(asked)}{several}, and {amount(free)} of this machine's memory are free, of which the "
+            f"weights take {amount(free - room)}; give at most {room >> 20}M, or leave it out"
+        )
 
 
 def free_memory() -> int:

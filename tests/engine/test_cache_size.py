@@ -2,6 +2,7 @@
 
 import math
 import os
+from contextlib import nullcontext
 
 import jax
 import pytest
@@ -9,11 +10,19 @@ import pytest
 from quire import LLM
 from quire.model.checkpoint import hub, loader
 from quire.model.config import ModelError
-from quire.serving.api.options import EngineOptions
+from quire.serving.api.options import EngineOptions, options_of
 from quire.serving.cache.page_pool import PagePool
 from quire.serving.device.state import page_bytes
 from quire.serving.engine import cache_size
-from quire.serving.engine.cache_size import GAPS, cache_budget, claim_memory, size_cache, usable_memory, working_bytes
+from quire.serving.engine.cache_size import (
+    GAPS,
+    cache_budget,
+    check_memory,
+    claim_memory,
+    size_cache,
+    usable_memory,
+    working_bytes,
+)
 from quire.serving.engine.scheduler import Limits
 from quire.sharding.spec import nbytes
 
@@ -127,6 +136,69 @@ def test_what_jax_took_before_there_was_an_engine_is_not_exceeded(monkeypatch):
 def test_an_option_that_would_do_nothing_is_refused(options):
     with pytest.raises(ModelError, match="|".join(options)):
         EngineOptions(**options)
+
+
+@pytest.mark.parametrize("value", ["1Q", "", True, 1.5, 0, "0", "-1"])
+def test_wrong_size_of_the_cache_is_named(value):
+    with pytest.raises(
+        ModelError, match=f"kv_cache_memory_bytes is {value!r}; it must be|kv_cache_memory_bytes is -?[01];"
+    ):
+        LLM(kv_cache_memory_bytes=value)
+
+
+def test_sizes_are_numbers_or_text():
+    options = options_of(None, kv_cache_memory_bytes="1.5G", kv_cache_host_bytes="2m", max_model_len="4K", dtype="auto")
+    assert (options.kv_cache_memory_bytes, options.kv_cache_host_bytes) == (3 << 29, 2_000_000)
+    assert (options.max_model_len, options.dtype) == (4096, "auto")
+    assert options_of(None, kv_cache_memory_bytes=7).kv_cache_memory_bytes == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "free", "message"),
+    [
+        ({"kv_cache_memory_bytes": "3G"}, 4, None),
+        (
+            {"kv_cache_memory_bytes": "3G"},
+            3,
+            r"kv_cache_memory_bytes is 3221225472 \(3 GiB\), and 3 GiB .* at most 2048M",
+        ),
+        (
+            {"kv_cache_host_bytes": "500G"},
+            24,
+            r"kv_cache_host_bytes is 536870912000 \(500 GiB\), and 24 GiB .* are free",
+        ),
+        (
+            {"kv_cache_memory_bytes": "2G", "kv_cache_host_bytes": "2G"},
+            4,
+            "kv_cache_memory_bytes is .* and kv_cache_host_b",
+        ),
+        ({"kv_cache_memory_bytes": "1G", "tensor_parallel_size": 4}, 4, r"\(4 GiB\) for 4 devices, and 4 GiB"),
+        ({"kv_cache_memory_bytes": "1G", "tensor_parallel_size": 2}, 4, None),
+        ({}, 0, None),
+    ],
+)
+def test_caches_that_do_not_fit_are_refused(monkeypatch, options, free, message):
+    monkeypatch.setattr(cache_size, "free_memory", lambda: free << 30)
+    weights = 1 << 30 if options else 0
+    with nullcontext() if message is None else pytest.raises(ModelError, match=message):
+        check_memory(options_of(None, **options), weights)
+
+
+def test_cache_larger_than_the_device_is_refused(monkeypatch):
+    monkeypatch.setattr(cache_size, "device_memory", lambda: 80 << 30)
+    monkeypatch.setattr(cache_size, "free_memory", lambda: 1 << 30)  # of the host, which holds none of it
+    check_memory(options_of(None, kv_cache_memory_bytes="60G"), 70 << 30)
+    with pytest.raises(
+        ModelError, match=r"kv_cache_memory_bytes is .* \(100 GiB\), and a device has 80 GiB; give less"
+    ):
+        check_memory(options_of(None, kv_cache_memory_bytes="100G"), 0)
+
+
+def test_engine_that_cannot_fit_is_refused_before_it_loads(monkeypatch):
+    stages: list[str] = []
+    with pytest.raises(ModelError, match="kv_cache_memory_bytes is .* leave it out"):
+        LLM(kv_cache_memory_bytes="500T", progress=stages.append)
+    assert stages == ["reading config"]
 
 
 def test_the_budget_of_a_cpu_stays_while_memory_comes_and_goes(monkeypatch):

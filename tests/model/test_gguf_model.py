@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import gguf
 import jax
 import numpy as np
 import pytest
@@ -11,15 +12,22 @@ import served_codes
 import tiny
 import tiny_gguf
 from cases import cases, thinned
+from typer.testing import CliRunner
 
 from quire import LLM, SamplingParams
+from quire.__main__ import app
 from quire.model import partition
 from quire.model.checkpoint import gguf_folder, hub
+from quire.model.checkpoint.gguf_folder import folder_of
 from quire.model.checkpoint.loader import load_weights, read_config
 from quire.model.config import ModelError
+from quire.model.gguf.file import read_file
+from quire.model.gguf.file_type import FILE_TYPES, file_format
+from quire.model.gguf.metadata import Metadata
 from quire.ops.linear import einsum
 from quire.ops.quant.grouped import Grouped
 from quire.ops.quant.int4 import Int4
+from quire.serving.http.endpoints.ollama import details
 
 KINDS = [*gguf_folder.KEPT, "F32", "F16", "BF16", "IQ3_S", "IQ2_XXS"]
 D, N, K = 256, 8, 4
@@ -184,6 +192,35 @@ def test_folder_is_made_while_another_process_with_this_id_makes_it(tmp_path, mo
     monkeypatch.setattr(gguf_folder, "contents", slow_contents)
     assert [gguf_folder.folder_of(file)] == folders == [*gguf_folder.home().iterdir()]
     assert_is(read(file), means)
+
+
+def test_file_types_have_llama_cpp_names():
+    known = {member.value: member.name for member in gguf.LlamaFileType}
+    for number, name in FILE_TYPES.items():
+        assert known[number].removeprefix("ALL_").removeprefix("MOSTLY_") == name
+
+
+def test_format_is_named_as_the_file_has_it(tmp_path):
+    """By general.file_type, else by the type of most elements."""
+    file = tmp_path / "model.gguf"
+    tiny_gguf.write(file, "Q5_0", other="Q8_0")
+    tensors = read_file(file).tensors
+    for number, name in ((15, "Q4_K_M"), (3, "Q4_1"), (9999, "Q5_0"), (None, "Q5_0")):
+        values = {} if number is None else {"general.file_type": number}
+        assert file_format(Metadata(values), tensors) == name
+    config = read_config(folder_of(file))
+    assert config.weights_format == config.file_format == "Q5_0"
+    made = details(SimpleNamespace(config=config))  # of Ollama's lists
+    assert (made["format"], made["quantization_level"]) == ("gguf", "Q5_0")
+    planned = CliRunner().invoke(app, ["plan", str(file)])
+    assert "weights in Q5_0" in planned.output, planned.output
+
+
+def test_file_that_is_rounded_again_has_the_new_format(tmp_path):
+    tiny_gguf.write(tmp_path / "model.gguf", "F16")
+    folder = folder_of(tmp_path / "model.gguf")
+    assert read_config(folder).weights_format == "F16"
+    assert read_config(folder, quantization="int8").weights_format == "int8"
 
 
 def test_a_format_cannot_be_asked_for(tmp_path):

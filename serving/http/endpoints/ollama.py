@@ -174,10 +174,11 @@ def details(engine: Engine | None) -> dict[str, Any]:
         return found | {"family": "", "families": [], "parameter_size": "", "quantization_level": ""}
     family = engine.config.family
     return found | {
+        "format": "safetensors" if engine.config.file_format is None else "gguf",
         "family": family,
         "families": [family],
         "parameter_size": short(parameters(engine)),
-        "quantization_level": str(engine.config.quant or engine.config.dtype),
+        "quantization_level": engine.config.weights_format,
     }
 
 

@@ -1,5 +1,6 @@
 """How many tokens are drafted: as many as pay, by what was accepted of late and by what a step costs."""
 
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from time import perf_counter
 from ..api.speculation import SpeculativeConfig
 from ..request.sequence import Sequence
 from . import Drafter, make_drafter
+
+log = logging.getLogger("quire")
 
 PRIOR, WEIGHT = 0.7, 4.0  # the share of drafts that is accepted, before anything is known, and for how many it counts
 MORE = 0.3  # tokens a step that further paths of drafts give beyond the first, before anything is known
@@ -23,6 +26,8 @@ GAIN = 1.03  # of tokens a second, to begin with drafts: to change costs somethi
 LOOKS = 0.01  # share of the time that may go into drafts which are only compared with what comes
 LOOKED = 2  # so far ahead, where the step drafts
 SOONEST = 16  # steps between two such looks, at least
+IDLE_STEPS = 128  # decode steps without drafts after which the log says that drafts do not pay
+MAX_PATIENCE = 64.0  # times longer between two looks where drafts have not paid for long
 BEST = 0.98  # the share of accepted drafts above which nobody hopes
 
 
@@ -137,6 +142,10 @@ class Speculator:
         self.proposing = 1e-5  # seconds that a proposal takes on the host
         self.looking = 0.0  # and by which a step is longer that drafts only to look
         self.counts = Counts(0, 0, [0] * self.most)
+        self.idle_steps = 0  # decode steps since one had drafts
+        self.verdicts = Rate(inf)  # the share of drafts that was right since the start
+        self.is_reported = False  # the log has said that drafts do not pay
+        self.patience = 1.0  # factor of the time between two looks
 
     def begin(self, seq: Sequence) -> None:
         """A sequence comes."""
@@ -188,6 +197,7 @@ class Speculator:
         return record.rate.beside(self.common)
 
     def learn(self, record: Record, accepted: int, drafts: int) -> None:
+        self.verdicts.learn(accepted, drafts)
         record.rate.learn(accepted, drafts)
         self.common.learn(accepted, drafts)
         self.news = True
@@ -254,7 +264,9 @@ class Speculator:
             record.ideas, self.news = len(record.guess), True
             seq.waits = self.drafting and record.ideas > 0 and self.rate(record) >= self.least
             self.proposing += (self.clock() - began - self.proposing) / 16
-            share = len(self.records) * self.proposing / LOOKS
+            share = len(self.records) * self.proposing / LOOKS * self.patience
+            if self.is_reported:
+                self.patience = min(2 * self.patience, MAX_PATIENCE)
             record.looks = seq.num_output + max(1, ceil(share / max(self.seconds(1, 1, 0), 1e-4)))
 
     def trim(self, running: Seq[Sequence]) -> None:
@@ -274,6 +286,13 @@ class Speculator:
                 self.wait(ready)
             elif ready:
                 self.draft(ready)
+        if self.drafting:
+            self.idle_steps, self.patience = 0, 1.0
+        elif running and self.waited == (len(running), True):
+            self.idle_steps += 1
+            if self.idle_steps >= IDLE_STEPS and not self.is_reported:
+                self.is_reported = True
+                self.report(len(running))
         self.listens = self.drafting or self.step % HEARD == 0 or self.step <= self.looked + 2
         self.attends = self.drafting or self.looks()
 
@@ -338,7 +357,9 @@ class Speculator:
             times, drafting = self.cost(n)
             look = max(self.looking, (LOOKED + 2) * drafting / 2)
             interval = ceil(look / (LOOKS * times[0] * self.pace(n, False).factor)) if times[0] else 0
-            self.next_look = self.step + max(SOONEST, interval)
+            self.next_look = self.step + int(max(SOONEST, interval) * self.patience)
+            if self.is_reported:
+                self.patience = min(2 * self.patience, MAX_PATIENCE)
             hope = Record(Rate(1.0, 1e6 * BEST, 1e6), depth=0)
             able = [seq for seq in ready if seq in records and not records[seq].guess]
             if not able or self.decide(n, [(hope, self.most)] * n) <= 1:
@@ -348,6 +369,22 @@ class Speculator:
             for seq in able:
                 records[seq].looked, seq.asks = self.step, LOOKED
             self.asked, self.looked = able, self.step
+
+    def report(self, n: int) -> None:
+        """Log once that drafts do not pay, with what speaks against them; `n` sequences decode."""
+        times, drafting = self.cost(n)
+        figures = "not even drafts that are all right would"
+        if self.verdicts.tried:
+            figures = f"{self.verdicts.accepted / self.verdicts.tried:.0%} of the drafts are right"
+        if times[0] > 0:
+            verifying = times[min(n, len(times) - 1)] / times[0] - 1
+            figures += f", and verifying one for each sequence takes {verifying:.0%} of a step"
+            figures += f", drafting it {drafting / times[0]:.0%}" if self.in_step else ""
+        log.info(
+            "speculative decoding (%s) does not pay with %d running sequences: %s. Decoding goes on without drafts; "
+            "leave --speculative-config out to have their memory back",
+            self.config.method, n, figures,
+        )  # fmt: skip
 
     def decide(self, n: int, asked: list[tuple[Record, int]]) -> float:
         """Tokens a second with the drafts that pay most, over those without; how many of each sequence these are.

@@ -1,6 +1,7 @@
 """Speculative decoding gives the bits of plain decoding, whatever the drafts, and whatever else is asked for."""
 
 import random
+import re
 from itertools import count as count_up
 from itertools import product
 from types import SimpleNamespace
@@ -400,12 +401,12 @@ def drawn(rng, rate, count):
 
 
 def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500, slowness=lambda step: 1.0, dear=1.0,
-         turns=False) -> float:  # fmt: skip
+         turns=False, drafted: list[int] | None = None) -> float:  # fmt: skip
     """Tokens over those of plain decoding in the same time, by a clock that goes as the table of step times says.
 
     Where tokens are waited for, the host's tenth of a millisecond comes on top. All is slower by `slowness(step)`, and
     steps that verify take `dear` times as long as the table says. A draft is 0 where it is right. With `turns` answers
-    have many lengths, and others come when all are there.
+    have many lengths, and others come when all are there. `drafted` gets the tokens that each step drafts.
     """
 
     def seconds(rows, seqs, drafts):
@@ -430,6 +431,8 @@ def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500, slowness=lambda 
         verified = [seq.proposed[: seq.held] if own.in_step else seq.drafts for seq in seqs]
         drafts = sum(map(len, verified))
         n = len(seqs)
+        if drafted is not None:
+            drafted.append(drafts + asks)
         took = (seconds(n + drafts, n, asks) + 1e-4 * waited) * (dear if drafts else 1)
         if own.listens:
             own.took(n, drafts, asks, waited or drafts > 0, took * slowness(step))
@@ -493,6 +496,33 @@ def test_drafts_go_on_where_the_machine_changes_its_pace(config, every):
 def test_what_drafts_cost_in_service_is_learnt_for_all_sizes_at_once(rate):
     """Steps that verify take twice what they took alone, and the number of sequences falls from 16 to 1 and rises."""
     assert gain(LAYERS, 16, rate, draft=1e-4, steps=600, dear=2.0, turns=True) > 0.964
+
+
+@pytest.mark.parametrize(
+    ("config", "rate", "draft", "share"),
+    [
+        (LAYERS, 0.0, 1e-4, "0%"), (LAYERS, 0.3, 4e-4, "[234][0-9]%"), (LAYERS, 1.0, 1e-2, None),
+        ({"method": "ngram"}, 0.0, 0.0, "0%"),
+    ],
+)  # fmt: skip
+def test_drafts_that_gain_nothing_are_reported_once_and_stop(caplog, config, rate, draft, share):
+    caplog.set_level("INFO", "quire")
+    drafted: list[int] = []
+    assert gain(config, 1, rate, draft=draft, steps=4000, drafted=drafted) > 0.985
+    assert sum(drafted[-2000:]) <= 4
+    (message,) = [record.getMessage() for record in caplog.records]
+    pattern = (
+        rf"speculative decoding \({config['method']}\) does not pay with 1 running sequences: "
+        + ("not even drafts that are all right would" if share is None else f"{share} of the drafts are right")
+    )
+    assert re.match(pattern, message), message
+
+
+@pytest.mark.parametrize("config", [LAYERS, {"method": "ngram"}])
+def test_drafts_that_pay_are_not_reported(caplog, config):
+    caplog.set_level("INFO", "quire")
+    assert gain(config, 1, 0.9, draft=1e-4, steps=4000) > 1.3
+    assert not caplog.records
 
 
 def test_drafts_that_cannot_pay_are_not_even_tried():

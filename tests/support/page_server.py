@@ -90,7 +90,7 @@ class StandIn:
     down: bool = False  # streams end and nothing is answered
 
     def app(self) -> Starlette:
-        routes = [Route("/", self.index), Route("/page/{name}", self.part), Route("/v1/models", self.list)]
+        routes = [Route("/", self.index), Route("/page/{name:path}", self.part), Route("/v1/models", self.list)]
         routes += [Route("/live", self.live), Route("/v1/chat/completions", self.chat, methods=["POST"])]
         return Starlette(routes=routes)
 

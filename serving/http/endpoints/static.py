@@ -20,8 +20,9 @@ HEADERS = {
 def page_routes() -> list[Route]:
     folder = files(http) / "page"
     found = {
-        entry.name: Response(entry.read_bytes(), media_type=kind, headers=HEADERS)
-        for entry in folder.iterdir()
+        prefix + entry.name: Response(entry.read_bytes(), media_type=kind, headers=HEADERS)
+        for prefix, place in (("", folder), ("vendor/", folder / "vendor"))
+        for entry in place.iterdir()
         for ending, kind in KINDS.items()
         if entry.name.endswith(ending)
     }
@@ -35,4 +36,4 @@ def page_routes() -> list[Route]:
             path, HttpError(404, f"there is no {path[:200]}")
         )
 
-    return [Route("/", index), Route("/page/{name}", part)]
+    return [Route("/", index), Route("/page/{name:path}", part)]

@@ -1,10 +1,11 @@
 /* One answer: what has come of it so far, and how it looks. */
 
 import { Failure } from "./api.js";
+import { codeBox } from "./code.js";
 import { copier } from "./copy.js";
 import { make, tell, tool } from "./dom.js";
-import { count, duration, measured, plural } from "./figures.js";
-import { Markdown, codeBox } from "./markdown.js";
+import { count, duration, plural, rate } from "./figures.js";
+import { Markdown } from "./markdown.js";
 import { Aligner, Tokens } from "./tokens.js";
 
 const ENDS = {
@@ -111,7 +112,8 @@ export class Answer {
     if (tokens) found.push([count(tokens), tokens === 1 ? "token" : "tokens"]);
     if (this.drafted) found.push([count(this.drafted), "drafted", "drafted"]);
     const later = this.counted - (first?.tokens ?? 0);
-    if (later > 0 && last - first.at >= BRIEF) found.push([measured((later * 1000) / (last - first.at)), "tokens/s"]);
+    const speed = later > 0 && last - first.at >= BRIEF ? rate((later * 1000) / (last - first.at)) : "0";
+    if (speed !== "0") found.push([speed, "tokens/s"]);
     if (first) found.push([duration(first.at - begun), "to the first token"]);
     if (this.usage) {
       const cached = this.usage.prompt_tokens_details?.cached_tokens ?? 0;
@@ -210,7 +212,7 @@ export class AnswerView {
     const shown = this.#calls.children[i];
     if (shown?.dataset.source === source) return;
     const title = make("span", {}, "calls ", make("b", {}, call.name));
-    const box = codeBox(pretty(call.arguments), `Call of ${call.name}`, title, "code call");
+    const box = codeBox(pretty(call.arguments), `Call of ${call.name}`, { title, className: "code call", language: "json" });
     box.dataset.source = source;
     if (shown) shown.replaceWith(box);
     else this.#calls.append(box);

@@ -5,6 +5,7 @@ import { Card } from "./card.js";
 import { Chat } from "./chat.js";
 import { find, make } from "./dom.js";
 import { Engine } from "./engine.js";
+import { History } from "./history.js";
 import { Live } from "./live.js";
 import { keep } from "./memory.js";
 import { Settings } from "./settings.js";
@@ -17,6 +18,7 @@ const card = new Card(find("card"));
 const settings = new Settings();
 const chat = new Chat(api, card, settings, (on) => engine.lightOwn(on));
 const engine = new Engine(card, (id) => chat.owns(id));
+const history = new History(chat);
 const live = new Live(api, take, (why) => {
   showState(why);
   engine.away();
@@ -28,7 +30,8 @@ const KEYS = [
   ["Esc", "stop the answer"],
   ["/", "write a message", () => show("chat", () => chat.prompt.focus())],
   ["G", "go to the pages", () => show("engine", () => document.querySelector("#maps canvas")?.focus())],
-  ["N", "new chat", () => chat.clear()],
+  ["N", "new chat", () => chat.begin()],
+  ["H", "all chats", () => history.open()],
   ["E", "edit the last message", () => chat.edit()],
   ["R", "regenerate the answer", () => chat.regenerate()],
   ["P", "probabilities of the tokens", () => chat.toggleProbabilities()],
@@ -64,7 +67,7 @@ async function loadModels() {
   try {
     const { data } = await (await api.send("v1/models")).json();
     const select = find("model");
-    select.replaceChildren(...data.map(({ id }) => make("option", { value: id }, id)));
+    select.replaceChildren(...data.map(({ id }) => make("option", { value: id, title: id }, called(id))));
     select.disabled = data.length < 2;
     choose(data[0]?.id ?? null);
   } catch (error) {
@@ -76,11 +79,18 @@ async function loadModels() {
   return undefined;
 }
 
+/** A model that is named by its place is called by its file or folder; owner/name stays. */
+function called(id) {
+  const path = /^(\.{0,2}[\\/]|~|[A-Za-z]:)/.test(id) || /\.gguf$/i.test(id);
+  return path ? (id.split(/[\\/]/).filter(Boolean).at(-1) ?? id) : id;
+}
+
 function choose(model) {
   chat.model = model;
-  find("greeting").textContent = model ? `Ask ${model}` : "Ask for something";
+  const name = model && called(model);
+  find("greeting").textContent = name ? `Ask ${name}` : "Ask for something";
   find("taught").hidden = model !== "quill";
-  document.title = model ? `${model} on Quire` : "Quire";
+  document.title = name ? `${name} on Quire` : "Quire";
   live.watch(model);
 }
 
@@ -137,12 +147,13 @@ function shortcut(event) {
 function start() {
   addEventListener("keydown", shortcut);
   dark.addEventListener("change", () => engine.recolor());
-  find("new").onclick = () => show("chat", () => chat.clear());
+  find("new").onclick = () => show("chat", () => chat.begin());
+  find("all").onclick = () => show("chat", () => history.open());
   find("theme").onclick = toggleTheme;
   find("help").onclick = () => find("shortcuts").showModal();
   find("settings").onclick = () => find("drawer").showModal();
   find("model").onchange = (event) => choose(event.target.value);
-  for (const dialog of document.querySelectorAll("#drawer, #shortcuts")) {
+  for (const dialog of document.querySelectorAll("#drawer, #history, #shortcuts")) {
     dialog.onclick = (event) => {
       if (event.target === dialog) dialog.close(); // a click beside it
     };

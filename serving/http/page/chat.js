@@ -5,9 +5,15 @@ import { Failure, events } from "./api.js";
 import { copier } from "./copy.js";
 import { find, make, tool } from "./dom.js";
 import { count, plural } from "./figures.js";
+import * as conversations from "./conversations.js";
 import { keep, recall } from "./memory.js";
 
-const STARTERS = ["Write a short story about a dog.", "Sort: 52 31 90 17 68", "What is 7 * 8?"];
+const TAUGHT = ["Write a short story about a dog.", "Sort: 52 31 90 17 68", "What is 7 * 8?"]; // what quill can do
+const STARTERS = [
+  "Why is the sky blue, in three sentences?",
+  "Write a Python function that counts the words of a text.",
+  "Compare tea and coffee in a table.",
+];
 const NEAR = 48; // pixels from the end within which the view follows it
 
 export class Chat {
@@ -24,7 +30,8 @@ export class Chat {
   #limit = null;
   #drafts = false; // the engine drafts
   #used = 0;
-  model = null;
+  #model = null;
+  id = recall("current")?.id ?? conversations.newId(); // of the conversation
 
   /** `light(on)` shows the pages of the request that is being answered. */
   constructor(api, card, settings, light) {
@@ -44,13 +51,26 @@ export class Chat {
     find("log").onscroll = () => this.#follow();
     find("latest").onclick = () => this.#toEnd();
     find("probabilities").onclick = () => this.toggleProbabilities();
-    const starter = (text) => make("button", { type: "button", onclick: () => this.send(text) }, text);
-    find("starters").append(...STARTERS.map((text) => make("li", {}, starter(text))));
     this.#showSwitch();
     this.#restore();
     this.#refresh();
     addEventListener("beforeunload", () => (this.#leaving = true));
-    addEventListener("pagehide", () => this.#keep());
+    addEventListener("pagehide", () => this.keep());
+  }
+
+  get model() {
+    return this.#model;
+  }
+
+  /** The model that is asked; the page proposes what it can do. */
+  set model(name) {
+    this.#model = name;
+    const starter = (text) => make("button", { type: "button", disabled: this.busy, onclick: () => this.send(text) }, text);
+    find("starters").replaceChildren(...(name === "quill" ? TAUGHT : STARTERS).map((text) => make("li", {}, starter(text))));
+  }
+
+  get empty() {
+    return this.#turns.length === 0;
   }
 
   get busy() {
@@ -61,17 +81,33 @@ export class Chat {
     this.#stopper?.abort();
   }
 
-  clear() {
+  /** A new conversation; the one before stays in the list, unless it is not to be kept. */
+  begin(kept = true) {
+    if (kept) this.keep();
+    this.#leave(conversations.newId());
+    this.#refresh();
+    this.prompt.focus();
+  }
+
+  /** Goes on with one that was kept. */
+  open(id) {
+    this.keep();
+    this.#leave(id);
+    this.#restore();
+    this.#refresh();
+    this.prompt.focus();
+  }
+
+  #leave(id) {
     this.stop();
     this.#stopper = null;
+    this.id = id;
+    keep("current", { id });
     this.#turns = [];
     this.#used = 0;
     find("turns").replaceChildren();
     this.#card.hide();
-    this.#keep();
     this.#showContext();
-    this.#refresh();
-    this.prompt.focus();
   }
 
   /** Whether a request of the engine is this page's own. */
@@ -183,7 +219,7 @@ export class Chat {
     const messages = this.#turns.map(said).filter(({ content }) => content);
     if (this.#settings.system) messages.unshift({ role: "system", content: this.#settings.system });
     return {
-      ...(this.model && { model: this.model }),
+      ...(this.#model && { model: this.#model }),
       messages,
       ...this.#settings.params,
       stream: true,
@@ -222,7 +258,7 @@ export class Chat {
     if (this.#stopper !== stopper) return; // the chat was cleared
     this.#stopper = null;
     this.#count(answer);
-    this.#keep();
+    this.keep();
     this.#showContext();
     this.#refresh();
     this.#keepEnd();
@@ -233,20 +269,23 @@ export class Chat {
     if (usage) this.#used = usage.prompt_tokens + usage.completion_tokens;
   }
 
-  /** Keeps the chat for a reload; where it is too long, without what is known of its tokens. */
-  #keep() {
-    const turns = (tokens) => this.#turns.map(({ role, text, answer }) => (role === "user" ? { text } : { answer: answer.kept(tokens) }));
-    if (!keep("chat", turns(true))) keep("chat", turns(false));
+  /** Keeps the conversation in the browser. */
+  keep() {
+    if (this.empty) return;
+    keep("current", { id: this.id });
+    conversations.write(this.id, (tokens) =>
+      this.#turns.map(({ role, text, answer }) => (role === "user" ? { text } : { answer: answer.kept(tokens) })),
+    );
   }
 
   #restore() {
     try {
-      for (const { text, answer } of recall("chat") ?? []) {
+      for (const { text, answer } of conversations.read(this.id)?.turns ?? []) {
         if (answer) this.#remember(Answer.from(answer));
         else this.#ask(text);
       }
     } catch {
-      this.clear(); // it was kept by another version of the page
+      this.begin(false); // it was kept by another version of the page
     }
     this.#toEnd();
   }

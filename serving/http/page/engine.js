@@ -3,7 +3,7 @@
 import { Frames, Palette } from "./canvas.js";
 import { Spark, Strip } from "./charts.js";
 import { find, make, tell } from "./dom.js";
-import { compact, count, measured, percent, plural } from "./figures.js";
+import { compact, count, measured, percent, plural, rate } from "./figures.js";
 import { PageMap, measures, stateOf } from "./pages.js";
 
 const ROOM = [150, 0.26, 300]; // pixels that the maps may be high together: at least, of the window, at most
@@ -84,9 +84,9 @@ export class Engine {
   }
 
   #showRates({ rates }) {
-    tell(find("generation"), measured(rates.generation));
-    tell(find("prompt-rate"), measured(rates.prompt));
-    tell(find("tab-rate"), rates.generation ? `${measured(rates.generation)}/s` : "");
+    tell(find("generation"), rate(rates.generation));
+    tell(find("prompt-rate"), rate(rates.prompt));
+    tell(find("tab-rate"), rate(rates.generation) === "0" ? "" : `${rate(rates.generation)}/s`);
     this.#spark.update(this.#last);
   }
 

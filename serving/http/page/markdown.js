@@ -1,131 +1,84 @@
-/* Markdown of the plainest kind, as elements: paragraphs, headings, lists, code, bold and italics. No links, no HTML. */
+/* Markdown as elements: parsed by markdown-it, HTML as text and images as links, and sanitised by DOMPurify. */
 
-import { make } from "./dom.js";
-import { copier } from "./copy.js";
+import { codeBox } from "./code.js";
+import MarkdownIt from "./vendor/markdown-it.min.js";
+import "./vendor/purify.min.js";
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`]*)$/;
-const HEADING = /^(#{1,6})\s+(.*)$/;
-const ITEM = /^( *)([-*+]|\d{1,9}[.)])\s+(.*)$/;
+const LINK = /^(https?:\/\/|mailto:)/i; // others would lead into this server, or run
+const TAGS = "a blockquote br code em h3 h4 h5 h6 hr li ol p pre s strong table tbody td th thead tr ul".split(" ");
+const ATTRIBUTES = ["class", "href", "rel", "start", "target", "title"];
 
-/** The blocks of a text, each {kind, ...}; the last one may be unfinished. */
+const parser = new MarkdownIt({ html: false, linkify: true, breaks: true });
+parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false }); // README.md is no address
+parser.validateLink = (url) => LINK.test(url);
+
+/** The page has headings of its own above those of an answer. */
+function lowerHeading(tokens, i, options, env, self) {
+  tokens[i].tag = `h${Math.min(6, Math.max(3, Number(tokens[i].tag[1]) + 1))}`;
+  return self.renderToken(tokens, i, options);
+}
+
+/** Columns are aligned by classes: the page's policy allows no styles in attributes. */
+function alignCell(tokens, i, options, env, self) {
+  const style = tokens[i].attrGet("style");
+  if (style) tokens[i].attrs = [["class", style.replace("text-align:", "align-")]];
+  return self.renderToken(tokens, i, options);
+}
+
+function openLink(tokens, i, options, env, self) {
+  tokens[i].attrSet("target", "_blank");
+  tokens[i].attrSet("rel", "noopener noreferrer nofollow");
+  return self.renderToken(tokens, i, options);
+}
+
+/** A picture of another site would tell it that this answer was read: it is shown when its link is followed. */
+function linkImage(tokens, i, options, env, self) {
+  const link = new tokens[i].constructor("link_open", "a", 1);
+  link.attrSet("href", tokens[i].attrGet("src"));
+  const words = self.renderInlineAsText(tokens[i].children, options, env);
+  return `${openLink([link], 0, options, env, self)}${parser.utils.escapeHtml(words || "image")}</a>`;
+}
+
+const rules = parser.renderer.rules;
+rules.image = linkImage;
+rules.heading_open = rules.heading_close = lowerHeading;
+rules.th_open = rules.td_open = alignCell;
+rules.link_open = openLink;
+rules.fence = (tokens, i) => {
+  const { content, info } = tokens[i];
+  const escape = parser.utils.escapeHtml;
+  return `<pre title="${escape(info.trim())}"><code>${escape(content.replace(/\n$/, ""))}</code></pre>\n`;
+};
+
+/** The HTML of each block of a text; the last one may be unfinished. */
 export function blocks(text) {
+  const env = {};
+  const tokens = parser.parse(text, env);
   const found = [];
-  const lines = text.split("\n");
-  for (let i = 0; i < lines.length; i++) {
-    const line = lines[i];
-    const last = found.at(-1);
-    const [fence, heading, item] = [line.match(FENCE), line.match(HEADING), line.match(ITEM)];
-    if (fence) {
-      const body = [];
-      const closed = (other) => other.trim().startsWith(fence[1]) && !other.trim().replaceAll(fence[1][0], "");
-      while (++i < lines.length && !closed(lines[i])) body.push(lines[i]);
-      found.push({ kind: "code", language: fence[2].trim(), text: body.join("\n") });
-    } else if (!line.trim()) {
-      if (last) last.closed = true;
-    } else if (heading) {
-      found.push({ kind: "heading", text: heading[2], closed: true });
-    } else if (item) {
-      const entry = { depth: item[1].length, ordered: /\d/.test(item[2]), start: parseInt(item[2]) || 0, text: item[3] };
-      const another = last?.kind === "list" && entry.depth < 2 && entry.ordered !== last.items[0].ordered;
-      if (last?.kind === "list" && !another) last.items.push(entry);
-      else found.push({ kind: "list", items: [entry] });
-      found.at(-1).closed = false;
-    } else if (last?.kind === "list" && (!last.closed || line.startsWith("  "))) {
-      last.items.at(-1).text += (last.closed ? "\n\n" : "\n") + line.trim();
-      last.closed = false;
-    } else if (last?.kind === "paragraph" && !last.closed) {
-      last.text += "\n" + line;
-    } else {
-      found.push({ kind: "paragraph", text: line });
-    }
+  for (let [begin, depth, i] = [0, 0, 0]; i < tokens.length; i++) {
+    depth += tokens[i].nesting;
+    if (depth > 0) continue;
+    found.push(parser.renderer.render(tokens.slice(begin, i + 1), parser.options, env));
+    begin = i + 1;
   }
   return found;
 }
 
-/** Text with bold, italics and code as nodes. */
-export function inline(text) {
-  const nodes = [];
-  let plain = 0;
-  const take = (from, to, node) => {
-    if (from > plain) nodes.push(text.slice(plain, from));
-    nodes.push(node);
-    plain = to;
-  };
-  const missing = new Set(); // marks that have no partner to the end: looking again would take quadratic time
-  for (let at = 0; at < text.length; ) {
-    const mark = opening(text, at);
-    if (!mark || missing.has(mark)) {
-      at += mark ? mark.length : 1;
-      continue;
-    }
-    const end = closing(text, at + mark.length, mark);
-    if (end < 0) {
-      missing.add(mark);
-      at += mark.length;
-      continue;
-    }
-    const inner = text.slice(at + mark.length, end);
-    if (mark[0] === "`") take(at, end + mark.length, make("code", {}, inner.replace(/^ (.*[^ ].*) $/, "$1")));
-    else take(at, end + mark.length, make(mark === "**" ? "strong" : "em", {}, ...inline(inner)));
-    at = end + mark.length;
-  }
-  if (plain < text.length) nodes.push(text.slice(plain));
-  return nodes;
+/** The one element of a block. */
+function element(html) {
+  const body = globalThis.DOMPurify.sanitize(html, { ALLOWED_TAGS: TAGS, ALLOWED_ATTR: ATTRIBUTES, RETURN_DOM: true });
+  for (const pre of body.querySelectorAll("pre")) pre.replaceWith(codeBox(pre.textContent, pre.title));
+  for (const table of body.querySelectorAll("table")) wrap(table);
+  return document.adoptNode(body.firstElementChild ?? document.createElement("p"));
 }
 
-function opening(text, at) {
-  const letter = text[at];
-  if (letter !== "`" && letter !== "*") return null;
-  let end = at;
-  while (text[end] === letter) end++;
-  const mark = text.slice(at, end);
-  if (letter === "`") return mark;
-  return mark.length <= 2 && /\S/.test(text[end] ?? " ") ? mark : null;
-}
-
-/** Where a run of just this mark closes, or -1. */
-function closing(text, from, mark) {
-  for (let at = text.indexOf(mark, from); at >= 0; ) {
-    let end = at;
-    while (text[end] === mark[0]) end++;
-    if (end - at === mark.length && at > from && (mark[0] === "`" || /\S/.test(text[at - 1]))) return at;
-    at = text.indexOf(mark, end);
-  }
-  return -1;
-}
-
-/** Code in a box with its language and a button that copies it. */
-export function codeBox(text, label, title = label, className = "code") {
-  const code = make("code", {}, text);
-  const head = make("header", {}, make("span", {}, title), copier(() => code.textContent, "Copy code"));
-  return make("div", { className }, head, make("pre", { tabIndex: 0, role: "region", ariaLabel: label || "Code" }, code));
-}
-
-function element(block) {
-  if (block.kind === "code") return codeBox(block.text, block.language);
-  if (block.kind === "heading") return make("h3", {}, ...inline(block.text));
-  return block.kind === "list" ? list(block.items) : make("p", {}, ...inline(block.text));
-}
-
-/** Items as lists within lists, by how far they are indented. */
-function list(items) {
-  const open = [];
-  const begin = (item) => {
-    const made = make(item.ordered ? "ol" : "ul");
-    if (item.ordered && item.start !== 1) made.start = item.start;
-    open.push({ depth: item.depth, made });
-    return made;
-  };
-  const root = begin(items[0]);
-  for (const item of items) {
-    while (open.length > 1 && item.depth < open.at(-1).depth) open.pop();
-    if (item.depth >= open.at(-1).depth + 2 && open.at(-1).made.lastChild) {
-      const parent = open.at(-1).made.lastChild;
-      parent.append(begin(item));
-    }
-    open.at(-1).made.append(make("li", {}, ...inline(item.text)));
-  }
-  return root;
+/** A table that is wider than the answer scrolls by itself. */
+function wrap(table) {
+  const box = document.createElement("div");
+  box.className = "table";
+  box.tabIndex = 0;
+  table.replaceWith(box);
+  box.append(table);
 }
 
 /** Shows a growing text: only blocks that changed are made anew. */
@@ -138,13 +91,13 @@ export class Markdown {
   }
 
   update(text) {
-    const wanted = blocks(text).map((block) => [JSON.stringify({ ...block, closed: undefined }), block]);
-    wanted.forEach(([source, block], i) => {
-      if (this.#shown[i] === source) return;
-      const made = element(block);
+    const wanted = blocks(text);
+    wanted.forEach((html, i) => {
+      if (this.#shown[i] === html) return;
+      const made = element(html);
       if (i < this.#shown.length) this.#root.children[i].replaceWith(made);
       else this.#root.append(made);
-      this.#shown[i] = source;
+      this.#shown[i] = html;
     });
     while (this.#shown.length > wanted.length) {
       this.#shown.pop();

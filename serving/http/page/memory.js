@@ -1,6 +1,6 @@
-/* What outlives the page, in the browser: settings stay with it, the chat with its tab. A key is none of them. */
+/* What outlives the page, in the browser: settings stay with it, with a tab which chat it shows. A key is none of them. */
 
-const store = (name) => (name === "chat" ? sessionStorage : localStorage);
+const store = (name) => (name === "current" ? sessionStorage : localStorage);
 
 /** What was kept from an earlier visit, or null. */
 export function recall(name) {

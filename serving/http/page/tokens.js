@@ -90,8 +90,7 @@ export class Tokens {
 
   add(pieces) {
     for (const piece of pieces) {
-      const span = make("span", { className: "token" }, piece.text);
-      if (piece.text.endsWith("\n")) span.classList.add("newline");
+      const span = make("span", { className: "token" }, ...marked(piece.text));
       if (piece.tokens.length && piece.tokens.every(({ drafted }) => drafted)) span.classList.add("drafted");
       span.style.setProperty("--doubtful", (1 - probability(piece)).toFixed(3));
       this.#pieces.set(span, piece);
@@ -126,6 +125,14 @@ export class Tokens {
       requestAnimationFrame(() => this.#point(to)); // after the scroll, which hides the card
     }
   }
+}
+
+/** A text with a mark where each of its lines ends. */
+function marked(text) {
+  const lines = text.split("\n");
+  const last = lines.pop();
+  const ended = lines.flatMap((line) => [line, make("span", { className: "newline" }), "\n"]);
+  return [...ended, last].filter((part) => part !== "");
 }
 
 /** How likely a piece was, of several tokens all of them in turn. */

@@ -511,9 +511,8 @@ def test_drafts_that_gain_nothing_are_reported_once_and_stop(caplog, config, rat
     assert gain(config, 1, rate, draft=draft, steps=4000, drafted=drafted) > 0.985
     assert sum(drafted[-2000:]) <= 4
     (message,) = [record.getMessage() for record in caplog.records]
-    pattern = (
-        rf"speculative decoding \({config['method']}\) does not pay with 1 running sequences: "
-        + ("not even drafts that are all right would" if share is None else f"{share} of the drafts are right")
+    pattern = rf"speculative decoding \({config['method']}\) does not pay with 1 running sequences: " + (
+        "not even drafts that are all right would" if share is None else f"{share} of the drafts are right"
     )
     assert re.match(pattern, message), message
 

@@ -23,10 +23,11 @@ const char* adapter(const Call& call) {
   return nullptr;
 }
 
-constexpr auto ANY = dtype::ANY, F32 = dtype::F32, S32 = dtype::S32;
+constexpr auto FLOATS = dtype::FLOATS;
+constexpr auto F32 = dtype::F32, S32 = dtype::S32;
 
 }  // namespace
 
-QUIRE_KERNEL(adapter, {{F32, ANY, S32, S32, ANY, ANY, F32, S32}, {"stack"}})
+QUIRE_KERNEL(adapter, {{F32, FLOATS, S32, S32, FLOATS, FLOATS, F32, S32}, {"stack"}, F32})
 
 }  // namespace quire

@@ -53,11 +53,12 @@ const char* paged_attention(const Call& call) {
   return nullptr;
 }
 
-constexpr auto ANY = dtype::ANY, S32 = dtype::S32, F32 = dtype::F32;
+constexpr auto FLOATS = dtype::FLOATS, ANY = dtype::ANY;
+constexpr auto S32 = dtype::S32, F32 = dtype::F32;
 
 }  // namespace
 
 QUIRE_KERNEL(paged_attention,
-             {{ANY, ANY, ANY, ANY, ANY, F32, F32, S32, S32, S32, S32, F32}, {"ahead", "chunked", "scale", "soft_cap", "window"}})
+             {{FLOATS, FLOATS, FLOATS, ANY, ANY, F32, F32, S32, S32, S32, S32, F32}, {"ahead", "chunked", "scale", "soft_cap", "window"}})
 
 }  // namespace quire

@@ -35,6 +35,6 @@ constexpr auto F32 = dtype::F32, S32 = dtype::S32;
 
 }  // namespace
 
-QUIRE_KERNEL(delta_rule, {{F32, F32, F32, F32, F32, F32, S32, S32, S32, S32}, {"by_key", "corrects"}})
+QUIRE_KERNEL(delta_rule, {{F32, F32, F32, F32, F32, F32, S32, S32, S32, S32}, {"by_key", "corrects"}, F32})
 
 }  // namespace quire

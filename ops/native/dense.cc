@@ -12,6 +12,6 @@ constexpr auto weights = sizeof(FORMAT::Weight) == 4 ? dtype::F32 : dtype::BF16;
 
 }  // namespace
 
-QUIRE_KERNEL(dense, {{dtype::ANY, weights, dtype::F32, dtype::S32}, {"activation"}})
+QUIRE_KERNEL(dense, {{dtype::FLOATS, weights, dtype::F32, dtype::S32}, {"activation"}, dtype::FLOATS})
 
 }  // namespace quire

@@ -11,10 +11,57 @@
 
 namespace quire {
 
+// Bytes of an element; 0 for types that no kernel takes: tokens, and those of less than a byte.
+inline int64_t element_bytes(XLA_FFI_DataType type) {
+  switch (type) {
+    case XLA_FFI_DataType_PRED:
+    case XLA_FFI_DataType_S8:
+    case XLA_FFI_DataType_U8:
+    case XLA_FFI_DataType_F8E5M2:
+    case XLA_FFI_DataType_F8E3M4:
+    case XLA_FFI_DataType_F8E4M3:
+    case XLA_FFI_DataType_F8E4M3FN:
+    case XLA_FFI_DataType_F8E4M3B11FNUZ:
+    case XLA_FFI_DataType_F8E5M2FNUZ:
+    case XLA_FFI_DataType_F8E4M3FNUZ:
+    case XLA_FFI_DataType_F8E8M0FNU:
+      return 1;
+    case XLA_FFI_DataType_S16:
+    case XLA_FFI_DataType_U16:
+    case XLA_FFI_DataType_F16:
+    case XLA_FFI_DataType_BF16:
+      return 2;
+    case XLA_FFI_DataType_S32:
+    case XLA_FFI_DataType_U32:
+    case XLA_FFI_DataType_F32:
+      return 4;
+    case XLA_FFI_DataType_S64:
+    case XLA_FFI_DataType_U64:
+    case XLA_FFI_DataType_F64:
+    case XLA_FFI_DataType_C64:
+      return 8;
+    case XLA_FFI_DataType_C128:
+      return 16;
+    default:
+      return 0;
+  }
+}
+
+// A set of element types.
+struct Types {
+  uint64_t set;
+
+  constexpr Types(XLA_FFI_DataType type) : set(uint64_t{1} << type) {}
+  constexpr explicit Types(uint64_t set) : set(set) {}
+  constexpr Types operator|(Types other) const { return Types(set | other.set); }
+  bool has(XLA_FFI_DataType type) const { return element_bytes(type) && (set >> type & 1); }
+};
+
 namespace dtype {
-constexpr auto ANY = XLA_FFI_DataType_INVALID, PRED = XLA_FFI_DataType_PRED, F32 = XLA_FFI_DataType_F32, F16 = XLA_FFI_DataType_F16,
+constexpr auto PRED = XLA_FFI_DataType_PRED, F32 = XLA_FFI_DataType_F32, F16 = XLA_FFI_DataType_F16,
                BF16 = XLA_FFI_DataType_BF16, S8 = XLA_FFI_DataType_S8, S32 = XLA_FFI_DataType_S32,
                U8 = XLA_FFI_DataType_U8, U16 = XLA_FFI_DataType_U16, U32 = XLA_FFI_DataType_U32;
+constexpr Types ANY(~uint64_t{0}), FLOATS = Types(F32) | Types(BF16);
 }
 
 // XLA's own threads.
@@ -73,7 +120,7 @@ class Buffer {
     return size() ? data<T>() : nullptr;
   }
   XLA_FFI_DataType type() const { return b->dtype; }
-  bool wide() const { return b->dtype == dtype::F32; }
+  bool wide() const { return b->dtype == dtype::F32; }  // of FLOATS: not bfloat16
   int64_t dim(int64_t axis) const { return b->dims[first + axis]; }
   int64_t last() const { return b->dims[b->rank - 1]; }
   int64_t size() const {
@@ -92,20 +139,7 @@ class Buffer {
   }
 
  private:
-  int64_t item() const {
-    switch (type()) {
-      case dtype::PRED:
-      case dtype::S8:
-      case dtype::U8:
-        return 1;
-      case dtype::F16:
-      case dtype::BF16:
-      case dtype::U16:
-        return 2;
-      default:
-        return 4;
-    }
-  }
+  int64_t item() const { return element_bytes(type()); }
 
   const XLA_FFI_Buffer* b;
   char* at;
@@ -127,10 +161,11 @@ inline int64_t rows_used(Buffer x) {
   return T;
 }
 
-// What a kernel takes: its arrays' types, and its attributes by name, in alphabetical order.
+// What a kernel takes: its arrays' types, its attributes by name, in alphabetical order, and the types of its results.
 struct Signature {
-  std::initializer_list<XLA_FFI_DataType> arrays;
+  std::initializer_list<Types> arrays;
   std::initializer_list<const char*> attributes;
+  Types results = dtype::ANY;
 };
 
 // One call.
@@ -158,12 +193,11 @@ class Call {
     const XLA_FFI_Attrs& attrs = frame->attrs;
     bool same = args.size == static_cast<int64_t>(s.arrays.size()) && frame->rets.size > 0 &&
                 attrs.size == static_cast<int64_t>(s.attributes.size());
-    for (int64_t i = 0; same && i < args.size; ++i)
-      same = s.arrays.begin()[i] == dtype::ANY || s.arrays.begin()[i] == array(i).type();
+    for (int64_t i = 0; same && i < args.size; ++i) same = s.arrays.begin()[i].has(array(i).type());
+    for (int64_t i = 0; same && i < results(); ++i) same = s.results.has(result(i).type());
     for (int64_t i = 0; same && i < attrs.size; ++i) {
       same = attrs.types[i] == XLA_FFI_AttrType_SCALAR && named(i, s.attributes.begin()[i]);
-      auto type = same ? static_cast<XLA_FFI_Scalar*>(attrs.attrs[i])->dtype : dtype::ANY;
-      same = type == dtype::F32 || type == dtype::S32;
+      if (same) same = (Types(dtype::F32) | Types(dtype::S32)).has(static_cast<XLA_FFI_Scalar*>(attrs.attrs[i])->dtype);
     }
     return same;
   }

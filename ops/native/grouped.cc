@@ -12,6 +12,6 @@ const char* grouped(const Call& call) {
 
 }  // namespace
 
-QUIRE_KERNEL(grouped, {{dtype::ANY, CODES, dtype::F32, dtype::F32, dtype::F32, dtype::S32}, {"activation"}})
+QUIRE_KERNEL(grouped, {{dtype::FLOATS, CODES, dtype::F32, dtype::F32, dtype::F32, dtype::S32}, {"activation"}, dtype::FLOATS})
 
 }  // namespace quire

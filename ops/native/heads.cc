@@ -32,10 +32,11 @@ const char* heads(const Call& call) {
   return nullptr;
 }
 
-constexpr auto ANY = dtype::ANY, F32 = dtype::F32;
+constexpr auto FLOATS = dtype::FLOATS;
+constexpr auto F32 = dtype::F32;
 
 }  // namespace
 
-QUIRE_KERNEL(heads, {{ANY, F32, F32, ANY, ANY}, {"eps", "keys", "norm", "queries", "tied", "value_norm"}})
+QUIRE_KERNEL(heads, {{FLOATS, F32, F32, FLOATS, FLOATS}, {"eps", "keys", "norm", "queries", "tied", "value_norm"}, FLOATS})
 
 }  // namespace quire

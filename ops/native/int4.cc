@@ -12,6 +12,6 @@ const char* int4(const Call& call) {
 
 }  // namespace
 
-QUIRE_KERNEL(int4, {{dtype::ANY, dtype::U32, dtype::F16, dtype::U8, dtype::F32, dtype::S32}, {"activation"}})
+QUIRE_KERNEL(int4, {{dtype::FLOATS, dtype::U32, dtype::F16, dtype::U8, dtype::F32, dtype::S32}, {"activation"}, dtype::FLOATS})
 
 }  // namespace quire

@@ -31,6 +31,6 @@ const char* int8(const Call& call) {
 
 }  // namespace
 
-QUIRE_KERNEL(int8, {{dtype::ANY, dtype::S8, dtype::F32, dtype::S32, dtype::F32, dtype::S32}, {"activation"}})
+QUIRE_KERNEL(int8, {{dtype::FLOATS, dtype::S8, dtype::F32, dtype::S32, dtype::F32, dtype::S32}, {"activation"}, dtype::FLOATS})
 
 }  // namespace quire

@@ -11,6 +11,6 @@ const char* int8_weights(const Call& call) {
 
 }  // namespace
 
-QUIRE_KERNEL(int8_weights, {{dtype::ANY, dtype::S8, dtype::F32, dtype::S32, dtype::F32, dtype::S32}, {"activation"}})
+QUIRE_KERNEL(int8_weights, {{dtype::FLOATS, dtype::S8, dtype::F32, dtype::S32, dtype::F32, dtype::S32}, {"activation"}, dtype::FLOATS})
 
 }  // namespace quire

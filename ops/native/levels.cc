@@ -15,7 +15,7 @@ const char* levels(const Call& call) {
 
 }  // namespace
 
-QUIRE_KERNEL(levels, {{dtype::ANY, dtype::U32, dtype::S8, dtype::S8, dtype::F16, dtype::F16, dtype::F32, dtype::S32},
-                      {"activation"}})
+QUIRE_KERNEL(levels, {{dtype::FLOATS, dtype::U32, dtype::S8, dtype::S8, dtype::F16, dtype::F16, dtype::F32, dtype::S32},
+                      {"activation"}, dtype::FLOATS})
 
 }  // namespace quire

@@ -44,15 +44,18 @@ void tile(const T* from, T* to, int64_t K, int64_t padded, int64_t O, int64_t gr
 
 #pragma GCC visibility push(default)
 
-// [K, O] with strides in elements, to [O / 16][padded / group][16][group].
-extern "C" void quire_tile(const void* from, void* to, int64_t size, int64_t K, int64_t padded, int64_t O,
+// [K, O] with strides in elements, to [O / 16][padded / group][16][group]. False: elements of `size` bytes are none of these.
+extern "C" bool quire_tile(const void* from, void* to, int64_t size, int64_t K, int64_t padded, int64_t O,
                            int64_t group, int64_t stride_k, int64_t stride_o) {
   if (size == 1)
     tile(static_cast<const uint8_t*>(from), static_cast<uint8_t*>(to), K, padded, O, group, stride_k, stride_o);
   else if (size == 2)
     tile(static_cast<const uint16_t*>(from), static_cast<uint16_t*>(to), K, padded, O, group, stride_k, stride_o);
-  else
+  else if (size == 4)
     tile(static_cast<const uint32_t*>(from), static_cast<uint32_t*>(to), K, padded, O, group, stride_k, stride_o);
+  else
+    return false;
+  return true;
 }
 
 // Codes of four bits, two a byte ([bytes, O], as in ops/quant/four_bits.py), to [O / 16][padded / 8][16]; see formats.h.

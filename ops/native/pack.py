@@ -51,7 +51,10 @@ def tile(matrix_KO: np.ndarray, group: int) -> np.ndarray:
     out = empty((-(-O // LANES), padded // group, LANES, group), matrix_KO.dtype)
     strides = (stride // size for stride in matrix_KO.strides)
     sizes = map(ctypes.c_int64, (size, K, padded, O, group, *strides))
-    library("pack").quire_tile(address(matrix_KO), address(out), *sizes)
+    tile_elements = library("pack").quire_tile
+    tile_elements.restype = ctypes.c_bool
+    if not tile_elements(address(matrix_KO), address(out), *sizes):
+        raise TypeError(f"the matrix is of {matrix_KO.dtype}; its elements must have 1, 2 or 4 bytes")
     return out
 
 

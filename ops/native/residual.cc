@@ -24,10 +24,11 @@ const char* residual(const Call& call) {
   return nullptr;
 }
 
-constexpr auto ANY = dtype::ANY;
+constexpr auto FLOATS = dtype::FLOATS;
 
 }  // namespace
 
-QUIRE_KERNEL(residual, {{ANY, ANY, ANY, ANY, ANY, ANY}, {"added_centred", "centred", "eps"}})
+QUIRE_KERNEL(residual,
+             {{FLOATS, FLOATS, FLOATS, FLOATS, FLOATS, FLOATS}, {"added_centred", "centred", "eps"}, FLOATS})
 
 }  // namespace quire

@@ -6,7 +6,9 @@ import numpy as np
 import psutil
 import pytest
 
+from quire.model.config import CACHES
 from quire.ops import native
+from quire.ops.attention import page_dtype
 from quire.ops.native import blank as module
 from quire.ops.native.blank import blank
 
@@ -15,8 +17,11 @@ MIB = 1 << 20
 if not native.has("blank"):
     pytest.skip("no compiler", allow_module_level=True)
 
+PAGE_DTYPES = {page_dtype(jnp.dtype(dtype or "bfloat16")).name for dtype in CACHES.values()}
+DTYPES = sorted(PAGE_DTYPES | {"bfloat16", "bool", "float32", "int32"})
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint16", "int8", "uint8", "bool", "int32"])
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_zeros(dtype):
     """As zeros: shape, type and values, of an odd size too."""
     made = blank((3, 1021, 1031), dtype)
@@ -34,6 +39,23 @@ def test_used_memory(monkeypatch):
             made = blank((size,), jnp.uint8)
             assert not np.asarray(made).any(), size
             made.delete()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blank_leaves_neighbouring_arrays_alone(dtype):
+    """Arrays before and after the cleared one keep what they hold, in memory that is given back to the system."""
+    held = [jnp.ones((4, MIB), jnp.uint8) + jnp.uint8(1) for _ in range(9)]
+    jax.block_until_ready(held)
+    for array in held[1::2]:
+        array.delete()
+    size = 4 * MIB // np.dtype(dtype).itemsize
+    made = [jax.block_until_ready(blank((size,), dtype)) for _ in held[1::2]]
+    assert all((np.asarray(array) == 2).all() for array in held[::2])
+    assert not any(np.asarray(array).view(np.uint8).any() for array in made)
+
+
+def test_types_narrower_than_a_byte_are_zeros_of_xla():
+    assert not np.asarray(blank((4, MIB), jnp.int4)).any()
 
 
 def test_takes_no_memory():

@@ -16,7 +16,7 @@ from quire.ops import native, quant
 from quire.ops.activation import glu
 from quire.ops.linear import einsum, gated, project
 from quire.ops.native import build
-from quire.ops.native.pack import pack
+from quire.ops.native.pack import pack, tile
 from quire.ops.quant import four_bits
 from quire.ops.quant.grouped import CODES
 from quire.ops.quant.mxfp4 import Mxfp4, decode
@@ -96,6 +96,19 @@ def check_dense(rows, padding, into, out, bias, dtype, seed):
 @pytest.mark.random
 def test_dense(isa):
     check_dense()
+
+
+@pytest.mark.parametrize("dtypes", [("float16", "float32"), ("float32", "float16")])
+def test_kernel_refuses_rows_and_results_that_are_neither_float32_nor_bfloat16(dtypes):
+    rows, result = dtypes
+    node = pack(spec_of((32,), (16,), np.float32), np.ones((32, 16), np.float32))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a kernel is called with other arrays"):
+        einsum("TD,DX->TX", jnp.ones((3, 32), rows), node, jnp.dtype(result)).block_until_ready()
+
+
+def test_matrix_of_eight_byte_elements_is_refused():
+    with pytest.raises(TypeError, match="the matrix is of float64"):
+        tile(np.ones((32, 16)), 1)
 
 
 @pytest.mark.parametrize("name", [None, *EVERY])

@@ -291,8 +291,10 @@ class ModelConfig:
 
     @property
     def rows(self) -> str:
-        """The type of rows that meet the weights; "int8" where they may be rounded to it."""
-        return self.dtype if self.activation_dtype == "auto" else self.activation_dtype
+        """The type of rows that meet the weights, as `Weight.for_kernels` has it."""
+        if self.activation_dtype == "auto":
+            return self.dtype
+        return self.activation_dtype + ("_float32" if self.dtype == "float32" else "")
 
     @property
     def kv_dtype(self) -> str:

@@ -78,7 +78,8 @@ class Weight:
     def for_kernels(self, rows: str) -> "Weight":
         """The same on the host, laid out for the native kernels; itself where none takes it.
 
-        `rows`: the type of those that it will meet; "int8": they may be rounded to bytes before.
+        `rows`: the type of those that it will meet, float32 or bfloat16; "int8" and "int8_float32": rows of bfloat16
+        or of float32 that may be rounded to bytes before. Others in float32 keep all their bits in products.
         """
         return self
 

@@ -4,7 +4,7 @@
 
 #include "common.h"
 
-#if defined(__AMX_BF16__) || defined(QUIRE_EMULATE_AMX)
+#if !defined(QUIRE_FLOAT_ROWS) && (defined(__AMX_BF16__) || defined(QUIRE_EMULATE_AMX))
 #define QUIRE_AMX 1
 
 namespace quire {

@@ -18,17 +18,19 @@ from pathlib import Path
 import jax
 
 from ..cache_folder import home, publish, remove_stale_parts
+from .kernel_names import CODE_KERNELS
 
 SOURCES = Path(__file__).parent
 SHIPPED = "built"  # the folder in a wheel that has libraries
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
 )  # fmt: skip
-SEVERAL = {  # of a source that is compiled for several types: it, and one of them
+SEVERAL: dict[str, tuple[str, ...]] = {  # of a source that is compiled for several types: it, and one of them
     "dense_f32": ("dense.cc", "-DFORMAT=F32"),
     "dense_bf16": ("dense.cc", "-DFORMAT=Bf16"),
     "fp8": ("grouped.cc", "-DFORMAT=Fp8", "-DCODES=dtype::U8"),
     "int8_groups": ("grouped.cc", "-DFORMAT=Int8Groups", "-DCODES=dtype::U8"),
+    "int8_weights": ("int8_weights.cc",),
     "int4": ("int4.cc", "-DFORMAT=Int4"),
     "int4_a8": ("int4.cc", "-DFORMAT=Int4Bytes"),
     "mxfp4": ("mxfp4.cc", "-DFORMAT=Mxfp4"),
@@ -54,6 +56,8 @@ SEVERAL = {  # of a source that is compiled for several types: it, and one of th
     "attention_int4_bf16": ("attention.cc", "-DPAGE=attention::Pair", "-DROW=uint16_t"),
     "attention_int4_f32": ("attention.cc", "-DPAGE=attention::Pair", "-DROW=float"),
 }
+# Products of float32 rows that keep all their bits.
+SEVERAL |= {f"{name}_f32": (*SEVERAL[name], "-DQUIRE_FLOAT_ROWS") for name in CODE_KERNELS}
 SHARED = {source for source, *_ in SEVERAL.values()}
 # Any other source is one kernel, and has its name.
 VARIANTS = {path.stem: (path.name,) for path in sorted(SOURCES.glob("*.cc")) if path.name not in SHARED} | SEVERAL

@@ -12,8 +12,9 @@
 #include <arm_neon.h>
 #endif
 
-// Whether the machine multiplies pairs of bfloat16 and adds both products to a float.
-#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+// Whether pairs of bfloat16 are multiplied at once and both products added to a float: where the machine can, and unless
+// rows keep all bits of float32 (-DQUIRE_FLOAT_ROWS).
+#if !defined(QUIRE_FLOAT_ROWS) && (defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
 #define QUIRE_BF16_PAIRS 1
 #endif
 

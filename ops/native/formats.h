@@ -66,7 +66,12 @@ __attribute__((always_inline)) inline void fetch_next(const Format& f, const Pan
 }
 
 // Rows that meet weights of bfloat16 or of fewer bits hold bfloat16 themselves: as such where the machine multiplies
-// pairs of them, else as floats.
+// pairs of them, else as floats. With QUIRE_FLOAT_ROWS they are floats with all their bits.
+#if defined(QUIRE_FLOAT_ROWS)
+constexpr bool NARROW_ROWS = false;
+#else
+constexpr bool NARROW_ROWS = true;
+#endif
 #if defined(QUIRE_BF16_PAIRS) || defined(QUIRE_AMX)
 typedef uint16_t Half;
 #else
@@ -248,7 +253,7 @@ struct F32 {
 struct Bf16 {
   using Weight = uint16_t;
   using X = Half;
-  static constexpr bool NARROW = true;
+  static constexpr bool NARROW = NARROW_ROWS;
   static constexpr int64_t BITS = 16;
   static constexpr bool WIDENS = false;
   static constexpr bool TILES = true;
@@ -315,7 +320,7 @@ struct Int8 {
 
 // Two signed bytes of each output.
 inline Numbers from_bytes(const int8_t* p, int i) {
-#if defined(__AVX512BF16__)
+#if defined(QUIRE_BF16_PAIRS) && defined(__AVX512BF16__)
   I8 bytes[2];
   std::memcpy(bytes, p, 32);
   __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes[0]));
@@ -330,7 +335,7 @@ inline Numbers from_bytes(const int8_t* p, int i) {
 // The same weights under rows of bfloat16; laid out in groups of two.
 struct Int8Wide {
   using X = Half;
-  static constexpr bool NARROW = true;
+  static constexpr bool NARROW = NARROW_ROWS;
   static constexpr int64_t BITS = 8;
   static constexpr bool WIDENS = STEP == 1 && !FEW_REGISTERS;  // where there are few, six rows share each number as it is
   static constexpr bool TILES = false;
@@ -357,13 +362,13 @@ struct Int8Wide {
 };
 
 // Two floats of eight bits, E4M3, of each output, as a part UNIT of what they are; codes that are no numbers do not occur.
-#if defined(__F16C__) && !defined(__AVX512BF16__)
+#if defined(__F16C__) && !defined(QUIRE_BF16_PAIRS)
 constexpr float FLOATS_UNIT = 256;
 #else
 constexpr float FLOATS_UNIT = 1;
 #endif
 inline Numbers from_floats(const uint8_t* p, int i) {
-#if defined(__AVX512BF16__)
+#if defined(QUIRE_BF16_PAIRS) && defined(__AVX512BF16__)
   // Sign, exponent and mantissa where bfloat16 has them, and the exponent more by 120; below 2^-6 by a table.
   static constexpr uint16_t SMALL[32] = {0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
   __m512i code = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -487,11 +492,16 @@ struct Floats {
   }
 };
 
-// Quantiles of the normal distribution, NF4, to bfloat16.
+// Quantiles of the normal distribution, NF4; to bfloat16 where rows are.
 inline constexpr Entry NORMALS[16] = {
+#if defined(QUIRE_FLOAT_ROWS)
+    0xbf800000, 0xbf3239b1, 0xbf066b30, 0xbeca32a0, 0xbe91a24d, 0xbe3d353f, 0xbdba7871, 0x00000000,
+    0x3da2faff, 0x3e24cae3, 0x3e7c04dd, 0x3ead033a, 0x3ee1a4b8, 0x3f1007ab, 0x3f3913b3, 0x3f800000};
+#else
     entry(0xbf80), entry(0xbf32), entry(0xbf06), entry(0xbeca), entry(0xbe92), entry(0xbe3d),
     entry(0xbdba), entry(0x0000), entry(0x3da3), entry(0x3e25), entry(0x3e7c), entry(0x3ead),
     entry(0x3ee2), entry(0x3f10), entry(0x3f39), entry(0x3f80)};
+#endif
 // Numbers from -127 to 113 with steps that grow, of GGUF's IQ4.
 inline constexpr Entry STEPS[16] = {
     entry(0xc2fe), entry(0xc2d0), entry(0xc2a6), entry(0xc282), entry(0xc244), entry(0xc20c),
@@ -631,7 +641,7 @@ __attribute__((always_inline)) inline void read_above(const Panel& panel, int64_
 template <typename Codes, typename Scale>
 struct Grouped {
   using X = Half;
-  static constexpr bool NARROW = true;
+  static constexpr bool NARROW = NARROW_ROWS;
   static constexpr int64_t BITS = Codes::BITS;
   static constexpr bool WIDENS = Codes::WIDENS;
   static constexpr bool TILES = false;

@@ -24,6 +24,7 @@ class Product(Weight):
     inputs: tuple[int, ...] = struct.field(pytree_node=False)
     which: Any = None  # int32 [1]: the one that is meant of a stack, whose arrays are [E, ...]
     in_bytes: bool = struct.field(pytree_node=False, default=False)  # whether the kernel rounds the rows to bytes
+    float_rows: bool = struct.field(pytree_node=False, default=False)  # whether float32 rows keep all their bits
     native = True
     kernel = ""  # the name of the kernel that takes the arrays
 
@@ -81,9 +82,24 @@ class Many(Weight):
         return jnp.swapaxes(every.reshape(E, T, *self.each.out), 0, 1)
 
 
+def keeps_floats(rows: str) -> bool:
+    """Whether rows of this type, as `Weight.for_kernels` has it, are multiplied with all bits of float32."""
+    return rows.endswith("float32")
+
+
+def has_product(kernel: str, rows: str) -> bool:
+    """Whether weights can be laid out for the kernel that multiplies their codes with rows of this type."""
+    return has("pack", kernel_names.FLOAT_ROWS[kernel] if keeps_floats(rows) else kernel)
+
+
+def row_options(kernel: str, group: int, rows: str) -> dict[str, bool]:
+    """How a node's kernel takes rows of this type: the fields `in_bytes` and `float_rows` of `Product`."""
+    return {"in_bytes": in_bytes(kernel, group, rows), "float_rows": keeps_floats(rows)}
+
+
 def in_bytes(kernel: str, group: int, rows: str) -> bool:
     """Whether rows of this type are rounded to bytes for a kernel's codes."""
-    return rows == "int8" and takes_bytes(kernel, group) and has(kernel_names.ROUNDING[kernel])
+    return rows.startswith("int8") and takes_bytes(kernel, group) and has(kernel_names.ROUNDING[kernel])
 
 
 def takes_bytes(kernel: str, group: int) -> bool:
@@ -109,7 +125,8 @@ def run_kernel(node: Product, rows, which, bias, dtype, activation: int):
         bias_O = bias.reshape(-1).astype(jnp.float32)
         bias_O = jnp.pad(bias_O, (0, -bias_O.shape[0] % LANES))
     outputs = node.out[-1] if activation else math.prod(node.out)
-    name = kernel_names.ROUNDING[node.kernel] if node.in_bytes else node.kernel
+    variants = kernel_names.ROUNDING if node.in_bytes else kernel_names.FLOAT_ROWS if node.float_rows else {}
+    name = variants.get(node.kernel, node.kernel)
     run = jax.ffi.ffi_call(target(name), jax.ShapeDtypeStruct((*rows.shape[:-1], outputs), dtype))
     return run(rows, *jax.tree.leaves(node.replace(which=None)), bias_O, which, activation=np.int32(activation))
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from .. import quant
-from .kernel_names import ATTENTION, BLANK, DENSE, HEADS, RESIDUAL, ROUNDING, SAMPLING, UNPACK
+from .kernel_names import ATTENTION, BLANK, DENSE, FLOAT_ROWS, HEADS, RESIDUAL, ROUNDING, SAMPLING, UNPACK
 
 
 def of_model(
@@ -27,7 +27,7 @@ def of_model(
         products = {*quant.kernels(weights), *quant.kernels(quant.head(weights))} if weights else {DENSE[dtype]}
     if experts:  # what they are kept in, where it is the checkpoint's own; the way to them is found in float32
         products |= {DENSE["float32"], *(name for own in experts for name in quant.kernels(own))}
-    if rounds:
-        products = {ROUNDING.get(name, name) for name in products}
+    floats = FLOAT_ROWS if dtype == "float32" else {}
+    products = {ROUNDING[name] if rounds and name in ROUNDING else floats.get(name, name) for name in products}
     attention = {ATTENTION[held, dtype] for held in pages if (held, dtype) in ATTENTION}
     return (BLANK, *sorted(products), "pack", *sorted(attention), UNPACK, HEADS, RESIDUAL, SAMPLING)

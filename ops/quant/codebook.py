@@ -20,6 +20,8 @@ import numpy as np
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
 from ..native import has
+from ..native.kernel_names import DENSE
+from ..native.linear import keeps_floats
 from ..native.pack import pack_dense
 from ..weight import Weight
 from . import clusters, four_bits
@@ -76,12 +78,13 @@ class Codebook(Rounded):
         return found_KO.at[columns, jnp.arange(found_KO.shape[1])].set(apart.astype(jnp.float32))
 
     def for_kernels(self, rows: str) -> Weight:
-        if not has("pack", "dense_bf16"):
+        dtype = "float32" if keeps_floats(rows) else "bfloat16"
+        if not has("pack", DENSE[dtype]):
             return self
-        log_widened(f"codebook-{self.bits}")
+        log_widened(f"codebook-{self.bits}", dtype)
         fields = {"codes": four_bits.split(self.codes, math.prod(self.into)).T}
         fields |= {name: np.reshape(getattr(self, name), (len(getattr(self, name)), -1)).T for name in self.lists}
-        dense_KO = self.decode(fields).T.astype(jnp.bfloat16)
+        dense_KO = self.decode(fields).T.astype(dtype)
         return pack_dense((0,), dense_KO).replace(into=self.into, out=self.out, inputs=self.inputs)
 
     def quantize(self, weight: np.ndarray) -> "Codebook":

@@ -12,6 +12,7 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
+from ..precision import precision
 from ..weight import Weight, check_subscripts
 
 
@@ -88,17 +89,24 @@ class Rounded(Weight):
 
 
 def decoded_product(node: Rounded, w_KO, subscripts: str, x, bias, dtype):
-    """The product of rows with a node's decoded matrix, both in bfloat16."""
+    """The product of rows with a node's decoded matrix."""
     check_subscripts(subscripts, x, node.into, node.out, node.inputs)
     lead = x.shape[: x.ndim - len(node.into)]
-    x_RK = x.reshape(-1, math.prod(node.into)).astype(jnp.bfloat16)
-    y = jnp.dot(x_RK, w_KO.astype(jnp.bfloat16), preferred_element_type=jnp.float32).reshape(*lead, *node.out)
+    y = multiply(x.reshape(-1, math.prod(node.into)), w_KO).reshape(*lead, *node.out)
     return (y if bias is None else y + bias).astype(dtype or x.dtype)
 
 
+def multiply(x_RK, w_KO):
+    """The product in float32 of rows and a matrix: both in bfloat16, or with all bits where rows are float32."""
+    if x_RK.dtype == jnp.float32:
+        w_KO = w_KO.astype(jnp.float32)
+        return jnp.dot(x_RK, w_KO, precision=precision(x_RK), preferred_element_type=jnp.float32)
+    return jnp.dot(x_RK.astype(jnp.bfloat16), w_KO.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+
+
 @cache
-def log_widened(name: str) -> None:
-    logging.getLogger("quire").info("weights in %s are widened to bfloat16: no kernel here takes their codes", name)
+def log_widened(name: str, dtype: str) -> None:
+    logging.getLogger("quire").info("weights in %s are widened to %s: no kernel here takes their codes", name, dtype)
 
 
 class StoredTensor(NamedTuple):

@@ -27,10 +27,10 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
-from ..native import has
+from ..native.linear import has_product
 from ..weight import Weight, check_subscripts
 from . import four_bits
-from .compressed import FormatError, Layout, Rounded, Scheme, split
+from .compressed import FormatError, Layout, Rounded, Scheme, multiply, split
 from .grouped import STEP, Grouped, TiledGroups
 from .hadamard import restored, rotated
 
@@ -144,9 +144,8 @@ class E8p(Rounded):
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
         check_subscripts(subscripts, x, self.into, self.out, self.inputs)
         lead, K = x.shape[: x.ndim - len(self.into)], math.prod(self.into)
-        x_RK = rotated(x.reshape(-1, K).astype(jnp.float32)).astype(jnp.bfloat16)
-        # Whole numbers, which bfloat16 has exactly.
-        y_RO = jnp.dot(x_RK, self.numbers().astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+        x_RK = rotated(x.reshape(-1, K).astype(jnp.float32)).astype(x.dtype)
+        y_RO = multiply(x_RK, self.numbers())  # whole numbers, which bfloat16 has exactly
         y = (y_RO * (self.scale.reshape(-1) / self.unit)).reshape(*lead, *self.out)
         return (y if bias is None else y + bias).astype(dtype or x.dtype)
 
@@ -164,7 +163,7 @@ class E8p(Rounded):
 
     def for_kernels(self, rows: str) -> Weight:
         kernel = self.kernel_code
-        if not has("pack", {"uint4": "uint4", "int8": "int8_groups"}[kernel]):
+        if not has_product({"uint4": "uint4", "int8": "int8_groups"}[kernel], rows):
             return self
         numbers = np.asarray(self.numbers())
         K, scale = len(numbers), self.scale / np.float32(self.unit)
@@ -177,7 +176,7 @@ class E8p(Rounded):
         flat |= {"super_scale": None, "super_least": None}
         node = Grouped(codes=codes, **flat, code=kernel, group=-(-K // STEP) * STEP, **sizes).for_kernels(rows)
         assert isinstance(node, TiledGroups)
-        own = {name: getattr(node, name) for name in ("tiles", "scale", "least", "code", "in_bytes")}
+        own = {name: getattr(node, name) for name in ("tiles", "scale", "least", "code", "in_bytes", "float_rows")}
         return TiledE8p(**own, into=self.into, out=self.out, inputs=self.inputs)
 
     @property

@@ -15,10 +15,10 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
-from ..native import has
+from ..native.linear import has_product, keeps_floats
 from ..native.pack import by_block, tile
 from ..weight import Weight, check_subscripts
-from .compressed import FormatError, Layout, Rounded, Scheme, split
+from .compressed import FormatError, Layout, Rounded, Scheme, multiply, split
 from .grouped import Grouped, TiledGroups
 from .grouped import spec as grouped
 
@@ -64,8 +64,7 @@ class Fp8(Rounded):
         if self.dynamic:
             x_RK, row_scale_R1 = as_floats(x_RK)
             scale_O = scale_O * row_scale_R1
-        narrow = x_RK.astype(jnp.bfloat16)  # which holds every code
-        y_RO = jnp.dot(narrow, floats(codes_KO).astype(jnp.bfloat16), preferred_element_type=jnp.float32) * scale_O
+        y_RO = multiply(x_RK, floats(codes_KO)) * scale_O
         y = y_RO.reshape(*lead, *out)
         return (y if bias is None else y + bias).astype(dtype or x.dtype)
 
@@ -77,7 +76,7 @@ class Fp8(Rounded):
         return floats(self.codes[:, index].T).astype(jnp.float32) * self.scale[index][:, None]
 
     def for_kernels(self, rows: str) -> Weight:
-        if not has("pack", "fp8"):
+        if not has_product("fp8", rows):
             return self
         codes_KO = np.asarray(self.codes).reshape(math.prod(self.into), -1)
         scale = by_block(np.asarray(self.scale, np.float32).reshape(1, -1))
@@ -90,6 +89,7 @@ class Fp8(Rounded):
             into=self.into,
             out=self.out,
             inputs=self.inputs,
+            float_rows=keeps_floats(rows),
         )
 
     def quantize(self, weight: np.ndarray) -> "Fp8":

@@ -15,12 +15,11 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
-from ..native import has
-from ..native.linear import LANES, Product, in_bytes
+from ..native.linear import LANES, Product, has_product, row_options
 from ..native.pack import by_block, tile, tile_nibbles, tile_sixes
 from ..weight import Weight, check_subscripts
 from . import four_bits
-from .compressed import FormatError, Rounded, split
+from .compressed import FormatError, Rounded, multiply, split
 
 STEP = 64  # inputs that the kernels' rows are filled up to
 SUPER = 256  # inputs that share the upper level of a scale
@@ -112,8 +111,7 @@ class Grouped(Rounded):
         out = self.scale.shape[1:]
         check_subscripts(subscripts, x, into, out, self.inputs)
         lead, K = x.shape[: x.ndim - axes], math.prod(into)
-        x_RK, w_KO = x.reshape(-1, K).astype(jnp.bfloat16), self.dense(K).astype(jnp.bfloat16)
-        y = jnp.dot(x_RK, w_KO, preferred_element_type=jnp.float32).reshape(*lead, *out)
+        y = multiply(x.reshape(-1, K), self.dense(K)).reshape(*lead, *out)
         return (y if bias is None else y + bias).astype(dtype or x.dtype)
 
     def dense(self, K: int):
@@ -141,7 +139,7 @@ class Grouped(Rounded):
         return numbers(self.code, self.group, codes_KR, *self.scales(index)).T
 
     def for_kernels(self, rows: str) -> Weight:
-        if not has("pack", self.kernel):
+        if not has_product(self.kernel, rows):
             return self
         K, codes, whole = math.prod(self.into), np.asarray(self.codes), max(STEP, self.whole)
         padded = -(-K // whole) * whole
@@ -162,7 +160,7 @@ class Grouped(Rounded):
             name: blocks(name, name.replace("least", "scale")) for name in SHARED if self.levels or "super" not in name
         }
         fields |= {"into": self.into, "out": self.out, "inputs": self.inputs}
-        return TiledGroups(tiles, **fields, code=self.code, in_bytes=in_bytes(self.kernel, self.group, rows))
+        return TiledGroups(tiles, **fields, code=self.code, **row_options(self.kernel, self.group, rows))
 
     def quantize(self, weight: np.ndarray) -> "Grouped":
         """Round to nearest: the largest value of each group at the largest number, or both ends at both ends."""

@@ -19,8 +19,7 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
-from ..native import has
-from ..native.linear import Product, in_bytes
+from ..native.linear import Product, has_product, row_options
 from ..native.pack import by_block, tile_nibbles
 from ..weight import Weight
 from . import four_bits
@@ -84,7 +83,7 @@ class Int4(Rounded):
         return jnp.repeat(values_GO.astype(jnp.float32), self.group, axis=0)[: math.prod(self.into)]
 
     def for_kernels(self, rows: str) -> Weight:
-        if not has("pack", "int4"):
+        if not has_product("int4", rows):
             return self
         K, O = math.prod(self.into), math.prod(self.out)
         padded = np.asarray(self.scale).reshape(-1, O).shape[0] * self.group
@@ -92,7 +91,7 @@ class Int4(Rounded):
         scale = by_block(np.asarray(self.scale).reshape(-1, O))
         zero = np.zeros(0, np.uint8) if self.zero is None else by_block(np.asarray(self.zero).reshape(-1, O))
         sizes = {"into": self.into, "out": self.out, "inputs": self.inputs}
-        return TiledInt4(tiles, scale, zero, **sizes, in_bytes=in_bytes("int4", self.group, rows))
+        return TiledInt4(tiles, scale, zero, **sizes, **row_options("int4", self.group, rows))
 
     def quantize(self, weight: np.ndarray) -> "Int4":
         """Round to nearest: a group's values spread over -8 to 7, or over 0 to 15 from its least to its largest."""

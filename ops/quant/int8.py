@@ -14,10 +14,10 @@ import numpy as np
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
 from ..native import has
-from ..native.linear import LANES, Product
+from ..native.linear import LANES, Product, has_product, keeps_floats
 from ..native.pack import tile
 from ..weight import Weight, check_subscripts
-from .compressed import FormatError, Layout, Rounded, Scheme, join_words, split, split_words, words
+from .compressed import FormatError, Layout, Rounded, Scheme, join_words, multiply, split, split_words, words
 from .grouped import CODES
 from .grouped import spec as grouped
 
@@ -60,8 +60,7 @@ class Int8(Rounded):
             exact = jnp.dot(rows_RK, codes_KO, preferred_element_type=jnp.int32)
             y_RO = exact.astype(jnp.float32) * (scale_O * row_scale_R1)
         else:
-            narrow = x_RK.astype(jnp.bfloat16)
-            y_RO = jnp.dot(narrow, codes_KO.astype(jnp.bfloat16), preferred_element_type=jnp.float32) * scale_O
+            y_RO = multiply(x_RK, codes_KO) * scale_O
         y = y_RO.reshape(*lead, *out)
         return (y if bias is None else y + bias).astype(dtype or x.dtype)
 
@@ -73,14 +72,15 @@ class Int8(Rounded):
         return self.codes[:, index].T.astype(jnp.float32) * self.scale[index][:, None]
 
     def for_kernels(self, rows: str) -> Weight:
-        if not has("pack", kernel(self.dynamic)):
+        if not (has("pack", "int8") if self.dynamic else has_product("int8_weights", rows)):
             return self
         codes_KO = np.asarray(self.codes).reshape(math.prod(self.into), -1)
         tiles = tile(codes_KO, 4 if self.dynamic else 2)
         missing = tiles.shape[0] * LANES - codes_KO.shape[1]
         scale_O = np.pad(np.asarray(self.scale, np.float32).reshape(-1), (0, missing))
         sum_O = np.pad(codes_KO.sum(0, dtype=np.int32), (0, missing))
-        return TiledInt8(tiles, scale_O, sum_O, into=self.into, out=self.out, inputs=self.inputs)
+        sizes = {"into": self.into, "out": self.out, "inputs": self.inputs}
+        return TiledInt8(tiles, scale_O, sum_O, **sizes, float_rows=keeps_floats(rows))
 
     def quantize(self, weight: np.ndarray) -> "Int8":
         """Round to nearest, the largest value of each output at 127."""
@@ -121,7 +121,7 @@ class Int8(Rounded):
 
 @struct.dataclass
 class TiledInt8(Product):
-    """For the kernels: in groups of four the codes meet rows of bytes, in groups of two rows of bfloat16."""
+    """For the kernels: in groups of four the codes meet rows of bytes, in groups of two rows of floats."""
 
     tiles: Any  # int8 [O / 16, K / group, 16, group]
     scale: Any  # float32 [O, padded]

@@ -12,8 +12,7 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
-from ..native import has
-from ..native.linear import Product, in_bytes
+from ..native.linear import Product, has_product, row_options
 from ..native.pack import by_block, pack_stack, tile_nibbles
 from ..weight import Weight
 from . import four_bits
@@ -52,11 +51,10 @@ class Mxfp4(Weight):
         return decode(self.nibbles[index], self.scales[index])
 
     def for_kernels(self, rows: str) -> Weight:
-        """These round the rows to bfloat16, so wider ones are not for them."""
-        if rows == "float32" or not has("pack", "mxfp4"):
+        if not has_product("mxfp4", rows):
             return self
-        rounded = in_bytes("mxfp4", BLOCK, rows)
-        return pack_stack(len(self.scales), lambda e: tiled(self.nibbles[e], self.scales[e], rounded)) or self
+        options = row_options("mxfp4", BLOCK, rows)
+        return pack_stack(len(self.scales), lambda e: tiled(self.nibbles[e], self.scales[e], options)) or self
 
 
 @struct.dataclass
@@ -68,11 +66,11 @@ class TiledMxfp4(Product):
     kernel = "mxfp4"
 
 
-def tiled(data: np.ndarray, scales: np.ndarray, in_bytes: bool) -> TiledMxfp4:
+def tiled(data: np.ndarray, scales: np.ndarray, options: dict[str, bool]) -> TiledMxfp4:
     K, out = BLOCK * len(scales), data.shape[1:]
     tiles = tile_nibbles(data.reshape(len(data), -1), K, K)
     scale = by_block(scales.reshape(len(scales), -1))
-    return TiledMxfp4(tiles, scale, into=(K,), out=out, inputs=(0,), in_bytes=in_bytes)
+    return TiledMxfp4(tiles, scale, into=(K,), out=out, inputs=(0,), **options)
 
 
 def kernels(*options: str) -> tuple[str, ...]:

@@ -27,18 +27,22 @@ from quire.serving.engine.scheduler import Limits
 LENGTH = 256
 
 
-@pytest.fixture(
-    scope="module", params=[*attention.IMPLEMENTATIONS, pytest.param("native int4", marks=pytest.mark.nightly)]
-)
+OTHERS = [
+    pytest.param("native int4", marks=pytest.mark.nightly),
+    pytest.param("native auto int4-32-least", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=[*attention.IMPLEMENTATIONS, *OTHERS])
 def runner(request):
-    """quill's steps, with one of the implementations alone, and a cache of the model's dtype or another."""
-    name, _, cache = request.param.partition(" ")
+    """quill's float32 steps, with one implementation of attention alone, by dtypes of the cache and of the weights."""
+    name, cache, quantization = (*request.param.split(), None, None)[:3]
     every = attention.IMPLEMENTATIONS.copy()
     jax.clear_caches()  # which one serves is no part of a trace's key
     attention.IMPLEMENTATIONS.clear()
     attention.IMPLEMENTATIONS[name] = every[name]
     folder = hub.resolve(None)
-    config = loader.read_config(folder, "float32", LENGTH, kv_cache_dtype=cache or "auto")
+    config = loader.read_config(folder, "float32", LENGTH, quantization, kv_cache_dtype=cache or "auto")
     limits, groups = Limits(8, 48, 16), len(config.windows)
     runner = Runner(config, loader.load(folder, config), limits, (400,) * groups, 16, LENGTH, True)
     try:

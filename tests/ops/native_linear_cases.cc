@@ -31,16 +31,16 @@ struct Shape {
   int64_t T = 1 + below(40), K = 128 * (1 + below(3)), blocks = 1 + below(9), O = blocks * LANES - below(LANES);
 };
 
-// Rows in bfloat16 and their values.
+// Rows in bfloat16, or in float32 with all bits, and their values.
 struct Input {
   std::vector<Half> rows;
   explicit Input(const Shape& s) : rows(s.T * s.K) {
     for (Half& x : rows) {
-      uint16_t bits = narrow(normal());
+      float number = normal();
       if constexpr (sizeof(Half) == 2)
-        x = bits;
+        x = narrow(number);
       else
-        x = widen(bits);
+        x = NARROW_ROWS ? widen(narrow(number)) : number;
     }
   }
   double at(int64_t i) const { return value(rows[i]); }

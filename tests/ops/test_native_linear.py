@@ -34,6 +34,10 @@ IN_BYTES = (  # those whose kernels can round rows to bytes
     "int4", "int4-64", "int4-128-zero", "int4-zero", "int4-32-least", "k4-32-least", "iq4", "iq4-levels", "mxfp4",
 )  # fmt: skip
 EVERY = (*FORMATS, *(f"{name} of bytes" for name in IN_BYTES))
+LOW_BITS = ("codebook-4", "e8p-2", "e8p-4")
+OF_FLOATS = ("int8-weights of floats", "int4-64 of floats", "nf4 of floats", "k6-16 of floats")
+QUICK = ("int8-weights-64", "int4-32-least")  # of float32 rows, whose kernels take seconds to compile
+ROWS = {"": "bfloat16", "bytes": "int8", "floats": "float32"}  # what pack is told of the rows, by the end of a name
 
 
 @pytest.fixture(params=thinned(ISAS, ISAS[:1]))
@@ -60,7 +64,7 @@ def rounded(name, spec, w):
     """A weight in a format, and as the kernels have it."""
     name, _, rows = name.partition(" of ")
     node = quant.packed(name, spec).quantize(w)
-    return node, pack(spec, node, "int8" if rows else "bfloat16")
+    return node, pack(spec, node, ROWS[rows])
 
 
 def wide(x):
@@ -111,7 +115,7 @@ def test_matrix_of_eight_byte_elements_is_refused():
         tile(np.ones((32, 16)), 1)
 
 
-@pytest.mark.parametrize("name", [None, *EVERY])
+@pytest.mark.parametrize("name", [None, *EVERY, *OF_FLOATS])
 @pytest.mark.slow
 def test_matrices_of_a_stack(isa, name):
     """One that is named, with a bias or a gate; and each with rows of its own, the last ones zeros: to the bit what
@@ -128,7 +132,7 @@ def test_matrices_of_a_stack(isa, name):
     if name is not None:
         nodes, alone = zip(*(rounded(name, one, matrix) for matrix in w), strict=True)
         leaf = Stack(jax.tree.map(lambda *arrays: np.stack(arrays), *nodes))
-    stack: Any = pack(dense, leaf, "int8" if name in EVERY[len(FORMATS) :] else "bfloat16")
+    stack: Any = pack(dense, leaf, ROWS[(name or "").partition(" of ")[2]])
     pick = jax.jit(lambda stack, e, x: project("TD,DGF->TGF", x, stack.pick(e), bias))
     for e in range(E):
         np.testing.assert_array_equal(pick(stack, e, x), project("TD,DGF->TGF", x, alone[e], bias))
@@ -146,18 +150,19 @@ def test_matrices_of_a_stack(isa, name):
 @given(
     rows=st.integers(1, 40), padding=st.integers(0, 9), K=st.sampled_from([32, 96, 320]),
     out=st.sampled_from([(16,), (7,), (2, 24), (500,)]), bias=st.booleans(), seed=st.integers(0, 999),
+    dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16]),
 )  # fmt: skip
-def check_mxfp4(rows, padding, K, out, bias, seed):
+def check_mxfp4(rows, padding, K, out, bias, seed, dtype):
     """As it is decoded: what JAX makes of the codes is exact in bfloat16, scales of 2^-127 being zero."""
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (3, four_bits.count(K), *out), np.uint8)
     scales = rng.integers(110, 130, (3, K // 32, *out)).astype(np.uint8)
     scales[rng.random(scales.shape) < 0.05] = 0
-    leaf, x = Mxfp4(blocks, scales), made(rng, (rows,), (K,), ml_dtypes.bfloat16)
+    leaf, x = Mxfp4(blocks, scales), made(rng, (rows,), (K,), dtype)
     x[max(rows - padding, 0) :] = 0
     b = made(rng, (), out, ml_dtypes.bfloat16) if bias else None
     dense = ArraySpec((3, K, *out), BFLOAT16, (None,) * (2 + len(out)), stacked=True)
-    stack: Any = pack(quant.packed("mxfp4", dense), leaf)
+    stack: Any = pack(quant.packed("mxfp4", dense), leaf, np.dtype(dtype).name)
     e = int(rng.integers(3))
     letters = "TD,DXY"[: 4 + len(out)] + "->T" + "XY"[: len(out)]
     given = [None if b is None else jnp.asarray(b), jnp.float32]
@@ -200,11 +205,12 @@ def check_rounded(name, rows, padding, into, out, bias, dtype, seed):
     node = quant.packed(name, spec).quantize(w)
     letters = ("TD,D", "TNH,NH")[len(into) - 1] + "XY"[: len(out)] + "->T" + "XY"[: len(out)]
     plain = wide(einsum(letters, jnp.asarray(x), node, jnp.float32))
-    packed = pack(spec, node)
+    packed = pack(spec, node, np.dtype(dtype).name)
     got = einsum(letters, jnp.asarray(x), packed, jnp.float32)
     size = np.tensordot(np.abs(wide(x)), np.abs(wide(w)), len(into)).max()
-    # XLA's path rounds a weight of groups to bfloat16 before the product, the kernels do not.
-    near = 4e-3 if name.startswith(("int4", "nf4", "iq4")) or name.endswith("least") or name[-1].isdigit() else 2e-6
+    # XLA's path rounds a weight of groups to bfloat16 before the product with such rows, the kernels do not.
+    in_groups = name.startswith(("int4", "nf4", "iq4")) or name.endswith("least") or name[-1].isdigit()
+    near = 4e-3 if in_groups and dtype is not np.float32 else 2e-6
     np.testing.assert_allclose(wide(got), plain, atol=size * near)
     exact = np.tensordot(wide(x), wide(w), len(into))
     worst = {
@@ -223,6 +229,32 @@ def check_rounded(name, rows, padding, into, out, bias, dtype, seed):
 @pytest.mark.slow
 def test_rounded(isa):
     check_rounded()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*FORMATS, *LOW_BITS)],
+)
+def test_float32_rows_keep_all_their_bits(name):
+    """Products of float32 rows are float64's with the decoded weight, by XLA and by the kernels; a row's bits are the
+    same alone. Formats that round rows to codes do so here too."""
+    rng = np.random.default_rng(5)
+    x, w, spec = (
+        made(rng, (70,), (512,), np.float32),
+        made(rng, (512,), (100,), np.float32),
+        spec_of((512,), (100,), np.float32),
+    )
+    node, packed = rounded(f"{name} of floats", spec, w)
+    if node.rounds is not None:
+        x = np.where(rng.random(x.shape) < 0.5, 1.0, -1.0).astype(np.float32)  # which codes hold exactly
+    decoded = wide(einsum("TD,DF->TF", jnp.eye(512), node, implementation="xla"))
+    np.testing.assert_allclose(decoded, w, atol=np.abs(w).max() / 2)
+    exact, size = wide(x) @ decoded, np.abs(wide(x)) @ np.abs(decoded)
+    for weight in (node, packed):
+        got = np.asarray(einsum("TD,DF->TF", jnp.asarray(x), weight))
+        assert (np.abs(got - exact) < 1e-6 * size).all()
+    for rows in (1, 7, 64):
+        np.testing.assert_array_equal(einsum("TD,DF->TF", jnp.asarray(x[-rows:]), packed), got[-rows:])
 
 
 def in_groups(x_TK, group):
@@ -324,7 +356,7 @@ def test_levels(isa):
     check_levels()
 
 
-@pytest.mark.parametrize("name", [None, *EVERY])
+@pytest.mark.parametrize("name", [None, *EVERY, *OF_FLOATS])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
 @pytest.mark.slow
 def test_gate_and_up_in_one_pass(isa, name, activation):
@@ -351,7 +383,7 @@ def test_head_that_is_an_embedding_too(isa, name):
         np.testing.assert_array_equal(packed[tokens], node[tokens])
 
 
-@pytest.mark.parametrize("name", [None, *EVERY])
+@pytest.mark.parametrize("name", [None, *EVERY, *OF_FLOATS])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.slow
 def test_a_row_that_is_not_finite_spoils_no_other(isa, name, bad):

@@ -19,7 +19,7 @@ EXCHANGE = "how devices exchange values is XLA's choice"
 LOADING = "files are mapped, and each tensor is read once"
 NO_MEDIA = "no model here takes images, video or sound"
 STACKS = "adapters lie in one stack a weight, in the type of the model"
-NO_MAMBA = "no model here has such layers"
+STATES = "a recurrent layer keeps its state in a slot for each sequence, in one layout and dtype, without blocks"
 ORDER = "it changes who is computed when, and no answer"
 METRICS = "metrics are always counted"
 PROFILED = "`trace` writes a timeline of the steps"
@@ -103,7 +103,7 @@ ENGINE: Mapping[str, str | Refused] = {  # the reason, where the value does not 
     "expert_placement_strategy": ORDER,
     "fail_on_environ_validation": "there are no variables of the environment to check",
     "fully_sharded_loras": STACKS,
-    "gdn_prefill_backend": NO_MAMBA,
+    "gdn_prefill_backend": "the kernel of the delta rule is the first that serves on this device",
     "hf_config_path": refused("config.json lies beside the weights: put the wanted one into a copy of the folder"),
     "hf_token": refused("HF_TOKEN in the environment has it"),
     "ignore_patterns": "only files that are needed are downloaded",
@@ -125,10 +125,10 @@ ENGINE: Mapping[str, str | Refused] = {  # the reason, where the value does not 
     "logprobs_mode": refused("log-probabilities are those of the model, before any parameter", "raw_logprobs"),
     "long_prefill_token_threshold": ORDER,
     "lora_dtype": refused(STACKS, "auto"),
-    "mamba_block_size": NO_MAMBA,
-    "mamba_cache_dtype": NO_MAMBA,
-    "mamba_cache_mode": NO_MAMBA,
-    "mamba_ssm_cache_dtype": NO_MAMBA,
+    "mamba_block_size": STATES,
+    "mamba_cache_dtype": STATES,
+    "mamba_cache_mode": STATES,
+    "mamba_ssm_cache_dtype": STATES,
     "master_addr": refused(HOSTS, "127.0.0.1"),
     "master_port": refused(HOSTS, 29501),
     "max_cudagraph_capture_size": COMPILED,

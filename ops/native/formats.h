@@ -105,7 +105,18 @@ __attribute__((always_inline)) inline Numbers made(const One& one, int) {
 constexpr int STEP = 1;
 typedef F Numbers;
 
-inline F dot(F acc, Numbers w, const Half* x) { return acc + w * value(x[0]); }
+inline F dot(F acc, Numbers w, const Half* x) {
+#if defined(QUIRE_FLOAT_ROWS) && defined(__AVX512F__)
+  // Written out where products are not exact: one rounding or two must not depend on what the compiler makes of a loop.
+  return (F)_mm512_fmadd_ps((__m512)w, _mm512_set1_ps(x[0]), (__m512)acc);
+#elif defined(QUIRE_FLOAT_ROWS) && defined(__AVX2__) && defined(__FMA__)
+  return (F)_mm256_fmadd_ps((__m256)w, _mm256_set1_ps(x[0]), (__m256)acc);
+#elif defined(QUIRE_FLOAT_ROWS) && defined(__aarch64__)
+  return (F)vfmaq_n_f32((float32x4_t)acc, (float32x4_t)w, x[0]);
+#else
+  return acc + w * value(x[0]);
+#endif
+}
 
 // The even or the odd ones of pairs of bfloat16.
 inline Numbers numbers(U bits, int i) { return (F)(i ? bits & 0xffff0000u : bits << 16); }

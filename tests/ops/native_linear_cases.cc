@@ -253,18 +253,27 @@ double grouped() {
   });
 }
 
+// The largest error of one case of each kind; of float32 rows, whose kernels differ in how weights become numbers alone.
+double every_kind() {
+#if defined(QUIRE_FLOAT_ROWS)
+  return std::max({nibbles<Pool>(), floats<Pool>(), grouped<Pool, Int8Groups, Wide>(), grouped<Parked, Six, Levels>(),
+                   grouped<Pool, Fp8, Wide>()});
+#else
+  return std::max({dense<Pool>(), bytes<Pool>(), nibbles<Pool>(), floats<Pool>(), dense<Parked>(), bytes<Parked>(),
+                   nibbles<Parked>(), floats<Parked>(), grouped<Pool, Uint4, Wide>(), grouped<Pool, Int8Groups, Wide>(),
+                   grouped<Pool, Four, Levels>(), grouped<Pool, Six, Levels>(), grouped<Parked, Uint4, Wide>(),
+                   grouped<Parked, Six, Levels>(), byte_rows<Pool, Uint4Bytes>(), byte_rows<Pool, Float4Bytes>(),
+                   byte_rows<Pool, Iq4Bytes>(), grouped<Pool, Fp8, Wide>()});
+#endif
+}
+
 }  // namespace
 
 int main() {
   double error = 0;
   for (int seed = 0; seed < 12; ++seed) {
     engine.seed(seed);
-    for (double one : {dense<Pool>(), bytes<Pool>(), nibbles<Pool>(), floats<Pool>(), dense<Parked>(), bytes<Parked>(),
-                       nibbles<Parked>(), floats<Parked>(), grouped<Pool, Uint4, Wide>(),
-                       grouped<Pool, Int8Groups, Wide>(), grouped<Pool, Four, Levels>(), grouped<Pool, Six, Levels>(),
-                       grouped<Parked, Uint4, Wide>(), grouped<Parked, Six, Levels>(), byte_rows<Pool, Uint4Bytes>(),
-                       byte_rows<Pool, Float4Bytes>(), byte_rows<Pool, Iq4Bytes>(), grouped<Pool, Fp8, Wide>()})
-      error = std::max(error, one);
+    error = std::max(error, every_kind());
   }
   std::printf("largest error %.2g\n", error);
   return error < 2e-5 ? 0 : 1;

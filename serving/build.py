@@ -17,9 +17,11 @@ from ..model import expert_copies
 from ..model.checkpoint import embedder, hub, loader
 from ..model.checkpoint.adapter_targets import targets_of, with_adapters
 from ..model.checkpoint.adapters import bucket_of
+from ..model.checkpoint.key_biases import keep_wide
 from ..model.checkpoint.placement import Placement
 from ..model.config import ACTIVATIONS, ModelConfig, ModelError
 from ..model.planning.cost import weight_bytes
+from ..model.mixers.attention import SHIFT_POSITIONS
 from ..model.text.tokenizer import Tokenizer
 from ..model.weights import ModelWeights
 from ..ops import native
@@ -149,6 +151,8 @@ def config_of(folder: Path, options: EngineOptions, max_len: int | None = None) 
     if options.activation_dtype not in ACTIVATIONS:
         raise ModelError(f"activation_dtype is {options.activation_dtype!r}; it can be {' or '.join(ACTIVATIONS)}")
     config = replace(config, activation_dtype=options.activation_dtype)
+    if options.load_format != "dummy":
+        config = keep_wide(folder, config)
     if config.encodes and config.classes is None and options.pooling is not None:
         config = replace(config, pooling=options.pooling)
     sharing = options.expert_parallel_size * options.context_parallel_size * options.data_parallel_size
@@ -372,7 +376,7 @@ def identity(folder: Path, config: ModelConfig, options: EngineOptions) -> bytes
     """
     model = replace(config, max_len=0)  # what it changes is in the rotary tables
     sizes = [getattr(options, name) for axis, name in PARALLEL.items() if axis != "data"]
-    what = [PAGE_FORMAT, model, *sizes, options.block_size, jax.__version__, device_and_kernels()]
+    what = [PAGE_FORMAT, model, *sizes, options.block_size, SHIFT_POSITIONS, jax.__version__, device_and_kernels()]
     found = hashlib.blake2b(repr(what).encode(), digest_size=32)
     for path in model_files(folder, options):
         found.update(repr((path.name, path.stat().st_size)).encode())

@@ -1,21 +1,27 @@
 """Softmax attention over keys and values of each head."""
 
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ...ops.heads import Heads
 from ...ops.heads.xla import turn
 from ...ops.linear import add_up, project
+from ...ops.rope import angles, rotate
 from ...sharding import struct
 from ...sharding.device_axes import DeviceAxes
 from ...sharding.spec import ArraySpec, Runs
-from ..config import Attention, ModelConfig
+from ..config import Attention, ModelConfig, Rope
 from ..matrix import matrix, norm
 from . import Reach
 
 Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
+
+# Positions over which a key's bias is averaged: over more, less of it is left in long contexts and more in short ones.
+SHIFT_POSITIONS = 4096
 
 
 @struct.dataclass
@@ -57,12 +63,51 @@ def reads(w: AttentionWeights) -> Array:
     return w.qkv_DGH
 
 
+def key_shift(a: Attention, bias_GH: Array) -> Array:
+    """What keys that become codes can do without: the mean of their rotated bias, float32 [K, H].
+
+    Some models have key biases ten times as large as all else in a key, in the pairs that turn least: a code would hold
+    little beside them. A constant of all keys cancels in the softmax, so the mean is never added again. None where
+    there is no bias, or where scores meet more than a softmax or keys a norm.
+    """
+    if bias_GH is None or a.kv_source is not None or a.qk_norm is not None or a.soft_cap is not None or a.sinks:
+        return None
+    bias_KH = key_bias(a, bias_GH)
+    return bias_KH if a.rope is None else rotate(bias_KH[None], mean_rotation(a.rope))[0]
+
+
+def key_bias(a: Attention, bias_GH: Array) -> Array:
+    """The keys' part of a layer's bias, float32 [K, H]."""
+    first = a.heads * (1 + a.out_gate)
+    return bias_GH[first : first + a.kv_heads].astype(jnp.float32)
+
+
+def bias_left(a: Attention, bias_GH: Array) -> float:
+    """How much of their bias `key_shift` leaves in keys: the root mean square over a head, where it is largest."""
+    bias_KH, shift_KH = key_bias(a, bias_GH), key_shift(a, bias_GH)
+    rotated_TKH = bias_KH[None]
+    if a.rope is not None:
+        positions_T = jnp.arange(0, SHIFT_POSITIONS, 16)
+        repeated_TKH = jnp.broadcast_to(bias_KH, (len(positions_T), *bias_KH.shape))
+        rotated_TKH = rotate(repeated_TKH, angles(positions_T, a.rope.inv_freq, a.rope.factor))
+    left_TKH = rotated_TKH if shift_KH is None else rotated_TKH - shift_KH
+    return float(jnp.sqrt(jnp.mean(jnp.square(left_TKH), axis=-1)).max())
+
+
+@cache
+def mean_rotation(rope: Rope) -> tuple[np.ndarray, np.ndarray]:
+    """The mean of cosines and of sines over the first SHIFT_POSITIONS positions, each [1, pairs]."""
+    phase = np.arange(SHIFT_POSITIONS)[:, None] * np.asarray(rope.inv_freq)
+    cos, sin = (part.mean(0, keepdims=True) * rope.factor for part in (np.cos(phase), np.sin(phase)))
+    return cos.astype(np.float32), sin.astype(np.float32)
+
+
 def mix(a: Attention, w: AttentionWeights, x_TD, rope, cache, reach: Reach, eps: float, axes: DeviceAxes):
     qkv_TGH = project("TD,DGH->TGH", x_TD, w.qkv_DGH, w.qkv_bias_GH)
     gate_TNH, qkv_TGH = (qkv_TGH[:, : a.heads], qkv_TGH[:, a.heads :]) if a.out_gate else (None, qkv_TGH)
     heads = Heads(
         a.heads, a.kv_heads if a.kv_source is None else 0, rope, a.qk_norm, w.q_norm, w.k_norm, eps, a.v_norm,
-        a.tied_kv, axes.tensor,
+        a.tied_kv, axes.tensor, key_shift(a, w.qkv_bias_GH),
     )  # fmt: skip
     *qkv, cache = (*turn(qkv_TGH, heads), cache) if reach.prepare is None else reach.prepare(qkv_TGH, heads, cache)
     sees = ({"chunked": True} if a.chunked else {}) | ({"ahead": a.ahead} if a.both_ways else {})

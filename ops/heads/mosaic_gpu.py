@@ -53,6 +53,8 @@ def refusals(qkv_TGH, heads: Heads, pages: KVPages) -> list[str]:
         found.append(f"heads must be bfloat16 or float16, not {dtype}")
     if not K or heads.tied or heads.v_norm:
         found.append("the layer must have keys and values of its own, and values without a norm")
+    if heads.shifts(pages):
+        found.append("keys are shifted before they become codes, which the kernel does not do")
     if heads.norm not in (None, "head"):
         found.append("a norm must be over each head, with a scale, and before the rotation")
     if H not in WIDTHS or rotated % 8:

@@ -123,7 +123,7 @@ class EngineOptions:
     )  # fmt: skip
     kv_cache_dtype_skip_layers: Sequence[str] = flag(
         (), MEMORY, "Layers that keep them in the model's dtype nonetheless: numbers from 0 with commas, and "
-        "sliding_window for all that have a window.", "LAYERS", "none",
+        "sliding_window for all that have a window.", "LAYERS", "those with very large key biases",
     )  # fmt: skip
     kv_cache_memory_bytes: int | None = flag(
         None, MEMORY, "Memory for the KV cache, as in 2G.", "BYTES", "a part of what is free"

@@ -1,14 +1,30 @@
 """What a KV cache in few bits takes, which layers have it, and what has no such codes."""
 
 import json
+import math
 from dataclasses import replace
+from functools import cache
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny_deepseek
+from golden.families import VARIANTS
+from golden.recorded import Golden
+from safetensors.numpy import load_file, save_file
 
 from quire.model.checkpoint import hub, loader
-from quire.model.config import Attention, Layer, Mlp, ModelConfig, ModelError
+from quire.model.config import Attention, Layer, Mlp, ModelConfig, ModelError, Rope
+from quire.model.mixers import Reach
+from quire.model.mixers.attention import AttentionWeights, mix
 from quire.model.planning import cost
+from quire.ops import native
+from quire.ops.attention import KVPages, QueryRows, page_dtype, paged_attention
+from quire.ops.heads import prepare
+from quire.ops.rope import angles
+from quire.serving.api.options import EngineOptions
+from quire.serving.build import config_of
+from quire.sharding.device_axes import ONE_DEVICE
 
 QUILL = hub.resolve(None)  # layers 0 and 4 have a window, 2 and 6 none; the others read these
 
@@ -65,3 +81,74 @@ def test_heads_of_an_odd_width_have_none():
     config = ModelConfig("test", vocab_size=8, dim=8, layers=(layer,) * 2, max_len=8)
     with pytest.raises(ModelError, match="layer 1 has heads of an odd width, 33"):
         replace(config, kv_cache_dtype="int4", kv_cache_skips=(0,))
+
+
+@cache
+def attend_alone(implementation: str, dtype: str, offset: float):
+    """One layer's attention of 96 rows over pages of a dtype, with key biases of `offset` in the slowest pairs."""
+    T, S, D, N, K, H = 96, 32, 128, 4, 2, 64
+    rng = np.random.default_rng(7)
+    frequencies = 1e6 ** (-np.arange(H // 2) / (H // 2))
+    layer = Attention(N, K, H, H**-0.5, Rope(tuple(frequencies.tolist())), bias=True)
+    bias_GH = rng.standard_normal((N + 2 * K, H))
+    for pair in (H // 2 - 1, H - 1, H // 2 - 3):
+        bias_GH[N : N + K, pair] = offset * rng.choice([-1, 1], K)
+    qkv_DGH, x_TD = rng.standard_normal((D, N + 2 * K, H)) / math.sqrt(D), rng.standard_normal((T, D))
+    weights = AttentionWeights(*map(as_float32, (qkv_DGH, np.eye(N * H).reshape(N, H, -1), bias_GH)))
+    held = page_dtype(jnp.dtype(dtype))
+    shape, scaled = (T // S + 1, S, K, H // (2 if dtype == "int4" else 1)), held.itemsize == 1
+    pages = KVPages(*(jnp.zeros(shape, held) for _ in range(2)))
+    if scaled:
+        pages = KVPages(pages.k_PSKH, pages.v_PSKH, *(jnp.zeros((shape[0], K, S)) for _ in range(2)))
+    tables_BM, slots_T = jnp.arange(1, T // S + 1)[None], jnp.arange(S, S + T)
+    rows = QueryRows(jnp.arange(T), jnp.array([0, T]), tables_BM, slots_T)
+    reach = Reach(
+        lambda q, k, v, pages, **options: paged_attention(
+            q, k, v, pages, rows, **options, implementation=implementation
+        ),
+        lambda qkv, heads, pages: prepare(qkv, heads, pages, rows, implementation),
+    )
+    cos_sin = angles(rows.positions_T, layer.rope.inv_freq)
+    return np.asarray(mix(layer, weights, as_float32(x_TD), cos_sin, pages, reach, 1e-6, ONE_DEVICE)[0])
+
+
+def as_float32(array):
+    return jnp.asarray(array, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "near"),
+    [
+        ("native", "int8", 0.01),
+        ("native", "int4", 0.15),
+        pytest.param("xla", "int4", 0.15, marks=pytest.mark.slow),
+        pytest.param("xla", "float8_e4m3fn", 0.05, marks=pytest.mark.slow),
+    ],
+)
+def test_large_key_biases_leave_codes_to_the_rest_of_a_key(implementation, dtype, near):
+    """As Qwen2.5's first layers: results are as near to those of float32 pages as without such biases."""
+    if implementation == "native" and not native.serves():
+        pytest.skip("no compiler")
+    for offset in (0, 150):
+        exact, coded = (attend_alone(implementation, kind, offset) for kind in ("float32", dtype))
+        error = np.linalg.norm(coded - exact) / np.linalg.norm(exact)
+        assert 1e-4 < error < near
+
+
+def test_layer_whose_bias_is_not_constant_stays_wide(tmp_path, caplog):
+    """Chosen from the weights where the user names no layer, and said in the log."""
+    folder = Golden(next(variant for variant in VARIANTS if variant.name == "qwen2"), tmp_path).folder
+    name = "model.layers.0.self_attn.k_proj.bias"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    file = folder / index["weight_map"][name]
+    tensors = load_file(file)
+    tensors[name][1] += 150  # of a pair that turns fast
+    save_file(tensors, file, metadata={"format": "pt"})
+
+    def skips(**options) -> tuple[int, ...]:
+        return config_of(folder, EngineOptions(model=str(folder), **options)).kv_cache_skips
+
+    assert skips(kv_cache_dtype="int4") == skips(kv_cache_dtype="fp8") == (0,)
+    assert "kv_cache_dtype is int4, but keys and values stay in bfloat16 in these layers" in caplog.text
+    assert skips(kv_cache_dtype="int8", kv_cache_dtype_skip_layers=["1"]) == (1,)
+    assert skips() == skips(kv_cache_dtype="int8", load_format="dummy") == ()

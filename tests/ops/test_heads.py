@@ -78,6 +78,26 @@ def numbers(x) -> np.ndarray:
     return np.asarray(x.astype(jnp.float32), np.float64)
 
 
+def test_kernel_leaves_shifted_keys_to_attention_where_they_become_codes():
+    """The kernel appends keys itself; where pages keep bits there is no shift, and it serves."""
+    for name in ("plain", "int8"):
+        qkv_TGH, work, pages = CASES[name].inputs()
+        shifted = replace(work, k_shift_KH=jnp.ones((work.keys, qkv_TGH.shape[2])))
+        found = mosaic_gpu.refusals(qkv_TGH, shifted, pages)
+        assert any("keys are shifted" in reason for reason in found) == (name == "int8")
+
+
+def test_shift_is_taken_off_keys_that_become_codes_alone():
+    qkv_TGH, work, pages = CASES["plain"].inputs()
+    shifted = replace(work, k_shift_KH=jnp.full((work.keys, qkv_TGH.shape[2]), 3.0))
+    live, coded = rows_of(SLOTS), CASES["int8"].inputs()[2]
+    for held, offset in ((pages, 0), (coded, 3)):
+        found, wanted = (heads.prepare(qkv_TGH, some, held, live, "xla") for some in (shifted, work))
+        for name, x, y in zip("qkv", found, wanted, strict=False):
+            right = numbers(y) - (offset if name == "k" else 0)
+            np.testing.assert_array_equal(numbers(x), numbers(jnp.asarray(right, jnp.bfloat16)))
+
+
 @pytest.mark.parametrize("name", thinned(CASES, ["a norm, a part rotated", "float8"]))
 @pytest.mark.slow
 def test_against_float64_and_xla(name):

@@ -1,8 +1,11 @@
 """The whole numbers that a format has for weights: value = (code - zero) * scale."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ...ops import quant
@@ -10,6 +13,9 @@ from ...ops.quant.grouped import Grouped
 from ...ops.quant.int4 import Int4
 from ...ops.quant.int8 import Int8
 from ..config import ModelError
+
+SHRINKS = tuple(1 - step / 20 for step in range(9))  # factors of a group's scale that `Grid.best_fit` tries
+CHUNK = 1 << 14  # groups that are fitted together
 
 
 class Coded(NamedTuple):
@@ -52,6 +58,34 @@ class Grid:
             top = np.take_along_axis(grouped, np.abs(grouped).argmax(2)[..., None], 2)[..., 0] / -self.middle
         return top.astype(self.scale_dtype), np.full(top.shape, self.middle, np.float32)
 
+    def best_fit(self, W: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(scales, zeros) as `fit`, made smaller by the factor in SHRINKS with the least weighted squared error.
+
+        The largest values of a group are then cut off where its other values gain more by finer steps.
+
+        Args:
+            W: [O, I].
+            weight: [I], the cost of an error in each input.
+        """
+        if self.bits == 8:  # steps are fine enough
+            return self.fit(W)
+        (O, I), size = W.shape, self.group or W.shape[1]  # noqa: E741
+        padding = -I % size
+        grouped_NS = np.pad(W.astype(np.float32), ((0, 0), (0, padding))).reshape(-1, size)
+        weight_GS = np.pad(weight.astype(np.float32), (0, padding)).reshape(-1, size)
+        weight_GS = weight_GS / np.maximum(weight_GS.max(1, keepdims=True), np.finfo(np.float32).tiny)
+        group_N = np.arange(len(grouped_NS)) % len(weight_GS)
+        chunk = min(CHUNK, 1 << (len(grouped_NS) - 1).bit_length())  # few sizes are compiled
+        parts = []
+        for start in range(0, len(grouped_NS), chunk):
+            some = np.s_[start : start + chunk]
+            missing = ((0, chunk - len(group_N[some])), (0, 0))
+            values_SN = np.pad(grouped_NS[some], missing).T
+            weight_SN = np.pad(weight_GS[group_N[some]], missing).T
+            parts.append(least_error(values_SN, weight_SN, self))
+        scales, zeros = (np.concatenate(each)[: len(grouped_NS)].reshape(O, -1) for each in zip(*parts, strict=True))
+        return scales.astype(self.scale_dtype), zeros
+
     def codes(self, values: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> np.ndarray:
         """The nearest codes; scales and zeros are those of each value."""
         return np.clip(np.rint(values * inverted(scales)) + zeros, *self.limits)
@@ -69,6 +103,51 @@ class Grid:
         """What codes stand for, in float32."""
         scales, zeros = (self.spread(shared, coded.codes.shape[1]) for shared in (coded.scales, coded.zeros))
         return (coded.codes.astype(np.float32) - zeros) * scales
+
+
+@partial(jax.jit, static_argnames="grid")
+def least_error(values_SN, weight_SN, grid: Grid):
+    """Of each group [S], the (scale, zero) [N] of `Grid.best_fit`."""
+    low_N, high_N = jnp.minimum(values_SN.min(0), 0), jnp.maximum(values_SN.max(0), 0)
+    top_N = jnp.where(high_N > -low_N, high_N, low_N)
+    whole_N = (high_N - low_N) / grid.limits[1] if grid.own_zeros else top_N / -grid.middle
+
+    def candidate(shrink):
+        scale_N = (whole_N * shrink).astype(grid.scale_dtype).astype(jnp.float32)
+        inverse_N = jnp.where(scale_N == 0, 0, 1 / jnp.where(scale_N == 0, 1, scale_N))
+        zero_N = jnp.full_like(low_N, grid.middle)
+        if grid.own_zeros:
+            zero_N = jnp.clip(jnp.rint(-low_N * shrink * inverse_N), *grid.limits)
+        code_SN = jnp.clip(jnp.rint(values_SN * inverse_N) + zero_N, *grid.limits)
+        error_N = (jnp.square((code_SN - zero_N) * scale_N - values_SN) * weight_SN).sum(0)
+        return error_N, scale_N, zero_N
+
+    def better(best, shrink):
+        found = candidate(shrink)
+        return jax.tree.map(partial(jnp.where, found[0] < best[0]), found, best), None
+
+    # Without zeros either end of the codes may hold the largest value.
+    signs = (1,) if grid.own_zeros else (1, -1)
+    shrinks = jnp.array([sign * shrink for shrink in SHRINKS for sign in signs], jnp.float32)
+    (_, scale_N, zero_N), _ = jax.lax.scan(better, candidate(shrinks[0]), shrinks[1:])
+    return scale_N, zero_N
+
+
+def nearest_columns(values_SN, grid: Grid):
+    """`Grid.nearest` of groups [S] in JAX, each with a scale of its own."""
+    low_N, zero_N = jnp.minimum(values_SN.min(0), 0), grid.middle
+    if grid.own_zeros:
+        scale_N = (jnp.maximum(values_SN.max(0), 0) - low_N) / grid.limits[1]
+    elif grid.bits == 8:
+        scale_N = jnp.abs(values_SN).max(0) / (grid.middle - 1)
+    else:
+        largest_1N = jnp.abs(values_SN).argmax(0)[None]
+        scale_N = jnp.take_along_axis(values_SN, largest_1N, 0)[0] / -grid.middle
+    scale_N = scale_N.astype(grid.scale_dtype).astype(jnp.float32)
+    inverse_N = jnp.where(scale_N == 0, 0, 1 / jnp.where(scale_N == 0, 1, scale_N))
+    if grid.own_zeros:
+        zero_N = jnp.clip(jnp.rint(-low_N * inverse_N), *grid.limits)
+    return (jnp.clip(jnp.rint(values_SN * inverse_N) + zero_N, *grid.limits) - zero_N) * scale_N
 
 
 def inverted(scales: np.ndarray) -> np.ndarray:

@@ -46,7 +46,9 @@ def test_a_grid_is_its_format(name, columns):
     expected = spec.quantize(W.T)
     scales, zeros = grid.fit(W)
     codes = grid.codes(W, grid.spread(scales, columns), grid.spread(zeros, columns))
-    for found in (codes, gptq(W, np.eye(columns) * 3, grid).codes, gptq(W, np.diag(W[0] ** 2), grid, True).codes):
+    by_order = gptq(W, np.eye(columns) * 3, grid, search=False)
+    by_size = gptq(W, np.diag(W[0] ** 2), grid, act_order=True, search=False)
+    for found in (codes, by_order.codes, by_size.codes):
         parts = spec.coded(found.astype(np.uint8).T, scales.T, zeros.T).parts(spec_form(name))
         for ending, value in expected.parts(spec_form(name)).items():
             np.testing.assert_array_equal(parts[ending], value)
@@ -129,7 +131,7 @@ def test_gptq_is_the_papers(options, seed):
     X[:, rng.integers(0, columns, 2)] = 0  # dead inputs
     H = X.T @ X
     grid = Grid(bits, group, own_zeros, np.float32 if bits == 8 and not own_zeros else np.float16)
-    found = gptq(W, H, grid, act_order)
+    found = gptq(W, H, grid, act_order, damp=0.01, search=False)
     codes, clear = naive_gptq(W, H, bits, group, own_zeros, act_order)
     np.testing.assert_array_equal(found.codes[clear], codes[clear])
 
@@ -147,6 +149,59 @@ def test_gptq_loses_less_than_rounding_to_nearest(options, seed):
     assert coded.codes.min() >= low and coded.codes.max() <= high
 
 
+@given(st.sampled_from([2, 4]), st.sampled_from([None, 8]), st.booleans(), st.integers(0, 2**32 - 1))
+def test_best_fit_is_the_best_scale_of_each_group(bits, group, own_zeros, seed):
+    """Against every factor for every group of every output, in float64."""
+    rng = np.random.default_rng(seed)
+    W, weight = matrix(rng, 3, 32), np.exp(rng.standard_normal(32)).astype(np.float32)
+    grid = Grid(bits, group, own_zeros, np.float32)
+    scales, zeros = grid.best_fit(W, weight)
+    size, last, middle = group or 32, 2**bits - 1, 2 ** (bits - 1)
+    for o in range(3):
+        for g in range(32 // size):
+            part = np.s_[g * size : (g + 1) * size]
+            values, cost = W[o, part].astype(np.float64), weight[part]
+
+            def error(scale: float, zero: float, values=values, cost=cost) -> float:
+                code = np.clip(np.rint(values / scale) + zero, 0, last)
+                return float((np.square((code - zero) * scale - values) * cost).sum())
+
+            low, high, tried = min(values.min(), 0), max(values.max(), 0), []
+            for shrink in np.arange(20, 11, -1) / 20:
+                if own_zeros:
+                    scale = (high - low) * shrink / last
+                    tried.append(error(scale, np.clip(np.rint(-low * shrink / scale), 0, last)))
+                else:
+                    top = max(high, -low) * shrink / middle
+                    tried += [error(top, middle), error(-top, middle)]
+            assert error(float(scales[o, g]), zeros[o, g]) <= min(tried) * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("name", ["int4-32", "int4-64-zero", "int3-32"])
+def test_gptq_over_one_layer_beside_a_float64_reference(name):
+    """Correlated inputs; the reference rounds with the inverse of H as the paper's algorithm 1 has it."""
+    rng, grid = np.random.default_rng(7), grid_of(name)
+    W, X = matrix(rng, 48, 192), inputs(rng, 1000, 192)
+    H = X.T @ X
+    order = np.argsort(-np.diag(H), kind="stable")
+    damped = H + 0.1 * np.diag(H).mean() * np.eye(192)
+    inverse = np.linalg.inv(damped[np.ix_(order, order)])
+    coded = gptq(W, H, grid, act_order=True)
+    scales, zeros = (grid.spread(shared, 192).astype(np.float64) for shared in (coded.scales, coded.zeros))
+    left, expected = W[:, order].astype(np.float64), np.empty(W.shape)
+    for i, column in enumerate(order):
+        scale, zero = scales[:, column], zeros[:, column]
+        code = np.clip(np.rint(left[:, i] / scale) + zero, *grid.limits)
+        expected[:, column] = (code - zero) * scale
+        left -= np.outer(left[:, i] - expected[:, column], inverse[i] / inverse[i, i])
+        inverse -= np.outer(inverse[:, i], inverse[i]) / inverse[i, i]
+        inverse[i, i] = 1  # its row and column are zero now
+    plain, found = lost(W, grid.nearest(W), X), lost(W, grid.decode(coded), X)
+    assert found == pytest.approx(lost(W, expected, X), rel=0.02)
+    assert found < 0.5 * plain
+    assert found < lost(W, grid.decode(gptq(W, H, grid, act_order=True, search=False)), X)
+
+
 PAIRS = {(False, None, 160), (True, None, 300), (False, 32, 300), (True, 32, 160), (False, 100, 160), (True, 100, 300)}
 
 
@@ -161,7 +216,7 @@ PAIRS = {(False, None, 160), (True, None, 300), (False, 32, 300), (True, 32, 160
 def test_gptq_over_several_blocks(columns, group, act_order):
     rng = np.random.default_rng(columns)
     W, X = matrix(rng, 5, columns), inputs(rng, 600, columns)
-    found = gptq(W, X.T @ X, Grid(4, group), act_order)
+    found = gptq(W, X.T @ X, Grid(4, group), act_order, damp=0.01, search=False)
     codes, clear = naive_gptq(W, X.T @ X, 4, group, False, act_order)
     assert clear.any()
     np.testing.assert_array_equal(found.codes[clear], codes[clear])
@@ -174,7 +229,7 @@ def test_gptq_with_fewer_rows_than_inputs():
     grid = Grid(4, 32)
     coded = gptq(W, X.T @ X, grid, damp=0.0)  # not positive definite until it is damped
     assert lost(W, grid.decode(coded), X) < lost(W, grid.nearest(W), X)
-    nothing = gptq(W, np.zeros((64, 64)), grid)
+    nothing = gptq(W, np.zeros((64, 64)), grid, search=False)
     np.testing.assert_array_equal(grid.decode(nothing), grid.nearest(W))
 
 

@@ -51,7 +51,7 @@ def main(
         o.option(
             "Text such as the model will read and write: a .txt file, or a .jsonl file whose lines have text, prompt "
             "or messages.",
-            CALIBRATION, "FILE", shown="none; every method but rtn needs it",
+            CALIBRATION, "FILE", shown="a general text of 11,000 tokens that comes with Quire",
         ),
     ] = None,
     calibration_samples: Annotated[int, o.option("Pieces of that text.", CALIBRATION, "N", min=1)] = 128,
@@ -81,14 +81,14 @@ def main(
     """
     if (quantization is None) == (bits is None):
         raise o.UsageError("give --quantization FORMAT, or --bits N for a format for each matrix")
-    if bits is not None and (calibration is None or layout != COMPRESSED):
-        raise o.UsageError(f"--bits {bits:g} needs --calibration FILE, and --layout {COMPRESSED}")
-    if bits is None and (calibration is None) != (method == NEAREST):
-        remedy = "needs --calibration FILE, with some pages of what the model will read and write"
-        raise o.UsageError(f"--method {method} {remedy if calibration is None else 'looks at no calibration text'}")
-    if fine_tune_epochs and (calibration is None or bits is not None or layout == GGUF):
+    if bits is not None and layout != COMPRESSED:
+        raise o.UsageError(f"--bits {bits:g} needs --layout {COMPRESSED}")
+    is_calibrated = bits is not None or method != NEAREST
+    if calibration is not None and not is_calibrated:
+        raise o.UsageError(f"--method {method} looks at no calibration text; give another --method, or --bits")
+    if fine_tune_epochs and (not is_calibrated or bits is not None or layout == GGUF):
         raise o.UsageError(
-            f"--fine-tune-epochs {fine_tune_epochs} needs --calibration FILE with a --method, and neither --bits nor "
+            f"--fine-tune-epochs {fine_tune_epochs} needs a --method other than {NEAREST}, and neither --bits nor "
             f"--layout {GGUF}"
         )
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -101,7 +101,7 @@ def main(
     rounds = None if layout == GGUF else quantization or mixed.ANY
     config = loader.read_config(folder, quantization=rounds, hf_overrides=overrides)
     before = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if layout == GGUF and calibration is None:
+    if layout == GGUF and not is_calibrated:
         from ..model.quantize import gguf_file
 
         with Progress(transient=True) as bars:
@@ -109,7 +109,7 @@ def main(
             count = gguf_file.save(
                 folder, out, config, str(quantization).upper(), lambda read: bars.advance(bar, read), overrides
             )
-    elif calibration is None:
+    elif not is_calibrated:
         with Progress(transient=True) as bars:
             bar = bars.add_task("rounding", total=before)
             count = quantized.save(folder, out, config, lambda read: bars.advance(bar, read), overrides, layout=layout)
@@ -118,7 +118,8 @@ def main(
         from ..model.text.tokenizer import Tokenizer
 
         length = min(calibration_tokens, config.max_len)
-        pieces = samples.read_samples(calibration, Tokenizer(folder), calibration_samples, length)
+        text = calibration or samples.BUNDLED
+        pieces = samples.read_samples(text, Tokenizer(folder), calibration_samples, length)
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns, transient=True) as bars:
             bar = bars.add_task("layers and epochs", total=len(config.layers) + fine_tune_epochs)
@@ -133,7 +134,8 @@ def main(
                 count = session.save(
                     folder, out, config, method, pieces, show, overrides, act_order, layout, bits, fine_tune_epochs
                 )
-        print(f"{method} over {sum(map(len, pieces)):,} tokens of {calibration}, {len(pieces)} pieces")
+        name = "the bundled calibration text" if calibration is None else calibration
+        print(f"{method} over {sum(map(len, pieces)):,} tokens of {name}, {len(pieces)} pieces")
     size = sum(file.stat().st_size for file in ([out] if layout == GGUF else out.glob("*.safetensors")))
     experts = "; experts stay as they are" if layout != GGUF and quantized.keeps_experts(out) else ""
     print(

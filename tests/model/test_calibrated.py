@@ -33,7 +33,7 @@ from quire.model.quantize import session, whole
 from quire.model.quantize.folds import folds
 from quire.model.quantize.inputs import Inputs
 from quire.model.quantize.layer import Method, folded, round_layer
-from quire.model.quantize.samples import read_samples
+from quire.model.quantize.samples import BUNDLED, read_samples
 from quire.model.quantize.source import Source
 from quire.model.text.tokenizer import Tokenizer
 
@@ -391,8 +391,8 @@ def test_what_is_refused(tmp_path, dense):
     refused("64 inputs", "gptq", "int4-128")
     refused("already", "gptq", "int4", dense)
     for words, match in (
-        (["--method", "gptq"], "needs --calibration FILE"),
         (["--calibration", "x.txt"], "rtn looks at no"),
+        (["--fine-tune-epochs", "1"], "needs a --method other than rtn"),
     ):
         done = CliRunner().invoke(
             app, ["quantize", str(dense), str(tmp_path / "out"), "--quantization", "int4", *words]
@@ -409,7 +409,7 @@ def test_samples(tmp_path):
     (tmp_path / "a.txt").write_text(text)
     ids = tokenizer.encode(text)
     pieces = read_samples(tmp_path / "a.txt", tokenizer, 1000, 64)
-    assert sum(pieces, []) == ids and {len(piece) for piece in pieces[:-1]} == {64}
+    assert sum((piece[1:] for piece in pieces), []) == ids[1:] and {len(piece) for piece in pieces[:-1]} == {64}
     drawn = read_samples(tmp_path / "a.txt", tokenizer, 3, 64)
     assert len(drawn) == 3 and all(piece in pieces for piece in drawn)
     assert drawn == read_samples(tmp_path / "a.txt", tokenizer, 3, 64)
@@ -420,6 +420,27 @@ def test_samples(tmp_path):
     assert read_samples(tmp_path / "b.jsonl", tokenizer, 9, 64) == [
         tokenizer.encode("A fox."), tokenizer.encode("A dog."), tokenizer.encode(chat, add_special_tokens=False),
     ]  # fmt: skip
+
+
+def test_every_piece_of_a_document_begins_with_bos(tmp_path):
+    """A model never sees a text without it, and keeps its largest activations there."""
+    tokenizer, text = Tokenizer(hub.resolve("quill")), "Once upon a time there was a fox named Tom. " * 20
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
+    plain = tokenizer.encode(text, add_special_tokens=False)
+    for file in ("a.txt", "a.jsonl"):
+        pieces = read_samples(tmp_path / file, tokenizer, 1000, 64)
+        assert len(pieces) > 2 and all(len(piece) <= 64 and piece[0] == tokenizer.bos_token_id for piece in pieces)
+        assert [token for piece in pieces for token in piece[1:]] == plain
+
+
+def test_the_bundled_text_needs_no_chat_template(tmp_path):
+    """Without a template its conversations are plain text."""
+    (tmp_path / "tokenizer.json").write_text((hub.resolve("quill") / "tokenizer.json").read_text())
+    documents = len(BUNDLED.read_text().splitlines())
+    for folder in (tmp_path, hub.resolve("quill")):
+        pieces = read_samples(BUNDLED, Tokenizer(folder), 1000, 1 << 20)
+        assert len(pieces) == documents >= 30 and sum(map(len, pieces)) > 8_000
 
 
 @pytest.mark.parametrize(

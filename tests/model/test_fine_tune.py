@@ -110,5 +110,5 @@ def test_what_is_refused(tmp_path, dense):
         session.save(dense, tmp_path / "out", config, "gptq", LEARNED, layout="gptq", fine_tune_epochs=1)
     asked = ["quantize", str(dense), str(tmp_path / "out"), "--quantization", "e8p-2", "--fine-tune-epochs", "2"]
     done = CliRunner().invoke(app, asked)
-    assert done.exit_code and "--fine-tune-epochs 2 needs --calibration FILE" in str(done.exception)
+    assert done.exit_code and "--fine-tune-epochs 2 needs a --method other than rtn" in str(done.exception)
     assert not list(tmp_path.iterdir())

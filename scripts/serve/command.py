@@ -169,6 +169,8 @@ def wanted_of(given: dict[str, Any]) -> ServerSetup:
     check_limits(settings, given["max_queued_requests"])
     if given["runs_on"] not in (None, "ray"):
         raise o.UsageError(f"--engine is {given['runs_on']!r}; it can be ray, or is left out")
+    if given["runs_on"] is not None and settings.state_dir is not None:
+        raise o.UsageError("--state-dir is of one server, and --engine ray runs several; leave one of them out")
     for name in ("ray_address", *given["scale"]) if given["runs_on"] is None else ():
         if given.get(name) is not None or name in given["scale"]:
             raise o.UsageError(f"--{name.replace('_', '-')} needs --engine ray")

@@ -78,6 +78,8 @@ def make_app(service: Service) -> Any:
 
         return endpoint
 
+    service.batches.kinds = batches.kinds(PROTOCOLS)
+    service.batches.kinds[message_batches.ENDPOINT] = message_batches.kind(PROTOCOLS[message_batches.ENDPOINT])
     handlers = {path: writes(protocol) for path, protocol in PROTOCOLS.items()}
     handlers["/v1/responses"] = bound(responses.create)
     handlers |= {path: bound(handler) for (_, path), handler in pooled.ROUTES.items()}
@@ -87,8 +89,8 @@ def make_app(service: Service) -> Any:
         responses.ROUTES,
         conversations.ROUTES,
         files.ROUTES,
-        batches.routes(PROTOCOLS),
-        message_batches.routes(PROTOCOLS["/v1/messages"]),
+        batches.ROUTES,
+        message_batches.ROUTES,
         tokens.ROUTES,
         pooled.ROUTES,
         status.ROUTES,

@@ -1,14 +1,13 @@
-"""Batches: many requests that nobody waits for, one batch after another, behind those of clients that wait.
-
-They are in memory, as the files are: a server that ends keeps none of them.
-"""
+"""Batches: many requests that no client waits for, answered behind live ones. The keys that have batches take turns."""
 
 import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
@@ -17,12 +16,15 @@ from ..api.errors import QueueFull, RequestError
 from ..api.validation import shown
 from ..protocol.batch_file import BatchLine
 from .errors import HttpError, as_http
+from .files import BATCH, StoredFiles
+from .storage import EntryKey
 
 log = logging.getLogger("quire")
 
 DAY = 24 * 3600  # seconds in which a batch is done, or ends with what it has
 PRIORITY = 100  # of a batch's requests, where live ones have 0
 PAUSE = 1.0  # seconds before a request is sent again that the queue had no place for
+WRITTEN = 256  # results that are written at once, of requests that were not answered
 ENDED = ("completed", "cancelled", "expired", "failed")
 Serve = Callable[[Request, Any, Any, Any], Awaitable[Any]]
 EXPIRED = HttpError(408, "the batch's time was over before this request was answered", code="batch_expired")
@@ -36,28 +38,51 @@ class Outcome(NamedTuple):
     error: HttpError | None = None
 
 
+CANCELLED, OVERDUE = Outcome("canceled"), Outcome("expired", error=EXPIRED)
+
+
+class Result(NamedTuple):
+    """A line of one of the files that a batch makes."""
+
+    field: str  # of the batch, with the id of the file
+    data: bytes
+
+
+class BatchKind(NamedTuple):
+    """How batches of one endpoint are read, answered and written down."""
+
+    protocol: Any
+    parse: Callable[[Iterable[bytes]], Iterator[BatchLine]]  # of the lines of a batch's input
+    result: Callable[["Batch", BatchLine, Outcome], Result | None]
+    purpose: str  # of the files with results
+    unanswered: Collection[str]  # kinds of outcomes that have results though no request was answered
+
+
 @dataclass(eq=False)
 class Batch:
-    """Requests of one tenant; `lines` is emptied when all are over, and only what `keep` kept of them is left."""
+    """Requests of one tenant. The fields up to `errors` are stored; requests and results are in files."""
 
     id: str
     key: str | None
-    lines: Sequence[BatchLine]
-    protocol: Any  # how its requests are answered
-    keep: Callable[["Batch"], None]  # the outcomes, when all are over
+    kind: str  # a name in `Batches.kinds`
+    input_id: str  # the file of its requests
+    total: int
     asked: dict[str, Any] = field(default_factory=dict)
+    seconds: int | None = None  # for which its results are kept
     times: dict[str, int] = field(default_factory=dict)  # when it came to each status
     status: str = "validating"
-    outcomes: dict[int, Outcome] = field(default_factory=dict)  # by the index of the line
-    counts: dict[str, int] = field(default_factory=dict)
-    total: int = 0
-    files: dict[str, str] = field(default_factory=dict)  # ids of what was kept
+    counts: dict[str, int] = field(default_factory=dict)  # of outcomes, by kind
+    files: dict[str, str] = field(default_factory=dict)  # ids of those with results
     errors: list[dict[str, Any]] = field(default_factory=list)
-    task: asyncio.Task | None = None
+    # While it is not over:
+    lines: Iterator[BatchLine] | None = None  # that were not read yet
+    is_read: bool = False  # all of them were
+    answering: set[asyncio.Task] = field(default_factory=set)
+    timer: asyncio.TimerHandle | None = None  # of its end
+    ending: asyncio.Task | None = None
 
     def __post_init__(self):
-        self.total = len(self.lines)
-        self.times[self.status] = int(time.time())
+        self.times = self.times or {self.status: int(time.time())}
 
     @property
     def created(self) -> int:
@@ -65,7 +90,7 @@ class Batch:
 
     @property
     def expires(self) -> int:
-        return self.created + DAY
+        return int(self.created + DAY)
 
     @property
     def over(self) -> bool:
@@ -78,91 +103,214 @@ class Batch:
     def fail(self, error: HttpError) -> None:
         self.errors.append({"code": error.code, "message": error.message, "param": error.param, "line": None})
 
-    def settle(self, index: int, outcome: Outcome) -> None:
-        self.outcomes[index] = outcome
-        self.counts[outcome.kind] = self.counts.get(outcome.kind, 0) + 1
+    def count(self, kind: str, requests: int = 1) -> None:
+        self.counts[kind] = self.counts.get(kind, 0) + requests
+
+    def entry(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in STORED}
+
+
+STORED = ("id", "key", "kind", "input_id", "total", "asked", "seconds", "times", "status", "counts", "files", "errors")
 
 
 class Batches:
-    """All batches, so many at most: of those that are over the oldest goes first. One event loop uses it."""
+    """All batches, so many at most: of those that are over the oldest goes first. One event loop uses it.
 
-    def __init__(self, most: int, serve: Serve, trace: Callable[..., None], width: Callable[[], Awaitable[int]]):
-        """`width`: how many requests one model answers together; the others are the service's."""
-        self.most, self.serve, self.trace, self.width = most, serve, trace, width
-        self.kept: dict[tuple[str | None, str], Batch] = {}  # by tenant and id
-        self.turn = asyncio.Lock()
+    Requests are read, and results written, one by one: a batch takes memory only for those under way. Each request is
+    of the key that has the fewest under way, and of the oldest batch of this key.
+    """
 
-    def add(self, request: Request, batch: Batch) -> None:
-        """Answer a batch when those before it are done."""
-        over = [place for place, one in self.kept.items() if one.over]
-        while len(self.kept) >= self.most and over:
-            del self.kept[over.pop(0)]
-        if len(self.kept) >= self.most:
-            why = f"{len(self.kept)} batches are kept that are not over, as many as may be (--max-batches)"
+    def __init__(
+        self,
+        most: int,
+        files: StoredFiles,
+        serve: Serve,
+        trace: Callable[..., None],
+        width: Callable[[], Awaitable[int]],
+        beside: Callable[..., Awaitable[Any]],
+    ):
+        """`width`: how many requests one model answers together; `beside` runs what would block the event loop."""
+        self.most, self.files, self.storage = most, files, files.storage
+        self.serve, self.trace, self.width, self.beside = serve, trace, width, beside
+        self.kinds: dict[str, BatchKind] = {}  # by endpoint
+        self.running: dict[EntryKey, Batch] = {}  # those that are not over
+        self.queues: dict[str | None, deque[Batch]] = {}  # those with requests to read, by tenant
+        self.last_turns: dict[str | None, int] = {}  # of the tenants in `queues`
+        self.turn = 0
+        self.dispatcher: asyncio.Task | None = None
+        self.free: asyncio.Semaphore | None = None  # for requests that may start
+        self.is_closed = False
+
+    def add(self, batch: Batch) -> None:
+        """Answer a batch, whose input is a stored file, in its turn."""
+        with self.storage.transaction():
+            self.make_room()
+            self.save(batch)
+        self.start(batch)
+
+    def make_room(self) -> None:
+        for place, entry in self.storage.entries([BATCH]):
+            if self.storage.usage(BATCH).entries < self.most:
+                return
+            if entry["status"] in ENDED:
+                self.storage.delete(place)
+        kept = self.storage.usage(BATCH).entries
+        if kept >= self.most:
+            why = f"{kept} batches are kept that are not over, as many as may be (--max-batches)"
             raise HttpError(429, why, code="store_full", headers={"Retry-After": "60"})
-        self.kept[batch.key, batch.id] = batch
-        batch.task = asyncio.create_task(self.run(request, batch))
+
+    def save(self, batch: Batch) -> None:
+        self.storage.put(place_of(batch), batch.entry())
+
+    def start(self, batch: Batch) -> None:
+        loop = asyncio.get_running_loop()
+        self.running[place_of(batch)] = batch
+        self.hold_files(batch)
+        seconds_left = max(0.0, batch.created + DAY - time.time())
+        batch.timer = loop.call_later(seconds_left, self.end, batch, "expired", OVERDUE)
+        self.queues.setdefault(batch.key, deque()).append(batch)
+        self.last_turns.setdefault(batch.key, 0)
+        if self.dispatcher is None or self.dispatcher.done():
+            self.dispatcher = asyncio.create_task(self.dispatch())
+
+    def hold_files(self, batch: Batch) -> None:
+        """The files of a batch stay until it is over."""
+        for name in (batch.input_id, *batch.files.values()):
+            self.files.use(batch.key, name)
+
+    def resume(self, is_known: Callable[[str | None], bool]) -> None:
+        """Continue the batches of a server before this one, but for those of keys that are not known any more."""
+        for _, entry in self.storage.entries([BATCH]):
+            batch = Batch(**entry)
+            if batch.over:
+                continue
+            if not is_known(batch.key):
+                self.hold_files(batch)
+                continue
+            self.start(batch)
+            if batch.status == "cancelling":
+                self.end(batch, "cancelled", CANCELLED)
+            elif batch.errors:
+                self.end(batch, "failed")
+        self.files.forget_unused()
 
     def get(self, key: str | None, name: str) -> Batch:
-        if (found := self.kept.get((key, name))) is None:
+        place = EntryKey(key, BATCH, name)
+        if (batch := self.running.get(place)) is not None:
+            return batch
+        if (entry := self.storage.get(place)) is None:
             raise HttpError(404, f"id: there is no batch {shown(name)}", "id", "batch_not_found")
-        return found
+        return Batch(**entry)
 
     def of(self, key: str | None) -> list[Batch]:
         """The batches of a tenant, the newest first."""
-        return [batch for (owner, _), batch in reversed(self.kept.items()) if owner == key]
+        found = [Batch(**entry) for entry in reversed(self.storage.bodies(key, BATCH))]
+        return [self.running.get(place_of(batch), batch) for batch in found]
 
     def cancel(self, batch: Batch) -> None:
         """What is answered is kept, the rest ends now."""
-        if not batch.over and batch.status != "cancelling" and batch.task is not None:
-            batch.enter("cancelling")
-            batch.task.cancel()
+        if not batch.over:
+            self.end(batch, "cancelled", CANCELLED)
 
     def forget(self, batch: Batch) -> None:
-        self.kept.pop((batch.key, batch.id), None)
+        self.storage.delete(place_of(batch))
 
     def close(self) -> None:
-        for batch in self.kept.values():
-            self.cancel(batch)
+        """Answer no more; a server that finds the stored batches continues them."""
+        self.is_closed = True
+        for batch in self.running.values():
+            if batch.timer is not None:
+                batch.timer.cancel()
+            for task in batch.answering:
+                task.cancel()
+        self.queues.clear()
+        if self.dispatcher is not None:
+            self.dispatcher.cancel()
 
-    async def run(self, request: Request, batch: Batch) -> None:
-        status, left = "completed", Outcome("canceled")
+    async def dispatch(self) -> None:
+        """Start requests while there are any, as many as the model answers together."""
         try:
-            async with asyncio.timeout(DAY), self.turn:
-                batch.enter("in_progress")
-                await self.work(request, batch)
-                batch.enter("finalizing")
-        except asyncio.CancelledError:
-            status = "cancelled"
-        except TimeoutError:
-            status, left = "expired", Outcome("expired", error=EXPIRED)
+            self.free = free = self.free or asyncio.Semaphore(await self.width())
         except Exception as error:
-            status, left = "failed", Outcome("errored", error=as_http(error))
-            batch.fail(as_http(error))
-        for index in range(batch.total):
-            if index not in batch.outcomes:
-                batch.settle(index, left)
+            for batch in list(self.running.values()):
+                self.fail(batch, error)
+            return
+        while self.queues:
+            await free.acquire()
+            batch = self.next_batch()
+            line = None if batch is None else await self.next_line(batch)
+            if batch is None or line is None:
+                free.release()
+                continue
+            task = asyncio.create_task(self.run_line(batch, line))
+            batch.answering.add(task)
+            task.add_done_callback(lambda _: free.release())
+
+    def next_batch(self) -> Batch | None:
+        """The oldest batch of the tenant that has the fewest requests under way, and waits longest among these."""
+        under_way = dict.fromkeys(self.queues, 0)
+        for batch in self.running.values():
+            if batch.key in under_way:
+                under_way[batch.key] += len(batch.answering)
+        if not under_way:
+            return None
+        tenant = min(under_way, key=lambda tenant: (under_way[tenant], self.last_turns[tenant]))
+        self.turn += 1
+        self.last_turns[tenant] = self.turn
+        return self.queues[tenant][0]
+
+    async def next_line(self, batch: Batch) -> BatchLine | None:
+        """A request of a batch that has no result yet; None where there is none, or the batch has ended."""
         try:
-            batch.keep(batch)
+            if batch.lines is None:
+                if "in_progress" not in batch.times:
+                    batch.enter("in_progress")
+                batch.lines = await self.beside(self.unanswered, batch)
+            line = await self.beside(next, batch.lines, None)
         except Exception as error:
-            status = "failed"
-            batch.fail(as_http(error))
-            if as_http(error).status == 500:
-                log.exception("a batch's results cannot be kept")
-        batch.lines, batch.outcomes, batch.task = (), {}, None
-        batch.enter(status)
+            self.fail(batch, error)
+            return None
+        if batch.ending is not None:
+            return None
+        if line is None:
+            batch.is_read = True
+            self.remove(batch)
+            if not batch.answering:
+                self.end(batch, "completed")
+        return line
 
-    async def work(self, request: Request, batch: Batch) -> None:
-        lines = iter(enumerate(batch.lines))
+    def unanswered(self, batch: Batch) -> Iterator[BatchLine]:
+        """The requests of a batch that have no result."""
+        self.save(batch)
+        answered = {number for name in batch.files.values() for number in self.files.part_numbers(batch.key, name)}
+        lines = self.kinds[batch.kind].parse(lines_in(self.files.pieces(batch.key, batch.input_id)))
+        return (line for line in lines if line.number not in answered)
 
-        async def worker() -> None:
-            for index, line in lines:
-                own = alone(request, f"{batch.id}-{index}")
-                batch.settle(index, await self.answer(own, batch, line))
+    def remove(self, batch: Batch) -> None:
+        """A batch has no more requests to start."""
+        queue = self.queues.get(batch.key)
+        if queue is not None and batch in queue:
+            queue.remove(batch)
+            if not queue:
+                del self.queues[batch.key], self.last_turns[batch.key]
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(await self.width(), batch.total)):
-                group.create_task(worker())
+    async def run_line(self, batch: Batch, line: BatchLine) -> None:
+        """Answer a request and write its result."""
+        task = asyncio.current_task()
+        try:
+            outcome = await self.answer(alone(batch, line), batch, line)
+            writing = asyncio.ensure_future(self.beside(self.write, batch, [(line, outcome)]))
+            try:
+                await asyncio.shield(writing)
+            except asyncio.CancelledError:
+                await asyncio.wait([writing])  # the end of the batch reads what is written
+                raise
+        except Exception as error:
+            self.fail(batch, error)
+        finally:
+            batch.answering.discard(task)
+            if batch.is_read and not batch.answering:
+                self.end(batch, "completed")
 
     async def answer(self, request: Request, batch: Batch, line: BatchLine) -> Outcome:
         if isinstance(line.request, RequestError):
@@ -173,7 +321,7 @@ class Batches:
         try:
             while True:
                 try:
-                    found = await self.serve(request, batch.protocol, asked, None)
+                    found = await self.serve(request, self.kinds[batch.kind].protocol, asked, None)
                     return Outcome("succeeded", found.body)
                 except QueueFull:
                     await asyncio.sleep(PAUSE)
@@ -186,11 +334,105 @@ class Batches:
         finally:
             self.trace(request.scope["state"], time.monotonic() - began, failed)
 
+    def write(self, batch: Batch, settled: Iterable[tuple[BatchLine, Outcome]]) -> None:
+        """Write results, and count them; all of them or none."""
+        kind = self.kinds[batch.kind]
+        counts, files = dict(batch.counts), dict(batch.files)
+        with self.storage.transaction():
+            try:
+                for line, outcome in settled:
+                    batch.count(outcome.kind)
+                    result = kind.result(batch, line, outcome)
+                    if result is not None:
+                        name = batch.files.get(result.field) or self.new_file(batch, result.field, kind.purpose)
+                        self.files.append(batch.key, name, [(line.number, result.data)])
+                self.save(batch)
+            except BaseException:
+                batch.counts, batch.files = counts, files
+                raise
 
-def alone(request: Request, name: str) -> Request:
-    """A request that outlives its client."""
-    state = {"facts": {}, "key": request.state.key, "request_id": name}
-    return Request({**request.scope, "state": state}, asyncio.Event().wait)
+    def new_file(self, batch: Batch, field: str, purpose: str) -> str:
+        """The id of a file for results, which nobody sees before the batch is over."""
+        name = f"{batch.id}_{field.removesuffix('_file_id')}.jsonl"
+        file = self.files.put(batch.key, name, purpose, [], batch.seconds, is_hidden=True)
+        self.files.use(batch.key, file.id)
+        batch.files[field] = file.id
+        return file.id
+
+    def fail(self, batch: Batch, error: Exception) -> None:
+        """End a batch early: what it needs failed, or its results do not fit."""
+        found = as_http(error)
+        if found.status == 500:
+            log.error("batch %s failed", batch.id, exc_info=error)
+        self.end(batch, "failed", error=found)
+
+    def end(self, batch: Batch, status: str, rest: Outcome | None = None, error: HttpError | None = None) -> None:
+        """End a batch with what it has; `rest` is what becomes of requests without a result."""
+        if batch.ending is not None or self.is_closed:
+            return
+        if error is not None:
+            batch.fail(error)
+        if batch.timer is not None:
+            batch.timer.cancel()
+        self.remove(batch)
+        batch.enter("cancelling" if status == "cancelled" else "finalizing")
+        for task in batch.answering:
+            task.cancel()
+        batch.ending = asyncio.create_task(self.finish(batch, status, rest))
+
+    async def finish(self, batch: Batch, status: str, rest: Outcome | None) -> None:
+        try:
+            if batch.answering:
+                await asyncio.wait(batch.answering)
+            await self.beside(self.write_end, batch, status, rest)
+        except Exception:
+            log.exception("batch %s: its end cannot be written; a restarted server ends it", batch.id)
+        finally:
+            del self.running[place_of(batch)]
+
+    def write_end(self, batch: Batch, status: str, rest: Outcome | None) -> None:
+        """Write the results of requests without an answer, and let the client see all files."""
+        self.save(batch)
+        try:
+            if rest is not None and rest.kind in self.kinds[batch.kind].unanswered:
+                lines = self.unanswered(batch)
+                while some := list(islice(lines, WRITTEN)):
+                    self.write(batch, [(line, rest) for line in some])
+        except HttpError as error:  # the results do not fit
+            batch.fail(error)
+        with self.storage.transaction():
+            left_over = batch.total - sum(batch.counts.values())
+            if left_over > 0:
+                batch.count("errored" if rest is None else rest.kind, left_over)
+            for name in batch.files.values():
+                self.files.publish(batch.key, name)
+            batch.enter(status)
+            self.save(batch)
+        for name in (batch.input_id, *batch.files.values()):
+            self.files.release(batch.key, name)
+
+
+def place_of(batch: Batch) -> EntryKey:
+    return EntryKey(batch.key, BATCH, batch.id)
+
+
+def lines_in(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a file that is read in pieces."""
+    begun: list[bytes] = []
+    for piece in pieces:
+        first, *lines = piece.split(b"\n")
+        begun.append(first)
+        for line in lines:
+            yield b"".join(begun)
+            begun = [line]
+    yield b"".join(begun)
+
+
+def alone(batch: Batch, line: BatchLine) -> Request:
+    """A request without a client."""
+    state = {"facts": {}, "tenant": batch.key, "request_id": f"{batch.id}-{line.number}"}
+    scope = {"type": "http", "method": "POST", "path": batch.kind, "query_string": b"", "headers": [], "state": state}
+    return Request(scope, asyncio.Event().wait)
 
 
 def new_name(prefix: str) -> str:

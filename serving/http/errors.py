@@ -8,6 +8,7 @@ from starlette.responses import Response
 from ..api.errors import EngineError, NotServing, QueueFull, RequestError, TooLong
 from ..engine.thread import EngineFailed
 from ..protocol.answers import messages, ollama, shapes
+from .storage import StorageFailed
 
 
 class HttpError(Exception):
@@ -34,6 +35,9 @@ def as_http(error: Exception) -> HttpError:
         return HttpError(429, str(error), error.param, "queue_full", {"Retry-After": "1"})
     if isinstance(error, NotServing | EngineFailed):
         return HttpError(503, str(error), code="unavailable", headers={"Retry-After": "5"})
+    if isinstance(error, StorageFailed):
+        message = "what the server stores cannot be written now; its log says why"
+        return HttpError(503, message, code="storage_failed", headers={"Retry-After": "60"})
     if isinstance(error, EngineError):
         return HttpError(500, str(error), code="engine_error")
     if isinstance(error, TooLong):

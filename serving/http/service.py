@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -41,6 +42,7 @@ from .logs import access
 from .models import Model, Models
 from .prompting import Prepared, needs_tokenizer
 from .settings import Formats, ServerSettings
+from .storage import Storage
 from .stored import StoredResponses
 from .telemetry import make_tracer, span_facts
 
@@ -75,9 +77,10 @@ class Service:
     def __init__(self, models: Models, settings: ServerSettings, before_asking: BeforeAsking | None = None):
         """`before_asking` is awaited with each prompt before the engine is asked for its answer."""
         self.models, self.settings = models, settings
-        self.stored = StoredResponses(settings.max_stored_responses, settings.max_stored_bytes)
-        self.files = StoredFiles(settings.max_file_bytes)
-        self.batches = Batches(settings.max_batches, self.serve, self.trace, self.width)
+        self.storage = Storage(None if settings.state_dir is None else Path(settings.state_dir))
+        self.stored = StoredResponses(settings.max_stored_responses, settings.max_stored_bytes, self.storage)
+        self.files = StoredFiles(settings.max_file_bytes, self.storage)
+        self.batches = Batches(settings.max_batches, self.files, self.serve, self.trace, self.width, self.beside)
         self.pool = ThreadPoolExecutor(32, "quire-parse")  # most of them wait: for a template, or for a grammar
         self.draining = False
         self.started = False  # the first model was loaded
@@ -114,6 +117,8 @@ class Service:
         try:
             async with self.models.use(None):
                 self.started = True
+            tenants = {tenant_of(key) for key in self.settings.api_keys} or {None}
+            self.batches.resume(tenants.__contains__)
         except HttpError:
             first = self.models.find(None)
             alone = len(self.models.models) == 1
@@ -158,10 +163,11 @@ class Service:
             raise ClientLeft from None
         return b"".join(parts)
 
-    async def read(self, request: Request, parse: Callable[[Any], Any]) -> tuple[Any, Any]:
-        """What is asked, and the JSON that it was read from."""
+    async def read(self, request: Request, parse: Callable[[Any], Any], reads_stored: bool = False) -> tuple[Any, Any]:
+        """What is asked, and the JSON that it was read from; a small body may name much that is stored."""
         raw = await self.body(request)
-        found = read(parse, raw) if len(raw) <= SMALL_BODY else await self.beside(read, parse, raw)
+        is_quick = len(raw) <= SMALL_BODY and not reads_stored
+        found = read(parse, raw) if is_quick else await self.beside(read, parse, raw)
         if ignored := getattr(found[0], "ignored", ()):  # only conversations have messages
             self.tell_ignored(request, ignored)
         return found
@@ -176,8 +182,9 @@ class Service:
 
     def key(self, request: Request) -> str | None:
         """The tenant of a request: a digest, so that no cache and no trace holds a key."""
-        key = request.state.key
-        return None if key is None else digest(f"salt {key}").hex()[:32]
+        if "tenant" in request.scope["state"]:  # of a batch's request, which has no client
+            return request.state.tenant
+        return tenant_of(request.state.key)
 
     def engine_id(self, request: Request, name: str) -> str:
         """The engine's id of a request: those of different keys never meet, so no key learns another's ids."""
@@ -387,7 +394,12 @@ class Service:
         if self.tracer is not None:
             self.tracer.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
+        self.storage.close()
         self.models.close()
+
+
+def tenant_of(key: str | None) -> str | None:
+    return None if key is None else digest(f"salt {key}").hex()[:32]
 
 
 def found_by(search: Search, ask: Ask, engine: Engine) -> RequestOutput:

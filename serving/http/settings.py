@@ -8,7 +8,8 @@ from ..api.options import flag
 from ..api.params import MAX_CHOICES
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-LISTEN, ACCESS, LIMITS, ANSWERS = "Listening", "Access", "Limits", "Answers"  # panels of `--help`
+# Panels of `--help`.
+LISTEN, ACCESS, LIMITS, STATE, ANSWERS = "Listening", "Access", "Limits", "Stored state", "Answers"
 
 
 def seconds(default: float | None, help: str) -> float:
@@ -65,16 +66,21 @@ class ServerSettings:
     lora_dir: str | None = flag(
         None, ACCESS, "Folder below which adapters lie that /v1/load_lora_adapter may load.", "DIR", "none is loaded"
     )
+    state_dir: str | None = flag(
+        None, STATE,
+        "Folder for stored responses, conversations, files and batches; they outlive the server there.", "DIR",
+        "none: they are in memory",
+    )  # fmt: skip
     max_body_bytes: int = flag(16 << 20, LIMITS, "Largest body of a request.", "BYTES", "16M")
     max_choices: int = flag(MAX_CHOICES, LIMITS, "Most answers to one request.", "N")  # n times its prompts
     max_stored_responses: int = flag(
-        1024, LIMITS, "Most answers of /v1/responses that are kept, for previous_response_id too; 0: none.", "N"
+        1024, STATE, "Most responses and conversations that are kept, for previous_response_id too; 0: none.", "N"
     )
-    max_stored_bytes: int = flag(64 << 20, LIMITS, "Memory for them.", "BYTES", "64M")
+    max_stored_bytes: int = flag(64 << 20, STATE, "Most bytes of them; the least recently used go.", "BYTES", "64M")
     max_file_bytes: int = flag(
-        256 << 20, LIMITS, "Memory for files of /v1/files and the results of batches.", "BYTES", "256M"
+        256 << 20, STATE, "Most bytes of /v1/files, of batches' requests and of their results.", "BYTES", "256M"
     )
-    max_batches: int = flag(256, LIMITS, "Most batches that are kept, also of those that are over.", "N")
+    max_batches: int = flag(256, STATE, "Most batches that are kept, also of those that are over.", "N")
     max_connections: int = flag(4096, LIMITS, "Most open connections.", "N")
     receive_seconds: float = seconds(30.0, "Time for a request's head to arrive, and again for its body.")
     idle_seconds: float = seconds(60.0, "Time after which an unused connection is closed.")

@@ -1,32 +1,41 @@
-"""Responses that are kept in memory, so that clients can ask for them again and go on from them."""
+"""Responses and conversations that are stored, so that clients can ask for them again and go on from them."""
 
 import asyncio
-import threading
-from collections import OrderedDict
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-import msgspec
 
 from ..api.errors import RequestError
 from ..api.validation import shown
 from .errors import HttpError
 from .recording import Recording
+from .storage import EntryKey, Storage, StorageFailed
+
+log = logging.getLogger("quire")
+
+RESPONSE, CONVERSATION = "response", "conversation"  # kinds of entries, and the `object` of their bodies
+KINDS = RESPONSE, CONVERSATION
+OPEN = ("queued", "in_progress")  # of a response that is being answered
+RESTARTED = {
+    "code": "server_error",
+    "message": "the server was restarted before this response was over; it can be sent again",
+    "param": None,
+}
 
 
 class Missing(NamedTuple):
     """How an id that names nothing of its kind is refused."""
 
-    kind: str  # the `object` of what is looked for
+    kind: str
     status: int
     param: str
     code: str
 
 
-MISSING = Missing("response", 404, "id", "response_not_found")
-NO_CONVERSATION = Missing("conversation", 404, "conversation", "conversation_not_found")
-NO_PREVIOUS = Missing("response", 400, "previous_response_id", "previous_response_not_found")
+MISSING = Missing(RESPONSE, 404, "id", "response_not_found")
+NO_CONVERSATION = Missing(CONVERSATION, 404, "conversation", "conversation_not_found")
+NO_PREVIOUS = Missing(RESPONSE, 400, "previous_response_id", "previous_response_not_found")
 
 
 @dataclass(eq=False)
@@ -38,70 +47,118 @@ class StoredResponse:
     previous: str | None
     task: asyncio.Task | None = None
     recording: Recording | None = None  # of its events, if it may be read as a stream
-    size: int = 0
+
+    def entry(self) -> dict[str, Any]:
+        return {"body": self.body, "items": self.items, "previous": self.previous}
 
 
 class StoredResponses:
-    """At most so many, and so many bytes of JSON: what was used longest ago goes first. Any thread may use it."""
+    """At most so many, and so many bytes: what was used longest ago goes first. Any thread may read."""
 
-    def __init__(self, most: int, most_bytes: int):
+    def __init__(self, most: int, most_bytes: int, storage: Storage | None = None):
         self.most, self.most_bytes = most, most_bytes
-        self.kept: OrderedDict[tuple[str | None, str], StoredResponse] = OrderedDict()  # by tenant and id
-        self.bytes = 0
-        self.lock = threading.Lock()
+        self.storage = storage or Storage()
+        self.running: dict[EntryKey, StoredResponse] = {}  # those that are being answered
+        for key, entry in self.storage.entries([RESPONSE]):
+            if entry["body"]["status"] in OPEN:  # the server that answered it is gone
+                entry["body"] |= {"status": "failed", "error": RESTARTED}
+                self.storage.put(key, entry)
+        self.make_room()  # the limits may be lower than those of the server before
 
     def check_unused(self, key: str | None, name: str) -> None:
         """Refuse an id that a client has chosen and that a stored response has: chains of responses could cycle."""
-        with self.lock:
-            is_used = (key, name) in self.kept
-        if is_used:
+        if EntryKey(key, RESPONSE, name) in self.storage:
             raise RequestError("request_id", f"makes the id {name}, which a stored response has; ids must differ")
 
     def put(self, key: str | None, name: str, stored: StoredResponse, is_new: bool = False) -> bool:
-        """Keep a response of a tenant, if there is a place: one that is being answered is not given up for it.
+        """Store a response or conversation of a tenant; False where there is no room, and then nothing changes.
 
         A new one (`is_new`) never takes the place of another with the same id.
         """
-        size = len(msgspec.json.encode([stored.body, stored.items]))
-        if stored.recording is not None:
-            size += size + stored.recording.size  # its last event has the body once more
-        if size > self.most_bytes:
+        place = EntryKey(key, stored.body["object"], name)
+        is_over = stored.task is None and stored.recording is not None
+        parts = [(0, b"".join(stored.recording.events))] if is_over else None
+        try:
+            with self.storage.transaction():
+                if is_new and place in self.storage:
+                    return False
+                self.storage.put(place, stored.entry(), parts)
+                self.storage.touch(place)
+                if not self.make_room(spared=place):
+                    raise NoRoom
+        except NoRoom:
             return False
-        with self.lock:
-            if is_new and (key, name) in self.kept:
-                return False
-            self.remove((key, name))
-            goes = [place for place, one in self.kept.items() if one.task is None]
-            while goes and (len(self.kept) >= self.most or self.bytes + size > self.most_bytes):
-                self.remove(goes.pop(0))
-            if len(self.kept) >= self.most or self.bytes + size > self.most_bytes:
-                return False
-            stored.size = size
-            self.bytes += size
-            self.kept[key, name] = stored
-            return True
+        if stored.task is not None:
+            self.running[place] = stored
+        return True
 
-    def remove(self, place: tuple[str | None, str]) -> None:
-        if (found := self.kept.pop(place, None)) is not None:
-            self.bytes -= found.size
+    def put_answer(self, key: str | None, name: str, stored: StoredResponse, is_new: bool = False) -> bool:
+        """The same for an answer that is not to fail where it cannot be stored."""
+        try:
+            return self.put(key, name, stored, is_new)
+        except StorageFailed:
+            log.exception("response %s cannot be stored", name)
+            return False
+
+    def finish(self, key: str | None, name: str, stored: StoredResponse) -> None:
+        """A response is over that was answered in the background: store it as it is, with its events if they fit."""
+        place = EntryKey(key, RESPONSE, name)
+        if self.running.get(place) is stored:  # it was not deleted
+            stored.task = None
+            self.put_answer(key, name, stored)
+            del self.running[place]
+
+    def make_room(self, spared: EntryKey | None = None) -> bool:
+        """Delete what was used longest ago until the rest fits; whether it does."""
+        for place in self.storage.least_recently_used(KINDS):
+            if self.fits():
+                return True
+            if place not in self.running and place != spared:
+                self.storage.delete(place)
+        return self.fits()
+
+    def fits(self) -> bool:
+        used = self.storage.usage(*KINDS)
+        return used.entries <= self.most and used.bytes <= self.most_bytes
 
     def get(self, key: str | None, name: str, missing: Missing = MISSING) -> StoredResponse:
         """The response or conversation that this tenant keeps under a name."""
-        with self.lock:
-            found = self.kept.get((key, name))
-            if found is None or found.body["object"] != missing.kind:
-                kind = missing.kind.capitalize()
-                why = f"{kind} with id {shown(name)} not found: it was not stored, or others have taken its place"
-                raise HttpError(missing.status, f"{missing.param}: {why}", missing.param, missing.code)
-            self.kept.move_to_end((key, name))
-            return found
+        place = EntryKey(key, missing.kind, name)
+        if (running := self.running.get(place)) is not None:
+            return running
+        entry = self.storage.get(place)
+        if entry is None:
+            kind = missing.kind.capitalize()
+            why = f"{kind} with id {shown(name)} not found: it was not stored, or others have taken its place"
+            raise HttpError(missing.status, f"{missing.param}: {why}", missing.param, missing.code)
+        self.storage.touch(place)
+        return StoredResponse(**entry)
+
+    def recording(self, key: str | None, name: str) -> Recording | None:
+        """The events of a response, if they may be read as a stream."""
+        place = EntryKey(key, RESPONSE, name)
+        if (running := self.running.get(place)) is not None:
+            return running.recording
+        found = None
+        for data in self.storage.parts(place):
+            found = Recording()
+            found.add(data)
+            found.end()
+        return found
 
     def delete(self, key: str | None, name: str, missing: Missing = MISSING) -> None:
         found = self.get(key, name, missing)
         if found.task is not None:
             found.task.cancel()
-        with self.lock:
-            self.remove((key, name))
+        place = EntryKey(key, missing.kind, name)
+        self.running.pop(place, None)
+        self.storage.delete(place)
+
+    def forget(self, key: str | None, name: str) -> None:
+        """Store a response no longer; whoever reads its events goes on."""
+        place = EntryKey(key, RESPONSE, name)
+        self.running.pop(place, None)
+        self.storage.delete(place)
 
     def history(self, key: str | None, name: str, field: str) -> list[dict[str, Any]]:
         """The items of a response and of all before it, in their order; or those of a conversation."""
@@ -117,10 +174,14 @@ class StoredResponses:
                 raise RequestError("previous_response_id", f"leads to {shown(name)} twice; the chain must end")
             visited.add(name)
             found = self.get(key, name, NO_PREVIOUS)
-            if found.task is not None:
-                raise HttpError(400, f"previous_response_id: {shown(name)} is not answered yet", "previous_response_id")
+            if found.body["status"] in OPEN:
+                raise RequestError("previous_response_id", f"is {shown(name)}, which is not answered yet")
             yield found
             name = found.previous
+
+
+class NoRoom(Exception):
+    """An entry does not fit beside those that stay."""
 
 
 def turn(stored: StoredResponse) -> list[dict[str, Any]]:

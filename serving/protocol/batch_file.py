@@ -3,6 +3,7 @@
 import json
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 from ..api.errors import RequestError
@@ -12,6 +13,7 @@ from .answers.answer import ChatRequest, CompletionRequest
 from .sent_fields import as_sent
 
 MAX_LINES = 50_000
+ID_BYTES = 16  # of the digests by which ids are compared
 ENDPOINTS = {"/v1/chat/completions": chat.parse, "/v1/completions": completion.parse}
 
 
@@ -26,7 +28,7 @@ class BatchLine:
 
 def parse_lines(lines: Iterable[bytes], endpoints: Collection[str] = tuple(ENDPOINTS)) -> Iterator[BatchLine]:
     """The lines of a batch file that are not blank; `endpoints` is where their requests may go."""
-    seen: dict[str, int] = {}
+    seen: dict[bytes, int] = {}  # the line of each id
     for number, raw in enumerate(lines, start=1):
         if not raw.strip():
             continue
@@ -34,9 +36,10 @@ def parse_lines(lines: Iterable[bytes], endpoints: Collection[str] = tuple(ENDPO
         try:
             line = _read(raw)
             custom_id = _custom_id(line)
-            if custom_id in seen:
-                raise RequestError("custom_id", f"must differ, got {shown(custom_id)} as in line {seen[custom_id]}")
-            seen[custom_id] = number
+            digest = blake2b(custom_id.encode(errors="surrogatepass"), digest_size=ID_BYTES).digest()
+            if digest in seen:
+                raise RequestError("custom_id", f"must differ, got {shown(custom_id)} as in line {seen[digest]}")
+            seen[digest] = number
             yield BatchLine(number, custom_id, _request(line, endpoints))
         except RequestError as error:
             yield BatchLine(number, custom_id, error)

@@ -1,6 +1,7 @@
 """OpenAI's /v1/batches and Anthropic's /v1/messages/batches: bodies to requests."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,12 +9,12 @@ from ..api.errors import RequestError
 from ..api.validation import integer, shown
 from . import messages
 from .batch_file import ENDPOINTS, MAX_LINES, BatchLine
+from .conversations import metadata_of
 from .fields import known_fields
 from .objects import listed, plain
 
 FIELDS = ("input_file_id", "endpoint", "output_expires_after", "metadata")
 NEUTRAL = {"completion_window": "24h"}
-LABELS = ("metadata",)
 MESSAGE_FIELDS = ("requests",)
 EXPIRY = 3600, 30 * 24 * 3600  # seconds
 
@@ -24,14 +25,15 @@ class BatchRequest:
 
     input_file_id: str
     endpoint: str
+    metadata: Mapping[str, str] | None = None
     seconds: int | None = None  # for which its results are kept
 
 
 @dataclass(frozen=True)
 class MessageBatchRequest:
-    """Requests to answer."""
+    """Requests to answer, as they were sent: an id and parameters each."""
 
-    lines: Sequence[BatchLine]
+    requests: Sequence[Mapping[str, Any]]
 
 
 def parse(body: Any) -> BatchRequest:
@@ -41,7 +43,9 @@ def parse(body: Any) -> BatchRequest:
         raise RequestError("input_file_id", f"must be the id of a file, got {shown(name)}")
     if not isinstance(endpoint, str) or endpoint not in ENDPOINTS:
         raise RequestError("endpoint", f"must be {' or '.join(ENDPOINTS)}, got {shown(endpoint)}")
-    return BatchRequest(name, endpoint, expiry("output_expires_after", given.get("output_expires_after")))
+    metadata = None if given.get("metadata") is None else metadata_of(given["metadata"])
+    seconds = expiry("output_expires_after", given.get("output_expires_after"))
+    return BatchRequest(name, endpoint, metadata, seconds)
 
 
 def expiry(where: str, value: Any) -> int | None:
@@ -67,8 +71,16 @@ def parse_messages(body: Any) -> MessageBatchRequest:
         if name in seen:
             raise RequestError(f"{where}.custom_id", f"must differ from those before it, got {shown(name)}")
         seen.add(name)
-        found.append(BatchLine(i + 1, name, message_of(one.get("params"))))
+        found.append({"custom_id": name, "params": one.get("params")})
     return MessageBatchRequest(found)
+
+
+def message_lines(lines: Iterable[bytes]) -> Iterator[BatchLine]:
+    """The requests of a batch, a line of JSON each, as `parse_messages` found them."""
+    for number, raw in enumerate(lines, start=1):
+        if raw:
+            one = json.loads(raw)
+            yield BatchLine(number, one["custom_id"], message_of(one["params"]))
 
 
 def message_of(params: Any) -> Any:

@@ -4,6 +4,7 @@ order. No request may fail with a 500, hang, or show a key what another one stor
 import asyncio
 import json
 import logging
+import tempfile
 from typing import Any
 
 import pytest
@@ -65,23 +66,31 @@ ENDPOINTS = ["/v1/completions", "/v1/chat/completions"]
 TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
 
 
+def answer(prompt: str) -> str:
+    """What `say` answers, also where a conversation has no user."""
+    return say(prompt if "<user>" in prompt else f"<user>hello{prompt}")
+
+
 class Shared:
     """An engine that all sequences use, and what runs the coroutines of their servers."""
 
     def __init__(self):
-        self.engine, self.script = scripted(say)
+        self.engine, self.script = scripted(answer)
         self.models = Models([model_of(self.engine)])
         self.runner = asyncio.Runner()
         self.requests = 0
 
-    def server(self) -> tuple[Service, Any]:
+    def server(self, folder: str | None) -> tuple[Service, Any]:
         """A server that stores little, so that sequences meet its limits."""
         chosen = ServerSettings(
+            state_dir=folder,
             formats=FORMATS, api_keys=KEYS, admin=True, max_stored_responses=6, max_stored_bytes=30_000,
             max_file_bytes=6_000, max_batches=3,
         )  # fmt: skip
         service = Service(self.models, chosen)
-        return service, make_app(service)
+        app = make_app(service)
+        self.runner.run(service.load_first())
+        return service, app
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +110,8 @@ class Sequences(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.service, self.app = self.shared.server()
+        self.folder = tempfile.TemporaryDirectory()
+        self.service, self.app = self.shared.server(self.folder.name)
         self.ids: dict[tuple[str, str], list[str]] = {(key, kind): [] for key in KEYS for kind in KINDS}
         self.chosen = 0
 
@@ -325,6 +335,24 @@ class Sequences(RuleBasedStateMachine):
             self.shared.runner.run(self.settle())
             self.shared.script.fail_next = 0
 
+    @rule()
+    def restart(self):
+        """Another server finds what was stored; what was under way in batches goes on."""
+        paths = [f"/v1/{kind}?limit=100" for kind in ("files", "batches", "messages/batches")]
+        self.shared.runner.run(self.end())
+        before = [self.send(key, "GET", path)[1]["data"] for key in KEYS for path in paths]
+        used = self.service.storage.usage("response", "conversation")
+        self.stop()
+        self.service, self.app = self.shared.server(self.folder.name)
+        after = [self.send(key, "GET", path)[1]["data"] for key in KEYS for path in paths]
+        for old, new in zip(before, after, strict=True):
+            assert {one["id"] for one in old} <= {one["id"] for one in new}
+        assert self.service.storage.usage("response", "conversation").entries == used.entries
+
+    def stop(self) -> None:
+        self.service.pool.shutdown()
+        self.service.storage.close()
+
     async def settle(self) -> None:
         """Nothing is computed any more."""
         async with asyncio.timeout(SECONDS):
@@ -340,7 +368,8 @@ class Sequences(RuleBasedStateMachine):
         self.shared.runner.run(self.end())
         self.shared.engine.scheduler.check()
         assert self.shared.engine.tables[0].used() == 0
-        self.service.pool.shutdown(wait=False)
+        self.stop()
+        self.folder.cleanup()
 
 
 @pytest.mark.random

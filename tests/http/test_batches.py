@@ -16,7 +16,7 @@ from talk import frees_all, said, scripted_server, until
 from quire.serving.api.errors import RequestError
 from quire.serving.http import batches
 from quire.serving.http.errors import HttpError
-from quire.serving.http.files import StoredFiles
+from quire.serving.http.files import BATCH, StoredFiles
 from quire.serving.http.multipart import parse_form
 
 CHAT = "/v1/chat/completions"
@@ -222,9 +222,12 @@ def test_bounds(server, ask):
     wide = upload(ask, *(line(str(i), messages=turn("hello")) for i in range(60)))
     for _ in range(5):  # those that are over make room
         ended(ask.batches, ask.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h"))
-        assert len(kept.kept) <= 3
+        assert kept.storage.usage(BATCH).entries <= 3
     full = ended(ask.batches, ask.batches.create(input_file_id=wide.id, endpoint=CHAT, completion_window="24h"))
     assert full.status == "failed" and full.errors.data[0].code == "store_full"
+    answered = lines_of(ask, full.output_file_id)  # what was answered before is there
+    assert 1 <= len(answered) == full.request_counts.completed < 60 and full.request_counts.failed == 60 - len(answered)
+    ask.files.delete(full.output_file_id)
     server.script.hold.clear()
     try:
         begun = [ask.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h") for _ in range(3)]
@@ -337,12 +340,16 @@ def test_wrong_forms(kind, body):
 
 
 def test_files_that_expire(monkeypatch):
-    files, now = StoredFiles(10), time.time()
-    first = files.put("k", "a", "batch", b"12345678", seconds=60)
-    with pytest.raises(HttpError, match="has 5 bytes, and 2 of 10 bytes"):
-        files.put("other", "b", "batch", b"12345")
+    files, now = StoredFiles(1000), time.time()
+    first = files.put("k", "a", "batch", [b"x" * 400, b"y" * 300], seconds=60)
+    with pytest.raises(HttpError, match=r"has 500 bytes, and \d+ of 1000 bytes"):
+        files.put("other", "b", "batch", [b"x" * 500])
+    assert b"".join(files.pieces("k", first.id)) == b"x" * 400 + b"y" * 300
+    files.use("k", first.id)
     monkeypatch.setattr(time, "time", lambda: now + 61)
-    files.put("other", "b", "batch", b"12345")
+    assert files.get("k", first.id) == first  # a batch reads it
+    files.release("k", first.id)
+    files.put("other", "b", "batch", [b"x" * 500])
     assert files.of("k") == []
     with pytest.raises(HttpError, match="there is no file"):
         files.get("k", first.id)

@@ -11,7 +11,7 @@ from talk import frees_all, said, scripted_server, until
 
 from quire.serving.api.errors import RequestError
 from quire.serving.http.errors import HttpError
-from quire.serving.http.stored import StoredResponse, StoredResponses
+from quire.serving.http.stored import KINDS, StoredResponse, StoredResponses
 
 TOOL = {
     "type": "function",
@@ -170,7 +170,7 @@ def test_keys_do_not_see_the_ids_of_each_others_requests(ask, server):
 def test_a_chain_that_cycles_is_not_read_for_ever(cycle):
     kept = StoredResponses(10, 1 << 20)
     for name, previous in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
-        body = {"id": name, "object": "response", "output": []}
+        body = {"id": name, "object": "response", "status": "completed", "output": []}
         assert kept.put(None, name, StoredResponse(body, [], previous))
     assert not kept.put(None, "a", stored(), is_new=True)
     with pytest.raises(RequestError, match="previous_response_id: leads to 'a' twice"):
@@ -281,7 +281,7 @@ def test_a_stream_that_fails_has_begun(ask, server):
 
 def test_so_many_are_kept(ask, server):
     names = [response(ask).id for _ in range(10)]
-    assert len(server.service.stored.kept) == 8
+    assert server.service.stored.storage.usage(*KINDS).entries == 8
     assert ask.responses.retrieve(names[-1]) and ask.responses.retrieve(names[2])
     with pytest.raises(openai.NotFoundError):
         ask.responses.retrieve(names[1])
@@ -320,22 +320,28 @@ def test_items_of_what_was_asked(ask):
 
 
 def stored(size: int = 10) -> StoredResponse:
-    return StoredResponse({"id": "a", "object": "response", "output": [], "text": "x" * size}, [], None)
+    body = {"id": "a", "object": "response", "status": "completed", "output": [], "text": "x" * size}
+    return StoredResponse(body, [], None)
 
 
 def test_the_bytes_are_bounded():
-    one = len(msgspec.json.encode([stored(100).body, []]))
+    one = len(msgspec.json.encode(stored(100).entry()))
     kept = StoredResponses(100, 3 * one)
+
+    def names() -> list[str]:
+        return [place.id for place in kept.storage.least_recently_used(KINDS)]
+
     for i in range(5):
         assert kept.put(None, str(i), stored(100))
-        assert kept.bytes == sum(found.size for found in kept.kept.values()) <= 3 * one
-    assert [name for _, name in kept.kept] == ["2", "3", "4"]
-    assert not kept.put(None, "large", stored(1000)) and len(kept.kept) == 3
+        assert kept.storage.usage(*KINDS).bytes == one * len(names()) <= 3 * one
+    assert names() == ["2", "3", "4"]
+    assert not kept.put(None, "large", stored(1000)) and len(names()) == 3
     assert kept.put(None, "4", stored(10))  # in its own place
-    kept.delete(None, "2")
-    kept.delete(None, "3")
-    kept.delete(None, "4")
-    assert kept.bytes == 0
+    kept.get(None, "2")
+    assert names() == ["3", "4", "2"]
+    for name in names():
+        kept.delete(None, name)
+    assert kept.storage.usage(*KINDS) == (0, 0)
     with pytest.raises(HttpError, match="not found"):
         kept.get("tenant", "4")
     assert not StoredResponses(0, 1 << 20).put(None, "a", stored())

@@ -192,6 +192,7 @@ def test_readers_need_room_for_what_they_hand_over():
         (["--engine", "ray", "--uds", "socket"], "--uds has no effect with --engine ray"),
         (["--engine", "ray", "--admin"], "--admin has no effect"),
         (["--engine", "ray", "--receive-seconds", "3"], "--receive-seconds has no effect"),
+        (["--engine", "ray", "--state-dir", "state"], "--state-dir is of one server"),
         (["--engine", "ray", "--replica-resources", "CPU"], "write CPU=2,GPU=1"),
         (["--engine", "ray", "--replica-resources", "=2"], "write CPU=2,GPU=1"),
         (["--engine", "ray", "--routing", "random"], "routing is 'random'"),

@@ -8,6 +8,8 @@ from typing import Any
 
 import psutil
 
+from quire.serving.http.files import StoredFile
+
 JSON = {"Content-Type": "application/json"}
 TURN = [{"role": "user", "content": "hello"}]
 FILE = "file-0"  # of one request, where `with_file` put it
@@ -50,8 +52,8 @@ def with_file(service: Any, *keys: str | None) -> None:
     """Keep a file of one request for batches, for each of the tenants."""
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 1}}
     for key in keys or (None,):
-        file = service.files.put(key, "a", "batch", json.dumps(line).encode())
-        service.files.kept[key, FILE] = file
+        data = json.dumps(line).encode()
+        service.files.write(key, StoredFile(FILE, "a", "batch", len(data), int(time.time())), [(0, data)])
 
 
 class Client:

@@ -67,9 +67,9 @@ What Ollama's endpoints make of theirs is in [ollama.md](ollama.md). Fields that
 `extra_body`. A field is applied, is a label without effect, is checked without effect, or is refused with a 400 that
 names it. null means that a field is not
 given. A field that is in no table is refused too. Of messages other servers know more fields: those that are unknown
-here are ignored, and `X-Ignored-Fields` in the answer names them, as does the log, once. Stored responses, files and
-batches are in the memory of one server: they end
-with it, and one of several replicas does not know what another keeps."""
+here are ignored, and `X-Ignored-Fields` in the answer names them, as does the log, once. Stored responses,
+conversations, files and batches are in the memory of one server and end with it, unless `--state-dir` names a folder
+for them ([deploy.md](deploy.md#stored-state)). One of several replicas does not know what another stores."""
 FAILURES = """\
 An error is `{"error": {"message", "type", "param", "code"}}`; at `/v1/messages` it is `{"type": "error", "error":
 {"type", "message"}}`, at Ollama's paths `{"error": "..."}`. In a stream that has begun it is an event, at
@@ -254,8 +254,8 @@ ENDPOINTS = [
         inside={"requests[]": ("custom_id", "params")},
     ),
     Endpoint(
-        "/v1/batches", batches.parse, {"input_file_id": "file-0", "endpoint": "/v1/completions"}, batches.LABELS,
-        batches.NEUTRAL,
+        "/v1/batches", batches.parse, {"input_file_id": "file-0", "endpoint": "/v1/completions"},
+        neutral=batches.NEUTRAL, values={"metadata": {"a": "b"}},
     ),
     Endpoint("/v1/embeddings", pooling.parse_embeddings, {"input": "Hi"}, fields.LABELS),
     Endpoint(

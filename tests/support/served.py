@@ -82,8 +82,9 @@ class Script:
             prompt = tokenizer.decode(seq.tokens[: seq.num_prompt], skip_special_tokens=False)
             text = tokenizer.encode(self.say(prompt), add_special_tokens=False)
             self.lines[seq] = [*text, *tokenizer.eos_token_ids]
-        token = self.lines[seq][seq.num_output]
-        if seq.num_output + 1 in (len(self.lines[seq]), seq.max_tokens):
+        line = self.lines[seq]
+        token = line[min(seq.num_output, len(line) - 1)]  # a step ahead goes beyond the end
+        if seq.num_output + 1 in (len(line), seq.max_tokens):
             del self.lines[seq]
         return token
 

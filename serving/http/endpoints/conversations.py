@@ -1,5 +1,6 @@
 """/v1/conversations: items that are kept, and to which responses add what was asked and answered."""
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,10 @@ from ...protocol import conversations as protocol
 from ..errors import HttpError, JsonResponse
 from ..pages import count_of, order_of, page_of
 from ..service import Service
+from ..storage import StorageFailed
 from ..stored import NO_CONVERSATION, StoredResponse
+
+log = logging.getLogger("quire")
 
 MAX_LISTED = 100
 
@@ -44,6 +48,8 @@ def add_turn(service: Service, key: str | None, name: str, items: Sequence[Mappi
     except HttpError as error:
         if error.status == 429:
             service.stored.delete(key, name, NO_CONVERSATION)
+    except StorageFailed:
+        log.exception("conversation %s has no place for a turn", name)
 
 
 def found(service: Service, request: Request) -> StoredResponse:
@@ -51,8 +57,13 @@ def found(service: Service, request: Request) -> StoredResponse:
     return service.stored.get(service.key(request), request.path_params["id"], NO_CONVERSATION)
 
 
+async def read(service: Service, request: Request) -> StoredResponse:
+    """The same where nothing is changed: a large one takes long to read."""
+    return await service.beside(found, service, request)
+
+
 async def retrieve(service: Service, request: Request) -> JsonResponse:
-    return JsonResponse(found(service, request).body)
+    return JsonResponse((await read(service, request)).body)
 
 
 async def update(service: Service, request: Request) -> JsonResponse:
@@ -77,7 +88,7 @@ async def add_items(service: Service, request: Request) -> JsonResponse:
 
 
 async def items(service: Service, request: Request) -> JsonResponse:
-    stored, given = found(service, request), request.query_params
+    stored, given = await read(service, request), request.query_params
     listed = stored.items if order_of(given, "desc") == "asc" else stored.items[::-1]
     return JsonResponse(page_of(listed, given, count_of(given, 20, MAX_LISTED)))
 
@@ -90,7 +101,7 @@ def item_of(stored: StoredResponse, name: str) -> dict[str, Any]:
 
 
 async def item(service: Service, request: Request) -> JsonResponse:
-    return JsonResponse(item_of(found(service, request), request.path_params["item_id"]))
+    return JsonResponse(item_of(await read(service, request), request.path_params["item_id"]))
 
 
 async def delete_item(service: Service, request: Request) -> JsonResponse:

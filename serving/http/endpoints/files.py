@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from ...api.errors import RequestError
 from ...api.validation import parse_digits, refuse_unknown, shown, unicode_text
 from ...protocol.batches import expiry
 from ..errors import JsonResponse
+from ..files import pieces_of
 from ..multipart import Part, parse_form
 from ..pages import count_of, order_of, page_of
 from ..service import Service
@@ -33,7 +34,9 @@ async def create(service: Service, request: Request) -> JsonResponse:
     if "seconds" in given:
         given["seconds"] = parse_digits(given["seconds"])
     lasts = expiry("expires_after", given or None)
-    return JsonResponse(service.files.put(service.key(request), name, purpose, parts["file"].data, lasts).body())
+    pieces = pieces_of(parts["file"].data)
+    file = await service.beside(service.files.put, service.key(request), name, purpose, pieces, lasts)
+    return JsonResponse(file.body())
 
 
 def text_of(parts: Mapping[str, Part], name: str) -> str:
@@ -41,7 +44,8 @@ def text_of(parts: Mapping[str, Part], name: str) -> str:
 
 
 async def listed(service: Service, request: Request) -> JsonResponse:
-    given, stored = request.query_params, service.files.of(service.key(request))
+    given = request.query_params
+    stored = await service.beside(service.files.of, service.key(request))
     found = [file.body() for file in stored if given.get("purpose") in (None, file.purpose)]
     if order_of(given, "desc") == "desc":
         found.reverse()
@@ -59,8 +63,16 @@ async def delete(service: Service, request: Request) -> JsonResponse:
 
 
 async def content(service: Service, request: Request) -> Response:
-    file = service.files.get(service.key(request), request.path_params["id"])
-    return Response(file.data, media_type="application/octet-stream")
+    key, name = service.key(request), request.path_params["id"]
+    return await file_response(service, key, name, "application/octet-stream")
+
+
+async def file_response(service: Service, key: str | None, name: str, kind: str) -> Response:
+    """A file as it is read, so that no more than a piece of it is in memory."""
+    file = service.files.get(key, name)
+    return StreamingResponse(
+        service.files.pieces(key, name), headers={"Content-Length": str(file.size)}, media_type=kind
+    )
 
 
 ROUTES: dict[tuple[str, str], Callable] = {

@@ -1,8 +1,7 @@
 """Anthropic's /v1/messages/batches: requests in a body, and their results as lines of JSON."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,36 +12,48 @@ from ...api.errors import RequestError
 from ...protocol import batches as protocol
 from ...protocol.answers import messages as answers
 from ...protocol.batch_file import BatchLine
-from ..batches import Batch, Outcome, new_name
+from ..batches import Batch, BatchKind, Outcome, Result, new_name
 from ..errors import HttpError, JsonResponse
+from ..files import StoredFile, StoredFiles, pieces_of
 from ..pages import count_of, page_of
 from ..service import Protocol, Service
-from .batches import jsonl
+from .batches import json_line
+from .files import file_response
 
-PREFIX, RESULTS = "msgbatch_", "messages_batch_results"
+PREFIX, ENDPOINT = "msgbatch_", "/v1/messages"
+REQUESTS, RESULTS = "messages_batch_requests", "messages_batch_results"
 MAX_LISTED = 1000
 KINDS = ("succeeded", "errored", "canceled", "expired")
 
 
-async def create(messages: Protocol, service: Service, request: Request) -> JsonResponse:
+async def create(service: Service, request: Request) -> JsonResponse:
     asked, _ = await service.read(request, protocol.parse_messages)
-    batch = Batch(new_name(PREFIX), service.key(request), asked.lines, messages, partial(keep_results, service))
-    service.batches.add(request, batch)
+    key = service.key(request)
+    name = new_name(PREFIX)
+    file = await service.beside(write_requests, service.files, key, name, asked.requests)
+    batch = Batch(name, key, ENDPOINT, file.id, len(asked.requests))
+    try:
+        service.batches.add(batch)
+    finally:
+        service.files.release(key, file.id)
     return JsonResponse(shown(batch))
 
 
-def keep_results(service: Service, batch: Batch) -> None:
-    data = jsonl(result(line, batch.outcomes[index]) for index, line in enumerate(batch.lines))
-    batch.files[RESULTS] = service.files.put(batch.key, f"{batch.id}_results.jsonl", RESULTS, data).id
+def write_requests(files: StoredFiles, key: str | None, name: str, requests: Sequence[Any]) -> StoredFile:
+    """The requests of a batch in a file that no client sees; it is in use."""
+    data = b"".join(map(json_line, requests))
+    file = files.put(key, f"{name}_requests.jsonl", REQUESTS, pieces_of(data), is_hidden=True, param="requests")
+    files.use(key, file.id)
+    return file
 
 
-def result(line: BatchLine, outcome: Outcome) -> dict[str, Any]:
+def result_of(batch: Batch, line: BatchLine, outcome: Outcome) -> Result:
     found: dict[str, Any] = {"type": outcome.kind}
     if outcome.kind == "succeeded":
         found["message"] = msgspec.Raw(outcome.body)
     elif outcome.kind == "errored" and (error := outcome.error) is not None:
         found["error"] = answers.error(error.status, error.message, error.param)
-    return {"custom_id": line.custom_id, "result": found}
+    return Result(RESULTS, json_line({"custom_id": line.custom_id, "result": found}))
 
 
 def shown(batch: Batch) -> dict[str, Any]:
@@ -59,7 +70,7 @@ def shown(batch: Batch) -> dict[str, Any]:
         "ended_at": moment(batch.times[batch.status]) if batch.over else None,
         "cancel_initiated_at": moment(batch.times.get("cancelling")),
         "archived_at": None,
-        "results_url": f"/v1/messages/batches/{batch.id}/results" if RESULTS in batch.files else None,
+        "results_url": f"/v1/messages/batches/{batch.id}/results" if batch.over and RESULTS in batch.files else None,
     }
 
 
@@ -76,7 +87,7 @@ def found(service: Service, request: Request) -> Batch:
 
 async def listed(service: Service, request: Request) -> JsonResponse:
     given = request.query_params
-    batches = [shown(batch) for batch in service.batches.of(service.key(request)) if batch.id.startswith(PREFIX)]
+    batches = [shown(batch) for batch in service.batches.of(service.key(request)) if batch.kind == ENDPOINT]
     page = page_of(batches, given, count_of(given, 20, MAX_LISTED), "after_id")
     del page["object"]
     return JsonResponse(page)
@@ -104,19 +115,21 @@ async def delete(service: Service, request: Request) -> JsonResponse:
 
 async def results(service: Service, request: Request) -> Response:
     batch = found(service, request)
-    if RESULTS not in batch.files:
-        why = batch.errors[0]["message"] if batch.errors else "the batch is not over"
-        raise HttpError(404, f"id: there are no results: {why}", "id")
-    file = service.files.get(batch.key, batch.files[RESULTS])
-    return Response(file.data, media_type="application/x-jsonl")
+    if RESULTS not in batch.files or not batch.over:
+        reason = batch.errors[0]["message"] if batch.errors else "the batch is not over"
+        raise HttpError(404, f"id: there are no results: {reason}", "id")
+    return await file_response(service, batch.key, batch.files[RESULTS], "application/x-jsonl")
 
 
-def routes(messages: Protocol) -> dict[tuple[str, str], Callable]:
-    return {
-        ("POST", "/v1/messages/batches"): partial(create, messages),
-        ("GET", "/v1/messages/batches"): listed,
-        ("GET", "/v1/messages/batches/{id}"): retrieve,
-        ("DELETE", "/v1/messages/batches/{id}"): delete,
-        ("POST", "/v1/messages/batches/{id}/cancel"): cancel,
-        ("GET", "/v1/messages/batches/{id}/results"): results,
-    }
+def kind(messages: Protocol) -> BatchKind:
+    return BatchKind(messages, protocol.message_lines, result_of, RESULTS, ("canceled", "expired"))
+
+
+ROUTES: dict[tuple[str, str], Callable] = {
+    ("POST", "/v1/messages/batches"): create,
+    ("GET", "/v1/messages/batches"): listed,
+    ("GET", "/v1/messages/batches/{id}"): retrieve,
+    ("DELETE", "/v1/messages/batches/{id}"): delete,
+    ("POST", "/v1/messages/batches/{id}/cancel"): cancel,
+    ("GET", "/v1/messages/batches/{id}/results"): results,
+}

@@ -22,7 +22,7 @@ from ..errors import HttpError, JsonResponse, as_http
 from ..pages import count_of, order_of, page_of
 from ..recording import Recording, Replay
 from ..service import Protocol, Service
-from ..stored import StoredResponse, finished
+from ..stored import OPEN, StoredResponse, finished
 from . import conversations
 
 log = logging.getLogger("quire")
@@ -35,7 +35,8 @@ MAX_LISTED = 100  # items in one answer
 async def create(service: Service, request: Request) -> Any:
     """An answer, or with `background` the promise of one."""
     key = service.key(request)
-    parsed, body = await service.read(request, partial(responses.parse, history=partial(service.stored.history, key)))
+    history = partial(service.stored.history, key)
+    parsed, body = await service.read(request, partial(responses.parse, history=history), reads_stored=True)
     if not service.stored.most:
         if parsed.background:
             raise RequestError("background", "needs stored responses, and --max-stored-responses is 0 here")
@@ -55,7 +56,7 @@ async def create(service: Service, request: Request) -> Any:
         remember(service, key, parsed, asked, found)
         if parsed.store:
             stored = StoredResponse(found, asked, parsed.previous_response_id)
-            found["store"] = service.stored.put(key, found["id"], stored, is_new=True)
+            found["store"] = service.stored.put_answer(key, found["id"], stored, is_new=True)
 
     return await service.serve(request, keeping(keep), parsed, body)
 
@@ -71,14 +72,14 @@ def remember(
 async def compact(service: Service, request: Request) -> Any:
     """A conversation in short, written by the model."""
     history = partial(service.stored.history, service.key(request))
-    parsed, body = await service.read(request, partial(responses.parse_compact, history=history))
+    parsed, body = await service.read(request, partial(responses.parse_compact, history=history), reads_stored=True)
     return await service.serve(request, COMPACT, parsed, body)
 
 
 async def input_tokens(service: Service, request: Request) -> JsonResponse:
     """How many tokens a request would have."""
     history = partial(service.stored.history, service.key(request))
-    asked, _ = await service.read(request, partial(responses.parse_count, history=history))
+    asked, _ = await service.read(request, partial(responses.parse_count, history=history), reads_stored=True)
     async with service.models.use(asked.model) as model:
         prepared = await service.beside(prompting.chat, model.llm.engine, asked, service.settings.formats)
         count = sum(len(ask.tokens) for ask in prepared.asks)
@@ -99,9 +100,16 @@ def begin(service: Service, request: Request, key: str | None, parsed: Responses
     head = service.head(name, parsed.model or model.name)
 
     def keep(found: dict[str, Any]) -> None:
-        stored.body, stored.task = found, None
+        stored.body = found
         remember(service, key, parsed, stored.items, found)
-        found["store"] = service.stored.put(key, name, stored)
+        found["store"] = service.stored.put_answer(key, name, stored)
+        if not found["store"]:
+            service.stored.forget(key, name)
+
+    def finish(task: asyncio.Task) -> None:
+        if recording is not None:
+            recording.end()
+        service.stored.finish(key, name, stored)
 
     stream = answers.ResponsesStream(head, parsed, body, keep)
     recording = Recording() if parsed.delivery.stream else None
@@ -114,6 +122,7 @@ def begin(service: Service, request: Request, key: str | None, parsed: Responses
     state = {"facts": {}, "key": request.state.key, "request_id": request.state.request_id}
     alone = Request({**request.scope, "state": state}, asyncio.Event().wait)  # nobody leaves
     stored.task = asyncio.create_task(work(service, alone, stream, stored, parsed))
+    stored.task.add_done_callback(finish)
     if not service.stored.put(key, name, stored, is_new=True):
         stored.task.cancel()
         why = "as many responses are kept as may be (--max-stored-responses, --max-stored-bytes)"
@@ -140,23 +149,24 @@ async def work(
             log.exception("a response in the background failed")
         recording.add(stream.fail(found.status, found.message, found.param))
     finally:
-        recording.end()
         service.trace(request.scope["state"], time.monotonic() - began, failed)
 
 
-def asked_for(service: Service, request: Request) -> StoredResponse:
-    return service.stored.get(service.key(request), request.path_params["id"])
+async def asked_for(service: Service, request: Request) -> StoredResponse:
+    """The response that the path names; a large one takes long to read."""
+    return await service.beside(service.stored.get, service.key(request), request.path_params["id"])
 
 
 async def retrieve(service: Service, request: Request) -> Any:
     """The response; with `stream` its events, those after `starting_after`."""
-    stored, given = asked_for(service, request), request.query_params
+    stored, given = await asked_for(service, request), request.query_params
     if given.get("stream", "false").lower() in ("false", "0"):
         return JsonResponse(stored.body)
-    if stored.recording is None:
+    recording = await service.beside(service.stored.recording, service.key(request), request.path_params["id"])
+    if recording is None:
         raise RequestError("stream", "was not asked for together with background when the response was made")
     last = integer("starting_after", parse_digits(given.get("starting_after", "-1")), -1, INT32_MAX)
-    return Replay(stored.recording, last + 1, service.http_metrics)
+    return Replay(recording, last + 1, service.http_metrics)
 
 
 async def delete(service: Service, request: Request) -> JsonResponse:
@@ -167,18 +177,18 @@ async def delete(service: Service, request: Request) -> JsonResponse:
 
 async def cancel(service: Service, request: Request) -> JsonResponse:
     """End what is computed in the background; what is over stays as it is."""
-    stored = asked_for(service, request)
+    stored = await asked_for(service, request)
     if not stored.body["background"]:
         raise RequestError("id", "Cannot cancel a synchronous response. Only one with background can be cancelled")
-    if stored.task is not None:
+    if stored.task is not None and stored.body["status"] in OPEN:
         stored.task.cancel()
-        stored.task, stored.body = None, stored.body | {"status": "cancelled"}
+        stored.body = stored.body | {"status": "cancelled"}
     return JsonResponse(stored.body)
 
 
 async def input_items(service: Service, request: Request) -> JsonResponse:
     """What was asked, the last item first unless `order` is asc."""
-    stored, given = asked_for(service, request), request.query_params
+    stored, given = await asked_for(service, request), request.query_params
     name = stored.body["id"]
     items = [{"id": f"{item.get('type')}_{i}_{name}"} | item for i, item in enumerate(stored.items)]
     if order_of(given, "desc") == "desc":

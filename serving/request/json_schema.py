@@ -102,17 +102,19 @@ class Rewriter:
             if not isinstance(node, Mapping):
                 continue
             self.spend()
-            given = node.get("$id", node.get("id"))
-            if "$ref" in node and resource is not None and resource.is_legacy:
+            draft = node.get("$schema")
+            is_legacy = (
+                bool(BEFORE_2019.search(draft))
+                if isinstance(draft, str)
+                else resource is not None and resource.is_legacy
+            )
+            given = node.get("$id", node.get("id") if is_legacy else None)
+            if "$ref" in node and is_legacy:
                 given = None
             if resource is None or (isinstance(given, str) and not given.startswith("#")):
                 base = resource.uri if resource else ""
-                uri = joined(base, given) if isinstance(given, str) else base
-                draft = node.get("$schema")
-                is_old = (
-                    bool(BEFORE_2019.search(draft)) if isinstance(draft, str) else bool(resource and resource.is_legacy)
-                )
-                resource = Resource(urldefrag(uri)[0], node, is_old, {})
+                uri = joined(base, given)[0] if isinstance(given, str) else base
+                resource = Resource(uri, node, is_legacy, {})
                 self.resources.setdefault(resource.uri, resource)
             for name in ("$anchor", "$dynamicAnchor"):
                 if isinstance(node.get(name), str):
@@ -133,9 +135,13 @@ class Rewriter:
             raise Refused(f"{keyword} is {shown(reference)}; it must be a text")
         if keyword != "$ref" and len(self.resources) > 1:
             raise Refused(f"{keyword} in a schema of several resources is not supported; use $ref")
-        address, fragment = urldefrag(reference if reference.startswith("#") else joined(resource.uri, reference))
-        home = resource if reference.startswith("#") else self.resources.get(address)
+        is_inside = reference.startswith("#")
+        address, fragment = ("", reference[1:]) if is_inside else joined(resource.uri, reference)
+        home = resource if is_inside else self.resources.get(address)
         node = home and pointed_at(home, unquote(fragment))
+        if node is None and is_inside:  # as many documents of embedded schemas mean it
+            home = self.resource_of[id(self.root)]
+            node = pointed_at(home, unquote(fragment))
         if home is None or node is None:
             told = "it must point to a place in the schema, and nothing is fetched"
             raise Refused(f"{keyword} {shown(reference)} points to nothing in the schema; {told}")
@@ -156,13 +162,12 @@ class Rewriter:
         """A schema that accepts only what `schema` accepts."""
         if isinstance(schema, bool):
             return schema
-        if not isinstance(schema, Mapping):
-            raise Refused(f"a schema is {shown(schema)}; it must be a JSON object")
         self.spend()
         resource = self.resource_of.get(id(schema), resource)
+        schema = checked(schema)
         if resource.is_legacy and "$ref" in schema:
             return self.defined(schema["$ref"], resource, "$ref")
-        schema = self.with_names(checked(schema), resource)
+        schema = self.with_names(schema, resource)
         found: dict[str, Any] = {}
         parts: list[Schema] = []  # that a value must match, too
         for name, value in schema.items():
@@ -222,12 +227,12 @@ class Rewriter:
             excluded[b].append(self.negative(options[a], resource, 0))
         alternatives = [
             {"allOf": [option, *others]} if others else option
-            for option, others in zip(rewritten, excluded, strict=True)
-            if all(bool(types_in(option) & types_in(each)) for each in others)
+            for option, others, fact in zip(rewritten, excluded, facts, strict=True)
+            if all(fact.types & types_in(each) for each in (option, *others))
         ]
         if not alternatives:
             raise Refused(
-                "oneOf of schemas that match the same values is not supported; use anyOf, or values that differ"
+                "oneOf of schemas that match the same values is not supported; use anyOf, or a property that differs"
             )
         return {"anyOf": alternatives}
 
@@ -292,9 +297,9 @@ class Rewriter:
         if isinstance(schema, bool):
             return (None, None) if schema else ([], None)
         resource = self.resource_of.get(id(schema), resource)
+        schema = checked(schema)
         if "$ref" in schema and depth < MAX_DEPTH:
             return self.names(*self.target(schema["$ref"], resource), depth + 1)
-        schema = checked(schema)
         kinds = types_of(schema)
         if "string" not in kinds or schema.get("minLength", 0) > schema.get("maxLength", math.inf):
             return [], None
@@ -428,8 +433,6 @@ class Rewriter:
         """
         if isinstance(schema, bool):
             return not schema
-        if not isinstance(schema, Mapping):
-            raise Refused(f"a schema is {shown(schema)}; it must be a JSON object")
         if depth > MAX_DEPTH:
             return False
         self.spend()
@@ -557,9 +560,13 @@ CONSTRAINTS = (
 ) - {"contentSchema"}  # fmt: skip
 
 
-def joined(base: str, reference: str) -> str:
-    """A reference as an absolute one."""
-    return urljoin(base, reference) if base.startswith(("http", "file")) or not base else reference
+def joined(base: str, reference: str) -> tuple[str, str]:
+    """A reference as an absolute one, in two parts: before and behind its #."""
+    try:
+        found = urljoin(base, reference) if base.startswith(("http", "file")) or not base else reference
+        return urldefrag(found)
+    except ValueError as error:
+        raise Refused(f"the reference or identifier {shown(reference)} is no URI: {error}") from None
 
 
 def pointed_at(resource: Resource, fragment: str) -> Any:
@@ -595,26 +602,28 @@ def listed(schema: Mapping[str, Any], name: str) -> list[Any]:
     return schema.get(name) or []
 
 
-def checked(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def checked(schema: Any) -> Mapping[str, Any]:
     """The schema, whose keywords have values of their kinds; counts are integers. Refused where one has not."""
+    if not isinstance(schema, Mapping):
+        raise Refused(f"a schema is {shown(schema)}; it must be a JSON object")
     changed = {}
     for name, value in schema.items():
         wanted = None
         if name in COUNTS:
-            is_count = (
-                isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value == int(value)
-            )
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_count = is_number and value >= 0 and value == int(value)
             wanted = None if is_count else "a whole number, 0 or more"
             if is_count and not isinstance(value, int):
                 changed[name] = int(value)
         elif name in NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)):
             wanted = "a number"
-        elif name in ("anyOf", "allOf", "oneOf", "prefixItems", "enum", "required") and not isinstance(value, list):
-            wanted = "a list"
-        elif name in ("anyOf", "allOf", "oneOf", "enum") and not value:
-            wanted = "a list of at least one"
-        elif name == "required" and not all(isinstance(key, str) for key in value):
-            wanted = "a list of names"
+        elif name in ("anyOf", "allOf", "oneOf", "prefixItems", "enum", "required"):
+            if not isinstance(value, list):
+                wanted = "a list"
+            elif not value and name not in ("prefixItems", "required"):
+                wanted = "a list of at least one"
+            elif name == "required" and not all(isinstance(key, str) for key in value):
+                wanted = "a list of names"
         elif name in NAMED | {"dependentRequired"} and not isinstance(value, Mapping):
             wanted = "a JSON object"
         elif name in ("pattern", "format") and not isinstance(value, str):
@@ -650,7 +659,7 @@ def type_of(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return "boolean"
-    kinds: tuple[tuple[Any, str], ...] = ((str, "string"), (int | float, "number"), (list, "array"))
+    kinds: tuple[tuple[Any, str], ...] = ((str, "string"), ((int, float), "number"), (list, "array"))
     return next((name for kind, name in kinds if isinstance(value, kind)), "object")
 
 

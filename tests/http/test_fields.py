@@ -204,10 +204,15 @@ def test_response_format(parse):
     ("form", "message"),
     [
         ("json_object", "response_format: must be a JSON object, got 'json_object'"),
-        ({}, "response_format.type: must be one of text, json_object, json_schema, structural_tag, got None"),
+        (
+            {},
+            "response_format.type: must be one of text, json_object, json_schema, json, regex, structural_tag, got",
+        ),
         ({"type": "grammar"}, "response_format.type: must be one of text"),
         ({"type": "text", "schema": {}}, "response_format.schema: unknown field"),
-        ({"type": "json_object", "schema": {}}, "response_format.schema: unknown field"),
+        ({"type": "json_object", "schemas": {}}, "response_format.schemas: unknown field"),
+        ({"type": "json", "schema": {}}, "response_format.schema: unknown field"),
+        ({"type": "regex"}, "response_format.value: is missing"),
         ({"type": "json_schema"}, "response_format.json_schema: must be a JSON object, got None"),
         ({"type": "json_schema", "json_schema": {"name": "x"}}, "response_format.json_schema.schema: must be a JSON"),
         ({"type": "json_schema", "json_schema": {"schema": {}, "sceme": 1}}, "response_format.json_schema.sceme: unkn"),

@@ -30,6 +30,8 @@ request brings counts, if there is one.
   format and to the tools' schemas; a thought may come first where the model has them. What a format's own texts cannot
   be held to (`format`, `minProperties`, alternatives of whole objects, a pattern with lookaround) is asked for as JSON
   instead, and so it is where the template shows no format. The client sees the same calls.
+- A tool's schema that cannot be kept at all ([structured.md](structured.md) says what can) is refused by name where the
+  tool is `strict`. Otherwise the values of its arguments are open, under `tool_choice: required` as under `auto`.
 - `strict: true` of every tool that may be called: under `tool_choice: auto` text is free, and a call that begins keeps
   to its schema. Where that cannot be (formats without a mark of their own, as Llama 3's; gpt-oss; schemas as above; a
   form of the answer beside it) arguments are as the model writes them.

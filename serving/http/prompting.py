@@ -63,7 +63,8 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats, must_fit: bool 
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools} if tools else None
 
     def parser() -> Any:
-        return parsing.make_parser(tool_parser, reasoning_parser, schemas, opened)
+        is_json = request.params.structured_outputs is not None
+        return parsing.make_parser(tool_parser, reasoning_parser, schemas, opened, is_json)
 
     if schemas and request.tool_choice not in ("auto", "none"):
         any_of_them = request.tool_choice == "required"

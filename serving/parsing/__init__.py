@@ -2,11 +2,12 @@
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from . import thoughts
-from .form import Tools
+from .form import Form, Tools
 from .grammar import Unsayable as Unsayable
 from .grammar import free_grammar, grammar_of
 from .parser import Parser, ParserChain
@@ -20,11 +21,18 @@ HARMONY = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 
 
 def make_parser(
-    tool_parser: str | None, reasoning_parser: str | None, tools: Tools | None, opened: bool | None = None
+    tool_parser: str | None,
+    reasoning_parser: str | None,
+    tools: Tools | None,
+    opened: bool | None = None,
+    is_json: bool = False,
 ) -> Parser:
-    """A parser for one answer. `tools` has the schema of each function's arguments; without it calls are text.
+    """A parser for one answer.
 
-    `opened`: whether the prompt has opened a thought, or closed one; None if neither.
+    Args:
+        tools: The schema of each function's arguments; without it calls are text.
+        opened: Whether the prompt has opened a thought, or closed one; None if neither.
+        is_json: Whether the request asks for JSON, so that calls need the marks of their format.
     """
     form = known("tool parser", tool_parser, TOOL_FORMS, REFUSED_TOOLS)
     reasoning = known("reasoning parser", reasoning_parser, REASONING, REFUSED_REASONING)
@@ -40,6 +48,8 @@ def make_parser(
     if reasoning:
         row.append(Reader(partial(reasoning.read, inside=reasoning.inside(opened)), reasoning.keeps_special))
     if form and tools is not None:
+        if is_json and isinstance(form, Form):
+            form = replace(form, unmarked=False)
         read = importlib.import_module(form, __name__).read if isinstance(form, str) else form.read
         row.append(Reader(partial(read, tools=tools), keeps_special=True))  # marks are special tokens in some models
     return row[0] if len(row) == 1 else ParserChain(row)

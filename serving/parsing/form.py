@@ -12,6 +12,7 @@ from .python_values import keywords
 from .quoted_fields import fields
 from .reader import Broken, Reader, blank, marker, text
 from .tags import Tag, parameters
+from .unmarked import unmarked_calls
 
 HOLE = re.compile(r"\{(\w+)\}")
 PLACES = frozenset("name id object arguments parameters keywords fields key value kind".split())
@@ -44,6 +45,7 @@ class Form:
     bare: bool = False  # no text stands before calls
     prefixes: tuple[str, ...] = ()  # of bare calls, not always there
     suffixes: tuple[str, ...] = ()  # the same, behind `end`
+    unmarked: bool = False  # calls that begin the answer may lack the marks, in a fence or without
 
     def __post_init__(self):
         if strange := {hole for each in (self.call, self.parameter) for hole in HOLE.findall(each)} - PLACES:
@@ -90,6 +92,8 @@ class Form:
             if (yield from self.read_list(reader, self.begin.split(), tools)):
                 yield from self.read_closing(reader)
             return
+        if self.unmarked and tools:
+            yield from unmarked_calls(reader, tools)
         start = len(self.begin.split()) if not self.listed else 0  # of the call itself in the head
         openings = {self.head[0], *self.also}
         awaited: tuple[str, ...] = ()  # closing texts that are syntax wherever they stand, after a call

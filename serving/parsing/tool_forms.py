@@ -9,7 +9,7 @@ GLM = Form(
 )
 DSML_CALL = '<｜DSML｜invoke name="{name}">\n{parameters}</｜DSML｜invoke>\n'
 DSML_PARAMETER = '<｜DSML｜parameter name="{key}" string="{kind}">{value}</｜DSML｜parameter>\n'
-HERMES = Form("<tool_call>\n{object}\n</tool_call>")
+HERMES = Form("<tool_call>\n{object}\n</tool_call>", unmarked=True)
 LLAMA = Form("{object}", between=";", keys=("name", "parameters"), bare=True, prefixes=("<|python_tag|>",))
 PYTHONIC = Form(
     "{name}({keywords})", "[", ", ", "]", bare=True, prefixes=("<|python_start|>",), suffixes=("<|python_end|>",)

@@ -53,7 +53,13 @@ class Answering:
 
     @property
     def usage(self) -> Usage:
-        cached = sum(request.sequences[0].cache.num_cached for request in self.answers.requests)
+        caches = [request.sequences[0].cache for request in self.answers.requests]
+        table = self.answers.thread.engine.tables[0]
+        stored = 0
+        if table.keeps_prefixes:
+            lengths = [request.sequences[0].num_prompt for request in self.answers.requests]
+            full = (length // table.page_size * table.page_size for length in lengths)
+            stored = sum(max(tokens - cache.num_cached, 0) for tokens, cache in zip(full, caches, strict=True))
         first = self.answers.requests[0]
         now = self.answers.thread.engine.clock()
         taken = now if first.first_scheduled is None else first.first_scheduled
@@ -61,7 +67,8 @@ class Answering:
         return Usage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.choices.written,
-            cached_tokens=cached,
+            cached_tokens=sum(cache.num_cached for cache in caches),
+            stored_tokens=stored,
             reasoning_tokens=self.choices.thought,
             reading=begun - taken,
             writing=now - begun,

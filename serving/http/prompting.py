@@ -386,7 +386,9 @@ def truncated(tokens: list[int], cut: Cut, params: SamplingParams, engine: Engin
     most = cut.truncate_prompt_tokens
     if most is None:
         return tokens
-    return kept(tokens, room_of(engine, params) if most == -1 else most, cut.truncation_side)
+    if most == -1:
+        most = engine.longest_prompt if isinstance(cut, EmbeddingRequest) else room_of(engine, params)
+    return kept(tokens, most, cut.truncation_side)
 
 
 def kept(whole: S, most: int, side: str) -> S:

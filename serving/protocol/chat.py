@@ -35,7 +35,7 @@ OWN_SAMPLING = sampling_fields("chat")
 LABELS = (*COMMON_LABELS, "prediction")  # which elsewhere makes the same answer come sooner
 FIELDS = (
     "model", "messages", "logprobs", "top_logprobs", "max_completion_tokens", "response_format", "tools",
-    "tool_choice", "parallel_tool_calls", "functions", "function_call", "echo", "include_reasoning",
+    "random_seed", "tool_choice", "parallel_tool_calls", "functions", "function_call", "echo", "include_reasoning",
     *TRUNCATION, *TEMPLATE, *OWN_SAMPLING, *BEAMS, *DELIVERY, *TERMS, *LABELS,
 )  # fmt: skip
 BATCH_FIELDS = tuple(name for name in FIELDS if name not in ("stream", "stream_options"))
@@ -68,6 +68,10 @@ def parse(body: Any) -> ChatRequest:
         if "max_tokens" in given:
             raise RequestError("max_tokens", "is the old name of max_completion_tokens; leave one of them out")
         own["max_tokens"] = SAMPLING["max_tokens"].rule.check("max_completion_tokens", given["max_completion_tokens"])
+    if "random_seed" in given:  # Mistral's name
+        if "seed" in given:
+            raise RequestError("random_seed", "is Mistral's name of seed; leave one of them out")
+        own["seed"] = SAMPLING["seed"].rule.check("random_seed", given["random_seed"])
     if boolean("logprobs", given.get("logprobs", False)):
         own["logprobs"] = SAMPLING["logprobs"].rule.check("top_logprobs", given.get("top_logprobs", 0))
     elif given.get("top_logprobs"):

@@ -3,7 +3,7 @@
 import base64
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..api.errors import RequestError
@@ -17,6 +17,8 @@ from .fields import LABELS, TERMS, TRUNCATION, known_fields, terms_of, truncatio
 EMBEDDINGS = (
     "model", "input", "encoding_format", "dimensions", "add_special_tokens", *TRUNCATION, *TERMS, *LABELS,
 )  # fmt: skip
+POOLING = (*EMBEDDINGS, "task")
+TASKS = ("embed", "classify")
 CLASSIFY = ("model", "input", "add_special_tokens", *TRUNCATION, *TERMS, *LABELS)
 # Names of the two sides of /score. Documents and queries are scored as /rerank does it.
 SIDES = (("text_1", "text_2"), ("data_1", "data_2"), ("documents", "queries"), ("items", "queries"))
@@ -37,6 +39,7 @@ class EmbeddingRequest:
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     truncation_side: str = "left"
+    task: str | None = None  # of /pooling: what the model must be for
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,14 @@ def parse_classify(body: Any) -> EmbeddingRequest:
 
 def parse_embeddings(body: Any) -> EmbeddingRequest:
     return parse_prompts_of(known_fields(body, EMBEDDINGS, {}))
+
+
+def parse_pooling(body: Any) -> EmbeddingRequest:
+    given = known_fields(body, POOLING, {})
+    task = given.get("task")
+    if task is not None and task not in TASKS:
+        raise RequestError("task", f"must be one of {', '.join(TASKS)}, got {shown(task)}")
+    return replace(parse_prompts_of(given), task=task)
 
 
 def parse_prompts_of(given: Mapping[str, Any]) -> EmbeddingRequest:
@@ -139,13 +150,29 @@ def usage_body(usage: Usage, detailed: bool) -> dict[str, Any]:
 def embeddings_response(
     head: Head, request: EmbeddingRequest, vectors: Sequence[Sequence[float]], usage: dict[str, Any]
 ) -> dict[str, Any]:
-    def coded(vector: Sequence[float]) -> Any:
-        if request.encoding_format == "float":
-            return list(vector)
-        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
-
-    data = [{"object": "embedding", "index": i, "embedding": coded(vector)} for i, vector in enumerate(vectors)]
+    data = [
+        {"object": "embedding", "index": i, "embedding": coded(vector, request.encoding_format)}
+        for i, vector in enumerate(vectors)
+    ]
     return {"object": "list", "model": head.model, "data": data, "usage": usage}
+
+
+def coded(vector: Sequence[float], encoding_format: str) -> list[float] | str:
+    if encoding_format == "float":
+        return list(vector)
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+
+def pooling_response(
+    head: Head, request: EmbeddingRequest, vectors: Sequence[Sequence[float]], usage: dict[str, Any]
+) -> dict[str, Any]:
+    data = [
+        {"object": "pooling", "index": i, "data": coded(vector, request.encoding_format)}
+        for i, vector in enumerate(vectors)
+    ]
+    return {
+        "id": head.id, "object": "list", "created": head.created, "model": head.model, "data": data, "usage": usage,
+    }  # fmt: skip
 
 
 def classify_response(

@@ -34,6 +34,7 @@ LINE: Schema = {
 PARAMS = {name: declaration.rule.schema for name, declaration in (declarations(Terms) | SAMPLING).items()}
 FIELDS: dict[str, Schema] = PARAMS | {  # what a field is wherever it has this name
     "model": TEXT, "stop_sequences": STRINGS, "max_completion_tokens": PARAMS["max_tokens"],
+    "random_seed": PARAMS["seed"],
     "max_output_tokens": PARAMS["max_tokens"], "top_logprobs": PARAMS["logprobs"], "stream": FLAG.schema,
     "stream_options": {"type": "object", "properties": dict.fromkeys(STREAM_OPTIONS, FLAG.schema)},
     "return_tokens_as_token_ids": FLAG.schema, "include_reasoning": FLAG.schema,
@@ -72,6 +73,7 @@ TEXTS: Schema = {"anyOf": [TEXT, many(TEXT, 64, 1)]}
 OWN: dict[str, dict[str, Schema]] = {  # where a name means something else
     "/v1/embeddings": {"input": FIELDS["prompt"]},
     "/classify": {"input": FIELDS["prompt"]},
+    "/pooling": {"input": FIELDS["prompt"], "task": {"enum": list(pooling.TASKS)}},
     "/score": dict.fromkeys((name for pair in pooling.SIDES for name in pair), TEXTS),
     "/generative_scoring": {
         "query": {"anyOf": [TEXT, many(TOKEN, 1 << 20)]},
@@ -100,6 +102,7 @@ BODIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # path: (fields,
     "/v1/embeddings": (pooling.EMBEDDINGS, ("input",)),
     "/v2/embed": (cohere.FIELDS, ()),
     "/classify": (pooling.CLASSIFY, ("input",)),
+    "/pooling": (pooling.POOLING, ("input",)),
     "/score": (pooling.SCORE, ()),
     "/generative_scoring": (label_scores.FIELDS, ("query", "items", "label_token_ids")),
     "/rerank": (pooling.RERANK, ("query", "documents")),
@@ -108,6 +111,7 @@ BODIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # path: (fields,
     **{path: (tuple(rules), () if "name" in rules else ("model",)) for path, rules in OLLAMA.items()},
 }
 
+ALIASES = {"/v1/score": "/score", "/v1/rerank": "/rerank", "/v2/rerank": "/rerank"}  # other paths of an endpoint
 ALTERNATIVES = {  # fields of which one group must be given
     "/tokenize": (("prompt",), ("messages",)),
     "/v2/embed": (("texts",), ("inputs",)),

@@ -29,6 +29,9 @@ ASKED = (
 )
 
 
+SEPARATOR = "\n"  # between a document and a query, so that no token holds parts of both
+
+
 class Asked(NamedTuple):
     """One of the prompts to be computed."""
 
@@ -57,7 +60,9 @@ def pair_scores(
         return Judgement(config, embedder, tokenizer, pairs)
     if not config.writes:
         return Similarity(embedder, tokenizer, pairs)
-    return Likelihood(tokenizer, [pair[::-1] for pair in pairs] if ranks else pairs)
+    if ranks:
+        pairs = [(document + SEPARATOR, query) for query, document in pairs]
+    return Likelihood(tokenizer, pairs)
 
 
 class Likelihood:

@@ -70,6 +70,10 @@ def test_classes_by_python_and_http(made):
         for index, (one, own) in enumerate(zip(body["data"], alone, strict=True)):
             label = LABELS[int(np.argmax(own.probs))]
             assert one == {"index": index, "label": label, "probs": own.probs, "num_classes": 3}
+        status, body = client.post("/pooling", {"input": TEXTS, "task": "classify"})
+        assert status == 200 and [one["data"] for one in body["data"]] == [own.probs for own in alone]
+        status, body = client.post("/pooling", {"input": TEXTS, "dimensions": 3})
+        assert status == 400 and body["error"]["param"] == "dimensions"
         asks = {
             "/v1/completions": {"prompt": "x"}, "/v1/embeddings": {"input": "x"}, "/v2/embed": {"texts": ["x"]},
             "/rerank": {"query": "x", "documents": ["y"]},

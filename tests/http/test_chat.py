@@ -89,6 +89,12 @@ def test_logprobs():
     assert refused(logprobs=3).startswith("logprobs: must be true or false")
 
 
+def test_mistrals_name_of_the_seed():
+    assert chat(random_seed=5).params == chat(seed=5).params and "seed" in chat(random_seed=5).given
+    assert refused(random_seed=5, seed=5) == "random_seed: is Mistral's name of seed; leave one of them out"
+    assert refused(random_seed="x").startswith("random_seed: must be an integer")
+
+
 def test_messages():
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     given = [

@@ -332,12 +332,14 @@ def test_counting(ask, ask_bundled):
         assert count > client.messages.count_tokens(model="quill", messages=request["messages"]).input_tokens
 
 
-@shows("anthropic", "usage.cache_read_input_tokens")
+@shows("anthropic", "usage.cache_read_input_tokens, cache_creation_input_tokens")
 def test_cached_tokens(ask_bundled):
     """What was computed for the same beginning is found again; cache_control is not needed for it."""
-    ask_bundled.messages.create(**asked(LIST, max_tokens=1))
-    usage = ask_bundled.messages.create(**asked(LIST, max_tokens=1)).usage
-    assert usage.cache_read_input_tokens >= 16 and usage.input_tokens > 0
+    request = asked(f"{LIST} and 7 and 8", max_tokens=1)
+    first, second = (ask_bundled.messages.create(**request).usage for _ in range(2))
+    assert second.cache_read_input_tokens >= 16 and second.input_tokens > 0
+    assert first.cache_creation_input_tokens > 0 and not second.cache_creation_input_tokens
+    assert second.cache_read_input_tokens >= first.cache_read_input_tokens + first.cache_creation_input_tokens
 
 
 @shows("anthropic", "stop_sequences; temperature, top_k, top_p, seed by extra_body")

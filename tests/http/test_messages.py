@@ -34,10 +34,10 @@ from quire.serving.protocol.context import THOUGHTS, TOOLS, ClearThoughts, edite
 from quire.serving.protocol.messages import COUNTED, FIELDS, LABELS, NEUTRAL, OWN_SAMPLING, REFUSED
 
 HEAD = Head("msg_1", "quill", 1700000000, "quire-0")
-USAGE = Usage(30, 12, 16, 5)
+USAGE = Usage(30, 12, 16, 5, stored_tokens=8)
 USED = {
-    "input_tokens": 14,
-    "cache_creation_input_tokens": 0,
+    "input_tokens": 6,
+    "cache_creation_input_tokens": 8,
     "cache_read_input_tokens": 16,
     "output_tokens": 12,
     "output_tokens_details": {"thinking_tokens": 5},

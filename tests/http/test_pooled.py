@@ -47,8 +47,9 @@ def scores(client, **body) -> list[float]:
 
 def test_the_names_of_the_two_sides(client):
     """A document is scored as /rerank does it; data_1 and data_2 are other names of text_1 and text_2."""
-    plain = scores(client, text_1=DOCUMENTS, text_2=[" cat"] * 3)
-    assert scores(client, data_1=DOCUMENTS, data_2=[" cat"] * 3) == plain
+    lines = [f"{document}\n" for document in DOCUMENTS]
+    plain = scores(client, text_1=lines, text_2=[" cat"] * 3)
+    assert scores(client, data_1=lines, data_2=[" cat"] * 3) == plain
     assert scores(client, queries=" cat", documents=DOCUMENTS) == plain
     assert scores(client, queries=[" cat"] * 3, items=DOCUMENTS) == plain
     ranking = good(client, "/rerank", query=" cat", documents=DOCUMENTS)
@@ -59,6 +60,35 @@ def test_the_names_of_the_two_sides(client):
     assert scores(client, text_1="Once", text_2=[" upon", " cat"]) == [
         scores(client, text_1="Once", text_2=text)[0] for text in (" upon", " cat")
     ]
+
+
+def test_a_query_of_one_token_ranks_documents_of_any_length(client):
+    """A line break stands between them, so that a query has a token of its own: also after none, and after its head."""
+    found = good(client, "/rerank", query="s", documents=["", "cat", "s"])
+    assert sorted(one["index"] for one in found["results"]) == [0, 1, 2]
+    assert all(math.isfinite(one["relevance_score"]) for one in found["results"])
+
+
+def test_other_paths_of_the_same(client):
+    ranked = {"query": " cat", "documents": DOCUMENTS}
+    results = [good(client, path, **ranked)["results"] for path in ("/rerank", "/v1/rerank", "/v2/rerank")]
+    assert results[0] == results[1] == results[2]
+    pair = {"text_1": "Once", "text_2": " upon"}
+    assert good(client, "/v1/score", **pair)["data"] == good(client, "/score", **pair)["data"]
+    vectors = good(client, "/v1/embeddings", input=["a", "b"])["data"]
+    pooled = good(client, "/pooling", input=["a", "b"])
+    assert [one["data"] for one in pooled["data"]] == [one["embedding"] for one in vectors]
+    assert [one["object"] for one in pooled["data"]] == ["pooling"] * 2 and pooled["object"] == "list"
+    assert good(client, "/pooling", input="a", task="embed")["data"] == pooled["data"][:1]
+    status, body = client.post("/pooling", {"input": "a", "task": "classify"})
+    assert (status, body["error"]["param"]) == (400, "task")
+    assert refused(pooling.parse_pooling, input="a", task="x") == "task: must be one of embed, classify, got 'x'"
+
+
+def test_truncation_to_the_models_length(server, client):
+    """No token is drawn: nothing is left for an answer."""
+    found = good(client, "/v1/embeddings", input="0123456789 " * 2000, truncate_prompt_tokens=-1)
+    assert found["usage"]["prompt_tokens"] == server.engine.longest_prompt
 
 
 def test_sides_that_are_none():
@@ -87,7 +117,9 @@ def test_generative_scoring(client):
     assert shares == pytest.approx(math.exp(told[labels[0]]) / sum(math.exp(told[label]) for label in labels), abs=2e-3)
     assert [one["object"] for one in true["data"]] == ["score", "score"]
     tokens = good(client, "/tokenize", prompt="Once")["count"]
-    assert true["usage"]["prompt_tokens"] > 2 * tokens
+    usage = true["usage"]
+    assert usage["prompt_tokens"] > 2 * tokens and usage["completion_tokens"] == 2
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 2
     turned = good(client, "/generative_scoring", **asked | {"query": " upon a", "items": ["Once"]}, item_first=True,
                   apply_softmax=False, add_special_tokens=False)["data"][0]["score"]  # fmt: skip
     same = good(client, "/generative_scoring", **asked, add_special_tokens=False, apply_softmax=False)

@@ -28,6 +28,7 @@ BODIES: dict[str, dict[str, Any]] = {  # the least that each endpoint takes
     "/v1/embeddings": {"input": "hello"},
     "/v2/embed": {"texts": ["hello"]},
     "/classify": {"input": "hello"},
+    "/pooling": {"input": "hello"},
     "/generative_scoring": {"query": "hello", "items": ["hello"], "label_token_ids": [5]},
     "/score": {"text_1": "hello", "text_2": "hello"},
     "/rerank": {"query": "hello", "documents": ["hello"]},

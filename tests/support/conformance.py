@@ -100,6 +100,7 @@ VALUES: dict[str, Any] = {  # for each field that is applied a value that is not
     "logprob_token_ids": [3],
     "include_stop_str_in_output": True, "logit_bias": {"5": -1.5}, "allowed_token_ids": [1, 2], "bad_words": ["x"],
     "structured_outputs": {"regex": "a+"}, "best_of": 5, "max_completion_tokens": 9, "max_output_tokens": 9,
+    "random_seed": 5,
     "stop_sequences": ["END"], "top_logprobs": 3, "response_format": {"type": "json_object"}, "stream": True,
     "stream_options": {"include_usage": True}, "return_token_ids": True, "request_id": "mine", "priority": 3,
     "return_tokens_as_token_ids": True, "include_reasoning": False,
@@ -264,6 +265,7 @@ ENDPOINTS = [
                 "embedding_types": ["binary"], "max_tokens": 9},
     ),
     Endpoint("/classify", pooling.parse_classify, {"input": "Hi"}, fields.LABELS),
+    Endpoint("/pooling", pooling.parse_pooling, {"input": "Hi"}, fields.LABELS, values={"task": "embed"}),
     Endpoint(
         "/score", pooling.parse_score, {"text_1": "a", "text_2": "b"}, fields.LABELS,
         values={name: {one: "c", other: "d"} for one, other in pooling.SIDES for name in (one, other)},

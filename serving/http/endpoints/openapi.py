@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...protocol.schema import BODIES, body_schema
+from ...protocol.schema import ALIASES, BODIES, body_schema
 from ..settings import ServerSettings
 from . import ollama
 
@@ -21,6 +21,7 @@ ABOUT = {
     "/v1/embeddings": "Texts as vectors.",
     "/v2/embed": "Texts as vectors, in Cohere's form.",
     "/classify": "The classes of texts with their probabilities, by a model that has classes in place of tokens.",
+    "/pooling": "What the model gives for texts: a vector, as /v1/embeddings, its classes, or its reward.",
     "/score": "What the model says of pairs of texts: one that writes how likely the second is after the first (the "
     "mean log-probability of its tokens), a reranker its judgement, an embedding model their cosine.",
     "/generative_scoring": "How likely one of some tokens is to come next, for each of several items.",
@@ -73,6 +74,7 @@ ELSEWHERE = {  # (method, path) of what is no question with fields of its own
     ("DELETE", "/v1/messages/batches/{id}"): "Keep a batch and its results no longer.",
     ("POST", "/v1/messages/batches/{id}/cancel"): "End a batch; what is answered is kept.",
     ("GET", "/v1/messages/batches/{id}/results"): "The results of a batch, a line each.",
+    **{("POST", alias): f"{path} by another name." for alias, path in ALIASES.items()},
     ("POST", "/invocations"): "Any of the questions above, told by its fields, for Amazon SageMaker.",
     **{route: f"Refused: {why}." for route, (_, why) in ollama.REFUSED.items()},
 }
@@ -126,11 +128,12 @@ def document(settings: ServerSettings) -> dict[str, Any]:
         method = "POST" if path in BODIES else "GET"
         operation: dict[str, Any] = {"summary": about, "responses": answers(method, path)} | parameters(path)
         if path in BODIES:
-            schema = {"$ref": f"#/components/schemas/{name_of(path)}"}
-            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+            operation["requestBody"] = request_body(path)
         paths[path] = {method.lower(): operation}
     for (method, path), about in ELSEWHERE.items():
         operation = {"summary": about, "responses": answers(method, path)} | parameters(path)
+        if path in ALIASES:
+            operation["requestBody"] = request_body(ALIASES[path])
         paths.setdefault(path, {})[method.lower()] = operation
     found: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -142,6 +145,11 @@ def document(settings: ServerSettings) -> dict[str, Any]:
         found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         found["security"] = [{"key": []}]
     return found
+
+
+def request_body(path: str) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{name_of(path)}"}
+    return {"required": True, "content": {"application/json": {"schema": schema}}}
 
 
 def error_of(path: str) -> dict[str, Any]:

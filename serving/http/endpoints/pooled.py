@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from starlette.requests import Request
 
+from ....model.config import ModelConfig
 from ...api.errors import EngineError, RequestError, TooLong
 from ...api.outputs import RequestOutput
 from ...api.params import SamplingParams
@@ -16,6 +17,7 @@ from ...engine.thread import EngineFailed
 from ...protocol import cohere, label_scores
 from ...protocol import pooling as shapes
 from ...protocol.answers.answer import Head, Usage
+from ...protocol.schema import ALIASES
 from ...protocol.tokens import checked
 from ...request import classes, pooling
 from ...request.pair_scores import PairScores, pair_scores
@@ -136,6 +138,36 @@ async def classify(service: Service, request: Request) -> JsonResponse:
     return JsonResponse(shapes.classify_response(found.head, config.classes.labels, probs, usage))
 
 
+async def pool(service: Service, request: Request) -> JsonResponse:
+    """What the model gives for each text: its classes, its reward, or a vector."""
+    found = await outputs_of(service, request, "pool-", shapes.parse_pooling, ask_for_pooling)
+    config, usage = found.engine.config, counts(service, found.usage)
+    if config.classes is None:
+        vectors = vectors_of(found)
+    elif is_reward(config):
+        vectors = [classes.rewarded(output, config).outputs.data for output in found.outputs]
+    else:
+        vectors = [classes.probabilities(output, config) for output in found.outputs]
+    return JsonResponse(shapes.pooling_response(found.head, found.asked, vectors, usage))
+
+
+def ask_for_pooling(engine: Engine, asked: shapes.EmbeddingRequest) -> list[Ask]:
+    config = engine.config
+    task = "embed" if config.classes is None else "classify"
+    if asked.task not in (None, task):
+        raise RequestError("task", f"is {asked.task}, and this model's is {task}; leave it out")
+    if config.classes is None:
+        return ask_for_vectors(engine, asked)
+    if asked.dimensions is not None:
+        raise RequestError("dimensions", "is for models that make embeddings; leave it out")
+    asks = ask_for_classes(engine, asked)
+    return asks if config.classes.step is None else [ask._replace(pooling="steps") for ask in asks]
+
+
+def is_reward(config: ModelConfig) -> bool:
+    return config.classes is not None and (config.classes.step is not None or len(config.classes.labels) == 1)
+
+
 def ask_for_classes(engine: Engine, asked: shapes.EmbeddingRequest) -> list[Ask]:
     classes.check(engine.config)
     prompts = prompting.prompts_of(engine, "input", asked, pooling.PARAMS)
@@ -176,7 +208,9 @@ async def generative_scoring(service: Service, request: Request) -> JsonResponse
     scores = [
         label_scores.score([step[label].logprob for label in asked.labels], asked.apply_softmax) for step in steps
     ]
-    return JsonResponse(shapes.score_response(head, scores, counts(service, usage)))
+    counted = counts(service, usage) | {"completion_tokens": len(steps)}
+    counted["total_tokens"] += len(steps)
+    return JsonResponse(shapes.score_response(head, scores, counted))
 
 
 def ask_for_labels(settings: ServerSettings, engine: Engine, asked: label_scores.LabelRequest) -> list[Ask]:
@@ -207,4 +241,6 @@ ROUTES: dict[tuple[str, str], Callable] = {
     ("POST", "/score"): score,
     ("POST", "/generative_scoring"): generative_scoring,
     ("POST", "/rerank"): rerank,
+    ("POST", "/pooling"): pool,
 }
+ROUTES |= {("POST", alias): ROUTES["POST", path] for alias, path in ALIASES.items()}

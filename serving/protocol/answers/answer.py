@@ -149,6 +149,7 @@ class Usage:
     reading: float = 0.0  # seconds from when the engine took it up to its first token
     writing: float = 0.0  # and from there until now
     waiting: float | None = None  # seconds before that, where it is one answer to one prompt
+    stored_tokens: int = 0  # of the prompt, that the prefix cache did not have and has now
 
 
 @dataclass(frozen=True)

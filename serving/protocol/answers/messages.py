@@ -91,8 +91,8 @@ def stopped(finish_reason: str | None, stop_reason: int | str | None) -> dict[st
 
 def usage_body(usage: Usage) -> dict[str, Any]:
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens - usage.stored_tokens,
+        "cache_creation_input_tokens": usage.stored_tokens,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},

@@ -1,11 +1,12 @@
 """`quire chat`: chat with a model in a terminal, or through a pipe, one message a line."""
 
-import re
+import json
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -15,16 +16,16 @@ from . import options as o
 from .command import paint
 from .generate import Timing
 from .loading import load
+from .terminal import FENCE, MessageReader, PlainAnswer, RenderedAnswer
 
 MAX_TOKENS = 512
 HELP = """\
-/reset forgets the conversation, /exit leaves (so does Ctrl-D)
+/reset forgets the conversation, /save FILE keeps it for --resume FILE, /exit leaves (so does Ctrl-D)
 Ctrl-C stops an answer, twice leaves
-\"\"\" before and after a message lets it have several lines"""
+Alt-Enter begins a new line, what is pasted is one message, and so is what stands between two \"\"\""""
 TAUGHT = """\
 It is a very small model to try things with: stories, sums, sorted lists, small JSON.
 It cannot hold a conversation: /reset before the next question."""  # of the bundled one
-FENCE = '"""'
 
 
 @o.takes_engine(without=("max_num_seqs", "max_num_batched_tokens"))
@@ -32,15 +33,18 @@ FENCE = '"""'
 def main(
     model: o.Model = None,
     system: Annotated[str | None, o.option("System message: how to answer.", o.OUTPUT)] = None,
+    resume: Annotated[
+        Path | None, o.option("Go on with a conversation that /save has written.", o.OUTPUT, "FILE")
+    ] = None,
     *,
     sampling: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
-    """Chat with a model. /reset forgets the conversation, /exit leaves, Ctrl-C stops an answer.
+    """Chat with a model. /reset forgets the conversation, /save FILE keeps it, /exit leaves, Ctrl-C stops an answer.
 
-    A message of several lines stands between two \"\"\".
+    What is pasted is one message, and so is what stands between two \"\"\".
     """
-    converse(model, system, sampling, engine)
+    converse(model, system, sampling, engine, resume=resume)
 
 
 def converse(
@@ -49,8 +53,11 @@ def converse(
     sampling: dict[str, Any],
     engine: dict[str, Any],
     question: str | None = None,
+    resume: Path | None = None,
 ) -> None:
     """A conversation, or the answer to one question."""
+    opening = () if system is None else ({"role": "system", "content": system},)
+    messages = opening if resume is None else resumed(resume, system)
     from .. import SamplingParams  # not at the top: `--help` must not wait for it
 
     params, name = SamplingParams(**{"max_tokens": MAX_TOKENS} | sampling), model or "quill"
@@ -63,7 +70,6 @@ def converse(
                 "(a template of your own goes into its folder, as chat_template.jinja)"
             )
         params = with_defaults(params, sampling, llm.engine.chat_defaults)
-        opening = () if system is None else ({"role": "system", "content": system},)
         if question is not None:
             if turn(llm, params, opening, question) == opening:
                 raise typer.Exit(1)
@@ -72,8 +78,10 @@ def converse(
             about = f"{TAUGHT}\n{HELP}" if name == "quill" else HELP
             if llm.engine.chat_defaults != llm.engine.defaults:
                 about += f"\nthe model recommends no sampling: {described(params)}, as llama.cpp has it"
+            if resume is not None:
+                about += f"\ngoing on with the {len(messages)} messages of {resume}"
             print(f"{paint(name, sys.stdout, bold=True)}\n{paint(about, sys.stdout, dim=True)}")
-        messages = opening
+        saved_as = resume
         for message in whole_messages(lines()):
             match message.split():
                 case []:
@@ -82,10 +90,13 @@ def converse(
                     break
                 case ["/reset"]:
                     messages = opening
+                case ["/save", *words] if "\n" not in message and (words or saved_as):
+                    path = Path(" ".join(words)).expanduser() if words else saved_as
+                    saved_as = save(path, name, messages, overwrite=path == saved_as) or saved_as
                 case ["/help"]:
                     print(HELP)
                 case [command] if command.startswith("/"):
-                    say_error(f"no command {command}; there is /reset, /exit and /help")
+                    say_error(f"no command {command}; there is /reset, /save FILE, /exit and /help")
                 case _:
                     messages = turn(llm, params, messages, message)
 
@@ -117,24 +128,46 @@ def whole_messages(lines: Iterable[str]) -> Iterator[str]:
 
 
 def lines() -> Iterator[str]:
-    """The lines of stdin; in a terminal with editing and history."""
-    if not sys.stdin.isatty():
+    """The lines of stdin; in a terminal messages of one line or several."""
+    if sys.stdin.isatty():
+        yield from MessageReader().messages()
+    else:
         yield from (line.rstrip("\n") for line in sys.stdin)
-        return
-    prompt = paint("> ", sys.stdout, fg="green", bold=True)
-    with suppress(ImportError):  # a Python that was built without it still reads lines
-        import readline  # noqa: F401  # imported for its effect on input()
 
-        prompt = re.sub(r"(\x1b\[[0-9;]*m)", "\001\\1\002", prompt)  # what takes no place on the line
-    while True:
-        try:
-            yield input(prompt)
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:
-            print()
-            raise
+
+def save(path: Path, model: str, messages: Sequence[dict], overwrite: bool) -> Path | None:
+    """Write the conversation for `--resume`; None where that cannot be done, which is said."""
+    try:
+        with path.open("w" if overwrite else "x", encoding="utf-8") as file:
+            file.write(json.dumps({"model": model, "messages": messages}, ensure_ascii=False, indent=1) + "\n")
+    except FileExistsError:
+        say_error(f"{path} is there already; /save another file")
+    except OSError as error:
+        say_error(f"{path} cannot be written: {error.strerror}; /save another file")
+    else:
+        print(paint(f"{len(messages)} messages are in {path}", sys.stdout, dim=True))
+        return path
+    return None
+
+
+def resumed(path: Path, system: str | None) -> tuple[dict, ...]:
+    """The messages of a file that `save` wrote, checked."""
+    try:
+        content = json.loads(o.read_text(path))
+    except ValueError as error:
+        raise o.UsageError(f"--resume: {path} is not JSON: {error}") from None
+    messages = content.get("messages") if isinstance(content, dict) else None
+    if not isinstance(messages, list) or not all(map(is_message, messages)):
+        raise o.UsageError(f"--resume: {path} has no conversation; it must be a file that /save has written")
+    has_system = bool(messages) and messages[0]["role"] == "system"
+    if system is not None and has_system:
+        raise o.UsageError(f"--system and --resume are both given, and {path} has a system message: leave --system out")
+    return (*(() if system is None else ({"role": "system", "content": system},)), *messages)
+
+
+def is_message(value: Any) -> bool:
+    fields = {"role", "content"}
+    return isinstance(value, dict) and {*value} == fields and all(isinstance(value[name], str) for name in fields)
 
 
 def turn(llm, params, messages: tuple[dict, ...], question: str) -> tuple[dict, ...]:
@@ -143,24 +176,28 @@ def turn(llm, params, messages: tuple[dict, ...], question: str) -> tuple[dict, 
 
     asked = (*messages, {"role": "user", "content": question})
     text, began, first, first_tokens, result = "", perf_counter(), 0.0, 0, None
+    view = RenderedAnswer() if sys.stdout.isatty() else PlainAnswer()
     try:
         with interruptible() as interrupted, closing(llm.stream(llm.chat_prompt(asked), params)) as results:
             for result in results:
                 answer, written = result.outputs[0].text, len(result.outputs[0].token_ids)
                 if written and not first_tokens:
                     first, first_tokens = perf_counter(), written
-                sys.stdout.write(answer[len(text) :])
-                sys.stdout.flush()
+                view.update(answer)
                 text = answer
                 if interrupted.is_set():
                     break
                 if result.outputs[0].finish_reason == "error":
+                    view.stop()
                     say_error("the step failed; the log above says why")
                     return messages
     except RequestError as error:
+        view.stop()
         say_error(f"{error}; /reset starts a new conversation")
         return messages
-    print()
+    finally:
+        view.stop()
+    view.finish()
     if sys.stdout.isatty() and result is not None:
         read, written = len(result.prompt_token_ids), len(result.outputs[0].token_ids)
         done = perf_counter()

@@ -40,7 +40,7 @@ ROOMS = """
     serving/search serving/llm serving/async_llm
     serving/http serving/http/endpoints serving/http/app serving/http/server serving/ray
 
-    scripts/command scripts/sizes scripts/tables scripts/options scripts/loading scripts/collect_env
+    scripts/command scripts/sizes scripts/tables scripts/terminal scripts/options scripts/loading scripts/collect_env
     scripts/build_kernels scripts/convert scripts/quantize scripts/generate scripts/search scripts/chat scripts/run
     scripts/pull scripts/list scripts/rm scripts/run_batch scripts/plan scripts/serve scripts/bench
     scripts/train_heads scripts/peers scripts/gpu scripts/quill scripts/docs scripts/release

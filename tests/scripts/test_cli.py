@@ -8,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +18,12 @@ from typing import Any
 import jax
 import pytest
 import typer
+from rich.console import Console
 
 import quire
 from quire.__main__ import COMMANDS, app, main
 from quire.model.config import ModelError
-from quire.scripts import chat, collect_env, generate, sizes
+from quire.scripts import chat, collect_env, generate, sizes, terminal
 from quire.scripts.options import ADAPTER_FLAGS
 from quire.serving.api import other_engines
 from quire.serving.api.errors import RequestError
@@ -407,12 +410,17 @@ def test_a_message_of_several_lines_stands_between_fences(run):
     ]  # fmt: skip
 
 
-def test_a_terminal_sees_the_model_the_speed_and_colour():
-    """As a user: in a pseudo-terminal, with a real model."""
+def test_a_terminal_sees_the_model_the_speed_and_colour(tmp_path):
+    """As a user: in a pseudo-terminal, with a real model.
+
+    Ctrl-C at an idle prompt keeps the conversation, and lines that are pasted are one message.
+    """
     leader, follower = pty.openpty()
+    termios.tcsetwinsize(follower, (24, 80))
     child = subprocess.Popen(
         [sys.executable, "-m", "quire", "chat", "--temperature", "0", "--max-tokens", "32"],
-        stdin=follower, stdout=follower, stderr=follower, env=os.environ | {"TERM": "xterm"}, start_new_session=True,
+        stdin=follower, stdout=follower, stderr=follower, start_new_session=True,
+        env=os.environ | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"},
     )  # fmt: skip
     os.close(follower)
     heard = b""
@@ -424,9 +432,24 @@ def test_a_terminal_sees_the_model_the_speed_and_colour():
 
     try:
         until(b"> ")
-        os.write(leader, b"Sort: 52 31 90\n")
+        os.write(leader, b"Sort: 52 31 90\r")
         until(b"prompt tokens")
-        os.write(leader, b"/exit\n")
+        while b"\x1b[?2004h" not in heard.partition(b"prompt tokens")[2]:  # the next prompt
+            heard += os.read(leader, 4096)
+        os.write(leader, b"\x03")
+        until(b"(Ctrl-D or /exit leaves)")
+        os.write(leader, b"\x1b[200~Sort:\nthese\nlines\x1b[201~")
+        until(b"lines")
+        answered = heard.count(b"prompt tokens")
+        os.write(leader, b"\r")
+        while heard.count(b"prompt tokens") == answered:
+            heard += os.read(leader, 4096)
+        os.write(leader, f"/save {tmp_path / 'talk.json'}\r".encode())
+        until(b"messages are in")
+        os.write(leader, b"/exit\r")
+        with suppress(OSError):  # the end, on Linux
+            while more := os.read(leader, 4096):
+                heard += more
         assert child.wait(300) == 0
     finally:
         child.kill()
@@ -435,8 +458,88 @@ def test_a_terminal_sees_the_model_the_speed_and_colour():
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen).replace("\r", "")
     assert "\nquill\nIt is a very small model" in plain and "\n/reset forgets" in plain
     assert "It cannot hold a conversation: /reset" in plain
-    assert re.search(r"\n31 52 90\n\[\d+ tokens, [\d.]+ tokens/s; first after [\d.]+ s; \d+ prompt tokens\]", plain)
+    assert re.search(r"31 52 90\n\[\d+ tokens, [\d.]+ tokens/s; first after [\d.]+ s; \d+ prompt tokens\]", plain)
     assert "\x1b[1mquill" in seen and "\x1b[2m[" in seen
+    messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
+    assert [messages[0]["content"], messages[1]["content"]] == ["Sort: 52 31 90", "31 52 90"]
+    assert messages[2]["content"] == "Sort:\nthese\nlines"
+
+
+def test_a_conversation_is_saved_and_resumed(run, tmp_path):
+    file = tmp_path / "talk.json"
+    code, out, err = run("chat", "--system", "Be kind.", stdin=f"Hi\n/save {file}\n/save {file}\n/save\n".encode())
+    assert (code, err) == (0, "") and out.count(f"3 messages are in {file}") == 3
+    code, _, err = run("chat", "--resume", str(file), stdin=b"more\n/save\n")
+    assert (code, err) == (0, "")
+    assert FakeLLM.made[-1].prompts == ["<system>Be kind.<user>Hi<assistant>Once upon a time. <user>more"]
+    assert len(json.loads(file.read_text())["messages"]) == 5
+    code, _, err = run("chat", stdin=f"Hi\n/save {file}\n/save {tmp_path}/no/where\n/save\n".encode())
+    assert code == 0 and f"{file} is there already; /save another file" in err
+    assert "no/where cannot be written: No such file" in err and "no command /save" in err
+    code, _, err = run("chat", "--resume", str(file), "--system", "x", stdin=b"Hi\n")
+    assert code == 2 and "leave --system out" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("{", "is not JSON"), ("[]", "has no conversation"),
+        ('{"messages": [{"role": "user"}]}', "has no conversation"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "has no conversation"), (None, "talk.json"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_resumed_is_named(run, tmp_path, content, why):
+    if content is not None:
+        (tmp_path / "talk.json").write_text(content)
+    code, _, err = run("chat", "--resume", str(tmp_path / "talk.json"), stdin=b"Hi\n")
+    assert code == 2 and why in err and "talk.json" in err
+
+
+MARKDOWN = (
+    "# Title\n\nSome **bold** words and <b>no HTML</b>, so many that they need more than one line of the terminal.\n"
+    "A second line.\n\n- one\n  - two\n\n```python\nif a < b:\n    x = 1\n```\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n"
+    "The end."
+)
+
+
+@pytest.mark.parametrize("step", [1, 7, 10_000])
+def test_answers_are_rendered_the_same_however_they_grow(monkeypatch, step):
+    """What stays on the screen, by the last drawing of each line; no word is cut."""
+    screens = []
+    for size in (step, 10_000):
+        out = io.StringIO()
+        monkeypatch.setattr(terminal, "FRAME_SECONDS", 0.0)
+        view = terminal.RenderedAnswer(Console(file=out, force_terminal=True, width=40, height=12, color_system=None))
+        for end in range(size, len(MARKDOWN) + size, size):
+            view.next_frame = 0.0
+            view.update(MARKDOWN[:end])
+        view.stop()
+        view.finish()
+        screens.append(screen_of(out.getvalue()))
+    assert screens[0] == screens[1]
+    text = "\n".join(screens[0])
+    assert "bold words and <b>no HTML</b>" in " ".join(text.split()) and "**" not in text and "```" not in text
+    assert "if a < b:" in text and "    x = 1" in text and text.rstrip().endswith("The end.")
+    words = set(re.findall(r"[a-z]{3,}", text))
+    assert words <= set(re.findall(r"[a-z]{3,}", MARKDOWN)) and "terminal" in words
+    assert max(map(len, screens[0])) <= 40
+
+
+def screen_of(output: str) -> list[str]:
+    """The lines that a terminal shows in the end, by the few movements that rich uses."""
+    lines, row = [""], 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", output):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif part == "\x1b[1A":
+            row -= 1
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif not part.startswith(("\x1b", "\r")):
+            lines[row] += part
+    return "\n".join(lines).rstrip("\n").split("\n")
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_chat():

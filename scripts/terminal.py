@@ -1,0 +1,158 @@
+"""A conversation in a terminal: messages that are typed or pasted, and answers as rendered Markdown."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+from typing import Any
+
+FENCE = '"""'
+FRAME_SECONDS = 0.08  # between two pictures of an answer that grows
+CODE_THEME = "ansi_dark"  # the terminal's own colours
+
+
+class MessageReader:
+    """Reads messages from the terminal. What is pasted is one message, however many lines it has."""
+
+    def __init__(self):
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.formatted_text import FormattedText
+        from prompt_toolkit.key_binding import KeyBindings
+
+        keys = KeyBindings()
+
+        @keys.add("enter")
+        @keys.add("c-j")  # Enter that was typed while an answer was written
+        def send(event) -> None:
+            text = event.current_buffer.text
+            if has_open_fence(text):
+                event.current_buffer.insert_text("\n")
+            else:
+                event.current_buffer.validate_and_handle()
+
+        @keys.add("escape", "enter")
+        def begin_line(event) -> None:
+            event.current_buffer.insert_text("\n")
+
+        prompt = FormattedText([("ansigreen bold", "> ")])
+        self.session: Any = PromptSession(prompt, multiline=True, key_bindings=keys, prompt_continuation="  ")
+
+    def messages(self) -> Iterator[str]:
+        """One message after the other, until Ctrl-D. Ctrl-C empties the line and keeps the conversation."""
+        while True:
+            try:
+                yield self.session.prompt()
+            except KeyboardInterrupt:
+                print("(Ctrl-D or /exit leaves)")
+            except EOFError:
+                return
+
+
+def has_open_fence(text: str) -> bool:
+    """Whether a message begins with a fence and waits for the one that ends it."""
+    stripped = text.strip()
+    return stripped.startswith(FENCE) and (len(stripped) < 2 * len(FENCE) or not stripped.endswith(FENCE))
+
+
+class PlainAnswer:
+    """An answer as the text that it is, for files and pipes."""
+
+    def __init__(self):
+        self.text = ""
+
+    def update(self, text: str) -> None:
+        sys.stdout.write(text[len(self.text) :])
+        sys.stdout.flush()
+        self.text = text
+
+    def stop(self) -> None:
+        """Nothing is drawn that would have to be cleared."""
+
+    def finish(self) -> None:
+        print()
+
+
+class RenderedAnswer:
+    """An answer as Markdown. Finished blocks are printed for good; the last one is drawn anew as it grows."""
+
+    def __init__(self, console: Any = None):
+        from rich.console import Console
+        from rich.live import Live
+
+        self.console = console or Console()
+        unchanged = {"redirect_stdout": False, "redirect_stderr": False}
+        self.live = Live(console=self.console, auto_refresh=False, transient=True, **unchanged)
+        self.live.start()
+        self.text = ""
+        self.num_printed = 0  # blocks
+        self.next_frame = 0.0
+
+    def update(self, text: str) -> None:
+        self.text = text
+        if (began := perf_counter()) < self.next_frame:
+            return
+        blocks = parse_blocks(text)
+        self.print_blocks(blocks[:-1])
+        if blocks:
+            last_lines = self.lines(blocks[-1])[-max(1, self.console.height - 2) :]
+            self.live.update(joined(last_lines), refresh=True)
+        self.next_frame = perf_counter() + max(FRAME_SECONDS, 10 * (perf_counter() - began))
+
+    def stop(self) -> None:
+        """Clear what is drawn of the last block."""
+        self.live.stop()
+
+    def finish(self) -> None:
+        self.print_blocks(parse_blocks(self.text))
+
+    def print_blocks(self, blocks: Sequence[Any]) -> None:
+        """Print those that are not there yet, above the one that grows."""
+        for block in blocks[self.num_printed :]:
+            if self.num_printed:
+                self.console.print()
+            self.console.print(joined([*self.lines(block), []]))
+            self.num_printed += 1
+
+    def lines(self, block: list[Any]) -> list[list[Any]]:
+        """What a block looks like, line by line, without the spaces that rich fills lines with."""
+        rendered = self.console.render_lines(markdown(block), pad=False)
+        return [without_trailing_spaces(line) for line in rendered]
+
+
+def joined(lines: list[list[Any]]) -> Any:
+    """Lines of segments as one thing to print."""
+    from rich.segment import Segment, Segments
+
+    parts = [part for line in lines for part in (Segment.line(), *line)]
+    return Segments(parts[1:])
+
+
+def without_trailing_spaces(line: list[Any]) -> list[Any]:
+    kept = list(line)
+    while kept and not kept[-1].text.strip():
+        kept.pop()
+    return [*kept[:-1], kept[-1]._replace(text=kept[-1].text.rstrip())] if kept else []
+
+
+def parse_blocks(text: str) -> list[list[Any]]:
+    """The tokens of each block of a text in Markdown; HTML is text, and lines stay lines."""
+    from markdown_it import MarkdownIt
+
+    parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+    blocks: list[list[Any]] = [[]]
+    for token in parser.parse(text):
+        blocks[-1].append(token)
+        for child in token.children or ():
+            if child.type == "softbreak":
+                child.type = "hardbreak"
+        if token.level == 0 and token.nesting <= 0:
+            blocks.append([])
+    return [block for block in blocks if block]
+
+
+def markdown(tokens: list[Any]) -> Any:
+    """What rich prints for a block."""
+    from rich.markdown import Markdown
+
+    rendered = Markdown("", code_theme=CODE_THEME, hyperlinks=False)
+    rendered.parsed = tokens
+    return rendered

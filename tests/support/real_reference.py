@@ -1,0 +1,25 @@
+"""What transformers computes in float32 from a GGUF file: an independent reader of the file and of the model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+
+class Reference:
+    """A GGUF file's model, its weights dequantised."""
+
+    def __init__(self, file: str):
+        path = Path(file)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32
+        ).eval()
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+    def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
+        """[T, V]: the log-probabilities of what comes after each token."""
+        with torch.no_grad():
+            logits_TV = self.model(torch.tensor([list(tokens)])).logits[0]
+            return torch.log_softmax(logits_TV, -1).numpy()

@@ -11,7 +11,7 @@ from .. import __version__
 
 PACKAGES = (
     "jax", "jaxlib", "orbax-checkpoint", "numpy", "ml_dtypes", "tokenizers", "safetensors", "huggingface_hub",
-    "minijinja", "typer", "rich", "matplotlib", "flashinfer-python", "jax-tvm-ffi",
+    "minijinja", "typer", "rich", "matplotlib", "absl-py", "flashinfer-python", "jax-tvm-ffi",
 )  # fmt: skip
 CPU_FLAGS = (
     "avx2",
@@ -32,6 +32,8 @@ VARIABLES = ("JAX_", "XLA_", "QUIRE_", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HU
 
 def main() -> None:
     """Print versions, devices, caches, which attention implementation serves, and whether bits depend on a batch."""
+    from ..ops.errors import MissingLibrary
+
     for title, rows in (
         ("versions", versions()),
         ("machine", machine()),
@@ -43,8 +45,11 @@ def main() -> None:
         ("the same bits in any batch", invariance()),
     ):
         print(f"{title}:")
-        for name, value in rows:
-            print(f"  {name}: {value}")
+        try:
+            for name, value in rows:
+                print(f"  {name}: {value}")
+        except MissingLibrary as error:  # a server would end with it
+            print(f"  error: {error}")
 
 
 def versions():

@@ -748,6 +748,22 @@ def test_collect_env_says_why_one_does_not(monkeypatch):
     assert dict(collect_env.attention())["full"] == "none; fast declines: needs a newer card"
 
 
+def test_collect_env_says_which_library_is_missing(monkeypatch, capsys):
+    """With all that follows: a server would end with this error."""
+    from quire.ops.errors import MissingLibrary
+
+    def sections():
+        raise MissingLibrary("No module named 'absl'")
+        yield
+
+    for name in ("kernels", "invariance"):
+        monkeypatch.setattr(collect_env, name, lambda: iter(()))
+    monkeypatch.setattr(collect_env, "attention", sections)
+    collect_env.main()
+    *_, error, title = capsys.readouterr().out.splitlines()
+    assert (error, title) == ("  error: No module named 'absl'", "the same bits in any batch:")
+
+
 def test_module_runs_as_the_command():
     run = subprocess.run([sys.executable, "-m", "quire", "--version"], capture_output=True, text=True)
     assert (run.returncode, run.stdout, run.stderr) == (0, f"quire {quire.__version__}\n", "")

@@ -50,6 +50,24 @@ def test_answers_follow_a_json_schema(engine, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_second_turn_of_a_chat_is_that_of_a_cold_engine(engine, name):
+    """Whose pages hold what the first turn's stop token and its answer are followed by in the template."""
+    llm, params, reasons = engine(name), SamplingParams(temperature=0, max_tokens=40, logprobs=1), set()
+    for question in ("Say hello in three words.", "What is two plus two? Answer with a number.", "Name a colour."):
+        messages = [{"role": "user", "content": question}]
+        (first,) = llm.chat(messages, params, use_tqdm=False)
+        reasons.add(first.outputs[0].finish_reason)
+        messages += [{"role": "assistant", "content": first.outputs[0].text}, {"role": "user", "content": "And again?"}]
+        (warm,) = llm.chat(messages, params, use_tqdm=False)
+        llm.reset_prefix_cache()
+        (cold,) = llm.chat(messages, params, use_tqdm=False)
+        assert warm.num_cached_tokens > cold.num_cached_tokens == 0
+        assert token_ids([warm]) == token_ids([cold])
+        assert repr(warm.outputs[0].logprobs) == repr(cold.outputs[0].logprobs)
+    assert "stop" in reasons
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_prefix_kept_on_disk_gives_the_answer_of_a_cold_engine(engine, model, tmp_path, name):
     prompts = [f"{TEXT[:1500]}\n\nQuestion: {prompt}" for prompt in PROMPTS[:2]]
     cold = engine(name)

@@ -20,8 +20,8 @@ from ..model.checkpoint.adapters import bucket_of
 from ..model.checkpoint.key_biases import keep_wide
 from ..model.checkpoint.placement import Placement
 from ..model.config import ACTIVATIONS, ModelConfig, ModelError
-from ..model.planning.cost import weight_bytes
 from ..model.mixers.attention import SHIFT_POSITIONS
+from ..model.planning.cost import weight_bytes
 from ..model.text.tokenizer import Tokenizer
 from ..model.weights import ModelWeights
 from ..ops import native

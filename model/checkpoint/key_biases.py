@@ -31,11 +31,12 @@ def keep_wide(folder: Path, config: ModelConfig) -> ModelConfig:
         return config
     tensors, parts = find_parts(folder, config)
     specs = dense_specs(config)
-    left = {}
+    wide: tuple[int, ...] = ()
     for index in biased:
-        spec, leaf = (tree.layers[index].attention.qkv_bias_GH for tree in (specs, parts))
-        left[index] = bias_left(config.layers[index].attention, read_leaf(spec, leaf, tensors))
-    wide = tuple(index for index, size in left.items() if size > LIMIT)
+        sources = parts.layers[index].attention.qkv_bias_GH
+        bias_GH = read_leaf(specs.layers[index].attention.qkv_bias_GH, sources, tensors)
+        if bias_left(config.layers[index].attention, bias_GH) > LIMIT:
+            wide += (index,)
     if wide:
         warn_of_wide(config.kv_cache_dtype, config.dtype, wide)
     return replace(config, kv_cache_skips=wide)

@@ -84,7 +84,8 @@ def key_bias(a: Attention, bias_GH: Array) -> Array:
 
 def bias_left(a: Attention, bias_GH: Array) -> float:
     """How much of their bias `key_shift` leaves in keys: the root mean square over a head, where it is largest."""
-    bias_KH, shift_KH = key_bias(a, bias_GH), key_shift(a, bias_GH)
+    bias_KH = key_bias(a, bias_GH)
+    shift_KH = key_shift(a, bias_GH)
     rotated_TKH = bias_KH[None]
     if a.rope is not None:
         positions_T = jnp.arange(0, SHIFT_POSITIONS, 16)
@@ -98,7 +99,8 @@ def bias_left(a: Attention, bias_GH: Array) -> float:
 def mean_rotation(rope: Rope) -> tuple[np.ndarray, np.ndarray]:
     """The mean of cosines and of sines over the first SHIFT_POSITIONS positions, each [1, pairs]."""
     phase = np.arange(SHIFT_POSITIONS)[:, None] * np.asarray(rope.inv_freq)
-    cos, sin = (part.mean(0, keepdims=True) * rope.factor for part in (np.cos(phase), np.sin(phase)))
+    cos = np.cos(phase).mean(0, keepdims=True) * rope.factor
+    sin = np.sin(phase).mean(0, keepdims=True) * rope.factor
     return cos.astype(np.float32), sin.astype(np.float32)
 
 

@@ -239,12 +239,9 @@ def test_float32_rows_keep_all_their_bits(name):
     """Products of float32 rows are float64's with the decoded weight, by XLA and by the kernels; a row's bits are the
     same alone. Formats that round rows to codes do so here too."""
     rng = np.random.default_rng(5)
-    x, w, spec = (
-        made(rng, (70,), (512,), np.float32),
-        made(rng, (512,), (100,), np.float32),
-        spec_of((512,), (100,), np.float32),
-    )
-    node, packed = rounded(f"{name} of floats", spec, w)
+    x = made(rng, (70,), (512,), np.float32)
+    w = made(rng, (512,), (100,), np.float32)
+    node, packed = rounded(f"{name} of floats", spec_of((512,), (100,), np.float32), w)
     if node.rounds is not None:
         x = np.where(rng.random(x.shape) < 0.5, 1.0, -1.0).astype(np.float32)  # which codes hold exactly
     decoded = wide(einsum("TD,DF->TF", jnp.eye(512), node, implementation="xla"))

@@ -256,8 +256,7 @@ double grouped() {
 // The largest error of one case of each kind; of float32 rows, whose kernels differ in how weights become numbers alone.
 double every_kind() {
 #if defined(QUIRE_FLOAT_ROWS)
-  return std::max({nibbles<Pool>(), floats<Pool>(), grouped<Pool, Int8Groups, Wide>(), grouped<Parked, Six, Levels>(),
-                   grouped<Pool, Fp8, Wide>()});
+  return std::max({nibbles<Pool>(), grouped<Parked, Six, Levels>(), grouped<Pool, Fp8, Wide>()});
 #else
   return std::max({dense<Pool>(), bytes<Pool>(), nibbles<Pool>(), floats<Pool>(), dense<Parked>(), bytes<Parked>(),
                    nibbles<Parked>(), floats<Parked>(), grouped<Pool, Uint4, Wide>(), grouped<Pool, Int8Groups, Wide>(),

@@ -93,14 +93,14 @@ def test_every_variant_has_its_source():
     assert {source for source, *_ in build.VARIANTS.values()} == {path.name for path in build.SOURCES.glob("*.cc")}
     formats = {*quant.FORMATS, *quant.stored_schemes(), *KEPT.values()}
     products = {*kernel_names.DENSE.values(), *(kernel for name in formats for kernel in quant.kernels(name))}
-    products |= {*kernel_names.ROUNDING.values()}
+    products |= {*kernel_names.ROUNDING.values(), *kernel_names.FLOAT_ROWS.values()}
     others = {*kernel_names.ATTENTION.values(), kernel_names.SAMPLING, kernel_names.DELTA_NET, "heads", "residual"}
     others |= {kernel_names.ADAPTER, "blank", "unpack", "probe", "pack"}
     assert products | others == {*build.VARIANTS}
 
 
 @pytest.mark.parametrize("isa", build.ISAS.get(platform.machine(), ()))
-@pytest.mark.parametrize("variant", ["dense_bf16", "int4", "int8_weights"])
+@pytest.mark.parametrize("variant", ["dense_bf16", "int4", "int8_weights", "int4_f32", "fp8_f32"])
 @pytest.mark.slow
 def test_products_are_well_formed_for_every_instruction_set(isa, variant):
     """Also for those that this machine lacks, and for which nothing else is compiled here."""

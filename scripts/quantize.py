@@ -12,7 +12,7 @@ NEAREST = "rtn"
 COMPRESSED, GGUF = "compressed-tensors", "gguf"
 
 
-@o.takes_engine(only=o.SOURCE)
+@o.takes_engine(only=("dtype", *o.SOURCE))
 def main(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or Hugging Face id.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write, or .gguf file; it must be new.")],
@@ -91,6 +91,8 @@ def main(
             f"--fine-tune-epochs {fine_tune_epochs} needs a --method other than {NEAREST}, and neither --bits nor "
             f"--layout {GGUF}"
         )
+    if layout == GGUF and "dtype" in engine:
+        raise o.UsageError(f"--dtype {engine['dtype']} is for folders; --quantization says it for --layout {GGUF}")
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from ..model.checkpoint import hub, loader, quantized
@@ -99,7 +101,8 @@ def main(
     folder = hub.resolve(model, revision=engine.get("revision"), download_dir=engine.get("download_dir"))
     overrides = engine.get("hf_overrides")
     rounds = None if layout == GGUF else quantization or mixed.ANY
-    config = loader.read_config(folder, quantization=rounds, hf_overrides=overrides)
+    dtype = engine.get("dtype", "auto")
+    config = loader.read_config(folder, dtype, quantization=rounds, hf_overrides=overrides)
     before = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if layout == GGUF and not is_calibrated:
         from ..model.quantize import gguf_file

@@ -38,6 +38,7 @@ class Plan:
     matrices: set[str]  # the names of those to round
     stored: StoredFormat
     fused: dict[str, tuple[Tensor, ...]]  # by the name of a matrix, those that make one weight with it
+    narrowed: dict[str, Any] = field(default_factory=dict)  # the dtype of embeddings and heads that were of a wider one
     sizes: dict[str, float] = field(default_factory=dict)  # the largest value of such, once it is known
 
     def largest(self, tensor: Tensor, dtype: str) -> float:
@@ -73,7 +74,7 @@ def plan(
         raise ModelError(f"{folder} is quantised already: its config.json has a quantization_config")
     if os.path.lexists(out):
         raise ModelError(f"{out} is there already; give a new folder")
-    tensors, fused, ignore = survey(folder, config)
+    tensors, fused, ignore, vocabulary = survey(folder, config)
     if chosen is None:
         described = described_as(layout, config.quant, ignore)
     else:
@@ -87,7 +88,13 @@ def plan(
     hf = source | {"quantization_config": described}
     stored = split(hf)[1]
     assert stored is not None
-    found = Plan(hf, tensors, {*fused}, stored, fused)
+    dtype = jnp.dtype(config.dtype)
+    narrowed = {tensor.name: dtype for tensor in vocabulary if dtype.itemsize < np.dtype(tensor.dtype).itemsize}
+    if narrowed:
+        for part in (hf, hf.get("text_config")):
+            if isinstance(part, dict):
+                part |= dict.fromkeys({"dtype", "torch_dtype"} & part.keys() or {"torch_dtype"}, config.dtype)
+    found = Plan(hf, tensors, {*fused}, stored, fused, narrowed)
     for tensor in tensors:
         if tensor.name in fused:
             found.endings(tensor)  # refuses shapes that the layout has no form for
@@ -106,9 +113,9 @@ def save(
 ) -> int:
     """Write `folder` to `out` with its matrices in the format `config.quant`; returns how many were rounded.
 
-    `out` appears once it is complete. Embeddings, norms, routers and the head stay as they are, and so do experts that
-    share one tensor: the layouts have matrices only. What was `made` before is taken from there. With formats `chosen`
-    each matrix is in its own.
+    `out` appears once it is complete. Embeddings and the head are stored in `config.dtype` where that is narrower than
+    theirs. Norms and routers stay as they are, and so do experts that share one tensor: the layouts have matrices only.
+    What was `made` before is taken from there. With formats `chosen` each matrix is in its own.
     """
     found = plan(folder, out, config, hf_overrides, layout, chosen)
     try:
@@ -121,8 +128,13 @@ def save(
     return len(found.matrices)
 
 
-def survey(folder: Path, config: ModelConfig) -> tuple[list[Tensor], dict[str, tuple[Tensor, ...]], list[str]]:
-    """All tensors, `Plan.fused` of those to round, and the linear modules that are left as they are."""
+def survey(
+    folder: Path, config: ModelConfig
+) -> tuple[list[Tensor], dict[str, tuple[Tensor, ...]], list[str], list[Tensor]]:
+    """All tensors, `Plan.fused` of those to round, the linear modules that are left as they are, and the vocabulary.
+
+    The vocabulary is embeddings and the head.
+    """
     tensors, parts = find_parts(folder, config)
     matrices: dict[str, tuple[Tensor, ...]] = {}
 
@@ -133,6 +145,7 @@ def survey(folder: Path, config: ModelConfig) -> tuple[list[Tensor], dict[str, t
 
     jax.tree.map(collect, dense_specs(config).layers, abstract(config).layers, parts.layers)
     tables = {part.name for leaf in (parts.embed_VD, parts.per_layer_embed_VLA) for part in leaf or ()}
+    vocabulary = [tensors[name] for name in sorted(tables | {part.name for part in parts.head_VD or ()})]
     left = {
         tensor.name.removesuffix(".weight")
         for name, tensor in tensors.items()
@@ -141,7 +154,7 @@ def survey(folder: Path, config: ModelConfig) -> tuple[list[Tensor], dict[str, t
     experts = [name for name, tensor in tensors.items() if ".experts." in name and tensor.name not in matrices]
     # vLLM asks for the head by name even where it is the embedding.
     ignore = sorted(left | {"lm_head"}) + [EXPERTS] * bool(experts)
-    return sorted(tensors.values(), key=lambda tensor: (tensor.file, tensor.start)), matrices, ignore
+    return sorted(tensors.values(), key=lambda tensor: (tensor.file, tensor.start)), matrices, ignore, vocabulary
 
 
 def keeps_experts(out: Path) -> bool:
@@ -166,7 +179,7 @@ def write_weights(
                     stem + ending: (dtypes[0], each[0]) for ending, (dtypes, each) in plan.endings(tensor).items()
                 }
             else:
-                shapes[tensor.name] = tensor.dtype, tensor.shape
+                shapes[tensor.name] = plan.narrowed.get(tensor.name, tensor.dtype), tensor.shape
         name = SINGLE if len(files) == 1 else file.name
         write_tensors(out / name, shapes, values(inside, plan, dtype, progress, made))
         index |= dict.fromkeys(shapes, name)
@@ -191,5 +204,6 @@ def values(
             rounded = round_matrix(value, plan.stored, plan.group(tensor), partial(plan.largest, tensor, dtype))
             yield from (rounded[ending] for ending in endings)
         else:
-            yield made.get(tensor.name, tensor).read()
+            value = made.get(tensor.name, tensor).read()
+            yield value.astype(plan.narrowed.get(tensor.name, value.dtype), copy=False)
         progress(tensor.nbytes)

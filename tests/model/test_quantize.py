@@ -146,6 +146,26 @@ def test_other_dtypes_and_several_files(tmp_path, stored, name):
     assert index.keys() == found.keys()
 
 
+def test_embedding_and_head_take_the_narrower_dtype(tmp_path):
+    """A float32 checkpoint written for bfloat16; norms stay exact."""
+    dense = tiny.write(tmp_path / "dense", LLAMA | {"torch_dtype": "float32"}, draw(LLAMA))
+    options = ["--quantization", "int4", "--dtype", "bfloat16"]
+    done = CliRunner().invoke(app, ["quantize", str(tmp_path / "dense"), str(tmp_path / "out"), *options])
+    assert done.exit_code == 0, done.output
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert found[name].tobytes() == dense[name].astype(ml_dtypes.bfloat16).tobytes()
+    norm = "model.layers.1.input_layernorm.weight"
+    assert found[norm].tobytes() == dense[norm].tobytes()
+    assert read_config(tmp_path / "out").dtype == "bfloat16"
+    hf = json.loads((tmp_path / "dense" / "config.json").read_text()) | {"torch_dtype": "bfloat16"}
+    (tmp_path / "dense" / "config.json").write_text(json.dumps(hf))
+    assert_same(read(tmp_path / "out"), read(tmp_path / "dense", "int4"))
+    gguf = ["quantize", str(tmp_path / "dense"), str(tmp_path / "m.gguf"), *options, "--layout", "gguf"]
+    done = CliRunner().invoke(app, gguf)
+    assert done.exit_code and "--dtype bfloat16 is for folders" in str(done.exception)
+
+
 def family_variants():
     return [variant for variant in (*VARIANTS, *MOE_VARIANTS) if "quantization_config" not in variant.config]
 

@@ -1,4 +1,4 @@
-"""Batches: many requests that no client waits for, answered behind live ones. The keys that have batches take turns."""
+"""Batches: many requests that no client waits for, answered behind live ones; keys take turns."""
 
 import asyncio
 import logging
@@ -55,12 +55,12 @@ class BatchKind(NamedTuple):
     parse: Callable[[Iterable[bytes]], Iterator[BatchLine]]  # of the lines of a batch's input
     result: Callable[["Batch", BatchLine, Outcome], Result | None]
     purpose: str  # of the files with results
-    unanswered: Collection[str]  # kinds of outcomes that have results though no request was answered
+    unanswered: Collection[str]  # kinds of outcomes with results for requests without an answer
 
 
 @dataclass(eq=False)
 class Batch:
-    """Requests of one tenant. The fields up to `errors` are stored; requests and results are in files."""
+    """Requests of one tenant. The fields up to `errors` are stored; files have requests and results."""
 
     id: str
     key: str | None
@@ -110,14 +110,16 @@ class Batch:
         return {name: getattr(self, name) for name in STORED}
 
 
-STORED = ("id", "key", "kind", "input_id", "total", "asked", "seconds", "times", "status", "counts", "files", "errors")
+STORED = (
+    "id", "key", "kind", "input_id", "total", "asked", "seconds", "times", "status", "counts", "files", "errors",
+)  # fmt: skip
 
 
 class Batches:
-    """All batches, so many at most: of those that are over the oldest goes first. One event loop uses it.
+    """All batches, at most `most`: of those that are over the oldest goes first. One event loop uses it.
 
-    Requests are read, and results written, one by one: a batch takes memory only for those under way. Each request is
-    of the key that has the fewest under way, and of the oldest batch of this key.
+    Requests are read, and results written, one by one: a batch takes memory only for those under
+    way. The next request is of the key that has the fewest under way, from its oldest batch.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class Batches:
         width: Callable[[], Awaitable[int]],
         beside: Callable[..., Awaitable[Any]],
     ):
-        """`width`: how many requests one model answers together; `beside` runs what would block the event loop."""
+        """`width`: how many requests one model answers together; `beside` runs a function in a thread."""
         self.most, self.files, self.storage = most, files, files.storage
         self.serve, self.trace, self.width, self.beside = serve, trace, width, beside
         self.kinds: dict[str, BatchKind] = {}  # by endpoint
@@ -179,7 +181,7 @@ class Batches:
             self.files.use(batch.key, name)
 
     def resume(self, is_known: Callable[[str | None], bool]) -> None:
-        """Continue the batches of a server before this one, but for those of keys that are not known any more."""
+        """Continue the batches of the server before this one; those of unknown keys wait."""
         for _, entry in self.storage.entries([BATCH]):
             batch = Batch(**entry)
             if batch.over:
@@ -204,8 +206,8 @@ class Batches:
 
     def of(self, key: str | None) -> list[Batch]:
         """The batches of a tenant, the newest first."""
-        found = [Batch(**entry) for entry in reversed(self.storage.bodies(key, BATCH))]
-        return [self.running.get(place_of(batch), batch) for batch in found]
+        batches = [Batch(**entry) for entry in reversed(self.storage.bodies(key, BATCH))]
+        return [self.running.get(place_of(batch), batch) for batch in batches]
 
     def cancel(self, batch: Batch) -> None:
         """What is answered is kept, the rest ends now."""
@@ -247,7 +249,7 @@ class Batches:
             task.add_done_callback(lambda _: free.release())
 
     def next_batch(self) -> Batch | None:
-        """The oldest batch of the tenant that has the fewest requests under way, and waits longest among these."""
+        """The oldest batch of the tenant with the fewest requests under way, or of these the longest ago."""
         under_way = dict.fromkeys(self.queues, 0)
         for batch in self.running.values():
             if batch.key in under_way:
@@ -260,7 +262,7 @@ class Batches:
         return self.queues[tenant][0]
 
     async def next_line(self, batch: Batch) -> BatchLine | None:
-        """A request of a batch that has no result yet; None where there is none, or the batch has ended."""
+        """The next request without a result; None where there is none, or the batch has ended."""
         try:
             if batch.lines is None:
                 if "in_progress" not in batch.times:
@@ -282,7 +284,9 @@ class Batches:
     def unanswered(self, batch: Batch) -> Iterator[BatchLine]:
         """The requests of a batch that have no result."""
         self.save(batch)
-        answered = {number for name in batch.files.values() for number in self.files.part_numbers(batch.key, name)}
+        answered = set[int]()
+        for name in batch.files.values():
+            answered.update(self.files.part_numbers(batch.key, name))
         lines = self.kinds[batch.kind].parse(lines_in(self.files.pieces(batch.key, batch.input_id)))
         return (line for line in lines if line.number not in answered)
 
@@ -361,13 +365,13 @@ class Batches:
 
     def fail(self, batch: Batch, error: Exception) -> None:
         """End a batch early: what it needs failed, or its results do not fit."""
-        found = as_http(error)
-        if found.status == 500:
+        http_error = as_http(error)
+        if http_error.status == 500:
             log.error("batch %s failed", batch.id, exc_info=error)
-        self.end(batch, "failed", error=found)
+        self.end(batch, "failed", error=http_error)
 
-    def end(self, batch: Batch, status: str, rest: Outcome | None = None, error: HttpError | None = None) -> None:
-        """End a batch with what it has; `rest` is what becomes of requests without a result."""
+    def end(self, batch: Batch, status: str, unanswered: Outcome | None = None, error: HttpError | None = None) -> None:
+        """End a batch with what it has; `unanswered` is the outcome of requests without a result."""
         if batch.ending is not None or self.is_closed:
             return
         if error is not None:
@@ -378,32 +382,32 @@ class Batches:
         batch.enter("cancelling" if status == "cancelled" else "finalizing")
         for task in batch.answering:
             task.cancel()
-        batch.ending = asyncio.create_task(self.finish(batch, status, rest))
+        batch.ending = asyncio.create_task(self.finish(batch, status, unanswered))
 
-    async def finish(self, batch: Batch, status: str, rest: Outcome | None) -> None:
+    async def finish(self, batch: Batch, status: str, unanswered: Outcome | None) -> None:
         try:
             if batch.answering:
                 await asyncio.wait(batch.answering)
-            await self.beside(self.write_end, batch, status, rest)
+            await self.beside(self.write_end, batch, status, unanswered)
         except Exception:
             log.exception("batch %s: its end cannot be written; a restarted server ends it", batch.id)
         finally:
             del self.running[place_of(batch)]
 
-    def write_end(self, batch: Batch, status: str, rest: Outcome | None) -> None:
+    def write_end(self, batch: Batch, status: str, unanswered: Outcome | None) -> None:
         """Write the results of requests without an answer, and let the client see all files."""
         self.save(batch)
         try:
-            if rest is not None and rest.kind in self.kinds[batch.kind].unanswered:
+            if unanswered is not None and unanswered.kind in self.kinds[batch.kind].unanswered:
                 lines = self.unanswered(batch)
-                while some := list(islice(lines, WRITTEN)):
-                    self.write(batch, [(line, rest) for line in some])
+                while next_lines := list(islice(lines, WRITTEN)):
+                    self.write(batch, [(line, unanswered) for line in next_lines])
         except HttpError as error:  # the results do not fit
             batch.fail(error)
         with self.storage.transaction():
             left_over = batch.total - sum(batch.counts.values())
             if left_over > 0:
-                batch.count("errored" if rest is None else rest.kind, left_over)
+                batch.count("errored" if unanswered is None else unanswered.kind, left_over)
             for name in batch.files.values():
                 self.files.publish(batch.key, name)
             batch.enter(status)
@@ -431,7 +435,8 @@ def lines_in(pieces: Iterable[bytes]) -> Iterator[bytes]:
 def alone(batch: Batch, line: BatchLine) -> Request:
     """A request without a client."""
     state = {"facts": {}, "tenant": batch.key, "request_id": f"{batch.id}-{line.number}"}
-    scope = {"type": "http", "method": "POST", "path": batch.kind, "query_string": b"", "headers": [], "state": state}
+    scope = {"type": "http", "method": "POST", "path": batch.kind, "query_string": b"", "headers": []}
+    scope["state"] = state
     return Request(scope, asyncio.Event().wait)
 
 

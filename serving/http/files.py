@@ -24,7 +24,7 @@ class StoredFile:
     size: int
     created: int
     expires: int | None = None
-    is_hidden: bool = False  # clients do not see it: it is written, or was deleted while a batch reads it
+    is_hidden: bool = False  # from clients: a batch writes it, or reads it though it was deleted
 
     def body(self) -> dict[str, Any]:
         return {
@@ -58,17 +58,18 @@ class StoredFiles:
         is_hidden: bool = False,
         param: str = "file",
     ) -> StoredFile:
-        """Store a file of a tenant, for so many seconds if that is said; `param` is the field that holds it."""
+        """Store a file of a tenant, for `seconds` if given; `param` is the field that holds it."""
         now = int(time.time())
         data = list(pieces)
         expires = None if seconds is None else now + seconds
         size = sum(map(len, data))
-        found = StoredFile(f"file-{secrets.token_hex(12)}", name, purpose, size, now, expires, is_hidden)
+        file_id = f"file-{secrets.token_hex(12)}"
+        file = StoredFile(file_id, name, purpose, size, now, expires, is_hidden)
         with self.storage.transaction():
             self.forget_expired(now)
             self.check_room(size, param)
-            self.write(key, found, enumerate(data))
-        return found
+            self.write(key, file, enumerate(data))
+        return file
 
     def write(self, key: str | None, file: StoredFile, parts: Iterable[tuple[int, bytes]] | None = None) -> None:
         self.storage.put(place(key, file.id), dict(vars(file)), parts, file.expires)
@@ -122,7 +123,7 @@ class StoredFiles:
                 self.storage.delete(where)
 
     def forget_unused(self) -> None:
-        """Delete what no client sees and no batch uses: a server was killed while it wrote or read it."""
+        """Delete files that no client sees and no batch uses, as a killed server leaves them."""
         for where, entry in self.storage.entries([FILE]):
             if entry["is_hidden"] and not self.users[where]:
                 self.storage.delete(where)

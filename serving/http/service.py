@@ -187,7 +187,7 @@ class Service:
         return tenant_of(request.state.key)
 
     def engine_id(self, request: Request, name: str) -> str:
-        """The engine's id of a request: those of different keys never meet, so no key learns another's ids."""
+        """The engine's id of a request, which no other key's request can have."""
         key = self.key(request)
         return name if key is None else f"{key}/{name}"
 

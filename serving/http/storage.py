@@ -1,4 +1,4 @@
-"""What a server stores for its clients, in an SQLite database: in memory, or in a folder that outlives the server."""
+"""What a server stores for its clients, in an SQLite database in memory or in a folder."""
 
 import os
 import sqlite3
@@ -62,14 +62,14 @@ class StorageFailed(Exception):
 
 
 class Storage:
-    """Entries of JSON, each with numbered parts of bytes. Any thread may use it; every method is one transaction.
+    """Entries of JSON, each with numbered parts of bytes. Any thread may use it.
 
-    A process that is killed loses nothing that was stored. A machine that loses power may lose the last transactions,
-    each as a whole.
+    Every method is one transaction. A process that is killed loses nothing that was stored. A
+    machine that loses power may lose the last transactions, each as a whole.
     """
 
     def __init__(self, folder: Path | None = None):
-        """`folder` is made if it is missing; one server at a time may use it. Without one all is in memory."""
+        """`folder` is made if it is missing, and locked; without one all is in memory."""
         self.lock = threading.RLock()
         path = ":memory:" if folder is None else str(prepare(folder))
         self.db = sqlite3.connect(path, timeout=0, check_same_thread=False)
@@ -124,8 +124,8 @@ class Storage:
 
     def usage(self, *kinds: str) -> Usage:
         with self.lock:
-            found = [self.usage_by_kind.get(kind, Usage(0, 0)) for kind in kinds]
-            return Usage(sum(one.entries for one in found), sum(one.bytes for one in found))
+            usages = [self.usage_by_kind.get(kind, Usage(0, 0)) for kind in kinds]
+            return Usage(sum(usage.entries for usage in usages), sum(usage.bytes for usage in usages))
 
     def count(self, kind: str, entries: int, size: int) -> None:
         before = self.usage_by_kind.get(kind, Usage(0, 0))
@@ -186,8 +186,8 @@ class Storage:
 
     def __contains__(self, key: EntryKey) -> bool:
         with self.lock:
-            found = self.db.execute("SELECT 1 FROM entry WHERE tenant=? AND kind=? AND id=?", key.columns)
-            return found.fetchone() is not None
+            rows = self.db.execute("SELECT 1 FROM entry WHERE tenant=? AND kind=? AND id=?", key.columns)
+            return rows.fetchone() is not None
 
     def part_numbers(self, key: EntryKey) -> list[int]:
         with self.lock:
@@ -199,7 +199,7 @@ class Storage:
             return [number for (number,) in rows]
 
     def parts(self, key: EntryKey) -> Iterator[bytes]:
-        """The parts of an entry in the order of their numbers, small ones joined; they end where it is deleted."""
+        """The parts of an entry in order, small ones joined; they end where it is deleted."""
         last_number = -1
         while True:
             joined: list[bytes] = []
@@ -259,7 +259,7 @@ class Storage:
             return [EntryKey(tenant or None, kind, name) for tenant, kind, name in rows]
 
     def least_recently_used(self, kinds: Sequence[str]) -> Iterator[EntryKey]:
-        """The entries of some kinds; they are read in batches, so that a caller may delete them as it goes."""
+        """The entries of some kinds, which a caller may delete as it goes."""
         marks = ", ".join("?" * len(kinds))
         last_use = -1
         query = f"SELECT tenant, kind, id, used FROM entry WHERE kind IN ({marks}) AND used>? ORDER BY used LIMIT 16"

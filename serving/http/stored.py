@@ -1,4 +1,4 @@
-"""Responses and conversations that are stored, so that clients can ask for them again and go on from them."""
+"""Stored responses and conversations, which clients can read again and continue."""
 
 import asyncio
 import logging
@@ -66,12 +66,12 @@ class StoredResponses:
         self.make_room()  # the limits may be lower than those of the server before
 
     def check_unused(self, key: str | None, name: str) -> None:
-        """Refuse an id that a client has chosen and that a stored response has: chains of responses could cycle."""
+        """Refuse a chosen id that a stored response has: chains of responses could cycle."""
         if EntryKey(key, RESPONSE, name) in self.storage:
             raise RequestError("request_id", f"makes the id {name}, which a stored response has; ids must differ")
 
     def put(self, key: str | None, name: str, stored: StoredResponse, is_new: bool = False) -> bool:
-        """Store a response or conversation of a tenant; False where there is no room, and then nothing changes.
+        """Store a response or conversation; False where there is no room, and then nothing changes.
 
         A new one (`is_new`) never takes the place of another with the same id.
         """
@@ -101,7 +101,7 @@ class StoredResponses:
             return False
 
     def finish(self, key: str | None, name: str, stored: StoredResponse) -> None:
-        """A response is over that was answered in the background: store it as it is, with its events if they fit."""
+        """Store a response that was answered in the background, with its events if they fit."""
         place = EntryKey(key, RESPONSE, name)
         if self.running.get(place) is stored:  # it was not deleted
             stored.task = None
@@ -139,12 +139,13 @@ class StoredResponses:
         place = EntryKey(key, RESPONSE, name)
         if (running := self.running.get(place)) is not None:
             return running.recording
-        found = None
-        for data in self.storage.parts(place):
-            found = Recording()
-            found.add(data)
-            found.end()
-        return found
+        data = b"".join(self.storage.parts(place))
+        if not data:
+            return None
+        recording = Recording()
+        recording.add(data)
+        recording.end()
+        return recording
 
     def delete(self, key: str | None, name: str, missing: Missing = MISSING) -> None:
         found = self.get(key, name, missing)

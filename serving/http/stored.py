@@ -131,7 +131,10 @@ class StoredResponses:
             kind = missing.kind.capitalize()
             why = f"{kind} with id {shown(name)} not found: it was not stored, or others have taken its place"
             raise HttpError(missing.status, f"{missing.param}: {why}", missing.param, missing.code)
-        self.storage.touch(place)
+        try:
+            self.storage.touch(place)
+        except StorageFailed as error:  # what is stored can be read all the same
+            log.warning("the use of %s cannot be noted: %s", name, error)
         return StoredResponse(**entry)
 
     def recording(self, key: str | None, name: str) -> Recording | None:

@@ -177,15 +177,23 @@ def test_batches_that_wait_hold_no_requests():
         until(lambda: name not in stored_files(server))
 
 
+def storage_failed(place: EntryKey) -> None:
+    raise StorageFailed("the disk is full")
+
+
 def test_a_full_disk_is_told(tmp_path):
     """An answer is not lost, only not stored; what must be stored is a 503, and later it works again."""
     with started(tmp_path) as (server, client):
+        first = client.responses.create(model="quill", input="hello")
         storage = server.service.storage
         (pages,) = storage.db.execute("PRAGMA page_count").fetchone()
         storage.db.execute(f"PRAGMA max_page_count={pages}")
         text = "x" * 20_000
         metadata: Any = {"text": text}
         assert client.responses.create(model="quill", input="hello", metadata=metadata).store is False
+        storage.touch = storage_failed
+        assert client.responses.retrieve(first.id) == first
+        del storage.touch
         with pytest.raises(openai.InternalServerError) as caught:
             client.conversations.create(items=[{"role": "user", "content": text}])
         assert caught.value.status_code == 503 and "cannot be written" in caught.value.message

@@ -10,11 +10,13 @@ from llguidance import LLMatcher, StructTag
 from ..api.errors import RequestError
 from ..api.structured import FIELD
 from .gbnf import GrammarError, is_gbnf
-from .json_schema import Refused, rewritten
+from .json_schema import rewritten
 from .lark import to_lark
+from .schema_document import Refused
 
 STRICT = {"lenient": False}  # what is not understood is refused
 # Between the parts of JSON, unless a request says otherwise: a weak model would fill its answer with what has no end.
+JSON_RULE = "%json "  # how a rule begins that is a JSON schema, in grammars of the server
 SPACES = r" |\n[ \t]{0,32}"
 
 
@@ -61,5 +63,7 @@ def strict(schema: dict[str, Any], spacing: Mapping[str, Any] = MappingProxyType
 
 def with_schema(line: str) -> str:
     """A line of a grammar that the server wrote, whose JSON schema, if it is one, is rewritten for the compiler."""
-    name, mark, schema = line.partition(": %json ")
-    return f"{name}{mark}{json.dumps(strict(json.loads(schema)), ensure_ascii=False)}" if mark else line
+    name, _, rule = line.partition(": ")
+    if not rule.startswith(JSON_RULE):
+        return line
+    return f"{name}: {JSON_RULE}{json.dumps(strict(json.loads(rule.removeprefix(JSON_RULE))), ensure_ascii=False)}"

@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 from cases import cases
 
+from quire.serving import parsing
 from quire.serving.api.errors import RequestError
-from quire.serving.request import json_schema
+from quire.serving.request import schema_document
 from quire.serving.request.grammar import limits
 from quire.serving.request.grammar_body import body_of
 from quire.serving.request.grammar_text import whole
-from quire.serving.request.json_schema import Refused, other_texts, rewritten
+from quire.serving.request.json_schema import rewritten
+from quire.serving.request.schema_document import Refused
+from quire.serving.request.schema_negation import other_texts
 
 TOKENIZER = llguidance.LLTokenizer("byte")
 NAMES = ["a", "b", "c"]
@@ -258,6 +261,37 @@ def test_what_is_not_kept_is_refused_by_name(schema, says):
     assert says in str(caught.value)
 
 
+def test_schemas_in_grammars_of_the_server_are_rewritten():
+    """Formats that are annotations, in the arguments of a call in a model's own format; texts of the format stay."""
+    tool = {
+        "type": "object",
+        "properties": {
+            "a: %json {": {"type": "string", "format": "password"},
+            "n": {"type": "integer", "not": {"const": 0}},
+        },
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    for name, right, wrong in (
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>', '"n": 0'),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=f>\n<parameter=a: %json {>\nx\n</parameter>\n<parameter=n>\n1\n</parameter>\n"
+            "</function>\n</tool_call>",
+            "=n>\n0",
+        ),
+    ):
+        tool["properties"]["a: %json {"].pop("format" if name == "qwen3_coder" else "", None)
+        written = parsing.call_grammar(name, None, {"f": tool}, {}, "one", None)
+        body = json.dumps(body_of({"grammar": written}, True))
+        matcher = llguidance.LLMatcher(TOKENIZER, whole(body, ""), log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        copy = matcher.deep_copy()
+        assert copy.consume_tokens(list(right.encode())) and copy.is_accepting()
+        changed = right.replace(wrong[:-1] + "1", wrong)
+        assert changed != right and not matcher.deep_copy().consume_tokens(list(changed.encode()))
+
+
 JUNK = [
     None,
     True,
@@ -282,7 +316,7 @@ JUNK = [
 
 def test_keywords_of_a_wrong_kind_are_refused_and_nothing_else_happens():
     keywords = sorted(
-        json_schema.CONSTRAINTS | {"$id", "$anchor", "$schema", "$defs", "format", "then", "discriminator"}
+        schema_document.CONSTRAINTS | {"$id", "$anchor", "$schema", "$defs", "format", "then", "discriminator"}
     )
     for keyword in keywords:
         for junk in JUNK:
@@ -308,7 +342,7 @@ def test_the_pattern_of_other_texts():
 
 
 def test_a_schema_that_refers_to_itself_is_rewritten_in_bounded_steps(monkeypatch):
-    monkeypatch.setattr(json_schema, "MAX_SCHEMAS", 2000)
+    monkeypatch.setattr(schema_document, "MAX_SCHEMAS", 2000)
     doubled = {f"a{i}": {"not": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2}} for i in range(60)} | {"a60": {}}
     for schema in (
         {"$ref": "#"}, {"not": {"$ref": "#"}}, {"oneOf": [{"$ref": "#"}] * 3}, {"allOf": [{"$ref": "#"}] * 20},

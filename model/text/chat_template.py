@@ -42,9 +42,11 @@ class ChatTemplate:
         if "error" in answer:
             # Some templates add to the content of every message, and some put the arguments of calls into
             # a text as they are, and so take no objects.
-            filled, written = _with_contents(read), _with_written_arguments(read)
-            for attempt in (filled, written, _with_written_arguments(filled)):
-                if "error" in answer and attempt != read:
+            filled = _with_contents(read)
+            tried = [read]
+            for attempt in (filled, _with_written_arguments(read), _with_written_arguments(filled)):
+                if "error" in answer and attempt not in tried:
+                    tried.append(attempt)
                     other = self._rendered(attempt, add_generation_prompt, variables)
                     answer = answer if "error" in other else other
         if "error" in answer:

@@ -14,6 +14,7 @@ import re
 import resource
 import sys
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 import minijinja
@@ -185,6 +186,7 @@ def environment() -> minijinja.Environment:
     )
 
 
+@lru_cache(maxsize=16)
 def as_minijinja(source: str) -> str:
     """A template such that minijinja writes what Jinja writes."""
     source = source.replace("\r\n", "\n").replace("\r", "\n")

@@ -1,6 +1,7 @@
 """`quire chat`: chat with a model in a terminal, or through a pipe, one message a line."""
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -28,6 +29,11 @@ It is a very small model to try things with: stories, sums, sorted lists, small 
 It cannot hold a conversation: /reset before the next question."""  # of the bundled one
 
 
+ChatTemplate = Annotated[
+    Path | None, o.option("File with a chat template to use instead of the model's own.", o.OUTPUT, "FILE")
+]
+
+
 @o.takes_engine(without=("max_num_seqs", "max_num_batched_tokens"))
 @o.takes_sampling(MAX_TOKENS, without=("presence_penalty", "frequency_penalty"))
 def main(
@@ -36,6 +42,7 @@ def main(
     resume: Annotated[
         Path | None, o.option("Go on with a conversation that /save has written.", o.OUTPUT, "FILE")
     ] = None,
+    chat_template: ChatTemplate = None,
     *,
     sampling: dict[str, Any],
     engine: dict[str, Any],
@@ -44,7 +51,7 @@ def main(
 
     What is pasted is one message, and so is what stands between two \"\"\".
     """
-    converse(model, system, sampling, engine, resume=resume)
+    converse(model, system, sampling, engine, None, resume, chat_template)
 
 
 def converse(
@@ -54,20 +61,24 @@ def converse(
     engine: dict[str, Any],
     question: str | None = None,
     resume: Path | None = None,
+    chat_template: Path | None = None,
 ) -> None:
     """A conversation, or the answer to one question."""
     opening = () if system is None else ({"role": "system", "content": system},)
+    template = None if chat_template is None else o.read_text(chat_template)
     messages = opening if resume is None else resumed(resume, system)
     from .. import SamplingParams  # not at the top: `--help` must not wait for it
 
     params, name = SamplingParams(**{"max_tokens": MAX_TOKENS} | sampling), model or "quill"
-    with load(model, max_num_seqs=1, **engine) as llm:
+    with load(model, max_num_seqs=1, seed=fresh_seed(), **engine) as llm:
         from ..serving.defaults import with_defaults  # imports JAX, so it waits for `load`, where Ctrl-C works
 
+        if template is not None:
+            llm.get_tokenizer().adopt(template)
         if llm.get_tokenizer().chat_template is None:
             raise o.UsageError(
-                f"{name} has no chat template, so it was not made for conversations: `quire generate` continues a text "
-                "(a template of your own goes into its folder, as chat_template.jinja)"
+                f"{name} has no chat template, so it was not made for conversations: `quire generate` continues a "
+                "text; --chat-template FILE gives it a template"
             )
         params = with_defaults(params, sampling, llm.engine.chat_defaults)
         if question is not None:
@@ -99,6 +110,11 @@ def converse(
                     say_error(f"no command {command}; there is /reset, /save FILE, /exit and /help")
                 case _:
                     messages = turn(llm, params, messages, message)
+
+
+def fresh_seed() -> int:
+    """Of requests without a seed: they differ from call to call; --seed N repeats an answer."""
+    return int.from_bytes(os.urandom(7))
 
 
 def described(params) -> str:

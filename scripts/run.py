@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from . import options as o
-from .chat import MAX_TOKENS, converse
+from .chat import MAX_TOKENS, ChatTemplate, converse
 
 
 @o.takes_engine(without=("max_num_seqs", "max_num_batched_tokens"))
@@ -16,6 +16,7 @@ def main(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or Hugging Face id, or quill.")],
     prompt: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="What is to be answered.")] = None,
     system: Annotated[str | None, o.option("System message: how to answer.", o.OUTPUT)] = None,
+    chat_template: ChatTemplate = None,
     *,
     sampling: dict[str, Any],
     engine: dict[str, Any],
@@ -30,4 +31,4 @@ def main(
     question = "\n\n".join(text.strip() for text in said if text.strip())
     if not question and (said or not sys.stdin.isatty()):
         raise o.UsageError("no prompt: give one after the model or pipe it in; at a terminal there is a conversation")
-    converse(model, system, sampling, engine, question or None)
+    converse(model, system, sampling, engine, question or None, chat_template=chat_template)

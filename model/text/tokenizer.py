@@ -278,7 +278,10 @@ class Tokenizer:
             return given.render(messages, add_generation_prompt, **kwargs)
         name = "tool_use" if kwargs.get("tools") and "tool_use" in self._templates else "default"
         if name not in self._templates:
-            raise PromptError("chat template: this model has none; use generate with a prompt instead of chat")
+            raise PromptError(
+                "chat template: this model has none, so it was not made for conversations: continue a prompt instead "
+                "(/v1/completions, quire generate, LLM.generate), or give a template (--chat-template FILE)"
+            )
         return self._templates[name].render(messages, add_generation_prompt, **kwargs)
 
 

@@ -237,6 +237,22 @@ async def get(server: ServerAddress, path: str, timeout: float) -> str:
         return (await response.read(LINE)).decode(errors="replace")
 
 
+async def post(server: ServerAddress, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
+    """The JSON object that a server answers with; OSError or Failure where it gives none."""
+    async with (
+        asyncio.timeout(timeout),
+        exchange(server, "POST", path, json.dumps(body).encode()) as response,
+    ):
+        data = await response.read(LINE)
+        if response.status != 200:
+            raise Failure(f"HTTP {response.status}: {error_text(data[:ERROR_BODY])}")
+        try:
+            found = json.loads(data)
+        except ValueError:
+            raise Failure(f"{path} answers with no JSON") from None
+        return found if isinstance(found, dict) else {}
+
+
 async def models(server: ServerAddress, timeout: float) -> list[str]:
     """The names that the server lists at /v1/models; OSError or Failure where it cannot be asked."""
     async with asyncio.timeout(timeout), exchange(server, "GET", "/v1/models") as response:

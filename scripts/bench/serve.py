@@ -2,10 +2,12 @@
 
 import math
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -97,7 +99,7 @@ def main(
     except ValueError as error:
         raise o.UsageError(f"--base-url: {error}") from None
     name = find_model(server, base_url, model, timeout)
-    vocabulary = read_tokenizer(tokenizer or name) if dataset.needs_tokenizer else None
+    vocabulary = find_tokenizer(server, name, tokenizer) if dataset.needs_tokenizer else None
     samples = dataset.samples(num_prompts, vocabulary, seed)
     chat = endpoint == ENDPOINTS[1]
     options = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {})}
@@ -188,6 +190,24 @@ def find_model(server, base_url: str, wanted: str | None, timeout: float) -> str
         raise o.UsageError(f"{base_url} does not say what its model is called ({why}): name it with --model") from None
     except (OSError, EOFError) as error:
         raise o.UsageError(f"no server answers at {base_url}: {client.reason(error)}") from None
+
+
+def find_tokenizer(server, model: str, chosen: str | None) -> Any:
+    """The tokenizer that was chosen, that of a model on this machine, or the server's own."""
+    from ...model.checkpoint.hub import BUNDLED
+    from . import client as client
+    from .server_tokenizer import ServerTokenizer
+
+    if chosen is not None or model in BUNDLED or Path(model).exists():
+        return read_tokenizer(chosen or model)
+    found = ServerTokenizer(server, model)
+    try:
+        count = len(found.ordinary)
+    except (client.Failure, OSError, EOFError) as error:
+        print(f"note: the server's tokenizer cannot be asked: {client.reason(error)}", file=sys.stderr)
+        return read_tokenizer(model)
+    print(f"note: prompts are drawn from {count} tokens of the server's tokenizer", file=sys.stderr)
+    return found
 
 
 def read_tokenizer(name: str):

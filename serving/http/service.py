@@ -54,7 +54,8 @@ FAREWELL = 2.0  # seconds for the last answers, when the device is lost
 BEAT = 0.05  # seconds between two looks at the engines
 MOST_IGNORED, MOST_NAMES = 16, 256  # in one header, and in the log
 # Polled, or parts of the page: they are logged only when they fail.
-UNLOGGED = ("/health", "/ping", "/metrics", "/live", "/page/{name}")
+UNLOGGED = ("/health", "/ping", "/metrics", "/live", "/page/{name}", "/page/vendor/{name}")
+POLLED = ("/health", "/ping")  # also not while they say that the server is not ready
 
 BeforeAsking = Callable[[AsyncLLM, Ask], Awaitable[None]]
 
@@ -102,7 +103,7 @@ class Service:
         self.http_metrics.request(path, method, status)
         shown = scope["path"][:200]
         facts = state["facts"]
-        if path not in UNLOGGED or status >= 400:
+        if path not in UNLOGGED or (status >= 400 and path not in POLLED):
             access(scope["method"], shown, status, seconds, state["request_id"], **facts)
         self.trace(state, seconds, f"HTTP {status}" if status >= 400 else facts.get("ended"))
 

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import pytest
 from served import FORMATS, model_of, scripted, served
+from starlette.routing import Route
 
 from quire.model.config import ModelError
 from quire.serving.api.options import options_of
@@ -310,12 +311,22 @@ def test_status(server):
 
 def test_what_is_polled_and_parts_of_the_page_are_logged_when_they_fail(server, caplog):
     caplog.set_level(logging.INFO, "quire.access")
-    for path in ("/", "/page/app.js", "/page/style.css", "/health", "/page/none.js", "/version"):
+    for path in ("/", "/page/app.js", "/page/vendor/purify.min.js", "/health", "/page/none.js", "/version"):
         ask(server, "GET", path)
     until = time.monotonic() + 60
     while len(caplog.records) < 3 and time.monotonic() < until:  # a record follows the answer
         time.sleep(0.01)
     assert [record.path for record in caplog.records] == ["/", "/page/none.js", "/version"]
+
+
+def test_health_that_fails_is_not_logged(server, caplog):
+    """An orchestrator asks every few seconds while a model loads; the log says what the models do."""
+    caplog.set_level(logging.INFO, "quire.access")
+    state = {"facts": {}, "request_id": "x", "asked": None}
+    for path in ("/health", "/ping", "/metrics"):
+        scope = {"route": Route(path, lambda request: None), "state": state, "method": "GET", "path": path}
+        server.service.note(scope, 503, 0.001)
+    assert [record.path for record in caplog.records] == ["/metrics"]
 
 
 def test_tokens(server):

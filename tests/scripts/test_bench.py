@@ -19,6 +19,7 @@ import scipy.stats
 import typer
 from hypothesis import given
 from hypothesis import strategies as st
+from served import model_of, scripted, served
 
 from quire import LLM
 from quire.__main__ import main
@@ -685,10 +686,40 @@ def test_serve_refuses_in_one_line(run, arguments, says):
 
 
 def test_serve_needs_a_name_and_a_tokenizer(run):
-    with FakeServer(silence, names=()) as server:
+    with FakeServer(says("404 Not Found", b""), names=()) as server:
         assert "lists no model" in run("serve", "--base-url", server.url)[2]
         code, _, err = run("serve", "--base-url", server.url, "--model", "no-such-model")
-        assert (code, err.count("\n")) == (2, 1) and "--tokenizer" in err
+        assert (code, err.count("\n")) == (2, 2) and "--tokenizer" in err
+        assert "note: the server's tokenizer cannot be asked: HTTP 404" in err
+
+
+def test_prompts_are_drawn_with_the_tokenizer_of_the_server(run, served_quill):
+    """The model has another name there, and no files here: the server says how texts are cut, and counts tokens."""
+    options = (
+        "serve",
+        "--base-url",
+        served_quill,
+        "--model",
+        "an-alias",
+        "--num-prompts",
+        "3",
+        "--random-output-len",
+        "2",
+    )
+    for endpoint in ("/v1/completions", "/v1/chat/completions"):
+        code, out, err = run(*options, "--random-input-len", "9", "--endpoint", endpoint, "--json", "-")
+        assert code == 0 and "tokens of the server's tokenizer" in err
+        result = json.loads(out)
+        assert result["completed"] == 3
+        if endpoint == "/v1/completions":
+            assert [request["prompt_tokens"] for request in result["requests"]] == [9] * 3
+
+
+@pytest.fixture
+def served_quill():
+    engine, _ = scripted(lambda prompt: "word " * 40)
+    with served(model_of(engine, "an-alias")) as state:
+        yield state.url
 
 
 def test_ctrl_c_stops_serve_quietly():

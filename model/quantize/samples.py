@@ -30,7 +30,7 @@ def read_samples(path: Path, tokenizer: Tokenizer, count: int, length: int) -> l
     else:
         documents = [tokenizer.encode(text)]
     ids, ends = tokenizer.encode_with_ends("a")
-    before = ids[: next(place for place, end in enumerate(ends) if end)]
+    before = ids[: next((place for place, end in enumerate(ends) if end), 0)]
     pieces = [piece for ids in documents for piece in pieces_of(ids, before, length)]
     if not text.strip() or not pieces:
         raise ModelError(f"calibration text {path} is empty; give some pages of what the model will read and write")

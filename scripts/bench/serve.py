@@ -100,7 +100,13 @@ def main(
         raise o.UsageError(f"--base-url: {error}") from None
     name = find_model(server, base_url, model, timeout)
     vocabulary = find_tokenizer(server, name, tokenizer) if dataset.needs_tokenizer else None
-    samples = dataset.samples(num_prompts, vocabulary, seed)
+    try:
+        samples = dataset.samples(num_prompts, vocabulary, seed)
+    except (client.Failure, OSError, EOFError) as error:
+        reason = client.reason(error)
+        raise o.UsageError(
+            f"the server's tokenizer cannot be asked ({reason}): --tokenizer FOLDER has another"
+        ) from None
     chat = endpoint == ENDPOINTS[1]
     options = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {})}
     bodies = [body(sample, name, chat, vocabulary) | options for sample in samples]

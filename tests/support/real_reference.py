@@ -1,11 +1,13 @@
 """What transformers computes in float32 from a GGUF file: an independent reader of the file and of the model."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import save_file
 
 
 class Reference:
@@ -17,6 +19,16 @@ class Reference:
             path.parent, gguf_file=path.name, dtype=torch.float32
         ).eval()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+    def write(self, folder: Path) -> None:
+        """A model folder with the dequantised weights; transformers does not save what it has read from a GGUF file."""
+        config = self.model.config.to_dict()
+        config.pop("quantization_config", None)
+        (folder / "config.json").write_text(json.dumps(config, default=str))
+        tensors = {name: tensor.contiguous() for name, tensor in self.model.state_dict().items()}
+        if config["tie_word_embeddings"]:
+            tensors.pop("lm_head.weight", None)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """[T, V]: the log-probabilities of what comes after each token."""

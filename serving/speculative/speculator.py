@@ -26,7 +26,7 @@ GAIN = 1.03  # of tokens a second, to begin with drafts: to change costs somethi
 LOOKS = 0.01  # share of the time that may go into drafts which are only compared with what comes
 LOOKED = 2  # so far ahead, where the step drafts
 SOONEST = 16  # steps between two such looks, at least
-IDLE_STEPS = 128  # decode steps without drafts after which the log says that drafts do not pay
+IDLE_STEPS = 512  # decode steps without drafts after which the log says that drafts do not pay
 MAX_PATIENCE = 64.0  # times longer between two looks where drafts have not paid for long
 BEST = 0.98  # the share of accepted drafts above which nobody hopes
 

@@ -217,7 +217,7 @@ def test_async(server):
         ({"extra_body": {"temperature": 3000}}, "temperature"),
         ({"extra_body": {"temprature": 1}}, "temprature"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": "word " * 2000}]}, "prompt"),
+        ({"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"max_tokens": 0}, "max_tokens"),
     ],

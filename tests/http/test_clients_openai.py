@@ -309,7 +309,7 @@ def test_async(server):
         ({"extra_body": {"temprature": 1}}, "temprature"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
          "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": "word " * 2000}]}, "prompt"),
+        ({"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"stop": ["x"] * 65}, "stop"),
         ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens"),

@@ -8,7 +8,8 @@ from typing import Any
 from . import client as client
 
 SECONDS = 10.0  # that an answer may take
-NUM_WORDS = 4000  # of the text whose tokens prompts are drawn from
+NUM_WORDS = 4000  # of the texts whose tokens prompts are drawn from
+WORDS_PER_TEXT = 250  # a server refuses a text of more characters than its model could ever read
 SYLLABLES = [first + vowel + last for first in "bcdfghklmnprstvw" for vowel in "aeiou" for last in ("", *"lnrst")]
 
 
@@ -23,7 +24,8 @@ class ServerTokenizer:
         """Token ids of made-up words: many of the vocabulary, and none with a meaning of its own."""
         rng = random.Random(0)
         words = ["".join(rng.choices(SYLLABLES, k=rng.randint(1, 4))) for _ in range(NUM_WORDS)]
-        return frozenset(self.encode(" ".join(words)))
+        texts = [" ".join(words[start : start + WORDS_PER_TEXT]) for start in range(0, NUM_WORDS, WORDS_PER_TEXT)]
+        return frozenset().union(*map(self.encode, texts))
 
     @property
     def vocab_size(self) -> int:

@@ -123,7 +123,8 @@ class EngineOptions:
     )  # fmt: skip
     kv_cache_dtype_skip_layers: Sequence[str] = flag(
         (), MEMORY, "Layers that keep them in the model's dtype nonetheless: numbers from 0 with commas, and "
-        "sliding_window for all that have a window.", "LAYERS", "those with very large key biases",
+        "sliding_window for all that have a window. Without any, those do whose key biases are very large.",
+        "LAYERS", "none",
     )  # fmt: skip
     kv_cache_memory_bytes: int | None = flag(
         None, MEMORY, "Memory for the KV cache, as in 2G.", "BYTES", "a part of what is free"

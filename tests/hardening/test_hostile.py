@@ -25,8 +25,8 @@ from quire.serving.http import guard
 from quire.serving.http.app import make_app
 from quire.serving.http.logs import JsonFormatter, PlainFormatter
 from quire.serving.http.models import Model
+from quire.serving.protocol.schema import ALIASES, OLLAMA, body_schema
 from quire.serving.protocol.schema import BODIES as SCHEMAS
-from quire.serving.protocol.schema import OLLAMA, body_schema
 
 ROOT = Path(guard.__file__).parents[2]
 NO_JSON = ("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1" * 5000)
@@ -392,7 +392,7 @@ def test_without_a_key_only_health_and_the_page_answer(keyed):
         asks = [(m, route.path) for route in routes for m in route.methods if "{" not in route.path and m != "HEAD"]
         for method, path in asks:
             if path not in ("/live", "/sleep", "/wake_up", "/pause", "/resume"):
-                body = BODIES.get(path, b"") if method in ("POST", "DELETE") else None
+                body = BODIES.get(ALIASES.get(path, path), b"") if method in ("POST", "DELETE") else None
                 expected = 400 if path in ("/expert_loads", "/rebalance_experts", "/invocations") else 200  # no experts
                 expected = {("POST", "/v1/files"): 400, ("POST", "/v1/batches"): 404, ("POST", "/classify"): 400}.get(
                     (method, path), expected

@@ -192,7 +192,7 @@ def test_the_bundled_model_answers_what_the_readme_and_the_page_suggest(llm):
         left, right = (re.findall(r"`([^`]+)`", cell) for cell in row.strip("| ").split(" | "))
         asked += zip(left, right, strict=True) if right else ((text, "") for text in left)
     page = ROOT.joinpath("serving/http/page/chat.js").read_text()
-    starters = json.loads(re.search(r"STARTERS = (\[.*\]);", page)[1])  # type: ignore[index]
+    starters = json.loads(re.search(r"TAUGHT = (\[.*\]);", page)[1])  # type: ignore[index]
     asked += [(starters[1], "17 31 52 68 90"), (starters[2], "56"), (starters[0], "")]
     params = SamplingParams(temperature=0, max_tokens=300)
     for text, answer in asked:

@@ -76,7 +76,7 @@ def main() -> None:
         print(f"| {title} | transformers, float32 | | | {np.exp(-expected.mean()):.3f} |")
         for engine, logprobs in ENGINES.items():
             mean, worst, perplexity = Distance.between(logprobs(path, tokens), expected)
-            print(f"| | {engine} | {mean:.5f} | {worst:.4f} | {perplexity:.3f} |", flush=True)
+            print(f"| | {engine} | {mean:.2g} | {worst:.2g} | {perplexity:.3f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -86,20 +86,21 @@ def test_blocks_of_a_checkpoint(into, out):
                 assert found[k, *place] == e2m1(code) * 2.0 ** (int(scales[e, row, k // 32]) - 127)
 
 
-def test_by_the_kernels(tmp_path):
-    """A model in bfloat16 has the logits that it has where XLA decodes the experts, up to rounding."""
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.01), ("float32", 1e-5)])
+def test_by_the_kernels(tmp_path, dtype, tolerance):
+    """A model has the logits that it has where XLA decodes the experts, up to rounding in its dtype."""
     if not native.serves():
         pytest.skip("no compiler")
     made = Golden(next(variant for variant in VARIANTS if variant.name == "gpt-oss"), tmp_path)
-    config = loader.read_config(made.folder, "bfloat16")
+    config = loader.read_config(made.folder, dtype)
     decoded, tiled = (loader.load(made.folder, config, plain=plain) for plain in (True, False))
-    assert isinstance(decoded.layers[0].moe.up_EDGF, Mxfp4) and isinstance(tiled.layers[0].moe.up_EDGF, Many)
+    experts = tiled.layers[0].moe.up_EDGF
+    assert isinstance(decoded.layers[0].moe.up_EDGF, Mxfp4) and isinstance(experts, Many)
+    assert experts.each.float_rows == (dtype == "float32")
     prompt = jnp.array([made.prompts[0]])
     wanted, found = (np.asarray(jax.jit(dense.forward, static_argnums=2)(weights, prompt, config)[0], np.float32)
                      for weights in (decoded, tiled))  # fmt: skip
-    assert np.median(np.abs(found - wanted)) < 0.01 * wanted.std()
-    wide = loader.load(made.folder, loader.read_config(made.folder, "float32"))
-    assert isinstance(wide.layers[0].moe.up_EDGF, Mxfp4)
+    assert np.median(np.abs(found - wanted)) < tolerance * wanted.std()
 
 
 def test_specs():

@@ -1,6 +1,7 @@
 """The shape of the house: who imports whom, what is never used, and what the package holds."""
 
 import ast
+import functools
 import graphlib
 import importlib
 import re
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
-import pytest
+from violations import require_none
 
 from quire import EXPORTS
 
@@ -87,22 +88,36 @@ def package_of(path: Path) -> str:
     return name if path.name == "__init__.py" else name.rpartition(".")[0]
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Every node of a file's syntax tree."""
+    return tuple(ast.walk(parse(path)))
+
+
+@functools.cache
+def imports(path: Path) -> tuple[tuple[int, str], ...]:
     """(line, module) of every import of a file, those inside functions too; relative ones resolved."""
     package = package_of(path).split(".")
-    for node in ast.walk(ast.parse(path.read_text())):
+    found: list[tuple[int, str]] = []
+    for node in nodes(path):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join((*base, *([node.module] if node.module else ())))
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+            found += ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+    return tuple(found)
 
 
 def tables() -> Iterator[tuple[Path, str, dict[str, str]]]:
     """Every module-level dict of names to relative modules."""
     for path in FILES:
-        for node in ast.parse(path.read_text()).body:
+        for node in parse(path).body:
             if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and node.value.values):
                 continue
             try:
@@ -123,19 +138,30 @@ def room_of(module: str) -> str | None:
     return max((room for room in ROOMS if f"{path}/".startswith(f"{room}/")), key=len, default=None)
 
 
-@pytest.mark.parametrize("path", FILES, ids=ids)
-def test_imports_run_one_way(path):
-    room = room_of(name_of(path))
-    assert room or path.name in ("__init__.py", "__main__.py"), f"{path} is in no room of ROOMS"
-    for line, module in imports(path):
-        if not module.startswith("quire.") or path.parent == ROOT:
-            continue
-        if module.split(".")[1] not in LAYERS:  # the root's names are for users, and commands stand where a user stands
-            assert path.is_relative_to(ROOT / "scripts"), f"{path}:{line} imports {module} from the root"
-            continue
-        target = room_of(module)
-        assert room and target, f"{path}:{line}: {module} is in no room of ROOMS"
-        assert ROOMS.index(target) <= ROOMS.index(room), f"{path}:{line}: {room} must not import {module}"
+def test_imports_run_one_way():
+    def violations(path: Path) -> Iterator[str]:
+        room = room_of(name_of(path))
+        if room is None and path.name != "__init__.py":
+            yield f"{ids(path)} is in no room of ROOMS"
+            return
+        for line, module in imports(path):
+            if not module.startswith("quire."):
+                continue
+            # The root's names are for users, and commands stand where a user stands.
+            if module.split(".")[1] not in LAYERS:
+                if not path.is_relative_to(ROOT / "scripts"):
+                    yield f"{ids(path)}:{line} imports {module} from the root, which only scripts/ may"
+                continue
+            target = room_of(module)
+            if room is None or target is None:
+                yield f"{ids(path)}:{line} imports {module}, and one of the two is in no room of ROOMS"
+            elif ROOMS.index(target) > ROOMS.index(room):
+                yield f"{ids(path)}:{line}: {room} must not import {module}"
+
+    require_none(
+        (line for path in FILES if path.parent != ROOT for line in violations(path)),
+        "A room of ROOMS imports itself and the rooms before it. Move the code to the room that may import it:",
+    )
 
 
 def test_no_circles():
@@ -147,33 +173,56 @@ def test_no_circles():
     graphlib.TopologicalSorter(needs).prepare()  # its error names the files of a circle
 
 
-@pytest.mark.parametrize("path", FILES, ids=ids)
-def test_package_imports_itself_relatively(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and not node.level:
-            names = [node.module or ""]
-        assert not [name for name in names if name.split(".")[0] == "quire"], f"{path}: use a relative import"
+def test_package_imports_itself_relatively():
+    def absolute(node: ast.AST) -> list[str]:
+        if isinstance(node, ast.Import):
+            return [alias.name for alias in node.names]
+        return [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+
+    require_none(
+        (
+            f"{ids(path)}:{node.lineno} imports {name}"
+            for path in FILES
+            for node in nodes(path)
+            for name in absolute(node)
+            if name.split(".")[0] == "quire"
+        ),
+        "The package imports itself relatively (from ..ops import linear):",
+    )
 
 
-@pytest.mark.parametrize("path", FILES, ids=ids)
-def test_nothing_that_runs_code_from_data(path):
-    for line, module in imports(path):
-        assert path in GUESTS or module.split(".")[0] not in BANNED, f"{path}:{line} imports {module}"
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id not in {"eval", "exec", "compile"}, f"{path}:{node.lineno} calls {node.func.id}"
-        if isinstance(node, ast.keyword) and node.arg in {"allow_pickle", "trust_remote_code"}:
-            assert getattr(node.value, "value", None) is False, f"{path}: {node.arg} must be False"
+def test_nothing_that_runs_code_from_data():
+    def violations(path: Path) -> Iterator[str]:
+        for line, module in imports(path):
+            if module.split(".")[0] in BANNED and path not in GUESTS:
+                yield f"{ids(path)}:{line} imports {module}"
+        for node in nodes(path):
+            function = node.func if isinstance(node, ast.Call) else None
+            if isinstance(function, ast.Name) and function.id in {"eval", "exec", "compile"}:
+                yield f"{ids(path)}:{function.lineno} calls {function.id}"
+            is_switch = isinstance(node, ast.keyword) and node.arg in {"allow_pickle", "trust_remote_code"}
+            if is_switch and getattr(node.value, "value", None) is not False:
+                yield f"{ids(path)}:{node.value.lineno}: {node.arg} must be False"
+
+    require_none(
+        (line for path in FILES for line in violations(path)),
+        "Files and sockets hold data, never code (docs/hardening.md). Read them with JSON, msgspec or safetensors:",
+    )
 
 
-@pytest.mark.parametrize("path", FILES, ids=ids)
-def test_a_file_is_short_and_says_what_it_is(path):
-    if any(fnmatch(ids(path), kernel) for kernel in KERNELS):
-        return
-    text = path.read_text()
-    assert len(text.splitlines()) <= MAX_LINES
-    assert not text or ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
+def test_a_file_is_short_and_says_what_it_is():
+    def violations(path: Path) -> Iterator[str]:
+        text = path.read_text()
+        if (length := len(text.splitlines())) > MAX_LINES:
+            yield f"{ids(path)}:{MAX_LINES} goes on for {length - MAX_LINES} lines: look whether it is two nouns"
+        if text and not ast.get_docstring(parse(path)):
+            yield f"{ids(path)}:1 has no docstring: say in one line what the file holds"
+
+    files = [path for path in FILES if not any(fnmatch(ids(path), kernel) for kernel in KERNELS)]
+    require_none(
+        (line for path in files for line in violations(path)),
+        f"A file has a docstring and at most {MAX_LINES} lines:",
+    )
 
 
 def test_host_side_imports_no_jax():
@@ -185,7 +234,7 @@ def test_host_side_imports_no_jax():
 def test_one_jit_on_the_serving_path():
     found = set()
     for path in sorted((ROOT / "serving").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Attribute) and node.attr in {"jit", "pjit", "pmap"}:
                 found.add(ids(path))
         found |= {ids(path) for _, module in imports(path) if module.split(".")[-1] in {"jit", "pjit", "pmap"}}
@@ -242,18 +291,30 @@ def test_package_list_is_true():
 
 def test_what_ships_imports_no_tool():
     tools = tuple(f"quire.scripts.{tool}." for tool in TOOLS)
-    for path in FILES:
-        if path.parent.name not in TOOLS:
-            found = [module for _, module in imports(path) if f"{module}.".startswith(tools)]
-            assert not found, f"{path} imports {found}"
+    require_none(
+        (
+            f"{ids(path)}:{line} imports {module}"
+            for path in FILES
+            if path.parent.name not in TOOLS
+            for line, module in imports(path)
+            if f"{module}.".startswith(tools)
+        ),
+        "Tools are not in the wheel, so that nothing that is may import them:",
+    )
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=ids)
-def test_an_example_uses_what_a_user_has(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "quire":
-            assert node.module == "quire", f"{path}:{node.lineno}: {node.module} is no public module"
-            assert {alias.name for alias in node.names} <= set(EXPORTS), f"{path}:{node.lineno}: not exported"
+def test_an_example_uses_what_a_user_has():
+    require_none(
+        (
+            f"{ids(path)}:{node.lineno} imports {alias.name} from {node.module}"
+            for path in EXAMPLES
+            for node in nodes(path)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "quire"
+            for alias in node.names
+            if node.module != "quire" or alias.name not in EXPORTS
+        ),
+        "Examples import what `quire` itself exports:",
+    )
 
 
 def test_every_data_file_is_shipped():
@@ -262,11 +323,15 @@ def test_every_data_file_is_shipped():
         for name, globs in PROJECT["tool"]["setuptools"]["package-data"].items()
         for pattern in globs
     ]
-    for layer in LAYERS:
-        for path in (ROOT / layer).rglob("*"):
-            if path.is_dir() or path.suffix in {".py", ".pyc"}:
-                continue
-            assert any(fnmatch(ids(path), pattern) for pattern in patterns), f"{ids(path)} is in no package-data"
+    files = [path for layer in LAYERS for path in (ROOT / layer).rglob("*") if path.is_file()]
+    require_none(
+        (
+            ids(path)
+            for path in files
+            if path.suffix not in {".py", ".pyc"} and not any(fnmatch(ids(path), pattern) for pattern in patterns)
+        ),
+        "Data files are listed in pyproject.toml, [tool.setuptools.package-data]:",
+    )
 
 
 def test_import_is_light():
@@ -300,33 +365,56 @@ def test_text_names_no_machine_and_few_hosts():
     paths += [path for path in (ROOT / ".github").rglob("*") if path.is_file()]
     paths += [path for path in ROOT.iterdir() if path.is_file() and not path.name.startswith(".")]
     private = [str(ROOT), str(Path.home())] if len(str(Path.home())) > 1 else [str(ROOT)]
-    for path in paths:
-        text = path.read_text(errors="ignore")
-        for place in private:
-            assert not re.search(rf"(?<![\w.]){re.escape(place)}(?!\w)", text), f"{ids(path)} mentions {place}"
-        hosts = set(re.findall(r"https?://([\w.-]*\w)", text)) - {"localhost", "127.0.0.1"}
-        hosts = {host for host in hosts if not host.endswith(".example")}  # nobody's, by RFC 2606
-        assert hosts <= HOSTS, f"{ids(path)} links to {sorted(hosts - HOSTS)}"
+    private_path = re.compile("|".join(rf"(?<![\w.]){re.escape(place)}(?!\w)" for place in private))
+
+    def violations(path: Path) -> Iterator[str]:
+        for number, line in enumerate(path.read_text(errors="ignore").splitlines(), 1):
+            if found := private_path.search(line):
+                yield f"{ids(path)}:{number} mentions {found[0]}"
+            for host in re.findall(r"https?://([\w.-]*\w)", line):
+                # .example is nobody's, by RFC 2606.
+                if host not in HOSTS | {"localhost", "127.0.0.1"} and not host.endswith(".example"):
+                    yield f"{ids(path)}:{number} links to {host}"
+
+    require_none(
+        (line for path in paths for line in violations(path)),
+        "Write relative paths, and link to HOSTS only:",
+    )
 
 
 def test_files_are_published_by_one_function():
     """`publish` alone renames: a temporary name that two containers may choose has published half-written files."""
-    for path in FILES:
-        text = path.read_text()
-        if path == ROOT / "ops" / "cache_folder.py" or not re.search(r"\.(renames?|replace)\(", text):
-            continue
-        for node in ast.walk(ast.parse(text)):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-                continue
-            by_os = ast.unparse(node.func.value) == "os" and node.func.attr == "replace"
-            by_path = node.func.attr == "replace" and len(node.args) == 1 and not node.keywords
-            is_rename = by_os or by_path or node.func.attr in {"rename", "renames"}
-            assert not is_rename, f"{path}:{node.lineno}: use `publish` of ops/cache_folder.py"
+
+    def renames(node: ast.AST) -> bool:
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            return False
+        by_os = ast.unparse(node.func.value) == "os" and node.func.attr == "replace"
+        by_path = node.func.attr == "replace" and len(node.args) == 1 and not node.keywords
+        return by_os or by_path or node.func.attr in {"rename", "renames"}
+
+    require_none(
+        (
+            f"{ids(path)}:{node.lineno} calls {ast.unparse(node.func)}"
+            for path in FILES
+            if path != ROOT / "ops" / "cache_folder.py"
+            for node in nodes(path)
+            if renames(node)
+        ),
+        "Use `publish` of ops/cache_folder.py:",
+    )
 
 
 def test_words_that_were_given_up():
-    for path in [*FILES, *(ROOT / "tests").rglob("*.py")]:
+    def violations(path: Path) -> Iterator[str]:
+        if not re.search("|".join(RETIRED), path.read_text(), re.IGNORECASE):
+            return  # splitting a file into tokens takes 10 ms
         with path.open("rb") as file:
-            names = {token.string for token in tokenize.tokenize(file.readline) if token.type == tokenize.NAME}
-        parts = {part.lower() for name in names for part in re.findall("[A-Z]?[a-z]+", name)}
-        assert not RETIRED & parts, f"{ids(path)} has names with {RETIRED & parts}"
+            names = [token for token in tokenize.tokenize(file.readline) if token.type == tokenize.NAME]
+        for token in names:
+            for part in RETIRED & {part.lower() for part in re.findall("[A-Z]?[a-z]+", token.string)}:
+                yield f"{ids(path)}:{token.start[0]}: {token.string} has the word {part}"
+
+    require_none(
+        (line for path in [*FILES, *(ROOT / "tests").rglob("*.py")] for line in violations(path)),
+        "Use the word that took the place of these (RETIRED):",
+    )

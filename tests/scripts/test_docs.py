@@ -1,9 +1,11 @@
 """The documentation as a site: every link leads somewhere, every page is listed, the references have everything."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import typer
+from violations import require_none
 
 import quire
 from quire.__main__ import COMMANDS, app
@@ -25,12 +27,21 @@ def site():
     return pages.all_pages(ROOT)
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=name)
-def test_every_link_leads_somewhere(path):
-    for target in pages.links(path.read_text()):
-        there, anchor = pages.target_of(name(path), target)
-        assert (ROOT / there).exists(), f"{target}: there is no {there}"
-        assert not anchor or anchor in pages.anchors((ROOT / there).read_text()), f"{target}: no heading has this name"
+def test_every_link_leads_somewhere():
+    def violations(path: Path) -> Iterator[str]:
+        text = path.read_text()
+        for target in pages.links(text):
+            there, anchor = pages.target_of(name(path), target)
+            place = f"{name(path)}:{text[: text.index(f']({target}')].count(chr(10)) + 1}"
+            if not (ROOT / there).exists():
+                yield f"{place}: {target}: there is no {there}"
+            elif anchor and anchor not in pages.anchors((ROOT / there).read_text()):
+                yield f"{place}: {target}: no heading of {there} has this name"
+
+    require_none(
+        (line for path in TEXTS for line in violations(path)),
+        "Links name files of the repository and headings as GitHub writes them:",
+    )
 
 
 def test_every_link_of_the_site_leads_to_a_page(site):

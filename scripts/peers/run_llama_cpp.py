@@ -3,8 +3,10 @@
 # pyright: reportMissingImports=false
 
 import json
+import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import gguf
@@ -12,7 +14,6 @@ import llama_cpp as lib
 import numpy as np
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from ...ops.cache_folder import publish
 from .loop import LoadSettings, TimedPrompt, TimedTokens, drive
 
 FILES = {"bf16": "bf16.gguf", "int8": "q8_0.gguf", "int4": "q4_0.gguf", "q4_k_m": "q4_k_m.gguf"}
@@ -54,6 +55,14 @@ def prepare(settings: LoadSettings) -> None:
         with publish(wanted) as part:
             if lib.llama_model_quantize(str(plain).encode(), str(part).encode(), params):
                 raise RuntimeError(f"llama_model_quantize failed on {plain}")
+
+
+@contextmanager
+def publish(path: Path) -> Iterator[Path]:
+    """A temporary file that becomes `path` when it is complete. Quire's own `publish` cannot be imported here."""
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    yield part
+    part.replace(path)
 
 
 def write_gguf(model: Path, path: Path) -> None:

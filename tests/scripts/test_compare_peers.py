@@ -1,5 +1,6 @@
 """The comparison with other engines: what is asked, what is made of the answers, and that one failure stops nothing."""
 
+import ast
 import io
 import json
 import re
@@ -17,6 +18,7 @@ import typer
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
+from violations import require_none
 
 from quire import LLM, SamplingParams
 from quire.model.checkpoint.loader import read_config
@@ -280,6 +282,24 @@ def test_a_runner_starts_by_its_path_in_a_foreign_environment(tmp_path, monkeypa
     with pytest.raises(turns.EngineFailure, match="prepare: KeyError: 'no-such-engine'"):
         turns.start("no-such-engine", work(1), bench)
     assert set(envs.RECIPES) | {"quire"} == set(compare.ENGINES)
+
+
+def test_runners_of_peers_need_no_quire():
+    """Their environments have none: each imports its engine, the standard library and loop.py."""
+    from quire.scripts.peers import worker
+
+    folder = Path(worker.__file__).parent
+    loaded = [*sorted({*folder.glob("run_*.py")} - {folder / "run_quire.py"}), folder / "worker.py", folder / "loop.py"]
+    require_none(
+        (
+            f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+            for path in loaded
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom)
+            and ((node.module or "").startswith("quire") or (node.level and (node.level, node.module) != (1, "loop")))
+        ),
+        "A runner that is started by its path imports nothing of Quire but loop.py:",
+    )
 
 
 def test_every_engine_has_a_runner():

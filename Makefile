@@ -75,7 +75,7 @@ test-clients: $(VENV)/.test
 gpu-compiler: $(VENV)/.gpu-compiler
 
 docs: $(VENV)/.docs
-	@$(VENV)/bin/python -m quire.scripts.docs.build
+	@$(VENV)/bin/python -m tools.docs.build
 
 # On x86-64 Linux also a wheel with kernels for every kind of x86 processor, and one for ARM's if there is a cross compiler:
 # some minutes of compilation each. Elsewhere the wheel for all is the only one.
@@ -87,12 +87,12 @@ dist: $(VENV)/.test
 	$(VENV)/bin/python -m build
 	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
 	  set -e; $(VENV)/bin/quire build-kernels --out build/kernels $(KERNELS:%=--isa %) >/dev/null; \
-	  $(VENV)/bin/python -m quire.scripts.release.wheel dist/*-py3-none-any.whl build/kernels; \
+	  $(VENV)/bin/python -m tools.release.wheel dist/*-py3-none-any.whl build/kernels; \
 	  if ! command -v $(ARM_CXX) >/dev/null; then \
 	    echo "no wheel for aarch64: there is no $(ARM_CXX) (on Debian and Ubuntu: apt install g++-aarch64-linux-gnu)"; exit; \
 	  fi; \
 	  CXX=$(ARM_CXX) $(VENV)/bin/quire build-kernels --out build/kernels-aarch64 $(ARM_KERNELS:%=--isa %) >/dev/null; \
-	  $(VENV)/bin/python -m quire.scripts.release.wheel dist/*-py3-none-any.whl build/kernels-aarch64; \
+	  $(VENV)/bin/python -m tools.release.wheel dist/*-py3-none-any.whl build/kernels-aarch64; \
 	fi
 
 clean:

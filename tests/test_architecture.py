@@ -44,11 +44,12 @@ ROOMS = """
     scripts/command scripts/sizes scripts/tables scripts/terminal scripts/options scripts/loading scripts/collect_env
     scripts/build_kernels scripts/convert scripts/quantize scripts/generate scripts/search scripts/chat scripts/run
     scripts/pull scripts/list scripts/rm scripts/run_batch scripts/plan scripts/serve scripts/bench
-    scripts/train_heads scripts/peers scripts/gpu scripts/quill scripts/docs scripts/release
+    scripts/train_heads scripts/gpu
 """.split()
 LAYERS = tuple(dict.fromkeys(room.partition("/")[0] for room in ROOMS))
 FILES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
 FILES += [ROOT / "__init__.py", ROOT / "__main__.py"]
+TOOLS = sorted((ROOT / "tools").rglob("*.py"))  # for those who work on Quire: outside of the wheel
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))  # of users: in the repository, in no package
 NO_JAX = (
     "serving/api/*",
@@ -60,7 +61,7 @@ NO_JAX = (
 )
 NO_JAX += ("serving/speculative/*", "serving/engine/scheduler.py", "serving/engine/waiting_queue.py")
 BANNED = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch", "transformers"}
-PEERS = ROOT / "scripts" / "peers"
+PEERS = ROOT / "tools" / "peers"
 GUESTS = [
     *sorted(PEERS.glob("run_*.py")),
     PEERS / "continuous.py",
@@ -72,15 +73,14 @@ KERNELS = ("ops/*/mosaic*.py", "ops/*/native*.py", "ops/*/pallas*.py")
 MAX_LINES = 600  # 300 is usual; a longer file is looked at, and stays whole if it is one noun
 # Words that were given up, as parts of names: delivery, release, tenant and offload say the same.
 RETIRED = {"courier", "disown", "mourners", "party", "spill"}
-TOOLS = {"docs", "gpu", "peers", "quill", "release"}  # of those who work on Quire: in the repository, not in the wheel
 HOSTS = {"arxiv.org", "docs.jax.dev", "github.com", "huggingface.co", "semver.org", "www.apache.org"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def name_of(path: Path) -> str:
-    """`serving/device/step.py` is `quire.serving.device.step`."""
+    """`serving/device/step.py` is `quire.serving.device.step`, and `tools/peers/work.py` is `tools.peers.work`."""
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(("quire", *parts)).removesuffix(".__init__")
+    return ".".join(parts if parts[0] == "tools" else ("quire", *parts)).removesuffix(".__init__")
 
 
 def package_of(path: Path) -> str:
@@ -165,7 +165,7 @@ def test_imports_run_one_way():
 
 
 def test_no_circles():
-    files = {name_of(path): path for path in FILES}
+    files = {name_of(path): path for path in [*FILES, *TOOLS]}
     needs: dict[str, set[str]] = {}
     for name, path in files.items():
         found = {module if module in files else module.rpartition(".")[0] for _, module in imports(path)}
@@ -173,7 +173,7 @@ def test_no_circles():
     graphlib.TopologicalSorter(needs).prepare()  # its error names the files of a circle
 
 
-def test_package_imports_itself_relatively():
+def test_packages_import_themselves_relatively():
     def absolute(node: ast.AST) -> list[str]:
         if isinstance(node, ast.Import):
             return [alias.name for alias in node.names]
@@ -182,12 +182,12 @@ def test_package_imports_itself_relatively():
     require_none(
         (
             f"{ids(path)}:{node.lineno} imports {name}"
-            for path in FILES
+            for path in [*FILES, *TOOLS]
             for node in nodes(path)
             for name in absolute(node)
-            if name.split(".")[0] == "quire"
+            if f"{name}.".startswith((f"{name_of(path).split('.')[0]}.", "quire.tools."))
         ),
-        "The package imports itself relatively (from ..ops import linear):",
+        "`quire` and `tools` each import themselves relatively (from ..ops import linear):",
     )
 
 
@@ -205,7 +205,7 @@ def test_nothing_that_runs_code_from_data():
                 yield f"{ids(path)}:{node.value.lineno}: {node.arg} must be False"
 
     require_none(
-        (line for path in FILES for line in violations(path)),
+        (line for path in [*FILES, *TOOLS] for line in violations(path)),
         "Files and sockets hold data, never code (docs/hardening.md). Read them with JSON, msgspec or safetensors:",
     )
 
@@ -218,7 +218,7 @@ def test_a_file_is_short_and_says_what_it_is():
         if text and not ast.get_docstring(parse(path)):
             yield f"{ids(path)}:1 has no docstring: say in one line what the file holds"
 
-    files = [path for path in FILES if not any(fnmatch(ids(path), kernel) for kernel in KERNELS)]
+    files = [path for path in [*FILES, *TOOLS] if not any(fnmatch(ids(path), kernel) for kernel in KERNELS)]
     require_none(
         (line for path in files for line in violations(path)),
         f"A file has a docstring and at most {MAX_LINES} lines:",
@@ -279,27 +279,22 @@ def test_every_family_file_is_in_the_table():
 
 
 def test_package_list_is_true():
-    packages = {
-        package_of(path) for path in FILES if not path.is_relative_to(ROOT / "scripts") or path.parent.name not in TOOLS
-    }
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages
-    for path in FILES:
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == {package_of(path) for path in FILES}
+    for path in [*FILES, *TOOLS]:
         assert (path.parent / "__init__.py").exists(), f"{path.parent} lacks __init__.py"
     top = {path.parent.name for path in ROOT.glob("[!.]*/__init__.py")}
-    assert top == set(LAYERS), "a package that the layers do not know"
+    assert top == {*LAYERS, "tools"}, "a package that the layers do not know"
 
 
 def test_what_ships_imports_no_tool():
-    tools = tuple(f"quire.scripts.{tool}." for tool in TOOLS)
     require_none(
         (
             f"{ids(path)}:{line} imports {module}"
             for path in FILES
-            if path.parent.name not in TOOLS
             for line, module in imports(path)
-            if f"{module}.".startswith(tools)
+            if f"{module}.".startswith(("tools.", "quire.tools.", "tests."))
         ),
-        "Tools are not in the wheel, so that nothing that is may import them:",
+        "tools/ and tests/ are not in the wheel, and nothing in the wheel may import them:",
     )
 
 
@@ -361,7 +356,7 @@ def test_a_start_is_light():
 
 def test_text_names_no_machine_and_few_hosts():
     """Nothing points at somebody's disk, and every address is one that a reader may follow."""
-    paths = [*FILES, *EXAMPLES, *(ROOT / "tests").rglob("*.py"), ROOT / ".ci" / "run"]
+    paths = [*FILES, *TOOLS, *EXAMPLES, *(ROOT / "tests").rglob("*.py"), ROOT / ".ci" / "run"]
     paths += [path for path in (ROOT / ".github").rglob("*") if path.is_file()]
     paths += [path for path in ROOT.iterdir() if path.is_file() and not path.name.startswith(".")]
     private = [str(ROOT), str(Path.home())] if len(str(Path.home())) > 1 else [str(ROOT)]
@@ -395,7 +390,7 @@ def test_files_are_published_by_one_function():
     require_none(
         (
             f"{ids(path)}:{node.lineno} calls {ast.unparse(node.func)}"
-            for path in FILES
+            for path in [*FILES, *TOOLS]
             if path != ROOT / "ops" / "cache_folder.py" and path not in GUESTS
             for node in nodes(path)
             if renames(node)
@@ -415,6 +410,6 @@ def test_words_that_were_given_up():
                 yield f"{ids(path)}:{token.start[0]}: {token.string} has the word {part}"
 
     require_none(
-        (line for path in [*FILES, *(ROOT / "tests").rglob("*.py")] for line in violations(path)),
+        (line for path in [*FILES, *TOOLS, *(ROOT / "tests").rglob("*.py")] for line in violations(path)),
         "Use the word that took the place of these (RETIRED):",
     )

@@ -1,1 +1,1 @@
-"""Checks and timings on an NVIDIA GPU. Not in the wheel."""
+"""Checks and timings on an NVIDIA GPU."""

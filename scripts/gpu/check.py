@@ -50,7 +50,6 @@ PARTS = (
     CheckPart("chosen", "what an engine chooses by itself", ".attention", "chosen", 100),
     CheckPart("pieces", "what else a step is made of", ".pieces", "measure", 75),
     CheckPart("step_xla", "the decode step with XLA's attention", ".step", "run", 75, {"attention": "xla"}),
-    CheckPart("transformers", "the same streams through transformers", ".serving", "transformers", 75),
     CheckPart("no_graphs", "a decode step without command buffers", ".step", "run", 45, {"batches": (1,)}, GRAPHS),
     CheckPart("graphs_default", "a decode step with XLA's own choice of command buffers", ".step", "run", 45,
          {"batches": (1,)}, f"{GRAPHS}+FUSION"),

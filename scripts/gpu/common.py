@@ -76,11 +76,6 @@ class PartReport:
     def wrong(self, reason: str) -> None:
         self(wrong=[*self.found.get("wrong", []), reason])
 
-    def of(self, name: str) -> dict[str, Any]:
-        """The findings of another part."""
-        file = self.file.with_name(f"{name}.json")
-        return json.loads(file.read_text()) if file.exists() else {}
-
 
 def seconds(run: Callable, *inputs, bursts: int = 5) -> float:
     """Seconds of one run, with the card warm: the median of bursts, which hide the host's part."""

@@ -1,4 +1,4 @@
-"""Many streams through the engine, the device time that the host costs, and the same streams through transformers."""
+"""Many streams through the engine, and the device time that the host costs."""
 
 import random
 import time
@@ -110,23 +110,3 @@ def longest(flags: list[bool]) -> range:
             best = max(best, range(start, index), key=len)
             start = index + 1
     return best
-
-
-def transformers(report: PartReport, scale: CheckSizes, seed: int) -> None:
-    """The same requests through transformers' continuous batching, where it is installed and finds the card."""
-    try:
-        from ..peers import continuous
-    except ImportError as error:
-        report(f"transformers is left out: {error}", left_out=str(error))
-        return
-    if not continuous.has_card():
-        report("transformers is left out: its torch finds no card", left_out="its torch finds no card")
-        return
-    prompts = [sample.prompt for sample in requests(scale, seed)]
-    ours, best = report.of("serving").get("throughput", {}).get("output_throughput"), 0.0
-    for found in continuous.run(scale.hf, prompts, scale.answer, scale.streams):
-        best = max(best, found["output_throughput"])
-        times = {} if ours is None else {"times": ours / best}
-        line = f"{found['what']}: {found['output_throughput']:.0f} output tokens/s"
-        more = "" if ours is None else f"; Quire's are {ours / best:.2f} times the best of these; to reach: 3 times"
-        report(line + more, **times, **{found["what"]: found})

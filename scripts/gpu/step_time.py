@@ -31,7 +31,7 @@ class Goal:
         return f"{self.share:.0%} of the roof (an H200 by the model: {self.seconds * 1e3:.2f} ms, {self.predicted:.0%})"
 
 
-GOALS = {  # by cases of `ahead.py`; docs/kernels.md has the programs from which the model says it
+GOALS = {  # by cases of tools/gpu/ahead.py; docs/kernels.md has the programs from which the model says it
     "llama-3-8b, bf16, batch 1": Goal(0.90, 4.25e-3, 0.84),
     "llama-3-8b, bf16, batch 64": Goal(0.80, 6.36e-3, 0.88),
     "qwen3-30b-a3b, bf16, batch 64": Goal(0.75, 17.86e-3, 0.87),
@@ -53,11 +53,6 @@ def step_seconds(device: Device, moved: float, operations: float, launches: floa
     """Seconds of a step that moves so many bytes, by the model above."""
     busy = max(moved / (SUSTAINED * device.bandwidth), operations / (PRODUCTS * device.flops))
     return busy + launches * LAUNCH
-
-
-def roof_seconds(device: Device, needed: float, operations: float) -> float:
-    """Seconds of the bytes that any program must read, or of its operations: of this a step reaches a share."""
-    return step_seconds(device, needed, operations, 0)
 
 
 def attention_seconds(device: Device, moved: float, operations: float) -> float:

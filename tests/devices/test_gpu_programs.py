@@ -8,15 +8,17 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import extras_alone
 import pytest
 from cases import FACTOR, thinned
 
-from quire.scripts.gpu.ahead import CASES
 from quire.scripts.gpu.step_time import GOALS
-from quire.scripts.gpu.target import missing
+from tools.gpu.ahead import CASES
+from tools.gpu.target import missing
 
+ROOT = Path(__file__).parents[2]  # where `tools` is
 LACKING = missing()
 pytestmark = [
     pytest.mark.slow,
@@ -89,8 +91,8 @@ def compiled(target: str, *names: str, python: str = sys.executable) -> dict[str
     """What the command says of the steps of these names."""
     assert LACKING is None, LACKING
     plain = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "QUIRE_GRAPHS")}
-    command = [python, "-m", "quire.scripts.gpu.ahead", "--json", "--spills", "--target", target, *names]
-    done = subprocess.run(command, env=plain, capture_output=True, text=True, timeout=3000)
+    command = [python, "-m", "tools.gpu.ahead", "--json", "--spills", "--target", target, *names]
+    done = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, timeout=3000)
     assert not done.returncode, done.stderr[-3000:]
     return {found["name"]: found for found in map(json.loads, done.stdout.splitlines())}
 

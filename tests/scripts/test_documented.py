@@ -28,8 +28,8 @@ from quire.serving.api.options import EngineOptions
 ROOT = Path(quire.__file__).resolve().parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-QUOTED = re.compile(r"`((?:quire|python -m quire\.[\w.]+) [^`]+ [^`]+)`")
-COMMAND = re.compile(r"(?:^|\| |\$ )((?:quire|python -m quire\.[\w.]+) .*)")
+QUOTED = re.compile(r"`((?:quire|python -m (?:quire|tools)\.[\w.]+) [^`]+ [^`]+)`")
+COMMAND = re.compile(r"(?:^|\| |\$ )((?:quire|python -m (?:quire|tools)\.[\w.]+) .*)")
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -1,7 +1,6 @@
 """The check for machines with a GPU, as far as it goes without one: its parts at a tiny size, and its bookkeeping."""
 
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -201,37 +200,6 @@ def test_the_longest_stretch():
     assert gpu_serving.longest([False, True, True, True]) == range(1, 4)
 
 
-def test_the_peer(tmp_path, monkeypatch):
-    """It gets the requests that Quire got, and is left out with a reason where it cannot run."""
-
-    class Guest:
-        card = True
-
-        def has_card(self):
-            return self.card
-
-        def run(self, hf, prompts, answer, streams):
-            assert hf is TINY.hf and (answer, streams) == (TINY.answer, TINY.streams)
-            assert prompts == [sample.prompt for sample in gpu_serving.requests(TINY, 3)]
-            yield {"what": "A", "output_throughput": 100.0}
-            yield {"what": "B", "output_throughput": 50.0}
-
-    name = "quire.scripts.peers.continuous"
-    PartReport(tmp_path / "serving.json")(throughput={"output_throughput": 250.0})
-    monkeypatch.setitem(sys.modules, name, Guest())
-    monkeypatch.setattr("quire.scripts.peers.continuous", Guest(), raising=False)
-    report = PartReport(tmp_path / "transformers.json")
-    gpu_serving.transformers(report, TINY, 3)
-    assert report.found["times"] == 2.5 and set(report.found) == {"times", "A", "B"}
-    Guest.card = False
-    gpu_serving.transformers(report := PartReport(tmp_path / "b.json"), TINY, 3)
-    assert report.found == {"left_out": "its torch finds no card"}
-    monkeypatch.delattr("quire.scripts.peers.continuous")
-    monkeypatch.setitem(sys.modules, name, None)
-    gpu_serving.transformers(report := PartReport(tmp_path / "c.json"), TINY, 3)
-    assert "continuous" in report.found["left_out"]
-
-
 @pytest.mark.slow
 def test_on_other_cards_attention_is_tritons(tmp_path, monkeypatch, capsys):
     """What it does not serve is said, and is neither wrong nor timed."""
@@ -315,7 +283,7 @@ def test_parts_run_as_long_as_there_is_time(capsys):
     assert asked[5] == ("chosen", None, 370 - 240)
     assert asked[6] == ("pieces", None, 370 - 250)
     assert list(found) == [part.name for part in PARTS]
-    assert found["transformers"] == {"skipped": "40 s are left and it takes about 75"}
+    assert found["step_xla"] == {"skipped": "40 s are left and it takes about 75"}
     assert found["right"] == {"error": 1e-4, "took": 30}
     assert [len(one) for one in saved] == list(range(1, len(PARTS) + 1))
     out = capsys.readouterr().out

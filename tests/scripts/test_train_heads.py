@@ -438,8 +438,8 @@ def test_settings_that_cannot_be(tmp_path, bundled, settings, message):
 
 
 def test_quill_has_prompts_of_all_its_tasks(tmp_path):
-    from quire.scripts.quill.prompts import main
-    from quire.scripts.quill.tasks import TASKS, fresh
+    from tools.quill.prompts import main
+    from tools.quill.tasks import TASKS, fresh
 
     main(tmp_path / "prompts.jsonl", 400)
     found = read_prompts(tmp_path / "prompts.jsonl")

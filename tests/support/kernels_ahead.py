@@ -18,8 +18,8 @@ import pytest
 from cases import FACTOR
 
 from quire.ops import graphs
-from quire.scripts.gpu.program import read_thunks, spilled_bytes, thunks
-from quire.scripts.gpu.target import APART, described, missing
+from tools.gpu.program import read_thunks, spilled_bytes, thunks
+from tools.gpu.target import APART, described, missing
 
 LACKING = missing()
 needs_compiler = pytest.mark.skipif(

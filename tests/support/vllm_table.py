@@ -65,7 +65,7 @@ The tables are written by `tests/support/vllm_table.py`, and a test holds them a
 
 TESTS = """## vLLM's own server tests
 
-`python -m quire.scripts.peers.vllm_tests SOURCE` runs the tests of vLLM 0.33's server that are about text models, as
+`python -m tools.peers.vllm_tests SOURCE` runs the tests of vLLM 0.33's server that are about text models, as
 they are, against `quire serve` with the bundled model's tokenizer and random weights. Of 184 (27 November 2026) 66
 pass, 65 are skipped, nearly all since they call vLLM's own code, and 53 fail:
 

@@ -1,1 +1,0 @@
-"""Other engines on the same work: their environments, and a worker that runs inside each. Not in the wheel."""

@@ -1,1 +1,0 @@
-"""How quill, the bundled model, is trained and evaluated. Not in the wheel."""

@@ -1,1 +1,0 @@
-"""Makes what is published; not in the wheel."""

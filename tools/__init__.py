@@ -1,0 +1,1 @@
+"""Developer tools, outside of the wheel: `python -m tools.peers.compare`, from the repository root."""

@@ -1,0 +1,1 @@
+"""Steps compiled for NVIDIA GPUs on a machine without one, and what their programs contain."""

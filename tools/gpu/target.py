@@ -1,0 +1,141 @@
+"""Cards that a text describes: for them JAX's CUDA plugin compiles on a machine without one."""
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+from jax.experimental import topologies
+
+from quire.model.planning.cost import DEVICES
+from quire.ops import graphs
+from quire.ops.attention import mosaic_gpu
+from quire.ops.attention.flashinfer import library
+
+DRIVER = (12, 9)  # CUDA's; without it XLA leaves calls and products out of its graphs
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a compiler must know of a card, as the makers tell it. Its memory is in DEVICES."""
+
+    name: str
+    capability: tuple[int, int]
+    processors: int
+    clock: float  # GHz
+    lanes: int  # of float32, in a processor
+    shared: int  # bytes of a processor's shared memory, of which a block may have all but 1 KiB
+    cache: int  # bytes, of the second level
+
+    def text(self, memory: float, bandwidth: float) -> str:
+        major, minor = self.capability
+        # What Hopper and Blackwell have for this capability alone: wgmma, tcgen05.
+        feature = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+        driver = f"{DRIVER[0]}.{DRIVER[1]}.0"
+        return f"""
+gpu_device_info {{
+  name: "{self.name}"
+  cuda_compute_capability {{ major: {major} minor: {minor}{feature} }}
+  core_count: {self.processors}
+  clock_rate_ghz: {self.clock}
+  fpus_per_core: {self.lanes}
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {self.shared - 1024}
+  shared_memory_per_core: {self.shared}
+  l2_cache_size: {self.cache}
+  memory_bandwidth: {bandwidth:.0f}
+  device_memory_size: {memory:.0f}
+  driver_version: "{driver}"
+  kernel_mode_driver_version: "575.57.8"
+  runtime_version: "{driver}"
+  compile_time_toolkit_version: "{driver}"
+  dnn_version: "9.10.2"
+}}
+platform_name: "CUDA"
+device_description_str: "{self.name}"
+runtime_version {{ major: {DRIVER[0]} minor: {DRIVER[1]} patch: 0 }}
+dnn_version_info {{ major: 9 minor: 10 patch: 2 }}
+"""
+
+
+CARDS = {
+    "h200": Card("NVIDIA H200", (9, 0), 132, 1.98, 128, 228 << 10, 50 << 20),
+    "b200": Card("NVIDIA B200", (10, 0), 148, 1.965, 128, 228 << 10, 126 << 20),
+    "a100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41, 64, 164 << 10, 40 << 20),
+}
+PLUGINS = "jax-cuda12-plugin", "jax-cuda12-pjrt"  # of jax's own version
+APART = Path(sys.prefix, "gpu-compiler")  # where `make gpu-compiler` puts it: no other program here meets the plugin
+
+
+def missing() -> str | None:
+    """What is to be installed before anything can be compiled; None: nothing."""
+    wanted = f"pip install --no-deps jax-cuda12-plugin=={jax.__version__} jax-cuda12-pjrt=={jax.__version__}"
+    wanted += " nvidia-cuda-nvcc-cu12"
+    for name in PLUGINS:
+        found = next((one.version for one in importlib.metadata.distributions(name=name, path=places())), None)
+        if found is None:
+            return f"{name} is not installed, which compiles for a GPU: {wanted}"
+        if found != jax.__version__:
+            return f"{name} is of version {found} and jax of {jax.__version__}: {wanted}"
+    return None if ptxas() is not None else f"ptxas is not installed: {wanted}"
+
+
+def ptxas() -> Path | None:
+    """The assembler of nvidia-cuda-nvcc-cu12."""
+    return next((path for place in places() for path in sorted(Path(place).glob("nvidia/*/bin/ptxas"))), None)
+
+
+def places() -> list[str]:
+    return [*sys.path, str(APART)]
+
+
+@contextmanager
+def described(name: str, count: int = 1) -> Iterator[Sequence[Any]]:
+    """So many cards of a name in CARDS, or of one with "+flashinfer", where that is installed.
+
+    Within this context whatever asks JAX for its devices finds them.
+    """
+    name, _, extra = name.partition("+")
+    text = CARDS[name].text(DEVICES[name].memory, DEVICES[name].bandwidth)
+    topology = topologies.get_topology_desc(
+        f"{name}:{count}", platform="cuda", target_config=text, topology=f"1x1x{count}"
+    )
+    devices = list(topology.devices)
+    with ExitStack() as changed:
+        for target, attribute, value in (
+            (jax, "default_backend", lambda: "gpu"),
+            (jax, "devices", lambda *asked, **named: devices),
+            (jax, "local_devices", lambda *asked, **named: devices),
+            (graphs, "driver_version", lambda: 1000 * DRIVER[0] + 10 * DRIVER[1]),
+            # Nothing is run here, so that a call of FlashInfer's kernel needs no FlashInfer.
+            (library, "PACKAGES", ("jax-tvm-ffi",)),
+            (library, "built", lambda kernel: ("", None)),
+            (library, "load", lambda path: None),
+            *([] if extra else [(library, "missing", lambda: f"it was not asked for, as with {name}+flashinfer")]),
+        ):
+            changed.enter_context(mock.patch.object(target, attribute, value))
+        # No card is here on which the kernels could be tried.
+        changed.enter_context(mock.patch.dict(os.environ, {"QUIRE_MOSAIC": "trusted"}))
+        forget()
+        changed.callback(forget)
+        yield devices
+
+
+def forget() -> None:
+    """Nothing that was found or traced for another device is used for this one."""
+    mosaic_gpu.has_gpu.cache_clear()
+    jax.clear_caches()

@@ -1,0 +1,117 @@
+"""Quire beside vLLM, OpenVINO GenAI, transformers and llama.cpp: `python -m tools.peers.compare`.
+
+All load the same random Llama and do the same work in turns, each in an environment of its own, which this command
+makes (several gigabytes, once). Run it on an idle machine.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import signal
+import sys
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import typer
+
+from quire.scripts import collect_env
+from quire.scripts.bench.bandwidth import read_bandwidth
+
+from . import checkpoint, envs, report, turns
+from .loop import LoadSettings
+from .work import WORKS
+
+ENGINES = ("quire", *envs.RECIPES)
+MAX_SEQS = 32
+
+
+def main(
+    size: Annotated[str, typer.Option(help=f"The model: {' or '.join(checkpoint.SIZES)}.")] = "100m",
+    work: Annotated[list[str] | None, typer.Option(help=f"Only this one: {', '.join(WORKS)}. Repeatable.")] = None,
+    engine: Annotated[list[str] | None, typer.Option(help=f"Only this one: {', '.join(ENGINES)}. Repeatable.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that every engine does every work.")] = 5,
+    place: Annotated[Path | None, typer.Option("--envs", help="Folder of environments and checkpoints.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for SIZE.json and SIZE.md.")] = None,
+    limit: Annotated[float, typer.Option(help="Seconds that an engine may take over one job.")] = 900,
+    install_only: Annotated[bool, typer.Option("--install-only", help="Make the environments and exit.")] = False,
+) -> None:
+    """Measure all engines at all works and print a table."""
+    from rich.console import Console
+
+    if size not in checkpoint.SIZES:
+        raise typer.BadParameter(f"{size!r} is not one of {', '.join(checkpoint.SIZES)}", param_hint="--size")
+    names, engines = chosen(work, WORKS, "--work"), chosen(engine, ENGINES, "--engine")
+    place = (place or envs.default_place()).resolve()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers, which are stopped, end too
+    console = Console(stderr=True, highlight=False)
+    failures: dict[tuple[str, str], str] = {}
+    for name in engines:
+        try:
+            envs.make(place, name, console.print)
+        except envs.EnvError as error:
+            failures |= {(work_name, name): str(error) for work_name in names}
+            console.print(f"failed: {error}")
+    if install_only:
+        raise typer.Exit(1 if failures else 0)
+    works = {name: WORKS[name] for name in names}
+    shape = checkpoint.SIZES[size]
+    folder = checkpoint.write(place / "checkpoints" / size / "hf", shape)
+    settings = LoadSettings(str(folder), "", "bf16", checkpoint.MAX_LEN, MAX_SEQS, collect_env.cores())
+    bandwidths: list[float] = []
+    fit = [name for name in engines if not any(engine == name for _, engine in failures)]
+    for weights in ("int8", "int4"):
+        if "vllm" in fit and any(work.weights == weights for work in works.values()):
+            checkpoint.quantise(folder, folder.parent / "vllm" / weights, weights)
+    played = works
+    if shape.experts or shape.convolved:
+        played = {name: work for name, work in works.items() if not work.adapters}
+        missing = product(works.keys() - played.keys(), engines)
+        failures |= dict.fromkeys(missing, "adapters are compared for Llamas alone")
+    for number in range(max((work.adapters for work in played.values()), default=0)):
+        checkpoint.write_adapter(checkpoint.adapter_folder(folder, number), shape, number)
+    bench = turns.Bench(place, settings, limit)
+    shared = [each for each in works.values() if each.weights == "q4_k_m"]
+    if shared and "llama.cpp" in fit:
+        turns.prepare("llama.cpp", shared[0], bench)  # Quire reads the same file
+    results, failed = turns.play(
+        played, fit, bench, rounds, console.print,
+        between=lambda: bandwidths.append(read_bandwidth()),
+    )  # fmt: skip
+    failures |= failed
+    if not bandwidths:
+        raise typer.Exit(130)  # stopped before the first turn
+    bandwidth = median(bandwidths)
+    found = {
+        "size": size, "shape": asdict(shape), "rounds": rounds, "machine": machine(), "bandwidth": bandwidth,
+        "bandwidths": bandwidths, "versions": {name: envs.versions(place, name) for name in engines},
+        "works": report.summary(works, engines, results, failures, shape, bandwidth),
+    }  # fmt: skip
+    Console(width=None if sys.stdout.isatty() else 160).print(report.rich_table(found))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{size}.json").write_text(json.dumps(found, indent=1))
+        (out / f"{size}.md").write_text(report.markdown(found))
+
+
+def chosen(asked: list[str] | None, known, option: str) -> list[str]:
+    """The names that were asked for, or all, in the table's order."""
+    if unknown := [name for name in asked or [] if name not in known]:
+        raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(known)}", param_hint=option)
+    return [name for name in known if not asked or name in asked]
+
+
+def machine() -> dict[str, str | int]:
+    """The processor and how much of it there is."""
+    return {
+        "processor": dict(collect_env.machine())["cpu"],
+        "cores": collect_env.cores(),
+        "system": platform.platform(),
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)

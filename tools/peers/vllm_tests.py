@@ -1,0 +1,230 @@
+"""vLLM's own server tests, as they are, against `quire serve`: `python -m tools.peers.vllm_tests SOURCE`.
+
+SOURCE is a folder of vLLM's source, such as its sdist unpacked; needs pytest-asyncio, transformers and what the tests
+import. The model is the bundled one under the name that a test asks for. What a test takes from vLLM's own code is not
+there: such a test is skipped when it uses it.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from quire.scripts.tables import table
+
+FILES = (  # of text models that generate, under tests/entrypoints
+    "openai/completion/test_completion.py", "openai/completion/test_prompt_validation.py",
+    "openai/chat_completion/test_chat.py", "openai/chat_completion/test_chat_completion.py",
+    "openai/chat_completion/test_chat_echo.py", "openai/chat_completion/test_chat_logit_bias_validation.py",
+    "openai/chat_completion/test_enable_force_include_usage.py", "openai/chat_completion/test_include_reasoning.py",
+    "openai/chat_completion/test_completion_with_function_calling.py",
+    "openai/chat_completion/test_logprob_token_ids.py", "openai/models/test_models.py",
+    "openai/test_return_tokens_as_ids.py", "openai/test_return_token_ids.py", "openai/test_chunked_prompt.py",
+    "openai/responses/test_simple.py", "anthropic/test_messages.py", "serve/tokenize/test_tokenization.py",
+    "serve/instrumentator/test_basic.py",
+)  # fmt: skip
+BOTH = (  # flags that both have
+    "--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--no-enable-prefix-caching", "--max-num-seqs",
+    "--tool-call-parser", "--reasoning-parser", "--api-key", "--enable-tokenizer-info-endpoint", "--max-logprobs",
+    "--enable-force-include-usage", "--enable-per-request-metrics",
+)  # fmt: skip
+CHOSEN = "not load_prompt_embeds"  # those call vLLM's functions with mocks
+KEY = "token-abc123"
+TURNS = (  # as the bundled model has them, and a place for tools, which it was not taught
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
+    "{{ '<|' ~ message.role ~ '|>' ~ message.content ~ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+# Random weights seldom end by themselves, which the tests count on.
+SERVE = (sys.executable, "-m", "quire", "serve", "--port", "0", "--load-format", "dummy")
+
+
+class Absent(type):
+    """A name of vLLM's own code, good enough to be imported, annotated with and caught."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        pytest.skip(f"needs vLLM's own {cls.__name__}")
+
+    def __add__(cls, other: Any) -> Any:
+        return cls()
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return absent(f"{cls.__name__}.{name}")
+
+
+def absent(name: str) -> Any:
+    return Absent(name, (Exception,), {})
+
+
+class Substitutes(Loader, MetaPathFinder):
+    """Modules in place of vLLM's, and of the helpers of its tests."""
+
+    def __init__(self, given: dict[str, dict[str, Any]]):
+        self.given = given
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname in self.given or fullname.partition(".")[0] == "vllm":
+            return ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        vars(module).update(self.given.get(name, {}))
+        vars(module)["__getattr__"] = lambda own: absent(f"{name}.{own}") if own[:2] != "__" else None
+
+
+def options_of(args: Sequence[str]) -> dict[str, list[str]]:
+    """Flags with the words that follow each."""
+    found: dict[str, list[str]] = {}
+    values: list[str] = []
+    for word in args:
+        if word.startswith("--"):
+            name, is_given, value = word.partition("=")
+            values = found[name] = [value] if is_given else []
+        else:
+            values.append(word)
+    return found
+
+
+def tokenizer(*_: Any, **__: Any) -> Any:
+    """What the tests count tokens with."""
+    from quire.model.checkpoint import hub
+
+    return import_module("transformers").AutoTokenizer.from_pretrained(hub.resolve(None))
+
+
+class RemoteOpenAIServer:
+    """`quire serve` with those of a test's flags that it has."""
+
+    DUMMY_API_KEY = KEY
+
+    def __init__(self, model: str, args: Sequence[str], env_dict: dict[str, str] | None = None, **_: Any):
+        given = options_of(args)
+        flags = [word for flag, values in given.items() if flag in BOTH for word in (flag, *values)]
+        names = given.get("--served-model-name", [model])
+        if key := (env_dict or {}).get("VLLM_API_KEY"):
+            flags += ["--api-key", key]
+        [longest] = given.get("--max-model-len", ["8192"])
+        flags += ["--max-model-len", longest, "--hf-overrides", f'{{"max_position_embeddings": {longest}}}']
+        self.folder = tempfile.TemporaryDirectory()
+        template = Path(self.folder.name) / "turns.jinja"
+        template.write_text(TURNS)
+        self.process = subprocess.Popen(
+            [*SERVE, "--chat-template", str(template), *flags, "--served-model-name", *names],
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        lines = self.process.stderr
+        assert lines is not None
+        ready = next((line for line in lines if line.startswith("ready: ")), None)
+        if ready is None:
+            pytest.fail("the server did not start")
+        threading.Thread(target=lambda: [None for _ in lines], daemon=True).start()  # so that it can go on writing
+        self.url_root = ready.removeprefix("ready: ").strip()
+        self.host, _, port = self.url_root.removeprefix("http://").partition(":")
+        self.port = int(port)
+
+    def __enter__(self) -> "RemoteOpenAIServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+        self.folder.cleanup()
+
+    def url_for(self, *parts: str) -> str:
+        return "/".join([self.url_root, *parts])
+
+    def get_client(self, **chosen: Any) -> Any:
+        from openai import OpenAI
+
+        return OpenAI(**self.options(chosen))
+
+    def get_async_client(self, **chosen: Any) -> Any:
+        from openai import AsyncOpenAI
+
+        return AsyncOpenAI(**self.options(chosen))
+
+    def get_client_anthropic(self, **chosen: Any) -> Any:
+        import anthropic
+
+        return anthropic.Anthropic(**self.options(chosen) | {"base_url": self.url_root})
+
+    def get_async_client_anthropic(self, **chosen: Any) -> Any:
+        import anthropic
+
+        return anthropic.AsyncAnthropic(**self.options(chosen) | {"base_url": self.url_root})
+
+    def options(self, chosen: dict[str, Any]) -> dict[str, Any]:
+        return {"base_url": self.url_for("v1"), "api_key": KEY, "max_retries": 0, "timeout": 120} | chosen
+
+
+class Count:
+    """How the tests of each file ended."""
+
+    def __init__(self) -> None:
+        self.ended: dict[str, Counter[str]] = defaultdict(Counter)
+        self.failed: list[tuple[str, str]] = []
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when != "call" and report.passed:
+            return
+        file = report.nodeid.partition("::")[0].rpartition("entrypoints/")[2]
+        self.ended[file][report.outcome] += 1
+        if report.failed:
+            self.failed.append((report.nodeid.rpartition("entrypoints/")[2], self.why(report)))
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.ended[report.nodeid]["not read"] += 1
+            self.failed.append((report.nodeid, self.why(report)))
+
+    @staticmethod
+    def why(report: Any) -> str:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        return str(crash.message if crash else report.longrepr).splitlines()[0][:160]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path, help="a folder of vLLM's source")
+    parser.add_argument("files", nargs="*", default=FILES, help="of tests/entrypoints (default: those of text models)")
+    parser.add_argument("-k", dest="some", default=CHOSEN, help="tests whose names match, as pytest has it")
+    given = parser.parse_args()
+    tests = given.source / "tests" / "entrypoints"
+    for file in given.files:
+        if not (tests / file).is_file():
+            parser.error(f"{tests / file} is not there")
+    sys.path.insert(0, str(given.source))
+    helpers = {"RemoteOpenAIServer": RemoteOpenAIServer, "ROCM_EXTRA_ARGS": [], "ROCM_ENV_OVERRIDES": {}}
+    sys.meta_path.insert(0, Substitutes({"tests.utils": helpers, "vllm.tokenizers": {"get_tokenizer": tokenizer}}))
+    count = Count()
+    fixtures = [f"-ptests.entrypoints.{name}" for name in ("conftest", "openai.responses.conftest")]
+    options = [
+        "-q", "--noconftest", "--continue-on-collection-errors", "--tb=no", "--no-header",
+        "-pno:cacheprovider", "-oaddopts=", "-k", given.some,
+    ]  # fmt: skip
+    files = [str(tests / file) for file in given.files]
+    pytest.main([*fixtures, *options, f"--rootdir={given.source}", "-c/dev/null", *files], plugins=[count])
+    kinds = ("passed", "failed", "skipped", "not read")
+    rows = [(file, *(ended[kind] for kind in kinds)) for file, ended in sorted(count.ended.items())]
+    rows.append(("all", *(sum(ended[kind] for ended in count.ended.values()) for kind in kinds)))
+    print(table(("file", *kinds), rows))
+    for name, why in count.failed:
+        print(f"\n{name}\n    {why}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""One engine in its own process: reads a job a line from stdin and answers each with a line on stdout.
+
+The engine's own interpreter runs it by its path: `python -P .../worker.py vllm`.
+Whatever the engine prints goes to stderr.
+"""
+
+import json
+import os
+import sys
+import traceback
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+
+if not __package__:  # run by its path: a peer's own packages come first, ours last
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    __package__ = "peers"
+
+from .loop import LoadSettings, TimedPrompt
+
+RUNNERS = {
+    "quire": ".run_quire",
+    "vllm": ".run_vllm",
+    "openvino": ".run_openvino",
+    "transformers": ".run_transformers",
+    "llama.cpp": ".run_llama_cpp",
+}
+
+
+def reply(runner, state: dict, job: dict) -> dict:
+    """Do one job: `prepare` and `load` take LoadSettings, `run` takes requests."""
+    if job["op"] == "prepare":
+        runner.prepare(LoadSettings(**job["settings"]))
+        return {}
+    if job["op"] == "load":
+        state["serve"] = runner.load(LoadSettings(**job["settings"]))
+        return {}
+    requests = [TimedPrompt(**request) for request in job["requests"]]
+    return {"answers": [asdict(answer) for answer in state["serve"](requests)]}
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print, in Python or in C, must not mix with the answers
+    state: dict = {}
+    runner = None
+    for line in sys.stdin:
+        try:
+            runner = runner or import_module(RUNNERS[sys.argv[1]], __package__)
+            answer = reply(runner, state, json.loads(line))
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0]}
+        out.write(json.dumps(answer) + "\n")
+        out.flush()
+
+
+if __name__ == "__main__":
+    main()

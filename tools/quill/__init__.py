@@ -1,0 +1,1 @@
+"""How quill, the bundled model, is trained and evaluated."""

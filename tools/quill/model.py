@@ -1,0 +1,104 @@
+"""Training quill's decoder: bfloat16 products in both directions, the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from quire.model import decoder
+from quire.model.config import ModelConfig
+from quire.ops.weight import Weight
+from quire.scripts.train_heads.attention import attention
+from quire.sharding import struct
+
+
+def looking_back(weights, config: ModelConfig):
+    """Weights whose first layer's head h attends, before any training, h tokens back.
+
+    Looking something up needs to know what stood just before each token, and finding that out takes training longer
+    than all the rest. One dimension of the embedding is made the same for every token; from it the keys get a constant
+    vector in the fastest rotary pairs, and each head's queries the same vector turned by h positions.
+    """
+    first, constant, gain, sharp, pairs = weights.layers[0], 0.3, 2.0, 2.0, 4
+    a, w = config.layers[0].attention, first.attention
+    half, inv_freq = a.head_dim // 2, np.asarray(a.rope.inv_freq)
+    qkv_DGH = np.array(w.qkv_DGH)
+    for head in range(a.heads + 1):  # the last one is the key's
+        turn = -head * inv_freq[:pairs] if head < a.heads else np.zeros(pairs)
+        vector_H = np.zeros(a.head_dim)
+        vector_H[:pairs], vector_H[half : half + pairs] = np.cos(turn), np.sin(turn)
+        qkv_DGH[:, head] *= 0.3  # what the token says is left in, but does not drown this
+        qkv_DGH[0, head] = gain * vector_H
+    attention = w.replace(qkv_DGH=jnp.asarray(qkv_DGH), q_norm=w.q_norm * sharp)
+    layers = (first.replace(attention=attention), *weights.layers[1:])
+    return weights.replace(embed_VD=jnp.asarray(weights.embed_VD).at[:, 0].set(constant), layers=layers)
+
+
+@jax.custom_vjp
+def narrow_dot(x, w):
+    """x @ w with both rounded to bfloat16 and the sum in float32, and the same for its gradients."""
+    return _dot(x, w)
+
+
+def _dot(x, w):
+    return jnp.dot(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+
+
+narrow_dot.defvjp(
+    lambda x, w: (_dot(x, w), (x, w)),
+    lambda saved, g: (_dot(g, saved[1].T).astype(saved[0].dtype), _dot(saved[0].T, g).astype(saved[1].dtype)),
+)
+
+
+@struct.dataclass
+class Narrow(Weight):
+    """A weight whose products run in bfloat16."""
+
+    array: Any
+
+    def einsum(self, subscripts: str, x, bias=None, dtype=None):
+        if bias is not None:
+            raise NotImplementedError("training has no biases")
+        into, out = subscripts.split("->")[0].split(",")
+        shared = sum(letter in into for letter in out)
+        shape, rows = self.array.shape, x.shape[: x.ndim - shared]
+        if subscripts == "RD,VD->RV":
+            return narrow_dot(x, self.array.T)
+        inner = 1
+        for size in shape[:shared]:
+            inner *= size
+        return narrow_dot(x.reshape(-1, inner), self.array.reshape(inner, -1)).reshape(*rows, *shape[shared:])
+
+
+def narrowed(weights):
+    """The weight tree with every matrix as a `Narrow` node; the embedding is looked up as it is."""
+    embed = weights.embed_VD
+    nodes = jax.tree.map(lambda leaf: Narrow(leaf) if leaf.ndim > 1 else leaf, weights)
+    return nodes.replace(embed_VD=embed, head_VD=Narrow(embed))
+
+
+def logits_of(weights, tokens_BT, documents_BT, config: ModelConfig):
+    """Float32 logits [B * T, V]."""
+    B, T = tokens_BT.shape
+    weights, positions = narrowed(weights), jnp.tile(jnp.arange(T), B)
+    attend = attention(config, documents_BT)
+    hidden, _ = decoder.forward(weights, {}, tokens_BT.reshape(-1), positions, config, attend)
+    return decoder.logits(weights, hidden, config)
+
+
+def loss_of(weights, batch, config: ModelConfig):
+    """Weighted mean cross entropy of a batch (tokens, targets, weights, documents)."""
+    tokens, targets, weight, documents = batch
+    logits_RV = logits_of(weights, tokens, documents, config)
+    wanted_RV = jnp.arange(config.vocab_size) == targets.reshape(-1, 1)  # a mask: the gradient of a gather is slow
+    right_R = jnp.where(wanted_RV, logits_RV, 0).sum(axis=-1)
+    lost_R = (jax.nn.logsumexp(logits_RV, axis=-1) - right_R) * weight.reshape(-1)
+    return lost_R.sum() / jnp.maximum(weight.sum(), 1)
+
+
+def predictions(weights, tokens_BT, documents_BT, config: ModelConfig):
+    """The most likely next token at every place."""
+    return jnp.argmax(logits_of(weights, tokens_BT, documents_BT, config), axis=-1).reshape(tokens_BT.shape)

@@ -1,0 +1,44 @@
+"""Prompts of quill's tasks for `quire train-heads`: `python -m tools.quill.prompts prompts.jsonl`.
+
+With --documents whole ones, as calibration text for `quire quantize`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Annotated
+
+import typer
+
+from .corpus import MIX, documents
+from .tasks import BOS, TASKS
+
+
+def main(
+    out: Annotated[Path, typer.Argument(help="file to write, an object a line")],
+    count: Annotated[int, typer.Option(min=1, help="prompts")] = 8000,
+    seed: Annotated[int, typer.Option(help="another seed draws other prompts")] = 0,
+    whole: Annotated[bool, typer.Option("--documents", help="with their answers, for `quire quantize`")] = False,
+    task: Annotated[list[str] | None, typer.Option(help="only these tasks, equally often; may be repeated")] = None,
+):
+    """Write prompts, none of which evaluation asks: its samples come from other generators."""
+    if unknown := [name for name in task or [] if name not in TASKS]:
+        raise typer.BadParameter(f"{unknown[0]!r} is not a task; there are {', '.join(TASKS)}", param_hint="--task")
+    if whole:
+        texts = ("".join(part for part, _ in parts).removeprefix(BOS) for parts in documents(f"heads/{seed}", count))
+        out.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        return
+    rng, weights = Random(f"heads/{seed}"), {name: weight for name, weight in MIX.items() if name in TASKS}
+    weights |= dict.fromkeys(("lookup_200", "lookup_400", "lookup_600"), 0.3)
+    weights = dict.fromkeys(task, 1.0) if task else weights
+    with out.open("w") as file:
+        for name in rng.choices(list(weights), list(weights.values()), k=count):
+            example = TASKS[name](rng)
+            asked = {"prompt": example.prompt} if example.plain else {"messages": example.messages}
+            file.write(json.dumps(asked) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

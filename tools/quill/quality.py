@@ -1,0 +1,140 @@
+"""What rounding costs quill, by format and method: `python -m tools.quill.quality table.md`."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from .corpus import documents, encode
+from .eval import evaluate
+from .tasks import BOS
+
+TUNED, EPOCHS = ", fine-tuned", 8  # what a method's name ends with
+WAYS = {
+    "int8": ("rtn", "gptq", "awq", "smoothquant"),
+    "int8-weights": ("rtn", "gptq"),
+    "fp8": ("rtn", "smoothquant"),
+    "int4-32": ("rtn", "gptq", "awq"),
+    "int4-64": ("rtn", "gptq", "awq"),
+    "int4-64-zero": ("rtn", "gptq", "awq"),
+    "codebook-4": ("rtn", "squeezellm"),
+    "e8p-4": ("quip",),
+    "int3-32": ("rtn", "gptq", "awq"),
+    "codebook-3": ("rtn", "squeezellm"),
+    "int2-32": ("rtn", "gptq", "awq"),
+    "e8p-2": ("rtn", "quip", f"quip{TUNED}"),
+    "4 bits": ("gptq",),
+    "4.5 bits": ("rtn", "gptq"),
+    "5 bits": ("gptq",),
+}  # of a group of 128 there is none: quill's rows have 192 numbers
+CACHES = {
+    "int8": {"kv_cache_dtype": "int8"},
+    "int4": {"kv_cache_dtype": "int4"},
+    "int4, windows wide": {"kv_cache_dtype": "int4", "kv_cache_dtype_skip_layers": ["sliding_window"]},
+    "fp8": {"kv_cache_dtype": "fp8"},
+}
+ROWS = {
+    f"{name}{', rows of bytes' * (rows == 'int8')}": {"quantization": name, "activation_dtype": rows}
+    for name in ("int4-32", "int4-64", "int4-64-zero", "mxfp4")
+    for rows in ("auto", "int8")
+}
+
+
+def said(llm: Any, count: int, seed: int) -> np.ndarray:
+    """The log-probability of each token that the model learned to write, in documents that it has not seen."""
+    from tokenizers import Tokenizer
+
+    from quire import SamplingParams
+    from quire.model.checkpoint import hub
+
+    tokenizer = Tokenizer.from_file(str(hub.resolve("quill") / "tokenizer.json"))
+    held = [encode(tokenizer, parts) for parts in documents(f"held-out/{seed}", count)]
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids, _ in held], params, use_tqdm=False)
+    found = [
+        entry[token].logprob
+        for (ids, weights), out in zip(held, outputs, strict=True)
+        for token, weight, entry in zip(ids, weights, out.prompt_logprobs, strict=True)
+        if weight and entry is not None
+    ]
+    return np.array(found)
+
+
+def judged(model: str | None, samples: int, held_out: int, seed: int, **engine: Any) -> dict[str, Any]:
+    """What a model answers, and how well it predicts."""
+    from quire import LLM
+
+    with LLM(model, **engine) as llm:
+        found = said(llm, held_out, seed)
+        tasks = evaluate(llm, samples, seed).values()
+    right, asked = (sum(int(task[name]) for task in tasks) for name in ("right", "samples"))
+    return {"right": right, "asked": asked, "said": found}
+
+
+def rounded(out: Path, quantization: str, method: str, calibration: int, seed: int) -> None:
+    """The bundled model, written to a folder."""
+    from quire.model.checkpoint import hub, loader, quantized
+    from quire.model.quantize import mixed, session
+    from quire.model.text.tokenizer import Tokenizer
+
+    folder, bits = hub.resolve("quill"), None
+    if quantization.endswith(" bits"):  # of several formats
+        bits, quantization = float(quantization.removesuffix(" bits")), mixed.ANY
+    config = loader.read_config(folder, quantization=quantization)
+    if method == "rtn" and bits is None:
+        quantized.save(folder, out, config)
+        return
+    tokenizer = Tokenizer(folder)
+    whole = ("".join(part for part, _ in parts) for parts in documents(f"calibration/{seed}", calibration))
+    pieces = [tokenizer.encode(text.removeprefix(BOS))[: config.max_len] for text in whole]
+    epochs = EPOCHS if method.endswith(TUNED) else 0
+    session.save(folder, out, config, method.removesuffix(TUNED), pieces, bits=bits, fine_tune_epochs=epochs)
+
+
+def main(
+    table: Annotated[Path, typer.Argument(help="file to write, in Markdown")],
+    samples: Annotated[int, typer.Option(min=1, help="fresh samples per task")] = 20,
+    held_out: Annotated[int, typer.Option(min=1, help="documents for perplexity")] = 400,
+    calibration: Annotated[int, typer.Option(min=1, help="documents that methods look at")] = 128,
+    seed: Annotated[int, typer.Option(help="another seed draws other samples and documents")] = 0,
+    kv_cache: Annotated[bool, typer.Option("--kv-cache", help="round the KV cache and not the weights")] = False,
+    activations: Annotated[bool, typer.Option("--activations", help="rows as bytes, beside rows as they are")] = False,
+):
+    """Write a table: exact answers and perplexity as it is, and by each way to round it."""
+    start, exact = time.monotonic(), judged(None, samples, held_out, seed)
+    lines = [
+        f"quill: exact answers to {exact['asked']} questions, {samples} of each task; perplexity of "
+        f"{len(exact['said']):,} held-out tokens; drift, the root of the mean square of how far their "
+        f"log-probabilities are from those in bfloat16; calibration on {calibration} documents.",
+        "",
+        "| format | method | exact answers | perplexity | drift |",
+        "|---|---|---|---|---|",
+    ]
+
+    def add(quantization: str, method: str, found: dict[str, Any]) -> None:
+        share, perplexity = found["right"] / found["asked"], np.exp(-found["said"].mean())
+        drift = np.sqrt(np.square(found["said"] - exact["said"]).mean())
+        lines.append(f"| {quantization} | {method} | {found['right']} ({share:.1%}) | {perplexity:.4f} | {drift:.4f} |")
+        print(lines[-1], f"{time.monotonic() - start:.0f} s", flush=True)
+        table.write_text("\n".join(lines) + "\n")
+
+    add("bfloat16", "", exact)
+    if kv_cache or activations:
+        for name, engine in ((CACHES if kv_cache else {}) | (ROWS if activations else {})).items():
+            add(name, "", judged(None, samples, held_out, seed, **engine))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for quantization, methods in WAYS.items():
+            for method in methods:
+                out = Path(folder) / f"{quantization}-{method}"
+                rounded(out, quantization, method, calibration, seed)
+                add(quantization, method, judged(str(out), samples, held_out, seed))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,136 @@
+"""What more answers gain on quill's arithmetic, with a small reward head: `python -m tools.quill.search`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .tasks import fresh, score
+
+TASKS = "add", "subtract", "multiply"
+COUNTS = 1, 2, 4, 8, 16, 32
+LONGEST = 12  # tokens of an answer
+PATTERN = r"-?\d+"
+ONE = "one of them is right"
+METHODS = {"best of n": ("best_of_n", True), "majority": ("majority", False), "majority, by reward": ("majority", True)}
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="where the reward model is written")] = Path("runs/reward"),
+    samples: Annotated[int, typer.Option(min=1, help="fresh questions per task")] = 100,
+    training: Annotated[int, typer.Option(min=10, help="questions per task that the head is trained on")] = 400,
+    temperature: Annotated[float, typer.Option(min=0, help="so high that quill is often wrong")] = 2.5,
+    plot: Annotated[Path | None, typer.Option(help="write a plot")] = None,
+):
+    """Train a head that says whether sums are right, and print the share of right answers by their number."""
+    from quire import LLM, SamplingParams, SearchParams
+
+    sampling = SamplingParams(temperature=temperature, max_tokens=LONGEST, seed=0)
+    with LLM() as llm:
+        right = train(llm, folder, training, sampling)
+        with LLM(folder) as reward:
+            rows, written, total = {name: [] for name in (*METHODS, ONE)}, [], samples * len(TASKS)
+            for n in COUNTS:
+                good = dict.fromkeys(rows, 0)
+                for name, (method, rewarded) in METHODS.items():
+                    params = SearchParams(method, n, min(2, n), answer=PATTERN, sampling=sampling)
+                    count = good[ONE] = 0  # the answers are the same whatever chooses
+                    for task in TASKS:
+                        examples = list(fresh(task, samples, seed=2))
+                        found = llm.search([e.messages for e in examples], params, reward=reward if rewarded else None)
+                        for example, one in zip(examples, found, strict=True):
+                            good[name] += score(example, one.text)
+                            good[ONE] += any(score(example, candidate.text) for candidate in one.candidates)
+                            count += one.num_generated_tokens
+                    if name == [*METHODS][-1]:
+                        written.append(count / total)
+                for name, number in good.items():
+                    rows[name].append(number / total)
+    table = Table(
+        "answers", *map(str, COUNTS), title=f"right answers, {samples} sums of each kind at temperature {temperature:g}"
+    )
+    for name, row in rows.items():
+        table.add_row(name, *(f"{value:.1%}" for value in row))
+    table.add_row("tokens written a question", *(f"{value:.0f}" for value in written))
+    console = Console()
+    console.print(table)
+    console.print(f"Of the {training * len(TASKS) * 3} answers that the head was trained on {right:.1%} were right.")
+    if plot is not None:
+        draw(rows, plot)
+
+
+def train(llm, folder: Path, count: int, sampling) -> float:
+    """Write quill with a head that tells right sums from wrong ones, and the share of right ones that it saw.
+
+    The head is linear, on the hidden state at an answer's end.
+    """
+    from dataclasses import replace
+
+    from quire.model.checkpoint import hub
+    from quire.model.checkpoint.safetensors import INDEX, SINGLE, find_tensors, write_tensors
+    from quire.serving.request.pooling import PARAMS
+
+    prompts, right = [], []
+    for task in TASKS:
+        examples = list(fresh(task, count, seed=1))
+        params = [replace(sampling, n=3, seed=number) for number in range(count)]
+        for example, output in zip(examples, llm.chat([e.messages for e in examples], params, False), strict=True):
+            for answer in output.outputs:
+                told = [*example.messages, {"role": "assistant", "content": answer.text}]
+                prompts.append(llm.chat_prompt(told, add_generation_prompt=False))
+                right.append(score(example, answer.text))
+    states = llm.run(prompts, [PARAMS] * len(prompts), False, "last")
+    weight_D = fitted(np.array([output.pooled for output in states], np.float64), np.array(right, np.float64))
+    source = hub.resolve(None)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        shutil.copy(file, folder / file.name)
+    config = json.loads((source / "config.json").read_text())
+    head = {"architectures": ["QuillForSequenceClassification"], "num_labels": 1}
+    (folder / "config.json").write_text(json.dumps(config | head, indent=2) + "\n")
+    value, own = weight_D[None].astype(np.float32), f"head-{SINGLE}"
+    write_tensors(folder / own, {"score.weight": (value.dtype, value.shape)}, [value])
+    places = dict.fromkeys(find_tensors(source), SINGLE) | {"score.weight": own}
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+    return float(np.mean(right))
+
+
+def fitted(x_ND, y_N, decay: float = 1e-3, steps: int = 12):
+    """Logistic regression by Newton's method; its constant changes no order, and is left out."""
+    mean_D, spread_D = x_ND.mean(0), x_ND.std(0) + 1e-6
+    x_NE = np.concatenate([(x_ND - mean_D) / spread_D, np.ones((len(x_ND), 1))], axis=1)
+    w_E = np.zeros(x_NE.shape[1])
+    for _ in range(steps):
+        p_N = 1 / (1 + np.exp(-x_NE @ w_E))
+        slope_E = x_NE.T @ (p_N - y_N) / len(y_N) + decay * w_E
+        bend_EE = (x_NE * (p_N * (1 - p_N))[:, None]).T @ x_NE / len(y_N) + decay * np.eye(len(w_E))
+        w_E -= np.linalg.solve(bend_EE, slope_E)
+    return w_E[:-1] / spread_D
+
+
+def draw(rows: dict[str, list[float]], path: Path) -> None:
+    """Accuracy against the number of answers."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for name, row in rows.items():
+        style = {"color": "#999999", "linestyle": "--"} if name == ONE else {"marker": "o"}
+        axes.plot(COUNTS, [100 * value for value in row], label=name, **style)
+    axes.set(xscale="log", xlabel="answers to each question", ylabel="right answers (%)", ylim=(0, 102))
+    axes.set_xticks(COUNTS, list(map(str, COUNTS)))
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    typer.run(main)

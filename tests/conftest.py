@@ -6,7 +6,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from cases import cases
+
+from quire.tests.support.cases import cases
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "tests"
 
@@ -71,8 +72,9 @@ def compiled_quickly(monkeypatch):
 
     Not for those that compare bits: without XLA's emitters of fusions a row's depend on its company.
     """
-    import quick
     from jax._src import compiler
+
+    from quire.tests.support import quick
 
     options = compiler.get_compile_options
 
@@ -88,8 +90,9 @@ def interpreted_once(monkeypatch):
     from threading import Lock
 
     import jax
-    import quick
     from jax._src.pallas.mosaic.interpret import thread_map
+
+    from quire.tests.support import quick
 
     programs, lock = {}, Lock()
 

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
-from violations import require_none
-
 from quire import EXPORTS
+from quire.tests.support.violations import require_none
 
 ROOT = Path(__file__).parents[1]
 # Rooms in order: each may import itself and what stands before it, inside of functions too. A name is a folder or a

@@ -6,12 +6,12 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
-import extras_alone
 import pytest
 
 from quire.ops import kernel_trial
 from quire.ops.attention import gated_mosaic_gpu
 from quire.ops.errors import MissingLibrary
+from quire.tests.support import extras_alone
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]

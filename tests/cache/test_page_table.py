@@ -4,7 +4,6 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 
 import pytest
-from cases import cases
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -15,6 +14,7 @@ from quire.serving.cache.page_moves import PageMoves
 from quire.serving.cache.page_table import PageTable
 from quire.serving.cache.prefix_tree import Node, PrefixMatch
 from quire.serving.request.sequence import Sequence, SequenceCache
+from quire.tests.support.cases import cases
 
 
 def sequence(tokens=(0,), salt: str | None = None) -> Sequence:

@@ -13,9 +13,10 @@ import venv
 from pathlib import Path
 
 import pytest
-from cases import thinned
-from served import FORMATS
-from talk import bundled_server, scripted_server
+
+from quire.tests.support.cases import thinned
+from quire.tests.support.served import FORMATS
+from quire.tests.support.talk import bundled_server, scripted_server
 
 PROGRAMS = {path.stem.removeprefix("use_"): path for path in sorted(Path(__file__).parent.glob("use_*.py"))}
 HOME = Path(sys.prefix) / "clients"

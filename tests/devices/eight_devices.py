@@ -10,11 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import uncached
-from cases import nightly_from, thinned
-from golden.families import VARIANTS
-from golden.folder import POSITIONS
-from golden.recorded import TOLERANCE, Golden, check_answers
 from jax.sharding import PartitionSpec as P
 from scipy import stats
 
@@ -28,6 +23,11 @@ from quire.ops.sampling import branchless, xla
 from quire.serving.device.batch import choose
 from quire.serving.engine.cache_size import held_bytes
 from quire.sharding.mesh import device_axes, make_mesh
+from quire.tests.support import uncached
+from quire.tests.support.cases import nightly_from, thinned
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.golden.folder import POSITIONS
+from quire.tests.support.golden.recorded import TOLERANCE, Golden, check_answers
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 assert len(jax.devices()) == 8

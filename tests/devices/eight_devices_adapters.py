@@ -7,14 +7,7 @@ from functools import lru_cache
 import jax
 import jax.numpy as jnp
 import numpy as np
-import peft
 import pytest
-import tiny
-import tiny_moe
-import uncached
-from cases import nightly_from, thinned
-from golden.families import VARIANTS
-from golden.recorded import Golden
 from jax.sharding import PartitionSpec as P
 
 from quire import LLM, LoRARequest, SamplingParams
@@ -29,6 +22,10 @@ from quire.ops.adapter import stacks_of, with_rows, with_stacks, write_slot
 from quire.serving.engine.cache_size import held_bytes
 from quire.sharding.mesh import device_axes, make_mesh
 from quire.sharding.spec import Runs
+from quire.tests.support import peft, tiny, tiny_moe, uncached
+from quire.tests.support.cases import nightly_from, thinned
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.golden.recorded import Golden
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 assert len(jax.devices()) == 8

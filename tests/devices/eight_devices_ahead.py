@@ -4,9 +4,6 @@ import json
 
 import jax
 import pytest
-from cases import nightly_from
-from golden.families import VARIANTS
-from golden.recorded import Golden
 
 from quire.model.checkpoint import loader
 from quire.model.checkpoint.placement import Placement, abstract_over
@@ -14,6 +11,9 @@ from quire.model.planning import cost
 from quire.model.planning.meshes import Planner, Workload
 from quire.scripts.plan import ahead
 from quire.sharding.mesh import make_mesh
+from quire.tests.support.cases import nightly_from
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.golden.recorded import Golden
 
 assert len(jax.devices()) == 8
 

@@ -13,10 +13,6 @@ from functools import lru_cache
 import jax
 import numpy as np
 import pytest
-from cases import FACTOR, nightly_from, thinned
-from golden.families import KINDS, VARIANTS
-from golden.folder import POSITIONS
-from golden.recorded import TOLERANCE, Golden, check_answers
 
 from quire import LLM, SamplingParams
 from quire.model.checkpoint import loader
@@ -34,6 +30,10 @@ from quire.serving.engine.cache_size import held_bytes
 from quire.serving.engine.scheduler import Limits
 from quire.sharding.mesh import make_mesh
 from quire.sharding.spec import nbytes
+from quire.tests.support.cases import FACTOR, nightly_from, thinned
+from quire.tests.support.golden.families import KINDS, VARIANTS
+from quire.tests.support.golden.folder import POSITIONS
+from quire.tests.support.golden.recorded import TOLERANCE, Golden, check_answers
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 assert len(jax.devices()) == 8

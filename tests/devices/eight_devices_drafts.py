@@ -7,12 +7,7 @@ from itertools import product
 import jax
 import numpy as np
 import pytest
-from cases import cases, nightly_from, thinned
-from golden.families import VARIANTS
-from golden.recorded import Golden
 from jax.sharding import PartitionSpec as P
-from mixes import mix, serve
-from recorded_drafts import Recorded
 
 from quire import LLM, SamplingParams
 from quire.model import draft_heads
@@ -20,6 +15,11 @@ from quire.model.checkpoint import hub, loader
 from quire.model.config import ModelError
 from quire.serving.device.drafts import fitted
 from quire.sharding.mesh import device_axes, make_mesh
+from quire.tests.support.cases import cases, nightly_from, thinned
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.golden.recorded import Golden
+from quire.tests.support.mixes import mix, serve
+from quire.tests.support.recorded_drafts import Recorded
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 assert len(jax.devices()) == 8

@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from cases import nightly_from
-from golden.encoders import ENCODERS, GoldenEncoder
 
 from quire import LLM
 from quire.model.config import ModelError
+from quire.tests.support.cases import nightly_from
+from quire.tests.support.golden.encoders import ENCODERS, GoldenEncoder
 
 assert len(jax.devices()) == 8
 

@@ -7,11 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import uncached
-from cases import thinned
-from golden.families import VARIANTS
-from golden.folder import POSITIONS
-from golden.recorded import TOLERANCE, Golden, check_answers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -28,6 +23,11 @@ from quire.serving.device.expert_placement import transfers
 from quire.serving.device.step import move_experts
 from quire.sharding.device_axes import UNSPLIT, Axis, DeviceAxes
 from quire.sharding.mesh import device_axes, make_mesh
+from quire.tests.support import uncached
+from quire.tests.support.cases import thinned
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.golden.folder import POSITIONS
+from quire.tests.support.golden.recorded import TOLERANCE, Golden, check_answers
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 assert len(jax.devices()) == 8

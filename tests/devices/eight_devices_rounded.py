@@ -7,9 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import nightly_from
-from golden.families import VARIANTS
-from golden.recorded import Golden
 from jax.sharding import PartitionSpec as P
 
 from quire import LLM, CompletionOutput, SamplingParams
@@ -24,6 +21,9 @@ from quire.sharding import local_shards
 from quire.sharding.device_axes import ONE_DEVICE
 from quire.sharding.mesh import device_axes, make_mesh, sharding
 from quire.sharding.spec import random_arrays
+from quire.tests.support.cases import nightly_from
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.golden.recorded import Golden
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 assert len(jax.devices()) == 8

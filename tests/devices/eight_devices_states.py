@@ -2,15 +2,15 @@
 
 import random
 
-import company
 import jax
 import numpy as np
 import pytest
-from cases import thinned
-from golden.families import VARIANTS
-from golden.recorded import Golden
 
 from quire import LLM, SamplingParams
+from quire.tests.support import company
+from quire.tests.support.cases import thinned
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.golden.recorded import Golden
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 assert len(jax.devices()) == 8

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import quick
+
+from quire.tests.support import quick
 
 FILES = sorted(path.name for path in Path(__file__).parent.glob("eight_devices*.py"))
 

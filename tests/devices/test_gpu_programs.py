@@ -10,11 +10,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import extras_alone
 import pytest
-from cases import FACTOR, thinned
 
 from quire.scripts.gpu.step_time import GOALS
+from quire.tests.support import extras_alone
+from quire.tests.support.cases import FACTOR, thinned
 from tools.gpu.ahead import CASES
 from tools.gpu.target import missing
 

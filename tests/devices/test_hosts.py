@@ -17,9 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import nightly_from
-from golden.families import VARIANTS
-from golden.recorded import Golden
 
 from quire import LLM, ModelError, follow
 from quire.model.checkpoint import loader
@@ -27,6 +24,9 @@ from quire.model.checkpoint.orbax import save
 from quire.serving.api.options import EngineOptions
 from quire.serving.multihost import connection, rendezvous
 from quire.serving.multihost.leader import EXIT
+from quire.tests.support.cases import nightly_from
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.golden.recorded import Golden
 
 HERE = Path(__file__).parent
 SIZES = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 4 << 20}

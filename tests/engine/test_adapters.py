@@ -4,17 +4,15 @@ import random
 import shutil
 from dataclasses import replace
 
-import peft
 import pytest
-import tiny
-import tiny_moe
-from cases import nightly_from, thinned
 from safetensors.numpy import load_file
 
 from quire import LLM, LoRARequest, RequestError, SamplingParams
 from quire.model.config import ModelError
 from quire.serving.api.options import options_of
 from quire.serving.engine.adapter_slots import PATIENCE, AdapterSlots
+from quire.tests.support import peft, tiny, tiny_moe
+from quire.tests.support.cases import nightly_from, thinned
 
 COUNT, SLOTS = 64, 4
 CONFIG = tiny.LLAMA | {"intermediate_size": 64}

@@ -5,8 +5,6 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-import uncached
-from cases import thinned
 
 from quire import LLM, BeamSearchParams, RequestError
 from quire.model.families.quill import small_cache_config
@@ -18,6 +16,8 @@ from quire.serving.engine.engine import Engine
 from quire.serving.engine.runner import Runner
 from quire.serving.engine.scheduler import Limits
 from quire.sharding.spec import random_arrays
+from quire.tests.support import uncached
+from quire.tests.support.cases import thinned
 
 LENGTH, VOCAB = 48, 40
 CONFIG = small_cache_config(

@@ -1,11 +1,11 @@
 """The end of a prompt that an answer goes on from."""
 
 import pytest
-from chat_templates import CASES
 
 from quire.model.text.chat_template import ChatTemplate
 from quire.serving.api.errors import RequestError
 from quire.serving.chat_prompt import render
+from quire.tests.support.chat_templates import CASES
 
 ASK = {"role": "user", "content": "count"}
 GOES_ON = {"continue_final_message": True, "add_generation_prompt": False}

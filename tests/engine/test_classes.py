@@ -5,10 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from canary import Client
 from safetensors.numpy import load_file, save_file
-from served import served
-from talk import PLAIN
 
 from quire import LLM
 from quire.model.checkpoint import hub, loader
@@ -19,6 +16,9 @@ from quire.serving.build import make_engine
 from quire.serving.http.models import Model
 from quire.serving.http.settings import Formats
 from quire.serving.request.pooling import PARAMS
+from quire.tests.support.canary import Client
+from quire.tests.support.served import served
+from quire.tests.support.talk import PLAIN
 
 OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "dtype": "float32", "kv_cache_memory_bytes": 32 << 20}
 TEXTS = ["Once upon a time", "A dog ran home, " * 9, "x"]

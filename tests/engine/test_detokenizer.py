@@ -4,11 +4,11 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from tokenizer_zoo import EOS, TURN, ZOO, characters, random_text, save
 
 from quire.model.text.tokenizer import Tokenizer
 from quire.serving.request.detokenizer import Detokenizer
 from quire.serving.request.stop_strings import StopMatcher
+from quire.tests.support.tokenizer_zoo import EOS, TURN, ZOO, characters, random_text, save
 
 
 @pytest.fixture(scope="module", params=ZOO)

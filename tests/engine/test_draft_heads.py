@@ -7,17 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-import tiny_deepseek
-import tiny_qwen
-import uncached
-from cases import thinned
-from recorded_drafts import Recorded
 
 from quire import LLM, SamplingParams
 from quire.model import decoder, draft_heads
 from quire.model.checkpoint import loader
 from quire.model.config import ModelError
+from quire.tests.support import tiny, tiny_deepseek, tiny_qwen, uncached
+from quire.tests.support.cases import thinned
+from quire.tests.support.recorded_drafts import Recorded
 
 DRAFTS, LENGTH = 3, 128
 TARGET = tiny.LLAMA | {"num_hidden_layers": 6, "max_position_embeddings": LENGTH}

@@ -4,9 +4,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from cases import cases, thinned
-from mixes import mix, serve
-from recorded_drafts import Recorded
 
 from quire import LLM, SamplingParams
 from quire.model.checkpoint import hub, loader
@@ -22,6 +19,9 @@ from quire.serving.engine.runner import Runner
 from quire.serving.engine.scheduler import Limits
 from quire.serving.engine.step_record import Observer
 from quire.serving.speculative.speculator import Rate, Record, Speculator
+from quire.tests.support.cases import cases, thinned
+from quire.tests.support.mixes import mix, serve
+from quire.tests.support.recorded_drafts import Recorded
 
 LENGTH = 256
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0), (0, 0, 0, 0)]"

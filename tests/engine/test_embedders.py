@@ -7,9 +7,6 @@ import shutil
 import numpy as np
 import pytest
 import tokenizers
-from canary import Client
-from served import served
-from talk import PLAIN
 from tokenizers.processors import TemplateProcessing
 
 from quire import LLM
@@ -21,6 +18,9 @@ from quire.serving.api.options import options_of
 from quire.serving.build import make_engine
 from quire.serving.http.models import Model
 from quire.serving.http.settings import Formats
+from quire.tests.support.canary import Client
+from quire.tests.support.served import served
+from quire.tests.support.talk import PLAIN
 
 PROMPTS = {"query": "Find: ", "document": "", "classification": "Class of: "}
 OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "dtype": "float32", "kv_cache_memory_bytes": 32 << 20}

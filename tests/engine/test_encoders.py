@@ -4,9 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from canary import Client
-from golden.encoders import ENCODERS, GoldenEncoder
-from served import served
 
 from quire import LLM, RequestError
 from quire.model.checkpoint import loader
@@ -15,6 +12,9 @@ from quire.serving.api.options import options_of
 from quire.serving.build import make_engine
 from quire.serving.http.models import Model
 from quire.serving.http.settings import Formats
+from quire.tests.support.canary import Client
+from quire.tests.support.golden.encoders import ENCODERS, GoldenEncoder
+from quire.tests.support.served import served
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 OPTIONS = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 120}

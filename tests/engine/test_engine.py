@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import uncached
-from cases import thinned
 
 from quire.model.families.quill import small_cache_config
 from quire.model.weights import abstract
@@ -29,6 +27,8 @@ from quire.serving.engine.runner import Runner
 from quire.serving.engine.scheduler import POINT, Limits
 from quire.serving.observe.trace import Trace
 from quire.sharding.spec import random_arrays
+from quire.tests.support import uncached
+from quire.tests.support.cases import thinned
 
 LENGTH, VOCAB = 64, 96
 CONFIG = small_cache_config(

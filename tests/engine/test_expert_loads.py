@@ -7,10 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import uncached
-from golden.families import VARIANTS
-from golden.recorded import Golden
-from served import model_of, served
 
 from quire import LLM, SamplingParams
 from quire.model import decoder
@@ -20,6 +16,10 @@ from quire.serving.device import expert_loads
 from quire.serving.device.expert_loads import ExpertLoads
 from quire.serving.device.state import State
 from quire.serving.observe.metrics import render
+from quire.tests.support import uncached
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.golden.recorded import Golden
+from quire.tests.support.served import model_of, served
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

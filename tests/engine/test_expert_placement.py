@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.model.config import Attention, Layer, ModelConfig, ModelError, Moe
 from quire.model.expert_copies import check, first_placement, tables, with_spare
 from quire.serving.device.expert_placement import balanced, busiest, settled, transfers
+from quire.tests.support.cases import cases
 
 CASES = st.tuples(
     st.integers(2, 8), st.integers(1, 6), st.integers(0, 8), st.integers(0, 2**32), st.sampled_from([0.3, 1.2, 5])

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import llguidance
 import pytest
-from cases import cases
 
 from quire.serving.request.gbnf import Alt, Chars, GrammarError, Node, Ref, Repeat, Seq, is_gbnf, parse
 from quire.serving.request.lark import to_lark
+from quire.tests.support.cases import cases
 
 # By the features of the grammars that llama.cpp publishes, and of those that it makes from JSON schemas.
 CHESS = r"""

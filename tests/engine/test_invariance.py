@@ -6,10 +6,8 @@ back from host memory or disk.
 
 import random
 
-import company
 import jax
 import pytest
-from cases import cases
 
 from quire import LLM
 from quire.model.checkpoint import hub, loader
@@ -23,6 +21,8 @@ from quire.serving.device.state import page_bytes
 from quire.serving.engine.engine import Engine
 from quire.serving.engine.runner import Runner
 from quire.serving.engine.scheduler import Limits
+from quire.tests.support import company
+from quire.tests.support.cases import cases
 
 LENGTH = 256
 

@@ -9,7 +9,6 @@ import jsonschema
 import llguidance
 import numpy as np
 import pytest
-from cases import cases
 
 from quire.serving import parsing
 from quire.serving.api.errors import RequestError
@@ -20,6 +19,7 @@ from quire.serving.request.grammar_text import whole
 from quire.serving.request.json_schema import rewritten
 from quire.serving.request.schema_document import Refused
 from quire.serving.request.schema_negation import other_texts
+from quire.tests.support.cases import cases
 
 TOKENIZER = llguidance.LLTokenizer("byte")
 NAMES = ["a", "b", "c"]

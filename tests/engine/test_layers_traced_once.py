@@ -5,7 +5,6 @@ from collections import Counter
 
 import jax
 import pytest
-import tiny
 
 from quire.model import decoder
 from quire.model.checkpoint.loader import family_of
@@ -14,6 +13,7 @@ from quire.serving.device import step
 from quire.serving.device.batch import Layout, Size
 from quire.serving.device.pipeline import Pipeline
 from quire.sharding.spec import random_arrays
+from quire.tests.support import tiny
 
 MODELS = {
     "llama": {},

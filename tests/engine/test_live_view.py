@@ -7,7 +7,6 @@ import random
 import msgspec
 import numpy as np
 import pytest
-from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from quire.serving.engine.engine import Engine
 from quire.serving.observe import live_view as module
 from quire.serving.observe.live_view import LiveView
 from quire.serving.observe.metrics import Metrics
+from quire.tests.support.cases import cases
 
 KEYS = {
     "t", "page_size", "limits", "defaults", "groups", "used", "running", "waiting", "num_running", "num_waiting",

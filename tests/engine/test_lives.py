@@ -3,14 +3,14 @@
 import logging
 import random
 
-import lives
 import pytest
-from cases import cases, thinned
-from golden.families import VARIANTS
-from golden.recorded import Golden
 
 from quire import LLM
 from quire.serving.engine.scheduler import Scheduler
+from quire.tests.support import lives
+from quire.tests.support.cases import cases, thinned
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.golden.recorded import Golden
 
 QUILL = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 192, "dtype": "float32"}
 TINY = {

@@ -14,11 +14,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
-from tiny import write
 
 from quire.scripts.bench.host import pretended_engine
 from quire.serving.api.errors import RequestError
@@ -34,6 +32,8 @@ from quire.serving.observe.live_view import LiveView
 from quire.serving.observe.metrics import HttpMetrics, Metrics, render
 from quire.serving.observe.trace import Trace
 from quire.serving.request.pooling import PARAMS
+from quire.tests.support.cases import cases
+from quire.tests.support.tiny import write
 
 BOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
 LATENCY = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680]

@@ -6,8 +6,6 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-import uncached
-from cases import cases
 
 from quire import LLM, SamplingParams
 from quire.model.checkpoint import hub, loader
@@ -20,6 +18,8 @@ from quire.serving.engine.engine import Engine
 from quire.serving.engine.runner import Runner
 from quire.serving.engine.scheduler import Limits
 from quire.serving.request.pooling import PARAMS, Pool, embedding
+from quire.tests.support import uncached
+from quire.tests.support.cases import cases
 
 LENGTH = 256
 TEXTS = ["Once upon a time", "A dog ran home.", "x", "The small fox lived by the river, and the river sang. " * 3]

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-import tiny_moe
 from jax.experimental.compilation_cache import compilation_cache
 
 from quire import LLM, SamplingParams
@@ -19,6 +17,7 @@ from quire.ops import native
 from quire.serving.device import programs
 from quire.serving.device.programs import Call, Compiler, described, folder_of_programs
 from quire.serving.engine import runner
+from quire.tests.support import tiny, tiny_moe
 
 OPTIONS = {"skip_tokenizer_init": True, "max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64}
 

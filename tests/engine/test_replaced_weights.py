@@ -1,9 +1,9 @@
 """Weights that change on disk while the engine sleeps: no page of the old ones is found again."""
 
 import pytest
-import tiny
 
 from quire import LLM, SamplingParams
+from quire.tests.support import tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1, detokenize=False)
 PROMPT = {"prompt_token_ids": [(7 * at) % 90 for at in range(40)]}

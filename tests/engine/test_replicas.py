@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from pretended_device import Device, random_sequences, sequence
 
 from quire.serving.cache.page_moves import PageMoves
 from quire.serving.cache.page_table import PageTable
 from quire.serving.cache.prefix_tree import HostCopy, Node
 from quire.serving.engine.batch_builder import BatchBuilder
 from quire.serving.engine.scheduler import Limits, ScheduledSequence, Scheduler, StepPlan
+from quire.tests.support.pretended_device import Device, random_sequences, sequence
 
 PAGE = 4
 

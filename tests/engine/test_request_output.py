@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tokenizer_zoo import ZOO, save
 
 from quire.model.text.tokenizer import Tokenizer
 from quire.serving.api.outputs import CompletionOutput, Fresh, Logprob
 from quire.serving.api.params import SamplingParams
 from quire.serving.request.request import Request
 from quire.serving.request.sequence import Score, Sequence
+from quire.tests.support.tokenizer_zoo import ZOO, save
 
 
 @pytest.fixture(scope="module", params=ZOO)

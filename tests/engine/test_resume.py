@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from served import FORMATS, model_of, scripted
 
 import quire
 from quire.serving.api.options import options_of
@@ -20,6 +19,7 @@ from quire.serving.http.service import Service
 from quire.serving.http.settings import ServerSettings
 from quire.serving.ray.message import ForwardedRequest, ReplicaConnection, ResponsePiece, ResponseStart
 from quire.serving.resume import Journal
+from quire.tests.support.served import FORMATS, model_of, scripted
 
 FOLDER = Path(quire.__file__).parent / "model" / "quill_draft"
 STORY = {"prompt": "Once upon a time", "max_tokens": 30}

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from pretended_device import Device, random_sequences, sequence
 
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.scheduler import Limits, Scheduler
 from quire.serving.engine.waiting_queue import WaitingQueue
 from quire.serving.request.sequence import Sequence
+from quire.tests.support.pretended_device import Device, random_sequences, sequence
 
 
 def make(pages=(64, 64), limits=(4, 16, 16), page_size=4, windows=(None, 8)) -> Scheduler:

@@ -6,14 +6,14 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-import uncached
-from tokenizer_zoo import ZOO, random_text, save
 
 from quire import LLM
 from quire.model.text.tokenizer import Tokenizer
 from quire.serving.api.errors import RequestError
 from quire.serving.api.outputs import Logprob, RequestOutput
 from quire.serving.request.scoring import pair_tokens, pairs, scored
+from quire.tests.support import uncached
+from quire.tests.support.tokenizer_zoo import ZOO, random_text, save
 
 PAIRS = [
     ("Once upon a", " time"),

@@ -4,14 +4,14 @@ import random
 from typing import Any
 
 import pytest
-from cases import thinned
-from golden.families import KINDS, VARIANTS
-from golden.recorded import Golden
 
 from quire import LLM, SamplingParams
 from quire.model.errors import ModelError
 from quire.serving.engine import engine
 from quire.serving.engine.step_record import Observer
+from quire.tests.support.cases import thinned
+from quire.tests.support.golden.families import KINDS, VARIANTS
+from quire.tests.support.golden.recorded import Golden
 
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 16 << 20}
 DECODED = [variant for variant in VARIANTS if variant.new_tokens]

@@ -8,9 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cases import cases
-from mixes import mix, serve
-from recorded_drafts import Recorded
 from scipy import stats
 
 from quire import LLM
@@ -32,6 +29,9 @@ from quire.serving.speculative import DRAFTERS
 from quire.serving.speculative.ngram import NgramDrafter
 from quire.serving.speculative.speculator import Rate, Record, Speculator
 from quire.serving.speculative.suffix import SuffixDrafter
+from quire.tests.support.cases import cases
+from quire.tests.support.mixes import mix, serve
+from quire.tests.support.recorded_drafts import Recorded
 
 LENGTH, DRAFTS = 256, 4
 PLAIN, DRAFTED = Limits(4, 48, 16), Limits(4, 48, 16, max_drafts=DRAFTS)

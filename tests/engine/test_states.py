@@ -2,14 +2,14 @@
 
 import random
 
-import company
 import pytest
-from cases import cases, thinned
-from golden.families import VARIANTS
-from golden.recorded import Golden
 
 from quire import LLM, SamplingParams
 from quire.ops import native
+from quire.tests.support import company
+from quire.tests.support.cases import cases, thinned
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.golden.recorded import Golden
 
 LENGTH = 200
 

@@ -10,15 +10,10 @@ import time
 from dataclasses import replace
 from decimal import Decimal
 
-import company
 import numpy as np
 import pytest
-import tiny
-from cases import cases
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shapes import SCHEMAS, hostile, valid
-from tokenizer_zoo import ZOO, save
 
 from quire import LLM, SamplingParams
 from quire.model.checkpoint import hub, loader
@@ -31,6 +26,10 @@ from quire.serving.engine.runner import Runner
 from quire.serving.engine.scheduler import Limits
 from quire.serving.request import grammar
 from quire.serving.request.grammar import MAX_KEPT, Grammars
+from quire.tests.support import company, tiny
+from quire.tests.support.cases import cases
+from quire.tests.support.shapes import SCHEMAS, hostile, valid
+from quire.tests.support.tokenizer_zoo import ZOO, save
 
 PROMPTS = ["Once upon a time", "Tom went to the", "{", "name:"]
 REGEXES = [

@@ -4,13 +4,13 @@ import warnings
 from dataclasses import fields
 
 import pytest
-import vllm_table
 
 from quire.model.config import ModelError
 from quire.serving.api import params, vllm_names
 from quire.serving.api.errors import RequestError
 from quire.serving.api.options import EngineOptions, options_of
 from quire.serving.api.vllm_names import Refused
+from quire.tests.support import vllm_table
 
 KINDS = {
     "EngineArgs": (lambda **given: options_of(None, **given), EngineOptions, vllm_names.ENGINE, ModelError),

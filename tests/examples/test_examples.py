@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from served import FORMATS
-from talk import scripted_server
 
 import quire
+from quire.tests.support.served import FORMATS
+from quire.tests.support.talk import scripted_server
 
 ROOT = Path(quire.__file__).resolve().parent
 FILES = sorted((ROOT / "examples").glob("*.py"))

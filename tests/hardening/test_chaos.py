@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from cases import cases
-from served import served
 
 from quire.serving.api.options import options_of
 from quire.serving.build import make_engine
 from quire.serving.http.models import Model
+from quire.tests.support.cases import cases
+from quire.tests.support.served import served
 
 SECONDS, MOST = cases(40), 300
 CLIENTS = 48

@@ -8,7 +8,6 @@ import random
 import tracemalloc
 
 import pytest
-from cases import cases
 
 from quire.scripts.bench.host import pretended_engine
 from quire.scripts.bench.simulation import Cost, SimulatedRequest, Simulation, reasons
@@ -16,6 +15,7 @@ from quire.serving.api.errors import RequestError
 from quire.serving.api.params import SamplingParams, Terms
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.scheduler import Limits
+from quire.tests.support.cases import cases
 
 SEEDS = cases(100)
 

@@ -9,19 +9,19 @@ import jsonschema
 import pytest
 import requests
 import schemathesis
-from canary import BODIES as LEAST
-from canary import FILE, Canary, settled, with_file
-from canary import GOOD as LEAST_STATUS
-from cases import cases
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
-from served import model_of, served
 
 from quire.serving.api.options import options_of
 from quire.serving.api.params import MAX_LOGPROBS
 from quire.serving.build import make_engine
 from quire.serving.http.endpoints.openapi import ABOUT
 from quire.serving.protocol.schema import BODIES, OLLAMA
+from quire.tests.support.canary import BODIES as LEAST
+from quire.tests.support.canary import FILE, Canary, settled, with_file
+from quire.tests.support.canary import GOOD as LEAST_STATUS
+from quire.tests.support.cases import cases
+from quire.tests.support.served import model_of, served
 
 TOTAL = cases(3000, least=300)
 MOST_TOKENS = 6

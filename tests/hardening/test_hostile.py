@@ -15,8 +15,6 @@ from typing import Any
 
 import psutil
 import pytest
-from canary import BODIES, GOOD, JSON, TURN, Canary, Client, settled, text_of, told, with_file
-from served import FORMATS, model_of, scripted, served
 
 from quire.model.config import ModelError
 from quire.serving.api.params import MAX_LOGPROBS
@@ -27,6 +25,8 @@ from quire.serving.http.logs import JsonFormatter, PlainFormatter
 from quire.serving.http.models import Model
 from quire.serving.protocol.schema import ALIASES, OLLAMA, body_schema
 from quire.serving.protocol.schema import BODIES as SCHEMAS
+from quire.tests.support.canary import BODIES, GOOD, JSON, TURN, Canary, Client, settled, text_of, told, with_file
+from quire.tests.support.served import FORMATS, model_of, scripted, served
 
 ROOT = Path(guard.__file__).parents[2]
 NO_JSON = ("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1" * 5000)

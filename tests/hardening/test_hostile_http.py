@@ -18,12 +18,12 @@ from typing import Any
 import psutil
 import pytest
 import uvicorn
-from canary import Canary, Client, connect, memory, settled
-from served import FORMATS, model_of, scripted, served
 from uvicorn.server import ServerState
 
 from quire.serving.http.server import bounded
 from quire.serving.http.settings import ServerSettings
+from quire.tests.support.canary import Canary, Client, connect, memory, settled
+from quire.tests.support.served import FORMATS, model_of, scripted, served
 
 RECEIVE, IDLE, WRITE = 0.6, 0.7, 0.6  # seconds
 LATE = 15.0  # more, on a machine that has other things to do

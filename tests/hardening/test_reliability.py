@@ -8,14 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from canary import BODIES, Canary, Client, settled, text_of
-from cases import cases
-from served import FORMATS, model_of, scripted, served
 
 from quire import LLM
 from quire.serving.api.options import options_of
 from quire.serving.build import make_engine
 from quire.serving.engine.runner import DeviceLost
+from quire.tests.support.canary import BODIES, Canary, Client, settled, text_of
+from quire.tests.support.cases import cases
+from quire.tests.support.served import FORMATS, model_of, scripted, served
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 

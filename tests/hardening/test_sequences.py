@@ -8,18 +8,18 @@ import tempfile
 from typing import Any
 
 import pytest
-from cases import cases
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
-from served import FORMATS, model_of, scripted
-from talk import say
 
 from quire.serving.http.app import make_app
 from quire.serving.http.models import Models
 from quire.serving.http.service import Service
 from quire.serving.http.settings import ServerSettings
 from quire.serving.ray.message import ForwardedRequest, ReplicaConnection, ResponseStart
+from quire.tests.support.cases import cases
+from quire.tests.support.served import FORMATS, model_of, scripted
+from quire.tests.support.talk import say
 
 SECONDS = 60.0  # after which a request counts as one that never ends
 KEYS = ("one", "two")

@@ -12,7 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from canary import Canary, Client, memory
+
+from quire.tests.support.canary import Canary, Client, memory
 
 pytestmark = pytest.mark.slow
 

@@ -7,17 +7,15 @@ import urllib.error
 import urllib.request
 
 import openai
-import peft
 import pytest
-import tiny
-import tokenizer_zoo
-from served import model_of, served
 
 from quire import LLM, LoRARequest, ModelError, SamplingParams
 from quire.scripts import options as o
 from quire.scripts.serve.command import adapters_of, entry
 from quire.serving.api.options import options_of
 from quire.serving.build import make_engine
+from quire.tests.support import peft, tiny, tokenizer_zoo
+from quire.tests.support.served import model_of, served
 
 OPTIONS = {
     "kv_cache_memory_bytes": 1 << 22, "max_num_seqs": 4, "max_num_batched_tokens": 32, "enable_lora": True,

@@ -9,15 +9,15 @@ import anthropic
 import httpx2
 import openai
 import pytest
-from conformance import shows
-from served import FORMATS
-from talk import frees_all, said, scripted_server, until
 
 from quire.serving.api.errors import RequestError
 from quire.serving.http import batches
 from quire.serving.http.errors import HttpError
 from quire.serving.http.files import BATCH, StoredFiles
 from quire.serving.http.multipart import parse_form
+from quire.tests.support.conformance import shows
+from quire.tests.support.served import FORMATS
+from quire.tests.support.talk import frees_all, said, scripted_server, until
 
 CHAT = "/v1/chat/completions"
 

@@ -5,12 +5,12 @@ import time
 
 import pytest
 import requests
-from served import model_of, served
 
 from quire import BeamSearchParams
 from quire.serving.api.options import options_of
 from quire.serving.build import make_engine
 from quire.serving.engine.beam_search import search
+from quire.tests.support.served import model_of, served
 
 PROMPTS = ["Once upon a time", "One day"]
 

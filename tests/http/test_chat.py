@@ -7,8 +7,6 @@ from typing import Any, get_type_hints
 import msgspec
 import openai
 import pytest
-from answers import Server, Written, strangers, written
-from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -30,6 +28,8 @@ from quire.serving.protocol.answers.answer import (
 )
 from quire.serving.protocol.answers.shapes import DONE
 from quire.serving.protocol.chat import FIELDS, NEUTRAL, REFUSED, parse
+from quire.tests.support.answers import Server, Written, strangers, written
+from quire.tests.support.cases import cases
 
 ASK = [{"role": "user", "content": "Hi"}]
 HEAD = Head("chatcmpl-1", "quill", 1700000000, "quire-0")

@@ -8,10 +8,22 @@ from typing import Any, Literal
 import anthropic
 import pytest
 from anthropic import Anthropic, AsyncAnthropic, beta_tool
-from conformance import shows
 from pydantic import BaseModel
-from served import FORMATS
-from talk import FOUND, LIST, PERSON, SORT, SORTED, bundled_server, frees_all, said, scripted_server, until
+
+from quire.tests.support.conformance import shows
+from quire.tests.support.served import FORMATS
+from quire.tests.support.talk import (
+    FOUND,
+    LIST,
+    PERSON,
+    SORT,
+    SORTED,
+    bundled_server,
+    frees_all,
+    said,
+    scripted_server,
+    until,
+)
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 GREEDY = {"extra_body": {"temperature": 0}}  # newer versions of the client have no argument for it

@@ -9,8 +9,9 @@ import ollama
 import pytest
 from ollama import AsyncClient, Client, ResponseError
 from pydantic import BaseModel
-from served import FORMATS
-from talk import FOUND, PERSON, SORT, SORTED, bundled_server, frees_all, said, scripted_server
+
+from quire.tests.support.served import FORMATS
+from quire.tests.support.talk import FOUND, PERSON, SORT, SORTED, bundled_server, frees_all, said, scripted_server
 
 JSON = {"Content-Type": "application/json"}
 

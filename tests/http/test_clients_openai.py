@@ -9,11 +9,23 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from conformance import shows
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
-from served import FORMATS
-from talk import FOUND, LIST, PERSON, SORT, SORTED, bundled_server, frees_all, said, scripted_server, until
+
+from quire.tests.support.conformance import shows
+from quire.tests.support.served import FORMATS
+from quire.tests.support.talk import (
+    FOUND,
+    LIST,
+    PERSON,
+    SORT,
+    SORTED,
+    bundled_server,
+    frees_all,
+    said,
+    scripted_server,
+    until,
+)
 
 
 class weather(BaseModel):  # the tool has the name of the class

@@ -7,13 +7,10 @@ from typing import Any, get_type_hints
 
 import openai
 import pytest
-from answers import Server, strangers, written
-from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.completion_create_params import CompletionCreateParamsStreaming
-from tokenizer_zoo import BOS, ZOO, save
 
 from quire.model.text.tokenizer import Tokenizer
 from quire.serving.api.errors import RequestError
@@ -26,6 +23,9 @@ from quire.serving.protocol.answers import completion as completion_answer
 from quire.serving.protocol.answers.answer import ChoicePart, CompletionRequest, FinishedChoice, Head, Prompted, Usage
 from quire.serving.protocol.answers.shapes import DONE
 from quire.serving.protocol.completion import FIELDS, parse
+from quire.tests.support.answers import Server, strangers, written
+from quire.tests.support.cases import cases
+from quire.tests.support.tokenizer_zoo import BOS, ZOO, save
 
 HEAD = Head("cmpl-1", "quill", 1700000000, "quire-0", [Prompted("ask", [1, 2])])
 USAGE = Usage(8, 9, 4)

@@ -1,11 +1,11 @@
 """docs/api.md says what is so: every field of every endpoint, every path, and what clients were seen to do."""
 
-import conformance
 import pytest
-from conformance import ENDPOINTS, NEEDS, PAGE, VALUES, Endpoint
 
 from quire.serving.api.errors import RequestError
 from quire.serving.protocol.schema import BODIES
+from quire.tests.support import conformance
+from quire.tests.support.conformance import ENDPOINTS, NEEDS, PAGE, VALUES, Endpoint
 
 
 def refused(endpoint: Endpoint, **body) -> RequestError:

@@ -5,7 +5,8 @@ from http.client import HTTPConnection
 from urllib.parse import urlsplit
 
 import pytest
-from served import model_of, scripted, served
+
+from quire.tests.support.served import model_of, scripted, served
 
 DEFAULTS = {"temperature": 0.25, "top_p": 0.5, "top_k": 9, "min_p": 0.125, "repetition_penalty": 1.5, "max_tokens": 5}
 TALK = [{"role": "user", "content": "Hi"}]

@@ -4,8 +4,6 @@ import json
 from typing import Any
 
 import pytest
-from answers import spoil
-from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +13,8 @@ from quire.serving.protocol import chat as chats
 from quire.serving.protocol import completion as completions
 from quire.serving.protocol.answers.answer import Delivery
 from quire.serving.protocol.fields import ABSENT, LABELS, sampling_fields
+from quire.tests.support.answers import spoil
+from quire.tests.support.cases import cases
 
 VALUES: dict[str, Any] = {  # a value for each sampling field, as JSON has it
     "n": 3, "presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.1, "temperature": 0,

@@ -7,12 +7,10 @@ from typing import Any, get_type_hints
 import anthropic
 import msgspec
 import pytest
-from answers import Server, Written, events_of, spoil, strangers, written
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from anthropic.types.message_count_tokens_params import MessageCountTokensParams
 from anthropic.types.message_create_params import MessageCreateParamsStreaming
 from anthropic.types.shared import ErrorResponse
-from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +30,8 @@ from quire.serving.protocol.answers.answer import (
 )
 from quire.serving.protocol.context import THOUGHTS, TOOLS, ClearThoughts, edited, newest
 from quire.serving.protocol.messages import COUNTED, FIELDS, LABELS, NEUTRAL, OWN_SAMPLING, REFUSED
+from quire.tests.support.answers import Server, Written, events_of, spoil, strangers, written
+from quire.tests.support.cases import cases
 
 HEAD = Head("msg_1", "quill", 1700000000, "quire-0")
 USAGE = Usage(30, 12, 16, 5, stored_tokens=8)

@@ -8,12 +8,13 @@ from hashlib import sha256
 from typing import Any
 
 import pytest
-from browser import CHROMIUM, FLAGS, Tab, needs_chromium, until
-from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from page_server import PAGE, STORY, StandIn, said, serving, token, words
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+
+from quire.tests.support.browser import CHROMIUM, FLAGS, Tab, needs_chromium, until
+from quire.tests.support.cases import cases
+from quire.tests.support.page_server import PAGE, STORY, StandIn, said, serving, token, words
 
 EVIL = "<img src=x onerror=\"window.hacked=1\"></script><script>window.hacked=1</script><b onclick='x'>&amp; **bold**"
 PITCH = 22  # pixels from cell to cell where there are few

@@ -3,12 +3,12 @@
 import re
 
 import pytest
-from browser import CHROMIUM, FLAGS, Tab, needs_chromium, until
 from playwright.sync_api import expect, sync_playwright
-from served import model_of, served
 
 from quire.serving.api.options import options_of
 from quire.serving.build import make_engine
+from quire.tests.support.browser import CHROMIUM, FLAGS, Tab, needs_chromium, until
+from quire.tests.support.served import model_of, served
 
 pytestmark = needs_chromium
 

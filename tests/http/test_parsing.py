@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
-from cases import cases
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from quire.serving.parsing.forced import Forced
 from quire.serving.parsing.pieces import Arguments, CallStart, Said, Thought
 from quire.serving.protocol.answers.answer import ToolCall
 from quire.serving.protocol.answers.choices import collect
+from quire.tests.support.cases import cases
 
 MARKERS = (
     "<tool_call> </tool_call> <think> </think> [TOOL_CALLS] [ARGS] [CALL_ID] <|python_tag|> <|start|> <|channel|> "

@@ -5,11 +5,11 @@ import math
 import struct
 
 import pytest
-from canary import Client
-from talk import bundled_server, frees_all
 
 from quire.serving.api.errors import RequestError
 from quire.serving.protocol import cohere, label_scores, pooling
+from quire.tests.support.canary import Client
+from quire.tests.support.talk import bundled_server, frees_all
 
 DOCUMENTS = ["Sort: 3 1 2", "Once upon a time there was a cat", "Sort: 9 8 7"]
 

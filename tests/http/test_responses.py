@@ -7,8 +7,6 @@ from typing import Any, get_type_hints
 import msgspec
 import openai
 import pytest
-from answers import Server, Written, events_of, spoil, strangers, written
-from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
@@ -29,6 +27,8 @@ from quire.serving.protocol.answers.answer import (
     Usage,
 )
 from quire.serving.protocol.responses import FIELDS, INCLUDED, LOGPROBS, NEUTRAL, OWN_SAMPLING, REASONING, REFUSED
+from quire.tests.support.answers import Server, Written, events_of, spoil, strangers, written
+from quire.tests.support.cases import cases
 
 HEAD = Head("resp_1", "quill", 1700000000, "quire-0")
 USAGE = Usage(30, 12, 16, 5)

@@ -11,7 +11,6 @@ import time
 from urllib.parse import quote
 
 import pytest
-from served import FORMATS, model_of, scripted, served
 from starlette.routing import Route
 
 from quire.model.config import ModelError
@@ -21,6 +20,7 @@ from quire.serving.http.models import Models
 from quire.serving.http.server import serve
 from quire.serving.http.service import Service
 from quire.serving.http.settings import ServerSettings
+from quire.tests.support.served import FORMATS, model_of, scripted, served
 
 JSON = {"Content-Type": "application/json"}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Z\\u00fcrich"}}\n</tool_call>'

@@ -15,14 +15,14 @@ from typing import Any
 
 import openai
 import pytest
-from served import FORMATS
-from talk import said, scripted_server, until
 
 from quire.model.config import ModelError
 from quire.serving.http.batches import ENDED, lines_in
 from quire.serving.http.storage import FILE, EntryKey, Storage, StorageFailed
 from quire.serving.http.stored import KINDS, StoredResponses
 from quire.serving.protocol.answers.answer import ChatRequest
+from quire.tests.support.served import FORMATS
+from quire.tests.support.talk import said, scripted_server, until
 
 CHAT = "/v1/chat/completions"
 PLACE = EntryKey(None, "file", "x")

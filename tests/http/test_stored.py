@@ -4,14 +4,14 @@ import httpx2
 import msgspec
 import openai
 import pytest
-from conformance import shows
 from openai import OpenAI
-from served import FORMATS
-from talk import frees_all, said, scripted_server, until
 
 from quire.serving.api.errors import RequestError
 from quire.serving.http.errors import HttpError
 from quire.serving.http.stored import KINDS, StoredResponse, StoredResponses
+from quire.tests.support.conformance import shows
+from quire.tests.support.served import FORMATS
+from quire.tests.support.talk import frees_all, said, scripted_server, until
 
 TOOL = {
     "type": "function",

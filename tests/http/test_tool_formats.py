@@ -7,9 +7,6 @@ from functools import partial
 from random import Random
 
 import pytest
-import tools_page
-from cases import cases
-from recorded_calls import ALONE, RECORDED, TOOLS, TRAINS, joined, read
 
 from quire.model.config import ModelError
 from quire.serving import parsing
@@ -17,6 +14,9 @@ from quire.serving.http.settings import Formats
 from quire.serving.parsing.form import Form
 from quire.serving.parsing.pieces import CallStart
 from quire.serving.parsing.thoughts import Thoughts
+from quire.tests.support import tools_page
+from quire.tests.support.cases import cases
+from quire.tests.support.recorded_calls import ALONE, RECORDED, TOOLS, TRAINS, joined, read
 
 
 def maker(name: str, tools=TOOLS, reasoning: str | None = None):

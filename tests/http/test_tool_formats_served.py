@@ -5,9 +5,9 @@ import json
 import jsonschema
 import pytest
 from openai import BadRequestError, OpenAI
-from talk import bundled_server
 
 from quire.serving.http.settings import Formats
+from quire.tests.support.talk import bundled_server
 
 SHOWN = {
     "qwen3_coder": "<function=",

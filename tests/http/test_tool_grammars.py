@@ -11,8 +11,6 @@ import jsonschema
 import llguidance
 import numpy as np
 import pytest
-from cases import cases
-from recorded_calls import read
 
 from quire.serving import parsing
 from quire.serving.parsing import grammar, harmony, mistral, schema_types
@@ -20,6 +18,8 @@ from quire.serving.parsing.form import Form
 from quire.serving.parsing.thoughts import REASONING, Thoughts
 from quire.serving.parsing.tool_forms import TOOL_FORMS
 from quire.serving.request.grammar_text import whole
+from quire.tests.support.cases import cases
+from quire.tests.support.recorded_calls import read
 
 FORMS: dict[str, Form] = {name: form for name, form in TOOL_FORMS.items() if isinstance(form, Form)}
 FORMS |= {"mistral, a list": mistral.LISTED, "mistral, by name": mistral.NAMED, "openai": harmony.written(())}

@@ -7,11 +7,11 @@ from typing import Any
 
 import jsonschema
 import pytest
-from cases import cases
-from recorded_calls import read
 
 from quire.serving import parsing
 from quire.serving.parsing.schema_fit import MAX_STEPS, fits
+from quire.tests.support.cases import cases
+from quire.tests.support.recorded_calls import read
 
 WEATHER = {
     "type": "object",

@@ -12,13 +12,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import peft
 import pytest
-import tiny
-import tiny_moe
-import tiny_qwen
-import uncached
-from golden.families import VARIANTS
 from safetensors.numpy import save_file
 
 from quire.model.checkpoint import adapters, loader
@@ -27,6 +21,8 @@ from quire.model.checkpoint.adapters import read_adapter
 from quire.model.checkpoint.safetensors import Tensor, read_header
 from quire.model.config import ModelError
 from quire.ops.adapter import stacks_of, with_rows, with_stacks, write_slot
+from quire.tests.support import peft, tiny, tiny_moe, tiny_qwen, uncached
+from quire.tests.support.golden.families import VARIANTS
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 TOKENS = jnp.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]])

@@ -9,10 +9,6 @@ import sys
 import jax
 import numpy as np
 import pytest
-import tiny
-from cases import cases
-from golden.families import VARIANTS
-from golden.families_moe import MOE_VARIANTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -21,6 +17,10 @@ from quire.model.checkpoint.loader import load_weights, read_config
 from quire.model.checkpoint.safetensors import find_tensors
 from quire.model.config import ModelError
 from quire.model.weights import abstract
+from quire.tests.support import tiny
+from quire.tests.support.cases import cases
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.golden.families_moe import MOE_VARIANTS
 
 
 def load(folder):

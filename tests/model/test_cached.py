@@ -6,12 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny
-import tiny_gguf
 
 from quire.__main__ import main
 from quire.model.checkpoint import cached
 from quire.model.checkpoint.hub import BUNDLED
+from quire.tests.support import tiny, tiny_gguf
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -12,12 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-import uncached
-from cases import thinned
-from golden.families import VARIANTS
-from golden.families_moe import MOE_VARIANTS
-from golden.folder import HERE, write_folder
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
@@ -36,6 +30,11 @@ from quire.model.quantize.layer import Method, folded, round_layer
 from quire.model.quantize.samples import BUNDLED, read_samples
 from quire.model.quantize.source import Source
 from quire.model.text.tokenizer import Tokenizer
+from quire.tests.support import tiny, uncached
+from quire.tests.support.cases import thinned
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.golden.families_moe import MOE_VARIANTS
+from quire.tests.support.golden.folder import HERE, write_folder
 
 pytestmark = pytest.mark.usefixtures("few_programs", "compiled_quickly")
 LLAMA = tiny.LLAMA | {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 4, "vocab_size": 96}

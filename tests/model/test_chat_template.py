@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 
 import pytest
-from chat_templates import CASES
-from template_features import EXPRESSED, EXPRESSIONS, FEATURES
 
 from quire.model.text.chat_template import OWN_SECONDS, REQUEST_SECONDS, ChatTemplate, PromptError
+from quire.tests.support.chat_templates import CASES
+from quire.tests.support.template_features import EXPRESSED, EXPRESSIONS, FEATURES
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 ALL = CASES | FEATURES

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import tiny
 from safetensors.numpy import save_file
 
 from quire.model.checkpoint import loader
@@ -19,6 +18,7 @@ from quire.model.checkpoint.safetensors import fill, find_tensors
 from quire.model.config import ModelError
 from quire.model.weights import abstract
 from quire.sharding.spec import ALIGNMENT, empty
+from quire.tests.support import tiny
 
 D, N, K, H, F = 32, 4, 2, 8, 48
 

@@ -4,12 +4,12 @@ import json
 import re
 
 import pytest
-import tiny
-from published import PUBLISHED
-from published_moe import PUBLISHED_MOE
 
 from quire.model.checkpoint import loader
 from quire.model.config import ModelError
+from quire.tests.support import tiny
+from quire.tests.support.published import PUBLISHED
+from quire.tests.support.published_moe import PUBLISHED_MOE
 
 CONFIGS = {name: published.config for name, published in (PUBLISHED | PUBLISHED_MOE).items()}
 # What transformers 4 writes beside a family's own keys where it writes all (`to_json_string(use_diff=False)`).

@@ -6,19 +6,16 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import ml_dtypes
-import naive_heads as naive
 import numpy as np
 import pytest
-import tiny
-import tiny_deepseek
-import tiny_qwen
-import uncached
 from safetensors.numpy import load_file, save_file
 
 from quire.model import decoder, draft_heads
 from quire.model.checkpoint.loader import load_weights, read_config
 from quire.model.config import ModelError
 from quire.sharding.spec import random_arrays
+from quire.tests.support import naive_heads as naive
+from quire.tests.support import tiny, tiny_deepseek, tiny_qwen, uncached
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 D, V, L, T = 32, 96, 8, 7

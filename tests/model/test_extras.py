@@ -5,12 +5,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import tiny
 
 from quire import ModelError
 from quire.__main__ import main
 from quire.model.checkpoint import orbax
 from quire.model.extras import imported
+from quire.tests.support import tiny
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

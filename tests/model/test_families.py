@@ -8,9 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from published import PUBLISHED, RELATIVES
-from published_moe import PUBLISHED_MOE, RELATIVES_MOE
-from published_more import PUBLISHED_MORE
 
 from quire.model.checkpoint import loader
 from quire.model.checkpoint.published import split
@@ -18,6 +15,9 @@ from quire.model.config import Attention, ModelError, Rope
 from quire.model.families import common
 from quire.model.weights import abstract
 from quire.ops.rope import angles, rotate
+from quire.tests.support.published import PUBLISHED, RELATIVES
+from quire.tests.support.published_moe import PUBLISHED_MOE, RELATIVES_MOE
+from quire.tests.support.published_more import PUBLISHED_MORE
 
 PUBLISHED = PUBLISHED | PUBLISHED_MORE
 BY_NAME = pytest.mark.parametrize("name", PUBLISHED)

@@ -5,8 +5,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from golden.families_moe import MOE_VARIANTS
-from published_moe import GEMMA4_ROPES, PUBLISHED_MOE, RELATIVES_MOE
 
 from quire.model.checkpoint import loader
 from quire.model.checkpoint.published import split
@@ -15,6 +13,8 @@ from quire.model.indexer import Indexer
 from quire.model.weights import abstract
 from quire.ops.quant.mxfp4 import Mxfp4
 from quire.sharding.spec import nbytes
+from quire.tests.support.golden.families_moe import MOE_VARIANTS
+from quire.tests.support.published_moe import GEMMA4_ROPES, PUBLISHED_MOE, RELATIVES_MOE
 
 BY_NAME = pytest.mark.parametrize("name", PUBLISHED_MOE)
 

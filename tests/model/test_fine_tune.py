@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
-import uncached
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
@@ -18,6 +16,7 @@ from quire.model.checkpoint.loader import load_weights, read_config
 from quire.model.checkpoint.safetensors import find_tensors
 from quire.model.config import ModelError
 from quire.model.quantize import fine_tune, session
+from quire.tests.support import tiny, uncached
 
 pytestmark = pytest.mark.usefixtures("few_programs", "compiled_quickly")
 LLAMA = tiny.LLAMA | {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 2, "vocab_size": 96}

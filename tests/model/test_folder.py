@@ -3,13 +3,13 @@
 import json
 
 import pytest
-import tiny
-from tokenizer_zoo import ZOO, save
 
 from quire.model.checkpoint import hub
 from quire.model.checkpoint.loader import load_weights, read_config
 from quire.model.config import ModelError
 from quire.model.text.tokenizer import Tokenizer
+from quire.tests.support import tiny
+from quire.tests.support.tokenizer_zoo import ZOO, save
 
 POINTER = f"version https:{'//'}git-lfs.github.com/spec/v1\noid sha256:{'4d7a2146' * 8}\nsize 12345\n"
 BASE = {"peft_type": "LORA", "base_model_name_or_path": "owner/base"}

@@ -5,15 +5,15 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import gguf_written
 import numpy as np
 import pytest
-from cases import cases
-from gguf_files import WRITTEN, File, family, shapes_of
 
 from quire.model.config import ModelError
 from quire.model.gguf.architectures import ARCHITECTURES, config_of
 from quire.model.gguf.tensors import halves_apart, name_of, origins, turn_of
+from quire.tests.support import gguf_written
+from quire.tests.support.cases import cases
+from quire.tests.support.gguf_files import WRITTEN, File, family, shapes_of
 
 # What a file does not say, and what it then means: llama.cpp has these in its code, or not at all.
 LOST: dict[str, dict[str, Any]] = {

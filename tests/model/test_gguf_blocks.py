@@ -3,12 +3,12 @@
 import gguf
 import numpy as np
 import pytest
-import tiny_gguf
-from cases import cases
 from gguf import quants
 
 from quire.model.gguf.blocks import TYPES
 from quire.model.gguf.grids import codebook
+from quire.tests.support import tiny_gguf
+from quire.tests.support.cases import cases
 
 NOT_READ = {"Q8_1", "Q8_K"}
 HALVES = {  # where blocks have float16 scales

@@ -8,13 +8,13 @@ import tracemalloc
 import gguf
 import numpy as np
 import pytest
-import tiny_gguf
-from cases import cases
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, quants
 
 from quire.model.config import ModelError
 from quire.model.gguf.blocks import TYPES
 from quire.model.gguf.file import read_file
+from quire.tests.support import tiny_gguf
+from quire.tests.support.cases import cases
 
 NUMBERS = {
     GGUFValueType.UINT8: np.uint8, GGUFValueType.INT8: np.int8, GGUFValueType.UINT16: np.uint16,

@@ -8,10 +8,6 @@ import gguf
 import jax
 import numpy as np
 import pytest
-import served_codes
-import tiny
-import tiny_gguf
-from cases import cases, thinned
 from typer.testing import CliRunner
 
 from quire import LLM, SamplingParams
@@ -28,6 +24,8 @@ from quire.ops.linear import einsum
 from quire.ops.quant.grouped import Grouped
 from quire.ops.quant.int4 import Int4
 from quire.serving.http.endpoints.ollama import details
+from quire.tests.support import served_codes, tiny, tiny_gguf
+from quire.tests.support.cases import cases, thinned
 
 KINDS = [*gguf_folder.KEPT, "F32", "F16", "BF16", "IQ3_S", "IQ2_XXS"]
 D, N, K = 256, 8, 4

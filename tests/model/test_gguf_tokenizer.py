@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import cases
-from tokenizer_zoo import CORPUS, SPECIAL, byte_fallback, byte_level, random_text
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from quire.model.config import ModelError
 from quire.model.gguf.tokenizer import files_of, tokenizer_of
 from quire.model.gguf.words import RULES
 from quire.model.text.tokenizer import Tokenizer as Folder
+from quire.tests.support.cases import cases
+from quire.tests.support.tokenizer_zoo import CORPUS, SPECIAL, byte_fallback, byte_level, random_text
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 NASTY = [

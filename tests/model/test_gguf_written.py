@@ -5,16 +5,10 @@ import random
 from pathlib import Path
 
 import gguf
-import gguf_written
 import jax
 import numpy as np
 import pytest
-import tiny
-from cases import cases
-from gguf_files import WRITTEN, family, shapes_of
-from golden.folder import draw
 from safetensors.numpy import save_file
-from tokenizer_zoo import EOS, ZOO, byte_fallback, byte_fallback_unstripped, byte_level, random_text
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from typer.testing import CliRunner
 
@@ -31,6 +25,11 @@ from quire.model.gguf.tokenizer import tokenizer_of
 from quire.model.gguf.vocabulary import vocabulary_of
 from quire.model.quantize import gguf_file, session
 from quire.model.text.tokenizer import Tokenizer as Folder
+from quire.tests.support import gguf_written, tiny
+from quire.tests.support.cases import cases
+from quire.tests.support.gguf_files import WRITTEN, family, shapes_of
+from quire.tests.support.golden.folder import draw
+from quire.tests.support.tokenizer_zoo import EOS, ZOO, byte_fallback, byte_fallback_unstripped, byte_level, random_text
 
 TEMPLATE = "{% for message in messages %}<|turn|>{{ message.content }}</s>{% endfor %}"
 VOCABULARY = 400

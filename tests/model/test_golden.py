@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import uncached
-from cases import thinned
-from golden.encoders import ENCODERS
-from golden.families import KINDS, VARIANTS
-from golden.folder import POSITIONS
-from golden.recorded import TOLERANCE, Golden, check_answers
 
 from quire import LLM
 from quire.model.checkpoint import loader
 from quire.model.families import FAMILIES
 from quire.ops import native
+from quire.tests.support import uncached
+from quire.tests.support.cases import thinned
+from quire.tests.support.golden.encoders import ENCODERS
+from quire.tests.support.golden.families import KINDS, VARIANTS
+from quire.tests.support.golden.folder import POSITIONS
+from quire.tests.support.golden.recorded import TOLERANCE, Golden, check_answers
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 

@@ -9,13 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import tiny
-import tiny_gguf
-from cases import thinned
 
 import quire.model
 from quire.model.checkpoint import hub
 from quire.model.config import ModelError
+from quire.tests.support import tiny, tiny_gguf
+from quire.tests.support.cases import thinned
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OLDER = "89abcdef0123456789abcdef0123456789abcdef"  # the revision v1

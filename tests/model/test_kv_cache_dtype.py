@@ -8,9 +8,6 @@ from functools import cache
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_deepseek
-from golden.families import VARIANTS
-from golden.recorded import Golden
 from safetensors.numpy import load_file, save_file
 
 from quire.model.checkpoint import hub, loader
@@ -25,6 +22,9 @@ from quire.ops.rope import angles
 from quire.serving.api.options import EngineOptions
 from quire.serving.build import config_of
 from quire.sharding.device_axes import ONE_DEVICE
+from quire.tests.support import tiny_deepseek
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.golden.recorded import Golden
 
 QUILL = hub.resolve(None)  # layers 0 and 4 have a window, 2 and 6 none; the others read these
 

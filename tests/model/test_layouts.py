@@ -6,10 +6,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tiny
-from golden.families_moe import MOE_VARIANTS
-from golden.folder import HERE, write_folder
-from quantized_files import LLAMA, assert_is, read
 from typer.testing import CliRunner
 
 from quire.__main__ import app
@@ -19,6 +15,10 @@ from quire.model.checkpoint.published import LAYOUTS, split
 from quire.model.checkpoint.safetensors import find_tensors
 from quire.model.config import ModelError
 from quire.model.quantize import session
+from quire.tests.support import tiny
+from quire.tests.support.golden.families_moe import MOE_VARIANTS
+from quire.tests.support.golden.folder import HERE, write_folder
+from quire.tests.support.quantized_files import LLAMA, assert_is, read
 
 CASES = [
     ("gptq", "int4-32"),

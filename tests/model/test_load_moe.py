@@ -6,12 +6,12 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from golden.families_moe import MOE_VARIANTS
-from golden.folder import HERE, write_folder
 from safetensors.numpy import load_file, save_file
 
 from quire.model.checkpoint import loader
 from quire.model.config import ModelError
+from quire.tests.support.golden.families_moe import MOE_VARIANTS
+from quire.tests.support.golden.folder import HERE, write_folder
 
 
 @pytest.fixture

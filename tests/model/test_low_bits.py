@@ -7,11 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-import uncached
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from low_bits import meaning
 from safetensors.numpy import load_file, save_file
 
 from quire import LLM, SamplingParams
@@ -24,6 +21,8 @@ from quire.model.quantize.quip import quip
 from quire.model.quantize.source import Source
 from quire.ops.quant import e8p
 from quire.ops.quant.hadamard import rotated
+from quire.tests.support import tiny, uncached
+from quire.tests.support.low_bits import meaning
 
 D, F = 64, 96
 LLAMA = tiny.LLAMA | {"hidden_size": D, "intermediate_size": F, "num_key_value_heads": 2, "vocab_size": 96}

@@ -6,8 +6,6 @@ import re
 
 import numpy as np
 import pytest
-import tiny
-from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +16,8 @@ from quire.model.config import ModelError
 from quire.model.quantize import mixed, sensitivity, session
 from quire.model.quantize.mixed import Way, within
 from quire.model.quantize.source import Source
+from quire.tests.support import tiny
+from quire.tests.support.cases import cases
 
 CONFIG = tiny.LLAMA | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
 

@@ -1,12 +1,11 @@
 """docs/models.md says what the code does."""
 
-import formats_table
-import models_table
 import pytest
 
 from quire.model.checkpoint import loader
 from quire.model.config import ModelError
 from quire.model.families import FAMILIES, UNSUPPORTED
+from quire.tests.support import formats_table, models_table
 
 
 def test_the_page_is_what_is_true():

@@ -9,9 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from golden.families_moe import MOE_VARIANTS
-from golden.folder import HERE, write_folder
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -19,6 +16,9 @@ from quire.model.checkpoint import hub, orbax, quantized
 from quire.model.checkpoint.loader import load, read_config, specs_of
 from quire.model.config import ModelError
 from quire.scripts import convert
+from quire.tests.support import tiny
+from quire.tests.support.golden.families_moe import MOE_VARIANTS
+from quire.tests.support.golden.folder import HERE, write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

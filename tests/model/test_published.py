@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import served_codes
-import tiny
-from quantized_files import LLAMA, D, F, assert_is, awq, check_damage, dense_of, fp8, gptq, read
 from safetensors.numpy import load_file, save_file
 
 from quire import LLM
 from quire.model.checkpoint.loader import read_config
 from quire.model.config import ModelError
+from quire.tests.support import served_codes, tiny
+from quire.tests.support.quantized_files import LLAMA, D, F, assert_is, awq, check_damage, dense_of, fp8, gptq, read
 
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False}

@@ -6,11 +6,18 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import served_codes
-import tiny
-from golden.families_moe import MOE_VARIANTS
-from golden.folder import HERE, write_folder
-from quantized_files import (
+from safetensors.numpy import load_file, save_file
+
+from quire import LLM
+from quire.model.checkpoint.loader import read_config
+from quire.model.config import ModelError
+from quire.ops.quant.fp8 import Fp8
+from quire.ops.quant.grouped import Grouped
+from quire.ops.quant.int4 import Int4
+from quire.tests.support import served_codes, tiny
+from quire.tests.support.golden.families_moe import MOE_VARIANTS
+from quire.tests.support.golden.folder import HERE, write_folder
+from quire.tests.support.quantized_files import (
     FLOAT8,
     LLAMA,
     assert_is,
@@ -27,14 +34,6 @@ from quantized_files import (
     signed,
     whole,
 )
-from safetensors.numpy import load_file, save_file
-
-from quire import LLM
-from quire.model.checkpoint.loader import read_config
-from quire.model.config import ModelError
-from quire.ops.quant.fp8 import Fp8
-from quire.ops.quant.grouped import Grouped
-from quire.ops.quant.int4 import Int4
 
 
 def compressed(form: str, weights: dict, activations: dict | None = None, **other) -> dict:

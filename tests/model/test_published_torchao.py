@@ -6,9 +6,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import served_codes
-import tiny
-from quantized_files import FLOAT8, LLAMA, assert_is, check_damage, dense_of, paired, read
 from safetensors.numpy import save_file
 
 from quire import LLM
@@ -17,6 +14,8 @@ from quire.model.config import ModelError
 from quire.ops.quant.fp8 import Fp8
 from quire.ops.quant.grouped import Grouped
 from quire.ops.quant.int4 import Int4
+from quire.tests.support import served_codes, tiny
+from quire.tests.support.quantized_files import FLOAT8, LLAMA, assert_is, check_damage, dense_of, paired, read
 
 BF16 = ml_dtypes.bfloat16
 UNIT = {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}

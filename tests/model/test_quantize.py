@@ -9,11 +9,6 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-import tiny
-from cases import cases
-from golden.families import VARIANTS
-from golden.families_moe import MOE_VARIANTS
-from golden.folder import HERE, write_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -33,6 +28,11 @@ from quire.ops.quant.int8 import Int8
 from quire.ops.quant.stack import Stack
 from quire.sharding.mesh import make_mesh
 from quire.sharding.spec import nbytes
+from quire.tests.support import tiny
+from quire.tests.support.cases import cases
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.golden.families_moe import MOE_VARIANTS
+from quire.tests.support.golden.folder import HERE, write_folder
 
 FORMATS = [
     "int8",

@@ -10,12 +10,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import uncached
-from cases import thinned
-from dense_values import restored
-from golden.families import VARIANTS
-from golden.folder import POSITIONS
-from golden.recorded import TOLERANCE, Golden
 from safetensors.numpy import save_file
 
 from quire import LLM, SamplingParams
@@ -34,6 +28,12 @@ from quire.ops.quant.stack import Stack
 from quire.ops.routing import Rule, route
 from quire.sharding.mesh import make_mesh
 from quire.sharding.spec import ArraySpec, nbytes
+from quire.tests.support import uncached
+from quire.tests.support.cases import thinned
+from quire.tests.support.dense_values import restored
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.golden.folder import POSITIONS
+from quire.tests.support.golden.recorded import TOLERANCE, Golden
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 

@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
-from tokenizer_zoo import BOS, CORPUS, EOS, TURN, ZOO, random_text, save
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from quire.model.config import ModelError
 from quire.model.text.chat_template import PromptError
 from quire.model.text.tokenizer import Tokenizer
+from quire.tests.support.tokenizer_zoo import BOS, CORPUS, EOS, TURN, ZOO, random_text, save
 
 CHATML = (
     "{{ bos_token }}{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}\n{% endfor %}"

@@ -10,7 +10,6 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-import tiny
 
 from quire import LLM, ModelError, SamplingParams
 from quire.model.checkpoint import loader, weight_cache
@@ -18,6 +17,7 @@ from quire.model.checkpoint.loader import load, read_config
 from quire.model.checkpoint.weight_cache import WeightCache
 from quire.ops import cache_folder, native
 from quire.ops.native.linear import Product
+from quire.tests.support import tiny
 
 if not native.serves():
     pytest.skip("no native kernels", allow_module_level=True)

@@ -5,13 +5,13 @@ import logging
 
 import numpy as np
 import pytest
-import tiny
-from golden.families import MISTRAL3
-from published import PUBLISHED
 from safetensors.numpy import load_file, save_file
 
 from quire.model.checkpoint import loader
 from quire.model.config import ModelError
+from quire.tests.support import tiny
+from quire.tests.support.golden.families import MISTRAL3
+from quire.tests.support.published import PUBLISHED
 
 OUTER = {name: value for name, value in MISTRAL3.items() if name not in ("torch_dtype", "tie_word_embeddings")}
 VISION = ("vision_tower.ln_pre.weight", "vision_tower.patch_conv.weight", "multi_modal_projector.norm.weight")

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import cases
 
 from quire.ops import native
 from quire.ops.adapter import IMPLEMENTATIONS, Adapted, AdapterRows
 from quire.ops.implementations import NoImplementation
+from quire.tests.support.cases import cases
 
 WAYS = [name for name in IMPLEMENTATIONS if name != "native" or native.serves()]
 

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import LONGEST, Sequence, Shape, build, check, ragged, run, step
-from cases import thinned
 
 from quire.ops.attention import KVPages, flashinfer_gpu, mosaic_gpu, page_dtype, paged_attention, pairs, xla
 from quire.ops.attention.xla import BLOCK, tiles
@@ -17,6 +15,8 @@ from quire.ops.heads import mosaic_gpu as heads_gpu
 from quire.ops.implementations import NoImplementation
 from quire.ops.ordered_sum import sum_pairs
 from quire.sharding.device_axes import Axis
+from quire.tests.support.attention_cases import LONGEST, Sequence, Shape, build, check, ragged, run, step
+from quire.tests.support.cases import thinned
 
 
 @pytest.fixture(autouse=True, scope="module", params=["", "off"], ids=["native", "xla"])

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import cases
 
 from quire.ops import delta_net, native
 from quire.ops.short_conv import short_conv
 from quire.ops.state_rows import StateRows
+from quire.tests.support.cases import cases
 
 SLOTS = 6
 BY_NAME = pytest.mark.parametrize("name", ["native", "xla"])  # the other is in test_delta_net_mosaic

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import kernels_ahead
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
@@ -11,6 +10,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from quire.ops import attention, delta_net, kernel_trial
 from quire.ops.delta_net import mosaic_gpu, trial
 from quire.ops.state_rows import StateRows
+from quire.tests.support import kernels_ahead
 
 pytestmark = [pytest.mark.usefixtures("interpreted_once"), pytest.mark.slow]
 KINDS = {

@@ -11,14 +11,11 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import flashinfer_kernel
 import jax
 import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
-from attention_cases import LONGEST, Sequence, Shape, build, check, ragged, run
-from cases import cases, thinned
 
 from quire import LLM
 from quire.model.config import ModelError
@@ -30,6 +27,9 @@ from quire.ops.attention.flashinfer.plan import PlanShape, make_plan
 from quire.ops.implementations import NoImplementation, variance
 from quire.ops.kernel_trial import Found, measure
 from quire.serving.api.params import SamplingParams
+from quire.tests.support import flashinfer_kernel
+from quire.tests.support.attention_cases import LONGEST, Sequence, Shape, build, check, ragged, run
+from quire.tests.support.cases import cases, thinned
 
 PROCESSORS = 108
 

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_plan import tasks_of
 from jax._src import distributed
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
@@ -25,6 +24,7 @@ from quire.ops.attention.accuracy_trial import AttentionCase, Trial, arrays, att
 from quire.ops.attention.mosaic import task
 from quire.ops.attention.mosaic.paged import plan, shape_of
 from quire.ops.kernel_trial import Found, InLayers, measure
+from quire.tests.support.attention_plan import tasks_of
 
 CASE = Trial("", 2, 30, heads=4, kv_heads=2, width=64)
 RIGHT = {"decoding": Found(1e-3, 2e-3, 0, 6e-3), "a chunk": Found(2e-3, 3e-3, 0, 6e-3)}

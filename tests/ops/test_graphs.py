@@ -5,9 +5,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import kernels_ahead
 import pytest
-from cases import thinned
 
 from quire.ops import graphs
 from quire.ops.attention import gated_mosaic_gpu
@@ -17,6 +15,8 @@ from quire.ops.product import trial as product
 from quire.ops.residual import trial as residual
 from quire.ops.rounding import trial as rounding
 from quire.ops.routing import trial as routing
+from quire.tests.support import kernels_ahead
+from quire.tests.support.cases import thinned
 
 
 @pytest.fixture

@@ -4,10 +4,8 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-import kernels_ahead
 import numpy as np
 import pytest
-from cases import thinned
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
@@ -16,6 +14,8 @@ from quire.ops.attention import KVPages, QueryRows
 from quire.ops.attention.xla import append
 from quire.ops.heads import Heads, mosaic_gpu, trial
 from quire.ops.heads.xla import turn
+from quire.tests.support import kernels_ahead
+from quire.tests.support.cases import thinned
 
 pytestmark = pytest.mark.usefixtures("interpreted_once")
 S, P, ROWS = 32, 5, 5

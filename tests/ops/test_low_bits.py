@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from low_bits import meaning
 from scipy.linalg import hadamard as matrix_of_signs
 
 from quire.ops import native, quant
@@ -19,6 +18,7 @@ from quire.ops.quant import clusters, e8p
 from quire.ops.quant.compressed import join_codes, split_words
 from quire.ops.quant.hadamard import restored, rotated, signs
 from quire.sharding.spec import ArraySpec, random_arrays
+from quire.tests.support.low_bits import meaning
 
 
 def spec_of(into, out):

@@ -2,20 +2,19 @@
 
 from functools import partial
 
-import copies
 import jax
 import jax.numpy as jnp
-import kernels_ahead
 import numpy as np
 import pytest
-from attention_cases import Sequence, Shape, build, check, run
-from cases import thinned
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.jaxpr_interpret import JaxprInterpreter
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from quire.ops.attention import KVPages, QueryRows, mosaic_gpu
 from quire.ops.attention.mosaic import merge, paged, task
+from quire.tests.support import copies, kernels_ahead
+from quire.tests.support.attention_cases import Sequence, Shape, build, check, run
+from quire.tests.support.cases import thinned
 
 pytestmark = pytest.mark.usefixtures("interpreted_once")
 attend = partial(mosaic_gpu.paged_attention, interpret=InterpretGPUParams(detect_races=True))

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_plan import contexts_of, tasks_of
-from cases import cases
 
 from quire.ops.attention import KVPages, QueryRows
 from quire.ops.attention.mosaic import task
 from quire.ops.attention.mosaic.paged import A_TASK, plan, shape_of, span_blocks
 from quire.ops.attention.mosaic.task import CutContext, KernelShape, Share, saved_rows
+from quire.tests.support.attention_plan import contexts_of, tasks_of
+from quire.tests.support.cases import cases
 
 KINDS = {  # query heads, KV heads, width, values within keys, window
     "Llama-3-8B": (32, 8, 128, None, None),

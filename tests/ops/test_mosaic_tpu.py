@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import Sequence, Shape, build, check, run
-from cases import thinned
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
@@ -18,6 +16,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use
 from quire.ops import attention
 from quire.ops.attention import KVPages, QueryRows, mosaic_tpu
 from quire.scripts import collect_env
+from quire.tests.support.attention_cases import Sequence, Shape, build, check, run
+from quire.tests.support.cases import thinned
 
 CLOSE = {"rtol": 1e-2, "atol": 6e-3}
 DECODE = [Sequence(1, 100, 1), Sequence(2, 3, 1), Sequence(3, 63, 1), Sequence(4, 0, 1), Sequence(5, 191, 1)]

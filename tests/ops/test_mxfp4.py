@@ -4,9 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import uncached as dense
-from golden.families import VARIANTS
-from golden.recorded import Golden
 
 from quire.model.checkpoint import loader
 from quire.ops import native
@@ -14,6 +11,9 @@ from quire.ops.native.linear import Many
 from quire.ops.quant import packed
 from quire.ops.quant.mxfp4 import Mxfp4, decode, tensors
 from quire.sharding.spec import ArraySpec, nbytes, random_arrays
+from quire.tests.support import uncached as dense
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.golden.recorded import Golden
 
 
 def e2m1(code: int) -> float:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import jax
 import pytest
-from arm_tools import COMPILER, EMULATOR, needed
-from cases import cases
 
 from quire.ops.native import build
+from quire.tests.support.arm_tools import COMPILER, EMULATOR, needed
+from quire.tests.support.cases import cases
 
 RUNS = str(cases(3))
 CASES = sorted(Path(__file__).parent.glob("native_*_cases.cc"))

@@ -8,13 +8,11 @@ import sys
 from dataclasses import dataclass
 from functools import cache, partial
 
-import four_bits
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import cases, thinned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +20,8 @@ from quire.ops import native
 from quire.ops.attention import KVPages, QueryRows, xla
 from quire.ops.attention import native as attention
 from quire.ops.native import build
+from quire.tests.support import four_bits
+from quire.tests.support.cases import cases, thinned
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LONGEST = 1300  # positions: two borders between pieces and a few keys

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import cases, thinned
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from quire.ops.quant.grouped import CODES
 from quire.ops.quant.mxfp4 import Mxfp4, decode
 from quire.ops.quant.stack import Stack
 from quire.sharding.spec import ArraySpec, random_arrays
+from quire.tests.support.cases import cases, thinned
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ISAS = list(build.isas())

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import thinned
 
 from quire.ops import heads, native, residual
 from quire.ops.heads import Heads
 from quire.ops.norm import LayerNorm
 from quire.ops.residual import Residual
+from quire.tests.support.cases import thinned
 
 pytestmark = pytest.mark.skipif(not native.serves(), reason="no compiler")
 ROWS, EPS = 7, 1e-5

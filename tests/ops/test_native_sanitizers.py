@@ -5,9 +5,9 @@ from pathlib import Path
 
 import jax
 import pytest
-from cases import cases
 
 from quire.ops.native import build
+from quire.tests.support.cases import cases
 
 RUNS = str(cases(3))  # random cases of each kind; a program by itself takes 20
 CASES = sorted(Path(__file__).parent.glob("native_*_cases.cc"))

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import cases
 
 from quire.ops.attention import KVPages, QueryRows
 from quire.ops.attention.picking import Picks, picking_attention
+from quire.tests.support.cases import cases
 
 S, P, M, N, A, V, HEADS, DIM, COUNT = 8, 40, 9, 3, 24, 16, 16, 8, 20
 

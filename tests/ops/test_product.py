@@ -3,14 +3,11 @@
 import json
 import logging
 
-import copies
 import jax
 import jax.numpy as jnp
-import kernels_ahead
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import cases, nightly_from, thinned
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
@@ -27,6 +24,8 @@ from quire.ops.quant.stack import Stack
 from quire.ops.rounding.xla import round_rows
 from quire.ops.routing.blocks import align, most_blocks
 from quire.ops.weight import RoundedRows
+from quire.tests.support import copies, kernels_ahead
+from quire.tests.support.cases import cases, nightly_from, thinned
 
 pytestmark = pytest.mark.usefixtures("interpreted_once")
 INTERPRETED = InterpretGPUParams(detect_races=True)

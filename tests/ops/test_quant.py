@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from dense_values import restored
 
 from quire.ops import quant
 from quire.ops.linear import einsum
 from quire.ops.quant import four_bits
 from quire.ops.quant.grouped import CODES, nearest
 from quire.sharding.spec import ArraySpec, nbytes, random_arrays
+from quire.tests.support.dense_values import restored
 
 FORMATS = {
     "int8": 1.0,

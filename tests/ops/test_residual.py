@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import thinned
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
@@ -14,6 +13,7 @@ from quire.ops import attention, kernel_trial, residual
 from quire.ops.norm import rms_norm
 from quire.ops.residual import Residual, mosaic_gpu, trial, xla
 from quire.ops.rounding.xla import round_rows
+from quire.tests.support.cases import thinned
 
 pytestmark = pytest.mark.usefixtures("interpreted_once")
 EPS = 1e-5

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import cases, thinned
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from quire.ops import attention, kernel_trial, routing
 from quire.ops.routing import Rule, mosaic_gpu, trial, xla
+from quire.tests.support.cases import cases, thinned
 
 pytestmark = pytest.mark.usefixtures("interpreted_once")
 RULES = {

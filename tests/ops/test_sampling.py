@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import thinned
 from jax.extend import core
 from scipy import special, stats
 
@@ -28,6 +27,7 @@ from quire.ops.sampling import (
     xla,
 )
 from quire.ops.sampling.ranking import runners_up
+from quire.tests.support.cases import thinned
 
 OFF = {
     "slots_R": (np.int32, 0),

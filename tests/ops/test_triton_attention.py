@@ -5,16 +5,16 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import kernels_ahead
 import numpy as np
 import pytest
-from attention_cases import Sequence, Shape, build, check, ragged, run
-from cases import cases, thinned
 
 from quire.ops import attention, kernel_trial
 from quire.ops.attention import KVPages, QueryRows, mosaic_gpu, native, triton_gpu, triton_kernel
 from quire.ops.attention.accuracy_trial import AttentionCase, Trial, arrays
 from quire.ops.implementations import NoImplementation, variance
+from quire.tests.support import kernels_ahead
+from quire.tests.support.attention_cases import Sequence, Shape, build, check, ragged, run
+from quire.tests.support.cases import cases, thinned
 
 attend = partial(triton_gpu.attend, interpret=True)
 CLOSE = {"rtol": 2e-2, "atol": 1e-2}  # weights are rounded to bfloat16 before they meet the values

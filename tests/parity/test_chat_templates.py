@@ -1,8 +1,9 @@
 """Prompts against those of transformers: each template with its own conversation and with all others."""
 
 import pytest
-from chat_templates import AGAIN, ANSWER, ASK, CASES
-from template_features import EXPRESSED, EXPRESSIONS, FEATURES, PRINTED
+
+from quire.tests.support.chat_templates import AGAIN, ANSWER, ASK, CASES
+from quire.tests.support.template_features import EXPRESSED, EXPRESSIONS, FEATURES, PRINTED
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -5,8 +5,9 @@ import os
 
 import numpy as np
 import pytest
-from golden.families import VARIANTS
-from golden.folder import prompts
+
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.golden.folder import prompts
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -4,15 +4,15 @@ import os
 
 import numpy as np
 import pytest
-from golden.families import VARIANTS
-from golden.folder import prompts, write_folder
+
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.golden.folder import prompts, write_folder
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import reference  # noqa: E402
-
 from quire import LLM  # noqa: E402
+from quire.tests.support import reference  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 

@@ -6,7 +6,8 @@ import os
 import numpy as np
 import pytest
 import tokenizers
-from golden.families import VARIANTS
+
+from quire.tests.support.golden.families import VARIANTS
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

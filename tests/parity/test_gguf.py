@@ -4,9 +4,9 @@ import warnings
 
 import numpy as np
 import pytest
-from gguf_files import WRITTEN, File, family
 
 from quire.model.gguf.tensors import name_of, origins
+from quire.tests.support.gguf_files import WRITTEN, File, family
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("torch")

@@ -8,21 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import thinned
-from golden.families import KINDS, VARIANTS
-from golden.folder import prompts, write_folder
-from published import PUBLISHED
-from published_moe import PUBLISHED_MOE
+
+from quire.tests.support.cases import thinned
+from quire.tests.support.golden.families import KINDS, VARIANTS
+from quire.tests.support.golden.folder import prompts, write_folder
+from quire.tests.support.published import PUBLISHED
+from quire.tests.support.published_moe import PUBLISHED_MOE
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-import reference  # noqa: E402
-import uncached  # noqa: E402
-
 from quire import LLM, SamplingParams  # noqa: E402
 from quire.model.checkpoint import loader  # noqa: E402
 from quire.model.weights import abstract  # noqa: E402
+from quire.tests.support import reference, uncached  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 

@@ -5,8 +5,9 @@ import os
 
 import numpy as np
 import pytest
-from golden.families import VARIANTS
-from tokenizer_zoo import ZOO, save
+
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.tokenizer_zoo import ZOO, save
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import thinned
-from golden.families import VARIANTS
-from golden.recorded import Golden
 
 import quire
 from quire.model.config import ModelError
@@ -21,6 +18,9 @@ from quire.serving.async_llm import Ask, AsyncLLM
 from quire.serving.ray import prefill
 from quire.serving.ray.kv_transfer import give, known, take
 from quire.serving.ray.prefill import WORTH, Apart, bring, read
+from quire.tests.support.cases import thinned
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.golden.recorded import Golden
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 

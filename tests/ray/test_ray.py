@@ -14,14 +14,14 @@ from typing import Any
 
 import psutil
 import pytest
-from canary import Client
-from talk import until
 
 import quire
 from quire import LLM, SamplingParams
 from quire.model.config import ModelError
 from quire.serving.http.settings import ServerSettings
 from quire.serving.ray.scale import DeploymentPlan, ReplicaOptions
+from quire.tests.support.canary import Client
+from quire.tests.support.talk import until
 
 try:
     import ray

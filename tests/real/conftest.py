@@ -1,7 +1,8 @@
 """Models with trained weights: a test that needs one says so, and is left out where it is not there."""
 
 import pytest
-import real_models
+
+from quire.tests.support import real_models
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +22,7 @@ def model():
 def reference(model):
     """transformers in float32 on a model's own weights, dequantised; loaded once for a file of tests."""
     pytest.importorskip("torch", reason="torch is not installed: make parity")
-    from real_reference import Reference
+    from quire.tests.support.real_reference import Reference
 
     loaded: dict[str, Reference] = {}
 

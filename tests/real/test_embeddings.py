@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from real_prompts import PROMPTS, TEXT
 
 from quire import LLM
+from quire.tests.support.real_prompts import PROMPTS, TEXT
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make parity")
 MAX_TOKENS = 256  # max_seq_length of its sentence_bert_config.json

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from real_prompts import PROMPTS, TEXT
 
 from quire import LLM, SamplingParams
+from quire.tests.support.real_prompts import PROMPTS, TEXT
 
 COUNT = 24
 OPTIONS = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 256 << 20}

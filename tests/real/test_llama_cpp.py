@@ -1,7 +1,8 @@
 """Quire beside llama.cpp on the same GGUF files: which of them is nearer to float32."""
 
 import pytest
-import real_fidelity
+
+from quire.tests.support import real_fidelity
 
 pytestmark = pytest.mark.large
 

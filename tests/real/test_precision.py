@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from real_prompts import TEXT
 
 from quire import LLM, SamplingParams
+from quire.tests.support.real_prompts import TEXT
 
 pytestmark = pytest.mark.large
 OPTIONS = {

@@ -5,9 +5,9 @@ import json
 import jsonschema
 import numpy as np
 import pytest
-from real_prompts import PROMPTS, TEXT
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire.tests.support.real_prompts import PROMPTS, TEXT
 
 OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 256 << 20}
 GREEDY = SamplingParams(temperature=0, max_tokens=32)

@@ -19,7 +19,6 @@ import scipy.stats
 import typer
 from hypothesis import given
 from hypothesis import strategies as st
-from served import model_of, scripted, served
 
 from quire import LLM
 from quire.__main__ import main
@@ -31,6 +30,7 @@ from quire.scripts.bench.drafts import Drafts, drafts_table
 from quire.scripts.bench.load import Sample
 from quire.scripts.bench.metrics import RequestTimes
 from quire.scripts.options import UsageError
+from quire.tests.support.served import model_of, scripted, served
 
 
 @pytest.fixture

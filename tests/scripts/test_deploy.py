@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from violations import require_none
 
 import quire
 from quire.__main__ import COMMANDS, app
 from quire.ops.native import build
+from quire.tests.support.violations import require_none
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

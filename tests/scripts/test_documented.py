@@ -14,16 +14,15 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import tiny
-import tiny_gguf
 import typer
-from cases import thinned
-from talk import bundled_server
-from violations import require_none
 
 import quire
 from quire.__main__ import app
 from quire.serving.api.options import EngineOptions
+from quire.tests.support import tiny, tiny_gguf
+from quire.tests.support.cases import thinned
+from quire.tests.support.talk import bundled_server
+from quire.tests.support.violations import require_none
 
 ROOT = Path(quire.__file__).resolve().parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import thinned
 
 from quire.model.checkpoint.loader import family_of
 from quire.model.families import llama
@@ -32,6 +31,7 @@ from quire.serving.device.step import step
 from quire.serving.engine.batch_builder import BatchBuilder
 from quire.serving.engine.scheduler import Limits
 from quire.sharding.spec import ArraySpec, nbytes, random_arrays
+from quire.tests.support.cases import thinned
 
 SHORT = [work for work in RIGHT if work.length < 600]
 FEW = [work for work in SHORT if work.name in ("decode, cap", "chunk, int8", "chunk, latent", "chunk, window")]

@@ -7,9 +7,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from golden.families import VARIANTS
-from plan_configs import LLAMA, PUBLISHED, random_config
-from published_more import PUBLISHED_MORE
 from typer.testing import CliRunner
 
 from quire.__main__ import app, main
@@ -18,6 +15,9 @@ from quire.model.config import Attention, LatentAttention, Layer, ModelConfig, M
 from quire.model.planning import cost
 from quire.serving.device.state import page_bytes
 from quire.sharding.spec import nbytes
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.plan_configs import LLAMA, PUBLISHED, random_config
+from quire.tests.support.published_more import PUBLISHED_MORE
 
 
 def published(name: str) -> ModelConfig:

@@ -5,7 +5,6 @@ import math
 import random
 
 import pytest
-from plan_configs import LLAMA, PUBLISHED, random_config
 from typer.testing import CliRunner
 
 from quire.__main__ import app, main
@@ -15,6 +14,7 @@ from quire.model.planning import meshes
 from quire.model.planning.cost import DEVICES, Device, weight_bytes
 from quire.model.planning.meshes import LATENCY, Planner, Workload
 from quire.model.planning.traffic import Collective, traffic
+from quire.tests.support.plan_configs import LLAMA, PUBLISHED, random_config
 
 ALONE = {"data": 1, "pipe": 1, "context": 1, "tensor": 1, "expert": 1}
 SMALL = ModelConfig("llama", 64, 16, (Layer(Attention(4, 2, 4, 1.0), Mlp(32)),) * 2, 128)

@@ -6,7 +6,8 @@ import subprocess
 import zipfile
 
 import pytest
-import real_models
+
+from quire.tests.support import real_models
 
 PARTS = {"one": b"first ", "two": b"second"}
 

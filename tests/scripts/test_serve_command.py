@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from served import model_of, scripted, served
 from typer.testing import CliRunner
 
 import quire
 from quire.__main__ import app
 from quire.scripts.options import UsageError
 from quire.scripts.serve.command import called, read_keys
+from quire.tests.support.served import model_of, scripted, served
 
 FOLDER = Path(quire.__file__).parent / "model"
 

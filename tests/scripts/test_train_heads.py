@@ -9,10 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-import uncached
-from cases import thinned
-from golden.families import VARIANTS
 
 import quire
 from quire.model import decoder, draft_heads
@@ -27,6 +23,9 @@ from quire.scripts.train_heads.lesson import judge, loss_of, passes
 from quire.scripts.train_heads.session import Session, halves, with_dense_head
 from quire.scripts.train_heads.settings import Settings
 from quire.sharding.spec import random_arrays
+from quire.tests.support import tiny, uncached
+from quire.tests.support.cases import thinned
+from quire.tests.support.golden.families import VARIANTS
 
 V, LENGTH = 6, 24
 TARGET = tiny.LLAMA | {"num_hidden_layers": 6, "vocab_size": V}

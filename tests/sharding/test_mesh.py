@@ -3,20 +3,19 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from jax.sharding import AbstractMesh, PartitionSpec
-from shards import in_device_order
 
 from quire.model.families import llama
 from quire.model.weights import abstract
 from quire.sharding.mesh import AXES, RULES, make_mesh, sharding, shardings
 from quire.sharding.spec import ArraySpec, Runs
+from quire.tests.support import tiny
+from quire.tests.support.shards import in_device_order
 
 
 def test_one_device():
@@ -96,8 +95,7 @@ EIGHT = """
 import sys
 from pathlib import Path
 import jax, numpy as np
-sys.path.insert(0, sys.argv[3])
-from shards import in_device_order
+from quire.tests.support.shards import in_device_order
 from quire.model.checkpoint.loader import load, read_config
 from quire.model.config import ModelError
 from quire.model.checkpoint.placement import Placement
@@ -138,7 +136,7 @@ def test_load_over_eight_devices(tmp_path):
     orbax.save(plain, out, loader.load(plain, config, plain=True), config.dtype)
     environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", EIGHT, str(plain), str(out), str(Path(tiny.__file__).parent)],
+        [sys.executable, "-c", EIGHT, str(plain), str(out)],
         capture_output=True, text=True, timeout=900, env=os.environ | environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

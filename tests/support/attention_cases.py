@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import four_bits
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from quire.ops.attention import KVPages, QueryRows, paged_attention
+from quire.tests.support import four_bits
 
 LONGEST = 192  # positions a sequence
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -5,18 +5,18 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-import gguf_written
 import jax
-from golden.families import VARIANTS
-from golden.families_states import FALCON_H1
-from golden.folder import draw
-from golden.variant import Variant
 
 from quire.model.checkpoint import loader
 from quire.model.config import ModelConfig
 from quire.model.families import FAMILIES
 from quire.model.families.common import Source
 from quire.model.gguf.architectures import config_of
+from quire.tests.support import gguf_written
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.golden.families_states import FALCON_H1
+from quire.tests.support.golden.folder import draw
+from quire.tests.support.golden.variant import Variant
 
 # Rotary embeddings that llama.cpp does not know, weights in a format, biases of convolutions, and scores in two parts.
 LEFT_OUT = {

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
-from cases import FACTOR
 
 from quire.ops import graphs
+from quire.tests.support.cases import FACTOR
 from tools.gpu.program import read_thunks, spilled_bytes, thunks
 from tools.gpu.target import APART, described, missing
 

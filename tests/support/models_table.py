@@ -10,16 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
-from golden.encoders import ENCODERS
-from golden.families import VARIANTS
-from published import PUBLISHED
-from published_moe import PUBLISHED_MOE
-from published_more import PUBLISHED_MORE
-
 from quire.model import families
 from quire.model.checkpoint.published import split
 from quire.model.families import FAMILIES, UNSUPPORTED, wrapper
 from quire.model.families.config_keys import Keys
+from quire.tests.support.golden.encoders import ENCODERS
+from quire.tests.support.golden.families import VARIANTS
+from quire.tests.support.published import PUBLISHED
+from quire.tests.support.published_moe import PUBLISHED_MOE
+from quire.tests.support.published_more import PUBLISHED_MORE
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 TINY = {variant.name: variant.config for variant in (*VARIANTS, *ENCODERS)}

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from page_engine import Busy
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+
+from quire.tests.support.page_engine import Busy
 
 PAGE = Path(__file__).parents[2] / "serving" / "http" / "page"
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}

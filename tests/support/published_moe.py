@@ -1,6 +1,6 @@
 """config.json as it is published with models that have experts, and what is known of them."""
 
-from published import GLOBAL, Published, kinds
+from quire.tests.support.published import GLOBAL, Published, kinds
 
 YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
 AUTO_MAP = {"AutoConfig": "configuration_deepseek.DeepseekConfig", "AutoModelForCausalLM": "modeling_deepseek.X"}

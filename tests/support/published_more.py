@@ -1,6 +1,6 @@
 """config.json as it is published: encoders, Mamba 2 and Phi-3.5-MoE, from memory but for the numbers of parameters."""
 
-from published import GLOBAL, Published
+from quire.tests.support.published import GLOBAL, Published
 
 BERT = {
     "architectures": ["BertForMaskedLM"], "attention_probs_dropout_prob": 0.1, "gradient_checkpointing": False,

@@ -6,7 +6,6 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-import tiny
 from safetensors.numpy import save_file
 
 from quire.model.checkpoint.loader import load_weights, read_config
@@ -16,6 +15,7 @@ from quire.ops.quant.fp8 import Fp8
 from quire.ops.quant.grouped import CODES, Grouped
 from quire.ops.quant.int4 import Int4
 from quire.ops.quant.int8 import Int8
+from quire.tests.support import tiny
 
 D, F, N, K, H = 256, 384, 8, 4, 32
 LLAMA = tiny.LLAMA | {

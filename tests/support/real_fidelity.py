@@ -10,8 +10,9 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import real_models
-from real_prompts import TEXT
+
+from quire.tests.support import real_models
+from quire.tests.support.real_prompts import TEXT
 
 NUM_TOKENS = 400
 GGUF = ("smollm2", "qwen-500m")
@@ -32,7 +33,7 @@ class Distance(NamedTuple):
 
 def of_reference(path: str) -> tuple[list[int], np.ndarray]:
     """The tokens of the text, and the log-probability of each but the first after those before it."""
-    from real_reference import Reference
+    from quire.tests.support.real_reference import Reference
 
     reference = Reference(path)
     tokens = reference.tokenizer(TEXT)["input_ids"][:NUM_TOKENS]

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from golden.families import Variant
 from safetensors import safe_open
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from quire.tests.support.golden.families import Variant
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import uncached
 
 from quire import LLM, SamplingParams
 from quire.model.checkpoint.loader import load_weights, read_config
+from quire.tests.support import uncached
 
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_logprobs": 96}
 # So many that a row which falls on the other side of a rounding to eight bits does not decide.

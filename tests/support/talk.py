@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from served import model_of, scripted, served
-
 from quire.serving.api.options import options_of
 from quire.serving.build import make_engine
 from quire.serving.http.models import Model
 from quire.serving.http.settings import Formats
+from quire.tests.support.served import model_of, scripted, served
 
 TURN = re.compile(r"<(system|user|assistant|tool)>(.*?)(?=<(?:system|user|assistant|tool)>|\Z)", re.DOTALL)
 # The bundled model's own turns. It was not taught tools: they have a place here, but tell it nothing.

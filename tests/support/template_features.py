@@ -4,7 +4,7 @@
 
 from typing import Any
 
-from chat_templates import AGAIN, ASK, CALL, SUNNY, SYSTEM, WARM, WEATHER, Case
+from quire.tests.support.chat_templates import AGAIN, ASK, CALL, SUNNY, SYSTEM, WARM, WEATHER, Case
 
 # What was thought is read as `thinking`, and stands beside calls alone.
 CHANNELS = """\

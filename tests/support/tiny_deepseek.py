@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import numpy as np
-import tiny
+
+from quire.tests.support import tiny
 
 D, V = 32, 96
 CONFIG = {

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-import tiny
+
+from quire.tests.support import tiny
 
 LLAMA = tiny.LLAMA | {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import peft
-import tiny
 
 from quire.model.checkpoint.loader import read_config, sources_of
 from quire.model.families.common import Source
+from quire.tests.support import peft, tiny
 
 SHARED = {
     "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

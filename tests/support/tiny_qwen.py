@@ -4,10 +4,10 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import tiny
 
 from quire.model.checkpoint.loader import read_config, sources_of
 from quire.model.families.common import Source
+from quire.tests.support import tiny
 
 D, V, F, EXPERTS = 32, 96, 20, 6
 CONFIG = {

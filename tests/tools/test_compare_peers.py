@@ -18,12 +18,12 @@ import typer
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
-from violations import require_none
 
 from quire import LLM, SamplingParams
 from quire.model.checkpoint.loader import read_config
 from quire.scripts import collect_env
 from quire.scripts.bench import bandwidth
+from quire.tests.support.violations import require_none
 from tools.peers import checkpoint, compare, envs, report, turns
 from tools.peers.loop import LoadSettings, TimedPrompt, TimedTokens, drive
 from tools.peers.work import WORKS, Workload

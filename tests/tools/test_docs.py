@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import typer
-from violations import require_none
 
 import quire
 from quire.__main__ import COMMANDS, app
 from quire.serving.api.options import EngineOptions
+from quire.tests.support.violations import require_none
 from tools.docs import pages
 from tools.docs.command_reference import command_pages
 from tools.docs.python_reference import python_page

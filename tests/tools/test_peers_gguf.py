@@ -1,7 +1,6 @@
 """What the comparison with llama.cpp counts, and that Quire's half of it runs."""
 
-import tiny_gguf
-
+from quire.tests.support import tiny_gguf
 from tools.peers.gguf import alike, run
 
 

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import uncached
-from cases import thinned
 from tokenizers import Tokenizer
 
 from quire import LLM, SamplingParams
@@ -24,6 +22,8 @@ from quire.scripts.train_heads.answers import none_yet, pack
 from quire.scripts.train_heads.attention import attention
 from quire.scripts.train_heads.lesson import judge
 from quire.sharding.spec import random_arrays
+from quire.tests.support import uncached
+from quire.tests.support.cases import thinned
 from tools.quill import corpus as corpus
 from tools.quill import drafts as drafts
 from tools.quill import prompts, quality

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from arm_tools import COMPILER, needed
 
 from quire.ops.native import build
+from quire.tests.support.arm_tools import COMPILER, needed
 from tools.release.wheel import machine, oldest_glibc, platform_wheel
 
 ROOT = Path(__file__).parents[2]

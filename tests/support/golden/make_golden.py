@@ -1,4 +1,4 @@
-"""Write the golden files, all or those named: `python -m golden.make_golden [NAME ...]` in the folder `tests/support`.
+"""Write the golden files, all or those named: `python -m tests.support.golden.make_golden [NAME ...]`.
 
 Needs torch and transformers.
 """
@@ -9,7 +9,8 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import reference
+
+from quire.tests.support import reference
 
 from .encoders import ENCODERS, texts_of
 from .families import VARIANTS, Variant

@@ -1,0 +1,1 @@
+"""Golden files: logits of tiny models of each family, computed by transformers."""

@@ -381,7 +381,7 @@ class LLM:
         with self.turn():
             for request in requests:
                 self.engine.abort(request.request_id)
-            while self.engine.under_way and not self.engine.requests:
+            while self.engine.in_flight and not self.engine.requests:
                 self.engine.step()
 
     def add(

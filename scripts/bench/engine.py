@@ -74,8 +74,8 @@ def serve(
                     )
             changed = engine.step()
             now = clock()
-            if watcher.taken is not None:
-                steps.append(TimedStep(now - last, watcher.taken.plan, watcher.tokens()))
+            if watcher.result is not None:
+                steps.append(TimedStep(now - last, watcher.result.plan, watcher.tokens()))
             last = now
             for request in changed:
                 index, sent, times = live[request]
@@ -97,18 +97,20 @@ def serve(
 
 
 def watch() -> Any:
-    """An observer that has the step that was taken in last, if the last call took one in."""
-    from ...serving.engine.step_record import Observer, StepRecord, TakenIn
+    """An observer that keeps the result of the last call of `Engine.step`, if it had one."""
+    from ...serving.engine.step_record import Observer, StepRecord
+    from ...serving.engine.step_result import StepResult
 
     class Watcher(Observer):
-        taken: TakenIn | None = None
+        result: StepResult | None = None
 
         def observe(self, record: StepRecord) -> None:
-            self.taken = record.taken
+            self.result = record.result
 
         def tokens(self) -> int:
             """Those that the step gave its sequences."""
-            items = [drawn.item for drawn in self.taken.drawn if drawn.item.draws] if self.taken else []
+            outputs = self.result.outputs if self.result else []
+            items = [output.item for output in outputs if output.item.draws]
             return sum(max(0, len(item.seq.tokens) - item.num_known) for item in items)
 
     return Watcher()

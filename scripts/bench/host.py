@@ -86,12 +86,12 @@ def measure(num_seqs: int, length: int, num_steps: int, hosts: Any = None) -> di
         """Keeps the times instead of writing them."""
 
         def observe(self, record: StepRecord) -> None:
-            step, taken = record.launched, record.taken
-            assert step is not None and taken is not None, "every step launches one and takes one in"
+            step, result = record.launched, record.result
+            assert step is not None and result is not None, "every call launches a step and collects one"
             laps["schedule"].append(step.scheduled - step.began)
             laps["launch"].append(step.launched - step.scheduled)
-            laps["collect"].append(taken.collected - taken.began)
-            laps["update"].append(record.ended - taken.collected)
+            laps["collect"].append(result.collected - result.began)
+            laps["update"].append(record.ended - result.collected)
 
     laps: dict[str, list[float]] = {part: [] for part in PARTS}
     engine = pretended_engine(num_seqs, length + WARM_UP + num_steps + 8)

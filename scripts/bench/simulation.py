@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ...serving.api.params import SamplingParams
 from ...serving.cache.page_table import PageTable
-from ...serving.engine.scheduler import Limits, Scheduler, StepPlan, rank_of
+from ...serving.engine.scheduler import Limits, Scheduler, StepPlan, queue_priority
 from ...serving.request.sequence import Sequence
 
 PARAMS = SamplingParams()
@@ -147,7 +147,7 @@ class Simulation:
         return full or last or (self.policy is Policy.dynamic and self.now >= self.due)
 
     def arrive(self, request: SimulatedRequest) -> Sequence:
-        prompt, rank = list(request.prompt), rank_of(request.priority, request.arrival)
+        prompt, rank = list(request.prompt), queue_priority(request.priority, request.arrival)
         seq = Sequence(0, prompt, len(prompt), PARAMS, request.output, rank)
         self.outcomes[seq] = Outcome(request, seq)
         if self.policy is not Policy.continuous:

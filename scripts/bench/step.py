@@ -91,7 +91,7 @@ def main(
 def compiled(runner: Any) -> list[Any]:
     """The programs that a step of the engine may be."""
     steps = [*runner.compiled.values(), *runner.plain.values(), *runner.resting.values()]
-    return [*steps, *([runner.series] if runner.series is not None else [])]
+    return [*steps, *([runner.fused_steps] if runner.fused_steps is not None else [])]
 
 
 def decode(llm: Any, samples: Sequence[load.Sample], count: int, folder: str | None = None) -> LoadRun:
@@ -117,9 +117,9 @@ def decode(llm: Any, samples: Sequence[load.Sample], count: int, folder: str | N
             begin = last = perf_counter()
             while sum(step.plan.steps for step in steps) < count and not any(each.finished for each in requests):
                 llm.step()
-                if watcher.taken is not None:
+                if watcher.result is not None:
                     now = perf_counter()
-                    steps.append(TimedStep(now - last, watcher.taken.plan, watcher.tokens()))
+                    steps.append(TimedStep(now - last, watcher.result.plan, watcher.tokens()))
                     last = now
             seconds = last - begin
             jax.block_until_ready(engine.runner.state)

@@ -30,7 +30,7 @@ class Size(NamedTuple):
 class Batch:
     """Everything a step needs from the host; one sequence's rows lie together, padding comes last."""
 
-    tokens_T: np.ndarray  # below 0: the name of one that is still on the device, see `scheduler.name_of`
+    tokens_T: np.ndarray  # below 0: the name of one that is still on the device, see `scheduler.encode_device_token`
     positions_T: np.ndarray  # -1 in padding
     starts_B1: np.ndarray
     following_B: np.ndarray  # the token after the sequence's last row, where the host knows it

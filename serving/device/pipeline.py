@@ -17,7 +17,7 @@ from .batch import STOPS, Layout
 from .drafts import StepDrafter
 from .programs import Call, Compiler, Program
 from .state import State, owners, paged_layers
-from .step import Places, abstract_state, catch_up, make_state, model_of, series, step, with_model
+from .step import Places, abstract_state, catch_up, fused_steps, make_state, model_of, step, with_model
 
 Made = TypeVar("Made", jax.stages.Lowered, Program)
 
@@ -111,11 +111,11 @@ class Pipeline:
                 x = found[-1].out_info[:1]
         return found
 
-    def series(self, weights, state: State, layout: Layout, steps: int) -> Call:
+    def fused_steps(self, weights, state: State, layout: Layout, steps: int) -> Call:
         """Several decode steps; of a model on one device, without a drafter."""
         stops_BE = np.zeros((layout.size.seqs, STOPS), np.int32)
         args = weights, state, np.stack([layout.nothing] * steps), stops_BE, np.int32(steps)
-        return Call(series, args, layout=layout, config=self.config)
+        return Call(fused_steps, args, layout=layout, config=self.config)
 
     def catch_up(self, weights, state: State, layout: Layout) -> Call:
         """A drafter, on the last stage, computes what it has not followed."""

@@ -122,7 +122,7 @@ def step(
 
 
 @partial(jax.jit, static_argnames=("layout", "config"), donate_argnames="state")
-def series(weights, state: State, buffers_SX, stops_BE, count, layout: Layout, config: ModelConfig):
+def fused_steps(weights, state: State, buffers_SX, stops_BE, count, layout: Layout, config: ModelConfig):
     """Run the first `count` of these decode steps, each on the tokens that the step before it sampled.
 
     The loop ends early once the last token of every sequence is one of its stop tokens, which then has no keys and
@@ -132,24 +132,24 @@ def series(weights, state: State, buffers_SX, stops_BE, count, layout: Layout, c
         What `step` returns, with a leading axis of steps; the number of steps that ran; the state.
     """
 
-    def goes_on(going):
-        number, state, _ = going
+    def is_running(carry):
+        number, state, _ = carry
         tokens_B = state.last_tokens_B[jnp.minimum(owners_B, layout.max_seqs - 1)]
         ended_B = (tokens_B[:, None] == stops_BE).any(axis=1) | (owners_B >= layout.max_seqs)
         return (number < count) & ~ended_B.all()
 
-    def go_on(going):
-        number, state, found = going
+    def run_step(carry):
+        number, state, results = carry
         # What depends on weights alone XLA would compute before the loop, for all of them: an embedding in float32.
         own, number = jax.lax.optimization_barrier((weights, number))
-        *new, state = step(own, state, buffers_SX[number], layout=layout, config=config)
-        return number + 1, state, jax.tree.map(lambda all_S, one: all_S.at[number].set(one), found, new)
+        *result, state = step(own, state, buffers_SX[number], layout=layout, config=config)
+        return number + 1, state, jax.tree.map(lambda all_S, one: all_S.at[number].set(one), results, result)
 
     owners_B = layout.read(buffers_SX[0]).store_R[: layout.size.seqs]
     *like, _ = jax.eval_shape(partial(step, layout=layout, config=config), weights, state, buffers_SX[0])
-    found = jax.tree.map(lambda one: jnp.zeros((len(buffers_SX), *one.shape), one.dtype), like)
-    num_steps, state, found = jax.lax.while_loop(goes_on, go_on, (jnp.int32(0), state, found))
-    return *found, num_steps, state
+    results = jax.tree.map(lambda one: jnp.zeros((len(buffers_SX), *one.shape), one.dtype), like)
+    num_steps, state, results = jax.lax.while_loop(is_running, run_step, (jnp.int32(0), state, results))
+    return *results, num_steps, state
 
 
 def axes_of(mesh: Mesh, layout: Layout) -> DeviceAxes:

@@ -131,17 +131,17 @@ class BatchBuilder:
         self.draws_plainly = all(plain)
         return size, buffer
 
-    def goes_on(self, plan: StepPlan) -> bool:
-        """Whether a step of one replica goes on from the one under way, at the smallest size."""
+    def can_extend(self, plan: StepPlan) -> bool:
+        """Whether a step of one replica continues the one in flight, at the smallest size."""
         (part,), (steps,) = plan.parts, self.decode_steps
         if not steps or steps[0].size != next(iter(self.layouts)):
             return False
         return self.continued(steps, part) is not None and len(steps[0].of_T) == len(part)
 
-    def build_series(self, plan: StepPlan, most: int) -> tuple[np.ndarray, np.ndarray]:
-        """The buffers of a series of at most so many steps that goes on, and the tokens that would end each sequence.
+    def build_fused(self, plan: StepPlan, most: int) -> tuple[np.ndarray, np.ndarray]:
+        """The buffers of at most `most` fused steps, and the tokens that would end each sequence.
 
-        Of more than `STOPS` of them the device knows the first: the others are seen by the host.
+        The device knows the first `STOPS` of these tokens; the host finds the others in the results.
         """
         (part,), (steps,) = plan.parts, self.decode_steps
         size = steps[0].size

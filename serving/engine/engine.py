@@ -29,22 +29,23 @@ from ..request.sequence import Sequence, sequences_of
 from ..speculative.speculator import Speculator
 from .admission import NO_ADAPTERS, check, check_whole, spelled
 from .deadlines import Deadlines
-from .runner import Drawn, Runner
-from .scheduler import Scheduler, StepPlan, rank_of
+from .runner import Runner
+from .scheduler import Scheduler, StepPlan, queue_priority
 from .snapshot import OWNED, DraftCounts, ExpertUse, Occupancy, PageCounts, Snapshot, owners_of
-from .step_record import Observer, StepRecord, TakenIn, UnderWay
+from .step_record import Observer, StepRecord
+from .step_result import InFlightStep, SampledTokens, StepResult
 
 log = logging.getLogger("quire")
-# Seconds that a token may wait for those of later steps: one that is read as it comes, and one that is read at the end.
-LATE, UNWATCHED = 0.02, 0.1
+# Seconds by which fused steps may delay a token that is streamed, and one of an answer that is sent whole.
+STREAMING_LATENCY, LATENCY = 0.02, 0.1
 
 
 class Engine:
     """One model, one scheduler, one loop.
 
-    add() ──> scheduler ──plan──> runner.launch ──> device (step n)
-                  ^                                   │
-                  └── update <── runner.collect <─────┘ (step n-1, while step n runs)
+    add() ──> schedule ──StepPlan──> launch ──InFlightStep──> device (step n)
+                  ^                                              │
+                  └──── update <──StepResult── collect <─────────┘ (step n-1, while step n runs)
     """
 
     def __init__(
@@ -73,15 +74,16 @@ class Engine:
         self.defaults = defaults  # of sampling parameters that a request leaves out: the model's own
         self.chat_defaults = defaults if chat_defaults is None else chat_defaults  # where people talk with the model
         self.grammars = None if tokenizer is None else Grammars(tokenizer, self.config.vocab_size)
-        self.stages = len(runner.pipeline)
-        self.scheduler = Scheduler(tables, runner.limits, self.stages)
+        self.num_stages = len(runner.pipeline)
+        self.num_ahead = max(1, self.num_stages - 1)  # steps in flight while the host works
+        self.scheduler = Scheduler(tables, runner.limits, self.num_stages)
         self.speculator = None if speculation is None else Speculator(speculation, runner.seconds)
         self.requests: dict[str, Request] = {}
         self.deadlines = Deadlines()
         self.rng = np.random.default_rng(seed)
-        self.under_way: deque[UnderWay] = deque()  # the oldest first
-        self.step_seconds = 1.0  # that the device took lately for a decode step
-        self.device_free = 0.0  # when the device was done with the last step that was taken in
+        self.in_flight: deque[InFlightStep] = deque()  # the oldest first
+        self.step_seconds = 1.0  # mean of the latest decode steps
+        self.device_free = 0.0  # when the last results were there
         self.asleep = self.closed = False
         self.process = os.getpid()
 
@@ -115,13 +117,15 @@ class Engine:
         base = int(self.rng.integers(1 << 63)) if params.seed is None else params.seed & ((1 << 64) - 1)
         now = self.clock()
         pooling = "last" if pooling and self.config.encodes else pooling  # the step itself has pooled
-        sequences = sequences_of(tokens, params, self.room, rank_of(terms.priority, now), eos, base)
+        sequences = sequences_of(tokens, params, self.room, queue_priority(terms.priority, now), eos, base)
         for seq, constraint in zip(sequences, constraints, strict=True):
             seq.tenant, seq.cache.salt, seq.adapter = terms.share_key, terms.cache_salt, terms.adapter
             if seq.adapter is not None:  # what is computed with another is another's
                 seq.cache.salt = seq.adapter.key, terms.cache_salt
             seq.bad_words, seq.constraint, seq.second = bad_words, constraint, second
-            seq.lockstep = self.stages > 1 or constraint is not None or any(len(word) > 1 for word in bad_words)
+            seq.needs_host_token = (
+                self.num_stages > 1 or constraint is not None or any(len(word) > 1 for word in bad_words)
+            )
             step = None if self.config.classes is None else self.config.classes.step
             seq.pool = None if pooling is None else Pool(pooling, tokens, step)
         if params.prompt_logprobs is not None or pooling in ("mean", "cls", "steps"):
@@ -180,122 +184,158 @@ class Engine:
         check(tokens, params, vocab, self.room, lambda n: table.fits(n, limits.max_rows), has_text, limits.listed)
 
     def step(self, launches: bool = True) -> list[Request]:
-        """Launch the next step and take in the one before; the requests that got tokens, or ended.
+        """Launch the next step and process the results of the oldest one; the requests that got tokens, or ended.
 
-        Over several pipeline stages as many steps are under way as there are stages, and the oldest is taken in.
-        Without `launches` one is taken in only.
+        Without `launches` only results are processed.
         """
         if self.asleep:
             return []
         began = self.clock()
-        changed, launched, taken = [*self.expire(began)], None, None
-        if self.speculator is not None and launches:
-            launches = self.stages > 1 or not any(step.plan.waited for step in self.under_way)
-            self.speculator.trim(self.scheduler.running)
-        plan = self.scheduler.schedule(self.speculator is not None and not self.speculator.rests) if launches else None
-        if plan is not None and (most := self.most_steps(plan)) > 1:
-            plan = self.scheduler.go_on(plan, most)
+        changed, step, result = [*self.expire(began)], None, None
+        plan = self.schedule() if launches else None
         try:
-            if plan is not None:
-                launched = self.launch(plan, began)
-                self.under_way.append(launched)
-            elif not self.under_way:
-                for table in self.tables:
-                    table.wait(0.05 / len(self.tables))
-            if self.under_way and (launched is None or len(self.under_way) > max(1, self.stages - 1)):
-                taken = self.collect(self.under_way[0])
-                changed += self.take_in(taken)  # where it fails, those before that stay in the list
-                self.under_way.popleft()
-            if not self.under_way:
-                self.runner.rest()
+            step = self.launch(plan, began)
+            result = self.collect(num_kept=self.num_ahead if step else 0)
+            changed += self.update(result)
         except Exception as error:
             changed += self.recover(error, plan)
-        requests = tuple(dict.fromkeys(changed))
-        running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-        record = StepRecord(began, self.clock(), launched, taken, requests, running, waiting)
-        for observer in self.observers:
-            observer.observe(record)
-        return list(requests)
+        return self.report(began, step, result, changed)
 
-    def launch(self, plan: StepPlan, began: float) -> UnderWay:
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step, as several fused steps where that delays no token; None: nothing can be computed now."""
+        if self.speculator is not None:
+            is_blocked = self.num_stages == 1 and any(step.plan.needs_host_sync for step in self.in_flight)
+            self.speculator.trim(self.scheduler.running)
+            if is_blocked:
+                return None
+        plan = self.scheduler.schedule(self.speculator is not None and not self.speculator.rests)
+        if plan is not None:
+            return self.scheduler.fuse_steps(plan, self.max_fused_steps(plan))
+        if not self.in_flight:
+            for table in self.tables:
+                table.wait(0.05 / len(self.tables))
+        return None
+
+    def launch(self, plan: StepPlan | None, began: float) -> InFlightStep | None:
         """Send a step to the device."""
+        if plan is None:
+            return None
         scheduled = self.clock()
         for item in plan.items:
             item.seq.request.scheduled(began)
         for slot, adapter in self.scheduler.take_adapters():
             self.runner.load_adapter(slot, adapter)
-        results = self.runner.launch(plan, self.scheduler.take_moves())
-        return UnderWay(plan, results, began, scheduled, self.clock())
+        step = self.runner.launch(plan, self.scheduler.take_moves())
+        step = step._replace(began=began, scheduled=scheduled, launched=self.clock())
+        self.in_flight.append(step)
+        return step
 
-    def collect(self, step: UnderWay) -> TakenIn:
-        """Wait for the results of a step."""
-        began = self.clock()
-        drawn = self.runner.collect(step.results)
-        before, self.device_free = self.device_free, self.clock()
-        num_steps = len(drawn[0].tokens) if step.plan.steps > 1 else 1
-        if step.plan.decodes and num_steps:
-            seconds = (self.device_free - max(step.launched, before)) / num_steps
-            self.step_seconds += (seconds - self.step_seconds) / 8 if self.step_seconds < 1 else seconds - 1
-            if self.speculator is not None and self.speculator.listens:
-                self.tell_pace(step.plan, self.device_free - before)
-        return TakenIn(step.plan, drawn, began, self.device_free, max(step.launched, before))
+    def collect(self, num_kept: int) -> StepResult | None:
+        """Wait for the oldest step; None where no more than `num_kept` steps are in flight."""
+        if len(self.in_flight) <= num_kept:
+            return None
+        began, step = self.clock(), self.in_flight[0]
+        result = self.runner.collect(step)
+        previous_end, self.device_free = self.device_free, self.clock()
+        device_began = max(step.launched, previous_end)
+        result = result._replace(began=began, collected=self.device_free, device_began=device_began)
+        self.record_step_time(result, self.device_free - previous_end)
+        return result
 
-    def most_steps(self, plan: StepPlan) -> int:
-        """That may be made at once after this plan, so that nobody's tokens are late."""
-        watched = any(item.seq.request is not None and item.seq.request.watched for item in plan.items)
-        most = int((LATE if watched else UNWATCHED) / max(self.step_seconds, 1e-6))
-        return most if most < 2 else min(most, self.runner.most_steps(plan))
+    def update(self, result: StepResult | None) -> Iterator[Request]:
+        """Give the sequences of the oldest step its tokens; yields the request of each."""
+        if result is None:
+            return
+        yield from self.process_results(result)
+        self.in_flight.popleft()  # a step whose results could not be processed stays, for `recover`
+        if not self.in_flight:
+            self.runner.settle()
 
-    def tell_pace(self, plan: StepPlan, seconds: float) -> None:
-        """Tell what decides about drafts how long after the one before a step was done."""
+    def report(
+        self, began: float, step: InFlightStep | None, result: StepResult | None, changed: list[Request]
+    ) -> list[Request]:
+        """Tell the observers of a step; each changed request once."""
+        requests = tuple(dict.fromkeys(changed))
+        running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        record = StepRecord(began, self.clock(), step, result, requests, running, waiting)
+        for observer in self.observers:
+            observer.observe(record)
+        return list(requests)
+
+    def max_fused_steps(self, plan: StepPlan) -> int:
+        """Maximum number of decode steps to fuse without delaying tokens beyond the latency budget."""
+        is_streaming = any(item.seq.request is not None and item.seq.request.watched for item in plan.items)
+        budget = STREAMING_LATENCY if is_streaming else LATENCY
+        num_steps = int(budget / max(self.step_seconds, 1e-6))
+        return num_steps if num_steps < 2 else min(num_steps, self.runner.max_fused_steps(plan))
+
+    def record_step_time(self, result: StepResult, seconds_since_previous: float) -> None:
+        """Update the mean time of a decode step, and what the speculator knows of it."""
+        if not (result.plan.decodes and result.num_steps):
+            return
+        seconds = (result.collected - result.device_began) / result.num_steps
+        self.step_seconds += (seconds - self.step_seconds) / 8 if self.step_seconds < 1 else seconds - 1
+        if self.speculator is not None and self.speculator.listens:
+            self.record_draft_time(result.plan, seconds_since_previous)
+
+    def record_draft_time(self, plan: StepPlan, seconds_since_previous: float) -> None:
+        """Tell the speculator the time of a step, unless requests came or ended around it."""
         items = plan.items
         if any(item.begins for item in items) or all(item.seq.finish_reason is not None for item in items):
-            return  # nobody may have waited before it, or for it
-        drafts, asks = plan.num_rows - len(items), max(item.asks for item in items)
-        waited, branches = plan.waited or drafts > 0, any(item.branches for item in items)
-        if plan.behind and (waited or not asks):
-            return  # it was for more than this step
-        self.speculator.took(len(items), drafts, asks, waited, seconds, branches)
+            return  # the device may have been idle before it
+        num_drafts, asks = plan.num_rows - len(items), max(item.asks for item in items)
+        is_synced, branches = plan.needs_host_sync or num_drafts > 0, any(item.branches for item in items)
+        if plan.behind and (is_synced or not asks):
+            return  # the time includes that of the drafter's own steps
+        self.speculator.took(len(items), num_drafts, asks, is_synced, seconds_since_previous, branches)
 
-    def take_in(self, step: TakenIn) -> Iterator[Request]:
-        """Give each sequence its token, and end those that are done; yields the request of each."""
-        for drawn in step.drawn:
-            item = drawn.item
+    def process_results(self, result: StepResult) -> Iterator[Request]:
+        """Give each sequence its tokens, and end those that are done; yields the request of each."""
+        for output in result.outputs:
+            item = output.item
             seq = item.seq
             seq.pending -= item.draws
             if seq.finish_reason is not None:
-                continue  # ended while this step was under way
+                continue  # ended while this step was in flight
             yield seq.request
             if item.drafts:
-                self.scheduler.roll_back(item, drawn.path, len(drawn.tokens) - 1)
-            elif len(drawn.tokens) < item.draws:
-                self.scheduler.shorten(item, len(drawn.tokens))
-            if drawn.failure:
-                self.fail(seq, drawn.failure)
-                continue
-            if seq.pool is not None:
-                self.pool(seq, drawn)
-                continue
-            for index, position in enumerate(item.scores):
-                seq.prompt_scores[position] = drawn.score(drawn.row + index)
-            for row, token in enumerate(drawn.tokens, drawn.row + len(item.scores)):
-                if seq.finish_reason is not None:
-                    break
-                if token < 0:
-                    self.fail(seq, token)
-                    break
-                self.push(seq, token, drawn.score(row) if seq.scored else None, step.collected)
-            if self.speculator is not None and item.drafts:
-                first, right = item.num_known - seq.num_prompt, drawn.accepted
-                seq.num_drafts += item.num_drafts
-                seq.accepted.extend(range(first, first + right))
-                self.speculator.counts.add(item.num_drafts, right)
-            if self.speculator is not None and item.draws and seq.finish_reason is None:
-                if not (item.drafts or item.asks or self.speculator.attends):
-                    continue
-                seq.proposed = drawn.drafts if item.asks and drawn.drafts else []
-                more = len(drawn.tokens) - 1 - drawn.chain if item.branches else None
-                self.speculator.take_in(seq, len(item.drafts), drawn.chain, more)
+                self.scheduler.roll_back(item, output.branch, len(output.tokens) - 1)
+            elif len(output.tokens) < item.draws:
+                self.scheduler.shorten(item, len(output.tokens))
+            if output.failure:
+                self.fail(seq, output.failure)
+            elif seq.pool is not None:
+                self.pool(result, output)
+            else:
+                self.push_all(result, output)
+                if self.speculator is not None:
+                    self.speculate(output)
+
+    def push_all(self, result: StepResult, output: SampledTokens) -> None:
+        """Give a sequence the scores of its prompt, and its tokens up to the one that ends it."""
+        item, seq = output.item, output.item.seq
+        for index, position in enumerate(item.scores):
+            seq.prompt_scores[position] = result.score(output.row + index)
+        for row, token in enumerate(output.tokens, output.row + len(item.scores)):
+            if seq.finish_reason is not None:
+                break
+            if token < 0:
+                self.fail(seq, token)
+                break
+            self.push(seq, token, result.score(row) if seq.scored else None, result.collected)
+
+    def speculate(self, output: SampledTokens) -> None:
+        """Count the draft tokens that were accepted, and let the drafter go on from the new tokens."""
+        item, seq, speculator = output.item, output.item.seq, self.speculator
+        if item.drafts:
+            first, num_accepted = item.num_known - seq.num_prompt, output.num_accepted
+            seq.num_drafts += item.num_drafts
+            seq.accepted.extend(range(first, first + num_accepted))
+            speculator.counts.add(item.num_drafts, num_accepted)
+        if item.draws and seq.finish_reason is None and (item.drafts or item.asks or speculator.attends):
+            seq.proposed = output.proposals if item.asks and output.proposals else []
+            more = len(output.tokens) - 1 - output.num_first_accepted if item.branches else None
+            speculator.take_in(seq, len(item.drafts), output.num_first_accepted, more)
 
     def fail(self, seq: Sequence, failure: int) -> None:
         """End a sequence that has no next token. Where its logits are broken, its pages are not to be found again."""
@@ -320,12 +360,12 @@ class Engine:
         if reason:
             self.end(seq, reason)
 
-    def pool(self, seq: Sequence, drawn: Drawn) -> None:
-        """Take in hidden states; with the last one the request is done."""
-        item = drawn.item
+    def pool(self, result: StepResult, output: SampledTokens) -> None:
+        """Give a sequence's pool its hidden states; with the last one the request is done."""
+        item, seq = output.item, output.item.seq
         positions = [*item.scores, item.start + item.num_rows - 1] if item.draws else item.scores
         for index, position in enumerate(positions):
-            seq.pool.add(position, drawn.hidden_RD[drawn.row + index])
+            seq.pool.add(position, result.hidden_RD[output.row + index])
         for position in item.scores:
             seq.prompt_scores[position] = True
         if item.draws:
@@ -356,9 +396,9 @@ class Engine:
 
     def recover(self, error: Exception, plan: StepPlan | None = None) -> Iterator[Request]:
         """After a failed step: its requests end with an error, the others start over on a fresh device state."""
-        plans = [step.plan for step in self.under_way] + [plan] * (plan is not None)
+        plans = [step.plan for step in self.in_flight] + [plan] * (plan is not None)
         lost = dict.fromkeys(item.seq for plan in plans for item in plan.items)
-        self.under_way.clear()
+        self.in_flight.clear()
         self.runner.fail(error)
         log.error("a step failed; its requests end, the others are computed again", exc_info=error)
         for seq in lost:
@@ -388,7 +428,7 @@ class Engine:
             what = "must be 1 (weights to host memory) or 2 (weights dropped)"
             raise RequestError("level", f"{what}, got {shown(level)}")
         changed: list[Request] = []
-        while self.under_way and not self.asleep:
+        while self.in_flight and not self.asleep:
             changed += self.step(launches=False)
         if self.asleep:
             return []
@@ -427,7 +467,7 @@ class Engine:
         self.closed = True
         for request_id in list(self.requests):
             self.abort(request_id)
-        while self.under_way:
+        while self.in_flight:
             self.step()
         if self.asleep:
             self.forget_device()  # copies can be saved, and what is not on the device cannot
@@ -516,4 +556,4 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return not self.asleep and (self.scheduler.busy or bool(self.under_way))
+        return not self.asleep and (self.scheduler.busy or bool(self.in_flight))

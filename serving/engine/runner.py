@@ -3,10 +3,8 @@
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,48 +32,11 @@ from ..device.state_copier import StateCopier
 from ..device.step import model_of, reset_slot, set_bias, with_model, write_adapter
 from ..multihost.leader import Leader
 from ..request.grammar import Constraint
-from ..request.sequence import Score, Sequence
+from ..request.sequence import Sequence
 from .batch_builder import BatchBuilder
 from .scheduler import Limits, ScheduledSequence, StepPlan
 from .slot_state import bias_of, first_row
-
-
-@dataclass(frozen=True)
-class Launched:
-    """A step under way: its results are futures until they are collected."""
-
-    plan: StepPlan
-    size: Size
-    sampled: Sampled
-    hidden_RD: jax.Array
-    offloads: list[Offload]
-    num_steps: jax.Array | None = None  # of a fused plan: the steps that ran before every sequence had stopped
-
-
-class Drawn(NamedTuple):  # hundreds are made a step
-    """What a step gave one of its items: a row of `sampled` for each prompt token scored, then for the token drawn."""
-
-    item: ScheduledSequence
-    row: int  # the first, of the path that was taken
-    failure: int  # of the rows that were scored and the first that draws: 0, or `sampling.BROKEN` or `BANNED`
-    tokens: list[int]  # the drafts that were accepted, and the next one; negative where a row failed
-    sampled: Sampled
-    hidden_RD: np.ndarray | None  # where one of the items has a pool
-    drafts: list[int] | None = None  # what the step says may come next
-    path: int = 0  # of drafts, of which most were accepted
-    chain: int = 0  # drafts of the first path that are right
-
-    @property
-    def accepted(self) -> int:
-        """Drafts that the answer has taken over, once it has been given its tokens; it may have ended amid them."""
-        return max(0, min(len(self.tokens) - 1, len(self.item.seq.tokens) - self.item.num_known))
-
-    def score(self, row: int) -> Score:
-        """What is known of one of the rows."""
-        s = self.sampled
-        token, logprob, rank = int(s.tokens_R[row]), float(s.logprobs_R[row]), int(s.ranks_R[row])
-        return Score(token, logprob, rank, s.top_ids_RK[row], s.top_logprobs_RK[row], s.wanted_logprobs_RL[row])
-
+from .step_result import InFlightStep, StepResult, read_result
 
 MEASURED = 2, 12  # runs of a size, at least and at most,
 MEASURING = 1.0  # of all together in so many seconds, as far as it depends on their number
@@ -117,7 +78,7 @@ class Runner:
         self.biases: dict[int, np.ndarray | None] = {}  # what the sequence in each slot adds to its logits
         self.compiled: dict[Size, Any] = {}
         self.plain: dict[Size, Any] = {}  # the same for steps whose rows all draw, and do so plainly
-        self.series: Any = None  # several steps of the smallest size, one after the other
+        self.fused_steps: Any = None  # several steps of the smallest size, one after the other
         self.resting: dict[Size, Any] = {}  # and without the drafter, for decode steps that it may rest in
         self.drafters: dict[Size, Any] = {}  # for rows that only the drafter computes
         # Where drafts ask what they cost: of a step, and of each token a sequence that it drafts.
@@ -171,7 +132,7 @@ class Runner:
 
     def warm_up(self, progress: Callable[[Size], None] = lambda size: None) -> None:
         """Compile every size, or read it from the compile cache; nothing is compiled after this."""
-        plain, resting, behind, several, drafter = {}, {}, {}, None, self.pipeline.drafter
+        plain, resting, behind, fused, drafter = {}, {}, {}, None, self.pipeline.drafter
         with Compiler(folder_of_programs() if self.mesh is None else None) as compiler:
             make, held = partial(self.pipeline.make, compiler), (self.weights, self.state)
             sizes = {}
@@ -186,7 +147,7 @@ class Runner:
                 behind[size] = compiler.make(call, compile_step)
             if self.limits.series > 1:
                 _, layout = next(iter(self.batch_builder.layouts.items()))
-                several = compiler.make(self.pipeline.series(*held, layout, self.limits.series), compile_step)
+                fused = compiler.make(self.pipeline.fused_steps(*held, layout, self.limits.series), compile_step)
             copies = {name: compiler.make(call) for name, call in self.page_copier.calls(self.state.by_page)}
             of_states = {name: compiler.make(call) for name, call in self.state_copier.calls(self.state)}
             if self.limits.adapters:
@@ -201,7 +162,7 @@ class Runner:
                 self.compiled[size] = self.pipeline.program(made)
             self.plain = {size: self.pipeline.program(made) for size, made in plain.items()}
             self.resting = {size: self.pipeline.program(made, rests=True) for size, made in resting.items()}
-            self.series = several and several.result()
+            self.fused_steps = fused and fused.result()
             self.drafters = {size: program.result() for size, program in behind.items()}
             self.state_copier.programs = {name: program.result() for name, program in of_states.items()}
             self.page_copier.programs = {name: program.result() for name, program in copies.items()}
@@ -282,7 +243,7 @@ class Runner:
         else:
             self.state = jax.tree.map(to_device, self.state, state)
 
-    def launch(self, plan: StepPlan, moves: PageMoves) -> Launched:
+    def launch(self, plan: StepPlan, moves: PageMoves) -> InFlightStep:
         """Send the page copies and then the step to the device, and return at once."""
         offloads = self.move(moves) if moves else []
         for item in plan.items:
@@ -293,7 +254,7 @@ class Runner:
         if self.rebalancer is not None:
             self.weights = with_model(self.weights, self.rebalancer.launching(model_of(self.weights)))
         if plan.steps > 1:
-            return self.launch_series(plan, offloads)
+            return self.launch_fused(plan, offloads)
         for parts in chunks(plan.behind, self.limits.max_rows):
             self.catch_up(*self.batch_builder.build_behind(parts))
         size, buffer = self.batch_builder.build(plan)
@@ -304,23 +265,23 @@ class Runner:
             sampled.tokens_R.copy_to_host_async()
             if sampled.drafts_BK is not None:
                 sampled.drafts_BK.copy_to_host_async()
-        return Launched(plan, size, sampled, hidden_RD, offloads)
+        return InFlightStep(plan, size, sampled, hidden_RD, offloads)
 
-    def launch_series(self, plan: StepPlan, offloads: list[Offload]) -> Launched:
-        """Send several steps at once."""
+    def launch_fused(self, plan: StepPlan, offloads: list[Offload]) -> InFlightStep:
+        """Send several decode steps at once."""
         size, builder = next(iter(self.batch_builder.layouts)), self.batch_builder
-        buffers_SX, stops_BE = builder.build_series(plan, self.limits.series)
-        sampled, hidden_SRD, num_steps, self.state = self.series(
+        buffers_SX, stops_BE = builder.build_fused(plan, self.limits.series)
+        sampled, hidden_SRD, num_steps, self.state = self.fused_steps(
             self.weights, self.state, buffers_SX, stops_BE, np.int32(plan.steps)
         )
         if self.expert_loads is not None:
             self.expert_loads.launched(self.state)
-        return Launched(plan, size, sampled, hidden_SRD, offloads, num_steps)
+        return InFlightStep(plan, size, sampled, hidden_SRD, offloads, num_steps)
 
-    def most_steps(self, plan: StepPlan) -> int:
-        """Of a series that this plan may become, as far as the compiled programs go."""
-        goes_on = self.limits.series > 1 and plan.decodes and self.batch_builder.goes_on(plan)
-        return self.limits.series if goes_on else 1
+    def max_fused_steps(self, plan: StepPlan) -> int:
+        """Maximum number of decode steps that the compiled programs can make of this plan."""
+        can_fuse = self.limits.series > 1 and plan.decodes and self.batch_builder.can_extend(plan)
+        return self.limits.series if can_fuse else 1
 
     def adapter_write(self) -> Call:
         """An adapter's matrices go into a slot."""
@@ -334,8 +295,8 @@ class Runner:
         stacks = self.write_adapter(adapter.stacks_of(weights), np.int32(slot), matrices)
         self.weights = with_model(self.weights, adapter.with_stacks(weights, stacks))
 
-    def rest(self) -> None:
-        """No step is under way: the experts' counters can be read without waiting."""
+    def settle(self) -> None:
+        """Read the experts' counters: no step is in flight, so it does not wait."""
         if self.expert_loads is not None:
             self.expert_loads.settle(self.state)
 
@@ -364,47 +325,11 @@ class Runner:
         self.state = self.state_copier.move(self.state.with_pages(by_page), moves.saves, moves.loads)
         return offloads
 
-    def collect(self, launched: Launched) -> list[Drawn]:
-        """Wait for a step: its tokens, and log-probabilities only if a request wants them."""
-        for pages in launched.offloads:
+    def collect(self, step: InFlightStep) -> StepResult:
+        """Wait for a step, and for the page copies before it."""
+        for pages in step.offloads:
             pages.arrive()
-        items, sampled = launched.plan.items, launched.sampled
-        if any(item.scores or item.seq.scored for item in items):
-            sampled = jax.device_get(sampled)
-        if launched.num_steps is not None:
-            return drawn_by_series(launched.plan, sampled, int(launched.num_steps))
-        hidden_RD = np.asarray(launched.hidden_RD) if any(item.seq.pool is not None for item in items) else None
-        tokens = np.asarray(sampled.tokens_R).tolist()
-        drafts_BK = None if sampled.drafts_BK is None else np.asarray(sampled.drafts_BK).tolist()
-        drawn, row, number, replica = [], 0, 0, 0
-        for item in items:
-            if item.ahead:
-                item = item.settled()
-            if item.seq.replica != replica:
-                replica = item.seq.replica
-                row, number = (
-                    replica * launched.size.samples,
-                    replica * (launched.size.seqs // launched.size.paths),
-                )
-            drafts = None if drafts_BK is None else drafts_BK[number]
-            number += 1
-            if item.draws == 1 and not item.scores:
-                drawn.append(Drawn(item, row, min(tokens[row], 0), [tokens[row]], sampled, hidden_RD, drafts))
-                row += 1
-            elif item.draws or item.scores:
-                first, end = row + len(item.scores), row + len(item.scores) + item.draws
-                count = sum(1 for _ in accepted(item.drafts, tokens[first:end])) + 1
-                failures = [token for token in tokens[row : first + min(item.draws, 1)] if token < 0]
-                failure = max(failures, default=0)  # broken logits are worse than banned tokens
-                found = Drawn(item, row, failure, tokens[first:end][:count], sampled, hidden_RD, drafts, 0, count - 1)
-                for path, others in item.branches:
-                    first, end = end, end + 1 + len(others)
-                    count = sum(1 for _ in accepted(others, tokens[first:end])) + 1
-                    if count > len(found.tokens):
-                        found = found._replace(row=first, tokens=tokens[first:end][:count], path=path)
-                drawn.append(found)
-                row = end
-        return drawn
+        return read_result(step)
 
     def assign(self, seq: Sequence, computed: int) -> None:
         """Give a slot to a sequence: its sampling parameters, and a fresh row on the device where it needs one.
@@ -439,17 +364,6 @@ class Runner:
         self.state = self.state.replace(slots=slots)
 
 
-def drawn_by_series(plan: StepPlan, sampled: Sampled, num_steps: int) -> list[Drawn]:
-    """The tokens that each sequence sampled in the fused steps that ran."""
-    tokens_RS = np.asarray(sampled.tokens_R)[:num_steps].T
-    if any(item.seq.scored for item in plan.items):  # a sequence's scores are adjacent
-        sampled = jax.tree.map(lambda all_S: np.concatenate(np.swapaxes(all_S[:num_steps], 0, 1)), sampled)
-    return [
-        Drawn(item, row * num_steps, min([0, *tokens_RS[row, :1].tolist()]), tokens_RS[row].tolist(), sampled, None)
-        for row, item in enumerate(plan.items)
-    ]
-
-
 def one_of(stack: jax.Array) -> jax.ShapeDtypeStruct:
     """One of the arrays that are stacked, where they lie on the same devices."""
     where = None
@@ -474,8 +388,3 @@ def chunks(parts: Seq[Seq[ScheduledSequence]], max_rows: int) -> Iterator[tuple[
                 room -= count
             taken.append(tuple(own))
         yield tuple(taken)
-
-
-def accepted(drafts: Seq[int], drawn: Seq[int]) -> Iterator[int]:
-    """The drafts that are what was drawn in their place, up to the first that is not."""
-    return (draft for draft, _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, drawn, strict=False)))

@@ -87,9 +87,9 @@ class StepPlan:
         return all(item.num_rows <= max(item.draws, 1) for item in self.items)
 
     @property
-    def waited(self) -> bool:
-        """Its tokens are waited for: the next step is to have drafts after them. It has all sequences then."""
-        return any(item.seq.waits and item.draws for item in self.items)
+    def needs_host_sync(self) -> bool:
+        """The host drafts after its tokens: no step can be planned before they are known."""
+        return any(item.seq.awaits_drafts and item.draws for item in self.items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +113,18 @@ class Limits:
         return 0 if self.paths == 1 else 1 + -(-(self.max_drafts - 1) // page_size)
 
 
-def name_of(slot: int, place: int, max_seqs: int) -> int:
-    """What stands for a token that only the device knows: a slot's next one (place 0), or a draft after it."""
+def encode_device_token(slot: int, place: int, max_seqs: int) -> int:
+    """Placeholder of a token that only the device knows: a slot's next token (place 0), or a draft token after it."""
     return -1 - slot - place * max_seqs
 
 
 POINT = 30.0  # seconds of waiting that make up for a point of priority
 
 
-def rank_of(priority: int, arrival: float) -> float:
-    """A request's place in the queue: a point of priority counts as much as having come POINT seconds earlier.
+def queue_priority(priority: int, arrival: float) -> float:
+    """A request's rank in the queue, the lowest first: a point of priority is worth POINT seconds of waiting.
 
-    All ranks age alike, so the order of those who wait never changes and nothing has to be computed again.
+    All ranks age alike, so the order of the waiting sequences never changes and nothing has to be computed again.
     """
     return arrival + POINT * priority
 
@@ -146,12 +146,12 @@ class Scheduler:
 
     def add(self, *sequences: Sequence) -> None:
         """Queue the sequences of a request: they have the same prompt, and so go to the same replica."""
-        number = self.soonest(sequences[0]) if len(self.replicas) > 1 else 0
+        number = self.least_loaded_replica(sequences[0]) if len(self.replicas) > 1 else 0
         for seq in sequences:
             seq.replica = number
             self.waiting.enter(seq)
 
-    def soonest(self, seq: Sequence) -> int:
+    def least_loaded_replica(self, seq: Sequence) -> int:
         """The replica that has fewest tokens to compute until the sequence is done, without those that are cached."""
         tokens = list(self.waiting.tokens_for)
         for number, replica in enumerate(self.replicas):
@@ -164,16 +164,18 @@ class Scheduler:
     def schedule(self, drafts: bool = False) -> StepPlan | None:
         """The next step, or None if there is nothing to compute now; `drafts`: sequences may have some."""
         if len(self.replicas) > 1:
-            self.level()
+            self.rebalance_replicas()
         decodes = drafts and all(replica.decodes for replica in self.replicas)  # it looks at every sequence
         parts = tuple([replica.schedule(decodes) for replica in self.replicas])
         behind = tuple([replica.behind for replica in self.replicas]) if self.limits.follows else ()
         return StepPlan(parts, behind if any(behind) else ()) if any(parts) else None
 
-    def go_on(self, plan: StepPlan, most: int) -> StepPlan:
-        """The same step as a series of so many, or of fewer: while nobody waits, and all stay in their pages."""
-        steps = min([most, *(replica.room_after(plan.items) for replica in self.replicas)])
-        if steps < 2 or self.waiting:
+    def fuse_steps(self, plan: StepPlan, max_steps: int) -> StepPlan:
+        """The plan as at most `max_steps` decode steps of one launch; as it is where a sequence waits for a slot."""
+        if max_steps < 2 or self.waiting:
+            return plan
+        steps = min([max_steps, *(replica.max_fused_steps(plan.items) for replica in self.replicas)])
+        if steps < 2:
             return plan
         items = tuple([item._replace(draws=steps) for item in plan.items])
         for item in items:
@@ -199,8 +201,8 @@ class Scheduler:
         for replica in self.replicas:
             replica.adapters.forget()
 
-    def level(self) -> None:
-        """Let sequences that wait for a full replica go to one that has slots for which nobody waits."""
+    def rebalance_replicas(self) -> None:
+        """Move sequences that wait for a full replica to one with more free slots than waiting sequences."""
         waits = self.waiting.count_for
         full = {number for number, replica in enumerate(self.replicas) if waits[number] and replica.full}
         free = [
@@ -309,7 +311,7 @@ class ReplicaScheduler:
             if seq.slot < 0 or not self.rows:
                 continue  # preempted for an earlier one
             start = seq.num_computed
-            plain = seq.prompt_scores is None and not (drafts and (seq.waits or seq.asks or seq.ahead))
+            plain = seq.prompt_scores is None and not (drafts and (seq.awaits_drafts or seq.asks or seq.ahead))
             if missing == 1 and start % page_size and self.samples and plain:
                 # The row before it is in the same page: nothing is to be done, and hundreds do so in every step.
                 items[seq] = ScheduledSequence(seq, start, 1, 1, not seq.begun)
@@ -332,17 +334,17 @@ class ReplicaScheduler:
                 self.waiting.serve(item.seq, item.num_rows)
         return tuple(items.values())
 
-    def room_after(self, items: Seq[ScheduledSequence]) -> int:
-        """Steps that can be made at once, the planned one among them, before somebody needs the host."""
+    def max_fused_steps(self, items: Seq[ScheduledSequence]) -> int:
+        """Decode steps, the planned one included, before a sequence needs the host: for a page, a draft or its end."""
         if len(items) < len(self.running):
-            return 1  # who takes no part waits for a token
-        page_size = room = self.table.page_size
+            return 1  # the others need the tokens of a step in flight
+        page_size = max_steps = self.table.page_size
         for seq, start, num_rows, draws, _, scores, *_ in items:
-            if num_rows != 1 or draws != 1 or scores or seq.stays or seq.bad_words:
+            if num_rows != 1 or draws != 1 or scores or seq.needs_host_sync or seq.bad_words:
                 return 1
-            left = seq.max_tokens - (start + 1 - seq.num_prompt)
-            room = min(room, left, page_size - start % page_size)
-        return room
+            num_tokens_left = seq.max_tokens - (start + 1 - seq.num_prompt)
+            max_steps = min(max_steps, num_tokens_left, page_size - start % page_size)
+        return max_steps
 
     def follow(self, items: Iterable[ScheduledSequence]) -> tuple[ScheduledSequence, ...]:
         """The drafter computes this step's rows; what it lacks of those that it drafts for, it computes before."""
@@ -430,7 +432,7 @@ class ReplicaScheduler:
     def drafts_of(self, seq: Sequence, known: int, rows: int) -> tuple[int, ...]:
         """The drafts for which there is room, in the step and in pages that nobody else needs to give."""
         left = seq.max_tokens - (known - seq.num_prompt) - 1  # beyond the one that it draws anyway
-        drafts = [name_of(seq.slot, place, self.limits.max_seqs) for place in range(1, seq.held + 1)]
+        drafts = [encode_device_token(seq.slot, place, self.limits.max_seqs) for place in range(1, seq.held + 1)]
         drafts = (drafts if seq.pending else seq.drafts)[: max(0, min(self.drafts, self.samples, rows, left))]
         while drafts and not self.table.grow(seq, known + len(drafts)):
             drafts.pop()

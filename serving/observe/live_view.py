@@ -31,14 +31,14 @@ class LiveView(Observer):
         self.spare: list[int] = []  # numbers to be had again, a heap
 
     def observe(self, record: StepRecord) -> None:
-        if not self.watched_until or (step := record.taken) is None:
+        if not self.watched_until or (result := record.result) is None:
             return
-        now = step.collected
+        now, plan = result.collected, result.plan
         if now < self.watched_until:
-            known = [item.num_rows - len(item.drafts) for item in step.plan.items]
-            count, began, rows = step.plan.steps, step.device_began, step.plan.num_rows // step.plan.steps
+            known = [item.num_rows - len(item.drafts) for item in plan.items]
+            count, began, rows = plan.steps, result.device_began, plan.num_rows // plan.steps
             drafts, seconds = rows - sum(known), (now - began) / count
-            accepted = sum(drawn.accepted for drawn in step.drawn) if drafts else 0
+            accepted = sum(output.num_accepted for output in result.outputs) if drafts else 0
             for number in range(1, count + 1):
                 ended = began + number * seconds
                 self.steps.append((ended, rows, known.count(1), len(known), seconds, drafts, accepted))

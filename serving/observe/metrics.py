@@ -9,7 +9,8 @@ from typing import Any
 from ..api.outputs import FINISH_REASONS
 from ..engine.engine import Engine
 from ..engine.scheduler import ScheduledSequence
-from ..engine.step_record import Observer, StepRecord, TakenIn
+from ..engine.step_record import Observer, StepRecord
+from ..engine.step_result import StepResult
 from ..request.request import Request
 from ..request.sequence import Sequence
 from .histogram import Histogram, Rate, Recent, one_two_five
@@ -49,12 +50,12 @@ class Metrics(Observer):
             for item in filter(BEGINS, step.plan.items):
                 self.begins(item.seq)
         before = self.tokens
-        if (taken := record.taken) is not None:
-            self.phases["collect"].observe(taken.collected - taken.began)
-            self.phases["update"].observe(record.ended - taken.collected)
-            self.take_in(taken, record.changed)
+        if (result := record.result) is not None:
+            self.phases["collect"].observe(result.collected - result.began)
+            self.phases["update"].observe(record.ended - result.collected)
+            self.count_tokens(result, record.changed)
         self.look(record)
-        if taken is not None:
+        if result is not None:
             self.histograms["iteration_tokens_total"].observe(self.tokens - before)
 
     @property
@@ -71,14 +72,14 @@ class Metrics(Observer):
         counts["num_preemptions_total"] += seq.num_preemptions - (counted or 0)
         self.begun[seq] = seq.num_preemptions
 
-    def take_in(self, step: TakenIn, changed: Collection[Request]) -> None:
+    def count_tokens(self, result: StepResult, changed: Collection[Request]) -> None:
         """The tokens of a step have been given to their sequences."""
-        now, came = step.collected, self.collected
+        now, came = result.collected, self.collected
         written, got = 0, set()
-        known = [item.num_rows - len(item.drafts) for item in step.plan.items]
+        known = [item.num_rows - len(item.drafts) for item in result.plan.items]
         read = sum(count for count in known if count > 1)
-        for drawn in step.drawn:
-            item = drawn.item
+        for output in result.outputs:
+            item = output.item
             # A sequence that has ended may have done so before.
             if item.draws and (count := len(item.seq.tokens) - item.num_known) > 0:
                 written += count
@@ -101,8 +102,8 @@ class Metrics(Observer):
             if request.first_token is not None and not self.open.get(request):
                 self.first(request, request.first_token - request.arrival)
                 self.recent_firsts.observe(now, request.first_token - request.arrival)
-        self.written.add(step.device_began, now, written)
-        self.read.add(step.device_began, now, read)
+        self.written.add(result.device_began, now, written)
+        self.read.add(result.device_began, now, read)
 
     def first(self, request: Request, seconds: float) -> None:
         """A request got its first token."""

@@ -25,7 +25,7 @@ class Trace(Observer):
     """
 
     def __init__(self, path: Path):
-        self.number = 0  # of the next step that is taken in
+        self.number = 0  # of the next step whose results come
         self.file = open(path, "w", buffering=1)  # noqa: SIM115 - open as long as the engine is
         self.broken = False
         self.put("[\n")
@@ -36,16 +36,16 @@ class Trace(Observer):
         if (step := record.launched) is not None:
             self.span("schedule", HOST, step.began, step.scheduled)
             self.span("launch", HOST, step.scheduled, step.launched)
-        if (taken := record.taken) is not None:
-            self.span("collect", HOST, taken.began, taken.collected)
-            plan = taken.plan
+        if (result := record.result) is not None:
+            self.span("collect", HOST, result.began, result.collected)
+            plan = result.plan
             facts = {"sequences": len(plan.items), "rows": plan.num_rows, "decodes": plan.decodes, "steps": plan.steps}
-            if drafted := [drawn for drawn in taken.drawn if drawn.item.drafts]:
-                facts["drafts"] = sum(drawn.item.num_drafts for drawn in drafted)
-                facts["accepted"] = sum(drawn.accepted for drawn in drafted)
-            self.span(f"step {self.number}", DEVICE, taken.device_began, taken.collected, **facts)
+            if verified := [output for output in result.outputs if output.item.drafts]:
+                facts["drafts"] = sum(output.item.num_drafts for output in verified)
+                facts["accepted"] = sum(output.num_accepted for output in verified)
+            self.span(f"step {self.number}", DEVICE, result.device_began, result.collected, **facts)
             self.number += 1
-            self.span("update", HOST, taken.collected, record.ended)
+            self.span("update", HOST, result.collected, record.ended)
         for name, value in (("running", record.running), ("waiting", record.waiting)):
             self.write(name, "C", ts=micro(record.ended), args={name: value})
         for request in record.changed:

@@ -67,7 +67,7 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     eos_ids: frozenset[int] = frozenset()
     scored: bool = False  # the log-probabilities of its tokens are wanted
-    lockstep: bool = False  # its next step needs its last token on the host
+    needs_host_token: bool = False  # its next step needs its last token on the host
     bad_words: tuple[tuple[int, ...], ...] = ()
     seed: tuple[int, int] = (0, 0)
     second: int = FAR  # where its second text begins, of a pair that a model reads together
@@ -91,7 +91,7 @@ class Sequence:
     followed: int = 0  # of its first tokens, those that a drafter with keys and values of its own has computed
     num_drafts: int = 0  # that were verified so far
     accepted: list[int] = field(default_factory=list)  # places in the output of those that it took over
-    waits: bool = False  # that step is not planned before the last token is known, so that drafts can follow it
+    awaits_drafts: bool = False  # its next step is planned when the host knows its last token and has drafted after it
     num_preemptions: int = 0
     finish_reason: str | None = None
     prompt_scores: list | None = None  # one entry a prompt token after the first, where they are wanted
@@ -112,9 +112,13 @@ class Sequence:
         return self.pending > 0 and (self.held > 0 or self.verifying > 0)
 
     @property
-    def stays(self) -> bool:
-        """What was drawn for it must be known before its next step."""
-        return self.lockstep or self.waits or (self.verifying > 0 and self.num_output < self.params.min_tokens)
+    def needs_host_sync(self) -> bool:
+        """The host must know its last token before it plans its next step."""
+        return (
+            self.needs_host_token
+            or self.awaits_drafts
+            or (self.verifying > 0 and self.num_output < self.params.min_tokens)
+        )
 
     @property
     def sure(self) -> int:
@@ -130,7 +134,7 @@ class Sequence:
     def missing(self) -> int:
         """Tokens that the next step should compute; 0 when there is nothing to do but wait."""
         num_tokens = len(self.tokens) + self.pending
-        if num_tokens - self.num_prompt >= self.max_tokens or (self.pending and self.stays):
+        if num_tokens - self.num_prompt >= self.max_tokens or (self.pending and self.needs_host_sync):
             return 0
         return num_tokens - self.num_computed
 

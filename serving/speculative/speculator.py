@@ -102,10 +102,11 @@ class Counts:
 class Speculator:
     """Gives sequences their drafts where these pay.
 
-    While one drafts on the host (`Sequence.waits`), the next step is planned when the tokens of the last are known, and
-    has all sequences. Where steps draft (`Sequence.asks`) and where nobody does, the engine stays a step ahead. Where
-    nobody does, a drafter only guesses now and then, and what comes says whether it was right: nobody waits for it, and
-    no row is computed for a guess. Where not even drafts that are all right would pay, it does not guess at all.
+    While one drafts on the host (`Sequence.awaits_drafts`), the next step is planned when the tokens of the last are
+    known, and has all sequences. Where steps draft (`Sequence.asks`) and where nobody does, the engine stays a step
+    ahead. Where nobody does, a drafter only guesses now and then, and what comes says whether it was right: nobody
+    waits for it, and no row is computed for a guess. Where not even drafts that are all right would pay, it does not
+    guess at all.
 
     `seconds(rows, sequences, drafts, paths)` is what a step takes that drafts so many tokens of each sequence, as
     measured at the start. What steps take in service, with the host's part, corrects it for both kinds. Where drafts
@@ -219,7 +220,7 @@ class Speculator:
         elif drafts and self.paths > 1:  # it may be worth another try
             record.more.count(MORE / FORGOTTEN, 1 / FORGOTTEN)
             self.more.count(MORE / FORGOTTEN, 1 / FORGOTTEN)
-        if not seq.pending and (seq.waits or seq.asks) and self.drafting:
+        if not seq.pending and (seq.awaits_drafts or seq.asks) and self.drafting:
             seq.drafts = self.propose(seq)
             if self.config.adapts and not (self.in_step or seq.drafts):
                 self.rest(seq, record)
@@ -236,7 +237,10 @@ class Speculator:
     def let(self, seq: Sequence, drafts: bool) -> None:
         """Whether a sequence is to have drafts."""
         # Of several paths the host lets one go on.
-        seq.waits, seq.asks = drafts and (not self.in_step or self.paths > 1), self.depth * (drafts and self.in_step)
+        seq.awaits_drafts, seq.asks = (
+            drafts and (not self.in_step or self.paths > 1),
+            self.depth * (drafts and self.in_step),
+        )
         if not drafts:
             seq.drafts, seq.branches, seq.held, seq.branching = [], [], 0, False
 
@@ -262,7 +266,7 @@ class Speculator:
             if self.in_step:
                 return
             record.ideas, self.news = len(record.guess), True
-            seq.waits = self.drafting and record.ideas > 0 and self.rate(record) >= self.least
+            seq.awaits_drafts = self.drafting and record.ideas > 0 and self.rate(record) >= self.least
             self.proposing += (self.clock() - began - self.proposing) / 16
             share = len(self.records) * self.proposing / LOOKS * self.patience
             if self.is_reported:
@@ -319,9 +323,9 @@ class Speculator:
         if self.in_step:
             asked = [(record, record.ideas) for _, record in of]
         else:
-            asked = [(record, len(seq.drafts)) for seq, record in of if seq.waits]
+            asked = [(record, len(seq.drafts)) for seq, record in of if seq.awaits_drafts]
         if not any(ideas for _, ideas in asked):
-            self.drafting = any(seq.waits or seq.asks for seq in self.records)
+            self.drafting = any(seq.awaits_drafts or seq.asks for seq in self.records)
             return
         count, until = self.decided
         if n != count or self.step >= until or not self.in_step:

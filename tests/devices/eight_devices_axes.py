@@ -300,8 +300,8 @@ def test_stages_are_kept_busy(golden):
     launch = engine.runner.launch
 
     def watched(plan, moves):
-        seen.append([{item.seq for item in plan.items}, [len(x.plan.items) for x in engine.under_way]])
-        assert not any(item.seq in {one.seq for one in x.plan.items if one.draws} for x in engine.under_way
+        seen.append([{item.seq for item in plan.items}, [len(x.plan.items) for x in engine.in_flight]])
+        assert not any(item.seq in {one.seq for one in x.plan.items if one.draws} for x in engine.in_flight
                        for item in plan.items)  # fmt: skip
         return launch(plan, moves)
 

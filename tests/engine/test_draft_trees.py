@@ -96,9 +96,9 @@ class Watch(Observer):
 
     def observe(self, record):
         self.preempted += sum(seq.num_preemptions for request in record.changed for seq in request.sequences)
-        for drawn in record.taken.drawn if record.taken else ():
-            self.taken.setdefault(drawn.path, set()).add(len(drawn.tokens) - 1)
-            self.verified += drawn.item.num_drafts * (drawn.item.seq.pool is None)
+        for output in record.result.outputs if record.result else ():
+            self.taken.setdefault(output.branch, set()).add(len(output.tokens) - 1)
+            self.verified += output.item.num_drafts * (output.item.seq.pool is None)
 
 
 @pytest.mark.random
@@ -216,10 +216,10 @@ class Steps(Observer):
         self.tokens: dict[tuple[int, ...], int] = {}
 
     def observe(self, record):
-        for drawn in record.taken.drawn if record.taken else ():
-            if drawn.item.drafts:
-                known = tuple(drawn.item.seq.tokens[: drawn.item.num_known])
-                self.tokens[known] = len(drawn.tokens)
+        for output in record.result.outputs if record.result else ():
+            if output.item.drafts:
+                known = tuple(output.item.seq.tokens[: output.item.num_known])
+                self.tokens[known] = len(output.tokens)
 
 
 @pytest.mark.parametrize(("more", "slope", "expected"), [(0.6, 0.001, True), (0.05, 0.01, False), (0.6, 0.5, False)])
@@ -238,7 +238,14 @@ class Running:
     """What a speculator sees of a sequence that decodes."""
 
     def __init__(self, **given):
-        self.missing, self.pending, self.waits, self.num_output, self.asks, self.max_tokens = 1, 1, True, 50, 0, 99
+        self.missing, self.pending, self.awaits_drafts, self.num_output, self.asks, self.max_tokens = (
+            1,
+            1,
+            True,
+            50,
+            0,
+            99,
+        )
         self.branching, self.held, self.proposed = False, 0, []
         self.__dict__.update(given)
 

@@ -309,7 +309,7 @@ def test_the_vocabulary_is_known_by_its_tokens(llm):
 
 
 def test_what_each_result_of_a_stream_holds(llm, texts, monkeypatch):
-    monkeypatch.setattr(engine, "LATE", 0.0)  # a token at a time
+    monkeypatch.setattr(engine, "STREAMING_LATENCY", 0.0)  # a token at a time
 
     def stream(kind):
         params = SamplingParams(temperature=0, max_tokens=24, logprobs=1, output_kind=kind)
@@ -440,7 +440,7 @@ def test_a_fork_is_refused_in_one_line(llm, texts, tmp_path):
 
 
 def test_a_stream_grows_to_the_whole_text(llm, texts, monkeypatch):
-    monkeypatch.setattr(engine, "LATE", 0.0)  # a token at a time
+    monkeypatch.setattr(engine, "STREAMING_LATENCY", 0.0)  # a token at a time
     seen = [output.outputs[0].text for output in llm.stream(PROMPTS[0], GREEDY)]
     assert seen[-1] == texts[0]
     assert all(later.startswith(earlier) for earlier, later in zip(seen, seen[1:], strict=False))

@@ -522,7 +522,7 @@ def test_phases_are_what_the_thread_did(lent, monkeypatch):
     slow(engine.scheduler, "schedule", 0.015625)
     slow(engine.runner, "launch", 0.25)
     slow(engine.runner, "collect", 2.0)
-    slow(engine, "take_in", 16.0)
+    slow(engine, "process_results", 16.0)
     engine.add("a", [5] * 20, SamplingParams(max_tokens=5, ignore_eos=True))
     while engine.busy:
         engine.step()
@@ -747,7 +747,7 @@ def test_all_observers_hear_all(lent, tmp_path):
     drive(engine)
     assert told[0] == told[1] and told[0].pop() == "closed"
     launched = [record.launched.plan for record in told[0] if record.launched is not None]
-    taken = [record.taken.plan for record in told[0] if record.taken is not None]
+    taken = [record.result.plan for record in told[0] if record.result is not None]
     lost = [plan for plan in launched if not any(plan is other for other in taken)]
     assert len(lost) == 1 and [plan for plan in launched if plan is not lost[0]] == taken
     assert sorted(ended) == ["a", "a", "b", "b", "c", "c"]
@@ -756,7 +756,7 @@ def test_all_observers_hear_all(lent, tmp_path):
         times = [record.began]
         if (step := record.launched) is not None:
             times += [step.scheduled, step.launched]
-        if (step := record.taken) is not None:
+        if (step := record.result) is not None:
             assert step.device_began <= step.collected
             times += [step.began, step.collected]
         assert times == sorted(times) and times[-1] <= record.ended

@@ -86,7 +86,7 @@ def test_a_second_start_traces_nothing(home, traced, tmp_path, model):
     (tmp_path / "config.json").write_text(json.dumps(model))
     first = answers(tmp_path, load_format="dummy")
     count = len(traced)
-    assert {"step", "series", "copy_pages"} <= {*traced}
+    assert {"step", "fused_steps", "copy_pages"} <= {*traced}
     assert len([*home.iterdir()]) == count
     assert answers(tmp_path, load_format="dummy") == first
     assert traced[count:] == []

@@ -174,7 +174,7 @@ def test_a_step_continues_the_one_of_its_own_sequences(stages):
     flying, count, num_continued = deque(), 0, 0
     for index in range(7):
         seq = sequence(index, 3 + index % 3, 20 + 3 * (index % 2))
-        seq.lockstep = True
+        seq.needs_host_token = True
         scheduler.add(seq)
     while scheduler.busy or flying:
         if (plan := scheduler.schedule()) is not None:

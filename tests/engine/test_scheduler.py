@@ -53,12 +53,12 @@ def test_paths_of_drafts_have_pages_while_these_are_free(seed):
     scheduler = make(pages=(100, 100), limits=limits)
     device = Device(scheduler)
     for index in range(6):
-        scheduler.add(sequence(index, int(rng.integers(1, 30)), 40, waits=True))
+        scheduler.add(sequence(index, int(rng.integers(1, 30)), 40, awaits_drafts=True))
     device.run()
     assert device.branched > 5
     table = scheduler.replicas[0].table
     assert all(group.free == group.num_pages - 1 for group in table.pools)
-    one, two = sequence(0, 4, 40, waits=True), sequence(1, 100, 44)
+    one, two = sequence(0, 4, 40, awaits_drafts=True), sequence(1, 100, 44)
     scheduler = make(pages=(42, 90), limits=limits)  # not for both to their ends
     scheduler.add(one, two)
     device, held = Device(scheduler), []
@@ -123,10 +123,10 @@ def test_no_row_is_computed_past_max_tokens():
     assert device.computed[seq] == 3 + 4 - 1  # the last token drawn is never fed back
 
 
-def test_a_lockstep_sequence_waits_for_its_token():
+def test_sequence_that_needs_a_host_token_waits_for_it():
     scheduler = make()
     device = Device(scheduler)
-    seq = sequence(0, 3, 4, lockstep=True)
+    seq = sequence(0, 3, 4, needs_host_token=True)
     scheduler.add(seq)
     device.step()
     assert seq.pending == 1

@@ -26,9 +26,9 @@ class Steps(Observer):
         self.drawn: list[list[int]] = []
 
     def observe(self, record):
-        if record.taken is not None and record.taken.plan.decodes:
-            self.counts.append(record.taken.plan.steps)
-            self.drawn += [drawn.tokens for drawn in record.taken.drawn]
+        if record.result is not None and record.result.plan.decodes:
+            self.counts.append(record.result.plan.steps)
+            self.drawn += [output.tokens for output in record.result.outputs]
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +44,13 @@ def several():
 @pytest.fixture
 def steps(several, monkeypatch):
     """Steps are short enough for series, however busy the machine is."""
-    monkeypatch.setattr(engine, "LATE", 1e9)
-    monkeypatch.setattr(engine, "UNWATCHED", 1e9)
+    monkeypatch.setattr(engine, "STREAMING_LATENCY", 1e9)
+    monkeypatch.setattr(engine, "LATENCY", 1e9)
     watch = Steps()
     several.engine.observers.append(watch)
     yield watch
     several.engine.observers.remove(watch)
-    while several.engine.under_way:
+    while several.engine.in_flight:
         several.engine.step()
     several.engine.scheduler.check()
     assert not several.engine.requests
@@ -112,7 +112,7 @@ def test_who_waits_is_not_kept_waiting(several, steps, monkeypatch):
     while any(not request.finished for request in requests[:4]):
         several.engine.step()
     assert set(steps.counts) == {1}
-    monkeypatch.setattr(engine, "LATE", 0.02)
+    monkeypatch.setattr(engine, "STREAMING_LATENCY", 0.02)
     while not all(request.finished for request in requests):
         several.engine.step_seconds = 0.015
         several.engine.step()
@@ -121,7 +121,7 @@ def test_who_waits_is_not_kept_waiting(several, steps, monkeypatch):
 
 def test_tokens_that_nobody_watches_may_be_later(several, steps, monkeypatch):
     """A whole answer is the same in longer series; a stream beside it is not kept waiting."""
-    monkeypatch.setattr(engine, "LATE", 0.0)
+    monkeypatch.setattr(engine, "STREAMING_LATENCY", 0.0)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     (whole,) = several.generate([PROMPTS[0]], params, use_tqdm=False)
     assert max(steps.counts) == 8
@@ -192,7 +192,7 @@ def test_a_number_that_makes_no_sense_is_refused():
 @pytest.mark.parametrize("variant", thinned(DECODED, [v for v in DECODED if v.name in KINDS]), ids=lambda v: v.name)
 @pytest.mark.slow
 def test_bits_of_a_family_alone_in_series_and_in_company_in_single_steps(variant, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine, "LATE", 1e9)
+    monkeypatch.setattr(engine, "LATENCY", 1e9)
     made = Golden(variant, tmp_path)
     llm = LLM(
         str(made.folder), skip_tokenizer_init=True, dtype="bfloat16", enable_prefix_caching=False, max_model_len=96,

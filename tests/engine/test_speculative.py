@@ -167,7 +167,7 @@ class Ahead(Observer):
         self.count = 0
 
     def observe(self, record):
-        if record.launched is not None and record.taken is not None:
+        if record.launched is not None and record.result is not None:
             self.count += sum(item.ahead and len(item.drafts) > 0 for item in record.launched.plan.items)
 
 
@@ -358,7 +358,7 @@ def running(count, drafts, tokens=50):
             missing=1,
             pending=0,
             drafts=list(range(drafts)),
-            waits=True,
+            awaits_drafts=True,
             num_output=tokens,
             tokens=[0] * (1 + tokens),
             num_prompt=1,
@@ -380,7 +380,7 @@ def test_as_many_drafts_as_pay(rate, slope, expected):
     own.trim([seq])
     speeds = [sum(rate**i for i in range(k + 1)) / (1 + slope * k) for k in range(5)]
     assert speeds.index(max(speeds)) == len(seq.drafts) == expected
-    assert seq.waits == (expected > 0)
+    assert seq.awaits_drafts == (expected > 0)
 
 
 class Chance:
@@ -415,7 +415,7 @@ def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500, slowness=lambda 
     def new():
         seq = Pretended(
             tokens=[0, 0], num_prompt=1, num_output=1, max_tokens=rng.choice(lengths), missing=1, pending=0, drafts=[],
-            waits=False, asks=0, held=0, proposed=[], branches=[], branching=False, constraint=None, pool=None,
+            awaits_drafts=False, asks=0, held=0, proposed=[], branches=[], branching=False, constraint=None, pool=None,
         )  # fmt: skip
         own.begin(seq)
         return seq
@@ -427,7 +427,7 @@ def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500, slowness=lambda 
     seqs, plain, tokens = [new() for _ in range(count)], 0.0, 0
     for step in range(steps):
         own.trim(seqs)
-        waited, asks = any(seq.waits for seq in seqs), max(seq.asks for seq in seqs)
+        waited, asks = any(seq.awaits_drafts for seq in seqs), max(seq.asks for seq in seqs)
         verified = [seq.proposed[: seq.held] if own.in_step else seq.drafts for seq in seqs]
         drafts = sum(map(len, verified))
         n = len(seqs)
@@ -529,11 +529,11 @@ def test_drafts_that_cannot_pay_are_not_even_tried():
     own = Speculator(speculation_of(LAYERS), lambda rows, seqs, drafts: seqs * 1e-3 + drafts)
     seqs = running(16, 0)
     for seq in seqs:
-        seq.pool, seq.max_tokens, seq.waits = None, 100, False
+        seq.pool, seq.max_tokens, seq.awaits_drafts = None, 100, False
         own.begin(seq)
     for _ in range(200):
         own.trim(seqs)
-        assert not any(seq.asks or seq.waits for seq in seqs)
+        assert not any(seq.asks or seq.awaits_drafts for seq in seqs)
 
 
 BAD = [

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from quire import LLM
+from quire.ops.sampling import BROKEN
 from quire.serving.api.options import options_of
 from quire.serving.build import make_engine
 from quire.serving.engine.runner import DeviceLost
@@ -337,9 +338,10 @@ def nan(server) -> None:
     """The next row that is drawn is not a number."""
     working = server.engine.runner.collect
 
-    def collect(launched: Any) -> Any:
+    def collect(step: Any) -> Any:
         server.engine.runner.collect = working
-        return [drawn._replace(ok=False) for drawn in working(launched)]
+        result = working(step)
+        return result._replace(outputs=[output._replace(failure=BROKEN) for output in result.outputs])
 
     server.engine.runner.collect = collect
 

@@ -753,7 +753,7 @@ def llm():
 
 
 def test_the_engine_is_kept_as_full_as_asked(llm, monkeypatch):
-    monkeypatch.setattr(llm.engine, "most_steps", lambda plan: 1)  # a piece for each token
+    monkeypatch.setattr(llm.engine, "max_fused_steps", lambda plan: 1)  # a piece for each token
     rng = random.Random(0)
     samples = [Sample(rng.choices(range(3, 1000), k=rng.randint(1, 60)), rng.randint(1, 12)) for _ in range(9)]
     for concurrency in (1, 3):
@@ -887,7 +887,7 @@ def test_latency_counts_what_it_says(run, tmp_path):
     assert picture.read_bytes().startswith(b"%PDF")
 
 
-STEP = "jit(series)/while/body/jit(step)"
+STEP = "jit(fused_steps)/while/body/jit(step)"
 PRODUCT = "quire.ops.native.linear/ffi_call"
 PROGRAM = f"""
 %body (p: s32[]) -> s32[] {{
@@ -897,7 +897,7 @@ PROGRAM = f"""
   %fusion.4 = s32[4]{{0}} fusion(%x), kind=kLoop, metadata={{op_name="{STEP}/add"}}
 }}
 ENTRY %main (p: s32[]) -> s32[] {{
-  ROOT %while.5 = s32[] while(%p), condition=%c, body=%body, metadata={{op_name="jit(series)/while"}}
+  ROOT %while.5 = s32[] while(%p), condition=%c, body=%body, metadata={{op_name="jit(fused_steps)/while"}}
 }}
 """
 

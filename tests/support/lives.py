@@ -49,7 +49,7 @@ class Life:
         rng, end = self.rng, len(self.turns) + num_turns
         rare = [self.abort, self.fail_launch, self.fail_collect, self.sleep, self.clear, self.fuse, self.fuse]
         while len(self.turns) < end:
-            self.llm.engine.most_steps = self.most_steps
+            self.llm.engine.max_fused_steps = self.max_fused_steps
             if len(self.running) < MOST_RUNNING and rng.random() < 0.6:
                 self.begin()
             elif rng.random() < 0.12:
@@ -64,8 +64,8 @@ class Life:
 
     limit = 8  # steps that may be fused
 
-    def most_steps(self, plan) -> int:
-        return min(self.limit, self.llm.engine.runner.most_steps(plan))
+    def max_fused_steps(self, plan) -> int:
+        return min(self.limit, self.llm.engine.runner.max_fused_steps(plan))
 
     def fuse(self) -> None:
         self.limit = self.rng.randint(1, 8)

@@ -24,10 +24,10 @@ def random_sequences(rng: np.random.Generator, scheduler: Scheduler, count: int)
     for index in range(count):
         prompt, output = int(rng.integers(1, 40)), int(rng.integers(1, 12))
         if scheduler.replicas[0].table.fits(prompt + output, 16):
-            seq = sequence(index, prompt, output, int(rng.integers(3)), lockstep=bool(rng.random() < 0.1))
+            seq = sequence(index, prompt, output, int(rng.integers(3)), needs_host_token=bool(rng.random() < 0.1))
             if rng.random() < 0.2:
                 seq.prompt_scores = [None] * (prompt - 1)
-            seq.waits = bool(scheduler.limits.max_drafts and rng.random() < 0.5)
+            seq.awaits_drafts = bool(scheduler.limits.max_drafts and rng.random() < 0.5)
             scheduler.add(seq)
             yield seq
 
@@ -97,7 +97,7 @@ class Device:
             if seq.num_output >= seq.max_tokens:
                 self.scheduler.finish(seq, "length")
                 return
-        if seq.waits:
+        if seq.awaits_drafts:
             seq.drafts, *seq.branches = [
                 self.rng.integers(0, 3, self.rng.integers(self.limits.max_drafts + 1)).tolist()
                 for _ in range(self.limits.paths)

@@ -16,7 +16,7 @@ class Recorded(Observer):
         return recorded
 
     def observe(self, record):
-        for drawn in record.taken.drawn if record.taken else ():
-            seq = drawn.item.seq
-            if drawn.item.asks and seq.proposed and seq.finish_reason is None:
+        for output in record.result.outputs if record.result else ():
+            seq = output.item.seq
+            if output.item.asks and seq.proposed and seq.finish_reason is None:
                 self.proposed[tuple(seq.tokens)] = list(seq.proposed)

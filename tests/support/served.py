@@ -12,7 +12,7 @@ import numpy as np
 
 from quire.ops.sampling import MAX_LOGPROBS, MAX_WANTED, Sampled
 from quire.scripts.bench.host import pretended_engine
-from quire.serving.engine.runner import Drawn
+from quire.serving.engine.step_result import InFlightStep, SampledTokens, StepResult
 from quire.serving.http import server
 from quire.serving.http.models import Model, Models
 from quire.serving.http.service import Service
@@ -46,15 +46,15 @@ class Script:
         if self.fail_next:
             self.fail_next -= 1
             raise RuntimeError("the device is not well")
-        return SimpleNamespace(plan=plan)
+        return InFlightStep(plan, None, None, None, [])
 
-    def collect(self, launched):
+    def collect(self, step):
         self.hold.wait()
         time.sleep(self.step_seconds)
         self.steps += 1
-        items = launched.plan.items
+        items = step.plan.items
         rows = sum(len(item.scores) + item.draws for item in items)
-        tokens, found, row = np.zeros(rows, np.int32), [], 0
+        tokens, outputs, row = np.zeros(rows, np.int32), [], 0
         best = np.tile(np.arange(MAX_LOGPROBS, dtype=np.int32), (rows, 1))
         for item in items:
             for position in item.scores:
@@ -72,9 +72,9 @@ class Script:
         for item in items:
             count = len(item.scores) + item.draws
             if count:
-                found.append(Drawn(item, row, 0, [int(tokens[row + count - 1])] if item.draws else [], sampled, hidden))
+                outputs.append(SampledTokens(item, row, 0, [int(tokens[row + count - 1])] if item.draws else []))
                 row += count
-        return found
+        return StepResult(step, outputs, sampled, hidden)
 
     def next_token(self, seq) -> int:
         tokenizer = self.engine.tokenizer

@@ -32,10 +32,10 @@ class Verified(Observer):
         self.right: list[int] = []
 
     def observe(self, record: StepRecord) -> None:
-        for drawn in record.taken.drawn if record.taken else ():
-            if drawn.item.drafts:
-                self.lengths.append(len(drawn.item.drafts))
-                self.right.append(len(drawn.tokens) - 1)
+        for output in record.result.outputs if record.result else ():
+            if output.item.drafts:
+                self.lengths.append(len(output.item.drafts))
+                self.right.append(len(output.tokens) - 1)
 
     @property
     def rate(self) -> float:

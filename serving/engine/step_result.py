@@ -1,0 +1,141 @@
+"""A step in flight, and what comes out of it."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from itertools import takewhile
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from ...ops.sampling import Sampled
+from ..device.batch import Size
+from ..device.page_copier import Offload
+from ..request.sequence import Score
+from .scheduler import ScheduledSequence, StepPlan
+
+
+class InFlightStep(NamedTuple):
+    """A step between its launch and its results. Its arrays are futures until `read_result` waits for them."""
+
+    plan: StepPlan
+    size: Size
+    sampled: Sampled
+    hidden_RD: jax.Array
+    offloads: list[Offload]  # page copies to host memory that were launched before the step
+    num_steps: jax.Array | None = None  # of a fused plan: the steps that ran before every sequence had stopped
+    # Times of the engine's clock, in seconds: the host began to plan the step, had planned it, had launched it.
+    began: float = 0.0
+    scheduled: float = 0.0
+    launched: float = 0.0
+
+
+class SampledTokens(NamedTuple):  # hundreds are made a step
+    """What a step sampled for one sequence.
+
+    In the step's arrays a sequence has a row for each prompt token that is scored, then one for each sampled token.
+    """
+
+    item: ScheduledSequence
+    row: int  # the first of the accepted branch
+    failure: int  # of the scored rows and the first sampled one: 0, or `sampling.BROKEN` or `BANNED`
+    tokens: list[int]  # the accepted draft tokens and the next token; negative where a row failed
+    proposals: list[int] | None = None  # draft tokens for the next step, where the step itself drafts
+    branch: int = 0  # of the draft tree, the one with most accepted tokens
+    num_first_accepted: int = 0  # accepted draft tokens of the first branch
+
+    @property
+    def num_accepted(self) -> int:
+        """Draft tokens that are in the output, once it has its tokens; the output may have ended amid them."""
+        return max(0, min(len(self.tokens) - 1, len(self.item.seq.tokens) - self.item.num_known))
+
+
+class StepResult(NamedTuple):
+    """What came out of a step."""
+
+    step: InFlightStep
+    outputs: list[SampledTokens]
+    sampled: Sampled  # in host memory where a score is wanted
+    hidden_RD: np.ndarray | None = None  # where a sequence has a pool
+    # Times of the engine's clock, in seconds: the host began to wait, the results were there, and the device could
+    # begin, since the step was launched and the step before it was done.
+    began: float = 0.0
+    collected: float = 0.0
+    device_began: float = 0.0
+
+    @property
+    def plan(self) -> StepPlan:
+        return self.step.plan
+
+    @property
+    def num_steps(self) -> int:
+        """Decode steps that ran, of a fused plan."""
+        return len(self.outputs[0].tokens) if self.plan.steps > 1 else 1
+
+    def score(self, row: int) -> Score:
+        """The log-probabilities of one row."""
+        s = self.sampled
+        token, logprob, rank = int(s.tokens_R[row]), float(s.logprobs_R[row]), int(s.ranks_R[row])
+        return Score(token, logprob, rank, s.top_ids_RK[row], s.top_logprobs_RK[row], s.wanted_logprobs_RL[row])
+
+
+def read_result(step: InFlightStep) -> StepResult:
+    """Wait for a step: its tokens, and log-probabilities only if a request wants them."""
+    items, sampled = step.plan.items, step.sampled
+    if any(item.scores or item.seq.scored for item in items):
+        sampled = jax.device_get(sampled)
+    if step.num_steps is not None:
+        return read_fused_result(step, sampled, int(step.num_steps))
+    hidden_RD = np.asarray(step.hidden_RD) if any(item.seq.pool is not None for item in items) else None
+    tokens_R = np.asarray(sampled.tokens_R).tolist()
+    drafts_BK = None if sampled.drafts_BK is None else np.asarray(sampled.drafts_BK).tolist()
+    outputs, row, number, replica = [], 0, 0, 0
+    for item in items:
+        if item.ahead:
+            item = item.settled()
+        if item.seq.replica != replica:
+            replica = item.seq.replica
+            row, number = replica * step.size.samples, replica * (step.size.seqs // step.size.paths)
+        proposals = None if drafts_BK is None else drafts_BK[number]
+        number += 1
+        if item.draws == 1 and not item.scores:
+            outputs.append(SampledTokens(item, row, min(tokens_R[row], 0), [tokens_R[row]], proposals))
+            row += 1
+        elif item.draws or item.scores:
+            output, row = read_output(item, row, tokens_R, proposals)
+            outputs.append(output)
+    return StepResult(step, outputs, sampled, hidden_RD)
+
+
+def read_output(
+    item: ScheduledSequence, row: int, tokens_R: list[int], proposals: list[int] | None
+) -> tuple[SampledTokens, int]:
+    """(the tokens of a sequence with scored rows or draft tokens, whose rows begin at `row`; the row after them)."""
+    first, end = row + len(item.scores), row + len(item.scores) + item.draws
+    count = sum(1 for _ in accepted(item.drafts, tokens_R[first:end])) + 1
+    failures = [token for token in tokens_R[row : first + min(item.draws, 1)] if token < 0]
+    failure = max(failures, default=0)  # broken logits are worse than banned tokens
+    output = SampledTokens(item, row, failure, tokens_R[first:end][:count], proposals, 0, count - 1)
+    for branch, drafts in item.branches:
+        first, end = end, end + 1 + len(drafts)
+        count = sum(1 for _ in accepted(drafts, tokens_R[first:end])) + 1
+        if count > len(output.tokens):
+            output = output._replace(row=first, tokens=tokens_R[first:end][:count], branch=branch)
+    return output, end
+
+
+def read_fused_result(step: InFlightStep, sampled: Sampled, num_steps: int) -> StepResult:
+    """The tokens that each sequence sampled in the fused steps that ran."""
+    tokens_RS = np.asarray(sampled.tokens_R)[:num_steps].T
+    if any(item.seq.scored for item in step.plan.items):  # a sequence's scores are adjacent
+        sampled = jax.tree.map(lambda all_S: np.concatenate(np.swapaxes(all_S[:num_steps], 0, 1)), sampled)
+    outputs = [
+        SampledTokens(item, row * num_steps, min([0, *tokens_RS[row, :1].tolist()]), tokens_RS[row].tolist())
+        for row, item in enumerate(step.plan.items)
+    ]
+    return StepResult(step, outputs, sampled)
+
+
+def accepted(drafts: Seq[int], sampled: Seq[int]) -> Iterator[int]:
+    """The draft tokens that equal the token sampled in their place, up to the first that does not."""
+    return (draft for draft, _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, sampled, strict=False)))

@@ -116,7 +116,7 @@ class AsyncLLM:
 
         What each result holds is `sampling_params.output_kind`.
         """
-        self.engine.check_process()
+        self.engine.lifecycle.check_process()
         text, tokens, terms = await asyncio.to_thread(parse_prompt, prompt, self.engine.tokenizer, priority)
         terms = await asyncio.to_thread(with_adapter, terms, self.engine.adapters, lora_request)
         name = f"request-{next(self.ids)}" if request_id is None else request_id
@@ -213,7 +213,7 @@ class AsyncLLM:
 
     async def wake_up(self) -> None:
         """Serve again."""
-        await self.call(self.engine.wake_up)
+        await self.call(self.engine.lifecycle.wake_up)
 
     async def reset_prefix_cache(self) -> bool:
         """See `LLM.reset_prefix_cache`."""
@@ -222,11 +222,11 @@ class AsyncLLM:
 
     async def rebalance_experts(self) -> dict[str, float]:
         """See `LLM.rebalance_experts`."""
-        return await self.call(self.engine.rebalance_experts)
+        return await self.call(self.engine.runner.rebalance_experts)
 
     async def expert_loads(self) -> dict[int, dict[str, list]]:
         """See `LLM.expert_loads`."""
-        return await self.call(self.engine.expert_loads)
+        return await self.call(self.engine.runner.read_expert_loads)
 
     def close(self) -> None:
         """Stop the engine's thread; requests under way end."""

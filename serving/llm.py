@@ -86,7 +86,7 @@ class LLM:
 
     def turn(self) -> Turns:
         """Only who has it uses the engine."""
-        self.engine.check_process()
+        self.engine.lifecycle.check_process()
         return self.turns
 
     def get_tokenizer(self) -> Tokenizer:
@@ -137,12 +137,12 @@ class LLM:
     def expert_loads(self) -> dict[int, dict[str, list]]:
         """By layer of a mixture of experts: the tokens that each expert got, counted every 64 steps."""
         with self.turn():
-            return self.engine.expert_loads()
+            return self.engine.runner.read_expert_loads()
 
     def rebalance_experts(self) -> dict[str, float]:
         """With `expert_redundancy`: place the experts after their recent loads, a layer in each of the next steps."""
         with self.turn():
-            return self.engine.rebalance_experts()
+            return self.engine.runner.rebalance_experts()
 
     def sleep(self, level: int = 1, keep_pages: bool = False) -> None:
         """Free the device's memory until `wake_up()`: nothing is compiled again, and no request is lost.
@@ -157,17 +157,17 @@ class LLM:
     def wake_up(self) -> None:
         """Serve again."""
         with self.turn():
-            self.engine.wake_up()
+            self.engine.lifecycle.wake_up()
 
     def is_sleeping(self) -> bool:
-        return self.engine.asleep
+        return self.engine.lifecycle.is_asleep
 
     def close(self) -> None:
         """Abort what runs; with `kv_cache_disk`, computed pages are kept for the next process.
 
         It happens by itself when the object is collected, and when the process ends.
         """
-        if not self.engine.forked:
+        if not self.engine.lifecycle.is_forked:
             with self.turn():
                 self.engine.close()
 
@@ -214,7 +214,7 @@ class LLM:
     ) -> TokensPrompt:
         """The prompt of one conversation, as text and as token ids; the options are those of `chat`."""
         refuse_unknown(options, TEMPLATE)
-        self.engine.check_process()
+        self.engine.lifecycle.check_process()
         tokenizer = self.get_tokenizer()
         given = {name: value for name, value in options.items() if value is not None}
         ignored: set[str] = set()
@@ -371,18 +371,18 @@ class LLM:
 
     def step(self) -> list[Request]:
         """Make a step, if the engine serves; the requests that got tokens, or ended."""
-        self.engine.check_serving()
+        self.engine.lifecycle.check_serving()
         return self.engine.step()
 
     def abort(self, requests: Seq[Request]) -> None:
         """End requests, and take in the steps that are still under way, so that the next call starts clean."""
-        if self.engine.forked:
+        if self.engine.lifecycle.is_forked:
             return
         with self.turn():
             for request in requests:
                 self.engine.abort(request.request_id)
-            while self.engine.in_flight and not self.engine.requests:
-                self.engine.step()
+            if not self.engine.requests:
+                self.engine.drain()
 
     def add(
         self,

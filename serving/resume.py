@@ -53,7 +53,7 @@ def resume(engine: Engine, requests: Seq[Request], streamed: Seq[Streamed]) -> l
         seq = request.sequences[index]
         for token in tokens:
             if seq.finish_reason is None:
-                engine.push(seq, token, Score(token, 0.0, 1, NONE, NONE, NONE) if seq.scored else None, now)
+                engine.results.push(seq, token, Score(token, 0.0, 1, NONE, NONE, NONE) if seq.scored else None, now)
         if (fresh := request.completions[index].take(index)) is not None:
             found.append((prompt, fresh))
     return found

@@ -49,7 +49,9 @@ class Drafts(NamedTuple):
 
 def drafts_of(llm: Any) -> Drafts | None:
     """Of an engine so far; None where it does not draft."""
-    found = llm.engine.snapshot().drafts
+    from ...serving.engine.snapshot import take_snapshot
+
+    found = take_snapshot(llm.engine).drafts
     return None if found is None else Drafts(*found)
 
 

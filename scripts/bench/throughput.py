@@ -55,13 +55,15 @@ def main(
     load.above_zero(num_prompts=num_prompts, concurrency=least, adapters=adapters, adapter_rank=adapter_rank)
     if adapters is not None:
         engine |= {"enable_lora": True, "max_loras": adapters, "max_lora_rank": adapter_rank}
+    from ...serving.engine.snapshot import take_snapshot
+
     if concurrency:
         most = engine.setdefault("max_num_seqs", max(concurrency))
         if max(concurrency) > most:
             raise o.UsageError(f"--concurrency {max(concurrency)} is more than --max-num-seqs {most}: raise that too")
     bandwidth = read_bandwidth()  # before the model takes the memory
     with load_model(model, **engine) as llm, tempfile.TemporaryDirectory() as folder:
-        most = llm.engine.snapshot().max_seqs
+        most = take_snapshot(llm.engine).max_seqs
         serve(llm, [WARM_UP], 1, temperature)  # pays for what happens once, such as the first touch of memory
         random = random_adapters(llm, adapters, adapter_rank, Path(folder)) if adapters else (None,)
         points, drafts = [], []

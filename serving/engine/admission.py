@@ -1,17 +1,102 @@
-"""Admission: refuses, before anything is computed, what this engine could never serve."""
+"""Admission: makes requests, and refuses, before anything is computed, what this engine could never serve."""
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ...model.config import ModelConfig
 from ...model.text.tokenizer import Tokenizer
 from ...ops.sampling import MAX_BANS
 from ..api.errors import RequestError, TooLong
-from ..api.params import SamplingParams
+from ..api.options import Pooling
+from ..api.params import SamplingParams, Terms
 from ..api.validation import shown
 from ..cache.page_pool import largest
+from ..cache.page_table import PageTable
+from ..request.grammar import Grammars
+from ..request.pooling import Pool
+from ..request.request import Request
+from ..request.sequence import sequences_of
+from .scheduler import Limits, queue_priority
 
 NO_ADAPTERS = "names an adapter, and this engine serves none: start it with enable_lora"
+
+
+class Admission:
+    """What one engine can serve, and the requests that it makes of prompts and parameters."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        limits: Limits,
+        tables: list[PageTable],
+        tokenizer: Tokenizer | None,
+        max_len: int,
+        seed: int = 0,
+        needs_host_tokens: bool = False,
+    ):
+        self.config, self.limits, self.tables, self.tokenizer = config, limits, tables, tokenizer
+        self.max_len = max_len
+        self.needs_host_tokens = needs_host_tokens  # the host must know each token before the next step of its sequence
+        self.grammars = None if tokenizer is None else Grammars(tokenizer, config.vocab_size)
+        self.rng = np.random.default_rng(seed)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Tokens of a prompt and its answer; the one that an encoder's step samples takes no position."""
+        return self.max_len + 1 if self.config.encodes else self.max_len
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt."""
+        return min(self.max_len, self.limits.max_rows) if self.limits.whole else self.max_len - 1
+
+    def check(self, tokens: Sequence[int], params: SamplingParams, is_pooled: bool = False) -> None:
+        """Refuse what can never be served; `is_pooled`: hidden states are wanted, and no tokens."""
+        config, limits, table = self.config, self.limits, self.tables[0]
+        if not is_pooled and not config.writes:
+            message = "makes embeddings and writes no text; ask LLM.embed or /v1/embeddings, or another model"
+            if config.classes is not None:
+                message = "classifies texts and writes none; ask LLM.classify or /classify, or another model"
+            raise RequestError("model", message)
+        if limits.whole:
+            check_whole(tokens, self.max_len, limits.max_rows)
+        has_text, fits = self.tokenizer is not None, lambda n: table.fits(n, limits.max_rows)
+        check(tokens, params, config.vocab_size, self.max_total_tokens, fits, has_text, limits.listed)
+
+    def make_request(
+        self,
+        request_id: str,
+        tokens: list[int],
+        params: SamplingParams,
+        prompt: str | None,
+        terms: Terms,
+        pooling: Pooling | None,
+        second: int,
+        now: float,
+    ) -> Request:
+        """A request, which `check` has passed, with its sequences. The arguments are those of `Engine.add`."""
+        config, grammar, num_sequences = self.config, params.structured_outputs, params.num_sequences
+        bad_words = spelled(params.bad_words, self.tokenizer)
+        constraints = [None] * num_sequences
+        if grammar is not None and self.grammars is not None:
+            constraints = self.grammars.constraints(grammar, num_sequences)
+        eos = frozenset() if self.tokenizer is None else self.tokenizer.eos_token_ids
+        base = int(self.rng.integers(1 << 63)) if params.seed is None else params.seed & ((1 << 64) - 1)
+        rank = queue_priority(terms.priority, now)
+        pooling = "last" if pooling and config.encodes else pooling  # the step itself has pooled
+        sequences = sequences_of(tokens, params, self.max_total_tokens, rank, eos, base)
+        needs_host_tokens = self.needs_host_tokens or any(len(word) > 1 for word in bad_words)
+        for seq, constraint in zip(sequences, constraints, strict=True):
+            seq.tenant, seq.cache.salt, seq.adapter = terms.share_key, terms.cache_salt, terms.adapter
+            if seq.adapter is not None:  # pages that were computed with one adapter are of no use to another
+                seq.cache.salt = seq.adapter.key, terms.cache_salt
+            seq.bad_words, seq.constraint, seq.second = bad_words, constraint, second
+            seq.needs_host_token = needs_host_tokens or constraint is not None
+            seq.pool = None if pooling is None else Pool(pooling, tokens, config.classes and config.classes.step)
+        if params.prompt_logprobs is not None or pooling in ("mean", "cls", "steps"):
+            sequences[0].prompt_scores = [None] * (len(tokens) - 1)
+        return Request(request_id, prompt, params, sequences, self.tokenizer, now)
 
 
 def check(

@@ -117,7 +117,7 @@ def begin(engine: Engine, prompts: Seq[Seq[int]], params: BeamSearchParams, term
     if any(own.timeout is not None for own in terms):
         raise RequestError("timeout", "is not kept by a beam search; leave it out and choose max_tokens")
     for prompt in prompts:
-        engine.check(prompt, SamplingParams(max_tokens=params.max_tokens))
+        engine.admission.check(prompt, SamplingParams(max_tokens=params.max_tokens))
     eos = frozenset()
     if engine.tokenizer is not None and not params.ignore_eos:
         eos = engine.tokenizer.eos_token_ids

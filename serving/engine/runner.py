@@ -17,6 +17,7 @@ from ...ops import adapter
 from ...ops.graphs import compile_step
 from ...ops.sampling import Sampled, SlotState
 from ...sharding.mesh import device_axes
+from ..api.errors import RequestError
 from ..cache.page_moves import PageMoves
 from ..device.batch import Size, choose
 from ..device.compile_counter import CompileCounter
@@ -219,6 +220,26 @@ class Runner:
             return float("inf")
         plain, one = self.step_seconds[choose(self.step_seconds, rows, seqs, rows, rows == seqs, paths)]
         return plain + drafts * one
+
+    def read_pages(self, group: int, pages: Seq[int]) -> np.ndarray:
+        """What a few pages of a cache group hold, a row of bytes each; it does not wait for the steps in flight."""
+        return self.page_copier.read(self.state.by_page, group, pages)
+
+    def place_block(self, group: int, block_NX: Any) -> Any:
+        """Rows that another engine read, put where this engine's devices can write them into pages."""
+        return self.page_copier.place(group, block_NX)
+
+    def read_expert_loads(self) -> dict[int, dict[str, list]]:
+        """See `LLM.expert_loads`."""
+        if self.expert_loads is None:
+            raise RequestError("model", "has no experts")
+        return self.expert_loads.loads()
+
+    def rebalance_experts(self) -> dict[str, float]:
+        """See `LLM.rebalance_experts`."""
+        if self.rebalancer is None:
+            raise RequestError("expert_redundancy", "is 0, so every expert stays where it is; start with 1 or more")
+        return self.rebalancer.plan()
 
     def sleep(self, keep_weights: bool, keep_pages: bool) -> None:
         """Free the device's memory; what is kept goes to host memory."""

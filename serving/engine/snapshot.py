@@ -1,4 +1,4 @@
-"""What an engine is like at a moment, for those who ask: metrics, the live page, the server."""
+"""The state of an engine at a moment, for metrics, the live page and the server."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -9,6 +9,7 @@ import numpy as np
 from ..cache.page_pool import PagePool
 from ..request.request import Request
 from ..request.sequence import Sequence
+from .engine import Engine
 
 BLANK, CACHED, SHARED, OWNED = 0, 1, 2, 3  # OWNED + n: the page of one request, the n-th of those that run
 
@@ -46,7 +47,7 @@ class DraftCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Lengths and flags. Any thread may ask for them: nothing waits for the engine."""
+    """Lengths and flags of an engine."""
 
     now: float
     asleep: bool
@@ -70,7 +71,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Occupancy:
-    """Who has what. Only the engine's thread may ask, between two steps, and it is true until the next one."""
+    """The requests that have slots and pages; true until the next step."""
 
     running: dict[Request, list[Sequence]]  # with those of its sequences that have slots
     waiting: list[Request]  # the first in the queue of those that have none
@@ -85,3 +86,54 @@ def owners_of(pool: PagePool, owned: list[tuple[int, list[int]]]) -> np.ndarray:
     found[pages] = np.repeat([code for code, _ in owned], [len(table) for _, table in owned])
     found[np.fromiter(pool.owners, np.int32, pool.num_pages) > 1] = SHARED
     return found[1:]
+
+
+def take_snapshot(engine: Engine) -> Snapshot:
+    """The engine's state in numbers. Any thread may call it: nothing waits for the engine."""
+    tables, runner, experts = engine.tables, engine.runner, engine.runner.expert_loads
+    counts = None if engine.speculator is None else engine.speculator.counts
+    pages = (
+        PageCounts(table.replica, pool.window, pool.num_pages - 1, len(pool.blank), len(pool.cached))
+        for table in tables
+        for pool in table.pools
+    )
+    return Snapshot(
+        now=engine.clock(),
+        asleep=engine.lifecycle.is_asleep,
+        weights_dropped=runner.weights is None,
+        running=len(engine.scheduler.running),
+        waiting=len(engine.scheduler.waiting),
+        requests=len(engine.requests),
+        max_seqs=runner.limits.max_seqs * len(tables),
+        max_tokens=runner.limits.max_rows * len(tables),
+        max_len=engine.max_len,
+        page_size=tables[0].page_size,
+        pages=tuple(pages),
+        pages_used=max(table.used() for table in tables),
+        caches_prefixes=tables[0].keeps_prefixes,
+        kv_dtype=engine.config.kv_dtype,
+        recompiles=max(0, runner.compiles.recompiles),
+        invariant=not runner.pipeline.variance,
+        drafts=counts and DraftCounts(counts.proposals, counts.drafts, tuple(counts.accepted)),
+        experts=experts and ExpertUse(int(experts.rows_LE.sum()), experts.skew(), experts.device_skew(), experts.moved),
+    )
+
+
+def take_occupancy(engine: Engine, listed: int) -> Occupancy:
+    """Slots and pages by request, and the first `listed` waiting requests. Only the engine's thread may call it."""
+    running: dict[Request, list[Sequence]] = {}
+    for seq in engine.scheduler.running:
+        running.setdefault(seq.request, []).append(seq)
+    waiting: dict[Request, None] = {}
+    for seq in engine.scheduler.waiting:
+        if seq.request not in running:
+            waiting[seq.request] = None
+            if len(waiting) == listed:
+                break
+    codes = {request: OWNED + index for index, request in enumerate(running)}
+    pages = []
+    for table in engine.tables:
+        seqs = [seq for seq in engine.scheduler.running if seq.cache.pages and seq.replica == table.replica]
+        for index, pool in enumerate(table.pools):
+            pages.append(owners_of(pool, [(codes[seq.request], seq.cache.pages[index]) for seq in seqs]))
+    return Occupancy(running, list(waiting), pages)

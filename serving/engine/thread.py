@@ -43,7 +43,7 @@ class EngineThread:
 
     def post(self, job: Callable[[], Any], future: Future | None = None) -> None:
         """Run a job between two steps; whoever does not need its result gives no future."""
-        self.engine.check_process()
+        self.engine.lifecycle.check_process()
         with self.wake:
             if self.closed:
                 raise NotServing("engine", "is closed")
@@ -52,7 +52,7 @@ class EngineThread:
 
     def close(self) -> None:
         """Stop the thread; requests under way end."""
-        if self.engine.forked:
+        if self.engine.lifecycle.is_forked:
             return
         with self.wake:
             self.closed = True
@@ -133,7 +133,7 @@ class EngineThread:
             self.busy_since = self.clock()
             for job, future in jobs:
                 run(job, future)
-            can_step = not (self.paused or engine.asleep)
+            can_step = not (self.paused or engine.lifecycle.is_asleep)
             outbox.note(engine.step() if can_step else engine.expire(self.clock()))
             if self.paused or not engine.busy:
                 outbox.send()

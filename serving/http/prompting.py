@@ -165,10 +165,10 @@ def own_form(
 def relaxed(engine: Engine, request: ChatRequest, tool: dict[str, Any]) -> dict[str, Any]:
     """A tool whose arguments may have any values if its schema cannot be kept; ToolSchemaError if it is to be kept."""
     function = tool["function"]
-    if engine.grammars is None or function["name"] in request.custom:
+    if engine.admission.grammars is None or function["name"] in request.custom:
         return tool
     try:
-        engine.grammars.compile({"json": json.dumps(function["parameters"])})
+        engine.admission.grammars.compile({"json": json.dumps(function["parameters"])})
     except RequestError as error:
         if function["name"] in request.strict:
             raise ToolSchemaError(function["name"], error.message) from None
@@ -224,10 +224,10 @@ def checks_of(engine: Engine, request: ChatRequest) -> dict[str, Callable[[str],
     def check(name: str, form: Mapping[str, Any] | None) -> Callable[[str], bool]:
         if form is None:
             return lambda text: True
-        if engine.grammars is None:
+        if engine.admission.grammars is None:
             raise RequestError("tools", "cannot have a grammar: this server has no tokenizer for the model")
         try:
-            return engine.grammars.checker(form)
+            return engine.admission.grammars.checker(form)
         except RequestError as error:
             raise ToolSchemaError(name, error.message) from None
 
@@ -292,14 +292,14 @@ def prompts_of(
 
 def compile_form(engine: Engine, params: SamplingParams) -> None:
     """A grammar takes a while the first time: now, and not when the engine takes the request."""
-    if params.structured_outputs is not None and engine.grammars is not None:
-        engine.grammars.compile(params.structured_outputs)
+    if params.structured_outputs is not None and engine.admission.grammars is not None:
+        engine.admission.grammars.compile(params.structured_outputs)
 
 
 def can_be_kept(engine: Engine, form: Mapping[str, Any]) -> bool:
     """Whether answers can be held to a form that was not asked for by itself: a `strict` tool does not fail for it."""
     try:
-        return engine.grammars is not None and bool(engine.grammars.compile(form))
+        return engine.admission.grammars is not None and bool(engine.admission.grammars.compile(form))
     except RequestError:
         return False
 
@@ -387,7 +387,7 @@ def truncated(tokens: list[int], cut: Cut, params: SamplingParams, engine: Engin
     if most is None:
         return tokens
     if most == -1:
-        most = engine.longest_prompt if isinstance(cut, EmbeddingRequest) else room_of(engine, params)
+        most = engine.admission.max_prompt_tokens if isinstance(cut, EmbeddingRequest) else room_of(engine, params)
     return kept(tokens, most, cut.truncation_side)
 
 

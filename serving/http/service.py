@@ -433,7 +433,7 @@ def prepare(of: Callable[..., Prepared], engine: Engine, parsed: Any, formats: F
     """The prompts; what can never be served is refused here, since the engine says so only after its step."""
     prepared = of(engine, parsed, formats)
     for ask in prepared.asks:
-        engine.check(ask.tokens, ask.params)
+        engine.admission.check(ask.tokens, ask.params)
     return prepared
 
 

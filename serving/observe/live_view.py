@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.engine import Engine
-from ..engine.snapshot import BLANK, CACHED, SHARED, Occupancy, PageCounts
+from ..engine.snapshot import BLANK, CACHED, SHARED, Occupancy, PageCounts, take_occupancy, take_snapshot
 from ..engine.step_record import Observer, StepRecord
 from ..request.request import Request
 from ..request.sequence import Sequence
@@ -54,7 +54,7 @@ class LiveView(Observer):
 
         Requests of other tenants than `tenant` have no id.
         """
-        now, has = engine.snapshot(), engine.occupancy(LISTED)
+        now, has = take_snapshot(engine), take_occupancy(engine, LISTED)
         self.watched_until = now.now + PATIENCE
         self.number(has)
         new = min(max(0, self.count - since), len(self.steps))

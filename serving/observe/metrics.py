@@ -9,6 +9,7 @@ from typing import Any
 from ..api.outputs import FINISH_REASONS
 from ..engine.engine import Engine
 from ..engine.scheduler import ScheduledSequence
+from ..engine.snapshot import take_snapshot
 from ..engine.step_record import Observer, StepRecord
 from ..engine.step_result import StepResult
 from ..request.request import Request
@@ -168,7 +169,7 @@ class Metrics(Observer):
         """Everything as it is now."""
         laps = {phase: histogram.read() for phase, histogram in self.phases.items()}
         return [
-            *states(self.engine.snapshot()),
+            *states(take_snapshot(self.engine)),
             *(Family(f"vllm:{name}", "counter", COUNTERS[name], [({}, n)]) for name, n in self.counts.items()),
             labelled("vllm:request_success_total", "counter", "Requests by their ends", "finished_reason", self.ends),
             *(
@@ -191,7 +192,7 @@ class Metrics(Observer):
                 "generation_tokens": self.counts["generation_tokens_total"],
                 "cached_tokens": self.counts["prompt_tokens_cached_total"],
                 "preemptions": self.counts["num_preemptions_total"],
-                "recompiles": self.engine.snapshot().recompiles,
+                "recompiles": take_snapshot(self.engine).recompiles,
             },
             "rates": {"generation": self.written.last_second(now), "prompt": self.read.last_second(now)},
             "latency": {"ttft": milliseconds(self.recent_firsts, now), "itl": milliseconds(self.recent_gaps, now)},

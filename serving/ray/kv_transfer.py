@@ -61,7 +61,7 @@ def give(engine: Engine, tokens: Seq[int], salt: str | None) -> Handover:
 def block_of(engine: Engine, pages: PageTable, group: int, nodes: Seq[Node]) -> Any:
     """The pages of these nodes, read on the device; of those that only the host has, from there."""
     numbers = [pages.device_page(node, group) for node in nodes]
-    block_NX = engine.read_pages(group, numbers)
+    block_NX = engine.runner.read_pages(group, numbers)
     if all(numbers):
         return block_NX
     block_NX = np.array(block_NX)

@@ -62,7 +62,7 @@ class Apart:
 
     async def read(self, ask: Ask) -> Handover:
         handover = await read(self.reader, f"read-{next(self.ids)}", ask)
-        return handover.moved(self.writer.engine.place_block)
+        return handover.moved(self.writer.engine.runner.place_block)
 
     def close(self) -> None:
         """Stop both; requests under way end."""

@@ -20,6 +20,7 @@ from quire.model.families.common import SourceTensor
 from quire.model.partition import local_config, splits
 from quire.ops.adapter import stacks_of, with_rows, with_stacks, write_slot
 from quire.serving.engine.cache_size import held_bytes
+from quire.serving.engine.snapshot import take_snapshot
 from quire.sharding.mesh import device_axes, make_mesh
 from quire.sharding.spec import Runs
 from quire.tests.support import peft, tiny, tiny_moe, uncached
@@ -185,7 +186,7 @@ def test_many_at_once(name, many, folders):
         llm.sleep()
         llm.wake_up()
         check(answers(llm, prompts, requests), found, near)
-        assert llm.engine.snapshot().recompiles == 0
+        assert take_snapshot(llm.engine).recompiles == 0
         assert held_bytes(stacks_of(llm.engine.runner.weights)) < 0.8 * whole
     assert len({tuple(tokens) for tokens, _ in found}) > COUNT // 2
 

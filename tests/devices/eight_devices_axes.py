@@ -28,6 +28,7 @@ from quire.serving.device.pipeline import Pipeline
 from quire.serving.engine.batch_builder import BatchBuilder
 from quire.serving.engine.cache_size import held_bytes
 from quire.serving.engine.scheduler import Limits
+from quire.serving.engine.snapshot import take_snapshot
 from quire.sharding.mesh import make_mesh
 from quire.sharding.spec import nbytes
 from quire.tests.support.cases import FACTOR, nightly_from, thinned
@@ -252,7 +253,7 @@ def test_replicas_in_one_program(sizes, golden):
     found = llm.generate(prompts, params, use_tqdm=False)
     assert used[sizes["data_parallel_size"]] > 10
     engine.scheduler.check()
-    assert not engine.snapshot().invariant
+    assert not take_snapshot(engine).invariant
     single = [llm.generate([prompts[i]], params[i], use_tqdm=False)[0] for i in range(0, 20, 3)]
     assert engine.runner.compiles.recompiles == 0
     for one, other in zip(single, found[::3], strict=True):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.serving.engine.snapshot import take_snapshot
 from quire.tests.support import company
 from quire.tests.support.cases import thinned
 from quire.tests.support.golden.families import VARIANTS
@@ -61,5 +62,5 @@ def test_chats_go_on_from_snapshots(name, tmp_path):
             cached += found
             chat += [*got[name].output().outputs[0].token_ids, *(rng.randrange(160) for _ in range(rng.randint(1, 20)))]
         assert cached or not turn
-    assert llm.engine.snapshot().recompiles == 0
+    assert take_snapshot(llm.engine).recompiles == 0
     llm.close()

@@ -11,6 +11,7 @@ from quire import LLM, LoRARequest, RequestError, SamplingParams
 from quire.model.config import ModelError
 from quire.serving.api.options import options_of
 from quire.serving.engine.adapter_slots import PATIENCE, AdapterSlots
+from quire.serving.engine.snapshot import take_snapshot
 from quire.tests.support import peft, tiny, tiny_moe
 from quire.tests.support.cases import nightly_from, thinned
 
@@ -77,7 +78,7 @@ def test_a_request_is_the_same_alone_and_among_64_adapters(llm, folders):
         llm.reset_prefix_cache()
         assert answers(llm, [prompts[i]], adapter(folders, numbers[i])) == [together[i]], numbers[i]
     assert len({tokens for tokens, _ in together}) > COUNT // 2
-    assert llm.engine.snapshot().recompiles == 0
+    assert take_snapshot(llm.engine).recompiles == 0
 
 
 WHOLE = {"max_loras": COUNT, "max_num_seqs": COUNT, "max_num_batched_tokens": COUNT, "kv_cache_memory_bytes": 1 << 24}
@@ -104,7 +105,7 @@ def test_experts_among_64_adapters(name, given, tmp_path):
         shutil.copytree(tmp_path / "1", tmp_path / "60", dirs_exist_ok=True)  # replaced while others run
         again = answers(llm, prompts, requests, params)
         assert [again[i] == together[i] for i in range(len(numbers))] == [number != 60 for number in numbers]
-        assert llm.engine.snapshot().recompiles == 0
+        assert take_snapshot(llm.engine).recompiles == 0
     assert len({tokens for tokens, _ in together}) > COUNT // 2
     plain = {option: value for option, value in OPTIONS.items() if "lora" not in option}
     for number in (5, 6):
@@ -151,7 +152,7 @@ def test_a_head_that_is_the_embedding(tmp_path):
     with LLM(str(tmp_path / "base"), **OPTIONS) as llm:
         mixed = answers(llm, prompts, [one, None] * 3, greedy)
         assert [tokens for tokens, _ in mixed] == [wanted[i % 2][i] for i in range(6)]
-        assert llm.engine.snapshot().recompiles == 0
+        assert take_snapshot(llm.engine).recompiles == 0
     assert wanted[0] != wanted[1]
 
 
@@ -296,7 +297,7 @@ def test_with_rounded_weights_and_drafts(folders, given):
         for i in (1, 3, 4):
             llm.reset_prefix_cache()
             assert answers(llm, [prompts[i]], adapter(folders, numbers[i]), params) == [together[i]], numbers[i]
-        assert llm.engine.snapshot().recompiles == 0
+        assert take_snapshot(llm.engine).recompiles == 0
         assert len({tokens for tokens, _ in together}) > 3
         if "speculative_config" in given:
             assert llm.engine.speculator.counts.drafts > 0

@@ -12,6 +12,7 @@ from quire import LLM, SamplingParams
 from quire.model import decoder, draft_heads
 from quire.model.checkpoint import loader
 from quire.model.config import ModelError
+from quire.serving.engine.snapshot import take_snapshot
 from quire.tests.support import tiny, tiny_deepseek, tiny_qwen, uncached
 from quire.tests.support.cases import thinned
 from quire.tests.support.recorded_drafts import Recorded
@@ -164,13 +165,13 @@ def test_drafts_are_drawn_with_the_noise_of_the_answer(made):
         for s, (t, n, p) in enumerate([(0.8, 1, 0), (1.0, 2, 0), (0, 1, 0.5), (1.2, 1, 0.5), (0.9, 1, 0)])
     ]
     drafted, plain = llm_of(made), llm_of(made, plain=True)
-    compiles = drafted.engine.snapshot().recompiles
+    compiles = take_snapshot(drafted.engine).recompiles
     for _ in range(2):  # the second time from the cache
         mine, theirs = drafted.generate(prompts, params), plain.generate(prompts, params)
         for one, other in zip(mine, theirs, strict=True):
             for a, b in zip(one.outputs, other.outputs, strict=True):
                 assert (a.token_ids, a.logprobs) == (b.token_ids, b.logprobs)
-    assert drafted.engine.snapshot().recompiles == compiles
+    assert take_snapshot(drafted.engine).recompiles == compiles
     drafted.close()
     plain.close()
 

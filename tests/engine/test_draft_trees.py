@@ -17,6 +17,7 @@ from quire.serving.device.state import page_bytes
 from quire.serving.engine.engine import Engine
 from quire.serving.engine.runner import Runner
 from quire.serving.engine.scheduler import Limits
+from quire.serving.engine.snapshot import take_snapshot
 from quire.serving.engine.step_record import Observer
 from quire.serving.speculative.speculator import Rate, Record, Speculator
 from quire.tests.support.cases import cases, thinned
@@ -156,7 +157,7 @@ def test_heads_leave_the_answers_as_they_are(compiled, config, tmp_path):
         LLM(**COMMON, speculative_config=config),
         LLM(**COMMON, **memory, speculative_config=config | {"adapts": False}),
     ]
-    compiles, watches = [llm.engine.snapshot().recompiles for llm in llms], [Watch(llm.engine) for llm in llms]
+    compiles, watches = [take_snapshot(llm.engine).recompiles for llm in llms], [Watch(llm.engine) for llm in llms]
     for _ in range(cases(30, least=3)):
         requests, arrivals = mix(rng, vocab)
         expected = serve(plain, requests, arrivals)
@@ -164,7 +165,7 @@ def test_heads_leave_the_answers_as_they_are(compiled, config, tmp_path):
             assert serve(llm.engine, requests, arrivals) == expected
     assert watches[1].taken.keys() - {0}
     assert watches[1].verified == llms[1].engine.speculator.counts.drafts
-    assert [llm.engine.snapshot().recompiles for llm in llms] == compiles
+    assert [take_snapshot(llm.engine).recompiles for llm in llms] == compiles
     for llm in llms:
         llm.close()
 

@@ -10,6 +10,7 @@ from quire.model.checkpoint import loader
 from quire.model.config import ModelError
 from quire.serving.api.options import options_of
 from quire.serving.build import make_engine
+from quire.serving.engine.snapshot import take_snapshot
 from quire.serving.http.models import Model
 from quire.serving.http.settings import Formats
 from quire.tests.support.canary import Client
@@ -39,7 +40,7 @@ def test_vectors_are_those_of_transformers(name, tmp_path):
     found = vectors(llm, made.texts)
     np.testing.assert_allclose(found, length_one(made.mean), atol=2e-5)
     assert [vectors(llm, [text])[0] for text in made.texts] == found
-    assert llm.engine.snapshot().recompiles == 0 and not llm.engine.busy
+    assert take_snapshot(llm.engine).recompiles == 0 and not llm.engine.busy
 
 
 def test_first_row(tmp_path):

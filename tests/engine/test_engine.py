@@ -647,7 +647,7 @@ def test_what_failed_is_not_found_again(weights, engine):
     engine.runner.weights = weights
     assert run(engine, {0: [("b", prompt, params)]})["b"].num_cached_tokens == 0
     assert run(engine, {0: [("c", prompt, params)]})["c"].num_cached_tokens == 29
-    list(engine.recover(RuntimeError("the device is gone")))
+    list(engine.lifecycle.recover(RuntimeError("the device is gone")))
     assert run(engine, {0: [("d", prompt, params)]})["d"].num_cached_tokens == 0
 
 
@@ -784,7 +784,7 @@ def test_a_failed_step_leaves_what_the_host_has(weights, engine, tmp_path, monke
     params = SamplingParams(temperature=0, max_tokens=2, logprobs=1, ignore_eos=True)
     first = run(own, {0: [("a", list(range(60)), params)]})["a"]
     run(own, {0: [("b", list(range(30, 90)), params)]})
-    list(own.recover(RuntimeError("the device is gone")))
+    list(own.lifecycle.recover(RuntimeError("the device is gone")))
     again = run(own, {0: [("c", list(range(60)), params)]})["c"]
     assert bits(again) == bits(first)
     assert again.num_cached_tokens > 0
@@ -812,7 +812,7 @@ def test_sleep_frees_the_device_and_loses_no_token(weights, engine, level, keep)
     with pytest.raises(RequestError, match="asleep"):
         own.add("more", [1], params)
     own.scheduler.check()
-    own.wake_up()
+    own.lifecycle.wake_up()
     while own.busy:
         own.step()
         own.scheduler.check()
@@ -840,10 +840,10 @@ def test_wake_up_that_failed_can_be_repeated(weights, engine, level):
 
     own.runner.make_state = fails
     with pytest.raises(MemoryError):
-        own.wake_up()
-    assert own.asleep
+        own.lifecycle.wake_up()
+    assert own.lifecycle.is_asleep
     own.runner.make_state = make_state
-    own.wake_up()
+    own.lifecycle.wake_up()
     while own.busy:
         own.step()
     assert bits(request.output()) == expected
@@ -863,7 +863,7 @@ def test_sleep_survives_a_step_that_fails(weights, engine):
     own.runner.collect = fails
     assert own.sleep() == [request] and request.output().outputs[0].finish_reason == "error"
     own.runner.collect = collect
-    own.wake_up()
+    own.lifecycle.wake_up()
     own.scheduler.check()
     assert len(run(own, {0: [("canary", list(range(20)), params)]})["canary"].outputs[0].token_ids) == 20
 

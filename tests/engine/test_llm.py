@@ -673,7 +673,7 @@ def test_an_engine_that_is_collected_is_closed(tmp_path):
     llm.generate("Once upon a time there was a girl who had a red ball and a dog. " * 2, GREEDY)
     kept = LLM(engine=engine)
     del llm
-    assert engine.closed and list(tmp_path.glob("*.page"))
+    assert engine.lifecycle.is_closed and list(tmp_path.glob("*.page"))
     del kept
 
 

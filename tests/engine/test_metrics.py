@@ -424,7 +424,7 @@ def mixed(lent: Engine, seed: int) -> Metrics:
                 count.trouble = None
                 count.step(lambda: engine.sleep(rng.choice((1, 2)), rng.random() < 0.5))
                 check_state(metrics, engine)
-                engine.wake_up()
+                engine.lifecycle.wake_up()
             else:
                 clock.now += rng.choice((0, 0.001, 0.1, 3))
             count.trouble = rng.choice(("launch", "collect")) if rng.random() < trouble else None
@@ -522,7 +522,7 @@ def test_phases_are_what_the_thread_did(lent, monkeypatch):
     slow(engine.scheduler, "schedule", 0.015625)
     slow(engine.runner, "launch", 0.25)
     slow(engine.runner, "collect", 2.0)
-    slow(engine, "process_results", 16.0)
+    slow(engine.results, "process", 16.0)
     engine.add("a", [5] * 20, SamplingParams(max_tokens=5, ignore_eos=True))
     while engine.busy:
         engine.step()
@@ -591,7 +591,7 @@ def test_sleep_states(lent):
     for level, name in ((1, "weights_offloaded"), (2, "discard_all")):
         engine.sleep(level)
         assert metrics.values()["vllm:engine_sleep_state"] == {state: int(state == name) for state in awake}
-        engine.wake_up()
+        engine.lifecycle.wake_up()
         assert metrics.values()["vllm:engine_sleep_state"] == awake
 
 

@@ -43,12 +43,12 @@ def test_pages_of_weights_that_were_replaced_in_sleep_are_not_found(tmp_path, ti
         num_cached, *again = answer(llm)
         assert again == old and num_cached >= 32
         llm.engine.sleep(2, keep_pages=tier == "device")
-        llm.engine.wake_up()
+        llm.engine.lifecycle.wake_up()
     if tier != "device":
         evict(llm)
     llm.engine.sleep(2, keep_pages=tier == "device")
     write_weights(folder, seed=2)
-    llm.engine.wake_up()
+    llm.engine.lifecycle.wake_up()
     num_cached, *new = answer(llm)
     llm.engine.scheduler.check()
     llm.close()

@@ -23,6 +23,7 @@ from quire.serving.device.state import page_bytes
 from quire.serving.engine.engine import Engine
 from quire.serving.engine.runner import Runner
 from quire.serving.engine.scheduler import Limits
+from quire.serving.engine.snapshot import take_snapshot
 from quire.serving.engine.step_record import Observer
 from quire.serving.request.grammar import Grammars
 from quire.serving.speculative import DRAFTERS
@@ -194,7 +195,7 @@ def test_each_drafter_leaves_the_answers_as_they_are(compiled, config, tmp_path)
         LLM(**common, speculative_config=config),
         LLM(**common, **memory, speculative_config=config | {"adapts": False}),
     ]
-    compiles = [llm.engine.snapshot().recompiles for llm in llms]  # those of the other
+    compiles = [take_snapshot(llm.engine).recompiles for llm in llms]  # those of the other
     llms[1].engine.observers.append(ahead := Ahead())
     for _ in range(cases(20, least=3)):
         requests, arrivals = mix(rng, vocab)
@@ -206,7 +207,7 @@ def test_each_drafter_leaves_the_answers_as_they_are(compiled, config, tmp_path)
     runner = llms[0].engine.runner
     for size, resting in runner.resting.items():  # the drafter's products and loops are not in it
         assert "/draft/" in runner.compiled[size].as_text() and "/draft/" not in resting.program.as_text()
-    assert [llm.engine.snapshot().recompiles for llm in llms] == compiles
+    assert [take_snapshot(llm.engine).recompiles for llm in llms] == compiles
     for llm in llms:
         llm.close()
 
@@ -334,11 +335,11 @@ def test_a_drafter_catches_up_on_what_it_has_not_followed():
 
         if kind == "at times":
             llm.engine.speculator.trim = at_times
-        answers, compiles = [], llm.engine.snapshot().recompiles
+        answers, compiles = [], take_snapshot(llm.engine).recompiles
         for prompt in asked:
             (output,) = llm.generate([prompt], params, use_tqdm=False)
             answers.append(output.outputs[0].token_ids)
-        assert llm.engine.snapshot().recompiles == compiles
+        assert take_snapshot(llm.engine).recompiles == compiles
         found[kind] = answers, seen.proposed
         llm.engine.observers.remove(seen)
     llm.close()

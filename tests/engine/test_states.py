@@ -6,6 +6,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.ops import native
+from quire.serving.engine.snapshot import take_snapshot
 from quire.tests.support import company
 from quire.tests.support.cases import cases, thinned
 from quire.tests.support.golden.families import VARIANTS
@@ -81,7 +82,7 @@ def test_company_chunks_and_preemption_change_no_bit(folder, alone, tmp_path, ki
     llm = llm_of(folder, **KINDS[kind], **disk)
     if kind != "tight":  # which has no room for any
         llm.engine.tables[0].snapshots.distance = 32
-    preempted, cached, compiles = 0, 0, llm.engine.snapshot().recompiles  # those of the other
+    preempted, cached, compiles = 0, 0, take_snapshot(llm.engine).recompiles  # those of the other
     long = SamplingParams(temperature=0, max_tokens=90, logprobs=1, ignore_eos=True)
     crowd = {str(index): ([rng.randrange(160) for _ in range(60)], long) for index in range(4)}
     mixes = [(crowd, dict.fromkeys(crowd, 0)), *(mix(rng) for _ in range(cases(20, least=2)))]
@@ -93,7 +94,7 @@ def test_company_chunks_and_preemption_change_no_bit(folder, alone, tmp_path, ki
         cached += sum(request.output().num_cached_tokens for request in got.values())
     assert preempted or kind != "tight" or not alone.engine.config.windows  # without pages nobody gives way
     assert cached or kind in ("tight", "host and disk")
-    assert llm.engine.snapshot().recompiles == compiles
+    assert take_snapshot(llm.engine).recompiles == compiles
     llm.close()
 
 
@@ -144,7 +145,7 @@ def test_a_second_turn_goes_on_from_wherever_the_snapshot_is(folder, tmp_path, l
         assert any(group in node.copies for node in nodes) or place == "device"
         if place == "device":
             llm.engine.sleep(keep_pages=True)
-            llm.engine.wake_up()
+            llm.engine.lifecycle.wake_up()
         if place == "disk":
             llm.close()
             llm = llm_of(folder, **wide, **small)
@@ -153,7 +154,7 @@ def test_a_second_turn_goes_on_from_wherever_the_snapshot_is(folder, tmp_path, l
         print(f"snapshot on the {place}: {computed} of {len(second)} tokens computed")
         assert 50 <= computed < 50 + distance
         assert {"2": bits(got)} == serve(plain, {"2": (second, greedy)}, {"2": 0})
-        assert llm.engine.snapshot().recompiles == 0
+        assert take_snapshot(llm.engine).recompiles == 0
 
 
 class Guesses:
@@ -179,7 +180,7 @@ class Guesses:
 def test_drafts_change_no_bit(folder, alone, room):
     rng, config = random.Random(3), {"method": "ngram", "num_speculative_tokens": 4, "adapts": False}
     llm = llm_of(folder, speculative_config=config, kv_cache_memory_bytes=room, max_num_batched_tokens=8)
-    compiles = llm.engine.snapshot().recompiles
+    compiles = take_snapshot(llm.engine).recompiles
     for number in range(cases(20, least=3)):
         requests, arrivals = mix(rng)
         expected = serve(alone, requests, arrivals)
@@ -188,5 +189,5 @@ def test_drafts_change_no_bit(folder, alone, room):
         assert serve(llm, requests, arrivals) == expected, f"mix {number}"
     counts = llm.engine.speculator.counts
     assert counts.accepted[0] > 0 and counts.accepted[0] < counts.drafts
-    assert llm.engine.snapshot().recompiles == compiles
+    assert take_snapshot(llm.engine).recompiles == compiles
     llm.close()

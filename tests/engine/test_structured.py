@@ -187,7 +187,7 @@ def test_tags_in_a_text(llm):
     ]
     old: dict = {"structures": tags, "triggers": ["<call="]}
     new = {"format": {"type": "triggered_tags", "tags": triggered, "triggers": ["<call="]}}
-    tokenizer, grammars = llm.engine.tokenizer, llm.engine.grammars
+    tokenizer, grammars = llm.engine.tokenizer, llm.engine.admission.grammars
     ends_with = tokenizer.eos_token_ids
 
     def follows(structure, text: str) -> bool:
@@ -238,7 +238,7 @@ def test_spaces_of_json(llm):
         ({"json": {**schema, "x-guidance": {"whitespace_pattern": "~"}}}, b"~"),
     ):
         structure = SamplingParams(structured_outputs={"json": schema, **spacing}).structured_outputs
-        (constraint,) = llm.engine.grammars.constraints(structure, 1)
+        (constraint,) = llm.engine.admission.grammars.constraints(structure, 1)
         (opening,) = llm.get_tokenizer().encode("{", add_special_tokens=False)
         constraint.advance(opening)
         spaces = {llm.get_tokenizer().token_bytes(token) for token in np.flatnonzero(constraint.allowed(()))}
@@ -268,7 +268,7 @@ def test_spaces_of_json_have_an_end(llm):
 
 def follows(llm: LLM, structure: dict, text: str) -> bool:
     """Whether a text, token by token, has a form and is complete."""
-    (constraint,) = llm.engine.grammars.constraints(structure, 1)
+    (constraint,) = llm.engine.admission.grammars.constraints(structure, 1)
     tokens = llm.get_tokenizer().encode(text, add_special_tokens=False)
     return "error" not in [constraint.advance(token) for token in tokens] and constraint.matcher.is_accepting()
 
@@ -460,7 +460,7 @@ LONG = {
 def test_long_answers_do_not_exhaust_a_schema(llm, name):
     """Its copies share a table that is full after some of them: then each goes on with another."""
     structure = SamplingParams(structured_outputs={"json": LONG[name]}).structured_outputs
-    grammars, rng = llm.engine.grammars, np.random.default_rng(0)
+    grammars, rng = llm.engine.admission.grammars, np.random.default_rng(0)
     tokens = grammars.vocabulary.tokens
     for _ in range(3):
         (constraint,) = grammars.constraints(structure, 1)
@@ -527,7 +527,7 @@ def test_a_grammar_that_no_token_can_follow_is_refused(llm, monkeypatch):
 
 def refused(llm: LLM, **shape) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        llm.engine.grammars.compile(SamplingParams(structured_outputs=shape).structured_outputs)
+        llm.engine.admission.grammars.compile(SamplingParams(structured_outputs=shape).structured_outputs)
     error = caught.value
     assert error.param.startswith("structured_outputs") and str(error).isascii()
     assert "\n" not in str(error) and len(str(error)) < 300
@@ -538,7 +538,7 @@ def refused(llm: LLM, **shape) -> RequestError:
 def test_hostile_grammars_are_refused_or_served_in_time(llm):
     """Refused in a second; what is let in costs little a step. The server is the same, and serves."""
     slowest, said, shapes, rng = 0.0, 0, list(hostile()), np.random.default_rng(0)
-    grammars, eos = llm.engine.grammars, llm.get_tokenizer().eos_token_ids
+    grammars, eos = llm.engine.admission.grammars, llm.get_tokenizer().eos_token_ids
     for shape in shapes:
         begun = time.perf_counter()
         try:
@@ -596,7 +596,7 @@ def test_what_is_kept_is_kept(llm):
     assert made.structured_outputs == {"json": '{"type": "null"}'}
     assert replace(made, n=2).structured_outputs == made.structured_outputs
     assert SamplingParams(structured_outputs={"choice": ["b", "a"]}).structured_outputs == {"choice": ("b", "a")}
-    grammars = llm.engine.grammars
+    grammars = llm.engine.admission.grammars
     first = grammars.compile(made.structured_outputs)
     assert grammars.compile({"json": '{"type": "null"}'}) is first
 
@@ -615,7 +615,7 @@ def test_the_reason_names_the_place(llm):
 def test_grammars_are_read_in_the_worker(llm, monkeypatch):
     """What a stranger wrote is read where a limit of time ends it, and in no thread of the server."""
     asked: list[bytes] = []
-    worker, ask = llm.engine.grammars.worker, llm.engine.grammars.worker.ask
+    worker, ask = llm.engine.admission.grammars.worker, llm.engine.grammars.worker.ask
     monkeypatch.setattr(worker, "ask", lambda request: asked.append(request) or ask(request))
     assert answers(llm, ["x"], [shaped("grammar", 'root ::= "yes" # once')]) == [[("yes", "stop")]]
     assert "yes" in json.loads(asked[0])[0]["grammar"]
@@ -655,7 +655,7 @@ def resident() -> int:
 @pytest.mark.random
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
 def test_distinct_schemas_do_not_pile_up(llm):
-    grammars = llm.engine.grammars
+    grammars = llm.engine.admission.grammars
 
     def compile_some(first: int, last: int) -> None:
         for i in range(first, last):
@@ -670,7 +670,7 @@ def test_distinct_schemas_do_not_pile_up(llm):
 
 
 def test_threads_compile_side_by_side(llm):
-    grammars, found = llm.engine.grammars, []
+    grammars, found = llm.engine.admission.grammars, []
 
     def work(start: int) -> None:
         for i in range(30):

@@ -202,4 +202,4 @@ def test_an_end_under_load(server):
         assert answer.startswith(b"HTTP/1.1 503") or (b"[DONE]" in answer and b'"finish_reason":"length"' in answer)
     server.thread.join(120)
     assert not server.thread.is_alive()
-    assert not server.engine.requests and server.engine.closed
+    assert not server.engine.requests and server.engine.lifecycle.is_closed

@@ -88,7 +88,7 @@ def test_other_paths_of_the_same(client):
 def test_truncation_to_the_models_length(server, client):
     """No token is drawn: nothing is left for an answer."""
     found = good(client, "/v1/embeddings", input="0123456789 " * 2000, truncate_prompt_tokens=-1)
-    assert found["usage"]["prompt_tokens"] == server.engine.longest_prompt
+    assert found["usage"]["prompt_tokens"] == server.engine.admission.max_prompt_tokens
 
 
 def test_sides_that_are_none():

@@ -370,7 +370,7 @@ def test_timeout_is_kept_while_no_step_runs(server, path, streams):
         while not server.engine.scheduler.running and time.monotonic() < until:
             time.sleep(0.005)
         assert ask(server, "POST", path, b"")[0] == 200
-        assert server.engine.asleep or server.service.models.models[0].llm.thread.paused
+        assert server.engine.lifecycle.is_asleep or server.service.models.models[0].llm.thread.paused
         thread.join(60)
         found = events(answers[0])[-1] if streams else answers[0]
         assert found["choices"][0]["finish_reason"] == "timeout"

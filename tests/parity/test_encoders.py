@@ -16,6 +16,7 @@ from safetensors.torch import save_file  # noqa: E402
 
 from quire import LLM, RequestError  # noqa: E402
 from quire.model.config import ModelError  # noqa: E402
+from quire.serving.engine.snapshot import take_snapshot  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 
@@ -99,7 +100,7 @@ def test_vectors(kind, pooling, tmp_path):
             expected = weight @ expected
         np.testing.assert_allclose(vector, (expected / expected.norm()).numpy(), atol=2e-5)
     assert [llm.embed([ids], use_tqdm=False)[0].outputs.embedding for ids in texts] == found
-    assert llm.engine.snapshot().recompiles == 0 and not llm.engine.busy
+    assert take_snapshot(llm.engine).recompiles == 0 and not llm.engine.busy
     with pytest.raises(RequestError, match="model: makes embeddings and writes no text"):
         llm.generate([texts[0]], use_tqdm=False)
     with pytest.raises(RequestError, match="prompt: has 129 tokens"):

@@ -246,7 +246,8 @@ async def run():
     for _ in range(2):
         found = await last(both)
         assert found.outputs[0].token_ids == alone.outputs[0].token_ids and found.num_cached_tokens >= 64, found
-        await writer.call(lambda: (writer.engine.forget_device(), writer.engine.runner.reset()))  # as after a failure
+        # As after a failure.
+        await writer.call(lambda: (writer.engine.lifecycle.forget_pages(), writer.engine.runner.reset()))
         await writer.reset_prefix_cache()
     assert jax.tree.leaves(writer.engine.runner.state)[0].devices() == {second}
     assert writer.engine.runner.compiles.recompiles == 0

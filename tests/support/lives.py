@@ -148,7 +148,7 @@ class Life:
         self.count("sleep")
         self.llm.engine.sleep(self.rng.choice((1, 2)), keep_pages=self.rng.random() < 0.5)
         self.llm.engine.scheduler.check()
-        self.llm.engine.wake_up()
+        self.llm.engine.lifecycle.wake_up()
 
     def clear(self) -> None:
         self.count("clear")

@@ -42,6 +42,7 @@ def main(
 ):
     """Print tokens a second of one request against plain decoding, beside what the formula and the step times say."""
     from quire import LLM, SamplingParams
+    from quire.serving.engine.snapshot import take_snapshot
 
     if size not in checkpoint.SIZES:
         raise typer.BadParameter(f"{size!r} is none of {', '.join(checkpoint.SIZES)}", param_hint="--size")
@@ -71,7 +72,7 @@ def main(
     )
     ask(drafting, prompts[0])
     for wanted in rate or [0.7, 0.9]:
-        oracle.rate, speeds, gains, before = wanted, [], [], drafting.engine.snapshot().drafts
+        oracle.rate, speeds, gains, before = wanted, [], [], take_snapshot(drafting.engine).drafts
         for prompt in prompts:
             expected, one = ask(plain, prompt)
             found, own_seconds = ask(drafting, prompt)
@@ -79,7 +80,7 @@ def main(
             assert found == expected, "drafts have changed an answer"
             speeds.append(tokens / own_seconds)
             gains.append((one + other) / 2 / own_seconds)
-        after = drafting.engine.snapshot().drafts
+        after = take_snapshot(drafting.engine).drafts
         length = 1 + (sum(after.accepted) - sum(before.accepted)) / (after.proposals - before.proposals)
         runner.measure()
         steps = runner.seconds(1 + drafts, 1) / runner.seconds(1, 1)

@@ -105,7 +105,9 @@ def ask_for_texts(
     """`texts` and `dimension` are what the fields are called."""
     pooling.check_dimensions(asked.dimensions, engine.config, dimension)
     asks, how = [], engine.embedder
-    most = min(each for each in (engine.longest_prompt, asked.max_tokens, how.max_tokens) if each is not None)
+    most = min(
+        each for each in (engine.admission.max_prompt_tokens, asked.max_tokens, how.max_tokens) if each is not None
+    )
     side = {"END": "right", "START": "left"}.get(asked.truncate)
     name = cohere.PROMPT_NAMES.get(asked.input_type)
     first = pooling.before(how, name if name in how.prompts else None)
@@ -229,7 +231,7 @@ def ask_for_labels(settings: ServerSettings, engine: Engine, asked: label_scores
     for i, given in enumerate(asked.items):
         item = tokens_of(f"items[{i}]", given, False)
         tokens = item + query if asked.item_first else query + item
-        engine.check(tokens, params)
+        engine.admission.check(tokens, params)
         asks.append(Ask(tokens, params, None, asked.terms))
     return asks
 

@@ -1,0 +1,113 @@
+"""From a step's results to the sequences and requests that they belong to."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from ...ops.sampling import BANNED
+from ..api.outputs import NO_TOKEN_ALLOWED
+from ..cache.page_table import PageTable
+from ..request.request import Request
+from ..request.sequence import Sequence
+from ..speculative.speculator import Speculator
+from .scheduler import Scheduler
+from .step_result import SampledTokens, StepResult
+
+
+class ResultProcessor:
+    """Gives sequences their tokens, and ends them; a request leaves `requests` with its last sequence."""
+
+    def __init__(self, scheduler: Scheduler, tables: list[PageTable], speculator: Speculator | None):
+        self.scheduler, self.tables, self.speculator = scheduler, tables, speculator
+        self.requests: dict[str, Request] = {}  # that have not ended, by id
+
+    def process(self, result: StepResult) -> Iterator[Request]:
+        """Give each sequence its tokens, and end those that are done; yields the request of each."""
+        for output in result.outputs:
+            item = output.item
+            seq = item.seq
+            seq.pending -= item.draws
+            if seq.finish_reason is not None:
+                continue  # ended while this step was in flight
+            yield seq.request
+            if item.drafts:
+                self.scheduler.roll_back(item, output.branch, len(output.tokens) - 1)
+            elif len(output.tokens) < item.draws:
+                self.scheduler.shorten(item, len(output.tokens))
+            if output.failure:
+                self.fail(seq, output.failure)
+            elif seq.pool is not None:
+                self.pool(result, output)
+            else:
+                self.push_all(result, output)
+                if self.speculator is not None:
+                    self.speculate(output)
+
+    def push_all(self, result: StepResult, output: SampledTokens) -> None:
+        """Give a sequence the scores of its prompt, and its tokens up to the one that ends it."""
+        item, seq = output.item, output.item.seq
+        for index, position in enumerate(item.scores):
+            seq.prompt_scores[position] = result.score(output.row + index)
+        for row, token in enumerate(output.tokens, output.row + len(item.scores)):
+            if seq.finish_reason is not None:
+                break
+            if token < 0:
+                self.fail(seq, token)
+                break
+            self.push(seq, token, result.score(row) if seq.scored else None, result.collected)
+
+    def push(self, seq: Sequence, token: int, score: Any, now: float) -> None:
+        """Give a sequence its next token, and end it with the last."""
+        seq.tokens.append(token)
+        reason = seq.request.push(seq.index, token, score, now)
+        if seq.constraint is not None and reason != "stop":  # what ended it is not in its grammar
+            reason = seq.constraint.advance(token) or reason
+        if reason:
+            self.end(seq, reason)
+
+    def pool(self, result: StepResult, output: SampledTokens) -> None:
+        """Give a sequence's pool its hidden states; with the last one the request is done."""
+        item, seq = output.item, output.item.seq
+        positions = [*item.scores, item.start + item.num_rows - 1] if item.draws else item.scores
+        for index, position in enumerate(positions):
+            seq.pool.add(position, result.hidden_RD[output.row + index])
+        for position in item.scores:
+            seq.prompt_scores[position] = True
+        if item.draws:
+            self.end(seq, "stop")
+
+    def speculate(self, output: SampledTokens) -> None:
+        """Count the draft tokens that were accepted, and let the drafter go on from the new tokens."""
+        item, seq, speculator = output.item, output.item.seq, self.speculator
+        if item.drafts:
+            first, num_accepted = item.num_known - seq.num_prompt, output.num_accepted
+            seq.num_drafts += item.num_drafts
+            seq.accepted.extend(range(first, first + num_accepted))
+            speculator.counts.add(item.num_drafts, num_accepted)
+        if item.draws and seq.finish_reason is None and (item.drafts or item.asks or speculator.attends):
+            seq.proposed = output.proposals if item.asks and output.proposals else []
+            more = len(output.tokens) - 1 - output.num_first_accepted if item.branches else None
+            speculator.take_in(seq, len(item.drafts), output.num_first_accepted, more)
+
+    def fail(self, seq: Sequence, failure: int) -> None:
+        """End a sequence that has no next token. Where its logits are broken, its pages leave the prefix cache."""
+        if failure == BANNED:
+            seq.request.completions[seq.index].stop_reason = NO_TOKEN_ALLOWED
+        else:
+            self.tables[seq.replica].invalidate(seq)
+        self.end(seq, "error")
+
+    def end(self, seq: Sequence, reason: str) -> None:
+        """End one sequence, and its request with the last of them."""
+        self.scheduler.finish(seq, reason)
+        if self.speculator is not None:
+            self.speculator.end(seq)
+        request = seq.request
+        request.end(seq.index, reason)
+        if request.finished:
+            self.requests.pop(request.request_id, None)
+
+    def end_all(self, request: Request, reason: str) -> None:
+        """End the sequences of a request that have not ended yet."""
+        for seq in request.sequences:
+            if seq.finish_reason is None:
+                self.end(seq, reason)

@@ -139,13 +139,13 @@ def invariance():
     """Whether the rest of a batch changes a request's bits, by what the steps of the bundled model are made of."""
     from ..model.checkpoint import hub, loader
     from ..serving.device.pipeline import Pipeline
+    from ..serving.device.step_shape import StepShape
     from ..serving.engine.batch_builder import BatchBuilder
-    from ..serving.engine.scheduler import Limits
 
     folder, page = hub.resolve(None), 16
     config = loader.read_config(folder, "bfloat16", 256)
     pipeline, groups = Pipeline(config, None), len(config.windows)
-    builder = BatchBuilder(Limits(4, 16, 16), groups, page, 256 // page)
+    builder = BatchBuilder(StepShape.largest(4, 16, 16).with_cache(groups, page, 256))
     weights, state = loader.load(folder, config), pipeline.abstract_state((2,) * groups, page, 4)
     for layout in builder.layouts.values():
         pipeline.lower(weights, state, layout)

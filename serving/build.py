@@ -38,9 +38,9 @@ from .cache.disk_cache import PAGE_FORMAT, DiskCache
 from .cache.host_cache import HostCache
 from .cache.page_table import PageTable
 from .defaults import generation_folder, model_defaults
-from .device.batch import Size
 from .device.drafts import WithDrafter
 from .device.mesh import mesh_of, placement_of
+from .device.step_shape import Size, StepShape
 from .drafter import DraftSource, draft_folder, draft_source
 from .engine.cache_size import (
     cache_budget,
@@ -54,7 +54,6 @@ from .engine.cache_size import (
 )
 from .engine.engine import Engine
 from .engine.runner import Runner
-from .engine.scheduler import Limits
 from .multihost.leader import Follower, Leader
 from .multihost.rendezvous import join
 from .observe.trace import Trace
@@ -191,7 +190,7 @@ def make_runner(
     """Weights, state and compiled steps; of several processes each makes the same, with its own part in it."""
     sized = options.on(jax.default_backend())
     kernels = native.prepare((*kernels_of(config), *([ADAPTER] if options.enable_lora else ())))
-    limits = limits_of(sized, config)
+    shape = step_shape(sized, config)
     mesh = mesh_of(options, config)
     placement = placement_of(options, config, mesh)
     source = draft_source(options, folder, config, min(config.max_len, sized.most_positions(config.max_len)), mesh)
@@ -205,7 +204,7 @@ def make_runner(
         weights = load_weights()
         progress("measuring a step")
         drafter = None if source is None else source.drafter
-        taken = held_bytes(weights) + working_bytes(config, weights, limits, options.block_size, mesh, drafter)
+        taken = held_bytes(weights) + working_bytes(config, weights, shape, options.block_size, mesh, drafter)
         budget = max(0, usable_memory(options) - taken)
     if hosts is not None:
         budget = hosts.least(budget, device_and_kernels())
@@ -224,8 +223,8 @@ def make_runner(
         make_host_cache(paged, options, len(num_pages), page_identity(), mesh, replica) for replica in replicas
     ]
     runner = Runner(
-        config, weights, limits, num_pages, options.block_size, max_len, host_caches[0] is not None, load_weights, mesh,
-        options.expert_rebalance_steps, drafter,
+        config, weights, shape, num_pages, options.block_size, max_len, host_caches[0] is not None, load_weights, mesh,
+        options.expert_rebalance_steps, drafter, sized.max_steps_per_launch if can_fuse_steps(sized, config) else 1,
     )  # fmt: skip
 
     def note(size: Size) -> None:
@@ -244,25 +243,24 @@ def make_runner(
     return Made(runner, max_len, host_caches, page_identity)
 
 
-def limits_of(options: SizedOptions, config: ModelConfig) -> Limits:
-    """What fits into a step."""
+def step_shape(options: SizedOptions, config: ModelConfig) -> StepShape:
+    """What the steps of an engine are compiled for, but for its cache."""
     chosen = options.speculation
-    return Limits(
-        max_seqs=options.max_num_seqs,
-        max_rows=options.max_num_batched_tokens,
-        max_samples=max(options.max_num_seqs, 16),
-        listed=config.vocab_size if options.max_logprobs == -1 else max(options.max_logprobs, MAX_LOGPROBS),
+    return StepShape.largest(
+        options.max_num_seqs,
+        options.max_num_batched_tokens,
+        max(options.max_num_seqs, 16),
+        num_logprobs=config.vocab_size if options.max_logprobs == -1 else max(options.max_logprobs, MAX_LOGPROBS),
+        whole_prompts=config.encodes,
         max_drafts=0 if chosen is None else chosen.depth,
-        paths=1 if chosen is None else len(chosen.paths),
-        path_rows=1 if chosen is None else chosen.num_rows,
-        follows=chosen is not None and chosen.follows,
-        whole=config.encodes,
-        adapters=options.max_loras if options.enable_lora else 0,
-        series=options.max_steps_per_launch if makes_series(options, config) else 1,
+        num_branches=1 if chosen is None else len(chosen.paths),
+        tree_tokens=1 if chosen is None else chosen.num_rows,
+        drafter_has_kv=chosen is not None and chosen.follows,
+        num_adapters=options.max_loras if options.enable_lora else 0,
     )
 
 
-def makes_series(options: SizedOptions, config: ModelConfig) -> bool:
+def can_fuse_steps(options: SizedOptions, config: ModelConfig) -> bool:
     """Whether several decode steps are one program: where the host takes as long as a step of a small model."""
     alone = all(getattr(options, name) == 1 for name in (*PARALLEL.values(), "num_processes"))
     plain = not (options.speculation or config.encodes or config.state_layers or options.weights_host_bytes)

@@ -13,7 +13,7 @@ from ..ops.sampling import SlotState
 from .api.options import EngineOptions, options_of
 from .build import config_of, folder_of, joined, make_runner, use_compile_cache
 from .cache.page_moves import PageMoves
-from .device.batch import Size
+from .device.step_shape import Size
 from .engine.cache_size import claim_memory
 from .engine.runner import Runner
 from .multihost.connection import Changes

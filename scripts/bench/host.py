@@ -120,17 +120,17 @@ def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048, max_draf
     from ...model.text.tokenizer import Tokenizer
     from ...ops.sampling import MAX_LOGPROBS, MAX_WANTED, Sampled
     from ...serving.cache.page_table import PageTable
+    from ...serving.device.step_shape import StepShape
     from ...serving.engine.engine import Engine
     from ...serving.engine.runner import Runner
-    from ...serving.engine.scheduler import Limits
 
     folder = hub.resolve(None)
     config = loader.read_config(folder, "auto", None)
     if longest > config.max_len:
         raise o.UsageError(f"sequences grow to {longest} tokens; the bundled model was made for {config.max_len}")
     tokenizer, groups = Tokenizer(folder), len(config.windows)
-    limits = Limits(num_seqs, num_rows, max(num_seqs, 16), max_drafts=max_drafts)
-    runner = Runner(config, None, limits, (2,) * groups, 16, config.max_len)
+    shape = StepShape.largest(num_seqs, num_rows, max(num_seqs, 16), max_drafts=max_drafts)
+    runner = Runner(config, None, shape, (2,) * groups, 16, config.max_len)
     token = tokenizer.encode(" the", add_special_tokens=False)[0]
 
     def drawn(R: int) -> Sampled:

@@ -46,7 +46,7 @@ def main(
 ) -> None:
     """Schedule chats on a simulated device. Prints waits, latencies, and how well batch and pages are filled."""
     from ...serving.cache.page_table import PageTable
-    from ...serving.engine.scheduler import Limits
+    from ...serving.device.step_shape import StepShape
 
     load.above_zero(
         num_prompts=num_prompts, request_rate=request_rate, longest=longest, num_pages=num_pages, step_ms=step_ms
@@ -63,8 +63,8 @@ def main(
     most = shared_prefix + 2 * longest
     if not pages.fits(most, most_rows):
         raise o.UsageError(f"--num-pages is {num_pages}; a request of {most} tokens needs {-(-most // page) + 1}")
-    limits = Limits(max_num_seqs, most_rows, max(max_num_seqs, 16))
-    simulation = Simulation(pages, limits, Cost(step_ms / 1e3, row_us / 1e6), policy, delay_ms / 1e3)
+    shape = StepShape.largest(max_num_seqs, most_rows, max(max_num_seqs, 16))
+    simulation = Simulation(pages, shape, Cost(step_ms / 1e3, row_us / 1e6), policy, delay_ms / 1e3)
     outcomes = simulation.run(conversations(num_prompts, request_rate, seed, longest, shared_prefix))
 
     answers = [

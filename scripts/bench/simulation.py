@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from ...serving.api.params import SamplingParams
 from ...serving.cache.page_table import PageTable
-from ...serving.engine.scheduler import Limits, Scheduler, StepPlan, queue_priority
+from ...serving.device.step_shape import StepShape
+from ...serving.engine.scheduler import Scheduler, StepPlan, queue_priority
 from ...serving.request.sequence import Sequence
 
 PARAMS = SamplingParams()
@@ -79,13 +80,13 @@ class Simulation:
     def __init__(
         self,
         table: PageTable,
-        limits: Limits,
+        shape: StepShape,
         cost: Cost = Cost(),
         policy: Policy = Policy.continuous,
         delay: float = 0.1,
         checks: int = 0,
     ):
-        self.scheduler, self.cost, self.checks = Scheduler([table], limits), cost, checks
+        self.scheduler, self.cost, self.checks = Scheduler([table], shape), cost, checks
         self.table, self.policy, self.delay = table, policy, delay  # seconds a dynamic batch waits to be full
         self.now, self.steps, self.rows, self.preemptions = 0.0, 0, 0, 0
         self.outcomes: dict[Sequence, Outcome] = {}
@@ -107,7 +108,7 @@ class Simulation:
                 _, _, reason, seq = heapq.heappop(leaving)
                 self.end(seq, reason)
             if self.held and not scheduler.busy and self.gathered(place == len(requests)):
-                batch, self.held = self.held[: scheduler.limits.max_seqs], self.held[scheduler.limits.max_seqs :]
+                batch, self.held = self.held[: scheduler.shape.max_seqs], self.held[scheduler.shape.max_seqs :]
                 for seq in batch:
                     scheduler.add(seq)
             plan = scheduler.schedule()
@@ -143,7 +144,7 @@ class Simulation:
 
     def gathered(self, last: bool) -> bool:
         """Whether the requests held make a batch. The last ones do, however few."""
-        full = len(self.held) >= self.scheduler.limits.max_seqs
+        full = len(self.held) >= self.scheduler.shape.max_seqs
         return full or last or (self.policy is Policy.dynamic and self.now >= self.due)
 
     def arrive(self, request: SimulatedRequest) -> Sequence:

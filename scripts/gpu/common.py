@@ -17,9 +17,8 @@ from ...model.checkpoint.loader import family_of
 from ...model.weights import abstract
 from ...ops import attention
 from ...ops.cache_folder import publish
-from ...serving.device.batch import Size
+from ...serving.device.step_shape import Size, StepShape
 from ...serving.engine.runner import Runner
-from ...serving.engine.scheduler import Limits
 from ...sharding.spec import random_arrays
 from .shapes import GPT_OSS_20B, LLAMA_8B, QWEN3_30B
 
@@ -139,8 +138,8 @@ def make_runner(
     config = family_of(scale.hf).config(scale.hf, max_len)
     weights = random_arrays(abstract(config), seed, on_device=True)
     most = max(scale.streams, *scale.batches)
-    limits = Limits(most, max(scale.rows, most + 1), max(most, 16))
-    runner = Runner(config, weights, limits, (most * -(-max_len // PAGE) + 1,), PAGE, max_len)
+    shape = StepShape.largest(most, max(scale.rows, most + 1), max(most, 16))
+    runner = Runner(config, weights, shape, (most * -(-max_len // PAGE) + 1,), PAGE, max_len)
     layouts = runner.batch_builder.layouts
     runner.batch_builder.layouts = {size: layouts[size] for size in sorted(set(wanted(layouts)))}
     with attention_by(name):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from ...serving.cache.page_table import PageTable
-from ...serving.device.batch import choose
+from ...serving.device.step_shape import choose
 from ...serving.engine.engine import Engine
 from ...serving.engine.runner import Runner
 from ...serving.llm import LLM

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from ...serving.api.params import SamplingParams
-from ...serving.device.batch import Size, choose
+from ...serving.device.step_shape import Size, choose
 from ...serving.engine.runner import Runner
 from ...serving.engine.scheduler import ScheduledSequence, StepPlan
 from ...serving.request.sequence import Sequence

@@ -98,8 +98,9 @@ def measure(config, sizes: Mapping[str, int], batch: int, length: int, rows: int
     from ...model.checkpoint.placement import abstract_over
     from ...model.planning.traffic import traffic
     from ...model.weights import abstract
-    from ...serving.device.batch import Layout, Size
+    from ...serving.device.batch import BatchLayout
     from ...serving.device.pipeline import Pipeline
+    from ...serving.device.step_shape import Size, StepShape
     from ...serving.engine.cache_size import held_bytes, memory_of
     from ...sharding.mesh import make_mesh
 
@@ -110,7 +111,8 @@ def measure(config, sizes: Mapping[str, int], batch: int, length: int, rows: int
     weights = abstract_over(config, mesh, specs)
     pages = batch * width + 1
     state = pipeline.abstract_state((pages,) * groups, PAGE, batch)
-    layout = Layout(Size(rows or batch, batch, batch), groups, width, batch, sizes.get("data", 1))
+    shape = StepShape(Size(rows or batch, batch, batch), batch)
+    layout = BatchLayout(shape.with_cache(groups, PAGE, length, sizes.get("data", 1)))
     found, sampled, parts = Counter(), Counter(), []
     for lowered in pipeline.lower(weights, state, layout):
         compiled = lowered.compile()

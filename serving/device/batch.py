@@ -1,29 +1,19 @@
 """The arrays of one step, at one of a few fixed sizes."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from ...model.config import FAR
 from ...ops.native.unpack import unpack
-from ...ops.sampling import MAX_BANS, MAX_LOGPROBS, SamplingInputs
+from ...ops.sampling import MAX_BANS, SamplingInputs
 from ...sharding import struct
 from ..api.params import SAMPLING
+from .step_shape import StepShape
 
 STOPS = 8  # tokens of a sequence that end a series of steps early
-
-
-class Size(NamedTuple):
-    """A shape that is compiled before the first request: rows, sequences, and rows whose logits are wanted."""
-
-    rows: int
-    seqs: int
-    samples: int
-    paths: int = 1  # so many of the sequences after one another can be paths of drafts of the same one
 
 
 @struct.dataclass
@@ -55,56 +45,7 @@ class Batch:
     adapters_R: Any = None  # and of those that draw, if it adapts the head
 
 
-def sizes(
-    max_seqs: int, max_rows: int, platform: str = "cpu", max_drafts: int = 0, paths: int = 1, path_rows: int = 1,
-    decodes: bool = True,
-) -> tuple[Size, ...]:  # fmt: skip
-    """Decode sizes by factors of four, and two for steps that carry prompts; with drafts, more for those that verify.
-
-    Where drafts have several paths, a sequence has `path_rows` rows in a step that verifies all of them.
-
-    An encoder never `decodes`: all its steps carry prompts.
-
-    On a GPU decode sizes are by factors of two, and those for prompts by factors of four. Its products take 16 rows at
-    least: with fewer, each would wait for a launch that pads its rows.
-    """
-    gpu = platform == "gpu"
-    fewest = 16 if gpu else 4
-    decode, seqs = [], fewest
-    while seqs < max_seqs:
-        decode.append(Size(seqs, seqs, seqs))
-        seqs *= 2 if gpu else 4
-    top = max(max_seqs, fewest)
-    decode.append(Size(top, top, top))
-    prompts = {max_rows, min(64, max_rows)}
-    if gpu:
-        prompts = {max_rows} | {max_rows >> shift for shift in (2, 4, 6) if max_rows >> shift > top}
-    verify = set()
-    if max_drafts:  # a sequence alone is common, and four times its rows would cost much
-        counts = {1: decode[0].seqs, 2: decode[0].seqs} | {size.seqs: size.seqs for size in decode}
-        pairs = [(min(count * (1 + max_drafts), max_rows), seqs) for count, seqs in counts.items() if count <= seqs]
-        pairs += [(2 * size.seqs, size.seqs) for size in decode if max_drafts > 1 and 2 * size.seqs <= max_rows]
-        if gpu:  # blocks of its products: each would pad its rows and cut its results
-            pairs = [(min(count + -count % (128 if count > 64 else 16), max_rows), seqs) for count, seqs in pairs]
-        verify = {Size(count, seqs, count) for count, seqs in pairs if count != seqs}
-        for count in {1, *(size.seqs for size in decode)} if paths > 1 else ():
-            verify.add(Size(rows := min(count * path_rows, max_rows), count * paths, rows, paths))
-    # More rows than sequences: as many would mean one row from each.
-    mixed = {Size(max(count, top + 1), top, max(top, 16)) for count in prompts}
-    return tuple(sorted({*decode, *verify, *mixed} if decodes else mixed))
-
-
-def choose(options: Iterable[Size], rows: int, seqs: int, samples: int, decodes: bool, paths: int = 1) -> Size:
-    """The smallest size that holds a step; a size with as many rows as sequences takes one row from each."""
-    for size in options:
-        holds = size.rows >= rows and size.seqs >= seqs * paths and size.samples >= samples and size.paths == paths
-        if holds and (decodes or paths > 1 or size.rows != size.seqs):
-            return size
-    raise ValueError(f"no step size holds {rows} rows of {seqs} sequences with {samples} samples")
-
-
-@dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """Where a batch's arrays lie in the one buffer that brings them to the device: one transfer a step, not thirty.
 
     | tokens | positions | starts | tables of each group ... | slots ... | ... | sampling ... |      words of 32 bits
@@ -112,30 +53,13 @@ class Layout:
     Replicas have a batch each, one after the other.
     """
 
-    size: Size
-    groups: int
-    table_width: int
-    max_seqs: int
-    replicas: int = 1
-    listed: int = MAX_LOGPROBS  # log-probabilities of a position
-    max_drafts: int = 0  # of a sequence, one after the other
-    paths: int = 1
-    path_pages: int = 0
-    adapters: int = 0  # slots for them
+    def __init__(self, shape: StepShape):
+        self.shape = shape
 
     @cached_property
     def parts(self):
         """The arrays of a batch of padding, the tree that they make up, and the bounds of each in the buffer."""
-        batch = empty(self.size, self.groups, self.table_width, self.max_seqs, self.max_drafts)
-        if self.paths > 1:
-            shape = self.size.seqs // self.size.paths, self.paths, self.path_pages
-            spares_GAQW = tuple(np.zeros(shape, np.int32) for _ in range(self.groups))
-            batch = batch.replace(paths_B=np.zeros(self.size.seqs, np.int32), spares_GAQW=spares_GAQW)
-        if self.adapters:
-            batch = batch.replace(
-                adapters_T=np.full(self.size.rows, self.adapters, np.int32),
-                adapters_R=np.full(self.size.samples, self.adapters, np.int32),
-            )
+        batch = empty(self.shape)
         arrays, tree = jax.tree.flatten(batch)
         ends = np.cumsum([array.size for array in arrays]).tolist()
         return arrays, tree, list(zip([0, *ends], ends, strict=False))
@@ -143,7 +67,7 @@ class Layout:
     @cached_property
     def nothing(self) -> np.ndarray:
         """What a step gets in which nobody computes anything."""
-        return np.tile(self.padding, self.replicas)
+        return np.tile(self.padding, self.shape.num_replicas)
 
     @cached_property
     def padding(self) -> np.ndarray:
@@ -181,22 +105,22 @@ def param_arrays(rows: int) -> dict[str, np.ndarray]:
     }
 
 
-def empty(size: Size, num_groups: int, table_width: int, max_seqs: int, max_drafts: int = 0) -> Batch:
+def empty(shape: StepShape) -> Batch:
     """A batch of nothing but padding: rows that write to the dummy page and draw for nobody."""
-    T, B, R, i32 = size.rows, size.seqs, size.samples, np.int32
-    return Batch(
+    T, B, R, i32 = shape.size.rows, shape.size.seqs, shape.size.samples, np.int32
+    batch = Batch(
         tokens_T=np.zeros(T, i32),
         positions_T=np.full(T, -1, i32),
         starts_B1=np.zeros(B + 1, i32),
         following_B=np.zeros(B, i32),
-        tables_GBM=tuple(np.zeros((B, table_width), i32) for _ in range(num_groups)),
-        slots_GT=tuple(np.zeros(T, i32) for _ in range(num_groups)),
+        tables_GBM=tuple(np.zeros((B, shape.table_width), i32) for _ in range(shape.num_groups)),
+        slots_GT=tuple(np.zeros(T, i32) for _ in range(shape.num_groups)),
         owners_T=np.zeros(T, i32),
         is_prompt_T=np.zeros(T, bool),
         tracked_T=np.zeros(T, bool),
         ahead_T=np.zeros(T, bool),
         sample_rows_R=np.full(R, T, i32),
-        store_R=np.full(R, max_seqs, i32),
+        store_R=np.full(R, shape.max_seqs, i32),
         drafts_R=np.full(R, -1, i32),
         depths_R=np.zeros(R, i32),
         second_B=np.full(B, FAR, i32),
@@ -205,7 +129,7 @@ def empty(size: Size, num_groups: int, table_width: int, max_seqs: int, max_draf
         sampling=SamplingInputs(
             slots_R=np.zeros(R, i32),
             bias_rows_R=np.zeros(R, i32),
-            drafted_RJ=np.full((R, 1 + max_drafts), -1, i32),
+            drafted_RJ=np.full((R, 1 + shape.max_drafts), -1, i32),
             positions_R=np.zeros(R, i32),
             seeds_R2=np.zeros((R, 2), np.uint32),
             **param_arrays(R),
@@ -216,3 +140,11 @@ def empty(size: Size, num_groups: int, table_width: int, max_seqs: int, max_draf
             wants_logprobs_R=np.zeros(R, bool),
         ),
     )
+    if shape.num_branches > 1:
+        spares = shape.size.seqs // shape.size.paths, shape.num_branches, shape.branch_pages
+        spares_GAQW = tuple(np.zeros(spares, i32) for _ in range(shape.num_groups))
+        batch = batch.replace(paths_B=np.zeros(B, i32), spares_GAQW=spares_GAQW)
+    if shape.num_adapters:
+        none = shape.num_adapters
+        batch = batch.replace(adapters_T=np.full(T, none, i32), adapters_R=np.full(R, none, i32))
+    return batch

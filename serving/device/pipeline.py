@@ -13,7 +13,7 @@ from ...model.partition import Stage, stage_weights, stages
 from ...ops.graphs import compile_step
 from ...ops.implementations import variance
 from ...sharding.mesh import stage_meshes
-from .batch import STOPS, Layout
+from .batch import STOPS, BatchLayout
 from .drafts import StepDrafter
 from .programs import Call, Compiler, Program
 from .state import State, owners, paged_layers
@@ -74,7 +74,7 @@ class Pipeline:
         """The layers of each stage that keep a state."""
         return [[index for index in self.config.state_layers if index in stage.layers] for stage in self.stages]
 
-    def lower(self, weights, state: State, layout: Layout, plain: bool = False) -> list[jax.stages.Lowered]:
+    def lower(self, weights, state: State, layout: BatchLayout, plain: bool = False) -> list[jax.stages.Lowered]:
         """A step's program for each stage, to be looked at."""
 
         def lower(call: Call) -> jax.stages.Lowered:
@@ -85,7 +85,7 @@ class Pipeline:
         return self.each(lower, weights, state, layout, plain)
 
     def make(
-        self, compiler: Compiler, weights, state: State, layout: Layout, plain: bool = False, rests: bool = False
+        self, compiler: Compiler, weights, state: State, layout: BatchLayout, plain: bool = False, rests: bool = False
     ) -> list[Program]:
         """The same, to be served; `rests`: without the drafter."""
         make = partial(compiler.make, build=compile_step)
@@ -94,7 +94,7 @@ class Pipeline:
         return made
 
     def each(
-        self, make: Callable[[Call], Made], weights, state: State, layout: Layout, plain: bool, rests: bool = False
+        self, make: Callable[[Call], Made], weights, state: State, layout: BatchLayout, plain: bool, rests: bool = False
     ) -> list[Made]:
         """What `make` makes of each stage's part of a step."""
         if rests:
@@ -102,7 +102,7 @@ class Pipeline:
         found, x = [], ()  # the first gets none
         for stage, mesh, (own, held) in zip(self.stages, self.meshes, self.parts(weights, state), strict=True):
             call = Call(
-                step, (own, held, layout.nothing, *x), layout=layout, config=self.config, plain=plain,
+                step, (own, held, layout.nothing, *x), shape=layout.shape, config=self.config, plain=plain,
                 places=Places.of(own, mesh), stage=stage, drafter=self.drafter if stage.ends and not rests else None,
                 rests=rests,
             )  # fmt: skip
@@ -111,17 +111,17 @@ class Pipeline:
                 x = found[-1].out_info[:1]
         return found
 
-    def fused_steps(self, weights, state: State, layout: Layout, steps: int) -> Call:
+    def fused_steps(self, weights, state: State, layout: BatchLayout, steps: int) -> Call:
         """Several decode steps; of a model on one device, without a drafter."""
-        stops_BE = np.zeros((layout.size.seqs, STOPS), np.int32)
+        stops_BE = np.zeros((layout.shape.size.seqs, STOPS), np.int32)
         args = weights, state, np.stack([layout.nothing] * steps), stops_BE, np.int32(steps)
-        return Call(fused_steps, args, layout=layout, config=self.config)
+        return Call(fused_steps, args, shape=layout.shape, config=self.config)
 
-    def catch_up(self, weights, state: State, layout: Layout) -> Call:
+    def catch_up(self, weights, state: State, layout: BatchLayout) -> Call:
         """A drafter, on the last stage, computes what it has not followed."""
         own, held = self.parts(weights, state)[-1]
         places = Places.of(own, self.meshes[-1])
-        return Call(catch_up, (own, held, layout.nothing), layout=layout, drafter=self.drafter, places=places)
+        return Call(catch_up, (own, held, layout.nothing), shape=layout.shape, drafter=self.drafter, places=places)
 
     def caught_up(self, compiled: Any, weights, state: State, buffer) -> State:
         """The state after that program ran."""

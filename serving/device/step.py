@@ -20,10 +20,11 @@ from ...ops.state_rows import StateRows, sequence_of
 from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
 from ...sharding.mesh import device_axes
 from .attend import attend_with, attend_within, recur_with, share_with
-from .batch import Batch, Layout
+from .batch import Batch, BatchLayout
 from .drafts import Seen, StepDrafter, WithDrafter, draft, entry_of, page_size_of, path_of
 from .replay import Replay
 from .state import State, empty_state, state_places
+from .step_shape import StepShape
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Places:
 
 @partial(
     jax.jit,
-    static_argnames=("layout", "config", "plain", "places", "stage", "drafter", "rests"),
+    static_argnames=("shape", "config", "plain", "places", "stage", "drafter", "rests"),
     donate_argnames="state",
 )
 def step(
@@ -82,7 +83,7 @@ def step(
     buffer,
     x: Any = None,
     *,
-    layout: Layout,
+    shape: StepShape,
     config: ModelConfig,
     plain: bool = False,
     places: Places | None = None,
@@ -100,8 +101,8 @@ def step(
     stage = stage or whole_model(config)
     fetch = None if places is None else places.fetcher(weights)
     if places is None or places.mesh is None:
-        return step_of_one(weights, state, buffer, x, layout, config, plain, ONE_DEVICE, stage, fetch, drafter, rests)
-    own, devices = local_config(config, places.mesh), axes_of(places.mesh, layout)
+        return step_of_one(weights, state, buffer, x, shape, config, plain, ONE_DEVICE, stage, fetch, drafter, rests)
+    own, devices = local_config(config, places.mesh), axes_of(places.mesh, shape)
     drafts = None if drafter is None else drafter.on(places.mesh)
     of_weights = jax.tree.structure(weights).unflatten([place.spec for place in places.weights])
     of_state = state_places(state)
@@ -111,7 +112,7 @@ def step(
 
     def part(weights, state, buffer, x):
         mine = devices.data.part(buffer)
-        *out, state = step_of_one(weights, state, mine, x, layout, own, plain, devices, stage, fetch, drafts, rests)
+        *out, state = step_of_one(weights, state, mine, x, shape, own, plain, devices, stage, fetch, drafts, rests)
         return *(jax.tree.map(devices.data.join, out) if tells and stage.ends else out), state
 
     run = jax.shard_map(
@@ -121,8 +122,8 @@ def step(
     return run(weights, state, buffer, x)
 
 
-@partial(jax.jit, static_argnames=("layout", "config"), donate_argnames="state")
-def fused_steps(weights, state: State, buffers_SX, stops_BE, count, layout: Layout, config: ModelConfig):
+@partial(jax.jit, static_argnames=("shape", "config"), donate_argnames="state")
+def fused_steps(weights, state: State, buffers_SX, stops_BE, count, shape: StepShape, config: ModelConfig):
     """Run the first `count` of these decode steps, each on the tokens that the step before it sampled.
 
     The loop ends early once the last token of every sequence is one of its stop tokens, which then has no keys and
@@ -134,28 +135,28 @@ def fused_steps(weights, state: State, buffers_SX, stops_BE, count, layout: Layo
 
     def is_running(carry):
         number, state, _ = carry
-        tokens_B = state.last_tokens_B[jnp.minimum(owners_B, layout.max_seqs - 1)]
-        ended_B = (tokens_B[:, None] == stops_BE).any(axis=1) | (owners_B >= layout.max_seqs)
+        tokens_B = state.last_tokens_B[jnp.minimum(owners_B, shape.max_seqs - 1)]
+        ended_B = (tokens_B[:, None] == stops_BE).any(axis=1) | (owners_B >= shape.max_seqs)
         return (number < count) & ~ended_B.all()
 
     def run_step(carry):
         number, state, results = carry
         # What depends on weights alone XLA would compute before the loop, for all of them: an embedding in float32.
         own, number = jax.lax.optimization_barrier((weights, number))
-        *result, state = step(own, state, buffers_SX[number], layout=layout, config=config)
+        *result, state = step(own, state, buffers_SX[number], shape=shape, config=config)
         return number + 1, state, jax.tree.map(lambda all_S, one: all_S.at[number].set(one), results, result)
 
-    owners_B = layout.read(buffers_SX[0]).store_R[: layout.size.seqs]
-    *like, _ = jax.eval_shape(partial(step, layout=layout, config=config), weights, state, buffers_SX[0])
+    owners_B = BatchLayout(shape).read(buffers_SX[0]).store_R[: shape.size.seqs]
+    *like, _ = jax.eval_shape(partial(step, shape=shape, config=config), weights, state, buffers_SX[0])
     results = jax.tree.map(lambda one: jnp.zeros((len(buffers_SX), *one.shape), one.dtype), like)
     num_steps, state, results = jax.lax.while_loop(is_running, run_step, (jnp.int32(0), state, results))
     return *results, num_steps, state
 
 
-def axes_of(mesh: Mesh, layout: Layout) -> DeviceAxes:
+def axes_of(mesh: Mesh, shape: StepShape) -> DeviceAxes:
     """Steps that carry prompts have rows enough for each device to take a part of them, outside of attention."""
     found = device_axes(mesh)
-    split = found.context.size > 1 and layout.size.rows > layout.size.seqs
+    split = found.context.size > 1 and shape.size.rows > shape.size.seqs
     return replace(found, rows=found.context) if split else found
 
 
@@ -204,7 +205,7 @@ def step_of_one(
     state: State,
     buffer,
     x,
-    layout: Layout,
+    shape: StepShape,
     config: ModelConfig,
     plain: bool,
     axes: DeviceAxes,
@@ -214,15 +215,15 @@ def step_of_one(
     rests: bool = False,
 ):
     """What one device does in a step."""
-    batch, both = layout.read(buffer), weights
+    batch, both = BatchLayout(shape).read(buffer), weights
     weights = model_of(weights)
-    if layout.adapters:
-        weights = adapting(weights, batch, layout.adapters)
+    if shape.num_adapters:
+        weights = adapting(weights, batch, shape.num_adapters)
     if stage.begins and stage.ends:  # with several stages the host knows all tokens
-        batch = settle(batch, state, drafter is not None and layout.paths == 1, axes)
+        batch = settle(batch, state, drafter is not None and shape.num_branches == 1, axes)
     tokens_T = batch.tokens_T
-    rows, positions_T = rows_in(batch, layout, axes), positions_in(batch, layout, axes)
-    spare = positions_T.shape[0] - layout.size.rows
+    rows, positions_T = rows_in(batch, shape, axes), positions_in(batch, shape, axes)
+    spare = positions_T.shape[0] - shape.size.rows
     if config.encodes:
         prepare, attend = None, attend_within(positions_T, batch.starts_B1, config.max_len)
     else:
@@ -246,11 +247,11 @@ def step_of_one(
             features[index] = x_TD
 
     recur = None
-    if state.kept and layout.max_drafts:
+    if state.kept and shape.max_drafts:
         lengths_B = next(held["length"] for held in state.kept.values() if "length" in held)
-        recur = Replay.of(batch, positions_T, lengths_B, layout.max_drafts).recur
+        recur = Replay.of(batch, positions_T, lengths_B, shape.max_drafts).recur
     elif state.kept:
-        recur = recur_with(StateRows.of(batch.starts_B1, positions_T, batch.owners_T, layout.max_seqs))
+        recur = recur_with(StateRows.of(batch.starts_B1, positions_T, batch.owners_T, shape.max_seqs))
     # Elsewhere not measured; and a reference to arrivals cannot be closed over.
     share = (
         share_with(config, jax.jit) if axes is ONE_DEVICE and fetch is None and jax.default_backend() == "cpu" else None
@@ -264,33 +265,33 @@ def step_of_one(
     hidden_TD = decoder.final_norm(weights, x[0], config)
     if config.encodes:  # one row of each sequence draws, in their order
         hidden_RD = encoder.pool(hidden_TD, batch.starts_B1, config.pooling)
-        hidden_RD = jnp.pad(hidden_RD, ((0, layout.size.samples - len(hidden_RD)), (0, 0)))
+        hidden_RD = jnp.pad(hidden_RD, ((0, shape.size.samples - len(hidden_RD)), (0, 0)))
     else:
         hidden_RD = axes.rows.take(hidden_TD, batch.sample_rows_R)
     logits_RV = decoder.logits(weights, hidden_RD, config, axes)
     with jax.named_scope("sample"):
         axis = axes.tensor
         slots = sampling.count_tokens(state.slots, batch.owners_T, tokens_T, batch.is_prompt_T, batch.tracked_T, axis)
-        sampled = sampling.sample(logits_RV, slots, batch.sampling, plain, axis, layout.listed)
+        sampled = sampling.sample(logits_RV, slots, batch.sampling, plain, axis, shape.num_logprobs)
         reported_R = sampled.tokens_R  # negative where there is no token; what computes goes on from token 0
         sampled = sampled.replace(tokens_R=jnp.maximum(reported_R, 0))
         store_R = batch.store_R
-        if layout.max_drafts and not rests:
+        if shape.max_drafts and not rests:
             accepted_R = sampling.accepted(sampled, batch.drafts_R, batch.depths_R)
             ends_R = sampling.ends(accepted_R, batch.depths_R)
-            if layout.paths > 1:
+            if shape.num_branches > 1:
                 numbers_R, paths_R = path_of(batch)
-                wins_R = sampling.winners(accepted_R, batch.depths_R, numbers_R, paths_R, layout.paths)
+                wins_R = sampling.winners(accepted_R, batch.depths_R, numbers_R, paths_R, shape.num_branches)
                 accepted_R, ends_R = accepted_R & wins_R, ends_R & wins_R
             slots = sampling.count_accepted(slots, batch.sampling, batch.drafts_R, accepted_R, axis)
-            store_R = jnp.where(ends_R, store_R, layout.max_seqs)
+            store_R = jnp.where(ends_R, store_R, shape.max_seqs)
         last_tokens_B = state.last_tokens_B.at[store_R].set(sampled.tokens_R, mode="drop")
         state = state.replace(slots=slots, last_tokens_B=last_tokens_B)
     if drafter is not None:
         seen = Seen(batch, rows, jnp.pad(tokens_T, (0, spare)), hidden_TD, features, sampled, axes, fetch)
         drafts_BK, state = draft(drafter, both, state, seen, store_R, plain)
         sampled = sampled.replace(drafts_BK=drafts_BK)
-        if layout.paths == 1:  # else the host chooses one before the next step
+        if shape.num_branches == 1:  # else the host chooses one before the next step
             state = hold(state, batch, store_R, drafts_BK)
     if config.head:
         hidden_RD = encoder.head(weights, hidden_RD, config)
@@ -345,21 +346,21 @@ def hold(state: State, batch: Batch, store_R, drafts_BK) -> State:
     )
 
 
-@partial(jax.jit, static_argnames=("layout", "drafter", "places"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("shape", "drafter", "places"), donate_argnames="state")
 def catch_up(
-    weights, state: State, buffer, layout: Layout, drafter: StepDrafter, places: Places | None = None
+    weights, state: State, buffer, shape: StepShape, drafter: StepDrafter, places: Places | None = None
 ) -> State:
     """The drafter computes rows that it did not follow in their step; the host knows their tokens."""
 
     def part(weights, state, buffer, drafter: StepDrafter, axes: DeviceAxes):
-        batch = layout.read(buffer)
-        rows = rows_in(batch, layout, axes)
-        tokens_T = jnp.pad(batch.tokens_T, (0, rows[0].positions_T.shape[0] - layout.size.rows))
+        batch = BatchLayout(shape).read(buffer)
+        rows = rows_in(batch, shape, axes)
+        tokens_T = jnp.pad(batch.tokens_T, (0, rows[0].positions_T.shape[0] - shape.size.rows))
         return drafter.follow(weights, state, Seen(batch, rows, tokens_T, None, {}, None, axes, None))[1]
 
     if places is None or places.mesh is None:
         return part(weights, state, buffer, drafter, ONE_DEVICE)
-    devices, own = axes_of(places.mesh, layout), drafter.on(places.mesh)
+    devices, own = axes_of(places.mesh, shape), drafter.on(places.mesh)
     of_weights = jax.tree.structure(weights).unflatten([place.spec for place in places.weights])
     run = jax.shard_map(
         lambda weights, state, buffer: part(weights, state, devices.data.part(buffer), own, devices),
@@ -369,19 +370,19 @@ def catch_up(
     return run(weights, state, buffer)
 
 
-def rows_in(batch: Batch, layout: Layout, axes: DeviceAxes) -> list[QueryRows]:
+def rows_in(batch: Batch, shape: StepShape, axes: DeviceAxes) -> list[QueryRows]:
     """A step's rows by cache group, as many as divide over the devices that have a part of them."""
-    positions_T, arrivals = positions_in(batch, layout, axes), new_arrivals()
-    spare = positions_T.shape[0] - layout.size.rows
+    positions_T, arrivals = positions_in(batch, shape, axes), new_arrivals()
+    spare = positions_T.shape[0] - shape.size.rows
     return [
         QueryRows(positions_T, batch.starts_B1, table_BM, jnp.pad(slots_T, (0, spare)), arrivals)
         for table_BM, slots_T in zip(batch.tables_GBM, batch.slots_GT, strict=True)
     ]
 
 
-def positions_in(batch: Batch, layout: Layout, axes: DeviceAxes):
+def positions_in(batch: Batch, shape: StepShape, axes: DeviceAxes):
     """The positions of a step's rows, as many as divide over the devices that have a part of them."""
-    return jnp.pad(batch.positions_T, (0, -layout.size.rows % axes.rows.size), constant_values=-1)
+    return jnp.pad(batch.positions_T, (0, -shape.size.rows % axes.rows.size), constant_values=-1)
 
 
 def types_in(batch: Batch, positions_T):

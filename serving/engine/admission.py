@@ -13,11 +13,12 @@ from ..api.params import SamplingParams, Terms
 from ..api.validation import shown
 from ..cache.page_pool import largest
 from ..cache.page_table import PageTable
+from ..device.step_shape import StepShape
 from ..request.grammar import Grammars
 from ..request.pooling import Pool
 from ..request.request import Request
 from ..request.sequence import sequences_of
-from .scheduler import Limits, queue_priority
+from .scheduler import queue_priority
 
 NO_ADAPTERS = "names an adapter, and this engine serves none: start it with enable_lora"
 
@@ -28,14 +29,14 @@ class Admission:
     def __init__(
         self,
         config: ModelConfig,
-        limits: Limits,
+        shape: StepShape,
         tables: list[PageTable],
         tokenizer: Tokenizer | None,
         max_len: int,
         seed: int = 0,
         needs_host_tokens: bool = False,
     ):
-        self.config, self.limits, self.tables, self.tokenizer = config, limits, tables, tokenizer
+        self.config, self.shape, self.tables, self.tokenizer = config, shape, tables, tokenizer
         self.max_len = max_len
         self.needs_host_tokens = needs_host_tokens  # the host must know each token before the next step of its sequence
         self.grammars = None if tokenizer is None else Grammars(tokenizer, config.vocab_size)
@@ -49,20 +50,20 @@ class Admission:
     @property
     def max_prompt_tokens(self) -> int:
         """Tokens of the longest prompt."""
-        return min(self.max_len, self.limits.max_rows) if self.limits.whole else self.max_len - 1
+        return min(self.max_len, self.shape.max_tokens) if self.shape.whole_prompts else self.max_len - 1
 
     def check(self, tokens: Sequence[int], params: SamplingParams, is_pooled: bool = False) -> None:
         """Refuse what can never be served; `is_pooled`: hidden states are wanted, and no tokens."""
-        config, limits, table = self.config, self.limits, self.tables[0]
+        config, shape, table = self.config, self.shape, self.tables[0]
         if not is_pooled and not config.writes:
             message = "makes embeddings and writes no text; ask LLM.embed or /v1/embeddings, or another model"
             if config.classes is not None:
                 message = "classifies texts and writes none; ask LLM.classify or /classify, or another model"
             raise RequestError("model", message)
-        if limits.whole:
-            check_whole(tokens, self.max_len, limits.max_rows)
-        has_text, fits = self.tokenizer is not None, lambda n: table.fits(n, limits.max_rows)
-        check(tokens, params, config.vocab_size, self.max_total_tokens, fits, has_text, limits.listed)
+        if shape.whole_prompts:
+            check_whole(tokens, self.max_len, shape.max_tokens)
+        has_text, fits = self.tokenizer is not None, lambda n: table.fits(n, shape.max_tokens)
+        check(tokens, params, config.vocab_size, self.max_total_tokens, fits, has_text, shape.num_logprobs)
 
     def make_request(
         self,

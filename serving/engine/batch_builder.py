@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from ..device.batch import STOPS, Batch, Layout, Size, choose, param_arrays, sizes
+from ..device.batch import STOPS, Batch, BatchLayout, param_arrays
+from ..device.step_shape import Size, StepShape, choose, sizes
 from ..request.sequence import Sequence
-from .scheduler import Limits, ScheduledSequence, StepPlan
+from .scheduler import ScheduledSequence, StepPlan
 
 
 @dataclass(frozen=True)
@@ -38,47 +39,30 @@ class BatchBuilder:
     A slot's place is its number among those of all replicas, one replica after the other.
     """
 
-    def __init__(
-        self,
-        limits: Limits,
-        num_groups: int,
-        page_size: int,
-        table_width: int,
-        num_stages: int = 1,
-        replicas: int = 1,
-    ):
-        self.page_size, self.max_seqs, places = page_size, limits.max_seqs, replicas * limits.max_seqs
-        self.drafts, self.paths = limits.max_drafts, limits.paths
-        self.num_stages = num_stages  # as many steps are under way at once
-        options = sizes(
-            limits.max_seqs, limits.max_rows, jax.default_backend(), limits.max_drafts, limits.paths, limits.path_rows,
-            not limits.whole,
-        )  # the smallest first  # fmt: skip
-        self.path_pages = limits.path_pages(page_size)
-        common = (
-            num_groups, table_width, limits.max_seqs, replicas, limits.listed, limits.max_drafts, limits.paths,
-            self.path_pages, limits.adapters,
-        )  # fmt: skip
-        self.layouts = {size: Layout(size, *common) for size in options}
+    def __init__(self, shape: StepShape, num_stages: int = 1):
+        self.shape, places = shape, shape.num_replicas * shape.max_seqs
+        self.num_stages = num_stages  # as many steps are in flight at once
+        options = sizes(shape, jax.default_backend())  # the smallest first
+        self.layouts = {size: BatchLayout(shape.at(size)) for size in options}
         top = max(size.seqs for size in options if size.paths == 1)
         mixed = [size for size in options if size.rows > size.seqs == top and size.paths == 1]
         self.catching = sorted({mixed[0], mixed[-1]})  # sizes of steps in which a drafter computes what it is behind
-        self.tables = [np.zeros((places, table_width), np.int32) for _ in range(num_groups)]
+        self.tables = [np.zeros((places, shape.table_width), np.int32) for _ in range(shape.num_groups)]
         self.num_synced = [0] * places  # pages of each place's sequence that are in its tables
         self.seeds = np.zeros((places, 2), np.uint32)
         self.tracked = np.zeros(places, bool)
         self.plain = np.zeros(places, bool)
-        self.no_adapter, self.adapters = limits.adapters, np.full(places, limits.adapters, np.int32)
+        self.adapters = np.full(places, shape.num_adapters, np.int32)
         self.of_head = np.zeros(places, bool)  # whether it adapts the head
         self.params = param_arrays(places)
         self.settings = self.params | {name: np.zeros(places, bool) for name in ("biased_R", "wants_logprobs_R")}
         # Of each replica the last steps under way that only decoded, the first one the next to go on.
-        self.decode_steps: list[deque[DecodeStep]] = [deque() for _ in range(replicas)]
+        self.decode_steps: list[deque[DecodeStep]] = [deque() for _ in range(shape.num_replicas)]
         self.draws_plainly = False  # the batch that was built last asks for nothing but plain draws
 
     def place(self, seq: Sequence) -> int:
         """The device's number of a sequence's slot."""
-        return seq.replica * self.max_seqs + seq.slot
+        return seq.replica * self.shape.max_seqs + seq.slot
 
     def forget(self) -> None:
         """Nothing that was computed is kept: every sequence starts over."""
@@ -90,8 +74,8 @@ class BatchBuilder:
         place, p = self.place(seq), seq.params
         self.decode_steps[seq.replica].clear()
         self.num_synced[place], self.seeds[place] = 0, seq.seed
-        if self.no_adapter:
-            self.adapters[place] = self.no_adapter if seq.adapter is None else seq.adapter_slot
+        if no_adapter := self.shape.num_adapters:
+            self.adapters[place] = no_adapter if seq.adapter is None else seq.adapter_slot
             self.of_head[place] = seq.adapter is not None and seq.adapter.has_head
         for table in self.tables:
             table[place] = 0  # a step that drafts may write past what the sequence has pages for: into the dummy page
@@ -107,11 +91,12 @@ class BatchBuilder:
         """The arrays of a plan in one buffer, at the smallest size that holds what each replica computes."""
         continued = [self.continued(steps, part) for steps, part in zip(self.decode_steps, plan.parts, strict=True)]
         parts, seqs, paths = plan.parts, max(map(len, plan.parts)), 1
-        if self.paths > 1:
+        if self.shape.num_branches > 1:
             if any(item.asks for item in plan.items):  # the pages of paths may be others than in the step before
                 continued = [None] * len(parts)
             if any(item.branches for item in plan.items):
-                parts, paths = tuple([[path for item in part for path in item.paths] for part in parts]), self.paths
+                parts = tuple([[path for item in part for path in item.paths] for part in parts])
+                paths = self.shape.num_branches
         rows, samples, decodes = zip(*map(needs_of, parts, continued), strict=True)
         size = choose(self.layouts, max(rows), seqs, max(samples), all(decodes), paths)
         buffer = np.empty_like(self.layouts[size].nothing)
@@ -125,7 +110,7 @@ class BatchBuilder:
                 plain.append(self.advance(steps, part, own))
             else:
                 plain.append(self.fill(steps, part, size, own))
-        if self.drafts:  # all replicas as often, since they wait for each other where they share experts
+        if self.shape.max_drafts:  # all replicas as often, since they wait for each other where they share experts
             at, each = self.layouts[size].offsets, buffer.reshape(len(parts), -1)
             each[:, at.num_drafts_1], each[:, at.follows_1] = drafting(plan.items)
         self.draws_plainly = all(plain)
@@ -209,7 +194,7 @@ class BatchBuilder:
         b = self.layouts[size].views(buffer)
         seqs = [item.seq for item in part]
         slots = np.array([seq.slot for seq in seqs])
-        places = slots + seqs[0].replica * self.max_seqs
+        places = slots + seqs[0].replica * self.shape.max_seqs
         counts = np.array([item.num_rows for item in part])
         starts = np.array([item.start for item in part])
         ends = np.cumsum(counts)
@@ -218,7 +203,7 @@ class BatchBuilder:
             self.sync_tables(item.seq, item.start)
 
         b.second_B[:n] = [seq.second for seq in seqs]
-        if self.drafts:
+        if self.shape.max_drafts:
             b.following_B[:n] = [following(item) for item in part]
         b.starts_B1[1 : n + 1], b.starts_B1[n + 1 :] = ends, T
         places_T = np.repeat(places, counts)
@@ -229,7 +214,7 @@ class BatchBuilder:
         b.tracked_T[:T] = self.tracked[places_T]
         if b.adapters_T is not None:
             b.adapters_T[:T] = self.adapters[places_T]
-        for item, end in zip(part, ends.tolist(), strict=True) if self.drafts else ():
+        for item, end in zip(part, ends.tolist(), strict=True) if self.shape.max_drafts else ():
             if item.drafts:  # the step counts those that are accepted
                 b.tracked_T[end - len(item.drafts) - (item.path > 0) : end] = False
             b.ahead_T[end - item.num_rows : end] = item.ahead
@@ -237,7 +222,7 @@ class BatchBuilder:
             batch_table[:n] = table[places]
         for batch_slots, kv_slots in zip(b.slots_GT, self.kv_slots(places_T, positions), strict=True):
             batch_slots[:T] = kv_slots
-        if self.paths > 1:
+        if self.shape.num_branches > 1:
             self.fill_paths(part, ends - counts, b)
         self.fill_samples(part, slots, places, ends - counts, b)
         draws = all(is_steady(item) for item in part)
@@ -256,10 +241,10 @@ class BatchBuilder:
 
     def fill_paths(self, part: Seq[ScheduledSequence], offsets: np.ndarray, b: Batch) -> None:
         """The pages of each path: those that its drafts are written to are its own."""
-        number, W = -1, self.path_pages
+        number, W = -1, self.shape.branch_pages
         for entry, (item, offset) in enumerate(zip(part, offsets.tolist(), strict=True)):
             known, spare = item.num_known, item.seq.cache.spare
-            page, filled = divmod(known, self.page_size)
+            page, filled = divmod(known, self.shape.page_size)
             if not item.path:
                 number += 1
                 for group, spare_AQW in enumerate(b.spares_GAQW):
@@ -271,33 +256,33 @@ class BatchBuilder:
                 continue
             b.paths_B[entry] = item.path
             rows = slice(offset, offset + item.num_rows)
-            at, within = np.divmod(b.positions_T[rows], self.page_size)
+            at, within = np.divmod(b.positions_T[rows], self.shape.page_size)
             for group, (table_BM, slots_T) in enumerate(zip(b.tables_GBM, b.slots_GT, strict=True)):
                 own = spare[item.path - 1][group][: table_BM.shape[1] - page]
                 table_BM[entry, page : page + len(own)] = own
-                slots_T[rows] = table_BM[entry, at] * self.page_size + within
+                slots_T[rows] = table_BM[entry, at] * self.shape.page_size + within
                 if not filled:  # the first path writes the known token
                     slots_T[offset] = 0
 
-    def busy(self, layout: Layout, num_drafts: int) -> np.ndarray:
+    def busy(self, layout: BatchLayout, num_drafts: int) -> np.ndarray:
         """A batch whose rows are all computed and drawn, evenly of all its sequences, at the beginning of page 0."""
         buffer = layout.nothing.copy()
-        for own in buffer.reshape(layout.replicas, -1):
-            b, size = layout.views(own), layout.size
+        for own in buffer.reshape(self.shape.num_replicas, -1):
+            b, size = layout.views(own), layout.shape.size
             b.starts_B1[:] = np.arange(size.seqs + 1) * size.rows // size.seqs
             b.positions_T[:] = np.arange(size.rows) - np.repeat(b.starts_B1[:-1], np.diff(b.starts_B1))
             b.owners_T[:] = np.repeat(np.arange(size.seqs), np.diff(b.starts_B1))
             b.sample_rows_R[:] = np.minimum(np.arange(size.samples), size.rows - 1)
             b.store_R[b.starts_B1[1:] - 1] = np.arange(size.seqs)  # who draws nothing has no drafts
             b.num_drafts_1[:], b.follows_1[:] = num_drafts, num_drafts > 0
-            if layout.paths > 1:
+            if self.shape.num_branches > 1:
                 b.paths_B[:] = np.arange(size.seqs) % size.paths
         return buffer
 
     def kv_slots(self, places, positions) -> list[np.ndarray]:
         """Where each row's key and value go, for each cache group."""
-        page, offset = np.divmod(positions, self.page_size)
-        return [table[places, page] * self.page_size + offset for table in self.tables]
+        page, offset = np.divmod(positions, self.shape.page_size)
+        return [table[places, page] * self.shape.page_size + offset for table in self.tables]
 
     def fill_samples(
         self, part: Seq[ScheduledSequence], slots: np.ndarray, places: np.ndarray, offsets: np.ndarray, b: Batch
@@ -332,7 +317,7 @@ class BatchBuilder:
                 row += 1
         places_R = np.repeat(places, counts)
         if b.adapters_R is not None:
-            b.adapters_R[:R] = np.where(self.of_head[places_R], self.adapters[places_R], self.no_adapter)
+            b.adapters_R[:R] = np.where(self.of_head[places_R], self.adapters[places_R], self.shape.num_adapters)
         s.slots_R[:R], s.seeds_R2[:R] = np.repeat(slots, counts), self.seeds[places_R]
         for name, values in self.settings.items():
             if name == "wants_logprobs_R":
@@ -348,8 +333,8 @@ class BatchBuilder:
         """
         place = self.place(seq)
         known = self.num_synced[place]
-        if self.paths > 1:
-            known = min(known, max(0, start - self.drafts) // self.page_size)
+        if self.shape.num_branches > 1:
+            known = min(known, max(0, start - self.shape.max_drafts) // self.shape.page_size)
         for table, pages in zip(self.tables, seq.cache.pages, strict=True):
             table[place, known : len(pages)] = pages[known:]
         self.num_synced[place] = seq.cache.num_pages

@@ -26,8 +26,8 @@ from ..device.expert_rebalancer import ExpertRebalancer
 from ..device.pipeline import Pipeline
 from ..device.state import owners, page_bytes, stored_page_bytes
 from ..device.step import model_of
+from ..device.step_shape import StepShape
 from .batch_builder import BatchBuilder
-from .scheduler import Limits
 
 FRACTIONS = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"  # what JAX takes of a GPU; the latter is older
 TAKEN = 0.75  # where neither is set
@@ -142,7 +142,7 @@ def memory_of(compiled: jax.stages.Compiled) -> ProgramMemory:
 def working_bytes(
     config: ModelConfig,
     weights,
-    limits: Limits,
+    shape: StepShape,
     page_size: int,
     mesh: Mesh | None = None,
     drafter: StepDrafter | None = None,
@@ -150,9 +150,9 @@ def working_bytes(
     """Bytes that the largest step takes on a device beside weights and state. The compiler says so; nothing is run."""
     groups, stages = len(config.windows), Pipeline(config, mesh, drafter)
     replicas = device_axes(mesh).data.size
-    batch_builder = BatchBuilder(limits, groups, page_size, -(-config.max_len // page_size), replicas=replicas)
+    batch_builder = BatchBuilder(shape.with_cache(groups, page_size, config.max_len, replicas))
     _, layout = max(batch_builder.layouts.items())
-    state = stages.abstract_state((2,) * groups, page_size, limits.max_seqs, limits.max_drafts)
+    state = stages.abstract_state((2,) * groups, page_size, shape.max_seqs, shape.max_drafts)
     steps = [memory_of(compile_step(lowered)) for lowered in stages.lower(weights, state, layout)]
     found = [used.temporaries + used.code + 2 * used.results for used in steps]  # the results of two steps at a time
     moving = [0]

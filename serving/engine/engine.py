@@ -63,9 +63,9 @@ class Engine:
         self.chat_defaults = defaults if chat_defaults is None else chat_defaults  # where people talk with the model
         self.num_stages = len(runner.pipeline)
         self.num_ahead = max(1, self.num_stages - 1)  # steps in flight while the host works
-        self.scheduler = Scheduler(tables, runner.limits, self.num_stages)
+        self.scheduler = Scheduler(tables, runner.shape, self.num_stages)
         self.speculator = None if speculation is None else Speculator(speculation, runner.seconds)
-        self.admission = Admission(self.config, runner.limits, tables, tokenizer, max_len, seed, self.num_stages > 1)
+        self.admission = Admission(self.config, runner.shape, tables, tokenizer, max_len, seed, self.num_stages > 1)
         self.results = ResultProcessor(self.scheduler, tables, self.speculator)
         self.requests = self.results.requests
         self.lifecycle = Lifecycle(runner, self.scheduler, tables, self.results, page_identity)

@@ -19,7 +19,6 @@ from ...ops.sampling import Sampled, SlotState
 from ...sharding.mesh import device_axes
 from ..api.errors import RequestError
 from ..cache.page_moves import PageMoves
-from ..device.batch import Size, choose
 from ..device.compile_counter import CompileCounter
 from ..device.drafts import StepDrafter
 from ..device.expert_loads import ExpertLoads
@@ -31,11 +30,12 @@ from ..device.programs import Call, Compiler, folder_of_programs
 from ..device.state import State
 from ..device.state_copier import StateCopier
 from ..device.step import model_of, reset_slot, set_bias, with_model, write_adapter
+from ..device.step_shape import Size, StepShape, choose
 from ..multihost.leader import Leader
 from ..request.grammar import Constraint
 from ..request.sequence import Sequence
 from .batch_builder import BatchBuilder
-from .scheduler import Limits, ScheduledSequence, StepPlan
+from .scheduler import ScheduledSequence, StepPlan
 from .slot_state import bias_of, first_row
 from .step_result import InFlightStep, StepResult, read_result
 
@@ -54,7 +54,7 @@ class Runner:
         self,
         config: ModelConfig,
         weights: Any,
-        limits: Limits,
+        shape: StepShape,
         num_pages: tuple[int, ...],
         page_size: int,
         max_len: int,
@@ -63,17 +63,19 @@ class Runner:
         mesh: Mesh | None = None,
         rebalance_steps: int = 0,
         drafter: StepDrafter | None = None,
+        max_fused_steps: int = 1,
     ):
-        self.config, self.weights, self.limits = config, weights, limits
+        self.config, self.weights, self.max_fused = config, weights, max_fused_steps
         self.num_pages, self.page_size, self.load_weights = num_pages, page_size, load_weights
         self.mesh, self.pipeline = mesh, Pipeline(config, mesh, drafter)
-        width, stages, devices = -(-max_len // page_size), len(self.pipeline), device_axes(mesh)
-        self.batch_builder = BatchBuilder(limits, len(config.windows), page_size, width, stages, devices.data.size)
+        devices = device_axes(mesh)
+        self.shape = shape.with_cache(len(config.windows), page_size, max_len, devices.data.size)
+        self.batch_builder = BatchBuilder(self.shape, len(self.pipeline))
         # With padding, so that each device of the tensor axis has as many tokens.
         self.vocab = -(-config.vocab_size // devices.tensor.size) * devices.tensor.size
         self.page_copier = PageCopier(self.pipeline, to_host, len(num_pages))
         snapshots = num_pages[-1] if len(num_pages) > len(config.windows) else 0
-        self.state_copier = StateCopier(self.pipeline, limits.max_seqs, snapshots, devices.data.size)
+        self.state_copier = StateCopier(self.pipeline, shape.max_seqs, snapshots, devices.data.size)
         self.device = jax.config.jax_default_device  # as the caller of this chose it; reset() may be another thread's
         self.remote = jax.default_backend() != "cpu"  # the device has memory of its own
         self.biases: dict[int, np.ndarray | None] = {}  # what the sequence in each slot adds to its logits
@@ -127,9 +129,7 @@ class Runner:
         if self.expert_loads is not None:
             self.expert_loads.reset()
         with jax.default_device(self.device):
-            return self.pipeline.make_state(
-                self.num_pages, self.page_size, self.limits.max_seqs, self.limits.max_drafts
-            )
+            return self.pipeline.make_state(self.num_pages, self.page_size, self.shape.max_seqs, self.shape.max_drafts)
 
     def warm_up(self, progress: Callable[[Size], None] = lambda size: None) -> None:
         """Compile every size, or read it from the compile cache; nothing is compiled after this."""
@@ -143,15 +143,15 @@ class Runner:
                     plain[size] = make(*held, layout, plain=True)
                 if drafter is not None and drafter.rests and size.rows == size.seqs and size.paths == 1:
                     resting[size] = make(*held, layout, self.remote, rests=True)
-            for size in self.batch_builder.catching if self.limits.follows else ():
+            for size in self.batch_builder.catching if self.shape.drafter_has_kv else ():
                 call = self.pipeline.catch_up(*held, self.batch_builder.layouts[size])
                 behind[size] = compiler.make(call, compile_step)
-            if self.limits.series > 1:
+            if self.max_fused > 1:
                 _, layout = next(iter(self.batch_builder.layouts.items()))
-                fused = compiler.make(self.pipeline.fused_steps(*held, layout, self.limits.series), compile_step)
+                fused = compiler.make(self.pipeline.fused_steps(*held, layout, self.max_fused), compile_step)
             copies = {name: compiler.make(call) for name, call in self.page_copier.calls(self.state.by_page)}
             of_states = {name: compiler.make(call) for name, call in self.state_copier.calls(self.state)}
-            if self.limits.adapters:
+            if self.shape.num_adapters:
                 self.write_adapter = compiler.make(self.adapter_write()).result()
             if self.expert_loads is not None:
                 self.expert_loads.program = compiler.make(self.expert_loads.read(self.state)).result()
@@ -170,7 +170,7 @@ class Runner:
         if self.mesh is not None and self.mesh.is_multi_process:  # the processes find each other now or never
             size, layout = next(iter(self.batch_builder.layouts.items()))
             jax.block_until_ready(self.step(size, False, layout.nothing))
-        if self.limits.max_drafts:
+        if self.shape.max_drafts:
             self.measure()
         row = SlotState(*(np.zeros(leaf.shape[-1], leaf.dtype) for leaf in jax.tree.leaves(self.state.slots)))
         slots = reset_slot(self.state.slots, np.int32(0), row)
@@ -185,7 +185,7 @@ class Runner:
         A larger step may stand in for a smaller one, so none takes longer than one that holds more.
         """
         layouts = {size: layout for size, layout in self.batch_builder.layouts.items() if size.samples >= size.rows}
-        most = self.limits.max_drafts
+        most = self.shape.max_drafts
         busy = {(size, n): self.batch_builder.busy(layout, n) for size, layout in layouts.items() for n in (0, most)}
         for (size, _), buffer in busy.items():  # the first runs of a program are longer
             self.timed(size, buffer)
@@ -214,7 +214,7 @@ class Runner:
         if not self.step_seconds:
             return 0.0
         replicas = device_axes(self.mesh).data.size
-        seqs = min(-(-seqs // replicas), self.limits.max_seqs)
+        seqs = min(-(-seqs // replicas), self.shape.max_seqs)
         rows = max(-(-rows // replicas), seqs)
         if rows > max(size.rows for size in self.step_seconds if size.paths == paths):
             return float("inf")
@@ -276,7 +276,7 @@ class Runner:
             self.weights = with_model(self.weights, self.rebalancer.launching(model_of(self.weights)))
         if plan.steps > 1:
             return self.launch_fused(plan, offloads)
-        for parts in chunks(plan.behind, self.limits.max_rows):
+        for parts in chunks(plan.behind, self.shape.max_tokens):
             self.catch_up(*self.batch_builder.build_behind(parts))
         size, buffer = self.batch_builder.build(plan)
         sampled, hidden_RD = self.step(size, self.batch_builder.draws_plainly, buffer)
@@ -291,7 +291,7 @@ class Runner:
     def launch_fused(self, plan: StepPlan, offloads: list[Offload]) -> InFlightStep:
         """Send several decode steps at once."""
         size, builder = next(iter(self.batch_builder.layouts)), self.batch_builder
-        buffers_SX, stops_BE = builder.build_fused(plan, self.limits.series)
+        buffers_SX, stops_BE = builder.build_fused(plan, self.max_fused)
         sampled, hidden_SRD, num_steps, self.state = self.fused_steps(
             self.weights, self.state, buffers_SX, stops_BE, np.int32(plan.steps)
         )
@@ -301,8 +301,8 @@ class Runner:
 
     def max_fused_steps(self, plan: StepPlan) -> int:
         """Maximum number of decode steps that the compiled programs can make of this plan."""
-        can_fuse = self.limits.series > 1 and plan.decodes and self.batch_builder.can_extend(plan)
-        return self.limits.series if can_fuse else 1
+        can_fuse = self.max_fused > 1 and plan.decodes and self.batch_builder.can_extend(plan)
+        return self.max_fused if can_fuse else 1
 
     def adapter_write(self) -> Call:
         """An adapter's matrices go into a slot."""

@@ -7,9 +7,9 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ..api.params import MAX_LOGPROBS
 from ..cache.page_moves import PageMoves
 from ..cache.page_table import PageTable
+from ..device.step_shape import StepShape
 from ..request.sequence import Sequence
 from .adapter_slots import AdapterSlots
 from .waiting_queue import OUTPUT, WaitingQueue
@@ -92,27 +92,6 @@ class StepPlan:
         return any(item.seq.awaits_drafts and item.draws for item in self.items)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What fits into one step of a replica."""
-
-    max_seqs: int
-    max_rows: int
-    max_samples: int  # rows of a step whose logits are computed
-    listed: int = MAX_LOGPROBS  # log-probabilities of a position
-    max_drafts: int = 0  # of a sequence, one after the other
-    follows: bool = False  # the drafter has keys and values of its own, and must compute what it is to know
-    paths: int = 1  # of drafts of a sequence
-    path_rows: int = 1  # rows of all of them
-    whole: bool = False  # a prompt is computed in one step
-    adapters: int = 0  # in a step
-    series: int = 1  # steps that the device makes at one call, at most
-
-    def path_pages(self, page_size: int) -> int:
-        """In which the drafts of a path lie, wherever they begin."""
-        return 0 if self.paths == 1 else 1 + -(-(self.max_drafts - 1) // page_size)
-
-
 def encode_device_token(slot: int, place: int, max_seqs: int) -> int:
     """Placeholder of a token that only the device knows: a slot's next token (place 0), or a draft token after it."""
     return -1 - slot - place * max_seqs
@@ -132,9 +111,9 @@ def queue_priority(priority: int, arrival: float) -> float:
 class Scheduler:
     """One waiting queue for all replicas, whose plans together are one step."""
 
-    def __init__(self, tables: Seq[PageTable], limits: Limits, num_stages: int = 1):
-        self.limits, self.waiting = limits, WaitingQueue(len(tables))
-        self.replicas = [ReplicaScheduler(table, limits, num_stages, self.waiting) for table in tables]
+    def __init__(self, tables: Seq[PageTable], shape: StepShape, num_stages: int = 1):
+        self.shape, self.waiting = shape, WaitingQueue(len(tables))
+        self.replicas = [ReplicaScheduler(table, shape, num_stages, self.waiting) for table in tables]
 
     @property
     def running(self) -> list[Sequence]:
@@ -167,7 +146,7 @@ class Scheduler:
             self.rebalance_replicas()
         decodes = drafts and all(replica.decodes for replica in self.replicas)  # it looks at every sequence
         parts = tuple([replica.schedule(decodes) for replica in self.replicas])
-        behind = tuple([replica.behind for replica in self.replicas]) if self.limits.follows else ()
+        behind = tuple([replica.behind for replica in self.replicas]) if self.shape.drafter_has_kv else ()
         return StepPlan(parts, behind if any(behind) else ()) if any(parts) else None
 
     def fuse_steps(self, plan: StepPlan, max_steps: int) -> StepPlan:
@@ -266,11 +245,11 @@ class ReplicaScheduler:
     is known before their next.
     """
 
-    def __init__(self, table: PageTable, limits: Limits, num_stages: int, waiting: WaitingQueue):
-        self.table, self.limits, self.num_stages, self.waiting = table, limits, num_stages, waiting
+    def __init__(self, table: PageTable, shape: StepShape, num_stages: int, waiting: WaitingQueue):
+        self.table, self.shape, self.num_stages, self.waiting = table, shape, num_stages, waiting
         self.running: list[Sequence] = []
-        self.free_slots = list(range(limits.max_seqs - 1, -1, -1))
-        self.adapters = AdapterSlots(limits.adapters)
+        self.free_slots = list(range(shape.max_seqs - 1, -1, -1))
+        self.adapters = AdapterSlots(shape.num_adapters)
         self.refused: tuple[Sequence, int, int] | None = None  # who was not admitted, and the state it waits to change
         self.rows = self.samples = self.drafts = 0  # left in the step that is being planned
         self.promised = 0  # of these drafts, to first paths that are still to come
@@ -290,16 +269,16 @@ class ReplicaScheduler:
 
     def schedule(self, decodes: bool = False) -> tuple[ScheduledSequence, ...]:
         """This replica's part of the next step; where all only decode, each row of a step may draw."""
-        self.rows, self.samples, page_size = self.limits.max_rows, self.limits.max_samples, self.table.page_size
+        self.rows, self.samples, page_size = self.shape.max_tokens, self.shape.max_samples, self.table.page_size
         if decodes:
             self.samples = self.rows
-        self.follows = self.limits.follows and any(seq.asks for seq in self.running)
-        self.branches = decodes and self.limits.paths > 1
-        for seq in self.running if self.limits.paths > 1 else ():
+        self.follows = self.shape.drafter_has_kv and any(seq.asks for seq in self.running)
+        self.branches = decodes and self.shape.num_branches > 1
+        for seq in self.running if self.shape.num_branches > 1 else ():
             if seq.cache.spare and not (seq.branching and seq.asks):
                 self.table.give_back(seq)
         items: dict[Sequence, ScheduledSequence] = {}
-        drafts = self.limits.max_drafts > 0
+        drafts = self.shape.max_drafts > 0
         behind = [(seq, missing) for seq in self.running if (missing := seq.missing)]
         # The decodes go first so that a long prompt never keeps them waiting; it gets the rows that are left.
         decoding = [one for one in behind if one[1] == 1]
@@ -364,13 +343,13 @@ class ReplicaScheduler:
 
     def admit(self, seq: Sequence) -> bool:
         """Give a slot to a sequence that can catch up: one that cannot would hold pages and not finish."""
-        if self.limits.whole and seq.num_tokens > self.rows:
+        if self.shape.whole_prompts and seq.num_tokens > self.rows:
             return False
         state = (seq, self.table.num_freed, sum(other.missing > 1 for other in self.running))
         if seq.pending or state == self.refused:
             return False
         match = self.table.match(seq)
-        while not self.table.admits(seq, match.path, self.running, self.limits.max_rows):
+        while not self.table.admits(seq, match.path, self.running, self.shape.max_tokens):
             if not self.give_back():
                 self.refused = state
                 return False
@@ -407,7 +386,7 @@ class ReplicaScheduler:
                 return None  # nobody of a higher rank to take from: wait until somebody ends
             self.preempt(victim)
         self.table.keep_states(seq)
-        self.follows |= self.limits.follows and seq.asks > 0  # it may be new
+        self.follows |= self.shape.drafter_has_kv and seq.asks > 0  # it may be new
         if self.follows and seq.followed >= start:
             seq.followed = start + count  # before its pages are found by others
         self.table.insert(seq, start + count)
@@ -432,7 +411,7 @@ class ReplicaScheduler:
     def drafts_of(self, seq: Sequence, known: int, rows: int) -> tuple[int, ...]:
         """The drafts for which there is room, in the step and in pages that nobody else needs to give."""
         left = seq.max_tokens - (known - seq.num_prompt) - 1  # beyond the one that it draws anyway
-        drafts = [encode_device_token(seq.slot, place, self.limits.max_seqs) for place in range(1, seq.held + 1)]
+        drafts = [encode_device_token(seq.slot, place, self.shape.max_seqs) for place in range(1, seq.held + 1)]
         drafts = (drafts if seq.pending else seq.drafts)[: max(0, min(self.drafts, self.samples, rows, left))]
         while drafts and not self.table.grow(seq, known + len(drafts)):
             drafts.pop()
@@ -462,7 +441,7 @@ class ReplicaScheduler:
         while most > known and not self.table.grow(seq, most):
             most -= 1
         if seq.branching and most > known:
-            self.table.spare(seq, self.limits.paths - 1, self.limits.path_pages(self.table.page_size))
+            self.table.spare(seq, self.shape.num_branches - 1, self.shape.branch_pages)
 
     def give_back(self) -> bool:
         """Take the pages of a sequence's paths that no step verifies: somebody needs them."""
@@ -492,4 +471,4 @@ class ReplicaScheduler:
         self.table.check(self.running)
         self.adapters.check(self.running)
         slots = [seq.slot for seq in self.running] + self.free_slots
-        assert sorted(slots) == list(range(self.limits.max_seqs)), "a slot is lost or has two owners"
+        assert sorted(slots) == list(range(self.shape.max_seqs)), "a slot is lost or has two owners"

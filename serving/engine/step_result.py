@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from ...ops.sampling import Sampled
-from ..device.batch import Size
 from ..device.page_copier import Offload
+from ..device.step_shape import Size
 from ..request.sequence import Score
 from .scheduler import ScheduledSequence, StepPlan
 

@@ -112,7 +112,7 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats, must_fit: bool 
         def parser() -> Any:
             return CustomCalls(inner(), INPUT, checks, bare)
 
-    check_listed("top_logprobs", params.logprobs, engine.config.vocab_size, engine.runner.limits.listed)
+    check_listed("top_logprobs", params.logprobs, engine.config.vocab_size, engine.runner.shape.num_logprobs)
     tokens = truncated(tokens, request, params, engine)
     ask = Ask(tokens, params, text, request.terms)
     return Prepared(

@@ -291,7 +291,7 @@ class Service:
         """How many sequences the first model computes together."""
         async with self.models.use(None) as model:
             scheduler = model.llm.engine.scheduler
-            return scheduler.limits.max_seqs * len(scheduler.replicas)
+            return scheduler.shape.max_seqs * len(scheduler.replicas)
 
     async def whole(
         self, request: Request, protocol: Protocol, head: Head, parsed: Any, body: Any, answering: Answering

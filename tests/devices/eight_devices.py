@@ -20,7 +20,7 @@ from quire.model.config import ModelError
 from quire.model.partition import local_config, splits
 from quire.ops import sampling
 from quire.ops.sampling import branchless, xla
-from quire.serving.device.batch import choose
+from quire.serving.device.step_shape import choose
 from quire.serving.engine.cache_size import held_bytes
 from quire.sharding.mesh import device_axes, make_mesh
 from quire.tests.support import uncached

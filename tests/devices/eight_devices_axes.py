@@ -25,9 +25,9 @@ from quire.model.weights import abstract
 from quire.ops.sampling import MAX_WANTED
 from quire.ops.sampling.xla import CANDIDATES
 from quire.serving.device.pipeline import Pipeline
+from quire.serving.device.step_shape import StepShape
 from quire.serving.engine.batch_builder import BatchBuilder
 from quire.serving.engine.cache_size import held_bytes
-from quire.serving.engine.scheduler import Limits
 from quire.serving.engine.snapshot import take_snapshot
 from quire.sharding.mesh import make_mesh
 from quire.sharding.spec import nbytes
@@ -132,10 +132,10 @@ def test_what_is_sent(name, sizes, golden):
     """The collectives of the compiled programs are those of the formula, to the byte."""
     folder = golden(name).folder
     config = loader.read_config(folder, "float32", 64)
-    mesh, limits = make_mesh(**sizes), Limits(4, 32, 16)
+    mesh, shape = make_mesh(**sizes), StepShape.largest(4, 32, 16)
     weights, pipeline = loader.load(folder, config, Placement(mesh)), Pipeline(config, mesh)
     state = pipeline.abstract_state((8,) * len(config.windows), 16, 4)
-    builder = BatchBuilder(limits, len(config.windows), 16, 4, replicas=mesh.shape["data"])
+    builder = BatchBuilder(shape.with_cache(len(config.windows), 16, 64, mesh.shape["data"]))
     for size, layout in builder.layouts.items():
         (lowered,) = pipeline.lower(weights, state, layout)
         found, drawn = collectives(lowered.compile().as_text())
@@ -211,7 +211,7 @@ def test_one_layer_at_a_time(golden):
         specs = abstract(config)
         weights = jax.tree.map(struct, placement.by_leaf(config, specs), specs)
         pipeline = Pipeline(config, mesh)
-        layout = min(BatchBuilder(Limits(4, 32, 16), 1, 16, 4).layouts.items())[1]
+        layout = min(BatchBuilder(StepShape.largest(4, 32, 16).with_cache(1, 16, 64)).layouts.items())[1]
         (lowered,) = pipeline.lower(weights, pipeline.abstract_state((8,), 16, 4), layout)
         spent.append(lowered.compile().memory_analysis())
     layer = nbytes(abstract(config).layers[0])

@@ -5,13 +5,13 @@ import pytest
 
 from quire.model.config import ModelError
 from quire.serving.api.options import EngineOptions
-from quire.serving.device.batch import choose, sizes
+from quire.serving.device.step_shape import StepShape, choose, sizes
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize(("seqs", "rows"), [(1, 1), (1, 512), (2, 2), (3, 7), (4, 4), (32, 32), (32, 512), (256, 8192)])
 def test_every_step_within_the_limits_has_a_size(seqs, rows, platform):
-    options = sizes(seqs, rows, platform)
+    options = sizes(StepShape.largest(seqs, rows, 16), platform)
     assert len(options) <= (6 if platform == "cpu" else 10)
     rng = np.random.default_rng(0)
     for _ in range(300):
@@ -26,7 +26,7 @@ def test_every_step_within_the_limits_has_a_size(seqs, rows, platform):
 
 
 def test_the_smallest_size_is_taken():
-    options = sizes(32, 512)
+    options = sizes(StepShape.largest(32, 512, 32))
     assert choose(options, 3, 3, 3, True).rows == 4
     assert choose(options, 5, 5, 5, True).rows == 16
     assert choose(options, 40, 2, 2, False).rows == 64
@@ -34,7 +34,7 @@ def test_the_smallest_size_is_taken():
 
 
 def test_a_gpu_has_sizes_between():
-    options = sizes(256, 8192, "gpu")
+    options = sizes(StepShape.largest(256, 8192, 256), "gpu")
     decode = [size.rows for size in options if size.rows == size.seqs]
     assert decode == [16, 32, 64, 128, 256]
     assert [size.rows for size in options if size.rows != size.seqs] == [512, 2048, 8192]
@@ -42,14 +42,15 @@ def test_a_gpu_has_sizes_between():
 
 def test_a_gpu_verifies_whole_blocks_of_its_products():
     """All rows that a step may have find room, and none is padded in each layer."""
-    options = sizes(256, 2048, "gpu", 4)
+    options = sizes(StepShape.largest(256, 2048, 256, max_drafts=4), "gpu")
     for size in options:
         assert size.rows <= 64 or size.rows % 128 == 0
     for seqs in (1, 2, 16, 17, 33, 64, 100, 256):
         rows = 5 * seqs
         size = choose(options, rows, seqs, rows, True)
         assert size.samples == size.rows >= rows
-    short = [size.rows for size in sizes(64, 300, "gpu", 4) if size.samples == size.rows]
+    shape = StepShape.largest(64, 300, 64, max_drafts=4)
+    short = [size.rows for size in sizes(shape, "gpu") if size.samples == size.rows]
     assert max(short) == 300 and {*short} <= {16, 32, 64, 128, 256, 300}
 
 
@@ -65,4 +66,4 @@ def test_limits_that_were_left_out_are_the_devices(platform, limits):
 
 def test_what_does_not_fit_is_an_error():
     with pytest.raises(ValueError, match="600 rows"):
-        choose(sizes(4, 512), 600, 1, 1, False)
+        choose(sizes(StepShape.largest(4, 512, 16)), 600, 1, 1, False)

@@ -11,10 +11,10 @@ from quire.model.families.quill import small_cache_config
 from quire.model.weights import abstract
 from quire.serving.api.params import Terms
 from quire.serving.cache.page_table import PageTable
+from quire.serving.device.step_shape import StepShape
 from quire.serving.engine.beam_search import search
 from quire.serving.engine.engine import Engine
 from quire.serving.engine.runner import Runner
-from quire.serving.engine.scheduler import Limits
 from quire.sharding.spec import random_arrays
 from quire.tests.support import uncached
 from quire.tests.support.cases import thinned
@@ -45,7 +45,7 @@ def weights():
 
 @pytest.fixture(scope="module")
 def engine(weights):
-    runner = Runner(CONFIG, weights, Limits(8, 64, 16), (60, 60), 8, LENGTH)
+    runner = Runner(CONFIG, weights, StepShape.largest(8, 64, 16), (60, 60), 8, LENGTH)
     runner.warm_up()
     return Engine(runner, Tokens(), [PageTable((60, 60), 8, CONFIG.windows)], LENGTH)
 

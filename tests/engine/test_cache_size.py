@@ -13,6 +13,7 @@ from quire.model.config import ModelError
 from quire.serving.api.options import EngineOptions, options_of
 from quire.serving.cache.page_pool import PagePool
 from quire.serving.device.state import page_bytes
+from quire.serving.device.step_shape import StepShape
 from quire.serving.engine import cache_size
 from quire.serving.engine.cache_size import (
     GAPS,
@@ -23,7 +24,6 @@ from quire.serving.engine.cache_size import (
     usable_memory,
     working_bytes,
 )
-from quire.serving.engine.scheduler import Limits
 from quire.sharding.spec import nbytes
 
 
@@ -69,8 +69,8 @@ def test_too_little_is_an_error_that_says_what_would_do(config):
 def test_a_step_is_measured_by_its_compiler(config):
     """More rows and more logits take more; nothing is run."""
     weights = loader.load(hub.resolve(None), config)
-    small = working_bytes(config, weights, Limits(4, 16, 16), 16)
-    large = working_bytes(config, weights, Limits(64, 1024, 64), 16)
+    small = working_bytes(config, weights, StepShape.largest(4, 16, 16), 16)
+    large = working_bytes(config, weights, StepShape.largest(64, 1024, 64), 16)
     assert 16 * config.vocab_size * 4 < small < large < 2**30
 
 
@@ -81,7 +81,7 @@ def test_a_share_of_the_memory_is_kept_to(monkeypatch):
     llm = LLM(gpu_memory_utilization=0.8, max_num_seqs=256, max_num_batched_tokens=2048, dtype="float32")
     runner = llm.engine.runner
     pages = nbytes(runner.state.pages)
-    step = working_bytes(runner.config, runner.weights, runner.limits, 16)
+    step = working_bytes(runner.config, runner.weights, runner.shape, 16)
     taken = pages + nbytes(runner.weights) + step
     assert 0.7 * (64 << 20) < taken <= 0.8 * (64 << 20)
     llm.close()

@@ -12,9 +12,9 @@ from quire.serving.api import params
 from quire.serving.api.errors import RequestError
 from quire.serving.api.params import SAMPLING, SamplingParams, declarations, declared
 from quire.serving.api.validation import real
-from quire.serving.device.batch import Size, empty, param_arrays
+from quire.serving.device.batch import empty, param_arrays
+from quire.serving.device.step_shape import Size, StepShape
 from quire.serving.engine.batch_builder import BatchBuilder
-from quire.serving.engine.scheduler import Limits
 from quire.serving.protocol import chat, completion, messages, responses
 from quire.serving.protocol.fields import TERMS, sampling_fields
 from quire.serving.protocol.schema import body_schema
@@ -56,7 +56,7 @@ def test_terms_are_taken_everywhere():
 
 def test_rows_carry_what_is_declared():
     assert {field.name for field in dataclasses.fields(SamplingInputs)} == OF_THE_STEP | {f"{x}_R" for x in CARRIED}
-    padding = empty(Size(8, 4, 4), 1, 2, 4).sampling
+    padding = empty(StepShape(Size(8, 4, 4), 4)).sampling
     for name in CARRIED:
         array = getattr(padding, f"{name}_R")
         assert array.tolist() == [SAMPLING[name].padding] * 4
@@ -65,7 +65,7 @@ def test_rows_carry_what_is_declared():
 
 @pytest.mark.parametrize("name", CARRIED)
 def test_a_slot_has_the_values_of_its_request(name):
-    builder = BatchBuilder(Limits(4, 16, 16), 1, 16, 4)
+    builder = BatchBuilder(StepShape.largest(4, 16, 16).with_cache(1, 16, 64))
     value = 7 if isinstance(SAMPLING[name].padding, int) else 0.75
     seq: Any = SimpleNamespace(replica=0, slot=2, seed=(1, 2), params=SamplingParams(**{name: value}), scored=False)
     builder.assign(seq, False)

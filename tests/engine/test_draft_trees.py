@@ -14,9 +14,9 @@ from quire.serving.cache.disk_cache import DiskCache
 from quire.serving.cache.host_cache import HostCache
 from quire.serving.cache.page_table import PageTable
 from quire.serving.device.state import page_bytes
+from quire.serving.device.step_shape import StepShape
 from quire.serving.engine.engine import Engine
 from quire.serving.engine.runner import Runner
-from quire.serving.engine.scheduler import Limits
 from quire.serving.engine.snapshot import take_snapshot
 from quire.serving.engine.step_record import Observer
 from quire.serving.speculative.speculator import Rate, Record, Speculator
@@ -28,8 +28,8 @@ LENGTH = 256
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0), (0, 0, 0, 0)]"
 CONFIG = {"method": "medusa", "model": "quill-medusa", "speculative_token_tree": TREE}
 PATHS = speculation_of(CONFIG).paths
-PLAIN = Limits(4, 48, 16)
-DRAFTED = replace(PLAIN, max_drafts=4, paths=len(PATHS), path_rows=sum(1 + len(path) for path in PATHS))
+PLAIN = StepShape.largest(4, 48, 16)
+DRAFTED = replace(PLAIN, max_drafts=4, num_branches=len(PATHS), tree_tokens=sum(1 + len(path) for path in PATHS))
 
 
 def test_a_tree_is_its_paths():
@@ -49,20 +49,20 @@ def compiled():
     folder = hub.resolve(None)
     config = loader.read_config(folder, "float32", LENGTH)
     weights, runners = loader.load(folder, config), {}
-    for limits in (PLAIN, DRAFTED):
-        runners[limits] = Runner(config, weights, limits, (400,) * len(config.windows), 16, LENGTH, True)
-        runners[limits].warm_up()
+    for shape in (PLAIN, DRAFTED):
+        runners[shape] = Runner(config, weights, shape, (400,) * len(config.windows), 16, LENGTH, True)
+        runners[shape].warm_up()
     return runners, Tokenizer(folder)
 
 
-def engine_of(compiled, limits=DRAFTED, num_pages=400, host_cache=None, **config) -> Engine:
+def engine_of(compiled, shape=DRAFTED, num_pages=400, host_cache=None, **config) -> Engine:
     """With a device state of its own, and the steps that are compiled."""
     runners, tokenizer = compiled
-    old = runners[limits]
-    runner = Runner(old.config, old.weights, limits, old.num_pages, 16, LENGTH, True)
+    old = runners[shape]
+    runner = Runner(old.config, old.weights, shape, old.num_pages, 16, LENGTH, True)
     runner.compiled, runner.page_copier.programs = old.compiled, old.page_copier.programs
     table = PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows, host_cache=host_cache)
-    chosen = speculation_of(CONFIG | config) if limits.paths > 1 else None
+    chosen = speculation_of(CONFIG | config) if shape.num_branches > 1 else None
     return Engine(runner, tokenizer, [table], LENGTH, speculation=chosen)
 
 

@@ -22,9 +22,10 @@ from quire.serving.cache.host_cache import HostCache
 from quire.serving.cache.page_table import PageTable
 from quire.serving.device import state as state_module
 from quire.serving.device.state import page_bytes
+from quire.serving.device.step_shape import StepShape
 from quire.serving.engine.engine import Engine
 from quire.serving.engine.runner import Runner
-from quire.serving.engine.scheduler import POINT, Limits
+from quire.serving.engine.scheduler import POINT
 from quire.serving.observe.trace import Trace
 from quire.sharding.spec import random_arrays
 from quire.tests.support import uncached
@@ -67,7 +68,7 @@ def oracle(weights):
 
 def make(weights, num_pages=(40, 40), compiled: Engine | None = None, config=CONFIG, host_cache=None) -> Engine:
     """An engine for four sequences and 16 rows; `compiled` lends its steps to one of the same shape."""
-    runner = Runner(config, weights, Limits(4, 16, 16), num_pages, 8, LENGTH, True, lambda: weights)
+    runner = Runner(config, weights, StepShape.largest(4, 16, 16), num_pages, 8, LENGTH, True, lambda: weights)
     if compiled is not None:
         runner.compiled, runner.page_copier.programs = compiled.runner.compiled, compiled.runner.page_copier.programs
     return Engine(runner, None, [PageTable(num_pages, 8, CONFIG.windows, host_cache=host_cache)], LENGTH)

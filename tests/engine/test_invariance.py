@@ -18,9 +18,9 @@ from quire.serving.cache.disk_cache import DiskCache
 from quire.serving.cache.host_cache import HostCache
 from quire.serving.cache.page_table import PageTable
 from quire.serving.device.state import page_bytes
+from quire.serving.device.step_shape import StepShape
 from quire.serving.engine.engine import Engine
 from quire.serving.engine.runner import Runner
-from quire.serving.engine.scheduler import Limits
 from quire.tests.support import company
 from quire.tests.support.cases import cases
 
@@ -43,8 +43,8 @@ def runner(request):
     attention.IMPLEMENTATIONS[name] = every[name]
     folder = hub.resolve(None)
     config = loader.read_config(folder, "float32", LENGTH, quantization, kv_cache_dtype=cache or "auto")
-    limits, groups = Limits(8, 48, 16), len(config.windows)
-    runner = Runner(config, loader.load(folder, config), limits, (400,) * groups, 16, LENGTH, True)
+    shape, groups = StepShape.largest(8, 48, 16), len(config.windows)
+    runner = Runner(config, loader.load(folder, config), shape, (400,) * groups, 16, LENGTH, True)
     try:
         runner.warm_up()
     except NotImplementedError as reason:
@@ -58,7 +58,7 @@ def runner(request):
 
 def engine_of(compiled: Runner, num_pages: int, host_cache: HostCache | None = None, keeps: bool = True) -> Engine:
     """With a device state of its own, and the steps of the other."""
-    runner = Runner(compiled.config, compiled.weights, compiled.limits, compiled.num_pages, 16, LENGTH, True)
+    runner = Runner(compiled.config, compiled.weights, compiled.shape, compiled.num_pages, 16, LENGTH, True)
     runner.compiled, runner.page_copier.programs = compiled.compiled, compiled.page_copier.programs
     pages = PageTable((num_pages,) * len(runner.num_pages), 16, runner.config.windows, keeps, host_cache)
     return Engine(runner, None, [pages], LENGTH)

@@ -10,8 +10,9 @@ from quire.model import decoder
 from quire.model.checkpoint.loader import family_of
 from quire.model.weights import abstract
 from quire.serving.device import step
-from quire.serving.device.batch import Layout, Size
+from quire.serving.device.batch import BatchLayout
 from quire.serving.device.pipeline import Pipeline
+from quire.serving.device.step_shape import Size, StepShape
 from quire.sharding.spec import random_arrays
 from quire.tests.support import tiny
 
@@ -45,7 +46,7 @@ def model(request):
     )
     weights, pipeline = random_arrays(abstract(config)), Pipeline(config, None)
     groups = len(config.windows)
-    layout = Layout(Size(8, 2, 2), groups, 4, 2)
+    layout = BatchLayout(StepShape(Size(8, 2, 2), 2).with_cache(groups, 16, 64))
     state = pipeline.make_state((9,) * groups, 16, 2)
     return request.param, lambda: pipeline.lower(weights, state, layout)[0]
 

@@ -44,7 +44,7 @@ def make(lent: Engine, pages: int = 200) -> tuple[Engine, Clock]:
     runner, groups, clock = lent.runner, len(lent.runner.config.windows), Clock()
     runner.reset()
     table = PageTable((pages,) * groups, 16, runner.config.windows)
-    drafts = runner.limits.max_drafts
+    drafts = runner.shape.max_drafts
     chosen = speculation_of({"method": "ngram", "num_speculative_tokens": drafts, "adapts": False}) if drafts else None
     return Engine(runner, lent.tokenizer, [table], lent.max_len, clock=clock, speculation=chosen), clock
 

@@ -153,7 +153,7 @@ def make(lent: Engine, pages: int = 200, clock=None, caching: bool = True) -> En
         compiled.chance = lambda: True
     runner.num_pages = (2,) * groups
     table = PageTable((pages,) * groups, 16, runner.config.windows, caching)
-    drafts = runner.limits.max_drafts
+    drafts = runner.shape.max_drafts
     chosen = drafts and {"method": "ngram", "num_speculative_tokens": drafts, "adapts": False}
     speculation = speculation_of(chosen or None)
     engine = Engine(runner, lent.tokenizer, [table], lent.max_len, clock=clock or Clock(), speculation=speculation)

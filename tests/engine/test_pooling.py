@@ -14,9 +14,9 @@ from quire.serving.api.errors import RequestError
 from quire.serving.api.options import POOLINGS
 from quire.serving.api.outputs import RequestOutput
 from quire.serving.cache.page_table import PageTable
+from quire.serving.device.step_shape import StepShape
 from quire.serving.engine.engine import Engine
 from quire.serving.engine.runner import Runner
-from quire.serving.engine.scheduler import Limits
 from quire.serving.request.pooling import PARAMS, Pool, embedding
 from quire.tests.support import uncached
 from quire.tests.support.cases import cases
@@ -30,7 +30,8 @@ def compiled():
     """quill in float32, with steps of at most 48 rows, so that prompts come in chunks."""
     folder = hub.resolve(None)
     config = loader.read_config(folder, "float32", LENGTH)
-    runner = Runner(config, loader.load(folder, config), Limits(8, 48, 16), (400,) * len(config.windows), 16, LENGTH)
+    shape, weights = StepShape.largest(8, 48, 16), loader.load(folder, config)
+    runner = Runner(config, weights, shape, (400,) * len(config.windows), 16, LENGTH)
     runner.warm_up()
     return runner
 
@@ -49,7 +50,7 @@ def oracle(compiled):
 
 
 def engine_of(old: Runner, num_pages: int = 400) -> Engine:
-    runner = Runner(old.config, old.weights, old.limits, old.num_pages, 16, LENGTH)
+    runner = Runner(old.config, old.weights, old.shape, old.num_pages, 16, LENGTH)
     runner.compiled, runner.page_copier.programs = old.compiled, old.page_copier.programs
     return Engine(runner, None, [PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows)], LENGTH)
 

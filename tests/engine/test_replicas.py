@@ -9,8 +9,9 @@ import pytest
 from quire.serving.cache.page_moves import PageMoves
 from quire.serving.cache.page_table import PageTable
 from quire.serving.cache.prefix_tree import HostCopy, Node
+from quire.serving.device.step_shape import StepShape
 from quire.serving.engine.batch_builder import BatchBuilder
-from quire.serving.engine.scheduler import Limits, ScheduledSequence, Scheduler, StepPlan
+from quire.serving.engine.scheduler import ScheduledSequence, Scheduler, StepPlan
 from quire.tests.support.pretended_device import Device, random_sequences, sequence
 
 PAGE = 4
@@ -18,7 +19,7 @@ PAGE = 4
 
 def make(replicas=3, pages=(64, 64), limits=(4, 16, 16), **options) -> Scheduler:
     tables = [PageTable(pages, PAGE, (None, 8), replica=number) for number in range(replicas)]
-    return Scheduler(tables, Limits(*limits), **options)
+    return Scheduler(tables, StepShape.largest(*limits, page_size=PAGE, **options))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -26,8 +27,8 @@ def test_every_sequence_ends_once_whatever_the_load(seed):
     """Within each replica's limits, and never in two of them: what is computed is in the order of its rows."""
     rng = np.random.default_rng(seed)
     pages = tuple(rng.integers(14, 40, 2).tolist())
-    scheduler = make(int(rng.integers(2, 5)), pages, (4, 16, 16, 20, seed % 2 * 3))
-    device = Device(scheduler, scheduler.limits)
+    scheduler = make(int(rng.integers(2, 5)), pages, max_drafts=seed % 2 * 3)
+    device = Device(scheduler)
     sequences = []
     for seq in random_sequences(rng, scheduler, 80):
         sequences.append(seq)
@@ -39,7 +40,7 @@ def test_every_sequence_ends_once_whatever_the_load(seed):
     assert all(seq.finish_reason for seq in sequences)
     assert {seq.replica for seq in sequences} == set(range(len(scheduler.replicas)))
     for replica in scheduler.replicas:
-        assert len(replica.free_slots) == replica.limits.max_seqs and not replica.running
+        assert len(replica.free_slots) == replica.shape.max_seqs and not replica.running
 
 
 def test_prompts_spread_evenly():
@@ -47,7 +48,7 @@ def test_prompts_spread_evenly():
     for index in range(12):
         scheduler.add(sequence(index, 16, 4))
     assert Counter(seq.replica for seq in scheduler.waiting) == dict.fromkeys(range(3), 4)
-    device = Device(scheduler, scheduler.limits)
+    device = Device(scheduler)
     device.step()
     assert all(replica.running for replica in scheduler.replicas)
     device.run()
@@ -56,7 +57,7 @@ def test_prompts_spread_evenly():
 def test_a_beginning_that_is_known_is_worth_going_to():
     """As long as not too many are there already."""
     scheduler = make(limits=(16, 256, 32), pages=(400, 400))
-    device = Device(scheduler, scheduler.limits)
+    device = Device(scheduler)
     scheduler.add(first := sequence(0, 200, 2, token=7))
     device.run()
     others = [sequence(index, 200, 2, token=7) for index in range(1, 6)]
@@ -73,13 +74,13 @@ def test_answers_of_one_request_stay_together():
     request = [sequence(0, 20, 3, token=9) for _ in range(3)]
     scheduler.add(*request)
     assert len({seq.replica for seq in request}) == 1
-    Device(scheduler, scheduler.limits).run()
+    Device(scheduler).run()
 
 
 def test_who_waits_for_pages_goes_where_there_are_some():
     """To the replica with one free slot and pages, not back to that with three slots and no page."""
     scheduler = make(2, pages=(16, 16))
-    device = Device(scheduler, scheduler.limits)
+    device = Device(scheduler)
 
     def send(seq, number):
         seq.replica = number
@@ -103,7 +104,7 @@ def test_nobody_waits_beside_a_free_slot():
     scheduler = make(limits=(2, 16, 16))
     request = [sequence(0, 8, 30, token=9) for _ in range(6)]
     scheduler.add(*request)
-    device = Device(scheduler, scheduler.limits)
+    device = Device(scheduler)
     for _ in range(4):
         device.step()
     assert [len(replica.running) for replica in scheduler.replicas] == [2, 2, 2]
@@ -131,9 +132,10 @@ def test_pages_have_the_device_s_numbers():
 def test_one_buffer_for_all(seed):
     """Each replica's part is what a builder of its own makes at that size; where it computes nothing it is padding."""
     rng = np.random.default_rng(seed)
-    scheduler, sizes = make(), (Limits(4, 16, 16), 2, PAGE, 16)
-    together, alone = BatchBuilder(*sizes, replicas=3), [BatchBuilder(*sizes) for _ in range(3)]
-    device, seen = Device(scheduler, scheduler.limits), set()
+    scheduler, shape = make(), StepShape.largest(4, 16, 16).with_cache(2, PAGE, 16 * PAGE, 3)
+    together = BatchBuilder(shape)
+    alone = [BatchBuilder(replace(shape, num_replicas=1)) for _ in range(3)]
+    device, seen = Device(scheduler), set()
     schedule = scheduler.schedule
 
     def own(item: ScheduledSequence) -> ScheduledSequence:
@@ -168,9 +170,9 @@ def test_one_buffer_for_all(seed):
 @pytest.mark.parametrize("stages", [2, 3])
 def test_a_step_continues_the_one_of_its_own_sequences(stages):
     """Most steps are made from the last one of the same sequences; the host knows every token."""
-    limits = Limits(8, 32, 16)
-    scheduler = Scheduler([PageTable((64, 64), PAGE, (None, 8))], limits, stages)
-    builder, fresh = (BatchBuilder(limits, 2, PAGE, 16, num_stages=stages) for _ in range(2))
+    shape = StepShape.largest(8, 32, 16).with_cache(2, PAGE, 16 * PAGE)
+    scheduler = Scheduler([PageTable((64, 64), PAGE, (None, 8))], shape, stages)
+    builder, fresh = (BatchBuilder(shape, stages) for _ in range(2))
     flying, count, num_continued = deque(), 0, 0
     for index in range(7):
         seq = sequence(index, 3 + index % 3, 20 + 3 * (index % 2))

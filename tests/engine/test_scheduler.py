@@ -4,14 +4,16 @@ import numpy as np
 import pytest
 
 from quire.serving.cache.page_table import PageTable
-from quire.serving.engine.scheduler import Limits, Scheduler
+from quire.serving.device.step_shape import StepShape
+from quire.serving.engine.scheduler import Scheduler
 from quire.serving.engine.waiting_queue import WaitingQueue
 from quire.serving.request.sequence import Sequence
 from quire.tests.support.pretended_device import Device, random_sequences, sequence
 
 
-def make(pages=(64, 64), limits=(4, 16, 16), page_size=4, windows=(None, 8)) -> Scheduler:
-    return Scheduler([PageTable(pages, page_size, windows)], Limits(*limits))
+def make(pages=(64, 64), limits=(4, 16, 16), page_size=4, windows=(None, 8), **drafts) -> Scheduler:
+    shape = StepShape.largest(*limits, page_size=page_size, **drafts)
+    return Scheduler([PageTable(pages, page_size, windows)], shape)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -20,7 +22,8 @@ def test_every_sequence_ends_once_whatever_the_load(seed):
     pages = tuple(rng.integers(14, 40, 2).tolist())
     drafts, paths = seed % 2 * 3, 1 + seed % 4 // 3 * 2
     rows = 16 if paths == 1 else 48
-    scheduler = make(pages=pages, limits=(4, rows, 16, 20, drafts, False, paths, 4 * paths))
+    tree = {"max_drafts": drafts, "num_branches": paths, "tree_tokens": 4 * paths}
+    scheduler = make(pages=pages, limits=(4, rows, 16), **tree)
     device = Device(scheduler)
     sequences, aborted = [], set()
     for seq in random_sequences(rng, scheduler, 60):
@@ -49,8 +52,8 @@ def test_every_sequence_ends_once_whatever_the_load(seed):
 def test_paths_of_drafts_have_pages_while_these_are_free(seed):
     """Some are taken over; each gives its pages to whoever needs them, and nobody is preempted for one."""
     rng = np.random.default_rng(seed)
-    limits = (4, 48, 16, 20, 3, False, 3, 12)
-    scheduler = make(pages=(100, 100), limits=limits)
+    limits, tree = (4, 48, 16), {"max_drafts": 3, "num_branches": 3, "tree_tokens": 12}
+    scheduler = make(pages=(100, 100), limits=limits, **tree)
     device = Device(scheduler)
     for index in range(6):
         scheduler.add(sequence(index, int(rng.integers(1, 30)), 40, awaits_drafts=True))
@@ -59,7 +62,7 @@ def test_paths_of_drafts_have_pages_while_these_are_free(seed):
     table = scheduler.replicas[0].table
     assert all(group.free == group.num_pages - 1 for group in table.pools)
     one, two = sequence(0, 4, 40, awaits_drafts=True), sequence(1, 100, 44)
-    scheduler = make(pages=(42, 90), limits=limits)  # not for both to their ends
+    scheduler = make(pages=(42, 90), limits=limits, **tree)  # not for both to their ends
     scheduler.add(one, two)
     device, held = Device(scheduler), []
     while scheduler.busy:

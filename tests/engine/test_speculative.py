@@ -20,9 +20,9 @@ from quire.serving.cache.disk_cache import DiskCache
 from quire.serving.cache.host_cache import HostCache
 from quire.serving.cache.page_table import PageTable
 from quire.serving.device.state import page_bytes
+from quire.serving.device.step_shape import StepShape
 from quire.serving.engine.engine import Engine
 from quire.serving.engine.runner import Runner
-from quire.serving.engine.scheduler import Limits
 from quire.serving.engine.snapshot import take_snapshot
 from quire.serving.engine.step_record import Observer
 from quire.serving.request.grammar import Grammars
@@ -35,7 +35,7 @@ from quire.tests.support.mixes import mix, serve
 from quire.tests.support.recorded_drafts import Recorded
 
 LENGTH, DRAFTS = 256, 4
-PLAIN, DRAFTED = Limits(4, 48, 16), Limits(4, 48, 16, max_drafts=DRAFTS)
+PLAIN, DRAFTED = StepShape.largest(4, 48, 16), StepShape.largest(4, 48, 16, max_drafts=DRAFTS)
 
 
 @pytest.fixture(scope="module")
@@ -44,24 +44,24 @@ def compiled():
     folder = hub.resolve(None)
     config = loader.read_config(folder, "float32", LENGTH)
     weights, runners = loader.load(folder, config), {}
-    for limits in (PLAIN, DRAFTED):
-        runners[limits] = Runner(config, weights, limits, (400,) * len(config.windows), 16, LENGTH, True)
-        runners[limits].remote = limits is DRAFTED
-        runners[limits].warm_up()
+    for shape in (PLAIN, DRAFTED):
+        runners[shape] = Runner(config, weights, shape, (400,) * len(config.windows), 16, LENGTH, True)
+        runners[shape].remote = shape is DRAFTED
+        runners[shape].warm_up()
     return runners, Tokenizer(folder)
 
 
-def engine_of(compiled, limits=DRAFTED, num_pages=400, host_cache=None, method="ngram", **config) -> Engine:
+def engine_of(compiled, shape=DRAFTED, num_pages=400, host_cache=None, method="ngram", **config) -> Engine:
     """With a device state of its own, and the steps that are compiled."""
     runners, tokenizer = compiled
-    old = runners[limits]
-    runner = Runner(old.config, old.weights, limits, old.num_pages, 16, LENGTH, True)
+    old = runners[shape]
+    runner = Runner(old.config, old.weights, shape, old.num_pages, 16, LENGTH, True)
     runner.compiled, runner.plain = old.compiled, old.plain
     runner.page_copier.programs = old.page_copier.programs
     table = PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows, host_cache=host_cache)
     chosen = None
-    if limits.max_drafts:
-        chosen = speculation_of({"method": method, "num_speculative_tokens": limits.max_drafts, **config})
+    if shape.max_drafts:
+        chosen = speculation_of({"method": method, "num_speculative_tokens": shape.max_drafts, **config})
     return Engine(runner, tokenizer, [table], LENGTH, speculation=chosen)
 
 

@@ -20,10 +20,10 @@ from quire.model.checkpoint import hub, loader
 from quire.model.text.tokenizer import Tokenizer
 from quire.serving.api.errors import RequestError
 from quire.serving.cache.page_table import PageTable
+from quire.serving.device.step_shape import StepShape
 from quire.serving.engine import runner as runner_module
 from quire.serving.engine.engine import Engine
 from quire.serving.engine.runner import Runner
-from quire.serving.engine.scheduler import Limits
 from quire.serving.request import grammar
 from quire.serving.request.grammar import MAX_KEPT, Grammars
 from quire.tests.support import company, tiny
@@ -358,14 +358,15 @@ LENGTH = 256
 def compiled():
     folder = hub.resolve(None)
     config = loader.read_config(folder, "float32", LENGTH)
-    runner = Runner(config, loader.load(folder, config), Limits(8, 48, 16), (400,) * len(config.windows), 16, LENGTH)
+    shape, weights = StepShape.largest(8, 48, 16), loader.load(folder, config)
+    runner = Runner(config, weights, shape, (400,) * len(config.windows), 16, LENGTH)
     runner.warm_up()
     return runner, Tokenizer(folder)
 
 
 def engine_of(compiled, num_pages: int) -> Engine:
     old, tokenizer = compiled
-    runner = Runner(old.config, old.weights, old.limits, old.num_pages, 16, LENGTH)
+    runner = Runner(old.config, old.weights, old.shape, old.num_pages, 16, LENGTH)
     runner.compiled, runner.page_copier.programs = old.compiled, old.page_copier.programs
     return Engine(runner, tokenizer, [PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows)], LENGTH)
 

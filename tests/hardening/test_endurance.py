@@ -14,7 +14,7 @@ from quire.scripts.bench.simulation import Cost, SimulatedRequest, Simulation, r
 from quire.serving.api.errors import RequestError
 from quire.serving.api.params import SamplingParams, Terms
 from quire.serving.cache.page_table import PageTable
-from quire.serving.engine.scheduler import Limits
+from quire.serving.device.step_shape import StepShape
 from quire.tests.support.cases import cases
 
 SEEDS = cases(100)
@@ -164,7 +164,7 @@ def test_a_pool_hardly_larger_than_one_request_serves_all(block):
             requests.append(SimulatedRequest(now, prompt, rng.randint(1, 200), priority=rng.choice((0, 0, 0, -1, 1))))
         largest = max(-(-(len(request.prompt) + request.output) // 16) for request in requests)
         pages = PageTable((int(1.2 * largest) + 1, int(1.2 * largest) + 1), 16, (None, 64))
-        simulation = Simulation(pages, Limits(32, 128, 32), Cost(0.008, 0.0001), checks=50)
+        simulation = Simulation(pages, StepShape.largest(32, 128, 32), Cost(0.008, 0.0001), checks=50)
         outcomes = simulation.run(requests)
         assert reasons(outcomes) == {"length": 64}
         assert all(len(outcome.tokens) == outcome.request.output for outcome in outcomes)

@@ -28,8 +28,8 @@ from quire.scripts.gpu.common import FULL, PAGE, TINY, PartReport, attention_by
 from quire.scripts.gpu.step_time import GOALS, least
 from quire.serving.device.pipeline import Pipeline
 from quire.serving.device.step import step
+from quire.serving.device.step_shape import StepShape
 from quire.serving.engine.batch_builder import BatchBuilder
-from quire.serving.engine.scheduler import Limits
 from quire.sharding.spec import ArraySpec, nbytes, random_arrays
 from quire.tests.support.cases import thinned
 
@@ -105,14 +105,14 @@ def test_the_step_with_the_kernel_lowers_for_cuda(monkeypatch):
     length = FULL.context + FULL.steps
     config = llama.config(FULL.hf | {"num_hidden_layers": 2}, length)
     weights = jax.tree.map(lambda spec: spec.struct, abstract(config))
-    layouts = BatchBuilder(Limits(64, FULL.rows, 64), 1, PAGE, -(-length // PAGE)).layouts
+    layouts = BatchBuilder(StepShape.largest(64, FULL.rows, 64).with_cache(1, PAGE, length)).layouts
     state = Pipeline(config, None).abstract_state((100,), PAGE, 64)
     pages = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), state.pages)
     for size in (min(layouts), max(layouts)):
         buffer, decodes = layouts[size].padding, size.rows == size.seqs
         with attention_by("mosaic_gpu"):
             traced = step.trace(
-                weights, state.replace(pages=pages), buffer, layout=layouts[size], config=config, plain=decodes
+                weights, state.replace(pages=pages), buffer, shape=layouts[size].shape, config=config, plain=decodes
             )
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
         # In each layer: attention over spans of keys, and beside prompts their merge.

@@ -7,11 +7,12 @@ import pytest
 
 from quire.scripts.bench.simulation import Cost, Policy, SimulatedRequest, Simulation, conversations, reasons
 from quire.serving.cache.page_table import PageTable
-from quire.serving.engine.scheduler import POINT, Limits
+from quire.serving.device.step_shape import StepShape
+from quire.serving.engine.scheduler import POINT
 
 
 def make(pages=(2000, 600), windows=(None, 64), limits=(64, 512, 64), **options) -> Simulation:
-    return Simulation(PageTable(pages, 16, windows), Limits(*limits), **options)
+    return Simulation(PageTable(pages, 16, windows), StepShape.largest(*limits), **options)
 
 
 def ugly(requests: list[SimulatedRequest], rng: random.Random) -> list[SimulatedRequest]:
@@ -44,7 +45,7 @@ def check_ends(simulation: Simulation, outcomes, requests) -> None:
             assert outcome.ended >= due
     pools = simulation.scheduler.replicas[0].table.pools
     assert all(group.free == group.num_pages - 1 for group in pools)
-    assert len(simulation.scheduler.replicas[0].free_slots) == simulation.scheduler.limits.max_seqs
+    assert len(simulation.scheduler.replicas[0].free_slots) == simulation.scheduler.shape.max_seqs
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -155,7 +156,7 @@ def test_a_shared_beginning_is_computed_once():
     rows = {}
     for keeps in (True, False):
         pages = PageTable((6000, 3000), 16, (None, 64), keeps)
-        simulation = Simulation(pages, Limits(32, 512, 32))
+        simulation = Simulation(pages, StepShape.largest(32, 512, 32))
         simulation.run(conversations(100, 5.0, 2, limit=200, shared=1000))
         rows[keeps] = simulation.rows
     assert rows[False] - rows[True] > 95 * 900

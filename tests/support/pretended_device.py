@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from quire.serving.api.params import SamplingParams
-from quire.serving.engine.scheduler import Limits, ScheduledSequence, Scheduler
+from quire.serving.engine.scheduler import ScheduledSequence, Scheduler
 from quire.serving.request.sequence import Sequence
 
 
@@ -27,7 +27,7 @@ def random_sequences(rng: np.random.Generator, scheduler: Scheduler, count: int)
             seq = sequence(index, prompt, output, int(rng.integers(3)), needs_host_token=bool(rng.random() < 0.1))
             if rng.random() < 0.2:
                 seq.prompt_scores = [None] * (prompt - 1)
-            seq.awaits_drafts = bool(scheduler.limits.max_drafts and rng.random() < 0.5)
+            seq.awaits_drafts = bool(scheduler.shape.max_drafts and rng.random() < 0.5)
             scheduler.add(seq)
             yield seq
 
@@ -35,26 +35,26 @@ def random_sequences(rng: np.random.Generator, scheduler: Scheduler, count: int)
 class Device:
     """Runs plans one step behind, checks each against what has been computed, and ends what is done."""
 
-    def __init__(self, scheduler, limits: Limits | None = None):
+    def __init__(self, scheduler: Scheduler):
         self.scheduler, self.in_flight, self.steps = scheduler, None, 0
-        self.limits = limits or scheduler.limits
+        self.shape = scheduler.shape
         self.computed: dict[Sequence, int] = {}
         self.rng = np.random.default_rng(0)
         self.accepted = self.rejected = self.branched = 0
 
     def step(self) -> None:
-        plan = self.scheduler.schedule(drafts=self.limits.max_drafts > 0)
+        plan = self.scheduler.schedule(drafts=self.shape.max_drafts > 0)
         self.scheduler.check()
         if plan is not None:
             for own in map(list, (group for _, group in groupby(plan.items, lambda item: item.seq.replica))):
                 rows = sum(path.num_rows for item in own for path in item.paths)
-                assert rows <= self.limits.max_rows
-                assert len(own) <= self.limits.max_seqs
+                assert rows <= self.shape.max_tokens
+                assert len(own) <= self.shape.max_seqs
                 samples = sum(len(path.scores) + path.draws for item in own for path in item.paths)
                 decodes = all(item.num_rows == item.draws for item in own)
                 assert decodes or not any(item.branches for item in own)
                 assert samples <= (
-                    self.limits.max_rows if decodes and self.limits.max_drafts else self.limits.max_samples
+                    self.shape.max_tokens if decodes and self.shape.max_drafts else self.shape.max_samples
                 )
             assert len({(item.seq.replica, item.seq.slot) for item in plan.items}) == len(plan.items)
             for item in plan.items:
@@ -63,10 +63,10 @@ class Device:
                     self.computed[item.seq] = item.start
                 assert item.start == self.computed[item.seq], "rows are computed in order, each once"
                 self.computed[item.seq] += item.num_rows
-                assert item.num_rows >= 1 and len(item.drafts) <= self.limits.max_drafts
+                assert item.num_rows >= 1 and len(item.drafts) <= self.shape.max_drafts
                 assert item.draws in (0, 1 + len(item.drafts))
                 assert item.num_known + item.draws <= item.seq.num_prompt + item.seq.max_tokens
-                assert len(item.paths) <= self.limits.paths
+                assert len(item.paths) <= self.shape.num_branches
                 for path in item.paths[1:]:
                     assert path.num_known == item.num_known and path.start == item.num_known - 1
                     assert path.num_known + path.draws <= item.seq.num_prompt + item.seq.max_tokens
@@ -99,10 +99,10 @@ class Device:
                 return
         if seq.awaits_drafts:
             seq.drafts, *seq.branches = [
-                self.rng.integers(0, 3, self.rng.integers(self.limits.max_drafts + 1)).tolist()
-                for _ in range(self.limits.paths)
+                self.rng.integers(0, 3, self.rng.integers(self.shape.max_drafts + 1)).tolist()
+                for _ in range(self.shape.num_branches)
             ]
-            seq.branching, seq.asks = self.rng.random() < 0.8, self.limits.max_drafts
+            seq.branching, seq.asks = self.rng.random() < 0.8, self.shape.max_drafts
 
     def run(self) -> None:
         while self.scheduler.busy or self.in_flight:

@@ -169,9 +169,15 @@ def compiled(case: Case, layers: int, spills: bool):
     from quire.serving.device.drafts import WithDrafter
     from quire.serving.device.pipeline import Pipeline
     from quire.serving.engine.batch_builder import BatchBuilder
-    from quire.serving.engine.scheduler import Limits
     from quire.sharding.mesh import make_mesh
 
+    from ...model.checkpoint.placement import abstract_over
+    from ...model.weights import abstract
+    from ...serving.device.drafts import WithDrafter
+    from ...serving.device.pipeline import Pipeline
+    from ...serving.device.step_shape import StepShape, choose
+    from ...serving.engine.batch_builder import BatchBuilder
+    from ...sharding.mesh import make_mesh
     from .program import compile_program
 
     config, page = config_of(case, layers), page_size(case)
@@ -184,7 +190,8 @@ def compiled(case: Case, layers: int, spills: bool):
     state = pipeline.abstract_state((pages,) * groups, page, most, drafts)
     weights = here(specs) if mesh is None else abstract_over(config, mesh, specs)
     weights = weights if own is None else WithDrafter(weights, here(own))
-    layouts = BatchBuilder(Limits(most, ROWS, most, max_drafts=drafts), groups, page, width).layouts
+    shape = StepShape.largest(most, ROWS, most, max_drafts=drafts)
+    layouts = BatchBuilder(shape.with_cache(groups, page, MAX_LEN)).layouts
     decodes, rows = case.rows is None, case.step_rows
     size = choose(layouts, rows, case.batch, rows if decodes else case.batch, decodes)
     state = here(state) if mesh is None else state

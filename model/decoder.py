@@ -1,5 +1,7 @@
 """The decoder: one pure function for every family, driven by `ModelConfig`."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,7 +18,7 @@ from ..ops.routing import Rule, route
 from ..ops.weight import plain
 from ..sharding.device_axes import ONE_DEVICE, DeviceAxes
 from .config import Layer, Mlp, ModelConfig, Moe, Temperature
-from .mixers import Reach, module_of
+from .mixers import LayerHooks, module_of
 from .weights import (
     LayerWeights,
     MlpWeights,
@@ -27,20 +29,23 @@ from .weights import (
 
 
 def forward(
-    weights: ModelWeights, cache, tokens_T, positions_T, config, attend, axes=ONE_DEVICE, note=None, recur=None
+    weights: ModelWeights,
+    cache,
+    tokens_T,
+    positions_T,
+    config: ModelConfig,
+    hooks: LayerHooks,
+    axes: DeviceAxes = ONE_DEVICE,
 ):
     """(hidden_TD after the final norm, cache).
 
-    `attend(index, q_TNH, k_TKH, v_TKH, cache, **options) -> (out_TNH, cache)` is the only place where rows
-    meet, and `recur` for layers that keep a state: the serving step passes paged attention, training and the tests a
-    dense one. A row at position -1 is
-    padding: it begins as zeros and stays zeros, which the products need not multiply.
+    A row at position -1 is padding: it begins as zeros and stays zeros, which the products need not multiply.
 
     On several devices this is what each of them computes: `weights` are its own part, `config` counts its own heads
     and columns, and all have the same rows.
     """
     x = embed(weights, tokens_T, positions_T, config, axes)
-    (x_TD, _), cache = run_layers(weights.layers, 0, x, cache, positions_T, config, attend, axes, note, recur=recur)
+    (x_TD, _), cache = run_layers(weights.layers, 0, x, cache, positions_T, config, hooks, axes)
     return final_norm(weights, x_TD, config), cache
 
 
@@ -64,24 +69,20 @@ def embed(
 
 
 def run_layers(
-    layers, first: int, x, cache, positions_T, config, attend, axes=ONE_DEVICE, note=None, fetch=None, prepare=None,
-    see=None, recur=None, share=None,
-):  # fmt: skip
-    """(x, cache) after these layers, the first of which is layer `first` of the model; `x` is as `embed` gives it.
-
-    `attend`, `prepare` and `recur` are as in `mixers.Reach`. `prepare` may append the keys and values that it prepares,
-    and gives None for them then; without it `attend` appends them.
-    `note(index, experts_TX, cache) -> cache` is told which experts each row chose; padding rows have one past the last.
-    `fetch(number, weights, x) -> (weights, x)` brings a layer's weights to the device, one layer ahead.
-    `see(index, x_TD)` is shown what each layer gives, which is what the next one gets.
-    `share(run) -> run` may trace the layers that are alike once, `run(index, weights, rows, per_layer_TA, cache)` being
-    what a layer does.
-    """
+    layers: Sequence[LayerWeights],
+    first: int,
+    x,
+    cache,
+    positions_T,
+    config: ModelConfig,
+    hooks: LayerHooks,
+    axes: DeviceAxes = ONE_DEVICE,
+):
+    """(x, cache) after these layers, the first of which is layer `first` of the model; `x` is as `embed` gives it."""
     x_TD, per_layer_TLA = x
-    rows, eps, reach = Residual(x_TD), config.norm_eps, Reach(attend, prepare, recur)
-    layers = list(layers)
-    if fetch is not None:
-        layers[0], rows = fetch(0, layers[0], rows)
+    rows, eps, layers = Residual(x_TD), config.norm_eps, list(layers)
+    if hooks.fetch_weights is not None:
+        layers[0], rows = hooks.fetch_weights(0, layers[0], rows)
     live_T = positions_T >= 0
     # Once a step, not once a layer.
     ropes = {rope: angles(positions_T, rope.inv_freq, rope.factor) for rope in distinct_ropes(config)}
@@ -91,9 +92,9 @@ def run_layers(
         """(rows, chosen experts, cache) after a layer."""
         layer = config.layers[index]
         with jax.named_scope("attention"):
-            rope, own = ropes.get(layer.attention.rope), reach.of(index)
+            rope, own = ropes.get(layer.attention.rope), hooks.of_layer(index)
             if layer.attention.temperature is not None:
-                own = own._replace(attend=partial(grown, own.attend, factors[layer.attention.temperature]))
+                own = replace(own, attend=partial(grown, own.attend, factors[layer.attention.temperature]))
             rows, normed_TD, cache = attention_block(layer, w, rows, rope, live_T, cache, own, config, axes)
         with jax.named_scope("mlp"):
             rows, experts_TX = feed_forward_block(layer, w, rows, live_T, config, axes, normed_TD)
@@ -105,19 +106,19 @@ def run_layers(
             rows = Residual(x_TD * w.scale.astype(x_TD.dtype))
         return rows, experts_TX, cache
 
-    run = run_layer if share is None else share(run_layer)
+    run = run_layer if hooks.share_trace is None else hooks.share_trace(run_layer)
     for number, w in enumerate(layers):
         index = first + number
-        if fetch is not None and number + 1 < len(layers):
-            layers[number + 1], rows = fetch(number + 1, layers[number + 1], rows)
+        if hooks.fetch_weights is not None and number + 1 < len(layers):
+            layers[number + 1], rows = hooks.fetch_weights(number + 1, layers[number + 1], rows)
         with jax.named_scope(f"layer{index}"):
             per_layer_TA = None if per_layer_TLA is None else per_layer_TLA[:, index]
             rows, experts_TX, cache = run(index, w, rows, per_layer_TA, cache)
-            if experts_TX is not None and note is not None:
+            if experts_TX is not None and hooks.record_experts is not None:
                 with jax.named_scope("mlp"):
-                    cache = note(index, experts_TX, cache)
-            if see is not None:
-                see(index, add(rows, eps))
+                    cache = hooks.record_experts(index, experts_TX, cache)
+            if hooks.observe is not None:
+                hooks.observe(index, add(rows, eps))
     return (add(rows, eps), per_layer_TLA), cache
 
 
@@ -184,13 +185,13 @@ def to_add(y_TD, config: ModelConfig):
 
 
 def attention_block(
-    layer: Layer, w: LayerWeights, rows: Residual, rope, live_T, cache, reach: Reach, config: ModelConfig,
+    layer: Layer, w: LayerWeights, rows: Residual, rope, live_T, cache, hooks: LayerHooks, config: ModelConfig,
     axes: DeviceAxes,
 ):  # fmt: skip
-    """(rows, what the mixer read, cache) after the layer's mixer and its norms; `reach` is of this layer."""
+    """(rows, what the mixer read, cache) after the layer's mixer and its norms; `hooks` are those of this layer."""
     mixer, eps = module_of(layer.attention), config.norm_eps
     x_TD, normed_TD = add_and_norm(rows, w.pre_attention_norm_D, eps, rounds(mixer.reads(w.attention)))
-    y_TD, cache = mixer.mix(layer.attention, w.attention, normed_TD, rope, cache, reach, eps, axes)
+    y_TD, cache = mixer.mix(layer.attention, w.attention, normed_TD, rope, cache, hooks, eps, axes)
     return behind(layer, x_TD, to_add(y_TD, config), w.post_attention_norm_D, live_T, eps), normed_TD, cache
 
 

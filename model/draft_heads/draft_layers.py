@@ -7,7 +7,7 @@ from ...ops.residual import Residual, add, norm_alone
 from ...ops.rope import angles
 from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
 from .. import decoder
-from ..mixers import Reach, attention
+from ..mixers import LayerHooks, attention
 from ..weights import ModelWeights
 from .heads import DraftHeads
 from .weights import DraftHeadsWeights
@@ -26,14 +26,13 @@ def run(
     features_TD,
     positions_T,
     cache,
-    attend,
-    prepare=None,
+    hooks: LayerHooks,
     axes: DeviceAxes = ONE_DEVICE,
 ):
     """(features, hidden states, cache): the features go in with the tokens that are drafted from the hidden states.
 
-    A row holds the feature of its position and the token after that position; -1 is padding. `attend`, `prepare` and
-    `cache` are those of `decoder.run_layers`, with the layers of `heads.model` from 0. On several devices each has its
+    A row holds the feature of its position and the token after that position; -1 is padding. `hooks` and `cache` are
+    those of `decoder.run_layers`, with the layers of `heads.model` from 0. On several devices each has its
     part of the layers, and the whole of what is the heads' own beside them.
     """
     config, eps, live_T1 = heads.model, heads.model.norm_eps, positions_T[:, None] >= 0
@@ -49,24 +48,21 @@ def run(
     layers, first = weights.layers, 0
     if heads.kind == "eagle3":
         x_TD = given_TD if heads.normed_residual else features_TD
-        x_TD, cache = wide_layer(heads, layers[0], x_TD, both_TF, positions_T, cache, attend, prepare, axes)
+        x_TD, cache = wide_layer(heads, layers[0], x_TD, both_TF, positions_T, cache, hooks, axes)
         layers, first = layers[1:], 1
     else:
         x_TD = jnp.where(live_T1, project("TF,FD->TD", both_TF, weights.join_FD, weights.join_bias_D), 0)
-    (x_TD, _), cache = decoder.run_layers(
-        layers, first, (x_TD, None), cache, positions_T, config, attend, axes, prepare=prepare
-    )
+    (x_TD, _), cache = decoder.run_layers(layers, first, (x_TD, None), cache, positions_T, config, hooks, axes)
     hidden_TD = x_TD if weights.final_norm_D is None else decoder.final_norm(weights, x_TD, config)
     return hidden_TD if heads.normed else x_TD, hidden_TD, cache
 
 
-def wide_layer(heads: DraftHeads, w, x_TD, both_TF, positions_T, cache, attend, prepare, axes: DeviceAxes):
+def wide_layer(heads: DraftHeads, w, x_TD, both_TF, positions_T, cache, hooks: LayerHooks, axes: DeviceAxes):
     """(rows, cache) after EAGLE-3's first layer, which attends with embedding and feature side by side."""
     config = heads.model
     layer, eps = config.layers[0], config.norm_eps
     rope = layer.attention.rope and angles(positions_T, layer.attention.rope.inv_freq, layer.attention.rope.factor)
-    reach = Reach(attend, prepare).of(0)
-    y_TD, cache = attention.mix(layer.attention, w.attention, both_TF, rope, cache, reach, eps, axes)
+    y_TD, cache = attention.mix(layer.attention, w.attention, both_TF, rope, cache, hooks.of_layer(0), eps, axes)
     rows, _ = decoder.feed_forward_block(layer, w, Residual(x_TD, y_TD), positions_T >= 0, config, axes)
     return add(rows, eps), cache
 

@@ -1,13 +1,14 @@
 """A layer's mixers, where rows meet those before them. One file each, by `kind` of the mixer's configuration.
 
 A module has `spec(config, mixer)`, its weights' specs; `reads(weights)`, the weight that its rows meet first; and
-`mix(mixer, weights, x_TD, rope, cache, reach, eps, axes) -> (out_TD, cache)`.
+`mix(mixer, weights, x_TD, rope, cache, hooks, eps, axes) -> (out_TD, cache)`.
 """
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..config import Mixer
 
@@ -17,22 +18,41 @@ MIXERS = {
 }  # fmt: skip
 
 
-class Reach(NamedTuple):
-    """How a layer's rows reach what is kept of those before them; as arguments of a forward function, of all layers.
+@dataclass(frozen=True)
+class LayerHooks:
+    """What the caller of a forward function does within its layers: caches, counters, and weights that lie elsewhere.
 
-    `attend(index, q_TNH, k_TKH, v_TKH, cache, **options) -> (out_TNH, cache)`
-    `prepare(index, qkv_TGH, heads, cache) -> (q_TNH, k_TKH, v_TKH, cache)`; without it they are prepared by the mixer
-    `recur(index, inputs, run, cache) -> (out_T, cache)`, where `run(inputs, states, rows) -> (out_T, states)` is called
-    with a tree of the layer's rows, and what a mixer keeps of fixed size.
+    `index` is the layer's number in the model. `cache` is the caller's own: it passes from hook to hook, and comes back
+    from the forward function. In a mixer the first three are those of its layer, without the index (`of_layer`).
+
+    Attributes:
+        attend: `(index, q_TNH, k_TKH, v_TKH, cache, **options) -> (out_TNH, cache)`. Appends keys and values to the
+            cache, if `prepare` has not, and attends; the only place where tokens of a sequence meet.
+        prepare: `(index, qkv_TGH, heads, cache) -> (q_TNH, k_TKH, v_TKH, cache)`. Normalises and rotates the heads; it
+            may append keys and values too, and gives None for them then. None: the mixer prepares the heads.
+        recur: `(index, inputs, run, cache) -> (out_T, cache)`. Calls `run(inputs, states, rows) -> (out_T, states)`
+            with the layer's recurrent states. Models with such layers need it.
+        record_experts: `(index, experts_TX, cache) -> cache`. Gets the experts that each token chose, one past the last
+            in padding.
+        fetch_weights: `(number, weights, x) -> (weights, x)`. Brings a layer's weights to the device, one layer ahead;
+            `number` counts the layers of this call.
+        observe: `(index, x_TD) -> None`. Gets the output of each layer.
+        share_trace: `(run) -> run`. May trace equal layers once; `run(index, weights, rows, per_layer_TA, cache)` is
+            what a layer does.
     """
 
     attend: Callable[..., Any]
     prepare: Callable[..., Any] | None = None
     recur: Callable[..., Any] | None = None
+    record_experts: Callable[..., Any] | None = None
+    fetch_weights: Callable[..., Any] | None = None
+    observe: Callable[[int, Any], None] | None = None
+    share_trace: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 
-    def of(self, index: int) -> "Reach":
-        """That of one layer."""
-        return Reach(*(None if each is None else partial(each, index) for each in self))
+    def of_layer(self, index: int) -> "LayerHooks":
+        """Those that the mixer of a layer calls."""
+        hooks = self.attend, self.prepare, self.recur
+        return LayerHooks(*(None if hook is None else partial(hook, index) for hook in hooks))
 
 
 def module_of(mixer: Mixer) -> Any:

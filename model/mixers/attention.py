@@ -16,7 +16,7 @@ from ...sharding.device_axes import DeviceAxes
 from ...sharding.spec import ArraySpec, Runs
 from ..config import Attention, ModelConfig, Rope
 from ..matrix import matrix, norm
-from . import Reach
+from . import LayerHooks
 
 Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
 
@@ -104,16 +104,16 @@ def mean_rotation(rope: Rope) -> tuple[np.ndarray, np.ndarray]:
     return cos.astype(np.float32), sin.astype(np.float32)
 
 
-def mix(a: Attention, w: AttentionWeights, x_TD, rope, cache, reach: Reach, eps: float, axes: DeviceAxes):
+def mix(a: Attention, w: AttentionWeights, x_TD, rope, cache, hooks: LayerHooks, eps: float, axes: DeviceAxes):
     qkv_TGH = project("TD,DGH->TGH", x_TD, w.qkv_DGH, w.qkv_bias_GH)
     gate_TNH, qkv_TGH = (qkv_TGH[:, : a.heads], qkv_TGH[:, a.heads :]) if a.out_gate else (None, qkv_TGH)
     heads = Heads(
         a.heads, a.kv_heads if a.kv_source is None else 0, rope, a.qk_norm, w.q_norm, w.k_norm, eps, a.v_norm,
         a.tied_kv, axes.tensor, key_shift(a, w.qkv_bias_GH),
     )  # fmt: skip
-    *qkv, cache = (*turn(qkv_TGH, heads), cache) if reach.prepare is None else reach.prepare(qkv_TGH, heads, cache)
+    *qkv, cache = (*turn(qkv_TGH, heads), cache) if hooks.prepare is None else hooks.prepare(qkv_TGH, heads, cache)
     sees = ({"chunked": True} if a.chunked else {}) | ({"ahead": a.ahead} if a.both_ways else {})
-    out_TNH, cache = reach.attend(
+    out_TNH, cache = hooks.attend(
         *qkv, cache, scale=a.scale, window=a.window, soft_cap=a.soft_cap, sinks_N=w.sinks_N, **sees
     )
     if gate_TNH is not None:

@@ -17,7 +17,7 @@ from ...sharding.device_axes import DeviceAxes
 from ...sharding.spec import ArraySpec, Runs
 from ..config import DeltaNet, ModelConfig
 from ..matrix import matrix, norm
-from . import Reach
+from . import LayerHooks
 
 Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
 
@@ -58,9 +58,9 @@ def reads(w: DeltaNetWeights) -> Array:
     return w.in_DC
 
 
-def mix(a: DeltaNet, w: DeltaNetWeights, x_TD, rope, cache, reach: Reach, eps: float, axes: DeviceAxes):
+def mix(a: DeltaNet, w: DeltaNetWeights, x_TD, rope, cache, hooks: LayerHooks, eps: float, axes: DeviceAxes):
     """Everything between the products is in float32."""
-    assert reach.recur is not None, "there is nothing that keeps states"
+    assert hooks.recur is not None, "there is nothing that keeps states"
     activation, (keys, values) = ACTIVATIONS[a.activation], a.sizes
 
     def run(inputs, states, rows):
@@ -77,7 +77,7 @@ def mix(a: DeltaNet, w: DeltaNetWeights, x_TD, rope, cache, reach: Reach, eps: f
         return out_TNH, {"tail": tail, "memory": memory}
 
     in_TC, gates_TGN = einsum("TD,DC->TC", x_TD, w.in_DC), einsum("TD,DGN->TGN", plain(x_TD), w.gates_DGN, jnp.float32)
-    out_TNH, cache = reach.recur((in_TC[:, : 2 * keys + values], gates_TGN), run, cache)
+    out_TNH, cache = hooks.recur((in_TC[:, : 2 * keys + values], gates_TGN), run, cache)
     z_TNH = in_TC[:, 2 * keys + values :].reshape(out_TNH.shape).astype(jnp.float32)
     out_TNH = norm_alone(out_TNH, w.norm_H, a.norm_eps or eps) * activation(z_TNH)
     return add_up("TNH,NHD->TD", out_TNH.astype(in_TC.dtype), w.out_NHD, None, axes.tensor), cache

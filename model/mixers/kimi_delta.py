@@ -15,7 +15,7 @@ from ...sharding.device_axes import DeviceAxes
 from ...sharding.spec import ArraySpec, Runs
 from ..config import KimiDelta, ModelConfig
 from ..matrix import matrix, norm
-from . import Reach
+from . import LayerHooks
 from .delta_net import unit
 
 Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
@@ -56,9 +56,9 @@ def reads(w: KimiDeltaWeights) -> Array:
     return w.in_DC
 
 
-def mix(a: KimiDelta, w: KimiDeltaWeights, x_TD, rope, cache, reach: Reach, eps: float, axes: DeviceAxes):
+def mix(a: KimiDelta, w: KimiDeltaWeights, x_TD, rope, cache, hooks: LayerHooks, eps: float, axes: DeviceAxes):
     """Everything between the products is in float32."""
-    assert reach.recur is not None, "there is nothing that keeps states"
+    assert hooks.recur is not None, "there is nothing that keeps states"
     activation, size, R = ACTIVATIONS[a.activation], a.size, a.rank
 
     def run(inputs, states, rows):
@@ -74,7 +74,7 @@ def mix(a: KimiDelta, w: KimiDeltaWeights, x_TD, rope, cache, reach: Reach, eps:
     in_TC = einsum("TD,DC->TC", x_TD, w.in_DC)
     x_TC, decay_TR, gate_TR, beta_TN = jnp.split(in_TC, (3 * size, 3 * size + R, 3 * size + 2 * R), axis=1)
     decay_TNH = einsum("TR,RNH->TNH", decay_TR, w.decay_RNH).astype(jnp.float32)
-    out_TNH, cache = reach.recur((x_TC, decay_TNH, beta_TN.astype(jnp.float32)), run, cache)
+    out_TNH, cache = hooks.recur((x_TC, decay_TNH, beta_TN.astype(jnp.float32)), run, cache)
     gate_TNH = einsum("TR,RNH->TNH", gate_TR, w.gate_RNH).astype(jnp.float32)
     out_TNH = norm_alone(out_TNH, w.norm_H, eps) * jax.nn.sigmoid(gate_TNH)
     return add_up("TNH,NHD->TD", out_TNH.astype(in_TC.dtype), w.out_NHD, None, axes.tensor), cache

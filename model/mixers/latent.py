@@ -12,7 +12,7 @@ from ...sharding.device_axes import DeviceAxes
 from ...sharding.spec import ArraySpec
 from ..config import LatentAttention, ModelConfig
 from ..matrix import matrix, norm
-from . import Reach
+from . import LayerHooks
 from .indexer import IndexerWeights, indexer_spec, picks_of
 
 Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
@@ -61,7 +61,7 @@ def reads(w: LatentWeights) -> Array:
     return w.kv_down_DA
 
 
-def mix(a: LatentAttention, w: LatentWeights, x_TD, rope, cache, reach: Reach, eps: float, axes: DeviceAxes):
+def mix(a: LatentAttention, w: LatentWeights, x_TD, rope, cache, hooks: LayerHooks, eps: float, axes: DeviceAxes):
     """MLA with the up-projections absorbed: queries attend to the latents themselves, as one shared KV head.
 
     Its norms have an epsilon of their own in place of `eps`.
@@ -82,7 +82,7 @@ def mix(a: LatentAttention, w: LatentWeights, x_TD, rope, cache, reach: Reach, e
     if a.indexer is not None:
         options["picks"], key_T1H = picks_of(a.indexer, w.indexer, x_TD, q_TA, rope)
         k_T1A = k_T1A if key_T1H is None else jnp.concatenate([k_T1A, key_T1H], axis=-1)
-    out_TNA, cache = reach.attend(q_TNA, k_T1A, None, cache, scale=a.scale, value_dim=a.kv_rank, **options)
+    out_TNA, cache = hooks.attend(q_TNA, k_T1A, None, cache, scale=a.scale, value_dim=a.kv_rank, **options)
     out_TNH = einsum("TNA,NHA->TNH", out_TNA, w.v_up_NHA)
     return add_up("TNH,NHD->TD", out_TNH, w.out_NHD, w.out_bias_D, axes.tensor), cache
 

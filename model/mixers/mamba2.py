@@ -16,7 +16,7 @@ from ...sharding.device_axes import UNSPLIT, DeviceAxes
 from ...sharding.spec import ArraySpec, Runs
 from ..config import Mamba2, ModelConfig
 from ..matrix import matrix, norm
-from . import Reach
+from . import LayerHooks
 
 Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
 
@@ -65,9 +65,9 @@ def reads(w: Mamba2Weights) -> Array:
     return w.in_DC
 
 
-def mix(a: Mamba2, w: Mamba2Weights, x_TD, rope, cache, reach: Reach, eps: float, axes: DeviceAxes):
+def mix(a: Mamba2, w: Mamba2Weights, x_TD, rope, cache, hooks: LayerHooks, eps: float, axes: DeviceAxes):
     """Everything between the products is in float32."""
-    assert reach.recur is not None, "there is nothing that keeps states"
+    assert hooks.recur is not None, "there is nothing that keeps states"
     activation, (values, convolved) = ACTIVATIONS[a.activation], a.sizes
     keys = a.groups * a.key_dim
 
@@ -89,7 +89,7 @@ def mix(a: Mamba2, w: Mamba2Weights, x_TD, rope, cache, reach: Reach, eps: float
     gate_TC, x_TC, step_TN = jnp.split(in_TC, (values, values + convolved), axis=1)
     if a.multipliers is not None:
         gate_TC = gate_TC.astype(jnp.float32) * a.multipliers[0]
-    out_TNH, cache = reach.recur((x_TC, step_TN.astype(jnp.float32)), run, cache)
+    out_TNH, cache = hooks.recur((x_TC, step_TN.astype(jnp.float32)), run, cache)
     out_TC = out_TNH.reshape(-1, values) * activation(gate_TC.astype(jnp.float32))
     if w.norm_C is not None:
         over = axes.tensor if a.spread else UNSPLIT

@@ -11,7 +11,7 @@ from ...sharding.device_axes import DeviceAxes
 from ...sharding.spec import ArraySpec, Runs
 from ..config import ModelConfig, ShortConv
 from ..matrix import matrix
-from . import Reach
+from . import LayerHooks
 
 Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
 
@@ -44,9 +44,9 @@ def reads(w: ShortConvWeights) -> Array:
     return w.in_DC
 
 
-def mix(a: ShortConv, w: ShortConvWeights, x_TD, rope, cache, reach: Reach, eps: float, axes: DeviceAxes):
+def mix(a: ShortConv, w: ShortConvWeights, x_TD, rope, cache, hooks: LayerHooks, eps: float, axes: DeviceAxes):
     """Everything between the products is in float32."""
-    assert reach.recur is not None, "there is nothing that keeps states"
+    assert hooks.recur is not None, "there is nothing that keeps states"
 
     def run(inputs, states, rows):
         out_TC, tail = short_conv(inputs[0], w.conv_CW, states["tail"], rows)
@@ -54,7 +54,7 @@ def mix(a: ShortConv, w: ShortConvWeights, x_TD, rope, cache, reach: Reach, eps:
 
     in_TC = project("TD,DC->TC", x_TD, w.in_DC, w.in_bias_C)
     gate_TC, out_gate_TC, x_TC = (x.astype(jnp.float32) for x in jnp.split(in_TC, 3, axis=1))
-    out_TC, cache = reach.recur((gate_TC * x_TC,), run, cache)
+    out_TC, cache = hooks.recur((gate_TC * x_TC,), run, cache)
     if w.conv_bias_C is not None:
         out_TC = out_TC + w.conv_bias_C
     out_TC = (out_gate_TC * out_TC).astype(in_TC.dtype)

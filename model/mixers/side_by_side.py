@@ -5,7 +5,7 @@ from typing import Any
 from ...sharding import struct
 from ...sharding.device_axes import DeviceAxes
 from ..config import ModelConfig, SideBySide
-from . import Reach, attention, mamba2
+from . import LayerHooks, attention, mamba2
 
 
 @struct.dataclass
@@ -23,7 +23,7 @@ def reads(w: SideBySideWeights) -> Any:
     return attention.reads(w.attention)
 
 
-def mix(a: SideBySide, w: SideBySideWeights, x_TD, rope, cache, reach: Reach, eps: float, axes: DeviceAxes):
-    seen_TD, cache = attention.mix(a.attention, w.attention, x_TD, rope, cache, reach, eps, axes)
-    kept_TD, cache = mamba2.mix(a.mamba, w.mamba, x_TD, rope, cache, reach, eps, axes)
+def mix(a: SideBySide, w: SideBySideWeights, x_TD, rope, cache, hooks: LayerHooks, eps: float, axes: DeviceAxes):
+    seen_TD, cache = attention.mix(a.attention, w.attention, x_TD, rope, cache, hooks, eps, axes)
+    kept_TD, cache = mamba2.mix(a.mamba, w.mamba, x_TD, rope, cache, hooks, eps, axes)
     return seen_TD * a.scales[0] + kept_TD * a.scales[1], cache

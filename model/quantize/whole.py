@@ -12,6 +12,7 @@ from ...ops.activation import soft_cap as capped
 from ...ops.state_rows import StateRows
 from .. import decoder
 from ..config import LatentAttention, ModelConfig, ModelError
+from ..mixers import LayerHooks
 from ..weights import LayerWeights, ModelWeights
 
 ROWS = 2048  # tokens that run together, where a sequence is no longer
@@ -29,8 +30,8 @@ class Batch:
 
     def through(self, index: int, w: LayerWeights, config: ModelConfig) -> "Batch":
         """After one layer."""
-        reach = {"attend": attention(config, *self.shape), "recur": recurrence(config, *self.shape)}
-        x, cache = decoder.run_layers([w], index, self.x, self.cache, self.positions_T, config, **reach)
+        hooks = LayerHooks(attention(config, *self.shape), recur=recurrence(config, *self.shape))
+        x, cache = decoder.run_layers([w], index, self.x, self.cache, self.positions_T, config, hooks)
         later = set(config.kv_owner[index + 1 :])
         return replace(self, x=x, cache={owner: kv for owner, kv in cache.items() if owner in later})
 
@@ -79,7 +80,7 @@ def entering(weights: ModelWeights, tokens_BT: np.ndarray, positions_BT: np.ndar
 
 
 def attention(config: ModelConfig, B: int, T: int):
-    """`attend` as `decoder.run_layers` takes it."""
+    """The hook `attend`."""
 
     def attend(
         index, q_TNH, k_TKH, v_TKH, cache, *, scale, window=None, soft_cap=None, sinks_N=None, value_dim=None,

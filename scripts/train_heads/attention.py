@@ -10,7 +10,7 @@ OUTSIDE = -1e30  # the score of a key that is not seen
 
 
 def attention(config: ModelConfig, documents_BT):
-    """`attend` of `decoder.run_layers`: causal, inside each document; a block of queries meets only keys it can see."""
+    """The hook `attend`: causal, inside each document; a block of queries meets only keys it can see."""
     B, T = documents_BT.shape
 
     def attend(index, q_TNH, k_TKH, v_TKH, cache, *, scale, window=None, soft_cap=None, sinks_N=None, value_dim=None):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ...model import decoder, draft_heads
 from ...model.config import ModelConfig
 from ...model.draft_heads import DraftHeads
+from ...model.mixers import LayerHooks
 from .answers import Rows
 from .attention import attention, attention_of_pass, shifted
 
@@ -32,8 +33,8 @@ def judge(heads: DraftHeads, own, target_weights, config: ModelConfig, batch: Ro
     positions_T, attend = batch.positions.reshape(-1), attention(config, documents_BT)
     seen: dict[int, Any] = {}
     x = decoder.embed(target_weights, tokens_BT.reshape(-1), positions_T, config)
-    see = (lambda index, x_TD: seen.update({index: x_TD})) if heads.features else None
-    (x_TD, _), _ = decoder.run_layers(target_weights.layers, 0, x, {}, positions_T, config, attend, see=see)
+    hooks = LayerHooks(attend, observe=seen.__setitem__ if heads.features else None)
+    (x_TD, _), _ = decoder.run_layers(target_weights.layers, 0, x, {}, positions_T, config, hooks)
     hidden_TD = decoder.final_norm(target_weights, x_TD, config)
     raw_TF = jnp.concatenate([seen[index] for index in heads.features], axis=-1) if heads.features else hidden_TD
     hidden_TD, raw_TF = jax.lax.stop_gradient((hidden_TD, raw_TF))
@@ -97,9 +98,9 @@ def passes(heads, own, target_weights, batch: Rows, places: int, raw_TF) -> Iter
     next_T, positions_T = shifted(batch.tokens, -1).reshape(-1), batch.positions.reshape(-1)
     features_TD, cache = draft_heads.take_features(heads, own, raw_TF), {}
     for place in range(places):
-        attend = attention_of_pass(place, batch.documents)
+        hooks = LayerHooks(attention_of_pass(place, batch.documents))
         made_TD, x_TD, cache = draft_heads.run(
-            heads, own, target_weights, next_T, features_TD, positions_T, cache, attend
+            heads, own, target_weights, next_T, features_TD, positions_T, cache, hooks
         )
         yield made_TD, x_TD
         features_TD = flat(shifted(made_TD.reshape(B, T, -1), 1))

@@ -79,7 +79,7 @@ def recur_with(rows: StateRows):
 
 
 def share_with(config: ModelConfig, call: Callable[[Callable], Callable]):
-    """`share` of `decoder.run_layers`: of layers that are alike the first stands for all, each with its own pages.
+    """`share_trace` of `LayerHooks`: of layers that are alike the first stands for all, each with its own pages.
 
     `call` gives a function that is traced once and then called. To trace and lower each layer again would be most of a
     start from full caches.

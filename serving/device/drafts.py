@@ -9,6 +9,7 @@ import numpy as np
 
 from ...model import decoder
 from ...model.config import ModelConfig
+from ...model.mixers import LayerHooks
 from ...model.partition import local_config
 from ...ops import sampling
 from ...ops.attention import QueryRows, new_arrivals
@@ -147,9 +148,8 @@ class DraftModel:
         positions_T, tokens_T = axes.rows.part(rows[0].positions_T), axes.rows.part(tokens_T)
         prepare, attend = attend_with(self.paged, lambda group: rows[group], self.first, axes)
         x = decoder.embed(own, tokens_T, positions_T, config, axes)
-        (x_TD, _), state = decoder.run_layers(
-            own.layers, 0, x, state, positions_T, config, attend, axes, None, fetch, prepare
-        )
+        hooks = LayerHooks(attend, prepare, fetch_weights=fetch)
+        (x_TD, _), state = decoder.run_layers(own.layers, 0, x, state, positions_T, config, hooks, axes)
         return decoder.final_norm(own, x_TD, config), state
 
     def weights_of(self, weights: "WithDrafter") -> Any:

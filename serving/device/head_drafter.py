@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ...model import draft_heads
 from ...model.config import ModelConfig
 from ...model.draft_heads import DraftHeads
+from ...model.mixers import LayerHooks
 from ...model.partition import local_config
 from ...ops.attention import QueryRows
 from ...sharding.mesh import Mesh
@@ -104,7 +105,8 @@ class FeatureDrafter:
         own, model, axes = weights.drafter, weights.model, seen.axes
         positions_T, tokens_T = axes.rows.part(rows[0].positions_T), axes.rows.part(tokens_T)
         prepare, attend = attend_with(self.paged, lambda group: rows[group], self.first, axes)
-        return draft_heads.run(self.heads, own, model, tokens_T, features_TD, positions_T, state, attend, prepare, axes)
+        hooks = LayerHooks(attend, prepare)
+        return draft_heads.run(self.heads, own, model, tokens_T, features_TD, positions_T, state, hooks, axes)
 
 
 def next_tokens(seen: Seen, state: State):

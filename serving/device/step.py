@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ...model import decoder, encoder
 from ...model.checkpoint.placement import HOST
 from ...model.config import ModelConfig
+from ...model.mixers import LayerHooks
 from ...model.partition import Stage, local_config, whole_model
 from ...ops import adapter, sampling
 from ...ops.attention import KVPages, QueryRows, new_arrivals
@@ -229,7 +230,7 @@ def step_of_one(
     else:
         prepare, attend = attend_with(config, rows.__getitem__, axes=axes)
 
-    def note(index, experts_TX, state: State) -> State:
+    def record_experts(index, experts_TX, state: State) -> State:
         # Where the devices of `context` have the same rows, the first counts them.
         one = 1 if axes.rows.size > 1 or axes.context.size == 1 else jnp.where(axes.context.index() == 0, 1, 0)
         layer = config.expert_layers.index(index)
@@ -239,10 +240,9 @@ def step_of_one(
     if stage.begins:
         types_T = types_in(batch, positions_T) if config.pairs else None
         x = decoder.embed(weights, axes.rows.part(jnp.pad(tokens_T, (0, spare))), own_T, config, axes, types_T)
-    hear = None if state.loads_nLE is None else note
     wanted, features = () if drafter is None else drafter.features, {}
 
-    def see(index, x_TD) -> None:
+    def observe(index, x_TD) -> None:
         if index in wanted:
             features[index] = x_TD
 
@@ -253,13 +253,17 @@ def step_of_one(
     elif state.kept:
         recur = recur_with(StateRows.of(batch.starts_B1, positions_T, batch.owners_T, shape.max_seqs))
     # Elsewhere not measured; and a reference to arrivals cannot be closed over.
-    share = (
-        share_with(config, jax.jit) if axes is ONE_DEVICE and fetch is None and jax.default_backend() == "cpu" else None
+    shares_trace = axes is ONE_DEVICE and fetch is None and jax.default_backend() == "cpu"
+    hooks = LayerHooks(
+        attend,
+        prepare,
+        recur,
+        record_experts=None if state.loads_nLE is None else record_experts,
+        fetch_weights=fetch,
+        observe=observe if wanted else None,
+        share_trace=share_with(config, jax.jit) if shares_trace else None,
     )
-    x, state = decoder.run_layers(
-        weights.layers, first, x, state, own_T, config, attend, axes, hear, fetch, prepare, see if wanted else None,
-        recur, share,
-    )  # fmt: skip
+    x, state = decoder.run_layers(weights.layers, first, x, state, own_T, config, hooks, axes)
     if not stage.ends:
         return x, None, state
     hidden_TD = decoder.final_norm(weights, x[0], config)

@@ -12,6 +12,7 @@ from quire import LLM, SamplingParams
 from quire.model import decoder, draft_heads
 from quire.model.checkpoint import loader
 from quire.model.config import ModelError
+from quire.model.mixers import LayerHooks
 from quire.serving.engine.snapshot import take_snapshot
 from quire.tests.support import tiny, tiny_deepseek, tiny_qwen, uncached
 from quire.tests.support.cases import thinned
@@ -82,11 +83,9 @@ class Naive:
         def known(ids):
             """What the target tells the heads of each position."""
             x, seen = decoder.embed(weights, ids, places, config), {}
-            attend = at(config, 1, LENGTH)
-            (x_TD, _), _ = decoder.run_layers(
-                weights.layers, 0, x, {}, places, config, attend, see=seen.__setitem__,
-                recur=uncached.recurrence(config, 1, LENGTH),
-            )  # fmt: skip
+            recur = uncached.recurrence(config, 1, LENGTH)
+            hooks = LayerHooks(at(config, 1, LENGTH), recur=recur, observe=seen.__setitem__)
+            (x_TD, _), _ = decoder.run_layers(weights.layers, 0, x, {}, places, config, hooks)
             hidden = decoder.final_norm(weights, x_TD, config)
             if self.kind == "medusa":
                 return draft_heads.guess(heads, own, weights, hidden)
@@ -97,8 +96,8 @@ class Naive:
 
         @jax.jit
         def goes_on(ids, features):
-            attend = at(heads.model, 1, LENGTH)
-            feature, hidden, _ = draft_heads.run(heads, own, weights, ids, features, places, {}, attend)
+            hooks = LayerHooks(at(heads.model, 1, LENGTH))
+            feature, hidden, _ = draft_heads.run(heads, own, weights, ids, features, places, {}, hooks)
             return feature, draft_heads.logits(heads, own, weights, hidden)
 
         self.known, self.goes_on = known, goes_on

@@ -11,6 +11,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.model import decoder
 from quire.model.checkpoint import loader
+from quire.model.mixers import LayerHooks
 from quire.serving.api.errors import RequestError
 from quire.serving.device import expert_loads
 from quire.serving.device.expert_loads import ExpertLoads
@@ -45,12 +46,12 @@ def routed(folder, sequences: list[list[int]]) -> dict[int, np.ndarray]:
 
     @jax.jit
     def chosen(weights, tokens_T):
-        def note(index, experts_TX, cache):
+        def record_experts(index, experts_TX, cache):
             return {**cache, "chosen": cache["chosen"] | {index: experts_TX}}
 
         T = len(tokens_T)
-        attend = uncached.attention(config, 1, T)
-        return decoder.forward(weights, {"chosen": {}}, tokens_T, jnp.arange(T), config, attend, note=note)[1]["chosen"]
+        hooks = LayerHooks(uncached.attention(config, 1, T), record_experts=record_experts)
+        return decoder.forward(weights, {"chosen": {}}, tokens_T, jnp.arange(T), config, hooks)[1]["chosen"]
 
     found = {}
     for tokens in sequences:

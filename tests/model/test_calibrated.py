@@ -23,6 +23,7 @@ from quire.model.checkpoint.loader import load_weights, read_config
 from quire.model.checkpoint.published.compressed_tensors import quantization_config, stored_format
 from quire.model.checkpoint.safetensors import find_tensors
 from quire.model.config import LatentAttention, ModelError
+from quire.model.mixers import LayerHooks
 from quire.model.quantize import session, whole
 from quire.model.quantize.folds import folds
 from quire.model.quantize.inputs import Inputs
@@ -157,8 +158,8 @@ def test_what_experts_meet(tmp_path):
         x, _, _ = decoder.attention_block(
             layer, weights.layers[index], decoder.Residual(batch.x[0]), layer.attention.rope
             and decoder.angles(batch.positions_T, layer.attention.rope.inv_freq, layer.attention.rope.factor),
-            batch.positions_T >= 0, {}, decoder.Reach(whole.attention(config, *batch.shape)).of(index), config,
-            decoder.ONE_DEVICE,
+            batch.positions_T >= 0, {}, LayerHooks(whole.attention(config, *batch.shape)).of_layer(index),
+            config, decoder.ONE_DEVICE,
         )  # fmt: skip
         x = decoder.norm_alone(x.x_TD + x.y_TD, weights.layers[index].pre_mlp_norm_D, config.norm_eps)
         rows.append(np.asarray(x)[np.asarray(batch.positions_T) >= 0])

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from quire.model import decoder, draft_heads
 from quire.model.checkpoint.loader import load_weights, read_config
 from quire.model.config import ModelError
+from quire.model.mixers import LayerHooks
 from quire.sharding.spec import random_arrays
 from quire.tests.support import naive_heads as naive
 from quire.tests.support import tiny, tiny_deepseek, tiny_qwen, uncached
@@ -136,9 +137,9 @@ def drafted(heads, own, weights, tokens, raw, further):
     features[: len(tokens)] = known
     feature = hidden = features
     for end in range(len(tokens), length + 1):  # what comes after is there, and nobody looks at it
-        positions, attend = jnp.arange(length), uncached.attention(config, 1, length)
+        positions, hooks = jnp.arange(length), LayerHooks(uncached.attention(config, 1, length))
         feature, hidden, _ = draft_heads.run(
-            heads, own, weights, jnp.array(all_tokens), jnp.array(features), positions, {}, attend
+            heads, own, weights, jnp.array(all_tokens), jnp.array(features), positions, {}, hooks
         )
         features[end : end + 1] = feature[end - 1]
     return feature, hidden, draft_heads.logits(heads, own, weights, hidden)
@@ -254,16 +255,15 @@ def test_features_are_what_layers_give(target):
     """What a layer gives is what the model's first layers up to it make."""
     config, weights, _ = target
     tokens, positions, seen = jnp.asarray(TOKENS), jnp.arange(T), {}
-    attend = uncached.attention(config, 1, T)
+    hooks = LayerHooks(uncached.attention(config, 1, T))
     x = decoder.embed(weights, tokens, positions, config)
-    (plain, _), _ = decoder.run_layers(weights.layers, 0, x, {}, positions, config, attend)
-    (watched, _), _ = decoder.run_layers(
-        weights.layers, 0, x, {}, positions, config, attend, see=lambda index, x_TD: seen.update({index: x_TD})
-    )
+    (plain, _), _ = decoder.run_layers(weights.layers, 0, x, {}, positions, config, hooks)
+    observed = replace(hooks, observe=seen.__setitem__)
+    (watched, _), _ = decoder.run_layers(weights.layers, 0, x, {}, positions, config, observed)
     assert np.array_equal(plain, watched) and sorted(seen) == list(range(L))
     for index in range(L):
         first = weights.layers[: index + 1]
-        (expected, _), _ = decoder.run_layers(first, 0, x, {}, positions, config, attend)
+        (expected, _), _ = decoder.run_layers(first, 0, x, {}, positions, config, hooks)
         assert np.array_equal(seen[index], expected)
 
 
@@ -339,7 +339,7 @@ def test_padding_is_zeros_whatever_it_holds(target, kind):
         assert not np.isnan(q_TNH).any() and not np.isnan(v_TKH).any()
         return q_TNH, cache
 
-    made = draft_heads.run(heads, own, weights, jnp.asarray(TOKENS), spoiled, positions, {}, attend)
+    made = draft_heads.run(heads, own, weights, jnp.asarray(TOKENS), spoiled, positions, {}, LayerHooks(attend))
     assert not np.asarray(made[0][3]).any() and not np.asarray(made[1][3]).any()
     assert not np.isnan(made[1]).any()
 

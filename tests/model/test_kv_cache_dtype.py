@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from quire.model.checkpoint import hub, loader
 from quire.model.config import Attention, Layer, Mlp, ModelConfig, ModelError, Rope
-from quire.model.mixers import Reach
+from quire.model.mixers import LayerHooks
 from quire.model.mixers.attention import AttentionWeights, mix
 from quire.model.planning import cost
 from quire.ops import native
@@ -102,14 +102,14 @@ def attend_alone(implementation: str, dtype: str, offset: float):
         pages = KVPages(pages.k_PSKH, pages.v_PSKH, *(jnp.zeros((shape[0], K, S)) for _ in range(2)))
     tables_BM, slots_T = jnp.arange(1, T // S + 1)[None], jnp.arange(S, S + T)
     rows = QueryRows(jnp.arange(T), jnp.array([0, T]), tables_BM, slots_T)
-    reach = Reach(
+    hooks = LayerHooks(
         lambda q, k, v, pages, **options: paged_attention(
             q, k, v, pages, rows, **options, implementation=implementation
         ),
         lambda qkv, heads, pages: prepare(qkv, heads, pages, rows, implementation),
     )
     cos_sin = angles(rows.positions_T, layer.rope.inv_freq)
-    return np.asarray(mix(layer, weights, as_float32(x_TD), cos_sin, pages, reach, 1e-6, ONE_DEVICE)[0])
+    return np.asarray(mix(layer, weights, as_float32(x_TD), cos_sin, pages, hooks, 1e-6, ONE_DEVICE)[0])
 
 
 def as_float32(array):

@@ -15,6 +15,7 @@ from quire.model import decoder, draft_heads
 from quire.model.checkpoint import quantized
 from quire.model.checkpoint.loader import load, load_weights, read_config
 from quire.model.config import ModelError
+from quire.model.mixers import LayerHooks
 from quire.scripts.train_heads import answers as kept
 from quire.scripts.train_heads.answers import Rows, batches, none_yet, pack, parts, read_prompts
 from quire.scripts.train_heads.attention import attention
@@ -70,17 +71,16 @@ class Naive:
 
         def features_of(tokens_T):
             seen: dict = {}
-            attend, x = uncached.attention(config, 1, LENGTH), decoder.embed(weights, tokens_T, positions, config)
-            (x_TD, _), _ = decoder.run_layers(
-                weights.layers, 0, x, {}, positions, config, attend, see=lambda index, x_TD: seen.update({index: x_TD})
-            )
+            hooks = LayerHooks(uncached.attention(config, 1, LENGTH), observe=seen.__setitem__)
+            x = decoder.embed(weights, tokens_T, positions, config)
+            (x_TD, _), _ = decoder.run_layers(weights.layers, 0, x, {}, positions, config, hooks)
             hidden_TD = decoder.final_norm(weights, x_TD, config)
             raw_TF = jnp.concatenate([seen[index] for index in heads.features], -1) if heads.features else hidden_TD
             return raw_TF, hidden_TD, decoder.logits(weights, hidden_TD, config)
 
         def draft(tokens_T, features_TD):
-            attend = uncached.attention(heads.model, 1, LENGTH)
-            made_TD, x_TD, _ = draft_heads.run(heads, own, weights, tokens_T, features_TD, positions, {}, attend)
+            hooks = LayerHooks(uncached.attention(heads.model, 1, LENGTH))
+            made_TD, x_TD, _ = draft_heads.run(heads, own, weights, tokens_T, features_TD, positions, {}, hooks)
             return made_TD, draft_heads.logits(heads, own, weights, x_TD)
 
         self.of_model, self.draft = jax.jit(features_of), jax.jit(draft)

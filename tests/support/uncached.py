@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from quire.model import decoder
 from quire.model.config import ModelConfig
+from quire.model.mixers import LayerHooks
 from quire.ops.state_rows import StateRows
 from quire.sharding.device_axes import ONE_DEVICE, DeviceAxes
 
@@ -19,8 +20,8 @@ def hidden_states(weights, tokens_BT, config: ModelConfig, axes: DeviceAxes = ON
     """The final hidden states [B, T, D]."""
     B, T = tokens_BT.shape
     positions = jnp.tile(jnp.arange(T), B)
-    reach = {"attend": attention(config, B, T), "recur": recurrence(config, B, T)}
-    hidden, _ = decoder.forward(weights, {}, tokens_BT.reshape(-1), positions, config, axes=axes, **reach)
+    hooks = LayerHooks(attention(config, B, T), recur=recurrence(config, B, T))
+    hidden, _ = decoder.forward(weights, {}, tokens_BT.reshape(-1), positions, config, hooks, axes)
     return hidden.reshape(B, T, -1)
 
 
@@ -47,7 +48,7 @@ def best(picks, key_BJH, B: int, T: int):
 
 
 def attention(config: ModelConfig, B: int, T: int):
-    """`attend` as `decoder.forward` takes it, over [B, T]; the cache is a dict of each layer's keys and values."""
+    """The hook `attend`, over [B, T]; the cache is a dict of each layer's keys and values."""
 
     picked = {}
 

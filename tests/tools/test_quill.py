@@ -16,6 +16,7 @@ from quire.model import decoder, draft_heads
 from quire.model.checkpoint import hub
 from quire.model.checkpoint.loader import load_weights, read_config
 from quire.model.families.quill import small_cache_config
+from quire.model.mixers import LayerHooks
 from quire.model.weights import abstract
 from quire.ops.linear import einsum
 from quire.scripts.train_heads.answers import none_yet, pack
@@ -131,7 +132,7 @@ def test_training_attention_equals_the_dense_one(small, length):
 
     @jax.jit  # one compilation for all layers: by itself each operation costs one
     def both(weights):
-        hidden, _ = decoder.forward(weights, {}, tokens.reshape(-1), positions, config, attend)
+        hidden, _ = decoder.forward(weights, {}, tokens.reshape(-1), positions, config, LayerHooks(attend))
         return hidden, uncached.hidden_states(weights, tokens, config)
 
     hidden, wanted = both(weights)

@@ -14,6 +14,13 @@ from quire.ops.weight import Weight
 from quire.scripts.train_heads.attention import attention
 from quire.sharding import struct
 
+from ...model import decoder
+from ...model.config import ModelConfig
+from ...model.mixers import LayerHooks
+from ...ops.weight import Weight
+from ...sharding import struct
+from ..train_heads.attention import attention
+
 
 def looking_back(weights, config: ModelConfig):
     """Weights whose first layer's head h attends, before any training, h tokens back.
@@ -84,8 +91,8 @@ def logits_of(weights, tokens_BT, documents_BT, config: ModelConfig):
     """Float32 logits [B * T, V]."""
     B, T = tokens_BT.shape
     weights, positions = narrowed(weights), jnp.tile(jnp.arange(T), B)
-    attend = attention(config, documents_BT)
-    hidden, _ = decoder.forward(weights, {}, tokens_BT.reshape(-1), positions, config, attend)
+    hooks = LayerHooks(attention(config, documents_BT))
+    hidden, _ = decoder.forward(weights, {}, tokens_BT.reshape(-1), positions, config, hooks)
     return decoder.logits(weights, hidden, config)
 
 

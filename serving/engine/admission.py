@@ -1,6 +1,6 @@
 """Admission: makes requests, and refuses, before anything is computed, what this engine could never serve."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -36,7 +36,10 @@ class Admission:
         seed: int = 0,
         needs_host_tokens: bool = False,
     ):
-        self.config, self.shape, self.tables, self.tokenizer = config, shape, tables, tokenizer
+        self.config = config
+        self.shape = shape
+        self.tables = tables
+        self.tokenizer = tokenizer
         self.max_len = max_len
         self.needs_host_tokens = needs_host_tokens  # the host must know each token before the next step of its sequence
         self.grammars = None if tokenizer is None else Grammars(tokenizer, config.vocab_size)
@@ -54,16 +57,33 @@ class Admission:
 
     def check(self, tokens: Sequence[int], params: SamplingParams, is_pooled: bool = False) -> None:
         """Refuse what can never be served; `is_pooled`: hidden states are wanted, and no tokens."""
-        config, shape, table = self.config, self.shape, self.tables[0]
-        if not is_pooled and not config.writes:
+        if not is_pooled and not self.config.writes:
             message = "makes embeddings and writes no text; ask LLM.embed or /v1/embeddings, or another model"
-            if config.classes is not None:
+            if self.config.classes is not None:
                 message = "classifies texts and writes none; ask LLM.classify or /classify, or another model"
             raise RequestError("model", message)
-        if shape.whole_prompts:
-            check_whole(tokens, self.max_len, shape.max_tokens)
-        has_text, fits = self.tokenizer is not None, lambda n: table.fits(n, shape.max_tokens)
-        check(tokens, params, config.vocab_size, self.max_total_tokens, fits, has_text, shape.num_logprobs)
+        if self.shape.whole_prompts:
+            check_whole(tokens, self.max_len, self.shape.max_tokens)
+        if not isinstance(params, SamplingParams):
+            raise RequestError("sampling_params", f"must be SamplingParams, got {shown(params)}")
+        check_prompt(tokens, self.config.vocab_size, self.max_total_tokens)
+        for name in ("logprobs", "prompt_logprobs"):
+            check_listed(name, getattr(params, name), self.config.vocab_size, self.shape.num_logprobs)
+        check_token_ids(params, self.config.vocab_size)
+        self.check_positions(len(tokens), params.max_tokens)
+        for name in ("stop", "bad_words", "structured_outputs"):
+            if getattr(params, name) and self.tokenizer is None:
+                raise RequestError(name, "needs a tokenizer, and skip_tokenizer_init is set; use token ids")
+
+    def check_positions(self, num_prompt: int, max_tokens: int | None) -> None:
+        """Refuse a request that the cache cannot hold, even alone."""
+        max_len = self.max_total_tokens
+        total = num_prompt + min(max_tokens or max_len, max_len - num_prompt)
+        most = largest(lambda num_tokens: self.tables[0].fits(num_tokens, self.shape.max_tokens), total)
+        if most < total:
+            raise RequestError(
+                "max_tokens", f"with the prompt {total} positions are needed; the KV cache holds {most} at most"
+            )
 
     def make_request(
         self,
@@ -77,7 +97,9 @@ class Admission:
         now: float,
     ) -> Request:
         """A request, which `check` has passed, with its sequences. The arguments are those of `Engine.add`."""
-        config, grammar, num_sequences = self.config, params.structured_outputs, params.num_sequences
+        config = self.config
+        grammar = params.structured_outputs
+        num_sequences = params.num_sequences
         bad_words = spelled(params.bad_words, self.tokenizer)
         constraints = [None] * num_sequences
         if grammar is not None and self.grammars is not None:
@@ -100,18 +122,8 @@ class Admission:
         return Request(request_id, prompt, params, sequences, self.tokenizer, now)
 
 
-def check(
-    tokens: Sequence[int],
-    params: SamplingParams,
-    vocab: int,
-    max_len: int,
-    fits: Callable[[int], bool],
-    has_text: bool,
-    listed: int,
-) -> None:
-    """`fits` says whether the cache holds so many positions. JAX would clamp a wrong token id in silence."""
-    if not isinstance(params, SamplingParams):
-        raise RequestError("sampling_params", f"must be SamplingParams, got {shown(params)}")
+def check_prompt(tokens: Sequence[int], vocab: int, max_len: int) -> None:
+    """Refuse token ids that the model does not have, which JAX would clamp in silence, and too many of them."""
     if not tokens:
         raise RequestError("prompt", "is empty; it must have at least one token")
     plain = set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab
@@ -126,23 +138,16 @@ def check(
             f"has {len(tokens)} tokens; at most {max_len - 1} fit, with one to generate: this model's maximum context "
             f"length is {max_len} (max_model_len)",
         )
-    for name in ("logprobs", "prompt_logprobs"):
-        check_listed(name, getattr(params, name), vocab, listed)
+
+
+def check_token_ids(params: SamplingParams, vocab: int) -> None:
+    """Refuse parameters with token ids that the model does not have."""
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
         for token in getattr(params, name) or ():
             if not 0 <= token < vocab:
                 raise RequestError(
                     name, f"has the token id {token}, which is out of vocabulary: ids are from 0 to {vocab - 1}"
                 )
-    total = len(tokens) + min(params.max_tokens or max_len, max_len - len(tokens))
-    most = largest(fits, total)
-    if most < total:
-        raise RequestError(
-            "max_tokens", f"with the prompt {total} positions are needed; the KV cache holds {most} at most"
-        )
-    for name in ("stop", "bad_words", "structured_outputs"):
-        if getattr(params, name) and not has_text:
-            raise RequestError(name, "needs a tokenizer, and skip_tokenizer_init is set; use token ids")
 
 
 def check_listed(name: str, wanted: int | None, vocab: int, listed: int) -> None:

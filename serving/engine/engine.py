@@ -53,9 +53,13 @@ class Engine:
         adapters: Any = None,  # reads them, where they are served: an `AdapterStore`
         page_identity: PageIdentity = lambda: (b"", b""),
     ):
-        self.runner, self.tokenizer, self.tables, self.max_len = runner, tokenizer, tables, max_len
+        self.runner = runner
         self.config = runner.config
-        self.max_queued, self.clock = max_queued, clock
+        self.tokenizer = tokenizer
+        self.tables = tables
+        self.max_len = max_len
+        self.max_queued = max_queued
+        self.clock = clock
         self.observers: list[Observer] = []
         self.adapters = adapters
         self.embedder = embedder  # how a request for an embedding is answered
@@ -72,7 +76,7 @@ class Engine:
         self.deadlines = Deadlines()
         self.in_flight: deque[InFlightStep] = deque()  # the oldest first
         self.step_seconds = 1.0  # mean of the latest decode steps
-        self.device_free = 0.0  # when the last results were there
+        self.last_collected = 0.0  # when the latest results were there
 
     def add(
         self,
@@ -117,7 +121,8 @@ class Engine:
         if self.lifecycle.is_asleep:
             return []
         began = self.clock()
-        changed, step, result = [*self.expire(began)], None, None
+        changed = list(self.expire(began))
+        step = result = None
         plan = self.schedule() if launches else None
         try:
             step = self.launch(plan, began)
@@ -160,12 +165,14 @@ class Engine:
         """Wait for the oldest step; None where no more than `num_kept` steps are in flight."""
         if len(self.in_flight) <= num_kept:
             return None
-        began, step = self.clock(), self.in_flight[0]
+        began = self.clock()
+        step = self.in_flight[0]
         result = self.runner.collect(step)
-        previous_end, self.device_free = self.device_free, self.clock()
-        device_began = max(step.launched, previous_end)
-        result = result._replace(began=began, collected=self.device_free, device_began=device_began)
-        self.record_step_time(result, self.device_free - previous_end)
+        collected = self.clock()
+        device_began = max(step.launched, self.last_collected)
+        result = result._replace(began=began, collected=collected, device_began=device_began)
+        self.record_step_time(result, collected - self.last_collected)
+        self.last_collected = collected
         return result
 
     def update(self, result: StepResult | None) -> Iterator[Request]:
@@ -190,8 +197,9 @@ class Engine:
     ) -> list[Request]:
         """Tell the observers of a step; each changed request once."""
         requests = tuple(dict.fromkeys(changed))
-        running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-        record = StepRecord(began, self.clock(), step, result, requests, running, waiting)
+        num_running = len(self.scheduler.running)
+        num_waiting = len(self.scheduler.waiting)
+        record = StepRecord(began, self.clock(), step, result, requests, num_running, num_waiting)
         for observer in self.observers:
             observer.observe(record)
         return list(requests)
@@ -217,11 +225,13 @@ class Engine:
         items = plan.items
         if any(item.begins for item in items) or all(item.seq.finish_reason is not None for item in items):
             return  # the device may have been idle before it
-        num_drafts, asks = plan.num_rows - len(items), max(item.asks for item in items)
-        is_synced, branches = plan.needs_host_sync or num_drafts > 0, any(item.branches for item in items)
-        if plan.behind and (is_synced or not asks):
+        num_drafts = plan.num_rows - len(items)
+        num_proposals = max(item.asks for item in items)
+        is_synced = plan.needs_host_sync or num_drafts > 0
+        has_branches = any(item.branches for item in items)
+        if plan.behind and (is_synced or not num_proposals):
             return  # the time includes that of the drafter's own steps
-        self.speculator.took(len(items), num_drafts, asks, is_synced, seconds_since_previous, branches)
+        self.speculator.took(len(items), num_drafts, num_proposals, is_synced, seconds_since_previous, has_branches)
 
     def expire(self, now: float) -> Iterator[Request]:
         """End the requests whose time is up, with what they have; yields each."""

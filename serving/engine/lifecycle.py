@@ -28,9 +28,14 @@ class Lifecycle:
         results: ResultProcessor,
         page_identity: PageIdentity,
     ):
-        self.runner, self.scheduler, self.tables, self.results = runner, scheduler, tables, results
-        self.page_identity, self.loaded_identity = page_identity, page_identity()
-        self.is_asleep = self.is_closed = False
+        self.runner = runner
+        self.scheduler = scheduler
+        self.tables = tables
+        self.results = results
+        self.page_identity = page_identity
+        self.loaded_identity = page_identity()
+        self.is_asleep = False
+        self.is_closed = False
         self.process = os.getpid()
 
     def check_serving(self) -> None:
@@ -80,8 +85,8 @@ class Lifecycle:
 
     def check_level(self, level: int) -> None:
         if level not in (1, 2):
-            what = "must be 1 (weights to host memory) or 2 (weights dropped)"
-            raise RequestError("level", f"{what}, got {shown(level)}")
+            message = f"must be 1 (weights to host memory) or 2 (weights dropped), got {shown(level)}"
+            raise RequestError("level", message)
 
     def sleep(self, level: int, keep_pages: bool) -> None:
         """Free the device's memory.

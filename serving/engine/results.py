@@ -17,7 +17,9 @@ class ResultProcessor:
     """Gives sequences their tokens, and ends them; a request leaves `requests` with its last sequence."""
 
     def __init__(self, scheduler: Scheduler, tables: list[PageTable], speculator: Speculator | None):
-        self.scheduler, self.tables, self.speculator = scheduler, tables, speculator
+        self.scheduler = scheduler
+        self.tables = tables
+        self.speculator = speculator
         self.requests: dict[str, Request] = {}  # that have not ended, by id
 
     def process(self, result: StepResult) -> Iterator[Request]:
@@ -44,7 +46,8 @@ class ResultProcessor:
 
     def push_all(self, result: StepResult, output: SampledTokens) -> None:
         """Give a sequence the scores of its prompt, and its tokens up to the one that ends it."""
-        item, seq = output.item, output.item.seq
+        item = output.item
+        seq = item.seq
         for index, position in enumerate(item.scores):
             seq.prompt_scores[position] = result.score(output.row + index)
         for row, token in enumerate(output.tokens, output.row + len(item.scores)):
@@ -66,7 +69,8 @@ class ResultProcessor:
 
     def pool(self, result: StepResult, output: SampledTokens) -> None:
         """Give a sequence's pool its hidden states; with the last one the request is done."""
-        item, seq = output.item, output.item.seq
+        item = output.item
+        seq = item.seq
         positions = [*item.scores, item.start + item.num_rows - 1] if item.draws else item.scores
         for index, position in enumerate(positions):
             seq.pool.add(position, result.hidden_RD[output.row + index])
@@ -77,9 +81,12 @@ class ResultProcessor:
 
     def speculate(self, output: SampledTokens) -> None:
         """Count the draft tokens that were accepted, and let the drafter go on from the new tokens."""
-        item, seq, speculator = output.item, output.item.seq, self.speculator
+        item = output.item
+        seq = item.seq
+        speculator = self.speculator
         if item.drafts:
-            first, num_accepted = item.num_known - seq.num_prompt, output.num_accepted
+            first = item.num_known - seq.num_prompt
+            num_accepted = output.num_accepted
             seq.num_drafts += item.num_drafts
             seq.accepted.extend(range(first, first + num_accepted))
             speculator.counts.add(item.num_drafts, num_accepted)

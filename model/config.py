@@ -192,7 +192,7 @@ class Moe:
     dim: int
     activation: str = "silu"
     score: str = "softmax"  # of the router's logits: over all, "softmax_top" over the chosen, "sigmoid", or "mixer"
-    jitter: float = 0.0  # of "mixer": how near an expert comes to the best, see `ops.routing`
+    jitter: float = 0.0  # of "mixer": how near an expert comes to the best, see `ops.moe.routing`
     normalize: bool = True  # the chosen weights are divided by their sum
     scaling: float = 1.0
     groups: int = 1  # experts are chosen from the best `top_groups` of so many groups

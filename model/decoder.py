@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from ..ops import moe as experts
 from ..ops.activation import ACTIVATIONS, glu, soft_cap
-from ..ops.expert_dispatch import mix_over
 from ..ops.linear import add_up, einsum, exact, gated, project, rounds, rows
+from ..ops.linear.weight import plain
+from ..ops.moe.dispatch import mix_over
+from ..ops.moe.routing import Rule, route
 from ..ops.norm import mean
 from ..ops.residual import Residual, add, add_and_norm, norm_alone
 from ..ops.rope import angles
-from ..ops.routing import Rule, route
-from ..ops.weight import plain
 from ..sharding.device_axes import ONE_DEVICE, DeviceAxes
 from .config import Layer, Mlp, ModelConfig, Moe, Temperature
 from .mixers import LayerHooks, module_of

@@ -126,7 +126,7 @@ def kernels():
 
 def attention():
     """Each kind of attention, and the first implementation in order that takes it."""
-    from ..ops.attention.mosaic_gpu import is_gpu
+    from ..ops.gpu.device import is_gpu
 
     if is_gpu():
         print("(a GPU's kernels are tried the first time that they are asked for: some minutes)", file=sys.stderr)

@@ -27,9 +27,9 @@ from ..model.weights import ModelWeights
 from ..ops import native
 from ..ops.attention import page_dtype
 from ..ops.cache_folder import home
+from ..ops.linear.cpu import Product
+from ..ops.model_kernels import of_model
 from ..ops.native.kernel_names import ADAPTER
-from ..ops.native.linear import Product
-from ..ops.native.model_kernels import of_model
 from ..sharding.mesh import Mesh
 from .adapter_store import AdapterStore
 from .api.options import DISK, HOST, PARALLEL, EngineOptions, SizedOptions

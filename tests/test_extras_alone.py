@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.ops import kernel_trial
-from quire.ops.attention import gated_mosaic_gpu
+from quire.ops.attention import hopper
 from quire.ops.errors import MissingLibrary
+from quire.ops.gpu import self_test
 from quire.tests.support import extras_alone
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +25,7 @@ MODULES = {
 NEEDED_BY = {
     "cuda": (("ops",), ("jax.experimental.pallas.mosaic_gpu", "jax.experimental.pallas.triton")),
     "cuda12": (("ops",), ("jax.experimental.pallas.mosaic_gpu", "jax.experimental.pallas.triton")),
-    "tpu": (("ops.attention.mosaic_tpu",), ("jax.experimental.pallas.tpu",)),
+    "tpu": (("ops.attention.tpu",), ("jax.experimental.pallas.tpu",)),
     "convert": (("model.checkpoint.orbax",), ("orbax.checkpoint",)),
     "plots": (("scripts.bench",), ("matplotlib.pyplot",)),
     "train": (("scripts.train_heads",), ("optax", "orbax.checkpoint")),
@@ -35,7 +35,7 @@ NEEDED_BY = {
     ),
     "ray": (("serving.ray", "scripts.serve"), ("ray.serve",)),
 }
-FLASHINFER = "quire.ops.attention.flashinfer"  # its libraries are installed on machines with a GPU only
+FLASHINFER = "quire.ops.attention.flashinfer_kernel"  # its libraries are installed on machines with a GPU only
 PREFIXES = tuple(f"quire.{name}" for modules, _ in NEEDED_BY.values() for name in modules)
 
 
@@ -71,7 +71,7 @@ def test_all_modules_import_without_extras(without_extras):
     errors = extras_alone.import_errors(without_extras, MODULES)
     assert len(MODULES) > 400
     assert not {module: error for module, error in errors.items() if not below(module, PREFIXES)}
-    assert "quire.ops.product.kernel" in errors, "the environment has absl: it shows nothing"
+    assert "quire.ops.linear.gpu_kernel.hopper" in errors, "the environment has absl: it shows nothing"
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_modules_import_with_their_extra_alone(tmp_path, extra):
 ON_HOPPER = """
 import sys
 from quire.ops.attention import mosaic_gpu
-for name, value in {"is_gpu": True, "has_gpu": True, "capability": "9.0", "num_processors": 132}.items():
+for name, value in {"is_gpu": True, "is_hopper": True, "capability": "9.0", "num_processors": 132}.items():
     setattr(mosaic_gpu, name, lambda value=value: value)
 from quire.__main__ import main
 main()
@@ -107,11 +107,11 @@ def test_gpu_without_its_kernels_libraries_is_a_start_up_error(without_extras, t
 
 def test_missing_library_of_a_kernel_is_no_reason_to_use_another(monkeypatch):
     """But where the kernels are turned off it is not asked for."""
-    kernel = replace(gated_mosaic_gpu.KERNEL, compiler="library_that_is_absent")
+    kernel = replace(hopper.KERNEL, compiler="library_that_is_absent")
     with pytest.raises(MissingLibrary, match=r"attention .* No module named 'library_that_is_absent'\. pip install"):
-        kernel_trial.require_pass(kernel, {})
+        self_test.require_pass(kernel, {})
     with pytest.raises(MissingLibrary, match=r"No module named 'trial_that_is_absent'\. pip install 'quire\[cuda\]'"):
-        kernel_trial.test("trial_that_is_absent", "{}")
+        self_test.test("trial_that_is_absent", "{}")
     monkeypatch.setenv("QUIRE_MOSAIC", "off")
     with pytest.raises(NotImplementedError, match="QUIRE_MOSAIC is off"):
-        kernel_trial.require_pass(kernel, {})
+        self_test.require_pass(kernel, {})

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from ...ops import native, quant
-from ...ops.native.pack import pack
+from ...ops.linear.cpu_layout import pack
 from ...ops.quant import Rounded
 from ...ops.quant.stack import Stack
 from ...sharding import local_shards

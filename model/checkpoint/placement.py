@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from ...ops.weight import Weight
+from ...ops.linear.weight import Weight
 from ...sharding import local_shards
 from ...sharding.mesh import sharding, stage_meshes
 from ...sharding.spec import ArraySpec, nbytes

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from ...ops.activation import ACTIVATIONS
 from ...ops.delta_net import delta_rule
 from ...ops.linear import add_up, einsum
+from ...ops.linear.weight import plain
 from ...ops.ordered_sum import sum_pairs
 from ...ops.residual import norm_alone
 from ...ops.short_conv import short_conv
-from ...ops.weight import plain
 from ...sharding import struct
 from ...sharding.device_axes import DeviceAxes
 from ...sharding.spec import ArraySpec, Runs

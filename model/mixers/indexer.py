@@ -6,10 +6,10 @@ import jax.numpy as jnp
 
 from ...ops.attention.picking import Picks
 from ...ops.linear import einsum, exact, project
+from ...ops.linear.weight import plain
 from ...ops.norm import LayerNorm
 from ...ops.residual import norm_alone
 from ...ops.rope import rotate
-from ...ops.weight import plain
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
 from ..config import LatentAttention, ModelConfig

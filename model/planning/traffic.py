@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from ...ops.expert_dispatch import capacity
+from ...ops.moe.dispatch import capacity
 from ..config import Layer, ModelConfig, Moe
 from ..partition import Stage, whole_model
 

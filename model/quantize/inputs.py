@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...ops.weight import Dense, Weight
+from ...ops.linear.weight import Weight
+from ...ops.linear.xla import Dense
 from ...sharding import struct
 
 

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from ...sharding import struct
 from .. import linear
 from ..implementations import choose
-from ..moe import BLOCK, Blocks, pick
-from ..weight import Weight, plain
+from ..linear.weight import Weight, plain
+from ..moe import pick
+from ..moe.xla import BLOCK, Blocks
 
 # Tried in order; one that cannot serve a case declines by raising NotImplementedError with its reasons.
-IMPLEMENTATIONS = {"native": ".native", "xla": ".xla"}
+IMPLEMENTATIONS = {"native": ".cpu", "xla": ".xla"}
 
 
 @struct.dataclass

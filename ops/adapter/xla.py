@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from ..moe import BLOCK
+from ..moe.xla import BLOCK
 from ..precision import precision
 from . import Adapted
 

@@ -11,8 +11,8 @@ from ..implementations import choose
 
 # Tried in order; one that cannot serve a case declines by raising NotImplementedError with the reason.
 IMPLEMENTATIONS = {
-    "native": ".native", "mosaic_tpu": ".mosaic_tpu", "mosaic_gpu": ".gated_mosaic_gpu",
-    "flashinfer": ".flashinfer_gpu", "triton": ".triton_gpu", "xla": ".xla",
+    "native": ".cpu", "mosaic_tpu": ".tpu", "mosaic_gpu": ".hopper", "flashinfer": ".flashinfer",
+    "triton": ".triton", "xla": ".xla",
 }  # fmt: skip
 
 

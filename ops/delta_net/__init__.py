@@ -21,7 +21,7 @@ from ..implementations import choose
 from ..state_rows import StateRows
 
 # Tried in order; one that cannot serve a case declines by raising NotImplementedError with the reason.
-IMPLEMENTATIONS = {"mosaic_gpu": ".mosaic_gpu", "native": ".native", "xla": ".xla"}
+IMPLEMENTATIONS = {"mosaic_gpu": ".hopper", "native": ".cpu", "xla": ".xla"}
 
 
 def delta_rule(

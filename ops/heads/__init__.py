@@ -10,7 +10,7 @@ from ..attention import KVPages, QueryRows
 from ..implementations import choose
 
 # Tried in order; one that cannot serve a case declines by raising NotImplementedError with its reasons.
-IMPLEMENTATIONS = {"mosaic_gpu": ".mosaic_gpu", "native": ".native", "xla": ".xla"}
+IMPLEMENTATIONS = {"mosaic_gpu": ".hopper", "native": ".cpu", "xla": ".xla"}
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
+from ..linear.cpu import keeps_floats
+from ..linear.cpu_layout import pack_dense
+from ..linear.weight import Weight
 from ..native import has
 from ..native.kernel_names import DENSE
-from ..native.linear import keeps_floats
-from ..native.pack import pack_dense
-from ..weight import Weight
 from . import clusters, four_bits
 from .compressed import (
     FormatError,

@@ -12,8 +12,8 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
+from ..linear.weight import Weight, check_subscripts
 from ..precision import precision
-from ..weight import Weight, check_subscripts
 
 
 class FormatError(ValueError):

@@ -27,8 +27,8 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
-from ..native.linear import has_product
-from ..weight import Weight, check_subscripts
+from ..linear.cpu import has_product
+from ..linear.weight import Weight, check_subscripts
 from . import four_bits
 from .compressed import FormatError, Layout, Rounded, Scheme, multiply, split
 from .grouped import STEP, Grouped, TiledGroups

@@ -15,9 +15,9 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
-from ..native.linear import has_product, keeps_floats
-from ..native.pack import by_block, tile
-from ..weight import Weight, check_subscripts
+from ..linear.cpu import has_product, keeps_floats
+from ..linear.cpu_layout import by_block, tile
+from ..linear.weight import Weight, check_subscripts
 from .compressed import FormatError, Layout, Rounded, Scheme, multiply, split
 from .grouped import Grouped, TiledGroups
 from .grouped import spec as grouped

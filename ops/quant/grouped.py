@@ -15,9 +15,9 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
-from ..native.linear import LANES, Product, has_product, row_options
-from ..native.pack import by_block, tile, tile_nibbles, tile_sixes
-from ..weight import Weight, check_subscripts
+from ..linear.cpu import LANES, Product, has_product, row_options
+from ..linear.cpu_layout import by_block, tile, tile_nibbles, tile_sixes
+from ..linear.weight import Weight, check_subscripts
 from . import four_bits
 from .compressed import FormatError, Rounded, multiply, split
 

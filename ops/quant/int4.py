@@ -19,9 +19,9 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
-from ..native.linear import Product, has_product, row_options
-from ..native.pack import by_block, tile_nibbles
-from ..weight import Weight
+from ..linear.cpu import Product, has_product, row_options
+from ..linear.cpu_layout import by_block, tile_nibbles
+from ..linear.weight import Weight
 from . import four_bits
 from .compressed import FormatError, Layout, Rounded, Scheme, decoded_product, join_codes, split, split_words, words
 from .grouped import CODES

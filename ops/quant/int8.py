@@ -13,10 +13,10 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
+from ..linear.cpu import LANES, Product, has_product, keeps_floats
+from ..linear.cpu_layout import tile
+from ..linear.weight import Weight, check_subscripts
 from ..native import has
-from ..native.linear import LANES, Product, has_product, keeps_floats
-from ..native.pack import tile
-from ..weight import Weight, check_subscripts
 from .compressed import FormatError, Layout, Rounded, Scheme, join_words, multiply, split, split_words, words
 from .grouped import CODES
 from .grouped import spec as grouped

@@ -12,9 +12,9 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
-from ..native.linear import Product, has_product, row_options
-from ..native.pack import by_block, pack_stack, tile_nibbles
-from ..weight import Weight
+from ..linear.cpu import Product, has_product, row_options
+from ..linear.cpu_layout import by_block, pack_stack, tile_nibbles
+from ..linear.weight import Weight
 from . import four_bits
 from .compressed import FormatError, StoredTensor
 from .grouped import Grouped

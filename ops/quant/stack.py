@@ -7,8 +7,8 @@ import jax
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
-from ..native.pack import pack_stack
-from ..weight import Weight
+from ..linear.cpu_layout import pack_stack
+from ..linear.weight import Weight
 
 
 @struct.dataclass

@@ -9,7 +9,7 @@ from ..implementations import choose
 from ..norm import rms_norm
 
 # Tried in order; one that cannot serve a case declines by raising NotImplementedError with its reasons.
-IMPLEMENTATIONS = {"mosaic_gpu": ".mosaic_gpu", "native": ".native", "xla": ".xla"}
+IMPLEMENTATIONS = {"mosaic_gpu": ".hopper", "native": ".cpu", "xla": ".xla"}
 
 
 class Residual(NamedTuple):

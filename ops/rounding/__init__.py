@@ -3,7 +3,7 @@
 from ..implementations import choose
 
 # Tried in order; one that cannot serve a case declines by raising NotImplementedError with its reasons.
-IMPLEMENTATIONS = {"mosaic_gpu": ".mosaic_gpu", "xla": ".xla"}
+IMPLEMENTATIONS = {"mosaic_gpu": ".hopper", "xla": ".xla"}
 
 
 def round_rows(x_RK, codes: str = "int8", implementation: str | None = None):

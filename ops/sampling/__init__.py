@@ -24,7 +24,7 @@ from ..implementations import choose
 from ..native.blank import blank
 
 # Tried in order; one that cannot serve a case declines by raising NotImplementedError with the reason.
-IMPLEMENTATIONS = {"native": ".native", "branchless": ".branchless", "xla": ".xla"}
+IMPLEMENTATIONS = {"native": ".cpu", "branchless": ".branchless", "xla": ".xla"}
 MAX_LOGPROBS = 20
 MAX_BANS = 64
 MAX_WANTED = 128

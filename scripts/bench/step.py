@@ -169,7 +169,7 @@ def part_of(path: str) -> tuple[str, str]:
     scopes = [scope for scope in path.split("/")[:-1] if not WRAPPERS.fullmatch(scope)]
     kernels = [scope.split(".") for scope in scopes if scope.startswith("quire.ops.")]
     scopes = [scope for scope in scopes if not scope.startswith("quire.ops.")]
-    kernel = next((word for word in kernels[0][2:] if word != "native"), "") if kernels else ""
+    kernel = kernels[0][2] if kernels else ""
     return scopes[0] if scopes else "step", KERNELS.get(kernel, kernel) or "XLA's operations"
 
 

@@ -15,9 +15,10 @@ from importlib import import_module
 import jax
 
 from ...ops import attention
-from ...ops.attention import flashinfer_gpu, mosaic_gpu
-from ...ops.attention.accuracy_trial import Trial, arrays, attend, measure_attention
-from ...ops.attention.flashinfer import library
+from ...ops.attention import flashinfer
+from ...ops.attention.accuracy import Trial, arrays, attend, measure_attention
+from ...ops.attention.flashinfer_kernel import library
+from ...ops.gpu.device import is_gpu
 from ..collect_env import first_to
 from .common import UNTRIED, CheckSizes, PartReport, card_rates, seconds
 from .step_time import attention_seconds, known_device
@@ -119,7 +120,7 @@ def chosen(report: PartReport, scale: CheckSizes, seed: int) -> None:
     report(
         f"{said}; found out in {took:.0f} s, error {found.error:.1e}", chosen=name, declined=declined, error=found.error
     )
-    if mosaic_gpu.is_gpu() and name not in (scale.kernel, "flashinfer"):
+    if is_gpu() and name not in (scale.kernel, "flashinfer"):
         report.wrong(f"{name} was chosen")
     if found.wrong:
         report.wrong(f"it is wrong {found.wrong}")
@@ -162,11 +163,11 @@ def shown(found: float | None) -> str:
 def by_flashinfer(work: Trial, inputs: tuple) -> float | None:
     """Seconds of FlashInfer's kernel; None where there is none."""
     q, pages, _, sinks = inputs
-    if library.missing() is not None or not mosaic_gpu.is_gpu():
+    if library.missing() is not None or not is_gpu():
         return None
     try:
-        flashinfer_gpu.require(q, pages, soft_cap=work.soft_cap, sinks_N=sinks, value_dim=work.values)
-        return seconds(jax.jit(partial(attend, work, flashinfer_gpu.attend)), *inputs)
+        flashinfer.require(q, pages, soft_cap=work.soft_cap, sinks_N=sinks, value_dim=work.values)
+        return seconds(jax.jit(partial(attend, work, flashinfer.attend)), *inputs)
     except NotImplementedError as reason:
         print(f"FlashInfer: {work.name}: {reason}")
         return None

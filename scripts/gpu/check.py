@@ -117,12 +117,12 @@ def start(part: CheckPart, chosen: dict[str, str], limit: float, folder: Path, s
 
 def run_part(name: str, file: Path, seed: int, attention: str | None, tiny: bool) -> None:
     """Run a part in this process."""
-    from ...ops.attention.mosaic_gpu import has_gpu
+    from ...ops.gpu.device import is_hopper
     from ...serving.build import use_compile_cache
     from .common import FULL, TINY, PartReport
 
     use_compile_cache()
-    scale = TINY if tiny else FULL if has_gpu() else replace(FULL, kernel="triton")
+    scale = TINY if tiny else FULL if is_hopper() else replace(FULL, kernel="triton")
     part = next(part for part in (*PARTS, MACHINE) if part.name == name)
     options = {name: value for name, value in part.options.items() if name != "attention"}
     options |= {} if attention is None else {"attention": attention}
@@ -132,11 +132,11 @@ def run_part(name: str, file: Path, seed: int, attention: str | None, tiny: bool
 
 def machine(report, scale, seed: int) -> None:
     """The card, and XLA's flags."""
-    from ...ops.attention import mosaic_gpu
-    from ...ops.kernel_trial import card
+    from ...ops.gpu import device
+    from ...ops.gpu.self_test import card
 
     found = {
-        "serves": mosaic_gpu.is_gpu() and mosaic_gpu.before_ampere() is None,
+        "serves": device.is_gpu() and device.no_ampere_reason() is None,
         **card(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "seed": seed,

@@ -23,7 +23,7 @@ from ...sharding.spec import random_arrays
 from .shapes import GPT_OSS_20B, LLAMA_8B, QWEN3_30B
 
 PAGE = 16
-UNTRIED = {"mosaic_gpu": "mosaic_gpu", "triton": "triton_gpu", "xla": "xla"}  # modules of attention
+UNTRIED = {"mosaic_gpu": "hopper", "triton": "triton", "xla": "xla"}  # modules of attention
 ONE_LAYER = {"num_hidden_layers": 1}
 
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from ...model.config import ModelConfig
 from ...model.partition import Stage, stage_weights, stages
-from ...ops.graphs import compile_step
+from ...ops.gpu.graphs import compile_step
 from ...ops.implementations import variance
 from ...sharding.mesh import stage_meshes
 from .batch import STOPS, BatchLayout

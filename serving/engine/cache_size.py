@@ -15,7 +15,7 @@ from ...model.config import ModelConfig, ModelError
 from ...model.expert_copies import spare_of
 from ...model.partition import local_config
 from ...model.planning.cost import state_bytes
-from ...ops.graphs import compile_step
+from ...ops.gpu.graphs import compile_step
 from ...sharding.mesh import device_axes
 from ..api.options import CPU_CACHE, PARALLEL, SHARE, EngineOptions, SizedOptions
 from ..api.sizes import amount

@@ -14,7 +14,7 @@ from ...model.checkpoint.adapters import Adapter, spread
 from ...model.config import ModelConfig
 from ...model.expert_copies import spare_of
 from ...ops import adapter
-from ...ops.graphs import compile_step
+from ...ops.gpu.graphs import compile_step
 from ...ops.sampling import Sampled, SlotState
 from ...sharding.mesh import device_axes
 from ..api.errors import RequestError

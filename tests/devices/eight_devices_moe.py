@@ -16,7 +16,7 @@ from quire.model.checkpoint import loader
 from quire.model.checkpoint.placement import Placement
 from quire.model.config import ModelError, Moe
 from quire.model.weights import MoeWeights
-from quire.ops.expert_dispatch import capacity
+from quire.ops.moe.dispatch import capacity
 from quire.serving.api.errors import RequestError
 from quire.serving.device import expert_loads
 from quire.serving.device.expert_placement import transfers

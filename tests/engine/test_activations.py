@@ -6,7 +6,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.model.config import ModelError
 from quire.ops import native
-from quire.ops.native.linear import Product
+from quire.ops.linear.cpu import Product
 
 PROMPTS = ["Once upon a time", "copy: a b c", "The old lighthouse", "sort: 5 3 9 1"]
 PARAMS = SamplingParams(max_tokens=12, temperature=0, logprobs=1)

@@ -22,10 +22,11 @@ from quire.model.families.common import SourceTensor, linear
 from quire.model.planning import cost
 from quire.model.weights import abstract, moe_spec
 from quire.ops import native, quant
-from quire.ops.moe import BLOCK, pick
+from quire.ops.moe import pick
+from quire.ops.moe.routing import Rule, route
+from quire.ops.moe.xla import BLOCK
 from quire.ops.quant.fp8 import Fp8
 from quire.ops.quant.stack import Stack
-from quire.ops.routing import Rule, route
 from quire.sharding.mesh import make_mesh
 from quire.sharding.spec import ArraySpec, nbytes
 from quire.tests.support import uncached

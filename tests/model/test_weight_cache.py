@@ -16,7 +16,7 @@ from quire.model.checkpoint import loader, weight_cache
 from quire.model.checkpoint.loader import load, read_config
 from quire.model.checkpoint.weight_cache import WeightCache
 from quire.ops import cache_folder, native
-from quire.ops.native.linear import Product
+from quire.ops.linear.cpu import Product
 from quire.tests.support import tiny
 
 if not native.serves():

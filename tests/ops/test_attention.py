@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quire.ops.attention import KVPages, flashinfer_gpu, mosaic_gpu, page_dtype, paged_attention, pairs, xla
+from quire.ops.attention import KVPages, flashinfer, hopper, page_dtype, paged_attention, pairs, xla
 from quire.ops.attention.xla import BLOCK, tiles
 from quire.ops.heads import Heads
-from quire.ops.heads import mosaic_gpu as heads_gpu
+from quire.ops.heads import hopper as heads_gpu
 from quire.ops.implementations import NoImplementation
 from quire.ops.ordered_sum import sum_pairs
 from quire.sharding.device_axes import Axis
@@ -242,9 +242,9 @@ def test_kernels_of_gpus_decline_four_bits():
     q_TNH, half = jnp.zeros((2, 8, 64), jnp.bfloat16), jnp.zeros((3, 32, 2, 32), jnp.uint8)
     pages = KVPages(half, half, jnp.zeros((3, 2, 32)), jnp.zeros((3, 2, 32)))
     with pytest.raises(NotImplementedError, match="pages are int4, whose codes the kernel does not read"):
-        mosaic_gpu.require(q_TNH, pages, None)
+        hopper.require(q_TNH, pages, None)
     with pytest.raises(NotImplementedError, match="not codes with a scale"):
-        flashinfer_gpu.require(q_TNH, pages, soft_cap=None, sinks_N=None, value_dim=None)
+        flashinfer.require(q_TNH, pages, soft_cap=None, sinks_N=None, value_dim=None)
     qkv_TGH = jnp.zeros((2, 12, 64), jnp.bfloat16)
     assert heads_gpu.refusals(qkv_TGH, Heads(8, 2), pages) == ["pages are int4, whose codes the kernel does not write"]
 

@@ -7,8 +7,9 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from quire.ops import attention, delta_net, kernel_trial
-from quire.ops.delta_net import mosaic_gpu, trial
+from quire.ops import delta_net
+from quire.ops.delta_net import accuracy, hopper
+from quire.ops.gpu import self_test
 from quire.ops.state_rows import StateRows
 from quire.tests.support import kernels_ahead
 
@@ -25,7 +26,7 @@ KINDS = {
 
 def run(arrays, rows, corrects: bool):
     def step(arrays, rows):
-        return mosaic_gpu.delta_rule(*arrays, rows, corrects, interpret=InterpretGPUParams(detect_races=True))
+        return hopper.delta_rule(*arrays, rows, corrects, interpret=InterpretGPUParams(detect_races=True))
 
     found = jax.jit(step)(arrays, rows)
     assert not gpu_callbacks.get_races().races_found
@@ -36,16 +37,16 @@ def run(arrays, rows, corrects: bool):
 def test_against_float64(name):
     """Sequences that begin and that go on, kept after any of their rows; more rows than are copied ahead."""
     kind = KINDS[name]
-    case = trial.DeltaCase(kind, (1, 6, 3, 1, 2))
+    case = accuracy.DeltaCase(kind, (1, 6, 3, 1, 2))
     _, (*arrays, rows), wanted = case.build(3)
     found = run(arrays, rows, kind["corrects"])
-    np.testing.assert_allclose(trial.of_rows(*found), wanted, rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(accuracy.of_rows(*found), wanted, rtol=1e-6, atol=1e-5)
 
 
 def test_a_row_has_the_same_bits_however_its_sequence_is_cut():
     """At once; and in pieces beside others, with rows that are computed in vain and padding."""
     kind, length, slots = KINDS["Qwen3-Next"] | {"keys": 32}, 6, 3
-    _, (*arrays, memory, rows), _ = trial.DeltaCase(kind, (length, 2)).build(1)
+    _, (*arrays, memory, rows), _ = accuracy.DeltaCase(kind, (length, 2)).build(1)
     begins = jnp.array([True, False])
     whole, after = run([*arrays, memory], StateRows(rows.starts_B1, rows.slots_B, begins, jnp.array([length, 2])), True)
     slot, at = int(rows.slots_B[0]), 0
@@ -73,31 +74,31 @@ def spoil_a_memory(out, memory):
 @pytest.mark.parametrize("spoil", [None, spoil_a_row, spoil_a_memory])
 def test_a_trial(spoil, monkeypatch):
     """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right from another."""
-    real = trial.delta_rule
-    monkeypatch.setattr(trial, "delta_rule", lambda *given: real(*given) if spoil is None else spoil(*real(*given)))
-    case = trial.DeltaCase(KINDS["linear attention"], (2, 1), InterpretGPUParams())
-    found = kernel_trial.measure(case, 0, repeats=2)
+    real = accuracy.delta_rule
+    monkeypatch.setattr(accuracy, "delta_rule", lambda *given: real(*given) if spoil is None else spoil(*real(*given)))
+    case = accuracy.DeltaCase(KINDS["linear attention"], (2, 1), InterpretGPUParams())
+    found = self_test.measure(case, 0, repeats=2)
     assert (found.wrong is not None) == (spoil is not None)
 
 
 def test_all_reasons_are_said():
-    _, (*arrays, rows), _ = trial.DeltaCase(KINDS["linear attention"], (1,)).build(0)
+    _, (*arrays, rows), _ = accuracy.DeltaCase(KINDS["linear attention"], (1,)).build(0)
     narrow = [arrays[0][..., :6], arrays[1], arrays[2][..., :32].astype(jnp.bfloat16), *arrays[3:]]
     with pytest.raises(
         NotImplementedError, match="not bfloat16, and a value must have 64 or 128 numbers, not 32, .* 6"
     ):
-        mosaic_gpu.delta_rule(*narrow, rows, True, interpret=True)
+        hopper.delta_rule(*narrow, rows, True, interpret=True)
     alone = [*arrays[:2], arrays[2][..., :64], *arrays[3:]]
     with pytest.raises(NotImplementedError, match="2 heads of 64 numbers side by side must share a key"):
-        mosaic_gpu.delta_rule(*alone, rows, True, interpret=True)
+        hopper.delta_rule(*alone, rows, True, interpret=True)
     with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
         delta_net.delta_rule(*arrays, rows, implementation="mosaic_gpu")
 
 
 def test_lowers_for_cuda_as_one_kernel_that_changes_memories_in_place(monkeypatch):
-    monkeypatch.setattr(attention.mosaic_gpu, "has_gpu", lambda: True)
+    monkeypatch.setattr(hopper.device, "is_hopper", lambda: True)
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
-    _, (*arrays, rows), _ = trial.DeltaCase(KINDS["Qwen3-Next"], (1, 1)).build(0)
+    _, (*arrays, rows), _ = accuracy.DeltaCase(KINDS["Qwen3-Next"], (1, 1)).build(0)
     traced = jax.jit(lambda arrays, rows: delta_net.delta_rule(*arrays, rows)).trace(arrays, rows)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 1 and "stablehlo.while" not in text
@@ -114,9 +115,9 @@ PRODUCTION = {name: KINDS[name] for name in ("Qwen3-Next", "Kimi Linear")} | {
 def step_of(name: str):
     """(a step of the kernel, the shapes of its arguments)."""
     kind = PRODUCTION[name]
-    _, (*arrays, rows), _ = trial.DeltaCase(kind, (1, 1)).build(0)
+    _, (*arrays, rows), _ = accuracy.DeltaCase(kind, (1, 1)).build(0)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (arrays, rows))
-    return jax.jit(lambda arrays, rows: mosaic_gpu.delta_rule(*arrays, rows, kind["corrects"])), shapes
+    return jax.jit(lambda arrays, rows: hopper.delta_rule(*arrays, rows, kind["corrects"])), shapes
 
 
 @pytest.fixture(scope="module")

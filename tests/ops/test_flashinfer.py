@@ -19,13 +19,14 @@ import pytest
 
 from quire import LLM
 from quire.model.config import ModelError
-from quire.ops import attention, kernel_trial
-from quire.ops.attention import KVPages, QueryRows, accuracy_trial, flashinfer_gpu, mosaic_gpu, native, triton_gpu
-from quire.ops.attention.accuracy_trial import AttentionCase, Trial, arrays, attend
-from quire.ops.attention.flashinfer import library
-from quire.ops.attention.flashinfer.plan import PlanShape, make_plan
+from quire.ops import attention
+from quire.ops.attention import KVPages, QueryRows, accuracy, cpu, flashinfer, triton
+from quire.ops.attention.accuracy import AttentionCase, Trial, arrays, attend
+from quire.ops.attention.flashinfer_kernel import library
+from quire.ops.attention.flashinfer_kernel.plan import PlanShape, make_plan
+from quire.ops.gpu import device, self_test
+from quire.ops.gpu.self_test import Found, measure
 from quire.ops.implementations import NoImplementation, variance
-from quire.ops.kernel_trial import Found, measure
 from quire.serving.api.params import SamplingParams
 from quire.tests.support import flashinfer_kernel
 from quire.tests.support.attention_cases import LONGEST, Sequence, Shape, build, check, ragged, run
@@ -37,10 +38,10 @@ PROCESSORS = 108
 @pytest.fixture(autouse=True)
 def card(monkeypatch, tmp_path):
     """A machine with an A100, to believe what it says."""
-    monkeypatch.setattr(mosaic_gpu, "is_gpu", lambda: True)
-    monkeypatch.setattr(mosaic_gpu, "has_gpu", lambda: False)
-    monkeypatch.setattr(mosaic_gpu, "capability", lambda: "8.0")
-    monkeypatch.setattr(mosaic_gpu, "num_processors", lambda: PROCESSORS)
+    monkeypatch.setattr(device, "is_gpu", lambda: True)
+    monkeypatch.setattr(device, "is_hopper", lambda: False)
+    monkeypatch.setattr(device, "capability", lambda: "8.0")
+    monkeypatch.setattr(device, "num_processors", lambda: PROCESSORS)
     monkeypatch.setattr(library, "built", lambda kernel: ("", None))
     monkeypatch.setattr(library, "missing", lambda: None)
     # XLA keeps a function for each name as long as the process lives: so each name has this one.
@@ -54,8 +55,8 @@ def card(monkeypatch, tmp_path):
 
 
 def another_process() -> None:
-    kernel_trial.verdict.cache_clear()
-    kernel_trial.warn_once.cache_clear()
+    self_test.verdict.cache_clear()
+    self_test.warn_once.cache_clear()
     jax.clear_caches()
 
 
@@ -63,8 +64,8 @@ def another_process() -> None:
 def kernel(monkeypatch):
     """The function of numpy is called, on the CPU; it serves float32 and small heads besides."""
     pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed: pip install -e '.[test]'")
-    monkeypatch.setattr(flashinfer_gpu, "DTYPES", ("float32", "bfloat16", "float16"))
-    monkeypatch.setattr(flashinfer_gpu, "WIDTHS", (16, 32, 64, 128, 256))
+    monkeypatch.setattr(flashinfer, "DTYPES", ("float32", "bfloat16", "float16"))
+    monkeypatch.setattr(flashinfer, "WIDTHS", (16, 32, 64, 128, 256))
 
 
 SHAPES = {
@@ -103,7 +104,7 @@ def test_it_is_attention(kernel, name):
 @pytest.mark.parametrize("processors", [1, 8, 500])
 @pytest.mark.slow
 def test_contexts_are_cut_for_any_number_of_processors(kernel, monkeypatch, processors):
-    monkeypatch.setattr(mosaic_gpu, "num_processors", lambda: processors)
+    monkeypatch.setattr(device, "num_processors", lambda: processors)
     rng = np.random.default_rng(processors)
     for shape in (Shape(S=8, T=3, B=3), Shape(S=8, T=40, B=3, window=150)):
         sequences = [Sequence(1, LONGEST - 1, 1), Sequence(2, 3, 1), Sequence(3, 130, 1)]
@@ -216,11 +217,11 @@ def test_its_trials_find_it_right_and_find_a_fault(kernel, monkeypatch, processo
     most = {"sequences": 6, "length": 400, "layers": 2}
     small = [
         dataclasses.replace(trial, **{name: min(getattr(trial, name), bound) for name, bound in most.items()})
-        for trial in flashinfer_gpu.trials(kind)
+        for trial in flashinfer.trials(kind)
     ]
-    monkeypatch.setattr(mosaic_gpu, "num_processors", lambda: processors)
+    monkeypatch.setattr(device, "num_processors", lambda: processors)
     for trial in small:
-        found = measure(AttentionCase(trial, flashinfer_gpu.attend), 0, repeats=2)
+        found = measure(AttentionCase(trial, flashinfer.attend), 0, repeats=2)
         assert found.wrong is None, (trial, found)
 
     right = flashinfer_kernel.paged_run
@@ -229,7 +230,7 @@ def test_its_trials_find_it_right_and_find_a_fault(kernel, monkeypatch, processo
         right(*given[:14], given[14] - 8, *given[15:])
 
     monkeypatch.setattr(flashinfer_kernel, "paged_run", forgets)
-    assert measure(AttentionCase(small[0], flashinfer_gpu.attend), 0, repeats=1).wrong
+    assert measure(AttentionCase(small[0], flashinfer.attend), 0, repeats=1).wrong
 
 
 def lowered(trial: Trial) -> str:
@@ -283,16 +284,16 @@ def test_pages_of_pairs_are_declined():
     both_PSKYH = jnp.stack([pages.k_PSKH, pages.v_PSKH], axis=3)
     paired = KVPages(kv_PSYH=both_PSKYH.reshape(*both_PSKYH.shape[:2], -1, 128))
     with pytest.raises(NotImplementedError, match="arrays of their own"):
-        flashinfer_gpu.require(q, paired, soft_cap=None, sinks_N=None, value_dim=None)
+        flashinfer.require(q, paired, soft_cap=None, sinks_N=None, value_dim=None)
 
 
 @pytest.mark.parametrize(("capability", "serves"), [
     ("7.5", False), ("8.0", True), ("8.9", True), ("10.0", True), ("12.0", True), ("gfx942", False),
 ])  # fmt: skip
 def test_the_cards_that_it_is_for(monkeypatch, capability, serves):
-    monkeypatch.setattr(mosaic_gpu, "capability", lambda: capability)
-    assert (mosaic_gpu.before_ampere() is None) == serves
-    assert serves or capability in mosaic_gpu.before_ampere()
+    monkeypatch.setattr(device, "capability", lambda: capability)
+    assert (device.no_ampere_reason() is None) == serves
+    assert serves or capability in device.no_ampere_reason()
 
 
 def test_without_the_extra_the_reason_names_the_remedy(monkeypatch, caplog):
@@ -323,12 +324,10 @@ def test_what_cannot_be_built_is_left_to_xla(monkeypatch, caplog):
     monkeypatch.setattr(library, "built", lambda kernel: ("", f"nvcc: no {kernel.capability}"))
     trial = Trial("", 2, 30, heads=4, kv_heads=2, width=64)
     inputs = arrays(trial, 1)
-    for other in (native, triton_gpu):
+    for other in (cpu, triton):
         monkeypatch.setattr(other, "paged_attention", declines)
     out = jax.jit(partial(attend, trial, attention.paged_attention))(*inputs)
-    np.testing.assert_allclose(
-        np.asarray(out, np.float64), accuracy_trial.reference(trial, *inputs), rtol=2e-2, atol=1e-2
-    )
+    np.testing.assert_allclose(np.asarray(out, np.float64), accuracy.reference(trial, *inputs), rtol=2e-2, atol=1e-2)
     assert "attention by FlashInfer: its kernel is not in use on this GPU" in caplog.text
     assert "nvcc: no 8.0" in caplog.text
 
@@ -372,12 +371,12 @@ def test_it_is_tried_before_it_serves(monkeypatch):
         tried.append((module, json.loads(kind)))
         return {"decoding": Found(0.5, 0.5, 0, 6e-3)}
 
-    monkeypatch.setattr(kernel_trial, "test", test)
+    monkeypatch.setattr(self_test, "test", test)
     monkeypatch.delenv("QUIRE_MOSAIC")
     with pytest.raises(NoImplementation, match="it is wrong on this GPU: decoding by 5.0e-01"):
         lowered(Trial("", 2, 30, window=20))
     assert tried == [
-        ("quire.ops.attention.flashinfer_gpu",
+        ("quire.ops.attention.flashinfer",
          {"heads": 32, "kv_heads": 8, "width": 128, "window": 20, "soft_cap": None, "sinks": False, "page": 16,
           "dtype": "bfloat16"}),
     ]  # fmt: skip
@@ -392,7 +391,7 @@ def test_its_bits_vary_and_a_program_says_so(kernel):
     trial = Trial("", 2, 30, heads=4, kv_heads=2, width=64, dtype="float16")
     step = partial(attend, trial, partial(attention.paged_attention, implementation="flashinfer"))
     traced = jax.jit(step).trace(*arrays(trial, 1))
-    assert variance(traced.jaxpr.jaxpr) == {flashinfer_gpu.varies()}
+    assert variance(traced.jaxpr.jaxpr) == {flashinfer.varies()}
 
 
 @pytest.mark.slow
@@ -415,7 +414,7 @@ def test_an_engine_gives_the_same_tokens(kernel, monkeypatch):
         right(*given)
 
     monkeypatch.setattr(flashinfer_kernel, "paged_run", counted)
-    monkeypatch.setattr(attention, "IMPLEMENTATIONS", {"flashinfer": ".flashinfer_gpu"})
+    monkeypatch.setattr(attention, "IMPLEMENTATIONS", {"flashinfer": ".flashinfer"})
     assert answers() == wanted and len(calls) > 20
     another_process()
     with pytest.raises(ModelError, match="require_invariance is set, and here .*: attention by FlashInfer cuts"):

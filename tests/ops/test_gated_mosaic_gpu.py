@@ -17,13 +17,14 @@ import pytest
 from jax._src import distributed
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from quire.ops import attention, kernel_trial
-from quire.ops.attention import accuracy_trial, mosaic_gpu, native, xla
-from quire.ops.attention import gated_mosaic_gpu as gate
-from quire.ops.attention.accuracy_trial import AttentionCase, Trial, arrays, attend, measure_attention
-from quire.ops.attention.mosaic import task
-from quire.ops.attention.mosaic.paged import plan, shape_of
-from quire.ops.kernel_trial import Found, InLayers, measure
+from quire.ops import attention
+from quire.ops.attention import accuracy, cpu, xla
+from quire.ops.attention import hopper as gate
+from quire.ops.attention.accuracy import AttentionCase, Trial, arrays, attend, measure_attention
+from quire.ops.attention.hopper_kernel import task
+from quire.ops.attention.hopper_kernel.paged import plan, shape_of
+from quire.ops.gpu import device, self_test
+from quire.ops.gpu.self_test import Found, InLayers, measure
 from quire.tests.support.attention_plan import tasks_of
 
 CASE = Trial("", 2, 30, heads=4, kv_heads=2, width=64)
@@ -41,9 +42,9 @@ def card(monkeypatch, tmp_path):
     def is_not_there(*_, **__):
         raise NotImplementedError("there is another")
 
-    monkeypatch.setattr(mosaic_gpu, "has_gpu", lambda: True)
-    monkeypatch.setattr(mosaic_gpu, "paged_attention", ones)
-    monkeypatch.setattr(native, "paged_attention", is_not_there)
+    monkeypatch.setattr(device, "is_hopper", lambda: True)
+    monkeypatch.setattr(gate, "attend", ones)
+    monkeypatch.setattr(cpu, "paged_attention", is_not_there)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("QUIRE_MOSAIC", raising=False)
     another_process()
@@ -52,8 +53,8 @@ def card(monkeypatch, tmp_path):
 
 
 def another_process() -> None:
-    kernel_trial.verdict.cache_clear()
-    kernel_trial.warn_once.cache_clear()
+    self_test.verdict.cache_clear()
+    self_test.warn_once.cache_clear()
     jax.clear_caches()
 
 
@@ -62,10 +63,10 @@ class Tried:
 
     def __init__(self, monkeypatch, found):
         self.kinds, self.found = [], found
-        monkeypatch.setattr(kernel_trial, "test", self)
+        monkeypatch.setattr(self_test, "test", self)
 
     def __call__(self, module: str, kind: str):
-        assert module == "quire.ops.attention.gated_mosaic_gpu"
+        assert module == "quire.ops.attention.hopper"
         self.kinds.append(json.loads(kind))
         if isinstance(self.found, Exception):
             raise self.found
@@ -77,7 +78,7 @@ def serves(case: Trial = CASE) -> str:
     out = np.asarray(jax.jit(partial(attend, case, attention.paged_attention))(*inputs), np.float32)
     if (out == 1).all():
         return "the kernel"
-    np.testing.assert_allclose(out, accuracy_trial.reference(case, *inputs), rtol=2e-2, atol=1e-2)
+    np.testing.assert_allclose(out, accuracy.reference(case, *inputs), rtol=2e-2, atol=1e-2)
     return "XLA"
 
 
@@ -118,13 +119,13 @@ def test_it_is_tried_again(card, monkeypatch, tmp_path, what):
     """Where anything is not what it was."""
     tried = Tried(monkeypatch, RIGHT)
     serves()
-    before = kernel_trial.card()
+    before = self_test.card()
     other = tmp_path / "tile.py"
     other.write_text("# another")
     if what == "card":
-        monkeypatch.setattr(kernel_trial, "card", lambda: before | {"device": "NVIDIA H300"})
+        monkeypatch.setattr(self_test, "card", lambda: before | {"device": "NVIDIA H300"})
     elif what == "driver":
-        monkeypatch.setattr(kernel_trial, "driver", lambda: "999.0")
+        monkeypatch.setattr(self_test, "driver", lambda: "999.0")
     else:
         more = dataclasses.replace(gate.KERNEL, sources=(*gate.SOURCES, other))
         monkeypatch.setattr(gate, "KERNEL", more)
@@ -143,7 +144,7 @@ def test_it_is_tried_again(card, monkeypatch, tmp_path, what):
             "b in having other bits in 7 of 50 runs",
         ),
         (
-            kernel_trial.TrialFailed("it took longer than 240 s"),
+            self_test.TrialFailed("it took longer than 240 s"),
             "its trial on this GPU failed: it took longer than 240 s",
         ),
         (OSError("no room"), "it could not be tried: no room"),
@@ -169,7 +170,7 @@ def test_what_the_kernel_cannot_do_is_not_tried(card, monkeypatch, caplog):
 
 
 def test_the_wish(card, monkeypatch, caplog):
-    tried = Tried(monkeypatch, kernel_trial.TrialFailed("no"))
+    tried = Tried(monkeypatch, self_test.TrialFailed("no"))
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
     assert serves() == "the kernel"
     for wish, says in (("off", "QUIRE_MOSAIC is off"), ("of", "QUIRE_MOSAIC is 'of', and can be off or trusted")):
@@ -193,14 +194,14 @@ def test_the_process_that_tries(card, monkeypatch, tmp_path, caplog):
     """Really another one. It finds no card, where this one pretends; or it hangs; or it dies."""
     assert serves() == "XLA"
     assert "its trial on this GPU failed: it ended with status 1: NotImplementedError: there is no" in caplog.text
-    monkeypatch.setattr(kernel_trial, "SECONDS", 0.3)
+    monkeypatch.setattr(self_test, "SECONDS", 0.3)
     another_process()
     assert serves() == "XLA" and "it took longer than 0.3 s" in caplog.text
     dies = tmp_path / "python"
     dies.write_text("#!/bin/sh\nkill -SEGV $$\n")
     dies.chmod(dies.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sys, "executable", str(dies))
-    monkeypatch.setattr(kernel_trial, "SECONDS", 20)
+    monkeypatch.setattr(self_test, "SECONDS", 20)
     another_process()
     assert serves() == "XLA" and "it ended with status -11: it said nothing" in caplog.text
 
@@ -216,10 +217,10 @@ def test_it_gets_memory_and_modules(card, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(says))
     monkeypatch.setattr(sys, "path", ["", "/one", "/two"])
     path = f"{os.getcwd()}{os.pathsep}/one{os.pathsep}/two"
-    assert kernel_trial.test("a.module", "{}") == dict.fromkeys(("false", f"{path} a.module {{}}"), Found(1, 2, 3, 4))
+    assert self_test.test("a.module", "{}") == dict.fromkeys(("false", f"{path} a.module {{}}"), Found(1, 2, 3, 4))
     says.write_text("#!/bin/sh\necho goodbye\n")
-    with pytest.raises(kernel_trial.TrialFailed, match="it said 'goodbye"):
-        kernel_trial.test("a.module", "{}")
+    with pytest.raises(self_test.TrialFailed, match="it said 'goodbye"):
+        self_test.test("a.module", "{}")
 
 
 @pytest.mark.nightly
@@ -227,7 +228,7 @@ def test_it_gets_memory_and_modules(card, monkeypatch, tmp_path):
 def test_a_trial(interpreted_once, monkeypatch, capsys, spoilt):
     """What the other process does, at small sizes in the interpreter: it tells a kernel that is right from another."""
     monkeypatch.setattr(task, "SPAN", 64)
-    real = partial(mosaic_gpu.paged_attention, interpret=InterpretGPUParams())
+    real = partial(gate.attend, interpret=InterpretGPUParams())
     kind = {"heads": 4, "kv_heads": 1, "width": 64, "sinks": True}
 
     def kernel(*given, scale, **options):
@@ -243,11 +244,11 @@ def test_a_trial(interpreted_once, monkeypatch, capsys, spoilt):
     assert {t.rows == 1 for t in gate.trials(kind)} == {True, False}
     assert max(t.length for t in gate.trials(kind)) > 2 * 4096 and max(t.layers for t in gate.trials(kind)) > 4
     monkeypatch.setattr(gate, "trials", sizes)
-    monkeypatch.setattr(kernel_trial, "REPEATS", 1)
-    monkeypatch.setattr(mosaic_gpu, "paged_attention", kernel)
+    monkeypatch.setattr(self_test, "REPEATS", 1)
+    monkeypatch.setattr(gate, "attend", kernel)
     monkeypatch.setattr(sys, "argv", ["tries", gate.__name__, json.dumps(kind)])
     jax.clear_caches()
-    kernel_trial.main()
+    self_test.main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(found) == {"decoding over spans", "a chunk"}
     assert [Found(**each).wrong is None for each in found.values()] == [not spoilt] * 2, found
@@ -289,10 +290,10 @@ def test_a_case_in_layers():
 
 
 def test_a_pass_is_one_of_a_kind_of_graphs(monkeypatch):
-    before = kernel_trial.digest(gate.KERNEL, "{}")
-    assert kernel_trial.digest(gate.KERNEL, "{}") == before
-    monkeypatch.setattr(kernel_trial.graphs, "compiler_options", lambda: {kernel_trial.graphs.OPTION: ""})
-    assert kernel_trial.digest(gate.KERNEL, "{}") != before
+    before = self_test.digest(gate.KERNEL, "{}")
+    assert self_test.digest(gate.KERNEL, "{}") == before
+    monkeypatch.setattr(self_test.graphs, "compiler_options", lambda: {self_test.graphs.OPTION: ""})
+    assert self_test.digest(gate.KERNEL, "{}") != before
 
 
 @pytest.mark.slow
@@ -359,22 +360,22 @@ def test_processes_agree(card, monkeypatch, caplog):
 
 @pytest.mark.parametrize(("capability", "served"), [("9.0", True), ("8.9", False), ("10.0", False), ("gfx942", False)])
 def test_it_is_for_hopper(monkeypatch, tmp_path, caplog, capability, served):
-    for ask in (mosaic_gpu.has_gpu, mosaic_gpu.is_gpu):
+    for ask in (device.is_hopper, device.is_gpu):
         ask.cache_clear()
-    monkeypatch.setattr(mosaic_gpu, "is_gpu", lambda: True)
-    monkeypatch.setattr(mosaic_gpu, "capability", lambda: capability)
+    monkeypatch.setattr(device, "is_gpu", lambda: True)
+    monkeypatch.setattr(device, "capability", lambda: capability)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tried = Tried(monkeypatch, RIGHT)
     another_process()
     q, pages, rows, _ = jax.eval_shape(lambda: arrays(CASE, 0))
     options = CASE.options
     if served:
-        assert mosaic_gpu.card_declines() is None
+        assert device.no_hopper_reason() is None
     else:
         with pytest.raises(NotImplementedError, match=f"9.x \\(Hopper\\), and this GPU's is {capability}"):
             gate.paged_attention(q, None, None, pages, rows, sinks_N=None, **options)
         assert f"this GPU's is {capability}" in caplog.text and not tried.kinds
-    mosaic_gpu.has_gpu.cache_clear()
+    device.is_hopper.cache_clear()
     another_process()
 
 

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from quire.ops import graphs
-from quire.ops.attention import gated_mosaic_gpu
-from quire.ops.delta_net import trial as delta_net
-from quire.ops.heads import trial as heads
-from quire.ops.product import trial as product
-from quire.ops.residual import trial as residual
-from quire.ops.rounding import trial as rounding
-from quire.ops.routing import trial as routing
+from quire.ops.attention import hopper
+from quire.ops.delta_net import accuracy as delta_net
+from quire.ops.gpu import graphs
+from quire.ops.heads import accuracy as heads
+from quire.ops.linear.gpu_kernel import accuracy as product
+from quire.ops.moe.routing import accuracy as routing
+from quire.ops.residual import accuracy as residual
+from quire.ops.rounding import accuracy as rounding
 from quire.tests.support import kernels_ahead
 from quire.tests.support.cases import thinned
 
@@ -82,7 +82,7 @@ EXPERTS = {
     "summands": 1, "kernel": "mosaic",
 }  # fmt: skip
 TRIALS = {
-    "attention": (gated_mosaic_gpu, {"heads": 32, "kv_heads": 8, "width": 128, "page": 16, "dtype": "bfloat16"}),
+    "attention": (hopper, {"heads": 32, "kv_heads": 8, "width": 128, "page": 16, "dtype": "bfloat16"}),
     "product": (product, EXPERTS),
     "heads": (heads, HEADS),
     "residual": (residual, NORM),

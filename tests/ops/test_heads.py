@@ -9,10 +9,11 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from quire.ops import attention, heads, kernel_trial
+from quire.ops import heads
 from quire.ops.attention import KVPages, QueryRows
 from quire.ops.attention.xla import append
-from quire.ops.heads import Heads, mosaic_gpu, trial
+from quire.ops.gpu import self_test
+from quire.ops.heads import Heads, accuracy, hopper
 from quire.ops.heads.xla import turn
 from quire.tests.support import kernels_ahead
 from quire.tests.support.cases import thinned
@@ -66,7 +67,7 @@ def rows_of(slots) -> QueryRows:
 
 def run(qkv_TGH, work, pages, rows):
     def step(qkv_TGH, pages, rows):
-        return mosaic_gpu.prepare(qkv_TGH, work, pages, rows, interpret=InterpretGPUParams(detect_races=True))
+        return hopper.prepare(qkv_TGH, work, pages, rows, interpret=InterpretGPUParams(detect_races=True))
 
     q_TNH, k, v, pages = jax.jit(step)(qkv_TGH, pages, rows)
     assert k is None and v is None
@@ -83,7 +84,7 @@ def test_kernel_leaves_shifted_keys_to_attention_where_they_become_codes():
     for name in ("plain", "int8"):
         qkv_TGH, work, pages = CASES[name].inputs()
         shifted = replace(work, k_shift_KH=jnp.ones((work.keys, qkv_TGH.shape[2])))
-        found = mosaic_gpu.refusals(qkv_TGH, shifted, pages)
+        found = hopper.refusals(qkv_TGH, shifted, pages)
         assert any("keys are shifted" in reason for reason in found) == (name == "int8")
 
 
@@ -106,7 +107,7 @@ def test_against_float64_and_xla(name):
     qkv_TGH, work, pages = case.inputs()
     live = len(SLOTS)
     q_TNH, after = run(qkv_TGH, work, pages, rows_of(SLOTS))
-    q, k, v = (x[:live] for x in trial.in_float64(qkv_TGH, work))
+    q, k, v = (x[:live] for x in accuracy.in_float64(qkv_TGH, work))
     size = np.abs(q).max((1, 2), keepdims=True)
     assert np.all(np.abs(numbers(q_TNH)[:live] - q) < 1e-2 * size)
     page_T, at_T = np.array(SLOTS) // S, np.array(SLOTS) % S
@@ -145,7 +146,7 @@ def test_all_reasons_are_said(monkeypatch):
     qkv_TGH, _, pages = CASES["plain"].inputs()
     work = Heads(4, 2, norm="all", v_norm=True)
     with pytest.raises(NotImplementedError, match=r"not float32, and .* without a norm, and .* over each head"):
-        mosaic_gpu.prepare(qkv_TGH.astype(jnp.float32), work, pages, rows_of(SLOTS), interpret=True)
+        hopper.prepare(qkv_TGH.astype(jnp.float32), work, pages, rows_of(SLOTS), interpret=True)
     with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
         heads.prepare(qkv_TGH, work, pages, rows_of(SLOTS), "mosaic_gpu")
 
@@ -167,16 +168,16 @@ def spoil_other_slots(q_TNH, pages):
 @pytest.mark.slow
 def test_a_trial(name, spoil, monkeypatch):
     """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right from another."""
-    real = trial.turn_and_append
+    real = accuracy.turn_and_append
 
     def kernel(*given):
         found = real(*given)
         return found if spoil is None else spoil(*found)
 
-    monkeypatch.setattr(trial, "turn_and_append", kernel)
-    kind = mosaic_gpu.kind(*CASES[name].inputs())
+    monkeypatch.setattr(accuracy, "turn_and_append", kernel)
+    kind = hopper.kind(*CASES[name].inputs())
     for paged, wrong in ((False, (spoil_queries, spoil_other_slots)), (True, (spoil_values, spoil_other_slots))):
-        found = kernel_trial.measure(trial.HeadsCase(kind, paged, 12, InterpretGPUParams()), 0, repeats=2)
+        found = self_test.measure(accuracy.HeadsCase(kind, paged, 12, InterpretGPUParams()), 0, repeats=2)
         assert (found.wrong is not None) == (spoil in wrong)
 
 
@@ -185,26 +186,26 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(monkeypatch, caplog, tmp_pat
 
     def test(module, kind):
         asked.append((module, kind))
-        return {"queries": kernel_trial.Found(0.5, 0.5, 0, 6e-3)}
+        return {"queries": self_test.Found(0.5, 0.5, 0, 6e-3)}
 
-    monkeypatch.setattr(attention.mosaic_gpu, "has_gpu", lambda: True)
-    monkeypatch.setattr(kernel_trial, "folder", lambda: tmp_path)
-    monkeypatch.setattr(kernel_trial, "test", test)
+    monkeypatch.setattr(hopper.device, "is_hopper", lambda: True)
+    monkeypatch.setattr(self_test, "folder", lambda: tmp_path)
+    monkeypatch.setattr(self_test, "test", test)
     monkeypatch.delenv("QUIRE_MOSAIC", raising=False)
-    kernel_trial.verdict.cache_clear()
-    kernel_trial.warn_once.cache_clear()
+    self_test.verdict.cache_clear()
+    self_test.warn_once.cache_clear()
     qkv_TGH, work, pages = CASES["plain"].inputs()
     for _ in range(2):
         q_TNH, k_TKH, _, _ = heads.prepare(qkv_TGH, work, pages, rows_of(SLOTS))
         assert k_TKH is not None
-    assert [module for module, _ in asked] == ["quire.ops.heads.trial"]
+    assert [module for module, _ in asked] == ["quire.ops.heads.accuracy"]
     assert caplog.text.count("it is wrong on this GPU: queries by 5.0e-01, where 6e-03 is allowed") == 1
-    kernel_trial.verdict.cache_clear()
+    self_test.verdict.cache_clear()
 
 
 def test_lowers_for_cuda_in_place(monkeypatch):
     """One kernel, whose pages are those that it was given."""
-    monkeypatch.setattr(attention.mosaic_gpu, "has_gpu", lambda: True)
+    monkeypatch.setattr(hopper.device, "is_hopper", lambda: True)
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
     qkv_TGH, work, pages = CASES["int8"].inputs()
 
@@ -239,7 +240,7 @@ def step_of(name: str):
 
     def step(qkv_TGH, cos_sin, q_scale, k_scale, pages, rows):
         own = replace(work, cos_sin=cos_sin, q_scale=q_scale, k_scale=k_scale)
-        return mosaic_gpu.prepare(qkv_TGH, own, pages, rows)
+        return hopper.prepare(qkv_TGH, own, pages, rows)
 
     return jax.jit(step, donate_argnums=4), shapes
 

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from quire.ops import adapter, attention, delta_net, heads, linear, residual, rounding, routing, sampling
+from quire.ops import adapter, attention, delta_net, heads, linear, residual, rounding, sampling
 from quire.ops.implementations import NoImplementation, choose, variance
+from quire.ops.moe import routing
 from quire.ops.norm import rms_norm
 
 TABLE = {"first": ".linear", "second": ".moe"}

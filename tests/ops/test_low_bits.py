@@ -13,7 +13,7 @@ from scipy.linalg import hadamard as matrix_of_signs
 
 from quire.ops import native, quant
 from quire.ops.linear import einsum
-from quire.ops.native.pack import pack
+from quire.ops.linear.cpu_layout import pack
 from quire.ops.quant import clusters, e8p
 from quire.ops.quant.compressed import join_codes, split_words
 from quire.ops.quant.hadamard import restored, rotated, signs

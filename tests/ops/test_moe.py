@@ -8,9 +8,9 @@ import pytest
 from quire.model import decoder
 from quire.model.config import ModelError, Moe, check_moe
 from quire.model.weights import MoeWeights
-from quire.ops.moe import BLOCK, mix_experts
-from quire.ops.routing import Rule, route
-from quire.ops.routing.xla import limit_groups
+from quire.ops.moe.routing import Rule, route
+from quire.ops.moe.routing.xla import limit_groups
+from quire.ops.moe.xla import BLOCK, mix_experts
 
 D, F, E, X = 24, 20, 6, 3
 

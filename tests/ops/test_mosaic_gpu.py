@@ -10,14 +10,15 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.jaxpr_interpret import JaxprInterpreter
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from quire.ops.attention import KVPages, QueryRows, mosaic_gpu
-from quire.ops.attention.mosaic import merge, paged, task
+from quire.ops.attention import KVPages, QueryRows, hopper
+from quire.ops.attention.hopper_kernel import merge, paged, task
+from quire.ops.gpu import device
 from quire.tests.support import copies, kernels_ahead
 from quire.tests.support.attention_cases import Sequence, Shape, build, check, run
 from quire.tests.support.cases import thinned
 
 pytestmark = pytest.mark.usefixtures("interpreted_once")
-attend = partial(mosaic_gpu.paged_attention, interpret=InterpretGPUParams(detect_races=True))
+attend = partial(hopper.attend, interpret=InterpretGPUParams(detect_races=True))
 CLOSE = {"rtol": 2e-2, "atol": 1e-2}  # weights are rounded to bfloat16 before they meet the values
 
 DECODE = [Sequence(1, 100, 1), Sequence(2, 3, 1), Sequence(3, 63, 1), Sequence(4, 0, 1), Sequence(5, 191, 1)]
@@ -190,7 +191,7 @@ def step_of(name: str):
     sinks = array(K * shape.G, dtype=jnp.float32) if shape.sinks else None
 
     def step(q, k, v, pages, rows, sinks):
-        return mosaic_gpu.paged_attention(q, k, v, pages, rows, sinks_N=sinks, **shape.options)
+        return hopper.attend(q, k, v, pages, rows, sinks_N=sinks, **shape.options)
 
     return jax.jit(step), (array(T, K * shape.G, H), new, None if shape.value_dim else new, pages, rows, sinks)
 
@@ -199,8 +200,8 @@ def step_of(name: str):
 @pytest.mark.slow
 def test_lowers_for_cuda(name, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(mosaic_gpu, "has_gpu", lambda: True)
-    monkeypatch.setattr(mosaic_gpu, "num_processors", lambda: 132)
+    monkeypatch.setattr(device, "is_hopper", lambda: True)
+    monkeypatch.setattr(device, "num_processors", lambda: 132)
     step, arguments = step_of(name)
     assert "mosaic_gpu" in step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from quire.ops.attention import KVPages, QueryRows
-from quire.ops.attention.mosaic import task
-from quire.ops.attention.mosaic.paged import A_TASK, plan, shape_of, span_blocks
-from quire.ops.attention.mosaic.task import CutContext, KernelShape, Share, saved_rows
+from quire.ops.attention.hopper_kernel import task
+from quire.ops.attention.hopper_kernel.paged import A_TASK, plan, shape_of, span_blocks
+from quire.ops.attention.hopper_kernel.task import CutContext, KernelShape, Share, saved_rows
 from quire.tests.support.attention_plan import contexts_of, tasks_of
 from quire.tests.support.cases import cases
 

@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from quire.ops import attention
-from quire.ops.attention import KVPages, QueryRows, mosaic_tpu
+from quire.ops.attention import KVPages, QueryRows, tpu
 from quire.scripts import collect_env
 from quire.tests.support.attention_cases import Sequence, Shape, build, check, run
 from quire.tests.support.cases import thinned
@@ -74,8 +74,8 @@ def interpreter(monkeypatch):
     wait = kernel.MultiPageAsyncCopyDescriptor.wait
     monkeypatch.setattr(kernel.MultiPageAsyncCopyDescriptor, "wait", lambda copy: Block(wait(copy)[...]))
     monkeypatch.setattr(pltpu, "store", store)
-    monkeypatch.setattr(mosaic_tpu, "has_tpu", lambda: True)
-    monkeypatch.setattr(mosaic_tpu, "BLOCK", 64)
+    monkeypatch.setattr(tpu, "has_tpu", lambda: True)
+    monkeypatch.setattr(tpu, "BLOCK", 64)
     jax.clear_caches()
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
         yield
@@ -88,14 +88,14 @@ def interpreter(monkeypatch):
 def test_against_float64(name, interpreter):
     """Each row is right, and no access races with another."""
     shape, sequences = CASES[name]
-    check(shape, sequences, np.random.default_rng(0), mosaic_tpu.paged_attention, CLOSE)
+    check(shape, sequences, np.random.default_rng(0), tpu.paged_attention, CLOSE)
     assert not interpret_pallas_call.races.races_found
 
 
 def rows_of(shape: Shape, sequences: list[Sequence]) -> list[bytes]:
     """The bits of each sequence's rows."""
     case = build(shape, sequences, np.random.default_rng(len(sequences)))
-    out, _ = run(shape, case, mosaic_tpu.paged_attention)
+    out, _ = run(shape, case, tpu.paged_attention)
     assert not out[case.places[-1].stop :].any()
     return [out[place].tobytes() for place in case.places]
 
@@ -125,7 +125,7 @@ def test_sequences_without_rows(interpreter):
     ]
     assert rows_of(shape, [none]) == [b""]
     empty = build(shape, [none], np.random.default_rng(0)).rows
-    lengths_B, _, starts_B1, count_1 = mosaic_tpu.describe(empty, shape.S, None, 12)
+    lengths_B, _, starts_B1, count_1 = tpu.describe(empty, shape.S, None, 12)
     assert (int(lengths_B[0]), int(starts_B1[1]), count_1.tolist()) == (1, 1, [1]), "what was fetched is waited for"
 
 
@@ -147,13 +147,13 @@ def test_what_it_declines(name, monkeypatch):
     shape, reason = REFUSED[name]
     with pytest.raises(NotImplementedError, match="there is no TPU"):
         trace(shape, 192)
-    monkeypatch.setattr(mosaic_tpu, "has_tpu", lambda: True)
+    monkeypatch.setattr(tpu, "has_tpu", lambda: True)
     with pytest.raises(NotImplementedError, match=reason):
         trace(shape, 192)
 
 
 def test_what_serves_on_a_tpu(monkeypatch):
-    monkeypatch.setattr(mosaic_tpu, "has_tpu", lambda: True)
+    monkeypatch.setattr(tpu, "has_tpu", lambda: True)
     monkeypatch.setattr(attention, "pairs", lambda dtype: True)
     monkeypatch.setenv("QUIRE_NATIVE", "off")
     said = dict(collect_env.attention())
@@ -193,7 +193,7 @@ def trace(shape: Shape, length: int, sharding=None):
     sinks = array(K * shape.G, dtype=jnp.float32) if shape.sinks else None
 
     def step(q, k, v, pages, rows, sinks):
-        return mosaic_tpu.paged_attention(q, k, v, pages, rows, sinks_N=sinks, **shape.options)
+        return tpu.paged_attention(q, k, v, pages, rows, sinks_N=sinks, **shape.options)
 
     return jax.jit(step, donate_argnums=3).trace(array(T, K * shape.G, H), new, new, pages, rows, sinks)
 
@@ -205,7 +205,7 @@ def on(kind: str):
 
 @pytest.mark.parametrize("name", thinned(PRODUCTION, ["Llama-3-8B, decoding", "Gemma-3-27B, a chunk", "MHA"]))
 def test_lowers_for_tpus(name, monkeypatch):
-    monkeypatch.setattr(mosaic_tpu, "has_tpu", lambda: True)
+    monkeypatch.setattr(tpu, "has_tpu", lambda: True)
     with on("TPU v5e"):
         lowered = trace(*PRODUCTION[name]).lower(lowering_platforms=("tpu",))
     assert "tpu_custom_call" in lowered.as_text()
@@ -219,7 +219,7 @@ def test_lowers_for_tpus(name, monkeypatch):
 def test_compiles_for_tpus(name, chip, monkeypatch):
     """It fits, and the cache is written where it is: nothing of its size is allocated."""
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # do not look for the machine's description in a cloud
-    monkeypatch.setattr(mosaic_tpu, "has_tpu", lambda: True)
+    monkeypatch.setattr(tpu, "has_tpu", lambda: True)
     device, (shape, length) = topologies.get_topology_desc(chip, "tpu").devices[0], PRODUCTION[name]
     with on(device.device_kind):
         used = trace(shape, length, SingleDeviceSharding(device)).lower().compile().memory_analysis()

@@ -7,7 +7,7 @@ import pytest
 
 from quire.model.checkpoint import loader
 from quire.ops import native
-from quire.ops.native.linear import Many
+from quire.ops.linear.cpu import Many
 from quire.ops.quant import packed
 from quire.ops.quant.mxfp4 import Mxfp4, decode, tensors
 from quire.sharding.spec import ArraySpec, nbytes, random_arrays

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from quire.ops import native
 from quire.ops.attention import KVPages, QueryRows, xla
-from quire.ops.attention import native as attention
+from quire.ops.attention import cpu as attention
 from quire.ops.native import build
 from quire.tests.support import four_bits
 from quire.tests.support.cases import cases, thinned

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from quire.model.checkpoint.gguf_folder import KEPT
-from quire.ops import native, quant
-from quire.ops.native import build, kernel_names, model_kernels
-from quire.ops.native.pack import pack
+from quire.ops import model_kernels, native, quant
+from quire.ops.linear.cpu_layout import pack
+from quire.ops.native import build, kernel_names
 from quire.scripts import collect_env
 from quire.sharding.spec import ArraySpec
 

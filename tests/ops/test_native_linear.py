@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from quire.ops import native, quant
 from quire.ops.activation import glu
 from quire.ops.linear import einsum, gated, project
+from quire.ops.linear.cpu_layout import pack, tile
 from quire.ops.native import build
-from quire.ops.native.pack import pack, tile
 from quire.ops.quant import four_bits
 from quire.ops.quant.grouped import CODES
 from quire.ops.quant.mxfp4 import Mxfp4, decode

@@ -11,11 +11,15 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from quire.ops import kernel_trial, moe, routing
 from quire.ops import linear as products
-from quire.ops.attention import mosaic_gpu
-from quire.ops.moe import Experts
-from quire.ops.product import experts, gate, linear, prepare, shape, trial
+from quire.ops import moe
+from quire.ops.gpu import device, self_test
+from quire.ops.linear import gpu as linear
+from quire.ops.linear.gpu_kernel import accuracy, prepare, shape
+from quire.ops.linear.weight import RoundedRows
+from quire.ops.moe import Experts, routing
+from quire.ops.moe import gpu as experts
+from quire.ops.moe.routing.blocks import align, most_blocks
 from quire.ops.quant.fp8 import Fp8, as_floats
 from quire.ops.quant.int4 import Int4
 from quire.ops.quant.int8 import Int8, as_bytes
@@ -273,7 +277,7 @@ def test_gated_against_float64(activation):
     found = linear.weight_of(weight, INTERPRETED).gated("TD,DGF->TGF", x, activation)
     up = np.einsum("TD,DGF->TGF", exact(x), exact(weight))
     kind = {"clamp": None, "activation": activation}
-    np.testing.assert_allclose(exact(found), trial.combined(kind, up[:, 0], up[:, 1]), **CLOSE)
+    np.testing.assert_allclose(exact(found), accuracy.combined(kind, up[:, 0], up[:, 1]), **CLOSE)
     assert not gpu_callbacks.get_races().races_found
 
 
@@ -329,7 +333,7 @@ def mixed_slowly(x, weights, whose, mixture: Experts) -> np.ndarray:
         for weight, e in zip(exact(weights)[t], whose[t], strict=True):
             if e < E:
                 gate, right = np.einsum("d,dgf->gf", row, up[e]) + up_bias[e]
-                inner = trial.combined(kind, gate, right)
+                inner = accuracy.combined(kind, gate, right)
                 out[t] += weight * (inner @ down[e] + down_bias[e])
     return out
 
@@ -404,7 +408,7 @@ def in_mxfp4(rng, *axes: int) -> tuple[Mxfp4, np.ndarray]:
         rng.integers(120, 126, (E, K // 32, *out), np.uint8),
     )
     codes = codes_of(data.swapaxes(0, 1), K)
-    found = [trial.FLOAT4[codes[k]] * 2.0 ** (scales[:, k // 32] - 127.0) for k in range(K)]
+    found = [accuracy.FLOAT4[codes[k]] * 2.0 ** (scales[:, k // 32] - 127.0) for k in range(K)]
     return Mxfp4(jnp.asarray(data), jnp.asarray(scales)), np.stack(found, 1)
 
 
@@ -556,19 +560,19 @@ BY_TRITON = {
 @pytest.mark.parametrize("name", thinned(KINDS | BY_TRITON, ["a head", *BY_TRITON]))
 def test_a_trial(name, spoilt, monkeypatch):
     """What it finds on a card, at small sizes in the interpreter: it tells a kernel that is right from another."""
-    real, last, kind = trial.multiply, [], (KINDS | BY_TRITON)[name]
+    real, last, kind = accuracy.multiply, [], (KINDS | BY_TRITON)[name]
 
     def kernel(*given):
         out = real(*given)
         last.append(out.at[5].multiply(1.02) if spoilt else out)
         return last[-1]
 
-    monkeypatch.setattr(trial, "multiply", kernel)
-    monkeypatch.setattr(trial, "BLOCKS", (16, 32))
-    (allowed,) = {case.allowed for case in trial.cases(kind)}
+    monkeypatch.setattr(accuracy, "multiply", kernel)
+    monkeypatch.setattr(accuracy, "BLOCKS", (16, 32))
+    (allowed,) = {case.allowed for case in accuracy.cases(kind)}
     interpret = True if name in BY_TRITON else InterpretGPUParams()
-    case = trial.ProductCase(kind, 256, 64, 2, allowed, interpret=interpret)
-    assert (kernel_trial.measure(case, 0, repeats=2).wrong is None) == (not spoilt)
+    case = accuracy.ProductCase(kind, 256, 64, 2, allowed, interpret=interpret)
+    assert (self_test.measure(case, 0, repeats=2).wrong is None) == (not spoilt)
 
 
 @pytest.mark.parametrize("other", [None, 64])
@@ -579,8 +583,8 @@ def test_a_trial_finds_other_bits(other, monkeypatch):
         ones = jnp.ones((len(operands.x), 64), jnp.bfloat16)
         return ones.at[7, 5].add(2**-7) if shape.rows == other else ones
 
-    monkeypatch.setattr(trial, "multiply", product)
-    case = trial.ProductCase(KIND, 64, 64, interpret=InterpretGPUParams())
+    monkeypatch.setattr(accuracy, "multiply", product)
+    case = accuracy.ProductCase(KIND, 64, 64, interpret=InterpretGPUParams())
     held, given, _ = case.build(0)
     out, _ = case.run(held, given)
     assert bool(jnp.isfinite(out).all()) == (other is None)
@@ -592,16 +596,16 @@ def card(monkeypatch):
     ran = []
 
     def run(shape, operands, interpret):
-        gate.require_trial(shape)
+        prepare.require_trial(shape)
         ran.append(shape)
         return jnp.full((shape.blocks * shape.rows, shape.outputs), 7, shape.out_dtype)
 
-    monkeypatch.setattr(mosaic_gpu, "has_gpu", lambda: True)
-    monkeypatch.setattr(mosaic_gpu, "num_processors", lambda: 132)
+    monkeypatch.setattr(device, "is_hopper", lambda: True)
+    monkeypatch.setattr(device, "num_processors", lambda: 132)
     monkeypatch.setattr(prepare, "run", run)
     monkeypatch.setattr(routing, "IMPLEMENTATIONS", {"xla": ".xla"})
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
-    kernel_trial.warn_once.cache_clear()
+    self_test.warn_once.cache_clear()
     return ran
 
 
@@ -653,10 +657,10 @@ def test_it_says_all_that_stands_against_it(card):
 )
 def test_each_generation_has_its_kernel(capability, kernel, monkeypatch):
     """On all but Hopper for experts and codes alone; codes of four bits come in blocks of 64 rows at most."""
-    mosaic_gpu.has_gpu.cache_clear()
-    monkeypatch.setattr(mosaic_gpu, "is_gpu", lambda: True)
-    monkeypatch.setattr(mosaic_gpu, "capability", lambda: capability)
-    monkeypatch.setattr(mosaic_gpu, "num_processors", lambda: 108)
+    device.is_hopper.cache_clear()
+    monkeypatch.setattr(device, "is_gpu", lambda: True)
+    monkeypatch.setattr(device, "capability", lambda: capability)
+    monkeypatch.setattr(device, "num_processors", lambda: 108)
     ran = []
 
     def run(shape, operands, interpret):
@@ -683,17 +687,17 @@ def test_each_generation_has_its_kernel(capability, kernel, monkeypatch):
                 continue
             with pytest.raises(NotImplementedError, match="codes must not be of 2 to 4 GiB"):
                 prepare.require(*given, grouped=True)
-    mosaic_gpu.has_gpu.cache_clear()
+    device.is_hopper.cache_clear()
 
 
 @pytest.mark.parametrize("capability", ["7.5", "gfx942"])
 def test_older_cards_and_other_makers_are_declined(capability, monkeypatch):
-    mosaic_gpu.has_gpu.cache_clear()
-    monkeypatch.setattr(mosaic_gpu, "is_gpu", lambda: True)
-    monkeypatch.setattr(mosaic_gpu, "capability", lambda: capability)
+    device.is_hopper.cache_clear()
+    monkeypatch.setattr(device, "is_gpu", lambda: True)
+    monkeypatch.setattr(device, "capability", lambda: capability)
     with pytest.raises(NotImplementedError, match=f"capability 8.0 .Ampere. or later, and this GPU's is {capability}"):
         linear.weight_of(jnp.ones((64, 64)))
-    mosaic_gpu.has_gpu.cache_clear()
+    device.is_hopper.cache_clear()
 
 
 def test_without_a_card_it_is_not_used():
@@ -707,19 +711,19 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(card, monkeypatch, caplog, t
 
     def test(module: str, kind: str):
         tried.append((module, json.loads(kind)))
-        return {"blocks": kernel_trial.Found(0.5, 0.5, 0, 6e-3)}
+        return {"blocks": self_test.Found(0.5, 0.5, 0, 6e-3)}
 
-    monkeypatch.setattr(kernel_trial, "test", test)
+    monkeypatch.setattr(self_test, "test", test)
     monkeypatch.setenv("QUIRE_MOSAIC", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kernel_trial.verdict.cache_clear()
+    self_test.verdict.cache_clear()
     rng = np.random.default_rng(0)
     x, weight = draw(rng, 5, 128), draw(rng, 128, 64)
     with caplog.at_level(logging.WARNING, "quire"):
         assert not (products.einsum("TD,DA->TA", x, weight) == 7).all()
     assert not card and "it is wrong on this GPU: blocks by 5.0e-01" in caplog.text
-    assert tried == [("quire.ops.product.trial", KIND | {"bias": False})]
-    kernel_trial.verdict.cache_clear()
+    assert tried == [("quire.ops.linear.gpu_kernel.accuracy", KIND | {"bias": False})]
+    self_test.verdict.cache_clear()
 
 
 INT8 = {"codes": "int8", "rounded": True}
@@ -843,7 +847,7 @@ def operands_of(s: shape.ProductShape) -> shape.Operands:
 
 def step_of(name: str):
     """(a product by the kernel of this card, or Hopper's where there is none, the shapes of its operands)."""
-    other = mosaic_gpu.is_gpu() and not mosaic_gpu.has_gpu()
+    other = device.is_gpu() and not device.is_hopper()
     s = PRODUCTION[name]._replace(kernel="triton" if other else "mosaic")
     return jax.jit(lambda operands: prepare.multiply(s, operands, None)), (operands_of(s),)
 

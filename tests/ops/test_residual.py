@@ -9,9 +9,10 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from quire.ops import attention, kernel_trial, residual
+from quire.ops import residual
+from quire.ops.gpu import self_test
 from quire.ops.norm import rms_norm
-from quire.ops.residual import Residual, mosaic_gpu, trial, xla
+from quire.ops.residual import Residual, accuracy, hopper, xla
 from quire.ops.rounding.xla import round_rows
 from quire.tests.support.cases import thinned
 
@@ -30,7 +31,7 @@ class Case:
     def inputs(self, seed: int = 0, rows: int = 5):
         rng = np.random.default_rng(seed)
         x, y = (rng.standard_normal((rows, self.D)) * rng.choice([0.01, 1, 50], (rows, 1)) for _ in range(2))
-        norms = [trial.random_norm(self.norm, self.D, rng) for _ in range(2)]
+        norms = [accuracy.random_norm(self.norm, self.D, rng) for _ in range(2)]
         x, y = (jnp.asarray(array, self.dtype) for array in (x, y))
         return Residual(x, y if self.adds else None, norms[0] if self.normed else None), norms[1]
 
@@ -55,7 +56,7 @@ FLOATS = ["float32, a head of Qwen3-Next", "float32, with all that there is"]
 
 def run(rows: Residual, scale_D):
     def step(rows, scale_D):
-        return mosaic_gpu.add_and_norm(rows, scale_D, EPS, interpret=InterpretGPUParams(detect_races=True))
+        return hopper.add_and_norm(rows, scale_D, EPS, interpret=InterpretGPUParams(detect_races=True))
 
     found = jax.jit(step)(rows, scale_D)
     assert not gpu_callbacks.get_races().races_found
@@ -68,7 +69,7 @@ def test_against_float64_and_xla(name):
     """Every row is right, the sum has the bits of XLA's, and nothing races."""
     rows, scale_D = CASES[name].inputs()
     found, allowed = run(rows, scale_D), 1e-2 if CASES[name].dtype == "bfloat16" else 1e-6
-    for out, right in zip(found, trial.in_float64(rows, scale_D, EPS), strict=True):
+    for out, right in zip(found, accuracy.in_float64(rows, scale_D, EPS), strict=True):
         assert np.all(np.abs(np.asarray(out, np.float64) - right) < allowed * np.abs(right).max(1, keepdims=True))
     by_xla = xla.add_and_norm(rows, scale_D, EPS)
     for out, other in zip(found, by_xla, strict=True):
@@ -100,7 +101,7 @@ def test_the_norm_in_codes_besides(name, kind):
     given = CASES[name].inputs()
 
     def step(rows, scale_D):
-        return mosaic_gpu.add_and_norm(rows, scale_D, EPS, kind, interpret=InterpretGPUParams(detect_races=True))
+        return hopper.add_and_norm(rows, scale_D, EPS, kind, interpret=InterpretGPUParams(detect_races=True))
 
     total, normed = jax.jit(step)(*given)
     assert not gpu_callbacks.get_races().races_found
@@ -133,12 +134,12 @@ def test_all_reasons_are_said():
     with pytest.raises(
         NotImplementedError, match=r"all float32, not bfloat16 and float32, and .* multiple of 64 .* 100"
     ):
-        mosaic_gpu.add_and_norm(rows._replace(x_TD=rows.x_TD.astype(jnp.float32)), scale_D, EPS, interpret=True)
+        hopper.add_and_norm(rows._replace(x_TD=rows.x_TD.astype(jnp.float32)), scale_D, EPS, interpret=True)
     rows, scale_D = Case(D=16384, normed=True, dtype="float32").inputs()
     with pytest.raises(
         NotImplementedError, match=r"to codes must be bfloat16, and .* fit into 225280 bytes, .* 262144"
     ):
-        mosaic_gpu.add_and_norm(rows, scale_D, EPS, "int8", interpret=True)
+        hopper.add_and_norm(rows, scale_D, EPS, "int8", interpret=True)
     with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
         residual.add_and_norm(rows, scale_D, EPS, implementation="mosaic_gpu")
 
@@ -165,15 +166,15 @@ TRIALS = [(None, None), (None, spoil_a_sum), (None, spoil_a_norm), ("int8", None
 @pytest.mark.slow
 def test_a_trial(case, rounds, spoil, monkeypatch):
     """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right from another."""
-    real = trial.sum_and_norm
+    real = accuracy.sum_and_norm
 
     def kernel(*given):
         found = real(*given)
         return found if spoil is None else spoil(*found)
 
-    monkeypatch.setattr(trial, "sum_and_norm", kernel)
-    kind = mosaic_gpu.kind(*case.inputs(), rounds)
-    found = kernel_trial.measure(trial.ResidualCase(kind, 12, InterpretGPUParams()), 0, repeats=2)
+    monkeypatch.setattr(accuracy, "sum_and_norm", kernel)
+    kind = hopper.kind(*case.inputs(), rounds)
+    found = self_test.measure(accuracy.ResidualCase(kind, 12, InterpretGPUParams()), 0, repeats=2)
     assert (found.wrong is not None) == (spoil is not None)
 
 
@@ -182,25 +183,25 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(monkeypatch, caplog, tmp_pat
 
     def test(module, kind):
         asked.append((module, kind))
-        return {"sums and norms": kernel_trial.Found(0.5, 0.5, 0, 6e-3)}
+        return {"sums and norms": self_test.Found(0.5, 0.5, 0, 6e-3)}
 
-    monkeypatch.setattr(attention.mosaic_gpu, "has_gpu", lambda: True)
-    monkeypatch.setattr(kernel_trial, "folder", lambda: tmp_path)
-    monkeypatch.setattr(kernel_trial, "test", test)
+    monkeypatch.setattr(hopper.device, "is_hopper", lambda: True)
+    monkeypatch.setattr(self_test, "folder", lambda: tmp_path)
+    monkeypatch.setattr(self_test, "test", test)
     monkeypatch.delenv("QUIRE_MOSAIC", raising=False)
-    kernel_trial.verdict.cache_clear()
-    kernel_trial.warn_once.cache_clear()
+    self_test.verdict.cache_clear()
+    self_test.warn_once.cache_clear()
     rows, scale_D = Case().inputs()
     for _ in range(2):
         found = residual.add_and_norm(rows, scale_D, EPS)
         assert np.array_equal(found[0], xla.add_and_norm(rows, scale_D, EPS)[0])  # sums have the same bits by all
-    assert [module for module, _ in asked] == ["quire.ops.residual.trial"]
+    assert [module for module, _ in asked] == ["quire.ops.residual.accuracy"]
     assert caplog.text.count("it is wrong on this GPU: sums and norms by 5.0e-01, where 6e-03 is allowed") == 1
-    kernel_trial.verdict.cache_clear()
+    self_test.verdict.cache_clear()
 
 
 def test_lowers_for_cuda_as_one_kernel(monkeypatch):
-    monkeypatch.setattr(attention.mosaic_gpu, "has_gpu", lambda: True)
+    monkeypatch.setattr(hopper.device, "is_hopper", lambda: True)
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
     traced = jax.jit(lambda rows, scale_D: residual.add_and_norm(rows, scale_D, EPS)).trace(*Case().inputs())
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -210,8 +211,8 @@ def test_lowers_for_cuda_as_one_kernel(monkeypatch):
 @pytest.mark.parametrize("norm", [None, "scale", "centred, bias"])
 def test_norms_of_heads_are_those_of_their_rows(norm):
     rng = np.random.default_rng(0)
-    x_TNH, weights = jnp.asarray(rng.standard_normal((5, 3, 128)), jnp.float32), trial.random_norm(norm, 128, rng)
+    x_TNH, weights = jnp.asarray(rng.standard_normal((5, 3, 128)), jnp.float32), accuracy.random_norm(norm, 128, rng)
     found = residual.norm_alone(x_TNH, weights, EPS)
     ones_D = jnp.ones(128) if weights is None else weights
-    right = trial.in_float64(Residual(x_TNH.reshape(15, 128)), ones_D, EPS)[1]
+    right = accuracy.in_float64(Residual(x_TNH.reshape(15, 128)), ones_D, EPS)[1]
     np.testing.assert_allclose(found, right.reshape(5, 3, 128), rtol=1e-5, atol=1e-6)

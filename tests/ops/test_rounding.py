@@ -8,8 +8,9 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from quire.ops import attention, kernel_trial, rounding
-from quire.ops.rounding import mosaic_gpu, trial, xla
+from quire.ops import rounding
+from quire.ops.gpu import self_test
+from quire.ops.rounding import accuracy, hopper, xla
 from quire.tests.support.cases import thinned
 
 pytestmark = pytest.mark.usefixtures("interpreted_once")
@@ -17,12 +18,12 @@ pytestmark = pytest.mark.usefixtures("interpreted_once")
 
 def drawn(width: int, rows: int = 6):
     """Rows of all sizes; the second is zero."""
-    return trial.RoundingCase({"width": width, "codes": "int8"}, rows).build(0)[1][0]
+    return accuracy.RoundingCase({"width": width, "codes": "int8"}, rows).build(0)[1][0]
 
 
 def run(x_RK, codes: str = "int8"):
     def step(x_RK):
-        return mosaic_gpu.round_rows(x_RK, codes, interpret=InterpretGPUParams(detect_races=True))
+        return hopper.round_rows(x_RK, codes, interpret=InterpretGPUParams(detect_races=True))
 
     codes_RK, scale_R = jax.jit(step)(x_RK)
     assert not gpu_callbacks.get_races().races_found
@@ -75,7 +76,7 @@ def test_a_row_has_the_same_bits_in_any_company(kind):
 
 def test_all_reasons_are_said():
     with pytest.raises(NotImplementedError, match=r"bfloat16, not float32, and .* multiple of 64 .* not 100"):
-        mosaic_gpu.round_rows(jnp.zeros((2, 100)), "int8", interpret=True)
+        hopper.round_rows(jnp.zeros((2, 100)), "int8", interpret=True)
     with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
         rounding.round_rows(drawn(64), implementation="mosaic_gpu")
 
@@ -92,20 +93,20 @@ def spoil_a_scale(codes_RK, scale_R):
 @pytest.mark.parametrize("spoil", [None, spoil_a_code, spoil_a_scale])
 def test_a_trial(spoil, codes, monkeypatch):
     """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right from another."""
-    real = trial.code_rows
+    real = accuracy.code_rows
 
     def kernel(*given):
         found = real(*given)
         return found if spoil is None else spoil(*found)
 
-    monkeypatch.setattr(trial, "code_rows", kernel)
-    case, _ = trial.cases({"width": 192, "codes": codes})
-    found = kernel_trial.measure(trial.RoundingCase(case.kind, 8, InterpretGPUParams()), 0, repeats=2)
+    monkeypatch.setattr(accuracy, "code_rows", kernel)
+    case, _ = accuracy.cases({"width": 192, "codes": codes})
+    found = self_test.measure(accuracy.RoundingCase(case.kind, 8, InterpretGPUParams()), 0, repeats=2)
     assert (found.wrong is not None) == (spoil is not None)
 
 
 def test_lowers_for_cuda_as_one_kernel(monkeypatch):
-    monkeypatch.setattr(attention.mosaic_gpu, "has_gpu", lambda: True)
+    monkeypatch.setattr(hopper.device, "is_hopper", lambda: True)
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
     text = jax.jit(rounding.round_rows).trace(drawn(512)).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 1 and "stablehlo.reduce" not in text

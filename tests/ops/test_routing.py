@@ -9,8 +9,9 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from quire.ops import attention, kernel_trial, routing
-from quire.ops.routing import Rule, mosaic_gpu, trial, xla
+from quire.ops.gpu import self_test
+from quire.ops.moe import routing
+from quire.ops.moe.routing import Rule, accuracy, hopper, xla
 from quire.tests.support.cases import cases, thinned
 
 pytestmark = pytest.mark.usefixtures("interpreted_once")
@@ -33,7 +34,7 @@ SIZES = (16, 4, 32, 16), (32, 2, 72, 16), (64, 2, 8, 32), (64, 1, 5, 64), (5, 2,
 def chosen(logits_TE, live_T, rule: Rule, bias_E):
     def step(logits_TE, live_T, bias_E):
         interpret = InterpretGPUParams(detect_races=True)
-        return mosaic_gpu.route(logits_TE, live_T, rule, bias_E, interpret=interpret)
+        return hopper.route(logits_TE, live_T, rule, bias_E, interpret=interpret)
 
     found = jax.jit(step)(logits_TE, live_T, bias_E)
     assert not gpu_callbacks.get_races().races_found
@@ -44,7 +45,7 @@ def drawn(name: str, rows: int, seed: int = 0):
     """(logits, live, rule, bias): every other row has experts that are equally good."""
     E, biased, rule = RULES[name]
     kind = {"experts": E, "bias": biased, "rule": [*rule]}
-    (logits_TE, live_T, bias_E), _ = trial.RouteCase(kind, rows).build(seed)[1:]
+    (logits_TE, live_T, bias_E), _ = accuracy.RouteCase(kind, rows).build(seed)[1:]
     return logits_TE, live_T, rule, bias_E
 
 
@@ -53,7 +54,7 @@ def test_choices_against_float64_and_xla(name):
     """Of equal experts the first are chosen, by rows that are live; XLA chooses the same."""
     logits_TE, live_T, rule, bias_E = drawn(name, 12)
     weights_TX, experts_TX = chosen(logits_TE, live_T, rule, bias_E)
-    right_TX, best_TX = trial.in_float64(logits_TE, rule, bias_E)
+    right_TX, best_TX = accuracy.in_float64(logits_TE, rule, bias_E)
     assert not np.all(live_T)
     assert experts_TX.tolist() == np.where(live_T[:, None], best_TX, logits_TE.shape[1]).tolist()
     np.testing.assert_allclose(weights_TX, right_TX, rtol=1e-5)
@@ -105,7 +106,7 @@ def test_places_are_those_of_xla(sizes, kind):
 
     def step(experts_TX, weights_TX):
         interpret = InterpretGPUParams(detect_races=True)
-        return mosaic_gpu.align(experts_TX, weights_TX, E, rows, interpret=interpret)
+        return hopper.align(experts_TX, weights_TX, E, rows, interpret=interpret)
 
     found = jax.jit(step)(experts_TX, weights_TX)
     assert not gpu_callbacks.get_races().races_found
@@ -119,9 +120,9 @@ def test_all_reasons_are_said():
     with pytest.raises(
         NotImplementedError, match=r"float32, not bfloat16, and .* at most 1024, not 1032, and .* 16 .* 20"
     ):
-        mosaic_gpu.route(logits_TE, live_T, Rule(20), interpret=True)
+        hopper.route(logits_TE, live_T, Rule(20), interpret=True)
     with pytest.raises(NotImplementedError, match="at most 2048, not 4096"):
-        mosaic_gpu.align(jnp.zeros((1024, 4), jnp.int32), jnp.zeros((1024, 4)), 8, 16, interpret=True)
+        hopper.align(jnp.zeros((1024, 4), jnp.int32), jnp.zeros((1024, 4)), 8, 16, interpret=True)
     with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
         routing.route(logits_TE, live_T, Rule(2), None, "mosaic_gpu")
     with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
@@ -139,17 +140,17 @@ def spoil_a_weight(weights_TX, experts_TX):
 @pytest.mark.parametrize("spoil", [None, spoil_a_choice, spoil_a_weight])
 def test_a_trial_of_choices(spoil, monkeypatch):
     """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right from another."""
-    real = trial.choose_experts
+    real = accuracy.choose_experts
 
     def kernel(*given):
         found = real(*given)
         return found if spoil is None else spoil(*found)
 
-    monkeypatch.setattr(trial, "choose_experts", kernel)
+    monkeypatch.setattr(accuracy, "choose_experts", kernel)
     E, biased, rule = RULES["gpt-oss-20b"]
     kind = {"experts": E, "bias": biased, "rule": [*rule]}
-    case, _ = trial.cases(kind)
-    found = kernel_trial.measure(trial.RouteCase(kind, 8, InterpretGPUParams()), 0, repeats=2)
+    case, _ = accuracy.cases(kind)
+    found = self_test.measure(accuracy.RouteCase(kind, 8, InterpretGPUParams()), 0, repeats=2)
     assert case.name == "choices" and (found.wrong is not None) == (spoil is not None)
 
 
@@ -159,14 +160,14 @@ def test_a_trial_of_places(spoiled, monkeypatch):
         found = xla.align(experts_TX, weights_TX, experts, rows)
         return found if spoiled is None else found._replace(**{spoiled: getattr(found, spoiled).at[0].add(1)})
 
-    monkeypatch.setattr(trial, "place", kernel)
-    case, _ = trial.cases({"experts": 32, "rows": 16})
-    assert (kernel_trial.measure(case, 0, repeats=2).wrong is not None) == (spoiled is not None)
+    monkeypatch.setattr(accuracy, "place", kernel)
+    case, _ = accuracy.cases({"experts": 32, "rows": 16})
+    assert (self_test.measure(case, 0, repeats=2).wrong is not None) == (spoiled is not None)
 
 
 def test_a_trial_runs_the_kernel_of_places():
-    case = trial.AlignCase({"experts": 8, "rows": 16}, (16, 4), InterpretGPUParams())
-    assert kernel_trial.measure(case, 0, repeats=2).wrong is None
+    case = accuracy.AlignCase({"experts": 8, "rows": 16}, (16, 4), InterpretGPUParams())
+    assert self_test.measure(case, 0, repeats=2).wrong is None
 
 
 def test_float64_against_a_loop():
@@ -177,7 +178,7 @@ def test_float64_against_a_loop():
             int(rng.integers(1, 9)), rng.choice(["softmax", "softmax_top", "sigmoid"]), bool(rng.integers(2)), 2.0
         )
         logits_TE = np.round(rng.standard_normal((3, 12)) * 2) / 2
-        weights_TX, experts_TX = trial.in_float64(logits_TE, rule, None)
+        weights_TX, experts_TX = accuracy.in_float64(logits_TE, rule, None)
         for row, weights, experts in zip(logits_TE, weights_TX, experts_TX, strict=True):
             assert experts.tolist() == sorted(range(12), key=lambda e: (-row[e], e))[: rule.top_k]
             scores = 1 / (1 + np.exp(-row)) if rule.score == "sigmoid" else np.exp(row) / np.exp(row).sum()
@@ -190,25 +191,25 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(monkeypatch, caplog, tmp_pat
 
     def test(module, kind):
         asked.append(module)
-        return {"choices": kernel_trial.Found(0.5, 0.5, 0, 1e-5)}
+        return {"choices": self_test.Found(0.5, 0.5, 0, 1e-5)}
 
-    monkeypatch.setattr(attention.mosaic_gpu, "has_gpu", lambda: True)
-    monkeypatch.setattr(kernel_trial, "folder", lambda: tmp_path)
-    monkeypatch.setattr(kernel_trial, "test", test)
+    monkeypatch.setattr(hopper.device, "is_hopper", lambda: True)
+    monkeypatch.setattr(self_test, "folder", lambda: tmp_path)
+    monkeypatch.setattr(self_test, "test", test)
     monkeypatch.delenv("QUIRE_MOSAIC", raising=False)
-    kernel_trial.verdict.cache_clear()
-    kernel_trial.warn_once.cache_clear()
+    self_test.verdict.cache_clear()
+    self_test.warn_once.cache_clear()
     logits_TE, live_T, rule, bias_E = drawn("gpt-oss-20b", 4)
     for _ in range(2):
         _, experts_TX = routing.route(logits_TE, live_T, rule, bias_E)
         assert experts_TX.tolist() == xla.route(logits_TE, live_T, rule, bias_E)[1].tolist()
-    assert asked == ["quire.ops.routing.trial"]
+    assert asked == ["quire.ops.moe.routing.accuracy"]
     assert caplog.text.count("it is wrong on this GPU: choices by 5.0e-01, where 1e-05 is allowed") == 1
-    kernel_trial.verdict.cache_clear()
+    self_test.verdict.cache_clear()
 
 
 def test_lowers_for_cuda_as_two_kernels_without_a_sort(monkeypatch):
-    monkeypatch.setattr(attention.mosaic_gpu, "has_gpu", lambda: True)
+    monkeypatch.setattr(hopper.device, "is_hopper", lambda: True)
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
     logits_TE, live_T, rule, bias_E = drawn("DeepSeek-V3", 64)
 

@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quire.ops import attention, kernel_trial
-from quire.ops.attention import KVPages, QueryRows, mosaic_gpu, native, triton_gpu, triton_kernel
-from quire.ops.attention.accuracy_trial import AttentionCase, Trial, arrays
+from quire.ops import attention
+from quire.ops.attention import KVPages, QueryRows, cpu, triton, triton_kernel
+from quire.ops.attention.accuracy import AttentionCase, Trial, arrays
+from quire.ops.gpu import device, self_test
 from quire.ops.implementations import NoImplementation, variance
 from quire.tests.support import kernels_ahead
 from quire.tests.support.attention_cases import Sequence, Shape, build, check, ragged, run
 from quire.tests.support.cases import cases, thinned
 
-attend = partial(triton_gpu.attend, interpret=True)
+attend = partial(triton.attend, interpret=True)
 CLOSE = {"rtol": 2e-2, "atol": 1e-2}  # weights are rounded to bfloat16 before they meet the values
 SHAPES = {  # each value of each parameter beside several of the others
     "gqa": {"K": 2, "G": 4},
@@ -86,27 +87,27 @@ def test_a_trial(spoilt):
         return attend(*given, scale=scale * (1.02 if spoilt else 1), **options)
 
     for trial in (Trial("", 2, 200, 1, 1, **kind), Trial("", 1, 90, 30, 3, **kind), Trial("", 2, 90, layers=2, **kind)):
-        assert (kernel_trial.measure(AttentionCase(trial, kernel), 0, repeats=2).wrong is None) == (not spoilt)
-    trials = triton_gpu.trials(kind)
+        assert (self_test.measure(AttentionCase(trial, kernel), 0, repeats=2).wrong is None) == (not spoilt)
+    trials = triton.trials(kind)
     assert {trial.rows == 1 for trial in trials} == {True, False} and max(trial.layers for trial in trials) > 4
     assert max(trial.length for trial in trials) > 32 * 512, "spans longer than the shortest"
-    assert [case.trial for case in triton_gpu.cases(kind)] == trials
+    assert [case.trial for case in triton.cases(kind)] == trials
 
 
 @pytest.fixture
 def card(monkeypatch):
     """An A100 without FlashInfer, to believe what it says; what would run there is XLA's."""
-    monkeypatch.setattr(mosaic_gpu, "is_gpu", lambda: True)
-    monkeypatch.setattr(mosaic_gpu, "has_gpu", lambda: False)
-    monkeypatch.setattr(mosaic_gpu, "capability", lambda: "8.0")
-    monkeypatch.setattr(native, "paged_attention", declines)
-    monkeypatch.setattr(triton_gpu, "attend", attend)
+    monkeypatch.setattr(device, "is_gpu", lambda: True)
+    monkeypatch.setattr(device, "is_hopper", lambda: False)
+    monkeypatch.setattr(device, "capability", lambda: "8.0")
+    monkeypatch.setattr(cpu, "paged_attention", declines)
+    monkeypatch.setattr(triton, "attend", attend)
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
-    kernel_trial.verdict.cache_clear()
-    kernel_trial.warn_once.cache_clear()
+    self_test.verdict.cache_clear()
+    self_test.warn_once.cache_clear()
     jax.clear_caches()
     yield
-    kernel_trial.verdict.cache_clear()
+    self_test.verdict.cache_clear()
     jax.clear_caches()
 
 
@@ -129,7 +130,7 @@ def traced(trial: Trial, implementation: str | None = None, **changed):
 def test_it_serves_where_flashinfer_does_not(card):
     found = traced(Trial("", 2, 30, heads=4, kv_heads=2, width=64))
     assert "pallas_call" in str(found)
-    assert variance(found.jaxpr) == {triton_gpu.varies()}
+    assert variance(found.jaxpr) == {triton.varies()}
 
 
 @pytest.mark.parametrize(
@@ -157,11 +158,11 @@ def test_pages_that_offsets_do_not_reach_are_declined(gigabytes, codes, declined
     q, scales = jax.ShapeDtypeStruct((4, 32, 128), jnp.bfloat16), [None, None] if codes == 2 else [0, 0]
     says = pytest.raises(NotImplementedError, match="must not be of 2 to 4 GiB") if declined else nullcontext()
     with says:
-        triton_gpu.require(q, KVPages(held, held, *scales), value_dim=None)
+        triton.require(q, KVPages(held, held, *scales), value_dim=None)
 
 
 def test_older_cards_are_declined(card, monkeypatch, caplog):
-    monkeypatch.setattr(mosaic_gpu, "capability", lambda: "7.5")
+    monkeypatch.setattr(device, "capability", lambda: "7.5")
     with pytest.raises(
         NoImplementation, match=r"needs compute capability 8.0 .Ampere. or later, and this GPU's is 7.5"
     ):
@@ -173,13 +174,13 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(card, monkeypatch, tmp_path,
 
     def test(module, kind):
         asked.append(module)
-        return {"decoding": kernel_trial.Found(0.5, 0.5, 0, 6e-3)}
+        return {"decoding": self_test.Found(0.5, 0.5, 0, 6e-3)}
 
-    monkeypatch.setattr(kernel_trial, "test", test)
-    monkeypatch.setattr(kernel_trial, "folder", lambda: tmp_path)
+    monkeypatch.setattr(self_test, "test", test)
+    monkeypatch.setattr(self_test, "folder", lambda: tmp_path)
     monkeypatch.setenv("QUIRE_MOSAIC", "")
     assert "pallas_call" not in str(traced(Trial("", 2, 30, heads=4, kv_heads=2, width=64)))
-    assert "quire.ops.attention.triton_gpu" in asked and "decoding by 5.0e-01" in caplog.text
+    assert "quire.ops.attention.triton" in asked and "decoding by 5.0e-01" in caplog.text
 
 
 PRODUCTION = {

@@ -10,8 +10,8 @@ import pytest
 from quire.ops import native, quant
 from quire.ops.implementations import NoImplementation
 from quire.ops.linear import einsum, gated, rows
+from quire.ops.linear.cpu_layout import pack
 from quire.ops.moe import pick
-from quire.ops.native.pack import pack
 from quire.sharding.spec import ArraySpec, random_arrays
 
 FORMATS = ["int8", "int8-weights", "int4-32-zero", "fp8"]

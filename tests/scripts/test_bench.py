@@ -888,7 +888,7 @@ def test_latency_counts_what_it_says(run, tmp_path):
 
 
 STEP = "jit(fused_steps)/while/body/jit(step)"
-PRODUCT = "quire.ops.native.linear/ffi_call"
+PRODUCT = "quire.ops.linear.cpu/ffi_call"
 PROGRAM = f"""
 %body (p: s32[]) -> s32[] {{
   %call.1 = bf16[4,8]{{1,0}} custom-call(%x, %w), metadata={{op_name="{STEP}/layer0/mlp/{PRODUCT}"}}

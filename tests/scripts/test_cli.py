@@ -747,7 +747,7 @@ def test_collect_env_tells_what_serves(capsys, monkeypatch, kernels, serves):
 @pytest.mark.slow
 def test_collect_env_tells_whether_a_batch_changes_bits(monkeypatch):
     """By what the engine's own steps are made of, each implementation by its own word."""
-    from quire.ops import weight
+    from quire.ops.linear import weight
 
     monkeypatch.setenv("QUIRE_NATIVE", "off")
     jax.clear_caches()  # what was traced with kernels

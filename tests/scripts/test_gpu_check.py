@@ -14,9 +14,10 @@ from quire.model.families import llama
 from quire.model.planning.cost import kv_read_bytes
 from quire.model.weights import abstract
 from quire.ops import attention
-from quire.ops.attention import mosaic_gpu, triton_gpu, xla
-from quire.ops.attention.accuracy_trial import LARGEST_ERROR, arrays, attend, reference
-from quire.ops.kernel_trial import Found
+from quire.ops.attention import triton, xla
+from quire.ops.attention.accuracy import LARGEST_ERROR, arrays, attend, reference
+from quire.ops.gpu import device
+from quire.ops.gpu.self_test import Found
 from quire.scripts.gpu import attention as gpu_attention
 from quire.scripts.gpu import check as gpu_check
 from quire.scripts.gpu import pieces as gpu_pieces
@@ -99,8 +100,8 @@ def test_only_the_attention_named_is_compiled(monkeypatch):
 @pytest.mark.nightly
 def test_the_step_with_the_kernel_lowers_for_cuda(monkeypatch):
     """At the sizes that the card is measured with, but for the number of layers."""
-    monkeypatch.setattr(mosaic_gpu, "has_gpu", lambda: True)
-    monkeypatch.setattr(mosaic_gpu, "num_processors", lambda: 132)
+    monkeypatch.setattr(device, "is_hopper", lambda: True)
+    monkeypatch.setattr(device, "num_processors", lambda: 132)
     monkeypatch.setenv("QUIRE_NATIVE", "off")
     length = FULL.context + FULL.steps
     config = llama.config(FULL.hf | {"num_hidden_layers": 2}, length)
@@ -203,7 +204,7 @@ def test_the_longest_stretch():
 @pytest.mark.slow
 def test_on_other_cards_attention_is_tritons(tmp_path, monkeypatch, capsys):
     """What it does not serve is said, and is neither wrong nor timed."""
-    monkeypatch.setattr(triton_gpu, "attend", partial(triton_gpu.attend, interpret=True))
+    monkeypatch.setattr(triton, "attend", partial(triton.attend, interpret=True))
     few = [work for work in RIGHT if work.name in ("decode, MHA", "chunk, latent")]
     monkeypatch.setattr(gpu_attention, "RIGHT", few)
     monkeypatch.setattr(gpu_attention, "FAST", [TimedTrial("latent", 2, 64, kv_heads=1, width=96, values=64)])
@@ -219,7 +220,7 @@ def test_on_other_cards_attention_is_tritons(tmp_path, monkeypatch, capsys):
 )
 def test_each_card_has_its_attention(hopper, tiny, kernel, tmp_path, monkeypatch):
     scales = []
-    monkeypatch.setattr(mosaic_gpu, "has_gpu", lambda: hopper)
+    monkeypatch.setattr(device, "is_hopper", lambda: hopper)
     monkeypatch.setattr(gpu_attention, "right", lambda report, scale, seed: scales.append(scale))
     gpu_check.run_part("right", tmp_path / "right.json", 3, None, tiny)
     assert [scale.kernel for scale in scales] == [kernel]
@@ -245,8 +246,8 @@ def test_the_time_of_attention(tmp_path, monkeypatch, capsys):
     gpu_attention.fast(report := PartReport(tmp_path / "fast.json"), TINY, 3)
     assert [report.found[work.name]["flashinfer"] for work in short] == [None, None]
     monkeypatch.setattr(gpu_attention.library, "missing", lambda: None)
-    monkeypatch.setattr(mosaic_gpu, "is_gpu", lambda: True)
-    monkeypatch.setattr(gpu_attention.flashinfer_gpu, "attend", xla.paged_attention)
+    monkeypatch.setattr(device, "is_gpu", lambda: True)
+    monkeypatch.setattr(gpu_attention.flashinfer, "attend", xla.paged_attention)
     gpu_attention.fast(report := PartReport(tmp_path / "both.json"), TINY, 3)
     assert report.found["decode, 2 of 64"]["flashinfer"] > 0 and report.found["latent"]["flashinfer"] is None
     assert "FlashInfer: latent: keys and values must lie in arrays of their own" in capsys.readouterr().out

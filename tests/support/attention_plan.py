@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quire.ops.attention.mosaic import task
-from quire.ops.attention.mosaic.task import CutContext, KernelShape, Plan, Task
+from quire.ops.attention.hopper_kernel import task
+from quire.ops.attention.hopper_kernel.task import CutContext, KernelShape, Plan, Task
 
 
 def tasks_of(shape: KernelShape, plan: Plan) -> list[list[Task]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.ops.attention.flashinfer.library import CAUSAL, POSITION_MAJOR
+from quire.ops.attention.flashinfer_kernel.library import CAUSAL, POSITION_MAJOR
 
 
 def paged_run(

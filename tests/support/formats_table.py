@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from quire.model.checkpoint.gguf_folder import KEPT
 from quire.model.checkpoint.published import split
 from quire.ops import quant
-from quire.ops.native.linear import takes_bytes
-from quire.ops.product import prepare
+from quire.ops.linear.cpu import takes_bytes
+from quire.ops.linear.gpu_kernel import prepare
 from quire.ops.quant.compressed import Rounded
 from quire.ops.quant.grouped import CODES, Grouped
 from quire.sharding.spec import ArraySpec, nbytes

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.ops import graphs
+from quire.ops.gpu import graphs
 from quire.tests.support.cases import FACTOR
 from tools.gpu.program import read_thunks, spilled_bytes, thunks
 from tools.gpu.target import APART, described, missing

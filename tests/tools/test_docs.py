@@ -77,7 +77,7 @@ def test_links_in_fences_are_text():
 @pytest.mark.parametrize(
     ("heading", "anchor"),
     [
-        ("Paged attention (`ops/attention/mosaic/ragged.py`)", "paged-attention-opsattentionmosaicraggedpy"),
+        ("Paged attention (`ops/attention/hopper_kernel`)", "paged-attention-opsattentionhopper_kernel"),
         ("`LLM`, `AsyncLLM`", "llm-asyncllm"),
         ("int8 & FP8", "int8--fp8"),
         ("See [this](that.md)", "see-this"),

@@ -168,16 +168,10 @@ def compiled(case: Case, layers: int, spills: bool):
     from quire.serving.device.batch import choose
     from quire.serving.device.drafts import WithDrafter
     from quire.serving.device.pipeline import Pipeline
+    from quire.serving.device.step_shape import StepShape, choose
     from quire.serving.engine.batch_builder import BatchBuilder
     from quire.sharding.mesh import make_mesh
 
-    from ...model.checkpoint.placement import abstract_over
-    from ...model.weights import abstract
-    from ...serving.device.drafts import WithDrafter
-    from ...serving.device.pipeline import Pipeline
-    from ...serving.device.step_shape import StepShape, choose
-    from ...serving.engine.batch_builder import BatchBuilder
-    from ...sharding.mesh import make_mesh
     from .program import compile_program
 
     config, page = config_of(case, layers), page_size(case)

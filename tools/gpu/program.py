@@ -12,7 +12,7 @@ from unittest import mock
 
 import jax
 
-from quire.ops import graphs
+from quire.ops.gpu import graphs
 from quire.serving.engine.cache_size import memory_of
 
 from .hlo import Module, PartOf, TurnsOf, Work

@@ -14,9 +14,8 @@ import jax
 from jax.experimental import topologies
 
 from quire.model.planning.cost import DEVICES
-from quire.ops import graphs
-from quire.ops.attention import mosaic_gpu
-from quire.ops.attention.flashinfer import library
+from quire.ops.attention.flashinfer_kernel import library
+from quire.ops.gpu import device, graphs
 
 DRIVER = (12, 9)  # CUDA's; without it XLA leaves calls and products out of its graphs
 
@@ -137,5 +136,5 @@ def described(name: str, count: int = 1) -> Iterator[Sequence[Any]]:
 
 def forget() -> None:
     """Nothing that was found or traced for another device is used for this one."""
-    mosaic_gpu.has_gpu.cache_clear()
+    device.is_hopper.cache_clear()
     jax.clear_caches()

@@ -10,15 +10,12 @@ import numpy as np
 
 from quire.model import decoder
 from quire.model.config import ModelConfig
+from quire.model.mixers import LayerHooks
+from quire.ops.linear.weight import Weight
 from quire.ops.weight import Weight
 from quire.scripts.train_heads.attention import attention
 from quire.sharding import struct
 
-from ...model import decoder
-from ...model.config import ModelConfig
-from ...model.mixers import LayerHooks
-from ...ops.weight import Weight
-from ...sharding import struct
 from ..train_heads.attention import attention
 
 

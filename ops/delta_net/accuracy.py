@@ -1,0 +1,82 @@
+"""Trials of the kernel for a kind of heads: sequences of one row and of many, and the result in float64."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..gpu.self_test import Case, InLayers
+from ..state_rows import StateRows
+
+LARGEST_ERROR = 1e-5  # allowed in float32, against float64
+COUNTS = *[1] * 20, 37, 5, 70  # rows of each sequence
+KEYS = 2  # key heads
+
+
+@dataclass(frozen=True)
+class DeltaCase:
+    """What queries are told, and the memories that are kept."""
+
+    kind: dict
+    counts: tuple[int, ...] = COUNTS
+    interpret: Any = None
+    allowed: float = LARGEST_ERROR
+    name: str = "rows and memories"
+
+    def build(self, seed: int):
+        rng, B, T = np.random.default_rng(seed), len(self.counts), sum(self.counts)
+        H, N, V = self.kind["keys"], KEYS * self.kind["shared"], self.kind["values"]
+        q_TKH, k_TKH = (rng.standard_normal((T, KEYS, H)) for _ in range(2))
+        k_TKH /= np.linalg.norm(k_TKH, axis=-1, keepdims=True)
+        v_TNV, beta_TN = rng.standard_normal((T, N, V)), rng.uniform(0, 1, (T, N))
+        decay_TN = rng.uniform(0.5, 1, (T, N, H) if self.kind["by_key"] else (T, N))
+        arrays = [x.astype(np.float32) for x in (q_TKH, k_TKH, v_TNV, decay_TN, beta_TN)]
+        memory_BNHV = rng.standard_normal((B + 1, N, H, V)).astype(np.float32)
+        slots_B, begins_B = rng.permutation(B + 1)[:B], rng.random(B) < 0.5
+        memory_BNHV[slots_B[begins_B]] = np.nan  # what another left
+        starts_B1, kept_B = np.concatenate(([0], np.cumsum(self.counts))), rng.integers(0, np.array(self.counts) + 1)
+        rows = StateRows(jnp.array(starts_B1, jnp.int32), jnp.array(slots_B, jnp.int32), jnp.array(begins_B),
+                         jnp.array(kept_B, jnp.int32))  # fmt: skip
+        wanted = in_float64(arrays, memory_BNHV, starts_B1, slots_B, begins_B, kept_B, self.kind["corrects"])
+        return (), (*map(jnp.asarray, arrays), jnp.asarray(memory_BNHV), rows), of_rows(*wanted)
+
+    def run(self, held, given):
+        *arrays, rows = given
+        return of_rows(*delta_rule(*arrays, rows, self.kind["corrects"], self.interpret)), held
+
+
+def of_rows(out_TNV, memory_BNHV):
+    numbers = jnp if isinstance(out_TNV, jnp.ndarray) else np
+    return numbers.concatenate([x.reshape(-1, out_TNV.shape[-1]) for x in (out_TNV, memory_BNHV)])
+
+
+def cases(kind: dict) -> list[Case]:
+    """What the process that tries runs."""
+    return [DeltaCase(kind), InLayers(DeltaCase(kind))]
+
+
+def delta_rule(*given):
+    from .hopper_kernel import delta_rule
+
+    return delta_rule(*given)
+
+
+def in_float64(arrays, memory_BNHV, starts_B1, slots_B, begins_B, kept_B, corrects: bool):
+    """(what queries are told, the memories after), on the host."""
+    q_TKH, k_TKH, v_TNV, decay_TN, beta_TN = (x.astype(np.float64) for x in arrays)
+    out_TNV, after_BNHV = np.zeros(v_TNV.shape), memory_BNHV.astype(np.float64)
+    shared = v_TNV.shape[1] // q_TKH.shape[1]
+    for b, slot in enumerate(slots_B):
+        memory_NHV = np.zeros(after_BNHV.shape[1:]) if begins_B[b] else after_BNHV[slot]
+        for t in range(starts_B1[b], starts_B1[b + 1]):
+            if t == starts_B1[b] + kept_B[b]:
+                after_BNHV[slot] = memory_NHV
+            q_NH, k_NH = (np.repeat(x[t], shared, 0) for x in (q_TKH, k_TKH))
+            memory_NHV = memory_NHV * decay_TN[t].reshape(len(k_NH), -1, 1)
+            error_NV = v_TNV[t] - corrects * np.einsum("nh,nhv->nv", k_NH, memory_NHV)
+            memory_NHV = memory_NHV + k_NH[..., None] * (beta_TN[t][:, None] * error_NV)[:, None]
+            out_TNV[t] = np.einsum("nh,nhv->nv", q_NH, memory_NHV)
+        if kept_B[b] == starts_B1[b + 1] - starts_B1[b]:
+            after_BNHV[slot] = memory_NHV
+    return out_TNV, after_BNHV

@@ -161,7 +161,7 @@ def first_to(run):
     declined = []
     for name, module in op.IMPLEMENTATIONS.items():
         try:
-            run(importlib.import_module(module, op.__name__).paged_attention)
+            run(importlib.import_module(module, op.__name__).BACKEND)
         except NotImplementedError as reason:
             declined.append(f"{name} declines: {reason}")
         else:
@@ -175,6 +175,7 @@ def cases():
     import jax.numpy as jnp
 
     from ..ops.attention import KVPages, QueryRows, pairs
+    from ..ops.attention.backend import AttentionParams
 
     T, N, K, H, P, S = 4, 4, 2, 128, 8, 16
 
@@ -182,7 +183,7 @@ def cases():
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def trace(latent=False, sinks=False, **options):
-        options = {"scale": 1.0, "window": None, "soft_cap": None, "value_dim": H // 2 if latent else None, **options}
+        params = AttentionParams(1.0, value_dim=H // 2 if latent else None, **options)
         heads = 1 if latent else K
         if pairs(jnp.bfloat16) and not latent:
             pages = KVPages(kv_PSYH=array((P, S, 2 * heads, H)))
@@ -194,7 +195,7 @@ def cases():
         def call(implementation):
             return jax.eval_shape(
                 lambda q_TNH, k_TKH, v_TKH, pages, rows, sinks_N: implementation(
-                    q_TNH, k_TKH, v_TKH, pages, rows, sinks_N=sinks_N, **options
+                    q_TNH, k_TKH, v_TKH, pages, rows, params, sinks_N
                 ),
                 array((T, N, H)), array((T, heads, H)), None if latent else array((T, heads, H)), pages, rows,
                 array((N,), jnp.float32) if sinks else None,

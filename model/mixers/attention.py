@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...ops.attention.backend import AttentionParams
 from ...ops.heads import Heads
 from ...ops.heads.xla import turn
 from ...ops.linear import add_up, project
@@ -112,10 +113,8 @@ def mix(a: Attention, w: AttentionWeights, x_TD, rope, cache, hooks: LayerHooks,
         a.tied_kv, axes.tensor, key_shift(a, w.qkv_bias_GH),
     )  # fmt: skip
     *qkv, cache = (*turn(qkv_TGH, heads), cache) if hooks.prepare is None else hooks.prepare(qkv_TGH, heads, cache)
-    sees = ({"chunked": True} if a.chunked else {}) | ({"ahead": a.ahead} if a.both_ways else {})
-    out_TNH, cache = hooks.attend(
-        *qkv, cache, scale=a.scale, window=a.window, soft_cap=a.soft_cap, sinks_N=w.sinks_N, **sees
-    )
+    params = AttentionParams(a.scale, window=a.window, chunked=a.chunked, lookahead=a.ahead, soft_cap=a.soft_cap)
+    out_TNH, cache = hooks.attend(*qkv, cache, params, w.sinks_N)
     if gate_TNH is not None:
         out_TNH = (out_TNH * jax.nn.sigmoid(gate_TNH.astype(jnp.float32))).astype(out_TNH.dtype)
     return add_up("TNH,NHD->TD", out_TNH, w.out_NHD, w.out_bias_D, axes.tensor), cache

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...ops.activation import soft_cap as capped
+from ...ops.attention.backend import AttentionParams
 from ...ops.state_rows import StateRows
 from .. import decoder
 from ..config import LatentAttention, ModelConfig, ModelError
@@ -82,15 +83,12 @@ def entering(weights: ModelWeights, tokens_BT: np.ndarray, positions_BT: np.ndar
 def attention(config: ModelConfig, B: int, T: int):
     """The hook `attend`."""
 
-    def attend(
-        index, q_TNH, k_TKH, v_TKH, cache, *, scale, window=None, soft_cap=None, sinks_N=None, value_dim=None,
-        chunked=False,
-    ):  # fmt: skip
+    def attend(index, q_TNH, k_TKH, v_TKH, cache, params: AttentionParams, sinks_N=None, picks=None):
         if k_TKH is not None:
-            cache = {**cache, index: (k_TKH, k_TKH[..., :value_dim] if v_TKH is None else v_TKH)}
+            cache = {**cache, index: (k_TKH, k_TKH[..., : params.value_dim] if v_TKH is None else v_TKH)}
         k_BJKH, v_BJKH = (x.reshape(B, T, *x.shape[1:]).astype(jnp.float32) for x in cache[config.kv_owner[index]])
         K = k_BJKH.shape[2]
-        q_BTKGH = q_TNH.reshape(B, T, K, -1, q_TNH.shape[-1]).astype(jnp.float32) * scale
+        q_BTKGH = q_TNH.reshape(B, T, K, -1, q_TNH.shape[-1]).astype(jnp.float32) * params.scale
         out = []
         for start in range(0, T, QUERIES):
             q_BQKGH, at, other = (
@@ -98,9 +96,10 @@ def attention(config: ModelConfig, B: int, T: int):
                 jnp.arange(T)[start : start + QUERIES],
                 jnp.arange(T),
             )
-            score = capped(jnp.einsum("BQKGH,BJKH->BKGQJ", q_BQKGH, k_BJKH), soft_cap)
+            score = capped(jnp.einsum("BQKGH,BJKH->BKGQJ", q_BQKGH, k_BJKH), params.soft_cap)
             seen_QJ = at[:, None] >= other
-            if chunked and window is not None:
+            window = params.window
+            if params.chunked and window is not None:
                 seen_QJ &= at[:, None] // window == other // window
             elif window is not None:
                 seen_QJ &= at[:, None] - other < window

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from ...sharding import struct
-from ...sharding.device_axes import UNSPLIT, Axis
 from ..implementations import choose
+from .backend import AttentionParams
 
 # Tried in order; one that cannot serve a case declines by raising NotImplementedError with the reason.
 IMPLEMENTATIONS = {
@@ -71,39 +71,23 @@ def paged_attention(
     v_TKH,
     pages: KVPages,
     rows: QueryRows,
-    *,
-    scale,
-    window=None,
-    soft_cap=None,
+    params: AttentionParams,
     sinks_N=None,
-    value_dim=None,
-    chunked: bool = False,
-    ahead: int = 0,
-    context: Axis = UNSPLIT,
-    split_rows: bool = False,
     implementation: str | None = None,
 ):
-    """(out_TNH, pages). `k_TKH` is None where the layer reads pages that another layer has already filled.
+    """Append the step's keys and values to the pages, and attend.
 
-    A row sees the last `window` positions or, `chunked`, of those the ones since the last multiple of `window`;
-    and `ahead` positions after its own, as far as its sequence has rows here. `value_dim` is the width of the values
-    where they are a part of the keys. Each device of `context` has some of the positions of every page. All devices
-    pass all rows; each gets the result of all rows, or with `split_rows` that of its own part of them.
-    `implementation` forces one of IMPLEMENTATIONS.
+    Args:
+        k_TKH: None where the layer reads pages that another layer has already filled.
+        sinks_N: a score of each head without a value.
+        implementation: forces one of IMPLEMENTATIONS.
+
+    Returns:
+        (out_TNH, pages). All devices of `params.context` pass all rows, and get the results of all or, with
+        `split_rows`, those of their own part of them.
     """
 
     def attend(module):
-        spread = {"context": context, "split_rows": split_rows} if context.size > 1 else {}
-        if spread and not getattr(module, "SPREADS", False):
-            raise NotImplementedError(f"positions are spread over {context.size} devices")
-        if chunked and not getattr(module, "CHUNKS", False):
-            raise NotImplementedError("rows see a chunk of the context each")
-        if ahead and not getattr(module, "AHEAD", False):
-            raise NotImplementedError("rows see positions after their own")
-        spread |= ({"chunked": True} if chunked else {}) | ({"ahead": ahead} if ahead else {})
-        return module.paged_attention(
-            q_TNH, k_TKH, v_TKH, pages, rows,
-            scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, value_dim=value_dim, **spread,
-        )  # fmt: skip
+        return module.BACKEND(q_TNH, k_TKH, v_TKH, pages, rows, params, sinks_N)
 
     return choose(IMPLEMENTATIONS, __name__, attend, implementation)

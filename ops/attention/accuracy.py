@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..gpu.self_test import Found, measure
+from ..gpu import device
+from ..gpu.self_test import Found, TriedKernel, measure, unverified, warn_once
 from . import KVPages, QueryRows, new_arrivals, xla
+from .backend import AttentionParams, AttentionShape
 
 LARGEST_ERROR = 6e-3  # allowed in bfloat16, against float64
 
@@ -40,13 +42,8 @@ class Trial:
     layers: int = 1  # of a step; several append their rows
 
     @property
-    def scale(self) -> float:
-        return self.width**-0.5
-
-    @property
-    def options(self) -> dict[str, Any]:
-        cap, width = self.soft_cap, self.values
-        return {"scale": self.scale, "window": self.window, "soft_cap": cap, "value_dim": width}
+    def params(self) -> AttentionParams:
+        return AttentionParams(self.width**-0.5, window=self.window, soft_cap=self.soft_cap, value_dim=self.values)
 
 
 @dataclass(frozen=True)
@@ -86,10 +83,37 @@ class AttentionCase:
         for pages, (q, k, v, rows, sinks) in zip(held, given, strict=True):
             q, _ = jax.lax.optimization_barrier((q, out))  # a layer comes after the one before
             rows = rows.replace(arrivals=arrivals)
-            out, pages = self.implementation(q, k, v, pages, rows, sinks_N=sinks, **self.trial.options)
+            out, pages = self.implementation(q, k, v, pages, rows, self.trial.params, sinks)
             outs.append(out)
             after.append(pages)
         return jnp.stack(outs), after
+
+
+def self_tested(
+    kernel: TriedKernel,
+    kernel_limits: Callable[[AttentionParams, AttentionShape], str | None],
+    device_reason: Callable[[], str | None],
+) -> Callable[[AttentionParams, AttentionShape], str | None]:
+    """`AttentionBackend.limits` of a kernel for NVIDIA GPUs: what it does not serve, or its self-test did not show."""
+
+    def limits(params: AttentionParams, shape: AttentionShape) -> str | None:
+        if (no_device := device_reason()) == device.NO_GPU:
+            return no_device
+        if (reason := kernel_limits(params, shape)) is not None:
+            warn_once(kernel.work, reason)
+            return reason
+        return unverified(kernel, kind_of_trial(params, shape), no_device)
+
+    return limits
+
+
+def kind_of_trial(params: AttentionParams, shape: AttentionShape) -> dict[str, Any]:
+    """What the trials of a self-test have in common with a call, as arguments of `Trial`."""
+    return {
+        "heads": shape.heads, "kv_heads": shape.kv_heads, "width": shape.head_dim, "window": params.window,
+        "soft_cap": params.soft_cap, "sinks": shape.has_sinks, "page": shape.page_size,
+        "codes": shape.page_dtype if shape.has_scales else None, "values": params.value_dim, "dtype": shape.dtype,
+    }  # fmt: skip
 
 
 def measure_attention(trial: Trial, implementation: Callable, seed: int) -> Found:
@@ -147,7 +171,7 @@ def without(pages: KVPages, page_R, at_R) -> KVPages:
 
 
 def attend(trial: Trial, implementation: Callable, q, pages, rows, sinks):
-    out, _ = implementation(q, None, None, pages, rows, sinks_N=sinks, **trial.options)
+    out, _ = implementation(q, None, None, pages, rows, trial.params, sinks)
     return out
 
 
@@ -172,7 +196,7 @@ def reference(trial: Trial, q, pages, rows, sinks) -> np.ndarray:
     out = []
     for b in range(B):
         k_KJH, v_KJH = (np.moveaxis(x[tables[b]].reshape(-1, *x.shape[2:])[: trial.length], 1, 0) for x in (k, v))
-        score_KGJ = q_BKGH[b] @ np.swapaxes(k_KJH, 1, 2) * trial.scale
+        score_KGJ = q_BKGH[b] @ np.swapaxes(k_KJH, 1, 2) * trial.params.scale
         if trial.soft_cap is not None:
             score_KGJ = trial.soft_cap * np.tanh(score_KGJ / trial.soft_cap)
         score_KGJ = np.where(seen_GJ, score_KGJ, -np.inf)

@@ -10,28 +10,22 @@ import numpy as np
 from ..native import target
 from ..native.kernel_names import ATTENTION
 from . import KVPages, four_bits
+from .backend import AttentionBackend, AttentionParams, AttentionShape
+from .xla import latent_int4
 
 PAGES = {pages for pages, _ in ATTENTION}
-CHUNKS = True  # it serves rows that see a chunk of the context each
-AHEAD = True  # and rows that see positions after their own
 
 
-def paged_attention(
-    q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim, chunked=False, ahead=0
-):
+def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=None):
     """See `quire.ops.attention.paged_attention`."""
-    if pages.kv_PSYH is not None:
-        raise NotImplementedError("keys and values must lie in arrays of their own")
     dtype, held = q_TNH.dtype, pages.k_PSKH.dtype
-    if dtype not in (jnp.bfloat16, jnp.float32) or any(x is not None and x.dtype != dtype for x in (k_TKH, v_TKH)):
+    if any(x is not None and x.dtype != dtype for x in (k_TKH, v_TKH)):
         raise NotImplementedError(f"queries, keys and values must all be bfloat16 or all float32, not {dtype}")
-    packed = four_bits.packed(pages.k_PSKH)
-    if packed and pages.v_PSKH is None:
-        raise NotImplementedError("keys of four bits are rotated, and cannot hold the values")
-    if held.name not in PAGES or (pages.v_PSKH is not None and pages.v_PSKH.dtype != held):
+    if pages.v_PSKH is not None and pages.v_PSKH.dtype != held:
         raise NotImplementedError(f"pages must be one of {', '.join(sorted(PAGES))}, not {held}")
+    packed = four_bits.packed(pages.k_PSKH)
     kernel = target(ATTENTION[held.name, dtype.name])
-    check_shapes(q_TNH, k_TKH, v_TKH, pages, rows, sinks_N, value_dim)
+    check_shapes(q_TNH, k_TKH, v_TKH, pages, rows, sinks_N, params.value_dim)
 
     def or_empty(x, dtype):
         return jnp.zeros(0, dtype) if x is None else x
@@ -43,18 +37,38 @@ def paged_attention(
         rows.positions_T, rows.starts_B1, rows.tables_BM, rows.slots_T,
         or_empty(None if sinks_N is None else sinks_N.astype(jnp.float32), jnp.float32),
     ]  # fmt: skip
-    width = value_dim if pages.v_PSKH is None else pages.v_PSKH.shape[-1] * (1 + packed)
+    width = params.value_dim if pages.v_PSKH is None else pages.v_PSKH.shape[-1] * (1 + packed)
     written = [] if k_TKH is None else [at for at, x in enumerate(arrays) if x is not None]
     results = [jax.ShapeDtypeStruct((*q_TNH.shape[:2], width), dtype)]
     results += [jax.ShapeDtypeStruct(arrays[at].shape, arrays[at].dtype) for at in written]
     call = jax.ffi.ffi_call(kernel, results, input_output_aliases={3 + at: 1 + n for n, at in enumerate(written)})
     out_TNH, *filled = call(
-        *operands, scale=np.float32(scale), soft_cap=np.float32(soft_cap or 0), window=np.int32(window or 0),
-        chunked=np.int32(chunked), ahead=np.int32(ahead),
+        *operands, scale=np.float32(params.scale), soft_cap=np.float32(params.soft_cap or 0),
+        window=np.int32(params.window or 0), chunked=np.int32(params.chunked), ahead=np.int32(params.lookahead),
     )  # fmt: skip
     for at, x in zip(written, filled, strict=True):
         arrays[at] = x
     return out_TNH, KVPages(*arrays)
+
+
+def limits(params: AttentionParams, shape: AttentionShape) -> str | None:
+    """What the kernel does not serve, or why there is no kernel."""
+    if shape.layout == "paired":
+        return "keys and values must lie in arrays of their own"
+    if shape.dtype not in ("bfloat16", "float32"):
+        return f"queries, keys and values must all be bfloat16 or all float32, not {shape.dtype}"
+    if (reason := latent_int4(shape)) is not None:
+        return reason
+    if shape.page_dtype not in PAGES:
+        return f"pages must be one of {', '.join(sorted(PAGES))}, not {shape.page_dtype}"
+    try:
+        target(ATTENTION[shape.page_dtype, shape.dtype])
+    except NotImplementedError as reason:
+        return str(reason)
+    return None
+
+
+BACKEND = AttentionBackend(attend, limits, chunked=True, lookahead=True)
 
 
 def varies() -> None:

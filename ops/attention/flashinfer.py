@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..gpu import device
-from ..gpu.self_test import TriedKernel, require_pass, warn_once
+from ..gpu.self_test import TriedKernel
 from . import flashinfer_kernel
-from .accuracy import AttentionCase, Trial
+from .accuracy import AttentionCase, Trial, self_tested
+from .backend import AttentionBackend, AttentionParams, AttentionShape
 from .flashinfer_kernel import library
 from .flashinfer_kernel.plan import PlanShape, make_plan
 from .xla import append
@@ -28,60 +29,40 @@ SOURCES = (
 )
 
 
-def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim):
-    """See `quire.ops.attention.paged_attention`."""
-    if not device.is_gpu():
-        raise NotImplementedError("there is no NVIDIA GPU")
-    try:
-        require(q_TNH, pages, soft_cap=soft_cap, sinks_N=sinks_N, value_dim=value_dim)
-    except NotImplementedError as reason:
-        warn_once(WORK, str(reason))
-        raise
-    kind = {
-        "heads": q_TNH.shape[1], "kv_heads": pages.k_PSKH.shape[2], "width": q_TNH.shape[2], "window": window,
-        "soft_cap": soft_cap, "sinks": sinks_N is not None, "page": pages.k_PSKH.shape[1], "dtype": q_TNH.dtype.name,
-    }  # fmt: skip
-    require_pass(KERNEL, kind, device.no_ampere_reason() or library.missing())
-    return attend(
-        q_TNH, k_TKH, v_TKH, pages, rows,
-        scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, value_dim=value_dim,
-    )  # fmt: skip
-
-
-def attend(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim=None):
-    """The same without a trial."""
+def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=None):
+    """Without a self-test."""
     T, N, H = q_TNH.shape
     _, S, K, _ = pages.k_PSKH.shape
     B, M = rows.tables_BM.shape
     if k_TKH is not None:
         pages = append(pages, k_TKH, v_TKH, rows.slots_T)
-    shape = PlanShape(T, B, N, K, H, S, M, window, device.num_processors())
+    shape = PlanShape(T, B, N, K, H, S, M, params.window, device.num_processors())
     sinks = [] if sinks_N is None else [sinks_N.astype(jnp.float32)]
     out_TNH, _ = jax.ffi.ffi_call(
-        library.target(kernel_for(q_TNH.dtype.name, H, window, soft_cap, sinks_N is not None)),
+        library.target(kernel_for(q_TNH.dtype.name, H, params.window, params.soft_cap, sinks_N is not None)),
         [jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype), jax.ShapeDtypeStruct((shape.scratch,), jnp.float32)],
     )(
         q_TNH, pages.k_PSKH, pages.v_PSKH, *make_plan(shape, rows), *sinks,
-        info=shape.info, window_left=np.int64(shape.window_left), soft_cap=np.float64(soft_cap or 0),
-        scale=np.float64(scale),
+        info=shape.info, window_left=np.int64(shape.window_left), soft_cap=np.float64(params.soft_cap or 0),
+        scale=np.float64(params.scale),
     )  # fmt: skip
     owned_T = jnp.arange(T) < rows.starts_B1[-1]  # the kernel leaves other rows undefined
     return jnp.where(owned_T[:, None, None], out_TNH, 0), pages
 
 
-def require(q_TNH, pages, *, soft_cap, sinks_N, value_dim) -> None:
-    """Declines what the kernel cannot serve on any card."""
-    if pages.kv_PSYH is not None or value_dim is not None:
-        raise NotImplementedError("keys and values must lie in arrays of their own, and none within the other (MLA)")
-    if pages.k_scale_PKS is not None:
-        raise NotImplementedError("pages must hold numbers, not codes with a scale for each position")
-    held = pages.k_PSKH.dtype
-    if q_TNH.dtype.name not in DTYPES or held != q_TNH.dtype:
-        raise NotImplementedError(f"queries and pages must both be {' or '.join(DTYPES)}, not {q_TNH.dtype} and {held}")
-    if (width := q_TNH.shape[2]) not in WIDTHS or pages.v_PSKH.shape[3] != width:
-        raise NotImplementedError(f"keys and values must be of one width of {WIDTHS}, not {width}")
-    if soft_cap is not None and sinks_N is not None:
-        raise NotImplementedError("FlashInfer has no kernel with both sinks and a soft cap")
+def kernel_limits(params: AttentionParams, shape: AttentionShape) -> str | None:
+    """What the kernel does not serve on any GPU."""
+    if shape.layout == "paired" or params.value_dim is not None:
+        return "keys and values must lie in arrays of their own, and none within the other (MLA)"
+    if shape.has_scales:
+        return "pages must hold numbers, not codes with a scale for each position"
+    if shape.dtype not in DTYPES or shape.page_dtype != shape.dtype:
+        return f"queries and pages must both be {' or '.join(DTYPES)}, not {shape.dtype} and {shape.page_dtype}"
+    if shape.head_dim not in WIDTHS or shape.value_dim != shape.head_dim:
+        return f"keys and values must be of one width of {WIDTHS}, not {shape.head_dim}"
+    if params.soft_cap is not None and shape.has_sinks:
+        return "FlashInfer has no kernel with both sinks and a soft cap"
+    return None
 
 
 def kernel_for(dtype: str, width: int, window, soft_cap, sinks: bool) -> library.Kernel:
@@ -95,6 +76,9 @@ def ready(kind: dict) -> str | None:
 
 
 KERNEL = TriedKernel(__spec__.name, WORK, SOURCES, ready, compiler=None)
+BACKEND = AttentionBackend(
+    attend, self_tested(KERNEL, kernel_limits, lambda: device.no_ampere_reason() or library.missing())
+)
 
 
 def cases(kind: dict) -> list[AttentionCase]:

@@ -15,6 +15,7 @@ from ..ordered_sum import sum_pairs
 from ..precision import precision
 from ..state_rows import sequence_of
 from . import KVPages, QueryRows, paged_attention
+from .backend import AttentionParams
 from .xla import BLOCK, read
 
 TILE = 4  # rows that pick together
@@ -32,16 +33,16 @@ class Picks:
     count: int = struct.field(pytree_node=False, default=0)
 
 
-def picking_attention(q_TNH, k_T1H, pages: KVPages, rows: QueryRows, picks: Picks, slots_TC, *, scale, value_dim):
+def picking_attention(q_TNH, k_T1H, pages: KVPages, rows: QueryRows, picks: Picks, slots_TC, params: AttentionParams):
     """(out_TNH, pages, slots_TC): where each row that picks has found what it reads; `slots_TC` are another layer's."""
     near = rows.replace(positions_T=jnp.minimum(rows.positions_T, picks.count - 1))
     spare = pages.k_PSKH.shape[-1] - q_TNH.shape[-1]
     wide_TNH = jnp.pad(q_TNH, ((0, 0), (0, 0), (0, spare)))
-    near_TNH, pages = paged_attention(wide_TNH, k_T1H, None, pages, near, scale=scale, value_dim=value_dim)
+    near_TNH, pages = paged_attention(wide_TNH, k_T1H, None, pages, near, params)
     far_T = rows.positions_T >= picks.count
     if picks.q_TIH is not None:
         slots_TC = picked(picks, pages, rows, far_T)
-    far_TNH = read_picked(q_TNH, pages, slots_TC, far_T, scale, value_dim)
+    far_TNH = read_picked(q_TNH, pages, slots_TC, far_T, params.scale, params.value_dim)
     return jnp.where(far_T[:, None, None], far_TNH, near_TNH), pages, slots_TC
 
 

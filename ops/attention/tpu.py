@@ -8,6 +8,7 @@ blocks begin at the first position that the step's first row sees. So chunking c
 import jax
 import jax.numpy as jnp
 
+from .backend import AttentionBackend, AttentionParams, AttentionShape
 from .xla import append
 
 BLOCK = 512  # key positions of a block
@@ -16,43 +17,58 @@ HEADS = 64  # query heads of width 128 that fit in a core's vector memory with b
 TABLES = 512 * 1024  # bytes of page tables: half of a core's scalar memory, where they lie
 
 
-def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim):
+def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=None):
     """See `quire.ops.attention.paged_attention`."""
-    if not has_tpu():
-        raise NotImplementedError("there is no TPU")
-    if sinks_N is not None or value_dim is not None:
-        raise NotImplementedError("the kernel has neither sinks nor values that are a part of the keys")
-    if q_TNH.dtype != jnp.bfloat16 or pages.kv_PSYH is None or pages.kv_PSYH.dtype != jnp.bfloat16:
-        raise NotImplementedError("queries and pages must be bfloat16, each head's value right after its key")
-    T, N, H = q_TNH.shape
-    _, S, Y, _ = pages.kv_PSYH.shape
-    B, M = rows.tables_BM.shape
-    K = Y // 2
-    G = N // K
-    if H != 128 and (H % 128 or K > 1):  # several heads need strides, which the compiler does not support in wider rows
-        raise NotImplementedError(f"keys and values must be of a width of 128, or a multiple with one head, not {H}")
-    if K not in (1, 2, 4) and (K % 8 or (K > 8 and G > 1 and G % 2)):
-        raise NotImplementedError(f"there must be 1, 2, 4 or 8 KV heads or eights with an even group, not {K} of {G}")
-    if S > BLOCK:
-        raise NotImplementedError(f"pages must have at most {BLOCK} positions, not {S}")
-    # Sizes follow from the model and the tables' width alone: a row's sums must not depend on T and B.
-    block = min(M, BLOCK // S)
-    heads = min(K, 8) * G * (H // 128)
-    most = ROWS if heads <= HEADS else 1 << (ROWS * HEADS // heads).bit_length() - 1
-    seen = M if window is None else min(M, max(block, (window + T - 2) // S + 2))
-    if (taken := 4 * B * seen) > TABLES:
-        raise NotImplementedError(f"page tables take {taken} bytes, and {TABLES} are there: longer pages make fewer")
-    # Only now: it imports Pallas and its compiler.
-    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention  # it imports a compiler
 
+    shape = AttentionShape.of(q_TNH, pages, rows, params, sinks_N)
     if k_TKH is not None:
         pages = append(pages, k_TKH, v_TKH, rows.slots_T)
+    # Sizes follow from the model and the tables' width alone: a row's sums must not depend on T and B.
+    heads = min(shape.kv_heads, 8) * (shape.heads // shape.kv_heads) * (shape.head_dim // 128)
+    queries = ROWS if heads <= HEADS else 1 << (ROWS * HEADS // heads).bit_length() - 1
+    sequences = describe(rows, shape.page_size, params.window, pages_seen(params, shape))
     out_TNH = ragged_paged_attention(
-        q_TNH, pages.kv_PSYH, *describe(rows, S, window, seen), sm_scale=float(scale), sliding_window=window,
-        soft_cap=soft_cap, num_kv_pages_per_block=block, num_queries_per_block=most,
+        q_TNH, pages.kv_PSYH, *sequences, sm_scale=float(params.scale), sliding_window=params.window,
+        soft_cap=params.soft_cap, num_kv_pages_per_block=pages_per_block(shape), num_queries_per_block=queries,
     )  # fmt: skip
-    owned_T = jnp.arange(T) < rows.starts_B1[-1]  # the kernel leaves other rows undefined
+    owned_T = jnp.arange(shape.tokens) < rows.starts_B1[-1]  # the kernel leaves other rows undefined
     return jnp.where(owned_T[:, None, None], out_TNH, 0), pages
+
+
+def limits(params: AttentionParams, shape: AttentionShape) -> str | None:
+    """What the kernel does not serve."""
+    K, G, H = shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
+    if not has_tpu():
+        return "there is no TPU"
+    if shape.has_sinks or params.value_dim is not None:
+        return "the kernel has neither sinks nor values that are a part of the keys"
+    if shape.dtype != "bfloat16" or shape.layout != "paired" or shape.page_dtype != "bfloat16":
+        return "queries and pages must be bfloat16, each head's value right after its key"
+    if H != 128 and (H % 128 or K > 1):  # several heads need strides, which the compiler does not support in wider rows
+        return f"keys and values must be of a width of 128, or a multiple with one head, not {H}"
+    if K not in (1, 2, 4) and (K % 8 or (K > 8 and G > 1 and G % 2)):
+        return f"there must be 1, 2, 4 or 8 KV heads or eights with an even group, not {K} of {G}"
+    if shape.page_size > BLOCK:
+        return f"pages must have at most {BLOCK} positions, not {shape.page_size}"
+    if (size := 4 * shape.sequences * pages_seen(params, shape)) > TABLES:
+        return f"page tables take {size} bytes, and {TABLES} are there: longer pages make fewer"
+    return None
+
+
+BACKEND = AttentionBackend(attend, limits)
+
+
+def pages_per_block(shape: AttentionShape) -> int:
+    return min(shape.table_width, BLOCK // shape.page_size)
+
+
+def pages_seen(params: AttentionParams, shape: AttentionShape) -> int:
+    """Pages of a sequence that the tokens of a step can see, at most."""
+    M, S = shape.table_width, shape.page_size
+    if params.window is None:
+        return M
+    return min(M, max(pages_per_block(shape), (params.window + shape.tokens - 2) // S + 2))
 
 
 def varies() -> str:

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 
 from ..gpu import device
-from ..gpu.self_test import TRITON, TriedKernel, require_pass, warn_once
+from ..gpu.self_test import TRITON, TriedKernel
 from ..quant import fp8
-from .accuracy import AttentionCase, Trial
+from .accuracy import AttentionCase, Trial, self_tested
+from .backend import AttentionBackend, AttentionParams, AttentionShape
 from .xla import append
 
 DTYPES = "bfloat16", "float16"
@@ -28,56 +29,40 @@ SOURCES = (
 KERNEL = TriedKernel(__spec__.name, WORK, SOURCES, compiler=TRITON)
 
 
-def paged_attention(q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim):
-    """See `quire.ops.attention.paged_attention`."""
-    if not device.is_gpu():
-        raise NotImplementedError("there is no NVIDIA GPU")
-    try:
-        require(q_TNH, pages, value_dim=value_dim)
-    except NotImplementedError as reason:
-        warn_once(WORK, str(reason))
-        raise
-    page = pages.k_PSKH
-    kind = {
-        "heads": q_TNH.shape[1], "kv_heads": page.shape[2], "width": q_TNH.shape[2], "window": window,
-        "soft_cap": soft_cap, "sinks": sinks_N is not None, "page": page.shape[1],
-        "codes": None if pages.k_scale_PKS is None else page.dtype.name, "dtype": q_TNH.dtype.name,
-    }  # fmt: skip
-    require_pass(KERNEL, kind, device.no_ampere_reason())
-    return attend(
-        q_TNH, k_TKH, v_TKH, pages, rows,
-        scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, value_dim=value_dim,
-    )  # fmt: skip
-
-
 def attend(
-    q_TNH, k_TKH, v_TKH, pages, rows, *, scale, window, soft_cap, sinks_N, value_dim=None, interpret: bool = False
+    q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=None, *, interpret: bool = False
 ) -> tuple[jax.Array, Any]:
-    """The same without a trial. With `interpret` it runs in Pallas' interpreter, on a CPU."""
-    require(q_TNH, pages, value_dim=value_dim)
+    """Without a self-test. With `interpret` it runs in Pallas' interpreter, on a CPU."""
+    if reason := kernel_limits(params, AttentionShape.of(q_TNH, pages, rows, params, sinks_N)):
+        raise NotImplementedError(reason)
     from . import triton_kernel  # only now: it imports a compiler
 
     if k_TKH is not None:
         pages = append(pages, k_TKH, v_TKH, rows.slots_T)
     out_TNH = triton_kernel.attend(
-        q_TNH, pages, rows, scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, interpret=interpret
-    )
+        q_TNH, pages, rows, scale=params.scale, window=params.window, soft_cap=params.soft_cap, sinks_N=sinks_N,
+        interpret=interpret,
+    )  # fmt: skip
     return out_TNH, pages
 
 
-def require(q_TNH, pages, *, value_dim) -> None:
-    """Declines what the kernel cannot serve on any card."""
-    if pages.kv_PSYH is not None or value_dim is not None:
-        raise NotImplementedError("keys and values must lie in arrays of their own, and none within the other (MLA)")
-    held = pages.k_PSKH.dtype
-    if q_TNH.dtype.name not in DTYPES:
-        raise NotImplementedError(f"queries must be {' or '.join(DTYPES)}, not {q_TNH.dtype}")
-    if held != q_TNH.dtype and (pages.k_scale_PKS is None or held.name not in CODES):
-        raise NotImplementedError(f"pages must be {q_TNH.dtype} as queries are, or codes of {CODES}, not {held}")
-    if beyond_offsets(pages.k_PSKH):
-        raise NotImplementedError(f"pages of eight bits of a layer must not be {BEYOND}: give the cache less memory")
-    if (width := q_TNH.shape[2]) not in WIDTHS or pages.v_PSKH.shape[3] != width:
-        raise NotImplementedError(f"keys and values must be of one width of {WIDTHS}, not {width}")
+def kernel_limits(params: AttentionParams, shape: AttentionShape) -> str | None:
+    """What the kernel does not serve on any GPU."""
+    if shape.layout == "paired" or params.value_dim is not None:
+        return "keys and values must lie in arrays of their own, and none within the other (MLA)"
+    if shape.dtype not in DTYPES:
+        return f"queries must be {' or '.join(DTYPES)}, not {shape.dtype}"
+    if shape.page_dtype != shape.dtype and not (shape.has_scales and shape.page_dtype in CODES):
+        return f"pages must be {shape.dtype} as queries are, or codes of {CODES}, not {shape.page_dtype}"
+    page = shape.num_pages, shape.page_size, shape.kv_heads, shape.head_dim
+    if beyond_offsets(jax.ShapeDtypeStruct(page, shape.page_dtype)):
+        return f"pages of eight bits of a layer must not be {BEYOND}: give the cache less memory"
+    if shape.head_dim not in WIDTHS or shape.value_dim != shape.head_dim:
+        return f"keys and values must be of one width of {WIDTHS}, not {shape.head_dim}"
+    return None
+
+
+BACKEND = AttentionBackend(attend, self_tested(KERNEL, kernel_limits, device.no_ampere_reason))
 
 
 def beyond_offsets(array) -> bool:

@@ -9,59 +9,39 @@ Where each device has a part of every page's positions, each attends to its own,
 import jax
 import jax.numpy as jnp
 
-from ...sharding.device_axes import UNSPLIT, Axis
 from ..ordered_sum import sum_pairs
 from ..precision import precision
 from . import KVPages, four_bits
+from .backend import AttentionBackend, AttentionParams, AttentionShape
 
-SPREADS = True  # it serves pages whose positions are split over devices
-CHUNKS = True  # and rows that see a chunk of the context each
-AHEAD = True  # and rows that see positions after their own
 BLOCK = 64  # key positions of a loop step
 TILE = 16  # query rows of a tile where sequences have more than one
 
 
-def paged_attention(
-    q_TNH,
-    k_TKH,
-    v_TKH,
-    pages,
-    rows,
-    *,
-    scale,
-    window,
-    soft_cap,
-    sinks_N,
-    value_dim,
-    chunked=False,
-    ahead=0,
-    context: Axis = UNSPLIT,
-    split_rows=False,
-):
+def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=None):
     """See `quire.ops.attention.paged_attention`. R: the rows of a tile times the query heads of a KV head."""
     T, N, H = q_TNH.shape
     exact = precision(q_TNH)
+    window, soft_cap, context = params.window, params.soft_cap, params.context
     paired, packed = pages.kv_PSYH is not None, four_bits.packed(pages.k_PSKH)
-    if packed and pages.v_PSKH is None:
-        raise NotImplementedError("keys of four bits are rotated, and cannot hold the values")
     own, K = (pages.kv_PSYH if paired else pages.k_PSKH).shape[1:3]  # own: positions of a page on this device
     S, first = own * context.size, own * context.index()
     if k_TKH is not None:
         pages = append(pages, k_TKH, v_TKH, own_slots(rows.slots_T, pages, S, own, first))
     K = K // 2 if paired else K
     B, G = rows.starts_B1.shape[0] - 1, N // K
-    width = (H if paired else pages.v_PSKH.shape[-1] * (1 + packed)) if value_dim is None else value_dim
+    width = (H if paired else pages.v_PSKH.shape[-1] * (1 + packed)) if params.value_dim is None else params.value_dim
     row_CQ, seq_C, valid_CQ = tiles(rows.starts_B1, T, tile_size(T, B, G, width))
     row_CQ = jnp.minimum(row_CQ, T - 1)
     position_CQ = jnp.where(valid_CQ, rows.positions_T[row_CQ], -1)
     position_CR = jnp.repeat(position_CQ, G, axis=1)
     sees_CR = position_CR  # the last position that a row sees
-    if ahead:
+    if params.lookahead:
         last_C = rows.positions_T[jnp.maximum(rows.starts_B1[seq_C + 1] - 1, 0)]
-        sees_CR = jnp.where(position_CR < 0, -1, jnp.minimum(position_CR + ahead, last_C[:, None]))
+        sees_CR = jnp.where(position_CR < 0, -1, jnp.minimum(position_CR + params.lookahead, last_C[:, None]))
     C, Q = row_CQ.shape
     turned_TNH = four_bits.rotate(q_TNH) if packed else q_TNH
-    q_CQKGH = turned_TNH[row_CQ].reshape(C, Q, K, G, H).astype(jnp.float32) * scale
+    q_CQKGH = turned_TNH[row_CQ].reshape(C, Q, K, G, H).astype(jnp.float32) * params.scale
     q_CKRH = jnp.moveaxis(q_CQKGH, 2, 1).reshape(C, K, Q * G, H)
 
     pages_a_block = max(1, BLOCK // own)
@@ -72,7 +52,7 @@ def paged_attention(
 
     def hidden(position):
         """The last position before those that a row sees."""
-        return position // window * window - 1 if chunked else position - window
+        return position // window * window - 1 if params.chunked else position - window
 
     first_C = jnp.zeros_like(newest_C) if window is None else jnp.maximum(hidden(oldest_C) + 1, 0) // J
     first_C = jnp.where(newest_C < 0, 0, first_C)
@@ -122,12 +102,26 @@ def paged_attention(
 
     if context.size > 1:
         found_TNX = by_row(jnp.concatenate((out, total[..., None], best[..., None]), axis=-1), jnp.float32)
-        if split_rows:
+        if params.split_rows:
             found_nTNX = context.exchange(found_TNX.reshape(context.size, -1, *found_TNX.shape[1:]))
         else:
             found_nTNX = context.gather(found_TNX)
         return merge(found_nTNX).astype(q_TNH.dtype), pages
     return by_row(out / jnp.where(total == 0, 1, total)[..., None], q_TNH.dtype), pages
+
+
+def limits(params: AttentionParams, shape: AttentionShape) -> str | None:
+    return latent_int4(shape)
+
+
+def latent_int4(shape: AttentionShape) -> str | None:
+    """Why pages of int4 cannot be served; None if they can, or are none."""
+    if shape.page_dtype == "uint8" and shape.layout == "latent":
+        return "keys of four bits are rotated, and cannot hold the values"
+    return None
+
+
+BACKEND = AttentionBackend(attend, limits, chunked=True, lookahead=True, context_parallel=True)
 
 
 def merge(found_nTNX):

@@ -5,6 +5,7 @@ import functools
 import jax
 
 AMPERE = 8  # its compute capability
+NO_GPU = "there is no NVIDIA GPU"
 
 
 @functools.cache
@@ -14,7 +15,7 @@ def is_gpu() -> bool:
 
 @functools.cache
 def is_hopper() -> bool:
-    """Whether this process's card is one that the kernel is for."""
+    """Whether this process's GPU is of the Hopper generation, whose kernels run on no other."""
     return is_gpu() and capability().partition(".")[0] == "9"
 
 
@@ -23,16 +24,18 @@ def capability() -> str:
 
 
 def no_hopper_reason() -> str | None:
-    """Why this process's card cannot run the kernel; None if it can."""
+    """Why this process's GPU cannot run kernels for Hopper; None if it can."""
     if is_hopper():
         return None
     if not is_gpu():
-        return "there is no NVIDIA GPU"
+        return NO_GPU
     return f"the kernel's instructions are those of compute capability 9.x (Hopper), and this GPU's is {capability()}"
 
 
 def no_ampere_reason() -> str | None:
-    """Why this card is too old for kernels that are compiled for all later generations; None if it is not."""
+    """Why this process has no GPU for kernels that are compiled for all later generations; None if it has one."""
+    if not is_gpu():
+        return NO_GPU
     major = capability().partition(".")[0]
     if major.isdecimal() and int(major) >= AMPERE:
         return None

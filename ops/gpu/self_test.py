@@ -150,7 +150,13 @@ def measure(case: Case, seed: int, repeats: int = REPEATS) -> Found:
 
 
 def require_pass(kernel: TriedKernel, kind: dict, declined: str | None = None) -> None:
-    """Raises NotImplementedError, with the reason, unless the kernel may serve this kind of work in every process.
+    """Raises NotImplementedError, with the reason, unless the kernel may serve this kind of work: see `unverified`."""
+    if (reason := unverified(kernel, kind, declined)) is not None:
+        raise NotImplementedError(reason)
+
+
+def unverified(kernel: TriedKernel, kind: dict, declined: str | None = None) -> str | None:
+    """Why the kernel must not serve this kind of work; None if it may in every process.
 
     `declined` is why this process's card cannot run it, if it is known before a trial. A kernel that could run and
     whose libraries are missing raises MissingLibrary.
@@ -161,7 +167,7 @@ def require_pass(kernel: TriedKernel, kind: dict, declined: str | None = None) -
         reason = verdict(kernel, json.dumps(kind), os.environ.get("QUIRE_MOSAIC", ""), declined)
     if reason is not None:
         warn_once(kernel.work, reason)
-        raise NotImplementedError(reason)
+    return reason
 
 
 @cache

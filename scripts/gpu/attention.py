@@ -17,6 +17,7 @@ import jax
 from ...ops import attention
 from ...ops.attention import flashinfer
 from ...ops.attention.accuracy import Trial, arrays, attend, measure_attention
+from ...ops.attention.backend import AttentionShape
 from ...ops.attention.flashinfer_kernel import library
 from ...ops.gpu.device import is_gpu
 from ..collect_env import first_to
@@ -87,7 +88,7 @@ FAST = [
 def implementation(name: str) -> Callable:
     """Without a trial."""
     module = import_module(f".{UNTRIED[name]}", attention.__name__)
-    return getattr(module, "attend", module.paged_attention)
+    return module.attend
 
 
 def right(report: PartReport, scale: CheckSizes, seed: int) -> None:
@@ -162,11 +163,12 @@ def shown(found: float | None) -> str:
 
 def by_flashinfer(work: Trial, inputs: tuple) -> float | None:
     """Seconds of FlashInfer's kernel; None where there is none."""
-    q, pages, _, sinks = inputs
+    q, pages, rows, sinks = inputs
     if library.missing() is not None or not is_gpu():
         return None
     try:
-        flashinfer.require(q, pages, soft_cap=work.soft_cap, sinks_N=sinks, value_dim=work.values)
+        if reason := flashinfer.kernel_limits(work.params, AttentionShape.of(q, pages, rows, work.params, sinks)):
+            raise NotImplementedError(reason)
         return seconds(jax.jit(partial(attend, work, flashinfer.attend)), *inputs)
     except NotImplementedError as reason:
         print(f"FlashInfer: {work.name}: {reason}")

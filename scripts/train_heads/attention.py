@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from ...model.config import ModelConfig
+from ...ops.attention.backend import AttentionParams
 
 BLOCK = 128  # queries a block: a window layer then reads a few hundred keys and not the whole row
 OUTSIDE = -1e30  # the score of a key that is not seen
@@ -13,12 +14,13 @@ def attention(config: ModelConfig, documents_BT):
     """The hook `attend`: causal, inside each document; a block of queries meets only keys it can see."""
     B, T = documents_BT.shape
 
-    def attend(index, q_TNH, k_TKH, v_TKH, cache, *, scale, window=None, soft_cap=None, sinks_N=None, value_dim=None):
+    def attend(index, q_TNH, k_TKH, v_TKH, cache, params: AttentionParams, sinks_N=None):
+        window, soft_cap = params.window, params.soft_cap
         if k_TKH is not None:
-            v_TKH = k_TKH[..., :value_dim] if v_TKH is None else v_TKH
+            v_TKH = k_TKH[..., : params.value_dim] if v_TKH is None else v_TKH
             cache = {**cache, index: tuple(x.reshape(B, T, *x.shape[1:]) for x in (k_TKH, v_TKH))}
         k_BJKH, v_BJKH = cache[config.kv_owner[index]]
-        q_BTKGH = grouped(q_TNH * scale, B, k_BJKH.shape[2])
+        q_BTKGH = grouped(q_TNH * params.scale, B, k_BJKH.shape[2])
         out = []
         for start in range(0, T, BLOCK):
             stop = min(start + BLOCK, T)
@@ -51,12 +53,12 @@ def attention_of_pass(number: int, documents_BT):
     """
     B, T = documents_BT.shape
 
-    def attend(index, q_TNH, k_TKH, v_TKH, cache, *, scale, window=None, soft_cap=None, sinks_N=None):
+    def attend(index, q_TNH, k_TKH, v_TKH, cache, params: AttentionParams, sinks_N=None):
         own = tuple(x.reshape(B, T, *x.shape[1:]) for x in (k_TKH, v_TKH))
         passes = [*cache.get(index, ()), own]
         cache = {**cache, index: passes}
         (k_BJKH, v_BJKH), *drafted = passes
-        q_BTKGH = grouped(q_TNH * scale, B, k_BJKH.shape[2])
+        q_BTKGH = grouped(q_TNH * params.scale, B, k_BJKH.shape[2])
         ahead = jnp.arange(T)[:, None] - jnp.arange(T)[None]
         seen = (ahead >= number) & (documents_BT[:, :, None] == documents_BT[:, None])
         score = jnp.einsum("BQKGH,BJKH->BKQGJ", q_BTKGH, k_BJKH, preferred_element_type=jnp.float32)

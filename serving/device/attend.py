@@ -4,6 +4,7 @@ Those of an encoder reach the rows of the step alone.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from ...model.config import ModelConfig
 from ...ops import heads as head_ops
 from ...ops.attention import KVPages, QueryRows, new_arrivals, page_dtype, paged_attention
+from ...ops.attention.backend import AttentionParams
 from ...ops.attention.picking import Picks, picking_attention
 from ...ops.state_rows import StateRows
 from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
@@ -34,17 +36,19 @@ def attend_with(
 
     picked: dict[int, Any] = {}  # the slots that a layer of a cache group has picked last
 
-    def attend(index, q_TNH, k_TKH, v_TKH, state: State, picks: Picks | None = None, **options):
+    def attend(
+        index, q_TNH, k_TKH, v_TKH, state: State, params: AttentionParams, sinks_N=None, picks: Picks | None = None
+    ):
         owner, rows = config.kv_owner[first + index], rows_of(config.group(first + index))
         q_TNH, k_TKH, v_TKH = (None if x is None else axes.rows.join(x) for x in (q_TNH, k_TKH, v_TKH))
         if picks is not None:
             group = config.group(first + index)
             out_TNH, filled, picked[group] = picking_attention(
-                q_TNH, k_TKH, state.pages[owner], rows, picks, picked.get(group), **options
+                q_TNH, k_TKH, state.pages[owner], rows, picks, picked.get(group), params
             )
             return out_TNH, state.replace(pages={**state.pages, owner: filled})
-        spread = {"context": axes.context, "split_rows": axes.rows.size > 1}
-        out_TNH, filled = paged_attention(q_TNH, k_TKH, v_TKH, state.pages[owner], rows, **options, **spread)
+        params = replace(params, context=axes.context, split_rows=axes.rows.size > 1)
+        out_TNH, filled = paged_attention(q_TNH, k_TKH, v_TKH, state.pages[owner], rows, params, sinks_N)
         return out_TNH, state.replace(pages={**state.pages, owner: filled})
 
     # On several devices of `context` each has all rows, and not all positions of a page.
@@ -61,9 +65,9 @@ def attend_within(positions_T, starts_B1, longest: int):
         held = page_dtype(x_TKH.dtype)
         return (x_TKH if held == x_TKH.dtype else jax.lax.bitcast_convert_type(x_TKH, held))[:, None]
 
-    def attend(index, q_TNH, k_TKH, v_TKH, state: State, **options):
+    def attend(index, q_TNH, k_TKH, v_TKH, state: State, params: AttentionParams, sinks_N=None):
         pages = KVPages(page_each(k_TKH), page_each(v_TKH))
-        return paged_attention(q_TNH, None, None, pages, rows, **options)[0], state
+        return paged_attention(q_TNH, None, None, pages, rows, params, sinks_N)[0], state
 
     return attend
 

@@ -103,9 +103,7 @@ def attend_alone(implementation: str, dtype: str, offset: float):
     tables_BM, slots_T = jnp.arange(1, T // S + 1)[None], jnp.arange(S, S + T)
     rows = QueryRows(jnp.arange(T), jnp.array([0, T]), tables_BM, slots_T)
     hooks = LayerHooks(
-        lambda q, k, v, pages, **options: paged_attention(
-            q, k, v, pages, rows, **options, implementation=implementation
-        ),
+        lambda q, k, v, pages, *given: paged_attention(q, k, v, pages, rows, *given, implementation=implementation),
         lambda qkv, heads, pages: prepare(qkv, heads, pages, rows, implementation),
     )
     cos_sin = angles(rows.positions_T, layer.rope.inv_freq)

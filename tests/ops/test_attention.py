@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from quire.ops.attention import KVPages, flashinfer, hopper, page_dtype, paged_attention, pairs, xla
+from quire.ops.attention.backend import AttentionParams
 from quire.ops.attention.xla import BLOCK, tiles
 from quire.ops.heads import Heads
 from quire.ops.heads import hopper as heads_gpu
@@ -220,7 +221,7 @@ def test_pairs(monkeypatch):
 def test_one_is_forced_by_its_name():
     case = build(PLAIN, [Sequence(1, 60, 9)], np.random.default_rng(3))
     served = run(PLAIN, case, partial(paged_attention, implementation="xla"))
-    assert served[0].tobytes() == run(PLAIN, case, xla.paged_attention)[0].tobytes()
+    assert served[0].tobytes() == run(PLAIN, case, xla.attend)[0].tobytes()
     with pytest.raises(NoImplementation, match="mosaic_tpu: there is no TPU") as error:
         run(PLAIN, case, partial(paged_attention, implementation="mosaic_tpu"))
     assert len(error.value.exceptions) == 1
@@ -232,19 +233,20 @@ def test_one_is_forced_by_its_name():
 
 def test_split_positions_are_left_to_xla():
     """The other implementations decline."""
-    case, spread = build(PLAIN, [Sequence(1, 60, 9)], np.random.default_rng(3)), Axis("context", 2)
+    case = build(PLAIN, [Sequence(1, 60, 9)], np.random.default_rng(3))
+    spread = dataclasses.replace(PLAIN, context=Axis("context", 2))
     for name in ("native", "mosaic_tpu", "mosaic_gpu"):
         with pytest.raises(NoImplementation, match=f"{name}: positions are spread over 2 devices"):
-            run(PLAIN, case, partial(paged_attention, implementation=name, context=spread))
+            run(spread, case, partial(paged_attention, implementation=name))
 
 
 def test_kernels_of_gpus_decline_four_bits():
     q_TNH, half = jnp.zeros((2, 8, 64), jnp.bfloat16), jnp.zeros((3, 32, 2, 32), jnp.uint8)
     pages = KVPages(half, half, jnp.zeros((3, 2, 32)), jnp.zeros((3, 2, 32)))
-    with pytest.raises(NotImplementedError, match="pages are int4, whose codes the kernel does not read"):
-        hopper.require(q_TNH, pages, None)
-    with pytest.raises(NotImplementedError, match="not codes with a scale"):
-        flashinfer.require(q_TNH, pages, soft_cap=None, sinks_N=None, value_dim=None)
+    params = AttentionParams(1.0)
+    shape = call_shape(q_TNH, pages, params)
+    assert hopper.kernel_limits(params, shape) == "pages are int4, whose codes the kernel does not read"
+    assert "not codes with a scale" in flashinfer.kernel_limits(params, shape)
     qkv_TGH = jnp.zeros((2, 12, 64), jnp.bfloat16)
     assert heads_gpu.refusals(qkv_TGH, Heads(8, 2), pages) == ["pages are int4, whose codes the kernel does not write"]
 

@@ -22,6 +22,7 @@ from quire.model.config import ModelError
 from quire.ops import attention
 from quire.ops.attention import KVPages, QueryRows, accuracy, cpu, flashinfer, triton
 from quire.ops.attention.accuracy import AttentionCase, Trial, arrays, attend
+from quire.ops.attention.backend import AttentionParams, AttentionShape
 from quire.ops.attention.flashinfer_kernel import library
 from quire.ops.attention.flashinfer_kernel.plan import PlanShape, make_plan
 from quire.ops.gpu import device, self_test
@@ -283,8 +284,8 @@ def test_pages_of_pairs_are_declined():
     q, pages, rows, _ = arrays(Trial("", 2, 30), 1)
     both_PSKYH = jnp.stack([pages.k_PSKH, pages.v_PSKH], axis=3)
     paired = KVPages(kv_PSYH=both_PSKYH.reshape(*both_PSKYH.shape[:2], -1, 128))
-    with pytest.raises(NotImplementedError, match="arrays of their own"):
-        flashinfer.require(q, paired, soft_cap=None, sinks_N=None, value_dim=None)
+    params = AttentionParams(1.0)
+    assert "arrays of their own" in flashinfer.kernel_limits(params, AttentionShape.of(q, paired, rows, params))
 
 
 @pytest.mark.parametrize(("capability", "serves"), [
@@ -325,15 +326,12 @@ def test_what_cannot_be_built_is_left_to_xla(monkeypatch, caplog):
     trial = Trial("", 2, 30, heads=4, kv_heads=2, width=64)
     inputs = arrays(trial, 1)
     for other in (cpu, triton):
-        monkeypatch.setattr(other, "paged_attention", declines)
+        backend = dataclasses.replace(other.BACKEND, limits=lambda *_: "there is another")
+        monkeypatch.setattr(other, "BACKEND", backend)
     out = jax.jit(partial(attend, trial, attention.paged_attention))(*inputs)
     np.testing.assert_allclose(np.asarray(out, np.float64), accuracy.reference(trial, *inputs), rtol=2e-2, atol=1e-2)
     assert "attention by FlashInfer: its kernel is not in use on this GPU" in caplog.text
     assert "nvcc: no 8.0" in caplog.text
-
-
-def declines(*_, **__):
-    raise NotImplementedError("there is another")
 
 
 def test_a_build_that_fails_says_why(monkeypatch):
@@ -378,7 +376,7 @@ def test_it_is_tried_before_it_serves(monkeypatch):
     assert tried == [
         ("quire.ops.attention.flashinfer",
          {"heads": 32, "kv_heads": 8, "width": 128, "window": 20, "soft_cap": None, "sinks": False, "page": 16,
-          "dtype": "bfloat16"}),
+          "codes": None, "values": None, "dtype": "bfloat16"}),
     ]  # fmt: skip
     monkeypatch.setenv("QUIRE_MOSAIC", "off")
     another_process()

@@ -36,15 +36,12 @@ WRONG = Found(0.5, 0.5, 0, 6e-3)
 def card(monkeypatch, tmp_path):
     """A machine whose card, when it is asked, gives one for every number: so it shows who has served."""
 
-    def ones(q_TNH, k_TKH, v_TKH, pages, rows, **options):
+    def ones(q_TNH, k_TKH, v_TKH, pages, *_):
         return jnp.ones_like(q_TNH), pages
 
-    def is_not_there(*_, **__):
-        raise NotImplementedError("there is another")
-
     monkeypatch.setattr(device, "is_hopper", lambda: True)
-    monkeypatch.setattr(gate, "attend", ones)
-    monkeypatch.setattr(cpu, "paged_attention", is_not_there)
+    monkeypatch.setattr(gate, "BACKEND", dataclasses.replace(gate.BACKEND, attend=ones))
+    monkeypatch.setattr(cpu, "BACKEND", dataclasses.replace(cpu.BACKEND, limits=lambda *_: "there is another"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("QUIRE_MOSAIC", raising=False)
     another_process()
@@ -128,7 +125,8 @@ def test_it_is_tried_again(card, monkeypatch, tmp_path, what):
         monkeypatch.setattr(self_test, "driver", lambda: "999.0")
     else:
         more = dataclasses.replace(gate.KERNEL, sources=(*gate.SOURCES, other))
-        monkeypatch.setattr(gate, "KERNEL", more)
+        limits = accuracy.self_tested(more, gate.kernel_limits, device.no_hopper_reason)
+        monkeypatch.setattr(gate, "BACKEND", dataclasses.replace(gate.BACKEND, limits=limits))
     another_process()
     assert serves() == "the kernel" and len(tried.kinds) == 2
 
@@ -231,8 +229,9 @@ def test_a_trial(interpreted_once, monkeypatch, capsys, spoilt):
     real = partial(gate.attend, interpret=InterpretGPUParams())
     kind = {"heads": 4, "kv_heads": 1, "width": 64, "sinks": True}
 
-    def kernel(*given, scale, **options):
-        return real(*given, scale=scale * (1.02 if spoilt else 1), **options)
+    def kernel(q, k, v, pages, rows, params, sinks_N):
+        params = dataclasses.replace(params, scale=params.scale * (1.02 if spoilt else 1))
+        return real(q, k, v, pages, rows, params, sinks_N)
 
     def sizes(given):
         assert given == kind
@@ -316,8 +315,8 @@ def test_layers_append_in_place():
         assert all(changed) if codes is None else sum(changed) >= 4  # scales; codes are there before
 
 
-def fill(*given, **options):
-    return xla.paged_attention(*given, **options)
+def fill(*given):
+    return xla.attend(*given)
 
 
 class Others:
@@ -368,12 +367,11 @@ def test_it_is_for_hopper(monkeypatch, tmp_path, caplog, capability, served):
     tried = Tried(monkeypatch, RIGHT)
     another_process()
     q, pages, rows, _ = jax.eval_shape(lambda: arrays(CASE, 0))
-    options = CASE.options
     if served:
         assert device.no_hopper_reason() is None
     else:
         with pytest.raises(NotImplementedError, match=f"9.x \\(Hopper\\), and this GPU's is {capability}"):
-            gate.paged_attention(q, None, None, pages, rows, sinks_N=None, **options)
+            gate.BACKEND(q, None, None, pages, rows, CASE.params)
         assert f"this GPU's is {capability}" in caplog.text and not tried.kinds
     device.is_hopper.cache_clear()
     another_process()
@@ -386,7 +384,7 @@ def test_trials_go_each_way(window):
     kind = {"heads": 16, "kv_heads": 4, "width": 64, "window": window}
     ways = set()
     for each in gate.trials(kind):
-        assert measure_attention(each, xla.paged_attention, 0).wrong is None
+        assert measure_attention(each, xla.attend, 0).wrong is None
         q, pages, rows, _ = arrays(each, 0)
         shape = shape_of(
             q, pages, rows, window=window, scale=1.0, soft_cap=None, values=None, sinks=False, processors=132

@@ -191,7 +191,7 @@ def step_of(name: str):
     sinks = array(K * shape.G, dtype=jnp.float32) if shape.sinks else None
 
     def step(q, k, v, pages, rows, sinks):
-        return hopper.attend(q, k, v, pages, rows, sinks_N=sinks, **shape.options)
+        return hopper.attend(q, k, v, pages, rows, shape.params, sinks)
 
     return jax.jit(step), (array(T, K * shape.G, H), new, None if shape.value_dim else new, pages, rows, sinks)
 

@@ -88,14 +88,14 @@ def interpreter(monkeypatch):
 def test_against_float64(name, interpreter):
     """Each row is right, and no access races with another."""
     shape, sequences = CASES[name]
-    check(shape, sequences, np.random.default_rng(0), tpu.paged_attention, CLOSE)
+    check(shape, sequences, np.random.default_rng(0), tpu.BACKEND, CLOSE)
     assert not interpret_pallas_call.races.races_found
 
 
 def rows_of(shape: Shape, sequences: list[Sequence]) -> list[bytes]:
     """The bits of each sequence's rows."""
     case = build(shape, sequences, np.random.default_rng(len(sequences)))
-    out, _ = run(shape, case, tpu.paged_attention)
+    out, _ = run(shape, case, tpu.BACKEND)
     assert not out[case.places[-1].stop :].any()
     return [out[place].tobytes() for place in case.places]
 
@@ -193,7 +193,7 @@ def trace(shape: Shape, length: int, sharding=None):
     sinks = array(K * shape.G, dtype=jnp.float32) if shape.sinks else None
 
     def step(q, k, v, pages, rows, sinks):
-        return tpu.paged_attention(q, k, v, pages, rows, sinks_N=sinks, **shape.options)
+        return tpu.BACKEND(q, k, v, pages, rows, shape.params, sinks)
 
     return jax.jit(step, donate_argnums=3).trace(array(T, K * shape.G, H), new, new, pages, rows, sinks)
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from quire.ops import native
 from quire.ops.attention import KVPages, QueryRows, xla
 from quire.ops.attention import cpu as attention
+from quire.ops.attention.backend import AttentionParams
 from quire.ops.native import build
 from quire.tests.support import four_bits
 from quire.tests.support.cases import cases, thinned
@@ -68,8 +69,7 @@ class Shape:
         cap, sinks = self.soft_cap, None
         if self.sinks:
             sinks = np.linspace(-2, 3, self.K * self.G).astype(np.float32)
-        options = {"scale": self.H**-0.5, "window": self.window, "soft_cap": cap, "value_dim": self.value_dim}
-        return options | {"chunked": self.chunked, "ahead": self.ahead}, sinks
+        return AttentionParams(self.H**-0.5, self.window, self.chunked, self.ahead, cap, self.value_dim), sinks
 
     @property
     def kept(self):
@@ -190,10 +190,10 @@ def build_case(shape: Shape, sequences, rng, spare: int = 0):
 
 @partial(jax.jit, static_argnames=("shape", "implementation"), donate_argnames="pages")
 def step(q, k, v, pages, rows, sinks, shape, implementation):
-    return implementation(q, k, v, pages, rows, sinks_N=sinks, **shape.options[0])
+    return implementation(q, k, v, pages, rows, shape.options[0], sinks)
 
 
-def run(shape: Shape, case, implementation=attention.paged_attention, append=True):
+def run(shape: Shape, case, implementation=attention.attend, append=True):
     """(out, pages) of one step, as numpy arrays."""
     (q, k, v), held, scales, rows, _ = case
     two = 1 if shape.value_dim else 2
@@ -204,7 +204,7 @@ def run(shape: Shape, case, implementation=attention.paged_attention, append=Tru
     pages = KVPages(*held, *absent, *scales, *absent)
     where = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(pages)]
     out, pages = step(jnp.asarray(q), *new, pages, rows, shape.options[1], shape, implementation)
-    if implementation is attention.paged_attention and append:
+    if implementation is attention.attend and append:
         assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(pages)] == where, "pages are written where they lie"
     return np.asarray(out), [np.asarray(x) for x in jax.tree.leaves(pages)]
 
@@ -312,7 +312,7 @@ def test_codes_are_those_of_xla(isa, pages):
         x[3], x[4], x[5] = 0, x[4] * 1e30, x[5] * 1e-30
         x[6, :, ::2] = x[6, :, :1]  # many of the same size
         x[7, :, 1:] = x[7, :, :1].astype(float) * (np.arange(1, 40) / 254)[None]  # on the ties
-    ours, theirs = (run(shape, case, f) for f in (attention.paged_attention, xla.paged_attention))
+    ours, theirs = (run(shape, case, f) for f in (attention.attend, xla.attend))
     assert same(*([x[1:] for x in pages] for _, pages in (ours, theirs)))
     few = case[4][1]
     np.testing.assert_allclose(*(out[few].astype(np.float32) for out, _ in (ours, theirs)), 8e-3, 2e-3)
@@ -397,7 +397,7 @@ def test_what_it_declines(isa):
 
 def attempt(new, pages, rows, **fields):
     pages = KVPages(*(jnp.asarray(x) for x in pages)).replace(**fields)
-    return attention.paged_attention(*map(jnp.asarray, new), pages, rows, sinks_N=None, **Shape().options[0])
+    return attention.BACKEND(*map(jnp.asarray, new), pages, rows, Shape().options[0])
 
 
 def test_shapes_that_disagree():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from quire.ops.attention import KVPages, QueryRows
+from quire.ops.attention.backend import AttentionParams
 from quire.ops.attention.picking import Picks, picking_attention
 from quire.tests.support.cases import cases
 
@@ -61,11 +62,11 @@ def run(tables, keys, asked, order, dtype=np.float32, padding=3):
     )  # fmt: skip
     fresh = jnp.asarray(np.concatenate([*new, np.zeros((padding, A + DIM), np.float32)]))[:, None]
     picks = Picks(rows("own"), rows("weight"), COUNT)
-    out, pages, picked = jax.jit(picking_attention, static_argnames=("scale", "value_dim"))(
-        rows("q"), fresh, pages, given, picks, None, scale=0.3, value_dim=V
+    out, pages, picked = jax.jit(picking_attention, static_argnames="params")(
+        rows("q"), fresh, pages, given, picks, None, params=AttentionParams(0.3, value_dim=V)
     )
-    again, *_ = jax.jit(picking_attention, static_argnames=("scale", "value_dim"))(
-        rows("q"), None, pages, given, Picks(count=COUNT), picked, scale=0.3, value_dim=V
+    again, *_ = jax.jit(picking_attention, static_argnames="params")(
+        rows("q"), None, pages, given, Picks(count=COUNT), picked, params=AttentionParams(0.3, value_dim=V)
     )
     assert np.array_equal(out[: starts[-1]], again[: starts[-1]]), "a layer that reads what another has picked"
     return np.split(np.asarray(out)[: starts[-1]], starts[1:-1])

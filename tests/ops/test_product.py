@@ -26,8 +26,6 @@ from quire.ops.quant.int8 import Int8, as_bytes
 from quire.ops.quant.mxfp4 import Mxfp4
 from quire.ops.quant.stack import Stack
 from quire.ops.rounding.xla import round_rows
-from quire.ops.routing.blocks import align, most_blocks
-from quire.ops.weight import RoundedRows
 from quire.tests.support import copies, kernels_ahead
 from quire.tests.support.cases import cases, nightly_from, thinned
 

@@ -1,6 +1,6 @@
 """Attention by Triton without a card: in Pallas' interpreter against float64, and compiled for an A100 and a B200."""
 
-from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -11,6 +11,7 @@ import pytest
 from quire.ops import attention
 from quire.ops.attention import KVPages, QueryRows, cpu, triton, triton_kernel
 from quire.ops.attention.accuracy import AttentionCase, Trial, arrays
+from quire.ops.attention.backend import AttentionParams
 from quire.ops.gpu import device, self_test
 from quire.ops.implementations import NoImplementation, variance
 from quire.tests.support import kernels_ahead
@@ -100,8 +101,8 @@ def card(monkeypatch):
     monkeypatch.setattr(device, "is_gpu", lambda: True)
     monkeypatch.setattr(device, "is_hopper", lambda: False)
     monkeypatch.setattr(device, "capability", lambda: "8.0")
-    monkeypatch.setattr(cpu, "paged_attention", declines)
-    monkeypatch.setattr(triton, "attend", attend)
+    monkeypatch.setattr(cpu, "BACKEND", replace(cpu.BACKEND, limits=lambda *_: "there is another"))
+    monkeypatch.setattr(triton, "BACKEND", replace(triton.BACKEND, attend=attend))
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
     self_test.verdict.cache_clear()
     self_test.warn_once.cache_clear()
@@ -111,18 +112,11 @@ def card(monkeypatch):
     jax.clear_caches()
 
 
-def declines(*_, **__):
-    raise NotImplementedError("there is another")
-
-
-def traced(trial: Trial, implementation: str | None = None, **changed):
+def traced(trial: Trial, implementation: str | None = None):
     q, pages, rows, sinks = arrays(trial, 1)
 
     def step(q, pages, rows, sinks):
-        options = trial.options | changed
-        return attention.paged_attention(
-            q, None, None, pages, rows, sinks_N=sinks, implementation=implementation, **options
-        )
+        return attention.paged_attention(q, None, None, pages, rows, trial.params, sinks, implementation)
 
     return jax.make_jaxpr(step)(q, pages, rows, sinks)
 
@@ -156,9 +150,9 @@ def test_pages_that_offsets_do_not_reach_are_declined(gigabytes, codes, declined
     dtype = jnp.int8 if codes == 1 else jnp.bfloat16
     held = jax.ShapeDtypeStruct((gigabytes << 10, 1024 // codes, 8, 128), dtype)
     q, scales = jax.ShapeDtypeStruct((4, 32, 128), jnp.bfloat16), [None, None] if codes == 2 else [0, 0]
-    says = pytest.raises(NotImplementedError, match="must not be of 2 to 4 GiB") if declined else nullcontext()
-    with says:
-        triton.require(q, KVPages(held, held, *scales), value_dim=None)
+    params = AttentionParams(1.0)
+    reason = triton.kernel_limits(params, call_shape(q, KVPages(held, held, *scales), params))
+    assert "must not be of 2 to 4 GiB" in reason if declined else reason is None
 
 
 def test_older_cards_are_declined(card, monkeypatch, caplog):

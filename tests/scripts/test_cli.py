@@ -747,24 +747,23 @@ def test_collect_env_tells_what_serves(capsys, monkeypatch, kernels, serves):
 @pytest.mark.slow
 def test_collect_env_tells_whether_a_batch_changes_bits(monkeypatch):
     """By what the engine's own steps are made of, each implementation by its own word."""
-    from quire.ops.linear import weight
+    from quire.ops.linear import xla
 
     monkeypatch.setenv("QUIRE_NATIVE", "off")
     jax.clear_caches()  # what was traced with kernels
-    assert [*collect_env.invariance()] == [("the bundled model", "no"), ("because", weight.varies())]
-    monkeypatch.setattr(weight, "varies", lambda: None)
+    assert [*collect_env.invariance()] == [("the bundled model", "no"), ("because", xla.varies())]
+    monkeypatch.setattr(xla, "varies", lambda: None)
     assert [*collect_env.invariance()] == [("the bundled model", "yes")]
     jax.clear_caches()
 
 
 def test_collect_env_says_why_one_does_not(monkeypatch):
     from quire.ops import attention, rope
+    from quire.ops.attention.backend import AttentionBackend
 
-    def declines(*_, **__):
-        raise NotImplementedError("needs a newer card")
-
+    fast = AttentionBackend(attention.paged_attention, lambda *_: "needs a newer card")
     monkeypatch.setattr(attention, "IMPLEMENTATIONS", {"fast": "..rope", "xla": ".xla"})
-    monkeypatch.setattr(rope, "paged_attention", declines, raising=False)
+    monkeypatch.setattr(rope, "BACKEND", fast, raising=False)
     assert dict(collect_env.attention())["sinks"] == "xla; fast declines: needs a newer card"
     monkeypatch.setattr(attention, "IMPLEMENTATIONS", {"fast": "..rope"})
     assert dict(collect_env.attention())["full"] == "none; fast declines: needs a newer card"

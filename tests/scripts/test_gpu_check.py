@@ -43,7 +43,7 @@ FEW = [work for work in SHORT if work.name in ("decode, cap", "chunk, int8", "ch
 def test_its_reference_is_what_xla_says(work):
     inputs = arrays(work, 3)
     wanted = reference(work, *inputs)
-    out = np.asarray(jax.jit(partial(attend, work, xla.paged_attention))(*inputs), np.float64)
+    out = np.asarray(jax.jit(partial(attend, work, xla.attend))(*inputs), np.float64)
     assert np.linalg.norm(out - wanted) / np.linalg.norm(wanted) < 4e-3
 
 
@@ -88,7 +88,7 @@ def test_only_the_attention_named_is_compiled(monkeypatch):
 
     @jax.jit
     def run(*inputs):
-        return attend(work, lambda *given, **more: attention.paged_attention(*given, **more), *inputs)
+        return attend(work, attention.paged_attention, *inputs)
 
     run(*inputs)
     with attention_by("mosaic_gpu"), pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
@@ -247,7 +247,7 @@ def test_the_time_of_attention(tmp_path, monkeypatch, capsys):
     assert [report.found[work.name]["flashinfer"] for work in short] == [None, None]
     monkeypatch.setattr(gpu_attention.library, "missing", lambda: None)
     monkeypatch.setattr(device, "is_gpu", lambda: True)
-    monkeypatch.setattr(gpu_attention.flashinfer, "attend", xla.paged_attention)
+    monkeypatch.setattr(gpu_attention.flashinfer, "attend", xla.attend)
     gpu_attention.fast(report := PartReport(tmp_path / "both.json"), TINY, 3)
     assert report.found["decode, 2 of 64"]["flashinfer"] > 0 and report.found["latent"]["flashinfer"] is None
     assert "FlashInfer: latent: keys and values must lie in arrays of their own" in capsys.readouterr().out

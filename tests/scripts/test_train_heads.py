@@ -15,7 +15,7 @@ from quire.model import decoder, draft_heads
 from quire.model.checkpoint import quantized
 from quire.model.checkpoint.loader import load, load_weights, read_config
 from quire.model.config import ModelError
-from quire.model.mixers import LayerHooks
+from quire.ops.attention.backend import AttentionParams
 from quire.scripts.train_heads import answers as kept
 from quire.scripts.train_heads.answers import Rows, batches, none_yet, pack, parts, read_prompts
 from quire.scripts.train_heads.attention import attention
@@ -174,18 +174,26 @@ def test_the_loss_is_the_cross_entropy_with_what_the_model_thinks(target, writte
     assert [int(one.right) for one in again] == [int(one.right) for one in found]
 
 
-@pytest.mark.parametrize("options", [{}, {"soft_cap": 5.0}, {"window": 3}, {"sinks_N": jnp.asarray([0.5, -1, 2, 0])}])
-def test_attention_of_documents_equals_each_by_itself(target, options):
+@pytest.mark.parametrize(
+    ("params", "sinks_N"),
+    [
+        (AttentionParams(0.3), None),
+        (AttentionParams(0.3, soft_cap=5.0), None),
+        (AttentionParams(0.3, window=3), None),
+        (AttentionParams(0.3), jnp.asarray([0.5, -1, 2, 0])),
+    ],
+)
+def test_attention_of_documents_equals_each_by_itself(target, params, sinks_N):
     config, rng = target[0], np.random.default_rng(1)
     q, k, v = (jnp.asarray(rng.standard_normal((10, n, 8)), jnp.float32) for n in (4, 2, 2))
     documents = jnp.asarray([[1] * 4 + [2] * 6])
-    together, _ = attention(config, documents)(0, q, k, v, {}, scale=0.3, **options)
+    together, _ = attention(config, documents)(0, q, k, v, {}, params, sinks_N)
     for here in (slice(0, 4), slice(4, 10)):
         alone = uncached.attention(config, 1, here.stop - here.start)
-        expected, _ = alone(0, q[here], k[here], v[here], {}, scale=0.3, **options)
+        expected, _ = alone(0, q[here], k[here], v[here], {}, params, sinks_N)
         np.testing.assert_allclose(together[here], expected, atol=1e-5)
-    latent, _ = attention(config, documents)(0, q, k[:, :1], None, {}, scale=0.3, value_dim=5)
-    expected, _ = uncached.attention(config, 1, 4)(0, q[:4], k[:4, :1], None, {}, scale=0.3, value_dim=5)
+    latent, _ = attention(config, documents)(0, q, k[:, :1], None, {}, AttentionParams(0.3, value_dim=5))
+    expected, _ = uncached.attention(config, 1, 4)(0, q[:4], k[:4, :1], None, {}, AttentionParams(0.3, value_dim=5))
     np.testing.assert_allclose(latent[:4], expected, atol=1e-5)
 
 

@@ -11,6 +11,8 @@ import ml_dtypes
 import numpy as np
 
 from quire.ops.attention import KVPages, QueryRows, paged_attention
+from quire.ops.attention.backend import AttentionParams, AttentionShape
+from quire.sharding.device_axes import UNSPLIT, Axis
 from quire.tests.support import four_bits
 
 LONGEST = 192  # positions a sequence
@@ -37,6 +39,7 @@ class Shape:
     soft_cap: float | None = None
     sinks: bool = False
     value_dim: int | None = None
+    context: Axis = UNSPLIT
 
     @property
     def close(self) -> dict[str, float]:
@@ -46,10 +49,15 @@ class Shape:
         return {"rtol": 1e-2, "atol": 3e-2 if self.codes == "int4" else 4e-3}
 
     @property
-    def options(self):
-        cap, width = self.soft_cap, self.value_dim
-        chunks = ({"chunked": True} if self.chunked else {}) | ({"ahead": self.ahead} if self.ahead else {})
-        return {"scale": self.H**-0.5, "window": self.window, "soft_cap": cap, "value_dim": width} | chunks
+    def params(self) -> AttentionParams:
+        return AttentionParams(
+            self.H**-0.5, self.window, self.chunked, self.ahead, self.soft_cap, self.value_dim, self.context
+        )
+
+
+def call_shape(q_TNH, pages: KVPages, params: AttentionParams) -> AttentionShape:
+    """That of a call with one sequence."""
+    return AttentionShape.of(q_TNH, pages, QueryRows(None, None, np.zeros((1, 1)), None), params)
 
 
 @dataclass
@@ -157,7 +165,7 @@ def put(pages: list[np.ndarray], held: list[np.ndarray], row: int, slot: int) ->
 
 @partial(jax.jit, static_argnames=("shape", "attend"), donate_argnames="pages")
 def step(q, k, v, pages, rows, sinks, shape, attend=paged_attention):
-    return attend(q, k, v, pages, rows, sinks_N=sinks, **shape.options)
+    return attend(q, k, v, pages, rows, shape.params, sinks)
 
 
 def sinks_of(shape: Shape):

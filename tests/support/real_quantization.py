@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-import real_models
+
+from quire.tests.support import real_models
 
 NAMES = ("smollm2", "qwen-500m", "qwen-1500m")
 NUM_TOKENS, PIECE = 2048, 512
@@ -31,7 +32,7 @@ WAYS = (
 
 def write_dense(name: str, folder: Path) -> None:
     """A folder with the dequantised weights and the tokenizer of a GGUF file."""
-    from real_reference import Reference
+    from quire.tests.support.real_reference import Reference
 
     reference = Reference(str(real_models.path_of(name)))
     folder.mkdir(parents=True)

@@ -52,22 +52,20 @@ def attention(config: ModelConfig, B: int, T: int):
 
     picked = {}
 
-    def attend(
-        index, q_TNH, k_TKH, v_TKH, cache, *, scale, window=None, soft_cap=None, sinks_N=None, value_dim=None,
-        chunked=False, picks=None,
-    ):  # fmt: skip
+    def attend(index, q_TNH, k_TKH, v_TKH, cache, params, sinks_N=None, picks=None):
+        window, soft_cap = params.window, params.soft_cap
         dim = q_TNH.shape[-1]
         if k_TKH is not None:
-            cache = {**cache, index: (k_TKH, k_TKH[..., :value_dim] if v_TKH is None else v_TKH)}
+            cache = {**cache, index: (k_TKH, k_TKH[..., : params.value_dim] if v_TKH is None else v_TKH)}
         k, v = (x.reshape(B, T, *x.shape[1:]).astype(jnp.float32) for x in cache[config.kv_owner[index]])
         K, N = k.shape[2], q_TNH.shape[1]
-        q = q_TNH.reshape(B, T, K, N // K, -1).astype(jnp.float32) * scale
+        q = q_TNH.reshape(B, T, K, N // K, -1).astype(jnp.float32) * params.scale
         score = jnp.einsum("BQKGH,BJKH->BKGQJ", q, k[..., :dim])
         if soft_cap is not None:
             score = soft_cap * jnp.tanh(score / soft_cap)
         ahead = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
         seen = ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
-        if chunked and window is not None:
+        if params.chunked and window is not None:
             chunk = jnp.arange(T) // window
             seen = (ahead >= 0) & (chunk[:, None] == chunk[None, :])
         if picks is not None:

@@ -165,7 +165,6 @@ def compiled(case: Case, layers: int, spills: bool):
     """The program of so many layers, for the card that is described, and why a row's bits may depend on its company."""
     from quire.model.checkpoint.placement import abstract_over
     from quire.model.weights import abstract
-    from quire.serving.device.batch import choose
     from quire.serving.device.drafts import WithDrafter
     from quire.serving.device.pipeline import Pipeline
     from quire.serving.device.step_shape import StepShape, choose

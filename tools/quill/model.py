@@ -12,11 +12,8 @@ from quire.model import decoder
 from quire.model.config import ModelConfig
 from quire.model.mixers import LayerHooks
 from quire.ops.linear.weight import Weight
-from quire.ops.weight import Weight
 from quire.scripts.train_heads.attention import attention
 from quire.sharding import struct
-
-from ..train_heads.attention import attention
 
 
 def looking_back(weights, config: ModelConfig):

@@ -48,10 +48,8 @@ def machine(interpret: Any) -> Machine:
         return Machine("triton" if interpret is True else "mosaic", 3)
     if device.is_hopper():
         return Machine("mosaic", device.num_processors())
-    if not device.is_gpu():
-        raise NotImplementedError("there is no NVIDIA GPU")
-    if declined := device.no_ampere_reason():
-        raise NotImplementedError(declined)
+    if (reason := device.no_ampere_reason()) is not None:
+        raise NotImplementedError(reason)
     return Machine("triton", device.num_processors())
 
 

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from ..ops import quant
-from ..ops.quant.grouped import Grouped
+from ..ops.quant.compressed import Rounded
 from ..sharding.mesh import AXES, shardings
 from .config import Layer, ModelConfig, ModelError
 from .weights import ModelWeights, abstract, dense_specs
@@ -71,14 +71,15 @@ def stage_weights(weights: ModelWeights, stage: Stage) -> ModelWeights:
 
 def check_groups(config: ModelConfig, name: str, tensor: int) -> None:
     """Refuse devices that would cut a group of inputs, which share a scale."""
-    for node in jax.tree.leaves(abstract(replace(config, quant=name)), is_leaf=lambda x: isinstance(x, Grouped)):
-        if not isinstance(node, Grouped) or node.scale.axes[-len(node.out) - 1] in (None, "embed"):
+    for node in jax.tree.leaves(abstract(replace(config, quant=name)), is_leaf=lambda x: isinstance(x, Rounded)):
+        whole = node.whole_inputs() if isinstance(node, Rounded) else 1
+        if whole == 1:
             continue
         inputs = math.prod(node.into)
-        if inputs % (node.whole * tensor):
+        if inputs % (whole * tensor):
             raise ModelError(
                 f"tensor_parallel_size is {tensor}, and a matrix of {inputs} inputs is kept as {name!r}, whose groups "
-                f"of {node.whole} it would cut; it can be a number that divides {inputs} / {node.whole}, or 1"
+                f"of {whole} it would cut; it can be a number that divides {inputs} / {whole}, or 1"
             )
 
 

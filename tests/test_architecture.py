@@ -165,6 +165,15 @@ def test_imports_run_one_way():
     )
 
 
+def test_weight_formats_and_native_kernels_do_not_import_each_other():
+    """Both know products (`ops/linear`), which stand between them."""
+    for path in FILES:
+        for first, second in (("native", "quant"), ("quant", "native")):
+            if path.is_relative_to(ROOT / "ops" / first):
+                found = [module for _, module in imports(path) if f"{module}.".startswith(f"quire.ops.{second}.")]
+                assert not found, f"{ids(path)} imports {found}"
+
+
 def test_no_circles():
     files = {name_of(path): path for path in [*FILES, *TOOLS]}
     needs: dict[str, set[str]] = {}

@@ -87,9 +87,19 @@ def keeps_floats(rows: str) -> bool:
     return rows.endswith("float32")
 
 
+def has_kernel(name: str) -> bool:
+    """Whether weights can be laid out for a kernel, and multiplied by it."""
+    return has("pack", name)
+
+
+def has_dense_product(dtype: str) -> bool:
+    """The same of the kernel for dense weights of a type."""
+    return has_kernel(kernel_names.DENSE[dtype])
+
+
 def has_product(kernel: str, rows: str) -> bool:
     """Whether weights can be laid out for the kernel that multiplies their codes with rows of this type."""
-    return has("pack", kernel_names.FLOAT_ROWS[kernel] if keeps_floats(rows) else kernel)
+    return has_kernel(kernel_names.FLOAT_ROWS[kernel] if keeps_floats(rows) else kernel)
 
 
 def row_options(kernel: str, group: int, rows: str) -> dict[str, bool]:

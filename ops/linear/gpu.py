@@ -12,7 +12,7 @@ from ..quant.compressed import Rounded
 from . import weight as xla
 from .gpu_kernel import prepare
 from .gpu_kernel.shape import FEATURES
-from .weight import Weight, check_subscripts, plain
+from .weight import GpuMatrix, Weight, check_subscripts, plain
 
 EACH = r"(\w)(\w)(\w),\2(\w)\3->\1\2\4"  # rows of each head by the head's own matrix
 
@@ -27,7 +27,7 @@ class Multiplied(Weight):
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
         if re.fullmatch(EACH, subscripts) and isinstance(self.weight, jax.Array) and bias is None:
-            return prepare.each(x, prepare.Matrix(self.weight), dtype=dtype or x.dtype, interpret=self.interpret)
+            return prepare.each(x, GpuMatrix(self.weight), dtype=dtype or x.dtype, interpret=self.interpret)
         rows, flat, turned, lead, out = self.read(subscripts, x)
         y = prepare.dense(rows, flat, bias, dtype=dtype or plain(x).dtype, turned=turned, interpret=self.interpret)
         return y.reshape(*lead, *out)
@@ -47,9 +47,9 @@ class Multiplied(Weight):
             raise NotImplementedError("the weight must be one matrix that is not quantised")
         (inputs, outputs), lead = self.weight.shape, x.shape[:-1]
         check_subscripts(subscripts, x, (inputs,), (outputs,), (0,))
-        matrix = prepare.Matrix(jnp.pad(self.weight, ((0, 0), (0, -outputs % FEATURES))))
+        matrix = GpuMatrix(jnp.pad(self.weight, ((0, 0), (0, -outputs % FEATURES))))
         if self.weight.dtype == jnp.float32:
-            matrix = prepare.Matrix(prepare.summands(matrix.array), summands=prepare.SUMMANDS)
+            matrix = GpuMatrix(prepare.summands(matrix.array), summands=prepare.SUMMANDS)
         y_RO = prepare.dense(x.reshape(-1, inputs), matrix, dtype=jnp.float32, interpret=self.interpret)
         return y_RO[:, :outputs].reshape(*lead, outputs)
 

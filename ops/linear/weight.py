@@ -1,6 +1,6 @@
 """What the model asks of a weight, whatever form it is kept in."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,36 @@ def plain(x):
     return x.rows if isinstance(x, RoundedRows) else x
 
 
+class GpuMatrix(NamedTuple):
+    """A weight, or a stack of them, as the kernels for GPUs read it."""
+
+    array: Any  # bfloat16, or codes
+    codes: str | None = None  # as in `ProductShape` of `gpu_kernel`, and so are `group` and `rounded`
+    scale: Any = None  # of the codes: one for each output, or for each group and output
+    group: int = 0
+    rounded: bool = False
+    zero: Any = None  # of the codes: one for each group and output
+    summands: int = 1
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of a `ProductShape`."""
+        return {
+            "codes": self.codes, "group": self.group, "zeros": self.zero is not None, "rounded": self.rounded,
+            "summands": self.summands,
+        }  # fmt: skip
+
+    def scales(self, experts: int, parts: int, outputs: int) -> dict[str, Any]:
+        """The operands that its scales and zeros are."""
+        if self.scale is None:
+            return {}
+        if self.group:
+            named = {"group_scale": self.scale, "group_zero": self.zero}
+            axes = experts, -1, parts, outputs
+            return {name: each.reshape(axes) for name, each in named.items() if each is not None}
+        return {"output_scale": self.scale.reshape(experts, parts, outputs)}
+
+
 class Weight:
     """A matrix, or a stack of matrices along its first axis, that stands where an array could.
 
@@ -37,6 +67,7 @@ class Weight:
 
     takes_rounded = False  # whether its products take `RoundedRows`
     native = False  # whether it is laid out for the native kernels, which alone can read it then
+    has_gpu_kernel = False  # whether it has a `gpu_matrix`
 
     @property
     def rounds(self) -> str | None:
@@ -73,6 +104,10 @@ class Weight:
     def for_rows(self, row_Q) -> "Weight":
         """The same for some of a step's rows; itself where all rows are multiplied alike."""
         return self
+
+    def gpu_matrix(self) -> GpuMatrix:
+        """Its arrays as the kernels for GPUs read them; `NotImplementedError` where none does."""
+        raise NotImplementedError(f"weights must be arrays, int8, int4, fp8 or MXFP4, not {type(self).__name__}")
 
     def for_kernels(self, rows: str) -> "Weight":
         """The same on the host, laid out for the native kernels; itself where none takes it.

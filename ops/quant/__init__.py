@@ -8,11 +8,7 @@ import importlib
 from typing import Any, Protocol, cast
 
 from ...sharding.spec import ArraySpec
-from .codebook import Codebook
 from .compressed import FormatError, Rounded, Scheme
-from .e8p import E8p
-from .grouped import CODES, WHOLE, Grouped
-from .int4 import Int4
 from .stack import in_front, one_of
 
 FORMATS = {
@@ -104,21 +100,16 @@ def common(names: set[str | None]) -> str | None:
     if None in names:
         return None
     every = [example(name) for name in names if name is not None]
-    if not all(
-        isinstance(one, Int4) and one.zero is None or isinstance(one, Grouped) and one.code in WHOLE for one in every
-    ):
+    if not all(one.is_whole for one in every):
         return None
-    least = any(isinstance(one, Grouped) and one.least is not None for one in every)
-    if all(isinstance(one, Grouped) and one.levels for one in every):
-        kind = f"k{max(CODES[one.code].bits for one in every)}"
-    else:
-        kind = "int8-weights"
+    least = any(one.has_minimum for one in every)
+    kind = f"k{max(one.bits for one in every)}" if all(one.levels for one in every) else "int8-weights"
     return f"{kind}-{min(one.shared() for one in every)}{'-least' if least else ''}"
 
 
 def has_gpu_kernel(name: str) -> bool:
     """Whether the product's kernel for GPUs takes codes of a format."""
-    return not isinstance(example(name), Grouped | Codebook | E8p)
+    return example(name).has_gpu_kernel
 
 
 def splits(name: str) -> bool:

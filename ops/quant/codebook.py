@@ -19,11 +19,9 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
-from ..linear.cpu import keeps_floats
+from ..linear.cpu import has_dense_product, keeps_floats
 from ..linear.cpu_layout import pack_dense
 from ..linear.weight import Weight
-from ..native import has
-from ..native.kernel_names import DENSE
 from . import clusters, four_bits
 from .compressed import (
     FormatError,
@@ -79,7 +77,7 @@ class Codebook(Rounded):
 
     def for_kernels(self, rows: str) -> Weight:
         dtype = "float32" if keeps_floats(rows) else "bfloat16"
-        if not has("pack", DENSE[dtype]):
+        if not has_dense_product(dtype):
             return self
         log_widened(f"codebook-{self.bits}", dtype)
         fields = {"codes": four_bits.split(self.codes, math.prod(self.into)).T}

@@ -46,6 +46,10 @@ class Rounded(Weight):
     out: tuple[int, ...] = struct.field(pytree_node=False)  # and of the others
     inputs: tuple[int, ...] = struct.field(pytree_node=False)  # where the former stand in the dense weight
     lists = ()  # fields whose numbers belong to an output, and not to neighbouring inputs
+    is_whole = False  # whether codes are whole numbers that `whole_codes` gives, times a scale, less perhaps a minimum
+    has_minimum = False  # whether a minimum is subtracted
+    levels = False  # whether scales have two levels
+    bits = 8  # of a code
 
     @property
     def kind(self) -> Any:
@@ -55,6 +59,18 @@ class Rounded(Weight):
     def shared(self, field: str = "scale") -> int:
         """How many neighbouring inputs share a value of a field that is narrower than the codes."""
         return math.prod(self.into)
+
+    def can_hold(self, other: "Rounded") -> bool:
+        """Whether such a node holds the codes of another exactly."""
+        return self.kind == other.kind
+
+    def whole_codes(self, fields: dict[str, np.ndarray]) -> np.ndarray:
+        """The whole numbers [out, in], of eight bits, that a matrix's fields hold."""
+        raise NotImplementedError
+
+    def whole_inputs(self) -> int:
+        """How many neighbouring inputs must lie on one device, where the inputs are split by groups; else 1."""
+        return 1
 
     def quantize(self, weight: np.ndarray) -> Any:
         """A weight [*into, *out] rounded to the format of these specs."""

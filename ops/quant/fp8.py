@@ -17,7 +17,7 @@ from ...sharding import struct
 from ...sharding.spec import ArraySpec
 from ..linear.cpu import has_product, keeps_floats
 from ..linear.cpu_layout import by_block, tile
-from ..linear.weight import Weight, check_subscripts
+from ..linear.weight import GpuMatrix, Weight, check_subscripts
 from .compressed import FormatError, Layout, Rounded, Scheme, multiply, split
 from .grouped import Grouped, TiledGroups
 from .grouped import spec as grouped
@@ -49,6 +49,7 @@ class Fp8(Rounded):
     codes: Any  # uint8 [*into, *out], the bits of float8_e4m3fn
     scale: Any  # float32 [*out]
     dynamic: bool = struct.field(pytree_node=False)
+    has_gpu_kernel = True
 
     @property
     def rounds(self) -> str | None:
@@ -91,6 +92,10 @@ class Fp8(Rounded):
             inputs=self.inputs,
             float_rows=keeps_floats(rows),
         )
+
+    def gpu_matrix(self) -> GpuMatrix:
+        signed = jax.lax.bitcast_convert_type(self.codes, jnp.int8)  # as `Tiles.decode` takes them
+        return GpuMatrix(signed, "float8", self.scale, rounded=self.dynamic)
 
     def quantize(self, weight: np.ndarray) -> "Fp8":
         """Round to nearest, the largest value of each output at 448."""

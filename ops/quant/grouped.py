@@ -102,8 +102,34 @@ class Grouped(Rounded):
         return SUPER if self.levels else self.group
 
     @property
+    def bits(self) -> int:
+        return CODES[self.code].bits
+
+    @property
     def packed(self) -> bool:
-        return CODES[self.code].bits == 4
+        return self.bits == 4
+
+    @property
+    def is_whole(self) -> bool:
+        return self.code in WHOLE
+
+    @property
+    def has_minimum(self) -> bool:
+        return self.least is not None
+
+    def can_hold(self, other: Rounded) -> bool:
+        """A node of whole numbers holds those of several formats."""
+        if self.kind == other.kind:
+            return True
+        fits = (other.levels and other.bits <= self.bits) if self.levels else self.code == "int8"
+        groups_fit = other.is_whole and other.shared() % self.group == 0
+        return fits and groups_fit and (self.has_minimum or not other.has_minimum)
+
+    def whole_codes(self, fields: dict[str, np.ndarray]) -> np.ndarray:
+        return fields["codes"]
+
+    def whole_inputs(self) -> int:
+        return 1 if self.scale.axes[-len(self.out) - 1] in (None, "embed") else self.whole
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
         axes = len(self.into)

@@ -21,7 +21,7 @@ from ...sharding import struct
 from ...sharding.spec import ArraySpec
 from ..linear.cpu import Product, has_product, row_options
 from ..linear.cpu_layout import by_block, tile_nibbles
-from ..linear.weight import Weight
+from ..linear.weight import GpuMatrix, Weight
 from . import four_bits
 from .compressed import FormatError, Layout, Rounded, Scheme, decoded_product, join_codes, split, split_words, words
 from .grouped import CODES
@@ -60,11 +60,19 @@ class Int4(Rounded):
     zero: Any  # uint8 [K / group, O], or None: 8
     group: int = struct.field(pytree_node=False)
     bits: int = struct.field(pytree_node=False, default=4)  # of a code in files
+    has_gpu_kernel = True
 
     @property
     def offset(self) -> int:
         """What a code has more here than in files."""
         return MIDDLE - (1 << (self.bits - 1)) if self.zero is None else 0
+
+    @property
+    def is_whole(self) -> bool:
+        return self.zero is None
+
+    def whole_codes(self, fields: dict[str, np.ndarray]) -> np.ndarray:
+        return fields["nibbles"].astype(np.int8) - np.int8(MIDDLE)
 
     def shared(self, field: str = "scale") -> int:
         return self.group
@@ -92,6 +100,12 @@ class Int4(Rounded):
         zero = np.zeros(0, np.uint8) if self.zero is None else by_block(np.asarray(self.zero).reshape(-1, O))
         sizes = {"into": self.into, "out": self.out, "inputs": self.inputs}
         return TiledInt4(tiles, scale, zero, **sizes, **row_options("int4", self.group, rows))
+
+    def gpu_matrix(self) -> GpuMatrix:
+        """With the axes of its outputs."""
+        arrays = self.nibbles, self.scale, self.zero
+        codes, scale, zero = (None if each is None else each.reshape(*each.shape[:-1], *self.out) for each in arrays)
+        return GpuMatrix(codes, "int4", scale, self.group, zero=zero)
 
     def quantize(self, weight: np.ndarray) -> "Int4":
         """Round to nearest: a group's values spread over -8 to 7, or over 0 to 15 from its least to its largest."""

@@ -13,10 +13,9 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
-from ..linear.cpu import LANES, Product, has_product, keeps_floats
+from ..linear.cpu import LANES, Product, has_kernel, has_product, keeps_floats
 from ..linear.cpu_layout import tile
-from ..linear.weight import Weight, check_subscripts
-from ..native import has
+from ..linear.weight import GpuMatrix, Weight, check_subscripts
 from .compressed import FormatError, Layout, Rounded, Scheme, join_words, multiply, split, split_words, words
 from .grouped import CODES
 from .grouped import spec as grouped
@@ -43,6 +42,7 @@ class Int8(Rounded):
     codes: Any  # int8 [*into, *out]
     scale: Any  # float32 [*out]
     dynamic: bool = struct.field(pytree_node=False)
+    has_gpu_kernel = True
 
     @property
     def rounds(self) -> str | None:
@@ -72,7 +72,7 @@ class Int8(Rounded):
         return self.codes[:, index].T.astype(jnp.float32) * self.scale[index][:, None]
 
     def for_kernels(self, rows: str) -> Weight:
-        if not (has("pack", "int8") if self.dynamic else has_product("int8_weights", rows)):
+        if not (has_kernel("int8") if self.dynamic else has_product("int8_weights", rows)):
             return self
         codes_KO = np.asarray(self.codes).reshape(math.prod(self.into), -1)
         tiles = tile(codes_KO, 4 if self.dynamic else 2)
@@ -81,6 +81,9 @@ class Int8(Rounded):
         sum_O = np.pad(codes_KO.sum(0, dtype=np.int32), (0, missing))
         sizes = {"into": self.into, "out": self.out, "inputs": self.inputs}
         return TiledInt8(tiles, scale_O, sum_O, **sizes, float_rows=keeps_floats(rows))
+
+    def gpu_matrix(self) -> GpuMatrix:
+        return GpuMatrix(self.codes, "int8", self.scale, rounded=self.dynamic)
 
     def quantize(self, weight: np.ndarray) -> "Int8":
         """Round to nearest, the largest value of each output at 127."""

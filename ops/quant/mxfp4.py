@@ -14,7 +14,7 @@ from ...sharding import struct
 from ...sharding.spec import ArraySpec
 from ..linear.cpu import Product, has_product, row_options
 from ..linear.cpu_layout import by_block, pack_stack, tile_nibbles
-from ..linear.weight import Weight
+from ..linear.weight import GpuMatrix, Weight
 from . import four_bits
 from .compressed import FormatError, StoredTensor
 from .grouped import Grouped
@@ -45,6 +45,11 @@ class Mxfp4(Weight):
 
     nibbles: Any  # uint8 [E, four_bits.count(D), ...]
     scales: Any  # uint8 [E, D / 32, ...]: 127 + the exponent of the power of two
+
+    has_gpu_kernel = True
+
+    def gpu_matrix(self) -> GpuMatrix:
+        return GpuMatrix(self.nibbles, "float4", self.scales, BLOCK)
 
     def __getitem__(self, index):
         """One matrix [D, ...] in bfloat16, which holds each value exactly."""

@@ -8,7 +8,7 @@ import jax
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
 from ..linear.cpu_layout import pack_stack
-from ..linear.weight import Weight
+from ..linear.weight import GpuMatrix, Weight
 
 
 @struct.dataclass
@@ -16,6 +16,9 @@ class Stack(Weight):
     """`stack[e]` is the node of one matrix: no other is read, and none is made dense before its product."""
 
     each: Any  # a node whose arrays are [E, ...]
+
+    def gpu_matrix(self) -> GpuMatrix:
+        return self.each.gpu_matrix()
 
     def __getitem__(self, index):
         return jax.tree.map(lambda leaf: leaf[index], self.each)

@@ -16,7 +16,7 @@ from quire.ops import moe
 from quire.ops.gpu import device, self_test
 from quire.ops.linear import gpu as linear
 from quire.ops.linear.gpu_kernel import accuracy, prepare, shape
-from quire.ops.linear.weight import RoundedRows
+from quire.ops.linear.weight import GpuMatrix, RoundedRows
 from quire.ops.moe import Experts, routing
 from quire.ops.moe import gpu as experts
 from quire.ops.moe.routing.blocks import align, most_blocks
@@ -678,7 +678,7 @@ def test_each_generation_has_its_kernel(capability, kernel, monkeypatch):
             linear.weight_of(in_four_bits(weight, 16)).einsum("TD,DA->TA", x)
         for gigabytes, declined in ((2, False), (3, True), (4, True), (5, False)):
             stack = jax.ShapeDtypeStruct((gigabytes << 10, 1024, 1024), jnp.int8)
-            codes = prepare.Matrix(stack, "int8", jnp.ones(1))
+            codes = GpuMatrix(stack, "int8", jnp.ones(1))
             given = prepare.machine(None), x, codes, 1024, 1024
             if not declined:
                 prepare.require(*given, grouped=True)

@@ -9,8 +9,6 @@ import numpy as np
 
 from ....ops import quant
 from ....ops.quant import FormatError, Rounded
-from ....ops.quant.grouped import CODES, WHOLE, Grouped
-from ....ops.quant.int4 import MIDDLE, Int4
 from ....ops.quant.stack import Stack
 from ....sharding.spec import ArraySpec, empty
 from ...config import ModelError
@@ -44,7 +42,7 @@ class Matrix:
     def holds(self, node: Rounded) -> bool:
         """Whether a node can have its codes: of its own format, or of a wider one."""
         own = self.format
-        return own is not None and (own.kind == node.kind or (isinstance(node, Grouped) and widens(own, node)))
+        return own is not None and node.can_hold(own)
 
     def fields_for(self, node: Rounded) -> dict[str, np.ndarray]:
         """Codes, scales and so on, as such a node has them: [out, in], or narrower where inputs share a value."""
@@ -62,12 +60,11 @@ class Matrix:
         assert own is not None
         if own.kind == node.kind:
             return fields
-        assert isinstance(node, Grouped)
-        codes = fields["nibbles"].astype(np.int8) - np.int8(MIDDLE) if isinstance(own, Int4) else fields["codes"]
-        again = own.shared() // node.group
+        again = own.shared() // node.shared()
         scale = fields["scale"].astype(np.float32).repeat(again, 1)
         least = fields["least"].repeat(again, 1) if "least" in fields else np.zeros_like(scale)
-        return {"codes": codes.view(np.uint8), "scale": scale} | ({} if node.least is None else {"least": least})
+        found = {"codes": own.whole_codes(fields).view(np.uint8), "scale": scale}
+        return found | ({"least": least} if node.has_minimum else {})
 
     def finite(self, scales: np.ndarray) -> np.ndarray:
         """The scales, if they are numbers."""
@@ -94,21 +91,6 @@ class Matrix:
         if values.shape[1] == self.shape[1]:
             return values
         return values.repeat(node.shared(field), axis=1)[:, : self.shape[1]]
-
-
-def widens(own: Rounded, node: Grouped) -> bool:
-    """Whether a node of whole numbers holds the codes of a format exactly."""
-    if isinstance(own, Int4):
-        least, affine = False, own.zero is None
-    elif isinstance(own, Grouped):
-        least, affine = own.least is not None, own.code in WHOLE
-    else:
-        return False
-    if node.levels:
-        holds = isinstance(own, Grouped) and own.levels and CODES[own.code].bits <= CODES[node.code].bits
-    else:
-        holds = node.code == "int8"
-    return holds and affine and own.shared() % node.group == 0 and (node.least is not None or not least)
 
 
 def specs_of(group: StoredGroup, rows: int, columns: int) -> Rounded:

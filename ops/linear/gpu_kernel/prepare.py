@@ -11,15 +11,10 @@ import jax.numpy as jnp
 from ...attention import triton
 from ...gpu import TILE_SOURCE, device
 from ...gpu.self_test import TRITON, TriedKernel, require_pass
-from ...quant import four_bits, mxfp4
+from ...quant import four_bits
 from ...quant.four_bits import BLOCK
-from ...quant.fp8 import Fp8
-from ...quant.int4 import Int4
-from ...quant.int8 import Int8
-from ...quant.mxfp4 import Mxfp4
-from ...quant.stack import Stack
 from ...rounding import round_rows
-from ..weight import RoundedRows, plain
+from ..weight import GpuMatrix, RoundedRows, Weight, plain
 from .shape import FEATURES, FOUR_BITS, Operands, ProductShape, block_sizes
 
 SOURCES = *Path(__file__).parent.glob("*.py"), TILE_SOURCE, Path(__file__).parents[2] / "activation.py"
@@ -54,7 +49,7 @@ def machine(interpret: Any) -> Machine:
 
 
 def require(
-    here: Machine, x, matrix: "Matrix", inputs: int, outputs: int, activation: str | None = None,
+    here: Machine, x, matrix: GpuMatrix, inputs: int, outputs: int, activation: str | None = None,
     turned: bool = False, grouped: bool = False,
 ) -> None:  # fmt: skip
     """Declines what the kernel cannot serve, with all that stands against it."""
@@ -109,62 +104,12 @@ def require_trial(shape: ProductShape) -> None:
     require_pass(TRITON_KERNEL if shape.kernel == "triton" else KERNEL, kind)
 
 
-class Matrix(NamedTuple):
-    """A weight, or a stack of them, whichever form it is kept in."""
-
-    array: Any  # bfloat16, or codes
-    codes: str | None = None  # as in `ProductShape`, and so are `group` and `rounded`
-    scale: Any = None  # of the codes: one for each output, or for each group and output
-    group: int = 0
-    rounded: bool = False
-    zero: Any = None  # of the codes: one for each group and output
-    summands: int = 1
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Of a `ProductShape`."""
-        return {
-            "codes": self.codes, "group": self.group, "zeros": self.zero is not None, "rounded": self.rounded,
-            "summands": self.summands,
-        }  # fmt: skip
-
-    def scales(self, experts: int, parts: int, outputs: int) -> dict[str, Any]:
-        """The operands that its scales and zeros are."""
-        if self.scale is None:
-            return {}
-        if self.group:
-            named = {"group_scale": self.scale, "group_zero": self.zero}
-            axes = experts, -1, parts, outputs
-            return {name: each.reshape(axes) for name, each in named.items() if each is not None}
-        return {"output_scale": self.scale.reshape(experts, parts, outputs)}
+def matrix(weight) -> GpuMatrix:
+    """What the kernel reads of an array, or of a node."""
+    return weight.gpu_matrix() if isinstance(weight, Weight) else GpuMatrix(weight)
 
 
-def matrix(weight) -> Matrix:
-    """What is in an array, or a node, that the kernel can read."""
-    if isinstance(weight, Stack):
-        weight = weight.each
-    if isinstance(weight, Int8):
-        return Matrix(weight.codes, "int8", weight.scale, rounded=weight.dynamic)
-    if isinstance(weight, Fp8):
-        signed = jax.lax.bitcast_convert_type(weight.codes, jnp.int8)  # as `Tiles.decode` takes them
-        return Matrix(signed, "float8", weight.scale, rounded=weight.dynamic)
-    if isinstance(weight, Int4):
-        return packed(weight)
-    if isinstance(weight, Mxfp4):
-        return Matrix(weight.nibbles, "float4", weight.scales, mxfp4.BLOCK)
-    if not hasattr(weight, "dtype"):
-        raise NotImplementedError(f"weights must be arrays, int8, int4, fp8 or MXFP4, not {type(weight).__name__}")
-    return Matrix(weight)
-
-
-def packed(weight: Int4) -> Matrix:
-    """Codes of four bits, or a stack of them, with the axes of their outputs."""
-    arrays = weight.nibbles, weight.scale, weight.zero
-    codes, scale, zero = (None if each is None else each.reshape(*each.shape[:-1], *weight.out) for each in arrays)
-    return Matrix(codes, "int4", scale, weight.group, zero=zero)
-
-
-def meeting_rows(x_PK, matrix: Matrix):
+def meeting_rows(x_PK, matrix: GpuMatrix):
     """The rows as the kernel takes them, and the scale of each if they are rounded: bfloat16 holds codes exactly."""
     if not matrix.rounded:
         return plain(x_PK), None
@@ -186,7 +131,7 @@ def summands(w_KO):
 
 
 def dense(
-    x_RK, matrix: Matrix, bias=None, *, dtype, parts: int = 1, turned: bool = False, activation: str | None = None,
+    x_RK, matrix: GpuMatrix, bias=None, *, dtype, parts: int = 1, turned: bool = False, activation: str | None = None,
     interpret: Any = None,
 ):  # fmt: skip
     """[R, outputs] of rows and one weight: [K, parts * outputs], or turned [outputs, K]."""
@@ -213,7 +158,7 @@ def dense(
     return run(shape, operands, interpret)[:rows]
 
 
-def each(x_TNK, matrix: Matrix, *, dtype, interpret: Any = None):
+def each(x_TNK, matrix: GpuMatrix, *, dtype, interpret: Any = None):
     """[T, N, outputs] of rows with N heads and the weight of each, [N, outputs, K]."""
     (T, N, inputs), outputs = x_TNK.shape, matrix.array.shape[1]
     here = machine(interpret)

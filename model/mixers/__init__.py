@@ -27,7 +27,8 @@ class LayerHooks:
 
     Attributes:
         attend: `(index, q_TNH, k_TKH, v_TKH, cache, params, sinks_N=None, picks=None) -> (out_TNH, cache)`, with the
-            layer's `AttentionParams`. Appends keys and values to the cache, if `prepare` has not, and attends; the only place where tokens of a sequence meet.
+            layer's `AttentionParams`. Appends keys and values to the cache, if `prepare` has not, and attends; the only
+            place where tokens of a sequence meet.
         prepare: `(index, qkv_TGH, heads, cache) -> (q_TNH, k_TKH, v_TKH, cache)`. Normalises and rotates the heads; it
             may append keys and values too, and gives None for them then. None: the mixer prepares the heads.
         recur: `(index, inputs, run, cache) -> (out_T, cache)`. Calls `run(inputs, states, rows) -> (out_T, states)`

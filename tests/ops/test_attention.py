@@ -16,7 +16,17 @@ from quire.ops.heads import hopper as heads_gpu
 from quire.ops.implementations import NoImplementation
 from quire.ops.ordered_sum import sum_pairs
 from quire.sharding.device_axes import Axis
-from quire.tests.support.attention_cases import LONGEST, Sequence, Shape, build, check, ragged, run, step
+from quire.tests.support.attention_cases import (
+    LONGEST,
+    Sequence,
+    Shape,
+    build,
+    call_shape,
+    check,
+    ragged,
+    run,
+    step,
+)  # fmt: skip
 from quire.tests.support.cases import thinned
 
 

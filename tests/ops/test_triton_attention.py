@@ -15,7 +15,7 @@ from quire.ops.attention.backend import AttentionParams
 from quire.ops.gpu import device, self_test
 from quire.ops.implementations import NoImplementation, variance
 from quire.tests.support import kernels_ahead
-from quire.tests.support.attention_cases import Sequence, Shape, build, check, ragged, run
+from quire.tests.support.attention_cases import Sequence, Shape, build, call_shape, check, ragged, run
 from quire.tests.support.cases import cases, thinned
 
 attend = partial(triton.attend, interpret=True)

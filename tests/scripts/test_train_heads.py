@@ -15,6 +15,7 @@ from quire.model import decoder, draft_heads
 from quire.model.checkpoint import quantized
 from quire.model.checkpoint.loader import load, load_weights, read_config
 from quire.model.config import ModelError
+from quire.model.mixers import LayerHooks
 from quire.ops.attention.backend import AttentionParams
 from quire.scripts.train_heads import answers as kept
 from quire.scripts.train_heads.answers import Rows, batches, none_yet, pack, parts, read_prompts

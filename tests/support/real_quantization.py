@@ -81,7 +81,8 @@ def main() -> None:
             if not (out / "config.json").exists():
                 seconds = f"{quantize(dense, out, quantization, method):.0f}"
             rounded = perplexity(out)
-            print(f"| | `{quantization}` | {method} | {rounded:.2f} | {rounded / float32 - 1:+.1%} | {seconds} |", flush=True)
+            cost = f"{rounded:.2f} | {rounded / float32 - 1:+.1%}"
+            print(f"| | `{quantization}` | {method} | {cost} | {seconds} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -251,7 +251,7 @@ def test_pages_come_back(name, many, golden):
         found = small.generate(prompts, params, use_tqdm=False)
         assert [x.outputs[0].token_ids for x in found] == [x.outputs[0].token_ids for x in wanted]
         small.sleep()
-        small.lifecycle.wake_up()
+        small.wake_up()
 
 
 def test_replicas_have_folders_of_their_own(golden, tmp_path):

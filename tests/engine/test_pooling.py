@@ -141,10 +141,10 @@ def test_nobody_else_fetches_hidden_states(compiled, monkeypatch):
     engine, fetched = engine_of(compiled), []
     collect = engine.runner.collect
 
-    def watch(launched):
-        drawn = collect(launched)
-        fetched.extend(one.hidden_RD is not None for one in drawn)
-        return drawn
+    def watch(step):
+        result = collect(step)
+        fetched.append(result.hidden_RD is not None)
+        return result
 
     monkeypatch.setattr(engine.runner, "collect", watch)
     serve(engine, {"a": ([1, 2, 3], SamplingParams(max_tokens=4, logprobs=1, prompt_logprobs=1), None)})

@@ -616,7 +616,7 @@ def test_the_reason_names_the_place(llm):
 def test_grammars_are_read_in_the_worker(llm, monkeypatch):
     """What a stranger wrote is read where a limit of time ends it, and in no thread of the server."""
     asked: list[bytes] = []
-    worker, ask = llm.engine.admission.grammars.worker, llm.engine.grammars.worker.ask
+    worker, ask = llm.engine.admission.grammars.worker, llm.engine.admission.grammars.worker.ask
     monkeypatch.setattr(worker, "ask", lambda request: asked.append(request) or ask(request))
     assert answers(llm, ["x"], [shaped("grammar", 'root ::= "yes" # once')]) == [[("yes", "stop")]]
     assert "yes" in json.loads(asked[0])[0]["grammar"]

@@ -304,7 +304,7 @@ def test_what_ships_imports_no_tool():
             f"{ids(path)}:{line} imports {module}"
             for path in FILES
             for line, module in imports(path)
-            if f"{module}.".startswith(("tools.", "quire.tools.", "tests."))
+            if f"{module}.".startswith(("tools.", "tests.", "quire.tools.", "quire.tests."))
         ),
         "tools/ and tests/ are not in the wheel, and nothing in the wheel may import them:",
     )

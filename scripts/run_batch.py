@@ -15,7 +15,7 @@ from ..serving.http.settings import Formats
 from ..serving.progress import bar
 from ..serving.protocol.answers import chat as chat_answer
 from ..serving.protocol.answers import completion as completion_answer
-from ..serving.protocol.answers.answer import ChatRequest, Head, Usage
+from ..serving.protocol.answers.answer import ChatRequest, ResponseHead, Usage
 from ..serving.protocol.answers.choices import Choices
 from ..serving.protocol.batch_file import BatchLine, error_line, parse_lines, result_line
 from . import options as o
@@ -128,9 +128,9 @@ def start(llm, line: BatchLine, names: tuple[str, ...]) -> LineJob:
                 "body.model", f"must be {names[0]!r}, which --served-model-name can change, got {shown(asked.model)}"
             )
         prepare = prompting.chat if isinstance(asked, ChatRequest) else prompting.completion
-        params = with_defaults(asked.params, asked.given, llm.engine.defaults)
+        params = with_defaults(asked.params, asked.explicit_params, llm.engine.defaults)
         prepared = prepare(llm.engine, replace(asked, params=params), Formats())
-        for ask in prepared.asks:
+        for ask in prepared.engine_requests:
             name = str(next(llm.ids))
             requests.append(llm.engine.add(name, ask.tokens, ask.params, ask.text, ask.terms))
     except RequestError as error:
@@ -156,17 +156,17 @@ def result_of(job: LineJob, model: str) -> dict[str, Any]:
         replace(prompt, logprobs=output.prompt_logprobs)
         for prompt, output in zip(job.prepared.prompts, outputs, strict=True)
     ]
-    head = Head(
+    head = ResponseHead(
         id=f"{'chatcmpl' if chat else 'cmpl'}-{name}",
         model=asked.model or model,
         created=int(time.time()),
         system_fingerprint=f"quire-{__version__}",
         prompts=prompts,
     )
-    choices = Choices(job.prepared.parser, asked.params.n, job.prepared.most_calls)
+    choices = Choices(job.prepared.parser, asked.params.n, job.prepared.max_calls)
     answers = choices.answers(outputs)
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
-    usage = Usage(prompt_tokens, choices.written, cached, choices.thought)
+    usage = Usage(prompt_tokens, choices.num_tokens, cached, choices.num_reasoning_tokens)
     shape = chat_answer if chat else completion_answer
     return result_line(job.line, request_id, shape.response(head, asked, None, answers, usage))

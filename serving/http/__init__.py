@@ -1,1 +1,1 @@
-"""The HTTP server: connections, admission, models, and the way of a request from its bytes to its answer."""
+"""The HTTP server: connections, admission, models, and the path from a request to its answer."""

@@ -1,4 +1,4 @@
-"""From the engine's deltas to the events of a protocol, or to one whole answer."""
+"""Turns the engine's output deltas into a protocol's events, or into one complete answer."""
 
 import asyncio
 import logging
@@ -21,35 +21,37 @@ from .prompting import Prepared
 
 log = logging.getLogger("quire")
 
-QUIET = 10.0  # seconds; a stream with nothing new for so long sends a comment
-ALIVE = b": waiting\n\n"
+KEEPALIVE_SECONDS = 10.0  # a stream that is silent for so long sends `KEEPALIVE_EVENT`
+KEEPALIVE_EVENT = b": waiting\n\n"
 UNCACHED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), *UNCACHED)
 LINES = ((b"content-type", b"application/x-ndjson"), *UNCACHED)
 
 
 class Framing(NamedTuple):
-    """How a stream is sent: its headers, and what a long wait sends."""
+    """How a stream is sent: its response headers, and the bytes that keep a silent one alive."""
 
     headers: Sequence[tuple[bytes, bytes]] = EVENTS
-    alive: bytes = ALIVE
+    keepalive: bytes = KEEPALIVE_EVENT
 
 
-AS_EVENTS, AS_LINES = Framing(), Framing(LINES, b" ")  # a line of JSON may begin with spaces
+AS_EVENTS = Framing()
+AS_LINES = Framing(LINES, b" ")  # a line of JSON may begin with spaces
 
 
 class ClientLeft(Exception):
-    """The client has left."""
+    """The client has disconnected."""
 
 
-class Answering:
+class AnswerReader:
     """Reads the engine's outputs for the prompts of one request, and counts their tokens."""
 
-    def __init__(self, prepared: Prepared, answers: Answers, each: int, journal: Journal | None = None):
-        self.answers, self.choices = answers, Choices(prepared.parser, each, prepared.most_calls)
-        self.journal = journal  # where another replica can go on with the answer
-        self.prompt_tokens = sum(len(ask.tokens) for ask in prepared.asks)
-        self.alone = each == len(prepared.asks) == 1
+    def __init__(self, prepared: Prepared, answers: Answers, num_choices: int, journal: Journal | None = None):
+        self.answers = answers
+        self.choices = Choices(prepared.parser, num_choices, prepared.max_calls)
+        self.journal = journal  # what another replica needs to continue the answer
+        self.prompt_tokens = sum(len(ask.tokens) for ask in prepared.engine_requests)
+        self.alone = num_choices == len(prepared.engine_requests) == 1
 
     @property
     def usage(self) -> Usage:
@@ -62,58 +64,66 @@ class Answering:
             stored = sum(max(tokens - cache.num_cached, 0) for tokens, cache in zip(full, caches, strict=True))
         first = self.answers.requests[0]
         now = self.answers.thread.engine.clock()
-        taken = now if first.first_scheduled is None else first.first_scheduled
-        begun = now if first.first_token is None else first.first_token
+        start_time = now if first.first_scheduled is None else first.first_scheduled
+        first_token_time = now if first.first_token is None else first.first_token
         return Usage(
             prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.choices.written,
+            completion_tokens=self.choices.num_tokens,
             cached_tokens=sum(cache.num_cached for cache in caches),
             stored_tokens=stored,
-            reasoning_tokens=self.choices.thought,
-            reading=begun - taken,
-            writing=now - begun,
-            waiting=taken - first.arrival if self.alone else None,
+            reasoning_tokens=self.choices.num_reasoning_tokens,
+            reading=first_token_time - start_time,
+            writing=now - first_token_time,
+            waiting=start_time - first.arrival if self.alone else None,
         )
 
     def facts(self) -> dict[str, Any]:
-        """What the log may know of it: numbers and names."""
-        usage, first = self.usage, self.answers.requests[0]
+        """Numbers and names for the access log; never any text of the request."""
+        usage = self.usage
+        first = self.answers.requests[0]
         return {
             "tokens": usage.completion_tokens,
             "cached_tokens": usage.cached_tokens,
-            "finish_reason": ",".join(sorted(self.choices.reasons)),
+            "finish_reason": ",".join(sorted(self.choices.finish_reasons)),
             "queued": None if first.first_scheduled is None else first.first_scheduled - first.arrival,
             "first_token": None if first.first_token is None else first.first_token - first.arrival,
         }
 
-    def part(self, prompt: int, fresh: Fresh) -> ChoicePart:
+    def parse_part(self, prompt: int, fresh: Fresh) -> ChoicePart:
         if fresh.finish_reason == "abort" and self.answers.thread.failure is not None:
             raise EngineFailed("the engine has stopped")
         return self.choices.part(prompt, fresh)
 
-    async def stream(self, stream: Any, counted: bool, alive: bytes = ALIVE) -> AsyncIterator[bytes]:
-        """The events of a protocol, one write a delivery; an error on the way is the last of them."""
-        out: list[bytes] = []  # not yet written
+    async def stream(self, stream: Any, with_usage: bool, keepalive: bytes = KEEPALIVE_EVENT) -> AsyncIterator[bytes]:
+        """Yield a protocol's events, joined per batch of updates; an error becomes the last.
+
+        Args:
+            stream: The protocol's event encoder.
+            with_usage: Whether each event carries the usage so far.
+            keepalive: The bytes to yield when the engine has been silent for long.
+        """
+        out: list[bytes] = []  # not yielded yet
         try:
-            with self.answers.inbox.reminded(QUIET):
-                left = len(self.answers.names)
-                began = self.journal is not None and bool(self.journal.streamed)
-                if began:  # the client has had these events; they are made again for the state they leave in the stream
+            with self.answers.inbox.reminded(KEEPALIVE_SECONDS):
+                num_unfinished = len(self.answers.names)
+                has_begun = self.journal is not None and bool(self.journal.streamed)
+                if has_begun:
+                    # The client has these events. Encoding them again restores the encoder's state.
                     stream.begin(self.usage)
                 for prompt, fresh in self.answers.resumed:
-                    self.event(stream, prompt, fresh, counted)
-                while left:
-                    news = await self.answers.news()
-                    if not news:
-                        yield alive
+                    self.event(stream, prompt, fresh, with_usage)
+                while num_unfinished:
+                    updates = await self.answers.news()
+                    if not updates:
+                        yield keepalive
                         continue
-                    if not began:
-                        began = True
+                    if not has_begun:
+                        has_begun = True
                         out.append(stream.begin(self.usage))
-                    for prompt, delta in news:
-                        left -= delta.finished
+                    for prompt, delta in updates:
+                        num_unfinished -= delta.finished
                         for fresh in delta.parts:
-                            out.append(self.event(stream, prompt, fresh, counted))
+                            out.append(self.event(stream, prompt, fresh, with_usage))
                             if self.journal is not None:
                                 self.journal.add(prompt, fresh)
                     data = b"".join(out)
@@ -124,46 +134,50 @@ class Answering:
         except ClientLeft:
             raise
         except Exception as error:
-            if self.journal is not None and as_http(error).status == 503:  # another replica can go on
+            # Another replica continues the answer.
+            if self.journal is not None and as_http(error).status == 503:
                 raise
-            found = as_http(error)
+            http_error = as_http(error)
             if not isinstance(error, HttpError | EngineFailed | EngineError):
                 log.exception("a stream failed")
-            yield b"".join(out) + stream.fail(found.status, found.message, found.param)
+            yield b"".join(out) + stream.fail(http_error.status, http_error.message, http_error.param)
         finally:
             self.answers.close()
 
-    def event(self, stream: Any, prompt: int, fresh: Fresh, counted: bool) -> bytes:
-        part = self.part(prompt, fresh)
+    def event(self, stream: Any, prompt: int, fresh: Fresh, with_usage: bool) -> bytes:
+        choice_part = self.parse_part(prompt, fresh)
         if self.journal is not None:
-            part = replace(part, pieces=[with_call_id(piece, part.index, self.journal) for piece in part.pieces])
-        if counted:
-            stream.counted(self.usage)
-        return stream.part(part)
+            choice_part = replace(
+                choice_part,
+                pieces=[with_call_id(piece, choice_part.index, self.journal) for piece in choice_part.pieces],
+            )
+        if with_usage:
+            stream.set_usage(self.usage)
+        return stream.part(choice_part)
 
-    async def whole(self) -> tuple[list[FinishedChoice], list[RequestOutput]]:
-        """All choices of all prompts, when they are done."""
+    async def collect(self) -> tuple[list[FinishedChoice], list[RequestOutput]]:
+        """Wait for all choices of all prompts."""
         outputs = await self.answers.outputs()
         return self.choices.answers(outputs), outputs
 
 
 def with_call_id(piece: Piece, choice: int, journal: Journal) -> Piece:
-    """A piece whose tool call keeps the id that its client knows: each replica's parser would make up another."""
+    """Give a tool call the id that the client knows; each replica's parser generates others."""
     if not isinstance(piece, CallStart):
         return piece
     return replace(piece, id=journal.call_ids.setdefault((choice, piece.index), piece.id))
 
 
-async def until_gone(receive: Callable) -> None:
-    """Until the client has hung up; what it still sends is dropped."""
+async def wait_for_disconnect(receive: Callable) -> None:
+    """Return when the client has disconnected; drop what it still sends."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 @asynccontextmanager
-async def watched(receive: Callable, answers: Answers) -> AsyncIterator[None]:
-    """Tells those who wait for answers when the client leaves."""
-    watcher = asyncio.create_task(until_gone(receive))
+async def end_on_disconnect(receive: Callable, answers: Answers) -> AsyncIterator[None]:
+    """End the wait for `answers` with `ClientLeft` if the client disconnects meanwhile."""
+    watcher = asyncio.create_task(wait_for_disconnect(receive))
     watcher.add_done_callback(lambda _: answers.inbox.put(ClientLeft()))
     try:
         yield
@@ -172,20 +186,24 @@ async def watched(receive: Callable, answers: Answers) -> AsyncIterator[None]:
 
 
 class EventStream:
-    """A response of server-sent events, or of lines, which holds what is in `keep` until it is over.
+    """A response of server-sent events, or of JSON lines.
 
-    A reader that leaves, or takes nothing for too long, ends its request.
+    It holds `resources` (the model that must stay awake) until the last event. A client that
+    disconnects, or reads nothing for too long, ends its request.
     """
 
     def __init__(
         self,
         events: AsyncIterator[bytes],
-        answering: Answering,
-        keep: AsyncExitStack,
+        reader: AnswerReader,
+        resources: AsyncExitStack,
         metrics: HttpMetrics,
         framing: Framing = AS_EVENTS,
     ):
-        self.events, self.answering, self.keep, self.metrics = events, answering, keep, metrics
+        self.events = events
+        self.reader = reader
+        self.resources = resources
+        self.metrics = metrics
         self.framing = framing
 
     async def __call__(self, scope, receive, send) -> None:
@@ -193,7 +211,7 @@ class EventStream:
         connection = state["connection"]
         self.metrics.streams += 1
         try:
-            async with self.keep, watched(receive, self.answering.answers):
+            async with self.resources, end_on_disconnect(receive, self.reader.answers):
                 await send({"type": "http.response.start", "status": 200, "headers": [*self.framing.headers]})
                 async for data in self.events:
                     await connection.write(data)
@@ -202,10 +220,10 @@ class EventStream:
             state["facts"]["ended"] = "client did not read" if connection.unread else "client left"
         finally:
             self.metrics.streams -= 1
-            state["facts"] |= self.answering.facts()
+            state["facts"] |= self.reader.facts()
 
-    async def copy(self, take: Callable[[bytes], None]) -> None:
-        """The events for one who takes them all."""
-        async with self.keep:
+    async def copy(self, write: Callable[[bytes], None]) -> None:
+        """Pass all events to `write`, without a client."""
+        async with self.resources:
             async for data in self.events:
-                take(data)
+                write(data)

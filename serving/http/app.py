@@ -1,4 +1,4 @@
-"""The ASGI application: routes, middleware, and what an error becomes."""
+"""The ASGI application: routes, middleware and error handlers."""
 
 import asyncio
 import logging
@@ -58,21 +58,24 @@ PROTOCOLS = {
     ),
 }
 
-OTHERS = {  # paths of llama-server
-    "/completion": "/v1/completions", "/embedding": "/v1/embeddings", "/props": "/v1/models", "/docs": "/openapi.json",
-}  # fmt: skip
+LLAMA_SERVER_PATHS = {  # to Quire's
+    "/completion": "/v1/completions",
+    "/embedding": "/v1/embeddings",
+    "/props": "/v1/models",
+    "/docs": "/openapi.json",
+}
 
 
 def make_app(service: Service) -> Any:
     """The ASGI application."""
 
-    def writes(protocol: Protocol) -> Callable:
+    def answer_with(protocol: Protocol) -> Callable:
         async def handler(request: Request) -> Any:
             return await service.answer(request, protocol)
 
         return handler
 
-    def bound(handler: Callable) -> Callable:
+    def bind_service(handler: Callable) -> Callable:
         async def endpoint(request: Request) -> Any:
             return await handler(service, request)
 
@@ -80,11 +83,11 @@ def make_app(service: Service) -> Any:
 
     service.batches.kinds = batches.kinds(PROTOCOLS)
     service.batches.kinds[message_batches.ENDPOINT] = message_batches.kind(PROTOCOLS[message_batches.ENDPOINT])
-    handlers = {path: writes(protocol) for path, protocol in PROTOCOLS.items()}
-    handlers["/v1/responses"] = bound(responses.create)
-    handlers |= {path: bound(handler) for (_, path), handler in pooled.ROUTES.items()}
-    routes = [Route(path, guarded(handlers[path]), methods=["POST"]) for path in PROTOCOLS]
-    routes.append(Route("/invocations", guarded(bound(partial(invocations, handlers))), methods=["POST"]))
+    handlers = {path: answer_with(protocol) for path, protocol in PROTOCOLS.items()}
+    handlers["/v1/responses"] = bind_service(responses.create)
+    handlers |= {path: bind_service(handler) for (_, path), handler in pooled.ROUTES.items()}
+    routes = [Route(path, handle_errors(handlers[path]), methods=["POST"]) for path in PROTOCOLS]
+    routes.append(Route("/invocations", handle_errors(bind_service(partial(invocations, handlers))), methods=["POST"]))
     tables = [
         responses.ROUTES,
         conversations.ROUTES,
@@ -100,7 +103,7 @@ def make_app(service: Service) -> Any:
     ]
     for table in tables:
         for (method, path), handler in table.items():
-            routes.append(Route(path, guarded(bound(handler)), methods=[method]))
+            routes.append(Route(path, handle_errors(bind_service(handler)), methods=[method]))
     routes += page_routes()
 
     @asynccontextmanager
@@ -111,7 +114,8 @@ def make_app(service: Service) -> Any:
         finally:
             task.cancel()
 
-    origins, middleware = service.settings.allowed_origins, []
+    origins = service.settings.allowed_origins
+    middleware = []
     if origins:
         middleware = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])]
     app = Starlette(
@@ -121,11 +125,14 @@ def make_app(service: Service) -> Any:
         exception_handlers={HTTPException: not_found, Exception: unforeseen},
     )
     app.router.redirect_slashes = False  # `/x/` is not `/x`
-    return Guard(app, service.settings, service.refuses, service.note)
+    return Guard(app, service.settings, service.shutdown_error, service.record_request)
 
 
-def guarded(handler: Callable) -> Callable:
-    """Errors become responses; an unforeseen one is logged, and the client learns nothing of it."""
+def handle_errors(handler: Callable) -> Callable:
+    """Turn errors into responses.
+
+    An unforeseen one is logged, and the client sees no detail of it.
+    """
 
     async def endpoint(request: Request) -> Any:
         try:
@@ -143,17 +150,21 @@ def guarded(handler: Callable) -> Callable:
 
 async def not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path, paths = request.url.path, {getattr(route, "path", "") for route in request.app.routes}
-    why = f"{request.method} {path[:200]}: {error.detail}"
-    if error.status_code == 404 and (here := elsewhere(path, paths)):
-        why += f"; here it is {here}"
-    return error_response(request.url.path, HttpError(error.status_code, why))
+    path = request.url.path
+    paths = {getattr(route, "path", "") for route in request.app.routes}
+    message = f"{request.method} {path[:200]}: {error.detail}"
+    if error.status_code == 404 and (served_path := intended_path(path, paths)):
+        message += f"; here it is {served_path}"
+    return error_response(request.url.path, HttpError(error.status_code, message))
 
 
-def elsewhere(path: str, paths: Collection[str]) -> str | None:
-    """The path that a client means whose base URL lacks /v1 or has it twice, or that speaks to another server."""
-    meant = (f"/v1{path}", path.removeprefix("/v1"), OTHERS.get(path, ""))
-    return next((here for here in meant if here in paths), None)
+def intended_path(path: str, paths: Collection[str]) -> str | None:
+    """The served path that an unknown one stands for, to be suggested to the client.
+
+    Its base URL may lack /v1 or have it twice, or it may expect llama-server.
+    """
+    candidates = (f"/v1{path}", path.removeprefix("/v1"), LLAMA_SERVER_PATHS.get(path, ""))
+    return next((served_path for served_path in candidates if served_path in paths), None)
 
 
 async def unforeseen(request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""Batches: many requests that no client waits for, answered behind live ones; keys take turns."""
+"""Batches: requests of lower priority, for which no client waits; tenants take turns."""
 
 import asyncio
 import logging
@@ -21,64 +21,70 @@ from .storage import EntryKey
 
 log = logging.getLogger("quire")
 
-DAY = 24 * 3600  # seconds in which a batch is done, or ends with what it has
-PRIORITY = 100  # of a batch's requests, where live ones have 0
-PAUSE = 1.0  # seconds before a request is sent again that the queue had no place for
-WRITTEN = 256  # results that are written at once, of requests that were not answered
+DAY = 24 * 3600  # seconds after which an unfinished batch ends with the results that it has
+PRIORITY = 100  # of a batch's requests; live ones have 0
+PAUSE = 1.0  # seconds before a request is sent again for which the queue was full
+WRITTEN = 256  # unanswered requests whose results are written in one transaction
 ENDED = ("completed", "cancelled", "expired", "failed")
 Serve = Callable[[Request, Any, Any, Any], Awaitable[Any]]
 EXPIRED = HttpError(408, "the batch's time was over before this request was answered", code="batch_expired")
 
 
 class Outcome(NamedTuple):
-    """What became of a request: `succeeded`, `errored`, `canceled` or `expired`."""
+    """How a request ended; its `kind` is `succeeded`, `errored`, `canceled` or `expired`."""
 
     kind: str
     body: bytes = b""
     error: HttpError | None = None
 
 
-CANCELLED, OVERDUE = Outcome("canceled"), Outcome("expired", error=EXPIRED)
+CANCELLED = Outcome("canceled")
+OVERDUE = Outcome("expired", error=EXPIRED)
 
 
 class Result(NamedTuple):
-    """A line of one of the files that a batch makes."""
+    """A line of one of the result files of a batch."""
 
-    field: str  # of the batch, with the id of the file
+    field: str  # of the batch's body that holds the id of that file
     data: bytes
 
 
 class BatchKind(NamedTuple):
-    """How batches of one endpoint are read, answered and written down."""
+    """How batches of one endpoint are parsed, answered and written."""
 
     protocol: Any
     parse: Callable[[Iterable[bytes]], Iterator[BatchLine]]  # of the lines of a batch's input
     result: Callable[["Batch", BatchLine, Outcome], Result | None]
-    purpose: str  # of the files with results
-    unanswered: Collection[str]  # kinds of outcomes with results for requests without an answer
+    purpose: str  # of the result files
+    unanswered: Collection[str]  # outcome kinds for which unanswered requests get a result line
 
 
 @dataclass(eq=False)
 class Batch:
-    """Requests of one tenant. The fields up to `errors` are stored; files have requests and results."""
+    """A tenant's batch.
+
+    The fields up to `errors` are stored; files hold the requests and results.
+    """
 
     id: str
     key: str | None
     kind: str  # a name in `Batches.kinds`
     input_id: str  # the file of its requests
     total: int
+    # Fields of the request that the body repeats.
     asked: dict[str, Any] = field(default_factory=dict)
-    seconds: int | None = None  # for which its results are kept
-    times: dict[str, int] = field(default_factory=dict)  # when it came to each status
+    seconds: int | None = None  # for which the result files are kept
+    times: dict[str, int] = field(default_factory=dict)  # when it entered each status
     status: str = "validating"
-    counts: dict[str, int] = field(default_factory=dict)  # of outcomes, by kind
-    files: dict[str, str] = field(default_factory=dict)  # ids of those with results
+    counts: dict[str, int] = field(default_factory=dict)  # outcomes by kind
+    # Ids of the result files, by `Result.field`.
+    files: dict[str, str] = field(default_factory=dict)
     errors: list[dict[str, Any]] = field(default_factory=list)
-    # While it is not over:
-    lines: Iterator[BatchLine] | None = None  # that were not read yet
-    is_read: bool = False  # all of them were
+    # Only while the batch runs:
+    lines: Iterator[BatchLine] | None = None  # the requests that are not started yet
+    is_read: bool = False  # `lines` is exhausted
     answering: set[asyncio.Task] = field(default_factory=set)
-    timer: asyncio.TimerHandle | None = None  # of its end
+    timer: asyncio.TimerHandle | None = None  # expires the batch
     ending: asyncio.Task | None = None
 
     def __post_init__(self):
@@ -93,7 +99,7 @@ class Batch:
         return int(self.created + DAY)
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return self.status in ENDED
 
     def enter(self, status: str) -> None:
@@ -111,62 +117,90 @@ class Batch:
 
 
 STORED = (
-    "id", "key", "kind", "input_id", "total", "asked", "seconds", "times", "status", "counts", "files", "errors",
-)  # fmt: skip
+    "id",
+    "key",
+    "kind",
+    "input_id",
+    "total",
+    "asked",
+    "seconds",
+    "times",
+    "status",
+    "counts",
+    "files",
+    "errors",
+)
 
 
 class Batches:
-    """All batches, at most `most`: of those that are over the oldest goes first. One event loop uses it.
+    """All batches, at most `max_batches`; the oldest finished one is deleted for a new one.
 
-    Requests are read, and results written, one by one: a batch takes memory only for those under
-    way. The next request is of the key that has the fewest under way, from its oldest batch.
+    Only one event loop uses this class. Requests are read and results written one by one, so a
+    batch takes memory only for its running requests. The next request comes from the tenant with
+    the fewest running requests, and from that tenant's oldest batch.
     """
 
     def __init__(
         self,
-        most: int,
+        max_batches: int,
         files: StoredFiles,
         serve: Serve,
         trace: Callable[..., None],
-        width: Callable[[], Awaitable[int]],
-        beside: Callable[..., Awaitable[Any]],
+        max_running_sequences: Callable[[], Awaitable[int]],
+        run_in_thread: Callable[..., Awaitable[Any]],
     ):
-        """`width`: how many requests one model answers together; `beside` runs a function in a thread."""
-        self.most, self.files, self.storage = most, files, files.storage
-        self.serve, self.trace, self.width, self.beside = serve, trace, width, beside
+        """Make the store.
+
+        Args:
+            max_batches: Stored batches, the finished ones included.
+            files: Holds the requests and the results.
+            serve: Answers one request.
+            trace: Ends the tracing span of one request.
+            max_running_sequences: How many requests are started at once.
+            run_in_thread: Runs a blocking function in a thread.
+        """
+        self.max_batches = max_batches
+        self.files = files
+        self.storage = files.storage
+        self.serve = serve
+        self.trace = trace
+        self.max_running_sequences = max_running_sequences
+        self.run_in_thread = run_in_thread
         self.kinds: dict[str, BatchKind] = {}  # by endpoint
-        self.running: dict[EntryKey, Batch] = {}  # those that are not over
-        self.queues: dict[str | None, deque[Batch]] = {}  # those with requests to read, by tenant
-        self.last_turns: dict[str | None, int] = {}  # of the tenants in `queues`
+        self.running: dict[EntryKey, Batch] = {}
+        # Batches with unstarted requests, by tenant.
+        self.queues: dict[str | None, deque[Batch]] = {}
+        # `turn` of the last request of each tenant in `queues`
+        self.last_turns: dict[str | None, int] = {}
         self.turn = 0
         self.dispatcher: asyncio.Task | None = None
-        self.free: asyncio.Semaphore | None = None  # for requests that may start
+        self.free: asyncio.Semaphore | None = None  # counts the requests that may start now
         self.is_closed = False
 
     def add(self, batch: Batch) -> None:
-        """Answer a batch, whose input is a stored file, in its turn."""
+        """Store and start a batch whose requests are in a stored file."""
         with self.storage.transaction():
             self.make_room()
             self.save(batch)
         self.start(batch)
 
     def make_room(self) -> None:
-        for place, entry in self.storage.entries([BATCH]):
-            if self.storage.usage(BATCH).entries < self.most:
+        for entry_key, entry in self.storage.entries([BATCH]):
+            if self.storage.usage(BATCH).entries < self.max_batches:
                 return
             if entry["status"] in ENDED:
-                self.storage.delete(place)
-        kept = self.storage.usage(BATCH).entries
-        if kept >= self.most:
-            why = f"{kept} batches are kept that are not over, as many as may be (--max-batches)"
-            raise HttpError(429, why, code="store_full", headers={"Retry-After": "60"})
+                self.storage.delete(entry_key)
+        num_batches = self.storage.usage(BATCH).entries
+        if num_batches >= self.max_batches:
+            reason = f"{num_batches} batches are kept that are not over, as many as may be (--max-batches)"
+            raise HttpError(429, reason, code="store_full", headers={"Retry-After": "60"})
 
     def save(self, batch: Batch) -> None:
-        self.storage.put(place_of(batch), batch.entry())
+        self.storage.put(batch_key(batch), batch.entry())
 
     def start(self, batch: Batch) -> None:
         loop = asyncio.get_running_loop()
-        self.running[place_of(batch)] = batch
+        self.running[batch_key(batch)] = batch
         self.hold_files(batch)
         seconds_left = max(0.0, batch.created + DAY - time.time())
         batch.timer = loop.call_later(seconds_left, self.end, batch, "expired", OVERDUE)
@@ -176,15 +210,15 @@ class Batches:
             self.dispatcher = asyncio.create_task(self.dispatch())
 
     def hold_files(self, batch: Batch) -> None:
-        """The files of a batch stay until it is over."""
+        """Keep the files of a batch from being deleted until it has ended."""
         for name in (batch.input_id, *batch.files.values()):
             self.files.use(batch.key, name)
 
     def resume(self, is_known: Callable[[str | None], bool]) -> None:
-        """Continue the batches of the server before this one; those of unknown keys wait."""
+        """Continue the batches of an earlier server, except those of unknown tenants."""
         for _, entry in self.storage.entries([BATCH]):
             batch = Batch(**entry)
-            if batch.over:
+            if batch.is_over:
                 continue
             if not is_known(batch.key):
                 self.hold_files(batch)
@@ -197,28 +231,28 @@ class Batches:
         self.files.forget_unused()
 
     def get(self, key: str | None, name: str) -> Batch:
-        place = EntryKey(key, BATCH, name)
-        if (batch := self.running.get(place)) is not None:
+        entry_key = EntryKey(key, BATCH, name)
+        if (batch := self.running.get(entry_key)) is not None:
             return batch
-        if (entry := self.storage.get(place)) is None:
+        if (entry := self.storage.get(entry_key)) is None:
             raise HttpError(404, f"id: there is no batch {shown(name)}", "id", "batch_not_found")
         return Batch(**entry)
 
     def of(self, key: str | None) -> list[Batch]:
-        """The batches of a tenant, the newest first."""
+        """A tenant's batches, newest first."""
         batches = [Batch(**entry) for entry in reversed(self.storage.bodies(key, BATCH))]
-        return [self.running.get(place_of(batch), batch) for batch in batches]
+        return [self.running.get(batch_key(batch), batch) for batch in batches]
 
     def cancel(self, batch: Batch) -> None:
-        """What is answered is kept, the rest ends now."""
-        if not batch.over:
+        """End a batch now; its answered requests keep their results."""
+        if not batch.is_over:
             self.end(batch, "cancelled", CANCELLED)
 
     def forget(self, batch: Batch) -> None:
-        self.storage.delete(place_of(batch))
+        self.storage.delete(batch_key(batch))
 
     def close(self) -> None:
-        """Answer no more; a server that finds the stored batches continues them."""
+        """Stop without ending the batches: a later server with the same storage continues them."""
         self.is_closed = True
         for batch in self.running.values():
             if batch.timer is not None:
@@ -230,9 +264,9 @@ class Batches:
             self.dispatcher.cancel()
 
     async def dispatch(self) -> None:
-        """Start requests while there are any, as many as the model answers together."""
+        """Start requests while there are any, limited by `free`."""
         try:
-            self.free = free = self.free or asyncio.Semaphore(await self.width())
+            self.free = free = self.free or asyncio.Semaphore(await self.max_running_sequences())
         except Exception as error:
             for batch in list(self.running.values()):
                 self.fail(batch, error)
@@ -249,7 +283,10 @@ class Batches:
             task.add_done_callback(lambda _: free.release())
 
     def next_batch(self) -> Batch | None:
-        """The oldest batch of the tenant with the fewest requests under way, or of these the longest ago."""
+        """The oldest batch of the tenant with the fewest running requests.
+
+        Ties go to the least recent one.
+        """
         under_way = dict.fromkeys(self.queues, 0)
         for batch in self.running.values():
             if batch.key in under_way:
@@ -262,13 +299,13 @@ class Batches:
         return self.queues[tenant][0]
 
     async def next_line(self, batch: Batch) -> BatchLine | None:
-        """The next request without a result; None where there is none, or the batch has ended."""
+        """The next request without a result; None if there is none, or if the batch has ended."""
         try:
             if batch.lines is None:
                 if "in_progress" not in batch.times:
                     batch.enter("in_progress")
-                batch.lines = await self.beside(self.unanswered, batch)
-            line = await self.beside(next, batch.lines, None)
+                batch.lines = await self.run_in_thread(self.unanswered, batch)
+            line = await self.run_in_thread(next, batch.lines, None)
         except Exception as error:
             self.fail(batch, error)
             return None
@@ -282,16 +319,16 @@ class Batches:
         return line
 
     def unanswered(self, batch: Batch) -> Iterator[BatchLine]:
-        """The requests of a batch that have no result."""
+        """The requests of a batch that have no result yet."""
         self.save(batch)
         answered = set[int]()
         for name in batch.files.values():
             answered.update(self.files.part_numbers(batch.key, name))
-        lines = self.kinds[batch.kind].parse(lines_in(self.files.pieces(batch.key, batch.input_id)))
+        lines = self.kinds[batch.kind].parse(split_lines(self.files.pieces(batch.key, batch.input_id)))
         return (line for line in lines if line.number not in answered)
 
     def remove(self, batch: Batch) -> None:
-        """A batch has no more requests to start."""
+        """Take a batch that has no more requests to start out of its tenant's queue."""
         queue = self.queues.get(batch.key)
         if queue is not None and batch in queue:
             queue.remove(batch)
@@ -302,12 +339,12 @@ class Batches:
         """Answer a request and write its result."""
         task = asyncio.current_task()
         try:
-            outcome = await self.answer(alone(batch, line), batch, line)
-            writing = asyncio.ensure_future(self.beside(self.write, batch, [(line, outcome)]))
+            outcome = await self.answer(detached_request(batch, line), batch, line)
+            writing = asyncio.ensure_future(self.run_in_thread(self.write, batch, [(line, outcome)]))
             try:
                 await asyncio.shield(writing)
             except asyncio.CancelledError:
-                await asyncio.wait([writing])  # the end of the batch reads what is written
+                await asyncio.wait([writing])  # `finish` reads the results
                 raise
         except Exception as error:
             self.fail(batch, error)
@@ -320,28 +357,30 @@ class Batches:
         if isinstance(line.request, RequestError):
             return Outcome("errored", error=as_http(line.request))
         terms = line.request.terms
-        asked = replace(line.request, terms=replace(terms, priority=max(terms.priority, PRIORITY)))
-        began, failed = time.monotonic(), None
+        parsed = replace(line.request, terms=replace(terms, priority=max(terms.priority, PRIORITY)))
+        start_time = time.monotonic()
+        failure = None
         try:
             while True:
                 try:
-                    found = await self.serve(request, self.kinds[batch.kind].protocol, asked, None)
-                    return Outcome("succeeded", found.body)
+                    response = await self.serve(request, self.kinds[batch.kind].protocol, parsed, None)
+                    return Outcome("succeeded", response.body)
                 except QueueFull:
                     await asyncio.sleep(PAUSE)
         except Exception as error:
-            found = as_http(error)
-            failed = f"HTTP {found.status}"
-            if found.status == 500:
+            http_error = as_http(error)
+            failure = f"HTTP {http_error.status}"
+            if http_error.status == 500:
                 log.exception("a request of a batch failed")
-            return Outcome("errored", error=found)
+            return Outcome("errored", error=http_error)
         finally:
-            self.trace(request.scope["state"], time.monotonic() - began, failed)
+            self.trace(request.scope["state"], time.monotonic() - start_time, failure)
 
     def write(self, batch: Batch, settled: Iterable[tuple[BatchLine, Outcome]]) -> None:
-        """Write results, and count them; all of them or none."""
+        """Write and count results, all of them or none."""
         kind = self.kinds[batch.kind]
-        counts, files = dict(batch.counts), dict(batch.files)
+        counts = dict(batch.counts)
+        files = dict(batch.files)
         with self.storage.transaction():
             try:
                 for line, outcome in settled:
@@ -352,11 +391,12 @@ class Batches:
                         self.files.append(batch.key, name, [(line.number, result.data)])
                 self.save(batch)
             except BaseException:
-                batch.counts, batch.files = counts, files
+                batch.counts = counts
+                batch.files = files
                 raise
 
     def new_file(self, batch: Batch, field: str, purpose: str) -> str:
-        """The id of a file for results, which nobody sees before the batch is over."""
+        """Make a result file, hidden from clients until the batch ends; return its id."""
         name = f"{batch.id}_{field.removesuffix('_file_id')}.jsonl"
         file = self.files.put(batch.key, name, purpose, [], batch.seconds, is_hidden=True)
         self.files.use(batch.key, file.id)
@@ -364,14 +404,17 @@ class Batches:
         return file.id
 
     def fail(self, batch: Batch, error: Exception) -> None:
-        """End a batch early: what it needs failed, or its results do not fit."""
+        """End a batch because of an error of the server, or because its results do not fit."""
         http_error = as_http(error)
         if http_error.status == 500:
             log.error("batch %s failed", batch.id, exc_info=error)
         self.end(batch, "failed", error=http_error)
 
     def end(self, batch: Batch, status: str, unanswered: Outcome | None = None, error: HttpError | None = None) -> None:
-        """End a batch with what it has; `unanswered` is the outcome of requests without a result."""
+        """End a batch with the results that it has.
+
+        `unanswered` is the outcome of its other requests.
+        """
         if batch.ending is not None or self.is_closed:
             return
         if error is not None:
@@ -388,14 +431,14 @@ class Batches:
         try:
             if batch.answering:
                 await asyncio.wait(batch.answering)
-            await self.beside(self.write_end, batch, status, unanswered)
+            await self.run_in_thread(self.write_end, batch, status, unanswered)
         except Exception:
             log.exception("batch %s: its end cannot be written; a restarted server ends it", batch.id)
         finally:
-            del self.running[place_of(batch)]
+            del self.running[batch_key(batch)]
 
     def write_end(self, batch: Batch, status: str, unanswered: Outcome | None) -> None:
-        """Write the results of requests without an answer, and let the client see all files."""
+        """Write the results of unanswered requests, and show the result files to the client."""
         self.save(batch)
         try:
             if unanswered is not None and unanswered.kind in self.kinds[batch.kind].unanswered:
@@ -416,30 +459,30 @@ class Batches:
             self.files.release(batch.key, name)
 
 
-def place_of(batch: Batch) -> EntryKey:
+def batch_key(batch: Batch) -> EntryKey:
     return EntryKey(batch.key, BATCH, batch.id)
 
 
-def lines_in(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines of a file that is read in pieces."""
-    begun: list[bytes] = []
+def split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Split a file that is read in pieces into lines."""
+    line_parts: list[bytes] = []
     for piece in pieces:
         first, *lines = piece.split(b"\n")
-        begun.append(first)
+        line_parts.append(first)
         for line in lines:
-            yield b"".join(begun)
-            begun = [line]
-    yield b"".join(begun)
+            yield b"".join(line_parts)
+            line_parts = [line]
+    yield b"".join(line_parts)
 
 
-def alone(batch: Batch, line: BatchLine) -> Request:
-    """A request without a client."""
+def detached_request(batch: Batch, line: BatchLine) -> Request:
+    """An HTTP request for one line of a batch, without a client."""
     state = {"facts": {}, "tenant": batch.key, "request_id": f"{batch.id}-{line.number}"}
     scope = {"type": "http", "method": "POST", "path": batch.kind, "query_string": b"", "headers": []}
     scope["state"] = state
     return Request(scope, asyncio.Event().wait)
 
 
-def new_name(prefix: str) -> str:
-    """Whoever knows the name may ask for the results, so it cannot be guessed."""
+def new_batch_id(prefix: str) -> str:
+    """A random id: without API keys, knowing it is all that is needed to read the results."""
     return f"{prefix}{secrets.token_hex(12)}"

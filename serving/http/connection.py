@@ -1,4 +1,4 @@
-"""A connection to a client: bounded in time and size, and read in turn with the others."""
+"""A client's connection: limited in time and size, and read in turns with the others."""
 
 from collections import deque
 
@@ -9,12 +9,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from .settings import ServerSettings
 
 HEAD_BYTES = 32 << 10  # the request line and all headers
-SMALL_CHUNK, MOST_SMALL = 256, 512  # bytes of a small chunk of a body, and how many of them there may be
-TURN = 8  # connections that are read in one turn of the event loop
+SMALL_CHUNK = 256  # a chunk of a body with fewer bytes counts as small
+MAX_SMALL_CHUNKS = 512  # in one body
+READS_PER_TURN = 8  # connections read in one iteration of the event loop
 
 
 class BoundedReader(h11.Connection):
-    """Refuses bodies in many small chunks: each takes as much work as a large one, and a packet holds thousands."""
+    """Refuses bodies in many small chunks, each of which costs as much as a large one."""
 
     small_chunks = 0
 
@@ -24,22 +25,23 @@ class BoundedReader(h11.Connection):
             self.small_chunks = 0
         elif isinstance(event, h11.Data) and event.chunk_start and len(event.data) < SMALL_CHUNK:
             self.small_chunks += 1
-            if self.small_chunks > MOST_SMALL:
+            if self.small_chunks > MAX_SMALL_CHUNKS:
                 raise h11.RemoteProtocolError("too many small chunks")
         return event
 
 
 class ReadTurns:
-    """When many connections send at once, a few are read in each turn of the event loop, so that other work goes on."""
+    """Limits how many connections one iteration of the event loop reads."""
 
     def __init__(self):
         self.waiting: deque[tuple[Connection, bytes]] = deque()
-        self.read = 0  # connections in this turn; TURN while any wait, so that none is read before those
+        # Connections in this turn; READS_PER_TURN while any wait, so that new data is queued.
+        self.read = 0
 
     def enter(self, connection: "Connection", data: bytes) -> None:
         if not self.read:
             connection.loop.call_soon(self.turn, connection.loop)
-        if self.read < TURN:
+        if self.read < READS_PER_TURN:
             self.read += 1
             connection.read(data)
         else:
@@ -47,7 +49,7 @@ class ReadTurns:
             self.waiting.append((connection, data))
 
     def turn(self, loop) -> None:
-        self.read = min(len(self.waiting), TURN)
+        self.read = min(len(self.waiting), READS_PER_TURN)
         if self.read:
             loop.call_soon(self.turn, loop)
         for _ in range(self.read):
@@ -58,21 +60,21 @@ class ReadTurns:
 
 
 class Connection(H11Protocol):
-    """A client must send its request in time and take its response in time, or it is disconnected."""
+    """Disconnects a client that sends its request, or reads its response, too slowly."""
 
     settings: ServerSettings
     turns: ReadTurns
-    receiving = sending = None  # timers
+    receive_timer = write_timer = None
     lost = unread = False
 
-    def __init__(self, *given, **named):
-        super().__init__(*given, **named)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
         self.conn = BoundedReader(h11.SERVER, HEAD_BYTES)
         self.app_state = {**self.app_state, "connection": self}
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
-        self.expect()
+        self.start_receive_timer()
 
     def data_received(self, data: bytes) -> None:
         self.turns.enter(self, data)
@@ -80,12 +82,12 @@ class Connection(H11Protocol):
     def read(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is None or self.cycle.response_complete:
-            self.expect()
+            self.start_receive_timer()
         else:
-            self.relax()
+            self.stop_receive_timer()
 
     async def write(self, data: bytes) -> None:
-        """Write a part of an event stream straight to the transport, past the layers of ASGI."""
+        """Write a chunk of an event stream to the transport directly, without ASGI messages."""
         if self.flow.write_paused:
             await self.flow.drain()
         if not self.lost:
@@ -94,72 +96,74 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.more_body:  # it was answered before all of it came
-            self.expect()
+        if self.cycle.more_body:  # answered before the whole body arrived
+            self.start_receive_timer()
         if self.transport.is_closing():
-            self.watch()
+            self.start_write_timer()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.watch()
+        self.start_write_timer()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self.unwatch()
+        self.stop_write_timer()
 
     def timeout_keep_alive_handler(self) -> None:
-        if self.transport.get_write_buffer_size():  # a graceful close would wait for the client to read
+        # A graceful close would wait for the client to read.
+        if self.transport.get_write_buffer_size():
             self.hang_up()
         super().timeout_keep_alive_handler()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
-        self.relax()
-        self.unwatch()
+        self.stop_receive_timer()
+        self.stop_write_timer()
         super().connection_lost(exc)
-        self.app_state = {}  # it refers back to this connection; without the cycle both are freed at once
+        self.app_state = {}  # breaks a reference cycle: both objects are freed at once
 
     def _should_upgrade(self) -> bool:
-        return False  # and uvicorn logs no advice to install websockets
+        return False  # keeps uvicorn from advising to install websockets
 
-    def expect(self) -> None:
-        if self.receiving is None:
-            self.receiving = self.loop.call_later(self.settings.receive_seconds, self.hang_up)
+    def start_receive_timer(self) -> None:
+        if self.receive_timer is None:
+            self.receive_timer = self.loop.call_later(self.settings.receive_seconds, self.hang_up)
 
-    def relax(self) -> None:
-        if self.receiving is not None:
-            self.receiving.cancel()
-            self.receiving = None
+    def stop_receive_timer(self) -> None:
+        if self.receive_timer is not None:
+            self.receive_timer.cancel()
+            self.receive_timer = None
 
-    def watch(self) -> None:
-        """In each period the client must read as much as may be in flight."""
-        self.unwatch()
-        left = self.transport.get_write_buffer_size()
+    def start_write_timer(self) -> None:
+        """Abort unless the client reads HIGH_WATER_LIMIT bytes, or all, in each period."""
+        self.stop_write_timer()
+        num_unsent = self.transport.get_write_buffer_size()
 
-        def look() -> None:
-            if self.transport.get_write_buffer_size() > left - HIGH_WATER_LIMIT:
+        def check_progress() -> None:
+            if self.transport.get_write_buffer_size() > num_unsent - HIGH_WATER_LIMIT:
                 self.unread = True
                 self.hang_up()
             else:
-                self.watch()
+                self.start_write_timer()
 
-        if left:
-            self.sending = self.loop.call_later(self.settings.write_seconds, look)
+        if num_unsent:
+            self.write_timer = self.loop.call_later(self.settings.write_seconds, check_progress)
 
-    def unwatch(self) -> None:
-        if self.sending is not None:
-            self.sending.cancel()
-            self.sending = None
+    def stop_write_timer(self) -> None:
+        if self.write_timer is not None:
+            self.write_timer.cancel()
+            self.write_timer = None
 
     def hang_up(self) -> None:
-        """Close now, and drop what is not sent yet."""
+        """Close now, and drop unsent data."""
         self.transport.abort()
 
 
-def bounded(of: ServerSettings) -> type[Connection]:
-    """The connections of one server."""
+def make_connection_class(server_settings: ServerSettings) -> type[Connection]:
+    """The connection class for one server: uvicorn instantiates it without arguments of ours."""
 
     class Bounded(Connection):
-        settings, turns = of, ReadTurns()
+        settings = server_settings
+        turns = ReadTurns()
 
     return Bounded

@@ -12,7 +12,7 @@ from .storage import StorageFailed
 
 
 class HttpError(Exception):
-    """A status, and one line that says why."""
+    """An error with its HTTP status; `param` is the field of the request that it is about."""
 
     def __init__(
         self,
@@ -23,12 +23,18 @@ class HttpError(Exception):
         headers: dict[str, str] | None = None,
     ):
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
         self.headers = headers or {}
 
 
 def as_http(error: Exception) -> HttpError:
-    """Any error as an HTTP one; of an unforeseen one the client learns nothing."""
+    """Convert any error into an HttpError.
+
+    The message of an unforeseen one is hidden from the client.
+    """
     if isinstance(error, HttpError):
         return error
     if isinstance(error, QueueFull):
@@ -41,7 +47,8 @@ def as_http(error: Exception) -> HttpError:
     if isinstance(error, EngineError):
         return HttpError(500, str(error), code="engine_error")
     if isinstance(error, TooLong):
-        return HttpError(400, str(error), error.param, "context_length_exceeded")  # by which agents know to shorten it
+        # Agents shorten the prompt on this code.
+        return HttpError(400, str(error), error.param, "context_length_exceeded")
     if isinstance(error, RequestError):
         return HttpError(400, str(error), error.param)
     if isinstance(error, RecursionError):
@@ -59,12 +66,12 @@ class JsonResponse(Response):
 
 
 def error_response(path: str, error: Exception) -> Response:
-    """The answer to a request that failed before anything was sent."""
-    found = as_http(error)
+    """The response to a request that failed before anything was sent."""
+    http_error = as_http(error)
     if path.startswith("/v1/messages"):
-        body = messages.error(found.status, found.message, found.param)
+        body = messages.error(http_error.status, http_error.message, http_error.param)
     elif path.startswith("/api/"):
-        body = ollama.error(found.message)
+        body = ollama.error(http_error.message)
     else:
-        body = shapes.error(found.status, found.message, found.param, found.code)
-    return JsonResponse(body, found.status, found.headers)
+        body = shapes.error(http_error.status, http_error.message, http_error.param, http_error.code)
+    return JsonResponse(body, http_error.status, http_error.headers)

@@ -1,4 +1,4 @@
-"""Checks every request before the application sees it: host, key, form and size; and reports it when it is over."""
+"""Middleware that checks the host, key, framing and size of every request, and logs its end."""
 
 import hashlib
 import hmac
@@ -15,8 +15,8 @@ from ..protocol.fields import MAX_REQUEST_ID, is_plain
 from .errors import HttpError, error_response
 from .settings import LOOPBACK, ServerSettings
 
-OPEN = ("/health", "/ping")  # say nothing that must not be public
-FORM = "multipart/form-data", "/v1/files"  # where a body is a form
+PUBLIC_PATHS = ("/health", "/ping")  # need no key: their answers may be public
+FORM_UPLOAD = "multipart/form-data", "/v1/files"  # the one path whose body is a form
 HOST = re.compile(r"\[([^\[\]]*)\](?::\d*)?|([^:\[\]]*)(?::\d*)?")
 
 
@@ -25,36 +25,53 @@ def digest(key: str) -> bytes:
 
 
 def new_id() -> str:
-    """A unique id. It can be guessed: `os.urandom` would release and retake Python's lock."""
+    """A unique id, but one that can be guessed: `os.urandom` would release and retake the GIL."""
     return f"{random.getrandbits(128):032x}"
 
 
 class Guard:
-    """Wraps the application. `refuses` returns the error with which all work is refused, if it is."""
+    """ASGI middleware around the application.
 
-    def __init__(self, app: Any, settings: ServerSettings, refuses: Callable[[], HttpError | None], note: Callable):
-        self.app, self.settings, self.refuses, self.note = app, settings, refuses, note
+    `shutdown_error` returns the error with which new work is refused during a shutdown, else None;
+    `record_request` is called with the scope, status and seconds of each finished request.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        settings: ServerSettings,
+        shutdown_error: Callable[[], HttpError | None],
+        record_request: Callable,
+    ):
+        self.app = app
+        self.settings = settings
+        self.shutdown_error = shutdown_error
+        self.record_request = record_request
         self.keys = {digest(key): key for key in settings.api_keys}
-        own = (*LOOPBACK, settings.host) if settings.loopback else ()
-        self.hosts = frozenset(name.lower() for name in settings.allowed_hosts or own)
+        local_names = (*LOOPBACK, settings.host) if settings.loopback else ()
+        self.hosts = frozenset(name.lower() for name in settings.allowed_hosts or local_names)
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, headers, path = time.monotonic(), Headers(scope=scope), scope["path"]
-        name = headers.get("x-request-id", "")
-        if not name or len(name) > MAX_REQUEST_ID or not is_plain(name):
-            name = new_id()
+        began = time.monotonic()
+        headers = Headers(scope=scope)
+        path = scope["path"]
+        request_id = headers.get("x-request-id", "")
+        if not request_id or len(request_id) > MAX_REQUEST_ID or not is_plain(request_id):
+            request_id = new_id()
         state = scope["state"]
-        state["request_id"], state["facts"], status = name, {}, 499  # unless there is a response
+        state["request_id"] = request_id
+        state["facts"] = {}
+        status = 499  # the client left before a response started
 
-        async def answer(message) -> None:
+        async def send_with_headers(message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 out = MutableHeaders(raw=message.setdefault("headers", []))
-                out["X-Request-Id"] = name
+                out["X-Request-Id"] = request_id
                 out["X-Content-Type-Options"] = "nosniff"
                 if "ignored" in state:
                     out["X-Ignored-Fields"] = state["ignored"]
@@ -64,27 +81,32 @@ class Guard:
             self.check_form(scope["http_version"], headers)
             self.check(scope["method"], path, headers, state)
         except HttpError as error:
-            await error_response(path, error)(scope, receive, answer)
+            await error_response(path, error)(scope, receive, send_with_headers)
         else:
-            await self.app(scope, receive, answer)
+            await self.app(scope, receive, send_with_headers)
         finally:
-            self.note(scope, status, time.monotonic() - began)
-            del state["connection"]  # it refers back here; without the cycle all of it is freed at once
+            self.record_request(scope, status, time.monotonic() - began)
+            del state["connection"]  # breaks a reference cycle: all of it is freed at once
 
     def check_form(self, version: str, headers: Headers) -> None:
-        """Refuse two lengths: a proxy may go by the other one, and see other requests than this server."""
+        """Refuse a body with two lengths: a proxy may use the other one (request smuggling)."""
         if version not in ("1.0", "1.1"):
             raise HttpError(400, "HTTP/1.0 and HTTP/1.1 are spoken here", headers={"Connection": "close"})
         if "transfer-encoding" in headers and ("content-length" in headers or version == "1.0"):
-            why = "the body's length must be told once: by Content-Length, or by chunks in HTTP/1.1"
-            raise HttpError(400, why, headers={"Connection": "close"})
+            reason = "the body's length must be told once: by Content-Length, or by chunks in HTTP/1.1"
+            raise HttpError(400, reason, headers={"Connection": "close"})
 
     def check(self, method: str, path: str, headers: Headers, state: dict[str, Any]) -> None:
-        if self.hosts and path not in OPEN and host_of(headers.get("host", "")) not in self.hosts:
+        if self.hosts and path not in PUBLIC_PATHS and parse_host(headers.get("host", "")) not in self.hosts:
             raise HttpError(403, "this server does not answer to that Host; --allowed-host adds a name")
         state["key"] = self.key(headers)
-        free = path in OPEN or path == "/" or path.startswith("/page/") or method == "OPTIONS"
-        if self.keys and not free and state["key"] is None and not (path == "/metrics" and self.settings.open_metrics):
+        needs_no_key = path in PUBLIC_PATHS or path == "/" or path.startswith("/page/") or method == "OPTIONS"
+        if (
+            self.keys
+            and not needs_no_key
+            and state["key"] is None
+            and not (path == "/metrics" and self.settings.open_metrics)
+        ):
             raise HttpError(
                 401,
                 "a valid API key is needed: Authorization: Bearer KEY",
@@ -92,36 +114,38 @@ class Guard:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         if method == "POST":
-            if (error := self.refuses()) is not None:
+            if (error := self.shutdown_error()) is not None:
                 raise error
-            # Other sites' pages can send forms and plain text unasked, but no JSON.
+            # Pages of other sites can send forms and plain text without a CORS preflight, but not
+            # JSON.
             kind = headers.get("content-type", "").split(";")[0].strip().lower()
-            empty = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
-            own = "origin" not in headers or headers["origin"] in self.settings.allowed_origins
-            if kind != "application/json" and not (own and (empty or (kind, path) == FORM)):
+            has_no_body = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+            is_same_site = "origin" not in headers or headers["origin"] in self.settings.allowed_origins
+            if kind != "application/json" and not (is_same_site and (has_no_body or (kind, path) == FORM_UPLOAD)):
                 raise HttpError(415, "the body must be JSON: Content-Type: application/json")
             length = parse_digits(headers.get("content-length", "0"))
             if not isinstance(length, int) or not 0 <= length <= self.settings.max_body_bytes:
                 raise too_large(self.settings)
 
     def key(self, headers: Headers) -> str | None:
-        """Which of the keys a request has; finding it takes as long for each."""
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+        """The valid API key that a request has, compared in constant time; None: no valid one."""
+        scheme, _, token = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
-            given = headers.get("x-api-key", "")
-        wanted, found = digest(given.strip()), None
-        for known, key in self.keys.items():
-            if hmac.compare_digest(known, wanted):
-                found = key
-        return found
+            token = headers.get("x-api-key", "")
+        token_digest = digest(token.strip())
+        matching_key = None
+        for key_digest, key in self.keys.items():
+            if hmac.compare_digest(key_digest, token_digest):
+                matching_key = key
+        return matching_key
 
 
 def too_large(settings: ServerSettings) -> HttpError:
-    most = settings.max_body_bytes
-    return HttpError(413, f"the body must be at most {most} bytes (--max-body-bytes)")
+    max_bytes = settings.max_body_bytes
+    return HttpError(413, f"the body must be at most {max_bytes} bytes (--max-body-bytes)")
 
 
-def host_of(value: str) -> str:
-    """`localhost:8000` is localhost, `[::1]:8000` is ::1; what has another form is no name at all."""
-    found = HOST.fullmatch(value)
-    return "" if found is None else (found[1] or found[2]).lower()
+def parse_host(value: str) -> str:
+    """The name in a Host header: localhost for `localhost:8000`, "" if it is malformed."""
+    match = HOST.fullmatch(value)
+    return "" if match is None else (match[1] or match[2]).lower()

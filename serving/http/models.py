@@ -1,4 +1,4 @@
-"""The models of a server: which are loaded, which are awake, and which is put to sleep for another."""
+"""The models of a server: loading them, waking them up, and putting one to sleep for another."""
 
 import asyncio
 import gc
@@ -20,38 +20,45 @@ from .errors import HttpError
 
 log = logging.getLogger("quire")
 
-TURN = 5.0  # seconds for which a model takes new requests before it is put to sleep for one that others wait for
-READY, ASLEEP, UNLOADED, MOVING, FAILED = "ready", "asleep", "unloaded", "loading", "failed"
+MIN_AWAKE_SECONDS = 5.0  # a model takes new requests for so long before it makes room for another
+READY = "ready"
+ASLEEP = "asleep"
+UNLOADED = "unloaded"
+MOVING = "loading"
+FAILED = "failed"
 
 
-YOUNG = (10_000, 20, 50)  # objects before the collector looks, and how much rarer it looks at older ones
+GC_THRESHOLDS = (10_000, 20, 50)  # for gc.set_threshold: fewer collections than Python's defaults
 
 
-def settle() -> None:
-    """Exempt what is there now from garbage collection: a full pass stops everything for a tenth of a second."""
+def freeze_garbage_collector() -> None:
+    """Exempt the objects that exist now from garbage collection: a full pass would take 0.1 s."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*YOUNG)
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 @dataclass(eq=False)
 class Model:
-    """A model of the server: unloaded, asleep or awake; `users` keep it awake."""
+    """A model of the server: unloaded, asleep or awake.
 
-    names: tuple[str, ...]  # the first is what answers call it
+    It stays awake while `users` is positive.
+    """
+
+    names: tuple[str, ...]  # answers use the first
     make: Callable[[], Engine]
     root: str = ""
     state: str = UNLOADED
-    users: int = 0  # requests that it serves
+    users: int = 0  # running requests
     waiters: int = 0  # requests that wait until it is awake
-    used: float = 0.0  # when the last of them was done
-    woken: float = 0.0
-    fresh: bool = False  # it has served nobody since it woke up
+    last_used: float = 0.0  # when the last request ended
+    woken_at: float = 0.0
+    is_unserved: bool = False  # no request was served since it woke up
     loaded: AsyncLLM | None = None
-    why: str = ""
-    failed_wakes: int = 0  # attempts to wake it up that failed
+    failure: str = ""
+    failed_wakes: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
-    adapters: dict[str, LoRARequest] = field(default_factory=dict)  # by the names that requests give
+    adapters: dict[str, LoRARequest] = field(default_factory=dict)  # by the model names in requests
 
     @property
     def llm(self) -> AsyncLLM:
@@ -62,118 +69,135 @@ class Model:
     def name(self) -> str:
         return self.names[0]
 
-    def check_stall(self, most: float) -> None:
-        """A step that hangs for more than `most` seconds cannot be ended, but nobody has to wait for it."""
+    def check_stall(self, max_seconds: float) -> None:
+        """Fail all requests if a step takes more than `max_seconds`; the step cannot be ended."""
         thread = self.llm.thread
-        if thread.stalled() > most and thread.awaited():
-            log.error("model %s: a step has taken more than %g seconds; its requests end", self.name, most)
+        if thread.stalled() > max_seconds and thread.awaited():
+            log.error("model %s: a step has taken more than %g seconds; its requests end", self.name, max_seconds)
             thread.give_up(HttpError(503, "the engine does not answer", code="engine_stalled"))
 
 
 class Models:
-    """Hands out models that are awake, at most `most` at once: the least recently used is put to sleep first."""
+    """Wakes models up for requests, at most `max_awake` at once.
 
-    def __init__(self, models: Sequence[Model], most: int | None = None):
-        self.models, self.most = list(models), most or len(models)
+    The least recently used one is put to sleep.
+    """
+
+    def __init__(self, models: Sequence[Model], max_awake: int | None = None):
+        self.models = list(models)
+        self.max_awake = max_awake or len(models)
         self.changed = asyncio.Condition()
         self.started = False  # a model has been ready
 
     def find(self, name: str | None) -> Model:
-        """By any of its names; without one, the first."""
+        """The model with this name or with an adapter of this name; None: the first model."""
         for model in self.models:
             if name is None or name in model.names or name in model.adapters:
                 return model
         raise self.unknown(name)
 
     def unknown(self, name: str | None) -> HttpError:
-        known = ", ".join(model.name for model in self.models)
-        return HttpError(404, f"model: there is no {shown(name)}; there is {known}", "model", "model_not_found")
+        model_names = ", ".join(model.name for model in self.models)
+        return HttpError(404, f"model: there is no {shown(name)}; there is {model_names}", "model", "model_not_found")
 
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[Model]:
-        """A model that is awake until this is left."""
+        """Wake a model up, and keep it awake inside the `async with`."""
         model = self.find(name)
         model.waiters += 1
         try:
-            await self.awake(model)
+            await self.wait_until_awake(model)
         finally:
             model.waiters -= 1
-        model.users, model.fresh = model.users + 1, False
+        model.users += 1
+        model.is_unserved = False
         try:
             yield model
         finally:
             model.users -= 1
-            model.used = time.monotonic()
+            model.last_used = time.monotonic()
             async with self.changed:
                 self.changed.notify_all()
 
-    async def awake(self, model: Model) -> None:
-        """Load it or wake it up, when there is room; who waits for an attempt that fails is told so."""
+    async def wait_until_awake(self, model: Model) -> None:
+        """Load a model or wake it up as soon as there is room; raise HttpError if that fails."""
         failed_before = model.failed_wakes
-        while model.state != READY or self.owes(model):
+        while model.state != READY or self.must_yield(model):
             if model.state == FAILED:
-                why = "cannot be loaded; the server's log says why"  # what it says names files
-                raise HttpError(503, f"model {model.name} {why}", "model", "model_failed")
+                # `failure` may contain paths
+                reason = "cannot be loaded; the server's log says why"
+                raise HttpError(503, f"model {model.name} {reason}", "model", "model_failed")
             if model.failed_wakes > failed_before:
-                why = "could not be woken up; the server's log says why. It sleeps, and the next request tries again"
-                raise HttpError(503, f"model {model.name} {why}", "model", "model_failed", {"Retry-After": "5"})
+                reason = "could not be woken up; the server's log says why. It sleeps, and the next request tries again"
+                raise HttpError(503, f"model {model.name} {reason}", "model", "model_failed", {"Retry-After": "5"})
             if model.state in (MOVING, READY):
-                await self.change()
-            elif (victim := self.victim()) is not None:
-                await self.move(victim, ASLEEP, lambda victim=victim: self.to_sleep(victim))
-            elif self.num_awake() < self.most:
+                await self.wait_for_change()
+            elif (model_to_sleep := self.model_to_sleep()) is not None:
+                await self.move(
+                    model_to_sleep, ASLEEP, lambda model_to_sleep=model_to_sleep: self.put_to_sleep(model_to_sleep)
+                )
+            elif self.num_awake() < self.max_awake:
                 await self.move(model, READY, lambda: self.wake(model))
             else:
-                await self.change()
+                await self.wait_for_change()
         if model.llm.thread.failure is not None:
             raise EngineFailed(f"model {model.name}: the engine has stopped")
 
-    def owes(self, model: Model) -> bool:
-        """Whether it has had its turn, and others wait for theirs."""
+    def must_yield(self, model: Model) -> bool:
+        """Whether a model takes no new requests because requests for others wait."""
         return (
-            time.monotonic() - model.woken > TURN
-            and self.num_awake() >= self.most
-            and any(other.waiters and other.state in (ASLEEP, UNLOADED) for other in self.models)
+            time.monotonic() - model.woken_at > MIN_AWAKE_SECONDS
+            and self.num_awake() >= self.max_awake
+            and any(
+                waiting_model.waiters and waiting_model.state in (ASLEEP, UNLOADED) for waiting_model in self.models
+            )
         )
 
-    async def change(self) -> None:
+    async def wait_for_change(self) -> None:
         async with self.changed:
             await self.changed.wait()
 
     def num_awake(self) -> int:
         return sum(model.state in (READY, MOVING) for model in self.models)
 
-    def moving(self) -> bool:
-        """Whether a model is being loaded, woken up or put to sleep."""
+    def is_any_moving(self) -> bool:
+        """Whether some model is being loaded, woken up or put to sleep."""
         return any(model.state == MOVING for model in self.models)
 
-    def victim(self) -> Model | None:
-        """Who is to sleep so that another can wake up."""
+    def model_to_sleep(self) -> Model | None:
+        """The idle model to put to sleep for another; None if none is idle, or if there is room."""
         idle = [
             model
             for model in self.models
-            if model.state == READY and not model.users and not (model.fresh and model.waiters)
+            if model.state == READY and not model.users and not (model.is_unserved and model.waiters)
         ]
-        return min(idle, key=lambda model: model.used) if self.num_awake() >= self.most and idle else None
+        return min(idle, key=lambda model: model.last_used) if self.num_awake() >= self.max_awake and idle else None
 
-    async def move(self, model: Model, to: str, job: Callable[[], Any]) -> None:
-        """The change itself goes on when its caller has gone: others may wait for it."""
+    async def move(self, model: Model, state: str, change: Callable[[], Any]) -> None:
+        """Run `change`, then set `state`.
+
+        It is not cancelled with the caller, since other requests wait for it.
+        """
         model.state = MOVING
 
         async def run() -> None:
             try:
-                await job()
-                model.state, model.woken, model.fresh = to, time.monotonic(), True
+                await change()
+                model.state = state
+                model.woken_at = time.monotonic()
+                model.is_unserved = True
                 self.started = True
             except Exception as error:
-                if to == READY and model.loaded is not None:
+                if state == READY and model.loaded is not None:
                     model.state = ASLEEP
                     model.failed_wakes += 1
                     log.exception("model %s: it could not be woken up", model.name)
                     return
                 of_user = isinstance(error, ModelError)
-                model.state, model.why = FAILED, str(error) if of_user else "the model cannot be loaded"
-                if not (of_user and model is self.models[0] and not self.started):  # else `load_first` raises it
+                model.failure = str(error) if of_user else "the model cannot be loaded"
+                model.state = FAILED
+                # Else `load_first` raises it.
+                if not (of_user and model is self.models[0] and not self.started):
                     log.error("model %s: %s", model.name, error, exc_info=not of_user)
             finally:
                 async with self.changed:
@@ -184,16 +208,16 @@ class Models:
     async def wake(self, model: Model) -> None:
         if model.loaded is None:
             model.loaded = AsyncLLM(engine=await asyncio.to_thread(model.make))
-            settle()
+            freeze_garbage_collector()
         else:
             await model.loaded.wake_up()
 
-    async def to_sleep(self, model: Model) -> None:
-        """On a CPU the weights are dropped: in the host's memory they are already."""
+    async def put_to_sleep(self, model: Model) -> None:
+        """Sleep at level 1; on CPUs at level 2, since offloading to host memory frees nothing."""
         await model.llm.sleep(2 if on_host() else 1)
 
     def ready(self) -> list[Model]:
-        """Those whose engines exist."""
+        """The models whose engines exist, awake or asleep."""
         return [model for model in self.models if model.loaded is not None]
 
     def close(self) -> None:

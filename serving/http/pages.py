@@ -1,4 +1,4 @@
-"""Lists that clients read page by page."""
+"""Pagination of lists."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,36 +7,40 @@ from ..api.errors import RequestError
 from ..api.validation import integer, parse_digits
 
 
-def count_of(given: Mapping[str, str], usual: int, most: int) -> int:
-    """How many are asked for in a query."""
-    return integer("limit", parse_digits(given.get("limit", str(usual))), 1, most)
+def parse_limit(query: Mapping[str, str], default: int, maximum: int) -> int:
+    """The `limit` of a query."""
+    return integer("limit", parse_digits(query.get("limit", str(default))), 1, maximum)
 
 
-def order_of(given: Mapping[str, str], usual: str) -> str:
-    order = given.get("order", usual)
+def parse_order(query: Mapping[str, str], default: str) -> str:
+    order = query.get("order", default)
     if order not in ("asc", "desc"):
         raise RequestError("order", f"must be asc or desc, got {order[:60]!a}")
     return order
 
 
-def page_of(items: Sequence[dict[str, Any]], given: Mapping[str, str], most: int, after: str = "after") -> dict:
-    """At most so many of the items, those that come after the one that the query names."""
-    names = [item["id"] for item in items]
-    start = place(names, given, after) + 1 if after in given else 0
-    found, more = list(items[start : start + most]), start + most < len(items)
-    if "before_id" in given:
-        stop = place(names, given, "before_id")
-        found, more = list(items[max(stop - most, 0) : stop]), stop > most
+def make_page(
+    items: Sequence[dict[str, Any]], query: Mapping[str, str], limit: int, after_param: str = "after"
+) -> dict:
+    """A page of at most `limit` items: those after `after_param`, or those before `before_id`."""
+    ids = [item["id"] for item in items]
+    start = item_index(ids, query, after_param) + 1 if after_param in query else 0
+    page = list(items[start : start + limit])
+    has_more = start + limit < len(items)
+    if "before_id" in query:
+        stop = item_index(ids, query, "before_id")
+        page = list(items[max(stop - limit, 0) : stop])
+        has_more = stop > limit
     return {
         "object": "list",
-        "data": found,
-        "first_id": found[0]["id"] if found else None,
-        "last_id": found[-1]["id"] if found else None,
-        "has_more": more,
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": has_more,
     }
 
 
-def place(names: Sequence[str], given: Mapping[str, str], name: str) -> int:
-    if given[name] not in names:
-        raise RequestError(name, f"must be the id of an item, got {given[name][:60]!a}")
-    return names.index(given[name])
+def item_index(ids: Sequence[str], query: Mapping[str, str], param: str) -> int:
+    if query[param] not in ids:
+        raise RequestError(param, f"must be the id of an item, got {query[param][:60]!a}")
+    return ids.index(query[param])

@@ -1,71 +1,73 @@
-"""The events of an answer in the background: readers come, go and come again, and it goes on without them."""
+"""Recorded events of background answers, which clients may read repeatedly."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 from ..observe.metrics import HttpMetrics
-from .answering import ALIVE, EVENTS, QUIET, until_gone
+from .answering import EVENTS, KEEPALIVE_EVENT, KEEPALIVE_SECONDS, wait_for_disconnect
 from .connection import Connection
 
 
 class Recording:
-    """The events so far. One event loop uses it."""
+    """The events of one answer so far. Only one event loop uses it."""
 
     def __init__(self):
         self.events: list[bytes] = []
         self.size = 0  # bytes
-        self.over = False
-        self.news = asyncio.Event()
+        self.is_finished = False
+        self.changed = asyncio.Event()
 
     def add(self, data: bytes) -> None:
-        self.events += [event + b"\n\n" for event in data.split(b"\n\n") if event and data != ALIVE]
+        self.events += [event + b"\n\n" for event in data.split(b"\n\n") if event and data != KEEPALIVE_EVENT]
         self.size += len(data)
         self.wake()
 
     def end(self) -> None:
-        self.over = True
+        self.is_finished = True
         self.wake()
 
     def wake(self) -> None:
-        self.news.set()
-        self.news = asyncio.Event()
+        self.changed.set()
+        self.changed = asyncio.Event()
 
     async def read(self, start: int) -> AsyncIterator[bytes]:
-        """The events from this one on until the last; a comment where there was none for long."""
+        """Yield the events from number `start` on, and keepalive comments while there are none."""
         while True:
-            if found := self.events[start:]:
-                start += len(found)
-                yield b"".join(found)
-            elif self.over:
+            if new_events := self.events[start:]:
+                start += len(new_events)
+                yield b"".join(new_events)
+            elif self.is_finished:
                 return
             else:
                 try:
-                    await asyncio.wait_for(self.news.wait(), QUIET)
+                    await asyncio.wait_for(self.changed.wait(), KEEPALIVE_SECONDS)
                 except TimeoutError:
-                    yield ALIVE
+                    yield KEEPALIVE_EVENT
 
 
 class Replay:
-    """A response of server-sent events that were recorded, or are being recorded."""
+    """A response of server-sent events from a recording, which may still grow."""
 
     def __init__(self, recording: Recording, start: int, metrics: HttpMetrics):
-        self.recording, self.start, self.metrics = recording, start, metrics
+        self.recording = recording
+        self.start = start
+        self.metrics = metrics
 
     async def __call__(self, scope, receive, send) -> None:
         self.metrics.streams += 1
-        copying = asyncio.create_task(self.copy(scope["state"]["connection"], send))
-        gone = asyncio.create_task(until_gone(receive))
+        copy_task = asyncio.create_task(self.copy(scope["state"]["connection"], send))
+        disconnect_task = asyncio.create_task(wait_for_disconnect(receive))
         try:
-            await asyncio.wait((copying, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not copying.done():
+            await asyncio.wait((copy_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
+            if not copy_task.done():
                 scope["state"]["facts"]["ended"] = "client left"
-                copying.cancel()
+                copy_task.cancel()
             with suppress(asyncio.CancelledError):
-                await copying
+                await copy_task
         finally:
-            copying.cancel()
-            gone.cancel()
+            copy_task.cancel()
+            disconnect_task.cancel()
             self.metrics.streams -= 1
 
     async def copy(self, connection: Connection, send: Callable) -> None:

@@ -15,7 +15,7 @@ import uvicorn
 
 from ...model.config import ModelError
 from .app import make_app
-from .connection import bounded
+from .connection import make_connection_class
 from .service import Service
 from .settings import ServerSettings
 
@@ -27,11 +27,12 @@ except ImportError:  # there is none for Windows
 log = logging.getLogger("quire")
 
 BACKLOG = 2048  # connections that wait to be accepted
-SWITCH = 0.0005  # seconds for which the engine's thread may hold Python's lock while the event loop waits for it
+# Seconds that the engine's thread may hold the GIL while the event loop waits.
+SWITCH_INTERVAL = 0.0005
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """As `asyncio.run`, on the faster loop where there is one."""
+    """As `asyncio.run`, on uvloop if it is installed."""
     if uvloop is None:
         asyncio.run(main)
     else:
@@ -39,7 +40,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 
 class UvicornServer(uvicorn.Server):
-    """uvicorn without its signal handlers: `serve` has its own."""
+    """uvicorn without its signal handlers: `serve` installs others."""
 
     @contextlib.contextmanager
     def capture_signals(self):
@@ -47,17 +48,17 @@ class UvicornServer(uvicorn.Server):
 
 
 async def serve(service: Service, ready: Callable[[str], None]) -> None:
-    """Listen, load the first model, and serve until a signal has drained it."""
+    """Listen, load the first model, call `ready` with the URL, and serve until a signal."""
     settings = service.settings
-    sockets = None if settings.uds is not None else listening(settings.host, settings.port)
-    sys.setswitchinterval(SWITCH)
+    sockets = None if settings.uds is not None else open_sockets(settings.host, settings.port)
+    sys.setswitchinterval(SWITCH_INTERVAL)
     server = UvicornServer(
         uvicorn.Config(
             make_app(service),
             host=settings.host,
             port=settings.port,
             uds=settings.uds,
-            http=bounded(settings),
+            http=make_connection_class(settings),
             ws="none",
             lifespan="on",
             log_config=None,
@@ -70,68 +71,70 @@ async def serve(service: Service, ready: Callable[[str], None]) -> None:
         )
     )
     loop = asyncio.get_running_loop()
-    ending: list[asyncio.Task] = []
+    drain_tasks: list[asyncio.Task] = []
 
-    async def end() -> None:
+    async def drain_and_exit() -> None:
         log.info("shutting down; requests under way: %d", service.open)
         await service.drain(settings.shutdown_grace)
         server.should_exit = True
 
     def stop() -> None:
-        if ending:  # asked twice: at once
+        if drain_tasks:  # the second signal ends it at once
             server.should_exit = server.force_exit = True
-        ending.append(loop.create_task(end()))
+        drain_tasks.append(loop.create_task(drain_and_exit()))
 
-    def hear(number: int) -> None:
-        if service.models.moving() and (ending or not service.started):
-            os._exit(128 + number)  # what loads a model cannot be interrupted, and the process would wait for it
+    def handle_signal(number: int) -> None:
+        if service.models.is_any_moving() and (drain_tasks or not service.started):
+            # Loading cannot be interrupted, and the process would wait for it.
+            os._exit(128 + number)
         stop()
 
     service.stop = stop
     for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # only a main thread hears signals
-            loop.add_signal_handler(number, hear, number)
-    running = asyncio.create_task(server.serve(sockets))
+        # Only the main thread can handle signals.
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            loop.add_signal_handler(number, handle_signal, number)
+    server_task = asyncio.create_task(server.serve(sockets))
     try:
         while not server.started:
-            if running.done():
-                error = running.exception() or RuntimeError("the server ended before it began")
+            if server_task.done():
+                error = server_task.exception() or RuntimeError("the server ended before it began")
                 raise ModelError(f"uds is {settings.uds!r}: {error}") if isinstance(error, OSError) else error
             await asyncio.sleep(0.01)
-        service.address = address(settings, server)
-        loading = asyncio.create_task(service.load_first())
-        await asyncio.wait([loading, running], return_when=asyncio.FIRST_COMPLETED)
-        if loading.done():
-            loading.result()
+        service.address = server_url(settings, server)
+        load_task = asyncio.create_task(service.load_first())
+        await asyncio.wait([load_task, server_task], return_when=asyncio.FIRST_COMPLETED)
+        if load_task.done():
+            load_task.result()
             ready(service.address)
-        await running
+        await server_task
     finally:
         server.should_exit = True
-        await asyncio.wait([running], timeout=5)
+        await asyncio.wait([server_task], timeout=5)
         service.close()
 
 
-def listening(host: str, port: int) -> list[socket.socket]:
+def open_sockets(host: str, port: int) -> list[socket.socket]:
     """Sockets that listen on every address of the host."""
-    found: list[socket.socket] = []
+    sockets: list[socket.socket] = []
     try:
         addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, *_, where in dict.fromkeys(addresses):
-            found.append(socket.create_server(where, family=family, backlog=BACKLOG))
+        for family, *_, socket_address in dict.fromkeys(addresses):
+            sockets.append(socket.create_server(socket_address, family=family, backlog=BACKLOG))
     except OSError as error:
-        for each in found:
-            each.close()
+        for open_socket in sockets:
+            open_socket.close()
         if error.errno == errno.EADDRINUSE:
             raise ModelError(
-                f"port is {port}, where another program listens on {host}: end that one, or choose another port "
-                f"(--port {port + 1}; --port 0 takes a free one)"
+                f"port is {port}, where another program listens on {host}: end that one, or choose "
+                f"another port (--port {port + 1}; --port 0 takes a free one)"
             ) from None
         raise ModelError(f"cannot listen on host {host!r}, port {port}: {error.strerror or error}") from None
-    return found
+    return sockets
 
 
-def address(settings: ServerSettings, server: UvicornServer) -> str:
-    """Where it listens, as a client writes it."""
+def server_url(settings: ServerSettings, server: UvicornServer) -> str:
+    """The server's URL, as a client writes it."""
     if settings.uds is not None:
         return f"unix:{settings.uds}"
     port = server.servers[0].sockets[0].getsockname()[1]

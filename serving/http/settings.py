@@ -1,4 +1,4 @@
-"""The options of a server, beside those of its engines."""
+"""The options of a server, except those of its engines."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,11 @@ from ..api.params import MAX_CHOICES
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Panels of `--help`.
-LISTEN, ACCESS, LIMITS, STATE, ANSWERS = "Listening", "Access", "Limits", "Stored state", "Answers"
+LISTEN = "Listening"
+ACCESS = "Access"
+LIMITS = "Limits"
+STATE = "Stored state"
+ANSWERS = "Answers"
 
 
 def seconds(default: float | None, help: str) -> float:
@@ -18,7 +22,10 @@ def seconds(default: float | None, help: str) -> float:
 
 @dataclass(frozen=True)
 class Formats:
-    """The chat template and the formats of tool calls and reasoning. `auto`: as the chat template shows."""
+    """The chat template and the formats of tool calls and reasoning.
+
+    `auto` detects them from the template.
+    """
 
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
@@ -26,53 +33,57 @@ class Formats:
     chat_template: str | None = None
 
     def __post_init__(self):
-        for name, known, refused in (
+        for name, supported, refused in (
             ("tool_call_parser", parsing.TOOL_PARSERS, parsing.REFUSED_TOOLS),
             ("reasoning_parser", parsing.REASONING_PARSERS, parsing.REFUSED_REASONING),
         ):
             if (value := getattr(self, name)) in refused:
                 raise ModelError(f"{name} {value!r} is not served: {refused[value]}")
-            if value not in ("auto", "none", *known):
-                raise ModelError(f"{name} is {value!r}; it can be auto, none, {', '.join(known)}")
+            if value not in ("auto", "none", *supported):
+                raise ModelError(f"{name} is {value!r}; it can be auto, none, {', '.join(supported)}")
 
     def parsers(self, template: str) -> tuple[str | None, str | None]:
         """The names of the parsers of tool calls and of reasoning."""
         chosen = self.tool_call_parser, self.reasoning_parser
         tools, reasoning = (
-            found if name == "auto" else None if name == "none" else name
-            for name, found in zip(chosen, parsing.detect(template), strict=True)
+            detected if name == "auto" else None if name == "none" else name
+            for name, detected in zip(chosen, parsing.detect(template), strict=True)
         )
         return tools if self.enable_auto_tool_choice else None, reasoning
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """The names are those of the flags, and `quire serve` makes its flags of these fields."""
+    """The options of a server; `quire serve` makes a flag of each field."""
 
-    version: str = "0"  # as /version has it
+    version: str = "0"  # reported by /version
     host: str = flag("127.0.0.1", LISTEN, "Address to listen on.")
     port: int = flag(8000, LISTEN, "Port to listen on; 0 takes a free one.")
     uds: str | None = flag(None, LISTEN, "Unix socket to listen on, instead of host and port.", "PATH")
     api_keys: tuple[str, ...] = ()
-    # The Host names it answers to; empty: its own on loopback, else any.
+    # Accepted Host headers; empty: the server's own names on loopback, else any.
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()  # other sites whose pages may send requests (CORS)
     open_metrics: bool = flag(False, ACCESS, "Serve /metrics without a key.")
     admin: bool = flag(  # the paths of `endpoints/admin.py` and `adapters.py`
-        False, ACCESS,
-        "Serve /sleep, /wake_up, /is_sleeping, /pause, /resume, /reset_prefix_cache, /expert_loads, "
-        "/rebalance_experts, /v1/load_lora_adapter and /v1/unload_lora_adapter.",
-    )  # fmt: skip
+        False,
+        ACCESS,
+        "Serve /sleep, /wake_up, /is_sleeping, /pause, /resume, /reset_prefix_cache, "
+        "/expert_loads, /rebalance_experts, /v1/load_lora_adapter and /v1/unload_lora_adapter.",
+    )
     lora_dir: str | None = flag(
         None, ACCESS, "Folder below which adapters lie that /v1/load_lora_adapter may load.", "DIR", "none is loaded"
     )
     state_dir: str | None = flag(
-        None, STATE,
-        "Folder for stored responses, conversations, files and batches; they outlive the server there.", "DIR",
+        None,
+        STATE,
+        "Folder for stored responses, conversations, files and batches; they outlive the server there.",
+        "DIR",
         "none: they are in memory",
-    )  # fmt: skip
+    )
     max_body_bytes: int = flag(16 << 20, LIMITS, "Largest body of a request.", "BYTES", "16M")
-    max_choices: int = flag(MAX_CHOICES, LIMITS, "Most answers to one request.", "N")  # n times its prompts
+    # `n` times the number of prompts.
+    max_choices: int = flag(MAX_CHOICES, LIMITS, "Most answers to one request.", "N")
     max_stored_responses: int = flag(
         1024, STATE, "Most responses and conversations that are kept, for previous_response_id too; 0: none.", "N"
     )

@@ -1,4 +1,4 @@
-"""What a server stores for its clients, in an SQLite database in memory or in a folder."""
+"""Storage of responses, conversations, files and batches in an SQLite database."""
 
 import os
 import sqlite3
@@ -14,7 +14,7 @@ from ...model.config import ModelError
 
 FILE = "state.sqlite"
 VERSION = 1  # of the tables
-READ = 1 << 20  # bytes of parts that are read at once
+READ = 1 << 20  # bytes of parts that one query reads
 TABLES = """
 CREATE TABLE entry (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -39,7 +39,7 @@ CREATE TABLE part (
 
 
 class EntryKey(NamedTuple):
-    """Names an entry: whose it is, of what kind, and its id among these."""
+    """Identifies an entry by its tenant, its kind, and its id within both."""
 
     tenant: str | None
     kind: str
@@ -50,26 +50,26 @@ class EntryKey(NamedTuple):
         return self.tenant or "", self.kind, self.id
 
 
-class Usage(NamedTuple):
-    """What the entries of some kinds take."""
+class StorageUsage(NamedTuple):
+    """The number and the size of the entries of some kinds."""
 
     entries: int
     bytes: int
 
 
 class StorageFailed(Exception):
-    """The database cannot be written, as on a full disk."""
+    """The database cannot be written, for example because the disk is full."""
 
 
 class Storage:
-    """Entries of JSON, each with numbered parts of bytes. Any thread may use it.
+    """Entries of JSON, each with numbered parts of bytes. Thread-safe.
 
     Every method is one transaction. A process that is killed loses nothing that was stored. A
     machine that loses power may lose the last transactions, each as a whole.
     """
 
     def __init__(self, folder: Path | None = None):
-        """`folder` is made if it is missing, and locked; without one all is in memory."""
+        """`folder` is created if it is missing, and locked; None: store in memory."""
         self.lock = threading.RLock()
         path = ":memory:" if folder is None else str(prepare(folder))
         self.db = sqlite3.connect(path, timeout=0, check_same_thread=False)
@@ -80,14 +80,19 @@ class Storage:
             reason = "is used by another server" if "locked" in str(error) else f"cannot be read: {error}"
             raise ModelError(f"state_dir is {str(folder)!r}, whose {FILE} {reason}; use another folder") from None
         self.usage_by_kind = {
-            kind: Usage(entries, size)
+            kind: StorageUsage(entries, size)
             for kind, entries, size in self.db.execute("SELECT kind, COUNT(*), SUM(size) FROM entry GROUP BY kind")
         }
         (self.last_use,) = self.db.execute("SELECT COALESCE(MAX(used), 0) FROM entry").fetchone()
 
     def open(self) -> None:
-        for pragma in ("locking_mode=EXCLUSIVE", "journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON",
-                       "secure_delete=ON"):  # fmt: skip
+        for pragma in (
+            "locking_mode=EXCLUSIVE",
+            "journal_mode=WAL",
+            "synchronous=NORMAL",
+            "foreign_keys=ON",
+            "secure_delete=ON",
+        ):
             self.db.execute(f"PRAGMA {pragma}")
         (version,) = self.db.execute("PRAGMA user_version").fetchone()
         if version not in (0, VERSION):
@@ -105,37 +110,37 @@ class Storage:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Changes that are made together or not at all, also where the caller makes several."""
+        """Make the changes inside of the `with` together or not at all; transactions nest."""
         with self.lock:
             if self.db.in_transaction:
                 yield self.db
                 return
-            before = dict(self.usage_by_kind)
+            old_usage = dict(self.usage_by_kind)
             try:
                 with self.db:
                     self.db.execute("BEGIN")
                     yield self.db
             except sqlite3.Error as error:
-                self.usage_by_kind = before
+                self.usage_by_kind = old_usage
                 raise StorageFailed(f"the state cannot be written: {error}") from error
             except BaseException:
-                self.usage_by_kind = before
+                self.usage_by_kind = old_usage
                 raise
 
-    def usage(self, *kinds: str) -> Usage:
+    def usage(self, *kinds: str) -> StorageUsage:
         with self.lock:
-            usages = [self.usage_by_kind.get(kind, Usage(0, 0)) for kind in kinds]
-            return Usage(sum(usage.entries for usage in usages), sum(usage.bytes for usage in usages))
+            usages = [self.usage_by_kind.get(kind, StorageUsage(0, 0)) for kind in kinds]
+            return StorageUsage(sum(usage.entries for usage in usages), sum(usage.bytes for usage in usages))
 
     def count(self, kind: str, entries: int, size: int) -> None:
-        before = self.usage_by_kind.get(kind, Usage(0, 0))
-        self.usage_by_kind[kind] = Usage(before.entries + entries, before.bytes + size)
+        usage = self.usage_by_kind.get(kind, StorageUsage(0, 0))
+        self.usage_by_kind[kind] = StorageUsage(usage.entries + entries, usage.bytes + size)
 
     def put(
         self,
         key: EntryKey,
         body: Any,
-        parts: Iterable[tuple[int, bytes]] | None = None,
+        data_parts: Iterable[tuple[int, bytes]] | None = None,
         expires: int | None = None,
     ) -> None:
         """Store an entry, or replace its body, and its parts where some are given.
@@ -148,7 +153,9 @@ class Storage:
                 "SELECT number, LENGTH(body), size FROM entry WHERE tenant=? AND kind=? AND id=?", key.columns
             ).fetchone()
             if row is None:
-                entry, old_body, old_size = None, 0, 0
+                entry = None
+                old_body = 0
+                old_size = 0
             else:
                 entry, old_body, old_size = row
             size = old_size - old_body + len(data)
@@ -162,17 +169,17 @@ class Storage:
             else:
                 db.execute("UPDATE entry SET body=?, size=?, expires=? WHERE number=?", (data, size, expires, entry))
                 self.count(key.kind, 0, size - old_size)
-            if parts is not None:
+            if data_parts is not None:
                 db.execute("DELETE FROM part WHERE entry=?", (entry,))
                 db.execute("UPDATE entry SET size=? WHERE number=?", (len(data), entry))
                 self.count(key.kind, 0, len(data) - size)
-                self.add_parts(key, parts)
+                self.add_parts(key, data_parts)
 
-    def add_parts(self, key: EntryKey, parts: Iterable[tuple[int, bytes]]) -> None:
+    def add_parts(self, key: EntryKey, data_parts: Iterable[tuple[int, bytes]]) -> None:
         with self.transaction() as db:
             (entry,) = db.execute("SELECT number FROM entry WHERE tenant=? AND kind=? AND id=?", key.columns).fetchone()
             size = 0
-            for number, data in parts:
+            for number, data in data_parts:
                 db.execute("INSERT INTO part (entry, number, data) VALUES (?, ?, ?)", (entry, number, data))
                 size += len(data)
             db.execute("UPDATE entry SET size=size+? WHERE number=?", (size, entry))
@@ -199,7 +206,10 @@ class Storage:
             return [number for (number,) in rows]
 
     def parts(self, key: EntryKey) -> Iterator[bytes]:
-        """The parts of an entry in order, small ones joined; they end where it is deleted."""
+        """Yield the parts of an entry in order, small ones joined.
+
+        Stop if the entry is deleted meanwhile.
+        """
         last_number = -1
         while True:
             joined: list[bytes] = []
@@ -210,7 +220,7 @@ class Storage:
                     "WHERE tenant=? AND kind=? AND id=? AND part.number>? ORDER BY part.number",
                     (*key.columns, last_number),
                 )
-                for last_number, data in rows:  # noqa: B007 - where to go on
+                for last_number, data in rows:  # noqa: B007 - the next query starts there
                     joined.append(data)
                     size += len(data)
                     if size >= READ:
@@ -221,7 +231,7 @@ class Storage:
             yield b"".join(joined)
 
     def touch(self, key: EntryKey) -> None:
-        """Note that an entry was used: the least recently used goes first."""
+        """Mark an entry as the most recently used."""
         with self.transaction() as db:
             self.last_use += 1
             db.execute("UPDATE entry SET used=? WHERE tenant=? AND kind=? AND id=?", (self.last_use, *key.columns))
@@ -236,7 +246,7 @@ class Storage:
                 self.count(key.kind, -1, -row[1])
 
     def bodies(self, tenant: str | None, kind: str) -> list[Any]:
-        """The bodies of a tenant's entries, the oldest first."""
+        """The bodies of a tenant's entries, oldest first."""
         with self.lock:
             rows = self.db.execute(
                 "SELECT body FROM entry WHERE tenant=? AND kind=? ORDER BY number", (tenant or "", kind)
@@ -244,7 +254,7 @@ class Storage:
         return [msgspec.json.decode(body) for (body,) in rows]
 
     def entries(self, kinds: Sequence[str]) -> list[tuple[EntryKey, Any]]:
-        """All entries of some kinds, with their bodies, the oldest first."""
+        """All entries of some kinds with their bodies, oldest first."""
         marks = ", ".join("?" * len(kinds))
         with self.lock:
             rows = self.db.execute(
@@ -253,13 +263,16 @@ class Storage:
         return [(EntryKey(tenant or None, kind, name), msgspec.json.decode(body)) for tenant, kind, name, body in rows]
 
     def expired(self, kind: str, now: float) -> list[EntryKey]:
-        """The entries whose time is over."""
+        """The entries that have expired."""
         with self.lock:
             rows = self.db.execute("SELECT tenant, kind, id FROM entry WHERE kind=? AND expires<=?", (kind, now))
             return [EntryKey(tenant or None, kind, name) for tenant, kind, name in rows]
 
     def least_recently_used(self, kinds: Sequence[str]) -> Iterator[EntryKey]:
-        """The entries of some kinds, which a caller may delete as it goes."""
+        """Yield the entries of some kinds, least recently used first.
+
+        The caller may delete them meanwhile.
+        """
         marks = ", ".join("?" * len(kinds))
         last_use = -1
         query = f"SELECT tenant, kind, id, used FROM entry WHERE kind IN ({marks}) AND used>? ORDER BY used LIMIT 16"
@@ -274,7 +287,7 @@ class Storage:
 
 
 def prepare(folder: Path) -> Path:
-    """The database file of a folder, which nobody but this user may read."""
+    """Create the folder and its database file, readable only by this user."""
     path = folder / FILE
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

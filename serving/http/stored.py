@@ -14,9 +14,10 @@ from .storage import EntryKey, Storage, StorageFailed
 
 log = logging.getLogger("quire")
 
-RESPONSE, CONVERSATION = "response", "conversation"  # kinds of entries, and the `object` of their bodies
+RESPONSE = "response"  # kinds of entries, and the `object` of their bodies
+CONVERSATION = "conversation"
 KINDS = RESPONSE, CONVERSATION
-OPEN = ("queued", "in_progress")  # of a response that is being answered
+OPEN = ("queued", "in_progress")  # statuses of an unfinished response
 RESTARTED = {
     "code": "server_error",
     "message": "the server was restarted before this response was over; it can be sent again",
@@ -25,7 +26,7 @@ RESTARTED = {
 
 
 class Missing(NamedTuple):
-    """How an id that names nothing of its kind is refused."""
+    """The error for an id that is not stored."""
 
     kind: str
     status: int
@@ -40,60 +41,64 @@ NO_PREVIOUS = Missing(RESPONSE, 400, "previous_response_id", "previous_response_
 
 @dataclass(eq=False)
 class StoredResponse:
-    """A response and what was asked; while `task` is there, it is being answered."""
+    """A response or conversation with its input items.
+
+    `task` computes it and is None afterwards.
+    """
 
     body: dict[str, Any]
     items: list[dict[str, Any]]
     previous: str | None
     task: asyncio.Task | None = None
-    recording: Recording | None = None  # of its events, if it may be read as a stream
+    recording: Recording | None = None  # its events, if it was requested as a stream
 
     def entry(self) -> dict[str, Any]:
         return {"body": self.body, "items": self.items, "previous": self.previous}
 
 
 class StoredResponses:
-    """At most so many, and so many bytes: what was used longest ago goes first. Any thread may read."""
+    """A least-recently-used store of at most `max_entries` and `max_bytes`. Any thread may read."""
 
-    def __init__(self, most: int, most_bytes: int, storage: Storage | None = None):
-        self.most, self.most_bytes = most, most_bytes
+    def __init__(self, max_entries: int, most_bytes: int, storage: Storage | None = None):
+        self.max_entries = max_entries
+        self.most_bytes = most_bytes
         self.storage = storage or Storage()
-        self.running: dict[EntryKey, StoredResponse] = {}  # those that are being answered
+        self.running: dict[EntryKey, StoredResponse] = {}  # unfinished ones
         for key, entry in self.storage.entries([RESPONSE]):
-            if entry["body"]["status"] in OPEN:  # the server that answered it is gone
+            if entry["body"]["status"] in OPEN:  # an earlier server was answering it
                 entry["body"] |= {"status": "failed", "error": RESTARTED}
                 self.storage.put(key, entry)
-        self.make_room()  # the limits may be lower than those of the server before
+        self.make_room()  # an earlier server may have had higher limits
 
     def check_unused(self, key: str | None, name: str) -> None:
-        """Refuse a chosen id that a stored response has: chains of responses could cycle."""
+        """Refuse an id that is stored already: chains of responses could become cycles."""
         if EntryKey(key, RESPONSE, name) in self.storage:
             raise RequestError("request_id", f"makes the id {name}, which a stored response has; ids must differ")
 
     def put(self, key: str | None, name: str, stored: StoredResponse, is_new: bool = False) -> bool:
-        """Store a response or conversation; False where there is no room, and then nothing changes.
+        """Store a response or conversation; return False, and change nothing, if there is no room.
 
-        A new one (`is_new`) never takes the place of another with the same id.
+        With `is_new` it also returns False, instead of replacing, if the id is stored already.
         """
-        place = EntryKey(key, stored.body["object"], name)
+        entry_key = EntryKey(key, stored.body["object"], name)
         is_over = stored.task is None and stored.recording is not None
-        parts = [(0, b"".join(stored.recording.events))] if is_over else None
+        data_parts = [(0, b"".join(stored.recording.events))] if is_over else None
         try:
             with self.storage.transaction():
-                if is_new and place in self.storage:
+                if is_new and entry_key in self.storage:
                     return False
-                self.storage.put(place, stored.entry(), parts)
-                self.storage.touch(place)
-                if not self.make_room(spared=place):
+                self.storage.put(entry_key, stored.entry(), data_parts)
+                self.storage.touch(entry_key)
+                if not self.make_room(spared=entry_key):
                     raise NoRoom
         except NoRoom:
             return False
         if stored.task is not None:
-            self.running[place] = stored
+            self.running[entry_key] = stored
         return True
 
     def put_answer(self, key: str | None, name: str, stored: StoredResponse, is_new: bool = False) -> bool:
-        """The same for an answer that is not to fail where it cannot be stored."""
+        """As `put`, but log a storage failure and return False, since the answer is still valid."""
         try:
             return self.put(key, name, stored, is_new)
         except StorageFailed:
@@ -101,48 +106,51 @@ class StoredResponses:
             return False
 
     def finish(self, key: str | None, name: str, stored: StoredResponse) -> None:
-        """Store a response that was answered in the background, with its events if they fit."""
-        place = EntryKey(key, RESPONSE, name)
-        if self.running.get(place) is stored:  # it was not deleted
+        """Store a finished background response, with its events if they fit."""
+        entry_key = EntryKey(key, RESPONSE, name)
+        if self.running.get(entry_key) is stored:  # else it was deleted
             stored.task = None
             self.put_answer(key, name, stored)
-            del self.running[place]
+            del self.running[entry_key]
 
     def make_room(self, spared: EntryKey | None = None) -> bool:
-        """Delete what was used longest ago until the rest fits; whether it does."""
-        for place in self.storage.least_recently_used(KINDS):
+        """Delete the least recently used entries until the others fit; return whether they do."""
+        for entry_key in self.storage.least_recently_used(KINDS):
             if self.fits():
                 return True
-            if place not in self.running and place != spared:
-                self.storage.delete(place)
+            if entry_key not in self.running and entry_key != spared:
+                self.storage.delete(entry_key)
         return self.fits()
 
     def fits(self) -> bool:
         used = self.storage.usage(*KINDS)
-        return used.entries <= self.most and used.bytes <= self.most_bytes
+        return used.entries <= self.max_entries and used.bytes <= self.most_bytes
 
     def get(self, key: str | None, name: str, missing: Missing = MISSING) -> StoredResponse:
-        """The response or conversation that this tenant keeps under a name."""
-        place = EntryKey(key, missing.kind, name)
-        if (running := self.running.get(place)) is not None:
+        """A tenant's response or conversation.
+
+        `missing` says which, and the error if it is not stored.
+        """
+        entry_key = EntryKey(key, missing.kind, name)
+        if (running := self.running.get(entry_key)) is not None:
             return running
-        entry = self.storage.get(place)
+        entry = self.storage.get(entry_key)
         if entry is None:
             kind = missing.kind.capitalize()
-            why = f"{kind} with id {shown(name)} not found: it was not stored, or others have taken its place"
-            raise HttpError(missing.status, f"{missing.param}: {why}", missing.param, missing.code)
+            reason = f"{kind} with id {shown(name)} not found: it was not stored, or others have taken its place"
+            raise HttpError(missing.status, f"{missing.param}: {reason}", missing.param, missing.code)
         try:
-            self.storage.touch(place)
-        except StorageFailed as error:  # what is stored can be read all the same
+            self.storage.touch(entry_key)
+        except StorageFailed as error:  # reading still works
             log.warning("the use of %s cannot be noted: %s", name, error)
         return StoredResponse(**entry)
 
     def recording(self, key: str | None, name: str) -> Recording | None:
-        """The events of a response, if they may be read as a stream."""
-        place = EntryKey(key, RESPONSE, name)
-        if (running := self.running.get(place)) is not None:
+        """The events of a response; None if it was not requested as a stream."""
+        entry_key = EntryKey(key, RESPONSE, name)
+        if (running := self.running.get(entry_key)) is not None:
             return running.recording
-        data = b"".join(self.storage.parts(place))
+        data = b"".join(self.storage.parts(entry_key))
         if not data:
             return None
         recording = Recording()
@@ -151,48 +159,51 @@ class StoredResponses:
         return recording
 
     def delete(self, key: str | None, name: str, missing: Missing = MISSING) -> None:
-        found = self.get(key, name, missing)
-        if found.task is not None:
-            found.task.cancel()
-        place = EntryKey(key, missing.kind, name)
-        self.running.pop(place, None)
-        self.storage.delete(place)
+        stored = self.get(key, name, missing)
+        if stored.task is not None:
+            stored.task.cancel()
+        entry_key = EntryKey(key, missing.kind, name)
+        self.running.pop(entry_key, None)
+        self.storage.delete(entry_key)
 
     def forget(self, key: str | None, name: str) -> None:
-        """Store a response no longer; whoever reads its events goes on."""
-        place = EntryKey(key, RESPONSE, name)
-        self.running.pop(place, None)
-        self.storage.delete(place)
+        """Delete a response without ending its computation or its readers."""
+        entry_key = EntryKey(key, RESPONSE, name)
+        self.running.pop(entry_key, None)
+        self.storage.delete(entry_key)
 
     def history(self, key: str | None, name: str, field: str) -> list[dict[str, Any]]:
-        """The items of a response and of all before it, in their order; or those of a conversation."""
+        """The items of a conversation, or of a response and all its predecessors, oldest first.
+
+        `field` is the request's field that names it: `conversation` or `previous_response_id`.
+        """
         if field == "conversation":
             return self.get(key, name, NO_CONVERSATION).items
-        return [item for stored in reversed(list(self.chain(key, name))) for item in turn(stored)]
+        return [item for stored in reversed(list(self.chain(key, name))) for item in turn_items(stored)]
 
     def chain(self, key: str | None, name: str | None) -> Iterator[StoredResponse]:
-        """A response and those before it, the newest first."""
+        """Yield a response and its predecessors, newest first."""
         visited: set[str] = set()
         while name is not None:
             if name in visited:
                 raise RequestError("previous_response_id", f"leads to {shown(name)} twice; the chain must end")
             visited.add(name)
-            found = self.get(key, name, NO_PREVIOUS)
-            if found.body["status"] in OPEN:
+            stored = self.get(key, name, NO_PREVIOUS)
+            if stored.body["status"] in OPEN:
                 raise RequestError("previous_response_id", f"is {shown(name)}, which is not answered yet")
-            yield found
-            name = found.previous
+            yield stored
+            name = stored.previous
 
 
 class NoRoom(Exception):
-    """An entry does not fit beside those that stay."""
+    """There is no room for an entry."""
 
 
-def turn(stored: StoredResponse) -> list[dict[str, Any]]:
-    """What was asked and answered."""
-    return stored.items + finished(stored.body)
+def turn_items(stored: StoredResponse) -> list[dict[str, Any]]:
+    """The input and output items of a response."""
+    return stored.items + finished_items(stored.body)
 
 
-def finished(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The items of a response; a call that was cut off is none."""
+def finished_items(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The output items of a response, without a call that was cut off."""
     return [item for item in body["output"] if (item["type"], item["status"]) != ("function_call", "incomplete")]

@@ -1,4 +1,4 @@
-"""OpenTelemetry: one span a request, in numbers and names, for a collector that may be away."""
+"""OpenTelemetry tracing: one span of numbers and names per request."""
 
 import os
 import threading
@@ -9,9 +9,10 @@ from urllib.parse import urlsplit
 from ...model.config import ModelError
 from ..api.params import SamplingParams
 
-VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
-PROTOCOL, SPOKEN = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf"
-ATTRIBUTES = {  # all that a span says of a request
+ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+SUPPORTED_PROTOCOL = "http/protobuf"
+ATTRIBUTES = {  # all attributes of a span, by our names
     "request_id": "gen_ai.request.id",
     "model": "gen_ai.request.model",
     "max_tokens": "gen_ai.request.max_tokens",
@@ -28,24 +29,27 @@ ATTRIBUTES = {  # all that a span says of a request
 }
 
 
-def span_facts(facts: Mapping[str, Any], asked: SamplingParams) -> dict[str, Any]:
-    """What the log knows of a request and what was asked for, by the names of ATTRIBUTES."""
+def span_facts(facts: Mapping[str, Any], params: SamplingParams) -> dict[str, Any]:
+    """A request's log facts and sampling parameters, by the names in ATTRIBUTES."""
     names = {"model": "model", "prompt_tokens": "prompt_tokens", "completion_tokens": "tokens",
              "time_in_queue": "queued", "time_to_first_token": "first_token"}  # fmt: skip
-    found = {name: facts.get(own) for name, own in names.items()}
+    logged = {name: facts.get(log_name) for name, log_name in names.items()}
     reasons = [reason for reason in facts.get("finish_reason", "").split(",") if reason]
-    wanted = {name: getattr(asked, name) for name in ("max_tokens", "temperature", "top_p", "n")}
-    return found | wanted | {"finish_reasons": reasons or None}
+    requested = {name: getattr(params, name) for name in ("max_tokens", "temperature", "top_p", "n")}
+    return logged | requested | {"finish_reasons": reasons or None}
 
 
 class Span:
-    """A request on its way."""
+    """The tracing span of one request."""
 
     def __init__(self, span: Any):
         self.span = span
 
     def finish(self, facts: Mapping[str, Any]) -> None:
-        """The request is over; `facts` are by the names of ATTRIBUTES, and None says nothing. Only the first counts."""
+        """End the span with `facts`, by the names in ATTRIBUTES; None is left out.
+
+        Later calls have no effect.
+        """
         if unknown := facts.keys() - ATTRIBUTES.keys():
             raise KeyError(f"{sorted(unknown)} are no facts of a span; it has {', '.join(ATTRIBUTES)}")
         if not self.span.is_recording():
@@ -59,16 +63,20 @@ class Span:
 
 
 class Tracer:
-    """Sends spans from a thread with a bounded queue: what a collector does not take in time is dropped."""
+    """Sends spans from a thread with a bounded queue.
+
+    Spans that the collector does not take in time are dropped.
+    """
 
     def __init__(self, provider: Any):
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self.provider, self.tracer = provider, provider.get_tracer("quire")
+        self.provider = provider
+        self.tracer = provider.get_tracer("quire")
         self.propagator = TraceContextTextMapPropagator()
 
     def request(self, name: str, headers: Mapping[str, str]) -> Span:
-        """A span that begins now, below the one that the headers speak of."""
+        """Start a span whose parent is the one in the headers, if any."""
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
 
@@ -77,22 +85,22 @@ class Tracer:
         return Span(self.tracer.start_span(name, context, SpanKind.SERVER))
 
     def close(self, seconds: float = 2.0) -> None:
-        """Send what is left, and wait no longer than this for a collector that does not answer."""
+        """Send the remaining spans, waiting at most `seconds` for the collector."""
         ending = threading.Thread(target=self.provider.shutdown, daemon=True)
         ending.start()
         ending.join(seconds)
 
 
 def make_tracer(endpoint: str | None) -> Tracer | None:
-    """For a collector's OTLP endpoint over HTTP, given here or in the environment; None where there is none."""
-    found = endpoint or os.environ.get(VARIABLE)
-    if not found:
+    """A tracer for the OTLP endpoint of the option or the environment; None without one."""
+    url = endpoint or os.environ.get(ENDPOINT_VARIABLE)
+    if not url:
         return None
-    name = "otlp_traces_endpoint" if endpoint else VARIABLE
-    if not valid(found):
-        raise ModelError(f"{name} is {found!r}; it must be a URL as http://localhost:4318/v1/traces")
-    if (protocol := os.environ.get(PROTOCOL, SPOKEN)) != SPOKEN:
-        raise ModelError(f"{PROTOCOL} is {protocol!r}; only {SPOKEN} is spoken here")
+    name = "otlp_traces_endpoint" if endpoint else ENDPOINT_VARIABLE
+    if not is_valid_url(url):
+        raise ModelError(f"{name} is {url!r}; it must be a URL as http://localhost:4318/v1/traces")
+    if (protocol := os.environ.get(PROTOCOL_VARIABLE, SUPPORTED_PROTOCOL)) != SUPPORTED_PROTOCOL:
+        raise ModelError(f"{PROTOCOL_VARIABLE} is {protocol!r}; only {SUPPORTED_PROTOCOL} is spoken here")
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -100,15 +108,15 @@ def make_tracer(endpoint: str | None) -> Tracer | None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ModelError(f"{name} needs OpenTelemetry: pip install 'quire[otel]' ({error})") from None
-    own = {SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "quire")}
-    provider = TracerProvider(resource=Resource.create(own), shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=found)))
+    resource = {SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "quire")}
+    provider = TracerProvider(resource=Resource.create(resource), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
     return Tracer(provider)
 
 
-def valid(url: str) -> bool:
+def is_valid_url(url: str) -> bool:
     try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port or an address that is none
+        split_url = urlsplit(url)
+        return split_url.scheme in ("http", "https") and bool(split_url.hostname) and split_url.port != 0
+    except ValueError:  # a malformed port or address
         return False

@@ -1,4 +1,4 @@
-"""OpenAI's batch files: one request a line in, one result a line out, and a bad line affects no other."""
+"""OpenAI's batch files: one request per line in, one result per line out."""
 
 import json
 from collections.abc import Collection, Iterable, Iterator
@@ -13,53 +13,55 @@ from .answers.answer import ChatRequest, CompletionRequest
 from .sent_fields import as_sent
 
 MAX_LINES = 50_000
-ID_BYTES = 16  # of the digests by which ids are compared
+ID_BYTES = 16  # of the digests by which duplicate ids are found
 ENDPOINTS = {"/v1/chat/completions": chat.parse, "/v1/completions": completion.parse}
 
 
 @dataclass(frozen=True)
 class BatchLine:
-    """A line of a batch: its request, or what is wrong with it."""
+    """A line of a batch with its request, or with the error in it."""
 
-    number: int  # from 1, as editors count
+    number: int  # from 1
     custom_id: str | None
     request: ChatRequest | CompletionRequest | RequestError
 
 
 def parse_lines(lines: Iterable[bytes], endpoints: Collection[str] = tuple(ENDPOINTS)) -> Iterator[BatchLine]:
-    """The lines of a batch file that are not blank; `endpoints` is where their requests may go."""
-    seen: dict[bytes, int] = {}  # the line of each id
+    """Parse the lines of a batch file that are not blank; `endpoints` are the allowed `url`s."""
+    line_by_digest: dict[bytes, int] = {}
     for number, raw in enumerate(lines, start=1):
         if not raw.strip():
             continue
         custom_id = None
         try:
-            line = _read(raw)
-            custom_id = _custom_id(line)
+            line = parse_json(raw)
+            custom_id = parse_custom_id(line)
             digest = blake2b(custom_id.encode(errors="surrogatepass"), digest_size=ID_BYTES).digest()
-            if digest in seen:
-                raise RequestError("custom_id", f"must differ, got {shown(custom_id)} as in line {seen[digest]}")
-            seen[digest] = number
-            yield BatchLine(number, custom_id, _request(line, endpoints))
+            if digest in line_by_digest:
+                raise RequestError(
+                    "custom_id", f"must differ, got {shown(custom_id)} as in line {line_by_digest[digest]}"
+                )
+            line_by_digest[digest] = number
+            yield BatchLine(number, custom_id, parse_request(line, endpoints))
         except RequestError as error:
             yield BatchLine(number, custom_id, error)
 
 
 def result_line(line: BatchLine, request_id: str, body: dict[str, Any]) -> dict[str, Any]:
-    """What the output file says of a line that was served."""
+    """The output line of a request that succeeded."""
     response = {"status_code": 200, "request_id": request_id, "body": body}
     return {"id": request_id, "custom_id": line.custom_id, "response": response, "error": None}
 
 
 def error_line(line: BatchLine, request_id: str, error: Exception, code: str = "invalid_request") -> dict[str, Any]:
-    """What the output file says of a line that was not."""
+    """The output line of a request that failed."""
     param = error.param if isinstance(error, RequestError) else None
-    why = error.message if isinstance(error, RequestError) and param == "line" else str(error)
-    found = {"code": code, "message": f"line {line.number}: {why}", "param": param, "line": line.number}
-    return {"id": request_id, "custom_id": line.custom_id, "response": None, "error": found}
+    reason = error.message if isinstance(error, RequestError) and param == "line" else str(error)
+    body = {"code": code, "message": f"line {line.number}: {reason}", "param": param, "line": line.number}
+    return {"id": request_id, "custom_id": line.custom_id, "response": None, "error": body}
 
 
-def _read(raw: bytes) -> dict[str, Any]:
+def parse_json(raw: bytes) -> dict[str, Any]:
     def refuse(constant: str) -> None:
         raise RequestError("line", f"must be JSON, which has no {constant}")
 
@@ -78,14 +80,14 @@ def _read(raw: bytes) -> dict[str, Any]:
     return line
 
 
-def _custom_id(line: dict[str, Any]) -> str:
+def parse_custom_id(line: dict[str, Any]) -> str:
     custom_id = line.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
         raise RequestError("custom_id", f"must be a string that is not empty, got {shown(custom_id)}")
     return custom_id
 
 
-def _request(line: dict[str, Any], endpoints: Collection[str]) -> ChatRequest | CompletionRequest:
+def parse_request(line: dict[str, Any], endpoints: Collection[str]) -> ChatRequest | CompletionRequest:
     refuse_unknown(line, ("custom_id", "method", "url", "body"))
     if line.get("method") != "POST":
         raise RequestError("method", f"must be 'POST', got {shown(line.get('method'))}")

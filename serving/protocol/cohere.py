@@ -1,4 +1,4 @@
-"""Cohere's /v2/embed: a body to a request, vectors to a body."""
+"""Cohere's /v2/embed: parsing of requests, and response bodies."""
 
 import base64
 import struct
@@ -10,18 +10,26 @@ from ..api.errors import RequestError
 from ..api.params import PLAIN, Terms
 from ..api.validation import INT32_MAX, integer, shown
 from ..api.validation import unicode_text as unicode
-from .answers.answer import Head, Usage
-from .fields import TERMS, known_fields, terms_of
-from .objects import listed, plain, texts
+from .answers.answer import ResponseHead, Usage
+from .fields import TERMS, known_fields, parse_terms
+from .objects import join_texts, parse_list, parse_object
 from .pooling import MAX_DIMENSIONS, MAX_PROMPTS
 
 FIELDS = (
-    "model", "texts", "inputs", "input_type", "embedding_types", "output_dimension", "max_tokens", "truncate", *TERMS,
-)  # fmt: skip
+    "model",
+    "texts",
+    "inputs",
+    "input_type",
+    "embedding_types",
+    "output_dimension",
+    "max_tokens",
+    "truncate",
+    *TERMS,
+)
 REFUSED = {"images": "cannot be read here; leave it out"}
-# What the texts are for. Without a prompt of the model's for it, it has no effect.
+# The use of the texts; it selects a prompt of the model, if the model has one for it.
 INPUT_TYPES = ("search_document", "search_query", "classification", "clustering")
-# The names that such prompts have in sentence-transformers' folders.
+# The names of these prompts in sentence-transformers' folders.
 PROMPT_NAMES: Mapping[str | None, str] = {
     "search_document": "document", "search_query": "query", "classification": "classification",
     "clustering": "clustering",
@@ -33,7 +41,7 @@ TEXT = {"text": ("text",)}
 
 @dataclass(frozen=True)
 class EmbedRequest:
-    """Texts that are to be vectors."""
+    """Texts to embed."""
 
     texts: list[str]
     model: str | None = None
@@ -42,48 +50,52 @@ class EmbedRequest:
     embedding_types: Sequence[str] = ("float",)
     dimensions: int | None = None
     max_tokens: int | None = None
-    truncate: str = "END"  # which end of a text that is too long is left out; NONE: it is refused
+    truncate: str = "END"  # the end at which a text that is too long is cut; NONE: it is refused
 
 
 def parse(body: Any) -> EmbedRequest:
-    """The request in a body."""
-    given = known_fields(body, FIELDS, {}, REFUSED)
-    types = listed("embedding_types", given.get("embedding_types", ["float"]), len(EMBEDDING_TYPES), least=1)
-    dimension, most = given.get("output_dimension"), given.get("max_tokens")
+    """Parse a body."""
+    fields = known_fields(body, FIELDS, {}, REFUSED)
+    types = parse_list("embedding_types", fields.get("embedding_types", ["float"]), len(EMBEDDING_TYPES), minimum=1)
+    dimension = fields.get("output_dimension")
+    max_tokens = fields.get("max_tokens")
     return EmbedRequest(
-        parse_texts(given),
-        given.get("model"),
-        terms_of(given),
-        None if "input_type" not in given else one_of("input_type", given["input_type"], INPUT_TYPES),
-        [one_of(f"embedding_types[{i}]", kind, EMBEDDING_TYPES) for i, kind in enumerate(types)],
+        parse_texts(fields),
+        fields.get("model"),
+        parse_terms(fields),
+        None if "input_type" not in fields else check_choice("input_type", fields["input_type"], INPUT_TYPES),
+        [check_choice(f"embedding_types[{i}]", kind, EMBEDDING_TYPES) for i, kind in enumerate(types)],
         None if dimension is None else integer("output_dimension", dimension, 1, MAX_DIMENSIONS),
-        None if most is None else integer("max_tokens", most, 1, INT32_MAX),
-        one_of("truncate", given.get("truncate", "END"), TRUNCATE),
+        None if max_tokens is None else integer("max_tokens", max_tokens, 1, INT32_MAX),
+        check_choice("truncate", fields.get("truncate", "END"), TRUNCATE),
     )
 
 
-def parse_texts(given: Mapping[str, Any]) -> list[str]:
-    if ("texts" in given) == ("inputs" in given):
+def parse_texts(fields: Mapping[str, Any]) -> list[str]:
+    if ("texts" in fields) == ("inputs" in fields):
         raise RequestError("texts", "or inputs must be given, and not both")
-    if "texts" in given:
+    if "texts" in fields:
         return [
-            unicode(f"texts[{i}]", text) for i, text in enumerate(listed("texts", given["texts"], MAX_PROMPTS, least=1))
+            unicode(f"texts[{i}]", text)
+            for i, text in enumerate(parse_list("texts", fields["texts"], MAX_PROMPTS, minimum=1))
         ]
-    found = []
-    for i, value in enumerate(listed("inputs", given["inputs"], MAX_PROMPTS, least=1)):
-        content = plain(f"inputs[{i}]", value, ("content",)).get("content")
-        found.append(texts(f"inputs[{i}].content", content, TEXT, MAX_PROMPTS))
-    return found
+    joined = []
+    for i, value in enumerate(parse_list("inputs", fields["inputs"], MAX_PROMPTS, minimum=1)):
+        content = parse_object(f"inputs[{i}]", value, ("content",)).get("content")
+        joined.append(join_texts(f"inputs[{i}].content", content, TEXT, MAX_PROMPTS))
+    return joined
 
 
-def one_of(where: str, value: Any, known: Sequence[str]) -> str:
-    if value not in known:
-        raise RequestError(where, f"must be {' or '.join(known)}, got {shown(value)}")
+def check_choice(param: str, value: Any, allowed: Sequence[str]) -> str:
+    if value not in allowed:
+        raise RequestError(param, f"must be {' or '.join(allowed)}, got {shown(value)}")
     return value
 
 
-def response(head: Head, request: EmbedRequest, vectors: Sequence[Sequence[float]], usage: Usage) -> dict[str, Any]:
-    """The vectors in each of the forms that were asked for."""
+def response(
+    head: ResponseHead, request: EmbedRequest, vectors: Sequence[Sequence[float]], usage: Usage
+) -> dict[str, Any]:
+    """The vectors in each of the requested embedding types."""
     tokens = {"input_tokens": usage.prompt_tokens, "output_tokens": 0}
     return {
         "id": head.id,
@@ -98,22 +110,24 @@ def response(head: Head, request: EmbedRequest, vectors: Sequence[Sequence[float
     }
 
 
-def coded(vector: Sequence[float]) -> str:
+def encode_base64(vector: Sequence[float]) -> str:
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
 def bits(vector: Sequence[float]) -> list[int]:
-    """The signs, eight a byte, the first in the highest bit; what a last byte lacks is 0."""
+    """The signs, packed eight per byte with the first in the highest bit.
+
+    The last byte is padded with 0.
+    """
     signs = [value > 0 for value in vector]
     return [
-        sum(sign << (7 - place) for place, sign in enumerate(signs[start : start + 8]))
-        for start in range(0, len(signs), 8)
+        sum(sign << (7 - bit) for bit, sign in enumerate(signs[start : start + 8])) for start in range(0, len(signs), 8)
     ]
 
 
 FORMS = {
     "float": list,
-    "base64": coded,
+    "base64": encode_base64,
     "ubinary": bits,
     "binary": lambda vector: [byte - 128 for byte in bits(vector)],
 }

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/completions: a body to a request."""
+"""Parsing of OpenAI's /v1/completions."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,34 +12,35 @@ from .fields import (
     BEAMS,
     DELIVERY,
     LABELS,
-    OF_VLLM,
     TERMS,
     TRUNCATION,
-    beams_of,
-    common_fields,
+    VLLM_ONLY,
     known_fields,
+    parse_common_fields,
+    parse_length_penalty,
+    parse_response_format,
+    parse_sampling,
     sampling_fields,
-    sampling_of,
-    structure,
 )
 
-OWN_SAMPLING = sampling_fields("completions")
+SAMPLING_FIELDS = sampling_fields("completions")
 FIELDS = (
     "model", "prompt", "suffix", "echo", "response_format", "add_special_tokens",
-    *TRUNCATION, *OWN_SAMPLING, *BEAMS, *DELIVERY, *TERMS, *LABELS,
+    *TRUNCATION, *SAMPLING_FIELDS, *BEAMS, *DELIVERY, *TERMS, *LABELS,
 )  # fmt: skip
 MAX_PROMPTS = 2048  # in one request
 
 
 def parse(body: Any) -> CompletionRequest:
-    """The request in a body."""
-    given = known_fields(body, FIELDS, {}, OF_VLLM)
-    own = {name: given[name] for name in OWN_SAMPLING if name in given} | structure(given)
-    common, echo = common_fields(given), boolean("echo", given.get("echo", False))
-    silent = echo and own.get("max_tokens") == 0 and own["max_tokens"] is not False
+    """Parse a body."""
+    fields = known_fields(body, FIELDS, {}, VLLM_ONLY)
+    sampling_values = {name: fields[name] for name in SAMPLING_FIELDS if name in fields} | parse_response_format(fields)
+    common = parse_common_fields(fields)
+    echo = boolean("echo", fields.get("echo", False))
+    silent = echo and sampling_values.get("max_tokens") == 0 and sampling_values["max_tokens"] is not False
     if silent:
-        own["max_tokens"] = 1  # the token that is drawn is not sent
-    sampling = sampling_of(own)
+        sampling_values["max_tokens"] = 1  # the sampled token is not sent
+    sampling = parse_sampling(sampling_values)
     params: SamplingParams = sampling["params"]
     if params.logprob_token_ids and params.logprobs is None:
         raise RequestError("logprob_token_ids", "needs logprobs to be given")
@@ -54,19 +55,19 @@ def parse(body: Any) -> CompletionRequest:
             raise RequestError("echo", "with logprobs cannot be streamed; leave one of them out")
     if echo and params.logprobs is not None and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=params.logprobs)
-    suffix = unicode("suffix", given.get("suffix", ""))
+    suffix = unicode("suffix", fields.get("suffix", ""))
     if suffix and echo:
         raise RequestError("echo", "has no place for a suffix; leave one of them out")
     return CompletionRequest(
         suffix=suffix,
-        prompts=parse_prompts(given.get("prompt")),
+        prompts=parse_prompts(fields.get("prompt")),
         params=params,
-        given=sampling["given"],
-        add_special_tokens=boolean("add_special_tokens", given.get("add_special_tokens", True)),
+        explicit_params=sampling["explicit_params"],
+        add_special_tokens=boolean("add_special_tokens", fields.get("add_special_tokens", True)),
         echo=echo,
         silent=silent,
-        length_penalty=beams_of(given, sampling),
-        wants_prompt_logprobs=given.get("prompt_logprobs") is not None,
+        length_penalty=parse_length_penalty(fields, sampling),
+        wants_prompt_logprobs=fields.get("prompt_logprobs") is not None,
         **common,
     )
 

@@ -1,4 +1,4 @@
-"""A conversation as chat templates take it, put together from the items and blocks of a protocol."""
+"""Builds the messages of a conversation, for chat templates, from a protocol's items and blocks."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,43 +8,51 @@ from ..api.validation import shown, unicode_text
 
 
 class Conversation:
-    """Messages in their order. What an assistant says, thinks and calls in one turn is one message."""
+    """The messages in order.
+
+    An assistant's text, reasoning and calls of one turn are one message.
+    """
 
     def __init__(self):
         self.messages: list[dict[str, Any]] = []
-        self.called: dict[str, str] = {}  # the function that was called, by the id of the call
+        self.called: dict[str, str] = {}  # function names by call id
 
     @property
     def role(self) -> str | None:
-        """Who spoke last."""
+        """The role of the last message."""
         return self.messages[-1]["role"] if self.messages else None
 
-    def say(self, role: str, text: str) -> None:
-        """A message of its own. System messages at the start become one: there are templates that take no second."""
+    def add_message(self, role: str, text: str) -> None:
+        """Add a message.
+
+        System messages at the start are joined, since some templates take only one.
+        """
         if role == "system" and [message["role"] for message in self.messages] == ["system"]:
             self.messages[0]["content"] += f"\n\n{text}"
         else:
             self.messages.append({"role": role, "content": text})
 
-    def turn(self) -> dict[str, Any]:
-        """The assistant's message that goes on, or a new one."""
+    def assistant_message(self) -> dict[str, Any]:
+        """The assistant's message at the end, or a new one."""
         if self.role != "assistant":
-            self.say("assistant", "")
+            self.add_message("assistant", "")
         return self.messages[-1]
 
-    def think(self, text: str) -> None:
+    def add_reasoning(self, text: str) -> None:
         if text:
-            turn = self.turn()
+            turn = self.assistant_message()
             turn["reasoning_content"] = turn.get("reasoning_content", "") + text
 
-    def call(self, name: str, call_id: str, arguments: Mapping[str, Any]) -> None:
+    def add_call(self, name: str, call_id: str, arguments: Mapping[str, Any]) -> None:
         function = {"name": name, "arguments": dict(arguments)}
-        self.turn().setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+        self.assistant_message().setdefault("tool_calls", []).append(
+            {"id": call_id, "type": "function", "function": function}
+        )
         self.called[call_id] = name
 
-    def result(self, where: str, call_id: Any, text: str) -> None:
-        """What a call came to; `where` is the field that names the call."""
-        name = self.called.get(unicode_text(where, call_id))
+    def add_result(self, param: str, call_id: Any, text: str) -> None:
+        """Add the result of a tool call; `param` is the field with its id."""
+        name = self.called.get(unicode_text(param, call_id))
         if name is None:
-            raise RequestError(where, f"must be the id of a call that stands before it, got {shown(call_id)}")
+            raise RequestError(param, f"must be the id of a call that stands before it, got {shown(call_id)}")
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text, "name": name})

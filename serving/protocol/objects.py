@@ -1,4 +1,4 @@
-"""JSON objects inside the body of a request: their fields are known, and their `type` says which those are."""
+"""Parsing of JSON objects and lists inside a request's body."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,56 +7,59 @@ from typing import Any
 from ..api.errors import RequestError
 from ..api.validation import refuse_unknown, shown, unicode_text
 
-Kinds = Mapping[str, Sequence[str]]  # the fields of each type of object, beside `type`
+Kinds = Mapping[str, Sequence[str]]  # the fields of each `type` of object, without `type` itself
 INDEX = re.compile(r"\[\d+\]")
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
-def plain(where: str, value: Any, names: Sequence[str]) -> dict[str, Any]:
-    """The fields of an object that are not null; all are known."""
+def parse_object(param: str, value: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The non-null fields of an object; a field that is not in `names` is an error."""
     if not isinstance(value, Mapping):
-        raise RequestError(where, f"must be a JSON object, got {shown(value)}")
-    given = {name: field for name, field in value.items() if field is not None}
-    refuse_unknown(given, names, f"{where}.")
-    return given
+        raise RequestError(param, f"must be a JSON object, got {shown(value)}")
+    fields = {name: field for name, field in value.items() if field is not None}
+    refuse_unknown(fields, names, f"{param}.")
+    return fields
 
 
-def known_of(where: str, given: Mapping[str, Any], names: Sequence[str], ignored: set[str]) -> dict[str, Any]:
-    """The fields of a message that are known here; the names of others, which other servers know, go into `ignored`."""
-    place = INDEX.sub("[]", where)
-    ignored |= {f"{place}.{name if PLAIN_NAME.fullmatch(str(name)) else '?'}" for name in given if name not in names}
-    return {name: value for name, value in given.items() if name in names}
+def keep_known_fields(param: str, fields: Mapping[str, Any], names: Sequence[str], ignored: set[str]) -> dict[str, Any]:
+    """Drop unknown fields of a message, and add their names to `ignored`."""
+    pattern = INDEX.sub("[]", param)
+    ignored |= {f"{pattern}.{name if PLAIN_NAME.fullmatch(str(name)) else '?'}" for name in fields if name not in names}
+    return {name: value for name, value in fields.items() if name in names}
 
 
-def message_of(where: str, value: Any, names: Sequence[str], ignored: set[str]) -> dict[str, Any]:
-    """The known fields of a message that are not null."""
+def parse_message_fields(param: str, value: Any, names: Sequence[str], ignored: set[str]) -> dict[str, Any]:
+    """The known non-null fields of a message; unknown ones are added to `ignored`."""
     if not isinstance(value, Mapping):
-        raise RequestError(where, f"must be a JSON object, got {shown(value)}")
-    return known_of(where, {name: field for name, field in value.items() if field is not None}, names, ignored)
+        raise RequestError(param, f"must be a JSON object, got {shown(value)}")
+    return keep_known_fields(param, {name: field for name, field in value.items() if field is not None}, names, ignored)
 
 
-def typed(where: str, value: Any, kinds: Kinds) -> dict[str, Any]:
-    """The same for an object of one of several types."""
+def parse_typed_object(param: str, value: Any, kinds: Kinds) -> dict[str, Any]:
+    """As `parse_object`, for an object whose `type` determines its fields."""
     kind = value.get("type") if isinstance(value, Mapping) else None
     if not isinstance(kind, str) or kind not in kinds:
-        raise RequestError(f"{where}.type", f"must be {' or '.join(kinds)}, got {shown(kind if kind else value)}")
-    return plain(where, value, ("type", *kinds[kind]))
+        raise RequestError(f"{param}.type", f"must be {' or '.join(kinds)}, got {shown(kind if kind else value)}")
+    return parse_object(param, value, ("type", *kinds[kind]))
 
 
-def listed(where: str, value: Any, most: int, least: int = 0) -> list[Any]:
-    if not isinstance(value, list) or not least <= len(value) <= most:
-        got = f"{len(value)} of them" if isinstance(value, list) else shown(value)
-        raise RequestError(where, f"must be a list of {least} to {most}, got {got}")
+def parse_list(param: str, value: Any, maximum: int, minimum: int = 0) -> list[Any]:
+    if not isinstance(value, list) or not minimum <= len(value) <= maximum:
+        received = f"{len(value)} of them" if isinstance(value, list) else shown(value)
+        raise RequestError(param, f"must be a list of {minimum} to {maximum}, got {received}")
     return value
 
 
-def texts(where: str, value: Any, kinds: Kinds, most: int) -> str:
-    """A text, or the lines of its parts; what a part says stands in the first field of its kind."""
+def join_texts(param: str, value: Any, kinds: Kinds, max_parts: int) -> str:
+    """A string, or the parts of a list joined by newlines.
+
+    A part's text is the first field of its kind.
+    """
     if not isinstance(value, list):
-        return unicode_text(where, value)
+        return unicode_text(param, value)
     lines = []
-    for i, part in enumerate(listed(where, value, most)):
-        given = typed(f"{where}[{i}]", part, kinds)
-        name = kinds[given["type"]][0]
-        lines.append(unicode_text(f"{where}[{i}].{name}", given.get(name)))
+    for i, content_part in enumerate(parse_list(param, value, max_parts)):
+        fields = parse_typed_object(f"{param}[{i}]", content_part, kinds)
+        name = kinds[fields["type"]][0]
+        lines.append(unicode_text(f"{param}[{i}].{name}", fields.get(name)))
     return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""Ollama's /api/chat, /api/generate, /api/embed and /api/embeddings: a body to a request.
+"""Parsing of Ollama's /api/chat, /api/generate, /api/embed and /api/embeddings.
 
-What a request leaves out is what the model recommends; where it recommends no sampling, llama.cpp's defaults.
+Sampling parameters that a request leaves out have the model's defaults, or else llama.cpp's.
 """
 
 import time
@@ -13,15 +13,15 @@ from ..api.validation import shown
 from .answers.answer import Delivery, OllamaRequest
 from .chat import parse_call
 from .cohere import EmbedRequest
-from .fields import sampling_of
-from .objects import known_of
-from .ollama_fields import CHAT, EMBED, EMBEDDINGS, GENERATE, MESSAGE, PULL, SHOW, name_of, read_fields
-from .tools import parse_tools, strict_names
+from .fields import parse_sampling
+from .objects import keep_known_fields
+from .ollama_fields import CHAT, EMBED, EMBEDDINGS, GENERATE, MESSAGE, PULL, SHOW, parse_model_name, read_fields
+from .tools import parse_tools, strict_functions
 
 
 @dataclass(frozen=True)
 class OllamaEmbed(EmbedRequest):
-    """Texts that are to be vectors; `single` has one answer and no list of them."""
+    """Texts to embed; with `single`, the response has one vector instead of a list."""
 
     single: bool = False
     called: str = ""
@@ -30,160 +30,169 @@ class OllamaEmbed(EmbedRequest):
 
 @dataclass(frozen=True)
 class OllamaNamed:
-    """A question about a model."""
+    """A request about a model."""
 
     model: str
     stream: bool = True
 
 
 def parse_chat(body: Any) -> OllamaRequest:
-    """The request in a body of /api/chat."""
-    given = read_fields(body, CHAT)
+    """Parse a body of /api/chat."""
+    fields = read_fields(body, CHAT)
     ignored: set[str] = set()
-    messages = parse_messages(given.get("messages", []), ignored)
-    told = [tool_of(f"tools[{i}]", tool) for i, tool in enumerate(given.get("tools", []))]
-    tools, _ = parse_tools(told, nested=True)
-    return request_of(given, messages, tools=tools, strict=strict_names(told), ignored=tuple(sorted(ignored)))
+    messages = parse_messages(fields.get("messages", []), ignored)
+    typed_tools = [parse_tool(f"tools[{i}]", tool) for i, tool in enumerate(fields.get("tools", []))]
+    tools, _ = parse_tools(typed_tools, nested=True)
+    return make_request(
+        fields, messages, tools=tools, strict=strict_functions(typed_tools), ignored=tuple(sorted(ignored))
+    )
 
 
 def parse_generate(body: Any) -> OllamaRequest:
-    """The request in a body of /api/generate."""
-    given = read_fields(body, GENERATE)
-    prompt, suffix, system = (given.get(name, "") for name in ("prompt", "suffix", "system"))
+    """Parse a body of /api/generate."""
+    fields = read_fields(body, GENERATE)
+    prompt, suffix, system = (fields.get(name, "") for name in ("prompt", "suffix", "system"))
     for name in ("raw", "suffix"):
-        for other in ("system", "context", "think"):
-            if given.get(name) and asks(given, other):
-                raise RequestError(other, f"has no place with {name}, which leaves the chat template out")
+        for excluded in ("system", "context", "think"):
+            if fields.get(name) and is_requested(fields, excluded):
+                raise RequestError(excluded, f"has no place with {name}, which leaves the chat template out")
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})
-    return request_of(
-        given, messages, prompt=prompt, suffix=suffix, raw=given.get("raw", False), context=given.get("context", ())
+    return make_request(
+        fields, messages, prompt=prompt, suffix=suffix, raw=fields.get("raw", False), context=fields.get("context", ())
     )
 
 
-def asks(given: Mapping[str, Any], name: str) -> bool:
-    """Whether a field is there and asks for something."""
-    return bool(given["think"]["thinking"] if name == "think" and name in given else given.get(name))
+def is_requested(fields: Mapping[str, Any], name: str) -> bool:
+    """Whether a field is given and has an effect."""
+    return bool(fields["think"]["thinking"] if name == "think" and name in fields else fields.get(name))
 
 
-def request_of(given: Mapping[str, Any], messages: list[dict[str, Any]], **own: Any) -> OllamaRequest:
-    """The fields that both have."""
-    sampling = given.get("options", {}) | given.get("format", {})
-    if given.get("logprobs", False):
-        sampling["logprobs"] = given.get("top_logprobs", 0)
-    elif given.get("top_logprobs"):
-        raise RequestError("top_logprobs", f"needs logprobs to be true, got {given['top_logprobs']}")
-    found = sampling_of({"max_tokens": None, **sampling})
-    if "max_tokens" in sampling:  # also where it has no limit
-        found["given"] |= {"max_tokens"}
-    template = given.get("think", {})
+def make_request(fields: Mapping[str, Any], messages: list[dict[str, Any]], **request_fields: Any) -> OllamaRequest:
+    """Make a request of the common fields of /api/chat and /api/generate."""
+    sampling = fields.get("options", {}) | fields.get("format", {})
+    if fields.get("logprobs", False):
+        sampling["logprobs"] = fields.get("top_logprobs", 0)
+    elif fields.get("top_logprobs"):
+        raise RequestError("top_logprobs", f"needs logprobs to be true, got {fields['top_logprobs']}")
+    sampling_fields = parse_sampling({"max_tokens": None, **sampling})
+    if "max_tokens" in sampling:  # also if it is unlimited
+        sampling_fields["explicit_params"] |= {"max_tokens"}
+    template = fields.get("think", {})
     last = messages[-1] if messages else {}
-    goes_on = last.get("role") == "assistant" and "tool_calls" not in last and bool(last["content"].strip())
+    continues_message = last.get("role") == "assistant" and "tool_calls" not in last and bool(last["content"].strip())
     return OllamaRequest(
-        model=model_of(given),
-        called=given["model"],
+        model=parse_model(fields),
+        called=fields["model"],
         messages=messages,
-        **found,
+        **sampling_fields,
         template_options=template
-        | {"add_generation_prompt": not goes_on}
-        | ({"continue_final_message": True} if goes_on else {}),
-        delivery=Delivery(stream=given.get("stream", True)),
-        drops_oldest=given.get("truncate", True),
-        thinks=asks(given, "think"),
-        unloads=given.get("keep_alive", False),
-        **own,
+        | {"add_generation_prompt": not continues_message}
+        | ({"continue_final_message": True} if continues_message else {}),
+        delivery=Delivery(stream=fields.get("stream", True)),
+        drops_oldest=fields.get("truncate", True),
+        thinks=is_requested(fields, "think"),
+        unloads=fields.get("keep_alive", False),
+        **request_fields,
     )
 
 
-def model_of(given: Mapping[str, Any]) -> str:
-    """Which model is meant; `name` is the older field for it."""
-    name, old = given.get("model"), given.get("name")
-    if name and old and name != old:
-        raise RequestError("name", f"is the old name of model, and they differ; leave it out, got {shown(old)}")
-    return name_of("model", name or old)
+def parse_model(fields: Mapping[str, Any]) -> str:
+    """The model's name, from `model` or the older field `name`."""
+    name = fields.get("model")
+    old_name = fields.get("name")
+    if name and old_name and name != old_name:
+        raise RequestError("name", f"is the old name of model, and they differ; leave it out, got {shown(old_name)}")
+    return parse_model_name("model", name or old_name)
 
 
-def tool_of(where: str, value: Any) -> Any:
-    """A tool as others write it: its type may be left out here."""
+def parse_tool(param: str, value: Any) -> Any:
+    """A tool in OpenAI's form; Ollama's clients may omit its type."""
     if not isinstance(value, Mapping):
-        raise RequestError(where, f"must be an object with function, got {shown(value)}")
-    given = {name: one for name, one in value.items() if one is not None}
-    if given.get("type", "function") != "function":
-        raise RequestError(f"{where}.type", f"must be 'function' or null, got {shown(given['type'])}")
-    return given | {"type": "function"}
+        raise RequestError(param, f"must be an object with function, got {shown(value)}")
+    fields = {name: field for name, field in value.items() if field is not None}
+    if fields.get("type", "function") != "function":
+        raise RequestError(f"{param}.type", f"must be 'function' or null, got {shown(fields['type'])}")
+    return fields | {"type": "function"}
 
 
 def parse_messages(value: Sequence[Any], ignored: set[str]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them. Calls have no ids there: a result is of the first call that has none."""
-    found: list[dict[str, Any]] = []
+    """Messages for the chat template.
+
+    Ollama's calls have no ids, so a result belongs to the first call without a result.
+    """
+    messages: list[dict[str, Any]] = []
     open_calls: list[tuple[str, str]] = []  # name and id
     for i, message in enumerate(value):
-        where = f"messages[{i}]"
+        param = f"messages[{i}]"
         if not isinstance(message, Mapping):
-            raise RequestError(where, f"must be an object with role and content, got {shown(message)}")
-        known = known_of(where, {name: one for name, one in message.items() if one is not None}, list(MESSAGE), ignored)
-        given = {name: MESSAGE[name].check(f"{where}.{name}", one) for name, one in known.items()}
-        role = MESSAGE["role"].check(f"{where}.role", given.get("role"))
-        one: dict[str, Any] = {"role": role, "content": given.get("content", "")}
-        if "thinking" in given:
-            one["reasoning_content"] = given["thinking"]
-        if given.get("tool_calls"):
-            one["tool_calls"] = calls_of(f"{where}.tool_calls", given["tool_calls"], len(found), ignored)
-            open_calls += [(call["function"]["name"], call["id"]) for call in one["tool_calls"]]
+            raise RequestError(param, f"must be an object with role and content, got {shown(message)}")
+        known_fields = keep_known_fields(
+            param, {name: field for name, field in message.items() if field is not None}, list(MESSAGE), ignored
+        )
+        fields = {name: MESSAGE[name].check(f"{param}.{name}", field) for name, field in known_fields.items()}
+        role = MESSAGE["role"].check(f"{param}.role", fields.get("role"))
+        parsed: dict[str, Any] = {"role": role, "content": fields.get("content", "")}
+        if "thinking" in fields:
+            parsed["reasoning_content"] = fields["thinking"]
+        if fields.get("tool_calls"):
+            parsed["tool_calls"] = parse_calls(f"{param}.tool_calls", fields["tool_calls"], len(messages), ignored)
+            open_calls += [(call["function"]["name"], call["id"]) for call in parsed["tool_calls"]]
         if role == "tool":
-            one |= result_of(given, open_calls)
-        found.append(one)
-    return found
+            parsed |= match_result(fields, open_calls)
+        messages.append(parsed)
+    return messages
 
 
-def calls_of(where: str, value: Sequence[Any], place: int, ignored: set[str]) -> list[dict[str, Any]]:
+def parse_calls(param: str, value: Sequence[Any], message_index: int, ignored: set[str]) -> list[dict[str, Any]]:
     calls = []
     for i, call in enumerate(value):
-        given = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(given, Mapping):
-            why = "must be an object with function, which has name and arguments"
-            raise RequestError(f"{where}[{i}]", f"{why}, got {shown(call)}")
-        function = {name: one for name, one in given.items() if name != "index" and one is not None}
-        whole = {**call, "type": "function", "function": function}
-        calls.append({"id": f"c{place:04d}{i:04d}"} | parse_call(f"{where}[{i}]", whole, ignored))
+        function_fields = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function_fields, Mapping):
+            expected = "must be an object with function, which has name and arguments"
+            raise RequestError(f"{param}[{i}]", f"{expected}, got {shown(call)}")
+        function = {name: value for name, value in function_fields.items() if name != "index" and value is not None}
+        typed_call = {**call, "type": "function", "function": function}
+        calls.append({"id": f"c{message_index:04d}{i:04d}"} | parse_call(f"{param}[{i}]", typed_call, ignored))
     return calls
 
 
-def result_of(given: Mapping[str, Any], open_calls: list[tuple[str, str]]) -> dict[str, Any]:
-    """Which call a result is of: by its id, by the tool's name, or the first that has no result."""
-    name, wanted = given.get("tool_name", given.get("name")), given.get("tool_call_id")
-    if wanted is not None:
-        open_calls[:] = [call for call in open_calls if call[1] != wanted]
+def match_result(fields: Mapping[str, Any], open_calls: list[tuple[str, str]]) -> dict[str, Any]:
+    """Match a result to an open call: by the id, by the tool's name, or else to the first one."""
+    name = fields.get("tool_name", fields.get("name"))
+    call_id = fields.get("tool_call_id")
+    if call_id is not None:
+        open_calls[:] = [call for call in open_calls if call[1] != call_id]
     elif call := next((call for call in open_calls if name in (None, call[0])), None):
         open_calls.remove(call)
-        name, wanted = call
-    return {key: value for key, value in (("name", name), ("tool_call_id", wanted)) if value is not None}
+        name, call_id = call
+    return {key: value for key, value in (("name", name), ("tool_call_id", call_id)) if value is not None}
 
 
 def parse_embed(body: Any) -> OllamaEmbed:
-    """The request in a body of /api/embed."""
-    given = read_fields(body, EMBED)
-    dimensions = given.get("dimensions") or None  # 0 is the model's own
-    truncate = "END" if given.get("truncate", True) else "NONE"
-    return embed_of(given, given.get("input", []), dimensions=dimensions, truncate=truncate)
+    """Parse a body of /api/embed."""
+    fields = read_fields(body, EMBED)
+    dimensions = fields.get("dimensions") or None  # 0 is the model's own
+    truncate = "END" if fields.get("truncate", True) else "NONE"
+    return make_embed_request(fields, fields.get("input", []), dimensions=dimensions, truncate=truncate)
 
 
 def parse_embeddings(body: Any) -> OllamaEmbed:
-    """The request in a body of /api/embeddings, the older form for one text."""
-    given = read_fields(body, EMBEDDINGS)
-    return embed_of(given, [given["prompt"]] if given.get("prompt") else [], single=True)
+    """Parse a body of /api/embeddings, the older form for one text."""
+    fields = read_fields(body, EMBEDDINGS)
+    return make_embed_request(fields, [fields["prompt"]] if fields.get("prompt") else [], single=True)
 
 
-def embed_of(given: Mapping[str, Any], texts: list[str], **own: Any) -> OllamaEmbed:
-    return OllamaEmbed(texts, model_of(given), called=given["model"], **own)
+def make_embed_request(fields: Mapping[str, Any], texts: list[str], **request_fields: Any) -> OllamaEmbed:
+    return OllamaEmbed(texts, parse_model(fields), called=fields["model"], **request_fields)
 
 
 def parse_show(body: Any) -> OllamaNamed:
-    """The model in a body of /api/show."""
-    return OllamaNamed(model_of(read_fields(body, SHOW)))
+    """Parse a body of /api/show."""
+    return OllamaNamed(parse_model(read_fields(body, SHOW)))
 
 
 def parse_pull(body: Any) -> OllamaNamed:
-    """The model in a body of /api/pull, and whether the answer comes in lines."""
-    given = read_fields(body, PULL)
-    return OllamaNamed(model_of(given), given.get("stream", True))
+    """Parse a body of /api/pull."""
+    fields = read_fields(body, PULL)
+    return OllamaNamed(parse_model(fields), fields.get("stream", True))

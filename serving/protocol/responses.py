@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses: a body to a request."""
+"""Parsing of OpenAI's /v1/responses."""
 
 import base64
 import binascii
@@ -8,7 +8,6 @@ from typing import Any
 from ..api.errors import RequestError
 from ..api.params import SAMPLING
 from ..api.validation import boolean, shown, unicode_text
-from . import fields
 from .answers.answer import ResponsesRequest
 from .chat import MAX_MESSAGES, read_arguments
 from .conversation import Conversation
@@ -16,34 +15,71 @@ from .fields import (
     ABSENT,
     TERMS,
     TRUNCATION,
-    common_fields,
-    form_of_text,
+    answer_grammar,
     known_fields,
+    parse_common_fields,
+    parse_sampling,
+    parse_text_format,
+    parse_verbosity,
     sampling_fields,
-    sampling_of,
-    structured,
     template_options,
-    verbosity_of,
 )
-from .objects import listed, message_of, plain, texts, typed
-from .tools import INPUT, parse_choice, parse_tools, strict_names
+from .fields import LABELS as COMMON_LABELS
+from .objects import join_texts, parse_list, parse_message_fields, parse_object, parse_typed_object
+from .tools import INPUT, parse_choice, parse_tools, strict_functions
 
-OWN_SAMPLING = sampling_fields("responses")
-LABELS = tuple(name for name in fields.LABELS if name != "store")  # here it is more than a label
+SAMPLING_FIELDS = sampling_fields("responses")
+LABELS = tuple(name for name in COMMON_LABELS if name != "store")  # `store` has an effect here
 RAW = "enable_response_messages"
 FIELDS = (
-    "model", "input", "instructions", "max_output_tokens", "top_logprobs", "include", "stream", "request_id", "tools",
-    "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncation", "add_generation_prompt",
-    "continue_final_message", "chat_template", "chat_template_kwargs", "store", "background", "previous_response_id",
-    "conversation", RAW, *TRUNCATION, *OWN_SAMPLING, *TERMS, *LABELS,
-)  # fmt: skip
-COUNTED = (  # fields that say something of the prompt
-    "model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncation",
-    "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs",
-    "previous_response_id", "conversation", *TRUNCATION,
-)  # fmt: skip
-COMPACTED = ("model", "input", "instructions", "previous_response_id", "prompt_cache_key", "service_tier")
-NEUTRAL = {  # fields that are not implemented, with the value that asks for nothing
+    "model",
+    "input",
+    "instructions",
+    "max_output_tokens",
+    "top_logprobs",
+    "include",
+    "stream",
+    "request_id",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "text",
+    "reasoning",
+    "truncation",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "store",
+    "background",
+    "previous_response_id",
+    "conversation",
+    RAW,
+    *TRUNCATION,
+    *SAMPLING_FIELDS,
+    *TERMS,
+    *LABELS,
+)
+COUNT_FIELDS = (  # fields that concern the prompt
+    "model",
+    "input",
+    "instructions",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "text",
+    "reasoning",
+    "truncation",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "previous_response_id",
+    "conversation",
+    *TRUNCATION,
+)
+COMPACT_FIELDS = ("model", "input", "instructions", "previous_response_id", "prompt_cache_key", "service_tier")
+NEUTRAL = {  # unimplemented fields, with the value that has no effect
     "context_management": [],
     "echo": False,
     "n": 1,
@@ -63,18 +99,20 @@ REFUSED = {
     "reasoning_effort": "is reasoning.effort here",
     "response_format": "is text.format here",
 }
-# By a name and the field that has it: the items of a conversation, or those that led to a response, and its own.
+# (id, field with the id) -> the items of a conversation, or of a response and its predecessors.
 History = Callable[[str, str], list[dict[str, Any]]]
-SHORTLY = (
-    "Write a summary of this conversation for somebody who has to go on with it and has not seen it: what is wanted, "
-    "what was found and decided, what is open. Write the summary and nothing else."
+SUMMARY_REQUEST = (
+    "Write a summary of this conversation for somebody who has to go on with it and has not seen "
+    "it: what is wanted, what was found and decided, what is open. Write the summary and nothing "
+    "else."
 )
-BEFORE = "(What was said before, in short:)"
+SUMMARY_HEADING = "(What was said before, in short:)"
 LOGPROBS = "message.output_text.logprobs"
-# Thoughts are part of the answer as they are, and can be sent back so: there is nothing to encrypt.
+# Reasoning is returned as plain text and can be sent back, so there is no encrypted form.
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-REASONING = {"summary": "auto", "generate_summary": "auto", "context": "auto", "mode": "standard"}  # all that there is
+# The only supported values.
+REASONING = {"summary": "auto", "generate_summary": "auto", "context": "auto", "mode": "standard"}
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 ITEMS = {
     "message": ("role", "content", "id", "status", "phase"),
@@ -90,87 +128,89 @@ FORMATS = {"text": (), "json_object": (), "json_schema": ("name", "description",
 
 
 def parse_count(body: Any, history: History | None = None) -> ResponsesRequest:
-    """The request in a body of /v1/responses/input_tokens, of which only the prompt is wanted."""
-    return parse(known_fields(body, COUNTED, NEUTRAL, REFUSED), history)
+    """Parse a body of /v1/responses/input_tokens."""
+    return parse(known_fields(body, COUNT_FIELDS, NEUTRAL, REFUSED), history)
 
 
 def parse_compact(body: Any, history: History | None = None) -> ResponsesRequest:
-    """The request in a body of /v1/responses/compact: what was said, which the model is to say in short."""
-    return parse(known_fields(body, COMPACTED, NEUTRAL, REFUSED), history)
+    """Parse a body of /v1/responses/compact, the conversation to summarise."""
+    return parse(known_fields(body, COMPACT_FIELDS, NEUTRAL, REFUSED), history)
 
 
-def in_short(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation whose last turn asks for its summary."""
-    *before, last = messages
+def ask_for_summary(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Append the request for a summary to a conversation."""
+    *earlier, last = messages
     if last["role"] != "user":
-        return [*messages, {"role": "user", "content": SHORTLY}]
-    return [*before, last | {"content": f"{last['content']}\n\n({SHORTLY})"}]
+        return [*messages, {"role": "user", "content": SUMMARY_REQUEST}]
+    return [*earlier, last | {"content": f"{last['content']}\n\n({SUMMARY_REQUEST})"}]
 
 
 def parse(body: Any, history: History | None = None) -> ResponsesRequest:
-    """The request in a body; `history` gives the items that led to a stored response, and its own."""
-    given = known_fields(body, FIELDS, NEUTRAL, REFUSED)
-    text = plain("text", given.get("text", {}), ("format", "verbosity"))
-    tools, custom = parse_tools(given.get("tools", []), nested=False)
-    tools, choice = parse_choice(given.get("tool_choice"), tools, nested=False)
-    own = {name: given[name] for name in OWN_SAMPLING if name in given} | form_of_text(
-        parse_format(text, given), choice
+    """Parse a body; `history` reads the stored items that it continues from."""
+    fields = known_fields(body, FIELDS, NEUTRAL, REFUSED)
+    text = parse_object("text", fields.get("text", {}), ("format", "verbosity"))
+    tools, custom = parse_tools(fields.get("tools", []), nested=False)
+    tools, choice = parse_choice(fields.get("tool_choice"), tools, nested=False)
+    sampling_values = {name: fields[name] for name in SAMPLING_FIELDS if name in fields} | answer_grammar(
+        parse_format(text, fields), choice
     )
-    own["max_tokens"] = given.get("max_output_tokens")  # not given: up to the model's length
-    if own["max_tokens"] is not None:
-        SAMPLING["max_tokens"].rule.check("max_output_tokens", own["max_tokens"])
-    own["logprobs"] = parse_logprobs(given)
-    told = parse_effort(given.get("reasoning", {}))
+    # None: up to the context length
+    sampling_values["max_tokens"] = fields.get("max_output_tokens")
+    if sampling_values["max_tokens"] is not None:
+        SAMPLING["max_tokens"].rule.check("max_output_tokens", sampling_values["max_tokens"])
+    sampling_values["logprobs"] = parse_logprobs(fields)
+    variables = parse_effort(fields.get("reasoning", {}))
     if "verbosity" in text:
-        told |= verbosity_of("text.verbosity", text["verbosity"])
+        variables |= parse_verbosity("text.verbosity", text["verbosity"])
     ignored: set[str] = set()
-    previous, talk = given.get("previous_response_id"), conversation_of(given.get("conversation"))
-    if previous is not None and talk is not None:
+    previous = fields.get("previous_response_id")
+    conversation = parse_conversation_id(fields.get("conversation"))
+    if previous is not None and conversation is not None:
         raise RequestError("conversation", "and previous_response_id both say what was before; leave one of them out")
-    before: list[dict[str, Any]] = []
-    for name, value in (("previous_response_id", previous), ("conversation", talk)):
+    earlier_items: list[dict[str, Any]] = []
+    for name, value in (("previous_response_id", previous), ("conversation", conversation)):
         if value is not None:
             unicode_text(name, value)
             if history is None:
                 raise RequestError(name, "goes on from what is stored, and there is nothing here")
-            before = history(value, name)
-    store, background, common = keeping(given, common_fields(given))
+            earlier_items = history(value, name)
+    store, background, common = parse_storing(fields, parse_common_fields(fields))
     return ResponsesRequest(
-        messages=parse_input(given.get("instructions"), given.get("input"), ignored, before),
+        messages=parse_input(fields.get("instructions"), fields.get("input"), ignored, earlier_items),
         store=store,
         background=background,
         previous_response_id=previous,
-        conversation=talk,
+        conversation=conversation,
         ignored=tuple(sorted(ignored)),
-        **sampling_of(own),
-        template_options=told | template_options(given),
+        **parse_sampling(sampling_values),
+        template_options=variables | template_options(fields),
         tools=tools,
         custom=custom,
-        strict=strict_names(given.get("tools")),
+        strict=strict_functions(fields.get("tools")),
         tool_choice=choice,
-        drops_oldest=drops_oldest(given),
-        shows_raw=boolean(RAW, given.get(RAW, False)),
-        parallel_tool_calls=boolean("parallel_tool_calls", given.get("parallel_tool_calls", True)),
+        drops_oldest=parse_truncation(fields),
+        shows_raw=boolean(RAW, fields.get(RAW, False)),
+        parallel_tool_calls=boolean("parallel_tool_calls", fields.get("parallel_tool_calls", True)),
         **common,
     )
 
 
-def conversation_of(value: Any) -> Any:
-    """The name of a conversation, given as it is or in an object."""
-    return plain("conversation", value, ("id",)).get("id") if isinstance(value, Mapping) else value
+def parse_conversation_id(value: Any) -> Any:
+    """The id of a conversation, given as a string or in an object."""
+    return parse_object("conversation", value, ("id",)).get("id") if isinstance(value, Mapping) else value
 
 
-def keeping(given: Mapping[str, Any], common: dict[str, Any]) -> tuple[bool, bool, dict[str, Any]]:
-    """Whether the answer is kept, and whether the client waits for it."""
-    store, background = (boolean(name, given.get(name, default)) for name, default in
+def parse_storing(fields: Mapping[str, Any], common: dict[str, Any]) -> tuple[bool, bool, dict[str, Any]]:
+    """Parse `store` and `background`."""
+    store, background = (boolean(name, fields.get(name, default)) for name, default in
                          (("store", True), ("background", False)))  # fmt: skip
     if background and not store:
         raise RequestError("background", "can only be used when store is true: the answer is asked for later")
     return store, background, common
 
 
-def items_of(value: Any) -> list[dict[str, Any]]:
-    """The input as items, as they are kept; a request that only goes on from earlier ones has none."""
+def input_items(value: Any) -> list[dict[str, Any]]:
+    """The input in the form of stored items."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -179,90 +219,92 @@ def items_of(value: Any) -> list[dict[str, Any]]:
 
 
 def parse_input(
-    instructions: Any, value: Any, ignored: set[str], before: Sequence[dict[str, Any]] = ()
+    instructions: Any, value: Any, ignored: set[str], earlier_items: Sequence[dict[str, Any]] = ()
 ) -> list[dict[str, Any]]:
-    """The messages that instructions and items stand for; `before` are those of the responses before."""
-    talk = Conversation()
+    """The messages of instructions, stored `earlier_items` and input."""
+    conversation = Conversation()
     if instructions is not None:
-        talk.say("system", unicode_text("instructions", instructions))
-    add_items(talk, "previous_response_id", before, set())
+        conversation.add_message("system", unicode_text("instructions", instructions))
+    add_items(conversation, "previous_response_id", earlier_items, set())
     if isinstance(value, str):
-        talk.say("user", unicode_text("input", value))
-    elif value is not None or not before:
+        conversation.add_message("user", unicode_text("input", value))
+    elif value is not None or not earlier_items:
         if not isinstance(value, list):
             raise RequestError("input", f"must be text or a list of items, got {shown(value)}")
-        add_items(talk, "input", listed("input", value, MAX_MESSAGES, least=1), ignored)
-    return talk.messages
+        add_items(conversation, "input", parse_list("input", value, MAX_MESSAGES, minimum=1), ignored)
+    return conversation.messages
 
 
-def add_items(talk: Conversation, name: str, items: Sequence[Any], ignored: set[str]) -> None:
-    """What items add to a conversation."""
-    before = None  # the type of the item before
+def add_items(conversation: Conversation, name: str, items: Sequence[Any], ignored: set[str]) -> None:
+    """Add items to a conversation; unknown fields of messages go into `ignored`."""
+    last_kind = None
     for i, item in enumerate(items):
-        where = f"{name}[{i}]"
+        param = f"{name}[{i}]"
         if isinstance(item, Mapping) and "role" in item and item.get("type") is None:
             item = {**item, "type": "message"}
         if isinstance(item, Mapping) and item.get("type") == "message":
-            item = message_of(where, item, ("type", *ITEMS["message"]), ignored)
-        given = typed(where, item, ITEMS)
-        ADD[given["type"]](talk, where, given, before)
-        before = given["type"]
+            item = parse_message_fields(param, item, ("type", *ITEMS["message"]), ignored)
+        fields = parse_typed_object(param, item, ITEMS)
+        ADD[fields["type"]](conversation, param, fields, last_kind)
+        last_kind = fields["type"]
 
 
-def add_message(talk: Conversation, where: str, given: dict[str, Any], before: str | None) -> None:
-    role = given.get("role")
+def add_message(conversation: Conversation, param: str, fields: dict[str, Any], last_kind: str | None) -> None:
+    role = fields.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise RequestError(f"{where}.role", f"must be one of {', '.join(ROLES)}, got {shown(role)}")
-    text = texts(f"{where}.content", given.get("content"), PARTS, MAX_MESSAGES)
-    if role != "assistant" or before == "message":  # two messages side by side are two
-        talk.say(ROLES[role], text)
+        raise RequestError(f"{param}.role", f"must be one of {', '.join(ROLES)}, got {shown(role)}")
+    text = join_texts(f"{param}.content", fields.get("content"), PARTS, MAX_MESSAGES)
+    if role != "assistant" or last_kind == "message":  # adjacent messages stay separate
+        conversation.add_message(ROLES[role], text)
     else:
-        talk.turn()["content"] += text
+        conversation.assistant_message()["content"] += text
 
 
-def add_reasoning(talk: Conversation, where: str, given: dict[str, Any], _: str | None) -> None:
-    """The thoughts themselves, or else what is left of them in the summary."""
-    if "encrypted_content" in given:
-        raise RequestError(f"{where}.encrypted_content", "cannot be read here; leave it out")
-    said = {
-        name: texts(f"{where}.{name}", listed(f"{where}.{name}", given[name], MAX_MESSAGES), kind, MAX_MESSAGES)
+def add_reasoning(conversation: Conversation, param: str, fields: dict[str, Any], _: str | None) -> None:
+    """Add the reasoning text, or else its summary."""
+    if "encrypted_content" in fields:
+        raise RequestError(f"{param}.encrypted_content", "cannot be read here; leave it out")
+    texts_by_field = {
+        name: join_texts(
+            f"{param}.{name}", parse_list(f"{param}.{name}", fields[name], MAX_MESSAGES), kind, MAX_MESSAGES
+        )
         for name, kind in (("content", {"reasoning_text": ("text",)}), ("summary", {"summary_text": ("text",)}))
-        if name in given
+        if name in fields
     }
-    talk.think(said.get("content") or said.get("summary") or "")
+    conversation.add_reasoning(texts_by_field.get("content") or texts_by_field.get("summary") or "")
 
 
-def add_call(talk: Conversation, where: str, given: dict[str, Any], _: str | None) -> None:
-    name, call_id = (unicode_text(f"{where}.{name}", given.get(name)) for name in ("name", "call_id"))
-    talk.call(name, call_id, read_arguments(f"{where}.arguments", given.get("arguments")))
+def add_call(conversation: Conversation, param: str, fields: dict[str, Any], _: str | None) -> None:
+    name, call_id = (unicode_text(f"{param}.{name}", fields.get(name)) for name in ("name", "call_id"))
+    conversation.add_call(name, call_id, read_arguments(f"{param}.arguments", fields.get("arguments")))
 
 
-def add_custom_call(talk: Conversation, where: str, given: dict[str, Any], _: str | None) -> None:
-    name, call_id, text = (unicode_text(f"{where}.{name}", given.get(name)) for name in ("name", "call_id", "input"))
-    talk.call(name, call_id, {INPUT: text})
+def add_custom_call(conversation: Conversation, param: str, fields: dict[str, Any], _: str | None) -> None:
+    name, call_id, text = (unicode_text(f"{param}.{name}", fields.get(name)) for name in ("name", "call_id", "input"))
+    conversation.add_call(name, call_id, {INPUT: text})
 
 
-def add_compaction(talk: Conversation, where: str, given: dict[str, Any], _: str | None) -> None:
-    """What was said before in short, with what users said before it: one message, for templates want turns."""
-    text = f"{BEFORE}\n{summary_of(f'{where}.encrypted_content', given.get('encrypted_content'))}"
-    while talk.role == "user":
-        text = f"{talk.messages.pop()['content']}\n\n{text}"
-    talk.say("user", text)
+def add_compaction(conversation: Conversation, param: str, fields: dict[str, Any], _: str | None) -> None:
+    """Add a summary, joined with the user messages before it: templates expect turns."""
+    text = f"{SUMMARY_HEADING}\n{decode_summary(f'{param}.encrypted_content', fields.get('encrypted_content'))}"
+    while conversation.role == "user":
+        text = f"{conversation.messages.pop()['content']}\n\n{text}"
+    conversation.add_message("user", text)
 
 
-def summary_of(where: str, value: Any) -> str:
-    """What /v1/responses/compact wrote; it is packed, and no secret."""
+def decode_summary(param: str, value: Any) -> str:
+    """Decode a summary by /v1/responses/compact (base64, not encrypted)."""
     try:
-        return base64.b64decode(unicode_text(where, value), validate=True).decode()
+        return base64.b64decode(unicode_text(param, value), validate=True).decode()
     except (binascii.Error, ValueError) as error:
         if isinstance(error, RequestError):
             raise
-        raise RequestError(where, f"must be what /v1/responses/compact gave, got {shown(value)}") from None
+        raise RequestError(param, f"must be what /v1/responses/compact gave, got {shown(value)}") from None
 
 
-def add_output(talk: Conversation, where: str, given: dict[str, Any], _: str | None) -> None:
-    text = texts(f"{where}.output", given.get("output"), PARTS, MAX_MESSAGES)
-    talk.result(f"{where}.call_id", given.get("call_id"), text)
+def add_output(conversation: Conversation, param: str, fields: dict[str, Any], _: str | None) -> None:
+    text = join_texts(f"{param}.output", fields.get("output"), PARTS, MAX_MESSAGES)
+    conversation.add_result(f"{param}.call_id", fields.get("call_id"), text)
 
 
 ADD = {
@@ -276,28 +318,28 @@ ADD = {
 }
 
 
-def drops_oldest(given: Mapping[str, Any]) -> bool:
-    """Whether the oldest turns may be left out where not all fit."""
-    value = given.get("truncation", "disabled")
+def parse_truncation(fields: Mapping[str, Any]) -> bool:
+    """Whether the oldest turns may be dropped if not all fit."""
+    value = fields.get("truncation", "disabled")
     if value not in ("auto", "disabled"):
         raise RequestError("truncation", f"must be auto or disabled, got {shown(value)}")
     return value == "auto"
 
 
-def parse_format(text: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The form of the text as the sampling parameter that it stands for."""
-    form = typed("text.format", text.get("format", {"type": "text"}), FORMATS)
-    return structured("text.format", form["type"], given, "text.format", form)
+def parse_format(text: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert `text.format` to the sampling parameter `structured_outputs`."""
+    form = parse_typed_object("text.format", text.get("format", {"type": "text"}), FORMATS)
+    return parse_text_format("text.format", form["type"], fields, "text.format", form)
 
 
-def parse_logprobs(given: Mapping[str, Any]) -> int | None:
-    """How many log-probabilities a token are wanted beside its own."""
-    count = SAMPLING["logprobs"].rule.check("top_logprobs", given.get("top_logprobs", 0))
-    wanted = listed("include", given.get("include", []), MAX_MESSAGES)
-    for i, name in enumerate(wanted):
+def parse_logprobs(fields: Mapping[str, Any]) -> int | None:
+    """The number of alternatives per token with log-probabilities; None: no log-probabilities."""
+    count = SAMPLING["logprobs"].rule.check("top_logprobs", fields.get("top_logprobs", 0))
+    included = parse_list("include", fields.get("include", []), MAX_MESSAGES)
+    for i, name in enumerate(included):
         if name not in INCLUDED:
             raise RequestError(f"include[{i}]", f"must be {' or '.join(INCLUDED)}, got {shown(name)}")
-    if LOGPROBS in wanted:
+    if LOGPROBS in included:
         return count
     if count:
         raise RequestError("top_logprobs", f"needs {LOGPROBS} in include, got {count}")
@@ -305,12 +347,12 @@ def parse_logprobs(given: Mapping[str, Any]) -> int | None:
 
 
 def parse_effort(value: Any) -> dict[str, Any]:
-    """How much thought is wanted, as variables of the chat template."""
-    given = plain("reasoning", value, ("effort", *REASONING))
-    for name, only in REASONING.items():
-        if given.get(name, only) != only:
-            raise RequestError(f"reasoning.{name}", f"must be {only!r} or null, got {shown(given[name])}")
-    effort = given.get("effort")
+    """The reasoning effort, as variables of the chat template."""
+    fields = parse_object("reasoning", value, ("effort", *REASONING))
+    for name, supported in REASONING.items():
+        if fields.get(name, supported) != supported:
+            raise RequestError(f"reasoning.{name}", f"must be {supported!r} or null, got {shown(fields[name])}")
+    effort = fields.get("effort")
     if effort is None:
         return {}
     if effort not in EFFORTS:

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, as vLLM has them: text or a conversation to token ids, and back."""
+"""Parsing of vLLM's /tokenize and /detokenize."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ MAX_TOKENS = 1 << 20
 
 @dataclass(frozen=True)
 class TokenizeRequest:
-    """What is to be cut into tokens."""
+    """A text or a conversation to tokenise."""
 
     model: str | None
     prompt: str | None
@@ -38,34 +38,34 @@ class DetokenizeRequest:
 
 
 def parse_tokenize(body: Any) -> TokenizeRequest:
-    given = known_fields(body, TOKENIZE, {})
-    if ("prompt" in given) == ("messages" in given):
+    fields = known_fields(body, TOKENIZE, {})
+    if ("prompt" in fields) == ("messages" in fields):
         raise RequestError("prompt", "or messages must be given, and not both")
-    chat = "messages" in given
+    is_chat = "messages" in fields
     ignored: set[str] = set()
-    messages = parse_messages(given["messages"], ignored) if chat else []
+    messages = parse_messages(fields["messages"], ignored) if is_chat else []
     return TokenizeRequest(
-        given.get("model"),
-        None if chat else unicode("prompt", given["prompt"]),
+        fields.get("model"),
+        None if is_chat else unicode("prompt", fields["prompt"]),
         messages,
-        parse_tools(given.get("tools", []), nested=True)[0] if chat else [],
-        template_options(given),
-        boolean("add_special_tokens", given.get("add_special_tokens", not chat)),
-        boolean("return_token_strs", given.get("return_token_strs", False)),
+        parse_tools(fields.get("tools", []), nested=True)[0] if is_chat else [],
+        template_options(fields),
+        boolean("add_special_tokens", fields.get("add_special_tokens", not is_chat)),
+        boolean("return_token_strs", fields.get("return_token_strs", False)),
         tuple(sorted(ignored)),
     )
 
 
 def parse_detokenize(body: Any) -> DetokenizeRequest:
-    given = known_fields(body, DETOKENIZE, {})
+    fields = known_fields(body, DETOKENIZE, {})
     return DetokenizeRequest(
-        given.get("model"),
-        list(token_ids("tokens", given.get("tokens"), MAX_TOKENS)),
-        boolean("skip_special_tokens", given.get("skip_special_tokens", False)),
+        fields.get("model"),
+        list(token_ids("tokens", fields.get("tokens"), MAX_TOKENS)),
+        boolean("skip_special_tokens", fields.get("skip_special_tokens", False)),
     )
 
 
-def checked(tokens: list[int], vocabulary: int, name: str = "tokens") -> list[int]:
+def check_token_ids(tokens: list[int], vocabulary: int, name: str = "tokens") -> list[int]:
     for index, token in enumerate(tokens):
         integer(f"{name}[{index}]", token, 0, min(vocabulary - 1, INT32_MAX), " (a token id)")
     return tokens

@@ -15,7 +15,7 @@ from ..async_llm import Ask, AsyncLLM
 from ..build import folder_of, identity, make_engine
 from ..engine.engine import Engine
 from ..http.app import make_app
-from ..http.endpoints.status import state_of
+from ..http.endpoints.status import model_state
 from ..http.errors import as_http
 from ..http.logs import setup_logging
 from ..http.models import Model, Models
@@ -94,7 +94,7 @@ class Replica:
     async def check_health(self) -> None:
         """Serve asks now and then, and starts another replica in place of one that raises."""
         for model in self.service.models.ready():
-            if (state := state_of(self.service, model)) in ("failed", "stalled"):
+            if (state := model_state(self.service, model)) in ("failed", "stalled"):
                 raise ReplicaFailed(f"model {model.name} has {state}")
 
     def __del__(self):

@@ -42,7 +42,7 @@ class Extended(SamplingParams):
 def test_endpoints_take_what_is_declared(endpoint, name):
     module, path = ENDPOINTS[endpoint]
     taken = endpoint in SAMPLING[name].endpoints
-    assert (name in module.OWN_SAMPLING) == taken
+    assert (name in module.SAMPLING_FIELDS) == taken
     if taken:
         schema = body_schema(path)["properties"][name]
         assert name in module.FIELDS and SAMPLING[name].rule.schema in (schema, schema.get("anyOf", [None])[0])

@@ -15,7 +15,7 @@ from schemathesis import GenerationMode
 from quire.serving.api.options import options_of
 from quire.serving.api.params import MAX_LOGPROBS
 from quire.serving.build import make_engine
-from quire.serving.http.endpoints.openapi import ABOUT
+from quire.serving.http.endpoints.openapi import SUMMARIES
 from quire.serving.protocol.schema import BODIES, OLLAMA
 from quire.tests.support.canary import BODIES as LEAST
 from quire.tests.support.canary import FILE, Canary, settled, with_file
@@ -202,7 +202,7 @@ def test_bodies(server, path, mode):
 
 def test_names_and_what_has_no_body(server):
     """The other endpoints, and what is asked of them by a path."""
-    others = [path for path in ABOUT if path not in BODIES]
+    others = [path for path in SUMMARIES if path not in BODIES]
     for path in others:
         count = 100 - len(others) + 1 if "{" in path else 1
         found = fuzz(server, path, GenerationMode.POSITIVE, count)

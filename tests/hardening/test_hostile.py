@@ -563,9 +563,9 @@ def test_errors_show_nothing(server, client, monkeypatch, caplog):
 
     for path in BODIES:  # what the server itself does wrong: on its way in, and in the engine
         labels = {name: value for name, value in LABELS.items() if name in SCHEMAS[path][0]}
-        engine = server.engine
-        for where, name in ((server.service, "beside"), (engine.admission, "check"), (engine.tokenizer, "encode"),
-                            (engine.runner, "launch"), (engine.runner, "collect")):  # fmt: skip
+        for where, name in ((server.service, "run_in_thread"), (server.engine.admission, "check"),
+                            (server.engine.tokenizer, "encode"),
+                            (server.engine.runner, "launch"), (server.engine.runner, "collect")):  # fmt: skip
             with monkeypatch.context() as patch:
                 patch.setattr(where, name, broken)
                 status, headers, raw = client.ask("POST", path, told(path, MARKER) | labels)

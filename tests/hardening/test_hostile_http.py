@@ -20,7 +20,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from quire.serving.http.server import bounded
+from quire.serving.http.server import make_connection_class
 from quire.serving.http.settings import ServerSettings
 from quire.tests.support.canary import Canary, Client, connect, memory, settled
 from quire.tests.support.served import FORMATS, model_of, scripted, served
@@ -559,7 +559,7 @@ def test_the_last_bytes_that_nobody_reads():
 
     async def idle() -> str:
         config = uvicorn.Config(lambda *_: None, ws="none", log_config=None)
-        stuck, kind = Stuck(), bounded(ServerSettings())
+        stuck, kind = Stuck(), make_connection_class(ServerSettings())
         connection = kind(config, ServerState(), {})
         connection.connection_made(stuck)
         connection.timeout_keep_alive_handler()

@@ -196,7 +196,7 @@ def test_an_adapter_that_is_gone_from_the_disk_says_nothing_of_it(server, folder
 
 
 def test_a_server_without_a_folder_loads_none_at_run_time(engine, folders):
-    from quire.serving.http.endpoints.adapters import folder_of
+    from quire.serving.http.endpoints.adapters import resolve_adapter_folder
     from quire.serving.http.errors import HttpError
     from quire.serving.http.models import Models
     from quire.serving.http.service import Service
@@ -204,7 +204,7 @@ def test_a_server_without_a_folder_loads_none_at_run_time(engine, folders):
 
     service = Service(Models([model_of(engine)]), ServerSettings(admin=True))
     with pytest.raises(HttpError, match="--lora-dir") as error:
-        folder_of(service, "a1")
+        resolve_adapter_folder(service, "a1")
     assert error.value.status == 403
 
 

@@ -18,11 +18,11 @@ from quire.serving.api.params import SamplingParams
 from quire.serving.parsing.pieces import Arguments, CallStart, Said, Thought
 from quire.serving.protocol.answers import chat as chat_answer
 from quire.serving.protocol.answers.answer import (
+    AnsweredPrompt,
     ChatRequest,
     ChoicePart,
     FinishedChoice,
-    Head,
-    Prompted,
+    ResponseHead,
     ToolCall,
     Usage,
 )
@@ -32,7 +32,7 @@ from quire.tests.support.answers import Server, Written, strangers, written
 from quire.tests.support.cases import cases
 
 ASK = [{"role": "user", "content": "Hi"}]
-HEAD = Head("chatcmpl-1", "quill", 1700000000, "quire-0")
+HEAD = ResponseHead("chatcmpl-1", "quill", 1700000000, "quire-0")
 USAGE = Usage(30, 12, 16, 5)
 USED = {
     "prompt_tokens": 30,
@@ -90,7 +90,7 @@ def test_logprobs():
 
 
 def test_mistrals_name_of_the_seed():
-    assert chat(random_seed=5).params == chat(seed=5).params and "seed" in chat(random_seed=5).given
+    assert chat(random_seed=5).params == chat(seed=5).params and "seed" in chat(random_seed=5).explicit_params
     assert refused(random_seed=5, seed=5) == "random_seed: is Mistral's name of seed; leave one of them out"
     assert refused(random_seed="x").startswith("random_seed: must be an integer")
 
@@ -343,7 +343,9 @@ def answer(index: int = 0, **fields) -> FinishedChoice:
     return replace(FinishedChoice(index, "Hi you\ufffd", "length", token_ids=[1, 9, 5], logprobs=logprobs), **fields)
 
 
-def respond(request: ChatRequest, *answers: FinishedChoice, head: Head = HEAD, usage: Usage = USAGE) -> dict[str, Any]:
+def respond(
+    request: ChatRequest, *answers: FinishedChoice, head: ResponseHead = HEAD, usage: Usage = USAGE
+) -> dict[str, Any]:
     body = chat_answer.response(head, request, None, answers, usage)
     assert json.loads(json.dumps(body, allow_nan=False)) == body
     check(ChatCompletion, body)
@@ -410,7 +412,7 @@ def test_tokens_without_a_tokenizer():
 def test_calls_thoughts_and_numbers_of_tokens():
     calls = [ToolCall("a", "look_up", '{"city": "Rome"}'), ToolCall("b", "now", "{}")]
     whole = FinishedChoice(0, None, "tool_calls", "Hm.", calls, token_ids=[4, 5])
-    head = replace(HEAD, prompts=[Prompted("x", [1, 2], [None, {2: Logprob(-1.0, 3, "as")}])])
+    head = replace(HEAD, prompts=[AnsweredPrompt("x", [1, 2], [None, {2: Logprob(-1.0, 3, "as")}])])
     request = chat(tools=[TOOL], return_token_ids=True, prompt_logprobs=0)
     body = respond(request, whole, head=head, usage=Usage(2, 2))
     (choice,) = body["choices"]
@@ -457,11 +459,11 @@ def test_echo_says_again_what_the_answer_goes_on_from():
     assert texts == [(0, "Hi "), (1, "Hi "), (0, "y"), (1, "y"), (0, "ou")]
 
 
-def streamed(request: ChatRequest, parts: list[ChoicePart], head: Head = HEAD, ends: bool = True) -> bytes:
+def streamed(request: ChatRequest, parts: list[ChoicePart], head: ResponseHead = HEAD, ends: bool = True) -> bytes:
     stream = chat_answer.ChatStream(head, request, None)
     data = stream.begin(Usage(30, 0, 16))
     for number, part in enumerate(parts, 1):
-        stream.counted(Usage(30, number, 16))
+        stream.set_usage(Usage(30, number, 16))
         data += stream.part(part)
     return data + stream.end(USAGE) if ends else data
 
@@ -530,7 +532,7 @@ def test_the_deltas_of_a_stream_joined_are_the_whole_answer(one: Written, other:
     parts = []
     while any(lines):
         parts.append(random.choice([line for line in lines if line]).pop(0))
-    chunks = chunks_of(streamed(request, parts, replace(HEAD, prompts=[Prompted("x", [1, 2])])))
+    chunks = chunks_of(streamed(request, parts, replace(HEAD, prompts=[AnsweredPrompt("x", [1, 2])])))
     found = put_together(chunks)
     assert [chunk.get("prompt_token_ids") for chunk in chunks] == [[1, 2], *[None] * (len(chunks) - 1)]
     whole = respond(request, one.answer, replace(other.answer, index=1))["choices"]

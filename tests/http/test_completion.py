@@ -20,14 +20,21 @@ from quire.serving.http import prompting
 from quire.serving.http.settings import Formats
 from quire.serving.parsing.pieces import Said
 from quire.serving.protocol.answers import completion as completion_answer
-from quire.serving.protocol.answers.answer import ChoicePart, CompletionRequest, FinishedChoice, Head, Prompted, Usage
+from quire.serving.protocol.answers.answer import (
+    AnsweredPrompt,
+    ChoicePart,
+    CompletionRequest,
+    FinishedChoice,
+    ResponseHead,
+    Usage,
+)
 from quire.serving.protocol.answers.shapes import DONE
 from quire.serving.protocol.completion import FIELDS, parse
 from quire.tests.support.answers import Server, strangers, written
 from quire.tests.support.cases import cases
 from quire.tests.support.tokenizer_zoo import BOS, ZOO, save
 
-HEAD = Head("cmpl-1", "quill", 1700000000, "quire-0", [Prompted("ask", [1, 2])])
+HEAD = ResponseHead("cmpl-1", "quill", 1700000000, "quire-0", [AnsweredPrompt("ask", [1, 2])])
 USAGE = Usage(8, 9, 4)
 USED = {
     "prompt_tokens": 8,
@@ -127,7 +134,7 @@ def answer(index: int = 0, **fields) -> FinishedChoice:
 
 
 def respond(
-    request: CompletionRequest, *answers: FinishedChoice, head: Head = HEAD, usage: Usage = USAGE
+    request: CompletionRequest, *answers: FinishedChoice, head: ResponseHead = HEAD, usage: Usage = USAGE
 ) -> dict[str, Any]:
     body = completion_answer.response(head, request, None, answers, usage)
     assert json.loads(json.dumps(body, allow_nan=False)) == body
@@ -148,7 +155,7 @@ def check(body: dict[str, Any]) -> None:
 
 
 def test_answers_in_full():
-    prompts = [Prompted("one", [1, 2]), Prompted("two", [3, 4], [None, {4: Logprob(-1.0, 3, "as")}])]
+    prompts = [AnsweredPrompt("one", [1, 2]), AnsweredPrompt("two", [3, 4], [None, {4: Logprob(-1.0, 3, "as")}])]
     request = completion(prompt=["one", "two"], n=2, logprobs=2, prompt_logprobs=0)
     body = respond(
         request, answer(), answer(1), answer(2, logprobs=None), answer(3, finish_reason="stop", stop_reason=7),
@@ -192,7 +199,7 @@ def test_tokens_without_a_tokenizer():
 def test_echo(text, first, offsets):
     """The prompt is said again, with its log-probabilities; a token that the tokenizer put to it has no place in it."""
     entries = [None, {2: Logprob(-1.0, 3, "It" if first == "<s>" else " is")}]
-    head = replace(HEAD, prompts=[Prompted(text, [1, 2], entries, first)])
+    head = replace(HEAD, prompts=[AnsweredPrompt(text, [1, 2], entries, first)])
     one = FinishedChoice(0, " so", "stop", token_ids=[9], logprobs=[{9: Logprob(-0.5, 1, " so")}])
     (choice,) = respond(completion(echo=True, logprobs=1, return_token_ids=True), one, head=head)["choices"]
     assert choice["text"] == "It is so"
@@ -213,11 +220,11 @@ def test_echo(text, first, offsets):
     assert respond(completion(echo=True), replace(one, logprobs=None), head=head)["choices"][0]["text"] == "It is so"
 
 
-def streamed(request: CompletionRequest, parts: list[ChoicePart], head: Head = HEAD) -> bytes:
+def streamed(request: CompletionRequest, parts: list[ChoicePart], head: ResponseHead = HEAD) -> bytes:
     stream = completion_answer.CompletionStream(head, request, None)
     data = stream.begin(Usage(8, 0, 4))
     for number, part in enumerate(parts, 1):
-        stream.counted(Usage(8, number, 4))
+        stream.set_usage(Usage(8, number, 4))
         data += stream.part(part)
     return data + stream.end(USAGE)
 
@@ -240,7 +247,7 @@ def test_the_texts_of_a_stream_joined_are_the_whole_answers(data, num_prompts, e
     """Several prompts with several answers each, whose parts come in any order."""
     scored = scored and not echo
     lines = [data.draw(written(calls=False, scored=scored)) for _ in range(num_prompts * each)]
-    prompts = [Prompted(f"prompt {i} ", [i, 7]) for i in range(num_prompts)]
+    prompts = [AnsweredPrompt(f"prompt {i} ", [i, 7]) for i in range(num_prompts)]
     head, random = replace(HEAD, prompts=prompts), data.draw(st.randoms(use_true_random=False))
     asked: dict[str, Any] = {"n": each, "echo": echo, "return_token_ids": True, "logprobs": 1 if scored else None}
     request = completion(prompt=[prompt.text for prompt in prompts], **asked)
@@ -333,10 +340,10 @@ def test_a_gap_is_filled_in_the_models_own_form(tmp_path):
     engine: Any = SimpleNamespace(tokenizer=tokenizer, max_len=100)
     asked = parse({"prompt": ["def f(", "a"], "suffix": "): pass"})
     prepared = prompting.completion(engine, asked, Formats())
-    texts = [tokenizer.decode(ask.tokens, skip_special_tokens=False) for ask in prepared.asks]
+    texts = [tokenizer.decode(ask.tokens, skip_special_tokens=False) for ask in prepared.engine_requests]
     assert [text.removeprefix(BOS) for text in texts] == [
         f"<|fim_prefix|>{before}<|fim_suffix|>): pass<|fim_middle|>" for before in ("def f(", "a")
     ]
-    assert prompting.completion(engine, parse({"prompt": "a", "suffix": ""}), Formats()).asks[0].text == "a"
+    assert prompting.completion(engine, parse({"prompt": "a", "suffix": ""}), Formats()).engine_requests[0].text == "a"
     with pytest.raises(RequestError, match="echo: has no place for a suffix"):
         parse({"prompt": "a", "suffix": "b", "echo": True})

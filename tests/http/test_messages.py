@@ -24,16 +24,16 @@ from quire.serving.protocol.answers.answer import (
     ChoicePart,
     Delivery,
     FinishedChoice,
-    Head,
+    ResponseHead,
     ToolCall,
     Usage,
 )
-from quire.serving.protocol.context import THOUGHTS, TOOLS, ClearThoughts, edited, newest
-from quire.serving.protocol.messages import COUNTED, FIELDS, LABELS, NEUTRAL, OWN_SAMPLING, REFUSED
+from quire.serving.protocol.context import THOUGHTS, TOOLS, ClearThoughts, drop_oldest_turns, edit_messages
+from quire.serving.protocol.messages import COUNT_FIELDS, FIELDS, LABELS, NEUTRAL, REFUSED, SAMPLING_FIELDS
 from quire.tests.support.answers import Server, Written, events_of, spoil, strangers, written
 from quire.tests.support.cases import cases
 
-HEAD = Head("msg_1", "quill", 1700000000, "quire-0")
+HEAD = ResponseHead("msg_1", "quill", 1700000000, "quire-0")
 USAGE = Usage(30, 12, 16, 5, stored_tokens=8)
 USED = {
     "input_tokens": 6,
@@ -116,7 +116,7 @@ def streamed(answer: Sequence[ChoicePart]) -> bytes:
     stream = message_answers.MessagesStream(HEAD, parse(), ASK)
     data = stream.begin(Usage(30, 0, 0))
     for part in answer:
-        stream.counted(USAGE)
+        stream.set_usage(USAGE)
         data += stream.part(part)
     return data + stream.end(USAGE)
 
@@ -149,7 +149,7 @@ def test_plain_request():
 
 
 def test_every_sampling_field_is_applied():
-    assert set(SAMPLED) | {"structured_outputs"} == set(OWN_SAMPLING)
+    assert set(SAMPLED) | {"structured_outputs"} == set(SAMPLING_FIELDS)
     expected = SamplingParams(**SAMPLED)
     assert parse(**SAMPLED).params == expected
     for name, value in SAMPLED.items():
@@ -157,7 +157,7 @@ def test_every_sampling_field_is_applied():
 
 
 def test_every_other_field_is_applied():
-    assert set(OTHERS) | set(LABELS) | set(OWN_SAMPLING) == set(FIELDS)
+    assert set(OTHERS) | set(LABELS) | set(SAMPLING_FIELDS) == set(FIELDS)
     for name, (value, applied) in OTHERS.items():
         extra = {"truncate_prompt_tokens": 5} if name == "truncation_side" else {}
         assert applied(parse(**extra, **{name: value})) and not applied(parse(**extra)), name
@@ -187,7 +187,7 @@ def test_what_is_not_implemented_is_refused_by_name():
 def test_every_field_of_the_client_is_known():
     known = {*FIELDS, *NEUTRAL, *REFUSED}
     assert set(get_type_hints(MessageCreateParamsStreaming)) <= known
-    assert set(get_type_hints(MessageCountTokensParams)) <= {*COUNTED, *NEUTRAL}
+    assert set(get_type_hints(MessageCountTokensParams)) <= {*COUNT_FIELDS, *NEUTRAL}
 
 
 def test_tokens_are_counted_of_the_same_prompt():
@@ -567,7 +567,7 @@ def size(talk: Any) -> int:
 
 
 def managed(*edits: dict[str, Any]) -> tuple[Any, Any]:
-    return edited(TALK, parse(context_management={"edits": list(edits)}).edits, size)
+    return edit_messages(TALK, parse(context_management={"edits": list(edits)}).edits, size)
 
 
 def test_old_tool_results_are_cleared():
@@ -625,7 +625,7 @@ def test_wrong_context_management(value, message):
 def test_what_is_dropped_where_not_all_fits():
     """As few of the oldest turns as must be; the system and the last turn stay."""
     for room in (10_000, size(TALK) - 1, 100, 1):
-        found = newest(TALK, lambda talk, room=room: size(talk) <= room)
+        found = drop_oldest_turns(TALK, lambda talk, room=room: size(talk) <= room)
         assert found == (TALK if room == 10_000 else [TALK[0], TALK[-1]])
     turns = [{"role": "user", "content": str(i)} for i in range(10)]
-    assert newest(turns, lambda talk: len(talk) <= 4) == turns[-4:]
+    assert drop_oldest_turns(turns, lambda talk: len(talk) <= 4) == turns[-4:]

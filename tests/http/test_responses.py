@@ -21,16 +21,16 @@ from quire.serving.protocol.answers.answer import (
     ChoicePart,
     Delivery,
     FinishedChoice,
-    Head,
+    ResponseHead,
     ResponsesRequest,
     ToolCall,
     Usage,
 )
-from quire.serving.protocol.responses import FIELDS, INCLUDED, LOGPROBS, NEUTRAL, OWN_SAMPLING, REASONING, REFUSED
+from quire.serving.protocol.responses import FIELDS, INCLUDED, LOGPROBS, NEUTRAL, REASONING, REFUSED, SAMPLING_FIELDS
 from quire.tests.support.answers import Server, Written, events_of, spoil, strangers, written
 from quire.tests.support.cases import cases
 
-HEAD = Head("resp_1", "quill", 1700000000, "quire-0")
+HEAD = ResponseHead("resp_1", "quill", 1700000000, "quire-0")
 USAGE = Usage(30, 12, 16, 5)
 USED = {
     "input_tokens": 30,
@@ -100,7 +100,7 @@ LABELS = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache
 
 def parse(**given) -> ResponsesRequest:
     return responses.parse(
-        ASK | given, history=lambda name, field: responses.items_of(name)
+        ASK | given, history=lambda name, field: responses.input_items(name)
     )  # what was asked before is the name
 
 
@@ -119,7 +119,7 @@ def streamed(answer: Sequence[ChoicePart], asked: dict[str, Any] = FULL) -> byte
     stream = response_answers.ResponsesStream(HEAD, responses.parse(asked), asked)
     data = stream.begin(Usage(30, 0))
     for part in answer:
-        stream.counted(USAGE)
+        stream.set_usage(USAGE)
         data += stream.part(part)
     return data + stream.end(USAGE)
 
@@ -149,7 +149,7 @@ def test_plain_request():
 
 
 def test_every_sampling_field_is_applied():
-    assert set(SAMPLED) | {"structured_outputs"} == set(OWN_SAMPLING)
+    assert set(SAMPLED) | {"structured_outputs"} == set(SAMPLING_FIELDS)
     expected = SamplingParams(**SAMPLED, max_tokens=None)
     assert parse(**SAMPLED).params == expected
     for name, value in SAMPLED.items():
@@ -157,7 +157,7 @@ def test_every_sampling_field_is_applied():
 
 
 def test_every_other_field_is_applied():
-    assert set(OTHERS) | set(LABELS) | {*OWN_SAMPLING, "text"} == set(FIELDS)
+    assert set(OTHERS) | set(LABELS) | {*SAMPLING_FIELDS, "text"} == set(FIELDS)
     for name, (value, applied) in OTHERS.items():
         extra = NEEDS.get(name, {})
         assert applied(parse(**extra, **{name: value})) and not applied(parse(**extra)), name

@@ -322,10 +322,10 @@ def test_what_is_polled_and_parts_of_the_page_are_logged_when_they_fail(server, 
 def test_health_that_fails_is_not_logged(server, caplog):
     """An orchestrator asks every few seconds while a model loads; the log says what the models do."""
     caplog.set_level(logging.INFO, "quire.access")
-    state = {"facts": {}, "request_id": "x", "asked": None}
+    state = {"facts": {}, "request_id": "x", "params": None}
     for path in ("/health", "/ping", "/metrics"):
         scope = {"route": Route(path, lambda request: None), "state": state, "method": "GET", "path": path}
-        server.service.note(scope, 503, 0.001)
+        server.service.record_request(scope, 503, 0.001)
     assert [record.path for record in caplog.records] == ["/metrics"]
 
 

@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from quire.model.config import ModelError
-from quire.serving.http.batches import ENDED, lines_in
+from quire.serving.http.batches import ENDED, split_lines
 from quire.serving.http.storage import FILE, EntryKey, Storage, StorageFailed
 from quire.serving.http.stored import KINDS, StoredResponses
 from quire.serving.protocol.answers.answer import ChatRequest
@@ -271,4 +271,4 @@ def test_a_transaction_is_made_whole_or_not_at_all():
 def test_lines_of_pieces(size):
     data = b"one\n\ntwo three\n" + b"x" * 20 + b"\nlast"
     pieces = [data[start : start + size] for start in range(0, len(data), size)]
-    assert list(lines_in(pieces)) == data.split(b"\n")
+    assert list(split_lines(pieces)) == data.split(b"\n")

@@ -39,7 +39,7 @@ HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1", "
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch):
-    for name in (telemetry.VARIABLE, telemetry.PROTOCOL, "OTEL_SERVICE_NAME", "OTEL_SDK_DISABLED"):
+    for name in (telemetry.ENDPOINT_VARIABLE, telemetry.PROTOCOL_VARIABLE, "OTEL_SERVICE_NAME", "OTEL_SDK_DISABLED"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -120,7 +120,7 @@ def test_a_collector_gets_the_spans(collector, monkeypatch, by_environment):
     """As protobuf, after the request or at the end."""
     url, got = collector
     if by_environment:
-        monkeypatch.setenv(telemetry.VARIABLE, url)
+        monkeypatch.setenv(telemetry.ENDPOINT_VARIABLE, url)
         monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     tracer = telemetry.make_tracer(None if by_environment else url)
     for index in range(1200):
@@ -159,7 +159,7 @@ def test_a_collector_that_is_away_hurts_nobody(caplog):
 def test_without_an_endpoint_there_is_none(monkeypatch):
     assert telemetry.make_tracer(None) is None
     assert telemetry.make_tracer("") is None
-    monkeypatch.setenv(telemetry.VARIABLE, "")
+    monkeypatch.setenv(telemetry.ENDPOINT_VARIABLE, "")
     assert telemetry.make_tracer(None) is None
 
 
@@ -172,7 +172,7 @@ def test_an_endpoint_that_is_none(url):
 
 
 def test_another_protocol(monkeypatch):
-    monkeypatch.setenv(telemetry.PROTOCOL, "grpc")
+    monkeypatch.setenv(telemetry.PROTOCOL_VARIABLE, "grpc")
     with pytest.raises(ModelError, match="'grpc'; only http/protobuf"):
         telemetry.make_tracer("http://localhost:4317")
 
@@ -264,8 +264,8 @@ def test_a_record_is_one_line_whatever_it_says(path, name):
         assert len(line.splitlines()) == 1
         assert line.isprintable() or not set(map(ord, line)) & {*range(32), *range(127, 160)}
         line.encode()
-        assert len(line) < 5 * logs.MOST_TEXT
-    assert json.loads(line)["request_id"] == logs.safe(name, logs.MOST_FIELD)
+        assert len(line) < 5 * logs.MAX_TEXT
+    assert json.loads(line)["request_id"] == logs.escape(name, logs.MAX_FIELD)
 
 
 def test_fields_are_bounded(written):

@@ -178,7 +178,7 @@ OLLAMA_OBJECTS = {"options": tuple(ollama_fields.OPTIONS)}
 
 def kept(name: str, field: str) -> list[dict[str, Any]]:
     """What is stored under a name."""
-    return responses.items_of(name)
+    return responses.input_items(name)
 
 
 ENDPOINTS = [
@@ -193,7 +193,7 @@ ENDPOINTS = [
     ),
     Endpoint(
         "/v1/completions", completion.parse, {"prompt": "Once"}, fields.LABELS,
-        refused=fields.OF_VLLM, values={"logprobs": 3}, needs={"logprob_token_ids": {"logprobs": 0}, **STREAMS},
+        refused=fields.VLLM_ONLY, values={"logprobs": 3}, needs={"logprob_token_ids": {"logprobs": 0}, **STREAMS},
         inside=OBJECTS,
     ),
     Endpoint(
@@ -374,7 +374,7 @@ def table(head: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Sequence
 
 def rows_of(endpoint: Endpoint) -> Iterator[tuple[str, str, str]]:
     """(field, what becomes of it, what it takes or why it is refused)."""
-    own = schema.FIELDS | schema.OWN.get(endpoint.path, {})
+    own = schema.FIELDS | schema.SCHEMAS_BY_PATH.get(endpoint.path, {})
     needed = schema.BODIES[endpoint.path][1]
     for name in endpoint.fields:
         if name in endpoint.labels:
@@ -397,7 +397,7 @@ def rows_of(endpoint: Endpoint) -> Iterator[tuple[str, str, str]]:
 
 
 def section(endpoint: Endpoint) -> str:
-    about = openapi.ABOUT[endpoint.path]
+    about = openapi.SUMMARIES[endpoint.path]
     found = f"## {endpoint.path}\n\n{about}\n\n{table(('field', 'here', 'takes, or why not'), rows_of(endpoint))}\n"
     if endpoint.inside:
         inside = [(f"`{where}`", ", ".join(f"`{name}`" for name in names)) for where, names in endpoint.inside.items()]
@@ -407,13 +407,13 @@ def section(endpoint: Endpoint) -> str:
 
 def routes() -> Iterator[tuple[str, str, str]]:
     """(path, method, what it is for)."""
-    about = openapi.ABOUT | BEYOND
+    about = openapi.SUMMARIES | BEYOND
     for path in app.PROTOCOLS:
         yield f"`{path}`", "POST", about[path]
     for routes in (tokens_paths.ROUTES, pooled.ROUTES, status.ROUTES, ollama_paths.ROUTES):
-        for method, path in (route for route in routes if route not in openapi.ELSEWHERE):
+        for method, path in (route for route in routes if route not in openapi.OTHER_ROUTES):
             yield f"`{path.replace(':path', '')}`", method, about[path.replace(":path", "")]
-    for (method, path), what in openapi.ELSEWHERE.items():
+    for (method, path), what in openapi.OTHER_ROUTES.items():
         yield f"`{path}`", method, what
     for path, what in openapi.INFO.items():
         yield f"`{path}`", "GET", f"{what} With `--enable-tokenizer-info-endpoint`."

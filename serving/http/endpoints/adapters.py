@@ -1,4 +1,4 @@
-"""Adapters that come and go while a server runs, with --admin: vLLM's two paths."""
+"""Loading and unloading of LoRA adapters at run time, with --admin, by vLLM's two paths."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,81 +16,83 @@ from ..errors import HttpError
 from ..models import Model
 from ..service import Service
 
-MAX_NAME, MAX_PATH = 256, 4096
+MAX_NAME = 256
+MAX_PATH = 4096
 
 
 def parse_load(body: Any) -> tuple[str, str, bool]:
-    """(name, path, whether it may replace one of that name)."""
-    given = fields_of(body, ("lora_name", "lora_path", "load_inplace"))
-    inplace = given.get("load_inplace", False)
-    if not isinstance(inplace, bool):
-        raise RequestError("load_inplace", f"must be true or false, got {shown(inplace)}")
-    return text_of(given, "lora_name"), text_of(given, "lora_path", MAX_PATH), inplace
+    """(name, path, whether it may replace an adapter of that name)."""
+    fields = checked_fields(body, ("lora_name", "lora_path", "load_inplace"))
+    replaces = fields.get("load_inplace", False)
+    if not isinstance(replaces, bool):
+        raise RequestError("load_inplace", f"must be true or false, got {shown(replaces)}")
+    return string_field(fields, "lora_name"), string_field(fields, "lora_path", MAX_PATH), replaces
 
 
 def parse_unload(body: Any) -> str:
-    return text_of(fields_of(body, ("lora_name", "lora_int_id")), "lora_name")
+    return string_field(checked_fields(body, ("lora_name", "lora_int_id")), "lora_name")
 
 
-def fields_of(body: Any, known: tuple[str, ...]) -> Mapping[str, Any]:
+def checked_fields(body: Any, names: tuple[str, ...]) -> Mapping[str, Any]:
     if not isinstance(body, Mapping):
         raise RequestError("body", f"must be an object, got {shown(body)}")
-    refuse_unknown(body, list(known))
+    refuse_unknown(body, list(names))
     return body
 
 
-def text_of(given: Mapping[str, Any], name: str, most: int = MAX_NAME) -> str:
-    value = given.get(name)
-    if not isinstance(value, str) or not 0 < len(value) <= most or not value.isprintable():
-        raise RequestError(name, f"must be a string of 1 to {most} printable characters, got {shown(value)}")
+def string_field(fields: Mapping[str, Any], name: str, max_length: int = MAX_NAME) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str) or not 0 < len(value) <= max_length or not value.isprintable():
+        raise RequestError(name, f"must be a string of 1 to {max_length} printable characters, got {shown(value)}")
     return value
 
 
-def folder_of(service: Service, path: str) -> Path:
-    """The folder that a client names, if it lies below the one that the server was given."""
+def resolve_adapter_folder(service: Service, path: str) -> Path:
+    """The folder that a client names; it must lie below --lora-dir."""
     if service.settings.lora_dir is None:
         raise HttpError(403, "no adapter is loaded at run time: --lora-dir names the folder that they are taken from")
     root = Path(service.settings.lora_dir).expanduser().resolve()
     try:
-        found = (root / path).resolve()
+        folder = (root / path).resolve()
     except (OSError, ValueError, RuntimeError):
-        found = root
-    if root not in found.parents or not found.is_dir():
+        folder = root
+    if root not in folder.parents or not folder.is_dir():
         raise RequestError("lora_path", "must be a folder below --lora-dir")
-    return found
+    return folder
 
 
 async def load(service: Service, request: Request) -> PlainTextResponse:
-    """Read an adapter, and let requests name it."""
-    (name, path, inplace), _ = await service.read(request, parse_load)
+    """Load an adapter, and serve it as a model of its name."""
+    (name, path, replaces), _ = await service.read(request, parse_load)
     async with service.models.use(request.query_params.get("model")) as model:
-        check_name(service, model, name, inplace)
-        store, numbers = model.llm.engine.adapters, [one.lora_int_id for one in model.adapters.values()]
+        check_name(service, model, name, replaces)
+        store = model.llm.engine.adapters
+        numbers = [adapter_in_use.lora_int_id for adapter_in_use in model.adapters.values()]
         if store is None:
             raise HttpError(403, "this server serves no adapters; --enable-lora makes it")
-        folder = await service.beside(folder_of, service, path)
-        wanted = LoRARequest(name, max(numbers, default=0) + 1, str(folder))
+        folder = await service.run_in_thread(resolve_adapter_folder, service, path)
+        adapter = LoRARequest(name, max(numbers, default=0) + 1, str(folder))
         try:
-            await service.beside(store.get, wanted)
+            await service.run_in_thread(store.get, adapter)
         except ModelError as error:
             raise RequestError("lora_path", f"cannot be served: {str(error).replace(str(folder), path)}") from None
-        check_name(service, model, name, inplace)  # another may have come first
-        model.adapters[name] = wanted
+        check_name(service, model, name, replaces)  # a concurrent request may have taken the name
+        model.adapters[name] = adapter
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
-def check_name(service: Service, model: Model, name: str, inplace: bool) -> None:
-    """Refuse a name that something else has, and more names than there may be."""
-    if name in model.adapters and inplace:
+def check_name(service: Service, model: Model, name: str, replaces: bool) -> None:
+    """Refuse a name that is served already, and more than MOST_ADAPTERS adapters."""
+    if name in model.adapters and replaces:
         return
-    if any(name in other.names or name in other.adapters for other in service.models.models):
+    if any(name in served_model.names or name in served_model.adapters for served_model in service.models.models):
         raise RequestError("lora_name", f"{name!r} is served already; load_inplace replaces an adapter of that name")
     if len(model.adapters) >= MOST_ADAPTERS:
         raise RequestError("lora_name", f"would be one of more than {MOST_ADAPTERS} adapters; unload others first")
 
 
 async def unload(service: Service, request: Request) -> PlainTextResponse:
-    """Requests that run go on; new ones find no such model."""
+    """Unload an adapter for new requests; running ones continue."""
     name, _ = await service.read(request, parse_unload)
     for model in service.models.models:
         if model.adapters.pop(name, None) is not None:

@@ -12,8 +12,8 @@ from ..models import ASLEEP, READY, Model
 from ..service import Service
 
 
-def model_of(service: Service, request: Request) -> Model:
-    """The one that the query names, or the first."""
+def requested_model(service: Service, request: Request) -> Model:
+    """The model that the query names, or the first."""
     return service.models.find(request.query_params.get("model"))
 
 
@@ -23,8 +23,8 @@ async def reset_prefix_cache(service: Service, request: Request) -> JsonResponse
 
 
 async def sleep(service: Service, request: Request) -> JsonResponse:
-    """Requests under way wait until the model wakes up."""
-    model = model_of(service, request)
+    """Put a model to sleep; its running requests wait until it wakes up."""
+    model = requested_model(service, request)
     level = integer("level", parse_digits(request.query_params.get("level", "1")), 1, 2)
     if model.state == READY:
         await service.models.move(model, ASLEEP, lambda: model.llm.sleep(level))
@@ -37,21 +37,24 @@ async def wake_up(service: Service, request: Request) -> JsonResponse:
 
 
 async def is_sleeping(service: Service, request: Request) -> JsonResponse:
-    return JsonResponse({"is_sleeping": model_of(service, request).state == ASLEEP})
+    return JsonResponse({"is_sleeping": requested_model(service, request).state == ASLEEP})
 
 
-async def hold(service: Service, request: Request, wanted: bool) -> JsonResponse:
-    """Requests are accepted and wait; none of what is computed is lost."""
-    model = model_of(service, request)
+async def set_paused(service: Service, request: Request, is_paused: bool) -> JsonResponse:
+    """Pause or resume a model.
+
+    While paused, it accepts requests, which wait; running ones keep their progress.
+    """
+    model = requested_model(service, request)
     if model.loaded is None:
         raise RequestError("model", f"{model.name} is not loaded")
     thread = model.llm.thread
 
     def change() -> None:
-        thread.paused = wanted
+        thread.paused = is_paused
 
     await model.llm.call(change)
-    return JsonResponse({"is_paused": wanted})
+    return JsonResponse({"is_paused": is_paused})
 
 
 async def expert_loads(service: Service, request: Request) -> JsonResponse:
@@ -69,8 +72,8 @@ ROUTES: dict[tuple[str, str], Callable] = {
     ("POST", "/sleep"): sleep,
     ("POST", "/wake_up"): wake_up,
     ("GET", "/is_sleeping"): is_sleeping,
-    ("POST", "/pause"): partial(hold, wanted=True),
-    ("POST", "/resume"): partial(hold, wanted=False),
+    ("POST", "/pause"): partial(set_paused, is_paused=True),
+    ("POST", "/resume"): partial(set_paused, is_paused=False),
     ("GET", "/expert_loads"): expert_loads,
     ("POST", "/rebalance_experts"): rebalance_experts,
 }

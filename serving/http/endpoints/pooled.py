@@ -1,4 +1,4 @@
-"""Vectors and scores: prompts are computed, and no text is written."""
+"""Embeddings, class probabilities and scores: requests that generate no text."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,13 +16,13 @@ from ...engine.engine import Engine
 from ...engine.thread import EngineFailed
 from ...protocol import cohere, label_scores
 from ...protocol import pooling as shapes
-from ...protocol.answers.answer import Head, Usage
+from ...protocol.answers.answer import ResponseHead, Usage
 from ...protocol.schema import ALIASES
-from ...protocol.tokens import checked
+from ...protocol.tokens import check_token_ids
 from ...request import classes, pooling
 from ...request.pair_scores import PairScores, pair_scores
 from .. import prompting
-from ..answering import watched
+from ..answering import end_on_disconnect
 from ..errors import HttpError, JsonResponse
 from ..guard import new_id
 from ..service import Service
@@ -31,44 +31,48 @@ from ..settings import ServerSettings
 LABEL = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 
 
-class Answered(NamedTuple):
-    """A request, the outputs for all its prompts, and the engine that computed them."""
+class PooledAnswer(NamedTuple):
+    """A parsed request, the outputs for all its prompts, and the engine that computed them."""
 
-    head: Head
-    asked: Any
+    head: ResponseHead
+    parsed: Any
     outputs: list[RequestOutput]
     usage: Usage
     engine: Engine
 
 
-async def outputs_of(
+async def read_and_compute(
     service: Service, request: Request, prefix: str, parse: Callable[[Any], Any], prepare: Callable[..., list[Ask]]
-) -> Answered:
-    """The outputs for all prompts of a request, when they are computed."""
-    asked, _ = await service.read(request, parse)
-    return await outputs_for(service, request, prefix, asked, prepare)
+) -> PooledAnswer:
+    """Receive and parse a request, and compute the outputs for all its prompts."""
+    parsed, _ = await service.read(request, parse)
+    return await compute_outputs(service, request, prefix, parsed, prepare)
 
 
-async def outputs_for(
-    service: Service, request: Request, prefix: str, asked: Any, prepare: Callable[..., list[Ask]]
-) -> Answered:
-    """The same of a request that was read."""
-    async with service.counted(), service.models.use(asked.model) as model:
-        terms = service.terms(asked.terms, service.key(request))
-        asked = replace(asked, terms=await service.adapted(model, asked.model, terms))
-        asks = await service.beside(prepare, model.llm.engine, asked)
+async def compute_outputs(
+    service: Service, request: Request, prefix: str, parsed: Any, prepare: Callable[..., list[Ask]]
+) -> PooledAnswer:
+    """Compute the outputs for all prompts of a parsed request."""
+    async with service.open_request(), service.models.use(parsed.model) as model:
+        terms = service.tenant_terms(parsed.terms, service.key(request))
+        parsed = replace(parsed, terms=await service.terms_with_adapter(model, parsed.model, terms))
+        engine_requests = await service.run_in_thread(prepare, model.llm.engine, parsed)
         name = f"{prefix}{new_id()}"
-        answers = await model.llm.ask([f"{name}-{i}" for i in range(len(asks))], asks, at_end=True)
-        async with watched(request.receive, answers):
+        answers = await model.llm.ask(
+            [f"{name}-{i}" for i in range(len(engine_requests))], engine_requests, at_end=True
+        )
+        async with end_on_disconnect(request.receive, answers):
             outputs = await answers.outputs()
-        check_ends(outputs)
-        usage = Usage(sum(len(ask.tokens) for ask in asks), 0, sum(output.num_cached_tokens for output in outputs))
+        check_finished(outputs)
+        usage = Usage(
+            sum(len(ask.tokens) for ask in engine_requests), 0, sum(output.num_cached_tokens for output in outputs)
+        )
         request.state.facts |= {"model": model.name, "prompt_tokens": usage.prompt_tokens}
-        return Answered(service.head(name, asked.model or model.name), asked, outputs, usage, model.llm.engine)
+        return PooledAnswer(service.head(name, parsed.model or model.name), parsed, outputs, usage, model.llm.engine)
 
 
-def check_ends(outputs: list[RequestOutput]) -> None:
-    """There is no half of a vector, and no score of half a text."""
+def check_finished(outputs: list[RequestOutput]) -> None:
+    """Raise an error if some output is incomplete: half a text has no vector and no score."""
     reasons = {answer.finish_reason for output in outputs for answer in output.outputs}
     if "error" in reasons:
         raise EngineError("the engine failed on this request; it can be sent again")
@@ -79,161 +83,183 @@ def check_ends(outputs: list[RequestOutput]) -> None:
 
 
 async def embeddings(service: Service, request: Request) -> JsonResponse:
-    found = await outputs_of(service, request, "embd-", shapes.parse_embeddings, ask_for_vectors)
-    usage = counts(service, found.usage)
-    return JsonResponse(shapes.embeddings_response(found.head, found.asked, vectors_of(found), usage))
+    result = await read_and_compute(service, request, "embd-", shapes.parse_embeddings, requests_for_embeddings)
+    usage = usage_body(service, result.usage)
+    return JsonResponse(shapes.embeddings_response(result.head, result.parsed, embedding_vectors(result), usage))
 
 
-def counts(service: Service, usage: Usage) -> dict[str, Any]:
+def usage_body(service: Service, usage: Usage) -> dict[str, Any]:
     return shapes.usage_body(usage, service.settings.enable_prompt_tokens_details)
 
 
-def vectors_of(found: Answered) -> list[Sequence[float]]:
-    dimensions, normalize = found.asked.dimensions, found.engine.embedder.normalize
-    return [pooling.embedding(output, dimensions, normalize).outputs.embedding for output in found.outputs]
+def embedding_vectors(result: PooledAnswer) -> list[Sequence[float]]:
+    dimensions = result.parsed.dimensions
+    normalize = result.engine.embedder.normalize
+    return [pooling.embedding(output, dimensions, normalize).outputs.embedding for output in result.outputs]
 
 
 async def embed(service: Service, request: Request) -> JsonResponse:
-    """Cohere's form of the same."""
-    found = await outputs_of(service, request, "embd-", cohere.parse, ask_for_texts)
-    return JsonResponse(cohere.response(found.head, found.asked, vectors_of(found), found.usage))
+    """Embeddings in Cohere's form."""
+    result = await read_and_compute(service, request, "embd-", cohere.parse, requests_for_texts)
+    return JsonResponse(cohere.response(result.head, result.parsed, embedding_vectors(result), result.usage))
 
 
-def ask_for_texts(
-    engine: Engine, asked: cohere.EmbedRequest, texts: str = "texts", dimension: str = "output_dimension"
+def requests_for_texts(
+    engine: Engine, parsed: cohere.EmbedRequest, texts: str = "texts", dimension: str = "output_dimension"
 ) -> list[Ask]:
-    """`texts` and `dimension` are what the fields are called."""
-    pooling.check_dimensions(asked.dimensions, engine.config, dimension)
-    asks, how = [], engine.embedder
-    most = min(
-        each for each in (engine.admission.max_prompt_tokens, asked.max_tokens, how.max_tokens) if each is not None
+    """Engine requests for texts; errors name the fields `texts` and `dimension`."""
+    pooling.check_dimensions(parsed.dimensions, engine.config, dimension)
+    engine_requests = []
+    embedder = engine.embedder
+    max_tokens = min(
+        limit
+        for limit in (engine.admission.max_prompt_tokens, parsed.max_tokens, embedder.max_tokens)
+        if limit is not None
     )
-    side = {"END": "right", "START": "left"}.get(asked.truncate)
-    name = cohere.PROMPT_NAMES.get(asked.input_type)
-    first = pooling.before(how, name if name in how.prompts else None)
-    for i, text in enumerate(asked.texts):
-        text = first + text if text else text
+    side = {"END": "right", "START": "left"}.get(parsed.truncate)
+    name = cohere.PROMPT_NAMES.get(parsed.input_type)
+    prefix = pooling.before(embedder, name if name in embedder.prompts else None)
+    for i, text in enumerate(parsed.texts):
+        text = prefix + text if text else text
         if side is None:
             tokens = prompting.encode(engine, f"{texts}[{i}]", text, True)
-            if len(tokens) > most:
-                raise TooLong(f"{texts}[{i}]", f"has {len(tokens)} tokens; at most {most} are read")
+            if len(tokens) > max_tokens:
+                raise TooLong(f"{texts}[{i}]", f"has {len(tokens)} tokens; at most {max_tokens} are read")
         else:
-            tokens = prompting.encode_truncated(engine, f"{texts}[{i}]", text, most, side)
-        asks.append(Ask(tokens, pooling.PARAMS, text, asked.terms, how.pooling))
-    return asks
+            tokens = prompting.encode_truncated(engine, f"{texts}[{i}]", text, max_tokens, side)
+        engine_requests.append(Ask(tokens, pooling.PARAMS, text, parsed.terms, embedder.pooling))
+    return engine_requests
 
 
-def ask_for_vectors(engine: Engine, asked: shapes.EmbeddingRequest) -> list[Ask]:
-    pooling.check_dimensions(asked.dimensions, engine.config)
-    how = engine.embedder
-    first = pooling.before(how, None)
-    asked = replace(asked, prompts=[first + one if one and isinstance(one, str) else one for one in asked.prompts])
-    prompts = prompting.prompts_of(engine, "input", asked, pooling.PARAMS, how.max_tokens)
-    return [Ask(tokens, pooling.PARAMS, text, asked.terms, how.pooling) for text, tokens in prompts]
+def requests_for_embeddings(engine: Engine, parsed: shapes.EmbeddingRequest) -> list[Ask]:
+    pooling.check_dimensions(parsed.dimensions, engine.config)
+    embedder = engine.embedder
+    prefix = pooling.before(embedder, None)
+    parsed = replace(
+        parsed, prompts=[prefix + prompt if prompt and isinstance(prompt, str) else prompt for prompt in parsed.prompts]
+    )
+    prompts = prompting.encode_prompts(engine, "input", parsed, pooling.PARAMS, embedder.max_tokens)
+    return [Ask(tokens, pooling.PARAMS, text, parsed.terms, embedder.pooling) for text, tokens in prompts]
 
 
 async def classify(service: Service, request: Request) -> JsonResponse:
-    found = await outputs_of(service, request, "classify-", shapes.parse_classify, ask_for_classes)
-    config = found.engine.config
-    probs = [classes.probabilities(output, config) for output in found.outputs]
-    usage = counts(service, found.usage)
-    return JsonResponse(shapes.classify_response(found.head, config.classes.labels, probs, usage))
+    result = await read_and_compute(service, request, "classify-", shapes.parse_classify, requests_for_classes)
+    config = result.engine.config
+    probs = [classes.probabilities(output, config) for output in result.outputs]
+    usage = usage_body(service, result.usage)
+    return JsonResponse(shapes.classify_response(result.head, config.classes.labels, probs, usage))
 
 
 async def pool(service: Service, request: Request) -> JsonResponse:
-    """What the model gives for each text: its classes, its reward, or a vector."""
-    found = await outputs_of(service, request, "pool-", shapes.parse_pooling, ask_for_pooling)
-    config, usage = found.engine.config, counts(service, found.usage)
+    """The pooled output for each text: class probabilities, a reward, or an embedding."""
+    result = await read_and_compute(service, request, "pool-", shapes.parse_pooling, requests_for_pooling)
+    config = result.engine.config
+    usage = usage_body(service, result.usage)
     if config.classes is None:
-        vectors = vectors_of(found)
+        vectors = embedding_vectors(result)
     elif is_reward(config):
-        vectors = [classes.rewarded(output, config).outputs.data for output in found.outputs]
+        vectors = [classes.rewarded(output, config).outputs.data for output in result.outputs]
     else:
-        vectors = [classes.probabilities(output, config) for output in found.outputs]
-    return JsonResponse(shapes.pooling_response(found.head, found.asked, vectors, usage))
+        vectors = [classes.probabilities(output, config) for output in result.outputs]
+    return JsonResponse(shapes.pooling_response(result.head, result.parsed, vectors, usage))
 
 
-def ask_for_pooling(engine: Engine, asked: shapes.EmbeddingRequest) -> list[Ask]:
+def requests_for_pooling(engine: Engine, parsed: shapes.EmbeddingRequest) -> list[Ask]:
     config = engine.config
     task = "embed" if config.classes is None else "classify"
-    if asked.task not in (None, task):
-        raise RequestError("task", f"is {asked.task}, and this model's is {task}; leave it out")
+    if parsed.task not in (None, task):
+        raise RequestError("task", f"is {parsed.task}, and this model's is {task}; leave it out")
     if config.classes is None:
-        return ask_for_vectors(engine, asked)
-    if asked.dimensions is not None:
+        return requests_for_embeddings(engine, parsed)
+    if parsed.dimensions is not None:
         raise RequestError("dimensions", "is for models that make embeddings; leave it out")
-    asks = ask_for_classes(engine, asked)
-    return asks if config.classes.step is None else [ask._replace(pooling="steps") for ask in asks]
+    engine_requests = requests_for_classes(engine, parsed)
+    return (
+        engine_requests if config.classes.step is None else [ask._replace(pooling="steps") for ask in engine_requests]
+    )
 
 
 def is_reward(config: ModelConfig) -> bool:
     return config.classes is not None and (config.classes.step is not None or len(config.classes.labels) == 1)
 
 
-def ask_for_classes(engine: Engine, asked: shapes.EmbeddingRequest) -> list[Ask]:
+def requests_for_classes(engine: Engine, parsed: shapes.EmbeddingRequest) -> list[Ask]:
     classes.check(engine.config)
-    prompts = prompting.prompts_of(engine, "input", asked, pooling.PARAMS)
-    return [Ask(tokens, pooling.PARAMS, text, asked.terms, "last") for text, tokens in prompts]
+    prompts = prompting.encode_prompts(engine, "input", parsed, pooling.PARAMS)
+    return [Ask(tokens, pooling.PARAMS, text, parsed.terms, "last") for text, tokens in prompts]
 
 
 async def score(service: Service, request: Request) -> JsonResponse:
-    head, _, scores, usage, _ = await scores_of(service, request, "score-", shapes.parse_score)
-    return JsonResponse(shapes.score_response(head, scores, counts(service, usage)))
+    head, _, scores, usage, _ = await compute_scores(service, request, "score-", shapes.parse_score)
+    return JsonResponse(shapes.score_response(head, scores, usage_body(service, usage)))
 
 
 async def rerank(service: Service, request: Request) -> JsonResponse:
-    head, asked, scores, usage, by = await scores_of(service, request, "rerank-", shapes.parse_rerank)
-    return JsonResponse(shapes.rerank_response(head, asked, scores, counts(service, usage), by))
+    head, parsed, scores, usage, ranked_by = await compute_scores(service, request, "rerank-", shapes.parse_rerank)
+    return JsonResponse(shapes.rerank_response(head, parsed, scores, usage_body(service, usage), ranked_by))
 
 
-async def scores_of(service: Service, request: Request, prefix: str, parse: Callable[[Any], Any]) -> tuple[Any, ...]:
-    found: list[PairScores] = []
+async def compute_scores(
+    service: Service, request: Request, prefix: str, parse: Callable[[Any], Any]
+) -> tuple[Any, ...]:
+    pair_scorers: list[PairScores] = []
 
-    def prepare(engine: Engine, asked: shapes.ScoreRequest) -> list[Ask]:
-        for pair in asked.pairs:
+    def prepare(engine: Engine, parsed: shapes.ScoreRequest) -> list[Ask]:
+        for pair in parsed.pairs:
             if engine.embedder.max_tokens is None:
                 prompting.check_length(engine, "text_1", "".join(pair))
-        tokenizer = prompting.needs_tokenizer(engine)
-        found.append(pair_scores(engine.config, engine.embedder, tokenizer, asked.pairs, asked.ranks))
-        return [Ask(one.tokens, one.params, None, asked.terms, one.pooling, one.second) for one in found[0].asked]
+        tokenizer = prompting.require_tokenizer(engine)
+        pair_scorers.append(pair_scores(engine.config, engine.embedder, tokenizer, parsed.pairs, parsed.ranks))
+        return [
+            Ask(
+                scored_prompt.tokens,
+                scored_prompt.params,
+                None,
+                parsed.terms,
+                scored_prompt.pooling,
+                scored_prompt.second,
+            )
+            for scored_prompt in pair_scorers[0].asked
+        ]
 
-    answered = await outputs_of(service, request, prefix, parse, prepare)
-    scores = [output.outputs.score for output in found[0].scores(answered.outputs)]
-    return answered.head, answered.asked, scores, answered.usage, found[0].ranked_by
+    answered = await read_and_compute(service, request, prefix, parse, prepare)
+    scores = [output.outputs.score for output in pair_scorers[0].scores(answered.outputs)]
+    return answered.head, answered.parsed, scores, answered.usage, pair_scorers[0].ranked_by
 
 
 async def generative_scoring(service: Service, request: Request) -> JsonResponse:
-    head, asked, outputs, usage, _ = await outputs_of(
-        service, request, "generative-scoring-", label_scores.parse, partial(ask_for_labels, service.settings)
+    head, parsed, outputs, usage, _ = await read_and_compute(
+        service, request, "generative-scoring-", label_scores.parse, partial(requests_for_labels, service.settings)
     )
     steps = [step for output in outputs for answer in output.outputs for step in answer.logprobs or ()]
     scores = [
-        label_scores.score([step[label].logprob for label in asked.labels], asked.apply_softmax) for step in steps
+        label_scores.score([step[label].logprob for label in parsed.labels], parsed.apply_softmax) for step in steps
     ]
-    counted = counts(service, usage) | {"completion_tokens": len(steps)}
-    counted["total_tokens"] += len(steps)
-    return JsonResponse(shapes.score_response(head, scores, counted))
+    usage_counts = usage_body(service, usage) | {"completion_tokens": len(steps)}
+    usage_counts["total_tokens"] += len(steps)
+    return JsonResponse(shapes.score_response(head, scores, usage_counts))
 
 
-def ask_for_labels(settings: ServerSettings, engine: Engine, asked: label_scores.LabelRequest) -> list[Ask]:
-    """A request for each item, of whose next token only the log-probabilities of the labels are looked at."""
-    if (number := len(asked.items)) > settings.max_choices:
-        raise RequestError("items", f"must be at most {settings.max_choices} (--max-choices), got {number}")
-    checked(list(asked.labels), engine.config.vocab_size, "label_token_ids")
+def requests_for_labels(settings: ServerSettings, engine: Engine, parsed: label_scores.LabelRequest) -> list[Ask]:
+    """One engine request per item, for the log-probabilities of the labels as the next token."""
+    if (num_items := len(parsed.items)) > settings.max_choices:
+        raise RequestError("items", f"must be at most {settings.max_choices} (--max-choices), got {num_items}")
+    check_token_ids(list(parsed.labels), engine.config.vocab_size, "label_token_ids")
 
-    def tokens_of(where: str, given: str | list[int], special: bool) -> list[int]:
-        if isinstance(given, list):
-            return checked(given, engine.config.vocab_size, where)
-        return prompting.encode(engine, where, given, special)
+    def tokens_of(param: str, text_or_tokens: str | list[int], special: bool) -> list[int]:
+        if isinstance(text_or_tokens, list):
+            return check_token_ids(text_or_tokens, engine.config.vocab_size, param)
+        return prompting.encode(engine, param, text_or_tokens, special)
 
-    asks, params = [], replace(LABEL, logprob_token_ids=asked.labels)
-    query = tokens_of("query", asked.query, asked.add_special_tokens)
-    for i, given in enumerate(asked.items):
-        item = tokens_of(f"items[{i}]", given, False)
-        tokens = item + query if asked.item_first else query + item
+    engine_requests = []
+    params = replace(LABEL, logprob_token_ids=parsed.labels)
+    query = tokens_of("query", parsed.query, parsed.add_special_tokens)
+    for i, text_or_tokens in enumerate(parsed.items):
+        item = tokens_of(f"items[{i}]", text_or_tokens, False)
+        tokens = item + query if parsed.item_first else query + item
         engine.admission.check(tokens, params)
-        asks.append(Ask(tokens, params, None, asked.terms))
-    return asks
+        engine_requests.append(Ask(tokens, params, None, parsed.terms))
+    return engine_requests
 
 
 ROUTES: dict[tuple[str, str], Callable] = {

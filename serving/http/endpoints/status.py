@@ -1,4 +1,4 @@
-"""What a server says of itself: to load balancers, to Prometheus, to clients that ask for models, and to the page."""
+"""Health checks, metrics, the list of models, and the live view of the web page."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -10,19 +10,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...observe import metrics
-from ..answering import EVENTS, until_gone
+from ..answering import EVENTS, wait_for_disconnect
 from ..errors import JsonResponse
 from ..models import FAILED, READY, Model
 from ..service import DRAINING, Service
 from .openapi import document
 
-PROCESS = CollectorRegistry()  # memory, processor time and open files, where the system tells
+# Memory, processor time and open files, where the system reports them.
+PROCESS = CollectorRegistry()
 ProcessCollector(registry=PROCESS)
-PERIOD = 0.15  # seconds between two looks at the engine
+FRAME_SECONDS = 0.15  # seconds between two looks at the engine
 
 
-def state_of(service: Service, model: Model) -> str:
-    """`stalled` and `failed` say that it serves nobody; `loading` that it soon will."""
+def model_state(service: Service, model: Model) -> str:
+    """A model's state: also `stalled` or `failed`, in which it serves no requests, or `loading`."""
     if model.state != READY:
         return model.state
     thread = model.llm.thread
@@ -32,15 +33,16 @@ def state_of(service: Service, model: Model) -> str:
 
 
 async def health(service: Service, request: Request) -> JsonResponse:
-    """200 where requests can be served; being busy is no reason against it.
+    """200 if requests can be served, also while the server is busy; else 503.
 
-    A model that could not be loaded is no reason either, for starting again would not help, unless it was the last.
+    A model that could not be loaded makes the server unhealthy only if no other model works, since
+    a restart would not help.
     """
-    states = {model.name: state_of(service, model) for model in service.models.models}
-    broken = any(model.state == READY and states[model.name] != READY for model in service.models.models)
-    well = service.started and not service.draining and not broken and set(states.values()) != {FAILED}
-    status = DRAINING if service.draining else "ok" if well else "unavailable"
-    return JsonResponse({"status": status, "models": states}, 200 if well else 503)
+    states = {model.name: model_state(service, model) for model in service.models.models}
+    is_any_broken = any(model.state == READY and states[model.name] != READY for model in service.models.models)
+    is_healthy = service.started and not service.draining and not is_any_broken and set(states.values()) != {FAILED}
+    status = DRAINING if service.draining else "ok" if is_healthy else "unavailable"
+    return JsonResponse({"status": status, "models": states}, 200 if is_healthy else 503)
 
 
 async def ping(service: Service, request: Request) -> JsonResponse:
@@ -56,15 +58,17 @@ async def load(service: Service, request: Request) -> JsonResponse:
 
 
 async def models(service: Service, request: Request) -> JsonResponse:
-    return JsonResponse({"object": "list", "data": [card(service, model, name) for model, name in named(service)]})
+    return JsonResponse(
+        {"object": "list", "data": [card(service, model, name) for model, name in named_models(service)]}
+    )
 
 
 async def model(service: Service, request: Request) -> JsonResponse:
-    found = service.models.find(request.path_params["name"])
-    return JsonResponse(card(service, found, request.path_params["name"]))
+    model = service.models.find(request.path_params["name"])
+    return JsonResponse(card(service, model, request.path_params["name"]))
 
 
-def named(service: Service) -> list[tuple[Model, str]]:
+def named_models(service: Service) -> list[tuple[Model, str]]:
     return [(model, name) for model in service.models.models for name in (*model.names, *model.adapters)]
 
 
@@ -79,7 +83,7 @@ def card(service: Service, model: Model, name: str) -> dict[str, Any]:
         "parent": model.name if name in model.adapters else None,
         "max_model_len": None if engine is None else engine.max_len,
         "default_sampling_params": None if engine is None else dict(engine.defaults),
-        "state": state_of(service, model),
+        "state": model_state(service, model),
     }
 
 
@@ -94,28 +98,30 @@ async def openapi(service: Service, request: Request) -> JsonResponse:
 
 
 class LivePage:
-    """What the page draws: looks at the engine, a few a second, as long as somebody watches."""
+    """A stream of snapshots of the engine for the web page, until the client disconnects."""
 
     def __init__(self, service: Service, model: Model, tenant: str | None):
-        self.service, self.model, self.tenant = service, model, tenant
+        self.service = service
+        self.model = model
+        self.tenant = tenant
 
     async def __call__(self, scope, receive, send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [*EVENTS]})
-        gone = asyncio.create_task(until_gone(receive))
+        disconnect_task = asyncio.create_task(wait_for_disconnect(receive))
         try:
             async for frame in self.frames():
-                if gone.done():
+                if disconnect_task.done():
                     return
                 await send({"type": "http.response.body", "body": frame, "more_body": True})
-                await asyncio.wait([gone], timeout=PERIOD)
+                await asyncio.wait([disconnect_task], timeout=FRAME_SECONDS)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            gone.cancel()
+            disconnect_task.cancel()
 
     async def frames(self) -> AsyncIterator[bytes]:
         cursor = 0
         while not self.service.draining:
-            frame: dict[str, Any] = {"model": self.model.name, "state": state_of(self.service, self.model)}
+            frame: dict[str, Any] = {"model": self.model.name, "state": model_state(self.service, self.model)}
             if frame["state"] == READY:
                 llm = self.model.llm
 

@@ -1,4 +1,4 @@
-"""Requests and answers before a protocol gives them its shape."""
+"""Requests and answers, independent of the protocol."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -14,72 +14,74 @@ Logprobs = Sequence[Mapping[int, Logprob]]  # by position: the chosen token and 
 
 @dataclass(frozen=True)
 class Delivery:
-    """How an answer is to be sent."""
+    """The delivery options of an answer."""
 
     stream: bool = False
-    include_usage: bool = False  # a last chunk has the usage
+    include_usage: bool = False  # the last chunk has the usage
     continuous_usage: bool = False  # every chunk has the usage so far
     return_token_ids: bool = False
     tokens_as_ids: bool = False  # log-probabilities name tokens by their ids
     request_id: str | None = None
-    include_drafted: bool = False  # every chunk says which of its tokens were drafted
-    include_reasoning: bool = True  # a chat shows what the model thought
-    metrics: bool = False  # the end says how long the answer took
+    include_drafted: bool = False  # every chunk lists which of its tokens were drafted
+    include_reasoning: bool = True  # chat answers contain the reasoning
+    metrics: bool = False  # the response has the times that the answer took
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A conversation to answer, whatever the protocol it came by."""
+    """A conversation to answer, from any protocol."""
 
-    messages: list[dict[str, Any]]  # as chat templates take them; arguments of tool calls are objects
+    messages: list[dict[str, Any]]  # for the chat template; arguments of tool calls are objects
     params: SamplingParams
     model: str | None = None
-    template_options: dict[str, Any] = field(default_factory=dict)  # add_generation_prompt and the template's own
+    template_options: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
     terms: Terms = PLAIN
     delivery: Delivery = Delivery()
-    tools: list[dict[str, Any]] = field(default_factory=list)  # {"type": "function", "function": {...}}
-    # Which of the tools take a text, and its form: they are told as functions with one argument.
+    # {"type": "function", "function": {...}}
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    # Custom tools, which take a text, with its format; the model sees functions with one argument.
     custom: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
-    strict: frozenset[str] = frozenset()  # the functions whose arguments keep to their schemas
-    old_calls: bool = False  # a call is told under its old name, `function_call`
+    strict: frozenset[str] = frozenset()  # functions whose arguments must match their schemas
+    old_calls: bool = False  # a call is returned in the old field `function_call`
     tool_choice: str = "auto"  # or "none", "required", or the name of a function behind "function:"
     parallel_tool_calls: bool = True
     truncate_prompt_tokens: int | None = None
-    truncation_side: str = "left"  # where tokens beyond those are left out
-    length_penalty: float | None = None  # of a beam search, where that chooses the answers
-    drops_oldest: bool = False  # turns, where not all fit
-    kept_room: int = 1  # tokens that those leave for an answer without a limit
-    edits: Sequence[Any] = ()  # of the conversation, each as `context.Edit`
+    truncation_side: str = "left"  # the side at which tokens are cut
+    length_penalty: float | None = None  # of a beam search; None: sampling
+    drops_oldest: bool = False  # drop the oldest turns if not all fit
+    kept_room: int = 1  # tokens that dropping turns leaves for an answer without a limit
+    edits: Sequence[Any] = ()  # `context.Edit`s of the conversation
     echo: bool = False
-    ignored: Sequence[str] = ()  # names of fields of messages that say nothing here
-    given: frozenset[str] = field(default=frozenset(), compare=False)  # parameters that the model's own do not replace
+    ignored: Sequence[str] = ()  # unknown fields of messages
+    # The sampling parameters that the request sets; the model's defaults replace the others.
+    explicit_params: frozenset[str] = field(default=frozenset(), compare=False)
 
 
 @dataclass(frozen=True)
 class ResponsesRequest(ChatRequest):
-    """A conversation whose answer is kept, unless the client does not want that."""
+    """A conversation whose answer is stored if `store` is true."""
 
     store: bool = True
     background: bool = False  # the client does not wait for it
-    previous_response_id: str | None = None  # the stored one that it goes on from
-    conversation: str | None = None  # the stored one that it goes on from and adds to
-    shows_raw: bool = False  # the answer has what the model read and wrote, as it is
+    previous_response_id: str | None = None  # the stored response to continue from
+    conversation: str | None = None  # the stored conversation to continue and append to
+    shows_raw: bool = False  # the response contains the model's input and output, unparsed
 
 
 @dataclass(frozen=True)
 class ChatBatch(ChatRequest):
-    """Several conversations that are answered alike; `messages` are those of the first."""
+    """Several conversations with the same options; `messages` are those of the first."""
 
     conversations: Sequence[list[dict[str, Any]]] = ()
 
     def each(self) -> list[ChatRequest]:
-        """One request a conversation."""
+        """One request per conversation."""
         return [replace(self, messages=messages) for messages in self.conversations]
 
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """Prompts to write on from, each as text or as token ids."""
+    """Prompts to continue, each as text or as token ids."""
 
     prompts: list[str | list[int]]
     params: SamplingParams
@@ -90,66 +92,67 @@ class CompletionRequest:
     truncation_side: str = "left"
     length_penalty: float | None = None
     add_special_tokens: bool = True
-    suffix: str = ""  # what comes after the answer, for models that were taught to fill a gap
+    suffix: str = ""  # the text after the answer, for fill-in-the-middle models
     echo: bool = False
-    silent: bool = False  # no text is wanted: with echo, max_tokens may be 0
-    wants_prompt_logprobs: bool = False  # by themselves, and not for echo only
-    given: frozenset[str] = field(default=frozenset(), compare=False)  # parameters that the model's own do not replace
+    silent: bool = False  # echo with max_tokens 0: nothing is returned but the prompt
+    wants_prompt_logprobs: bool = False  # the request has `prompt_logprobs`, and not only echo
+    # The sampling parameters that the request sets; the model's defaults replace the others.
+    explicit_params: frozenset[str] = field(default=frozenset(), compare=False)
 
 
 @dataclass(frozen=True)
 class OllamaRequest(ChatRequest):
-    """A conversation or a prompt; without either the model is only loaded."""
+    """A conversation or a prompt in Ollama's form; without either the model is only loaded."""
 
-    called: str = ""  # the model, by the name that the client knows
+    called: str = ""  # the model's name in the request
     prompt: str | None = None  # of /api/generate; None: a conversation
     suffix: str = ""
-    raw: bool = False  # the prompt is what the model reads, without its chat template
-    context: Sequence[int] = ()  # tokens that came before
-    thinks: bool = False  # thoughts were asked for, so that a model without them is refused
+    raw: bool = False  # the chat template is not applied to the prompt
+    context: Sequence[int] = ()  # tokens before the prompt
+    thinks: bool = False  # reasoning was requested, so that a model without it is refused
     unloads: bool = False  # keep_alive is 0
     began: float = field(default_factory=time.monotonic, compare=False)
 
     @property
-    def loads(self) -> bool:
-        """Whether nothing is asked but that the model be ready."""
+    def only_loads(self) -> bool:
+        """Whether the request only loads the model."""
         return not (self.messages if self.prompt is None else self.prompt or self.suffix)
 
 
 @dataclass(frozen=True)
-class Prompted:
+class AnsweredPrompt:
     """The prompt of an answer."""
 
     text: str | None
     token_ids: Sequence[int]
     logprobs: Sequence[Mapping[int, Logprob] | None] | None = None
     first: str = ""  # the text of its first token, which has no probability
-    applied: Sequence[Mapping[str, Any]] = ()  # edits of the conversation, and what they changed
+    applied: Sequence[Mapping[str, Any]] = ()  # reports of the edits of the conversation
 
 
 @dataclass(frozen=True)
-class Head:
-    """What a response says about itself, and the prompts it answers."""
+class ResponseHead:
+    """The common fields of a response, and the prompts that it answers."""
 
     id: str
     model: str
     created: int  # seconds since 1970
     system_fingerprint: str | None = None
-    prompts: Sequence[Prompted] = ()
+    prompts: Sequence[AnsweredPrompt] = ()
 
 
 @dataclass(frozen=True)
 class Usage:
-    """The tokens that a request took."""
+    """The tokens and the times of a request so far."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
     reasoning_tokens: int = 0
-    reading: float = 0.0  # seconds from when the engine took it up to its first token
-    writing: float = 0.0  # and from there until now
-    waiting: float | None = None  # seconds before that, where it is one answer to one prompt
-    stored_tokens: int = 0  # of the prompt, that the prefix cache did not have and has now
+    reading: float = 0.0  # seconds from the first scheduled step to the first token
+    writing: float = 0.0  # seconds since the first token
+    waiting: float | None = None  # seconds in the queue; None with several prompts or choices
+    stored_tokens: int = 0  # prompt tokens that the request added to the prefix cache
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class FinishedChoice:
-    """One choice, whole; `finish_reason` is stop, length, tool_calls, abort or timeout."""
+    """A complete choice; `finish_reason` is stop, length, tool_calls, abort or timeout."""
 
     index: int
     content: str | None
@@ -176,7 +179,7 @@ class FinishedChoice:
 
 @dataclass(frozen=True)
 class ChoicePart:
-    """What one choice got since the part before; the last one has a finish reason."""
+    """The new output of one choice since its previous part; the last part has a finish reason."""
 
     index: int
     pieces: Sequence[Piece] = ()
@@ -184,5 +187,5 @@ class ChoicePart:
     stop_reason: int | str | None = None
     token_ids: Sequence[int] = ()
     logprobs: Logprobs | None = None
-    drafted: Sequence[int] = ()  # places in `token_ids`
+    drafted: Sequence[int] = ()  # positions in `token_ids` of accepted draft tokens
     raw: str = ""  # the text before it was parsed

@@ -1,41 +1,44 @@
-"""OpenAI's /v1/chat/completions: an answer to a body, or to a stream of events."""
+"""OpenAI's /v1/chat/completions: response bodies and event streams."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
-from .answer import ChatBatch, ChatRequest, ChoicePart, FinishedChoice, Head, Logprobs, Usage
-from .shapes import ChunkStream, chat_logprobs, count_of, head_fields, metrics_body, prompt_logprobs, usage_body
+from .answer import ChatBatch, ChatRequest, ChoicePart, FinishedChoice, Logprobs, ResponseHead, Usage
+from .shapes import ChunkStream, chat_logprobs, head_fields, max_alternatives, metrics_body, prompt_logprobs, usage_body
 
 
 def response(
-    head: Head, request: ChatRequest, body: Any, answers: Sequence[FinishedChoice], usage: Usage
+    head: ResponseHead, request: ChatRequest, body: Any, answers: Sequence[FinishedChoice], usage: Usage
 ) -> dict[str, Any]:
-    """The body that answers a request."""
-    found = head_fields(head, "chat.completion")
-    found |= {"choices": [choice(request, answer) for answer in answers], "usage": usage_body(usage)}
-    found |= metrics_body(request.delivery, usage)
-    found |= {"prompt_logprobs": None, "prompt_token_ids": None}  # clients look for them unasked
+    """The body of a complete answer."""
+    response_body = head_fields(head, "chat.completion")
+    response_body |= {"choices": [choice(request, answer) for answer in answers], "usage": usage_body(usage)}
+    response_body |= metrics_body(request.delivery, usage)
+    # Clients of vLLM expect these fields.
+    response_body |= {"prompt_logprobs": None, "prompt_token_ids": None}
     for prompt in head.prompts:
         if prompt.logprobs is not None:
-            found["prompt_logprobs"] = prompt_logprobs(prompt.logprobs)
+            response_body["prompt_logprobs"] = prompt_logprobs(prompt.logprobs)
         if request.delivery.return_token_ids:
-            found["prompt_token_ids"] = list(prompt.token_ids)
-    return found
+            response_body["prompt_token_ids"] = list(prompt.token_ids)
+    return response_body
 
 
 def batch_response(
-    head: Head, request: ChatBatch, body: Any, answers: Sequence[FinishedChoice], usage: Usage
+    head: ResponseHead, request: ChatBatch, body: Any, answers: Sequence[FinishedChoice], usage: Usage
 ) -> dict[str, Any]:
-    """The body that answers several conversations: the choices of the first, of the second, ..."""
-    each, choices = request.each(), []
+    """The body for several conversations, with their choices one after another."""
+    requests = request.each()
+    choices = []
     for answer in answers:
-        place = answer.index // request.params.n
-        prompt, found = head.prompts[place], choice(each[place], answer)
-        found["prompt_logprobs"] = None if prompt.logprobs is None else prompt_logprobs(prompt.logprobs)
-        found["prompt_token_ids"] = list(prompt.token_ids) if request.delivery.return_token_ids else None
-        choices.append(found)
+        conversation_index = answer.index // request.params.n
+        prompt = head.prompts[conversation_index]
+        choice_body = choice(requests[conversation_index], answer)
+        choice_body["prompt_logprobs"] = None if prompt.logprobs is None else prompt_logprobs(prompt.logprobs)
+        choice_body["prompt_token_ids"] = list(prompt.token_ids) if request.delivery.return_token_ids else None
+        choices.append(choice_body)
     return head_fields(head, "chat.completion") | {"choices": choices, "usage": usage_body(usage)}
 
 
@@ -49,92 +52,115 @@ def choice(request: ChatRequest, answer: FinishedChoice) -> dict[str, Any]:
         (call,) = answer.calls
         message["function_call"] = {"name": call.name, "arguments": call.arguments}
     elif answer.calls:
-        message["tool_calls"] = [{"id": call.id, **called(request, call.name, call.arguments)} for call in answer.calls]
-    found: dict[str, Any] = {
+        message["tool_calls"] = [
+            {"id": call.id, **call_body(request, call.name, call.arguments)} for call in answer.calls
+        ]
+    body: dict[str, Any] = {
         "index": answer.index,
         "message": message,
         "logprobs": None,
-        "finish_reason": ended(request, answer.finish_reason),
+        "finish_reason": shown_finish_reason(request, answer.finish_reason),
         "stop_reason": answer.stop_reason,
     }
     if answer.logprobs is not None:
-        found["logprobs"] = {"content": described(request, answer.token_ids, answer.logprobs)}
-    found["token_ids"] = list(answer.token_ids) if request.delivery.return_token_ids else None
-    return found
+        body["logprobs"] = {"content": describe_logprobs(request, answer.token_ids, answer.logprobs)}
+    body["token_ids"] = list(answer.token_ids) if request.delivery.return_token_ids else None
+    return body
 
 
-def called(request: ChatRequest, name: str, text: str) -> dict[str, Any]:
-    """A call of a function, or of a tool that takes a text."""
-    kind, said = ("custom", "input") if name in request.custom else ("function", "arguments")
-    return {"type": kind, kind: {"name": name, said: text}}
+def call_body(request: ChatRequest, name: str, text: str) -> dict[str, Any]:
+    """A call of a function or of a custom tool."""
+    kind, text_field = ("custom", "input") if name in request.custom else ("function", "arguments")
+    return {"type": kind, kind: {"name": name, text_field: text}}
 
 
-def ended(request: ChatRequest, reason: str | None) -> str | None:
+def shown_finish_reason(request: ChatRequest, reason: str | None) -> str | None:
     return "function_call" if reason == "tool_calls" and request.old_calls else reason
 
 
-def described(request: ChatRequest, token_ids: Sequence[int], logprobs: Logprobs) -> list[dict[str, Any]]:
-    return list(chat_logprobs(token_ids, logprobs, count_of(request.params), request.delivery.tokens_as_ids))
+def describe_logprobs(request: ChatRequest, token_ids: Sequence[int], logprobs: Logprobs) -> list[dict[str, Any]]:
+    return list(chat_logprobs(token_ids, logprobs, max_alternatives(request.params), request.delivery.tokens_as_ids))
 
 
 def echo_text(request: ChatRequest) -> str:
-    """What the answer goes on from, where it is to be said again."""
+    """The assistant message that the answer continues, if it is to be echoed."""
     last = request.messages[-1]
     return last["content"] if request.echo and last["role"] == "assistant" else ""
 
 
 class ChatStream(ChunkStream):
-    """One answer as events."""
+    """Encodes the answers of one prompt as chunks."""
 
-    def __init__(self, head: Head, request: ChatRequest, body: Any):
+    def __init__(self, head: ResponseHead, request: ChatRequest, body: Any):
         super().__init__(head, "chat.completion.chunk", request.delivery)
-        self.request, self.prompts = request, head.prompts
+        self.request = request
+        self.prompts = head.prompts
 
     def begin(self, usage: Usage) -> bytes:
-        """Who speaks: a chunk for every choice and in their order, for clients list them as they come."""
+        """A chunk with the role for every choice, in order: clients list choices as they arrive."""
         self.usage = usage
         delta = {"role": "assistant", "content": echo_text(self.request)}
         return b"".join(self.choice(index, delta) for index in range(self.request.params.n))
 
-    def part(self, part: ChoicePart) -> bytes:
+    def part(self, choice_part: ChoicePart) -> bytes:
         delta: dict[str, Any] = {}
-        self.add(delta, part.pieces)
-        more = self.scores(part)
-        if part.finish_reason is None:
-            news = delta or (part.token_ids and (more or self.delivery.continuous_usage))
-            return self.choice(part.index, delta, more) if news else b""
-        ends = {"finish_reason": ended(self.request, part.finish_reason), "stop_reason": part.stop_reason}
-        if "tool_calls" in delta:  # clients do not end a call with the chunk that brings it: the end comes by itself
-            return self.choice(part.index, delta, more) + self.choice(part.index, {}, ends)
-        if delta and part.logprobs is not None and part.finish_reason == "stop" and part.stop_reason is None:
-            # The end token has no text, and some clients make their text of the log-probabilities beside it.
-            before, end = (self.scores(part, which) for which in (slice(-1), slice(-1, None)))
-            return self.choice(part.index, delta, before) + self.choice(part.index, {"content": ""}, end | ends)
-        return self.choice(part.index, delta, more | ends)
+        self.add(delta, choice_part.pieces)
+        token_fields = self.scores(choice_part)
+        if choice_part.finish_reason is None:
+            has_content = delta or (choice_part.token_ids and (token_fields or self.delivery.continuous_usage))
+            return self.choice(choice_part.index, delta, token_fields) if has_content else b""
+        end_fields = {
+            "finish_reason": shown_finish_reason(self.request, choice_part.finish_reason),
+            "stop_reason": choice_part.stop_reason,
+        }
+        if "tool_calls" in delta:  # clients expect the finish reason in a separate chunk
+            return self.choice(choice_part.index, delta, token_fields) + self.choice(choice_part.index, {}, end_fields)
+        if (
+            delta
+            and choice_part.logprobs is not None
+            and choice_part.finish_reason == "stop"
+            and choice_part.stop_reason is None
+        ):
+            # The end token has no text. Some clients build the text from the log-probabilities, so
+            # those of the end token are sent separately, with empty content.
+            text_scores, end_scores = (
+                self.scores(choice_part, token_slice) for token_slice in (slice(-1), slice(-1, None))
+            )
+            return self.choice(choice_part.index, delta, text_scores) + self.choice(
+                choice_part.index, {"content": ""}, end_scores | end_fields
+            )
+        return self.choice(choice_part.index, delta, token_fields | end_fields)
 
-    def scores(self, part: ChoicePart, which: slice = slice(None)) -> dict[str, Any]:
-        """What is said of the tokens beside their text, where it was asked for."""
-        found: dict[str, Any] = {}
-        if part.logprobs is not None:
-            logprobs = described(self.request, part.token_ids[which], part.logprobs[which])
-            found["logprobs"] = {"content": logprobs}
+    def scores(self, choice_part: ChoicePart, token_slice: slice = slice(None)) -> dict[str, Any]:
+        """The requested fields about tokens: log-probabilities, token ids and drafted positions."""
+        scores: dict[str, Any] = {}
+        if choice_part.logprobs is not None:
+            logprobs = describe_logprobs(
+                self.request, choice_part.token_ids[token_slice], choice_part.logprobs[token_slice]
+            )
+            scores["logprobs"] = {"content": logprobs}
         if self.delivery.return_token_ids:
-            found["token_ids"] = list(part.token_ids[which])
+            scores["token_ids"] = list(choice_part.token_ids[token_slice])
         if self.delivery.include_drafted:
-            places = range(len(part.token_ids))[which]
-            found["drafted"] = [place - places.start for place in part.drafted if place in places]
-        return found
+            positions = range(len(choice_part.token_ids))[token_slice]
+            scores["drafted"] = [
+                position - positions.start for position in choice_part.drafted if position in positions
+            ]
+        return scores
 
-    def choice(self, index: int, delta: dict[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
-        found: dict[str, Any] = {
-            "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}]
+    def choice(
+        self, index: int, delta: dict[str, Any], extra_fields: Mapping[str, Any] = MappingProxyType({})
+    ) -> bytes:
+        chunk: dict[str, Any] = {
+            "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **extra_fields}]
         }
         if self.prompts and self.delivery.return_token_ids:  # in the first chunk
-            found["prompt_token_ids"], self.prompts = list(self.prompts[0].token_ids), ()
-        return self.chunk(found)
+            chunk["prompt_token_ids"] = list(self.prompts[0].token_ids)
+            self.prompts = ()
+        return self.chunk(chunk)
 
     def add(self, delta: dict[str, Any], pieces: Sequence[Piece]) -> None:
-        """Pieces as the fields of a chunk: neighbours of a kind become one."""
+        """Add pieces to the fields of a chunk, joined by kind."""
         for piece in pieces:
             if isinstance(piece, Said):
                 delta["content"] = delta.get("content", "") + piece.text
@@ -149,11 +175,12 @@ class ChatStream(ChunkStream):
 
     def add_call(self, calls: list[dict[str, Any]], piece: CallStart | Arguments) -> None:
         if isinstance(piece, CallStart):
-            calls.append({"index": piece.index, "id": piece.id, **called(self.request, piece.name, "")})
+            calls.append({"index": piece.index, "id": piece.id, **call_body(self.request, piece.name, "")})
             return
-        if not calls:  # it goes on from the chunk before
+        if not calls:  # the call started in an earlier chunk
             calls.append({"index": piece.index, "function": {"arguments": ""}})
-        call = calls[-1].get("function") or calls[-1]["custom"]  # which comes whole, in one chunk
+        # A custom call is always in one chunk.
+        call = calls[-1].get("function") or calls[-1]["custom"]
         call["arguments" if "arguments" in call else "input"] += piece.text
 
 

@@ -1,4 +1,4 @@
-"""Anthropic's /v1/messages: an answer to a body, or to a stream of events."""
+"""Anthropic's /v1/messages: response bodies and event streams."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,52 +6,62 @@ from typing import Any
 import msgspec
 
 from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
-from .answer import ChatRequest, ChoicePart, FinishedChoice, Head, Usage
+from .answer import ChatRequest, ChoicePart, FinishedChoice, ResponseHead, Usage
 from .shapes import typed_event
 
 ERRORS = {
-    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
     529: "overloaded_error",
-}  # fmt: skip
-# An answer that was cut off by the server can be sent back to be gone on with, as a paused one.
+}
+# Other reasons become `pause_turn`: the client can send the answer back to continue it.
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 DELTAS = {Said: ("text_delta", "text"), Thought: ("thinking_delta", "thinking"),
           Arguments: ("input_json_delta", "partial_json")}  # fmt: skip
 
 
 def error(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """The body of an answer that is none; the message names the field, as there is no other place for it."""
+    """The body of an error; the message names the field, since the body has no field for that."""
     kind = ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
     if param is not None and not message.startswith(f"{param}: "):
         message = f"{param}: {message}"
-    found: dict[str, Any] = {"type": kind, "message": message}
-    if param == "thread":  # the client's own loop asks for one, and goes on without where it hears this
-        found["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-    return {"type": "error", "error": found}
+    body: dict[str, Any] = {"type": kind, "message": message}
+    if param == "thread":  # on this code, Anthropic's client goes on without a thread
+        body["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": body}
 
 
 def response(
-    head: Head, request: ChatRequest, body: Any, answers: Sequence[FinishedChoice], usage: Usage
+    head: ResponseHead, request: ChatRequest, body: Any, answers: Sequence[FinishedChoice], usage: Usage
 ) -> dict[str, Any]:
-    """The body that answers a request."""
+    """The body of a complete answer."""
     [answer] = answers
     content = [block(Thought(answer.reasoning))] if answer.reasoning else []
     content += [block(Said(answer.content))] if answer.content else []
     for i, call in enumerate(answer.calls):
-        content.append(block(CallStart(i, call.id, call.name), arguments_of(call.arguments)))
-    return message(head, content, usage) | stopped(answer.finish_reason, answer.stop_reason) | managed(head, request)
+        content.append(block(CallStart(i, call.id, call.name), parse_arguments(call.arguments)))
+    return (
+        message(head, content, usage)
+        | stop_fields(answer.finish_reason, answer.stop_reason)
+        | context_management(head, request)
+    )
 
 
-def managed(head: Head, request: ChatRequest) -> dict[str, Any]:
-    """What was left out of the conversation, where that was asked for."""
+def context_management(head: ResponseHead, request: ChatRequest) -> dict[str, Any]:
+    """The reports of edits of the conversation, if the request has edits."""
     if not request.edits:
         return {}
     return {"context_management": {"applied_edits": [edit for prompt in head.prompts for edit in prompt.applied]}}
 
 
-def message(head: Head, content: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
-    """A message that has not stopped."""
+def message(head: ResponseHead, content: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+    """The body of an unfinished message."""
     return {
         "id": head.id,
         "type": "message",
@@ -65,7 +75,7 @@ def message(head: Head, content: list[dict[str, Any]], usage: Usage) -> dict[str
 
 
 def block(piece: Piece, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The content block that a piece is."""
+    """The content block of a piece."""
     if isinstance(piece, CallStart):
         return {"type": "tool_use", "id": piece.id, "name": piece.name, "input": arguments or {}}
     if isinstance(piece, Thought):
@@ -73,17 +83,17 @@ def block(piece: Piece, arguments: dict[str, Any] | None = None) -> dict[str, An
     return {"type": "text", "text": piece.text, "citations": None}
 
 
-def arguments_of(text: str) -> dict[str, Any]:
-    """The arguments of a call; of one that was cut off nothing is known."""
+def parse_arguments(text: str) -> dict[str, Any]:
+    """Parse a call's arguments; incomplete ones become an empty object."""
     try:
-        found = msgspec.json.decode(text)
+        arguments = msgspec.json.decode(text)
     except msgspec.DecodeError:
-        found = None
-    return found if isinstance(found, dict) else {}
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {}
 
 
-def stopped(finish_reason: str | None, stop_reason: int | str | None) -> dict[str, Any]:
-    """Why a message has stopped."""
+def stop_fields(finish_reason: str | None, stop_reason: int | str | None) -> dict[str, Any]:
+    """The fields with the reason why a message ended."""
     if finish_reason == "stop" and isinstance(stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
     return {"stop_reason": STOPS.get(finish_reason or "", "pause_turn"), "stop_sequence": None}
@@ -100,24 +110,24 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 
 
 class MessagesStream:
-    """One answer as events. A block is open from its first piece to the first that is another's."""
+    """Encodes one answer as events; consecutive pieces of one kind form a content block."""
 
-    def __init__(self, head: Head, request: ChatRequest, body: Any):
-        self.managed = managed(head, request)
+    def __init__(self, head: ResponseHead, request: ChatRequest, body: Any):
+        self.managed = context_management(head, request)
         self.head = head
-        self.index = 0  # of the block that is open, or of the next one
-        self.piece: Piece | None = None  # the one that began the block that is open
-        self.stop = stopped(None, None)
+        self.index = 0  # of the open block, or of the next one
+        self.piece: Piece | None = None  # the first piece of the open block
+        self.stop = stop_fields(None, None)
 
     def begin(self, usage: Usage) -> bytes:
         return typed_event({"type": "message_start", "message": message(self.head, [], usage)})
 
-    def counted(self, usage: Usage) -> None:
-        """Only the last events have the usage."""
+    def set_usage(self, usage: Usage) -> None:
+        """Do nothing: only the last events contain the usage."""
 
-    def part(self, part: ChoicePart) -> bytes:
-        self.stop = stopped(part.finish_reason, part.stop_reason)
-        return b"".join(self.add(piece) for piece in part.pieces)
+    def part(self, choice_part: ChoicePart) -> bytes:
+        self.stop = stop_fields(choice_part.finish_reason, choice_part.stop_reason)
+        return b"".join(self.add(piece) for piece in choice_part.pieces)
 
     def end(self, usage: Usage) -> bytes:
         delta = {"type": "message_delta", "delta": self.stop, "usage": usage_body(usage), **self.managed}
@@ -131,26 +141,27 @@ class MessagesStream:
             return self.open(piece)
         if not piece.text:
             return b""
-        begun = b""
+        start_events = b""
         if isinstance(piece, Arguments):
             assert isinstance(self.piece, CallStart) and self.piece.index == piece.index
         elif type(piece) is not type(self.piece):
-            begun = self.open(type(piece)(""))
+            start_events = self.open(type(piece)(""))
         kind, name = DELTAS[type(piece)]
-        return begun + self.event("content_block_delta", delta={"type": kind, name: piece.text})
+        return start_events + self.event("content_block_delta", delta={"type": kind, name: piece.text})
 
     def open(self, piece: Piece) -> bytes:
-        closed = self.close()
+        stop_events = self.close()
         self.piece = piece
-        return closed + self.event("content_block_start", content_block=block(piece))
+        return stop_events + self.event("content_block_start", content_block=block(piece))
 
     def close(self) -> bytes:
         if self.piece is None:
             return b""
-        found = self.event("content_block_stop")
-        self.piece, self.index = None, self.index + 1
-        return found
+        stop_event = self.event("content_block_stop")
+        self.piece = None
+        self.index = self.index + 1
+        return stop_event
 
     def event(self, name: str, /, **fields: Any) -> bytes:
-        """An event of the block that is open."""
+        """An event of the open block."""
         return typed_event({"type": name, "index": self.index, **fields})

@@ -1,4 +1,4 @@
-"""Ollama's endpoints: an answer to a body, or to a stream of lines of JSON."""
+"""Ollama's endpoints: response bodies and streams of JSON lines."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -8,63 +8,69 @@ from typing import Any
 import msgspec
 
 from ...parsing.pieces import Arguments, CallStart, Said, Thought
-from .answer import ChoicePart, FinishedChoice, Head, Logprobs, OllamaRequest, ToolCall, Usage
-from .messages import arguments_of
+from .answer import ChoicePart, FinishedChoice, Logprobs, OllamaRequest, ResponseHead, ToolCall, Usage
+from .messages import parse_arguments
 from .shapes import chat_logprobs
 
 SECOND = 1_000_000_000  # durations are whole nanoseconds
 
 
 def error(message: str) -> dict[str, Any]:
-    """The body of an answer that is none, or the last line of a stream."""
+    """The body of an error, or the last line of a stream that failed."""
     return {"error": message}
 
 
 def response(
-    head: Head, request: OllamaRequest, body: Any, answers: Sequence[FinishedChoice], usage: Usage
+    head: ResponseHead, request: OllamaRequest, body: Any, answers: Sequence[FinishedChoice], usage: Usage
 ) -> dict[str, Any]:
-    """The body that answers a request."""
+    """The body of a complete answer."""
     [answer] = answers
     calls = [call_body(i, call) for i, call in enumerate(answer.calls)]
-    found = part_body(request, answer.content or "", answer.reasoning or "", calls)
-    found |= scores(request, answer.token_ids, answer.logprobs)
-    return found | ended(request, answer.finish_reason, usage) | remembered(head, request, answer.token_ids)
+    line_body = part_body(request, answer.content or "", answer.reasoning or "", calls)
+    line_body |= scores(request, answer.token_ids, answer.logprobs)
+    return line_body | end_fields(request, answer.finish_reason, usage) | context_field(head, request, answer.token_ids)
 
 
-def loaded(request: OllamaRequest, reason: str) -> dict[str, Any]:
-    """The answer to a request that asks for nothing but the model."""
+def loaded_body(request: OllamaRequest, reason: str) -> dict[str, Any]:
+    """The body for a request that only loads or unloads a model."""
     return part_body(request, "", "", []) | {"done": True, "done_reason": reason}
 
 
 def part_body(request: OllamaRequest, text: str, thought: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A text, with what was thought and called where there is any; it is not the last."""
-    found: dict[str, Any] = {"model": request.called, "created_at": moment(time.time())}
-    more = ({"thinking": thought} if thought else {}) | ({"tool_calls": list(calls)} if calls else {})
+    """An unfinished body with a text, reasoning and calls."""
+    line_body: dict[str, Any] = {"model": request.called, "created_at": iso_time(time.time())}
+    extra_fields = ({"thinking": thought} if thought else {}) | ({"tool_calls": list(calls)} if calls else {})
     if request.prompt is None:
-        found["message"] = {"role": "assistant", "content": text} | more
+        line_body["message"] = {"role": "assistant", "content": text} | extra_fields
     else:
-        found |= {"response": text} | more
-    return found | {"done": False}
+        line_body |= {"response": text} | extra_fields
+    return line_body | {"done": False}
 
 
-def moment(seconds: float) -> str:
-    """A time as RFC 3339 has it."""
+def iso_time(seconds: float) -> str:
+    """A time in RFC 3339's format."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def call_body(index: int, call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "function": {"index": index, "name": call.name, "arguments": arguments_of(call.arguments)}}
+    return {
+        "id": call.id,
+        "function": {"index": index, "name": call.name, "arguments": parse_arguments(call.arguments)},
+    }
 
 
 def scores(request: OllamaRequest, token_ids: Sequence[int], logprobs: Logprobs | None) -> dict[str, Any]:
-    """The log-probabilities, where they were asked for."""
+    """The field with the log-probabilities, if they were requested."""
     if logprobs is None:
         return {}
     return {"logprobs": list(chat_logprobs(token_ids, logprobs, request.params.logprobs or 0))}
 
 
-def ended(request: OllamaRequest, reason: str | None, usage: Usage) -> dict[str, Any]:
-    """Why an answer has ended, and what it took; all that is neither reading nor writing is loading and waiting."""
+def end_fields(request: OllamaRequest, reason: str | None, usage: Usage) -> dict[str, Any]:
+    """The finish reason, usage and times.
+
+    The time outside of prefill and decoding counts as loading.
+    """
     total = time.monotonic() - request.began
     loading = max(total - usage.reading - usage.writing, 0.0)
     return {
@@ -79,8 +85,8 @@ def ended(request: OllamaRequest, reason: str | None, usage: Usage) -> dict[str,
     }
 
 
-def remembered(head: Head, request: OllamaRequest, token_ids: Sequence[int]) -> dict[str, Any]:
-    """`context`: the tokens of a prompt and its answer, to go on from; not where the template was left out."""
+def context_field(head: ResponseHead, request: OllamaRequest, token_ids: Sequence[int]) -> dict[str, Any]:
+    """The tokens to continue from (`context`); absent without a chat template."""
     if request.prompt is None or request.raw or request.suffix:
         return {}
     return {"context": [*head.prompts[0].token_ids, *token_ids]}
@@ -101,51 +107,56 @@ def line(body: Mapping[str, Any]) -> bytes:
 
 
 class LineStream:
-    """One answer as lines of JSON. A call comes whole, when its arguments have ended."""
+    """Encodes one answer as JSON lines; a call is sent when its arguments are complete."""
 
-    def __init__(self, head: Head, request: OllamaRequest, body: Any):
-        self.head, self.request = head, request
-        self.call: tuple[CallStart, list[str]] | None = None  # whose arguments are coming
+    def __init__(self, head: ResponseHead, request: OllamaRequest, body: Any):
+        self.head = head
+        self.request = request
+        self.call: tuple[CallStart, list[str]] | None = None  # the unfinished call
         self.tokens: list[int] = []
         self.reason: str | None = None
 
     def begin(self, usage: Usage) -> bytes:
         return b""
 
-    def counted(self, usage: Usage) -> None:
-        """Only the last line has the usage."""
+    def set_usage(self, usage: Usage) -> None:
+        """Do nothing: only the last line contains the usage."""
 
-    def part(self, part: ChoicePart) -> bytes:
-        texts, calls = {Said: "", Thought: ""}, []
-        for piece in part.pieces:
+    def part(self, choice_part: ChoicePart) -> bytes:
+        texts = {Said: "", Thought: ""}
+        calls = []
+        for piece in choice_part.pieces:
             if isinstance(piece, Arguments):
                 assert self.call is not None
                 self.call[1].append(piece.text)
                 continue
-            calls += self.whole_call()
+            calls += self.close_call()
             if isinstance(piece, CallStart):
                 self.call = (piece, [])
             else:
                 texts[type(piece)] += piece.text
-        if part.finish_reason is not None:
-            calls += self.whole_call()
-            self.reason = part.finish_reason
-        self.tokens += part.token_ids
-        more = scores(self.request, part.token_ids, part.logprobs) if part.token_ids else {}
-        if not (any(texts.values()) or calls or more):
+        if choice_part.finish_reason is not None:
+            calls += self.close_call()
+            self.reason = choice_part.finish_reason
+        self.tokens += choice_part.token_ids
+        score_fields = (
+            scores(self.request, choice_part.token_ids, choice_part.logprobs) if choice_part.token_ids else {}
+        )
+        if not (any(texts.values()) or calls or score_fields):
             return b""
-        return line(part_body(self.request, texts[Said], texts[Thought], calls) | more)
+        return line(part_body(self.request, texts[Said], texts[Thought], calls) | score_fields)
 
-    def whole_call(self) -> list[dict[str, Any]]:
-        """The call whose arguments have ended, if there is one."""
+    def close_call(self) -> list[dict[str, Any]]:
+        """The body of the pending call, in a list that is empty if there is none."""
         if self.call is None:
             return []
-        (start, texts), self.call = self.call, None
+        start, texts = self.call
+        self.call = None
         return [call_body(start.index, ToolCall(start.id, start.name, "".join(texts)))]
 
     def end(self, usage: Usage) -> bytes:
-        found = part_body(self.request, "", "", []) | ended(self.request, self.reason, usage)
-        return line(found | remembered(self.head, self.request, self.tokens))
+        line_body = part_body(self.request, "", "", []) | end_fields(self.request, self.reason, usage)
+        return line(line_body | context_field(self.head, self.request, self.tokens))
 
     def fail(self, status: int, message: str, param: str | None = None) -> bytes:
         return line(error(message))

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses: an answer to a body, or to a stream of events."""
+"""OpenAI's /v1/responses: response bodies and event streams."""
 
 import base64
 from collections.abc import Callable, Iterator, Sequence
@@ -6,24 +6,25 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
-from .answer import ChatRequest, ChoicePart, FinishedChoice, Head, Logprobs, ResponsesRequest, Usage
-from .shapes import chat_logprobs, count_of, typed_event
+from .answer import ChatRequest, ChoicePart, FinishedChoice, Logprobs, ResponseHead, ResponsesRequest, Usage
+from .shapes import chat_logprobs, max_alternatives, typed_event
 
 KINDS = {Said: ("message", "msg"), Thought: ("reasoning", "rs"), CallStart: ("function_call", "fc")}
-EVENTS = {  # what the events of an item's text are called, and the field of the last one that holds all of it
+# The prefix of an item's text events, and the field with the complete text in the last one.
+EVENTS = {
     "message": ("response.output_text", "text"),
     "reasoning": ("response.reasoning_text", "text"),
     "function_call": ("response.function_call_arguments", "arguments"),
     "custom_tool_call": ("response.custom_tool_call_input", "input"),
 }
-OPEN = ("queued", "in_progress")  # of a response that is not over
+OPEN = ("queued", "in_progress")  # statuses of an unfinished response
 CUSTOM = ("custom_tool_call", "ctc")
 ECHOED = ("instructions", "max_output_tokens", "metadata", "user", "safety_identifier", "prompt_cache_key")
 
 
 @dataclass
 class OutputItem:
-    """One of the things that an answer consists of: a message, thoughts, or the call of a function."""
+    """An output item: a message, reasoning, or a tool call."""
 
     kind: str
     id: str
@@ -36,40 +37,40 @@ class OutputItem:
         return "".join(self.texts)
 
     def body(self, status: str) -> dict[str, Any]:
-        found: dict[str, Any] = {"type": self.kind, "id": self.id, "status": status}
+        fields: dict[str, Any] = {"type": self.kind, "id": self.id, "status": status}
         if self.call is not None:
-            return found | {"call_id": self.call.id, "name": self.call.name, EVENTS[self.kind][1]: self.text}
+            return fields | {"call_id": self.call.id, "name": self.call.name, EVENTS[self.kind][1]: self.text}
         content = [] if status == "in_progress" else [self.part()]
-        return found | ({"role": "assistant"} if self.kind == "message" else {"summary": []}) | {"content": content}
+        return fields | ({"role": "assistant"} if self.kind == "message" else {"summary": []}) | {"content": content}
 
     def part(self) -> dict[str, Any]:
-        """The one part of the content of a message or of thoughts."""
+        """The single content part of a message or of reasoning."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
 
 
 def response(
-    head: Head,
+    head: ResponseHead,
     request: ResponsesRequest,
     body: Any,
     answers: Sequence[FinishedChoice],
     usage: Usage,
-    keep: Callable[[dict[str, Any]], None] = lambda found: None,
+    keep: Callable[[dict[str, Any]], None] = lambda response_body: None,
 ) -> dict[str, Any]:
-    """The body that answers a request: what a stream of one part comes to."""
+    """The body of a complete answer, by way of a stream with one part; `keep` gets the body too."""
     [answer] = answers
     stream = ResponsesStream(head, request, body)
-    stream.part(whole(answer))
-    status = status_of(answer.finish_reason)
+    stream.part(as_one_part(answer))
+    status = response_status(answer.finish_reason)
     stream.close(status)
-    found = stream.frame(status, usage)
-    keep(found)
-    return found
+    response_body = stream.frame(status, usage)
+    keep(response_body)
+    return response_body
 
 
-def whole(answer: FinishedChoice) -> ChoicePart:
-    """An answer as one part, in the order in which models write."""
+def as_one_part(answer: FinishedChoice) -> ChoicePart:
+    """A complete answer as one part, with reasoning, text and calls in this order."""
     pieces: list[Piece] = [Thought(answer.reasoning or ""), Said(answer.content or "")]
     for i, call in enumerate(answer.calls):
         pieces += [CallStart(i, call.id, call.name), Arguments(i, call.arguments)]
@@ -78,10 +79,10 @@ def whole(answer: FinishedChoice) -> ChoicePart:
     )
 
 
-def described(request: ChatRequest, token_ids: Sequence[int], logprobs: Logprobs) -> Iterator[dict[str, Any]]:
-    """The log-probabilities of tokens; bytes that are not known are none here."""
-    for entry in chat_logprobs(token_ids, logprobs, count_of(request.params)):
-        best = [other | {"bytes": other["bytes"] or []} for other in entry["top_logprobs"]]
+def describe_logprobs(request: ChatRequest, token_ids: Sequence[int], logprobs: Logprobs) -> Iterator[dict[str, Any]]:
+    """The log-probabilities of tokens; unknown bytes become an empty list."""
+    for entry in chat_logprobs(token_ids, logprobs, max_alternatives(request.params)):
+        best = [alternative | {"bytes": alternative["bytes"] or []} for alternative in entry["top_logprobs"]]
         yield entry | {"bytes": entry["bytes"] or [], "top_logprobs": best}
 
 
@@ -89,7 +90,7 @@ def raw_message(text: str, token_ids: Sequence[int]) -> dict[str, Any]:
     return {"type": "raw_message_tokens", "message": text, "tokens": list(token_ids)}
 
 
-def status_of(finish_reason: str | None) -> str:
+def response_status(finish_reason: str | None) -> str:
     return "completed" if finish_reason in ("stop", "tool_calls") else "incomplete"
 
 
@@ -104,14 +105,14 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 
 
 def compacted(
-    head: Head, request: ChatRequest, body: Any, answers: Sequence[FinishedChoice], usage: Usage
+    head: ResponseHead, request: ChatRequest, body: Any, answers: Sequence[FinishedChoice], usage: Usage
 ) -> dict[str, Any]:
-    """What stands for a conversation: what users said, and all of it in short, packed as the client sends it back."""
+    """The body of /v1/responses/compact: the user messages, and the summary in base64."""
     [answer] = answers
-    said = [message["content"] for message in request.messages if message["role"] == "user"]
+    user_texts = [message["content"] for message in request.messages if message["role"] == "user"]
     output: list[dict[str, Any]] = [
         {"id": f"msg_{i}_{head.id}", "type": "message", "role": "user", "status": "completed",
-         "content": [{"type": "input_text", "text": text}]} for i, text in enumerate(said)
+         "content": [{"type": "input_text", "text": text}]} for i, text in enumerate(user_texts)
     ]  # fmt: skip
     packed = base64.b64encode((answer.content or "").encode()).decode()
     output.append({"id": f"cmp_{head.id}", "type": "compaction", "encrypted_content": packed})
@@ -125,163 +126,175 @@ def compacted(
 
 
 class ResponsesStream:
-    """One answer as events. An item is open from its first piece to the first that is another's.
+    """Encodes one answer as events; consecutive pieces of one kind form an output item.
 
-    A message has the log-probabilities of all tokens since the message before it, also of those that are not its text.
+    A message has the log-probabilities of all tokens since the previous message, also of tokens
+    outside of its text.
     """
 
     def __init__(
         self,
-        head: Head,
+        head: ResponseHead,
         request: ResponsesRequest,
         body: Any,
-        keep: Callable[[dict[str, Any]], None] = lambda found: None,
+        keep: Callable[[dict[str, Any]], None] = lambda response_body: None,
     ):
-        """`keep` gets the response when it is over."""
-        self.head, self.request, self.asked, self.keep = head, request, body, keep
+        """`keep` is called with the body of the finished response."""
+        self.head = head
+        self.request = request
+        self.request_body = body
+        self.keep = keep
         self.number = 0  # of the next event
-        self.output: list[dict[str, Any]] = []  # the items that are closed
-        self.item: OutputItem | None = None  # the one that is open
-        self.logprobs: list[dict[str, Any]] = []  # those that no message has yet
+        self.output: list[dict[str, Any]] = []  # the finished items
+        self.item: OutputItem | None = None  # the open item
+        self.logprobs: list[dict[str, Any]] = []  # that no message has yet
         self.finish_reason: str | None = None
-        self.raw: list[str] = []  # what was written, before it was parsed
+        self.raw: list[str] = []  # the unparsed text
         self.token_ids: list[int] = []
 
     def queue(self) -> bytes:
-        """What comes before the beginning of an answer in the background."""
+        """The events of a background response that is queued."""
         return self.state("response.created", "queued") + self.state("response.queued", "queued")
 
-    def goes_on(self, head: Head) -> "ResponsesStream":
-        """The same stream, now that the prompt of a queued answer is known."""
+    def with_prompts(self, head: ResponseHead) -> "ResponsesStream":
+        """Set the prompts of a queued response, which are known only now, and return the stream."""
         self.head = replace(self.head, prompts=head.prompts)
         return self
 
     def begin(self, usage: Usage) -> bytes:
-        begun = b"" if self.number else self.state("response.created", "in_progress")
-        return begun + self.state("response.in_progress", "in_progress")
+        created_event = b"" if self.number else self.state("response.created", "in_progress")
+        return created_event + self.state("response.in_progress", "in_progress")
 
-    def counted(self, usage: Usage) -> None:
-        """Only the last event has the usage."""
+    def set_usage(self, usage: Usage) -> None:
+        """Do nothing: only the last event contains the usage."""
 
-    def part(self, part: ChoicePart) -> bytes:
-        if part.logprobs is not None:
-            self.logprobs += described(self.request, part.token_ids, part.logprobs)
-        self.finish_reason = part.finish_reason
+    def part(self, choice_part: ChoicePart) -> bytes:
+        if choice_part.logprobs is not None:
+            self.logprobs += describe_logprobs(self.request, choice_part.token_ids, choice_part.logprobs)
+        self.finish_reason = choice_part.finish_reason
         if self.request.shows_raw:
-            self.raw.append(part.raw)
-            self.token_ids += part.token_ids
-        return b"".join(self.piece(piece) for piece in part.pieces)
+            self.raw.append(choice_part.raw)
+            self.token_ids += choice_part.token_ids
+        return b"".join(self.add(piece) for piece in choice_part.pieces)
 
     def end(self, usage: Usage) -> bytes:
-        status = status_of(self.finish_reason)
+        status = response_status(self.finish_reason)
         return self.close(status) + self.state(f"response.{status}", status, usage)
 
     def fail(self, status: int, message: str, param: str | None = None) -> bytes:
-        """The end of a stream that cannot go on; one that has not begun does so first."""
+        """The last events of a stream that failed; one without events is created first."""
         code = {429: "rate_limit_exceeded"}.get(status, "server_error" if status >= 500 else "invalid_prompt")
-        begun = b"" if self.number else self.state("response.created", "in_progress")
+        created_event = b"" if self.number else self.state("response.created", "in_progress")
         error = {"code": code, "message": message, "param": param}
-        return begun + self.close("incomplete") + self.state("response.failed", "failed", error=error)
+        return created_event + self.close("incomplete") + self.state("response.failed", "failed", error=error)
 
-    def piece(self, piece: Piece) -> bytes:
+    def add(self, piece: Piece) -> bytes:
         if isinstance(piece, CallStart):
             return self.close("completed") + self.open(piece)
         if not piece.text:
             return b""
         if isinstance(piece, Arguments):
             assert self.item is not None and self.item.call is not None and self.item.call.index == piece.index
-            return self.more(piece.text)
+            return self.add_text(piece.text)
         if self.item is not None and self.item.kind == KINDS[type(piece)][0]:
-            return self.more(piece.text)
-        return self.close("completed") + self.open(piece) + self.more(piece.text)
+            return self.add_text(piece.text)
+        return self.close("completed") + self.open(piece) + self.add_text(piece.text)
 
     def open(self, piece: Piece) -> bytes:
-        custom = isinstance(piece, CallStart) and piece.name in self.request.custom
-        kind, short = CUSTOM if custom else KINDS[type(piece)]
+        is_custom = isinstance(piece, CallStart) and piece.name in self.request.custom
+        kind, id_prefix = CUSTOM if is_custom else KINDS[type(piece)]
         call = piece if isinstance(piece, CallStart) else None
-        self.item = OutputItem(kind, f"{short}_{len(self.output)}_{self.head.id}", call)
-        found = self.event("response.output_item.added", item=self.item.body("in_progress"))
-        return found if call else found + self.place("response.content_part.added", part=self.item.part())
+        self.item = OutputItem(kind, f"{id_prefix}_{len(self.output)}_{self.head.id}", call)
+        item_event = self.event("response.output_item.added", item=self.item.body("in_progress"))
+        return (
+            item_event if call else item_event + self.text_event("response.content_part.added", part=self.item.part())
+        )
 
-    def more(self, text: str) -> bytes:
+    def add_text(self, text: str) -> bytes:
         assert self.item is not None
         self.item.texts.append(text)
-        own = {"logprobs": self.take_logprobs(self.item)} if self.item.kind == "message" else {}
-        return self.place(f"{EVENTS[self.item.kind][0]}.delta", delta=text, **own)
+        logprob_fields = {"logprobs": self.take_logprobs(self.item)} if self.item.kind == "message" else {}
+        return self.text_event(f"{EVENTS[self.item.kind][0]}.delta", delta=text, **logprob_fields)
 
     def take_logprobs(self, item: OutputItem) -> list[dict[str, Any]]:
-        """The log-probabilities that wait for a message; from here on they are its own."""
-        new, self.logprobs = self.logprobs, []
-        item.logprobs += new
-        return new
+        """Move the pending log-probabilities to a message, and return them."""
+        new_logprobs = self.logprobs
+        self.logprobs = []
+        item.logprobs += new_logprobs
+        return new_logprobs
 
     def close(self, status: str) -> bytes:
-        """The end of the item that is open, if one is."""
+        """The events that finish the open item; none without one."""
         item = self.item
         if item is None:
             return b""
-        name, whole = EVENTS[item.kind]
-        rest: dict[str, Any] = {whole: item.text}
+        name, text_field = EVENTS[item.kind]
+        done_fields: dict[str, Any] = {text_field: item.text}
         if item.kind == "function_call":
-            rest["name"] = item.body(status)["name"]
+            done_fields["name"] = item.body(status)["name"]
         elif item.kind == "message":
             self.take_logprobs(item)
-            rest["logprobs"] = item.logprobs
-        found = self.place(f"{name}.done", **rest)
+            done_fields["logprobs"] = item.logprobs
+        events = self.text_event(f"{name}.done", **done_fields)
         if item.call is None:
-            found += self.place("response.content_part.done", part=item.part())
+            events += self.text_event("response.content_part.done", part=item.part())
         body = item.body(status)
-        found += self.event("response.output_item.done", item=body)
+        events += self.event("response.output_item.done", item=body)
         self.output.append(body)
         self.item = None
-        return found
+        return events
 
     def state(self, name: str, status: str, usage: Usage | None = None, error: dict[str, Any] | None = None) -> bytes:
-        found = self.frame(status, usage, error)
+        response_body = self.frame(status, usage, error)
         if status not in OPEN:
-            self.keep(found)
-        return self.numbered({"type": name, "response": found})
+            self.keep(response_body)
+        return self.numbered_event({"type": name, "response": response_body})
 
     def event(self, name: str, /, **fields: Any) -> bytes:
-        """An event of the item that is open."""
-        return self.numbered({"type": name, "output_index": len(self.output), **fields})
+        """An event of the open item."""
+        return self.numbered_event({"type": name, "output_index": len(self.output), **fields})
 
-    def place(self, name: str, /, **fields: Any) -> bytes:
-        """An event of the text in it."""
+    def text_event(self, name: str, /, **fields: Any) -> bytes:
+        """An event of the open item's text."""
         assert self.item is not None
-        at = {} if self.item.call is not None else {"content_index": 0}
-        return self.event(name, item_id=self.item.id, **at, **fields)
+        position = {} if self.item.call is not None else {"content_index": 0}
+        return self.event(name, item_id=self.item.id, **position, **fields)
 
-    def numbered(self, body: dict[str, Any]) -> bytes:
+    def numbered_event(self, body: dict[str, Any]) -> bytes:
         self.number += 1
         return typed_event({**body, "sequence_number": self.number - 1})
 
     def frame(self, status: str, usage: Usage | None = None, error: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The response as it stands; what the request asked for is said again."""
-        asked, params, told = self.asked, self.request.params, self.asked.get("text") or {}
-        cut = status == "incomplete" and self.finish_reason == "length"
+        """The body of the response so far; it repeats options of the request."""
+        request_body = self.request_body
+        params = self.request.params
+        text_options = self.request_body.get("text") or {}
+        is_cut_off = status == "incomplete" and self.finish_reason == "length"
         return {
             "id": self.head.id,
             "object": "response",
             "created_at": self.head.created,
             "status": status,
             "error": error,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut_off else None,
             "model": self.head.model,
             "output": self.output,
             "usage": None if usage is None else usage_body(usage),
-            **{name: asked.get(name) for name in ECHOED},
+            **{name: request_body.get(name) for name in ECHOED},
             "background": self.request.background,
             "parallel_tool_calls": self.request.parallel_tool_calls,
             "previous_response_id": self.request.previous_response_id,
             "conversation": {"id": self.request.conversation} if self.request.conversation else None,
-            "reasoning": {"effort": (asked.get("reasoning") or {}).get("effort"), "summary": None},
+            "reasoning": {"effort": (request_body.get("reasoning") or {}).get("effort"), "summary": None},
             "service_tier": "default",
             "store": self.request.store,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}, **{name: value for name, value in told.items() if value is not None}},
-            "tool_choice": asked.get("tool_choice") or "auto",
-            "tools": asked.get("tools") or [],
+            "text": {
+                "format": {"type": "text"},
+                **{name: value for name, value in text_options.items() if value is not None},
+            },
+            "tool_choice": request_body.get("tool_choice") or "auto",
+            "tools": request_body.get("tools") or [],
             "top_logprobs": params.logprobs or 0,
             "top_p": params.top_p,
             "truncation": "auto" if self.request.drops_oldest else "disabled",
@@ -289,6 +302,6 @@ class ResponsesStream:
         }
 
     def raw_messages(self) -> dict[str, Any]:
-        """What the model read and wrote, with template and tags, in vLLM's form."""
+        """The unparsed prompt and output of the model, in vLLM's form."""
         read = [raw_message(prompt.text or "", prompt.token_ids) for prompt in self.head.prompts]
         return {"input_messages": read, "output_messages": [raw_message("".join(self.raw), self.token_ids)]}

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..serving.api.other_engines import MEANING, NO_EFFECT, SHORT, VALUES, is_switch
-from ..serving.api.vllm_names import ENGINE, Refused
+from ..serving.api.vllm_names import ENGINE, UnsupportedArgument
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 KINDS = {"int": "N", "float": "NUMBER", "str": "TEXT"}  # what stands for a value that has no name
@@ -101,7 +101,7 @@ def advice(name: str, names: Iterable[str]) -> str:
     """What means the same as an option that there is not, if anything does."""
     key = name.lstrip("-").replace("-", "_")
     entry = ENGINE.get(key)
-    meaning = MEANING.get(key, entry.why if isinstance(entry, Refused) else None)
+    meaning = MEANING.get(key, entry.reason if isinstance(entry, UnsupportedArgument) else None)
     if meaning is not None and not meaning.startswith("--"):
         return f" ({meaning})"
     if meaning is not None:

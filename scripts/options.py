@@ -15,7 +15,7 @@ from ..serving.api.options import MEMORY as MEMORY
 from ..serving.api.options import MODEL as MODEL
 from ..serving.api.options import OUTPUT as OUTPUT
 from ..serving.api.options import SAMPLING as SAMPLING
-from ..serving.api.params import OF_MODEL, SamplingParams
+from ..serving.api.params import MODEL_DEFAULTS, SamplingParams
 from .command import UsageError as UsageError
 from .sizes import size
 
@@ -97,7 +97,7 @@ def takes_sampling(max_tokens: int, without: Collection[str] = ()):
 
     def shown(field: Field) -> str | bool:
         neutral = max_tokens if field.name == "max_tokens" else field.default
-        return f"the model's own, or {neutral:g}" if field.name in OF_MODEL else True
+        return f"the model's own, or {neutral:g}" if field.name in MODEL_DEFAULTS else True
 
     chosen = [field for name, field in SAMPLING_FIELDS.items() if name not in without]
     return takes("sampling", {field.name: field_flag(field, shown(field)) for field in chosen})

@@ -1,4 +1,4 @@
-"""The adapters in host memory: read when they are asked for, the least recently used dropped."""
+"""LRU cache of LoRA adapters in host memory."""
 
 import threading
 from dataclasses import replace
@@ -16,39 +16,51 @@ from .engine.admission import NO_ADAPTERS
 
 
 class AdapterStore:
-    """At most `most` adapters. One whose files have changed is read again, and is another: it shares no pages."""
+    """Holds at most `max_adapters` adapters.
 
-    def __init__(self, model: Path, config: ModelConfig, targets: tuple[Target, ...], max_rank: int, most: int):
-        self.model, self.config, self.targets, self.max_rank, self.most = model, config, targets, max_rank, most
-        self.held: dict[Any, Adapter] = {}  # by path and stamp, the least recently used first
+    An adapter whose files have changed is read again and counts as another one, so it shares no
+    pages with the old one.
+    """
+
+    def __init__(self, model: Path, config: ModelConfig, targets: tuple[Target, ...], max_rank: int, max_adapters: int):
+        self.model = model
+        self.config = config
+        self.targets = targets
+        self.max_rank = max_rank
+        self.max_adapters = max_adapters
+        self.adapters: dict[Any, Adapter] = {}  # by path and file stamp, least recently used first
         self.lock = threading.Lock()  # callers are in many threads
 
     def get(self, request: LoRARequest) -> Adapter:
-        """The adapter that a request names."""
+        """Return the adapter that a request names."""
         folder = Path(request.lora_path).expanduser()
         with self.lock:
-            key = str(folder), stamp_of(folder)
-            found = self.held.pop(key, None)
-            if found is None:
-                found = read_adapter(folder, self.config, self.targets, self.max_rank, self.model)
-                self.held = {other: held for other, held in self.held.items() if other[0] != key[0]}
-            self.held[key] = found
-            while len(self.held) > self.most:
-                del self.held[next(iter(self.held))]
-            return found
+            key = str(folder), file_stamp(folder)
+            adapter = self.adapters.pop(key, None)
+            if adapter is None:
+                adapter = read_adapter(folder, self.config, self.targets, self.max_rank, self.model)
+                self.adapters = {
+                    other_key: other_adapter
+                    for other_key, other_adapter in self.adapters.items()
+                    if other_key[0] != key[0]
+                }
+            self.adapters[key] = adapter
+            while len(self.adapters) > self.max_adapters:
+                del self.adapters[next(iter(self.adapters))]
+            return adapter
 
 
-def stamp_of(folder: Path) -> tuple[Any, ...]:
-    """What changes when an adapter's files do."""
+def file_stamp(folder: Path) -> tuple[Any, ...]:
+    """Return a value that changes with an adapter's files."""
     try:
-        found = [(folder / name).stat() for name in (ADAPTER, FILE)]
+        stats = [(folder / name).stat() for name in (ADAPTER, FILE)]
     except OSError as error:
         raise ModelError(f"{folder} is no adapter that can be read: {error.strerror}: {error.filename}") from None
-    return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in found)
+    return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
 
 
 def with_adapter(terms: Terms, store: AdapterStore | None, request: LoRARequest | None) -> Terms:
-    """The terms of a request that names an adapter."""
+    """Return the terms of a request with its adapter."""
     if request is None:
         return terms
     if store is None:

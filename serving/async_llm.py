@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the engine in a thread of its own, its results as async streams."""
+"""`AsyncLLM`: the engine in its own thread, with results as async streams."""
 
 import asyncio
 import itertools
@@ -11,8 +11,8 @@ from ..model.config import FAR
 from .adapter_store import with_adapter
 from .api.errors import NotServing
 from .api.lora import LoRARequest
-from .api.options import Pooling, options_of, takes_options
-from .api.outputs import Delta, Fresh, RequestOutput
+from .api.options import Pooling, make_options, takes_options
+from .api.outputs import CompletionDelta, RequestDelta, RequestOutput
 from .api.params import PLAIN, RequestOutputKind, SamplingParams, Terms
 from .api.prompts import Prompt
 from .build import make_engine
@@ -29,27 +29,32 @@ from .resume import Streamed, resume
 
 
 class Ask(NamedTuple):
-    """A prompt, and how it is to be answered."""
+    """A prompt, and how to serve it."""
 
     tokens: list[int]
     params: SamplingParams
     text: str | None = None
     terms: Terms = PLAIN
-    pooling: Pooling | None = None  # its hidden states are wanted, and no tokens
-    second: int = FAR  # where the second text of a pair begins
+    pooling: Pooling | None = None  # set if hidden states are wanted instead of tokens
+    second_start: int = FAR  # where the second text of a pair starts
 
 
 class Answers:
     """The results of requests that were accepted together."""
 
     def __init__(self, thread: EngineThread, inbox: Inbox, names: list[str]):
-        self.thread, self.inbox, self.names = thread, inbox, names
+        self.thread = thread
+        self.inbox = inbox
+        self.names = names
         self.requests: list[Request] = []
-        self.resumed: list[tuple[int, Fresh]] = []  # what the reader got from another engine
-        self.over = False
+        # What the reader received from another engine.
+        self.resumed: list[tuple[int, CompletionDelta]] = []
+        self.is_closed = False
 
-    async def news(self) -> list[tuple[int, Any]]:
-        """(which of the prompts, what it got), in order; raises when the engine has failed."""
+    async def updates(self) -> list[tuple[int, Any]]:
+        """Return (index of the prompt, its update) pairs in order; raise if the engine has
+        failed.
+        """
         items = await self.inbox.take()
         for item in items:
             if isinstance(item, Exception):
@@ -57,27 +62,30 @@ class Answers:
         return items
 
     async def outputs(self) -> list[RequestOutput]:
-        """The results of all prompts, if they were asked for with `at_end`."""
-        found: dict[int, RequestOutput] = {}
+        """Return the results of all prompts, which were queued with `at_end`."""
+        outputs: dict[int, RequestOutput] = {}
         try:
-            while len(found) < len(self.names):
-                found |= dict(await self.news())
+            while len(outputs) < len(self.names):
+                outputs |= dict(await self.updates())
         finally:
             self.close()
         if self.thread.failure is not None:
             raise EngineFailed("the engine has stopped")
-        return [found[index] for index in range(len(found))]
+        return [outputs[index] for index in range(len(outputs))]
 
     def close(self) -> None:
-        """Stop reading: requests that still run are aborted before the next step is planned."""
-        if not self.over:
-            self.over = True
-            with suppress(NotServing):  # then they have ended
+        """Stop reading: requests that still run are aborted before the next step."""
+        if not self.is_closed:
+            self.is_closed = True
+            with suppress(NotServing):  # then the requests have ended
                 self.thread.post(self.end)
 
     def end(self) -> None:
-        """In the engine's thread: abort the requests, unless their names belong to new ones by now."""
-        engine, listeners = self.thread.engine, self.thread.outbox.listeners
+        """Abort the requests in the engine's thread, unless their names belong to new requests by
+        now.
+        """
+        engine = self.thread.engine
+        listeners = self.thread.outbox.listeners
         for request in self.requests:
             if engine.requests.get(request.request_id) is request:
                 listeners.pop(request.request_id, None)
@@ -85,7 +93,10 @@ class Answers:
 
 
 class AsyncLLM:
-    """Serves many callers of one event loop; each `generate` is a stream of results. A fork cannot use it."""
+    """Serves many callers in one event loop; each `generate` is a stream of results.
+
+    It cannot be used in a fork of its process.
+    """
 
     @takes_options(Arguments)
     def __init__(
@@ -96,8 +107,10 @@ class AsyncLLM:
         engine: Engine | None = None,
         **options: Any,
     ):
-        self.engine = engine or make_engine(options_of(model, **options), progress or (lambda note: None))
-        self.ids, self.metrics, self.live = itertools.count(), Metrics(self.engine), LiveView()
+        self.engine = engine or make_engine(make_options(model, **options), progress or (lambda note: None))
+        self.ids = itertools.count()
+        self.metrics = Metrics(self.engine)
+        self.live = LiveView()
         self.engine.observers += [self.metrics, self.live]
         self.thread = EngineThread(self.engine)
         if engine is None:
@@ -112,23 +125,26 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
         priority: int | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """The result as it grows; leaving the loop early, or cancelling it, aborts the request.
+        """Yield the result as it grows; leaving the loop early, or cancelling it, aborts the
+        request.
 
-        What each result holds is `sampling_params.output_kind`.
+        `sampling_params.output_kind` determines the contents of each result.
         """
         self.engine.lifecycle.check_process()
         text, tokens, terms = await asyncio.to_thread(parse_prompt, prompt, self.engine.tokenizer, priority)
         terms = await asyncio.to_thread(with_adapter, terms, self.engine.adapters, lora_request)
         name = f"request-{next(self.ids)}" if request_id is None else request_id
         params = sampling_params or self.get_default_sampling_params()
-        kind = getattr(params, "output_kind", None)  # what is no SamplingParams is refused by the engine
+        kind = getattr(params, "output_kind", None)  # the engine refuses other types
         read = Request.delta if kind is RequestOutputKind.DELTA else Request.output
-        asks = [Ask(tokens, params, text, terms)]
-        answers = await self.ask([name], asks, read, at_end=kind is RequestOutputKind.FINAL_ONLY)
+        requests = [Ask(tokens, params, text, terms)]
+        answers = await self.ask([name], requests, read, at_end=kind is RequestOutputKind.FINAL_ONLY)
         try:
             while True:
-                news = await answers.news()
-                for _, output in news if kind is RequestOutputKind.DELTA else news[-1:]:  # the others hold all before
+                updates = await answers.updates()
+                for _, output in (
+                    updates if kind is RequestOutputKind.DELTA else updates[-1:]
+                ):  # cumulative results need only the last one
                     yield output
                     if output.finished:
                         return
@@ -143,13 +159,15 @@ class AsyncLLM:
         self,
         names: list[str],
         asks: Sequence[Ask],
-        read: Callable[[Request], Delta | RequestOutput] = Request.output,
+        read: Callable[[Request], RequestDelta | RequestOutput] = Request.output,
         at_end: bool = False,
         streamed: Sequence[Streamed] = (),
     ) -> Answers:
-        """Queue prompts, all of them or none; `read` makes what the caller gets, at each delivery or at the end.
+        """Queue prompts, all of them or none.
 
-        They go on after the tokens in `streamed`, which another engine sent; they end at once if those were all.
+        Args:
+            read: Makes what the caller receives, at each delivery or at the end.
+            streamed: Tokens that another engine has sent already; generation continues after them.
         """
         answers = Answers(self.thread, Inbox(), names)
 
@@ -174,32 +192,36 @@ class AsyncLLM:
         return answers
 
     async def beams(self, name: str, asks: Sequence[Ask], params: BeamSearchParams) -> list[Search]:
-        """The beam search of each prompt, when it has ended; every step asks for what all beams need."""
-        tokens, terms = [ask.tokens for ask in asks], [ask.terms for ask in asks]
+        """Run the beam search of each prompt; every step computes what all beams need."""
+        tokens = [ask.tokens for ask in asks]
+        terms = [ask.terms for ask in asks]
         searches = await self.call(lambda: begin(self.engine, tokens, params, terms))
-        one, step = next_token(params), 0
-        while wanted := [Ask(beam, one, None, each.terms) for each in searches for beam in each.asked()]:
-            names = [f"{name}-{step}-{index}" for index in range(len(wanted))]
-            outputs = iter(await (await self.ask(names, wanted, at_end=True)).outputs())
-            for each in searches:
-                own = list(islice(outputs, len(each.live)))
+        step_params = next_token(params)
+        step = 0
+        while beam_asks := [
+            Ask(beam, step_params, None, beam_search.terms) for beam_search in searches for beam in beam_search.asked()
+        ]:
+            names = [f"{name}-{step}-{index}" for index in range(len(beam_asks))]
+            outputs = iter(await (await self.ask(names, beam_asks, at_end=True)).outputs())
+            for beam_search in searches:
+                beam_outputs = list(islice(outputs, len(beam_search.live)))
                 if not step:
-                    each.cached = own[0].num_cached_tokens
-                if own:
-                    each.take(likeliest(output.outputs[0], one) for output in own)
+                    beam_search.cached = beam_outputs[0].num_cached_tokens
+                if beam_outputs:
+                    beam_search.take(likeliest(output.outputs[0], step_params) for output in beam_outputs)
             step += 1
         return searches
 
     def add(self, name: str, ask: Ask) -> Request:
         """Queue one prompt, in the engine's thread."""
-        return self.engine.add(name, ask.tokens, ask.params, ask.text, ask.terms, ask.pooling, ask.second)
+        return self.engine.add(name, ask.tokens, ask.params, ask.text, ask.terms, ask.pooling, ask.second_start)
 
     async def call(self, job: Callable[[], Any]) -> Any:
-        """Run a job in the engine's thread; what it returns."""
+        """Run a job in the engine's thread and return its result."""
         return await asyncio.wrap_future(self.thread.submit(job))
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its stream yields what it has, with the finish reason "abort"."""
+        """End a request; its stream yields the tokens so far, with the finish reason "abort"."""
 
         def abort() -> None:
             if (request := self.engine.abort(request_id)) is not None:
@@ -208,7 +230,7 @@ class AsyncLLM:
         await self.call(abort)
 
     async def sleep(self, level: int = 1, keep_pages: bool = False) -> None:
-        """See `LLM.sleep`; streams under way go on after `wake_up()`."""
+        """See `LLM.sleep`; streams in flight continue after `wake_up()`."""
         await self.call(lambda: self.thread.outbox.note(self.engine.sleep(level, keep_pages)))
 
     async def wake_up(self) -> None:
@@ -229,5 +251,5 @@ class AsyncLLM:
         return await self.call(self.engine.runner.read_expert_loads)
 
     def close(self) -> None:
-        """Stop the engine's thread; requests under way end."""
+        """Stop the engine's thread; requests in flight end."""
         self.thread.close()

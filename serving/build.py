@@ -193,7 +193,7 @@ def make_runner(
     shape = step_shape(sized, config)
     mesh = mesh_of(options, config)
     placement = placement_of(options, config, mesh)
-    source = draft_source(options, folder, config, min(config.max_len, sized.most_positions(config.max_len)), mesh)
+    source = draft_source(options, folder, config, min(config.max_len, sized.max_positions(config.max_len)), mesh)
     if source is not None and source.load is not None:
         native.prepare(kernels_of(source.config)).result()
     load_weights, weights = partial(load, folder, config, placement, options, source), None
@@ -207,7 +207,7 @@ def make_runner(
         taken = held_bytes(weights) + working_bytes(config, weights, shape, options.block_size, mesh, drafter)
         budget = max(0, usable_memory(options) - taken)
     if hosts is not None:
-        budget = hosts.least(budget, device_and_kernels())
+        budget = hosts.agree_on_budget(budget, device_and_kernels())
     max_len, num_pages = size_cache(config, sized, budget, mesh, None if source is None else source.drafter)
     if options.max_model_len == -1:
         config = config_of(folder, options, max_len)

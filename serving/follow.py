@@ -1,4 +1,4 @@
-"""A process whose devices belong to the engine of process 0: it repeats the calls that process 0 makes."""
+"""Follower processes, whose devices serve the engine of process 0 by repeating its calls."""
 
 import logging
 import time
@@ -10,13 +10,13 @@ import jax
 
 from ..model.config import ModelError
 from ..ops.sampling import SlotState
-from .api.options import EngineOptions, options_of
+from .api.options import EngineOptions, make_options
 from .build import config_of, folder_of, joined, make_runner, use_compile_cache
 from .cache.page_moves import PageMoves
 from .device.step_shape import Size
 from .engine.cache_size import claim_memory
 from .engine.runner import Runner
-from .multihost.connection import Changes
+from .multihost.connection import BufferDeltas
 from .multihost.leader import GRACE, Follower
 
 log = logging.getLogger("quire")
@@ -33,11 +33,12 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 
 def follow(model: str | Path | None = None, *, progress: Callable[[str], None] | None = None, **options: Any) -> None:
-    """Be one of several processes that serve a model together, until process 0 ends.
+    """Join the processes that serve a model together, until process 0 ends.
 
-    The options are those of process 0, with a `process_id` of its own. If process 0 is lost this process exits.
+    The options are those of process 0, with another `process_id`. If process 0 is lost, this
+    process exits.
     """
-    follow_options(options_of(model, **options), progress or (lambda note: None))
+    follow_options(make_options(model, **options), progress or (lambda note: None))
 
 
 def follow_options(options: EngineOptions, progress: Callable[[str], None]) -> None:
@@ -53,13 +54,14 @@ def follow_options(options: EngineOptions, progress: Callable[[str], None]) -> N
         runner = make_runner(options, folder, config, hosts, progress).runner
         progress("following process 0")
         serve(runner, hosts)
-        hosts.over = True
+        hosts.has_ended = True
     log.info("process 0 has ended; programs compiled while serving: %d", runner.compiles.recompiles)
 
 
 def serve(runner: Runner, hosts: Follower) -> None:
-    """Call after call, a step behind at most: one that failed here is not to go unnoticed."""
-    changes, before = Changes(), None
+    """Repeat calls, at most one step behind, so that a failed step is noticed."""
+    changes = BufferDeltas()
+    previous = None
     try:
         while True:
             call, values = hosts.link.inbox.get()
@@ -68,10 +70,11 @@ def serve(runner: Runner, hosts: Follower) -> None:
             if call != "step":
                 CALLS[call](runner, *values)
                 continue
-            size, plain, *change = values
-            result = runner.step(Size(*size), plain, changes.read(tuple(size), *change))
-            jax.block_until_ready(before)
-            before = result
+            size, is_plain, *change = values
+            result = runner.step(Size(*size), is_plain, changes.decode(tuple(size), *change))
+            jax.block_until_ready(previous)
+            previous = result
     except Exception:
-        time.sleep(GRACE)  # a step fails here too where another process is gone, and that is what to tell
+        # The step failed because another process is gone, which is reported instead.
+        time.sleep(GRACE)
         raise

@@ -14,8 +14,8 @@ from ..model.text.chat_template import PromptError
 from ..model.text.tokenizer import Tokenizer
 from .adapter_store import with_adapter
 from .api.errors import RequestError
-from .api.lora import LoRARequest, adapters_list
-from .api.options import EngineOptions, Pooling, no_flag, options_of, takes_options
+from .api.lora import LoRARequest, adapter_per_prompt
+from .api.options import EngineOptions, Pooling, make_options, no_flag, takes_options
 from .api.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -50,7 +50,7 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids", *TERMS)
 
 @dataclass(frozen=True)
 class Arguments(EngineOptions):
-    """What `LLM` and `AsyncLLM` take."""
+    """The arguments of `LLM` and `AsyncLLM`."""
 
     _: KW_ONLY
     progress: Callable[[str], Any] | None = no_flag(
@@ -60,9 +60,11 @@ class Arguments(EngineOptions):
 
 
 class LLM:
-    """A model that is ready to generate. `LLM()` is the bundled one; `model` is a folder or a Hub id.
+    """A model that is ready to generate. `LLM()` is the bundled one; `model` is a folder or a Hub
+    id.
 
-    Several threads may use it at a time: their requests are served together. A fork of its process cannot use it.
+    Several threads may use it at a time; their requests are batched together. It cannot be used in
+    a fork of its process.
     """
 
     @takes_options(Arguments)
@@ -74,12 +76,14 @@ class LLM:
         engine: Engine | None = None,
         **options: Any,
     ):
-        made = engine
-        if made is None:
+        loaded_engine = engine
+        if loaded_engine is None:
             with stages(progress) as note:
-                made = make_engine(options_of(model, **options), note)
-        self.engine = made
-        self.ids, self.metrics, self.turns = itertools.count(), Metrics(self.engine), Turns()
+                loaded_engine = make_engine(make_options(model, **options), note)
+        self.engine = loaded_engine
+        self.ids = itertools.count()
+        self.metrics = Metrics(self.engine)
+        self.turns = Turns()
         self.engine.observers.append(self.metrics)
         if engine is None:
             close_at_exit(self, self.engine.close)
@@ -90,7 +94,7 @@ class LLM:
         return self.turns
 
     def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer of the model."""
+        """Return the model's tokenizer."""
         if self.engine.tokenizer is None:
             raise RequestError("skip_tokenizer_init", "is set, so there is no tokenizer")
         return self.engine.tokenizer
@@ -104,10 +108,10 @@ class LLM:
         lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
         priority: int | Seq[int] | None = None,
     ) -> list[RequestOutput]:
-        """Generate for every prompt; the results come in the order of the prompts.
+        """Generate for every prompt; the results are in the order of the prompts.
 
-        `sampling_params`, `lora_request` and `priority` are for all prompts, or one for each; the lower priority goes
-        first.
+        `sampling_params`, `lora_request` and `priority` are for all prompts, or lists with one per
+        prompt. Lower priorities are served first.
         """
         batch = prompt_list(prompts)
         priorities = list(priority) if isinstance(priority, Iterable) else [priority] * len(batch)
@@ -117,39 +121,42 @@ class LLM:
         return self.run(batch, params, use_tqdm, priorities=priorities, adapters=lora_request)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What requests without sampling parameters get: the model's defaults, from its generation_config.json."""
+        """Return the default sampling parameters, from the model's generation_config.json."""
         return default_params(self.engine)
 
     def or_default(self, params: SamplingParams | Seq[SamplingParams] | None) -> SamplingParams | Seq[SamplingParams]:
         return self.get_default_sampling_params() if params is None else params
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache; requests that run go on."""
+        """Empty the prefix cache; running requests continue."""
         with self.turn():
             self.engine.reset_prefix_cache()
         return True
 
     def get_metrics(self) -> dict[str, Any]:
-        """The metrics so far, under the names that Prometheus reads."""
+        """Return the metrics so far, with their Prometheus names."""
         with self.turn():
             return self.metrics.values()
 
     def expert_loads(self) -> dict[int, dict[str, list]]:
-        """By layer of a mixture of experts: the tokens that each expert got, counted every 64 steps."""
+        """Return, by layer of a mixture of experts, the tokens of each expert, counted every 64
+        steps.
+        """
         with self.turn():
             return self.engine.runner.read_expert_loads()
 
     def rebalance_experts(self) -> dict[str, float]:
-        """With `expert_redundancy`: place the experts after their recent loads, a layer in each of the next steps."""
+        """With `expert_redundancy`: place the experts by their recent loads, one layer per step."""
         with self.turn():
             return self.engine.runner.rebalance_experts()
 
     def sleep(self, level: int = 1, keep_pages: bool = False) -> None:
-        """Free the device's memory until `wake_up()`: nothing is compiled again, and no request is lost.
+        """Free the device's memory until `wake_up()`: nothing is recompiled, and no request is
+        lost.
 
-        At level 1 the weights wait in host memory, at level 2 they are dropped and read again. Computed pages are
-        dropped unless `keep_pages` sends them to host memory too. Calls of other threads that are under way end with
-        `NotServing`.
+        At level 1 the weights move to host memory, at level 2 they are dropped and read again.
+        Computed pages are dropped unless `keep_pages` moves them to host memory too. Calls in
+        flight in other threads end with `NotServing`.
         """
         with self.turn():
             self.engine.sleep(level, keep_pages)
@@ -163,9 +170,9 @@ class LLM:
         return self.engine.lifecycle.is_asleep
 
     def close(self) -> None:
-        """Abort what runs; with `kv_cache_disk`, computed pages are kept for the next process.
+        """Abort running requests; with `kv_cache_disk`, keep computed pages for the next process.
 
-        It happens by itself when the object is collected, and when the process ends.
+        Called automatically when the object is collected and when the process ends.
         """
         if not self.engine.lifecycle.is_forked:
             with self.turn():
@@ -190,39 +197,43 @@ class LLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or a list of them; each is a list of messages as OpenAI's chat API has them.
+        """Answer a conversation, or a list of them; each is a list of messages in OpenAI's format.
 
-        tools: functions that the model may call, as OpenAI's chat API has them; their calls stand in the answer's text.
-        chat_template: a Jinja source in place of the model's own.
+        tools: functions that the model may call, in OpenAI's format; calls are in the answer's text.
+        chat_template: a Jinja source that replaces the model's template.
         chat_template_kwargs: variables of the template, such as {"enable_thinking": False}.
-        add_generation_prompt: whether the prompt ends with the beginning of an answer; None: where no message goes on.
-        continue_final_message: let the answer go on from the end of the last message.
+        add_generation_prompt: end with the start of an answer; None: unless a message is continued.
+        continue_final_message: continue the last message instead of starting an answer.
         """
-        several = bool(messages) and isinstance(messages, Seq) and not isinstance(messages[0], str | Mapping)
+        has_many = bool(messages) and isinstance(messages, Seq) and not isinstance(messages[0], str | Mapping)
         options = {
             "chat_template": chat_template,
             "chat_template_kwargs": chat_template_kwargs,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
-        prompts = [self.chat_prompt(one, tools, **options) for one in (messages if several else [messages])]
+        prompts = [
+            self.chat_prompt(conversation, tools, **options) for conversation in (messages if has_many else [messages])
+        ]
         params = params_list(self.or_default(sampling_params), len(prompts))
         return self.run(prompts, params, use_tqdm, adapters=lora_request)
 
     def chat_prompt(
         self, messages: Seq[Mapping[str, Any]], tools: Seq[Mapping[str, Any]] | None = None, **options: Any
     ) -> TokensPrompt:
-        """The prompt of one conversation, as text and as token ids; the options are those of `chat`."""
+        """Return the prompt of one conversation, as text and token ids; the options are those of
+        `chat`.
+        """
         refuse_unknown(options, TEMPLATE)
         self.engine.lifecycle.check_process()
         tokenizer = self.get_tokenizer()
-        given = {name: value for name, value in options.items() if value is not None}
+        given_options = {name: value for name, value in options.items() if value is not None}
         ignored: set[str] = set()
-        asked = parse_messages(list(messages) if isinstance(messages, tuple) else messages, ignored)
+        checked_messages = parse_messages(list(messages) if isinstance(messages, tuple) else messages, ignored)
         if ignored:
             warnings.warn(f"{', '.join(sorted(ignored))}: unknown here, and ignored", stacklevel=3)
-        told, _ = parse_tools(list(tools or ()), nested=True)
-        text = render(tokenizer, asked, told, template_options(given))
+        checked_tools, _ = parse_tools(list(tools or ()), nested=True)
+        text = render(tokenizer, checked_messages, checked_tools, template_options(given_options))
         try:
             return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
         except PromptError as error:
@@ -231,9 +242,12 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | Seq[Prompt], params: BeamSearchParams, *, concurrency_limit: int | None = None
     ) -> list[BeamSearchOutput]:
-        """The likeliest continuations of every prompt; with `concurrency_limit`, of so many prompts at a time."""
+        """Return the likeliest continuations of every prompt, for `concurrency_limit` prompts at a
+        time.
+        """
         parsed = [parse_prompt(prompt, self.engine.tokenizer) for prompt in prompt_list(prompts)]
-        tokens, terms = [tokens for _, tokens, _ in parsed], [terms for *_, terms in parsed]
+        tokens = [tokens for _, tokens, _ in parsed]
+        terms = [terms for *_, terms in parsed]
         return search(self.engine, tokens, params, terms, self.turn, concurrency_limit)
 
     def embed(
@@ -244,57 +258,64 @@ class LLM:
         prompt_name: str | None = None,
         lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Every prompt as a vector of length 1: its last hidden state, or what `pooling` or the model's folder says.
+        """Embed every prompt as a normalised vector, pooled by `pooling` or as the model's folder
+        says.
 
-        With `dimensions` it has so many numbers, the first ones. `prompt_name`: which of the folder's prompts comes
-        before those that are text, such as "query".
+        dimensions: number of leading dimensions to return.
+        prompt_name: which of the folder's prompts precedes text prompts, such as "query".
         """
         pooling.check_dimensions(dimensions, self.engine.config)
-        how = self.engine.embedder
-        first = pooling.before(how, prompt_name)
+        embedder = self.engine.embedder
+        prefix = pooling.prompt_prefix(embedder, prompt_name)
         tokenizer = self.engine.tokenizer
-        batch = [pooling.prepare(prompt, first, how, tokenizer) for prompt in prompt_list(prompts)]
+        batch = [pooling.prepare_prompt(prompt, prefix, embedder, tokenizer) for prompt in prompt_list(prompts)]
         params = [pooling.PARAMS] * len(batch)
-        outputs = self.run(batch, params, use_tqdm, how.pooling, adapters=lora_request)
-        return [pooling.embedding(output, dimensions, how.normalize) for output in outputs]
+        outputs = self.run(batch, params, use_tqdm, embedder.pooling, adapters=lora_request)
+        return [pooling.embedding(output, dimensions, embedder.normalize) for output in outputs]
 
     encode = embed
 
     def classify(self, prompts: Prompt | Seq[Prompt], use_tqdm: bool = True) -> list[ClassificationRequestOutput]:
-        """The probability of each class for every prompt, by a model whose head has classes in place of tokens."""
-        classes.check(self.engine.config)
+        """Return the class probabilities of every prompt, from a model with a classification
+        head.
+        """
+        classes.check_classifier(self.engine.config)
         batch = prompt_list(prompts)
         outputs = self.run(batch, [pooling.PARAMS] * len(batch), use_tqdm, "last")
-        return [classes.classified(output, self.engine.config) for output in outputs]
+        return [classes.classification_output(output, self.engine.config) for output in outputs]
 
     def reward(self, prompts: Prompt | Seq[Prompt], use_tqdm: bool = True) -> list[PoolingRequestOutput]:
-        """The reward of every prompt, a question with its answer: the one number of the model's head, as it is.
+        """Return the reward of every prompt (a question with its answer): the value of the model's
+        head.
 
-        A model of process rewards gives a number for each step: the probability that it is right.
+        A process reward model returns, for each step, the probability that it is right.
         """
         config = self.engine.config
-        classes.check(config, reward=True)
+        classes.check_classifier(config, reward=True)
         batch = prompt_list(prompts)
-        how: Pooling = "last" if config.classes is None or config.classes.step is None else "steps"
-        outputs = self.run(batch, [pooling.PARAMS] * len(batch), use_tqdm, how)
-        return [classes.rewarded(output, config) for output in outputs]
+        kind: Pooling = "last" if config.classes is None or config.classes.step is None else "steps"
+        outputs = self.run(batch, [pooling.PARAMS] * len(batch), use_tqdm, kind)
+        return [classes.reward_output(output, config) for output in outputs]
 
     def score(
         self, text_1: str | Seq[str], text_2: str | Seq[str], use_tqdm: bool = True
     ) -> list[ScoringRequestOutput]:
-        """What the model says of each text with its second one; a single text goes with each of the others.
+        """Score each first text with its second one; a single text is paired with each of the
+        others.
 
-        A model that writes: the mean log-probability of the second text's tokens after the first. Both are cut into
-        tokens as one text; a token that holds the end of the first and the beginning of the second counts for the
-        second. A reranker (a model with one class): the probability that it gives a query and a document. An embedding
-        model: the cosine of the two.
+        A generative model returns the mean log-probability of the second text's tokens after the
+        first. Both are tokenized as one text; a token across the boundary counts for the second. A
+        reranker (a model with one class) returns the probability for a query and a document, an
+        embedding model the cosine.
         """
         engine = self.engine
-        asked = pair_scores(engine.config, engine.embedder, self.get_tokenizer(), scoring.pairs(text_1, text_2))
-        prompts: list[Prompt] = [{"prompt_token_ids": one.tokens} for one in asked.asked]
-        how = asked.asked[0].pooling
-        seconds = [one.second for one in asked.asked]
-        return asked.scores(self.run(prompts, [one.params for one in asked.asked], use_tqdm, how, seconds=seconds))
+        pair_scorer = pair_scores(engine.config, engine.embedder, self.get_tokenizer(), scoring.pairs(text_1, text_2))
+        prompts: list[Prompt] = [{"prompt_token_ids": prompt.tokens} for prompt in pair_scorer.prompts]
+        kind = pair_scorer.prompts[0].pooling
+        seconds = [prompt.second_start for prompt in pair_scorer.prompts]
+        return pair_scorer.scores(
+            self.run(prompts, [prompt.params for prompt in pair_scorer.prompts], use_tqdm, kind, second_starts=seconds)
+        )
 
     def search(
         self,
@@ -303,18 +324,18 @@ class LLM:
         *,
         reward: "Reward | LLM | None" = None,
     ) -> list[SearchOutput]:
-        """The best of several answers to every prompt: a text, token ids, or a conversation as `chat` has it.
+        """Return the best of several answers to every prompt: a text, token ids, or a conversation.
 
-        `reward` says how good answers are: `reward(prompt, answers)` gives a number for each, or it is a model with one
-        class. See `SearchParams` for the methods.
+        `reward` rates answers: `reward(prompt, answers)` returns a number for each, or it is a
+        model with one class. See `SearchParams` for the methods.
         """
         batch = [prompts] if is_chat(prompts) else prompt_list(prompts)
         return search_answers(self, batch, params or SearchParams(), reward)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """The result as it grows, token by token; closing the iterator aborts the request.
+        """Yield the result as it grows, token by token; closing the iterator aborts the request.
 
-        What each result holds is `sampling_params.output_kind`.
+        `sampling_params.output_kind` determines the contents of each result.
         """
         params = sampling_params or self.get_default_sampling_params()
         if params.num_sequences > params.n:
@@ -322,13 +343,13 @@ class LLM:
         read = Request.delta if params.output_kind is RequestOutputKind.DELTA else Request.output
         request = self.add(prompt, params)
         try:
-            over = False
-            while not over:
+            is_finished = False
+            while not is_finished:
                 with self.turn():
-                    grown = not request.finished and request in self.step()
-                    over = request.finished  # perhaps by the steps of another stream
-                    shown = over or grown and params.output_kind is not RequestOutputKind.FINAL_ONLY
-                    result = read(request) if shown else None
+                    has_grown = not request.finished and request in self.step()
+                    is_finished = request.finished  # perhaps by the steps of another stream
+                    is_due = is_finished or has_grown and params.output_kind is not RequestOutputKind.FINAL_ONLY
+                    result = read(request) if is_due else None
                 if result is not None:
                     yield result
         finally:
@@ -341,26 +362,30 @@ class LLM:
         use_tqdm: bool,
         pooling: Pooling | None = None,
         priorities: Seq[int | None] | None = None,
-        seconds: Seq[int] | None = None,
+        second_starts: Seq[int] | None = None,
         adapters: LoRARequest | Seq[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Serve all requests to their ends; one that is refused ends the call before any is computed."""
-        batch, requests = Batch(), []
+        """Serve all requests to their ends; an invalid request fails the call before anything is
+        computed.
+        """
+        batch = Batch()
+        requests = []
         with self.turn():
             self.engine.observers.append(batch)
         try:
             count = len(prompts)
-            each = adapters_list(adapters, count)
-            for prompt, own, priority, second, adapter in zip(
-                prompts, params, priorities or [None] * count, seconds or [FAR] * count, each, strict=True
+            adapter_list = adapter_per_prompt(adapters, count)
+            for prompt, request_params, priority, second_start, adapter in zip(
+                prompts, params, priorities or [None] * count, second_starts or [FAR] * count, adapter_list, strict=True
             ):
-                requests.append(self.add(prompt, own, pooling, priority, batch, second, adapter))
+                requests.append(self.add(prompt, request_params, pooling, priority, batch, second_start, adapter))
             with bar(len(requests), use_tqdm) as advance:
-                while batch.left:
+                while batch.unfinished:
                     with self.turn():
-                        if batch.left:  # else another thread's steps have ended them
+                        # Otherwise the steps of another thread have finished them.
+                        if batch.unfinished:
                             self.step()
-                    advance(*batch.ended())
+                    advance(*batch.take_counts())
         except BaseException:
             self.abort(requests)
             raise
@@ -391,57 +416,57 @@ class LLM:
         pooling: Pooling | None = None,
         priority: int | None = None,
         batch: "Batch | None" = None,
-        second: int = FAR,
+        second_start: int = FAR,
         adapter: LoRARequest | None = None,
     ) -> Request:
         """Queue one prompt."""
         text, tokens, terms = parse_prompt(prompt, self.engine.tokenizer, priority)
         terms = with_adapter(terms, self.engine.adapters, adapter)
         with self.turn():
-            request = self.engine.add(str(next(self.ids)), tokens, params, text, terms, pooling, second)
+            request = self.engine.add(str(next(self.ids)), tokens, params, text, terms, pooling, second_start)
             if batch is not None:
                 request.watched = False
-                batch.left.add(request)
+                batch.unfinished.add(request)
         return request
 
 
 class Batch(Observer):
-    """The requests of one call that have not ended, whoever makes the steps that end them."""
+    """The unfinished requests of one call, whichever thread runs the steps that finish them."""
 
     def __init__(self):
-        self.left: set[Request] = set()
-        self.requests = self.tokens = 0  # that have ended since the last look
+        self.unfinished: set[Request] = set()
+        self.requests = self.tokens = 0  # finished since the last call of `take_counts`
 
     def observe(self, record: StepRecord) -> None:
         for request in record.changed:
-            if request.finished and request in self.left:
-                self.left.remove(request)
+            if request.finished and request in self.unfinished:
+                self.unfinished.remove(request)
                 self.requests += 1
                 self.tokens += sum(seq.num_output for seq in request.sequences)
 
-    def ended(self) -> tuple[int, int]:
-        """How many have ended since the last look, and how many tokens they have."""
-        found = self.requests, self.tokens
+    def take_counts(self) -> tuple[int, int]:
+        """Return the numbers of requests finished since the last call, and of their tokens."""
+        counts = self.requests, self.tokens
         self.requests = self.tokens = 0
-        return found
+        return counts
 
 
 def close_at_exit(owner: Any, close: Callable[[], None]) -> None:
-    """Close what an object made when it is collected, or else when the process ends."""
+    """Call `close` when `owner` is collected, or at the latest when the process ends."""
     end = weakref.finalize(owner, close)
     end.atexit = False  # its own hook may be older than JAX's, and would run after it
     atexit.register(end)
 
 
 def prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    """One prompt or many; a flat list of integers is one."""
+    """Return a list of prompts, given one or many; a flat list of integers is one prompt."""
     if isinstance(prompts, (str, Mapping)) or (len(prompts) and isinstance(prompts[0], int)):
         return [prompts]
     return list(prompts)
 
 
 def params_list(params: SamplingParams | Seq[SamplingParams], count: int) -> list[SamplingParams]:
-    """Sampling parameters for each prompt: one for all, or one each."""
+    """Return the sampling parameters of each prompt, given one for all or one for each."""
     if isinstance(params, SamplingParams):
         return [params] * count
     if len(params) != count:
@@ -452,12 +477,13 @@ def params_list(params: SamplingParams | Seq[SamplingParams], count: int) -> lis
 def parse_prompt(
     prompt: Prompt, tokenizer: Tokenizer | None, priority: int | None = None
 ) -> tuple[str | None, list[int], Terms]:
-    """(text or None, token ids, terms) of a prompt given as text, as ids or as a dict of either, with terms."""
+    """Return (text or None, token ids, terms) of a prompt given as text, as ids or as a dict."""
     terms = PLAIN if priority is None else Terms(priority=priority)
     if isinstance(prompt, Mapping):
         if unknown := set(prompt) - set(PROMPT_KEYS):
             raise RequestError("prompt", f"has the key {shown(min(unknown))}; it takes {', '.join(PROMPT_KEYS)}")
-        text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        text = prompt.get("prompt")
+        tokens = prompt.get("prompt_token_ids")
         if priority is not None and "priority" in prompt:
             raise RequestError("priority", "is given with the prompt and beside it; leave one of them out")
         terms = replace(terms, **{key: prompt[key] for key in TERMS if key in prompt})

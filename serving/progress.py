@@ -1,4 +1,4 @@
-"""What a terminal shows of long work: the stages of loading, and a bar for batches."""
+"""Progress display on a terminal: stages of loading, and a bar for batches."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def stages(progress: Callable[[str], None] | None) -> Iterator[Callable[[str], None]]:
-    """Who hears each stage of loading: `progress`, or else the terminal if there is one."""
+    """Yield the receiver of loading stages: `progress`, or else the terminal if there is one."""
     if progress is not None or not sys.stderr.isatty():
         yield progress or (lambda note: None)
         return
@@ -18,9 +18,9 @@ def stages(progress: Callable[[str], None] | None) -> Iterator[Callable[[str], N
 
 
 @contextmanager
-def bar(total: int, wanted: bool) -> Iterator[Callable[[int, int], None]]:
-    """`advance(requests, tokens)`; draws on a terminal when there is more than one request."""
-    if not wanted or total < 2 or not sys.stderr.isatty():
+def bar(total: int, is_enabled: bool) -> Iterator[Callable[[int, int], None]]:
+    """Yield `advance(requests, tokens)`; draws on a terminal if there are several requests."""
+    if not is_enabled or total < 2 or not sys.stderr.isatty():
         yield lambda requests, tokens: None
         return
     from rich.console import Console
@@ -31,7 +31,8 @@ def bar(total: int, wanted: bool) -> Iterator[Callable[[int, int], None]]:
         TextColumn("{task.fields[rate]:.0f} tokens/s"), TimeElapsedColumn(),
     )  # fmt: skip
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task, tokens = progress.add_task("", total=total, tokens=0, rate=0.0), 0
+        task = progress.add_task("", total=total, tokens=0, rate=0.0)
+        tokens = 0
 
         def advance(requests: int, new_tokens: int) -> None:
             nonlocal tokens

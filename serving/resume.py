@@ -1,4 +1,4 @@
-"""What a stream has sent its reader, so that another engine can go on where this one stopped."""
+"""Journal of a stream, by which another engine continues an answer."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -6,46 +6,54 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .api.errors import EngineError
-from .api.outputs import Fresh
+from .api.outputs import CompletionDelta
 from .engine.engine import Engine
 from .request.request import Request
 from .request.sequence import Score
 
-Streamed = tuple[int, int, list[int]]  # which prompt, which of its completions, and the tokens sent at once
+# Index of the prompt, index of the completion, and the tokens sent together.
+Streamed = tuple[int, int, list[int]]
 NONE = np.zeros(0)
 
 
 @dataclass
 class Journal:
-    """Kept by whoever passes the stream on; an engine that gets an empty one begins at the start.
+    """Kept by the process that forwards a stream; an empty journal starts from the beginning.
 
-    Tokens depend on nothing but the prompt, the parameters, the seed and the tokens before them, so that any engine of
-    the same model goes on as this one would have done.
+    Tokens depend only on the prompt, the parameters, the seed and the tokens before them, so any
+    engine with the same model continues an answer as the first engine would have.
     """
 
     name: str = ""  # of the answer
     created: int = 0
-    seeds: list[int] = field(default_factory=list)  # of each prompt, also where the request did not choose one
+    # Of each prompt, including seeds chosen by the engine.
+    seeds: list[int] = field(default_factory=list)
     streamed: list[Streamed] = field(default_factory=list)
-    call_ids: dict[tuple[int, int], str] = field(default_factory=dict)  # of tool calls, by choice and index
+    # Of tool calls, by choice and index.
+    call_ids: dict[tuple[int, int], str] = field(default_factory=dict)
 
-    def add(self, prompt: int, fresh: Fresh) -> None:
+    def add(self, prompt: int, fresh: CompletionDelta) -> None:
         self.streamed.append((prompt, fresh.index, list(fresh.token_ids)))
 
 
 def seed_of(request: Request) -> int:
-    """The seed that makes a request draw what this one draws."""
+    """Return the seed with which a request samples the same tokens as this one."""
     high, low = request.sequences[0].seed
     base = high << 32 | low
     return base - (1 << 64) if base >> 63 else base
 
 
-def resume(engine: Engine, requests: Seq[Request], streamed: Seq[Streamed]) -> list[tuple[int, Fresh]]:
-    """Give requests that were just added the tokens that they had, in the same pieces; the pieces, with their prompts.
+def resume(engine: Engine, requests: Seq[Request], streamed: Seq[Streamed]) -> list[tuple[int, CompletionDelta]]:
+    """Give newly added requests the tokens that were streamed already.
 
-    In the engine's thread. Their rows are computed like those of a prompt. Scores are not known any more; the text is.
+    Called in the engine's thread. The tokens are computed like a prompt. Their scores are unknown,
+    their text is not.
+
+    Returns:
+        (index of the prompt, delta) for each streamed piece.
     """
-    now, found = engine.clock(), []
+    now = engine.clock()
+    deltas = []
     for prompt, index, tokens in streamed:
         request = requests[prompt]
         if request.params.num_sequences > request.params.n:
@@ -55,5 +63,5 @@ def resume(engine: Engine, requests: Seq[Request], streamed: Seq[Streamed]) -> l
             if seq.finish_reason is None:
                 engine.results.push(seq, token, Score(token, 0.0, 1, NONE, NONE, NONE) if seq.scored else None, now)
         if (fresh := request.completions[index].take(index)) is not None:
-            found.append((prompt, fresh))
-    return found
+            deltas.append((prompt, fresh))
+    return deltas

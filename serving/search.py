@@ -1,11 +1,11 @@
-"""Search at test time: more answers than one are written, and the best is given.
+"""Test-time search: several answers are generated and the best one is returned.
 
-    best_of_n    all answers at once; the one that the reward likes best
-    majority     all answers at once; the one that most say, or that has most reward in all
-    beam         step by step: of what goes on from the best beginnings, the best go on
+    best_of_n    all answers at once; the one with the highest reward
+    majority     all answers at once; the most frequent one, or the one with most total reward
+    beam         step by step; the best partial answers continue
 
-A reward is a function of a prompt and its answers, or a model with one class. What answers begin with is computed once,
-where the prefix cache is on.
+A reward is a function of a prompt and its answers, or a model with one class. With the prefix
+cache, common prefixes are computed once.
 """
 
 import re
@@ -24,20 +24,20 @@ from .request import classes
 METHODS = ("best_of_n", "majority", "beam")
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=256, seed=0)
 
-Reward = Callable[[Any, Seq[str]], Iterable[float]]  # of a prompt as it was given, and of answers to it
-Writer = Any  # an `LLM`, which has this for a method
+Reward = Callable[[Any, Seq[str]], Iterable[float]]  # (prompt as given, answers) -> rewards
+Writer = Any  # an `LLM`, whose method `search` uses this module
 
 
 @dataclass(frozen=True)
 class SearchParams:
-    """How to search. `sampling` is of each answer; its `n` is the search's own."""
+    """How to search. `sampling` applies to each answer, except for its `n`."""
 
     method: str = "best_of_n"
-    n: int = 8  # answers; beam: beginnings that are looked at in each round
-    width: int = 2  # beam: how many of these go on
-    step: str = "\n"  # beam: where a step ends
-    max_steps: int = 16  # beam: steps of an answer, at most
-    answer: str | None = None  # majority: a pattern whose last match, or its last group, is what an answer says
+    n: int = 8  # answers; beam: partial answers generated in each round
+    width: int = 2  # beam: partial answers that continue
+    step: str = "\n"  # beam: separator of steps
+    max_steps: int = 16  # beam: maximum number of steps
+    answer: str | None = None  # majority: pattern whose last match (its last group) is the answer
     sampling: SamplingParams = SAMPLING
 
     def __post_init__(self) -> None:
@@ -58,50 +58,50 @@ class SearchParams:
 
 @dataclass
 class Candidate:
-    """One of the answers that were written, or the beginning of one."""
+    """A complete or partial answer."""
 
     text: str
     token_ids: list[int]
-    finish_reason: str | None = None  # None: it was not gone on with
+    finish_reason: str | None = None  # None: it was not continued
     reward: float | None = None
-    answer: str | None = None  # majority: what it says
+    answer: str | None = None  # majority: the extracted answer
 
 
 @dataclass
 class SearchOutput:
-    """The best answer to a prompt, and what it was chosen from."""
+    """The best answer to a prompt, and all candidates."""
 
     text: str
     best: Candidate
     candidates: list[Candidate] = field(default_factory=list)
     num_generated_tokens: int = 0
-    num_scored_tokens: int = 0  # that a reward model was given
+    num_scored_tokens: int = 0  # tokens computed by a reward model
 
 
-class Asked(NamedTuple):
-    """A prompt as it was given, and its tokens."""
+class SearchPrompt(NamedTuple):
+    """A prompt as given, and its tokens."""
 
-    given: Any
+    prompt: Any
     tokens: list[int]
 
 
 def search(llm: Writer, prompts: Seq[Any], params: SearchParams, reward: Reward | Writer | None) -> list[SearchOutput]:
-    """The best answer to each prompt."""
+    """Return the best answer to each prompt."""
     if params.method != "majority" and reward is None:
         raise RequestError("reward", f"must be given for {params.method}: a function, or a model with one class")
     if reward is not None and not callable(reward):
-        classes.check(reward.engine.config, reward=True)
-    asked = [Asked(prompt, tokens_of(llm, prompt)) for prompt in prompts]
-    return Search(llm, params, reward).run(asked)
+        classes.check_classifier(reward.engine.config, reward=True)
+    search_prompts = [SearchPrompt(prompt, prompt_tokens(llm, prompt)) for prompt in prompts]
+    return AnswerSearch(llm, params, reward).run(search_prompts)
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether it is one conversation: a list of messages."""
-    several = isinstance(prompt, Seq) and not isinstance(prompt, str) and bool(prompt)
-    return several and isinstance(prompt[0], Mapping) and "role" in prompt[0]
+    """Return whether a prompt is a single conversation: a list of messages."""
+    is_nonempty_list = isinstance(prompt, Seq) and not isinstance(prompt, str) and bool(prompt)
+    return is_nonempty_list and isinstance(prompt[0], Mapping) and "role" in prompt[0]
 
 
-def tokens_of(llm: Writer, prompt: Any) -> list[int]:
+def prompt_tokens(llm: Writer, prompt: Any) -> list[int]:
     if is_chat(prompt):
         return list(llm.chat_prompt(prompt)["prompt_token_ids"])
     if isinstance(prompt, Mapping):
@@ -109,154 +109,190 @@ def tokens_of(llm: Writer, prompt: Any) -> list[int]:
     return llm.get_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
 
 
-class Search:
-    """A search of one kind for some prompts at once."""
+class AnswerSearch:
+    """A search with one method, for several prompts at once."""
 
     def __init__(self, llm: Writer, params: SearchParams, reward: Reward | Writer | None):
-        self.llm, self.params, self.reward = llm, params, reward
+        self.llm = llm
+        self.params = params
+        self.reward = reward
         self.generated: list[int] = []
         self.scored: list[int] = []
 
-    def run(self, asked: list[Asked]) -> list[SearchOutput]:
-        self.generated, self.scored = [0] * len(asked), [0] * len(asked)
+    def run(self, prompts: list[SearchPrompt]) -> list[SearchOutput]:
+        self.generated = [0] * len(prompts)
+        self.scored = [0] * len(prompts)
         if self.params.method == "beam":
-            found = self.beam(asked)
+            candidates_by_prompt = self.beam(prompts)
         else:
-            found = self.write(asked, [[Candidate("", [])] for _ in asked], self.params.n)
-            self.judge(asked, found)
+            candidates_by_prompt = self.generate_candidates(
+                prompts, [[Candidate("", [])] for _ in prompts], self.params.n
+            )
+            self.assign_rewards(prompts, candidates_by_prompt)
         outputs = []
-        for place, candidates in enumerate(found):
+        for place, candidates in enumerate(candidates_by_prompt):
             best = self.vote(candidates) if self.params.method == "majority" else likeliest(candidates)
             outputs.append(SearchOutput(best.text, best, candidates, self.generated[place], self.scored[place]))
         return outputs
 
-    def write(
-        self, asked: list[Asked], beginnings: list[list[Candidate]], each: int, round_: int = 0, stop: str | None = None
+    def generate_candidates(
+        self,
+        search_prompts: list[SearchPrompt],
+        partial_answers_by_prompt: list[list[Candidate]],
+        count: int,
+        round_: int = 0,
+        stop: str | None = None,
     ) -> list[list[Candidate]]:
-        """So many ways to go on from each beginning of each prompt."""
-        prompts, params, whose = [], [], []
-        sampling, step = self.params.sampling, {}
+        """Sample `count` continuations of every partial answer of every prompt."""
+        prompts = []
+        params = []
+        origins = []
+        sampling = self.params.sampling
+        step = {}
         if stop is not None:
-            others = [sampling.stop] if isinstance(sampling.stop, str) else list(sampling.stop or ())
-            step = {"stop": [stop, *others], "include_stop_str_in_output": True}
-        for place, (one, own) in enumerate(zip(asked, beginnings, strict=True)):
-            for number, beginning in enumerate(own):
-                left = None if sampling.max_tokens is None else sampling.max_tokens - len(beginning.token_ids)
-                # The same noise for all prompts would make their answers good or bad together.
-                own_seed = 1009 * (round_ * self.params.n + number) + 1_000_003 * place
-                seed = None if sampling.seed is None else sampling.seed + own_seed
-                params.append(replace(sampling, n=each, max_tokens=left, seed=seed, **step))
-                prompts.append(TokensPrompt(prompt_token_ids=one.tokens + beginning.token_ids))
-                whose.append((place, beginning))
-        found: list[list[Candidate]] = [[] for _ in asked]
-        for (place, beginning), output in zip(whose, self.llm.generate(prompts, params, use_tqdm=False), strict=True):
+            stop_strings = [sampling.stop] if isinstance(sampling.stop, str) else list(sampling.stop or ())
+            step = {"stop": [stop, *stop_strings], "include_stop_str_in_output": True}
+        for place, (search_prompt, partial_answers) in enumerate(
+            zip(search_prompts, partial_answers_by_prompt, strict=True)
+        ):
+            for number, partial in enumerate(partial_answers):
+                max_tokens = None if sampling.max_tokens is None else sampling.max_tokens - len(partial.token_ids)
+                # With the same noise, the answers to all prompts would be good or bad together.
+                seed_offset = 1009 * (round_ * self.params.n + number) + 1_000_003 * place
+                seed = None if sampling.seed is None else sampling.seed + seed_offset
+                params.append(replace(sampling, n=count, max_tokens=max_tokens, seed=seed, **step))
+                prompts.append(TokensPrompt(prompt_token_ids=search_prompt.tokens + partial.token_ids))
+                origins.append((place, partial))
+        candidates_by_prompt: list[list[Candidate]] = [[] for _ in search_prompts]
+        for (place, partial), output in zip(origins, self.llm.generate(prompts, params, use_tqdm=False), strict=True):
             for answer in output.outputs:
                 tokens = list(answer.token_ids)
                 self.generated[place] += len(tokens)
                 ended = answer.finish_reason
                 if stop is not None and answer.stop_reason == stop:
                     ended = None
-                found[place].append(Candidate(beginning.text + answer.text, beginning.token_ids + tokens, ended))
-        return found
+                candidates_by_prompt[place].append(
+                    Candidate(partial.text + answer.text, partial.token_ids + tokens, ended)
+                )
+        return candidates_by_prompt
 
-    def judge(self, asked: list[Asked], found: list[list[Candidate]]) -> None:
-        """Give each candidate that has none its reward."""
+    def assign_rewards(self, search_prompts: list[SearchPrompt], candidates_by_prompt: list[list[Candidate]]) -> None:
+        """Assign a reward to each candidate that has none."""
         if self.reward is None:
             return
-        new = [[one for one in candidates if one.reward is None] for candidates in found]
+        new = [[answer for answer in candidates if answer.reward is None] for candidates in candidates_by_prompt]
         outputs: Iterator[PoolingRequestOutput] = iter(())
         if not callable(self.reward):
-            prompts = [self.judged(one.given, answer) for one, own in zip(asked, new, strict=True) for answer in own]
+            prompts = [
+                self.reward_prompt(search_prompt.prompt, answer)
+                for search_prompt, answers in zip(search_prompts, new, strict=True)
+                for answer in answers
+            ]
             outputs = iter(self.reward.reward(prompts, use_tqdm=False))
-        for place, (one, own) in enumerate(zip(asked, new, strict=True)):
+        for place, (search_prompt, answers) in enumerate(zip(search_prompts, new, strict=True)):
             if callable(self.reward):
-                rewards = list(self.reward(one.given, [answer.text for answer in own]))
-                if len(rewards) != len(own):
-                    raise RequestError("reward", f"gave {len(rewards)} numbers for {len(own)} answers")
+                rewards = list(self.reward(search_prompt.prompt, [answer.text for answer in answers]))
+                if len(rewards) != len(answers):
+                    raise RequestError("reward", f"gave {len(rewards)} numbers for {len(answers)} answers")
             else:
-                given = [next(outputs) for _ in own]
-                rewards = [output.outputs.data[-1] for output in given]  # of a model that judges steps the last one's
-                self.scored[place] += sum(len(output.prompt_token_ids) for output in given)
-            for answer, value in zip(own, rewards, strict=True):
+                scored = [next(outputs) for _ in answers]
+                # A process reward: that of the last step.
+                rewards = [output.outputs.data[-1] for output in scored]
+                self.scored[place] += sum(len(output.prompt_token_ids) for output in scored)
+            for answer, value in zip(answers, rewards, strict=True):
                 answer.reward = float(value)
 
-    def judged(self, prompt: Any, answer: Candidate) -> Any:
-        """What the reward model reads: the conversation with the answer, or the text that goes on with it."""
+    def reward_prompt(self, prompt: Any, answer: Candidate) -> Any:
+        """Return the reward model's input: the conversation with the answer, or the continued
+        text.
+        """
         assert self.reward is not None and not callable(self.reward)
-        text = in_steps(self.reward, answer.text, self.params.step)
+        text = mark_steps(self.reward, answer.text, self.params.step)
         if is_chat(prompt):
-            told = [*prompt, {"role": "assistant", "content": text}]
-            return self.reward.chat_prompt(told, add_generation_prompt=False)
+            messages = [*prompt, {"role": "assistant", "content": text}]
+            return self.reward.chat_prompt(messages, add_generation_prompt=False)
         if isinstance(prompt, str):
             return prompt + text
-        return TokensPrompt(prompt_token_ids=tokens_of(self.llm, prompt) + answer.token_ids)
+        return TokensPrompt(prompt_token_ids=prompt_tokens(self.llm, prompt) + answer.token_ids)
 
     def vote(self, candidates: list[Candidate]) -> Candidate:
-        """The first, or the best, of those that say what most say."""
+        """Return the first, or the best, of the candidates with the most frequent answer."""
         votes: dict[str, float] = {}
-        least = min((one.reward for one in candidates if one.reward is not None), default=0.0)
-        for one in candidates:
-            one.answer = said(one.text, self.params.answer)
-            if one.answer is not None:
-                weight = 1.0 if one.reward is None else one.reward - min(least, 0.0)
-                votes[one.answer] = votes.get(one.answer, 0.0) + weight
+        min_reward = min((candidate.reward for candidate in candidates if candidate.reward is not None), default=0.0)
+        for candidate in candidates:
+            candidate.answer = extract_answer(candidate.text, self.params.answer)
+            if candidate.answer is not None:
+                weight = 1.0 if candidate.reward is None else candidate.reward - min(min_reward, 0.0)
+                votes[candidate.answer] = votes.get(candidate.answer, 0.0) + weight
         if not votes:
             return likeliest(candidates)
-        most = max(votes, key=lambda answer: votes[answer])
-        return likeliest([one for one in candidates if one.answer == most])
+        winner = max(votes, key=lambda answer: votes[answer])
+        return likeliest([candidate for candidate in candidates if candidate.answer == winner])
 
-    def beam(self, asked: list[Asked]) -> list[list[Candidate]]:
-        """Of each prompt, the finished answers and the beginnings that were left when the steps were over."""
-        each = max(1, self.params.n // self.params.width)
-        open_, done = [[Candidate("", [])] for _ in asked], [[] for _ in asked]
+    def beam(self, prompts: list[SearchPrompt]) -> list[list[Candidate]]:
+        """Return each prompt's finished answers, then the partial ones left after the last step."""
+        count = max(1, self.params.n // self.params.width)
+        partial_by_prompt = [[Candidate("", [])] for _ in prompts]
+        finished_by_prompt = [[] for _ in prompts]
         for round_ in range(self.params.max_steps):
-            if not any(open_):
+            if not any(partial_by_prompt):
                 break
-            found = self.write(asked, open_, each if round_ else self.params.n, round_, self.params.step)
-            self.judge(asked, found)
-            for place in range(len(asked)):
-                best = sorted(distinct(done[place] + found[place]), key=lambda one: -value(one))[: self.params.width]
-                done[place] = [one for one in best if self.over(one)]
-                open_[place] = [one for one in best if not self.over(one)]
-        return [finished + left for finished, left in zip(done, open_, strict=True)]
+            candidates_by_prompt = self.generate_candidates(
+                prompts, partial_by_prompt, count if round_ else self.params.n, round_, self.params.step
+            )
+            self.assign_rewards(prompts, candidates_by_prompt)
+            for place in range(len(prompts)):
+                best = sorted(
+                    unique_candidates(finished_by_prompt[place] + candidates_by_prompt[place]),
+                    key=lambda candidate: -value(candidate),
+                )[: self.params.width]
+                finished_by_prompt[place] = [candidate for candidate in best if self.is_finished(candidate)]
+                partial_by_prompt[place] = [candidate for candidate in best if not self.is_finished(candidate)]
+        return [finished + partial for finished, partial in zip(finished_by_prompt, partial_by_prompt, strict=True)]
 
-    def over(self, one: Candidate) -> bool:
-        most = self.params.sampling.max_tokens
-        return one.finish_reason is not None or (most is not None and len(one.token_ids) >= most)
+    def is_finished(self, candidate: Candidate) -> bool:
+        max_tokens = self.params.sampling.max_tokens
+        return candidate.finish_reason is not None or (
+            max_tokens is not None and len(candidate.token_ids) >= max_tokens
+        )
 
 
-def in_steps(reward: Writer, text: str, step: str) -> str:
-    """An answer as a reward model reads it: where it judges steps, with a token of its own after each."""
+def mark_steps(reward: Writer, text: str, step: str) -> str:
+    """Return an answer as a reward model reads it; process reward models need a token after each
+    step.
+    """
     token = reward.engine.config.classes.step
     if token is None:
         return text
     mark = reward.get_tokenizer().decode([token], skip_special_tokens=False)
-    return "".join(part.strip() + mark for part in text.split(step) if part.strip()) or mark
+    return "".join(step_text.strip() + mark for step_text in text.split(step) if step_text.strip()) or mark
 
 
-def distinct(candidates: Seq[Candidate]) -> list[Candidate]:
-    """Each once."""
-    found: dict[tuple[int, ...], Candidate] = {}
-    for one in candidates:
-        found.setdefault(tuple(one.token_ids), one)
-    return list(found.values())
+def unique_candidates(candidates: Seq[Candidate]) -> list[Candidate]:
+    """Return the candidates without repetitions."""
+    by_tokens: dict[tuple[int, ...], Candidate] = {}
+    for candidate in candidates:
+        by_tokens.setdefault(tuple(candidate.token_ids), candidate)
+    return list(by_tokens.values())
 
 
-def value(one: Candidate) -> float:
-    return 0.0 if one.reward is None else one.reward
+def value(candidate: Candidate) -> float:
+    return 0.0 if candidate.reward is None else candidate.reward
 
 
 def likeliest(candidates: Seq[Candidate]) -> Candidate:
-    """The one with most reward; of equal ones the first."""
+    """Return the candidate with the highest reward; the first of equal ones."""
     return max(candidates, key=value)
 
 
-def said(text: str, pattern: str | None) -> str | None:
-    """What an answer says: the last match of the pattern, or its last group; without a pattern the whole text."""
+def extract_answer(text: str, pattern: str | None) -> str | None:
+    """Return the last match of the pattern (its last group, if any), or the text without a
+    pattern.
+    """
     if pattern is None:
         return text.strip()
-    found = list(re.finditer(pattern, text))
-    if not found:
+    matches = list(re.finditer(pattern, text))
+    if not matches:
         return None
-    last = found[-1]
+    last = matches[-1]
     return last.group(last.lastindex or 0)

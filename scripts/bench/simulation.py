@@ -184,7 +184,7 @@ class Simulation:
 
     def look(self) -> None:
         table, running = self.table, self.scheduler.running
-        owned = sum(1 for owners in table.pools[0].owners if owners) * table.page_size
+        owned = sum(1 for owners in table.pools[0].ref_counts if owners) * table.page_size
         distinct = owned - sum(-seq.num_computed % table.page_size for seq in running)
         preemptions = self.preemptions + sum(seq.num_preemptions for seq in running)
         self.looks.append(

@@ -247,11 +247,11 @@ def adapters_of(given: list[str], called: list[tuple[str, ...]], enabled: bool) 
 
 def entry(name: str | None, names: tuple[str, ...], options: dict[str, Any], adapters: dict[str, str]) -> Any:
     from ...serving.api.lora import LoRARequest
-    from ...serving.api.options import options_of
+    from ...serving.api.options import make_options
     from ...serving.build import make_engine
     from ...serving.http.models import Model
 
-    chosen = options_of(name, **options)  # wrong options are reported before anything is loaded
+    chosen = make_options(name, **options)  # wrong options are reported before anything is loaded
 
     def note(stage: str) -> None:
         import logging

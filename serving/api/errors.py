@@ -1,11 +1,11 @@
-"""What goes wrong with a request, and whose fault it is."""
+"""Errors of requests and of the engine."""
 
 
 class RequestError(ValueError):
-    """A request that cannot be served: one line that names the field, the value and what would be right."""
+    """A request cannot be served: one line with the field, the value and what would be right."""
 
     def __init__(self, param: str, message: str):
-        super().__init__(param, message)  # both, so that it pickles and copies
+        super().__init__(param, message)  # both, so that it can be pickled and copied
         self.param = param
         self.message = message
 
@@ -14,15 +14,15 @@ class RequestError(ValueError):
 
 
 class TooLong(RequestError):
-    """A prompt that is longer than the model reads."""
+    """A prompt exceeds the model's maximum length."""
 
 
 class QueueFull(RequestError):
-    """As many requests wait as may: the same one can be served later."""
+    """The waiting queue is full: the same request can be served later."""
 
 
 class NotServing(RequestError):
-    """The engine is asleep or closed: no request can be served now."""
+    """The engine is asleep or closed and serves no request now."""
 
 
 class EngineError(RuntimeError):

@@ -1,4 +1,4 @@
-"""Which adapter a request is served with, in vLLM's words."""
+"""The LoRA adapter of a request, with vLLM's names."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from .validation import INT32_MAX, integer, shown
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter: its name, a number of its own, and the folder that PEFT has written."""
+    """A LoRA adapter: its name, its unique number, and a folder written by PEFT."""
 
     lora_name: str
     lora_int_id: int
@@ -22,12 +22,14 @@ class LoRARequest:
                 raise RequestError(name, f"must be a string that is not empty, got {shown(value)}")
 
 
-def adapters_list(given: Any, count: int) -> list[LoRARequest | None]:
-    """The adapter of each prompt: one for all, one each, or none."""
-    if given is None or isinstance(given, LoRARequest):
-        return [given] * count
-    if not isinstance(given, list | tuple) or not all(one is None or isinstance(one, LoRARequest) for one in given):
-        raise RequestError("lora_request", f"must be a LoRARequest, or a list of one a prompt, got {shown(given)}")
-    if len(given) != count:
-        raise RequestError("lora_request", f"has {len(given)} entries for {count} prompts")
-    return list(given)
+def adapter_per_prompt(adapters: Any, count: int) -> list[LoRARequest | None]:
+    """Return the adapter of each prompt, given one for all, one each, or None."""
+    if adapters is None or isinstance(adapters, LoRARequest):
+        return [adapters] * count
+    if not isinstance(adapters, list | tuple) or not all(
+        adapter is None or isinstance(adapter, LoRARequest) for adapter in adapters
+    ):
+        raise RequestError("lora_request", f"must be a LoRARequest, or a list of one a prompt, got {shown(adapters)}")
+    if len(adapters) != count:
+        raise RequestError("lora_request", f"has {len(adapters)} entries for {count} prompts")
+    return list(adapters)

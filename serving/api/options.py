@@ -8,51 +8,66 @@ from pathlib import Path
 from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, get_args
 
 from ...model.config import ModelError
-from .other_engines import meant
+from .other_engines import suggest_name
 from .sizes import FORM, parse_size
-from .speculation import SpeculativeConfig, speculation_of
+from .speculation import SpeculativeConfig, parse_speculative_config
 from .validation import shown
-from .vllm_names import ENGINE, only_known
+from .vllm_names import ENGINE, drop_idle_arguments
 
-Pooling = Literal["last", "mean", "cls", "steps"]  # the last is of models that judge steps alone
+Pooling = Literal["last", "mean", "cls", "steps"]  # "steps" is for process reward models only
 P = ParamSpec("P")
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)[:-1]
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-HOST = 256 << 20  # bytes of host memory that buffer pages for the disk
+HOST = 256 << 20  # bytes of host memory that buffer pages on their way to the disk
 DISK = 8 << 30
-SHARE = 0.9  # of a device's memory, for weights, KV cache and all else
-CPU_CACHE = 8 << 30  # the most that the KV cache takes of a CPU's memory, if nothing else is asked for
-STEPS = {"cpu": (32, 512), "gpu": (256, 8192)}  # most sequences and tokens of a step, if nothing else is asked for
+SHARE = 0.9  # share of a device's memory for weights, KV cache and everything else
+CPU_CACHE = 8 << 30  # default limit of the KV cache in a CPU's memory
+STEPS = {"cpu": (32, 512), "gpu": (256, 8192)}  # default limits of sequences and tokens per step
 PARALLEL = {  # axes of the mesh
     "tensor": "tensor_parallel_size", "expert": "expert_parallel_size", "context": "context_parallel_size",
     "pipe": "pipeline_parallel_size", "data": "data_parallel_size",
 }  # fmt: skip
 # Panels of `--help`.
-MODEL, DEVICES, MEMORY = "The model", "Devices and processes", "Memory and batching"
-PREFIXES, SPECULATION, OUTPUT, SAMPLING = "Prefix cache", "Speculative decoding", "Input and output", "Sampling"
+MODEL = "The model"
+DEVICES = "Devices and processes"
+MEMORY = "Memory and batching"
+PREFIXES = "Prefix cache"
+SPECULATION = "Speculative decoding"
+OUTPUT = "Input and output"
+SAMPLING = "Sampling"
 ADAPTERS = "Adapters"
-MOST_ADAPTERS, MOST_RANK = 1024, 256
+MAX_ADAPTERS = 1024
+MAX_ADAPTER_RANK = 256
 
 
 def flag(
-    default: Any, panel: str, help: str, metavar: str | None = None, default_text: str | None = None, short: str = ""
+    default: Any,
+    panel: str,
+    help: str,
+    metavar: str | None = None,
+    default_text: str | None = None,
+    short_name: str = "",
 ) -> Any:
-    """A field that is also a flag of the commands. A whole number with a metavar may be written as 32K or 8G.
+    """Declare a field that is also a flag of the commands.
 
-    `default_text` says what happens without the flag, where the default itself does not.
+    An integer with a metavar may be written there as 32K or 8G.
+
+    Args:
+        default_text: The default as a text, if it depends on other settings.
+        short: One-letter or short form of the flag.
     """
-    about = {"panel": panel, "help": help, "metavar": metavar, "default_text": default_text, "short": short}
-    return field(default=default, metadata=about)
+    metadata = {"panel": panel, "help": help, "metavar": metavar, "default_text": default_text, "short": short_name}
+    return field(default=default, metadata=metadata)
 
 
 def no_flag(default: Any, help: str) -> Any:
-    """A field that is an argument in Python only."""
+    """Declare a field that only Python's arguments have."""
     return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an engine is made by. The commands make their flags of these fields, and Python its keyword arguments."""
+    """Options of an engine: the flags of the commands, and keyword arguments in Python."""
 
     model: str | None = no_flag(None, "A folder or Hugging Face id; None: the bundled model.")
     _: KW_ONLY
@@ -80,7 +95,7 @@ class EngineOptions:
     )
     quantization: str | None = flag(
         None, MODEL, "Round the weights to int8, int8-weights, fp8, fp8-weights, int4-64-zero, mxfp4, e8p-2 and so on.",
-        default_text="as they are", short="q",
+        default_text="as they are", short_name="q",
     )  # fmt: skip
     activation_dtype: str = flag(
         "auto", MODEL, "int8: rows are rounded to bytes, in groups, before they meet weights of four bits; CPUs only.",
@@ -91,17 +106,17 @@ class EngineOptions:
         "the model's own",
     )  # fmt: skip
     block_size: int = flag(16, MEMORY, "Size of a page of the KV cache.", "TOKENS")
-    tensor_parallel_size: int = flag(1, DEVICES, "Devices that split every layer.", short="tp")
+    tensor_parallel_size: int = flag(1, DEVICES, "Devices that split every layer.", short_name="tp")
     expert_parallel_size: int = flag(1, DEVICES, "Groups of devices that divide the experts.")
     context_parallel_size: int = flag(
         1, DEVICES, "Groups of devices that divide the positions of every page, and the tokens of long steps."
     )
-    pipeline_parallel_size: int = flag(1, DEVICES, "Groups of devices that divide the layers.", short="pp")
+    pipeline_parallel_size: int = flag(1, DEVICES, "Groups of devices that divide the layers.", short_name="pp")
     data_parallel_size: int = flag(
         1,
         DEVICES,
         "Groups of devices that each have sequences and a KV cache of their own; they share the experts.",
-        short="dp",
+        short_name="dp",
     )
     shard_weights: bool = flag(
         False, DEVICES,
@@ -191,22 +206,22 @@ class EngineOptions:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        return speculation_of(self.speculative_config)
+        return parse_speculative_config(self.speculative_config)
 
     @property
     def adapted_modules(self) -> tuple[str, ...]:
-        """Names of modules that take adapters; none: the usual ones."""
+        """Names of modules that take adapters; empty for the default ones."""
         return tuple(name.strip() for names in self.lora_target_modules or () for name in names.split(","))
 
     def on(self, platform: str) -> "SizedOptions":
-        """With the limits of a step that were left out, as JAX's `platform` is to have them."""
-        given = {field.name: getattr(self, field.name) for field in fields(EngineOptions)}
+        """Return the options with the step limits filled in for JAX's `platform`."""
+        values = {field.name: getattr(self, field.name) for field in fields(EngineOptions)}
         seqs, tokens = STEPS.get(platform, STEPS["cpu"])
         if self.max_num_seqs is None:
-            given["max_num_seqs"] = seqs
+            values["max_num_seqs"] = seqs
         if self.max_num_batched_tokens is None:
-            given["max_num_batched_tokens"] = tokens
-        return SizedOptions(**given)
+            values["max_num_batched_tokens"] = tokens
+        return SizedOptions(**values)
 
     def __post_init__(self):
         sizes = (
@@ -218,13 +233,14 @@ class EngineOptions:
             *PARALLEL.values(),
         )
         counts = "expert_redundancy", "expert_rebalance_steps", "process_id"
-        for name, low in (dict.fromkeys(sizes, 1) | dict.fromkeys(counts, 0)).items():
+        for name, minimum in (dict.fromkeys(sizes, 1) | dict.fromkeys(counts, 0)).items():
             value = getattr(self, name)
             if value is None and name in ("max_num_seqs", "max_num_batched_tokens"):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise ModelError(f"{name} is {value!r}; it must be an integer of at least {low}")
-        rows, seqs = self.max_num_batched_tokens, self.max_num_seqs
+            if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+                raise ModelError(f"{name} is {value!r}; it must be an integer of at least {minimum}")
+        rows = self.max_num_batched_tokens
+        seqs = self.max_num_seqs
         if rows is not None and seqs is not None and rows < seqs:
             raise ModelError(
                 f"max_num_batched_tokens is {rows}; it must be at least max_num_seqs ({seqs}), so that "
@@ -254,10 +270,10 @@ class EngineOptions:
             if not isinstance(value := getattr(self, name), bool):
                 raise ModelError(f"{name} is {value!r}; it must be True or False")
         lowest = dict.fromkeys(("kv_cache_host_bytes", "kv_cache_disk_bytes", "weights_host_bytes"), 0)
-        for name, low in (lowest | {"kv_cache_memory_bytes": 1}).items():
+        for name, minimum in (lowest | {"kv_cache_memory_bytes": 1}).items():
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
-                raise ModelError(f"{name} is {value!r}; it must be a number of bytes, {low} or more")
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < minimum):
+                raise ModelError(f"{name} is {value!r}; it must be a number of bytes, {minimum} or more")
         if (self.kv_cache_host_bytes or self.kv_cache_disk) and not self.enable_prefix_caching:
             name = "kv_cache_disk" if self.kv_cache_disk else "kv_cache_host_bytes"
             raise ModelError(f"{name} keeps pages for prompts that begin alike: it needs enable_prefix_caching")
@@ -272,13 +288,17 @@ class EngineOptions:
             raise ModelError(f"gpu_memory_utilization is {share!r}; it must be above 0 and at most 1")
 
     def check_adapters(self) -> None:
-        """What adapters need, and what they are not served with."""
-        for name, most in {"max_loras": MOST_ADAPTERS, "max_lora_rank": MOST_RANK, "max_cpu_loras": 1 << 20}.items():
+        """Check the adapter options and their combinations with others."""
+        for name, limit in {
+            "max_loras": MAX_ADAPTERS,
+            "max_lora_rank": MAX_ADAPTER_RANK,
+            "max_cpu_loras": 1 << 20,
+        }.items():
             value = getattr(self, name)
             if value is None and name == "max_cpu_loras":
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-                raise ModelError(f"{name} is {value!r}; it must be an integer from 1 to {most}")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
+                raise ModelError(f"{name} is {value!r}; it must be an integer from 1 to {limit}")
         modules = self.lora_target_modules
         if isinstance(modules, str) or not all(isinstance(name, str) and name for name in modules or ()):
             raise ModelError(f"lora_target_modules is {modules!r:.80}; it must be a list, as in ['q_proj', 'experts']")
@@ -297,7 +317,7 @@ class EngineOptions:
                 raise ModelError(f"enable_lora is set, and so is {name}: weights that have adapters stay on the device")
 
     def check_sources(self) -> None:
-        """What the model and its defaults are read from."""
+        """Check the sources of the model and of its defaults."""
         if self.load_format not in LOAD_FORMATS:
             raise ModelError(f"load_format is {self.load_format!r}; it can be {', '.join(LOAD_FORMATS)}")
         for name in ("hf_overrides", "override_generation_config"):
@@ -308,7 +328,7 @@ class EngineOptions:
             raise ModelError(f"generation_config is {self.generation_config!r}; it can be auto, vllm or a folder")
 
     def check_processes(self) -> None:
-        """What must be given so that several processes find each other, and what they cannot do."""
+        """Check the options of several processes and their combinations with others."""
         if self.process_id >= self.num_processes:
             raise ModelError(
                 f"process_id is {self.process_id}; with num_processes {self.num_processes} it must be at most "
@@ -342,40 +362,40 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class SizedOptions(EngineOptions):
-    """Options that say how large a step is."""
+    """Options whose step limits are set."""
 
     _: KW_ONLY
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
 
-    def most_positions(self, longest: int) -> int:
-        """Positions that a request may have, of the most that the model allows."""
+    def max_positions(self, longest: int) -> int:
+        """Positions that a request may have, given the model's limit `longest`."""
         return longest if self.max_model_len in (None, -1) else min(self.max_model_len, longest)
 
     @property
-    def most_running(self) -> int:
-        """Sequences that can run at a time."""
+    def max_running(self) -> int:
+        """Maximum number of sequences that run at a time."""
         return self.max_num_seqs * self.data_parallel_size
 
 
-def refuse(name: str, value: Any, why: str) -> NoReturn:
-    raise ModelError(f"{name} is {shown(value)}, which has no place here: {why}")
+def refuse(name: str, value: Any, reason: str) -> NoReturn:
+    raise ModelError(f"{name} is {shown(value)}, which has no place here: {reason}")
 
 
-def options_of(model: str | Path | None, **options) -> EngineOptions:
-    """The options as a caller gave them, with sizes as numbers or as text; one that does not exist is named."""
-    options = only_known(options, ENGINE, refuse)
-    known = EngineOptions.__dataclass_fields__
+def make_options(model: str | Path | None, **options) -> EngineOptions:
+    """Make options from keyword arguments; sizes may be numbers or texts. Unknown names raise."""
+    options = drop_idle_arguments(options, ENGINE, refuse)
+    declared = EngineOptions.__dataclass_fields__
     for name in options:
-        if name not in known:
-            hint = meant(name, known) or f"the options are {', '.join(known)}"
+        if name not in declared:
+            hint = suggest_name(name, declared) or f"the options are {', '.join(declared)}"
             raise TypeError(f"got an unexpected keyword argument {name!r}; {hint}")
-    sizes = {name: size_of(name, value) for name, value in options.items() if takes_size(known[name], value)}
+    sizes = {name: size_of(name, value) for name, value in options.items() if takes_size(declared[name], value)}
     return EngineOptions(model=None if model is None else str(model), **options | sizes)
 
 
 def takes_size(option: Field, value: Any) -> bool:
-    """Whether a value is text for an option that the commands read as a size."""
+    """Whether a value is the text of an option that the commands parse as a size."""
     return isinstance(value, str) and bool(option.metadata.get("metavar")) and option.type in (int, int | None)
 
 
@@ -389,20 +409,20 @@ def size_of(name: str, text: str) -> int:
 def takes_options(
     make: Callable[P, EngineOptions],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """An `__init__` with the parameters of `make`: an editor completes them, and `help()` says what each does."""
+    """Give an `__init__` the parameters and documentation of `make`, for editors and `help()`."""
 
     def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
-        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         parameters = inspect.signature(make).parameters.values()
-        init.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
-        init.__doc__ = "\n".join(["The options of the engine:", "", *map(described, fields(make))])  # type: ignore[arg-type]
+        init.__signature__ = inspect.Signature([self_parameter, *parameters])  # type: ignore[attr-defined]
+        init.__doc__ = "\n".join(["The options of the engine:", "", *map(describe_option, fields(make))])  # type: ignore[arg-type]
         return init
 
     return decorate
 
 
-def described(option: Field) -> str:
-    """A line about a field, in Python's words."""
+def describe_option(option: Field) -> str:
+    """Return a line about a field, with Python's names for flags."""
     text = re.sub(r"--([a-z-]+)", lambda flag: f"`{flag[1].replace('-', '_')}`", option.metadata["help"])
     default = option.metadata.get("default_text")
     return f"{option.name}: {text}" + (f" Not given: {default}." if default else "")

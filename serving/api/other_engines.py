@@ -1,7 +1,7 @@
-"""Flags of other engines: which have no effect here and are accepted, and what others are called.
+"""Flags of other engines: accepted ones without effect, and the names of their equivalents.
 
-The names are those of `vllm serve`, `vllm bench serve`, llama-server, llama-cli and ollama, with underscores. Those
-that are arguments of vLLM's `LLM` too are in `vllm_names.py`.
+The names are those of `vllm serve`, `vllm bench serve`, llama-server, llama-cli and ollama, with
+underscores. Names that are also arguments of vLLM's `LLM` are in `vllm_names.py`.
 """
 
 import difflib
@@ -14,7 +14,7 @@ TYPES = "the model's folder says what it does: write, embed, classify or rank"
 NO_TEXT = "a line is logged for each request, and never its text"
 STEPS = "the host is always one step ahead of the device"
 
-# Name -> why it changes nothing.
+# name -> why it has no effect
 FLAGS: Final = {
     "task": TYPES,
     "O0": COMPILED,
@@ -52,8 +52,9 @@ FLAGS: Final = {
     "save_detailed": "a file of results always has every request",
     "disable_tqdm": "only a terminal shows progress",
 }
-SHORT: Final = {"O": "optimization_level", "asc": "api_server_count"}  # short names of some of these
-SWITCHES: Final = {  # those that take no value, beside all that begin with `enable_` and the like
+# Short names of some of these.
+SHORT: Final = {"O": "optimization_level", "asc": "api_server_count"}
+SWITCHES: Final = {  # flags without a value, besides all that start with `enable_` and the like
     "O0", "O1", "O2", "O3", "aggregate_engine_logging", "allow_deprecated_quantization", "async_scheduling",
     "calculate_kv_scales", "cudagraph_metrics", "enforce_eager", "fail_on_environ_validation", "fully_sharded_loras",
     "interleave_mm_strings", "kv_cache_metrics", "kv_sharing_fast_prefill", "language_model_only",
@@ -66,7 +67,7 @@ TLS = "the server speaks HTTP: put a proxy with TLS before it"
 FORM = "a request brings it: structured_outputs, response_format"
 HOSTS = "other hosts lend their devices with --num-processes, --process-id and --coordinator-address"
 
-# Name -> what it is here: an option of the same meaning, or a sentence. Short names stand without their dash.
+# name -> an equivalent option, or a sentence. Short names stand without their dash.
 MEANING: Final = {
     # vLLM
     "model": "the model is an argument: `quire serve MODEL`",
@@ -150,9 +151,10 @@ MEANING: Final = {
     "keepalive": "a model stays awake until --max-loaded others are asked for",
 }  # fmt: skip
 
-# What is accepted with one warning, and `--no-` before it: name -> why. Of some only these values ask for nothing.
+# Flags that are accepted with a warning, also after `--no-`: name -> reason. For the names in
+# VALUES only the listed values have no effect.
 NO_EFFECT: Final[Mapping[str, str]] = FLAGS | {
-    name: entry if isinstance(entry, str) else entry.why
+    name: entry if isinstance(entry, str) else entry.reason
     for name, entry in ENGINE.items()
     if name not in MEANING and (isinstance(entry, str) or entry.harmless)
 }
@@ -172,19 +174,21 @@ def is_switch(name: str) -> bool:
     return name in SWITCHES or name.startswith(("enable_", "disable_", "skip_", "use_", "guided_decoding_disable_"))
 
 
-def meant(name: str, known: Collection[str]) -> str:
-    """What a field or an argument is here that is not known: what another engine means by it, or the nearest name."""
+def suggest_name(name: str, known_names: Collection[str]) -> str:
+    """Explain an unknown field or argument: its equivalent if another engine has it, or a similar
+    name.
+    """
     meaning = MEANING.get(name)
     if meaning is not None and not meaning.startswith("--"):
         return meaning
-    own = None if meaning is None else meaning.removeprefix("--").replace("-", "_")
-    if own in known:
-        return f"here it is {own!r}"
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else ""
+    option = None if meaning is None else meaning.removeprefix("--").replace("-", "_")
+    if option in known_names:
+        return f"here it is {option!r}"
+    similar = difflib.get_close_matches(name, known_names, n=1)
+    return f"did you mean {similar[0]!r}?" if similar else ""
 
 
-# Commands of others -> what does the same here.
+# command of another engine -> its equivalent
 COMMANDS: Final = {
     "cli": "chat", "complete": "generate", "completion": "generate", "api-server": "serve",
     "server": "serve", "start": "serve", "benchmark": "bench",

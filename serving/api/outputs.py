@@ -1,18 +1,19 @@
-"""What a caller gets back: the texts, tokens and log-probabilities of one request, and its times."""
+"""Results of a request: texts, tokens, log-probabilities and timestamps."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
-# The `stop_reason` of an answer that ends with "error" because the request itself bans every token that may come next.
+# `stop_reason` of an answer that ends with "error" because the request bans every possible next
+# token.
 NO_TOKEN_ALLOWED = "no token is allowed next"
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "timeout", "error")
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """One candidate at one position; `rank` 1 is the most likely token."""
+    """A candidate at a position; `rank` 1 is the likeliest token."""
 
     logprob: float
     rank: int | None = None
@@ -20,9 +21,10 @@ class Logprob:
 
 
 class FlatLogprobs(Sequence[Mapping[int, Logprob]]):
-    """Log-probabilities by position, as in a list of dicts, and held in a few long lists.
+    """Log-probabilities by position, like a list of dicts but stored in a few long lists.
 
-    The candidates at position i are those from `start_indices[i]` to `end_indices[i]` of the other lists.
+    The candidates at position i are those from `start_indices[i]` to `end_indices[i]` of the other
+    lists.
     """
 
     def __init__(self, positions: Iterable[Mapping[int, Logprob] | None] = ()):
@@ -36,13 +38,13 @@ class FlatLogprobs(Sequence[Mapping[int, Logprob]]):
             self.append(position)
 
     def append(self, candidates: Mapping[int, Logprob] | None) -> None:
-        """One more position; None where nothing precedes it."""
+        """Append a position; None if nothing precedes it."""
         self.append_candidates(
             (token, entry.logprob, entry.rank, entry.decoded_token) for token, entry in (candidates or {}).items()
         )
 
     def append_candidates(self, candidates: Iterable[tuple[int, float, int | None, str | None]]) -> None:
-        """One more position, of which each candidate is (token, log-probability, rank, text)."""
+        """Append a position, each candidate of which is (token, log-probability, rank, text)."""
         self.start_indices.append(len(self.token_ids))
         for token, logprob, rank, text in candidates:
             self.token_ids.append(token)
@@ -54,12 +56,12 @@ class FlatLogprobs(Sequence[Mapping[int, Logprob]]):
     def __len__(self) -> int:
         return len(self.start_indices)
 
-    def __getitem__(self, at) -> Any:  # a dict, or the same for a slice
-        if isinstance(at, slice):
-            return FlatLogprobs(self[index] for index in range(*at.indices(len(self))))
+    def __getitem__(self, index) -> Any:  # a dict, or a FlatLogprobs for a slice
+        if isinstance(index, slice):
+            return FlatLogprobs(self[i] for i in range(*index.indices(len(self))))
         return {
             self.token_ids[i]: Logprob(self.logprobs[i], self.ranks[i], self.decoded_tokens[i])
-            for i in range(self.start_indices[at], self.end_indices[at])
+            for i in range(self.start_indices[index], self.end_indices[index])
         }
 
     def __eq__(self, other: object) -> bool:
@@ -68,25 +70,25 @@ class FlatLogprobs(Sequence[Mapping[int, Logprob]]):
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One of the `n` answers to a request; `finish_reason` is None while it is still being written."""
+    """One of the `n` completions of a request; `finish_reason` is None until it ends."""
 
     index: int
     text: str
     token_ids: Sequence[int]
     cumulative_logprob: float | None = None
-    logprobs: Sequence[Mapping[int, Logprob]] | None = None  # by position: the chosen token and the likeliest
+    logprobs: Sequence[Mapping[int, Logprob]] | None = None  # by position: chosen, then likeliest
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop token or stop string that ended it; None for the model's own end
-    lora_request = None  # no field: vLLM's name for what there is not
+    stop_reason: int | str | None = None  # stop token or stop string that ended it; None for EOS
+    lora_request = None  # class attribute: vLLM's name for a feature that does not exist here
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
 
-@dataclass(slots=True)  # hundreds are made a step, and a frozen one takes four times as long
-class Fresh:
-    """What one answer got since the last look at it."""
+@dataclass(slots=True)  # hundreds are created per step, and a frozen one takes four times as long
+class CompletionDelta:
+    """The update of one completion since the last read."""
 
     index: int
     text: str
@@ -94,19 +96,19 @@ class Fresh:
     logprobs: Sequence[Mapping[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    drafted: Sequence[int] = ()  # places in `token_ids` of those that were drafted
+    drafted: Sequence[int] = ()  # indices in `token_ids` of accepted draft tokens
 
 
-class Delta(NamedTuple):
-    """What a request got since the last look at it: the answers that got something."""
+class RequestDelta(NamedTuple):
+    """The update of a request since the last read: the completions that changed."""
 
-    parts: Sequence[Fresh]
+    completions: Sequence[CompletionDelta]
     finished: bool
 
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of `time.monotonic()`, and how many there were."""
+    """Timestamps of a request in seconds of `time.monotonic()`, and counts."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -114,12 +116,12 @@ class RequestMetrics:
     last_token_time: float | None = None
     num_preemptions: int = 0
     num_generation_tokens: int = 0
-    num_draft_tokens: int = 0  # that were verified
-    num_accepted_tokens: int = 0  # of these, tokens of the answer
+    num_draft_tokens: int = 0  # verified draft tokens
+    num_accepted_tokens: int = 0  # draft tokens that became part of the answer
 
     @property
     def first_token_latency(self) -> float | None:
-        """vLLM's name of `time_to_first_token`."""
+        """vLLM's name for `time_to_first_token`."""
         return self.time_to_first_token
 
     @property
@@ -133,30 +135,30 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A request's prompt and its answers so far; the last one of a stream has `finished` set."""
+    """A request's prompt and its completions so far; a stream's last one has `finished` set."""
 
     request_id: str
-    prompt: str | None  # None where the prompt came as token ids
+    prompt: str | None  # None if the prompt was given as token ids
     prompt_token_ids: Sequence[int]
     outputs: Sequence[CompletionOutput]
     finished: bool = True
-    prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None = None  # the first is None: nothing precedes it
+    prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None = None  # the first is None
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
-    pooled: Sequence[float] | None = None  # of an embedding request: the hidden state, not normalised
-    # No fields: vLLM's names for what there is not.
+    pooled: Sequence[float] | None = None  # hidden state of an embedding request, not normalised
+    # Class attributes: vLLM's names for features that do not exist here.
     encoder_prompt = encoder_prompt_token_ids = lora_request = kv_transfer_params = None
 
 
 @dataclass(frozen=True)
 class EmbeddingOutput:
-    """A text as a point: a vector of length 1."""
+    """The embedding of a text; its length is 1 unless the model's is not normalised."""
 
     embedding: Sequence[float]
 
     @property
     def data(self) -> Sequence[float]:
-        """What `encode` is asked for, under its own name."""
+        """The embedding, under the name that `LLM.encode` has for it."""
         return self.embedding
 
     @property
@@ -177,7 +179,7 @@ class EmbeddingRequestOutput:
 
 @dataclass(frozen=True)
 class ClassificationOutput:
-    """The probability of each class."""
+    """Probabilities of the classes."""
 
     probs: Sequence[float]
 
@@ -188,7 +190,7 @@ class ClassificationOutput:
 
 @dataclass(frozen=True)
 class ClassificationRequestOutput:
-    """The classes of one prompt."""
+    """Class probabilities of one prompt."""
 
     request_id: str
     outputs: ClassificationOutput
@@ -199,14 +201,14 @@ class ClassificationRequestOutput:
 
 @dataclass(frozen=True)
 class PoolingOutput:
-    """What a model's head says of a text, as it is: a reward is its one number."""
+    """Raw values of a model's head for a text; a reward is a single value."""
 
     data: Sequence[float]
 
 
 @dataclass(frozen=True)
 class PoolingRequestOutput:
-    """What the head says of one prompt."""
+    """Values of the head for one prompt."""
 
     request_id: str
     outputs: PoolingOutput
@@ -217,7 +219,7 @@ class PoolingRequestOutput:
 
 @dataclass(frozen=True)
 class ScoringOutput:
-    """What a model says of two texts: a mean log-probability, a probability or a cosine, see `LLM.score`."""
+    """Score of two texts: a mean log-probability, a probability or a cosine; see `LLM.score`."""
 
     score: float
 

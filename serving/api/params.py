@@ -1,9 +1,11 @@
-"""What a caller asks for, checked completely before it is queued: the sampling parameters of a request, and its terms.
+"""Parameters of requests, checked completely before a request is queued: sampling and service
+options.
 
-A parameter is declared here and nowhere else. Its line says its default, what it may be, which HTTP endpoints take it
-under its own name, what it does, whether commands have its flag and, where the rows of a step carry it, what padding
-rows have; the endpoints' fields, their JSON schemas, docs/api.md, the flags, what `help()` says and the arrays of a
-batch follow from it. `x` is the array `x_R` of `ops.sampling.SamplingInputs`, where it is put to use.
+Each parameter is declared only here: its default, its rule, the HTTP endpoints that take it under
+its own name, its help text, whether commands have its flag and, if the rows of a step carry it, its
+value in padding rows. The endpoints' fields, their JSON schemas, docs/api.md, the flags, `help()`
+and the arrays of a batch follow from the declaration. Parameter `x` becomes the array `x_R` of
+`ops.sampling.SamplingInputs`, where it is used.
 """
 
 import functools
@@ -16,9 +18,9 @@ from typing import Any, NoReturn, TypeVar
 from . import vllm_names
 from .errors import RequestError
 from .options import SAMPLING as PANEL
-from .options import described
-from .other_engines import meant
-from .structured import StructuredOutputsParams, checked_structure
+from .options import describe_option
+from .other_engines import suggest_name
+from .structured import StructuredOutputsParams, check_structure
 from .validation import (
     FLAG,
     INT32_MAX,
@@ -47,20 +49,20 @@ MAX_WANTED = 128
 MAX_STOP_TOKENS = 256
 MAX_BIASES = 1024
 MAX_ALLOWED = 1 << 20  # token ids
-# What a model may bring defaults of, in its generation_config.json.
-OF_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+# parameters whose defaults a model's generation_config.json may set
+MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 OPENAI = ("chat", "completions", "responses")
 EVERYWHERE = (*OPENAI, "messages")
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """What is declared of a parameter beside its name, type and default."""
+    """The declaration of a parameter, besides its name, type and default."""
 
     rule: Rule
     optional: bool  # None is allowed
-    endpoints: tuple[str, ...]  # that take it under its own name
-    padding: float | int | None  # what padding rows have; None: rows do not carry it
+    endpoints: tuple[str, ...]  # endpoints that take it under its own name
+    padding: float | int | None  # value in padding rows; None if rows do not carry it
 
 
 def declared(
@@ -73,34 +75,36 @@ def declared(
     metavar: str | None = None,
     flag: bool = False,
 ) -> Any:
-    """A field with its declaration; it is optional also where its default is None. With `flag` commands have its flag.
+    """Declare a field. It is optional if its default is None. With `flag`, commands have its flag.
 
-    A whole number with a metavar may be written there as 32K.
+    An integer with a metavar may be written there as 32K.
     """
     declaration = Declaration(rule, optional or default is None, endpoints, padding)
-    about = {"declaration": declaration, "help": help, "metavar": metavar}
-    return field(default=default, metadata=about | ({"panel": PANEL} if flag else {}))
+    metadata = {"declaration": declaration, "help": help, "metavar": metavar}
+    return field(default=default, metadata=metadata | ({"panel": PANEL} if flag else {}))
 
 
 def documented(cls: type[T]) -> type[T]:
-    """A class whose docstring says what each field does."""
-    cls.__doc__ = "\n".join([cls.__doc__ or "", "", *map(described, fields(cls))])  # type: ignore[arg-type]
+    """Append what each field does to the docstring of a class."""
+    cls.__doc__ = "\n".join([cls.__doc__ or "", "", *map(describe_option, fields(cls))])  # type: ignore[arg-type]
     return cls
 
 
 @functools.cache
 def declarations(of: type) -> dict[str, Declaration]:
-    return {each.name: each.metadata["declaration"] for each in fields(of) if "declaration" in each.metadata}
+    return {option.name: option.metadata["declaration"] for option in fields(of) if "declaration" in option.metadata}
 
 
-def check_fields(given: Any) -> None:
-    """Check each field, and store its normalised form while the object is being made."""
-    for name, declaration in declarations(type(given)).items():
-        value = getattr(given, name)
+def check_fields(params: Any) -> None:
+    """Check each field and store its normalised value, during the construction of a frozen
+    object.
+    """
+    for name, declaration in declarations(type(params)).items():
+        value = getattr(params, name)
         if value is not None or not declaration.optional:
-            kept = declaration.rule.check(name, value, " or null" if declaration.optional else "")
-            if kept is not value:
-                object.__setattr__(given, name, kept)
+            normalised = declaration.rule.check(name, value, " or null" if declaration.optional else "")
+            if normalised is not value:
+                object.__setattr__(params, name, normalised)
 
 
 def checked_salt(param: str, value: Any) -> str:
@@ -112,10 +116,10 @@ def checked_salt(param: str, value: Any) -> str:
 
 
 def checked_temperature(param: str, value: Any) -> float:
-    found = TEMPERATURE.check(param, value)
-    if 0 < found < 1e-6:  # float32 logits would overflow
+    temperature = TEMPERATURE.check(param, value)
+    if 0 < temperature < 1e-6:  # float32 logits would overflow
         raise RequestError(param, f"must be 0 (greedy) or from 1e-06 to 100, got {shown(value)}")
-    return found
+    return temperature
 
 
 def checked_top_k(param: str, value: Any) -> int:
@@ -130,40 +134,40 @@ def checked_seed(param: str, value: Any) -> int:
 
 def checked_biases(param: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping) or len(value) > MAX_BIASES:
-        got = f"{len(value)} entries" if isinstance(value, Mapping) else shown(value)
-        raise RequestError(param, f"must map at most {MAX_BIASES} token ids to numbers, got {got}")
-    # JSON has only string keys, so "50256" is a token id too; eleven digits are no int32.
+        received = f"{len(value)} entries" if isinstance(value, Mapping) else shown(value)
+        raise RequestError(param, f"must map at most {MAX_BIASES} token ids to numbers, got {received}")
+    # JSON has only string keys, so "50256" is accepted; eleven digits exceed int32
     texts = {key for key in value if isinstance(key, str)}
     if wrong := [key for key in texts if not (key.isascii() and key.isdigit() and len(key) < 11)]:
         raise RequestError(param, f"must have token ids as keys, got {shown(sorted(wrong))}")
-    found: dict[int, float] = {}
+    biases: dict[int, float] = {}
     for key, bias in value.items():
         token = integer(param, int(key) if key in texts else key, 0, INT32_MAX, " (each key is a token id)")
-        found[token] = number(f"{param}[{token}]", bias, *BIAS)
-    return found
+        biases[token] = number(f"{param}[{token}]", bias, *BIAS)
+    return biases
 
 
 def checked_allowed(param: str, value: Any) -> tuple[int, ...]:
-    found = token_ids(param, value, MAX_ALLOWED)
-    if not found:
+    tokens = token_ids(param, value, MAX_ALLOWED)
+    if not tokens:
         raise RequestError(param, "must hold at least one token id, or be null to allow all")
-    return found
+    return tokens
 
 
-def checked_count(param: str, value: Any, more: str = "") -> int:
-    return integer(param, value, -1, INT32_MAX, " (-1 is all)" + more)
+def checked_count(param: str, value: Any, hint: str = "") -> int:
+    return integer(param, value, -1, INT32_MAX, " (-1 is all)" + hint)
 
 
-def checked_prompt_count(param: str, value: Any, more: str = "") -> int:
-    return COUNT.check(param, 1 if value is True else value, more)
+def checked_prompt_count(param: str, value: Any, hint: str = "") -> int:
+    return COUNT.check(param, 1 if value is True else value, hint)
 
 
 class RequestOutputKind(Enum):
-    """What each result of a stream holds."""
+    """Contents of each result of a stream."""
 
     CUMULATIVE = 0  # everything so far
-    DELTA = 1  # what is new
-    FINAL_ONLY = 2  # everything, in the only result
+    DELTA = 1  # only updates since the previous result
+    FINAL_ONLY = 2  # everything, in a single result
 
 
 def checked_kind(param: str, value: Any) -> RequestOutputKind:
@@ -176,7 +180,7 @@ BIAS = -100, 100
 SEEDS = range(-(2**63), 2**63)
 TEMPERATURE = real(0, 100, " (0 is greedy)")
 TOP_K = whole(-1, remedy=" (0 or -1 is off)")
-COUNT = Rule(checked_count, whole(-1).schema)  # the engine's `max_logprobs` bounds it
+COUNT = Rule(checked_count, whole(-1).schema)  # the engine's `max_logprobs` is the limit
 PROMPT_COUNT = Rule(checked_prompt_count, COUNT.schema)
 WANTED = rule(lambda param, value: token_ids(param, value, MAX_WANTED), many(TOKEN, MAX_WANTED))
 PENALTY = real(-2, 2)
@@ -198,14 +202,16 @@ BIASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """How a request is served, whatever it asks for."""
+    """Options of how a request is served, independent of its content."""
 
-    cache_salt: str | None = declared(None, SALT)  # only requests with the same one share computed pages
-    share_key: str | None = declared(None, SALT, ())  # its tenant: each gets an equal share while others wait
-    priority: int = declared(0, whole(-1000, 1000))  # among a tenant's requests the lower goes first; waiting helps too
-    # Seconds from its arrival; then it ends with what it has.
+    # Only requests with the same salt share computed pages.
+    cache_salt: str | None = declared(None, SALT)
+    share_key: str | None = declared(None, SALT, ())  # the tenant; waiting tenants get equal shares
+    # Within a tenant lower values are served first; waiting helps too.
+    priority: int = declared(0, whole(-1000, 1000))
+    # Seconds after arrival at which the request ends with its tokens so far.
     timeout: float | None = declared(None, real(0, 7 * 24 * 3600.0, " (seconds)", open_low=True))
-    adapter: Any = None  # an `Adapter` that was read: what is added to the weights
+    adapter: Any = None  # a loaded `Adapter` that is added to the weights
 
     def __post_init__(self):
         check_fields(self)
@@ -214,15 +220,17 @@ class Terms:
 PLAIN = Terms()
 
 
-def refuse(name: str, value: Any, why: str) -> NoReturn:
-    raise RequestError(name, f"has no place here, got {shown(value)}: {why}")
+def refuse(name: str, value: Any, reason: str) -> NoReturn:
+    raise RequestError(name, f"has no place here, got {shown(value)}: {reason}")
 
 
-@takes_vllm_names(vllm_names.SAMPLING, refuse, meant)
+@takes_vllm_names(vllm_names.SAMPLING, refuse, suggest_name)
 @documented
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose the tokens of a request and when to stop; every field is checked when it is made."""
+    """How to sample the tokens of a request and when to stop; every field is checked at
+    construction.
+    """
 
     n: int = declared(1, whole(1, MAX_CHOICES), ("chat", "completions"), help="Answers to the prompt.")
     presence_penalty: float = declared(
@@ -231,7 +239,7 @@ class SamplingParams:
     frequency_penalty: float = declared(
         0.0, PENALTY, padding=0.0, help="Subtracted from it for every time that the token was generated.", flag=True
     )
-    # Beyond these bounds float32 logits overflow, and the answer would be NaN rather than extreme.
+    # Beyond these bounds float32 logits overflow, so the result would be NaN rather than extreme.
     repetition_penalty: float = declared(
         1.0, real(0.01, 100, " (1 is off)"), padding=1.0, help="Above 1: tokens already seen become less likely.",
         flag=True,
@@ -244,7 +252,7 @@ class SamplingParams:
         1.0, real(0, 1, " (1 is off)", open_low=True), padding=1.0,
         help="Sample from the likeliest tokens that together have this probability.", flag=True,
     )  # fmt: skip
-    top_k: int = declared(  # -1 is read as 0
+    top_k: int = declared(  # -1 is stored as 0
         0, rule(checked_top_k, TOP_K.schema), padding=0, help="Sample from this many of the likeliest tokens.",
         flag=True,
     )  # fmt: skip
@@ -256,7 +264,8 @@ class SamplingParams:
         None, rule(checked_seed, whole(SEEDS[0], SEEDS[-1]).schema), help="The same seed gives the same tokens.",
         flag=True,
     )  # fmt: skip
-    # One string or several, stored as a tuple; so are the other lists, and None is empty.
+    # A string or several, stored as a tuple. The other lists are tuples too; None is stored as
+    # empty.
     stop: Sequence[str] = declared(
         (), TEXT_OR_TEXTS, OPENAI, help="Stop before this text; may be given several times.", flag=True
     )
@@ -275,7 +284,7 @@ class SamplingParams:
     prompt_logprobs: int | None = declared(
         None, PROMPT_COUNT, ("chat", "completions"), help="The same for the prompt's tokens; True is 1."
     )
-    _: KW_ONLY  # so far the order is vLLM's
+    _: KW_ONLY  # the order above is vLLM's
     logprob_token_ids: Sequence[int] | None = declared(
         None, WANTED, ("chat", "completions"),
         help="Give log-probabilities of each token and of these token ids, in place of the likeliest.",
@@ -297,8 +306,9 @@ class SamplingParams:
         None, rule(checked_allowed, many(TOKEN, MAX_ALLOWED, 1)), help="No other tokens are drawn."
     )
     bad_words: Sequence[str] = declared((), TEXTS, help="Texts that the answer does not have.")
-    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = declared(  # kept as a dict
-        None, rule(lambda param, value: checked_structure(value), {"type": "object"}),
+    # Stored as a dict.
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = declared(
+        None, rule(lambda param, value: check_structure(value), {"type": "object"}),
         help="The form of the answer: `StructuredOutputsParams`, or a dict with its fields.",
     )  # fmt: skip
     best_of: int | None = declared(
@@ -317,30 +327,30 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """How many are written."""
+        """Number of generated sequences."""
         return self.best_of or self.n
 
     @property
     def gives_logprobs(self) -> bool:
-        """Whether the answer has log-probabilities."""
+        """Whether the completions have log-probabilities."""
         return self.logprobs is not None or bool(self.logprob_token_ids)
 
     @property
     def scored(self) -> bool:
-        """Whether the log-probabilities of the tokens drawn are wanted."""
+        """Whether log-probabilities of the sampled tokens are computed."""
         return self.gives_logprobs or self.num_sequences > self.n
 
     def clone(self) -> "SamplingParams":
-        """The same again. Parameters do not change: `dataclasses.replace` makes others of them."""
+        """Return a copy. Parameters are immutable: `dataclasses.replace` makes changed ones."""
         return replace(self)
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> "SamplingParams":
-        """The parameters in a mapping, as JSON gives them; a name that is not a field is refused."""
-        if not isinstance(given, Mapping):
-            raise RequestError("sampling_params", f"must map field names to values, got {shown(given)}")
-        refuse_unknown(given, list(declarations(cls)))
-        return cls(**given)
+    def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
+        """Make parameters from a mapping of field names to JSON values; unknown names raise."""
+        if not isinstance(values, Mapping):
+            raise RequestError("sampling_params", f"must map field names to values, got {shown(values)}")
+        refuse_unknown(values, list(declarations(cls)))
+        return cls(**values)
 
 
 SAMPLING = declarations(SamplingParams)

@@ -1,11 +1,11 @@
-"""Prompts as callers give them."""
+"""Types of prompts that callers may pass."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
 
 class PromptTerms(TypedDict):
-    """How a prompt is served: the fields of `Terms`."""
+    """Service options of a prompt: the fields of `Terms`."""
 
     cache_salt: NotRequired[str]
     share_key: NotRequired[str]
@@ -20,7 +20,7 @@ class TextPrompt(PromptTerms):
 
 
 class TokensPrompt(PromptTerms):
-    """A prompt as token ids; its text, if there is one, comes back in the result."""
+    """A prompt as token ids; its text, if given, is copied to the result."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str | None]

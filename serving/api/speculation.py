@@ -1,4 +1,4 @@
-"""How tokens are to be drafted: `speculative_config`, with vLLM's names."""
+"""The `speculative_config` of an engine, with vLLM's names."""
 
 import ast
 from collections.abc import Mapping
@@ -10,42 +10,48 @@ from ...model.config import ModelError
 from .validation import shown
 
 METHODS = ("ngram", "suffix", "draft_model", "self", "medusa", "eagle", "eagle3", "mtp")
-HEADS = ("medusa", "eagle", "eagle3", "mtp")  # on the model's hidden states
-IN_STEP = ("draft_model", "self", *HEADS)  # those that draft on the device
-OF_A_FOLDER = ("draft_model", "medusa", "eagle", "eagle3")
-CHAIN = 4  # drafts, where nothing is said
-LIKELIEST = 32  # tokens of a place that a tree can ask for
+HEADS = ("medusa", "eagle", "eagle3", "mtp")  # draft from the model's hidden states
+IN_STEP = ("draft_model", "self", *HEADS)  # methods that draft on the device, within the step
+FOLDER_METHODS = ("draft_model", "medusa", "eagle", "eagle3")  # need a folder of their own
+DEFAULT_DRAFT_TOKENS = 4
+MAX_RANK = 32  # ranks of a position that a tree can ask for
 
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Who drafts, and how many tokens at most."""
+    """How tokens are drafted, and how many at most."""
 
     method: str
-    num_speculative_tokens: int = None  # type: ignore[assignment] - CHAIN, or as many as the tree has nodes
+    num_speculative_tokens: int = None  # type: ignore[assignment] - or as many as the tree has nodes
     model: str | None = None  # draft_model and heads: a folder or Hugging Face id
     revision: str | None = None
-    quantization: str | None = None  # draft_model, self: what its weights are rounded to
-    num_layers: int | None = None  # self: it is the first layers of the model
-    prompt_lookup_min: int = 2  # ngram: tokens that must occur again
+    # draft_model, self: the format to which its weights are rounded.
+    quantization: str | None = None
+    num_layers: int | None = None  # self: the number of the model's first layers that draft
+    prompt_lookup_min: int = 2  # ngram: minimum number of tokens that must occur again
     prompt_lookup_max: int = 5
-    suffix_max_texts: int = 1000  # suffix: answers that are remembered
-    speculative_token_tree: Any = None  # heads: the drafts, each by its parents' ranks among their siblings and its own
-    adapts: bool = True  # fewer drafts, or none, where they do not pay
+    suffix_max_texts: int = 1000  # suffix: number of remembered answers
+    speculative_token_tree: Any = None  # heads: each draft as a path of ranks from the root
+    adapts: bool = True  # draft fewer tokens, or none, where drafting does not pay
 
     @property
     def in_step(self) -> bool:
-        """The step itself drafts."""
+        """Whether the step itself drafts."""
         return self.method in IN_STEP
 
     @property
     def follows(self) -> bool:
-        """It has keys and values of its own, and must compute the text before it can go on with it."""
+        """Whether drafts come from a model with its own KV cache, which must compute the text
+        first.
+        """
         return self.method == "draft_model"
 
     @property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """From the root of the tree to each of its leaves, by ranks: 0 is the likeliest. The first has only these."""
+        """The branches of the tree as ranks from the root to a leaf; 0 is the likeliest token.
+
+        The first branch consists of likeliest tokens only.
+        """
         tree = self.speculative_token_tree
         if tree is None:
             return ((0,) * self.num_speculative_tokens,)
@@ -54,12 +60,14 @@ class SpeculativeConfig:
 
     @property
     def depth(self) -> int:
-        """Drafts one after the other, at most."""
+        """Maximum number of consecutive draft tokens."""
         return max(map(len, self.paths))
 
     @property
     def num_rows(self) -> int:
-        """Of a sequence in a step: the drafts of each path, and the token before them."""
+        """Tokens of a sequence in a step: the drafts of each branch, each with the token before
+        them.
+        """
         return sum(1 + len(path) for path in self.paths)
 
     def __post_init__(self):
@@ -67,13 +75,13 @@ class SpeculativeConfig:
             raise ModelError(
                 f"speculative_config.method is {shown(self.method)}; it must be one of {', '.join(METHODS)}"
             )
-        if (given := self.speculative_token_tree) is not None:
+        if (requested_tree := self.speculative_token_tree) is not None:
             if self.method not in HEADS:
                 raise ModelError(
                     f"speculative_config.speculative_token_tree is given with the method {self.method}, which has one "
                     f"draft for a place; the methods {', '.join(HEADS)} have trees"
                 )
-            tree = tree_of(given)
+            tree = parse_token_tree(requested_tree)
             object.__setattr__(self, "speculative_token_tree", tree)
             if self.num_speculative_tokens not in (None, len(tree)):
                 raise ModelError(
@@ -82,13 +90,13 @@ class SpeculativeConfig:
                     "leave it out"
                 )
         if self.num_speculative_tokens is None:
-            count = CHAIN if given is None else len(self.speculative_token_tree)
+            count = DEFAULT_DRAFT_TOKENS if requested_tree is None else len(self.speculative_token_tree)
             object.__setattr__(self, "num_speculative_tokens", count)
-        for name, low in {"num_speculative_tokens": 1, "prompt_lookup_min": 1, "suffix_max_texts": 0}.items():
+        for name, minimum in {"num_speculative_tokens": 1, "prompt_lookup_min": 1, "suffix_max_texts": 0}.items():
             value = getattr(self, name)
-            if type(value) is not int or value < low:
+            if type(value) is not int or value < minimum:
                 raise ModelError(
-                    f"speculative_config.{name} is {shown(value)}; it must be an integer of at least {low}"
+                    f"speculative_config.{name} is {shown(value)}; it must be an integer of at least {minimum}"
                 )
         longest = self.prompt_lookup_max
         if type(longest) is not int or longest < self.prompt_lookup_min:
@@ -100,10 +108,11 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ModelError(f"speculative_config.{name} is {shown(value)}; it must be a string")
-        if (self.model is None) == (self.method in OF_A_FOLDER):
-            why = "is missing" if self.model is None else f"is {shown(self.model)}"
+        if (self.model is None) == (self.method in FOLDER_METHODS):
+            fault = "is missing" if self.model is None else f"is {shown(self.model)}"
             raise ModelError(
-                f"speculative_config.model {why}; it goes with the methods {', '.join(OF_A_FOLDER)}, and only with them"
+                f"speculative_config.model {fault}; it goes with the methods {', '.join(FOLDER_METHODS)}, and only "
+                "with them"
             )
         if self.quantization is not None and self.method not in ("draft_model", "self"):
             raise ModelError(
@@ -125,44 +134,46 @@ class SpeculativeConfig:
             raise ModelError(f"speculative_config.adapts is {shown(self.adapts)}; it must be true or false")
 
 
-def tree_of(given: Any) -> tuple[tuple[int, ...], ...]:
-    """The nodes of a `speculative_token_tree`: (i, j) is token j by likelihood after the first token i."""
+def parse_token_tree(tree: Any) -> tuple[tuple[int, ...], ...]:
+    """Parse a `speculative_token_tree`, whose node (i, j) is the token of rank j after the one of
+    rank i.
+    """
     name = "speculative_config.speculative_token_tree"
     nodes: list[Any] = []
     with suppress(MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
-        nodes = [tuple(node) for node in (ast.literal_eval(given) if isinstance(given, str) else given)]
+        nodes = [tuple(node) for node in (ast.literal_eval(tree) if isinstance(tree, str) else tree)]
     if not nodes or not all(node and all(type(rank) is int and rank >= 0 for rank in node) for node in nodes):
         raise ModelError(
-            f'{name} is {shown(given)}; it must be a list of tuples of ranks such as "[(0,), (1,), (0, 0), (0, 1)]", '
+            f'{name} is {shown(tree)}; it must be a list of tuples of ranks such as "[(0,), (1,), (0, 0), (0, 1)]", '
             "in which (0, 1) is the second likeliest token after the likeliest first one"
         )
-    known = set(nodes)
+    node_set = set(nodes)
     for node in nodes:
         if nodes.count(node) > 1:
             raise ModelError(f"{name} has the node {node} twice")
-        if len(node) > 1 and node[:-1] not in known:
+        if len(node) > 1 and node[:-1] not in node_set:
             raise ModelError(f"{name} has the node {node} without its parent {node[:-1]}; add that")
-        if max(node) >= LIKELIEST:
-            raise ModelError(f"{name} has the node {node}; ranks go from 0 to {LIKELIEST - 1}")
+        if max(node) >= MAX_RANK:
+            raise ModelError(f"{name} has the node {node}; ranks go from 0 to {MAX_RANK - 1}")
         likelier = (*node[:-1], node[-1] - 1)
-        if node[-1] and likelier not in known:
+        if node[-1] and likelier not in node_set:
             raise ModelError(f"{name} has the node {node} without the likelier {likelier}; add that")
     return tuple(nodes)
 
 
-def speculation_of(given: Mapping[str, Any] | None) -> SpeculativeConfig | None:
-    """A checked `speculative_config`; None where there is none."""
-    if given is None:
+def parse_speculative_config(config: Mapping[str, Any] | None) -> SpeculativeConfig | None:
+    """Parse and check a `speculative_config`; None if there is none."""
+    if config is None:
         return None
-    if not isinstance(given, Mapping):
+    if not isinstance(config, Mapping):
         raise ModelError(
-            f"speculative_config is {shown(given)}; it must be an object such as "
+            f"speculative_config is {shown(config)}; it must be an object such as "
             '{"method": "ngram", "num_speculative_tokens": 4}'
         )
-    known = [field.name for field in fields(SpeculativeConfig)]
-    for name in given:
-        if name not in known:
-            raise ModelError(f"speculative_config.{name} is not known; the fields are {', '.join(known)}")
-    if "method" not in given:
+    known_names = [field.name for field in fields(SpeculativeConfig)]
+    for name in config:
+        if name not in known_names:
+            raise ModelError(f"speculative_config.{name} is not known; the fields are {', '.join(known_names)}")
+    if "method" not in config:
         raise ModelError(f"speculative_config.method is missing; it must be one of {', '.join(METHODS)}")
-    return SpeculativeConfig(**given)
+    return SpeculativeConfig(**config)

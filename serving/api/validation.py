@@ -1,4 +1,4 @@
-"""What a value from a caller may be, and the one line that refuses another."""
+"""Checks of values from callers, each of which raises a one-line error."""
 
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -7,54 +7,57 @@ from numbers import Integral, Real
 from typing import Any
 
 from .errors import RequestError
-from .other_engines import meant
+from .other_engines import suggest_name
 
 MAX_STRINGS = 64  # stop strings, bad words
 MAX_STRING_LENGTH = 1024
-INT32_MAX = 2**31 - 1  # token ids and counts travel to the device as int32
+INT32_MAX = 2**31 - 1  # token ids and counts are int32 on the device
 Schema = dict[str, Any]  # JSON Schema
 
 
 def shown(value: object) -> str:
-    """A value as an error quotes it: on one line, and short, whatever the client sent."""
+    """Format a value for an error message: on one line and short, whatever a client sent."""
     try:
         text = ascii(value)
-    except ValueError:  # an integer of more digits than Python prints
+    except ValueError:  # an integer with more digits than Python prints
         text = "a huge number"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def refuse_unknown(given: Iterable[object], known: Sequence[str], prefix: str = "") -> None:
-    """Raise for the first name in `given` that is not one of `known`, with the nearest known one."""
-    for name in given:
-        if name not in known:
-            hint = meant(str(name), known) or f"the known fields are {', '.join(sorted(known))}"
-            plain = isinstance(name, str) and name.isascii() and name.isprintable() and len(name) <= 64
-            raise RequestError(prefix + (str(name) if plain else shown(name)), f"unknown field; {hint}")
+def refuse_unknown(names: Iterable[object], known_names: Sequence[str], prefix: str = "") -> None:
+    """Raise for the first of `names` that is unknown, with the most similar known name."""
+    for name in names:
+        if name not in known_names:
+            hint = suggest_name(str(name), known_names) or f"the known fields are {', '.join(sorted(known_names))}"
+            is_printable = isinstance(name, str) and name.isascii() and name.isprintable() and len(name) <= 64
+            raise RequestError(prefix + (str(name) if is_printable else shown(name)), f"unknown field; {hint}")
 
 
 def integer(param: str, value: Any, low: int, high: int, remedy: str = "") -> int:
-    """`value` as an int from `low` to `high`; a bool is not a number here."""
-    if type(value) is int and low <= value <= high:  # most are, and prompts have many
+    """Return `value` as an int from `low` to `high`; a bool is refused."""
+    if type(value) is int and low <= value <= high:  # fast path: prompts have many token ids
         return value
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
-        wanted = f"an integer of {low} or more" if high >= INT32_MAX else f"an integer from {low} to {high}"
-        raise RequestError(param, f"must be {wanted}{remedy}, got {shown(value)}")
+        expected = f"an integer of {low} or more" if high >= INT32_MAX else f"an integer from {low} to {high}"
+        raise RequestError(param, f"must be {expected}{remedy}, got {shown(value)}")
     return int(value)
 
 
 def parse_digits(text: str) -> int | str:
-    """The integer that a text writes in ASCII digits; any other text as it is, for `integer` to refuse."""
+    """Return the integer that ASCII digits denote; another text unchanged, for `integer` to
+    refuse.
+    """
     digits = text.removeprefix("-")
     return int(text) if digits.isascii() and digits.isdigit() and len(digits) < 19 else text
 
 
 def number(param: str, value: Any, low: float, high: float, remedy: str = "", open_low: bool = False) -> float:
-    """`value` as a finite float from `low` (exclusive if `open_low`) to `high`."""
-    real = isinstance(value, Real) and not isinstance(value, bool)
-    if not real or not value <= high or value < low or (open_low and value == low):  # NaN is not <= anything
-        above = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
-        raise RequestError(param, f"must be a number {above}{remedy}, got {shown(value)}")
+    """Return `value` as a finite float from `low` (exclusive if `open_low`) to `high`."""
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    # Comparisons with NaN are false.
+    if not is_real or not value <= high or value < low or (open_low and value == low):
+        allowed = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
+        raise RequestError(param, f"must be a number {allowed}{remedy}, got {shown(value)}")
     return float(value)
 
 
@@ -64,20 +67,22 @@ def boolean(param: str, value: object) -> bool:
     return value
 
 
-def items(param: str, value: Any, most: int) -> tuple:
-    """`value` as a tuple of at most `most` items: any sequence, set or array, but no string."""
+def items(param: str, value: Any, max_items: int) -> tuple:
+    """Return `value` as a tuple of at most `max_items`: any sequence, set or array except a
+    string.
+    """
     if isinstance(value, str | bytes | bytearray) or not (
         isinstance(value, Sequence | AbstractSet) or hasattr(value, "tolist")
     ):
         raise RequestError(param, f"must be a list, got {shown(value)}")
-    found = tuple(value)
-    if len(found) > most:
-        raise RequestError(param, f"must hold at most {most} items, got {len(found)}")
-    return found
+    elements = tuple(value)
+    if len(elements) > max_items:
+        raise RequestError(param, f"must hold at most {max_items} items, got {len(elements)}")
+    return elements
 
 
 def unicode_text(param: str, value: object) -> str:
-    """`value` as text that UTF-8 can carry: JSON lets a lone surrogate through."""
+    """Return `value` if UTF-8 can encode it: JSON allows lone surrogates."""
     if not isinstance(value, str):
         raise RequestError(param, f"must be a string, got {shown(value)}")
     try:
@@ -88,57 +93,57 @@ def unicode_text(param: str, value: object) -> str:
 
 
 def strings(param: str, value: object) -> tuple[str, ...]:
-    found = items(param, value, MAX_STRINGS)
-    for i, text in enumerate(found):
+    texts = items(param, value, MAX_STRINGS)
+    for i, text in enumerate(texts):
         if not isinstance(text, str) or not 1 <= len(text) <= MAX_STRING_LENGTH:
             raise RequestError(
                 f"{param}[{i}]", f"must be a string of 1 to {MAX_STRING_LENGTH} characters, got {shown(text)}"
             )
         unicode_text(f"{param}[{i}]", text)
-    return found
+    return texts
 
 
-def token_ids(param: str, value: object, most: int) -> tuple[int, ...]:
+def token_ids(param: str, value: object, max_items: int) -> tuple[int, ...]:
     return tuple(
         integer(f"{param}[{i}]", token, 0, INT32_MAX, " (a token id)")
-        for i, token in enumerate(items(param, value, most))
+        for i, token in enumerate(items(param, value, max_items))
     )
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value may be, as a check and as a JSON schema."""
+    """The values that a field accepts, as a check and as a JSON schema."""
 
-    # (name of the field, value, what a refusal says more) -> the value as it is kept
+    # (field name, value, suffix for the error message) -> normalised value
     check: Callable[..., Any]
     schema: Schema
 
 
 def rule(check: Callable[[str, Any], Any], schema: Schema) -> Rule:
-    """Of a check whose refusals say all there is to say."""
-    return Rule(lambda param, value, more="": check(param, value), schema)
+    """Make a rule of a check that takes no suffix for its error message."""
+    return Rule(lambda param, value, hint="": check(param, value), schema)
 
 
 def whole(low: int, high: int = INT32_MAX, remedy: str = "") -> Rule:
-    def check(param: str, value: Any, more: str = "") -> int:
-        return integer(param, value, low, high, remedy + more)
+    def check(param: str, value: Any, hint: str = "") -> int:
+        return integer(param, value, low, high, remedy + hint)
 
     return Rule(check, {"type": "integer", "minimum": low, "maximum": high})
 
 
 def real(low: float, high: float, remedy: str = "", open_low: bool = False) -> Rule:
-    def check(param: str, value: Any, more: str = "") -> float:
-        return number(param, value, low, high, remedy + more, open_low)
+    def check(param: str, value: Any, hint: str = "") -> float:
+        return number(param, value, low, high, remedy + hint, open_low)
 
     return Rule(check, {"type": "number", "exclusiveMinimum" if open_low else "minimum": low, "maximum": high})
 
 
-def many(item: Schema, most: int, least: int = 0) -> Schema:
-    return {"type": "array", "items": item, "minItems": least, "maxItems": most}
+def many(item: Schema, max_items: int, min_items: int = 0) -> Schema:
+    return {"type": "array", "items": item, "minItems": min_items, "maxItems": max_items}
 
 
 def or_null(schema: Schema) -> Schema:
-    """What a field may be that may also be null."""
+    """Return the schema of a field that may also be null."""
     return {"anyOf": [schema, {"type": "null"}]} if schema else schema
 
 

@@ -1,4 +1,4 @@
-"""KV pages as files: they outlive the process, and an incomplete file counts as none."""
+"""KV pages in files, which outlive the process. Incomplete files are ignored."""
 
 import hashlib
 import logging
@@ -14,32 +14,35 @@ from ...ops.cache_folder import publish, remove_stale_parts
 
 log = logging.getLogger("quire")
 
-# Pages of version 1 may hold a last token whose keys and values were never written.
+# In version 1 the keys and values of a page's last token could be missing.
 PAGE_FORMAT = b"quire KV page 2\n"
-HEAD = struct.Struct("<16s32s32sII")  # magic, checksum, digest, cache group, tokens; tokens and the page's bytes follow
-Buffer = Any  # bytes, or an array that shows its own
-PAUSE = 60.0  # seconds without writing after the disk has refused
-STALE_PART = 600.0  # seconds after which a page that is still not complete belongs to no running process
+HEAD = struct.Struct(
+    "<16s32s32sII"
+)  # magic, checksum, digest, cache group, number of tokens; then the tokens and the page's bytes
+Buffer = Any  # bytes, or an array with the buffer protocol
+PAUSE = 60.0  # seconds without writing after a write has failed
+STALE_PART = 600.0  # seconds after which an incomplete file belongs to no running process
 
 
 class DiskCache:
-    """A folder of pages, each in a file named after what it holds; when it is full the least recently used go.
+    """A folder of pages in files named after their content, evicted in LRU order.
 
-    Files appear whole under their names or not at all, and are checked when they are read: a process that is killed
-    while it writes, or a disk that fails, costs a page and never a wrong token. Used from several threads.
+    Files appear under their names atomically and are verified when read: a process killed during a
+    write or a failing disk costs a page and never a wrong token. Thread-safe.
     """
 
     def __init__(self, folder: Path, capacity: int):
-        self.folder, self.capacity = folder, capacity
+        self.folder = folder
+        self.capacity = capacity
         self.lock = threading.Lock()
-        self.sizes: OrderedDict[str, int] = OrderedDict()  # by name, the least recently used first
+        self.sizes: OrderedDict[str, int] = OrderedDict()  # by name, least recently used first
         self.total = 0
         self.resumes = 0.0
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.scan()
 
     def scan(self) -> None:
-        """Count the pages that earlier processes wrote, and remove what they did not finish."""
+        """Count the pages of earlier processes, and remove incomplete files."""
         remove_stale_parts(self.folder, STALE_PART)
         files = []
         for entry in os.scandir(self.folder):
@@ -47,16 +50,17 @@ class DiskCache:
                 if entry.name.endswith(".page"):
                     files.append((entry.stat().st_mtime_ns, entry.name, entry.stat().st_size))
             except FileNotFoundError:
-                continue  # another process was faster
+                continue  # another process removed it
         for _, name, size in sorted(files):
-            self.sizes[name], self.total = size, self.total + size
+            self.sizes[name] = size
+            self.total = self.total + size
         self.trim()
 
     def __contains__(self, name: str) -> bool:
         return name in self.sizes
 
     def read(self, name: str, digest: bytes, group: int, tokens: bytes, nbytes: int) -> memoryview | None:
-        """The content of a page; None if the file is gone, damaged, or holds something else."""
+        """Read a page; None if the file is missing, damaged or for other tokens."""
         path = self.folder / name
         try:
             raw = path.read_bytes()
@@ -70,13 +74,13 @@ class DiskCache:
             if name in self.sizes:
                 self.sizes.move_to_end(name)
         body = memoryview(raw)[HEAD.size :]
-        if len(raw) < HEAD.size or raw[: HEAD.size] != head_of(*HEAD.unpack_from(raw)[2:], body):
+        if len(raw) < HEAD.size or raw[: HEAD.size] != page_header(*HEAD.unpack_from(raw)[2:], body):
             log.warning("the KV page %s is damaged; it is removed and computed again", path)
             self.discard(name)
             return None
-        own = (digest, group, len(tokens) // 4)
-        if HEAD.unpack_from(raw)[2:] != own or body[: len(tokens)] != tokens or len(body) != len(tokens) + nbytes:
-            return None  # its name is the same, and what it holds is not
+        key = (digest, group, len(tokens) // 4)
+        if HEAD.unpack_from(raw)[2:] != key or body[: len(tokens)] != tokens or len(body) != len(tokens) + nbytes:
+            return None  # another page has the same name
         return body[len(tokens) :]
 
     def write(self, name: str, digest: bytes, group: int, tokens: bytes, data: Buffer) -> bool:
@@ -86,9 +90,12 @@ class DiskCache:
         if time.monotonic() < self.resumes:
             return False
         body = tokens, memoryview(data).cast("B")
-        head = head_of(digest, group, len(tokens) // 4, *body)
+        head = page_header(digest, group, len(tokens) // 4, *body)
         try:
-            with publish(self.folder / name, durable=False) as part, open(part, "xb", opener=private) as file:
+            with (
+                publish(self.folder / name, durable=False) as temporary,
+                open(temporary, "xb", opener=open_private) as file,
+            ):
                 for piece in (head, *body):
                     file.write(piece)
         except OSError as error:
@@ -102,7 +109,7 @@ class DiskCache:
         return True
 
     def trim(self) -> None:
-        """Remove the least recently used files until the rest is within the capacity."""
+        """Remove the least recently used files until the total is within the capacity."""
         while True:
             with self.lock:
                 if self.total <= self.capacity:
@@ -118,7 +125,7 @@ class DiskCache:
         self.drop(name)
 
     def drop(self, name: str) -> None:
-        """The file is gone."""
+        """Remove a missing file from the index."""
         with self.lock:
             self.total -= self.sizes.pop(name, 0)
 
@@ -128,14 +135,14 @@ class DiskCache:
             self.discard(name)
 
 
-def head_of(digest: bytes, group: int, num_tokens: int, *body: Buffer) -> bytes:
-    """The head of a file, with a checksum over all that follows it."""
+def page_header(digest: bytes, group: int, num_tokens: int, *body: Buffer) -> bytes:
+    """Return the header of a file, with a checksum of everything after it."""
     check = hashlib.blake2b(digest_size=32, key=digest + struct.pack("<II", group, num_tokens))
     for piece in body:
         check.update(piece)
     return HEAD.pack(PAGE_FORMAT, check.digest(), digest, group, num_tokens)
 
 
-def private(path: str, flags: int) -> int:
-    """Prompts are private: no other user may read the file."""
+def open_private(path: str, flags: int) -> int:
+    """Open a file that no other user may read, because it contains parts of prompts."""
     return os.open(path, flags, 0o600)

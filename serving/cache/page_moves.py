@@ -1,4 +1,4 @@
-"""The page copies that must be made before the next step: within the device, and to and from the host."""
+"""Page copies to be made before the next step: on the device, and to and from the host."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,33 +8,41 @@ from .prefix_tree import HostCopy
 
 @dataclass
 class PageMoves:
-    """Made in this order: pages are offloaded, copied, then restored. Page numbers are those of a cache group."""
+    """Copies in order of execution: offloads, copies, restores. Pages count within a cache
+    group.
+    """
 
-    offloads: list[tuple[int, HostCopy]] = field(default_factory=list)  # (page, where to)
-    copies: list[tuple[int, int, int]] = field(default_factory=list)  # (group, from page, to page), one after another
-    restores: dict[tuple[int, int], HostCopy] = field(default_factory=dict)  # by (group, page): where from
+    offloads: list[tuple[int, HostCopy]] = field(default_factory=list)  # (page, target)
+    # (group, source page, target page), in order.
+    copies: list[tuple[int, int, int]] = field(default_factory=list)
+    # (group, page) -> source.
+    restores: dict[tuple[int, int], HostCopy] = field(default_factory=dict)
 
-    # Of snapshots, after all of these. Their numbers and those of slots are a replica's.
+    # Recurrent-state snapshots, after all others. Pages and slots count within a replica.
     saves: list[tuple[int, int, int]] = field(default_factory=list)  # (replica, slot, page)
-    loads: list[tuple[int, int, int, int]] = field(default_factory=list)  # (replica, page, slot, tokens), last
+    # (replica, page, slot, tokens), after the saves.
+    loads: list[tuple[int, int, int, int]] = field(default_factory=list)
 
-    def numbered(self, number: Callable[[int, int], int]) -> "PageMoves":
-        """The same with other page numbers: `number(group, page)`."""
+    def renumbered(self, device_number: Callable[[int, int], int]) -> "PageMoves":
+        """Return the moves with page numbers mapped by `device_number(group, page)`."""
         return PageMoves(
-            [(number(copy.group, page), copy) for page, copy in self.offloads],
-            [(group, number(group, source), number(group, target)) for group, source, target in self.copies],
-            {(group, number(group, page)): copy for (group, page), copy in self.restores.items()},
+            [(device_number(copy.group, page), copy) for page, copy in self.offloads],
+            [
+                (group, device_number(group, source), device_number(group, target))
+                for group, source, target in self.copies
+            ],
+            {(group, device_number(group, page)): copy for (group, page), copy in self.restores.items()},
             self.saves,
             self.loads,
         )
 
-    def add(self, other: "PageMoves") -> None:
-        """Those of another replica."""
-        self.offloads += other.offloads
-        self.copies += other.copies
-        self.restores |= other.restores
-        self.saves += other.saves
-        self.loads += other.loads
+    def add(self, moves: "PageMoves") -> None:
+        """Add the moves of another replica."""
+        self.offloads += moves.offloads
+        self.copies += moves.copies
+        self.restores |= moves.restores
+        self.saves += moves.saves
+        self.loads += moves.loads
 
     def __bool__(self) -> bool:
         return bool(self.offloads or self.copies or self.restores or self.saves or self.loads)

@@ -1,4 +1,4 @@
-"""The page pool of one cache group: who owns each page, and which are free."""
+"""The page pool of a cache group: reference counts and free pages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,74 +6,85 @@ from dataclasses import dataclass, field
 
 @dataclass
 class PagePool:
-    """The pages of the layers that share one attention window (None: they see everything).
+    """The pages of the layers that share an attention window (None: unlimited).
 
-    A page is owned (by one sequence, or by several with the same prefix), cached for what it holds, or blank.
+    A page is either allocated (to one sequence, or to several with the same prefix), cached for its
+    content, or free.
     """
 
     num_pages: int
     page_size: int
     window: int | None
-    owners: list[int] = field(init=False)  # how many sequences own each page
-    blank: list[int] = field(init=False)
-    cached: dict[int, None] = field(init=False)  # without an owner, the one released longest ago first
+    ref_counts: list[int] = field(init=False)  # number of sequences that use each page
+    free_pages: list[int] = field(init=False)
+    # Unreferenced pages with content, least recently released first.
+    cached: dict[int, None] = field(init=False)
 
     def __post_init__(self):
-        self.owners = [0] * self.num_pages
-        self.blank = list(range(self.num_pages - 1, 0, -1))  # page 0 is a dummy that padding rows write to
+        self.ref_counts = [0] * self.num_pages
+        # Page 0 is a dummy that padding rows write to.
+        self.free_pages = list(range(self.num_pages - 1, 0, -1))
         self.cached = {}
 
     @property
-    def free(self) -> int:
-        """Pages without an owner: blank ones, and cached ones that can be evicted."""
-        return len(self.blank) + len(self.cached)
+    def num_free(self) -> int:
+        """Number of unreferenced pages: free ones, and cached ones that can be evicted."""
+        return len(self.free_pages) + len(self.cached)
 
-    def share(self, page: int) -> None:
-        """Add an owner."""
-        self.owners[page] += 1
+    def acquire(self, page: int) -> None:
+        """Add a reference to a page."""
+        self.ref_counts[page] += 1
         self.cached.pop(page, None)
 
     def release(self, page: int, cache: bool) -> bool:
-        """Remove an owner; a page without any is cached or blank. Whether it is free now."""
-        self.owners[page] -= 1
-        if self.owners[page]:
+        """Remove a reference; an unreferenced page becomes cached or free. Return whether it is
+        unreferenced.
+        """
+        self.ref_counts[page] -= 1
+        if self.ref_counts[page]:
             return False
         if cache:
             self.cached[page] = None
         else:
-            self.blank.append(page)
+            self.free_pages.append(page)
         return True
 
     def uncache(self, page: int) -> None:
-        """What the page holds is not wanted any more."""
+        """Free a cached page, whose content is not needed any more."""
         if page in self.cached:
             del self.cached[page]
-            self.blank.append(page)
+            self.free_pages.append(page)
 
-    def first_seen(self, position: int) -> int:
-        """The first logical page that a token at `position` attends to."""
+    def first_visible_page(self, position: int) -> int:
+        """Return the first logical page to which a token at `position` attends."""
         return 0 if self.window is None else max(position - self.window + 1, 0) // self.page_size
 
-    def most_pages(self, num_tokens: int, chunk: int) -> int:
-        """The most pages that a sequence of `num_tokens` ever owns, computed `chunk` tokens at a time."""
-        whole = -(-num_tokens // self.page_size)
+    def max_pages(self, num_tokens: int, chunk: int) -> int:
+        """Return the maximum pages of a sequence of `num_tokens`, computed `chunk` tokens at a
+        time.
+        """
+        all_pages = -(-num_tokens // self.page_size)
         if self.window is None:
-            return whole
-        return min(whole, (self.window - 1 + chunk) // self.page_size + 2)
+            return all_pages
+        return min(all_pages, (self.window - 1 + chunk) // self.page_size + 2)
 
-    def check(self, owned: dict[int, int], indexed: set[int], name: str) -> None:
-        """Prove that every page is owned by those who have it, cached for what it holds, or blank: one of these."""
-        assert [owned.get(page, 0) for page in range(self.num_pages)] == self.owners, f"{name}: owners are miscounted"
-        every = [*owned, *self.cached, *self.blank]
-        assert len(set(every)) == len(every), f"{name}: a page is owned or free twice"
-        assert set(every) == set(range(1, self.num_pages)), f"{name}: a page is neither owned nor free"
-        assert self.cached.keys() <= indexed, f"{name}: a page is cached that nobody can find"
-        assert not indexed & set(self.blank), f"{name}: a blank page can be found"
+    def check(self, expected_counts: dict[int, int], indexed: set[int], name: str) -> None:
+        """Assert that every page is exactly one of: referenced as counted, cached with its content,
+        or free.
+        """
+        actual = [expected_counts.get(page, 0) for page in range(self.num_pages)]
+        assert actual == self.ref_counts, f"{name}: references are miscounted"
+        pages = [*expected_counts, *self.cached, *self.free_pages]
+        assert len(set(pages)) == len(pages), f"{name}: a page is allocated or free twice"
+        assert set(pages) == set(range(1, self.num_pages)), f"{name}: a page is neither allocated nor free"
+        assert self.cached.keys() <= indexed, f"{name}: a cached page is not in the prefix tree"
+        assert not indexed & set(self.free_pages), f"{name}: a free page is in the prefix tree"
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to `limit` that fits, by bisection."""
-    low, high = 0, limit
+    """Return the largest number up to `limit` that fits, by bisection."""
+    low = 0
+    high = limit
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)

@@ -193,7 +193,7 @@ def size_cache(
     ]
 
     def needs(length: int) -> list[int]:
-        return [group.most_pages(length, chunk) for group in groups]
+        return [group.max_pages(length, chunk) for group in groups]
 
     def bytes_for(length: int) -> int:
         return sum(need * cost for need, cost in zip(needs(length), costs, strict=True))

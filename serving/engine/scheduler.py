@@ -203,7 +203,7 @@ class Scheduler:
         if seq.slot >= 0:  # else it was preempted since, and nothing of it counts as computed
             seq.num_computed -= len(item.drafts) - accepted
             if item.branches:
-                self.replicas[seq.replica].table.take_path(seq, item.num_known, path)
+                self.replicas[seq.replica].table.accept_branch(seq, item.num_known, path)
             seq.followed = min(seq.followed, seq.num_computed)
 
     def shorten(self, item: ScheduledSequence, num_steps: int) -> None:
@@ -276,7 +276,7 @@ class ReplicaScheduler:
         self.branches = decodes and self.shape.num_branches > 1
         for seq in self.running if self.shape.num_branches > 1 else ():
             if seq.cache.spare and not (seq.branching and seq.asks):
-                self.table.give_back(seq)
+                self.table.release_branches(seq)
         items: dict[Sequence, ScheduledSequence] = {}
         drafts = self.shape.max_drafts > 0
         behind = [(seq, missing) for seq in self.running if (missing := seq.missing)]
@@ -364,7 +364,7 @@ class ReplicaScheduler:
     def take(self, seq: Sequence, missing: int, items: dict[Sequence, ScheduledSequence]) -> ScheduledSequence | None:
         """Rows for one sequence, as many as the step and the pages allow; others may be preempted for it."""
         start = seq.num_computed
-        count = self.table.stops(seq, start, min(missing, self.rows))
+        count = self.table.tokens_to_snapshot(seq, start, min(missing, self.rows))
         scores: tuple[int, ...] = ()
         if seq.prompt_scores is not None:
             wanted = [p for p in range(start, min(start + count, seq.num_prompt - 1)) if seq.prompt_scores[p] is None]
@@ -441,11 +441,11 @@ class ReplicaScheduler:
         while most > known and not self.table.grow(seq, most):
             most -= 1
         if seq.branching and most > known:
-            self.table.spare(seq, self.shape.num_branches - 1, self.shape.branch_pages)
+            self.table.reserve_branches(seq, self.shape.num_branches - 1, self.shape.branch_pages)
 
     def give_back(self) -> bool:
         """Take the pages of a sequence's paths that no step verifies: somebody needs them."""
-        return any(self.table.give_back(seq) for seq in self.running)
+        return any(self.table.release_branches(seq) for seq in self.running)
 
     def by_rank(self) -> list[Sequence]:
         return sorted((seq for seq in self.running if seq.slot >= 0), key=lambda seq: seq.rank)

@@ -84,7 +84,7 @@ def owners_of(pool: PagePool, owned: list[tuple[int, list[int]]]) -> np.ndarray:
     found[list(pool.cached)] = CACHED
     pages = np.fromiter(chain.from_iterable(table for _, table in owned), np.int64)
     found[pages] = np.repeat([code for code, _ in owned], [len(table) for _, table in owned])
-    found[np.fromiter(pool.owners, np.int32, pool.num_pages) > 1] = SHARED
+    found[np.fromiter(pool.ref_counts, np.int32, pool.num_pages) > 1] = SHARED
     return found[1:]
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..api.errors import EngineError
-from ..api.outputs import Fresh, RequestOutput
+from ..api.outputs import CompletionDelta, RequestOutput
 from ..async_llm import Answers
 from ..engine.thread import EngineFailed
 from ..observe.metrics import HttpMetrics
@@ -89,7 +89,7 @@ class AnswerReader:
             "first_token": None if first.first_token is None else first.first_token - first.arrival,
         }
 
-    def parse_part(self, prompt: int, fresh: Fresh) -> ChoicePart:
+    def parse_part(self, prompt: int, fresh: CompletionDelta) -> ChoicePart:
         if fresh.finish_reason == "abort" and self.answers.thread.failure is not None:
             raise EngineFailed("the engine has stopped")
         return self.choices.part(prompt, fresh)
@@ -113,7 +113,7 @@ class AnswerReader:
                 for prompt, fresh in self.answers.resumed:
                     self.event(stream, prompt, fresh, with_usage)
                 while num_unfinished:
-                    updates = await self.answers.news()
+                    updates = await self.answers.updates()
                     if not updates:
                         yield keepalive
                         continue
@@ -122,7 +122,7 @@ class AnswerReader:
                         out.append(stream.begin(self.usage))
                     for prompt, delta in updates:
                         num_unfinished -= delta.finished
-                        for fresh in delta.parts:
+                        for fresh in delta.completions:
                             out.append(self.event(stream, prompt, fresh, with_usage))
                             if self.journal is not None:
                                 self.journal.add(prompt, fresh)
@@ -144,7 +144,7 @@ class AnswerReader:
         finally:
             self.answers.close()
 
-    def event(self, stream: Any, prompt: int, fresh: Fresh, with_usage: bool) -> bytes:
+    def event(self, stream: Any, prompt: int, fresh: CompletionDelta, with_usage: bool) -> bytes:
         choice_part = self.parse_part(prompt, fresh)
         if self.journal is not None:
             choice_part = replace(

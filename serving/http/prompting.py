@@ -20,7 +20,7 @@ from ..engine.admission import check_listed
 from ..engine.engine import Engine
 from ..parsing.custom import CustomCalls
 from ..parsing.forced import Forced
-from ..parsing.schema_types import properties_of
+from ..parsing.schema_types import declared_properties
 from ..protocol import responses
 from ..protocol.answers.answer import AnsweredPrompt, ChatBatch, ChatRequest, CompletionRequest, ResponsesRequest
 from ..protocol.context import Messages, drop_oldest_turns, edit_messages
@@ -175,7 +175,7 @@ def native_call_form(
     }
     try:
         grammar = parsing.call_grammar(tool_parser, reasoning_parser, schemas, specials, calls, opens_thought)
-    except parsing.Unsayable:
+    except parsing.InexpressibleSchema:
         return None
     return {"grammar": ServersGrammar(grammar)}
 
@@ -193,7 +193,7 @@ def relax_schema(engine: Engine, request: ChatRequest, tool: dict[str, Any]) -> 
     except RequestError as error:
         if function["name"] in request.strict:
             raise ToolSchemaError(function["name"], error.message) from None
-        properties = properties_of(function["parameters"])
+        properties = declared_properties(function["parameters"])
         required = function["parameters"].get("required")
         parameters = {
             "type": "object",

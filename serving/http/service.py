@@ -397,7 +397,7 @@ class Service:
         while True:
             due = loop.time() + HEARTBEAT_SECONDS
             await asyncio.sleep(HEARTBEAT_SECONDS)
-            self.http_metrics.beat(loop.time() - due)
+            self.http_metrics.observe_delay(loop.time() - due)
             for model in self.models.ready():
                 model.check_stall(self.settings.stall_seconds)
                 if isinstance(failure := model.llm.thread.failure, DeviceLost):

@@ -1,4 +1,4 @@
-"""Messages between the processes of one engine: a kind and a few values, arrays among them, over one connection."""
+"""Messages between the processes of one engine: a kind and values, including arrays."""
 
 import socket
 import struct
@@ -9,21 +9,23 @@ import msgspec
 import numpy as np
 
 LENGTH = struct.Struct("<I")
-MOST = 1 << 28  # bytes of a message; a longer one is not from Quire
-SMALL = 4096  # bytes; smaller arrays are sent as they are
-ARRAY = 1  # the code of an extension of msgpack
+MAX_MESSAGE = 1 << 28  # bytes of a message; a longer one is not from Quire
+MAX_UNCOMPRESSED = 4096  # bytes; smaller arrays are sent uncompressed
+ARRAY = 1  # extension code of msgpack
 
 
 class ConnectionLost(Exception):
-    """The other process has gone, or sends what is no message."""
+    """The other process is gone, or sends invalid messages."""
 
 
 class HostConnection:
-    """A connection to another process of the engine. Any thread may send; one receives."""
+    """A connection to another process of the engine. Any thread may send; one thread receives."""
 
     def __init__(self, sock: socket.socket):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock, self.file, self.lock = sock, sock.makefile("rb"), threading.Lock()
+        self.sock = sock
+        self.file = sock.makefile("rb")
+        self.lock = threading.Lock()
         self.peer = str(sock.getpeername()[0])
 
     def send(self, kind: str, *values: Any) -> None:
@@ -37,11 +39,13 @@ class HostConnection:
             raise ConnectionLost(f"nothing can be sent to it: {error.strerror or error}") from None
 
     def receive(self, patience: float) -> tuple[str, list[Any]]:
-        """The next message; raises `ConnectionLost` where none comes within so many seconds."""
+        """Return the next message; raise ConnectionLost if none arrives within `patience`
+        seconds.
+        """
         try:
             self.sock.settimeout(patience)
             (size,) = LENGTH.unpack(self.read(LENGTH.size))
-            if size > MOST:
+            if size > MAX_MESSAGE:
                 raise ConnectionLost(f"it sent a message of {size} bytes")
             kind, *values = DECODER.decode(self.read(size))
         except TimeoutError:
@@ -63,84 +67,92 @@ class HostConnection:
         self.sock.close()
 
 
-class Changes:
-    """Buffers of a few sizes, sent as the difference to the last one: it is small while all sequences decode."""
+class BufferDeltas:
+    """Step buffers, sent as differences to the last one of their size.
+
+    The difference is small while all sequences decode.
+    """
 
     def __init__(self):
         self.last: dict[tuple[int, ...], np.ndarray] = {}
 
-    def of(self, size: tuple[int, ...], buffer: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
-        """(where, what) to send; the whole buffer (None, what) if much differs."""
-        before, self.last[size] = self.last.get(size), buffer.copy()
-        if before is not None:
-            where = np.flatnonzero(buffer != before)
-            if 2 * len(where) < len(buffer):
-                return where.astype(np.int32), buffer[where]
+    def encode(self, size: tuple[int, ...], buffer: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
+        """Return (indices, values) to send; (None, the whole buffer) if much differs."""
+        previous = self.last.get(size)
+        self.last[size] = buffer.copy()
+        if previous is not None:
+            indices = np.flatnonzero(buffer != previous)
+            if 2 * len(indices) < len(buffer):
+                return indices.astype(np.int32), buffer[indices]
         return None, buffer
 
-    def read(self, size: tuple[int, ...], where: np.ndarray | None, what: np.ndarray) -> np.ndarray:
-        """The inverse; a new array each time, since the device may still read the last."""
-        buffer = what
-        if where is not None:
+    def decode(self, size: tuple[int, ...], indices: np.ndarray | None, values: np.ndarray) -> np.ndarray:
+        """The inverse of `encode`. Returns a new array, because the device may still read the last
+        one.
+        """
+        buffer = values
+        if indices is not None:
             buffer = self.last[size].copy()
-            buffer[where] = what
+            buffer[indices] = values
         self.last[size] = buffer
         return buffer
 
 
 def frame(kind: str, *values: Any) -> bytes:
-    """A message as it is sent."""
+    """Return the bytes of a message."""
     body = ENCODER.encode((kind, *values))
     return LENGTH.pack(len(body)) + body
 
 
-def encode(value: Any) -> Any:
-    """Encode the types that msgpack does not know."""
+def encode_extension(value: Any) -> Any:
+    """Encode types that msgpack does not support."""
     if isinstance(value, np.ndarray):
-        return msgspec.msgpack.Ext(ARRAY, msgspec.msgpack.encode(shortened(value)))
+        return msgspec.msgpack.Ext(ARRAY, msgspec.msgpack.encode(compress(value)))
     if isinstance(value, np.integer):
         return int(value)
     raise TypeError(f"a message cannot hold {type(value)}")
 
 
-def shortened(array: np.ndarray) -> tuple[Any, ...]:
-    """(dtype, shape, how, bytes...): only the few that differ from the first number, or a bit each if there are two.
+def compress(array: np.ndarray) -> tuple[Any, ...]:
+    """Return (dtype, shape, encoding, bytes...).
 
-    A request's bias has a number for each token of the vocabulary, most of which are alike.
+    An array of mostly one value is sent as the differing elements, an array of two values as one
+    bit per element. A request's logit bias, for example, has one value for most tokens.
     """
     flat = np.ascontiguousarray(array).reshape(-1)
-    head = array.dtype.str, array.shape
-    if flat.nbytes > SMALL:
+    dtype_and_shape = array.dtype.str, array.shape
+    if flat.nbytes > MAX_UNCOMPRESSED:
         raw = flat.view(f"u{flat.itemsize}")
-        others = np.flatnonzero(raw != raw[0])
-        first, rest = raw[:1].tobytes(), raw[others]
-        if len(others) * (4 + flat.itemsize) * 8 < flat.nbytes:
-            return *head, "few", first, others.astype(np.int32).tobytes(), rest.tobytes()
-        if (rest == rest[0]).all():
-            return *head, "two", first, rest[:1].tobytes(), np.packbits(raw != raw[0]).tobytes()
-    return *head, "all", flat.tobytes()
+        differing = np.flatnonzero(raw != raw[0])
+        first = raw[:1].tobytes()
+        differing_values = raw[differing]
+        if len(differing) * (4 + flat.itemsize) * 8 < flat.nbytes:
+            return *dtype_and_shape, "few", first, differing.astype(np.int32).tobytes(), differing_values.tobytes()
+        if (differing_values == differing_values[0]).all():
+            return *dtype_and_shape, "two", first, differing_values[:1].tobytes(), np.packbits(raw != raw[0]).tobytes()
+    return *dtype_and_shape, "all", flat.tobytes()
 
 
-def decode(code: int, data: memoryview) -> np.ndarray:
-    """The inverse of `shortened`."""
+def decode_extension(code: int, data: memoryview) -> np.ndarray:
+    """The inverse of `compress`."""
     if code != ARRAY:
         raise ValueError(f"extension {code} is unknown")
-    name, shape, how, *parts = msgspec.msgpack.decode(data)
+    name, shape, encoding, *buffers = msgspec.msgpack.decode(data)
     dtype = np.dtype(name)
     if dtype.kind not in "biuf":
         raise ValueError(f"arrays of {name} are not sent")
-    if how == "all":
-        return np.frombuffer(parts[0], dtype).reshape(shape)
+    if encoding == "all":
+        return np.frombuffer(buffers[0], dtype).reshape(shape)
     out = np.empty(shape, dtype)
     flat = out.reshape(-1)
-    flat[:] = np.frombuffer(parts[0], dtype)
-    if how == "few":
-        flat[np.frombuffer(parts[1], np.int32)] = np.frombuffer(parts[2], dtype)
+    flat[:] = np.frombuffer(buffers[0], dtype)
+    if encoding == "few":
+        flat[np.frombuffer(buffers[1], np.int32)] = np.frombuffer(buffers[2], dtype)
     else:
-        bits = np.unpackbits(np.frombuffer(parts[2], np.uint8), count=flat.size)
-        flat[bits.view(bool)] = np.frombuffer(parts[1], dtype)
+        bits = np.unpackbits(np.frombuffer(buffers[2], np.uint8), count=flat.size)
+        flat[bits.view(bool)] = np.frombuffer(buffers[1], dtype)
     return out
 
 
-ENCODER = msgspec.msgpack.Encoder(enc_hook=encode)
-DECODER = msgspec.msgpack.Decoder(ext_hook=decode)
+ENCODER = msgspec.msgpack.Encoder(enc_hook=encode_extension)
+DECODER = msgspec.msgpack.Decoder(ext_hook=decode_extension)

@@ -1,4 +1,6 @@
-"""Several processes, one engine: the first leads, the others repeat its calls, and all end together."""
+"""The processes of one engine: the leader, followers that repeat its calls, and their common
+end.
+"""
 
 import logging
 import os
@@ -12,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from ...model.config import ModelError
-from .connection import Changes, ConnectionLost, HostConnection, frame
+from .connection import BufferDeltas, ConnectionLost, HostConnection, frame
 
 log = logging.getLogger("quire")
 
-BEAT = 1.0  # seconds between two heartbeats
-SILENCE = 10.0  # seconds after which a process counts as dead
-GRACE = 1.0  # seconds for requests to hear that they failed
-EXIT = 75  # "try again later" of sysexits.h: what has started the processes is to start them again
+BEAT = 1.0  # seconds between heartbeats
+SILENCE = 10.0  # seconds without a message after which a process counts as dead
+GRACE = 1.0  # seconds for requests to receive their errors
+EXIT = 75  # EX_TEMPFAIL of sysexits.h: the supervisor should restart the processes
 
 
 class HostLost(RuntimeError):
@@ -27,10 +29,12 @@ class HostLost(RuntimeError):
 
 
 class WatchedConnection:
-    """Queues the messages that come; if none comes for SILENCE seconds the connection is lost."""
+    """Queues incoming messages; the connection is lost if none arrives for SILENCE seconds."""
 
     def __init__(self, connection: HostConnection, name: str, lost: Callable[[str], None]):
-        self.connection, self.name, self.lost = connection, name, lost
+        self.connection = connection
+        self.name = name
+        self.lost = lost
         self.inbox: queue.SimpleQueue[tuple[str, list[Any]]] = queue.SimpleQueue()
         for job in (self.listen, self.beat):
             threading.Thread(target=job, name=f"quire-{job.__name__}", daemon=True).start()
@@ -52,34 +56,35 @@ class WatchedConnection:
                 time.sleep(BEAT)
                 self.connection.send("beat")
         except ConnectionLost:
-            pass  # who listens hears of it
+            pass  # the listening thread reports it
 
 
 class Leader:
-    """The first process: it sends each call that it makes on the devices to the others, before it makes it."""
+    """Process 0, which sends each device call to the other processes before making it."""
 
     def __init__(self, connections: dict[int, HostConnection]):
-        self.over = threading.Lock()  # taken once
-        self.noticed = threading.Event()  # a process is gone, and callers are told
+        self.end_lock = threading.Lock()  # acquired once, by the first cause of the end
+        self.is_loss_reported = threading.Event()  # a process is gone, and callers have been told
         self.on_loss: list[Callable[[Exception], None]] = []
-        self.changes, self.sent_last = Changes(), 0  # bytes to each of them
-        self.links: list[WatchedConnection] = []  # a loss may be heard of before all are there
+        self.changes = BufferDeltas()  # of step buffers, the same for all processes
+        self.sent_last = 0
+        self.links: list[WatchedConnection] = []  # a loss may be reported before all links exist
         for index, connection in sorted(connections.items()):
             self.links.append(WatchedConnection(connection, f"process {index} at {connection.peer}", self.end))
 
     def send(self, kind: str, *values: Any) -> None:
-        """Let the other processes make this call."""
+        """Send a call for the other processes to repeat."""
         data = frame(kind, *values)
         self.sent_last = len(data)
         for link in self.links:
             link.connection.send_frame(data)
 
-    def step(self, size: tuple[int, ...], plain: bool, buffer: np.ndarray) -> None:
-        """The same for a step: only what differs from the last buffer is sent."""
-        self.send("step", size, plain, *self.changes.of(size, buffer))
+    def step(self, size: tuple[int, ...], is_plain: bool, buffer: np.ndarray) -> None:
+        """Send a step, as the difference to the last buffer."""
+        self.send("step", size, is_plain, *self.changes.encode(size, buffer))
 
-    def least(self, budget: int, device: str) -> int:
-        """The smallest cache budget of all processes."""
+    def agree_on_budget(self, budget: int, device: str) -> int:
+        """Return the smallest cache budget of all processes, and send it to them."""
         for link in self.links:
             kind, values = link.inbox.get()
             assert kind == "room", kind
@@ -89,68 +94,68 @@ class Leader:
         self.send("room", budget)
         return budget
 
-    def fail(self, why: str) -> None:
-        """A call failed here. If the reason is a lost process, that is what is reported."""
-        if not self.noticed.wait(GRACE):
-            self.end(why)
+    def fail(self, reason: str) -> None:
+        """Report a failed call. If a lost process caused it, that is reported instead."""
+        if not self.is_loss_reported.wait(GRACE):
+            self.end(reason)
 
-    def end(self, why: str) -> None:
-        """End the engine in all processes: tell those who wait, and leave whatever the device does."""
-        if not self.over.acquire(blocking=False):
+    def end(self, reason: str) -> None:
+        """End the engine in all processes: report to callers, and exit whatever the device does."""
+        if not self.end_lock.acquire(blocking=False):
             return
-        self.noticed.set()
-        log.critical("%s; the engine ends, and its processes must be started again together", why)
-        for tell in self.on_loss:
-            tell(HostLost(why))
-        self.tell("failed", why)
-        threading.Thread(target=leave, args=(GRACE,), daemon=True).start()
+        self.is_loss_reported.set()
+        log.critical("%s; the engine ends, and its processes must be started again together", reason)
+        for report in self.on_loss:
+            report(HostLost(reason))
+        self.broadcast("failed", reason)
+        threading.Thread(target=exit_process, args=(GRACE,), daemon=True).start()
 
-    def abandon(self, why: str) -> None:
-        """Starting failed, and the caller reports it: let the others end."""
-        if self.over.acquire(blocking=False):
-            self.tell("failed", why)
+    def abandon(self, reason: str) -> None:
+        """Let the others end after a failed start, which the caller reports."""
+        if self.end_lock.acquire(blocking=False):
+            self.broadcast("failed", reason)
 
     def close(self) -> None:
-        """Let the others end in good order."""
-        if self.over.acquire(blocking=False):
-            self.tell("end")
+        """Let the others end normally."""
+        if self.end_lock.acquire(blocking=False):
+            self.broadcast("end")
 
-    def tell(self, kind: str, *values: Any) -> None:
-        """Send to all that are still there."""
+    def broadcast(self, kind: str, *values: Any) -> None:
+        """Send to all processes that still exist."""
         for link in self.links:
             with suppress(ConnectionLost):
                 link.connection.send(kind, *values)
 
 
 class Follower:
-    """The side of the other processes."""
+    """The leader's counterpart in the other processes."""
 
     def __init__(self, connection: HostConnection):
-        self.over = False
+        self.has_ended = False
         self.link = WatchedConnection(connection, f"process 0 at {connection.peer}", self.end)
 
-    def least(self, budget: int, device: str) -> int:
-        """The smallest cache budget of all processes."""
+    def agree_on_budget(self, budget: int, device: str) -> int:
+        """Return the smallest cache budget of all processes."""
         self.link.connection.send("room", budget, device)
         kind, values = self.link.inbox.get()
         assert kind == "room", kind
         return values[0]
 
-    def end(self, why: str) -> None:
-        """The leader is gone: end this process, whatever its device does."""
-        if not self.over:
-            log.critical("%s; this process ends", why)
-            leave(0)
+    def end(self, reason: str) -> None:
+        """End this process because the leader is gone, whatever the device does."""
+        if not self.has_ended:
+            log.critical("%s; this process ends", reason)
+            exit_process(0)
 
-    def abandon(self, why: str) -> None:
-        """Starting failed here, and the caller reports it: tell the leader."""
-        self.over = True
+    def abandon(self, reason: str) -> None:
+        """Tell the leader of a failed start, which the caller reports."""
+        self.has_ended = True
         with suppress(ConnectionLost):
-            self.link.connection.send("failed", why)
+            self.link.connection.send("failed", reason)
 
 
-def leave(after: float) -> None:
-    """End a process whose device may never answer."""
-    time.sleep(after)
+def exit_process(delay: float) -> None:
+    """End a process whose device may never answer, after `delay` seconds."""
+    time.sleep(delay)
     logging.shutdown()
     os._exit(EXIT)

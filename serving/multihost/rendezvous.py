@@ -1,4 +1,4 @@
-"""How the processes of one engine find each other and check that all serve the same model with the same options."""
+"""Rendezvous of the processes of one engine, which check that model and options agree."""
 
 import hashlib
 import logging
@@ -18,9 +18,9 @@ from .leader import Follower, Leader
 
 log = logging.getLogger("quire")
 
-JOIN = 300.0  # seconds for all processes to connect
-HELLO = 5.0  # seconds for a process that connected to say who it is
-OWN = {  # what every process may choose for itself
+JOIN_SECONDS = 300.0  # seconds for all processes to connect
+HELLO_SECONDS = 5.0  # seconds for a connected process to identify itself
+PER_PROCESS = {  # options that each process may choose for itself
     "model", "tokenizer", "skip_tokenizer_init", "coordinator_address", "process_id", "max_queued_requests",
     "pooling", "trace", "seed", "enable_prefix_caching", "revision", "download_dir", "generation_config",
     "override_generation_config",
@@ -28,16 +28,16 @@ OWN = {  # what every process may choose for itself
 
 
 def join(options: EngineOptions, folder: Path, progress: Callable[[str], None]) -> Leader | Follower | None:
-    """Come together with the other processes, and let JAX know of all their devices; None if there is only this one."""
+    """Connect to the other processes and let JAX know all devices; None for a single process."""
     if options.num_processes == 1:
         return None
-    host, port = address_of(options.coordinator_address)
-    facts = facts_of(options, folder)
+    host, port = split_address(options.coordinator_address)
+    facts = shared_facts(options, folder)
     if options.process_id:
-        hosts = Follower(come(host, port, options, facts, progress))
+        hosts = Follower(connect_to_leader(host, port, options, facts, progress))
     else:
-        hosts = Leader(gather(host, port, options, facts, progress))
-    jax.config.update("jax_enable_preemption_service", False)  # it would keep SIGTERM for itself
+        hosts = Leader(accept_processes(host, port, options, facts, progress))
+    jax.config.update("jax_enable_preemption_service", False)  # it would intercept SIGTERM
     bound = f"[{host}]" if ":" in host else host
     try:
         jax.distributed.initialize(
@@ -45,27 +45,27 @@ def join(options: EngineOptions, folder: Path, progress: Callable[[str], None]) 
             coordinator_bind_address=f"{bound}:{port + 1}", shutdown_timeout_seconds=5,
         )  # fmt: skip
     except RuntimeError as error:
-        why = f"num_processes is {options.num_processes}, and JAX cannot bring them together: {error}"
-        hosts.abandon(why)
-        raise ModelError(why) from None
+        reason = f"num_processes is {options.num_processes}, and JAX cannot bring them together: {error}"
+        hosts.abandon(reason)
+        raise ModelError(reason) from None
     return hosts
 
 
-def address_of(address: str | None) -> tuple[str, int]:
+def split_address(address: str | None) -> tuple[str, int]:
     host, _, port = (address or "").rpartition(":")
     return host.strip("[]"), int(port)
 
 
-def facts_of(options: EngineOptions, folder: Path) -> dict[str, Any]:
-    """What must be the same in all processes."""
-    found = {name: value for name, value in asdict(options).items() if name not in OWN}
+def shared_facts(options: EngineOptions, folder: Path) -> dict[str, Any]:
+    """Return what must be equal in all processes."""
+    facts = {name: value for name, value in asdict(options).items() if name not in PER_PROCESS}
     for name in ("kv_cache_dtype_skip_layers", "lora_target_modules"):
-        found[name] = list(found[name] or ())  # as it arrives elsewhere
+        facts[name] = list(facts[name] or ())  # as msgpack delivers it
     config = (folder / "config.json").read_bytes() if (folder / "config.json").exists() else b""
     files = [path for path in folder.rglob("*") if path.suffix == ".safetensors" or "weights" in path.parts]
     sizes = sorted((path.name, path.stat().st_size) for path in files if path.is_file())
     code = [path.read_bytes() for path in sorted(Path(__file__).parents[2].rglob("*.py")) if "tests" not in path.parts]
-    return found | {
+    return facts | {
         "the version of JAX": jax.__version__,
         "the digest of Quire's code": digest(b"".join(code)),
         "the digest of the model's config.json": digest(config),
@@ -77,34 +77,35 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def gather(
+def accept_processes(
     host: str, port: int, options: EngineOptions, facts: dict[str, Any], progress: Callable[[str], None]
 ) -> dict[int, HostConnection]:
-    """Connections to all the other processes, whose facts were compared with these."""
-    others, deadline = range(1, options.num_processes), time.monotonic() + JOIN
+    """Return connections to all other processes, after comparing their facts with `facts`."""
+    expected = range(1, options.num_processes)
+    deadline = time.monotonic() + JOIN_SECONDS
     connections: dict[int, HostConnection] = {}
     try:
-        family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(place[:2], family=family, backlog=128)
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address[:2], family=family, backlog=128)
     except OSError as error:
         raise ModelError(f"coordinator_address is {host}:{port}, which cannot be listened at: {error}") from None
     with listener:
         try:
-            while missing := [index for index in others if index not in connections]:
+            while missing := [index for index in expected if index not in connections]:
                 progress(f"waiting at {host}:{port} for process {', '.join(map(str, missing))}")
                 listener.settimeout(max(0.01, deadline - time.monotonic()))
                 try:
                     connection = HostConnection(listener.accept()[0])
-                    index, theirs = said(connection)
+                    index, peer_facts = receive_hello(connection)
                 except TimeoutError:
-                    raise ModelError(f"process {missing[0]} has not come within {JOIN:g} seconds") from None
+                    raise ModelError(f"process {missing[0]} has not come within {JOIN_SECONDS:g} seconds") from None
                 except (ConnectionLost, OSError) as error:
                     log.warning("a connection at %s:%d was not from a process of this engine: %s", host, port, error)
                     continue
-                why = refusal(index, theirs, facts, missing, options.num_processes)
-                if why is not None:
-                    connection.send("refused", why)
-                    raise ModelError(f"the process at {connection.peer} is refused: {why}")
+                reason = refusal_reason(index, peer_facts, facts, missing, options.num_processes)
+                if reason is not None:
+                    connection.send("refused", reason)
+                    raise ModelError(f"the process at {connection.peer} is refused: {reason}")
                 connections[index] = connection
         except BaseException as error:
             for connection in connections.values():
@@ -115,10 +116,10 @@ def gather(
     return connections
 
 
-def said(connection: HostConnection) -> tuple[int, dict[str, Any]]:
-    """(process, facts) of a process that has just connected."""
+def receive_hello(connection: HostConnection) -> tuple[int, dict[str, Any]]:
+    """Return (process index, facts) of a process that has just connected."""
     try:
-        kind, values = connection.receive(HELLO)
+        kind, values = connection.receive(HELLO_SECONDS)
         match kind, values:
             case "hello", [int(index), dict(theirs)]:
                 return index, theirs
@@ -128,12 +129,14 @@ def said(connection: HostConnection) -> tuple[int, dict[str, Any]]:
         raise
 
 
-def refusal(index: int, theirs: dict[str, Any], facts: dict[str, Any], missing: list[int], count: int) -> str | None:
-    """Why a process is refused, if it is."""
-    for name in sorted(facts.keys() | theirs.keys()):
-        if facts.get(name) != theirs.get(name):
+def refusal_reason(
+    index: int, peer_facts: dict[str, Any], facts: dict[str, Any], missing: list[int], count: int
+) -> str | None:
+    """Return why a process is refused, or None."""
+    for name in sorted(facts.keys() | peer_facts.keys()):
+        if facts.get(name) != peer_facts.get(name):
             return (
-                f"{name} is {theirs.get(name)!r} in process {index} and {facts.get(name)!r} in process 0; all "
+                f"{name} is {peer_facts.get(name)!r} in process {index} and {facts.get(name)!r} in process 0; all "
                 "processes need the same model and the same options"
             )
     if index not in missing:
@@ -141,16 +144,17 @@ def refusal(index: int, theirs: dict[str, Any], facts: dict[str, Any], missing: 
     return None
 
 
-def come(
+def connect_to_leader(
     host: str, port: int, options: EngineOptions, facts: dict[str, Any], progress: Callable[[str], None]
 ) -> HostConnection:
-    """A connection to process 0, which has accepted this one."""
-    deadline = time.monotonic() + JOIN
+    """Return a connection to process 0, which has accepted this process."""
+    deadline = time.monotonic() + JOIN_SECONDS
     progress(f"waiting for process 0 at {host}:{port}")
     while True:
         try:
-            sock = socket.create_connection((host, port), timeout=HELLO)
-            if sock.getsockname() != sock.getpeername():  # a port that nobody listens at may be our own
+            sock = socket.create_connection((host, port), timeout=HELLO_SECONDS)
+            # On a port without a listener, a socket may connect to itself.
+            if sock.getsockname() != sock.getpeername():
                 break
             sock.close()
         except OSError as error:
@@ -162,7 +166,7 @@ def come(
     connection = HostConnection(sock)
     try:
         connection.send("hello", options.process_id, facts)
-        kind, values = connection.receive(JOIN)
+        kind, values = connection.receive(JOIN_SECONDS)
     except ConnectionLost as error:
         raise ModelError(f"process 0 at {host}:{port} did not take this process in: {error}") from None
     if kind != "welcome":

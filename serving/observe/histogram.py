@@ -1,4 +1,4 @@
-"""Distributions and rates that cost a step next to nothing."""
+"""Histograms, quantiles and rates that cost a step almost nothing."""
 
 import math
 from bisect import bisect_left
@@ -10,10 +10,10 @@ import numpy as np
 
 
 class Buckets(NamedTuple):
-    """A histogram at one moment."""
+    """A histogram at a moment."""
 
     bounds: tuple[float, ...]
-    counts: list[int]  # one a bucket, and at the end those above every bound
+    counts: list[int]  # one per bucket, and the count above all bounds last
     sum: float
 
     @property
@@ -21,16 +21,19 @@ class Buckets(NamedTuple):
         return sum(self.counts)
 
     def cumulative(self) -> list[tuple[float, int]]:
-        """(bound, how many are at or below it); the last bound is infinite."""
-        total, found = 0, []
+        """Return (bound, number of values up to it) pairs; the last bound is infinite."""
+        total = 0
+        cumulative_counts = []
         for bound, count in zip((*self.bounds, math.inf), self.counts, strict=True):
             total += count
-            found.append((bound, total))
-        return found
+            cumulative_counts.append((bound, total))
+        return cumulative_counts
 
 
 class Histogram:
-    """One thread observes and any thread may read: counts never go back, and the total is the sum of the buckets."""
+    """A histogram. One thread observes and any thread may read; the total is the sum of the
+    buckets.
+    """
 
     def __init__(self, bounds: Sequence[float]):
         self.bounds = tuple(bounds)
@@ -42,14 +45,16 @@ class Histogram:
         self.sum += value * times
 
     def read(self) -> Buckets:
-        return Buckets(self.bounds, list(self.counts), self.sum)  # list() copies in one go
+        return Buckets(self.bounds, list(self.counts), self.sum)  # list() copies atomically
 
 
-class Recent:
-    """Durations of about the last minute, each to within a hundredth, in twelve slots of five seconds."""
+class RecentDurations:
+    """Durations of about the last minute, with an error of one percent, in twelve slots of 5 s."""
 
-    SLOT, SLOTS, LEAST = 5.0, 12, 1e-6
-    FINENESS = 50  # keys a factor of e: neighbours differ by two hundredths
+    SLOT = 5.0
+    SLOTS = 12
+    MIN_VALUE = 1e-6
+    KEYS_PER_E = 50  # keys per factor of e: neighbours differ by two percent
 
     def __init__(self):
         self.slots: deque[tuple[int, dict[int, int]]] = deque(maxlen=self.SLOTS)
@@ -59,40 +64,45 @@ class Recent:
         if not self.slots or self.slots[-1][0] != slot:
             self.slots.append((slot, {}))
         counts = self.slots[-1][1]
-        key = round(math.log(max(value, self.LEAST)) * self.FINENESS)
+        key = round(math.log(max(value, self.MIN_VALUE)) * self.KEYS_PER_E)
         counts[key] = counts.get(key, 0) + times
 
     def quantiles(self, now: float, shares: Sequence[float]) -> list[float] | None:
-        """The values that these shares of all are at or below; None where there is nothing."""
+        """Return the values below which these shares of all values lie; None without values."""
         counts: dict[int, int] = {}
-        for slot, some in self.slots:
+        for slot, slot_counts in self.slots:
             if slot > now // self.SLOT - self.SLOTS:
-                for key, count in some.items():
+                for key, count in slot_counts.items():
                     counts[key] = counts.get(key, 0) + count
-        total, at, below, found = sum(counts.values()), 0, 0, []
+        total = sum(counts.values())
+        index = 0
+        num_below = 0
+        quantiles = []
         keys = sorted(counts)
         if not keys:
             return None
         for share in sorted(shares):
-            while below + counts[keys[at]] < share * total:
-                below, at = below + counts[keys[at]], at + 1
-            found.append(math.exp(keys[at] / self.FINENESS))
-        return found
+            while num_below + counts[keys[index]] < share * total:
+                num_below = num_below + counts[keys[index]]
+                index = index + 1
+            quantiles.append(math.exp(keys[index] / self.KEYS_PER_E))
+        return quantiles
 
 
 class Rate:
-    """How many came in the last second, whenever somebody asks."""
+    """Number of events in the last second."""
 
     def __init__(self):
         self.total = 0
-        self.totals = deque([(-1.0, 0)], maxlen=16)  # (time, the total then), ten a second
-        self.last = -1.0  # when the latest came
+        self.totals = deque([(-1.0, 0)], maxlen=16)  # (time, total at that time), ten per second
+        self.last = -1.0  # time of the latest event
 
     def add(self, began: float, now: float, count: int) -> None:
-        """So many have come, and the work on them began then."""
+        """Count events; the work on them started at `began`."""
         if began - self.totals[-1][0] >= 0.1:  # it was idle
             self.totals.append((began, self.total))
-        self.total, self.last = self.total + count, now
+        self.total = self.total + count
+        self.last = now
         if now - self.totals[-1][0] >= 0.1:
             self.totals.append((now, self.total))
 
@@ -102,7 +112,7 @@ class Rate:
 
 
 def one_two_five(low: float, high: float) -> tuple[float, ...]:
-    """1, 2, 5, 10 and so on, times `low` (a power of ten), up to `high`."""
+    """Return 1, 2, 5, 10 and so on, times `low` (a power of ten), up to `high`."""
     start = round(math.log10(low))
     decades = range(start, math.floor(math.log10(high)) + 1)
     return tuple(bound for ten in decades for step in (1, 2, 5) if (bound := float(f"{step}e{ten}")) <= high)

@@ -1,4 +1,4 @@
-"""What the live page shows of an engine: its pages, its requests and its last steps."""
+"""Data of the live page: an engine's pages, requests and recent steps."""
 
 import heapq
 from collections import deque
@@ -13,22 +13,22 @@ from ..engine.step_record import Observer, StepRecord
 from ..request.request import Request
 from ..request.sequence import Sequence
 
-STEPS = 512  # that are kept
-PATIENCE = 10.0  # seconds without a look after which nobody watches any more
-CELLS = 2048  # of a group
-LISTED = 64  # requests of a kind
-MOST = np.iinfo(np.int32).max  # more than any number
+STEPS = 512  # number of steps that are kept
+PATIENCE = 10.0  # seconds after a look during which steps are recorded
+CELLS = 2048  # cells per cache group
+MAX_LISTED = 64  # running and waiting requests that are listed
+INT32_MAX = np.iinfo(np.int32).max
 
 
 class LiveView(Observer):
-    """Steps are kept only while somebody looks."""
+    """Records steps while somebody looks at the page."""
 
     def __init__(self):
         self.steps: deque[tuple[float, int, int, int, float, int, int]] = deque(maxlen=STEPS)
-        self.count = 0  # steps that were kept, ever
+        self.count = 0  # steps ever recorded
         self.watched_until = 0.0
         self.numbers: dict[Request, int] = {}
-        self.spare: list[int] = []  # numbers to be had again, a heap
+        self.spare: list[int] = []  # heap of numbers to be reused
 
     def observe(self, record: StepRecord) -> None:
         if not self.watched_until or (result := record.result) is None:
@@ -50,28 +50,34 @@ class LiveView(Observer):
             self.spare.clear()
 
     def look(self, engine: Engine, since: int = 0, tenant: str | None = None) -> dict[str, Any]:
-        """Everything, in the engine's thread between two steps; `since` is the cursor of the look before.
+        """Return everything; called in the engine's thread between two steps.
 
-        Requests of other tenants than `tenant` have no id.
+        Args:
+            since: The cursor that the previous look returned.
+            tenant: Only requests of this tenant are shown with their ids.
         """
-        now, has = take_snapshot(engine), take_occupancy(engine, LISTED)
+        now, has = take_snapshot(engine), take_occupancy(engine, MAX_LISTED)
         self.watched_until = now.now + PATIENCE
-        self.number(has)
+        self.assign_numbers(has)
         new = min(max(0, self.count - since), len(self.steps))
-        several = any(group.replica > 0 for group in now.pages)
+        has_replicas = any(group.replica > 0 for group in now.pages)
         return {
             "t": now.now,
             "page_size": now.page_size,
             "limits": {"max_seqs": now.max_seqs, "max_rows": now.max_tokens, "max_len": now.max_len},
             "defaults": dict(engine.chat_defaults),
             "groups": [
-                self.group(counts, owners, has, several) for counts, owners in zip(now.pages, has.pages, strict=True)
+                self.group_cells(counts, owners, has, has_replicas)
+                for counts, owners in zip(now.pages, has.pages, strict=True)
             ],
             "used": now.pages_used,
             "drafts": now.drafts and (now.drafts.proposals, now.drafts.drafts, sum(now.drafts.accepted)),
-            "running": [self.row(request, seqs, tenant) for request, seqs in islice(has.running.items(), LISTED)],
+            "running": [
+                self.request_row(request, seqs, tenant) for request, seqs in islice(has.running.items(), MAX_LISTED)
+            ],
             "waiting": [
-                {"id": own_id(request, tenant), "prompt": request.sequences[0].num_prompt} for request in has.waiting
+                {"id": visible_id(request, tenant), "prompt": request.sequences[0].num_prompt}
+                for request in has.waiting
             ],
             "num_running": len(has.running),
             "num_waiting": now.requests - len(has.running),
@@ -79,44 +85,45 @@ class LiveView(Observer):
             "cursor": self.count,
         }
 
-    def number(self, has: Occupancy) -> None:
-        """Small numbers for the requests that run, each its own until it ends."""
+    def assign_numbers(self, has: Occupancy) -> None:
+        """Assign small numbers to the running requests, each unique until the request ends."""
         for request in [request for request in self.numbers if request.finished]:
             heapq.heappush(self.spare, self.numbers.pop(request))
         for request in has.running:
             if request not in self.numbers:
                 self.numbers[request] = heapq.heappop(self.spare) if self.spare else len(self.numbers) + 1
 
-    def group(self, counts: PageCounts, owners: np.ndarray, has: Occupancy, several: bool) -> dict[str, Any]:
-        """Who has which page: 0 nobody, -1 it is cached, -2 several sequences, otherwise the number of a request.
+    def group_cells(self, counts: PageCounts, owners: np.ndarray, has: Occupancy, has_replicas: bool) -> dict[str, Any]:
+        """Return the state of each cell: 0 free, -1 cached, -2 shared, else a request's number.
 
-        A cell of several pages shows one of several sequences before one of a request, and that before the others.
+        A cell of several pages shows shared pages before those of one request, and these before
+        others.
         """
         urgency = np.array([0, 0, 0, *(self.numbers[request] + 1 for request in has.running)], np.int32)
-        urgency[[BLANK, CACHED, SHARED]] = 0, 1, MOST
-        each = max(1, -(-len(owners) // CELLS))
-        cells = np.pad(urgency[owners], (0, -len(owners) % each)).reshape(-1, each).max(axis=1)
-        cells = np.select([cells == 0, cells == 1, cells == MOST], [0, -1, -2], cells - 1)
+        urgency[[BLANK, CACHED, SHARED]] = 0, 1, INT32_MAX
+        pages_per_cell = max(1, -(-len(owners) // CELLS))
+        cells = np.pad(urgency[owners], (0, -len(owners) % pages_per_cell)).reshape(-1, pages_per_cell).max(axis=1)
+        cells = np.select([cells == 0, cells == 1, cells == INT32_MAX], [0, -1, -2], cells - 1)
         name = "full" if counts.window is None else f"window {counts.window}"
-        if several:
+        if has_replicas:
             name = f"replica {counts.replica}, {name}"
-        return {"name": name, "pages": counts.total, "each": each, "cells": cells.tolist()}
+        return {"name": name, "pages": counts.total, "each": pages_per_cell, "cells": cells.tolist()}
 
-    def row(self, request: Request, seqs: list[Sequence], tenant: str | None) -> dict[str, Any]:
-        """A request that runs, without a word of what it says."""
+    def request_row(self, request: Request, seqs: list[Sequence], tenant: str | None) -> dict[str, Any]:
+        """Return a row for a running request, without any of its text."""
         first = request.sequences[0]
-        reads = all(seq.num_computed < seq.num_prompt or seq.missing > 1 for seq in seqs)
+        is_prefilling = all(seq.num_computed < seq.num_prompt or seq.missing > 1 for seq in seqs)
         return {
             "number": self.numbers[request],
-            "id": own_id(request, tenant),
+            "id": visible_id(request, tenant),
             "prompt": first.num_prompt,
             "cached": first.cache.num_cached,
             "computed": max(seq.num_computed for seq in seqs),
             "tokens": sum(seq.num_output for seq in request.sequences),
-            "state": "reading" if reads else "writing",
+            "state": "reading" if is_prefilling else "writing",
         }
 
 
-def own_id(request: Request, tenant: str | None) -> str:
-    """The id of a request as its tenant knows it; others learn nothing."""
+def visible_id(request: Request, tenant: str | None) -> str:
+    """Return a request's id as its tenant knows it, or nothing for other tenants."""
     return request.request_id.removeprefix(f"{tenant}/") if request.sequences[0].tenant == tenant else ""

@@ -1,4 +1,4 @@
-"""The metrics' names and what they mean, and those that a snapshot of the engine gives."""
+"""Names and descriptions of the metrics, and the families that follow from an engine snapshot."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from ..engine.snapshot import Snapshot
 from .histogram import Buckets, one_two_five
 
-# Bounds are vLLM's: boards and alerts are made for them.
+# The bounds are vLLM's, because dashboards and alerts are made for them.
 FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
          160.0, 640.0, 2560.0)  # fmt: skip
 NEXT = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -25,7 +25,8 @@ COUNTERS = {
     "prefix_cache_hits_total": "Of these, tokens found",
     "num_preemptions_total": "Preemptions of sequences",
 }
-HISTOGRAMS: dict[str, tuple[str, tuple[float, ...] | None]] = {  # None: as many tokens as a sequence may have
+# None: up to the maximum length of a sequence.
+HISTOGRAMS: dict[str, tuple[str, tuple[float, ...] | None]] = {
     "time_to_first_token_seconds": ("From arrival to the first token", FIRST),
     "inter_token_latency_seconds": ("From each token of a sequence to the next", NEXT),
     "request_time_per_output_token_seconds": ("Mean time from each token to the next, by request", NEXT),
@@ -47,21 +48,22 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...] | None]] = {  # None: as many
 
 
 class Family(NamedTuple):
-    """All samples of one name, each with its labels."""
+    """All samples of a name, each with its labels."""
 
     name: str
-    kind: str  # counter, gauge, histogram, or info (a gauge of value 1 whose labels are the information)
+    # Counter, gauge, histogram, or info (a gauge of value 1 whose labels are the information).
+    kind: str
     help: str
     samples: list[tuple[dict[str, str], Any]]
 
 
-def labelled(name: str, kind: str, text: str, label: str, values: Mapping[str, Any]) -> Family:
+def labelled_family(name: str, kind: str, text: str, label: str, values: Mapping[str, Any]) -> Family:
     return Family(name, kind, text, [({label: key}, value) for key, value in values.items()])
 
 
-def plain(family: Family) -> Any:
-    """A number, or a dict by label value; of a histogram its count, sum and buckets."""
-    found = {}
+def to_plain_value(family: Family) -> Any:
+    """Return a number, or a dict by label value; a histogram has its count, sum and buckets."""
+    values_by_label = {}
     for labels, value in family.samples:
         if family.kind == "info":
             return labels
@@ -69,18 +71,18 @@ def plain(family: Family) -> Any:
             value = {"count": value.total, "sum": value.sum, "buckets": dict(value.cumulative())}
         if not labels:
             return value
-        found[next(iter(labels.values()))] = value
-    return found
+        values_by_label[next(iter(labels.values()))] = value
+    return values_by_label
 
 
 def states(now: Snapshot) -> list[Family]:
-    """What an engine is like now."""
+    """Return the families that describe an engine's current state."""
     sleeping = {
         "awake": not now.asleep,
         "weights_offloaded": now.asleep and not now.weights_dropped,
         "discard_all": now.asleep and now.weights_dropped,
     }
-    found = [
+    gauges = [
         ("vllm:num_requests_running", "gauge", "Sequences with a slot in the batch", now.running),
         ("vllm:num_requests_waiting", "gauge", "Sequences that wait for a slot", now.waiting),
         ("vllm:kv_cache_usage_perc", "gauge", "The share of the pages in use: 1 is all", now.pages_used),
@@ -97,21 +99,29 @@ def states(now: Snapshot) -> list[Family]:
         "running": sum(group.used for group in now.pages),
         "cached": sum(group.cached for group in now.pages),
     }
-    reasons = {"capacity": now.waiting, "deferred": 0}  # a slot or pages are all that one waits for
+    # A sequence waits only for a slot or for pages.
+    reasons = {"capacity": now.waiting, "deferred": 0}
     return [
-        *(Family(name, kind, text, [({}, value)]) for name, kind, text, value in found),
-        labelled("vllm:num_requests_waiting_by_reason", "gauge", "Sequences that wait, by what for", "reason", reasons),
+        *(Family(name, kind, text, [({}, value)]) for name, kind, text, value in gauges),
+        labelled_family(
+            "vllm:num_requests_waiting_by_reason", "gauge", "Sequences that wait, by what for", "reason", reasons
+        ),
         *expert_states(now),
         *draft_states(now),
-        labelled("quire:pages", "gauge", "Pages of the KV cache, of all its groups", "state", pages),
-        labelled("vllm:engine_sleep_state", "gauge", "1: the engine is in this state", "sleep_state",
-                 {name: int(on) for name, on in sleeping.items()}),
+        labelled_family("quire:pages", "gauge", "Pages of the KV cache, of all its groups", "state", pages),
+        labelled_family(
+            "vllm:engine_sleep_state",
+            "gauge",
+            "1: the engine is in this state",
+            "sleep_state",
+            {name: int(on) for name, on in sleeping.items()},
+        ),
         Family("vllm:cache_config_info", "info", "The KV cache", [(cache_config(now), 1)]),
-    ]  # fmt: skip
+    ]
 
 
 def draft_states(now: Snapshot) -> list[Family]:
-    """What was drafted, where the engine drafts."""
+    """Return the families about draft tokens, if the engine drafts."""
     if (drafts := now.drafts) is None:
         return []
     counts = {
@@ -122,28 +132,42 @@ def draft_states(now: Snapshot) -> list[Family]:
     positions = {str(position): count for position, count in enumerate(drafts.accepted)}
     return [
         *(Family(f"vllm:spec_decode_{name}_total", "counter", text, [({}, n)]) for name, (text, n) in counts.items()),
-        labelled("vllm:spec_decode_num_accepted_tokens_per_pos_total", "counter",
-                 "The same by their places among the drafts of a step; 0 is the first", "position", positions),
-    ]  # fmt: skip
+        labelled_family(
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+            "counter",
+            "The same by their places among the drafts of a step; 0 is the first",
+            "position",
+            positions,
+        ),
+    ]
 
 
 def expert_states(now: Snapshot) -> list[Family]:
-    """How evenly tokens fall on the experts, where a model has any."""
+    """Return the families about the balance of experts, if the model has experts."""
     if (experts := now.experts) is None:
         return []
     return [
-        Family("quire:expert_rows_total", "counter", "Tokens that experts got, in all layers",
-               [({}, experts.tokens)]),
-        labelled("quire:expert_skew", "gauge", "Lately, the tokens of the busiest expert against the mean", "layer",
-                 {str(layer): value for layer, value in experts.skew.items()}),
-        labelled("quire:expert_device_skew", "gauge", "Lately, the tokens of the busiest device against the mean",
-                 "layer", {str(layer): value for layer, value in experts.device_skew.items()}),
+        Family("quire:expert_rows_total", "counter", "Tokens that experts got, in all layers", [({}, experts.tokens)]),
+        labelled_family(
+            "quire:expert_skew",
+            "gauge",
+            "Lately, the tokens of the busiest expert against the mean",
+            "layer",
+            {str(layer): value for layer, value in experts.skew.items()},
+        ),
+        labelled_family(
+            "quire:expert_device_skew",
+            "gauge",
+            "Lately, the tokens of the busiest device against the mean",
+            "layer",
+            {str(layer): value for layer, value in experts.device_skew.items()},
+        ),
         Family("quire:expert_moves_total", "counter", "Places that got another expert", [({}, experts.moved)]),
-    ]  # fmt: skip
+    ]
 
 
 def cache_config(now: Snapshot) -> dict[str, str]:
-    """The group without a window says how many tokens there is room for."""
+    """Return the cache configuration; the group without a window determines its size in tokens."""
     group = next((group for group in now.pages if group.window is None), next(iter(now.pages), None))
     return {
         "block_size": str(now.page_size),

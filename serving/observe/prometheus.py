@@ -1,4 +1,4 @@
-"""Metrics in the form that Prometheus reads."""
+"""Metrics in the text format of Prometheus."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -18,16 +18,16 @@ KINDS = {
 
 
 class FamilyCollector(Collector):
-    """Metric families as prometheus_client wants them: one for each name, with all samples."""
+    """Metric families for prometheus_client: one per name, with the samples of all models."""
 
-    def __init__(self, found: Iterable[tuple[Mapping[str, str], Family]]):
-        self.found = list(found)
+    def __init__(self, labelled_families: Iterable[tuple[Mapping[str, str], Family]]):
+        self.labelled_families = list(labelled_families)
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
-        for own, family in self.found:
+        for model_labels, family in self.labelled_families:
             for labels, value in family.samples:
-                labels = {**own, **labels}
+                labels = {**model_labels, **labels}
                 if family.name not in families:
                     families[family.name] = KINDS[family.kind](family.name, family.help, labels=list(labels))
                 if family.kind == "histogram":
@@ -38,8 +38,8 @@ class FamilyCollector(Collector):
         yield from families.values()
 
 
-def expose(found: Iterable[tuple[Mapping[str, str], Family]]) -> tuple[bytes, str]:
-    """The text and its content type, of metric families with their model's label."""
+def expose(labelled_families: Iterable[tuple[Mapping[str, str], Family]]) -> tuple[bytes, str]:
+    """Return the text of metric families with their models' labels, and its content type."""
     registry = CollectorRegistry()
-    registry.register(FamilyCollector(found))
+    registry.register(FamilyCollector(labelled_families))
     return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4

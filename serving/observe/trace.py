@@ -1,4 +1,4 @@
-"""What the engine does when: a file that ui.perfetto.dev and chrome://tracing show."""
+"""Timeline of the engine as a file for ui.perfetto.dev and chrome://tracing."""
 
 import json
 import logging
@@ -11,17 +11,18 @@ from ..request.request import Request
 
 log = logging.getLogger("quire")
 
-HOST, DEVICE = 1, 2  # the rows of the picture
+HOST = 1  # rows of the timeline
+DEVICE = 2
 
 
 class Trace(Observer):
-    """Events are written as they come, so that what a killed process has written can be read too.
+    """Writes events as they happen, so that the file of a killed process is readable too.
 
         host      [schedule][launch n+1][collect n .....][update]
         device     step n ..............................][ step n+1 ....
 
-    A step on the device begins when it was launched and the one before it was done, and ends when its results were
-    there for the host: where the host comes late, that is late too.
+    A step on the device starts when it is launched and the previous step has ended, and ends when
+    the host has its results, so a late host makes steps appear longer.
     """
 
     def __init__(self, path: Path):
@@ -53,18 +54,20 @@ class Trace(Observer):
                 self.request(request, record.ended)
 
     def request(self, request: Request, ended: float) -> None:
-        """How long it waited, its prompt was read, and its answer was written."""
-        starts = [request.arrival, request.first_scheduled, request.first_token]
-        ends = [request.first_scheduled, request.first_token, request.last_token]
-        for name, start, end in zip(("wait", "read", "write"), starts, ends, strict=True):
+        """Write how long a request waited, its prompt was computed, and its answer was
+        generated.
+        """
+        start_times = [request.arrival, request.first_scheduled, request.first_token]
+        end_times = [request.first_scheduled, request.first_token, request.last_token]
+        for name, start, end in zip(("wait", "read", "write"), start_times, end_times, strict=True):
             if start is not None:
-                own: dict[str, Any] = {"cat": "request", "id": request.request_id}
-                self.write(name, "b", ts=micro(start), **own, args=request.facts())
-                self.write(name, "e", ts=micro(ended if end is None else end), **own)
+                fields: dict[str, Any] = {"cat": "request", "id": request.request_id}
+                self.write(name, "b", ts=micro(start), **fields, args=request.facts())
+                self.write(name, "e", ts=micro(ended if end is None else end), **fields)
 
     def close(self) -> None:
         self.put("{}]\n")
-        with suppress(OSError):  # that it cannot be written has been logged
+        with suppress(OSError):  # the error has been logged already
             self.file.close()
 
     def span(self, name: str, row: int, start: float, end: float, **facts: Any) -> None:
@@ -74,7 +77,7 @@ class Trace(Observer):
         self.put(json.dumps({"name": name, "ph": phase, "pid": 1, **fields}, separators=(",", ":")) + ",\n")
 
     def put(self, line: str) -> None:
-        """Requests go on when the trace cannot."""
+        """Write a line; after an error, disable the trace instead of failing requests."""
         if self.broken:
             return
         try:

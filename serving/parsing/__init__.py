@@ -1,4 +1,4 @@
-"""Parsers of answers: descriptions of the formats of tool calls and of thoughts, by the names that users give."""
+"""Parsers of answers: the formats of tool calls and reasoning, by the names that users give."""
 
 import importlib
 from collections.abc import Mapping
@@ -8,8 +8,8 @@ from typing import Any
 
 from . import thoughts
 from .form import Form, Tools
-from .grammar import Unsayable as Unsayable
-from .grammar import free_grammar, grammar_of
+from .grammar import InexpressibleSchema as InexpressibleSchema
+from .grammar import free_grammar, required_call_grammar
 from .parser import Parser, ParserChain
 from .reader import Reader
 from .thoughts import REASONING, REFUSED_REASONING, Thoughts
@@ -27,15 +27,16 @@ def make_parser(
     opened: bool | None = None,
     is_json: bool = False,
 ) -> Parser:
-    """A parser for one answer.
+    """Create the parser of one answer.
 
     Args:
-        tools: The schema of each function's arguments; without it calls are text.
-        opened: Whether the prompt has opened a thought, or closed one; None if neither.
-        is_json: Whether the request asks for JSON, so that calls need the marks of their format.
+        tools: The schema of each function's arguments. Without it, calls are text.
+        opened: Whether the prompt has opened a thought (True) or closed one (False); None if
+            neither.
+        is_json: Whether the request asks for JSON, so that only marked calls count.
     """
-    form = known("tool parser", tool_parser, TOOL_FORMS, REFUSED_TOOLS)
-    reasoning = known("reasoning parser", reasoning_parser, REASONING, REFUSED_REASONING)
+    form = look_up_format("tool parser", tool_parser, TOOL_FORMS, REFUSED_TOOLS)
+    reasoning = look_up_format("reasoning parser", reasoning_parser, REASONING, REFUSED_REASONING)
     if ".harmony" in (form, reasoning):
         if {form, reasoning} - {".harmony", None}:
             raise ValueError(
@@ -44,15 +45,16 @@ def make_parser(
             )
         read = importlib.import_module(".harmony", __name__).read
         return Reader(partial(read, tools=tools is not None, inside=bool(opened)), keeps_special=True)
-    row = []
+    parsers = []
     if reasoning:
-        row.append(Reader(partial(reasoning.read, inside=reasoning.inside(opened)), reasoning.keeps_special))
+        parsers.append(Reader(partial(reasoning.read, inside=reasoning.inside(opened)), reasoning.keeps_special))
     if form and tools is not None:
         if is_json and isinstance(form, Form):
             form = replace(form, unmarked=False)
         read = importlib.import_module(form, __name__).read if isinstance(form, str) else form.read
-        row.append(Reader(partial(read, tools=tools), keeps_special=True))  # marks are special tokens in some models
-    return row[0] if len(row) == 1 else ParserChain(row)
+        # In some models the marks of calls are special tokens.
+        parsers.append(Reader(partial(read, tools=tools), keeps_special=True))
+    return parsers[0] if len(parsers) == 1 else ParserChain(parsers)
 
 
 def call_grammar(
@@ -63,37 +65,40 @@ def call_grammar(
     calls: str,
     opened: bool | None,
 ) -> str:
-    """The grammar, for llguidance, of an answer that calls these tools in a model's own format.
+    """Return the llguidance grammar of an answer that calls these tools in a model's own format.
 
-    `calls`: "one", "several", or "any" number of them within any text.
+    Raises InexpressibleSchema if the format cannot express a schema.
 
-    `specials` has the ids of the tokens that are never text, None for those that end an answer. Unsayable where the
-    format has no texts for a schema.
+    Args:
+        specials: Special token -> its id, or None if the token ends an answer.
+        calls: "one", "several", or "any" number of calls within any text.
+        opened: As for `make_parser`.
     """
-    form = known("tool parser", tool_parser, TOOL_FORMS, REFUSED_TOOLS)
-    reasoning = known("reasoning parser", reasoning_parser, REASONING, REFUSED_REASONING)
+    form = look_up_format("tool parser", tool_parser, TOOL_FORMS, REFUSED_TOOLS)
+    reasoning = look_up_format("reasoning parser", reasoning_parser, REASONING, REFUSED_REASONING)
     if form == ".harmony":
         if calls == "any":
-            raise Unsayable("harmony has headers and channels round its texts")
-        calls, reasoning = "one", Thoughts((HARMONY[0],), (HARMONY[1],))
+            raise InexpressibleSchema("harmony has headers and channels round its texts")
+        calls = "one"
+        reasoning = Thoughts((HARMONY[0],), (HARMONY[1],))
     if isinstance(form, str):
-        form = importlib.import_module(form, __name__).written(specials)
+        form = importlib.import_module(form, __name__).call_form(specials)
     inside = reasoning is not None and reasoning.inside(opened)
     if calls == "any":
         return free_grammar(form, tools, specials, reasoning, inside)
-    return grammar_of(form, tools, specials, calls == "several", reasoning, inside)
+    return required_call_grammar(form, tools, specials, calls == "several", reasoning, inside)
 
 
-def known(what: str, name: str | None, table: Mapping[str, Any], refused: Mapping[str, str]) -> Any:
+def look_up_format(kind: str, name: str | None, table: Mapping[str, Any], refused: Mapping[str, str]) -> Any:
     if name is None or name in table:
         return None if name is None else table[name]
     if name in refused:
-        raise ValueError(f"the {what} {name!r} is not served: {refused[name]}")
-    raise ValueError(f"the {what} is {name!r}; it can be {', '.join(table)}")
+        raise ValueError(f"the {kind} {name!r} is not served: {refused[name]}")
+    raise ValueError(f"the {kind} is {name!r}; it can be {', '.join(table)}")
 
 
 def detect(chat_template: str) -> tuple[str | None, str | None]:
-    """The tool parser and the reasoning parser that a chat template asks for."""
+    """Return the tool parser and the reasoning parser that fit a chat template."""
     tool, reasoning = (
         next((name for signs, name in table if all(sign in chat_template for sign in signs)), None)
         for table in (SIGNS, thoughts.SIGNS)
@@ -102,9 +107,14 @@ def detect(chat_template: str) -> tuple[str | None, str | None]:
 
 
 def opens_thought(prompt: str) -> bool | None:
-    """Whether a prompt ends where a thought has begun, so that the answer goes on with it; None: nor has one ended."""
+    """Return whether a prompt ends within an open thought.
+
+    False if it ends with a closed one, None if neither.
+    """
     end = prompt.rstrip()
-    found = [each for each in REASONING.values() if isinstance(each, Thoughts)]
-    if end.endswith((HARMONY[0], *(text for each in found for text in each.opens))):
+    formats = [thoughts_format for thoughts_format in REASONING.values() if isinstance(thoughts_format, Thoughts)]
+    if end.endswith((HARMONY[0], *(text for thoughts_format in formats for text in thoughts_format.opens))):
         return True
-    return False if end.endswith(tuple(text for each in found for text in each.closes)) else None
+    return (
+        False if end.endswith(tuple(text for thoughts_format in formats for text in thoughts_format.closes)) else None
+    )

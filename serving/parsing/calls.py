@@ -1,4 +1,4 @@
-"""Tool calls written as JSON: found while they are written, their arguments passed on as they stand."""
+"""Incremental reader of tool calls written as JSON. Arguments are emitted as they arrive."""
 
 import json
 import re
@@ -7,13 +7,14 @@ import string
 from collections.abc import Callable, Generator, Iterator
 
 from .pieces import Arguments, Said
-from .reader import Broken, Reader, blank
+from .reader import FormatError, Reader, hold_blank
 
-BEGINS = frozenset('{"')  # arguments: an object, or a string that holds one
-OPENS, CLOSES = frozenset("{["), frozenset("}]")
+BEGINS = frozenset('{"')  # starts arguments: an object, or a string that holds one
+OPENS = frozenset("{[")
+CLOSES = frozenset("}]")
 LITERAL = frozenset(string.ascii_letters + string.digits + "+-.")  # numbers, true, false, null
 BETWEEN = LITERAL | frozenset(",: \t\r\n")  # outside of strings and brackets
-FIRST_HALF = re.compile(r"\\u[dD][89abAB]..")  # the escape of the first half of a character
+FIRST_HALF = re.compile(r"\\u[dD][89abAB]..")  # the escape of a high surrogate
 HALF = re.compile("[\ud800-\udfff]")
 
 
@@ -21,83 +22,89 @@ def new_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def attempt(reader: Reader, steps: Iterator[None]) -> Generator[None, None, bool]:
-    """Take the steps that read a call; whether it was one. What breaks before it began is text."""
+def try_call(reader: Reader, steps: Iterator[None]) -> Generator[None, None, bool]:
+    """Run the steps that read a call; return whether it was one.
+
+    If the format breaks before the call has begun, the text read so far is released as text.
+    """
     calls = reader.calls
     try:
         yield from steps
-    except Broken:
+    except FormatError:
         if reader.calls == calls:
             reader.release(Said)
             return False
     else:
-        if not reader.argued:
+        if not reader.has_arguments:
             reader.add(Arguments, "{}")
     reader.drop()
     return True
 
 
-def call(
-    reader: Reader, call_id: str, bare: bool = False, keys: tuple[str, str] = ("name", "arguments")
+def read_call_object(
+    reader: Reader, call_id: str, requires_arguments: bool = False, keys: tuple[str, str] = ("name", "arguments")
 ) -> Iterator[None]:
-    """{"name": ..., "arguments": {...}}; a bare object is one only with its arguments.
+    """Read {"name": ..., "arguments": {...}}.
 
-    It begins when its name is known and its arguments begin, which may stand before the name.
+    The call begins when its name is known and its arguments start, which may come before the name.
+
+    Args:
+        requires_arguments: The object is a call only if it has arguments.
     """
-    name = given = None
+    name = arguments = None
     calls = reader.calls
-    yield from sign(reader, "{")
+    yield from expect(reader, "{")
     while reader.char != "}":
-        key = decoded((yield from held_string(reader)))
-        yield from sign(reader, ":")
+        key = decode_string((yield from hold_string(reader)))
+        yield from expect(reader, ":")
         if key == keys[0]:
-            name = decoded((yield from held_string(reader)))
-        elif key in (keys[1], "arguments", "parameters") and given is None:
+            name = decode_string((yield from hold_string(reader)))
+        elif key in (keys[1], "arguments", "parameters") and arguments is None:
             if name and reader.char in BEGINS:
                 reader.begin(name, call_id)
-                yield from arguments(reader)
-                given = ""
+                yield from read_arguments(reader)
+                arguments = ""
             else:
-                given = inner((yield from held_value(reader)))
+                arguments = arguments_text((yield from hold_value(reader)))
         else:
-            yield from held_value(reader)
-        if name and given and reader.calls == calls:
+            yield from hold_value(reader)
+        if name and arguments and reader.calls == calls:
             reader.begin(name, call_id)
-            reader.add(Arguments, given)
-            reader.argued = True
-        yield from blank(reader)
+            reader.add(Arguments, arguments)
+            reader.has_arguments = True
+        yield from hold_blank(reader)
         if reader.char == ",":
-            yield from sign(reader, ",")
+            yield from expect(reader, ",")
         elif reader.char != "}":
-            raise Broken
-    if not name or (bare and given is None):
-        raise Broken
+            raise FormatError
+    if not name or (requires_arguments and arguments is None):
+        raise FormatError
     if reader.calls == calls:
         reader.begin(name, call_id)
     yield
 
 
-def arguments(reader: Reader) -> Iterator[None]:
-    """Pass the arguments of the call on: an object as it stands, of a string what it holds."""
+def read_arguments(reader: Reader) -> Iterator[None]:
+    """Emit the arguments of the call: an object as it is, a string decoded."""
     if reader.char == "{":
-        yield from value(reader, reader.argue)
+        yield from read_value(reader, reader.emit_argument)
         return
-    half = ""
+    high_surrogate = ""
     yield
     while reader.char != '"':
         if not reader.char:
-            raise Broken
-        unit = (yield from escape(reader)) if reader.char == "\\" else reader.char
-        whole, half = (half, unit) if FIRST_HALF.fullmatch(unit) else (half + unit, "")
-        reader.add(Arguments, decoded(whole))
-        reader.argued = True
+            raise FormatError
+        unit = (yield from read_escape(reader)) if reader.char == "\\" else reader.char
+        complete, high_surrogate = (high_surrogate, unit) if FIRST_HALF.fullmatch(unit) else (high_surrogate + unit, "")
+        reader.add(Arguments, decode_string(complete))
+        reader.has_arguments = True
         yield
-    reader.add(Arguments, decoded(half))
+    reader.add(Arguments, decode_string(high_surrogate))
     yield
 
 
-def value(reader: Reader, keep: Callable[[], None]) -> Iterator[None]:
-    """Read a JSON value, `keep` taking each character; brackets are counted, no more."""
+def read_value(reader: Reader, keep: Callable[[], None]) -> Iterator[None]:
+    """Read a JSON value, calling `keep` for each character. Only brackets are checked."""
     if reader.char in LITERAL:
         while reader.char in LITERAL:
             keep()
@@ -106,81 +113,81 @@ def value(reader: Reader, keep: Callable[[], None]) -> Iterator[None]:
     depth = 0
     while True:
         if reader.char == '"':
-            yield from quoted(reader, keep)
+            yield from read_string(reader, keep)
         elif reader.char in OPENS:
             depth += 1
         elif reader.char in CLOSES and depth:
             depth -= 1
         elif not depth or reader.char not in BETWEEN:
-            raise Broken
+            raise FormatError
         keep()
         yield
         if not depth:
             return
 
 
-def quoted(reader: Reader, keep: Callable[[], None]) -> Iterator[None]:
-    """Read a string up to its last quote."""
+def read_string(reader: Reader, keep: Callable[[], None]) -> Iterator[None]:
+    """Read a string, up to its closing quote."""
     escaped = True  # the first quote ends nothing
     while escaped or reader.char != '"':
         escaped = reader.char == "\\" and not escaped
         keep()
         yield
         if not reader.char:
-            raise Broken
+            raise FormatError
 
 
-def escape(reader: Reader) -> Generator[None, None, str]:
-    """Read an escape up to its last character."""
+def read_escape(reader: Reader) -> Generator[None, None, str]:
+    """Read an escape, up to its last character."""
     raw = "\\"
     while len(raw) < 2 or (raw[1] == "u" and len(raw) < 6):
         yield
         if not reader.char:
-            raise Broken
+            raise FormatError
         raw += reader.char
     return raw
 
 
-def sign(reader: Reader, char: str) -> Iterator[None]:
-    """Hold a character that must stand here, with the white space around it."""
-    yield from blank(reader)
+def expect(reader: Reader, char: str) -> Iterator[None]:
+    """Hold a character that must come next, with the white space around it."""
+    yield from hold_blank(reader)
     if reader.char != char:
-        raise Broken
+        raise FormatError
     reader.hold()
     yield
-    yield from blank(reader)
+    yield from hold_blank(reader)
 
 
-def held_value(reader: Reader) -> Generator[None, None, str]:
+def hold_value(reader: Reader) -> Generator[None, None, str]:
     start = len(reader.held)
-    yield from value(reader, reader.hold)
+    yield from read_value(reader, reader.hold)
     return "".join(reader.held[start:])
 
 
-def held_string(reader: Reader) -> Generator[None, None, str]:
-    """What stands between the quotes."""
+def hold_string(reader: Reader) -> Generator[None, None, str]:
+    """Hold a string and return the text between its quotes, undecoded."""
     if reader.char != '"':
-        raise Broken
-    return (yield from held_value(reader))[1:-1]
+        raise FormatError
+    return (yield from hold_value(reader))[1:-1]
 
 
-def inner(raw: str) -> str:
-    """The arguments in a JSON value."""
+def arguments_text(raw: str) -> str:
+    """Return the arguments that a held JSON value contains."""
     if raw.startswith("{"):
         return raw
     if raw.startswith('"'):
-        return decoded(raw[1:-1])
+        return decode_string(raw[1:-1])
     if raw == "null":
         return ""
-    raise Broken
+    raise FormatError
 
 
-def decoded(raw: str) -> str:
-    """What stands between the quotes of a JSON string, read; half a character stays the escape that it was."""
+def decode_string(raw: str) -> str:
+    """Decode the text between the quotes of a JSON string; a lone surrogate stays an escape."""
     if "\\" not in raw:
         return raw
     try:
         text = json.loads(f'"{raw}"', strict=False)
     except ValueError:
-        raise Broken from None
+        raise FormatError from None
     return HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", text)

@@ -1,4 +1,4 @@
-"""Calls of tools that take a text instead of arguments."""
+"""Calls of custom tools, which take a text instead of arguments."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -9,18 +9,27 @@ from .pieces import Arguments, CallStart, Piece, Said
 
 
 class CustomCalls:
-    """Passes such a call on when all of its text is known, and as text for the reader if it has not its form.
+    """Emits such a call when its text is complete, or as text if it lacks the required form.
 
-    The model sees a function with one argument; where the form of the answer was fixed, it writes the text `bare`.
+    The model sees a function with one argument. Where the form of the answer was fixed, it writes
+    the argument's text `bare`.
     """
 
-    def __init__(self, parser: Parser, argument: str, tools: Mapping[str, Callable[[str], bool]], bare: bool = False):
-        """`tools`: by the name of each tool whether a text has its form."""
-        self.parser, self.argument, self.tools, self.bare = parser, argument, tools, bare
+    def __init__(
+        self, parser: Parser, argument: str, tools: Mapping[str, Callable[[str], bool]], is_bare: bool = False
+    ):
+        """Args:
+        tools: Tool name -> a check whether a text has the tool's form.
+        bare: The answer is the text itself, not an object with the argument.
+        """
+        self.parser = parser
+        self.argument = argument
+        self.tools = tools
+        self.bare = is_bare
         self.keeps_special = parser.keeps_special
-        self.call: CallStart | None = None  # the one whose text is not all there
+        self.call: CallStart | None = None  # the call whose text is incomplete
         self.texts: list[str] = []
-        self.untrue = 0  # calls so far that turned out to be text
+        self.untrue = 0  # calls so far that became text
 
     def push(self, text: str) -> list[Piece]:
         return self._through(self.parser.push(text))
@@ -29,24 +38,26 @@ class CustomCalls:
         return [*self._through(self.parser.finish()), *self._settled()]
 
     def _through(self, pieces: list[Piece]) -> list[Piece]:
-        found: list[Piece] = []
+        output: list[Piece] = []
         for piece in pieces:
             if isinstance(piece, Arguments) and self.call is not None:
                 self.texts.append(piece.text)
                 continue
-            found += self._settled()
+            output += self._settled()
             if isinstance(piece, CallStart) and piece.name in self.tools:
                 self.call = piece
             elif isinstance(piece, CallStart | Arguments):
-                found.append(replace(piece, index=piece.index - self.untrue))
+                output.append(replace(piece, index=piece.index - self.untrue))
             else:
-                found.append(piece)
-        return found
+                output.append(piece)
+        return output
 
     def _settled(self) -> list[Piece]:
-        """The call that is over, if there is one."""
-        call, written = self.call, "".join(self.texts)
-        self.call, self.texts = None, []
+        """Return the call that ended, if there is one."""
+        call = self.call
+        written = "".join(self.texts)
+        self.call = None
+        self.texts = []
         if call is None:
             return []
         text = written if self.bare else self._text_of(written)
@@ -58,8 +69,8 @@ class CustomCalls:
 
     def _text_of(self, written: str) -> str | None:
         try:
-            found = json.loads(written)
+            arguments = json.loads(written)
         except (ValueError, RecursionError):
             return None
-        text = found.get(self.argument) if isinstance(found, dict) else None
+        text = arguments.get(self.argument) if isinstance(arguments, dict) else None
         return text if isinstance(text, str) else None

@@ -1,16 +1,17 @@
-"""An answer that was made to be the arguments of one function."""
+"""Answers that were constrained to the arguments of one function."""
 
 from .calls import new_id
 from .pieces import Arguments, CallStart, Piece
 
 
 class Forced:
-    """All of its text is the arguments: the form of the answer was fixed."""
+    """Parser of an answer whose whole text is the arguments, because its form was fixed."""
 
     keeps_special = False
 
     def __init__(self, name: str):
-        self.name, self.begun = name, False
+        self.name = name
+        self.begun = False
 
     def push(self, text: str) -> list[Piece]:
         begin: list[Piece] = [] if self.begun else [CallStart(0, new_id(), self.name)]

@@ -1,33 +1,38 @@
-"""Answers as gpt-oss writes them: messages with a channel, perhaps a recipient, and text between markers."""
+"""The format of gpt-oss: messages with a channel, an optional recipient, and text between
+markers.
+"""
 
 import re
 from collections.abc import Collection, Generator, Iterator
 
-from .calls import BEGINS, arguments, attempt, new_id
+from .calls import BEGINS, new_id, read_arguments, try_call
 from .form import Form
 from .pieces import Said, Thought
-from .reader import Broken, Reader, Text, blank, marker, text
+from .reader import FormatError, Reader, Text, hold_blank, hold_marker, read_text
 
-START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+CONSTRAIN = "<|constrain|>"
+MESSAGE = "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
-HEADER = frozenset("_-./=: ")  # beside letters and digits
+HEADER = frozenset("_-./=: ")  # besides letters and digits
 RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
 THINKING = re.compile(r"<\|channel\|> *analysis\b")
 
 
-def written(specials: Collection[str]) -> Form:
-    """A call; the token that ends it ends the answer."""
+def call_form(specials: Collection[str]) -> Form:
+    """Return the form of a call; its last token ends the answer."""
     return Form("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}")
 
 
 def read(reader: Reader, tools: bool, inside: bool) -> Iterator[None]:
-    """The prompt ended within the header of a message, or `inside` a thought."""
+    """Read an answer. The prompt ended within the header of a message, or `inside` a thought."""
     kind: Text = Thought
     if not inside:
-        yield from blank(reader)
+        yield from hold_blank(reader)
         kind = yield from message(reader, (START, CHANNEL, MESSAGE, "to="), tools)
-    while found := (yield from text(reader, (START, CHANNEL, *ENDS), kind)):
-        if found in ENDS:
+    while found_marker := (yield from read_text(reader, (START, CHANNEL, *ENDS), kind)):
+        if found_marker in ENDS:
             reader.drop()
             kind = Said
         else:
@@ -35,39 +40,42 @@ def read(reader: Reader, tools: bool, inside: bool) -> Iterator[None]:
 
 
 def message(reader: Reader, openings: tuple[str, ...], tools: bool) -> Generator[None, None, Text]:
-    """Read a header, whose first marker is one of `openings` or held, and a call whole; the kind of text to come."""
+    """Read a header, and the whole call if the message is one; return the kind of the text to come.
+
+    The first marker of the header is one of `openings`, or is held already if there are none.
+    """
     try:
         head = yield from header(reader, openings)
-    except Broken:
+    except FormatError:
         reader.release(Said)
         return Said
     to = RECIPIENT.search(head)
     if to and tools:
-        yield from attempt(reader, body(reader, to[1]))
+        yield from try_call(reader, body(reader, to[1]))
         return Said
     reader.drop()
     return Thought if THINKING.search(head) else Said
 
 
 def header(reader: Reader, openings: tuple[str, ...]) -> Generator[None, None, str]:
-    found = yield from marker(reader, openings)
-    if openings and not found:
-        raise Broken
-    while found != MESSAGE:
+    found_marker = yield from hold_marker(reader, openings)
+    if openings and not found_marker:
+        raise FormatError
+    while found_marker != MESSAGE:
         if reader.char.isalnum() or reader.char in HEADER:
             reader.hold()
             yield
-        elif not (found := (yield from marker(reader, (START, CHANNEL, CONSTRAIN, MESSAGE)))):
-            raise Broken
+        elif not (found_marker := (yield from hold_marker(reader, (START, CHANNEL, CONSTRAIN, MESSAGE)))):
+            raise FormatError
     return "".join(reader.held)
 
 
 def body(reader: Reader, name: str) -> Iterator[None]:
-    """The text of a message that is a call."""
-    yield from blank(reader)
-    given = reader.char in BEGINS
-    if not given and not (yield from marker(reader, ENDS)):
-        raise Broken
+    """Read the text of a message that is a call."""
+    yield from hold_blank(reader)
+    has_arguments = reader.char in BEGINS
+    if not has_arguments and not (yield from hold_marker(reader, ENDS)):
+        raise FormatError
     reader.begin(name, new_id())
-    if given:
-        yield from arguments(reader)
+    if has_arguments:
+        yield from read_arguments(reader)

@@ -1,4 +1,4 @@
-"""The interface of a parser, and several in a chain."""
+"""The interface of parsers of answers, and a chain of parsers."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,24 +7,27 @@ from .pieces import Piece, Said
 
 
 class Parser(Protocol):
-    """Turns the text of one answer, in slices, into pieces; joined, they are the same however it was cut."""
+    """Turns the text of one answer, in slices, into pieces.
+
+    The joined pieces do not depend on how the text was sliced.
+    """
 
     @property
     def keeps_special(self) -> bool:
-        """Whether the text must be decoded with its special tokens."""
+        """Whether the text must be decoded with special tokens."""
         ...
 
     def push(self, text: str) -> list[Piece]:
-        """What is certain now."""
+        """Return the pieces that are now certain."""
         ...
 
     def finish(self) -> list[Piece]:
-        """What was held back, for nothing more comes."""
+        """Return the pieces that were held back; no more text follows."""
         ...
 
 
 class ParserChain:
-    """Each parser reads what the one before took for text."""
+    """Passes the text of each parser to the next one."""
 
     def __init__(self, parsers: Sequence[Parser]):
         self.parsers = parsers

@@ -1,25 +1,25 @@
-"""What the text of an answer turns out to be, piece by piece."""
+"""The pieces into which an answer is parsed."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Text for the reader."""
+    """Visible text of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """Text that the model wrote for itself."""
+    """Reasoning text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A tool call begins; `index` counts those of the answer from 0."""
+    """Start of a tool call; `index` counts the calls of the answer from 0."""
 
     index: int
     id: str
@@ -28,7 +28,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """More of the arguments of a call, as JSON text."""
+    """The next part of a call's arguments, as JSON text."""
 
     index: int
     text: str

@@ -1,4 +1,4 @@
-"""Arguments as Python writes them: key='text', other=[1, None]. They become JSON while they come."""
+"""Incremental reader of Python keyword arguments (key='text', other=[1, None]), emitted as JSON."""
 
 import json
 import string
@@ -6,123 +6,126 @@ from collections.abc import Generator, Iterator
 
 from .calls import new_id
 from .pieces import Arguments
-from .reader import Broken, Reader, blank, marker, separator
+from .reader import FormatError, Reader, hold_blank, hold_marker, skip_separator
 
 WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 ESCAPES = {
     "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": "",
     "\\": "\\", "'": "'", '"': '"', "/": "/",
 }  # fmt: skip
-CODES = {"x": 2, "u": 4, "U": 8}
+HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 OPENS = {"[": "]", "(": ")", "{": "}"}
 IN_NUMBER = frozenset(string.ascii_letters + string.digits + "+-._")
 MAX_DEPTH = 64
 
 
-def keywords(reader: Reader, name: str, end: str) -> Iterator[None]:
-    """Begin the call where its first keyword or its `end` stands, and pass the keywords on as an object."""
-    key = yield from keyword(reader, end)
+def read_keywords(reader: Reader, name: str, end: str) -> Iterator[None]:
+    """Begin the call at its first keyword or its `end`, and emit the keywords as an object."""
+    key = yield from hold_keyword(reader, end)
     reader.begin(name, new_id())
-    argue(reader, "{")
+    emit_arguments(reader, "{")
     count = 0
     while key:
-        argue(reader, f"{', ' if count else ''}{json.dumps(key, ensure_ascii=False)}: ")
-        yield from value(reader, 0)
-        yield from blank(reader)
+        emit_arguments(reader, f"{', ' if count else ''}{json.dumps(key, ensure_ascii=False)}: ")
+        yield from read_value(reader, 0)
+        yield from hold_blank(reader)
         if reader.char == ",":
             reader.hold()
             yield
         elif reader.char != end:
-            raise Broken
+            raise FormatError
         reader.drop()
-        key = yield from keyword(reader, end)
+        key = yield from hold_keyword(reader, end)
         count += 1
-    argue(reader, "}")
+    emit_arguments(reader, "}")
     reader.drop()
 
 
-def keyword(reader: Reader, end: str) -> Generator[None, None, str]:
-    """The name before a `=`; empty where the `end` stands."""
-    yield from blank(reader)
-    if (yield from marker(reader, (end,))):
+def hold_keyword(reader: Reader, end: str) -> Generator[None, None, str]:
+    """Hold the name before a `=` and return it; empty at `end`."""
+    yield from hold_blank(reader)
+    if (yield from hold_marker(reader, (end,))):
         return ""
     start = len(reader.held)
     while reader.char.isidentifier() or reader.char.isdecimal():
         reader.hold()
         yield
     key = "".join(reader.held[start:])
-    yield from blank(reader)
-    if not key or not (yield from marker(reader, ("=",))):
-        raise Broken
-    yield from blank(reader)
+    yield from hold_blank(reader)
+    if not key or not (yield from hold_marker(reader, ("=",))):
+        raise FormatError
+    yield from hold_blank(reader)
     return key
 
 
-def argue(reader: Reader, text: str) -> None:
+def emit_arguments(reader: Reader, text: str) -> None:
     reader.add(Arguments, text)
-    reader.argued = True
+    reader.has_arguments = True
 
 
-def value(reader: Reader, depth: int) -> Iterator[None]:
-    """Pass a value on."""
+def read_value(reader: Reader, depth: int) -> Iterator[None]:
+    """Read a value and emit it."""
     reader.drop()
     if reader.char in ("'", '"'):
-        yield from quoted(reader)
+        yield from read_string(reader)
     elif reader.char in OPENS and depth < MAX_DEPTH:
-        yield from several(reader, depth)
+        yield from read_collection(reader, depth)
     else:
-        argue(reader, (yield from plain(reader)))
+        emit_arguments(reader, (yield from read_scalar(reader)))
 
 
-def several(reader: Reader, depth: int) -> Iterator[None]:
-    """A list, a tuple or a dict. What a brace begins is known at its first colon: a set is refused."""
+def read_collection(reader: Reader, depth: int) -> Iterator[None]:
+    """Read a list, a tuple or a dict. The first colon shows that braces are a dict; sets are
+    refused.
+    """
     end = OPENS[reader.char]
     yield
-    yield from blank(reader)
-    argue(reader, "{" if end == "}" else "[")
+    yield from hold_blank(reader)
+    emit_arguments(reader, "{" if end == "}" else "[")
     count = 0
     while reader.char != end:
-        argue(reader, ", " if count else "")
+        emit_arguments(reader, ", " if count else "")
         if end == "}":
             if reader.char not in ("'", '"'):
-                raise Broken
-            yield from quoted(reader)
-            yield from blank(reader)
+                raise FormatError
+            yield from read_string(reader)
+            yield from hold_blank(reader)
             if reader.char != ":":
-                raise Broken
+                raise FormatError
             yield
-            yield from blank(reader)
-            argue(reader, ": ")
-        yield from value(reader, depth + 1)
-        yield from separator(reader, end)
+            yield from hold_blank(reader)
+            emit_arguments(reader, ": ")
+        yield from read_value(reader, depth + 1)
+        yield from skip_separator(reader, end)
         count += 1
-    argue(reader, "}" if end == "}" else "]")
+    emit_arguments(reader, "}" if end == "}" else "]")
     reader.drop()
     yield
 
 
-def quoted(reader: Reader) -> Iterator[None]:
-    """Pass a string on."""
-    end, half = reader.char, ""
-    argue(reader, '"')
+def read_string(reader: Reader) -> Iterator[None]:
+    """Read a string and emit it."""
+    end = reader.char
+    high_surrogate = ""
+    emit_arguments(reader, '"')
     yield
     while reader.char != end:
         if not reader.char:
-            raise Broken
-        found = (yield from escape(reader)) if reader.char == "\\" else reader.char
-        if "\ud800" <= found <= "\udbff":  # JSON's way to write a character in two halves
-            argue(reader, escaped(half))
-            half = found
+            raise FormatError
+        character = (yield from read_escape(reader)) if reader.char == "\\" else reader.char
+        if "\ud800" <= character <= "\udbff":  # JSON writes such a character as two surrogates
+            emit_arguments(reader, escape_json(high_surrogate))
+            high_surrogate = character
         else:
-            argue(reader, escaped(half + found))
-            half = ""
+            emit_arguments(reader, escape_json(high_surrogate + character))
+            high_surrogate = ""
         yield
-    argue(reader, escaped(half) + '"')
+    emit_arguments(reader, escape_json(high_surrogate) + '"')
     yield
 
 
-def escaped(text: str) -> str:
-    """Between the quotes of JSON; half a character stays an escape."""
+def escape_json(text: str) -> str:
+    """Escape a text for JSON without its quotes; a lone surrogate stays an escape."""
     try:
         text = text.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError:
@@ -130,53 +133,54 @@ def escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def escape(reader: Reader) -> Generator[None, None, str]:
-    """What an escape means, up to its last character; one that Python does not know stands for itself."""
+def read_escape(reader: Reader) -> Generator[None, None, str]:
+    """Decode an escape, up to its last character; unknown escapes are kept, as in Python."""
     yield
     char = reader.char
     if not char:
-        raise Broken
-    if char not in CODES:
+        raise FormatError
+    if char not in HEX_DIGITS:
         return ESCAPES.get(char, "\\" + char)
     digits = ""
-    while len(digits) < CODES[char]:
+    while len(digits) < HEX_DIGITS[char]:
         yield
         digits += reader.char
         if not reader.char or reader.char not in string.hexdigits:
-            raise Broken
+            raise FormatError
     if int(digits, 16) > 0x10FFFF:
-        raise Broken
+        raise FormatError
     return chr(int(digits, 16))
 
 
-def plain(reader: Reader) -> Generator[None, None, str]:
-    """A word or a number, as JSON."""
+def read_scalar(reader: Reader) -> Generator[None, None, str]:
+    """Read a word or a number and return it as JSON."""
     written = ""
     while reader.char and reader.char in IN_NUMBER:
         written += reader.char
         yield
-    if not reader.char:  # more may have been to come
-        raise Broken
+    if not reader.char:  # the value may be incomplete
+        raise FormatError
     return WORDS.get(written) or number(written)
 
 
 def number(written: str) -> str:
-    """A number of Python's as JSON."""
-    sign, digits = ("-" if written.startswith("-") else ""), written.lstrip("+-").replace("_", "")
+    """Convert a Python number to JSON."""
+    sign = "-" if written.startswith("-") else ""
+    digits = written.lstrip("+-").replace("_", "")
     if len(written) - len(written.lstrip("+-")) > 1:
-        raise Broken
+        raise FormatError
     if digits.isascii() and digits.isdigit():
         return sign + (digits.lstrip("0") or "0")
     try:
         if digits[:2].lower() in ("0x", "0o", "0b"):
             return f"{sign}{int(digits, 0)}"
-        whole, dot, more = digits.partition(".")
-        found = f"{sign}{(whole.lstrip('0') or '0') if dot else whole}{dot}{more}"
-        found = found + "0" if found.endswith(".") else found.replace(".e", ".0e").replace(".E", ".0E")
-        json.loads(found, parse_constant=refuse)
+        integer_digits, dot, fraction = digits.partition(".")
+        converted = f"{sign}{(integer_digits.lstrip('0') or '0') if dot else integer_digits}{dot}{fraction}"
+        converted = converted + "0" if converted.endswith(".") else converted.replace(".e", ".0e").replace(".E", ".0E")
+        json.loads(converted, parse_constant=refuse)
     except ValueError:
-        raise Broken from None
-    return found
+        raise FormatError from None
+    return converted
 
 
 def refuse(text: str) -> None:

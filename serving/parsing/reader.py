@@ -1,4 +1,6 @@
-"""An answer read one character at a time, so that its pieces do not depend on how it was cut."""
+"""Character-by-character parser of answers, whose pieces do not depend on how the text was
+sliced.
+"""
 
 from collections.abc import Callable, Collection, Generator, Iterator
 
@@ -7,18 +9,20 @@ from .pieces import Arguments, CallStart, Piece, Said, Thought
 Text = type[Said] | type[Thought]
 
 
-class Broken(Exception):
-    """The text is not what its format asks for."""
+class FormatError(Exception):
+    """The text does not follow its format."""
 
 
 class Reader:
-    """A parser made of steps: a generator that looks at `char`, holds it or passes it on, and yields for the next one.
+    """A parser made of steps: a generator that looks at `char`, holds or emits it, and yields for
+    the next one.
 
-        answer   |-------- passed on --------|--- held ---| char | to come
+    answer   |--------- emitted ---------|--- held ---| char | to come
 
-    What is held waits until it is known what it belongs to: white space, the head of a marker, a call without a
-    name yet. Then it is passed on as text or dropped as syntax. `char` is empty when the answer has ended, and no
-    step may yield after that. If the steps return before, the rest of the answer is text.
+    Characters are held until their meaning is known: white space, the start of a marker, a call
+    whose name is incomplete. Then they are released as text or dropped as syntax. `char` is empty
+    when the answer has ended, and no step may yield after that. If the steps return earlier, the
+    rest of the answer is text.
     """
 
     def __init__(self, steps: Callable[["Reader"], Iterator[None]], keeps_special: bool = False):
@@ -26,25 +30,25 @@ class Reader:
         self.char = ""
         self.held: list[str] = []
         self.calls = 0
-        self.argued = False  # whether the last call has arguments
+        self.has_arguments = False  # whether the last call has arguments
         self._pieces: list[Piece] = []
-        self._kind: type[Piece] | None = None  # of what was passed on last
-        self._parts: list[str] = []  # of a piece of that kind
+        self._kind: type[Piece] | None = None  # of the last emitted text
+        self._texts: list[str] = []  # of a piece of that kind
         self._steps = steps(self)
 
     def push(self, text: str) -> list[Piece]:
-        """What is certain now."""
-        for at, char in enumerate(text):
+        """Return the pieces that are now certain."""
+        for index, char in enumerate(text):
             if not self._step(char):
                 self.release(Said)
-                self.add(Said, text[at:])
+                self.add(Said, text[index:])
                 break
         return self._finished()
 
     def finish(self) -> list[Piece]:
-        """What was held, for nothing more comes."""
+        """Return the pieces that were held back; no more text follows."""
         self._step("")
-        self.settle(Said)
+        self.flush_end(Said)
         return self._finished()
 
     def hold(self) -> None:
@@ -54,49 +58,52 @@ class Reader:
         self.held.clear()
 
     def release(self, kind: Text) -> None:
-        """What is held is text."""
+        """Emit the held characters as text."""
         if self.held:
             self.add(kind, "".join(self.held))
             self.held.clear()
 
-    def settle(self, kind: Text) -> None:
-        """What is held is text at the end of the answer; white space after something else is not."""
+    def flush_end(self, kind: Text) -> None:
+        """Emit the held characters at the end of the answer, unless they are only white space after
+        another piece.
+        """
         if self._kind in (None, kind) or "".join(self.held).strip():
             self.release(kind)
         self.held.clear()
 
-    def say(self, kind: Text) -> None:
-        """The character is text, and so is what is held."""
+    def emit(self, kind: Text) -> None:
+        """Emit the held characters and the current one as text."""
         self.release(kind)
         self.add(kind, self.char)
 
     def begin(self, name: str, call_id: str) -> None:
-        """What is held was the head of a call."""
+        """Begin a call; the held characters were its head."""
         self.held.clear()
         self._close()
-        self._kind, self.argued = CallStart, False
+        self._kind = CallStart
+        self.has_arguments = False
         self._pieces.append(CallStart(self.calls, call_id, name))
         self.calls += 1
 
-    def argue(self) -> None:
-        """The character belongs to the arguments of the last call."""
+    def emit_argument(self) -> None:
+        """Emit the current character as part of the last call's arguments."""
         self.add(Arguments, self.char)
-        self.argued = True
+        self.has_arguments = True
 
     def add(self, kind: type[Piece], text: str) -> None:
         if kind is not self._kind:
             self._close()
             self._kind = kind
-        self._parts.append(text)
+        self._texts.append(text)
 
     def _step(self, char: str) -> bool:
-        """Whether there was a step that took the character."""
+        """Run one step; return whether it took the character."""
         self.char = char
         return next(self._steps, False) is None
 
     def _close(self) -> None:
-        text = "".join(self._parts)
-        self._parts = []
+        text = "".join(self._texts)
+        self._texts = []
         if text and self._kind is Arguments:
             self._pieces.append(Arguments(self.calls - 1, text))
         elif text:
@@ -104,66 +111,71 @@ class Reader:
 
     def _finished(self) -> list[Piece]:
         self._close()
-        finished, self._pieces = self._pieces, []
+        finished = self._pieces
+        self._pieces = []
         return finished
 
 
-def blank(reader: Reader) -> Iterator[None]:
+def hold_blank(reader: Reader) -> Iterator[None]:
     """Hold white space."""
     while reader.char.isspace():
         reader.hold()
         yield
 
 
-def separator(reader: Reader, end: str) -> Iterator[None]:
-    """Pass the comma after a value, or stop before the end."""
-    yield from blank(reader)
+def skip_separator(reader: Reader, end: str) -> Iterator[None]:
+    """Skip the comma after a value, or stop at `end`."""
+    yield from hold_blank(reader)
     if reader.char == ",":
         yield
-        yield from blank(reader)
+        yield from hold_blank(reader)
     elif reader.char != end:
-        raise Broken
+        raise FormatError
 
 
-def marker(reader: Reader, markers: Collection[str]) -> Generator[None, None, str | None]:
-    """Hold the marker that stands here; None if there is none, Broken if there is only the head of one."""
-    head = ""
-    while head not in markers:
-        if not reader.char or not any(each.startswith(head + reader.char) for each in markers):
-            if head:
-                raise Broken
+def hold_marker(reader: Reader, markers: Collection[str]) -> Generator[None, None, str | None]:
+    """Hold the marker at this position; return None if there is none.
+
+    Raises FormatError after an incomplete marker.
+    """
+    prefix = ""
+    while prefix not in markers:
+        if not reader.char or not any(candidate.startswith(prefix + reader.char) for candidate in markers):
+            if prefix:
+                raise FormatError
             return None
-        head += reader.char
+        prefix += reader.char
         reader.hold()
         yield
-    return head
+    return prefix
 
 
-def text(reader: Reader, markers: Collection[str], kind: Text = Said) -> Generator[None, None, str | None]:
-    """Pass text on up to the first marker, which is held with the white space before it; None at the end.
+def read_text(reader: Reader, markers: Collection[str], kind: Text = Said) -> Generator[None, None, str | None]:
+    """Emit text up to the first marker; hold it with the white space before it. None at the end.
 
-    No marker has its first character twice, so that a head that fails has none in it.
+    No marker contains its first character twice, so a failed head does not contain a marker's
+    start.
     """
-    heads = {each[:length] for each in markers for length in range(1, len(each))}
-    head = ""
+    prefixes = {candidate[:length] for candidate in markers for length in range(1, len(candidate))}
+    prefix = ""
     while reader.char:
-        head += reader.char
-        if head in heads:
+        prefix += reader.char
+        if prefix in prefixes:
             reader.hold()
-        elif head in markers:
+        elif prefix in markers:
             reader.hold()
             yield
-            return head
-        elif len(head) > 1:
+            return prefix
+        elif len(prefix) > 1:
             reader.release(kind)
-            head = ""
-            continue  # this character may begin a marker
+            prefix = ""
+            continue  # this character may start a marker
         else:
-            head = ""
+            prefix = ""
             if reader.char.isspace():
                 reader.hold()
             else:
-                reader.say(kind)
+                reader.emit(kind)
         yield
-    reader.settle(kind)
+    reader.flush_end(kind)
     return None

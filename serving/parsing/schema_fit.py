@@ -1,14 +1,14 @@
-"""Whether a value fits a JSON schema, in bounded time: enough to tell a call's arguments from other JSON."""
+"""A bounded check whether a value fits a JSON schema, to tell calls from other JSON."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from .schema_types import MAX_DEPTH, kind_of, resolved
+from .schema_types import MAX_DEPTH, json_type, resolve
 
-MAX_STEPS = 10_000  # pairs of a value and a schema that are looked at; a value that needs more fits nothing
+MAX_STEPS = 10_000  # visited pairs of a value and a schema; a value that needs more does not fit
 NUMBERS = ("integer", "number")
-BOUNDS = {  # keyword -> the kinds that it bounds, and whether a value keeps to it
+BOUNDS = {  # keyword -> types that it bounds, and the check
     "minimum": (NUMBERS, lambda value, bound: value >= bound),
     "maximum": (NUMBERS, lambda value, bound: value <= bound),
     "exclusiveMinimum": (NUMBERS, lambda value, bound: value > bound),
@@ -21,74 +21,76 @@ BOUNDS = {  # keyword -> the kinds that it bounds, and whether a value keeps to 
 
 
 def fits(value: Any, schema: Any) -> bool:
-    """Whether a JSON value fits a schema; keywords that are not known here, as `pattern`, ask for nothing."""
+    """Return whether a JSON value fits a schema. Unsupported keywords such as `pattern` are
+    ignored.
+    """
     return _Check(schema).fits(value, schema, 0)
 
 
 class _Check:
     def __init__(self, root: Any):
         self.root = root
-        self.steps_left = MAX_STEPS
+        self.remaining_steps = MAX_STEPS
 
     def fits(self, value: Any, schema: Any, depth: int) -> bool:
-        self.steps_left -= 1
-        if self.steps_left < 0 or depth > MAX_DEPTH:
+        self.remaining_steps -= 1
+        if self.remaining_steps < 0 or depth > MAX_DEPTH:
             return False
         if not isinstance(schema, Mapping):
             return schema is not False
         if isinstance(schema.get("$ref"), str) and isinstance(self.root, Mapping):
-            meant = resolved({"$ref": schema["$ref"]}, self.root)
-            if isinstance(meant, Mapping | bool) and not self.fits(value, meant, depth + 1):
+            referenced = resolve({"$ref": schema["$ref"]}, self.root)
+            if isinstance(referenced, Mapping | bool) and not self.fits(value, referenced, depth + 1):
                 return False
         return (
             is_of_type(value, schema.get("type"))
             and ("const" not in schema or is_same(value, schema["const"]))
-            and ("enum" not in schema or any(is_same(value, each) for each in listed(schema["enum"])))
+            and ("enum" not in schema or any(is_same(value, candidate) for candidate in as_list(schema["enum"])))
             and is_in_bounds(value, schema)
-            and all(self.fits(value, each, depth + 1) for each in listed(schema.get("allOf")))
+            and all(self.fits(value, candidate, depth + 1) for candidate in as_list(schema.get("allOf")))
             and all(
-                any(self.fits(value, each, depth + 1) for each in listed(schema[name]))
+                any(self.fits(value, candidate, depth + 1) for candidate in as_list(schema[name]))
                 for name in ("anyOf", "oneOf")
-                if listed(schema.get(name))
+                if as_list(schema.get(name))
             )
             and (not isinstance(value, dict) or self.has_members(value, schema, depth))
             and (
                 not isinstance(value, list)
-                or all(self.fits(each, schema.get("items", True), depth + 1) for each in value)
+                or all(self.fits(candidate, schema.get("items", True), depth + 1) for candidate in value)
             )
         )
 
     def has_members(self, value: dict[str, Any], schema: Mapping[str, Any], depth: int) -> bool:
-        """Whether the members that must be there are, and all of them fit."""
+        """Return whether all required members are present and all members fit."""
         properties = schema.get("properties")
         properties = properties if isinstance(properties, Mapping) else {}
-        others = True if "patternProperties" in schema else schema.get("additionalProperties", True)
-        return all(name in value for name in listed(schema.get("required"))) and all(
-            self.fits(each, properties.get(name, others), depth + 1) for name, each in value.items()
+        other_schema = True if "patternProperties" in schema else schema.get("additionalProperties", True)
+        return all(name in value for name in as_list(schema.get("required"))) and all(
+            self.fits(member, properties.get(name, other_schema), depth + 1) for name, member in value.items()
         )
 
 
 def is_of_type(value: Any, types: Any) -> bool:
-    names = [types] if isinstance(types, str) else listed(types)
-    kinds = {kind_of(value)}
+    names = [types] if isinstance(types, str) else as_list(types)
+    kinds = {json_type(value)}
     if "integer" in kinds or (isinstance(value, float) and value.is_integer()):
         kinds |= {"integer", "number"}
     return not names or not kinds.isdisjoint(name for name in names if isinstance(name, str))
 
 
 def is_in_bounds(value: Any, schema: Mapping[str, Any]) -> bool:
-    kind = kind_of(value)
+    kind = json_type(value)
     return all(
-        holds(value, schema[name])
-        for name, (kinds, holds) in BOUNDS.items()
-        if kind in kinds and kind_of(schema.get(name)) in NUMBERS
+        is_within(value, schema[name])
+        for name, (types, is_within) in BOUNDS.items()
+        if kind in types and json_type(schema.get(name)) in NUMBERS
     )
 
 
-def is_same(value: Any, other: Any) -> bool:
-    """Whether two JSON values are equal, where 1 is not true."""
-    return json.dumps(value, sort_keys=True) == json.dumps(other, sort_keys=True)
+def is_same(value: Any, expected: Any) -> bool:
+    """Return whether two JSON values are equal; 1 and true are not."""
+    return json.dumps(value, sort_keys=True) == json.dumps(expected, sort_keys=True)
 
 
-def listed(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []

@@ -1,4 +1,4 @@
-"""What kinds of values a JSON schema takes, and a text as a value of one of them."""
+"""The types of values that a JSON schema accepts, and conversion of a text to one of them."""
 
 import ast
 import json
@@ -8,31 +8,32 @@ from typing import Any
 NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 ALL = frozenset({*NAMES.values(), "null"})
 PYTHON = {"true": "true", "false": "false", "none": "null", "null": "null"}
-MAX_REFERENCES = 32  # one pointing to the next
+MAX_REFERENCES = 32  # of a chain
 MAX_POINTER = 512  # characters of a reference
-MAX_DEPTH = 32  # of `anyOf`, `oneOf` and `allOf` within each other
+MAX_DEPTH = 32  # nested `anyOf`, `oneOf` and `allOf`
 ANYTHING: Mapping[str, Any] = {}
-MAX_LITERAL = 10_000  # characters that are read as Python
+MAX_LITERAL = 10_000  # of Python literals
 
 
-def properties_of(schema: Any) -> Mapping[str, Any]:
-    found = schema.get("properties") if isinstance(schema, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+def declared_properties(schema: Any) -> Mapping[str, Any]:
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
 
 
-def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """The schema that a reference within `root` points to; `schema` itself if it is not a reference.
+def resolve(schema: Any, root: Mapping[str, Any]) -> Any:
+    """Return the schema that a reference within `root` points to, or `schema` if it is no
+    reference.
 
-    None for a reference that points to nothing, to another document or to itself.
+    None if the reference points to nothing, to another document or to itself.
     """
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             return schema
-        schema = _pointed_at(schema["$ref"], root)
+        schema = _resolve_pointer(schema["$ref"], root)
     return None
 
 
-def _pointed_at(reference: str, root: Mapping[str, Any]) -> Any:
+def _resolve_pointer(reference: str, root: Mapping[str, Any]) -> Any:
     if len(reference) > MAX_POINTER or not (reference == "#" or reference.startswith("#/")):
         return None
     value: Any = root
@@ -50,121 +51,131 @@ def _pointed_at(reference: str, root: Mapping[str, Any]) -> Any:
 def branches(
     schema: Any, root: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None] = lambda schema: None
 ) -> list[Mapping[str, Any]]:
-    """The alternatives of a schema: a value must match at least one of them.
+    """Return the alternatives of a schema: a value must match at least one of them.
 
-    Each schema of the document is visited once, so that alternatives which refer to themselves or to each other take no
-    more steps than the document has schemas. An alternative that is no schema object accepts any value: `{}`.
-    `check` is called with each schema that is a reference or has alternatives.
+    Each schema of the document is visited once, so alternatives that refer to themselves or to each
+    other take no more steps than the document has schemas. An alternative that is not an object
+    accepts any value: `{}`.
+
+    Args:
+        check: Called with each schema that is a reference or has alternatives.
     """
-    found: list[Mapping[str, Any]] = []
+    alternatives: list[Mapping[str, Any]] = []
     visited: set[int] = set()
     pending = [schema]
     while pending:
-        given = pending.pop()
-        alternative = resolved(given, root)
-        if alternative is not given:
-            check(given)
+        candidate = pending.pop()
+        alternative = resolve(candidate, root)
+        if alternative is not candidate:
+            check(candidate)
         if not isinstance(alternative, Mapping):
-            found.append(ANYTHING)
+            alternatives.append(ANYTHING)
         elif id(alternative) not in visited:
             visited.add(id(alternative))
-            if inner := _alternatives(alternative):
+            if nested := _alternatives(alternative):
                 check(alternative)
-                pending += reversed(inner)
+                pending += reversed(nested)
             else:
-                found.append(alternative)
-    return found
+                alternatives.append(alternative)
+    return alternatives
 
 
 def _alternatives(schema: Mapping[str, Any]) -> list[Any]:
-    return [each for name in ("anyOf", "oneOf") for each in _listed(schema.get(name))]
+    return [option for name in ("anyOf", "oneOf") for option in _as_list(schema.get(name))]
 
 
-def kinds(
-    schema: Any, root: Mapping[str, Any], known: dict[int, frozenset[str] | None] | None = None
+def value_types(
+    schema: Any, root: Mapping[str, Any], types_by_id: dict[int, frozenset[str] | None] | None = None
 ) -> frozenset[str]:
-    """The JSON types that a value may have; all of them where the schema does not say.
+    """Return the JSON types that a value may have; all of them if the schema does not say.
 
-    `known` has the types of schemas of this document by their ids; those that are visited are added.
+    Args:
+        types_by_id: Cache of the types of the document's schemas by id(), extended here.
     """
-    return _kinds(schema, root, {} if known is None else known, 0) or ALL
+    return _value_types(schema, root, {} if types_by_id is None else types_by_id, 0) or ALL
 
 
-def _kinds(
-    schema: Any, root: Mapping[str, Any], known: dict[int, frozenset[str] | None], depth: int
+def _value_types(
+    schema: Any, root: Mapping[str, Any], types_by_id: dict[int, frozenset[str] | None], depth: int
 ) -> frozenset[str] | None:
-    """`kinds`; None for a schema that is being visited, which adds nothing where it refers back to itself."""
-    schema = resolved(schema, root)
+    """Like `value_types`; None for a schema that is being visited, so recursion adds nothing."""
+    schema = resolve(schema, root)
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return ALL
     key = id(schema)
-    if key not in known:
-        known[key] = None
-        parts = _alternatives(schema)
-        combined = frozenset.union if parts else frozenset.intersection
-        found = None if parts else _kinds_named(schema)
-        if found is None:
-            parts = parts or _listed(schema.get("allOf"))
-            inner = [each for part in parts if (each := _kinds(part, root, known, depth + 1)) is not None]
-            found = combined(*inner) if inner else ALL
-        known[key] = found or ALL
-    return known[key]
+    if key not in types_by_id:
+        types_by_id[key] = None
+        subschemas = _alternatives(schema)
+        combined = frozenset.union if subschemas else frozenset.intersection
+        types = None if subschemas else _declared_types(schema)
+        if types is None:
+            subschemas = subschemas or _as_list(schema.get("allOf"))
+            inner = [
+                subtypes
+                for subschema in subschemas
+                if (subtypes := _value_types(subschema, root, types_by_id, depth + 1)) is not None
+            ]
+            types = combined(*inner) if inner else ALL
+        types_by_id[key] = types or ALL
+    return types_by_id[key]
 
 
-def _kinds_named(schema: Mapping[str, Any]) -> frozenset[str] | None:
-    """The types that a schema names itself."""
-    given = schema.get("type")
-    if given is not None:
-        found = {each for each in (given if isinstance(given, list) else [given]) if isinstance(each, str)} & ALL
-        return frozenset(found | {"integer"} if "number" in found else found) or ALL
-    if values := [schema["const"]] if "const" in schema else _listed(schema.get("enum")):
-        return frozenset(kind_of(value) for value in values)
-    if not _listed(schema.get("allOf")):
+def _declared_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
+    """Return the types that a schema itself declares, or None if only subschemas do."""
+    declared = schema.get("type")
+    if declared is not None:
+        names = {
+            name for name in (declared if isinstance(declared, list) else [declared]) if isinstance(name, str)
+        } & ALL
+        return frozenset(names | {"integer"} if "number" in names else names) or ALL
+    if values := [schema["const"]] if "const" in schema else _as_list(schema.get("enum")):
+        return frozenset(json_type(value) for value in values)
+    if not _as_list(schema.get("allOf")):
         return frozenset({"object"}) if "properties" in schema else frozenset({"array"}) if "items" in schema else ALL
     return None
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def kind_of(value: Any) -> str:
-    return next((name for each, name in NAMES.items() if isinstance(value, each)), "null")
+def json_type(value: Any) -> str:
+    return next((name for kind, name in NAMES.items() if isinstance(value, kind)), "null")
 
 
 def is_text(schema: Any, root: Mapping[str, Any]) -> bool:
-    """Whether a value is a text whatever it looks like: the schema has nothing else, or says nothing."""
-    return kinds(schema, root) in (frozenset({"string"}), ALL)
+    """Return whether every value is a text, because the schema accepts only texts or all types."""
+    return value_types(schema, root) in (frozenset({"string"}), ALL)
 
 
 def as_json(text: str, schema: Any, root: Mapping[str, Any]) -> str:
-    """A text as JSON of a type that the schema has; as a text where it is none."""
-    wanted = kinds(schema, root)
-    bare = text.strip()
-    values = [value for branch in branches(schema, root) for value in _listed(branch.get("enum"))]
-    if wanted == {"string"} or ("string" in wanted and text in values):
+    """Convert a text to JSON of a type that the schema accepts, otherwise to a JSON string."""
+    types = value_types(schema, root)
+    stripped = text.strip()
+    values = [value for branch in branches(schema, root) for value in _as_list(branch.get("enum"))]
+    if types == {"string"} or ("string" in types and text in values):
         return json.dumps(text, ensure_ascii=False)
-    for written in (bare, PYTHON.get(bare.lower(), "")):
-        kind = _kind_of_json(written)
-        if kind in wanted and kind != "string":
+    for written in (stripped, PYTHON.get(stripped.lower(), "")):
+        kind = _json_text_type(written)
+        if kind in types and kind != "string":
             return written
-        if kind == "number" and "integer" in wanted and float(written).is_integer():
+        if kind == "number" and "integer" in types and float(written).is_integer():
             return written
-    if "string" not in wanted and bare[:1] in ("{", "[", "(") and len(bare) < MAX_LITERAL:
-        try:  # as Python writes it
-            value = ast.literal_eval(bare)
-            found = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if "string" not in types and stripped[:1] in ("{", "[", "(") and len(stripped) < MAX_LITERAL:
+        try:  # written as a Python literal
+            value = ast.literal_eval(stripped)
+            converted = json.dumps(value, ensure_ascii=False, allow_nan=False)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             pass
         else:
-            if _kind_of_json(found) in wanted:
-                return found
+            if _json_text_type(converted) in types:
+                return converted
     return json.dumps(text, ensure_ascii=False)
 
 
-def _kind_of_json(text: str) -> str | None:
+def _json_text_type(text: str) -> str | None:
     try:
-        return kind_of(json.loads(text, parse_constant=_refuse, parse_int=_Integer, parse_float=float))
+        return json_type(json.loads(text, parse_constant=_refuse, parse_int=_Integer, parse_float=float))
     except (ValueError, RecursionError):
         return None
 
@@ -174,7 +185,7 @@ def _refuse(text: str) -> None:
 
 
 class _Integer(int):
-    """Any length of digits: only the kind is asked."""
+    """An integer of any number of digits, of which only the type is used."""
 
     def __new__(cls, text: str):
         return super().__new__(cls, 0)

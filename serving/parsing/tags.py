@@ -1,4 +1,7 @@
-"""Arguments between tags: each text becomes JSON of the type that the tool's schema has, a string while it comes."""
+"""Incremental reader of tagged arguments, each converted to JSON of the type in the tool's schema.
+
+Texts are emitted as they arrive.
+"""
 
 import json
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
@@ -6,153 +9,165 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from .calls import OPENS, new_id, value
+from .calls import OPENS, new_id, read_value
 from .pieces import Arguments, Said
-from .reader import Broken, Reader, blank, marker
-from .schema_types import as_json, is_text, properties_of
+from .reader import FormatError, Reader, hold_blank, hold_marker
+from .schema_types import as_json, declared_properties, is_text
 
 
 @dataclass(frozen=True)
 class Tag:
-    """How one parameter is written, and the first text behind all of them, and those after it."""
+    """The template of a parameter, the first marker after all parameters, and closing markers."""
 
-    parts: tuple[tuple[str, str], ...]
+    template: tuple[tuple[str, str], ...]  # (hole, text), one of them empty
     tail: str
     closing: tuple[str, ...]
 
     @property
     def start(self) -> str:
-        return self.parts[0][1].split()[0]
+        return self.template[0][1].split()[0]
 
     @property
     def before(self) -> str:
         """The text before the value."""
-        return self.parts[[hole for hole, _ in self.parts].index("value") - 1][1]
+        return self.template[[hole for hole, _ in self.template].index("value") - 1][1]
 
     @property
     def after(self) -> str:
-        return self.parts[-1][1]
+        return self.template[-1][1]
 
     @property
-    def ends(self) -> frozenset[str]:
-        """What ends a value: its own tag, and the tags that stand behind it where that was left out."""
+    def end_markers(self) -> frozenset[str]:
+        """Markers that end a value: its own end tag, or a later tag if that was left out."""
         return frozenset({self.after.split()[0], self.start, *self.closing})
 
 
-def parameters(reader: Reader, tag: Tag, name: str, schema: Mapping[str, Any]) -> Iterator[None]:
-    """Begin the call where a parameter or the end of them stands, and pass each on as a member of an object."""
-    yield from blank(reader)
-    found = yield from marker(reader, (tag.start, tag.tail))
-    if not found:
-        raise Broken
+def read_parameters(reader: Reader, tag: Tag, name: str, schema: Mapping[str, Any]) -> Iterator[None]:
+    """Begin the call at a parameter or at the end of the parameters; emit them as an object."""
+    yield from hold_blank(reader)
+    found_marker = yield from hold_marker(reader, (tag.start, tag.tail))
+    if not found_marker:
+        raise FormatError
     reader.begin(name, new_id())
-    reader.held.extend(found)  # text, if the parameter breaks before its value
+    reader.held.extend(found_marker)  # becomes text if the parameter breaks before its value
     reader.add(Arguments, "{")
-    reader.argued = True
+    reader.has_arguments = True
     count = 0
     try:
-        while found == tag.start:
-            found = yield from parameter(reader, tag, schema, count)
+        while found_marker == tag.start:
+            found_marker = yield from read_parameter(reader, tag, schema, count)
             count += 1
-            if found not in (tag.start, *tag.closing):
-                yield from blank(reader)
-                found = yield from marker(reader, (tag.start, *tag.closing))
-    except Broken:
-        found = None
-    if not found and not reader.char:  # the answer was cut off
+            if found_marker not in (tag.start, *tag.closing):
+                yield from hold_blank(reader)
+                found_marker = yield from hold_marker(reader, (tag.start, *tag.closing))
+    except FormatError:
+        found_marker = None
+    if not found_marker and not reader.char:  # the answer was cut off
         reader.drop()
         return
     reader.add(Arguments, "}")
-    reader.drop() if found else reader.release(Said)
+    reader.drop() if found_marker else reader.release(Said)
 
 
-def parameter(reader: Reader, tag: Tag, schema: Mapping[str, Any], index: int) -> Generator[None, None, str | None]:
-    """A member of the object, from behind the first text of its tag; the text that ended the value."""
-    key, told = "", None
-    rest = tag.parts[0][1].split()[1:]
-    for i, (hole, written) in enumerate(tag.parts):
+def read_parameter(
+    reader: Reader, tag: Tag, schema: Mapping[str, Any], index: int
+) -> Generator[None, None, str | None]:
+    """Read a member of the object, after the first text of its tag; return what ended the value."""
+    key = ""
+    declared_kind = None
+    opening_texts = tag.template[0][1].split()[1:]
+    for i, (hole, text_before) in enumerate(tag.template):
         if not hole:
-            for each in rest if i == 0 else written.split():
-                yield from blank(reader)
-                if not (yield from marker(reader, (each,))):
-                    raise Broken
+            for tag_text in opening_texts if i == 0 else text_before.split():
+                yield from hold_blank(reader)
+                if not (yield from hold_marker(reader, (tag_text,))):
+                    raise FormatError
         elif hole == "value":
             break
         else:
-            found = yield from held_until(reader, tag.parts[i + 1][1].strip()[0])
-            key, told = (key, found) if hole == "kind" else (found, told)
+            hole_text = yield from hold_until(reader, tag.template[i + 1][1].strip()[0])
+            if hole == "kind":
+                declared_kind = hole_text
+            else:
+                key = hole_text
     reader.drop()
-    own = properties_of(schema).get(key)
-    begun = f"{', ' if index else ''}{json.dumps(key, ensure_ascii=False)}: "
+    value_schema = declared_properties(schema).get(key)
+    member_start = f"{', ' if index else ''}{json.dumps(key, ensure_ascii=False)}: "
     trims = tag.before.endswith("\n")
     if trims and reader.char == "\n":
         yield
-    if told == "true" or (told is None and is_text(own, schema)):
-        reader.add(Arguments, begun + '"')
-        ended = yield from raw(reader, tag.ends, lambda text: reader.add(Arguments, escaped(text)), trims)
-        if ended:
+    if declared_kind == "true" or (declared_kind is None and is_text(value_schema, schema)):
+        reader.add(Arguments, member_start + '"')
+        end_marker = yield from read_raw(
+            reader, tag.end_markers, lambda text: reader.add(Arguments, escape_json(text)), trims
+        )
+        if end_marker:
             reader.add(Arguments, '"')
     else:
-        parts: list[str] = []
-        if reader.char.isspace() and told is None:
-            yield from kept_blank(reader, parts)
+        pieces: list[str] = []
+        if reader.char.isspace() and declared_kind is None:
+            yield from keep_blank(reader, pieces)
         if reader.char in OPENS:  # within JSON a tag is text
-            with suppress(Broken):
-                yield from value(reader, lambda: parts.append(reader.char))
-        after_json = len(parts)
-        ended = yield from raw(reader, tag.ends, parts.append, trims)
-        if ended:
-            text = "".join(parts)  # of what is no JSON after all, `value` has kept the last line break
-            text = text.removesuffix("\n") if trims and len(parts) == after_json else text
-            reader.add(Arguments, begun + as_json(text, own, schema))
-    if ended:
+            with suppress(FormatError):
+                yield from read_value(reader, lambda: pieces.append(reader.char))
+        after_json = len(pieces)
+        end_marker = yield from read_raw(reader, tag.end_markers, pieces.append, trims)
+        if end_marker:
+            # If it is not JSON after all, `read_value` has kept the last line break.
+            text = "".join(pieces)
+            text = text.removesuffix("\n") if trims and len(pieces) == after_json else text
+            reader.add(Arguments, member_start + as_json(text, value_schema, schema))
+    if end_marker:
         reader.drop()
-    return ended
+    return end_marker
 
 
-def kept_blank(reader: Reader, parts: list[str]) -> Iterator[None]:
+def keep_blank(reader: Reader, pieces: list[str]) -> Iterator[None]:
     while reader.char.isspace():
-        parts.append(reader.char)
+        pieces.append(reader.char)
         yield
 
 
-def held_until(reader: Reader, end: str) -> Generator[None, None, str]:
+def hold_until(reader: Reader, end: str) -> Generator[None, None, str]:
     start = len(reader.held)
     while reader.char != end:
         if not reader.char or reader.char in "\r\n":
-            raise Broken
+            raise FormatError
         reader.hold()
         yield
     return "".join(reader.held[start:]).strip()
 
 
-def raw(
-    reader: Reader, ends: Collection[str], keep: Callable[[str], None], trims: bool
+def read_raw(
+    reader: Reader, end_markers: Collection[str], keep: Callable[[str], None], trims: bool
 ) -> Generator[None, None, str | None]:
-    """Keep text up to one of `ends`, which is held; None at the end of the answer. `trims` a last line break."""
-    heads = {each[:length] for each in ends for length in range(1, len(each))}
-    head = ""
+    """Pass text to `keep` up to one of `end_markers`, which is held; None at the end of the answer.
+
+    With `trims`, a line break before the end marker is dropped.
+    """
+    prefixes = {end_marker[:length] for end_marker in end_markers for length in range(1, len(end_marker))}
+    prefix = ""
     while reader.char:
-        head += reader.char
-        if head in ends:
+        prefix += reader.char
+        if prefix in end_markers:
             reader.hold()
             yield
-            return head
-        if head in heads:
+            return prefix
+        if prefix in prefixes:
             reader.hold()
-        elif len(head) > 1:
+        elif len(prefix) > 1:
             flush(reader, keep)
-            head = ""
+            prefix = ""
             continue
         else:
-            head = ""
+            prefix = ""
             flush(reader, keep)
             if trims and reader.char == "\n":
                 reader.hold()
             else:
                 keep(reader.char)
         yield
-    reader.drop()  # the head of a tag, perhaps
+    reader.drop()  # perhaps an incomplete tag
     return None
 
 
@@ -162,6 +177,6 @@ def flush(reader: Reader, keep: Callable[[str], None]) -> None:
         reader.drop()
 
 
-def escaped(text: str) -> str:
-    """A text between the quotes of JSON."""
+def escape_json(text: str) -> str:
+    """Escape a text for JSON, without its quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,73 +1,83 @@
-"""Thoughts before the rest of an answer: one description, from which they are read and a grammar lets them stand."""
+"""Formats of reasoning before an answer: one description, by which it is read and its grammar is
+written.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .pieces import Said, Thought
-from .reader import Broken, Reader, blank, marker, text
+from .reader import FormatError, Reader, hold_blank, hold_marker, read_text
 
 
 @dataclass(frozen=True)
 class Thoughts:
-    """What a model writes round them. The first of several texts is what it should write, all are read."""
+    """The markers around a thought. A model should write the first of several; all are read."""
 
     opens: tuple[str, ...] = ("<think>",)
     closes: tuple[str, ...] = ("</think>",)
-    always: bool = False  # the answer begins within a thought unless the prompt has closed one
-    ends: tuple[str, ...] = ()  # a thought ends before these too
-    answer: tuple[str, str] | None = None  # what may stand round the rest
-    keeps_special: bool = False  # whether these are special tokens
-    said: bool = False  # the thought stays a part of the answer, with the text that opens it
+    # The answer starts within a thought unless the prompt has closed one.
+    starts_inside: bool = False
+    other_closes: tuple[str, ...] = ()  # a thought ends before these too
+    answer: tuple[str, str] | None = None  # optional markers around the rest
+    keeps_special: bool = False  # the markers are special tokens
+    is_kept: bool = False  # the thought stays a part of the answer, with its opening marker
 
     def inside(self, opened: bool | None) -> bool:
-        """Whether an answer begins within a thought, if the prompt has `opened` one, closed one or neither."""
-        return self.always if opened is None else opened
+        """Return whether an answer starts within a thought.
+
+        Args:
+            opened: Whether the prompt has opened a thought or closed one; None if neither.
+        """
+        return self.starts_inside if opened is None else opened
 
     def read(self, reader: Reader, inside: bool) -> Iterator[None]:
-        """The answer begins `inside` a thought, or with the text that opens one; white space beside that is dropped."""
-        if self.said:
+        """Read an answer, which starts `inside` a thought or with its opening marker.
+
+        White space next to the markers is dropped.
+        """
+        if self.is_kept:
             reader.add(Said, self.opens[0])
             return
-        found = None
-        yield from blank(reader)
+        found_marker = None
+        yield from hold_blank(reader)
         try:
-            found = yield from marker(reader, (*self.opens, *self.closes) if inside else self.opens)
-        except Broken:
+            found_marker = yield from hold_marker(reader, (*self.opens, *self.closes) if inside else self.opens)
+        except FormatError:
             reader.release(Thought if inside else Said)
-        if found in self.opens:
+        if found_marker in self.opens:
             inside = True
-            yield from blank(reader)
+            yield from hold_blank(reader)
             reader.drop()
-        if inside and found not in self.closes:
-            found = yield from text(reader, (*self.closes, *self.ends), Thought)
-        if found in self.closes:
+        if inside and found_marker not in self.closes:
+            found_marker = yield from read_text(reader, (*self.closes, *self.other_closes), Thought)
+        if found_marker in self.closes:
             reader.drop()
-            yield from blank(reader)
+            yield from hold_blank(reader)
             reader.drop()
-        if self.answer and found not in self.ends:
-            yield from answer(reader, *self.answer)
+        if self.answer and found_marker not in self.other_closes:
+            yield from read_answer(reader, *self.answer)
 
 
-def answer(reader: Reader, begin: str, end: str) -> Iterator[None]:
-    """Drop what stands round the answer, with the white space beside it."""
-    yield from blank(reader)
+def read_answer(reader: Reader, begin: str, end: str) -> Iterator[None]:
+    """Drop the markers around the answer, with the white space next to them."""
+    yield from hold_blank(reader)
     try:
-        if not (yield from marker(reader, (begin,))):
+        if not (yield from hold_marker(reader, (begin,))):
             return
-    except Broken:
+    except FormatError:
         reader.release(Said)
         return
-    yield from blank(reader)
+    yield from hold_blank(reader)
     reader.drop()
-    if (yield from text(reader, (end,))):
+    if (yield from read_text(reader, (end,))):
         reader.drop()
-        yield from blank(reader)
+        yield from hold_blank(reader)
         reader.drop()
 
 
 THINK = Thoughts()
-OPENED = Thoughts(always=True)
-REASONING: dict[str, Thoughts | str | None] = {  # by the names that users give, which are vLLM's
+OPENED = Thoughts(starts_inside=True)
+REASONING: dict[str, Thoughts | str | None] = {  # by vLLM's names
     "cohere_command3": Thoughts(
         ("<|START_THINKING|>",), ("<|END_THINKING|>",), answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
         keeps_special=True,
@@ -86,10 +96,10 @@ REASONING: dict[str, Thoughts | str | None] = {  # by the names that users give,
     "holo2": THINK,
     "hunyuan_a13b": Thoughts(answer=("<answer>", "</answer>")),
     "identity": None,
-    "kimi_k2": Thoughts(ends=("<|tool_calls_section_begin|>",), keeps_special=True),
+    "kimi_k2": Thoughts(other_closes=("<|tool_calls_section_begin|>",), keeps_special=True),
     "mimo": THINK,
     "minimax_m2": OPENED,
-    "minimax_m2_append_think": Thoughts(said=True),
+    "minimax_m2_append_think": Thoughts(is_kept=True),
     "mistral": Thoughts(("[THINK]",), ("[/THINK]",), keeps_special=True),
     "nemotron_v3": THINK,
     "olmo3": OPENED,
@@ -100,7 +110,7 @@ REASONING: dict[str, Thoughts | str | None] = {  # by the names that users give,
     "step3": OPENED,
     "step3p5": OPENED,
 }  # fmt: skip
-REFUSED_REASONING = {  # names that vLLM has -> why they are not here
+REFUSED_REASONING = {  # vLLM's name -> why it is not supported
     "cohere_command4": "its format is only known to a library of Cohere's",
     "hy_v3": "its markers have an ending that only its tokenizer says",
     "inkling": "its format is not written yet",
@@ -108,7 +118,8 @@ REFUSED_REASONING = {  # names that vLLM has -> why they are not here
     "minimax_m3": "its format is not written yet; minimax_m2 reads the models before it",
     "solar_open2": "its thoughts have a format that is not written yet",
 }
-# What a chat template shows of the format; the first line of which it has all counts.
+# Markers that a chat template of the format contains; the first line with all markers present
+# counts.
 SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|channel|>",), "openai_gptoss"),
     (("[THINK]",), "mistral"),

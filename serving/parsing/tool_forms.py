@@ -1,4 +1,4 @@
-"""The formats of tool calls by vLLM's names for them: a description, or a module with more of it."""
+"""Formats of tool calls by vLLM's names: a form, or the module that reads the format."""
 
 from .form import Form
 
@@ -10,14 +10,20 @@ GLM = Form(
 DSML_CALL = '<｜DSML｜invoke name="{name}">\n{parameters}</｜DSML｜invoke>\n'
 DSML_PARAMETER = '<｜DSML｜parameter name="{key}" string="{kind}">{value}</｜DSML｜parameter>\n'
 HERMES = Form("<tool_call>\n{object}\n</tool_call>", unmarked=True)
-LLAMA = Form("{object}", between=";", keys=("name", "parameters"), bare=True, prefixes=("<|python_tag|>",))
+LLAMA = Form("{object}", separator=";", keys=("name", "parameters"), starts_answer=True, prefixes=("<|python_tag|>",))
 PYTHONIC = Form(
-    "{name}({keywords})", "[", ", ", "]", bare=True, prefixes=("<|python_start|>",), suffixes=("<|python_end|>",)
+    "{name}({keywords})",
+    "[",
+    ", ",
+    "]",
+    starts_answer=True,
+    prefixes=("<|python_start|>",),
+    suffixes=("<|python_end|>",),
 )
 QWEN = Form(
     "<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>",
     parameter=QWEN_PARAMETER,
-    also=("<function=",),
+    other_openings=("<function=",),
 )
 TOOL_FORMS: dict[str, Form | str] = {
     "apertus": Form('{"{name}": {arguments}}', "<|tools_prefix|>[", ", ", "]<|tools_suffix|>"),
@@ -44,7 +50,7 @@ TOOL_FORMS: dict[str, Form | str] = {
     "gigachat3": Form("<|function_call|>{object}"),
     "glm45": GLM,
     "glm47": GLM,
-    "granite": Form("{object}", "<|tool_call|>[", ", ", "]", also=("<tool_call>[",)),
+    "granite": Form("{object}", "<|tool_call|>[", ", ", "]", other_openings=("<tool_call>[",)),
     "granite-20b-fc": Form("<function_call> {object}"),
     "granite4": HERMES,
     "harmony": ".harmony",
@@ -82,7 +88,7 @@ TOOL_FORMS: dict[str, Form | str] = {
     "seed_oss": Form(
         "<seed:tool_call>\n<function={name}>\n{parameters}</function>\n</seed:tool_call>",
         parameter="<parameter={key}>{value}</parameter>\n",
-        also=("<function=",),
+        other_openings=("<function=",),
     ),
     "solar_open2": Form(
         "<|tool_call:start|>{name}\n{parameters}<|tool_call:end|>",
@@ -97,11 +103,11 @@ TOOL_FORMS: dict[str, Form | str] = {
     ),
     "step3p5": QWEN,
     "xlam": Form(
-        "{object}", "[", ", ", "]", bare=True,
+        "{object}", "[", ", ", "]", starts_answer=True,
         prefixes=("```json", "<tool_call>"), suffixes=("```", "</tool_call>"),
     ),
 }  # fmt: skip
-REFUSED_TOOLS = {  # names that vLLM has -> why they are not here
+REFUSED_TOOLS = {  # vLLM's name -> why it is not supported
     "cohere_command4": "its format is only known to a library of Cohere's",
     "hy_v3": "its markers have an ending that only its tokenizer says; hunyuan_a13b reads the models before it",
     "inkling": "its format is not written yet",
@@ -109,7 +115,8 @@ REFUSED_TOOLS = {  # names that vLLM has -> why they are not here
     "minicpm5": "its texts may be CDATA sections, which are not read yet",
     "minimax_m3": "its parameters nest as XML, which is not read yet; minimax_m2 reads the models before it",
 }
-# What a chat template shows of the format; the first line of which it has all counts.
+# Markers that a chat template of the format contains; the first line with all markers present
+# counts.
 SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|channel|>",), "openai"),
     (("[TOOL_CALLS]",), "mistral"),

@@ -1,17 +1,18 @@
-"""Calls that begin an answer without their format's marks: an object, or objects in a fence.
+"""Reader of calls that start an answer without their format's markers: an object, or objects in a
+fence.
 
-Qwen2.5-Coder writes them so. They are calls where the function exists and the arguments fit its schema; anything else
-is text, and comes out as soon as it cannot be a call any more.
+Qwen2.5-Coder writes calls like that. An object is a call if the function exists and the arguments
+fit its schema; anything else is emitted as text as soon as it cannot be a call any more.
 """
 
 import json
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
-from .calls import decoded, held_string, held_value, new_id, sign
+from .calls import decode_string, expect, hold_string, hold_value, new_id
 from .pieces import Arguments, Said
 from .python_values import refuse
-from .reader import Broken, Reader, blank, marker
+from .reader import FormatError, Reader, hold_blank, hold_marker
 from .schema_fit import fits
 
 FENCE = "```"
@@ -21,73 +22,75 @@ KEYS = ("name", *ARGUMENTS, "type", "id")  # of a call
 
 
 def unmarked_calls(reader: Reader, tools: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
-    """Read the calls that the answer begins with, if any."""
-    yield from blank(reader)
+    """Read the calls at the start of the answer, if any."""
+    yield from hold_blank(reader)
     while reader.char in ("{", FENCE[0]):
         try:
-            calls = yield from held_block(reader, tools)
-        except Broken:
+            calls = yield from hold_block(reader, tools)
+        except FormatError:
             reader.release(Said)
             return
         for name, arguments in calls:
             reader.begin(name, new_id())
             reader.add(Arguments, arguments)
-            reader.argued = True
-        yield from blank(reader)
+            reader.has_arguments = True
+        yield from hold_blank(reader)
 
 
-def held_block(reader: Reader, tools: Mapping[str, Mapping[str, Any]]) -> Generator[None, None, list[tuple[str, str]]]:
-    """Hold one object to the end of its line, or a fence with objects; their (name, arguments)."""
+def hold_block(reader: Reader, tools: Mapping[str, Mapping[str, Any]]) -> Generator[None, None, list[tuple[str, str]]]:
+    """Hold an object to the end of its line, or a fence with objects; return (name, arguments)
+    pairs.
+    """
     if reader.char == "{":
-        found = yield from held_call(reader, tools)
+        found_call = yield from hold_call(reader, tools)
         while reader.char in (" ", "\t"):
             reader.hold()
             yield
         if reader.char not in ("", "\n", "{"):
-            raise Broken
-        return [found]
-    yield from marker(reader, (FENCE,))
+            raise FormatError
+        return [found_call]
+    yield from hold_marker(reader, (FENCE,))
     start = len(reader.held)
     while reader.char.isalnum():
         reader.hold()
         yield
     if "".join(reader.held[start:]) not in LANGUAGES:
-        raise Broken
+        raise FormatError
     calls: list[tuple[str, str]] = []
-    yield from blank(reader)
+    yield from hold_blank(reader)
     while reader.char == "{":
-        calls.append((yield from held_call(reader, tools)))
-        yield from blank(reader)
-    if not calls or (reader.char and not (yield from marker(reader, (FENCE,)))):
-        raise Broken
+        calls.append((yield from hold_call(reader, tools)))
+        yield from hold_blank(reader)
+    if not calls or (reader.char and not (yield from hold_marker(reader, (FENCE,)))):
+        raise FormatError
     return calls
 
 
-def held_call(reader: Reader, tools: Mapping[str, Mapping[str, Any]]) -> Generator[None, None, tuple[str, str]]:
+def hold_call(reader: Reader, tools: Mapping[str, Mapping[str, Any]]) -> Generator[None, None, tuple[str, str]]:
     """Hold {"name": ..., "arguments": {...}}, which must be a call of one of the tools."""
     name = arguments = None
-    yield from sign(reader, "{")
+    yield from expect(reader, "{")
     while True:
-        key = decoded((yield from held_string(reader)))
+        key = decode_string((yield from hold_string(reader)))
         is_repeated = (key == "name" and name is not None) or (key in ARGUMENTS and arguments is not None)
         if key not in KEYS or is_repeated:
-            raise Broken
-        yield from sign(reader, ":")
+            raise FormatError
+        yield from expect(reader, ":")
         if key in ARGUMENTS:
             if reader.char != "{":
-                raise Broken
-            arguments = yield from held_value(reader)
+                raise FormatError
+            arguments = yield from hold_value(reader)
         else:
-            text = decoded((yield from held_string(reader)))
+            text = decode_string((yield from hold_string(reader)))
             name = text if key == "name" else name
         if name is not None and name not in tools:
-            raise Broken
-        yield from blank(reader)
+            raise FormatError
+        yield from hold_blank(reader)
         if reader.char != ",":
             break
-        yield from sign(reader, ",")
+        yield from expect(reader, ",")
     if reader.char != "}" or name is None or arguments is None or not is_fitting(arguments, tools[name]):
-        raise Broken
+        raise FormatError
     reader.hold()
     yield
     return name, arguments

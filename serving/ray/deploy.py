@@ -1,4 +1,4 @@
-"""Deploys a plan on Ray Serve, on a cluster or on this machine alone."""
+"""Deploys a plan on Ray Serve, on a cluster or on this machine only."""
 
 import math
 import os
@@ -15,18 +15,20 @@ from .replica import PrefillReplica, Replica
 from .router import Router
 from .scale import DeploymentPlan
 
-THREADS = "PJRT_NPROC"  # XLA's threads; by default each replica would take one a core of the machine
-PATIENCE = "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"  # Serve gives up a proxy that has not started by then
+THREADS = "PJRT_NPROC"  # threads of XLA; by default each replica would use all cores
+# Serve gives up proxies that take longer to start.
+PATIENCE = "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"
 
 
 def application(plan: DeploymentPlan) -> serve.Application:
-    """Front, replicas, and prefill replicas if the plan has any."""
+    """Return the application: front, replicas, and prefill replicas if planned."""
     actors = actor_options(plan)
     options = plan.engine.on("gpu" if actors["num_gpus"] else "cpu")
     shared: dict[str, Any] = {
         "ray_actor_options": actors,
-        "max_ongoing_requests": 2 * options.most_running,  # so many wait at the replica, which knows priorities
-        "max_queued_requests": options.max_queued_requests or -1,  # and the others at the front
+        # This many wait at the replica, which knows priorities.
+        "max_ongoing_requests": 2 * options.max_running,
+        "max_queued_requests": options.max_queued_requests or -1,  # the rest wait at the front
         "request_router_config": RequestRouterConfig(
             request_router_class=f"{Router.__module__}:{Router.__name__}",
             request_router_kwargs={"routing": plan.scale.routing},
@@ -34,7 +36,7 @@ def application(plan: DeploymentPlan) -> serve.Application:
         "graceful_shutdown_timeout_s": plan.settings.shutdown_grace,
         "health_check_period_s": 5,
     }
-    engine = serve.deployment(name=ENGINE, **shared, **plan.scale.number(options))(Replica)
+    engine = serve.deployment(name=ENGINE, **shared, **plan.scale.scaling_arguments(options))(Replica)
     front = serve.deployment(
         name=FRONT,
         ray_actor_options={"num_cpus": 0},
@@ -50,41 +52,48 @@ def application(plan: DeploymentPlan) -> serve.Application:
 
 
 def actor_options(plan: DeploymentPlan) -> dict[str, Any]:
-    """What each replica gets of the machines."""
+    """Return the machine resources of a replica."""
     resources = dict(plan.scale.replica_resources or default_resources(plan))
     cpus = resources.pop("CPU", 0)
-    found: dict[str, Any] = {"num_cpus": cpus, "num_gpus": resources.pop("GPU", 0), "resources": resources}
+    options: dict[str, Any] = {"num_cpus": cpus, "num_gpus": resources.pop("GPU", 0), "resources": resources}
     if THREADS not in os.environ:
-        found["runtime_env"] = {"env_vars": {THREADS: str(max(1, int(cpus)))}}
-    return found
+        options["runtime_env"] = {"env_vars": {THREADS: str(max(1, int(cpus)))}}
+    return options
 
 
 def default_resources(plan: DeploymentPlan) -> dict[str, float]:
-    """A CPU, and as many accelerators as the model is spread over, where the cluster has any."""
-    there, options = ray.cluster_resources(), plan.engine
+    """Return a CPU and, if the cluster has accelerators, as many as the model needs."""
+    available = ray.cluster_resources()
+    options = plan.engine
     devices = math.prod(getattr(options, name) for name in PARALLEL.values())
-    return {"CPU": 1} | {kind: devices for kind in ("GPU", "TPU") if there.get(kind)}
+    return {"CPU": 1} | {kind: devices for kind in ("GPU", "TPU") if available.get(kind)}
 
 
 def connect(address: str | None, plan: DeploymentPlan) -> None:
-    """To a cluster, or to one made on this machine for as long as this process lives."""
+    """Connect to a cluster, or start one on this machine for the lifetime of this process."""
     if address is not None:
         ray.init(address=address, log_to_driver=False)
         return
-    os.environ.setdefault(PATIENCE, "60")  # its own 5 are too few where all cores load replicas
+    # The default of 5 s is too short while all cores load replicas.
+    os.environ.setdefault(PATIENCE, "60")
     ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
-    there, wanted = ray.cluster_resources(), plan.scale.replica_resources or default_resources(plan)
-    for name, each in wanted.items():
-        if each * plan.scale.least > there.get(name, 0):
+    available = ray.cluster_resources()
+    resources = plan.scale.replica_resources or default_resources(plan)
+    for name, amount in resources.items():
+        has = available.get(name, 0)
+        count = plan.scale.initial_count
+        if amount * count > has:
             raise ModelError(
-                f"{plan.scale.least} replicas of {each:g} {name} do not fit: this machine has {there.get(name, 0):g}; "
-                f"replica_resources, as in {name}={there.get(name, 0) / plan.scale.least:.2g}, says what one takes"
+                f"{count} replicas of {amount:g} {name} do not fit: this machine has {has:g}; "
+                f"replica_resources, as in {name}={has / count:.2g}, says what one takes"
             )
 
 
 def run(plan: DeploymentPlan) -> None:
-    """Deploy the plan, in place of what was deployed before: replica after replica, none of them in the middle of an
-    answer. Returns when all of it runs."""
+    """Deploy the plan, replacing the previous one replica by replica after their answers.
+
+    Returns when everything runs.
+    """
     settings = plan.settings
     http = {"host": settings.host, "port": settings.port, "keep_alive_timeout_s": int(settings.idle_seconds)}
     serve.start(http_options=http)
@@ -95,14 +104,16 @@ def run(plan: DeploymentPlan) -> None:
 
 
 def reason() -> str:
-    """The last line of what a replica said when it could not start."""
+    """Return the last error line of a replica that could not start."""
     deployments = serve.status().applications[APP].deployments.values()
-    lines = [line.strip() for one in deployments for line in one.message.splitlines() if "Error: " in line]
+    lines = [
+        line.strip() for deployment in deployments for line in deployment.message.splitlines() if "Error: " in line
+    ]
     return lines[-1].partition("Error: ")[2] if lines else ""
 
 
 def stop() -> None:
-    """End what runs on this machine; answers may be finished within their grace."""
+    """Stop the deployment on this machine; answers may finish within the grace period."""
     serve.delete(APP)
     serve.shutdown()
     ray.shutdown()

@@ -1,4 +1,4 @@
-"""The front of the replicas: forwards each request to one, and to another when that one dies or fails on it."""
+"""The front of the replicas: forwards each request, and retries it elsewhere if a replica fails."""
 
 import asyncio
 import logging
@@ -17,25 +17,37 @@ from ..http.guard import Guard, too_large
 from ..http.logs import setup_logging
 from ..observe.metric_families import Family
 from ..observe.prometheus import expose
-from .affinity import of_body
+from .affinity import body_prefix
 from .message import ForwardedRequest, Headers, ResponsePiece, ResponseStart
 from .replica import ReplicaFailed
 from .scale import DeploymentPlan
 
 log = logging.getLogger("quire")
 
-TRIES = 3  # replicas for one request: one that crashes a replica must not reach all of them
+TRIES = 3  # replicas per request: a request that crashes replicas must not reach all of them
 LOST = (RayActorError, WorkerCrashedError, ObjectLostError, ReplicaUnavailableError, ReplicaFailed)
-HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"expect", b"te", b"upgrade", b"trailer"}
-APP, FRONT, ENGINE, READER = "quire", "front", "engine", "reader"
+HOP_BY_HOP = {
+    b"connection",
+    b"keep-alive",
+    b"transfer-encoding",
+    b"content-length",
+    b"expect",
+    b"te",
+    b"upgrade",
+    b"trailer",
+}
+APP = "quire"
+FRONT = "front"
+ENGINE = "engine"
+READER = "reader"
 
 
 class ReplicaRefused(Exception):
-    """A replica does not take the request."""
+    """A replica does not accept the request."""
 
 
 class AppResponse(Response):
-    """Answers with an application, which sees the request as it came."""
+    """Answers with an ASGI application, which gets the original request."""
 
     def __init__(self, app: Any):
         super().__init__()
@@ -46,14 +58,16 @@ class AppResponse(Response):
 
 
 class Front:
-    """One process; all requests go through it."""
+    """The single process that all requests pass through."""
 
     def __init__(self, plan: DeploymentPlan, engine: Any, reader: Any = None):
         setup_logging(plan.log_json, plan.log_level)
-        self.settings, self.engine, self.reader = plan.settings, engine, reader
+        self.settings = plan.settings
+        self.engine = engine
+        self.reader = reader
         self.answers = engine.options(stream=True)
         self.guard = Guard(self.route, plan.settings, lambda: None, lambda scope, status, seconds: None)
-        self.own: dict[str, Callable] = {
+        self.local_handlers: dict[str, Callable] = {
             "/health": self.health, "/ping": self.ping, "/load": self.load, "/metrics": self.metrics,
         }  # fmt: skip
         self.open = self.retried = self.resumed = 0
@@ -62,13 +76,13 @@ class Front:
         return AppResponse(self.guard)
 
     async def route(self, scope, receive, send) -> None:
-        own = self.own.get(scope["path"]) if scope["method"] == "GET" else None
+        handler = self.local_handlers.get(scope["path"]) if scope["method"] == "GET" else None
         try:
-            if own is not None:
-                response = await own()
+            if handler is not None:
+                response = await handler()
             else:
-                call = await self.call_of(scope, receive)
-                response = await self.pass_on(call, send)
+                call = await self.read_request(scope, receive)
+                response = await self.forward(call, send)
         except Exception as error:
             if isinstance(error, BackPressureError):
                 error = QueueFull("queue", "is full (max_queued_requests); try again later")
@@ -80,41 +94,45 @@ class Front:
         if response is not None:
             await response(scope, receive, send)
 
-    async def call_of(self, scope, receive) -> ForwardedRequest:
-        """The whole request: it may have to be sent more than once."""
-        parts, size, more = [], 0, True
-        while more:
+    async def read_request(self, scope, receive) -> ForwardedRequest:
+        """Read the whole request, which may have to be sent more than once."""
+        chunks = []
+        size = 0
+        has_more = True
+        while has_more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise HttpError(499, "the client has left")
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            more = message.get("more_body", False)
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            has_more = message.get("more_body", False)
             if size > self.settings.max_body_bytes:
                 raise too_large(self.settings)
-        body = b"".join(parts)
-        headers = [(name, value) for name, value in scope["headers"] if name not in HOP and name != b"x-request-id"]
+        body = b"".join(chunks)
+        headers = [
+            (name, value) for name, value in scope["headers"] if name not in HOP_BY_HOP and name != b"x-request-id"
+        ]
         headers.append((b"x-request-id", scope["state"]["request_id"].encode()))
         if body or scope["method"] == "POST":
             headers.append((b"content-length", b"%d" % len(body)))
-        prefix = of_body(headers, body)
+        prefix = body_prefix(headers, body)
         return ForwardedRequest(scope["method"], scope["path"], scope["query_string"], headers, body, prefix)
 
-    async def pass_on(self, call: ForwardedRequest, send: Callable) -> Response | None:
-        """Answer a request by one replica, or by several that go on where one has been lost."""
+    async def forward(self, call: ForwardedRequest, send: Callable) -> Response | None:
+        """Answer a request from one replica, or from several that continue after a loss."""
         self.open += 1
         try:
             outgoing = ClientResponse(call, send)
-            for left in reversed(range(TRIES)):
+            for tries_left in reversed(range(TRIES)):
                 stream = self.answers.answer.remote(call)
                 try:
                     async for message in stream:
-                        await outgoing.take(message, last=not left)
+                        await outgoing.take(message, last=not tries_left)
                     await outgoing.end()
                     return None
                 except (*LOST, ReplicaRefused) as error:
                     log.warning("%s: a replica was lost: %s", call.path, str(error).splitlines()[0][:200])
-                    if not left or not outgoing.goes_on:
+                    if not tries_left or not outgoing.can_resume:
                         if outgoing.start is None:
                             raise
                         await outgoing.fail(HttpError(503, "the replica that wrote this answer is gone"))
@@ -133,47 +151,58 @@ class Front:
         return JsonResponse({"server_load": self.open})
 
     async def states(self) -> dict[str, dict[str, int]]:
-        """How many replicas of each kind are in which state."""
+        """Return the number of replicas by kind and state."""
         app = (await asyncio.to_thread(serve.status)).applications[APP]
-        found = {name: app.deployments[name].replica_states for name in (ENGINE, READER) if name in app.deployments}
-        return {name: {str(state): count for state, count in states.items()} for name, states in found.items()}
+        states_by_name = {
+            name: app.deployments[name].replica_states for name in (ENGINE, READER) if name in app.deployments
+        }
+        return {name: {str(state): count for state, count in states.items()} for name, states in states_by_name.items()}
 
     async def health(self) -> JsonResponse:
-        """200 where a replica runs."""
+        """Return 200 if a replica runs."""
         states = await self.states()
         well = states.get(ENGINE, {}).get("RUNNING", 0) > 0
         return JsonResponse({"status": "ok" if well else "unavailable", "replicas": states}, 200 if well else 503)
 
     async def metrics(self) -> Response:
-        """The metrics of all replicas, labelled by replica, and the front's own."""
-        every = [handle.broadcast("metrics") for handle in (self.engine, self.reader) if handle is not None]
-        every_result = [await one.results_async(timeout_s=10, return_exceptions=True) for one in every]
-        families = [pair for results in every_result for found in results if isinstance(found, list) for pair in found]
+        """Return the metrics of all replicas, labelled by replica, and of the front."""
+        broadcasts = [handle.broadcast("metrics") for handle in (self.engine, self.reader) if handle is not None]
+        results_by_deployment = [
+            await broadcast.results_async(timeout_s=10, return_exceptions=True) for broadcast in broadcasts
+        ]
+        families = [
+            pair
+            for results in results_by_deployment
+            for replica_families in results
+            if isinstance(replica_families, list)
+            for pair in replica_families
+        ]
         states = [
             ({"deployment": name, "state": state}, count)
             for name, counts in (await self.states()).items()
             for state, count in counts.items()
         ]
-        own = [
+        front_families = [
             Family("quire:replicas", "gauge", "Replicas by their state", states),
             Family("quire:front_requests_open", "gauge", "Requests at replicas or before them", [({}, self.open)]),
             Family("quire:front_retries_total", "counter", "Requests sent to another replica", [({}, self.retried)]),
             Family("quire:front_resumed_total", "counter", "Of these, with an answer half told", [({}, self.resumed)]),
         ]
-        body, kind = expose(families + [({}, family) for family in own])
+        body, kind = expose(families + [({}, family) for family in front_families])
         return Response(body, media_type=kind)
 
 
 class ClientResponse:
-    """The one response that a client gets, whichever replicas write it."""
+    """The response to a client, from one or several replicas."""
 
     def __init__(self, call: ForwardedRequest, send: Callable):
-        self.call, self.send = call, send
-        self.held: ResponseStart | None = None  # it is sent with the first bytes of the body
-        self.start: ResponseStart | None = None  # how it began
+        self.call = call
+        self.send = send
+        self.held: ResponseStart | None = None  # sent with the first bytes of the body
+        self.start: ResponseStart | None = None  # set once it is sent
 
     @property
-    def goes_on(self) -> bool:
+    def can_resume(self) -> bool:
         """Whether another replica can take over now."""
         return self.start is None or bool(self.start.name)
 
@@ -193,19 +222,24 @@ class ClientResponse:
 
     async def begin(self) -> None:
         if self.start is None:
-            self.start, journal = self.held, self.call.journal
-            journal.name, journal.created, journal.seeds = self.held.name, self.held.created, list(self.held.seeds)
+            self.start = self.held
+            journal = self.call.journal
+            journal.name = self.held.name
+            journal.created = self.held.created
+            journal.seeds = list(self.held.seeds)
             await self.send({"type": "http.response.start", "status": self.held.status, "headers": self.headers()})
 
     def headers(self) -> Headers:
-        return [(name, value) for name, value in self.held.headers if name.lower() not in HOP - {b"content-length"}]
+        return [
+            (name, value) for name, value in self.held.headers if name.lower() not in HOP_BY_HOP - {b"content-length"}
+        ]
 
     async def end(self) -> None:
         await self.begin()
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: HttpError) -> None:
-        """End a response of which the client has a part."""
+        """End a response that has been sent in part."""
         body = error_response(self.call.path, error).body
         data = b"event: error\ndata: %b\n\n" % body if self.start.name else b""
         await self.send({"type": "http.response.body", "body": data, "more_body": False})

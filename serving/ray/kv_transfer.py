@@ -1,4 +1,4 @@
-"""Pages that one engine has computed, for another that goes on from there; each side in its engine's thread."""
+"""Transfer of computed KV pages between engines; each side runs in its engine's thread."""
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -17,49 +17,53 @@ from ..engine.engine import Engine
 
 @dataclass(frozen=True)
 class Handover:
-    """A prompt's full pages. Of each cache group those that are still seen after the last of them."""
+    """The full pages of a prompt: in each cache group, those that later tokens attend to."""
 
-    identity: bytes  # of all that their bytes depend on beside the tokens
+    identity: bytes  # hash of everything except tokens that determines their bytes
     salt: str | None
-    tokens: list[int]  # that they hold
-    groups: list[list[tuple[Any, int]]]  # blocks of pages, on a device or on the host, and how many rows are pages
+    tokens: list[int]  # tokens of the pages
+    # Per group: (block of pages, number of its rows that are pages).
+    groups: list[list[tuple[Any, int]]]
 
-    def moved(self, move: Callable[[int, Any], Any]) -> "Handover":
-        """With `move(group, block)` in place of each block."""
+    def map_blocks(self, move: Callable[[int, Any], Any]) -> "Handover":
+        """Replace each block by `move(group, block)`."""
         return replace(
-            self, groups=[[(move(group, block), n) for block, n in own] for group, own in enumerate(self.groups)]
+            self, groups=[[(move(group, block), n) for block, n in blocks] for group, blocks in enumerate(self.groups)]
         )
 
     def on_host(self) -> "Handover":
-        """In the host's memory, to be sent anywhere."""
-        return self.moved(lambda group, block: np.asarray(block))
+        """Copy the blocks to host memory, from where they can be sent."""
+        return self.map_blocks(lambda group, block: np.asarray(block))
 
 
-def known(engine: Engine, tokens: Seq[int], salt: str | None) -> tuple[PageTable, list[Node]]:
-    """The computed pages of a prompt's prefix, without the last token, and the page table that has most of them."""
+def find_cached_prefix(engine: Engine, tokens: Seq[int], salt: str | None) -> tuple[PageTable, list[Node]]:
+    """Return the page table with the longest computed prefix of a prompt, and its nodes.
+
+    The last token is left out, because its logits are needed.
+    """
     paths = [(table, table.prefix(salt, tokens, len(tokens) - 1)) for table in engine.tables]
     return max(paths, key=lambda pair: len(pair[1]))
 
 
-def lacking(engine: Engine, tokens: Seq[int], salt: str | None) -> int:
-    """How many tokens of a prompt an engine would have to compute now."""
-    pages, path = known(engine, tokens, salt)
+def count_missing_tokens(engine: Engine, tokens: Seq[int], salt: str | None) -> int:
+    """Return how many tokens of a prompt the engine would have to compute now."""
+    pages, path = find_cached_prefix(engine, tokens, salt)
     return len(tokens) - len(path) * pages.page_size
 
 
-def give(engine: Engine, tokens: Seq[int], salt: str | None) -> Handover:
-    """What the engine has of a prompt; nothing waits for the device that is still at it."""
-    pages, path = known(engine, tokens, salt)
+def export_pages(engine: Engine, tokens: Seq[int], salt: str | None) -> Handover:
+    """Return the engine's pages of a prompt, without waiting for the device."""
+    pages, path = find_cached_prefix(engine, tokens, salt)
     length = len(path) * pages.page_size
     groups = []
-    for index, first in enumerate(pages.first_wanted(len(path))):
-        some_at_once = parts(path[first:], engine.runner.page_copier.at_once[index])
-        groups.append([(block_of(engine, pages, index, some), len(some)) for some in some_at_once])
-    return Handover(host_cache_of(pages).identity, salt, list(tokens[:length]), groups)
+    for index, first in enumerate(pages.first_required(len(path))):
+        chunks = parts(path[first:], engine.runner.page_copier.at_once[index])
+        groups.append([(read_block(engine, pages, index, chunk), len(chunk)) for chunk in chunks])
+    return Handover(require_host_cache(pages).identity, salt, list(tokens[:length]), groups)
 
 
-def block_of(engine: Engine, pages: PageTable, group: int, nodes: Seq[Node]) -> Any:
-    """The pages of these nodes, read on the device; of those that only the host has, from there."""
+def read_block(engine: Engine, pages: PageTable, group: int, nodes: Seq[Node]) -> Any:
+    """Read the pages of these nodes on the device, or on the host where only it has them."""
     numbers = [pages.device_page(node, group) for node in nodes]
     block_NX = engine.runner.read_pages(group, numbers)
     if all(numbers):
@@ -71,41 +75,42 @@ def block_of(engine: Engine, pages: PageTable, group: int, nodes: Seq[Node]) -> 
     return block_NX
 
 
-def take(engine: Engine, handover: Handover) -> None:
-    """Keep the pages where those are that the device had no room for: whoever asks for the prompt finds them.
+def import_pages(engine: Engine, handover: Handover) -> None:
+    """Put received pages into the host cache, where requests with the prompt find them.
 
-    Of several replicas the one with the most room for them gets them.
+    Of several data-parallel replicas the one with most free pages receives them.
     """
-    pages = max(engine.tables, key=lambda table: sum(pool.free for pool in table.pools))
-    check_alike(handover.identity, host_cache_of(pages).identity)
+    pages = max(engine.tables, key=lambda table: sum(pool.num_free for pool in table.pools))
+    check_same_identity(handover.identity, require_host_cache(pages).identity)
     count = len(handover.tokens) // pages.page_size
     sent = [
         (number, group, data)
         for group, blocks in enumerate(handover.groups)
-        for number, data in numbered(blocks, count)
+        for number, data in number_pages(blocks, count)
     ]
     pages.add_missing(handover.salt, handover.tokens, sent)
 
 
-def numbered(blocks: Seq[tuple[Any, int]], count: int) -> Iterator[tuple[int, Any]]:
-    """Each page with its number; the last one is the last of the tokens'."""
+def number_pages(blocks: Seq[tuple[Any, int]], count: int) -> Iterator[tuple[int, Any]]:
+    """Yield each page with its number; the last page ends with the tokens."""
     number = count - sum(rows for _, rows in blocks)
     for block_NX, rows in blocks:
-        for at in range(rows):
-            host = isinstance(block_NX, np.ndarray)
-            yield number, block_NX[at].copy() if host else SentPage(block_NX, at)  # a view would keep all of them
+        for row in range(rows):
+            is_on_host = isinstance(block_NX, np.ndarray)
+            # A view would keep the whole block alive.
+            yield number, block_NX[row].copy() if is_on_host else SentPage(block_NX, row)
             number += 1
 
 
-def host_cache_of(pages: PageTable) -> HostCache:
+def require_host_cache(pages: PageTable) -> HostCache:
     if pages.host_cache is None:
         raise ModelError("kv_cache_host_bytes is 0; an engine that hands pages over, or takes them, needs some")
     return pages.host_cache
 
 
-def check_alike(one: bytes, other: bytes) -> None:
-    """Pages of another kind would be read as what they are not."""
-    if one != other:
+def check_same_identity(sender: bytes, receiver: bytes) -> None:
+    """Refuse pages of another kind, which would be misinterpreted."""
+    if sender != receiver:
         raise ModelError(
             "the engines that read and that write differ in the model, in block_size, kv_cache_dtype, quantization or "
             "the number of devices, or in the kind of device: start both with the same options on the same machines"

@@ -1,4 +1,4 @@
-"""A request as it is sent to a replica, and its response as it comes back, piece by piece."""
+"""Forwarded requests, and the pieces of their responses."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,16 +12,17 @@ Headers = list[tuple[bytes, bytes]]
 
 @dataclass
 class ForwardedRequest:
-    """A request to a server, whole."""
+    """A complete HTTP request."""
 
     method: str
     path: str
     query: bytes
     headers: Headers
     body: bytes
-    prefix: tuple[bytes, ...] = ()  # digests of its prompt's beginnings, the shortest first
-    journal: Journal = field(default_factory=Journal)  # what other replicas have sent of its answer
-    tried: list[str] = field(default_factory=list)  # replicas that it was sent to; the router writes it
+    prefix: tuple[bytes, ...] = ()  # digests of the prompt's prefixes, shortest first
+    journal: Journal = field(default_factory=Journal)  # what other replicas have sent of the answer
+    # Replicas that received it; written by the router.
+    tried: list[str] = field(default_factory=list)
 
     @property
     def scope(self) -> dict[str, Any]:
@@ -42,11 +43,12 @@ class ForwardedRequest:
 
 
 class ResponseStart(NamedTuple):
-    """How a response begins. An answer that can be gone on with elsewhere has a name."""
+    """The start of a response. Only answers that another replica can continue have a name."""
 
     status: int
     headers: Headers
-    identity: bytes  # of what computes it: only a replica with the same one goes on with it
+    # Digest of everything that determines the answer; only equal replicas may continue it.
+    identity: bytes
     name: str = ""
     created: int = 0
     seeds: tuple[int, ...] = ()
@@ -57,22 +59,29 @@ class ResponsePiece(NamedTuple):
 
     data: bytes
     streamed: list[Streamed]
-    call_ids: dict[tuple[int, int], str] = {}  # of the tool calls so far, as in `Journal`
+    call_ids: dict[tuple[int, int], str] = {}  # ids of the tool calls so far, as in `Journal`
 
 
 class ReplicaConnection:
-    """Runs the application on a request. It is the request's `connection` too, to which streams are written."""
+    """Runs the application on a request. It is also the request's `connection`, to which streams
+    write.
+    """
 
     unread = False
 
     def __init__(self, call: ForwardedRequest, identity: bytes):
-        self.call, self.identity, self.journal = call, identity, call.journal
+        self.call = call
+        self.identity = identity
+        self.journal = call.journal
         self.sent = len(call.journal.streamed)
         self.queue: asyncio.Queue[ResponseStart | ResponsePiece | BaseException | None] = asyncio.Queue()
-        self.gone, self.asked = asyncio.Event(), False
+        self.disconnected = asyncio.Event()
+        self.has_sent_body = False
 
     async def messages(self, app: Any) -> AsyncIterator[ResponseStart | ResponsePiece]:
-        """The response as it comes; leaving early tells the application that its client has gone."""
+        """Yield the response; closing the generator tells the application that its client has
+        gone.
+        """
         task = asyncio.create_task(self.run(app))
         try:
             while (message := await self.queue.get()) is not None:
@@ -80,7 +89,7 @@ class ReplicaConnection:
                     raise message
                 yield message
         finally:
-            self.gone.set()
+            self.disconnected.set()
             await asyncio.wait([task])
 
     async def run(self, app: Any) -> None:
@@ -93,22 +102,24 @@ class ReplicaConnection:
             self.queue.put_nowait(None)
 
     async def receive(self) -> dict[str, Any]:
-        if not self.asked:
-            self.asked = True
+        if not self.has_sent_body:
+            self.has_sent_body = True
             return {"type": "http.request", "body": self.call.body, "more_body": False}
-        await self.gone.wait()
+        await self.disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: dict[str, Any]) -> None:
         if message["type"] == "http.response.start":
-            known = self.journal
+            journal = self.journal
             start = ResponseStart(message["status"], [*message["headers"]], self.identity)
-            self.queue.put_nowait(start._replace(name=known.name, created=known.created, seeds=tuple(known.seeds)))
+            self.queue.put_nowait(
+                start._replace(name=journal.name, created=journal.created, seeds=tuple(journal.seeds))
+            )
         elif data := message.get("body", b""):
             self.queue.put_nowait(ResponsePiece(data, []))
 
     async def write(self, data: bytes) -> None:
-        """A part of an event stream."""
+        """Send a part of an event stream."""
         streamed = self.journal.streamed[self.sent :]
         self.sent += len(streamed)
         self.queue.put_nowait(ResponsePiece(data, streamed, dict(self.journal.call_ids)))

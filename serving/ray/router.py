@@ -9,29 +9,34 @@ from .affinity import Affinity
 
 
 class Router(RequestRouter):
-    """One in each process that sends calls. It counts the requests it has sent: no other count is as recent."""
+    """The router of each process that sends calls.
+
+    It counts the requests that it has sent, because no other count is as recent.
+    """
 
     def initialize_state(self, **kwargs: Any) -> None:
         self.affinity = Affinity(**kwargs)
-        self.open: dict[tuple[str, ReplicaID], int] = {}  # calls under way
+        self.open: dict[tuple[str, ReplicaID], int] = {}  # calls in flight
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """One after the other, those that are full last; Serve asks again after a while when none takes it."""
+        """Return the replicas in order, full ones last; Serve calls this again later if none
+        accepts.
+        """
         named = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         loads = dict.fromkeys(named, 0)
         for (_, replica), count in self.open.items():
             if replica.unique_id in loads:
                 loads[replica.unique_id] += count
-        prefix, tried = asked(pending_request)
+        prefix, tried = routing_hints(pending_request)
         return [[named[name]] for name in self.affinity.order(prefix, loads, tried)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         key = (pending_request.metadata.internal_request_id, replica_id)
         self.open[key] = self.open.get(key, 0) + 1
-        prefix, tried = asked(pending_request)
-        self.affinity.sent(prefix, replica_id.unique_id)
+        prefix, tried = routing_hints(pending_request)
+        self.affinity.record_sent(prefix, replica_id.unique_id)
         if isinstance(tried, list):
             tried.append(replica_id.unique_id)
 
@@ -44,11 +49,11 @@ class Router(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self.affinity.keep({replica.replica_id.unique_id for replica in replicas})
+        self.affinity.retain({replica.replica_id.unique_id for replica in replicas})
         self.open = {key: count for key, count in self.open.items() if key[1] in self.curr_replicas}
 
 
-def asked(request: PendingRequest | None) -> tuple[Sequence[bytes], Sequence[str]]:
-    """(beginnings of the prompt, replicas that failed on it) of a call, from its first argument if that has them."""
+def routing_hints(request: PendingRequest | None) -> tuple[Sequence[bytes], Sequence[str]]:
+    """Return (prefix digests, replicas that failed on the call), if its first argument has them."""
     call = request.args[0] if request is not None and request.args else None
     return getattr(call, "prefix", ()), getattr(call, "tried", ())

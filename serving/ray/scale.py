@@ -1,31 +1,33 @@
-"""How many replicas there are, where they run, and what each of them serves."""
+"""Number, placement and configuration of replicas."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...model.config import ModelError
-from ..api.options import HOST, EngineOptions, SizedOptions, options_of
+from ..api.options import HOST, EngineOptions, SizedOptions, make_options
 from ..http.settings import ServerSettings
 from .affinity import ROUTINGS, Routing
 
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """The options of the replicas; the names are those of the flags."""
+    """The options of the replicas, named like their flags."""
 
-    replicas: int | None = None  # None: 1, or as many as the requests need where a most is given
+    replicas: int | None = None  # None: 1, or scaled with the requests if max_replicas is set
     min_replicas: int | None = None
     max_replicas: int | None = None
-    target_ongoing_requests: float | None = None  # a replica's, which decides how many there are; None: see `target`
-    prefill_replicas: int = 0  # that compute long prompts for the others
+    # Per replica, controls scaling; None: see `target`.
+    target_ongoing_requests: float | None = None
+    prefill_replicas: int = 0  # replicas that compute long prompts for the others
     routing: Routing = "prefix"
-    replica_resources: dict[str, float] | None = None  # of Ray's, for each; None: a CPU, and the devices of the model
+    # Ray resources of a replica; None: a CPU and the model's devices.
+    replica_resources: dict[str, float] | None = None
 
     def __post_init__(self):
-        for name, low in {"replicas": 1, "min_replicas": 0, "max_replicas": 1, "prefill_replicas": 0}.items():
+        for name, minimum in {"replicas": 1, "min_replicas": 0, "max_replicas": 1, "prefill_replicas": 0}.items():
             value = getattr(self, name)
-            if value is not None and value < low:
-                raise ModelError(f"{name} is {value}; it must be at least {low}")
+            if value is not None and value < minimum:
+                raise ModelError(f"{name} is {value}; it must be at least {minimum}")
         if self.routing not in ROUTINGS:
             raise ModelError(f"routing is {self.routing!r}; it must be one of {', '.join(ROUTINGS)}")
         scaled = [name for name in ("min_replicas", "target_ongoing_requests") if getattr(self, name) is not None]
@@ -40,37 +42,41 @@ class ReplicaOptions:
             raise ModelError(f"target_ongoing_requests is {self.target_ongoing_requests}; it must be above 0")
 
     def target(self, options: SizedOptions) -> float:
-        """Requests that a replica is to have: three quarters of those that it can compute at once."""
-        return self.target_ongoing_requests or max(1.0, 0.75 * options.most_running)
+        """Target number of requests of a replica: three quarters of its maximum batch."""
+        return self.target_ongoing_requests or max(1.0, 0.75 * options.max_running)
 
-    def number(self, options: SizedOptions) -> dict[str, Any]:
-        """The same as arguments of `serve.deployment`."""
+    def scaling_arguments(self, options: SizedOptions) -> dict[str, Any]:
+        """Return the arguments of `serve.deployment` for scaling."""
         if self.max_replicas is None:
             return {"num_replicas": self.replicas or 1}
-        least = 1 if self.min_replicas is None else self.min_replicas
-        chosen = {"min_replicas": least, "max_replicas": self.max_replicas, "initial_replicas": max(least, 1)}
+        min_replicas = 1 if self.min_replicas is None else self.min_replicas
+        chosen = {
+            "min_replicas": min_replicas,
+            "max_replicas": self.max_replicas,
+            "initial_replicas": max(min_replicas, 1),
+        }
         return {"autoscaling_config": chosen | {"target_ongoing_requests": self.target(options)}}
 
     @property
-    def least(self) -> int:
-        """Replicas of both kinds at the start."""
+    def initial_count(self) -> int:
+        """Number of replicas at the start, including prefill replicas."""
         return self.prefill_replicas + (self.replicas or max(self.min_replicas or 1, 1))
 
 
 @dataclass(frozen=True)
 class DeploymentPlan:
-    """All that a deployment is made of."""
+    """The complete configuration of a deployment."""
 
-    models: tuple[tuple[str | None, tuple[str, ...]], ...]  # (model, the names that clients may use)
+    models: tuple[tuple[str | None, tuple[str, ...]], ...]  # (model, names that clients may use)
     settings: ServerSettings
-    options: dict[str, Any]  # of every engine
+    options: dict[str, Any]  # options of every engine
     scale: ReplicaOptions = field(default_factory=ReplicaOptions)
     log_json: bool = False
     log_level: str = "info"
 
     def __post_init__(self):
         for name, _ in self.models:
-            options_of(name, **self.options)  # wrong ones are refused before anything is started
+            make_options(name, **self.options)  # wrong options raise before anything starts
         for name in ("kv_cache_disk", "trace"):
             if self.options.get(name):
                 raise ModelError(f"{name} is one process's own; several replicas cannot share it: leave it out")
@@ -81,10 +87,10 @@ class DeploymentPlan:
 
     @property
     def engine(self) -> EngineOptions:
-        return options_of(self.models[0][0], **self.options)
+        return make_options(self.models[0][0], **self.options)
 
     @property
-    def chosen(self) -> dict[str, Any]:
+    def replica_options(self) -> dict[str, Any]:
         """The engine's options, with host memory for the pages that prefill replicas send."""
         if not self.scale.prefill_replicas or self.options.get("kv_cache_host_bytes"):
             return self.options

@@ -1,4 +1,4 @@
-"""A prompt's classes: a head's numbers, and the probabilities that they stand for."""
+"""Outputs of classifiers: class probabilities and rewards from the values of the model's head."""
 
 import numpy as np
 
@@ -13,49 +13,52 @@ from ..api.outputs import (
 )
 
 
-def check(config: ModelConfig, reward: bool = False) -> None:
-    """Refuse a model without classes; `reward`: one that gives a text another number of them than 1."""
+def check_classifier(config: ModelConfig, reward: bool = False) -> None:
+    """Refuse a model without classes.
+
+    With `reward`, also refuse a classifier that gives a text more than one value.
+    """
     if config.classes is None:
         raise RequestError("model", "has no classes; ask a model whose architecture is ...ForSequenceClassification")
     if reward and config.classes.step is None and (count := len(config.classes.labels)) != 1:
         raise RequestError("model", f"gives {count} numbers and no reward; ask LLM.classify, or a model with one label")
 
 
-def numbers(output: RequestOutput) -> np.ndarray:
-    """What the head says of a finished request's prompt."""
+def head_outputs(output: RequestOutput) -> np.ndarray:
+    """Return the values that the model's head computed for a finished request's prompt."""
     if output.pooled is None:
         raise RuntimeError(f"the request {output.request_id} has no classes: it ended before its prompt did")
     return np.asarray(output.pooled, np.float64)
 
 
 def probabilities(output: RequestOutput, config: ModelConfig) -> list[float]:
-    """The probability of each class; of a regression its value."""
+    """Return the probability of each class, or the value of a regression."""
     assert config.classes is not None
-    found, activation = numbers(output), config.classes.activation
+    values = head_outputs(output)
+    activation = config.classes.activation
     if activation == "softmax":
-        powers = np.exp(found - found.max())
-        found = powers / powers.sum()
+        powers = np.exp(values - values.max())
+        values = powers / powers.sum()
     elif activation == "sigmoid":
-        found = np.exp(-np.logaddexp(0, -found))
-    return found.astype(np.float32).tolist()
+        values = np.exp(-np.logaddexp(0, -values))
+    return values.astype(np.float32).tolist()
 
 
-def classified(output: RequestOutput, config: ModelConfig) -> ClassificationRequestOutput:
-    """The classes of a finished request."""
+def classification_output(output: RequestOutput, config: ModelConfig) -> ClassificationRequestOutput:
     outputs = ClassificationOutput(probabilities(output, config))
     return ClassificationRequestOutput(output.request_id, outputs, output.prompt_token_ids, output.num_cached_tokens)
 
 
-def rewarded(output: RequestOutput, config: ModelConfig) -> PoolingRequestOutput:
-    """The reward of a finished request; of a model that judges steps the probability that each is right."""
+def reward_output(output: RequestOutput, config: ModelConfig) -> PoolingRequestOutput:
+    """Return a finished request's reward; for a process reward model, one per step."""
     assert config.classes is not None
     if config.classes.step is None:
-        found = numbers(output)
+        rewards = head_outputs(output)
     elif config.classes.step not in output.prompt_token_ids:
         raise RequestError("prompt", f"has no step: each must end with the token {config.classes.step}")
     else:
-        logits_SC = numbers(output)
+        logits_SC = head_outputs(output)
         powers_SC = np.exp(logits_SC - logits_SC.max(axis=1, keepdims=True))
-        found = powers_SC[:, 1] / powers_SC.sum(axis=1)
-    outputs = PoolingOutput(found.astype(np.float32).tolist())
+        rewards = powers_SC[:, 1] / powers_SC.sum(axis=1)
+    outputs = PoolingOutput(rewards.astype(np.float32).tolist())
     return PoolingRequestOutput(output.request_id, outputs, output.prompt_token_ids, output.num_cached_tokens)

@@ -1,29 +1,31 @@
-"""From tokens to text as they come: never half a character, never the beginning of a stop string."""
+"""Incremental detokenization: emits neither partial characters nor the start of a stop string."""
 
 from collections.abc import Sequence
 
 from ...model.text.tokenizer import Tokenizer
 from .stop_strings import StopMatcher
 
-HALF = "\ufffd"  # what a decoder makes of bytes that are not a whole character yet
-LONGEST_HALF = 3  # bytes of a character that lacks its last one
-CONTEXT = 8  # tokens kept when the window gets shorter: bytes of two characters, so that none is cut in half
+REPLACEMENT = "\ufffd"  # what a decoder makes of bytes that are not a complete character yet
+MAX_PARTIAL = 3  # bytes of an incomplete UTF-8 character
+# Tokens kept when the window is shortened: bytes of two characters, so that none is cut.
+CONTEXT = 8
 WINDOW = 16  # tokens
 
 
 class Detokenizer:
-    """Text of one growing answer.
+    """The text of one growing answer.
 
-        tokens   |first|---- forgotten ----|-------------- last --------------|
-        text     |------------------- taken -------------------|half characters|
-                 |------------ emitted ------------|-- held ---|
+        tokens   |first|---- dropped ----|-------------- last --------------|
+        text     |----------------- taken -------------------|partial character|
+                 |------------ emitted ------------|- held --|
 
-    A token reads differently by what stands before it (spaces, bytes), so each step decodes a window: the first
-    token and the last ones. Only the end of its text can still change, the half characters there; the rest is
-    taken. `held` is the end of what was taken that may be the head of a stop string.
+    A token decodes differently after other tokens (spaces, bytes), so each step decodes a window:
+    the first token and the last ones. Only a partial character at the end of its text can still
+    change; the text before it is taken. `held` is the end of the taken text that may be the start
+    of a stop string.
 
-    The stop string that ends first wins, the longest of several that end together; so the cut depends on the
-    text alone, not on how it came in tokens.
+    The stop string that ends first wins, the longest of several that end together; so the cut
+    depends on the text alone, not on its division into tokens.
     """
 
     def __init__(
@@ -44,12 +46,12 @@ class Detokenizer:
         self._held = ""
 
     def push(self, ids: Sequence[int], check_stops: bool = True) -> str:
-        """The text that is certain now; after a stop string, nothing more.
+        """Return the text that is now final; nothing after a stop string.
 
-        Without `check_stops` a stop string that these tokens complete is ordinary text.
+        Without `check_stops`, a stop string that these tokens complete is ordinary text.
         """
         if self.matcher is None:
-            return self._advance(ids)  # all at once: the text is the same, and a window is decoded once
+            return self._advance(ids)  # one decode for all: the text is the same
         out = []
         for token in ids:
             if self.stopped is not None:
@@ -58,28 +60,30 @@ class Detokenizer:
         return "".join(out)
 
     def finish(self, check_stops: bool = True) -> str:
-        """What was held back, for no more tokens come."""
+        """Return the text that was held back; no more tokens follow."""
         if self.stopped is not None:
             return ""
-        rest = self._decode(self._window)[self._taken :]
-        self._window, self._taken = [], 0
-        out = self._release(rest, check_stops)
+        remaining = self._decode(self._window)[self._taken :]
+        self._window = []
+        self._taken = 0
+        out = self._release(remaining, check_stops)
         if self.stopped is None:
-            out, self._held = out + self._held, ""
+            out = out + self._held
+            self._held = ""
         return out
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def _advance(self, ids: Sequence[int]) -> str:
-        """The characters that more tokens make certain."""
-        shown = [token for token in ids if token not in self.skipped]
-        if not shown:
+        """Add tokens to the window and return the characters that became final."""
+        visible = [token for token in ids if token not in self.skipped]
+        if not visible:
             return ""
-        self._window += shown
+        self._window += visible
         text = self._decode(self._window)
         certain = len(text)
-        while certain > len(text) - LONGEST_HALF and text[certain - 1 : certain] == HALF:
+        while certain > len(text) - MAX_PARTIAL and text[certain - 1 : certain] == REPLACEMENT:
             certain -= 1
         new = text[self._taken : certain]
         self._taken = max(self._taken, certain)
@@ -88,9 +92,9 @@ class Detokenizer:
         return new
 
     def _shorten(self, text: str) -> None:
-        """Forget tokens in the middle of the window, if the end then reads as it does in the whole.
+        """Drop tokens from the middle of the window if its end still decodes to the same text.
 
-        The first token stays, so that none of the others is read as the first of a text.
+        The first token stays, because decoders treat the first token of a text differently.
         """
         pending = len(text) - self._taken
         first = self._window[:1]
@@ -102,15 +106,16 @@ class Detokenizer:
                 self._taken = len(shorter) - pending
                 self._limit = max(WINDOW, 2 * keep)
                 return
-        self._limit *= 2  # none does, in the middle of a character say: try again, ever more rarely
+        # No cut works, for example in the middle of a character: retry ever more rarely.
+        self._limit *= 2
 
     def _release(self, new: str, check_stops: bool) -> str:
-        """Pass text on, less the end that may be the head of a stop string."""
+        """Emit text, except an end that may be the start of a stop string."""
         if self.matcher is None or not new:
             return new
         text = self._held + new
         if check_stops:
-            # A match ends within the new text: what was held has been searched, or its match was not to count.
+            # A match must end within the new text: the held text has been searched before.
             match = self.matcher.find(text, len(self._held))
             if match is not None:
                 start, self.stopped = match

@@ -1,10 +1,10 @@
-"""Grammars: from what an answer has to look like to the tokens that may come next.
+"""Structured outputs: compiled grammars, and the tokens that each of them allows next.
 
-How a grammar meets what else a request says: it closes tokens before biases, bans and penalties choose among the
-others. The tokens that end an answer (the model's own, `stop_token_ids`) are open where the grammar may end, and
-nowhere else; `ignore_eos` and `min_tokens` close them there too. Where nothing but the end is left, the answer ends
-with "stop", whatever `min_tokens` says; where other fields have closed all that was left, with "error". Stop strings
-cut the text as they do any other. Log-probabilities are the model's own, from before the grammar.
+A grammar masks tokens before biases, bans and penalties apply to the others. The tokens that end an
+answer (EOS and `stop_token_ids`) are allowed only where the grammar may end; `ignore_eos` and
+`min_tokens` forbid them there too. Where only the end is left, the answer finishes with "stop",
+whatever `min_tokens` says; where other options forbid all remaining tokens, with "error". Stop
+strings cut the text as usual. Log-probabilities are those before the mask.
 """
 
 import json
@@ -20,47 +20,53 @@ from ...model.text.tokenizer import Tokenizer
 from ...model.text.worker import WorkerProcess
 from ..api.errors import RequestError
 from ..api.structured import FIELD, ServersGrammar
-from .grammar_text import whole
+from .grammar_text import complete_grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
 
 WORKER = f"{__package__}.grammar_worker"
-LIMITS = {  # what a matcher may cost: to make, a step, and in all
+LIMITS = {  # bounds of a matcher: for its creation, for a step and in total
     "initial_lexer_fuel": 1_000_000,
     "max_grammar_size": 200_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 25_000,
     "max_items_in_row": 1_000,
-    "max_lexer_states": 20_000,  # 0.6 kB each, for all answers of a grammar together: six a character of a bound
+    # 0.6 kB each, shared by all answers of a grammar; six per character of a bound.
+    "max_lexer_states": 20_000,
     "verbose_errors": False,
 }
-RAISED = 4  # times the limits, for a grammar of which one answer or one step needs more
+RAISED = 4  # factor of RAISED_LIMITS for a grammar of which one answer or one step needs more
 RAISED_LIMITS = ("max_lexer_states", "step_lexer_fuel")
-EXHAUSTED = "lexer error"  # how the messages of these limits begin
-PROBE_STEPS = 4  # that a new grammar must be able to take
-MAX_KEPT = 128  # compiled grammars
-MAX_KEPT_RAISED = 8  # of them with raised limits
+EXHAUSTED = "lexer error"  # prefix of the error messages for RAISED_LIMITS
+PROBE_STEPS = 4  # tokens that a new grammar must be able to consume
+MAX_CACHED = 128  # compiled grammars
+MAX_CACHED_RAISED = 8  # compiled grammars with raised limits
 BYTES = 256
-MAX_KEPT_TEXT = 1 << 20  # characters of them
+MAX_CACHED_CHARACTERS = 1 << 20  # characters of all cached grammars
 
 
 class CompiledGrammar:
-    """A matcher at the beginning of its grammar, and how to make another one.
+    """A matcher at the start of its grammar, and a way to make another one.
 
-    Copies of a matcher share a table of lexer states which only grows; once it is full, or a step has cost too much,
-    all of them fail for good. Then they go on with copies of a new matcher.
+    All copies of a matcher share a table of lexer states which only grows. When it is full, or a
+    step has cost too much, all copies fail for good, and their sequences continue with copies of a
+    new matcher.
     """
 
     def __init__(self, make: Callable[[int], "LLMatcher"]):
-        """`make`: makes a matcher whose limits are multiplied by a factor."""
+        """Args:
+        make: Makes a matcher whose limits are multiplied by a factor.
+        """
         self.make = make
         self.factor = 1
         self.matcher = make(1)
         self.lock = threading.Lock()
 
     def replacement(self, failed: "LLMatcher", factor: int) -> "LLMatcher":
-        """A matcher whose table is not that of the one that failed, with limits raised by `factor` at least."""
+        """Return a matcher with another table than `failed`, and with limits raised by `factor` at
+        least.
+        """
         with self.lock:
             if self.matcher is failed or factor > self.factor:
                 self.factor = max(factor, self.factor)
@@ -69,68 +75,74 @@ class CompiledGrammar:
 
 
 class Constraint:
-    """Where one sequence is in its grammar."""
+    """The position of one sequence in its grammar."""
 
-    def __init__(self, grammar: CompiledGrammar, known: int, vocab: int):
-        self.grammar, self.vocab = grammar, vocab
-        self.known = known  # ids below this have a token; the library's own end comes after them
-        self.origin = grammar.matcher  # the matcher at the beginning that `matcher` was copied from
+    def __init__(self, grammar: CompiledGrammar, num_tokens: int, vocab: int):
+        self.grammar = grammar
+        self.vocab = vocab
+        self.num_tokens = num_tokens  # ids below have a token; llguidance's own end token follows
+        # The matcher at the start of the grammar that `matcher` was copied from.
+        self.origin = grammar.matcher
         self.matcher = self.origin.deep_copy()
         self.tokens: list[int] = []
 
     def advance(self, token: int) -> str | None:
-        """Take in a token that was drawn; the reason to end, if there is one."""
+        """Consume a sampled token; return the reason to finish, if there is one."""
         self.tokens.append(token)
         took = self.matcher.consume_token(token) and not self.matcher.is_error()
-        if not took and not self.recovers(self.matcher):
-            return "error"  # the grammar has grown beyond its limits
+        if not took and not self.recover(self.matcher):
+            return "error"  # the grammar exceeds even the raised limits
         return "stop" if self.matcher.is_stopped() else None
 
     def allowed(self, stop_ids: Collection[int]) -> np.ndarray:
-        """Which tokens may come now; those that end an answer may where the grammar may end."""
+        """Return the mask of allowed tokens. End tokens are allowed where the grammar may end."""
         allowed = self.allowed_by(self.matcher, stop_ids)
-        if self.matcher.is_error() and self.recovers(self.matcher):
+        if self.matcher.is_error() and self.recover(self.matcher):
             return self.allowed_by(self.matcher, stop_ids)
         return allowed
 
     def allowed_by(self, matcher: "LLMatcher", stop_ids: Collection[int]) -> np.ndarray:
         allowed = np.zeros(self.vocab, bool)
-        allowed[: self.known] = np.frombuffer(matcher.compute_logit_bias(), np.uint8)[: self.known] != 0
+        allowed[: self.num_tokens] = np.frombuffer(matcher.compute_logit_bias(), np.uint8)[: self.num_tokens] != 0
         allowed[[token for token in stop_ids if token < self.vocab]] = matcher.is_accepting()
         return allowed
 
     def allowed_after(self, drafts: Sequence[int], stop_ids: Collection[int]) -> Iterator[np.ndarray]:
-        """Which tokens may come now, and which after each of the drafts."""
+        """Yield the mask of allowed tokens now, and the mask after each of the draft tokens."""
         yield self.allowed(stop_ids)
         if not drafts:
             return
-        ahead = self.matcher_after(())
+        matcher = self.matcher_after(())
         for count in range(1, len(drafts) + 1):
-            ahead.try_consume_tokens([drafts[count - 1]])
-            allowed = self.allowed_by(ahead, stop_ids)
-            if ahead.is_error() and self.recovers(ahead):
-                ahead = self.matcher_after(drafts[:count])
-                allowed = self.allowed_by(ahead, stop_ids)
+            matcher.try_consume_tokens([drafts[count - 1]])
+            allowed = self.allowed_by(matcher, stop_ids)
+            if matcher.is_error() and self.recover(matcher):
+                matcher = self.matcher_after(drafts[:count])
+                allowed = self.allowed_by(matcher, stop_ids)
             yield allowed
 
-    def open_beginning(self, drafts: list[int]) -> list[int]:
-        """As many of the drafts as may come, one after the other."""
-        ahead = self.matcher_after(())
-        count = ahead.try_consume_tokens(drafts)
-        if ahead.is_error() and self.recovers(ahead):
+    def longest_allowed_prefix(self, drafts: list[int]) -> list[int]:
+        """Return the longest prefix of the draft tokens that the grammar allows."""
+        matcher = self.matcher_after(())
+        count = matcher.try_consume_tokens(drafts)
+        if matcher.is_error() and self.recover(matcher):
             count = self.matcher_after(()).try_consume_tokens(drafts)
         return drafts[:count]
 
     def matcher_after(self, drafts: Sequence[int]) -> "LLMatcher":
-        """A copy that looks ahead: a matcher that is rolled back is not always where it was."""
-        ahead = self.matcher.deep_copy()
-        ahead.try_consume_tokens(list(drafts))
-        return ahead
+        """Return a copy of the matcher after `drafts`.
 
-    def recovers(self, failed: "LLMatcher") -> bool:
-        """Go on in a new matcher if the one that failed has exhausted what it shares with others.
+        Drafts use copies because a rollback does not always restore a matcher's state.
+        """
+        matcher = self.matcher.deep_copy()
+        matcher.try_consume_tokens(list(drafts))
+        return matcher
 
-        The second is new even where another sequence has filled the first meanwhile; the third has higher limits.
+    def recover(self, failed: "LLMatcher") -> bool:
+        """Continue in a new matcher if the failed one exhausted the table that it shares.
+
+        The first attempt may get a matcher that another sequence has filled meanwhile, the second
+        gets a new one, and the third one with raised limits.
         """
         if not failed.get_error().startswith(EXHAUSTED):
             return False
@@ -149,10 +161,11 @@ class Constraint:
 
 
 class Vocabulary:
-    """What the grammars' library asks of a tokenizer: the bytes of every token, and which are never text.
+    """The tokenizer interface of llguidance: the bytes of every token, and the special tokens.
 
-    It declares no end token: `Constraint.allowed` opens the ends. The library could ask for the tokens of a text that a
-    grammar forces; with `no_forcing` it does not, and the model chooses among all that begin it.
+    There is no end token, because `Constraint.allowed` handles the end. Calling it would tokenize
+    text that a grammar forces; `no_forcing` turns that off, so that the model chooses among all
+    tokens that start the text.
     """
 
     is_tokenizer_wrapper = True
@@ -169,17 +182,21 @@ class Vocabulary:
 
 
 class Grammars:
-    """The grammars of one model; the last ones that were compiled are kept. Any thread may use it."""
+    """The grammars of one model, with a cache of compiled ones. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int):
-        self.tokenizer, self.vocab = tokenizer, vocab
+        self.tokenizer = tokenizer
+        self.vocab = vocab
         self.worker = WorkerProcess("-m", WORKER)
-        self.lock, self.library_lock = threading.Lock(), threading.Lock()
-        self.kept: OrderedDict[tuple, tuple[CompiledGrammar, int]] = OrderedDict()
-        self.kept_text = 0
+        self.lock = threading.Lock()
+        self.library_lock = threading.Lock()
+        self.cached: OrderedDict[tuple, tuple[CompiledGrammar, int]] = OrderedDict()
+        self.cached_characters = 0
 
     def constraints(self, structure: Mapping[str, Any], count: int) -> list[Constraint]:
-        """So many fresh starts in the grammar of a checked `structured_outputs`."""
+        """Return `count` constraints at the start of the grammar of a checked
+        `structured_outputs`.
+        """
         grammar = self.compile(structure)
         return [self.constraint(grammar) for _ in range(count)]
 
@@ -187,31 +204,38 @@ class Grammars:
         return Constraint(grammar, len(self.vocabulary.tokens), self.vocab)
 
     def compile(self, structure: Mapping[str, Any]) -> CompiledGrammar:
-        """The grammar, kept or new: a new one may take a second, so have it compiled before the engine asks."""
+        """Return the compiled grammar, from the cache if possible.
+
+        Compilation may take a second, so call this before the request reaches the engine's thread.
+        """
         key = tuple(structure.items())
         with self.lock:
-            if key in self.kept:
-                self.kept.move_to_end(key)
-                return self.kept[key][0]
+            if key in self.cached:
+                self.cached.move_to_end(key)
+                return self.cached[key][0]
         body = self.body(structure)
-        grammar = CompiledGrammar(partial(self.made, body))
+        grammar = CompiledGrammar(partial(self.make_matcher, body))
         self.probe(grammar)
         with self.lock:
-            if key not in self.kept:
-                self.kept[key] = grammar, len(body)
-                self.kept_text += len(body)
-            while len(self.kept) > MAX_KEPT or (self.kept_text > MAX_KEPT_TEXT and len(self.kept) > 1):
-                self.drop(next(iter(self.kept)))
-            raised = [kept for kept, (grammar, _) in self.kept.items() if grammar.factor > 1]
-            for kept in raised[:-MAX_KEPT_RAISED]:
-                self.drop(kept)
+            if key not in self.cached:
+                self.cached[key] = grammar, len(body)
+                self.cached_characters += len(body)
+            while len(self.cached) > MAX_CACHED or (
+                self.cached_characters > MAX_CACHED_CHARACTERS and len(self.cached) > 1
+            ):
+                self.drop(next(iter(self.cached)))
+            raised = [raised_key for raised_key, (grammar, _) in self.cached.items() if grammar.factor > 1]
+            for raised_key in raised[:-MAX_CACHED_RAISED]:
+                self.drop(raised_key)
         return grammar
 
     def drop(self, key: tuple) -> None:
-        self.kept_text -= self.kept.pop(key)[1]
+        self.cached_characters -= self.cached.pop(key)[1]
 
     def probe(self, grammar: CompiledGrammar) -> None:
-        """Refuse a grammar of which a model could not write the first tokens, with the longest token at each step."""
+        """Refuse a grammar that has no valid first tokens, trying the longest token at each
+        step.
+        """
         constraint = self.constraint(grammar)
         for _ in range(PROBE_STEPS):
             allowed = np.flatnonzero(constraint.allowed(()))
@@ -224,11 +248,12 @@ class Grammars:
                 return
 
     def checker(self, structure: Mapping[str, Any]) -> Callable[[str], bool]:
-        """Whether a text has the form of a checked `structured_outputs`, whatever its tokens."""
+        """Return a function that checks whether a text matches a checked `structured_outputs`."""
         import llguidance
 
         self.compile(structure)  # refuses what cannot be served
-        tokenizer, text = llguidance.LLTokenizer("byte"), whole(self.body(structure), "")
+        tokenizer = llguidance.LLTokenizer("byte")
+        text = complete_grammar(self.body(structure), "")
 
         def make(factor: int) -> "LLMatcher":
             return llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits(factor))
@@ -236,14 +261,16 @@ class Grammars:
         grammar = CompiledGrammar(make)
 
         def holds(text: str) -> bool:
-            trial = Constraint(grammar, BYTES, BYTES)
-            reasons = [trial.advance(byte) for byte in text.encode()]
-            return "error" not in reasons and trial.matcher.is_accepting()
+            constraint = Constraint(grammar, BYTES, BYTES)
+            reasons = [constraint.advance(byte) for byte in text.encode()]
+            return "error" not in reasons and constraint.matcher.is_accepting()
 
         return holds
 
     def body(self, structure: Mapping[str, Any]) -> str:
-        """The form as a grammar of the library, in JSON; RequestError where it cannot be served."""
+        """Compile to a grammar of llguidance, in JSON. Raises RequestError if it cannot be
+        served.
+        """
         if not self.tokenizer.shows_bytes:
             raise RequestError(
                 FIELD, "needs a tokenizer whose texts are the bytes of their tokens; this model's is not"
@@ -256,17 +283,18 @@ class Grammars:
             raise RequestError(answer["param"], one_line(answer["fault"]))
         return answer["body"]
 
-    def made(self, body: str, factor: int) -> "LLMatcher":
-        """A new matcher of a grammar that the worker has compiled."""
-        matcher, first = self.matcher(whole(body, ""), factor)
+    def make_matcher(self, body: str, factor: int) -> "LLMatcher":
+        """Return a new matcher of a grammar that the worker process has compiled."""
+        matcher, first = self.matcher(complete_grammar(body, ""), factor)
         if self.tokenizer.drops_space:
-            # The first space is not shown. Where a text may begin with one, another must stand before it.
+            # The tokenizer drops a leading space. If the text may start with one, require another
+            # before it.
             spaced = [token for token in first if self.vocabulary.tokens[token].startswith(b" ")]
-            matcher, first = self.matcher(whole(body, '" " ' if spaced else '" "? '), factor)
+            matcher, first = self.matcher(complete_grammar(body, '" " ' if spaced else '" "? '), factor)
         return matcher
 
     def matcher(self, grammar: str, factor: int) -> tuple["LLMatcher", list[int]]:
-        """A matcher and the tokens that it begins with."""
+        """Return a matcher and the tokens that it allows first."""
         import llguidance
 
         with self.library_lock:
@@ -285,7 +313,9 @@ class Grammars:
 
     @cached_property
     def library(self):
-        """The tokenizer as the library knows it: half a second for a large vocabulary, so not before it is wanted."""
+        """The llguidance tokenizer. A large vocabulary takes 0.5 s, so it is created on first
+        use.
+        """
         import llguidance
 
         return llguidance.LLTokenizer(self.vocabulary)  # type: ignore[arg-type]
@@ -298,11 +328,11 @@ def limits(factor: int) -> "LLParserLimits":
 
 
 def one_line(error: str) -> str:
-    """What a compiler says, without the arrows that it draws at the place."""
-    first, *others = error.splitlines()
+    """Reduce a compiler's error message to one line, without its arrows."""
+    first, *lines = error.splitlines()
     if first.startswith("NoExtensionBias"):
         return "no text of this model's tokens has this form"
     if first.startswith(EXHAUSTED):
         return f"takes too much work for each token; use smaller bounds of lengths and repetitions ({first})"
-    said = [first, *(line for line in others if line.startswith("error:"))]
-    return " ".join(" ".join(said).split()).encode("ascii", "backslashreplace").decode()[:200]
+    messages = [first, *(line for line in lines if line.startswith("error:"))]
+    return " ".join(" ".join(messages).split()).encode("ascii", "backslashreplace").decode()[:200]

@@ -1,4 +1,6 @@
-"""From a form of answers as a request describes it to a grammar of llguidance. Runs in the worker process."""
+"""Compiles the `structured_outputs` of a request to a grammar of llguidance, in the worker
+process.
+"""
 
 import json
 from collections.abc import Mapping
@@ -10,20 +12,21 @@ from llguidance import LLMatcher, StructTag
 from ..api.errors import RequestError
 from ..api.structured import FIELD
 from .gbnf import GrammarError, is_gbnf
-from .json_schema import rewritten
+from .json_schema import rewrite_schema
 from .lark import to_lark
-from .schema_document import Refused
+from .schema_document import UnsupportedSchema
 
-STRICT = {"lenient": False}  # what is not understood is refused
-# Between the parts of JSON, unless a request says otherwise: a weak model would fill its answer with what has no end.
-JSON_RULE = "%json "  # how a rule begins that is a JSON schema, in grammars of the server
+STRICT = {"lenient": False}  # unsupported keywords are refused
+JSON_RULE = "%json "  # starts a rule that is a JSON schema, in grammars written by the server
+# White space in JSON, unless a request sets its own: a weak model could fill its answer with it.
 SPACES = r" |\n[ \t]{0,32}"
 
 
-def body_of(structure: Mapping[str, Any], is_servers: bool = False) -> dict[str, Any]:
-    """A checked `structured_outputs` as a grammar of the library.
+def build_body(structure: Mapping[str, Any], is_servers: bool = False) -> dict[str, Any]:
+    """Compile a checked `structured_outputs`.
 
-    `is_servers`: its grammar is Lark that the server wrote itself.
+    Args:
+        is_servers: The grammar is Lark that the server itself wrote.
     """
     if "regex" in structure:
         lark = json.loads(LLMatcher.grammar_from_regex(structure["regex"]))["grammars"][0]["lark_grammar"]
@@ -42,7 +45,7 @@ def body_of(structure: Mapping[str, Any], is_servers: bool = False) -> dict[str,
             for trigger, begin, schema, end in json.loads(structure["structural_tag"])
         ]
         return {"lark_grammar": StructTag.to_grammar(tags, assume_special=False)}
-    if "choice" in structure:  # a terminal: one automaton for all
+    if "choice" in structure:  # a terminal: one automaton for all choices
         return {"lark_grammar": "start: ANY\nANY: " + " | ".join(map(json.dumps, structure["choice"]))}
     schema = json.loads(structure["json"]) if "json" in structure else {"type": "object"}
     spacing = {"whitespace_pattern": structure["whitespace_pattern"]} if "whitespace_pattern" in structure else {}
@@ -52,17 +55,17 @@ def body_of(structure: Mapping[str, Any], is_servers: bool = False) -> dict[str,
 
 
 def strict(schema: dict[str, Any], spacing: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """A schema for the compiler, with the spaces that were asked for, here or in the schema itself."""
+    """Rewrite a schema for the compiler, with `spacing` or the white space set in the schema."""
     spacing = spacing or schema.get("x-guidance") or {"whitespace_pattern": SPACES}
     try:
-        found = rewritten({name: value for name, value in schema.items() if name != "x-guidance"})
-    except Refused as error:
+        rewritten = rewrite_schema({name: value for name, value in schema.items() if name != "x-guidance"})
+    except UnsupportedSchema as error:
         raise RequestError(FIELD, f"{error}") from None
-    return found | {"x-guidance": {**STRICT, **spacing}}
+    return rewritten | {"x-guidance": {**STRICT, **spacing}}
 
 
 def with_schema(line: str) -> str:
-    """A line of a grammar that the server wrote, whose JSON schema, if it is one, is rewritten for the compiler."""
+    """Rewrite the JSON schema in a line of a grammar that the server wrote, if it is one."""
     name, _, rule = line.partition(": ")
     if not rule.startswith(JSON_RULE):
         return line

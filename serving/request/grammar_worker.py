@@ -1,9 +1,10 @@
-"""The process that compiles grammars first: one JSON request a line in, one JSON answer a line out.
+"""Worker process that compiles grammars: a JSON request per input line, a JSON answer per output
+line.
 
-A grammar is a program from a stranger. Its compiler bounds most of its work, but not all of it (a number that is to
-be a multiple of a large one takes seconds), and what overflows its stack ends the process. GBNF and JSON schemas are
-rewritten in Python before, which would hold up all of the server. So both are done here, where the operating system
-bounds memory and time and where a crash hurts nobody.
+A grammar comes from an untrusted client. The compiler bounds most of its work, but not all (a
+`multipleOf` of a large number takes seconds), and a stack overflow ends the process. GBNF and JSON
+schemas are rewritten in Python, which would block the whole server. So both run in a process whose
+memory and time the operating system bounds and whose crash does no harm.
 """
 
 import contextlib
@@ -18,27 +19,32 @@ import llguidance
 
 from ..api.errors import RequestError
 from ..api.structured import FIELD
-from .grammar_body import body_of
-from .grammar_text import whole
+from .grammar_body import build_body
+from .grammar_text import complete_grammar
 
 MEMORY = 1 << 30  # bytes of address space
-SECONDS = 0.4  # of processor time a grammar; a waiting worker uses none
+SECONDS = 0.4  # processor time per grammar; an idle worker uses none
 
 
-def compiled(
+def compile_grammar(
     structure: Mapping[str, Any],
     is_servers: bool,
     limits: Mapping[str, Any],
     tokenizer: llguidance.LLTokenizer,
 ) -> dict[str, str]:
-    """{"body": the grammar in JSON}, or {"param", "fault"}: why it cannot be served. Some fail only in a first step."""
+    """Return {"body": the grammar in JSON}, or {"param", "fault"} if it cannot be served.
+
+    Some grammars fail only when the first token mask is computed.
+    """
     try:
-        body = json.dumps(body_of(structure, is_servers), ensure_ascii=False)
+        body = json.dumps(build_body(structure, is_servers), ensure_ascii=False)
     except RequestError as error:
         return {"param": error.param, "fault": error.message}
     except RecursionError:
         return {"param": FIELD, "fault": "is nested too deep; ask for something simpler"}
-    matcher = llguidance.LLMatcher(tokenizer, whole(body, ""), log_level=0, limits=llguidance.LLParserLimits(**limits))
+    matcher = llguidance.LLMatcher(
+        tokenizer, complete_grammar(body, ""), log_level=0, limits=llguidance.LLParserLimits(**limits)
+    )
     if not matcher.is_error():
         matcher.compute_bitmask()
     fault = matcher.get_error()
@@ -47,12 +53,13 @@ def compiled(
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit; processor time still ends what grows
+    # MacOS has no such limit; the time limit remains.
+    with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    tokenizer = llguidance.LLTokenizer("byte")  # a token a byte: that it is small is all that matters
+    tokenizer = llguidance.LLTokenizer("byte")  # one token per byte: small and enough for checks
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
-        answer = compiled(*json.loads(line), tokenizer)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # the signal ends the process
+        answer = compile_grammar(*json.loads(line), tokenizer)
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()

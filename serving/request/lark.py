@@ -1,10 +1,11 @@
-"""Rules as a Lark grammar of llguidance, which has a lexer before its parser.
+"""Translation of GBNF rules to the Lark notation of llguidance, which has a lexer and a parser.
 
-The lexer takes the longest lexeme that it can, and never goes back: from `[a-z]+ "x"` as two lexemes the first would
-take every x. In GBNF a rule is about characters, and any way to read a text counts. So an expression becomes one
-lexeme only where no text can be read in two ways of which one ends the lexeme at a place and the other does not; the
-others are split into their parts, to single characters if need be. A grammar without recursion is one lexeme as a
-whole. One lexeme for a string, and not one for each of its characters, is what makes a mask quick to compute.
+The lexer takes the longest lexeme that it can and never backtracks: of `[a-z]+ "x"` as two lexemes,
+the first would consume every x. In GBNF a rule is about characters, and any derivation of a text
+counts. So an expression becomes one lexeme only if no text has two derivations of which one ends
+the lexeme at a position and the other continues it; all others are split into their children, down
+to single characters if need be. A grammar without recursion is a single lexeme. A string should be
+one lexeme, not one for each of its characters, because that makes a token mask quick to compute.
 """
 
 import json
@@ -12,186 +13,207 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from itertools import islice, product
 
-from .gbnf import Alt, Chars, Node, Ref, Repeat, Seq, nodes_of, parse, parts_of
+from .gbnf import Alt, Chars, Node, Ref, Repeat, Seq, child_nodes, parse, walk_nodes
 
-MOST_STEPS = 100_000  # a tenth of a second; a grammar that needs more is split as a whole
+MAX_STEPS = 100_000  # about 0.1 s; a grammar that needs more steps is split everywhere
 
 
 def to_lark(text: str) -> str:
-    """A GBNF grammar in Lark's notation; GrammarError where it is wrong."""
+    """Translate a GBNF grammar to Lark. Raises GrammarError if it is invalid."""
     rules = parse(text)
     return Writer(rules, split_nodes(rules)).written()
 
 
 def split_nodes(rules: dict[str, Node]) -> set[Node]:
-    """The nodes that are written as rules; the others are lexemes, or parts of them."""
-    cycles = recursive(rules)
+    """Return the nodes to be written as parser rules; the others become lexemes or parts of
+    them.
+    """
+    cycles = recursive_rules(rules)
     if not cycles:
         return set()
-    above: dict[Node, list[Node]] = defaultdict(list)  # who contains a node; of a rule's body those who name the rule
+    # A node's parents: the nodes that contain it, and for a rule's body the references to the rule.
+    parents: dict[Node, list[Node]] = defaultdict(list)
     for body in rules.values():
-        for node in nodes_of(body):
-            for part in parts_of(node):
-                above[part].append(node)
+        for node in walk_nodes(body):
+            for child in child_nodes(node):
+                parents[child].append(node)
             if isinstance(node, Ref):
-                above[rules[node.name]].append(node)
-    pairs = ambiguous(rules, above)
+                parents[rules[node.name]].append(node)
+    pairs = find_ambiguous_pairs(rules, parents)
     if pairs is None:
-        return {node for body in rules.values() for node in nodes_of(body)}
+        return {node for body in rules.values() for node in walk_nodes(body)}
     split: set[Node] = set()
-    waiting = [rules[name] for name in cycles]
-    while waiting:
-        if (node := waiting.pop()) not in split:
+    pending = [rules[name] for name in cycles]
+    while pending:
+        if (node := pending.pop()) not in split:
             split.add(node)
-            waiting += [*above[node], *pairs[node]]
+            pending += [*parents[node], *pairs[node]]
     return split
 
 
-def recursive(rules: dict[str, Node]) -> list[str]:
-    """The rules that name themselves, directly or through others, and those that name one of these."""
-    needs = {name: {n.name for n in nodes_of(body) if isinstance(n, Ref)} for name, body in rules.items()}
+def recursive_rules(rules: dict[str, Node]) -> list[str]:
+    """Return the rules that refer to themselves, directly or through other rules, and their
+    users.
+    """
+    references = {name: {n.name for n in walk_nodes(body) if isinstance(n, Ref)} for name, body in rules.items()}
     users: dict[str, list[str]] = defaultdict(list)
-    for name, needed in needs.items():
-        for other in needed:
-            users[other].append(name)
-    ending = [name for name, needed in needs.items() if not needed]
-    left = {name: len(needed) for name, needed in needs.items()}
+    for name, needed in references.items():
+        for reference in needed:
+            users[reference].append(name)
+    ending = [name for name, needed in references.items() if not needed]
+    unresolved = {name: len(needed) for name, needed in references.items()}
     for name in ending:
         for user in users[name]:
-            left[user] -= 1
-            if not left[user]:
+            unresolved[user] -= 1
+            if not unresolved[user]:
                 ending.append(user)
-    return [name for name, count in left.items() if count]
+    return [name for name, count in unresolved.items() if count]
 
 
-class TooMuch(Exception):
-    """A grammar takes too many steps to look through."""
+class BudgetExceeded(Exception):
+    """The analysis of a grammar needs more steps than its budget."""
 
 
-class Steps:
-    """Counts them."""
+class StepBudget:
+    """Bounds the work of an analysis."""
 
-    def __init__(self, most: int):
-        self.left = most
+    def __init__(self, count: int):
+        self.remaining = count
 
-    def take(self, count: int) -> None:
-        self.left -= count + 1
-        if self.left < 0:
-            raise TooMuch
+    def spend(self, count: int) -> None:
+        self.remaining -= count + 1
+        if self.remaining < 0:
+            raise BudgetExceeded
 
 
-def ambiguous(rules: dict[str, Node], above: dict[Node, list[Node]]) -> dict[Node, set[Node]] | None:
-    """The nodes that bring the same next character after the same text; None where it takes too long to find them.
+def find_ambiguous_pairs(rules: dict[str, Node], parents: dict[Node, list[Node]]) -> dict[Node, set[Node]] | None:
+    """Return, for each node, the nodes that bring the same next character after the same text.
 
-    A node brings a character after another: a `Seq` between two of its parts, a `Repeat` from its end to its
-    beginning. What a rule is followed by is taken for the same wherever it is named: that finds more pairs, never less.
+    A node brings a character after another one: a `Seq` between two of its children, a `Repeat`
+    between its end and its beginning. All references to a rule are assumed to be followed by the
+    same characters, which may find too many pairs but never too few. None if the step budget is
+    exceeded.
     """
-    steps = Steps(MOST_STEPS)
+    steps = StepBudget(MAX_STEPS)
     try:
-        edges = Edges(rules, above, steps)
-        return meetings(edges.first[rules["root"]], edges.follow(steps), steps)
-    except TooMuch:
+        edges = Edges(rules, parents, steps)
+        return ambiguous_pairs(edges.first[rules["root"]], edges.follow(steps), steps)
+    except BudgetExceeded:
         return None
 
 
-def meetings(
-    begin: frozenset[Chars], follow: dict[Chars, set[tuple[Chars, Node]]], steps: Steps
+def ambiguous_pairs(
+    begin: frozenset[Chars], follow: dict[Chars, set[tuple[Chars, Node]]], steps: StepBudget
 ) -> dict[Node, set[Node]]:
-    """From all pairs of characters at which two readings of one text may be, to those after them."""
+    """Walk all pairs of characters that two derivations of one text can reach at the same place."""
     meets: dict[tuple, bool] = {}
 
-    def meet(one: Chars, other: Chars) -> bool:
-        key = one.ranges, other.ranges
+    def meet(a_char: Chars, b_char: Chars) -> bool:
+        key = a_char.ranges, b_char.ranges
         if key not in meets:
-            steps.take(len(one.ranges) * len(other.ranges))
-            meets[key] = any(a <= d and c <= b for (a, b), (c, d) in product(one.ranges, other.ranges))
+            steps.spend(len(a_char.ranges) * len(b_char.ranges))
+            meets[key] = any(a <= d and c <= b for (a, b), (c, d) in product(a_char.ranges, b_char.ranges))
         return meets[key]
 
-    steps.take(len(begin) ** 2)
-    waiting = [(one, other) for one, other in product(begin, begin) if meet(one, other)]
-    seen, found = set(waiting), defaultdict(set)
-    while waiting:
-        one, other = waiting.pop()
-        steps.take(len(follow[one]) * len(follow[other]))
-        for (next_one, by), (next_other, by_other) in product(follow[one], follow[other]):
-            if meet(next_one, next_other):
-                found[by].add(by_other)
-                if (next_one, next_other) not in seen:
-                    seen.add((next_one, next_other))
-                    waiting.append((next_one, next_other))
-    return found
+    steps.spend(len(begin) ** 2)
+    pending = [(a_char, b_char) for a_char, b_char in product(begin, begin) if meet(a_char, b_char)]
+    visited = set(pending)
+    pairs = defaultdict(set)
+    while pending:
+        a_char, b_char = pending.pop()
+        steps.spend(len(follow[a_char]) * len(follow[b_char]))
+        for (next_a, a_node), (next_b, b_node) in product(follow[a_char], follow[b_char]):
+            if meet(next_a, next_b):
+                pairs[a_node].add(b_node)
+                if (next_a, next_b) not in visited:
+                    visited.add((next_a, next_b))
+                    pending.append((next_a, next_b))
+    return pairs
 
 
 class Edges:
-    """The characters with which each node may begin and end, and the nodes that may be empty."""
+    """The first and last characters of each node, and the nodes that match the empty text."""
 
-    def __init__(self, rules: dict[str, Node], above: dict[Node, list[Node]], steps: Steps):
-        self.nodes = [node for body in rules.values() for node in nodes_of(body)]
+    def __init__(self, rules: dict[str, Node], parents: dict[Node, list[Node]], steps: StepBudget):
+        self.nodes = [node for body in rules.values() for node in walk_nodes(body)]
         self.rules = rules
         self.first: dict[Node, frozenset[Chars]] = dict.fromkeys(self.nodes, frozenset())
-        self.last, self.empty = dict(self.first), set()
-        waiting = deque(self.nodes)
-        while waiting:
-            node = waiting.popleft()
-            now = self.of(node)
-            steps.take(len(now[0]) + len(now[1]) + len(parts_of(node)))
-            if now != (self.first[node], self.last[node], node in self.empty):
-                self.first[node], self.last[node], may = now
-                self.empty.update((node,) if may else ())
-                waiting += above[node]
+        self.last = dict(self.first)
+        self.nullable: set[Node] = set()
+        pending = deque(self.nodes)
+        while pending:
+            node = pending.popleft()
+            edges = self.compute_edges(node)
+            steps.spend(len(edges[0]) + len(edges[1]) + len(child_nodes(node)))
+            if edges != (self.first[node], self.last[node], node in self.nullable):
+                self.first[node], self.last[node], is_nullable = edges
+                self.nullable.update((node,) if is_nullable else ())
+                pending += parents[node]
 
-    def of(self, node: Node) -> tuple[frozenset[Chars], frozenset[Chars], bool]:
-        """First, last and whether it may be empty, as far as is known."""
+    def compute_edges(self, node: Node) -> tuple[frozenset[Chars], frozenset[Chars], bool]:
+        """Return a node's first and last characters and whether it is nullable, as far as known."""
         if isinstance(node, Chars):
             return frozenset((node,)), frozenset((node,)), False
         if isinstance(node, Repeat) and node.high == 0:
             return frozenset(), frozenset(), True
         if isinstance(node, Seq):
-            may = all(part in self.empty for part in node.parts)
-            return self.outer(node.parts, self.first), self.outer(node.parts[::-1], self.last), may
-        parts = (self.rules[node.name],) if isinstance(node, Ref) else parts_of(node)
-        may = any(part in self.empty for part in parts) or (isinstance(node, Repeat) and node.low == 0)
-        first, last = (frozenset().union(*(which[part] for part in parts)) for which in (self.first, self.last))
-        return first, last, may
+            is_nullable = all(child in self.nullable for child in node.children)
+            return (
+                self.edge_characters(node.children, self.first),
+                self.edge_characters(node.children[::-1], self.last),
+                is_nullable,
+            )
+        children = (self.rules[node.name],) if isinstance(node, Ref) else child_nodes(node)
+        is_nullable = any(child in self.nullable for child in children) or (isinstance(node, Repeat) and node.low == 0)
+        first, last = (
+            frozenset().union(*(characters_by_node[child] for child in children))
+            for characters_by_node in (self.first, self.last)
+        )
+        return first, last, is_nullable
 
-    def outer(self, parts: Iterable[Node], which: dict[Node, frozenset[Chars]]) -> frozenset[Chars]:
-        """What stands at the edge of a sequence: past parts that may be empty, too."""
-        found = []
-        for part in parts:
-            found.append(which[part])
-            if part not in self.empty:
+    def edge_characters(
+        self, nodes: Iterable[Node], characters_by_node: dict[Node, frozenset[Chars]]
+    ) -> frozenset[Chars]:
+        """Return the characters at the edge of a sequence, which lie behind its nullable nodes
+        too.
+        """
+        character_sets = []
+        for node in nodes:
+            character_sets.append(characters_by_node[node])
+            if node not in self.nullable:
                 break
-        return frozenset().union(*found)
+        return frozenset().union(*character_sets)
 
-    def follow(self, steps: Steps) -> dict[Chars, set[tuple[Chars, Node]]]:
-        """The characters that may come after each, and the node that brings them."""
-        found: dict[Chars, set[tuple[Chars, Node]]] = defaultdict(set)
+    def follow(self, steps: StepBudget) -> dict[Chars, set[tuple[Chars, Node]]]:
+        """Return, for each character, the next characters and the node that joins the two."""
+        followers: dict[Chars, set[tuple[Chars, Node]]] = defaultdict(set)
 
-        def join(before: Node, after: Node, by: Node) -> None:
-            steps.take(len(self.last[before]) * len(self.first[after]))
-            for char in self.last[before]:
-                found[char].update((other, by) for other in self.first[after])
+        def join(preceding: Node, following: Node, node: Node) -> None:
+            steps.spend(len(self.last[preceding]) * len(self.first[following]))
+            for char in self.last[preceding]:
+                followers[char].update((follower, node) for follower in self.first[following])
 
         for node in self.nodes:
             if isinstance(node, Repeat) and node.high != 1:
-                join(node.part, node.part, node)
-            for index, part in enumerate(node.parts if isinstance(node, Seq) else ()):
-                for after in islice(parts_of(node), index + 1, None):
-                    join(part, after, node)
-                    if after not in self.empty:
+                join(node.child, node.child, node)
+            for index, child in enumerate(node.children if isinstance(node, Seq) else ()):
+                for sibling in islice(child_nodes(node), index + 1, None):
+                    join(child, sibling, node)
+                    if sibling not in self.nullable:
                         break
-        return found
+        return followers
 
 
 class Writer:
-    """Writes rules as Lark: split nodes as rules, the others as terminals."""
+    """Writes a grammar in Lark: split nodes as rules, the others as terminals."""
 
     def __init__(self, rules: dict[str, Node], split: set[Node]):
-        self.rules, self.split = rules, split
+        self.rules = rules
+        self.split = split
         self.numbers = {name: number for number, name in enumerate(rules)}
-        self.lexemes: dict[str, str] = {}  # what they match -> their names
-        self.terminals: list[str] = []  # rules that stand in lexemes
-        self.known: set[str] = set()
+        self.lexemes: dict[str, str] = {}  # pattern -> name of the terminal
+        self.terminals: list[str] = []  # names of the rules that are parts of terminals
+        self.written_terminals: set[str] = set()
 
     def written(self) -> str:
         bodies = [f"start: {self.rule(Ref('root'))}"]
@@ -199,12 +221,12 @@ class Writer:
             f"r{self.numbers[name]}: {self.rule(body)}" for name, body in self.rules.items() if body in self.split
         ]
         bodies += [f"{name}: {text}" for text, name in self.lexemes.items()]
-        for name in self.terminals:  # which grow meanwhile
+        for name in self.terminals:  # the list grows in this loop
             bodies.append(f"R{self.numbers[name]}: {self.lexeme(self.rules[name])}")
         return "\n".join(bodies)
 
     def rule(self, node: Node) -> str:
-        """A node as a part of a rule."""
+        """Write a node as a part of a rule."""
         if isinstance(node, Ref) and self.rules[node.name] in self.split:
             return f"r{self.numbers[node.name]}"
         if node in self.split:
@@ -212,10 +234,10 @@ class Writer:
         return self.lexemes.setdefault(self.lexeme(node), f"L{len(self.lexemes)}")
 
     def lexeme(self, node: Node) -> str:
-        """A node as a part of a terminal."""
+        """Write a node as a part of a terminal."""
         if isinstance(node, Ref):
-            if node.name not in self.known:
-                self.known.add(node.name)
+            if node.name not in self.written_terminals:
+                self.written_terminals.add(node.name)
                 self.terminals.append(node.name)
             return f"R{self.numbers[node.name]}"
         return self.composed(node, self.lexeme)
@@ -225,10 +247,10 @@ class Writer:
             return characters(node)
         if isinstance(node, Repeat):
             high = "" if node.high is None else f"{node.high}"
-            return f"({write(node.part)}){{{node.low},{high}}}"
+            return f"({write(node.child)}){{{node.low},{high}}}"
         if isinstance(node, Alt):
-            return f"({' | '.join(map(write, node.parts))})"
-        return f"({' '.join(map(write, parts_of(node)))})" if parts_of(node) else '""'
+            return f"({' | '.join(map(write, node.children))})"
+        return f"({' '.join(map(write, child_nodes(node)))})" if child_nodes(node) else '""'
 
 
 def characters(node: Chars) -> str:

@@ -1,4 +1,4 @@
-"""Log-probabilities of positions, as callers read them."""
+"""Log-probabilities of tokens as callers read them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, repeat
@@ -9,13 +9,16 @@ from .sequence import Score
 
 
 class PromptLogprobs(Sequence[Mapping[int, Logprob] | None]):
-    """The log-probabilities of a prompt, one entry a token, made when they are read.
+    """The log-probabilities of a prompt, one entry per token, built when they are read.
 
-    The engine's thread makes outputs, and 20 candidates for each of 8,000 tokens take it long.
+    Building them earlier would block the engine's thread: 20 candidates for each of 8,000 tokens
+    take long.
     """
 
     def __init__(self, scores: Sequence[Score | None], num_candidates: int, tokenizer: Any):
-        """`scores` lacks the first token, which nothing precedes."""
+        """Args:
+        scores: The scores of all tokens but the first, which nothing precedes.
+        """
         self._scores = [None, *scores]
         self._num_candidates = num_candidates
         self._tokenizer = tokenizer
@@ -23,10 +26,10 @@ class PromptLogprobs(Sequence[Mapping[int, Logprob] | None]):
     def __len__(self) -> int:
         return len(self._scores)
 
-    def __getitem__(self, at) -> Any:  # an entry, or a list of them for a slice
-        if isinstance(at, slice):
-            return [self._entry(score) for score in self._scores[at]]
-        return self._entry(self._scores[at])
+    def __getitem__(self, index) -> Any:  # an entry, or a list of them for a slice
+        if isinstance(index, slice):
+            return [self._entry(score) for score in self._scores[index]]
+        return self._entry(self._scores[index])
 
     def __iter__(self) -> Iterator[dict[int, Logprob] | None]:
         return map(self._entry, self._scores)
@@ -38,7 +41,7 @@ class PromptLogprobs(Sequence[Mapping[int, Logprob] | None]):
         return repr(list(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)  # another process has no tokenizer to read it with
+        return list, (list(self),)  # another process lacks the tokenizer
 
     def _entry(self, score: Score | None) -> dict[int, Logprob] | None:
         return None if score is None else logprob_entry(score, self._num_candidates, self._tokenizer)
@@ -51,25 +54,30 @@ def flat_prompt_logprobs(scores: Sequence[Score | None], num_candidates: int, to
     return flat
 
 
-def logprob_entry(score: Score, num_candidates: int, tokenizer: Any, wanted: Sequence[int] = ()) -> dict[int, Logprob]:
-    """The candidates of a position by their ids."""
+def logprob_entry(
+    score: Score, num_candidates: int, tokenizer: Any, token_ids: Sequence[int] = ()
+) -> dict[int, Logprob]:
+    """Return the candidates of a position by their ids."""
     return {
         token: Logprob(logprob, rank, text)
-        for token, logprob, rank, text in candidates(score, num_candidates, tokenizer, wanted)
+        for token, logprob, rank, text in candidates(score, num_candidates, tokenizer, token_ids)
     }
 
 
 def candidates(
-    score: Score, num_candidates: int, tokenizer: Any, wanted: Sequence[int] = ()
+    score: Score, num_candidates: int, tokenizer: Any, token_ids: Sequence[int] = ()
 ) -> list[tuple[int, float, int | None, str | None]]:
-    """(token, log-probability, rank, text) of the token itself, then of the likeliest (-1: of all) or of the wanted."""
-    most = None if num_candidates == -1 else num_candidates
-    if wanted:  # after a token that another engine drew nothing is known of them
-        others = zip(wanted, score.wanted_logprobs.tolist(), repeat(None), strict=False)
+    """Return (token, log-probability, rank, text) of the token itself and of the alternatives.
+
+    The alternatives are `token_ids` if given, otherwise the `num_candidates` likeliest (-1: all).
+    """
+    limit = None if num_candidates == -1 else num_candidates
+    if token_ids:  # none for a token that another engine sampled
+        alternatives = zip(token_ids, score.wanted_logprobs.tolist(), repeat(None), strict=False)
     else:
-        others = zip(score.best[:most].tolist(), score.best_logprobs[:most].tolist(), count(1), strict=False)
-    found = [(score.token, score.logprob, score.rank)]
-    found += [other for other in others if other[0] != score.token]
+        alternatives = zip(score.best[:limit].tolist(), score.best_logprobs[:limit].tolist(), count(1), strict=False)
+    entries = [(score.token, score.logprob, score.rank)]
+    entries += [alternative for alternative in alternatives if alternative[0] != score.token]
     if tokenizer is None:
-        return [(*candidate, None) for candidate in found]
-    return [(*candidate, tokenizer.token_text(candidate[0])) for candidate in found]
+        return [(*candidate, None) for candidate in entries]
+    return [(*candidate, tokenizer.token_text(candidate[0])) for candidate in entries]

@@ -1,4 +1,4 @@
-"""What a model says of pairs of texts: how likely, by its judgement, or how similar; one way for each kind of model."""
+"""Scores of text pairs: by log-probability, by a classifier, or by the similarity of embeddings."""
 
 import re
 from collections.abc import Sequence
@@ -16,71 +16,77 @@ from ..api.outputs import RequestOutput, ScoringOutput, ScoringRequestOutput
 from ..api.params import SamplingParams
 from . import classes, pooling, scoring
 
-# How Qwen3-Reranker is asked, where its folder has no template for it.
+# The prompt of Qwen3-Reranker, used if the model's folder has no template for it.
 SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
     'answer can only be "yes" or "no".'
 )
 TASK = "Given a web search query, retrieve relevant passages that answer the query"
-BEGINS, ENDS = "<|im_start|>", "<|im_end|>\n"
-ASKED = (
-    f"{BEGINS}system\n{SYSTEM}{ENDS}{BEGINS}user\n<Instruct>: {{task}}\n<Query>: {{query}}\n<Document>: {{document}}"
-    f"{ENDS}{BEGINS}assistant\n<think>\n\n</think>\n\n"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>\n"
+QWEN3_PROMPT = (
+    f"{TURN_START}system\n{SYSTEM}{TURN_END}"
+    f"{TURN_START}user\n<Instruct>: {{task}}\n<Query>: {{query}}\n<Document>: {{document}}{TURN_END}"
+    f"{TURN_START}assistant\n<think>\n\n</think>\n\n"
 )
 
 
-SEPARATOR = "\n"  # between a document and a query, so that no token holds parts of both
+SEPARATOR = "\n"  # between a document and a query, so that no token covers both
 
 
-class Asked(NamedTuple):
-    """One of the prompts to be computed."""
+class ScoringPrompt(NamedTuple):
+    """One prompt to compute for a score."""
 
     tokens: list[int]
     params: SamplingParams
     pooling: Pooling | None = None
-    second: int = FAR  # where the second text of a pair begins
+    second_start: int = FAR  # where the second text of a pair starts
 
 
 class PairScores(Protocol):
-    """Scores of pairs of a query and a document."""
+    """Scores pairs of a query and a document."""
 
-    asked: list[Asked]
-    ranked_by: str  # what the scores are, in a few words
+    prompts: list[ScoringPrompt]
+    ranked_by: str  # description of the scores
 
     def scores(self, outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
-        """Those of all pairs, from the outputs for all that was asked."""
+        """Return the scores of all pairs, given the outputs for all prompts."""
         ...
 
 
 def pair_scores(
     config: ModelConfig, embedder: Embedder, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], ranks: bool = False
 ) -> PairScores:
-    """By the kind of model; `ranks`: one that writes says how likely the query is after the document."""
+    """Choose the scorer by the kind of model.
+
+    Args:
+        ranks: A generative model scores the query after the document, as a reranker would.
+    """
     if config.classes is not None:
-        return Judgement(config, embedder, tokenizer, pairs)
+        return ClassifierScores(config, embedder, tokenizer, pairs)
     if not config.writes:
-        return Similarity(embedder, tokenizer, pairs)
+        return CosineScores(embedder, tokenizer, pairs)
     if ranks:
         pairs = [(document + SEPARATOR, query) for query, document in pairs]
-    return Likelihood(tokenizer, pairs)
+    return LogprobScores(tokenizer, pairs)
 
 
-class Likelihood:
-    """The mean log-probability of the second text's tokens after the first."""
+class LogprobScores:
+    """The mean log-probability of the second text's tokens after the first text."""
 
     ranked_by = "mean log-probability of the query's tokens after each document"
 
     def __init__(self, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]):
-        found = [scoring.pair_tokens(tokenizer, *pair) for pair in pairs]
-        self.asked = [Asked(tokens, scoring.PARAMS) for tokens, _ in found]
-        self.firsts = [first for _, first in found]
+        encoded_pairs = [scoring.pair_tokens(tokenizer, *pair) for pair in pairs]
+        self.prompts = [ScoringPrompt(tokens, scoring.PARAMS) for tokens, _ in encoded_pairs]
+        self.second_starts = [first for _, first in encoded_pairs]
 
     def scores(self, outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
-        return [scoring.scored(output, first) for output, first in zip(outputs, self.firsts, strict=True)]
+        return [scoring.score_output(output, first) for output, first in zip(outputs, self.second_starts, strict=True)]
 
 
-class Judgement:
-    """The probability that a model with one class gives the two texts, which it reads together."""
+class ClassifierScores:
+    """The probability that a model with one class computes from both texts together."""
 
     ranked_by = "the model's judgement of the query and each document"
 
@@ -89,24 +95,25 @@ class Judgement:
         if (count := len(config.classes.labels)) != 1:
             raise RequestError("model", f"has {count} classes and scores no pairs; ask LLM.classify or /classify")
         self.config = config
-        task = pooling.before(embedder, None)
-        self.asked = [asked_of(judged_tokens(config, tokenizer, task, *pair)) for pair in pairs]
+        task = pooling.prompt_prefix(embedder, None)
+        self.prompts = [classifier_prompt(encode_pair(config, tokenizer, task, *pair)) for pair in pairs]
 
     def scores(self, outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
         return [score(classes.probabilities(output, self.config)[0], [output]) for output in outputs]
 
 
-def asked_of(found: tuple[list[int], int]) -> Asked:
-    tokens, second = found
-    return Asked(tokens, pooling.PARAMS, "last", second)
+def classifier_prompt(encoded_pair: tuple[list[int], int]) -> ScoringPrompt:
+    tokens, second_start = encoded_pair
+    return ScoringPrompt(tokens, pooling.PARAMS, "last", second_start)
 
 
-def judged_tokens(
+def encode_pair(
     config: ModelConfig, tokenizer: Tokenizer, task: str, query: str, document: str
 ) -> tuple[list[int], int]:
-    """(the prompt of a pair, where the second text begins if the model is to be told).
+    """Return the prompt of a pair, and where the second text starts if the model needs it.
 
-    By a template that knows both, as Qwen3-Reranker is asked, or as the tokenizer pairs.
+    The pair is formatted by a chat template with the roles `query` and `document`, as
+    Qwen3-Reranker expects, or by the tokenizer's template for pairs.
     """
     template = tokenizer.chat_template or ""
     try:
@@ -115,43 +122,51 @@ def judged_tokens(
             messages = [{"role": "system", "content": task}, *messages] if task else messages
             return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False), FAR
         if config.classes is not None and config.classes.tokens:
-            if query.startswith(BEGINS):  # written out, as vLLM wants it
+            if query.startswith(TURN_START):  # already formatted, as vLLM's clients send it
                 return tokenizer.encode(query + document, add_special_tokens=False), FAR
-            text = ASKED.format(task=task or TASK, query=query, document=document)
+            text = QWEN3_PROMPT.format(task=task or TASK, query=query, document=document)
             return tokenizer.encode(text, add_special_tokens=False), FAR
-        tokens, second = tokenizer.encode_pair(query, document)
-        return tokens, second if config.pairs else FAR
+        tokens, second_start = tokenizer.encode_pair(query, document)
+        return tokens, second_start if config.pairs else FAR
     except PromptError as error:
         raise RequestError("text_2", str(error)) from None
 
 
-class Similarity:
-    """The cosine of the two texts' embeddings; the same text is computed once."""
+class CosineScores:
+    """The cosine of the two texts' embeddings. Each distinct text is computed once."""
 
     ranked_by = "cosine of the embeddings of the query and each document"
 
     def __init__(self, embedder: Embedder, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]):
-        first, second = (
-            pooling.before(embedder, name if name in embedder.prompts else None) for name in ("query", "document")
+        query_prefix, document_prefix = (
+            pooling.prompt_prefix(embedder, name if name in embedder.prompts else None)
+            for name in ("query", "document")
         )
-        self.pairs = [(first + query, second + document) for query, document in pairs]
-        self.places: dict[str, int] = {}
-        self.asked = []
+        self.pairs = [(query_prefix + query, document_prefix + document) for query, document in pairs]
+        self.index_by_text: dict[str, int] = {}
+        self.prompts = []
         for text in (text for pair in self.pairs for text in pair):
-            if text not in self.places:
-                self.places[text] = len(self.asked)
-                self.asked.append(Asked(encoded(embedder, tokenizer, text), pooling.PARAMS, embedder.pooling))
+            if text not in self.index_by_text:
+                self.index_by_text[text] = len(self.prompts)
+                self.prompts.append(
+                    ScoringPrompt(encode_text(embedder, tokenizer, text), pooling.PARAMS, embedder.pooling)
+                )
 
     def scores(self, outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
         vectors = [np.asarray(pooling.embedding(output).outputs.embedding, np.float64) for output in outputs]
-        found = []
+        scores = []
         for pair in self.pairs:
-            one, other = (self.places[text] for text in pair)
-            found.append(score(float(vectors[one] @ vectors[other]), [outputs[one], outputs[other]]))
-        return found
+            query_index, document_index = (self.index_by_text[text] for text in pair)
+            scores.append(
+                score(
+                    float(vectors[query_index] @ vectors[document_index]),
+                    [outputs[query_index], outputs[document_index]],
+                )
+            )
+        return scores
 
 
-def encoded(embedder: Embedder, tokenizer: Tokenizer, text: str) -> list[int]:
+def encode_text(embedder: Embedder, tokenizer: Tokenizer, text: str) -> list[int]:
     try:
         tokens = pooling.encode(embedder, tokenizer, text)
     except PromptError as error:

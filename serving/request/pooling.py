@@ -1,4 +1,4 @@
-"""A prompt's embedding: its last hidden state, its first or the mean of all; most are scaled to length 1."""
+"""Embeddings of prompts: the last or first hidden state or the mean of all, usually normalised."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,46 +15,58 @@ from ..api.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from ..api.params import SamplingParams
 from ..api.validation import integer, shown
 
-PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)  # no token is drawn
+# No token is sampled.
+PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
 
 
 class Pool:
-    """Pools a prompt's hidden states, in whatever chunks they come; they are summed in the order of their positions.
+    """Pools a prompt's hidden states, which arrive in chunks and are summed in order of position.
 
-    Of the kind "steps" those where the token `step` stands are kept one by one.
+    With `kind` "steps", the hidden states at each token `step` are kept one by one.
     """
 
     def __init__(self, kind: Pooling, tokens: Sequence[int], step: int | None = None):
-        self.kind, self.length = kind, len(tokens)
-        self.place = {"last": self.length - 1, "cls": 0}.get(kind)
-        self.steps = [place for place, token in enumerate(tokens) if token == step] if kind == "steps" else None
-        self.rows: dict[int, np.ndarray] = {}  # of the steps
+        self.kind = kind
+        self.length = len(tokens)
+        self.position = {"last": self.length - 1, "cls": 0}.get(kind)
+        self.step_positions = (
+            [position for position, token in enumerate(tokens) if token == step] if kind == "steps" else None
+        )
+        self.hidden_by_position: dict[int, np.ndarray] = {}  # of the steps
         self.sum: np.ndarray | None = None
-        self.count = 0  # rows that are in it
+        self.count = 0  # hidden states in `sum`
 
-    def add(self, position: int, row) -> None:
-        """Take in the hidden state at a position; those before it have come, and it may come again."""
-        if self.steps is not None:
-            self.rows[position] = np.asarray(row, np.float32)
-        elif self.place is not None:
-            if position == self.place:
-                self.sum, self.count = np.asarray(row, np.float64), 1
+    def add(self, position: int, hidden_H) -> None:
+        """Add the hidden state at a position. All earlier ones have been added; repeats are
+        ignored.
+        """
+        if self.step_positions is not None:
+            self.hidden_by_position[position] = np.asarray(hidden_H, np.float32)
+        elif self.position is not None:
+            if position == self.position:
+                self.sum = np.asarray(hidden_H, np.float64)
+                self.count = 1
         elif position == self.count:
-            row = np.asarray(row, np.float64)
-            self.sum, self.count = row if self.sum is None else self.sum + row, self.count + 1
+            hidden_H = np.asarray(hidden_H, np.float64)
+            self.sum = hidden_H if self.sum is None else self.sum + hidden_H
+            self.count = self.count + 1
 
     def vector(self) -> np.ndarray | None:
-        """The pooled hidden state, or None as long as rows are missing; of steps a row each."""
-        if self.steps is not None:
-            found = [self.rows[place] for place in self.steps if place in self.rows]
-            return np.stack(found) if found and len(found) == len(self.steps) else None
-        if self.sum is None or self.count < (self.length if self.place is None else 1):
+        """Return the pooled hidden state (one row per step for "steps"), or None if incomplete."""
+        if self.step_positions is not None:
+            rows = [
+                self.hidden_by_position[position]
+                for position in self.step_positions
+                if position in self.hidden_by_position
+            ]
+            return np.stack(rows) if rows and len(rows) == len(self.step_positions) else None
+        if self.sum is None or self.count < (self.length if self.position is None else 1):
             return None
         return (self.sum / self.count).astype(np.float32)
 
 
 def check_dimensions(dimensions: int | None, config: ModelConfig, name: str = "dimensions") -> None:
-    """Refuse what the model cannot give."""
+    """Refuse a number of dimensions that the model cannot give, and models without embeddings."""
     if config.classes is not None:
         raise RequestError(
             "model", "classifies texts and gives no embeddings; ask LLM.classify or /classify, or another model"
@@ -63,48 +75,54 @@ def check_dimensions(dimensions: int | None, config: ModelConfig, name: str = "d
 
 
 def check_width(dimensions: int | None, dim: int, name: str = "dimensions") -> None:
-    """Refuse more numbers than the width `dim`."""
+    """Refuse more than `dim` dimensions."""
     if dimensions is not None:
         integer(name, dimensions, 1, dim, " (the model's width) or null")
 
 
-def before(embedder: Embedder, name: str | None, where: str = "prompt_name") -> str:
-    """The text that comes before those that are embedded for the purpose `name`, or for none that is said."""
+def prompt_prefix(embedder: Embedder, name: str | None, field: str = "prompt_name") -> str:
+    """Return the embedder's prompt for the purpose `name`, or its default prompt.
+
+    Args:
+        where: Name of the request field for error messages.
+    """
     if name is None:
         name = embedder.default_prompt
     elif name not in embedder.prompts:
-        known = " or ".join(map(repr, sorted(embedder.prompts))) or "left out: the model has none"
-        raise RequestError(where, f"must be {known}, got {shown(name)}")
+        valid_names = " or ".join(map(repr, sorted(embedder.prompts))) or "left out: the model has none"
+        raise RequestError(field, f"must be {valid_names}, got {shown(name)}")
     return "" if name is None else embedder.prompts[name]
 
 
-def prepare(prompt: Any, first: str, embedder: Embedder, tokenizer: Tokenizer | None) -> Any:
-    """A prompt with `first` before its text, and with its tokens where the embedder truncates texts.
+def prepare_prompt(prompt: Any, prefix: str, embedder: Embedder, tokenizer: Tokenizer | None) -> Any:
+    """Return a prompt with `prefix` before its text, tokenized if the embedder truncates texts.
 
-    A prompt that is token ids, or empty, is as it was.
+    A prompt of token ids and an empty prompt are returned unchanged.
     """
-    given = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
-    text = given.get("prompt")
-    if given.get("prompt_token_ids") is not None or not isinstance(text, str) or not text:
+    parsed = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
+    text = parsed.get("prompt")
+    if parsed.get("prompt_token_ids") is not None or not isinstance(text, str) or not text:
         return prompt
-    found = {**given, "prompt": first + text}
+    prepared = {**parsed, "prompt": prefix + text}
     if embedder.max_tokens is not None and tokenizer is not None:
         try:
-            found["prompt_token_ids"] = encode(embedder, tokenizer, found["prompt"])
+            prepared["prompt_token_ids"] = encode(embedder, tokenizer, prepared["prompt"])
         except PromptError as error:
             raise RequestError("prompt", str(error)) from None
-    return found
+    return prepared
 
 
 def encode(embedder: Embedder, tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text with its prompt, truncated where the model's folder says so."""
+    """Tokenize a text, truncated to the embedder's maximum length if it has one."""
     if embedder.max_tokens is None:
         return tokenizer.encode(text)
     return tokenizer.encode_truncated(text, embedder.max_tokens)
 
 
 def embedding(output: RequestOutput, dimensions: int | None = None, normalize: bool = True) -> EmbeddingRequestOutput:
-    """The embedding that a finished request has: its first `dimensions` numbers, scaled to length 1 or as they are."""
+    """Return a finished request's embedding: its first `dimensions` values, normalised if asked
+    for.
+    """
     if output.pooled is None:
         raise RuntimeError(f"the request {output.request_id} has no embedding: it ended before its prompt did")
     check_width(dimensions, len(output.pooled))

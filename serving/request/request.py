@@ -1,11 +1,19 @@
-"""A request that is being served, and the text, log-probabilities and times of its completions."""
+"""A request in service: the text, log-probabilities and timestamps of its completions."""
 
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
-from ..api.outputs import CompletionOutput, Delta, FlatLogprobs, Fresh, Logprob, RequestMetrics, RequestOutput
+from ..api.outputs import (
+    CompletionDelta,
+    CompletionOutput,
+    FlatLogprobs,
+    Logprob,
+    RequestDelta,
+    RequestMetrics,
+    RequestOutput,
+)
 from ..api.params import SamplingParams
 from .detokenizer import Detokenizer
 from .logprobs import PromptLogprobs, flat_prompt_logprobs, logprob_entry
@@ -13,20 +21,22 @@ from .sequence import Score, Sequence
 
 
 class Completion:
-    """One of the answers to a request: `n` or, where the likeliest are chosen, `best_of` are written."""
+    """One completion of a request, of `n` or, if the likeliest are chosen, of `best_of`."""
 
     def __init__(self, seq: Sequence, params: SamplingParams, tokenizer):
-        self.seq, self.params, self.tokenizer = seq, params, tokenizer
+        self.seq = seq
+        self.params = params
+        self.tokenizer = tokenizer
         self.logprobs: list[dict[int, Logprob]] | FlatLogprobs | None = None
         if params.gives_logprobs:
             self.logprobs = FlatLogprobs() if params.flat_logprobs else []
         self.cumulative = 0.0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.unread: list[int] = []
-        self.parts: list[str] = []
-        self.taken_parts = self.taken_tokens = 0
-        self.taken_end = False
+        self.undecoded: list[int] = []
+        self.text_parts: list[str] = []
+        self.num_taken_parts = self.num_taken_tokens = 0
+        self.has_taken_end = False
         self.detokenizer = None
         if tokenizer is not None and params.detokenize:
             self.detokenizer = Detokenizer(
@@ -37,17 +47,18 @@ class Completion:
             )
 
     def push(self, token: int, score: Score | None) -> str | None:
-        """Take a token; the reason to finish, if this is the last one."""
-        seq, p = self.seq, self.params
+        """Append a token; return the reason to finish, if this is the last one."""
+        seq = self.seq
+        p = self.params
         if score is not None:
             self.cumulative += score.logprob
             if self.logprobs is not None:
                 self.logprobs.append(logprob_entry(score, p.logprobs or 0, self.tokenizer, p.logprob_token_ids or ()))
         stopped = token in seq.stop_ids
         if self.detokenizer is not None and (not stopped or p.include_stop_str_in_output):
-            self.unread.append(token)
+            self.undecoded.append(token)
             if p.stop:
-                self.read(check_stops=seq.num_output >= p.min_tokens)
+                self.decode(check_stops=seq.num_output >= p.min_tokens)
                 if self.detokenizer.stopped is not None:
                     self.stop_reason = self.detokenizer.stopped
                     return "stop"
@@ -56,57 +67,67 @@ class Completion:
             return "stop"
         return "length" if len(seq.tokens) - seq.num_prompt >= seq.max_tokens else None
 
-    def read(self, check_stops: bool = True) -> None:
-        """Turn what has come into text: with stop strings at each token, otherwise when somebody looks."""
-        if self.unread:
-            self.parts.append(self.detokenizer.push(self.unread, check_stops))
-            self.unread.clear()
+    def decode(self, check_stops: bool = True) -> None:
+        """Decode the new tokens: at each token if there are stop strings, otherwise when text is
+        read.
+        """
+        if self.undecoded:
+            self.text_parts.append(self.detokenizer.push(self.undecoded, check_stops))
+            self.undecoded.clear()
 
     def end(self, reason: str) -> None:
-        """No more tokens come: what was held back belongs to the text."""
-        self.read()
+        """Finish the text: no more tokens follow, so text that was held back belongs to it."""
+        self.decode()
         if self.detokenizer is not None and self.detokenizer.stopped is None:
             enough = self.seq.num_output >= self.params.min_tokens
-            self.parts.append(self.detokenizer.finish(check_stops=enough))
-            if self.detokenizer.stopped is not None:  # what was held back completed a stop string
-                reason, self.stop_reason = "stop", self.detokenizer.stopped
+            self.text_parts.append(self.detokenizer.finish(check_stops=enough))
+            if self.detokenizer.stopped is not None:  # the held text completed a stop string
+                reason = "stop"
+                self.stop_reason = self.detokenizer.stopped
         self.finish_reason = reason
 
     @property
     def sum(self) -> float | None:
-        """Of the log-probabilities so far, where they are computed."""
+        """Cumulative log-probability so far, if log-probabilities are computed."""
         return self.cumulative if self.params.scored else None
 
     @property
-    def likelihood(self) -> float:
-        """The mean log-probability of its tokens: `best_of` chooses by it."""
+    def mean_logprob(self) -> float:
+        """Mean log-probability of the tokens, by which `best_of` chooses."""
         return self.cumulative / self.seq.num_output if self.seq.num_output else -math.inf
 
-    def take(self, index: int) -> Fresh | None:
-        """What came since the last time, or None; the end comes once."""
-        self.read()
-        seq, parts, first = self.seq, self.parts[self.taken_parts :], self.taken_tokens
-        ends = self.finish_reason is not None and not self.taken_end
-        if seq.num_output == first and not ends and not any(parts):
+    def take(self, index: int) -> CompletionDelta | None:
+        """Return the update since the last call, or None; the finish reason is part of only one."""
+        self.decode()
+        seq = self.seq
+        new_parts = self.text_parts[self.num_taken_parts :]
+        first = self.num_taken_tokens
+        is_end = self.finish_reason is not None and not self.has_taken_end
+        if seq.num_output == first and not is_end and not any(new_parts):
             return None
-        self.taken_parts, self.taken_tokens, self.taken_end = len(self.parts), seq.num_output, self.taken_end or ends
-        return Fresh(
+        self.num_taken_parts = len(self.text_parts)
+        self.num_taken_tokens = seq.num_output
+        self.has_taken_end = self.has_taken_end or is_end
+        return CompletionDelta(
             index=index,
-            text="".join(parts),
+            text="".join(new_parts),
             token_ids=seq.tokens[seq.num_prompt + first :],
             logprobs=None if self.logprobs is None else self.logprobs[first:],
-            finish_reason=self.finish_reason if ends else None,
-            stop_reason=self.stop_reason if ends else None,
-            drafted=[place - first for place in seq.accepted[bisect_left(seq.accepted, first) :]],
+            finish_reason=self.finish_reason if is_end else None,
+            stop_reason=self.stop_reason if is_end else None,
+            drafted=[accepted - first for accepted in seq.accepted[bisect_left(seq.accepted, first) :]],
         )
 
     def output(self, index: int) -> CompletionOutput:
-        self.read()
-        self.parts = ["".join(self.parts[: self.taken_parts]), "".join(self.parts[self.taken_parts :])]
-        self.taken_parts = 1
+        self.decode()
+        self.text_parts = [
+            "".join(self.text_parts[: self.num_taken_parts]),
+            "".join(self.text_parts[self.num_taken_parts :]),
+        ]
+        self.num_taken_parts = 1
         return CompletionOutput(
             index=index,
-            text="".join(self.parts),
+            text="".join(self.text_parts),
             token_ids=self.seq.tokens[self.seq.num_prompt :],
             cumulative_logprob=self.sum,
             logprobs=None if self.logprobs is None else self.logprobs[:],
@@ -116,7 +137,7 @@ class Completion:
 
 
 class Request:
-    """A prompt and the completions that answer it; `output()` is what the user gets, at any moment."""
+    """A prompt and its completions; `output()` returns the user's view at any moment."""
 
     def __init__(
         self,
@@ -127,7 +148,10 @@ class Request:
         tokenizer,
         arrival: float,
     ):
-        self.request_id, self.prompt, self.params, self.sequences = request_id, prompt, params, sequences
+        self.request_id = request_id
+        self.prompt = prompt
+        self.params = params
+        self.sequences = sequences
         for seq in sequences:
             seq.request = self
         self.tokenizer = tokenizer
@@ -136,52 +160,55 @@ class Request:
         self.first_scheduled: float | None = None
         self.first_token: float | None = None
         self.last_token: float | None = None
-        self.watched = True  # its tokens are read as they come
-        self.finished = False  # asked for hundreds of requests in every step
-        self.flat_prompt_logprobs: FlatLogprobs | None = None  # once all of them are known
+        self.watched = True  # its tokens are read as they arrive
+        self.finished = False  # read for hundreds of requests in every step
+        self.flat_prompt_logprobs: FlatLogprobs | None = None  # set once all of them are known
 
     def scheduled(self, now: float) -> None:
         self.first_scheduled = self.first_scheduled or now
 
     def push(self, index: int, token: int, score, now: float) -> str | None:
-        """Give a completion its next token; the reason to finish it, if there is one."""
-        self.first_token, self.last_token = self.first_token or now, now
+        """Append a token to a completion; return the reason to finish, if there is one."""
+        self.first_token = self.first_token or now
+        self.last_token = now
         return self.completions[index].push(token, score)
 
     def end(self, index: int, reason: str) -> None:
         self.completions[index].end(reason)
         self.finished = all(completion.finish_reason is not None for completion in self.completions)
-        self.sequences[index].request = None  # a cycle would keep what is over until the collector comes
+        # Breaks a reference cycle, so that memory is freed at once.
+        self.sequences[index].request = None
 
-    def take(self) -> Delta:
-        """What each answer got since the last call; the cost does not grow with what came before.
+    def take(self) -> RequestDelta:
+        """Return each completion's update since the last call, at a cost independent of earlier
+        tokens.
 
-        With `best_of` everything comes at the end: which answers are the likeliest is not known before.
+        With `best_of`, everything is returned at the end, when the likeliest completions are known.
         """
         finished = self.finished
-        known = finished or len(self.completions) == self.params.n
-        chosen = self.chosen() if known else []
-        fresh = [part for index, completion in enumerate(chosen) if (part := completion.take(index)) is not None]
-        return Delta(fresh, finished)
+        is_choice_known = finished or len(self.completions) == self.params.n
+        chosen = self.chosen_completions() if is_choice_known else []
+        fresh = [update for index, completion in enumerate(chosen) if (update := completion.take(index)) is not None]
+        return RequestDelta(fresh, finished)
 
     def output(self) -> RequestOutput:
-        """Everything so far."""
-        return self.result([completion.output(index) for index, completion in enumerate(self.chosen())])
+        """Return everything so far."""
+        return self.result([completion.output(index) for index, completion in enumerate(self.chosen_completions())])
 
     def delta(self) -> RequestOutput:
-        """The same with what came since the last call only."""
+        """Return the same with only the updates since the last call."""
         return self.result(
             [
                 CompletionOutput(
-                    part.index,
-                    part.text,
-                    part.token_ids,
-                    self.chosen()[part.index].sum,
-                    part.logprobs,
-                    part.finish_reason,
-                    part.stop_reason,
+                    update.index,
+                    update.text,
+                    update.token_ids,
+                    self.chosen_completions()[update.index].sum,
+                    update.logprobs,
+                    update.finish_reason,
+                    update.stop_reason,
                 )  # fmt: skip
-                for part in self.take().parts
+                for update in self.take().completions
             ]
         )
 
@@ -208,14 +235,14 @@ class Request:
             finished=self.finished,
         )
 
-    def chosen(self) -> list[Completion]:
-        """The completions that are the answer: all, or the likeliest so far."""
+    def chosen_completions(self) -> list[Completion]:
+        """Return the completions to answer with: all, or the likeliest so far."""
         if len(self.completions) == self.params.n:
             return self.completions
-        return sorted(self.completions, key=lambda completion: completion.likelihood, reverse=True)[: self.params.n]
+        return sorted(self.completions, key=lambda completion: completion.mean_logprob, reverse=True)[: self.params.n]
 
     def facts(self) -> dict[str, int]:
-        """The numbers that a trace shows of it."""
+        """Return the numbers that a trace shows."""
         seqs = self.sequences
         return {
             "prompt_tokens": seqs[0].num_prompt,
@@ -225,8 +252,9 @@ class Request:
         }
 
     def prompt_logprobs(self) -> Seq[Mapping[int, Logprob] | None] | None:
-        """One entry a prompt token; the first has nothing before it to be predicted from."""
-        scores, count = self.sequences[0].prompt_scores, self.params.prompt_logprobs
+        """Return one entry per prompt token; the first token has nothing to be predicted from."""
+        scores = self.sequences[0].prompt_scores
+        count = self.params.prompt_logprobs
         if scores is None or count is None:
             return None
         if not self.params.flat_logprobs:

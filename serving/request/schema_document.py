@@ -1,4 +1,4 @@
-"""The document that a JSON schema is: its resources, anchors and references, and the kinds of its keywords."""
+"""A JSON schema document: its resources, anchors, references and the kinds of its keywords."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,6 @@ from ..api.validation import shown
 Schema = Mapping[str, Any] | bool
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
-FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())  # others are annotations
 SINGLE = frozenset("not if then else contains propertyNames items additionalItems additionalProperties".split())
 SINGLE |= {"unevaluatedItems", "unevaluatedProperties", "contentSchema"}
 SEVERAL = frozenset({"anyOf", "allOf", "oneOf", "prefixItems", "items"})
@@ -19,10 +18,11 @@ NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "d
 COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 COUNTS |= {"minContains", "maxContains"}
 NUMBERS = frozenset({"minimum", "maximum", "multipleOf"})
-BEFORE_2019 = re.compile(r"json-schema\.org/draft-0[4-7]\b")  # drafts in which `$ref` replaces what stands beside it
-MAX_SCHEMAS = 20_000  # that are visited
-MAX_DEPTH = 24  # of references that are followed to compare or to negate schemas
-KEPT = COUNTS | NUMBERS | {"enum", "const", "pattern", "exclusiveMinimum", "exclusiveMaximum", "required"}
+# Before 2019-09 `$ref` replaces the keywords beside it.
+BEFORE_2019 = re.compile(r"json-schema\.org/draft-0[4-7]\b")
+MAX_SCHEMAS = 20_000  # visits, counted over the whole rewrite
+MAX_DEPTH = 24  # references followed to compare or negate schemas
+COPIED_KEYWORDS = COUNTS | NUMBERS | {"enum", "const", "pattern", "exclusiveMinimum", "exclusiveMaximum", "required"}
 CONSTRAINTS = (
     SINGLE | SEVERAL | COUNTS | NUMBERS | (NAMED - {"$defs", "definitions"})
     | {"type", "enum", "const", "pattern", "required", "exclusiveMinimum", "exclusiveMaximum", "uniqueItems", "$ref"}
@@ -30,28 +30,28 @@ CONSTRAINTS = (
 ) - {"contentSchema"}  # fmt: skip
 
 
-class Refused(ValueError):
-    """A schema cannot be kept; the message names the keyword."""
+class UnsupportedSchema(ValueError):
+    """A schema cannot be expressed or narrowed. The message names the keyword."""
 
 
 @dataclass(frozen=True, eq=False)
 class Resource:
-    """A schema with an identifier of its own, within which references without one are resolved."""
+    """A schema with its own identifier, against which relative references are resolved."""
 
     uri: str
     root: Schema
-    is_legacy: bool  # of a draft before 2019-09
+    is_legacy: bool  # is of a draft before 2019-09
     anchors: dict[str, Any]
 
 
 class Document:
-    """A schema, in which references are followed."""
+    """A schema document whose references can be resolved."""
 
     def __init__(self, schema: Mapping[str, Any]):
         self.root = schema
         self.budget = MAX_SCHEMAS
         self.resources: dict[str, Resource] = {}
-        self.resource_of: dict[int, Resource] = {}  # by the id of a schema
+        self.resources_by_schema: dict[int, Resource] = {}  # by id() of the schema
         self.index(schema)
 
     def index(self, schema: Any) -> None:
@@ -61,63 +61,64 @@ class Document:
             node, resource = pending.pop()
             if not isinstance(node, Mapping):
                 continue
-            self.spend()
+            self.spend_budget()
             draft = node.get("$schema")
             is_legacy = (
                 bool(BEFORE_2019.search(draft))
                 if isinstance(draft, str)
                 else resource is not None and resource.is_legacy
             )
-            given = node.get("$id", node.get("id") if is_legacy else None)
+            identifier = node.get("$id", node.get("id") if is_legacy else None)
             if "$ref" in node and is_legacy:
-                given = None
-            if resource is None or (isinstance(given, str) and not given.startswith("#")):
+                identifier = None
+            if resource is None or (isinstance(identifier, str) and not identifier.startswith("#")):
                 base = resource.uri if resource else ""
-                uri = joined(base, given)[0] if isinstance(given, str) else base
+                uri = resolve_uri(base, identifier)[0] if isinstance(identifier, str) else base
                 resource = Resource(uri, node, is_legacy, {})
                 self.resources.setdefault(resource.uri, resource)
             for name in ("$anchor", "$dynamicAnchor"):
                 if isinstance(node.get(name), str):
                     resource.anchors.setdefault(node[name], node)
-            if isinstance(given, str) and given.startswith("#"):
-                resource.anchors.setdefault(given[1:], node)
-            self.resource_of[id(node)] = resource
-            pending += [(each, resource) for each in subschemas(node)]
+            if isinstance(identifier, str) and identifier.startswith("#"):
+                resource.anchors.setdefault(identifier[1:], node)
+            self.resources_by_schema[id(node)] = resource
+            pending += [(subschema, resource) for subschema in subschemas(node)]
 
-    def spend(self) -> None:
+    def spend_budget(self) -> None:
         self.budget -= 1
         if self.budget < 0:
-            raise Refused(f"the schema has more than {MAX_SCHEMAS} parts; it must be simpler")
+            raise UnsupportedSchema(f"the schema has more than {MAX_SCHEMAS} parts; it must be simpler")
 
     def target(self, reference: Any, resource: Resource, keyword: str = "$ref") -> tuple[Any, Resource]:
-        """The schema that a reference points to."""
+        """Return the schema that a reference points to, and its resource."""
         if not isinstance(reference, str):
-            raise Refused(f"{keyword} is {shown(reference)}; it must be a text")
+            raise UnsupportedSchema(f"{keyword} is {shown(reference)}; it must be a text")
         if keyword != "$ref" and len(self.resources) > 1:
-            raise Refused(f"{keyword} in a schema of several resources is not supported; use $ref")
+            raise UnsupportedSchema(f"{keyword} in a schema of several resources is not supported; use $ref")
         is_inside = reference.startswith("#")
-        address, fragment = ("", reference[1:]) if is_inside else joined(resource.uri, reference)
+        address, fragment = ("", reference[1:]) if is_inside else resolve_uri(resource.uri, reference)
         home = resource if is_inside else self.resources.get(address)
-        node = home and pointed_at(home, unquote(fragment))
-        if node is None and is_inside:  # as many documents of embedded schemas mean it
-            home = self.resource_of[id(self.root)]
-            node = pointed_at(home, unquote(fragment))
+        node = home and resolve_fragment(home, unquote(fragment))
+        # Many documents count from the root even inside embedded schemas.
+        if node is None and is_inside:
+            home = self.resources_by_schema[id(self.root)]
+            node = resolve_fragment(home, unquote(fragment))
         if home is None or node is None:
-            told = "it must point to a place in the schema, and nothing is fetched"
-            raise Refused(f"{keyword} {shown(reference)} points to nothing in the schema; {told}")
-        return node, self.resource_of.get(id(node), home)
+            remedy = "it must point to a place in the schema, and nothing is fetched"
+            raise UnsupportedSchema(f"{keyword} {shown(reference)} points to nothing in the schema; {remedy}")
+        return node, self.resources_by_schema.get(id(node), home)
 
 
-def joined(base: str, reference: str) -> tuple[str, str]:
-    """A reference as an absolute one, in two parts: before and behind its #."""
+def resolve_uri(base: str, reference: str) -> tuple[str, str]:
+    """Resolve a reference to an absolute URI and split it at the `#`."""
     try:
-        found = urljoin(base, reference) if base.startswith(("http", "file")) or not base else reference
-        return urldefrag(found)
+        uri = urljoin(base, reference) if base.startswith(("http", "file")) or not base else reference
+        return urldefrag(uri)
     except ValueError as error:
-        raise Refused(f"the reference or identifier {shown(reference)} is no URI: {error}") from None
+        raise UnsupportedSchema(f"the reference or identifier {shown(reference)} is no URI: {error}") from None
 
 
-def pointed_at(resource: Resource, fragment: str) -> Any:
+def resolve_fragment(resource: Resource, fragment: str) -> Any:
     if fragment and not fragment.startswith("/"):
         return resource.anchors.get(fragment)
     value: Any = resource.root
@@ -142,55 +143,55 @@ def subschemas(schema: Mapping[str, Any]) -> Iterable[Any]:
             yield from value.values()
 
 
-def mapping(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def mapping_keyword(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return schema.get(name) or {}
 
 
-def listed(schema: Mapping[str, Any], name: str) -> list[Any]:
+def list_keyword(schema: Mapping[str, Any], name: str) -> list[Any]:
     return schema.get(name) or []
 
 
-def checked(schema: Any) -> Mapping[str, Any]:
-    """The schema, whose keywords have values of their kinds; counts are integers. Refused where one has not."""
+def validate_keywords(schema: Any) -> Mapping[str, Any]:
+    """Return a schema with integral counts; raise UnsupportedSchema for a value of a wrong kind."""
     if not isinstance(schema, Mapping):
-        raise Refused(f"a schema is {shown(schema)}; it must be a JSON object")
+        raise UnsupportedSchema(f"a schema is {shown(schema)}; it must be a JSON object")
     changed = {}
     for name, value in schema.items():
-        wanted = None
+        expected = None
         if name in COUNTS:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_count = is_number and value >= 0 and value == int(value)
-            wanted = None if is_count else "a whole number, 0 or more"
+            expected = None if is_count else "a whole number, 0 or more"
             if is_count and not isinstance(value, int):
                 changed[name] = int(value)
         elif name in NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)):
-            wanted = "a number"
+            expected = "a number"
         elif name in ("anyOf", "allOf", "oneOf", "prefixItems", "enum", "required"):
             if not isinstance(value, list):
-                wanted = "a list"
+                expected = "a list"
             elif not value and name not in ("prefixItems", "required"):
-                wanted = "a list of at least one"
+                expected = "a list of at least one"
             elif name == "required" and not all(isinstance(key, str) for key in value):
-                wanted = "a list of names"
+                expected = "a list of names"
         elif name in NAMED | {"dependentRequired"} and not isinstance(value, Mapping):
-            wanted = "a JSON object"
+            expected = "a JSON object"
         elif name in ("pattern", "format") and not isinstance(value, str):
-            wanted = "a text"
+            expected = "a text"
         elif name == "type":
             names = value if isinstance(value, list) else [value]
-            if not names or not all(isinstance(each, str) and each in (*TYPES, "integer") for each in names):
-                wanted = f"{', '.join(TYPES)} or integer"
-        if wanted:
-            raise Refused(f"{name} is {shown(value)}; it must be {wanted}")
+            if not names or not all(isinstance(kind, str) and kind in (*TYPES, "integer") for kind in names):
+                expected = f"{', '.join(TYPES)} or integer"
+        if expected:
+            raise UnsupportedSchema(f"{name} is {shown(value)}; it must be {expected}")
     return {**schema, **changed} if changed else schema
 
 
-def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
-    given = schema.get("type", list(TYPES))
-    return frozenset(given if isinstance(given, list) else [given])
+def schema_types(schema: Mapping[str, Any]) -> frozenset[str]:
+    types = schema.get("type", list(TYPES))
+    return frozenset(types if isinstance(types, list) else [types])
 
 
-def type_of(value: Any) -> str:
+def json_type(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -200,8 +201,8 @@ def type_of(value: Any) -> str:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """As JSON has it: 1 is 1.0, and true is neither."""
-    if type_of(a) != type_of(b):
+    """Compare as JSON does: 1 equals 1.0, and true equals neither."""
+    if json_type(a) != json_type(b):
         return False
     if isinstance(a, list):
         return len(a) == len(b) and all(map(is_same, a, b))
@@ -211,8 +212,8 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 def distinct(values: Iterable[Any]) -> list[Any]:
-    found: list[Any] = []
+    unique: list[Any] = []
     for value in values:
-        if not any(is_same(value, each) for each in found):
-            found.append(value)
-    return found
+        if not any(is_same(value, other_value) for other_value in unique):
+            unique.append(value)
+    return unique

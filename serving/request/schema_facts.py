@@ -1,4 +1,4 @@
-"""What is certain of the values of a JSON schema, by which schemas are told apart."""
+"""Facts that hold for all values of a JSON schema, by which schemas are shown to be disjoint."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -11,77 +11,83 @@ from .schema_document import (
     Document,
     Resource,
     Schema,
-    checked,
     is_same,
-    listed,
-    mapping,
-    type_of,
-    types_of,
+    json_type,
+    list_keyword,
+    mapping_keyword,
+    schema_types,
+    validate_keywords,
 )
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is certain of the values of a schema, to tell schemas apart."""
+    """Facts that hold for every value that a schema accepts."""
 
     types: frozenset[str]
-    values: tuple[Any, ...] | None = None  # of which a value is one
+    values: tuple[Any, ...] | None = None  # the only possible values
     required: frozenset[str] = frozenset()
     properties: Mapping[str, tuple[tuple[Schema, Resource], ...]] | None = None
-    is_closed: bool = False  # no property but those
+    is_closed: bool = False  # there are no other properties
     low: float = -math.inf
     high: float = math.inf
 
 
-def facts_of(document: Document, schema: Any, resource: Resource, depth: int) -> Facts:
-    """What is certain of the values that a schema of the document accepts."""
+def derive_facts(document: Document, schema: Any, resource: Resource, depth: int) -> Facts:
+    """Derive facts about a schema of the document."""
     if schema is False:
         return Facts(frozenset())
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return Facts(frozenset(TYPES))
-    document.spend()
-    schema = checked(schema)
-    resource = document.resource_of.get(id(schema), resource)
+    document.spend_budget()
+    schema = validate_keywords(schema)
+    resource = document.resources_by_schema.get(id(schema), resource)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    types = frozenset("number" if name == "integer" else name for name in types_of(schema))
+    types = frozenset("number" if name == "integer" else name for name in schema_types(schema))
     if values is not None:
-        types &= frozenset(map(type_of, values))
-    own = Facts(
+        types &= frozenset(map(json_type, values))
+    facts = Facts(
         types,
         None if values is None else tuple(values),
         frozenset(schema.get("required", ())),
-        {key: ((each, resource),) for key, each in mapping(schema, "properties").items()},
-        schema.get("additionalProperties") is False and not mapping(schema, "patternProperties"),
+        {key: ((subschema, resource),) for key, subschema in mapping_keyword(schema, "properties").items()},
+        schema.get("additionalProperties") is False and not mapping_keyword(schema, "patternProperties"),
         schema.get("minimum", -math.inf),
         schema.get("maximum", math.inf),
     )
-    parts = [(each, resource) for each in listed(schema, "allOf")]
+    conjuncts = [(subschema, resource) for subschema in list_keyword(schema, "allOf")]
     if "$ref" in schema:
-        parts.append(document.target(schema["$ref"], resource))
+        conjuncts.append(document.target(schema["$ref"], resource))
         if resource.is_legacy:
-            own = Facts(frozenset(TYPES))
-    for each, home in parts:
-        own = both(own, facts_of(document, each, home, depth + 1))
+            facts = Facts(frozenset(TYPES))
+    for subschema, home in conjuncts:
+        facts = intersect_facts(facts, derive_facts(document, subschema, home, depth + 1))
     choices = [
-        facts_of(document, each, resource, depth + 1) for each in listed(schema, "anyOf") or listed(schema, "oneOf")
+        derive_facts(document, subschema, resource, depth + 1)
+        for subschema in list_keyword(schema, "anyOf") or list_keyword(schema, "oneOf")
     ]
     if choices:
-        types = own.types & frozenset().union(*(each.types for each in choices))
-        some = [each.values for each in choices]
-        values = None if None in some else tuple(value for each in some for value in each or ())
-        own = both(own, Facts(types, values))
-    return own
+        types = facts.types & frozenset().union(*(choice.types for choice in choices))
+        values_by_choice = [choice.values for choice in choices]
+        has_open_choice = None in values_by_choice
+        values = (
+            None
+            if has_open_choice
+            else tuple(value for choice_values in values_by_choice for value in choice_values or ())
+        )
+        facts = intersect_facts(facts, Facts(types, values))
+    return facts
 
 
-def facts_of_all(document: Document, schemas: Iterable[tuple[Schema, Resource]], depth: int) -> Facts:
-    found = Facts(frozenset(TYPES))
+def derive_joint_facts(document: Document, schemas: Iterable[tuple[Schema, Resource]], depth: int) -> Facts:
+    facts = Facts(frozenset(TYPES))
     for schema, resource in schemas:
-        found = both(found, facts_of(document, schema, resource, depth))
-    return found
+        facts = intersect_facts(facts, derive_facts(document, schema, resource, depth))
+    return facts
 
 
 def are_disjoint(document: Document, a: Facts, b: Facts, depth: int = 0) -> bool:
-    """Whether no value matches both, for certain."""
+    """Return whether certainly no value matches both."""
     common = a.types & b.types
     if not common:
         return True
@@ -91,24 +97,28 @@ def are_disjoint(document: Document, a: Facts, b: Facts, depth: int = 0) -> bool
         return a.high < b.low or b.high < a.low
     if common != {"object"} or depth > MAX_DEPTH:
         return False
-    for one, other in ((a, b), (b, a)):
-        for key in one.required:
-            mine, others = (one.properties or {}).get(key, ()), (other.properties or {}).get(key)
-            if others is None:
-                if other.is_closed:
+    for subject, opponent in ((a, b), (b, a)):
+        for key in subject.required:
+            subject_schemas = (subject.properties or {}).get(key, ())
+            opponent_schemas = (opponent.properties or {}).get(key)
+            if opponent_schemas is None:
+                if opponent.is_closed:
                     return True
             elif are_disjoint(
-                document, facts_of_all(document, mine, depth), facts_of_all(document, others, depth), depth + 1
+                document,
+                derive_joint_facts(document, subject_schemas, depth),
+                derive_joint_facts(document, opponent_schemas, depth),
+                depth + 1,
             ):
                 return True
     return False
 
 
-def both(a: Facts, b: Facts) -> Facts:
-    """What is certain of the values that two schemas accept."""
+def intersect_facts(a: Facts, b: Facts) -> Facts:
+    """Combine the facts of two schemas that a value must both match."""
     values = a.values if b.values is None else b.values
     if a.values is not None and b.values is not None:
-        values = tuple(value for value in a.values if any(is_same(value, other) for other in b.values))
+        values = tuple(value for value in a.values if any(is_same(value, b_value) for b_value in b.values))
     properties = dict(a.properties or {})
     for key, schemas in (b.properties or {}).items():
         properties[key] = (*properties.get(key, ()), *schemas)

@@ -1,4 +1,4 @@
-"""The opposite of a JSON schema, as far as the keywords of llguidance can say it."""
+"""Negation of JSON schemas, as far as the keywords of llguidance can express it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -9,16 +9,16 @@ from .schema_document import (
     Document,
     Resource,
     Schema,
-    checked,
     distinct,
-    listed,
-    mapping,
-    type_of,
-    types_of,
+    json_type,
+    list_keyword,
+    mapping_keyword,
+    schema_types,
+    validate_keywords,
 )
 
-MAX_SPELLED = 32  # characters of a text that must not come; the library nests 250 groups
-OPPOSITES = (  # a keyword, the one that breaks it, of which type, and how far behind
+MAX_SPELLED = 32  # leading characters of an excluded text; llguidance nests at most 250 groups
+OPPOSITES = (  # (keyword, keyword of its negation, type, offset of the bound)
     ("minLength", "maxLength", "string", -1), ("maxLength", "minLength", "string", 1),
     ("minItems", "maxItems", "array", -1), ("maxItems", "minItems", "array", 1),
     ("minProperties", "maxProperties", "object", -1), ("maxProperties", "minProperties", "object", 1),
@@ -28,24 +28,29 @@ OPPOSITES = (  # a keyword, the one that breaks it, of which type, and how far b
 
 
 class Negation:
-    """Writes schemas of what the schemas of a document do not accept."""
+    """Writes schemas that accept only values which the schemas of a document reject."""
 
     def __init__(self, document: Document, positive: Callable[[Any, Resource], Schema]):
-        """`positive`: writes a schema of what a schema of the document accepts."""
-        self.document, self.positive = document, positive
+        """
+        Args:
+            positive: Rewrites a schema of the document into one that accepts no more values.
+        """
+        self.document = document
+        self.positive = positive
 
     def negative(self, schema: Any, resource: Resource, depth: int) -> Schema:
-        """A schema that accepts only what `schema` does not accept.
+        """Return a schema that accepts only values which `schema` rejects.
 
-        It is the union of what breaks each keyword; a keyword that cannot be expressed so adds nothing.
+        It is the union of the negations of all keywords; a keyword whose negation cannot be
+        expressed adds nothing to it.
         """
         if isinstance(schema, bool):
             return not schema
         if depth > MAX_DEPTH:
             return False
-        self.document.spend()
-        schema = checked(schema)
-        resource = self.document.resource_of.get(id(schema), resource)
+        self.document.spend_budget()
+        schema = validate_keywords(schema)
+        resource = self.document.resources_by_schema.get(id(schema), resource)
 
         def inner(value: Any) -> Schema:
             return self.negative(value, resource, depth + 1)
@@ -56,25 +61,29 @@ class Negation:
             broken.append(self.negative(node, home, depth + 1))
             if resource.is_legacy:
                 return broken[0]
-        types = types_of(schema)
+        types = schema_types(schema)
         if "type" in schema:
-            left = [name for name in TYPES if name not in types and not (name == "number" and "integer" in types)]
-            broken.append({"type": left} if left else False)
+            other_kinds = [
+                name for name in TYPES if name not in types and not (name == "number" and "integer" in types)
+            ]
+            broken.append({"type": other_kinds} if other_kinds else False)
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if values is not None:
-            broken.append(none_of(values))
-        for name, other, kind, step in OPPOSITES:
+            broken.append(exclude_values(values))
+        for name, opposite, kind, step in OPPOSITES:
             if isinstance(schema.get(name), int | float) and not isinstance(schema[name], bool):
                 limit = schema[name] + step
-                broken.append({"type": kind, other: limit} if limit >= 0 or kind == "number" else False)
+                broken.append({"type": kind, opposite: limit} if limit >= 0 or kind == "number" else False)
         for key in schema.get("required", ()):
             broken.append({"type": "object", "properties": {key: False}})
-        for key, each in mapping(schema, "properties").items():
-            if (without := inner(each)) is not False:
-                broken.append({"type": "object", "required": [key], "properties": {key: without}})
-        if isinstance(schema.get("items"), Mapping | bool) and (without := inner(schema["items"])) is not False:
-            before = len(listed(schema, "prefixItems"))
-            broken.append({"type": "array", "minItems": before + 1, "prefixItems": [True] * before + [without]})
+        for key, subschema in mapping_keyword(schema, "properties").items():
+            if (negated := inner(subschema)) is not False:
+                broken.append({"type": "object", "required": [key], "properties": {key: negated}})
+        if isinstance(schema.get("items"), Mapping | bool) and (negated := inner(schema["items"])) is not False:
+            prefix_length = len(list_keyword(schema, "prefixItems"))
+            broken.append(
+                {"type": "array", "minItems": prefix_length + 1, "prefixItems": [True] * prefix_length + [negated]}
+            )
         if "contains" in schema and schema.get("minContains", 1) == 1:
             broken.append(all_of({"type": "array"}, {"items": inner(schema["contains"])}))
         if "anyOf" in schema:
@@ -88,67 +97,74 @@ class Negation:
         return any_of(*broken)
 
 
-def other_types(name: str) -> Schema:
-    return {"type": [each for each in TYPES if each != name]}
+def types_except(name: str) -> Schema:
+    return {"type": [type_name for type_name in TYPES if type_name != name]}
 
 
-def types_in(schema: Schema) -> frozenset[str]:
-    """The types that the values of a rewritten schema may have; references are not followed."""
+def possible_types(schema: Schema) -> frozenset[str]:
+    """Return the types that values of a rewritten schema may have; references are not followed."""
     if isinstance(schema, bool):
         return frozenset(TYPES) if schema else frozenset()
-    found = frozenset("number" if name == "integer" else name for name in types_of(schema))
+    types = frozenset("number" if name == "integer" else name for name in schema_types(schema))
     if "anyOf" in schema:
-        found &= frozenset().union(*map(types_in, schema["anyOf"]))
-    for part in schema.get("allOf", ()):
-        found &= types_in(part)
-    return found
+        types &= frozenset().union(*map(possible_types, schema["anyOf"]))
+    for conjunct in schema.get("allOf", ()):
+        types &= possible_types(conjunct)
+    return types
 
 
 def any_of(*schemas: Schema) -> Schema:
-    left = [schema for schema in schemas if schema is not False]
-    if True in [schema for schema in left if isinstance(schema, bool)]:
+    alternatives = [schema for schema in schemas if schema is not False]
+    if True in [schema for schema in alternatives if isinstance(schema, bool)]:
         return True
-    return False if not left else left[0] if len(left) == 1 else {"anyOf": left}
+    return False if not alternatives else alternatives[0] if len(alternatives) == 1 else {"anyOf": alternatives}
 
 
 def all_of(*schemas: Schema) -> Schema:
-    left = [schema for schema in schemas if schema is not True and schema != {}]
-    if any(schema is False for schema in left):
+    conjuncts = [schema for schema in schemas if schema is not True and schema != {}]
+    if any(schema is False for schema in conjuncts):
         return False
-    return True if not left else left[0] if len(left) == 1 else {"allOf": left}
+    return True if not conjuncts else conjuncts[0] if len(conjuncts) == 1 else {"allOf": conjuncts}
 
 
-def none_of(values: Iterable[Any]) -> Schema:
-    """Values other than some; no array at all where one of them is an array, and no object likewise."""
+def exclude_values(values: Iterable[Any]) -> Schema:
+    """Return a schema that rejects `values`.
+
+    If one of the values is an array, it rejects all arrays; objects likewise.
+    """
     values = distinct(values)
-    present = {type_of(value) for value in values}
-    found: list[Schema] = []
-    plain = [name for name in TYPES if name not in present]
-    if plain:
-        found.append({"type": plain})
+    present = {json_type(value) for value in values}
+    alternatives: list[Schema] = []
+    absent = [name for name in TYPES if name not in present]
+    if absent:
+        alternatives.append({"type": absent})
     if "boolean" in present:
-        found += [{"const": value} for value in (True, False) if not any(value is each for each in values)]
+        alternatives += [
+            {"const": value} for value in (True, False) if not any(value is excluded for excluded in values)
+        ]
     if "string" in present:
-        found.append({"type": "string", "pattern": other_texts([value for value in values if isinstance(value, str)])})
+        alternatives.append(
+            {"type": "string", "pattern": pattern_excluding([value for value in values if isinstance(value, str)])}
+        )
     if "number" in present:
-        numbers = sorted(value for value in values if type_of(value) == "number")
-        found.append({"type": "number", "exclusiveMaximum": numbers[0]})
-        found += [
+        numbers = sorted(value for value in values if json_type(value) == "number")
+        alternatives.append({"type": "number", "exclusiveMaximum": numbers[0]})
+        alternatives += [
             {"type": "number", "exclusiveMinimum": low, "exclusiveMaximum": high}
             for low, high in zip(numbers, numbers[1:], strict=False)
         ]
-        found.append({"type": "number", "exclusiveMinimum": numbers[-1]})
-    return any_of(*found)
+        alternatives.append({"type": "number", "exclusiveMinimum": numbers[-1]})
+    return any_of(*alternatives)
 
 
-def other_texts(texts: Iterable[str]) -> str:
-    """A pattern of all texts but some, without the look-ahead that the library does not have.
+def pattern_excluding(texts: Iterable[str]) -> str:
+    """Return a pattern that matches all texts except `texts`, without a look-ahead.
 
-    Of a long one all texts with its beginning are left out.
+    It also rejects every text that starts with the first MAX_SPELLED characters of a longer one.
     """
-    tree: dict[str, Any] = {}  # by their characters; "" where a text ends, None where a long one is cut
+    trie: dict[str, Any] = {}  # "" marks the end of a text, None a long text that is cut here
     for text in texts:
-        node = tree
+        node = trie
         for character in text[: MAX_SPELLED - 1]:
             node = node.setdefault(character, {})
         if len(text) < MAX_SPELLED:
@@ -156,11 +172,13 @@ def other_texts(texts: Iterable[str]) -> str:
         else:
             node[text[MAX_SPELLED - 1]] = None
 
-    def behind(node: dict[str, Any]) -> str:
-        """What may follow the beginning that a node stands for."""
+    def remainder(node: dict[str, Any]) -> str:
+        """Return the pattern of what may follow the prefix that a node of the trie stands for."""
         escaped = {letter: f"\\U{ord(letter):08X}" for letter in node if letter}
-        ways = [f"[^{''.join(escaped.values())}](?s:.*)" if escaped else "(?s:.+)"]
-        ways += [f"{code}{behind(node[letter])}" for letter, code in escaped.items() if node[letter] is not None]
-        return f"(?:{'|'.join(ways)}){'' if '' in node else '?'}"
+        alternatives = [f"[^{''.join(escaped.values())}](?s:.*)" if escaped else "(?s:.+)"]
+        alternatives += [
+            f"{code}{remainder(node[letter])}" for letter, code in escaped.items() if node[letter] is not None
+        ]
+        return f"(?:{'|'.join(alternatives)}){'' if '' in node else '?'}"
 
-    return f"^{behind(tree)}$"
+    return f"^{remainder(trie)}$"

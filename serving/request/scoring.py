@@ -1,4 +1,4 @@
-"""How likely one text is after another: the tokens to ask the engine for, and the score from its answer."""
+"""Log-probability scores of text pairs: the prompt to compute, and the score from its output."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,9 @@ PARAMS = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_e
 
 
 def pairs(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tuple[str, str]]:
-    """Each first text with its second one; a single text goes with each of the others."""
+    """Pair the first texts with the second ones; a single text is paired with each of the
+    others.
+    """
     firsts, seconds = [[text] if isinstance(text, str) else list(text) for text in (text_1, text_2)]
     if len(firsts) == 1:
         firsts *= len(seconds)
@@ -25,38 +27,39 @@ def pairs(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tupl
 
 
 def pair_tokens(tokenizer: Tokenizer, text_1: str, text_2: str) -> tuple[list[int], int]:
-    """The tokens of both texts in one, and the place of the first that reaches beyond `text_1`.
+    """Return the tokens of the joined texts and the index of the first token beyond `text_1`.
 
-    They are cut as one text, as the model would read it: a token that holds the end of the one and the beginning of
-    the other counts for the second.
+    The texts are tokenized as one, as the model would read them. A token that covers the end of the
+    first text and the start of the second counts for the second.
     """
     for name, text in (("text_1", text_1), ("text_2", text_2)):
         if not unicode_text(name, text) and name == "text_2":
             raise RequestError("text_2", f"must have at least one character, got {shown(text)}")
     try:
-        tokens, ends = tokenizer.encode_with_ends(text_1 + text_2)
+        tokens, token_ends = tokenizer.encode_with_ends(text_1 + text_2)
     except PromptError as error:
         raise RequestError("text_2", str(error)) from None
-    first = next((place for place, end in enumerate(ends) if end > len(text_1)), len(tokens))
-    first = max(first, 1)  # nothing precedes the first token of all, so it has no score
+    first = next((place for place, end in enumerate(token_ends) if end > len(text_1)), len(tokens))
+    first = max(first, 1)  # the very first token has no score
     if first >= len(tokens):
         raise RequestError("text_2", f"has no token that can be scored after text_1: {shown(text_2)}")
     return tokens, first
 
 
-def scored(output: RequestOutput, first: int) -> ScoringRequestOutput:
-    """The mean log-probability of the prompt's tokens from `first` on."""
-    tokens, logprobs = output.prompt_token_ids, output.prompt_logprobs or ()
-    found = [
+def score_output(output: RequestOutput, first: int) -> ScoringRequestOutput:
+    """Return the mean log-probability of the prompt's tokens from index `first` on."""
+    tokens = output.prompt_token_ids
+    logprobs = output.prompt_logprobs or ()
+    logprobs_found = [
         entry[token].logprob
         for token, entry in zip(tokens[first:], logprobs[first:], strict=False)
         if entry is not None
     ]
-    if len(found) < len(tokens) - first:
+    if len(logprobs_found) < len(tokens) - first:
         raise RuntimeError(f"the request {output.request_id} has no score: it ended before its prompt did")
     return ScoringRequestOutput(
         request_id=output.request_id,
-        outputs=ScoringOutput(sum(found) / len(found)),
+        outputs=ScoringOutput(sum(logprobs_found) / len(logprobs_found)),
         prompt_token_ids=tokens,
         num_cached_tokens=output.num_cached_tokens,
     )

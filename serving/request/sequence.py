@@ -1,4 +1,4 @@
-"""One token stream under generation: what the scheduler and the page table know of it."""
+"""A token stream under generation, as the scheduler and the page table see it."""
 
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
@@ -15,33 +15,37 @@ if TYPE_CHECKING:
 
 
 class Score(NamedTuple):
-    """What a step says of a token beside itself."""
+    """The log-probabilities that a step computes for a token."""
 
     token: int
     logprob: float
     rank: int
-    best: Any  # arrays: token ids,
+    best: Any  # array of token ids
     best_logprobs: Any
     wanted_logprobs: Any  # of `logprob_token_ids`
 
 
 @dataclass(eq=False, slots=True)
 class SequenceCache:
-    """What the page table keeps of a sequence. Others write only its salt, `num_cached` and `prefetched`."""
+    """The page table's state of a sequence.
 
-    salt: Hashable = None  # only sequences with the same one share pages
-    pages: list[list[int]] = field(default_factory=list)  # one list a cache group, by logical page; 0 = given back
+    Other modules write only `salt`, `num_cached` and `prefetched`.
+    """
+
+    salt: Hashable = None  # only sequences with the same salt share pages
+    pages: list[list[int]] = field(default_factory=list)  # one list per cache group, by logical page; 0 = released
     num_indexed: int = 0  # full pages that are in the prefix tree
-    num_cached: int = 0  # tokens of the prompt that were computed already when it was first admitted
-    trusted: bool = True  # what it has computed may be shared
-    load: Future | None = None  # its beginning is being read from disk
-    prefetched: bool = False  # all of its beginning that is wanted from disk has been read
-    spare: list[list[list[int]]] = field(default_factory=list)  # of each path of drafts but the first, by cache group
-    branched: bool = False  # a step is under way that verifies these paths
+    num_cached: int = 0  # prompt tokens that were in the cache when it was first admitted
+    trusted: bool = True  # its pages may be shared
+    load: Future | None = None  # its prefix is being read from disk
+    prefetched: bool = False  # the wanted part of its prefix has been read from disk
+    # Pages of each draft branch but the first, by cache group.
+    spare: list[list[list[int]]] = field(default_factory=list)
+    branched: bool = False  # a step in flight verifies these branches
 
     @property
     def num_pages(self) -> int:
-        """Of each group; a model may have none."""
+        """Pages in each group; 0 for a model without pages."""
         return len(self.pages[0]) if self.pages else 0
 
 
@@ -53,9 +57,10 @@ class Sequence:
     num_computed   ----------------------------->         tokens whose keys and values are written or under way;
                                                           drafts count until they are known to be wrong
 
-    The catch-up rule: each step brings `num_computed` closer to `num_tokens`, and a sequence that reaches `num_tokens`
-    draws its next token. With `drafts`, tokens that may come next, the step draws after each of them too: those that
-    equal what was drawn in their place are right, and are computed already.
+    The catch-up rule: each step brings `num_computed` closer to `num_tokens`, and a sequence that
+    reaches `num_tokens` draws its next token. With `drafts`, tokens that may come next, the step
+    draws after each of them too: those that equal what was drawn in their place are right, and are
+    computed already.
     """
 
     index: int
@@ -108,7 +113,7 @@ class Sequence:
 
     @property
     def ahead(self) -> bool:
-        """Only the device knows all of its next step: the one under way verifies or makes drafts."""
+        """Only the device knows its whole next step: the one in flight verifies or makes drafts."""
         return self.pending > 0 and (self.held > 0 or self.verifying > 0)
 
     @property
@@ -127,7 +132,7 @@ class Sequence:
 
     @property
     def shares_prefix(self) -> bool:
-        """Whether pages that others computed will do: not where the score of each prompt token is wanted."""
+        """Whether cached pages may be used: not if the scores of all prompt tokens are needed."""
         return self.prompt_scores is None
 
     @property
@@ -139,16 +144,16 @@ class Sequence:
         return num_tokens - self.num_computed
 
 
-def seed_of(base: int, index: int) -> tuple[int, int]:
-    """The two 32-bit halves of a sequence's seed: the request's seed, another one for each index."""
-    mixed = (base + index * 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
+def seed_of(request_seed: int, index: int) -> tuple[int, int]:
+    """Return the two 32-bit halves of a sequence's seed, derived from the request's seed."""
+    mixed = (request_seed + index * 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
     return mixed >> 32, mixed & 0xFFFFFFFF
 
 
 def sequences_of(
-    tokens: Seq[int], params: SamplingParams, max_len: int, rank: float, eos: frozenset[int], base: int
+    tokens: Seq[int], params: SamplingParams, max_len: int, rank: float, eos: frozenset[int], request_seed: int
 ) -> list[Sequence]:
-    """The sequences of a request, with what follows from its sampling parameters."""
+    """Create the sequences of a request from its sampling parameters."""
     budget = max_len - len(tokens)
     stops = frozenset(params.stop_token_ids)
     return [
@@ -161,7 +166,7 @@ def sequences_of(
             rank=rank,
             stop_ids=stops if params.ignore_eos else stops | eos,
             eos_ids=eos - stops,
-            seed=seed_of(base, index),
+            seed=seed_of(request_seed, index),
             scored=params.scored,
         )
         for index in range(params.num_sequences)

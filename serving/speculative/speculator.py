@@ -231,7 +231,7 @@ class Speculator:
         most = min(self.most, seq.max_tokens - seq.num_output - 1)
         proposed = self.drafter.propose(seq, most) if most > 0 else []
         if proposed and seq.constraint is not None:
-            proposed = seq.constraint.open_beginning(proposed)
+            proposed = seq.constraint.longest_allowed_prefix(proposed)
         return proposed
 
     def let(self, seq: Sequence, drafts: bool) -> None:

@@ -88,7 +88,7 @@ def test_what_was_used_longest_ago_goes_first(tmp_path):
 
 def test_a_full_disk_is_one_warning_and_no_page(tmp_path, monkeypatch, caplog):
     disk = one_page(tmp_path)
-    monkeypatch.setattr(module, "private", lambda path, flags: os.open("/dev/full", os.O_WRONLY))
+    monkeypatch.setattr(module, "open_private", lambda path, flags: os.open("/dev/full", os.O_WRONLY))
     with caplog.at_level(logging.WARNING):
         assert not disk.write("b.page", *WANTED[:3], DATA)
         assert not disk.write("c.page", *WANTED[:3], DATA)

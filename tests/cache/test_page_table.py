@@ -100,9 +100,9 @@ class Pages(RuleBasedStateMachine):
         if group == 3:
             holds |= {page: self.states[slot] for _, slot, page in table.snapshots.saves}
         # A copied page holds more tokens than the sequence that got it computed: those behind its node are not found.
-        nodes = table.tree.node_of[group].items()
+        nodes = table.tree.node_by_page[group].items()
         found = {holds[page][: 1 + tokens_until(node)] for page, node in nodes if page in holds}
-        if table.host_cache is not None and (group < 3 or table.snapshots.pool.free):
+        if table.host_cache is not None and (group < 3 or table.snapshots.pool.num_free):
             found |= {copy.data for copy in table.host_cache.copies if copy.group == group}
         return found
 
@@ -173,14 +173,14 @@ class Pages(RuleBasedStateMachine):
         if not count:
             seq.tokens.append(data.draw(st.integers(0, 1)))
             count = 1
-        count = self.table.stops(seq, seq.num_computed, count)
+        count = self.table.tokens_to_snapshot(seq, seq.num_computed, count)
         self.table.insert(seq, seq.num_computed)
         self.table.slide(seq)
         before = [list(pages) for pages in seq.cache.pages]
-        free = [group.free for group in self.table.pools]
+        free = [group.num_free for group in self.table.pools]
         end = seq.num_computed + count
         if not self.table.grow(seq, end):
-            assert free == [group.free for group in self.table.pools], "a refusal must change nothing"
+            assert free == [group.num_free for group in self.table.pools], "a refusal must change nothing"
             self.end(seq)
             return
         self.table.keep_states(seq)
@@ -197,7 +197,7 @@ class Pages(RuleBasedStateMachine):
                 drafts.pop()
             paths = [drafts]
             if drafts and count == 1 and data.draw(st.integers(0, 3)):
-                self.table.spare(seq, data.draw(st.integers(1, 2)), 1 + -(-3 // self.size))
+                self.table.reserve_branches(seq, data.draw(st.integers(1, 2)), 1 + -(-3 // self.size))
                 others = [data.draw(st.lists(st.integers(0, 1), max_size=len(drafts))) for _ in seq.cache.spare]
                 if self.table.branch(seq, end, range(1, 1 + len(others))):
                     paths += others
@@ -218,7 +218,7 @@ class Pages(RuleBasedStateMachine):
         for group, origin, target in moves.copies:
             self.holds[group][target] = self.holds[group][origin]
         for (group, page), copy in moves.restores.items():
-            assert self.table.tree.node_of[group].get(page) is copy.node, "the page is for somebody else by now"
+            assert self.table.tree.node_by_page[group].get(page) is copy.node, "the page is for somebody else by now"
             self.holds[group][page] = copy.data
         for _, slot, page in moves.saves:
             self.holds[3][page] = self.states[slot]
@@ -235,7 +235,7 @@ class Pages(RuleBasedStateMachine):
             paths, best, right = self.drafted.get(seq, ([[]], 0, 0))
             assert self.groups == 3 or self.states[seq.slot] == (seq.cache.salt, *seq.tokens[: seq.num_computed])
             self.states[seq.slot] = (seq.cache.salt, *seq.tokens[:end], *paths[best][:right])
-            self.table.take_path(seq, end, best)
+            self.table.accept_branch(seq, end, best)
             seq.tokens += paths[best][:right]
             seq.num_computed = end + right
         self.planned, self.drafted = {}, {}
@@ -258,10 +258,10 @@ class Pages(RuleBasedStateMachine):
     def give_back(self, data):
         """The pages of paths are for whoever needs them, but for those that are being verified."""
         seq = data.draw(st.sampled_from(self.live))
-        held, free = len(seq.cache.spare), self.table.pools[0].free
-        gave = self.table.give_back(seq)
+        held, free = len(seq.cache.spare), self.table.pools[0].num_free
+        gave = self.table.release_branches(seq)
         assert gave == (held > 0 and not seq.cache.branched)
-        assert self.table.pools[0].free - free == gave * held * (1 + -(-3 // self.size))
+        assert self.table.pools[0].num_free - free == gave * held * (1 + -(-3 // self.size))
 
     def end(self, seq):
         seq.slot = -1
@@ -275,7 +275,7 @@ class Pages(RuleBasedStateMachine):
         self.step()
         self.table.invalidate(seq)
         for group, table in enumerate(seq.cache.pages):
-            assert not self.table.tree.node_of[group].keys() & set(table)
+            assert not self.table.tree.node_by_page[group].keys() & set(table)
         for group in range(self.groups):
             for content in self.known(group) - {None}:
                 assert content != (seq.cache.salt, *seq.tokens[: len(content) - 1]), "part of it is found"
@@ -312,7 +312,7 @@ class Pages(RuleBasedStateMachine):
             for seq in list(self.live):
                 self.end(seq)
             self.table.check([])
-            assert all(group.free == group.num_pages - 1 for group in self.table.every_pool)
+            assert all(group.num_free == group.num_pages - 1 for group in self.table.all_pools)
 
 
 TestPages = Pages.TestCase
@@ -480,7 +480,7 @@ def test_a_snapshot_that_left_is_back_before_it_is_loaded():
 
     def plan(seq: Sequence) -> None:
         table.insert(seq, seq.num_computed)
-        end = seq.num_computed + table.stops(seq, seq.num_computed, len(seq.tokens) - seq.num_computed)
+        end = seq.num_computed + table.tokens_to_snapshot(seq, seq.num_computed, len(seq.tokens) - seq.num_computed)
         assert table.grow(seq, end)
         table.keep_states(seq)
         table.insert(seq, end)
@@ -544,12 +544,12 @@ def test_a_window_needs_only_what_it_sees():
     while one.num_computed < 40:
         compute(table, one, 4)
     table.release(one)
+    nodes = table.tree.node_by_page[1]
     for page in (1, 2, 3):  # long out of the window of what follows
-        table.tree.forget(
-            1, next(p for p, node in table.tree.node_of[1].items() if node.key == tuple(range(4 * page, 4 * page + 4)))
-        )
-    table.pools[1].blank += [page for page in table.pools[1].cached if page not in table.tree.node_of[1]]
-    table.pools[1].cached = {page: None for page in table.pools[1].cached if page in table.tree.node_of[1]}
+        tokens = tuple(range(4 * page, 4 * page + 4))
+        table.tree.forget(1, next(number for number, node in nodes.items() if node.key == tokens))
+    table.pools[1].free_pages += [page for page in table.pools[1].cached if page not in table.tree.node_by_page[1]]
+    table.pools[1].cached = {page: None for page in table.pools[1].cached if page in table.tree.node_by_page[1]}
     two = begin(table, [*range(40), 7])
     assert two.num_computed == 40
     assert two.cache.pages[1][:8] == [0] * 8 and all(two.cache.pages[1][8:])
@@ -564,10 +564,10 @@ def test_check_finds_what_it_is_for():
     table.check([seq])
     with pytest.raises(AssertionError, match="miscounted"):
         table.check([])
-    table.pools[0].blank.append(seq.cache.pages[0][0])
+    table.pools[0].free_pages.append(seq.cache.pages[0][0])
     with pytest.raises(AssertionError, match="twice"):
         table.check([seq])
-    table.pools[0].blank = table.pools[0].blank[1:-1]
+    table.pools[0].free_pages = table.pools[0].free_pages[1:-1]
     with pytest.raises(AssertionError, match="neither"):
         table.check([seq])
 
@@ -582,7 +582,7 @@ def test_a_sequence_never_holds_more_than_it_was_sized_for():
             table.slide(seq)
             assert table.grow(seq, seq.num_computed + count)
             for group, pages in zip(table.pools, seq.cache.pages, strict=True):
-                assert sum(map(bool, pages)) <= group.most_pages(length, chunk)
+                assert sum(map(bool, pages)) <= group.max_pages(length, chunk)
             seq.num_computed += count
 
 

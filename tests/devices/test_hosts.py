@@ -236,7 +236,7 @@ def test_another_wish_is_refused(folder, started, tmp_path):
     ],
 )
 def test_who_is_refused(index, theirs, said):
-    why = rendezvous.refusal(index, theirs, {"dtype": "float32", "block_size": 16}, [1, 2], 3)
+    why = rendezvous.refusal_reason(index, theirs, {"dtype": "float32", "block_size": 16}, [1, 2], 3)
     assert why is None if said is None else re.search(said, why)
 
 
@@ -245,21 +245,21 @@ def test_what_must_be_the_same(folder, tmp_path):
     """The model by what is in it, wherever it lies; not what each process may choose."""
     other = tmp_path / "model"
     shutil.copytree(folder, other)
-    one = rendezvous.facts_of(EngineOptions(str(folder), seed=1), folder)
-    assert one == rendezvous.facts_of(EngineOptions(str(other), seed=2), other)
+    one = rendezvous.shared_facts(EngineOptions(str(folder), seed=1), folder)
+    assert one == rendezvous.shared_facts(EngineOptions(str(other), seed=2), other)
     (other / "config.json").write_text((other / "config.json").read_text() + " ")
-    changed = rendezvous.facts_of(EngineOptions(str(other)), other)
+    changed = rendezvous.shared_facts(EngineOptions(str(other)), other)
     assert {name for name in one if one[name] != changed[name]} == {"the digest of the model's config.json"}
 
 
 def test_strangers_are_left_outside(folder):
     """Somebody who knocks with something else does not disturb those who come together."""
     options = [EngineOptions(**together(3), process_id=index) for index in range(3)]
-    host, port = rendezvous.address_of(options[0].coordinator_address)
+    host, port = rendezvous.split_address(options[0].coordinator_address)
     found: dict[int, connection.HostConnection] = {}
 
     def come(index: int) -> None:
-        found[index] = rendezvous.come(host, port, options[index], {"a": 1}, print)
+        found[index] = rendezvous.connect_to_leader(host, port, options[index], {"a": 1}, print)
 
     def knock() -> None:
         deadline = time.monotonic() + 120
@@ -275,7 +275,7 @@ def test_strangers_are_left_outside(folder):
         thread.start()
     late = threading.Timer(0.5, others[1].start)
     late.start()
-    lines = rendezvous.gather(host, port, options[0], {"a": 1}, print)
+    lines = rendezvous.accept_processes(host, port, options[0], {"a": 1}, print)
     for thread in (stranger, late, *others):
         thread.join()
     assert sorted(lines) == sorted(found) == [1, 2]
@@ -332,15 +332,15 @@ def test_arrays_arrive_as_they_were():
 
 
 def test_changes_arrive():
-    rng, there, here = np.random.default_rng(0), connection.Changes(), connection.Changes()
+    rng, there, here = np.random.default_rng(0), connection.BufferDeltas(), connection.BufferDeltas()
     buffers = {size: rng.integers(0, 9, 10 * size, np.int32) for size in (3, 70)}
     for step in range(50):
         size = (3, 70)[step % 3 == 0]
         buffers[size][rng.integers(0, 10 * size, step % 4 * size)] = step
-        where, what = there.of((size,), buffers[size])
+        where, what = there.encode((size,), buffers[size])
         kept = here.last.get((size,))
         before = None if kept is None else kept.copy()
-        np.testing.assert_array_equal(here.read((size,), where, what.copy()), buffers[size])
+        np.testing.assert_array_equal(here.decode((size,), where, what.copy()), buffers[size])
         if before is not None:  # the device may still read it
             np.testing.assert_array_equal(kept, before)
 

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from quire import LLM, LoRARequest, RequestError, SamplingParams
 from quire.model.config import ModelError
-from quire.serving.api.options import options_of
+from quire.serving.api.options import make_options
 from quire.serving.engine.adapter_slots import PATIENCE, AdapterSlots
 from quire.serving.engine.snapshot import take_snapshot
 from quire.tests.support import peft, tiny, tiny_moe
@@ -184,12 +184,12 @@ def test_fewer_in_host_memory_than_are_used(llm, folders):
     """They are read again, and are the same."""
     store = llm.engine.adapters
     wanted = answers(llm, [[1, 2, 3]] * 8, [adapter(folders, n) for n in range(8)])
-    most, store.most = store.most, SLOTS
+    most, store.max_adapters = store.max_adapters, SLOTS
     try:
         assert answers(llm, [[1, 2, 3]] * 8, [adapter(folders, n) for n in range(8)]) == wanted
-        assert len(store.held) == SLOTS
+        assert len(store.adapters) == SLOTS
     finally:
-        store.most = most
+        store.max_adapters = most
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -234,7 +234,7 @@ def test_what_is_refused(llm, folders, tmp_path):
 )
 def test_options_that_do_not_go_together(given, why):
     with pytest.raises(ModelError, match=why):
-        options_of(None, enable_lora=True, **given)
+        make_options(None, enable_lora=True, **given)
 
 
 class Waiting:

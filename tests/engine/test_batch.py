@@ -59,7 +59,7 @@ def test_limits_that_were_left_out_are_the_devices(platform, limits):
     found = EngineOptions().on(platform)
     assert (found.max_num_seqs, found.max_num_batched_tokens) == limits
     found = EngineOptions(max_num_seqs=3, data_parallel_size=2).on(platform)
-    assert (found.max_num_seqs, found.max_num_batched_tokens, found.most_running) == (3, limits[1], 6)
+    assert (found.max_num_seqs, found.max_num_batched_tokens, found.max_running) == (3, limits[1], 6)
     with pytest.raises(ModelError, match="max_num_batched_tokens is 8; it must be at least max_num_seqs"):
         EngineOptions(max_num_batched_tokens=8).on(platform)
 

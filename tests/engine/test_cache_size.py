@@ -10,7 +10,7 @@ import pytest
 from quire import LLM
 from quire.model.checkpoint import hub, loader
 from quire.model.config import ModelError
-from quire.serving.api.options import EngineOptions, options_of
+from quire.serving.api.options import EngineOptions, make_options
 from quire.serving.cache.page_pool import PagePool
 from quire.serving.device.state import page_bytes
 from quire.serving.device.step_shape import StepShape
@@ -39,7 +39,7 @@ def test_pages_for_as_many_as_can_be(config, seqs, share):
     costs = [page_bytes(config, group, 16) for group in range(len(groups))]
 
     def needs(length: int) -> list[int]:
-        return [group.most_pages(length, 512) for group in groups]
+        return [group.max_pages(length, 512) for group in groups]
 
     def cost(length: int) -> int:
         return sum(need * own for need, own in zip(needs(length), costs, strict=True))
@@ -147,10 +147,12 @@ def test_wrong_size_of_the_cache_is_named(value):
 
 
 def test_sizes_are_numbers_or_text():
-    options = options_of(None, kv_cache_memory_bytes="1.5G", kv_cache_host_bytes="2m", max_model_len="4K", dtype="auto")
+    options = make_options(
+        None, kv_cache_memory_bytes="1.5G", kv_cache_host_bytes="2m", max_model_len="4K", dtype="auto"
+    )
     assert (options.kv_cache_memory_bytes, options.kv_cache_host_bytes) == (3 << 29, 2_000_000)
     assert (options.max_model_len, options.dtype) == (4096, "auto")
-    assert options_of(None, kv_cache_memory_bytes=7).kv_cache_memory_bytes == 7
+    assert make_options(None, kv_cache_memory_bytes=7).kv_cache_memory_bytes == 7
 
 
 @pytest.mark.parametrize(
@@ -181,17 +183,17 @@ def test_caches_that_do_not_fit_are_refused(monkeypatch, options, free, message)
     monkeypatch.setattr(cache_size, "free_memory", lambda: free << 30)
     weights = 1 << 30 if options else 0
     with nullcontext() if message is None else pytest.raises(ModelError, match=message):
-        check_memory(options_of(None, **options), weights)
+        check_memory(make_options(None, **options), weights)
 
 
 def test_cache_larger_than_the_device_is_refused(monkeypatch):
     monkeypatch.setattr(cache_size, "device_memory", lambda: 80 << 30)
     monkeypatch.setattr(cache_size, "free_memory", lambda: 1 << 30)  # of the host, which holds none of it
-    check_memory(options_of(None, kv_cache_memory_bytes="60G"), 70 << 30)
+    check_memory(make_options(None, kv_cache_memory_bytes="60G"), 70 << 30)
     with pytest.raises(
         ModelError, match=r"kv_cache_memory_bytes is .* \(100 GiB\), and a device has 80 GiB; give less"
     ):
-        check_memory(options_of(None, kv_cache_memory_bytes="100G"), 0)
+        check_memory(make_options(None, kv_cache_memory_bytes="100G"), 0)
 
 
 def test_engine_that_cannot_fit_is_refused_before_it_loads(monkeypatch):

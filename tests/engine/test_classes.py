@@ -11,7 +11,7 @@ from quire import LLM
 from quire.model.checkpoint import hub, loader
 from quire.model.config import ModelError
 from quire.serving.api.errors import RequestError
-from quire.serving.api.options import options_of
+from quire.serving.api.options import make_options
 from quire.serving.build import make_engine
 from quire.serving.http.models import Model
 from quire.serving.http.settings import Formats
@@ -63,7 +63,7 @@ def test_classes_by_python_and_http(made):
             ask(TEXTS, use_tqdm=False)
     with pytest.raises(RequestError, match="model: has no classes; ask a model whose architecture is"):
         LLM(**OPTIONS).classify(TEXTS)
-    model = Model(("m",), lambda: make_engine(options_of(str(folder), **OPTIONS)))
+    model = Model(("m",), lambda: make_engine(make_options(str(folder), **OPTIONS)))
     with served(model, formats=Formats("none", chat_template=PLAIN)) as state, Client(state.url) as client:
         status, body = client.post("/classify", {"input": TEXTS})
         assert status == 200 and body["object"] == "list" and body["usage"]["prompt_tokens"] > 0

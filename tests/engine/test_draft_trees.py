@@ -9,7 +9,7 @@ from quire import LLM, SamplingParams
 from quire.model.checkpoint import hub, loader
 from quire.model.config import ModelError
 from quire.model.text.tokenizer import Tokenizer
-from quire.serving.api.speculation import speculation_of
+from quire.serving.api.speculation import parse_speculative_config
 from quire.serving.cache.disk_cache import DiskCache
 from quire.serving.cache.host_cache import HostCache
 from quire.serving.cache.page_table import PageTable
@@ -27,7 +27,7 @@ from quire.tests.support.recorded_drafts import Recorded
 LENGTH = 256
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0), (0, 0, 0, 0)]"
 CONFIG = {"method": "medusa", "model": "quill-medusa", "speculative_token_tree": TREE}
-PATHS = speculation_of(CONFIG).paths
+PATHS = parse_speculative_config(CONFIG).paths
 PLAIN = StepShape.largest(4, 48, 16)
 DRAFTED = replace(PLAIN, max_drafts=4, num_branches=len(PATHS), tree_tokens=sum(1 + len(path) for path in PATHS))
 
@@ -35,11 +35,11 @@ DRAFTED = replace(PLAIN, max_drafts=4, num_branches=len(PATHS), tree_tokens=sum(
 def test_a_tree_is_its_paths():
     assert PATHS == ((0, 0, 0, 0), (0, 1), (1, 0, 0), (1, 1), (2,))
     given = [[0], [0, 0], [1]], "[(0,), (0, 0), (1,)]", ((0,), (0, 0), (1,))
-    trees = [speculation_of(CONFIG | {"speculative_token_tree": tree}) for tree in given]
+    trees = [parse_speculative_config(CONFIG | {"speculative_token_tree": tree}) for tree in given]
     assert {(tree.paths, tree.depth, tree.num_rows, tree.num_speculative_tokens) for tree in trees} == {
         (((0, 0), (1,)), 2, 5, 3)
     }
-    chain = speculation_of({"method": "ngram", "num_speculative_tokens": 3})
+    chain = parse_speculative_config({"method": "ngram", "num_speculative_tokens": 3})
     assert (chain.paths, chain.depth, chain.num_rows) == (((0, 0, 0),), 3, 4)
 
 
@@ -62,7 +62,7 @@ def engine_of(compiled, shape=DRAFTED, num_pages=400, host_cache=None, **config)
     runner = Runner(old.config, old.weights, shape, old.num_pages, 16, LENGTH, True)
     runner.compiled, runner.page_copier.programs = old.compiled, old.page_copier.programs
     table = PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows, host_cache=host_cache)
-    chosen = speculation_of(CONFIG | config) if shape.num_branches > 1 else None
+    chosen = parse_speculative_config(CONFIG | config) if shape.num_branches > 1 else None
     return Engine(runner, tokenizer, [table], LENGTH, speculation=chosen)
 
 
@@ -139,7 +139,7 @@ def test_the_very_tokens_of_plain_decoding(compiled, tmp_path):
     assert runners[DRAFTED].compiles.recompiles == recompiled
     for engine in engines.values():
         (table,) = engine.tables
-        assert all(pool.free == pool.num_pages - 1 for pool in table.pools), "a path keeps its pages"
+        assert all(pool.num_free == pool.num_pages - 1 for pool in table.pools), "a path keeps its pages"
 
 
 HEADS = [CONFIG, {"method": "eagle", "model": "quill-eagle", "speculative_token_tree": TREE}]
@@ -226,7 +226,7 @@ class Steps(Observer):
 @pytest.mark.parametrize(("more", "slope", "expected"), [(0.6, 0.001, True), (0.05, 0.01, False), (0.6, 0.5, False)])
 def test_further_paths_are_verified_where_they_pay(more, slope, expected):
     """By what they gave of late beyond the first, and what their rows cost."""
-    own = Speculator(speculation_of(CONFIG), lambda rows, seqs, drafts, paths=1: 1 + slope * (rows - seqs))
+    own = Speculator(parse_speculative_config(CONFIG), lambda rows, seqs, drafts, paths=1: 1 + slope * (rows - seqs))
     (seq,) = [Running(drafts=[1, 2, 3, 4], branches=[[1, 5], [7]])]
     own.records, own.drafting = {seq: Record(Rate(24, 7e5, 1e6), Rate(24, more * 1e6, 1e6), ideas=4)}, True
     own.trim([seq])

@@ -14,7 +14,7 @@ from quire.model.checkpoint import embedder, hub
 from quire.model.config import ModelError
 from quire.model.text.tokenizer import Tokenizer
 from quire.serving.api.errors import RequestError
-from quire.serving.api.options import options_of
+from quire.serving.api.options import make_options
 from quire.serving.build import make_engine
 from quire.serving.http.models import Model
 from quire.serving.http.settings import Formats
@@ -78,7 +78,7 @@ def test_prompts_come_before_texts(folder):
 
 
 def test_http(folder):
-    options = options_of(str(folder), **OPTIONS)
+    options = make_options(str(folder), **OPTIONS)
     model = Model(("m",), lambda: make_engine(options))
     with served(model, formats=Formats("none", chat_template=PLAIN)) as state, Client(state.url) as client:
 
@@ -205,7 +205,7 @@ def test_text_is_truncated_as_the_folder_says(short):
 
 
 def test_http_truncates_as_the_folder_says(short):
-    options = options_of(str(short), **OPTIONS)
+    options = make_options(str(short), **OPTIONS)
     model = Model(("m",), lambda: make_engine(options))
     with served(model, formats=Formats("none")) as state, Client(state.url) as client:
 

@@ -8,7 +8,7 @@ import pytest
 from quire import LLM, RequestError
 from quire.model.checkpoint import loader
 from quire.model.config import ModelError
-from quire.serving.api.options import options_of
+from quire.serving.api.options import make_options
 from quire.serving.build import make_engine
 from quire.serving.engine.snapshot import take_snapshot
 from quire.serving.http.models import Model
@@ -79,7 +79,7 @@ def test_what_is_refused(tmp_path):
 
 def test_over_http(tmp_path):
     made = GoldenEncoder(NAMED["embeddinggemma"], tmp_path)
-    options = options_of(str(made.folder), **OPTIONS)
+    options = make_options(str(made.folder), **OPTIONS)
     with (
         served(Model(("m",), lambda: make_engine(options)), formats=Formats("none")) as state,
         Client(state.url) as client,

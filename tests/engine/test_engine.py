@@ -155,7 +155,7 @@ def test_random_mixes_equal_the_naive_decoder(engine, oracle, block):
         arrivals, aborts, params = random_mix(rng)
         for name, output in run(engine, arrivals, aborts).items():
             check_greedy(oracle, output, params[name])
-        assert all(group.free == group.num_pages - 1 for group in engine.tables[0].pools)
+        assert all(group.num_free == group.num_pages - 1 for group in engine.tables[0].pools)
     assert engine.runner.compiles.recompiles == before
 
 
@@ -614,7 +614,7 @@ def test_answers_of_one_request_share_its_prompt(weights, engine):
 
     def watch(plan, moves, launch=engine.runner.launch):
         nonlocal most
-        most = max(most, sum(group.num_pages - 1 - group.free for group in engine.tables[0].pools[:1]))
+        most = max(most, sum(group.num_pages - 1 - group.num_free for group in engine.tables[0].pools[:1]))
         return launch(plan, moves)
 
     engine.runner.launch = watch
@@ -764,7 +764,7 @@ def test_names_that_collide_never_lead_to_another_prompt(weights, engine, tmp_pa
 
 
 def test_a_disk_that_takes_nothing_hurts_nobody(weights, engine, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(disk_module, "private", lambda path, flags: os.open("/dev/full", os.O_WRONLY))
+    monkeypatch.setattr(disk_module, "open_private", lambda path, flags: os.open("/dev/full", os.O_WRONLY))
     rng = np.random.default_rng(3)
     plain = without_cache(weights, engine)
     small = make(weights, compiled=engine)
@@ -780,7 +780,7 @@ def test_a_disk_that_takes_nothing_hurts_nobody(weights, engine, tmp_path, monke
 def test_a_failed_step_leaves_what_the_host_has(weights, engine, tmp_path, monkeypatch):
     own = make(weights, compiled=engine, host_cache=host_cache_for(engine, 400))
     for group in own.tables[0].pools:
-        group.blank = group.blank[:8]  # the second prompt drives the first one out
+        group.free_pages = group.free_pages[:8]  # the second prompt drives the first one out
     monkeypatch.setattr(own.scheduler, "check", lambda: None)
     params = SamplingParams(temperature=0, max_tokens=2, logprobs=1, ignore_eos=True)
     first = run(own, {0: [("a", list(range(60)), params)]})["a"]

@@ -189,12 +189,12 @@ def written(rng: random.Random, rules: dict[str, Node], node: Node, left: list[i
     if isinstance(node, Chars):
         return rng.choice([letter for letter in "abcd" if within(node, letter)])
     if isinstance(node, Seq):
-        return "".join(written(rng, rules, part, left) for part in node.parts)
+        return "".join(written(rng, rules, part, left) for part in node.children)
     if isinstance(node, Alt):
-        return written(rng, rules, rng.choice(node.parts), left)
+        return written(rng, rules, rng.choice(node.children), left)
     if isinstance(node, Repeat):
         times = rng.randint(node.low, node.low + 2 if node.high is None else node.high)
-        return "".join(written(rng, rules, node.part, left) for _ in range(times))
+        return "".join(written(rng, rules, node.child, left) for _ in range(times))
     return written(rng, rules, rules[node.name], left)
 
 
@@ -210,18 +210,18 @@ def reads(rules: dict[str, Node], text: str) -> bool:
         if isinstance(node, Chars):
             return {at + 1} if at < len(text) and within(node, text[at]) else set()
         if isinstance(node, Alt):
-            return set().union(*(places(part, at) for part in node.parts))
+            return set().union(*(places(part, at) for part in node.children))
         if isinstance(node, Ref):
             return set(known.setdefault((node.name, at), set()))
         now, after = {at}, set()
-        parts: Iterator[Node] = iter(node.parts if isinstance(node, Seq) else [node.part] * node.low)
+        parts: Iterator[Node] = iter(node.children if isinstance(node, Seq) else [node.child] * node.low)
         for part in parts:
             now = set().union(*(places(part, each) for each in now))
         if isinstance(node, Seq):
             return now
         for _ in range(len(text) + 1 if node.high is None else node.high - node.low):
             after |= now
-            now = set().union(*(places(node.part, each) for each in now))
+            now = set().union(*(places(node.child, each) for each in now))
         return after | now
 
     before = -1

@@ -14,11 +14,11 @@ from quire.serving import parsing
 from quire.serving.api.errors import RequestError
 from quire.serving.request import schema_document
 from quire.serving.request.grammar import limits
-from quire.serving.request.grammar_body import body_of
-from quire.serving.request.grammar_text import whole
-from quire.serving.request.json_schema import rewritten
-from quire.serving.request.schema_document import Refused
-from quire.serving.request.schema_negation import other_texts
+from quire.serving.request.grammar_body import build_body
+from quire.serving.request.grammar_text import complete_grammar
+from quire.serving.request.json_schema import rewrite_schema
+from quire.serving.request.schema_document import UnsupportedSchema
+from quire.serving.request.schema_negation import pattern_excluding
 from quire.tests.support.cases import cases
 
 TOKENIZER = llguidance.LLTokenizer("byte")
@@ -103,8 +103,8 @@ def test_a_rewritten_schema_accepts_no_more_than_the_schema():
     for _ in range(count):
         schema = document(rng)
         try:
-            found = rewritten(schema)
-        except Refused:
+            found = rewrite_schema(schema)
+        except UnsupportedSchema:
             refused += 1
             continue
         before, after = (jsonschema.Draft202012Validator(each) for each in (schema, found))
@@ -136,8 +136,8 @@ def answer(rng: np.random.Generator, matcher: llguidance.LLMatcher) -> bytes | N
 
 
 def compiled(schema: dict[str, Any]) -> llguidance.LLMatcher:
-    body = json.dumps(body_of({"json": json.dumps(schema)}))
-    return llguidance.LLMatcher(TOKENIZER, whole(body, ""), log_level=0, limits=limits(1))
+    body = json.dumps(build_body({"json": json.dumps(schema)}))
+    return llguidance.LLMatcher(TOKENIZER, complete_grammar(body, ""), log_level=0, limits=limits(1))
 
 
 @pytest.mark.random
@@ -283,8 +283,8 @@ def test_schemas_in_grammars_of_the_server_are_rewritten():
     ):
         tool["properties"]["a: %json {"].pop("format" if name == "qwen3_coder" else "", None)
         written = parsing.call_grammar(name, None, {"f": tool}, {}, "one", None)
-        body = json.dumps(body_of({"grammar": written}, True))
-        matcher = llguidance.LLMatcher(TOKENIZER, whole(body, ""), log_level=0)
+        body = json.dumps(build_body({"grammar": written}, True))
+        matcher = llguidance.LLMatcher(TOKENIZER, complete_grammar(body, ""), log_level=0)
         assert not matcher.is_error(), matcher.get_error()
         copy = matcher.deep_copy()
         assert copy.consume_tokens(list(right.encode())) and copy.is_accepting()
@@ -327,14 +327,14 @@ def test_keywords_of_a_wrong_kind_are_refused_and_nothing_else_happens():
                 {"oneOf": [{keyword: junk}, {}], "if": {}},
             ):
                 try:
-                    json.dumps(rewritten({keyword: junk, **around}))
-                except Refused as error:
+                    json.dumps(rewrite_schema({keyword: junk, **around}))
+                except UnsupportedSchema as error:
                     assert "\n" not in str(error) and len(str(error)) < 300
 
 
 def test_the_pattern_of_other_texts():
     long = "a" * 90
-    pattern = other_texts(["", "no", "not", "not", long, "é🙂"])
+    pattern = pattern_excluding(["", "no", "not", "not", long, "é🙂"])
     texts = ["", "n", "no", "not", "nota", "x", "\n", "aa", "a" * 31, "a" * 32, long, long + "a", "é", "é🙂", "é🙂é"]
     other = ["n", "nota", "x", "\n", "aa", "a" * 31, "é", "é🙂é"]
     assert [text for text in texts if re.search(pattern, text)] == other
@@ -352,6 +352,6 @@ def test_a_schema_that_refers_to_itself_is_rewritten_in_bounded_steps(monkeypatc
         {"oneOf": [{"properties": {"a": {"$ref": "#"}}, "required": ["a"]}] * 4},
     ):  # fmt: skip
         try:
-            assert len(json.dumps(rewritten(schema))) < 1 << 22
-        except Refused:
+            assert len(json.dumps(rewrite_schema(schema))) < 1 << 22
+        except UnsupportedSchema:
             continue

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.scripts.bench.host import pretended_engine
 from quire.serving.api.params import SamplingParams, Terms
-from quire.serving.api.speculation import speculation_of
+from quire.serving.api.speculation import parse_speculative_config
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.engine import Engine
 from quire.serving.observe import live_view as module
@@ -45,7 +45,11 @@ def make(lent: Engine, pages: int = 200) -> tuple[Engine, Clock]:
     runner.reset()
     table = PageTable((pages,) * groups, 16, runner.config.windows)
     drafts = runner.shape.max_drafts
-    chosen = speculation_of({"method": "ngram", "num_speculative_tokens": drafts, "adapts": False}) if drafts else None
+    chosen = (
+        parse_speculative_config({"method": "ngram", "num_speculative_tokens": drafts, "adapts": False})
+        if drafts
+        else None
+    )
     return Engine(runner, lent.tokenizer, [table], lent.max_len, clock=clock, speculation=chosen), clock
 
 
@@ -104,7 +108,7 @@ def check(engine: Engine, shown: dict) -> None:
     waits = [request for request in engine.requests.values() if request not in running]
     assert (shown["num_running"], shown["num_waiting"]) == (len(running), len(waits))
     lengths = {request.request_id: request.sequences[0].num_prompt for request in waits}
-    assert len(shown["waiting"]) == min(len(waits), module.LISTED)
+    assert len(shown["waiting"]) == min(len(waits), module.MAX_LISTED)
     assert {one["id"]: one["prompt"] for one in shown["waiting"]}.items() <= lengths.items()
     assert shown["used"] == engine.tables[0].used()
 

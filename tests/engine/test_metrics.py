@@ -22,12 +22,12 @@ from quire.scripts.bench.host import pretended_engine
 from quire.serving.api.errors import RequestError
 from quire.serving.api.outputs import FINISH_REASONS
 from quire.serving.api.params import SamplingParams, Terms
-from quire.serving.api.speculation import speculation_of
+from quire.serving.api.speculation import parse_speculative_config
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.engine import Engine
 from quire.serving.engine.step_record import Observer
 from quire.serving.llm import LLM
-from quire.serving.observe.histogram import Histogram, Rate, Recent, one_two_five
+from quire.serving.observe.histogram import Histogram, Rate, RecentDurations, one_two_five
 from quire.serving.observe.live_view import LiveView
 from quire.serving.observe.metrics import HttpMetrics, Metrics, render
 from quire.serving.observe.trace import Trace
@@ -155,7 +155,7 @@ def make(lent: Engine, pages: int = 200, clock=None, caching: bool = True) -> En
     table = PageTable((pages,) * groups, 16, runner.config.windows, caching)
     drafts = runner.shape.max_drafts
     chosen = drafts and {"method": "ngram", "num_speculative_tokens": drafts, "adapts": False}
-    speculation = speculation_of(chosen or None)
+    speculation = parse_speculative_config(chosen or None)
     engine = Engine(runner, lent.tokenizer, [table], lent.max_len, clock=clock or Clock(), speculation=speculation)
     if engine.speculator is not None:
         engine.speculator.drafter = Guesses(random.Random(0), next(iter(runner.compiled.values())).tokens)
@@ -474,7 +474,7 @@ def test_a_step_with_drafts_gives_one_gap_and_counts_what_it_gave(lent_with_draf
         gaps += sum(count > 0 and old > 0 for count, old in zip(came, before, strict=True))
         gaining += sum(count > 1 for count in came)
         for own, request, old in zip(drafted, requests, before, strict=True):
-            own += [old + place for part in request.take().parts for place in part.drafted]
+            own += [old + place for part in request.take().completions for place in part.drafted]
     trace.close()
     assert gaining > 10
     values, told = metrics.values(), [request.output().metrics for request in requests]
@@ -688,8 +688,8 @@ def test_what_the_server_counts_is_bounded():
     http.request("/v1/models", "GET", 200)
     http.request("/v1/models", "GET", 200)
     http.request("other", "other", 404)
-    http.beat(0.004)
-    http.beat(-1e-9)
+    http.observe_delay(0.004)
+    http.observe_delay(-1e-9)
     http.streams += 1
     found = parsed(render({}, http)[0])
     assert found["quire:http_requests_total", "GET", "/v1/models", "200"] == 2
@@ -703,7 +703,7 @@ def test_what_the_server_counts_is_bounded():
     assert found["quire:streams_open"] == 1
     for index in range(5000):
         http.request(f"/{index}", "GET", 200)
-    assert len(http.requests) <= HttpMetrics.MOST + 1
+    assert len(http.requests) <= HttpMetrics.MAX_LABEL_SETS + 1
     assert sum(http.requests.values()) == 5003
 
 
@@ -795,10 +795,10 @@ def test_a_histogram_counts_each_value_once(values, bounds):
 @given(st.lists(st.tuples(st.floats(0, 200), st.floats(1e-5, 1e3), st.integers(1, 5)), min_size=1))
 def test_quantiles_of_the_last_minute(observed):
     """To within a hundredth those of the values of the last minute, to within five seconds."""
-    recent, now = Recent(), 200.0
+    recent, now = RecentDurations(), 200.0
     for at, value, times in sorted(observed):
         recent.observe(at, value, times)
-    assert len(recent.slots) <= Recent.SLOTS
+    assert len(recent.slots) <= RecentDurations.SLOTS
     values = sorted(v for at, value, times in observed if at // 5 > now // 5 - 12 for v in [value] * times)
     found = recent.quantiles(now, (0.5, 0.9, 1.0))
     if not values:

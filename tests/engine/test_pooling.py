@@ -134,7 +134,7 @@ def test_an_embedding_that_failed_is_none(compiled):
     assert request.output().pooled is None
     with pytest.raises(RuntimeError, match="no embedding"):
         embedding(request.output())
-    assert all(group.free == group.num_pages - 1 for group in engine.tables[0].pools)
+    assert all(group.num_free == group.num_pages - 1 for group in engine.tables[0].pools)
 
 
 def test_nobody_else_fetches_hidden_states(compiled, monkeypatch):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quire.model.text.tokenizer import Tokenizer
-from quire.serving.api.outputs import CompletionOutput, Fresh, Logprob
+from quire.serving.api.outputs import CompletionDelta, CompletionOutput, Logprob
 from quire.serving.api.params import SamplingParams
 from quire.serving.request.request import Request
 from quire.serving.request.sequence import Score, Sequence
@@ -39,7 +39,7 @@ def draw(request: Request, index: int, token: int, rng: random.Random) -> None:
         request.end(index, reason)
 
 
-def joined(parts: list[Fresh], params: SamplingParams) -> dict[int, CompletionOutput]:
+def joined(parts: list[CompletionDelta], params: SamplingParams) -> dict[int, CompletionOutput]:
     """Each answer from its parts; of one that is over nothing more may come."""
     found: dict[int, CompletionOutput] = {}
     for part in parts:
@@ -95,14 +95,14 @@ def test_what_is_taken_adds_up(tokenizer):
                 draw(request, rng.choice(live), token, rng)
             if rng.random() < eager:
                 delta = request.take()
-                assert not delta.parts or len(request.completions) == params.n or delta.finished
-                parts += delta.parts
+                assert not delta.completions or len(request.completions) == params.n or delta.finished
+                parts += delta.completions
             if rng.random() < 0.1:
                 request.output()
         delta = request.take()
         assert delta.finished
-        parts += delta.parts
-        assert not request.take().parts
+        parts += delta.completions
+        assert not request.take().completions
         several += len(parts) > 2 * params.n
         whole = {answer.index: replace(answer, cumulative_logprob=None) for answer in request.output().outputs}
         assert joined(parts, params) == whole
@@ -125,13 +125,13 @@ class Watched(list):
 def test_taking_costs_what_is_new(tokenizer):
     request = make(tokenizer, SamplingParams(logprobs=1, stop=["never there"]), max_tokens=4000)
     stream, rng = request.completions[0], random.Random(1)
-    stream.seq.tokens, stream.parts, stream.logprobs = Watched([5, 6]), Watched(), Watched()
+    stream.seq.tokens, stream.text_parts, stream.logprobs = Watched([5, 6]), Watched(), Watched()
     ids = sorted(set(range(tokenizer.vocab_size)) - tokenizer.eos_token_ids)
     while not request.finished:
         draw(request, 0, rng.choice(ids), rng)
         request.take()
     assert len(stream.seq.tokens) == 4002
-    for watched in (stream.seq.tokens, stream.parts, stream.logprobs):
+    for watched in (stream.seq.tokens, stream.text_parts, stream.logprobs):
         assert watched.copied <= 4001
 
 

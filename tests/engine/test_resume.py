@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.serving.api.options import options_of
+from quire.serving.api.options import make_options
 from quire.serving.build import make_engine
 from quire.serving.http.app import make_app
 from quire.serving.http.models import Model, Models
@@ -48,7 +48,7 @@ def two():
     """(what runs coroutines, the applications of two servers whose own seeds differ, of which the second drafts)."""
     models = []
     for seed, drafts in ((1, None), (2, DRAFTS)):
-        options = options_of(
+        options = make_options(
             str(FOLDER), max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128, seed=seed,
             speculative_config=drafts,
         )  # fmt: skip

@@ -43,7 +43,7 @@ def test_every_sequence_ends_once_whatever_the_load(seed):
         assert seq.finish_reason == "length"
         assert seq.num_output == seq.max_tokens
         assert seq.prompt_scores is None or all(seq.prompt_scores)
-    assert all(group.free == group.num_pages - 1 for group in scheduler.replicas[0].table.pools)
+    assert all(group.num_free == group.num_pages - 1 for group in scheduler.replicas[0].table.pools)
     assert len(scheduler.replicas[0].free_slots) == 4
     assert not drafts or (device.accepted and device.rejected)
 
@@ -60,7 +60,7 @@ def test_paths_of_drafts_have_pages_while_these_are_free(seed):
     device.run()
     assert device.branched > 5
     table = scheduler.replicas[0].table
-    assert all(group.free == group.num_pages - 1 for group in table.pools)
+    assert all(group.num_free == group.num_pages - 1 for group in table.pools)
     one, two = sequence(0, 4, 40, awaits_drafts=True), sequence(1, 100, 44)
     scheduler = make(pages=(42, 90), limits=limits, **tree)  # not for both to their ends
     scheduler.add(one, two)

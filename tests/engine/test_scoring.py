@@ -11,7 +11,7 @@ from quire import LLM
 from quire.model.text.tokenizer import Tokenizer
 from quire.serving.api.errors import RequestError
 from quire.serving.api.outputs import Logprob, RequestOutput
-from quire.serving.request.scoring import pair_tokens, pairs, scored
+from quire.serving.request.scoring import pair_tokens, pairs, score_output
 from quire.tests.support import uncached
 from quire.tests.support.tokenizer_zoo import ZOO, random_text, save
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_scored_is_refused(llm, text_1, text_2, words):
 
 def test_a_request_that_ended_early_has_no_score():
     whole = RequestOutput("r", None, [1, 2, 3], [], prompt_logprobs=[None, {2: Logprob(-1.0)}, {3: Logprob(-2.0)}])
-    assert scored(whole, 1).outputs.score == -1.5 and scored(whole, 2).outputs.score == -2.0
+    assert score_output(whole, 1).outputs.score == -1.5 and score_output(whole, 2).outputs.score == -2.0
     for logprobs in (None, [None, {2: Logprob(-1.0)}, None]):
         with pytest.raises(RuntimeError, match="no score"):
-            scored(RequestOutput("r", None, [1, 2, 3], [], prompt_logprobs=logprobs), 1)
+            score_output(RequestOutput("r", None, [1, 2, 3], [], prompt_logprobs=logprobs), 1)

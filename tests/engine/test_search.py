@@ -5,7 +5,7 @@ import random
 import pytest
 
 from quire import LLM, RequestError, SamplingParams, SearchParams
-from quire.serving.search import Candidate, said
+from quire.serving.search import Candidate, extract_answer
 
 OPTIONS = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64}
 STORY, SUM = "Once upon a time", [{"role": "user", "content": "12 + 30 ="}]
@@ -50,7 +50,7 @@ def test_the_majority_wins(llm):
 
     params = SearchParams("majority", n=9, answer=r"(\d)\d*", sampling=SAMPLING)
     (plain,) = llm.search(SUM, params)
-    digits = [said(one.text, r"(\d)\d*") for one in plain.candidates]
+    digits = [extract_answer(one.text, r"(\d)\d*") for one in plain.candidates]
     counts = {digit: digits.count(digit) for digit in digits if digit is not None}
     assert counts[plain.best.answer] == max(counts.values())
     (weighted,) = llm.search(SUM, params, reward=reward)
@@ -69,7 +69,7 @@ def test_the_majority_wins(llm):
     ],
 )
 def test_what_an_answer_says(text, pattern, expected):
-    assert said(text, pattern) == expected
+    assert extract_answer(text, pattern) == expected
 
 
 def test_beam_goes_on_from_the_best_beginnings(llm):

@@ -15,7 +15,7 @@ from quire.model.checkpoint import hub, loader
 from quire.model.config import ModelError
 from quire.model.text.tokenizer import Tokenizer
 from quire.serving.api.params import SamplingParams
-from quire.serving.api.speculation import METHODS, speculation_of
+from quire.serving.api.speculation import METHODS, parse_speculative_config
 from quire.serving.cache.disk_cache import DiskCache
 from quire.serving.cache.host_cache import HostCache
 from quire.serving.cache.page_table import PageTable
@@ -61,7 +61,7 @@ def engine_of(compiled, shape=DRAFTED, num_pages=400, host_cache=None, method="n
     table = PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows, host_cache=host_cache)
     chosen = None
     if shape.max_drafts:
-        chosen = speculation_of({"method": method, "num_speculative_tokens": shape.max_drafts, **config})
+        chosen = parse_speculative_config({"method": method, "num_speculative_tokens": shape.max_drafts, **config})
     return Engine(runner, tokenizer, [table], LENGTH, speculation=chosen)
 
 
@@ -350,7 +350,7 @@ def test_a_drafter_catches_up_on_what_it_has_not_followed():
 
 
 def speculator(seconds, **config):
-    return Speculator(speculation_of({"method": "ngram", **config}), seconds)
+    return Speculator(parse_speculative_config({"method": "ngram", **config}), seconds)
 
 
 def running(count, drafts, tokens=50):
@@ -422,7 +422,7 @@ def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500, slowness=lambda 
         return seq
 
     rng, lengths = random.Random(1), range(10, 200, 10) if turns else [200]
-    own = Speculator(speculation_of(config), seconds, count_up(step=1e-5).__next__)  # to propose takes 10 µs
+    own = Speculator(parse_speculative_config(config), seconds, count_up(step=1e-5).__next__)  # to propose takes 10 µs
     if not own.in_step:
         own.drafter = Chance(rng, rate, ideas)
     seqs, plain, tokens = [new() for _ in range(count)], 0.0, 0
@@ -527,7 +527,7 @@ def test_drafts_that_pay_are_not_reported(caplog, config):
 
 def test_drafts_that_cannot_pay_are_not_even_tried():
     """A step that takes as much longer as it drafts tokens: no draft, and no look, whatever would be accepted."""
-    own = Speculator(speculation_of(LAYERS), lambda rows, seqs, drafts: seqs * 1e-3 + drafts)
+    own = Speculator(parse_speculative_config(LAYERS), lambda rows, seqs, drafts: seqs * 1e-3 + drafts)
     seqs = running(16, 0)
     for seq in seqs:
         seq.pool, seq.max_tokens, seq.awaits_drafts = None, 100, False
@@ -578,7 +578,7 @@ def test_a_grammar_that_looks_ahead_stays_where_it_is(compiled):
             if case == 0 and step == len(known):
                 break
             token, drafts = known[step] if case == 0 else (None, rng.choices(np.flatnonzero(allowed).tolist(), k=4))
-            rows = list(looking.allowed_after(looking.open_beginning(drafts), stops))
+            rows = list(looking.allowed_after(looking.longest_allowed_prefix(drafts), stops))
             np.testing.assert_array_equal(rows[0], allowed)
             token = (
                 rng.choice([t for t in np.flatnonzero(allowed).tolist() if t not in stops] or [2]) if case else token

@@ -25,7 +25,7 @@ from quire.serving.engine import runner as runner_module
 from quire.serving.engine.engine import Engine
 from quire.serving.engine.runner import Runner
 from quire.serving.request import grammar
-from quire.serving.request.grammar import MAX_KEPT, Grammars
+from quire.serving.request.grammar import MAX_CACHED, Grammars
 from quire.tests.support import company, tiny
 from quire.tests.support.cases import cases
 from quire.tests.support.shapes import SCHEMAS, hostile, valid
@@ -495,7 +495,7 @@ def test_answers_side_by_side_survive_a_full_table(llm, monkeypatch):
             assert (
                 allowed.any()
                 and len(after) == len(drafts)
-                and constraint.open_beginning(drafts)
+                and constraint.longest_allowed_prefix(drafts)
                 == [token for token, row in zip(drafts, [allowed, *after], strict=False) if row[token]]
             )
             token = int(rng.choice(np.flatnonzero(allowed[: len(tokens)])))
@@ -622,7 +622,7 @@ def test_grammars_are_read_in_the_worker(llm, monkeypatch):
     assert "yes" in json.loads(asked[0])[0]["grammar"]
     monkeypatch.setattr(worker, "ask", lambda request: None)  # ended by the operating system
     assert "too much time" in str(refused(llm, grammar='root ::= "yes" # twice'))
-    assert not any(name in vars(grammar) for name in ("to_lark", "is_gbnf", "body_of"))
+    assert not any(name in vars(grammar) for name in ("to_lark", "is_gbnf", "build_body"))
 
 
 def test_nothing_is_fetched(llm):
@@ -667,7 +667,9 @@ def test_distinct_schemas_do_not_pile_up(llm):
     before = resident()
     compile_some(200, 200 + cases(1000))
     assert resident() - before < 100 << 20
-    assert len(grammars.kept) <= MAX_KEPT and grammars.kept_text == sum(size for _, size in grammars.kept.values())
+    assert len(grammars.cached) <= MAX_CACHED and grammars.cached_characters == sum(
+        size for _, size in grammars.cached.values()
+    )
 
 
 def test_threads_compile_side_by_side(llm):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.serving.api.options import options_of
+from quire.serving.api.options import make_options
 from quire.serving.build import make_engine
 from quire.serving.http.models import Model
 from quire.tests.support.cases import cases
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 def engine():
     """The bundled model with few pages and a short queue: sequences give way, and requests are turned away."""
-    return make_engine(options_of(None, max_num_seqs=16, kv_cache_memory_bytes=3 << 20, max_queued_requests=24))
+    return make_engine(make_options(None, max_num_seqs=16, kv_cache_memory_bytes=3 << 20, max_queued_requests=24))
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def accounted(server) -> None:
     assert not engine.busy and not engine.requests and not server.service.open
     assert not thread.outbox.listeners and not thread.outbox.news
     engine.scheduler.check()
-    assert all(group.free == group.num_pages - 1 for group in engine.tables[0].pools)
+    assert all(group.num_free == group.num_pages - 1 for group in engine.tables[0].pools)
     assert engine.runner.compiles.recompiles == 0
 
 

@@ -31,7 +31,7 @@ def engine():
 def check_idle(engine) -> None:
     assert not engine.busy and not engine.requests
     engine.scheduler.check()
-    assert all(group.free == group.num_pages - 1 for group in engine.tables[0].pools)
+    assert all(group.num_free == group.num_pages - 1 for group in engine.tables[0].pools)
     assert len(engine.scheduler.replicas[0].free_slots) == 16
     assert not engine.scheduler.waiting.present and not engine.scheduler.waiting.waiting
 

@@ -12,7 +12,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 
-from quire.serving.api.options import options_of
+from quire.serving.api.options import make_options
 from quire.serving.api.params import MAX_LOGPROBS
 from quire.serving.build import make_engine
 from quire.serving.http.endpoints.openapi import SUMMARIES
@@ -41,7 +41,7 @@ OPTIONS = ("/api/chat", "/api/generate")  # endpoints that write, and take how m
 
 @pytest.fixture(scope="module")
 def server():
-    engine = make_engine(options_of(None, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=512))
+    engine = make_engine(make_options(None, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=512))
     with served(model_of(engine)) as state:
         state.engine, state.canary, state.counts = engine, Canary(state.url), Counter()
         with_file(state.service)

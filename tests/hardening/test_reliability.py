@@ -11,7 +11,7 @@ import pytest
 
 from quire import LLM
 from quire.ops.sampling import BROKEN
-from quire.serving.api.options import options_of
+from quire.serving.api.options import make_options
 from quire.serving.build import make_engine
 from quire.serving.engine.runner import DeviceLost
 from quire.tests.support.canary import BODIES, Canary, Client, settled, text_of
@@ -30,7 +30,7 @@ def say(prompt: str) -> str:
 @pytest.fixture(scope="module")
 def real():
     """The bundled model, served."""
-    engine = make_engine(options_of(None, max_num_seqs=40, max_num_batched_tokens=128, max_model_len=256))
+    engine = make_engine(make_options(None, max_num_seqs=40, max_num_batched_tokens=128, max_model_len=256))
     with served(model_of(engine), max_choices=128) as state:
         state.engine, state.canary = engine, Canary(state.url)
         yield state

@@ -12,7 +12,7 @@ import pytest
 from quire import LLM, LoRARequest, ModelError, SamplingParams
 from quire.scripts import options as o
 from quire.scripts.serve.command import adapters_of, entry
-from quire.serving.api.options import options_of
+from quire.serving.api.options import make_options
 from quire.serving.build import make_engine
 from quire.tests.support import peft, tiny, tokenizer_zoo
 from quire.tests.support.served import model_of, served
@@ -40,7 +40,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(folders):
-    return make_engine(options_of(str(folders / "base"), **OPTIONS))
+    return make_engine(make_options(str(folders / "base"), **OPTIONS))
 
 
 @pytest.fixture(scope="module")

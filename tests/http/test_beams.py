@@ -7,7 +7,7 @@ import pytest
 import requests
 
 from quire import BeamSearchParams
-from quire.serving.api.options import options_of
+from quire.serving.api.options import make_options
 from quire.serving.build import make_engine
 from quire.serving.engine.beam_search import search
 from quire.tests.support.served import model_of, served
@@ -18,7 +18,7 @@ PROMPTS = ["Once upon a time", "One day"]
 @pytest.fixture(scope="module")
 def server():
     """The bundled model; `found` is what a search in Python finds for each prompt, by its length penalty."""
-    engine = make_engine(options_of(None, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256))
+    engine = make_engine(make_options(None, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256))
     tokens = [engine.tokenizer.encode(prompt) for prompt in PROMPTS]
     found = {
         penalty: search(engine, tokens, BeamSearchParams(beam_width=3, max_tokens=8, length_penalty=penalty))

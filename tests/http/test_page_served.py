@@ -5,7 +5,7 @@ import re
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
-from quire.serving.api.options import options_of
+from quire.serving.api.options import make_options
 from quire.serving.build import make_engine
 from quire.tests.support.browser import CHROMIUM, FLAGS, Tab, needs_chromium, until
 from quire.tests.support.served import model_of, served
@@ -15,7 +15,7 @@ pytestmark = needs_chromium
 
 @pytest.fixture(scope="module")
 def server():
-    engine = make_engine(options_of(None, max_num_seqs=8, kv_cache_memory_bytes=4 << 20))
+    engine = make_engine(make_options(None, max_num_seqs=8, kv_cache_memory_bytes=4 << 20))
     with served(model_of(engine)) as state:
         state.engine = engine
         yield state
@@ -48,7 +48,7 @@ def test_a_chat_and_the_engine_beside_it(server):
 
 def test_an_answer_that_was_given_before_is_drafted():
     config = {"method": "suffix", "num_speculative_tokens": 4}
-    engine = make_engine(options_of(None, max_num_seqs=2, kv_cache_memory_bytes=4 << 20, speculative_config=config))
+    engine = make_engine(make_options(None, max_num_seqs=2, kv_cache_memory_bytes=4 << 20, speculative_config=config))
     with served(model_of(engine)) as state, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         try:

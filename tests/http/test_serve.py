@@ -14,7 +14,7 @@ import pytest
 from starlette.routing import Route
 
 from quire.model.config import ModelError
-from quire.serving.api.options import options_of
+from quire.serving.api.options import make_options
 from quire.serving.build import make_engine
 from quire.serving.http.models import Models
 from quire.serving.http.server import serve
@@ -578,7 +578,7 @@ def test_more_log_probabilities_than_the_server_lists_are_refused(server):
 
 def test_the_whole_vocabulary_over_http():
     """Of a server that lists it, -1 is all of it, as a distribution, in every form."""
-    options = options_of(None, max_num_seqs=4, max_num_batched_tokens=32, max_model_len=128, max_logprobs=-1)
+    options = make_options(None, max_num_seqs=4, max_num_batched_tokens=32, max_model_len=128, max_logprobs=-1)
     engine = make_engine(options)
     vocabulary = engine.config.vocab_size
 

@@ -17,12 +17,12 @@ from quire.serving.parsing import grammar, harmony, mistral, schema_types
 from quire.serving.parsing.form import Form
 from quire.serving.parsing.thoughts import REASONING, Thoughts
 from quire.serving.parsing.tool_forms import TOOL_FORMS
-from quire.serving.request.grammar_text import whole
+from quire.serving.request.grammar_text import complete_grammar
 from quire.tests.support.cases import cases
 from quire.tests.support.recorded_calls import read
 
 FORMS: dict[str, Form] = {name: form for name, form in TOOL_FORMS.items() if isinstance(form, Form)}
-FORMS |= {"mistral, a list": mistral.LISTED, "mistral, by name": mistral.NAMED, "openai": harmony.written(())}
+FORMS |= {"mistral, a list": mistral.LISTED, "mistral, by name": mistral.NAMED, "openai": harmony.call_form(())}
 TEXT = {"type": "string"}
 TOOLS: dict[str, Any] = {
     "find-trains.v2": {
@@ -120,8 +120,8 @@ def made(
     if calls == "any":
         written = grammar.free_grammar(form, tools, ids, thoughts, inside)
     else:
-        written = grammar.grammar_of(form, tools, ids, calls == "several", thoughts, inside)
-    body = whole(json.dumps({"lark_grammar": written}), "")
+        written = grammar.required_call_grammar(form, tools, ids, calls == "several", thoughts, inside)
+    body = complete_grammar(json.dumps({"lark_grammar": written}), "")
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer(tokens), body, log_level=0)  # type: ignore[arg-type]
     assert not matcher.is_error(), matcher.get_error() + written
     return matcher, tokens
@@ -171,7 +171,7 @@ def test_one_call_where_one_is_wanted():
             assert len(read(partial(parsing.make_parser, name, None, TOOLS), text)[2]) == 1
 
 
-MARKED = sorted(name for name, form in FORMS.items() if not form.bare and name != "openai")
+MARKED = sorted(name for name, form in FORMS.items() if not form.starts_answer and name != "openai")
 
 
 @pytest.mark.random
@@ -220,8 +220,8 @@ SAID = [(name, why) for name in ("qwen3_coder", "gemma4") for why in UNSAYABLE i
 
 @pytest.mark.parametrize(("name", "why"), SAID)
 def test_what_a_format_cannot_be_held_to_is_said(name, why):
-    with pytest.raises(grammar.Unsayable):
-        grammar.grammar_of(FORMS[name], {"f": UNSAYABLE[why]}, {}, True, None, False)
+    with pytest.raises(grammar.InexpressibleSchema):
+        grammar.required_call_grammar(FORMS[name], {"f": UNSAYABLE[why]}, {}, True, None, False)
 
 
 SELF = {"$ref": "#/$defs/a"}
@@ -260,16 +260,16 @@ def test_schemas_that_refer_to_themselves_take_bounded_steps(schema, name, monke
     """Written and read: as many steps as the schema is large, whether it can be held to or not."""
     steps = 0
 
-    def counted(pointer, root, pointed_at=schema_types._pointed_at):
+    def counted(pointer, root, pointed_at=schema_types._resolve_pointer):
         nonlocal steps
         steps += 1
         assert steps < 200_000  # 2^32 and more, without a bound
         return pointed_at(pointer, root)
 
-    monkeypatch.setattr(schema_types, "_pointed_at", counted)
+    monkeypatch.setattr(schema_types, "_resolve_pointer", counted)
     tools = {"f": REPEATED[schema]}
     for calls in ("one", "any"):
-        with contextlib.suppress(grammar.Unsayable):
+        with contextlib.suppress(grammar.InexpressibleSchema):
             assert len(parsing.call_grammar(name, None, tools, {}, calls, None)) < 1 << 22
     parser = parsing.make_parser(name, None, tools)
     parser.push("<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>")
@@ -285,15 +285,15 @@ PATTERNS = {
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_pattern_as_a_terminal(pattern):
-    assert grammar.regex_of(pattern) == PATTERNS[pattern]
+    assert grammar.search_terminal(pattern) == PATTERNS[pattern]
 
 
 @pytest.mark.parametrize(
     "pattern", ["a^", "$a", "^a|b$", r"\bx", r"(a)\1", "(?=a)", "(?i)a", "[a", "[", "a\\", "[]a]", "[^]"]
 )
 def test_a_pattern_that_is_no_terminal(pattern):
-    with pytest.raises(grammar.Unsayable):
-        grammar.regex_of(pattern)
+    with pytest.raises(grammar.InexpressibleSchema):
+        grammar.search_terminal(pattern)
 
 
 def test_a_pattern_is_read_in_linear_time():
@@ -301,8 +301,8 @@ def test_a_pattern_is_read_in_linear_time():
     for part in ("\\", "[", "[^", "(?:", "\\[", "[\\]"):
         matches = list(grammar.PATTERN_PART.finditer(part * 60_000))
         assert "".join(match[0] for match in matches) == part * 60_000
-        with contextlib.suppress(grammar.Unsayable):
-            grammar.regex_of("^" + part * 60_000)
+        with contextlib.suppress(grammar.InexpressibleSchema):
+            grammar.search_terminal("^" + part * 60_000)
 
 
 @pytest.mark.parametrize(
@@ -325,5 +325,5 @@ def test_a_pattern_is_read_in_linear_time():
 )
 def test_what_cannot_be_held_to_is_said_and_does_not_fail(schema):
     for name in ("qwen3_coder", "gemma4", "pythonic"):
-        with contextlib.suppress(grammar.Unsayable):
+        with contextlib.suppress(grammar.InexpressibleSchema):
             parsing.call_grammar(name, None, {"f": {"type": "object", **schema}}, {}, "one", None)

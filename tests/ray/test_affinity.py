@@ -13,7 +13,16 @@ from quire.model.config import ModelError
 from quire.serving.api.options import EngineOptions
 from quire.serving.http.settings import ServerSettings
 from quire.serving.ray import affinity as module
-from quire.serving.ray.affinity import CHUNK, MOST, SLACK, Affinity, beginnings, limit, of_body, of_tokens
+from quire.serving.ray.affinity import (
+    CHUNK,
+    MAX_PREFIXES,
+    SLACK,
+    Affinity,
+    body_prefix,
+    load_limit,
+    prefix_digests,
+    token_prefix,
+)
 from quire.serving.ray.scale import DeploymentPlan, ReplicaOptions
 
 
@@ -29,46 +38,46 @@ LONG = ["x" * 700, "y" * 900, "z" * 300]
 
 
 def test_a_conversation_begins_as_its_last_turn_did():
-    before, after = of_body([], chat(*LONG[:2])), of_body([], chat(*LONG))
+    before, after = body_prefix([], chat(*LONG[:2])), body_prefix([], chat(*LONG))
     assert len(before) > 4 and after[: len(before)] == before and len(after) > len(before)
-    assert of_body([], chat(LONG[0], LONG[2]))[:2] == before[:2]
+    assert body_prefix([], chat(LONG[0], LONG[2]))[:2] == before[:2]
     for path in ("system", "instructions"):
-        with_one = of_body([], chat(*LONG, **{path: "s" * 600}))
-        assert with_one[:2] == of_body([], chat("another", **{path: "s" * 600}))[:2] and with_one[0] != after[0]
+        with_one = body_prefix([], chat(*LONG, **{path: "s" * 600}))
+        assert with_one[:2] == body_prefix([], chat("another", **{path: "s" * 600}))[:2] and with_one[0] != after[0]
 
 
 def test_tenants_share_nothing():
     names = {
-        of_body(headers, chat(*LONG, **fields))[0]
+        body_prefix(headers, chat(*LONG, **fields))[0]
         for headers in ([], [(b"authorization", b"Bearer a")], [(b"x-api-key", b"a")])
         for fields in ({}, {"cache_salt": "s"}, {"model": "m"})
     }
     assert len(names) == 9
-    assert of_tokens(range(200), None) != of_tokens(range(200), "s")
-    assert of_tokens(range(200), None)[:2] == of_tokens(range(150), None)[:2]
+    assert token_prefix(range(200), None) != token_prefix(range(200), "s")
+    assert token_prefix(range(200), None)[:2] == token_prefix(range(150), None)[:2]
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b'"x"', b"\xff", b"[" * 100_000, b'{"prompt": {}}', b"null"])
 def test_what_is_no_request_has_no_beginnings(raw):
-    assert of_body([], raw) == ()
+    assert body_prefix([], raw) == ()
 
 
 def test_of_a_huge_prompt_the_beginning_is_enough():
-    assert len(of_body([], body(prompt="a" * 10**6))) == MOST
-    assert beginnings(b"", b"a" * (CHUNK - 1)) == ()
+    assert len(body_prefix([], body(prompt="a" * 10**6))) == MAX_PREFIXES
+    assert prefix_digests(b"", b"a" * (CHUNK - 1)) == ()
 
 
 def test_to_the_one_that_has_read_most():
     known = Affinity()
-    one, two = of_body([], chat(*LONG[:1])), of_body([], chat(*LONG))
-    known.sent(one, "a")
-    known.sent(two, "b")
+    one, two = body_prefix([], chat(*LONG[:1])), body_prefix([], chat(*LONG))
+    known.record_sent(one, "a")
+    known.record_sent(two, "b")
     loads = {"a": 0, "b": 2, "c": 0}
     assert known.order(two, loads) == ["b", "a", "c"]
     assert known.order(two, loads, tried=["b"]) == ["a", "c", "b"]
     assert known.order((), loads)[0] == "c"  # which was not chosen yet
-    assert known.order(two, loads | {"b": limit(0) + 1}) == ["a", "c", "b"]
-    known.keep({"a", "c"})
+    assert known.order(two, loads | {"b": load_limit(0) + 1}) == ["a", "c", "b"]
+    known.retain({"a", "c"})
     assert known.order(two, {"a": 0, "c": 0}) == ["a", "c"]
     assert not any("b" in readers for readers in known.readers.values())
 
@@ -76,8 +85,8 @@ def test_to_the_one_that_has_read_most():
 def test_in_turn():
     known, chosen = Affinity("round-robin"), []
     for _ in range(9):
-        best = known.order(of_body([], chat(*LONG)), dict.fromkeys("abc", 0))[0]
-        known.sent((), best)
+        best = known.order(body_prefix([], chat(*LONG)), dict.fromkeys("abc", 0))[0]
+        known.record_sent((), best)
         chosen.append(best)
     assert chosen == [*"abcabcabc"]
 
@@ -85,11 +94,11 @@ def test_in_turn():
 def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr(module, "REMEMBERED", 50)
     known = Affinity()
-    first = of_tokens(range(640), None)
+    first = token_prefix(range(640), None)
     for salt in range(40):
-        known.sent(of_tokens(range(640), str(salt)), "a")
-        known.sent(first, "a")
-    assert len(known.readers) == 50 and known.known(first) == {"a": len(first)}
+        known.record_sent(token_prefix(range(640), str(salt)), "a")
+        known.record_sent(first, "a")
+    assert len(known.readers) == 50 and known.count_computed(first) == {"a": len(first)}
 
 
 def simulated(routing: str, seed: int, replicas: int = 4) -> tuple[float, int, Counter]:
@@ -108,12 +117,12 @@ def simulated(routing: str, seed: int, replicas: int = 4) -> tuple[float, int, C
         if talk is not hot:
             del talk[1 if len(talk) > 10 else len(talk) :]
             talk.append(str(rng.random()) * 30)
-        prefix = of_body([], chat(*talk))
+        prefix = body_prefix([], chat(*talk))
         best = known.order(prefix, loads)[0]
-        known.sent(prefix, best)
+        known.record_sent(prefix, best)
         hits, total = hits + sum(name in caches[best] for name in prefix), total + len(prefix)
         caches[best].update(prefix)
-        worst = max(worst, loads[best] - limit(min(loads.values())))
+        worst = max(worst, loads[best] - load_limit(min(loads.values())))
         answered[best] += 1
         open_.append((step + rng.expovariate(1 / 20), best))
     return hits / total, worst, answered
@@ -129,7 +138,7 @@ def test_more_is_found_and_nobody_drowns(seed):
 
 @pytest.mark.parametrize("least", range(40))
 def test_the_bound(least):
-    assert least + SLACK <= limit(least) <= least + max(SLACK, least)
+    assert least + SLACK <= load_limit(least) <= least + max(SLACK, least)
 
 
 @pytest.mark.parametrize(
@@ -152,13 +161,13 @@ def test_scales_that_are_none(chosen, why):
 
 def test_how_many():
     options = EngineOptions(max_num_seqs=32).on("cpu")
-    assert ReplicaOptions().number(options) == {"num_replicas": 1}
-    [(_, scaled)] = ReplicaOptions(max_replicas=4).number(options).items()
+    assert ReplicaOptions().scaling_arguments(options) == {"num_replicas": 1}
+    [(_, scaled)] = ReplicaOptions(max_replicas=4).scaling_arguments(options).items()
     assert scaled == {"min_replicas": 1, "max_replicas": 4, "initial_replicas": 1, "target_ongoing_requests": 24}
     options = EngineOptions(max_num_seqs=32, data_parallel_size=2).on("cpu")
-    [(_, scaled)] = ReplicaOptions(max_replicas=4).number(options).items()
+    [(_, scaled)] = ReplicaOptions(max_replicas=4).scaling_arguments(options).items()
     assert scaled["target_ongoing_requests"] == 48
-    assert ReplicaOptions(min_replicas=2, max_replicas=4, prefill_replicas=3).least == 5
+    assert ReplicaOptions(min_replicas=2, max_replicas=4, prefill_replicas=3).initial_count == 5
 
 
 @pytest.mark.parametrize(
@@ -177,10 +186,10 @@ def test_plans_that_are_none(models, options, scale, why):
 
 
 def test_readers_need_room_for_what_they_hand_over():
-    assert DeploymentPlan(((None, ("m",)),), ServerSettings(), {}, ReplicaOptions(prefill_replicas=1)).chosen[
+    assert DeploymentPlan(((None, ("m",)),), ServerSettings(), {}, ReplicaOptions(prefill_replicas=1)).replica_options[
         "kv_cache_host_bytes"
     ]
-    assert not DeploymentPlan(((None, ("m",)),), ServerSettings(), {}).chosen
+    assert not DeploymentPlan(((None, ("m",)),), ServerSettings(), {}).replica_options
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from quire.model.config import ModelError
 from quire.serving.api.params import PLAIN, SamplingParams, Terms
 from quire.serving.async_llm import Ask, AsyncLLM
 from quire.serving.ray import prefill
-from quire.serving.ray.kv_transfer import give, known, take
-from quire.serving.ray.prefill import WORTH, Apart, bring, read
+from quire.serving.ray.kv_transfer import export_pages, find_cached_prefix, import_pages
+from quire.serving.ray.prefill import MIN_MISSING_PAGES, Apart, compute_prompt, fetch_missing_pages
 from quire.tests.support.cases import thinned
 from quire.tests.support.golden.families import VARIANTS
 from quire.tests.support.golden.recorded import Golden
@@ -86,7 +86,7 @@ def test_the_same_as_one_engine(kind, tmp_path):
     direct = both.read
 
     async def sent(ask: Ask):
-        return (await read(reader, f"read-{next(both.ids)}", ask)).on_host()
+        return (await compute_prompt(reader, f"read-{next(both.ids)}", ask)).on_host()
 
     async def run():
         alone = await answers(reader, asked)
@@ -98,7 +98,7 @@ def test_the_same_as_one_engine(kind, tmp_path):
                 await writer.reset_prefix_cache()
                 [output] = await answers(both, [ask])
                 full = (len(ask.tokens) - 1) // PAGE * PAGE
-                assert output.num_cached_tokens >= full or len(ask.tokens) <= (WORTH + 1) * PAGE
+                assert output.num_cached_tokens >= full or len(ask.tokens) <= (MIN_MISSING_PAGES + 1) * PAGE
             for output, wanted in zip(await answers(both, asked), alone, strict=True):
                 same(output, wanted, tolerance)
 
@@ -137,10 +137,10 @@ def test_what_only_the_host_has_is_given_too(two):
         for number in range(12):  # others, until nothing of it is left on the device
             await answers(reader, [Ask([(number + 3 * i) % 150 for i in range(130)], GREEDY)])
         engine = reader.engine
-        _, path = job(reader, lambda: known(engine, PROMPT, None))
+        _, path = job(reader, lambda: find_cached_prefix(engine, PROMPT, None))
         assert len(path) == 12 and any(not node.pages[0] for node in path)
-        handover = job(reader, lambda: give(engine, PROMPT, None))
-        job(writer, lambda: take(writer.engine, handover))
+        handover = job(reader, lambda: export_pages(engine, PROMPT, None))
+        job(writer, lambda: import_pages(writer.engine, handover))
         [output] = await answers(writer, [Ask(PROMPT, replace(GREEDY, logprobs=0))])
         assert output.num_cached_tokens == 96
         same(output, alone)
@@ -158,9 +158,9 @@ def test_pages_of_another_kind_are_refused(two, tmp_path):
     try:
         with pytest.raises(ModelError, match="block_size"):
             Apart(reader, other)
-        handover = job(reader, lambda: give(reader.engine, PROMPT, None))
+        handover = job(reader, lambda: export_pages(reader.engine, PROMPT, None))
         with pytest.raises(ModelError, match="same options"):
-            job(other, lambda: take(other.engine, handover))
+            job(other, lambda: import_pages(other.engine, handover))
         with pytest.raises(ModelError, match="kv_cache_host_bytes is 0"):
             Apart(reader, none)
         Apart(reader, alike)
@@ -177,7 +177,7 @@ def test_a_reader_that_fails_costs_no_request(two, caplog):
 
     async def run():
         await writer.reset_prefix_cache()
-        await bring(writer, Ask(PROMPT, GREEDY), broken)
+        await fetch_missing_pages(writer, Ask(PROMPT, GREEDY), broken)
         [output] = await answers(writer, [Ask(PROMPT, replace(GREEDY, logprobs=0))])
         assert output.num_cached_tokens == 0 and output.finished
 
@@ -188,7 +188,7 @@ def test_a_reader_that_fails_costs_no_request(two, caplog):
 @pytest.mark.parametrize(
     ("tokens", "params", "pooling"),
     [
-        (PROMPT[: WORTH * PAGE], GREEDY, None),  # too short
+        (PROMPT[: MIN_MISSING_PAGES * PAGE], GREEDY, None),  # too short
         (PROMPT, replace(GREEDY, prompt_logprobs=0), None),  # every row is needed
         (PROMPT, GREEDY, "mean"),
     ],
@@ -199,7 +199,7 @@ def test_what_is_not_worth_it_stays(two, tokens, params, pooling):
 
     async def run():
         await two[1].reset_prefix_cache()
-        await bring(two[1], Ask(tokens, params, None, PLAIN, pooling), never)
+        await fetch_missing_pages(two[1], Ask(tokens, params, None, PLAIN, pooling), never)
 
     asyncio.run(run())
 
@@ -207,7 +207,7 @@ def test_what_is_not_worth_it_stays(two, tokens, params, pooling):
 def test_more_than_the_host_may_hold(two):
     """The beginning of a prompt stays, and the answer is the same."""
     reader, writer = two
-    blocks = prefill.give(reader.engine, [], None)  # nothing is something that can be given
+    blocks = prefill.export_pages(reader.engine, [], None)  # nothing is something that can be given
     assert blocks.tokens == [] and not any(blocks.groups)
     size = max(writer.engine.tables[0].host_cache.page_bytes)
     small = writer.engine.tables[0].host_cache.capacity

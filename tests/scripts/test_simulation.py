@@ -44,7 +44,7 @@ def check_ends(simulation: Simulation, outcomes, requests) -> None:
             due = request.arrival + min(t for t in (request.timeout, request.abort) if t is not None)
             assert outcome.ended >= due
     pools = simulation.scheduler.replicas[0].table.pools
-    assert all(group.free == group.num_pages - 1 for group in pools)
+    assert all(group.num_free == group.num_pages - 1 for group in pools)
     assert len(simulation.scheduler.replicas[0].free_slots) == simulation.scheduler.shape.max_seqs
 
 

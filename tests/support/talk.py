@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from quire.serving.api.options import options_of
+from quire.serving.api.options import make_options
 from quire.serving.build import make_engine
 from quire.serving.http.models import Model
 from quire.serving.http.settings import Formats
@@ -63,7 +63,7 @@ def scripted_server(formats: Formats, **chosen: Any) -> Iterator[Any]:
 @contextmanager
 def bundled_server(formats: Formats | None = None) -> Iterator[Any]:
     """A server of the bundled model."""
-    options = options_of(None, max_num_seqs=8, max_num_batched_tokens=128, kv_cache_memory_bytes=32 << 20)
+    options = make_options(None, max_num_seqs=8, max_num_batched_tokens=128, kv_cache_memory_bytes=32 << 20)
     formats = formats or Formats("none", chat_template=PLAIN)
     with served(Model(("quill",), lambda: make_engine(options)), formats=formats) as state:
         state.engine = state.service.models.models[0].llm.engine

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from quire.serving.parsing import REASONING, REFUSED_REASONING, REFUSED_TOOLS, TOOL_FORMS, harmony, mistral
-from quire.serving.parsing.form import Form, parts_of
+from quire.serving.parsing.form import Form, split_template
 from quire.serving.parsing.thoughts import Thoughts
 
 PAGE = Path(__file__).parents[2] / "docs" / "tools.md"
@@ -87,14 +87,16 @@ RATES = {
 
 def main_form(name: str) -> Form:
     form = TOOL_FORMS[name]
-    return form if isinstance(form, Form) else harmony.written(()) if form == ".harmony" else mistral.NAMED
+    return form if isinstance(form, Form) else harmony.call_form(()) if form == ".harmony" else mistral.NAMED
 
 
 def sample(form: Form) -> str:
     """A call as a model writes it."""
     pairs = [(key, str(value), "true" if isinstance(value, str) else "false") for key, value in VALUES.items()]
     inner = [
-        "".join(text or {"key": key, "value": value, "kind": kind}[hole] for hole, text in parts_of(form.parameter))
+        "".join(
+            text or {"key": key, "value": value, "kind": kind}[hole] for hole, text in split_template(form.parameter)
+        )
         for key, value, kind in pairs
     ]
     holes = {
@@ -147,11 +149,11 @@ def document() -> str:
         shown = "nothing is a thought" if what is None else code("<|channel|>analysis<|message|>...<|end|>")
         if isinstance(what, Thoughts):
             shown = code(f"{what.opens[0]}...{what.closes[0]}")
-            shown += "; every answer begins within one, unless the prompt has closed it" if what.always else ""
+            shown += "; every answer begins within one, unless the prompt has closed it" if what.starts_inside else ""
             if what.answer:
                 shown += f"; {code(what.answer[0])} and {code(what.answer[1])} round the answer are left out"
-            shown += f"; ends before {code(what.ends[0])} too" if what.ends else ""
-            shown += "; stays a part of the answer" if what.said else ""
+            shown += f"; ends before {code(what.other_closes[0])} too" if what.other_closes else ""
+            shown += "; stays a part of the answer" if what.is_kept else ""
         lines.append(f"| {', '.join(map('`{}`'.format, names))} | {shown} |")
     lines += ["", "## Refused", "", "Names that vLLM has too.", "", "| name | why |", "|---|---|"]
     refused = grouped(

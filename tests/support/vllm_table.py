@@ -16,7 +16,7 @@ import typer
 from quire.__main__ import app
 from quire.serving.api.options import EngineOptions
 from quire.serving.api.params import SamplingParams
-from quire.serving.api.vllm_names import ENGINE, SAMPLING, Refused
+from quire.serving.api.vllm_names import ENGINE, SAMPLING, UnsupportedArgument
 
 PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
 NAMES = Path(__file__).with_name("vllm_names.txt")
@@ -94,7 +94,9 @@ def published() -> dict[str, list[str]]:
     return found
 
 
-def of_arguments(names: list[str], own: set[str], table: Mapping[str, str | Refused]) -> Iterator[tuple[str, str, str]]:
+def of_arguments(
+    names: list[str], own: set[str], table: Mapping[str, str | UnsupportedArgument]
+) -> Iterator[tuple[str, str, str]]:
     """(name, verdict, why) of arguments in Python."""
     for name in names:
         entry = None if name in own else table[name]
@@ -104,7 +106,7 @@ def of_arguments(names: list[str], own: set[str], table: Mapping[str, str | Refu
             yield name, "no effect", entry
         else:
             harmless = f" [{', '.join(f'`{value!r}`' for value in entry.harmless)}]" if entry.harmless else ""
-            yield name, "refused", entry.why + harmless
+            yield name, "refused", entry.reason + harmless
 
 
 def of_flags(names: list[str]) -> Iterator[tuple[str, str, str]]:
@@ -129,7 +131,7 @@ def of_flags(names: list[str]) -> Iterator[tuple[str, str, str]]:
                 yield flag, "no effect", f"{why} [{', '.join(f'`{value}`' for value in values.split(', '))}]"
                 continue
             known = "" if any(guess in about for guess in GUESSES) else about
-            yield flag, "refused", known or (entry if isinstance(entry, str) else entry.why)
+            yield flag, "refused", known or (entry if isinstance(entry, str) else entry.reason)
 
 
 def table(title: str, first: str, rows: Iterator[tuple[str, str, str]]) -> str:

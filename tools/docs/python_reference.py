@@ -22,7 +22,7 @@ RETURNED = {  # not exported, since nobody makes one
     name: made
     for module in (outputs, search)
     for name, made in vars(module).items()
-    if is_dataclass(made) and made.__module__ == module.__name__ and name not in ("Fresh", "SearchParams")
+    if is_dataclass(made) and made.__module__ == module.__name__ and name not in ("CompletionDelta", "SearchParams")
 }
 # What the engine's own code calls.
 INTERNAL = {"turn", "run", "step", "add", "ask", "call", "chat_prompt", "or_default"}

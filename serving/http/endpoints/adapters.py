@@ -10,7 +10,7 @@ from starlette.responses import PlainTextResponse
 from ....model.config import ModelError
 from ...api.errors import RequestError
 from ...api.lora import LoRARequest
-from ...api.options import MOST_ADAPTERS
+from ...api.options import MAX_ADAPTERS
 from ...api.validation import refuse_unknown, shown
 from ..errors import HttpError
 from ..models import Model
@@ -87,8 +87,8 @@ def check_name(service: Service, model: Model, name: str, replaces: bool) -> Non
         return
     if any(name in served_model.names or name in served_model.adapters for served_model in service.models.models):
         raise RequestError("lora_name", f"{name!r} is served already; load_inplace replaces an adapter of that name")
-    if len(model.adapters) >= MOST_ADAPTERS:
-        raise RequestError("lora_name", f"would be one of more than {MOST_ADAPTERS} adapters; unload others first")
+    if len(model.adapters) >= MAX_ADAPTERS:
+        raise RequestError("lora_name", f"would be one of more than {MAX_ADAPTERS} adapters; unload others first")
 
 
 async def unload(service: Service, request: Request) -> PlainTextResponse:

@@ -118,7 +118,7 @@ def requests_for_texts(
     )
     side = {"END": "right", "START": "left"}.get(parsed.truncate)
     name = cohere.PROMPT_NAMES.get(parsed.input_type)
-    prefix = pooling.before(embedder, name if name in embedder.prompts else None)
+    prefix = pooling.prompt_prefix(embedder, name if name in embedder.prompts else None)
     for i, text in enumerate(parsed.texts):
         text = prefix + text if text else text
         if side is None:
@@ -134,7 +134,7 @@ def requests_for_texts(
 def requests_for_embeddings(engine: Engine, parsed: shapes.EmbeddingRequest) -> list[Ask]:
     pooling.check_dimensions(parsed.dimensions, engine.config)
     embedder = engine.embedder
-    prefix = pooling.before(embedder, None)
+    prefix = pooling.prompt_prefix(embedder, None)
     parsed = replace(
         parsed, prompts=[prefix + prompt if prompt and isinstance(prompt, str) else prompt for prompt in parsed.prompts]
     )
@@ -158,7 +158,7 @@ async def pool(service: Service, request: Request) -> JsonResponse:
     if config.classes is None:
         vectors = embedding_vectors(result)
     elif is_reward(config):
-        vectors = [classes.rewarded(output, config).outputs.data for output in result.outputs]
+        vectors = [classes.reward_output(output, config).outputs.data for output in result.outputs]
     else:
         vectors = [classes.probabilities(output, config) for output in result.outputs]
     return JsonResponse(shapes.pooling_response(result.head, result.parsed, vectors, usage))
@@ -184,7 +184,7 @@ def is_reward(config: ModelConfig) -> bool:
 
 
 def requests_for_classes(engine: Engine, parsed: shapes.EmbeddingRequest) -> list[Ask]:
-    classes.check(engine.config)
+    classes.check_classifier(engine.config)
     prompts = prompting.encode_prompts(engine, "input", parsed, pooling.PARAMS)
     return [Ask(tokens, pooling.PARAMS, text, parsed.terms, "last") for text, tokens in prompts]
 
@@ -217,9 +217,9 @@ async def compute_scores(
                 None,
                 parsed.terms,
                 scored_prompt.pooling,
-                scored_prompt.second,
+                scored_prompt.second_start,
             )
-            for scored_prompt in pair_scorers[0].asked
+            for scored_prompt in pair_scorers[0].prompts
         ]
 
     answered = await read_and_compute(service, request, prefix, parse, prepare)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ...api.errors import EngineError, RequestError
-from ...api.outputs import NO_TOKEN_ALLOWED, CompletionOutput, Fresh, RequestOutput
+from ...api.outputs import NO_TOKEN_ALLOWED, CompletionDelta, CompletionOutput, RequestOutput
 from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
 from .answer import ChoicePart, FinishedChoice, ToolCall
 
@@ -28,7 +28,7 @@ class Choices:
         self.num_reasoning_tokens = 0  # estimated
         self.finish_reasons: set[str] = set()
 
-    def part(self, prompt: int, fresh: Fresh) -> ChoicePart:
+    def part(self, prompt: int, fresh: CompletionDelta) -> ChoicePart:
         """Parse new output of one choice."""
         index = prompt * self.num_choices + fresh.index
         if index not in self.states:
@@ -71,7 +71,7 @@ class Choices:
         return [self.answer(i, completion) for i, output in enumerate(outputs) for completion in output.outputs]
 
     def answer(self, prompt: int, completion: CompletionOutput) -> FinishedChoice:
-        fresh = Fresh(
+        fresh = CompletionDelta(
             completion.index,
             completion.text,
             completion.token_ids,

@@ -24,11 +24,11 @@ def main(
 
     folder = hub.resolve(model, revision=engine.pop("revision", None), download_dir=engine.pop("download_dir", None))
     config = loader.read_config(folder, **engine)
-    orbax.library("quire convert")  # before anything is read
-    orbax.make_empty(out)
+    orbax.import_orbax("quire convert")  # before anything is read
+    orbax.make_empty_folder(out)
     with Progress(transient=True) as bars:
         bar = bars.add_task("reading", total=nbytes(abstract(config)))
-        weights = loader.load(folder, config, progress=lambda count: bars.advance(bar, count), plain=True)
+        weights = loader.load(folder, config, progress=lambda count: bars.advance(bar, count), skip_packing=True)
         bars.update(bar, description="writing", total=None)
         orbax.save(folder, out, weights, config.dtype, engine.get("hf_overrides"))
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())

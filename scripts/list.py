@@ -14,8 +14,10 @@ def main(*, engine: dict[str, Any]) -> None:
     """List the models of the Hub's cache that Quire reads, and those that came with it."""
     from ..model.checkpoint import cached  # not at the top: `--help` must not wait for it
 
-    found, others = cached.cached(engine.get("download_dir"))
-    rows = [(model.name, amount(model.size), model.format, day(model.modified)) for model in cached.bundled() + found]
+    found, others = cached.cached_models(engine.get("download_dir"))
+    rows = [
+        (model.name, amount(model.size), model.format, day(model.modified)) for model in cached.bundled_models() + found
+    ]
     print(table(("NAME", "SIZE", "FORMAT", "MODIFIED"), rows))
     if others:
         print(f"{others} more in the cache are no models that Quire reads", file=sys.stderr)

@@ -140,7 +140,7 @@ def main(
         name = "the bundled calibration text" if calibration is None else calibration
         print(f"{method} over {sum(map(len, pieces)):,} tokens of {name}, {len(pieces)} pieces")
     size = sum(file.stat().st_size for file in ([out] if layout == GGUF else out.glob("*.safetensors")))
-    experts = "; experts stay as they are" if layout != GGUF and quantized.keeps_experts(out) else ""
+    experts = "; experts stay as they are" if layout != GGUF and quantized.has_unquantised_experts(out) else ""
     print(
         f"wrote {out}: {size / 2**20:.1f} MiB of weights from {before / 2**20:.1f} MiB, {count} matrices in "
         f"{quantization or f'formats of their own, {bits:g} bits a weight at most'}, laid out as {layout}{experts}"

@@ -19,14 +19,14 @@ def main(
     """Delete models from the Hub's cache. Folders elsewhere and bundled models stay."""
     from ..model.checkpoint import cached, hub  # not at the top: `--help` must not wait for it
 
-    known = {model.name: model for model in cached.cached(engine.get("download_dir"))[0]}
+    known = {model.name: model for model in cached.cached_models(engine.get("download_dir"))[0]}
     for name in names:
         if name in hub.BUNDLED:
             raise o.UsageError(f"{name} came with Quire and stays")
-        if hub.plain_name(name) not in known:
+        if hub.strip_host(name) not in known:
             there = ", ".join(known) or "none"
             raise o.UsageError(f"there is no {name!r} in the cache; there is {there}")
-    for model in [known[name] for name in dict.fromkeys(map(hub.plain_name, names))]:
+    for model in [known[name] for name in dict.fromkeys(map(hub.strip_host, names))]:
         size = amount(model.size)
         if not yes:
             if not sys.stdin.isatty():

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..model.checkpoint.adapter_targets import Target
+from ..model.checkpoint.adapter_targets import AdapterTarget
 from ..model.checkpoint.adapters import FILE, Adapter, read_adapter
 from ..model.checkpoint.folder import ADAPTER
 from ..model.config import ModelConfig, ModelError
@@ -22,7 +22,9 @@ class AdapterStore:
     pages with the old one.
     """
 
-    def __init__(self, model: Path, config: ModelConfig, targets: tuple[Target, ...], max_rank: int, max_adapters: int):
+    def __init__(
+        self, model: Path, config: ModelConfig, targets: tuple[AdapterTarget, ...], max_rank: int, max_adapters: int
+    ):
         self.model = model
         self.config = config
         self.targets = targets

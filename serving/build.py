@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from ..model import expert_copies
 from ..model.checkpoint import embedder, hub, loader
-from ..model.checkpoint.adapter_targets import targets_of, with_adapters
-from ..model.checkpoint.adapters import bucket_of
-from ..model.checkpoint.key_biases import keep_wide
+from ..model.checkpoint.adapter_targets import add_adapter_stacks, list_targets
+from ..model.checkpoint.adapters import stack_rank
+from ..model.checkpoint.key_biases import skip_biased_layers
 from ..model.checkpoint.placement import Placement
 from ..model.config import ACTIVATIONS, ModelConfig, ModelError
 from ..model.mixers.attention import SHIFT_POSITIONS
@@ -151,7 +151,7 @@ def config_of(folder: Path, options: EngineOptions, max_len: int | None = None) 
         raise ModelError(f"activation_dtype is {options.activation_dtype!r}; it can be {' or '.join(ACTIVATIONS)}")
     config = replace(config, activation_dtype=options.activation_dtype)
     if options.load_format != "dummy":
-        config = keep_wide(folder, config)
+        config = skip_biased_layers(folder, config)
     if config.encodes and config.classes is None and options.pooling is not None:
         config = replace(config, pooling=options.pooling)
     sharing = options.expert_parallel_size * options.context_parallel_size * options.data_parallel_size
@@ -197,7 +197,7 @@ def make_runner(
     if source is not None and source.load is not None:
         native.prepare(kernels_of(source.config)).result()
     load_weights, weights = partial(load, folder, config, placement, options, source), None
-    check_memory(options, weight_bytes(config, loader.specs_of(config)))
+    check_memory(options, weight_bytes(config, loader.weight_specs(config)))
     budget = cache_budget(options)
     if budget is None:  # what the weights and a step leave
         progress("loading weights")
@@ -271,7 +271,7 @@ def adapter_store(options: EngineOptions, folder: Path, config: ModelConfig) -> 
     """What reads adapters, where they are served."""
     if not options.enable_lora:
         return None
-    if not (targets := targets_of(config, options.adapted_modules)):
+    if not (targets := list_targets(config, options.adapted_modules)):
         raise ModelError(f"enable_lora is set, and no weight of {config.family} models takes adapters")
     most = options.max_cpu_loras or options.max_loras
     return AdapterStore(folder, config, targets, options.max_lora_rank, most)
@@ -295,8 +295,8 @@ def load(
     check_rounding(weights, config, placement)
     weights = expert_copies.as_loaded(weights, config, placement.mesh)
     if options.enable_lora:
-        slots, rank = options.max_loras, bucket_of(options.max_lora_rank)
-        weights = with_adapters(weights, config, slots, rank, placement.mesh, options.adapted_modules)
+        slots, rank = options.max_loras, stack_rank(options.max_lora_rank)
+        weights = add_adapter_stacks(weights, config, slots, rank, placement.mesh, options.adapted_modules)
     return weights if source is None else WithDrafter(weights, None if source.load is None else source.load())
 
 

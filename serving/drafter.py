@@ -179,14 +179,14 @@ def heads_on(
 def load_heads(folder: Path, heads: DraftHeads, load_format: str, mesh: Mesh | None) -> Any:
     """Their weights. On several devices layers are split as the model's, and each has the whole of the rest."""
     if load_format == "dummy":
-        weights = loader.draw(draft_heads.abstract(heads))
+        weights = loader.random_weights(draft_heads.abstract(heads))
     else:
-        weights = draft_heads.load(folder, heads, plain=mesh is not None)
+        weights = draft_heads.load(folder, heads, skip_packing=mesh is not None)
     if mesh is None:
         return weights
     place, whole = Location(mesh), NamedSharding(mesh, P())
     layers = jax.tree.map(
-        lambda spec, leaf: place.split(spec, np.asarray(leaf)), draft_heads.abstract(heads).layers, weights.layers
+        lambda spec, leaf: place.shard(spec, np.asarray(leaf)), draft_heads.abstract(heads).layers, weights.layers
     )
     return jax.device_put(weights.replace(layers=()), whole).replace(layers=layers)
 

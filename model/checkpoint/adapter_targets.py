@@ -1,4 +1,4 @@
-"""Which weights take adapters of low rank, and the stacks beside them."""
+"""The weights that LoRA adapters can target, and the stacks of adapter matrices beside them."""
 
 import math
 from collections.abc import Sequence
@@ -17,45 +17,46 @@ from ...sharding.spec import ArraySpec, Runs
 from ..config import ModelConfig, ModelError
 from ..families.common import Source, SourceTensor
 from ..weights import LayerWeights, ModelWeights, MoeWeights, dense_specs
-from .expert_stacks import of_each
-from .loader import sources_of
+from .expert_stacks import split_by_expert
+from .loader import weight_sources
 
-EXPERTS = "experts"  # the name of them all, as of a module
+EXPERTS = "experts"  # the module name that selects all experts of a layer
 
 
-class Part(NamedTuple):
-    """A matrix of a checkpoint, within the weight that it is loaded into."""
+class AdaptedMatrix(NamedTuple):
+    """A matrix of the checkpoint and the outputs that it fills in the weight it is loaded into."""
 
     shape: tuple[int, int]  # in the checkpoint: [outputs, inputs]
     source: SourceTensor
-    number: int  # among those of its weight
-    first: int  # of its outputs among those of the weight
-    last: int
-    which: tuple[int, ...] = ()  # where the weight is a stack of matrices: (the one,)
+    number: int  # position among the matrices of its weight
+    first: int  # its first output in the weight
+    last: int  # one past its last output in the weight
+    stack_index: tuple[int, ...] = ()  # its index in the stack; empty if the weight is not stacked
 
-    def orders(self, into: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Which input, and which output, of the checkpoint's stands in each place of the weight."""
+    def permutations(self, into: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Return, for each input and each output of the weight, its index in the checkpoint."""
         outputs, inputs = self.shape
-        each_out = np.broadcast_to(np.arange(outputs)[:, None], self.shape)
-        each_in = np.broadcast_to(np.arange(inputs)[None], self.shape)
+        output_indices = np.broadcast_to(np.arange(outputs)[:, None], self.shape)
+        input_indices = np.broadcast_to(np.arange(inputs)[None], self.shape)
         size = math.prod(into)
-        out_O, in_I = self.source.turn(each_out).reshape(size, -1)[0], self.source.turn(each_in).reshape(size, -1)[:, 0]
+        out_O = self.source.turn(output_indices).reshape(size, -1)[0]
+        in_I = self.source.turn(input_indices).reshape(size, -1)[:, 0]
         for order in (out_O, in_I):
             if order.dtype.kind != "i" or not np.array_equal(np.sort(order), np.arange(len(order))):
-                raise ModelError(f"{self.source.name} is changed while it is loaded, and takes no adapter")
+                raise ModelError(f"{self.source.name} is changed while it is loaded, and cannot be adapted")
         return in_I, out_O
 
 
 @dataclass(frozen=True)
-class Target:
-    """A weight [*stack, *into, *out] that takes adapters."""
+class AdapterTarget:
+    """A weight of shape [*stack, *into, *out] that adapters can target."""
 
     into: tuple[int, ...]
     out: tuple[int, ...]
-    axes: tuple[str | Runs | None, ...]  # of all
-    parts: tuple[Part, ...]  # of a stack those of all its matrices, one after the other
+    axes: tuple[str | Runs | None, ...]  # logical axes of the whole shape
+    matrices: tuple[AdaptedMatrix, ...]  # of a stack: the matrices of all its elements, in order
     is_head: bool = False
-    stack: tuple[int, ...] = ()  # (how many matrices,), such as experts
+    stack: tuple[int, ...] = ()  # (number of stacked matrices,), such as (num_experts,)
 
     @property
     def inputs(self) -> int:
@@ -67,94 +68,113 @@ class Target:
 
     @property
     def modules(self) -> set[str]:
-        """The names by which it is chosen: those of its modules, or of what holds all experts."""
+        """The module names that select it: the last part of each tensor's name, or EXPERTS."""
         if self.stack:
             return {EXPERTS}
-        return {part.source.name.removesuffix(".weight").rpartition(".")[2] for part in self.parts}
+        return {matrix.source.name.removesuffix(".weight").rpartition(".")[2] for matrix in self.matrices}
 
     @property
-    def each(self) -> tuple[Part, ...]:
-        """The parts of one matrix."""
-        return self.parts[: len(self.parts) // math.prod(self.stack)]
+    def element_matrices(self) -> tuple[AdaptedMatrix, ...]:
+        """The checkpoint matrices that make up one element of the stack."""
+        return self.matrices[: len(self.matrices) // math.prod(self.stack)]
 
     def specs(self, dtype: Any, rank: int, slots: tuple[int, ...] = ()) -> tuple[ArraySpec, ArraySpec, ArraySpec]:
-        """(down, up, longer) of an adapter, or of stacks of so many, split as the weight beside which they lie."""
-        s, lead = len(self.stack), (*slots, *self.stack)
-        own, axes = (*[None] * len(slots), *self.axes[:s]), self.axes[s:]
-        into, out = axes[: len(self.into)], axes[len(self.into) :]
+        """Specs of (down, up, longer) of one adapter or of `slots`, sharded like the weight."""
+        s = len(self.stack)
+        lead = (*slots, *self.stack)
+        stack_axes = (*[None] * len(slots), *self.axes[:s])
+        axes = self.axes[s:]
+        into = axes[: len(self.into)]
+        out = axes[len(self.into) :]
         return (
-            ArraySpec((*lead, *self.into, len(self.each) * rank), dtype, (*own, *into, None)),
-            ArraySpec((*lead, rank, *self.out), dtype, (*own, None, *out)),
-            ArraySpec((*lead, *self.out), np.float32, (*own, *out)),
+            ArraySpec((*lead, *self.into, len(self.element_matrices) * rank), dtype, (*stack_axes, *into, None)),
+            ArraySpec((*lead, rank, *self.out), dtype, (*stack_axes, None, *out)),
+            ArraySpec((*lead, *self.out), np.float32, (*stack_axes, *out)),
         )
 
     def ranges(self, mesh: Mesh | None) -> tuple[tuple[int, int], ...]:
-        """Which outputs, of those that a device has, are of which part."""
+        """The range of a device's outputs that each checkpoint matrix fills."""
         if mesh is None:
-            return tuple((part.first, part.last) for part in self.each)
+            return tuple((matrix.first, matrix.last) for matrix in self.element_matrices)
         spec = ArraySpec(self.out, np.int64, self.axes[-len(self.out) :])
-        sizes = [part.last - part.first for part in self.each]
+        sizes = [matrix.last - matrix.first for matrix in self.element_matrices]
         numbers = np.repeat(np.arange(len(sizes)), sizes).reshape(self.out)
         for at, order in enumerate(element_orders(spec, mesh)):
             numbers = numbers if order is None else take_elements(numbers, order, at)
         cuts = sharding(spec, mesh).devices_indices_map(numbers.shape).values()
-        first, *others = [numbers[cut].reshape(-1) for cut in cuts]
-        if np.any(np.diff(first) < 0) or not all(np.array_equal(first, other) for other in others):
-            name = self.parts[0].source.name
+        first, *other_devices = [numbers[cut].reshape(-1) for cut in cuts]
+        if np.any(np.diff(first) < 0) or not all(
+            np.array_equal(first, numbers_on_device) for numbers_on_device in other_devices
+        ):
+            name = self.matrices[0].source.name
             raise ModelError(f"enable_lora is set, and the devices have unequal parts of {name}: use fewer")
-        ends = np.searchsorted(first, np.arange(len(sizes)), side="right").tolist()
-        return tuple(zip([0, *ends], ends, strict=False))
+        range_ends = np.searchsorted(first, np.arange(len(sizes)), side="right").tolist()
+        return tuple(zip([0, *range_ends], range_ends, strict=False))
 
 
 def takes_adapters(spec: Any) -> bool:
-    """Whether a weight, as it is before quantisation, is the matrix of a plain product."""
+    """Whether a weight, described before quantisation, is multiplied as one plain matrix."""
     return isinstance(spec, ArraySpec) and bool(spec.inputs) and not spec.stacked and spec.size > spec.shape[0]
 
 
-def target_of(spec: ArraySpec, source: Source) -> Target | None:
-    """The weight as adapters see it; None where it takes none."""
+def make_target(spec: ArraySpec, source: Source) -> AdapterTarget | None:
+    """The adapter target for a weight; None if adapters cannot target it."""
     k = len(spec.inputs)
     if not takes_adapters(spec) or spec.inputs != tuple(range(k)) or source.whole:
         return None
-    into, out = spec.shape[:k], spec.shape[k:]
-    place, parts = np.arange(math.prod(out)).reshape(out), []
-    for number, part in enumerate(source.parts):
-        at = part.at if isinstance(part.at, tuple) else (part.at,)
-        own = place[at[k:]].reshape(-1)
-        if len(part.shape) != 2 or own.size != part.shape[0] or np.any(np.diff(own) != 1):
+    into = spec.shape[:k]
+    out = spec.shape[k:]
+    place = np.arange(math.prod(out)).reshape(out)
+    matrices = []
+    for number, source_tensor in enumerate(source.parts):
+        at = source_tensor.at if isinstance(source_tensor.at, tuple) else (source_tensor.at,)
+        outputs = place[at[k:]].reshape(-1)
+        if len(source_tensor.shape) != 2 or outputs.size != source_tensor.shape[0] or np.any(np.diff(outputs) != 1):
             return None
-        parts.append(Part((part.shape[0], part.shape[1]), part, number, int(own[0]), int(own[-1]) + 1))
-    whole = [(part.first, part.last) for part in parts]
-    if [first for first, _ in whole] != [0, *(last for _, last in whole[:-1])] or whole[-1][1] != place.size:
+        matrices.append(
+            AdaptedMatrix(
+                (source_tensor.shape[0], source_tensor.shape[1]),
+                source_tensor,
+                number,
+                int(outputs[0]),
+                int(outputs[-1]) + 1,
+            )
+        )
+    ranges = [(source_tensor.first, source_tensor.last) for source_tensor in matrices]
+    if [first for first, _ in ranges] != [0, *(last for _, last in ranges[:-1])] or ranges[-1][1] != place.size:
         return None
-    return Target(into, out, spec.axes, tuple(parts))
+    return AdapterTarget(into, out, spec.axes, tuple(matrices))
 
 
-def target_of_stack(spec: ArraySpec, source: Source) -> Target | None:
-    """The same for a stack, where a checkpoint may hold each of its matrices by itself: adapters name them so."""
+def make_stack_target(spec: ArraySpec, source: Source) -> AdapterTarget | None:
+    """The adapter target for stacked experts; None if the checkpoint holds them in one tensor."""
     if not spec.stacked or source.parts[0].at == ():
         return None
-    each = [target_of(one_of(spec), Source(parts)) for parts, _ in of_each(spec.shape[0], source.parts, {})]
-    found = [target for target in each if target is not None]
-    if len(found) < len(each):
+    element_targets = [
+        make_target(one_of(spec), Source(sources)) for sources, _ in split_by_expert(spec.shape[0], source.parts, {})
+    ]
+    targets = [target for target in element_targets if target is not None]
+    if len(targets) < len(element_targets):
         return None
-    parts = tuple(part._replace(which=(which,)) for which, target in enumerate(found) for part in target.parts)
-    return replace(found[0], axes=spec.axes, parts=parts, stack=spec.shape[:1])
+    matrices = tuple(
+        matrix._replace(stack_index=(index,)) for index, target in enumerate(targets) for matrix in target.matrices
+    )
+    return replace(targets[0], axes=spec.axes, matrices=matrices, stack=spec.shape[:1])
 
 
-def every_target(config: ModelConfig) -> ModelWeights:
-    """A tree like the weights, with a `Target` or None in place of each."""
+def all_targets(config: ModelConfig) -> ModelWeights:
+    """A weight tree with a target or None in place of each weight."""
 
     def targets(spec, source) -> Any:
-        return jax.tree.map(target_of, spec, source)
+        return jax.tree.map(make_target, spec, source)
 
     def of_mixture(spec, source) -> MoeWeights:
         router = targets(spec.router_DE, source.router_DE)
         stacks = (spec.up_EDGF, source.up_EDGF), (spec.down_EFD, source.down_EFD)
-        return MoeWeights(router, *(jax.tree.map(target_of_stack, *both) for both in stacks))
+        return MoeWeights(router, *(jax.tree.map(make_stack_target, *spec_and_source) for spec_and_source in stacks))
 
-    layers = zip(dense_specs(config).layers, sources_of(config).layers, strict=True)
-    found = ModelWeights(
+    layers = zip(dense_specs(config).layers, weight_sources(config).layers, strict=True)
+    targets_tree = ModelWeights(
         embed_VD=None,
         layers=tuple(
             LayerWeights(
@@ -166,44 +186,44 @@ def every_target(config: ModelConfig) -> ModelWeights:
         ),
         final_norm_D=None,
     )
-    return found.replace(**{head_name(config): head_target(config)}) if config.writes else found
+    return targets_tree.replace(**{head_field(config): make_head_target(config)}) if config.writes else targets_tree
 
 
-def target_tree(config: ModelConfig, modules: Sequence[str] = ()) -> ModelWeights:
-    """The targets of these names; without any all but experts and their routers."""
-    every = every_target(config)
+def select_targets(config: ModelConfig, modules: Sequence[str] = ()) -> ModelWeights:
+    """The targets that `modules` select; if empty, all except experts and their routers."""
+    candidates = all_targets(config)
     if not modules:
-        return every.replace(layers=tuple(layer.replace(moe=None) for layer in every.layers))
-    known = {name for target in jax.tree.leaves(every) for name in target.modules}
+        return candidates.replace(layers=tuple(layer.replace(moe=None) for layer in candidates.layers))
+    known_modules = {name for target in jax.tree.leaves(candidates) for name in target.modules}
     for name in modules:
-        if name not in known:
+        if name not in known_modules:
             raise ModelError(
                 f"lora_target_modules names {name!r}; of {config.family} models these take adapters: "
-                f"{', '.join(sorted(known))}"
+                f"{', '.join(sorted(known_modules))}"
             )
-    return jax.tree.map(lambda target: target if target.modules & {*modules} else None, every)
+    return jax.tree.map(lambda target: target if target.modules & {*modules} else None, candidates)
 
 
-def head_name(config: ModelConfig) -> str:
-    """The field of the weights that holds the head."""
+def head_field(config: ModelConfig) -> str:
+    """The field of `ModelWeights` that holds the language-model head."""
     return "embed_VD" if config.tied else "head_VD"
 
 
-def head_target(config: ModelConfig) -> Target | None:
-    """The head, as a checkpoint names it whose head is not the embedding: that is the name that adapters have."""
+def make_head_target(config: ModelConfig) -> AdapterTarget | None:
+    """The head's target. Adapters name it lm_head even where it is tied to the embedding."""
     head_VD = dense_specs(replace(config, tied=False)).head_VD
-    (part,) = sources_of(replace(config, tied=False)).head_VD.parts
+    (source_tensor,) = weight_sources(replace(config, tied=False)).head_VD.parts
     spec = replace(head_VD, shape=head_VD.shape[::-1], axes=head_VD.axes[::-1], inputs=(0,))
-    found = target_of(spec, Source((replace(part, turn=lambda x: part.turn(x).T),)))
-    return found and replace(found, is_head=True)
+    target = make_target(spec, Source((replace(source_tensor, turn=lambda x: source_tensor.turn(x).T),)))
+    return target and replace(target, is_head=True)
 
 
-def targets_of(config: ModelConfig, modules: Sequence[str] = ()) -> tuple[Target, ...]:
-    """The weights that take adapters, in the order of the tree."""
-    return tuple(jax.tree.leaves(target_tree(config, modules)))
+def list_targets(config: ModelConfig, modules: Sequence[str] = ()) -> tuple[AdapterTarget, ...]:
+    """The weights that take adapters, in tree order."""
+    return tuple(jax.tree.leaves(select_targets(config, modules)))
 
 
-def with_adapters(
+def add_adapter_stacks(
     weights: ModelWeights,
     config: ModelConfig,
     slots: int,
@@ -211,25 +231,28 @@ def with_adapters(
     mesh: Mesh | None = None,
     modules: Sequence[str] = (),
 ) -> ModelWeights:
-    """The weights with stacks for so many adapters of at most that rank beside them."""
+    """Add zeroed stacks for `slots` adapters of rank at most `rank` beside the targeted weights."""
 
     def zeros(spec: ArraySpec) -> Any:
         if mesh is None:
             return jnp.zeros(spec.shape, spec.dtype)
         return jnp.zeros(local_shards.sharded_shape(spec, mesh), spec.dtype, device=sharding(spec, mesh))
 
-    def add(target: Target | None, weight) -> Any:
+    def add(target: AdapterTarget | None, weight) -> Any:
         if target is None:
             return weight
         stacks = map(zeros, target.specs(jnp.dtype(config.dtype), rank, (slots,)))
         return Adapted(weight, *stacks, parts=target.ranges(mesh))
 
-    def both(targets, own):
-        return jax.tree.map(add, targets, own, is_leaf=lambda node: node is None or isinstance(node, Target))
+    def add_all(targets, weights):
+        return jax.tree.map(add, targets, weights, is_leaf=lambda node: node is None or isinstance(node, AdapterTarget))
 
-    found, head = target_tree(config, modules), head_name(config)
+    target_weights = select_targets(config, modules)
+    head = head_field(config)
     layers = [
-        own.replace(**{name: both(getattr(targets, name), getattr(own, name)) for name in ("attention", "mlp", "moe")})
-        for targets, own in zip(found.layers, weights.layers, strict=True)
+        layer.replace(
+            **{name: add_all(getattr(targets, name), getattr(layer, name)) for name in ("attention", "mlp", "moe")}
+        )
+        for targets, layer in zip(target_weights.layers, weights.layers, strict=True)
     ]
-    return weights.replace(layers=tuple(layers), **{head: add(getattr(found, head), getattr(weights, head))})
+    return weights.replace(layers=tuple(layers), **{head: add(getattr(target_weights, head), getattr(weights, head))})

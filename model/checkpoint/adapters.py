@@ -1,4 +1,4 @@
-"""Adapters of low rank: what a PEFT folder adds to each weight."""
+"""LoRA and DoRA adapters, read from PEFT folders."""
 
 import hashlib
 import math
@@ -16,21 +16,22 @@ from ...sharding import local_shards
 from ...sharding.mesh import Mesh, sharding
 from ...sharding.spec import ArraySpec
 from ..config import ModelConfig, ModelError
-from .adapter_targets import Part, Target, every_target
+from .adapter_targets import AdaptedMatrix, AdapterTarget, all_targets
 from .folder import ADAPTER, read_json
-from .loader import canonical, find_parts, inner, module_of
+from .loader import canonical_name, family_module, find_sources, with_model_prefix
 from .safetensors import Tensor, read_header
 
 FILE = "adapter_model.safetensors"
-RANKS = (8, 16, 32, 64, 128, 256)  # that stacks have
-MAX_RANK = 1 << 12  # that a folder may say
-STRIP = 256  # rows of a weight whose lengths are computed together
+RANKS = (8, 16, 32, 64, 128, 256)  # ranks of adapter stacks
+MAX_RANK = 1 << 12  # the largest rank accepted in adapter_config.json
+STRIP = 256  # rows of a weight whose norms are computed together
 NAME = re.compile(
     r"(?:base_model\.model\.)?(.+)\.lora_(?:(?P<half>A|B)(?:\.default)?\.weight|"
     r"(?P<lengths>magnitude_vector)(?:\.default)?(?:\.weight)?)"
 )
-HEAD = re.compile(r"(?:base_model\.model\.)?((?:.+\.)?lm_head)\.base_layer\.weight")  # the model's own, saved beside it
-REFUSED = {  # keys of adapter_config.json that change what is computed, and why they are not served
+# The base model's head, saved beside its adapter.
+HEAD = re.compile(r"(?:base_model\.model\.)?((?:.+\.)?lm_head)\.base_layer\.weight")
+REFUSED = {  # keys of adapter_config.json that are not supported, and why
     "modules_to_save": "it brings whole weights of its own; merge it into the model",
     "layer_replication": "it repeats layers",
     "trainable_token_indices": "it brings rows of the embedding; merge it into the model",
@@ -39,92 +40,98 @@ REFUSED = {  # keys of adapter_config.json that change what is computed, and why
     "fan_in_fan_out": "its matrices are transposed", "use_qalora": "it pools its inputs",
     "alora_invocation_tokens": "it begins within a prompt",
 }  # fmt: skip
-REBASED = ("pissa", "olora", "corda")  # ways to begin that change the base's weights
+REBASED = ("pissa", "olora", "corda")  # initialisations that change the base model's weights
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """What an adapter adds to each weight that takes one, in their order, on the host."""
+    """An adapter's matrices for each target weight, on the host."""
 
-    key: str  # a digest of its files: what is computed with it is shared with none that differs
+    key: str  # digest of its files; separates cached prefixes of different adapters
     has_head: bool  # whether it adapts the head
-    targets: tuple[Target, ...]  # the weights
-    matrices: list[tuple[np.ndarray, ...]]  # of each (down, up, longer), see `Adapted`
+    targets: tuple[AdapterTarget, ...]
+    matrices: list[tuple[np.ndarray, ...]]  # (down, up, longer) for each target, see `Adapted`
 
 
-def bucket_of(rank: int) -> int:
-    """The rank of the stacks for adapters of at most this rank."""
-    return next(each for each in RANKS if each >= rank)
+def stack_rank(rank: int) -> int:
+    """The smallest stack rank that holds adapters of this rank."""
+    return next(bucket for bucket in RANKS if bucket >= rank)
 
 
-def spread(adapter: Adapter, mesh: Mesh) -> list[tuple[Any, ...]]:
-    """An adapter's matrices over the devices, as the stacks lie."""
+def shard_adapter(adapter: Adapter, mesh: Mesh) -> list[tuple[Any, ...]]:
+    """Place an adapter's matrices on the mesh, sharded like the stacks."""
 
     def place(matrix: np.ndarray, spec: ArraySpec) -> jax.Array:
         return local_shards.shard(matrix, spec, mesh, sharding(spec, mesh))
 
-    both = zip(adapter.targets, adapter.matrices, strict=True)
-    specs = [target.specs(up.dtype, up.shape[len(target.stack)]) for target, (_, up, _) in both]
+    pairs = zip(adapter.targets, adapter.matrices, strict=True)
+    specs = [target.specs(up.dtype, up.shape[len(target.stack)]) for target, (_, up, _) in pairs]
     return jax.tree.map(place, adapter.matrices, specs)
 
 
 def read_adapter(
-    folder: Path, config: ModelConfig, targets: tuple[Target, ...], most: int, model: Path | None = None
+    folder: Path, config: ModelConfig, targets: tuple[AdapterTarget, ...], max_rank: int, model: Path | None = None
 ) -> Adapter:
-    """The adapter of a PEFT folder, for stacks of `bucket_of(most)`; what it holds that is not served is named.
+    """Read a PEFT folder, padded to the stack rank for `max_rank`; reject unsupported contents.
 
-    `model`: the folder of the weights that it was made for, which one of DoRA gives lengths.
+    `model` is the folder of the base weights, whose row norms a DoRA adapter needs.
     """
     file = folder / FILE
-    about_bytes, content = read_once(folder)
-    about = read_about(folder / ADAPTER, about_bytes)
-    places = {part.source.name: (index, part) for index, target in enumerate(targets) for part in target.parts}
-    rank, dtype, family = bucket_of(most), np.dtype(jnp.dtype(config.dtype)), module_of(config)
+    about_bytes, content = read_files(folder)
+    about = parse_config(folder / ADAPTER, about_bytes)
+    places = {matrix.source.name: (index, matrix) for index, target in enumerate(targets) for matrix in target.matrices}
+    rank = stack_rank(max_rank)
+    dtype = np.dtype(jnp.dtype(config.dtype))
+    family = family_module(config)
     specs = [target.specs(dtype, rank) for target in targets]
     matrices: list[Any] = [None] * len(targets)
-    orders: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}  # the same for all matrices of a stack
+    # The same for all elements of a stack.
+    permutations: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
     weights = find_weights(model, config) if about.dora and model is not None else {}
-    for module, tensors in tensors_of(file, content, about).items():
-        name = canonical(family, f"{module}.weight")
-        found = places.get(name) or places.get(inner(name))
-        if found is None:
-            raise ModelError(f"{file} adapts {module!r}, which takes no adapter here: {why_not(config, name)}")
-        index, part = found
-        own, target = check_shapes(file, tensors, part, about, module, most), targets[index]
+    for module, tensors in collect_tensors(file, content, about).items():
+        name = canonical_name(family, f"{module}.weight")
+        place = places.get(name) or places.get(with_model_prefix(name))
+        if place is None:
+            raise ModelError(f"{file} adapts {module!r}, which cannot be adapted: {unsupported_reason(config, name)}")
+        index, matrix = place
+        module_rank = check_shapes(file, tensors, matrix, about, module, max_rank)
+        target = targets[index]
         if matrices[index] is None:
             matrices[index] = zeros(specs[index])
-        if (index, part.number) not in orders:
-            orders[index, part.number] = part.orders(target.into)
-        in_I, out_O = orders[index, part.number]
+        if (index, matrix.number) not in permutations:
+            permutations[index, matrix.number] = matrix.permutations(target.into)
+        in_I, out_O = permutations[index, matrix.number]
         down_RI, up_OR, *lengths = (tensor.read().astype(np.float32) for tensor in tensors)
-        up_OR *= np.float32(about.scale(module, own))
+        up_OR *= np.float32(about.scale(module, module_rank))
         longer_O = np.zeros(len(up_OR), np.float32)
         if lengths:
-            if (weight := weights.get(part.source.name)) is None:
+            if (weight := weights.get(matrix.source.name)) is None:
                 raise ModelError(
-                    f"{file}: use_dora is set, and the model's files hold no {part.source.name!r} by itself, to whose "
-                    "rows it gives lengths; merge it into the model's weights"
+                    f"{file}: use_dora is set, and the model's files hold no {matrix.source.name!r} by itself, whose "
+                    "rows it rescales; merge it into the model's weights"
                 )
-            with np.errstate(all="ignore"):  # what is not finite is refused below
-                times_O = lengths[0] / row_lengths(weight.read(), down_RI, up_OR)
-                up_OR, longer_O = up_OR * times_O[:, None], times_O - 1
+            with np.errstate(all="ignore"):  # non-finite results are rejected below
+                times_O = lengths[0] / row_norms(weight.read(), down_RI, up_OR)
+                up_OR = up_OR * times_O[:, None]
+                longer_O = times_O - 1
         if not (np.isfinite(down_RI).all() and np.isfinite(up_OR).all()):
             raise ModelError(f"{file}: the matrices of {module!r} have values that are not finite")
-        down, up, longer = (each[part.which] for each in matrices[index])
-        down.reshape(target.inputs, -1)[:, part.number * rank :][:, :own] = down_RI.T[in_I]
-        up.reshape(rank, -1)[:own, part.first : part.last] = up_OR.T[:, out_O]
-        longer.reshape(-1)[part.first : part.last] = longer_O[out_O]
-    empty = {each: zeros(each) for each in {*specs}}
-    whole = [empty[each] if own is None else own for each, own in zip(specs, matrices, strict=True)]
-    has_head = any(target.is_head and own is not None for target, own in zip(targets, matrices, strict=True))
-    return Adapter(digest(about_bytes, content), has_head, targets, whole)
+        down, up, longer = (array[matrix.stack_index] for array in matrices[index])
+        down.reshape(target.inputs, -1)[:, matrix.number * rank :][:, :module_rank] = down_RI.T[in_I]
+        up.reshape(rank, -1)[:module_rank, matrix.first : matrix.last] = up_OR.T[:, out_O]
+        longer.reshape(-1)[matrix.first : matrix.last] = longer_O[out_O]
+    zeros_by_spec = {spec: zeros(spec) for spec in {*specs}}
+    all_matrices = [
+        zeros_by_spec[spec] if value is None else value for spec, value in zip(specs, matrices, strict=True)
+    ]
+    has_head = any(target.is_head and value is not None for target, value in zip(targets, matrices, strict=True))
+    return Adapter(digest_files(about_bytes, content), has_head, targets, all_matrices)
 
 
-def read_once(folder: Path) -> tuple[bytes, bytes]:
-    """The bytes of an adapter's two files.
+def read_files(folder: Path) -> tuple[bytes, bytes]:
+    """Read both files of an adapter once.
 
-    The matrices and the digest are both made of them: files that are replaced meanwhile would have the digest of one
-    adapter and the matrices of another.
+    The matrices and the digest come from the same bytes, even if the files are replaced meanwhile.
     """
     for name, remedy in (
         (ADAPTER, ": it must be a folder that PEFT has written"),
@@ -143,134 +150,139 @@ def zeros(specs: tuple[ArraySpec, ...]) -> tuple[np.ndarray, ...]:
 
 
 def find_weights(folder: Path, config: ModelConfig) -> dict[str, Any]:
-    """The tensors of a model's folder by the names that adapters have for them."""
-    tensors, parts = find_parts(folder, config)
+    """The tensors of a model folder, by the names that adapters use for them."""
+    tensors, sources = find_sources(folder, config)
     if config.tied and config.writes:
-        tensors["lm_head.weight"] = tensors[parts.embed_VD[0].name]
+        tensors["lm_head.weight"] = tensors[sources.embed_VD[0].name]
     return tensors
 
 
-def row_lengths(weight_OI: np.ndarray, down_RI: np.ndarray, up_OR: np.ndarray) -> np.ndarray:
-    """The lengths of the rows of a weight with an adapter."""
-    found = np.empty(len(weight_OI), np.float32)
-    for at in range(0, len(found), STRIP):  # a whole matrix in float32 would leave every cache
+def row_norms(weight_OI: np.ndarray, down_RI: np.ndarray, up_OR: np.ndarray) -> np.ndarray:
+    """The norm of each row of a weight with an adapter added."""
+    norms = np.empty(len(weight_OI), np.float32)
+    for at in range(0, len(norms), STRIP):  # a whole matrix in float32 would leave every cache
         rows = slice(at, at + STRIP)
-        found[rows] = np.linalg.norm(weight_OI[rows].astype(np.float32) + up_OR[rows] @ down_RI, axis=1)
-    return found
+        norms[rows] = np.linalg.norm(weight_OI[rows].astype(np.float32) + up_OR[rows] @ down_RI, axis=1)
+    return norms
 
 
-def why_not(config: ModelConfig, name: str) -> str:
-    """What to do about an adapter of a tensor that has no stack."""
-    for target in jax.tree.leaves(every_target(config)):
-        if {part.source.name for part in target.parts} & {name, inner(name)}:
+def unsupported_reason(config: ModelConfig, name: str) -> str:
+    """Explain why an adapter of a tensor cannot be served, and the remedy."""
+    for target in jax.tree.leaves(all_targets(config)):
+        if {matrix.source.name for matrix in target.matrices} & {name, with_model_prefix(name)}:
             return f"name it in lora_target_modules, as {' or '.join(sorted(target.modules))}"
     return f"of {config.family} models neither the embedding nor fused experts do; merge it into the model's weights"
 
 
 @dataclass(frozen=True)
-class About:
-    """What adapter_config.json says of ranks and scales."""
+class AdapterConfig:
+    """Ranks and scales from adapter_config.json."""
 
     rank: int
     alpha: float
-    ranks: Mapping[str, int]  # of modules whose names end so
-    alphas: Mapping[str, float]
-    by_root: bool
+    ranks: Mapping[str, int]  # rank_pattern: by module name or pattern
+    alphas: Mapping[str, float]  # alpha_pattern
+    by_root: bool  # use_rslora: divide by the root of the rank
     dora: bool
 
-    def rank_of(self, module: str) -> int:
-        return int(matching(self.ranks, module, self.rank))
+    def module_rank(self, module: str) -> int:
+        return int(match_module(self.ranks, module, self.rank))
 
     def scale(self, module: str, rank: int) -> float:
-        alpha = matching(self.alphas, module, self.alpha)
+        alpha = match_module(self.alphas, module, self.alpha)
         return alpha / math.sqrt(rank) if self.by_root else alpha / rank
 
 
-def matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value of the first name, or regular expression, that a module's name ends with."""
+def match_module(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """The value for the first pattern that matches the end of a module's name."""
     for pattern, value in patterns.items():
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
             return value
     return default
 
 
-def read_about(where: Path, content: bytes) -> About:
-    """The configuration of an adapter, if it is of a kind that is served."""
-    given = read_json(where, content)
-    if (kind := given.get("peft_type")) != "LORA":
-        raise ModelError(f"{where}: peft_type = {kind!r:.80}; it must be 'LORA'")
-    for key, why in REFUSED.items():
-        if given.get(key):
-            raise ModelError(f"{where}: {key} = {given[key]!r:.80} is not served: {why}")
-    if (bias := given.get("bias", "none")) != "none":
-        raise ModelError(f"{where}: bias = {bias!r:.80}; it must be 'none': biases are the model's own")
-    if str(begun := given.get("init_lora_weights")).lower().startswith(REBASED):
+def parse_config(path: Path, content: bytes) -> AdapterConfig:
+    """Parse adapter_config.json; unsupported adapters raise an error."""
+    settings = read_json(path, content)
+    if (kind := settings.get("peft_type")) != "LORA":
+        raise ModelError(f"{path}: peft_type = {kind!r:.80}; it must be 'LORA'")
+    for key, reason in REFUSED.items():
+        if settings.get(key):
+            raise ModelError(f"{path}: {key} = {settings[key]!r:.80} is not served: {reason}")
+    if (bias := settings.get("bias", "none")) != "none":
+        raise ModelError(f"{path}: bias = {bias!r:.80}; it must be 'none': biases are the model's own")
+    if str(initialisation := settings.get("init_lora_weights")).lower().startswith(REBASED):
         raise ModelError(
-            f"{where}: init_lora_weights = {begun!r:.80} changes the model's weights too; save it with PEFT's "
+            f"{path}: init_lora_weights = {initialisation!r:.80} changes the model's weights too; save it with PEFT's "
             "path_initial_model_for_weight_conversion"
         )
-    ranks, alphas = (pattern_of(where, given.get(key) or {}) for key in ("rank_pattern", "alpha_pattern"))
-    rank, alpha = checked_rank(where, "r", given.get("r")), checked_number(where, "lora_alpha", given.get("lora_alpha"))
+    ranks, alphas = (checked_pattern(path, settings.get(key) or {}) for key in ("rank_pattern", "alpha_pattern"))
+    rank = checked_rank(path, "r", settings.get("r"))
+    alpha = checked_number(path, "lora_alpha", settings.get("lora_alpha"))
     for key, value in ranks.items():
-        checked_rank(where, f"rank_pattern[{key}]", value)
+        checked_rank(path, f"rank_pattern[{key}]", value)
     for key, value in alphas.items():
-        checked_number(where, f"alpha_pattern[{key}]", value)
+        checked_number(path, f"alpha_pattern[{key}]", value)
     for key in ("use_rslora", "use_dora"):
-        if not isinstance(given.get(key) or False, bool):
-            raise ModelError(f"{where}: {key} = {given[key]!r:.80}; it must be true or false")
-    return About(rank, alpha, ranks, alphas, bool(given.get("use_rslora")), bool(given.get("use_dora")))
+        if not isinstance(settings.get(key) or False, bool):
+            raise ModelError(f"{path}: {key} = {settings[key]!r:.80}; it must be true or false")
+    return AdapterConfig(rank, alpha, ranks, alphas, bool(settings.get("use_rslora")), bool(settings.get("use_dora")))
 
 
-def checked_rank(where: Path, name: str, value: Any) -> int:
+def checked_rank(path: Path, name: str, value: Any) -> int:
     if type(value) is not int or not 1 <= value <= MAX_RANK:
-        raise ModelError(f"{where}: {name} = {value!r:.80}; it must be a whole number from 1 to {MAX_RANK}")
+        raise ModelError(f"{path}: {name} = {value!r:.80}; it must be a whole number from 1 to {MAX_RANK}")
     return value
 
 
-def checked_number(where: Path, name: str, value: Any) -> float:
+def checked_number(path: Path, name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ModelError(f"{where}: {name} = {value!r:.80}; it must be a number")
+        raise ModelError(f"{path}: {name} = {value!r:.80}; it must be a number")
     return value
 
 
-def pattern_of(where: Path, patterns: Any) -> dict[str, Any]:
-    """A table by modules, whose names may be regular expressions of bounded work."""
+def checked_pattern(path: Path, patterns: Any) -> dict[str, Any]:
+    """Check a table of module patterns, which may be regular expressions without repetition."""
     if not isinstance(patterns, dict):
-        raise ModelError(f"{where}: a pattern is {patterns!r:.80}; it must map names of modules to numbers")
+        raise ModelError(f"{path}: a pattern is {patterns!r:.80}; it must map names of modules to numbers")
     for name in patterns:
         if len(name) > 256 or not re.fullmatch(r"\^?[\w.\\|]+\$?", name):
-            why = "it must be the name of a module, or its end"
-            raise ModelError(f"{where}: the pattern {name!r:.80} is not read; {why}")
+            remedy = "it must be the name of a module, or its end"
+            raise ModelError(f"{path}: the pattern {name!r:.80} is not read; {remedy}")
     return patterns
 
 
-def tensors_of(file: Path, content: bytes, about: About) -> dict[str, tuple[Tensor, ...]]:
-    """(down, up), of DoRA with lengths, of every module that a file adapts; a tensor that is none of them is named."""
+def collect_tensors(file: Path, content: bytes, about: AdapterConfig) -> dict[str, tuple[Tensor, ...]]:
+    """(down, up) and DoRA's magnitudes for each module; other tensors are an error."""
     names = ("A", "B", "magnitude_vector")[: 3 if about.dora else 2]
     modules: dict[str, dict[str, Tensor]] = {}
-    others: list[str] = []
+    other_names: list[str] = []
     for name, tensor in read_header(file, content).items():
-        if (found := NAME.fullmatch(name)) and (kind := found["half"] or found["lengths"]) in names:
-            modules.setdefault(found[1], {})[kind] = tensor
+        if (match := NAME.fullmatch(name)) and (kind := match["half"] or match["lengths"]) in names:
+            modules.setdefault(match[1], {})[kind] = tensor
         else:
-            others.append(name)
-    for name in others:
-        if not (found := HEAD.fullmatch(name)) or found[1] not in modules:
+            other_names.append(name)
+    for name in other_names:
+        if not (match := HEAD.fullmatch(name)) or match[1] not in modules:
             raise ModelError(
-                f"{file} holds the tensor {name!r}, which is no {' or '.join(f'lora_{each}' for each in names)} of a "
-                "linear layer; merge the adapter into the model's weights"
+                f"{file} holds the tensor {name!r}, which is no {' or '.join(f'lora_{suffix}' for suffix in names)} of "
+                "a linear layer; merge the adapter into the model's weights"
             )
-    for module, own in modules.items():
-        if lost := [name for name in names if name not in own]:
+    for module, tensors in modules.items():
+        if lost := [name for name in names if name not in tensors]:
             raise ModelError(f"{file} lacks lora_{lost[0]} of {module!r}")
     if not modules:
         raise ModelError(f"{file} holds no tensors")
-    return {module: tuple(own[name] for name in names) for module, own in modules.items()}
+    return {module: tuple(tensors[name] for name in names) for module, tensors in modules.items()}
 
 
-def check_shapes(file: Path, tensors: tuple[Tensor, ...], part: Part, about: About, module: str, most: int) -> int:
-    """The rank of a module's matrices, if they fit the weight, the configuration and the stacks."""
-    (down, up, *lengths), (outputs, inputs), rank = tensors, part.shape, about.rank_of(module)
+def check_shapes(
+    file: Path, tensors: tuple[Tensor, ...], matrix: AdaptedMatrix, about: AdapterConfig, module: str, max_rank: int
+) -> int:
+    """Check a module's matrices against weight, configuration and max_rank; return their rank."""
+    (down, up, *lengths) = tensors
+    (outputs, inputs) = matrix.shape
+    rank = about.module_rank(module)
     if down.shape != (rank, inputs) or up.shape != (outputs, rank):
         raise ModelError(
             f"{file}: lora_A and lora_B of {module!r} have shapes {list(down.shape)} and {list(up.shape)}; the model "
@@ -281,14 +293,14 @@ def check_shapes(file: Path, tensors: tuple[Tensor, ...], part: Part, about: Abo
             f"{file}: lora_magnitude_vector of {module!r} has shape {list(lengths[0].shape)}; the model wants "
             f"{[outputs]}"
         )
-    if rank > most:
-        raise ModelError(f"{file}: {module!r} has rank {rank}; max_lora_rank is {most}")
+    if rank > max_rank:
+        raise ModelError(f"{file}: {module!r} has rank {rank}; max_lora_rank is {max_rank}")
     return rank
 
 
-def digest(*contents: bytes) -> str:
+def digest_files(*contents: bytes) -> str:
     """A digest of the contents of an adapter's files."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for content in contents:
-        found.update(content)
-    return found.hexdigest()
+        hasher.update(content)
+    return hasher.hexdigest()

@@ -1,4 +1,4 @@
-"""A leaf of the weight tree that is one array, read from the tensors of a checkpoint."""
+"""Read one array of the weight tree from the checkpoint tensors that make it up."""
 
 import math
 from collections.abc import Sequence
@@ -13,22 +13,24 @@ from .safetensors import Tensor, fill
 
 
 def read_leaf(
-    spec: ArraySpec, parts, tensors: dict[str, Any], needed: Sequence[np.ndarray] | None = None
+    spec: ArraySpec, sources, tensors: dict[str, Any], needed: Sequence[np.ndarray] | None = None
 ) -> np.ndarray:
-    """The array. `needed` marks for each axis the elements that are; the others may come out as anything."""
-    few, leaf = needed is not None and not all(mask.all() for mask in needed), None
-    for part in parts:
-        source, at = tensors[part.name], part.at if isinstance(part.at, tuple) else (part.at,)
-        cuts = () if needed is None else bounds(needed, at)
+    """Read an array. Elements outside of the `needed` masks (one per axis) may be uninitialised."""
+    is_partial = needed is not None and not all(mask.all() for mask in needed)
+    leaf = None
+    for source in sources:
+        tensor = tensors[source.name]
+        at = source.at if isinstance(source.at, tuple) else (source.at,)
+        cuts = () if needed is None else needed_block(needed, at)
         if cuts is None:
             continue
-        value = source.mapped() if few and isinstance(source, Tensor) else source.read()
+        value = tensor.mapped() if is_partial and isinstance(tensor, Tensor) else tensor.read()
         try:
-            value = part.turn(value)
+            value = source.turn(value)
         except FormatError as error:
-            raise ModelError(f"tensor {part.name!r} {error}") from None
-        if len(parts) == 1 and value.shape == spec.shape and value.dtype == spec.dtype and value.flags.c_contiguous:
-            return value  # as it was read
+            raise ModelError(f"tensor {source.name!r} {error}") from None
+        if len(sources) == 1 and value.shape == spec.shape and value.dtype == spec.dtype and value.flags.c_contiguous:
+            return value  # without a copy
         if leaf is None:
             leaf = empty(spec.shape, spec.dtype)
         out = leaf if at == () else leaf[at]
@@ -37,25 +39,25 @@ def read_leaf(
     return leaf
 
 
-def unread_leaf(parts, leaf: np.ndarray) -> dict[str, np.ndarray]:
-    """The tensors that `read_leaf` made a leaf of."""
+def leaf_to_tensors(sources, leaf: np.ndarray) -> dict[str, np.ndarray]:
+    """The inverse of `read_leaf`: the checkpoint tensors that make up an array."""
     tensors = {}
-    for part in parts:
-        # Reading is a permutation: sent through it, the numbers of the places tell where each value came from.
-        places = part.turn(np.arange(math.prod(part.shape)).reshape(part.shape)).astype(np.int64)
-        flat = np.empty(places.size, leaf.dtype)
-        flat[places.reshape(-1)] = leaf[part.at].reshape(-1)
-        tensors[part.name] = flat.reshape(part.shape)
+    for source in sources:
+        # Reading permutes the elements: an array of indices sent through it gives the permutation.
+        indices = source.turn(np.arange(math.prod(source.shape)).reshape(source.shape)).astype(np.int64)
+        flat = np.empty(indices.size, leaf.dtype)
+        flat[indices.reshape(-1)] = leaf[source.at].reshape(-1)
+        tensors[source.name] = flat.reshape(source.shape)
     return tensors
 
 
-def bounds(needed: Sequence[np.ndarray], at: tuple[Any, ...]) -> tuple[slice, ...] | None:
-    """Within the place `at`, the smallest block with every needed element; None where none is needed."""
+def needed_block(needed: Sequence[np.ndarray], at: tuple[Any, ...]) -> tuple[slice, ...] | None:
+    """The smallest block within the index `at` that has every needed element; None if none is."""
     cuts = []
-    for mask, where in zip(needed, at + (slice(None),) * (len(needed) - len(at)), strict=True):
-        found = np.flatnonzero(mask[where])
-        if not found.size:
+    for mask, axis_index in zip(needed, at + (slice(None),) * (len(needed) - len(at)), strict=True):
+        positions = np.flatnonzero(mask[axis_index])
+        if not positions.size:
             return None
-        if isinstance(where, slice):
-            cuts.append(slice(int(found[0]), int(found[-1]) + 1))
+        if isinstance(axis_index, slice):
+            cuts.append(slice(int(positions[0]), int(positions[-1]) + 1))
     return tuple(cuts)

@@ -1,4 +1,4 @@
-"""Stacks of experts that are rounded as they are read, one expert at a time: no dense stack is ever in memory."""
+"""Quantise stacks of experts one expert at a time, so that no dense stack is ever in memory."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -15,49 +15,59 @@ from ...sharding.spec import ArraySpec, empty
 from .dense_leaf import read_leaf
 from .published import matrix
 
-THREADS = min(16, os.cpu_count() or 1)  # each holds one expert, dense
+THREADS = min(16, os.cpu_count() or 1)  # each holds one dense expert
 
 
 def read_stack(
-    dense: ArraySpec, stack: Stack, parts, tensors: dict[str, Any], wanted: Iterable[int], done: Callable[[int], None]
+    dense: ArraySpec,
+    stack: Stack,
+    sources,
+    tensors: dict[str, Any],
+    experts: Iterable[int],
+    progress: Callable[[int], None],
 ) -> Stack:
-    """The stack with the codes of the experts `wanted`; the others may hold anything. `done` gets the bytes of each."""
-    one, leaf = one_of(dense), jax.tree.map(lambda spec: empty(spec.shape, spec.dtype), stack)
-    sources = list(of_each(dense.shape[0], parts, tensors))
+    """Read and quantise the given experts; other elements of the stack are uninitialised.
+
+    `progress` is called with the bytes of each expert.
+    """
+    expert_spec = one_of(dense)
+    leaf = jax.tree.map(lambda spec: empty(spec.shape, spec.dtype), stack)
+    expert_inputs = list(split_by_expert(dense.shape[0], sources, tensors))
 
     def read(e: int) -> int:
-        node = read_node(one, stack.each, *sources[e])
+        node = read_expert(expert_spec, stack.each, *expert_inputs[e])
         jax.tree.map(lambda out, value: np.copyto(out[e], value), leaf.each, node)
-        return one.nbytes
+        return expert_spec.nbytes
 
-    with ThreadPoolExecutor(THREADS) as threads:  # numpy and the disk leave Python's lock to others
-        for nbytes in threads.map(read, wanted):
-            done(nbytes)
+    with ThreadPoolExecutor(THREADS) as threads:  # numpy and file reads release the GIL
+        for nbytes in threads.map(read, experts):
+            progress(nbytes)
     return leaf
 
 
-def of_each(E: int, parts, tensors: dict[str, Any]) -> Iterator[tuple[tuple, dict[str, Any]]]:
-    """For each expert the parts of its matrix, and the tensors that these name."""
-    (first, *others), found = parts, [[] for _ in range(E)]
-    if first.at == () and not others:  # all in one tensor, which a turn takes any number of
+def split_by_expert(E: int, sources, tensors: dict[str, Any]) -> Iterator[tuple[tuple, dict[str, Any]]]:
+    """For each expert, the sources of its matrix and the tensors that hold them."""
+    (first, *other_sources) = sources
+    sources_by_expert = [[] for _ in range(E)]
+    if first.at == () and not other_sources:  # all experts in one tensor
         single = replace(first, turn=lambda x: first.turn(x)[0])
         yield from (((single,), {first.name: tensors[first.name].cut(e)}) for e in range(E))
         return
-    for part in parts:
-        e, *rest = part.at if isinstance(part.at, tuple) else (part.at,)
-        found[e].append(replace(part, at=tuple(rest)))
-    yield from ((tuple(mine), tensors) for mine in found)
+    for source in sources:
+        e, *index_in_expert = source.at if isinstance(source.at, tuple) else (source.at,)
+        sources_by_expert[e].append(replace(source, at=tuple(index_in_expert)))
+    yield from ((tuple(expert_sources), tensors) for expert_sources in sources_by_expert)
 
 
-def read_node(one: ArraySpec, node: Any, parts, tensors: dict[str, Any]) -> Any:
-    """One expert's matrix: its codes as they are stored, or rounded here."""
-    if matrix.fits(node, [tensors[part.name] for part in parts]):
-        return matrix.read_node(one, node, parts, tensors)
-    return node.quantize(read_leaf(one, parts, tensors))
+def read_expert(spec: ArraySpec, node: Any, sources, tensors: dict[str, Any]) -> Any:
+    """Read one expert's matrix: keep the stored codes if the format matches, else quantise it."""
+    if matrix.can_hold_codes(node, [tensors[source.name] for source in sources]):
+        return matrix.read_node(spec, node, sources, tensors)
+    return node.quantize(read_leaf(spec, sources, tensors))
 
 
-def wanted(dense: ArraySpec, mesh) -> Iterable[int]:
-    """The experts of which this process has a part."""
+def local_experts(dense: ArraySpec, mesh) -> Iterable[int]:
+    """The experts of which this process holds a shard."""
     return (
         range(dense.shape[0]) if mesh is None else np.flatnonzero(local_shards.local_elements(dense, mesh)[0]).tolist()
     )

@@ -1,4 +1,4 @@
-"""A model folder before it is read: its config.json, and what the folder is where it is none that can be served."""
+"""Read and check a model folder's config.json, and diagnose folders that cannot be served."""
 
 import json
 import re
@@ -9,9 +9,10 @@ from typing import Any
 from ..config import ModelError
 from ..errors import refuse_pointer
 
-CONFIG, ADAPTER = "config.json", "adapter_config.json"
-OLDER = ("bin", "pt", "pth", "pkl")
-HEADS = {  # endings of architectures, and what such a model does in place of generating
+CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
+OTHER_SUFFIXES = ("bin", "pt", "pth", "pkl")
+HEADS = {  # endings of unsupported architectures, and what such models do
     "RewardModel": "scores texts",
     "ForTokenClassification": "labels tokens",
     "ForQuestionAnswering": "finds answers in a text",
@@ -19,24 +20,25 @@ HEADS = {  # endings of architectures, and what such a model does in place of ge
     "ForMaskedLM": "fills gaps",
     "Model": "makes hidden states",
 }
-GENERATES = ("LMHeadModel",)  # endings in "Model" that have a head for text
-ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")  # of which hidden states are what is wanted
-REWARDS, STEP_REWARDS = "Qwen2ForRewardModel", "Qwen2ForProcessRewardModel"  # whose heads are known
+GENERATES = ("LMHeadModel",)  # architectures that end in "Model" and generate text
+ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")  # model types that make embeddings
+REWARDS = "Qwen2ForRewardModel"
+STEP_REWARDS = "Qwen2ForProcessRewardModel"
 
 
 def read_config_json(folder: Path, overrides: Mapping[str, Any] | None = None, embeds: bool = False) -> dict[str, Any]:
-    """config.json with the keys of `overrides` in place of its own; a model whose head is not known is refused.
+    """Read config.json with `overrides` applied; reject architectures without a supported head.
 
-    One that `embeds` needs none.
+    An architecture without a head is accepted if the model makes embeddings (`embeds`).
     """
     check_folder(folder)
-    hf = merged(read_json(folder / CONFIG), overrides or {})
+    hf = merge_overrides(read_json(folder / CONFIG), overrides or {})
     names = hf.get("architectures")
     for name in names if isinstance(names, list) else ():
         ending = next((ending for ending in HEADS if str(name).endswith(ending)), None)
         if name in (REWARDS, STEP_REWARDS) or (embeds and ending == "Model"):
             continue
-        if encodes(hf) and ending in ("Model", "ForMaskedLM"):
+        if is_encoder(hf) and ending in ("Model", "ForMaskedLM"):
             continue
         if ending and not str(name).endswith(GENERATES):
             remedy = json.dumps({"architectures": [f"{str(name).removesuffix(ending)}ForCausalLM"]})
@@ -48,29 +50,29 @@ def read_config_json(folder: Path, overrides: Mapping[str, Any] | None = None, e
     return hf
 
 
-def encodes(hf: Mapping[str, Any]) -> bool:
-    """Whether rows see those after them, so that hidden states are all that is to be had."""
+def is_encoder(hf: Mapping[str, Any]) -> bool:
+    """Whether attention is bidirectional: the model makes embeddings and cannot generate."""
     return hf.get("model_type") in ENCODERS or hf.get("use_bidirectional_attention") is True
 
 
 def architecture(hf: Mapping[str, Any]) -> str:
-    """The class that wrote the checkpoint, by its first name in `architectures`; empty where none is named."""
+    """The first name in `architectures`; empty if there is none."""
     names = hf.get("architectures")
     return str(next(iter(names), "")) if isinstance(names, list) else ""
 
 
-def merged(hf: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`hf` with other values; of an object in both, the keys are merged."""
-    found = dict(hf)
+def merge_overrides(hf: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`hf` with overrides applied; objects are merged key by key."""
+    result = dict(hf)
     for name, value in overrides.items():
-        own = found.get(name)
-        both = isinstance(own, Mapping) and isinstance(value, Mapping)
-        found[name] = merged(own, value) if both else value
-    return found
+        current = result.get(name)
+        are_objects = isinstance(current, Mapping) and isinstance(value, Mapping)
+        result[name] = merge_overrides(current, value) if are_objects else value
+    return result
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that holds something else than a model that can be read, with what it is and the remedy."""
+    """Reject a folder that holds no readable model, with a diagnosis and a remedy."""
     weights = [path.name for path in folder.glob("*.safetensors")]
     if (folder / ADAPTER).exists() and not [name for name in weights if not name.startswith("adapter_model")]:
         about = read_json(folder / ADAPTER)
@@ -87,28 +89,28 @@ def check_folder(folder: Path) -> None:
 
 
 def refuse_other_weights(place: object, names: Iterable[str]) -> None:
-    """Refuse weights in another format, in a place without *.safetensors, with what to do about it."""
-    for ending in ("gguf", *OLDER):
-        if not (found := sorted(name for name in names if name.endswith(f".{ending}"))):
+    """Reject weights in other formats, in a place without *.safetensors, with a remedy."""
+    for ending in ("gguf", *OTHER_SUFFIXES):
+        if not (matches := sorted(name for name in names if name.endswith(f".{ending}"))):
             continue
         if ending == "gguf":
             raise ModelError(
                 f"{place} holds GGUF files: name one, by its path, or on the Hub by what its name ends in: "
-                f"owner/name:{quant_of(found[0])}"
+                f"owner/name:{quant_suffix(matches[0])}"
             )
         raise ModelError(
-            f"{place} holds {found[0]} but no *.safetensors; weights are read from safetensors alone: the older "
+            f"{place} holds {matches[0]} but no *.safetensors; weights are read from safetensors alone: the older "
             "formats can run code. transformers' from_pretrained and then save_pretrained writes them anew"
         )
 
 
-def quant_of(name: str) -> str:
-    """What the name of a GGUF file ends in: as a rule what its weights are kept in."""
+def quant_suffix(name: str) -> str:
+    """The end of a GGUF file's name, which by convention is its quantisation."""
     return re.split(r"[-.]", re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name.rpartition("/")[2]))[-1]
 
 
 def read_json(path: Path, data: bytes | None = None) -> dict[str, Any]:
-    """The object in a JSON file, or in `data`, which was read from it before."""
+    """Parse the object in a JSON file, or in `data` if the file has been read."""
     value = read_value(path, data)
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object")
@@ -116,11 +118,11 @@ def read_json(path: Path, data: bytes | None = None) -> dict[str, Any]:
 
 
 def read_value(path: Path, data: bytes | None = None) -> Any:
-    """What a JSON file holds, or `data`, which was read from it before."""
+    """Parse a JSON file, or `data` if the file has been read."""
     try:
         data = path.read_bytes() if data is None else data
         refuse_pointer(path, data)
-        return json.loads(data, parse_constant=not_a_number)
+        return json.loads(data, parse_constant=parse_constant)
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist; a model folder holds config.json and *.safetensors") from None
     except OSError as error:
@@ -131,8 +133,8 @@ def read_value(path: Path, data: bytes | None = None) -> Any:
         raise ModelError(f"{path} is not readable JSON: {error}") from None
 
 
-def not_a_number(name: str):
-    """Infinity as transformers 5 writes it, which no key takes for a number; transformers 4 wrote what is no JSON."""
+def parse_constant(name: str):
+    """Parse Infinity as transformers 5 represents it, which no key accepts; reject NaN."""
     if name == "Infinity":
         return {"__float__": name}
     raise ValueError(f"{name} is no JSON number")

@@ -1,4 +1,4 @@
-"""What stands in place of a table of tokens: classes, as config.json describes them, and products behind a pooling."""
+"""Heads other than the language-model head: classes, and Dense modules after the pooling."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,11 +16,13 @@ from .folder import architecture
 MAX_CLASSES = 1 << 16
 
 
-def classes_of(hf: dict) -> Classes | None:
-    """The classes of a checkpoint that has them in place of tokens."""
+def read_classes(hf: dict) -> Classes | None:
+    """The classes in config.json of a sequence classifier; None for other models."""
     if not architecture(hf).endswith("ForSequenceClassification"):
         return None
-    number, labels, problem = hf.get("num_labels"), hf.get("id2label"), hf.get("problem_type")
+    number = hf.get("num_labels")
+    labels = hf.get("id2label")
+    problem = hf.get("problem_type")
     if labels is None:
         count = 2 if number is None else number  # transformers does not write its default
         if type(count) is not int or not 1 <= count <= MAX_CLASSES:
@@ -28,36 +30,44 @@ def classes_of(hf: dict) -> Classes | None:
         labels = {str(i): f"LABEL_{i}" for i in range(count)}
     if not isinstance(labels, Mapping) or {*labels} != {str(i) for i in range(len(labels))} or not labels:
         raise ModelError(f"config.json: id2label = {labels!r:.80}; it must name the classes 0, 1 and so on")
-    known = {"regression": "none", "single_label_classification": "softmax", "multi_label_classification": "sigmoid"}
-    usual = activation_of(hf) or ("sigmoid" if len(labels) == 1 else "softmax")
-    if problem is not None and problem not in list(known):
-        raise ModelError(f"config.json: problem_type = {problem!r:.80}; it can be null, {', '.join(known)}")
+    activations = {
+        "regression": "none",
+        "single_label_classification": "softmax",
+        "multi_label_classification": "sigmoid",
+    }
+    default = read_activation(hf) or ("sigmoid" if len(labels) == 1 else "softmax")
+    if problem is not None and problem not in list(activations):
+        raise ModelError(f"config.json: problem_type = {problem!r:.80}; it can be null, {', '.join(activations)}")
     ordered = tuple(str(labels[str(i)]) for i in range(len(labels)))
-    return Classes(ordered, usual if problem is None else known[problem])
+    return Classes(ordered, default if problem is None else activations[problem])
 
 
-def activation_of(hf: dict) -> str | None:
-    """What sentence-transformers' CrossEncoder is told to make of its numbers, in either place; None: nothing."""
+def read_activation(hf: dict) -> str | None:
+    """The activation that a CrossEncoder applies to its scores; None if not set."""
     table = hf.get("sentence_transformers")
-    said = table.get("activation_fn") if isinstance(table, Mapping) else hf.get("sbert_ce_default_activation_function")
-    if said is None:
+    function_name = (
+        table.get("activation_fn") if isinstance(table, Mapping) else hf.get("sbert_ce_default_activation_function")
+    )
+    if function_name is None:
         return None
-    known = {"Identity": "none", "Sigmoid": "sigmoid"}
-    if (name := str(said).rpartition(".")[2]) not in known:
-        raise ModelError(f"config.json: an activation of scores is {said!r:.80}; supported is {' or '.join(known)}")
-    return known[name]
+    activations = {"Identity": "none", "Sigmoid": "sigmoid"}
+    if (name := str(function_name).rpartition(".")[2]) not in activations:
+        raise ModelError(
+            f"config.json: an activation of scores is {function_name!r:.80}; supported is {' or '.join(activations)}"
+        )
+    return activations[name]
 
 
-def check_tokens(config: ModelConfig, found: Classes) -> None:
-    """Refuse to judge by tokens that the model has not, or whose logits are not the head's numbers."""
-    if (most := max(map(max, found.tokens))) >= config.vocab_size:
-        raise ModelError(f"this model judges by the token {most}, and has tokens up to {config.vocab_size - 1}")
+def check_class_tokens(config: ModelConfig, classes: Classes) -> None:
+    """Reject class tokens outside of the vocabulary, and models that change their logits."""
+    if (largest_id := max(map(max, classes.tokens))) >= config.vocab_size:
+        raise ModelError(f"this model judges by the token {largest_id}, and has tokens up to {config.vocab_size - 1}")
     if config.logit_scale != 1 or config.final_soft_cap is not None or config.head_bias:
         raise ModelError(f"models of the family {config.family} change their logits, and cannot judge by two of them")
 
 
 def dense_source(config: ModelConfig, dense: Dense) -> DenseWeights:
-    """Of a product behind an encoder's pooling."""
+    """The sources of a Dense module after an encoder's pooling."""
 
     def vector(name: str) -> Source:
         return tensor(name, (dense.dim,), lambda x: x.astype(np.float32))
@@ -73,11 +83,11 @@ def dense_source(config: ModelConfig, dense: Dense) -> DenseWeights:
     )
 
 
-def difference_of_rows(family: Any, sources: ModelWeights, config: ModelConfig) -> Source:
-    """The rows of the table of logits by which a model judges, less those that speak against each."""
+def class_row_differences(family: Any, sources: ModelWeights, config: ModelConfig) -> Source:
+    """The source of a token classifier's matrix: row of the positive minus the negative token."""
     assert config.classes is not None
-    whole = family.sources(replace(config, tied=False)) if config.classes.own_head else sources
-    (table,) = (whole.head_VD if config.classes.own_head else whole.embed_VD).parts
+    source_tree = family.sources(replace(config, tied=False)) if config.classes.own_head else sources
+    (table,) = (source_tree.head_VD if config.classes.own_head else source_tree.embed_VD).parts
     ids_C2 = np.array(config.classes.tokens)
     signs_C21 = np.where(ids_C2 < 0, 0, [1, -1])[..., None]
 
@@ -87,23 +97,25 @@ def difference_of_rows(family: Any, sources: ModelWeights, config: ModelConfig) 
     return Source((replace(table, turn=turned),))
 
 
-def sources_of(family: Any, config: ModelConfig) -> ModelWeights:
-    """The sources of a family's weights, and of the heads that any of them may have."""
+def weight_sources(family: Any, config: ModelConfig) -> ModelWeights:
+    """The sources of a family's weights, and of any classification or Dense heads."""
     sources = family.sources(config)
     sources = sources.replace(head=tuple(dense_source(config, dense) for dense in config.head))
     if config.classes is None:
         return sources
     if config.classes.tokens:
-        return sources.replace(classes_DC=difference_of_rows(family, sources, config))
-    C, D, called = len(config.classes.labels), config.width, config.classes.name
+        return sources.replace(classes_DC=class_row_differences(family, sources, config))
+    C = len(config.classes.labels)
+    D = config.width
+    prefix = config.classes.name
 
-    def wide(name: str, *shape: int) -> Source:
-        return tensor(f"{called}.{name}", shape, lambda x: x.astype(np.float32).T)
+    def class_tensor(name: str, *shape: int) -> Source:
+        return tensor(f"{prefix}.{name}", shape, lambda x: x.astype(np.float32).T)
 
     if not config.classes.deep:
-        bias = wide("bias", C) if config.classes.bias else None
-        return sources.replace(classes_DC=wide("weight", C, D), classes_bias_C=bias)
+        bias = class_tensor("bias", C) if config.classes.bias else None
+        return sources.replace(classes_DC=class_tensor("weight", C, D), classes_bias_C=bias)
     return sources.replace(
-        classes_up_DF=wide("0.weight", D, D), classes_up_bias_F=wide("0.bias", D),
-        classes_DC=wide("2.weight", C, D), classes_bias_C=wide("2.bias", C),
+        classes_up_DF=class_tensor("0.weight", D, D), classes_up_bias_F=class_tensor("0.bias", D),
+        classes_DC=class_tensor("2.weight", C, D), classes_bias_C=class_tensor("2.bias", C),
     )  # fmt: skip

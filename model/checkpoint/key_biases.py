@@ -1,4 +1,4 @@
-"""Layers whose key biases leave the rest of a key little of a code, found in the weights before pages are made."""
+"""Exclude layers with large key biases from KV-cache quantisation, before pages are allocated."""
 
 import logging
 from dataclasses import replace
@@ -12,38 +12,39 @@ from ..mixers.attention import bias_left
 from ..weights import dense_specs
 from . import orbax
 from .dense_leaf import read_leaf
-from .loader import find_parts
+from .loader import find_sources
 
-# The root mean square over a head of what is left of its bias. Without a bias that of a key is 1 or 2 in models that we
-# saw. In Qwen2.5 0.5B layer 0 has 9.7 left, and no other layer more than 1.7.
+# Root mean square over a head of the key bias that `key_shift` does not remove. Keys without a bias
+# have 1 or 2 themselves in the models that we saw. In Qwen2.5 0.5B layer 0 has 9.7, no other more
+# than 1.7.
 LIMIT = 4.0
 
 
-def keep_wide(folder: Path, config: ModelConfig) -> ModelConfig:
-    """With those layers in the model's dtype where keys and values become codes; the log names them.
+def skip_biased_layers(folder: Path, config: ModelConfig) -> ModelConfig:
+    """Keep the KV cache of such layers in the model's dtype; the log names them.
 
-    Where the user has named layers, those alone stay wide. Of converted checkpoints none does: no weight of theirs is
-    read before all are loaded.
+    Layers that the user named take precedence. Converted checkpoints are not inspected: their
+    weights cannot be read before all are loaded.
     """
     coded = [index for index in config.kv_layers if jnp.dtype(config.layer_kv_dtype(index)).itemsize == 1]
     biased = [index for index in coded if has_key_bias(config.layers[index].attention)]
     if not biased or config.kv_cache_skips or orbax.holds_weights(folder):
         return config
-    tensors, parts = find_parts(folder, config)
+    tensors, model_sources = find_sources(folder, config)
     specs = dense_specs(config)
-    wide: tuple[int, ...] = ()
+    skipped: tuple[int, ...] = ()
     for index in biased:
-        sources = parts.layers[index].attention.qkv_bias_GH
-        bias_GH = read_leaf(specs.layers[index].attention.qkv_bias_GH, sources, tensors)
+        bias_sources = model_sources.layers[index].attention.qkv_bias_GH
+        bias_GH = read_leaf(specs.layers[index].attention.qkv_bias_GH, bias_sources, tensors)
         if bias_left(config.layers[index].attention, bias_GH) > LIMIT:
-            wide += (index,)
-    if wide:
-        warn_of_wide(config.kv_cache_dtype, config.dtype, wide)
-    return replace(config, kv_cache_skips=wide)
+            skipped += (index,)
+    if skipped:
+        warn_of_skipped(config.kv_cache_dtype, config.dtype, skipped)
+    return replace(config, kv_cache_skips=skipped)
 
 
 @cache
-def warn_of_wide(cache_dtype: str, dtype: str, layers: tuple[int, ...]) -> None:
+def warn_of_skipped(cache_dtype: str, dtype: str, layers: tuple[int, ...]) -> None:
     logging.getLogger("quire").warning(
         "kv_cache_dtype is %s, but keys and values stay in %s in these layers, whose large key biases would leave "
         "little of a code to the rest of a key: %s; kv_cache_dtype_skip_layers can name others",
@@ -52,5 +53,5 @@ def warn_of_wide(cache_dtype: str, dtype: str, layers: tuple[int, ...]) -> None:
 
 
 def has_key_bias(mixer) -> bool:
-    """Whether a layer adds a bias to keys of its own that no norm follows."""
+    """Whether a layer adds a bias to its own keys and does not normalise them afterwards."""
     return isinstance(mixer, Attention) and mixer.bias and mixer.kv_source is None and mixer.qk_norm is None

@@ -1,6 +1,6 @@
-"""A converted model folder: config.json and tokenizer as they came, the weights as an orbax checkpoint.
+"""Converted model folders: config.json, tokenizer, and the weights as an orbax checkpoint.
 
-Each device reads its own part of each array, so that a model larger than the memory of any one host can be loaded.
+Each device reads its own shard of each array, so that models larger than a host's memory load.
 """
 
 import json
@@ -17,28 +17,28 @@ from ...sharding import local_shards
 from ...sharding.spec import ArraySpec, nbytes
 from ..config import ModelError
 from ..extras import imported
-from .folder import merged, read_json
+from .folder import merge_overrides, read_json
 
 WEIGHTS = "weights"
 COPIED = ("*.json", "*.jinja")
-CHUNK = 16 << 20  # bytes that are read together: a device that wants a part of an array reads little besides
+CHUNK = 16 << 20  # bytes of a storage chunk: small, so that a shard reads little of its neighbours
 
 
 def holds_weights(folder: Path) -> bool:
-    """Whether a folder was written by `save`."""
+    """Whether `save` wrote this folder."""
     return (folder / WEIGHTS).is_dir()
 
 
-def names(tree) -> dict[str, jax.Array]:
-    """The leaves of a weight tree by name: `layers.0.attention.qkv_DGH`."""
+def leaves_by_name(tree) -> dict[str, jax.Array]:
+    """The leaves of a weight tree by name, such as `layers.0.attention.qkv_DGH`."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
 
 
-def make_empty(out: Path) -> None:
-    """A new folder; one that holds something is not touched."""
+def make_empty_folder(out: Path) -> None:
+    """Make a new folder; an existing one must be empty."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):
@@ -47,30 +47,30 @@ def make_empty(out: Path) -> None:
         raise ModelError(f"{out} cannot be made: {error.strerror}") from None
 
 
-def library(what: str) -> Any:
-    """orbax, a second of imports."""
-    return imported("orbax.checkpoint", "convert", what)
+def import_orbax(purpose: str) -> Any:
+    """Import orbax, which takes a second. `purpose` begins the error message if it is missing."""
+    return imported("orbax.checkpoint", "convert", purpose)
 
 
 def save(folder: Path, out: Path, weights, dtype: str, hf_overrides: Mapping[str, Any] | None = None) -> None:
-    """Write weights and the rest of `folder` to `out`, which then is a model folder of its own."""
-    ocp = library("to write a converted checkpoint")
-    make_empty(out)
+    """Write weights and the other files of `folder` to `out`, a model folder of its own."""
+    ocp = import_orbax("to write a converted checkpoint")
+    make_empty_folder(out)
     with ocp.StandardCheckpointer() as checkpointer:
-        arrays = names(weights)
+        arrays = leaves_by_name(weights)
         checkpointer.save(
             out.absolute() / WEIGHTS, arrays, save_args=dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=CHUNK))
         )
-    hf = merged(read_json(folder / "config.json"), hf_overrides or {})
-    for part in (hf, hf.get("text_config")):
-        if isinstance(part, dict):
-            part.pop("torch_dtype", None)
-            part["dtype"] = dtype
-    write_rest(folder, out, hf)
+    hf = merge_overrides(read_json(folder / "config.json"), hf_overrides or {})
+    for config_part in (hf, hf.get("text_config")):
+        if isinstance(config_part, dict):
+            config_part.pop("torch_dtype", None)
+            config_part["dtype"] = dtype
+    write_other_files(folder, out, hf)
 
 
-def write_rest(folder: Path, out: Path, hf: dict[str, Any]) -> None:
-    """config.json; the tokenizer's files and the others as they are."""
+def write_other_files(folder: Path, out: Path, hf: dict[str, Any]) -> None:
+    """Write config.json, and copy the tokenizer's and other files."""
     for path in sorted(path for pattern in COPIED for path in folder.glob(pattern)):
         if path.name != "config.json" and not path.name.endswith(".safetensors.index.json"):
             shutil.copyfile(path, out / path.name)
@@ -78,47 +78,55 @@ def write_rest(folder: Path, out: Path, hf: dict[str, Any]) -> None:
 
 
 def load_weights(folder: Path, specs, progress: Callable[[int], None], locations=None):
-    """The weights that `specs` describe; over a mesh each process reads its own part, as each array's `Location` says.
+    """Load the weights that `specs` describe; over a mesh each process reads its own shards.
 
-    An array that the devices have in another order, as a fused `qkv`, is read whole.
+    An array whose elements are permuted on the mesh, such as a fused `qkv`, is read whole.
     """
-    ocp = library(f"{folder} is a converted checkpoint, which")
-    path, wanted, places = folder.absolute() / WEIGHTS, names(specs), names(locations)
-    whole = {name for name, place in places.items() if not local_shards.as_stored(wanted[name], place.mesh)}
+    ocp = import_orbax(f"{folder} is a converted checkpoint, which")
+    path = folder.absolute() / WEIGHTS
+    specs_by_name = leaves_by_name(specs)
+    location_by_name = leaves_by_name(locations)
+    whole_arrays = {
+        name for name, place in location_by_name.items() if not local_shards.as_stored(specs_by_name[name], place.mesh)
+    }
 
     def target_of(name: str, spec: ArraySpec) -> Any:
-        if name in whole:
+        if name in whole_arrays:
             return np.empty(spec.shape, spec.dtype)
-        where = SingleDeviceSharding(jax.devices()[0]) if name not in places else places[name].sharding(spec)
-        return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=where)
+        array_sharding = (
+            SingleDeviceSharding(jax.devices()[0])
+            if name not in location_by_name
+            else location_by_name[name].sharding(spec)
+        )
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=array_sharding)
 
-    target = {name: target_of(name, spec) for name, spec in wanted.items()}
+    target = {name: target_of(name, spec) for name, spec in specs_by_name.items()}
     with ocp.StandardCheckpointer() as checkpointer:
         try:
             stored = checkpointer.metadata(path).item_metadata.tree
-        except Exception as error:  # a damaged checkpoint makes orbax raise errors of many kinds
+        except Exception as error:  # orbax raises many types of errors for a damaged checkpoint
             raise ModelError(f"{path} is not a complete checkpoint: {first_line(error)}") from None
-        check_shapes(path, wanted, stored)
+        check_shapes(path, specs_by_name, stored)
         try:
             arrays = checkpointer.restore(path, target)
         except Exception as error:
             raise ModelError(f"{path} cannot be read: {first_line(error)}") from None
     progress(nbytes(specs))
-    for name in whole:
-        arrays[name] = places[name].split(wanted[name], arrays[name])
-    return jax.tree.unflatten(jax.tree.structure(specs), [arrays[name] for name in wanted])
+    for name in whole_arrays:
+        arrays[name] = location_by_name[name].shard(specs_by_name[name], arrays[name])
+    return jax.tree.unflatten(jax.tree.structure(specs), [arrays[name] for name in specs_by_name])
 
 
-def check_shapes(path: Path, wanted, stored) -> None:
-    """Refuse a checkpoint that does not hold exactly the arrays that config.json describes."""
-    for name in sorted(wanted.keys() | stored.keys()):
+def check_shapes(path: Path, specs_by_name, stored) -> None:
+    """Check that the checkpoint has exactly the arrays that config.json describes."""
+    for name in sorted(specs_by_name.keys() | stored.keys()):
         if name not in stored:
             raise ModelError(f"{path} lacks the array {name!r}, which config.json describes")
-        if name not in wanted:
+        if name not in specs_by_name:
             raise ModelError(f"{path} holds the array {name!r}, which config.json does not describe")
-        if tuple(stored[name].shape) != wanted[name].shape:
+        if tuple(stored[name].shape) != specs_by_name[name].shape:
             shape = list(stored[name].shape)
-            raise ModelError(f"array {name!r} has shape {shape}; config.json wants {list(wanted[name].shape)}")
+            raise ModelError(f"array {name!r} has shape {shape}; config.json wants {list(specs_by_name[name].shape)}")
 
 
 def first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Works on all cores, a bounded number of bytes at a time."""
+"""Run tasks on all cores within a memory budget."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -10,32 +10,35 @@ import jax
 
 Result = TypeVar("Result")
 THREADS = min(16, os.cpu_count() or 1)
-BYTES = 1 << 30  # of the works that go on together, unless one alone has more
+BYTES = 1 << 30  # default budget; a larger task runs alone
 
 
-def in_parallel(works: Sequence[Callable[[], Result]], sizes: Sequence[int], most: int = BYTES) -> list[Result]:
-    """The results of all works, in order; their sizes in bytes say how many may go on together.
+def run_in_parallel(
+    tasks: Sequence[Callable[[], Result]], sizes: Sequence[int], max_bytes: int = BYTES
+) -> list[Result]:
+    """Run all tasks and return their results in order; `sizes` are their bytes against the budget.
 
-    The first work that fails, in their order, is whose error is raised; those that have not begun are left out.
+    The error of the first failing task is raised; tasks that have not started are cancelled.
     """
-    room, taken = Condition(), 0
-    device = jax.config.jax_default_device  # a choice of this thread alone
+    memory_freed = Condition()
+    bytes_in_use = 0
+    device = jax.config.jax_default_device  # thread-local: passed on to the workers
 
-    def run(work: Callable[[], Result], size: int) -> Result:
-        nonlocal taken
-        with room:
-            room.wait_for(lambda: not taken or taken + size <= most)
-            taken += size
+    def run(task: Callable[[], Result], size: int) -> Result:
+        nonlocal bytes_in_use
+        with memory_freed:
+            memory_freed.wait_for(lambda: not bytes_in_use or bytes_in_use + size <= max_bytes)
+            bytes_in_use += size
         try:
             with jax.default_device(device):
-                return work()
+                return task()
         finally:
-            with room:
-                taken -= size
-                room.notify_all()
+            with memory_freed:
+                bytes_in_use -= size
+                memory_freed.notify_all()
 
     threads = ThreadPoolExecutor(THREADS, thread_name_prefix="quire-load")
     try:
-        return [future.result() for future in [*map(threads.submit, [run] * len(works), works, sizes)]]
+        return [future.result() for future in [*map(threads.submit, [run] * len(tasks), tasks, sizes)]]
     finally:
         threads.shutdown(cancel_futures=True)

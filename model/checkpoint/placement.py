@@ -1,4 +1,4 @@
-"""Where the arrays of a model lie: on which devices, and which of them in the host's memory."""
+"""Placement of a model's arrays: on which devices, and which in the host's memory."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,68 +14,76 @@ from ..config import ModelConfig
 from ..partition import stages
 from ..weights import ModelWeights, abstract
 
-HOST = "pinned_host"  # memory that a device can copy from by itself
+HOST = "pinned_host"  # memory that devices can copy from
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a part of the weights lies: on one device or those of a stage, or in the host's memory beside them."""
+    """The location of some weights: the devices of a stage, or the host's memory beside them."""
 
-    mesh: Mesh | None = None  # None: one device
-    parted: bool = False  # split over `context` too; a step gathers it when it needs it
-    on_host: bool = False  # a step copies it to the device when it needs it
+    mesh: Mesh | None = None  # None: a single device
+    context_sharded: bool = False  # also over `context`; a step gathers the weight
+    on_host: bool = False  # a step copies the weight to the device before use
 
-    def split(self, spec: Any, leaf: Any) -> Any:
-        """A leaf of numpy arrays over the mesh, each device having its part."""
+    def shard(self, spec: Any, leaf: Any) -> Any:
+        """Shard a leaf of numpy arrays over the mesh."""
         mesh = self.mesh
         assert mesh is not None
-        return jax.tree.map(lambda one, array: local_shards.shard(array, one, mesh, self.sharding(one)), spec, leaf)
+        return jax.tree.map(
+            lambda array_spec, array: local_shards.shard(array, array_spec, mesh, self.sharding(array_spec)), spec, leaf
+        )
 
-    def settle(self, leaf: Any) -> Any:
-        """A leaf on the one device, moved to the host's memory if it is to lie there."""
+    def move_to_memory(self, leaf: Any) -> Any:
+        """Move a leaf from the single device to the host's memory if it belongs there."""
         if not self.on_host:
             return leaf
         return jax.device_put(leaf, jax.tree.map(lambda x: x.sharding.with_memory_kind(HOST), leaf))
 
     def sharding(self, spec: ArraySpec) -> Sharding:
-        """The sharding of an array that lies there."""
+        """The sharding of an array at this location."""
         if self.mesh is None:
             return SingleDeviceSharding(jax.local_devices()[0], memory_kind=HOST if self.on_host else None)
-        found = sharding(spec, self.mesh)
-        if self.parted:
-            shape, size = local_shards.sharded_shape(spec, self.mesh), self.mesh.shape["context"]
-            found = NamedSharding(self.mesh, part_over(found, shape, size))
-        return found.with_memory_kind(HOST) if self.on_host else found
+        result = sharding(spec, self.mesh)
+        if self.context_sharded:
+            shape = local_shards.sharded_shape(spec, self.mesh)
+            size = self.mesh.shape["context"]
+            result = NamedSharding(self.mesh, add_context_axis(result, shape, size))
+        return result.with_memory_kind(HOST) if self.on_host else result
 
 
-def part_over(found: NamedSharding, shape: tuple[int, ...], size: int) -> PartitionSpec:
-    """The partition with the longest axis that is whole, and divides, split over `context`.
+def add_context_axis(current: NamedSharding, shape: tuple[int, ...], size: int) -> PartitionSpec:
+    """Shard the longest unsharded axis that `size` divides over `context`.
 
-    Experts are split over `context` already.
+    Experts, which are sharded over `context` already, stay as they are.
     """
-    over = [*found.spec, *[None] * (len(shape) - len(found.spec))]
-    if any(isinstance(axis, tuple) and "context" in axis for axis in over):
-        return found.spec
-    free = [at for at, axis in enumerate(over) if axis is None and shape[at] % size == 0]
+    axes = [*current.spec, *[None] * (len(shape) - len(current.spec))]
+    if any(isinstance(axis, tuple) and "context" in axis for axis in axes):
+        return current.spec
+    free = [at for at, axis in enumerate(axes) if axis is None and shape[at] % size == 0]
     if free:
-        over[max(free, key=lambda at: shape[at])] = "context"
-    return PartitionSpec(*over)
+        axes[max(free, key=lambda at: shape[at])] = "context"
+    return PartitionSpec(*axes)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Over which devices a model's weights are spread, and which of its layers are parted or lie on the host."""
+    """The mesh for a model's weights, and the layers whose weights are in the host's memory."""
 
     mesh: Mesh | None = None
-    parted: bool = False
+    context_sharded: bool = False
     on_host: frozenset[int] = frozenset()  # layers
 
     def locations(self, config: ModelConfig) -> ModelWeights:
-        """The location of each part of the weight tree: a layer, a table, a norm."""
+        """A tree of locations for the parts of the weight tree: layers, tables and norms."""
         meshes: list[Mesh | None] = [None] if self.mesh is None else [*stage_meshes(self.mesh)]
         pairs = zip(meshes, stages(config, len(meshes)), strict=True)
-        layers = [Location(mesh, self.parted, index in self.on_host) for mesh, stage in pairs for index in stage.layers]
-        first, last = Location(meshes[0]), Location(meshes[-1])
+        layers = [
+            Location(mesh, self.context_sharded, index in self.on_host)
+            for mesh, stage in pairs
+            for index in stage.layers
+        ]
+        first = Location(meshes[0])
+        last = Location(meshes[-1])
         per_layer = first if config.per_layer_dim else None
         return ModelWeights(
             embed_VD=first,
@@ -96,27 +104,27 @@ class Placement:
             per_layer_norm_A=per_layer,
         )
 
-    def by_leaf(self, config: ModelConfig, tree: ModelWeights) -> ModelWeights:
-        """The location of each leaf of a weight tree, and of each node that stands in place of one."""
+    def location_per_leaf(self, config: ModelConfig, tree: ModelWeights) -> ModelWeights:
+        """The location of each leaf of a weight tree; a quantised node counts as a leaf."""
 
-        def spread(location: Location, part: Any) -> Any:
-            return jax.tree.map(lambda _: location, part, is_leaf=lambda node: isinstance(node, Weight))
+        def fill_subtree(location: Location, subtree: Any) -> Any:
+            return jax.tree.map(lambda _: location, subtree, is_leaf=lambda node: isinstance(node, Weight))
 
-        return jax.tree.map(spread, self.locations(config), tree)
+        return jax.tree.map(fill_subtree, self.locations(config), tree)
 
 
-def host_layers(config: ModelConfig, wanted: int) -> frozenset[int]:
-    """The fewest layers whose weights take `wanted` bytes, or all of them; as evenly apart as can be."""
+def choose_host_layers(config: ModelConfig, min_bytes: int) -> frozenset[int]:
+    """The fewest layers whose weights take `min_bytes` (or all layers), evenly spaced."""
     sizes = [nbytes(layer) for layer in abstract(config).layers]
     chosen: list[int] = []
-    while sum(sizes[index] for index in chosen) < wanted and len(chosen) < len(sizes):
+    while sum(sizes[index] for index in chosen) < min_bytes and len(chosen) < len(sizes):
         count = len(chosen) + 1
         chosen = [len(sizes) * at // count for at in range(count)]
     return frozenset(chosen)
 
 
-def with_head(weights: ModelWeights, config: ModelConfig, placement: Placement) -> ModelWeights:
-    """The weights with the tied embedding on the last stage too: both ends of a pipeline need the vocabulary."""
+def add_tied_head(weights: ModelWeights, config: ModelConfig, placement: Placement) -> ModelWeights:
+    """Copy a tied embedding to the last pipeline stage, which needs it as its head."""
     if placement.mesh is None or placement.mesh.shape["pipe"] == 1 or not config.tied:
         return weights
     last = stage_meshes(placement.mesh)[-1]
@@ -124,15 +132,15 @@ def with_head(weights: ModelWeights, config: ModelConfig, placement: Placement) 
     return weights.replace(head_VD=head)
 
 
-def abstract_over(config: ModelConfig, mesh: Mesh, specs: ModelWeights) -> ModelWeights:
-    """The weights as they lie on a mesh, without memory."""
+def abstract_on_mesh(config: ModelConfig, mesh: Mesh, specs: ModelWeights) -> ModelWeights:
+    """The weights as abstract arrays with their shardings on a mesh."""
 
-    def structs(location: Location, part: Any):
+    def structs(location: Location, subtree: Any):
         def struct(spec: ArraySpec):
             shape = local_shards.sharded_shape(spec, mesh)
             return jax.ShapeDtypeStruct(shape, spec.dtype, sharding=location.sharding(spec))
 
-        return jax.tree.map(struct, part)
+        return jax.tree.map(struct, subtree)
 
     locations = Placement(mesh).locations(config)
     weights = jax.tree.map(structs, locations, specs)

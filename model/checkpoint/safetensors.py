@@ -1,4 +1,4 @@
-"""The tensors of a model folder: safetensors headers, checked before any entry is used, and the bytes."""
+"""Read and write the tensors of safetensors files; headers are checked before any entry is used."""
 
 import io
 import json
@@ -27,48 +27,48 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 METADATA = "__metadata__"
 MAX_HEADER = 100 << 20
-STRIP = 16  # rows of a transposed copy at a time: more of them fall out of the cache before their lines are full
+STRIP = 16  # rows of a transposed copy at a time: more would evict lines before they are full
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where one tensor lies on disk."""
+    """The location of a tensor on disk."""
 
-    name: str  # as the file has it
+    name: str  # in the file
     file: Path
     dtype: Any
     shape: tuple[int, ...]
     start: int
-    content: bytes | None = field(default=None, repr=False, compare=False)  # of the whole file, if it was read before
+    content: bytes | None = field(default=None, repr=False, compare=False)  # of the file, if read
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def read(self) -> np.ndarray:
-        """The tensor, read rather than mapped: mapped pages would take memory a second time while the model loads."""
+        """Read the tensor. A mapping would hold its pages a second time during loading."""
         if self.content is not None:
             return np.frombuffer(self.content, self.dtype, math.prod(self.shape), self.start).reshape(self.shape)
         out = empty(self.shape, self.dtype)
         try:
             with open(self.file, "rb", buffering=0) as file:
                 file.seek(self.start)
-                rest = memoryview(out.reshape(-1).view(np.uint8))
-                while rest and (count := file.readinto(rest)):
-                    rest = rest[count:]
+                unread = memoryview(out.reshape(-1).view(np.uint8))
+                while unread and (count := file.readinto(unread)):
+                    unread = unread[count:]
         except OSError as error:
             raise ModelError(f"{self.file} cannot be read: {error.strerror}") from None
-        if rest:
-            raise ModelError(f"{self.file} is truncated: {len(rest)} bytes are missing")
+        if unread:
+            raise ModelError(f"{self.file} is truncated: {len(unread)} bytes are missing")
         return out
 
     def cut(self, index: int) -> "Tensor":
-        """One element of its first axis; the axis stays, with size 1."""
+        """One element of the first axis, which stays with size 1."""
         nbytes = math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize
         return replace(self, shape=(1, *self.shape[1:]), start=self.start + index * nbytes)
 
     def mapped(self) -> np.ndarray:
-        """The tensor, mapped: only the pages that are touched are read, for a process that needs a part of it."""
+        """Map the tensor: a process that needs a shard reads only the pages that it accesses."""
         try:
             return np.asarray(np.memmap(self.file, self.dtype, "r", self.start, self.shape))
         except OSError as error:
@@ -76,12 +76,13 @@ class Tensor:
 
 
 def fill(out: np.ndarray, value: np.ndarray) -> None:
-    """`out[...] = value`, some twenty times as fast where one is laid out as the other's transpose."""
+    """`out[...] = value`, about twenty times as fast if one has the other's transposed layout."""
     if out.shape != value.shape or value.ndim < 2:
         out[...] = value
         return
     order = np.argsort([-stride for stride in value.strides], kind="stable")
-    out, value = out.transpose(order), value.transpose(order)
+    out = out.transpose(order)
+    value = value.transpose(order)
     axis = int(np.argmin(out.strides))  # neighbours along it share a cache line of `out`
     for index in np.ndindex(value.shape[:axis]):
         for at in range(0, value.shape[axis], STRIP):
@@ -89,7 +90,7 @@ def fill(out: np.ndarray, value: np.ndarray) -> None:
 
 
 def find_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, from the headers alone: those of its index, its one file, or all its files."""
+    """Find all tensors of a folder from headers: by its index, in its one file, or in all files."""
     if (folder / INDEX).exists():
         return indexed_tensors(folder)
     names = [SINGLE] if (folder / SINGLE).exists() else sorted(path.name for path in folder.glob("*.safetensors"))
@@ -108,23 +109,28 @@ def find_tensors(folder: Path) -> dict[str, Tensor]:
 
 def indexed_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors that the index lists, each from the file that it names."""
-    index, where = folder / INDEX, read_json(folder / INDEX).get("weight_map")
-    if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
+    index = folder / INDEX
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(file, str) for file in weight_map.values())
+    ):
         raise ModelError(f"{index} must hold a weight_map from tensor names to files")
-    for file in where.values():
+    for file in weight_map.values():
         if not file.endswith(".safetensors") or "/" in file or "\\" in file:
             raise ModelError(f"{index} names {file!r}; it must be a *.safetensors file in the same folder")
-    headers = {file: read_header(folder / file) for file in sorted(set(where.values()))}
-    for name, file in where.items():
+    headers = {file: read_header(folder / file) for file in sorted(set(weight_map.values()))}
+    for name, file in weight_map.items():
         if name not in headers[file]:
             raise ModelError(f"{index} says that {file} holds the tensor {name!r}; it does not")
-    return {name: headers[file][name] for name, file in where.items()}
+    return {name: headers[file][name] for name, file in weight_map.items()}
 
 
 def read_header(path: Path, content: bytes | None = None) -> dict[str, Tensor]:
     """The tensors of a safetensors file, each entry checked against the file's size.
 
-    `content` is what the file held when it was read before: then neither the header nor a tensor is read from the file.
+    If `content` (the bytes of the file) is given, the file is not read again.
     """
     table, data, size = read_table(path, content)
     tensors = {name: read_entry(path, name, entry, data, size) for name, entry in table.items() if name != METADATA}
@@ -132,13 +138,13 @@ def read_header(path: Path, content: bytes | None = None) -> dict[str, Tensor]:
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """What else the header of a safetensors file says, by name."""
-    found = read_table(path)[0].get(METADATA)
-    return found if isinstance(found, dict) else {}
+    """The metadata in the header of a safetensors file."""
+    metadata = read_table(path)[0].get(METADATA)
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def read_table(path: Path, content: bytes | None = None) -> tuple[dict[str, Any], int, int]:
-    """The header of a safetensors file, where the tensors' bytes begin, and the file's size."""
+    """(the header of a safetensors file, offset of the tensor data, size of the file)."""
     try:
         size = os.path.getsize(path) if content is None else len(content)
         with open(path, "rb") if content is None else io.BytesIO(content) as file:
@@ -162,9 +168,11 @@ def read_table(path: Path, content: bytes | None = None) -> tuple[dict[str, Any]
 
 
 def read_entry(path: Path, name: str, entry: Any, data: int, size: int) -> Tensor:
-    """One line of the table; `data` is where the tensors' bytes begin."""
+    """Check one entry of the header; `data` is the offset of the tensor data."""
     try:
-        dtype, shape, (start, end) = np.dtype(DTYPES[entry["dtype"]]), entry["shape"], entry["data_offsets"]
+        dtype = np.dtype(DTYPES[entry["dtype"]])
+        shape = entry["shape"]
+        (start, end) = entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
         raise ModelError(f"{path}: the entry of tensor {name!r} is not understood: {entry!r:.200}") from None
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in (*shape, start, end)):
@@ -177,15 +185,16 @@ def read_entry(path: Path, name: str, entry: Any, data: int, size: int) -> Tenso
 
 
 def write_tensors(path: Path, layout: Mapping[str, tuple[Any, tuple[int, ...]]], values: Iterable[np.ndarray]) -> None:
-    """A safetensors file; `layout` gives dtypes and shapes, `values` the tensors in that order, one at a time."""
+    """Write a safetensors file: dtypes and shapes from `layout`, then each of `values` in order."""
     names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in layout.items():
-        start, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
+        start = end
+        end = end + math.prod(shape) * np.dtype(dtype).itemsize
         header[name] = {"dtype": names[np.dtype(dtype)], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that the first tensor is aligned
+    text += b" " * (-len(text) % 8)  # aligns the first tensor
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for (name, (dtype, shape)), value in zip(layout.items(), values, strict=True):
@@ -193,7 +202,7 @@ def write_tensors(path: Path, layout: Mapping[str, tuple[Any, tuple[int, ...]]],
             file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
 
 
-def write_whole(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """A safetensors file, which is there once it is complete."""
-    with publish(path) as part:
-        write_tensors(part, {name: (x.dtype, x.shape) for name, x in tensors.items()}, tensors.values())
+def publish_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write a safetensors file that appears once it is complete."""
+    with publish(path) as temporary:
+        write_tensors(temporary, {name: (x.dtype, x.shape) for name, x in tensors.items()}, tensors.values())

@@ -1,10 +1,10 @@
-"""Weights as the kernels want them, kept on disk: a second start maps them, and neither rounds nor lays out any.
+"""An on-disk cache of packed weights: a second start maps them instead of quantising and packing.
 
     | magic | length and digest of the table | table (JSON) | ... | array | ... | array |
 
-Every array begins at a page. A file is named by a digest of all that its bytes depend on; it appears whole or not at
-all, and two processes that write at once write the same. What was used least recently is deleted when there is no room.
-Damage is noticed in the table and at both ends of each array, not amid them.
+Arrays are aligned to pages. A file's name is a digest of everything that its bytes depend on, and
+a file is published atomically: concurrent writers write the same bytes. The least recently used
+files are deleted to make room. Digests cover the table and both ends of each array, not the middle.
 """
 
 import hashlib
@@ -29,163 +29,168 @@ from ...sharding.spec import nbytes
 MAGIC = b"quirew01"
 SUFFIX = ".weights"
 PAGE = 4096
-SAMPLE = 1 << 16  # bytes at each end of a checkpoint's file that tell it from another
+SAMPLE = 1 << 16  # bytes at each end of a checkpoint's file that are hashed
 LIMIT = 64 << 30  # bytes of all files together
-SMALL = 32 << 20  # bytes that are loaded as fast
+SMALL = 32 << 20  # bytes below which caching saves no time
 
 log = logging.getLogger("quire")
 
 
 @dataclass(frozen=True)
 class WeightCache:
-    """One checkpoint's file, loaded with certain options."""
+    """The cache file of a checkpoint that was loaded with certain options."""
 
     path: Path
 
     @classmethod
-    def of(cls, folder: Path, about: Any) -> "WeightCache | None":
-        """That of a model folder; `about` are the options, in words. None where nothing can be kept."""
+    def for_folder(cls, folder: Path, options: Any) -> "WeightCache | None":
+        """The cache file for a model folder and loading options; None if no cache is available."""
         try:
-            return cls(native.build.private(home("weights")) / f"{key(folder, about)}{SUFFIX}")
+            return cls(native.build.private(home("weights")) / f"{cache_key(folder, options)}{SUFFIX}")
         except (NotImplementedError, OSError) as error:
             log.warning("packed weights are not kept for the next start: %s", error)
             return None
 
     def read(self) -> list[Any] | None:
-        """The leaves, mapped; None if there is no file, or it is damaged."""
+        """Map the leaves; None if there is no file or it is damaged."""
         try:
             with open(self.path, "rb") as file:
-                whole = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-            table = read_table(whole)
-            raw = np.frombuffer(whole, np.uint8)
-            arrays = [array(raw, entry) for entry in table["arrays"]]
-            leaves = [node_of(leaf, arrays) for leaf in table["leaves"]]
+                mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            table = read_table(mapping)
+            raw = np.frombuffer(mapping, np.uint8)
+            arrays = [map_array(raw, entry) for entry in table["arrays"]]
+            leaves = [restore_node(leaf, arrays) for leaf in table["leaves"]]
         except FileNotFoundError:
             return None
         except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
             log.warning("%s is damaged and made again: %s", self.path, error)
             return None
-        whole.madvise(mmap.MADV_WILLNEED)
+        mapping.madvise(mmap.MADV_WILLNEED)
         with suppress(OSError):
-            os.utime(self.path)  # when it was last used
+            os.utime(self.path)  # marks it as used for eviction
         return leaves
 
     def write_soon(self, leaves: list[Any]) -> None:
-        """Write in a thread of its own, which a process that ends waits for; not what is small."""
+        """Write in a background thread, which the process joins at exit; skip small models."""
         if nbytes(leaves) < SMALL:
             return
         threading.Thread(target=self.write, args=(leaves,), name="quire-weight-cache").start()
 
     def write(self, leaves: list[Any]) -> None:
-        """Write the leaves, if there is room."""
+        """Write the leaves if there is room."""
         try:
-            table, arrays = table_of(leaves)
+            table, arrays = build_table(leaves)
             size = table["size"]
             if not make_room(self.path.parent, SUFFIX, size, LIMIT):
                 log.info("packed weights are not kept for the next start: %d bytes have no room", size)
                 return
-            with publish(self.path) as part, open(part, "xb") as file:
-                file.write(head_of(table))
+            with publish(self.path) as temporary, open(temporary, "xb") as file:
+                file.write(header_bytes(table))
                 for entry, value in zip(table["arrays"], arrays, strict=True):
                     file.seek(entry["start"])
-                    file.write(flat(value))
+                    file.write(as_bytes(value))
                 file.truncate(size)
         except (OSError, TypeError) as error:
             log.warning("packed weights are not kept for the next start: %s", error)
 
 
-def key(folder: Path, about: Any) -> str:
-    """A digest of the checkpoint's files, the options, the kernels and the code that packs."""
-    found = hashlib.blake2b(repr(about).encode(), digest_size=16)
-    found.update(f"{native.instruction_set()} {native.build.source_hash()} {jax.__version__}".encode())
-    found.update(code_state("ops", "model", "sharding").encode())
+def cache_key(folder: Path, options: Any) -> str:
+    """A digest of the checkpoint's files, the options, the kernels and the packing code."""
+    hasher = hashlib.blake2b(repr(options).encode(), digest_size=16)
+    hasher.update(f"{native.instruction_set()} {native.build.source_hash()} {jax.__version__}".encode())
+    hasher.update(code_state("ops", "model", "sharding").encode())
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         state = path.stat()
-        found.update(f"{path.relative_to(folder)} {state.st_size} {state.st_mtime_ns}".encode())
+        hasher.update(f"{path.relative_to(folder)} {state.st_size} {state.st_mtime_ns}".encode())
         with path.open("rb") as file:
-            found.update(file.read(SAMPLE))
+            hasher.update(file.read(SAMPLE))
             file.seek(max(file.tell(), state.st_size - SAMPLE))
-            found.update(file.read())
-    return found.hexdigest()
+            hasher.update(file.read())
+    return hasher.hexdigest()
 
 
-def table_of(leaves: list[Any]) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """What the file says of the leaves, and the arrays in it."""
+def build_table(leaves: list[Any]) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """The table of a file, and the arrays that it describes."""
     arrays: list[np.ndarray] = []
-    described = [described_as(leaf, arrays) for leaf in leaves]
-    entries, at = [], 0
+    described = [describe_node(leaf, arrays) for leaf in leaves]
+    entries = []
+    offset = 0
     for value in arrays:
-        entries.append({"dtype": value.dtype.name, "shape": value.shape, "start": at, "ends": ends(flat(value))})
-        at += -(-value.nbytes // PAGE) * PAGE
-    begin = PAGE + -(-len(json.dumps([described, entries])) // PAGE) * 2 * PAGE  # the starts below are longer
+        entries.append(
+            {"dtype": value.dtype.name, "shape": value.shape, "start": offset, "ends": end_digest(as_bytes(value))}
+        )
+        offset += -(-value.nbytes // PAGE) * PAGE
+    # Offsets are added below and lengthen the table, hence twice its present size.
+    begin = PAGE + -(-len(json.dumps([described, entries])) // PAGE) * 2 * PAGE
     entries = [entry | {"start": entry["start"] + begin} for entry in entries]
-    return {"size": begin + at, "leaves": described, "arrays": entries}, arrays
+    return {"size": begin + offset, "leaves": described, "arrays": entries}, arrays
 
 
-def head_of(table: dict[str, Any]) -> bytes:
+def header_bytes(table: dict[str, Any]) -> bytes:
     text = json.dumps(table).encode()
     return MAGIC + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest() + text
 
 
-def read_table(whole: mmap.mmap) -> dict[str, Any]:
-    """The table of a file, if it is whole."""
+def read_table(mapping: mmap.mmap) -> dict[str, Any]:
+    """Read the table of a file and check its digest and the file's size."""
     begin = len(MAGIC) + 8 + 32
-    if whole[: len(MAGIC)] != MAGIC:
+    if mapping[: len(MAGIC)] != MAGIC:
         raise ValueError("it does not begin as such a file does")
-    text = whole[begin : begin + int.from_bytes(whole[len(MAGIC) : len(MAGIC) + 8], "little")]
-    if hashlib.sha256(text).digest() != whole[begin - 32 : begin]:
+    text = mapping[begin : begin + int.from_bytes(mapping[len(MAGIC) : len(MAGIC) + 8], "little")]
+    if hashlib.sha256(text).digest() != mapping[begin - 32 : begin]:
         raise ValueError("its table has changed")
     table = json.loads(text)
-    if len(whole) != table["size"]:
-        raise ValueError(f"it has {len(whole)} bytes of {table['size']}")
+    if len(mapping) != table["size"]:
+        raise ValueError(f"it has {len(mapping)} bytes of {table['size']}")
     return table
 
 
-def array(raw: np.ndarray, entry: dict[str, Any]) -> np.ndarray:
-    """An array of the file, in place."""
-    dtype, shape = np.dtype(jax.numpy.dtype(entry["dtype"])), tuple(entry["shape"])
+def map_array(raw: np.ndarray, entry: dict[str, Any]) -> np.ndarray:
+    """An array of the file, mapped in place."""
+    dtype = np.dtype(jax.numpy.dtype(entry["dtype"]))
+    shape = tuple(entry["shape"])
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    own = raw[entry["start"] : entry["start"] + size]
-    if ends(own) != entry["ends"]:
+    array_bytes = raw[entry["start"] : entry["start"] + size]
+    if end_digest(array_bytes) != entry["ends"]:
         raise ValueError("an array has changed")
-    return own.view(dtype).reshape(shape)
+    return array_bytes.view(dtype).reshape(shape)
 
 
-def ends(raw: np.ndarray) -> str:
+def end_digest(raw: np.ndarray) -> str:
     return hashlib.blake2b(raw[:PAGE].tobytes() + raw[-PAGE:].tobytes(), digest_size=8).hexdigest()
 
 
-def flat(value: np.ndarray) -> np.ndarray:
+def as_bytes(value: np.ndarray) -> np.ndarray:
     """An array's bytes."""
     return value.reshape(-1).view(np.uint8)
 
 
-def described_as(node: Any, arrays: list[np.ndarray]) -> Any:
-    """A leaf, or a node that stands in place of one, as JSON says it; its arrays are added to those before."""
+def describe_node(node: Any, arrays: list[np.ndarray]) -> Any:
+    """Describe a leaf or quantised node as JSON; its arrays are appended to `arrays`."""
     if is_dataclass(node):
-        inside = {field.name: described_as(getattr(node, field.name), arrays) for field in fields(node)}
+        inside = {field.name: describe_node(getattr(node, field.name), arrays) for field in fields(node)}
         kind = type(node)
         return {"class": f"{kind.__module__.partition('.')[2]}:{kind.__name__}", "fields": inside}
     if isinstance(node, jax.Array | np.ndarray):
         arrays.append(np.asarray(node))
         return {"array": len(arrays) - 1}
     if isinstance(node, tuple):
-        return {"tuple": [described_as(each, arrays) for each in node]}
+        return {"tuple": [describe_node(item, arrays) for item in node]}
     if node is None or isinstance(node, bool | int | float | str):
         return node
     raise TypeError(f"{type(node).__name__} cannot be written")
 
 
-def node_of(said: Any, arrays: list[np.ndarray]) -> Any:
-    """The inverse, each array on the device."""
-    if not isinstance(said, dict):
-        return said
-    if "array" in said:
-        return jax.device_put(arrays[said["array"]])
-    if "tuple" in said:
-        return tuple(node_of(each, arrays) for each in said["tuple"])
-    module, _, name = said["class"].partition(":")
+def restore_node(description: Any, arrays: list[np.ndarray]) -> Any:
+    """The inverse of `describe_node`, with each array on the device."""
+    if not isinstance(description, dict):
+        return description
+    if "array" in description:
+        return jax.device_put(arrays[description["array"]])
+    if "tuple" in description:
+        return tuple(restore_node(item, arrays) for item in description["tuple"])
+    module, _, name = description["class"].partition(":")
     if not module.startswith("ops."):
-        raise ValueError(f"it names {said['class']}, which is no weight")
+        raise ValueError(f"it names {description['class']}, which is no weight")
     kind = getattr(importlib.import_module(f"{__name__.partition('.')[0]}.{module}"), name)
-    return kind(**{field: node_of(value, arrays) for field, value in said["fields"].items()})
+    return kind(**{field: restore_node(value, arrays) for field, value in description["fields"].items()})

@@ -1,14 +1,14 @@
-"""Heads that draft from a model's hidden states: Medusa's, EAGLE's, and layers of checkpoints for further tokens.
+"""Draft heads that use a model's hidden states: Medusa, EAGLE, EAGLE-3 and multi-token prediction.
 
-Each of Medusa's heads guesses the token at one place ahead (`guess`). The others are decoder layers, which guess token
-by token (`run`, then `logits`). Their row of a position holds the token after it and the position's feature, which is
-the model's at first, and the layers' own for tokens that are drafted.
+Each Medusa head predicts the token at one position ahead (`medusa_logits`). The others are decoder
+layers that draft autoregressively (`run`, then `logits`). Their input at a position is the token
+after it and the position's feature: at first the target's, then the layers' own.
 """
 
 from .checkpoint import load, save
 from .draft_layers import logits, run, take_features
-from .heads import KINDS, DraftHeads, heads_of, read_heads
-from .medusa import guess
+from .heads import KINDS, DraftHeads, parse_heads, read_heads
+from .medusa import medusa_logits
 from .weights import DraftHeadsWeights, abstract
 
 __all__ = [
@@ -16,8 +16,8 @@ __all__ = [
     "DraftHeads",
     "DraftHeadsWeights",
     "abstract",
-    "guess",
-    "heads_of",
+    "medusa_logits",
+    "parse_heads",
     "load",
     "logits",
     "read_heads",

@@ -1,4 +1,4 @@
-"""Medusa's heads: each guesses the token at its own place ahead, from the hidden state alone."""
+"""Medusa heads: each predicts the token at one position ahead from the hidden state."""
 
 import jax.numpy as jnp
 
@@ -11,16 +11,16 @@ from .heads import DraftHeads
 from .weights import DraftHeadsWeights
 
 
-def guess(
+def medusa_logits(
     heads: DraftHeads,
     weights: DraftHeadsWeights,
     target_weights: ModelWeights,
     hidden_RD,
     axes: DeviceAxes = ONE_DEVICE,
 ):
-    """Float32 logits [C, R, V]: head c guesses the token c + 2 places after that of the row.
+    """Float32 logits [C, R, V]: head c predicts the token c + 2 positions after the row's.
 
-    The token one place after it is the target's to draw. `hidden_RD` is after the target's final norm.
+    The target itself samples the token one position after. `hidden_RD` is after its final norm.
     """
     logits = []
     for head in weights.heads:

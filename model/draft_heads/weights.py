@@ -1,4 +1,4 @@
-"""The weight tree of drafting heads: arrays, or `ArraySpec`s in the abstract tree."""
+"""The weight tree of draft heads: arrays, or `ArraySpec`s in the abstract tree."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from .heads import DraftHeads
 
 @struct.dataclass
 class Block:
-    weight_DE: Array  # E is D again
+    weight_DE: Array  # E = D
     bias_E: Array = None
 
 
@@ -25,23 +25,24 @@ class MedusaHead:
 
 @struct.dataclass
 class DraftHeadsWeights:
-    """What a kind does not have is None or empty."""
+    """The weights of all kinds; those that a kind lacks are None or empty."""
 
     heads: tuple[MedusaHead, ...] = ()
     layers: tuple[LayerWeights, ...] = ()
-    join_FD: Array = None  # embedding and feature, side by side, to a row; eagle3: the target's three features to one
+    join_FD: Array = None  # projects (embedding, feature); eagle3: three concatenated features
     join_bias_D: Array = None
     embed_norm_D: Array = None
     feature_norm_D: Array = None
     final_norm_D: Array = None
-    embed_VD: Any = None  # None: the target's
-    head_VD: Array = None  # None: the target's
-    tokens_U: Array = None  # the token of each row of the head, where it has fewer than the target
+    embed_VD: Any = None  # None: the target's is used
+    head_VD: Array = None  # None: the target's is used
+    tokens_U: Array = None  # the target's token id for each row of a reduced vocabulary
 
 
 def abstract(heads: DraftHeads) -> DraftHeadsWeights:
     """The weight tree with an `ArraySpec` in place of each array."""
-    config, D = heads.model, heads.model.dim
+    config = heads.model
+    D = heads.model.dim
     V = heads.vocab or config.vocab_size
     table = ArraySpec((V, D), jnp.dtype(config.dtype), ("vocab", "embed"), fan_in=D, inputs=(1,))
     tokens_U = ArraySpec((V,), jnp.int32, (None,), "zeros") if heads.vocab else None
@@ -53,18 +54,19 @@ def abstract(heads: DraftHeads) -> DraftHeadsWeights:
     if heads.kind == "mtp":
         normed = {"embed_norm_D": norm(D), "feature_norm_D": norm(D), "final_norm_D": norm(D)}
         return DraftHeadsWeights(layers=layers, join_FD=join(heads, D + heads.feature_dim), **normed)
-    first, *others = layers  # its norm would stand before the attention
+    first, *other_layers = layers  # its attention input is normed before the layer
+
     if heads.kind == "eagle":
-        layers = (first.replace(pre_attention_norm_D=None), *others)
+        layers = (first.replace(pre_attention_norm_D=None), *other_layers)
         width = D + heads.feature_dim
         return DraftHeadsWeights(
             layers=layers, join_FD=join(heads, width), join_bias_D=bias(heads) if heads.bias else None
         )
     qkv_DGH = first.attention.qkv_DGH
-    wide = matrix(config, (2 * D,), qkv_DGH.shape[1:], qkv_DGH.axes)
-    attention = first.attention.replace(qkv_DGH=wide)
+    joined_qkv_DGH = matrix(config, (2 * D,), qkv_DGH.shape[1:], qkv_DGH.axes)
+    attention = first.attention.replace(qkv_DGH=joined_qkv_DGH)
     return DraftHeadsWeights(
-        layers=(first.replace(pre_attention_norm_D=None, attention=attention), *others),
+        layers=(first.replace(pre_attention_norm_D=None, attention=attention), *other_layers),
         join_FD=join(heads, heads.feature_dim * len(heads.features)),
         embed_norm_D=norm(D),
         feature_norm_D=norm(D),

@@ -1,1 +1,1 @@
-"""Rounding that looks at what a model computes: the inputs of its matrices over calibration text."""
+"""Quantisation methods that are calibrated on the model's activations or gradients."""

@@ -1,4 +1,4 @@
-"""AWQ (arXiv 2306.00978): inputs that are large get finer steps, by scales that are taken off again before them."""
+"""AWQ (arXiv 2306.00978): scales, folded into preceding layers, give large inputs finer steps."""
 
 from functools import partial
 
@@ -8,45 +8,51 @@ import numpy as np
 
 from .grid import Grid, nearest_columns
 
-GRID = 20  # values of alpha, and of how far weights are clipped
-LEAST = 0.5  # of a group's largest weight that is left by clipping
-SAMPLE = 128  # outputs, spread over all of them, on which values of alpha are compared
+GRID = 20  # number of alphas, and of clipping factors
+LEAST = 0.5  # the smallest clipping factor
+SAMPLE = 128  # outputs, evenly spaced, on which alphas are compared
 
 
 def scales(W: np.ndarray, H: np.ndarray, size: np.ndarray, grid: Grid) -> np.ndarray:
-    """s [I] such that Q(W s) / s serves best the rows whose sum of x x^T is H; `size` [I] is how large inputs are.
+    """The scales s [I] for which Q(W s) / s loses least, for inputs whose sum of x x^T is H.
 
-    W [O, I] has the outputs of all matrices that share the inputs. s = size^alpha, by the best of some alphas, of which
-    0 leaves W as it is.
+    s = size^alpha for the best of several alphas; alpha 0 leaves W unchanged.
+
+    Args:
+        W: [O, I], the outputs of all matrices that share the inputs.
+        size: [I], the magnitude of each input.
     """
     W = W[:: -(-len(W) // SAMPLE)]
-    best, least = np.ones(W.shape[1], np.float32), np.inf
+    best = np.ones(W.shape[1], np.float32)
+    least_loss = np.inf
     for alpha in np.arange(GRID) / GRID:
         s = np.maximum(size**alpha, 1e-4).astype(np.float32)
         s /= np.sqrt(s.max() * s.min())
-        if (lost := loss(grid.nearest(W * s) / s - W, H).sum()) < least:
-            best, least = s, lost
+        if (candidate_loss := loss(grid.nearest(W * s) / s - W, H).sum()) < least_loss:
+            best = s
+            least_loss = candidate_loss
     return best
 
 
 def loss(D: np.ndarray, H: np.ndarray) -> np.ndarray:
-    """By output, the sum over all rows x of (D x)^2."""
+    """For each output, the sum over all inputs x of (D x)^2."""
     return ((D @ H) * D).sum(1)
 
 
-def clipped(W: np.ndarray, H: np.ndarray, grid: Grid) -> np.ndarray:
-    """W [O, I] with the largest weights of a group cut off where its rounded others gain more than they lose."""
-    (O, I), size = W.shape, grid.group or W.shape[1]  # noqa: E741
+def clip_weights(W: np.ndarray, H: np.ndarray, grid: Grid) -> np.ndarray:
+    """Clip the largest weights of each group of W [O, I] where finer steps reduce the loss."""
+    (O, I) = W.shape  # noqa: E741
+    size = grid.group or W.shape[1]
     starts = range(0, I, size)
     padded = -(-I // size) * size
     values_GSO = np.pad(W.T.astype(np.float32), ((0, padded - I), (0, 0))).reshape(-1, size, O)
     H = np.pad(H.astype(np.float32), (0, padded - I))
     H_GSS = np.stack([H[start : start + size, start : start + size] for start in starts])
-    return np.asarray(clipped_groups(values_GSO, H_GSS, grid)).reshape(padded, O)[:I].T
+    return np.asarray(clip_groups(values_GSO, H_GSS, grid)).reshape(padded, O)[:I].T
 
 
 @partial(jax.jit, static_argnames="grid")
-def clipped_groups(values_GSO, H_GSS, grid: Grid):
+def clip_groups(values_GSO, H_GSS, grid: Grid):
     def clip(group):
         values_SO, H_SS = group
         top_O = jnp.abs(values_SO).max(0)

@@ -1,4 +1,4 @@
-"""A checkpoint as one GGUF file, with its tokenizer and chat template, such as llama.cpp reads."""
+"""Write a checkpoint as one GGUF file with its tokenizer and chat template, for llama.cpp."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -11,9 +11,9 @@ import numpy as np
 
 from ...ops.cache_folder import publish
 from ..checkpoint import orbax
-from ..checkpoint.folder import merged, read_json
-from ..checkpoint.gguf_folder import weights_of
-from ..checkpoint.loader import family_of, find_parts
+from ..checkpoint.folder import merge_overrides, read_json
+from ..checkpoint.gguf_folder import find_gguf
+from ..checkpoint.loader import family_for, find_sources
 from ..checkpoint.published.matrix import Matrix
 from ..config import ModelConfig, ModelError
 from ..families import wrapper
@@ -28,36 +28,36 @@ from ..gguf.vocabulary import vocabulary_of
 from ..gguf.writer import write_file
 from ..text.tokenizer import Tokenizer
 
-STRIP = 1 << 20  # elements that are rounded at a time
-FEW_BITS = ("Q4_0", "Q4_1", "MXFP4")  # too few for a vocabulary
+STRIP = 1 << 20  # elements that are quantised at a time
+FEW_BITS = ("Q4_0", "Q4_1", "MXFP4")  # too few for embedding and head, which become Q8_0
 TABLES = ("token_embd.weight", "output.weight")
-WIDE = ("ffn_gate_inp.weight",)  # routers stay in F32
+ROUTERS = ("ffn_gate_inp.weight",)  # routers, which stay in F32
 TEMPLATE = "tokenizer.chat_template"
-# Types whose blocks are codes and scales that methods choose: the format that has them, and what joins them.
-CHOSEN: dict[str, tuple[str, Callable[[np.ndarray, np.ndarray], np.ndarray]]] = {
+# Types that a calibration method supports: the format with the same codes, and the block packer.
+CALIBRATED_TYPES: dict[str, tuple[str, Callable[[np.ndarray, np.ndarray], np.ndarray]]] = {
     "Q4_0": ("int4-32", rounding.fours),
     "Q8_0": ("int8-weights-32", rounding.eights),
 }
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A tensor of the checkpoint, and which part of the file's tensor it is."""
+class TensorPiece:
+    """A checkpoint tensor and its part of a file's tensor."""
 
-    part: Part
+    origin_part: Part
     source: Any
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is to be written."""
+class GgufPlan:
+    """What to write."""
 
     architecture: str
-    config: dict[str, Any]  # config.json as it will be read
+    config: dict[str, Any]  # config.json as reconstructed when the file is read
     metadata: dict[str, Any]
     tensors: dict[str, tuple[BlockType, tuple[int, ...]]]
-    pieces: dict[str, list[Piece]]
-    factors: dict[str, np.ndarray]  # tensors that are part of the configuration
+    pieces: dict[str, list[TensorPiece]]
+    factors: dict[str, np.ndarray]  # tensors that hold part of the configuration
 
 
 def save(
@@ -67,26 +67,35 @@ def save(
     kind: str,
     progress: Callable[[int], None] = lambda count: None,
     hf_overrides: Mapping[str, Any] | None = None,
-    made: Mapping[str, Any] | None = None,
+    precomputed: Mapping[str, Any] | None = None,
 ) -> int:
-    """Write `folder` to the file `out` with its matrices of a type in `WRITTEN`; returns how many they are.
+    """Write `folder` to the GGUF file `out`; return the number of matrices.
 
-    `out` appears once it is complete. Norms, biases and routers are F32, embedding and head Q8_0 beside four bits.
-    What was `made` before, by the names of tensors, is taken from there: matrices of a type in CHOSEN in their codes.
+    `out` appears once it is complete. Norms, biases and routers are F32; embedding and head are
+    Q8_0 if the type has four bits.
+
+    Args:
+        kind: a type in `WRITTEN`.
+        precomputed: quantised matrices by tensor name; `kind` must then be in CALIBRATED_TYPES.
     """
-    found = plan(folder, out, config, kind, hf_overrides)
+    writing_plan = plan_writing(folder, out, config, kind, hf_overrides)
     try:
-        with publish(out) as part:
-            write_file(part, found.metadata, found.tensors, values(found, made or {}, progress))
+        with publish(out) as temporary:
+            write_file(
+                temporary,
+                writing_plan.metadata,
+                writing_plan.tensors,
+                tensor_values(writing_plan, precomputed or {}, progress),
+            )
     except OSError as error:
         raise ModelError(f"{out} cannot be written: {error.strerror}") from None
-    return sum(len(shape) > 1 for _, shape in found.tensors.values())
+    return sum(len(shape) > 1 for _, shape in writing_plan.tensors.values())
 
 
-def plan(
+def plan_writing(
     folder: Path, out: Path, config: ModelConfig, kind: str, hf_overrides: Mapping[str, Any] | None = None
-) -> Plan:
-    """What `save` would do; all that speaks against it is an error here, before anything is written."""
+) -> GgufPlan:
+    """Plan what `save` writes. All errors in the arguments are raised here, before any write."""
     if kind not in WRITTEN:
         raise ModelError(f"layout is 'gguf', which has {', '.join(WRITTEN)}; quantization is {kind!r}")
     if out.suffix != ".gguf":
@@ -95,106 +104,109 @@ def plan(
         raise ModelError(f"{out} is there already; give a new file")
     if orbax.holds_weights(folder):
         raise ModelError(f"{folder} is a converted checkpoint; give the folder of safetensors that it was made from")
-    if weights_of(folder) is not None:
+    if find_gguf(folder) is not None:
         raise ModelError(f"{folder} is made of a GGUF file; give the folder of safetensors that it was made from")
     if config.stored is not None:
         raise ModelError(f"{folder} is quantised already: its config.json has a quantization_config")
-    hf = merged(read_json(folder / "config.json"), hf_overrides or {})
+    hf = merge_overrides(read_json(folder / "config.json"), hf_overrides or {})
     text = wrapper.text_config(hf) if "text_config" in hf else hf
     metadata, factors = metadata_of(config, text, kind, folder.resolve().name)
     architecture = metadata["general.architecture"]
-    tensors, parts = find_parts(folder, config)
-    names = list(dict.fromkeys(part.name for part in jax.tree.leaves(parts)))
+    tensors, sources = find_sources(folder, config)
+    names = list(dict.fromkeys(source.name for source in jax.tree.leaves(sources)))
     shapes = {name: value.shape for name, value in factors.items()}
     for name in names:
-        own, shape = file_name(architecture, name), tensors[name].shape
-        if own is None:
+        gguf_name = file_name(architecture, name)
+        shape = tensors[name].shape
+        if gguf_name is None:
             raise ModelError(f"tensor {name!r} has no place in GGUF files of {architecture} models")
-        if own.endswith("_exps.weight"):
-            shape = (shapes.get(own, (0,))[0] + 1, *shape)
-        shapes[own] = shape
-    again = config_of(metadata, shapes, factors.__getitem__)
-    check_same(config, family_of(again).config(again))
-    pieces: dict[str, list[Piece]] = {}
-    for name, origin in origins(architecture, shapes, again).items():
-        (part,) = origin.parts
-        pieces.setdefault(part.name, []).append(Piece(part, tensors[name]))
-    kinds = {own: (kind_of(own, shape, kind), shape) for own, shape in shapes.items()}
+        if gguf_name.endswith("_exps.weight"):
+            shape = (shapes.get(gguf_name, (0,))[0] + 1, *shape)
+        shapes[gguf_name] = shape
+    reread_config = config_of(metadata, shapes, factors.__getitem__)
+    check_same(config, family_for(reread_config).config(reread_config))
+    pieces: dict[str, list[TensorPiece]] = {}
+    for name, origin in origins(architecture, shapes, reread_config).items():
+        (source,) = origin.parts
+        pieces.setdefault(source.name, []).append(TensorPiece(source, tensors[name]))
+    kinds = {gguf_name: (block_type_for(gguf_name, shape, kind), shape) for gguf_name, shape in shapes.items()}
     generation = folder / "generation_config.json"
     metadata |= sampling_metadata(read_json(generation) if generation.is_file() else {})
-    return Plan(architecture, again, metadata | tokenizer(folder, config), kinds, pieces, factors)
+    return GgufPlan(architecture, reread_config, metadata | tokenizer_metadata(folder, config), kinds, pieces, factors)
 
 
-def kind_of(name: str, shape: tuple[int, ...], kind: str) -> BlockType:
-    """The type of a tensor."""
-    if len(shape) < 2 or name.endswith(WIDE):
+def block_type_for(name: str, shape: tuple[int, ...], kind: str) -> BlockType:
+    """The type to write a tensor in."""
+    if len(shape) < 2 or name.endswith(ROUTERS):
         return WRITTEN["F32"]
-    found = WRITTEN["Q8_0" if kind in FEW_BITS and name in TABLES else kind]
-    if shape[-1] % found.elements:
+    block_type = WRITTEN["Q8_0" if kind in FEW_BITS and name in TABLES else kind]
+    if shape[-1] % block_type.elements:
         raise ModelError(
-            f"the tensor {name} has {shape[-1]} inputs, which do not divide by the {found.elements} of a block of "
-            f"{found.name}; F16, BF16 and F32 have no blocks"
+            f"the tensor {name} has {shape[-1]} inputs, which do not divide by the {block_type.elements} of a block of "
+            f"{block_type.name}; F16, BF16 and F32 have no blocks"
         )
-    return found
+    return block_type
 
 
-def tokenizer(folder: Path, config: ModelConfig) -> dict[str, Any]:
-    """The keys of the tokenizer and the chat template."""
+def tokenizer_metadata(folder: Path, config: ModelConfig) -> dict[str, Any]:
+    """The metadata of the tokenizer and the chat template."""
     file = folder / "tokenizer.json"
     if not file.exists():
         raise ModelError(f"{file} does not exist; a GGUF file has the tokenizer in it")
-    own = Tokenizer(folder)
-    special = {name.removesuffix("_token"): token for name, token in own.special_tokens.items()}
-    found = vocabulary_of(file.read_text(), config.vocab_size, special, sorted(own.eos_token_ids))
-    return found if own.chat_template is None else found | {TEMPLATE: own.chat_template}
+    text_tokenizer = Tokenizer(folder)
+    special = {name.removesuffix("_token"): token for name, token in text_tokenizer.special_tokens.items()}
+    metadata = vocabulary_of(file.read_text(), config.vocab_size, special, sorted(text_tokenizer.eos_token_ids))
+    return metadata if text_tokenizer.chat_template is None else metadata | {TEMPLATE: text_tokenizer.chat_template}
 
 
-def values(plan: Plan, made: Mapping[str, Any], progress: Callable[[int], None]) -> Iterator[np.ndarray]:
-    """The tensors' blocks, one tensor in memory at a time."""
+def tensor_values(
+    plan: GgufPlan, precomputed: Mapping[str, Any], progress: Callable[[int], None]
+) -> Iterator[np.ndarray]:
+    """Yield the tensors' blocks, one tensor in memory at a time."""
     for name, (kind, shape) in plan.tensors.items():
         if name in plan.factors:
-            yield encoded(plan.factors[name], kind, name)
+            yield encode_values(plan.factors[name], kind, name)
             continue
         change = turn_of(plan.architecture, name, plan.config)
-        whole = None
+        blocks = None
         for piece in plan.pieces[name]:
-            own = blocks_of(made.get(piece.source.name, piece.source), change, kind, name)
-            if piece.part.rows is not None:
-                turned = np.empty_like(own)
-                turned[piece.part.rows] = own
-                own = turned
-            if piece.part.expert is None:
-                whole = own
+            piece_blocks = encode_source(precomputed.get(piece.source.name, piece.source), change, kind, name)
+            if piece.origin_part.rows is not None:
+                permuted = np.empty_like(piece_blocks)
+                permuted[piece.origin_part.rows] = piece_blocks
+                piece_blocks = permuted
+            if piece.origin_part.expert is None:
+                blocks = piece_blocks
             else:
-                whole = np.empty((shape[0], *own.shape), np.uint8) if whole is None else whole
-                whole[piece.part.expert] = own
+                blocks = np.empty((shape[0], *piece_blocks.shape), np.uint8) if blocks is None else blocks
+                blocks[piece.origin_part.expert] = piece_blocks
             progress(piece.source.nbytes)
-        assert whole is not None
-        yield whole
+        assert blocks is not None
+        yield blocks
 
 
-def blocks_of(source: Any, change: Change, kind: BlockType, name: str) -> np.ndarray:
+def encode_source(source: Any, change: Change, kind: BlockType, name: str) -> np.ndarray:
     """The blocks of a tensor's rows [rows, bytes]."""
-    if isinstance(source, Matrix) and kind.name in CHOSEN:
+    if isinstance(source, Matrix) and kind.name in CALIBRATED_TYPES:
         assert change.back is None and source.format is not None
         codes, scale = source.fields_for(source.format).values()
-        blocks = CHOSEN[kind.name][1](scale.reshape(-1, 1), codes.reshape(-1, kind.elements))
+        blocks = CALIBRATED_TYPES[kind.name][1](scale.reshape(-1, 1), codes.reshape(-1, kind.elements))
     else:
-        own = source.read()
-        own = own if change.back is None else change.back(own)
-        blocks = encoded(own, kind, name)
+        value = source.read()
+        value = value if change.back is None else change.back(value)
+        blocks = encode_values(value, kind, name)
     return blocks.reshape(source.shape[0], -1)
 
 
-def encoded(numbers: np.ndarray, kind: BlockType, name: str) -> np.ndarray:
-    """Their blocks, a strip at a time: rounding takes several times the memory of what it makes."""
-    rest = numbers.reshape(-1, kind.elements)
-    out = np.empty((len(rest), kind.nbytes), np.uint8)
+def encode_values(numbers: np.ndarray, kind: BlockType, name: str) -> np.ndarray:
+    """Encode values as blocks, a strip at a time to bound the memory of intermediates."""
+    grouped = numbers.reshape(-1, kind.elements)
+    out = np.empty((len(grouped), kind.nbytes), np.uint8)
     step = STRIP // kind.elements
-    for at in range(0, len(rest), step):
-        strip = rest[at : at + step]
+    for at in range(0, len(grouped), step):
+        strip = grouped[at : at + step]
         if not np.isfinite(strip.astype(np.float32)).all():
-            raise ModelError(f"the tensor {name} holds what is no finite number")
+            raise ModelError(f"the tensor {name} holds a value that is not finite")
         out[at : at + step] = kind.encode(strip)
         if kind.plain and not np.isfinite(out[at : at + step].view(kind.dtype).astype(np.float32)).all():
             raise ModelError(f"the tensor {name} holds a number that is too large for {kind.name}; BF16 holds it")

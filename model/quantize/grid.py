@@ -1,4 +1,4 @@
-"""The whole numbers that a format has for weights: value = (code - zero) * scale."""
+"""Integer grids of weight formats: value = (code - zero) * scale."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +14,12 @@ from ...ops.quant.int4 import Int4
 from ...ops.quant.int8 import Int8
 from ..config import ModelError
 
-SHRINKS = tuple(1 - step / 20 for step in range(9))  # factors of a group's scale that `Grid.best_fit` tries
+SHRINKS = tuple(1 - step / 20 for step in range(9))  # scale factors that `Grid.best_fit` tries
 CHUNK = 1 << 14  # groups that are fitted together
 
 
-class Coded(NamedTuple):
-    """A matrix [O, I] in codes; a group of inputs shares a scale and a zero: [O, groups]."""
+class CodedMatrix(NamedTuple):
+    """A quantised matrix [O, I]; each group of inputs has a scale and a zero: [O, groups]."""
 
     codes: np.ndarray
     scales: np.ndarray
@@ -28,11 +28,11 @@ class Coded(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """Codes of so many bits. Without a group all inputs of an output share a scale."""
+    """Integer codes. Without a group all inputs of an output share a scale."""
 
     bits: int
     group: int | None
-    own_zeros: bool = False  # each group has its zero; else it is the middle code
+    has_zeros: bool = False  # each group has a zero point; otherwise it is the middle code
     scale_dtype: Any = np.float16
 
     @property
@@ -41,57 +41,61 @@ class Grid:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """The least and the largest code. Bytes are as far below zero as above it: rows of bytes meet them."""
-        return int(self.bits == 8 and not self.own_zeros), (1 << self.bits) - 1
+        """(smallest, largest) code. 8-bit codes are symmetric, as int8 products need."""
+        return int(self.bits == 8 and not self.has_zeros), (1 << self.bits) - 1
 
     def fit(self, W: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(scales, zeros) of the groups in W [O, I], such that the extremes of each lie at the ends of the codes."""
+        """(scales, zeros) that map the extremes of each group in W [O, I] to the end codes."""
         size = self.group or W.shape[1]
         grouped = np.pad(W.astype(np.float32), ((0, 0), (0, -W.shape[1] % size))).reshape(len(W), -1, size)
-        if self.own_zeros:
-            low, high = np.minimum(grouped.min(2), 0), np.maximum(grouped.max(2), 0)
+        if self.has_zeros:
+            low = np.minimum(grouped.min(2), 0)
+            high = np.maximum(grouped.max(2), 0)
             scales = ((high - low) / self.limits[1]).astype(self.scale_dtype)
-            return scales, np.clip(np.rint(-low * inverted(scales)), *self.limits)
+            return scales, np.clip(np.rint(-low * reciprocals(scales)), *self.limits)
         if self.bits == 8:
             top = np.abs(grouped).max(2) / (self.middle - 1)
-        else:  # the sign of the largest decides which end it lies at: all codes are in use
+        else:  # the value with the largest magnitude gets the code without a counterpart
             top = np.take_along_axis(grouped, np.abs(grouped).argmax(2)[..., None], 2)[..., 0] / -self.middle
         return top.astype(self.scale_dtype), np.full(top.shape, self.middle, np.float32)
 
     def best_fit(self, W: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(scales, zeros) as `fit`, made smaller by the factor in SHRINKS with the least weighted squared error.
+        """`fit` with scales shrunk by the factor in SHRINKS with the least weighted squared error.
 
-        The largest values of a group are then cut off where its other values gain more by finer steps.
+        Shrinking clips a group's largest values and gives its other values finer steps.
 
         Args:
             W: [O, I].
             weight: [I], the cost of an error in each input.
         """
-        if self.bits == 8:  # steps are fine enough
+        if self.bits == 8:  # fine enough without a search
             return self.fit(W)
-        (O, I), size = W.shape, self.group or W.shape[1]  # noqa: E741
+        (O, I) = W.shape  # noqa: E741
+        size = self.group or W.shape[1]
         padding = -I % size
         grouped_NS = np.pad(W.astype(np.float32), ((0, 0), (0, padding))).reshape(-1, size)
         weight_GS = np.pad(weight.astype(np.float32), (0, padding)).reshape(-1, size)
         weight_GS = weight_GS / np.maximum(weight_GS.max(1, keepdims=True), np.finfo(np.float32).tiny)
         group_N = np.arange(len(grouped_NS)) % len(weight_GS)
-        chunk = min(CHUNK, 1 << (len(grouped_NS) - 1).bit_length())  # few sizes are compiled
-        parts = []
+        chunk = min(CHUNK, 1 << (len(grouped_NS) - 1).bit_length())  # limits compiled shapes
+        fitted = []
         for start in range(0, len(grouped_NS), chunk):
-            some = np.s_[start : start + chunk]
-            missing = ((0, chunk - len(group_N[some])), (0, 0))
-            values_SN = np.pad(grouped_NS[some], missing).T
-            weight_SN = np.pad(weight_GS[group_N[some]], missing).T
-            parts.append(least_error(values_SN, weight_SN, self))
-        scales, zeros = (np.concatenate(each)[: len(grouped_NS)].reshape(O, -1) for each in zip(*parts, strict=True))
+            chunk_range = np.s_[start : start + chunk]
+            missing = ((0, chunk - len(group_N[chunk_range])), (0, 0))
+            values_SN = np.pad(grouped_NS[chunk_range], missing).T
+            weight_SN = np.pad(weight_GS[group_N[chunk_range]], missing).T
+            fitted.append(least_error(values_SN, weight_SN, self))
+        scales, zeros = (
+            np.concatenate(arrays)[: len(grouped_NS)].reshape(O, -1) for arrays in zip(*fitted, strict=True)
+        )
         return scales.astype(self.scale_dtype), zeros
 
     def codes(self, values: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> np.ndarray:
-        """The nearest codes; scales and zeros are those of each value."""
-        return np.clip(np.rint(values * inverted(scales)) + zeros, *self.limits)
+        """The nearest codes, given each value's scale and zero."""
+        return np.clip(np.rint(values * reciprocals(scales)) + zeros, *self.limits)
 
     def spread(self, shared: np.ndarray, count: int) -> np.ndarray:
-        """What groups share, for each of `count` inputs."""
+        """Repeat values by group for each of `count` inputs."""
         return shared.repeat(self.group or count, axis=1)[:, :count].astype(np.float32)
 
     def nearest(self, W: np.ndarray) -> np.ndarray:
@@ -99,44 +103,46 @@ class Grid:
         scales, zeros = (self.spread(shared, W.shape[1]) for shared in self.fit(W))
         return (self.codes(W.astype(np.float32), scales, zeros) - zeros) * scales
 
-    def decode(self, coded: Coded) -> np.ndarray:
-        """What codes stand for, in float32."""
+    def decode(self, coded: CodedMatrix) -> np.ndarray:
+        """Dequantise to float32."""
         scales, zeros = (self.spread(shared, coded.codes.shape[1]) for shared in (coded.scales, coded.zeros))
         return (coded.codes.astype(np.float32) - zeros) * scales
 
 
 @partial(jax.jit, static_argnames="grid")
 def least_error(values_SN, weight_SN, grid: Grid):
-    """Of each group [S], the (scale, zero) [N] of `Grid.best_fit`."""
-    low_N, high_N = jnp.minimum(values_SN.min(0), 0), jnp.maximum(values_SN.max(0), 0)
+    """The best (scale, zero) [N] for each group [S], see `Grid.best_fit`."""
+    low_N = jnp.minimum(values_SN.min(0), 0)
+    high_N = jnp.maximum(values_SN.max(0), 0)
     top_N = jnp.where(high_N > -low_N, high_N, low_N)
-    whole_N = (high_N - low_N) / grid.limits[1] if grid.own_zeros else top_N / -grid.middle
+    full_scale_N = (high_N - low_N) / grid.limits[1] if grid.has_zeros else top_N / -grid.middle
 
     def candidate(shrink):
-        scale_N = (whole_N * shrink).astype(grid.scale_dtype).astype(jnp.float32)
+        scale_N = (full_scale_N * shrink).astype(grid.scale_dtype).astype(jnp.float32)
         inverse_N = jnp.where(scale_N == 0, 0, 1 / jnp.where(scale_N == 0, 1, scale_N))
         zero_N = jnp.full_like(low_N, grid.middle)
-        if grid.own_zeros:
+        if grid.has_zeros:
             zero_N = jnp.clip(jnp.rint(-low_N * shrink * inverse_N), *grid.limits)
         code_SN = jnp.clip(jnp.rint(values_SN * inverse_N) + zero_N, *grid.limits)
         error_N = (jnp.square((code_SN - zero_N) * scale_N - values_SN) * weight_SN).sum(0)
         return error_N, scale_N, zero_N
 
     def better(best, shrink):
-        found = candidate(shrink)
-        return jax.tree.map(partial(jnp.where, found[0] < best[0]), found, best), None
+        result = candidate(shrink)
+        return jax.tree.map(partial(jnp.where, result[0] < best[0]), result, best), None
 
-    # Without zeros either end of the codes may hold the largest value.
-    signs = (1,) if grid.own_zeros else (1, -1)
+    # Without zero points the largest value may get either end code.
+    signs = (1,) if grid.has_zeros else (1, -1)
     shrinks = jnp.array([sign * shrink for shrink in SHRINKS for sign in signs], jnp.float32)
     (_, scale_N, zero_N), _ = jax.lax.scan(better, candidate(shrinks[0]), shrinks[1:])
     return scale_N, zero_N
 
 
 def nearest_columns(values_SN, grid: Grid):
-    """`Grid.nearest` of groups [S] in JAX, each with a scale of its own."""
-    low_N, zero_N = jnp.minimum(values_SN.min(0), 0), grid.middle
-    if grid.own_zeros:
+    """`Grid.nearest` in JAX, for groups [S] with a scale each."""
+    low_N = jnp.minimum(values_SN.min(0), 0)
+    zero_N = grid.middle
+    if grid.has_zeros:
         scale_N = (jnp.maximum(values_SN.max(0), 0) - low_N) / grid.limits[1]
     elif grid.bits == 8:
         scale_N = jnp.abs(values_SN).max(0) / (grid.middle - 1)
@@ -145,18 +151,18 @@ def nearest_columns(values_SN, grid: Grid):
         scale_N = jnp.take_along_axis(values_SN, largest_1N, 0)[0] / -grid.middle
     scale_N = scale_N.astype(grid.scale_dtype).astype(jnp.float32)
     inverse_N = jnp.where(scale_N == 0, 0, 1 / jnp.where(scale_N == 0, 1, scale_N))
-    if grid.own_zeros:
+    if grid.has_zeros:
         zero_N = jnp.clip(jnp.rint(-low_N * inverse_N), *grid.limits)
     return (jnp.clip(jnp.rint(values_SN * inverse_N) + zero_N, *grid.limits) - zero_N) * scale_N
 
 
-def inverted(scales: np.ndarray) -> np.ndarray:
-    wide = scales.astype(np.float32)
-    return np.divide(1, wide, out=np.zeros_like(wide), where=wide != 0)
+def reciprocals(scales: np.ndarray) -> np.ndarray:
+    divisor = scales.astype(np.float32)
+    return np.divide(1, divisor, out=np.zeros_like(divisor), where=divisor != 0)
 
 
-def grid_of(name: str) -> Grid:
-    """The codes of a format."""
+def grid_for_format(name: str) -> Grid:
+    """The integer grid of a format."""
     node = quant.example(name)
     if isinstance(node, Int4):
         return Grid(node.bits, node.group, node.zero is not None)
@@ -164,7 +170,9 @@ def grid_of(name: str) -> Grid:
         return Grid(8, None, scale_dtype=np.float32)
     if isinstance(node, Grouped) and node.code == "int8" and node.least is None:
         return Grid(8, node.group)
-    whole = [known for known, scheme in quant.stored_schemes().items() if scheme.weights["type"] == "int"]
+    integer_formats = [
+        format_name for format_name, scheme in quant.stored_schemes().items() if scheme.weights["type"] == "int"
+    ]
     raise ModelError(
-        f"quantization is {name!r}, whose codes are no whole numbers; this method rounds to {', '.join(whole)}"
+        f"quantization is {name!r}, whose codes are no integers; this method rounds to {', '.join(integer_formats)}"
     )

@@ -1,4 +1,4 @@
-"""The inputs that matrices meet: weights that tell of them, and what is kept of all rows together."""
+"""Record the inputs of matrices during calibration, and accumulate their statistics."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,61 +17,62 @@ from ...sharding import struct
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is kept of the rows x that a matrix has met."""
+    """Statistics of the inputs x of a matrix."""
 
     H: np.ndarray  # [I, I]: the sum of x x^T
     total: np.ndarray  # [I]: the sum of |x|
     top: np.ndarray  # [I]: the largest |x|
 
-    def __add__(self, other: "Inputs") -> "Inputs":
-        return Inputs(self.H + other.H, self.total + other.total, np.maximum(self.top, other.top))
+    def __add__(self, added: "Inputs") -> "Inputs":
+        return Inputs(self.H + added.H, self.total + added.total, np.maximum(self.top, added.top))
 
     def divided(self, s: np.ndarray) -> "Inputs":
-        """Of the rows x / s."""
+        """The statistics of x / s."""
         return Inputs(self.H / np.outer(s, s), self.total / s, self.top / s)
 
 
-def none_yet(size: int) -> Inputs:
+def empty_inputs(size: int) -> Inputs:
     return Inputs(np.zeros((size, size), np.float32), np.zeros(size, np.float32), np.zeros(size, np.float32))
 
 
-def measured(some: Sequence[Any]) -> Inputs:
-    """Of arrays of rows [R, I] together."""
-    x_RI = jnp.concatenate(some)
-    missing = (1 << (len(x_RI) - 1).bit_length()) - len(x_RI)  # rows of zeros add nothing, and few sizes are compiled
-    return Inputs(*(np.asarray(value) for value in sums(jnp.pad(x_RI, ((0, missing), (0, 0))))))
+def measure_inputs(arrays: Sequence[Any]) -> Inputs:
+    """The statistics of several arrays of inputs [R, I]."""
+    x_RI = jnp.concatenate(arrays)
+    # Zero rows do not change the sums, and limit the number of compiled shapes.
+    padding = (1 << (len(x_RI) - 1).bit_length()) - len(x_RI)
+    return Inputs(*(np.asarray(value) for value in input_sums(jnp.pad(x_RI, ((0, padding), (0, 0))))))
 
 
 @jax.jit
-def sums(x_RI):
+def input_sums(x_RI):
     x_RI = x_RI.astype(jnp.float32)
     H = jnp.einsum("RI,RJ->IJ", x_RI, x_RI, precision="highest")
     return H, jnp.abs(x_RI).sum(0), jnp.abs(x_RI).max(0)
 
 
 @struct.dataclass
-class Watched(Weight):
-    """A matrix that tells of its rows."""
+class RecordedMatrix(Weight):
+    """A matrix that reports its inputs."""
 
     array: Any
-    tell: Callable[[Any], None] = struct.field(pytree_node=False)
+    record: Callable[[Any], None] = struct.field(pytree_node=False)
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
         rows, letters = subscripts.split("->")[0].split(",")
         summed = sum(letter in letters for letter in rows)
-        self.tell(x.reshape(*x.shape[: x.ndim - summed], math.prod(x.shape[x.ndim - summed :])))
+        self.record(x.reshape(*x.shape[: x.ndim - summed], math.prod(x.shape[x.ndim - summed :])))
         return Dense(self.array).einsum(subscripts, x, bias, dtype)
 
 
 @struct.dataclass
-class WatchedStack(Weight):
-    """A stack of such matrices. Which one is asked for must be known: its layer runs without `jit`."""
+class RecordedStack(Weight):
+    """A stack of recorded matrices. Indices must be concrete: the layer runs without `jit`."""
 
     array: Any
-    tell: Callable[[int, Any], None] = struct.field(pytree_node=False)
+    record: Callable[[int, Any], None] = struct.field(pytree_node=False)
 
     def __getitem__(self, index):
-        return Watched(self.array[index], partial(self.tell, int(index)))
+        return RecordedMatrix(self.array[index], partial(self.record, int(index)))
 
     def pick(self, e):
         return self[e]

@@ -1,4 +1,4 @@
-"""A format for each matrix, such that all together are of some size and the loss hears little of it."""
+"""Choose a format for each matrix so that the model has a given size with the least loss."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,75 +8,85 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ..checkpoint.published import described_as, split, writer_for
+from ..checkpoint.published import make_quantization_config, split_quantization, writer_for_format
 from ..checkpoint.safetensors import Tensor, read_header
 from ..config import ModelError
 from ..stored_format import StoredFormat
 from . import sensitivity
-from .grid import grid_of
-from .source import Leaf, Source
+from .grid import grid_for_format
+from .source import CheckpointSource, Leaf
 
+# Candidates for every matrix, besides leaving it unquantised.
 FORMATS = (
     "int3-32",
     "int4-64",
     "int4-32",
     "int8-weights-64",
     "int8-weights",
-)  # that a matrix may have, besides its own
-ANY = "int4-32"  # to tell which matrices are to be rounded
-SHARES = 1 << 16  # of the budget
+)
+ANY = "int4-32"  # a format to determine which matrices are quantised
+SHARES = 1 << 16  # units that the budget is divided into
 
 
-class Way(NamedTuple):
-    """A format for a weight; None: it is left as it is."""
+class FormatChoice(NamedTuple):
+    """A candidate format for a weight; None: unquantised."""
 
     quant: str | None
-    bits: float  # of all of it, scales included
-    loss: float  # what the loss is expected to grow by, over all samples
+    bits: float  # of the whole weight, with scales
+    loss: float  # estimated increase of the loss, over all samples
 
 
 def choose(
-    source: Source, samples: Sequence[Sequence[int]], folder: Path, bits: float, progress: Callable[[int], None]
+    source: CheckpointSource,
+    samples: Sequence[Sequence[int]],
+    folder: Path,
+    bits: float,
+    progress: Callable[[int], None],
 ) -> dict[str, str | None]:
-    """The format of each matrix, by the name of its tensor in files, at most `bits` a weight in all.
+    """The format of each matrix, by tensor name in files, with at most `bits` a weight on average.
 
-    A weight that is made of several matrices has one format. What a rounded weight costs is half of its change squared,
-    times the square of the gradient: the loss near where it is flat, each number by itself.
+    The matrices of a fused weight have the same format. The loss of quantising a weight is
+    estimated as half of its squared change times its squared gradient: the diagonal Fisher
+    approximation.
     """
     sensitivity.write(source, samples, folder)
-    leaves: list[tuple[Leaf, list[Way]]] = []
+    leaves: list[tuple[Leaf, list[FormatChoice]]] = []
     for index in range(len(source.config.layers)):
-        stored = read_header(sensitivity.file_of(folder, index))
+        stored = read_header(sensitivity.gradients_file(folder, index))
         for leaf in source.leaves(index).values():
             if leaf.rounded:
-                leaves.append((leaf, ways(source, leaf, stored)))
+                leaves.append((leaf, format_choices(source, leaf, stored)))
         progress(index + 1)
-    count = sum(np.prod(source.tensors[part.name].shape) for leaf, _ in leaves for part in leaf.parts)
-    found = within(bits * float(count), [each for _, each in leaves])
-    if found is None:
-        least = sum(min(way.bits for way in each) for _, each in leaves) / count
-        raise ModelError(f"bits is {bits:g}; the matrices of this model can be {least:.3g} bits a weight at the least")
+    count = sum(
+        np.prod(source.tensors[source_tensor.name].shape) for leaf, _ in leaves for source_tensor in leaf.sources
+    )
+    chosen = best_choices(bits * float(count), [candidates for _, candidates in leaves])
+    if chosen is None:
+        least_bits = sum(min(candidate.bits for candidate in candidates) for _, candidates in leaves) / count
+        raise ModelError(
+            f"bits is {bits:g}; the matrices of this model can be {least_bits:.3g} bits a weight at the least"
+        )
     return {
-        source.tensors[part.name].name: way.quant
-        for (leaf, _), way in zip(leaves, found, strict=True)
-        for part in leaf.parts
+        source.tensors[source_tensor.name].name: candidate.quant
+        for (leaf, _), candidate in zip(leaves, chosen, strict=True)
+        for source_tensor in leaf.sources
     }
 
 
-def ways(source: Source, leaf: Leaf, gradients: Mapping[str, Tensor]) -> list[Way]:
-    """What a weight could be, and what each costs."""
+def format_choices(source: CheckpointSource, leaf: Leaf, gradients: Mapping[str, Tensor]) -> list[FormatChoice]:
+    """The candidate formats of a weight, with their sizes and losses."""
     dtype = jnp.dtype(source.config.dtype)
-    tensors = [source.tensors[part.name] for part in leaf.parts]
+    tensors = [source.tensors[source_tensor.name] for source_tensor in leaf.sources]
     values = [tensor.read().astype(dtype).astype(np.float32) for tensor in tensors]
-    squares = [gradients[part.name].read() for part in leaf.parts]
+    squares = [gradients[source_tensor.name].read() for source_tensor in leaf.sources]
     size = sum(value.size for value in values)
-    found = [Way(None, 8.0 * dtype.itemsize * size, 0.0)]
+    candidates = [FormatChoice(None, 8.0 * dtype.itemsize * size, 0.0)]
     for name in FORMATS:
-        stored = stored_as(name)
+        stored = stored_format(name)
         (group,) = stored.groups
         try:
-            layouts = [writer_for(stored).layout(tensor.name, group, tensor.shape) for tensor in tensors]
-        except ModelError:  # its inputs do not divide by the group
+            layouts = [writer_for_format(stored).layout(tensor.name, group, tensor.shape) for tensor in tensors]
+        except ModelError:  # its group does not divide the inputs
             continue
         bits = sum(
             8.0 * np.dtype(dtypes[0]).itemsize * float(np.prod(shapes[0]))
@@ -84,37 +94,41 @@ def ways(source: Source, leaf: Leaf, gradients: Mapping[str, Tensor]) -> list[Wa
             for ending, (dtypes, shapes) in layout.items()
             if not ending.endswith("_shape")
         )
-        changes = (grid_of(name).nearest(value) - value for value in values)
+        changes = (grid_for_format(name).nearest(value) - value for value in values)
         loss = sum(float((square * np.square(change)).sum()) for square, change in zip(squares, changes, strict=True))
-        found.append(Way(name, bits, loss / 2))
-    return found
+        candidates.append(FormatChoice(name, bits, loss / 2))
+    return candidates
 
 
-def stored_as(name: str) -> StoredFormat:
-    """How matrices in one format are kept."""
-    found = split({"quantization_config": described_as("compressed-tensors", name, ())})[1]
-    assert found is not None
-    return found
+def stored_format(name: str) -> StoredFormat:
+    """The stored format for matrices in one format."""
+    stored = split_quantization({"quantization_config": make_quantization_config("compressed-tensors", name, ())})[1]
+    assert stored is not None
+    return stored
 
 
-def within(budget: float, each: Sequence[Sequence[Way]]) -> list[Way] | None:
-    """One way for each weight, of at most so many bits together, with the least loss; None where nothing fits.
+def best_choices(budget: float, candidates_by_weight: Sequence[Sequence[FormatChoice]]) -> list[FormatChoice] | None:
+    """The format choice for each weight with the least total loss within a budget of bits; None if none fits.
 
     A knapsack by dynamic programming: bits are counted in shares of the budget, rounded up.
     """
-    best_S, chosen_WS = np.zeros(SHARES + 1), np.zeros((len(each), SHARES + 1), np.int8)  # with at most s shares
-    for number, ways in enumerate(each):
-        before_S, best_S = best_S, np.full(SHARES + 1, np.inf)
-        for place, way in enumerate(ways):
-            if (cost := math.ceil(way.bits / budget * SHARES)) > SHARES:
+    best_S = np.zeros(SHARES + 1)  # the least loss with at most s shares
+    chosen_WS = np.zeros((len(candidates_by_weight), SHARES + 1), np.int8)
+    for number, candidates in enumerate(candidates_by_weight):
+        previous_S = best_S
+        best_S = np.full(SHARES + 1, np.inf)
+        for place, candidate in enumerate(candidates):
+            if (cost := math.ceil(candidate.bits / budget * SHARES)) > SHARES:
                 continue
-            found_S = before_S[: SHARES + 1 - cost] + way.loss
-            better_S = found_S < best_S[cost:]
-            best_S[cost:][better_S], chosen_WS[number, cost:][better_S] = found_S[better_S], place
+            loss_S = previous_S[: SHARES + 1 - cost] + candidate.loss
+            better_S = loss_S < best_S[cost:]
+            best_S[cost:][better_S] = loss_S[better_S]
+            chosen_WS[number, cost:][better_S] = place
     if not np.isfinite(best_S[-1]):
         return None
-    left, found = SHARES, []
-    for ways, chosen_S in zip(reversed(each), chosen_WS[::-1], strict=True):
-        found.append(ways[chosen_S[left]])
-        left -= math.ceil(found[-1].bits / budget * SHARES)
-    return found[::-1]
+    remaining = SHARES
+    chosen = []
+    for candidates, chosen_S in zip(reversed(candidates_by_weight), chosen_WS[::-1], strict=True):
+        chosen.append(candidates[chosen_S[remaining]])
+        remaining -= math.ceil(chosen[-1].bits / budget * SHARES)
+    return chosen[::-1]

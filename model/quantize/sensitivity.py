@@ -1,4 +1,4 @@
-"""How much the loss hears of each weight: squared gradients over calibration text, summed over its sequences."""
+"""Sensitivity of the loss to each weight: squared gradients summed over calibration sequences."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,96 +10,102 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import decoder
-from ..checkpoint.dense_leaf import unread_leaf
-from ..checkpoint.safetensors import read_header, write_whole
+from ..checkpoint.dense_leaf import leaf_to_tensors
+from ..checkpoint.safetensors import publish_tensors, read_header
 from ..config import ModelConfig, ModelError
 from . import whole
-from .source import Key, Source
+from .source import CheckpointSource, Key
 
 
-def write(source: Source, samples: Sequence[Sequence[int]], folder: Path) -> None:
-    """A file for each layer, unless all are there."""
-    files = [file_of(folder, index) for index in range(len(source.config.layers))]
+def write(source: CheckpointSource, samples: Sequence[Sequence[int]], folder: Path) -> None:
+    """Write the squared gradients of each layer to a file, unless all files exist."""
+    files = [gradients_file(folder, index) for index in range(len(source.config.layers))]
     if not all(file.exists() for file in files):
-        squared_gradients(source, samples, lambda index, found: write_whole(files[index], found))
+        squared_gradients(source, samples, lambda index, squares: publish_tensors(files[index], squares))
 
 
-def read(source: Source, index: int, folder: Path) -> dict[Key, np.ndarray]:
-    """Of a layer: for each key those of its matrices, one below the other."""
-    stored, found = read_header(file_of(folder, index)), {}
+def read(source: CheckpointSource, index: int, folder: Path) -> dict[Key, np.ndarray]:
+    """Read a layer's squared gradients, with the matrices of each key concatenated."""
+    stored = read_header(gradients_file(folder, index))
+    squares_by_key = {}
     for leaf in source.leaves(index).values():
-        for part in leaf.parts if leaf.rounded else ():
-            found.setdefault(leaf.key(part), []).append(stored[part.name].read())
-    return {key: np.concatenate(each) for key, each in found.items()}
+        for source_tensor in leaf.sources if leaf.rounded else ():
+            squares_by_key.setdefault(leaf.key(source_tensor), []).append(stored[source_tensor.name].read())
+    return {key: np.concatenate(squares) for key, squares in squares_by_key.items()}
 
 
-def file_of(folder: Path, index: int) -> Path:
+def gradients_file(folder: Path, index: int) -> Path:
     return folder / f"gradients-{index:05}.safetensors"
 
 
 def squared_gradients(
-    source: Source, samples: Sequence[Sequence[int]], keep: Callable[[int, dict[str, np.ndarray]], None]
+    source: CheckpointSource, samples: Sequence[Sequence[int]], keep: Callable[[int, dict[str, np.ndarray]], None]
 ) -> None:
-    """`keep(index, found)` for each layer, the last one first: for each of its matrices one as large, by their names.
+    """Call `keep(index, squares)` for each layer, last first; `squares` are by matrix name.
 
-    The diagonal of the empirical Fisher information, but for a factor. What enters each layer stays in memory for all
-    sequences; of weights, those of a layer.
+    Squared gradients are the diagonal of the empirical Fisher information up to a factor. The
+    inputs of all layers stay in memory for all sequences; the weights of only one layer do.
     """
     config = source.dense
-    embedding, count = source.embedding(), len(config.layers)
+    embedding = source.embedding()
+    count = len(config.layers)
     samples = [ids for ids in samples if len(ids) > 1]
     if not samples:
         raise ModelError("the calibration text has no piece of two tokens or more, and gradients need a next one")
-    longest = max(map(len, samples))  # all are filled up to it: sequences of one length are compiled once
+    longest = max(map(len, samples))  # sequences are padded to one length, to compile once
     tokens = [np.pad(np.array([ids], np.int32), ((0, 0), (0, longest - len(ids)))) for ids in samples]
-    places = [np.where(np.arange(longest) < len(ids), np.arange(longest), -1)[None] for ids in samples]
-    batches = [whole.entering(embedding, *pair, config) for pair in zip(tokens, places, strict=True)]
+    positions = [np.where(np.arange(longest) < len(ids), np.arange(longest), -1)[None] for ids in samples]
+    batches = [whole.embed_batch(embedding, *pair, config) for pair in zip(tokens, positions, strict=True)]
     entered: list[list[whole.Batch]] = []
     for index in range(count):
         weights = source.layer(index)
         entered.append(batches)
-        batches = [batch.through(index, weights, config) for batch in batches]
-    ends = source.ends()
-    grads = [of_loss(ends, batch, jnp.asarray(ids[0]), config) for batch, ids in zip(batches, tokens, strict=True)]
+        batches = [batch.run_layer(index, weights, config) for batch in batches]
+    head_weights = source.ends()
+    grads = [
+        loss_gradient(head_weights, batch, jnp.asarray(ids[0]), config)
+        for batch, ids in zip(batches, tokens, strict=True)
+    ]
     for index in reversed(range(count)):
-        found, grads = of_layer(source, index, entered.pop(), grads)
-        keep(index, found)
+        squares, grads = layer_gradients(source, index, entered.pop(), grads)
+        keep(index, squares)
 
 
-def of_loss(ends: Any, batch: whole.Batch, tokens_T: Any, config: ModelConfig) -> Any:
-    """The gradient by what leaves the last layer, of how unlikely the tokens are together."""
+def loss_gradient(head_weights: Any, batch: whole.Batch, tokens_T: Any, config: ModelConfig) -> Any:
+    """The gradient of the sequence's negative log-likelihood by the last layer's output."""
 
     def loss(state):
         (x_TD, _), _ = state
-        logits_TV = decoder.logits(ends, decoder.final_norm(ends, x_TD, config), config)
-        each_T1 = jnp.take_along_axis(jax.nn.log_softmax(logits_TV[:-1]), tokens_T[1:, None], axis=1)
-        return -jnp.where(batch.positions_T[1:, None] >= 0, each_T1, 0).sum()
+        logits_TV = decoder.logits(head_weights, decoder.final_norm(head_weights, x_TD, config), config)
+        log_prob_T1 = jnp.take_along_axis(jax.nn.log_softmax(logits_TV[:-1]), tokens_T[1:, None], axis=1)
+        return -jnp.where(batch.positions_T[1:, None] >= 0, log_prob_T1, 0).sum()
 
     return jax.grad(loss)((batch.x, batch.cache))
 
 
-def of_layer(
-    source: Source, index: int, batches: list[whole.Batch], grads: list[Any]
+def layer_gradients(
+    source: CheckpointSource, index: int, batches: list[whole.Batch], grads: list[Any]
 ) -> tuple[dict[str, np.ndarray], list[Any]]:
-    """(the squared gradients of a layer's matrices, the gradients by what enters it)."""
+    """(squared gradients of a layer's matrices, gradients by its input)."""
     arrays, tree = jax.tree.flatten(source.layer(index))
     leaves = list(source.leaves(index).values())
     rounded = [at for at, leaf in enumerate(leaves) if leaf.rounded]
 
     @jax.jit
     def back(arrays, positions_T, state, grad, total):
-        def run(own, state):
+        def run(matrices, state):
             weights = list(arrays)
-            for at, array in zip(rounded, own, strict=True):
+            for at, array in zip(rounded, matrices, strict=True):
                 weights[at] = array
             batch = replace(batches[0], positions_T=positions_T, x=state[0], cache=state[1])
-            after = batch.through(index, jax.tree.unflatten(tree, weights), source.dense)
-            return after.x, after.cache
+            output = batch.run_layer(index, jax.tree.unflatten(tree, weights), source.dense)
+            return output.x, output.cache
 
         by_weights, by_state = jax.vjp(run, [arrays[at] for at in rounded], state)[1](grad)
-        return [before + jnp.square(own) for before, own in zip(total, by_weights, strict=True)], by_state
+        return [square + jnp.square(gradient) for square, gradient in zip(total, by_weights, strict=True)], by_state
 
-    total, entering = [jnp.zeros_like(arrays[at]) for at in rounded], []
+    total = [jnp.zeros_like(arrays[at]) for at in rounded]
+    entering = []
     for batch, grad in zip(batches, grads, strict=True):
         try:
             total, by_state = back(arrays, batch.positions_T, (batch.x, batch.cache), grad, total)
@@ -109,7 +115,7 @@ def of_layer(
                 f"none: {error}"
             ) from None
         entering.append(by_state)
-    found: dict[str, np.ndarray] = {}
+    squares: dict[str, np.ndarray] = {}
     for at, value in zip(rounded, total, strict=True):
-        found |= unread_leaf(leaves[at].parts, np.asarray(value))
-    return found, entering
+        squares |= leaf_to_tensors(leaves[at].sources, np.asarray(value))
+    return squares, entering

@@ -1,4 +1,4 @@
-"""A checkpoint rounded layer by layer; what is done lies in a folder beside it, and a run that was stopped goes on."""
+"""Quantise a checkpoint layer by layer; finished layers are saved, so that a run can be resumed."""
 
 import hashlib
 import json
@@ -12,16 +12,16 @@ from ...ops.cache_folder import publish
 from ..checkpoint import quantized
 from ..checkpoint.folder import read_json
 from ..checkpoint.published import gather
-from ..checkpoint.safetensors import Tensor, read_header, write_whole
+from ..checkpoint.safetensors import Tensor, publish_tensors, read_header
 from ..config import ModelConfig, ModelError
 from ..stored_format import StoredFormat
 from . import fine_tune, gguf_file, mixed, sensitivity, whole
-from .folds import folds
+from .folds import find_folds
 from .layer import Method, round_layer
-from .source import Source
+from .source import CheckpointSource
 
 RUN = "run.json"
-IN_BLOCKS = ("gptq", "awq")  # methods whose codes GGUF's blocks hold
+IN_BLOCKS = ("gptq", "awq")  # methods whose codes fit GGUF's blocks
 
 
 def save(
@@ -30,62 +30,65 @@ def save(
     config: ModelConfig,
     method: str,
     samples: Sequence[Sequence[int]],
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[int], None] = lambda num_layers: None,
     hf_overrides: Mapping[str, Any] | None = None,
     act_order: bool = True,
     layout: str = quantized.LAYOUT,
     bits: float | None = None,
     fine_tune_epochs: int = 0,
 ) -> int:
-    """As `quantized.save`, by a method that looks at the samples; `progress` is told how many layers are done.
+    """Like `quantized.save`, by a calibration method; `progress` gets the number of layers done.
 
-    The matrices of a layer see what comes out of rounded layers before it. With `bits` each matrix has the format that
-    `mixed.choose` finds for it, so many bits a weight in all. Epochs of `fine_tune` count as further layers.
+    A layer is calibrated on the output of the quantised layers before it. `bits` chooses a format
+    for each matrix with `mixed.choose`. Epochs of `fine_tune` count as further layers.
     """
     whole.check(config)
-    plan = quantized.plan(folder, out, config, hf_overrides, layout)
+    plan = quantized.plan_writing(folder, out, config, hf_overrides, layout)
     if fine_tune_epochs:
         fine_tune.check(plan.stored)
     if bits is not None:
         return save_mixed(folder, out, config, method, samples, progress, hf_overrides, act_order, bits)
-    how = Method(method, plan.stored, act_order)
-    made = rounded(folder, out, config, how, samples, progress, hf_overrides, fine_tune_epochs)
-    count = quantized.save(folder, out, config, hf_overrides=hf_overrides, made=made, layout=layout)
-    shutil.rmtree(beside(out))
+    method_spec = Method(method, plan.stored, act_order)
+    quantised = quantise_layers(folder, out, config, method_spec, samples, progress, hf_overrides, fine_tune_epochs)
+    count = quantized.save(folder, out, config, hf_overrides=hf_overrides, precomputed=quantised, layout=layout)
+    shutil.rmtree(layers_folder(out))
     return count
 
 
-def rounded(
+def quantise_layers(
     folder: Path,
     out: Path,
     config: ModelConfig,
-    how: Method,
+    method: Method,
     samples: Sequence[Sequence[int]],
     progress: Callable[[int], None],
     hf_overrides: Mapping[str, Any] | None,
     epochs: int = 0,
 ) -> dict[str, Tensor]:
-    """`round_layers` and then epochs of `fine_tune`, whose files lie beside what is to be written."""
-    source, done = Source.of(folder, config, how.stored), beside(out)
-    if how.folds and not any(folds(config, index, source.leaves(index)) for index in range(len(config.layers))):
+    """Run `round_layers` and then `fine_tune`, with files beside the output."""
+    source = CheckpointSource.open(folder, config, method.stored)
+    run_folder = layers_folder(out)
+    if method.uses_folds and not any(
+        find_folds(config, index, source.leaves(index)) for index in range(len(config.layers))
+    ):
         raise ModelError(
-            f"method is {how.name!r}, and in no layer of this model of the family {config.family} is there a norm, or "
-            "a matrix, that scales could be folded into; it can be gptq"
+            f"method is {method.name!r}, and in no layer of this model of the family {config.family} is there a norm, "
+            "or a matrix, that scales could be folded into; it can be gptq"
         )
     try:
-        run = asked(folder, config, how.name, how.stored, how.act_order, samples, hf_overrides)
-        begin(done, run | {"fine_tune_epochs": epochs})
-        made = round_layers(source, how, samples, done, progress)
+        run = run_description(folder, config, method.name, method.stored, method.act_order, samples, hf_overrides)
+        make_run_folder(run_folder, run | {"fine_tune_epochs": epochs})
+        quantised = round_layers(source, method, samples, run_folder, progress)
         layers = len(config.layers)
         if not epochs:
-            return made
-        return fine_tune.tuned(source, made, samples, epochs, done, lambda epoch: progress(layers + epoch))
+            return quantised
+        return fine_tune.tune(source, quantised, samples, epochs, run_folder, lambda epoch: progress(layers + epoch))
     except OSError as error:
-        raise ModelError(f"{done} cannot be written: {error.strerror}") from None
+        raise ModelError(f"{run_folder} cannot be written: {error.strerror}") from None
 
 
-def beside(out: Path) -> Path:
-    """The folder for the layers that are done."""
+def layers_folder(out: Path) -> Path:
+    """The folder for finished layers."""
     return out.with_name(f".{out.name}.layers")
 
 
@@ -96,24 +99,26 @@ def save_gguf(
     kind: str,
     method: str,
     samples: Sequence[Sequence[int]],
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[int], None] = lambda num_layers: None,
     hf_overrides: Mapping[str, Any] | None = None,
     act_order: bool = True,
 ) -> int:
-    """As `gguf_file.save`, with codes that a method chooses as it does those of the format with the same ones."""
+    """Like `gguf_file.save`, with codes chosen by a method for the format with the same codes."""
     whole.check(config)
-    if kind not in gguf_file.CHOSEN or method not in IN_BLOCKS:
+    if kind not in gguf_file.CALIBRATED_TYPES or method not in IN_BLOCKS:
         raise ModelError(
             f"method is {method!r} and quantization {kind!r}; layout gguf has {' and '.join(IN_BLOCKS)} for "
-            f"{' and '.join(gguf_file.CHOSEN)}, and rtn for all its types"
+            f"{' and '.join(gguf_file.CALIBRATED_TYPES)}, and rtn for all its types"
         )
-    gguf_file.plan(folder, out, config, kind, hf_overrides)  # what speaks against the file is said first
-    coded = replace(config, quant=gguf_file.CHOSEN[kind][0])
-    plan = quantized.plan(folder, out, coded, hf_overrides)
-    made = rounded(folder, out, coded, Method(method, plan.stored, act_order), samples, progress, hf_overrides)
-    own = gather(dict(made), plan.stored)
-    count = gguf_file.save(folder, out, config, kind, hf_overrides=hf_overrides, made=own)
-    shutil.rmtree(beside(out))
+    gguf_file.plan_writing(folder, out, config, kind, hf_overrides)  # raises errors early
+    coded = replace(config, quant=gguf_file.CALIBRATED_TYPES[kind][0])
+    plan = quantized.plan_writing(folder, out, coded, hf_overrides)
+    quantised = quantise_layers(
+        folder, out, coded, Method(method, plan.stored, act_order), samples, progress, hf_overrides
+    )
+    matrices = gather(dict(quantised), plan.stored)
+    count = gguf_file.save(folder, out, config, kind, hf_overrides=hf_overrides, precomputed=matrices)
+    shutil.rmtree(layers_folder(out))
     return count
 
 
@@ -128,27 +133,33 @@ def save_mixed(
     act_order: bool,
     bits: float,
 ) -> int:
-    """The same with a format for each matrix, rounded to nearest or by gptq."""
+    """Like `save`, with a format for each matrix, by rtn or gptq."""
     if method not in ("rtn", "gptq"):
         raise ModelError(f"method is {method!r} with bits; it can be rtn or gptq")
-    plan = quantized.plan(folder, out, config, hf_overrides)
-    source = Source.of(folder, config, plan.stored)
-    done, made = beside(out), {}
+    plan = quantized.plan_writing(folder, out, config, hf_overrides)
+    source = CheckpointSource.open(folder, config, plan.stored)
+    run_folder = layers_folder(out)
+    quantised = {}
     try:
-        begin(done, asked(folder, config, method, plan.stored, act_order, samples, hf_overrides) | {"bits": bits})
-        chosen = mixed.choose(source, samples, done, bits, progress)
-        plan = quantized.plan(folder, out, config, hf_overrides, chosen=chosen)
+        make_run_folder(
+            run_folder,
+            run_description(folder, config, method, plan.stored, act_order, samples, hf_overrides) | {"bits": bits},
+        )
+        chosen = mixed.choose(source, samples, run_folder, bits, progress)
+        plan = quantized.plan_writing(folder, out, config, hf_overrides, chosen=chosen)
         if method == "gptq":
-            how = Method(method, plan.stored, act_order)
-            made = round_layers(Source.of(folder, config, plan.stored), how, samples, done, progress)
+            method_spec = Method(method, plan.stored, act_order)
+            quantised = round_layers(
+                CheckpointSource.open(folder, config, plan.stored), method_spec, samples, run_folder, progress
+            )
     except OSError as error:
-        raise ModelError(f"{done} cannot be written: {error.strerror}") from None
-    count = quantized.save(folder, out, config, hf_overrides=hf_overrides, made=made, chosen=chosen)
-    shutil.rmtree(done)
+        raise ModelError(f"{run_folder} cannot be written: {error.strerror}") from None
+    count = quantized.save(folder, out, config, hf_overrides=hf_overrides, precomputed=quantised, chosen=chosen)
+    shutil.rmtree(run_folder)
     return count
 
 
-def asked(
+def run_description(
     folder: Path,
     config: ModelConfig,
     method: str,
@@ -157,7 +168,7 @@ def asked(
     samples: Sequence[Sequence[int]],
     hf_overrides: Any,
 ) -> dict[str, Any]:
-    """What a run is made of: one that differs in any of it makes other codes."""
+    """Everything that determines a run's codes."""
     files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(folder.glob("*.safetensors"))}
     return {
         "model": str(folder.resolve()),
@@ -172,38 +183,44 @@ def asked(
     }
 
 
-def begin(done: Path, run: dict[str, Any]) -> None:
-    """The folder for layers that are done; one of another run is refused."""
-    if (done / RUN).exists():
-        before = read_json(done / RUN)
-        if differs := [name for name, value in run.items() if before.get(name) != value]:
+def make_run_folder(run_folder: Path, run: dict[str, Any]) -> None:
+    """Make the folder for finished layers; reject one of a different run."""
+    if (run_folder / RUN).exists():
+        previous_run = read_json(run_folder / RUN)
+        if differs := [name for name, value in run.items() if previous_run.get(name) != value]:
             raise ModelError(
-                f"{done} holds layers of a run that was stopped, and {differs[0]} was another; give the same arguments "
-                "to go on with it, or remove the folder"
+                f"{run_folder} holds layers of a run that was stopped, and {differs[0]} was another; give the same "
+                "arguments to go on with it, or remove the folder"
             )
         return
-    with publish(done / RUN) as part:
-        part.write_text(json.dumps(run, indent=2))
+    with publish(run_folder / RUN) as temporary:
+        temporary.write_text(json.dumps(run, indent=2))
 
 
 def round_layers(
-    source: Source, how: Method, samples: Sequence[Sequence[int]], done: Path, progress: Callable[[int], None]
+    source: CheckpointSource,
+    method: Method,
+    samples: Sequence[Sequence[int]],
+    run_folder: Path,
+    progress: Callable[[int], None],
 ) -> dict[str, Tensor]:
-    """All tensors that are not as they were, layer by layer; only layers that are not done are rounded."""
-    made: dict[str, Tensor] = {}
+    """All tensors that change, layer by layer; finished layers are read from files."""
+    quantised: dict[str, Tensor] = {}
     count = len(source.config.layers)
-    if how.by_gradients:
-        sensitivity.write(source, samples, done)
-    batches = [] if how.by_gradients else whole.embedded(source.embedding(), samples, source.dense)
+    if method.uses_gradients:
+        sensitivity.write(source, samples, run_folder)
+    batches = [] if method.uses_gradients else whole.embed_samples(source.embedding(), samples, source.dense)
     for index in range(count):
-        file = done / f"layer-{index:05}.safetensors"
+        file = run_folder / f"layer-{index:05}.safetensors"
         if not file.exists():
-            met = sensitivity.read(source, index, done) if how.by_gradients else source.inputs(index, batches)
-            write_whole(file, round_layer(source, index, met, how))
-        own = read_header(file)
-        made |= own
+            statistics = (
+                sensitivity.read(source, index, run_folder) if method.uses_gradients else source.inputs(index, batches)
+            )
+            publish_tensors(file, round_layer(source, index, statistics, method))
+        layer_tensors = read_header(file)
+        quantised |= layer_tensors
         if batches and index + 1 < count:
-            weights = source.layer(index, own)
-            batches = [batch.through(index, weights, source.dense) for batch in batches]
+            weights = source.layer(index, layer_tensors)
+            batches = [batch.run_layer(index, weights, source.dense) for batch in batches]
         progress(index + 1)
-    return made
+    return quantised

@@ -1,4 +1,4 @@
-"""Calibration text on its way through the layers: whole sequences at once, without pages."""
+"""Run calibration text through the layers: whole sequences at once, without a paged cache."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,29 +16,29 @@ from ..config import LatentAttention, ModelConfig, ModelError
 from ..mixers import LayerHooks
 from ..weights import LayerWeights, ModelWeights
 
-ROWS = 2048  # tokens that run together, where a sequence is no longer
-QUERIES = 512  # of a sequence whose scores are in memory together
+ROWS = 2048  # tokens of a batch, unless a sequence is longer
+QUERIES = 512  # queries of a sequence whose scores are in memory together
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences between two layers, [B, T]; those that are shorter end in padding, at position -1."""
+    """Hidden states of sequences [B, T] between two layers; padding has position -1."""
 
     shape: tuple[int, int]
     positions_T: Any
-    x: Any  # as `decoder.embed` gives it
-    cache: Any  # keys and values that later layers read, by layer
+    x: Any  # as returned by `decoder.embed`
+    cache: Any  # keys and values that later layers share, by layer
 
-    def through(self, index: int, w: LayerWeights, config: ModelConfig) -> "Batch":
-        """After one layer."""
-        hooks = LayerHooks(attention(config, *self.shape), recur=recurrence(config, *self.shape))
+    def run_layer(self, index: int, w: LayerWeights, config: ModelConfig) -> "Batch":
+        """Apply one layer."""
+        hooks = LayerHooks(attention_hook(config, *self.shape), recur=recurrence_hook(config, *self.shape))
         x, cache = decoder.run_layers([w], index, self.x, self.cache, self.positions_T, config, hooks)
         later = set(config.kv_owner[index + 1 :])
         return replace(self, x=x, cache={owner: kv for owner, kv in cache.items() if owner in later})
 
 
 def check(config: ModelConfig) -> None:
-    """Refuse models that this cannot run."""
+    """Reject models that cannot be calibrated."""
     if config.encodes:
         raise ModelError(
             f"calibration runs models that write; this one, of the family {config.family}, reads both ways"
@@ -51,37 +51,41 @@ def check(config: ModelConfig) -> None:
             )
 
 
-def batches(samples: Sequence[Sequence[int]], rows: int = ROWS) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(tokens, positions) [B, T] of all samples, those of about one length together, in few shapes."""
+def pad_batches(samples: Sequence[Sequence[int]], rows: int = ROWS) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(tokens, positions) [B, T] of all samples, grouped by length into few shapes."""
     ordered = sorted(samples, key=len)
     while ordered:
         T = 16
         while len(ordered[-1]) > T:
             T *= 2
         B = max(1, rows // T)
-        some, ordered = ordered[-B:], ordered[:-B]
-        tokens, positions = np.zeros((B, T), np.int32), np.full((B, T), -1, np.int32)
-        for row, ids in enumerate(some):
-            tokens[row, : len(ids)], positions[row, : len(ids)] = ids, np.arange(len(ids))
+        batch_samples = ordered[-B:]
+        ordered = ordered[:-B]
+        tokens = np.zeros((B, T), np.int32)
+        positions = np.full((B, T), -1, np.int32)
+        for row, ids in enumerate(batch_samples):
+            tokens[row, : len(ids)] = ids
+            positions[row, : len(ids)] = np.arange(len(ids))
         yield tokens, positions
 
 
-def embedded(
+def embed_samples(
     weights: ModelWeights, samples: Sequence[Sequence[int]], config: ModelConfig, rows: int = ROWS
 ) -> list[Batch]:
-    """The samples before the first layer, about `rows` tokens together."""
-    return [entering(weights, *batch, config) for batch in batches(samples, rows)]
+    """The embedded samples, in batches of about `rows` tokens."""
+    return [embed_batch(weights, *batch, config) for batch in pad_batches(samples, rows)]
 
 
-def entering(weights: ModelWeights, tokens_BT: np.ndarray, positions_BT: np.ndarray, config: ModelConfig) -> Batch:
-    """Sequences before the first layer."""
-    tokens_T, positions_T = jnp.asarray(tokens_BT.reshape(-1)), jnp.asarray(positions_BT.reshape(-1))
+def embed_batch(weights: ModelWeights, tokens_BT: np.ndarray, positions_BT: np.ndarray, config: ModelConfig) -> Batch:
+    """Embed sequences."""
+    tokens_T = jnp.asarray(tokens_BT.reshape(-1))
+    positions_T = jnp.asarray(positions_BT.reshape(-1))
     x = decoder.embed(weights, tokens_T, positions_T, config)
     return Batch(tokens_BT.shape, positions_T, x, {})
 
 
-def attention(config: ModelConfig, B: int, T: int):
-    """The hook `attend`."""
+def attention_hook(config: ModelConfig, B: int, T: int):
+    """The `attend` hook of `decoder.run_layers`, for whole sequences."""
 
     def attend(index, q_TNH, k_TKH, v_TKH, cache, params: AttentionParams, sinks_N=None, picks=None):
         if k_TKH is not None:
@@ -91,19 +95,17 @@ def attention(config: ModelConfig, B: int, T: int):
         q_BTKGH = q_TNH.reshape(B, T, K, -1, q_TNH.shape[-1]).astype(jnp.float32) * params.scale
         out = []
         for start in range(0, T, QUERIES):
-            q_BQKGH, at, other = (
-                q_BTKGH[:, start : start + QUERIES],
-                jnp.arange(T)[start : start + QUERIES],
-                jnp.arange(T),
-            )
+            q_BQKGH = q_BTKGH[:, start : start + QUERIES]
+            query_positions = jnp.arange(T)[start : start + QUERIES]
+            key_positions = jnp.arange(T)
             score = capped(jnp.einsum("BQKGH,BJKH->BKGQJ", q_BQKGH, k_BJKH), params.soft_cap)
-            seen_QJ = at[:, None] >= other
+            visible_QJ = query_positions[:, None] >= key_positions
             window = params.window
             if params.chunked and window is not None:
-                seen_QJ &= at[:, None] // window == other // window
+                visible_QJ &= query_positions[:, None] // window == key_positions // window
             elif window is not None:
-                seen_QJ &= at[:, None] - other < window
-            score = jnp.where(seen_QJ, score, -jnp.inf)
+                visible_QJ &= query_positions[:, None] - key_positions < window
+            score = jnp.where(visible_QJ, score, -jnp.inf)
             if sinks_N is not None:
                 sink = jnp.broadcast_to(sinks_N.reshape(K, -1, 1, 1), (*score.shape[:-1], 1))
                 score = jnp.concatenate([score, sink], axis=-1)
@@ -115,12 +117,13 @@ def attention(config: ModelConfig, B: int, T: int):
     return attend
 
 
-def recurrence(config: ModelConfig, B: int, T: int):
-    """`recur` of the same: every sequence begins and ends here."""
+def recurrence_hook(config: ModelConfig, B: int, T: int):
+    """The `recur` hook of `decoder.run_layers`: every sequence starts from an empty state."""
+
     rows = StateRows(jnp.arange(B + 1) * T, jnp.arange(B), jnp.ones(B, bool), jnp.full(B, T))
 
     def recur(index, inputs, run, cache):
-        kept = config.layers[index].attention.kept
-        return run(inputs, {name: jnp.zeros((B, *shape)) for name, shape in kept.items()}, rows)[0], cache
+        state_shapes = config.layers[index].attention.kept
+        return run(inputs, {name: jnp.zeros((B, *shape)) for name, shape in state_shapes.items()}, rows)[0], cache
 
     return recur

@@ -1,4 +1,4 @@
-"""Chat templates: from a conversation to the prompt that the model was trained on, in bounded time and memory."""
+"""Render chat templates: from a conversation to a prompt, in bounded time and memory."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,20 +8,21 @@ from typing import Any
 from .worker import WorkerProcess
 
 SCRIPT = Path(__file__).with_name("template_worker.py")
-# Processor time. The model's own template is bounded by its steps, which are the same on a busy machine; the time only
-# ends one that hangs in a step. A template that a request brings is a stranger's program.
-OWN_SECONDS, REQUEST_SECONDS = 60, 1
-REASONING = ("reasoning_content", "thinking", "reasoning")  # a message's fields for it; templates read the first two
+# Limits of processor time. The model's own template is limited by its steps, which do not depend on
+# the machine's load; the time limit only ends one that hangs. Templates in requests are untrusted.
+OWN_SECONDS = 60
+REQUEST_SECONDS = 1
+REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of a message for its reasoning
 
 
 class PromptError(ValueError):
-    """A text or a conversation that cannot become a prompt; the message is one line."""
+    """A text or conversation that cannot become a prompt; the message is one line."""
 
 
 class ChatTemplate:
-    """A Jinja template, and the variables that all conversations share (the special tokens).
+    """A Jinja template, and the variables (special tokens) that all conversations share.
 
-    It is rendered in a process of its own: template_worker.py says why.
+    It is rendered in a separate process, for the reasons in template_worker.py.
     """
 
     def __init__(
@@ -31,24 +32,25 @@ class ChatTemplate:
         worker: WorkerProcess | None = None,
         seconds: int = OWN_SECONDS,
     ):
-        self.source, self.seconds = source, seconds
+        self.source = source
+        self.seconds = seconds
         self.variables = dict(variables or {})
         self.worker = worker or WorkerProcess(SCRIPT)
 
     def render(self, messages: Sequence[Any], add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The prompt of a conversation; `variables` (tools, enable_thinking, ...) are the template's own."""
-        read = [_as_templates_read(message) for message in messages]
-        answer = self._rendered(read, add_generation_prompt, variables)
+        """Render a conversation; `variables` (tools, enable_thinking, ...) go to the template."""
+        normalised = [_normalise_message(message) for message in messages]
+        answer = self._rendered(normalised, add_generation_prompt, variables)
         if "error" in answer:
-            # Some templates add to the content of every message, and some put the arguments of calls into
-            # a text as they are, and so take no objects.
-            filled = _with_contents(read)
-            tried = [read]
-            for attempt in (filled, _with_written_arguments(read), _with_written_arguments(filled)):
+            # Some templates concatenate the content of every message, and some concatenate the
+            # arguments of calls: retry with empty contents and with arguments as text.
+            filled = _add_empty_contents(normalised)
+            tried = [normalised]
+            for attempt in (filled, _serialise_arguments(normalised), _serialise_arguments(filled)):
                 if "error" in answer and attempt not in tried:
                     tried.append(attempt)
-                    other = self._rendered(attempt, add_generation_prompt, variables)
-                    answer = answer if "error" in other else other
+                    retried = self._rendered(attempt, add_generation_prompt, variables)
+                    answer = answer if "error" in retried else retried
         if "error" in answer:
             raise PromptError(f"chat template: {answer['error']}")
         return answer["text"]
@@ -56,7 +58,7 @@ class ChatTemplate:
     def _rendered(
         self, messages: list[Any], add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The text of the prompt, or why there is none."""
+        """{"text": prompt} or {"error": reason}."""
         context = {
             "tools": None,
             "documents": None,
@@ -73,28 +75,28 @@ class ChatTemplate:
         return {"error": "the template was stopped: it used too much time or memory"} if answer is None else answer
 
 
-def _as_templates_read(message: Any) -> Any:
-    """A message as transformers gives it to templates.
+def _normalise_message(message: Any) -> Any:
+    """A message as transformers passes it to templates.
 
-    Fields that are None are left out, and the reasoning has each name that templates read.
+    None fields are removed, and the reasoning is copied to each name that templates use.
     """
     if not isinstance(message, Mapping):
         return message
-    given = {name: value for name, value in message.items() if value is not None}
-    thought = next((given[name] for name in REASONING if name in given), None)
-    return given if thought is None else {"thinking": thought, **given, "reasoning_content": thought}
+    fields = {name: value for name, value in message.items() if value is not None}
+    thought = next((fields[name] for name in REASONING if name in fields), None)
+    return fields if thought is None else {"thinking": thought, **fields, "reasoning_content": thought}
 
 
-def _with_contents(messages: list[Any]) -> list[Any]:
-    """The messages with an empty content where an assistant said nothing beside its calls."""
+def _add_empty_contents(messages: list[Any]) -> list[Any]:
+    """Add an empty content to assistant messages that only have calls."""
     return [
         {"content": "", **message} if isinstance(message, Mapping) and message.get("role") == "assistant" else message
         for message in messages
     ]
 
 
-def _with_written_arguments(messages: list[Any]) -> list[Any]:
-    """The messages with the arguments of calls as JSON text."""
+def _serialise_arguments(messages: list[Any]) -> list[Any]:
+    """Serialise the arguments of calls as JSON text."""
 
     def written(call: Any) -> Any:
         function = call.get("function") if isinstance(call, Mapping) else None

@@ -1,4 +1,4 @@
-"""Kimi's tokenizer, published as a list of tokens by rank and code that reads it: the list is read, and no code run."""
+"""Kimi's tokenizer: a tiktoken rank file, read without running the model's code."""
 
 import base64
 import binascii
@@ -10,10 +10,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from ..config import ModelError
 
 NAME = "tiktoken.model"
-SPECIAL = 256  # ids after those of the list, each a special token: named in tokenizer_config.json, or reserved
+# Ids after those of the file: special tokens named in tokenizer_config.json, or reserved ones.
+SPECIAL = 256
 ENDING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 UPPER, LOWER = (rf"[\p{{{kind}}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for kind in (r"Lu}\p{Lt", "Ll"))
-WORDS = "|".join(  # what a text is cut into before its bytes are merged
+WORDS = "|".join(  # pre-tokenisation: how a text is split before byte pairs are merged
     [
         r"[\p{Han}]+",
         rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDING}",
@@ -28,15 +29,15 @@ WORDS = "|".join(  # what a text is cut into before its bytes are merged
 
 
 def read(path: Path, config: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of a list; `config` is tokenizer_config.json. Lists of other models cut texts otherwise."""
+    """Read the tokenizer; `config` is tokenizer_config.json. Only Kimi's splitting is known."""
     if "tokenization_kimi" not in str(config.get("auto_map")):
         raise ModelError(
             f"{path}: how its model cuts a text into words is in code, which is not run; it is known of Kimi's alone "
             "(auto_map in tokenizer_config.json names tokenization_kimi). Give a folder with tokenizer.json"
         )
     ranks = read_ranks(path)
-    core = Tokenizer(models.BPE({written(token): rank for token, rank in ranks.items()}, merges(ranks)))
-    core.model.ignore_merges = True  # a word that is a token is that token
+    core = Tokenizer(models.BPE({spell_token(token): rank for token, rank in ranks.items()}, token_merges(ranks)))
+    core.model.ignore_merges = True  # a word in the vocabulary is one token
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
@@ -55,7 +56,7 @@ def read(path: Path, config: dict[str, Any]) -> Tokenizer:
 
 
 def named_tokens(path: Path, config: dict[str, Any], first: int) -> dict[int, dict[str, Any]]:
-    """The tokens after those of the list that have a name, by id."""
+    """The named tokens after those of the file, by id."""
     added = config.get("added_tokens_decoder")
     ids = {str(first + number): first + number for number in range(SPECIAL)}
     for key, token in added.items() if isinstance(added, dict) else ():
@@ -68,7 +69,7 @@ def named_tokens(path: Path, config: dict[str, Any], first: int) -> dict[int, di
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Tokens and their ranks: a line has the token in base64 and its rank."""
+    """Tokens and ranks: each line has a token in base64 and its rank."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line:
@@ -85,25 +86,27 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     return ranks
 
 
-def merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
-    """Each pair of tokens that makes a token, those of the lowest rank first."""
+def token_merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
+    """Each pair of tokens whose concatenation is a token, ordered by rank."""
     pairs = []
     for token, rank in ranks.items():
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
-        pairs += [(rank, ranks[left], left, right) for left, right in cuts if left in ranks and right in ranks]
-    return [(written(left), written(right)) for _, _, left, right in sorted(pairs)]
+        pairs += [
+            (rank, ranks[prefix], prefix, suffix) for prefix, suffix in cuts if prefix in ranks and suffix in ranks
+        ]
+    return [(spell_token(prefix), spell_token(suffix)) for _, _, prefix, suffix in sorted(pairs)]
 
 
-def alphabet() -> list[str]:
-    """The character that stands for each byte in a vocabulary: itself where it shows, else one from U+0100 on."""
-    shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in shown else next(others)) for byte in range(256)]
+def byte_alphabet() -> list[str]:
+    """The character for each byte in a vocabulary: itself if printable, else one from U+0100 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    replacements = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(replacements)) for byte in range(256)]
 
 
-LETTERS = alphabet()
+LETTERS = byte_alphabet()
 
 
-def written(token: bytes) -> str:
-    """A token as a vocabulary has it."""
+def spell_token(token: bytes) -> str:
+    """A token as spelled in a vocabulary."""
     return "".join(LETTERS[byte] for byte in token)

@@ -1,4 +1,4 @@
-"""Text to token ids and back, as a Hugging Face folder defines it, and the model's chat templates."""
+"""Tokenize and detokenize as a Hugging Face folder defines, and hold the model's chat templates."""
 
 import json
 import re
@@ -16,9 +16,10 @@ from .chat_template import REQUEST_SECONDS, SCRIPT, ChatTemplate, PromptError
 from .worker import WorkerProcess
 
 MAX_TEMPLATE = 65_536  # characters of a chat template in a request
-LONG_DECODE = 1024  # tokens from which decoding releases the GIL; for fewer, taking it again may cost more
-CHARACTERS_DROPPED = 4  # characters of a text for each that stays, where a tokenizer normalises or strips
-INFILL = (  # tokens before what stands before a gap, what stands after it, and what belongs into it
+# Tokens from which decoding releases the GIL; for fewer, reacquiring it may cost more.
+LONG_DECODE = 1024
+CHARACTERS_DROPPED = 4  # assumed input characters for each one kept by a normaliser
+INFILL = (  # fill-in-the-middle tokens: (prefix, suffix, middle)
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
@@ -28,10 +29,15 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 
 class Tokenizer:
-    """The tokenizer of a Hugging Face folder, with its special tokens, end tokens and chat templates."""
+    """The tokenizer of a Hugging Face folder with its special and end tokens and chat templates."""
 
     def __init__(self, folder: str | Path, generation: Path | None = None, overrides: Mapping[str, Any] | None = None):
-        """`generation` is another folder with generation_config.json; `overrides` hold in place of config.json."""
+        """Read the tokenizer of `folder`.
+
+        Args:
+            generation: another folder with generation_config.json.
+            overrides: entries that replace those of config.json.
+        """
         folder = Path(folder)
         self._core = _read_core(folder)
         self._core.no_truncation()  # some folders have the settings of a training run
@@ -39,11 +45,13 @@ class Tokenizer:
         self.config = config = _read_json(folder / "tokenizer_config.json")
         token_map = _read_json(folder / "special_tokens_map.json")
         self.special_tokens = {
-            name: token for name in _NAMED if (token := _content(config.get(name)) or _content(token_map.get(name)))
+            name: token
+            for name in _NAMED
+            if (token := _token_content(config.get(name)) or _token_content(token_map.get(name)))
         }
         _mark_special(self._core, [*self.special_tokens.values(), *_extra_tokens(config), *_extra_tokens(token_map)])
-        own = _read_json((generation or folder) / "generation_config.json")
-        model = _read_json(folder / "config.json") | {k: v for k, v in own.items() if v is not None}
+        generation_config = _read_json((generation or folder) / "generation_config.json")
+        model = _read_json(folder / "config.json") | {k: v for k, v in generation_config.items() if v is not None}
         model |= overrides or {}
         self.bos_token_id: int | None = next(iter(self._ids(folder, "bos", model)), None)
         self.eos_token_ids = frozenset(self._ids(folder, "eos", model))
@@ -51,10 +59,10 @@ class Tokenizer:
             name: ChatTemplate(source, self.special_tokens) for name, source in _read_templates(folder, config).items()
         }
         self._token_texts: dict[int, str] = {}
-        self._request_worker = WorkerProcess(SCRIPT)  # renders the templates that requests bring
+        self._request_worker = WorkerProcess(SCRIPT)  # renders templates from requests
 
     def _ids(self, folder: Path, kind: str, model: dict[str, Any]) -> list[int]:
-        """The id of the token named bos or eos, then the ids that the model's config files list."""
+        """The id of the bos or eos token, then the ids in the model's config files."""
         name = self.special_tokens.get(f"{kind}_token")
         named = None if name is None else self._core.token_to_id(name)
         listed = model.get(f"{kind}_token_id")
@@ -67,22 +75,22 @@ class Tokenizer:
         return [*([] if named is None else [named]), *listed]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text. A prompt from a chat template already has its special tokens: add none."""
+        """The ids of a text. Prompts from chat templates contain their special tokens: add none."""
         return self._encoding(text, add_special_tokens).ids
 
     def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        # A batch of one text, because only the library's batch methods release the GIL; "fast" leaves offsets out.
-        [encoding] = self._core.encode_batch_fast([unicode(text)], add_special_tokens=add_special_tokens)
+        # Only the library's batch methods release the GIL; "fast" omits offsets.
+        [encoding] = self._core.encode_batch_fast([check_unicode(text)], add_special_tokens=add_special_tokens)
         return encoding
 
     def encode_truncated(
         self, text: str, max_tokens: int, side: str = "right", add_special_tokens: bool = True
     ) -> list[int]:
-        """The ids of a text, at most `max_tokens` of them; the special tokens that are added to a text all stay.
+        """The ids of a text, at most `max_tokens` of them; added special tokens are kept.
 
         Args:
-            text: characters that cannot be among so many tokens are not tokenised, since that takes its time.
-            max_tokens: the special tokens count too.
+            text: characters that cannot be among so many tokens are not tokenised, to save time.
+            max_tokens: includes special tokens.
             side: "right" or "left", where the text is cut.
             add_special_tokens: whether special tokens are added.
         """
@@ -96,18 +104,19 @@ class Tokenizer:
         return [token for place, token in enumerate(encoding.ids) if place not in dropped]
 
     def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
-        """The ids of a text, and the character at which each ends in it: 0 for special tokens that were added."""
-        [encoding] = self._core.encode_batch([unicode(text)])
+        """The ids of a text, and the end offset of each; 0 for added special tokens."""
+        [encoding] = self._core.encode_batch([check_unicode(text)])
         return encoding.ids, [end for _, end in encoding.offsets]
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
-        """The ids of two texts that the model reads together, and the place where the second begins."""
-        [encoding] = self._core.encode_batch_fast([(unicode(first), unicode(second))])
-        ids, of = encoding.ids, encoding.sequence_ids
-        return ids, of.index(1) if 1 in of else len(ids)
+        """The ids of a text pair, and the index at which the second text begins."""
+        [encoding] = self._core.encode_batch_fast([(check_unicode(first), check_unicode(second))])
+        ids = encoding.ids
+        sequence_ids = encoding.sequence_ids
+        return ids, sequence_ids.index(1) if 1 in sequence_ids else len(ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of these ids; an id that is not in the vocabulary gives no text."""
+        """The text of these ids; ids outside the vocabulary are ignored."""
         if not self.byte_tokens.isdisjoint(ids):
             return self._decode_bytes(ids, skip_special_tokens)
         if len(ids) < LONG_DECODE:
@@ -116,10 +125,10 @@ class Tokenizer:
         return text
 
     def _decode_bytes(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Decode where single bytes are tokens. Each bad byte becomes one U+FFFD, as in SentencePiece.
+        """Decode with byte tokens. Each invalid byte becomes one U+FFFD, as in SentencePiece.
 
-        The library turns a whole run of byte tokens into U+FFFD for one bad byte in it: a character already sent to the
-        client would change when the next one is cut off.
+        The library replaces a whole run of byte tokens for one invalid byte, which would change
+        characters that have been streamed already.
         """
         skipped = self.special_ids if skip_special_tokens else frozenset()
         tokens: list[str] = []
@@ -137,7 +146,7 @@ class Tokenizer:
         return self._core.decoder.decode(tokens + _byte_tokens(run))  # byte tokens imply a decoder
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token, with its leading space; U+FFFD for a part of a character."""
+        """The text of one token, with its leading space; U+FFFD for an incomplete character."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self.token_bytes(token_id).decode(errors="replace")
@@ -146,11 +155,11 @@ class Tokenizer:
         return text
 
     def token_name(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it."""
+        """The token as spelled in the vocabulary."""
         return self._core.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token adds to a text; none for an id that is not in the vocabulary."""
+        """The bytes that one token adds to a text; empty for ids outside the vocabulary."""
         token = self._core.id_to_token(token_id)
         if token is None:
             return b""
@@ -159,7 +168,7 @@ class Tokenizer:
         if token_id in self._added_ids:
             return token.encode()
         if '"ByteLevel"' in self._decoder:
-            return b"".join(_BYTE_OF.get(character, character.encode()) for character in token)
+            return b"".join(_BYTE_BY_CHARACTER.get(character, character.encode()) for character in token)
         if '"WordPiece"' in self._decoder:
             return (token[2:] if token.startswith("##") else " " + token).encode()
         if '"BPEDecoder"' in self._decoder:
@@ -168,11 +177,11 @@ class Tokenizer:
 
     @cached_property
     def infill(self) -> tuple[int, int, int] | None:
-        """The ids of the tokens of one of the forms in INFILL, of a model that was taught to fill a gap."""
+        """The ids of the first complete triple in INFILL; None if the model has none."""
         for names in INFILL:
-            before, after, middle = map(self._core.token_to_id, names)
-            if before is not None and after is not None and middle is not None:
-                return before, after, middle
+            prefix, suffix, middle = map(self._core.token_to_id, names)
+            if prefix is not None and suffix is not None and middle is not None:
+                return prefix, suffix, middle
         return None
 
     @cached_property
@@ -200,13 +209,13 @@ class Tokenizer:
 
     @cached_property
     def keeps_characters(self) -> bool:
-        """Whether every character of a text is in the text of its tokens: byte-level, and nothing rewrites the text."""
+        """Whether decoding restores every character: byte-level without normalisation."""
         strips = any(token.lstrip or token.rstrip for token in self._core.get_added_tokens_decoder().values())
-        alphabet = {name for name in _BYTE_OF if self._core.token_to_id(name) is not None}
+        alphabet = {name for name in _BYTE_BY_CHARACTER if self._core.token_to_id(name) is not None}
         return '"ByteLevel"' in self._decoder and self._core.normalizer is None and not strips and len(alphabet) == 256
 
     def get_vocab(self) -> dict[str, int]:
-        """The ids by token, with the added ones; each as it stands in the vocabulary, not as text."""
+        """The ids by token, as spelled in the vocabulary, with added tokens."""
         return self._core.get_vocab(with_added_tokens=True)
 
     @cached_property
@@ -216,21 +225,21 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """The ids that `skip_special_tokens` leaves out."""
+        """The ids that `skip_special_tokens` removes."""
         return frozenset(i for i, token in self._core.get_added_tokens_decoder().items() if token.special)
 
     @cached_property
     def special_texts(self) -> dict[str, int]:
-        """The ids of those tokens by their texts."""
+        """The ids of special tokens by text."""
         return {token.content: i for i, token in self._core.get_added_tokens_decoder().items() if token.special}
 
     @cached_property
     def byte_tokens(self) -> frozenset[int]:
-        """The ids of tokens such as <0x0A>, where the decoder reads them as bytes."""
+        """The ids of tokens such as <0x0A>, if the decoder reads them as bytes."""
         if '"ByteFallback"' not in self._decoder:
             return frozenset()
-        found = (self._core.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-        return frozenset(token_id for token_id in found if token_id is not None)
+        token_ids = (self._core.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(token_id for token_id in token_ids if token_id is not None)
 
     @cached_property
     def _added_ids(self) -> frozenset[int]:
@@ -238,7 +247,7 @@ class Tokenizer:
 
     @cached_property
     def _decoder(self) -> str:
-        """The decoder's description as JSON: its types are all we ask of it."""
+        """The decoder's JSON, which is searched for its types."""
         decoder = self._core.decoder
         return "" if decoder is None else decoder.__getstate__().decode()
 
@@ -253,8 +262,8 @@ class Tokenizer:
         return None if template is None else template.source
 
     def adopt(self, template: str) -> None:
-        """Use this template in place of the model's own."""
-        if [own.source for own in self._templates.values()] != [template]:
+        """Replace the model's chat templates."""
+        if [current.source for current in self._templates.values()] != [template]:
             self._templates = {"default": ChatTemplate(template, self.special_tokens)}
 
     def apply_chat_template(
@@ -264,18 +273,20 @@ class Tokenizer:
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt of a conversation as text, by the model's template or by the source `chat_template`.
+        """Render a conversation with the model's template or the source `chat_template`.
 
-        `kwargs` are variables of the template (tools, ...).
+        `kwargs` are variables of the template, such as tools.
         """
         if chat_template is not None:
             if not isinstance(chat_template, str) or not 1 <= len(chat_template) <= MAX_TEMPLATE:
-                got = f"{len(chat_template)} characters" if isinstance(chat_template, str) else ascii(chat_template)
-                raise PromptError(
-                    f"chat template: must be a Jinja source of 1 to {MAX_TEMPLATE} characters, got {got:.60}"
+                description = (
+                    f"{len(chat_template)} characters" if isinstance(chat_template, str) else ascii(chat_template)
                 )
-            given = ChatTemplate(chat_template, self.special_tokens, self._request_worker, REQUEST_SECONDS)
-            return given.render(messages, add_generation_prompt, **kwargs)
+                raise PromptError(
+                    f"chat template: must be a Jinja source of 1 to {MAX_TEMPLATE} characters, got {description:.60}"
+                )
+            template = ChatTemplate(chat_template, self.special_tokens, self._request_worker, REQUEST_SECONDS)
+            return template.render(messages, add_generation_prompt, **kwargs)
         name = "tool_use" if kwargs.get("tools") and "tool_use" in self._templates else "default"
         if name not in self._templates:
             raise PromptError(
@@ -285,8 +296,8 @@ class Tokenizer:
         return self._templates[name].render(messages, add_generation_prompt, **kwargs)
 
 
-def unicode(text: str) -> str:
-    """The text; one that cannot be written down is refused."""
+def check_unicode(text: str) -> str:
+    """Return the text if it is valid Unicode, else raise an error."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -297,7 +308,7 @@ def unicode(text: str) -> str:
 
 
 def _byte_tokens(run: list[int]) -> list[str]:
-    """The tokens of a run of bytes, with U+FFFD for each byte that is part of no character."""
+    """The tokens of a run of bytes, with U+FFFD for each invalid byte."""
     text = bytes(run).decode(errors="surrogateescape")  # a bad byte becomes one surrogate
     return [
         token
@@ -309,13 +320,13 @@ def _byte_tokens(run: list[int]) -> list[str]:
 
 
 def _byte_characters() -> dict[str, bytes]:
-    """The printable characters that byte-level vocabularies use for bytes, and their bytes (GPT-2's table)."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(b): bytes([b]) for b in plain} | {chr(256 + i): bytes([b]) for i, b in enumerate(others)}
+    """GPT-2's table from printable characters in byte-level vocabularies to bytes."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): bytes([b]) for b in printable} | {chr(256 + i): bytes([b]) for i, b in enumerate(unprintable)}
 
 
-_BYTE_OF = _byte_characters()
+_BYTE_BY_CHARACTER = _byte_characters()
 
 
 def _read_core(folder: Path) -> tokenizers.Tokenizer:
@@ -326,14 +337,18 @@ def _read_core(folder: Path) -> tokenizers.Tokenizer:
         try:
             return tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception
-            why = _one_line(error)
-            raise ModelError(f"{path}: not a tokenizer that the tokenizers library reads: {why}") from None
+            reason = _one_line(error)
+            raise ModelError(f"{path}: not a tokenizer that the tokenizers library reads: {reason}") from None
     if (ranks := folder / tiktoken_file.NAME).is_file():
         refuse_pointer(ranks, ranks.read_bytes()[:POINTER])
         return tiktoken_file.read(ranks, _read_json(folder / "tokenizer_config.json"))
-    others = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).is_file()]
-    found = f" (there is {others[0]}: transformers' save_pretrained of its fast tokenizer writes one)" if others else ""
-    raise ModelError(f"{folder}: no tokenizer.json, which Quire needs{found}; or load with skip_tokenizer_init=True")
+    other_files = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).is_file()]
+    hint = (
+        f" (there is {other_files[0]}: transformers' save_pretrained of its fast tokenizer writes one)"
+        if other_files
+        else ""
+    )
+    raise ModelError(f"{folder}: no tokenizer.json, which Quire needs{hint}; or load with skip_tokenizer_init=True")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -341,54 +356,54 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     refuse_pointer(path, path.read_bytes())
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not JSON: {_one_line(error)}") from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{path}: must hold a JSON object, got {type(found).__name__}")
-    return found
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: must hold a JSON object, got {type(value).__name__}")
+    return value
 
 
-def _content(token: Any) -> str | None:
-    """The text of a token, which is a string or an object with "content"."""
-    found = token.get("content") if isinstance(token, dict) else token
-    return found if isinstance(found, str) and found else None
+def _token_content(token: Any) -> str | None:
+    """The text of a token given as a string or an object with "content"."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) and content else None
 
 
 def _extra_tokens(config: dict[str, Any]) -> list[str]:
-    """The special tokens that have no name."""
+    """The special tokens without a role name."""
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     added = config.get("added_tokens_decoder")
     values = [
         *(extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else ()),
-        *(each for each in (added.values() if isinstance(added, dict) else ()) if each.get("special")),
+        *(token for token in (added.values() if isinstance(added, dict) else ()) if token.get("special")),
     ]
-    return [token for token in map(_content, values) if token is not None]
+    return [token for token in map(_token_content, values) if token is not None]
 
 
 def _mark_special(core: tokenizers.Tokenizer, tokens: list[str]) -> None:
-    """Make tokens special that only the files beside tokenizer.json list; the vocabulary does not grow."""
-    known = {token.content for token in core.get_added_tokens_decoder().values() if token.special}
-    core.add_special_tokens([t for t in tokens if t not in known and core.token_to_id(t) is not None])
+    """Mark existing tokens special that only the files beside tokenizer.json list."""
+    special = {token.content for token in core.get_added_tokens_decoder().values() if token.special}
+    core.add_special_tokens([t for t in tokens if t not in special and core.token_to_id(t) is not None])
 
 
 def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """The chat templates by name; a file with a template wins over tokenizer_config.json."""
-    found = config.get("chat_template")
+    """The chat templates by name; a template file overrides tokenizer_config.json."""
+    templates = config.get("chat_template")
     path = folder / "chat_template.jinja"
     if path.is_file():
-        found = path.read_text(encoding="utf-8")
+        templates = path.read_text(encoding="utf-8")
     elif (folder / "chat_template.json").is_file():
-        found = _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(found, list) and all(isinstance(each, dict) for each in found):
-        found = {each.get("name"): each.get("template") for each in found}
-    elif isinstance(found, str):
-        found = {"default": found}
-    found = {} if found is None else found
-    if not isinstance(found, dict) or not all(isinstance(part, str) for item in found.items() for part in item):
-        raise ModelError(f"{folder}: chat_template must be a text or a list of named texts, got {str(found):.60}")
+        templates = _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(templates, list) and all(isinstance(entry, dict) for entry in templates):
+        templates = {entry.get("name"): entry.get("template") for entry in templates}
+    elif isinstance(templates, str):
+        templates = {"default": templates}
+    templates = {} if templates is None else templates
+    if not isinstance(templates, dict) or not all(isinstance(text, str) for item in templates.items() for text in item):
+        raise ModelError(f"{folder}: chat_template must be a text or a list of named texts, got {str(templates):.60}")
     extra = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    return found | {path.stem: path.read_text(encoding="utf-8") for path in extra}
+    return templates | {path.stem: path.read_text(encoding="utf-8") for path in extra}
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""A process for work that may hang, take all memory or crash."""
+"""A subprocess for work that may hang, exhaust memory or crash."""
 
 import contextlib
 import json
@@ -13,20 +13,20 @@ from typing import Any
 class WorkerProcess:
     """Runs a Python program that reads one JSON request a line and writes one JSON answer a line.
 
-    The first request starts the process, and it ends with this object. The program limits its own time and memory.
-    Where the operating system ends it for that, the next request starts another.
+    The first request starts the process, and it ends with this object. The program limits its own
+    time and memory. If the operating system ends it, the next request starts another.
 
     Args:
-        program: what Python is told to run: a script's path, or "-m" and a module's name.
+        program: arguments for Python: a script's path, or "-m" and a module's name.
     """
 
     def __init__(self, *program: str | Path):
         self.program = tuple(map(str, program))
         self.process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()  # one request at a time uses the pipes
+        self._lock = threading.Lock()  # serialises requests
 
     def ask(self, request: bytes) -> Any:
-        """The answer to a line of JSON; None if the process ended before it answered."""
+        """The answer to a line of JSON; None if the process ended without one."""
         with self._lock:
             process = self._running()
             assert process.stdin is not None and process.stdout is not None  # both are pipes
@@ -36,7 +36,7 @@ class WorkerProcess:
                 answer = process.stdout.readline()
             except BrokenPipeError:
                 answer = b""
-            except BaseException:  # Ctrl-C: the answer would be taken for that of the next request
+            except BaseException:  # Ctrl-C: the pending answer would be read by the next request
                 self._stop()
                 raise
             if answer.endswith(b"\n"):
@@ -47,7 +47,7 @@ class WorkerProcess:
     def _running(self) -> subprocess.Popen[bytes]:
         if self.process is None or self.process.poll() is not None:
             self._stop()
-            # -P: nothing is imported from the script's folder. A session of its own: it does not get Ctrl-C.
+            # -P: do not import from the script's folder. start_new_session: no Ctrl-C.
             self.process = subprocess.Popen(
                 [sys.executable, "-P", *self.program],
                 stdin=subprocess.PIPE,
@@ -67,7 +67,7 @@ class WorkerProcess:
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(BrokenPipeError):  # bytes that the process did not read
+        with contextlib.suppress(BrokenPipeError):  # unread bytes
             assert pipe is not None
             pipe.close()
     process.wait()

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...model.checkpoint.loader import family_of
+from ...model.checkpoint.loader import family_for
 from ...model.weights import abstract
 from ...ops import attention
 from ...ops.cache_folder import publish
@@ -139,7 +139,7 @@ def make_runner(
     scale: CheckSizes, max_len: int, wanted: Callable[[Iterable[Size]], Iterable[Size]], name: str, seed: int
 ) -> Runner:
     """A runner of random weights with room for all streams at full length; only the sizes wanted are compiled."""
-    config = family_of(scale.hf).config(scale.hf, max_len)
+    config = family_for(scale.hf).config(scale.hf, max_len)
     weights = random_arrays(abstract(config), seed, on_device=True)
     most = max(scale.streams, *scale.batches)
     shape = StepShape.largest(most, max(scale.rows, most + 1), max(most, 16))

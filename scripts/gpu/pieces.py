@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...model import decoder
-from ...model.checkpoint.loader import family_of
+from ...model.checkpoint.loader import family_for
 from ...model.config import ModelConfig
 from ...model.families import llama
 from ...model.weights import abstract
@@ -60,7 +60,7 @@ def pieces(scale: CheckSizes, seed: int) -> Iterator[StepPiece]:
     yield StepPiece("a call that does next to nothing", jax.jit(lambda x: x + 1), (jnp.zeros(8),), 64)
     config = llama.config(scale.hf | {"num_hidden_layers": 1}, scale.prompt)
     for hf in scale.mixtures:
-        mixture = replace(family_of(hf).config(hf, scale.prompt), dtype=config.dtype)
+        mixture = replace(family_for(hf).config(hf, scale.prompt), dtype=config.dtype)
         yield from mixtures(hf["model_type"], mixture, (1, scale.streams, scale.rows), seed)
     for quant in FORMATS:
         yield from dense(replace(config, quant=quant), (1, scale.streams, scale.rows), seed)

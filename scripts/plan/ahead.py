@@ -82,12 +82,12 @@ def mesh_sizes(text: str) -> dict[str, int]:
 
 def read(model: str, quantization: str | None, kv_cache_dtype: str, length: int):
     """The configuration of a folder or of a name in MODELS, and the specs of its weights."""
-    from ...model.checkpoint.loader import family_of
+    from ...model.checkpoint.loader import family_for
     from ...model.weights import abstract
     from . import command
 
     if model in MODELS:
-        config = family_of(MODELS[model]).config(MODELS[model], length)
+        config = family_for(MODELS[model]).config(MODELS[model], length)
         config = replace(config, quant=quantization, kv_cache_dtype=kv_cache_dtype)
         return config, abstract(config)
     return command.read(model, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
@@ -95,7 +95,7 @@ def read(model: str, quantization: str | None, kv_cache_dtype: str, length: int)
 
 def measure(config, sizes: Mapping[str, int], batch: int, length: int, rows: int | None = None, specs=None) -> dict:
     """What the compiled step holds on a device, the fullest of all pipeline stages, and what all stages send."""
-    from ...model.checkpoint.placement import abstract_over
+    from ...model.checkpoint.placement import abstract_on_mesh
     from ...model.planning.traffic import traffic
     from ...model.weights import abstract
     from ...serving.device.batch import BatchLayout
@@ -108,7 +108,7 @@ def measure(config, sizes: Mapping[str, int], batch: int, length: int, rows: int
     specs = abstract(config) if specs is None else specs
     mesh, groups, width = make_mesh(**sizes), len(config.windows), -(-length // PAGE)
     pipeline = Pipeline(config, mesh)
-    weights = abstract_over(config, mesh, specs)
+    weights = abstract_on_mesh(config, mesh, specs)
     pages = batch * width + 1
     state = pipeline.abstract_state((pages,) * groups, PAGE, batch)
     shape = StepShape(Size(rows or batch, batch, batch), batch)

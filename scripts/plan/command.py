@@ -151,12 +151,12 @@ def usable_memory(
 def read(model: str | None, **engine: Any):
     """The configuration of a folder, a Hugging Face id or the bundled model, and the specs of its weights."""
     from ...model.checkpoint import hub
-    from ...model.checkpoint.loader import read_config, specs_of
+    from ...model.checkpoint.loader import read_config, weight_specs
 
     source = {name: engine.pop(name) for name in ("revision", "download_dir") if name in engine}
     folder = hub.resolve(model, ["config.json"], **source)
     config = read_config(folder, **engine)
-    return config, specs_of(config)
+    return config, weight_specs(config)
 
 
 def split(config, budget: float, platform: str) -> list[dict]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...model.config import Attention, ModelConfig, ModelError
-from ...model.draft_heads import DraftHeads, DraftHeadsWeights, abstract, heads_of
+from ...model.draft_heads import DraftHeads, DraftHeadsWeights, abstract, parse_heads
 from ...model.weights import ModelWeights
 from ...sharding.spec import random_arrays
 from .answers import Answers
@@ -34,7 +34,7 @@ def new_heads(
         hf |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": count}
         if L < 5:  # too few for the places that features are taken from elsewhere
             hf |= {"eagle_aux_hidden_state_layer_ids": [1, (L + 1) // 2, L]}
-    return heads_of(hf, names, target, kind), hf
+    return parse_heads(hf, names, target, kind), hf
 
 
 def check_kind(kind: str) -> None:

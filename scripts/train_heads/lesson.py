@@ -61,7 +61,7 @@ def of_medusa(heads, own, target_weights, config, batch: Rows, places: int, hidd
         asked_BT, wanted_BT = asked_from(batch, c), shifted(batch.tokens, -2 - c)
 
         def drafted(x_RD, one=one):
-            return draft_heads.guess(*one, target_weights, x_RD)[0]
+            return draft_heads.medusa_logits(*one, target_weights, x_RD)[0]
 
         lost_T, right_T = compare(drafted, hidden_TD, taught_TD, wanted_BT, target_weights, config, own.tokens_U)
         chain_BT &= right_T.reshape(B, T)

@@ -99,11 +99,11 @@ class Session:
     def train(self, answers: Answers) -> None:
         s, console = self.settings, self.console
         learned, held = halves(len(answers), s.held_out)
-        config, weights = self.target, with_dense_head(loader.load(self.folder, self.target, plain=True))
+        config, weights = self.target, with_dense_head(loader.load(self.folder, self.target, skip_packing=True))
         if s.start is None:
             own = first_weights(self.heads, weights, answers, s.seed)
         else:
-            own = draft_heads.load(s.start, self.heads, plain=True)
+            own = draft_heads.load(s.start, self.heads, skip_packing=True)
         tokens_U, own = own.tokens_U, master(own.replace(tokens_U=None))
         tx = optimizer(s)
         state, step = {"own": own, "opt": tx.init(own)}, 0

@@ -45,7 +45,7 @@ class MedusaDrafter:
     def guess(self, weights: WithDrafter, state: State, seen: Seen, token_B, position_B, number, carry):
         def guess(head, hidden_BD):
             own = weights.drafter.replace(heads=(head,))
-            return draft_heads.guess(self.heads, own, weights.model, hidden_BD, seen.axes)[0]
+            return draft_heads.medusa_logits(self.heads, own, weights.model, hidden_BD, seen.axes)[0]
 
         ways = [partial(guess, head) for head in weights.drafter.heads]
         return jax.lax.switch(number, ways, carry), carry, state

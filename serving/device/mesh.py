@@ -5,7 +5,7 @@ import math
 import jax
 
 from ...model import partition
-from ...model.checkpoint.placement import Placement, host_layers
+from ...model.checkpoint.placement import Placement, choose_host_layers
 from ...model.config import ModelConfig, ModelError
 from ...sharding.mesh import Mesh, make_mesh
 from ..api.options import PARALLEL, EngineOptions
@@ -48,4 +48,4 @@ def placement_of(options: EngineOptions, config: ModelConfig, mesh: Mesh | None)
             f"expert_redundancy is {options.expert_redundancy}: experts that move must lie ready, so leave out "
             "shard_weights and weights_host_bytes"
         )
-    return Placement(mesh, options.shard_weights, host_layers(config, options.weights_host_bytes or 0))
+    return Placement(mesh, options.shard_weights, choose_host_layers(config, options.weights_host_bytes or 0))

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ...model.checkpoint.adapters import Adapter, spread
+from ...model.checkpoint.adapters import Adapter, shard_adapter
 from ...model.config import ModelConfig
 from ...model.expert_copies import spare_of
 from ...ops import adapter
@@ -312,7 +312,7 @@ class Runner:
     def load_adapter(self, slot: int, own: Adapter) -> None:
         """Copy an adapter into a slot: steps under way end before."""
         weights = model_of(self.weights)
-        matrices = own.matrices if self.mesh is None else spread(own, self.mesh)
+        matrices = own.matrices if self.mesh is None else shard_adapter(own, self.mesh)
         stacks = self.write_adapter(adapter.stacks_of(weights), np.int32(slot), matrices)
         self.weights = with_model(self.weights, adapter.with_stacks(weights, stacks))
 

@@ -217,7 +217,7 @@ def test_memory_is_divided(golden):
     folder = golden("llama").folder
     one, four = (make(folder, tensor_parallel_size=n).engine.runner for n in (1, 4))
     config = one.config
-    whole = held_bytes(loader.load(folder, config, plain=True))
+    whole = held_bytes(loader.load(folder, config, skip_packing=True))
     norms = 4 * config.dim * (2 * len(config.layers) + 1)
     assert {layer.attention.kv_heads for layer in config.layers} == {4}
     assert held_bytes(four.weights) == pytest.approx((whole - norms) / 4 + norms, rel=0.01)

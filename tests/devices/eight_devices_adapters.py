@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.model.checkpoint import loader
-from quire.model.checkpoint.adapter_targets import Part, Target, targets_of, with_adapters
-from quire.model.checkpoint.adapters import read_adapter, spread
+from quire.model.checkpoint.adapter_targets import AdaptedMatrix, AdapterTarget, add_adapter_stacks, list_targets
+from quire.model.checkpoint.adapters import read_adapter, shard_adapter
 from quire.model.checkpoint.placement import Placement
 from quire.model.config import ModelError
 from quire.model.families.common import SourceTensor
@@ -43,7 +43,7 @@ def golden(tmp_path_factory):
 def drawn(config, rank: int = 4) -> dict[str, np.ndarray]:
     """Random matrices for all that takes an adapter."""
     rng, found = np.random.default_rng(0), {}
-    for part in (part for target in targets_of(config) for part in target.parts):
+    for part in (part for target in list_targets(config) for part in target.matrices):
         module, (outputs, inputs) = part.source.name.removesuffix(".weight"), part.shape
         for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
             value = rng.standard_normal(shape) * 0.4 / shape[1] ** 0.5
@@ -53,10 +53,10 @@ def drawn(config, rank: int = 4) -> dict[str, np.ndarray]:
 
 def logits_of(folder, config, adapter, tokens, mesh=None, modules=()) -> np.ndarray:
     """The logits of every row with the adapter in one of several slots, on one device or over a mesh."""
-    weights = with_adapters(loader.load(folder, config, Placement(mesh)), config, SLOTS, 8, mesh, modules)
+    weights = add_adapter_stacks(loader.load(folder, config, Placement(mesh)), config, SLOTS, 8, mesh, modules)
     if adapter is not None:
-        found = read_adapter(adapter, config, targets_of(config, modules), 8, folder)
-        matrices = found.matrices if mesh is None else spread(found, mesh)
+        found = read_adapter(adapter, config, list_targets(config, modules), 8, folder)
+        matrices = found.matrices if mesh is None else shard_adapter(found, mesh)
         places = jax.tree.map(lambda leaf: leaf.sharding, stacks_of(weights))
         stacks = jax.device_put(write_slot(stacks_of(weights), SLOT, matrices), places)
         weights = with_stacks(weights, stacks)
@@ -111,13 +111,13 @@ def test_experts(name, tmp_path):
 
 def test_the_parts_of_a_fused_weight():
     """Where each run is split by itself every device has some of each part; where it is not, no ranges would do."""
-    parts = tuple(Part((4, 8), SourceTensor(f"part {n}", (4, 8)), n, 4 * n, 4 * n + 4) for n in range(2))
+    parts = tuple(AdaptedMatrix((4, 8), SourceTensor(f"part {n}", (4, 8)), n, 4 * n, 4 * n + 4) for n in range(2))
     mesh = make_mesh(tensor=2)
-    fused = Target((8,), (8,), (None, Runs("heads", (4, 4))), parts)
+    fused = AdapterTarget((8,), (8,), (None, Runs("heads", (4, 4))), parts)
     assert fused.ranges(None) == ((0, 4), (4, 8)) and fused.ranges(mesh) == ((0, 2), (2, 4))
-    assert Target((8,), (2, 4), (None, None, "ffn"), parts).ranges(mesh) == ((0, 2), (2, 4))
+    assert AdapterTarget((8,), (2, 4), (None, None, "ffn"), parts).ranges(mesh) == ((0, 2), (2, 4))
     with pytest.raises(ModelError, match="the devices have unequal parts of part 0"):
-        Target((8,), (8,), (None, "heads"), parts).ranges(mesh)
+        AdapterTarget((8,), (8,), (None, "heads"), parts).ranges(mesh)
 
 
 COUNT = 9

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from quire.model.checkpoint import loader
-from quire.model.checkpoint.placement import Placement, abstract_over
+from quire.model.checkpoint.placement import Placement, abstract_on_mesh
 from quire.model.planning import cost
 from quire.model.planning.meshes import Planner, Workload
 from quire.scripts.plan import ahead
@@ -59,7 +59,7 @@ def test_shapes_are_those_of_weights_that_are_loaded(name, sizes, tmp_path):
     folder = Golden(NAMED[name], tmp_path).folder
     config, mesh = loader.read_config(folder, "float32", 64), make_mesh(**sizes)
     loaded = loader.load(folder, config, Placement(mesh))
-    planned = abstract_over(config, mesh, loader.specs_of(config))
+    planned = abstract_on_mesh(config, mesh, loader.weight_specs(config))
     assert jax.tree.structure(loaded) == jax.tree.structure(planned)
     for found, wanted in zip(jax.tree.leaves(planned), jax.tree.leaves(loaded), strict=True):
         assert (found.shape, found.dtype, found.sharding) == (wanted.shape, wanted.dtype, wanted.sharding)

@@ -183,8 +183,8 @@ def test_weights_that_do_not_lie_ready(name, options, golden):
         held = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(runner.weights.layers[0])}
         assert held == {"pinned_host"}
     if "shard_weights" in options:
-        parted = [leaf.nbytes for leaf in layers if "context" in str(leaf.sharding.spec)]
-        assert sum(parted) > 0.95 * sum(leaf.nbytes for leaf in layers)
+        context_sharded = [leaf.nbytes for leaf in layers if "context" in str(leaf.sharding.spec)]
+        assert sum(context_sharded) > 0.95 * sum(leaf.nbytes for leaf in layers)
     if "quantization" not in options:
         check_answers(llm, made, near=1e-4)
         check_scores(llm, made)
@@ -202,14 +202,14 @@ def test_one_layer_at_a_time(golden):
     config = replace(llama.config(hf, 64), dtype="float32")
     mesh = make_mesh(context=4)
     spent = []
-    for parted in (False, True):
-        placement = Placement(mesh, parted)
+    for context_sharded in (False, True):
+        placement = Placement(mesh, context_sharded)
 
         def struct(location, spec):
             return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=location.sharding(spec))
 
         specs = abstract(config)
-        weights = jax.tree.map(struct, placement.by_leaf(config, specs), specs)
+        weights = jax.tree.map(struct, placement.location_per_leaf(config, specs), specs)
         pipeline = Pipeline(config, mesh)
         layout = min(BatchBuilder(StepShape.largest(4, 32, 16).with_cache(1, 16, 64)).layouts.items())[1]
         (lowered,) = pipeline.lower(weights, pipeline.abstract_state((8,), 16, 4), layout)

@@ -176,8 +176,8 @@ def test_heads_that_are_split_propose_what_whole_ones_do(mesh, tmp_path):
         "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 64, "num_hidden_layers": 1,
         "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 5000.0, "draft_vocab_size": 601,
     }  # fmt: skip
-    heads = draft_heads.heads_of(hf, ["embed_tokens.weight"], target, "eagle3")
-    weights = loader.draw(draft_heads.abstract(heads)).replace(tokens_U=np.arange(601) * 2)
+    heads = draft_heads.parse_heads(hf, ["embed_tokens.weight"], target, "eagle3")
+    weights = loader.random_weights(draft_heads.abstract(heads)).replace(tokens_U=np.arange(601) * 2)
     draft_heads.save(tmp_path, heads, weights, hf)
     config = {"method": "eagle3", "model": str(tmp_path), "adapts": False}
     prompts, params = ["Once upon a time", "The lamp is in the sand."], SamplingParams(temperature=0, max_tokens=24)

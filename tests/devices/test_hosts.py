@@ -100,7 +100,7 @@ def converted(folder, tmp_path_factory):
     """The same model as an orbax checkpoint."""
     out = tmp_path_factory.mktemp("converted") / "model"
     config = loader.read_config(folder, "float32")
-    save(folder, out, loader.load(folder, config, plain=True), config.dtype)
+    save(folder, out, loader.load(folder, config, skip_packing=True), config.dtype)
     return out
 
 

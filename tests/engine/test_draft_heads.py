@@ -48,14 +48,14 @@ def made(request, tmp_path_factory):
         own = tmp_path_factory.mktemp("heads")
     config = loader.read_config(folder, "float32", LENGTH)
     if kind != "mtp":
-        heads = draft_heads.heads_of(HEADS[kind], ["fc.bias"], config, kind)
-        weights = jax.tree.map(jnp.asarray, loader.draw(draft_heads.abstract(heads)))
+        heads = draft_heads.parse_heads(HEADS[kind], ["fc.bias"], config, kind)
+        weights = jax.tree.map(jnp.asarray, loader.random_weights(draft_heads.abstract(heads)))
         if heads.vocab:
             chosen = np.random.default_rng(0).permutation(V)[: heads.vocab]
             weights = weights.replace(tokens_U=jnp.asarray(np.sort(chosen), jnp.int32))
         draft_heads.save(own, heads, weights, HEADS[kind])
     heads = draft_heads.read_heads(own, config, kind)
-    loaded = loader.load_weights(folder, config), draft_heads.load(own, heads, plain=True)
+    loaded = loader.load_weights(folder, config), draft_heads.load(own, heads, skip_packing=True)
     return kind, folder, own, config, heads, loaded
 
 
@@ -88,7 +88,7 @@ class Naive:
             (x_TD, _), _ = decoder.run_layers(weights.layers, 0, x, {}, places, config, hooks)
             hidden = decoder.final_norm(weights, x_TD, config)
             if self.kind == "medusa":
-                return draft_heads.guess(heads, own, weights, hidden)
+                return draft_heads.medusa_logits(heads, own, weights, hidden)
             raw = hidden if heads.normed else x_TD
             if heads.features:
                 raw = jnp.concatenate([seen[index] for index in heads.features], axis=1)
@@ -180,8 +180,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
     target = loader.read_config(tmp_path / "target", "float32", LENGTH)
 
     def refused(kind, hf, **config):
-        own = draft_heads.heads_of(HEADS[kind], ["fc.bias"], target, kind)
-        draft_heads.save(tmp_path / "heads", own, loader.draw(draft_heads.abstract(own)), hf)
+        own = draft_heads.parse_heads(HEADS[kind], ["fc.bias"], target, kind)
+        draft_heads.save(tmp_path / "heads", own, loader.random_weights(draft_heads.abstract(own)), hf)
         with pytest.raises(ModelError) as caught:
             LLM(
                 tmp_path / "target", skip_tokenizer_init=True, dtype="float32",

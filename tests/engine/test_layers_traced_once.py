@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from quire.model import decoder
-from quire.model.checkpoint.loader import family_of
+from quire.model.checkpoint.loader import family_for
 from quire.model.weights import abstract
 from quire.serving.device import step
 from quire.serving.device.batch import BatchLayout
@@ -41,7 +41,7 @@ def operations(lowered) -> Counter[tuple[str, str]]:
 @pytest.fixture(params=MODELS)
 def model(request):
     """A model of six layers: its name, and a function that lowers its step."""
-    config = family_of(MODELS[request.param] or tiny.LLAMA).config(
+    config = family_for(MODELS[request.param] or tiny.LLAMA).config(
         tiny.LLAMA | {"num_hidden_layers": 6} | MODELS[request.param], None
     )
     weights, pipeline = random_arrays(abstract(config)), Pipeline(config, None)

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from quire import LLM, SamplingParams
-from quire.model.checkpoint.loader import family_of
+from quire.model.checkpoint.loader import family_for
 from quire.model.stored_format import StoredFormat
 from quire.ops import native
 from quire.serving.device import programs
@@ -156,10 +156,10 @@ def test_anything_else_is_another_program(home, monkeypatch, traced):
 
 def test_what_describes_a_model_is_complete():
     """A field that `repr` leaves out counts too."""
-    config = family_of(tiny.LLAMA).config(tiny.LLAMA, None)
+    config = family_for(tiny.LLAMA).config(tiny.LLAMA, None)
     stored = replace(config, stored=StoredFormat("fp8", ()))
     assert repr(stored) == repr(config) and described(stored, True) != described(config, True)
-    assert described(config, True) == described(family_of(tiny.LLAMA).config(tiny.LLAMA, None), True)
+    assert described(config, True) == described(family_for(tiny.LLAMA).config(tiny.LLAMA, None), True)
     with pytest.raises(TypeError, match="function has no description"):
         described({"act": lambda x: x}, True)
 

@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from quire.model.checkpoint import adapters, loader
-from quire.model.checkpoint.adapter_targets import every_target, targets_of, with_adapters
+from quire.model.checkpoint.adapter_targets import add_adapter_stacks, all_targets, list_targets
 from quire.model.checkpoint.adapters import read_adapter
 from quire.model.checkpoint.safetensors import Tensor, read_header
 from quire.model.config import ModelError
@@ -34,8 +34,8 @@ def logits_of(folder, adapter=None, slots: int = 3, most: int = 8, slot: int = 1
     config = loader.read_config(folder)
     weights = loader.load(folder, config)
     if adapter is not None:
-        found = read_adapter(adapter, config, targets_of(config, modules), most, folder)
-        weights = with_adapters(weights, config, slots, adapters.bucket_of(most), modules=modules)
+        found = read_adapter(adapter, config, list_targets(config, modules), most, folder)
+        weights = add_adapter_stacks(weights, config, slots, adapters.stack_rank(most), modules=modules)
         stacks = write_slot(stacks_of(weights), slot, found.matrices)
         weights = with_rows(with_stacks(weights, stacks), jnp.full(TOKENS.size, slot, jnp.int32), slots)
     return np.asarray(jax.jit(uncached.forward, static_argnums=2)(weights, TOKENS, config))
@@ -153,15 +153,15 @@ def test_every_family_turns_an_adapter_as_it_turns_its_weights(variant, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(variant.config))
     config = loader.read_config(tmp_path)
     rng, seen = np.random.default_rng(0), set()
-    for target in jax.tree.leaves(every_target(config)):
-        for part in target.each:
+    for target in jax.tree.leaves(all_targets(config)):
+        for part in target.element_matrices:
             kind = part.source.name.rpartition("layers.")[2].partition(".")[2], part.shape
             if kind in seen:
                 continue
             seen.add(kind)
             (outputs, inputs), rank = part.shape, 2
             down_RI, up_OR = rng.standard_normal((rank, inputs)), rng.standard_normal((outputs, rank))
-            in_I, out_O = part.orders(target.into)
+            in_I, out_O = part.permutations(target.into)
             leaf = np.zeros((*target.into, *target.out))
             leaf[part.source.at] = part.source.turn(up_OR @ down_RI)
             whole = np.zeros((math.prod(target.into), math.prod(target.out)))
@@ -188,7 +188,7 @@ def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     tensors = tiny.write(folder, tensors=tiny.even(tiny.shapes(tiny.LLAMA)))
     config = loader.read_config(folder)
-    return SimpleNamespace(folder=folder, tensors=tensors, config=config, targets=targets_of(config))
+    return SimpleNamespace(folder=folder, tensors=tensors, config=config, targets=list_targets(config))
 
 
 REFUSED = {
@@ -224,7 +224,7 @@ def halves(module: str, inputs: int = 32, outputs: int = 32) -> dict[str, np.nda
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 TENSORS = {
     "the embedding as a layer": (halves("base_model.model.model.embed_tokens", 32, 96),
-                                 "adapts 'model.embed_tokens', which takes no adapter"),
+                                 "adapts 'model.embed_tokens', which cannot be adapted"),
     "another head": (halves("base_model.model.lm_head", 32, 97), "want [4, 32] and [96, 4]"),
     "an unknown layer": (halves(Q.replace("layers.0", "layers.7")), "adapts 'model.layers.7.self_attn.q_proj'"),
     "the embedding": ({"base_model.model.model.embed_tokens.lora_embedding_A": np.ones((4, 96), np.float32)},
@@ -271,15 +271,15 @@ def test_modules_that_are_not_named_take_none(tmp_path):
     peft.write(tmp_path / "attention", peft.draw(tensors, ("o_proj",)))
     for name, modules, why in (("experts", (), "experts"), ("router", ("experts",), "gate"),
                                ("attention", ("experts", "gate"), "o_proj")):  # fmt: skip
-        with pytest.raises(ModelError, match=f"takes no adapter here: name it in lora_target_modules, as {why}"):
-            read_adapter(tmp_path / name, config, targets_of(config, modules), 16)
-        read_adapter(tmp_path / name, config, targets_of(config, (*modules, why)), 16)
+        with pytest.raises(ModelError, match=f"cannot be adapted: name it in lora_target_modules, as {why}"):
+            read_adapter(tmp_path / name, config, list_targets(config, modules), 16)
+        read_adapter(tmp_path / name, config, list_targets(config, (*modules, why)), 16)
     with pytest.raises(
         ModelError, match="names 'w1'; of mixtral models these take adapters: experts, gate, k_proj, lm"
     ):
-        targets_of(config, ("w1",))
-    stacks = {target.stack for target in targets_of(config)}
-    assert stacks == {()} and {target.stack for target in targets_of(config, ("experts",))} == {(4,)}
+        list_targets(config, ("w1",))
+    stacks = {target.stack for target in list_targets(config)}
+    assert stacks == {()} and {target.stack for target in list_targets(config, ("experts",))} == {(4,)}
 
 
 def test_lengths_need_the_weights_that_they_are_for(base, tmp_path):
@@ -300,14 +300,16 @@ def test_lengths_need_the_weights_that_they_are_for(base, tmp_path):
     tiny.write(tmp_path / "base", tiny_moe.QWEN3_MOE, fused)
     config = loader.read_config(tmp_path / "base")
     with pytest.raises(ModelError, match="the model's files hold no 'model.layers.0.mlp.experts.0.down_proj.weight'"):
-        read_adapter(tmp_path / "experts", config, targets_of(config, ("experts", "gate_proj")), 16, tmp_path / "base")
+        read_adapter(
+            tmp_path / "experts", config, list_targets(config, ("experts", "gate_proj")), 16, tmp_path / "base"
+        )
 
 
 def test_a_rank_above_the_limit_is_refused(base, tmp_path):
     peft.write(tmp_path, peft.draw(base.tensors, rank=9), {"r": 9})
     with pytest.raises(ModelError, match="has rank 9; max_lora_rank is 8"):
         read_adapter(tmp_path, base.config, base.targets, 8)
-    assert adapters.bucket_of(9) == 16
+    assert adapters.stack_rank(9) == 16
     assert read_adapter(tmp_path, base.config, base.targets, 9).matrices[0][1].shape == (16, 8, 8)
 
 

@@ -24,7 +24,7 @@ from quire.tests.support.golden.families_moe import MOE_VARIANTS
 
 
 def load(folder):
-    return load_weights(folder, read_config(folder), put=lambda spec, leaf: leaf)
+    return load_weights(folder, read_config(folder), place=lambda spec, leaf: leaf)
 
 
 def refused(folder, *words: str, work=load) -> str:

@@ -60,11 +60,11 @@ def run(monkeypatch, capsys, cache):
 
 
 def names(cache: Path) -> list[str]:
-    return [model.name for model in cached.cached(cache)[0]]
+    return [model.name for model in cached.cached_models(cache)[0]]
 
 
 def test_what_is_there(cache, run):
-    found, others = cached.cached(cache)
+    found, others = cached.cached_models(cache)
     assert [model.name for model in found] == ["good/gguf:Q4_K", "good/gguf:Q8_0", "good/model"] and others == 2
     sizes = {model.name: model.size for model in found}
     snapshots = cache / "models--good--model" / "snapshots" / COMMIT
@@ -74,7 +74,7 @@ def test_what_is_there(cache, run):
     lines = out.splitlines()
     assert code == 0 and lines[0].split() == ["NAME", "SIZE", "FORMAT", "MODIFIED"]
     assert [line.split()[0] for line in lines[1:]] == [*BUNDLED, *sizes] and "2 more" in err
-    assert cached.cached(cache / "nothing") == ([], 0)
+    assert cached.cached_models(cache / "nothing") == ([], 0)
 
 
 def test_one_file_of_several(cache, run):

@@ -25,11 +25,11 @@ from quire.model.checkpoint.safetensors import find_tensors
 from quire.model.config import LatentAttention, ModelError
 from quire.model.mixers import LayerHooks
 from quire.model.quantize import session, whole
-from quire.model.quantize.folds import folds
+from quire.model.quantize.folds import find_folds
 from quire.model.quantize.inputs import Inputs
-from quire.model.quantize.layer import Method, folded, round_layer
+from quire.model.quantize.layer import Method, apply_fold, round_layer
 from quire.model.quantize.samples import BUNDLED, read_samples
-from quire.model.quantize.source import Source
+from quire.model.quantize.source import CheckpointSource
 from quire.model.text.tokenizer import Tokenizer
 from quire.tests.support import tiny, uncached
 from quire.tests.support.cases import thinned
@@ -56,12 +56,12 @@ def some(*names: str) -> list:
     return thinned(EVERY, [variant for variant in EVERY if variant.name in names])
 
 
-def source_of(folder: Path, name: str = "int8") -> Source:
+def source_of(folder: Path, name: str = "int8") -> CheckpointSource:
     config = read_config(folder, "float32", quantization=name)
-    return Source.of(folder, config, stored_format(quantization_config(name, [])))
+    return CheckpointSource.open(folder, config, stored_format(quantization_config(name, [])))
 
 
-def variant_source(variant, folder: Path, name: str = "int8") -> Source:
+def variant_source(variant, folder: Path, name: str = "int8") -> CheckpointSource:
     with np.load(HERE / f"{variant.name}.npz") as arrays:
         meta = json.loads(arrays["meta"].tobytes())
     return source_of(write_folder(folder, variant.config, meta["tensors"], meta["seed"]), name)
@@ -108,15 +108,15 @@ def test_a_layer_at_a_time_is_the_model(tmp_path, variant, monkeypatch):
 
     @jax.jit
     def run(weights):
-        batches = whole.embedded(weights, samples, config)
+        batches = whole.embed_samples(weights, samples, config)
         for index, layer in enumerate(weights.layers):
-            batches = [batch.through(index, layer, config) for batch in batches]
+            batches = [batch.run_layer(index, layer, config) for batch in batches]
         hidden = [decoder.final_norm(weights, batch.x[0], config) for batch in batches]
         found = [decoder.logits(weights, x, config) for x in hidden]
         return [x.reshape(*batch.shape, -1) for x, batch in zip(found, batches, strict=True)]
 
     seen = 0
-    for found, (_, positions_BT) in zip(run(weights), whole.batches(samples), strict=True):
+    for found, (_, positions_BT) in zip(run(weights), whole.pad_batches(samples), strict=True):
         for row, positions in zip(found, positions_BT, strict=True):
             if count := int((positions >= 0).sum()):
                 np.testing.assert_allclose(row[:count], expected[count], rtol=0, atol=2e-3)
@@ -128,7 +128,7 @@ def test_what_the_first_layer_meets(tmp_path):
     """Against numpy on the tensors as they lie in the file."""
     tensors = tiny.write(tmp_path, LLAMA, tiny.even(tiny.shapes(LLAMA)))
     source, samples = source_of(tmp_path), texts(96)
-    inputs = source.inputs(0, whole.embedded(source.embedding(), samples, source.dense))
+    inputs = source.inputs(0, whole.embed_samples(source.embedding(), samples, source.dense))
     x = tensors["model.embed_tokens.weight"][np.concatenate(samples)].astype(np.float64)
     x = x / np.sqrt(np.square(x).mean(1, keepdims=True) + 1e-5) * tensors["model.layers.0.input_layernorm.weight"]
     met = inputs["attention.qkv_DGH", None]
@@ -148,9 +148,9 @@ def test_what_experts_meet(tmp_path):
     config, index = source.dense, source.dense.expert_layers[0]
     samples, moe = texts(config.vocab_size), source.dense.layers[index].moe
     weights = load_weights(tmp_path, config)
-    batches = whole.embedded(source.embedding(), samples, config)
+    batches = whole.embed_samples(source.embedding(), samples, config)
     for before in range(index):
-        batches = [batch.through(before, source.layer(before), config) for batch in batches]
+        batches = [batch.run_layer(before, source.layer(before), config) for batch in batches]
     inputs = source.inputs(index, batches)
     rows = []
     layer = config.layers[index]
@@ -158,7 +158,7 @@ def test_what_experts_meet(tmp_path):
         x, _, _ = decoder.attention_block(
             layer, weights.layers[index], decoder.Residual(batch.x[0]), layer.attention.rope
             and decoder.angles(batch.positions_T, layer.attention.rope.inv_freq, layer.attention.rope.factor),
-            batch.positions_T >= 0, {}, LayerHooks(whole.attention(config, *batch.shape)).of_layer(index),
+            batch.positions_T >= 0, {}, LayerHooks(whole.attention_hook(config, *batch.shape)).of_layer(index),
             config, decoder.ONE_DEVICE,
         )  # fmt: skip
         x = decoder.norm_alone(x.x_TD + x.y_TD, weights.layers[index].pre_mlp_norm_D, config.norm_eps)
@@ -182,17 +182,17 @@ def test_folded_scales_change_nothing(tmp_path, variant, monkeypatch):
     how, count = Method("smoothquant", source.stored), 0
 
     def draw(self, W, inputs, fold):
-        return fold.tied(np.exp(rng.standard_normal(W.shape[1])).astype(np.float32), np.max)
+        return fold.reduce_heads(np.exp(rng.standard_normal(W.shape[1])).astype(np.float32), np.max)
 
     monkeypatch.setattr(Method, "scales", draw)
     changed = {}
     for index in range(len(source.config.layers)):
         leaves = source.leaves(index)
-        rounded = [part for leaf in leaves.values() if leaf.rounded for part in leaf.parts]
+        rounded = [part for leaf in leaves.values() if leaf.rounded for part in leaf.sources]
         W = {part.name: source.tensors[part.name].read() for part in rounded}
-        inputs = {leaf.key(part): ones(leaf.size) for leaf in leaves.values() for part in leaf.parts if leaf.rounded}
-        for fold in folds(source.config, index, leaves):
-            W, inputs, more = folded(source, leaves, fold, W, inputs, how)
+        inputs = {leaf.key(part): ones(leaf.size) for leaf in leaves.values() for part in leaf.sources if leaf.rounded}
+        for fold in find_folds(source.config, index, leaves):
+            W, inputs, more = apply_fold(source, leaves, fold, W, inputs, how)
             changed |= more
             count += 1
         changed |= W
@@ -224,15 +224,15 @@ def test_a_norm_that_is_kept_in_bfloat16(tmp_path):
     tiny.write(tmp_path, LLAMA | {"torch_dtype": "bfloat16"}, tensors)
     source = source_of(tmp_path)
     leaves = source.leaves(0)
-    how, fold = Method("smoothquant", source.stored), folds(source.config, 0, source.leaves(0))[0]
+    how, fold = Method("smoothquant", source.stored), find_folds(source.config, 0, source.leaves(0))[0]
     W = {
         part.name: source.tensors[part.name].read().astype(np.float32)
-        for leaf in leaves.values() if leaf.rounded for part in leaf.parts
+        for leaf in leaves.values() if leaf.rounded for part in leaf.sources
     }  # fmt: skip
     rng = np.random.default_rng(0)
     inputs = {(name, None): ones(leaf.size) for name, leaf in leaves.items()}
     inputs["attention.qkv_DGH", None] = replace(ones(64), top=np.exp(rng.standard_normal(64)).astype(np.float32))
-    after, _, others = folded(source, leaves, fold, W, inputs, how)
+    after, _, others = apply_fold(source, leaves, fold, W, inputs, how)
     ((norm, scale),) = others.items()
     assert scale.dtype == ml_dtypes.bfloat16
     before = tensors[norm].astype(np.float32)

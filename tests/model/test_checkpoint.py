@@ -133,7 +133,7 @@ def test_put_gets_each_leaf(tmp_path):
     tiny.write(tmp_path)
     config = read_config(tmp_path)
     seen = []
-    weights = load_weights(tmp_path, config, put=lambda spec, leaf: seen.append(leaf) or leaf)
+    weights = load_weights(tmp_path, config, place=lambda spec, leaf: seen.append(leaf) or leaf)
     leaves = jax.tree.leaves(weights)
     assert [leaf.shape for leaf in leaves] == [spec.shape for spec in jax.tree.leaves(abstract(config))]
     assert sorted(map(id, seen)) == sorted(map(id, leaves))  # threads put them in any order

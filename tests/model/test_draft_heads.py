@@ -99,7 +99,7 @@ def test_medusa_as_its_makers_write_it(tmp_path, target, prefix):
     heads = draft_heads.read_heads(tmp_path, config, "medusa")
     assert (heads.count, heads.depth, heads.bias, heads.own_head) == (3, 2, True, True)
     own, hidden = draft_heads.load(tmp_path, heads), rows(1, 5, D)
-    logits = draft_heads.guess(heads, own, weights, jnp.asarray(hidden, jnp.float32))
+    logits = draft_heads.medusa_logits(heads, own, weights, jnp.asarray(hidden, jnp.float32))
     assert logits.shape == (3, 5, V) and logits.dtype == jnp.float32
     for c in range(3):
         assert_close(logits[c], naive.medusa(wide(tensors), c, 2, hidden, wide(tensors)[f"lm_heads.{c}.weight"]))
@@ -121,7 +121,7 @@ def test_medusa_as_vllm_writes_it(tmp_path, target, form):
     tiny.write(tmp_path, hf, tensors | more)
     heads = draft_heads.read_heads(tmp_path, config, "medusa")
     own, hidden = draft_heads.load(tmp_path, heads), rows(1, 5, D)
-    logits = np.asarray(draft_heads.guess(heads, own, weights, jnp.asarray(hidden, jnp.float32)))
+    logits = np.asarray(draft_heads.medusa_logits(heads, own, weights, jnp.asarray(hidden, jnp.float32)))
     assert logits.shape == (2, 5, V)
     for c in range(2):
         lm = of_target["lm_head.weight"] if table is None else wide(tensors)[f"lm_heads.{c}.weight"]
@@ -248,7 +248,7 @@ def test_eagle3(tmp_path, target, form):
     ],
 )
 def test_which_layers_give_features(target, keys, layers):
-    assert draft_heads.heads_of(LAYER | keys, [], target[0], "eagle3").features == layers
+    assert draft_heads.parse_heads(LAYER | keys, [], target[0], "eagle3").features == layers
 
 
 def test_features_are_what_layers_give(target):
@@ -303,7 +303,7 @@ def test_mtp_of_codes(tmp_path):
             {name: np.ascontiguousarray(value) for name, value in tensors.items()}, tmp_path / "model.safetensors"
         )
         heads = draft_heads.read_heads(tmp_path, read_config(tmp_path), "mtp")
-        found.append(draft_heads.load(tmp_path, heads, plain=True))
+        found.append(draft_heads.load(tmp_path, heads, skip_packing=True))
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
@@ -321,15 +321,15 @@ def test_mtp_of_qwen(tmp_path):
     assert_close(feature, expected)
     assert_close(logits, expected @ w["lm_head.weight"].T)
     with pytest.raises(ModelError, match="mtp_use_dedicated_embeddings = True"):
-        draft_heads.heads_of({"mtp_use_dedicated_embeddings": True}, ["mtp.fc.weight"], config, "mtp")
+        draft_heads.parse_heads({"mtp_use_dedicated_embeddings": True}, ["mtp.fc.weight"], config, "mtp")
     with pytest.raises(ModelError, match="this qwen3_next model brings no layer that predicts"):
-        draft_heads.heads_of({}, ["model.norm.weight"], config, "mtp")
+        draft_heads.parse_heads({}, ["model.norm.weight"], config, "mtp")
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_padding_is_zeros_whatever_it_holds(target, kind):
     config, weights, _ = target
-    heads = draft_heads.heads_of(LAYER, ["fc.bias"], config, kind)
+    heads = draft_heads.parse_heads(LAYER, ["fc.bias"], config, kind)
     own = random(heads)
     features = jnp.asarray(rows(1, T, D), jnp.float32)
     spoiled = features.at[3].set(jnp.nan)
@@ -358,7 +358,7 @@ def test_written_and_read_again(tmp_path, target, kind, dtype):
         "eagle3": LAYER | {"draft_vocab_size": 30},
     }[kind]
     config = replace(target[0], dtype=dtype)
-    heads = draft_heads.heads_of(hf, ["fc.bias", "blocks.0.layers.0.bias"], config, kind)
+    heads = draft_heads.parse_heads(hf, ["fc.bias", "blocks.0.layers.0.bias"], config, kind)
     own = random(heads)
     if heads.vocab:
         own = own.replace(tokens_U=jnp.asarray(np.random.default_rng(0).permutation(V)[:30], jnp.int32))
@@ -371,7 +371,7 @@ def test_written_and_read_again(tmp_path, target, kind, dtype):
         "eagle3": "midlayer.hidden_norm.weight",
     }
     assert names[kind] in load_file(tmp_path / "out" / "model.safetensors")
-    read = draft_heads.load(tmp_path / "out", again, plain=True)
+    read = draft_heads.load(tmp_path / "out", again, skip_packing=True)
     for one, other in zip(*map(jax.tree.leaves, (own, read)), strict=True):
         assert one.dtype == other.dtype and np.array_equal(one, other)
 
@@ -416,7 +416,7 @@ def test_written_and_read_again(tmp_path, target, kind, dtype):
 )
 def test_heads_for_another_model_are_refused(target, kind, hf, message):
     with pytest.raises(ModelError) as refused:
-        draft_heads.heads_of(hf, [], target[0], kind)
+        draft_heads.parse_heads(hf, [], target[0], kind)
     assert message in str(refused.value)
 
 

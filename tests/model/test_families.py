@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from quire.model.checkpoint import loader
-from quire.model.checkpoint.published import split
+from quire.model.checkpoint.published import split_quantization
 from quire.model.config import Attention, ModelError, Rope
 from quire.model.families import common
 from quire.model.weights import abstract
@@ -24,7 +24,7 @@ BY_NAME = pytest.mark.parametrize("name", PUBLISHED)
 
 
 def read(hf: dict, max_len: int | None = None):
-    return loader.family_of(hf).config(split(hf)[0], max_len)
+    return loader.family_for(hf).config(split_quantization(hf)[0], max_len)
 
 
 @BY_NAME
@@ -51,7 +51,7 @@ def test_relatives_load_or_are_refused_by_name(name):
 def test_sources_fill_every_leaf_exactly(name):
     """The parts that the checkpoint is made of have as many values as the leaf, and no name comes twice."""
     config = read(PUBLISHED[name].config)
-    sources = loader.family_of(PUBLISHED[name].config).sources(config)
+    sources = loader.family_for(PUBLISHED[name].config).sources(config)
     names = []
 
     def check(spec, source):
@@ -256,7 +256,7 @@ def test_what_is_not_supported_is_named(name, change, message):
     ],
 )
 def test_nested_names(stored, plain):
-    assert loader.canonical(loader.family_of({"model_type": "gemma3_text"}), stored) == plain
+    assert loader.canonical_name(loader.family_for({"model_type": "gemma3_text"}), stored) == plain
 
 
 def test_dtype_of_a_nested_config(tmp_path):

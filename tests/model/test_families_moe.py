@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from quire.model.checkpoint import loader
-from quire.model.checkpoint.published import split
+from quire.model.checkpoint.published import split_quantization
 from quire.model.config import ModelError
 from quire.model.indexer import Indexer
 from quire.model.weights import abstract
@@ -20,7 +20,7 @@ BY_NAME = pytest.mark.parametrize("name", PUBLISHED_MOE)
 
 
 def read(hf: dict, max_len: int | None = None):
-    return loader.family_of(hf).config(split(hf)[0], max_len)
+    return loader.family_for(hf).config(split_quantization(hf)[0], max_len)
 
 
 def changed(hf: dict, change: dict) -> dict:
@@ -61,7 +61,7 @@ def test_sources_fill_every_leaf_once(variant):
             assert (filled == one).all()
         names.extend(part.name for part in source.parts if not part.name.endswith(".kv_b_proj.weight"))
 
-    jax.tree.map(check, abstract(config), loader.family_of(variant.config).sources(config))
+    jax.tree.map(check, abstract(config), loader.family_for(variant.config).sources(config))
     assert len(names) == len(set(names))
 
 

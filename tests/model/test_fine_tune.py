@@ -69,7 +69,7 @@ def test_a_step_is_adams():
     rng = np.random.default_rng(0)
     value = {"a": rng.standard_normal(5), "b": rng.standard_normal((2, 3))}
     tx = optax.adam(0.03, *fine_tune.DECAYS, eps=fine_tune.LEAST)
-    state, mine, theirs = tx.init(value), fine_tune.State.of(value), value
+    state, mine, theirs = tx.init(value), fine_tune.TuningState.start(value), value
     for number in range(1, 5):
         grads = jax.tree.map(lambda x: rng.standard_normal(x.shape), value)
         mine = fine_tune.adam(mine, grads, 0.03, number)

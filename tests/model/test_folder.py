@@ -16,7 +16,7 @@ BASE = {"peft_type": "LORA", "base_model_name_or_path": "owner/base"}
 
 
 def load(folder):
-    return load_weights(folder, read_config(folder), put=lambda spec, leaf: leaf)
+    return load_weights(folder, read_config(folder), place=lambda spec, leaf: leaf)
 
 
 def refused(work, *words: str) -> None:

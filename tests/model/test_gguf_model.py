@@ -14,7 +14,7 @@ from quire import LLM, SamplingParams
 from quire.__main__ import app
 from quire.model import partition
 from quire.model.checkpoint import gguf_folder, hub
-from quire.model.checkpoint.gguf_folder import folder_of
+from quire.model.checkpoint.gguf_folder import make_folder
 from quire.model.checkpoint.loader import load_weights, read_config
 from quire.model.config import ModelError
 from quire.model.gguf.file import read_file
@@ -38,7 +38,7 @@ def cache(tmp_path, monkeypatch):
 
 def read(file: Path, **options):
     folder = hub.resolve(str(file))
-    return load_weights(folder, read_config(folder, "float32", **options), put=lambda spec, leaf: leaf)
+    return load_weights(folder, read_config(folder, "float32", **options), place=lambda spec, leaf: leaf)
 
 
 def dense_of(leaf) -> np.ndarray:
@@ -123,7 +123,7 @@ def test_the_head_and_the_embedding_in_one(tmp_path):
     folder = hub.resolve(str(tmp_path / "model.gguf"))
     config = read_config(folder, "float32")
     assert config.tied
-    table = load_weights(folder, config, put=lambda spec, leaf: leaf).embed_VD
+    table = load_weights(folder, config, place=lambda spec, leaf: leaf).embed_VD
     assert isinstance(table, Grouped)
     np.testing.assert_array_equal(table[np.array([5, 0, 95])], means["model.embed_tokens.weight"][[5, 0, 95]])
     x = np.random.default_rng(0).standard_normal((3, D)).astype(np.float32)
@@ -173,22 +173,22 @@ def test_folder_is_made_while_another_process_with_this_id_makes_it(tmp_path, mo
     """As in containers that share the cache: the one that is quicker publishes, and the other takes its folder."""
     file = tmp_path / "model.gguf"
     means = tiny_gguf.write(file, "Q8_0")
-    contents, folders = gguf_folder.contents, []
+    contents, folders = gguf_folder.build_files, []
 
     def paused(items):
         first, *others = items
         yield first
         if not folders:
             folders.append(None)  # so that the quicker one writes without a pause
-            folders[0] = gguf_folder.folder_of(file)
+            folders[0] = gguf_folder.make_folder(file)
         yield from others
 
     def slow_contents(file):
         texts, files = contents(file)
         return SimpleNamespace(items=lambda: paused(texts.items())), files
 
-    monkeypatch.setattr(gguf_folder, "contents", slow_contents)
-    assert [gguf_folder.folder_of(file)] == folders == [*gguf_folder.home().iterdir()]
+    monkeypatch.setattr(gguf_folder, "build_files", slow_contents)
+    assert [gguf_folder.make_folder(file)] == folders == [*gguf_folder.home().iterdir()]
     assert_is(read(file), means)
 
 
@@ -206,7 +206,7 @@ def test_format_is_named_as_the_file_has_it(tmp_path):
     for number, name in ((15, "Q4_K_M"), (3, "Q4_1"), (9999, "Q5_0"), (None, "Q5_0")):
         values = {} if number is None else {"general.file_type": number}
         assert file_format(Metadata(values), tensors) == name
-    config = read_config(folder_of(file))
+    config = read_config(make_folder(file))
     assert config.weights_format == config.file_format == "Q5_0"
     made = details(SimpleNamespace(config=config))  # of Ollama's lists
     assert (made["format"], made["quantization_level"]) == ("gguf", "Q5_0")
@@ -216,7 +216,7 @@ def test_format_is_named_as_the_file_has_it(tmp_path):
 
 def test_file_that_is_rounded_again_has_the_new_format(tmp_path):
     tiny_gguf.write(tmp_path / "model.gguf", "F16")
-    folder = folder_of(tmp_path / "model.gguf")
+    folder = make_folder(tmp_path / "model.gguf")
     assert read_config(folder).weights_format == "F16"
     assert read_config(folder, quantization="int8").weights_format == "int8"
 

@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from typer.testing import CliRunner
 
 from quire.__main__ import app
-from quire.model.checkpoint.gguf_folder import folder_of
+from quire.model.checkpoint.gguf_folder import make_folder
 from quire.model.checkpoint.loader import load_weights, read_config
 from quire.model.checkpoint.published import gather
 from quire.model.checkpoint.safetensors import find_tensors
@@ -114,9 +114,9 @@ def test_tensors_and_keys_are_the_converter_s(tmp_path, name):
     for key, value in keys.items():
         if not key.startswith("general.file_type") and key in found.metadata:
             assert np.all(found.metadata[key] == value), key
-    folder = folder_of(out)
+    folder = make_folder(out)
     both = (folder, tmp_path / "dense")
-    read, mine = (load_weights(x, read_config(x, "float32"), put=lambda spec, leaf: leaf) for x in both)
+    read, mine = (load_weights(x, read_config(x, "float32"), place=lambda spec, leaf: leaf) for x in both)
     assert jax.tree.structure(read) == jax.tree.structure(mine)
     for one, other in zip(jax.tree.leaves(read), jax.tree.leaves(mine), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=3e-7)  # a scale less one, plus one, less one
@@ -155,7 +155,7 @@ def test_four_bits_are_too_few_for_a_vocabulary(tmp_path, kind):
     kinds = {name: tensor.kind.name for name, tensor in read_file(out).tensors.items()}
     assert {kinds.pop(name) for name in ("token_embd.weight", "output.weight")} == {"Q8_0"}
     assert {one for name, one in kinds.items() if "norm" not in name} == {kind}
-    stored = read_config(folder_of(out)).stored
+    stored = read_config(make_folder(out)).stored
     assert stored.group_of("model.layers.1.mlp.down_proj").quant == {"Q4_0": "int4-32", "MXFP4": "mxfp4"}[kind]
 
 
@@ -226,10 +226,10 @@ def test_the_command_and_the_tokenizer(tmp_path):
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output
     assert "16 matrices in q8_0, laid out as gguf" in " ".join(done.output.split())
-    mine, read = Folder(tmp_path / "dense"), Folder(folder_of(out))
+    mine, read = Folder(tmp_path / "dense"), Folder(make_folder(out))
     assert mine.encode("It's a fox, 123!") == read.encode("It's a fox, 123!")
     assert (mine.chat_template, mine.eos_token_ids) == (read.chat_template, read.eos_token_ids)
-    assert sampling.items() <= json.loads((folder_of(out) / "generation_config.json").read_text()).items()
+    assert sampling.items() <= json.loads((make_folder(out) / "generation_config.json").read_text()).items()
     assert [*out.parent.iterdir()] == [out]
 
 
@@ -276,7 +276,7 @@ def test_numbers_that_a_type_cannot_hold(tmp_path):
         write(tmp_path / "dense", tmp_path / "out.gguf", "F16")
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = np.nan
     tiny.write(tmp_path / "dense", config, tensors)
-    with pytest.raises(ModelError, match=r"blk.0.ffn_up.weight holds what is no finite number"):
+    with pytest.raises(ModelError, match=r"blk.0.ffn_up.weight holds a value that is not finite"):
         write(tmp_path / "dense", tmp_path / "out.gguf", "Q8_0")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense"]
 

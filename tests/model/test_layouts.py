@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from quire.__main__ import app
 from quire.model.checkpoint import quantized
 from quire.model.checkpoint.loader import read_config
-from quire.model.checkpoint.published import LAYOUTS, split
+from quire.model.checkpoint.published import LAYOUTS, split_quantization
 from quire.model.checkpoint.safetensors import find_tensors
 from quire.model.config import ModelError
 from quire.model.quantize import session
@@ -186,7 +186,7 @@ def test_routers_stay_dense(tmp_path, layout):
     found = tensors_of(out)
     routers = [name for name in found if name.endswith("mlp.gate.weight")]
     assert routers and any(name.endswith("experts.0.up_proj.qweight") for name in found)
-    stored = split(json.loads((out / "config.json").read_text()))[1]
+    stored = split_quantization(json.loads((out / "config.json").read_text()))[1]
     assert not any(stored.group_of(name.removesuffix(".weight")) for name in routers)
     assert all(stored.group_of(name.removesuffix(".qweight")) for name in found if name.endswith(".qweight"))
     assert_same(read(out).layers, read(dense, quantization="int4-32-zero").layers)

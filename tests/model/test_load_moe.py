@@ -35,7 +35,7 @@ def folder(tmp_path):
 def load(folder, tensors):
     save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, folder / "model.safetensors")
     config = loader.read_config(folder, "float32")
-    return loader.load_weights(folder, config, put=lambda spec, leaf: leaf)
+    return loader.load_weights(folder, config, place=lambda spec, leaf: leaf)
 
 
 def assert_same(a, b):

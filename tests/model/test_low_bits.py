@@ -13,12 +13,12 @@ from safetensors.numpy import load_file, save_file
 
 from quire import LLM, SamplingParams
 from quire.model.checkpoint import quantized
-from quire.model.checkpoint.loader import find_parts, load_weights, read_config
+from quire.model.checkpoint.loader import find_sources, load_weights, read_config
 from quire.model.checkpoint.published.compressed_tensors import quantization_config, stored_format
 from quire.model.config import ModelError
 from quire.model.quantize import sensitivity, session
 from quire.model.quantize.quip import quip
-from quire.model.quantize.source import Source
+from quire.model.quantize.source import CheckpointSource
 from quire.ops.quant import e8p
 from quire.ops.quant.hadamard import rotated
 from quire.tests.support import tiny, uncached
@@ -30,13 +30,13 @@ NAMES = ("codebook-4", "codebook-3", "e8p-2", "e8p-4")
 SAMPLES = [np.random.default_rng(length).integers(0, 96, length).tolist() for length in (5, 21, 1, 17)]
 
 
-def source_of(folder: Path, name: str) -> Source:
+def source_of(folder: Path, name: str) -> CheckpointSource:
     config = read_config(folder, "float32", quantization=name)
-    return Source.of(folder, config, stored_format(quantization_config(name, [])))
+    return CheckpointSource.open(folder, config, stored_format(quantization_config(name, [])))
 
 
 def read(folder: Path, quantization: str | None = None):
-    return load_weights(folder, read_config(folder, quantization=quantization), put=lambda spec, leaf: leaf)
+    return load_weights(folder, read_config(folder, quantization=quantization), place=lambda spec, leaf: leaf)
 
 
 def assert_same(a, b) -> None:
@@ -53,7 +53,7 @@ def test_squared_gradients_are_the_models(tmp_path):
     source = source_of(tmp_path, "codebook-4")
     config, found = source.dense, {}
     sensitivity.squared_gradients(source, SAMPLES, lambda index, own: found.update(own))
-    weights = load_weights(tmp_path, config, put=lambda spec, leaf: jnp.asarray(leaf))
+    weights = load_weights(tmp_path, config, place=lambda spec, leaf: jnp.asarray(leaf))
 
     @jax.jit
     @jax.grad
@@ -240,7 +240,7 @@ def test_a_folder_that_was_written_by_hand(tmp_path, name):
         np.testing.assert_allclose(meaning(layer.mlp.up_DGF, name).T, np.concatenate([gate, up]), **near)
         np.testing.assert_allclose(meaning(layer.attention.out_NHD, name).T, o, **near)
         np.testing.assert_allclose(meaning(layer.mlp.down_FD, name).T, down, **near)
-    source = find_parts(tmp_path, read_config(tmp_path))[0]
+    source = find_sources(tmp_path, read_config(tmp_path))[0]
     for key, value in expected.items():
         np.testing.assert_allclose(source[key].read(), value, rtol=1e-5, atol=1e-5)
 
@@ -258,7 +258,7 @@ def test_what_is_refused(tmp_path):
         ModelError, match="'quip', which is for formats of points of a lattice: e8p-2, e8p-4; .*'codebook-4'"
     ):
         save("codebook-4", "quip")
-    with pytest.raises(ModelError, match="codes are no whole numbers"):
+    with pytest.raises(ModelError, match="codes are no integers"):
         save("e8p-2", "gptq")
     with pytest.raises(ModelError, match="no piece of two tokens"):
         save("codebook-4", "squeezellm", [[3]])
@@ -268,7 +268,7 @@ def test_what_is_refused(tmp_path):
     stem = "model.layers.1.mlp.down_proj.weight"
     for ending, value, words in (
         ("_columns", np.full((D, 1), F, np.int32), "inputs that it has not: there are 96"),
-        ("_table", np.full((D, 16), np.nan, np.float16), "no finite number"),
+        ("_table", np.full((D, 16), np.nan, np.float16), "not finite"),
         ("_apart", np.zeros((D, 2), np.float16), r"\[64, 2\] of float16; it must be \[64, 1\]"),
     ):
         save_file(tensors | {stem + ending: value}, out / "model.safetensors")

@@ -14,8 +14,8 @@ from quire.model.checkpoint.loader import read_config
 from quire.model.checkpoint.safetensors import find_tensors, read_header
 from quire.model.config import ModelError
 from quire.model.quantize import mixed, sensitivity, session
-from quire.model.quantize.mixed import Way, within
-from quire.model.quantize.source import Source
+from quire.model.quantize.mixed import FormatChoice, best_choices
+from quire.model.quantize.source import CheckpointSource
 from quire.tests.support import tiny
 from quire.tests.support.cases import cases
 
@@ -28,10 +28,10 @@ def test_no_other_choice_is_better(data):
     """Against all choices there are, with budgets of a whole number of shares."""
     count = data.draw(st.integers(1, 5))
     numbers = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 50)), min_size=1, max_size=4)
-    each = [[Way(None, float(b), float(loss)) for b, loss in data.draw(numbers)] for _ in range(count)]
+    each = [[FormatChoice(None, float(b), float(loss)) for b, loss in data.draw(numbers)] for _ in range(count)]
     budget = data.draw(st.integers(1, 120))
     fits = [some for some in itertools.product(*each) if sum(way.bits for way in some) <= budget]
-    found = within(budget * (1 + 1e-3), each)
+    found = best_choices(budget * (1 + 1e-3), each)
     if not fits:
         assert found is None
         return
@@ -95,7 +95,7 @@ def test_a_folder_of_several_formats(dense, samples, tmp_path, method, bits):
 
 def test_the_choice_is_the_same_when_it_goes_on(dense, samples, tmp_path):
     config = read_config(dense, quantization=mixed.ANY)
-    source = Source.of(dense, config, mixed.stored_as(mixed.ANY))
+    source = CheckpointSource.open(dense, config, mixed.stored_format(mixed.ANY))
     first = mixed.choose(source, samples, tmp_path, 4.3, lambda done: None)
     before = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
     assert len(before) == 3
@@ -105,13 +105,13 @@ def test_the_choice_is_the_same_when_it_goes_on(dense, samples, tmp_path):
 
 def test_costs_are_the_gradients_times_the_changes(dense, samples, tmp_path):
     config = read_config(dense, quantization=mixed.ANY)
-    source = Source.of(dense, config, mixed.stored_as(mixed.ANY))
+    source = CheckpointSource.open(dense, config, mixed.stored_format(mixed.ANY))
     sensitivity.write(source, samples, tmp_path)
     leaf = source.leaves(1)["mlp.down_FD"]
-    stored = read_header(sensitivity.file_of(tmp_path, 1))
+    stored = read_header(sensitivity.gradients_file(tmp_path, 1))
     name = "model.layers.1.mlp.down_proj.weight"
     W, squares = source.tensors[name].read().astype(np.float64), stored[name].read().astype(np.float64)
-    by_quant = {way.quant: way for way in mixed.ways(source, leaf, stored)}
+    by_quant = {way.quant: way for way in mixed.format_choices(source, leaf, stored)}
     assert by_quant[None].loss == 0
     groups = W.reshape(64, -1, 32)
     top = np.take_along_axis(groups, np.abs(groups).argmax(2)[..., None], 2)

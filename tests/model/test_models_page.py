@@ -21,7 +21,7 @@ def test_every_model_type_is_tested():
 @pytest.mark.parametrize("kind", UNSUPPORTED)
 def test_a_model_that_is_refused_says_why(kind):
     with pytest.raises(ModelError, match="is not supported") as caught:
-        loader.family_of({"model_type": kind})
+        loader.family_for({"model_type": kind})
     assert UNSUPPORTED[kind] in str(caught.value)
 
 

@@ -13,7 +13,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from quire.model.checkpoint import hub, orbax, quantized
-from quire.model.checkpoint.loader import load, read_config, specs_of
+from quire.model.checkpoint.loader import load, read_config, weight_specs
 from quire.model.config import ModelError
 from quire.scripts import convert
 from quire.tests.support import tiny
@@ -43,7 +43,7 @@ def made(tmp_path):
     (plain / "chat_template.jinja").write_text("x")
     (plain / "modeling.py").write_text("raise SystemExit")
     config = read_config(plain)
-    orbax.save(plain, out, load(plain, config, plain=True), config.dtype)
+    orbax.save(plain, out, load(plain, config, skip_packing=True), config.dtype)
     return plain, out
 
 
@@ -54,8 +54,8 @@ def test_round_trip(made):
     assert orbax.holds_weights(out)
     assert not orbax.holds_weights(plain)
     told = []
-    weights = load(out, config, progress=told.append, plain=True)
-    assert bits(weights) == bits(load(plain, config, plain=True))
+    weights = load(out, config, progress=told.append, skip_packing=True)
+    assert bits(weights) == bits(load(plain, config, skip_packing=True))
     assert bits(load(out, config)) == bits(load(plain, config))  # laid out for the kernels, where there are some
     assert sum(told) == sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
     names = {path.name for path in out.iterdir()}
@@ -67,7 +67,7 @@ def test_other_dtypes(made, tmp_path):
     plain, out = made
     half = tmp_path / "half"
     config = read_config(plain, "bfloat16")
-    orbax.save(plain, half, load(plain, config, plain=True), config.dtype)
+    orbax.save(plain, half, load(plain, config, skip_packing=True), config.dtype)
     assert read_config(half).dtype == "bfloat16"
     assert bits(load(half, config)) == bits(load(plain, config)) == bits(load(out, config))
     assert load(half, config).final_norm_D.dtype == jnp.float32
@@ -78,7 +78,7 @@ def test_overrides_are_written(tmp_path):
     tiny.write(tmp_path / "plain", tiny.LLAMA | {"mup_scale": 3.0})
     overrides = {"mup_scale": None, "rope_theta": 5e5}
     config = read_config(tmp_path / "plain", hf_overrides=overrides)
-    weights = load(tmp_path / "plain", config, plain=True)
+    weights = load(tmp_path / "plain", config, skip_packing=True)
     orbax.save(tmp_path / "plain", tmp_path / "out", weights, config.dtype, overrides)
     assert read_config(tmp_path / "out") == config
     quantized.save(tmp_path / "plain", tmp_path / "small", replace(config, quant="int8"), hf_overrides=overrides)
@@ -99,10 +99,10 @@ def test_random_weights_of_every_kind(tmp_path, name):
     variant = next(variant for variant in MOE_VARIANTS if variant.name == name)
     (tmp_path / "config.json").write_text(json.dumps(variant.config))
     config = read_config(tmp_path)
-    made = load(tmp_path, config, plain=True, load_format="dummy")
+    made = load(tmp_path, config, skip_packing=True, load_format="dummy")
     shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), made)
-    assert shapes == jax.tree.map(lambda spec: (spec.shape, str(jnp.dtype(spec.dtype))), specs_of(config))
-    assert bits(load(tmp_path, config, plain=True, load_format="dummy")) == bits(made)
+    assert shapes == jax.tree.map(lambda spec: (spec.shape, str(jnp.dtype(spec.dtype))), weight_specs(config))
+    assert bits(load(tmp_path, config, skip_packing=True, load_format="dummy")) == bits(made)
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(made))
 
 
@@ -114,10 +114,10 @@ def test_families_with_more_in_their_trees(tmp_path, name):
         meta = json.loads(arrays["meta"].tobytes())
     plain = write_folder(tmp_path / "plain", variant.config, meta["tensors"], meta["seed"])
     config = read_config(plain)
-    weights = load(plain, config, plain=True)
+    weights = load(plain, config, skip_packing=True)
     orbax.save(plain, tmp_path / "out", weights, config.dtype)
     assert read_config(tmp_path / "out") == config
-    again = load(tmp_path / "out", config, plain=True)
+    again = load(tmp_path / "out", config, skip_packing=True)
     assert jax.tree.structure(again) == jax.tree.structure(weights)
     assert bits(again) == bits(weights)
 
@@ -129,7 +129,7 @@ def test_a_folder_that_holds_something_is_left_alone(made, tmp_path):
     file.write_text("x")
     for taken in (out, plain, file, file / "below"):
         with pytest.raises(ModelError, match=r"already|cannot be made"):
-            orbax.make_empty(taken)
+            orbax.make_empty_folder(taken)
     assert sorted(out.rglob("*")) == before
 
 

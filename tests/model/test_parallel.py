@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from quire.model.checkpoint import parallel
-from quire.model.checkpoint.parallel import in_parallel
+from quire.model.checkpoint.parallel import run_in_parallel
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def test_results_in_order_and_bytes_bounded():
             now.remove(sizes[index])
         return index
 
-    assert in_parallel([lambda i=i: work(i) for i in range(40)], sizes, 6) == [*range(40)]
+    assert run_in_parallel([lambda i=i: work(i) for i in range(40)], sizes, 6) == [*range(40)]
     assert all(sum(each) <= 6 or each == (9,) for each in seen)
     assert max(map(len, seen)) > 1
 
@@ -35,7 +35,7 @@ def test_results_in_order_and_bytes_bounded():
 def test_works_meet():
     """They do go on at the same time."""
     barrier = threading.Barrier(4, timeout=120)
-    assert len(in_parallel([barrier.wait] * 4, [1] * 4)) == 4
+    assert len(run_in_parallel([barrier.wait] * 4, [1] * 4)) == 4
 
 
 def test_first_error_in_order():
@@ -46,16 +46,16 @@ def test_first_error_in_order():
     begun = []
     works = [lambda: fail(0.1, KeyError("first")), lambda: fail(0, ValueError("second"))]
     with pytest.raises(KeyError, match="first"):
-        in_parallel(works + [lambda: begun.append(time.sleep(0.05))] * 100, [1] * 102)
+        run_in_parallel(works + [lambda: begun.append(time.sleep(0.05))] * 100, [1] * 102)
     assert len(begun) < 100
 
 
 def test_nothing():
-    assert in_parallel([], []) == []
+    assert run_in_parallel([], []) == []
 
 
 def test_the_chosen_device():
     """What the caller has chosen holds in the threads."""
     with jax.default_device(jax.local_devices()[0]):
-        chosen = in_parallel([lambda: jax.config.jax_default_device] * 3, [1] * 3)
+        chosen = run_in_parallel([lambda: jax.config.jax_default_device] * 3, [1] * 3)
     assert chosen == [jax.local_devices()[0]] * 3

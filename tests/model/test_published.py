@@ -200,7 +200,7 @@ DAMAGE = [
     ("gptq-3", ".qweight", lambda x: x[:-1], "fill no words"),
     ("fp8-blocks", ".weight_scale_inv", lambda x: None, "not quantised|float8"),
     ("fp8-blocks", ".weight_scale_inv", lambda x: x[:-1], f"tensor '{STEM}.weight_scale_inv' is"),
-    ("fp8-blocks", ".weight_scale_inv", lambda x: x * np.float32(np.nan), "no finite number"),
+    ("fp8-blocks", ".weight_scale_inv", lambda x: x * np.float32(np.nan), "not finite"),
     ("fp8-blocks", ".weight", lambda x: np.full_like(x, np.nan), "holds a code that is no number"),
     ("fp8-blocks", ".weight", lambda x: None, f"lacks the tensor '{STEM}.weight'"),
     ("fp8-one", ".weight_scale", lambda x: np.ones(3, np.float32), f"tensor '{STEM}.weight_scale' is"),

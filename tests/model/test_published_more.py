@@ -416,7 +416,7 @@ DAMAGE: list[tuple[str, str, Any, str]] = [
     ("nf4", ".weight", lambda x: None, f"lacks the tensor '{STEM}.weight'"),
     ("nf4", ".weight.absmax", lambda x: x[:-1], f"tensor '{STEM}.weight.absmax' is"),
     ("nf4", ".weight.absmax", lambda x: x * np.float32(np.inf), f"'{STEM}.weight.absmax' holds a scale that is no"),
-    ("nf4", ".weight.quant_map", lambda x: x[::-1], "holds other numbers than those of NF4"),
+    ("nf4", ".weight.quant_map", lambda x: x[::-1], "holds another codebook than that of NF4"),
     ("nf4", ".weight.quant_map", lambda x: x * np.float32(np.nan), f"'{STEM}.weight.quant_map' holds what is no"),
     ("nf4", f".{STATE}nf4", lambda x: x[:-1], "holds no JSON"),
     ("nf4", f".{STATE}nf4", lambda x: said(x, shape=[4, -1]), r"says shape = \[4, -1\]; it must be two sizes"),

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from quire import LLM, SamplingParams
 from quire.__main__ import app
 from quire.model.checkpoint import hub, quantized
-from quire.model.checkpoint.loader import load, load_weights, read_config, specs_of
+from quire.model.checkpoint.loader import load, load_weights, read_config, weight_specs
 from quire.model.checkpoint.placement import Placement
-from quire.model.checkpoint.published import split
+from quire.model.checkpoint.published import split_quantization
 from quire.model.config import ModelError
 from quire.model.planning import cost
 from quire.ops.quant.fp8 import Fp8
@@ -67,7 +67,7 @@ def draw(config: dict, dtype=np.float32) -> dict[str, np.ndarray]:
 
 def read(folder: Path, quantization: str | None = None, dtype: str = "auto"):
     """The weights as numpy arrays, not placed."""
-    return load_weights(folder, read_config(folder, dtype, quantization=quantization), put=lambda spec, leaf: leaf)
+    return load_weights(folder, read_config(folder, dtype, quantization=quantization), place=lambda spec, leaf: leaf)
 
 
 def quantize(folder: Path, out: Path, name: str) -> Path:
@@ -217,7 +217,7 @@ def test_experts_are_rounded_where_each_has_tensors(tmp_path, name, stay):
     done = CliRunner().invoke(app, ["quantize", str(dense), str(tmp_path / "out"), "--quantization", "int8"])
     assert done.exit_code == 0, done.output
     assert ("experts stay as they are" in done.output) == stay
-    form = split(json.loads((tmp_path / "out" / "config.json").read_text()))[1]
+    form = split_quantization(json.loads((tmp_path / "out" / "config.json").read_text()))[1]
     found = {name for file in (tmp_path / "out").glob("*.safetensors") for name in load_file(file)}
     coded = {name.removesuffix("_scale") for name in found if name.endswith("_scale")}
     assert coded and any(".experts." in name for name in coded) != stay
@@ -441,7 +441,7 @@ def test_a_folder_by_hand(tmp_path, case):
     told = []
     placed = load(tmp_path, config, Placement(make_mesh()), told.append)
     assert_same(jax.tree.map(np.asarray, placed), weights)
-    assert cost.weight_bytes(config, specs_of(config)) == nbytes(placed)
+    assert cost.weight_bytes(config, weight_specs(config)) == nbytes(placed)
     assert 0 < sum(told) - nbytes(placed) < 4 * 96 * D  # the head is read dense
 
 
@@ -460,7 +460,7 @@ def test_what_was_left_dense_stays_so(tmp_path, case):
     assert isinstance(weights.layers[1].mlp.down_FD, np.ndarray)
     assert not isinstance(weights.layers[0].mlp.down_FD, np.ndarray)
     assert_is(weights, expected)
-    assert cost.weight_bytes(config, specs_of(config)) == nbytes(weights) > cost.weight_bytes(config)
+    assert cost.weight_bytes(config, weight_specs(config)) == nbytes(weights) > cost.weight_bytes(config)
     change(tmp_path, quantization_config=CASES[case][0] | {"ignore": [r"re:.*layers\.0.*(q|k|v)_proj$", spared[0]]})
     assert_same(read(tmp_path), weights)
     change(tmp_path, quantization_config=CASES[case][0] | {"ignore": spared[:2]})
@@ -499,7 +499,7 @@ def test_several_groups(tmp_path):
     weights = read(tmp_path)
     assert_is(weights, expected)
     assert isinstance(weights.layers[0].attention.qkv_DGH, Fp8) and isinstance(weights.layers[0].mlp.down_FD, Int4)
-    assert cost.weight_bytes(read_config(tmp_path), specs_of(read_config(tmp_path))) == nbytes(weights)
+    assert cost.weight_bytes(read_config(tmp_path), weight_specs(read_config(tmp_path))) == nbytes(weights)
 
 
 @pytest.mark.parametrize("case", ["w8a8", "w4a16-64-zero", "fp8"])
@@ -553,7 +553,7 @@ def test_converted(tmp_path, case):
     assert done.exit_code == 0, done.output
     config = read_config(tmp_path / "out")
     assert config == read_config(tmp_path / "plain")
-    again = load(tmp_path / "out", config, plain=True)
+    again = load(tmp_path / "out", config, skip_packing=True)
     assert_same(jax.tree.map(np.asarray, again), read(tmp_path / "plain"))
 
 
@@ -662,7 +662,7 @@ def test_any_value_of_any_key(data):
                 break
             place = place[key]
     try:
-        form = split({"quantization_config": config})[1]
+        form = split_quantization({"quantization_config": config})[1]
     except ModelError as error:
         assert "\n" not in str(error)
         assert "quantization_config" in str(error)
@@ -762,7 +762,7 @@ def test_a_scale_that_is_no_number_where_codes_are_widened(tmp_path):
     parts["lm_head.weight_scale"][3] = np.nan
     save_file(tensors | parts, tmp_path / "model.safetensors")
     config = replace(read_config(tmp_path), quant=None)
-    refused(lambda: load_weights(tmp_path, config, put=lambda spec, leaf: leaf), "lm_head.weight_scale", "finite")
+    refused(lambda: load_weights(tmp_path, config, place=lambda spec, leaf: leaf), "lm_head.weight_scale", "finite")
 
 
 @pytest.mark.slow

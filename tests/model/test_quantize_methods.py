@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from quire.model.config import ModelError
 from quire.model.quantize import awq, smoothquant
 from quire.model.quantize.gptq import gptq, inverse_cholesky
-from quire.model.quantize.grid import Grid, grid_of
+from quire.model.quantize.grid import Grid, grid_for_format
 from quire.ops import quant
 from quire.sharding.spec import ArraySpec
 
@@ -40,7 +40,7 @@ def lost(W: np.ndarray, Q: np.ndarray, X: np.ndarray) -> float:
 @pytest.mark.parametrize("columns", [128, 256])
 def test_a_grid_is_its_format(name, columns):
     """The same codes to nearest, and by GPTQ too where no input says anything of another."""
-    W, grid = matrix(np.random.default_rng(1), 24, columns), grid_of(name)
+    W, grid = matrix(np.random.default_rng(1), 24, columns), grid_for_format(name)
     W[3, :64] = 0
     spec = quant.packed(name, ArraySpec((columns, 24), np.float32, (None, None), inputs=(0,)))
     expected = spec.quantize(W.T)
@@ -61,7 +61,7 @@ def spec_form(name: str) -> str:
 
 def test_a_format_of_floats_has_no_grid():
     with pytest.raises(ModelError, match="'fp8'.*int8, int8-weights, int4-32"):
-        grid_of("fp8")
+        grid_for_format("fp8")
 
 
 def naive_gptq(W, H, bits: int, group: int | None, own_zeros: bool, act_order: bool, damp: float = 0.01):
@@ -180,7 +180,7 @@ def test_best_fit_is_the_best_scale_of_each_group(bits, group, own_zeros, seed):
 @pytest.mark.parametrize("name", ["int4-32", "int4-64-zero", "int3-32"])
 def test_gptq_over_one_layer_beside_a_float64_reference(name):
     """Correlated inputs; the reference rounds with the inverse of H as the paper's algorithm 1 has it."""
-    rng, grid = np.random.default_rng(7), grid_of(name)
+    rng, grid = np.random.default_rng(7), grid_for_format(name)
     W, X = matrix(rng, 48, 192), inputs(rng, 1000, 192)
     H = X.T @ X
     order = np.argsort(-np.diag(H), kind="stable")
@@ -269,7 +269,7 @@ def test_awq_clips_where_it_helps(seed, group):
     """Against every bound for every group of every output."""
     rng = np.random.default_rng(seed)
     W, X, grid = matrix(rng, 3, 32), inputs(rng, 50, 32), Grid(3, group, False, np.float32)
-    cut = awq.clipped(W, X.T @ X, grid)
+    cut = awq.clip_weights(W, X.T @ X, grid)
     size = group or 32
     for o in range(3):
         for start in range(0, 32, size):

@@ -97,25 +97,25 @@ def test_generates_the_same(home, folder):
 def test_another_name_for_anything_else(home, folder, monkeypatch):
     """The file belongs to the checkpoint's bytes, the options, the kernels and the code."""
     config = read_config(folder)
-    names = [weight_cache.key(folder, config)]
-    names.append(weight_cache.key(folder, replace(config, quant="int8")))
+    names = [weight_cache.cache_key(folder, config)]
+    names.append(weight_cache.cache_key(folder, replace(config, quant="int8")))
     with monkeypatch.context() as patch:
         patch.setattr(native.build, "source_hash", lambda: "other")
-        names.append(weight_cache.key(folder, config))
+        names.append(weight_cache.cache_key(folder, config))
     with monkeypatch.context() as patch:
         patch.setattr(native, "instruction_set", lambda: "other")
-        names.append(weight_cache.key(folder, config))
+        names.append(weight_cache.cache_key(folder, config))
     file = folder / "model.safetensors"
     state = file.stat()
     os.utime(file, ns=(state.st_mtime_ns, state.st_mtime_ns + 1))
-    names.append(weight_cache.key(folder, config))
+    names.append(weight_cache.cache_key(folder, config))
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     os.utime(file, ns=(state.st_mtime_ns, state.st_mtime_ns + 1))  # as before but for its bytes
-    names.append(weight_cache.key(folder, config))
+    names.append(weight_cache.cache_key(folder, config))
     assert len({*names}) == len(names)
-    assert weight_cache.key(folder, config) == names[-1]
+    assert weight_cache.cache_key(folder, config) == names[-1]
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "table", "array", "magic", "class"])
@@ -134,7 +134,7 @@ def test_damage_is_noticed_and_mended(home, folder, reads, caplog, damage):
         length = int.from_bytes(content[len(weight_cache.MAGIC) :][:8], "little")
         table = json.loads(content[begin : begin + length])
         table["leaves"][0] = {"class": "model.config:ModelError", "fields": {}}
-        head = weight_cache.head_of(table)
+        head = weight_cache.header_bytes(table)
         content[: len(head)] = head
     else:
         content[{"magic": 0, "table": 100}[damage]] ^= 1
@@ -150,7 +150,7 @@ def test_two_at_once(home, folder):
     """Both write, and a third reads one of them whole."""
     config = read_config(folder)
     leaves = jax.tree.leaves(load(folder, config))
-    caches = [WeightCache.of(folder, config) for _ in range(2)]
+    caches = [WeightCache.for_folder(folder, config) for _ in range(2)]
     threads = [threading.Thread(target=cache.write, args=(leaves,)) for cache in caches for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -164,10 +164,10 @@ def test_writers_with_one_process_id_do_not_share_a_temporary_file(home, folder,
     """As in containers that share a volume: one writer publishes while another has just begun with the same file."""
     config = read_config(folder)
     leaves = [np.random.default_rng(i).integers(0, 256, 5 * weight_cache.PAGE, np.uint8) for i in range(4)]
-    first, second = (WeightCache.of(folder, config) for _ in range(2))
+    first, second = (WeightCache.for_folder(folder, config) for _ in range(2))
     assert first.path == second.path
     has_begun, may_finish = threading.Event(), threading.Event()
-    flat, counts = weight_cache.flat, Counter()
+    flat, counts = weight_cache.as_bytes, Counter()
 
     def paused_flat(value):
         name = threading.current_thread().name
@@ -180,7 +180,7 @@ def test_writers_with_one_process_id_do_not_share_a_temporary_file(home, folder,
             assert has_begun.wait(60)
         return flat(value)
 
-    monkeypatch.setattr(weight_cache, "flat", paused_flat)
+    monkeypatch.setattr(weight_cache, "as_bytes", paused_flat)
     thread = threading.Thread(target=second.write, args=(leaves,), name="second")
     writer = threading.Thread(target=first.write, args=(leaves,), name="first")
     writer.start()
@@ -195,7 +195,7 @@ def test_writers_with_one_process_id_do_not_share_a_temporary_file(home, folder,
 def test_least_recently_used_goes(home, folder, monkeypatch):
     """Over the limit the one goes that was not used for longest; a file that nobody completed goes with age."""
     config, leaves = read_config(folder), [np.zeros(3 * weight_cache.PAGE, np.uint8)]
-    caches = [WeightCache.of(folder, (config, i)) for i in range(4)]
+    caches = [WeightCache.for_folder(folder, (config, i)) for i in range(4)]
     for age, cache in enumerate(caches[:3]):
         cache.write(leaves)
         os.utime(cache.path, (time.time() - 100 + age,) * 2)
@@ -225,6 +225,6 @@ def test_no_place(home, folder, monkeypatch, caplog, tmp_path):
 def test_small_models_are_not_kept(home, folder, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(home.parents[1]))
-    cache = WeightCache.of(folder, None)
+    cache = WeightCache.for_folder(folder, None)
     cache.write_soon([np.zeros(8)])
     assert not [*home.iterdir()]

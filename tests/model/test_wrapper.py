@@ -38,7 +38,7 @@ def test_the_text_model_is_that_of_its_own_folder(tmp_path, caplog):
     np.testing.assert_array_equal(found.head_VD, own.head_VD)
     np.testing.assert_array_equal(found.layers[1].attention.qkv_DGH, own.layers[1].attention.qkv_DGH)
     assert [record.getMessage() for record in caplog.records] == [
-        "tensors that are left out, since text is all that is served: multi_modal_projector (1), vision_tower (2)"
+        "tensors that are not loaded, since only text is served: multi_modal_projector (1), vision_tower (2)"
     ]
 
 
@@ -56,12 +56,12 @@ def test_the_text_model_is_that_of_its_own_folder(tmp_path, caplog):
 def test_what_is_not_supported_is_named(change, message):
     hf = OUTER | {"text_config": tiny.LLAMA} | change
     with pytest.raises(ModelError, match=message):
-        loader.family_of(hf).config(hf)
+        loader.family_for(hf).config(hf)
 
 
 def test_what_is_said_once_for_the_whole_counts():
     hf = PUBLISHED["Ministral-3-3B"].config
-    read = loader.family_of(hf).config
+    read = loader.family_for(hf).config
     assert (read(hf).tied, read(hf).dtype, read(hf).family) == (True, "bfloat16", "ministral3")
     inner = hf["text_config"] | {"dtype": "float32", "tie_word_embeddings": False}
     assert read(hf | {"text_config": inner}) == read(hf)

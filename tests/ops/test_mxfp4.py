@@ -93,7 +93,7 @@ def test_by_the_kernels(tmp_path, dtype, tolerance):
         pytest.skip("no compiler")
     made = Golden(next(variant for variant in VARIANTS if variant.name == "gpt-oss"), tmp_path)
     config = loader.read_config(made.folder, dtype)
-    decoded, tiled = (loader.load(made.folder, config, plain=plain) for plain in (True, False))
+    decoded, tiled = (loader.load(made.folder, config, skip_packing=plain) for plain in (True, False))
     experts = tiled.layers[0].moe.up_EDGF
     assert isinstance(decoded.layers[0].moe.up_EDGF, Mxfp4) and isinstance(experts, Many)
     assert experts.each.float_rows == (dtype == "float32")

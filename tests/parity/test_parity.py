@@ -115,15 +115,15 @@ def test_published_tensors(name, tmp_path):
     hf = {key: value for key, value in hf.items() if key not in ("auto_map", "quantization_config")}
     (tmp_path / "config.json").write_text(json.dumps(hf))
     config = loader.read_config(tmp_path)
-    family = loader.module_of(config)
+    family = loader.family_module(config)
     if hf["model_type"] == "kimi_k2":  # by that name transformers knows it inside of another alone
         (tmp_path / "config.json").write_text(json.dumps(hf | {"model_type": "deepseek_v3"}))
     with torch.device("meta"):
         model = reference.built(transformers.AutoConfig.from_pretrained(tmp_path))
     theirs = {
-        loader.canonical(family, key): tuple(value.shape)
+        loader.canonical_name(family, key): tuple(value.shape)
         for key, value in model.state_dict().items()
-        if not loader.left_out(config, loader.canonical(family, key))
+        if not loader.is_ignored(config, loader.canonical_name(family, key))
     }
     if config.tied:
         del theirs["lm_head.weight"]

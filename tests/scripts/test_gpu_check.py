@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quire.model.checkpoint.loader import family_of
+from quire.model.checkpoint.loader import family_for
 from quire.model.families import llama
 from quire.model.planning.cost import kv_read_bytes
 from quire.model.weights import abstract
@@ -62,7 +62,7 @@ def test_what_it_counts():
     words = 128256 * 4096 * 2
     read, _ = least(config, 64, 64, 1000)
     assert read == pytest.approx(nbytes(weights) - words + 64 * 1000 * a_token)
-    mixture, layers = family_of(FULL.experts).config(FULL.experts, 1056), FULL.experts["num_hidden_layers"]
+    mixture, layers = family_for(FULL.experts).config(FULL.experts, 1056), FULL.experts["num_hidden_layers"]
     (few, _), (many, _) = least(mixture, 1, 1, 1), least(mixture, 10_000, 1, 1)
     assert many - few == pytest.approx(layers * 120 * 3 * 2048 * 768 * 2), "8 of 128 experts in each layer"
 
@@ -175,7 +175,7 @@ def test_what_the_pieces_count():
     weights = 3 * 32 * 48
     assert (one.bytes, one.operations, several.operations) == (2 * weights, 2 * weights, 5 * 2 * weights)
     (hf, _), each = TINY.mixtures, 3 * 32 * 32
-    mixture = family_of(hf).config(hf, 20)
+    mixture = family_for(hf).config(hf, 20)
     one, many = gpu_pieces.mixtures("", mixture, (1, 200), 3)
     assert (one.bytes, many.bytes) == (2 * 2 * each, 6 * 2 * each)
     assert many.operations == 200 * 2 * 2 * each

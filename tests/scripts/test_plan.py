@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.__main__ import app, main
-from quire.model.checkpoint.loader import family_of
+from quire.model.checkpoint.loader import family_for
 from quire.model.config import Attention, LatentAttention, Layer, ModelConfig, Moe
 from quire.model.planning import cost
 from quire.serving.device.state import page_bytes
@@ -22,7 +22,7 @@ from quire.tests.support.published_more import PUBLISHED_MORE
 
 def published(name: str) -> ModelConfig:
     hf = LLAMA | PUBLISHED[name][0]
-    return family_of(hf).config(hf)
+    return family_for(hf).config(hf)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -85,7 +85,7 @@ class Naive:
             return made_TD, draft_heads.logits(heads, own, weights, x_TD)
 
         self.of_model, self.draft = jax.jit(features_of), jax.jit(draft)
-        self.guess = jax.jit(lambda hidden_RD: draft_heads.guess(heads, own, weights, hidden_RD))
+        self.guess = jax.jit(lambda hidden_RD: draft_heads.medusa_logits(heads, own, weights, hidden_RD))
 
     def features_of(self, tokens):
         """(what the heads get of the model, its hidden states, its logits), a row for each token."""
@@ -237,7 +237,7 @@ def test_heads_begin_as_the_model(target, written):
     config, weights = target
     heads, _ = new_heads("medusa", config, 2, 2, True, 0)
     own, hidden = first_weights(heads, weights, written, 0), np.random.default_rng(0).random((3, 32), np.float32)
-    for logits in draft_heads.guess(heads, own, weights, jnp.asarray(hidden)):
+    for logits in draft_heads.medusa_logits(heads, own, weights, jnp.asarray(hidden)):
         np.testing.assert_allclose(logits, decoder.logits(weights, jnp.asarray(hidden), config), atol=1e-5)
 
 
@@ -248,7 +248,7 @@ def test_heads_are_taught_by_models_of_every_form(tmp_path, name):
     variant = next(variant for variant in VARIANTS if variant.name == name)
     (tmp_path / "config.json").write_text(json.dumps(variant.config))
     config = read_config(tmp_path, "float32")
-    weights = load(tmp_path, config, plain=True, load_format="dummy")
+    weights = load(tmp_path, config, skip_packing=True, load_format="dummy")
     rng = np.random.default_rng(0)
     documents = [(rng.integers(0, config.vocab_size, 5).tolist(), rng.integers(0, config.vocab_size, 20).tolist())]
     rows = pack(none_yet().joined(documents), [0], 32)
@@ -272,7 +272,7 @@ def test_heads_learn_through_the_output_matrix_of_a_rounded_model(tmp_path, writ
     tiny.write(tmp_path / "dense", hf)
     quantized.save(tmp_path / "dense", tmp_path / "int8", read_config(tmp_path / "dense", quantization="int8"))
     config = read_config(tmp_path / "int8")
-    weights, rows = load(tmp_path / "int8", config, plain=True), pack(written, range(len(written)), LENGTH)
+    weights, rows = load(tmp_path / "int8", config, skip_packing=True), pack(written, range(len(written)), LENGTH)
     heads, _ = new_heads("eagle", config, 1, 1, True, 0)
     own = random_arrays(draft_heads.abstract(heads), 0)
 
@@ -324,7 +324,7 @@ def test_heads_that_were_trained_can_be_read(tmp_path, bundled, said, kind, caps
     assert "step 0 of 6" in shown and "place ahead" in shown
     config = read_config(Path(bundled))
     heads = draft_heads.read_heads(tmp_path / "heads", config, kind)
-    own = draft_heads.load(tmp_path / "heads", heads, plain=True)
+    own = draft_heads.load(tmp_path / "heads", heads, skip_packing=True)
     assert heads.model.dtype == "bfloat16" and heads.own_head == (kind == "eagle3")
     begun = first_weights(heads, load_weights(Path(bundled), config), said[0], 0)
     changed = [not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (own, begun)), strict=True)]

@@ -133,7 +133,7 @@ def test_load_over_eight_devices(tmp_path):
     plain, out = tmp_path / "plain", tmp_path / "converted"
     tiny.write(plain)
     config = loader.read_config(plain)
-    orbax.save(plain, out, loader.load(plain, config, plain=True), config.dtype)
+    orbax.save(plain, out, loader.load(plain, config, skip_packing=True), config.dtype)
     environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", EIGHT, str(plain), str(out)],

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from quire.model.checkpoint.gguf_folder import KEPT
-from quire.model.checkpoint.published import split
+from quire.model.checkpoint.published import split_quantization
 from quire.ops import quant
 from quire.ops.linear.cpu import takes_bytes
 from quire.ops.linear.gpu_kernel import prepare
@@ -123,7 +123,7 @@ def formats() -> list[str]:
 def published() -> list[str]:
     rows = ["| published as | kept as |", "|---|---|"]
     for label, config in PUBLISHED:
-        stored = split({"quantization_config": config})[1]
+        stored = split_quantization({"quantization_config": config})[1]
         assert stored is not None
         rows.append(f"| {label} | {kept(stored.quant)} |")
     found: dict[str, list[str]] = {}

@@ -47,7 +47,7 @@ def family(hf: dict[str, Any]) -> Any:
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors of a checkpoint, in its usual form."""
-    sources = jax.tree.leaves(loader.sources_of(config), is_leaf=lambda node: isinstance(node, Source))
+    sources = jax.tree.leaves(loader.weight_sources(config), is_leaf=lambda node: isinstance(node, Source))
     return {part.name: part.shape for source in sources for part in source.parts}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from quire.model import families
-from quire.model.checkpoint.published import split
+from quire.model.checkpoint.published import split_quantization
 from quire.model.families import FAMILIES, UNSUPPORTED, wrapper
 from quire.model.families.config_keys import Keys
 from quire.tests.support.golden.encoders import ENCODERS
@@ -72,7 +72,7 @@ def refusals() -> dict[str, dict[str, tuple]]:
 
     with patch.object(Keys, "refuse", note):
         for hf in (*TINY.values(), *WHOLE.values()):
-            module(hf["model_type"]).config(split(hf)[0])
+            module(hf["model_type"]).config(split_quantization(hf)[0])
     return found
 
 

@@ -208,7 +208,7 @@ def hqq(rng, stem: str, shape, bits=4, group=64, axis=1, view=np.uint8, **_):
 
 
 def read(folder: Path, **options):
-    return load_weights(folder, read_config(folder, **options), put=lambda spec, leaf: leaf)
+    return load_weights(folder, read_config(folder, **options), place=lambda spec, leaf: leaf)
 
 
 def dense_of(leaf) -> np.ndarray:

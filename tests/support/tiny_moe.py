@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from quire.model.checkpoint.loader import read_config, sources_of
+from quire.model.checkpoint.loader import read_config, weight_sources
 from quire.model.families.common import Source
 from quire.tests.support import peft, tiny
 
@@ -35,7 +35,7 @@ def write(folder: Path, name: str) -> dict[str, np.ndarray]:
     """A model folder; the tensors are returned."""
     config = CONFIGS[name]
     tiny.write(folder, config, {})
-    found = jax.tree.leaves(sources_of(read_config(folder)), is_leaf=lambda node: isinstance(node, Source))
+    found = jax.tree.leaves(weight_sources(read_config(folder)), is_leaf=lambda node: isinstance(node, Source))
     shapes = {part.name: part.shape for source in found for part in source.parts}
     if name == "mixtral":
         shapes = {each.replace(".mlp.", ".block_sparse_moe."): shape for each, shape in shapes.items()}

@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from quire.model.checkpoint.loader import read_config, sources_of
+from quire.model.checkpoint.loader import read_config, weight_sources
 from quire.model.families.common import Source
 from quire.tests.support import tiny
 
@@ -43,7 +43,7 @@ def mtp_shapes(config: dict) -> dict[str, tuple[int, ...]]:
 def write(folder: Path, config: dict = CONFIG) -> dict[str, np.ndarray]:
     """A model folder; the tensors are returned."""
     tiny.write(folder, config, {})
-    found = jax.tree.leaves(sources_of(read_config(folder)), is_leaf=lambda node: isinstance(node, Source))
+    found = jax.tree.leaves(weight_sources(read_config(folder)), is_leaf=lambda node: isinstance(node, Source))
     shapes = {part.name: part.shape for source in found for part in source.parts} | mtp_shapes(config)
     tensors = tiny.even(shapes)
     norms = [name for name in shapes if name.endswith("norm.weight") and "linear_attn" not in name]

@@ -224,7 +224,7 @@ def test_the_bundled_heads_foretell_what_quill_writes(llm, kind, least):
     folder = ROOT / "model" / f"quill_{kind}"
     config = read_config(ROOT / "model" / "quill", "float32")
     heads = draft_heads.read_heads(folder, config, kind)
-    own, weights = draft_heads.load(folder, heads, plain=True), load_weights(ROOT / "model" / "quill", config)
+    own, weights = draft_heads.load(folder, heads, skip_packing=True), load_weights(ROOT / "model" / "quill", config)
     rows = pack(documents, range(len(documents)), 256)
     found = jax.jit(lambda rows: judge(heads, own, weights, config, rows, 4))(rows)
     shares = [int(one.right) / int(one.asked) for one in found]

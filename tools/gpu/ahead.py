@@ -163,11 +163,11 @@ def measure(case: Case, target: str, spills: bool = False) -> Result:
 
 def compiled(case: Case, layers: int, spills: bool):
     """The program of so many layers, for the card that is described, and why a row's bits may depend on its company."""
-    from quire.model.checkpoint.placement import abstract_over
+    from quire.model.checkpoint.placement import abstract_on_mesh
     from quire.model.weights import abstract
+    from quire.serving.device.batch import choose
     from quire.serving.device.drafts import WithDrafter
     from quire.serving.device.pipeline import Pipeline
-    from quire.serving.device.step_shape import StepShape, choose
     from quire.serving.engine.batch_builder import BatchBuilder
     from quire.sharding.mesh import make_mesh
 
@@ -181,7 +181,7 @@ def compiled(case: Case, layers: int, spills: bool):
     pages = case.batch * width + 1
     drafts = DRAFTS if case.drafts else 0
     state = pipeline.abstract_state((pages,) * groups, page, most, drafts)
-    weights = here(specs) if mesh is None else abstract_over(config, mesh, specs)
+    weights = here(specs) if mesh is None else abstract_on_mesh(config, mesh, specs)
     weights = weights if own is None else WithDrafter(weights, here(own))
     shape = StepShape.largest(most, ROWS, most, max_drafts=drafts)
     layouts = BatchBuilder(shape.with_cache(groups, page, MAX_LEN)).layouts
@@ -196,7 +196,7 @@ def compiled(case: Case, layers: int, spills: bool):
 def drafter_of(case: Case, config):
     """(what drafts in the step, the specs of its weights), None twice where nothing does."""
     from quire.model import draft_heads
-    from quire.model.checkpoint.loader import family_of
+    from quire.model.checkpoint.loader import family_for
     from quire.model.weights import abstract
     from quire.serving.device.drafts import DraftModel, with_layers
     from quire.serving.device.head_drafter import FeatureDrafter
@@ -207,9 +207,9 @@ def drafter_of(case: Case, config):
         return None, None
     hf, count = DRAFTERS[case.drafts], len(config.layers)
     if case.drafts == "draft_model":
-        own = replace(family_of(hf).config(hf, MAX_LEN), kv_cache_dtype=config.kv_cache_dtype)
+        own = replace(family_for(hf).config(hf, MAX_LEN), kv_cache_dtype=config.kv_cache_dtype)
         return DraftModel(own, with_layers(config, own), count), abstract(own)
-    heads = draft_heads.heads_of(hf, (), config, case.drafts)
+    heads = draft_heads.parse_heads(hf, (), config, case.drafts)
     chain = ((0,) * DRAFTS,)
     return FeatureDrafter(heads, with_layers(config, heads.model), count, chain), draft_heads.abstract(heads)
 
@@ -263,7 +263,7 @@ def alone(case: Case, target: str) -> Result | Failure:
 
 def config_of(case: Case, layers: int):
     """The model's configuration, cut to so many layers, all of which are alike."""
-    from quire.model.checkpoint.loader import family_of
+    from quire.model.checkpoint.loader import family_for
 
     from .shapes import SHAPES
 
@@ -271,7 +271,7 @@ def config_of(case: Case, layers: int):
     hf = whole | {"num_hidden_layers": layers}
     hf |= {"first_k_dense_replace": 0} if "first_k_dense_replace" in whole else {}
     hf |= {"layer_types": whole["layer_types"][:layers]} if "layer_types" in whole else {}
-    config = family_of(hf).config(hf, MAX_LEN)
+    config = family_for(hf).config(hf, MAX_LEN)
     return replace(config, quant=case.quant or config.quant, kv_cache_dtype=case.kv)
 
 

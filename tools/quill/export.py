@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from quire.model.checkpoint.dense_leaf import unread_leaf
+from quire.model.checkpoint.dense_leaf import leaf_to_tensors
 from quire.model.config import ModelConfig
 from quire.model.families.common import Source
 from quire.model.families.quill import hf_config, sources
@@ -23,7 +23,7 @@ def tensors(weights, config: ModelConfig, dtype) -> dict[str, np.ndarray]:
     named: dict[str, np.ndarray] = {}
 
     def put(source: Source, leaf):
-        parts = unread_leaf(source.parts, np.asarray(leaf, np.float32))
+        parts = leaf_to_tensors(source.parts, np.asarray(leaf, np.float32))
         named.update({name: value.astype(dtype) for name, value in parts.items()})
 
     jax.tree.map(put, sources(config), weights, is_leaf=lambda leaf: isinstance(leaf, Source))

@@ -1,6 +1,6 @@
-"""What AutoRound says of a checkpoint, whose matrices lie as GPTQ's or AWQ's do: the modules of those read them.
+"""AutoRound checkpoints, whose matrices have GPTQ's or AWQ's layout and are read by those modules.
 
-Modules may have bits and groups of their own, by name or by a regular expression that is searched for in names.
+Modules may have their own bits and group size, by name or by a regular expression.
 """
 
 import re
@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...stored_format import StoredFormat, StoredGroup
-from .integers import Integers, group_of, truth, whole_number
-from .keys import HERE, known, patterns, refusal
+from .integers import IntegerLayout, checked_bool, checked_int, make_group
+from .keys import CONFIG_KEY, checked_entries, checked_patterns, unsupported_value
 
-PACKINGS = {  # how matrices lie: whose module reads them, and GPTQ's version
+PACKINGS = {  # (module that reads the layout, GPTQ version)
     "auto_round:auto_gptq": ("gptq", 1), "auto_round:gptq": ("gptq", 1), "auto_round": ("gptq", 2),
     "auto_round:gptqmodel": ("gptq", 2), "auto_round:auto_awq": ("awq", 2), "auto_round:awq": ("awq", 2),
 }  # fmt: skip
-WIDE = (16, 32)  # bits of what is left dense, and of rows
-# What one module may say too. Of activations, only that they stay as they are.
+WIDE = (16, 32)  # bits of unquantised weights and activations
+# Keys that single modules may set too. Activations must stay unquantised.
 SCHEME = {
     "bits": ..., "group_size": ..., "sym": ..., "data_type": ("int", "float"), "act_bits": WIDE, "act_group_size": ...,
     "act_sym": ..., "act_dynamic": ..., "act_data_type": ..., "super_bits": (), "super_group_size": (),
@@ -35,41 +35,44 @@ KEYS = SCHEME | {
 
 
 def stored_format(config: Mapping[str, Any]) -> StoredFormat:
-    said = known(HERE, config, KEYS)
-    packing = said.get("packing_format")
+    settings = checked_entries(CONFIG_KEY, config, KEYS)
+    packing = settings.get("packing_format")
     if packing is None:
-        raise refusal(f"{HERE}.packing_format", packing, " or ".join(map(repr, PACKINGS)))
+        raise unsupported_value(f"{CONFIG_KEY}.packing_format", packing, " or ".join(map(repr, PACKINGS)))
     method, version = PACKINGS[packing]
-    extra = said.get("extra_config", {})
-    if not isinstance(extra, dict):
-        raise refusal(f"{HERE}.extra_config", extra, "an object of modules")
-    groups, ignore = [], []
-    for name, scheme in extra.items():
-        where = f"{HERE}.extra_config.{name}"
-        targets = patterns(where, [pattern(name)])
-        own = {key: said[key] for key in SCHEME if key in said} | known(where, scheme, SCHEME)
-        if own.get("bits") in WIDE:
+    extra_config = settings.get("extra_config", {})
+    if not isinstance(extra_config, dict):
+        raise unsupported_value(f"{CONFIG_KEY}.extra_config", extra_config, "an object of modules")
+    groups = []
+    ignore = []
+    for name, scheme in extra_config.items():
+        key_path = f"{CONFIG_KEY}.extra_config.{name}"
+        targets = checked_patterns(key_path, [module_pattern(name)])
+        module_settings = {key: settings[key] for key in SCHEME if key in settings} | checked_entries(
+            key_path, scheme, SCHEME
+        )
+        if module_settings.get("bits") in WIDE:
             ignore += targets
         else:
-            groups.append(group(method, version, own, targets))
+            groups.append(scheme_group(method, version, module_settings, targets))
     groups.sort(key=lambda group: group.targets[0].startswith("re:"))  # names before patterns
-    every = (*groups, group(method, version, said, ("Linear",)))
-    return StoredFormat(method, every, ("lm_head", "embed_tokens", *ignore), parts=True, rounds_head=False)
+    all_groups = (*groups, scheme_group(method, version, settings, ("Linear",)))
+    return StoredFormat(method, all_groups, ("lm_head", "embed_tokens", *ignore), parts=True, rounds_head=False)
 
 
-def pattern(name: str) -> str:
-    """A name of a module as it is; else a regular expression that may begin anywhere."""
+def module_pattern(name: str) -> str:
+    """A module name unchanged, or a regular expression that may match anywhere."""
     if re.fullmatch(r"[\w.]+", name):
         return name
     return f"re:{name if name.startswith(('.*', '^')) else f'.*{name}'}"
 
 
-def group(method: str, version: int, said: Mapping[str, Any], targets: tuple[str, ...]) -> StoredGroup:
-    """How the modules of one scheme are kept."""
-    if said.get("data_type", "int") != "int":
-        raise refusal(f"{HERE}.data_type", said["data_type"], "'int'")
-    bits = whole_number(said, "bits", *((4,) if method == "awq" else (2, 3, 4, 8)))
-    size = whole_number(said, "group_size", -1, 16, 32, 64, 128, 256, 512, 1024)
-    centred = truth(said, "sym", True) and method == "gptq"
-    kept = group_of(Integers(bits, size, centred=centred, version=version))
-    return StoredGroup(kept.quant, kept.form, targets)
+def scheme_group(method: str, version: int, settings: Mapping[str, Any], targets: tuple[str, ...]) -> StoredGroup:
+    """The stored group for the modules of one scheme."""
+    if settings.get("data_type", "int") != "int":
+        raise unsupported_value(f"{CONFIG_KEY}.data_type", settings["data_type"], "'int'")
+    bits = checked_int(settings, "bits", *((4,) if method == "awq" else (2, 3, 4, 8)))
+    size = checked_int(settings, "group_size", -1, 16, 32, 64, 128, 256, 512, 1024)
+    centred = checked_bool(settings, "sym", True) and method == "gptq"
+    base_group = make_group(IntegerLayout(bits, size, centred=centred, version=version))
+    return StoredGroup(base_group.quant, base_group.form, targets)

@@ -1,16 +1,18 @@
-"""Checkpoints of bitsandbytes as transformers saves them: four bits by a table in blocks, or signed bytes by output.
+"""bitsandbytes checkpoints as transformers saves them: 4-bit blocks (nf4, fp4) or int8 by output.
 
-Four bits: a matrix is one row of codes, two a byte, the first in the high half; `blocksize` of them share a scale. What
-is not a tensor is JSON in a tensor of bytes. With double quantisation the scales are codes too.
+4 bits: a matrix is one row of codes, two in a byte with the first in the high half; `blocksize`
+codes share a scale. Other values are JSON in a byte tensor. With double quantisation the scales are
+codes.
 
-    weight                                  uint8 [out * in / 2, 1], or as many bytes of a wider type
+    weight                                  uint8 [out * in / 2, 1], or a wider type
     weight.absmax                           float32 [blocks], or uint8
     weight.quant_map                        float32 [16]: what codes stand for
-    weight.nested_absmax, .nested_quant_map  float32 [blocks / nested_blocksize], [256]
-    weight.quant_state.bitsandbytes__nf4    JSON: quant_type, blocksize, dtype, shape, nested_blocksize, nested_offset
+    weight.quant_map                        float32 [16]: codebook
+    weight.quant_state.bitsandbytes__nf4    JSON: quant_type, blocksize, dtype, shape,
+                                            nested_blocksize, nested_offset
 
-Eight bits: `weight` int8 [out, in] and `SCB` float32 [out], the largest of each output: weight = code * SCB / 127.
-Rows stay as they are, where bitsandbytes rounds them all but for their outliers.
+8 bits: `weight` int8 [out, in] and `SCB` float32 [out], the absolute maximum of each output:
+weight = code * SCB / 127. Activations are not quantised here; bitsandbytes quantises their inliers.
 """
 
 import json
@@ -28,8 +30,8 @@ from ....ops.quant.nf4 import GROUP
 from ...config import ModelError
 from ...stored_format import StoredFormat, StoredGroup
 from ..safetensors import Tensor
-from .keys import HERE, known, patterns, refusal
-from .matrix import Largest, Matrix, Parts, check, rounded, take
+from .keys import CONFIG_KEY, checked_entries, checked_patterns, unsupported_value
+from .matrix import LargestValue, Matrix, MatrixTensors, check, pop_tensors, quantize_dense
 
 KINDS = ("nf4", "fp4")
 KEYS = {
@@ -41,18 +43,19 @@ KEYS = {
 }  # fmt: skip
 SCALES = ".weight.absmax"
 NESTED = (".weight.nested_absmax", ".weight.nested_quant_map")
-NESTED_BLOCK, JSON = 256, 192  # scales that share one, and bytes of the JSON, of what is written
-LARGEST = 1 << 16  # numbers of a block; it has 4,096 at most
+NESTED_BLOCK = 256  # scales that share a second-level scale, as written
+JSON = 192  # bytes of the JSON, as written
+LARGEST = 1 << 16  # limit of a block's size; bitsandbytes has at most 4,096
 STORAGE = ("uint8", "int8", "bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True)
 class State:
-    """What the JSON of a matrix of four bits says."""
+    """The quantisation state in a 4-bit matrix's JSON."""
 
     shape: tuple[int, int]
     block: int
-    nested: int | None  # scales that share one, where they are codes
+    nested: int | None  # scales that share a second-level scale; None: scales are not quantised
     offset: float
 
 
@@ -61,31 +64,32 @@ class FourBits(Matrix):
     state: State
 
     def unpacked(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The codes in one row, the scale of each block, and what codes stand for."""
+        """(codes in one row, scale of each block, codebook)."""
         count = math.prod(self.shape)
         data = np.ascontiguousarray(self.tensors[".weight"].read()).reshape(-1).view(np.uint8)
         codes = np.stack([data >> 4, data & 15], -1).reshape(-1)[:count]
-        numbers = self.tensors[".weight.quant_map"].read()
-        if not np.isfinite(numbers).all():
-            raise ModelError(f"tensor {self.tensors['.weight.quant_map'].name!r} holds what is no finite number")
-        return codes, self.finite(self.absmax()), numbers
+        codebook = self.tensors[".weight.quant_map"].read()
+        if not np.isfinite(codebook).all():
+            raise ModelError(f"tensor {self.tensors['.weight.quant_map'].name!r} holds a value that is not finite")
+        return codes, self.finite(self.absmax()), codebook
 
     def absmax(self) -> np.ndarray:
         """The scale of each block."""
         scale = self.tensors[SCALES].read()
         if self.state.nested is None:
             return scale
-        above, numbers = (self.tensors[ending].read() for ending in NESTED)
-        wide = numbers[scale] * above.repeat(self.state.nested)[: len(scale)]
-        return wide + np.float32(self.state.offset)
+        block_scales, codebook = (self.tensors[ending].read() for ending in NESTED)
+        scales = codebook[scale] * block_scales.repeat(self.state.nested)[: len(scale)]
+        return scales + np.float32(self.state.offset)
 
     def read(self) -> np.ndarray:
-        codes, scale, numbers = self.unpacked()
-        return (numbers[codes] * scale.repeat(self.state.block)[: len(codes)]).reshape(self.shape)
+        codes, scale, codebook = self.unpacked()
+        return (codebook[codes] * scale.repeat(self.state.block)[: len(codes)]).reshape(self.shape)
 
     def fields_for(self, node: Rounded) -> dict[str, np.ndarray]:
-        codes, scale, numbers = self.unpacked()
-        (rows, columns), block = self.shape, self.state.block
+        codes, scale, codebook = self.unpacked()
+        (rows, columns) = self.shape
+        block = self.state.block
         if columns % block or block % GROUP:
             raise ModelError(
                 f"tensor {self.name!r} has blocks of {block} in rows of {columns}; it must be {GROUP}, or several such "
@@ -93,11 +97,11 @@ class FourBits(Matrix):
             )
         kind = self.group.form
         table = CODES[kind].numbers
-        if not np.allclose(numbers, table / table.max(), rtol=1e-6, atol=0):
+        if not np.allclose(codebook, table / table.max(), rtol=1e-6, atol=0):
             name = self.tensors[".weight.quant_map"].name
-            raise ModelError(f"tensor {name!r} holds other numbers than those of {kind.upper()}")
-        each = (scale / table.max()).repeat(block // GROUP)
-        return {"codes": codes.reshape(rows, columns), "scale": each.reshape(rows, -1)}
+            raise ModelError(f"tensor {name!r} holds another codebook than that of {kind.upper()}")
+        group_scales = (scale / table.max()).repeat(block // GROUP)
+        return {"codes": codes.reshape(rows, columns), "scale": group_scales.reshape(rows, -1)}
 
     @property
     def scales(self) -> str:
@@ -106,8 +110,8 @@ class FourBits(Matrix):
 
 @dataclass(frozen=True)
 class Bytes(Matrix):
-    def fields(self, parts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {"codes": parts[".weight"], "scale": parts[".SCB"].reshape(-1, 1) / np.float32(127)}
+    def fields(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {"codes": arrays[".weight"], "scale": arrays[".SCB"].reshape(-1, 1) / np.float32(127)}
 
     @property
     def scales(self) -> str:
@@ -115,34 +119,34 @@ class Bytes(Matrix):
 
 
 def stored_format(config: Mapping[str, Any]) -> StoredFormat:
-    said = known(HERE, config, KEYS)
-    four, eight = (said.get(f"load_in_{n}bit", said.get(f"_load_in_{n}bit", False)) for n in (4, 8))
-    if four == eight:
-        raise refusal(f"{HERE}.load_in_4bit", four, "true, or load_in_8bit, and one of them false")
-    kind = said.get("bnb_4bit_quant_type", "fp4")
-    group = StoredGroup("int8-weights", "bytes") if eight else StoredGroup(kind, kind, multiple=GROUP)
-    skipped = patterns(f"{HERE}.llm_int8_skip_modules", said.get("llm_int8_skip_modules", []))
+    settings = checked_entries(CONFIG_KEY, config, KEYS)
+    is_4bit, is_8bit = (settings.get(f"load_in_{n}bit", settings.get(f"_load_in_{n}bit", False)) for n in (4, 8))
+    if is_4bit == is_8bit:
+        raise unsupported_value(f"{CONFIG_KEY}.load_in_4bit", is_4bit, "true, or load_in_8bit, and one of them false")
+    kind = settings.get("bnb_4bit_quant_type", "fp4")
+    group = StoredGroup("int8-weights", "bytes") if is_8bit else StoredGroup(kind, kind, multiple=GROUP)
+    skipped = checked_patterns(f"{CONFIG_KEY}.llm_int8_skip_modules", settings.get("llm_int8_skip_modules", []))
     ignore = ("lm_head", "embed_tokens", *skipped)
     return StoredFormat("bitsandbytes", (group,), ignore, parts=True, rounds_head=False)
 
 
 def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
-    found: dict[str, Any] = dict(tensors)
+    gathered: dict[str, Any] = dict(tensors)
     (group,) = stored.groups
-    marks, read = ((".SCB", ".weight_format"), whole_bytes) if group.form == "bytes" else ((SCALES,), four_bits_of)
+    marks, read = ((".SCB", ".weight_format"), int8_matrix) if group.form == "bytes" else ((SCALES,), four_bit_matrix)
     marked = {name.removesuffix(mark): mark for name in tensors for mark in marks if name.endswith(mark)}
     for stem, mark in marked.items():
-        found[f"{stem}.weight"] = read(stem, mark, found, group)
-    return found
+        gathered[f"{stem}.weight"] = read(stem, mark, gathered, group)
+    return gathered
 
 
-def four_bits_of(stem: str, mark: str, found: dict[str, Any], group: StoredGroup) -> Matrix:
-    """A matrix of four bits, the shapes and dtypes of its tensors checked."""
+def four_bit_matrix(stem: str, mark: str, gathered: dict[str, Any], group: StoredGroup) -> Matrix:
+    """A 4-bit matrix, with the shapes and dtypes of its tensors checked."""
     ending = f".weight.quant_state.bitsandbytes__{group.form}"
-    (described,) = take(found, stem, mark, (ending,)).values()
+    (described,) = pop_tensors(gathered, stem, mark, (ending,)).values()
     state = read_state(described)
     nested = () if state.nested is None else NESTED
-    tensors = take(found, stem, ending, (".weight", SCALES, ".weight.quant_map", *nested))
+    tensors = pop_tensors(gathered, stem, ending, (".weight", SCALES, ".weight.quant_map", *nested))
     count = math.prod(state.shape)
     blocks = -(-count // state.block)
     codes = tensors[".weight"]
@@ -164,34 +168,36 @@ def read_state(tensor: Tensor) -> State:
     if len(tensor.shape) != 1 or tensor.dtype.name != "uint8" or tensor.shape[0] > 1 << 12:
         raise ModelError(f"tensor {tensor.name!r} is {list(tensor.shape)} of {tensor.dtype.name}; it must be JSON")
     try:
-        said = json.loads(tensor.read().tobytes())
+        state = json.loads(tensor.read().tobytes())
     except (ValueError, RecursionError):
         raise ModelError(f"tensor {tensor.name!r} holds no JSON") from None
-    if not isinstance(said, dict):
+    if not isinstance(state, dict):
         raise ModelError(f"tensor {tensor.name!r} holds no JSON object")
 
     def fail(key: str, right: str) -> ModelError:
-        return ModelError(f"tensor {tensor.name!r} says {key} = {said.get(key)!r:.80}; it must be {right}")
+        return ModelError(f"tensor {tensor.name!r} says {key} = {state.get(key)!r:.80}; it must be {right}")
 
-    shape, block = said.get("shape"), said.get("blocksize")
+    shape = state.get("shape")
+    block = state.get("blocksize")
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int and size > 0 for size in shape):
         raise fail("shape", "two sizes")
     if type(block) is not int or not 0 < block <= LARGEST:
         raise fail("blocksize", f"a whole number up to {LARGEST}")
-    if "nested_blocksize" not in said:
+    if "nested_blocksize" not in state:
         return State((shape[0], shape[1]), block, None, 0.0)
-    nested, offset = said["nested_blocksize"], said.get("nested_offset")
-    if type(nested) is not int or not 0 < nested <= LARGEST:
+    nested_block = state["nested_blocksize"]
+    offset = state.get("nested_offset")
+    if type(nested_block) is not int or not 0 < nested_block <= LARGEST:
         raise fail("nested_blocksize", f"a whole number up to {LARGEST}")
     if type(offset) not in (int, float) or not math.isfinite(offset):
         raise fail("nested_offset", "a finite number")
-    return State((shape[0], shape[1]), block, nested, float(offset))
+    return State((shape[0], shape[1]), block, nested_block, float(offset))
 
 
-def whole_bytes(stem: str, mark: str, found: dict[str, Any], group: StoredGroup) -> Matrix:
-    """A matrix of eight bits, the shapes and dtypes of its tensors checked."""
-    tensors = take(found, stem, mark, (".weight", ".SCB"))
-    layout = found.pop(f"{stem}.weight_format", None)
+def int8_matrix(stem: str, mark: str, gathered: dict[str, Any], group: StoredGroup) -> Matrix:
+    """An int8 matrix, with the shapes and dtypes of its tensors checked."""
+    tensors = pop_tensors(gathered, stem, mark, (".weight", ".SCB"))
+    layout = gathered.pop(f"{stem}.weight_format", None)
     if layout is not None and (math.prod(layout.shape) != 1 or layout.read().reshape(()) != 0):
         raise ModelError(f"tensor {layout.name!r} says that the weight lies in tiles; it must be 0, rows")
     codes = tensors[".weight"]
@@ -207,7 +213,7 @@ WRITES = ("nf4",)
 
 
 def quantization_config(name: str, ignore: Sequence[str]) -> dict[str, Any]:
-    """As transformers' BitsAndBytesConfig has it, with double quantisation."""
+    """The config that transformers' BitsAndBytesConfig writes, with double quantisation."""
     spared = [".experts" if module.startswith("re:") else module for module in ignore]
     return {
         "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "_load_in_4bit": True,
@@ -232,43 +238,50 @@ def layout(name: str, group: StoredGroup, shape: tuple[int, ...]) -> Layout:
     }
 
 
-def round_matrix(value: np.ndarray, group: StoredGroup, largest: Largest) -> Parts:
-    """Codes by the exact scales; then the scales, less their mean, become codes of eight bits themselves."""
-    node = rounded(value, group)
+def round_matrix(value: np.ndarray, group: StoredGroup, largest: LargestValue) -> MatrixTensors:
+    """Quantise with exact scales, then quantise the scales, less their mean, to 8 bits."""
+    node = quantize_dense(value, group)
     assert isinstance(node, Grouped)
     codes = four_bits.split(node.codes, value.shape[1]).T.reshape(-1)
     scale = np.ascontiguousarray(node.scale.T).reshape(-1)
-    offset, numbers = scale.mean(dtype=np.float32), dynamic_map()
-    rest = np.pad(scale - offset, (0, -len(scale) % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
-    above = np.abs(rest).max(1)
-    exact = np.divide(rest, above[:, None], out=np.zeros_like(rest), where=above[:, None] > 0)
-    said = {
+    offset = scale.mean(dtype=np.float32)
+    numbers = dynamic_map()
+    centred_scales = np.pad(scale - offset, (0, -len(scale) % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
+    block_scales = np.abs(centred_scales).max(1)
+    exact = np.divide(
+        centred_scales, block_scales[:, None], out=np.zeros_like(centred_scales), where=block_scales[:, None] > 0
+    )
+    state = {
         "quant_type": group.form, "blocksize": GROUP, "dtype": value.dtype.name, "shape": value.shape,
         "nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": float(offset),
     }  # fmt: skip
-    text = json.dumps(said)
+    text = json.dumps(state)
     assert len(text) <= JSON, text
     return {
         ".weight": (codes[::2] << 4 | codes[1::2])[:, None],
         SCALES: nearest(numbers, exact).reshape(-1)[: len(scale)],
         ".weight.quant_map": CODES[group.form].numbers,
-        NESTED[0]: above,
+        NESTED[0]: block_scales,
         NESTED[1]: numbers,
         f".weight.quant_state.bitsandbytes__{group.form}": np.frombuffer(text.encode().ljust(JSON), np.uint8),
     }
 
 
 def dynamic_map() -> np.ndarray:
-    """The numbers that bitsandbytes' codes of eight bits stand for (arXiv 1511.04561).
+    """The 8-bit codebook of bitsandbytes (arXiv 1511.04561).
 
-    In each power of ten from 1e-6 up to 1 twice as many as in the one below, in the middle of even steps; 0, and 1. The
-    steps are counted from both ends, as torch does it, each sum rounded once: so the last bits are theirs.
+    Each decade from 1e-6 to 1 has twice as many values as the one below, at midpoints of even
+    steps; 0 and 1 are added. Steps are counted from both ends, with one rounding each, as
+    torch.linspace does: the last bits match.
     """
-    found, first, last = [0.0, 1.0], np.float32(0.1), np.float32(1)
+    values = [0.0, 1.0]
+    first = np.float32(0.1)
+    last = np.float32(1)
     for power in range(7):
         count = 1 << power
-        step, at = np.float64((last - first) / np.float32(count)), np.arange(count + 1)
-        ends = np.where(at < (count + 1) // 2, first + step * at, last - step * (count - at)).astype(np.float32)
-        means = (ends[:-1] + ends[1:]) / np.float32(2) * np.float32(10.0 ** (power - 6))
-        found += [*means, *-means]
-    return np.sort(np.array(found, np.float32))
+        step = np.float64((last - first) / np.float32(count))
+        at = np.arange(count + 1)
+        boundaries = np.where(at < (count + 1) // 2, first + step * at, last - step * (count - at)).astype(np.float32)
+        means = (boundaries[:-1] + boundaries[1:]) / np.float32(2) * np.float32(10.0 ** (power - 6))
+        values += [*means, *-means]
+    return np.sort(np.array(values, np.float32))

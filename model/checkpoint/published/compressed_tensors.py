@@ -1,7 +1,7 @@
-"""Checkpoints of the compressed-tensors form, which vLLM's tools write and Quire too.
+"""compressed-tensors checkpoints, which vLLM's tools and Quire write.
 
-A matrix [out, in] called `name.weight` lies in several tensors, `name.weight_scale` and others: each format says in
-which. What is not understood of quantization_config is an error.
+A matrix [out, in] called `name.weight` is stored in several tensors such as `name.weight_scale`;
+each format defines which. Unsupported values in quantization_config are an error.
 """
 
 import re
@@ -19,123 +19,137 @@ from ...stored_format import StoredFormat, StoredGroup
 from ..safetensors import Tensor
 from . import fp8
 from .forms import FORMS
-from .keys import HERE, MEASURED, known, patterns, refusal
-from .matrix import Largest, Matrix, Parts, check, rounded, take
+from .keys import CONFIG_KEY, STATIC_SCALES, checked_entries, checked_patterns, unsupported_value
+from .matrix import LargestValue, Matrix, MatrixTensors, check, pop_tensors, quantize_dense
 
-OWN = "quire"  # quant_method of what is said in these words and lies in a form that compressed-tensors has not
-WIDE = 1024  # inputs that divide by the group of any format
+QUIRE_METHOD = "quire"  # quant_method of Quire's formats that compressed-tensors lacks
+ANY_INPUTS = 1024  # a number of inputs that the group size of any format divides
 
-# What the keys of a compressed-tensors config may say, besides null; `...` where no value changes the weights, or where
-# the formats' own schemes say it.
+# Values that the keys of a config may have besides null. `...`: any value, because it does not
+# change the weights or is checked against the formats' schemes.
 TOP = {
-    "quant_method": ("compressed-tensors", OWN), "format": ..., "config_groups": ..., "ignore": ...,
+    "quant_method": ("compressed-tensors", QUIRE_METHOD), "format": ..., "config_groups": ..., "ignore": ...,
     "kv_cache_scheme": ..., "sparsity_config": ..., "transform_config": ({},), "quantization_status": ...,
     "global_compression_ratio": ..., "version": ..., "run_compressed": ...,
 }  # fmt: skip
 GROUP = {"targets": ..., "weights": ..., "input_activations": ..., "output_activations": (), "format": ...}
-# "weight" orders the columns while the rounding is made and writes them where they were; other orders move them.
+# "weight" only orders the columns during rounding; other values permute the stored columns.
 ROUNDING = {
     "num_bits": ..., "type": ..., "symmetric": ..., "dynamic": ..., "strategy": ..., "group_size": ...,
     "block_structure": ..., "actorder": (False, "weight", "static"), "observer": ..., "observer_kwargs": ...,
     "scale_dtype": ..., "zp_dtype": ...,
 }  # fmt: skip
 GROUPS = ("group", "tensor_group")
-# What tells the formats apart, and what a config that leaves it out means.
+# The keys that distinguish formats, and their defaults.
 DEFAULTS = {"num_bits": 8, "type": "int", "dynamic": False, "strategy": "tensor", "group_size": None, "symmetric": True}
 
 
 def stored_format(config: Mapping[str, Any]) -> StoredFormat:
-    """How the matrices are kept."""
-    top = known(HERE, config, TOP)
+    """Parse quantization_config."""
+    top = checked_entries(CONFIG_KEY, config, TOP)
     sparsity = top.get("sparsity_config", {})
     if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
-        raise refusal(f"{HERE}.sparsity_config", sparsity, "none, or format 'dense'")
+        raise unsupported_value(f"{CONFIG_KEY}.sparsity_config", sparsity, "none, or format 'dense'")
     groups = top.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise refusal(f"{HERE}.config_groups", groups, "an object of groups")
-    ignore = patterns(f"{HERE}.ignore", top.get("ignore", []))
+        raise unsupported_value(f"{CONFIG_KEY}.config_groups", groups, "an object of groups")
+    ignore = checked_patterns(f"{CONFIG_KEY}.ignore", top.get("ignore", []))
     if "Linear" in ignore:
-        raise refusal(f"{HERE}.ignore", "Linear", "names and patterns of modules")
-    found = [read_group(f"{HERE}.config_groups.{name}", group, top.get("format")) for name, group in groups.items()]
-    found.sort(key=lambda group: "Linear" in group.targets)  # names before kinds of modules
-    return StoredFormat(top.get("quant_method", "compressed-tensors"), tuple(found), ignore)
+        raise unsupported_value(f"{CONFIG_KEY}.ignore", "Linear", "names and patterns of modules")
+    stored_groups = [
+        read_group(f"{CONFIG_KEY}.config_groups.{name}", group, top.get("format")) for name, group in groups.items()
+    ]
+    stored_groups.sort(key=lambda group: "Linear" in group.targets)
+    return StoredFormat(top.get("quant_method", "compressed-tensors"), tuple(stored_groups), ignore)
 
 
-def read_group(here: str, group: Any, form: Any) -> StoredGroup:
-    """One of config_groups; `form` is the `format` of all that say none."""
-    group = known(here, group, GROUP)
+def read_group(key_path: str, group: Any, form: Any) -> StoredGroup:
+    """One of config_groups; `form` is the default for groups without `format`."""
+    group = checked_entries(key_path, group, GROUP)
     form = group.get("format", form)
-    targets = patterns(f"{here}.targets", group.get("targets"))
+    targets = checked_patterns(f"{key_path}.targets", group.get("targets"))
     if not targets or any(re.fullmatch(r"\w+", target) and target != "Linear" for target in targets):
-        raise refusal(f"{here}.targets", list(targets), "['Linear'], or names and patterns of modules")
-    name = format_name(here, group, form)
+        raise unsupported_value(f"{key_path}.targets", list(targets), "['Linear'], or names and patterns of modules")
+    name = format_name(key_path, group, form)
     return StoredGroup(FORMS[name].quant, name, targets) if name in FORMS else StoredGroup(name, form, targets)
 
 
-def format_name(here: str, group: dict[str, Any], form: Any) -> str:
-    """The name of the format, or of one of FORMS, whose scheme a group's weights, activations and `format` are."""
-    weights = rounding(f"{here}.weights", group.get("weights"))
+def format_name(key_path: str, group: dict[str, Any], form: Any) -> str:
+    """The format, or the key of FORMS, whose scheme matches a group's weights and activations."""
+    weights = read_rounding(f"{key_path}.weights", group.get("weights"))
     schemes = stored_schemes() | {name: form.scheme for name, form in FORMS.items()}
-    left = matching(f"{here}.weights", weights, schemes, "weights")
-    activations, where = group.get("input_activations"), f"{here}.input_activations"
+    candidates = matching_schemes(f"{key_path}.weights", weights, schemes, "weights")
+    activations = group.get("input_activations")
+    activations_path = f"{key_path}.input_activations"
     if activations is not None and weights["type"] == "float" and weights["strategy"] in GROUPS:
-        rounding(where, activations)  # in groups too, which no kernel here multiplies: rows stay as they are
+        # No kernel here quantises activations in groups: they stay unquantised.
+        read_rounding(activations_path, activations)
         activations = None
     if activations is None:
-        left = {name: scheme for name, scheme in left.items() if scheme.activations is None}
-        if not left:
-            raise refusal(where, None, "an object")
+        candidates = {name: scheme for name, scheme in candidates.items() if scheme.activations is None}
+        if not candidates:
+            raise unsupported_value(activations_path, None, "an object")
     else:
-        left = {name: scheme for name, scheme in left.items() if scheme.activations is not None}
-        if not left:
-            raise refusal(where, activations, "null")
-        left = matching(where, rounding(where, activations), left, "activations")
-    found = [name for name, scheme in left.items() if form in scheme.forms]
-    if not found:
-        right = dict.fromkeys(form for scheme in left.values() for form in scheme.forms)
-        raise refusal(f"{HERE}.format", form, " or ".join(map(repr, right)))
-    return found[0]
+        candidates = {name: scheme for name, scheme in candidates.items() if scheme.activations is not None}
+        if not candidates:
+            raise unsupported_value(activations_path, activations, "null")
+        candidates = matching_schemes(
+            activations_path, read_rounding(activations_path, activations), candidates, "activations"
+        )
+    names = [name for name, scheme in candidates.items() if form in scheme.forms]
+    if not names:
+        allowed = dict.fromkeys(form for scheme in candidates.values() for form in scheme.forms)
+        raise unsupported_value(f"{CONFIG_KEY}.format", form, " or ".join(map(repr, allowed)))
+    return names[0]
 
 
-def rounding(where: str, table: Any) -> dict[str, Any]:
-    """What a table says of a rounding, with what it leaves out."""
-    said = known(where, table, ROUNDING)
-    if said.get("group_size") == -1 and said.get("strategy", "channel") == "channel":  # all inputs
-        said = said | {"group_size": None, "strategy": "channel"}
-    elif "group_size" in said:
-        said = {"strategy": "group"} | said
-    said = DEFAULTS | said
-    if (said["type"], said["num_bits"]) != ("float", 8):
-        if "block_structure" in said:
-            raise refusal(f"{where}.block_structure", said["block_structure"], "null")
-        return said
-    if said["strategy"] == "tensor" and not where.endswith("activations"):  # which is a scale an output too
-        said["strategy"] = "channel"
-    elif said["strategy"] == "tensor":  # of a row by itself is closer
-        said |= {"strategy": "token", "dynamic": True}
-    elif said["strategy"] == "block":
-        said |= {"strategy": "group", "group_size": block(f"{where}.block_structure", said.get("block_structure"))}
-    return said
+def read_rounding(key_path: str, table: Any) -> dict[str, Any]:
+    """A table of rounding options with defaults filled in."""
+    options = checked_entries(key_path, table, ROUNDING)
+    if options.get("group_size") == -1 and options.get("strategy", "channel") == "channel":
+        options = options | {"group_size": None, "strategy": "channel"}
+    elif "group_size" in options:
+        options = {"strategy": "group"} | options
+    options = DEFAULTS | options
+    if (options["type"], options["num_bits"]) != ("float", 8):
+        if "block_structure" in options:
+            raise unsupported_value(f"{key_path}.block_structure", options["block_structure"], "null")
+        return options
+    # One scale for the tensor is the same scale for each output.
+    if options["strategy"] == "tensor" and not key_path.endswith("activations"):
+        options["strategy"] = "channel"
+    elif options["strategy"] == "tensor":  # a scale for each token is more accurate
+        options |= {"strategy": "token", "dynamic": True}
+    elif options["strategy"] == "block":
+        options |= {
+            "strategy": "group",
+            "group_size": block_size(f"{key_path}.block_structure", options.get("block_structure")),
+        }
+    return options
 
 
-def block(where: str, sides: Any) -> int:
-    """The inputs of a block that shares a scale."""
+def block_size(key_path: str, sides: Any) -> int:
+    """The inputs of a block that share a scale."""
     if sides != [fp8.SIDE, fp8.SIDE]:
-        raise refusal(where, sides, repr([fp8.SIDE, fp8.SIDE]))
+        raise unsupported_value(key_path, sides, repr([fp8.SIDE, fp8.SIDE]))
     return fp8.SIDE
 
 
-def matching(where: str, said: dict[str, Any], schemes: dict[str, Scheme], part: str) -> dict[str, Scheme]:
-    """The schemes that agree with what is said, key by key; the first key on which none does is an error."""
+def matching_schemes(
+    key_path: str, options: dict[str, Any], schemes: dict[str, Scheme], component: str
+) -> dict[str, Scheme]:
+    """Filter schemes by each key of DEFAULTS; it is an error if no scheme is left."""
     for key, default in DEFAULTS.items():
-        own = {name: getattr(scheme, part).get(key, default) for name, scheme in schemes.items()}
-        schemes = {name: scheme for name, scheme in schemes.items() if own[name] == said[key]}
+        value_by_scheme = {name: getattr(scheme, component).get(key, default) for name, scheme in schemes.items()}
+        schemes = {name: scheme for name, scheme in schemes.items() if value_by_scheme[name] == options[key]}
         if not schemes:
-            raise refusal(f"{where}.{key}", said[key], " or ".join(map(repr, dict.fromkeys(own.values()))))
+            raise unsupported_value(
+                f"{key_path}.{key}", options[key], " or ".join(map(repr, dict.fromkeys(value_by_scheme.values())))
+            )
     return schemes
 
 
-# Of FP8 in blocks it has no form; layout `fp8` has one.
+# It cannot hold block-wise FP8, which layout `fp8` can.
 WRITES = (
     *(name for name in stored_schemes() if name != "fp8-weights-128"),
     *(name for name, form in FORMS.items() if form.written),
@@ -161,29 +175,29 @@ def quantization_config(name: str, ignore: Sequence[str]) -> dict[str, Any]:
 
 
 def mixed_config(modules: Mapping[str, Sequence[str]], ignore: Sequence[str]) -> dict[str, Any]:
-    """`quantization_config` where each format has modules of its own, by their names."""
+    """`quantization_config` with a group of modules for each format."""
     groups: dict[str, Any] = {}
-    for number, (name, own) in enumerate(modules.items()):
-        said = quantization_config(name, ())
-        about = said["config_groups"]["group_0"] | {"targets": list(own), "format": said["format"]}
-        groups[f"group_{number}"] = about
-    forms = {about["format"] for about in groups.values()}
+    for number, (name, module_names) in enumerate(modules.items()):
+        config = quantization_config(name, ())
+        group = config["config_groups"]["group_0"] | {"targets": list(module_names), "format": config["format"]}
+        groups[f"group_{number}"] = group
+    forms = {group["format"] for group in groups.values()}
     form = forms.pop() if len(forms) == 1 else "mixed-precision"
     return quantization_config(next(iter(modules)), ignore) | {"format": form, "config_groups": groups}
 
 
 @dataclass(frozen=True)
 class Coded(Matrix):
-    """A matrix in the tensors that its format names."""
+    """A matrix stored in the tensors that its format defines."""
 
-    def fields(self, parts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def fields(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if self.group.form in FORMS:
-            return FORMS[self.group.form].fields(parts, self.shape[1])
-        return self.format.fields(parts, self.shape[1], self.group.form)
+            return FORMS[self.group.form].fields(arrays, self.shape[1])
+        return self.format.fields(arrays, self.shape[1], self.group.form)
 
 
 def layout(name: str, group: StoredGroup, shape: tuple[int, ...]) -> Layout:
-    """The tensors of a matrix [out, in]; `name` is for the error where the format can keep none of this shape."""
+    """The tensors of a matrix [out, in]; reject shapes that cannot be stored."""
     assert group.quant is not None
     try:
         if group.form in FORMS:
@@ -193,28 +207,28 @@ def layout(name: str, group: StoredGroup, shape: tuple[int, ...]) -> Layout:
         raise ModelError(f"tensor {name!r} {error}") from None
 
 
-MARKS = (".weight_scale", ".weight_packed")  # of which every form has one or both
+MARKS = (".weight_scale", ".weight_packed")  # every form has at least one of these tensors
 
 
 def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
-    """The tensors of a checkpoint with each quantised matrix as one, under the name that it would have dense."""
-    found: dict[str, Any] = dict(tensors)
+    """Replace the tensors of each quantised matrix by one `Matrix` under its dense name."""
+    gathered: dict[str, Any] = dict(tensors)
     marked = {name[: -len(mark)]: mark for name in tensors for mark in MARKS if name.endswith(mark)}
     for stem, mark in marked.items():
         group = stored.group_of(stem) or stored.groups[0]
-        mine = take(found, stem, mark, tuple(layout("", group, (1, WIDE))))
-        for other in (".weight", ".weight_packed", ".weight_g_idx", ".weight_zero_point"):
-            if stem + other in found:
+        matrix_tensors = pop_tensors(gathered, stem, mark, tuple(layout("", group, (1, ANY_INPUTS))))
+        for ending in (".weight", ".weight_packed", ".weight_g_idx", ".weight_zero_point"):
+            if stem + ending in gathered:
                 raise ModelError(
-                    f"the checkpoint holds the tensor {stem + other!r} beside {stem + mark!r}, which "
+                    f"the checkpoint holds the tensor {stem + ending!r} beside {stem + mark!r}, which "
                     "quantization_config does not explain"
                 )
-        found[f"{stem}.weight"] = matrix(stem, mine, group)
-    return {name: tensor for name, tensor in found.items() if not name.endswith(MEASURED)}
+        gathered[f"{stem}.weight"] = matrix(stem, matrix_tensors, group)
+    return {name: tensor for name, tensor in gathered.items() if not name.endswith(STATIC_SCALES)}
 
 
 def matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:
-    """One matrix, the shapes and dtypes of its tensors checked."""
+    """One matrix, with the shapes and dtypes of its tensors checked."""
     codes = next(iter(tensors.values()))
     shape = codes.shape
     if stated := tensors.get(".weight_shape"):
@@ -231,16 +245,16 @@ def matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:
     return Coded(f"{stem}.weight", shape, group, tensors)
 
 
-def round_matrix(value: np.ndarray, group: StoredGroup, largest: Largest) -> Parts:
+def round_matrix(value: np.ndarray, group: StoredGroup, largest: LargestValue) -> MatrixTensors:
     form = FORMS.get(group.form)
     if form is not None and form.rounded is not None:
         return form.rounded(value.astype(np.float32), largest())
-    return parts(rounded(value, group), group)
+    return parts(quantize_dense(value, group), group)
 
 
-def parts(node: Rounded, group: StoredGroup) -> Parts:
+def parts(node: Rounded, group: StoredGroup) -> MatrixTensors:
     if group.form not in FORMS:
         return node.parts(group.form)
     form = FORMS[group.form]
-    assert form.parts is not None
-    return form.parts(node)
+    assert form.node_tensors is not None
+    return form.node_tensors(node)

@@ -1,10 +1,11 @@
-"""Forms of compressed-tensors beside those that formats say themselves: each is kept in a format that has its codes.
+"""Forms of compressed-tensors that no format defines; each is loaded into a format with its codes.
 
-NVFP4     weight_packed uint8 [out, in / 2], weight_scale float8_e4m3fn [out, in / 16], weight_global_scale:
+NVFP4     weight_packed uint8 [out, in / 2], weight_scale float8_e4m3fn [out, in / 16],
+          weight_global_scale:
           weight = code * weight_scale / weight_global_scale
-MXFP4     weight_packed uint8 [out, in / 2], weight_scale uint8 [out, in / 32]: 127 + the exponent of two
-int8      as int4 in groups, four codes plus 128 in a word
-int4      with a scale an output
+MXFP4     weight_packed uint8 [out, in / 2], weight_scale uint8 [out, in / 32]: exponent + 127
+int8      in groups as int4, four codes plus 128 in a word
+int4      with one scale for each output
 """
 
 from collections.abc import Callable
@@ -20,57 +21,71 @@ from ....ops.quant.compressed import Layout, join_words, split_words, words
 from ....ops.quant.grouped import CODES, nearest
 
 FLOATS = ("float16", "bfloat16", "float32")
-FLOAT8, FLOAT4 = 448, 6  # the largest of E4M3 and of E2M1
+FLOAT8 = 448  # the largest value of E4M3
+FLOAT4 = 6  # the largest value of E2M1
 Parts = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Form:
-    """How one of them is described, lies in files, and becomes the fields of the format that it is kept in."""
+class CompressedForm:
+    """A form's config, tensor layout, and conversion to and from its format's fields."""
 
     quant: str
     scheme: Scheme
     layout: Callable[[int, int], Layout]
     fields: Callable[[Parts, int], Parts]
-    parts: Callable[[Any], Parts] | None = None  # the tensors of a node, of those that are written
-    rounded: Callable[[np.ndarray, float], Parts] | None = None  # or of a matrix [out, in] and the largest value
+    node_tensors: Callable[[Any], Parts] | None = None  # None: the form is not written
+    # Tensors of a matrix [out, in], given its maximum.
+    rounded: Callable[[np.ndarray, float], Parts] | None = None
 
     @property
     def written(self) -> bool:
-        return self.parts is not None or self.rounded is not None
+        return self.node_tensors is not None or self.rounded is not None
 
 
-def nvfp4() -> Form:
+def nvfp4() -> CompressedForm:
     def layout(rows: int, columns: int) -> Layout:
-        return pairs(rows, columns, 16) | {
+        return packed_pairs_layout(rows, columns, 16) | {
             ".weight_scale": (("float8_e4m3fn",), ((rows, columns // 16),)),
             ".weight_global_scale": (("float32",), ((1,), ())),
         }
 
-    def fields(parts: Parts, columns: int) -> Parts:
-        whole = parts[".weight_global_scale"].reshape(())
-        return {"codes": split_pairs(parts[".weight_packed"]), "scale": shrunk(parts[".weight_scale"], whole)}
+    def fields(arrays: Parts, columns: int) -> Parts:
+        global_scale = arrays[".weight_global_scale"].reshape(())
+        return {
+            "codes": split_pairs(arrays[".weight_packed"]),
+            "scale": divide_scales(arrays[".weight_scale"], global_scale),
+        }
 
     def rounded(value: np.ndarray, largest: float) -> Parts:
-        """The largest value of all at the largest scale, and that of a group at the largest code, both to nearest."""
-        whole = np.float32(min(FLOAT8 * FLOAT4 / largest, 1e38) if largest > 0 else 1)
+        """Map the maximum to the largest scale, and each group's maximum to the largest code."""
+        global_scale = np.float32(min(FLOAT8 * FLOAT4 / largest, 1e38) if largest > 0 else 1)
         grouped = value.reshape(len(value), -1, 16)
-        scale = np.minimum(np.abs(grouped).max(2) / FLOAT4 * whole, FLOAT8).astype(ml_dtypes.float8_e4m3fn)
-        each = shrunk(scale, whole)[..., None]
-        exact = np.divide(grouped, each, out=np.zeros_like(grouped), where=each > 0)
+        scale = np.minimum(np.abs(grouped).max(2) / FLOAT4 * global_scale, FLOAT8).astype(ml_dtypes.float8_e4m3fn)
+        group_scale = divide_scales(scale, global_scale)[..., None]
+        exact = np.divide(grouped, group_scale, out=np.zeros_like(grouped), where=group_scale > 0)
         codes = nearest(CODES["float4"].numbers, exact).reshape(value.shape)
-        return {".weight_packed": join_pairs(codes), ".weight_scale": scale, ".weight_global_scale": whole.reshape(1)}
+        return {
+            ".weight_packed": join_pairs(codes),
+            ".weight_scale": scale,
+            ".weight_global_scale": global_scale.reshape(1),
+        }
 
     weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-    return Form("nvfp4", Scheme(weights, None, ("nvfp4-pack-quantized",)), layout, fields, rounded=rounded)
+    return CompressedForm("nvfp4", Scheme(weights, None, ("nvfp4-pack-quantized",)), layout, fields, rounded=rounded)
 
 
-def mxfp4() -> Form:
+def mxfp4() -> CompressedForm:
     def layout(rows: int, columns: int) -> Layout:
-        return pairs(rows, columns, 32) | {".weight_scale": (("uint8", "float8_e8m0fnu"), ((rows, columns // 32),))}
+        return packed_pairs_layout(rows, columns, 32) | {
+            ".weight_scale": (("uint8", "float8_e8m0fnu"), ((rows, columns // 32),))
+        }
 
-    def fields(parts: Parts, columns: int) -> Parts:
-        return {"codes": split_pairs(parts[".weight_packed"]), "scale": powers(parts[".weight_scale"].view(np.uint8))}
+    def fields(arrays: Parts, columns: int) -> Parts:
+        return {
+            "codes": split_pairs(arrays[".weight_packed"]),
+            "scale": powers_of_two(arrays[".weight_scale"].view(np.uint8)),
+        }
 
     def parts(node: Any) -> Parts:
         exponents = np.frexp(node.scale.T)[1] + 126
@@ -80,17 +95,17 @@ def mxfp4() -> Form:
         }
 
     weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
-    return Form("mxfp4", Scheme(weights, None, ("mxfp4-pack-quantized",)), layout, fields, parts)
+    return CompressedForm("mxfp4", Scheme(weights, None, ("mxfp4-pack-quantized",)), layout, fields, parts)
 
 
-def bytes_in_groups(group: int) -> Form:
+def int8_in_groups(group: int) -> CompressedForm:
     def layout(rows: int, columns: int) -> Layout:
-        shared(columns, group)
+        check_divisible(columns, group)
         return words(rows, columns, 8) | {".weight_scale": (FLOATS, ((rows, columns // group),))}
 
-    def fields(parts: Parts, columns: int) -> Parts:
-        codes = split_words(parts[".weight_packed"], 8)[:, :columns] ^ 128
-        return {"codes": codes, "scale": parts[".weight_scale"].astype(np.float32)}
+    def fields(arrays: Parts, columns: int) -> Parts:
+        codes = split_words(arrays[".weight_packed"], 8)[:, :columns] ^ 128
+        return {"codes": codes, "scale": arrays[".weight_scale"].astype(np.float32)}
 
     def parts(node: Any) -> Parts:
         codes = node.codes.T
@@ -102,63 +117,66 @@ def bytes_in_groups(group: int) -> Form:
         }
 
     weights = int8.WHOLE | {"strategy": "group", "group_size": group}
-    return Form(f"int8-weights-{group}", Scheme(weights, None, ("pack-quantized",)), layout, fields, parts)
+    return CompressedForm(f"int8-weights-{group}", Scheme(weights, None, ("pack-quantized",)), layout, fields, parts)
 
 
-def fours_by_output(symmetric: bool) -> Form:
-    name, group = "int4-128" if symmetric else "int4-128-zero", 128
+def int4_by_output(symmetric: bool) -> CompressedForm:
+    name = "int4-128" if symmetric else "int4-128-zero"
+    group = 128
 
     def layout(rows: int, columns: int) -> Layout:
         zero = {} if symmetric else {".weight_zero_point": (("int32",), ((-(-rows // 8), 1),))}
         return words(rows, columns, 4) | zero | {".weight_scale": (FLOATS, ((rows, 1), (rows,)))}
 
-    def fields(parts: Parts, columns: int) -> Parts:
-        found = quant.example(name).fields(parts, columns, "pack-quantized")
-        again = -(-columns // group)
-        return {field: value if field == "nibbles" else value.repeat(again, 1) for field, value in found.items()}
+    def fields(arrays: Parts, columns: int) -> Parts:
+        format_fields = quant.example(name).fields(arrays, columns, "pack-quantized")
+        repeats = -(-columns // group)
+        return {
+            field: value if field == "nibbles" else value.repeat(repeats, 1) for field, value in format_fields.items()
+        }
 
     weights = int4.WHOLE | {"strategy": "channel", "symmetric": symmetric}
-    return Form(name, Scheme(weights, None, ("pack-quantized",)), layout, fields)
+    return CompressedForm(name, Scheme(weights, None, ("pack-quantized",)), layout, fields)
 
 
-def pairs(rows: int, columns: int, group: int) -> Layout:
-    """The tensor of codes of four bits, two a byte."""
-    shared(columns, group)
+def packed_pairs_layout(rows: int, columns: int, group: int) -> Layout:
+    """The tensor of 4-bit codes, two in a byte."""
+    check_divisible(columns, group)
     return {".weight_packed": (("uint8",), ((rows, columns // 2),))}
 
 
-def shared(columns: int, group: int) -> None:
+def check_divisible(columns: int, group: int) -> None:
     if columns % group:
         raise FormatError(f"has {columns} inputs, which do not divide by the group of {group}")
 
 
 def split_pairs(data: np.ndarray) -> np.ndarray:
-    """The codes [rows, columns] of bytes [rows, columns / 2], the even one in the low half."""
+    """Unpack codes [rows, columns] from bytes [rows, columns / 2], the even one in the low half."""
     return np.stack([data & 15, data >> 4], -1).reshape(len(data), -1)
 
 
 def join_pairs(codes: np.ndarray) -> np.ndarray:
-    """The bytes of `split_pairs`."""
+    """The inverse of `split_pairs`."""
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
-def shrunk(scales: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """Scales in float32 that are to be divided by one for the whole matrix."""
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # what is no number is found by who asked
-        return scales.astype(np.float32) / whole.astype(np.float32)
+def divide_scales(scales: np.ndarray, global_scale: np.ndarray) -> np.ndarray:
+    """Scales divided by the global scale of their matrix, in float32."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # callers check for NaN
+        return scales.astype(np.float32) / global_scale.astype(np.float32)
 
 
-def powers(exponents: np.ndarray) -> np.ndarray:
-    """The powers of two of exponents plus 127, in float32."""
+def powers_of_two(exponents: np.ndarray) -> np.ndarray:
+    """Powers of two in float32, from exponents biased by 127."""
     if (exponents == 255).any():
-        raise FormatError("holds a scale of 255, which stands for no number")
+        raise FormatError("holds a scale of 255, which is NaN")
     return np.ldexp(np.float32(1), exponents.astype(np.int32) - 127).astype(np.float32)
 
 
-FORMS: dict[str, Form] = {
+FORMS: dict[str, CompressedForm] = {
     "nvfp4": nvfp4(),
     "mxfp4": mxfp4(),
-    **{f"int8-weights-{group}": bytes_in_groups(group) for group in (16, 32, 64, 128)},
-    "int4-outputs": fours_by_output(True),
-    "int4-outputs-zero": fours_by_output(False),
+    **{f"int8-weights-{group}": int8_in_groups(group) for group in (16, 32, 64, 128)},
+    "int4-outputs": int4_by_output(True),
+    "int4-outputs-zero": int4_by_output(False),
 }

@@ -1,4 +1,4 @@
-"""GGUF files: the tensors of a checkpoint as llama.cpp keeps them, in blocks of many types."""
+"""GGUF checkpoints: tensors as llama.cpp stores them, in blocks of many types."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,15 +15,15 @@ from ...gguf.file import read_file
 from ...gguf.origin import Origin, Part
 from ...gguf.tensor import BlockTensor
 from ...stored_format import StoredFormat, StoredGroup
-from ..gguf_folder import KEPT, described
+from ..gguf_folder import KEPT, describe
 from ..safetensors import Tensor
-from .keys import HERE, known, patterns, refusal
+from .keys import CONFIG_KEY, checked_entries, checked_patterns, unsupported_value
 from .matrix import Matrix
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
-    """A tensor of the checkpoint, made of those of the file when it is read."""
+class AssembledTensor:
+    """A checkpoint tensor, assembled from the tensors of a GGUF file when it is read."""
 
     name: str
     origin: Origin
@@ -39,105 +39,109 @@ class Made:
 
     @property
     def quantised(self) -> bool:
-        return not all(self.tensors[part.name].kind.plain for part in self.origin.parts)
+        return not all(self.tensors[origin_part.name].kind.plain for origin_part in self.origin.parts)
 
     def read(self) -> np.ndarray:
-        parts = [self.numbers(part) for part in self.origin.parts]
+        arrays = [self.numbers(origin_part) for origin_part in self.origin.parts]
         turn = self.origin.turn
-        made = turn(*parts) if turn else parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return made.reshape(self.shape)
+        value = turn(*arrays) if turn else arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        return value.reshape(self.shape)
 
-    def numbers(self, part: Part) -> np.ndarray:
-        tensor = self.tensors[part.name]
-        whole = tensor.read() if part.expert is None else tensor.cut(part.expert).read()[0]
-        return whole if part.rows is None else whole[part.rows]
+    def numbers(self, origin_part: Part) -> np.ndarray:
+        tensor = self.tensors[origin_part.name]
+        value = tensor.read() if origin_part.expert is None else tensor.cut(origin_part.expert).read()[0]
+        return value if origin_part.rows is None else value[origin_part.rows]
 
     def mapped(self) -> np.ndarray:
         return self.read()
 
-    def cut(self, index: int) -> "Cut":
-        """One element of the first axis; the axis stays, with size 1."""
-        return Cut(self, index)
+    def cut(self, index: int) -> "TensorSlice":
+        """One element of the first axis, which stays with size 1."""
+        return TensorSlice(self, index)
 
     def fields(self) -> Fields:
-        """The codes [rows, columns] of all parts, and what their groups share."""
-        found = [self.fields_of(part) for part in self.origin.parts]
-        if len(found) == 1:
-            return found[0]
+        """The codes [rows, columns] of all parts and the values that their groups share."""
+        fields_by_part = [self.fields_of(origin_part) for origin_part in self.origin.parts]
+        if len(fields_by_part) == 1:
+            return fields_by_part[0]
         joined = {
-            name: None if getattr(found[0], name) is None else np.concatenate([getattr(one, name) for one in found])
+            name: None
+            if getattr(fields_by_part[0], name) is None
+            else np.concatenate([getattr(part_fields, name) for part_fields in fields_by_part])
             for name in ("codes", *SHARED)
         }
-        return replace(found[0], **joined)
+        return replace(fields_by_part[0], **joined)
 
-    def fields_of(self, part: Part) -> Fields:
-        tensor = self.tensors[part.name]
-        blocks = tensor.blocks() if part.expert is None else tensor.cut(part.expert).blocks()[0]
-        blocks = blocks if part.rows is None else blocks[part.rows]
-        rows, each = len(blocks), tensor.kind.fields(np.ascontiguousarray(blocks).reshape(-1, tensor.kind.nbytes))
+    def fields_of(self, origin_part: Part) -> Fields:
+        tensor = self.tensors[origin_part.name]
+        blocks = tensor.blocks() if origin_part.expert is None else tensor.cut(origin_part.expert).blocks()[0]
+        blocks = blocks if origin_part.rows is None else blocks[origin_part.rows]
+        rows = len(blocks)
+        fields = tensor.kind.fields(np.ascontiguousarray(blocks).reshape(-1, tensor.kind.nbytes))
         shaped = {
-            name: None if (value := getattr(each, name)) is None else value.reshape(rows, -1)
+            name: None if (value := getattr(fields, name)) is None else value.reshape(rows, -1)
             for name in ("codes", *SHARED)
         }
-        return replace(each, **shaped)
+        return replace(fields, **shaped)
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorSlice:
     """One element of a tensor's first axis."""
 
-    whole: Made
+    tensor: AssembledTensor
     index: int
 
     def read(self) -> np.ndarray:
-        return self.whole.read()[self.index : self.index + 1]
+        return self.tensor.read()[self.index : self.index + 1]
 
 
 @dataclass(frozen=True)
 class BlockMatrix(Matrix):
-    """A matrix whose codes are kept."""
+    """A matrix that keeps its GGUF codes."""
 
-    made: Made
+    tensor: AssembledTensor
 
     def read(self) -> np.ndarray:
-        return self.made.read()
+        return self.tensor.read()
 
     def fields_for(self, node: Any) -> dict[str, np.ndarray]:
-        found = self.made.fields()
-        for above in (found.super_scale, found.super_least):
-            if above is not None:
-                self.finite(above)
+        stored = self.tensor.fields()
+        for super_values in (stored.super_scale, stored.super_least):
+            if super_values is not None:
+                self.finite(super_values)
         if isinstance(node, Int4):
-            return {"nibbles": found.codes, "scale": self.finite(found.scale)}
+            return {"nibbles": stored.codes, "scale": self.finite(stored.scale)}
         if node.levels:
-            return self.leveled(found, node)
-        again, (scale, least) = found.group // node.group, found.scales()
-        fields = {"codes": found.codes, "scale": (self.finite(scale) * np.float32(self.times)).repeat(again, 1)}
+            return self.two_level_fields(stored, node)
+        repeats = stored.group // node.group
+        (scale, least) = stored.scales()
+        fields = {"codes": stored.codes, "scale": (self.finite(scale) * np.float32(self.times)).repeat(repeats, 1)}
         if node.code == "int8":
-            fields["codes"] = (found.codes.astype(np.int16) - found.zero).astype(np.int8).view(np.uint8)
+            fields["codes"] = (stored.codes.astype(np.int16) - stored.zero).astype(np.int8).view(np.uint8)
         if node.least is not None:
             least = np.zeros_like(scale) if least is None else self.finite(least)
-            fields["least"] = least.repeat(again, 1)
+            fields["least"] = least.repeat(repeats, 1)
         return fields
 
-    def leveled(self, found: Fields, node: Any) -> dict[str, np.ndarray]:
-        """The fields of a node whose scales have two levels."""
-        assert found.super_scale is not None
-        again = found.group // node.group
-        fields = {"codes": found.codes, "scale": found.scale.repeat(again, 1), "super_scale": found.super_scale}
+    def two_level_fields(self, stored: Fields, node: Any) -> dict[str, np.ndarray]:
+        """The fields of a node with two-level scales."""
+        assert stored.super_scale is not None
+        repeats = stored.group // node.group
+        fields = {"codes": stored.codes, "scale": stored.scale.repeat(repeats, 1), "super_scale": stored.super_scale}
         if node.least is not None:
-            # A zero of all codes becomes what is subtracted: so many scales.
-            pair = (found.scale, found.super_scale.astype(np.float32) * found.zero)
-            least, above = pair if found.least is None else (found.least, found.super_least)
-            fields |= {"least": least.repeat(again, 1), "super_least": above}
-        elif found.table is None:
+            # A zero point common to all codes becomes a minimum of that many scales.
+            pair = (stored.scale, stored.super_scale.astype(np.float32) * stored.zero)
+            least, super_least = pair if stored.least is None else (stored.least, stored.super_least)
+            fields |= {"least": least.repeat(repeats, 1), "super_least": super_least}
+        elif stored.table is None:
             middle = -int(CODES[node.code].numbers[0])
-            fields["codes"] = found.codes + np.uint8(middle - found.zero)
+            fields["codes"] = stored.codes + np.uint8(middle - stored.zero)
         return fields
 
     @property
     def times(self) -> float:
-        """What the file's scales are to be multiplied with: its floats of four bits are counted in halves."""
+        """The factor for the file's scales: GGUF counts MXFP4 values in halves."""
         return 2 if self.group.quant == "mxfp4" else 1
 
     @property
@@ -146,27 +150,30 @@ class BlockMatrix(Matrix):
 
 
 def stored_format(config: Mapping[str, Any]) -> StoredFormat:
-    modules = known(HERE, config, {"quant_method": ("gguf",), "modules": ...}).get("modules")
+    modules = checked_entries(CONFIG_KEY, config, {"quant_method": ("gguf",), "modules": ...}).get("modules")
     if not isinstance(modules, dict) or not {*modules} <= {*KEPT.values()}:
-        raise refusal(f"{HERE}.modules", modules, "an object of formats and the names of modules")
-    groups = [StoredGroup(kind, None, patterns(f"{HERE}.modules.{kind}", names)) for kind, names in modules.items()]
+        raise unsupported_value(f"{CONFIG_KEY}.modules", modules, "an object of formats and the names of modules")
+    groups = [
+        StoredGroup(kind, None, checked_patterns(f"{CONFIG_KEY}.modules.{kind}", names))
+        for kind, names in modules.items()
+    ]
     return StoredFormat("gguf", tuple(groups), rounds_head=False)
 
 
-def find(file: Path) -> dict[str, Any]:
-    """The tensors of the checkpoint that a file holds."""
+def find_tensors(file: Path) -> dict[str, Any]:
+    """The checkpoint tensors in a GGUF file."""
     gguf = read_file(file)
-    _, where = described(gguf)
-    return {name: Made(name, origin, gguf.tensors) for name, origin in where.items()}
+    _, origin_by_name = describe(gguf)
+    return {name: AssembledTensor(name, origin, gguf.tensors) for name, origin in origin_by_name.items()}
 
 
 def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
-    found: dict[str, Any] = dict(tensors)
-    for name, made in found.items():
+    gathered: dict[str, Any] = dict(tensors)
+    for name, tensor in gathered.items():
         group = stored.group_of(name.removesuffix(".weight"))
         if group is None:
             continue
-        if not isinstance(made, Made):
-            raise ModelError(f"{HERE}.quant_method = 'gguf', and the weights are in no GGUF file")
-        found[name] = BlockMatrix(name, made.shape, group, {}, made)
-    return found
+        if not isinstance(tensor, AssembledTensor):
+            raise ModelError(f"{CONFIG_KEY}.quant_method = 'gguf', and the weights are in no GGUF file")
+        gathered[name] = BlockMatrix(name, tensor.shape, group, {}, tensor)
+    return gathered

@@ -1,7 +1,7 @@
-"""GPTQ checkpoints as AutoGPTQ and GPTQModel write them: 2, 3, 4 or 8 bits in groups, with zeros.
+"""GPTQ checkpoints as AutoGPTQ and GPTQModel write them: 2 to 8-bit groups with zero points.
 
 qweight  int32 [in * bits / 32, out]   packed down the inputs
-qzeros   int32 [groups, out * bits / 32]   packed along the outputs; stored less one in version 1
+qzeros   int32 [groups, out * bits / 32]   packed along the outputs; version 1 stores zero - 1
 scales   float16 [groups, out]
 g_idx    int32 [in]: the group of each input, in order unless desc_act
 """
@@ -22,20 +22,20 @@ from ...stored_format import StoredFormat, StoredGroup
 from ..safetensors import Tensor
 from .integers import (
     FLOATS,
+    IntegerLayout,
     IntegerMatrix,
-    Integers,
-    group_of,
-    groups_of,
-    numbers_of,
+    checked_bool,
+    checked_int,
+    checked_sizes,
+    count_groups,
+    make_group,
     pack,
-    sides,
-    sizes_of,
-    truth,
+    packed_shape,
     unpack,
-    whole_number,
+    unpack_node,
 )  # fmt: skip
-from .keys import HERE, known, patterns, refusal
-from .matrix import Largest, Matrix, Parts, check, rounded, take
+from .keys import CONFIG_KEY, checked_entries, checked_patterns, unsupported_value
+from .matrix import LargestValue, Matrix, MatrixTensors, check, pop_tensors, quantize_dense
 
 VERSIONS = {"gptq": 1, "gptq_v2": 2}  # values of checkpoint_format
 KEYS = {
@@ -57,76 +57,77 @@ class GptqMatrix(IntegerMatrix):
     def unpacked(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         words, zeros, scales = (self.tensors[ending].read() for ending in ENDINGS)
         codes = unpack(words, self.form.bits)
-        zeros = unpack(np.ascontiguousarray(zeros.T), self.form.bits).T.astype(np.uint16)  # of eight bits up to 256
+        # 8-bit zero points can be 256.
+        zeros = unpack(np.ascontiguousarray(zeros.T), self.form.bits).T.astype(np.uint16)
         zeros += self.form.version == 1
         return codes, scales, zeros, self.order(len(scales))
 
     def order(self, groups: int) -> np.ndarray | None:
-        """The group of each input, unless they are neighbours."""
+        """The group of each input; None if groups are contiguous."""
         if ".g_idx" not in self.tensors:
             if not self.form.ordered:
                 raise ModelError(f"the checkpoint lacks the tensor {self.name.removesuffix('weight') + 'g_idx'!r}")
             return None
-        found, columns = self.tensors[".g_idx"].read(), self.shape[1]
-        if (found == np.arange(columns) // (columns // groups)).all():
+        group_ids = self.tensors[".g_idx"].read()
+        columns = self.shape[1]
+        if (group_ids == np.arange(columns) // (columns // groups)).all():
             return None
-        if found.min() < 0 or found.max() >= groups:
+        if group_ids.min() < 0 or group_ids.max() >= groups:
             name = self.tensors[".g_idx"].name
-            raise ModelError(f"tensor {name!r} names the group {int(found.max())}, and there are {groups}")
-        return found
+            raise ModelError(f"tensor {name!r} names the group {int(group_ids.max())}, and there are {groups}")
+        return group_ids
 
 
 def stored_format(config: Mapping[str, Any]) -> StoredFormat:
-    """How the matrices are kept; `dynamic` has patterns of modules with a scheme of their own, or behind `-:` none."""
-    said = known(HERE, config, KEYS)
-    ignore = list(patterns(f"{HERE}.modules_to_not_convert", said.get("modules_to_not_convert", [])))
-    groups, dynamic = [], said.get("dynamic", {})
+    """Parse the config. `dynamic` maps module patterns to schemes; `-:` marks unquantised ones."""
+    settings = checked_entries(CONFIG_KEY, config, KEYS)
+    ignore = list(checked_patterns(f"{CONFIG_KEY}.modules_to_not_convert", settings.get("modules_to_not_convert", [])))
+    groups = []
+    dynamic = settings.get("dynamic", {})
     if not isinstance(dynamic, dict):
-        raise refusal(f"{HERE}.dynamic", dynamic, "an object of patterns")
+        raise unsupported_value(f"{CONFIG_KEY}.dynamic", dynamic, "an object of patterns")
     for name, scheme in dynamic.items():
-        where = f"{HERE}.dynamic.{name}"
-        targets = patterns(where, [f"re:{name.removeprefix('-:').removeprefix('+:')}"])
+        key_path = f"{CONFIG_KEY}.dynamic.{name}"
+        targets = checked_patterns(key_path, [f"re:{name.removeprefix('-:').removeprefix('+:')}"])
         if name.startswith("-:"):
             ignore += targets
         else:
-            groups.append(group(said | known(where, scheme, KEYS), targets))
-    every = (*groups, group(said, ("Linear",)))
-    return StoredFormat("gptq", every, ("lm_head", "embed_tokens", *ignore), parts=True, rounds_head=False)
+            groups.append(scheme_group(settings | checked_entries(key_path, scheme, KEYS), targets))
+    all_groups = (*groups, scheme_group(settings, ("Linear",)))
+    return StoredFormat("gptq", all_groups, ("lm_head", "embed_tokens", *ignore), parts=True, rounds_head=False)
 
 
-def group(said: dict[str, Any], targets: tuple[str, ...]) -> StoredGroup:
-    """How the modules of one scheme are kept."""
-    bits, size = (
-        whole_number(said, "bits", 2, 3, 4, 8),
-        whole_number(said, "group_size", -1, 16, 32, 64, 128, 256, 512, 1024),
-    )
-    version = VERSIONS[said.get("checkpoint_format", said.get("format", "gptq"))]
-    ordered = not truth(said, "desc_act", False)
-    form = Integers(bits, size, centred=truth(said, "sym", True), ordered=ordered, version=version)
-    kept = group_of(form)
-    return StoredGroup(kept.quant, kept.form, targets)
+def scheme_group(settings: dict[str, Any], targets: tuple[str, ...]) -> StoredGroup:
+    """The stored group for the modules of one scheme."""
+    bits = checked_int(settings, "bits", 2, 3, 4, 8)
+    size = checked_int(settings, "group_size", -1, 16, 32, 64, 128, 256, 512, 1024)
+    version = VERSIONS[settings.get("checkpoint_format", settings.get("format", "gptq"))]
+    ordered = not checked_bool(settings, "desc_act", False)
+    form = IntegerLayout(bits, size, centred=checked_bool(settings, "sym", True), ordered=ordered, version=version)
+    base_group = make_group(form)
+    return StoredGroup(base_group.quant, base_group.form, targets)
 
 
 def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
-    found: dict[str, Any] = dict(tensors)
+    gathered: dict[str, Any] = dict(tensors)
     for stem in [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]:
-        endings = ENDINGS + ((".g_idx",) if f"{stem}.g_idx" in found else ())
-        own = stored.group_of(stem) or stored.groups[-1]
-        found[f"{stem}.weight"] = matrix(stem, take(found, stem, ".qweight", endings), own)
-    return found
+        endings = ENDINGS + ((".g_idx",) if f"{stem}.g_idx" in gathered else ())
+        stored_group = stored.group_of(stem) or stored.groups[-1]
+        gathered[f"{stem}.weight"] = matrix(stem, pop_tensors(gathered, stem, ".qweight", endings), stored_group)
+    return gathered
 
 
 def matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:
-    """One matrix, the shapes and dtypes of its tensors checked."""
-    assert isinstance(group.form, Integers)
-    words, rows = sides(tensors[".qweight"])
+    """One matrix, with the shapes and dtypes of its tensors checked."""
+    assert isinstance(group.form, IntegerLayout)
+    words, rows = packed_shape(tensors[".qweight"])
     bits = group.form.bits
     columns = words * 32 // bits
     if words * 32 % bits or rows * bits % 32:
         raise ModelError(
             f"tensor {tensors['.qweight'].name!r} is {[words, rows]}; its codes of {bits} bits fill no words"
         )
-    groups = groups_of(tensors[".qweight"], columns, group)
+    groups = count_groups(tensors[".qweight"], columns, group)
     check(tensors[".qzeros"], ("int32",), (groups, rows * bits // 32))
     check(tensors[".scales"], FLOATS, (groups, rows))
     if ".g_idx" in tensors:
@@ -139,15 +140,15 @@ WRITES += tuple(f"int8-weights-{size}" for size in (32, 64, 128))
 
 
 def quantization_config(name: str, ignore: Sequence[str]) -> dict[str, Any]:
-    """As GPTQModel writes it.
+    """GPTQModel's config.
 
-    Groups are neighbours whatever the order of rounding was, so that desc_act is false. Version 1 has no zero of 0, and
-    where groups have zeros of their own that can be one: these are of version 2.
+    Groups are contiguous whatever the order of rounding was: desc_act is false. Version 1 cannot
+    store a zero point of 0, so formats with zero points use version 2.
     """
     node = quant.example(name)
     centred = not isinstance(node, Int4) or node.zero is None
     form = "gptq" if centred else "gptq_v2"
-    spared = [f"-:{pattern_of(module)}" for module in ignore if module != "lm_head"]
+    spared = [f"-:{module_pattern(module)}" for module in ignore if module != "lm_head"]
     return {
         "quant_method": "gptq", "bits": 4 if isinstance(node, Int4) else 8, "group_size": node.shared(), "sym": centred,
         "desc_act": False, "static_groups": True, "checkpoint_format": form, "format": form, "pack_dtype": "int32",
@@ -155,15 +156,15 @@ def quantization_config(name: str, ignore: Sequence[str]) -> dict[str, Any]:
     } | ({"dynamic": {name: {} for name in spared}} if spared else {})  # fmt: skip
 
 
-def pattern_of(module: str) -> str:
-    """A regular expression for one module; those behind `re:` are some already."""
+def module_pattern(module: str) -> str:
+    """A regular expression for one module, or the one behind `re:`."""
     return module.removeprefix("re:") if module.startswith("re:") else f"{re.escape(module)}$"
 
 
 def layout(name: str, group: StoredGroup, shape: tuple[int, ...]) -> Layout:
-    assert isinstance(group.form, Integers)
+    assert isinstance(group.form, IntegerLayout)
     bits = group.form.bits
-    rows, columns, groups = sizes_of(name, shape, group.form)
+    rows, columns, groups = checked_sizes(name, shape, group.form)
     return {
         ".qweight": (("int32",), ((columns * bits // 32, rows),)),
         ".qzeros": (("int32",), ((groups, rows * bits // 32),)),
@@ -172,14 +173,15 @@ def layout(name: str, group: StoredGroup, shape: tuple[int, ...]) -> Layout:
     }
 
 
-def round_matrix(value: np.ndarray, group: StoredGroup, largest: Largest) -> Parts:
-    return parts(rounded(value, group), group)
+def round_matrix(value: np.ndarray, group: StoredGroup, largest: LargestValue) -> MatrixTensors:
+    return parts(quantize_dense(value, group), group)
 
 
-def parts(node: Rounded, group: StoredGroup) -> Parts:
-    assert isinstance(group.form, Integers)
-    codes, scales, zeros = numbers_of(node)
-    bits, stored = group.form.bits, zeros - np.uint8(group.form.version == 1)
+def parts(node: Rounded, group: StoredGroup) -> MatrixTensors:
+    assert isinstance(group.form, IntegerLayout)
+    codes, scales, zeros = unpack_node(node)
+    bits = group.form.bits
+    stored = zeros - np.uint8(group.form.version == 1)
     return {
         ".qweight": pack(codes, bits),
         ".qzeros": np.ascontiguousarray(pack(stored.T, bits).T),

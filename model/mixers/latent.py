@@ -79,12 +79,12 @@ def mix(a: LatentAttention, w: LatentWeights, x_TD, rope, cache, hooks: LayerHoo
     q_latent_TNA = einsum("TNH,NAH->TNA", q_TNH[..., : a.nope_dim], w.k_up_NAH)
     q_TNA = jnp.concatenate([q_latent_TNA, turned(q_TNH[..., a.nope_dim :], rope)], axis=-1)
     k_T1A = jnp.concatenate([latent_TA[:, None], k_rope_T1H], axis=-1)
-    picks = None
+    options = {}
     if a.indexer is not None:
-        picks, key_T1H = picks_of(a.indexer, w.indexer, x_TD, q_TA, rope)
+        options["picks"], key_T1H = picks_of(a.indexer, w.indexer, x_TD, q_TA, rope)
         k_T1A = k_T1A if key_T1H is None else jnp.concatenate([k_T1A, key_T1H], axis=-1)
     params = AttentionParams(a.scale, value_dim=a.kv_rank)
-    out_TNA, cache = hooks.attend(q_TNA, k_T1A, None, cache, params, picks=picks)
+    out_TNA, cache = hooks.attend(q_TNA, k_T1A, None, cache, params, **options)
     out_TNH = einsum("TNA,NHA->TNH", out_TNA, w.v_up_NHA)
     return add_up("TNH,NHD->TD", out_TNH, w.out_NHD, w.out_bias_D, axes.tensor), cache
 

@@ -87,7 +87,8 @@ def embed_batch(weights: ModelWeights, tokens_BT: np.ndarray, positions_BT: np.n
 def attention_hook(config: ModelConfig, B: int, T: int):
     """The `attend` hook of `decoder.run_layers`, for whole sequences."""
 
-    def attend(index, q_TNH, k_TKH, v_TKH, cache, params: AttentionParams, sinks_N=None, picks=None):
+    def attend(index, q_TNH, k_TKH, v_TKH, cache, params: AttentionParams, sinks_N=None):
+        window = params.window
         if k_TKH is not None:
             cache = {**cache, index: (k_TKH, k_TKH[..., : params.value_dim] if v_TKH is None else v_TKH)}
         k_BJKH, v_BJKH = (x.reshape(B, T, *x.shape[1:]).astype(jnp.float32) for x in cache[config.kv_owner[index]])
@@ -100,7 +101,6 @@ def attention_hook(config: ModelConfig, B: int, T: int):
             key_positions = jnp.arange(T)
             score = capped(jnp.einsum("BQKGH,BJKH->BKGQJ", q_BQKGH, k_BJKH), params.soft_cap)
             visible_QJ = query_positions[:, None] >= key_positions
-            window = params.window
             if params.chunked and window is not None:
                 visible_QJ &= query_positions[:, None] // window == key_positions // window
             elif window is not None:

@@ -168,6 +168,7 @@ def compiled(case: Case, layers: int, spills: bool):
     from quire.serving.device.batch import choose
     from quire.serving.device.drafts import WithDrafter
     from quire.serving.device.pipeline import Pipeline
+    from quire.serving.device.step_shape import StepShape
     from quire.serving.engine.batch_builder import BatchBuilder
     from quire.sharding.mesh import make_mesh
 

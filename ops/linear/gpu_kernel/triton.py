@@ -1,6 +1,6 @@
 """The same product on NVIDIA GPUs of other generations: a program is one block of rows and 64 outputs.
 
-Triton compiles it for each card. As in `kernel.py`, weights are the left operand, so that blocks of every size are
+Triton compiles it for each card. As in `hopper.py`, weights are the left operand, so that blocks of every size are
 multiplied by the same instructions, and one program sums all inputs of an output in one order. Codes become numbers in
 registers.
 """

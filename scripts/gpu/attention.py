@@ -19,7 +19,7 @@ from ...ops.attention import flashinfer
 from ...ops.attention.accuracy import Trial, arrays, attend, measure_attention
 from ...ops.attention.backend import AttentionShape
 from ...ops.attention.flashinfer_kernel import library
-from ...ops.gpu.device import is_gpu
+from ...ops.gpu import device as gpu_device
 from ..collect_env import first_to
 from .common import UNTRIED, CheckSizes, PartReport, card_rates, seconds
 from .step_time import attention_seconds, known_device
@@ -121,7 +121,7 @@ def chosen(report: PartReport, scale: CheckSizes, seed: int) -> None:
     report(
         f"{said}; found out in {took:.0f} s, error {found.error:.1e}", chosen=name, declined=declined, error=found.error
     )
-    if is_gpu() and name not in (scale.kernel, "flashinfer"):
+    if gpu_device.is_gpu() and name not in (scale.kernel, "flashinfer"):
         report.wrong(f"{name} was chosen")
     if found.wrong:
         report.wrong(f"it is wrong {found.wrong}")
@@ -164,7 +164,7 @@ def shown(found: float | None) -> str:
 def by_flashinfer(work: Trial, inputs: tuple) -> float | None:
     """Seconds of FlashInfer's kernel; None where there is none."""
     q, pages, rows, sinks = inputs
-    if library.missing() is not None or not is_gpu():
+    if library.missing() is not None or not gpu_device.is_gpu():
         return None
     try:
         if reason := flashinfer.kernel_limits(work.params, AttentionShape.of(q, pages, rows, work.params, sinks)):

@@ -134,7 +134,7 @@ def reference(shape: Shape, s: Sequence):
     if shape.pages == "int4" and shape.dtype == "bfloat16" and native.instruction_set() in PAIRWISE:
         q = four_bits.turned(q).astype(BFLOAT16).astype(np.float64) @ four_bits.matrix(shape.H)
     v = seen(shape, v[: s.end], keys=False) if shape.value_dim is None else k[..., : shape.value_dim]
-    score = np.einsum("tkgh,jkh->tkgj", q.reshape(s.rows, shape.K, shape.G, shape.H), k) * options["scale"]
+    score = np.einsum("tkgh,jkh->tkgj", q.reshape(s.rows, shape.K, shape.G, shape.H), k) * options.scale
     if shape.soft_cap is not None:
         score = shape.soft_cap * np.tanh(score / shape.soft_cap)
     distance = np.arange(s.start, s.end)[:, None] - np.arange(s.end)

@@ -165,10 +165,9 @@ def compiled(case: Case, layers: int, spills: bool):
     """The program of so many layers, for the card that is described, and why a row's bits may depend on its company."""
     from quire.model.checkpoint.placement import abstract_on_mesh
     from quire.model.weights import abstract
-    from quire.serving.device.batch import choose
     from quire.serving.device.drafts import WithDrafter
     from quire.serving.device.pipeline import Pipeline
-    from quire.serving.device.step_shape import StepShape
+    from quire.serving.device.step_shape import StepShape, choose
     from quire.serving.engine.batch_builder import BatchBuilder
     from quire.sharding.mesh import make_mesh
 

@@ -1,17 +1,18 @@
-"""Models with classes in place of tokens."""
+"""Classification heads."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Classes:
-    """A head that gives each class a number, in place of one for each token."""
+    """A head that scores classes instead of tokens."""
 
     labels: tuple[str, ...]
-    activation: str  # what makes probabilities of them: "softmax", "sigmoid" or "none"
-    tokens: tuple[tuple[int, int], ...] = ()  # they are these tokens' logits, less those of the others (-1: of none)
-    own_head: bool = False  # by the rows of a head of the model's own, not of its embedding
+    activation: str  # of the scores: "softmax", "sigmoid" or "none"
+    # (a, b): the class's score is the logit of token a less the logit of token b (-1: none).
+    tokens: tuple[tuple[int, int], ...] = ()
+    own_head: bool = False  # `tokens` are rows of an lm_head, not of the embedding
     bias: bool = False
-    name: str = "score"  # of the head's tensors
-    deep: bool = False  # the head is two products with biases, and a ReLU between them
-    step: int | None = None  # it judges each step of an answer, and this token ends one
+    name: str = "score"  # of the head's tensors in the checkpoint
+    deep: bool = False  # two dense layers with biases, and a ReLU between
+    step: int | None = None  # the token that ends a reasoning step, if each step is scored

@@ -1,4 +1,4 @@
-"""Experts with several copies: which expert each slot holds, and the tables that the decoder reads."""
+"""Redundant experts: the expert in each slot, and the tables that the decoder reads."""
 
 from dataclasses import replace
 
@@ -10,55 +10,58 @@ from .config import Layer, ModelConfig, ModelError, Moe
 from .weights import ModelWeights, MoeWeights
 
 
-def with_spare(config: ModelConfig, spare: int) -> ModelConfig:
-    """The same model with so many spare slots in each layer that has experts."""
+def with_redundancy(config: ModelConfig, redundancy: int) -> ModelConfig:
+    """The model with `redundancy` additional expert slots in each layer that has experts."""
 
     def widen(layer: Layer) -> Layer:
-        return layer if layer.moe is None else replace(layer, moe=replace(layer.moe, spare=spare))
+        return layer if layer.moe is None else replace(layer, moe=replace(layer.moe, spare=redundancy))
 
-    return replace(config, layers=tuple(widen(layer) for layer in config.layers)) if spare else config
+    return replace(config, layers=tuple(widen(layer) for layer in config.layers)) if redundancy else config
 
 
-def spare_of(config: ModelConfig) -> int:
-    """The number of spare slots of a layer."""
+def redundancy_of(config: ModelConfig) -> int:
+    """The number of redundant expert slots of a layer."""
     return max((layer.moe.spare for layer in config.layers if layer.moe is not None), default=0)
 
 
-def check(config: ModelConfig, spare: int, devices: int, stages: int = 1) -> None:
-    """Refuse numbers of spare slots that the devices cannot share."""
-    if not spare:
+def check(config: ModelConfig, redundancy: int, devices: int, stages: int = 1) -> None:
+    """Raise for a number of redundant experts that the devices cannot share."""
+    if not redundancy:
         return
     if stages > 1:
         raise ModelError(
-            f"expert_redundancy is {spare}, and pipeline_parallel_size {stages}: experts of layers in stages are "
+            f"expert_redundancy is {redundancy}, and pipeline_parallel_size {stages}: experts of layers in stages are "
             "neither counted nor moved; leave one of the two out"
         )
     if devices == 1 or not config.experts:
         raise ModelError(
-            f"expert_redundancy is {spare}, and there is nothing to balance: it needs a model with experts that "
+            f"expert_redundancy is {redundancy}, and there is nothing to balance: it needs a model with experts that "
             "several devices share, as with expert_parallel_size 2"
         )
-    fits = [n for n in range(1, config.experts * (devices - 1) + 1) if (config.experts + n) % devices == 0]
-    if spare not in fits or len({layer.moe.experts for layer in config.layers if layer.moe is not None}) > 1:
-        near = sorted(fits, key=lambda n: abs(n - spare))[:4]
+    valid_counts = [n for n in range(1, config.experts * (devices - 1) + 1) if (config.experts + n) % devices == 0]
+    if (
+        redundancy not in valid_counts
+        or len({layer.moe.experts for layer in config.layers if layer.moe is not None}) > 1
+    ):
+        nearest = sorted(valid_counts, key=lambda n: abs(n - redundancy))[:4]
         raise ModelError(
-            f"expert_redundancy is {spare}; with the model's {config.experts} experts it must give each of {devices} "
-            f"devices as many, and no expert twice: it could be {', '.join(map(str, sorted(near)))}"
+            f"expert_redundancy is {redundancy}; with the model's {config.experts} experts it must give each "
+            f"of {devices} devices as many, and no expert twice: it could be {', '.join(map(str, sorted(nearest)))}"
         )
 
 
 def first_placement(moe: Moe) -> np.ndarray:
-    """The expert of each slot after loading: one after the other, and the first ones again."""
+    """The expert of each slot after loading: all in order, then the first ones again."""
     return np.arange(moe.slots) % moe.experts
 
 
 def first_placements(config: ModelConfig) -> np.ndarray:
-    """The same for all layers that have experts: [L, S]."""
+    """The first placement of all layers with experts: [L, S]."""
     return np.stack([first_placement(layer.moe) for layer in config.layers if layer.moe is not None])
 
 
 def tables(experts_S: np.ndarray, num_experts: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """(copies_E, slots_EC): how many copies each expert has, and their slots."""
+    """(copies_E, slots_EC): the number of copies of each expert, and their slots."""
     copies_E = np.bincount(experts_S, minlength=num_experts).astype(np.int32)
     slots_EC = np.zeros((num_experts, columns), np.int32)
     order = np.argsort(experts_S, kind="stable")
@@ -68,18 +71,18 @@ def tables(experts_S: np.ndarray, num_experts: int, columns: int) -> tuple[np.nd
 
 
 def placed(w: MoeWeights, experts_S: np.ndarray, mesh: Mesh, moe: Moe) -> MoeWeights:
-    """The weights of a layer with the tables for these experts in its slots."""
-    found = tables(experts_S, moe.experts, moe.spare + 1)
-    copies_E, slots_EC = jax.device_put(found, NamedSharding(mesh, PartitionSpec()))
+    """A layer's weights with the tables for these experts in its slots."""
+    copies_and_slots = tables(experts_S, moe.experts, moe.spare + 1)
+    copies_E, slots_EC = jax.device_put(copies_and_slots, NamedSharding(mesh, PartitionSpec()))
     return w.replace(copies_E=copies_E, slots_EC=slots_EC)
 
 
-def as_loaded(weights: ModelWeights, config: ModelConfig, mesh: Mesh | None) -> ModelWeights:
-    """Weights as just loaded, with the tables for their first placement."""
+def with_first_placement(weights: ModelWeights, config: ModelConfig, mesh: Mesh | None) -> ModelWeights:
+    """Weights as just loaded, with the tables of their first placement."""
     layers = list(weights.layers)
     for index in config.expert_layers:
         moe = config.layers[index].moe
         if mesh is not None and moe is not None and moe.spare:
-            own = placed(layers[index].moe, first_placement(moe), mesh, moe)
-            layers[index] = layers[index].replace(moe=own)
+            moe_weights = placed(layers[index].moe, first_placement(moe), mesh, moe)
+            layers[index] = layers[index].replace(moe=moe_weights)
     return weights.replace(layers=tuple(layers))

@@ -1,16 +1,18 @@
-"""Which of a long context's tokens latent attention reads, as DeepSeek-V3.2 chooses them."""
+"""The indexer of DeepSeek-V3.2's sparse attention."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Indexer:
-    """Keys and queries of its own, smaller than those of attention: a row reads the `count` tokens that score best.
+    """Queries and keys, smaller than those of attention, that select the `count` best-scoring
+    tokens to attend to.
 
-    Its keys lie behind the layer's own in the same pages. A layer without `heads` reads what the one before it chose.
+    Its keys are stored behind the layer's own in the same pages. A layer without `heads` reuses the
+    selection of the layer before it.
     """
 
     count: int
     heads: int = 0
     dim: int = 0
-    interleaved: bool = False  # the checkpoint keeps its rotary pairs side by side
+    interleaved: bool = False  # rotary pairs are interleaved in the checkpoint

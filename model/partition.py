@@ -1,4 +1,4 @@
-"""A model over several devices: whether it can be split so, and what each device computes."""
+"""Splitting a model over devices: whether it is possible, and the model of each device."""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,60 +17,65 @@ SPLITS = {"tensor": "the heads, key-value heads and columns", "expert": "the exp
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage: its layers, and whether it has the embedding and the head."""
+    """A pipeline stage."""
 
     layers: range
-    begins: bool
-    ends: bool
+    is_first: bool  # has the embedding
+    is_last: bool  # has the head
 
 
 def whole_model(config: ModelConfig) -> Stage:
-    """The only stage of a model that is not split into several."""
+    """The only stage of a model without pipeline parallelism."""
     return stages(config, 1)[0]
 
 
 def stages(config: ModelConfig, count: int) -> tuple[Stage, ...]:
-    """The layers in so many pipeline stages, as even as possible."""
-    ends = [len(config.layers) * number // count for number in range(count + 1)]
+    """The layers in `count` pipeline stages, as even as possible."""
+    boundaries = [len(config.layers) * number // count for number in range(count + 1)]
     return tuple(
-        Stage(range(first, last), first == 0, last == ends[-1]) for first, last in zip(ends, ends[1:], strict=False)
+        Stage(range(first, last), first == 0, last == boundaries[-1])
+        for first, last in zip(boundaries, boundaries[1:], strict=False)
     )
 
 
 def can_stage(config: ModelConfig, count: int) -> bool:
-    """Whether so many stages have a layer each, and no layer reads a cache of another stage, or what one has picked."""
+    """Whether each of `count` stages has a layer, and no layer reads a KV cache or a selection of
+    another stage.
+    """
     indexers = [getattr(layer.attention, "indexer", None) for layer in config.layers]
     return all(
         stage.layers and all(config.kv_owner[index] in stage.layers for index in stage.layers)
         for stage in stages(config, count)
-    ) and not any(own and not own.heads for own in (indexers[stage.layers.start] for stage in stages(config, count)))
+    ) and not any(
+        indexer and not indexer.heads for indexer in (indexers[stage.layers.start] for stage in stages(config, count))
+    )
 
 
 def whole_context(config: ModelConfig) -> str | None:
-    """Why the positions of a sequence cannot be spread over devices; None: they can."""
+    """Why a sequence's positions cannot be split over devices; None if they can."""
     if config.encodes:
-        return "keeps no positions that could be parted"
+        return "has no KV cache that could be split"
     if config.state_layers:
-        return "has layers that keep a state for each sequence, whose rows cannot be parted"
+        return "has recurrent layers, whose tokens cannot be split"
     if any(getattr(layer.attention, "indexer", None) for layer in config.layers):
-        return "picks the positions that each row reads among all of them"
+        return "selects the positions that each token reads among all of them"
     return None
 
 
 def stage_weights(weights: ModelWeights, stage: Stage) -> ModelWeights:
     """The weights of one stage."""
-    own = weights.replace(layers=weights.layers[stage.layers.start : stage.layers.stop])
-    if not stage.begins:
-        own = own.replace(embed_VD=None, embed_norm_D=None, position_embed_PD=None, type_embed_ID=None)
-        own = own.replace(per_layer_embed_VLA=None, per_layer_proj_DLA=None, per_layer_norm_A=None)
-    return own if stage.ends else own.replace(
+    stage_tree = weights.replace(layers=weights.layers[stage.layers.start : stage.layers.stop])
+    if not stage.is_first:
+        stage_tree = stage_tree.replace(embed_VD=None, embed_norm_D=None, position_embed_PD=None, type_embed_ID=None)
+        stage_tree = stage_tree.replace(per_layer_embed_VLA=None, per_layer_proj_DLA=None, per_layer_norm_A=None)
+    return stage_tree if stage.is_last else stage_tree.replace(
         final_norm_D=None, head_VD=None, head_bias_V=None, classes_DC=None, classes_bias_C=None, classes_up_DF=None,
         classes_up_bias_F=None, head=(),
     )  # fmt: skip
 
 
 def check_groups(config: ModelConfig, name: str, tensor: int) -> None:
-    """Refuse devices that would cut a group of inputs, which share a scale."""
+    """Raise for devices that would cut a group of inputs that share a scale."""
     for node in jax.tree.leaves(abstract(replace(config, quant=name)), is_leaf=lambda x: isinstance(x, Rounded)):
         whole = node.whole_inputs() if isinstance(node, Rounded) else 1
         if whole == 1:
@@ -84,56 +89,59 @@ def check_groups(config: ModelConfig, name: str, tensor: int) -> None:
 
 
 def check(config: ModelConfig, tensor: int, expert: int, pipe: int, data: int = 1, context: int = 1) -> None:
-    """Refuse mesh sizes over which the model cannot be split, and name those over which it can."""
+    """Raise for mesh sizes over which the model cannot be split; the message lists possible sizes."""
     if not can_stage(config, pipe):
-        fitting = [str(n) for n in range(1, 2 * pipe + 1) if can_stage(config, n)]
+        valid_sizes = [str(n) for n in range(1, 2 * pipe + 1) if can_stage(config, n)]
         raise ModelError(
             f"pipeline_parallel_size is {pipe}, and this model's {len(config.layers)} layers, each with the one whose "
-            f"cache or picks it reads, do not fall into so many stages; it can be {', '.join(fitting)}"
+            f"cache or picks it reads, do not fall into so many stages; it can be {', '.join(valid_sizes)}"
         )
-    own = {layer.moe.quant for layer in config.layers if layer.moe is not None and layer.moe.quant is not None}
-    if tensor > 1 and (whole := [name for name in own if not quant.splits(name)]):
-        raise ModelError(f"experts in {whole[0]} cannot be split by columns: use expert_parallel_size")
+    expert_formats = {
+        layer.moe.quant for layer in config.layers if layer.moe is not None and layer.moe.quant is not None
+    }
+    if tensor > 1 and (unsplittable := [name for name in expert_formats if not quant.splits(name)]):
+        raise ModelError(f"experts in {unsplittable[0]} cannot be split by columns: use expert_parallel_size")
     groups = () if config.stored is None else config.stored.groups
-    kept = {config.quant, *(group.quant for group in groups)} - {None}
-    for name in sorted(kept) if tensor > 1 else ():
+    weight_formats = {config.quant, *(group.quant for group in groups)} - {None}
+    for name in sorted(weight_formats) if tensor > 1 else ():
         if not quant.splits(name):
-            others = [name for name in quant.FORMATS if quant.splits(name)]
+            alternatives = [name for name in quant.FORMATS if quant.splits(name)]
             raise ModelError(
-                f"quantization is {name!r}, whose weights cannot be split by columns: use {' or '.join(others)} "
+                f"quantization is {name!r}, whose weights cannot be split by columns: use {' or '.join(alternatives)} "
                 f"with tensor_parallel_size {tensor}, or 1"
             )
         check_groups(config, name, tensor)
     for name, size in (("tensor", tensor), ("expert", expert)):
         if not splits(config, **{name: size}):
-            fitting = [str(n) for n in range(1, 2 * size + 1) if splits(config, **{name: n})]
+            valid_sizes = [str(n) for n in range(1, 2 * size + 1) if splits(config, **{name: n})]
             raise ModelError(
                 f"{name}_parallel_size is {size}, which does not divide {SPLITS[name]} of this model; it can be "
-                f"{', '.join(fitting)}"
+                f"{', '.join(valid_sizes)}"
             )
-    if context > 1 and (why := whole_context(config)):
+    if context > 1 and (reason := whole_context(config)):
         raise ModelError(
-            f"context_parallel_size is {context}, and this model {why}: it can only be 1; use tensor_parallel_size or "
-            "pipeline_parallel_size"
+            f"context_parallel_size is {context}, and this model {reason}: it can only be 1; "
+            "use tensor_parallel_size or pipeline_parallel_size"
         )
     sharing = {"expert": expert}
     for name, size in (("context", context), ("data", data)):
         if not splits(config, **sharing, **{name: size}):
-            fitting = [str(n) for n in range(1, 2 * size + 1) if splits(config, **sharing, **{name: n})]
-            others = " and ".join(f"{other}_parallel_size {n}" for other, n in sharing.items())
+            valid_sizes = [str(n) for n in range(1, 2 * size + 1) if splits(config, **sharing, **{name: n})]
+            alternatives = " and ".join(f"{axis}_parallel_size {n}" for axis, n in sharing.items())
             raise ModelError(
-                f"{name}_parallel_size is {size}, and with {others} its {size * math.prod(sharing.values())} devices "
-                f"do not divide the experts, which they share; it can be {', '.join(fitting)}"
+                f"{name}_parallel_size is {size}, and with {alternatives} its "
+                f"{size * math.prod(sharing.values())} devices do not divide the experts, which they share; "
+                f"it can be {', '.join(valid_sizes)}"
             )
         sharing[name] = size
 
 
 def splits(config: ModelConfig, **sizes: int) -> bool:
     """Whether every array can be split over axes of these sizes."""
-    kept = [config.layers[index].attention for index in config.state_layers]
+    recurrent_mixers = [config.layers[index].attention for index in config.state_layers]
     if sizes.get("context", 1) > 1 and whole_context(config):
         return False
-    if not all(a.divides(sizes.get("tensor", 1)) for a in kept):
+    if not all(a.divides(sizes.get("tensor", 1)) for a in recurrent_mixers):
         return False
     if sizes.get("expert", 1) > 1 and all(layer.moe is None for layer in config.layers):
         return False
@@ -145,12 +153,14 @@ def splits(config: ModelConfig, **sizes: int) -> bool:
 
 
 def local_config(config: ModelConfig, mesh: Mesh | None) -> ModelConfig:
-    """The model as one device computes it, with its own heads and columns. Routing counts all experts on each."""
+    """The model as one device computes it, with its own heads and columns; every device routes over
+    all experts.
+    """
     return split_config(config, 1 if mesh is None else mesh.shape["tensor"])
 
 
 def split_config(config: ModelConfig, tensor: int) -> ModelConfig:
-    """The same where so many devices split the heads and columns."""
+    """The model as one of `tensor` devices computes it."""
     if tensor == 1:
         return config
 

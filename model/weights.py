@@ -1,4 +1,6 @@
-"""The weight tree: dataclasses (`sharding/struct.py`) whose leaves are arrays, or `ArraySpec`s in the abstract tree."""
+"""The weight tree: dataclasses (`sharding/struct.py`) whose leaves are arrays, or `ArraySpec`s in
+the abstract tree.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +10,7 @@ import jax.numpy as jnp
 from ..ops.norm import LayerNorm
 from ..ops.quant import head, packed, stacked
 from ..sharding import struct
-from ..sharding.spec import ArraySpec, Runs
+from ..sharding.spec import ArraySpec, Interleaved
 from . import mixers
 from .config import Dense, Layer, Mlp, ModelConfig, Moe
 from .matrix import matrix, norm
@@ -39,8 +41,8 @@ class MoeWeights:
     pre_norm_D: Array = None
     post_norm_D: Array = None
     mlp_post_norm_D: Array = None
-    copies_E: Array = None  # how many copies each expert has, where it may have several
-    slots_EC: Array = None  # and their slots in the stacks
+    copies_E: Array = None  # copies of each expert, with redundant experts
+    slots_EC: Array = None  # and their slots
 
 
 @struct.dataclass
@@ -52,7 +54,7 @@ class PerLayerWeights:
 
 @struct.dataclass
 class LayerWeights:
-    attention: Any  # the weights of its mixer
+    attention: Any  # of the mixer
     mlp: Any = None  # MlpWeights
     moe: Any = None  # MoeWeights
     pre_attention_norm_D: Array = None
@@ -92,7 +94,11 @@ class ModelWeights:
 
 def abstract(config: ModelConfig) -> ModelWeights:
     """The weight tree of a model with an `ArraySpec` in place of each array."""
-    dtype, D, V, L, A = jnp.dtype(config.dtype), config.dim, config.vocab_size, len(config.layers), config.per_layer_dim
+    dtype = jnp.dtype(config.dtype)
+    D = config.dim
+    V = config.vocab_size
+    L = len(config.layers)
+    A = config.per_layer_dim
     embed_VD = ArraySpec((V, D), dtype, ("vocab", "embed"), fan_in=D)
     head_VD = packed(head(config.quant), replace(embed_VD, inputs=(1,)))
     weights = ModelWeights(
@@ -129,7 +135,7 @@ def norm_of(config: ModelConfig, size: int) -> Any:
 
 
 def vector(size: int) -> ArraySpec:
-    """What is added to the rows of a small float32 product, or behind a norm."""
+    """A bias of a small float32 product or of a norm."""
     return ArraySpec((size,), jnp.float32, (None,), "zeros")
 
 
@@ -147,7 +153,7 @@ def dense_spec(config: ModelConfig, dense: Dense) -> DenseWeights:
 
 
 def deep_specs(config: ModelConfig) -> dict[str, ArraySpec]:
-    """What a head for classes has beside its one product."""
+    """The weights of a classification head beside its matrix."""
     if config.classes is None:
         return {}
     biases = {"classes_bias_C": vector(len(config.classes.labels))}
@@ -157,12 +163,13 @@ def deep_specs(config: ModelConfig) -> dict[str, ArraySpec]:
 
 
 def dense_specs(config: ModelConfig) -> ModelWeights:
-    """The specs of the weights as they are before quantization."""
+    """The specs of the weights before quantisation."""
     return abstract(replace(config, quant=None))
 
 
 def layer_spec(config: ModelConfig, layer: Layer) -> LayerWeights:
-    D, A = config.dim, config.per_layer_dim
+    D = config.dim
+    A = config.per_layer_dim
     per_layer = None
     if A:
         per_layer = PerLayerWeights(
@@ -184,7 +191,9 @@ def layer_spec(config: ModelConfig, layer: Layer) -> LayerWeights:
 
 
 def mlp_spec(config: ModelConfig, mlp: Mlp) -> MlpWeights:
-    D, G, dtype = config.dim, 1 + mlp.gated, jnp.dtype(config.dtype)
+    D = config.dim
+    G = 1 + mlp.gated
+    dtype = jnp.dtype(config.dtype)
     return MlpWeights(
         up_DGF=matrix(config, (D,), (G, mlp.dim), ("embed", None, "ffn")),
         down_FD=matrix(config, (mlp.dim,), (D,), ("ffn", "embed")),
@@ -195,15 +204,22 @@ def mlp_spec(config: ModelConfig, mlp: Mlp) -> MlpWeights:
 
 
 def moe_spec(config: ModelConfig, moe: Moe) -> MoeWeights:
-    D, E, F, G, dtype = config.dim, moe.experts, moe.dim, 1 + moe.gated, jnp.dtype(config.dtype)
+    D = config.dim
+    E = moe.experts
+    F = moe.dim
+    G = 1 + moe.gated
+    dtype = jnp.dtype(config.dtype)
     router_dtype = jnp.dtype(jnp.float32) if moe.router_float32 else dtype
-    own, stack = norm(D) if moe.own_norms else None, Runs("experts", (E,), again=moe.spare)
+    own_norm = norm(D) if moe.own_norms else None
+    stack = Interleaved("experts", (E,), repeated=moe.spare)
     up_EDGF = ArraySpec((E, D, G, F), dtype, (stack, "embed", None, "ffn"), fan_in=D, inputs=(1,), stacked=True)
     down_EFD = ArraySpec((E, F, D), dtype, (stack, "ffn", "embed"), fan_in=F, inputs=(1,), stacked=True)
-    if moe.quant:  # the checkpoint's own
-        up_EDGF, down_EFD = packed(moe.quant, up_EDGF), packed(moe.quant, down_EFD)
+    if moe.quant:  # as in the checkpoint
+        up_EDGF = packed(moe.quant, up_EDGF)
+        down_EFD = packed(moe.quant, down_EFD)
     else:
-        up_EDGF, down_EFD = stacked(config.quant, up_EDGF), stacked(config.quant, down_EFD)
+        up_EDGF = stacked(config.quant, up_EDGF)
+        down_EFD = stacked(config.quant, down_EFD)
     return MoeWeights(
         router_DE=ArraySpec((D, E), router_dtype, ("embed", None), fan_in=D, inputs=(0,)),
         up_EDGF=up_EDGF,
@@ -212,9 +228,9 @@ def moe_spec(config: ModelConfig, moe: Moe) -> MoeWeights:
         choice_bias_E=ArraySpec((E,), jnp.float32, (None,), "zeros") if moe.choice_bias else None,
         up_bias_EGF=ArraySpec((E, G, F), dtype, (stack, None, "ffn"), "zeros") if moe.bias else None,
         down_bias_ED=ArraySpec((E, D), dtype, (stack, "embed"), "zeros") if moe.bias else None,
-        router_scale_D=own,
+        router_scale_D=own_norm,
         expert_scale_E=ArraySpec((E,), jnp.float32, (None,), "ones") if moe.own_norms else None,
-        pre_norm_D=own,
-        post_norm_D=own,
-        mlp_post_norm_D=own,
+        pre_norm_D=own_norm,
+        post_norm_D=own_norm,
+        mlp_post_norm_D=own_norm,
     )

@@ -1,4 +1,6 @@
-"""`quire build-kernels`: compile the CPU kernels ahead of time, for an image that is read-only or lacks a compiler."""
+"""`quire build-kernels`: compile the CPU kernels ahead of time, for an image that is read-only or
+lacks a compiler.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -23,19 +25,21 @@ def main(
 
     from ..ops.native import build
 
-    known = [name for kind in build.ISAS.values() for name in kind]  # any: $CXX may be a cross compiler
+    # Of any machine: $CXX may be a cross compiler.
+    isas = [name for kind in build.ISAS.values() for name in kind]
     for name in isa or []:
-        if name not in known:
-            raise o.UsageError(f"--isa is {name!r}; it can be {', '.join(known)}")
+        if name not in isas:
+            raise o.UsageError(f"--isa is {name!r}; it can be {', '.join(isas)}")
     try:
-        command, folder = build.compiler(), build.private(out)
+        command = build.compiler()
+        folder = build.private(out)
 
-        def make(what: tuple[str, str]) -> Path:
-            return build.built(command, *what, build.prebuilt(folder, what[0]))
+        def make(name_and_variant: tuple[str, str]) -> Path:
+            return build.built(command, *name_and_variant, build.prebuilt(folder, name_and_variant[0]))
 
-        wanted = [(name, variant) for name in isa or build.choices()[:1] for variant in build.VARIANTS]
+        libraries = [(name, variant) for name in isa or build.choices()[:1] for variant in build.VARIANTS]
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            for path in threads.map(make, wanted):
+            for path in threads.map(make, libraries):
                 print(path)
     except NotImplementedError as error:
         raise o.UsageError(str(error)) from None

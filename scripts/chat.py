@@ -1,4 +1,4 @@
-"""`quire chat`: chat with a model in a terminal, or through a pipe, one message a line."""
+"""`quire chat`: chat with a model in a terminal, or through a pipe, one message per line."""
 
 import json
 import os
@@ -26,7 +26,7 @@ Ctrl-C stops an answer, twice leaves
 Alt-Enter begins a new line, what is pasted is one message, and so is what stands between two \"\"\""""
 TAUGHT = """\
 It is a very small model to try things with: stories, sums, sorted lists, small JSON.
-It cannot hold a conversation: /reset before the next question."""  # of the bundled one
+It cannot hold a conversation: /reset before the next question."""  # of the bundled model
 
 
 ChatTemplate = Annotated[
@@ -34,8 +34,8 @@ ChatTemplate = Annotated[
 ]
 
 
-@o.takes_engine(without=("max_num_seqs", "max_num_batched_tokens"))
-@o.takes_sampling(MAX_TOKENS, without=("presence_penalty", "frequency_penalty"))
+@o.takes_engine(excluded=("max_num_seqs", "max_num_batched_tokens"))
+@o.takes_sampling(MAX_TOKENS, excluded=("presence_penalty", "frequency_penalty"))
 def main(
     model: o.Model = None,
     system: Annotated[str | None, o.option("System message: how to answer.", o.OUTPUT)] = None,
@@ -63,15 +63,17 @@ def converse(
     resume: Path | None = None,
     chat_template: Path | None = None,
 ) -> None:
-    """A conversation, or the answer to one question."""
+    """Run a conversation, or answer one question."""
     opening = () if system is None else ({"role": "system", "content": system},)
     template = None if chat_template is None else o.read_text(chat_template)
-    messages = opening if resume is None else resumed(resume, system)
+    messages = opening if resume is None else read_conversation(resume, system)
     from .. import SamplingParams  # not at the top: `--help` must not wait for it
 
-    params, name = SamplingParams(**{"max_tokens": MAX_TOKENS} | sampling), model or "quill"
+    params = SamplingParams(**{"max_tokens": MAX_TOKENS} | sampling)
+    name = model or "quill"
     with load(model, max_num_seqs=1, seed=fresh_seed(), **engine) as llm:
-        from ..serving.defaults import with_defaults  # imports JAX, so it waits for `load`, where Ctrl-C works
+        # Imports JAX, so it waits for `load`, where Ctrl-C works.
+        from ..serving.defaults import with_defaults
 
         if template is not None:
             llm.get_tokenizer().adopt(template)
@@ -82,18 +84,18 @@ def converse(
             )
         params = with_defaults(params, sampling, llm.engine.chat_defaults)
         if question is not None:
-            if turn(llm, params, opening, question) == opening:
+            if answer_message(llm, params, opening, question) == opening:
                 raise typer.Exit(1)
             return
         if sys.stdin.isatty():
             about = f"{TAUGHT}\n{HELP}" if name == "quill" else HELP
             if llm.engine.chat_defaults != llm.engine.defaults:
-                about += f"\nthe model recommends no sampling: {described(params)}, as llama.cpp has it"
+                about += f"\nthe model recommends no sampling: {describe_sampling(params)}, as llama.cpp has it"
             if resume is not None:
                 about += f"\ngoing on with the {len(messages)} messages of {resume}"
             print(f"{paint(name, sys.stdout, bold=True)}\n{paint(about, sys.stdout, dim=True)}")
         saved_as = resume
-        for message in whole_messages(lines()):
+        for message in join_fenced_lines(lines()):
             match message.split():
                 case []:
                     continue
@@ -109,16 +111,16 @@ def converse(
                 case [command] if command.startswith("/"):
                     say_error(f"no command {command}; there is /reset, /save FILE, /exit and /help")
                 case _:
-                    messages = turn(llm, params, messages, message)
+                    messages = answer_message(llm, params, messages, message)
 
 
 def fresh_seed() -> int:
-    """Of requests without a seed: they differ from call to call; --seed N repeats an answer."""
+    """A seed for requests without one: answers differ from run to run; --seed N repeats an answer."""
     return int.from_bytes(os.urandom(7))
 
 
-def described(params) -> str:
-    """How tokens are drawn, in words."""
+def describe_sampling(params) -> str:
+    """A description of the sampling parameters."""
     return f"temperature {params.temperature:g}, top-k {params.top_k}, top-p {params.top_p:g}"
 
 
@@ -126,25 +128,26 @@ def say_error(text: str) -> None:
     print(paint(f"error: {text}", sys.stderr, fg="red"), file=sys.stderr)
 
 
-def whole_messages(lines: Iterable[str]) -> Iterator[str]:
-    """A message a line; one between two fences may have several."""
-    found: list[str] | None = None  # the lines after an opening fence
+def join_fenced_lines(lines: Iterable[str]) -> Iterator[str]:
+    """Join lines to messages: one line each, or all lines between two fences."""
+    fenced_lines: list[str] | None = None  # the lines after an opening fence
     for line in lines:
-        if found is None:
+        if fenced_lines is None:
             if not line.lstrip().startswith(FENCE):
                 yield line
                 continue
-            found, line = [], line.lstrip().removeprefix(FENCE)
-        found.append(line.rstrip().removesuffix(FENCE) if (closed := line.rstrip().endswith(FENCE)) else line)
+            fenced_lines = []
+            line = line.lstrip().removeprefix(FENCE)
+        fenced_lines.append(line.rstrip().removesuffix(FENCE) if (closed := line.rstrip().endswith(FENCE)) else line)
         if closed:
-            yield "\n".join(found).strip("\n")
-            found = None
-    if found is not None:
-        yield "\n".join(found).strip("\n")
+            yield "\n".join(fenced_lines).strip("\n")
+            fenced_lines = None
+    if fenced_lines is not None:
+        yield "\n".join(fenced_lines).strip("\n")
 
 
 def lines() -> Iterator[str]:
-    """The lines of stdin; in a terminal messages of one line or several."""
+    """The lines of stdin, or messages typed at a terminal."""
     if sys.stdin.isatty():
         yield from MessageReader().messages()
     else:
@@ -152,7 +155,7 @@ def lines() -> Iterator[str]:
 
 
 def save(path: Path, model: str, messages: Sequence[dict], overwrite: bool) -> Path | None:
-    """Write the conversation for `--resume`; None where that cannot be done, which is said."""
+    """Write the conversation for `--resume`; prints an error and returns None if that fails."""
     try:
         with path.open("w" if overwrite else "x", encoding="utf-8") as file:
             file.write(json.dumps({"model": model, "messages": messages}, ensure_ascii=False, indent=1) + "\n")
@@ -166,8 +169,8 @@ def save(path: Path, model: str, messages: Sequence[dict], overwrite: bool) -> P
     return None
 
 
-def resumed(path: Path, system: str | None) -> tuple[dict, ...]:
-    """The messages of a file that `save` wrote, checked."""
+def read_conversation(path: Path, system: str | None) -> tuple[dict, ...]:
+    """Read and check a conversation that `save` wrote."""
     try:
         content = json.loads(o.read_text(path))
     except ValueError as error:
@@ -186,19 +189,25 @@ def is_message(value: Any) -> bool:
     return isinstance(value, dict) and {*value} == fields and all(isinstance(value[name], str) for name in fields)
 
 
-def turn(llm, params, messages: tuple[dict, ...], question: str) -> tuple[dict, ...]:
-    """Print the answer as it is generated and return the longer conversation; the old one where it was refused."""
+def answer_message(llm, params, messages: tuple[dict, ...], question: str) -> tuple[dict, ...]:
+    """Stream an answer and return the extended conversation, or the old one if the request failed."""
     from .. import RequestError
 
-    asked = (*messages, {"role": "user", "content": question})
-    text, began, first, first_tokens, result = "", perf_counter(), 0.0, 0, None
+    conversation = (*messages, {"role": "user", "content": question})
+    text = ""
+    began = perf_counter()
+    first = 0.0
+    first_tokens = 0
+    result = None
     view = RenderedAnswer() if sys.stdout.isatty() else PlainAnswer()
     try:
-        with interruptible() as interrupted, closing(llm.stream(llm.chat_prompt(asked), params)) as results:
+        with interruptible() as interrupted, closing(llm.stream(llm.chat_prompt(conversation), params)) as results:
             for result in results:
-                answer, written = result.outputs[0].text, len(result.outputs[0].token_ids)
+                answer = result.outputs[0].text
+                written = len(result.outputs[0].token_ids)
                 if written and not first_tokens:
-                    first, first_tokens = perf_counter(), written
+                    first = perf_counter()
+                    first_tokens = written
                 view.update(answer)
                 text = answer
                 if interrupted.is_set():
@@ -215,15 +224,16 @@ def turn(llm, params, messages: tuple[dict, ...], question: str) -> tuple[dict, 
         view.stop()
     view.finish()
     if sys.stdout.isatty() and result is not None:
-        read, written = len(result.prompt_token_ids), len(result.outputs[0].token_ids)
-        done = perf_counter()
-        timing = Timing(began, first or done, done, read, first_tokens, written, result.num_cached_tokens)
+        read = len(result.prompt_token_ids)
+        written = len(result.outputs[0].token_ids)
+        finished = perf_counter()
+        timing = Timing(began, first or finished, finished, read, first_tokens, written, result.num_cached_tokens)
         print(paint(speed(timing), sys.stdout, dim=True))
-    return (*asked, {"role": "assistant", "content": text})
+    return (*conversation, {"role": "assistant", "content": text})
 
 
 def speed(timing: Timing) -> str:
-    """How fast an answer was: reading the question, and writing."""
+    """Tokens, rate and time to the first token of an answer."""
     rate = "" if timing.tokens_per_second is None else f", {timing.tokens_per_second:.1f} tokens/s"
     cached = f", {timing.cached_tokens} cached" if timing.cached_tokens else ""
     first = timing.first - timing.loaded
@@ -232,7 +242,9 @@ def speed(timing: Timing) -> str:
 
 @contextmanager
 def interruptible():
-    """Yields a flag that the first Ctrl-C sets, so that the step under way ends whole; the second interrupts."""
+    """Yields a flag that the first Ctrl-C sets, so that the current step completes; the second one
+    interrupts.
+    """
     flag = threading.Event()
 
     def note(signum, frame):
@@ -240,8 +252,8 @@ def interruptible():
             raise KeyboardInterrupt
         flag.set()
 
-    before = signal.signal(signal.SIGINT, note)
+    previous_handler = signal.signal(signal.SIGINT, note)
     try:
         yield flag
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)

@@ -1,4 +1,4 @@
-"""`quire collect-env`: what a bug report should say about the machine."""
+"""`quire collect-env`: the environment, for bug reports."""
 
 import importlib
 import os
@@ -31,7 +31,9 @@ VARIABLES = ("JAX_", "XLA_", "QUIRE_", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HU
 
 
 def main() -> None:
-    """Print versions, devices, caches, which attention implementation serves, and whether bits depend on a batch."""
+    """Print versions, devices, caches, which attention implementation serves, and whether bits
+    depend on a batch.
+    """
     from ..ops.errors import MissingLibrary
 
     for title, rows in (
@@ -48,7 +50,7 @@ def main() -> None:
         try:
             for name, value in rows:
                 print(f"  {name}: {value}")
-        except MissingLibrary as error:  # a server would end with it
+        except MissingLibrary as error:  # a server would exit with it
             print(f"  error: {error}")
 
 
@@ -76,7 +78,7 @@ def machine():
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -95,13 +97,13 @@ def caches():
     from ..serving.build import use_compile_cache
 
     use_compile_cache()
-    where = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    yield "compiled programs", where or "off"
+    cache_dir = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    yield "compiled programs", cache_dir or "off"
     yield "hugging face", HF_HUB_CACHE
 
 
 def environment():
-    """Only variables that change how Quire runs: others may hold keys."""
+    """Only variables that affect Quire: others may hold keys."""
     names = sorted(name for name in os.environ if name.startswith(VARIABLES))
     return [(name, os.environ[name]) for name in names] or [("set", "none that matter here")]
 
@@ -117,15 +119,15 @@ def kernels():
     except NotImplementedError as reason:
         yield "native", f"not in use: {reason}"
         return
-    others = [name for name in build.isas() if name != isa]
-    yield "native", f"{isa} (QUIRE_NATIVE can choose {', '.join([*others, 'off'])})"
+    alternatives = [name for name in build.isas() if name != isa]
+    yield "native", f"{isa} (QUIRE_NATIVE can choose {', '.join([*alternatives, 'off'])})"
     yield "sampling", "native" if native.has(kernel_names.SAMPLING) else "XLA's; the log says why"
     yield "libraries", folder
     yield "built so far", ", ".join(name for name in build.VARIANTS if (folder / f"{name}.so").exists())
 
 
 def attention():
-    """Each kind of attention, and the first implementation in order that takes it."""
+    """The implementation that serves each kind of attention."""
     from ..ops.gpu.device import is_gpu
 
     if is_gpu():
@@ -136,17 +138,20 @@ def attention():
 
 
 def invariance():
-    """Whether the rest of a batch changes a request's bits, by what the steps of the bundled model are made of."""
+    """Whether a request's bits depend on the rest of the batch, by the steps of the bundled model."""
     from ..model.checkpoint import hub, loader
     from ..serving.device.pipeline import Pipeline
     from ..serving.device.step_shape import StepShape
     from ..serving.engine.batch_builder import BatchBuilder
 
-    folder, page = hub.resolve(None), 16
+    folder = hub.resolve(None)
+    page = 16
     config = loader.read_config(folder, "bfloat16", 256)
-    pipeline, groups = Pipeline(config, None), len(config.windows)
+    pipeline = Pipeline(config, None)
+    groups = len(config.windows)
     builder = BatchBuilder(StepShape.largest(4, 16, 16).with_cache(groups, page, 256))
-    weights, state = loader.load(folder, config), pipeline.abstract_state((2,) * groups, page, 4)
+    weights = loader.load(folder, config)
+    state = pipeline.abstract_state((2,) * groups, page, 4)
     for layout in builder.layouts.values():
         pipeline.lower(weights, state, layout)
     yield "the bundled model", "no" if pipeline.variance else "yes"
@@ -155,7 +160,9 @@ def invariance():
 
 
 def first_to(run):
-    """The name of the first attention implementation with which `run` succeeds, or "none", and why others declined."""
+    """The first attention implementation with which `run` succeeds, or "none", and why others
+    declined.
+    """
     from ..ops import attention as op
 
     declined = []
@@ -170,14 +177,19 @@ def first_to(run):
 
 
 def cases():
-    """(name, function that traces an implementation on a tiny case of that kind without running it)."""
+    """(name, function that traces an implementation on a tiny example of that kind of attention)."""
     import jax
     import jax.numpy as jnp
 
     from ..ops.attention import KVPages, QueryRows, pairs
     from ..ops.attention.backend import AttentionParams
 
-    T, N, K, H, P, S = 4, 4, 2, 128, 8, 16
+    T = 4
+    N = 4
+    K = 2
+    H = 128
+    P = 8
+    S = 16
 
     def array(shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)

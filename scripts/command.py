@@ -1,4 +1,4 @@
-"""How a command reads its line and explains itself."""
+"""Parsing of command lines, with options of other engines, and `--help`."""
 
 import difflib
 import os
@@ -15,27 +15,28 @@ from ..serving.api.other_engines import MEANING, NO_EFFECT, SHORT, VALUES, is_sw
 from ..serving.api.vllm_names import ENGINE, UnsupportedArgument
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-KINDS = {"int": "N", "float": "NUMBER", "str": "TEXT"}  # what stands for a value that has no name
-NAMES = 30  # columns for names in a list; a longer one has a line of its own
-LIKE_VLLM = {"max_model_len", "num_prompts"}  # a command with one of these has what vLLM's commands have
+KINDS = {"int": "N", "float": "NUMBER", "str": "TEXT"}  # placeholders of values without a metavar
+NAMES = 30  # columns for names in a list; longer names have a line of their own
+# Commands with one of these correspond to vLLM's commands.
+LIKE_VLLM = {"max_model_len", "num_prompts"}
 MODEL = ("model", "models")  # the argument, which other engines also take as an option
 AS_OPTION = ("--model", "-m")
-ALIKE = 0.6  # of two words, one of which is mistyped
+ALIKE = 0.6  # minimum similarity of a mistyped word
 
 
 class UsageError(typer.TyperException):
-    """A command line that cannot be carried out."""
+    """An invalid command line."""
 
     exit_code = 2
 
 
 def paint(text: str, stream: TextIO, **style: Any) -> str:
-    """Text in a style, where the stream is a terminal and NO_COLOR is not set."""
+    """Style text if the stream is a terminal and NO_COLOR is not set."""
     return typer.style(text, **style) if stream.isatty() and not os.environ.get("NO_COLOR") else text
 
 
 class Command(TyperCommand):
-    """A command whose help shows every name whole, and that knows the options of other engines."""
+    """A command whose help does not truncate names, and which accepts options of other engines."""
 
     def __init__(self, *arguments, context_settings: dict[str, Any] | None = None, **attributes):
         super().__init__(*arguments, context_settings=SETTINGS | (context_settings or {}), **attributes)
@@ -45,30 +46,31 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx, args):
         names = {name: option for option in self.get_params(ctx) for name in (*option.opts, *option.secondary_opts)}
-        takes_model = any(own.param_type_name == "argument" and own.name in MODEL for own in self.params)
-        kept, without = [], []
+        takes_model = any(param.param_type_name == "argument" and param.name in MODEL for param in self.params)
+        arguments = []
+        ignored = []
         words = iter(args)
         for word in words:
             if word == "--" or not re.match(r"--?[A-Za-z]", word):
-                kept += [word, *(words if word == "--" else ())]
+                arguments += [word, *(words if word == "--" else ())]
                 continue
-            name, given, value = word.partition("=")
+            name, values, value = word.partition("=")
             name = name.replace("_", "-") if name.startswith("--") else name
             option = names.get(name, names.get(name[:2]) if not name.startswith("--") else None)
             if option is not None:
-                kept.append(name + given + value)
-                if name in names and not given and not option.is_flag and not option.count:
-                    kept += take(words)
+                arguments.append(name + values + value)
+                if name in names and not values and not option.is_flag and not option.count:
+                    arguments += take(words)
             elif takes_model and name in AS_OPTION:
-                kept += [value] if given else take(words)
-            elif (key := no_effect(name)) and LIKE_VLLM & {own.name for own in self.params}:
+                arguments += [value] if values else take(words)
+            elif (key := no_effect(name)) and LIKE_VLLM & {param.name for param in self.params}:
                 if not is_switch(key) and not name.startswith("--no-"):
-                    check_value(name, value if given else "".join(take(words)))
-                without.append(name)
+                    check_value(name, value if values else "".join(take(words)))
+                ignored.append(name)
             else:
                 raise UsageError(f"No such option: {name}{advice(name, names)}")
-        note_without_effect(without)
-        return super().parse_args(ctx, kept)
+        note_without_effect(ignored)
+        return super().parse_args(ctx, arguments)
 
 
 def take(words: Iterator[str]) -> list[str]:
@@ -77,28 +79,28 @@ def take(words: Iterator[str]) -> list[str]:
 
 
 def no_effect(name: str) -> str | None:
-    """The name in `NO_EFFECT` of an option of another engine."""
+    """The key in `NO_EFFECT` of another engine's option, or None."""
     key = name.lstrip("-").replace("-", "_")
     key = SHORT.get(key, key)
-    return next((each for each in (key, key.removeprefix("no_")) if each in NO_EFFECT), None)
+    return next((option for option in (key, key.removeprefix("no_")) if option in NO_EFFECT), None)
 
 
 def check_value(name: str, value: str) -> None:
-    """Refuse a value that would have an effect if Quire could do it."""
+    """Raise for a value that would have an effect if Quire supported the option."""
     key = no_effect(name) or ""
-    if (can := VALUES.get(key, ())) and value not in can:
-        raise UsageError(f"{name} is {value!r}; here it can only be {', '.join(can)}: {NO_EFFECT[key]}")
+    if (allowed := VALUES.get(key, ())) and value not in allowed:
+        raise UsageError(f"{name} is {value!r}; here it can only be {', '.join(allowed)}: {NO_EFFECT[key]}")
 
 
 def note_without_effect(names: list[str]) -> None:
-    """One warning for all options that change nothing."""
+    """Print one note for all options that have no effect."""
     if names:
-        said = ", ".join(f"{name} ({NO_EFFECT[no_effect(name) or '']})" for name in names)
-        print(f"note: without effect here: {said}", file=sys.stderr)
+        notes = ", ".join(f"{name} ({NO_EFFECT[no_effect(name) or '']})" for name in names)
+        print(f"note: without effect here: {notes}", file=sys.stderr)
 
 
 def advice(name: str, names: Iterable[str]) -> str:
-    """What means the same as an option that there is not, if anything does."""
+    """A suggestion for an unknown option: its equivalent in Quire, or a similar name."""
     key = name.lstrip("-").replace("-", "_")
     entry = ENGINE.get(key)
     meaning = MEANING.get(key, entry.reason if isinstance(entry, UnsupportedArgument) else None)
@@ -106,40 +108,42 @@ def advice(name: str, names: Iterable[str]) -> str:
         return f" ({meaning})"
     if meaning is not None:
         return f". Here it is {meaning}." if meaning in names else ""
-    near = [known for known in names if known.startswith("--") and alike(name.split("-"), known.split("-"))]
-    if len(near) > 1:  # not of one length, or of several equally good
-        near = difflib.get_close_matches(name, near, n=1) if all(len(near[0]) == len(one) for one in near) else []
-    return f". Did you mean {near[0]}?" if near else ""
+    options = [option for option in names if option.startswith("--")]
+    suggestions = [option for option in options if alike(name.split("-"), option.split("-"))]
+    if len(suggestions) > 1:  # ambiguous unless all have one length
+        same_length = all(len(suggestions[0]) == len(option) for option in suggestions)
+        suggestions = difflib.get_close_matches(name, suggestions, n=1) if same_length else []
+    return f". Did you mean {suggestions[0]}?" if suggestions else ""
 
 
-def alike(given: list[str], known: list[str]) -> bool:
-    """Whether each word is the other's, but for slips of the finger; the last words may be left out."""
-    if len(given) < 3 or len(given) > len(known):
+def alike(word: list[str], candidate: list[str]) -> bool:
+    """Whether the words match up to typing errors; the last words may be missing."""
+    if len(word) < 3 or len(word) > len(candidate):
         return False
-    return all(map(same_word, given, known)) and (len(given) == len(known) or len(given) > 3)
+    return all(map(same_word, word, candidate)) and (len(word) == len(candidate) or len(word) > 3)
 
 
-def same_word(given: str, known: str) -> bool:
-    if min(len(given), len(known)) > 2 and (given.startswith(known) or known.startswith(given)):
+def same_word(word: str, candidate: str) -> bool:
+    if min(len(word), len(candidate)) > 2 and (word.startswith(candidate) or candidate.startswith(word)):
         return True
-    if given == known or len(known) < 4:
-        return given == known
-    close = difflib.SequenceMatcher(None, given, known).ratio() >= ALIKE and given[:1] == known[:1]
-    return close or sorted(given) == sorted(known)
+    if word == candidate or len(candidate) < 4:
+        return word == candidate
+    close = difflib.SequenceMatcher(None, word, candidate).ratio() >= ALIKE and word[:1] == candidate[:1]
+    return close or sorted(word) == sorted(candidate)
 
 
 def write_help(command: TyperCommand | TyperGroup, ctx, formatter) -> None:
-    """Usage, what the command does, and lists of arguments, options by panel, and commands."""
+    """Write usage, description, and lists of arguments, options by panel, and commands."""
     command.format_usage(ctx, formatter)
     command.format_help_text(ctx, formatter)
     for panel, rows in panels_of(command, ctx).items():
         with formatter.section(panel):
-            for line in listed(rows, formatter.width - formatter.current_indent):
+            for line in two_columns(rows, formatter.width - formatter.current_indent):
                 formatter.write(f"{'':{formatter.current_indent}}{line}\n")
 
 
 def panels_of(command: TyperCommand | TyperGroup, ctx) -> dict[str, list[tuple[str, str]]]:
-    """By panel (name, what is said of it) of arguments, options and commands; those of every command come last."""
+    """(name, description) of arguments, options and commands by panel; common options come last."""
     panels: dict[str, list[tuple[str, str]]] = {}
     for param in command.get_params(ctx):
         if (record := param.get_help_record(ctx)) is None:
@@ -147,31 +151,31 @@ def panels_of(command: TyperCommand | TyperGroup, ctx) -> dict[str, list[tuple[s
         argument = param.param_type_name == "argument"
         panel = "Arguments" if argument else getattr(param, "rich_help_panel", None) or "Options"
         about = re.sub(r"\[default: \((.*?)\)(;.*)?\]$", r"[default: \1\2]", " ".join(record[1].split()))
-        panels.setdefault(panel, []).append((names_of(param), about))
+        panels.setdefault(panel, []).append((option_names(param), about))
     if isinstance(command, TyperGroup):
         for name in command.list_commands(ctx):
-            found = command.get_command(ctx, name)
-            about = "" if found is None else found.get_short_help_str(1000)
+            subcommand = command.get_command(ctx, name)
+            about = "" if subcommand is None else subcommand.get_short_help_str(1000)
             panels.setdefault("Commands", []).append((name, about))
     return {panel: panels[panel] for panel in sorted(panels, key=lambda name: name == "Options")}
 
 
-def listed(rows: list[tuple[str, str]], width: int) -> Iterator[str]:
-    """Names and what is said of each, in two columns; no name is cut, neither there nor in what is said."""
+def two_columns(rows: list[tuple[str, str]], width: int) -> Iterator[str]:
+    """Names and descriptions in two columns, without truncating names."""
     room = max((len(name) for name, _ in rows if len(name) <= NAMES), default=NAMES) + 2
     for name, about in rows:
         lines = textwrap.wrap(about, max(width - room, 20), break_on_hyphens=False, break_long_words=False)
-        shown = paint(name, sys.stdout, bold=True)
+        label = paint(name, sys.stdout, bold=True)
         if len(name) + 2 > room:
-            yield shown
+            yield label
         else:
-            yield (shown + " " * (room - len(name)) + "".join(lines[:1])).rstrip()
+            yield (label + " " * (room - len(name)) + "".join(lines[:1])).rstrip()
             lines = lines[1:]
         yield from (" " * room + line for line in lines)
 
 
-def names_of(param) -> str:
-    """All names of an option, and what stands for its value."""
+def option_names(param) -> str:
+    """All names of an option, and the placeholder of its value."""
     if param.param_type_name == "argument":
         return param.metavar or param.name.upper()
     names = ", ".join(sorted(param.opts, key=len))

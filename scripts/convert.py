@@ -1,4 +1,4 @@
-"""`quire convert`: a Hugging Face checkpoint as an orbax checkpoint, which loads sharded."""
+"""`quire convert`: writes a Hugging Face checkpoint as an orbax checkpoint, which loads sharded."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +15,9 @@ def main(
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Write a model as an orbax checkpoint, which loads sharded. The folder serves wherever a MODEL is given."""
+    """Write a model as an orbax checkpoint, which loads sharded. The folder serves wherever a MODEL
+    is given.
+    """
     from rich.progress import Progress  # not at the top: `--help` must not wait for JAX
 
     from ..model.checkpoint import hub, loader, orbax

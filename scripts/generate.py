@@ -18,21 +18,21 @@ MAX_TOKENS = 128
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds from the start of the command to each stage, and the tokens read and written."""
+    """Seconds from the start of the command to each stage, and token counts."""
 
     loaded: float
     first: float
-    done: float
+    finished: float
     prompt_tokens: int
-    first_tokens: int  # that came with the first output: one for each answer
+    first_tokens: int  # in the first output: one for each answer
     tokens: int
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of the tokens after the first output, so that reading the prompt does not count."""
+        """The rate after the first output, which excludes reading the prompt."""
         later = self.tokens - self.first_tokens
-        return later / (self.done - self.first) if later and self.done > self.first else None
+        return later / (self.finished - self.first) if later and self.finished > self.first else None
 
     def __str__(self) -> str:
         rate = "" if self.tokens_per_second is None else f", then {self.tokens_per_second:.1f} tokens/s"
@@ -50,7 +50,8 @@ def main(
     prompt: Annotated[str | None, o.option("Text to continue.", o.OUTPUT)] = None,
     prompt_file: Annotated[Path | None, o.option("File with the text to continue; - is stdin.", o.OUTPUT)] = None,
     stream: Annotated[
-        bool | None, o.option("Print the text as it is generated.", o.OUTPUT, shown="on, except with --n or --json")
+        bool | None,
+        o.option("Print the text as it is generated.", o.OUTPUT, default_text="on, except with --n or --json"),
     ] = None,
     echo: Annotated[bool, o.option("Print the prompt before the text.", o.OUTPUT, name="--echo")] = False,
     as_json: Annotated[bool, o.option("Print one JSON object at the end.", o.OUTPUT, name="--json")] = False,
@@ -72,40 +73,48 @@ def main(
     params = SamplingParams(**{"max_tokens": MAX_TOKENS} | sampling, n=n)
     live = n == 1 and not as_json and stream is not False
     head = text if echo else ""
-    first, first_tokens, shown, last = 0.0, 0, 0, None
-    few = {"max_num_seqs": min(n, STEPS["cpu"][0])}  # fewer sizes to compile
-    with load(model, **few | engine) as llm:
-        from ..serving.defaults import with_defaults  # imports JAX, so it waits for `load`, where Ctrl-C works
+    first = 0.0
+    first_tokens = 0
+    num_printed = 0
+    last = None
+    batch_options = {"max_num_seqs": min(n, STEPS["cpu"][0])}  # fewer sizes to compile
+    with load(model, **batch_options | engine) as llm:
+        # Imports JAX, so it waits for `load`, where Ctrl-C works.
+        from ..serving.defaults import with_defaults
 
         if live:
             sys.stdout.write(head)
             sys.stdout.flush()
-        loaded, params = perf_counter() - started, with_defaults(params, sampling, llm.engine.defaults)
+        loaded = perf_counter() - started
+        params = with_defaults(params, sampling, llm.engine.defaults)
         for last in llm.stream(text, params):
             if not first_tokens and (first_tokens := count_tokens(last)):
                 first = perf_counter() - started
             if live:
-                sys.stdout.write(last.outputs[0].text[shown:])
+                sys.stdout.write(last.outputs[0].text[num_printed:])
                 sys.stdout.flush()
-                shown = len(last.outputs[0].text)
-        done = perf_counter() - started
+                num_printed = len(last.outputs[0].text)
+        total = perf_counter() - started
     assert last is not None  # a stream ends with its result
     if any(output.finish_reason == "error" for output in last.outputs):
         print("error: the step failed; the log above says why", file=sys.stderr)
         raise typer.Exit(1)
-    read, written = len(last.prompt_token_ids), count_tokens(last)
-    timing = Timing(loaded, first or done, done, read, first_tokens, written, last.num_cached_tokens)
+    num_prompt_tokens = len(last.prompt_token_ids)
+    num_output_tokens = count_tokens(last)
+    timing = Timing(
+        loaded, first or total, total, num_prompt_tokens, first_tokens, num_output_tokens, last.num_cached_tokens
+    )
     if as_json:
         print(json.dumps(as_dict(last, timing), ensure_ascii=False))
     elif live:
-        print(flush=True)  # so that the timings follow it where both go to one file
+        print(flush=True)  # keeps the order if stdout and stderr are one file
     else:
         print(*(head + output.text for output in last.outputs), sep="\n\n")
     print(timing, file=sys.stderr)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt from the option, the file or a pipe: exactly one of them."""
+    """The prompt from exactly one of the option, the file or a pipe."""
     if prompt is not None and prompt_file is not None:
         raise o.UsageError("--prompt and --prompt-file are both given: leave one out")
     if prompt is not None:
@@ -120,7 +129,7 @@ def count_tokens(result) -> int:
 
 
 def as_dict(result, timing: Timing) -> dict:
-    """What `--json` prints."""
+    """The JSON object that `--json` prints."""
     return {
         "prompt": result.prompt,
         "prompt_token_ids": list(result.prompt_token_ids),
@@ -138,7 +147,7 @@ def as_dict(result, timing: Timing) -> dict:
         "timing": {
             "loaded_s": round(timing.loaded, 4),
             "first_token_s": round(timing.first - timing.loaded, 4),
-            "total_s": round(timing.done - timing.loaded, 4),
+            "total_s": round(timing.finished - timing.loaded, 4),
             "tokens_per_second": timing.tokens_per_second and round(timing.tokens_per_second, 2),
         },
     }

@@ -14,13 +14,14 @@ def main(*, engine: dict[str, Any]) -> None:
     """List the models of the Hub's cache that Quire reads, and those that came with it."""
     from ..model.checkpoint import cached  # not at the top: `--help` must not wait for it
 
-    found, others = cached.cached_models(engine.get("download_dir"))
+    models, num_others = cached.cached_models(engine.get("download_dir"))
     rows = [
-        (model.name, amount(model.size), model.format, day(model.modified)) for model in cached.bundled_models() + found
+        (model.name, amount(model.size), model.format, day(model.modified))
+        for model in cached.bundled_models() + models
     ]
     print(table(("NAME", "SIZE", "FORMAT", "MODIFIED"), rows))
-    if others:
-        print(f"{others} more in the cache are no models that Quire reads", file=sys.stderr)
+    if num_others:
+        print(f"{num_others} more in the cache are no models that Quire reads", file=sys.stderr)
 
 
 def day(seconds: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The engine of a command, which Ctrl-C ends while it loads."""
+"""Loading of the engine by commands, which Ctrl-C interrupts."""
 
 import os
 import signal
@@ -12,33 +12,36 @@ SHOW_CURSOR = "\x1b[?25h\n"
 
 
 def load(model: str | None, **options):
-    """An `LLM`, which shows each stage of its loading at a terminal."""
-    with ending_at_once():  # also what is imported: JAX, where Ctrl-C can be lost, or end in a crash
+    """An `LLM`, which shows its loading progress in a terminal."""
+    # Includes the import of JAX, during which Ctrl-C can be lost or crash.
+    with immediate_interrupt():
         from .. import LLM  # not at the top: `--help` must not wait for JAX
 
         return LLM(model, **options)
 
 
 @contextmanager
-def ending_at_once() -> Iterator[None]:
-    """Ctrl-C ends the process at once. Python would wait until a compilation is over; another thread need not."""
-    heard, written = socket.socketpair()
-    written.setblocking(False)
+def immediate_interrupt() -> Iterator[None]:
+    """Ctrl-C ends the process at once. Python alone would wait until a compilation ends; a thread
+    does not.
+    """
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
 
     def wait() -> None:
-        while numbers := heard.recv(16):
+        while numbers := receiver.recv(16):
             if signal.SIGINT in numbers:
                 if sys.stderr.isatty():
-                    os.write(2, SHOW_CURSOR.encode())  # the display of progress hides it
+                    os.write(2, SHOW_CURSOR.encode())  # the progress display hides it
                 os._exit(130)
 
-    before = signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
+    previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     thread = threading.Thread(target=wait, name="ctrl-c", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        signal.set_wakeup_fd(before)
-        written.close()
+        signal.set_wakeup_fd(previous_fd)
+        sender.close()
         thread.join()
-        heard.close()
+        receiver.close()

@@ -1,4 +1,4 @@
-"""The options that commands share. Flags are made from the fields of `EngineOptions` and `SamplingParams`."""
+"""Options that commands share. Flags come from the fields of `EngineOptions` and `SamplingParams`."""
 
 import functools
 import inspect
@@ -19,11 +19,11 @@ from ..serving.api.params import MODEL_DEFAULTS, SamplingParams
 from .command import UsageError as UsageError
 from .sizes import size
 
-SOURCE = ("revision", "download_dir", "hf_overrides")  # flags of the engine that say what model is read
+SOURCE = ("revision", "download_dir", "hf_overrides")  # engine flags that select the model
 
 
 def given(**values) -> dict:
-    """The options that were given; the others keep the engine's own defaults."""
+    """The options that were given; others keep the engine's defaults."""
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -33,45 +33,57 @@ Model = Annotated[
 ]
 
 
-def option(help: str, panel: str, metavar: str | None = None, shown: str | bool = True, name: str = "", **more) -> Any:
-    """An option on a panel of `--help`. `shown` says what happens without it, where the default itself does not.
+def option(
+    help: str, panel: str, metavar: str | None = None, default_text: str | bool = True, name: str = "", **typer_options
+) -> Any:
+    """An option on a panel of `--help`.
 
-    `name` is needed where the parameter is called otherwise, and for a flag without its `--no-` form; a space divides
-    several.
+    Args:
+        default_text: the default in `--help`, if the default value does not explain itself.
+        name: names separated by spaces, if they differ from the parameter's, or for a flag without `--no-`.
     """
-    return typer.Option(*name.split(), help=help, rich_help_panel=panel, metavar=metavar, show_default=shown, **more)
+    return typer.Option(
+        *name.split(), help=help, rich_help_panel=panel, metavar=metavar, show_default=default_text, **typer_options
+    )
 
 
-def sized(help: str, panel: str, metavar: str, shown: str | bool = True) -> Any:
-    """A whole number that may be written as 32K."""
-    return option(help, panel, metavar, shown, parser=size)
+def sized(help: str, panel: str, metavar: str, default_text: str | bool = True) -> Any:
+    """An integer that may be written as 32K."""
+    return option(help, panel, metavar, default_text, parser=size)
 
 
-def field_flag(field: Field, shown: str | bool) -> Any:
-    """The flag of a field that `flag` declares; it may be left out."""
-    about, name = field.metadata, f"--{field.name.replace('_', '-')}"
-    kind: Any = list[str] if field.type == Sequence[str] else field.type  # Typer knows no other sequence
+def field_flag(field: Field, default_text: str | bool) -> Any:
+    """The flag of a field that `flag` declares; it is optional."""
+    about = field.metadata
+    name = f"--{field.name.replace('_', '-')}"
+    # Typer supports no other sequence.
+    kind: Any = list[str] if field.type == Sequence[str] else field.type
     parser = size if about["metavar"] and kind in (int, int | None) else None
     if about["metavar"] == "JSON":
-        kind, parser = Any, json_object
+        kind = Any
+        parser = json_object
     name = f"{name}/--no-{name[2:]}" if field.default is True else name
     name = f"{name} -{about['short']}" if about.get("short") else name
-    return Annotated[kind | None, option(about["help"], about["panel"], about["metavar"], shown, name, parser=parser)]
+    return Annotated[
+        kind | None, option(about["help"], about["panel"], about["metavar"], default_text, name, parser=parser)
+    ]
 
 
 def json_object(text: str | dict[str, Any]) -> dict[str, Any]:
-    """An object as JSON, or as a file of options has it."""
+    """Parse a JSON object; a file of options has it parsed already."""
     try:
-        found = json.loads(text) if isinstance(text, str) else text
+        value = json.loads(text) if isinstance(text, str) else text
     except ValueError as error:
         raise typer.BadParameter(f"{text!r:.80} is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise typer.BadParameter(f"{text!r:.80} must be a JSON object, as in '{{\"name\": 1}}'")
-    return found
+    return value
 
 
 def engine_flag(field: Field) -> Any:
-    """The flag of a field of `EngineOptions`. Not given it is None, which leaves the default to the engine."""
+    """The flag of a field of `EngineOptions`; None if not given, so that the engine sets the
+    default.
+    """
     default = f"{field.default}"
     return field_flag(
         field, field.metadata["default_text"] or {"None": "none", "True": "on", "False": "off"}.get(default, default)
@@ -83,33 +95,37 @@ ADAPTER_FLAGS = [field.name for field in fields(EngineOptions) if field.metadata
 SAMPLING_FIELDS = {field.name: field for field in fields(SamplingParams) if "panel" in field.metadata}
 
 
-def takes_engine(only: Collection[str] = ENGINE_FLAGS, without: Collection[str] = (), adapters: bool = False):
-    """A command with flags of the engine in place of its parameter `engine`, a dict of those that were given.
+def takes_engine(only: Collection[str] = ENGINE_FLAGS, excluded: Collection[str] = (), adapters: bool = False):
+    """Replace the parameter `engine` by flags of the engine; `engine` is a dict of those given.
 
-    Those of adapters are only for a command whose requests can name one.
+    Adapter flags are only for commands whose requests can name an adapter.
     """
-    left_out = without if adapters else (*without, *ADAPTER_FLAGS)
+    left_out = excluded if adapters else (*excluded, *ADAPTER_FLAGS)
     return takes("engine", {name: flag for name, flag in ENGINE_FLAGS.items() if name in only and name not in left_out})
 
 
-def takes_sampling(max_tokens: int, without: Collection[str] = ()):
-    """The same for the sampling parameters, in place of `sampling`; where the model has none, `max_tokens` is this."""
+def takes_sampling(max_tokens: int, excluded: Collection[str] = ()):
+    """Replace the parameter `sampling` by sampling flags; `max_tokens` is the default if the model
+    has none.
+    """
 
-    def shown(field: Field) -> str | bool:
+    def default_text(field: Field) -> str | bool:
         neutral = max_tokens if field.name == "max_tokens" else field.default
         return f"the model's own, or {neutral:g}" if field.name in MODEL_DEFAULTS else True
 
-    chosen = [field for name, field in SAMPLING_FIELDS.items() if name not in without]
-    return takes("sampling", {field.name: field_flag(field, shown(field)) for field in chosen})
+    chosen = [field for name, field in SAMPLING_FIELDS.items() if name not in excluded]
+    return takes("sampling", {field.name: field_flag(field, default_text(field)) for field in chosen})
 
 
-def takes(place: str, added: Mapping[str, Any], defaults: Mapping[str, Any] = {}, make: Callable[..., Any] = dict):
-    """The same for any options, in place of any parameter: it is what `make` makes of those that were given."""
+def takes(
+    parameter_name: str, added: Mapping[str, Any], defaults: Mapping[str, Any] = {}, make: Callable[..., Any] = dict
+):
+    """Replace a parameter by options; its value is `make(**options that were given)`."""
 
     def decorate(main):
         parameters: list[inspect.Parameter] = []
         for parameter in inspect.signature(main, eval_str=True).parameters.values():
-            if parameter.name == place:
+            if parameter.name == parameter_name:
                 kind = parameter.kind
                 parameters += [
                     inspect.Parameter(name, kind, default=defaults.get(name), annotation=annotation)
@@ -121,9 +137,9 @@ def takes(place: str, added: Mapping[str, Any], defaults: Mapping[str, Any] = {}
         @functools.wraps(main)
         def command(**values):
             chosen = make(**given(**{name: values.pop(name) for name in added}))
-            return main(**values, **{place: chosen})
+            return main(**values, **{parameter_name: chosen})
 
-        command.__signature__ = inspect.Signature(parameters)  # where Typer looks
+        command.__signature__ = inspect.Signature(parameters)  # read by Typer
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
 
@@ -131,7 +147,7 @@ def takes(place: str, added: Mapping[str, Any], defaults: Mapping[str, Any] = {}
 
 
 def read_bytes(path: Path) -> bytes:
-    """A file, or stdin where the path is `-`."""
+    """Read a file, or stdin if the path is `-`."""
     try:
         return typer.get_binary_stream("stdin").read() if str(path) == "-" else path.read_bytes()
     except OSError as error:
@@ -139,7 +155,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """The same as text in UTF-8."""
+    """Read a UTF-8 file, or stdin if the path is `-`."""
     try:
         return read_bytes(path).decode()
     except UnicodeDecodeError as error:

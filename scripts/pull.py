@@ -16,7 +16,9 @@ def main(
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Download models into the Hub's cache, or see that they are there. Other commands do so when they need one."""
+    """Download models into the Hub's cache, or see that they are there. Other commands do so when
+    they need one.
+    """
     from ..model.checkpoint import hub  # not at the top: `--help` must not wait for it
 
     for name in names:

@@ -1,4 +1,4 @@
-"""`quire quantize`: a checkpoint with rounded weights, in a layout that other engines read too."""
+"""`quire quantize`: writes a quantised checkpoint in a layout that other engines read too."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +9,8 @@ from . import options as o
 
 CALIBRATION = "Calibration"
 NEAREST = "rtn"
-COMPRESSED, GGUF = "compressed-tensors", "gguf"
+COMPRESSED = "compressed-tensors"
+GGUF = "gguf"
 
 
 @o.takes_engine(only=("dtype", *o.SOURCE))
@@ -18,14 +19,14 @@ def main(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write, or .gguf file; it must be new.")],
     quantization: Annotated[
         str | None,
-        o.option(o.ENGINE_FLAGS["quantization"].__metadata__[0].help, "Options", shown="needed without --bits"),
+        o.option(o.ENGINE_FLAGS["quantization"].__metadata__[0].help, "Options", default_text="needed without --bits"),
     ] = None,
     bits: Annotated[
         float | None,
         o.option(
             "In place of --quantization: so many bits a weight in all, scales included, and for each matrix the format "
             "that calibration text finds for it, from int3-32 to int8-weights, or none.",
-            CALIBRATION, "N", shown="one format for all", min=1,
+            CALIBRATION, "N", default_text="one format for all", min=1,
         ),
     ] = None,
     layout: Annotated[
@@ -51,7 +52,7 @@ def main(
         o.option(
             "Text such as the model will read and write: a .txt file, or a .jsonl file whose lines have text, prompt "
             "or messages.",
-            CALIBRATION, "FILE", shown="a general text of 11,000 tokens that comes with Quire",
+            CALIBRATION, "FILE", default_text="a general text of 11,000 tokens that comes with Quire",
         ),
     ] = None,
     calibration_samples: Annotated[int, o.option("Pieces of that text.", CALIBRATION, "N", min=1)] = 128,
@@ -76,8 +77,8 @@ def main(
 
     codebook and e8p are in a form of Quire's own.
 
-    With calibration text one layer's weights at a time are in memory, but for --fine-tune-epochs. A run that was
-    stopped goes on when it is started again.
+    With calibration text one layer's weights at a time are in memory, but for --fine-tune-epochs. A
+    run that was stopped goes on when it is started again.
     """
     if (quantization is None) == (bits is None):
         raise o.UsageError("give --quantization FORMAT, or --bits N for a format for each matrix")
@@ -103,18 +104,18 @@ def main(
     rounds = None if layout == GGUF else quantization or mixed.ANY
     dtype = engine.get("dtype", "auto")
     config = loader.read_config(folder, dtype, quantization=rounds, hf_overrides=overrides)
-    before = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    original_size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if layout == GGUF and not is_calibrated:
         from ..model.quantize import gguf_file
 
         with Progress(transient=True) as bars:
-            bar = bars.add_task("writing", total=before)
+            bar = bars.add_task("writing", total=original_size)
             count = gguf_file.save(
                 folder, out, config, str(quantization).upper(), lambda read: bars.advance(bar, read), overrides
             )
     elif not is_calibrated:
         with Progress(transient=True) as bars:
-            bar = bars.add_task("rounding", total=before)
+            bar = bars.add_task("rounding", total=original_size)
             count = quantized.save(folder, out, config, lambda read: bars.advance(bar, read), overrides, layout=layout)
     else:
         from ..model.quantize import samples, session
@@ -127,8 +128,8 @@ def main(
         with Progress(*columns, transient=True) as bars:
             bar = bars.add_task("layers and epochs", total=len(config.layers) + fine_tune_epochs)
 
-            def show(done: int) -> None:
-                bars.update(bar, completed=done)
+            def show(completed: int) -> None:
+                bars.update(bar, completed=completed)
 
             if layout == GGUF:
                 kind = str(quantization).upper()
@@ -142,6 +143,6 @@ def main(
     size = sum(file.stat().st_size for file in ([out] if layout == GGUF else out.glob("*.safetensors")))
     experts = "; experts stay as they are" if layout != GGUF and quantized.has_unquantised_experts(out) else ""
     print(
-        f"wrote {out}: {size / 2**20:.1f} MiB of weights from {before / 2**20:.1f} MiB, {count} matrices in "
+        f"wrote {out}: {size / 2**20:.1f} MiB of weights from {original_size / 2**20:.1f} MiB, {count} matrices in "
         f"{quantization or f'formats of their own, {bits:g} bits a weight at most'}, laid out as {layout}{experts}"
     )

@@ -10,8 +10,8 @@ from . import options as o
 from .chat import MAX_TOKENS, ChatTemplate, converse
 
 
-@o.takes_engine(without=("max_num_seqs", "max_num_batched_tokens"))
-@o.takes_sampling(MAX_TOKENS, without=("presence_penalty", "frequency_penalty"))
+@o.takes_engine(excluded=("max_num_seqs", "max_num_batched_tokens"))
+@o.takes_sampling(MAX_TOKENS, excluded=("presence_penalty", "frequency_penalty"))
 def main(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or Hugging Face id, or quill.")],
     prompt: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="What is to be answered.")] = None,
@@ -21,14 +21,15 @@ def main(
     sampling: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
-    """Chat with a model as `quire chat` does. With a prompt, or something on stdin, print one answer and leave.
+    """Chat with a model as `quire chat` does. With a prompt, or something on stdin, print one
+    answer and leave.
 
     With both what stdin has comes first.
     """
-    said = [" ".join(prompt)] if prompt else []
+    texts = [" ".join(prompt)] if prompt else []
     if not sys.stdin.isatty():
-        said.insert(0, o.read_text(Path("-")))
-    question = "\n\n".join(text.strip() for text in said if text.strip())
-    if not question and (said or not sys.stdin.isatty()):
+        texts.insert(0, o.read_text(Path("-")))
+    question = "\n\n".join(text.strip() for text in texts if text.strip())
+    if not question and (texts or not sys.stdin.isatty()):
         raise o.UsageError("no prompt: give one after the model or pipe it in; at a terminal there is a conversation")
     converse(model, system, sampling, engine, question or None, chat_template=chat_template)

@@ -1,4 +1,4 @@
-"""`quire run-batch`: OpenAI's batch files, all lines queued at once."""
+"""`quire run-batch`: answers OpenAI batch files, with all lines queued at once."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ from .loading import load
 
 @dataclass
 class LineJob:
-    """A line with its requests, one a prompt, or its error."""
+    """A line with its requests, one for each prompt, or its error."""
 
     line: BatchLine
     requests: list[Any] = field(default_factory=list)
@@ -48,22 +48,24 @@ def main(
         o.option("Where the results go, in the order of the requests; - is stdout.", o.OUTPUT, name="--output-file -o"),
     ] = None,
     served_model_name: Annotated[
-        str | None, o.option("Model name that requests may give.", o.MODEL, shown="the model's own")
+        str | None, o.option("Model name that requests may give.", o.MODEL, default_text="the model's own")
     ] = None,
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Answer a file of requests in OpenAI's batch format. A bad line gets an error; the others are answered."""
+    """Answer a file of requests in OpenAI's batch format. A bad line gets an error; the others are
+    answered.
+    """
     if input_file is None or output_file is None:
         raise o.UsageError("-i and -o are both needed: quire run-batch [MODEL] -i requests.jsonl -o results.jsonl")
     if str(input_file) != "-" and input_file.exists() and input_file.resolve() == output_file.resolve():
         raise o.UsageError(f"{input_file} is given as input and as output; the results need a file of their own")
     if not output_file.parent.is_dir():
         raise o.UsageError(f"cannot write {output_file}: there is no folder {output_file.parent}")
-    # Split as bytes, so that a line which is not UTF-8 spoils no other.
+    # Split as bytes, so that a line that is not UTF-8 does not affect others.
     lines = list(parse_lines(o.read_bytes(input_file).split(b"\n")))
-    own = "quill" if model is None else model
-    names = (served_model_name,) if served_model_name else (own, Path(own).name)
+    local_names = "quill" if model is None else model
+    names = (served_model_name,) if served_model_name else (local_names, Path(local_names).name)
     with load(model, **engine) as llm:
         if str(output_file) == "-":
             answer(llm, lines, sys.stdout, names)
@@ -77,17 +79,20 @@ def main(
 
 
 def answer(llm, lines: list[BatchLine], output: IO[str], names: tuple[str, ...]) -> None:
-    """Serve all lines, and write each result as soon as all before it are written."""
-    started, written, refused, tokens = time.perf_counter(), 0, 0, 0
+    """Serve all lines, and write results in order as soon as they are available."""
+    started = time.perf_counter()
+    written = 0
+    refused = 0
+    tokens = 0
     jobs = [start(llm, line, names) for line in lines]
 
     def write(job: LineJob) -> None:
         nonlocal written, refused, tokens
-        result = result_of(job, names[0])
+        result = job_result(job, names[0])
         output.write(json.dumps(result, ensure_ascii=False) + "\n")
         written += 1
         refused += result["error"] is not None
-        tokens += sum(len(one.token_ids) for request in job.requests for one in request.output().outputs)
+        tokens += sum(len(completion.token_ids) for request in job.requests for completion in request.output().outputs)
 
     try:
         with bar(sum(len(job.requests) for job in jobs), True) as advance:
@@ -97,39 +102,42 @@ def answer(llm, lines: list[BatchLine], output: IO[str], names: tuple[str, ...])
                 output.flush()
                 if not llm.engine.busy:
                     break
-                done = [request for request in llm.engine.step() if request.finished]
-                advance(len(done), sum(len(one.token_ids) for each in done for one in each.output().outputs))
-    finally:  # after Ctrl-C too: what is done is kept, though results before it are missing
+                finished = [request for request in llm.engine.step() if request.finished]
+                advance(
+                    len(finished),
+                    sum(len(completion.token_ids) for request in finished for completion in request.output().outputs),
+                )
+    finally:  # also after Ctrl-C: write finished results, although earlier ones are missing
         for job in jobs[written:]:
             if job.done:
                 write(job)
         output.flush()
         seconds = time.perf_counter() - started
-        left = f", {len(jobs) - written} left" if written < len(jobs) else ""
+        remaining = f", {len(jobs) - written} left" if written < len(jobs) else ""
         print(
-            f"{written - refused} answered, {refused} refused{left}: {tokens} tokens in {seconds:.2f} s, "
+            f"{written - refused} answered, {refused} refused{remaining}: {tokens} tokens in {seconds:.2f} s, "
             f"{tokens / seconds:.1f} tokens/s",
             file=sys.stderr,
         )
 
 
 def start(llm, line: BatchLine, names: tuple[str, ...]) -> LineJob:
-    """Queue the requests of a line; if one of them cannot be served, none is."""
-    asked = line.request
-    if isinstance(asked, RequestError):
-        return LineJob(line, error=asked)
+    """Queue the requests of a line, or none if one of them is invalid."""
+    body = line.request
+    if isinstance(body, RequestError):
+        return LineJob(line, error=body)
     from ..serving.defaults import with_defaults  # not at the top: `--help` must not wait for JAX
     from ..serving.http import prompting
 
     requests: list[Any] = []
     try:
-        if asked.model is not None and asked.model not in names:
+        if body.model is not None and body.model not in names:
             raise RequestError(
-                "body.model", f"must be {names[0]!r}, which --served-model-name can change, got {shown(asked.model)}"
+                "body.model", f"must be {names[0]!r}, which --served-model-name can change, got {shown(body.model)}"
             )
-        prepare = prompting.chat if isinstance(asked, ChatRequest) else prompting.completion
-        params = with_defaults(asked.params, asked.explicit_params, llm.engine.defaults)
-        prepared = prepare(llm.engine, replace(asked, params=params), Formats())
+        prepare = prompting.chat if isinstance(body, ChatRequest) else prompting.completion
+        params = with_defaults(body.params, body.explicit_params, llm.engine.defaults)
+        prepared = prepare(llm.engine, replace(body, params=params), Formats())
         for ask in prepared.engine_requests:
             name = str(next(llm.ids))
             requests.append(llm.engine.add(name, ask.tokens, ask.params, ask.text, ask.terms))
@@ -140,8 +148,8 @@ def start(llm, line: BatchLine, names: tuple[str, ...]) -> LineJob:
     return LineJob(line, requests, prepared)
 
 
-def result_of(job: LineJob, model: str) -> dict[str, Any]:
-    """The output line of a job that is done."""
+def job_result(job: LineJob, model: str) -> dict[str, Any]:
+    """The output line of a finished job."""
     name = uuid.uuid4().hex
     request_id = f"batch_req_{name}"
     if job.error is not None:
@@ -149,24 +157,24 @@ def result_of(job: LineJob, model: str) -> dict[str, Any]:
     outputs = [request.output() for request in job.requests]
     if any(answer.finish_reason == "error" for output in outputs for answer in output.outputs):
         return error_line(job.line, request_id, RuntimeError("the engine failed on this request"), "server_error")
-    asked = job.line.request
-    assert not isinstance(asked, RequestError)
-    chat = isinstance(asked, ChatRequest)
+    body = job.line.request
+    assert not isinstance(body, RequestError)
+    chat = isinstance(body, ChatRequest)
     prompts = [
         replace(prompt, logprobs=output.prompt_logprobs)
         for prompt, output in zip(job.prepared.prompts, outputs, strict=True)
     ]
     head = ResponseHead(
         id=f"{'chatcmpl' if chat else 'cmpl'}-{name}",
-        model=asked.model or model,
+        model=body.model or model,
         created=int(time.time()),
         system_fingerprint=f"quire-{__version__}",
         prompts=prompts,
     )
-    choices = Choices(job.prepared.parser, asked.params.n, job.prepared.max_calls)
+    choices = Choices(job.prepared.parser, body.params.n, job.prepared.max_calls)
     answers = choices.answers(outputs)
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
     usage = Usage(prompt_tokens, choices.num_tokens, cached, choices.num_reasoning_tokens)
     shape = chat_answer if chat else completion_answer
-    return result_line(job.line, request_id, shape.response(head, asked, None, answers, usage))
+    return result_line(job.line, request_id, shape.response(head, body, None, answers, usage))

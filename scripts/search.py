@@ -46,9 +46,10 @@ def main(
     What was spent goes to stderr.
     """
     text = read_prompt(prompt, prompt_file)
-    asked: Any = [{"role": "user", "content": text}] if chat else text
+    prompt_or_messages: Any = [{"role": "user", "content": text}] if chat else text
 
-    from .. import RequestError, SamplingParams, SearchParams  # not at the top: `--help` must not wait for it
+    # Not at the top: `--help` must not wait for it.
+    from .. import RequestError, SamplingParams, SearchParams
 
     try:
         params = SearchParams(
@@ -61,16 +62,17 @@ def main(
         raise o.UsageError(f"--method {params.method} needs --reward-model")
     with ExitStack() as stack:
         llm = stack.enter_context(load(model, **engine))
-        from ..serving.defaults import with_defaults  # imports JAX, so it waits for `load`, where Ctrl-C works
+        # Imports JAX, so it waits for `load`, where Ctrl-C works.
+        from ..serving.defaults import with_defaults
 
         params = replace(params, sampling=with_defaults(params.sampling, sampling, llm.engine.defaults))
         reward = None if reward_model is None else stack.enter_context(load(reward_model))
-        (found,) = llm.search(asked, params, reward=reward)
+        (result,) = llm.search(prompt_or_messages, params, reward=reward)
     if as_json:
-        print(json.dumps(asdict(found), ensure_ascii=False))
+        print(json.dumps(asdict(result), ensure_ascii=False))
     else:
-        print(found.text)
-    told = f"{len(found.candidates)} candidates, {found.num_generated_tokens} tokens written"
+        print(result.text)
+    summary = f"{len(result.candidates)} candidates, {result.num_generated_tokens} tokens written"
     if reward_model is not None:
-        told += f", {found.num_scored_tokens} read by the reward model; the best has {found.best.reward:.4g}"
-    print(told, file=sys.stderr)
+        summary += f", {result.num_scored_tokens} read by the reward model; the best has {result.best.reward:.4g}"
+    print(summary, file=sys.stderr)

@@ -6,7 +6,7 @@ from ..serving.api.sizes import FORM, parse_size
 
 
 def size(text: str) -> int:
-    """The number that a text such as `32K` stands for; `-1` where a command gives it a meaning."""
+    """Parse a size such as `32K`; `-1` is accepted where a command gives it a meaning."""
     if isinstance(text, int):  # a default goes through the same parser
         return text
     value = parse_size(text)

@@ -1,4 +1,4 @@
-"""Tables as the commands print them."""
+"""Tables in the output of commands."""
 
 
 def length_name(tokens: int | None) -> str:
@@ -8,7 +8,7 @@ def length_name(tokens: int | None) -> str:
 
 
 def table(head: tuple, rows: list[tuple]) -> str:
-    """Columns under their heads: names to the left, numbers to the right."""
+    """Format columns with headings: the first left-aligned, others right-aligned."""
     cells = [tuple(map(str, row)) for row in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""A conversation in a terminal: messages that are typed or pasted, and answers as rendered Markdown."""
+"""Conversations in a terminal: typed or pasted messages, and answers rendered as Markdown."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -6,12 +6,12 @@ from time import perf_counter
 from typing import Any
 
 FENCE = '"""'
-FRAME_SECONDS = 0.08  # between two pictures of an answer that grows
+FRAME_SECONDS = 0.08  # between two renderings of a growing answer
 CODE_THEME = "ansi_dark"  # the terminal's own colours
 
 
 class MessageReader:
-    """Reads messages from the terminal. What is pasted is one message, however many lines it has."""
+    """Reads messages from the terminal. Pasted text is one message, however many lines it has."""
 
     def __init__(self):
         from prompt_toolkit import PromptSession
@@ -21,7 +21,7 @@ class MessageReader:
         keys = KeyBindings()
 
         @keys.add("enter")
-        @keys.add("c-j")  # Enter that was typed while an answer was written
+        @keys.add("c-j")  # Enter typed during an answer
         def send(event) -> None:
             text = event.current_buffer.text
             if has_open_fence(text):
@@ -37,7 +37,7 @@ class MessageReader:
         self.session: Any = PromptSession(prompt, multiline=True, key_bindings=keys, prompt_continuation="  ")
 
     def messages(self) -> Iterator[str]:
-        """One message after the other, until Ctrl-D. Ctrl-C empties the line and keeps the conversation."""
+        """Yield messages until Ctrl-D. Ctrl-C clears the line and keeps the conversation."""
         while True:
             try:
                 yield self.session.prompt()
@@ -48,13 +48,13 @@ class MessageReader:
 
 
 def has_open_fence(text: str) -> bool:
-    """Whether a message begins with a fence and waits for the one that ends it."""
+    """Whether a message begins with a fence that is not closed yet."""
     stripped = text.strip()
     return stripped.startswith(FENCE) and (len(stripped) < 2 * len(FENCE) or not stripped.endswith(FENCE))
 
 
 class PlainAnswer:
-    """An answer as the text that it is, for files and pipes."""
+    """An answer as plain text, for files and pipes."""
 
     def __init__(self):
         self.text = ""
@@ -65,14 +65,16 @@ class PlainAnswer:
         self.text = text
 
     def stop(self) -> None:
-        """Nothing is drawn that would have to be cleared."""
+        """Does nothing: plain text needs no clearing."""
 
     def finish(self) -> None:
         print()
 
 
 class RenderedAnswer:
-    """An answer as Markdown. Finished blocks are printed for good; the last one is drawn anew as it grows."""
+    """An answer as Markdown. Complete blocks are printed permanently; the last is redrawn as it
+    grows.
+    """
 
     def __init__(self, console: Any = None):
         from rich.console import Console
@@ -94,47 +96,47 @@ class RenderedAnswer:
         self.print_blocks(blocks[:-1])
         if blocks:
             last_lines = self.lines(blocks[-1])[-max(1, self.console.height - 2) :]
-            self.live.update(joined(last_lines), refresh=True)
+            self.live.update(join_lines(last_lines), refresh=True)
         self.next_frame = perf_counter() + max(FRAME_SECONDS, 10 * (perf_counter() - began))
 
     def stop(self) -> None:
-        """Clear what is drawn of the last block."""
+        """Clear the drawing of the last block."""
         self.live.stop()
 
     def finish(self) -> None:
         self.print_blocks(parse_blocks(self.text))
 
     def print_blocks(self, blocks: Sequence[Any]) -> None:
-        """Print those that are not there yet, above the one that grows."""
+        """Print new complete blocks above the growing one."""
         for block in blocks[self.num_printed :]:
             if self.num_printed:
                 self.console.print()
-            self.console.print(joined([*self.lines(block), []]))
+            self.console.print(join_lines([*self.lines(block), []]))
             self.num_printed += 1
 
     def lines(self, block: list[Any]) -> list[list[Any]]:
-        """What a block looks like, line by line, without the spaces that rich fills lines with."""
+        """The rendered lines of a block, without the spaces that rich pads lines with."""
         rendered = self.console.render_lines(markdown(block), pad=False)
         return [without_trailing_spaces(line) for line in rendered]
 
 
-def joined(lines: list[list[Any]]) -> Any:
-    """Lines of segments as one thing to print."""
+def join_lines(lines: list[list[Any]]) -> Any:
+    """Join lines of segments for printing."""
     from rich.segment import Segment, Segments
 
-    parts = [part for line in lines for part in (Segment.line(), *line)]
-    return Segments(parts[1:])
+    segments = [segment for line in lines for segment in (Segment.line(), *line)]
+    return Segments(segments[1:])
 
 
 def without_trailing_spaces(line: list[Any]) -> list[Any]:
-    kept = list(line)
-    while kept and not kept[-1].text.strip():
-        kept.pop()
-    return [*kept[:-1], kept[-1]._replace(text=kept[-1].text.rstrip())] if kept else []
+    segments = list(line)
+    while segments and not segments[-1].text.strip():
+        segments.pop()
+    return [*segments[:-1], segments[-1]._replace(text=segments[-1].text.rstrip())] if segments else []
 
 
 def parse_blocks(text: str) -> list[list[Any]]:
-    """The tokens of each block of a text in Markdown; HTML is text, and lines stay lines."""
+    """The tokens of each block of a Markdown text; HTML is plain text, and line breaks are kept."""
     from markdown_it import MarkdownIt
 
     parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
@@ -150,7 +152,7 @@ def parse_blocks(text: str) -> list[list[Any]]:
 
 
 def markdown(tokens: list[Any]) -> Any:
-    """What rich prints for a block."""
+    """A block of tokens as a rich renderable."""
     from rich.markdown import Markdown
 
     rendered = Markdown("", code_theme=CODE_THEME, hyperlinks=False)

@@ -156,7 +156,7 @@ def config_of(folder: Path, options: EngineOptions, max_len: int | None = None) 
         config = replace(config, pooling=options.pooling)
     sharing = options.expert_parallel_size * options.context_parallel_size * options.data_parallel_size
     expert_copies.check(config, options.expert_redundancy, sharing, options.pipeline_parallel_size)
-    return expert_copies.with_spare(config, options.expert_redundancy)
+    return expert_copies.with_redundancy(config, options.expert_redundancy)
 
 
 @contextmanager
@@ -293,7 +293,7 @@ def load(
     """The weights, and where the copies of experts lie; with those of the drafter, where one drafts in the step."""
     weights = loader.load(folder, config, placement, load_format=options.load_format, cached=options.weight_cache)
     check_rounding(weights, config, placement)
-    weights = expert_copies.as_loaded(weights, config, placement.mesh)
+    weights = expert_copies.with_first_placement(weights, config, placement.mesh)
     if options.enable_lora:
         slots, rank = options.max_loras, stack_rank(options.max_lora_rank)
         weights = add_adapter_stacks(weights, config, slots, rank, placement.mesh, options.adapted_modules)

@@ -16,7 +16,7 @@ from ..model.checkpoint import hub, loader
 from ..model.checkpoint.placement import Location, Placement
 from ..model.config import ModelConfig, ModelError
 from ..model.draft_heads import DraftHeads
-from ..model.expert_copies import spare_of
+from ..model.expert_copies import redundancy_of
 from ..model.text.tokenizer import Tokenizer
 from ..sharding.mesh import Mesh, stage_meshes
 from .api.options import EngineOptions
@@ -159,7 +159,7 @@ def heads_on(
         )
     own_folder = folder if chosen.model is None else draft_folder(chosen, options)
     heads = draft_heads.read_heads(own_folder, config, chosen.method)
-    if spare_of(heads.model):
+    if redundancy_of(heads.model):
         raise ModelError(f"{FIELD}.method is {chosen.method!r} with expert_redundancy: its experts have one copy each")
     load = partial(load_heads, own_folder, heads, options.load_format, mesh)
     if chosen.method == "medusa":

@@ -1,49 +1,55 @@
-"""The shards held by this process's devices: nothing else of an array need be read or kept here."""
+"""The shards on this process's devices: the rest of an array is neither read nor stored here."""
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, Sharding
 
-from .mesh import element_orders, sharding, take_elements
+from .mesh import shard_layouts, sharding, take_elements
 from .spec import ArraySpec
 
 
 def sharded_shape(spec: ArraySpec, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
-    """The shape of the whole sharded array: with the elements that several devices hold, and padding to divide."""
-    found = element_orders(spec, mesh)
-    return tuple(size if order is None else order.size for size, order in zip(spec.shape, found, strict=True))
+    """The shape of the whole sharded array, with replicated elements and padding."""
+    layouts = shard_layouts(spec, mesh)
+    return tuple(size if order is None else order.size for size, order in zip(spec.shape, layouts, strict=True))
 
 
 def as_stored(spec: ArraySpec, mesh: Mesh) -> bool:
-    """Whether the shards are equal cuts of the array as it is stored."""
-    return all(order is None for order in element_orders(spec, mesh))
+    """Whether the shards are equal slices of the stored array."""
+    return all(order is None for order in shard_layouts(spec, mesh))
 
 
 def local_elements(spec: ArraySpec, mesh: Mesh) -> list[np.ndarray]:
-    """For each axis a mask of the stored elements that this process holds a part of."""
-    found = [
+    """For each axis, a mask of the stored elements that this process holds a part of."""
+    layouts = [
         np.arange(size) if order is None else order
-        for size, order in zip(spec.shape, element_orders(spec, mesh), strict=True)
+        for size, order in zip(spec.shape, shard_layouts(spec, mesh), strict=True)
     ]
-    wanted = [np.zeros(size, bool) for size in spec.shape]
+    masks = [np.zeros(size, bool) for size in spec.shape]
     for index in sharding(spec, mesh).addressable_devices_indices_map(sharded_shape(spec, mesh)).values():
-        for mask, order, cut in zip(wanted, found, index or (), strict=False):
-            elements = order[cut]
+        for mask, order, axis_slice in zip(masks, layouts, index or (), strict=False):
+            elements = order[axis_slice]
             mask[elements[elements >= 0]] = True
-    return wanted
+    return masks
 
 
-def shard(leaf: np.ndarray, spec: ArraySpec, mesh: Mesh, where: Sharding) -> jax.Array:
-    """Builds a sharded array from a host array.
+def shard(leaf: np.ndarray, spec: ArraySpec, mesh: Mesh, target: Sharding) -> jax.Array:
+    """Build a sharded array from a host array.
 
-    `where` is the spec's sharding or a finer one. The elements that this process does not hold may have any value.
+    Args:
+        leaf: the host array. Elements that this process does not hold may have any value.
+        target: the sharding of the spec, or a finer one.
     """
-    found = element_orders(spec, mesh)
+    layouts = shard_layouts(spec, mesh)
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def shard_at(index: tuple[slice, ...]) -> np.ndarray:
         value = leaf
-        for at, (order, cut) in enumerate(zip(found, index, strict=True)):
-            value = value[(slice(None),) * at + (cut,)] if order is None else take_elements(value, order[cut], at)
+        for axis, (order, axis_slice) in enumerate(zip(layouts, index, strict=True)):
+            value = (
+                value[(slice(None),) * axis + (axis_slice,)]
+                if order is None
+                else take_elements(value, order[axis_slice], axis)
+            )
         return value
 
-    return jax.make_array_from_callback(sharded_shape(spec, mesh), where, part)
+    return jax.make_array_from_callback(sharded_shape(spec, mesh), target, shard_at)

@@ -1,4 +1,4 @@
-"""The device mesh, and which of its axes each logical axis of an array is split over."""
+"""The device mesh, and the mesh axes that each logical axis of an array is split over."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,17 +10,18 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .device_axes import ONE_DEVICE, Axis, DeviceAxes
-from .spec import ArraySpec, Runs
+from .spec import ArraySpec, Interleaved
 
 AXES = ("data", "pipe", "context", "tensor", "expert")
-# From the slowest to the fastest: neighbouring devices, as on one host, are parts of `tensor`, which sends the most.
+# From the slowest to the fastest varying: neighbouring devices split `tensor`, which communicates
+# most.
 DEVICE_ORDER = ("data", "pipe", "context", "expert", "tensor")
 
-MeshAxes = str | tuple[str, ...] | None  # of several the first changes the slowest
+MeshAxes = str | tuple[str, ...] | None  # of several, the first varies slowest
 RULES: dict[str, MeshAxes] = {
     "vocab": "tensor", "heads": "tensor", "ffn": "tensor", "experts": ("data", "context", "expert"), "embed": None,
 }  # fmt: skip
-PADDED = {"vocab"}  # logical axes that are padded where they do not divide
+PADDED = {"vocab"}  # logical axes that are padded to divide
 
 Rules = Mapping[str, MeshAxes]
 
@@ -36,30 +37,30 @@ def make_mesh(
 ) -> Mesh:
     """A mesh with all of `AXES`, on the first devices that it needs."""
     shape = (data, pipe, context, tensor, expert)
-    found = jax.devices() if devices is None else devices
-    if min(shape) < 1 or math.prod(shape) > len(found):
-        wanted = " x ".join(f"{name} {size}" for name, size in zip(AXES, shape, strict=True))
-        raise ValueError(f"a mesh of {wanted} needs {math.prod(shape)} devices; there are {len(found)}")
+    available = jax.devices() if devices is None else devices
+    if min(shape) < 1 or math.prod(shape) > len(available):
+        requested = " x ".join(f"{name} {size}" for name, size in zip(AXES, shape, strict=True))
+        raise ValueError(f"a mesh of {requested} needs {math.prod(shape)} devices; there are {len(available)}")
     sizes = dict(zip(AXES, shape, strict=True))
-    grid = np.array(found[: math.prod(shape)], object).reshape([sizes[name] for name in DEVICE_ORDER])
+    grid = np.array(available[: math.prod(shape)], object).reshape([sizes[name] for name in DEVICE_ORDER])
     chosen = grid.transpose([DEVICE_ORDER.index(name) for name in AXES]).reshape(-1).tolist()
     return jax.make_mesh(shape, AXES, devices=chosen, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def stage_meshes(mesh: Mesh) -> list[Mesh]:
     """A mesh for each pipeline stage, with the same axes."""
-    at = AXES.index("pipe")
+    axis = AXES.index("pipe")
     return [
-        Mesh(devices, AXES, axis_types=mesh.axis_types) for devices in np.split(mesh.devices, mesh.shape["pipe"], at)
+        Mesh(devices, AXES, axis_types=mesh.axis_types) for devices in np.split(mesh.devices, mesh.shape["pipe"], axis)
     ]
 
 
 def sharding(spec: ArraySpec, mesh: Mesh | AbstractMesh, rules: Rules = RULES) -> NamedSharding:
-    """The sharding of an array: each logical axis over the mesh axes that the rules name, or unsplit."""
+    """The sharding of an array: each logical axis over the mesh axes of its rule, or unsplit."""
     over = [mesh_axes(axis, rules) for axis in spec.axes]
     for axis, size, name in zip(spec.axes, spec.shape, over, strict=True):
         if name is not None:
-            element_order(axis, size, devices_along(name, mesh), name)
+            shard_layout(axis, size, devices_along(name, mesh), name)
     return NamedSharding(mesh, PartitionSpec(*over))
 
 
@@ -69,9 +70,9 @@ def devices_along(over: MeshAxes, mesh: Mesh | AbstractMesh) -> int:
     return math.prod(mesh.shape[name] for name in names)
 
 
-def mesh_axes(axis: str | Runs | None, rules: Rules) -> MeshAxes:
-    """The mesh axes that the rules name for a logical axis."""
-    name = axis.axis if isinstance(axis, Runs) else axis
+def mesh_axes(axis: str | Interleaved | None, rules: Rules) -> MeshAxes:
+    """The mesh axes that the rules assign to a logical axis."""
+    name = axis.axis if isinstance(axis, Interleaved) else axis
     if name is None:
         return None
     if name not in rules:
@@ -79,67 +80,74 @@ def mesh_axes(axis: str | Runs | None, rules: Rules) -> MeshAxes:
     return rules[name]
 
 
-@lru_cache(256)  # the layers of a model have the same axes
-def element_order(axis: str | Runs | None, size: int, devices: int, over: MeshAxes) -> np.ndarray | None:
-    """The elements of an axis in the order in which the devices hold them, device after device; -1 is padding.
+@lru_cache(256)  # layers have the same axes
+def shard_layout(axis: str | Interleaved | None, size: int, devices: int, over: MeshAxes) -> np.ndarray | None:
+    """The indices of an axis in the order in which devices store them, device by device; -1 is
+    padding.
 
-    None where that is their own order, with no element twice and no padding.
+    None if that is the identity: no index twice and no padding.
     """
-    name, runs, shared, again, widths = axis if isinstance(axis, Runs) else Runs(axis or "", (size,))
-    widths = widths or (1,) * len(runs)
+    name, sizes, shared, repeated, widths = axis if isinstance(axis, Interleaved) else Interleaved(axis or "", (size,))
+    widths = widths or (1,) * len(sizes)
 
-    def fits(at: int, devices: int) -> bool:
-        return name in PADDED or (runs[at] + again) % devices == 0 or (at in shared and devices % runs[at] == 0)
+    def fits(index: int, devices: int) -> bool:
+        is_replicated = index in shared and devices % sizes[index] == 0
+        return name in PADDED or (sizes[index] + repeated) % devices == 0 or is_replicated
 
-    whole, parts = sum(run * width for run, width in zip(runs, widths, strict=True)), []
-    for at, run in enumerate(runs):
-        if not fits(at, devices):
-            fitting = [n for n in range(1, 2 * devices + 1) if all(fits(each, n) for each in range(len(runs)))]
-            where = over if isinstance(over, str) else " x ".join(over or ())
+    total = sum(run_size * width for run_size, width in zip(sizes, widths, strict=True))
+    elements_by_run = []
+    for index, run_size in enumerate(sizes):
+        if not fits(index, devices):
+            fitting = [n for n in range(1, 2 * devices + 1) if all(fits(run, n) for run in range(len(sizes)))]
+            mesh_axis = over if isinstance(over, str) else " x ".join(over or ())
             raise ValueError(
-                f"{name!r} has size {run + again}, which does not divide over {where}={devices}; "
-                f"{where} could be {', '.join(map(str, fitting))}"
+                f"{name!r} has size {run_size + repeated}, which does not divide over {mesh_axis}={devices}; "
+                f"{mesh_axis} could be {', '.join(map(str, fitting))}"
             )
-        if at in shared and run < devices:
-            part = np.repeat(np.arange(run), devices // run)
+        if index in shared and run_size < devices:
+            elements = np.repeat(np.arange(run_size), devices // run_size)
         else:
-            part = np.arange(-(-(run + again) // devices) * devices)
-            part = np.where((part < run) | (part >= run + again), part, part % run)
-        part = np.where(part < run, part, -1)
-        part = np.where(part[:, None] < 0, -1, part[:, None] * widths[at] + np.arange(widths[at]))
-        parts.append(part.reshape(devices, -1))
-    starts = np.cumsum([0, *(run * width for run, width in zip(runs, widths, strict=True))][:-1])
-    placed = [np.where(part < 0, -1, start + part) for start, part in zip(starts, parts, strict=True)]
-    found = np.concatenate(placed, axis=1).reshape(-1)
-    if size != whole:  # elements of several numbers each
-        each = size // whole
-        found = (found[:, None] * each + np.arange(each)).reshape(-1)
-    return None if found.size == size and (found == np.arange(size)).all() else found
+            elements = np.arange(-(-(run_size + repeated) // devices) * devices)
+            elements = np.where(
+                (elements < run_size) | (elements >= run_size + repeated), elements, elements % run_size
+            )
+        elements = np.where(elements < run_size, elements, -1)
+        elements = np.where(elements[:, None] < 0, -1, elements[:, None] * widths[index] + np.arange(widths[index]))
+        elements_by_run.append(elements.reshape(devices, -1))
+    starts = np.cumsum([0, *(run_size * width for run_size, width in zip(sizes, widths, strict=True))][:-1])
+    placed = [
+        np.where(elements < 0, -1, start + elements) for start, elements in zip(starts, elements_by_run, strict=True)
+    ]
+    layout = np.concatenate(placed, axis=1).reshape(-1)
+    if size != total:  # several numbers for each element
+        elements_per_index = size // total
+        layout = (layout[:, None] * elements_per_index + np.arange(elements_per_index)).reshape(-1)
+    return None if layout.size == size and (layout == np.arange(size)).all() else layout
 
 
-def element_orders(spec: ArraySpec, mesh: Mesh | AbstractMesh, rules: Rules = RULES) -> list[np.ndarray | None]:
-    """`element_order` of each axis."""
+def shard_layouts(spec: ArraySpec, mesh: Mesh | AbstractMesh, rules: Rules = RULES) -> list[np.ndarray | None]:
+    """The `shard_layout` of each axis."""
     over = [mesh_axes(axis, rules) for axis in spec.axes]
     return [
-        None if name is None else element_order(axis, size, devices_along(name, mesh), name)
+        None if name is None else shard_layout(axis, size, devices_along(name, mesh), name)
         for axis, size, name in zip(spec.axes, spec.shape, over, strict=True)
     ]
 
 
-def take_elements(leaf, found: np.ndarray, at: int):
-    """These elements of axis `at`, with zeros for padding."""
-    part = np.take(leaf, np.maximum(found, 0), axis=at)
-    lost = (found < 0).reshape(-1, *[1] * (leaf.ndim - 1 - at))
-    return np.where(lost, np.zeros((), part.dtype), part) if lost.any() else part
+def take_elements(leaf, elements: np.ndarray, axis: int):
+    """These elements of an axis, with zeros for padding."""
+    taken = np.take(leaf, np.maximum(elements, 0), axis=axis)
+    is_padding = (elements < 0).reshape(-1, *[1] * (leaf.ndim - 1 - axis))
+    return np.where(is_padding, np.zeros((), taken.dtype), taken) if is_padding.any() else taken
 
 
 def shardings(tree, mesh: Mesh | AbstractMesh, rules: Rules = RULES):
-    """A tree of specs with the sharding of each in its place."""
+    """A tree of specs, each replaced by its sharding."""
     return jax.tree.map(lambda spec: sharding(spec, mesh, rules), tree)
 
 
 def device_axes(mesh: Mesh | None) -> DeviceAxes:
-    """The axes of a mesh, for the code that runs on each device."""
+    """The axes of a mesh, for code that runs on each device."""
     if mesh is None:
         return ONE_DEVICE
     tensor, expert, context, data = (Axis(name, mesh.shape[name]) for name in ("tensor", "expert", "context", "data"))

@@ -1,4 +1,4 @@
-"""One declaration of an array: its shape, dtype, logical axes and how it is initialised."""
+"""The declaration of an array: its shape, dtype, logical axes and initialiser."""
 
 import math
 from collections.abc import Callable
@@ -10,35 +10,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-ALIGNMENT = 64  # bytes: on a CPU JAX uses a host buffer that is aligned so in place, and copies any other
+ALIGNMENT = 64  # bytes: JAX on CPU uses an aligned host buffer in place, and copies others
 
 
-class Runs(NamedTuple):
-    """A logical axis of several runs, each split by itself: in a fused qkv the queries, then the keys, then the values.
+class Interleaved(NamedTuple):
+    """A logical axis of several runs that are split separately: in a fused QKV the queries, the
+    keys, the values.
 
-    Where there are more devices than a run in `shared` has elements, several devices hold the same element. The first
-    `again` elements are repeated after the last. `each`: of how many numbers an element of each run consists, where
-    that differs.
+    If there are more devices than a run in `shared` has elements, several devices hold the same
+    element. The first `repeated` elements follow again after the last. `widths` gives the size of
+    an element in each run, where it is not 1.
     """
 
     axis: str
     sizes: tuple[int, ...]
     shared: tuple[int, ...] = ()
-    again: int = 0
-    each: tuple[int, ...] = ()
+    repeated: int = 0
+    widths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """A leaf of an abstract weight tree: shardings, random weights, loading and memory sizes follow from it."""
+    """A leaf of an abstract weight tree, which determines sharding, random weights, loading and
+    memory sizes.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
-    axes: tuple[str | Runs | None, ...]
+    axes: tuple[str | Interleaved | None, ...]
     init: str = "normal"
     fan_in: int = 1
-    inputs: tuple[int, ...] = ()  # the axes that a product with it sums over; empty where there is no product
-    stacked: bool = False  # the first axis counts matrices that are multiplied one by one, such as experts
+    inputs: tuple[int, ...] = ()  # the axes that a product sums over; empty if there is no product
+    stacked: bool = False  # the first axis counts separate matrices, such as experts
 
     def __post_init__(self):
         if len(self.shape) != len(self.axes):
@@ -58,7 +61,7 @@ class ArraySpec:
 
 
 def empty(shape: tuple[int, ...], dtype) -> np.ndarray:
-    """An uninitialised host array that JAX on a CPU can use without a copy."""
+    """An uninitialised host array that JAX on CPU can use without a copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
@@ -71,9 +74,10 @@ def nbytes(tree) -> int:
 
 
 def random_arrays(tree, seed: int = 0, on_device: bool = False):
-    """A tree of random arrays as its specs declare them.
+    """A tree of random arrays by its specs.
 
-    Drawn by numpy on the host, which needs no compilation, or on the device, which is much faster for gigabytes.
+    Drawn by NumPy on the host, which needs no compilation, or on the device, which is much faster
+    for gigabytes.
     """
     leaves, shape = jax.tree.flatten(tree)
     if on_device:
@@ -94,7 +98,7 @@ def random_arrays(tree, seed: int = 0, on_device: bool = False):
 
 @partial(jax.jit, static_argnames="spec")
 def draw_on_device(spec: ArraySpec, key) -> jax.Array:
-    """A random array as its spec declares it."""
+    """A random array by its spec."""
 
     def integers(low: int, high: int, dtype):
         return jax.random.randint(key, spec.shape, low, high, dtype)
@@ -103,26 +107,26 @@ def draw_on_device(spec: ArraySpec, key) -> jax.Array:
 
 
 def values(spec: ArraySpec, xp, normal: Callable, integers: Callable):
-    """The values of an array by its `init`, in numpy or jax.numpy (`xp`)."""
+    """The values of an array by its `init`, in NumPy or jax.numpy (`xp`)."""
     if spec.init == "zeros":
         return xp.zeros(spec.shape, xp.float32)
     if spec.init == "ones":
         return xp.ones(spec.shape, xp.float32)
     if spec.init == "normal":
         return normal() / math.sqrt(spec.fan_in)
-    if spec.init == "bytes":  # packed codes, all equally likely
+    if spec.init == "bytes":  # packed codes, uniform
         return integers(0, 256, xp.uint8)
     if spec.init == "sixes":  # codes of six bits
         return integers(0, 64, xp.uint8)
     if spec.init == "words":
         return integers(0, 1 << 16, xp.uint16)
-    if spec.init == "float8":  # bits of E4M3 below 2, of either sign: of a size of 0.62
+    if spec.init == "float8":  # E4M3 with magnitudes below 2: standard deviation 0.62
         bits = integers(0, 128, xp.uint8)
         return (bits & 64) << 1 | bits & 63
     if spec.init == "signed":
         return integers(-127, 128, xp.int8)
-    if spec.init.startswith("scale/"):  # for codes that are uniform up to this number
+    if spec.init.startswith("scale/"):  # for codes uniform up to this number
         return xp.full(spec.shape, math.sqrt(3 / spec.fan_in) / float(spec.init.removeprefix("scale/")))
-    if spec.init == "exponents":  # 127 means 1; the codes they scale are as large as 2^1.5
+    if spec.init == "exponents":  # biased by 127; the scaled codes are about 2^1.5
         return xp.full(spec.shape, 127 - round(math.log2(spec.fan_in) / 2 + 1.5))
     raise ValueError(f"unknown init {spec.init!r}")

@@ -1,4 +1,4 @@
-"""Frozen dataclasses that are pytrees, as `flax.struct` has them. To import flax takes half a second of a start."""
+"""Frozen dataclasses that are pytrees, like `flax.struct`, whose import takes half a second."""
 
 import dataclasses
 from functools import partial
@@ -10,7 +10,9 @@ T = TypeVar("T")
 
 
 def field(pytree_node: bool = True, **options) -> Any:
-    """A field; with `pytree_node=False` it is a part of the tree's structure, and hashed with it."""
+    """A field; with `pytree_node=False` it is static: part of the tree's structure, and hashed with
+    it.
+    """
     return dataclasses.field(metadata={"pytree_node": pytree_node}, **options)
 
 
@@ -23,9 +25,9 @@ def dataclass(cls: Any = None, *, kw_only: bool = False) -> Any:
     """A class whose fields are the children of a pytree node; `replace` gives one with others."""
     if cls is None:
         return partial(dataclass, kw_only=kw_only)
-    made = dataclasses.dataclass(frozen=True, kw_only=kw_only)(cls)
-    made.replace = dataclasses.replace
-    every = dataclasses.fields(made)
-    children = [each.name for each in every if each.metadata.get("pytree_node", True)]
-    jax.tree_util.register_dataclass(made, children, [each.name for each in every if each.name not in children])
-    return made
+    frozen = dataclasses.dataclass(frozen=True, kw_only=kw_only)(cls)
+    frozen.replace = dataclasses.replace
+    fields = dataclasses.fields(frozen)
+    children = [item.name for item in fields if item.metadata.get("pytree_node", True)]
+    jax.tree_util.register_dataclass(frozen, children, [item.name for item in fields if item.name not in children])
+    return frozen

@@ -12,8 +12,8 @@ import numpy as np
 from ...ops.adapter import Adapted
 from ...ops.quant.stack import one_of
 from ...sharding import local_shards
-from ...sharding.mesh import Mesh, element_orders, sharding, take_elements
-from ...sharding.spec import ArraySpec, Runs
+from ...sharding.mesh import Mesh, shard_layouts, sharding, take_elements
+from ...sharding.spec import ArraySpec, Interleaved
 from ..config import ModelConfig, ModelError
 from ..families.common import Source, SourceTensor
 from ..weights import LayerWeights, ModelWeights, MoeWeights, dense_specs
@@ -53,7 +53,7 @@ class AdapterTarget:
 
     into: tuple[int, ...]
     out: tuple[int, ...]
-    axes: tuple[str | Runs | None, ...]  # logical axes of the whole shape
+    axes: tuple[str | Interleaved | None, ...]  # logical axes of the whole shape
     matrices: tuple[AdaptedMatrix, ...]  # of a stack: the matrices of all its elements, in order
     is_head: bool = False
     stack: tuple[int, ...] = ()  # (number of stacked matrices,), such as (num_experts,)
@@ -99,7 +99,7 @@ class AdapterTarget:
         spec = ArraySpec(self.out, np.int64, self.axes[-len(self.out) :])
         sizes = [matrix.last - matrix.first for matrix in self.element_matrices]
         numbers = np.repeat(np.arange(len(sizes)), sizes).reshape(self.out)
-        for at, order in enumerate(element_orders(spec, mesh)):
+        for at, order in enumerate(shard_layouts(spec, mesh)):
             numbers = numbers if order is None else take_elements(numbers, order, at)
         cuts = sharding(spec, mesh).devices_indices_map(numbers.shape).values()
         first, *other_devices = [numbers[cut].reshape(-1) for cut in cuts]

@@ -13,13 +13,13 @@ from typing import Any
 
 from ...ops import cache_folder
 from ..errors import ModelError
-from ..gguf.architectures import config_of
+from ..gguf.architectures import hf_config
 from ..gguf.file import GgufFile, read_file
 from ..gguf.file_type import file_format
 from ..gguf.metadata import Metadata
 from ..gguf.origin import Origin
 from ..gguf.tensors import origins
-from ..gguf.tokenizer import files_of
+from ..gguf.tokenizer import tokenizer_files
 
 FILE_FORMAT = "gguf_file_format"  # the key of config.json with the name of the file's format
 PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")  # the end of the name of a split file
@@ -83,14 +83,14 @@ def build_files(file: Path) -> tuple[dict[str, str], list[Path]]:
     if modules_by_format:
         config |= {"quantization_config": {"quant_method": "gguf", "modules": modules_by_format}}
     config |= {FILE_FORMAT: file_format(Metadata(gguf.metadata), gguf.tensors)}
-    texts = files_of(gguf.metadata) | {"config.json": json.dumps(config, indent=1)}
+    texts = tokenizer_files(gguf.metadata) | {"config.json": json.dumps(config, indent=1)}
     return texts, sorted({tensor.file for tensor in gguf.tensors.values()})
 
 
 def describe(gguf: GgufFile) -> tuple[dict[str, Any], dict[str, Origin]]:
     """config.json, and the origin of each checkpoint tensor in the GGUF file."""
     shapes = {name: tensor.shape for name, tensor in gguf.tensors.items()}
-    config = config_of(gguf.metadata, shapes, lambda name: gguf.tensors[name].read())
+    config = hf_config(gguf.metadata, shapes, lambda name: gguf.tensors[name].read())
     return config, origins(gguf.metadata["general.architecture"], shapes, config)
 
 
@@ -99,7 +99,7 @@ def group_modules(gguf: GgufFile, origin_by_tensor: Mapping[str, Origin]) -> dic
     modules_by_format: dict[str, list[str]] = {}
     for name, origin in origin_by_tensor.items():
         kinds = {KEPT.get(gguf.tensors[origin_part.name].kind.name) for origin_part in origin.parts}
-        kind = kinds.pop() if len(kinds) == 1 and origin.turn is None and len(origin.shape) == 2 else None
+        kind = kinds.pop() if len(kinds) == 1 and origin.transform is None and len(origin.shape) == 2 else None
         if kind is not None and name.endswith(".weight"):
             modules_by_format.setdefault(kind, []).append(name.removesuffix(".weight"))
     return modules_by_format

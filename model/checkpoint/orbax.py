@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from ...sharding import local_shards
 from ...sharding.spec import ArraySpec, nbytes
 from ..config import ModelError
-from ..extras import imported
+from ..extras import import_extra
 from .folder import merge_overrides, read_json
 
 WEIGHTS = "weights"
@@ -49,7 +49,7 @@ def make_empty_folder(out: Path) -> None:
 
 def import_orbax(purpose: str) -> Any:
     """Import orbax, which takes a second. `purpose` begins the error message if it is missing."""
-    return imported("orbax.checkpoint", "convert", purpose)
+    return import_extra("orbax.checkpoint", "convert", purpose)
 
 
 def save(folder: Path, out: Path, weights, dtype: str, hf_overrides: Mapping[str, Any] | None = None) -> None:

@@ -10,7 +10,7 @@ from ..checkpoint.folder import CONFIG, OTHER_SUFFIXES, read_json
 from ..checkpoint.loader import check_fields, check_numbers, compute_dtype
 from ..checkpoint.safetensors import find_tensors
 from ..config import Attention, Layer, Mlp, ModelConfig, ModelError
-from ..families.config_keys import Keys, shown
+from ..families.config_keys import Keys, format_value
 
 KINDS = ("medusa", "eagle", "eagle3", "mtp")
 # Families whose checkpoints can have MTP layers, and the ending of a tensor that indicates them.
@@ -245,6 +245,6 @@ def check_all_read(keys: Keys, kind: str) -> None:
     if unknown := keys.unknown():
         first = unknown[0]
         raise ModelError(
-            f"config.json: {first} = {shown(keys.hf[first])} is not understood for {kind} heads; it may change "
+            f"config.json: {first} = {format_value(keys.hf[first])} is not understood for {kind} heads; it may change "
             "what they draft, so they are not loaded. If it does not, remove it from the file"
         )

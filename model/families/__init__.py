@@ -1,8 +1,9 @@
 """Model families, one file each, by the `model_type` of a checkpoint's config.json.
 
-A family's module has `config(hf, max_len) -> ModelConfig` and `sources(config)`, a weight tree with a `Source` for each
-leaf; and where its checkpoints need it `canonical(name)`, the one name of a tensor that goes by several, and
-`ignored(name, config)`, whether a tensor is not loaded. `wrapper.py` opens models that also see or hear.
+A family's module has `config(hf, max_len) -> ModelConfig` and `sources(config)`, a weight tree with
+a `Source` for each leaf. Where its checkpoints need it, it also has `canonical(name)`, the common
+name of a tensor that goes by several, and `ignored(name, config)`, whether a tensor is not loaded.
+`wrapper.py` opens the text part of multimodal models.
 """
 
 FAMILIES = {
@@ -74,7 +75,7 @@ FAMILIES = {
     "xlm-roberta": ".bert",
 }
 
-# Why there is no family for a model that people ask for.
+# Why a requested model has no family.
 UNSUPPORTED = {
     "bailing_moe": "transformers has no model to compare it with",
     "bailing_moe_v2": "transformers has no model to compare it with",

@@ -1,4 +1,4 @@
-"""BERT, RoBERTa and XLM-RoBERTa: encoders with tables of positions and of the texts of a pair, and norms of sums."""
+"""BERT, RoBERTa and XLM-RoBERTa: encoders with position and token-type embeddings and post-norms."""
 
 import re
 from functools import partial
@@ -10,13 +10,13 @@ from ..config import Attention, Dense, Layer, Mlp, ModelConfig
 from ..weights import LayerWeights, ModelWeights
 from .common import Keys, attention_sources, mlp_sources, model_config, scale, tensor
 
-NAMES = {  # of a layer
+NAMES = {  # tensors of a layer
     "attention.self.query": "self_attn.q_proj", "attention.self.key": "self_attn.k_proj",
     "attention.self.value": "self_attn.v_proj", "attention.output.dense": "self_attn.o_proj",
     "attention.output.LayerNorm": "post_attention_layernorm", "intermediate.dense": "mlp.up_proj",
     "output.dense": "mlp.down_proj", "output.LayerNorm": "post_feedforward_layernorm",
 }  # fmt: skip
-TABLES = {
+EMBEDDINGS = {
     "word_embeddings": "embed_tokens", "position_embeddings": "positions", "token_type_embeddings": "types",
     "LayerNorm": "embed_norm",
 }  # fmt: skip
@@ -32,16 +32,17 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys.ignore("layer_norm_eps", "classifier_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob")
     keys.ignore("gradient_checkpointing", "use_cache", "pooler_fc_size", "pooler_num_attention_heads", "directionality")
     keys.ignore("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type", "output_past", "chunk_size_feed_forward")
-    rows = keys.count("max_position_embeddings", 512)
-    skipped = 0 if hf["model_type"] == "bert" else (keys("pad_token_id", 1) or 0) + 1  # rows that no position has
+    num_rows = keys.count("max_position_embeddings", 512)
+    num_skipped_rows = 0 if hf["model_type"] == "bert" else (keys("pad_token_id", 1) or 0) + 1
     attention = Attention(**keys.heads(), rope=None, bias=True, out_bias=True, both_ways=True)
     mlp = Mlp(keys.count("intermediate_size", 3072), keys.activation("hidden_act"), bias=True, gated=False)
     layer = Layer(attention, mlp, pre_norm=False, post_norm=True, sum_norm=True)
     return model_config(
-        keys, "bert" if not skipped else "roberta", (layer,) * keys.count("num_hidden_layers", 12), rows - skipped,
-        norm="layer_bias", embed_norm=True, final_norm=False, positions=rows,
+        keys, "bert" if not num_skipped_rows else "roberta", (layer,) * keys.count("num_hidden_layers", 12),
+        num_rows - num_skipped_rows,
+        norm="layer_bias", embed_norm=True, final_norm=False, positions=num_rows,
         types=keys.count("type_vocab_size", 2),
-        pairs=not skipped,
+        pairs=not num_skipped_rows,
     )  # fmt: skip
 
 
@@ -54,48 +55,53 @@ def layer_norm(name: str, size: int) -> LayerNorm:
 
 
 def layer(config: ModelConfig, index: int) -> LayerWeights:
-    this, D, here = config.layers[index], config.dim, f"model.layers.{index}"
+    layer = config.layers[index]
+    D = config.dim
+    prefix = f"model.layers.{index}"
     return LayerWeights(
-        attention=attention_sources(this.attention, D, f"{here}.self_attn"),
-        mlp=mlp_sources(this.mlp, D, f"{here}.mlp"),
-        post_attention_norm_D=layer_norm(f"{here}.post_attention_layernorm", D),
-        post_mlp_norm_D=layer_norm(f"{here}.post_feedforward_layernorm", D),
+        attention=attention_sources(layer.attention, D, f"{prefix}.self_attn"),
+        mlp=mlp_sources(layer.mlp, D, f"{prefix}.mlp"),
+        post_attention_norm_D=layer_norm(f"{prefix}.post_attention_layernorm", D),
+        post_mlp_norm_D=layer_norm(f"{prefix}.post_feedforward_layernorm", D),
     )
 
 
 def sources(config: ModelConfig) -> ModelWeights:
-    # RoBERTa's first rows have no position: they go to the end.
-    V, D, rows = config.vocab_size, config.dim, config.positions
+    # RoBERTa's first rows of position embeddings are unused: they are rolled to the end.
+    V = config.vocab_size
+    D = config.dim
+    num_rows = config.positions
     return ModelWeights(
         embed_VD=tensor("model.embed_tokens.weight", (V, D)),
         layers=tuple(map(partial(layer, config), range(len(config.layers)))),
         final_norm_D=None,
         embed_norm_D=layer_norm("model.embed_norm", D),
         position_embed_PD=tensor(
-            "model.positions.weight", (rows, D), lambda x: np.roll(x, config.max_len - rows, axis=0)
+            "model.positions.weight", (num_rows, D), lambda x: np.roll(x, config.max_len - num_rows, axis=0)
         ),
         type_embed_ID=tensor("model.types.weight", (config.types, D)),
     )
 
 
 def class_head(hf: dict, config: ModelConfig):
-    """(pooling, products before the classes, the name of theirs)."""
-    D, bert = config.dim, config.family == "bert"
-    dense = Dense("pooler.dense" if bert else "classifier.dense", D, D, "tanh", True)
-    return "cls", (dense,), "classifier" if bert else "classifier.out_proj"
+    """The pooling, the dense layers before the classifier, and the name of the classifier's tensor."""
+    D = config.dim
+    is_bert = config.family == "bert"
+    dense = Dense("pooler.dense" if is_bert else "classifier.dense", D, D, "tanh", True)
+    return "cls", (dense,), "classifier" if is_bert else "classifier.out_proj"
 
 
 def canonical(name: str) -> str:
     name = re.sub(r"^(bert|roberta)\.", "", name)
-    if found := re.match(r"encoder\.layer\.(\d+)\.(.*)\.(weight|bias)$", name):
-        return f"model.layers.{found[1]}.{NAMES.get(found[2], found[2])}.{found[3]}"
-    if found := re.match(r"embeddings\.(\w+)\.(weight|bias|gamma|beta)$", name):
-        return f"model.{TABLES.get(found[1], found[1])}.{found[2]}"
+    if match := re.match(r"encoder\.layer\.(\d+)\.(.*)\.(weight|bias)$", name):
+        return f"model.layers.{match[1]}.{NAMES.get(match[2], match[2])}.{match[3]}"
+    if match := re.match(r"embeddings\.(\w+)\.(weight|bias|gamma|beta)$", name):
+        return f"model.{EMBEDDINGS.get(match[1], match[1])}.{match[2]}"
     return name
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """What embeddings need not: heads that fill gaps, and a product for classes."""
+    """The language-model head, and a pooler that is not used for classes."""
     return (
         name.startswith(("cls.", "lm_head."))
         or name.endswith("position_ids")

@@ -1,4 +1,4 @@
-"""What the families share: checkpoint names, layers by type, and the config keys that all of them read."""
+"""What families share: checkpoint names of weights, layers by type, and common config keys."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -14,28 +14,32 @@ from .config_keys import Keys
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor of a checkpoint: its shape there, the `turn` to the leaf's layout, and its place in the leaf."""
+    """A tensor of a checkpoint: its shape there, the `turn` to the leaf's layout, and where in the
+    leaf it goes.
+    """
 
     name: str
     shape: tuple[int, ...]
-    turn: Callable[[np.ndarray], np.ndarray] = lambda x: x  # of stacked experts: takes any number of them
-    at: Any = ()  # a numpy index
+    turn: Callable[[np.ndarray], np.ndarray] = lambda x: x  # stacked: any number of experts
+    at: Any = ()  # a NumPy index into the leaf
 
 
 @dataclass(frozen=True)
 class Source:
-    """The tensors that make up one leaf of the weight tree. `sources(config)` of a family returns a tree of these."""
+    """The tensors that make up one leaf of the weight tree. A family's `sources(config)` returns a
+    tree of these.
+    """
 
     parts: tuple[SourceTensor, ...]
-    whole: tuple[SourceTensor, ...] = ()  # instead of `parts` where a checkpoint holds a layer's experts in one tensor
+    whole: tuple[SourceTensor, ...] = ()  # instead of `parts`, if all experts are one tensor
 
     def found_in(self, names) -> tuple[SourceTensor, ...]:
-        """The form that a checkpoint with tensors of these names has."""
+        """The form in which a checkpoint with tensors of these names stores the leaf."""
         return self.whole if self.whole and self.whole[0].name in names else self.parts
 
 
 def tensor(name: str, shape: tuple[int, ...], turn: Callable[[np.ndarray], np.ndarray] = lambda x: x) -> Source:
-    """A leaf that is one tensor."""
+    """A leaf that is a single tensor."""
     return Source((SourceTensor(name, shape, turn),))
 
 
@@ -45,20 +49,21 @@ def scale(name: str, size: int, offset: float = 0.0) -> Source:
 
 
 def linear(out: tuple[int, ...], into: tuple[int, ...]) -> Callable[[np.ndarray], np.ndarray]:
-    """From a torch linear weight [out, in] to [*in, *out]."""
+    """Converts a torch linear weight [out, in] to [*in, *out]."""
     return lambda x: x.T.reshape(*into, *out)
 
 
-def part_pairs(x: np.ndarray, first: int, last: int) -> np.ndarray:
-    """The rotary pairs in x[..., first:last], which some checkpoints keep side by side, half that width apart.
+def deinterleave_rotary(x: np.ndarray, first: int, last: int) -> np.ndarray:
+    """Move interleaved rotary pairs in x[..., first:last] half that width apart.
 
-    The rotary embedding pairs the first half with the second. Scores do not change where queries and keys both have it.
+    The rotary embedding pairs the first half with the second. Scores do not change if queries and
+    keys are both moved.
     """
     return np.concatenate([x[..., :first], x[..., first:last:2], x[..., first + 1 : last : 2], x[..., last:]], axis=-1)
 
 
-def gates_first(x: np.ndarray) -> np.ndarray:
-    """From [..., 2N, H] where each head's query stands before its gate to all gates, then all queries."""
+def move_gates_first(x: np.ndarray) -> np.ndarray:
+    """From [..., 2N, H] with each head's query before its gate to all gates, then all queries."""
     *lead, N, H = x.shape
     return x.reshape(*lead, N // 2, 2, H).swapaxes(-3, -2)[..., ::-1, :, :].reshape(x.shape)
 
@@ -66,23 +71,27 @@ def gates_first(x: np.ndarray) -> np.ndarray:
 def attention_sources(
     a: Attention, D: int, prefix: str, fused: bool = False, norm_offset: float = 0.0, interleaved: bool = False
 ) -> AttentionWeights:
-    """Llama's names. `fused`: one qkv_proj; `interleaved`: rotary pairs lie side by side, see `part_pairs`."""
-    scaled = a.qk_norm not in (None, "plain")
-    assert not (interleaved and (fused or scaled)), "the order of pairs is not undone in fused weights and norms"
-    N, K, H = a.heads, a.kv_heads, a.head_dim
-    Q = 2 * N if a.out_gate else N  # the tensor holds each head's query and what gates its result
-    parts = {"q": (0, Q)}
+    """Attention with Llama's names. `fused`: one qkv_proj; `interleaved`: see
+    `deinterleave_rotary`.
+    """
+    has_scale = a.qk_norm not in (None, "plain")
+    assert not (interleaved and (fused or has_scale)), "interleaved pairs in fused weights or norms are not supported"
+    N = a.heads
+    K = a.kv_heads
+    H = a.head_dim
+    Q = 2 * N if a.out_gate else N  # the tensor holds each head's query and output gate
+    head_ranges = {"q": (0, Q)}
     if a.kv_source is None:
-        parts["k"] = (Q, K)
+        head_ranges["k"] = (Q, K)
         if not a.tied_kv:
-            parts["v"] = (Q + K, K)
-    G = sum(count for _, count in parts.values())
+            head_ranges["v"] = (Q + K, K)
+    G = sum(count for _, count in head_ranges.values())
     rotary = 2 * len(a.rope.inv_freq) if interleaved and a.rope is not None else 0
 
     def heads(name: str, turn: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
         if name == "q" and a.out_gate:
-            return lambda x: gates_first(turn(x))
-        return turn if name == "v" or not rotary else lambda x: part_pairs(turn(x), 0, rotary)
+            return lambda x: move_gates_first(turn(x))
+        return turn if name == "v" or not rotary else lambda x: deinterleave_rotary(turn(x), 0, rotary)
 
     if fused:
         qkv = tensor(f"{prefix}.qkv_proj.weight", (G * H, D), linear((G, H), (D,)))
@@ -90,17 +99,23 @@ def attention_sources(
         qkv = Source(
             tuple(
                 SourceTensor(
-                    f"{prefix}.{x}_proj.weight", (n * H, D), heads(x, linear((n, H), (D,))), np.s_[:, at : at + n]
+                    f"{prefix}.{projection}_proj.weight",
+                    (n * H, D),
+                    heads(projection, linear((n, H), (D,))),
+                    np.s_[:, start : start + n],
                 )
-                for x, (at, n) in parts.items()
+                for projection, (start, n) in head_ranges.items()
             )
         )
     bias = Source(
         tuple(
             SourceTensor(
-                f"{prefix}.{x}_proj.bias", (n * H,), heads(x, lambda b, n=n: b.reshape(n, H)), np.s_[at : at + n]
+                f"{prefix}.{projection}_proj.bias",
+                (n * H,),
+                heads(projection, lambda b, n=n: b.reshape(n, H)),
+                np.s_[start : start + n],
             )
-            for x, (at, n) in parts.items()
+            for projection, (start, n) in head_ranges.items()
         )
     )
     q_size, k_size = (N * H, K * H) if a.qk_norm == "all" else (H, H)
@@ -109,16 +124,17 @@ def attention_sources(
         out_NHD=tensor(f"{prefix}.o_proj.weight", (D, N * H), linear((D,), (N, H))),
         qkv_bias_GH=bias if a.bias else None,
         out_bias_D=tensor(f"{prefix}.o_proj.bias", (D,)) if a.out_bias else None,
-        q_norm=scale(f"{prefix}.q_norm.weight", q_size, norm_offset) if scaled else None,
-        k_norm=scale(f"{prefix}.k_norm.weight", k_size, norm_offset) if scaled and a.kv_source is None else None,
+        q_norm=scale(f"{prefix}.q_norm.weight", q_size, norm_offset) if has_scale else None,
+        k_norm=scale(f"{prefix}.k_norm.weight", k_size, norm_offset) if has_scale and a.kv_source is None else None,
         sinks_N=tensor(f"{prefix}.sinks", (N,)) if a.sinks else None,
     )
 
 
 def mlp_sources(mlp: Mlp, D: int, prefix: str, fused: bool = False) -> MlpWeights:
     """gate_proj, up_proj and down_proj. `fused`: one gate_up_proj."""
-    F, names = mlp.dim, ("gate", "up") if mlp.gated else ("up",)
-    assert not (fused and mlp.bias), "no checkpoint with biases keeps gate and up in one tensor"
+    F = mlp.dim
+    names = ("gate", "up") if mlp.gated else ("up",)
+    assert not (fused and mlp.bias), "fused gate_up_proj with biases is not supported"
     if fused:
         up = tensor(f"{prefix}.gate_up_proj.weight", (2 * F, D), linear((2, F), (D,)))
     else:
@@ -138,10 +154,14 @@ def mlp_sources(mlp: Mlp, D: int, prefix: str, fused: bool = False) -> MlpWeight
 
 
 def expert_sources(moe: Moe, D: int, prefix: str, names=("gate_proj", "up_proj", "down_proj")) -> dict[str, Source]:
-    """The matrices of all experts: three tensors an expert, or two for all as `transformers` 5 writes them."""
-    E, F = moe.experts, moe.dim
+    """The matrices of all experts: three tensors for each expert, or two stacked ones (Transformers
+    5).
+    """
+    E = moe.experts
+    F = moe.dim
     *up, down = names
-    G, whole = len(up), "gate_up_proj" if len(up) == 2 else up[0]
+    G = len(up)
+    fused_up = "gate_up_proj" if len(up) == 2 else up[0]
     return {
         "up_EDGF": Source(
             tuple(
@@ -149,7 +169,11 @@ def expert_sources(moe: Moe, D: int, prefix: str, names=("gate_proj", "up_proj",
                 for e in range(E)
                 for at, name in enumerate(up)
             ),
-            (SourceTensor(f"{prefix}.{whole}", (E, G * F, D), lambda x: x.reshape(-1, G, F, D).transpose(0, 3, 1, 2)),),
+            (
+                SourceTensor(
+                    f"{prefix}.{fused_up}", (E, G * F, D), lambda x: x.reshape(-1, G, F, D).transpose(0, 3, 1, 2)
+                ),
+            ),
         ),
         "down_EFD": Source(
             tuple(SourceTensor(f"{prefix}.{e}.{down}.weight", (D, F), linear((D,), (F,)), np.s_[e]) for e in range(E)),
@@ -170,7 +194,7 @@ def moe_sources(
     choice_bias: str = "gate.e_score_correction_bias",
     experts=("gate_proj", "up_proj", "down_proj"),
 ) -> MoeWeights:
-    """Experts and their router, by the names that most checkpoints have."""
+    """Experts and router, by the names of most checkpoints."""
     E = moe.experts
     bias = Source((SourceTensor(f"{prefix}.{choice_bias}", (E,)),)) if moe.choice_bias else None
     return MoeWeights(
@@ -180,7 +204,7 @@ def moe_sources(
     )
 
 
-# Field of LayerWeights: the norm's name in a checkpoint.
+# By field of LayerWeights: the norm's name in a checkpoint.
 LLAMA_NORMS = {"pre_attention_norm_D": "input_layernorm", "pre_mlp_norm_D": "post_attention_layernorm"}
 SANDWICH_NORMS = {
     "pre_attention_norm_D": "input_layernorm",
@@ -204,44 +228,53 @@ def layer_sources(
     interleaved: bool = False,
     state: Callable[[Any, int, str], Any] | None = None,
 ) -> LayerWeights:
-    """A layer with the common names; families replace what is their own.
+    """A layer with the common names, of which families replace what differs.
 
-    `fused` names the products that the checkpoint keeps in one tensor: "qkv", "gate_up". `state(mixer, D, here)` gives
-    the sources of a mixer that is no attention, in the layer whose names begin with `here`.
+    Args:
+        fused: projections that the checkpoint stores in one tensor: "qkv", "gate_up".
+        state: returns the sources of a recurrent mixer, called with the mixer, D and the layer's prefix.
     """
-    layer, D, here = config.layers[index], config.dim, f"{prefix}layers.{index}"
-    own_norms: dict[str, Any] = {field: scale(f"{here}.{name}.weight", D, norm_offset) for field, name in norms.items()}
+    layer = config.layers[index]
+    D = config.dim
+    layer_prefix = f"{prefix}layers.{index}"
+    norm_scales: dict[str, Any] = {
+        field: scale(f"{layer_prefix}.{name}.weight", D, norm_offset) for field, name in norms.items()
+    }
     if isinstance(layer.attention, Attention):
         fuse = "qkv" in fused
-        mixer: Any = attention_sources(layer.attention, D, f"{here}.self_attn", fuse, norm_offset, interleaved)
+        mixer: Any = attention_sources(layer.attention, D, f"{layer_prefix}.self_attn", fuse, norm_offset, interleaved)
     else:
         assert state is not None
-        mixer = state(layer.attention, D, here)
+        mixer = state(layer.attention, D, layer_prefix)
     return LayerWeights(
         attention=mixer,
-        mlp=layer.mlp and mlp_sources(layer.mlp, D, f"{here}.mlp", "gate_up" in fused),
+        mlp=layer.mlp and mlp_sources(layer.mlp, D, f"{layer_prefix}.mlp", "gate_up" in fused),
         moe=None,
-        **own_norms,
+        **norm_scales,
     )
 
 
 def sparse_layer_sources(
     config: ModelConfig, index: int, prefix: str, shared: str = "shared_experts", names: Any = None, **options
 ) -> LayerWeights:
-    """A layer that may have experts, by `names` of `moe_sources`; `shared` is the dense block beside them."""
-    weights, layer = layer_sources(config, index, prefix, **options), config.layers[index]
-    here = f"{prefix}layers.{index}.mlp"
+    """A layer that may have experts. `names` are arguments of `moe_sources`; `shared` names the
+    shared experts.
+    """
+    weights = layer_sources(config, index, prefix, **options)
+    layer = config.layers[index]
+    mlp_prefix = f"{prefix}layers.{index}.mlp"
     if layer.moe is None:
         return weights
-    beside = layer.mlp and mlp_sources(layer.mlp, config.dim, f"{here}.{shared}")
-    return weights.replace(mlp=beside, moe=moe_sources(layer.moe, config.dim, here, **(names or {})))
+    shared_mlp = layer.mlp and mlp_sources(layer.mlp, config.dim, f"{mlp_prefix}.{shared}")
+    return weights.replace(mlp=shared_mlp, moe=moe_sources(layer.moe, config.dim, mlp_prefix, **(names or {})))
 
 
 def model_sources(
     config: ModelConfig, prefix: str = "model.", layer: Callable[..., LayerWeights] = layer_sources, **options
 ) -> ModelWeights:
-    """The whole tree; `options` go to `layer(config, index, prefix, **options)`."""
-    V, D = config.vocab_size, config.dim
+    """The sources of the whole model; `options` are passed to `layer`."""
+    V = config.vocab_size
+    D = config.dim
     return ModelWeights(
         embed_VD=tensor(f"{prefix}embed_tokens.weight", (V, D)),
         layers=tuple(layer(config, index, prefix, **options) for index in range(len(config.layers))),
@@ -251,7 +284,7 @@ def model_sources(
 
 
 def layer_types(keys: Keys, count: int, default: list[str]) -> list[str]:
-    """The key `layer_types` that newer configs have, else the family's default."""
+    """The key `layer_types`, or the family's default."""
     kinds = keys("layer_types", None) or default
     if len(kinds) != count:
         raise ModelError(f"config.json: layer_types has {len(kinds)} entries for {count} layers")
@@ -264,23 +297,27 @@ def layer_types(keys: Keys, count: int, default: list[str]) -> list[str]:
 
 
 def layers_by_type(
-    kinds: list[str], mlp: Mlp, full: Attention, sliding: Attention, window: int | None, longest: int, **fields
+    kinds: list[str], mlp: Mlp, full: Attention, sliding: Attention, window: int | None, max_len: int, **fields
 ) -> tuple[Layer, ...]:
-    """A layer for each of `kinds`; those with `sliding` attention get the window."""
+    """One layer for each of `kinds`; `sliding` attention gets the window."""
     if "sliding_attention" in kinds and window is None:
         raise ModelError("config.json: layer_types names sliding_attention, but no sliding_window is in use")
-    sliding = replace(sliding, window=narrower(window, longest))
+    sliding = replace(sliding, window=effective_window(window, max_len))
     layers = {"full_attention": Layer(full, mlp, **fields), "sliding_attention": Layer(sliding, mlp, **fields)}
     return tuple(layers[kind] for kind in kinds)
 
 
-def narrower(window: int | None, longest: int) -> int | None:
-    """The window, or None where no sequence is longer: the layer then shares pages with those of full attention."""
-    return None if window is None or window >= longest else window
+def effective_window(window: int | None, max_len: int) -> int | None:
+    """The window, or None if no sequence is longer: the layer then shares KV pages with full
+    attention.
+    """
+    return None if window is None or window >= max_len else window
 
 
-def model_config(keys: Keys, family: str, layers: tuple[Layer, ...], longest: int, **fields) -> ModelConfig:
-    """The `ModelConfig` from the keys that all families share; `fields` come from the family and win."""
+def model_config(keys: Keys, family: str, layers: tuple[Layer, ...], max_len: int, **fields) -> ModelConfig:
+    """The `ModelConfig` from the keys that all families share; `fields` of the family take
+    precedence.
+    """
     common = {
         "vocab_size": lambda: keys.count("vocab_size"),
         "dim": lambda: keys.count("hidden_size"),
@@ -288,6 +325,6 @@ def model_config(keys: Keys, family: str, layers: tuple[Layer, ...], longest: in
         "tied": lambda: keys("tie_word_embeddings", False),
     }
     fields |= {name: read() for name, read in common.items() if name not in fields}
-    made = ModelConfig(family=family, layers=layers, max_len=longest, dtype=keys.dtype(), **fields)
+    config = ModelConfig(family=family, layers=layers, max_len=max_len, dtype=keys.dtype(), **fields)
     keys.done()
-    return made
+    return config

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3, Kimi K2: latent attention, a few dense layers, then shared and routed experts side by side."""
+"""DeepSeek V2 and V3, Kimi K2: latent attention, dense layers, then shared and routed experts."""
 
 import math
 import re
@@ -14,37 +14,40 @@ from .common import (
     LLAMA_NORMS,
     Keys,
     Source,
+    deinterleave_rotary,
     linear,
     mlp_sources,
     model_config,
     model_sources,
     moe_sources,
-    part_pairs,
     scale,
     tensor,
 )
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
-    keys, kind = Keys(hf), {"kimi_k2": "deepseek_v3"}.get(hf["model_type"], hf["model_type"])
-    longest = keys.count("max_position_embeddings", {"deepseek_v2": 2048, "deepseek_v3": 4096}[kind])
-    attention, activation = latent_attention(keys, max_len or longest), keys.activation("hidden_act")
+    keys = Keys(hf)
+    kind = {"kimi_k2": "deepseek_v3"}.get(hf["model_type"], hf["model_type"])
+    context_length = keys.count("max_position_embeddings", {"deepseek_v2": 2048, "deepseek_v3": 4096}[kind])
+    attention = latent_attention(keys, max_len or context_length)
+    activation = keys.activation("hidden_act")
     dense = Layer(attention, Mlp(keys.count("intermediate_size"), activation))
     moe = {"deepseek_v2": softmax_experts, "deepseek_v3": sigmoid_experts}[kind](keys, activation)
     shared = keys.count("n_shared_experts", None)
     sparse = Layer(attention, Mlp(shared * moe.dim, activation) if shared else None, moe)
-    first, every = (
-        keys("first_k_dense_replace", {"deepseek_v2": 0, "deepseek_v3": 3}[kind]),
-        keys.count("moe_layer_freq", 1),
+    first_sparse = keys("first_k_dense_replace", {"deepseek_v2": 0, "deepseek_v3": 3}[kind])
+    moe_period = keys.count("moe_layer_freq", 1)
+    layers = tuple(
+        dense if i < first_sparse or i % moe_period else sparse for i in range(keys.count("num_hidden_layers"))
     )
-    layers = tuple(dense if i < first or i % every else sparse for i in range(keys.count("num_hidden_layers")))
     keys.refuse("mlp_bias", False)
-    return model_config(keys, kind, layers, longest)
+    return model_config(keys, kind, layers, context_length)
 
 
 def latent_attention(keys: Keys, max_len: int) -> LatentAttention:
-    nope, rotary = keys.count("qk_nope_head_dim", 128), keys.count("qk_rope_head_dim", 64)
-    keys.ignore("head_dim", "qk_head_dim", "num_key_value_heads")  # these follow from other keys
+    nope = keys.count("qk_nope_head_dim", 128)
+    rotary = keys.count("qk_rope_head_dim", 64)
+    keys.ignore("head_dim", "qk_head_dim", "num_key_value_heads")  # implied by other keys
     return LatentAttention(
         heads=keys.count("num_attention_heads"),
         q_rank=keys.count("q_lora_rank", None),
@@ -52,21 +55,23 @@ def latent_attention(keys: Keys, max_len: int) -> LatentAttention:
         nope_dim=nope,
         rope_dim=rotary,
         v_dim=keys.count("v_head_dim", 128),
-        scale=(nope + rotary) ** -0.5 * sharpness(keys("rope_parameters", None) or keys("rope_scaling", None) or {}),
+        scale=(nope + rotary) ** -0.5
+        * yarn_score_scale(keys("rope_parameters", None) or keys("rope_scaling", None) or {}),
         rope=keys.rope(rotary, max_len),
         bias=keys("attention_bias", False),
         interleaved=keys("rope_interleave", True),
     )
 
 
-def sharpness(rope: dict[str, Any]) -> float:
-    """What yarn's stretched context multiplies the scores' scale by."""
-    weight, factor = rope.get("mscale_all_dim"), rope.get("factor") or 1.0
-    return (0.1 * weight * math.log(factor) + 1.0) ** 2 if weight and factor > 1 else 1.0
+def yarn_score_scale(rope: dict[str, Any]) -> float:
+    """The factor by which yarn's extended context multiplies the scale of attention scores."""
+    mscale = rope.get("mscale_all_dim")
+    factor = rope.get("factor") or 1.0
+    return (0.1 * mscale * math.log(factor) + 1.0) ** 2 if mscale and factor > 1 else 1.0
 
 
 def softmax_experts(keys: Keys, activation: str) -> Moe:
-    """V2: a group's score is that of its best expert."""
+    """V2: a group's score is the score of its best expert."""
     method = keys("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise ModelError(f"config.json: topk_method = {method!r}; it can be greedy or group_limited_greedy")
@@ -74,15 +79,17 @@ def softmax_experts(keys: Keys, activation: str) -> Moe:
     keys.refuse("norm_topk_prob", False)
     groups = keys.count("n_group", 1), keys.count("topk_group", 1)
     groups, top_groups = groups if method == "group_limited_greedy" else (1, 1)
-    return Moe(**experts(keys, 1.0), activation=activation, normalize=False, groups=groups, top_groups=top_groups)
+    return Moe(**expert_fields(keys, 1.0), activation=activation, normalize=False, groups=groups, top_groups=top_groups)
 
 
 def sigmoid_experts(keys: Keys, activation: str) -> Moe:
-    """V3: a learned bias is added for the choice; a group's score is the sum of its two best experts'."""
+    """V3: a learned bias affects only the selection; a group's score is the sum of its two best
+    experts.
+    """
     keys.refuse("topk_method", "noaux_tc")
     keys.refuse("scoring_func", "sigmoid")
     return Moe(
-        **experts(keys, 2.5),
+        **expert_fields(keys, 2.5),
         activation=activation,
         score="sigmoid",
         normalize=keys("norm_topk_prob", True),
@@ -94,7 +101,7 @@ def sigmoid_experts(keys: Keys, activation: str) -> Moe:
     )
 
 
-def experts(keys: Keys, scaling: float) -> dict[str, Any]:
+def expert_fields(keys: Keys, scaling: float) -> dict[str, Any]:
     return {
         "experts": keys.count("n_routed_experts"),
         "top_k": keys.count("num_experts_per_tok"),
@@ -104,50 +111,59 @@ def experts(keys: Keys, scaling: float) -> dict[str, Any]:
 
 
 def attention_sources(a: LatentAttention, D: int, prefix: str) -> LatentWeights:
-    N, A, H, KV, wide = a.heads, a.kv_rank, a.nope_dim + a.rope_dim, a.nope_dim + a.v_dim, a.kv_rank + a.rope_dim
+    N = a.heads
+    A = a.kv_rank
+    H = a.nope_dim + a.rope_dim
+    KV = a.nope_dim + a.v_dim
+    kv_width = a.kv_rank + a.rope_dim
     rank = a.q_rank or D
-    q_name, kv_name = "q_b_proj" if a.q_rank else "q_proj", "kv_a_proj_with_mqa"
+    q_name = "q_b_proj" if a.q_rank else "q_proj"
+    kv_name = "kv_a_proj_with_mqa"
 
-    def rotary(x: np.ndarray) -> np.ndarray:
+    def split_pairs(x: np.ndarray) -> np.ndarray:
         """With the rotary pairs, which are at the end of the last axis, parted."""
-        return part_pairs(x, x.shape[-1] - a.rope_dim, x.shape[-1]) if a.interleaved else x
+        return deinterleave_rotary(x, x.shape[-1] - a.rope_dim, x.shape[-1]) if a.interleaved else x
 
     def kv_up(turn: Callable[[np.ndarray], np.ndarray]) -> Source:
         return tensor(f"{prefix}.kv_b_proj.weight", (N * KV, A), lambda x: turn(x.reshape(N, KV, A)))
 
-    def product(name: str, out: tuple[int, ...], into: tuple[int, ...], then=lambda x: x) -> Source:
-        shape, turn = (math.prod(out), math.prod(into)), linear(out, into)
+    def projection(name: str, out: tuple[int, ...], into: tuple[int, ...], then=lambda x: x) -> Source:
+        shape = (math.prod(out), math.prod(into))
+        turn = linear(out, into)
         return tensor(f"{prefix}.{name}.weight", shape, lambda x: then(turn(x)))
 
     return LatentWeights(
-        q_down_DA=product("q_a_proj", (rank,), (D,)) if a.q_rank else None,
+        q_down_DA=projection("q_a_proj", (rank,), (D,)) if a.q_rank else None,
         q_norm_A=scale(f"{prefix}.q_a_layernorm.weight", rank) if a.q_rank else None,
-        q_up_ANH=product(q_name, (N, H), (rank,), rotary),
-        kv_down_DA=product(kv_name, (wide,), (D,), rotary),
+        q_up_ANH=projection(q_name, (N, H), (rank,), split_pairs),
+        kv_down_DA=projection(kv_name, (kv_width,), (D,), split_pairs),
         kv_norm_A=scale(f"{prefix}.kv_a_layernorm.weight", A),
         k_up_NAH=kv_up(lambda x_NHA: x_NHA[:, : a.nope_dim].swapaxes(1, 2)),
         v_up_NHA=kv_up(lambda x_NHA: x_NHA[:, a.nope_dim :]),
-        out_NHD=product("o_proj", (D,), (N, a.v_dim)),
+        out_NHD=projection("o_proj", (D,), (N, a.v_dim)),
         q_down_bias_A=tensor(f"{prefix}.q_a_proj.bias", (rank,)) if a.bias and a.q_rank else None,
-        kv_down_bias_A=tensor(f"{prefix}.{kv_name}.bias", (wide,), rotary) if a.bias else None,
+        kv_down_bias_A=tensor(f"{prefix}.{kv_name}.bias", (kv_width,), split_pairs) if a.bias else None,
         out_bias_D=tensor(f"{prefix}.o_proj.bias", (D,)) if a.bias else None,
     )
 
 
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
-    this, D, here = config.layers[index], config.dim, f"{prefix}layers.{index}"
+    layer = config.layers[index]
+    D = config.dim
+    layer_prefix = f"{prefix}layers.{index}"
     return LayerWeights(
-        attention=attention_sources(this.attention, D, f"{here}.self_attn"),
-        mlp=this.mlp and mlp_sources(this.mlp, D, f"{here}.mlp.shared_experts" if this.moe else f"{here}.mlp"),
-        moe=this.moe and moe_sources(this.moe, D, f"{here}.mlp"),
-        **{field: scale(f"{here}.{name}.weight", D) for field, name in LLAMA_NORMS.items()},
+        attention=attention_sources(layer.attention, D, f"{layer_prefix}.self_attn"),
+        mlp=layer.mlp
+        and mlp_sources(layer.mlp, D, f"{layer_prefix}.mlp.shared_experts" if layer.moe else f"{layer_prefix}.mlp"),
+        moe=layer.moe and moe_sources(layer.moe, D, f"{layer_prefix}.mlp"),
+        **{field: scale(f"{layer_prefix}.{name}.weight", D) for field, name in LLAMA_NORMS.items()},
     )
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """The layers past the last, which predict further tokens."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    return found is not None and int(found[1]) >= len(config.layers)
+    """The multi-token-prediction layers after the last layer."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return match is not None and int(match[1]) >= len(config.layers)
 
 
 def sources(config: ModelConfig):

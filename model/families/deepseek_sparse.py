@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 and GLM-5: DeepSeek-V3 whose rows read the part of a long context that an indexer picks."""
+"""DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with sparse attention to the tokens that an indexer selects."""
 
 import re
 from dataclasses import replace
@@ -12,10 +12,10 @@ from ..indexer import Indexer
 from ..mixers.indexer import IndexerWeights
 from ..weights import LayerWeights
 from . import deepseek
-from .common import Keys, linear, model_config, model_sources, part_pairs, tensor
+from .common import Keys, deinterleave_rotary, linear, model_config, model_sources, tensor
 from .deepseek import latent_attention, sigmoid_experts
 
-MISSING = {  # what a config.json without these keys means
+MISSING = {  # defaults
     "deepseek_v32": {
         "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
         "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
@@ -30,84 +30,95 @@ MISSING = {  # what a config.json without these keys means
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
-    keys, kind = Keys(MISSING[hf["model_type"]] | hf), hf["model_type"]
-    longest, L = keys.count("max_position_embeddings"), keys.count("num_hidden_layers")
-    attention, activation = latent_attention(keys, max_len or longest), keys.activation("hidden_act")
-    indexers = indexers_of(keys, kind, L)
-    if (max_len or longest) <= indexers[0].count:  # it would pick all of them
+    keys = Keys(MISSING[hf["model_type"]] | hf)
+    kind = hf["model_type"]
+    context_length = keys.count("max_position_embeddings")
+    L = keys.count("num_hidden_layers")
+    attention = latent_attention(keys, max_len or context_length)
+    activation = keys.activation("hidden_act")
+    indexers = layer_indexers(keys, kind, L)
+    if (max_len or context_length) <= indexers[0].count:  # it would select every token
         indexers = [None] * L
     moe = sigmoid_experts(keys, activation)
     blocks = {"dense": (keys.mlp(), None), "sparse": (Mlp(keys.count("n_shared_experts") * moe.dim, activation), moe)}
-    first = keys("first_k_dense_replace", 3)
+    first_sparse = keys("first_k_dense_replace", 3)
     keys.refuse("moe_layer_freq", 1)
     keys.ignore("layer_types")
-    kinds = keys("mlp_layer_types", ["dense" if i < first else "sparse" for i in range(L)])
+    kinds = keys("mlp_layer_types", ["dense" if i < first_sparse else "sparse" for i in range(L)])
     if len(kinds) != L or {*map(str, kinds)} - {*blocks}:
         raise ModelError(f"config.json: mlp_layer_types must have {L} entries, each dense or sparse")
     layers = tuple(
-        Layer(replace(attention, indexer=own), *blocks[kind]) for own, kind in zip(indexers, kinds, strict=True)
+        Layer(replace(attention, indexer=indexer), *blocks[kind]) for indexer, kind in zip(indexers, kinds, strict=True)
     )
-    return model_config(keys, kind, layers, longest)
+    return model_config(keys, kind, layers, context_length)
 
 
-def indexers_of(keys: Keys, kind: str, L: int) -> list[Any]:
-    """Each layer's; GLM-5's may read what the layer before has picked."""
-    glm = kind == "glm_moe_dsa"
-    own = Indexer(
+def layer_indexers(keys: Keys, kind: str, L: int) -> list[Any]:
+    """The indexer of each layer; GLM-5's layers may reuse the selection of the layer before."""
+    is_glm = kind == "glm_moe_dsa"
+    indexer = Indexer(
         count=keys.count("index_topk", 2048),
-        heads=keys.count("index_n_heads", 32 if glm else 64),
+        heads=keys.count("index_n_heads", 32 if is_glm else 64),
         dim=keys.count("index_head_dim", 128),
-        interleaved=keys("indexer_rope_interleave", glm),
+        interleaved=keys("indexer_rope_interleave", is_glm),
     )
-    if not glm:
-        return [own] * L
-    every, offset = keys.count("index_topk_freq", 1), keys("index_skip_topk_offset", 2)
-    pattern = keys("index_topk_pattern", None) or ["FS"[max(index - offset + 1, 0) % every > 0] for index in range(L)]
+    if not is_glm:
+        return [indexer] * L
+    period = keys.count("index_topk_freq", 1)
+    offset = keys("index_skip_topk_offset", 2)
+    pattern = keys("index_topk_pattern", None) or ["FS"[max(index - offset + 1, 0) % period > 0] for index in range(L)]
     kinds = keys("indexer_types", None) or [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
     if len(kinds) != L or {*map(str, kinds)} - {"full", "shared"} or kinds[0] != "full":
         raise ModelError(f"config.json: indexer_types must have {L} entries, each full or shared, and the first full")
-    return [own if kind == "full" else Indexer(own.count) for kind in kinds]
+    return [indexer if kind == "full" else Indexer(indexer.count) for kind in kinds]
 
 
-def indexer_sources(a: LatentAttention, D: int, here: str) -> IndexerWeights | None:
-    own = a.indexer
-    if own is None or not own.heads:
+def indexer_sources(a: LatentAttention, D: int, prefix: str) -> IndexerWeights | None:
+    indexer = a.indexer
+    if indexer is None or not indexer.heads:
         return None
     rank = a.q_rank or D
 
-    def parted(x: np.ndarray) -> np.ndarray:
-        """With the rotary pairs, which are at the beginning of the last axis, parted."""
-        return part_pairs(x, 0, a.rope_dim) if own.interleaved else x
+    def split_pairs(x: np.ndarray) -> np.ndarray:
+        """With the rotary pairs, which are at the beginning of the last axis, split_pairs."""
+        return deinterleave_rotary(x, 0, a.rope_dim) if indexer.interleaved else x
 
-    def turned(out: tuple[int, ...], into: int):
+    def from_linear(out: tuple[int, ...], into: int):
         turn = linear(out, (into,))
-        return lambda x: parted(turn(x))
+        return lambda x: split_pairs(turn(x))
 
-    def numbers(name: str):
-        return tensor(f"{here}.k_norm.{name}", (own.dim,), lambda x: parted(x.astype(np.float32)))
+    def norm_source(name: str):
+        return tensor(f"{prefix}.k_norm.{name}", (indexer.dim,), lambda x: split_pairs(x.astype(np.float32)))
 
     return IndexerWeights(
-        q_up_AIH=tensor(f"{here}.wq_b.weight", (own.heads * own.dim, rank), turned((own.heads, own.dim), rank)),
-        key_DH=tensor(f"{here}.wk.weight", (own.dim, D), turned((own.dim,), D)),
-        key_norm_H=numbers("weight"),
-        key_norm_bias_H=numbers("bias"),
-        weigh_DI=tensor(f"{here}.weights_proj.weight", (own.heads, D), linear((own.heads,), (D,))),
+        q_up_AIH=tensor(
+            f"{prefix}.wq_b.weight",
+            (indexer.heads * indexer.dim, rank),
+            from_linear((indexer.heads, indexer.dim), rank),
+        ),
+        key_DH=tensor(f"{prefix}.wk.weight", (indexer.dim, D), from_linear((indexer.dim,), D)),
+        key_norm_H=norm_source("weight"),
+        key_norm_bias_H=norm_source("bias"),
+        weigh_DI=tensor(f"{prefix}.weights_proj.weight", (indexer.heads, D), linear((indexer.heads,), (D,))),
     )
 
 
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
-    found, a = deepseek.layer(config, index, prefix), config.layers[index].attention
-    own = indexer_sources(a, config.dim, f"{prefix}layers.{index}.self_attn.indexer")
-    return found.replace(attention=found.attention.replace(indexer=own))
+    weights = deepseek.layer(config, index, prefix)
+    a = config.layers[index].attention
+    indexer = indexer_sources(a, config.dim, f"{prefix}layers.{index}.self_attn.indexer")
+    return weights.replace(attention=weights.attention.replace(indexer=indexer))
 
 
 sources = partial(model_sources, layer=layer)
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """The layers past the last, and indexers where contexts are no longer than what they would pick."""
+    """Multi-token-prediction layers, and indexers of models served with contexts that need no
+    selection.
+    """
     if deepseek.ignored(name, config):
         return True
-    found = re.match(r"model\.layers\.(\d+)\.self_attn\.indexer\.", name)
-    own = found and config.layers[int(found[1])].attention.indexer
-    return bool(found) and not (own and own.heads)
+    match = re.match(r"model\.layers\.(\d+)\.self_attn\.indexer\.", name)
+    indexer = match and config.layers[int(match[1])].attention.indexer
+    return bool(match) and not (indexer and indexer.heads)

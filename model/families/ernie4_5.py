@@ -1,4 +1,4 @@
-"""ERNIE 4.5: Llama with rotary pairs side by side; larger ones have experts, chosen by softmax and a learned bias."""
+"""ERNIE 4.5: Llama with interleaved rotary pairs; larger models select experts with a bias."""
 
 from functools import partial
 
@@ -10,25 +10,27 @@ from .common import Keys, model_config, model_sources, sparse_layer_sources, ten
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     kind = hf["model_type"]
     keys = Keys({"num_key_value_heads": {"ernie4_5": 2, "ernie4_5_moe": 4}[kind]} | hf)
-    longest, bias = keys.count("max_position_embeddings", 131072), keys("use_bias", False)
+    context_length = keys.count("max_position_embeddings", 131072)
+    bias = keys("use_bias", False)
     heads = keys.heads(128 if kind == "ernie4_5" else None)
-    rope = keys.rope(heads["head_dim"], max_len or longest, theta=500000.0)
+    rope = keys.rope(heads["head_dim"], max_len or context_length, theta=500000.0)
     attention = Attention(**heads, rope=rope, bias=bias, out_bias=bias)
     dense = Layer(attention, keys.mlp(bias=bias))
     layers = (dense,) * keys.count("num_hidden_layers")
     if kind == "ernie4_5_moe":
-        layers = with_experts(keys, dense)
+        layers = expert_layers(keys, dense)
     keys.ignore("compression_ratio")
     tied = keys("tie_word_embeddings", True)
-    return model_config(keys, kind, layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5), tied=tied)
+    return model_config(keys, kind, layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5), tied=tied)
 
 
-def with_experts(keys: Keys, dense: Layer) -> tuple[Layer, ...]:
-    """All layers, of which most have experts."""
+def expert_layers(keys: Keys, dense: Layer) -> tuple[Layer, ...]:
+    """All layers, most of which have experts."""
     keys.refuse("moe_gate", "topk")
     keys.refuse("moe_use_aux_free", True)
-    keys.ignore("moe_capacity", "moe_norm_min", "moe_num_experts_per_device")  # of training, and of a sum of zero
-    mlp, L = dense.mlp, keys.count("num_hidden_layers")
+    keys.ignore("moe_capacity", "moe_norm_min", "moe_num_experts_per_device")  # training only
+    mlp = dense.mlp
+    L = keys.count("num_hidden_layers")
     assert mlp is not None
     moe = Moe(
         experts=keys.count("moe_num_experts", 64),
@@ -38,22 +40,24 @@ def with_experts(keys: Keys, dense: Layer) -> tuple[Layer, ...]:
         router_float32=True,
         choice_bias=True,
     )
-    shared = keys("moe_num_shared_experts", 2)
-    beside = Mlp(shared * moe.dim, mlp.activation, mlp.bias) if shared else None
-    first, every = keys("moe_layer_start_index", 1), keys.count("moe_layer_interval", 1)
-    last = keys("moe_layer_end_index", -1)
-    last = L - 1 if last == -1 else last
-    sparse = Layer(dense.attention, beside, moe)
-    return tuple(sparse if (i + 1) % every == 0 and first <= i <= last else dense for i in range(L))
+    num_shared = keys("moe_num_shared_experts", 2)
+    shared_mlp = Mlp(num_shared * moe.dim, mlp.activation, mlp.bias) if num_shared else None
+    first_sparse = keys("moe_layer_start_index", 1)
+    period = keys.count("moe_layer_interval", 1)
+    last_sparse = keys("moe_layer_end_index", -1)
+    last_sparse = L - 1 if last_sparse == -1 else last_sparse
+    sparse = Layer(dense.attention, shared_mlp, moe)
+    return tuple(sparse if (i + 1) % period == 0 and first_sparse <= i <= last_sparse else dense for i in range(L))
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """The layers that predict further tokens."""
+    """The multi-token-prediction layers."""
     return name.startswith("model.mtp_")
 
 
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
-    weights, moe = sparse_layer_sources(config, index, prefix, interleaved=True), config.layers[index].moe
+    weights = sparse_layer_sources(config, index, prefix, interleaved=True)
+    moe = config.layers[index].moe
     if moe is None:
         return weights
     name = f"{prefix}layers.{index}.mlp.moe_statics.e_score_correction_bias"
@@ -62,7 +66,7 @@ def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
 
 
 def canonical(name: str) -> str:
-    """A tensor's name as in published files; `transformers` 5 keeps the bias with the router."""
+    """A tensor's name as in published files; Transformers 5 stores the bias with the router."""
     return name.replace(".gate.moe_statics.", ".moe_statics.")
 
 

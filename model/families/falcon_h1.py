@@ -13,17 +13,21 @@ NAMES = {".feed_forward.": ".mlp.", "model.final_layernorm.": "model.norm."}
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys({"num_key_value_heads": 8} | hf)
-    longest, heads, bias = keys.count("max_position_embeddings", 8192), keys.heads(), keys("attention_bias", False)
-    turned = keys.rope(heads["head_dim"], max_len or longest)
-    # Queries, keys and values are of rows times `into`, which scores have twice and results once.
-    into, out = (keys.positive(f"attention_{end}_multiplier", 1.0) for end in ("in", "out"))
-    heads["scale"] *= into * into * keys.positive("key_multiplier", 1.0)
-    attention = Attention(**heads, rope=turned, bias=bias, out_bias=bias)
+    context_length = keys.count("max_position_embeddings", 8192)
+    heads = keys.heads()
+    bias = keys("attention_bias", False)
+    rope = keys.rope(heads["head_dim"], max_len or context_length)
+    # `in_multiplier` scales the input: scores contain it twice and values once.
+    in_multiplier, out_multiplier = (keys.positive(f"attention_{end}_multiplier", 1.0) for end in ("in", "out"))
+    heads["scale"] *= in_multiplier * in_multiplier * keys.positive("key_multiplier", 1.0)
+    attention = Attention(**heads, rope=rope, bias=bias, out_bias=bias)
     if bias:
         keys.refuse("attention_in_multiplier", 1.0)
         keys.refuse("attention_out_multiplier", 1.0)
-    mixer = SideBySide(attention, mamba2(keys), (into * out, keys.positive("ssm_out_multiplier", 1.0)))
-    multipliers = several(keys, "mlp_multipliers", 2)
+    mixer = SideBySide(
+        attention, mamba2(keys), (in_multiplier * out_multiplier, keys.positive("ssm_out_multiplier", 1.0))
+    )
+    multipliers = read_multipliers(keys, "mlp_multipliers", 2)
     mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_act"), multipliers=multipliers)
     keys.refuse("mlp_bias", False)
     keys.refuse("projectors_bias", False)
@@ -34,7 +38,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         keys,
         "falcon_h1",
         (Layer(mixer, mlp),) * keys.count("num_hidden_layers"),
-        longest,
+        context_length,
         norm_eps=keys.positive("rms_norm_eps", 1e-5),
         embed_scale=keys.positive("embedding_multiplier", 1.0),
         logit_scale=keys.positive("lm_head_multiplier", 1.0),
@@ -54,7 +58,7 @@ def mamba2(keys: Keys) -> Mamba2:
         keys.refuse("mamba_norm_before_gate", False)
     keys.refuse("mamba_proj_bias", False)
     keys.refuse("time_step_limit", [0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
-    into = keys.positive("ssm_in_multiplier", 1.0)
+    in_multiplier = keys.positive("ssm_in_multiplier", 1.0)
     return Mamba2(
         heads=heads,
         groups=keys.count("mamba_n_groups", 1),
@@ -64,21 +68,21 @@ def mamba2(keys: Keys) -> Mamba2:
         conv_bias=keys("mamba_conv_bias", True),
         activation=keys.activation("hidden_act"),
         normed=normed,
-        multipliers=tuple(into * each for each in several(keys, "ssm_multipliers", 5)),
+        multipliers=tuple(in_multiplier * multiplier for multiplier in read_multipliers(keys, "ssm_multipliers", 5)),
     )
 
 
-def several(keys: Keys, name: str, count: int) -> tuple[float, ...]:
-    """So many multipliers under one key."""
-    found = keys(name, [1.0] * count)
-    if len(found) != count or not all(type(each) in (int, float) for each in found):
-        raise ModelError(f"config.json: {name} = {found!r}; it must be {count} numbers")
-    return tuple(map(float, found))
+def read_multipliers(keys: Keys, name: str, count: int) -> tuple[float, ...]:
+    """`count` multipliers from one key."""
+    values = keys(name, [1.0] * count)
+    if len(values) != count or not all(type(value) in (int, float) for value in values):
+        raise ModelError(f"config.json: {name} = {values!r}; it must be {count} numbers")
+    return tuple(map(float, values))
 
 
-def mixer_sources(a: SideBySide, D: int, here: str) -> SideBySideWeights:
+def mixer_sources(a: SideBySide, D: int, prefix: str) -> SideBySideWeights:
     return SideBySideWeights(
-        attention_sources(a.attention, D, f"{here}.self_attn"), mamba2_sources(a.mamba, D, f"{here}.mamba")
+        attention_sources(a.attention, D, f"{prefix}.self_attn"), mamba2_sources(a.mamba, D, f"{prefix}.mamba")
     )
 
 
@@ -86,6 +90,6 @@ sources = partial(model_sources, norms=NORMS, state=mixer_sources)
 
 
 def canonical(name: str) -> str:
-    for own, usual in NAMES.items():
-        name = name.replace(own, usual)
+    for checkpoint_part, common_part in NAMES.items():
+        name = name.replace(checkpoint_part, common_part)
     return name

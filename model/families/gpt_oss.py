@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, a window on every second layer, and experts in four bits a weight."""
+"""gpt-oss: attention sinks, a window on every second layer, and four-bit experts."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,16 +12,16 @@ from .common import (
     Keys,
     Source,
     SourceTensor,
+    effective_window,
     layer_sources,
     layer_types,
     model_config,
     model_sources,
-    narrower,
     router_source,
     tensor,
 )
 
-MISSING = {"num_key_value_heads": 8, "torch_dtype": "bfloat16"}  # what a config.json without these keys means
+MISSING = {"num_key_value_heads": 8, "torch_dtype": "bfloat16"}  # defaults
 YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
@@ -32,16 +32,18 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys(MISSING | hf)
     if not keys("rope_parameters", None) and not keys("rope_scaling", None):
         keys = Keys(keys.hf | {"rope_scaling": YARN})
-    longest, heads, bias = keys.count("max_position_embeddings", 131072), keys.heads(64), keys("attention_bias", True)
-    keys.ignore("initial_context_length")  # the rope settings have it too
+    context_length = keys.count("max_position_embeddings", 131072)
+    heads = keys.heads(64)
+    bias = keys("attention_bias", True)
+    keys.ignore("initial_context_length")  # repeats the rope parameters
     full = Attention(
         **heads,
-        rope=keys.rope(heads["head_dim"], max_len or longest, theta=150000.0),
+        rope=keys.rope(heads["head_dim"], max_len or context_length, theta=150000.0),
         bias=bias,
         out_bias=bias,
         sinks=True,
     )
-    sliding = replace(full, window=narrower(keys.count("sliding_window", 128), longest))
+    sliding = replace(full, window=effective_window(keys.count("sliding_window", 128), context_length))
     moe = Moe(
         experts=keys.count("num_local_experts", keys("num_experts", 128)),
         top_k=keys.count("num_experts_per_tok", keys("experts_per_token", 4)),
@@ -64,11 +66,11 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     L = keys.count("num_hidden_layers")
     kinds = layer_types(keys, L, ["full_attention" if i % 2 else "sliding_attention" for i in range(L)])
     layers = tuple(Layer(sliding if kind == "sliding_attention" else full, moe=moe) for kind in kinds)
-    return model_config(keys, "gpt_oss", layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
+    return model_config(keys, "gpt_oss", layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5))
 
 
 def packed_source(format: str, name: str, E: int, into: int, *out: int) -> Any:
-    """A stack that the checkpoint holds in a format; gate and up rows come in turn."""
+    """A stack of experts stored in a weight format, with gate and up rows interleaved."""
 
     def source(stored) -> Source:
         return Source((SourceTensor(name + stored.ending, stored.shape, stored.turn),))
@@ -78,21 +80,28 @@ def packed_source(format: str, name: str, E: int, into: int, *out: int) -> Any:
 
 
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
-    moe, D, here = config.layers[index].moe, config.dim, f"{prefix}layers.{index}.mlp"
-    E, F, experts = moe.experts, moe.dim, f"{here}.experts"
+    moe = config.layers[index].moe
+    D = config.dim
+    mlp_prefix = f"{prefix}layers.{index}.mlp"
+    E = moe.experts
+    F = moe.dim
+    experts = f"{mlp_prefix}.experts"
     if moe.quant:
         up = packed_source(moe.quant, f"{experts}.gate_up_proj", E, D, 2, F)
         down = packed_source(moe.quant, f"{experts}.down_proj", E, F, D)
     else:
-        part = SourceTensor(f"{experts}.gate_up_proj", (E, D, 2 * F), lambda x: x.reshape(-1, D, F, 2).swapaxes(2, 3))
-        up, down = Source((part,)), tensor(f"{experts}.down_proj", (E, F, D))
+        up_tensor = SourceTensor(
+            f"{experts}.gate_up_proj", (E, D, 2 * F), lambda x: x.reshape(-1, D, F, 2).swapaxes(2, 3)
+        )
+        up = Source((up_tensor,))
+        down = tensor(f"{experts}.down_proj", (E, F, D))
     bias = SourceTensor(f"{experts}.gate_up_proj_bias", (E, 2 * F), lambda x: x.reshape(E, F, 2).swapaxes(1, 2))
     return layer_sources(config, index, prefix).replace(
         moe=MoeWeights(
-            router_DE=router_source(moe, D, f"{here}.router.weight"),
+            router_DE=router_source(moe, D, f"{mlp_prefix}.router.weight"),
             up_EDGF=up,
             down_EFD=down,
-            router_bias_E=tensor(f"{here}.router.bias", (E,)),
+            router_bias_E=tensor(f"{mlp_prefix}.router.bias", (E,)),
             up_bias_EGF=Source((bias,)),
             down_bias_ED=tensor(f"{experts}.down_proj_bias", (E, D)),
         )

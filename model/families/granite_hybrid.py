@@ -1,4 +1,4 @@
-"""Granite 4: Mamba 2 in most layers, attention mostly without positions in the others, and experts in some models."""
+"""Granite 4: Mamba 2 in most layers, attention without positions in others, optional experts."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ from ..weights import LayerWeights
 from .common import Keys, layer_sources, linear, model_config, model_sources, moe_sources, scale, tensor
 from .granite import multipliers
 
-NAMES = {  # the checkpoint's own: those that most have
+NAMES = {  # substring in the checkpoint: common substring
     "shared_mlp.input_linear.": "mlp.gate_up_proj.", "shared_mlp.output_linear.": "mlp.down_proj.",
     "block_sparse_moe.input_linear.weight": "moe.experts.gate_up_proj",
     "block_sparse_moe.output_linear.weight": "moe.experts.down_proj",
@@ -20,17 +20,24 @@ KINDS = {"mamba": "mamba", "linear_attention": "mamba", "attention": "attention"
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys(hf)
-    longest, heads = keys.count("max_position_embeddings", 2048), keys.heads()
-    heads["scale"], bias = keys.positive("attention_multiplier", 1.0), keys("attention_bias", False)
-    turned, kind = keys.rope(heads["head_dim"], max_len or longest), keys("position_embedding_type", None)
+    context_length = keys.count("max_position_embeddings", 2048)
+    heads = keys.heads()
+    heads["scale"] = keys.positive("attention_multiplier", 1.0)
+    bias = keys("attention_bias", False)
+    rope = keys.rope(heads["head_dim"], max_len or context_length)
+    kind = keys("position_embedding_type", None)
     if kind not in (None, "nope", "rope"):
         raise ModelError(f"config.json: position_embedding_type = {kind!r}; it must be nope or rope")
-    attention = Attention(**heads, rope=turned if kind == "rope" else None, bias=bias, out_bias=bias)
-    mamba, L, activation = mamba2(keys), keys.count("num_hidden_layers"), keys.activation("hidden_act")
+    attention = Attention(**heads, rope=rope if kind == "rope" else None, bias=bias, out_bias=bias)
+    mamba = mamba2(keys)
+    L = keys.count("num_hidden_layers")
+    activation = keys.activation("hidden_act")
     kinds = keys("layer_types", None) or keys("layers_block_type", ["mamba"] * L)
     if len(kinds) != L or not set(kinds) <= KINDS.keys():
         raise ModelError(f"config.json: layer_types = {kinds!r}; it must name mamba or attention for {L} layers")
-    experts, dim, moe = keys("num_local_experts", 8), keys.count("intermediate_size", 11008), None
+    experts = keys("num_local_experts", 8)
+    dim = keys.count("intermediate_size", 11008)
+    moe = None
     top_k = keys("num_experts_per_tok", 2)
     if experts:
         moe = Moe(experts=experts, top_k=top_k, dim=dim, activation=activation, score="softmax_top")
@@ -40,21 +47,22 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         keys,
         "granitemoehybrid",
         layers,
-        longest,
+        context_length,
         **multipliers(keys),
     )
 
 
 def mamba2(keys: Keys) -> Mamba2:
-    """The key `mamba_chunk_size` is of another way to the same result."""
-    heads, inner = keys.count("mamba_n_heads", 128), keys.count("mamba_expand", 2) * keys.count("hidden_size")
+    """`mamba_chunk_size` is ignored: it selects another algorithm for the same result."""
+    heads = keys.count("mamba_n_heads", 128)
+    inner = keys.count("mamba_expand", 2) * keys.count("hidden_size")
     size = keys("mamba_d_head", None)
     size = inner // heads if size in (None, "auto") else size
     if size * heads != inner:
         raise ModelError(f"config.json: mamba_d_head = {size}; {heads} heads of it must be {inner} numbers")
     keys.ignore("mamba_chunk_size", "init_method")
     keys.refuse("normalization_function", "rmsnorm")
-    # The second is how transformers 5 writes it.
+    # The second form is how Transformers 5 writes it.
     keys.refuse("time_step_limit", [0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
     return Mamba2(
         heads=heads,
@@ -75,8 +83,8 @@ def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
     return weights.replace(moe=moe_sources(moe, config.dim, f"{prefix}layers.{index}.moe"))
 
 
-def mamba_sources(a: Mamba2, D: int, here: str) -> Mamba2Weights:
-    return mamba2_sources(a, D, f"{here}.mamba")
+def mamba_sources(a: Mamba2, D: int, prefix: str) -> Mamba2Weights:
+    return mamba2_sources(a, D, f"{prefix}.mamba")
 
 
 def mamba2_sources(a: Mamba2, D: int, prefix: str) -> Mamba2Weights:
@@ -100,6 +108,6 @@ sources = partial(model_sources, layer=layer)
 
 
 def canonical(name: str) -> str:
-    for own, usual in NAMES.items():
-        name = name.replace(own, usual)
+    for checkpoint_part, common_part in NAMES.items():
+        name = name.replace(checkpoint_part, common_part)
     return name

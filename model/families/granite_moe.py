@@ -1,4 +1,4 @@
-"""Granite 3's mixtures of experts, some with a dense block beside them."""
+"""Granite 3's mixtures of experts, some with shared experts."""
 
 from ..config import Attention, Layer, Mlp, ModelConfig, Moe
 from .common import Keys, model_config
@@ -8,9 +8,14 @@ from .granite_hybrid import canonical, sources
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys(hf)
-    longest, heads, bias = keys.count("max_position_embeddings", 2048), keys.heads(), keys("attention_bias", False)
-    heads["scale"], activation = keys.positive("attention_multiplier", 1.0), keys.activation("hidden_act")
-    attention = Attention(**heads, rope=keys.rope(heads["head_dim"], max_len or longest), bias=bias, out_bias=bias)
+    context_length = keys.count("max_position_embeddings", 2048)
+    heads = keys.heads()
+    bias = keys("attention_bias", False)
+    heads["scale"] = keys.positive("attention_multiplier", 1.0)
+    activation = keys.activation("hidden_act")
+    attention = Attention(
+        **heads, rope=keys.rope(heads["head_dim"], max_len or context_length), bias=bias, out_bias=bias
+    )
     moe = Moe(
         experts=keys.count("num_local_experts", 8),
         top_k=keys.count("num_experts_per_tok", 2),
@@ -18,10 +23,10 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         activation=activation,
         score="softmax_top",
     )
-    shared = keys("shared_intermediate_size", 0)
-    beside = Mlp(shared, activation) if shared else None
-    layers = (Layer(attention, beside, moe),) * keys.count("num_hidden_layers")
-    return model_config(keys, hf["model_type"], layers, longest, **multipliers(keys))
+    shared_width = keys("shared_intermediate_size", 0)
+    shared_mlp = Mlp(shared_width, activation) if shared_width else None
+    layers = (Layer(attention, shared_mlp, moe),) * keys.count("num_hidden_layers")
+    return model_config(keys, hf["model_type"], layers, context_length, **multipliers(keys))
 
 
 __all__ = ["canonical", "config", "sources"]

@@ -1,4 +1,4 @@
-"""Hunyuan: norms of each head after its rotation; the larger ones have experts beside a dense block in every layer."""
+"""Hunyuan: head norms after the rotary embedding; larger models have routed and shared experts."""
 
 from functools import partial
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from ..config import Attention, Layer, Mlp, ModelConfig, ModelError, Moe
 from .common import Keys, model_config, model_sources, sparse_layer_sources
 
-# Keys of other models of the maker, and of what is trained or encoded elsewhere: they name nothing in these layers.
-OTHERS = (
+# Keys of related models, of training and of image encoders: they do not affect these layers.
+UNUSED_KEYS = (
     "add_classification_head", "class_num", "cla_share_factor", "dense_list", "mask_init_id", "norm_type", "pool_type",
     "org_vocab_size", "text_start_id", "text_end_id", "num_media_embeds", "anyres_pooling_size",
     "anyres_vit_max_image_size", "anyres_vit_two_views", "skip_cls_token", "moe_drop_tokens",
@@ -18,28 +18,37 @@ OTHERS = (
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
-    keys, kind = Keys(plain_rope(hf)), hf["model_type"]
+    keys = Keys(fold_alpha_into_rope(hf))
+    kind = hf["model_type"]
     keys.refuse("use_qk_norm", True)
     keys.refuse("use_cla", False)
     keys.refuse("use_mla", False)
     keys.refuse("use_rotary_pos_emb", True)
-    keys.ignore(*OTHERS, *(name for name in hf if name.startswith(("im_", "vit_", "video_", "position_embedding_"))))
-    longest, heads = keys.count("max_position_embeddings", 2048), keys.heads(keys.count("attention_head_dim", None))
+    keys.ignore(
+        *UNUSED_KEYS, *(name for name in hf if name.startswith(("im_", "vit_", "video_", "position_embedding_")))
+    )
+    context_length = keys.count("max_position_embeddings", 2048)
+    heads = keys.heads(keys.count("attention_head_dim", None))
     bias = keys("attention_bias", False)
     attention = Attention(
-        **heads, rope=keys.rope(heads["head_dim"], max_len or longest), bias=bias, out_bias=bias, qk_norm="turned"
+        **heads,
+        rope=keys.rope(heads["head_dim"], max_len or context_length),
+        bias=bias,
+        out_bias=bias,
+        qk_norm="turned",
     )
-    mlp, L = keys.mlp(), keys.count("num_hidden_layers")
+    mlp = keys.mlp()
+    L = keys.count("num_hidden_layers")
     layers = (Layer(attention, mlp),) * L
     if kind == "hunyuan_v1_moe":
-        layers = tuple(with_experts(keys, attention, mlp, index, L) for index in range(L))
-    return model_config(keys, kind, layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
+        layers = tuple(expert_layer(keys, attention, mlp, index, L) for index in range(L))
+    return model_config(keys, kind, layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5))
 
 
-def with_experts(keys: Keys, attention: Attention, mlp: Mlp, index: int, count: int) -> Layer:
-    """One layer; each number may be listed for all of them."""
+def expert_layer(keys: Keys, attention: Attention, mlp: Mlp, index: int, count: int) -> Layer:
+    """One layer; each number may be a list with an entry for each layer."""
 
-    def own(name: str, default: int) -> Any:
+    def per_layer(name: str, default: int) -> Any:
         value = keys(name, default) if not isinstance(keys.hf.get(name), list) else keys(name)
         if isinstance(value, list) and len(value) != count:
             raise ModelError(f"config.json: {name} has {len(value)} entries for {count} layers")
@@ -48,20 +57,22 @@ def with_experts(keys: Keys, attention: Attention, mlp: Mlp, index: int, count: 
             raise ModelError(f"config.json: {name} = {number!r}; it must be a whole number of at least 1")
         return number
 
-    if (shared := own("num_shared_expert", 1)) != 1:
+    if (shared := per_layer("num_shared_expert", 1)) != 1:
         raise ModelError(f"config.json: num_shared_expert = {shared}; supported is 1")
     if not keys("use_mixed_mlp_moe", True):
         raise ModelError("config.json: use_mixed_mlp_moe = False is not supported; supported is True")
     keys.refuse("norm_topk_prob", True)
-    width = own("moe_intermediate_size", mlp.dim)
+    width = per_layer("moe_intermediate_size", mlp.dim)
     if width != mlp.dim:
-        raise ModelError(f"config.json: moe_intermediate_size = {width}; supported is that of intermediate_size")
-    moe = Moe(own("num_experts", 1), own("moe_topk", 1), width, mlp.activation, router_float32=True)
+        raise ModelError(f"config.json: moe_intermediate_size = {width}; supported is the value of intermediate_size")
+    moe = Moe(per_layer("num_experts", 1), per_layer("moe_topk", 1), width, mlp.activation, router_float32=True)
     return Layer(attention, mlp, moe)
 
 
-def plain_rope(hf: dict) -> dict:
-    """`hf` where a stretch by `alpha`, which goes by the name of dynamic and never changes, is in the base."""
+def fold_alpha_into_rope(hf: dict) -> dict:
+    """`hf` with the scaling by `alpha`, which is called dynamic but is constant, folded into the
+    rope base.
+    """
     for name in ("rope_parameters", "rope_scaling"):
         params = hf.get(name)
         if not isinstance(params, dict) or not (alpha := params.get("alpha")):
@@ -75,7 +86,7 @@ def plain_rope(hf: dict) -> dict:
 
 
 def canonical(name: str) -> str:
-    """A tensor's name as other families have it."""
+    """A tensor's name as in other families."""
     name = name.replace(".query_layernorm.", ".q_norm.").replace(".key_layernorm.", ".k_norm.")
     return name.replace(".mlp.gate.wg.", ".mlp.gate.")
 

@@ -1,4 +1,4 @@
-"""Kimi Linear: Kimi Delta Attention in most layers, latent attention without positions in the others, and experts."""
+"""Kimi Linear: Kimi Delta Attention in most layers, latent attention in others, and experts."""
 
 from dataclasses import replace
 from functools import partial
@@ -25,8 +25,8 @@ from .common import (
 )
 
 KINDS = ("linear_attention", "full_attention")
-# Names of the first files, and what transformers calls the same.
-OLDER = {
+# Names in the first files: names in Transformers.
+RENAMED_KEYS = {
     "model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob", "num_expert_group": "n_group",
     "num_experts": "num_local_experts", "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
@@ -34,14 +34,16 @@ OLDER = {
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
-    keys = Keys({OLDER.get(name, name): value for name, value in hf.items()})
+    keys = Keys({RENAMED_KEYS.get(name, name): value for name, value in hf.items()})
     keys.refuse("mla_use_nope", True)
     keys.refuse("moe_router_activation_func", "sigmoid")
     keys.refuse("use_grouped_topk", True)
     keys.refuse("moe_layer_freq", 1)
-    keys.ignore("rope_theta", "rope_scaling", "rope_parameters")  # there are no positions
-    activation, L = keys.activation("hidden_act"), keys.count("num_hidden_layers", 27)
-    attention, delta = latent(keys), kimi_delta(keys, activation)
+    keys.ignore("rope_theta", "rope_scaling", "rope_parameters")  # no rotary embedding
+    activation = keys.activation("hidden_act")
+    L = keys.count("num_hidden_layers", 27)
+    attention = latent_attention(keys)
+    delta = kimi_delta(keys, activation)
     moe = Moe(
         experts=keys.count("num_local_experts", 256),
         top_k=keys.count("num_experts_per_tok", 8),
@@ -58,68 +60,78 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     )
     shared = Mlp(keys.count("n_shared_experts", 1) * moe.dim, activation)
     blocks = {"dense": (Mlp(keys.count("intermediate_size", 9216), activation), None), "sparse": (shared, moe)}
-    first = keys("first_k_dense_replace", 1)
+    first_sparse = keys("first_k_dense_replace", 1)
     mixers = {"linear_attention": delta, "full_attention": attention}
     layers = tuple(
         Layer(mixers[mixer], *blocks[block])
         for mixer, block in zip(
-            kinds(keys, "layer_types", usual(keys, L), L, KINDS),
-            kinds(keys, "mlp_layer_types", ["dense" if i < first else "sparse" for i in range(L)], L, tuple(blocks)),
+            layer_kinds(keys, "layer_types", default_mixers(keys, L), L, KINDS),
+            layer_kinds(
+                keys, "mlp_layer_types", ["dense" if i < first_sparse else "sparse" for i in range(L)], L, tuple(blocks)
+            ),
             strict=True,
         )
     )
     return model_config(keys, "kimi_linear", layers, keys.count("max_position_embeddings", 1 << 20))
 
 
-def latent(keys: Keys) -> LatentAttention:
-    found = deepseek.latent_attention(Keys(keys.hf | {"rope_theta": 10000.0}), 1)
+def latent_attention(keys: Keys) -> LatentAttention:
+    attention = deepseek.latent_attention(Keys(keys.hf | {"rope_theta": 10000.0}), 1)
     for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank"):
         keys(name, None)
     keys.ignore("head_dim", "qk_head_dim", "num_key_value_heads", "attention_bias", "num_attention_heads")
-    return replace(found, rope=None, interleaved=False)
+    return replace(attention, rope=None, interleaved=False)
 
 
 def kimi_delta(keys: Keys, activation: str) -> KimiDelta:
-    inside = Keys(keys("linear_attn_config", None) or {}, "linear_attn_config")
-    inside.ignore("full_attn_layers", "kda_layers")
-    dim = inside.count("head_dim", keys.count("linear_head_dim", 128))
-    made = KimiDelta(
-        heads=inside.count("num_heads", keys.count("linear_num_heads", 32)),
+    linear_config = Keys(keys("linear_attn_config", None) or {}, "linear_attn_config")
+    linear_config.ignore("full_attn_layers", "kda_layers")
+    dim = linear_config.count("head_dim", keys.count("linear_head_dim", 128))
+    delta = KimiDelta(
+        heads=linear_config.count("num_heads", keys.count("linear_num_heads", 32)),
         dim=dim,
-        width=inside.count("short_conv_kernel_size", keys.count("linear_conv_kernel_dim", 4)),
+        width=linear_config.count("short_conv_kernel_size", keys.count("linear_conv_kernel_dim", 4)),
         rank=dim,
         activation=activation,
     )
-    if unknown := inside.unknown():
+    if unknown := linear_config.unknown():
         raise ModelError(f"config.json: linear_attn_config has the key {unknown[0]}, which is not supported")
-    return made
+    return delta
 
 
-def usual(keys: Keys, L: int) -> list[str]:
-    """Each layer's mixer where there are no `layer_types`: by the numbers from 1 of both kinds, or every fourth."""
-    inside: Any = keys("linear_attn_config", None) or {}
-    full, delta = inside.get("full_attn_layers"), inside.get("kda_layers")
-    if full is None or delta is None:
+def default_mixers(keys: Keys, L: int) -> list[str]:
+    """Each layer's mixer without `layer_types`: by the 1-based lists of both kinds, or every
+    fourth.
+    """
+    linear_config: Any = keys("linear_attn_config", None) or {}
+    full_layers = linear_config.get("full_attn_layers")
+    delta_layers = linear_config.get("kda_layers")
+    if full_layers is None or delta_layers is None:
         return [KINDS[index > 0 and index % 4 == 0] for index in range(L)]
-    if sorted([*full, *delta]) != list(range(1, L + 1)):
+    if sorted([*full_layers, *delta_layers]) != list(range(1, L + 1)):
         raise ModelError(f"config.json: full_attn_layers and kda_layers must name the {L} layers, from 1, each once")
-    return [KINDS[index + 1 in full] for index in range(L)]
+    return [KINDS[index + 1 in full_layers] for index in range(L)]
 
 
-def kinds(keys: Keys, name: str, default: list[str], L: int, known: tuple[str, ...]) -> list[str]:
-    found = keys(name, None) or default
-    if len(found) != L or not {*map(str, found)} <= {*known}:
-        raise ModelError(f"config.json: {name} must have {L} entries, each {' or '.join(known)}")
-    return found
+def layer_kinds(keys: Keys, name: str, default: list[str], L: int, supported: tuple[str, ...]) -> list[str]:
+    layer_kinds = keys(name, None) or default
+    if len(layer_kinds) != L or not {*map(str, layer_kinds)} <= {*supported}:
+        raise ModelError(f"config.json: {name} must have {L} entries, each {' or '.join(supported)}")
+    return layer_kinds
 
 
 def delta_sources(a: KimiDelta, D: int, prefix: str) -> KimiDeltaWeights:
-    N, H, R, size = a.heads, a.dim, a.rank, a.size
-    parts, at = [], 0
+    N = a.heads
+    H = a.dim
+    R = a.rank
+    size = a.size
+    projections = []
+    offset = 0
     for name, out in (("q", size), ("k", size), ("v", size), ("f_a", R), ("g_a", R), ("b", N)):
-        turn, place = linear((out,), (D,)), np.s_[:, at : at + out]
-        parts.append(SourceTensor(f"{prefix}.{name}_proj.weight", (out, D), turn, place))
-        at += out
+        turn = linear((out,), (D,))
+        place = np.s_[:, offset : offset + out]
+        projections.append(SourceTensor(f"{prefix}.{name}_proj.weight", (out, D), turn, place))
+        offset += out
     convolved = tuple(
         SourceTensor(
             f"{prefix}.{name}_conv1d.weight", (size, 1, a.width), lambda x: x[:, 0], np.s_[start : start + size]
@@ -127,7 +139,7 @@ def delta_sources(a: KimiDelta, D: int, prefix: str) -> KimiDeltaWeights:
         for name, start in zip("qkv", range(0, 3 * size, size), strict=True)
     )
     return KimiDeltaWeights(
-        in_DC=Source(tuple(parts)),
+        in_DC=Source(tuple(projections)),
         conv_CW=Source(convolved),
         decay_RNH=tensor(f"{prefix}.f_b_proj.weight", (size, R), linear((N, H), (R,))),
         gate_RNH=tensor(f"{prefix}.g_b_proj.weight", (size, R), linear((N, H), (R,))),
@@ -139,14 +151,16 @@ def delta_sources(a: KimiDelta, D: int, prefix: str) -> KimiDeltaWeights:
 
 
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
-    this, D, here = config.layers[index], config.dim, f"{prefix}layers.{index}"
-    block = f"{here}.mlp"
-    make = delta_sources if isinstance(this.attention, KimiDelta) else deepseek.attention_sources
+    layer = config.layers[index]
+    D = config.dim
+    layer_prefix = f"{prefix}layers.{index}"
+    block = f"{layer_prefix}.mlp"
+    make = delta_sources if isinstance(layer.attention, KimiDelta) else deepseek.attention_sources
     return LayerWeights(
-        attention=make(this.attention, D, f"{here}.self_attn"),
-        mlp=this.mlp and mlp_sources(this.mlp, D, f"{block}.shared_experts" if this.moe else block),
-        moe=this.moe and moe_sources(this.moe, D, block, experts=("w1", "w3", "w2")),
-        **{field: scale(f"{here}.{name}.weight", D) for field, name in LLAMA_NORMS.items()},
+        attention=make(layer.attention, D, f"{layer_prefix}.self_attn"),
+        mlp=layer.mlp and mlp_sources(layer.mlp, D, f"{block}.shared_experts" if layer.moe else block),
+        moe=layer.moe and moe_sources(layer.moe, D, block, experts=("w1", "w3", "w2")),
+        **{field: scale(f"{layer_prefix}.{name}.weight", D) for field, name in LLAMA_NORMS.items()},
     )
 
 
@@ -154,5 +168,5 @@ sources = partial(model_sources, layer=layer)
 
 
 def canonical(name: str) -> str:
-    """The makers' files say `block_sparse_moe` where a layer has experts, and transformers' everywhere."""
+    """The first files use `block_sparse_moe` for layers with experts."""
     return name.replace(".block_sparse_moe.", ".mlp.")

@@ -1,16 +1,17 @@
-"""Mamba 2 alone: every layer keeps a state, none has attention or a feed-forward block, and no position is counted."""
+"""Pure Mamba 2: every layer is recurrent, without attention, MLP or positions."""
 
 from ..config import Layer, Mamba2, ModelConfig
 from .common import Keys, model_config
 from .nemotron_h import canonical as canonical
 from .nemotron_h import sources as sources
 
-LONGEST = 1 << 15  # tokens, where nobody says: the state has the same size at any length
+DEFAULT_MAX_LEN = 1 << 15  # tokens; the state has the same size at any length
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys(hf)
-    heads, inner = keys.count("num_heads", 128), keys.count("expand", 2) * keys.count("hidden_size")
+    heads = keys.count("num_heads", 128)
+    inner = keys.count("expand", 2) * keys.count("hidden_size")
     mamba = Mamba2(
         heads=heads,
         groups=keys.count("n_groups", 8),
@@ -21,11 +22,13 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         bias=keys("use_bias", False),
         activation=keys.activation("hidden_act"),
     )
-    # Residuals are summed in the model's dtype; the others are of training, or of another way to the same result.
+    # Residuals are summed in the model's dtype; the other keys concern training or the algorithm.
     keys.ignore("residual_in_fp32", "rescale_prenorm_residual", "chunk_size", "time_step_rank", "time_step_min")
     keys.ignore("time_step_max", "time_step_floor", "layer_norm_epsilon", "rms_norm", "norm_before_gate")
     keys.ignore("intermediate_size", "time_step_init_scheme", "time_step_scale")
     keys.refuse("time_step_limit", [0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
-    longest = max(max_len or 0, keys.count("max_position_embeddings", LONGEST))
+    context_length = max(max_len or 0, keys.count("max_position_embeddings", DEFAULT_MAX_LEN))
     eps = keys.positive("layer_norm_epsilon", 1e-5)
-    return model_config(keys, "mamba2", (Layer(mamba),) * keys.count("num_hidden_layers", 64), longest, norm_eps=eps)
+    return model_config(
+        keys, "mamba2", (Layer(mamba),) * keys.count("num_hidden_layers", 64), context_length, norm_eps=eps
+    )

@@ -1,20 +1,21 @@
-"""Mixtral: Mistral with eight experts in place of one feed-forward block."""
+"""Mixtral: Mistral with eight experts in place of the MLP."""
 
 from functools import partial
 
 from ..config import Attention, Layer, ModelConfig, Moe
-from .common import Keys, model_config, model_sources, narrower, sparse_layer_sources
+from .common import Keys, effective_window, model_config, model_sources, sparse_layer_sources
 
 MISSING = {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys(MISSING | hf)
-    longest, heads = keys.count("max_position_embeddings", 131072), keys.heads()
+    context_length = keys.count("max_position_embeddings", 131072)
+    heads = keys.heads()
     attention = Attention(
         **heads,
-        rope=keys.rope(heads["head_dim"], max_len or longest, theta=1e6),
-        window=narrower(keys.count("sliding_window", None), longest),
+        rope=keys.rope(heads["head_dim"], max_len or context_length, theta=1e6),
+        window=effective_window(keys.count("sliding_window", None), context_length),
     )
     moe = Moe(
         experts=keys.count("num_local_experts"),
@@ -23,11 +24,11 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         activation=keys.activation("hidden_act"),
     )
     layers = (Layer(attention, moe=moe),) * keys.count("num_hidden_layers")
-    return model_config(keys, "mixtral", layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
+    return model_config(keys, "mixtral", layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5))
 
 
 def canonical(name: str) -> str:
-    """A tensor's name as `transformers` 5 has it; checkpoints say `block_sparse_moe`."""
+    """A tensor's name as in Transformers 5; checkpoints use `block_sparse_moe`."""
     return name.replace(".block_sparse_moe.", ".mlp.")
 
 

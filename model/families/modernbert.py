@@ -1,4 +1,4 @@
-"""ModernBERT: an encoder with rotary positions, a window on both sides in two layers of three, and gated blocks."""
+"""ModernBERT: an encoder with rotary embeddings, windows in two of three layers, and gated MLPs."""
 
 from dataclasses import replace
 from functools import partial
@@ -21,24 +21,31 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys.ignore("decoder_bias", "sparse_prediction", "sparse_pred_ignore_index", "sep_token_id", "rope_parameters")
     keys.ignore("classifier_activation", "classifier_bias", "classifier_pooling")
     keys.ignore("position_embedding_type", "layer_norm_eps")
-    longest, L = keys.count("max_position_embeddings", 8192), keys.count("num_hidden_layers", 22)
-    heads, served = keys.heads(), max_len or longest
-    H, every = heads["head_dim"], keys.count("global_attn_every_n_layers", 3)
+    context_length = keys.count("max_position_embeddings", 8192)
+    L = keys.count("num_hidden_layers", 22)
+    heads = keys.heads()
+    served_len = max_len or context_length
+    H = heads["head_dim"]
+    global_period = keys.count("global_attn_every_n_layers", 3)
     theta = {kind: keys(f"{name}_rope_theta", None) for kind, name in zip(KINDS, ("local", "global"), strict=True)}
-    usual = {"sliding_attention": 10000.0, "full_attention": 160000.0}
+    default_theta = {"sliding_attention": 10000.0, "full_attention": 160000.0}
     full, local = (
-        Attention(**heads, rope=keys.rope(H, served, kind, theta[kind] or usual[kind], plain=True), both_ways=True)
+        Attention(
+            **heads,
+            rope=keys.rope(H, served_len, kind, theta[kind] or default_theta[kind], ignores_old_keys=True),
+            both_ways=True,
+        )
         for kind in reversed(KINDS)
     )
     local = replace(local, window=keys.count("local_attention", 128) // 2 + 1)
-    kinds = keys("layer_types", None) or [KINDS[index % every == 0] for index in range(L)]
+    kinds = keys("layer_types", None) or [KINDS[index % global_period == 0] for index in range(L)]
     mlp = Mlp(keys.count("intermediate_size", 1152), keys.activation("hidden_activation"))
     layers = tuple(
         Layer(full if kind == "full_attention" else local, mlp, reads_rows=index == 0)
         for index, kind in enumerate(kinds)
     )
     norm = "layer_bias" if keys("norm_bias", False) else "layer"
-    return model_config(keys, "modernbert", layers, longest, norm=norm, embed_norm=True)
+    return model_config(keys, "modernbert", layers, context_length, norm=norm, embed_norm=True)
 
 
 def layer_norm(config: ModelConfig, name: str) -> LayerNorm:
@@ -47,21 +54,25 @@ def layer_norm(config: ModelConfig, name: str) -> LayerNorm:
 
 
 def layer(config: ModelConfig, index: int) -> LayerWeights:
-    this, D, here = config.layers[index], config.dim, f"model.layers.{index}"
-    F, a = this.mlp.dim, this.attention
+    layer = config.layers[index]
+    D = config.dim
+    layer_prefix = f"model.layers.{index}"
+    F = layer.mlp.dim
+    attention = layer.attention
     return LayerWeights(
-        attention=attention_sources(a, D, f"{here}.attn", fused=True),
+        attention=attention_sources(attention, D, f"{layer_prefix}.attn", fused=True),
         mlp=MlpWeights(
-            up_DGF=tensor(f"{here}.mlp.Wi.weight", (2 * F, D), linear((2, F), (D,))),
-            down_FD=tensor(f"{here}.mlp.Wo.weight", (D, F), linear((D,), (F,))),
+            up_DGF=tensor(f"{layer_prefix}.mlp.Wi.weight", (2 * F, D), linear((2, F), (D,))),
+            down_FD=tensor(f"{layer_prefix}.mlp.Wo.weight", (D, F), linear((D,), (F,))),
         ),
-        pre_attention_norm_D=None if this.reads_rows else layer_norm(config, f"{here}.attn_norm"),
-        pre_mlp_norm_D=layer_norm(config, f"{here}.mlp_norm"),
+        pre_attention_norm_D=None if layer.reads_rows else layer_norm(config, f"{layer_prefix}.attn_norm"),
+        pre_mlp_norm_D=layer_norm(config, f"{layer_prefix}.mlp_norm"),
     )
 
 
 def sources(config: ModelConfig) -> ModelWeights:
-    V, D = config.vocab_size, config.dim
+    V = config.vocab_size
+    D = config.dim
     return ModelWeights(
         embed_VD=tensor("embeddings.tok_embeddings.weight", (V, D)),
         layers=tuple(map(partial(layer, config), range(len(config.layers)))),
@@ -71,9 +82,11 @@ def sources(config: ModelConfig) -> ModelWeights:
 
 
 def class_head(hf: dict, config: ModelConfig):
-    """(pooling, products before the classes, the name of theirs)."""
-    keys, D = Keys({"classifier_activation": "gelu"} | hf), config.dim
-    pooling, activation = keys("classifier_pooling", "cls"), keys.activation("classifier_activation")
+    """The pooling, the dense layers before the classifier, and the name of the classifier's tensor."""
+    keys = Keys({"classifier_activation": "gelu"} | hf)
+    D = config.dim
+    pooling = keys("classifier_pooling", "cls")
+    activation = keys.activation("classifier_activation")
     if pooling not in ("cls", "mean"):
         raise ModelError(f"config.json: classifier_pooling = {pooling!r:.80}; it can be cls or mean")
     dense = Dense("head.dense", D, D, activation, keys("classifier_bias", False), "head.norm")
@@ -85,5 +98,5 @@ def canonical(name: str) -> str:
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """What embeddings need not: the head that fills gaps."""
+    """The language-model head, unless a classifier uses it."""
     return name.startswith("decoder.") or (name.startswith("head.") and not config.head)

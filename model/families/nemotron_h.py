@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron 3: Mamba 2 in most layers, attention without positions, and blocks without a gate."""
+"""Nemotron-H and Nemotron 3: Mamba 2 in most layers, attention without positions, ungated MLPs."""
 
 from functools import partial
 from itertools import accumulate
@@ -11,33 +11,35 @@ from .granite_hybrid import mamba2_sources
 
 KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 ALIASES = {"mamba": "linear_attention", "attention": "full_attention"}
-OLD = {  # keys by the names that configs had
+RENAMED_KEYS = {  # older name: name
     "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_expand": "expand",
     "mamba_dt_min": "time_step_min", "mamba_conv_bias": "use_conv_bias", "attention_head_dim": "head_dim",
 }  # fmt: skip
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
-    keys = Keys({"n_group": 1, "topk_group": 1} | {OLD.get(key, key): value for key, value in hf.items()})
-    longest = keys.count("max_position_embeddings", 4096)
-    bias, blocks = keys("attention_bias", False), kinds(keys)
+    keys = Keys({"n_group": 1, "topk_group": 1} | {RENAMED_KEYS.get(key, key): value for key, value in hf.items()})
+    context_length = keys.count("max_position_embeddings", 4096)
+    bias = keys("attention_bias", False)
+    blocks = kinds(keys)
     attention = Attention(**keys.heads(128), rope=None, bias=bias, out_bias=bias)
     mixers = {"full_attention": attention, "linear_attention": mamba2(keys)}
-    activation, biases = keys.activation("mlp_hidden_act"), keys("mlp_bias", False)
+    activation = keys.activation("mlp_hidden_act")
+    biases = keys("mlp_bias", False)
     mlp = Mlp(keys.count("intermediate_size", 21504), activation, biases, gated=False)
-    moe = shared = None
+    moe = shared_mlp = None
     if "moe" in blocks:
-        moe = experts(keys, activation)
-        shared = Mlp(keys.count("moe_shared_expert_intermediate_size", 7688), activation, biases, gated=False)
-    follows = {"mlp": {"mlp": mlp}, "moe": {"mlp": shared, "moe": moe}}
+        moe = routed_experts(keys, activation)
+        shared_mlp = Mlp(keys.count("moe_shared_expert_intermediate_size", 7688), activation, biases, gated=False)
+    feed_forward_by_kind = {"mlp": {"mlp": mlp}, "moe": {"mlp": shared_mlp, "moe": moe}}
     layers: list[Layer] = []
-    for number, (kind, after) in enumerate(zip(blocks, [*blocks[1:], None], strict=True)):
+    for number, (kind, following_kind) in enumerate(zip(blocks, [*blocks[1:], None], strict=True)):
         if kind in mixers:
-            layers.append(Layer(mixers[kind], **follows.get(after, {})))
+            layers.append(Layer(mixers[kind], **feed_forward_by_kind.get(following_kind, {})))
         elif not number or blocks[number - 1] not in mixers:
             raise ModelError(
-                f"config.json: block {number} of the pattern is {kind}, and does not follow attention or Mamba: such a "
-                "block is not supported"
+                f"config.json: block {number} of the pattern is {kind} and does not follow attention or Mamba, "
+                "which is not supported"
             )
     keys.ignore("rescale_prenorm_residual", "num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype")
     keys.ignore("time_step_max", "time_step_floor", "time_step_limit", "mamba_dt_max", "mamba_dt_limit", "chunk_size")
@@ -50,24 +52,25 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys.refuse("sliding_window")
     keys.refuse("moe_latent_size")
     eps = keys.positive("layer_norm_epsilon", 1e-5)
-    return model_config(keys, "nemotron_h", tuple(layers), longest, norm_eps=eps)
+    return model_config(keys, "nemotron_h", tuple(layers), context_length, norm_eps=eps)
 
 
 def kinds(keys: Keys) -> list[str]:
-    """What each block of the checkpoint is."""
-    pattern, named = keys("hybrid_override_pattern", None), keys("layers_block_type", None)
-    found = [KINDS.get(letter, letter) for letter in pattern or ""] if named is None else named
-    found = [ALIASES.get(kind, kind) for kind in found]
-    if not found or not {*found} <= {*KINDS.values()}:
+    """The kind of each block of the checkpoint."""
+    pattern = keys("hybrid_override_pattern", None)
+    named = keys("layers_block_type", None)
+    block_kinds = [KINDS.get(letter, letter) for letter in pattern or ""] if named is None else named
+    block_kinds = [ALIASES.get(kind, kind) for kind in block_kinds]
+    if not block_kinds or not {*block_kinds} <= {*KINDS.values()}:
         raise ModelError(
             f"config.json: hybrid_override_pattern = {pattern!r}, layers_block_type = {named!r}; one of them must name "
             f"each block: {', '.join(KINDS)}, or {', '.join(KINDS.values())}"
         )
-    return found
+    return block_kinds
 
 
 def mamba2(keys: Keys) -> Mamba2:
-    keys.ignore("expand")  # the heads say how wide it is
+    keys.ignore("expand")  # implied by the heads
     return Mamba2(
         heads=keys.count("mamba_num_heads", 128),
         groups=keys.count("n_groups", 8),
@@ -81,7 +84,7 @@ def mamba2(keys: Keys) -> Mamba2:
     )
 
 
-def experts(keys: Keys, activation: str) -> Moe:
+def routed_experts(keys: Keys, activation: str) -> Moe:
     keys.refuse("n_shared_experts", 1)
     return Moe(
         experts=keys.count("n_routed_experts", 8),
@@ -101,23 +104,25 @@ def experts(keys: Keys, activation: str) -> Moe:
 
 
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
-    """A layer is one block of the checkpoint, or two where a feed-forward block follows."""
-    this, D = config.layers[index], config.dim
-    first = list(accumulate((1 + layer.feeds_forward for layer in config.layers[:index]), initial=0))[-1]
-    here, after = (f"{prefix}layers.{number}" for number in (first, first + 1))
+    """A layer is one block of the checkpoint, or two if a feed-forward block follows the mixer."""
+    layer_config = config.layers[index]
+    D = config.dim
+    first_block = list(accumulate((1 + earlier.feeds_forward for earlier in config.layers[:index]), initial=0))[-1]
+    block_prefix, next_prefix = (f"{prefix}layers.{number}" for number in (first_block, first_block + 1))
     mixer: Any
-    if isinstance(this.attention, Attention):
-        mixer = attention_sources(this.attention, D, f"{here}.mixer")
+    if isinstance(layer_config.attention, Attention):
+        mixer = attention_sources(layer_config.attention, D, f"{block_prefix}.mixer")
     else:
-        assert isinstance(this.attention, Mamba2)
-        mixer = mamba2_sources(this.attention, D, f"{here}.mixer")
-    beside = f"{after}.mixer.shared_experts" if this.moe else f"{after}.mixer"
+        assert isinstance(layer_config.attention, Mamba2)
+        mixer = mamba2_sources(layer_config.attention, D, f"{block_prefix}.mixer")
+    mlp_prefix = f"{next_prefix}.mixer.shared_experts" if layer_config.moe else f"{next_prefix}.mixer"
     return LayerWeights(
         attention=mixer,
-        mlp=this.mlp and mlp_sources(this.mlp, D, beside),
-        moe=this.moe and moe_sources(this.moe, D, f"{after}.mixer", experts=("up_proj", "down_proj")),
-        pre_attention_norm_D=scale(f"{here}.norm.weight", D),
-        pre_mlp_norm_D=scale(f"{after}.norm.weight", D) if this.feeds_forward else None,
+        mlp=layer_config.mlp and mlp_sources(layer_config.mlp, D, mlp_prefix),
+        moe=layer_config.moe
+        and moe_sources(layer_config.moe, D, f"{next_prefix}.mixer", experts=("up_proj", "down_proj")),
+        pre_attention_norm_D=scale(f"{block_prefix}.norm.weight", D),
+        pre_mlp_norm_D=scale(f"{next_prefix}.norm.weight", D) if layer_config.feeds_forward else None,
     )
 
 
@@ -131,5 +136,5 @@ def canonical(name: str) -> str:
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """What predicts further tokens."""
+    """The multi-token-prediction layers."""
     return name.startswith("mtp.")

@@ -1,4 +1,4 @@
-"""OLMo Hybrid: a gated delta net in most layers, OLMo 3's attention in the others, each with norms of its own place."""
+"""OLMo Hybrid: pre-norm gated DeltaNet in most layers, OLMo 3's post-norm attention in others."""
 
 from functools import partial
 
@@ -27,9 +27,11 @@ NAMES = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "p
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys(hf)
-    longest, heads, bias = keys.count("max_position_embeddings", 65536), keys.heads(), keys("attention_bias", False)
-    turned = keys.rope(heads["head_dim"], max_len or longest) if has_positions(keys) else None
-    attention = Attention(**heads, rope=turned, qk_norm="all", bias=bias, out_bias=bias)
+    context_length = keys.count("max_position_embeddings", 65536)
+    heads = keys.heads()
+    bias = keys("attention_bias", False)
+    rope = keys.rope(heads["head_dim"], max_len or context_length) if has_positions(keys) else None
+    attention = Attention(**heads, rope=rope, qk_norm="all", bias=bias, out_bias=bias)
     N = keys.count("linear_num_key_heads", attention.heads)
     key_dim = keys.count("linear_key_head_dim", int(0.75 * keys.count("hidden_size") / N))
     delta = DeltaNet(
@@ -43,13 +45,14 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         norm_eps=1e-5,
     )
     keys.ignore("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor")
-    full, fading = Layer(attention, keys.mlp(), pre_norm=False, post_norm=True), Layer(delta, keys.mlp())
-    layers = tuple(full if kind == "full_attention" else fading for kind in layer_kinds(keys))
-    return model_config(keys, "olmo_hybrid", layers, longest)
+    full = Layer(attention, keys.mlp(), pre_norm=False, post_norm=True)
+    recurrent = Layer(delta, keys.mlp())
+    layers = tuple(full if kind == "full_attention" else recurrent for kind in layer_kinds(keys))
+    return model_config(keys, "olmo_hybrid", layers, context_length)
 
 
 def has_positions(keys: Keys) -> bool:
-    """Whether attention turns queries and keys: not where the base is said to be null."""
+    """Whether attention has a rotary embedding: not if the base is null."""
     params = keys("rope_parameters", None) or {}
     return params.get("rope_theta", keys.hf.get("rope_theta", 10000.0)) is not None
 
@@ -59,21 +62,22 @@ def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
     return layer_sources(config, index, prefix, norms, state=delta_sources)
 
 
-def delta_sources(a: DeltaNet, D: int, here: str) -> DeltaNetWeights:
-    prefix, (keys, values) = f"{here}.linear_attn", a.sizes
+def delta_sources(a: DeltaNet, D: int, layer_prefix: str) -> DeltaNetWeights:
+    prefix = f"{layer_prefix}.linear_attn"
+    (keys, values) = a.sizes
     sizes = {"q": keys, "k": keys, "v": values, "g": values}
-    ends = np.cumsum(list(sizes.values())).tolist()
-    places = {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
+    ends_by_projection = np.cumsum(list(sizes.values())).tolist()
+    slices = {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends_by_projection, strict=True)}
 
     def rows(name: str, size: int, at) -> SourceTensor:
         return SourceTensor(f"{prefix}.{name}_proj.weight", (size, D), linear((size,), (D,)), at)
 
     return DeltaNetWeights(
-        in_DC=Source(tuple(rows(name, size, np.s_[:, places[name]]) for name, size in sizes.items())),
+        in_DC=Source(tuple(rows(name, size, np.s_[:, slices[name]]) for name, size in sizes.items())),
         gates_DGN=Source(tuple(rows(name, a.heads, np.s_[:, at]) for at, name in enumerate("ba"))),
         conv_CW=Source(
             tuple(
-                SourceTensor(f"{prefix}.{x}_conv1d.weight", (sizes[x], 1, a.width), lambda x: x[:, 0], places[x])
+                SourceTensor(f"{prefix}.{x}_conv1d.weight", (sizes[x], 1, a.width), lambda x: x[:, 0], slices[x])
                 for x in "qkv"
             )
         ),
@@ -88,6 +92,6 @@ sources = partial(model_sources, layer=layer)
 
 
 def canonical(name: str) -> str:
-    for own, usual in NAMES.items():
-        name = name.replace(own, usual)
+    for checkpoint_part, common_part in NAMES.items():
+        name = name.replace(checkpoint_part, common_part)
     return name

@@ -9,8 +9,10 @@ from .common import Keys, model_config, model_sources, sparse_layer_sources
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys(hf)
     keys.refuse("clip_qkv")
-    longest, heads, bias = keys.count("max_position_embeddings", 4096), keys.heads(), keys("attention_bias", False)
-    rope = keys.rope(heads["head_dim"], max_len or longest)
+    context_length = keys.count("max_position_embeddings", 4096)
+    heads = keys.heads()
+    bias = keys("attention_bias", False)
+    rope = keys.rope(heads["head_dim"], max_len or context_length)
     attention = Attention(**heads, rope=rope, bias=bias, out_bias=bias, qk_norm="all")
     moe = Moe(
         experts=keys.count("num_experts", 64),
@@ -20,7 +22,7 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         normalize=keys("norm_topk_prob", False),
     )
     layers = (Layer(attention, moe=moe),) * keys.count("num_hidden_layers")
-    return model_config(keys, "olmoe", layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
+    return model_config(keys, "olmoe", layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5))
 
 
 sources = partial(model_sources, layer=sparse_layer_sources)

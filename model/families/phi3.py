@@ -1,11 +1,11 @@
-"""Phi-3 and Phi-4: Llama with fused projections; the small ones have long contexts by longrope."""
+"""Phi-3 and Phi-4: Llama with fused projections; the small models have long contexts by longrope."""
 
 from functools import partial
 
 from ..config import Attention, Layer, Mlp, ModelConfig, ModelError
-from .common import Keys, model_config, model_sources, narrower
+from .common import Keys, effective_window, model_config, model_sources
 
-EARLY_NAMES = ("su", "yarn")  # what the first configs called longrope
+EARLY_NAMES = ("su", "yarn")  # longrope in the first configs
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
@@ -14,19 +14,20 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         keys.refuse(name, False)
     keys.refuse("full_attn_mod", 1)
     keys.refuse("interpolate_factor", 1)
-    longest, heads = keys.count("max_position_embeddings", 4096), keys.heads()
+    context_length = keys.count("max_position_embeddings", 4096)
+    heads = keys.heads()
     attention = Attention(
         **heads,
-        rope=keys.rope(heads["head_dim"], max_len or longest),
-        window=narrower(keys.count("sliding_window", None), longest),
+        rope=keys.rope(heads["head_dim"], max_len or context_length),
+        window=effective_window(keys.count("sliding_window", None), context_length),
     )
     layer = Layer(attention, Mlp(keys.count("intermediate_size"), keys.activation("hidden_act")))
     layers = (layer,) * keys.count("num_hidden_layers")
-    return model_config(keys, "phi3", layers, longest, norm_eps=keys.positive("rms_norm_eps", 1e-5))
+    return model_config(keys, "phi3", layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5))
 
 
 def rename_longrope(hf: dict) -> dict:
-    """`hf` with its longrope under that name; no other scaling exists for these models."""
+    """`hf` with the current name of longrope, the only scaling of these models."""
     hf = dict(hf)
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(params := hf.get(name), dict):

@@ -1,19 +1,21 @@
-"""Phi-3.5-MoE: norms with a mean and a bias, a bias on the head, and two experts, each weighed among its equals."""
+"""Phi-3.5-MoE: layer norms with bias, a bias on the head, two experts by sparse-mixer weights."""
 
 from ..config import Attention, Layer, ModelConfig, Moe
 from ..weights import LayerWeights, ModelWeights
 from .bert import layer_norm, vector
-from .common import Keys, model_config, model_sources, narrower, sparse_layer_sources
+from .common import Keys, effective_window, model_config, model_sources, sparse_layer_sources
 from .mixtral import canonical as canonical
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys(hf)
-    longest, heads, bias = keys.count("max_position_embeddings", 131072), keys.heads(), keys("attention_bias", False)
+    context_length = keys.count("max_position_embeddings", 131072)
+    heads = keys.heads()
+    bias = keys("attention_bias", False)
     attention = Attention(
         **heads,
-        rope=keys.rope(heads["head_dim"], max_len or longest, theta=1e6),
-        window=narrower(keys.count("sliding_window", None), longest),
+        rope=keys.rope(heads["head_dim"], max_len or context_length, theta=1e6),
+        window=effective_window(keys.count("sliding_window", None), context_length),
         bias=bias,
         out_bias=bias,
     )
@@ -26,16 +28,19 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         jitter=keys("router_jitter_noise", 0.01),
         normalize=False,
     )
-    keys.ignore("input_jitter_noise")  # of training
+    keys.ignore("input_jitter_noise")  # training only
     layers = (Layer(attention, moe=moe),) * keys.count("num_hidden_layers")
-    return model_config(keys, "phimoe", layers, longest, norm="layer_bias", head_bias=keys("lm_head_bias", False))
+    return model_config(
+        keys, "phimoe", layers, context_length, norm="layer_bias", head_bias=keys("lm_head_bias", False)
+    )
 
 
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
-    here, D = f"{prefix}layers.{index}", config.dim
+    layer_prefix = f"{prefix}layers.{index}"
+    D = config.dim
     return sparse_layer_sources(config, index, prefix, names={"experts": ("w1", "w3", "w2")}).replace(
-        pre_attention_norm_D=layer_norm(f"{here}.input_layernorm", D),
-        pre_mlp_norm_D=layer_norm(f"{here}.post_attention_layernorm", D),
+        pre_attention_norm_D=layer_norm(f"{layer_prefix}.input_layernorm", D),
+        pre_mlp_norm_D=layer_norm(f"{layer_prefix}.post_attention_layernorm", D),
     )
 
 

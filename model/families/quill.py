@@ -1,4 +1,4 @@
-"""quill, a model with a small KV cache: one KV head, windows between global layers, caches shared by neighbours."""
+"""Quill: a small KV cache by one KV head, windows between global layers, and shared caches."""
 
 from ..config import Attention, Layer, Mlp, ModelConfig, Rope
 from .common import Keys, layer_types, model_sources
@@ -22,10 +22,11 @@ def small_cache_config(
     kinds: list[str] | None = None,
     kv_sources: list[int | None] | None = None,
 ) -> ModelConfig:
-    """Every `global_every`-th run of `share` layers is global, the others have a window; a run shares one cache.
+    """Every `global_every`-th run of `share` layers is global, the others have a window; a run
+    shares one KV cache.
 
-    With 8 layers, share 2 and global_every 2: window, window*, global, global*, window, window*, global, global*,
-    where a star marks a layer that reads the cache of the layer before it.
+    With 8 layers, share 2 and global_every 2: window, window*, global, global*, window, window*,
+    global, global*. A star marks a layer that reads the KV cache of the layer before it.
     """
     if kinds is None:
         kinds = [
@@ -51,11 +52,13 @@ def small_cache_config(
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys(hf)
-    L, H, longest = keys("num_hidden_layers"), keys("head_dim"), keys("max_position_embeddings")
+    L = keys("num_hidden_layers")
+    H = keys("head_dim")
+    context_length = keys("max_position_embeddings")
     keys.refuse("tie_word_embeddings", True)
     keys.refuse("rms_norm_eps", 1e-6)
     keys.refuse("hidden_act", "silu")
-    made = small_cache_config(
+    model = small_cache_config(
         vocab_size=keys("vocab_size"),
         dim=keys("hidden_size"),
         num_layers=L,
@@ -66,17 +69,18 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         window=keys("sliding_window"),
         kinds=layer_types(keys, L, ["full_attention"] * L),
         kv_sources=keys("kv_sources", [None] * L),
-        rope=keys.rope(H, max_len or longest),
-        max_len=longest,
+        rope=keys.rope(H, max_len or context_length),
+        max_len=context_length,
         dtype=keys.dtype(),
     )
     keys.done()
-    return made
+    return model
 
 
 def hf_config(config: ModelConfig, **extra) -> dict:
-    """The config.json that `config` reads back."""
-    attention, mlp = config.layers[0].attention, config.layers[0].mlp
+    """The config.json that is read back as `config`."""
+    attention = config.layers[0].attention
+    mlp = config.layers[0].mlp
     windows = [layer.attention.window for layer in config.layers]
     rope = attention.rope.inv_freq
     return {

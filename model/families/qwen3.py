@@ -1,4 +1,4 @@
-"""Qwen3: Qwen2 with a norm on each head of queries and keys, mostly in place of the biases."""
+"""Qwen3: Qwen2 with head norms on queries and keys, mostly without biases."""
 
 from ..config import Attention, ModelConfig
 from .common import Keys, model_config, model_sources
@@ -7,12 +7,13 @@ from .qwen2 import windowed_layers
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys(hf)
-    longest, heads = keys.count("max_position_embeddings", 32768), keys.heads(head_dim=128)
+    context_length = keys.count("max_position_embeddings", 32768)
+    heads = keys.heads(head_dim=128)
     bias = keys("attention_bias", False)
     attention = Attention(
-        **heads, rope=keys.rope(heads["head_dim"], max_len or longest), bias=bias, out_bias=bias, qk_norm="head"
+        **heads, rope=keys.rope(heads["head_dim"], max_len or context_length), bias=bias, out_bias=bias, qk_norm="head"
     )
-    return model_config(keys, "qwen3", windowed_layers(keys, attention, longest), longest)
+    return model_config(keys, "qwen3", windowed_layers(keys, attention, context_length), context_length)
 
 
 sources = model_sources

@@ -1,4 +1,4 @@
-"""The text part of Qwen3.5 and Qwen3.5-MoE: Qwen3-Next's layers, in more tensors."""
+"""The text part of Qwen3.5 and Qwen3.5-MoE: Qwen3-Next's layers, with separate tensors."""
 
 from functools import partial
 from typing import Any
@@ -7,7 +7,7 @@ from ..config import Layer, Mlp, ModelConfig, Moe
 from . import qwen3_next
 from .common import Keys, model_config, model_sources
 
-SECTIONS = ("mrope_section", "mrope_interleaved")  # which of three positions turns a pair: of text all are the same
+SECTIONS = ("mrope_section", "mrope_interleaved")  # multi-axis rope; text has equal positions
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
@@ -19,7 +19,8 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys.refuse("mamba_ssm_dtype", "float32")
     keys.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
     attention, delta = qwen3_next.mixers(keys, max_len)
-    activation, sparse = keys.activation("hidden_act"), "moe" in hf["model_type"]
+    activation = keys.activation("hidden_act")
+    sparse = "moe" in hf["model_type"]
     if sparse:
         keys.refuse("mlp_only_layers", [])
         moe = Moe(
@@ -37,10 +38,10 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     return model_config(keys, "qwen3_5_text", layers, keys.count("max_position_embeddings", 32768))
 
 
-layer = partial(qwen3_next.layer, delta=qwen3_next.parted_sources)
+layer = partial(qwen3_next.layer, delta=qwen3_next.separate_sources)
 sources = partial(model_sources, layer=layer, norm_offset=1.0)
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """The layer that drafts."""
+    """The multi-token-prediction layer."""
     return name.startswith("mtp.")

@@ -3,19 +3,20 @@
 from functools import partial
 
 from ..config import Attention, Layer, Mlp, ModelConfig, Moe
-from .common import Keys, model_config, model_sources, narrower, sparse_layer_sources
+from .common import Keys, effective_window, model_config, model_sources, sparse_layer_sources
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys(hf)
-    longest, heads = keys.count("max_position_embeddings", 32768), keys.heads()
+    context_length = keys.count("max_position_embeddings", 32768)
+    heads = keys.heads()
     bias = keys("attention_bias", False)
     window = keys.count("sliding_window", 4096) if keys("use_sliding_window", False) else None
-    keys.ignore("max_window_layers")  # all layers have the same window here
+    keys.ignore("max_window_layers")  # all layers have the same window
     attention = Attention(
         **heads,
-        rope=keys.rope(heads["head_dim"], max_len or longest),
-        window=narrower(window, longest),
+        rope=keys.rope(heads["head_dim"], max_len or context_length),
+        window=effective_window(window, context_length),
         bias=bias,
         out_bias=bias,
         qk_norm="head",
@@ -28,10 +29,14 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         activation=activation,
         normalize=keys("norm_topk_prob", False),
     )
-    sparse, dense = Layer(attention, moe=moe), Layer(attention, Mlp(keys.count("intermediate_size", 6144), activation))
-    step, without = keys.count("decoder_sparse_step", 1), keys("mlp_only_layers", [])
-    layers = tuple(dense if i in without or (i + 1) % step else sparse for i in range(keys.count("num_hidden_layers")))
-    return model_config(keys, "qwen3_moe", layers, longest)
+    sparse = Layer(attention, moe=moe)
+    dense = Layer(attention, Mlp(keys.count("intermediate_size", 6144), activation))
+    step = keys.count("decoder_sparse_step", 1)
+    dense_only = keys("mlp_only_layers", [])
+    layers = tuple(
+        dense if i in dense_only or (i + 1) % step else sparse for i in range(keys.count("num_hidden_layers"))
+    )
+    return model_config(keys, "qwen3_moe", layers, context_length)
 
 
 sources = partial(model_sources, layer=sparse_layer_sources)

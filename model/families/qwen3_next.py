@@ -1,4 +1,4 @@
-"""Qwen3-Next: a gated delta net in most layers, attention with gated results in the others, and experts."""
+"""Qwen3-Next: gated DeltaNet in most layers, gated attention in others, and experts."""
 
 from functools import partial
 
@@ -25,7 +25,8 @@ KINDS = {"linear_attention", "full_attention"}
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys({"partial_rotary_factor": 0.25} | hf)
     attention, delta = mixers(keys, max_len)
-    activation, without = keys.activation("hidden_act"), keys("mlp_only_layers", [])
+    activation = keys.activation("hidden_act")
+    dense_only = keys("mlp_only_layers", [])
     moe = Moe(
         experts=keys.count("num_experts", 512),
         top_k=keys.count("num_experts_per_tok", 10),
@@ -34,20 +35,23 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         normalize=keys("norm_topk_prob", True),
     )
     shared = Mlp(keys.count("shared_expert_intermediate_size", 512), activation, gate=True)
-    dense, step = Mlp(keys.count("intermediate_size", 5632), activation), keys.count("decoder_sparse_step", 1)
+    dense = Mlp(keys.count("intermediate_size", 5632), activation)
+    step = keys.count("decoder_sparse_step", 1)
     layers = tuple(
-        Layer(mixer, dense) if index in without or (index + 1) % step else Layer(mixer, shared, moe)
+        Layer(mixer, dense) if index in dense_only or (index + 1) % step else Layer(mixer, shared, moe)
         for index, mixer in enumerate(attention if kind == "full_attention" else delta for kind in layer_kinds(keys))
     )
     return model_config(keys, "qwen3_next", layers, keys.count("max_position_embeddings", 32768))
 
 
 def mixers(keys: Keys, max_len: int | None) -> tuple[Attention, DeltaNet]:
-    """What the two kinds of layers have."""
-    longest, heads, bias = keys.count("max_position_embeddings", 32768), keys.heads(256), keys("attention_bias", False)
+    """The attention and the DeltaNet of the two kinds of layers."""
+    context_length = keys.count("max_position_embeddings", 32768)
+    heads = keys.heads(256)
+    bias = keys("attention_bias", False)
     attention = Attention(
         **heads,
-        rope=keys.rope(heads["head_dim"], max_len or longest),
+        rope=keys.rope(heads["head_dim"], max_len or context_length),
         qk_norm="head",
         bias=bias,
         out_bias=bias,
@@ -65,49 +69,59 @@ def mixers(keys: Keys, max_len: int | None) -> tuple[Attention, DeltaNet]:
 
 
 def layer_kinds(keys: Keys) -> list[str]:
-    """Each layer's: of four the last has attention, unless config.json says otherwise."""
-    count, every = keys.count("num_hidden_layers"), keys.count("full_attention_interval", 4)
-    usual = ["linear_attention" if (index + 1) % every else "full_attention" for index in range(count)]
-    found = keys("layer_types", None) or usual
-    if len(found) != count or not set(found) <= KINDS:
-        raise ModelError(f"config.json: layer_types = {found!r}; it must name {' or '.join(KINDS)} for {count} layers")
-    return found
+    """Each layer's kind: by default every fourth has attention."""
+    count, attention_period = keys.count("num_hidden_layers"), keys.count("full_attention_interval", 4)
+    default_kinds = [
+        "linear_attention" if (index + 1) % attention_period else "full_attention" for index in range(count)
+    ]
+    layer_kinds = keys("layer_types", None) or default_kinds
+    if len(layer_kinds) != count or not set(layer_kinds) <= KINDS:
+        raise ModelError(
+            f"config.json: layer_types = {layer_kinds!r}; it must name {' or '.join(KINDS)} for {count} layers"
+        )
+    return layer_kinds
 
 
-def delta_sources(a: DeltaNet, D: int, here: str) -> DeltaNetWeights:
-    """What stands in few tensors here: a key head's queries, keys, values and gates lie together."""
-    prefix = f"{here}.linear_attn"
-    K, shared, (keys, values) = a.key_heads, a.heads // a.key_heads, a.sizes
+def delta_sources(a: DeltaNet, D: int, layer_prefix: str) -> DeltaNetWeights:
+    """DeltaNet with fused projections, which group queries, keys, values and gates by key head."""
+    prefix = f"{layer_prefix}.linear_attn"
+    K = a.key_heads
+    value_heads_per_key = a.heads // a.key_heads
+    (keys, values) = a.sizes
 
-    def whole(x: np.ndarray) -> np.ndarray:
-        each = x.reshape(K, -1, *x.shape[1:])
-        ends = np.cumsum([a.key_dim, a.key_dim, shared * a.value_dim])
-        return np.concatenate([part.reshape(-1, *x.shape[1:]) for part in np.split(each, ends, axis=1)]).T
+    def reorder_qkvz(x: np.ndarray) -> np.ndarray:
+        by_key_head = x.reshape(K, -1, *x.shape[1:])
+        boundaries = np.cumsum([a.key_dim, a.key_dim, value_heads_per_key * a.value_dim])
+        return np.concatenate(
+            [piece.reshape(-1, *x.shape[1:]) for piece in np.split(by_key_head, boundaries, axis=1)]
+        ).T
 
-    def gates(x: np.ndarray) -> np.ndarray:
-        return x.reshape(K, 2, shared, D).transpose(3, 1, 0, 2).reshape(D, 2, a.heads)
+    def reorder_gates(x: np.ndarray) -> np.ndarray:
+        return x.reshape(K, 2, value_heads_per_key, D).transpose(3, 1, 0, 2).reshape(D, 2, a.heads)
 
     return common_sources(
         a,
         D,
         prefix,
-        in_DC=tensor(f"{prefix}.in_proj_qkvz.weight", (2 * keys + 2 * values, D), whole),
-        gates_DGN=tensor(f"{prefix}.in_proj_ba.weight", (2 * a.heads, D), gates),
+        in_DC=tensor(f"{prefix}.in_proj_qkvz.weight", (2 * keys + 2 * values, D), reorder_qkvz),
+        gates_DGN=tensor(f"{prefix}.in_proj_ba.weight", (2 * a.heads, D), reorder_gates),
     )
 
 
-def parted_sources(a: DeltaNet, D: int, here: str) -> DeltaNetWeights:
-    """The same in more tensors, as Qwen3.5 has it."""
-    prefix, (keys, values) = f"{here}.linear_attn", a.sizes
-    mixed = 2 * keys + values
-    parts = (("qkv", mixed, np.s_[:, :mixed]), ("z", values, np.s_[:, mixed:]))
+def separate_sources(a: DeltaNet, D: int, layer_prefix: str) -> DeltaNetWeights:
+    """DeltaNet with separate projections, as in Qwen3.5."""
+    prefix = f"{layer_prefix}.linear_attn"
+    (keys, values) = a.sizes
+    qkv_width = 2 * keys + values
+    projections = (("qkv", qkv_width, np.s_[:, :qkv_width]), ("z", values, np.s_[:, qkv_width:]))
     return common_sources(
         a,
         D,
         prefix,
         in_DC=Source(
             tuple(
-                SourceTensor(f"{prefix}.in_proj_{name}.weight", (n, D), linear((n,), (D,)), at) for name, n, at in parts
+                SourceTensor(f"{prefix}.in_proj_{name}.weight", (n, D), linear((n,), (D,)), at)
+                for name, n, at in projections
             )
         ),
         gates_DGN=Source(
@@ -119,7 +133,7 @@ def parted_sources(a: DeltaNet, D: int, here: str) -> DeltaNetWeights:
     )
 
 
-def common_sources(a: DeltaNet, D: int, prefix: str, **own: Source) -> DeltaNetWeights:
+def common_sources(a: DeltaNet, D: int, prefix: str, **projections: Source) -> DeltaNetWeights:
     channels = 2 * a.sizes[0] + a.sizes[1]
     return DeltaNetWeights(
         conv_CW=tensor(f"{prefix}.conv1d.weight", (channels, 1, a.width), lambda x: x[:, 0]),
@@ -127,7 +141,7 @@ def common_sources(a: DeltaNet, D: int, prefix: str, **own: Source) -> DeltaNetW
         fading_bias_N=tensor(f"{prefix}.dt_bias", (a.heads,)),
         norm_H=scale(f"{prefix}.norm.weight", a.value_dim),
         out_NHD=tensor(f"{prefix}.out_proj.weight", (D, a.sizes[1]), linear((D,), (a.heads, a.value_dim))),
-        **own,
+        **projections,
     )
 
 
@@ -143,5 +157,5 @@ sources = partial(model_sources, layer=layer, norm_offset=1.0)
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """The layer that drafts."""
+    """The multi-token-prediction layer."""
     return name.startswith("mtp.")

@@ -1,4 +1,4 @@
-"""From a checkpoint's rope settings to the frequencies that the decoder uses, in numpy, when a model is loaded."""
+"""From a checkpoint's rope parameters to the decoder's inverse frequencies, in NumPy."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from ..config import ModelError, Rope
 
-ALLOWED = {
+PARAMS_BY_TYPE = {
     "default": set(),
     "linear": {"factor"},
     "dynamic": {"factor", "original_max_position_embeddings"},
@@ -17,27 +17,35 @@ ALLOWED = {
     "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "long_factor", "short_factor",
                  "long_mscale", "short_mscale"},
 }  # fmt: skip
-COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+COMMON_PARAMS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
 def build(params: dict, head_dim: int, max_len: int) -> Rope:
-    """`params` as `transformers` 5 writes them; `max_len` is the longest sequence that will be served.
+    """Build the rotary embedding.
 
-    `dynamic` and `longrope` change their frequencies with the length of the sequence, but keys in the cache keep
-    theirs. So the choice is made once, from `max_len`: a sequence's result does not depend on its length, and with a
-    `max_len` within the original length nothing is scaled.
+    `dynamic` and `longrope` change their frequencies with the sequence length, but keys in the
+    cache keep theirs. So the choice is made once, from `max_len`: a sequence's result does not
+    depend on its length, and with a `max_len` within the original length nothing is scaled.
+
+    Args:
+        params: the parameters as Transformers 5 writes them.
+        max_len: the longest sequence that will be served.
     """
-    kind = params.get("rope_type") or params.get("type") or "default"
-    if kind not in ALLOWED:
-        raise ModelError(f"rope_type {kind!r} is not known; it can be one of {', '.join(sorted(ALLOWED))}")
-    if unknown := {key for key, value in params.items() if value is not None} - ALLOWED[kind] - COMMON:
-        raise ModelError(f"rope parameter {sorted(unknown)[0]!r} is not understood for rope_type {kind!r}")
+    rope_type = params.get("rope_type") or params.get("type") or "default"
+    if rope_type not in PARAMS_BY_TYPE:
+        raise ModelError(f"rope_type {rope_type!r} is not known; it can be one of {', '.join(sorted(PARAMS_BY_TYPE))}")
+    if (
+        unknown := {key for key, value in params.items() if value is not None}
+        - PARAMS_BY_TYPE[rope_type]
+        - COMMON_PARAMS
+    ):
+        raise ModelError(f"rope parameter {sorted(unknown)[0]!r} is not understood for rope_type {rope_type!r}")
     for name, value in params.items():
-        check(name, value)
+        check_param(name, value)
     theta = float(params.get("rope_theta") or 10000.0)
-    dim = head_dim if kind == "proportional" else int(head_dim * (params.get("partial_rotary_factor") or 1.0))
+    dim = head_dim if rope_type == "proportional" else int(head_dim * (params.get("partial_rotary_factor") or 1.0))
     freq = theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
-    rule = {
+    frequencies_by_type = {
         "default": lambda: (freq, 1.0),
         "linear": lambda: (freq / params["factor"], 1.0),
         "dynamic": lambda: (dynamic(params, theta, dim, max_len), 1.0),
@@ -45,83 +53,88 @@ def build(params: dict, head_dim: int, max_len: int) -> Rope:
         "llama3": lambda: (llama3(params, freq), 1.0),
         "yarn": lambda: yarn(params, freq, theta, dim, max_len),
         "longrope": lambda: longrope(params, freq, max_len),
-    }[kind]
+    }[rope_type]
     try:
-        inv_freq, factor = rule()
+        inv_freq, factor = frequencies_by_type()
     except KeyError as missing:
-        raise ModelError(f"rope_type {kind!r} needs the parameter {missing}") from None
+        raise ModelError(f"rope_type {rope_type!r} needs the parameter {missing}") from None
     return Rope(tuple(float(f) for f in inv_freq), float(factor))
 
 
-def check(name: str, value) -> None:
-    """Refuse a value that a parameter of this name cannot have."""
+def check_param(name: str, value) -> None:
+    """Raise if a parameter of this name cannot have this value."""
     if value is None or name in ("rope_type", "type", "truncate"):
         return
     is_list = name in ("long_factor", "short_factor")
     numbers = value if is_list and isinstance(value, list) else [value]
-    good = is_list == isinstance(value, list) and all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
-    # DeepSeek writes mscale = 0 for none
-    if not good or any(x < 0 or (x == 0 and "mscale" not in name) for x in numbers):
-        right = "a list of positive numbers" if is_list else "a positive number"
-        raise ModelError(f"rope parameter {name} = {value!r}; it must be {right}")
+    is_valid = is_list == isinstance(value, list) and all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
+    # DeepSeek writes mscale = 0 for none.
+    if not is_valid or any(x < 0 or (x == 0 and "mscale" not in name) for x in numbers):
+        expected = "a list of positive numbers" if is_list else "a positive number"
+        raise ModelError(f"rope parameter {name} = {value!r}; it must be {expected}")
     if name == "partial_rotary_factor" and numbers[0] > 1:
         raise ModelError(f"rope parameter {name} = {value!r}; it must be at most 1")
 
 
 def dynamic(params, theta, dim, max_len):
-    trained = params["original_max_position_embeddings"]
-    if max_len > trained:
+    original_len = params["original_max_position_embeddings"]
+    if max_len > original_len:
         factor = params["factor"]
-        theta = theta * (factor * max_len / trained - (factor - 1)) ** (dim / (dim - 2))
+        theta = theta * (factor * max_len / original_len - (factor - 1)) ** (dim / (dim - 2))
     return theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
 
 
 def proportional(params, freq, head_dim):
-    turned = int((params.get("partial_rotary_factor") or 1.0) * head_dim // 2)
-    return np.where(np.arange(len(freq)) < turned, freq, 0.0) / (params.get("factor") or 1.0)
+    num_rotated = int((params.get("partial_rotary_factor") or 1.0) * head_dim // 2)
+    return np.where(np.arange(len(freq)) < num_rotated, freq, 0.0) / (params.get("factor") or 1.0)
 
 
 def llama3(params, freq):
-    factor, trained = params["factor"], params["original_max_position_embeddings"]
-    low, high = params["low_freq_factor"], params["high_freq_factor"]
+    factor = params["factor"]
+    original_len = params["original_max_position_embeddings"]
+    low = params["low_freq_factor"]
+    high = params["high_freq_factor"]
     if low > high:
         raise ModelError(f"rope parameter high_freq_factor = {high}; it must be at least low_freq_factor = {low}")
     wavelength = 2 * math.pi / freq
-    smooth = np.clip((trained / wavelength - low) / (high - low or 1e-12), 0, 1)
+    smooth = np.clip((original_len / wavelength - low) / (high - low or 1e-12), 0, 1)
     return (1 - smooth) * freq / factor + smooth * freq
 
 
 def yarn(params, freq, theta, dim, max_len):
-    trained = params["original_max_position_embeddings"]
-    factor = params.get("factor") or params.get("max_position_embeddings", max_len) / trained
+    original_len = params["original_max_position_embeddings"]
+    factor = params.get("factor") or params.get("max_position_embeddings", max_len) / original_len
 
     def mscale(weight):
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     attention_factor = params.get("attention_factor")
     if attention_factor is None:
-        both = params.get("mscale") and params.get("mscale_all_dim")
-        attention_factor = mscale(params["mscale"]) / mscale(params["mscale_all_dim"]) if both else mscale(1.0)
+        has_mscales = params.get("mscale") and params.get("mscale_all_dim")
+        attention_factor = mscale(params["mscale"]) / mscale(params["mscale_all_dim"]) if has_mscales else mscale(1.0)
 
-    def turning_dim(rotations):
-        return dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+    def rotary_index(rotations):
+        return dim * math.log(original_len / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = turning_dim(params.get("beta_fast") or 32), turning_dim(params.get("beta_slow") or 1)
+    low = rotary_index(params.get("beta_fast") or 32)
+    high = rotary_index(params.get("beta_slow") or 1)
     if params.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     ramp = np.clip((np.arange(dim // 2) - low) / ((high - low) or 0.001), 0, 1)
     return freq / factor * ramp + freq * (1 - ramp), attention_factor
 
 
 def longrope(params, freq, max_len):
-    trained = params["original_max_position_embeddings"]
+    original_len = params["original_max_position_embeddings"]
     factor = params.get("factor") or 1.0
-    long = max_len > trained
-    attention_factor = params.get("long_mscale" if long else "short_mscale", params.get("attention_factor"))
+    is_long = max_len > original_len
+    attention_factor = params.get("long_mscale" if is_long else "short_mscale", params.get("attention_factor"))
     if attention_factor is None:
-        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
-    name = "long_factor" if long else "short_factor"
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_len))
+    name = "long_factor" if is_long else "short_factor"
     scale = np.asarray(params[name], np.float64)
     if scale.shape != freq.shape:
         raise ModelError(f"rope parameter {name!r} has {scale.size} entries; the heads have {freq.size} rotary pairs")

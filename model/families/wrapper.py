@@ -1,4 +1,4 @@
-"""Models that also see or hear: their config.json holds that of a text model, which is loaded; the rest is left out."""
+"""Multimodal models: the text model nested in their config.json is loaded, without the rest."""
 
 import importlib
 from typing import Any
@@ -7,21 +7,22 @@ from ..config import ModelConfig, ModelError
 from ..weights import ModelWeights
 from .config_keys import INSIDE, Keys
 
-TEXT = {  # model_type: that of its text_config where it has none
+TEXT_TYPES = {  # by model_type: the default model_type of its text_config
     "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text",
     "kimi_k25": "deepseek_v3", "llama4": "llama4_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }  # fmt: skip
-SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")  # said once for the whole
-OTHERS = (  # words in the names of keys about the rest
+# Stated once for the whole model.
+SHARED_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+OTHER_WORDS = (  # words in the names of keys that are not about text
     "vision", "image", "video", "audio", "projector", "projection", "media", "mm_", "boi_", "eoi_", "boa_", "eoa_",
     "spatial_merge", "language_model_only",
 )  # fmt: skip
-NESTED = {  # beginnings of names in whole checkpoints, and what they are in text-only ones
+NESTED = {  # prefixes in multimodal checkpoints: prefixes in text-only ones
     "language_model.model.blocks.": "model.layers.",  # as transformers 5 writes Kimi K2.5
     "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
 }  # fmt: skip
-TOWERS = (  # where the tensors of the rest are
+TOWERS = (  # prefixes of tensors that are not of the text model
     "vision_tower.", "vision_model.", "vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio.",
     "multi_modal_projector.", "mm_projector.", "visual.",
 )  # fmt: skip
@@ -46,27 +47,27 @@ def module(kind: Any) -> Any:
 
 
 def text_config(hf: dict) -> dict[str, Any]:
-    """The text model's config.json, with what is said once for the whole."""
+    """The text model's config.json, with the keys that are stated for the whole model."""
     outer = Keys(hf)
     text = outer("text_config")
     if not isinstance(text, dict):
         raise ModelError(f"config.json: text_config = {text!r}; it must be an object")
-    outer.ignore(*SHARED, "ignore_index", *(name for name in hf if any(word in name for word in OTHERS)))
+    outer.ignore(*SHARED_KEYS, "ignore_index", *(name for name in hf if any(word in name for word in OTHER_WORDS)))
     outer.done()
-    shared = {key: hf[key] for key in SHARED if hf.get(key) is not None}
+    shared = {key: hf[key] for key in SHARED_KEYS if hf.get(key) is not None}
     dtypes = ("dtype", "torch_dtype") if {"dtype", "torch_dtype"} & {*shared} else ()
-    own = {key: value for key, value in text.items() if key not in dtypes}
-    return {"model_type": TEXT[hf["model_type"]]} | own | shared | {INSIDE: "text_config"}
+    text_keys = {key: value for key, value in text.items() if key not in dtypes}
+    return {"model_type": TEXT_TYPES[hf["model_type"]]} | text_keys | shared | {INSIDE: "text_config"}
 
 
 def canonical(name: str) -> str:
-    """A tensor's name as in text-only checkpoints; those with vision nest it in one of two ways."""
-    for nested, plain in NESTED.items():
+    """A tensor's name as in text-only checkpoints; multimodal ones nest it in several ways."""
+    for nested, text_only in NESTED.items():
         if name.startswith(nested):
-            return plain + name.removeprefix(nested)
+            return text_only + name.removeprefix(nested)
     return name
 
 
 def is_other(name: str) -> bool:
-    """Whether a tensor is of what sees or hears."""
+    """Whether a tensor belongs to a vision or audio part."""
     return name.removeprefix("model.").startswith(TOWERS)

@@ -1,7 +1,7 @@
-"""From a GGUF file's metadata to the config.json of the model that it was made from: what `model/families` reads.
+"""From a GGUF file's metadata to the config.json of its model, which `model/families` reads.
 
-A file does not say everything: llama.cpp has the rest in the code of each architecture. It stands here, one function
-an architecture, beside what the file does say.
+A file does not state everything: llama.cpp has the rest in its code for each architecture. Here it
+is in one function for each architecture.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,107 +10,116 @@ from typing import Any
 from ..errors import ModelError
 from . import hybrids
 from .contents import Config, Contents, Shapes
-from .metadata import Metadata, shown
-from .rotary import FREQS, Read, part, read_factors, rope_of
+from .metadata import Metadata, format_value
+from .rotary import FREQS, Read, read_factors, rope_config, rotary_fraction
 
 
-def config_of(metadata: Mapping[str, Any], shapes: Shapes, read: Read | None = None) -> Config:
-    """The config.json, with the keys of Hugging Face, of a file with this metadata and tensors of these shapes.
+def hf_config(metadata: Mapping[str, Any], shapes: Shapes, read: Read | None = None) -> Config:
+    """The config.json, with Hugging Face's keys, for a file's metadata and tensor shapes.
 
-    `read(name)` gives a tensor in numbers: some files keep what their rotary embedding is scaled by in one.
+    `read(name)` returns a decoded tensor: some files store the scaling of the rotary embedding in
+    one.
     """
     file = Contents(Metadata(metadata), shapes, read)
     architecture = file.meta.architecture
     if architecture not in ARCHITECTURES:
         raise ModelError(
-            f"GGUF: general.architecture = {shown(architecture)} is not supported; "
+            f"GGUF: general.architecture = {format_value(architecture)} is not supported; "
             f"supported are {', '.join(ARCHITECTURES)}"
         )
     return ARCHITECTURES[architecture](file)
 
 
 def llama(file: Contents) -> Config:
-    """Also of Mistral, and with experts of Mixtral: of the makers' own the file has the name alone."""
-    if file.meta.count(".expert_count", 0, least=0):
-        count, used, width = file.experts()
-        file.biases("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-        return file.dense("mixtral", num_local_experts=count, num_experts_per_tok=used) | {"intermediate_size": width}
-    return file.dense("llama", **llama_biases(file))
+    """Also Mistral, and with experts Mixtral: files of those have the same architecture."""
+    if file.meta.count(".expert_count", 0, minimum=0):
+        count, used, width = file.expert_sizes()
+        file.have_bias("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+        return file.dense_config("mixtral", num_local_experts=count, num_experts_per_tok=used) | {
+            "intermediate_size": width
+        }
+    return file.dense_config("llama", **llama_bias_config(file))
 
 
-def llama_biases(file: Contents) -> Config:
-    attention = file.biases("attn_q", "attn_k", "attn_v", "attn_output")
-    return {"attention_bias": attention, "mlp_bias": file.biases("ffn_gate", "ffn_up", "ffn_down")}
+def llama_bias_config(file: Contents) -> Config:
+    attention = file.have_bias("attn_q", "attn_k", "attn_v", "attn_output")
+    return {"attention_bias": attention, "mlp_bias": file.have_bias("ffn_gate", "ffn_up", "ffn_down")}
 
 
 def mistral3(file: Contents) -> Config:
-    """Mistral Small 3, and Ministral 3, whose queries grow with their position."""
-    scale, weight = (
+    """Mistral Small 3, and Ministral 3, which scales queries by position."""
+    temperature_scale, mscale = (
         file.meta.number(key, 0.0) for key in (".attention.temperature_scale", ".rope.scaling.yarn_log_multiplier")
     )
-    config = file.dense("ministral3" if scale else "mistral", sliding_window=None)
-    if scale:
-        rope = dict(config.pop("rope_scaling", {}))
-        if rope.get("rope_type") != "yarn":
-            raise ModelError(f"GGUF: {file.meta.name('.rope.scaling.type')} must be yarn beside a temperature")
-        rope |= {"rope_theta": config.pop("rope_theta"), "llama_4_scaling_beta": scale}
-        rope |= {"mscale": 1.0, "mscale_all_dim": weight} if weight else {}
-        config["rope_parameters"] = rope
+    config = file.dense_config("ministral3" if temperature_scale else "mistral", sliding_window=None)
+    if temperature_scale:
+        rope_parameters = dict(config.pop("rope_scaling", {}))
+        if rope_parameters.get("rope_type") != "yarn":
+            raise ModelError(
+                f"GGUF: {file.meta.full_key('.rope.scaling.type')} must be yarn with attention.temperature_scale"
+            )
+        rope_parameters |= {"rope_theta": config.pop("rope_theta"), "llama_4_scaling_beta": temperature_scale}
+        rope_parameters |= {"mscale": 1.0, "mscale_all_dim": mscale} if mscale else {}
+        config["rope_parameters"] = rope_parameters
     return config
 
 
 def smollm3(file: Contents) -> Config:
-    return file.dense("smollm3", no_rope_layer_interval=4, **llama_biases(file))
+    return file.dense_config("smollm3", no_rope_layer_interval=4, **llama_bias_config(file))
 
 
 def qwen2(file: Contents) -> Config:
-    return file.dense("qwen2", use_sliding_window=False)
+    return file.dense_config("qwen2", use_sliding_window=False)
 
 
 def qwen2moe(file: Contents) -> Config:
-    return file.dense("qwen2_moe", **qwen_experts(file), **shared_expert(file), norm_topk_prob=False) | {
-        "qkv_bias": file.biases("attn_q", "attn_k", "attn_v")
+    return file.dense_config("qwen2_moe", **qwen_experts(file), **shared_expert(file), norm_topk_prob=False) | {
+        "qkv_bias": file.have_bias("attn_q", "attn_k", "attn_v")
     }
 
 
 def qwen_experts(file: Contents) -> Config:
-    count, used, width = file.experts()
+    count, used, width = file.expert_sizes()
     return {
         "num_experts": count, "num_experts_per_tok": used, "moe_intermediate_size": width, "decoder_sparse_step": 1,
-        "mlp_only_layers": file.without("ffn_gate_inp.weight"), "use_sliding_window": False,
+        "mlp_only_layers": file.layers_without("ffn_gate_inp.weight"), "use_sliding_window": False,
     }  # fmt: skip
 
 
 def shared_expert(file: Contents) -> Config:
-    return {"shared_expert_intermediate_size": file.size(file.first_with("ffn_down_shexp.weight"), 1)}
+    return {"shared_expert_intermediate_size": file.size(file.first_tensor("ffn_down_shexp.weight"), 1)}
 
 
 def qwen3(file: Contents) -> Config:
-    bias = file.biases("attn_q", "attn_k", "attn_v", "attn_output")
-    return file.dense("qwen3", attention_bias=bias, use_sliding_window=False)
+    bias = file.have_bias("attn_q", "attn_k", "attn_v", "attn_output")
+    return file.dense_config("qwen3", attention_bias=bias, use_sliding_window=False)
 
 
 def qwen3moe(file: Contents) -> Config:
-    bias = file.biases("attn_q", "attn_k", "attn_v", "attn_output")
-    return file.dense("qwen3_moe", attention_bias=bias, **qwen_experts(file), norm_topk_prob=True)
+    bias = file.have_bias("attn_q", "attn_k", "attn_v", "attn_output")
+    return file.dense_config("qwen3_moe", attention_bias=bias, **qwen_experts(file), norm_topk_prob=True)
 
 
 def gemma2(file: Contents) -> Config:
-    config = gemma(file, "gemma2", 46) | file.windows(2, otherwise=4096)
+    config = gemma(file, "gemma2", 46) | file.window_config(2, default_window=4096)
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-    return config | {key: file.meta.positive(f".{key}", usual) for key, usual in caps.items()}
+    return config | {key: file.meta.positive(f".{key}", default) for key, default in caps.items()}
 
 
 def gemma(file: Contents, kind: str, largest: int) -> Config:
-    """The largest model of each generation, told by its layers, scales scores by other than the size of its heads."""
-    config = file.dense(kind, hidden_activation="gelu_pytorch_tanh")
+    """The largest model of each generation, known by its number of layers, has a query scale of its
+    own.
+    """
+    config = file.dense_config(kind, hidden_activation="gelu_pytorch_tanh")
     del config["hidden_act"]
-    scaled = config["hidden_size"] // config["num_attention_heads"] if file.layers == largest else config["head_dim"]
-    return config | {"query_pre_attn_scalar": scaled, "tie_word_embeddings": not file.has("output.weight")}
+    query_scalar = (
+        config["hidden_size"] // config["num_attention_heads"] if file.num_layers == largest else config["head_dim"]
+    )
+    return config | {"query_pre_attn_scalar": query_scalar, "tie_word_embeddings": not file.has("output.weight")}
 
 
 def gemma3(file: Contents) -> Config:
-    config = gemma(file, "gemma3_text", 62) | file.windows(6)
+    config = gemma(file, "gemma3_text", 62) | file.window_config(6)
     config |= {
         "rope_local_base_freq": float(file.meta.positive(".rope.freq_base_swa", 10000.0)),
         "final_logit_softcapping": file.meta.positive(".final_logit_softcapping", None),
@@ -121,278 +130,317 @@ def gemma3(file: Contents) -> Config:
 
 
 def gemma4(file: Contents) -> Config:
-    """Local layers have the sizes that end in swa, the others those without; what turns is in the factors."""
-    meta, config = file.meta, file.common("gemma4_text")
+    """Sliding-window layers have the sizes that end in `_swa`; `rope_freqs` holds the rotated
+    fraction of the others.
+    """
+    meta = file.meta
+    config = file.common_config("gemma4_text")
     if not meta.is_array(".attention.sliding_window_pattern"):
-        raise ModelError(f"GGUF: {meta.name('.attention.sliding_window_pattern')} must be a list")
-    config |= file.windows(None)
-    kinds, L = config["layer_types"], file.layers
+        raise ModelError(f"GGUF: {meta.full_key('.attention.sliding_window_pattern')} must be a list")
+    config |= file.window_config(None)
+    kinds = config["layer_types"]
+    L = file.num_layers
     if "full_attention" not in kinds:
-        raise ModelError(f"GGUF: {meta.name('.attention.sliding_window_pattern')} must leave a layer without a window")
-    wide, local = meta.count(".attention.key_length"), meta.count(".attention.key_length_swa")
-    kept = meta.of_layers(".attention.head_count_kv", L, least=1)
-    widths, full = meta.of_layers(".feed_forward_length", L, least=1), kinds.index("full_attention")
-    keys = {kind: kept[kinds.index(kind)] for kind in {*kinds}}
-    own = {"head_dim": wide, "num_key_value_heads": keys["full_attention"]}
+        raise ModelError(
+            f"GGUF: {meta.full_key('.attention.sliding_window_pattern')} must leave a layer without a window"
+        )
+    global_head_dim = meta.count(".attention.key_length")
+    local_head_dim = meta.count(".attention.key_length_swa")
+    kv_heads = meta.per_layer_counts(".attention.head_count_kv", L, minimum=1)
+    widths = meta.per_layer_counts(".feed_forward_length", L, minimum=1)
+    full = kinds.index("full_attention")
+    kv_heads_by_kind = {kind: kv_heads[kinds.index(kind)] for kind in {*kinds}}
+    full_attention_config = {"head_dim": global_head_dim, "num_key_value_heads": kv_heads_by_kind["full_attention"]}
     theta = meta.positive(".rope.freq_base", 1e6), meta.positive(".rope.freq_base_swa", 10000.0)
     config |= {
-        "head_dim": local, "num_key_value_heads": keys.get("sliding_attention", kept[full]),
-        "per_layer_config": {str(i): own for i, kind in enumerate(kinds) if kind == "full_attention"},
+        "head_dim": local_head_dim, "num_key_value_heads": kv_heads_by_kind.get("sliding_attention", kv_heads[full]),
+        "per_layer_config": {str(i): full_attention_config for i, kind in enumerate(kinds) if kind == "full_attention"},
         "attention_k_eq_v": not file.has(f"blk.{full}.attn_v.weight"), "intermediate_size": widths[0],
-        "num_kv_shared_layers": meta.count(".attention.shared_kv_layers", 0, least=0),
+        "num_kv_shared_layers": meta.count(".attention.shared_kv_layers", 0, minimum=0),
         "use_double_wide_mlp": widths[-1] == 2 * widths[0], "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size_per_layer_input": meta.count(".embedding_length_per_layer_input", 0, least=0),
+        "hidden_size_per_layer_input": meta.count(".embedding_length_per_layer_input", 0, minimum=0),
         "vocab_size_per_layer_input": file.size("per_layer_token_embd.weight", 0)
         if file.has("per_layer_token_embd.weight") else config["vocab_size"],
         "final_logit_softcapping": meta.positive(".final_logit_softcapping", None), "enable_moe_block": False,
         "rope_parameters": {
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": share_turned(file, wide),
-                               "rope_theta": float(theta[0])},
+            "full_attention": {
+                "rope_type": "proportional", "rope_theta": float(theta[0]),
+                "partial_rotary_factor": gemma4_rotary_fraction(file, global_head_dim),
+            },
             "sliding_attention": {"rope_type": "default", "rope_theta": float(theta[1])},
         },
     }  # fmt: skip
-    if meta.count(".expert_count", 0, least=0):
-        count, used, width = file.experts()
+    if meta.count(".expert_count", 0, minimum=0):
+        count, used, width = file.expert_sizes()
         config |= {"enable_moe_block": True, "num_experts": count, "top_k_experts": used}
         config |= {"moe_intermediate_size": width}
     return config
 
 
-def share_turned(file: Contents, head_dim: int) -> float:
-    """The pairs of Gemma 4's wide heads that turn: the others are divided by more than any number of positions."""
+def gemma4_rotary_fraction(file: Contents, head_dim: int) -> float:
+    """The rotated fraction of Gemma 4's global heads: the factors of the other pairs are too large
+    to matter.
+    """
     if FREQS not in file.shapes:
         return 1.0
     factors = read_factors(FREQS, file.read, head_dim)
-    turned = factors.count(1.0)
-    if factors != [1.0] * turned + [1e30] * (len(factors) - turned):
-        raise ModelError(f"GGUF: the tensor {FREQS} must hold 1 for pairs that turn, then 1e30")
-    return part(2 * turned, head_dim)
+    num_rotated = factors.count(1.0)
+    if factors != [1.0] * num_rotated + [1e30] * (len(factors) - num_rotated):
+        raise ModelError(f"GGUF: the tensor {FREQS} must hold 1 for rotated pairs, then 1e30")
+    return rotary_fraction(2 * num_rotated, head_dim)
 
 
 def phi3(file: Contents) -> Config:
-    window = file.meta.count(".attention.sliding_window", 0, least=0) or None
+    window = file.meta.count(".attention.sliding_window", 0, minimum=0) or None
     trained = file.meta.count(".rope.scaling.original_context_length", None)
-    return file.dense("phi3", sliding_window=window, original_max_position_embeddings=trained)
+    return file.dense_config("phi3", sliding_window=window, original_max_position_embeddings=trained)
 
 
 def phimoe(file: Contents) -> Config:
-    count, used, width = file.experts()
+    count, used, width = file.expert_sizes()
     config = phi3(file) | {"model_type": "phimoe", "intermediate_size": width, "num_local_experts": count}
-    bias = file.biases("attn_q", "attn_k", "attn_v", "attn_output")
+    bias = file.have_bias("attn_q", "attn_k", "attn_v", "attn_output")
     return config | {"num_experts_per_tok": used, "attention_bias": bias, "lm_head_bias": file.has("output.bias")}
 
 
 def granite(file: Contents) -> Config:
-    file.meta.refuse(".rope.scaling.finetuned", True)
-    return file.dense("granite", **llama_biases(file), **multipliers(file))
+    file.meta.reject(".rope.scaling.finetuned", True)
+    return file.dense_config("granite", **llama_bias_config(file), **multiplier_config(file))
 
 
-def multipliers(file: Contents) -> Config:
+def multiplier_config(file: Contents) -> Config:
     keys = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"}
     keys |= {"residual_multiplier": "residual_scale", "logits_scaling": "logit_scale"}
-    found = {name: file.meta.positive(f".{key}", None) for name, key in keys.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {name: file.meta.positive(f".{key}", None) for name, key in keys.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def granitemoe(file: Contents) -> Config:
-    count, used, width = file.experts()
-    config = file.dense("granitemoe", **multipliers(file), num_local_experts=count, num_experts_per_tok=used)
-    config["attention_bias"] = file.biases("attn_q", "attn_k", "attn_v", "attn_output")
-    if file.everywhere("ffn_down_shexp.weight"):
+    count, used, width = file.expert_sizes()
+    config = file.dense_config(
+        "granitemoe", **multiplier_config(file), num_local_experts=count, num_experts_per_tok=used
+    )
+    config["attention_bias"] = file.have_bias("attn_q", "attn_k", "attn_v", "attn_output")
+    if file.in_all_layers("ffn_down_shexp.weight"):
         shared = file.size("blk.0.ffn_down_shexp.weight", 1)
         config |= {"model_type": "granitemoeshared", "shared_intermediate_size": shared}
     return config | {"intermediate_size": width}
 
 
 def granitehybrid(file: Contents) -> Config:
-    return hybrids.granitehybrid(file, multipliers(file))
+    return hybrids.granitehybrid(file, multiplier_config(file))
 
 
 def olmo2(file: Contents) -> Config:
     """OLMo 3 is OLMo 2 with windows."""
-    file.meta.refuse(".attention.clamp_kqv", 0.0)
-    config = file.dense("olmo2", attention_bias=file.biases("attn_q", "attn_k", "attn_v", "attn_output"))
-    if file.meta.count(".attention.sliding_window", 0, least=0):
-        config |= file.windows(4) | {"model_type": "olmo3"}
+    file.meta.reject(".attention.clamp_kqv", 0.0)
+    config = file.dense_config("olmo2", attention_bias=file.have_bias("attn_q", "attn_k", "attn_v", "attn_output"))
+    if file.meta.count(".attention.sliding_window", 0, minimum=0):
+        config |= file.window_config(4) | {"model_type": "olmo3"}
     return config
 
 
 def olmoe(file: Contents) -> Config:
-    file.meta.refuse(".attention.clamp_kqv", 0.0)
-    count, used, width = file.experts()
-    config = file.dense("olmoe", num_experts=count, num_experts_per_tok=used, norm_topk_prob=False)
+    file.meta.reject(".attention.clamp_kqv", 0.0)
+    count, used, width = file.expert_sizes()
+    config = file.dense_config("olmoe", num_experts=count, num_experts_per_tok=used, norm_topk_prob=False)
     return config | {"intermediate_size": width}
 
 
 def command_r(file: Contents) -> Config:
-    config = file.dense("cohere", "layer_norm_eps", logit_scale=file.meta.positive(".logit_scale"))
-    return config | {"use_qk_norm": file.everywhere("attn_q_norm.weight")}
+    config = file.dense_config("cohere", "layer_norm_eps", logit_scale=file.meta.positive(".logit_scale"))
+    return config | {"use_qk_norm": file.in_all_layers("attn_q_norm.weight")}
 
 
 def cohere2(file: Contents) -> Config:
-    config = file.dense("cohere2", "layer_norm_eps", logit_scale=file.meta.positive(".logit_scale"))
-    return config | file.windows(4)
+    config = file.dense_config("cohere2", "layer_norm_eps", logit_scale=file.meta.positive(".logit_scale"))
+    return config | file.window_config(4)
 
 
 def glm4(file: Contents) -> Config:
-    refuse_sections(file)
-    return file.dense("glm4", attention_bias=file.biases("attn_q", "attn_k", "attn_v"))
+    reject_multi_axis_rope(file)
+    return file.dense_config("glm4", attention_bias=file.have_bias("attn_q", "attn_k", "attn_v"))
 
 
-def refuse_sections(file: Contents) -> None:
-    """A rotary embedding of several positions has its rows in another order."""
-    sections = file.meta.of_layers(".rope.dimension_sections", 1, 0)
+def reject_multi_axis_rope(file: Contents) -> None:
+    """Raise for multi-axis rotary embeddings, whose rows have another order."""
+    sections = file.meta.per_layer_counts(".rope.dimension_sections", 1, 0)
     if any(sections):
-        raise ModelError(f"GGUF: {file.meta.name('.rope.dimension_sections')}: models that see are not supported")
+        raise ModelError(f"GGUF: {file.meta.full_key('.rope.dimension_sections')}: vision models are not supported")
 
 
 def glm4moe(file: Contents) -> Config:
-    refuse_sections(file)
-    config = file.dense("glm4_moe", **sigmoid_experts(file))
-    bias, norms = file.biases("attn_q", "attn_k", "attn_v"), file.everywhere("attn_q_norm.weight")
+    reject_multi_axis_rope(file)
+    config = file.dense_config("glm4_moe", **sigmoid_experts(file))
+    bias = file.have_bias("attn_q", "attn_k", "attn_v")
+    norms = file.in_all_layers("attn_q_norm.weight")
     return config | {"attention_bias": bias, "use_qk_norm": norms}
 
 
 def sigmoid_experts(file: Contents) -> Config:
-    """As DeepSeek-V3 chooses them. Contentss from before groups were written say nothing of those that V3 has."""
-    if (gate := file.gate("sigmoid")) != "sigmoid":
-        name = file.meta.name(".expert_gating_func")
+    """Experts as in DeepSeek-V3; old files do not state the groups that V3 has."""
+    if (gate := file.gating_function("sigmoid")) != "sigmoid":
+        name = file.meta.full_key(".expert_gating_func")
         raise ModelError(f"GGUF: {name} says {gate}; {file.meta.architecture} models have sigmoid")
     groups, chosen = (8, 4) if file.meta.count(".expert_count") == 256 else (1, 1)
     return routed_experts(file) | {
-        "n_group": file.meta.count(".expert_group_count", groups, least=0) or 1,
-        "topk_group": file.meta.count(".expert_group_used_count", chosen, least=0) or 1,
+        "n_group": file.meta.count(".expert_group_count", groups, minimum=0) or 1,
+        "topk_group": file.meta.count(".expert_group_used_count", chosen, minimum=0) or 1,
         "norm_topk_prob": file.meta.flag(".expert_weights_norm", False),
     }
 
 
 def routed_experts(file: Contents) -> Config:
-    count, used, width = file.experts()
+    count, used, width = file.expert_sizes()
     config = {
         "n_routed_experts": count, "num_experts_per_tok": used, "moe_intermediate_size": width,
-        "first_k_dense_replace": file.leading("ffn_gate_inp.weight"),
+        "first_k_dense_replace": file.count_leading_without("ffn_gate_inp.weight"),
         "routed_scaling_factor": file.meta.number(".expert_weights_scale", 0.0) or 1.0,
     }  # fmt: skip
-    shared = [f"blk.{number}.ffn_down_shexp.weight" for number in range(file.layers)]
-    found = [file.size(name, 1) for name in shared if file.has(name)]
-    if found and found[0] % width:
-        raise ModelError(f"GGUF: the tensor {shared[-1]} is {found[0]} wide; it must be a multiple of {width}")
-    return config | ({"n_shared_experts": found[0] // width} if found else {})
+    shared_tensors = [f"blk.{number}.ffn_down_shexp.weight" for number in range(file.num_layers)]
+    shared_widths = [file.size(name, 1) for name in shared_tensors if file.has(name)]
+    if shared_widths and shared_widths[0] % width:
+        raise ModelError(
+            f"GGUF: the tensor {shared_tensors[-1]} is {shared_widths[0]} wide; it must be a multiple of {width}"
+        )
+    return config | ({"n_shared_experts": shared_widths[0] // width} if shared_widths else {})
 
 
 def deepseek2(file: Contents) -> Config:
-    """V2 by softmax, V3 and what is made like it by a sigmoid."""
-    meta, config = file.meta, file.common("deepseek_v2")
-    rank, rotary = meta.count(".attention.kv_lora_rank"), meta.count(".rope.dimension_count")
-    split = ".attention.key_length_mla" in meta  # files from before: the sizes are those of the heads
-    whole, value = (meta.count(f".attention.{x}_length{'_mla' if split else ''}") for x in ("key", "value"))
-    if whole <= rotary:
-        raise ModelError(f"GGUF: {meta.name('.attention.key_length')} = {whole}; it must be above the {rotary} rotated")
-    config |= rope_of(meta, file.shapes, file.read, rotary, config["max_position_embeddings"])
-    if (weight := meta.positive(".rope.scaling.yarn_log_multiplier", None)) is not None and "rope_scaling" in config:
-        weight = round(10 * weight, 7)  # the file has a tenth of it
-        config["rope_scaling"] |= {"mscale": weight, "mscale_all_dim": weight}
+    """DeepSeek-V2 (softmax), DeepSeek-V3 and its derivatives (sigmoid)."""
+    meta = file.meta
+    config = file.common_config("deepseek_v2")
+    rank = meta.count(".attention.kv_lora_rank")
+    rotary_dim = meta.count(".rope.dimension_count")
+    has_mla_lengths = ".attention.key_length_mla" in meta  # absent in older files
+    qk_head_dim, v_head_dim = (
+        meta.count(f".attention.{x}_length{'_mla' if has_mla_lengths else ''}") for x in ("key", "value")
+    )
+    if qk_head_dim <= rotary_dim:
+        raise ModelError(
+            f"GGUF: {meta.full_key('.attention.key_length')} = {qk_head_dim}; it must be above the {rotary_dim} rotated"
+        )
+    config |= rope_config(meta, file.shapes, file.read, rotary_dim, config["max_position_embeddings"])
+    if (mscale := meta.positive(".rope.scaling.yarn_log_multiplier", None)) is not None and "rope_scaling" in config:
+        mscale = round(10 * mscale, 7)  # the file stores a tenth of it
+        config["rope_scaling"] |= {"mscale": mscale, "mscale_all_dim": mscale}
     config |= {
         "q_lora_rank": meta.count(".attention.q_lora_rank", None) if file.has("blk.0.attn_q_a.weight") else None,
-        "kv_lora_rank": rank, "qk_nope_head_dim": whole - rotary, "qk_rope_head_dim": rotary, "v_head_dim": value,
-        "intermediate_size": meta.same(".feed_forward_length", file.layers), "hidden_act": "silu",
-        "attention_bias": file.biases("attn_kv_a_mqa", "attn_output"),
+        "kv_lora_rank": rank, "v_head_dim": v_head_dim,
+        "qk_nope_head_dim": qk_head_dim - rotary_dim, "qk_rope_head_dim": rotary_dim,
+        "intermediate_size": meta.uniform_count(".feed_forward_length", file.num_layers), "hidden_act": "silu",
+        "attention_bias": file.have_bias("attn_kv_a_mqa", "attn_output"),
     }  # fmt: skip
-    chosen = any(name.endswith(".exp_probs_b.bias") for name in file.shapes)  # by a bias, which V2 has not
-    if file.gate("sigmoid" if chosen else "softmax") == "sigmoid":
+    # V2 has no bias.
+    has_selection_bias = any(name.endswith(".exp_probs_b.bias") for name in file.shapes)
+    if file.gating_function("sigmoid" if has_selection_bias else "softmax") == "sigmoid":
         return config | sigmoid_experts(file) | {"model_type": "deepseek_v3"}
-    groups = meta.count(".expert_group_count", 1, least=0) or 1
-    config |= {"n_group": groups, "topk_group": meta.count(".expert_group_used_count", 1, least=0) or 1}
+    groups = meta.count(".expert_group_count", 1, minimum=0) or 1
+    config |= {"n_group": groups, "topk_group": meta.count(".expert_group_used_count", 1, minimum=0) or 1}
     config |= {"topk_method": "group_limited_greedy" if groups > 1 else "greedy"}
     return config | routed_experts(file) | {"norm_topk_prob": meta.flag(".expert_weights_norm", False)}
 
 
 def gpt_oss(file: Contents) -> Config:
-    count, used, width = file.experts()
-    config = file.dense("gpt_oss", num_local_experts=count, num_experts_per_tok=used) | file.windows(2, otherwise=128)
-    config["attention_bias"] = file.biases("attn_q", "attn_k", "attn_v", "attn_output")
+    count, used, width = file.expert_sizes()
+    config = file.dense_config("gpt_oss", num_local_experts=count, num_experts_per_tok=used) | file.window_config(
+        2, default_window=128
+    )
+    config["attention_bias"] = file.have_bias("attn_q", "attn_k", "attn_v", "attn_output")
     if config.get("rope_scaling", {}).get("rope_type") == "yarn":
         config["rope_scaling"]["truncate"] = False
     return config | {"intermediate_size": width}
 
 
 def seed_oss(file: Contents) -> Config:
-    config = file.dense("seed_oss", mlp_bias=file.biases("ffn_gate", "ffn_up", "ffn_down"))
-    own = {"attention_bias": ("attn_q", "attn_k", "attn_v"), "attention_out_bias": ("attn_output",)}
-    return config | {key: file.biases(*names) for key, names in own.items()}
+    config = file.dense_config("seed_oss", mlp_bias=file.have_bias("ffn_gate", "ffn_up", "ffn_down"))
+    projections_by_key = {"attention_bias": ("attn_q", "attn_k", "attn_v"), "attention_out_bias": ("attn_output",)}
+    return config | {key: file.have_bias(*names) for key, names in projections_by_key.items()}
 
 
 def exaone4(file: Contents) -> Config:
-    return file.dense("exaone4") | file.windows(4)
+    return file.dense_config("exaone4") | file.window_config(4)
 
 
 def hunyuan_dense(file: Contents) -> Config:
-    """What stretches its context is in the base already."""
-    bias = file.biases("attn_q", "attn_k", "attn_v", "attn_output")
-    return file.dense("hunyuan_v1_dense", attention_bias=bias, use_qk_norm=True)
+    """The context extension is already in the file's rope base."""
+    bias = file.have_bias("attn_q", "attn_k", "attn_v", "attn_output")
+    return file.dense_config("hunyuan_v1_dense", attention_bias=bias, use_qk_norm=True)
 
 
 def hunyuan_moe(file: Contents) -> Config:
-    count, used, width = file.experts()
+    count, used, width = file.expert_sizes()
     experts = {"num_experts": count, "moe_topk": used, "moe_intermediate_size": width, "num_shared_expert": 1}
     return hunyuan_dense(file) | experts | {"model_type": "hunyuan_v1_moe"}
 
 
 def ernie(file: Contents) -> Config:
-    refuse_sections(file)
+    reject_multi_axis_rope(file)
     names = ("attn_q", "attn_k", "attn_v", "attn_output")
-    return file.dense("ernie4_5", use_bias=file.biases(*names, "ffn_gate", "ffn_up", "ffn_down"))
+    return file.dense_config("ernie4_5", use_bias=file.have_bias(*names, "ffn_gate", "ffn_up", "ffn_down"))
 
 
 def ernie_moe(file: Contents) -> Config:
-    refuse_sections(file)
-    count, used, width = file.experts()
-    every = file.meta.count(".interleave_moe_layer_step", 1)
-    sparse = [number for number in range(file.layers) if file.has(f"blk.{number}.ffn_gate_inp.weight")]
-    if not sparse or sparse != [i for i in range(sparse[0], sparse[-1] + 1) if (i + 1) % every == 0]:
-        raise ModelError(f"GGUF: the layers {shown(sparse)} have experts, which is not every {every} of them")
-    shared = [name for number in sparse if file.has(name := f"blk.{number}.ffn_down_shexp.weight")]
-    return file.dense("ernie4_5_moe", use_bias=file.biases("attn_q", "attn_k", "attn_v", "attn_output")) | {
-        "moe_num_experts": count, "moe_k": used, "moe_intermediate_size": width, "moe_layer_start_index": sparse[0],
-        "moe_layer_end_index": sparse[-1], "moe_layer_interval": every,
+    reject_multi_axis_rope(file)
+    count, used, width = file.expert_sizes()
+    interval = file.meta.count(".interleave_moe_layer_step", 1)
+    expert_layers = [number for number in range(file.num_layers) if file.has(f"blk.{number}.ffn_gate_inp.weight")]
+    if not expert_layers or expert_layers != [
+        i for i in range(expert_layers[0], expert_layers[-1] + 1) if (i + 1) % interval == 0
+    ]:
+        raise ModelError(
+            f"GGUF: the layers {format_value(expert_layers)} have experts; it must be every {interval} layers"
+        )
+    shared = [name for number in expert_layers if file.has(name := f"blk.{number}.ffn_down_shexp.weight")]
+    return file.dense_config("ernie4_5_moe", use_bias=file.have_bias("attn_q", "attn_k", "attn_v", "attn_output")) | {
+        "moe_num_experts": count, "moe_k": used, "moe_intermediate_size": width, "moe_layer_interval": interval,
+        "moe_layer_start_index": expert_layers[0], "moe_layer_end_index": expert_layers[-1],
         "moe_num_shared_experts": file.size(shared[0], 1) // width if shared else 0,
     }  # fmt: skip
 
 
 def lfm2(file: Contents) -> Config:
-    config = short_convolutions(file, "lfm2")
-    return config | {"block_auto_adjust_ff_dim": False, "block_ff_dim": file.meta.same(".feed_forward_length", 1)}
+    config = short_convolution_config(file, "lfm2")
+    return config | {
+        "block_auto_adjust_ff_dim": False,
+        "block_ff_dim": file.meta.uniform_count(".feed_forward_length", 1),
+    }
 
 
-def short_convolutions(file: Contents, kind: str) -> Config:
-    config = file.common(kind)
-    config |= file.heads(config)
-    kept = file.meta.of_layers(".attention.head_count_kv", file.layers)
-    file.meta.refuse(".attention.sliding_window", 0)
+def short_convolution_config(file: Contents, kind: str) -> Config:
+    config = file.common_config(kind)
+    config |= file.head_config(config)
+    kv_heads = file.meta.per_layer_counts(".attention.head_count_kv", file.num_layers)
+    file.meta.reject(".attention.sliding_window", 0)
     return config | {
         "norm_eps": config.pop("rms_norm_eps"), "conv_L_cache": file.meta.count(".shortconv.l_cache"),
-        "conv_bias": False, "layer_types": ["full_attention" if heads else "conv" for heads in kept],
+        "conv_bias": False, "layer_types": ["full_attention" if heads else "conv" for heads in kv_heads],
     }  # fmt: skip
 
 
 def lfm2moe(file: Contents) -> Config:
-    if file.gate("sigmoid") != "sigmoid":
-        raise ModelError(f"GGUF: {file.meta.name('.expert_gating_func')} must be 2 for sigmoid")
-    count, used, width = file.experts()
-    first = file.leading("ffn_gate_inp.weight")
-    bias = file.everywhere("exp_probs_b.bias", range(first, file.layers))
-    return short_convolutions(file, "lfm2_moe") | {
-        "intermediate_size": file.meta.same(".feed_forward_length", file.layers), "num_dense_layers": first,
+    if file.gating_function("sigmoid") != "sigmoid":
+        raise ModelError(f"GGUF: {file.meta.full_key('.expert_gating_func')} must be 2 for sigmoid")
+    count, used, width = file.expert_sizes()
+    first = file.count_leading_without("ffn_gate_inp.weight")
+    bias = file.in_all_layers("exp_probs_b.bias", range(first, file.num_layers))
+    return short_convolution_config(file, "lfm2_moe") | {
+        "intermediate_size": file.meta.uniform_count(".feed_forward_length", file.num_layers),
+        "num_dense_layers": first,
         "num_experts": count, "num_experts_per_tok": used, "moe_intermediate_size": width, "norm_topk_prob": True,
         "routed_scaling_factor": file.meta.number(".expert_weights_scale", 0.0) or 1.0, "use_expert_bias": bias,
     }  # fmt: skip
 
 
 def llama4(file: Contents) -> Config:
-    """Its windows, the temperature of its queries and the norms that Maverick lacks are in llama.cpp's code alone."""
-    file.meta.refuse(".attention.sliding_window", 8192)
-    count, used, width = file.experts()
-    config = file.dense("llama4_text", attention_bias=file.biases("attn_q", "attn_k", "attn_v", "attn_output"))
+    """Its windows, query temperature and QK norms (absent in Maverick) are constants of llama.cpp's
+    code.
+    """
+    file.meta.reject(".attention.sliding_window", 8192)
+    count, used, width = file.expert_sizes()
+    config = file.dense_config(
+        "llama4_text", attention_bias=file.have_bias("attn_q", "attn_k", "attn_v", "attn_output")
+    )
     return config | {
         "intermediate_size_mlp": config["intermediate_size"], "intermediate_size": width, "num_local_experts": count,
         "num_experts_per_tok": used, "interleave_moe_layer_step": file.meta.count(".interleave_moe_layer_step"),
@@ -402,11 +450,11 @@ def llama4(file: Contents) -> Config:
 
 
 def minimax_m2(file: Contents) -> Config:
-    if file.gate("sigmoid") != "sigmoid":
-        raise ModelError(f"GGUF: {file.meta.name('.expert_gating_func')} must be 2 for sigmoid")
-    count, used, width = file.experts()
+    if file.gating_function("sigmoid") != "sigmoid":
+        raise ModelError(f"GGUF: {file.meta.full_key('.expert_gating_func')} must be 2 for sigmoid")
+    count, used, width = file.expert_sizes()
     experts = {"num_local_experts": count, "num_experts_per_tok": used, "scoring_func": "sigmoid"}
-    return file.dense("minimax_m2", **experts) | {"intermediate_size": width}
+    return file.dense_config("minimax_m2", **experts) | {"intermediate_size": width}
 
 
 ARCHITECTURES: dict[str, Callable[[Contents], Config]] = {

@@ -1,6 +1,7 @@
-"""What a GGUF file says of a model: the metadata that `architectures.py` reads, from a configuration and config.json.
+"""The metadata that describes a model in a GGUF file, from its ModelConfig and config.json.
 
-Only what is read back as the same model may be written: whoever writes a file compares both.
+The inverse of `architectures.py`. The writer checks that the file would be read back as the same
+model.
 """
 
 from collections.abc import Mapping
@@ -12,104 +13,148 @@ import numpy as np
 from ..config import Attention, ModelConfig
 from ..errors import ModelError
 from .file_type import FILE_TYPES
-from .rotary import FREQS, llama3
+from .rotary import FREQS, llama3_factors
 
-Described = tuple[dict[str, Any], dict[str, np.ndarray]]
-FAMILIES = {  # and the architecture that has them
+ARCHITECTURE_BY_FAMILY = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3",
 }  # fmt: skip
-# general.file_type by the type of the matrices.
+# general.file_type by block type of the matrices.
 WRITTEN_TYPES = {"MXFP4" if name == "MXFP4_MOE" else name: number for number, name in FILE_TYPES.items()}
-SLACK = 1e-5  # between numbers of a configuration: a file keeps 32 bits
-# Fields of a configuration that a file has other words for.
-APART = ("family", "dtype", "quant", "stored", "kv_cache_dtype", "file_format")
+REL_TOLERANCE = 1e-5  # between floats of two configurations: a file stores 32 bits
+# Fields of ModelConfig that a file does not store in the same form.
+IGNORED_FIELDS = ("family", "dtype", "quant", "stored", "kv_cache_dtype", "file_format")
 
 
-def metadata_of(
+def model_metadata(
     config: ModelConfig, hf: Mapping[str, Any], kind: str, name: str
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The keys, and the tensors that are part of the configuration. `hf` is the text model's config.json."""
-    if config.family not in FAMILIES or not config.writes:
+    """The metadata keys, and the tensors that are part of the configuration.
+
+    Args:
+        hf: config.json of the text model.
+        kind: the block type of the matrices.
+        name: the model's name.
+    """
+    if config.family not in ARCHITECTURE_BY_FAMILY or not config.writes:
         raise ModelError(
-            f"models of the family {config.family} are not written to GGUF files; those of {', '.join(FAMILIES)} are"
+            f"models of the family {config.family} are not written to GGUF files; "
+            f"those of {', '.join(ARCHITECTURE_BY_FAMILY)} are"
         )
-    architecture, first = FAMILIES[config.family], config.layers[0]
-    a = first.attention
-    assert isinstance(a, Attention)
-    own, tensors = rope(config, hf, architecture, a)
-    own |= {
+    architecture = ARCHITECTURE_BY_FAMILY[config.family]
+    first_layer = config.layers[0]
+    attention = first_layer.attention
+    assert isinstance(attention, Attention)
+    architecture_values, tensors = rope_metadata(config, hf, architecture, attention)
+    architecture_values |= {
         "block_count": len(config.layers), "context_length": config.max_len, "embedding_length": config.dim,
-        "attention.head_count": a.heads, "attention.head_count_kv": a.kv_heads, "attention.key_length": a.head_dim,
-        "attention.value_length": a.head_dim, "attention.layer_norm_rms_epsilon": float(config.norm_eps),
+        "attention.head_count": attention.heads, "attention.head_count_kv": attention.kv_heads,
+        "attention.key_length": attention.head_dim,
+        "attention.value_length": attention.head_dim, "attention.layer_norm_rms_epsilon": float(config.norm_eps),
         "vocab_size": config.vocab_size,
     }  # fmt: skip
     moe = next((layer.moe for layer in config.layers if layer.moe is not None), None)
     if moe is not None:
-        own |= {"expert_count": moe.experts, "expert_used_count": moe.top_k, "expert_feed_forward_length": moe.dim}
+        architecture_values |= {
+            "expert_count": moe.experts,
+            "expert_used_count": moe.top_k,
+            "expert_feed_forward_length": moe.dim,
+        }
     mlp = next((layer.mlp for layer in config.layers if layer.mlp is not None), None)
     if architecture == "qwen3moe" and any(layer.moe is None for layer in config.layers):
-        raise ModelError("this model of the family qwen3_moe has a layer without experts; llama.cpp knows none such")
-    own["feed_forward_length"] = hf["intermediate_size"] if mlp is None else mlp.dim
+        raise ModelError(
+            "this model of the family qwen3_moe has a layer without experts; llama.cpp does not support that"
+        )
+    architecture_values["feed_forward_length"] = hf["intermediate_size"] if mlp is None else mlp.dim
     windows = {layer.attention.window for layer in config.layers} - {None}
     if windows and architecture.startswith("gemma"):
-        own["attention.sliding_window"] = windows.pop()
-    caps = {"attn_logit_softcapping": a.soft_cap, "final_logit_softcapping": config.final_soft_cap}
-    own |= {key: float(value) for key, value in caps.items() if value is not None}
-    found: dict[str, Any] = {
+        architecture_values["attention.sliding_window"] = windows.pop()
+    caps = {"attn_logit_softcapping": attention.soft_cap, "final_logit_softcapping": config.final_soft_cap}
+    architecture_values |= {key: float(value) for key, value in caps.items() if value is not None}
+    general_values: dict[str, Any] = {
         "general.architecture": architecture, "general.type": "model", "general.name": name,
         "general.file_type": WRITTEN_TYPES[kind], "general.quantization_version": 2,
     }  # fmt: skip
-    return found | {f"{architecture}.{key}": value for key, value in own.items()}, tensors
+    return general_values | {f"{architecture}.{key}": value for key, value in architecture_values.items()}, tensors
 
 
-def rope(
-    config: ModelConfig, hf: Mapping[str, Any], architecture: str, a: Attention
+def rope_metadata(
+    config: ModelConfig, hf: Mapping[str, Any], architecture: str, attention: Attention
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The keys of the rotary embedding, and its factors where it is scaled as Llama 3's is."""
-    said = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    local, said = said.get("sliding_attention") or {}, said.get("full_attention", said)
-    usual = 1e6 if architecture == "gemma3" else 10000.0
-    theta = float(said.get("rope_theta") or hf.get("rope_theta") or usual)
-    kind = said.get("rope_type") or said.get("type") or "default"
-    turned = next((2 * len(x.attention.rope.inv_freq) for x in config.layers if x.attention.rope), a.head_dim)
-    found: dict[str, Any] = {"rope.freq_base": theta, "rope.dimension_count": turned}
+    """The keys of the rotary embedding, and its tensor of factors for Llama 3's scaling."""
+    rope_parameters = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    local = rope_parameters.get("sliding_attention") or {}
+    rope_parameters = rope_parameters.get("full_attention", rope_parameters)
+    default_theta = 1e6 if architecture == "gemma3" else 10000.0
+    theta = float(rope_parameters.get("rope_theta") or hf.get("rope_theta") or default_theta)
+    rope_type = rope_parameters.get("rope_type") or rope_parameters.get("type") or "default"
+    rotary_dim = next(
+        (2 * len(x.attention.rope.inv_freq) for x in config.layers if x.attention.rope), attention.head_dim
+    )
+    values: dict[str, Any] = {"rope.freq_base": theta, "rope.dimension_count": rotary_dim}
     swa = float(local.get("rope_theta") or hf.get("rope_local_base_freq") or 10000.0)
     if architecture == "gemma3":
-        found["rope.freq_base_swa"] = swa
-    if kind == "llama3" and architecture == "llama":
-        length = said.get("original_max_position_embeddings") or config.max_len
-        rule = said["factor"], said["low_freq_factor"], said["high_freq_factor"], length
-        return found, {FREQS: llama3(theta, turned, *rule).astype(np.float32)}
-    if kind not in ("default", "linear", "yarn"):
-        raise ModelError(f"config.json: rope_type = {kind!r} of {config.family} models is not written to GGUF files")
-    if kind != "default":
-        found |= {"rope.scaling.type": kind, "rope.scaling.factor": float(said["factor"])}
-    if kind == "yarn":
-        found["rope.scaling.original_context_length"] = said.get("original_max_position_embeddings") or config.max_len
+        values["rope.freq_base_swa"] = swa
+    if rope_type == "llama3" and architecture == "llama":
+        length = rope_parameters.get("original_max_position_embeddings") or config.max_len
+        llama3_parameters = (
+            rope_parameters["factor"],
+            rope_parameters["low_freq_factor"],
+            rope_parameters["high_freq_factor"],
+            length,
+        )
+        return values, {FREQS: llama3_factors(theta, rotary_dim, *llama3_parameters).astype(np.float32)}
+    if rope_type not in ("default", "linear", "yarn"):
+        raise ModelError(
+            f"config.json: rope_type = {rope_type!r} of {config.family} models is not written to GGUF files"
+        )
+    if rope_type != "default":
+        values |= {"rope.scaling.type": rope_type, "rope.scaling.factor": float(rope_parameters["factor"])}
+    if rope_type == "yarn":
+        values["rope.scaling.original_context_length"] = (
+            rope_parameters.get("original_max_position_embeddings") or config.max_len
+        )
         keys = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
-        found |= {f"rope.scaling.{own}": float(said[key]) for key, own in keys.items() if said.get(key) is not None}
-    return found, {}
+        values |= {
+            f"rope.scaling.{gguf_key}": float(rope_parameters[key])
+            for key, gguf_key in keys.items()
+            if rope_parameters.get(key) is not None
+        }
+    return values, {}
 
 
-def check_same(mine: ModelConfig, read: ModelConfig) -> None:
-    """Refuse a model that a file would say something else of."""
-    for field in fields(mine):
-        if field.name not in APART and (place := differs(getattr(mine, field.name), getattr(read, field.name))):
+def check_round_trip(config: ModelConfig, restored: ModelConfig) -> None:
+    """Raise if the configuration read back from the file would differ."""
+    for field in fields(config):
+        if field.name not in IGNORED_FIELDS and (
+            difference := first_difference(getattr(config, field.name), getattr(restored, field.name))
+        ):
             raise ModelError(
-                f"this model of the family {mine.family} cannot be said in a GGUF file: {field.name}{place} would be "
-                "read as another"
+                f"this model of the family {config.family} cannot be described in a GGUF file: "
+                f"{field.name}{difference} would be read back differently"
             )
 
 
-def differs(mine: Any, read: Any) -> str:
-    """Where two values differ, and how; empty where they do not."""
-    if is_dataclass(mine) and type(mine) is type(read):
-        pairs = ((f".{field.name}", getattr(mine, field.name), getattr(read, field.name)) for field in fields(mine))
-    elif isinstance(mine, tuple) and isinstance(read, tuple) and len(mine) == len(read):
-        pairs = ((f"[{at}]", one, other) for at, (one, other) in enumerate(zip(mine, read, strict=True)))
-    elif isinstance(mine, float) and isinstance(read, int | float) and not isinstance(read, bool):
-        return "" if abs(mine - read) <= SLACK * abs(mine) else f" = {mine!r} ({read!r})"
+def first_difference(value: Any, restored: Any) -> str:
+    """The path and values of the first difference between two values; empty if they are equal."""
+    if is_dataclass(value) and type(value) is type(restored):
+        pairs = (
+            (f".{field.name}", getattr(value, field.name), getattr(restored, field.name)) for field in fields(value)
+        )
+    elif isinstance(value, tuple) and isinstance(restored, tuple) and len(value) == len(restored):
+        pairs = (
+            (f"[{index}]", item, restored_item)
+            for index, (item, restored_item) in enumerate(zip(value, restored, strict=True))
+        )
+    elif isinstance(value, float) and isinstance(restored, int | float) and not isinstance(restored, bool):
+        return "" if abs(value - restored) <= REL_TOLERANCE * abs(value) else f" = {value!r} ({restored!r})"
     else:
-        return "" if mine == read else f" = {mine!r:.60} ({read!r:.60})"
-    return next((place + found for place, one, other in pairs if (found := differs(one, other))), "")
+        return "" if value == restored else f" = {value!r:.60} ({restored!r:.60})"
+    return next(
+        (
+            path + difference
+            for path, item, restored_item in pairs
+            if (difference := first_difference(item, restored_item))
+        ),
+        "",
+    )

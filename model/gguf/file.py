@@ -1,4 +1,4 @@
-"""GGUF files: what they say and the tensors that they hold, checked before any of it is used."""
+"""Reads GGUF files, including split ones: metadata and the table of tensors, checked before use."""
 
 import re
 from dataclasses import dataclass
@@ -14,97 +14,100 @@ from .tensor import BlockTensor
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-FIXED = 24  # bytes before the first key: magic, version, and the numbers of tensors and keys
-AXES = 4  # the most that a tensor has
-ALIGNMENT = 32  # where the file says nothing
-ENTRY = 24  # bytes that the shortest entry of a tensor takes
-PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+PROLOGUE_BYTES = 24  # magic, version, number of tensors, number of keys
+MAX_AXES = 4
+ALIGNMENT = 32  # without general.alignment
+MIN_TENSOR_INFO_BYTES = 24
+SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What a file holds, or all the parts of one that is split."""
+    """The metadata and tensors of a GGUF file, or of all parts of a split file."""
 
-    metadata: dict[str, Any]  # of a split file that of its first part; arrays of numbers are numpy's, others lists
+    metadata: dict[str, Any]  # of the first part if the file is split
     tensors: dict[str, BlockTensor]
 
 
 def read_file(path: Path) -> GgufFile:
-    """A GGUF file. Of one that is split any part may be named, and all are read."""
-    given = read_part(path)
-    count = given.metadata.get("split.count", 0)  # 0 as well in one that was merged
-    number, named = place(path)
-    if not is_count(count) or (count < 2 and named > 1):
-        raise ModelError(f"{path}: split.count = {shown(count)}; by its name it is part {number} of {named}")
+    """Read a GGUF file. Any part of a split file may be given; all parts are read."""
+    first_read = read_part(path)
+    count = first_read.metadata.get("split.count", 0)  # 0 also in a file that was merged from parts
+    number, num_named = split_position(path)
+    if not is_count(count) or (count < 2 and num_named > 1):
+        raise ModelError(f"{path}: split.count = {format_value(count)}; by its name it is part {number} of {num_named}")
     if count < 2:
-        return given
-    check_part(path, given, number, named)
-    parts = {number: given}
-    for other in range(1, count + 1):
-        if other not in parts:
-            parts[other] = read_part(sibling(path, other))
-            check_part(sibling(path, other), parts[other], other, count)
-    return joined(path, [parts[part] for part in range(1, count + 1)])
+        return first_read
+    check_part(path, first_read, number, num_named)
+    parts_by_number = {number: first_read}
+    for part_number in range(1, count + 1):
+        if part_number not in parts_by_number:
+            parts_by_number[part_number] = read_part(part_path(path, part_number))
+            check_part(part_path(path, part_number), parts_by_number[part_number], part_number, count)
+    return join_parts(path, [parts_by_number[part_number] for part_number in range(1, count + 1)])
 
 
 def is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def shown(value: Any) -> str:
-    """A value in an error's text, in few words."""
+def format_value(value: Any) -> str:
+    """A short form of a value for an error message."""
     return f"{value!r:.200}" if isinstance(value, str | int | float | None) else f"an array of {len(value)}"
 
 
-def place(path: Path) -> tuple[int, int]:
-    """Which part of how many a file is by its name: model-00002-of-00003.gguf; (1, 1) where it does not say."""
-    match = PART.fullmatch(path.name)
+def split_position(path: Path) -> tuple[int, int]:
+    """The part number and the number of parts in a file's name, such as model-00002-of-00003.gguf;
+    (1, 1) without.
+    """
+    match = SPLIT_NAME.fullmatch(path.name)
     return (int(match[2]), int(match[3])) if match else (1, 1)
 
 
-def sibling(path: Path, number: int) -> Path:
-    """Another part of the same file."""
-    stem, _, count = PART.fullmatch(path.name).groups()
+def part_path(path: Path, number: int) -> Path:
+    """The path of part `number` of the split file that `path` is a part of."""
+    stem, _, count = SPLIT_NAME.fullmatch(path.name).groups()
     return path.with_name(f"{stem}-{number:05}-of-{count}.gguf")
 
 
-def check_part(path: Path, part: GgufFile, number: int, count: int) -> None:
-    """Refuse a part that says of itself another place than its name does."""
-    for key, right in (("split.count", count), ("split.no", number - 1)):  # split.no counts from 0
-        said = part.metadata.get(key)
-        if not is_count(said) or said != right:
+def check_part(path: Path, gguf: GgufFile, number: int, count: int) -> None:
+    """Raise if the metadata of a part contradicts the part number in its name."""
+    # Split.no counts from 0.
+    for key, expected in (("split.count", count), ("split.no", number - 1)):
+        stated = gguf.metadata.get(key)
+        if not is_count(stated) or stated != expected:
             raise ModelError(
-                f"{path}: {key} = {shown(said)}, but by its name it is part {number} of {count}; "
+                f"{path}: {key} = {format_value(stated)}, but by its name it is part {number} of {count}; "
                 "a split file's parts are named NAME-00001-of-00003.gguf and so on"
             )
 
 
-def joined(path: Path, parts: list[GgufFile]) -> GgufFile:
-    """All parts as one; `path` is that of any."""
+def join_parts(path: Path, files: list[GgufFile]) -> GgufFile:
+    """Combine the parts of a split file; `path` is the path of any part."""
     tensors: dict[str, BlockTensor] = {}
-    for part in parts:
-        if twice := tensors.keys() & part.tensors.keys():
-            name = min(twice)
+    for gguf in files:
+        if duplicates := tensors.keys() & gguf.tensors.keys():
+            name = min(duplicates)
             raise ModelError(
-                f"tensor {name!r:.200} is in both {tensors[name].file} and {part.tensors[name].file}; it must be in one"
+                f"tensor {name!r:.200} is in both {tensors[name].file} and {gguf.tensors[name].file}; it must be in one"
             )
-        tensors |= part.tensors
-    for number, part in enumerate(parts, 1):
-        said = part.metadata.get("split.tensors.count")
-        if not is_count(said) or said != len(tensors):
+        tensors |= gguf.tensors
+    for number, gguf in enumerate(files, 1):
+        stated = gguf.metadata.get("split.tensors.count")
+        if not is_count(stated) or stated != len(tensors):
             raise ModelError(
-                f"{sibling(path, number)}: split.tensors.count = {shown(said)}, but its {len(parts)} parts hold "
-                f"{len(tensors)} tensors"
+                f"{part_path(path, number)}: split.tensors.count = {format_value(stated)}, "
+                f"but its {len(files)} parts hold {len(tensors)} tensors"
             )
-    return GgufFile(parts[0].metadata, tensors)
+    return GgufFile(files[0].metadata, tensors)
 
 
 def read_part(path: Path) -> GgufFile:
-    """One file, of which nothing but the metadata stays in memory."""
+    """Read one file. Only its metadata stays in memory; tensors are read on demand."""
     try:
         with open(path, "rb") as file:
-            begin = file.read(max(POINTER, FIXED))
-        check_begin(path, begin)
+            begin = file.read(max(POINTER, PROLOGUE_BYTES))
+        check_prologue(path, begin)
         return read_header(Header(path, memoryview(np.memmap(path, np.uint8, "r"))))
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist; the model's download may be incomplete") from None
@@ -112,16 +115,16 @@ def read_part(path: Path) -> GgufFile:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def check_begin(path: Path, begin: bytes) -> None:
-    """Refuse what is no GGUF file, or one of another kind."""
+def check_prologue(path: Path, begin: bytes) -> None:
+    """Raise if the first bytes are not those of a little-endian GGUF file of a supported version."""
     refuse_pointer(path, begin)
     if not begin:
         raise ModelError(f"{path} is empty; the model's download may be incomplete")
     if not begin.startswith(MAGIC[: len(begin)]):
-        raise ModelError(f"{path} is no GGUF file: it begins with {begin[:4]!r} in place of {MAGIC!r}")
-    if len(begin) < FIXED:
+        raise ModelError(f"{path} is no GGUF file: it begins with {begin[:4]!r} in split_position of {MAGIC!r}")
+    if len(begin) < PROLOGUE_BYTES:
         raise ModelError(
-            f"{path} is truncated: it has {len(begin)} bytes, and a GGUF file {FIXED} before its first key"
+            f"{path} is truncated: it has {len(begin)} bytes, and a GGUF file {PROLOGUE_BYTES} before its first key"
         )
     version = int.from_bytes(begin[4:8], "little")
     if (swapped := int.from_bytes(begin[4:8], "big")) < 1 << 16 <= version:
@@ -134,64 +137,74 @@ def check_begin(path: Path, begin: bytes) -> None:
 
 
 def read_header(header: Header) -> GgufFile:
-    """Metadata, then the table of tensors."""
-    header.at = 8
-    tensors, keys = header.number("<u8", "the number of tensors"), header.number("<u8", "the number of keys")
-    metadata = header.metadata(keys)
-    header.check(tensors, ENTRY, f"a table of {tensors} tensors")
+    """Read the metadata and the table of tensors."""
+    header.offset = 8
+    num_tensors = header.read_number("<u8", "the number of tensors")
+    num_keys = header.read_number("<u8", "the number of keys")
+    metadata = header.read_metadata(num_keys)
+    header.check_size(num_tensors, MIN_TENSOR_INFO_BYTES, f"a table of {num_tensors} tensors")
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if not is_count(alignment) or alignment.bit_count() != 1:
-        raise ModelError(f"{header.path}: general.alignment = {shown(alignment)}; it must be a power of two")
-    found: dict[str, BlockTensor] = {}
-    for index in range(tensors):
-        tensor = read_entry(header, index, alignment)
-        if tensor.name in found:
+        raise ModelError(f"{header.path}: general.alignment = {format_value(alignment)}; it must be a power of two")
+    tensors_by_name: dict[str, BlockTensor] = {}
+    for index in range(num_tensors):
+        tensor = read_tensor_info(header, index, alignment)
+        if tensor.name in tensors_by_name:
             raise ModelError(f"{header.path} has the tensor {tensor.name!r:.200} twice; a name must be unique")
-        found[tensor.name] = tensor
-    return GgufFile(metadata, placed(header, found, -(-header.at // alignment) * alignment))
+        tensors_by_name[tensor.name] = tensor
+    return GgufFile(metadata, resolve_offsets(header, tensors_by_name, -(-header.offset // alignment) * alignment))
 
 
-def read_entry(header: Header, index: int, alignment: int) -> BlockTensor:
-    """One line of the table; the tensor's start is counted from where the tensors begin."""
-    name = header.text(f"the name of tensor {index}")
-    what = f"tensor {name!r:.200}"
-    if (axes := header.number("<u4", what)) > AXES:
-        raise ModelError(f"{header.path}: {what} has {axes} dimensions; {AXES} are the most")
-    sizes = [header.number("<u8", what) for _ in range(axes)]
-    kind, start = header.number("<u4", what), header.number("<u8", what)
+def read_tensor_info(header: Header, index: int, alignment: int) -> BlockTensor:
+    """Read one row of the table of tensors; `start` is relative to the start of the tensor data."""
+    name = header.read_text(f"the name of tensor {index}")
+    label = f"tensor {name!r:.200}"
+    if (num_axes := header.read_number("<u4", label)) > MAX_AXES:
+        raise ModelError(f"{header.path}: {label} has {num_axes} dimensions; it can have at most {MAX_AXES}")
+    sizes = [header.read_number("<u8", label) for _ in range(num_axes)]
+    type_number = header.read_number("<u4", label)
+    start = header.read_number("<u8", label)
     if 0 in sizes:
-        raise ModelError(f"{header.path}: {what} has the dimensions {sizes}; each must be at least 1")
-    if kind not in TYPES:
-        known = ", ".join(f"{known.name} ({known.number})" for known in TYPES.values())
-        raise ModelError(f"{header.path}: {what} has the type {kind}, which is not known; it must be one of {known}")
-    if (sizes or [1])[0] % TYPES[kind].elements:
+        raise ModelError(f"{header.path}: {label} has the dimensions {sizes}; each must be at least 1")
+    if type_number not in TYPES:
+        block_type = ", ".join(f"{block_type.name} ({block_type.number})" for block_type in TYPES.values())
         raise ModelError(
-            f"{header.path}: {what} of type {TYPES[kind].name} has rows of {(sizes or [1])[0]} elements; their number "
-            f"must divide by {TYPES[kind].elements}"
+            f"{header.path}: {label} has the type {type_number}, which is not known; it must be one of {block_type}"
+        )
+    kind = TYPES[type_number]
+    row_size = (sizes or [1])[0]
+    if row_size % kind.elements:
+        raise ModelError(
+            f"{header.path}: {label} of type {kind.name} has rows of {row_size} elements; "
+            f"their number must divide by {kind.elements}"
         )
     if start % alignment:
         raise ModelError(
-            f"{header.path}: {what} begins at byte {start}; that must divide by {alignment}, the alignment"
+            f"{header.path}: {label} begins at byte {start}; that must divide by {alignment}, the alignment"
         )
-    return BlockTensor(name, header.path, TYPES[kind], tuple(reversed(sizes)), start)
+    return BlockTensor(name, header.path, kind, tuple(reversed(sizes)), start)
 
 
-def placed(header: Header, tensors: dict[str, BlockTensor], data: int) -> dict[str, BlockTensor]:
-    """The tensors with their starts counted from the file's; they must lie in it, and none over another."""
-    found, end, before = {}, 0, ""
+def resolve_offsets(header: Header, tensors: dict[str, BlockTensor], data_start: int) -> dict[str, BlockTensor]:
+    """Make the tensors' offsets absolute, after checking that all lie in the file without overlap."""
+    resolved = {}
+    end = 0
+    previous_name = ""
     for tensor in tensors.values():
-        if data + tensor.start + tensor.nbytes > len(header.data):
+        tensor_end = data_start + tensor.start + tensor.nbytes
+        if tensor_end > len(header.data):
             raise ModelError(
-                f"{header.path} is truncated or damaged: tensor {tensor.name!r:.200} of type {tensor.kind.name} and "
-                f"shape {tensor.shape} would end at byte {data + tensor.start + tensor.nbytes} of {len(header.data)}"
+                f"{header.path} is truncated or damaged: tensor {tensor.name!r:.200} of type {tensor.kind.name} "
+                f"and shape {tensor.shape} would end at byte {tensor_end} of {len(header.data)}"
             )
     for tensor in sorted(tensors.values(), key=lambda tensor: tensor.start):
         if tensor.start < end:
             raise ModelError(
-                f"{header.path}: tensor {tensor.name!r:.200} begins at byte {data + tensor.start}, but {before!r:.200} "
-                f"ends at byte {data + end}; tensors must not overlap"
+                f"{header.path}: tensor {tensor.name!r:.200} begins at byte {data_start + tensor.start}, "
+                f"but {previous_name!r:.200} ends at byte {data_start + end}; tensors must not overlap"
             )
-        end, before = tensor.start + tensor.nbytes, tensor.name
+        end = tensor.start + tensor.nbytes
+        previous_name = tensor.name
     for name, tensor in tensors.items():
-        found[name] = BlockTensor(name, tensor.file, tensor.kind, tensor.shape, data + tensor.start)
-    return found
+        resolved[name] = BlockTensor(name, tensor.file, tensor.kind, tensor.shape, data_start + tensor.start)
+    return resolved

@@ -1,4 +1,6 @@
-"""What people call the format of a GGUF file: llama.cpp's name for its mixture of types, such as Q4_K_M."""
+"""The name that users know a GGUF file's format by: llama.cpp's name for its mixture of types, such
+as Q4_K_M.
+"""
 
 import math
 from collections import Counter
@@ -16,8 +18,8 @@ FILE_TYPES = {  # by general.file_type
 
 
 def file_format(meta: Metadata, tensors: Mapping[str, BlockTensor]) -> str:
-    """The name of general.file_type; where the file has none or a newer one, the type of most of its elements."""
-    number = meta.count("general.file_type", None, least=0)
+    """The name of general.file_type; if missing or unknown, the type of most elements."""
+    number = meta.count("general.file_type", None, minimum=0)
     if number in FILE_TYPES:
         return FILE_TYPES[number]
     elements: Counter[str] = Counter()

@@ -1,9 +1,9 @@
 """The codebooks of the types IQ1, IQ2 and IQ3, which are constants of the format.
 
-A row of a codebook is a group of eight (IQ3: four) values, and a block names its groups by their rows. A row is kept as
-one number: the places of its values among the codebook's levels, as digits of which the first counts least. The rows
-stand in the order of these numbers, so only the gaps between neighbours are kept: as uint16, compressed by zlib, in
-base 85.
+A row of a codebook is a group of eight (IQ3: four) values, and a block names its groups by their
+rows. A row is stored as one number: the indices of its values among the codebook's levels, as
+digits, the least significant first. The rows are sorted by these numbers, and only the gaps between
+neighbours are stored: as uint16, compressed by zlib, in base 85.
 """
 
 import base64
@@ -82,13 +82,15 @@ def codebook(name: str) -> np.ndarray:
 
 @cache
 def signs() -> np.ndarray:
-    """The eight signs [256, 8] that each byte stands for, as float32: a bit that is set is a minus."""
+    """The eight signs [256, 8] that each byte encodes, as float32: a set bit is -1."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return np.float32(1) - 2 * bits.astype(np.float32)
 
 
 @cache
 def even_signs() -> np.ndarray:
-    """Those [128, 8] that seven bits stand for: the eighth makes the number of minuses even."""
-    minuses = signs()[:128].sum(axis=1)  # every minus takes 2 from the 8 of eight pluses
-    return signs()[np.arange(128) | np.where(minuses % 4 == 0, 0, 128)]
+    """The signs [128, 8] that seven bits encode: the eighth makes the number of negative signs
+    even.
+    """
+    sums = signs()[:128].sum(axis=1)  # 8 - 2 * the number of negative signs
+    return signs()[np.arange(128) | np.where(sums % 4 == 0, 0, 128)]

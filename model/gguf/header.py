@@ -1,4 +1,4 @@
-"""What a GGUF file has before its tensors: values and texts, each length held against the file's size before use."""
+"""Reads the header of a GGUF file: every length is checked against the size of the file before use."""
 
 import struct
 from pathlib import Path
@@ -8,100 +8,107 @@ import numpy as np
 
 from ..errors import ModelError
 
-NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
-BOOL, TEXT, ARRAY = 7, 8, 9
-DEPTH = 8  # of arrays in arrays
+NUMBER_DTYPES = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
+BOOL = 7
+TEXT = 8
+ARRAY = 9
+MAX_DEPTH = 8  # of nested arrays
 LENGTH = struct.Struct("<Q")
 
 
 class Header:
-    """The bytes of a file, and how far they have been read."""
+    """A cursor over the bytes of a GGUF file."""
 
     def __init__(self, path: Path, data: memoryview):
         self.path = path
         self.data = data
-        self.at = 0
+        self.offset = 0
 
-    def check(self, count: int, nbytes: int, what: str) -> None:
-        """Refuse so many things of at least so many bytes if the file has no place for them."""
-        if count * nbytes > len(self.data) - self.at:
+    def check_size(self, count: int, nbytes: int, label: str) -> None:
+        """Raise if `count` items of at least `nbytes` bytes each would end after the file."""
+        if count * nbytes > len(self.data) - self.offset:
             raise ModelError(
-                f"{self.path} is truncated or damaged: {what} would end at byte {self.at + count * nbytes} of "
+                f"{self.path} is truncated or damaged: {label} would end at byte {self.offset + count * nbytes} of "
                 f"{len(self.data)}"
             )
 
-    def take(self, nbytes: int, what: str) -> memoryview:
-        self.check(1, nbytes, what)
-        self.at += nbytes
-        return self.data[self.at - nbytes : self.at]
+    def read_bytes(self, nbytes: int, label: str) -> memoryview:
+        self.check_size(1, nbytes, label)
+        self.offset += nbytes
+        return self.data[self.offset - nbytes : self.offset]
 
-    def number(self, form: str, what: str) -> Any:
-        """A number of numpy's `form`."""
-        return np.frombuffer(self.take(np.dtype(form).itemsize, what), form)[0].item()
+    def read_number(self, dtype: str, label: str) -> Any:
+        """Read one number of a NumPy dtype."""
+        return np.frombuffer(self.read_bytes(np.dtype(dtype).itemsize, label), dtype)[0].item()
 
-    def text(self, what: str) -> str:
-        return self.texts(1, what)[0]
+    def read_text(self, label: str) -> str:
+        return self.read_texts(1, label)[0]
 
-    def texts(self, count: int, what: str) -> list[str]:
-        """Texts with their lengths before them; a vocabulary has hundreds of thousands."""
-        self.check(count, LENGTH.size, what)
-        data, at, begin, out = self.data, self.at, self.at, []
+    def read_texts(self, count: int, label: str) -> list[str]:
+        """Read `count` length-prefixed texts; a vocabulary has hundreds of thousands."""
+        self.check_size(count, LENGTH.size, label)
+        data = self.data
+        end = start = self.offset
+        texts: list[str] = []
         try:
             for _ in range(count):
-                begin = at + LENGTH.size
-                at = begin + LENGTH.unpack_from(data, at)[0]
-                out.append(str(data[begin:at], "utf-8"))  # at most what there is: a slice ends with the data
-                if at > len(data):
+                start = end + LENGTH.size
+                end = start + LENGTH.unpack_from(data, end)[0]
+                texts.append(str(data[start:end], "utf-8"))  # a slice ends with the data
+                if end > len(data):
                     break
-        except struct.error:  # no place for a length
-            at = at + LENGTH.size
+        except struct.error:  # the file ends within a length
+            end = end + LENGTH.size
         except UnicodeDecodeError:
-            if at <= len(data):
-                found = bytes(data[begin:at][:100])
-                raise ModelError(f"{self.path}: {what} holds {found!r}; it must be UTF-8") from None
-        if at > len(data):
-            raise ModelError(f"{self.path} is truncated or damaged: {what} would end at byte {at} of {len(data)}")
-        self.at = at
-        return out
+            if end <= len(data):
+                raw_text = bytes(data[start:end][:100])
+                raise ModelError(f"{self.path}: {label} holds {raw_text!r}; it must be UTF-8") from None
+        if end > len(data):
+            raise ModelError(f"{self.path} is truncated or damaged: {label} would end at byte {end} of {len(data)}")
+        self.offset = end
+        return texts
 
-    def metadata(self, count: int) -> dict[str, Any]:
-        """So many keys and values. Arrays of numbers are numpy's, of texts and of arrays lists."""
-        self.check(count, LENGTH.size + 4 + 1, f"metadata of {count} keys")
-        found: dict[str, Any] = {}
+    def read_metadata(self, count: int) -> dict[str, Any]:
+        """Read `count` keys and values: arrays of numbers as NumPy arrays, other arrays as lists."""
+        self.check_size(count, LENGTH.size + 4 + 1, f"metadata of {count} keys")
+        values: dict[str, Any] = {}
         for index in range(count):
-            key = self.text(f"the name of key {index}")
-            if key in found:
+            key = self.read_text(f"the name of key {index}")
+            if key in values:
                 raise ModelError(f"{self.path} has the key {key!r:.200} twice; a key must be unique")
-            what = f"the key {key!r:.200}"
-            found[key] = self.value(self.number("<u4", what), what)
-        return found
+            label = f"the key {key!r:.200}"
+            values[key] = self.read_value(self.read_number("<u4", label), label)
+        return values
 
-    def value(self, kind: int, what: str, depth: int = 0) -> Any:
-        """A value of a type, by its number."""
-        if kind == TEXT:
-            return self.text(what)
-        if kind == ARRAY:
-            return self.array(what, depth + 1)
-        return self.numbers(kind, 1, what)[0].item()
+    def read_value(self, type_code: int, label: str, depth: int = 0) -> Any:
+        """Read a value of the type that GGUF numbers `type_code`."""
+        if type_code == TEXT:
+            return self.read_text(label)
+        if type_code == ARRAY:
+            return self.read_array(label, depth + 1)
+        return self.read_numbers(type_code, 1, label)[0].item()
 
-    def array(self, what: str, depth: int) -> Any:
-        if depth > DEPTH:
-            raise ModelError(f"{self.path}: {what} has arrays in arrays, {depth} deep; {DEPTH} is the most")
-        kind, count = self.number("<u4", what), self.number("<u8", what)
-        if kind == TEXT:
-            return self.texts(count, what)
-        if kind == ARRAY:
-            self.check(count, 4 + LENGTH.size, what)
-            return [self.array(what, depth + 1) for _ in range(count)]
-        return self.numbers(kind, count, what)
+    def read_array(self, label: str, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise ModelError(
+                f"{self.path}: {label} has arrays in arrays, {depth} deep; it can have at most {MAX_DEPTH}"
+            )
+        type_code = self.read_number("<u4", label)
+        count = self.read_number("<u8", label)
+        if type_code == TEXT:
+            return self.read_texts(count, label)
+        if type_code == ARRAY:
+            self.check_size(count, 4 + LENGTH.size, label)
+            return [self.read_array(label, depth + 1) for _ in range(count)]
+        return self.read_numbers(type_code, count, label)
 
-    def numbers(self, kind: int, count: int, what: str) -> np.ndarray:
-        if kind not in (*NUMBERS, BOOL):
-            raise ModelError(f"{self.path}: {what} has a value of type {kind}; types are from 0 to 12")
-        form = NUMBERS.get(kind, "u1")
-        found = np.frombuffer(self.take(count * np.dtype(form).itemsize, what), form)
-        if kind != BOOL:
-            return found.copy()
-        if (found > 1).any():
-            raise ModelError(f"{self.path}: {what} holds {found.max()} as a truth value; it must be 0 or 1")
-        return found.astype(bool)
+    def read_numbers(self, type_code: int, count: int, label: str) -> np.ndarray:
+        if type_code not in (*NUMBER_DTYPES, BOOL):
+            raise ModelError(f"{self.path}: {label} has a value of type {type_code}; types are from 0 to 12")
+        dtype = NUMBER_DTYPES.get(type_code, "u1")
+        values = np.frombuffer(self.read_bytes(count * np.dtype(dtype).itemsize, label), dtype)
+        if type_code != BOOL:
+            return values.copy()
+        if (values > 1).any():
+            raise ModelError(f"{self.path}: {label} holds {values.max()} as a boolean; it must be 0 or 1")
+        return values.astype(bool)

@@ -1,4 +1,4 @@
-"""What a checkpoint's tensor is made of, in a GGUF file."""
+"""How a checkpoint's tensor is assembled from the tensors of a GGUF file."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,51 +7,57 @@ import numpy as np
 
 from ..errors import ModelError
 
-MOST_ROWS = 1 << 24  # of a tensor whose rows are put in another order
-Turn = Callable[..., np.ndarray]
+MAX_ROWS = 1 << 24  # of a tensor whose rows are reordered
+Transform = Callable[..., np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """A tensor of the file, or one expert of a stack, or some of its rows."""
+class TensorSlice:
+    """A tensor of the file, one expert of a stack, or a selection of rows."""
 
     name: str
     expert: int | None = None
-    rows: np.ndarray | None = None  # which, in this order; None: all as they come
+    rows: np.ndarray | None = None  # row indices in order; None: all rows
 
-    def of(self, numbers: np.ndarray) -> np.ndarray:
-        """The part of the whole tensor, in numbers."""
-        found = numbers if self.expert is None else numbers[self.expert]
-        return found if self.rows is None else found[self.rows]
+    def select(self, tensor: np.ndarray) -> np.ndarray:
+        """The slice of the decoded tensor."""
+        selected = tensor if self.expert is None else tensor[self.expert]
+        return selected if self.rows is None else selected[self.rows]
 
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """Where a tensor of a checkpoint comes from: its parts' rows follow one another, unless there is a `turn`."""
+    """How a checkpoint's tensor is assembled: its slices are concatenated by rows, unless there is
+    a `transform`.
+    """
 
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-    turn: Turn | None = None  # from the parts in numbers to the tensor; None: the rows can be taken as they are stored
+    parts: tuple[TensorSlice, ...]
+    transform: Transform | None = None  # of decoded slices; None: stored rows are used as they are
 
-    def made(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """The tensor; `read` gives those of the file in numbers."""
-        whole = {name: read(name) for name in {part.name for part in self.parts}}
-        parts = [part.of(whole[part.name]) for part in self.parts]
-        made = self.turn(*parts) if self.turn else parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return made.reshape(self.shape)
+    def build(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
+        """Assemble the tensor; `read` returns a decoded tensor of the file."""
+        tensors_by_name = {name: read(name) for name in {item.name for item in self.parts}}
+        arrays = [item.select(tensors_by_name[item.name]) for item in self.parts]
+        tensor = (
+            self.transform(*arrays) if self.transform else arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        )
+        return tensor.reshape(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """What is to be undone of what llama.cpp did to a tensor."""
+    """How to undo a change that llama.cpp made to a tensor."""
 
-    rows: np.ndarray | None = None  # take these rows, in this order
-    numbers: Turn | None = None  # then, of the decoded numbers
-    back: Turn | None = None  # what a writer does to the numbers: the inverse of `numbers`
+    rows: np.ndarray | None = None  # row indices, in order
+    transform: Transform | None = None  # applied after that to the decoded values
+    inverse: Transform | None = None  # the inverse of `transform`, for the writer
 
 
-def halves_apart(heads: int, size: int) -> np.ndarray:
-    """The order of rows that undoes llama.cpp's: in each head it has row 0, row size/2, row 1, and so on."""
-    if size % 2 or heads * size > MOST_ROWS:
-        raise ModelError(f"GGUF: {heads} heads of {size}; their size must be even, and at most {MOST_ROWS} rows in all")
+def unpaired_rows(heads: int, size: int) -> np.ndarray:
+    """The row order that undoes llama.cpp's interleaving: in each head it stores row 0, row size/2,
+    row 1, and so on.
+    """
+    if size % 2 or heads * size > MAX_ROWS:
+        raise ModelError(f"GGUF: {heads} heads of {size}; their size must be even, and at most {MAX_ROWS} rows in all")
     return np.arange(heads * size).reshape(heads, size // 2, 2).swapaxes(1, 2).reshape(-1)

@@ -1,15 +1,15 @@
-"""The sampling that a GGUF file recommends: llama.cpp's keys `general.sampling.*`, and generation_config.json."""
+"""The sampling parameters that a GGUF file recommends, to and from generation_config.json."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from .metadata import Metadata
 
-APPLIED = {  # keys of the file, and their names in generation_config.json
+APPLIED = {  # keys of general.sampling: names in generation_config.json
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
-NOT_APPLIED = {  # keys under names that transformers does not have
+NOT_APPLIED = {  # reported under their own names: transformers has none
     "penalty_last_n": "repetition_penalty_last_n", "mirostat": "mirostat", "xtc_probability": "xtc_probability",
 }  # fmt: skip
 
@@ -18,16 +18,18 @@ def recommended_sampling(meta: Metadata) -> dict[str, Any]:
     """The recommendation of a file under the names of generation_config.json."""
     keys = APPLIED | NOT_APPLIED
     numbers = {name: meta.number(f"general.sampling.{key}", None) for key, name in keys.items()}
-    found = {name: value for name, value in numbers.items() if value is not None}
-    if found.get("repetition_penalty", 1) == 1 or found.get("repetition_penalty_last_n") == 0:  # no token is penalised
-        found.pop("repetition_penalty", None)
-        found.pop("repetition_penalty_last_n", None)
+    values = {name: value for name, value in numbers.items() if value is not None}
+    if (
+        values.get("repetition_penalty", 1) == 1 or values.get("repetition_penalty_last_n") == 0
+    ):  # no token is penalised
+        values.pop("repetition_penalty", None)
+        values.pop("repetition_penalty_last_n", None)
     sequence = meta.text("general.sampling.sequence", None)
-    return found | ({"sampler_sequence": sequence} if sequence else {})
+    return values | ({"sampler_sequence": sequence} if sequence else {})
 
 
 def sampling_metadata(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a file that recommend what a generation_config.json does."""
+    """The metadata that recommends what a generation_config.json does."""
     values = {key: generation.get(name) for key, name in APPLIED.items()}
     if generation.get("do_sample") is False:
         values["temp"] = 0.0

@@ -1,7 +1,9 @@
-"""A layer's mixers, where rows meet those before them. One file each, by `kind` of the mixer's configuration.
+"""Token mixers: attention and recurrent layers. One file each, by `kind` of the mixer's
+configuration.
 
-A module has `spec(config, mixer)`, its weights' specs; `reads(weights)`, the weight that its rows meet first; and
-`mix(mixer, weights, x_TD, rope, cache, hooks, eps, axes) -> (out_TD, cache)`.
+A module has `spec(config, mixer)`, the specs of its weights; `reads(weights)`, the weight that
+multiplies its input; and `mix(mixer, weights, x_TD, rope, cache, hooks, eps, axes) -> (out_TD,
+cache)`.
 """
 
 import importlib

@@ -14,22 +14,21 @@ from ...ops.linear import add_up, project
 from ...ops.rope import angles, rotate
 from ...sharding import struct
 from ...sharding.device_axes import DeviceAxes
-from ...sharding.spec import ArraySpec, Runs
+from ...sharding.spec import ArraySpec, Interleaved
 from ..config import Attention, ModelConfig, Rope
 from ..matrix import matrix, norm
 from . import LayerHooks
 
 Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
 
-# Positions over which a key's bias is averaged: over more, less of it is left in long contexts and more in short ones.
+# Positions over which a key's bias is averaged: more positions remove more of it in long contexts
+# and less in short ones.
 SHIFT_POSITIONS = 4096
 
 
 @struct.dataclass
 class AttentionWeights:
-    qkv_DGH: (
-        Array  # what gates the results, if it is; queries, keys, values; without the last two where others' are read
-    )
+    qkv_DGH: Array  # output gates (if any), queries, keys, values (unless `kv_source`)
     out_NHD: Array
     qkv_bias_GH: Array = None
     out_bias_D: Array = None
@@ -39,19 +38,26 @@ class AttentionWeights:
 
 
 def spec(config: ModelConfig, a: Attention) -> AttentionWeights:
-    D, dtype = config.dim, jnp.dtype(config.dtype)
-    N, K, H = a.heads, a.kv_heads, a.head_dim
+    D = config.dim
+    dtype = jnp.dtype(config.dtype)
+    N = a.heads
+    K = a.kv_heads
+    H = a.head_dim
     sizes = (N,) if a.kv_source is not None else (N, K) if a.tied_kv else (N, K, K)
     sizes, shared = ((N, *sizes), (2, 3)) if a.out_gate else (sizes, (1, 2))
-    G, runs = sum(sizes), Runs("heads", sizes, shared=shared[: len(sizes) - 1 - a.out_gate])
-    # Several devices may hold the same keys, and with them that part of the scale: hence the runs.
-    whole = norm(N * H, Runs("heads", (N,))), norm(K * H, Runs("heads", (K,), shared=(0,)))
-    none, each = (None, None), (norm(H), norm(H))
-    q_norm, k_norm = {None: none, "plain": none, "head": each, "turned": each, "all": whole}[a.qk_norm]
+    G = sum(sizes)
+    qkv_axis = Interleaved("heads", sizes, shared=shared[: len(sizes) - 1 - a.out_gate])
+    # Several devices may hold the same keys, and therefore the same part of the scale.
+    across_heads = norm(N * H, Interleaved("heads", (N,))), norm(K * H, Interleaved("heads", (K,), shared=(0,)))
+    no_norms = (None, None)
+    head_norms = (norm(H), norm(H))
+    q_norm, k_norm = {None: no_norms, "plain": no_norms, "head": head_norms, "turned": head_norms, "all": across_heads}[
+        a.qk_norm
+    ]
     return AttentionWeights(
-        qkv_DGH=matrix(config, (D,), (G, H), ("embed", runs, None)),
+        qkv_DGH=matrix(config, (D,), (G, H), ("embed", qkv_axis, None)),
         out_NHD=matrix(config, (N, H), (D,), ("heads", None, "embed")),
-        qkv_bias_GH=ArraySpec((G, H), dtype, (runs, None), "zeros") if a.bias else None,
+        qkv_bias_GH=ArraySpec((G, H), dtype, (qkv_axis, None), "zeros") if a.bias else None,
         out_bias_D=ArraySpec((D,), dtype, (None,), "zeros") if a.out_bias else None,
         q_norm=q_norm,
         k_norm=None if a.kv_source is not None else k_norm,
@@ -60,16 +66,17 @@ def spec(config: ModelConfig, a: Attention) -> AttentionWeights:
 
 
 def reads(w: AttentionWeights) -> Array:
-    """The weight that the rows meet first."""
+    """The weight that multiplies the layer's input."""
     return w.qkv_DGH
 
 
 def key_shift(a: Attention, bias_GH: Array) -> Array:
-    """What keys that become codes can do without: the mean of their rotated bias, float32 [K, H].
+    """The mean of the keys' rotated bias, float32 [K, H], which quantised keys are stored without.
 
-    Some models have key biases ten times as large as all else in a key, in the pairs that turn least: a code would hold
-    little beside them. A constant of all keys cancels in the softmax, so the mean is never added again. None where
-    there is no bias, or where scores meet more than a softmax or keys a norm.
+    Some models have key biases ten times as large as the rest of a key, in the pairs with the
+    lowest frequencies: a quantised key would keep little else. A constant of all keys cancels in
+    the softmax, so the mean is never added again. None if there is no bias, or if scores or keys
+    are transformed by more than a softmax.
     """
     if bias_GH is None or a.kv_source is not None or a.qk_norm is not None or a.soft_cap is not None or a.sinks:
         return None
@@ -84,7 +91,7 @@ def key_bias(a: Attention, bias_GH: Array) -> Array:
 
 
 def bias_left(a: Attention, bias_GH: Array) -> float:
-    """How much of their bias `key_shift` leaves in keys: the root mean square over a head, where it is largest."""
+    """The bias that `key_shift` leaves in keys: the largest root mean square over a head."""
     bias_KH = key_bias(a, bias_GH)
     shift_KH = key_shift(a, bias_GH)
     rotated_TKH = bias_KH[None]
@@ -92,13 +99,13 @@ def bias_left(a: Attention, bias_GH: Array) -> float:
         positions_T = jnp.arange(0, SHIFT_POSITIONS, 16)
         repeated_TKH = jnp.broadcast_to(bias_KH, (len(positions_T), *bias_KH.shape))
         rotated_TKH = rotate(repeated_TKH, angles(positions_T, a.rope.inv_freq, a.rope.factor))
-    left_TKH = rotated_TKH if shift_KH is None else rotated_TKH - shift_KH
-    return float(jnp.sqrt(jnp.mean(jnp.square(left_TKH), axis=-1)).max())
+    remaining_TKH = rotated_TKH if shift_KH is None else rotated_TKH - shift_KH
+    return float(jnp.sqrt(jnp.mean(jnp.square(remaining_TKH), axis=-1)).max())
 
 
 @cache
 def mean_rotation(rope: Rope) -> tuple[np.ndarray, np.ndarray]:
-    """The mean of cosines and of sines over the first SHIFT_POSITIONS positions, each [1, pairs]."""
+    """The mean cosines and sines over the first SHIFT_POSITIONS positions, each [1, pairs]."""
     phase = np.arange(SHIFT_POSITIONS)[:, None] * np.asarray(rope.inv_freq)
     cos = np.cos(phase).mean(0, keepdims=True) * rope.factor
     sin = np.sin(phase).mean(0, keepdims=True) * rope.factor

@@ -1,4 +1,4 @@
-"""What latent attention picks its tokens by: queries and keys of its own, see `Indexer`."""
+"""The indexer's queries and keys, by which latent attention selects tokens; see `Indexer`."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ EPSILON = 1e-6
 
 @struct.dataclass
 class IndexerWeights:
-    q_up_AIH: Array  # from what the queries of attention are made of, too
+    q_up_AIH: Array  # from the same input as attention's queries
     key_DH: Array
     key_norm_H: Array
     key_norm_bias_H: Array
@@ -30,22 +30,25 @@ class IndexerWeights:
 
 
 def indexer_spec(config: ModelConfig, a: LatentAttention) -> IndexerWeights | None:
-    """None where there is no indexer, or none of the layer's own."""
-    own = a.indexer
-    if own is None or not own.heads:
+    """None if there is no indexer, or the layer reuses another layer's selection."""
+    indexer = a.indexer
+    if indexer is None or not indexer.heads:
         return None
-    D, norm = config.dim, ArraySpec((own.dim,), jnp.dtype(jnp.float32), (None,), "ones")
+    D = config.dim
+    norm = ArraySpec((indexer.dim,), jnp.dtype(jnp.float32), (None,), "ones")
     return IndexerWeights(
-        q_up_AIH=matrix(config, (a.q_rank or D,), (own.heads, own.dim), (None, None, None)),
-        key_DH=matrix(config, (D,), (own.dim,), ("embed", None)),
+        q_up_AIH=matrix(config, (a.q_rank or D,), (indexer.heads, indexer.dim), (None, None, None)),
+        key_DH=matrix(config, (D,), (indexer.dim,), ("embed", None)),
         key_norm_H=norm,
-        key_norm_bias_H=ArraySpec((own.dim,), jnp.dtype(jnp.float32), (None,), "zeros"),
-        weigh_DI=ArraySpec((D, own.heads), jnp.dtype(jnp.float32), ("embed", None), fan_in=D, inputs=(0,)),
+        key_norm_bias_H=ArraySpec((indexer.dim,), jnp.dtype(jnp.float32), (None,), "zeros"),
+        weigh_DI=ArraySpec((D, indexer.heads), jnp.dtype(jnp.float32), ("embed", None), fan_in=D, inputs=(0,)),
     )
 
 
 def picks_of(indexer: Indexer, w: IndexerWeights | None, x_TD, q_TA, rope) -> tuple[Picks, Any]:
-    """(how rows pick, the key that a later row may pick each by; None where the layer before has picked)."""
+    """(how tokens select, the key by which later tokens may select each; None if a selection is
+    reused).
+    """
     if w is None:
         return Picks(count=indexer.count), None
     q_TIH = rotate(einsum("TA,AIH->TIH", q_TA, w.q_up_AIH), rope)

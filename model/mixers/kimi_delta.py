@@ -1,4 +1,6 @@
-"""Kimi Delta Attention: the delta rule with a decay for each number of a key, in most layers of Kimi Linear."""
+"""Kimi Delta Attention: the delta rule with a decay for each channel of a key, in most layers of
+Kimi Linear.
+"""
 
 from typing import Any
 
@@ -12,36 +14,37 @@ from ...ops.residual import norm_alone
 from ...ops.short_conv import short_conv
 from ...sharding import struct
 from ...sharding.device_axes import DeviceAxes
-from ...sharding.spec import ArraySpec, Runs
+from ...sharding.spec import ArraySpec, Interleaved
 from ..config import KimiDelta, ModelConfig
 from ..matrix import matrix, norm
 from . import LayerHooks
-from .delta_net import unit
+from .delta_net import normalize
 
 Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
 
 
 @struct.dataclass
 class KimiDeltaWeights:
-    in_DC: (
-        Array  # queries, keys and values, which are convolved; what decays and gates are made of; how far one corrects
-    )
+    in_DC: Array  # queries, keys, values (convolved); low-rank decays and gates; beta
     conv_CW: Array
     decay_RNH: Array
     gate_RNH: Array
-    fading_N: Array  # the logarithm of each head's rate
+    fading_N: Array  # logarithm of each head's decay rate
     fading_bias_NH: Array
     norm_H: Array
     out_NHD: Array
 
 
 def spec(config: ModelConfig, a: KimiDelta) -> KimiDeltaWeights:
-    D, N, H, R = config.dim, a.heads, a.dim, a.rank
-    every = Runs("heads", (N, N, N, 1, 1, N), shared=(3, 4), each=(H, H, H, R, R, 1))
-    convolved = Runs("heads", (N, N, N), each=(H, H, H))
+    D = config.dim
+    N = a.heads
+    H = a.dim
+    R = a.rank
+    input_axis = Interleaved("heads", (N, N, N, 1, 1, N), shared=(3, 4), widths=(H, H, H, R, R, 1))
+    conv_axis = Interleaved("heads", (N, N, N), widths=(H, H, H))
     return KimiDeltaWeights(
-        in_DC=matrix(config, (D,), (3 * a.size + 2 * R + N,), ("embed", every)),
-        conv_CW=ArraySpec((3 * a.size, a.width), jnp.float32, (convolved, None), fan_in=a.width),
+        in_DC=matrix(config, (D,), (3 * a.size + 2 * R + N,), ("embed", input_axis)),
+        conv_CW=ArraySpec((3 * a.size, a.width), jnp.float32, (conv_axis, None), fan_in=a.width),
         decay_RNH=matrix(config, (R,), (N, H), (None, "heads", None)),
         gate_RNH=matrix(config, (R,), (N, H), (None, "heads", None)),
         fading_N=ArraySpec((N,), jnp.float32, ("heads",), "zeros"),
@@ -52,14 +55,16 @@ def spec(config: ModelConfig, a: KimiDelta) -> KimiDeltaWeights:
 
 
 def reads(w: KimiDeltaWeights) -> Array:
-    """The weight that the rows meet first."""
+    """The weight that multiplies the layer's input."""
     return w.in_DC
 
 
 def mix(a: KimiDelta, w: KimiDeltaWeights, x_TD, rope, cache, hooks: LayerHooks, eps: float, axes: DeviceAxes):
-    """Everything between the products is in float32."""
-    assert hooks.recur is not None, "there is nothing that keeps states"
-    activation, size, R = ACTIVATIONS[a.activation], a.size, a.rank
+    """Everything between the projections is in float32."""
+    assert hooks.recur is not None, "there is no store of recurrent states"
+    activation = ACTIVATIONS[a.activation]
+    size = a.size
+    R = a.rank
 
     def run(inputs, states, rows):
         x_TC, decay_TNH, beta_TN = inputs
@@ -67,8 +72,9 @@ def mix(a: KimiDelta, w: KimiDeltaWeights, x_TD, rope, cache, hooks: LayerHooks,
         q_TNH, k_TNH, v_TNH = jnp.moveaxis(activation(x_TC).reshape(-1, 3, a.heads, a.dim), 1, 0)
         rate_TNH = jax.nn.softplus(decay_TNH + w.fading_bias_NH)
         decay_TNH = jnp.exp(-jnp.exp(w.fading_N)[:, None] * rate_TNH)
-        q_TNH, beta_TN = unit(q_TNH) * a.dim**-0.5, jax.nn.sigmoid(beta_TN)
-        out_TNH, memory = delta_rule(q_TNH, unit(k_TNH), v_TNH, decay_TNH, beta_TN, states["memory"], rows)
+        q_TNH = normalize(q_TNH) * a.dim**-0.5
+        beta_TN = jax.nn.sigmoid(beta_TN)
+        out_TNH, memory = delta_rule(q_TNH, normalize(k_TNH), v_TNH, decay_TNH, beta_TN, states["memory"], rows)
         return out_TNH, {"tail": tail, "memory": memory}
 
     in_TC = einsum("TD,DC->TC", x_TD, w.in_DC)

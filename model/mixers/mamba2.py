@@ -1,4 +1,4 @@
-"""Mamba 2: a memory for each head that fades and takes in each token, as Granite 4 has it in most layers."""
+"""Mamba 2, in most layers of Granite 4 and Nemotron-H."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from ...ops.residual import norm_alone
 from ...ops.short_conv import short_conv
 from ...sharding import struct
 from ...sharding.device_axes import UNSPLIT, DeviceAxes
-from ...sharding.spec import ArraySpec, Runs
+from ...sharding.spec import ArraySpec, Interleaved
 from ..config import Mamba2, ModelConfig
 from ..matrix import matrix, norm
 from . import LayerHooks
@@ -23,11 +23,11 @@ Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
 
 @struct.dataclass
 class Mamba2Weights:
-    in_DC: Array  # what gates the result; values, keys and queries, which are convolved; how far a token goes
+    in_DC: Array  # output gates; values, keys, queries (convolved); time steps
     conv_CW: Array
-    rate_N: Array  # the logarithm of how fast each head's memory fades
+    rate_N: Array  # logarithm of each head's decay rate
     step_bias_N: Array
-    direct_N: Array  # how much of a value is added to what is read
+    direct_N: Array  # weight of the skip connection from values
     norm_C: Array  # None without a norm
     out_CD: Array
     conv_bias_C: Array = None
@@ -36,46 +36,54 @@ class Mamba2Weights:
 
 
 def spec(config: ModelConfig, a: Mamba2) -> Mamba2Weights:
-    D, N, G, H, K, dtype = config.dim, a.heads, a.groups, a.value_dim, a.key_dim, jnp.dtype(config.dtype)
+    D = config.dim
+    N = a.heads
+    G = a.groups
+    H = a.value_dim
+    K = a.key_dim
+    dtype = jnp.dtype(config.dtype)
     values, convolved = a.sizes
-    by_head = Runs("heads", (N,))
-    mixed = Runs("heads", (N, G, G), shared=(1, 2), each=(H, K, K))
-    every = Runs("heads", (N, N, G, G, N), shared=(2, 3), each=(H, H, K, K, 1))
+    head_axis = Interleaved("heads", (N,))
+    conv_axis = Interleaved("heads", (N, G, G), shared=(1, 2), widths=(H, K, K))
+    input_axis = Interleaved("heads", (N, N, G, G, N), shared=(2, 3), widths=(H, H, K, K, 1))
 
     def small(size: int, axis, init: str, dtype=jnp.float32) -> ArraySpec:
         return ArraySpec((size,), dtype, (axis,), init, fan_in=size)
 
     width = values + convolved + N
     return Mamba2Weights(
-        in_DC=matrix(config, (D,), (width,), ("embed", every)),
-        conv_CW=ArraySpec((convolved, a.width), jnp.float32, (mixed, None), fan_in=a.width),
-        rate_N=small(N, by_head, "zeros"),
-        step_bias_N=small(N, by_head, "ones"),
-        direct_N=small(N, by_head, "ones"),
-        norm_C=norm(values, by_head) if a.normed else None,
-        out_CD=matrix(config, (values,), (D,), (by_head, "embed")),
-        conv_bias_C=small(convolved, mixed, "zeros") if a.conv_bias else None,
-        in_bias_C=small(width, every, "zeros", dtype) if a.bias else None,
+        in_DC=matrix(config, (D,), (width,), ("embed", input_axis)),
+        conv_CW=ArraySpec((convolved, a.width), jnp.float32, (conv_axis, None), fan_in=a.width),
+        rate_N=small(N, head_axis, "zeros"),
+        step_bias_N=small(N, head_axis, "ones"),
+        direct_N=small(N, head_axis, "ones"),
+        norm_C=norm(values, head_axis) if a.normed else None,
+        out_CD=matrix(config, (values,), (D,), (head_axis, "embed")),
+        conv_bias_C=small(convolved, conv_axis, "zeros") if a.conv_bias else None,
+        in_bias_C=small(width, input_axis, "zeros", dtype) if a.bias else None,
         out_bias_D=small(D, None, "zeros", dtype) if a.bias else None,
     )
 
 
 def reads(w: Mamba2Weights) -> Array:
-    """The weight that the rows meet first."""
+    """The weight that multiplies the layer's input."""
     return w.in_DC
 
 
 def mix(a: Mamba2, w: Mamba2Weights, x_TD, rope, cache, hooks: LayerHooks, eps: float, axes: DeviceAxes):
-    """Everything between the products is in float32."""
-    assert hooks.recur is not None, "there is nothing that keeps states"
-    activation, (values, convolved) = ACTIVATIONS[a.activation], a.sizes
+    """Everything between the projections is in float32."""
+    assert hooks.recur is not None, "there is no store of recurrent states"
+    activation = ACTIVATIONS[a.activation]
+    (values, convolved) = a.sizes
     keys = a.groups * a.key_dim
 
     def run(inputs, states, rows):
         x_TC, step_TN = inputs
-        if a.multipliers is not None:  # here, where drafts that are computed again meet the same arithmetic
+        # Inside, so that replayed draft tokens have the same arithmetic.
+        if a.multipliers is not None:
             mixed_C = np.repeat(np.array(a.multipliers[1:4], np.float32), (values, keys, keys))
-            x_TC, step_TN = x_TC.astype(jnp.float32) * mixed_C, step_TN * a.multipliers[4]
+            x_TC = x_TC.astype(jnp.float32) * mixed_C
+            step_TN = step_TN * a.multipliers[4]
         x_TC, tail = short_conv(x_TC, w.conv_CW, states["tail"], rows)
         x_TC = activation(x_TC if w.conv_bias_C is None else x_TC + w.conv_bias_C)
         v_TNH = x_TC[:, :values].reshape(-1, a.heads, a.value_dim)
@@ -92,7 +100,7 @@ def mix(a: Mamba2, w: Mamba2Weights, x_TD, rope, cache, hooks: LayerHooks, eps: 
     out_TNH, cache = hooks.recur((x_TC, step_TN.astype(jnp.float32)), run, cache)
     out_TC = out_TNH.reshape(-1, values) * activation(gate_TC.astype(jnp.float32))
     if w.norm_C is not None:
-        over = axes.tensor if a.spread else UNSPLIT
-        out_TGC = norm_alone(out_TC.reshape(-1, a.groups, values // a.groups), None, eps, axis=over)
+        norm_axis = axes.tensor if a.spread else UNSPLIT
+        out_TGC = norm_alone(out_TC.reshape(-1, a.groups, values // a.groups), None, eps, axis=norm_axis)
         out_TC = out_TGC.reshape(-1, values) * w.norm_C
     return add_up("TC,CD->TD", out_TC.astype(in_TC.dtype), w.out_CD, w.out_bias_D, axes.tensor), cache

@@ -1,4 +1,4 @@
-"""A gated short convolution, as LFM2 has it in most of its layers: it sees the last few tokens alone."""
+"""A gated short convolution over the last few tokens, in most layers of LFM2."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from ...ops.linear import add_up, project
 from ...ops.short_conv import short_conv
 from ...sharding import struct
 from ...sharding.device_axes import DeviceAxes
-from ...sharding.spec import ArraySpec, Runs
+from ...sharding.spec import ArraySpec, Interleaved
 from ..config import ModelConfig, ShortConv
 from ..matrix import matrix
 from . import LayerHooks
@@ -18,7 +18,7 @@ Array = Any  # a jax.Array, an ArraySpec, or a quantised node in place of either
 
 @struct.dataclass
 class ShortConvWeights:
-    in_DC: Array  # what gates the input, what gates the result, the input
+    in_DC: Array  # input gates, output gates, inputs
     conv_CW: Array
     out_CD: Array
     in_bias_C: Array = None
@@ -27,26 +27,28 @@ class ShortConvWeights:
 
 
 def spec(config: ModelConfig, a: ShortConv) -> ShortConvWeights:
-    D, C, dtype = config.dim, a.channels, jnp.dtype(config.dtype)
-    runs = Runs("heads", (C, C, C))
+    D = config.dim
+    C = a.channels
+    dtype = jnp.dtype(config.dtype)
+    input_axis = Interleaved("heads", (C, C, C))
     return ShortConvWeights(
-        in_DC=matrix(config, (D,), (3 * C,), ("embed", runs)),
+        in_DC=matrix(config, (D,), (3 * C,), ("embed", input_axis)),
         conv_CW=ArraySpec((C, a.width), jnp.float32, ("heads", None), fan_in=a.width),
         out_CD=matrix(config, (C,), (D,), ("heads", "embed")),
-        in_bias_C=ArraySpec((3 * C,), dtype, (runs,), "zeros") if a.bias else None,
+        in_bias_C=ArraySpec((3 * C,), dtype, (input_axis,), "zeros") if a.bias else None,
         conv_bias_C=ArraySpec((C,), jnp.float32, ("heads",), "zeros") if a.bias else None,
         out_bias_D=ArraySpec((D,), dtype, (None,), "zeros") if a.bias else None,
     )
 
 
 def reads(w: ShortConvWeights) -> Array:
-    """The weight that the rows meet first."""
+    """The weight that multiplies the layer's input."""
     return w.in_DC
 
 
 def mix(a: ShortConv, w: ShortConvWeights, x_TD, rope, cache, hooks: LayerHooks, eps: float, axes: DeviceAxes):
-    """Everything between the products is in float32."""
-    assert hooks.recur is not None, "there is nothing that keeps states"
+    """Everything between the projections is in float32."""
+    assert hooks.recur is not None, "there is no store of recurrent states"
 
     def run(inputs, states, rows):
         out_TC, tail = short_conv(inputs[0], w.conv_CW, states["tail"], rows)

@@ -1,4 +1,4 @@
-"""Attention and Mamba 2 that read the same rows; what they give is added, as Falcon-H1 has it in every layer."""
+"""Attention and Mamba 2 on the same input, outputs added, in every layer of Falcon-H1."""
 
 from typing import Any
 
@@ -19,11 +19,11 @@ def spec(config: ModelConfig, a: SideBySide) -> SideBySideWeights:
 
 
 def reads(w: SideBySideWeights) -> Any:
-    """The weight that the rows meet first."""
+    """The weight that multiplies the layer's input."""
     return attention.reads(w.attention)
 
 
 def mix(a: SideBySide, w: SideBySideWeights, x_TD, rope, cache, hooks: LayerHooks, eps: float, axes: DeviceAxes):
-    seen_TD, cache = attention.mix(a.attention, w.attention, x_TD, rope, cache, hooks, eps, axes)
-    kept_TD, cache = mamba2.mix(a.mamba, w.mamba, x_TD, rope, cache, hooks, eps, axes)
-    return seen_TD * a.scales[0] + kept_TD * a.scales[1], cache
+    attention_TD, cache = attention.mix(a.attention, w.attention, x_TD, rope, cache, hooks, eps, axes)
+    mamba_TD, cache = mamba2.mix(a.mamba, w.mamba, x_TD, rope, cache, hooks, eps, axes)
+    return attention_TD * a.scales[0] + mamba_TD * a.scales[1], cache

@@ -1,1 +1,1 @@
-"""What a model costs in bytes, operations and traffic, before any of it is loaded."""
+"""Estimates of bytes, operations and communication of a model, before it is loaded."""

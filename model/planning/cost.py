@@ -1,7 +1,8 @@
-"""What a model costs: bytes of weights and KV cache, operations, and the batch where compute takes as long as reading.
+"""The cost of a model: bytes of weights and KV cache, operations, and the batch that balances
+compute and reads.
 
-A decode step reads every weight once, whatever the batch, and the cache of each sequence; its arithmetic grows with the
-batch. Small batches wait for memory, large ones for arithmetic:
+A decode step reads every weight once, whatever the batch, and the cache of each sequence; its
+arithmetic grows with the batch. Small batches are bound by memory bandwidth, large ones by compute:
 
     seconds = max((weights + batch * cache) / bandwidth, batch * operations / speed)
 """
@@ -21,9 +22,10 @@ from ..weights import LayerWeights, ModelWeights, abstract, dense_specs
 
 @dataclass(frozen=True)
 class Device:
-    """A device: bytes of memory, and per second bytes read, operations (bfloat16, dense), and bytes sent.
+    """A device: bytes of memory; and per second bytes read, operations (bfloat16, dense) and bytes
+    sent.
 
-    `link` is to devices of the same machine, `network` to those of others.
+    `link` connects devices of a machine, `network` those of different machines.
     """
 
     memory: float
@@ -35,13 +37,14 @@ class Device:
 
     @property
     def platform(self) -> str:
-        """As JAX calls it, where it matters for the engine's defaults."""
+        """JAX's name of the platform, as far as the engine's defaults need it."""
         return "gpu" if "NVIDIA" in self.about else "cpu"
 
 
-# GPUs: memory as the driver shows it, the maker's figures for bandwidth and for dense products in bfloat16 that add up
-# in float32, NVLink or PCIe each way, and a network adapter of 400, 200 or 100 Gb/s for each. TPUs: Google's figures
-# for a chip; `link` is all of its links to others of the slice, one way; `network` is its share of the host's adapter.
+# GPUs: memory as reported by the driver, the maker's figures for bandwidth and for dense bfloat16
+# products that accumulate in float32, NVLink or PCIe each way, and a network adapter of 400, 200 or
+# 100 Gb/s for each. TPUs: Google's figures for a chip; `link` is all of its links to others of the
+# slice, one way; `network` is its share of the host's adapter.
 DEVICES = {
     "b200": Device(179.1 * 2**30, 8.0e12, 2250e12, 900e9, 50e9, "NVIDIA B200 SXM, NVLink 5"),
     "h200": Device(140.4 * 2**30, 4.8e12, 989e12, 450e9, 50e9, "NVIDIA H200 SXM, NVLink 4"),
@@ -54,70 +57,75 @@ DEVICES = {
     "tpu-v5p": Device(95.0 * 2**30, 2.765e12, 459e12, 600e9, 6.25e9, "a chip of Google's TPU v5p"),
     "tpu-v6e": Device(32.0 * 2**30, 1.638e12, 918e12, 400e9, 12.5e9, "a chip of Google's TPU v6e, Trillium"),
     "tpu-v7x": Device(192.0 * 2**30, 7.38e12, 2307e12, 600e9, 12.5e9, "a chip of Google's TPU7x, Ironwood"),
-    # Measured. A copy is read and written; a network of 10 Gb/s.
+    # Measured. A copy counts as a read and a write; the network has 10 Gb/s.
     "cpu": Device(16.0 * 2**30, 24e9, 0.78e12, 12e9, 1.25e9, "two x86 cores with AVX-512 and AMX, as measured"),
 }
 
 
 @dataclass(frozen=True)
 class CacheKind:
-    """Layers that keep keys and values in the same way."""
+    """Layers whose KV cache has the same form."""
 
     name: str
     layers: int
-    token_bytes: int  # of all these layers together
-    window: int | None  # tokens that a sequence keeps; None: all
-    fixed: int = 0  # bytes that a sequence keeps whatever its length
+    token_bytes: int  # in all these layers
+    window: int | None  # tokens cached for a sequence; None: all
+    fixed: int = 0  # bytes of a sequence at any length
 
-    def held(self, length: int) -> int:
-        """Bytes that a sequence of this length holds."""
+    def sequence_bytes(self, length: int) -> int:
+        """Bytes of a sequence of this length."""
         return self.fixed + self.token_bytes * (length if self.window is None else min(length, self.window))
 
 
 def layer_token_bytes(attention, dtype: str) -> int:
-    """Bytes that one layer writes for a token; in eight and four bits each head has a float32 scale."""
+    """KV cache bytes of a token in one layer; int8, fp8 and int4 have a float32 scale for each
+    head.
+    """
     bits = 4 if dtype == "int4" else 8 * jnp.dtype(dtype).itemsize
     return sum(heads * (width * bits // 8 + (4 if bits <= 8 else 0)) for heads, width in attention.cached)
 
 
 def state_bytes(config: ModelConfig, layers: Iterable[int] | None = None, drafts: int = 0) -> int:
-    """Bytes that a sequence keeps whatever its length, in all layers or in these: float32.
-
-    With what the rows of so many drafts bring.
+    """Bytes of a sequence's recurrent states (float32) in all or some layers, with the inputs of
+    `drafts` draft tokens.
     """
-    found = [config.layers[index].attention for index in config.state_layers if layers is None or index in layers]
-    kept = sum(math.prod(shape) for mixer in found for shape in mixer.kept.values())
-    return 4 * (kept + drafts * sum(math.prod(shape) for mixer in found for shape in mixer.inputs))
+    mixers = [config.layers[index].attention for index in config.state_layers if layers is None or index in layers]
+    elements = sum(math.prod(shape) for mixer in mixers for shape in mixer.kept.values())
+    return 4 * (elements + drafts * sum(math.prod(shape) for mixer in mixers for shape in mixer.inputs))
 
 
-def kinds(config: ModelConfig) -> tuple[CacheKind, ...]:
-    """The layers by kind of cache; those that read another layer's come last and take no bytes."""
-    found = Counter()
+def cache_kinds(config: ModelConfig) -> tuple[CacheKind, ...]:
+    """The layers by kind of cache; layers that read another layer's cache come last and take no
+    bytes.
+    """
+    counts = Counter()
     for index, layer in enumerate(config.layers):
         attention = layer.attention
         if attention.kept:
-            found["state", 0, None] += 1
+            counts["state", 0, None] += 1
         if not attention.cached:
             continue
         if index not in config.kv_layers:
-            found["shared", 0, 0] += 1
+            counts["shared", 0, 0] += 1
             continue
         name = "latent" if attention.kind == "latent" else "full"
         name = name if attention.window is None else f"window {attention.window}"
-        found[name, layer_token_bytes(attention, config.layer_kv_dtype(index)), attention.window] += 1
+        counts[name, layer_token_bytes(attention, config.layer_kv_dtype(index)), attention.window] += 1
     return tuple(
         CacheKind(name, count, count * token_bytes, window, state_bytes(config) if name == "state" else 0)
-        for (name, token_bytes, window), count in sorted(found.items(), key=lambda item: item[0][0] == "shared")
+        for (name, token_bytes, window), count in sorted(counts.items(), key=lambda item: item[0][0] == "shared")
     )
 
 
 def kv_bytes(config: ModelConfig, length: int) -> int:
-    """Bytes of KV cache that a sequence of this length holds."""
-    return sum(kind.held(length) for kind in kinds(config))
+    """KV cache bytes of a sequence of this length."""
+    return sum(kind.sequence_bytes(length) for kind in cache_kinds(config))
 
 
 def kv_read_bytes(config: ModelConfig, length: int) -> int:
-    """Bytes of KV cache and states that its next token reads; layers that share a cache each read it."""
+    """KV cache and state bytes that a sequence's next token reads; layers that share a cache each
+    read it.
+    """
     return state_bytes(config) + sum(
         layer_token_bytes(config.layers[owner].attention, config.layer_kv_dtype(owner)) * seen(layer.attention, length)
         for layer, owner in zip(config.layers, config.kv_owner, strict=True)
@@ -125,38 +133,42 @@ def kv_read_bytes(config: ModelConfig, length: int) -> int:
 
 
 def seen(attention, length: int) -> int:
-    """The number of positions that a row sees."""
+    """The number of positions that a token attends to."""
     if not attention.cached:
         return 1
     return length if attention.window is None else min(length, attention.window)
 
 
 def weight_bytes(config: ModelConfig, weights: ModelWeights | None = None) -> int:
-    """`weights`, here and below: the specs of a checkpoint whose weights are not all in the model's format."""
+    """Bytes of all weights. `weights`, here and below: specs, if they differ from the model's
+    weight format.
+    """
     return nbytes(abstract(config) if weights is None else weights)
 
 
 def read_weight_bytes(config: ModelConfig, weights: ModelWeights | None = None) -> int:
-    """Bytes of weights that a step of a large batch reads: all but look-up tables, and adapters of some rows."""
+    """Bytes of weights that a step of a large batch reads: no embedding tables or adapters."""
     weights = abstract(config) if weights is None else weights
     lookups = [weights.per_layer_embed_VLA, None if config.tied else weights.embed_VD]
     return nbytes(weights) - nbytes([lookups, stacks_of(weights)])
 
 
 def operations(config: ModelConfig, length: int) -> float:
-    """Multiplications and additions for one token that sees `length` others: two for each weight, and attention."""
+    """Multiplications and additions for one token that attends to `length` positions."""
     total = 2 * config.vocab_size * config.dim
     if config.per_layer_dim:
         total += 2 * dense_specs(config).per_layer_proj_DLA.size
     for layer, weights in zip(config.layers, dense_specs(config).layers, strict=True):
-        total += 2 * (met_weights(config, layer, weights) + score_width(layer) * seen(layer.attention, length))
+        total += 2 * (active_weights(config, layer, weights) + score_width(layer) * seen(layer.attention, length))
     return total
 
 
-def met_weights(config: ModelConfig, layer: Layer, weights: LayerWeights, expert: int = 1) -> float:
-    """Weights of a layer that a token is multiplied with, where so many devices share the work of its experts."""
+def active_weights(config: ModelConfig, layer: Layer, weights: LayerWeights, expert: int = 1) -> float:
+    """Weights of a layer that a token is multiplied with, if `expert` devices share the work of its
+    experts.
+    """
     experts = 0
-    if layer.moe is not None:  # router, then the chosen
+    if layer.moe is not None:  # router, then the selected experts
         experts = config.dim * (layer.moe.experts + layer.moe.top_k * (2 + layer.moe.gated) * layer.moe.dim / expert)
     matrices = [*matrix_sizes(weights.attention), *matrix_sizes(weights.mlp), *matrix_sizes(weights.per_layer)]
     return sum(matrices) + experts
@@ -174,14 +186,14 @@ def matrix_sizes(weights) -> list[int]:
 
 
 def sequences_that_fit(config: ModelConfig, length: int, memory: float, weights: ModelWeights | None = None) -> int:
-    """How many sequences of this length the memory holds beside the weights."""
+    """The number of sequences of this length that fit into memory beside the weights."""
     return max(0, math.floor((memory - weight_bytes(config, weights)) / kv_bytes(config, length)))
 
 
 def balance_batch(config: ModelConfig, length: int, device: Device, weights: ModelWeights | None = None) -> float:
-    """The batch at which a decode step's arithmetic takes as long as its reading.
+    """The batch at which a decode step's arithmetic takes as long as its reads.
 
-    Infinite where each further sequence adds more reading than arithmetic: then no batch is large enough.
+    Infinite if each further sequence adds more reads than arithmetic.
     """
     compute = operations(config, length) / device.flops - kv_read_bytes(config, length) / device.bandwidth
     return math.inf if compute <= 0 else read_weight_bytes(config, weights) / device.bandwidth / compute

@@ -1,4 +1,6 @@
-"""What the devices of a mesh send each other in a step. A test compares it with the compiled programs."""
+"""The communication between the devices of a mesh in a step; a test compares it with compiled
+programs.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,66 +22,87 @@ class Collective:
 
 
 def traffic(
-    config: ModelConfig, sizes: Mapping[str, int], rows: int, prompts: bool, stage: Stage | None = None
+    config: ModelConfig, sizes: Mapping[str, int], num_tokens: int, prompts: bool, stage: Stage | None = None
 ) -> list[Collective]:
-    """The collectives of the embedding and of all layers, or of one stage's; those of sampling are too small to count.
+    """The collectives of the embedding and of the layers, of all stages or one; those of sampling
+    are negligible.
 
-    `sizes` are those of the mesh by axis. `rows` are those of each replica. `prompts`: the step has prompt tokens, so
-    that rows are split over `context`.
+    Args:
+        sizes: the mesh's size along each axis.
+        num_tokens: tokens of each replica.
+        prompts: the step has prompt tokens, which are split over `context`.
     """
     tensor, expert, context, data = (sizes.get(axis, 1) for axis in ("tensor", "expert", "context", "data"))
-    own = -(-rows // context) if prompts else rows  # rows of a device outside attention
-    width = jnp.dtype(config.dtype).itemsize
-    wide = own * config.dim * width
-    found = []
+    tokens_per_device = -(-num_tokens // context) if prompts else num_tokens  # outside attention
+    itemsize = jnp.dtype(config.dtype).itemsize
+    hidden_bytes = tokens_per_device * config.dim * itemsize
+    collectives = []
 
-    def sum_up(nbytes: int, *axes: str) -> None:
-        found.append(Collective("all-reduce", axes, nbytes))
+    def all_reduce(nbytes: int, *axes: str) -> None:
+        collectives.append(Collective("all-reduce", axes, nbytes))
 
     stage = stage or whole_model(config)
-    if tensor > 1 and stage.begins:
-        sum_up(wide, "tensor")
+    if tensor > 1 and stage.is_first:
+        all_reduce(hidden_bytes, "tensor")
         if config.per_layer_dim:
-            sum_up(own * len(config.layers) * config.per_layer_dim * width, "tensor")
+            all_reduce(tokens_per_device * len(config.layers) * config.per_layer_dim * itemsize, "tensor")
     for layer in config.layers[stage.layers.start : stage.layers.stop]:
         if context > 1:
-            found += gathered(layer, tensor, context, own * context if prompts else rows, prompts, width)
+            collectives += context_traffic(
+                layer, tensor, context, tokens_per_device * context if prompts else num_tokens, prompts, itemsize
+            )
         if tensor > 1:
-            if getattr(layer.attention, "qk_norm", None) == "all":  # one number for each row
+            if getattr(layer.attention, "qk_norm", None) == "all":  # one number for each token
                 for _ in range(1 if layer.attention.kv_source is not None else 2):
-                    sum_up(own * 4, "tensor")
-            sum_up(wide, "tensor")
+                    all_reduce(tokens_per_device * 4, "tensor")
+            all_reduce(hidden_bytes, "tensor")
             if layer.mlp is not None:
-                sum_up(wide, "tensor")
+                all_reduce(hidden_bytes, "tensor")
         if layer.moe is not None and (data > 1 or layer.moe.spare or (prompts and context > 1)):
             same_rows = expert if prompts else context * expert
-            found += dispatched(layer.moe, tensor, same_rows, data * context * expert, own, config.dim, width)
+            collectives += expert_dispatch_traffic(
+                layer.moe, tensor, same_rows, data * context * expert, tokens_per_device, config.dim, itemsize
+            )
         elif layer.moe is not None and tensor * context * expert > 1:
-            sum_up(wide, "tensor", "context", "expert")
-    return found
+            all_reduce(hidden_bytes, "tensor", "context", "expert")
+    return collectives
 
 
-def dispatched(moe: Moe, tensor: int, same_rows: int, n: int, rows: int, dim: int, width: int) -> list[Collective]:
-    """What is sent when rows go to experts on n devices and back, in one round; `same_rows` of them have equal rows."""
-    share, sharing = -(-rows // same_rows), ("data", "context", "expert")
-    room = n * capacity(share, moe.top_k, n, moe.slots // n) * dim * width
-    found = [Collective("all-gather", sharing, 4 * n * moe.slots)]
-    found += [Collective("all-to-all", sharing, room)] * 2
+def expert_dispatch_traffic(
+    moe: Moe, tensor: int, same_rows: int, num_devices: int, num_tokens: int, dim: int, itemsize: int
+) -> list[Collective]:
+    """The collectives of sending tokens to experts on `num_devices` devices and back, in one round.
+
+    Groups of `same_rows` devices have the same tokens.
+    """
+    tokens_per_device = -(-num_tokens // same_rows)
+    axes = ("data", "context", "expert")
+    buffer_bytes = (
+        num_devices * capacity(tokens_per_device, moe.top_k, num_devices, moe.slots // num_devices) * dim * itemsize
+    )
+    collectives = [Collective("all-gather", axes, 4 * num_devices * moe.slots)]
+    collectives += [Collective("all-to-all", axes, buffer_bytes)] * 2
     if tensor > 1:
-        found.append(Collective("all-reduce", ("tensor",), share * dim * width))
+        collectives.append(Collective("all-reduce", ("tensor",), tokens_per_device * dim * itemsize))
     if same_rows > 1:
-        found.append(Collective("all-gather", ("context", "expert"), same_rows * share * dim * width))
-    return found
+        collectives.append(
+            Collective("all-gather", ("context", "expert"), same_rows * tokens_per_device * dim * itemsize)
+        )
+    return collectives
 
 
-def gathered(layer: Layer, tensor: int, context: int, rows: int, prompts: bool, width: int) -> list[Collective]:
-    """What attention sends where positions are split over `context`."""
-    a = layer.attention.split(tensor)
-    query, values = a.widths
-    arrays = [a.heads * query] + [heads * width for heads, width in (a.cached if a.kv_source is None else ())]
-    sums = 4 * rows * a.heads * (values + 2)
+def context_traffic(
+    layer: Layer, tensor: int, context: int, num_tokens: int, prompts: bool, itemsize: int
+) -> list[Collective]:
+    """The collectives of attention whose positions are split over `context`."""
+    attention = layer.attention.split(tensor)
+    query, values = attention.widths
+    arrays = [attention.heads * query] + [
+        heads * itemsize for heads, itemsize in (attention.cached if attention.kv_source is None else ())
+    ]
+    sums = 4 * num_tokens * attention.heads * (values + 2)
     if not prompts:
         return [Collective("all-gather", ("context",), context * sums)]
-    return [Collective("all-gather", ("context",), rows * array * width) for array in arrays] + [
+    return [Collective("all-gather", ("context",), num_tokens * array * itemsize) for array in arrays] + [
         Collective("all-to-all", ("context",), sums)
     ]

@@ -18,13 +18,13 @@ from ..checkpoint.published.matrix import Matrix
 from ..config import ModelConfig, ModelError
 from ..families import wrapper
 from ..gguf import rounding
-from ..gguf.architectures import config_of
+from ..gguf.architectures import hf_config
 from ..gguf.blocks import WRITTEN, BlockType
-from ..gguf.description import check_same, metadata_of
-from ..gguf.origin import Change, Part
+from ..gguf.description import check_round_trip, model_metadata
+from ..gguf.origin import Change, TensorSlice
 from ..gguf.sampling import sampling_metadata
-from ..gguf.tensors import file_name, origins, turn_of
-from ..gguf.vocabulary import vocabulary_of
+from ..gguf.tensors import gguf_name, origins, tensor_change
+from ..gguf.vocabulary import tokenizer_metadata
 from ..gguf.writer import write_file
 from ..text.tokenizer import Tokenizer
 
@@ -35,8 +35,8 @@ ROUTERS = ("ffn_gate_inp.weight",)  # routers, which stay in F32
 TEMPLATE = "tokenizer.chat_template"
 # Types that a calibration method supports: the format with the same codes, and the block packer.
 CALIBRATED_TYPES: dict[str, tuple[str, Callable[[np.ndarray, np.ndarray], np.ndarray]]] = {
-    "Q4_0": ("int4-32", rounding.fours),
-    "Q8_0": ("int8-weights-32", rounding.eights),
+    "Q4_0": ("int4-32", rounding.q4_0_blocks),
+    "Q8_0": ("int8-weights-32", rounding.q8_0_blocks),
 }
 
 
@@ -44,7 +44,7 @@ CALIBRATED_TYPES: dict[str, tuple[str, Callable[[np.ndarray, np.ndarray], np.nda
 class TensorPiece:
     """A checkpoint tensor and its part of a file's tensor."""
 
-    origin_part: Part
+    origin_part: TensorSlice
     source: Any
 
 
@@ -110,29 +110,31 @@ def plan_writing(
         raise ModelError(f"{folder} is quantised already: its config.json has a quantization_config")
     hf = merge_overrides(read_json(folder / "config.json"), hf_overrides or {})
     text = wrapper.text_config(hf) if "text_config" in hf else hf
-    metadata, factors = metadata_of(config, text, kind, folder.resolve().name)
+    metadata, factors = model_metadata(config, text, kind, folder.resolve().name)
     architecture = metadata["general.architecture"]
     tensors, sources = find_sources(folder, config)
     names = list(dict.fromkeys(source.name for source in jax.tree.leaves(sources)))
     shapes = {name: value.shape for name, value in factors.items()}
     for name in names:
-        gguf_name = file_name(architecture, name)
+        tensor_name = gguf_name(architecture, name)
         shape = tensors[name].shape
-        if gguf_name is None:
+        if tensor_name is None:
             raise ModelError(f"tensor {name!r} has no place in GGUF files of {architecture} models")
-        if gguf_name.endswith("_exps.weight"):
-            shape = (shapes.get(gguf_name, (0,))[0] + 1, *shape)
-        shapes[gguf_name] = shape
-    reread_config = config_of(metadata, shapes, factors.__getitem__)
-    check_same(config, family_for(reread_config).config(reread_config))
+        if tensor_name.endswith("_exps.weight"):
+            shape = (shapes.get(tensor_name, (0,))[0] + 1, *shape)
+        shapes[tensor_name] = shape
+    reread_config = hf_config(metadata, shapes, factors.__getitem__)
+    check_round_trip(config, family_for(reread_config).config(reread_config))
     pieces: dict[str, list[TensorPiece]] = {}
     for name, origin in origins(architecture, shapes, reread_config).items():
         (source,) = origin.parts
         pieces.setdefault(source.name, []).append(TensorPiece(source, tensors[name]))
-    kinds = {gguf_name: (block_type_for(gguf_name, shape, kind), shape) for gguf_name, shape in shapes.items()}
+    kinds = {tensor_name: (block_type_for(tensor_name, shape, kind), shape) for tensor_name, shape in shapes.items()}
     generation = folder / "generation_config.json"
     metadata |= sampling_metadata(read_json(generation) if generation.is_file() else {})
-    return GgufPlan(architecture, reread_config, metadata | tokenizer_metadata(folder, config), kinds, pieces, factors)
+    return GgufPlan(
+        architecture, reread_config, metadata | read_tokenizer_metadata(folder, config), kinds, pieces, factors
+    )
 
 
 def block_type_for(name: str, shape: tuple[int, ...], kind: str) -> BlockType:
@@ -148,14 +150,14 @@ def block_type_for(name: str, shape: tuple[int, ...], kind: str) -> BlockType:
     return block_type
 
 
-def tokenizer_metadata(folder: Path, config: ModelConfig) -> dict[str, Any]:
+def read_tokenizer_metadata(folder: Path, config: ModelConfig) -> dict[str, Any]:
     """The metadata of the tokenizer and the chat template."""
     file = folder / "tokenizer.json"
     if not file.exists():
         raise ModelError(f"{file} does not exist; a GGUF file has the tokenizer in it")
     text_tokenizer = Tokenizer(folder)
     special = {name.removesuffix("_token"): token for name, token in text_tokenizer.special_tokens.items()}
-    metadata = vocabulary_of(file.read_text(), config.vocab_size, special, sorted(text_tokenizer.eos_token_ids))
+    metadata = tokenizer_metadata(file.read_text(), config.vocab_size, special, sorted(text_tokenizer.eos_token_ids))
     return metadata if text_tokenizer.chat_template is None else metadata | {TEMPLATE: text_tokenizer.chat_template}
 
 
@@ -167,7 +169,7 @@ def tensor_values(
         if name in plan.factors:
             yield encode_values(plan.factors[name], kind, name)
             continue
-        change = turn_of(plan.architecture, name, plan.config)
+        change = tensor_change(plan.architecture, name, plan.config)
         blocks = None
         for piece in plan.pieces[name]:
             piece_blocks = encode_source(precomputed.get(piece.source.name, piece.source), change, kind, name)
@@ -188,12 +190,12 @@ def tensor_values(
 def encode_source(source: Any, change: Change, kind: BlockType, name: str) -> np.ndarray:
     """The blocks of a tensor's rows [rows, bytes]."""
     if isinstance(source, Matrix) and kind.name in CALIBRATED_TYPES:
-        assert change.back is None and source.format is not None
+        assert change.inverse is None and source.format is not None
         codes, scale = source.fields_for(source.format).values()
         blocks = CALIBRATED_TYPES[kind.name][1](scale.reshape(-1, 1), codes.reshape(-1, kind.elements))
     else:
         value = source.read()
-        value = value if change.back is None else change.back(value)
+        value = value if change.inverse is None else change.inverse(value)
         blocks = encode_values(value, kind, name)
     return blocks.reshape(source.shape[0], -1)
 
@@ -208,6 +210,6 @@ def encode_values(numbers: np.ndarray, kind: BlockType, name: str) -> np.ndarray
         if not np.isfinite(strip.astype(np.float32)).all():
             raise ModelError(f"the tensor {name} holds a value that is not finite")
         out[at : at + step] = kind.encode(strip)
-        if kind.plain and not np.isfinite(out[at : at + step].view(kind.dtype).astype(np.float32)).all():
+        if kind.is_plain and not np.isfinite(out[at : at + step].view(kind.dtype).astype(np.float32)).all():
             raise ModelError(f"the tensor {name} holds a number that is too large for {kind.name}; BF16 holds it")
     return out

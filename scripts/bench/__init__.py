@@ -1,1 +1,1 @@
-"""`quire bench`: the commands that measure, what they send and how they report."""
+"""`quire bench`: benchmark commands."""

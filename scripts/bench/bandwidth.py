@@ -1,4 +1,6 @@
-"""How fast this machine reads memory, which limits decoding on a CPU: `python -m quire.scripts.bench.bandwidth`."""
+"""The machine's memory read bandwidth, which limits decoding on CPUs: `python -m
+quire.scripts.bench.bandwidth`.
+"""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -7,19 +9,20 @@ from ..collect_env import cores
 
 
 def read_bandwidth(mebibytes: int = 1024, passes: int = 8) -> float:
-    """Bytes a second that all cores together read, in the best of a few passes over an array beyond any cache.
+    """Bytes per second that all cores read together, in the best of a few passes over an array
+    beyond any cache.
 
-    OR is the cheapest reduction that numpy runs in wide registers; it releases the GIL.
+    OR is NumPy's cheapest vectorised reduction; it releases the GIL.
     """
     import numpy as np
 
-    array = np.ones(mebibytes << 17, np.uint64)  # ones, so that every page is mapped
-    parts = np.array_split(array, cores())
+    array = np.ones(mebibytes << 17, np.uint64)  # ones, to map every page
+    chunks = np.array_split(array, cores())
     best = float("inf")
-    with ThreadPoolExecutor(len(parts)) as pool:
-        for _ in range(passes + 1):  # the first is slow: threads start
+    with ThreadPoolExecutor(len(chunks)) as pool:
+        for _ in range(passes + 1):  # the first pass starts threads
             started = time.perf_counter()
-            list(pool.map(np.bitwise_or.reduce, parts))
+            list(pool.map(np.bitwise_or.reduce, chunks))
             best = min(best, time.perf_counter() - started)
     return array.nbytes / best
 

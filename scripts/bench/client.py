@@ -1,6 +1,8 @@
-"""A client of OpenAI-compatible servers on asyncio's streams: HTTP/1.1, server-sent events, and the time of each piece.
+"""An asyncio client of OpenAI-compatible servers: HTTP/1.1, server-sent events, and the time of
+each event.
 
-A library would do, but the client often shares the machine with the server: the less work it does the better.
+A library would do, but the client often shares the machine with the server: the less work it does
+the better.
 """
 
 import asyncio
@@ -14,33 +16,33 @@ from urllib.parse import urlsplit
 
 from .metrics import RequestTimes
 
-LINE = 1 << 20  # longest line of a head or an event
-ERROR_BODY = 1 << 16  # how much of an error is read
+LINE = 1 << 20  # bytes of the longest line of a header or an event
+ERROR_BODY = 1 << 16  # bytes that are read of an error
 
 
 class Failure(Exception):
-    """A request failed; the reason is one line."""
+    """A failed request; the reason is one line."""
 
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where requests go, and what each carries."""
+    """The address of a server, and the key that requests carry."""
 
     host: str
     port: int
-    tls: ssl.SSLContext | None  # made once: reading the machine's certificates takes a while
+    tls: ssl.SSLContext | None  # created once: reading certificates is slow
     path: str
     key: str | None = None
 
     @classmethod
     def parse(cls, url: str, key: str | None = None) -> "ServerAddress":
-        """ValueError where the text is no http(s) address. An address that ends in /v1 is taken without it."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        """Parse an http(s) address, with or without /v1 at the end; ValueError if it is none."""
+        split_url = urlsplit(url)
+        if split_url.scheme not in ("http", "https") or not split_url.hostname or split_url.query or split_url.fragment:
             raise ValueError(f"{url!r} is not an address like http://127.0.0.1:8000")
-        tls = ssl.create_default_context() if parts.scheme == "https" else None
-        port = parts.port if parts.port is not None else 443 if tls else 80
-        return cls(parts.hostname, port, tls, parts.path.rstrip("/").removesuffix("/v1"), key)
+        tls = ssl.create_default_context() if split_url.scheme == "https" else None
+        port = split_url.port if split_url.port is not None else 443 if tls else 80
+        return cls(split_url.hostname, port, tls, split_url.path.rstrip("/").removesuffix("/v1"), key)
 
     def head(self, method: str, path: str, length: int) -> bytes:
         name = f"[{self.host}]" if ":" in self.host else self.host
@@ -64,19 +66,19 @@ class Response:
     headers: dict[str, str]
     chunks: AsyncIterator[bytes]
 
-    async def read(self, most: int) -> bytes:
-        """The body, or its beginning where it is longer."""
+    async def read(self, limit: int) -> bytes:
+        """The body, up to `limit` bytes."""
         data = b""
         async for chunk in self.chunks:
             data += chunk
-            if len(data) >= most:
+            if len(data) >= limit:
                 break
-        return data[:most]
+        return data[:limit]
 
 
 @asynccontextmanager
 async def exchange(server: ServerAddress, method: str, path: str, body: bytes = b"") -> AsyncIterator[Response]:
-    """One request on a connection of its own, closed however this ends."""
+    """One request on a connection of its own, which is closed afterwards."""
     reader, writer = await asyncio.open_connection(server.host, server.port, ssl=server.tls, limit=LINE)
     try:
         writer.write(server.head(method, path, len(body)) + body)
@@ -88,10 +90,10 @@ async def exchange(server: ServerAddress, method: str, path: str, body: bytes = 
 
 
 async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    """Status and headers, with names in lower case; interim answers (1xx) are skipped."""
+    """Status and headers, with names in lower case; interim responses (1xx) are skipped."""
     while True:
-        version, _, rest = (await reader.readuntil(b"\n")).decode("latin-1").strip().partition(" ")
-        code = rest.split(" ")[0]
+        version, _, status_line = (await reader.readuntil(b"\n")).decode("latin-1").strip().partition(" ")
+        code = status_line.split(" ")[0]
         if not version.startswith("HTTP/1.") or len(code) != 3 or not code.isdecimal():
             raise Failure("the answer is not HTTP/1.1")
         headers: dict[str, str] = {}
@@ -103,21 +105,21 @@ async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
 
 
 async def read_body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
-    """The body as it comes. One that ends before it said it would is an IncompleteReadError."""
+    """Yield the body as it arrives; IncompleteReadError if it ends early."""
     if "chunked" in headers.get("transfer-encoding", "").lower():
         while size := number((await reader.readuntil(b"\n")).split(b";")[0], 16):
             yield await reader.readexactly(size)
             if (await reader.readuntil(b"\n")).strip():
-                raise Failure("a chunk is longer than it says")
+                raise Failure("a chunk is longer than its size")
         return
-    left = number(headers["content-length"].encode(), 10) if "content-length" in headers else None
-    while left != 0:
-        data = await reader.read(ERROR_BODY if left is None else min(left, ERROR_BODY))
+    remaining = number(headers["content-length"].encode(), 10) if "content-length" in headers else None
+    while remaining != 0:
+        data = await reader.read(ERROR_BODY if remaining is None else min(remaining, ERROR_BODY))
         if not data:
-            if left is None:
+            if remaining is None:
                 return
-            raise asyncio.IncompleteReadError(data, left)
-        left = None if left is None else left - len(data)
+            raise asyncio.IncompleteReadError(data, remaining)
+        remaining = None if remaining is None else remaining - len(data)
         yield data
 
 
@@ -129,8 +131,9 @@ def number(text: bytes, base: int) -> int:
 
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[str]:
-    """The data of each server-sent event, wherever the chunks cut them."""
-    buffer, data = b"", []
+    """Yield the data of each server-sent event."""
+    buffer = b""
+    data = []
     async for chunk in chunks:
         *lines, buffer = (buffer + chunk).split(b"\n")
         if len(buffer) > LINE:
@@ -147,32 +150,40 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[str]:
 async def ask(
     server: ServerAddress, path: str, body: dict[str, Any], timeout: float, clock: Callable[[], float]
 ) -> RequestTimes:
-    """Send one request and time what comes back. Only a cancellation is raised: all else is the answer's `error`."""
-    sent, times, usage, ended, limit = clock(), [], {}, None, None
+    """Send one request and time the response. Failures are the result's `error`; only cancellation
+    is raised.
+    """
+    sent = clock()
+    times = []
+    usage = {}
+    ended = None
+    limit = None
     try:
         data = json.dumps(body).encode()
         async with asyncio.timeout(timeout) as limit, exchange(server, "POST", path, data) as response:
             if response.status != 200:
                 text = error_text(await response.read(ERROR_BODY))
                 raise Failure(f"HTTP {response.status}: {text}" if text else f"HTTP {response.status}")
-            whole = False
+            is_complete = False
             async for event in events(response.chunks):
                 now = clock()
-                if whole := event.strip() == "[DONE]":
+                if is_complete := event.strip() == "[DONE]":
                     break
                 read = piece(event)
                 usage = read.usage or usage
                 if read.wrote:
                     times.append(now)
-                if read.ends:
+                if read.is_last:
                     ended = now
-            if not whole:
+            if not is_complete:
                 raise Failure("the stream ended without [DONE]")
             if not times and ended is None:
                 raise Failure("the stream held no token")
     except TimeoutError:
-        late = limit is not None and limit.expired()
-        return RequestTimes(sent, times, error=f"no end within {timeout:g} s" if late else "cannot connect: timed out")
+        has_expired = limit is not None and limit.expired()
+        return RequestTimes(
+            sent, times, error=f"no end within {timeout:g} s" if has_expired else "cannot connect: timed out"
+        )
     except asyncio.IncompleteReadError:
         return RequestTimes(sent, times, error="disconnected in the middle of the answer" if times else "disconnected")
     except (Failure, OSError, ValueError, asyncio.LimitOverrunError) as error:
@@ -184,8 +195,8 @@ async def ask(
 class Piece(NamedTuple):
     """An event of a stream."""
 
-    wrote: bool  # it brings something of the answer
-    ends: bool  # it says why the answer has ended
+    wrote: bool  # it contains a part of the answer
+    is_last: bool  # it has a finish reason
     usage: dict[str, int]
 
 
@@ -207,18 +218,19 @@ def piece(event: str) -> Piece:
     delta = choice.get("delta")
     delta = delta if isinstance(delta, dict) else {}
     written = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("tool_calls")
-    # A token may write nothing (a special one, or part of a character); an opening or a closing event brings none.
-    ends = choice.get("finish_reason") is not None
-    return Piece(bool(written) or not ("role" in delta or ends), ends, usage)
+    # A token may have no text (special tokens, parts of characters); first and last events have no
+    # token.
+    is_last = choice.get("finish_reason") is not None
+    return Piece(bool(written) or not ("role" in delta or is_last), is_last, usage)
 
 
 def error_text(body: bytes) -> str:
-    """The message of an error in OpenAI's shape, or the first line of whatever it is."""
+    """The message of an error in OpenAI's format, or the first line of the text."""
     text = body.decode(errors="replace").strip()
     try:
-        found = json.loads(text)
-        found = found.get("error", found) if isinstance(found, dict) else found
-        text = str(found.get("message", found) if isinstance(found, dict) else found)
+        message = json.loads(text)
+        message = message.get("error", message) if isinstance(message, dict) else message
+        text = str(message.get("message", message) if isinstance(message, dict) else message)
     except ValueError:
         pass
     return text.strip().split("\n")[0][:200]
@@ -230,7 +242,7 @@ def reason(error: BaseException) -> str:
 
 
 async def get(server: ServerAddress, path: str, timeout: float) -> str:
-    """The text at a path; OSError or Failure where there is none."""
+    """The text at a path; raises OSError or Failure."""
     async with asyncio.timeout(timeout), exchange(server, "GET", path) as response:
         if response.status != 200:
             raise Failure(f"HTTP {response.status}")
@@ -238,7 +250,7 @@ async def get(server: ServerAddress, path: str, timeout: float) -> str:
 
 
 async def post(server: ServerAddress, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
-    """The JSON object that a server answers with; OSError or Failure where it gives none."""
+    """The JSON object in the response; raises OSError or Failure."""
     async with (
         asyncio.timeout(timeout),
         exchange(server, "POST", path, json.dumps(body).encode()) as response,
@@ -247,14 +259,14 @@ async def post(server: ServerAddress, path: str, body: dict[str, Any], timeout: 
         if response.status != 200:
             raise Failure(f"HTTP {response.status}: {error_text(data[:ERROR_BODY])}")
         try:
-            found = json.loads(data)
+            value = json.loads(data)
         except ValueError:
             raise Failure(f"{path} answers with no JSON") from None
-        return found if isinstance(found, dict) else {}
+        return value if isinstance(value, dict) else {}
 
 
 async def models(server: ServerAddress, timeout: float) -> list[str]:
-    """The names that the server lists at /v1/models; OSError or Failure where it cannot be asked."""
+    """The model names at /v1/models; raises OSError or Failure."""
     async with asyncio.timeout(timeout), exchange(server, "GET", "/v1/models") as response:
         data = await response.read(LINE)
         try:

@@ -1,4 +1,4 @@
-"""`quire bench`: the commands that measure."""
+"""`quire bench`: benchmark commands."""
 
 import re
 
@@ -11,31 +11,34 @@ from . import host, latency, serve, simulate, startup, step, throughput
 SEVERAL = {
     "--concurrency": r"[0-9.]+[kKmM]?",
     "--goodput": r"[a-z0-9]+:\S*",
-}  # options that take several values, and what a value looks like
+}  # options with several values: pattern of a value
 
 
-class Spread(Command):
+class MultiValueCommand(Command):
     """`--concurrency 1 2 4` is `--concurrency 1 --concurrency 2 --concurrency 4`."""
 
     def parse_args(self, ctx, args):
-        return super().parse_args(ctx, spread(args))
+        return super().parse_args(ctx, repeat_options(args))
 
 
-def spread(arguments: list[str]) -> list[str]:
-    """Every value with its option before it."""
-    found: list[str] = []
-    option, values = None, 0
+def repeat_options(arguments: list[str]) -> list[str]:
+    """Repeat the option before each of its values."""
+    expanded: list[str] = []
+    option = None
+    values = 0
     for argument in arguments:
         if option is not None and values and re.fullmatch(SEVERAL[option], argument):
-            found.append(option)
+            expanded.append(option)
         elif values:
-            option, values = None, 0
+            option = None
+            values = 0
         if argument in SEVERAL:
-            option, values = argument, 0
+            option = argument
+            values = 0
         elif option is not None:
             values += 1
-        found.append(argument)
-    return found
+        expanded.append(argument)
+    return expanded
 
 
 class Benches(TyperGroup):
@@ -50,7 +53,9 @@ app = typer.Typer(
 
 @app.callback()
 def main(context: typer.Context) -> None:
-    """Measure throughput, latency, startup, a running server, the scheduler, a step by part, or the host alone."""
+    """Measure throughput, latency, startup, a running server, the scheduler, a step by part, or the
+    host alone.
+    """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -64,4 +69,4 @@ for name, module in (
     ("step", step),
     ("host", host),
 ):
-    app.command(name, cls=Spread)(module.main)
+    app.command(name, cls=MultiValueCommand)(module.main)

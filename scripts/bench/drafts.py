@@ -1,4 +1,4 @@
-"""What was drafted under a benchmark's load, and what of it was right."""
+"""Counts of draft tokens and their acceptance under a benchmark's load."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,23 +7,23 @@ from ..tables import table
 
 
 class Drafts(NamedTuple):
-    """Counts of a time."""
+    """Counts over a period."""
 
-    proposals: int = 0  # of some drafts each, for a sequence in a step
+    proposals: int = 0  # one for each sequence and step with drafts
     drafts: int = 0
     accepted: tuple[int, ...] = ()  # by position
 
-    def since(self, before: "Drafts") -> "Drafts":
-        accepted = [now - then for now, then in zip(self.accepted, before.accepted, strict=True)]
-        return Drafts(self.proposals - before.proposals, self.drafts - before.drafts, tuple(accepted))
+    def since(self, earlier: "Drafts") -> "Drafts":
+        accepted = [now - then for now, then in zip(self.accepted, earlier.accepted, strict=True)]
+        return Drafts(self.proposals - earlier.proposals, self.drafts - earlier.drafts, tuple(accepted))
 
-    def joined(self, other: "Drafts") -> "Drafts":
-        accepted = [one + two for one, two in zip(self.accepted, other.accepted, strict=True)]
-        return Drafts(self.proposals + other.proposals, self.drafts + other.drafts, tuple(accepted))
+    def joined(self, added: "Drafts") -> "Drafts":
+        accepted = [sum(counts) for counts in zip(self.accepted, added.accepted, strict=True)]
+        return Drafts(self.proposals + added.proposals, self.drafts + added.drafts, tuple(accepted))
 
     @property
     def length(self) -> float:
-        """Tokens that a step with drafts gives a sequence: those accepted and the one after them."""
+        """Tokens per step and sequence with drafts: the accepted ones and the one after them."""
         return 1 + sum(self.accepted) / max(self.proposals, 1)
 
     @property
@@ -32,11 +32,11 @@ class Drafts(NamedTuple):
 
     @property
     def by_position(self) -> list[float]:
-        """The share of proposals of which the first, the second, ... draft was accepted."""
+        """The share of proposals whose first, second, ... draft token was accepted."""
         return [count / max(self.proposals, 1) for count in self.accepted]
 
     def result(self) -> dict[str, Any]:
-        """Under the names of vLLM's result files; the rate is in percent, as there."""
+        """The counts under the names of vLLM's result files; the rate is in percent."""
         return {
             "spec_decode_acceptance_rate": 100 * self.share,
             "spec_decode_acceptance_length": self.length,
@@ -47,18 +47,18 @@ class Drafts(NamedTuple):
         }
 
 
-def drafts_of(llm: Any) -> Drafts | None:
-    """Of an engine so far; None where it does not draft."""
+def count_drafts(llm: Any) -> Drafts | None:
+    """An engine's counts so far; None if it does not draft."""
     from ...serving.engine.snapshot import take_snapshot
 
-    found = take_snapshot(llm.engine).drafts
-    return None if found is None else Drafts(*found)
+    counts = take_snapshot(llm.engine).drafts
+    return None if counts is None else Drafts(*counts)
 
 
-def drafts_table(name: str, found: Sequence[tuple[Any, Drafts]]) -> str:
-    """For people, a row for each of several loads."""
+def drafts_table(name: str, drafts_by_load: Sequence[tuple[Any, Drafts]]) -> str:
+    """A table with a row for each load."""
     rows = [
         (label, f"{d.drafts:,}", f"{d.share:.1%}", f"{d.length:.2f}", "  ".join(f"{p:.0%}" for p in d.by_position))
-        for label, d in found
+        for label, d in drafts_by_load
     ]
     return table((name, "drafted", "accepted", "tokens a step", "accepted by position"), rows)

@@ -1,4 +1,6 @@
-"""The engine under a benchmark's load: the time of each token and step, and what a decode step has to read."""
+"""The engine under a benchmark's load: token and step times, and the bytes that a decode step
+reads.
+"""
 
 import time
 from collections import deque
@@ -7,28 +9,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import options as o
-from .drafts import Drafts, drafts_of
+from .drafts import Drafts, count_drafts
 from .load import Sample
 from .metrics import RequestTimes
 
 
 @dataclass(frozen=True)
 class TimedStep:
-    """One step of the engine: its plan, and the time from the results of the step before to its own."""
+    """One step of the engine: its plan, and the time since the previous step's results."""
 
     seconds: float
     plan: Any
-    tokens: int  # that it gave
+    tokens: int  # generated
 
 
 @dataclass(frozen=True)
 class LoadRun:
-    """The times of a list of requests and of the engine's steps."""
+    """The times of requests and of engine steps."""
 
     answers: list[RequestTimes]
     steps: list[TimedStep]
     seconds: float
-    drafts: Drafts | None = None  # where the engine drafts
+    drafts: Drafts | None = None  # None without speculative decoding
 
 
 def serve(
@@ -43,18 +45,24 @@ def serve(
 ) -> LoadRun:
     """Answer all requests in full length, with at most `concurrency` of them in the engine.
 
-    `in_batches`: the next ones are added when all of these are answered, as without continuous batching.
-    `adapters`: the requests take them in turn.
-    The prefix cache is emptied first, so that the same requests cost the same again.
+    The prefix cache is emptied first, so that repetitions have equal costs.
+
+    Args:
+        in_batches: add requests only when all current ones are answered, as without continuous batching.
+        adapters: requests take them in turn.
     """
     from ...serving.api.params import SamplingParams
 
     llm.reset_prefix_cache()
 
-    engine, steps, watcher = llm.engine, [], watch()
+    engine = llm.engine
+    steps = []
+    watcher = watch()
     engine.observers.append(watcher)
-    waiting, live, done = deque(enumerate(samples)), {}, {}
-    before = drafts_of(llm)
+    waiting = deque(enumerate(samples))
+    live = {}
+    answers_by_index = {}
+    drafts_before = count_drafts(llm)
     try:
         begin = last = clock()
         while waiting or live:
@@ -80,18 +88,19 @@ def serve(
             for request in changed:
                 index, sent, times = live[request]
                 seq = request.sequences[0]
-                if seq.num_output:  # one piece, however many tokens the step gave it
+                if seq.num_output:  # one event, however many tokens the step generated
                     times.append(now)
                 if request.finished:
                     if seq.finish_reason == "error":
                         raise o.UsageError("a step failed, so there is nothing to report; the log above says why")
-                    done[index] = RequestTimes(sent, times, seq.num_prompt, seq.num_output)
+                    answers_by_index[index] = RequestTimes(sent, times, seq.num_prompt, seq.num_output)
                     del live[request]
                     advance(1, seq.num_output)
-        seconds, after = clock() - begin, drafts_of(llm)
-        answers = [done[index] for index in range(len(samples))]
-        return LoadRun(answers, steps, seconds, after and before and after.since(before))
-    finally:  # also after Ctrl-C: the engine is left as it was found
+        seconds = clock() - begin
+        drafts_after = count_drafts(llm)
+        answers = [answers_by_index[index] for index in range(len(samples))]
+        return LoadRun(answers, steps, seconds, drafts_after and drafts_before and drafts_after.since(drafts_before))
+    finally:  # also after Ctrl-C: restore the engine
         llm.abort([*live])
         engine.observers.remove(watcher)
 
@@ -108,7 +117,7 @@ def watch() -> Any:
             self.result = record.result
 
         def tokens(self) -> int:
-            """Those that the step gave its sequences."""
+            """The number of tokens that the step generated."""
             outputs = self.result.outputs if self.result else []
             items = [output.item for output in outputs if output.item.draws]
             return sum(max(0, len(item.seq.tokens) - item.num_known) for item in items)
@@ -118,11 +127,11 @@ def watch() -> Any:
 
 @dataclass(frozen=True)
 class Roof:
-    """The time that a decode step needs at least: to read weights and KV cache at this machine's bandwidth."""
+    """The minimum time of a decode step: reading weights and KV cache at this machine's bandwidth."""
 
-    steps: int  # that only decoded
-    sequences: float  # in such a step, on average
-    tokens: float  # that it gave; with drafts more than there are sequences
+    steps: int  # decode-only steps
+    sequences: float  # per step, on average
+    tokens: float  # per step; with drafts more than sequences
     weight_bytes: float
     cache_bytes: float
     step_seconds: float
@@ -134,39 +143,42 @@ class Roof:
 
     @property
     def share(self) -> float:
-        """The share of the bandwidth that the steps used; 1 is the roof."""
+        """The fraction of the bandwidth that the steps used; 1 is the roof."""
         return self.seconds / self.step_seconds
 
 
 def roof(
     steps: Sequence[TimedStep], weight_bytes: int, cache_bytes: Callable[[int], int], bandwidth: float
 ) -> Roof | None:
-    """The mean decode step against its roof; None where every step also read prompts.
+    """The mean decode step against its roof; None if every step also read prompts.
 
-    `cache_bytes` is what a sequence of some length reads: a step that computes position p reads those up to p.
+    `cache_bytes` maps a length to the bytes that a sequence reads: a step that computes position p
+    reads up to p.
     """
     decodes = [step for step in steps if step.plan.decodes]
     if not decodes:
         return None
-    known: dict[int, int] = {}
-    read = sequences = 0
+    bytes_by_length: dict[int, int] = {}
+    read_bytes = sequences = 0
     for step in decodes:
         sequences += len(step.plan.items) * step.plan.steps
         for item in step.plan.items:
             for length in range(item.start + item.num_rows, item.start + item.num_rows + step.plan.steps):
-                if length not in known:
-                    known[length] = cache_bytes(length)
-                read += known[length]
-    count, seconds = sum(step.plan.steps for step in decodes), sum(step.seconds for step in decodes)
+                if length not in bytes_by_length:
+                    bytes_by_length[length] = cache_bytes(length)
+                read_bytes += bytes_by_length[length]
+    count = sum(step.plan.steps for step in decodes)
+    seconds = sum(step.seconds for step in decodes)
     tokens = sum(step.tokens for step in decodes)
-    return Roof(count, sequences / count, tokens / count, weight_bytes, read / count, seconds / count, bandwidth)
+    return Roof(count, sequences / count, tokens / count, weight_bytes, read_bytes / count, seconds / count, bandwidth)
 
 
 def engine_roof(llm, run: LoadRun, bandwidth: float) -> Roof | None:
     """The roof of a run of this engine."""
     from ...model.planning.cost import kv_read_bytes, read_weight_bytes
 
-    config, weights = llm.engine.runner.config, llm.engine.runner.weights
+    config = llm.engine.runner.config
+    weights = llm.engine.runner.weights
     read = read_weight_bytes(config, weights)
     return roof(run.steps, read, lambda length: kv_read_bytes(config, length), bandwidth)
 
@@ -177,7 +189,7 @@ def decode_milliseconds(run: LoadRun) -> list[float]:
 
 
 def read_bandwidth() -> float:
-    """Bytes a second that the model's device reads."""
+    """Bytes per second that the model's device reads."""
     import jax
 
     from .bandwidth import read_bandwidth
@@ -186,7 +198,9 @@ def read_bandwidth() -> float:
 
 
 def device_bandwidth(size: int, passes: int = 8) -> float:
-    """The same of an accelerator: the best of a few sums over an array larger than any cache."""
+    """Bytes per second that an accelerator reads: the best of a few sums over an array beyond any
+    cache.
+    """
     import jax
     import jax.numpy as jnp
 

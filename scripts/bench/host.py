@@ -1,4 +1,4 @@
-"""`quire bench host`: the host's time for a step, with a device that takes none."""
+"""`quire bench host`: the host's time for a step, with a simulated device that takes no time."""
 
 from statistics import median
 from time import perf_counter
@@ -9,11 +9,11 @@ from ..tables import table
 from . import load as load
 from . import report as reports
 
-PARTS = {"schedule": "schedule", "launch": "arrays", "collect": "results", "update": "take in"}
+STAGES = {"schedule": "schedule", "launch": "arrays", "collect": "results", "update": "take in"}
 WARM_UP = 20  # steps
 
 
-@reports.takes_report(without=("result_filename", "plot"))
+@reports.takes_report(excluded=("result_filename", "plot"))
 def main(
     num_seqs: Annotated[int, o.sized("Sequences that decode together.", load.DATA, "N")] = 256,
     input_len: Annotated[
@@ -27,27 +27,29 @@ def main(
     *,
     report: reports.ResultFiles,
 ) -> None:
-    """Decode without a device. Prints the host's time to schedule a step, build its arrays and take in its tokens."""
+    """Decode without a device. Prints the host's time to schedule a step, build its arrays and take
+    in its tokens.
+    """
     load.above_zero(
         num_seqs=num_seqs, num_steps=num_steps, input_len=min(input_len or [1]), num_processes=num_processes
     )
     rows = []
-    hosts = followed_by(num_processes - 1) if num_processes > 1 else None
+    hosts = start_followers(num_processes - 1) if num_processes > 1 else None
     for length in input_len or [100, 500, 850]:
         laps = measure(num_seqs, length, num_steps, hosts)
-        own = {part: median(laps[part]) * 1e3 for part in PARTS}
-        rows.append({"input_len": length, **own, "together": sum(own.values())})
+        medians = {stage: median(laps[stage]) * 1e3 for stage in STAGES}
+        rows.append({"input_len": length, **medians, "together": sum(medians.values())})
     heading = f"{num_seqs} sequences of the bundled model that decode: milliseconds a step, medians of {num_steps}"
     if hosts is not None:
         heading += f"; {hosts.sent_last} bytes to each of {num_processes - 1} others in the last"
         hosts.close()
-    cells = [(row["input_len"], *(f"{row[part]:.3f}" for part in (*PARTS, "together"))) for row in rows]
-    text = f"{heading}\n\n{table(('tokens each', *PARTS.values(), 'together'), cells)}"
+    cells = [(row["input_len"], *(f"{row[stage]:.3f}" for stage in (*STAGES, "together"))) for row in rows]
+    text = f"{heading}\n\n{table(('tokens each', *STAGES.values(), 'together'), cells)}"
     report.write({"num_seqs": num_seqs, "rows": rows}, text)
 
 
-def followed_by(count: int) -> Any:
-    """Connections to so many processes that receive every step and do nothing."""
+def start_followers(count: int) -> Any:
+    """Connections to `count` processes that receive every step and do nothing."""
     import socket
     import subprocess
     import sys
@@ -65,37 +67,40 @@ def followed_by(count: int) -> Any:
 
 
 def listen(port: int) -> None:
-    """What such a process runs, until the leader ends it."""
+    """The main loop of such a process, until the leader ends it."""
     import os
     import socket
 
     from ...serving.multihost.connection import HostConnection
     from ...serving.multihost.leader import WatchedConnection
 
-    link = WatchedConnection(HostConnection(socket.create_connection(("127.0.0.1", port))), "", lambda why: os._exit(0))
+    connection = HostConnection(socket.create_connection(("127.0.0.1", port)))
+    link = WatchedConnection(connection, "", lambda reason: os._exit(0))
     while link.inbox.get()[0] != "end":
         pass
 
 
 def measure(num_seqs: int, length: int, num_steps: int, hosts: Any = None) -> dict[str, list[float]]:
-    """Seconds of each part of each step, once all sequences decode."""
+    """Seconds of each stage of each step, once all sequences decode."""
     from ...serving.api.params import SamplingParams
     from ...serving.engine.step_record import Observer, StepRecord
 
     class Laps(Observer):
-        """Keeps the times instead of writing them."""
+        """Keeps the times in memory."""
 
         def observe(self, record: StepRecord) -> None:
-            step, result = record.launched, record.result
+            step = record.launched
+            result = record.result
             assert step is not None and result is not None, "every call launches a step and collects one"
             laps["schedule"].append(step.scheduled - step.began)
             laps["launch"].append(step.launched - step.scheduled)
             laps["collect"].append(result.collected - result.began)
             laps["update"].append(record.ended - result.collected)
 
-    laps: dict[str, list[float]] = {part: [] for part in PARTS}
+    laps: dict[str, list[float]] = {stage: [] for stage in STAGES}
     engine = pretended_engine(num_seqs, length + WARM_UP + num_steps + 8)
-    engine.clock, engine.runner.leader = perf_counter, hosts
+    engine.clock = perf_counter
+    engine.runner.leader = hosts
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     for index in range(num_seqs):
         engine.add(str(index), [index % 500 + 3] * length, params)
@@ -110,9 +115,9 @@ def measure(num_seqs: int, length: int, num_steps: int, hosts: Any = None) -> di
 
 
 def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048, max_drafts: int = 0) -> Any:
-    """The engine of the bundled model with room for so many sequences, on a device that does not exist.
+    """The engine of the bundled model with a simulated device.
 
-    Every sampled token is the same, and there at once.
+    Every sampled token is the same, and available at once.
     """
     import numpy as np
 
@@ -128,18 +133,21 @@ def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048, max_draf
     config = loader.read_config(folder, "auto", None)
     if longest > config.max_len:
         raise o.UsageError(f"sequences grow to {longest} tokens; the bundled model was made for {config.max_len}")
-    tokenizer, groups = Tokenizer(folder), len(config.windows)
+    tokenizer = Tokenizer(folder)
+    groups = len(config.windows)
     shape = StepShape.largest(num_seqs, num_rows, max(num_seqs, 16), max_drafts=max_drafts)
     runner = Runner(config, None, shape, (2,) * groups, 16, config.max_len)
     token = tokenizer.encode(" the", add_special_tokens=False)[0]
 
-    def drawn(R: int) -> Sampled:
-        zeros, best = np.zeros(R, np.float32), np.zeros((R, MAX_LOGPROBS), np.float32)
-        ids, wanted = best.astype(np.int32), np.zeros((R, MAX_WANTED), np.float32)
-        return Sampled(np.full(R, token), zeros, np.ones(R, np.int32), ids, best, wanted, np.ones(R, bool))
+    def sampled_tokens(R: int) -> Sampled:
+        zeros = np.zeros(R, np.float32)
+        best = np.zeros((R, MAX_LOGPROBS), np.float32)
+        ids = best.astype(np.int32)
+        logprobs = np.zeros((R, MAX_WANTED), np.float32)
+        return Sampled(np.full(R, token), zeros, np.ones(R, np.int32), ids, best, logprobs, np.ones(R, bool))
 
     def compiled(size):
-        sampled = drawn(size.samples)
+        sampled = sampled_tokens(size.samples)
         return lambda weights, state, buffer: (sampled, None, state)
 
     runner.compiled = {size: compiled(size) for size in runner.batch_builder.layouts}

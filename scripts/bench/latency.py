@@ -14,7 +14,8 @@ from .engine import LoadRun, serve
 from .metrics import flat, milliseconds
 
 NAMES = {"batch": "whole batch", "ttft": "first token", "itl": "each token after"}
-WITH_DRAFTS = {"itl": "each step after", "tpot": "a token of an answer"}  # a step may give several
+# A step may generate several tokens.
+WITH_DRAFTS = {"itl": "each step after", "tpot": "a token of an answer"}
 
 
 @reports.takes_report()
@@ -32,7 +33,9 @@ def main(
     engine: dict[str, Any],
     report: reports.ResultFiles,
 ) -> None:
-    """Answer batches of a fixed shape. Prints the times of a batch, of first tokens and between tokens."""
+    """Answer batches of a fixed shape. Prints the times of a batch, of first tokens and between
+    tokens.
+    """
     load.above_zero(batch_size=batch_size, input_len=input_len, output_len=output_len, num_iters=num_iters)
     if num_iters_warmup < 0:
         raise o.UsageError(f"--num-iters-warmup is {num_iters_warmup}; it must be at least 0")
@@ -42,38 +45,40 @@ def main(
         load_model(model, **{"max_num_seqs": batch_size, **engine}) as llm,
         bar(num_iters_warmup + num_iters, True) as advance,
     ):
-        tokenizer, vocab = llm.engine.tokenizer, llm.engine.config.vocab_size
+        tokenizer = llm.engine.tokenizer
+        vocab = llm.engine.config.vocab_size
         for turn in range(num_iters_warmup + num_iters):
             samples = shape.samples(batch_size, tokenizer, f"{seed} {turn}", vocab)
             runs.append(serve(llm, samples, batch_size, temperature, perf_counter))
             advance(1, batch_size * output_len)
     runs = runs[num_iters_warmup:]
-    values, drafts = measured(runs), drafted(runs)
+    values = latency_values(runs)
+    drafts = total_drafts(runs)
     names = NAMES if drafts is None else NAMES | WITH_DRAFTS
     name = model or "quill"
     heading = (
         f"{name}: {num_iters} batches of {batch_size} requests, {input_len} prompt and {output_len} output tokens each"
     )
     result: dict[str, Any] = {"model": name} | flat(values) | {"batches_ms": values["batch"]}
-    parts = [heading, reports.latency_table(values, names)]
+    paragraphs = [heading, reports.latency_table(values, names)]
     if drafts is not None:
         result |= drafts.result()
-        parts.append(drafts_table("batches", [(num_iters, drafts)]))
+        paragraphs.append(drafts_table("batches", [(num_iters, drafts)]))
     report.write(
         result,
-        "\n\n".join(parts),
+        "\n\n".join(paragraphs),
         lambda plot, figure: plot.distributions(figure, values, names, {}, heading),
     )
 
 
-def measured(runs: list[LoadRun]) -> dict[str, list[float]]:
-    """Milliseconds of the batches, of all first tokens, and between the tokens after; with drafts also a token's."""
-    each = milliseconds(answer for run in runs for answer in run.answers)
-    found = {"batch": [run.seconds * 1000 for run in runs], "ttft": each["ttft"], "itl": each["itl"]}
-    return found if drafted(runs) is None else found | {"tpot": each["tpot"]}
+def latency_values(runs: list[LoadRun]) -> dict[str, list[float]]:
+    """Milliseconds of batches, first tokens and later tokens; with drafts also per token."""
+    by_metric = milliseconds(answer for run in runs for answer in run.answers)
+    result = {"batch": [run.seconds * 1000 for run in runs], "ttft": by_metric["ttft"], "itl": by_metric["itl"]}
+    return result if total_drafts(runs) is None else result | {"tpot": by_metric["tpot"]}
 
 
-def drafted(runs: list[LoadRun]) -> Drafts | None:
-    """Of all batches together."""
-    found = [run.drafts for run in runs if run.drafts is not None]
-    return reduce(Drafts.joined, found) if found else None
+def total_drafts(runs: list[LoadRun]) -> Drafts | None:
+    """The draft counts of all batches together."""
+    drafts = [run.drafts for run in runs if run.drafts is not None]
+    return reduce(Drafts.joined, drafts) if drafts else None

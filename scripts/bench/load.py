@@ -1,4 +1,4 @@
-"""What a benchmark sends and when: requests that are drawn or read from a data set, and their arrival times."""
+"""The requests of a benchmark, drawn or read from a data set, and their arrival times."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from .. import options as o
 
 DATA = "The requests"
-OWN = {  # data set -> its own options with their defaults; another's are refused
+DATASET_DEFAULTS = {  # data set: its options with defaults; options of others are rejected
     "random": {"random_input_len": 256, "random_output_len": 128, "random_range_ratio": 0.0},
     "sharegpt": {"sharegpt_output_len": None},
     "prefix_repetition": {
@@ -24,17 +24,19 @@ OWN = {  # data set -> its own options with their defaults; another's are refuse
     "custom": {"custom_output_len": 128},
 }
 FROM_FILE = ("sharegpt", "custom")
-LONGEST_PROMPT, LONGEST_TOTAL, SHORTEST = 1024, 2048, 4  # of ShareGPT: the usual limits, so that runs compare
+LONGEST_PROMPT = 1024  # the usual limits for ShareGPT, for comparable runs
+LONGEST_TOTAL = 2048
+SHORTEST = 4
 
 
 def counted(of: str, option: str, help: str, metavar: str = "TOKENS") -> Any:
-    default = OWN[of][option]
+    default = DATASET_DEFAULTS[of][option]
     return Annotated[int | None, o.sized(help, DATA, metavar, False if default is None else f"{default}")]
 
 
 REPEAT = "prefix_repetition"
 DATASET_OPTIONS = {
-    "dataset_name": Annotated[str, o.option(f"Source of the requests: {', '.join(OWN)}.", DATA, "NAME")],
+    "dataset_name": Annotated[str, o.option(f"Source of the requests: {', '.join(DATASET_DEFAULTS)}.", DATA, "NAME")],
     "dataset_path": Annotated[
         Path | None, o.option("sharegpt: its JSON; custom: lines of JSON, each with a prompt.", DATA, "FILE")
     ],
@@ -60,7 +62,7 @@ Seed = Annotated[int, o.option("The same seed draws the same requests.", DATA)]
 
 @dataclass(frozen=True)
 class Sample:
-    """One request to send: text or token ids, and how many tokens to ask for."""
+    """One request: text or token ids, and the number of tokens to ask for."""
 
     prompt: str | list[int]
     output_len: int
@@ -68,7 +70,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A source of requests with its settings, which are checked."""
+    """A source of requests with checked settings."""
 
     name: str
     path: Path | None
@@ -79,54 +81,55 @@ class Dataset:
         return self.name != "custom"
 
     def samples(self, count: int, tokenizer, seed: object, vocab: int | None = None) -> list[Sample]:
-        """`count` requests; a file that has fewer is read again from its start."""
+        """`count` requests; a shorter file is repeated."""
         rng = random.Random(f"{seed}")
         s = self.settings
         if self.name == "random":
-            return random_samples(rng, ordinary(tokenizer, vocab), count, **s)
+            return random_samples(rng, ordinary_ids(tokenizer, vocab), count, **s)
         if self.name == "prefix_repetition":
-            return repeated_prefixes(rng, ordinary(tokenizer, vocab), count, **s)
+            return repeated_prefixes(rng, ordinary_ids(tokenizer, vocab), count, **s)
         assert self.path is not None
         data = o.read_text(self.path)
-        found = (
+        entries = (
             custom(data, self.path, **s) if self.name == "custom" else sharegpt(data, self.path, tokenizer, rng, **s)
         )
-        samples = list(islice(found, count))
+        samples = list(islice(entries, count))
         if not samples:
             raise o.UsageError(f"{self.path} has no request that can be used")
         return [samples[i % len(samples)] for i in range(count)]
 
 
-def dataset(dataset_name: str, dataset_path: Path | None = None, **given: Any) -> Dataset:
-    """The data set with its own options checked and filled in."""
-    name, path = dataset_name, dataset_path
-    if name not in OWN:
-        raise o.UsageError(f"--dataset-name is {name!r}; it can be {', '.join(OWN)}")
+def dataset(dataset_name: str, dataset_path: Path | None = None, **settings: Any) -> Dataset:
+    """The data set with its options checked and defaults filled in."""
+    name = dataset_name
+    path = dataset_path
+    if name not in DATASET_DEFAULTS:
+        raise o.UsageError(f"--dataset-name is {name!r}; it can be {', '.join(DATASET_DEFAULTS)}")
     if (path is not None) != (name in FROM_FILE):
         verb = "needs" if path is None else "draws its requests itself: leave out"
         raise o.UsageError(f"--dataset-name {name} {verb} --dataset-path")
-    if strange := [option for option in given if option not in OWN[name]]:
+    if strange := [option for option in settings if option not in DATASET_DEFAULTS[name]]:
         raise o.UsageError(f"--{strange[0].replace('_', '-')} is not for --dataset-name {name}: leave it out")
-    ratio = given.get("random_range_ratio", 0.0)
+    ratio = settings.get("random_range_ratio", 0.0)
     if not 0 <= ratio < 1:
         raise o.UsageError(f"--random-range-ratio is {ratio:g}; it must be at least 0 and below 1")
-    above_zero(**{option: value for option, value in given.items() if option != "random_range_ratio"})
-    return Dataset(name, path, OWN[name] | given)
+    above_zero(**{option: value for option, value in settings.items() if option != "random_range_ratio"})
+    return Dataset(name, path, DATASET_DEFAULTS[name] | settings)
 
 
-# A command with these options in place of its parameter `dataset`.
+# Replaces the parameter `dataset` of a command by these options.
 takes_dataset = o.takes("dataset", DATASET_OPTIONS, {"dataset_name": "random"}, dataset)
 
 
 def above_zero(**options: float | None) -> None:
-    """Refuse the first option that is zero, negative or no number."""
+    """Raise for the first option that is zero, negative or NaN."""
     for name, value in options.items():
         if value is not None and not value > 0:
             raise o.UsageError(f"--{name.replace('_', '-')} is {value:g}; it must be above 0")
 
 
-def ordinary(tokenizer, vocab: int | None) -> list[int]:
-    """The token ids of text; `vocab` is the size of the model's vocabulary."""
+def ordinary_ids(tokenizer, vocab: int | None) -> list[int]:
+    """The ids of non-special tokens; `vocab` is the size of the model's vocabulary."""
     return [
         i for i in range(min(tokenizer.vocab_size, vocab or tokenizer.vocab_size)) if i not in tokenizer.special_ids
     ]
@@ -167,7 +170,9 @@ def repeated_prefixes(
 
 
 def sharegpt(data: str, path: Path, tokenizer, rng: random.Random, sharegpt_output_len: int | None) -> Iterator[Sample]:
-    """First question and answer of each conversation, in random order; very short and very long ones are left out."""
+    """First question and answer of each conversation, in random order, without very short and very
+    long ones.
+    """
     try:
         entries = json.loads(data)
     except ValueError as error:
@@ -192,17 +197,17 @@ def custom(data: str, path: Path, custom_output_len: int) -> Iterator[Sample]:
     for number, line in enumerate(data.split("\n"), start=1):
         if not line.strip():
             continue
-        where = f"{path}, line {number}"
+        location = f"{path}, line {number}"
         try:
             entry = json.loads(line)
         except ValueError as error:
-            raise o.UsageError(f"{where} is not JSON: {error}") from None
+            raise o.UsageError(f"{location} is not JSON: {error}") from None
         prompt = entry.get("prompt") if isinstance(entry, dict) else None
         if not prompt or not (isinstance(prompt, str) or all_tokens(prompt)):
-            raise o.UsageError(f'{where} must be an object with "prompt": a text or a list of token ids')
+            raise o.UsageError(f'{location} must be an object with "prompt": a text or a list of token ids')
         written = entry.get("output_tokens", custom_output_len)
         if not isinstance(written, int) or isinstance(written, bool) or written < 1:
-            raise o.UsageError(f"{where}: output_tokens is {written!r:.40}; it must be an integer of at least 1")
+            raise o.UsageError(f"{location}: output_tokens is {written!r:.40}; it must be an integer of at least 1")
         yield Sample(prompt, written)
 
 
@@ -211,15 +216,17 @@ def all_tokens(prompt: Any) -> bool:
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: object) -> list[float]:
-    """Seconds after the start at which each request arrives: `rate` a second, all at once where it is infinite.
+    """Seconds after the start at which each request arrives: `rate` per second, or all at once if
+    it is infinite.
 
-    The waits between them are gamma-distributed with `burstiness` as shape: 1 is a Poisson process, less is burstier,
-    more is steadier. They are scaled so that all requests together arrive at `rate`: every seed offers the same load.
+    Intervals are gamma-distributed with `burstiness` as shape: 1 is a Poisson process, less is
+    burstier, more is steadier. They are scaled so that all requests together arrive at `rate`:
+    every seed offers the same load.
     """
     if math.isinf(rate):
         return [0.0] * count
     rng = random.Random(f"{seed} arrivals")
     even = math.isinf(burstiness)
-    waits = [1.0 if even else rng.gammavariate(burstiness, 1 / burstiness) for _ in range(count)]
-    scale = count / rate / max(math.fsum(waits), 1e-300)
-    return [moment * scale for moment in accumulate(waits)]
+    intervals = [1.0 if even else rng.gammavariate(burstiness, 1 / burstiness) for _ in range(count)]
+    scale = count / rate / max(math.fsum(intervals), 1e-300)
+    return [moment * scale for moment in accumulate(intervals)]

@@ -1,18 +1,19 @@
-"""What a benchmark saw of each request, and the figures that follow from it."""
+"""Times of requests in a benchmark, and metrics computed from them."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}  # name in results -> name for people
+METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}  # name in results: label
 
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """One request as its caller saw it, in seconds of one clock. A piece is a token, or a few that came together.
+    """One request as its caller saw it, in seconds of one clock. A piece is a token, or a few that
+    came together.
 
     sent ──── ttft ────> times[0] ─ gap ─> times[1] ─ gap ─> ... times[-1]
-      └────────────────────────── e2el ──────────────────────────────┘
+    └────────────────────────── e2el ──────────────────────────────┘
     """
 
     sent: float
@@ -20,38 +21,40 @@ class RequestTimes:
     prompt_tokens: int = 0
     output_tokens: int = 0
     error: str | None = None
-    ended: float | None = None  # where an answer has ended without a piece
+    ended: float | None = None  # if the answer is empty
 
     @property
     def ttft(self) -> float | None:
-        """None where the answer is empty: the model ended it at once."""
+        """None if the answer is empty."""
         return self.times[0] - self.sent if self.times else None
 
     @property
     def e2el(self) -> float | None:
-        """None where it failed."""
+        """None if the request failed."""
         end = self.times[-1] if self.times else self.ended
         return None if end is None else end - self.sent
 
     @property
     def tpot(self) -> float | None:
-        """Seconds a token after the first; None where there is only one."""
-        several = self.times and self.output_tokens > 1
-        return (self.times[-1] - self.times[0]) / (self.output_tokens - 1) if several else None
+        """Seconds per token after the first; None with fewer than two tokens."""
+        has_rate = self.times and self.output_tokens > 1
+        return (self.times[-1] - self.times[0]) / (self.output_tokens - 1) if has_rate else None
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between one piece and the next."""
-        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+        """Seconds between events."""
+        return [time - previous for previous, time in zip(self.times, self.times[1:], strict=False)]
 
     def meets(self, limits: dict[str, float]) -> bool:
-        """Whether every limit (metric -> milliseconds) is kept; what is not there keeps its limit (TPOT of a token)."""
-        return all((getattr(self, metric) or 0.0) * 1000 <= most for metric, most in limits.items())
+        """Whether all limits (metric: milliseconds) are met; a missing metric (TPOT of one token)
+        meets its limit.
+        """
+        return all((getattr(self, metric) or 0.0) * 1000 <= limit for metric, limit in limits.items())
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A distribution in a few numbers."""
+    """Statistics of a distribution."""
 
     mean: float
     std: float
@@ -61,15 +64,15 @@ class Summary:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The value below which this share of a sorted sample lies, interpolated between its neighbours."""
+    """A percentile of a sorted sample, interpolated linearly."""
     place = (len(ordered) - 1) * percent / 100
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    lower = math.floor(place)
+    upper = min(lower + 1, len(ordered) - 1)
+    return ordered[lower] + (ordered[upper] - ordered[lower]) * (place - lower)
 
 
 def summarise(values: Iterable[float]) -> Summary | None:
-    """None where there is nothing to summarise."""
+    """Statistics of values; None if there are none."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -79,7 +82,7 @@ def summarise(values: Iterable[float]) -> Summary | None:
 
 
 def milliseconds(answers: Iterable[RequestTimes]) -> dict[str, list[float]]:
-    """The values of every metric over the requests that were answered."""
+    """The values of every metric over the successful requests."""
     good = [answer for answer in answers if answer.error is None]
     seconds = {
         "ttft": [answer.ttft for answer in good if answer.ttft is not None],
@@ -91,9 +94,10 @@ def milliseconds(answers: Iterable[RequestTimes]) -> dict[str, list[float]]:
 
 
 def totals(answers: Sequence[RequestTimes], duration: float) -> dict[str, float]:
-    """Counts and rates of a run; the names are those of vLLM's result files."""
+    """Counts and rates of a run, by the names of vLLM's result files."""
     good = [answer for answer in answers if answer.error is None]
-    read, written = sum(answer.prompt_tokens for answer in good), sum(answer.output_tokens for answer in good)
+    read = sum(answer.prompt_tokens for answer in good)
+    written = sum(answer.output_tokens for answer in good)
     duration = max(duration, 1e-9)
     return {
         "duration": duration,
@@ -108,15 +112,15 @@ def totals(answers: Sequence[RequestTimes], duration: float) -> dict[str, float]
 
 
 def goodput(answers: Sequence[RequestTimes], duration: float, limits: dict[str, float]) -> float:
-    """Requests a second that kept all limits."""
+    """Requests per second that met all limits."""
     return sum(answer.error is None and answer.meets(limits) for answer in answers) / max(duration, 1e-9)
 
 
 def flat(values: dict[str, list[float]]) -> dict[str, float]:
-    """Summaries under the names of vLLM's result files: mean_ttft_ms, p99_itl_ms, ..."""
+    """Summaries by the names of vLLM's result files: mean_ttft_ms, p99_itl_ms, ..."""
     return {
         f"{figure}_{metric}_ms": value
-        for metric, own in values.items()
-        if (summary := summarise(own)) is not None
+        for metric, metric_values in values.items()
+        if (summary := summarise(metric_values)) is not None
         for figure, value in asdict(summary).items()
     }

@@ -1,11 +1,15 @@
-"""Plots of benchmark results, on matplotlib figures that the caller makes and saves."""
+"""Plots of benchmark results, on matplotlib figures that the caller creates and saves."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .metrics import percentile
 
-BLUE, ORANGE, GREEN, PURPLE, GREY = "#2a6fbb", "#d9762b", "#3a9a6b", "#7f63b8", "#6b7280"
+BLUE = "#2a6fbb"
+ORANGE = "#d9762b"
+GREEN = "#3a9a6b"
+PURPLE = "#7f63b8"
+GREY = "#6b7280"
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE)
 SMALL = 8
 
@@ -13,15 +17,15 @@ SMALL = 8
 def distributions(
     figure, values: Mapping[str, Sequence[float]], names: Mapping[str, str], limits: Mapping[str, float], title: str
 ) -> None:
-    """A cumulative distribution for each metric, with its percentiles; limits as lines."""
-    shown = {metric: own for metric, own in values.items() if own}
-    columns = 2 if len(shown) in (2, 4) else max(len(shown), 1)
-    rows = -(-max(len(shown), 1) // columns)
+    """A cumulative distribution for each metric with its percentiles and limit."""
+    measured = {metric: metric_values for metric, metric_values in values.items() if metric_values}
+    columns = 2 if len(measured) in (2, 4) else max(len(measured), 1)
+    rows = -(-max(len(measured), 1) // columns)
     figure.set_size_inches(4.2 * columns, 3.1 * rows + 0.4)
     figure.suptitle(title, fontsize=10)
-    for place, (metric, own) in enumerate(shown.items()):
+    for place, (metric, metric_values) in enumerate(measured.items()):
         axes = figure.add_subplot(rows, columns, place + 1)
-        ordered = sorted(own)
+        ordered = sorted(metric_values)
         colour = COLOURS[place % len(COLOURS)]
         cumulative(axes, ordered, colour)
         for name, level, mark in (("median", 50, "o"), ("P90", 90, "s"), ("P99", 99, "^")):
@@ -36,21 +40,23 @@ def distributions(
 
 
 def cumulative(axes, ordered: Sequence[float], colour: str, **options: Any) -> None:
-    """The share of values that are at most x, in per cent; percentiles lie on these lines."""
+    """The percentage of values that are at most x; percentiles lie on these lines."""
     last = max(len(ordered) - 1, 1)
     axes.plot(ordered, [100 * i / last for i in range(len(ordered))], color=colour, linewidth=1.5, **options)
     axes.set_ylim(0, 103)
-    # A few stragglers would squeeze all others into the left margin.
-    far = percentile(ordered, 99.5)
-    if ordered[-1] > 3 * max(far, 1e-9):
-        axes.set_xlim(0, 1.5 * far)
+    # A few outliers would squeeze all other values into the left margin.
+    p995 = percentile(ordered, 99.5)
+    if ordered[-1] > 3 * max(p995, 1e-9):
+        axes.set_xlim(0, 1.5 * p995)
         axes.annotate(
             f"longest {ordered[-1]:,.0f} →", (0.99, 0.6), xycoords="axes fraction", ha="right", fontsize=SMALL
         )
 
 
 def throughput(figure, points: Sequence[Mapping[str, Any]], name: str, bandwidth: float) -> None:
-    """Tokens a second and the decode step by concurrency; of a single level its decode steps against the roof."""
+    """Tokens per second and decode step by concurrency; for a single level its decode steps against
+    the roof.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     roof = f"roof: reading at {bandwidth / 1e9:.1f} GB/s"
@@ -63,26 +69,28 @@ def throughput(figure, points: Sequence[Mapping[str, Any]], name: str, bandwidth
         return
     figure.set_size_inches(9.6, 4)
     figure.suptitle(name, fontsize=10)
-    left, right = figure.subplots(1, 2)
+    rate_axes, step_axes = figure.subplots(1, 2)
     levels = [point["concurrency"] for point in points]
     rates = [point["output_throughput"] for point in points]
-    left.plot(levels, rates, "o-", color=BLUE, label="measured")
+    rate_axes.plot(levels, rates, "o-", color=BLUE, label="measured")
     for level, rate in zip(levels, rates, strict=True):
-        left.annotate(f"{rate:,.0f}", (level, rate), (0, 6), textcoords="offset points", ha="center", fontsize=SMALL)
-    left.set_ylabel("output tokens a second")
+        rate_axes.annotate(
+            f"{rate:,.0f}", (level, rate), (0, 6), textcoords="offset points", ha="center", fontsize=SMALL
+        )
+    rate_axes.set_ylabel("output tokens a second")
     decode = [(point["concurrency"], point["decode"]) for point in with_steps]
     if decode:
         at = [level for level, _ in decode]
         best = [d["sequences"] / d["roof_ms"] * 1000 for _, d in decode]
-        left.plot(at, best, "--", color=GREY, label=roof)
-        right.fill_between(
+        rate_axes.plot(at, best, "--", color=GREY, label=roof)
+        step_axes.fill_between(
             at, [d["p10_ms"] for _, d in decode], [d["p90_ms"] for _, d in decode], color=BLUE, alpha=0.15, linewidth=0,
             label="P10 to P90",
         )  # fmt: skip
-        right.plot(at, [d["mean_ms"] for _, d in decode], "o-", color=BLUE, label="mean, and its share of the roof")
-        right.plot(at, [d["roof_ms"] for _, d in decode], "--", color=GREY, label="roof")
+        step_axes.plot(at, [d["mean_ms"] for _, d in decode], "o-", color=BLUE, label="mean, and its share of the roof")
+        step_axes.plot(at, [d["roof_ms"] for _, d in decode], "--", color=GREY, label="roof")
         for level, d in decode:
-            right.annotate(
+            step_axes.annotate(
                 f"{d['roof_share']:.0%}",
                 (level, d["mean_ms"]),
                 (0, 6),
@@ -90,8 +98,8 @@ def throughput(figure, points: Sequence[Mapping[str, Any]], name: str, bandwidth
                 ha="center",
                 fontsize=SMALL,
             )
-    right.set_ylabel("decode step, mean, ms")
-    for axes in (left, right):
+    step_axes.set_ylabel("decode step, mean, ms")
+    for axes in (rate_axes, step_axes):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(levels, [f"{level}" for level in levels])
@@ -108,7 +116,7 @@ def throughput(figure, points: Sequence[Mapping[str, Any]], name: str, bandwidth
 
 
 def one_level(axes, point: Mapping[str, Any], roof: str) -> None:
-    """How long the decode steps of one run took, with the roof as a line."""
+    """The distribution of a run's decode step times, with the roof as a line."""
     decode = point["decode"]
     if decode is None:
         axes.text(0.5, 0.5, "no step only decoded", ha="center", transform=axes.transAxes)
@@ -129,26 +137,26 @@ def one_level(axes, point: Mapping[str, Any], roof: str) -> None:
     plain(axes)
 
 
-def stages(figure, ends: Mapping[str, Sequence[float]], names: Sequence[str], title: str) -> None:
-    """Bars made of stages; `ends` are the seconds at which each of them ends."""
-    figure.set_size_inches(7.5, 1.3 + 0.7 * len(ends))
+def stages(figure, stage_ends: Mapping[str, Sequence[float]], names: Sequence[str], title: str) -> None:
+    """Stacked bars of stages; `stage_ends` are the seconds at which each stage ends."""
+    figure.set_size_inches(7.5, 1.3 + 0.7 * len(stage_ends))
     axes = figure.add_subplot()
     axes.set_title(title, fontsize=10)
-    rows = list(ends)[::-1]
+    rows = list(stage_ends)[::-1]
     for place, name in enumerate(names):
-        starts = [ends[row][place - 1] if place else 0.0 for row in rows]
-        widths = [ends[row][place] - begin for row, begin in zip(rows, starts, strict=True)]
+        starts = [stage_ends[row][place - 1] if place else 0.0 for row in rows]
+        widths = [stage_ends[row][place] - begin for row, begin in zip(rows, starts, strict=True)]
         axes.barh(rows, widths, left=starts, height=0.55, color=COLOURS[place % len(COLOURS)], label=name)
     for row in rows:
         axes.annotate(
-            f"{ends[row][-1]:.2f} s",
-            (ends[row][-1], row),
+            f"{stage_ends[row][-1]:.2f} s",
+            (stage_ends[row][-1], row),
             (4, 0),
             textcoords="offset points",
             va="center",
             fontsize=SMALL,
         )
-    axes.set_xlim(0, 1.12 * max(own[-1] for own in ends.values()))
+    axes.set_xlim(0, 1.12 * max(ends_of_row[-1] for ends_of_row in stage_ends.values()))
     axes.set_xlabel("seconds from process start")
     axes.legend(
         fontsize=SMALL,
@@ -161,13 +169,13 @@ def stages(figure, ends: Mapping[str, Sequence[float]], names: Sequence[str], ti
     axes.grid(axis="y", visible=False)
 
 
-def simulation(figure, looks: Sequence[Any], most: int, title: str) -> None:
+def simulation(figure, looks: Sequence[Any], max_requests: int, title: str) -> None:
     """Batch, queue, pages and preemptions over the time of a simulation."""
     figure.set_size_inches(8.4, 6.4)
     figure.suptitle(title, fontsize=10)
     times = [look.now for look in looks]
     panels = (
-        ("sequences in the batch", [look.running for look in looks], BLUE, most),
+        ("sequences in the batch", [look.running for look in looks], BLUE, max_requests),
         ("waiting requests", [look.waiting for look in looks], ORANGE, None),
         ("pages in use, %", [100 * look.pages for look in looks], GREEN, 100),
         ("preemptions so far", [look.preemptions for look in looks], PURPLE, None),

@@ -1,7 +1,8 @@
-"""Measures replicas on Ray on this machine: `python -m quire.scripts.bench.ray`. Needs the extra `ray`.
+"""Measures replicas on Ray on this machine: `python -m quire.scripts.bench.ray`. Needs the extra
+`ray`.
 
-It kills a replica under load, compares prefix routing with round-robin, and compares replicas for prefill beside
-replicas for decoding with replicas that do both.
+It kills a replica under load, compares prefix routing with round-robin, and compares replicas for
+prefill beside replicas for decoding with replicas that do both.
 """
 
 import http.client
@@ -28,7 +29,7 @@ CLIENTS = 8
 
 @dataclass(frozen=True)
 class StreamedAnswer:
-    """One streamed answer: its text, seconds to the first event and between the others."""
+    """One streamed answer: its text, and seconds to the first event and between events."""
 
     text: str
     first: float
@@ -40,40 +41,43 @@ def story(rng: random.Random, words: int) -> str:
 
 
 def ask(port: int, body: dict[str, Any]) -> StreamedAnswer:
-    """Stream an answer; anything but a whole one raises."""
+    """Stream an answer; raises if it is incomplete."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     began = time.perf_counter()
     kind = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(body | {"stream": True, "ignore_eos": True}), kind)
-    response, parts, times, done = connection.getresponse(), [], [], False
+    response = connection.getresponse()
+    choices = []
+    times = []
+    finished = False
     for line in response:
         if line.startswith(b"data: {"):
             times.append(time.perf_counter())
-            parts.append(json.loads(line[6:])["choices"][0]["text"])
-        done = done or line == b"data: [DONE]\n"
+            choices.append(json.loads(line[6:])["choices"][0]["text"])
+        finished = finished or line == b"data: [DONE]\n"
     connection.close()
-    if response.status != 200 or not done:
+    if response.status != 200 or not finished:
         raise RuntimeError(f"no whole answer: {response.status}")
-    return StreamedAnswer("".join(parts), times[0] - began, [b - a for a, b in zip(times, times[1:], strict=False)])
+    return StreamedAnswer("".join(choices), times[0] - began, [b - a for a, b in zip(times, times[1:], strict=False)])
 
 
 def counters(port: int) -> dict[str, float]:
-    """Sums of the metrics over the replicas that decode."""
+    """Metrics summed over the replicas that decode."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", "/metrics")
-    found: dict[str, float] = {}
+    counts: dict[str, float] = {}
     for line in connection.getresponse().read().decode().splitlines():
         if not line.startswith("#") and 'model_name="reader"' not in line:
             name, _, value = line.rpartition(" ")
-            found[name.split("{")[0]] = found.get(name.split("{")[0], 0.0) + float(value)
+            counts[name.split("{")[0]] = counts.get(name.split("{")[0], 0.0) + float(value)
     connection.close()
-    return found
+    return counts
 
 
-def times() -> dict[int, int]:
-    """Process id of each replica that decodes -> its CPU time, in ticks."""
-    found = [path.parent for path in Path("/proc").glob("[0-9]*/cmdline") if b":quire:engine" in path.read_bytes()]
-    return {int(one.name): int((one / "stat").read_text().rpartition(")")[2].split()[11]) for one in found}
+def cpu_ticks() -> dict[int, int]:
+    """The CPU time in ticks of each replica that decodes, by process id."""
+    folders = [path.parent for path in Path("/proc").glob("[0-9]*/cmdline") if b":quire:engine" in path.read_bytes()]
+    return {int(folder.name): int((folder / "stat").read_text().rpartition(")")[2].split()[11]) for folder in folders}
 
 
 def all_of(
@@ -87,49 +91,53 @@ def all_of(
         return [answer.result() for answer in answers]
 
 
-def killed(port: int, expected: Callable[[dict[str, Any]], str]) -> None:
+def measure_kill(port: int, expected: Callable[[dict[str, Any]], str]) -> None:
     """Eight clients, three replicas; after a second the busiest replica is killed."""
     rng = random.Random(0)
     bodies = [
         {"prompt": story(rng, rng.randrange(5, 60)), "max_tokens": 300, "temperature": n % 2, "seed": n}
         for n in range(60)
     ]
-    before = counters(port)
+    counts_before = counters(port)
 
     def kill() -> None:
-        first = times()
+        first = cpu_ticks()
         time.sleep(0.1)
-        second = times()
-        os.kill(max(second, key=lambda process: second[process] - first.get(process, 0)), signal.SIGKILL)
+        last = cpu_ticks()
+        os.kill(max(last, key=lambda process: last[process] - first.get(process, 0)), signal.SIGKILL)
 
-    answers, after = all_of(port, bodies, kill), counters(port)
-    same = sum(one.text == expected(body) for one, body in zip(answers, bodies, strict=True))
-    counts = [int(after[name] - before[name]) for name in ("quire:front_retries_total", "quire:front_resumed_total")]
+    answers = all_of(port, bodies, kill)
+    counts_after = counters(port)
+    unchanged = sum(answer.text == expected(body) for answer, body in zip(answers, bodies, strict=True))
+    names = ("quire:front_retries_total", "quire:front_resumed_total")
+    counts = [int(counts_after[name] - counts_before[name]) for name in names]
     print(
-        f"killed: {len(answers)} of {len(bodies)} answered, {same} as by one engine; sent again {counts[0]}, ", end=""
+        f"killed: {len(answers)} of {len(bodies)} answered, {unchanged} as by one engine; sent again {counts[0]}, ",
+        end="",
     )
     print(f"of these half told {counts[1]}")
 
 
-def routed(port: int, name: str) -> None:
+def measure_routing(port: int, name: str) -> None:
     """Conversations of six turns that share four long beginnings."""
     rng = random.Random(name)
     beginnings = [story(rng, 250) for _ in range(4)]
     talks = [beginnings[n % 4] + " " + story(rng, 20) for n in range(24)]
-    before, first = counters(port), []
+    counts_before = counters(port)
+    first = []
     for _ in range(6):
         rng.shuffle(talks)
         answers = all_of(port, [{"prompt": talk, "max_tokens": 24, "temperature": 0} for talk in talks])
-        first += [one.first for one in answers]
-        talks = [f"{talk}{one.text} {story(rng, 12)}" for talk, one in zip(talks, answers, strict=True)]
-    after = counters(port)
-    hits, asked = (after[f"vllm:prefix_cache_{what}_total"] - before[f"vllm:prefix_cache_{what}_total"]
-                   for what in ("hits", "queries"))  # fmt: skip
-    print(f"routing {name}: {hits / asked:.1%} of {asked:.0f} prompt tokens found; ", end="")
+        first += [answer.first for answer in answers]
+        talks = [f"{talk}{answer.text} {story(rng, 12)}" for talk, answer in zip(talks, answers, strict=True)]
+    counts_after = counters(port)
+    names = [f"vllm:prefix_cache_{counter}_total" for counter in ("hits", "queries")]
+    hits, num_tokens = (counts_after[name] - counts_before[name] for name in names)
+    print(f"routing {name}: {hits / num_tokens:.1%} of {num_tokens:.0f} prompt tokens found; ", end="")
     print(f"first event after {statistics.median(first) * 1e3:.0f} ms (median)")
 
 
-def mixed(port: int, name: str) -> list[str]:
+def measure_prefill_split(port: int, name: str) -> list[str]:
     """Four streams decode while long prompts arrive."""
     rng = random.Random(1)
     writing = [{"prompt": story(rng, 10), "max_tokens": 400, "temperature": 1, "seed": n} for n in range(12)]
@@ -137,12 +145,13 @@ def mixed(port: int, name: str) -> list[str]:
     with ThreadPoolExecutor(4) as writers, ThreadPoolExecutor(1) as readers:
         written = [writers.submit(ask, port, body) for body in writing]
         read = [readers.submit(ask, port, body) for body in reading]
-        written, read = [one.result() for one in written], [one.result() for one in read]
-    gaps = sorted(gap for one in written for gap in one.gaps)
+        written = [answer.result() for answer in written]
+        read = [answer.result() for answer in read]
+    gaps = sorted(gap for answer in written for gap in answer.gaps)
     print(f"{name}: between events {gaps[len(gaps) // 2] * 1e3:.1f} ms (median), ", end="")
     print(f"{gaps[int(len(gaps) * 0.99)] * 1e3:.0f} ms (99 %); first event of a long prompt after ", end="")
-    print(f"{statistics.median(one.first for one in read) * 1e3:.0f} ms (median)")
-    return [one.text for one in (*written, *read)]
+    print(f"{statistics.median(answer.first for answer in read) * 1e3:.0f} ms (median)")
+    return [answer.text for answer in (*written, *read)]
 
 
 def main(
@@ -163,22 +172,22 @@ def main(
     plan = DeploymentPlan(((model, ("m",)),), ServerSettings(port=port), options, scale, log_level="warning")
 
     def expected(body: dict[str, Any]) -> str:
-        own = {key: value for key, value in body.items() if key != "prompt"}
-        params = SamplingParams(**own, ignore_eos=True)
+        sampling = {key: value for key, value in body.items() if key != "prompt"}
+        params = SamplingParams(**sampling, ignore_eos=True)
         return alone.generate(body["prompt"], params, use_tqdm=False)[0].outputs[0].text
 
     deploy.connect(None, plan)
     alone = LLM(model, **options)
     try:
         deploy.run(plan)
-        killed(port, expected)
+        measure_kill(port, expected)
         for routing in ("prefix", "round-robin"):
             deploy.run(replace(plan, scale=replace(scale, routing=routing)))
-            routed(port, routing)
+            measure_routing(port, routing)
         texts = []
         for name, chosen in {"together": {"replicas": 2}, "apart": {"replicas": 1, "prefill_replicas": 1}}.items():
             deploy.run(replace(plan, scale=ReplicaOptions(replica_resources={"CPU": 0.1}, **chosen)))
-            texts.append(mixed(port, name))
+            texts.append(measure_prefill_split(port, name))
         print(f"apart as together: {sum(map(str.__eq__, *texts))} of {len(texts[0])} answers identical")
     finally:
         deploy.stop()

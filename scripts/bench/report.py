@@ -1,4 +1,4 @@
-"""The results of a benchmark: a table for people, JSON for programs, a plot."""
+"""Output of benchmark results: a table, JSON and a plot."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ... import __version__
-from ...model.extras import imported
+from ...model.extras import import_extra
 from .. import options as o
 from ..tables import table
 from .metrics import METRICS, summarise
@@ -36,7 +36,7 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class ResultFiles:
-    """The files that were asked for, and the options that go into them."""
+    """The files to write, and the options that are recorded in them."""
 
     command: str
     options: dict[str, Any]
@@ -44,9 +44,10 @@ class ResultFiles:
     plot: Path | None
 
     def write(self, result: dict[str, Any], text: str, draw: Callable[[Any, Any], None] | None = None) -> None:
-        """Prints the table first, so that it is there even when a file cannot be written.
+        """Print the table, then write the files, so that the table appears even if a file cannot be
+        written.
 
-        `draw` gets the module `plot` and the figure.
+        `draw` is called with the module `plot` and the figure.
         """
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         head = {"command": f"bench {self.command}", "date": now, "quire": __version__, "machine": machine()}
@@ -59,7 +60,8 @@ class ResultFiles:
             if self.json is not None and str(self.json) != "-":
                 self.json.write_text(json.dumps(result, indent=1) + "\n")
             if self.plot is not None and draw is not None:
-                from matplotlib.figure import Figure  # the object interface: no window, no global state
+                # The object interface has no window and no global state.
+                from matplotlib.figure import Figure
 
                 from . import plot
 
@@ -70,9 +72,9 @@ class ResultFiles:
             raise o.UsageError(f"cannot write {error.filename}: {error.strerror}") from None
 
 
-def takes_report(without: Collection[str] = ("result_filename",)):
+def takes_report(excluded: Collection[str] = ("result_filename",)):
     """A command with these options in place of its parameter `report`, the files that they ask for."""
-    added = {"context": typer.Context} | {name: OPTIONS[name] for name in OPTIONS if name not in without}
+    added = {"context": typer.Context} | {name: OPTIONS[name] for name in OPTIONS if name not in excluded}
     return o.takes("report", added, {"save_result": False}, report)
 
 
@@ -83,7 +85,7 @@ def report(
     plot: Path | None = None,
     result_filename: Path | None = None,
 ) -> ResultFiles:
-    """The files of the options, which are checked before the work begins."""
+    """The files by the options, checked before the benchmark starts."""
     if save_result and as_json is not None:
         raise o.UsageError("--json and --save-result both write the results: leave one out")
     if result_filename is not None and not save_result:
@@ -93,7 +95,7 @@ def report(
     if plot is not None and plot.suffix.lower() not in PLOTS:
         raise o.UsageError(f"--plot is {str(plot)!r}; its name must end in {', '.join(PLOTS)}")
     if plot is not None:
-        imported("matplotlib", "plots", "--plot")
+        import_extra("matplotlib", "plots", "--plot")
     for path in (as_json, plot):
         if path is None or str(path) == "-":
             continue
@@ -101,12 +103,12 @@ def report(
             raise o.UsageError(f"cannot write {path}: there is no folder {path.parent}")
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
             raise o.UsageError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'permission denied'}")
-    options = {name: as_given(value) for name, value in context.params.items() if value is not None}
+    options = {name: json_value(value) for name, value in context.params.items() if value is not None}
     return ResultFiles(str(context.info_name), options, as_json, plot)
 
 
-def as_given(value: Any) -> Any:
-    """JSON knows neither paths nor infinity."""
+def json_value(value: Any) -> Any:
+    """Convert what JSON cannot represent: paths and infinity."""
     return str(value) if isinstance(value, Path) or value == math.inf else value
 
 
@@ -122,7 +124,7 @@ def latency_table(values: dict[str, list[float]], names: dict[str, str] = METRIC
         (names[metric], *("-",) * 4)
         if summary is None
         else (names[metric], *(f"{value:,.2f}" for value in (summary.mean, summary.median, summary.p90, summary.p99)))
-        for metric, summary in ((metric, summarise(own)) for metric, own in values.items())
+        for metric, summary in ((metric, summarise(metric_values)) for metric, metric_values in values.items())
     ]
     return table(("ms", "mean", "median", "P90", "P99"), rows)
 
@@ -130,12 +132,12 @@ def latency_table(values: dict[str, list[float]], names: dict[str, str] = METRIC
 def rates_table(result: dict[str, Any]) -> str:
     """Counts and rates of one run."""
     head = ("answered", "seconds", "requests/s", "output tokens/s", "total tokens/s", "prompt tokens", "output tokens")
-    whole = (result["total_input_tokens"], result["total_output_tokens"])
+    totals = (result["total_input_tokens"], result["total_output_tokens"])
     rates = (result["request_throughput"], result["output_throughput"], result["total_token_throughput"])
     row = (
         f"{result['completed']} of {result['completed'] + result['failed']}",
         f"{result['duration']:,.2f}",
         *(f"{rate:,.2f}" for rate in rates),
-        *(f"{count:,}" for count in whole),
+        *(f"{count:,}" for count in totals),
     )
     return table(head, [row])

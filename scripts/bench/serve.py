@@ -21,15 +21,16 @@ from .metrics import METRICS, RequestTimes, flat, goodput, milliseconds, totals
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
 BACKENDS = {"openai": ENDPOINTS[0], "vllm": ENDPOINTS[0], "openai-chat": ENDPOINTS[1]}
-HOST, PORT = "127.0.0.1", 8000
-GOALS = ("ttft", "tpot", "e2el")  # limits that a single request can keep
+HOST = "127.0.0.1"
+PORT = 8000
+GOALS = ("ttft", "tpot", "e2el")  # metrics of a single request
 SERVER = "The server"
 TRAFFIC = "The traffic"
 TOKENIZER_FILES = ["*.json", "*.jinja"]
-SPARE_FILES = 64  # open files besides the connections
+SPARE_FILES = 64  # open files other than connections
 
 
-@reports.takes_report(without=())
+@reports.takes_report(excluded=())
 @load.takes_dataset
 def main(
     base_url: Annotated[str | None, o.option("Address of the server.", SERVER, "URL", f"http://{HOST}:{PORT}")] = None,
@@ -42,11 +43,11 @@ def main(
         str | None, o.option(f"Endpoint: {' or '.join(ENDPOINTS)}.", SERVER, "PATH", "that of --backend")
     ] = None,
     model: Annotated[
-        str | None, o.option("Name of the model on the server.", SERVER, shown="the first that the server lists")
+        str | None, o.option("Name of the model on the server.", SERVER, default_text="the first that the server lists")
     ] = None,
     tokenizer: Annotated[
         str | None,
-        o.option("Folder or Hugging Face id, to draw and to measure prompts.", SERVER, shown="the model's name"),
+        o.option("Folder or Hugging Face id, to draw and to measure prompts.", SERVER, default_text="the model's name"),
     ] = None,
     timeout: Annotated[float, o.option("Time after which a request counts as failed.", SERVER, "SECONDS")] = 600.0,
     num_prompts: load.NumPrompts = 100,
@@ -79,8 +80,11 @@ def main(
     ] = None,
     report: reports.ResultFiles,
 ) -> None:
-    """Send requests to a running server and time its streams. Sends OPENAI_API_KEY where that is set."""
-    base_url, endpoint = base_address(base_url, host, port), chosen_endpoint(backend, endpoint)
+    """Send requests to a running server and time its streams. Sends OPENAI_API_KEY where that is
+    set.
+    """
+    base_url = base_address(base_url, host, port)
+    endpoint = chosen_endpoint(backend, endpoint)
     load.above_zero(
         num_prompts=num_prompts, timeout=timeout, request_rate=request_rate, burstiness=burstiness,
         max_concurrency=max_concurrency,
@@ -109,7 +113,7 @@ def main(
         ) from None
     chat = endpoint == ENDPOINTS[1]
     options = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {})}
-    bodies = [body(sample, name, chat, vocabulary) | options for sample in samples]
+    bodies = [request_body(sample, name, chat, vocabulary) | options for sample in samples]
     delays = load.arrivals(num_prompts, request_rate, 1.0 if burstiness is None else burstiness, seed)
     allow_connections(min(num_prompts, max_concurrency or num_prompts))
 
@@ -119,20 +123,20 @@ def main(
             answer = await client.ask(server, endpoint, bodies[index], timeout, time.perf_counter)
             advance(1, answer.output_tokens)
             prompt = samples[index].prompt
-            known = len(prompt) if isinstance(prompt, list) else 0
-            return replace(answer, prompt_tokens=answer.prompt_tokens or known)
+            num_known = len(prompt) if isinstance(prompt, list) else 0
+            return replace(answer, prompt_tokens=answer.prompt_tokens or num_known)
 
-        before = server_stats.look(server, name, timeout)
-        answers, duration = asyncio.run(drive(send, delays, max_concurrency))
-        after = server_stats.look(server, name, timeout)
+        stats_before = server_stats.read_stats(server, name, timeout)
+        answers, duration = asyncio.run(send_requests(send, delays, max_concurrency))
+        stats_after = server_stats.read_stats(server, name, timeout)
 
-    result = {"model": name, **figures(answers, duration, limits)}
+    result = {"model": name, **result_values(answers, duration, limits)}
     drafts = None
-    if before is not None and after is not None:
-        if after.late:
-            result["server"] = after.since(before)
-        if before.drafts is not None and after.drafts is not None:
-            drafts = after.drafts.since(before.drafts)
+    if stats_before is not None and stats_after is not None:
+        if stats_after.delays:
+            result["server"] = stats_after.since(stats_before)
+        if stats_before.drafts is not None and stats_after.drafts is not None:
+            drafts = stats_after.drafts.since(stats_before.drafts)
             result |= drafts.result()
     values = milliseconds(answers)
     heading = f"{name} at {base_url}, {endpoint}"
@@ -148,7 +152,8 @@ def main(
 def base_address(base_url: str | None, host: str | None, port: int | None) -> str:
     if base_url is not None and (host is not None or port is not None):
         raise o.UsageError(f"--base-url is {base_url!r}, which says host and port: leave out --host and --port")
-    host, port = host or HOST, PORT if port is None else port
+    host = host or HOST
+    port = PORT if port is None else port
     return f"http://{f'[{host}]' if ':' in host else host}:{port}" if base_url is None else base_url
 
 
@@ -165,12 +170,12 @@ def chosen_endpoint(backend: str | None, endpoint: str | None) -> str:
 
 
 def parse_goals(goals: Sequence[str]) -> dict[str, float]:
-    """`ttft:500` is at most 500 milliseconds."""
+    """Parse limits: `ttft:500` is at most 500 milliseconds."""
     limits: dict[str, float] = {}
     for goal in goals:
-        metric, _, most = goal.partition(":")
+        metric, _, limit = goal.partition(":")
         try:
-            limits[metric] = float(most)
+            limits[metric] = float(limit)
         except ValueError:
             limits[metric] = math.nan
         if metric not in GOALS or not 0 < limits[metric] < math.inf:
@@ -180,40 +185,42 @@ def parse_goals(goals: Sequence[str]) -> dict[str, float]:
     return limits
 
 
-def find_model(server, base_url: str, wanted: str | None, timeout: float) -> str:
-    """The model to ask for. Fails where no server answers."""
+def find_model(server, base_url: str, model: str | None, timeout: float) -> str:
+    """The model's name on the server; an error if no server answers."""
     import asyncio
 
     from . import client as client
 
     try:
         listed = asyncio.run(client.models(server, timeout))
-        return wanted or listed[0]
+        return model or listed[0]
     except (client.Failure, IndexError) as error:
-        if wanted:
-            return wanted
-        why = "it lists no model" if isinstance(error, IndexError) else client.reason(error)
-        raise o.UsageError(f"{base_url} does not say what its model is called ({why}): name it with --model") from None
+        if model:
+            return model
+        reason = "it lists no model" if isinstance(error, IndexError) else client.reason(error)
+        raise o.UsageError(
+            f"{base_url} does not say what its model is called ({reason}): name it with --model"
+        ) from None
     except (OSError, EOFError) as error:
         raise o.UsageError(f"no server answers at {base_url}: {client.reason(error)}") from None
 
 
 def find_tokenizer(server, model: str, chosen: str | None) -> Any:
-    """The tokenizer that was chosen, that of a model on this machine, or the server's own."""
+    """The given tokenizer, that of a model on this machine, or the server's."""
     from ...model.checkpoint.hub import BUNDLED
     from . import client as client
     from .server_tokenizer import ServerTokenizer
 
     if chosen is not None or model in BUNDLED or Path(model).exists():
         return read_tokenizer(chosen or model)
-    found = ServerTokenizer(server, model)
+    tokenizer = ServerTokenizer(server, model)
     try:
-        count = len(found.ordinary)
+        count = len(tokenizer.ordinary)
     except (client.Failure, OSError, EOFError) as error:
         print(f"note: the server's tokenizer cannot be asked: {client.reason(error)}", file=sys.stderr)
         return read_tokenizer(model)
     print(f"note: prompts are drawn from {count} tokens of the server's tokenizer", file=sys.stderr)
-    return found
+    return tokenizer
 
 
 def read_tokenizer(name: str):
@@ -227,17 +234,24 @@ def read_tokenizer(name: str):
         raise o.UsageError(f"prompts need a tokenizer, --tokenizer FOLDER: {error}") from None
 
 
-def body(sample: load.Sample, model: str, chat: bool, tokenizer) -> dict[str, Any]:
-    """The body of a request. Drawn prompts are sent as token ids, which keeps their length; a chat takes only text."""
-    asked = {"model": model, "max_tokens": sample.output_len, "stream": True, "stream_options": {"include_usage": True}}
+def request_body(sample: load.Sample, model: str, chat: bool, tokenizer) -> dict[str, Any]:
+    """The body of a request. Random prompts are sent as token ids, which keeps their length; chats
+    only take text.
+    """
+    request = {
+        "model": model,
+        "max_tokens": sample.output_len,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     if not chat:
-        return asked | {"prompt": sample.prompt}
+        return request | {"prompt": sample.prompt}
     text = sample.prompt
     if not isinstance(text, str):
         if tokenizer is None:
             raise o.UsageError(f"a prompt of token ids cannot go to {ENDPOINTS[1]}: use {ENDPOINTS[0]}")
         text = tokenizer.decode(text)
-    return asked | {"messages": [{"role": "user", "content": text}]}
+    return request | {"messages": [{"role": "user", "content": text}]}
 
 
 def allow_connections(count: int) -> None:
@@ -245,24 +259,27 @@ def allow_connections(count: int) -> None:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + SPARE_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        if hard != resource.RLIM_INFINITY and hard < wanted:
+    num_files = count + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < num_files:
+        if hard != resource.RLIM_INFINITY and hard < num_files:
             raise o.UsageError(
                 f"{count} connections at once are more open files than allowed ({hard}): use --max-concurrency"
             )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
 
 
-async def drive(
+async def send_requests(
     send: Callable[[int], Awaitable[RequestTimes]], delays: Sequence[float], max_concurrency: int | None
 ) -> tuple[list[RequestTimes], float]:
-    """Send each request when it is due and there is room. Returns the answers in order, and the duration."""
+    """Send each request when it is due, up to the concurrency limit. Returns answers in order, and
+    the duration.
+    """
     import asyncio
 
-    loop, gate = asyncio.get_running_loop(), asyncio.Semaphore(max_concurrency or max(len(delays), 1))
+    loop = asyncio.get_running_loop()
+    gate = asyncio.Semaphore(max_concurrency or max(len(delays), 1))
 
-    async def one(index: int) -> RequestTimes:
+    async def send_one(index: int) -> RequestTimes:
         async with gate:
             return await send(index)
 
@@ -272,25 +289,25 @@ async def drive(
         for index, delay in enumerate(delays):
             if (wait := begin + delay - loop.time()) > 0:
                 await asyncio.sleep(wait)
-            tasks.append(group.create_task(one(index)))
+            tasks.append(group.create_task(send_one(index)))
     return [task.result() for task in tasks], loop.time() - begin
 
 
-def figures(answers: Sequence[RequestTimes], duration: float, limits: dict[str, float]) -> dict[str, Any]:
-    """The results under the names of vLLM's result files, and each request by itself."""
-    found: dict[str, Any] = totals(answers, duration) | flat(milliseconds(answers))
+def result_values(answers: Sequence[RequestTimes], duration: float, limits: dict[str, float]) -> dict[str, Any]:
+    """The results by the names of vLLM's result files, and the times of each request."""
+    results: dict[str, Any] = totals(answers, duration) | flat(milliseconds(answers))
     if limits:
-        found |= {"request_goodput": goodput(answers, duration, limits), "goodput_limits_ms": limits}
-    found["errors"] = dict(Counter(answer.error for answer in answers if answer.error is not None).most_common())
+        results |= {"request_goodput": goodput(answers, duration, limits), "goodput_limits_ms": limits}
+    results["errors"] = dict(Counter(answer.error for answer in answers if answer.error is not None).most_common())
     begin = min(answer.sent for answer in answers)
-    found["requests"] = [
+    results["requests"] = [
         {
             "sent_s": answer.sent - begin, "prompt_tokens": answer.prompt_tokens, "output_tokens": answer.output_tokens,
             "times_ms": [(moment - answer.sent) * 1000 for moment in answer.times], "error": answer.error,
         }
         for answer in answers
     ]  # fmt: skip
-    return found
+    return results
 
 
 def paragraphs(
@@ -300,19 +317,19 @@ def paragraphs(
     limits: dict[str, float],
     drafts: Drafts | None,
 ) -> list[str]:
-    """The results for people."""
-    found = [reports.rates_table(result), reports.latency_table(values)]
+    """The results as text."""
+    texts = [reports.rates_table(result), reports.latency_table(values)]
     if drafts is not None:
-        found.append(drafts_table("requests", [(len(answers), drafts)]))
+        texts.append(drafts_table("requests", [(len(answers), drafts)]))
     if limits:
-        kept = sum(answer.error is None and answer.meets(limits) for answer in answers)
-        named = ", ".join(f"{METRICS[metric]} {most:g} ms" for metric, most in limits.items())
-        found.append(f"goodput: {result['request_goodput']:.2f} requests/s, {kept} of {len(answers)}, kept {named}")
+        num_good = sum(answer.error is None and answer.meets(limits) for answer in answers)
+        named = ", ".join(f"{METRICS[metric]} {limit:g} ms" for metric, limit in limits.items())
+        texts.append(f"goodput: {result['request_goodput']:.2f} requests/s, {num_good} of {len(answers)}, kept {named}")
     if "server" in result:
         from . import server_stats
 
-        found.append(server_stats.sentence(result["server"]))
+        texts.append(server_stats.sentence(result["server"]))
     if result["errors"]:
         lines = [f"{count} x {error}" for error, count in result["errors"].items()]
-        found.append(f"{result['failed']} failed:\n  " + "\n  ".join(lines[:10]))
-    return found
+        texts.append(f"{result['failed']} failed:\n  " + "\n  ".join(lines[:10]))
+    return texts

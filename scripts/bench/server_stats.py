@@ -1,4 +1,4 @@
-"""A Quire server's own metrics before and after a load: delays of its event loop, and its memory."""
+"""A Quire server's own metrics before and after a load: event loop delays, memory and draft tokens."""
 
 import asyncio
 from collections.abc import Mapping
@@ -14,26 +14,27 @@ DRAFTS = "vllm:spec_decode_num_"
 
 
 @dataclass(frozen=True)
-class Inside:
+class ServerStats:
     """The metrics at one moment."""
 
-    late: Mapping[float, float]  # seconds -> timers that were at most so late
+    # Upper bound in seconds: number of timers delayed by at most that.
+    delays: Mapping[float, float]
     memory: float | None
-    drafts: Drafts | None  # of the model, where the server drafts
+    drafts: Drafts | None  # of the model, with speculative decoding
 
-    def since(self, before: "Inside") -> dict[str, Any]:
-        """What happened between two moments."""
-        counts = {bound: count - before.late.get(bound, 0.0) for bound, count in sorted(self.late.items())}
-        found: dict[str, Any] = {"memory_before": before.memory, "memory_after": self.memory}
+    def since(self, earlier: "ServerStats") -> dict[str, Any]:
+        """The changes since an earlier moment."""
+        counts = {bound: count - earlier.delays.get(bound, 0.0) for bound, count in sorted(self.delays.items())}
+        changes: dict[str, Any] = {"memory_before": earlier.memory, "memory_after": self.memory}
         for share in (50, 99):
-            most = max(counts.values(), default=0.0)
-            bound = next((bound for bound, count in counts.items() if count >= most * share / 100), None)
-            found[f"event_loop_delay_p{share}_ms"] = None if bound is None or not most else bound * 1000
-        return found
+            total = max(counts.values(), default=0.0)
+            bound = next((bound for bound, count in counts.items() if count >= total * share / 100), None)
+            changes[f"event_loop_delay_p{share}_ms"] = None if bound is None or not total else bound * 1000
+        return changes
 
 
-def look(server: client.ServerAddress, model: str, timeout: float) -> Inside | None:
-    """None where the server has no such metrics, or hides them."""
+def read_stats(server: client.ServerAddress, model: str, timeout: float) -> ServerStats | None:
+    """Read the metrics; None if the server has none or hides them."""
     try:
         text = asyncio.run(client.get(server, "/metrics", timeout))
     except (client.Failure, OSError, EOFError):
@@ -41,14 +42,14 @@ def look(server: client.ServerAddress, model: str, timeout: float) -> Inside | N
     from prometheus_client.parser import text_string_to_metric_families
 
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    late = {float(sample.labels["le"]): sample.value for sample in samples if sample.name == LATE}
+    delays = {float(sample.labels["le"]): sample.value for sample in samples if sample.name == LATE}
     memory = next((sample.value for sample in samples if sample.name == MEMORY), None)
-    drafts = drafts_in([sample for sample in samples if sample.labels.get("model_name", model) == model])
-    return Inside(late, memory, drafts) if late or drafts is not None else None
+    drafts = parse_drafts([sample for sample in samples if sample.labels.get("model_name", model) == model])
+    return ServerStats(delays, memory, drafts) if delays or drafts is not None else None
 
 
-def drafts_in(samples: list[Any]) -> Drafts | None:
-    """The counters of drafts, which have the same names in vLLM; None where there are none."""
+def parse_drafts(samples: list[Any]) -> Drafts | None:
+    """The counters of draft tokens, which have the same names in vLLM; None if there are none."""
     totals: dict[str, float] = {}
     for sample in samples:
         if sample.name.startswith(DRAFTS):
@@ -61,15 +62,16 @@ def drafts_in(samples: list[Any]) -> Drafts | None:
     return Drafts(int(totals["drafts_total"]), int(totals["draft_tokens_total"]), tuple(n for _, n in accepted))
 
 
-def sentence(found: Mapping[str, Any]) -> str:
-    """For people."""
-    late = ", ".join(
-        f"{found[f'event_loop_delay_p{share}_ms']:g} ms (P{share})"
+def sentence(stats: Mapping[str, Any]) -> str:
+    """The changes as a sentence."""
+    delay_text = ", ".join(
+        f"{stats[f'event_loop_delay_p{share}_ms']:g} ms (P{share})"
         for share in (50, 99)
-        if found[f"event_loop_delay_p{share}_ms"] is not None
+        if stats[f"event_loop_delay_p{share}_ms"] is not None
     )
-    text = f"in the server: its event loop was {f'late by at most {late}' if late else 'not timed in so short a run'}"
-    if found["memory_before"] and found["memory_after"]:
-        before, after = (found[name] / 2**20 for name in ("memory_before", "memory_after"))
-        text += f"; {before:,.0f} MiB before, {after:,.0f} MiB after"
+    delays = f"late by at most {delay_text}" if delay_text else "not timed in so short a run"
+    text = f"in the server: its event loop was {delays}"
+    if stats["memory_before"] and stats["memory_after"]:
+        memory_before, memory_after = (stats[name] / 2**20 for name in ("memory_before", "memory_after"))
+        text += f"; {memory_before:,.0f} MiB before, {memory_after:,.0f} MiB after"
     return text

@@ -1,4 +1,4 @@
-"""The tokenizer of a server, asked over HTTP: a benchmark needs no files of the model."""
+"""The tokenizer of a server, over HTTP, so that a benchmark needs no files of the model."""
 
 import asyncio
 import random
@@ -7,21 +7,24 @@ from typing import Any
 
 from . import client as client
 
-SECONDS = 10.0  # that an answer may take
-NUM_WORDS = 4000  # of the texts whose tokens prompts are drawn from
-WORDS_PER_TEXT = 250  # a server refuses a text of more characters than its model could ever read
+TIMEOUT = 10.0  # seconds
+NUM_WORDS = 4000  # of the texts from whose tokens prompts are drawn
+WORDS_PER_TEXT = 250  # servers reject texts longer than the model's context
 SYLLABLES = [first + vowel + last for first in "bcdfghklmnprstvw" for vowel in "aeiou" for last in ("", *"lnrst")]
 
 
 class ServerTokenizer:
-    """What `load.Dataset.samples` needs of a tokenizer, by `/tokenize` and `/detokenize` of a server."""
+    """The tokenizer interface that `load.Dataset.samples` needs, by `/tokenize` and `/detokenize`
+    of a server.
+    """
 
     def __init__(self, server: client.ServerAddress, model: str):
-        self.server, self.model = server, model
+        self.server = server
+        self.model = model
 
     @cached_property
     def ordinary(self) -> frozenset[int]:
-        """Token ids of made-up words: many of the vocabulary, and none with a meaning of its own."""
+        """Token ids of made-up words: a large part of the vocabulary, without special tokens."""
         rng = random.Random(0)
         words = ["".join(rng.choices(SYLLABLES, k=rng.randint(1, 4))) for _ in range(NUM_WORDS)]
         texts = [" ".join(words[start : start + WORDS_PER_TEXT]) for start in range(0, NUM_WORDS, WORDS_PER_TEXT)]
@@ -33,7 +36,7 @@ class ServerTokenizer:
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """All ids below `vocab_size` that prompts are not to be drawn from."""
+        """All ids below `vocab_size` from which prompts are not drawn."""
         return frozenset(range(self.vocab_size)) - self.ordinary
 
     def encode(self, text: str) -> list[int]:
@@ -49,4 +52,4 @@ class ServerTokenizer:
         return text
 
     def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return asyncio.run(client.post(self.server, path, {"model": self.model} | body, SECONDS))
+        return asyncio.run(client.post(self.server, path, {"model": self.model} | body, TIMEOUT))

@@ -44,7 +44,9 @@ def main(
     engine: dict[str, Any],
     report: reports.ResultFiles,
 ) -> None:
-    """Schedule chats on a simulated device. Prints waits, latencies, and how well batch and pages are filled."""
+    """Schedule chats on a simulated device. Prints waits, latencies, and how well batch and pages
+    are filled.
+    """
     from ...serving.cache.page_table import PageTable
     from ...serving.device.step_shape import StepShape
 
@@ -52,7 +54,9 @@ def main(
         num_prompts=num_prompts, request_rate=request_rate, longest=longest, num_pages=num_pages, step_ms=step_ms
     )
     options = EngineOptions(**engine).on("cpu")
-    max_num_seqs, most_rows, page = options.max_num_seqs, options.max_num_batched_tokens, options.block_size
+    max_num_seqs = options.max_num_seqs
+    token_budget = options.max_num_batched_tokens
+    page = options.block_size
     if delay_ms is not None and policy is not Policy.dynamic:
         raise o.UsageError(f"--delay-ms is for --policy dynamic; with {policy} batches leave it out")
     delay_ms = 100.0 if delay_ms is None else delay_ms
@@ -60,23 +64,26 @@ def main(
         if value < 0:
             raise o.UsageError(f"{name} is {value:g}; it must be at least 0")
     pages = PageTable((num_pages,), page, (None,), options.enable_prefix_caching)
-    most = shared_prefix + 2 * longest
-    if not pages.fits(most, most_rows):
-        raise o.UsageError(f"--num-pages is {num_pages}; a request of {most} tokens needs {-(-most // page) + 1}")
-    shape = StepShape.largest(max_num_seqs, most_rows, max(max_num_seqs, 16))
+    max_tokens = shared_prefix + 2 * longest
+    if not pages.fits(max_tokens, token_budget):
+        raise o.UsageError(
+            f"--num-pages is {num_pages}; a request of {max_tokens} tokens needs {-(-max_tokens // page) + 1}"
+        )
+    shape = StepShape.largest(max_num_seqs, token_budget, max(max_num_seqs, 16))
     simulation = Simulation(pages, shape, Cost(step_ms / 1e3, row_us / 1e6), policy, delay_ms / 1e3)
     outcomes = simulation.run(conversations(num_prompts, request_rate, seed, longest, shared_prefix))
 
     answers = [
         RequestTimes(f.request.arrival, f.tokens, len(f.request.prompt), len(f.tokens)) for f in outcomes if f.tokens
     ]
-    each = milliseconds(answers)
+    latencies = milliseconds(answers)
     values = {
         "wait": [(f.started - f.request.arrival) * 1e3 for f in outcomes if f.started is not None],
-        **{name: each[name] for name in ("ttft", "itl", "e2el")},
+        **{name: latencies[name] for name in ("ttft", "itl", "e2el")},
     }
-    tokens, looks = sum(len(f.tokens) for f in outcomes), simulation.looks
-    held = fmean(f.seq.num_tokens / most for f in outcomes)
+    tokens = sum(len(f.tokens) for f in outcomes)
+    looks = simulation.looks
+    fill = fmean(f.seq.num_tokens / max_tokens for f in outcomes)
     figures = {
         "seconds": simulation.now,
         "steps": simulation.steps,
@@ -84,7 +91,7 @@ def main(
         "tokens_s": tokens / simulation.now,
         "running": fmean(look.running for look in looks) if looks else 0.0,
         "pages_filled": fmean(look.filled for look in looks) if looks else 1.0,
-        "contiguous_filled": held,
+        "contiguous_filled": fill,
         "preemptions": simulation.preemptions,
         "cached_tokens": sum(f.seq.cache.num_cached for f in outcomes),
     }
@@ -95,7 +102,7 @@ def main(
         f"{figures['cached_tokens']:,}", f"{figures['preemptions']:,}",
     )  # fmt: skip
     heading = f"{num_prompts} chats, {request_rate:g} a second, {policy} batches"
-    footing = f"Room for the longest request in one piece would be filled to {held:.1%} when each ends."
+    footing = f"Room for the longest request in one piece would be filled to {fill:.1%} when each ends."
     result: dict[str, Any] = figures | {"ended": dict(reasons(outcomes))} | flat(values)
     text = f"{heading}\n\n{table(head, [row])}\n\n{reports.latency_table(values, NAMES)}\n\n{footing}"
     report.write(result, text, lambda plot, figure: plot.simulation(figure, looks, max_num_seqs, heading))

@@ -1,6 +1,6 @@
-"""The real scheduler and page table under a load, with a simulated device and clock.
+"""The real scheduler and page table under load, with a simulated device and clock.
 
-A formula says how long a step takes. Its tokens come while the next step runs, as in service.
+A formula gives the time of a step. Its tokens arrive while the next step runs, as in service.
 """
 
 import heapq
@@ -18,12 +18,12 @@ from ...serving.engine.scheduler import Scheduler, StepPlan, queue_priority
 from ...serving.request.sequence import Sequence
 
 PARAMS = SamplingParams()
-EVERY = 20  # steps between two entries of `Simulation.looks`
+SAMPLE_PERIOD = 20  # steps between two entries of `Simulation.looks`
 
 
 @dataclass(frozen=True)
 class SimulatedRequest:
-    """What a client asks for, and when it stops waiting: `timeout` and `abort` are seconds from the arrival."""
+    """A request, and when its client gives up: `timeout` and `abort` are seconds after the arrival."""
 
     arrival: float
     prompt: Seq[int]
@@ -35,7 +35,7 @@ class SimulatedRequest:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a step: what every step takes, and what each row adds."""
+    """Seconds of a step: a constant, and per token."""
 
     step: float = 0.008
     row: float = 0.0004
@@ -45,29 +45,31 @@ class Cost:
 
 
 class Look(NamedTuple):
-    """The scheduler between two steps."""
+    """The state of the scheduler between two steps."""
 
     now: float
     running: int
     waiting: int
-    pages: float  # the share of pages in use, of the fullest group
-    filled: float  # the share of the owned pages' positions that hold a token, of the first group
+    pages: float  # fraction of pages in use, of the fullest group
+    filled: float  # fraction of positions in use of allocated pages, of the first group
     preemptions: int
 
 
 @dataclass
 class Outcome:
-    """What became of a request, in seconds of the simulation's clock."""
+    """The result of a request, in seconds of the simulation's clock."""
 
     request: SimulatedRequest
     seq: Sequence
     started: float | None = None  # when its first tokens were scheduled
-    tokens: list[float] = field(default_factory=list)  # when each came
+    tokens: list[float] = field(default_factory=list)  # when each arrived
     ended: float | None = None
 
 
 class Policy(StrEnum):
-    """When requests are admitted: at every step; as a batch that is full or has waited; or as a full batch."""
+    """When requests are admitted: at every step, as a batch that is full or has waited, or as a
+    full batch.
+    """
 
     continuous = "continuous"
     dynamic = "dynamic"
@@ -75,7 +77,7 @@ class Policy(StrEnum):
 
 
 class Simulation:
-    """Without continuous batching a batch is admitted when the one before is done."""
+    """Without continuous batching, a batch is admitted when the one before is done."""
 
     def __init__(
         self,
@@ -86,34 +88,44 @@ class Simulation:
         delay: float = 0.1,
         checks: int = 0,
     ):
-        self.scheduler, self.cost, self.checks = Scheduler([table], shape), cost, checks
-        self.table, self.policy, self.delay = table, policy, delay  # seconds a dynamic batch waits to be full
-        self.now, self.steps, self.rows, self.preemptions = 0.0, 0, 0, 0
+        self.scheduler = Scheduler([table], shape)
+        self.cost = cost
+        self.checks = checks
+        self.table = table
+        self.policy = policy
+        self.delay = delay  # seconds that a dynamic batch waits to be full
+        self.now = 0.0
+        self.steps = 0
+        self.rows = 0
+        self.preemptions = 0
         self.outcomes: dict[Sequence, Outcome] = {}
         self.looks: list[Look] = []
-        self.held: list[Sequence] = []  # arrived, and waiting for a batch
+        self.held: list[Sequence] = []  # arrived, waiting for a batch
 
     def run(self, requests: Seq[SimulatedRequest]) -> list[Outcome]:
-        """Serve all requests, given in the order of their arrivals, to their ends."""
+        """Serve all requests, given in order of arrival."""
         leaving: list[tuple[float, int, str, Sequence]] = []
-        place, flying, scheduler = 0, None, self.scheduler
-        while place < len(requests) or self.held or scheduler.busy or flying:
+        place = 0
+        in_flight = None
+        scheduler = self.scheduler
+        while place < len(requests) or self.held or scheduler.busy or in_flight:
             while place < len(requests) and requests[place].arrival <= self.now:
                 seq = self.arrive(requests[place])
-                for reason, after in (("timeout", requests[place].timeout), ("abort", requests[place].abort)):
-                    if after is not None:
-                        heapq.heappush(leaving, (requests[place].arrival + after, len(self.outcomes), reason, seq))
+                for reason, delay in (("timeout", requests[place].timeout), ("abort", requests[place].abort)):
+                    if delay is not None:
+                        heapq.heappush(leaving, (requests[place].arrival + delay, len(self.outcomes), reason, seq))
                 place += 1
             while leaving and leaving[0][0] <= self.now:
                 _, _, reason, seq = heapq.heappop(leaving)
                 self.end(seq, reason)
-            if self.held and not scheduler.busy and self.gathered(place == len(requests)):
-                batch, self.held = self.held[: scheduler.shape.max_seqs], self.held[scheduler.shape.max_seqs :]
+            if self.held and not scheduler.busy and self.batch_is_ready(place == len(requests)):
+                batch = self.held[: scheduler.shape.max_seqs]
+                self.held = self.held[scheduler.shape.max_seqs :]
                 for seq in batch:
                     scheduler.add(seq)
             plan = scheduler.schedule()
-            scheduler.take_moves()  # they take no time here
-            if plan is None and flying is None:
+            scheduler.take_moves()  # they take no time in the simulation
+            if plan is None and in_flight is None:
                 coming = [requests[place].arrival] if place < len(requests) else []
                 coming += [leaving[0][0]] if leaving else []
                 coming += [self.due] if self.held and self.policy is Policy.dynamic else []
@@ -124,13 +136,14 @@ class Simulation:
                 for item in plan.items:
                     outcome = self.outcomes[item.seq]
                     outcome.started = self.now if outcome.started is None else outcome.started
-                self.steps, self.rows = self.steps + 1, self.rows + plan.num_rows
-            if flying is not None:
-                self.take_in(flying)
+                self.steps = self.steps + 1
+                self.rows = self.rows + plan.num_rows
+            if in_flight is not None:
+                self.process_results(in_flight)
             if plan is not None:
                 self.now += self.cost.of(plan)
-            flying = plan
-            if self.steps % EVERY == 0:
+            in_flight = plan
+            if self.steps % SAMPLE_PERIOD == 0:
                 self.look()
             if self.checks and self.steps % self.checks == 0:
                 scheduler.check()
@@ -139,16 +152,17 @@ class Simulation:
 
     @property
     def due(self) -> float:
-        """When a dynamic batch begins, full or not."""
+        """When a dynamic batch starts, full or not."""
         return self.outcomes[self.held[0]].request.arrival + self.delay
 
-    def gathered(self, last: bool) -> bool:
-        """Whether the requests held make a batch. The last ones do, however few."""
+    def batch_is_ready(self, last: bool) -> bool:
+        """Whether the waiting requests form a batch; the last ones always do."""
         full = len(self.held) >= self.scheduler.shape.max_seqs
         return full or last or (self.policy is Policy.dynamic and self.now >= self.due)
 
     def arrive(self, request: SimulatedRequest) -> Sequence:
-        prompt, rank = list(request.prompt), queue_priority(request.priority, request.arrival)
+        prompt = list(request.prompt)
+        rank = queue_priority(request.priority, request.arrival)
         seq = Sequence(0, prompt, len(prompt), PARAMS, request.output, rank)
         self.outcomes[seq] = Outcome(request, seq)
         if self.policy is not Policy.continuous:
@@ -157,14 +171,14 @@ class Simulation:
             self.scheduler.add(seq)
         return seq
 
-    def take_in(self, plan: StepPlan) -> None:
-        """The tokens of a step that is over."""
+    def process_results(self, plan: StepPlan) -> None:
+        """Append the tokens of a completed step."""
         for item in plan.items:
             seq = item.seq
             if item.draws:
                 seq.pending -= 1
                 if seq.finish_reason is None:
-                    # Tokens that nobody else writes: only prompts are shared.
+                    # Unique tokens: only prompts are shared.
                     seq.tokens.append(-len(seq.tokens))
                     self.outcomes[seq].tokens.append(self.now)
                     if seq.num_output >= seq.max_tokens:
@@ -200,11 +214,13 @@ class Simulation:
 
 
 def conversations(count: int, rate: float, seed: int = 0, limit: int = 2000, shared: int = 0) -> list[SimulatedRequest]:
-    """Requests as long as chats are (log-normal: most are short, some very long), in bursts of a random rate.
+    """Requests with log-normal lengths like chats, in bursts of a random rate.
 
-    `shared` is the length of a system prompt that all of them begin with.
+    `shared` is the length of a common system prompt.
     """
-    rng, requests, now = random.Random(seed), [], 0.0
+    rng = random.Random(seed)
+    requests = []
+    now = 0.0
     system = [rng.randrange(50_000) for _ in range(shared)]
     burst = 1.0
     for index in range(count):
@@ -218,5 +234,5 @@ def conversations(count: int, rate: float, seed: int = 0, limit: int = 2000, sha
 
 
 def reasons(outcomes: Seq[Outcome]) -> Counter[str | None]:
-    """How many requests ended for each reason."""
+    """The number of requests by finish reason."""
     return Counter(outcome.seq.finish_reason for outcome in outcomes)

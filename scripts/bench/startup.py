@@ -1,4 +1,5 @@
-"""`quire bench startup`: seconds from the start of a process to its first token, with empty and with full caches.
+"""`quire bench startup`: seconds from the start of a process to its first token, with empty and
+with full caches.
 
 The process that is timed runs this module: `python -m quire.scripts.bench.startup OPTIONS`.
 """
@@ -25,7 +26,7 @@ CACHES = ("XDG_CACHE_HOME", "QUIRE_CACHE_DIR")  # folders of compiled programs a
 
 
 @reports.takes_report()
-@o.takes_engine(without=("tokenizer",))
+@o.takes_engine(excluded=("tokenizer",))
 def main(
     model: o.Model = None,
     num_iters: Annotated[int, o.sized("Starts with empty caches, and as many with full ones.", load.DATA, "N")] = 3,
@@ -33,12 +34,15 @@ def main(
     engine: dict[str, Any],
     report: reports.ResultFiles,
 ) -> None:
-    """Start the model in fresh processes. Prints seconds to each stage, with empty (cold) and full (warm) caches."""
+    """Start the model in fresh processes. Prints seconds to each stage, with empty (cold) and full
+    (warm) caches.
+    """
     load.above_zero(num_iters=num_iters)
     from ...model.checkpoint import hub
 
     source = {name: engine.pop(name, None) for name in ("revision", "download_dir")}
-    options = {"model": str(hub.resolve(model, **source).resolve()), **engine}  # a download is no part of a start
+    # A download does not count.
+    options = {"model": str(hub.resolve(model, **source).resolve()), **engine}
     starts: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
     for _ in range(num_iters):
         with tempfile.TemporaryDirectory(prefix="quire-startup-") as folder:
@@ -46,9 +50,9 @@ def main(
                 starts[state].append(start(options, Path(folder)))
     name = model or "quill"
     result: dict[str, Any] = {"model": name, "stages": list(STAGES), "starts_s": starts}
-    for state, own in starts.items():
-        result[state] = flat({stage: [each[stage] * 1000 for each in own] for stage in STAGES})
-    means = {state: [fmean(each[stage] for each in own) for stage in STAGES] for state, own in starts.items()}
+    for state, runs in starts.items():
+        result[state] = flat({stage: [run[stage] * 1000 for run in runs] for stage in STAGES})
+    means = {state: [fmean(run[stage] for run in runs) for stage in STAGES] for state, runs in starts.items()}
     report.write(
         result,
         text(name, num_iters, starts),
@@ -57,7 +61,9 @@ def main(
 
 
 def start(options: dict[str, Any], caches: Path) -> dict[str, float]:
-    """Seconds from the start of a process to the end of each stage, with these folders as its only caches."""
+    """Seconds from the start of a process to the end of each stage, with only these folders as
+    caches.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     environment |= {name: str(caches / name.lower()) for name in CACHES}
     command = [sys.executable, "-m", f"{__package__}.startup", json.dumps(options)]
@@ -66,34 +72,34 @@ def start(options: dict[str, Any], caches: Path) -> dict[str, float]:
     if child.returncode:
         lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
         raise o.UsageError(f"the model did not start: {lines[-1]}")
-    ends = json.loads(child.stdout.splitlines()[-1])
-    return {stage: ends[stage] - begin for stage in STAGES}
+    stage_ends = json.loads(child.stdout.splitlines()[-1])
+    return {stage: stage_ends[stage] - begin for stage in STAGES}
 
 
 def probe(options: dict[str, Any]) -> dict[str, float]:
-    """In the process that is timed: the moment at which each stage ends."""
-    ends = {"python": monotonic()}
+    """Run in the timed process: the moment at which each stage ends."""
+    stage_ends = {"python": monotonic()}
     import jax  # noqa: F401
 
     from ... import LLM, SamplingParams
 
-    ends["imports"] = monotonic()
+    stage_ends["imports"] = monotonic()
     llm = LLM(**options)
-    ends["ready"] = monotonic()
+    stage_ends["ready"] = monotonic()
     for _ in llm.stream(PROMPT, SamplingParams(max_tokens=1, temperature=0)):
-        ends.setdefault("token", monotonic())
-    return ends
+        stage_ends.setdefault("token", monotonic())
+    return stage_ends
 
 
 def text(name: str, count: int, starts: dict[str, list[dict[str, float]]]) -> str:
-    """Mean seconds to the end of each stage, and the spread of the whole."""
+    """Mean seconds to the end of each stage, and the range of the total."""
     rows = [
         (
             state,
-            *(f"{fmean(each[stage] for each in own):.2f}" for stage in STAGES),
-            f"{min(each['token'] for each in own):.2f} to {max(each['token'] for each in own):.2f}",
+            *(f"{fmean(run[stage] for run in runs):.2f}" for stage in STAGES),
+            f"{min(run['token'] for run in runs):.2f} to {max(run['token'] for run in runs):.2f}",
         )
-        for state, own in starts.items()
+        for state, runs in starts.items()
     ]
     head = ("seconds from process start", *STAGES.values(), "from .. to")
     heading = f"{name}: starts with empty caches (cold), each followed by one with full caches (warm), {count} of each"
@@ -103,5 +109,5 @@ def text(name: str, count: int, starts: dict[str, list[dict[str, float]]]) -> st
 if __name__ == "__main__":
     try:
         print(json.dumps(probe(json.loads(sys.argv[1]))))
-    except (ValueError, KeyboardInterrupt) as error:  # the user's mistakes are ValueErrors: only the line is read
+    except (ValueError, KeyboardInterrupt) as error:  # user errors: only the message is read
         sys.exit(str(error))

@@ -20,33 +20,35 @@ from . import report as reports
 from .engine import LoadRun, Roof, TimedStep, engine_roof, read_bandwidth, watch
 
 KERNELS = {"linear": "products", "heads": "heads (norms, rotation)", "residual": "residual and norm"}
-WRAPPERS = re.compile(r"jit\(.*\)|pjit|while|body|cond|closed_call|layer\d+|branch_\d+_fun|")  # that name no part
+WRAPPERS = re.compile(
+    r"jit\(.*\)|pjit|while|body|cond|closed_call|layer\d+|branch_\d+_fun|"
+)  # scopes that name no part
 OPERATION = re.compile(r'%([\w.-]+) = .*? ([a-z][\w-]*)\(.*?op_name="([^"]*)"')
-HOLDS_OTHERS = {"while", "conditional", "call"}  # their time is that of what they hold
+HOLDS_OTHERS = {"while", "conditional", "call"}  # their time is the sum of nested operations
 EXECUTION = "ThunkExecutor::Execute"
-SPARE = 48  # steps before the first that counts, and those that are under way after the last
+SPARE = 48  # steps before the first measured one, and in flight after the last
 
 
 @dataclass
-class Part:
+class OperationGroup:
     """The operations of one kind in one part of a model."""
 
     scope: str
     kind: str
-    launches: float = 0  # a step
+    launches: float = 0  # per step
     seconds: float = 0
 
 
 @dataclass(frozen=True)
 class Traced:
-    """Steps in a trace of XLA's; all times are of one step."""
+    """Steps in an XLA trace; all times are per step."""
 
-    parts: list[Part]  # in the order in which a step begins with them
+    parts: list[OperationGroup]  # in the order of their first operation
     program: float  # seconds in which a program runs
     steps: int
 
 
-@reports.takes_report(without=("plot", "result_filename"))
+@reports.takes_report(excluded=("plot", "result_filename"))
 @o.takes_engine()
 def main(
     model: o.Model = None,
@@ -58,7 +60,9 @@ def main(
     engine: dict[str, Any],
     report: reports.ResultFiles,
 ) -> None:
-    """Trace decode steps on a CPU. Prints a step's time by part: products, attention, the rest, the host."""
+    """Trace decode steps on a CPU. Prints a step's time by part: products, attention, the rest, the
+    host.
+    """
     load.above_zero(batch_size=batch_size, input_len=input_len, num_steps=num_steps)
     with load_model(model, **{"max_num_seqs": batch_size, **engine}) as llm:
         import jax
@@ -73,7 +77,7 @@ def main(
             )
         dataset = load.dataset("random", random_input_len=input_len, random_output_len=llm.engine.max_len - input_len)
         samples = dataset.samples(batch_size, llm.engine.tokenizer, str(seed), llm.engine.config.vocab_size)
-        decode(llm, samples, num_steps)  # the first time costs more
+        decode(llm, samples, num_steps)  # warm up
         run = decode(llm, samples, num_steps)
         bandwidth = read_bandwidth()
         roof = engine_roof(llm, run, bandwidth)
@@ -83,25 +87,31 @@ def main(
             (file,) = Path(folder).rglob("*.xplane.pb")
             programs = [program.as_text() for program in compiled(runner)]
             traced = read(jax.profiler.ProfileData.from_file(str(file)), programs)
-        whole = traced_run.seconds / sum(step.plan.steps for step in traced_run.steps)
+        step_seconds = traced_run.seconds / sum(step.plan.steps for step in traced_run.steps)
     name = model or "quill"
-    report.write(result(name, roof, whole, traced), text(name, batch_size, input_len, roof, whole, traced))
+    report.write(
+        result(name, roof, step_seconds, traced), text(name, batch_size, input_len, roof, step_seconds, traced)
+    )
 
 
 def compiled(runner: Any) -> list[Any]:
-    """The programs that a step of the engine may be."""
+    """All compiled step programs of the engine."""
     steps = [*runner.compiled.values(), *runner.plain.values(), *runner.resting.values()]
     return [*steps, *([runner.fused_steps] if runner.fused_steps is not None else [])]
 
 
 def decode(llm: Any, samples: Sequence[load.Sample], count: int, folder: str | None = None) -> LoadRun:
-    """So many decode steps of all the samples together, when each has its first tokens; traced into a folder."""
+    """Run `count` decode steps of all samples together, after their first tokens; optionally traced
+    into a folder.
+    """
     import jax
 
     from ...serving.api.params import SamplingParams
 
     llm.reset_prefix_cache()
-    engine, watcher, steps = llm.engine, watch(), []
+    engine = llm.engine
+    watcher = watch()
+    steps = []
     engine.observers.append(watcher)
     requests = []
     try:
@@ -112,10 +122,10 @@ def decode(llm: Any, samples: Sequence[load.Sample], count: int, folder: str | N
             llm.step()
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
-        jax.block_until_ready(engine.runner.state)  # so that a trace has whole steps
+        jax.block_until_ready(engine.runner.state)  # so that the trace has whole steps
         with jax.profiler.trace(folder, profiler_options=options) if folder else nullcontext():
             begin = last = perf_counter()
-            while sum(step.plan.steps for step in steps) < count and not any(each.finished for each in requests):
+            while sum(step.plan.steps for step in steps) < count and not any(request.finished for request in requests):
                 llm.step()
                 if watcher.result is not None:
                     now = perf_counter()
@@ -130,9 +140,10 @@ def decode(llm: Any, samples: Sequence[load.Sample], count: int, folder: str | N
 
 
 def read(trace: Any, programs: Iterable[str]) -> Traced:
-    """What a trace says of the steps of these programs, which are given as HLO's text."""
+    """Summarise a trace of the steps of these programs, given as HLO text."""
     operations = [{m[1]: (m[2], m[3]) for m in OPERATION.finditer(program)} for program in programs]
-    events, executions = defaultdict(list), []
+    events = defaultdict(list)
+    executions = []
     for plane in trace.planes:
         for line in plane.lines:
             for event in line.events:
@@ -141,31 +152,32 @@ def read(trace: Any, programs: Iterable[str]) -> Traced:
                     events[stats["hlo_module"], stats["program_id"]].append((event, stats["hlo_op"]))
                 elif event.name.startswith(EXECUTION):
                     executions.append((event.start_ns, event.start_ns + event.duration_ns))
-    parts: dict[tuple[str, str], Part] = {}
+    parts_by_key: dict[tuple[str, str], OperationGroup] = {}
     steps = 0
-    for own in events.values():
-        names = Counter(name for _, name in own)
-        known = max(operations, key=lambda each: sum(name in each for name in names))
-        if not any("/logits/" in known.get(name, ("", ""))[1] for name in names):
-            continue  # a copy of pages, or whatever is no step
+    for module_events in events.values():
+        names = Counter(name for _, name in module_events)
+        operations_by_name = max(operations, key=lambda program: sum(name in program for name in names))
+        if not any("/logits/" in operations_by_name.get(name, ("", ""))[1] for name in names):
+            continue  # not a step: page copies and others
         steps += statistics.mode(names.values())
-        for event, name in sorted(own, key=lambda found: found[0].start_ns):
-            opcode, path = known.get(name, (name.split(".")[0], ""))
+        for event, name in sorted(module_events, key=lambda entry: entry[0].start_ns):
+            opcode, path = operations_by_name.get(name, (name.split(".")[0], ""))
             if opcode in HOLDS_OTHERS:
                 continue
-            key = part_of(path)
-            part = parts.setdefault(key, Part(*key))
-            part.launches += 1
-            part.seconds += event.duration_ns / 1e9
+            key = classify_operation(path)
+            model_part = parts_by_key.setdefault(key, OperationGroup(*key))
+            model_part.launches += 1
+            model_part.seconds += event.duration_ns / 1e9
     if not steps:
         raise o.UsageError("the trace has no operations of a step: this version of JAX does not name them")
-    for part in parts.values():
-        part.launches, part.seconds = part.launches / steps, part.seconds / steps
-    return Traced(list(parts.values()), covered(executions) / 1e9 / steps, steps)
+    for model_part in parts_by_key.values():
+        model_part.launches = model_part.launches / steps
+        model_part.seconds = model_part.seconds / steps
+    return Traced(list(parts_by_key.values()), union_length(executions) / 1e9 / steps, steps)
 
 
-def part_of(path: str) -> tuple[str, str]:
-    """An operation's part of the model, and its kind, by its name in the program that was traced."""
+def classify_operation(path: str) -> tuple[str, str]:
+    """An operation's part of the model and its kind, by its name in the traced program."""
     scopes = [scope for scope in path.split("/")[:-1] if not WRAPPERS.fullmatch(scope)]
     kernels = [scope.split(".") for scope in scopes if scope.startswith("quire.ops.")]
     scopes = [scope for scope in scopes if not scope.startswith("quire.ops.")]
@@ -173,47 +185,58 @@ def part_of(path: str) -> tuple[str, str]:
     return scopes[0] if scopes else "step", KERNELS.get(kernel, kernel) or "XLA's operations"
 
 
-def covered(spans: list[tuple[float, float]]) -> float:
-    """The length of what spans cover together."""
-    total, end = 0.0, float("-inf")
+def union_length(spans: list[tuple[float, float]]) -> float:
+    """The total length of the union of spans."""
+    total = 0.0
+    end = float("-inf")
     for first, last in sorted(spans):
         total += max(0.0, last - max(first, end))
         end = max(end, last)
     return total
 
 
-def rests(whole: float, traced: Traced) -> dict[str, float]:
+def idle_seconds(step_seconds: float, traced: Traced) -> dict[str, float]:
     """Seconds of a step in which no operation runs."""
-    inside = sum(part.seconds for part in traced.parts)
+    inside = sum(model_part.seconds for model_part in traced.parts)
     return {
         "between operations": max(0.0, traced.program - inside),
-        "between programs: launch, host": max(0.0, whole - traced.program),
+        "between programs: launch, host": max(0.0, step_seconds - traced.program),
     }
 
 
-def result(name: str, roof: Roof, whole: float, traced: Traced) -> dict[str, Any]:
-    parts = [
-        {"scope": part.scope, "kind": part.kind, "launches": part.launches, "ms": part.seconds * 1000}
-        for part in traced.parts
+def result(name: str, roof: Roof, step_seconds: float, traced: Traced) -> dict[str, Any]:
+    part_rows = [
+        {
+            "scope": model_part.scope,
+            "kind": model_part.kind,
+            "launches": model_part.launches,
+            "ms": model_part.seconds * 1000,
+        }
+        for model_part in traced.parts
     ]
     return {
         "model": name,
         "step_ms": roof.step_seconds * 1000,
         "roof_ms": roof.seconds * 1000,
         "roof_share": roof.share,
-        "traced": {"steps": traced.steps, "step_ms": whole * 1000, "parts": parts}
-        | {"rest_ms": {key: value * 1000 for key, value in rests(whole, traced).items()}},
+        "traced": {"steps": traced.steps, "step_ms": step_seconds * 1000, "parts": part_rows}
+        | {"rest_ms": {key: value * 1000 for key, value in idle_seconds(step_seconds, traced).items()}},
     }
 
 
-def text(name: str, batch: int, length: int, roof: Roof, whole: float, traced: Traced) -> str:
-    rows = [(f"{part.scope}: {part.kind}", f"{part.launches:.0f}", part.seconds) for part in traced.parts]
-    rows += [(key, "", seconds) for key, seconds in rests(whole, traced).items()]
-    times = [(title, count, f"{seconds * 1000:,.3f}", f"{seconds / whole:.1%}") for title, count, seconds in rows]
+def text(name: str, batch: int, length: int, roof: Roof, step_seconds: float, traced: Traced) -> str:
+    rows = [
+        (f"{model_part.scope}: {model_part.kind}", f"{model_part.launches:.0f}", model_part.seconds)
+        for model_part in traced.parts
+    ]
+    rows += [(key, "", seconds) for key, seconds in idle_seconds(step_seconds, traced).items()]
+    times = [
+        (title, count, f"{seconds * 1000:,.3f}", f"{seconds / step_seconds:.1%}") for title, count, seconds in rows
+    ]
     return (
         f"{name}: decode steps of {batch} {'sequence' if batch == 1 else 'sequences'} after {length} tokens\n\n"
         f"{roof.step_seconds * 1000:,.3f} ms a step; {amount(roof.weight_bytes + roof.cache_bytes)} are read at "
         f"{roof.bandwidth / 1e9:.1f} GB/s in {roof.seconds * 1000:,.3f} ms ({roof.share:.0%})\n"
-        f"{whole * 1000:,.3f} ms a step while {traced.steps} were traced, of which:\n\n"
+        f"{step_seconds * 1000:,.3f} ms a step while {traced.steps} were traced, of which:\n\n"
         + table(("part", "launches", "ms", "share"), times)
     )

@@ -58,17 +58,20 @@ def main(
     from ...serving.engine.snapshot import take_snapshot
 
     if concurrency:
-        most = engine.setdefault("max_num_seqs", max(concurrency))
-        if max(concurrency) > most:
-            raise o.UsageError(f"--concurrency {max(concurrency)} is more than --max-num-seqs {most}: raise that too")
-    bandwidth = read_bandwidth()  # before the model takes the memory
+        max_num_seqs = engine.setdefault("max_num_seqs", max(concurrency))
+        if max(concurrency) > max_num_seqs:
+            raise o.UsageError(
+                f"--concurrency {max(concurrency)} is more than --max-num-seqs {max_num_seqs}: raise that too"
+            )
+    bandwidth = read_bandwidth()  # before the model allocates memory
     with load_model(model, **engine) as llm, tempfile.TemporaryDirectory() as folder:
-        most = take_snapshot(llm.engine).max_seqs
-        serve(llm, [WARM_UP], 1, temperature)  # pays for what happens once, such as the first touch of memory
+        max_num_seqs = take_snapshot(llm.engine).max_seqs
+        serve(llm, [WARM_UP], 1, temperature)  # warm up
         random = random_adapters(llm, adapters, adapter_rank, Path(folder)) if adapters else (None,)
-        points, drafts = [], []
-        for level in sorted(set(concurrency or [most])):
-            # Each level has requests of its own, so that no level finds cached prefixes.
+        points = []
+        drafts = []
+        for level in sorted(set(concurrency or [max_num_seqs])):
+            # Each level has requests of its own, so that no level hits cached prefixes.
             samples = dataset.samples(
                 num_prompts, llm.engine.tokenizer, f"{seed} {level}", llm.engine.config.vocab_size
             )
@@ -88,12 +91,12 @@ def main(
 
 def point(concurrency: int, run: LoadRun, roof: Roof | None) -> dict[str, Any]:
     """The results of one level of concurrency."""
-    found: dict[str, Any] = {"concurrency": concurrency} | totals(run.answers, run.seconds)
-    found |= flat(milliseconds(run.answers)) | {"steps": len(run.steps), "decode": None}
-    found |= {} if run.drafts is None else run.drafts.result()
+    result: dict[str, Any] = {"concurrency": concurrency} | totals(run.answers, run.seconds)
+    result |= flat(milliseconds(run.answers)) | {"steps": len(run.steps), "decode": None}
+    result |= {} if run.drafts is None else run.drafts.result()
     if roof is not None:
         steps = sorted(decode_milliseconds(run))
-        found["decode"] = {
+        result["decode"] = {
             "steps": roof.steps,
             "sequences": roof.sequences,
             "tokens": roof.tokens,
@@ -105,13 +108,13 @@ def point(concurrency: int, run: LoadRun, roof: Roof | None) -> dict[str, Any]:
             "roof_share": roof.share,
             "steps_ms": [round(step, 4) for step in decode_milliseconds(run)],
         }
-    return found
+    return result
 
 
 def text(
     name: str, num_prompts: int, points: list[dict[str, Any]], bandwidth: float, drafts: list[tuple[int, Drafts]]
 ) -> str:
-    """The results for people."""
+    """The results as text."""
     rates = table(
         (
             "at once", "seconds", "prompt tokens", "output tokens", "requests/s", "output tokens/s", "total tokens/s",
@@ -129,12 +132,12 @@ def text(
             for p in points
         ],
     )  # fmt: skip
-    parts = [f"{name}: {num_prompts} requests", rates, *([drafts_table("at once", drafts)] if drafts else [])]
-    return "\n\n".join((*parts, roof_text(points, bandwidth)))
+    paragraphs = [f"{name}: {num_prompts} requests", rates, *([drafts_table("at once", drafts)] if drafts else [])]
+    return "\n\n".join((*paragraphs, roof_text(points, bandwidth)))
 
 
 def roof_text(points: list[dict[str, Any]], bandwidth: float) -> str:
-    """What a decode step must read, the time for that here, and the time that the step took."""
+    """The bytes that a decode step reads, the time that takes at least, and the measured time."""
     rows = [
         (
             p["concurrency"],

@@ -61,10 +61,14 @@ def main(
     flops: Annotated[float | None, speed("Speed of dense products in bfloat16.", "TFLOP/S")] = None,
     link: Annotated[float | None, speed("Speed of links to devices of the same machine, each way.", "GB/S")] = None,
     network: Annotated[float | None, speed("Speed of links to devices of other machines, each way.", "GB/S")] = None,
-    devices: Annotated[int | None, o.option("Number of devices; proposes a mesh.", SEVERAL, shown=False, min=1)] = None,
+    devices: Annotated[
+        int | None, o.option("Number of devices; proposes a mesh.", SEVERAL, default_text=False, min=1)
+    ] = None,
     batch: Annotated[
         int | None,
-        o.option("Sequences that decode together, each as long as the first --length.", SEVERAL, shown="64", min=1),
+        o.option(
+            "Sequences that decode together, each as long as the first --length.", SEVERAL, default_text="64", min=1
+        ),
     ] = None,
     best: Annotated[
         str | None,
@@ -95,11 +99,11 @@ def main(
         "dtype": config.weights_format,
         "kv_cache_dtype": config.kv_dtype,
         "weight_bytes": cost.weight_bytes(config, weights),
-        "kv_bytes_a_token": sum(kind.token_bytes for kind in cost.kinds(config)),
+        "kv_bytes_a_token": sum(kind.token_bytes for kind in cost.cache_kinds(config)),
         "state_bytes": cost.state_bytes(config),
         "kinds": [
             {"name": kind.name, "layers": kind.layers, "bytes_a_token": kind.token_bytes, "window": kind.window}
-            for kind in cost.kinds(config)
+            for kind in cost.cache_kinds(config)
         ],
         "device": {"name": device, **vars(chosen)},
         "usable_memory": usable,

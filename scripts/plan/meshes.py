@@ -29,10 +29,10 @@ def propose(config, weights, device, devices: int, batch: int, length: int, best
     if length > config.max_len:
         raise ModelError(f"--length is {length}; the model was made for at most {config.max_len} positions")
     work = meshes.Workload(batch, length, EngineOptions().on(device.platform).max_num_batched_tokens)
-    found = meshes.choices(config, device, work, devices, weights)
-    chosen = meshes.ranked(found, work, best or "throughput")
+    found = meshes.evaluate_meshes(config, device, work, devices, weights)
+    chosen = meshes.rank_meshes(found, work, best or "throughput")
     if not chosen:
-        raise meshes.refusal(config, device, work, devices, weights)
+        raise meshes.no_mesh_error(config, device, work, devices, weights)
     return {
         "devices": devices,
         "work": asdict(work),

@@ -11,7 +11,7 @@ from ... import __version__
 from ...serving.api.options import ADAPTERS, EngineOptions
 from ...serving.http.settings import ACCESS, ANSWERS, LIMITS, LISTEN, Formats, ServerSettings
 from .. import options as o
-from ..loading import ending_at_once
+from ..loading import immediate_interrupt
 from .checks import check_limits, read_keys
 from .config import read_config
 from .replicas import PANEL, SCALE_OPTIONS, plan_of
@@ -22,8 +22,8 @@ SETTINGS = [field for field in fields(ServerSettings) if field.metadata]
 SERVER_FLAGS = {field.name: o.field_flag(field, field.metadata["default_text"] or True) for field in SETTINGS}
 
 
-def listed(help: str, panel: str, metavar: str = "TEXT", shown: str = "none") -> Any:
-    return o.option(f"{help}; may be given several times.", panel, metavar, shown)
+def listed(help: str, panel: str, metavar: str = "TEXT", default_text: str = "none") -> Any:
+    return o.option(f"{help}; may be given several times.", panel, metavar, default_text)
 
 
 def takes_flags(main):
@@ -53,7 +53,7 @@ def main(
         ),
     ] = None,
     served_model_name: Annotated[
-        list[str] | None, listed("Name that clients call the model", LISTEN, shown="the MODEL itself")
+        list[str] | None, listed("Name that clients call the model", LISTEN, default_text="the MODEL itself")
     ] = None,
     lora_modules: Annotated[
         list[str] | None, listed("Adapter that requests name as their model, and its folder", ADAPTERS, "NAME=PATH")
@@ -63,7 +63,7 @@ def main(
     ] = None,
     api_key_file: Annotated[Path | None, o.option("File of keys, one a line.", ACCESS, "FILE")] = None,
     allowed_host: Annotated[
-        list[str] | None, listed("Host header to accept", ACCESS, shown="any; on loopback only its own names")
+        list[str] | None, listed("Host header to accept", ACCESS, default_text="any; on loopback only its own names")
     ] = None,
     allowed_origin: Annotated[
         list[str] | None, listed("Site whose pages may send requests (CORS)", ACCESS, "URL")
@@ -87,7 +87,7 @@ def main(
         ),
     ] = "auto",
     enable_auto_tool_choice: Annotated[
-        bool, o.option("Parse tool calls in answers to requests that bring tools.", ANSWERS, shown="on")
+        bool, o.option("Parse tool calls in answers to requests that bring tools.", ANSWERS, default_text="on")
     ] = True,
     chat_template: Annotated[
         Path | None, o.option("File with a chat template to use instead of the model's own.", ANSWERS, "FILE")
@@ -133,7 +133,7 @@ def main(
         follow((models or [None])[0], wanted.options)
         return
 
-    with ending_at_once():  # JAX comes with the models, and Ctrl-C can be lost while it is imported
+    with immediate_interrupt():  # JAX comes with the models, and Ctrl-C can be lost while it is imported
         from ...serving.http import models as _  # noqa: F401
         from ...serving.http import server
         from ...serving.http.logs import setup_logging

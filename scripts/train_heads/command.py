@@ -32,10 +32,10 @@ def main(
 
     Stopped by Ctrl-C it saves, and the same command goes on.
     """
-    from ...model.extras import imported  # not at the top: `--help` must not wait for JAX
+    from ...model.extras import import_extra  # not at the top: `--help` must not wait for JAX
 
     for library in ("optax", "orbax.checkpoint"):
-        imported(library, "train", "quire train-heads")
+        import_extra(library, "train", "quire train-heads")
     from .session import Session
 
     Session(model, out, settings).run()

@@ -103,11 +103,11 @@ class Pipeline:
         for stage, mesh, (own, held) in zip(self.stages, self.meshes, self.parts(weights, state), strict=True):
             call = Call(
                 step, (own, held, layout.nothing, *x), shape=layout.shape, config=self.config, plain=plain,
-                places=Places.of(own, mesh), stage=stage, drafter=self.drafter if stage.ends and not rests else None,
+                places=Places.of(own, mesh), stage=stage, drafter=self.drafter if stage.is_last and not rests else None,
                 rests=rests,
             )  # fmt: skip
             found.append(make(call))
-            if not stage.ends:
+            if not stage.is_last:
                 x = found[-1].out_info[:1]
         return found
 
@@ -180,13 +180,13 @@ def stage_state(state: State, stage: Stage) -> State:
     pages = {
         index: held
         for index, held in state.pages.items()
-        if index in stage.layers or (stage.ends and index >= stage.layers.stop)  # a drafter's
+        if index in stage.layers or (stage.is_last and index >= stage.layers.stop)  # a drafter's
     }
     kept, snapshots = (
         {index: held for index, held in whole.items() if index in stage.layers}
         for whole in (state.kept, state.snapshots)
     )
-    return (state if stage.ends else State({})).replace(pages=pages, kept=kept, snapshots=snapshots)
+    return (state if stage.is_last else State({})).replace(pages=pages, kept=kept, snapshots=snapshots)
 
 
 def join(states) -> State:

@@ -96,7 +96,7 @@ def owners(config: ModelConfig, layers: Iterable[int], group: int) -> list[int]:
 
 def paged_layers(config: ModelConfig, paged: ModelConfig, stage: Stage) -> list[int]:
     """The layers whose pages a stage has: its own, and in the last one those of a drafter behind the model's."""
-    return [*stage.layers, *(range(len(config.layers), len(paged.layers)) if stage.ends else ())]
+    return [*stage.layers, *(range(len(config.layers), len(paged.layers)) if stage.is_last else ())]
 
 
 def page_bytes(config: ModelConfig, group: int, page_size: int, owned: Iterable[int] | None = None) -> int:
@@ -124,10 +124,10 @@ def empty_state(
         kept[own[0]]["length"] = jnp.zeros(max_seqs, jnp.int32)  # of all layers of the stage
     count = num_pages[-1] if len(num_pages) > len(paged.windows) else 0
     snapshots = {index: empty_kept(config.layers[index].attention, count, 0) for index in own if count}
-    if not stage.ends:
+    if not stage.is_last:
         return State(pages, kept=kept, snapshots=snapshots)
     loads_nLE = None
-    if stage.begins and config.experts:
+    if stage.is_first and config.experts:
         loads_nLE = jnp.zeros((1, len(config.expert_layers), config.experts), jnp.uint32)
     slots = sampling.empty_state(max_seqs, words, 1 + max_drafts)
     shapes = [(max_seqs,), *([(max_drafts, max_seqs), (max_seqs,)] if max_drafts else [])]

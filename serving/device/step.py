@@ -114,11 +114,11 @@ def step(
     def part(weights, state, buffer, x):
         mine = devices.data.part(buffer)
         *out, state = step_of_one(weights, state, mine, x, shape, own, plain, devices, stage, fetch, drafts, rests)
-        return *(jax.tree.map(devices.data.join, out) if tells and stage.ends else out), state
+        return *(jax.tree.map(devices.data.join, out) if tells and stage.is_last else out), state
 
     run = jax.shard_map(
         part, mesh=places.mesh, in_specs=(of_weights, of_state, P(), of_rows),
-        out_specs=(drawn if stage.ends else of_rows, drawn, of_state), check_vma=False,
+        out_specs=(drawn if stage.is_last else of_rows, drawn, of_state), check_vma=False,
     )  # fmt: skip
     return run(weights, state, buffer, x)
 
@@ -220,7 +220,7 @@ def step_of_one(
     weights = model_of(weights)
     if shape.num_adapters:
         weights = adapting(weights, batch, shape.num_adapters)
-    if stage.begins and stage.ends:  # with several stages the host knows all tokens
+    if stage.is_first and stage.is_last:  # with several stages the host knows all tokens
         batch = settle(batch, state, drafter is not None and shape.num_branches == 1, axes)
     tokens_T = batch.tokens_T
     rows, positions_T = rows_in(batch, shape, axes), positions_in(batch, shape, axes)
@@ -237,7 +237,7 @@ def step_of_one(
         return state.replace(loads_nLE=state.loads_nLE.at[0, layer, experts_TX.reshape(-1)].add(one, mode="drop"))
 
     own_T, first = axes.rows.part(positions_T), stage.layers.start
-    if stage.begins:
+    if stage.is_first:
         types_T = types_in(batch, positions_T) if config.pairs else None
         x = decoder.embed(weights, axes.rows.part(jnp.pad(tokens_T, (0, spare))), own_T, config, axes, types_T)
     wanted, features = () if drafter is None else drafter.features, {}
@@ -264,7 +264,7 @@ def step_of_one(
         share_trace=share_with(config, jax.jit) if shares_trace else None,
     )
     x, state = decoder.run_layers(weights.layers, first, x, state, own_T, config, hooks, axes)
-    if not stage.ends:
+    if not stage.is_last:
         return x, None, state
     hidden_TD = decoder.final_norm(weights, x[0], config)
     if config.encodes:  # one row of each sequence draws, in their order

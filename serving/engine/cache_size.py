@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from ...model.checkpoint.placement import HOST
 from ...model.config import ModelConfig, ModelError
-from ...model.expert_copies import spare_of
+from ...model.expert_copies import redundancy_of
 from ...model.partition import local_config
 from ...model.planning.cost import state_bytes
 from ...ops.gpu.graphs import compile_step
@@ -156,7 +156,7 @@ def working_bytes(
     steps = [memory_of(compile_step(lowered)) for lowered in stages.lower(weights, state, layout)]
     found = [used.temporaries + used.code + 2 * used.results for used in steps]  # the results of two steps at a time
     moving = [0]
-    if mesh is not None and spare_of(config):
+    if mesh is not None and redundancy_of(config):
         balance = ExpertRebalancer(ExpertLoads(config, device_axes(mesh).experts.size), config, mesh, 0)
         moving = [memory_of(lowered.compile()).temporaries for _, lowered in balance.lower(model_of(weights))]
     return max(found) + max(moving)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...model.checkpoint.adapters import Adapter, shard_adapter
 from ...model.config import ModelConfig
-from ...model.expert_copies import spare_of
+from ...model.expert_copies import redundancy_of
 from ...ops import adapter
 from ...ops.gpu.graphs import compile_step
 from ...ops.sampling import Sampled, SlotState
@@ -92,7 +92,7 @@ class Runner:
         counted = config.experts and len(self.pipeline) == 1 and jax.process_count() == 1
         self.expert_loads = ExpertLoads(config, devices.experts.size) if counted else None
         self.rebalancer = None
-        if self.expert_loads is not None and mesh is not None and spare_of(config):
+        if self.expert_loads is not None and mesh is not None and redundancy_of(config):
             self.rebalancer = ExpertRebalancer(self.expert_loads, config, mesh, rebalance_steps)
         self.state = self.make_state()
         self.homes: Any = None  # the shardings of weights and state, while the engine sleeps

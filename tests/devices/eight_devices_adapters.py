@@ -22,7 +22,7 @@ from quire.ops.adapter import stacks_of, with_rows, with_stacks, write_slot
 from quire.serving.engine.cache_size import held_bytes
 from quire.serving.engine.snapshot import take_snapshot
 from quire.sharding.mesh import device_axes, make_mesh
-from quire.sharding.spec import Runs
+from quire.sharding.spec import Interleaved
 from quire.tests.support import peft, tiny, tiny_moe, uncached
 from quire.tests.support.cases import nightly_from, thinned
 from quire.tests.support.golden.families import VARIANTS
@@ -113,7 +113,7 @@ def test_the_parts_of_a_fused_weight():
     """Where each run is split by itself every device has some of each part; where it is not, no ranges would do."""
     parts = tuple(AdaptedMatrix((4, 8), SourceTensor(f"part {n}", (4, 8)), n, 4 * n, 4 * n + 4) for n in range(2))
     mesh = make_mesh(tensor=2)
-    fused = AdapterTarget((8,), (8,), (None, Runs("heads", (4, 4))), parts)
+    fused = AdapterTarget((8,), (8,), (None, Interleaved("heads", (4, 4))), parts)
     assert fused.ranges(None) == ((0, 4), (4, 8)) and fused.ranges(mesh) == ((0, 2), (2, 4))
     assert AdapterTarget((8,), (2, 4), (None, None, "ffn"), parts).ranges(mesh) == ((0, 2), (2, 4))
     with pytest.raises(ModelError, match="the devices have unequal parts of part 0"):

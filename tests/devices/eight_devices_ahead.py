@@ -44,7 +44,7 @@ def test_what_is_held_and_sent(hf, sizes, quant, tmp_path):
     found = ahead.measure(config, sizes, 8, 64, specs=specs)
     assert found["sent"] == found["formula"]
     planner = Planner(config, cost.DEVICES["h200"], Workload(8, 64, 32), specs)
-    choice = planner.choice({"data": 1, "pipe": 1, "context": 1, "tensor": 1, "expert": 1} | sizes)
+    choice = planner.evaluate({"data": 1, "pipe": 1, "context": 1, "tensor": 1, "expert": 1} | sizes)
     assert found["weights"] == choice.weight_bytes
     assert found["cache"] == choice.sequence_bytes // 64 * (found["cache_tokens"] + ahead.PAGE)
     rest = found["arguments"] - found["weights"] - found["cache"]

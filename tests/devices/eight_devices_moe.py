@@ -213,9 +213,9 @@ def test_copies_of_experts(name, golden):
 def test_logits_with_copies(golden):
     """Gemma's experts beside a dense block: the golden file's logits, with all rows on all devices."""
     made = golden("gemma4-moe")
-    config = expert_copies.with_spare(loader.read_config(made.folder, "float32", NAMED["gemma4-moe"].max_len), 4)
+    config = expert_copies.with_redundancy(loader.read_config(made.folder, "float32", NAMED["gemma4-moe"].max_len), 4)
     mesh, whole = make_mesh(expert=4), made.prompts[0] + made.tokens[0]
-    weights = expert_copies.as_loaded(loader.load(made.folder, config, Placement(mesh)), config, mesh)
+    weights = expert_copies.with_first_placement(loader.load(made.folder, config, Placement(mesh)), config, mesh)
     places = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
     run = partial(uncached.forward, config=config, axes=device_axes(mesh))
     run = jax.shard_map(run, mesh=mesh, in_specs=(places, P()), out_specs=P(), check_vma=False)

@@ -101,7 +101,7 @@ def test_greedy_tokens(name, quantization, sizes, golden, alone):
     assert runner.compiles.recompiles == 0
     if "pipe" not in sizes:
         planner = Planner(runner.config, cost.DEVICES["cpu"], Workload(4, 64, 32))
-        planned = planner.held(sizes.get("tensor", 1), sizes.get("expert", 1) * sizes.get("data", 1))
+        planned = planner.leaf_bytes(sizes.get("tensor", 1), sizes.get("expert", 1) * sizes.get("data", 1))
         found = Counter()
         for leaf in jax.tree.leaves(runner.weights):
             for shard in leaf.addressable_shards:

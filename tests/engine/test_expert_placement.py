@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.model.config import Attention, Layer, ModelConfig, ModelError, Moe
-from quire.model.expert_copies import check, first_placement, tables, with_spare
+from quire.model.expert_copies import check, first_placement, tables, with_redundancy
 from quire.serving.device.expert_placement import balanced, busiest, settled, transfers
 from quire.tests.support.cases import cases
 
@@ -107,5 +107,5 @@ def test_places_that_cannot_be_shared(experts, spare, devices, said):
 
 def test_places_beside_the_experts():
     check(model(0, 6), 2, 4)
-    assert [layer.moe and layer.moe.slots for layer in with_spare(model(0, 6), 2).layers] == [None, 8]
-    assert first_placement(with_spare(model(6), 2).layers[0].moe).tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
+    assert [layer.moe and layer.moe.slots for layer in with_redundancy(model(0, 6), 2).layers] == [None, 8]
+    assert first_placement(with_redundancy(model(6), 2).layers[0].moe).tolist() == [0, 1, 2, 3, 4, 5, 0, 1]

@@ -9,7 +9,7 @@ import pytest
 from quire import ModelError
 from quire.__main__ import main
 from quire.model.checkpoint import orbax
-from quire.model.extras import imported
+from quire.model.extras import import_extra
 from quire.tests.support import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -61,4 +61,4 @@ def test_the_tests_have_all():
 
 
 def test_what_is_there_is_imported():
-    assert imported("json", "none", "this") is sys.modules["json"]
+    assert import_extra("json", "none", "this") is sys.modules["json"]

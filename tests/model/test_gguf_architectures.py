@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from quire.model.config import ModelError
-from quire.model.gguf.architectures import ARCHITECTURES, config_of
-from quire.model.gguf.tensors import halves_apart, name_of, origins, turn_of
+from quire.model.gguf.architectures import ARCHITECTURES, hf_config
+from quire.model.gguf.tensors import checkpoint_name, origins, tensor_change, unpaired_rows
 from quire.tests.support import gguf_written
 from quire.tests.support.cases import cases
 from quire.tests.support.gguf_files import WRITTEN, File, family, shapes_of
@@ -74,8 +74,8 @@ def test_a_checkpoint_comes_back_to_the_bit(name):
         key: tensor.shape for key, tensor in file.checkpoint.items()
     }
     for key, origin in made.items():
-        back = origin.made(file.tensors.__getitem__)
-        if origin.turn is None:
+        back = origin.build(file.tensors.__getitem__)
+        if origin.transform is None:
             np.testing.assert_array_equal(back, file.checkpoint[key], err_msg=key)
         else:  # a norm's scale less one is rounded
             np.testing.assert_allclose(back, file.checkpoint[key], rtol=0, atol=1e-6, err_msg=key)
@@ -91,7 +91,7 @@ def test_names_are_those_that_the_family_asks_for(name):
     assert all(canonical(key) == key for key in asked)
     for own in file.shapes:
         if not own.startswith("rope_"):
-            target = name_of(file.architecture, own)
+            target = checkpoint_name(file.architecture, own)
             assert target is not None
             assert target.replace("{E}", "0") in asked
 
@@ -112,17 +112,17 @@ def test_queries_and_keys_fused_and_experts_fused_come_apart():
     made = origins("llama", {name: tensor.shape for name, tensor in tensors.items()}, config)
     assert made.keys() == file.checkpoint.keys()
     for name, origin in made.items():
-        assert origin.turn is None
-        np.testing.assert_array_equal(origin.made(tensors.__getitem__), file.checkpoint[name], err_msg=name)
+        assert origin.transform is None
+        np.testing.assert_array_equal(origin.build(tensors.__getitem__), file.checkpoint[name], err_msg=name)
 
 
 def test_heads_are_put_apart_as_llama_cpp_laid_them_side_by_side():
     rows = np.arange(3 * 8)
-    np.testing.assert_array_equal(gguf_written.permuted(rows, 3)[halves_apart(3, 8)], rows)
-    change = turn_of("llama", "blk.0.attn_k.weight", {"num_key_value_heads": 3, "head_dim": 8})
-    np.testing.assert_array_equal(change.rows, halves_apart(3, 8))
-    assert turn_of("llama", "blk.0.attn_v.weight", {}).rows is None
-    assert turn_of("qwen2", "blk.0.attn_q.weight", {}).rows is None
+    np.testing.assert_array_equal(gguf_written.permuted(rows, 3)[unpaired_rows(3, 8)], rows)
+    change = tensor_change("llama", "blk.0.attn_k.weight", {"num_key_value_heads": 3, "head_dim": 8})
+    np.testing.assert_array_equal(change.rows, unpaired_rows(3, 8))
+    assert tensor_change("llama", "blk.0.attn_v.weight", {}).rows is None
+    assert tensor_change("qwen2", "blk.0.attn_q.weight", {}).rows is None
 
 
 def test_llama3_scaling_is_recovered_or_kept_frequency_by_frequency():
@@ -163,12 +163,12 @@ def test_rotary_share_is_not_rounded_down():
         ("llama", {"rope.scaling.type": "yarn"}, "yarn needs a positive number"),
         ("mixtral", {"expert_used_count": 5}, "there are 4 experts"),
         ("minimax-m2", {"expert_gating_func": 4}, "it can be 1 for softmax or 2 for sigmoid"),
-        ("glm4", {"rope.dimension_sections": [8, 4, 4, 0]}, "models that see are not supported"),
+        ("glm4", {"rope.dimension_sections": [8, 4, 4, 0]}, "vision models are not supported"),
         ("cohere2", {"attention.sliding_window_pattern": [True]}, "has 1 entries for 4 layers"),
         ("llama4-text", {"attention.sliding_window": 0}, "is not supported"),
         ("gemma4-moe", {"attention.sliding_window_pattern": None}, "must be a list"),
         ("qwen3-5", {"attention.recurrent_layers": [True]}, "has 1 entries for 4 layers"),
-        ("qwen3-5", {"ssm.inner_size": 130}, "4 heads of values must share it"),
+        ("qwen3-5", {"ssm.inner_size": 130}, "must divide among 4 value heads"),
         ("mamba2", {"ssm.inner_size": 129}, "it must be a multiple of 8 heads"),
     ],
 )
@@ -179,15 +179,15 @@ def test_what_is_wrong_is_named(name, change, message):
 
 def test_an_architecture_that_is_not_known_names_those_that_are():
     with pytest.raises(ModelError, match="'mamba'.*llama.*smollm3"):
-        config_of({"general.architecture": "mamba"}, {})
+        hf_config({"general.architecture": "mamba"}, {})
     with pytest.raises(ModelError, match="general.architecture is missing"):
-        config_of({}, {})
+        hf_config({}, {})
 
 
 def test_tensors_that_do_not_belong_or_do_not_fit_are_named():
     file = File("llama")
     config = file.config()
-    with pytest.raises(ModelError, match=r"blk.0.attn_extra.weight is not one that llama models"):
+    with pytest.raises(ModelError, match=r"blk.0.attn_extra.weight is not known in llama models"):
         origins("llama", file.shapes | {"blk.0.attn_extra.weight": (3,)}, config)
     with pytest.raises(ModelError, match=r"blk.0.attn_q.weight has shape \(3, 64\); it must have 64 rows"):
         origins("llama", file.shapes | {"blk.0.attn_q.weight": (3, 64)}, config)
@@ -195,7 +195,7 @@ def test_tensors_that_do_not_belong_or_do_not_fit_are_named():
     assert origins("llama", ahead, config).keys() == file.checkpoint.keys()
     file = File("granite-moe-shared")
     without = {name: shape for name, shape in file.shapes.items() if name != "blk.1.ffn_up_shexp.weight"}
-    with pytest.raises(ModelError, match="needs a tensor for up beside blk.1.ffn_gate_shexp.weight"):
+    with pytest.raises(ModelError, match="needs a tensor for up in addition to blk.1.ffn_gate_shexp.weight"):
         origins("granitemoe", without, file.config())
 
 
@@ -232,7 +232,7 @@ def test_a_spoilt_file_is_a_model_error_or_a_model():
                 name = rng.choice([*shapes])
                 shapes[name] = rng.choice([(), (0,), (1,), (2, 2), (7, 64), (3, 5, 7), shapes[name][::-1]])
         try:
-            config = config_of(metadata, shapes, lambda name, file=file: file.tensors[name])
+            config = hf_config(metadata, shapes, lambda name, file=file: file.tensors[name])
             origins(metadata["general.architecture"], shapes, config)
         except ModelError:
             pass

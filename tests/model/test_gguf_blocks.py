@@ -24,7 +24,7 @@ FIELDS = {  # types with codes and scales: bits of a code, elements that share a
     "Q1_0": (1, 128),
 }  # fmt: skip
 LEVELED = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"}  # whose scales are whole numbers times a float16
-QUANTISED = [kind for kind in TYPES.values() if not kind.plain]
+QUANTISED = [kind for kind in TYPES.values() if not kind.is_plain]
 by_name = pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
 
 
@@ -101,11 +101,11 @@ def test_plain_floats(name):
 
 
 def test_which_have_fields():
-    assert {kind.name for kind in TYPES.values() if kind.coded} == FIELDS.keys()
+    assert {kind.name for kind in TYPES.values() if kind.has_scales} == FIELDS.keys()
 
 
 @pytest.mark.random
-@pytest.mark.parametrize("kind", [kind for kind in QUANTISED if kind.coded], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [kind for kind in QUANTISED if kind.has_scales], ids=lambda kind: kind.name)
 def test_fields(kind):
     """What their docstring says, done by hand, is what the format's package decodes."""
     width, group = FIELDS[kind.name]

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from quire.model.config import ModelError
-from quire.model.gguf.tokenizer import files_of, tokenizer_of
-from quire.model.gguf.words import RULES
+from quire.model.gguf.pre_tokenizers import RULES
+from quire.model.gguf.tokenizer import load_tokenizer, tokenizer_files
 from quire.model.text.tokenizer import Tokenizer as Folder
 from quire.tests.support.cases import cases
 from quire.tests.support.tokenizer_zoo import CORPUS, SPECIAL, byte_fallback, byte_level, random_text
@@ -115,7 +115,7 @@ def texts(seed: int, number: int = 300) -> list[str]:
 def test_bytes_are_merged_as_in_the_model_s_own_tokenizer(name):
     core = published(name)
     core.model.ignore_merges = RULES[name].whole_words
-    read = tokenizer_of(written(core, pre=name))
+    read = load_tokenizer(written(core, pre=name))
     for text in texts(1):
         ids = core.encode(text, add_special_tokens=False).ids
         assert read.encode(text, add_special_tokens=False).ids == ids, repr(text)
@@ -126,7 +126,7 @@ def test_every_rule_cuts_without_a_loss():
     """What is cut is put together again, and nothing hangs on long texts of one kind."""
     core = byte_level()
     for name in RULES:
-        read = tokenizer_of(written(core, pre=name))
+        read = load_tokenizer(written(core, pre=name))
         for text in [*NASTY, "1" * 3000, " " * 3000, "a'" * 1500, "\n" * 3000, "日" * 1000, "A" * 3000]:
             found = read.encode(text, add_special_tokens=False).ids
             assert read.decode(found, skip_special_tokens=False) == text, (name, text)
@@ -134,7 +134,7 @@ def test_every_rule_cuts_without_a_loss():
 
 def test_numbers_are_cut_as_the_rules_say():
     def pieces(name: str, text: str) -> list[str]:
-        cut = tokenizer_of(written(byte_level(), pre=name)).pre_tokenizer
+        cut = load_tokenizer(written(byte_level(), pre=name)).pre_tokenizer
         assert cut is not None
         return [piece for piece, _ in cut.pre_tokenize_str(text)]
 
@@ -183,7 +183,7 @@ def test_pieces_are_merged_by_score_as_llama_cpp_does(prefix):
             piece = rng.choice([*pieces]) + rng.choice([*pieces])
             if len(piece) <= 9:
                 pieces.setdefault(piece, -float(len(pieces)))  # those that came first are best
-        read = tokenizer_of(scored(pieces, add_space_prefix=prefix))
+        read = load_tokenizer(scored(pieces, add_space_prefix=prefix))
         for _ in range(40):
             text = "".join(rng.choices(letters.replace("▁", " ") + "x🙂\n", k=rng.randint(1, 30)))
             wanted = merged(("▁" if prefix else "") + text.replace(" ", "▁"), pieces)
@@ -199,7 +199,7 @@ def test_sentence_pieces_come_back(strip):
     ids, added = core.get_vocab(with_added_tokens=True), core.get_added_tokens_decoder()
     tokens = [token for token, _ in sorted(ids.items(), key=lambda item: item[1])]
     kinds = [CONTROL if i in added else BYTE if re.fullmatch("<0x..>", t) else NORMAL for i, t in enumerate(tokens)]
-    read = tokenizer_of(
+    read = load_tokenizer(
         {
             "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds,
             "tokenizer.ggml.scores": [order.get(token, -1e6 - i) for i, token in enumerate(tokens)],
@@ -220,12 +220,12 @@ def test_gemma4_has_its_merges_listed():
         "tokenizer.ggml.token_type": [CONTROL] * 4 + [BYTE] * 256 + [NORMAL] * 7, "tokenizer.ggml.eos_token_id": 1,
         "tokenizer.ggml.merges": ["a b", "▁ ab", "\n \n"], "tokenizer.ggml.unknown_token_id": 3,
     }  # fmt: skip
-    read = tokenizer_of(metadata)
+    read = load_tokenizer(metadata)
     assert read.encode("ab ab\n\nc").tokens == ["<bos>", "ab", "▁ab", "\n\n", "<0x63>"]
 
 
 def folder(path: Path, metadata: dict[str, Any]) -> Folder:
-    for name, text in files_of(metadata).items():
+    for name, text in tokenizer_files(metadata).items():
         (path / name).write_text(text, encoding="utf-8")
     return Folder(path)
 
@@ -262,13 +262,13 @@ def test_the_files_are_those_of_a_folder(tmp_path):
 )  # fmt: skip
 def test_recommended_sampling_of_a_file(keys, generation):
     metadata = written(byte_level(), pre="gpt-2") | {f"general.sampling.{key}": value for key, value in keys.items()}
-    found = json.loads(files_of(metadata)["generation_config.json"])
+    found = json.loads(tokenizer_files(metadata)["generation_config.json"])
     assert {name: value for name, value in found.items() if not name.endswith("_token_id")} == generation
 
 
 def test_recommended_sampling_of_a_wrong_kind_is_named():
     with pytest.raises(ModelError, match="general.sampling.temp = 'hot'; it must be a number"):
-        files_of(written(byte_level(), pre="gpt-2") | {"general.sampling.temp": "hot"})
+        tokenizer_files(written(byte_level(), pre="gpt-2") | {"general.sampling.temp": "hot"})
 
 
 def test_templates_by_name(tmp_path):
@@ -290,7 +290,7 @@ def test_templates_by_name(tmp_path):
 )
 def test_what_is_added_to_a_text(keys, ends):
     first, last = ends
-    read = tokenizer_of(written(byte_level(), pre="qwen2", **keys))
+    read = load_tokenizer(written(byte_level(), pre="qwen2", **keys))
     assert read.encode("a").tokens == [*first, "a", *last]
     assert read.encode("a", "b").tokens == [*first, "a", *last, *first, "b", *last]
 
@@ -308,17 +308,17 @@ def test_padding_of_a_vocabulary_is_no_token():
     size = len(metadata["tokenizer.ggml.tokens"])
     metadata["tokenizer.ggml.tokens"] += ["[PAD1]", "[PAD1]", ""]
     metadata["tokenizer.ggml.token_type"] += [UNUSED, UNUSED, NORMAL]
-    read = tokenizer_of(metadata)
+    read = load_tokenizer(metadata)
     assert read.get_vocab_size() == size
     assert read.id_to_token(size) is None
 
 
 def test_numpy_arrays_are_lists():
     metadata = scored({"a": -1.0, "b": -2.0, "ab": -3.0, "▁": -4.0})
-    usual = tokenizer_of(metadata)
+    usual = load_tokenizer(metadata)
     metadata["tokenizer.ggml.scores"] = np.float32(metadata["tokenizer.ggml.scores"])
     metadata["tokenizer.ggml.token_type"] = np.int32(metadata["tokenizer.ggml.token_type"])
-    assert tokenizer_of(metadata).encode("ab a").ids == usual.encode("ab a").ids
+    assert load_tokenizer(metadata).encode("ab a").ids == usual.encode("ab a").ids
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_numpy_arrays_are_lists():
 def test_what_is_wrong_is_named(change, message):
     metadata = written(byte_level(), pre="qwen2") | {f"tokenizer.ggml.{key}": value for key, value in change.items()}
     with pytest.raises(ModelError, match=re.escape(message)):
-        files_of(metadata)
+        tokenizer_files(metadata)
 
 
 @pytest.mark.parametrize(
@@ -365,13 +365,13 @@ def test_what_is_wrong_is_named(change, message):
 )
 def test_what_is_wrong_with_pieces_is_named(change, message):
     with pytest.raises(ModelError, match=re.escape(message)):
-        files_of(scored({"a": 0.0}) | {f"tokenizer.ggml.{key}": value for key, value in change.items()})
+        tokenizer_files(scored({"a": 0.0}) | {f"tokenizer.ggml.{key}": value for key, value in change.items()})
 
 
 def test_work_on_long_pieces_is_bounded():
     pieces = {"a" * 4000 + str(number): 0.0 for number in range(100)}
-    with pytest.raises(ModelError, match="the tokens are too long to be cut everywhere"):
-        files_of(scored(pieces))
+    with pytest.raises(ModelError, match="the tokens are too long to find their merges"):
+        tokenizer_files(scored(pieces))
 
 
 JUNK = [
@@ -414,7 +414,7 @@ def test_a_spoilt_tokenizer_is_a_model_error_or_a_tokenizer():
             else:
                 metadata[key] = rng.choice(JUNK)
         try:
-            files_of(metadata)
-            tokenizer_of(metadata).encode("ab a <s>\n")
+            tokenizer_files(metadata)
+            load_tokenizer(metadata).encode("ab a <s>\n")
         except ModelError:
             pass

@@ -19,10 +19,10 @@ from quire.model.checkpoint.published import gather
 from quire.model.checkpoint.safetensors import find_tensors
 from quire.model.config import ModelError
 from quire.model.gguf.blocks import WRITTEN as TYPES
-from quire.model.gguf.description import FAMILIES
+from quire.model.gguf.description import ARCHITECTURE_BY_FAMILY
 from quire.model.gguf.file import read_file
-from quire.model.gguf.tokenizer import tokenizer_of
-from quire.model.gguf.vocabulary import vocabulary_of
+from quire.model.gguf.tokenizer import load_tokenizer
+from quire.model.gguf.vocabulary import tokenizer_metadata
 from quire.model.quantize import gguf_file, session
 from quire.model.text.tokenizer import Tokenizer as Folder
 from quire.tests.support import gguf_written, tiny
@@ -40,7 +40,7 @@ USUAL: dict[str, dict] = {
     "qwen3": {"use_sliding_window": False, "layer_types": None},
     "qwen3_moe": {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1},
 }  # fmt: skip
-VARIANTS = sorted(name for name, variant in WRITTEN.items() if variant.config["model_type"] in FAMILIES)
+VARIANTS = sorted(name for name, variant in WRITTEN.items() if variant.config["model_type"] in ARCHITECTURE_BY_FAMILY)
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +123,7 @@ def test_tensors_and_keys_are_the_converter_s(tmp_path, name):
 
 
 def test_every_family_has_a_variant():
-    assert {WRITTEN[name].config["model_type"] for name in VARIANTS} == {*FAMILIES}
+    assert {WRITTEN[name].config["model_type"] for name in VARIANTS} == {*ARCHITECTURE_BY_FAMILY}
 
 
 def test_the_file_as_the_format_s_own_package_reads_it(tmp_path):
@@ -186,7 +186,7 @@ def test_how_texts_are_cut_is_known_by_what_comes_of_it(name):
     core.pre_tokenizer = pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(False, use_regex=name == "digits")])
     made = json.loads(core.to_str())
     made["model"]["ignore_merges"] = name == "llama"
-    found = vocabulary_of(json.dumps(made), VOCABULARY, {"bos": "<s>"}, [1])
+    found = tokenizer_metadata(json.dumps(made), VOCABULARY, {"bos": "<s>"}, [1])
     assert found["tokenizer.ggml.pre"] == right
 
 
@@ -194,8 +194,8 @@ def test_how_texts_are_cut_is_known_by_what_comes_of_it(name):
 @pytest.mark.parametrize("make", [byte_level, byte_fallback, byte_fallback_unstripped], ids=lambda make: make.__name__)
 def test_texts_are_the_same_tokens(make):
     core = make()
-    found = vocabulary_of(core.to_str(), 500, {"bos": "<s>", "eos": EOS, "unk": "<unk>"}, [])
-    again, rng = tokenizer_of(found), random.Random(5)
+    found = tokenizer_metadata(core.to_str(), 500, {"bos": "<s>", "eos": EOS, "unk": "<unk>"}, [])
+    again, rng = load_tokenizer(found), random.Random(5)
     for _ in range(cases(400)):
         text = random_text(rng)
         assert again.encode(text).ids == core.encode(text).ids, text
@@ -205,7 +205,7 @@ def test_texts_are_the_same_tokens(make):
 @pytest.mark.parametrize("name", ["unigram", "word_piece"])
 def test_tokenizers_of_other_kinds_are_refused(name):
     with pytest.raises(ModelError, match="model.type"):
-        vocabulary_of(ZOO[name]().to_str(), 500, {}, [])
+        tokenizer_metadata(ZOO[name]().to_str(), 500, {}, [])
 
 
 def test_a_way_to_cut_that_has_no_name_is_refused():
@@ -214,7 +214,7 @@ def test_a_way_to_cut_that_has_no_name_is_refused():
         [pre_tokenizers.Split("o", "isolated"), pre_tokenizers.ByteLevel(False)]
     )
     with pytest.raises(ModelError, match="pre_tokenizer cuts texts in a way that llama.cpp has no name for"):
-        vocabulary_of(core.to_str(), 500, {}, [])
+        tokenizer_metadata(core.to_str(), 500, {}, [])
 
 
 def test_the_command_and_the_tokenizer(tmp_path):

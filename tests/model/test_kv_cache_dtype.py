@@ -47,7 +47,7 @@ def read(**options) -> ModelConfig:
 def test_bytes_of_a_token(dtype, skips, window, full):
     config = read(kv_cache_dtype=dtype, kv_cache_dtype_skip_layers=skips)
     found: dict[bool, int] = {True: 0, False: 0}
-    for kind in cost.kinds(config):
+    for kind in cost.cache_kinds(config):
         if kind.name != "shared":
             found[kind.window is not None] += kind.token_bytes
     assert found == {True: window, False: full}

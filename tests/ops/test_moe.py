@@ -195,7 +195,7 @@ def test_biases_clamp_and_scales():
     ("moe", "message"),
     [
         (Moe(10, 2, F, groups=4), "10 experts do not divide into 4 groups"),
-        (Moe(8, 2, F, groups=4, top_groups=5), "5 groups are to be kept of 4"),
+        (Moe(8, 2, F, groups=4, top_groups=5), "5 groups are to be selected of 4"),
         (Moe(8, 9, F), "9 experts a token cannot be chosen from 8"),
         (Moe(8, 5, F, groups=4, top_groups=2), "5 experts a token cannot be chosen from 4"),
         (Moe(4, 2, F, groups=4, top_groups=2, group_score="top2"), "groups have 1"),

@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 
-from quire.model.gguf.tensors import name_of, origins
+from quire.model.gguf.tensors import checkpoint_name, origins
 from quire.tests.support.gguf_files import WRITTEN, File, family
 
 gguf = pytest.importorskip("gguf")
@@ -27,7 +27,7 @@ def test_names_are_those_of_llama_cpp(name):
         # Some have no name of their own, and stand in a tensor with others; the table knows other spellings of a few.
         if own is None or own not in file.shapes:
             continue
-        assert name_of(file.architecture, own) == target
+        assert checkpoint_name(file.architecture, own) == target
         seen += 1
     assert seen > 10
 
@@ -59,7 +59,7 @@ def test_transformers_reads_the_same(name, tmp_path):
     compared = 0
     for key, origin in origins(file.architecture, file.shapes, config).items():
         if key in found:
-            np.testing.assert_allclose(origin.made(file.tensors.__getitem__), found[key], atol=1e-6, err_msg=key)
+            np.testing.assert_allclose(origin.build(file.tensors.__getitem__), found[key], atol=1e-6, err_msg=key)
             compared += 1
     assert compared > 10
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"):

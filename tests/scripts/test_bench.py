@@ -241,7 +241,7 @@ def test_bad_settings_are_named(name, given, says):
 
 def test_values_after_an_option_are_spread():
     line = "m --concurrency 1 2 4K 8x --goodput ttft:5 tpot:6 -- --concurrency 3 m 4 --seed 1 2"
-    spread = command.spread(line.split())
+    spread = command.repeat_options(line.split())
     assert (
         spread
         == (
@@ -568,7 +568,7 @@ def test_requests_go_in_order_and_only_so_many_at_once():
 
     for limit, expected in ((None, 40), (1, 1), (7, 7)):
         sent, most = [], 0
-        answers, _ = asyncio.run(serve.drive(send, [0.0] * 40, limit))
+        answers, _ = asyncio.run(serve.send_requests(send, [0.0] * 40, limit))
         assert [answer.sent for answer in answers] == sent == list(range(40))
         assert most == expected
 
@@ -933,7 +933,7 @@ def test_the_parts_of_a_step_by_hand():
         ("mlp", "products", 2), ("step", "XLA's operations", 1), ("logits", "products", 1)
     ]  # fmt: skip
     assert [part.seconds for part in found.parts] == pytest.approx([0.003, 0.0005, 0.003])
-    assert step.rests(0.010, found) == pytest.approx(
+    assert step.idle_seconds(0.010, found) == pytest.approx(
         {"between operations": 0.0025, "between programs: launch, host": 0.001}
     )
     with pytest.raises(UsageError, match="does not name them"):

@@ -289,8 +289,8 @@ def test_ctrl_c_ends_generate_quietly(run, monkeypatch):
 
 STUCK = "import hashlib\nprint('in', flush=True)\nhashlib.pbkdf2_hmac('sha256', b'', b'', 1 << 30)"  # minutes in C
 LOADING = f"""
-from quire.scripts.loading import ending_at_once
-with ending_at_once():
+from quire.scripts.loading import immediate_interrupt
+with immediate_interrupt():
     {STUCK.replace(chr(10), chr(10) + "    ")}
 """
 SERVING = f"""
@@ -568,7 +568,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat():
     llm = FakeLLM()
     llm.on_word = lambda count: count == 2 and os.kill(os.getpid(), signal.SIGINT)
     before = signal.getsignal(signal.SIGINT)
-    messages = chat.turn(llm, SamplingParams(), (), "Hi")
+    messages = chat.answer_message(llm, SamplingParams(), (), "Hi")
     assert messages[-1] == {"role": "assistant", "content": "Once upon "}
     assert llm.closed == 1
     assert signal.getsignal(signal.SIGINT) is before
@@ -583,7 +583,7 @@ def test_a_second_ctrl_c_leaves():
 
     llm.on_word = twice
     with pytest.raises(KeyboardInterrupt):
-        chat.turn(llm, SamplingParams(), (), "Hi")
+        chat.answer_message(llm, SamplingParams(), (), "Hi")
     assert llm.closed == 1
 
 

@@ -66,7 +66,7 @@ def test_against_counting_one_by_one(seed):
             held += 0 if a.kv_source is not None else size
     assert cost.kv_bytes(config, length) == held
     assert cost.kv_read_bytes(config, length) == read
-    assert sum(kind.layers for kind in cost.kinds(config)) == len(config.layers)
+    assert sum(kind.layers for kind in cost.cache_kinds(config)) == len(config.layers)
 
 
 @pytest.mark.parametrize("seed", range(20))

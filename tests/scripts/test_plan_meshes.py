@@ -24,7 +24,7 @@ NORMS = 2 * 16 * 4
 
 
 def test_heads_in_two_parts_by_hand():
-    found = Planner(SMALL, DEVICE, Workload(4, 8, 6)).choice(ALONE | {"tensor": 2})
+    found = Planner(SMALL, DEVICE, Workload(4, 8, 6)).evaluate(ALONE | {"tensor": 2})
     words = 32 * 16 * 2
     held = 2 * (LAYER // 2 * 2 + NORMS) + 2 * words + 16 * 4
     assert found.weight_bytes == held
@@ -45,7 +45,7 @@ def test_heads_in_two_parts_by_hand():
 
 
 def test_layers_in_two_stages_by_hand():
-    found = Planner(SMALL, DEVICE, Workload(4, 8, 6)).choice(ALONE | {"pipe": 2})
+    found = Planner(SMALL, DEVICE, Workload(4, 8, 6)).evaluate(ALONE | {"pipe": 2})
     layer, words, cache = 2 * LAYER + NORMS, 64 * 16 * 2, 2 * 8 * 2 * 2 * 4 * 2  # cache of two sequences
     assert found.weight_bytes == layer + words + 16 * 4  # of the last, which has a norm more
     first = (layer + cache) / 1e6 + 2 * 16 * 2 / 1e5 + LATENCY  # and the rows of two sequences to the next
@@ -99,14 +99,14 @@ def test_layers_in_two_stages_by_hand():
     ],
 )
 def test_what_a_collective_moves(sizes, one, within, across):
-    nbytes, seconds = Planner(SMALL, DEVICE, Workload(4, 8, 6)).sending(one, ALONE | sizes)
+    nbytes, seconds = Planner(SMALL, DEVICE, Workload(4, 8, 6)).collective_cost(one, ALONE | sizes)
     assert nbytes == pytest.approx(within + across)
     assert seconds == pytest.approx(within / 1e5 + across / 1e3 + LATENCY)
 
 
 def test_only_experts_that_are_chosen_are_read():
     config = ModelConfig("llama", 64, 16, (Layer(Attention(4, 2, 4, 1.0), None, Moe(8, 2, 6)),), 128)
-    one, many = (Planner(config, DEVICE, Workload(batch, 1, 6)).choice(ALONE).decode.read for batch in (1, 2))
+    one, many = (Planner(config, DEVICE, Workload(batch, 1, 6)).evaluate(ALONE).decode.read for batch in (1, 2))
     experts = 8 * 3 * 16 * 6 * 2
     another = (1 - 0.75**2 - 0.25) * experts + 2 * 2 * 4 * 2  # and the second sequence's token
     assert (many - one) * 1e6 == pytest.approx(another)
@@ -117,7 +117,7 @@ def test_of_any_model(seed):
     """Each mesh passes the check of the engine; more devices never need more of each; one alone sends nothing."""
     config, work = random_config(random.Random(seed)), Workload(8, 64, 16)
     planner, least = Planner(config, DEVICES["h100"], work), math.inf
-    alone = planner.choice(ALONE)
+    alone = planner.evaluate(ALONE)
     assert alone.weight_bytes == weight_bytes(config)
     assert alone.decode.sent == alone.prompt.sent == 0
     for devices in (1, 2, 4, 8):
@@ -127,8 +127,8 @@ def test_of_any_model(seed):
         for sizes in found:
             assert math.prod(sizes.values()) == devices
             check(config, sizes["tensor"], sizes["expert"], sizes["pipe"], sizes["data"], sizes["context"])
-            choice = planner.choice(sizes)
-            needs.append(meshes.least_bytes(choice, work))
+            choice = planner.evaluate(sizes)
+            needs.append(meshes.required_bytes(choice, work))
             if sizes["pipe"] == 1:
                 times = {"all-reduce": 2, "all-gather": 1, "all-to-all": 1}
                 sent = sum(

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from quire.model.families import llama
 from quire.model.weights import abstract
 from quire.sharding.mesh import AXES, RULES, make_mesh, sharding, shardings
-from quire.sharding.spec import ArraySpec, Runs
+from quire.sharding.spec import ArraySpec, Interleaved
 from quire.tests.support import tiny
 from quire.tests.support.shards import in_device_order
 
@@ -48,7 +48,7 @@ def test_rules():
     assert split(("heads", None, "embed"), (8, 3, 5)).shard_shape((8, 3, 5)) == (2, 3, 5)
     assert split(("embed", None, "ffn"), (5, 2, 12)).shard_shape((5, 2, 12)) == (5, 2, 3)
     assert split(("experts", "embed", None, "ffn"), (6, 5, 2, 4)).shard_shape((6, 5, 2, 4)) == (3, 5, 2, 1)
-    assert split(("embed", Runs("heads", (8, 4, 4)), None), (5, 16, 3)).shard_shape((5, 16, 3)) == (5, 4, 3)
+    assert split(("embed", Interleaved("heads", (8, 4, 4)), None), (5, 16, 3)).shard_shape((5, 16, 3)) == (5, 4, 3)
     assert split((), ()).spec == PartitionSpec()
     other = sharding(ArraySpec((8, 6), jnp.float32, ("heads", "embed")), mesh, RULES | {"heads": "expert"})
     assert other.spec == PartitionSpec("expert", None)
@@ -69,11 +69,13 @@ def test_runs_are_dealt_out_one_by_one():
         assert own.size >= spec.size
         return np.split(own, 4, axis=[axis is not None for axis in spec.axes].index(True))
 
-    heads = ArraySpec((2, 8 + 2 + 2), jnp.float32, (None, Runs("heads", (8, 2, 2), shared=(1, 2))))
+    heads = ArraySpec((2, 8 + 2 + 2), jnp.float32, (None, Interleaved("heads", (8, 2, 2), shared=(1, 2))))
     assert [part[0].tolist() for part in parts(heads)] == [[0, 1, 8, 10], [2, 3, 8, 10], [4, 5, 9, 11], [6, 7, 9, 11]]
-    scale = ArraySpec((2 * 3,), jnp.float32, (Runs("heads", (2,), shared=(0,)),))
+    scale = ArraySpec((2 * 3,), jnp.float32, (Interleaved("heads", (2,), shared=(0,)),))
     assert [part.tolist() for part in parts(scale)] == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
-    uneven = ArraySpec((4 * 2 + 2 * 3 + 4,), jnp.float32, (Runs("heads", (4, 2, 4), shared=(1,), each=(2, 3, 1)),))
+    uneven = ArraySpec(
+        (4 * 2 + 2 * 3 + 4,), jnp.float32, (Interleaved("heads", (4, 2, 4), shared=(1,), widths=(2, 3, 1)),)
+    )
     assert [part.tolist() for part in parts(uneven)] == [
         [0, 1, 8, 9, 10, 14], [2, 3, 8, 9, 10, 15], [4, 5, 11, 12, 13, 16], [6, 7, 11, 12, 13, 17]
     ]  # fmt: skip
@@ -83,7 +85,7 @@ def test_runs_are_dealt_out_one_by_one():
 
 def test_runs_that_cannot_be_shared():
     with pytest.raises(ValueError, match=r"'heads' has size 6.*tensor=4; tensor could be 1, 2, 6"):
-        sharding(ArraySpec((6 + 2, 4), jnp.float32, (Runs("heads", (6, 2), shared=(1,)), None)), fake(tensor=4))
+        sharding(ArraySpec((6 + 2, 4), jnp.float32, (Interleaved("heads", (6, 2), shared=(1,)), None)), fake(tensor=4))
 
 
 def test_an_axis_without_a_rule():

@@ -11,7 +11,7 @@ from quire.model.checkpoint import loader
 from quire.model.config import ModelConfig
 from quire.model.families import FAMILIES
 from quire.model.families.common import Source
-from quire.model.gguf.architectures import config_of
+from quire.model.gguf.architectures import hf_config
 from quire.tests.support import gguf_written
 from quire.tests.support.golden.families import VARIANTS
 from quire.tests.support.golden.families_states import FALCON_H1
@@ -68,4 +68,4 @@ class File:
 
     def config(self, **changes: Any) -> dict[str, Any]:
         metadata = self.metadata | {f"{self.architecture}.{key}": value for key, value in changes.items()}
-        return config_of(metadata, self.shapes, self.tensors.__getitem__)
+        return hf_config(metadata, self.shapes, self.tensors.__getitem__)

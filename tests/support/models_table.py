@@ -49,7 +49,7 @@ def kinds(hf: dict) -> Iterator[str]:
     """The model types that a configuration is of: its own, and that of the model inside."""
     yield hf["model_type"]
     if isinstance(text := hf.get("text_config"), dict):
-        yield text.get("model_type", wrapper.TEXT[hf["model_type"]])
+        yield text.get("model_type", wrapper.TEXT_TYPES[hf["model_type"]])
 
 
 def by_kind(configs: dict[str, dict]) -> dict[str, list[str]]:
@@ -87,7 +87,7 @@ def may_be(values: tuple) -> str:
 def row(kind: str, tiny: list[str], published: list[str], refused: dict[str, tuple]) -> str:
     about = (module(kind).__doc__ or "").splitlines()[0].rstrip(".")
     if FAMILIES[kind] == ".wrapper":
-        about = f"its text model, as a rule `{wrapper.TEXT[kind]}`; the rest is left out"
+        about = f"its text model, as a rule `{wrapper.TEXT_TYPES[kind]}`; the rest is left out"
     tests = [f"tiny: {', '.join(tiny)}"] if tiny else []
     tests += [f"published: {', '.join(published)}"] if published else []
     keys = [f"`{name}` other than {may_be(values)}" for name, values in sorted(refused.items())]

@@ -1,9 +1,9 @@
 """Arrays in the order in which the devices of a mesh hold them: equal cuts of these are the shards."""
 
-from quire.sharding.mesh import element_orders, take_elements
+from quire.sharding.mesh import shard_layouts, take_elements
 
 
 def in_device_order(leaf, spec, mesh):
-    for at, order in enumerate(element_orders(spec, mesh)):
+    for at, order in enumerate(shard_layouts(spec, mesh)):
         leaf = leaf if order is None else take_elements(leaf, order, at)
     return leaf

@@ -12,7 +12,7 @@ from ....ops.quant.int4 import Int4
 from ...config import ModelError
 from ...gguf.fields import Fields
 from ...gguf.file import read_file
-from ...gguf.origin import Origin, Part
+from ...gguf.origin import Origin, TensorSlice
 from ...gguf.tensor import BlockTensor
 from ...stored_format import StoredFormat, StoredGroup
 from ..gguf_folder import KEPT, describe
@@ -39,15 +39,15 @@ class AssembledTensor:
 
     @property
     def quantised(self) -> bool:
-        return not all(self.tensors[origin_part.name].kind.plain for origin_part in self.origin.parts)
+        return not all(self.tensors[origin_part.name].kind.is_plain for origin_part in self.origin.parts)
 
     def read(self) -> np.ndarray:
         arrays = [self.numbers(origin_part) for origin_part in self.origin.parts]
-        turn = self.origin.turn
+        turn = self.origin.transform
         value = turn(*arrays) if turn else arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
         return value.reshape(self.shape)
 
-    def numbers(self, origin_part: Part) -> np.ndarray:
+    def numbers(self, origin_part: TensorSlice) -> np.ndarray:
         tensor = self.tensors[origin_part.name]
         value = tensor.read() if origin_part.expert is None else tensor.cut(origin_part.expert).read()[0]
         return value if origin_part.rows is None else value[origin_part.rows]
@@ -72,7 +72,7 @@ class AssembledTensor:
         }
         return replace(fields_by_part[0], **joined)
 
-    def fields_of(self, origin_part: Part) -> Fields:
+    def fields_of(self, origin_part: TensorSlice) -> Fields:
         tensor = self.tensors[origin_part.name]
         blocks = tensor.blocks() if origin_part.expert is None else tensor.cut(origin_part.expert).blocks()[0]
         blocks = blocks if origin_part.rows is None else blocks[origin_part.rows]

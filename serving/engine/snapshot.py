@@ -93,7 +93,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
     tables, runner, experts = engine.tables, engine.runner, engine.runner.expert_loads
     counts = None if engine.speculator is None else engine.speculator.counts
     pages = (
-        PageCounts(table.replica, pool.window, pool.num_pages - 1, len(pool.blank), len(pool.cached))
+        PageCounts(table.replica, pool.window, pool.num_pages - 1, len(pool.free_pages), len(pool.cached))
         for table in tables
         for pool in table.pools
     )

@@ -95,7 +95,7 @@ def states(now: Snapshot) -> list[Family]:
         ("quire:recompiles_total", "counter", "Compilations in service", now.recompiles),
     ]
     pages = {
-        "free": sum(group.blank for group in now.pages),
+        "free": sum(group.free_pages for group in now.pages),
         "running": sum(group.used for group in now.pages),
         "cached": sum(group.cached for group in now.pages),
     }

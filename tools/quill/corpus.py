@@ -93,7 +93,7 @@ def documents(name: str, count: int) -> Iterator[list[tuple[str, float]]]:
 
 
 def training_rows(tokenizer: Tokenizer, seed: str, rows: int, length: int, mix: dict[str, float]) -> PackedRows:
-    """Fresh training rows, the same for the same seed."""
+    """CompletionDelta training rows, the same for the same seed."""
     rng = Random(f"train/{seed}")
     return pack([_row(tokenizer, rng, length, mix) for _ in range(rows)], length)
 

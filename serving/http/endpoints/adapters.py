@@ -82,7 +82,7 @@ async def load(service: Service, request: Request) -> PlainTextResponse:
 
 
 def check_name(service: Service, model: Model, name: str, replaces: bool) -> None:
-    """Refuse a name that is served already, and more than MOST_ADAPTERS adapters."""
+    """Refuse a name that is served already, and more than MAX_ADAPTERS adapters."""
     if name in model.adapters and replaces:
         return
     if any(name in served_model.names or name in served_model.adapters for served_model in service.models.models):

@@ -22,7 +22,8 @@ def decode(**options) -> list[int]:
     llm.generate("Once", SamplingParams(max_tokens=8), use_tqdm=False)  # the first steps are slower
     start = time.perf_counter()
     (result,) = llm.generate(PROMPT, PARAMS, use_tqdm=False)
-    seconds, spent = time.perf_counter() - start, result.metrics
+    seconds = time.perf_counter() - start
+    spent = result.metrics
     name = "speculative" if options else "plain"
     drafts = f", {spent.num_accepted_tokens} of {spent.num_draft_tokens} drafts were right" if options else ""
     print(f"{name:12} {len(result.outputs[0].token_ids) / seconds:6.0f} tokens a second{drafts}")

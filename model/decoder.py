@@ -80,7 +80,9 @@ def run_layers(
 ):
     """(x, cache) after these layers, the first of which is layer `first` of the model; `x` is as `embed` gives it."""
     x_TD, per_layer_TLA = x
-    rows, eps, layers = Residual(x_TD), config.norm_eps, list(layers)
+    rows = Residual(x_TD)
+    eps = config.norm_eps
+    layers = list(layers)
     if hooks.fetch_weights is not None:
         layers[0], rows = hooks.fetch_weights(0, layers[0], rows)
     live_T = positions_T >= 0
@@ -92,7 +94,8 @@ def run_layers(
         """(rows, chosen experts, cache) after a layer."""
         layer = config.layers[index]
         with jax.named_scope("attention"):
-            rope, own = ropes.get(layer.attention.rope), hooks.of_layer(index)
+            rope = ropes.get(layer.attention.rope)
+            own = hooks.of_layer(index)
             if layer.attention.temperature is not None:
                 own = replace(own, attend=partial(grown, own.attend, factors[layer.attention.temperature]))
             rows, normed_TD, cache = attention_block(layer, w, rows, rope, live_T, cache, own, config, axes)
@@ -189,7 +192,8 @@ def attention_block(
     axes: DeviceAxes,
 ):  # fmt: skip
     """(rows, what the mixer read, cache) after the layer's mixer and its norms; `hooks` are those of this layer."""
-    mixer, eps = module_of(layer.attention), config.norm_eps
+    mixer = module_of(layer.attention)
+    eps = config.norm_eps
     x_TD, normed_TD = add_and_norm(rows, w.pre_attention_norm_D, eps, rounds(mixer.reads(w.attention)))
     y_TD, cache = mixer.mix(layer.attention, w.attention, normed_TD, rope, cache, hooks, eps, axes)
     return behind(layer, x_TD, to_add(y_TD, config), w.post_attention_norm_D, live_T, eps), normed_TD, cache
@@ -238,7 +242,8 @@ def feed_forward(layer: Layer, w: LayerWeights, residual_TD, x_TD, live_T, confi
         return out_TD + routed_TD, experts_TX
     eps = config.norm_eps
     scale_D = (w.moe.router_scale_D * config.dim**-0.5).astype(residual_TD.dtype)
-    router_TD, rows_TD = norm_alone(residual_TD, None, eps) * scale_D, norm_alone(residual_TD, w.moe.pre_norm_D, eps)
+    router_TD = norm_alone(residual_TD, None, eps) * scale_D
+    rows_TD = norm_alone(residual_TD, w.moe.pre_norm_D, eps)
     routed_TD, experts_TX = mix(layer.moe, w.moe, router_TD, rows_TD, live_T, axes)
     out_TD = norm_alone(out_TD, w.moe.mlp_post_norm_D, eps) + norm_alone(routed_TD, w.moe.post_norm_D, eps)
     return out_TD, experts_TX
@@ -289,7 +294,8 @@ def mix(moe: Moe, w: MoeWeights, router_TD, x_TD, live_T, axes: DeviceAxes = ONE
     if w.expert_scale_E is not None:
         weights_TX = weights_TX * w.expert_scale_E[experts_TX]
     if moe.weigh_rows:
-        x_TD, weights_TX = (x_TD * weights_TX).astype(x_TD.dtype), jnp.ones_like(weights_TX)
+        x_TD = (x_TD * weights_TX).astype(x_TD.dtype)
+        weights_TX = jnp.ones_like(weights_TX)
     own = moe.slots // axes.experts.size
     down_bias_ED = w.down_bias_ED
     if down_bias_ED is not None and axes.tensor.size > 1:  # one of the devices that split the columns adds it

@@ -26,7 +26,8 @@ def combine(gate, up, activation: str, clamp: float | None = None, alpha: float 
     """The same of two arrays."""
     if clamp is None:
         return ACTIVATIONS[activation](gate) * up
-    gate, up = jnp.minimum(gate, clamp), jnp.clip(up, -clamp, clamp)
+    gate = jnp.minimum(gate, clamp)
+    up = jnp.clip(up, -clamp, clamp)
     return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
 
 

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
-LEFT, ENOUGH = 0.1, 16 << 30  # what stays free: a share of the disk, or so many bytes where that is less
+LEFT = 0.1  # what stays free: a share of the disk, or so many bytes where that is less
+ENOUGH = 16 << 30
 PART = ".part"  # suffix of the temporary folder in which a file is written before it gets its name
 STALE = 24 * 3600  # seconds after which a file that was not completed belongs to no running process
 
@@ -113,5 +114,6 @@ def make_room(folder: Path, suffix: str, size: int, limit: int) -> bool:
         if total + size <= limit and size <= free:
             break
         path.unlink(missing_ok=True)
-        total, free = total - each, free + each
+        total = total - each
+        free = free + each
     return True

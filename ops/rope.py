@@ -15,6 +15,8 @@ def rotate(x_TNH, cos_sin):
     cos, sin = (part[:, None, :] for part in cos_sin)
     pairs = cos.shape[-1]
     wide = x_TNH.astype(jnp.float32)
-    a, b, rest = wide[..., :pairs], wide[..., pairs : 2 * pairs], x_TNH[..., 2 * pairs :]
+    a = wide[..., :pairs]
+    b = wide[..., pairs : 2 * pairs]
+    rest = x_TNH[..., 2 * pairs :]
     turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_TNH.dtype)
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned

@@ -14,8 +14,10 @@ def short_conv(x_TC, weight_CW, tail_BWC, rows: StateRows):
 
     Tokens before the first are zeros.
     """
-    wide_TC, W = x_TC.astype(jnp.float32), weight_CW.shape[-1]
-    T, before_BWC = x_TC.shape[0], rows.states(tail_BWC)
+    wide_TC = x_TC.astype(jnp.float32)
+    W = weight_CW.shape[-1]
+    T = x_TC.shape[0]
+    before_BWC = rows.states(tail_BWC)
     seq_T, place_T = rows.sequences(T)
 
     def back(count: int):

@@ -36,6 +36,7 @@ class StateRows:
 
     def sequences(self, T: int):
         """(the sequence of each row, its place among that one's rows)."""
-        row_T, last = jnp.arange(T), self.slots_B.shape[0] - 1
+        row_T = jnp.arange(T)
+        last = self.slots_B.shape[0] - 1
         seq_T = jnp.minimum(sequence_of(self.starts_B1, row_T), last)
         return seq_T, row_T - self.starts_B1[seq_T]

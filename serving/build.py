@@ -72,7 +72,8 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
         )
     use_compile_cache()
     claim_memory(options)
-    folder, trace = folder_of(options), make_trace(options.trace)
+    folder = folder_of(options)
+    trace = make_trace(options.trace)
     progress("reading config")
     config = config_of(folder, options)
     if config.file_format is not None:
@@ -97,7 +98,8 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
         PageTable(runner.num_pages, options.block_size, runner.config.windows, caching, host_cache, replica)
         for replica, host_cache in enumerate(made.host_caches)
     ]
-    seed, queued = options.seed, options.max_queued_requests
+    seed = options.seed
+    queued = options.max_queued_requests
     vectors = embedder_of(options, folder, made.max_len - (not config.encodes))
     engine = Engine(
         runner, tokenizer, tables, made.max_len, seed, queued,
@@ -196,7 +198,8 @@ def make_runner(
     source = draft_source(options, folder, config, min(config.max_len, sized.max_positions(config.max_len)), mesh)
     if source is not None and source.load is not None:
         native.prepare(kernels_of(source.config)).result()
-    load_weights, weights = partial(load, folder, config, placement, options, source), None
+    load_weights = partial(load, folder, config, placement, options, source)
+    weights = None
     check_memory(options, weight_bytes(config, loader.weight_specs(config)))
     budget = cache_budget(options)
     if budget is None:  # what the weights and a step leave
@@ -295,7 +298,8 @@ def load(
     check_rounding(weights, config, placement)
     weights = expert_copies.with_first_placement(weights, config, placement.mesh)
     if options.enable_lora:
-        slots, rank = options.max_loras, stack_rank(options.max_lora_rank)
+        slots = options.max_loras
+        rank = stack_rank(options.max_lora_rank)
         weights = add_adapter_stacks(weights, config, slots, rank, placement.mesh, options.adapted_modules)
     return weights if source is None else WithDrafter(weights, None if source.load is None else source.load())
 

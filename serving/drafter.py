@@ -93,7 +93,8 @@ def part_of(
         raise ModelError(
             f"{FIELD}.num_layers is {count}; the model has {len(config.layers)} layers, and fewer of them must draft"
         )
-    own, load = config, None
+    own = config
+    load = None
     if chosen.quantization is not None:
         own = loader.read_config(
             folder, config.dtype, config.max_len, chosen.quantization, options.kv_cache_dtype, options.hf_overrides
@@ -106,7 +107,8 @@ def part_of(
 
 
 def first_layers(folder: Path, config: ModelConfig, count: int, options: EngineOptions, mesh: Mesh | None) -> Any:
-    load_format, cached = options.load_format, options.weight_cache
+    load_format = options.load_format
+    cached = options.weight_cache
     weights = loader.load(folder, config, Placement(mesh), load_format=load_format, cached=cached)
     return weights.replace(layers=weights.layers[:count])
 
@@ -184,7 +186,8 @@ def load_heads(folder: Path, heads: DraftHeads, load_format: str, mesh: Mesh | N
         weights = draft_heads.load(folder, heads, skip_packing=mesh is not None)
     if mesh is None:
         return weights
-    place, whole = Location(mesh), NamedSharding(mesh, P())
+    place = Location(mesh)
+    whole = NamedSharding(mesh, P())
     layers = jax.tree.map(
         lambda spec, leaf: place.shard(spec, np.asarray(leaf)), draft_heads.abstract(heads).layers, weights.layers
     )

@@ -35,7 +35,8 @@ class Programs:
     def __init__(self):
         import jax
 
-        self.count, self.forget = 0, jax.clear_caches
+        self.count = 0
+        self.forget = jax.clear_caches
         jax.monitoring.register_event_duration_secs_listener(self.listen)
 
     def listen(self, event: str, *_: object, **__: object) -> None:
@@ -94,7 +95,8 @@ def interpreted_once(monkeypatch):
 
     from quire.tests.support import quick
 
-    programs, lock = {}, Lock()
+    programs = {}
+    lock = Lock()
 
     def run(jaxpr, consts, *args):
         given = (consts, *args)

@@ -30,7 +30,8 @@ class AdapterRows:
     @classmethod
     def of(cls, slots_T, num_slots: int) -> "AdapterRows":
         T = slots_T.shape[0]
-        blocks, C = Blocks.of(slots_T, num_slots), min(T, -(-T // BLOCK) + num_slots)
+        blocks = Blocks.of(slots_T, num_slots)
+        C = min(T, -(-T // BLOCK) + num_slots)
         slots_C, rows_CQ, places_CQ = jax.vmap(blocks.at)(jnp.arange(C))
         places_T = jnp.full(T, T + BLOCK, jnp.int32).at[rows_CQ].set(places_CQ.astype(jnp.int32), mode="drop")
         return cls(blocks.num_blocks, slots_C, rows_CQ, places_CQ[:, 0], places_T, slots_T)

@@ -17,10 +17,15 @@ def adapt(weight: Adapted, x_TD, out_TO):
         raise NotImplementedError(f"adapters and rows must be bfloat16 or float32, and sums float32, not {types}")
     if not x_TD.size:
         raise NotImplementedError("there are no rows")
-    name, D, O = target(ADAPTER), x_TD.shape[1], out_TO.shape[1]
-    which, stack, rank = jnp.zeros(1, jnp.int32), 1, weight.up.shape[1]
+    name = target(ADAPTER)
+    D = x_TD.shape[1]
+    O = out_TO.shape[1]
+    which = jnp.zeros(1, jnp.int32)
+    stack = 1
+    rank = weight.up.shape[1]
     if weight.which is not None:
-        which, (stack, rank) = jnp.reshape(weight.which, 1).astype(jnp.int32), weight.up.shape[1:3]
+        which = jnp.reshape(weight.which, 1).astype(jnp.int32)
+        (stack, rank) = weight.up.shape[1:3]
     assert weight.rows_of is not None
     arrays = (  # with an axis of one matrix XLA would copy the stacks
         out_TO, x_TD, weight.rows_of.slots_T.astype(jnp.int32), which,

@@ -11,7 +11,9 @@ from . import Adapted
 def adapt(weight: Adapted, x_TD, out_TO):
     """See `Adapted.adapt`. A block may write more rows than it has: the next one, which begins behind its last, writes
     over them."""
-    own, (T, D), O = weight.rows_of, x_TD.shape, out_TO.shape[1]
+    own = weight.rows_of
+    (T, D) = x_TD.shape
+    O = out_TO.shape[1]
     rank = weight.up.shape[1 if weight.which is None else 2]
     assert own is not None
 
@@ -21,7 +23,8 @@ def adapt(weight: Adapted, x_TD, out_TO):
         down, up, slot, which = found
         at = place(slot, which)
         x_QD = x_TD.at[own.rows_CQ[block]].get(mode="fill", fill_value=0)
-        inner_QR, up_RO = dot(x_QD, down[at].reshape(D, -1)), up[at].reshape(rank, O)
+        inner_QR = dot(x_QD, down[at].reshape(D, -1))
+        up_RO = up[at].reshape(rank, O)
         added = [
             dot(inner_QR[:, part * rank :][:, :rank], up_RO[:, first:last])
             for part, (first, last) in enumerate(weight.parts)

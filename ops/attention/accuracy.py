@@ -63,14 +63,17 @@ class AttentionCase:
 
     def build(self, seed: int):
         trial, owned = self.trial, self.trial.sequences * self.trial.rows
-        held, given, wanted = [], [], []
+        held = []
+        given = []
+        wanted = []
         for layer in range(seed, seed + trial.layers):
             q, pages, rows, sinks = arrays(trial, layer, seed)
             out = reference(trial, q, pages, rows, sinks)
             wanted.append(np.concatenate((out, np.zeros((trial.empty, *out.shape[1:])))))
             new: list[Any] = [None, None]
             if trial.layers > 1:
-                page_T, at_T = rows.slots_T // trial.page, rows.slots_T % trial.page
+                page_T = rows.slots_T // trial.page
+                at_T = rows.slots_T % trial.page
                 for at, raw_PSKH in enumerate(raw_pages(trial, layer)):
                     new[at] = raw_PSKH[page_T, at_T]
                 pages = without(pages, page_T[:owned], at_T[:owned])
@@ -79,7 +82,10 @@ class AttentionCase:
         return held, given, np.stack(wanted)
 
     def run(self, held, given):
-        outs, after, out, arrivals = [], [], None, new_arrivals()
+        outs = []
+        after = []
+        out = None
+        arrivals = new_arrivals()
         for pages, (q, k, v, rows, sinks) in zip(held, given, strict=True):
             q, _ = jax.lax.optimization_barrier((q, out))  # a layer comes after the one before
             rows = rows.replace(arrivals=arrivals)
@@ -130,8 +136,11 @@ def raw_pages(trial: Trial, seed: int) -> list[jax.Array]:
 
 def arrays(trial: Trial, seed: int, order: int | None = None) -> tuple[Any, ...]:
     """(q, pages, rows, sinks): pages in random order (that of the seed `order`), NaN where no sequence owns them."""
-    B, R, S = trial.sequences, trial.rows, trial.page
-    T, M = B * R + trial.empty, -(-trial.length // S)
+    B = trial.sequences
+    R = trial.rows
+    S = trial.page
+    T = B * R + trial.empty
+    M = -(-trial.length // S)
     tables_BM = 1 + np.random.default_rng(seed if order is None else order).permutation(B * M).reshape(B, M)
     q_TNH = jax.random.normal(jax.random.split(jax.random.key(seed), 3)[0], (T, trial.heads, trial.width), trial.dtype)
 
@@ -140,7 +149,8 @@ def arrays(trial: Trial, seed: int, order: int | None = None) -> tuple[Any, ...]
         left = trial.length - (M - 1) * S
         return pages.at[0].set(jnp.nan).at[(tables_BM[:, -1], *between, slice(left, None))].set(jnp.nan)
 
-    pages, scales = [], []
+    pages = []
+    scales = []
     for page_PSKH in raw_pages(trial, seed):
         if trial.codes is None:
             pages.append(poison(page_PSKH))
@@ -184,11 +194,14 @@ def reference(trial: Trial, q, pages, rows, sinks) -> np.ndarray:
 
     k = numbers(pages.k_PSKH, pages.k_scale_PKS)
     v = k[..., : trial.values] if trial.values else numbers(pages.v_PSKH, pages.v_scale_PKS)
-    B, R, K = trial.sequences, trial.rows, trial.kv_heads
+    B = trial.sequences
+    R = trial.rows
+    K = trial.kv_heads
     tables = np.asarray(rows.tables_BM)[:, : -(-trial.length // trial.page)]
     q_BKGH = np.moveaxis(numbers(q[: B * R]).reshape(B, R, K, -1, trial.width), 2, 1).reshape(B, K, -1, trial.width)
     each = trial.heads // K  # rows of one position
-    position_G, key_J = np.repeat(np.arange(trial.length - R, trial.length), each), np.arange(trial.length)
+    position_G = np.repeat(np.arange(trial.length - R, trial.length), each)
+    key_J = np.arange(trial.length)
     seen_GJ = key_J <= position_G[:, None]
     if trial.window is not None:
         seen_GJ &= key_J > position_G[:, None] - trial.window

@@ -27,7 +27,9 @@ def rotate(x_X):
     the number of rows, and that the CPU kernel has too.
     """
     shape, size = x_X.shape, x_X.shape[-1]
-    block, step, y_X = size & -size, 1, x_X.astype(jnp.float32)
+    block = size & -size
+    step = 1
+    y_X = x_X.astype(jnp.float32)
     while step < block:
         y_X = y_X.reshape(*shape[:-1], size // (2 * step), 2, step)
         y_X = jnp.stack((y_X[..., 0, :] + y_X[..., 1, :], y_X[..., 0, :] - y_X[..., 1, :]), axis=-2)

@@ -47,7 +47,9 @@ def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=No
 
 def kernel_limits(params: AttentionParams, shape: AttentionShape) -> str | None:
     """What the kernel does not serve on any GPU."""
-    group, width, dtype = shape.heads // shape.kv_heads, shape.head_dim, shape.dtype
+    group = shape.heads // shape.kv_heads
+    width = shape.head_dim
+    dtype = shape.dtype
     latent = params.value_dim is not None
     if shape.layout == "paired":
         return "keys and values must lie in arrays of their own"

@@ -49,9 +49,12 @@ def picking_attention(q_TNH, k_T1H, pages: KVPages, rows: QueryRows, picks: Pick
 def picked(picks: Picks, pages: KVPages, rows: QueryRows, far_T):
     """The slots of the positions that score best, in the order of the positions; zeros for rows that read all."""
     P, S = pages.k_PSKH.shape[:2]
-    M, dim, exact = rows.tables_BM.shape[1], picks.q_TIH.shape[-1], precision(picks.q_TIH)
+    M = rows.tables_BM.shape[1]
+    dim = picks.q_TIH.shape[-1]
+    exact = precision(picks.q_TIH)
     pages_a_block = max(1, BLOCK // S)
-    blocks, J = -(-M // pages_a_block), pages_a_block * S
+    blocks = -(-M // pages_a_block)
+    J = pages_a_block * S
     table_BM = jnp.pad(rows.tables_BM, ((0, 0), (0, blocks * pages_a_block - M)))
     seq_T = jnp.minimum(sequence_of(rows.starts_B1, jnp.arange(len(far_T))), len(table_BM) - 1)
 
@@ -80,7 +83,8 @@ def picked(picks: Picks, pages: KVPages, rows: QueryRows, far_T):
 def read_picked(q_TNH, pages: KVPages, slots_TC, far_T, scale, value_dim):
     """What rows read of the positions in these slots; zeros for rows that read all."""
     P, S, exact = *pages.k_PSKH.shape[:2], precision(q_TNH)
-    H, dtype = q_TNH.shape[-1], q_TNH.dtype
+    H = q_TNH.shape[-1]
+    dtype = q_TNH.dtype
     # A page of a single position each, so that slots are pages.
     flat_P1H = pages.k_PSKH.reshape(P * S, 1, *pages.k_PSKH.shape[2:])
     scales = pages.k_scale_PKS

@@ -38,7 +38,9 @@ def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=No
 
 def limits(params: AttentionParams, shape: AttentionShape) -> str | None:
     """What the kernel does not serve."""
-    K, G, H = shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
+    K = shape.kv_heads
+    G = shape.heads // shape.kv_heads
+    H = shape.head_dim
     if not has_tpu():
         return "there is no TPU"
     if shape.has_sinks or params.value_dim is not None:
@@ -65,7 +67,8 @@ def pages_per_block(shape: AttentionShape) -> int:
 
 def pages_seen(params: AttentionParams, shape: AttentionShape) -> int:
     """Pages of a sequence that the tokens of a step can see, at most."""
-    M, S = shape.table_width, shape.page_size
+    M = shape.table_width
+    S = shape.page_size
     if params.window is None:
         return M
     return min(M, max(pages_per_block(shape), (params.window + shape.tokens - 2) // S + 2))
@@ -86,7 +89,9 @@ def describe(rows, S: int, window: int | None, seen: int):
     without rows gets a length of 1, and a step without rows one row; their results are dropped. Sequences after the
     last one with rows are not counted.
     """
-    starts_B1, T, M = rows.starts_B1, rows.positions_T.shape[0], rows.tables_BM.shape[1]
+    starts_B1 = rows.starts_B1
+    T = rows.positions_T.shape[0]
+    M = rows.tables_BM.shape[1]
     total = starts_B1[-1]
     count_1 = jnp.maximum(1, jnp.sum(starts_B1[:-1] < total, keepdims=True, dtype=jnp.int32))
     has_rows_B = starts_B1[1:] > starts_B1[:-1]

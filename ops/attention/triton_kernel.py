@@ -52,9 +52,11 @@ class Shape(NamedTuple):
 
 def attend(q_TNH, pages: KVPages, rows: QueryRows, *, scale, window, soft_cap, sinks_N, interpret: bool = False):
     """Every row's result; zeros for rows that no sequence has."""
-    (T, N, H), (_, S, K, _) = q_TNH.shape, pages.k_PSKH.shape
+    (T, N, H) = q_TNH.shape
+    (_, S, K, _) = pages.k_PSKH.shape
     B, M = rows.tables_BM.shape
-    heads, decodes = N // K, T == B
+    heads = N // K
+    decodes = T == B
     span = max(SHORTEST, pl.next_power_of_2(-(-M * S // MOST_SPANS))) if decodes else 0
     spans = -(-M * S // span) if span else 1
     codes = None if pages.k_scale_PKS is None else pages.k_PSKH.dtype.name
@@ -104,19 +106,24 @@ def in_bytes(pages_PSKH):
 
 
 def run(shape: Shape, names: tuple[str, ...], *refs) -> None:
-    given, outs = dict(zip(names, refs, strict=False)), refs[len(names) :]
+    given = dict(zip(names, refs, strict=False))
+    outs = refs[len(names) :]
     part, head, tile = (pl.program_id(axis) for axis in range(3))
-    count, first, seq = given["count"][tile], given["first"][tile], given["seq"][tile]
+    count = given["count"][tile]
+    first = given["first"][tile]
+    seq = given["seq"][tile]
 
     @pl.when(count > 0)
     def _():
         oldest = given["positions"][first]
         newest = given["positions"][first + count - 1]
         begin = jnp.int32(0) if shape.window is None else jnp.maximum(oldest - shape.window + 1, 0)
-        end, leads = newest + 1, True
+        end = newest + 1
+        leads = True
         if shape.spans > 1:
             leads = part == begin // shape.span
-            begin, end = jnp.maximum(begin, part * shape.span), jnp.minimum(end, (part + 1) * shape.span)
+            begin = jnp.maximum(begin, part * shape.span)
+            end = jnp.minimum(end, (part + 1) * shape.span)
 
         @pl.when(begin < end)
         def _():
@@ -127,7 +134,8 @@ def compute(shape: Shape, given, outs, part, head, seq, first, count, begin, end
     """What a tile's rows find between two positions. Sinks count in the part that `leads`."""
     at_R = jnp.arange(shape.tile)
     own_R = at_R < count * shape.heads
-    row_R, head_R = first + at_R // shape.heads, head * shape.heads + at_R % shape.heads
+    row_R = first + at_R // shape.heads
+    head_R = head * shape.heads + at_R % shape.heads
     position_R = plgpu.load(given["positions"].at[row_R], mask=own_R, other=0)
     column_H = jnp.arange(shape.width)
     there = row_R[:, None], head_R[:, None], column_H[None]
@@ -161,16 +169,19 @@ def compute(shape: Shape, given, outs, part, head, seq, first, count, begin, end
         score_RJ = jnp.where(seen_RJ, score_RJ, -jnp.inf)
         new_R = jnp.maximum(best_R, jnp.max(score_RJ, 1))
         finite_R = jnp.where(new_R == -jnp.inf, 0.0, new_R)
-        shrink_R, weight_RJ = jnp.exp(best_R - finite_R), jnp.exp(score_RJ - finite_R[:, None])
+        shrink_R = jnp.exp(best_R - finite_R)
+        weight_RJ = jnp.exp(score_RJ - finite_R[:, None])
         value_JH, scale_J = read("v")
         total_R = total_R * shrink_R + jnp.sum(weight_RJ, 1)
         weight_RJ = weight_RJ if scale_J is None else weight_RJ * scale_J[None]
         return new_R, total_R, out_RH * shrink_R[:, None] + plgpu.dot(weight_RJ.astype(shape.dtype), value_JH)
 
-    best_R, total_R = jnp.full(shape.tile, -jnp.inf), jnp.zeros(shape.tile)
+    best_R = jnp.full(shape.tile, -jnp.inf)
+    total_R = jnp.zeros(shape.tile)
     if "sinks" in given:  # one more score in the softmax, without a value
         sink_R = plgpu.load(given["sinks"].at[head_R], mask=own_R, other=0.0)
-        best_R, total_R = jnp.where(leads, sink_R, best_R), jnp.where(leads, 1.0, total_R)
+        best_R = jnp.where(leads, sink_R, best_R)
+        total_R = jnp.where(leads, 1.0, total_R)
     start = best_R, total_R, jnp.zeros((shape.tile, shape.width), jnp.float32)
     trips = begin // shape.block, pl.cdiv(end, shape.block)
     best_R, total_R, out_RH = lax.fori_loop(*trips, attend_block, start)
@@ -194,7 +205,8 @@ def join(shape: Shape, out_ref, total_ref, best_ref, positions_ref, whole_ref) -
         best, total, out_H = carry
         new = jnp.maximum(best, best_ref[part, row, head])
         finite = jnp.where(new == -jnp.inf, 0.0, new)
-        shrink, weight = jnp.exp(best - finite), jnp.exp(best_ref[part, row, head] - finite)
+        shrink = jnp.exp(best - finite)
+        weight = jnp.exp(best_ref[part, row, head] - finite)
         return (
             new,
             total * shrink + total_ref[part, row, head] * weight,

@@ -22,14 +22,19 @@ def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=No
     """See `quire.ops.attention.paged_attention`. R: the rows of a tile times the query heads of a KV head."""
     T, N, H = q_TNH.shape
     exact = precision(q_TNH)
-    window, soft_cap, context = params.window, params.soft_cap, params.context
-    paired, packed = pages.kv_PSYH is not None, four_bits.packed(pages.k_PSKH)
+    window = params.window
+    soft_cap = params.soft_cap
+    context = params.context
+    paired = pages.kv_PSYH is not None
+    packed = four_bits.packed(pages.k_PSKH)
     own, K = (pages.kv_PSYH if paired else pages.k_PSKH).shape[1:3]  # own: positions of a page on this device
-    S, first = own * context.size, own * context.index()
+    S = own * context.size
+    first = own * context.index()
     if k_TKH is not None:
         pages = append(pages, k_TKH, v_TKH, own_slots(rows.slots_T, pages, S, own, first))
     K = K // 2 if paired else K
-    B, G = rows.starts_B1.shape[0] - 1, N // K
+    B = rows.starts_B1.shape[0] - 1
+    G = N // K
     width = (H if paired else pages.v_PSKH.shape[-1] * (1 + packed)) if params.value_dim is None else params.value_dim
     row_CQ, seq_C, valid_CQ = tiles(rows.starts_B1, T, tile_size(T, B, G, width))
     row_CQ = jnp.minimum(row_CQ, T - 1)
@@ -86,11 +91,14 @@ def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=No
 
     shape = (C, K, Q * G)
     if sinks_N is None:
-        best, total = jnp.full(shape, -jnp.inf), jnp.zeros(shape)
+        best = jnp.full(shape, -jnp.inf)
+        total = jnp.zeros(shape)
     else:  # a sink is one more score in the softmax, without a value
-        best, total = jnp.tile(sinks_N.astype(jnp.float32).reshape(K, G), (C, 1, Q)), jnp.ones(shape)
+        best = jnp.tile(sinks_N.astype(jnp.float32).reshape(K, G), (C, 1, Q))
+        total = jnp.ones(shape)
         if context.size > 1:  # one of the devices adds it
-            best, total = jnp.where(context.index() == 0, best, -jnp.inf), jnp.where(context.index() == 0, total, 0)
+            best = jnp.where(context.index() == 0, best, -jnp.inf)
+            total = jnp.where(context.index() == 0, total, 0)
     start = (best, total, jnp.zeros((*shape, width)))
     best, total, out = jax.lax.fori_loop(0, trips, attend_block, start)
 
@@ -198,7 +206,8 @@ def append(pages: KVPages, k_TKH, v_TKH, slots_T) -> KVPages:
         if scale_PKS is None:
             return (None if pages_PSKH is None else write(pages_PSKH, new_TKH)), None
         codes_TKH, scale_TK = quantise(new_TKH, pages_PSKH.dtype)
-        page_T, offset_T = slots_T // pages_PSKH.shape[1], slots_T % pages_PSKH.shape[1]
+        page_T = slots_T // pages_PSKH.shape[1]
+        offset_T = slots_T % pages_PSKH.shape[1]
         return write(pages_PSKH, codes_TKH), scale_PKS.at[page_T, :, offset_T].set(scale_TK, **plain)
 
     if pages.kv_PSYH is not None:

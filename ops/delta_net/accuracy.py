@@ -25,17 +25,24 @@ class DeltaCase:
     name: str = "rows and memories"
 
     def build(self, seed: int):
-        rng, B, T = np.random.default_rng(seed), len(self.counts), sum(self.counts)
-        H, N, V = self.kind["keys"], KEYS * self.kind["shared"], self.kind["values"]
+        rng = np.random.default_rng(seed)
+        B = len(self.counts)
+        T = sum(self.counts)
+        H = self.kind["keys"]
+        N = KEYS * self.kind["shared"]
+        V = self.kind["values"]
         q_TKH, k_TKH = (rng.standard_normal((T, KEYS, H)) for _ in range(2))
         k_TKH /= np.linalg.norm(k_TKH, axis=-1, keepdims=True)
-        v_TNV, beta_TN = rng.standard_normal((T, N, V)), rng.uniform(0, 1, (T, N))
+        v_TNV = rng.standard_normal((T, N, V))
+        beta_TN = rng.uniform(0, 1, (T, N))
         decay_TN = rng.uniform(0.5, 1, (T, N, H) if self.kind["by_key"] else (T, N))
         arrays = [x.astype(np.float32) for x in (q_TKH, k_TKH, v_TNV, decay_TN, beta_TN)]
         memory_BNHV = rng.standard_normal((B + 1, N, H, V)).astype(np.float32)
-        slots_B, begins_B = rng.permutation(B + 1)[:B], rng.random(B) < 0.5
+        slots_B = rng.permutation(B + 1)[:B]
+        begins_B = rng.random(B) < 0.5
         memory_BNHV[slots_B[begins_B]] = np.nan  # what another left
-        starts_B1, kept_B = np.concatenate(([0], np.cumsum(self.counts))), rng.integers(0, np.array(self.counts) + 1)
+        starts_B1 = np.concatenate(([0], np.cumsum(self.counts)))
+        kept_B = rng.integers(0, np.array(self.counts) + 1)
         rows = StateRows(jnp.array(starts_B1, jnp.int32), jnp.array(slots_B, jnp.int32), jnp.array(begins_B),
                          jnp.array(kept_B, jnp.int32))  # fmt: skip
         wanted = in_float64(arrays, memory_BNHV, starts_B1, slots_B, begins_B, kept_B, self.kind["corrects"])
@@ -65,7 +72,8 @@ def delta_rule(*given):
 def in_float64(arrays, memory_BNHV, starts_B1, slots_B, begins_B, kept_B, corrects: bool):
     """(what queries are told, the memories after), on the host."""
     q_TKH, k_TKH, v_TNV, decay_TN, beta_TN = (x.astype(np.float64) for x in arrays)
-    out_TNV, after_BNHV = np.zeros(v_TNV.shape), memory_BNHV.astype(np.float64)
+    out_TNV = np.zeros(v_TNV.shape)
+    after_BNHV = memory_BNHV.astype(np.float64)
     shared = v_TNV.shape[1] // q_TKH.shape[1]
     for b, slot in enumerate(slots_B):
         memory_NHV = np.zeros(after_BNHV.shape[1:]) if begins_B[b] else after_BNHV[slot]

@@ -10,8 +10,10 @@ from ..native.kernel_names import DELTA_NET
 
 def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, corrects):
     """See `quire.ops.delta_net.delta_rule`."""
-    (T, N, V), (_, K, H) = v_TNV.shape, q_TKH.shape
-    B, slots = rows.slots_B.shape[0], memory_BNHV.shape[0]
+    (T, N, V) = v_TNV.shape
+    (_, K, H) = q_TKH.shape
+    B = rows.slots_B.shape[0]
+    slots = memory_BNHV.shape[0]
     by_key = decay_TN.ndim == 3
     expected = {  # the kernel does not check shapes
         "q_TKH": (q_TKH, (T, K, H)), "k_TKH": (k_TKH, (T, K, H)), "decay_TN": (decay_TN, (T, N, H)[: 2 + by_key]),

@@ -31,7 +31,9 @@ def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, correc
 
 def refusals(arrays) -> list[str]:
     """All reasons for which the kernel cannot serve a case."""
-    (_, K, H), (_, N, V), found = arrays[0].shape, arrays[2].shape, []
+    (_, K, H) = arrays[0].shape
+    (_, N, V) = arrays[2].shape
+    found = []
     if dtypes := {str(x.dtype) for x in arrays} - {"float32"}:
         found.append(f"all arrays must be float32, not {' and '.join(sorted(dtypes))}")
     if V not in VALUES:
@@ -45,7 +47,8 @@ def refusals(arrays) -> list[str]:
 
 def kind(arrays, corrects: bool) -> dict:
     """What the kernel is compiled for."""
-    (_, K, H), (_, N, V) = arrays[0].shape, arrays[2].shape
+    (_, K, H) = arrays[0].shape
+    (_, N, V) = arrays[2].shape
     return {"keys": H, "values": V, "shared": N // K, "by_key": arrays[3].ndim == 3, "corrects": bool(corrects)}
 
 

@@ -49,7 +49,9 @@ class Refs(NamedTuple):
 
 def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, corrects, interpret: Any = None):
     """See `quire.ops.delta_net.delta_rule`."""
-    (T, N, V), (_, K, H), by_key = v_TNV.shape, q_TKH.shape, decay_TN.ndim == 3
+    (T, N, V) = v_TNV.shape
+    (_, K, H) = q_TKH.shape
+    by_key = decay_TN.ndim == 3
     shape = MemoryShape(H, V, N // K, by_key, corrects)
     G = shape.heads
     numbers = {"starts": rows.starts_B1, "slots": rows.slots_B, "begins": rows.begins_B, "kept": rows.kept_B}
@@ -71,7 +73,8 @@ def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, correc
     scratch["memory_here"] = plgpu.Barrier()
 
     def body(*refs) -> None:
-        named, tiles = dict(zip(names, refs, strict=True)), Tiles(interpret is not None)
+        named = dict(zip(names, refs, strict=True))
+        tiles = Tiles(interpret is not None)
         pl.run_scoped(lambda **shared: run(shape, tiles, Refs(**named, **shared)), **scratch)
 
     out_TNV = pl.kernel(
@@ -95,14 +98,16 @@ def lined(x_TN):
 
 def run(shape: MemoryShape, tiles: Tiles, refs: Refs) -> None:
     """What is done with some heads of a sequence."""
-    b, n = lax.axis_index("sequence"), lax.axis_index("heads") * shape.heads
+    b = lax.axis_index("sequence")
+    n = lax.axis_index("heads") * shape.heads
     heads = pl.ds(n, shape.heads)
     first = refs.starts[b]
     count = refs.starts[b + 1] - first
 
     @pl.when(count > 0)
     def _():
-        kept, own = refs.kept[b], refs.memory.at[refs.slots[b], heads]
+        kept = refs.kept[b]
+        own = refs.memory.at[refs.slots[b], heads]
         for stage in range(STAGES):
             pl.when(stage < count)(lambda stage=stage: fetch(shape, refs, n, first + stage, stage))
         memory = begin(shape, tiles, refs, own, b)
@@ -127,7 +132,8 @@ def run(shape: MemoryShape, tiles: Tiles, refs: Refs) -> None:
 
 def fetch(shape: MemoryShape, refs: Refs, n, row, stage) -> None:
     """Copy what a row has for these heads."""
-    key, heads = lax.div(n, jnp.int32(shape.shared)), pl.ds(n, shape.heads)
+    key = lax.div(n, jnp.int32(shape.shared))
+    heads = pl.ds(n, shape.heads)
     copies = [
         (refs.q.at[row, key], refs.own_q), (refs.k.at[row, key], refs.own_k), (refs.v.at[row, heads], refs.own_v),
         (refs.decay.at[row, heads] if shape.by_key else refs.decay.at[row], refs.own_decay),
@@ -215,7 +221,8 @@ def step(shape: MemoryShape, tiles: Tiles, refs: Refs, n, stage, memory):
 
 def by_head(shape: MemoryShape, tiles: Tiles, number):
     """A number of each head of the program, for its threads."""
-    found, size = number(0), (shape.heads, shape.values)
+    found = number(0)
+    size = (shape.heads, shape.values)
     for g in range(1, shape.heads):
         found = jnp.where(tiles.index(size, 0, column(shape)) < g, found, number(g))
     return found
@@ -223,7 +230,8 @@ def by_head(shape: MemoryShape, tiles: Tiles, number):
 
 def column(shape: MemoryShape):
     """Each thread has one of the values, in their order."""
-    size, warps = (shape.heads, shape.values), (-3,) if shape.heads == 1 else (-4, -3)
+    size = (shape.heads, shape.values)
+    warps = (-3,) if shape.heads == 1 else (-4, -3)
     return plgpu.Layout.TILED(plgpu.Tiling((size, (LANES,), (1,))), warps, (-2,), -1)
 
 

@@ -14,7 +14,8 @@ def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, correc
 
     def turn(number, carry):
         memory, kept, out_TNV = carry
-        row_B, live_B = rows.starts_B1[:-1] + number, number < counts_B
+        row_B = rows.starts_B1[:-1] + number
+        live_B = number < counts_B
         at_B = jnp.minimum(row_B, T - 1)
         q_BNH1, k_BNH1 = (jnp.repeat(x_TKH[at_B], shared, axis=1)[..., None] for x_TKH in (q_TKH, k_TKH))
         decay_BN = decay_TN[at_B]

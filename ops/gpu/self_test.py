@@ -36,7 +36,8 @@ WAIT = 1800  # seconds for the verdicts of other processes, which may still be r
 REPEATS = 50
 LAYERS = 3  # of a case in a step
 MISSING_LIBRARY = 3  # exit status of the process that tries, when it cannot import what the kernel needs
-MOSAIC, TRITON = "jax.experimental.pallas.mosaic_gpu", "jax.experimental.pallas.triton"  # compilers of kernels
+MOSAIC = "jax.experimental.pallas.mosaic_gpu"  # compilers of kernels
+TRITON = "jax.experimental.pallas.triton"
 REMEDY = (
     "pip install 'quire[cuda]' (or 'quire[cuda12]') brings all that the kernels for NVIDIA GPUs need; QUIRE_MOSAIC=off "
     "starts without them, slower"
@@ -89,7 +90,9 @@ class InLayers:
         return held, given, np.stack(wanted)
 
     def run(self, held, given):
-        out, outs, after = None, [], []
+        out = None
+        outs = []
+        after = []
         for held_here, given_here in zip(held, given, strict=True):
             given_here, _ = jax.lax.optimization_barrier((given_here, out))
             out, kept = self.case.run(held_here, given_here)
@@ -133,7 +136,8 @@ def measure(case: Case, seed: int, repeats: int = REPEATS) -> Found:
     """Run a case in this process, compiled as a step is."""
     held, given, wanted = case.build(seed)
     run = graphs.compile_step(jax.jit(case.run, donate_argnums=0).lower(held, given))
-    first, other_bits = None, 0
+    first = None
+    other_bits = 0
     for _ in range(repeats):
         out, held = run(held, given)
         bits = np.asarray(out)
@@ -197,7 +201,8 @@ def agree(own: str | None, key: str) -> str | None:
     """This process's reason, or that of the first other process that has one: they run one program together."""
     from jax._src import distributed  # what processes tell each other without a device has no public name
 
-    client, processes = distributed.global_state.client, range(jax.process_count())
+    client = distributed.global_state.client
+    processes = range(jax.process_count())
     if client is None:
         return own or "the processes cannot agree on it: JAX's distributed runtime was not started"
     client.key_value_set(f"{key}/{jax.process_index()}", own or "", allow_overwrite=True)

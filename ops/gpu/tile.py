@@ -156,10 +156,12 @@ class Tiles:
 def widen_words(context, codes):
     """The instructions of `Tiles.widen`, one for two numbers: the upper byte of each is one of zero's."""
     del context
-    word, pairs = ir.IntegerType.get_signless(32), ir.VectorType.get((4,), ir.IntegerType.get_signless(16))
+    word = ir.IntegerType.get_signless(32)
+    pairs = ir.VectorType.get((4,), ir.IntegerType.get_signless(16))
 
     def widened(register):
-        four, found = mgpu.utils.bitcast(register, word), llvm.mlir_undef(ir.VectorType.get((2,), word))
+        four = mgpu.utils.bitcast(register, word)
+        found = llvm.mlir_undef(ir.VectorType.get((2,), word))
         for n, bytes_of in enumerate(("0x4140", "0x4342")):
             two = llvm.inline_asm(word, [four], f"prmt.b32 $0, $1, 0, {bytes_of};", "=r,r")
             found = llvm.insertelement(found, two, arith.constant(word, n))

@@ -34,8 +34,13 @@ class HeadsCase:
         return CODED.get(self.kind["codes"], LARGEST_ERROR) if self.paged else LARGEST_ERROR
 
     def build(self, seed: int):
-        kind, rng = self.kind, np.random.default_rng(seed)
-        N, K, H, S, live = kind["queries"], kind["keys"], kind["width"], kind["page"], self.rows - PADDING
+        kind = self.kind
+        rng = np.random.default_rng(seed)
+        N = kind["queries"]
+        K = kind["keys"]
+        H = kind["width"]
+        S = kind["page"]
+        live = self.rows - PADDING
         qkv_TGH = rng.standard_normal((self.rows, N + 2 * K, H)) * rng.choice([0.01, 1, 50], (self.rows, 1, 1))
         qkv_TGH[live:] = np.nan
         phase_TC = rng.uniform(0, 9, (self.rows, kind["pairs"]))
@@ -55,17 +60,21 @@ class HeadsCase:
 
     def heads(self, work: dict) -> Heads:
         kind = self.kind
-        cos_sin, scales = work["cos_sin"] if kind["pairs"] else None, work["scales"] if kind["norm"] else (None, None)
+        cos_sin = work["cos_sin"] if kind["pairs"] else None
+        scales = work["scales"] if kind["norm"] else (None, None)
         return Heads(kind["queries"], kind["keys"], cos_sin, "head" if kind["norm"] else None, *scales)
 
     def run(self, held, given):
         """NaN where anything is written that is no row's own."""
         qkv_TGH, work, rows = given
         q_TNH, pages = turn_and_append(qkv_TGH, self.heads(work), held, rows, self.interpret)
-        live, S = self.rows - PADDING, self.kind["page"]
-        page_T, at_T = rows.slots_T[:live] // S, rows.slots_T[:live] % S
+        live = self.rows - PADDING
+        S = self.kind["page"]
+        page_T = rows.slots_T[:live] // S
+        at_T = rows.slots_T[:live] % S
         own_PS = jnp.zeros(pages.k_PSKH.shape[:2], bool).at[page_T, at_T].set(True)
-        kept, found = jnp.bool(True), []
+        kept = jnp.bool(True)
+        found = []
         for x_PSKH, scale_PKS in ((pages.k_PSKH, pages.k_scale_PKS), (pages.v_PSKH, pages.v_scale_PKS)):
             kept &= jnp.all((x_PSKH.astype(jnp.float32) == FILLED) | own_PS[:, :, None, None])
             x_TKH = x_PSKH[page_T, at_T].astype(jnp.float32)
@@ -79,7 +88,8 @@ class HeadsCase:
 
 def cases(kind: dict) -> list[Case]:
     """What the process that tries runs."""
-    queries, pages = HeadsCase(kind, paged=False), HeadsCase(kind, paged=True)
+    queries = HeadsCase(kind, paged=False)
+    pages = HeadsCase(kind, paged=True)
     return [queries, pages, InLayers(pages)]
 
 
@@ -95,7 +105,8 @@ def in_float64(qkv_TGH, heads: Heads):
     def numbers(x) -> np.ndarray:
         return np.asarray(x.astype(jnp.float32), np.float64)
 
-    x_TGH, turned = numbers(qkv_TGH), heads.queries + heads.keys
+    x_TGH = numbers(qkv_TGH)
+    turned = heads.queries + heads.keys
     own_TGH = x_TGH[:, :turned]
     if heads.norm:
         scale_GH = np.repeat([numbers(heads.q_scale), numbers(heads.k_scale)], [heads.queries, heads.keys], axis=0)

@@ -13,8 +13,11 @@ NORMS = {None: 0, "plain": 1, "head": 1, "all": 2, "turned": 3}
 
 def prepare(qkv_TGH, heads: Heads, pages, rows):
     """See `quire.ops.heads.prepare`."""
-    N, K, axis = heads.queries, heads.keys, heads.axis
-    (T, _, H), dtype = qkv_TGH.shape, qkv_TGH.dtype
+    N = heads.queries
+    K = heads.keys
+    axis = heads.axis
+    (T, _, H) = qkv_TGH.shape
+    dtype = qkv_TGH.dtype
     if not T:
         raise NotImplementedError("there are no rows")
     if dtype not in (jnp.bfloat16, jnp.float32):

@@ -38,8 +38,12 @@ def prepare(qkv_TGH, heads: Heads, pages: KVPages, rows, *, interpret: Any = Non
 
 def refusals(qkv_TGH, heads: Heads, pages: KVPages) -> list[str]:
     """All reasons for which the kernel cannot serve a case."""
-    N, K, H = heads.queries, heads.keys, qkv_TGH.shape[2]
-    held, dtype, scaled = pages.k_PSKH, qkv_TGH.dtype, pages.k_scale_PKS is not None
+    N = heads.queries
+    K = heads.keys
+    H = qkv_TGH.shape[2]
+    held = pages.k_PSKH
+    dtype = qkv_TGH.dtype
+    scaled = pages.k_scale_PKS is not None
     rotated = 0 if heads.cos_sin is None else heads.cos_sin[0].shape[1]
     found = []
     if held is None or pages.v_PSKH is None:

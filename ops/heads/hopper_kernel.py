@@ -106,7 +106,8 @@ def turn_and_append(qkv_TGH, heads: Heads, pages: KVPages, rows, interpret: Any 
     names = [*given, *held, "q_out"]
 
     def body(*refs) -> None:
-        named, tiles = dict(zip(names, refs, strict=True)), Tiles(interpret is not None)
+        named = dict(zip(names, refs, strict=True))
+        tiles = Tiles(interpret is not None)
         pl.run_scoped(lambda **shared: run(shape, tiles, Refs(**named, **shared)), **scratch)
 
     q_TNH = pl.kernel(
@@ -124,7 +125,9 @@ def turn_and_append(qkv_TGH, heads: Heads, pages: KVPages, rows, interpret: Any 
 
 def run(shape: RowShape, tiles: Tiles, refs: Refs) -> None:
     """What is done with one row."""
-    t, N, K = lax.axis_index("row"), shape.queries, shape.keys
+    t = lax.axis_index("row")
+    N = shape.queries
+    K = shape.keys
     plgpu.copy_gmem_to_smem(refs.qkv.at[t], refs.rows.at[pl.ds(0, shape.heads)], refs.here)
     plgpu.barrier_wait(refs.here)
     for first in range(0, shape.heads, ROWS):
@@ -147,7 +150,8 @@ def run(shape: RowShape, tiles: Tiles, refs: Refs) -> None:
 
 def turn(shape: RowShape, tiles: Tiles, refs: Refs, t, first: int) -> None:
     """Normalise, rotate and code a tile of heads in shared memory, `first` and those after it."""
-    some, own = pl.ds(first, ROWS), first < shape.turned and (shape.normed or shape.pairs)
+    some = pl.ds(first, ROWS)
+    own = first < shape.turned and (shape.normed or shape.pairs)
     coded = shape.codes is not None and first + ROWS > shape.queries
 
     def read():

@@ -12,7 +12,8 @@ def prepare(qkv_TGH, heads: Heads, pages, rows):
 
 def turn(qkv_TGH, heads: Heads):
     """(q_TNH, k_TKH, v_TKH), the last two None where the layer has none of its own."""
-    N, K = heads.queries, heads.keys
+    N = heads.queries
+    K = heads.keys
     q_TNH = norm_and_rotate(qkv_TGH[:, :N], heads.q_scale, heads)
     if not K:
         return q_TNH, None, None

@@ -60,7 +60,8 @@ class Tiled(Product):
         return kernel_names.DENSE[self.tiles.dtype.name]
 
     def __getitem__(self, index):
-        block, lane = index // LANES, index % LANES
+        block = index // LANES
+        lane = index % LANES
         return self.tiles[block, :, lane].reshape(index.shape[0], -1)[:, : math.prod(self.into)]
 
 

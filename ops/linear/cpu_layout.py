@@ -60,7 +60,8 @@ def tile(matrix_KO: np.ndarray, group: int) -> np.ndarray:
 
 def tile_nibbles(packed_KO: np.ndarray, K: int, padded: int) -> np.ndarray:
     """[four_bits.count(K), O], two codes a byte, in blocks of sixteen outputs."""
-    O, packed_KO = packed_KO.shape[1], np.ascontiguousarray(packed_KO)
+    O = packed_KO.shape[1]
+    packed_KO = np.ascontiguousarray(packed_KO)
     tiles = empty((-(-O // LANES), padded // 8, LANES), np.uint32)
     library("pack").quire_tile_int4(address(packed_KO), address(tiles), *map(ctypes.c_int64, (K, padded, O)))
     return tiles
@@ -68,7 +69,8 @@ def tile_nibbles(packed_KO: np.ndarray, K: int, padded: int) -> np.ndarray:
 
 def tile_sixes(codes_KO: np.ndarray, padded: int) -> np.ndarray:
     """Codes of six bits [K, O], a byte each, in blocks of sixteen outputs."""
-    (K, O), codes_KO = codes_KO.shape, np.ascontiguousarray(codes_KO)
+    (K, O) = codes_KO.shape
+    codes_KO = np.ascontiguousarray(codes_KO)
     tiles = empty((-(-O // LANES), padded // 16, 3, LANES), np.uint32)
     library("pack").quire_tile_int6(address(codes_KO), address(tiles), *map(ctypes.c_int64, (K, padded, O)))
     return tiles

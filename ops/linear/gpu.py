@@ -45,7 +45,8 @@ class Multiplied(Weight):
         """bfloat16 in three summands has all bits of float32; outputs are filled up with zeros."""
         if not isinstance(self.weight, jax.Array) or self.weight.ndim != 2:
             raise NotImplementedError("the weight must be one matrix that is not quantised")
-        (inputs, outputs), lead = self.weight.shape, x.shape[:-1]
+        (inputs, outputs) = self.weight.shape
+        lead = x.shape[:-1]
         check_subscripts(subscripts, x, (inputs,), (outputs,), (0,))
         matrix = GpuMatrix(jnp.pad(self.weight, ((0, 0), (0, -outputs % FEATURES))))
         if self.weight.dtype == jnp.float32:
@@ -55,12 +56,16 @@ class Multiplied(Weight):
 
     def read(self, subscripts: str, x):
         """(rows, the weight, whether its inputs come last, axes of the rows, axes of the outputs)."""
-        matrix, given, x = prepare.matrix(self.weight), x, plain(x)
+        matrix = prepare.matrix(self.weight)
+        given = x
+        x = plain(x)
         if isinstance(self.weight, Rounded):  # its codes have the inputs first, wherever they stand in the subscripts
             axes = len(self.weight.into)
-            into, out = self.weight.into, self.weight.out
+            into = self.weight.into
+            out = self.weight.out
             if not matrix.group:  # of this device's part, where it is split
-                into, out = matrix.array.shape[:axes], matrix.array.shape[axes:]
+                into = matrix.array.shape[:axes]
+                out = matrix.array.shape[axes:]
             check_subscripts(subscripts, x, into, out, self.weight.inputs)
             return given.reshape(-1, math.prod(into)), matrix, False, x.shape[: x.ndim - axes], out
         if not isinstance(self.weight, jax.Array):

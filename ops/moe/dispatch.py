@@ -15,7 +15,8 @@ def mix_over(axes: DeviceAxes, x_TD, weights_TX, slots_TX, own: int, expert):
     Devices that have the same rows each take an equal share of them, and gather the results of all.
     A pair whose slot is past the last belongs to no expert.
     """
-    same_rows, T = axes.same_rows, len(x_TD)
+    same_rows = axes.same_rows
+    T = len(x_TD)
     share = -(-T // same_rows.size)
 
     def cut(x, fill):
@@ -38,8 +39,12 @@ def send_and_mix(axis: Axis, x_QD, weights_QX, slots_QX, own: int, expert):
         round 0  [d0 d0 d0][. . .][d2 d2 .][d3 . .]
         round 1  [d0 d0 .] [. . .][. . .]  [. . .]
     """
-    (Q, X), D, n = slots_QX.shape, x_QD.shape[1], axis.size
-    room, pairs, slots_Z = capacity(Q, X, n, own), Q * X, slots_QX.reshape(-1)
+    (Q, X) = slots_QX.shape
+    D = x_QD.shape[1]
+    n = axis.size
+    room = capacity(Q, X, n, own)
+    pairs = Q * X
+    slots_Z = slots_QX.reshape(-1)
     order = jnp.argsort(slots_Z, stable=True)
     counts_S = jnp.zeros(n * own, jnp.int32).at[slots_Z].add(1, mode="drop")
     counts_nno = axis.gather(counts_S).reshape(n, n, own)  # from, to, slot

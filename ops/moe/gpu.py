@@ -18,8 +18,10 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert, interpre
     machine = prepare.machine(interpret)
     if not isinstance(expert, Experts):
         raise NotImplementedError("experts must be two products, and not a function")
-    up, down = prepare.matrix(expert.up_EDGF), prepare.matrix(expert.down_EFD)
-    (E, _, parts, F), D = up.array.shape, x_TD.shape[1]
+    up = prepare.matrix(expert.up_EDGF)
+    down = prepare.matrix(expert.down_EFD)
+    (E, _, parts, F) = up.array.shape
+    D = x_TD.shape[1]
     if parts != 2:
         raise NotImplementedError("experts must have a gate")
     activation = None if expert.clamp is not None else expert.activation
@@ -28,11 +30,14 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert, interpre
     T, X = experts_TX.shape
     rows = machine.block_rows(-(-T * X // num_experts), up.codes or down.codes)
     blocks = align(experts_TX, weights_TX, num_experts, rows)
-    token_P, held_P1 = jnp.minimum(blocks.pair_P // X, T - 1), (blocks.pair_P < T * X)[:, None]
+    token_P = jnp.minimum(blocks.pair_P // X, T - 1)
+    held_P1 = (blocks.pair_P < T * X)[:, None]
     x_PD = jnp.where(held_P1, x_TD[token_P], 0)
 
     def run(x_PK, matrix, bias, scale_P, dtype, **more):
-        stack, inputs, outputs = matrix.array, x_PK.shape[1], matrix.array.shape[-1]
+        stack = matrix.array
+        inputs = x_PK.shape[1]
+        outputs = matrix.array.shape[-1]
         parts = math.prod(stack.shape[2:-1])
         x_PK, row_scale_P = prepare.meeting_rows(x_PK, matrix)
         bias = None if bias is None else bias.astype(jnp.float32).reshape(E, parts, outputs)

@@ -79,7 +79,8 @@ def by_expert(experts_Z, num_experts: int, run, width: int, dtype):
 
     The loop runs over the blocks that exist, so an expert that no row chose is never read.
     """
-    pairs, blocks = experts_Z.shape[0], Blocks.of(experts_Z, num_experts)
+    pairs = experts_Z.shape[0]
+    blocks = Blocks.of(experts_Z, num_experts)
 
     def run_block(block, out_ZD):
         e, pair_Q, place_Q = blocks.at(block)

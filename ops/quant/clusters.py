@@ -34,13 +34,17 @@ def best_cuts(values: np.ndarray, mass: np.ndarray, count: int) -> np.ndarray:
     M, S, Q = (x[:, None, :] - x[:, :, None] for x in sums)  # [R, from, to]
     with np.errstate(divide="ignore", invalid="ignore"):
         cost = np.where(M > 0, Q - S**2 / M, np.inf)
-    R, last = len(values), len(ends) - 1
-    least, cuts = cost[:, 0], []
+    R = len(values)
+    last = len(ends) - 1
+    least = cost[:, 0]
+    cuts = []
     for _ in range(min(count, last) - 1):
         both = least[:, :, None] + cost
         cuts.append(both.argmin(1))
         least = np.take_along_axis(both, cuts[-1][:, None], 1)[:, 0]
-    at, rows, found = np.full(R, last), np.arange(R), []
+    at = np.full(R, last)
+    rows = np.arange(R)
+    found = []
     for cut in [*cuts[::-1], np.zeros((R, last + 1), int)]:
         start = cut[rows, at]
         found.append(S[rows, start, at] / M[rows, start, at] + middle[:, 0])
@@ -51,7 +55,8 @@ def best_cuts(values: np.ndarray, mass: np.ndarray, count: int) -> np.ndarray:
 
 def moved(values: np.ndarray, mass: np.ndarray, centres: np.ndarray) -> np.ndarray:
     """Each number moved to the mean of the values that are nearest to it, until none moves."""
-    M, S = prefixes(mass), prefixes(mass * values)
+    M = prefixes(mass)
+    S = prefixes(mass * values)
     ends = np.zeros((len(values), centres.shape[1] + 1), int)
     ends[:, -1] = values.shape[1]
     for _ in range(ROUNDS):

@@ -42,7 +42,8 @@ SHARE = 0.0045  # of the weights of an output that stay apart, as in the paper
 CHOICES = "codebook-4 or codebook-3"
 HEAD = "int8"
 SPLITS = False
-METHOD, MULTIPLE = None, 1
+METHOD = None
+MULTIPLE = 1
 STORED = {
     f"codebook-{bits}": Scheme(
         {"type": "codebook", "num_bits": int(bits), "strategy": "channel", "symmetric": True, "dynamic": False},
@@ -104,7 +105,8 @@ class Codebook(Rounded):
         return self.join({name: value.T.reshape(-1, *self.out) for name, value in fields.items()})
 
     def layout(self, rows: int, columns: int, form: str) -> Layout:
-        size, apart = 1 << self.bits, few(columns)
+        size = 1 << self.bits
+        apart = few(columns)
         if columns % 2 or columns <= size:
             raise FormatError(f"has {columns} inputs; codebook-{self.bits} needs an even number above {size}")
         lists = {".weight_table": (("float16",), ((rows, size),)), ".weight_apart": (("float16",), ((rows, apart),))}
@@ -129,7 +131,8 @@ class Codebook(Rounded):
         return self.replace(codes=four_bits.join(codes.reshape(len(codes), -1)), **lists)
 
     def parts(self, form: str) -> dict[str, np.ndarray]:
-        (columns,), (rows,) = self.into, self.out
+        (columns,) = self.into
+        (rows,) = self.out
         codes = join_codes(four_bits.split(self.codes, columns).T, self.bits)
         found = {".weight_packed": codes, ".weight_shape": np.array([rows, columns])}
         return found | {f".weight_{name}": getattr(self, name).T for name in self.lists}
@@ -159,14 +162,16 @@ def spec(dense: ArraySpec, *options: str) -> Codebook:
         raise FormatError(f"codebook has no option {'-'.join(options)!r}; it must be 4 or 3")
     bits = int(options[0])
     into, out, axes = split(dense)
-    K, by_output = math.prod(into), axes[len(into) :]
+    K = math.prod(into)
+    by_output = axes[len(into) :]
     if K % 2:
         raise FormatError(f"{K} inputs cannot be kept two a byte")
 
     def shared(count: int, dtype: Any, init: str) -> ArraySpec:
         return ArraySpec((count, *out), dtype, (None, *by_output), init, dense.fan_in)
 
-    shape, over = (four_bits.count(K), math.prod(out)), (axes[0], by_output[0])
+    shape = (four_bits.count(K), math.prod(out))
+    over = (axes[0], by_output[0])
     return Codebook(
         codes=replace(dense, shape=shape, axes=over, dtype=jnp.uint8, init="bytes", inputs=()),
         table=shared(1 << bits, jnp.float16, "normal"),

@@ -43,7 +43,8 @@ WIDTH = {"2": 0.97, "4": 1.12}  # a scale in roots of an output's mean square: t
 CHOICES = "e8p-2 or e8p-4"
 HEAD = "int8"
 SPLITS = False
-METHOD, MULTIPLE = None, SIZE
+METHOD = None
+MULTIPLE = SIZE
 STORED = {
     f"e8p-{bits}": Scheme(
         {"type": "lattice", "num_bits": int(bits), "strategy": "channel", "symmetric": True, "dynamic": False},
@@ -87,7 +88,9 @@ def nearest(values):
     found = []
     for plus in (0, 1):
         u = values - (0.25 if plus else -0.25)
-        size, minus, T = jnp.abs(u), u < 0, table()
+        size = jnp.abs(u)
+        minus = u < 0
+        T = table()
         wrong = (minus.sum(1)[:, None] + T.sum(1).astype(np.int32)) & 1
         # Of a point whose signs are those of the values: twice the product less the square. Where their number is not
         # even enough, one sign is turned where that costs least.
@@ -116,12 +119,15 @@ def rounded(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 def stages(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     whole = next(size for size in SIZES if len(values) <= size)
-    left, codes, factor = np.pad(values, ((0, whole - len(values)), (0, 0))), [], 1
+    left = np.pad(values, ((0, whole - len(values)), (0, 0)))
+    codes = []
+    factor = 1
     total = np.zeros_like(left)
     for _ in range(bits // 2):
         code, point = nearest(left * factor)
         codes.append(np.asarray(code))
-        total, left = total + np.asarray(point) / factor, left - np.asarray(point) / factor
+        total = total + np.asarray(point) / factor
+        left = left - np.asarray(point) / factor
         factor *= FINER
     return np.stack(codes)[:, : len(values)], total[: len(values)]
 
@@ -143,7 +149,8 @@ class E8p(Rounded):
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
         check_subscripts(subscripts, x, self.into, self.out, self.inputs)
-        lead, K = x.shape[: x.ndim - len(self.into)], math.prod(self.into)
+        lead = x.shape[: x.ndim - len(self.into)]
+        K = math.prod(self.into)
         x_RK = rotated(x.reshape(-1, K).astype(jnp.float32)).astype(x.dtype)
         y_RO = multiply(x_RK, self.numbers())  # whole numbers, which bfloat16 has exactly
         y = (y_RO * (self.scale.reshape(-1) / self.unit)).reshape(*lead, *self.out)
@@ -166,11 +173,13 @@ class E8p(Rounded):
         if not has_product({"uint4": "uint4", "int8": "int8_groups"}[kernel], rows):
             return self
         numbers = np.asarray(self.numbers())
-        K, scale = len(numbers), self.scale / np.float32(self.unit)
+        K = len(numbers)
+        scale = self.scale / np.float32(self.unit)
         if kernel == "uint4":  # odd numbers from -11 to 11
             codes, scale, least = four_bits.join(((numbers + 11) // 2).astype(np.uint8)), 2 * scale, 11 * scale
         else:
-            codes, least = numbers.astype(np.int8).view(np.uint8), None
+            codes = numbers.astype(np.int8).view(np.uint8)
+            least = None
         sizes = {"into": (K,), "out": (numbers.shape[1],), "inputs": (0,)}
         flat = {"scale": np.reshape(scale, (1, -1)), "least": None if least is None else np.reshape(least, (1, -1))}
         flat |= {"super_scale": None, "super_least": None}
@@ -219,7 +228,8 @@ class E8p(Rounded):
         return self.replace(**flat, scale=fields["scale"].reshape(1, *self.out))
 
     def parts(self, form: str) -> dict[str, np.ndarray]:
-        (columns,), (rows,) = self.into, self.out
+        (columns,) = self.into
+        (rows,) = self.out
         found = {".weight_packed": self.codes.T.view(np.int16), ".weight_shape": np.array([rows, columns])}
         rest = {} if self.rest is None else {".weight_rest": self.rest.T.view(np.int16)}
         return found | rest | {".weight_scale": self.scale.reshape(-1)}
@@ -250,7 +260,8 @@ def spec(dense: ArraySpec, *options: str) -> E8p:
     K = math.prod(into)
     if K % SIZE and K > SIZE:
         raise FormatError(f"{K} inputs do not divide by {SIZE}")
-    shape, over = (-(-K // SIZE), math.prod(out)), (axes[0], axes[len(into)])
+    shape = (-(-K // SIZE), math.prod(out))
+    over = (axes[0], axes[len(into)])
     codes = replace(dense, shape=shape, axes=over, dtype=jnp.uint16, init="words", inputs=())
     scale = ArraySpec((1, *out), jnp.float32, (None, *axes[len(into) :]), "scale/1.732", dense.fan_in)
     rest = codes if options[0] == "4" else None

@@ -30,7 +30,8 @@ def count(inputs: int) -> int:
 
 def join(codes_K: np.ndarray) -> np.ndarray:
     """Bytes [count(K), ...] of codes [K, ...]."""
-    K, block = len(codes_K), block_of(len(codes_K))
+    K = len(codes_K)
+    block = block_of(len(codes_K))
     first = np.minimum(np.arange(0, K, block), K - block)
     low = (first[:, None] + np.arange(block // 2)).reshape(-1)
     return codes_K[low] | codes_K[low + block // 2] << 4
@@ -38,7 +39,8 @@ def join(codes_K: np.ndarray) -> np.ndarray:
 
 def split(data, inputs: int):
     """The codes [inputs, ...] of bytes [count(inputs), ...], of numpy or JAX."""
-    block, rest = block_of(inputs), data.shape[1:]
+    block = block_of(inputs)
+    rest = data.shape[1:]
     # Both halves by one broadcast shift: joined from two arrays they would cost ten times as much on a CPU.
     shift = np.array([0, 4], np.uint8).reshape(1, 2, 1, *[1] * len(rest))
     codes = (data.reshape(-1, 1, block // 2, *rest) >> shift & 15).reshape(-1, *rest)

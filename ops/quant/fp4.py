@@ -9,6 +9,7 @@ CHOICES = None
 HEAD = None
 SPLITS = False
 STORED: dict[str, Scheme] = {}
-METHOD, MULTIPLE = None, 1
+METHOD = None
+MULTIPLE = 1
 
 kernels, spec = by_table("fp4", "fp4", GROUP)

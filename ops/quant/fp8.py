@@ -29,7 +29,8 @@ SIDE = 128  # of a block that shares a scale
 CHOICES = "fp8, fp8-weights (activations stay as they are)"
 HEAD = "fp8"
 SPLITS = True
-METHOD, MULTIPLE = None, 1
+METHOD = None
+MULTIPLE = 1
 WHOLE = {"type": "float", "symmetric": True, "dynamic": False, "num_bits": 8, "strategy": "channel"}
 STORED = {
     "fp8": Scheme(WHOLE, WHOLE | {"strategy": "token", "dynamic": True}, ("float-quantized",)),
@@ -57,10 +58,12 @@ class Fp8(Rounded):
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
         axes = len(self.into)
-        into, out = self.codes.shape[:axes], self.codes.shape[axes:]  # of this device's part, where it is split
+        into = self.codes.shape[:axes]  # of this device's part, where it is split
+        out = self.codes.shape[axes:]
         check_subscripts(subscripts, x, into, out, self.inputs)
         lead = x.shape[: x.ndim - axes]
-        codes_KO, scale_O = self.codes.reshape(-1, math.prod(out)), self.scale.reshape(-1)
+        codes_KO = self.codes.reshape(-1, math.prod(out))
+        scale_O = self.scale.reshape(-1)
         x_RK = x.reshape(-1, codes_KO.shape[0])
         if self.dynamic:
             x_RK, row_scale_R1 = as_floats(x_RK)
@@ -111,7 +114,8 @@ class Fp8(Rounded):
         }
 
     def fields(self, parts: dict[str, np.ndarray], columns: int, form: str) -> dict[str, np.ndarray]:
-        codes, scale = checked(parts[".weight"]), parts[".weight_scale"].astype(np.float32).reshape(-1, 1)
+        codes = checked(parts[".weight"])
+        scale = parts[".weight_scale"].astype(np.float32).reshape(-1, 1)
         return {"codes": codes, "scale": np.broadcast_to(scale, (len(codes), 1))}
 
     def decode(self, fields: dict[str, np.ndarray]) -> np.ndarray:
@@ -136,7 +140,8 @@ class Fp8Blocks(Grouped):
         }
 
     def fields(self, parts: dict[str, np.ndarray], columns: int, form: str) -> dict[str, np.ndarray]:
-        codes, scale = checked(parts[".weight"]), parts[".weight_scale"].astype(np.float32)
+        codes = checked(parts[".weight"])
+        scale = parts[".weight_scale"].astype(np.float32)
         return {"codes": codes, "scale": scale.repeat(SIDE, 0)[: len(codes)]}
 
 

@@ -136,7 +136,8 @@ class Grouped(Rounded):
         into = self.into if self.packed else self.codes.shape[:axes]  # of this device's part, where it is split
         out = self.scale.shape[1:]
         check_subscripts(subscripts, x, into, out, self.inputs)
-        lead, K = x.shape[: x.ndim - axes], math.prod(into)
+        lead = x.shape[: x.ndim - axes]
+        K = math.prod(into)
         y = multiply(x.reshape(-1, K), self.dense(K)).reshape(*lead, *out)
         return (y if bias is None else y + bias).astype(dtype or x.dtype)
 
@@ -167,7 +168,9 @@ class Grouped(Rounded):
     def for_kernels(self, rows: str) -> Weight:
         if not has_product(self.kernel, rows):
             return self
-        K, codes, whole = math.prod(self.into), np.asarray(self.codes), max(STEP, self.whole)
+        K = math.prod(self.into)
+        codes = np.asarray(self.codes)
+        whole = max(STEP, self.whole)
         padded = -(-K // whole) * whole
 
         def blocks(field: str, other: str) -> np.ndarray:
@@ -190,15 +193,20 @@ class Grouped(Rounded):
 
     def quantize(self, weight: np.ndarray) -> "Grouped":
         """Round to nearest: the largest value of each group at the largest number, or both ends at both ends."""
-        K, group, code = math.prod(self.into), self.group, CODES[self.code]
+        K = math.prod(self.into)
+        group = self.group
+        code = CODES[self.code]
         wide_KO = weight.astype(np.float32).reshape(K, -1)
         grouped = np.pad(wide_KO, ((0, -K % group), (0, 0))).reshape(-1, group, wide_KO.shape[1])
-        first, last, fields = code.numbers.min(), code.numbers.max(), {}
+        first = code.numbers.min()
+        last = code.numbers.max()
+        fields = {}
         if self.least is None:
             least = np.zeros((1, 1), np.float32)
             scale = self.leveled("scale", self.scaled(np.abs(grouped).max(1)), fields)
         else:
-            low, high = np.minimum(grouped.min(1), 0), np.maximum(grouped.max(1), 0)
+            low = np.minimum(grouped.min(1), 0)
+            high = np.maximum(grouped.max(1), 0)
             scale = self.leveled("scale", (high - low) / (last - first), fields)
             least = self.leveled("least", first * scale - low, fields)
         above = grouped + least[:, None]
@@ -264,7 +272,8 @@ class TiledGroups(Product):
 
     def __getitem__(self, index):
         """Rows of an embedding, float32."""
-        K, (block, lane) = math.prod(self.into), (index // LANES, index % LANES)
+        K = math.prod(self.into)
+        (block, lane) = (index // LANES, index % LANES)
         codes_KR = self.codes_of(block, lane).reshape(index.shape[0], -1).T
         group = len(codes_KR) // self.scale.shape[1]
 
@@ -273,16 +282,20 @@ class TiledGroups(Product):
                 return None
             return scaled(values[block, :, lane].T, None if up is None else up[block, :, lane].T, group)
 
-        scale_GR, least_GR = rows(self.scale, self.super_scale), rows(self.least, self.super_least)
+        scale_GR = rows(self.scale, self.super_scale)
+        least_GR = rows(self.least, self.super_least)
         return numbers(self.code, group, codes_KR, scale_GR, least_GR)[:K].T
 
     def codes_of(self, block, lane):
-        bits, low = CODES[self.code].bits, np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32)
+        bits = CODES[self.code].bits
+        low = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32)
         if bits == 8:
             return self.tiles[block, :, lane]
         if bits == 4:  # k0 k2 k4 k6 in the low half of a word, and k1 k3 k5 k7 in its high half
             return self.tiles[block, :, lane, None] >> low & np.uint32(15)
-        words, pair, half = self.tiles[block, :, :, lane], np.arange(16) // 2, np.arange(16) % 2 * 16
+        words = self.tiles[block, :, :, lane]
+        pair = np.arange(16) // 2
+        half = np.arange(16) % 2 * 16
         last = pair >= 6  # those whose two high bits lie apart
         low = words[:, :, np.where(last, pair - 6, pair // 2)] >> shifts(half, np.where(last, 12, pair % 2 * 6))
         high = words[:, :, 2:] >> shifts(half, np.where(last, 2 * pair, 0))
@@ -315,8 +328,10 @@ def nearest(numbers: np.ndarray, values: np.ndarray) -> np.ndarray:
     """The code of the number nearest to each value; of two as near, the even code."""
     ordered, order = np.unique(numbers, return_index=True)  # of codes for the same number the first: all mean one
     above = np.clip(np.searchsorted(ordered, values), 1, len(ordered) - 1)
-    low, high = ordered[above - 1], ordered[above]
-    down, up = order[above - 1], order[above]
+    low = ordered[above - 1]
+    high = ordered[above]
+    down = order[above - 1]
+    up = order[above]
     middle = (low + high) / 2
     take_low = (values < middle) | ((values == middle) & (down % 2 == 0))
     return np.where(take_low, down, up).astype(np.uint8)
@@ -327,13 +342,16 @@ def spec(
 ) -> Grouped:
     """The specs of an array kept so. One that is split by its inputs has whole groups in each part, or is refused."""
     into, out, axes = split(dense)
-    K, O = math.prod(into), math.prod(out)
+    K = math.prod(into)
+    O = math.prod(out)
     shape = into + out
-    by_input, by_output = axes[: len(into)], axes[len(into) :]
+    by_input = axes[: len(into)]
+    by_output = axes[len(into) :]
     if CODES[code].bits == 4:
         if K % 2:
             raise FormatError(f"{K} inputs cannot be kept two a byte")
-        shape, axes = (four_bits.count(K), O), (by_input[0], by_output[0])
+        shape = (four_bits.count(K), O)
+        axes = (by_input[0], by_output[0])
 
     def shared(size: int, dtype: Any, init: str) -> ArraySpec:
         return ArraySpec((-(-K // size), *out), dtype, (by_input[0], *by_output), init, dense.fan_in)

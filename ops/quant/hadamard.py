@@ -30,11 +30,16 @@ def restored(x):
 
 def transformed(x):
     """Sums of two at a time in one order: a row's bits do not depend on its company."""
-    xp, K = jnp if isinstance(x, jax.Array) else np, x.shape[-1]
-    lead, block, half = x.shape[:-1], K & -K, 1
+    xp = jnp if isinstance(x, jax.Array) else np
+    K = x.shape[-1]
+    lead = x.shape[:-1]
+    block = K & -K
+    half = 1
     x = x.astype(np.float32)
     while half < block:
         pairs = x.reshape(*lead, -1, 2, half)
-        first, second = pairs[..., 0, :], pairs[..., 1, :]
-        x, half = xp.stack([first + second, first - second], axis=-2), 2 * half
+        first = pairs[..., 0, :]
+        second = pairs[..., 1, :]
+        x = xp.stack([first + second, first - second], axis=-2)
+        half = 2 * half
     return x.reshape(*lead, K) * np.float32(block**-0.5)

@@ -7,7 +7,8 @@ from .int4 import of_bits, schemes
 CHOICES = "int3 with the options of int4"
 HEAD = "int8"
 SPLITS = False
-METHOD, MULTIPLE = None, 1
+METHOD = None
+MULTIPLE = 1
 STORED = schemes(3)
 
 spec = partial(of_bits, 3)

@@ -33,7 +33,8 @@ MIDDLE = 8  # the code that stands for zero where a group has none of its own
 CHOICES = "int4 with a group of 32, 64 or 128 and perhaps zero points, such as int4-128-zero"
 HEAD = "int8"  # four bits are too few for a vocabulary
 SPLITS = False  # the codes lie in groups along the axis that would be cut
-METHOD, MULTIPLE = None, 1
+METHOD = None
+MULTIPLE = 1
 WHOLE = {"type": "int", "symmetric": True, "dynamic": False, "num_bits": 4, "strategy": "group"}
 
 
@@ -93,7 +94,8 @@ class Int4(Rounded):
     def for_kernels(self, rows: str) -> Weight:
         if not has_product("int4", rows):
             return self
-        K, O = math.prod(self.into), math.prod(self.out)
+        K = math.prod(self.into)
+        O = math.prod(self.out)
         padded = np.asarray(self.scale).reshape(-1, O).shape[0] * self.group
         tiles = tile_nibbles(np.asarray(self.nibbles).reshape(-1, O), K, padded)
         scale = by_block(np.asarray(self.scale).reshape(-1, O))
@@ -109,7 +111,9 @@ class Int4(Rounded):
 
     def quantize(self, weight: np.ndarray) -> "Int4":
         """Round to nearest: a group's values spread over -8 to 7, or over 0 to 15 from its least to its largest."""
-        K, group, last = math.prod(self.into), self.group, (1 << self.bits) - 1
+        K = math.prod(self.into)
+        group = self.group
+        last = (1 << self.bits) - 1
         middle = (last + 1) // 2
         wide_KO = weight.astype(np.float32).reshape(K, -1)
         O = wide_KO.shape[1]
@@ -117,9 +121,11 @@ class Int4(Rounded):
         if self.zero is None:
             # The sign of the largest decides which end it lies at: all sixteen codes are in use.
             top = np.take_along_axis(grouped, np.abs(grouped).argmax(1)[:, None], 1)[:, 0]
-            scale, zero = (top / -middle).astype(np.float16), np.full_like(grouped[:, :1], middle)
+            scale = (top / -middle).astype(np.float16)
+            zero = np.full_like(grouped[:, :1], middle)
         else:
-            low, high = np.minimum(grouped.min(1), 0), np.maximum(grouped.max(1), 0)
+            low = np.minimum(grouped.min(1), 0)
+            high = np.maximum(grouped.max(1), 0)
             scale = ((high - low) / last).astype(np.float16)
             inverse = inverted(scale.astype(np.float32))
             zero = np.clip(np.rint(-low * inverse), 0, last)[:, None]
@@ -160,7 +166,8 @@ class Int4(Rounded):
         return self.replace(**flat | {"nibbles": four_bits.join(flat["nibbles"])})
 
     def parts(self, form: str) -> dict[str, np.ndarray]:
-        (columns,), (rows,) = self.into, self.out
+        (columns,) = self.into
+        (rows,) = self.out
         codes = four_bits.split(self.nibbles, columns).T - np.uint8(self.offset)
         found = {
             ".weight_packed": join_codes(codes, self.bits),
@@ -201,7 +208,8 @@ def of_bits(bits: int, dense: ArraySpec, *options: str) -> Int4:
         raise FormatError(f"int{bits} has no options {'-'.join(options)!r}; they can be {', '.join(GROUPS)} and zero")
     group = int(sizes[0]) if sizes else 32
     into, out, ordered = split(dense)
-    K, O = math.prod(into), math.prod(out)
+    K = math.prod(into)
+    O = math.prod(out)
     if K % 2:
         raise FormatError(f"{K} inputs cannot be kept two a byte")
     # One matrix: which of its sides is sharded is said by the first axis of each.

@@ -26,7 +26,8 @@ GROUPS = ("16", "32", "64", "128")
 CHOICES = "int8, int8-weights (activations stay as they are), int8-weights-128 (a group of 16, 32, 64 or 128)"
 HEAD = "int8"
 SPLITS = True
-METHOD, MULTIPLE = None, 1
+METHOD = None
+MULTIPLE = 1
 WHOLE = {"type": "int", "symmetric": True, "dynamic": False, "num_bits": 8, "strategy": "channel"}
 STORED = {
     "int8": Scheme(WHOLE, WHOLE | {"strategy": "token", "dynamic": True}, ("int-quantized",)),
@@ -50,10 +51,12 @@ class Int8(Rounded):
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
         axes = len(self.into)
-        into, out = self.codes.shape[:axes], self.codes.shape[axes:]  # of this device's part, where it is split
+        into = self.codes.shape[:axes]  # of this device's part, where it is split
+        out = self.codes.shape[axes:]
         check_subscripts(subscripts, x, into, out, self.inputs)
         lead = x.shape[: x.ndim - axes]
-        codes_KO, scale_O = self.codes.reshape(-1, math.prod(out)), self.scale.reshape(-1)
+        codes_KO = self.codes.reshape(-1, math.prod(out))
+        scale_O = self.scale.reshape(-1)
         x_RK = x.reshape(-1, codes_KO.shape[0])
         if self.dynamic:
             rows_RK, row_scale_R1 = as_bytes(x_RK)
@@ -115,7 +118,8 @@ class Int8(Rounded):
         return self.replace(codes=fields["codes"].reshape(self.into + self.out), scale=fields["scale"][0])
 
     def parts(self, form: str) -> dict[str, np.ndarray]:
-        codes, scale = np.ascontiguousarray(self.codes.T), self.scale[:, None]
+        codes = np.ascontiguousarray(self.codes.T)
+        scale = self.scale[:, None]
         if form != "pack-quantized":
             return {".weight": codes, ".weight_scale": scale}
         data = join_words(codes.view(np.uint8) ^ 128)
@@ -135,7 +139,8 @@ class TiledInt8(Product):
         return kernel(dynamic=self.tiles.shape[-1] == 4)
 
     def __getitem__(self, index):
-        block, lane = index // LANES, index % LANES
+        block = index // LANES
+        lane = index % LANES
         rows = self.tiles[block, :, lane].reshape(index.shape[0], -1)[:, : math.prod(self.into)]
         return rows.astype(jnp.float32) * self.scale[index][:, None]
 

@@ -12,6 +12,7 @@ CHOICES = None
 HEAD = None
 SPLITS = False
 STORED: dict[str, Scheme] = {}
-METHOD, MULTIPLE = None, 1
+METHOD = None
+MULTIPLE = 1
 
 kernels, spec = by_table("iq4", "iq4", GROUP, leveled=True)

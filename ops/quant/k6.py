@@ -7,6 +7,7 @@ CHOICES = None
 HEAD = None
 SPLITS = True
 STORED: dict[str, Scheme] = {}
-METHOD, MULTIPLE = None, 1
+METHOD = None
+MULTIPLE = 1
 
 kernels, spec = by_count("k6", 6)

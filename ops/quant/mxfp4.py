@@ -22,10 +22,12 @@ from .grouped import spec as grouped
 
 BLOCK = 32
 
-CHOICES, HEAD = "mxfp4", None
+CHOICES = "mxfp4"
+HEAD = None
 SPLITS = False  # the codes lie in blocks along the axis that would be cut
 STORED = {}
-METHOD, MULTIPLE = "mxfp4", BLOCK
+METHOD = "mxfp4"
+MULTIPLE = BLOCK
 
 
 @struct.dataclass
@@ -72,7 +74,8 @@ class TiledMxfp4(Product):
 
 
 def tiled(data: np.ndarray, scales: np.ndarray, options: dict[str, bool]) -> TiledMxfp4:
-    K, out = BLOCK * len(scales), data.shape[1:]
+    K = BLOCK * len(scales)
+    out = data.shape[1:]
     tiles = tile_nibbles(data.reshape(len(data), -1), K, K)
     scale = by_block(scales.reshape(len(scales), -1))
     return TiledMxfp4(tiles, scale, into=(K,), out=out, inputs=(0,), **options)
@@ -85,7 +88,8 @@ def kernels(*options: str) -> tuple[str, ...]:
 def decode(data, scales):
     """The values of [four_bits.count(D), ...] bytes and [D / 32, ...] scales."""
     code = four_bits.split(data, BLOCK * len(scales)).astype(jnp.int32)
-    exponent, mantissa = (code >> 1) & 3, code & 1
+    exponent = (code >> 1) & 3
+    mantissa = code & 1
     # Twice the magnitude is a whole number; exponent 0 has no hidden bit.
     doubled = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))
     halves = jnp.where(code & 8 == 0, doubled, -doubled).reshape(-1, BLOCK, *data.shape[1:])
@@ -116,7 +120,8 @@ def tensors(E: int, into: int, out: tuple[int, ...]) -> Mxfp4:
 
     A byte of a block there has neighbouring inputs, the even one in its low half.
     """
-    rows, groups = int(np.prod(out)), into // BLOCK
+    rows = int(np.prod(out))
+    groups = into // BLOCK
 
     def turn_codes(x: np.ndarray) -> np.ndarray:
         found = np.empty((E, four_bits.count(into), rows), np.uint8)

@@ -9,6 +9,7 @@ CHOICES = "nvfp4"
 HEAD = "int8"
 SPLITS = False
 STORED: dict[str, Scheme] = {}
-METHOD, MULTIPLE = None, 1
+METHOD = None
+MULTIPLE = 1
 
 kernels, spec = by_table("nvfp4", "float4", GROUP)

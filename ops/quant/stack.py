@@ -36,5 +36,6 @@ def one_of(dense: ArraySpec) -> ArraySpec:
 
 def in_front(node: Any, dense: ArraySpec) -> Stack:
     """The specs of a stack of such nodes, which is split along its first axis as the dense one is."""
-    E, axis = dense.shape[0], dense.axes[0]
+    E = dense.shape[0]
+    axis = dense.axes[0]
     return Stack(jax.tree.map(lambda leaf: replace(leaf, shape=(E, *leaf.shape), axes=(axis, *leaf.axes)), node))

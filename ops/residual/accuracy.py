@@ -31,13 +31,15 @@ class ResidualCase:
         return LARGEST_ERROR[self.kind["dtype"]]
 
     def build(self, seed: int):
-        rng, D = np.random.default_rng(seed), self.kind["width"]
+        rng = np.random.default_rng(seed)
+        D = self.kind["width"]
 
         def rows():
             sizes = rng.choice([0.01, 1, 50], (self.rows, 1))
             return jnp.asarray(rng.standard_normal((self.rows, D)) * sizes, self.kind["dtype"])
 
-        y_TD, y_norm = rows() if self.kind["adds"] else None, random_norm(self.kind["added_norm"], D, rng)
+        y_TD = rows() if self.kind["adds"] else None
+        y_norm = random_norm(self.kind["added_norm"], D, rng)
         given = Residual(rows(), y_TD, y_norm), random_norm(self.kind["norm"], D, rng)
         sum_TD, normed_TD = in_float64(*given, EPS)
         size_T1 = np.sqrt(np.mean(sum_TD**2, 1, keepdims=True))

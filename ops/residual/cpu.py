@@ -14,7 +14,8 @@ from . import Residual, xla
 
 def add_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None):
     """See `quire.ops.residual.add_and_norm`. Products round the rows by themselves."""
-    x_TD, y_TD = rows.x_TD, rows.y_TD
+    x_TD = rows.x_TD
+    y_TD = rows.y_TD
     if x_TD.ndim != 2 or not x_TD.size:
         raise NotImplementedError(f"there must be rows in one list, not an array of {x_TD.shape}")
     dtypes = {x.dtype.name for x in (x_TD, y_TD) if x is not None}
@@ -26,7 +27,8 @@ def add_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None)
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def sum_and_norm(eps: float, rows: Residual, scale_D):
-    x_TD, y_TD = rows.x_TD, rows.y_TD
+    x_TD = rows.x_TD
+    y_TD = rows.y_TD
     adds = y_TD is not None
     weights = [*parts(rows.scale_D if adds else None), *parts(scale_D)]
     for array in (x_TD if y_TD is None else y_TD, *weights):  # the kernel does not check shapes

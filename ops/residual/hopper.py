@@ -32,7 +32,8 @@ def add_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None,
 
 def refusals(rows: Residual, scale_D, rounds: str | None = None) -> list[str]:
     """All reasons for which the kernel cannot serve a case."""
-    found, D = [], rows.x_TD.shape[-1]
+    found = []
+    D = rows.x_TD.shape[-1]
     dtypes = {str(array.dtype) for array in (rows.x_TD, rows.y_TD) if array is not None}
     if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float32"}:
         found.append(f"rows must all be bfloat16 or all float32, not {' and '.join(sorted(dtypes))}")

@@ -46,7 +46,8 @@ class Refs(NamedTuple):
 def sum_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None, interpret: Any = None):
     """(the sum, its norm), and the norm's codes if it `rounds`."""
     T, D = rows.x_TD.shape
-    adds, centred = rows.y_TD is not None, (isinstance(weights, LayerNorm) for weights in (scale_D, rows.scale_D))
+    adds = rows.y_TD is not None
+    centred = (isinstance(weights, LayerNorm) for weights in (scale_D, rows.scale_D))
     shape = RowShape(D // LINE, eps, rounds, *centred)
     given = {"x": rows.x_TD} | ({"y": rows.y_TD} if adds else {}) | weights_of(scale_D) | weights_of(rows.scale_D, "y_")
     given = {name: array.reshape(*array.shape[:-1], shape.lines, LINE) for name, array in given.items()}
@@ -60,7 +61,8 @@ def sum_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None,
     names = [*given, *results]
 
     def body(*refs) -> None:
-        named, tiles = dict(zip(names, refs, strict=True)), Tiles(interpret is not None)
+        named = dict(zip(names, refs, strict=True))
+        tiles = Tiles(interpret is not None)
         pl.run_scoped(lambda **shared: run(shape, tiles, Refs(**named, **shared)), **scratch)
 
     found: Any = pl.kernel(
@@ -85,7 +87,8 @@ def weights_of(norm, prefix: str = "") -> dict[str, Any]:
 
 def run(shape: RowShape, tiles: Tiles, refs: Refs) -> None:
     """What is done with one row."""
-    t, row = lax.axis_index("row"), pl.ds(0, shape.lines)
+    t = lax.axis_index("row")
+    row = pl.ds(0, shape.lines)
     copies = [(refs.x.at[t], refs.own_x), (refs.scale, refs.own_scale)]
     if refs.y is not None:
         copies.append((refs.y.at[t], refs.own_y))
@@ -95,7 +98,8 @@ def run(shape: RowShape, tiles: Tiles, refs: Refs) -> None:
             plgpu.copy_gmem_to_smem(far, own.at[row], refs.here)
     plgpu.barrier_wait(refs.here)
     load = functools.partial(numbers, shape, tiles)
-    dtype, own_normed = refs.own_x.dtype, refs.own_x if refs.y is None else refs.own_y
+    dtype = refs.own_x.dtype
+    own_normed = refs.own_x if refs.y is None else refs.own_y
     wide_LC = load(refs.own_x)
     if refs.y is not None:
         y_LC = load(refs.own_y)
@@ -152,7 +156,8 @@ def weigh(x_LC, load, scale, bias):
 
 def code(codes: str, tiles: Tiles, x_LC):
     """(numbers that codes of eight bits stand for, scale) of a row in float32."""
-    most, limit = jnp.max(jnp.abs(x_LC)), int8.LIMIT if codes == "int8" else fp8.LIMIT
+    most = jnp.max(jnp.abs(x_LC))
+    limit = int8.LIMIT if codes == "int8" else fp8.LIMIT
     inverse = jnp.where(most > 0, limit / most, 0.0)  # of a row with NaN none: its codes are zeros
     exact_LC = jnp.where(jnp.abs(x_LC) < jnp.inf, x_LC, 0.0) * inverse
     if codes == "int8":

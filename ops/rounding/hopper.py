@@ -22,7 +22,8 @@ def round_rows(x_RK, codes: str, *, interpret: Any = None):
     """See `quire.ops.rounding.round_rows`. With `interpret` it runs in Pallas' interpreter, on a CPU."""
     if interpret is None and (declined := device.no_hopper_reason()):
         raise NotImplementedError(declined)
-    K, reasons = x_RK.shape[1], []
+    K = x_RK.shape[1]
+    reasons = []
     if x_RK.dtype != jnp.bfloat16:
         reasons.append(f"rows must be bfloat16, not {x_RK.dtype}")
     if K % LINE or K > LINE * MOST:

@@ -16,12 +16,14 @@ from ..residual.shape import LINE, RowShape
 def code_rows(x_RK, codes: str, interpret: Any = None):
     """(codes, scale of each row)."""
     R, K = x_RK.shape
-    shape, tiles = RowShape(K // LINE, 0.0, codes), Tiles(interpret is not None)
+    shape = RowShape(K // LINE, 0.0, codes)
+    tiles = Tiles(interpret is not None)
     x_RLC = x_RK.reshape(R, shape.lines, LINE)
 
     def body(x, coded, scales) -> None:
         def run(own, here) -> None:
-            row, some = lax.axis_index("row"), pl.ds(0, shape.lines)
+            row = lax.axis_index("row")
+            some = pl.ds(0, shape.lines)
             plgpu.copy_gmem_to_smem(x.at[row], own.at[some], here)
             plgpu.barrier_wait(here)
             x_LC = numbers(shape, tiles, own)

@@ -29,7 +29,8 @@ MAX_LOGPROBS = 20
 MAX_BANS = 64
 MAX_WANTED = 128
 # In place of the token of a row that is not ok: its raw logits are NaN, +inf or all -inf; or no token is allowed.
-BROKEN, BANNED = -1, -2
+BROKEN = -1
+BANNED = -2
 
 
 @struct.dataclass

@@ -95,9 +95,11 @@ def highest(keys_RWn: Array, parts: list[Array], need: list[Array], axis: Axis) 
 
     A token's `parts` are a number of 32 bits, or the lower 32 bits of one and the higher; so are those of the need.
     """
-    key_R, last = jnp.zeros(keys_RWn.shape[0], jnp.uint32), 32
+    key_R = jnp.zeros(keys_RWn.shape[0], jnp.uint32)
+    last = 32
     while last:
-        first, last = last, max(0, last - BITS)
+        first = last
+        last = max(0, last - BITS)
         trials = [key_R | jnp.uint32(digit << last) for digit in range(1, 1 << (first - last))]
         above = [keys_RWn >= trial_R[:, None, None] for trial_R in trials]
         sums = add_up([[jnp.where(above_RWn, part_RWn, 0) for part_RWn in parts] for above_RWn in above], axis)
@@ -158,7 +160,8 @@ def best_few(values_RN: Array, K: int) -> tuple[Array, Array]:
 
 def by_rank(values_RN: Array, at_RN: Array, K: int) -> tuple[Array, Array]:
     """The best K values and their places, each found by the number of those that are better."""
-    mine, others = (values_RN[:, :, None], at_RN[:, :, None]), (values_RN[:, None, :], at_RN[:, None, :])
+    mine = (values_RN[:, :, None], at_RN[:, :, None])
+    others = (values_RN[:, None, :], at_RN[:, None, :])
     better_RNN = (others[0] > mine[0]) | ((others[0] == mine[0]) & (others[1] < mine[1]))
     chosen_RKN = better_RNN.sum(axis=2)[:, None] == jnp.arange(K)[None, :, None]
     return tuple(jnp.where(chosen_RKN, x_RN[:, None], 0).sum(axis=2) for x_RN in (values_RN, at_RN))  # type: ignore[return-value]

@@ -109,17 +109,20 @@ def penalise(logits_RV: Array, state: SlotState, inputs: SamplingInputs, axis: A
     repetition_R1 = inputs.repetition_penalty_R[:, None]
     repeated_RV = jnp.where(logits_RV > 0, logits_RV / repetition_R1, logits_RV * repetition_R1)
     logits_RV = jnp.where(seen_RV, repeated_RV, logits_RV)
-    frequency_R1, presence_R1 = inputs.frequency_penalty_R[:, None], inputs.presence_penalty_R[:, None]
+    frequency_R1 = inputs.frequency_penalty_R[:, None]
+    presence_R1 = inputs.presence_penalty_R[:, None]
     return logits_RV - frequency_R1 * counts_RV - presence_R1 * (counts_RV > 0)
 
 
 def argmax(logits_RV: Array, axis: Axis) -> tuple[Array, Array]:
     """Each row's best token and its logit; XLA's own argmax takes 25 times as long on the CPU."""
-    V, best_R = logits_RV.shape[1], logits_RV.max(axis=1)
+    V = logits_RV.shape[1]
+    best_R = logits_RV.max(axis=1)
     token_R = extreme(jnp.where(logits_RV == best_R[:, None], jnp.arange(V)[None], V), lax.min, V)
     if axis.size == 1:
         return token_R, best_R
-    best_AR, token_AR = axis.gather(best_R), axis.gather(token_R + axis.index() * V)
+    best_AR = axis.gather(best_R)
+    token_AR = axis.gather(token_R + axis.index() * V)
     best_R = best_AR.max(axis=0)
     return jnp.where(best_AR == best_R, token_AR, axis.size * V).min(axis=0), best_R
 

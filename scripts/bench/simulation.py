@@ -197,7 +197,8 @@ class Simulation:
         outcome.ended = self.now
 
     def look(self) -> None:
-        table, running = self.table, self.scheduler.running
+        table = self.table
+        running = self.scheduler.running
         owned = sum(1 for owners in table.pools[0].ref_counts if owners) * table.page_size
         distinct = owned - sum(-seq.num_computed % table.page_size for seq in running)
         preemptions = self.preemptions + sum(seq.num_preemptions for seq in running)

@@ -112,11 +112,14 @@ def right(report: PartReport, scale: CheckSizes, seed: int) -> None:
 
 def chosen(report: PartReport, scale: CheckSizes, seed: int) -> None:
     """Whether an engine chooses the kernel by itself, in a process that holds most of the card's memory."""
-    trial, began, shown = Trial("decode", 5, 700), time.perf_counter(), []
+    trial = Trial("decode", 5, 700)
+    began = time.perf_counter()
+    shown = []
     with tempfile.TemporaryDirectory() as empty:
         os.environ["XDG_CACHE_HOME"] = empty  # no earlier choice is cached there
         name, declined = first_to(lambda implementation: shown.append(measure_attention(trial, implementation, seed)))
-    took, found = time.perf_counter() - began, shown[0]
+    took = time.perf_counter() - began
+    found = shown[0]
     said = "; ".join((name, *declined))
     report(
         f"{said}; found out in {took:.0f} s, error {found.error:.1e}", chosen=name, declined=declined, error=found.error

@@ -70,7 +70,8 @@ def check(
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
     """The findings of each part; a part that needs more seconds than are left is skipped."""
-    began, found = clock(), {}
+    began = clock()
+    found = {}
     for part in parts:
         left = budget - (clock() - began)
         print(f"\n{part.name}: {part.title}", flush=True)
@@ -90,7 +91,8 @@ def check(
 
 def start(part: CheckPart, chosen: dict[str, str], limit: float, folder: Path, seed: int, tiny: bool) -> dict[str, Any]:
     """Run a part in a process of its own. Returns its findings, and how it failed if it did."""
-    file, errors = folder / f"{part.name}.json", folder / f"{part.name}.err"
+    file = folder / f"{part.name}.json"
+    errors = folder / f"{part.name}.err"
     command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, "--part", part.name, "--file", str(file)]
     command += ["--seed", str(seed), *(["--attention", chosen["attention"]] if chosen else []), *["--tiny"] * tiny]
     flags = f"{os.environ.get('XLA_FLAGS', '')} {part.flags}".strip()

@@ -64,7 +64,8 @@ class PartReport:
     """The findings of a part, printed and saved at once: those before a crash are kept."""
 
     def __init__(self, file: Path):
-        self.file, self.found = file, {}
+        self.file = file
+        self.found = {}
 
     def __call__(self, line: str = "", **found: Any) -> None:
         if line:
@@ -100,7 +101,8 @@ def timed(run: Callable[[], Any]) -> float:
 
 def card_rates(report: PartReport, scale: CheckSizes) -> tuple[float, float]:
     """(bytes a second that are copied, operations a second of products)."""
-    copy, product = copy_rate(scale.copied), product_rate(scale.multiplied)
+    copy = copy_rate(scale.copied)
+    product = product_rate(scale.multiplied)
     report(f"copy {copy / 1e12:.2f} TB/s, product {product / 1e12:.0f} TFLOP/s", copy=copy, product=product)
     return copy, product
 
@@ -120,7 +122,8 @@ def product_rate(side: int) -> float:
 def attention_by(name: str) -> Iterator[None]:
     """Whatever is compiled in this context uses this attention implementation alone, listed or not."""
     table = attention.IMPLEMENTATIONS
-    listed, module = dict(table), import_module(f".{UNTRIED[name]}", attention.__name__)
+    listed = dict(table)
+    module = import_module(f".{UNTRIED[name]}", attention.__name__)
     backend = module.BACKEND
     jax.clear_caches()  # else a step that was traced before would be reused
     table.clear()

@@ -118,9 +118,11 @@ def appended(config: ModelConfig, rows: int, seed: int) -> StepPiece:
 def between(config: ModelConfig, rows: int, seed: int) -> StepPiece:
     """The sum with what a block gave and its norm, and the rotation of queries and keys."""
     a = config.layers[0].attention
-    x_TD, y_TD = rows_of(config, rows, seed), rows_of(config, rows, seed + 1)
+    x_TD = rows_of(config, rows, seed)
+    y_TD = rows_of(config, rows, seed + 1)
     qk_TNH = jax.random.normal(jax.random.key(seed), (rows, a.heads + a.kv_heads, a.head_dim), config.dtype)
-    positions_T, frequencies = jnp.arange(rows), 1e4 ** -np.linspace(0, 1, a.head_dim // 2)
+    positions_T = jnp.arange(rows)
+    frequencies = 1e4 ** -np.linspace(0, 1, a.head_dim // 2)
 
     @jax.jit
     def run(x_TD, y_TD, qk_TNH, scale_D):
@@ -133,7 +135,8 @@ def between(config: ModelConfig, rows: int, seed: int) -> StepPiece:
 
 def remembered(config: ModelConfig, sequences: int, rows: int, seed: int) -> StepPiece:
     """The delta rule for heads like those of attention; memories are read once and written once, in place."""
-    a, T = config.layers[0].attention, sequences * rows
+    a = config.layers[0].attention
+    T = sequences * rows
     q_key, k_key, v_key, decay_key = jax.random.split(jax.random.key(seed), 4)
     q_TKH, k_TKH = (jax.random.normal(key, (T, a.kv_heads, a.head_dim)) * a.head_dim**-0.5 for key in (q_key, k_key))
     v_TNV = jax.random.normal(v_key, (T, a.heads, a.head_dim))
@@ -154,12 +157,15 @@ def remembered(config: ModelConfig, sequences: int, rows: int, seed: int) -> Ste
 
 def drawn(config: ModelConfig, rows: int, seed: int) -> Iterator[StepPiece]:
     """The logits, and tokens sampled from them."""
-    specs, R, V = abstract(config), rows, config.vocab_size
+    specs = abstract(config)
+    R = rows
+    V = config.vocab_size
     head = random_arrays(specs.embed_VD if specs.head_VD is None else specs.head_VD, seed, on_device=True)
     product = jax.jit(lambda head, x_RD: jnp.dot(x_RD, head.T, preferred_element_type=jnp.float32))
     x_RD = rows_of(config, rows, seed)
     yield StepPiece(f"logits, {plural(rows)}", product, (head, x_RD), nbytes(head), 2 * R * V * config.dim)
-    logits_RV, state = product(head, x_RD), empty_state(R, V)
+    logits_RV = product(head, x_RD)
+    state = empty_state(R, V)
     for name, plain, temperature, top_p in (
         ("without branches", True, 0.8, 1.0), ("greedy", False, 0.0, 1.0), ("with top-p", False, 0.8, 0.9),
     ):  # fmt: skip

@@ -41,7 +41,8 @@ def run(report: PartReport, scale: CheckSizes, seed: int, attention: str) -> Non
     """Answer all requests, then launch the same decode steps again with nothing between them."""
     name = scale.kernel if attention == "kernel" else attention
     started = time.perf_counter()
-    max_len, streams = scale.prompt + scale.answer, scale.streams
+    max_len = scale.prompt + scale.answer
+    streams = scale.streams
     runner = make_runner(
         scale, max_len, lambda sizes: [choose(sizes, streams, streams, streams, True), max(sizes)], name, seed
     )
@@ -67,7 +68,8 @@ def run(report: PartReport, scale: CheckSizes, seed: int, attention: str) -> Non
 
 def requests(scale: CheckSizes, seed: int) -> list[Sample]:
     """Random prompts, which share no prefix."""
-    rng, vocab = random.Random(seed), scale.hf["vocab_size"]
+    rng = random.Random(seed)
+    vocab = scale.hf["vocab_size"]
     return [Sample([rng.randrange(vocab) for _ in range(scale.prompt)], scale.answer) for _ in range(scale.requests)]
 
 
@@ -104,7 +106,8 @@ def host_share(report: PartReport, runner: Runner, found: LoadRun, recorded: Rec
 
 def longest(flags: list[bool]) -> range:
     """The longest stretch of consecutive truths."""
-    best, start = range(0), 0
+    best = range(0)
+    start = 0
     for index, flag in enumerate([*flags, False]):
         if not flag:
             best = max(best, range(start, index), key=len)

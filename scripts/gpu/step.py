@@ -50,7 +50,8 @@ def measure(report: PartReport, scale: CheckSizes, runner: Runner, batch: int, s
     launches = []
 
     def burst(branches: bool = False) -> list:
-        started, found = time.perf_counter(), []
+        started = time.perf_counter()
+        found = []
         for size, program, buffer in sent:
             compiled = runner.compiled[size] if branches else program
             sampled, hidden_RD, runner.state = compiled(runner.weights, runner.state, buffer)
@@ -70,7 +71,8 @@ def measure(report: PartReport, scale: CheckSizes, runner: Runner, batch: int, s
     first = np.asarray(steps[0][1], np.float32)[:batch]
     if not (drawn >= 0).all() or not np.isfinite(first).all():
         report.wrong(f"batch {batch}: a row is not a number")
-    (seconds, launch), (slow, slow_launch) = median(False), median(True)
+    (seconds, launch) = median(False)
+    (slow, slow_launch) = median(True)
     moved, _ = least(runner.config, batch, batch, scale.context + len(sent) // 2)
     share = moved / seconds / copy
     (model,) = [model for model, hf in SHAPES.items() if hf["model_type"] == scale.hf["model_type"]]

@@ -106,14 +106,18 @@ def measure(config, sizes: Mapping[str, int], batch: int, length: int, rows: int
 
     began = time.monotonic()
     specs = abstract(config) if specs is None else specs
-    mesh, groups, width = make_mesh(**sizes), len(config.windows), -(-length // PAGE)
+    mesh = make_mesh(**sizes)
+    groups = len(config.windows)
+    width = -(-length // PAGE)
     pipeline = Pipeline(config, mesh)
     weights = abstract_on_mesh(config, mesh, specs)
     pages = batch * width + 1
     state = pipeline.abstract_state((pages,) * groups, PAGE, batch)
     shape = StepShape(Size(rows or batch, batch, batch), batch)
     layout = BatchLayout(shape.with_cache(groups, PAGE, length, sizes.get("data", 1)))
-    found, sampled, parts = Counter(), Counter(), []
+    found = Counter()
+    sampled = Counter()
+    parts = []
     for lowered in pipeline.lower(weights, state, layout):
         compiled = lowered.compile()
         parts.append(memory_of(compiled))
@@ -145,7 +149,8 @@ def collectives(text: str) -> tuple[Counter, Counter]:
 
     A CPU sums bfloat16 in float32 and marks the sum as promoted; such a sum counts with the size of bfloat16.
     """
-    model, sampling = Counter(), Counter()
+    model = Counter()
+    sampling = Counter()
     for line in text.splitlines():
         made = COLLECTIVE.search(line)
         if made is None:

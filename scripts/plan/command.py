@@ -201,7 +201,8 @@ def finite(batch: float) -> float | None:
 
 def text(result: dict) -> str:
     """The result as tables for people."""
-    device, weights = result["device"], amount(result["weight_bytes"])
+    device = result["device"]
+    weights = amount(result["weight_bytes"])
     head = f"{result['model']}: {result['layers']} layers, {weights} of weights in {result['dtype']}"
     used = f"{device_line(device)}\nused: {amount(result['usable_memory'])} ({result['usable_memory_is']})"
     if not result["lengths"]:

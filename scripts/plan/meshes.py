@@ -44,8 +44,10 @@ def propose(config, weights, device, devices: int, batch: int, length: int, best
 
 def text(result: dict) -> str:
     """The proposal as tables for people."""
-    found, device = result["meshes"], result["device"]
-    work, choices = found["work"], found["choices"]
+    found = result["meshes"]
+    device = result["device"]
+    work = found["work"]
+    choices = found["choices"]
     rows = [row(choice, "*" if choice is choices[0] else "") for choice in choices[:SHOWN]]
     head = ("mesh", "weights", "fit", "step", "read", "compute", "send", "tok/s", "prompts")
     flags = [

@@ -174,7 +174,8 @@ def wanted_of(given: dict[str, Any]) -> ServerSetup:
     for name in ("ray_address", *given["scale"]) if given["runs_on"] is None else ():
         if given.get(name) is not None or name in given["scale"]:
             raise o.UsageError(f"--{name.replace('_', '-')} needs --engine ray")
-    names, processes = given["models"] or [], given["engine"].get("num_processes", 1)
+    names = given["models"] or []
+    processes = given["engine"].get("num_processes", 1)
     if processes > 1 and (len(names) > 1 or given["runs_on"] is not None):
         raise o.UsageError(f"--num-processes is {processes}: several processes serve one model together, without Ray")
     options = given["engine"] | {"max_queued_requests": given["max_queued_requests"], "seed": given["seed"]}

@@ -130,8 +130,10 @@ def pack(answers: Answers, numbers: Sequence[int], length: int) -> Rows:
         rows[at].append(number)
         room[at] -= size
     shape = (len(rows), length)
-    tokens, documents = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    positions, written = np.full(shape, -1, np.int32), np.zeros(shape, bool)
+    tokens = np.zeros(shape, np.int32)
+    documents = np.zeros(shape, np.int32)
+    positions = np.full(shape, -1, np.int32)
+    written = np.zeros(shape, bool)
     for row, members in enumerate(rows):
         at = 0
         for place, number in enumerate(members, 1):
@@ -163,4 +165,5 @@ def batches(answers: Answers, numbers: Sequence[int], length: int, size: int, se
             for number, batch in enumerate(parts(rows, size)):
                 if number >= first:
                     yield batch
-        first, epoch = max(0, first - count), epoch + 1
+        first = max(0, first - count)
+        epoch = epoch + 1

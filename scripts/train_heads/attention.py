@@ -15,7 +15,8 @@ def attention(config: ModelConfig, documents_BT):
     B, T = documents_BT.shape
 
     def attend(index, q_TNH, k_TKH, v_TKH, cache, params: AttentionParams, sinks_N=None):
-        window, soft_cap = params.window, params.soft_cap
+        window = params.window
+        soft_cap = params.soft_cap
         if k_TKH is not None:
             v_TKH = k_TKH[..., : params.value_dim] if v_TKH is None else v_TKH
             cache = {**cache, index: tuple(x.reshape(B, T, *x.shape[1:]) for x in (k_TKH, v_TKH))}
@@ -62,7 +63,8 @@ def attention_of_pass(number: int, documents_BT):
         ahead = jnp.arange(T)[:, None] - jnp.arange(T)[None]
         seen = (ahead >= number) & (documents_BT[:, :, None] == documents_BT[:, None])
         score = jnp.einsum("BQKGH,BJKH->BKQGJ", q_BTKGH, k_BJKH, preferred_element_type=jnp.float32)
-        scores, values = [jnp.where(seen[:, None, :, None], score, OUTSIDE)], []
+        scores = [jnp.where(seen[:, None, :, None], score, OUTSIDE)]
+        values = []
         for place, (k, v) in enumerate(drafted, 1):
             k, v = (shifted(x, number - place) for x in (k, v))
             score = jnp.einsum("BQKGH,BQKH->BKQG", q_BTKGH, k, preferred_element_type=jnp.float32)

@@ -20,7 +20,8 @@ def new_heads(
 ) -> tuple[DraftHeads, dict[str, Any]]:
     """Heads for a model and their config.json; what is said of another kind than this has no meaning."""
     check_kind(kind)
-    names, of_all = (), {"vocab_size": target.vocab_size, "hidden_size": target.dim, "torch_dtype": target.dtype}
+    names = ()
+    of_all = {"vocab_size": target.vocab_size, "hidden_size": target.dim, "torch_dtype": target.dtype}
     if kind == "medusa":
         names = ("blocks.0.layers.0.bias",)
         hf = of_all | {
@@ -30,7 +31,8 @@ def new_heads(
     else:
         hf = of_all | layer_like(target)
     if kind == "eagle3":
-        count, L = min(vocab or target.vocab_size, target.vocab_size), len(target.layers)
+        count = min(vocab or target.vocab_size, target.vocab_size)
+        L = len(target.layers)
         hf |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": count}
         if L < 5:  # too few for the places that features are taken from elsewhere
             hf |= {"eagle_aux_hidden_state_layer_ids": [1, (L + 1) // 2, L]}
@@ -45,7 +47,8 @@ def check_kind(kind: str) -> None:
 def layer_like(target: ModelConfig) -> dict[str, Any]:
     """One layer of Llama's form, about as large as one of the target's."""
     found = target.layers[-1]
-    attention, D = found.attention, target.dim
+    attention = found.attention
+    D = target.dim
     H = attention.head_dim if isinstance(attention, Attention) else 128
     H = next(size for size in (H, 64, 32, 16, 8, 4, 2) if D % size == 0)
     N = D // H

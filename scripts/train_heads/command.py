@@ -12,7 +12,8 @@ from .settings import Settings
 
 def flag(field: Field) -> Any:
     """The flag of a setting. Not given it is None, which leaves the default to `Settings`."""
-    about, kind = field.metadata, field.type
+    about = field.metadata
+    kind = field.type
     name = f"--{field.name.replace('_', '-')}"
     parser = o.size if kind is int else None
     named = name if kind is bool else ""

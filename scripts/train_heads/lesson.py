@@ -29,8 +29,10 @@ class Judged(NamedTuple):
 
 def judge(heads: DraftHeads, own, target_weights, config: ModelConfig, batch: Rows, places: int) -> list[Judged]:
     """How well the heads draft at each of `places` places ahead, if all before them are right."""
-    tokens_BT, documents_BT = batch.tokens, batch.documents
-    positions_T, attend = batch.positions.reshape(-1), attention(config, documents_BT)
+    tokens_BT = batch.tokens
+    documents_BT = batch.documents
+    positions_T = batch.positions.reshape(-1)
+    attend = attention(config, documents_BT)
     seen: dict[int, Any] = {}
     x = decoder.embed(target_weights, tokens_BT.reshape(-1), positions_T, config)
     hooks = LayerHooks(attend, observe=seen.__setitem__ if heads.features else None)
@@ -54,11 +56,13 @@ def asked_from(batch: Rows, place: int):
 def of_medusa(heads, own, target_weights, config, batch: Rows, places: int, hidden_TD, _) -> list[Judged]:
     """Each head is asked at every row; the token one place on is not its affair."""
     B, T = batch.tokens.shape
-    found, chain_BT = [], jnp.ones((B, T), bool)
+    found = []
+    chain_BT = jnp.ones((B, T), bool)
     for c in range(min(places, heads.count)):
         one = replace(heads, count=1), own.replace(heads=own.heads[c : c + 1])
         taught_TD = flat(shifted(hidden_TD.reshape(B, T, -1), -1 - c))
-        asked_BT, wanted_BT = asked_from(batch, c), shifted(batch.tokens, -2 - c)
+        asked_BT = asked_from(batch, c)
+        wanted_BT = shifted(batch.tokens, -2 - c)
 
         def drafted(x_RD, one=one):
             return draft_heads.medusa_logits(*one, target_weights, x_RD)[0]
@@ -72,8 +76,10 @@ def of_medusa(heads, own, target_weights, config, batch: Rows, places: int, hidd
 def of_layers(heads, own, target_weights, config, batch: Rows, places: int, hidden_TD, raw_TF) -> list[Judged]:
     """The layers run as often as tokens are drafted, each time over what they made the time before."""
     B, T = batch.tokens.shape
-    wanted_BT, taught_TD = shifted(batch.tokens, -2), flat(shifted(hidden_TD.reshape(B, T, -1), -1))
-    found, chain_BT = [], jnp.ones((B, T), bool)
+    wanted_BT = shifted(batch.tokens, -2)
+    taught_TD = flat(shifted(hidden_TD.reshape(B, T, -1), -1))
+    found = []
+    chain_BT = jnp.ones((B, T), bool)
     for place, (made_TD, x_TD) in enumerate(passes(heads, own, target_weights, batch, places, raw_TF)):
 
         def drafted(x_RD):
@@ -95,8 +101,10 @@ def passes(heads, own, target_weights, batch: Rows, places: int, raw_TF) -> Iter
     another one, none counts.
     """
     B, T = batch.tokens.shape
-    next_T, positions_T = shifted(batch.tokens, -1).reshape(-1), batch.positions.reshape(-1)
-    features_TD, cache = draft_heads.take_features(heads, own, raw_TF), {}
+    next_T = shifted(batch.tokens, -1).reshape(-1)
+    positions_T = batch.positions.reshape(-1)
+    features_TD = draft_heads.take_features(heads, own, raw_TF)
+    cache = {}
     for place in range(places):
         hooks = LayerHooks(attention_of_pass(place, batch.documents))
         made_TD, x_TD, cache = draft_heads.run(
@@ -130,14 +138,17 @@ def compare(drafted, x_TD, taught_TD, wanted_BT, target_weights, config: ModelCo
 
     def some(rows):
         x_RD, taught_RD, wanted_R = rows
-        own_RV, taught_RV = drafted(x_RD), decoder.logits(target_weights, taught_RD, config)
+        own_RV = drafted(x_RD)
+        taught_RV = decoder.logits(target_weights, taught_RD, config)
         right_R = jnp.argmax(own_RV, axis=-1) == wanted_R
         if tokens_U is not None:  # others cannot be drafted
-            own_RV, taught_RV = own_RV[:, tokens_U], taught_RV[:, tokens_U]
+            own_RV = own_RV[:, tokens_U]
+            taught_RV = taught_RV[:, tokens_U]
         share_RV = jax.lax.stop_gradient(jax.nn.softmax(taught_RV, axis=-1))
         return -(share_RV * jax.nn.log_softmax(own_RV, axis=-1)).sum(axis=-1), right_R
 
-    rows, T = (x_TD, taught_TD, wanted_BT.reshape(-1)), len(x_TD)
+    rows = (x_TD, taught_TD, wanted_BT.reshape(-1))
+    T = len(x_TD)
     size = max(1, LOGITS // config.vocab_size)
     if size >= T:
         return some(rows)

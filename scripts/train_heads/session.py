@@ -35,8 +35,11 @@ class Session:
     """One training, of which several processes may do parts, one after another."""
 
     def __init__(self, model: str, out: Path, settings: Settings):
-        self.folder, self.out, self.settings = hub.resolve(model), out, settings
-        self.console, self.stop = Console(), []
+        self.folder = hub.resolve(model)
+        self.out = out
+        self.settings = settings
+        self.console = Console()
+        self.stop = []
         served = loader.read_config(self.folder)
         # On a CPU float32 is the fastest that can be differentiated.
         self.target = replace(served, dtype="float32") if jax.default_backend() == "cpu" else served
@@ -47,7 +50,8 @@ class Session:
             found, self.hf = new_heads(s.kind, served, s.heads, s.depth, not s.shared_head, s.draft_vocab)
         else:
             check_kind(s.kind)
-            found, self.hf = draft_heads.read_heads(s.start, served, s.kind), read_json(s.start / CONFIG)
+            found = draft_heads.read_heads(s.start, served, s.kind)
+            self.hf = read_json(s.start / CONFIG)
         self.written, self.heads = found, at_dtype(found, self.target.dtype)
 
     def run(self) -> None:
@@ -74,7 +78,8 @@ class Session:
 
     def answers(self) -> Answers:
         """What the model has written, and what it writes now where that is not all."""
-        s, path = self.settings, self.out / "answers.npz"
+        s = self.settings
+        path = self.out / "answers.npz"
         prompts: list[Any] = [] if s.prompts is None else read_prompts(s.prompts)
         count = len(prompts) or s.samples
         found = load(path)
@@ -97,21 +102,25 @@ class Session:
         return found
 
     def train(self, answers: Answers) -> None:
-        s, console = self.settings, self.console
+        s = self.settings
+        console = self.console
         learned, held = halves(len(answers), s.held_out)
-        config, weights = self.target, with_dense_head(loader.load(self.folder, self.target, skip_packing=True))
+        config = self.target
+        weights = with_dense_head(loader.load(self.folder, self.target, skip_packing=True))
         if s.start is None:
             own = first_weights(self.heads, weights, answers, s.seed)
         else:
             own = draft_heads.load(s.start, self.heads, skip_packing=True)
         tokens_U, own = own.tokens_U, master(own.replace(tokens_U=None))
         tx = optimizer(s)
-        state, step = {"own": own, "opt": tx.init(own)}, 0
+        state = {"own": own, "opt": tx.init(own)}
+        step = 0
         manager = ocp.CheckpointManager(
             (self.out / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
         )
         if (latest := manager.latest_step()) is not None:
-            state, step = manager.restore(latest, args=ocp.args.StandardRestore(state)), latest
+            state = manager.restore(latest, args=ocp.args.StandardRestore(state))
+            step = latest
         count = sum(leaf.size for leaf in jax.tree.leaves(own))
         console.print(f"{s.kind}: {count / 1e6:.2f} M parameters; step {step} of {s.steps}", highlight=False)
         places = self.heads.count if s.kind == "medusa" else s.places
@@ -124,11 +133,13 @@ class Session:
             manager.wait_until_finished()
 
         def trial(most: int | None) -> list[tuple[int, int]]:
-            given, every = cast(self.heads, state["own"], tokens_U), parts(pack(answers, held, s.length), s.rows)
+            given = cast(self.heads, state["own"], tokens_U)
+            every = parts(pack(answers, held, s.length), s.rows)
             return added(look(given, weights, batch) for batch in islice(every, most))
 
         with self.bar() as bar:
-            line, losses = bar.add_task("training", total=s.steps, completed=step), []
+            line = bar.add_task("training", total=s.steps, completed=step)
+            losses = []
             for batch in islice(batches(answers, learned, s.length, s.rows, s.seed, step), s.steps - step):
                 if self.stop:
                     break

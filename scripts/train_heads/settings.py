@@ -7,7 +7,9 @@ from typing import Any
 
 from ...model.config import ModelError
 
-DATA, LEARNING, SHAPE = "Data", "Learning", "Heads"
+DATA = "Data"
+LEARNING = "Learning"
+SHAPE = "Heads"
 
 
 def flag(default: Any, panel: str, help: str, metavar: str | None = None, shown: str | None = None) -> Any:
@@ -57,7 +59,8 @@ class Settings:
 
     def begin(self, folder: Path) -> None:
         """Write them into a new folder; one that was begun with others is refused."""
-        path, values = folder / "settings.json", {name: own(value) for name, value in asdict(self).items()}
+        path = folder / "settings.json"
+        values = {name: own(value) for name, value in asdict(self).items()}
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(values, indent=2) + "\n")

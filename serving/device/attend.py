@@ -30,7 +30,8 @@ def attend_with(
     """
 
     def prepare(index, qkv_TGH, heads, state: State):
-        owner, group = config.kv_owner[first + index], config.group(first + index)
+        owner = config.kv_owner[first + index]
+        group = config.group(first + index)
         *qkv, filled = head_ops.prepare(qkv_TGH, heads, state.pages[owner], rows_of(group))
         return *qkv, state.replace(pages={**state.pages, owner: filled})
 
@@ -39,7 +40,8 @@ def attend_with(
     def attend(
         index, q_TNH, k_TKH, v_TKH, state: State, params: AttentionParams, sinks_N=None, picks: Picks | None = None
     ):
-        owner, rows = config.kv_owner[first + index], rows_of(config.group(first + index))
+        owner = config.kv_owner[first + index]
+        rows = rows_of(config.group(first + index))
         q_TNH, k_TKH, v_TKH = (None if x is None else axes.rows.join(x) for x in (q_TNH, k_TKH, v_TKH))
         if picks is not None:
             group = config.group(first + index)

@@ -107,7 +107,10 @@ def param_arrays(rows: int) -> dict[str, np.ndarray]:
 
 def empty(shape: StepShape) -> Batch:
     """A batch of nothing but padding: rows that write to the dummy page and draw for nobody."""
-    T, B, R, i32 = shape.size.rows, shape.size.seqs, shape.size.samples, np.int32
+    T = shape.size.rows
+    B = shape.size.seqs
+    R = shape.size.samples
+    i32 = np.int32
     batch = Batch(
         tokens_T=np.zeros(T, i32),
         positions_T=np.full(T, -1, i32),

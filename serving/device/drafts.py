@@ -89,7 +89,8 @@ class Seen:
 
     def single_rows(self, state: State, position_B) -> list[QueryRows]:
         """A row of each sequence, by cache group; at position -1 there is none."""
-        B, page_size = position_B.shape[0], page_size_of(state) * self.axes.context.size
+        B = position_B.shape[0]
+        page_size = page_size_of(state) * self.axes.context.size
         page_B, offset_B = jnp.divmod(jnp.maximum(position_B, 0), page_size)
         arrivals = new_arrivals()
         return [
@@ -143,9 +144,12 @@ class DraftModel:
 
     def run(self, weights: "WithDrafter", state: State, seen: Seen, rows: list[QueryRows], tokens_T):
         """(hidden states, state) of some rows."""
-        config, own, axes = self.config, self.weights_of(weights), seen.axes
+        config = self.config
+        own = self.weights_of(weights)
+        axes = seen.axes
         fetch = seen.fetch if weights.drafter is None else None
-        positions_T, tokens_T = axes.rows.part(rows[0].positions_T), axes.rows.part(tokens_T)
+        positions_T = axes.rows.part(rows[0].positions_T)
+        tokens_T = axes.rows.part(tokens_T)
         prepare, attend = attend_with(self.paged, lambda group: rows[group], self.first, axes)
         x = decoder.embed(own, tokens_T, positions_T, config, axes)
         hooks = LayerHooks(attend, prepare, fetch_weights=fetch)
@@ -185,7 +189,8 @@ def draft(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen, 
     slots of the sequences whose next token a row draws. Where there are several paths of drafts, their tokens come one
     path after the other.
     """
-    batch, known = seen.batch, ()
+    batch = seen.batch
+    known = ()
     if not drafter.catches_up:  # what it does not follow now, it never knows
         known, state = drafter.follow(weights, state, seen)
 
@@ -206,7 +211,9 @@ def draft(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen, 
 
 def propose(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen, known, store_R, plain):
     """The same, once the drafter has followed. Each path of each sequence is a row."""
-    batch, sampled, axis = seen.batch, seen.sampled, seen.axes.tensor
+    batch = seen.batch
+    sampled = seen.sampled
+    axis = seen.axes.tensor
     R, J = batch.sampling.drafted_RJ.shape
     page_size = page_size_of(state) * seen.axes.context.size
     single = replace(seen, axes=replace(seen.axes, rows=UNSPLIT))  # a row of each sequence, which all devices have
@@ -214,13 +221,15 @@ def propose(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen
     numbers_R, paths_R = path_of(batch)
     A, Q = batch.spares_GAQW[0].shape[:2] if batch.spares_GAQW else (batch.starts_B1.shape[0] - 1, 1)
     row_A = jnp.full(A, R).at[jnp.where(ends_R, numbers_R, A)].set(jnp.arange(R), mode="drop")
-    goes_A, row_A = row_A < R, jnp.minimum(row_A, R - 1)
+    goes_A = row_A < R
+    row_A = jnp.minimum(row_A, R - 1)
     if Q > 1:
         next_A = jnp.where(goes_A, batch.sampling.positions_R[row_A], -1)
         tables_GLM, pages_GL2 = branched(batch, entry_of(batch)[row_A], paths_R[row_A], next_A, page_size)
         state = drafter.copy_pages(state, pages_GL2)
         single = replace(single, batch=batch.replace(tables_GBM=tables_GLM))
-    goes_L, row_L = jnp.repeat(goes_A, Q), jnp.repeat(row_A, Q)
+    goes_L = jnp.repeat(goes_A, Q)
+    row_L = jnp.repeat(row_A, Q)
     L = A * Q
     inputs = jax.tree.map(lambda leaf: leaf[row_L], batch.sampling)
     off_L = jnp.zeros(L, bool)
@@ -280,7 +289,8 @@ def branched(batch: Batch, entry_A, won_A, next_A, page_size: int):
         table of the sequence   [ 7 ][ 3 ][ 9 ][ 2 ]        next token in page 9
         of another path         [ 7 ][ 3 ][ 5 ][ 8 ]        5 and 8 are spare; what 9 holds is copied to 5
     """
-    tables, copied = [], []
+    tables = []
+    copied = []
     first_A1 = jnp.maximum(next_A, 0)[:, None] // page_size
     for table_BM, spare_AQW in zip(batch.tables_GBM, batch.spares_GAQW, strict=True):
         A, Q, W = spare_AQW.shape

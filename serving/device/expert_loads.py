@@ -20,7 +20,8 @@ class ExpertLoads:
     """Reads the device's counters every few steps, without waiting for the device."""
 
     def __init__(self, config: ModelConfig, devices: int = 1):
-        self.layers, self.devices = config.expert_layers, devices
+        self.layers = config.expert_layers
+        self.devices = devices
         self.held_LS = first_placements(config)  # the expert at each place
         self.moved = 0  # places that got another expert
         self.counted_LE = np.zeros((len(self.layers), config.experts), np.uint32)
@@ -44,7 +45,8 @@ class ExpertLoads:
             self.look(state)
 
     def look(self, state: State) -> None:
-        self.arriving, self.since = self.program(state.loads_nLE), 0
+        self.arriving = self.program(state.loads_nLE)
+        self.since = 0
         self.arriving.copy_to_host_async()
 
     def settle(self, state: State) -> None:
@@ -56,7 +58,8 @@ class ExpertLoads:
             self.take()
 
     def take(self) -> None:
-        found_LE, self.arriving = np.asarray(self.arriving), None
+        found_LE = np.asarray(self.arriving)
+        self.arriving = None
         new_LE = found_LE - self.counted_LE  # of counters that wrap
         self.counted_LE = found_LE
         self.rows_LE = self.rows_LE + new_LE  # a new array: other threads read the old one
@@ -64,7 +67,8 @@ class ExpertLoads:
 
     def reset(self) -> None:
         """The device state is fresh: its counters are 0 again."""
-        self.arriving, self.since = None, 0
+        self.arriving = None
+        self.since = 0
         self.counted_LE = np.zeros_like(self.counted_LE)
 
     def reload(self) -> None:

@@ -7,7 +7,8 @@ def balanced(loads_LE: np.ndarray, slots: int, devices: int) -> np.ndarray:
     """The expert of each place [L, S], by greed: the next copy to the expert whose copies have most to do, then the
     copies, the busiest first, each to the device that has least to do and no copy of it."""
     L, E = loads_LE.shape
-    rows, own = np.arange(L), slots // devices
+    rows = np.arange(L)
+    own = slots // devices
     copies_LE = np.ones((L, E), int)
     for _ in range(slots - E):
         share_LE = np.where(copies_LE < devices, loads_LE / copies_LE, -1)
@@ -17,9 +18,12 @@ def balanced(loads_LE: np.ndarray, slots: int, devices: int) -> np.ndarray:
     items_LS = np.take_along_axis(items_LS, np.argsort(-share_LS, axis=1, kind="stable"), 1)
     share_LS = -np.sort(-share_LS, axis=1)
     found = np.full((L, devices, own), -1)
-    busy_Ln, filled_Ln, has_LnE = np.zeros((L, devices)), np.zeros((L, devices), int), np.zeros((L, devices, E), bool)
+    busy_Ln = np.zeros((L, devices))
+    filled_Ln = np.zeros((L, devices), int)
+    has_LnE = np.zeros((L, devices, E), bool)
     for item_L, share_L in zip(items_LS.T, share_LS.T, strict=True):
-        full_Ln, twice_Ln = filled_Ln == own, has_LnE[rows, :, item_L]
+        full_Ln = filled_Ln == own
+        twice_Ln = has_LnE[rows, :, item_L]
         # Equal loads go where fewest lie, so that none is filled first. A second copy only where nothing else is free.
         cost = np.lexsort((filled_Ln, busy_Ln, twice_Ln, full_Ln), axis=1)[:, 0]
         found[rows, cost, filled_Ln[rows, cost]] = item_L
@@ -31,7 +35,8 @@ def balanced(loads_LE: np.ndarray, slots: int, devices: int) -> np.ndarray:
 
 def settled(new_S: np.ndarray, old_S: np.ndarray, devices: int) -> np.ndarray:
     """The same shares, given to the devices and laid out in them so that most places hold what they held."""
-    new_nO, old_nO = new_S.reshape(devices, -1), old_S.reshape(devices, -1)
+    new_nO = new_S.reshape(devices, -1)
+    old_nO = old_S.reshape(devices, -1)
     has_new, has_old = ((placed_nO[:, :, None] == np.arange(new_S.max() + 1)).any(1) for placed_nO in (new_nO, old_nO))
     alike_nn = has_new.astype(int) @ has_old.T.astype(int)
     found = np.full_like(old_nO, -1)
@@ -62,8 +67,10 @@ def transfers(new_S: np.ndarray, old_S: np.ndarray, devices: int) -> tuple[np.nd
     `sent` is a place of the one that sends, `kept` one of the other's, or past the last where nothing is to be kept.
     """
     own = len(new_S) // devices
-    shape, counts = (devices, devices, own), np.zeros((devices, devices), int)
-    sent, kept = np.zeros(shape, np.int32), np.full(shape, own, np.int32)
+    shape = (devices, devices, own)
+    counts = np.zeros((devices, devices), int)
+    sent = np.zeros(shape, np.int32)
+    kept = np.full(shape, own, np.int32)
     for slot in np.flatnonzero(new_S != old_S):
         to, place = divmod(int(slot), own)
         sources = np.flatnonzero(old_S == new_S[slot])

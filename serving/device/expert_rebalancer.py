@@ -23,15 +23,20 @@ class ExpertRebalancer:
     """Plans for all layers at once, and moves the experts of one layer between two steps."""
 
     def __init__(self, loads: ExpertLoads, config: ModelConfig, mesh: Mesh, every: int):
-        self.loads, self.config, self.mesh = loads, config, mesh
-        self.every, self.since = every, 0  # steps from one plan to the next; 0: only when asked
+        self.loads = loads
+        self.config = config
+        self.mesh = mesh
+        self.every = every  # steps from one plan to the next; 0: only when asked
+        self.since = 0
         self.queue: deque[tuple[int, np.ndarray]] = deque()
         self.programs: dict[Any, Any] = {}
 
     def lower(self, weights: ModelWeights) -> Iterator[tuple[Any, jax.stages.Lowered]]:
         """The programs that move experts, one for each shape, to be compiled."""
-        n, own = self.loads.devices, self.loads.held_LS.shape[1] // self.loads.devices
-        places, found = np.zeros((n, n, own), np.int32), set()
+        n = self.loads.devices
+        own = self.loads.held_LS.shape[1] // self.loads.devices
+        places = np.zeros((n, n, own), np.int32)
+        found = set()
         for index in self.config.expert_layers:
             for leaf in jax.tree.leaves(stacks(weights.layers[index].moe)):
                 if (key := key_of(leaf)) not in found:
@@ -45,9 +50,12 @@ class ExpertRebalancer:
         Returns how many they are, and the tokens of the busiest device before and after, in units of the mean and
         averaged over all layers.
         """
-        loads_LE, held_LS, n = self.loads.recent_LE, self.loads.held_LS, self.loads.devices
+        loads_LE = self.loads.recent_LE
+        held_LS = self.loads.held_LS
+        n = self.loads.devices
         self.queue.clear()
-        before, after = [], []
+        before = []
+        after = []
         for at, new_S in enumerate(balanced(loads_LE, held_LS.shape[1], n)):
             then, now = (busiest(loads_LE[at], experts_S, n) for experts_S in (new_S, held_LS[at]))
             if now > worth * then:
@@ -66,7 +74,9 @@ class ExpertRebalancer:
 
     def move(self, weights: ModelWeights, at: int, new_S: np.ndarray) -> ModelWeights:
         """Give the experts of a layer other places, and send its tokens there from now on."""
-        n, held_LS, index = self.loads.devices, self.loads.held_LS.copy(), self.config.expert_layers[at]
+        n = self.loads.devices
+        held_LS = self.loads.held_LS.copy()
+        index = self.config.expert_layers[at]
         new_S = settled(new_S, held_LS[at], n)
         sent, kept, turns = transfers(new_S, held_LS[at], n)
         layer = weights.layers[index]

@@ -102,8 +102,11 @@ class FeatureDrafter:
 
     def run(self, weights: WithDrafter, state: State, seen: Seen, rows: list[QueryRows], tokens_T, features_TD):
         """(features for the next tokens, hidden states, state) of some rows, of which each device has its features."""
-        own, model, axes = weights.drafter, weights.model, seen.axes
-        positions_T, tokens_T = axes.rows.part(rows[0].positions_T), axes.rows.part(tokens_T)
+        own = weights.drafter
+        model = weights.model
+        axes = seen.axes
+        positions_T = axes.rows.part(rows[0].positions_T)
+        tokens_T = axes.rows.part(tokens_T)
         prepare, attend = attend_with(self.paged, lambda group: rows[group], self.first, axes)
         hooks = LayerHooks(attend, prepare)
         return draft_heads.run(self.heads, own, model, tokens_T, features_TD, positions_T, state, hooks, axes)
@@ -111,8 +114,10 @@ class FeatureDrafter:
 
 def next_tokens(seen: Seen, state: State):
     """The token after each row: of the same sequence in the step, or known to the host, or just drawn."""
-    batch, T = seen.batch, seen.tokens_T.shape[0]
-    first_B, end_B = batch.starts_B1[:-1], batch.starts_B1[1:]
+    batch = seen.batch
+    T = seen.tokens_T.shape[0]
+    first_B = batch.starts_B1[:-1]
+    end_B = batch.starts_B1[1:]
     last_B = jnp.where(end_B > first_B, end_B - 1, T)
     next_T = jnp.roll(seen.tokens_T, -1).at[last_B].set(batch.following_B, mode="drop")
     draws_R = batch.store_R < state.last_tokens_B.shape[0]

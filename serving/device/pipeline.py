@@ -32,7 +32,8 @@ class Pipeline:
     """
 
     def __init__(self, config: ModelConfig, mesh: Mesh | None, drafter: StepDrafter | None = None):
-        self.config, self.drafter = config, drafter
+        self.config = config
+        self.drafter = drafter
         self.paged = config if drafter is None else drafter.paged  # the layers that own pages
         self.meshes: list[Mesh | None] = [None] if mesh is None else [*stage_meshes(mesh)]
         self.stages = stages(config, len(self.meshes))
@@ -99,7 +100,8 @@ class Pipeline:
         """What `make` makes of each stage's part of a step."""
         if rests:
             weights, state, _ = self.without_drafter(weights, state)
-        found, x = [], ()  # the first gets none
+        found = []  # the first gets none
+        x = ()
         for stage, mesh, (own, held) in zip(self.stages, self.meshes, self.parts(weights, state), strict=True):
             call = Call(
                 step, (own, held, layout.nothing, *x), shape=layout.shape, config=self.config, plain=plain,
@@ -137,7 +139,8 @@ class Pipeline:
 
     def without_drafter(self, weights, state: State) -> tuple[Any, State, dict[int, Any]]:
         """(the model's weights, the state without a drafter's pages, and these)."""
-        own, drafters = {}, {}
+        own = {}
+        drafters = {}
         for index, held in state.pages.items():
             (own if index < len(self.config.layers) else drafters)[index] = held
         return model_of(weights), state.replace(pages=own), drafters
@@ -147,7 +150,8 @@ class Resting:
     """A step's program without the drafter: each array that a program is given costs about a microsecond."""
 
     def __init__(self, pipeline: Pipeline, program: Any):
-        self.pipeline, self.program = pipeline, program
+        self.pipeline = pipeline
+        self.program = program
 
     def __call__(self, weights, state: State, buffer):
         weights, state, drafters = self.pipeline.without_drafter(weights, state)
@@ -159,10 +163,13 @@ class Relay:
     """The programs of the stages, one after the other; nothing here waits for a device."""
 
     def __init__(self, pipeline: Pipeline, programs: list[Any]):
-        self.pipeline, self.programs = pipeline, programs
+        self.pipeline = pipeline
+        self.programs = programs
 
     def __call__(self, weights, state: State, buffer):
-        x, hidden_RD, states = (), None, []
+        x = ()
+        hidden_RD = None
+        states = []
         parts = self.pipeline.parts(weights, state)
         for mesh, program, (own, held) in zip(self.pipeline.meshes, self.programs, parts, strict=True):
             *x, hidden_RD, held = program(own, held, buffer, *move(x, mesh))
@@ -191,7 +198,10 @@ def stage_state(state: State, stage: Stage) -> State:
 
 def join(states) -> State:
     """The state of all stages; the last has the slots."""
-    pages, kept, snapshots, last = {}, {}, {}, None
+    pages = {}
+    kept = {}
+    snapshots = {}
+    last = None
     for last in states:
         pages |= last.pages
         kept |= last.kept

@@ -57,7 +57,9 @@ class Call:
     """A jitted function and what it is called with: trees of arrays, and by name what it is compiled for."""
 
     def __init__(self, function: Any, args: tuple[Any, ...], **static):
-        self.function, self.args, self.static = function, args, static
+        self.function = function
+        self.args = args
+        self.static = static
 
     def trace(self) -> jax.stages.Traced:
         return self.function.trace(*self.args, **self.static)
@@ -112,7 +114,8 @@ class Compiler:
         elif not self.made:
             self.pause.enter_context(pauses)
         traced = call.trace()
-        reasons, lowered = variance(traced.jaxpr.jaxpr), traced.lower()
+        reasons = variance(traced.jaxpr.jaxpr)
+        lowered = traced.lower()
         program = Program(self.threads.submit(build, lowered), reasons, lowered.out_info)
         if path is not None and call.function not in elsewhere:
             self.made.append((path, program))
@@ -146,7 +149,8 @@ class Pauses:
     """JAX's own cache is neither read nor written while anybody makes programs to be kept."""
 
     def __init__(self):
-        self.lock, self.count = Lock(), 0
+        self.lock = Lock()
+        self.count = 0
 
     def __enter__(self) -> None:
         self.add(1)
@@ -240,7 +244,8 @@ def read(path: Path) -> Kept | None:
 
 def keep(folder: Path, made: Iterable[tuple[Path, Program]]) -> None:
     """Write programs, if there is room."""
-    kernels, files = native.outcomes(), {}
+    kernels = native.outcomes()
+    files = {}
     try:
         for path, program in made:
             binary, _, tree = serialize(program.result())

@@ -33,7 +33,9 @@ class Replay:
     def of(cls, batch: Batch, positions_T, lengths_B, max_drafts: int) -> "Replay":
         """`lengths_B` are the positions that the states of each slot hold."""
         own = StateRows.of(batch.starts_B1, positions_T, batch.owners_T, lengths_B.shape[0])
-        T, B, counts_B = positions_T.shape[0], own.slots_B.shape[0], own.kept_B
+        T = positions_T.shape[0]
+        B = own.slots_B.shape[0]
+        counts_B = own.kept_B
         seq_R = sequence_of(batch.starts_B1, batch.sample_rows_R)
         drafts_B = jnp.zeros(B, jnp.int32).at[seq_R].max(batch.depths_R, mode="drop")
         first_B = positions_T[jnp.minimum(batch.starts_B1[:-1], T - 1)]

@@ -151,7 +151,8 @@ def empty_pages(
 
     def empty(index: int) -> KVPages:
         dtype = page_dtype(jnp.dtype(config.layer_kv_dtype(index)))
-        count, shapes = num_pages[config.group(index)], page_shapes(config, index, page_size)
+        count = num_pages[config.group(index)]
+        shapes = page_shapes(config, index, page_size)
         arrays = {name: blank((count, *shape), dtype) for name, shape in shapes.items()}
         if dtype.itemsize == 1:
             scales = {name.replace("PSKH", "scale_PKS"): (heads, slots) for name, (slots, heads, _) in shapes.items()}

@@ -18,7 +18,9 @@ class StateCopier:
     """Has a compiled program for each of the two, of each stage with such layers."""
 
     def __init__(self, pipeline: Pipeline, max_seqs: int, num_pages: int, replicas: int = 1):
-        self.max_seqs, self.num_pages, self.replicas = max_seqs, num_pages, replicas
+        self.max_seqs = max_seqs
+        self.num_pages = num_pages
+        self.replicas = replicas
         self.stages = [own for own in pipeline.state_layers() if own]
         self.programs: dict[tuple[str, int], Any] = {}
 
@@ -36,7 +38,8 @@ class StateCopier:
 
         The device has the slots and pages of all replicas, one replica after the other.
         """
-        kept, snapshots = dict(state.kept), dict(state.snapshots)
+        kept = dict(state.kept)
+        snapshots = dict(state.snapshots)
         writes = [(replica * self.max_seqs + slot, replica * self.num_pages + page) for replica, slot, page in saves]
         reads = [
             (replica * self.num_pages + page, replica * self.max_seqs + slot, tokens)

@@ -103,7 +103,8 @@ def step(
     fetch = None if places is None else places.fetcher(weights)
     if places is None or places.mesh is None:
         return step_of_one(weights, state, buffer, x, shape, config, plain, ONE_DEVICE, stage, fetch, drafter, rests)
-    own, devices = local_config(config, places.mesh), axes_of(places.mesh, shape)
+    own = local_config(config, places.mesh)
+    devices = axes_of(places.mesh, shape)
     drafts = None if drafter is None else drafter.on(places.mesh)
     of_weights = jax.tree.structure(weights).unflatten([place.spec for place in places.weights])
     of_state = state_places(state)
@@ -177,7 +178,8 @@ def split_state(
     max_drafts: int, mesh: Mesh,
 ) -> State:  # fmt: skip
     """Each device makes its part; compiled once, since an engine that recovers makes another."""
-    own, words = [local_config(each, mesh) for each in (config, paged)], -(-config.vocab_size // mesh.shape["tensor"])
+    own = [local_config(each, mesh) for each in (config, paged)]
+    words = -(-config.vocab_size // mesh.shape["tensor"])
 
     def part() -> State:
         return empty_state(*own, stage, num_pages, page_size // mesh.shape["context"], max_seqs, max_drafts, words)
@@ -216,17 +218,20 @@ def step_of_one(
     rests: bool = False,
 ):
     """What one device does in a step."""
-    batch, both = BatchLayout(shape).read(buffer), weights
+    batch = BatchLayout(shape).read(buffer)
+    both = weights
     weights = model_of(weights)
     if shape.num_adapters:
         weights = adapting(weights, batch, shape.num_adapters)
     if stage.is_first and stage.is_last:  # with several stages the host knows all tokens
         batch = settle(batch, state, drafter is not None and shape.num_branches == 1, axes)
     tokens_T = batch.tokens_T
-    rows, positions_T = rows_in(batch, shape, axes), positions_in(batch, shape, axes)
+    rows = rows_in(batch, shape, axes)
+    positions_T = positions_in(batch, shape, axes)
     spare = positions_T.shape[0] - shape.size.rows
     if config.encodes:
-        prepare, attend = None, attend_within(positions_T, batch.starts_B1, config.max_len)
+        prepare = None
+        attend = attend_within(positions_T, batch.starts_B1, config.max_len)
     else:
         prepare, attend = attend_with(config, rows.__getitem__, axes=axes)
 
@@ -236,11 +241,13 @@ def step_of_one(
         layer = config.expert_layers.index(index)
         return state.replace(loads_nLE=state.loads_nLE.at[0, layer, experts_TX.reshape(-1)].add(one, mode="drop"))
 
-    own_T, first = axes.rows.part(positions_T), stage.layers.start
+    own_T = axes.rows.part(positions_T)
+    first = stage.layers.start
     if stage.is_first:
         types_T = types_in(batch, positions_T) if config.pairs else None
         x = decoder.embed(weights, axes.rows.part(jnp.pad(tokens_T, (0, spare))), own_T, config, axes, types_T)
-    wanted, features = () if drafter is None else drafter.features, {}
+    wanted = () if drafter is None else drafter.features
+    features = {}
 
     def observe(index, x_TD) -> None:
         if index in wanted:
@@ -286,7 +293,8 @@ def step_of_one(
             if shape.num_branches > 1:
                 numbers_R, paths_R = path_of(batch)
                 wins_R = sampling.winners(accepted_R, batch.depths_R, numbers_R, paths_R, shape.num_branches)
-                accepted_R, ends_R = accepted_R & wins_R, ends_R & wins_R
+                accepted_R = accepted_R & wins_R
+                ends_R = ends_R & wins_R
             slots = sampling.count_accepted(slots, batch.sampling, batch.drafts_R, accepted_R, axis)
             store_R = jnp.where(ends_R, store_R, shape.max_seqs)
         last_tokens_B = state.last_tokens_B.at[store_R].set(sampled.tokens_R, mode="drop")
@@ -315,7 +323,9 @@ def settle(batch: Batch, state: State, drafts: bool, axes: DeviceAxes) -> Batch:
     held = state.last_tokens_B[None]
     if not drafts:
         return batch.replace(tokens_T=named(batch.tokens_T, 0, held))
-    held, owners_T, starts_B1 = jnp.concatenate([held, state.drafts_KB]), batch.owners_T, batch.starts_B1
+    held = jnp.concatenate([held, state.drafts_KB])
+    owners_T = batch.owners_T
+    starts_B1 = batch.starts_B1
     back_T = jnp.where(batch.ahead_T, state.rejected_B[owners_T], 0)
     positions_T = batch.positions_T - back_T
     page_T, offset_T = jnp.divmod(jnp.maximum(positions_T, 0), page_size := page_size_of(state) * axes.context.size)
@@ -324,7 +334,8 @@ def settle(batch: Batch, state: State, drafts: bool, axes: DeviceAxes) -> Batch:
         jnp.where(batch.ahead_T, table_BM[seq_T, page_T] * page_size + offset_T, slots_T)
         for table_BM, slots_T in zip(batch.tables_GBM, batch.slots_GT, strict=True)
     )
-    s, back_R = batch.sampling, back_T[jnp.minimum(batch.sample_rows_R, len(back_T) - 1)]
+    s = batch.sampling
+    back_R = back_T[jnp.minimum(batch.sample_rows_R, len(back_T) - 1)]
     return batch.replace(
         tokens_T=named(batch.tokens_T, 0, held),
         positions_T=positions_T,
@@ -341,7 +352,8 @@ def named(tokens, below: int, held):
 
 def hold(state: State, batch: Batch, store_R, drafts_BK) -> State:
     """Keep what the next step needs to know, which may be planned before the host does."""
-    starts_B1, none = batch.starts_B1, state.last_tokens_B.shape[0]
+    starts_B1 = batch.starts_B1
+    none = state.last_tokens_B.shape[0]
     rejected_R = starts_B1[jnp.minimum(entry_of(batch) + 1, len(starts_B1) - 1)] - 1 - batch.sample_rows_R
     owner_B = jnp.where(starts_B1[1:] > starts_B1[:-1], batch.owners_T[starts_B1[:-1]], none)
     return state.replace(
@@ -364,7 +376,8 @@ def catch_up(
 
     if places is None or places.mesh is None:
         return part(weights, state, buffer, drafter, ONE_DEVICE)
-    devices, own = axes_of(places.mesh, shape), drafter.on(places.mesh)
+    devices = axes_of(places.mesh, shape)
+    own = drafter.on(places.mesh)
     of_weights = jax.tree.structure(weights).unflatten([place.spec for place in places.weights])
     run = jax.shard_map(
         lambda weights, state, buffer: part(weights, state, devices.data.part(buffer), own, devices),
@@ -376,7 +389,8 @@ def catch_up(
 
 def rows_in(batch: Batch, shape: StepShape, axes: DeviceAxes) -> list[QueryRows]:
     """A step's rows by cache group, as many as divide over the devices that have a part of them."""
-    positions_T, arrivals = positions_in(batch, shape, axes), new_arrivals()
+    positions_T = positions_in(batch, shape, axes)
+    arrivals = new_arrivals()
     spare = positions_T.shape[0] - shape.size.rows
     return [
         QueryRows(positions_T, batch.starts_B1, table_BM, jnp.pad(slots_T, (0, spare)), arrivals)
@@ -453,7 +467,8 @@ def copy_pages(layers: list[KVPages], from_N, to_N) -> list[KVPages]:
 @partial(jax.jit, donate_argnames="layers")
 def write_pages(layers: list[KVPages], pages_N, bytes_NX) -> list[KVPages]:
     """The inverse: these pages hold what the bytes say."""
-    N, at = pages_N.shape[0], 0
+    N = pages_N.shape[0]
+    at = 0
 
     def write(leaf):
         nonlocal at

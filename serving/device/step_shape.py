@@ -76,9 +76,13 @@ def sizes(shape: StepShape, platform: str = "cpu") -> tuple[Size, ...]:
     On a GPU decode sizes are by factors of two, and those for prompts by factors of four. Its products take 16 rows at
     least: with fewer, each would wait for a launch that pads its rows.
     """
-    max_seqs, max_rows, max_drafts, gpu = shape.max_seqs, shape.max_tokens, shape.max_drafts, platform == "gpu"
+    max_seqs = shape.max_seqs
+    max_rows = shape.max_tokens
+    max_drafts = shape.max_drafts
+    gpu = platform == "gpu"
     fewest = 16 if gpu else 4
-    decode, seqs = [], fewest
+    decode = []
+    seqs = fewest
     while seqs < max_seqs:
         decode.append(Size(seqs, seqs, seqs))
         seqs *= 2 if gpu else 4

@@ -73,7 +73,8 @@ class AdapterSlots:
         """The device holds no adapters any more, and nobody runs."""
         assert not any(self.users.values()), "adapters are forgotten that running sequences use"
         self.free += self.slots.values()
-        self.slots, self.loads = {}, []
+        self.slots = {}
+        self.loads = []
 
     def check(self, running: list[Sequence]) -> None:
         """Prove that every slot is free or one adapter's, and that those who run have theirs."""

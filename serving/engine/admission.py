@@ -114,7 +114,9 @@ class Admission:
             seq.tenant, seq.cache.salt, seq.adapter = terms.share_key, terms.cache_salt, terms.adapter
             if seq.adapter is not None:  # pages that were computed with one adapter are of no use to another
                 seq.cache.salt = seq.adapter.key, terms.cache_salt
-            seq.bad_words, seq.constraint, seq.second = bad_words, constraint, second
+            seq.bad_words = bad_words
+            seq.constraint = constraint
+            seq.second = second
             seq.needs_host_token = needs_host_tokens or constraint is not None
             seq.pool = None if pooling is None else Pool(pooling, tokens, config.classes and config.classes.step)
         if params.prompt_logprobs is not None or pooling in ("mean", "cls", "steps"):

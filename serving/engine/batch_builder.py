@@ -71,7 +71,8 @@ class BatchBuilder:
 
     def assign(self, seq: Sequence, biased: bool) -> bool:
         """Give a slot to a sequence that is new in it, or starts over; whether its tokens are to be counted."""
-        place, p = self.place(seq), seq.params
+        place = self.place(seq)
+        p = seq.params
         self.decode_steps[seq.replica].clear()
         self.num_synced[place], self.seeds[place] = 0, seq.seed
         if no_adapter := self.shape.num_adapters:
@@ -111,14 +112,16 @@ class BatchBuilder:
             else:
                 plain.append(self.fill(steps, part, size, own))
         if self.shape.max_drafts:  # all replicas as often, since they wait for each other where they share experts
-            at, each = self.layouts[size].offsets, buffer.reshape(len(parts), -1)
+            at = self.layouts[size].offsets
+            each = buffer.reshape(len(parts), -1)
             each[:, at.num_drafts_1], each[:, at.follows_1] = drafting(plan.items)
         self.draws_plainly = all(plain)
         return size, buffer
 
     def can_extend(self, plan: StepPlan) -> bool:
         """Whether a step of one replica continues the one in flight, at the smallest size."""
-        (part,), (steps,) = plan.parts, self.decode_steps
+        (part,) = plan.parts
+        (steps,) = self.decode_steps
         if not steps or steps[0].size != next(iter(self.layouts)):
             return False
         return self.continued(steps, part) is not None and len(steps[0].of_T) == len(part)
@@ -128,7 +131,8 @@ class BatchBuilder:
 
         The device knows the first `STOPS` of these tokens; the host finds the others in the results.
         """
-        (part,), (steps,) = plan.parts, self.decode_steps
+        (part,) = plan.parts
+        (steps,) = self.decode_steps
         size = steps[0].size
         buffers = np.empty((most, len(self.layouts[size].padding)), np.int32)
         stops_BE = np.full((size.seqs, STOPS), -1, np.int32)
@@ -170,7 +174,8 @@ class BatchBuilder:
     def advance(self, steps: deque[DecodeStep], part: Seq[ScheduledSequence], buffer: np.ndarray) -> bool:
         """Write a step that continues the first of these; whether it asks for plain draws only."""
         last = steps.popleft()
-        at, T = self.layouts[last.size].offsets, len(last.of_T)
+        at = self.layouts[last.size].offsets
+        T = len(last.of_T)
         positions = np.array([item.start for item in part])[last.of_T] + last.offsets_T
         tokens = -1 - last.slots if self.num_stages == 1 else [tokens_of(item)[0] for item in part]
         buffer[:] = last.buffer
@@ -198,7 +203,8 @@ class BatchBuilder:
         counts = np.array([item.num_rows for item in part])
         starts = np.array([item.start for item in part])
         ends = np.cumsum(counts)
-        T, n = int(ends[-1]), len(part)
+        T = int(ends[-1])
+        n = len(part)
         for item in part:
             self.sync_tables(item.seq, item.start)
 
@@ -231,8 +237,10 @@ class BatchBuilder:
         if len(steps) == self.num_stages:
             steps.popleft()
         if steady:
-            num_pages, shapes = [seq.cache.num_pages for seq in seqs], [(i.num_rows, i.ahead) for i in part]
-            of_T, firsts = np.repeat(np.arange(n), counts), ends - counts
+            num_pages = [seq.cache.num_pages for seq in seqs]
+            shapes = [(i.num_rows, i.ahead) for i in part]
+            of_T = np.repeat(np.arange(n), counts)
+            firsts = ends - counts
             offsets_T = np.arange(T) - firsts[of_T]
             steps.append(
                 DecodeStep(seqs, shapes, size, slots, firsts, of_T, offsets_T, places_T, num_pages, buffer, plain)
@@ -241,9 +249,11 @@ class BatchBuilder:
 
     def fill_paths(self, part: Seq[ScheduledSequence], offsets: np.ndarray, b: Batch) -> None:
         """The pages of each path: those that its drafts are written to are its own."""
-        number, W = -1, self.shape.branch_pages
+        number = -1
+        W = self.shape.branch_pages
         for entry, (item, offset) in enumerate(zip(part, offsets.tolist(), strict=True)):
-            known, spare = item.num_known, item.seq.cache.spare
+            known = item.num_known
+            spare = item.seq.cache.spare
             page, filled = divmod(known, self.shape.page_size)
             if not item.path:
                 number += 1
@@ -268,7 +278,8 @@ class BatchBuilder:
         """A batch whose rows are all computed and drawn, evenly of all its sequences, at the beginning of page 0."""
         buffer = layout.nothing.copy()
         for own in buffer.reshape(self.shape.num_replicas, -1):
-            b, size = layout.views(own), layout.shape.size
+            b = layout.views(own)
+            size = layout.shape.size
             b.starts_B1[:] = np.arange(size.seqs + 1) * size.rows // size.seqs
             b.positions_T[:] = np.arange(size.rows) - np.repeat(b.starts_B1[:-1], np.diff(b.starts_B1))
             b.owners_T[:] = np.repeat(np.arange(size.seqs), np.diff(b.starts_B1))
@@ -289,7 +300,9 @@ class BatchBuilder:
     ) -> None:
         """The rows whose logits are wanted, in the order of the plan: prompt scores first, then the draw."""
         counts = [len(item.scores) + item.draws for item in part]
-        s, row, R = b.sampling, 0, sum(counts)
+        s = b.sampling
+        row = 0
+        R = sum(counts)
         if not R:
             return
         for item, slot, offset in zip(part, slots, offsets, strict=True):
@@ -300,7 +313,8 @@ class BatchBuilder:
                 s.wants_logprobs_R[row] = seq.pool is None
                 row += 1
             for depth in range(item.draws):
-                position, drafts = item.num_known + depth, item.drafts
+                position = item.num_known + depth
+                drafts = item.drafts
                 b.sample_rows_R[row] = offset + position - item.start - 1
                 b.store_R[row], b.depths_R[row] = slot, depth
                 s.positions_R[row] = position

@@ -72,7 +72,8 @@ class Search:
 
     def take(self, answers: Iterable[Seq[tuple[int, float]]]) -> None:
         """Go on with the likeliest next tokens of each live beam."""
-        width, length = self.params.beam_width, len(self.live[0].tokens) + 1
+        width = self.params.beam_width
+        length = len(self.live[0].tokens) + 1
         grown = []
         for beam, likeliest in zip(self.live, answers, strict=True):
             for token, logprob in likeliest:

@@ -50,8 +50,10 @@ def cache_budget(options: EngineOptions) -> int | None:
 
 def check_memory(options: EngineOptions, weights: int) -> None:
     """Refuse sizes of caches that this machine or its devices have no memory for, before the `weights` are loaded."""
-    device, host = options.kv_cache_memory_bytes or 0, options.kv_cache_host_bytes or 0
-    pool, free = device_memory(), free_memory()
+    device = options.kv_cache_memory_bytes or 0
+    host = options.kv_cache_host_bytes or 0
+    pool = device_memory()
+    free = free_memory()
     if pool is not None and device > pool:
         raise ModelError(
             f"kv_cache_memory_bytes is {device} ({amount(device)}), and a device has {amount(pool)}; give less, or "
@@ -104,7 +106,8 @@ def share_of(options: EngineOptions) -> float:
 
 def usable_memory(options: EngineOptions) -> int:
     """Bytes that weights, cache and steps may use together."""
-    pool, share = device_memory(), share_of(options)
+    pool = device_memory()
+    share = share_of(options)
     if pool is None or jax.default_backend() != "gpu":
         return int((pool or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) * share)
     taken = float(next(filter(None, map(os.environ.get, FRACTIONS)), TAKEN))
@@ -148,7 +151,8 @@ def working_bytes(
     drafter: StepDrafter | None = None,
 ) -> int:
     """Bytes that the largest step takes on a device beside weights and state. The compiler says so; nothing is run."""
-    groups, stages = len(config.windows), Pipeline(config, mesh, drafter)
+    groups = len(config.windows)
+    stages = Pipeline(config, mesh, drafter)
     replicas = device_axes(mesh).data.size
     batch_builder = BatchBuilder(shape.with_cache(groups, page_size, config.max_len, replicas))
     _, layout = max(batch_builder.layouts.items())
@@ -182,7 +186,8 @@ def size_cache(
     It is split so that all groups run out together when as many sequences as may run are as long as fits: shorter ones
     then always find a page, and of longer ones each group still holds one at least.
     """
-    S, chunk = options.block_size, options.max_num_batched_tokens
+    S = options.block_size
+    chunk = options.max_num_batched_tokens
     groups = [PagePool(1, S, window) for window in config.windows]
     held = S if mesh is None else S // mesh.shape["context"]  # positions of a page that a device has
     pipeline = Pipeline(config, mesh, drafter)

@@ -55,7 +55,10 @@ class Listener:
     """A reader of one request: what it reads, and its inbox."""
 
     def __init__(self, inbox: Inbox, index: int, read: Callable[[Request], Any], at_end: bool = False):
-        self.inbox, self.index, self.read, self.at_end = inbox, index, read, at_end
+        self.inbox = inbox
+        self.index = index
+        self.read = read
+        self.at_end = at_end
         self.begun = False
 
 
@@ -106,7 +109,8 @@ class Outbox:
         for name, request in news.items():
             listener = self.listeners.pop(name, None) if request.finished else self.listeners.get(name)
             if listener is not None:
-                loop, item = listener.inbox.loop, (listener.index, listener.read(request))
+                loop = listener.inbox.loop
+                item = (listener.index, listener.read(request))
                 self.on_the_way.setdefault(loop, deque()).append((listener.inbox, item))
                 loops.add(loop)
         for loop in loops:

@@ -26,7 +26,8 @@ from .step_record import Observer, StepRecord
 from .step_result import InFlightStep, StepResult
 
 # Seconds by which fused steps may delay a token that is streamed, and one of an answer that is sent whole.
-STREAMING_LATENCY, LATENCY = 0.02, 0.1
+STREAMING_LATENCY = 0.02
+LATENCY = 0.1
 
 
 class Engine:

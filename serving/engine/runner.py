@@ -65,8 +65,12 @@ class Runner:
         drafter: StepDrafter | None = None,
         max_fused_steps: int = 1,
     ):
-        self.config, self.weights, self.max_fused = config, weights, max_fused_steps
-        self.num_pages, self.page_size, self.load_weights = num_pages, page_size, load_weights
+        self.config = config
+        self.weights = weights
+        self.max_fused = max_fused_steps
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.load_weights = load_weights
         self.mesh, self.pipeline = mesh, Pipeline(config, mesh, drafter)
         devices = device_axes(mesh)
         self.shape = shape.with_cache(len(config.windows), page_size, max_len, devices.data.size)
@@ -133,9 +137,14 @@ class Runner:
 
     def warm_up(self, progress: Callable[[Size], None] = lambda size: None) -> None:
         """Compile every size, or read it from the compile cache; nothing is compiled after this."""
-        plain, resting, behind, fused, drafter = {}, {}, {}, None, self.pipeline.drafter
+        plain = {}
+        resting = {}
+        behind = {}
+        fused = None
+        drafter = self.pipeline.drafter
         with Compiler(folder_of_programs() if self.mesh is None else None) as compiler:
-            make, held = partial(self.pipeline.make, compiler), (self.weights, self.state)
+            make = partial(self.pipeline.make, compiler)
+            held = (self.weights, self.state)
             sizes = {}
             for size, layout in self.batch_builder.layouts.items():
                 sizes[size] = make(*held, layout)
@@ -189,7 +198,8 @@ class Runner:
         busy = {(size, n): self.batch_builder.busy(layout, n) for size, layout in layouts.items() for n in (0, most)}
         for (size, _), buffer in busy.items():  # the first runs of a program are longer
             self.timed(size, buffer)
-        found, began = dict.fromkeys(busy, float("inf")), time.perf_counter()
+        found = dict.fromkeys(busy, float("inf"))
+        began = time.perf_counter()
         for turn in range(MEASURED[1]):
             if turn >= MEASURED[0] and time.perf_counter() - began > MEASURING:
                 break
@@ -290,7 +300,8 @@ class Runner:
 
     def launch_fused(self, plan: StepPlan, offloads: list[Offload]) -> InFlightStep:
         """Send several decode steps at once."""
-        size, builder = next(iter(self.batch_builder.layouts)), self.batch_builder
+        size = next(iter(self.batch_builder.layouts))
+        builder = self.batch_builder
         buffers_SX, stops_BE = builder.build_fused(plan, self.max_fused)
         sampled, hidden_SRD, num_steps, self.state = self.fused_steps(
             self.weights, self.state, buffers_SX, stops_BE, np.int32(plan.steps)
@@ -399,7 +410,8 @@ def chunks(parts: Seq[Seq[ScheduledSequence]], max_rows: int) -> Iterator[tuple[
     while any(left):
         taken = []
         for items in left:
-            own, room = [], max_rows
+            own = []
+            room = max_rows
             while items and room:
                 item = items.pop(0)
                 count = min(item.num_rows, room)

@@ -36,7 +36,8 @@ class ScheduledSequence(NamedTuple):  # hundreds are made a step, and a frozen d
 
     def settled(self) -> "ScheduledSequence":
         """One that is ahead, once the step before has been taken in."""
-        seq, count = self.seq, len(self.drafts)
+        seq = self.seq
+        count = len(self.drafts)
         return self._replace(start=len(seq.tokens) - 1, drafts=tuple(seq.proposed[:count]), ahead=False)
 
     @property
@@ -47,7 +48,8 @@ class ScheduledSequence(NamedTuple):  # hundreds are made a step, and a frozen d
     @property
     def paths(self) -> list["ScheduledSequence"]:
         """As the step computes it: each path as a sequence of its own, which begins with the last known token."""
-        start, paths = self.num_known - 1, [self]
+        start = self.num_known - 1
+        paths = [self]
         for path, drafts in self.branches:
             count = 1 + len(drafts)
             paths.append(ScheduledSequence(self.seq, start, count, count, False, drafts=drafts, path=path))
@@ -246,7 +248,10 @@ class ReplicaScheduler:
     """
 
     def __init__(self, table: PageTable, shape: StepShape, num_stages: int, waiting: WaitingQueue):
-        self.table, self.shape, self.num_stages, self.waiting = table, shape, num_stages, waiting
+        self.table = table
+        self.shape = shape
+        self.num_stages = num_stages
+        self.waiting = waiting
         self.running: list[Sequence] = []
         self.free_slots = list(range(shape.max_seqs - 1, -1, -1))
         self.adapters = AdapterSlots(shape.num_adapters)
@@ -269,7 +274,9 @@ class ReplicaScheduler:
 
     def schedule(self, decodes: bool = False) -> tuple[ScheduledSequence, ...]:
         """This replica's part of the next step; where all only decode, each row of a step may draw."""
-        self.rows, self.samples, page_size = self.shape.max_tokens, self.shape.max_samples, self.table.page_size
+        self.rows = self.shape.max_tokens
+        self.samples = self.shape.max_samples
+        page_size = self.table.page_size
         if decodes:
             self.samples = self.rows
         self.follows = self.shape.drafter_has_kv and any(seq.asks for seq in self.running)
@@ -294,7 +301,8 @@ class ReplicaScheduler:
             if missing == 1 and start % page_size and self.samples and plain:
                 # The row before it is in the same page: nothing is to be done, and hundreds do so in every step.
                 items[seq] = ScheduledSequence(seq, start, 1, 1, not seq.begun)
-                self.rows, self.samples = self.rows - 1, self.samples - 1
+                self.rows = self.rows - 1
+                self.samples = self.samples - 1
             elif item := self.take(seq, missing, items):
                 items[seq] = item
         self.adapters.begin_look()
@@ -306,7 +314,8 @@ class ReplicaScheduler:
         for seq, item in items.items():  # they count as computed: every later step runs after this one on the device
             seq.num_computed += item.num_rows
             seq.pending += item.draws
-            seq.verifying, seq.held = len(item.drafts), item.asks
+            seq.verifying = len(item.drafts)
+            seq.held = item.asks
             seq.begun = True
         if self.waiting.shared:
             for item in items.values():
@@ -357,7 +366,8 @@ class ReplicaScheduler:
         if not seq.num_preemptions:
             seq.cache.num_cached = min(seq.num_computed, seq.num_prompt)
         self.adapters.take(seq)
-        seq.slot, seq.begun = self.free_slots.pop(), False
+        seq.slot = self.free_slots.pop()
+        seq.begun = False
         self.running.append(seq)
         return True
 
@@ -373,7 +383,8 @@ class ReplicaScheduler:
                 count = wanted[len(scores)] - start
         draws = start + count == seq.num_tokens
         if draws and len(scores) == self.samples:
-            draws, count = False, count - 1
+            draws = False
+            count = count - 1
         if count <= 0:
             return None
         self.table.insert(seq, seq.num_computed)  # before pages slide out of a window
@@ -419,7 +430,8 @@ class ReplicaScheduler:
 
     def branches_of(self, seq: Sequence, known: int, drafts: tuple[int, ...]) -> Branches:
         """The other paths of drafts for which there is room, without those that another one begins with."""
-        found, every = [], [drafts]
+        found = []
+        every = [drafts]
         if not self.branches or seq.constraint is not None:
             return ()
         left = seq.max_tokens - (known - seq.num_prompt) - 1
@@ -463,7 +475,9 @@ class ReplicaScheduler:
         self.running.remove(seq)
         self.free_slots.append(seq.slot)
         self.adapters.give_back(seq)
-        seq.slot, seq.held, seq.verifying = -1, 0, 0
+        seq.slot = -1
+        seq.held = 0
+        seq.verifying = 0
         self.table.release(seq)
 
     def check(self) -> None:

@@ -8,7 +8,8 @@ from ..request.sequence import Sequence
 
 def first_row(seq: Sequence, computed: int, vocab: int, bias_V: np.ndarray | None) -> SlotState:
     """The state of its slot, where the first `computed` tokens never pass through a step."""
-    stop, prompt = np.zeros(vocab, bool), np.zeros(vocab, bool)
+    stop = np.zeros(vocab, bool)
+    prompt = np.zeros(vocab, bool)
     stop[[token for token in seq.stop_ids if token < vocab]] = True
     prompt[seq.tokens[: min(computed, seq.num_prompt)]] = True
     counts = np.bincount(seq.tokens[seq.num_prompt : computed], minlength=vocab).astype(np.int32)

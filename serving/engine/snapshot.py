@@ -11,7 +11,10 @@ from ..request.request import Request
 from ..request.sequence import Sequence
 from .engine import Engine
 
-BLANK, CACHED, SHARED, OWNED = 0, 1, 2, 3  # OWNED + n: the page of one request, the n-th of those that run
+BLANK = 0  # OWNED + n: the page of one request, the n-th of those that run
+CACHED = 1
+SHARED = 2
+OWNED = 3
 
 
 class PageCounts(NamedTuple):

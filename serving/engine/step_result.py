@@ -75,13 +75,16 @@ class StepResult(NamedTuple):
     def score(self, row: int) -> Score:
         """The log-probabilities of one row."""
         s = self.sampled
-        token, logprob, rank = int(s.tokens_R[row]), float(s.logprobs_R[row]), int(s.ranks_R[row])
+        token = int(s.tokens_R[row])
+        logprob = float(s.logprobs_R[row])
+        rank = int(s.ranks_R[row])
         return Score(token, logprob, rank, s.top_ids_RK[row], s.top_logprobs_RK[row], s.wanted_logprobs_RL[row])
 
 
 def read_result(step: InFlightStep) -> StepResult:
     """Wait for a step: its tokens, and log-probabilities only if a request wants them."""
-    items, sampled = step.plan.items, step.sampled
+    items = step.plan.items
+    sampled = step.sampled
     if any(item.scores or item.seq.scored for item in items):
         sampled = jax.device_get(sampled)
     if step.num_steps is not None:
@@ -89,13 +92,17 @@ def read_result(step: InFlightStep) -> StepResult:
     hidden_RD = np.asarray(step.hidden_RD) if any(item.seq.pool is not None for item in items) else None
     tokens_R = np.asarray(sampled.tokens_R).tolist()
     drafts_BK = None if sampled.drafts_BK is None else np.asarray(sampled.drafts_BK).tolist()
-    outputs, row, number, replica = [], 0, 0, 0
+    outputs = []
+    row = 0
+    number = 0
+    replica = 0
     for item in items:
         if item.ahead:
             item = item.settled()
         if item.seq.replica != replica:
             replica = item.seq.replica
-            row, number = replica * step.size.samples, replica * (step.size.seqs // step.size.paths)
+            row = replica * step.size.samples
+            number = replica * (step.size.seqs // step.size.paths)
         proposals = None if drafts_BK is None else drafts_BK[number]
         number += 1
         if item.draws == 1 and not item.scores:
@@ -111,13 +118,15 @@ def read_output(
     item: ScheduledSequence, row: int, tokens_R: list[int], proposals: list[int] | None
 ) -> tuple[SampledTokens, int]:
     """(the tokens of a sequence with scored rows or draft tokens, whose rows begin at `row`; the row after them)."""
-    first, end = row + len(item.scores), row + len(item.scores) + item.draws
+    first = row + len(item.scores)
+    end = row + len(item.scores) + item.draws
     count = sum(1 for _ in accepted(item.drafts, tokens_R[first:end])) + 1
     failures = [token for token in tokens_R[row : first + min(item.draws, 1)] if token < 0]
     failure = max(failures, default=0)  # broken logits are worse than banned tokens
     output = SampledTokens(item, row, failure, tokens_R[first:end][:count], proposals, 0, count - 1)
     for branch, drafts in item.branches:
-        first, end = end, end + 1 + len(drafts)
+        first = end
+        end = end + 1 + len(drafts)
         count = sum(1 for _ in accepted(drafts, tokens_R[first:end])) + 1
         if count > len(output.tokens):
             output = output._replace(row=first, tokens=tokens_R[first:end][:count], branch=branch)

@@ -117,7 +117,8 @@ class EngineThread:
 
     def serve(self) -> None:
         """Run the jobs, then a step, while there is either."""
-        engine, outbox = self.engine, self.outbox
+        engine = self.engine
+        outbox = self.outbox
         while True:
             self.busy_since = None
             with self.wake:

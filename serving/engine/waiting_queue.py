@@ -21,7 +21,8 @@ class WaitingQueue:
         self.present: Counter[Hashable] = Counter()  # sequences that wait or run, by tenant
         self.served: dict[Hashable, int] = {}  # tokens, by tenant
         self.tokens: dict[Sequence, int] = {}  # that each is expected to need
-        self.tokens_for, self.count_for = [0] * replicas, [0] * replicas
+        self.tokens_for = [0] * replicas
+        self.count_for = [0] * replicas
 
     def enter(self, seq: Sequence) -> None:
         """Add a sequence that is new."""

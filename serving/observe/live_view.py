@@ -33,11 +33,15 @@ class LiveView(Observer):
     def observe(self, record: StepRecord) -> None:
         if not self.watched_until or (result := record.result) is None:
             return
-        now, plan = result.collected, result.plan
+        now = result.collected
+        plan = result.plan
         if now < self.watched_until:
             known = [item.num_rows - len(item.drafts) for item in plan.items]
-            count, began, rows = plan.steps, result.device_began, plan.num_rows // plan.steps
-            drafts, seconds = rows - sum(known), (now - began) / count
+            count = plan.steps
+            began = result.device_began
+            rows = plan.num_rows // plan.steps
+            drafts = rows - sum(known)
+            seconds = (now - began) / count
             accepted = sum(output.num_accepted for output in result.outputs) if drafts else 0
             for number in range(1, count + 1):
                 ended = began + number * seconds
@@ -56,7 +60,8 @@ class LiveView(Observer):
             since: The cursor that the previous look returned.
             tenant: Only requests of this tenant are shown with their ids.
         """
-        now, has = take_snapshot(engine), take_occupancy(engine, MAX_LISTED)
+        now = take_snapshot(engine)
+        has = take_occupancy(engine, MAX_LISTED)
         self.watched_until = now.now + PATIENCE
         self.assign_numbers(has)
         new = min(max(0, self.count - since), len(self.steps))

@@ -80,7 +80,8 @@ class Metrics(Observer):
 
     def count_tokens(self, result: StepResult, changed: Collection[Request]) -> None:
         """The tokens of a step have been given to their sequences."""
-        now, came = result.collected, self.collected
+        now = result.collected
+        came = self.collected
         written = 0
         latest = set()
         known = [item.num_rows - len(item.drafts) for item in result.plan.items]

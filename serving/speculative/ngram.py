@@ -30,7 +30,8 @@ class NgramIndex:
     """Where each run of tokens of one text was followed by another token, the last time."""
 
     def __init__(self, lengths: range):
-        self.lengths, self.known = lengths, 0
+        self.lengths = lengths
+        self.known = 0
         self.followed: dict[tuple[int, ...], int] = {}
 
     def after(self, tokens: list[int], most: int) -> list[int]:

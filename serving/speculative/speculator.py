@@ -14,7 +14,8 @@ from . import Drafter, make_drafter
 
 log = logging.getLogger("quire")
 
-PRIOR, WEIGHT = 0.7, 4.0  # the share of drafts that is accepted, before anything is known, and for how many it counts
+PRIOR = 0.7  # the share of drafts that is accepted, before anything is known, and for how many it counts
+WEIGHT = 4.0
 MORE = 0.3  # tokens a step that further paths of drafts give beyond the first, before anything is known
 MEMORY = 24.0  # drafts of a sequence after which an old one counts e times less,
 COMMON = 192.0  # and drafts of all
@@ -45,7 +46,8 @@ class Rate:
 
     def count(self, accepted: float, tried: float) -> None:
         kept = max(0.0, 1 - tried / self.memory)
-        self.accepted, self.tried = self.accepted * kept + accepted, self.tried * kept + tried
+        self.accepted = self.accepted * kept + accepted
+        self.tried = self.tried * kept + tried
 
     def beside(self, common: "Rate") -> float:
         """The share that will be right: as of all, until more is known."""
@@ -81,7 +83,8 @@ class Pace:
     def learn(self, found: float, expected: float) -> None:
         found = min(found, 3 * self.factor * expected)  # the process may have been stopped
         kept = 1 - 1 / STEPS
-        self.found, self.expected = self.found * kept + found, self.expected * kept + expected
+        self.found = self.found * kept + found
+        self.expected = self.expected * kept + expected
 
 
 @dataclass
@@ -126,7 +129,8 @@ class Speculator:
         self.records: dict[Sequence, Record] = {}
         self.common = Rate(COMMON, PRIOR * WEIGHT, WEIGHT)  # of all sequences: what a new one begins with
         self.more = Rate(COMMON, MORE * WEIGHT, WEIGHT)  # the same of further paths
-        self.step, self.drafting = 0, not config.adapts
+        self.step = 0
+        self.drafting = not config.adapts
         self.depth = self.most  # of the drafts that steps make
         self.least = 0.0  # chance of the last draft that pays
         self.decided: tuple[int, int] = 0, 0  # sequences, and the step from which it is asked again what pays
@@ -211,7 +215,8 @@ class Speculator:
         record = self.records.get(seq)
         if record is None:
             return
-        seq.drafts, seq.branches = [], []
+        seq.drafts = []
+        seq.branches = []
         if drafts:
             self.learn(record, accepted, drafts)
         if more is not None:
@@ -237,17 +242,19 @@ class Speculator:
     def let(self, seq: Sequence, drafts: bool) -> None:
         """Whether a sequence is to have drafts."""
         # Of several paths the host lets one go on.
-        seq.awaits_drafts, seq.asks = (
-            drafts and (not self.in_step or self.paths > 1),
-            self.depth * (drafts and self.in_step),
-        )
+        seq.awaits_drafts = drafts and (not self.in_step or self.paths > 1)
+        seq.asks = self.depth * (drafts and self.in_step)
         if not drafts:
-            seq.drafts, seq.branches, seq.held, seq.branching = [], [], 0, False
+            seq.drafts = []
+            seq.branches = []
+            seq.held = 0
+            seq.branching = False
 
     def rest(self, seq: Sequence, record: Record) -> None:
         """A sequence goes on without drafts, until it would have some again that pay."""
         self.let(seq, False)
-        record.guess, record.looks = [], seq.num_output
+        record.guess = []
+        record.looks = seq.num_output
         if not self.in_step:
             record.ideas = 0
 
@@ -262,10 +269,12 @@ class Speculator:
                 record.guess = []
         elif seq.proposed if self.in_step else seq.num_output >= record.looks:
             began = self.clock()
-            record.guess, record.since = self.drafter.propose(seq, self.most), seq.num_output
+            record.guess = self.drafter.propose(seq, self.most)
+            record.since = seq.num_output
             if self.in_step:
                 return
-            record.ideas, self.news = len(record.guess), True
+            record.ideas = len(record.guess)
+            self.news = True
             seq.awaits_drafts = self.drafting and record.ideas > 0 and self.rate(record) >= self.least
             self.proposing += (self.clock() - began - self.proposing) / 16
             share = len(self.records) * self.proposing / LOOKS * self.patience
@@ -291,7 +300,8 @@ class Speculator:
             elif ready:
                 self.draft(ready)
         if self.drafting:
-            self.idle_steps, self.patience = 0, 1.0
+            self.idle_steps = 0
+            self.patience = 1.0
         elif running and self.waited == (len(running), True):
             self.idle_steps += 1
             if self.idle_steps >= IDLE_STEPS and not self.is_reported:
@@ -318,7 +328,8 @@ class Speculator:
 
     def draft(self, ready: list[Sequence]) -> None:
         """Keep the drafts that pay; where none would, all go on without."""
-        n, records = len(ready), self.records
+        n = len(ready)
+        records = self.records
         of = [(seq, records[seq]) for seq in ready if seq in records]
         if self.in_step:
             asked = [(record, record.ideas) for _, record in of]
@@ -330,7 +341,8 @@ class Speculator:
         count, until = self.decided
         if n != count or self.step >= until or not self.in_step:
             if self.decide(n, asked) <= 1:
-                self.drafting, self.news = False, False
+                self.drafting = False
+                self.news = False
                 for seq, record in records.items():
                     self.rest(seq, record)
                 return
@@ -338,7 +350,9 @@ class Speculator:
         for seq, record in of:
             del seq.drafts[record.depth :]
             if self.in_step:
-                seq.held, seq.asks, seq.branching = min(seq.held, record.depth), self.depth, record.branches
+                seq.held = min(seq.held, record.depth)
+                seq.asks = self.depth
+                seq.branching = record.branches
                 seq.branches = [path[: record.depth] for path in seq.branches if record.branches]
 
     def wait(self, ready: list[Sequence]) -> None:
@@ -349,7 +363,8 @@ class Speculator:
         records = self.records
         n = len(ready) or len(records)
         if self.news or n != self.decided[0]:
-            self.decided, self.news = (n, 0), False
+            self.decided = (n, 0)
+            self.news = False
             asked = [(record, record.ideas) for seq in ready or records if (record := records.get(seq))]
             if any(ideas for _, ideas in asked) and self.decide(n, asked) > GAIN:
                 self.drafting = True
@@ -372,7 +387,8 @@ class Speculator:
                 able = [min(able, key=lambda seq: records[seq].looked)]
             for seq in able:
                 records[seq].looked, seq.asks = self.step, LOOKED
-            self.asked, self.looked = able, self.step
+            self.asked = able
+            self.looked = self.step
 
     def report(self, n: int) -> None:
         """Log once that drafts do not pay, with what speaks against them; `n` sequences decode."""
@@ -405,22 +421,30 @@ class Speculator:
                 chance *= rate
         chances.sort(reverse=True)
         plain = n / max(times[0], 1e-9)
-        best, self.least, self.depth = plain, inf, 0
+        best = plain
+        self.least = inf
+        self.depth = 0
         chosen = float(n), 0  # tokens, and rows of drafts
         for depth in range(1, self.most + 1) if self.in_step and drafting else (self.most,):
-            tokens, rows = float(n), 0
+            tokens = float(n)
+            rows = 0
             for chance, position in chances:
                 if position > depth:
                     continue
-                tokens, rows = tokens + chance, rows + 1
+                tokens = tokens + chance
+                rows = rows + 1
                 speed = tokens / slower / max(times[rows] + depth * drafting * self.in_step, 1e-9)
                 if speed > best:
-                    best, self.least, self.depth, chosen = speed, chance, depth, (tokens, rows)
+                    best = speed
+                    self.least = chance
+                    self.depth = depth
+                    chosen = (tokens, rows)
         for record, _ in asked:
             chance = rate = self.rate(record)
             record.depth = 0
             while record.depth < self.depth and chance >= self.least:
-                record.depth, chance = record.depth + 1, chance * rate
+                record.depth = record.depth + 1
+                chance = chance * rate
             record.branches = False
         if self.paths > 1 and self.depth:
             best = self.branch(n, [record for record, _ in asked if record.depth], *chosen, best * slower) / slower
@@ -432,10 +456,12 @@ class Speculator:
         gains = sorted(((record.more.beside(self.more), record) for record in drafting), key=lambda pair: -pair[0])
         paying = 0
         for count, (gain, _) in enumerate(gains, 1):
-            tokens, rows = tokens + gain, rows + self.others
+            tokens = tokens + gain
+            rows = rows + self.others
             speed = tokens / max(times[rows] + self.depth * each, 1e-9)
             if speed > best:
-                best, paying = speed, count
+                best = speed
+                paying = count
         for _, record in gains[:paying]:
             record.branches = True
         return best

@@ -40,7 +40,8 @@ class Places:
     def alike(self, tokens: list[int]) -> Iterator[tuple[int, list[int], int]]:
         """(tokens in common before it, text, place) of the places that may be followed as `tokens` will be."""
         for number, end in self.ends.get(tuple(tokens[-KEY:]), ()):
-            text, count = self.texts[number], KEY
+            text = self.texts[number]
+            count = KEY
             most = min(REACH, end, len(tokens))
             while count < most and text[end - count - 1] == tokens[-count - 1]:
                 count += 1
@@ -66,7 +67,8 @@ class SuffixDrafter:
         found = list(places.alike(seq.tokens))
         longest = max((count for count, _, _ in found), default=0)
         voters = [(text, end) for count, text, end in found if count == longest]
-        drafts, chance = [], 1.0
+        drafts = []
+        chance = 1.0
         while len(drafts) < most:
             votes: dict[int, int] = {}
             for text, end in voters:

@@ -16,7 +16,8 @@ from quire.ops.cache_folder import publish
 from quire.serving.cache import disk_cache as module
 from quire.serving.cache.disk_cache import DiskCache
 
-DIGEST, TOKENS = bytes(range(32)), np.arange(16, dtype=np.int32).tobytes()
+DIGEST = bytes(range(32))
+TOKENS = np.arange(16, dtype=np.int32).tobytes()
 DATA = np.random.default_rng(0).integers(0, 256, 5000, np.uint8)
 WANTED = (DIGEST, 1, TOKENS, DATA.size)
 
@@ -133,7 +134,9 @@ for index in range(10**6):
 @pytest.mark.slow
 def test_a_process_killed_while_it_writes_leaves_whole_files(tmp_path):
     """Again and again, until it was three times in the middle of a file."""
-    rng, parts, rounds = random.Random(1), 0, 0
+    rng = random.Random(1)
+    parts = 0
+    rounds = 0
     while parts < 3:
         rounds += 1
         assert rounds < 100, "no process was killed in the middle of a file: the test proves nothing"

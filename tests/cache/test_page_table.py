@@ -90,7 +90,8 @@ class Pages(RuleBasedStateMachine):
 
     def known(self, group: int) -> set[tuple]:
         """What can be found by its content: full pages that somebody has, that are kept, or that the host has."""
-        table, holds = self.table, dict(self.holds[group])
+        table = self.table
+        holds = dict(self.holds[group])
         for own, origin, target in table.moves.copies:
             if own == group:
                 holds[target] = holds[origin]
@@ -134,7 +135,8 @@ class Pages(RuleBasedStateMachine):
             return
         self.table.begin(seq, found)
         self.live.append(seq)
-        seq.slot, seq.begun = len(self.states), False
+        seq.slot = len(self.states)
+        seq.begun = False
         self.states.append((salt,))
         assert seq.num_computed == longest * self.size + found.num_partial < len(tokens)
         assert seq.followed <= seq.num_computed
@@ -142,7 +144,8 @@ class Pages(RuleBasedStateMachine):
 
     def written(self, seq: Sequence, end: int, group: int, drafts: Seq[int] = ()) -> dict[int, tuple]:
         """What the rows up to `end`, and those of drafts, make of its pages."""
-        table, tokens = seq.cache.pages[group], [*seq.tokens[:end], *drafts]
+        table = seq.cache.pages[group]
+        tokens = [*seq.tokens[:end], *drafts]
         return {
             table[page]: (seq.cache.salt, *tokens[: (page + 1) * self.size])
             for page in range(seq.num_computed // self.size, len(table))
@@ -150,7 +153,8 @@ class Pages(RuleBasedStateMachine):
 
     def branched(self, seq: Sequence, end: int, group: int, path: int, drafts: list[int]) -> dict[int, tuple]:
         """The same of the pages of a path, which must hold what the sequence's own held before."""
-        pages, tokens = seq.cache.spare[path - 1][group], [*seq.tokens[:end], *drafts]
+        pages = seq.cache.spare[path - 1][group]
+        tokens = [*seq.tokens[:end], *drafts]
         first = end // self.size
         if end % self.size > 1:
             assert self.holds[group][pages[0]][:end] == (seq.cache.salt, *tokens[: end - 1])
@@ -238,7 +242,8 @@ class Pages(RuleBasedStateMachine):
             self.table.accept_branch(seq, end, best)
             seq.tokens += paths[best][:right]
             seq.num_computed = end + right
-        self.planned, self.drafted = {}, {}
+        self.planned = {}
+        self.drafted = {}
         for seq in self.live:
             for group, table in enumerate(seq.cache.pages):
                 for page in range(self.first_seen(group, seq.num_computed), -(-seq.num_computed // self.size)):
@@ -258,7 +263,8 @@ class Pages(RuleBasedStateMachine):
     def give_back(self, data):
         """The pages of paths are for whoever needs them, but for those that are being verified."""
         seq = data.draw(st.sampled_from(self.live))
-        held, free = len(seq.cache.spare), self.table.pools[0].num_free
+        held = len(seq.cache.spare)
+        free = self.table.pools[0].num_free
         gave = self.table.release_branches(seq)
         assert gave == (held > 0 and not seq.cache.branched)
         assert self.table.pools[0].num_free - free == gave * held * (1 + -(-3 // self.size))
@@ -295,7 +301,9 @@ class Pages(RuleBasedStateMachine):
         """A step fails: the device's pages are gone with all that runs, and what the host has is not."""
         for seq, end in self.planned.items():
             seq.num_computed = end
-        self.planned, self.drafted, self.num_planned = {}, {}, 0
+        self.planned = {}
+        self.drafted = {}
+        self.num_planned = 0
         for seq in list(self.live):
             self.end(seq)
         self.table.forget_device()
@@ -359,7 +367,8 @@ def test_a_prompt_that_parts_inside_of_a_page_gets_a_copy_of_it():
     pages = [list(group) for group in one.cache.pages]
     assert begin(table, [*range(10), 99, 98]).num_computed == 8  # its last page is not full, and it still writes there
     table.release(one)
-    two, three = begin(table, [*range(10), 99, 98]), begin(table, [*range(9), 97, 96])
+    two = begin(table, [*range(10), 99, 98])
+    three = begin(table, [*range(9), 97, 96])
     assert (two.num_computed, three.num_computed) == (10, 9)
     assert table.moves.copies == [
         (group, pages[group][2], seq.cache.pages[group][2]) for seq in (two, three) for group in range(2)
@@ -467,7 +476,8 @@ def test_what_has_no_room_goes_to_the_host_and_to_disk_and_comes_back():
 
     again = PageTable([5], 4, [None], host_cache=HostCache([1], 4, disk))
     again.host_cache.reader = AtOnce()
-    table, host_cache = again, again.host_cache
+    table = again
+    host_cache = again.host_cache
     assert serve([2] * 16) == 12
     host_cache.identity = b"another model"
     table.clear()
@@ -484,11 +494,13 @@ def test_a_snapshot_that_left_is_back_before_it_is_loaded():
         assert table.grow(seq, end)
         table.keep_states(seq)
         table.insert(seq, end)
-        seq.num_computed, seq.begun = end, True
+        seq.num_computed = end
+        seq.begun = True
 
     def start(tokens) -> Sequence:
         seq = begin(table, tokens)
-        seq.slot, seq.begun = 3, False
+        seq.slot = 3
+        seq.begun = False
         plan(seq)
         return seq
 
@@ -575,7 +587,8 @@ def test_check_finds_what_it_is_for():
 def test_a_sequence_never_holds_more_than_it_was_sized_for():
     for page_size, window, chunk in [(4, 9, 7), (8, 8, 16), (16, 5, 64), (1, 3, 2)]:
         table = PageTable([500, 500], page_size, [None, window])
-        seq, length = sequence(), 200
+        seq = sequence()
+        length = 200
         seq.tokens = [0] * length
         while seq.num_computed < length:
             count = min(chunk, length - seq.num_computed)
@@ -592,7 +605,8 @@ def test_a_window_keeps_what_is_needed_where_drafts_are_wrong():
     seq = sequence([0] * 12)
     seq.num_computed = 11
     assert table.grow(seq, 16)
-    seq.num_computed, seq.pending = 16, 5
+    seq.num_computed = 16
+    seq.pending = 5
     table.slide(seq)
     assert [position for position, page in enumerate(seq.cache.pages[0]) if page] == list(range(8, 16))
     assert table.grow(seq, 17)

@@ -29,7 +29,8 @@ def environment(program: Path) -> Path:
     assert found, f"{program.name} does not say what it needs"
     needs = tomllib.loads(re.sub(r"^# ?", "", found[1], flags=re.MULTILINE))["dependencies"]
     folder = HOME / program.stem.removeprefix("use_")
-    python, stamp = folder / "bin" / "python", folder / hashlib.sha256(str(needs).encode()).hexdigest()[:16]
+    python = folder / "bin" / "python"
+    stamp = folder / hashlib.sha256(str(needs).encode()).hexdigest()[:16]
     if not stamp.is_file():
         venv.create(folder, clear=True, with_pip=False)
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]

@@ -152,7 +152,8 @@ SAMPLERS = {"xla": xla, "branchless": branchless}
 def test_draws_follow_the_distribution(name, monkeypatch):
     """Over a vocabulary that does not divide: chances of the words, cut by top-k and top-p, and of no others."""
     monkeypatch.setattr(branchless, "on_gpu", lambda: True)
-    V, R = 61, 6000
+    V = 61
+    R = 6000
     mesh = make_mesh(tensor=4)
     logits_V = np.random.default_rng(0).normal(0, 1.5, V).astype(np.float32)
     padded_V = np.pad(logits_V, (0, -V % 4), constant_values=-np.inf)
@@ -200,7 +201,8 @@ def test_what_a_step_sends(golden):
     """Two sums a layer and one for the words; nothing as large as a weight or the vocabulary is gathered."""
     llm = make(golden("llama").folder, tensor_parallel_size=4)
     runner = llm.engine.runner
-    config, rows = runner.config, 4
+    config = runner.config
+    rows = 4
     size = choose(runner.batch_builder.layouts, rows, rows, rows, True)
     text = runner.compiled[size].as_text()
     sums = re.findall(r"= (\w+)\[([\d,]*)\]\S* all-reduce\(", text)

@@ -32,7 +32,8 @@ pytestmark = pytest.mark.usefixtures("few_programs")
 assert len(jax.devices()) == 8
 
 NAMED = {variant.name: variant for variant in VARIANTS}
-SLOTS, SLOT = 3, 1
+SLOTS = 3
+SLOT = 1
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +43,11 @@ def golden(tmp_path_factory):
 
 def drawn(config, rank: int = 4) -> dict[str, np.ndarray]:
     """Random matrices for all that takes an adapter."""
-    rng, found = np.random.default_rng(0), {}
+    rng = np.random.default_rng(0)
+    found = {}
     for part in (part for target in list_targets(config) for part in target.matrices):
-        module, (outputs, inputs) = part.source.name.removesuffix(".weight"), part.shape
+        module = part.source.name.removesuffix(".weight")
+        (outputs, inputs) = part.shape
         for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
             value = rng.standard_normal(shape) * 0.4 / shape[1] ** 0.5
             found[f"base_model.model.{module}.lora_{half}.weight"] = value.astype(np.float32)
@@ -99,7 +102,9 @@ def test_logits(name, golden, tmp_path):
 def test_experts(name, tmp_path):
     """Of every expert each device has its own columns; of DoRA the lengths of its own outputs, or of its own sums."""
     tensors = tiny_moe.write(tmp_path / "base", name)
-    config, modules, tokens = loader.read_config(tmp_path / "base"), tiny_moe.MODULES[name], jnp.arange(24)[None]
+    config = loader.read_config(tmp_path / "base")
+    modules = tiny_moe.MODULES[name]
+    tokens = jnp.arange(24)[None]
     own = peft.draw(tensors, (*peft.EVERY, *tiny_moe.EXPERTS[name], "gate", "lm_head"))
     adapter = peft.write(tmp_path / "adapter", own | peft.lengths(tensors, own), {"use_dora": True})
     one = logits_of(tmp_path / "base", config, adapter, tokens, modules=modules)

@@ -57,7 +57,8 @@ def test_what_is_held_and_sent(hf, sizes, quant, tmp_path):
 )
 def test_shapes_are_those_of_weights_that_are_loaded(name, sizes, tmp_path):
     folder = Golden(NAMED[name], tmp_path).folder
-    config, mesh = loader.read_config(folder, "float32", 64), make_mesh(**sizes)
+    config = loader.read_config(folder, "float32", 64)
+    mesh = make_mesh(**sizes)
     loaded = loader.load(folder, config, Placement(mesh))
     planned = abstract_on_mesh(config, mesh, loader.weight_specs(config))
     assert jax.tree.structure(loaded) == jax.tree.structure(planned)

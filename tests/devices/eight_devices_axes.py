@@ -91,7 +91,8 @@ def over(config, number: int, axis: str) -> dict[str, int]:
 @pytest.mark.parametrize(("name", "number", "axis"), CASES)
 def test_families(name, number, axis, golden):
     """The answers and scores of one device, from a mesh of all the axes that a family can be split over."""
-    made, variant = golden(name), NAMED[name]
+    made = golden(name)
+    variant = NAMED[name]
     config = loader.read_config(made.folder, "float32", variant.max_len)
     llm = make(made.folder, max_model_len=variant.max_len, **over(config, number, axis))
     check_answers(llm, made, near=1e-4)
@@ -132,8 +133,10 @@ def test_what_is_sent(name, sizes, golden):
     """The collectives of the compiled programs are those of the formula, to the byte."""
     folder = golden(name).folder
     config = loader.read_config(folder, "float32", 64)
-    mesh, shape = make_mesh(**sizes), StepShape.largest(4, 32, 16)
-    weights, pipeline = loader.load(folder, config, Placement(mesh)), Pipeline(config, mesh)
+    mesh = make_mesh(**sizes)
+    shape = StepShape.largest(4, 32, 16)
+    weights = loader.load(folder, config, Placement(mesh))
+    pipeline = Pipeline(config, mesh)
     state = pipeline.abstract_state((8,) * len(config.windows), 16, 4)
     builder = BatchBuilder(shape.with_cache(len(config.windows), 16, 64, mesh.shape["data"]))
     for size, layout in builder.layouts.items():
@@ -152,7 +155,8 @@ def test_what_is_sent(name, sizes, golden):
 
 def collectives(text: str) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
     """Those of the model, and those of sampling, in a compiled program: bytes of their results by kind."""
-    model, sampling = defaultdict(list), defaultdict(list)
+    model = defaultdict(list)
+    sampling = defaultdict(list)
     for line in text.splitlines():
         made = re.search(r"= (.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)\(", line)
         if made is not None:
@@ -190,7 +194,8 @@ def test_weights_that_do_not_lie_ready(name, options, golden):
         check_scores(llm, made)
     else:
         whole = make(made.folder, max_model_len=NAMED[name].max_len, quantization=options["quantization"])
-        prompts, params = [{"prompt_token_ids": made.prompts[0]}], SamplingParams(temperature=0, max_tokens=12)
+        prompts = [{"prompt_token_ids": made.prompts[0]}]
+        params = SamplingParams(temperature=0, max_tokens=12)
         found = [one.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids for one in (llm, whole)]
         assert found[0] == found[1]
 
@@ -242,7 +247,8 @@ def test_replicas_in_one_program(sizes, golden):
     prompts = [{"prompt_token_ids": [(i // 2 * 11 + j) % 160 for j in range(12 + i)]} for i in range(20)]
     params = [ASKED[i % len(ASKED)] for i in range(20)]
     llm = make(made.folder, **options, **sizes)
-    engine, used = llm.engine, Counter()
+    engine = llm.engine
+    used = Counter()
     launch = engine.runner.launch
 
     def watched(plan, moves):
@@ -297,7 +303,8 @@ def test_stages_are_kept_busy(golden):
     """As many steps are under way as there are stages, of sequences that are not the same."""
     made = golden("llama")
     llm = make(made.folder, max_model_len=64, pipeline_parallel_size=3, max_num_seqs=6)
-    engine, seen = llm.engine, []
+    engine = llm.engine
+    seen = []
     launch = engine.runner.launch
 
     def watched(plan, moves):

@@ -27,7 +27,8 @@ assert len(jax.devices()) == 8
 
 NAMED = {variant.name: variant for variant in VARIANTS}
 SIZES = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 8, "kv_cache_memory_bytes": 2 << 20}
-NGRAM, SUFFIX = {"method": "ngram"}, {"method": "suffix"}
+NGRAM = {"method": "ngram"}
+SUFFIX = {"method": "suffix"}
 MODEL = {"method": "draft_model", "model": "quill-draft"}
 LAYERS = {"method": "self", "num_layers": 4}
 BITS = {"method": "self", "num_layers": 6, "quantization": "int8-weights"}
@@ -54,7 +55,8 @@ def test_the_answers_of_plain_decoding(name, tmp_path):
     Over `context` the rows of larger steps are split, and XLA's products give other last bits for fewer rows.
     """
     mesh, drafters = MESHES[name]
-    rng, options = random.Random(4), SIZES | over(mesh) | {"max_model_len": 256}
+    rng = random.Random(4)
+    options = SIZES | over(mesh) | {"max_model_len": 256}
     plain = LLM(**options)
     mixes = [mix(rng, plain.engine.config.vocab_size) for _ in range(cases(5, least=1))]
     again = plain.engine.tokenizer.encode("The lamp is in the sand. The boat is in the lake. " * 3)
@@ -125,9 +127,11 @@ def test_experts_and_weights_that_do_not_lie_ready(name, mesh, drafter, more, tm
 @pytest.mark.nightly
 def test_weights_and_pages_of_the_drafter_are_split():
     """Each device has its part of both, and after sleep too; over `context`, bits ask for steps of the same rows."""
-    drafter, devices = MODEL | {"adapts": False}, over({"tensor": 2, "context": 2})
+    drafter = MODEL | {"adapts": False}
+    devices = over({"tensor": 2, "context": 2})
     llm = LLM(**SIZES, **devices, max_model_len=64, speculative_config=drafter)
-    runner, params = llm.engine.runner, SamplingParams(temperature=0.8, seed=3, max_tokens=30, logprobs=1)
+    runner = llm.engine.runner
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=30, logprobs=1)
 
     def answer():
         return [(x.token_ids, x.logprobs) for x in llm.generate(["Once upon a time"], params)[0].outputs]
@@ -152,7 +156,8 @@ def test_weights_and_pages_of_the_drafter_are_split():
 @pytest.mark.parametrize(("own", "target"), [(61, 64), (64, 57), (60, 60), (160, 130), (33, 97)])
 def test_another_padding_of_the_vocabulary(own, target):
     """The drafter's logits are brought to the devices that have the target's tokens."""
-    mesh, B = make_mesh(tensor=4), 3
+    mesh = make_mesh(tensor=4)
+    B = 3
     axis = device_axes(mesh).tensor
     logits_BV = np.random.default_rng(own).normal(size=(B, own)).astype(np.float32)
     given_BV = np.pad(logits_BV, ((0, 0), (0, -own % 4)), constant_values=-np.inf)
@@ -180,7 +185,8 @@ def test_heads_that_are_split_propose_what_whole_ones_do(mesh, tmp_path):
     weights = loader.random_weights(draft_heads.abstract(heads)).replace(tokens_U=np.arange(601) * 2)
     draft_heads.save(tmp_path, heads, weights, hf)
     config = {"method": "eagle3", "model": str(tmp_path), "adapts": False}
-    prompts, params = ["Once upon a time", "The lamp is in the sand."], SamplingParams(temperature=0, max_tokens=24)
+    prompts = ["Once upon a time", "The lamp is in the sand."]
+    params = SamplingParams(temperature=0, max_tokens=24)
     found = []
     for devices in ({}, mesh):
         llm = LLM(**SIZES, **over(devices), max_model_len=256, speculative_config=config)

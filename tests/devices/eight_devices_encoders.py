@@ -15,7 +15,8 @@ NAMED = {variant.name: variant for variant in ENCODERS}
 OPTIONS = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 120}
 
 
-TWO, STAGES = {"tensor": 2, "data": 2}, {"pipeline": 2}
+TWO = {"tensor": 2, "data": 2}
+STAGES = {"pipeline": 2}
 CASES = [
     ("bert", TWO), ("modernbert", STAGES), ("embeddinggemma", TWO), ("embeddinggemma", STAGES), ("bert", STAGES),
     ("modernbert", TWO),

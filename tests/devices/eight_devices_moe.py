@@ -32,7 +32,10 @@ from quire.tests.support.golden.recorded import TOLERANCE, Golden, check_answers
 pytestmark = pytest.mark.usefixtures("few_programs")
 assert len(jax.devices()) == 8
 
-D, F, E, X = 24, 16, 16, 3
+D = 24
+F = 16
+E = 16
+X = 3
 MOE = Moe(E, X, F, score="softmax_top", router_bias=True, bias=True, clamp=2.0)
 # What the weights lie like: whole experts over all that share them, columns over tensor.
 PLACES = MoeWeights(
@@ -82,7 +85,8 @@ def joined(sizes: dict[str, int], *names: str) -> Axis:
 
 def together(sizes: dict[str, int], x, live, weights: MoeWeights):
     """A compiled mix whose rows are split over data and context, and its result."""
-    rows, context = joined(sizes, "data", "context"), joined(sizes, "context")
+    rows = joined(sizes, "data", "context")
+    context = joined(sizes, "context")
     axes = DeviceAxes(joined(sizes, "tensor"), joined(sizes, "expert"), context, context, joined(sizes, "data"))
     every = axes.experts.name
 
@@ -105,7 +109,8 @@ def together(sizes: dict[str, int], x, live, weights: MoeWeights):
 def test_rows_of_their_own(name, dtype, skew):
     """What one device computes, to the bit where each has whole experts: however many rounds it takes."""
     weights, x = drawn(skew)
-    weights, x = cast(weights, dtype), jnp.asarray(x, dtype)
+    weights = cast(weights, dtype)
+    x = jnp.asarray(x, dtype)
     live = jnp.arange(len(x)) % 7 != 2
     wanted = alone(x, live, weights)
     _, found = together(MESHES[name], x, live, weights)
@@ -195,8 +200,10 @@ def test_copies_of_experts(name, golden):
             for out in outputs
         ]
 
-    before, held = asked(), {layer: own["devices"] for layer, own in llm.expert_loads().items()}
-    said, runner = llm.rebalance_experts(), llm.engine.runner
+    before = asked()
+    held = {layer: own["devices"] for layer, own in llm.expert_loads().items()}
+    said = llm.rebalance_experts()
+    runner = llm.engine.runner
     assert said["layers"] > 0 and 1 <= said["after"] < said["before"]
     assert asked() == before  # a layer moved in each of the first steps
     assert {layer: own["devices"] for layer, own in llm.expert_loads().items()} != held
@@ -214,7 +221,8 @@ def test_logits_with_copies(golden):
     """Gemma's experts beside a dense block: the golden file's logits, with all rows on all devices."""
     made = golden("gemma4-moe")
     config = expert_copies.with_redundancy(loader.read_config(made.folder, "float32", NAMED["gemma4-moe"].max_len), 4)
-    mesh, whole = make_mesh(expert=4), made.prompts[0] + made.tokens[0]
+    mesh = make_mesh(expert=4)
+    whole = made.prompts[0] + made.tokens[0]
     weights = expert_copies.with_first_placement(loader.load(made.folder, config, Placement(mesh)), config, mesh)
     places = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
     run = partial(uncached.forward, config=config, axes=device_axes(mesh))
@@ -237,15 +245,20 @@ def check_places(runner) -> None:
 
 def test_every_move_at_once():
     """Places that change all together, some in turns, though each overwrites what another still wants."""
-    S, rng, mesh = 32, np.random.default_rng(0), make_mesh(expert=4, tensor=2)
-    spec, stack = P("expert", None, "tensor"), rng.standard_normal((S, 3, 4)).astype(np.float32)
-    leaf, held = jax.device_put(stack, NamedSharding(mesh, spec)), np.arange(S)
+    S = 32
+    rng = np.random.default_rng(0)
+    mesh = make_mesh(expert=4, tensor=2)
+    spec = P("expert", None, "tensor")
+    stack = rng.standard_normal((S, 3, 4)).astype(np.float32)
+    leaf = jax.device_put(stack, NamedSharding(mesh, spec))
+    held = np.arange(S)
     most = 0
     for _ in range(4):
         wanted = rng.permutation(S)
         sent, kept, turns = transfers(wanted, held, 4)
         leaf = move_experts(leaf, sent, kept, np.int32(turns), mesh=mesh, places=spec)
-        held, most = wanted, max(most, turns)
+        held = wanted
+        most = max(most, turns)
         np.testing.assert_array_equal(leaf, stack[held])
     assert 3 <= most < S // 4
 
@@ -272,7 +285,9 @@ def test_all_to_alls_are_round_the_experts_only(golden):
     """And of the whole step's bytes each is in a formula of docs/sharding.md."""
     made = golden("deepseek-v3")
     llm = make(made.folder, **SPARE["deepseek-v3"])
-    runner, n, rows = llm.engine.runner, 8, 16
+    runner = llm.engine.runner
+    n = 8
+    rows = 16
     config = runner.config
     size = next(size for size in runner.compiled if size.rows >= rows)
     text = runner.compiled[size].as_text()
@@ -282,7 +297,8 @@ def test_all_to_alls_are_round_the_experts_only(golden):
     layer = config.layers[-1].moe
     Q = -(-size.rows // n)
     C = capacity(Q, layer.top_k, n, layer.slots // n)
-    found, count = sent(text, n), len(config.expert_layers)
+    found = sent(text, n)
+    count = len(config.expert_layers)
     assert found["all-to-all"] == count * 2 * (n - 1) * C * config.dim * 4
     assert found["all-gather"] == count * (n - 1) * (layer.slots * 4 + Q * config.dim * 4)
     assert not found["all-reduce"] and not found["collective-permute"] and not found["reduce-scatter"]

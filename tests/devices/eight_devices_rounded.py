@@ -93,7 +93,8 @@ MANY = [
 @pytest.mark.parametrize(("name", "quantization", "sizes"), nightly_from(2, MANY))
 def test_greedy_tokens(name, quantization, sizes, golden, alone):
     """Those of one device; and each device holds as many bytes as planned."""
-    made, expected = golden(name), alone(name, quantization)
+    made = golden(name)
+    expected = alone(name, quantization)
     options = {f"{axis}_parallel_size".replace("pipe_", "pipeline_"): size for axis, size in sizes.items()}
     llm = make(made, quantization, **options)
     check_tokens(asked(llm, made), expected, tie=CLOSE if quantization == "int8" else 0)  # its rows too are rounded
@@ -119,9 +120,11 @@ def test_greedy_tokens(name, quantization, sizes, golden, alone):
 )  # fmt: skip
 def test_experts_by_themselves(name, sizes):
     """What one device computes, but for the order of the last sum where each has whole experts."""
-    rng, moe = np.random.default_rng(0), Moe(16, 3, 64)
+    rng = np.random.default_rng(0)
+    moe = Moe(16, 3, 64)
     config = ModelConfig("x", 64, 32, (Layer(Attention(4, 2, 16, 1.0), None, moe),), 64, quant=name)
-    specs, mesh = moe_spec(config, moe), make_mesh(**sizes)
+    specs = moe_spec(config, moe)
+    mesh = make_mesh(**sizes)
 
     def vary(array):  # so that an expert or a column with another's scale shows
         return array * rng.uniform(0.1, 1, array.shape).astype(array.dtype) if array.dtype.kind == "f" else array
@@ -178,7 +181,8 @@ def test_codes_and_scales_move_together(name, options, quantization, golden):
             for out in outputs
         ]
 
-    before, runner = scored(), llm.engine.runner
+    before = scored()
+    runner = llm.engine.runner
     assert llm.rebalance_experts()["layers"] > 0
     assert scored() == before and scored() == before
     assert llm.get_metrics()["quire:expert_moves_total"] > 0 and runner.compiles.recompiles == 0

@@ -34,13 +34,15 @@ def same(request, other) -> bool:
 @pytest.mark.parametrize("name", thinned(MESHES, ["stages of replicas, split by heads"]))
 def test_chats_go_on_from_snapshots(name, tmp_path):
     """More chats than the device has snapshots for, in turns: from there, the host, and disk after a restart."""
-    mesh, rng = MESHES[name], random.Random(5)
+    mesh = MESHES[name]
+    rng = random.Random(5)
     folder = Golden(next(variant for variant in VARIANTS if variant.name == "qwen3-5"), tmp_path / "model").folder
     options = {f"{axis}_parallel_size": size for axis, size in mesh.items()} | {
         "model": str(folder), "skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 4,
         "max_num_batched_tokens": 40, "kv_cache_memory_bytes": 2 << 20,
     }  # fmt: skip
-    plain, llm = LLM(**options, enable_prefix_caching=False), None
+    plain = LLM(**options, enable_prefix_caching=False)
+    llm = None
     options |= {"kv_cache_host_bytes": 16 << 20, "kv_cache_disk": str(tmp_path / "disk")}
     chats = [[rng.randrange(160) for _ in range(rng.randint(30, 120))] for _ in range(8)]
     for turn in range(3):
@@ -51,7 +53,8 @@ def test_chats_go_on_from_snapshots(name, tmp_path):
             llm = LLM(**options)
             for table in llm.engine.tables:
                 table.snapshots.distance = 32
-        requests, cached = {str(number): (list(chat), GREEDY) for number, chat in enumerate(chats)}, 0
+        requests = {str(number): (list(chat), GREEDY) for number, chat in enumerate(chats)}
+        cached = 0
         arrivals = {name: rng.randint(0, 20) for name in requests}
         got = company.serve(llm.engine, requests, arrivals)
         expected = company.serve(plain.engine, requests, arrivals)

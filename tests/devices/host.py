@@ -15,7 +15,8 @@ REQUESTS = 200
 def asked() -> tuple[list[dict], list[SamplingParams]]:
     """Prompts of every length, some that begin alike, and every kind of parameter."""
     rng = np.random.default_rng(7)
-    prompts, params = [], []
+    prompts = []
+    params = []
     for index in range(REQUESTS):
         shared = [11] * 20 if index % 5 == 0 else []
         tokens = [*shared, *rng.integers(3, 160, rng.integers(1, 60)).tolist()]
@@ -50,7 +51,8 @@ class Read:
     """Counts bytes of tensors that are read whole."""
 
     def __init__(self):
-        self.bytes, self.read = 0, Tensor.read
+        self.bytes = 0
+        self.read = Tensor.read
         Tensor.read = lambda tensor: self.count(tensor)  # type: ignore[method-assign]
 
     def count(self, tensor: Tensor) -> np.ndarray:
@@ -60,7 +62,9 @@ class Read:
 
 
 def main() -> None:
-    model, options, out = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+    model = sys.argv[1]
+    options = json.loads(sys.argv[2])
+    out = sys.argv[3]
     if options.get("process_id"):
         quire.follow(model, progress=print, **options)
         return

@@ -118,7 +118,8 @@ def with_states(tmp_path_factory):
 )
 def test_the_same_answers(processes, stored, data, folder, alone, started, tmp_path, request):
     """200 requests; some of them again after sleep and a reset. Sums go another way, so scores differ a little."""
-    shared, out = engine_options(data, **together(processes)), tmp_path / "found"
+    shared = engine_options(data, **together(processes))
+    out = tmp_path / "found"
     model = request.getfixturevalue(stored)
     running = [
         started(
@@ -130,7 +131,8 @@ def test_the_same_answers(processes, stored, data, folder, alone, started, tmp_p
     ]
     for index, process in enumerate(running):
         assert process.wait(LIMIT) == 0, (tmp_path / f"log{index}").read_text()[-4000:]
-    found, alone = json.loads(out.read_text()), alone(folder if stored == "converted" else model, engine_options(data))
+    found = json.loads(out.read_text())
+    alone = alone(folder if stored == "converted" else model, engine_options(data))
     for name in ("first", "again"):
         assert [tokens for tokens, _ in found[name]] == [tokens for tokens, _ in alone[name]]
         for (_, scores), (_, wanted) in zip(found[name], alone[name], strict=True):
@@ -332,7 +334,9 @@ def test_arrays_arrive_as_they_were():
 
 
 def test_changes_arrive():
-    rng, there, here = np.random.default_rng(0), connection.BufferDeltas(), connection.BufferDeltas()
+    rng = np.random.default_rng(0)
+    there = connection.BufferDeltas()
+    here = connection.BufferDeltas()
     buffers = {size: rng.integers(0, 9, 10 * size, np.int32) for size in (3, 70)}
     for step in range(50):
         size = (3, 70)[step % 3 == 0]

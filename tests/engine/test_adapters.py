@@ -15,7 +15,8 @@ from quire.serving.engine.snapshot import take_snapshot
 from quire.tests.support import peft, tiny, tiny_moe
 from quire.tests.support.cases import nightly_from, thinned
 
-COUNT, SLOTS = 64, 4
+COUNT = 64
+SLOTS = 4
 CONFIG = tiny.LLAMA | {"intermediate_size": 64}
 OPTIONS = {
     "skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 22, "max_num_seqs": 8, "max_num_batched_tokens": 32,
@@ -30,7 +31,8 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("adapters")
     tensors = tiny.write(root / "base", CONFIG, tiny.even(tiny.shapes(CONFIG)))
     for number in range(COUNT):
-        rank, names = 1 + number % 8, peft.EVERY if number % 3 else ("q_proj", "v_proj")
+        rank = 1 + number % 8
+        names = peft.EVERY if number % 3 else ("q_proj", "v_proj")
         names = (*names, "lm_head") if number % 4 == 1 else names
         drawn = peft.draw(tensors, names, rank=rank, seed=number)
         drawn |= peft.lengths(tensors, drawn, number) if number % 5 == 0 else {}
@@ -91,12 +93,15 @@ def test_experts_among_64_adapters(name, given, tmp_path):
     tensors = tiny_moe.write(tmp_path / "base", name)
     every = (*peft.EVERY, *tiny_moe.EXPERTS[name], "gate", "lm_head")
     for number in range(COUNT):
-        rank, names = 1 + number % 8, every if number % 3 else tiny_moe.EXPERTS[name]
+        rank = 1 + number % 8
+        names = every if number % 3 else tiny_moe.EXPERTS[name]
         drawn = peft.draw(tensors, names, rank=rank, seed=number)
         drawn |= peft.lengths(tensors, drawn, number) if number % 5 == 0 else {}
         peft.write(tmp_path / str(number), drawn, {"r": rank, "use_dora": number % 5 == 0})
-    numbers, params = [*range(COUNT), None, None, 3, 3, 60, None], replace(PARAMS, temperature=0)
-    prompts, requests = prompts_for(len(numbers)), [adapter(tmp_path, number) for number in numbers]
+    numbers = [*range(COUNT), None, None, 3, 3, 60, None]
+    params = replace(PARAMS, temperature=0)
+    prompts = prompts_for(len(numbers))
+    requests = [adapter(tmp_path, number) for number in numbers]
     with LLM(str(tmp_path / "base"), **OPTIONS | given, lora_target_modules=tiny_moe.MODULES[name]) as llm:
         together = answers(llm, prompts, requests, params)
         for i in (0, 1, 5, 30, 63, 64, 66, 68):
@@ -121,9 +126,11 @@ def test_experts_among_64_adapters(name, given, tmp_path):
 def test_the_answers_are_those_of_the_merged_model(llm, folders, tmp_path):
     """By another way: the adapter is added to the weights on disk, and that model served."""
     tensors = load_file(folders / "base" / "model.safetensors")
-    drawn, about = load_file(folders / "5" / "adapter_model.safetensors"), {"r": 6, "use_rslora": False}
+    drawn = load_file(folders / "5" / "adapter_model.safetensors")
+    about = {"r": 6, "use_rslora": False}
     tiny.write(tmp_path, CONFIG, tensors=peft.merged(tensors, drawn, about))
-    greedy, prompts = replace(PARAMS, temperature=0), prompts_for(5)
+    greedy = replace(PARAMS, temperature=0)
+    prompts = prompts_for(5)
     plain = {name: value for name, value in OPTIONS.items() if "lora" not in name}
     with LLM(str(tmp_path), **plain) as merged:
         wanted = answers(merged, prompts, None, greedy)
@@ -143,7 +150,8 @@ def test_a_head_that_is_the_embedding(tmp_path):
     drawn = peft.draw(whole, ("lm_head", "o_proj"))
     tiny.write(tmp_path / "merged", CONFIG, peft.merged(whole, drawn))
     one = LoRARequest("head", 1, str(peft.write(tmp_path / "head", drawn)))
-    greedy, prompts = replace(PARAMS, temperature=0), prompts_for(6)
+    greedy = replace(PARAMS, temperature=0)
+    prompts = prompts_for(6)
     plain = {name: value for name, value in OPTIONS.items() if "lora" not in name}
     wanted = []
     for name in ("merged", "base"):
@@ -169,7 +177,8 @@ def test_pages_are_shared_within_an_adapter_alone(llm, folders):
 
 def test_a_replaced_adapter_is_another(llm, folders, tmp_path):
     """Same name, same number, same folder: new files are read, and no page of the old ones is used."""
-    prompt, changing = [list(range(40))], LoRARequest("changing", 99, str(tmp_path / "changing"))
+    prompt = [list(range(40))]
+    changing = LoRARequest("changing", 99, str(tmp_path / "changing"))
     wanted = []
     for number in (7, 8):
         llm.reset_prefix_cache()
@@ -184,7 +193,8 @@ def test_fewer_in_host_memory_than_are_used(llm, folders):
     """They are read again, and are the same."""
     store = llm.engine.adapters
     wanted = answers(llm, [[1, 2, 3]] * 8, [adapter(folders, n) for n in range(8)])
-    most, store.max_adapters = store.max_adapters, SLOTS
+    most = store.max_adapters
+    store.max_adapters = SLOTS
     try:
         assert answers(llm, [[1, 2, 3]] * 8, [adapter(folders, n) for n in range(8)]) == wanted
         assert len(store.adapters) == SLOTS
@@ -241,7 +251,11 @@ class Waiting:
     """As a sequence, as far as slots are concerned."""
 
     def __init__(self, key: str, rank: float):
-        self.adapter, self.rank, self.slot, self.finish_reason, self.adapter_slot = Adapter(key), rank, -1, None, -1
+        self.adapter = Adapter(key)
+        self.rank = rank
+        self.slot = -1
+        self.finish_reason = None
+        self.adapter_slot = -1
 
 
 class Adapter:
@@ -251,7 +265,9 @@ class Adapter:
 
 def test_nobody_waits_for_ever():
     """One adapter is asked for again and again, and another one's request comes between: it gets the slot."""
-    slots, running, served = AdapterSlots(1), [], 0
+    slots = AdapterSlots(1)
+    running = []
+    served = 0
     late = Waiting("b", 0.5)
     for number in range(200):
         one = Waiting("a", float(number))
@@ -290,7 +306,8 @@ MORE = [{"quantization": "int8", "dtype": "bfloat16"}, {"quantization": "int4-32
 @pytest.mark.slow
 def test_with_rounded_weights_and_drafts(folders, given):
     """What each request gets is what it gets alone; drafts, which know no adapter, change nothing."""
-    numbers, prompts = [0, 1, 2, None, 5, 6], [[7, 8, 9] * 6] * 6
+    numbers = [0, 1, 2, None, 5, 6]
+    prompts = [[7, 8, 9] * 6] * 6
     params = replace(PARAMS, temperature=0, max_tokens=20)
     with LLM(str(folders / "base"), **OPTIONS | given) as llm:
         together = answers(llm, prompts, [adapter(folders, number) for number in numbers], params)

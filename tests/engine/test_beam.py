@@ -19,7 +19,8 @@ from quire.sharding.spec import random_arrays
 from quire.tests.support import uncached
 from quire.tests.support.cases import thinned
 
-LENGTH, VOCAB = 48, 40
+LENGTH = 48
+VOCAB = 40
 CONFIG = small_cache_config(
     VOCAB, dim=32, num_layers=4, heads=4, head_dim=8, ffn=48, window=9, global_every=2, max_len=LENGTH, dtype="float32"
 )
@@ -65,7 +66,8 @@ def oracle(weights):
 
 def naive(oracle, prompt, width: int, steps: int, eos, penalty: float):
     """Every continuation of every beam, sorted; no early end."""
-    live, done = [((), 0.0)], []
+    live = [((), 0.0)]
+    done = []
     for step in range(1, steps + 1):
         longer = [
             ((*tokens, token), total + row[token])
@@ -133,7 +135,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_computed(engine):
 
 def test_terms_are_kept_or_refused(engine):
     engine.reset_prefix_cache()
-    params, prompt = BeamSearchParams(beam_width=2, max_tokens=2**30), [[1] * (LENGTH - 3)]
+    params = BeamSearchParams(beam_width=2, max_tokens=2**30)
+    prompt = [[1] * (LENGTH - 3)]
     (mine,) = search(engine, prompt, params, [Terms(cache_salt="a", priority=-1)])
     assert list(engine.tables[0].tree.roots) == ["a"]  # and it ended long before max_tokens
     (plain,) = search(engine, prompt, params)

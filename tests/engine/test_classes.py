@@ -53,7 +53,8 @@ def expected_of(drawn) -> np.ndarray:
 @pytest.mark.slow
 def test_classes_by_python_and_http(made):
     folder, drawn = made
-    expected, llm = expected_of(drawn), LLM(str(folder), **OPTIONS)
+    expected = expected_of(drawn)
+    llm = LLM(str(folder), **OPTIONS)
     found = llm.classify(TEXTS, use_tqdm=False)
     np.testing.assert_allclose([one.outputs.probs for one in found], expected, atol=1e-3)
     alone = [llm.classify(text, use_tqdm=False)[0].outputs for text in TEXTS]

@@ -12,7 +12,9 @@ class Told:
     """A request of which there is ever more to read."""
 
     def __init__(self, name: str):
-        self.request_id, self.finished, self.count = name, False, 0
+        self.request_id = name
+        self.finished = False
+        self.count = 0
 
     def read(self) -> int:
         self.count += 1
@@ -69,7 +71,9 @@ def test_what_is_due_waits_for_the_delivery_before():
 
 
 def test_a_loop_that_closed_delays_nobody():
-    outbox, gone, here = Outbox(lambda: 1000.0), Told("gone"), Told("here")
+    outbox = Outbox(lambda: 1000.0)
+    gone = Told("gone")
+    here = Told("here")
 
     async def leave() -> None:
         listen(outbox, gone)

@@ -46,7 +46,8 @@ def test_deltas_joined_are_the_full_decode(tokenizer, kind, skip):
     for _ in range(60):
         ids = random_ids(rng, tokenizer, kind)
         full = tokenizer.decode(ids, skip)
-        stream, so_far = Detokenizer(tokenizer, skip), ""
+        stream = Detokenizer(tokenizer, skip)
+        so_far = ""
         for token in ids:
             so_far += stream.push([token])
             assert full.startswith(so_far), characters(so_far)
@@ -57,7 +58,9 @@ def test_each_character_comes_with_its_last_token(tokenizer):
     """What is held back is never more than the U+FFFD at the end."""
     rng = random.Random(5)
     for _ in range(40):
-        stream, so_far, ids = Detokenizer(tokenizer), "", random_ids(rng, tokenizer, 0)
+        stream = Detokenizer(tokenizer)
+        so_far = ""
+        ids = random_ids(rng, tokenizer, 0)
         for count, token in enumerate(ids, start=1):
             so_far += stream.push([token])
             whole = tokenizer.decode(ids[:count])
@@ -71,12 +74,15 @@ def test_groups_of_tokens_change_nothing(tokenizer):
         ids = random_ids(rng, tokenizer, rng.randrange(3))
         text = tokenizer.decode(ids)
         stop = [text[at : at + 3] for at in range(2, len(text) - 3, 9)][:2]
-        one, many = Detokenizer(tokenizer, stop=stop), Detokenizer(tokenizer, stop=stop)
+        one = Detokenizer(tokenizer, stop=stop)
+        many = Detokenizer(tokenizer, stop=stop)
         single = "".join(one.push([token]) for token in ids) + one.finish()
-        grouped, rest = "", ids
+        grouped = ""
+        rest = ids
         while rest:
             size = rng.randint(1, 7)
-            grouped, rest = grouped + many.push(rest[:size]), rest[size:]
+            grouped = grouped + many.push(rest[:size])
+            rest = rest[size:]
         assert grouped + many.finish() == single
         assert one.stopped == many.stopped
 
@@ -105,7 +111,8 @@ def test_stop_strings_anywhere(tokenizer, include):
         stops = [stop.replace("\ufffd", "") or "zz" for stop in stops]
         match = first_stop(text, stops)
         expected = text if match is None else text[: match[0] + len(match[1]) * include]
-        stream, so_far = Detokenizer(tokenizer, stop=stops, include_stop=include), ""
+        stream = Detokenizer(tokenizer, stop=stops, include_stop=include)
+        so_far = ""
         for count, token in enumerate(ids, start=1):
             so_far += stream.push([token])
             assert expected.startswith(so_far)  # so no head of the stop string was ever out
@@ -125,7 +132,8 @@ class NaiveStops:
     """Reference: every stop string is looked for in all that was held back, and every beginning of each at its end."""
 
     def __init__(self, stops: list[str], include_stop: bool):
-        self.stops, self.include_stop = stops, include_stop
+        self.stops = stops
+        self.include_stop = include_stop
         self.held = ""
         self.stopped: str | None = None
 
@@ -137,7 +145,8 @@ class NaiveStops:
         for end in ends:
             ended = [stop for stop in self.stops if text[:end].endswith(stop)]
             if ended:
-                self.stopped, self.held = max(ended, key=len), ""
+                self.stopped = max(ended, key=len)
+                self.held = ""
                 return text[: end if self.include_stop else end - len(self.stopped)]
         beginnings = [stop[:size] for stop in self.stops for size in range(1, len(stop))]
         self.held = max((piece for piece in beginnings if text.endswith(piece)), key=len, default="")
@@ -153,7 +162,8 @@ def test_stop_strings_agree_with_a_naive_search(letters, seed):
         alphabet = "ab" if rng.random() < 0.7 else "abé"
         stops = ["".join(rng.choices(alphabet, k=rng.randint(1, 9))) for _ in range(rng.randint(1, 5))]
         include = rng.random() < 0.5
-        stream, naive = Detokenizer(letters, stop=stops, include_stop=include), NaiveStops(stops, include)
+        stream = Detokenizer(letters, stop=stops, include_stop=include)
+        naive = NaiveStops(stops, include)
         least = rng.choice([0, 0, 12])
         for count in range(40):
             token = rng.choice(alphabet)
@@ -251,7 +261,8 @@ def test_what_is_held_back_comes_at_the_end(letters):
 
 def test_special_tokens_are_skipped_or_shown(letters):
     ids = [*spell(letters, "a"), *letters.encode(TURN + EOS, add_special_tokens=False), *spell(letters, "b")]
-    hidden, shown = Detokenizer(letters), Detokenizer(letters, skip_special_tokens=False, stop=[EOS])
+    hidden = Detokenizer(letters)
+    shown = Detokenizer(letters, skip_special_tokens=False, stop=[EOS])
     assert hidden.push(ids) + hidden.finish() == "ab"
     assert shown.push(ids) + shown.finish() == "a" + TURN
     assert shown.stopped == EOS

@@ -18,9 +18,11 @@ from quire.tests.support import tiny, tiny_deepseek, tiny_qwen, uncached
 from quire.tests.support.cases import thinned
 from quire.tests.support.recorded_drafts import Recorded
 
-DRAFTS, LENGTH = 3, 128
+DRAFTS = 3
+LENGTH = 128
 TARGET = tiny.LLAMA | {"num_hidden_layers": 6, "max_position_embeddings": LENGTH}
-D, V = TARGET["hidden_size"], TARGET["vocab_size"]
+D = TARGET["hidden_size"]
+V = TARGET["vocab_size"]
 LAYER = {
     "model_type": "llama", "hidden_size": D, "vocab_size": V, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 40, "num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 5000.0,
@@ -38,7 +40,8 @@ KINDS = ["medusa", "eagle", "eagle3", "mtp", "mtp-qwen"]
 @pytest.fixture(scope="module")
 def made(request, tmp_path_factory):
     """(kind, the target's folder, what drafts, heads and weights of both)."""
-    (kind, _, qwen), folder = request.param.partition("-"), tmp_path_factory.mktemp("target")
+    (kind, _, qwen) = request.param.partition("-")
+    folder = tmp_path_factory.mktemp("target")
     if kind == "mtp":
         other = tiny_qwen if qwen else tiny_deepseek
         other.write(folder, other.CONFIG | {"max_position_embeddings": LENGTH})
@@ -77,12 +80,15 @@ class Naive:
 
     def __init__(self, made):
         self.kind, _, _, config, self.heads, (weights, own) = made
-        heads, places, at = self.heads, jnp.arange(LENGTH), uncached.attention
+        heads = self.heads
+        places = jnp.arange(LENGTH)
+        at = uncached.attention
 
         @jax.jit
         def known(ids):
             """What the target tells the heads of each position."""
-            x, seen = decoder.embed(weights, ids, places, config), {}
+            x = decoder.embed(weights, ids, places, config)
+            seen = {}
             recur = uncached.recurrence(config, 1, LENGTH)
             hooks = LayerHooks(at(config, 1, LENGTH), recur=recur, observe=seen.__setitem__)
             (x_TD, _), _ = decoder.run_layers(weights.layers, 0, x, {}, places, config, hooks)
@@ -100,7 +106,8 @@ class Naive:
             feature, hidden, _ = draft_heads.run(heads, own, weights, ids, features, places, {}, hooks)
             return feature, draft_heads.logits(heads, own, weights, hidden)
 
-        self.known, self.goes_on = known, goes_on
+        self.known = known
+        self.goes_on = goes_on
 
     def drafts(self, tokens: list[int], ranks: tuple[int, ...] = (0,) * DRAFTS) -> list[int]:
         last = len(tokens) - 2  # the position that the target has computed last
@@ -108,7 +115,8 @@ class Naive:
         found = self.known(ids)
         if self.kind == "medusa":
             return [int(np.argsort(-np.asarray(found)[head, last])[rank]) for head, rank in enumerate(ranks)]
-        following, drafts = jnp.roll(ids, -1), []
+        following = jnp.roll(ids, -1)
+        drafts = []
         for place, rank in enumerate(ranks, last):
             feature, logits = self.goes_on(following, found)
             drafts.append(int(np.argsort(-np.asarray(logits[place]))[rank]))
@@ -137,7 +145,8 @@ def test_they_propose_what_they_say_of_the_whole_text(made, shape):
         with pytest.raises(ModelError, match="has 4 paths, and this model has layers that keep a state"):
             llm_of(made, **config)
         return
-    rng, llm = np.random.default_rng(1), llm_of(made, **config)
+    rng = np.random.default_rng(1)
+    llm = llm_of(made, **config)
     recorded = Recorded.of(llm.engine)
     lengths = (1, 5, 40, 60, 17) if tree is None else (1, 40, 60)  # there are pages for all paths of so many
     prompts = [rng.integers(3, V, size).tolist() for size in lengths]
@@ -163,10 +172,12 @@ def test_drafts_are_drawn_with_the_noise_of_the_answer(made):
         SamplingParams(temperature=t, seed=s, max_tokens=20, logprobs=2, n=n, ignore_eos=True, presence_penalty=p)
         for s, (t, n, p) in enumerate([(0.8, 1, 0), (1.0, 2, 0), (0, 1, 0.5), (1.2, 1, 0.5), (0.9, 1, 0)])
     ]
-    drafted, plain = llm_of(made), llm_of(made, plain=True)
+    drafted = llm_of(made)
+    plain = llm_of(made, plain=True)
     compiles = take_snapshot(drafted.engine).recompiles
     for _ in range(2):  # the second time from the cache
-        mine, theirs = drafted.generate(prompts, params), plain.generate(prompts, params)
+        mine = drafted.generate(prompts, params)
+        theirs = plain.generate(prompts, params)
         for one, other in zip(mine, theirs, strict=True):
             for a, b in zip(one.outputs, other.outputs, strict=True):
                 assert (a.token_ids, a.logprobs) == (b.token_ids, b.logprobs)

@@ -48,7 +48,8 @@ def compiled():
     """quill's steps, without drafts, and for those of several paths that the host makes."""
     folder = hub.resolve(None)
     config = loader.read_config(folder, "float32", LENGTH)
-    weights, runners = loader.load(folder, config), {}
+    weights = loader.load(folder, config)
+    runners = {}
     for shape in (PLAIN, DRAFTED):
         runners[shape] = Runner(config, weights, shape, (400,) * len(config.windows), 16, LENGTH, True)
         runners[shape].warm_up()
@@ -70,12 +71,15 @@ class Oracle:
     """Knows the answer of plain decoding, and says it on one of the paths, with mistakes; the others are made up."""
 
     def __init__(self, answers, rng: random.Random, vocab: int):
-        self.answers, self.rng, self.vocab = answers, rng, vocab
+        self.answers = answers
+        self.rng = rng
+        self.vocab = vocab
 
     def propose(self, seq, most):
         rng = self.rng
         truth = self.answers[seq.request.request_id][seq.index][0][seq.num_output :]
-        paths, chosen = [], rng.randrange(len(PATHS))
+        paths = []
+        chosen = rng.randrange(len(PATHS))
         for number in range(len(PATHS)):
             wrong = rng.choice((0, 0, 0.2)) if number == chosen else rng.choice((0.3, 0.9, 1))
             drafts = [rng.randrange(self.vocab) if rng.random() < wrong else token for token in truth]
@@ -106,7 +110,9 @@ class Watch(Observer):
 @pytest.mark.slow
 def test_the_very_tokens_of_plain_decoding(compiled, tmp_path):
     """Random requests with answers on any of the paths, also where pages are short, and from disk."""
-    rng, runners, plain = random.Random(3), compiled[0], engine_of(compiled, PLAIN)
+    rng = random.Random(3)
+    runners = compiled[0]
+    plain = engine_of(compiled, PLAIN)
     config = runners[DRAFTED].config
     recompiled = runners[DRAFTED].compiles.recompiles
     sizes = [page_bytes(config, group, 16) for group in range(len(config.windows))]
@@ -150,14 +156,16 @@ COMMON = {"dtype": "float32", "max_model_len": LENGTH, "max_num_seqs": 4, "max_n
 @pytest.mark.parametrize("config", HEADS, ids=lambda config: config["method"])
 def test_heads_leave_the_answers_as_they_are(compiled, config, tmp_path):
     """Their own drafts, taken always and only where they pay, where pages are short; all is asked a second time."""
-    rng, vocab = random.Random(4), compiled[0][DRAFTED].config.vocab_size
+    rng = random.Random(4)
+    vocab = compiled[0][DRAFTED].config.vocab_size
     plain = engine_of(compiled, PLAIN)
     memory = {"kv_cache_memory_bytes": 2 << 20, "kv_cache_disk": str(tmp_path), "kv_cache_host_bytes": 1 << 20}
     llms = [
         LLM(**COMMON, speculative_config=config),
         LLM(**COMMON, **memory, speculative_config=config | {"adapts": False}),
     ]
-    compiles, watches = [take_snapshot(llm.engine).recompiles for llm in llms], [Watch(llm.engine) for llm in llms]
+    compiles = [take_snapshot(llm.engine).recompiles for llm in llms]
+    watches = [Watch(llm.engine) for llm in llms]
     for _ in range(cases(30, least=3)):
         requests, arrivals = mix(rng, vocab)
         expected = serve(plain, requests, arrivals)
@@ -184,14 +192,16 @@ def test_every_step_takes_the_best_path(config):
     found = {}
     for name, own in (("tree", config), ("chain", chain | {"num_speculative_tokens": 4})):
         llm = LLM(**COMMON, speculative_config=own | {"adapts": False})
-        steps, watch = Steps(), Watch(llm.engine)  # alone
+        steps = Steps()  # alone
+        watch = Watch(llm.engine)
         recorded = Recorded.of(llm.engine)
         llm.engine.observers.append(steps)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
         found[name] = texts, recorded.proposed, steps.tokens, watch.taken
         llm.close()
-    (texts, tree, tokens, taken), (same, chained, _, _) = found["tree"], found["chain"]
+    (texts, tree, tokens, taken) = found["tree"]
+    (same, chained, _, _) = found["chain"]
     assert texts == same and taken.keys() - {0}
     better = common = 0
     for text, proposed in tree.items():
@@ -228,7 +238,8 @@ def test_further_paths_are_verified_where_they_pay(more, slope, expected):
     """By what they gave of late beyond the first, and what their rows cost."""
     own = Speculator(parse_speculative_config(CONFIG), lambda rows, seqs, drafts, paths=1: 1 + slope * (rows - seqs))
     (seq,) = [Running(drafts=[1, 2, 3, 4], branches=[[1, 5], [7]])]
-    own.records, own.drafting = {seq: Record(Rate(24, 7e5, 1e6), Rate(24, more * 1e6, 1e6), ideas=4)}, True
+    own.records = {seq: Record(Rate(24, 7e5, 1e6), Rate(24, more * 1e6, 1e6), ideas=4)}
+    own.drafting = True
     own.trim([seq])
     assert seq.branching == bool(seq.branches) == expected
     own.take_in(seq, 4, 1, 2 if expected else None)
@@ -239,15 +250,15 @@ class Running:
     """What a speculator sees of a sequence that decodes."""
 
     def __init__(self, **given):
-        self.missing, self.pending, self.awaits_drafts, self.num_output, self.asks, self.max_tokens = (
-            1,
-            1,
-            True,
-            50,
-            0,
-            99,
-        )
-        self.branching, self.held, self.proposed = False, 0, []
+        self.missing = 1
+        self.pending = 1
+        self.awaits_drafts = True
+        self.num_output = 50
+        self.asks = 0
+        self.max_tokens = 99
+        self.branching = False
+        self.held = 0
+        self.proposed = []
         self.__dict__.update(given)
 
 

@@ -46,7 +46,8 @@ def folder(tmp_path_factory):
 
 
 def test_prompts_come_before_texts(folder):
-    own, plain = LLM(str(folder), **OPTIONS), LLM(**OPTIONS)
+    own = LLM(str(folder), **OPTIONS)
+    plain = LLM(**OPTIONS)
     tokens = own.get_tokenizer().encode
 
     def vectors(llm, prompts, **options):
@@ -175,7 +176,8 @@ def test_truncated_tokens_are_those_of_the_tokenizers_own_truncation(short):
     for side in ("right", "left"):
         core = tokenizers.Tokenizer.from_file(str(short / "tokenizer.json"))
         for _ in range(30):
-            text, length = LONG[: rng.randrange(len(LONG))], rng.randrange(4, 80)
+            text = LONG[: rng.randrange(len(LONG))]
+            length = rng.randrange(4, 80)
             core.enable_truncation(length, direction=side)
             assert own.encode_truncated(text, length, side) == core.encode(text).ids, (side, length, text)
     assert own.encode_truncated(LONG, 4, add_special_tokens=False) == own.encode(LONG, False)[:4]

@@ -31,7 +31,8 @@ from quire.sharding.spec import random_arrays
 from quire.tests.support import uncached
 from quire.tests.support.cases import thinned
 
-LENGTH, VOCAB = 64, 96
+LENGTH = 64
+VOCAB = 96
 CONFIG = small_cache_config(
     VOCAB,
     dim=32,
@@ -83,7 +84,8 @@ def engine(weights):
 
 def run(engine: Engine, arrivals: dict[int, list], aborts: dict[int, list[str]] | None = None) -> dict:
     """Drive the engine; `arrivals` maps a step to (id, tokens, params), `aborts` a step to ids."""
-    requests, step = {}, 0
+    requests = {}
+    step = 0
     while engine.busy or step <= max(arrivals):
         for name, tokens, params in arrivals.get(step, ()):
             requests[name] = engine.add(name, tokens, params)
@@ -127,7 +129,9 @@ def check_greedy(oracle, output, params: SamplingParams) -> None:
 
 
 def random_mix(rng) -> tuple[dict, dict, dict]:
-    arrivals, aborts, params = {}, {}, {}
+    arrivals = {}
+    aborts = {}
+    params = {}
     for index in range(int(rng.integers(1, 8))):
         name = str(index)
         params[name] = SamplingParams(
@@ -163,7 +167,9 @@ class Watched:
     """A result of a step that tells how it is fetched."""
 
     def __init__(self, name: str, array: jax.Array, told: list):
-        self.name, self.array, self.told = name, array, told
+        self.name = name
+        self.array = array
+        self.told = told
 
     def copy_to_host_async(self) -> None:
         self.told.append(("begin", self.name))
@@ -177,7 +183,8 @@ class Watched:
 def test_one_array_up_and_one_down_a_step(weights, engine):
     """While the same sequences decode, with tokens that only the device knows; nothing else moves or waits."""
     engine = make(weights, compiled=engine)
-    runner, told = engine.runner, []
+    runner = engine.runner
+    told = []
     runner.remote = True
 
     def watch(compiled):
@@ -213,7 +220,9 @@ def test_one_array_up_and_one_down_a_step(weights, engine):
 def test_a_step_made_from_the_last_is_the_one_made_anew(engine, monkeypatch):
     """But for tokens that the host knows by now and the device has too."""
     builder = engine.runner.batch_builder
-    build, steps, advanced = builder.build, builder.decode_steps[0], 0
+    build = builder.build
+    steps = builder.decode_steps[0]
+    advanced = 0
 
     def both(plan):
         nonlocal advanced
@@ -257,7 +266,8 @@ def test_steps_without_branches_draw_the_same(weights, kernels):
     engine = make(weights)
     engine.runner.remote = True
     engine.runner.warm_up()
-    used, answers = [], []
+    used = []
+    answers = []
 
     def told(size, program):
         def call(*given):
@@ -289,7 +299,8 @@ def test_steps_without_branches_draw_the_same(weights, kernels):
 @pytest.mark.parametrize("kernels", ["off"], indirect=True)
 @pytest.mark.slow
 def test_random_mixes_without_the_kernels(weights, oracle, kernels):
-    engine, rng = make(weights), np.random.default_rng(77)
+    engine = make(weights)
+    rng = np.random.default_rng(77)
     engine.runner.warm_up()
     for _ in range(10):
         arrivals, aborts, params = random_mix(rng)
@@ -385,7 +396,8 @@ def test_prompt_logprobs(engine, oracle):
         assert output.prompt_logprobs[0] is None
         assert len(output.prompt_logprobs) == len(prompt)
         for place, entry in enumerate(output.prompt_logprobs[1:]):
-            row, token = scores[place], prompt[place + 1]
+            row = scores[place]
+            token = prompt[place + 1]
             assert entry[token].logprob == pytest.approx(row[token], abs=1e-4)
             assert entry[token].rank == 1 + (row > row[token]).sum()
             assert set(np.argsort(-row)[:2].tolist()) <= set(entry)
@@ -567,7 +579,8 @@ def turns(rng, count: int) -> list[list[int]]:
 def test_a_prefix_hit_changes_no_bit(weights, engine, block):
     """Requests that begin alike, greedy and drawn, with penalties or none, also where pages are soon taken again."""
     rng = np.random.default_rng(100 + block)
-    plain, small = without_cache(weights, engine), make(weights, compiled=engine)
+    plain = without_cache(weights, engine)
+    small = make(weights, compiled=engine)
     small.tables[0] = small.scheduler.replicas[0].table = PageTable((16, 14), 8, CONFIG.windows)
     cached = {"roomy": 0, "small": 0}
     for _ in range(6):
@@ -688,7 +701,8 @@ def chats(rng, count: int) -> dict[int, list]:
 def test_pages_that_come_back_from_host_and_disk_change_no_bit(weights, engine, host_pages, tmp_path):
     """A pool in which everything has to leave, copies in host memory with room for some or for all, and a folder."""
     rng = np.random.default_rng(host_pages)
-    plain, disk = without_cache(weights, engine), DiskCache(tmp_path, 1 << 30)
+    plain = without_cache(weights, engine)
+    disk = DiskCache(tmp_path, 1 << 30)
     host_cache = host_cache_for(engine, host_pages, disk)
     small = make(weights, compiled=engine)
     small.tables[0] = small.scheduler.replicas[0].table = PageTable((16, 14), 8, CONFIG.windows, host_cache=host_cache)
@@ -719,7 +733,8 @@ def test_pages_as_a_tpu_has_them(weights, oracle, tmp_path, monkeypatch):
     host_cache = host_cache_for(engine, 4, DiskCache(tmp_path, 1 << 30))
     small.tables[0] = small.scheduler.replicas[0].table = PageTable((16, 14), 8, CONFIG.windows, host_cache=host_cache)
     arrivals = chats(np.random.default_rng(4), 16)
-    plain, outputs = run(without_cache(weights, engine), arrivals), run(small, arrivals)
+    plain = run(without_cache(weights, engine), arrivals)
+    outputs = run(small, arrivals)
     assert {name: bits(output) for name, output in outputs.items()} == {n: bits(output) for n, output in plain.items()}
     assert sum(output.num_cached_tokens for output in outputs.values())
     for name, _, params in sum(arrivals.values(), []):
@@ -729,7 +744,8 @@ def test_pages_as_a_tpu_has_them(weights, oracle, tmp_path, monkeypatch):
 
 
 def test_another_process_goes_on_with_what_the_first_computed(weights, engine, tmp_path):
-    prompt, params = list(range(41)), SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
+    prompt = list(range(41))
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
 
     def serve(folder) -> tuple[int, list]:
         own = make(weights, compiled=engine, host_cache=host_cache_for(engine, 50, DiskCache(folder, 1 << 30)))
@@ -877,7 +893,8 @@ def test_a_trace_tells_every_step_and_every_request(weights, engine, tmp_path):
     own.observers.append(Trace(tmp_path / "trace.json"))
     rng = np.random.default_rng(0)
     arrivals, _, _ = random_mix(rng)
-    plans, launch = [], own.runner.launch
+    plans = []
+    launch = own.runner.launch
     own.runner.launch = lambda plan, moves: plans.append(plan) or launch(plan, moves)
     outputs = run(own, arrivals)
     own.close()
@@ -947,7 +964,8 @@ class Clock:
 
 
 def test_priorities_go_first_and_waiting_makes_up_for_them(weights, engine):
-    engine, clock = make(weights, compiled=engine), Clock()
+    engine = make(weights, compiled=engine)
+    clock = Clock()
     engine.clock = clock
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     first = [engine.add(f"busy {i}", [i + 1], params) for i in range(4)]  # all slots
@@ -981,7 +999,8 @@ def test_who_is_least_urgent_gives_way(weights, engine):
 
 
 def test_a_timeout_ends_a_request_with_what_it_has(weights, oracle, engine):
-    engine, clock = make(weights, compiled=engine), Clock()
+    engine = make(weights, compiled=engine)
+    clock = Clock()
     engine.clock = clock
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     slow = engine.add("slow", [1, 2, 3], params, terms=Terms(timeout=5))

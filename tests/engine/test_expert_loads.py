@@ -113,7 +113,8 @@ class Late:
     """An array on its way from a device."""
 
     def __init__(self, values):
-        self.values, self.ready = values, False
+        self.values = values
+        self.ready = False
 
     def is_ready(self) -> bool:
         return self.ready
@@ -128,8 +129,11 @@ class Late:
 def test_counters_that_wrap_and_come_late(mixture):
     """They are asked for every so often, taken when they are there, and may pass 2^32."""
     config = mixture[1].engine.runner.config
-    host, state, asked = ExpertLoads(config), State({}, loads_nLE="loads"), []
-    shape, rows = host.rows_LE.shape, 0
+    host = ExpertLoads(config)
+    state = State({}, loads_nLE="loads")
+    asked = []
+    shape = host.rows_LE.shape
+    rows = 0
 
     def program(loads):
         assert loads == "loads"

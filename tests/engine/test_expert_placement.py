@@ -47,7 +47,8 @@ def test_every_expert_has_a_place(case):
 def test_what_is_sent_makes_the_placement(case):
     """Carried out turn by turn on names instead of weights."""
     loads, slots, devices = drawn(case)
-    E, own = loads.shape[1], slots // devices
+    E = loads.shape[1]
+    own = slots // devices
     old = first_placement(Moe(E, 1, 1, spare=slots - E))
     for wanted in balanced(loads, slots, devices):
         new = settled(wanted, old, devices)

@@ -213,7 +213,8 @@ def reads(rules: dict[str, Node], text: str) -> bool:
             return set().union(*(places(part, at) for part in node.children))
         if isinstance(node, Ref):
             return set(known.setdefault((node.name, at), set()))
-        now, after = {at}, set()
+        now = {at}
+        after = set()
         parts: Iterator[Node] = iter(node.children if isinstance(node, Seq) else [node.child] * node.low)
         for part in parts:
             now = set().union(*(places(part, each) for each in now))
@@ -232,13 +233,17 @@ def reads(rules: dict[str, Node], text: str) -> bool:
 
 
 def test_random_grammars_take_what_a_reading_by_hand_takes():
-    rng, taken, refused = random.Random(0), 0, 0
+    rng = random.Random(0)
+    taken = 0
+    refused = 0
     for _ in range(cases(600, 100)):
         names = ["root", "x", "y", "z"][: rng.randint(2, 4)]
         grammar = "\n".join(
             f"{name} ::= {drawn(rng, rng.randint(1, 3), names)} | {drawn(rng, 1, names)}" for name in names
         )
-        rules, fresh, texts = parse(grammar), matcher(grammar), set()
+        rules = parse(grammar)
+        fresh = matcher(grammar)
+        texts = set()
         for _ in range(6):
             try:
                 text = written(rng, rules, Ref("root"), [60])[:12]
@@ -249,5 +254,6 @@ def test_random_grammars_take_what_a_reading_by_hand_takes():
         for text in sorted(texts):
             expected = reads(rules, text)
             assert accepts(fresh, text) == expected, (grammar, text)
-            taken, refused = taken + expected, refused + (not expected)
+            taken = taken + expected
+            refused = refused + (not expected)
     assert taken > 300 and refused > 300

@@ -43,7 +43,8 @@ def runner(request):
     attention.IMPLEMENTATIONS[name] = every[name]
     folder = hub.resolve(None)
     config = loader.read_config(folder, "float32", LENGTH, quantization, kv_cache_dtype=cache or "auto")
-    shape, groups = StepShape.largest(8, 48, 16), len(config.windows)
+    shape = StepShape.largest(8, 48, 16)
+    groups = len(config.windows)
     runner = Runner(config, loader.load(folder, config), shape, (400,) * groups, 16, LENGTH, True)
     try:
         runner.warm_up()
@@ -80,7 +81,9 @@ def bits(output) -> tuple:
 
 def mix(rng: random.Random, vocab: int) -> tuple[dict[str, tuple], dict[str, int]]:
     """Up to eight requests that may begin alike, and the steps at which they arrive."""
-    requests, arrivals, prompts = {}, {}, []
+    requests = {}
+    arrivals = {}
+    prompts = []
     for index in range(rng.randint(2, 8)):
         start = rng.choice(prompts)[: rng.randint(0, 120)] if prompts and rng.random() < 0.6 else []
         prompts.append(start + [rng.randrange(vocab) for _ in range(rng.choice((1, 2, 15, 16, 17, 40, 90)))])
@@ -102,11 +105,13 @@ def mix(rng: random.Random, vocab: int) -> tuple[dict[str, tuple], dict[str, int
 
 @pytest.mark.random
 def test_company_changes_no_bit(runner, tmp_path):
-    rng, compiled = random.Random(6), runner.compiles.recompiles
+    rng = random.Random(6)
+    compiled = runner.compiles.recompiles
     sizes = [page_bytes(runner.config, group, runner.page_size) for group in range(len(runner.num_pages))]
     size = max(sizes)
     alone = engine_of(runner, 400, keeps=False)
-    roomy, tight = engine_of(runner, 400), engine_of(runner, 17)
+    roomy = engine_of(runner, 400)
+    tight = engine_of(runner, 17)
     host_cache = HostCache(sizes, 12 * size, DiskCache(tmp_path, 1 << 30), b"quill")
     tiered = engine_of(runner, 17, host_cache)
     seen = {"cached": 0, "gave way": 0, "came back": 0}
@@ -114,7 +119,8 @@ def test_company_changes_no_bit(runner, tmp_path):
         requests, arrivals = mix(rng, runner.config.vocab_size)
         expected = {name: serve(alone, {name: own}, {name: 0})[name] for name, own in requests.items()}
         for kind, engine in {"roomy": roomy, "tight": tight, "tiered": tiered}.items():
-            outputs, added = {}, engine.add
+            outputs = {}
+            added = engine.add
 
             def add(name, *given, outputs=outputs, added=added):
                 outputs[name] = added(name, *given)

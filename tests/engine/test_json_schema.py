@@ -98,7 +98,9 @@ def random_value(rng: random.Random, depth: int) -> Any:
 
 @pytest.mark.random
 def test_a_rewritten_schema_accepts_no_more_than_the_schema():
-    rng, accepted, refused = random.Random(0), 0, 0
+    rng = random.Random(0)
+    accepted = 0
+    refused = 0
     count = cases(300, 100)
     for _ in range(count):
         schema = document(rng)
@@ -143,7 +145,10 @@ def compiled(schema: dict[str, Any]) -> llguidance.LLMatcher:
 @pytest.mark.random
 def test_random_answers_are_valid():
     """What the grammar of a schema lets through, jsonschema finds valid."""
-    rng, numbers, ended, compiles = random.Random(1), np.random.default_rng(1), 0, 0
+    rng = random.Random(1)
+    numbers = np.random.default_rng(1)
+    ended = 0
+    compiles = 0
     count = cases(60, 30)
     for _ in range(count):
         schema = document(rng)

@@ -44,7 +44,8 @@ def model(request):
     config = family_for(MODELS[request.param] or tiny.LLAMA).config(
         tiny.LLAMA | {"num_hidden_layers": 6} | MODELS[request.param], None
     )
-    weights, pipeline = random_arrays(abstract(config)), Pipeline(config, None)
+    weights = random_arrays(abstract(config))
+    pipeline = Pipeline(config, None)
     groups = len(config.windows)
     layout = BatchLayout(StepShape(Size(8, 2, 2), 2).with_cache(groups, 16, 64))
     state = pipeline.make_state((9,) * groups, 16, 2)
@@ -54,7 +55,8 @@ def model(request):
 @pytest.mark.slow
 def test_traced_once(model, monkeypatch):
     name, lower = model
-    traced, block = [], decoder.attention_block
+    traced = []
+    block = decoder.attention_block
     monkeypatch.setattr(decoder, "attention_block", lambda *args: traced.append(args[0]) or block(*args))
     shared = lower()
     assert len(traced) == TRACED[name]

@@ -119,7 +119,8 @@ def test_a_snapshot_is_what_the_engine_is_like(lent, seed, cells):
     """In random runs with shared prefixes, preemptions and aborts; numbers stay, and small ones come back."""
     rng = random.Random(seed)
     engine, clock = make(lent, rng.choice((36, 60, 200)))
-    live, numbers = watched(engine), {}
+    live = watched(engine)
+    numbers = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CELLS", cells)
         for index in range(60):
@@ -164,7 +165,8 @@ def test_numbers_are_small_and_come_back(lent):
 def test_steps_since_the_last_look_of_each_watcher(lent):
     engine, clock = make(lent)
     live = watched(engine)
-    plans, launch = [], engine.runner.launch
+    plans = []
+    launch = engine.runner.launch
     engine.runner.launch = lambda plan, moves: plans.append(plan) or launch(plan, moves)
     try:
         for index in range(4):
@@ -261,7 +263,10 @@ def test_totals_rates_and_latencies(lent):
     engine, clock = make(lent)
     metrics = Metrics(engine)
     engine.observers.append(metrics)
-    gaps, firsts, tokens, prompts = [], [], 0, 0
+    gaps = []
+    firsts = []
+    tokens = 0
+    prompts = 0
     assert metrics.recent(clock.now)["latency"] == {"ttft": None, "itl": None}
     assert metrics.recent(clock.now)["rates"] == {"generation": 0, "prompt": 0}
     rng = random.Random(7)

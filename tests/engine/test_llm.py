@@ -177,7 +177,8 @@ def test_fields_of_messages_that_are_ignored_are_named(llm):
 
 
 def test_priorities_are_of_all_prompts_or_one_each(llm, texts, monkeypatch):
-    given, add = [], llm.engine.add
+    given = []
+    add = llm.engine.add
     monkeypatch.setattr(llm.engine, "add", lambda *args: given.append(args[4].priority) or add(*args))
     assert [o.outputs[0].text for o in llm.generate(PROMPTS, GREEDY, priority=[3, -1, 0, 2])] == texts
     llm.generate(PROMPTS[:2], GREEDY, priority=5)
@@ -351,7 +352,8 @@ def test_threads_share_the_engine(llm, texts):
 
 
 def test_turns_come_in_the_order_in_which_they_are_asked_for():
-    turns, order = Turns(), []
+    turns = Turns()
+    order = []
 
     def take(number):
         with turns:
@@ -371,7 +373,8 @@ def test_turns_come_in_the_order_in_which_they_are_asked_for():
 
 
 def test_who_is_interrupted_while_he_waits_leaves_the_row():
-    turns, begun = Turns(), threading.get_ident()
+    turns = Turns()
+    begun = threading.get_ident()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
     def interrupt():

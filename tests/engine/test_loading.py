@@ -35,7 +35,8 @@ def test_a_terminal_shows_each_stage(monkeypatch):
     with stages(None) as note:
         note("loading weights")
     assert "loading weights" in terminal.text
-    told, before = [], terminal.text
+    told = []
+    before = terminal.text
     with stages(told.append) as note:
         note("reading config")
     assert told == ["reading config"] and terminal.text == before

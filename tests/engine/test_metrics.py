@@ -122,7 +122,9 @@ class Told:
     """A compiled step that breaks the rows of which `chance` says so."""
 
     def __init__(self, compiled):
-        self.compiled, self.chance, self.tokens = compiled, lambda: True, None
+        self.compiled = compiled
+        self.chance = lambda: True
+        self.tokens = None
         self.rng = np.random.default_rng(0)
 
     def __call__(self, weights, state, buffer):
@@ -136,7 +138,8 @@ class Guesses:
     """Drafts as many of some tokens as chance says."""
 
     def __init__(self, rng: random.Random, tokens: list[int]):
-        self.rng, self.tokens = rng, tokens
+        self.rng = rng
+        self.tokens = tokens
 
     def propose(self, seq, most):
         return self.rng.choices(self.tokens, k=self.rng.randint(0, most))
@@ -171,7 +174,9 @@ class Count:
     """Keeps its own books: it sees requests as a user does, and the plans that are carried out."""
 
     def __init__(self, engine: Engine, clock: Clock, rng: random.Random):
-        self.engine, self.clock, self.rng = engine, clock, rng
+        self.engine = engine
+        self.clock = clock
+        self.rng = rng
         self.seen: dict = {}  # request: tokens of each sequence so far
         self.last: dict = {}  # sequence: when its last token came
         self.values: dict[str, list[float]] = {name: [] for name in PUBLISHED}
@@ -179,7 +184,8 @@ class Count:
         self.verified: list = []  # what a step verifies: sequence, its tokens before, drafts
         self.places = Counter()  # of the drafts that were right
         self.counts, self.ends, self.laps = Counter(), Counter(), Counter()
-        launch, collect = engine.runner.__class__.launch, engine.runner.__class__.collect
+        launch = engine.runner.__class__.launch
+        collect = engine.runner.__class__.collect
         self.trouble = None
 
         def launching(plan, moves):
@@ -211,7 +217,8 @@ class Count:
         for request in self.engine.requests.values():
             self.seen.setdefault(request, [0] * len(request.sequences))
         self.ended(self.clock.now)
-        before, tokens = self.laps["collect"], self.counts["prompt"] + self.counts["generation"]
+        before = self.laps["collect"]
+        tokens = self.counts["prompt"] + self.counts["generation"]
         self.verified = []
         act()
         self.drafts()
@@ -254,7 +261,9 @@ class Count:
     def ended(self, at: float) -> None:
         for request in [request for request in self.seen if request.finished]:
             del self.seen[request]
-            output, params, values = request.output(), request.params, self.values
+            output = request.output()
+            params = request.params
+            values = self.values
             lengths = [seq.num_output for seq in request.sequences]
             reasons = [completion.finish_reason for completion in request.completions]
             order = ["error", "timeout", "abort", "length", "stop"]
@@ -278,7 +287,8 @@ class Count:
             if params.max_tokens is not None:
                 values["vllm:request_params_max_tokens"].append(params.max_tokens)
             if sum(lengths):
-                first, last = output.metrics.first_token_time, output.metrics.last_token_time
+                first = output.metrics.first_token_time
+                last = output.metrics.last_token_time
                 values["vllm:request_prefill_time_seconds"].append(first - scheduled)
                 values["vllm:request_decode_time_seconds"].append(last - first)
                 values["vllm:request_inference_time_seconds"].append(last - scheduled)
@@ -399,7 +409,8 @@ def random_request(rng: random.Random, token: int) -> tuple[list[int], SamplingP
 
 def mixed(lent: Engine, seed: int) -> Metrics:
     """Arrivals, aborts, timeouts, failed steps, broken rows, preemptions, prefix hits, several answers, sleep."""
-    rng, clock = random.Random(seed), Clock()
+    rng = random.Random(seed)
+    clock = Clock()
     engine = make(lent, rng.choice((36, 60, 200)), clock, rng.random() < 0.8)
     token = lent.tokenizer.encode(" the", add_special_tokens=False)[0]
     trouble = rng.choice((0, 0, 0.03))
@@ -461,7 +472,8 @@ def test_a_step_with_drafts_gives_one_gap_and_counts_what_it_gave(lent_with_draf
     """Metrics, answers, rates and the trace tell the same."""
     clock = Clock()
     engine = make(lent_with_drafts, clock=clock)
-    metrics, trace = watched(engine), Trace(tmp_path / "trace.json")
+    metrics = watched(engine)
+    trace = Trace(tmp_path / "trace.json")
     engine.observers.append(trace)
     requests = [engine.add(str(index), [5] * 20, SamplingParams(max_tokens=40, ignore_eos=True)) for index in range(3)]
     gaps = gaining = 0
@@ -477,7 +489,8 @@ def test_a_step_with_drafts_gives_one_gap_and_counts_what_it_gave(lent_with_draf
             own += [old + place for part in request.take().completions for place in part.drafted]
     trace.close()
     assert gaining > 10
-    values, told = metrics.values(), [request.output().metrics for request in requests]
+    values = metrics.values()
+    told = [request.output().metrics for request in requests]
     assert values["vllm:inter_token_latency_seconds"]["count"] == gaps
     assert values["vllm:generation_tokens_total"] == metrics.written.total == 3 * 40
     assert values["vllm:iteration_tokens_total"]["sum"] == 3 * 40 + values["vllm:prompt_tokens_total"]
@@ -599,7 +612,9 @@ def test_read_while_it_is_written(lent):
     """Another thread reads: counts are those of the buckets, and nothing goes back."""
     engine = make(lent)
     metrics = watched(engine)
-    stop, errors, readings = threading.Event(), [], [0]
+    stop = threading.Event()
+    errors = []
+    readings = [0]
 
     def read():
         before: dict = {}
@@ -655,7 +670,9 @@ def test_the_board_asks_for_what_there_is(lent):
     assert board["schemaVersion"] >= 39
     variables = {variable["name"]: variable for variable in board["templating"]["list"]}
     assert variables["datasource"]["type"] == "datasource" and variables["model_name"]["type"] == "query"
-    there, ids, asked = exported(lent), set(), set()
+    there = exported(lent)
+    ids = set()
+    asked = set()
     rows = [panel for panel in board["panels"] if panel["type"] == "row"]
     assert len(rows) >= 6
     for panel in board["panels"]:
@@ -795,7 +812,8 @@ def test_a_histogram_counts_each_value_once(values, bounds):
 @given(st.lists(st.tuples(st.floats(0, 200), st.floats(1e-5, 1e3), st.integers(1, 5)), min_size=1))
 def test_quantiles_of_the_last_minute(observed):
     """To within a hundredth those of the values of the last minute, to within five seconds."""
-    recent, now = RecentDurations(), 200.0
+    recent = RecentDurations()
+    now = 200.0
     for at, value, times in sorted(observed):
         recent.observe(at, value, times)
     assert len(recent.slots) <= RecentDurations.SLOTS
@@ -811,7 +829,9 @@ def test_quantiles_of_the_last_minute(observed):
 @given(st.lists(st.tuples(st.floats(0.001, 3), st.integers(0, 9)), min_size=1))
 def test_a_rate_counts_the_last_second(steps):
     """What began within it counts whole, to within a tenth of a second; a second after the last, nothing does."""
-    rate, now, came = Rate(), 100.0, []
+    rate = Rate()
+    now = 100.0
+    came = []
     for gap, count in steps:
         rate.add(now + gap / 2, now + gap, count)
         came.append((now + gap / 2, count))

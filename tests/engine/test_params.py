@@ -18,7 +18,8 @@ from quire.serving.api.outputs import CompletionOutput, Logprob, RequestMetrics,
 from quire.serving.api.params import RequestOutputKind, SamplingParams
 from quire.serving.api.structured import StructuredOutputsParams
 
-INFINITY, NAN = float("inf"), float("nan")
+INFINITY = float("inf")
+NAN = float("nan")
 INTEGERS = {  # field: (least, most, default)
     "n": (1, 128, 1),
     "best_of": (1, 128, None),  # n bounds it

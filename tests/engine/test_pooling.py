@@ -30,7 +30,8 @@ def compiled():
     """quill in float32, with steps of at most 48 rows, so that prompts come in chunks."""
     folder = hub.resolve(None)
     config = loader.read_config(folder, "float32", LENGTH)
-    shape, weights = StepShape.largest(8, 48, 16), loader.load(folder, config)
+    shape = StepShape.largest(8, 48, 16)
+    weights = loader.load(folder, config)
     runner = Runner(config, weights, shape, (400,) * len(config.windows), 16, LENGTH)
     runner.warm_up()
     return runner
@@ -57,7 +58,8 @@ def engine_of(old: Runner, num_pages: int = 400) -> Engine:
 
 def serve(engine: Engine, requests: dict[str, tuple], rng: random.Random | None = None) -> dict[str, RequestOutput]:
     """Every result; with `rng` the requests arrive one after the other."""
-    got, waiting = {}, list(requests)
+    got = {}
+    waiting = list(requests)
     while waiting or engine.busy:
         while waiting and (rng is None or rng.random() < 0.5):
             name = waiting.pop(0)
@@ -71,7 +73,8 @@ def serve(engine: Engine, requests: dict[str, tuple], rng: random.Random | None 
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.slow
 def test_embeddings_are_the_decoders(compiled, oracle, pooling):
-    rng, engine = random.Random(1), engine_of(compiled)
+    rng = random.Random(1)
+    engine = engine_of(compiled)
     for length in (1, 2, 15, 16, 17, 47, 48, 49, 200, 255):
         tokens = [rng.randrange(1280) for _ in range(length)]
         output = serve(engine, {"a": (tokens, PARAMS, pooling)})["a"]
@@ -91,9 +94,12 @@ def test_embeddings_are_the_decoders(compiled, oracle, pooling):
 @pytest.mark.slow
 def test_company_changes_no_bit(compiled):
     """With answers being written, prompts that begin alike, and pages so short that some give way in the middle."""
-    rng, seen, recompiled = random.Random(3), {"cached": 0, "gave way": 0}, compiled.compiles.recompiles
+    rng = random.Random(3)
+    seen = {"cached": 0, "gave way": 0}
+    recompiled = compiled.compiles.recompiles
     for turn in range(cases(12, 6)):
-        requests, prompts = {}, []
+        requests = {}
+        prompts = []
         for index in range(8):
             start = rng.choice(prompts)[: rng.randint(0, 100)] if prompts and rng.random() < 0.5 else []
             prompts.append((start + [rng.randrange(1280) for _ in range(rng.choice((1, 17, 60, 190)))])[: LENGTH - 60])
@@ -114,7 +120,8 @@ def test_company_changes_no_bit(compiled):
 
 def test_rows_that_come_again_count_once():
     rows = np.random.default_rng(0).standard_normal((9, 4)).astype(np.float32)
-    whole, again = Pool("mean", range(9)), Pool("mean", range(9))
+    whole = Pool("mean", range(9))
+    again = Pool("mean", range(9))
     for position, row in enumerate(rows):
         assert whole.vector() is None
         whole.add(position, row)
@@ -138,7 +145,8 @@ def test_an_embedding_that_failed_is_none(compiled):
 
 
 def test_nobody_else_fetches_hidden_states(compiled, monkeypatch):
-    engine, fetched = engine_of(compiled), []
+    engine = engine_of(compiled)
+    fetched = []
     collect = engine.runner.collect
 
     def watch(step):

@@ -43,7 +43,8 @@ def home(monkeypatch, tmp_path):
 @pytest.fixture
 def traced(monkeypatch):
     """The names of the functions that are traced for a program."""
-    found, trace = [], Call.trace
+    found = []
+    trace = Call.trace
     monkeypatch.setattr(Call, "trace", lambda self: found.append(self.function.__name__) or trace(self))
     return found
 
@@ -121,8 +122,11 @@ def test_with_a_draft_model_and_adapters(home, traced):
 
 
 def test_anything_else_is_another_program(home, monkeypatch, traced):
-    x, y = jnp.arange(3.0), np.ones(3, np.float32)
-    weak, whole, two = jnp.asarray(2.0), jnp.arange(3), jnp.ones((2, 3))
+    x = jnp.arange(3.0)
+    y = np.ones(3, np.float32)
+    weak = jnp.asarray(2.0)
+    whole = jnp.arange(3)
+    two = jnp.ones((2, 3))
     assert made(x, y)(x, y).tolist() == [1, 2, 3]
     calls = [
         ((x, y), {"by": 2}),
@@ -183,7 +187,8 @@ def test_damage_is_noticed_and_mended(home, traced, caplog, monkeypatch, damage)
 
 def test_kernels_that_come_and_go(home, traced, monkeypatch):
     """A program belongs to the kernels that it was made with: one that could not be had may be there now."""
-    x, there = jnp.arange(3.0), {"probe": False}
+    x = jnp.arange(3.0)
+    there = {"probe": False}
     monkeypatch.setattr(native, "outcomes", lambda: {"probe": there["probe"]})
     monkeypatch.setattr(native, "has", lambda name: there[name])
     for _ in range(2):

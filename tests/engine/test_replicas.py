@@ -132,10 +132,12 @@ def test_pages_have_the_device_s_numbers():
 def test_one_buffer_for_all(seed):
     """Each replica's part is what a builder of its own makes at that size; where it computes nothing it is padding."""
     rng = np.random.default_rng(seed)
-    scheduler, shape = make(), StepShape.largest(4, 16, 16).with_cache(2, PAGE, 16 * PAGE, 3)
+    scheduler = make()
+    shape = StepShape.largest(4, 16, 16).with_cache(2, PAGE, 16 * PAGE, 3)
     together = BatchBuilder(shape)
     alone = [BatchBuilder(replace(shape, num_replicas=1)) for _ in range(3)]
-    device, seen = Device(scheduler), set()
+    device = Device(scheduler)
+    seen = set()
     schedule = scheduler.schedule
 
     def own(item: ScheduledSequence) -> ScheduledSequence:
@@ -173,7 +175,9 @@ def test_a_step_continues_the_one_of_its_own_sequences(stages):
     shape = StepShape.largest(8, 32, 16).with_cache(2, PAGE, 16 * PAGE)
     scheduler = Scheduler([PageTable((64, 64), PAGE, (None, 8))], shape, stages)
     builder, fresh = (BatchBuilder(shape, stages) for _ in range(2))
-    flying, count, num_continued = deque(), 0, 0
+    flying = deque()
+    count = 0
+    num_continued = 0
     for index in range(7):
         seq = sequence(index, 3 + index % 3, 20 + 3 * (index % 2))
         seq.needs_host_token = True

@@ -80,10 +80,13 @@ def random_params(rng: random.Random, tokenizer: Tokenizer, ids: list[int]) -> S
 @pytest.mark.slow
 def test_what_is_taken_adds_up(tokenizer):
     ids = sorted(set(range(tokenizer.vocab_size)) - tokenizer.eos_token_ids)
-    rng, reasons, several = random.Random(0), set(), 0
+    rng = random.Random(0)
+    reasons = set()
+    several = 0
     for _ in range(300):
         params = random_params(rng, tokenizer, ids)
-        request, parts = make(tokenizer, params), []
+        request = make(tokenizer, params)
+        parts = []
         eager = rng.random()  # how often somebody looks
         while not request.finished:
             live = [i for i, stream in enumerate(request.completions) if stream.finish_reason is None]
@@ -124,7 +127,8 @@ class Watched(list):
 
 def test_taking_costs_what_is_new(tokenizer):
     request = make(tokenizer, SamplingParams(logprobs=1, stop=["never there"]), max_tokens=4000)
-    stream, rng = request.completions[0], random.Random(1)
+    stream = request.completions[0]
+    rng = random.Random(1)
     stream.seq.tokens, stream.text_parts, stream.logprobs = Watched([5, 6]), Watched(), Watched()
     ids = sorted(set(range(tokenizer.vocab_size)) - tokenizer.eos_token_ids)
     while not request.finished:

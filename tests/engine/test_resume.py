@@ -67,7 +67,8 @@ def call_of(path: str, body: dict, journal: Journal | None = None) -> ForwardedR
 
 def read(data: bytes) -> dict:
     """What a client makes of the events: of each choice its text, ends and scores, and the names that were told."""
-    found, scores = defaultdict(str), defaultdict(list)
+    found = defaultdict(str)
+    scores = defaultdict(list)
     for line in data.decode().splitlines():
         if not line.startswith("data: ") or line == "data: [DONE]":
             continue
@@ -102,7 +103,8 @@ async def respond(app, call: ForwardedRequest) -> tuple[ResponseStart, list[Resp
 @pytest.mark.slow
 def test_another_engine_goes_on(path, body, two):
     """From after any of its pieces; what was told is not computed again one by one."""
-    rng, (runner, (first, second)) = random.Random(path), two
+    rng = random.Random(path)
+    (runner, (first, second)) = two
 
     async def run():
         start, pieces = await respond(first, call_of(path, body))

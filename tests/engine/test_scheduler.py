@@ -20,12 +20,14 @@ def make(pages=(64, 64), limits=(4, 16, 16), page_size=4, windows=(None, 8), **d
 def test_every_sequence_ends_once_whatever_the_load(seed):
     rng = np.random.default_rng(seed)
     pages = tuple(rng.integers(14, 40, 2).tolist())
-    drafts, paths = seed % 2 * 3, 1 + seed % 4 // 3 * 2
+    drafts = seed % 2 * 3
+    paths = 1 + seed % 4 // 3 * 2
     rows = 16 if paths == 1 else 48
     tree = {"max_drafts": drafts, "num_branches": paths, "tree_tokens": 4 * paths}
     scheduler = make(pages=pages, limits=(4, rows, 16), **tree)
     device = Device(scheduler)
-    sequences, aborted = [], set()
+    sequences = []
+    aborted = set()
     for seq in random_sequences(rng, scheduler, 60):
         sequences.append(seq)
         for _ in range(int(rng.integers(0, 4))):
@@ -52,7 +54,8 @@ def test_every_sequence_ends_once_whatever_the_load(seed):
 def test_paths_of_drafts_have_pages_while_these_are_free(seed):
     """Some are taken over; each gives its pages to whoever needs them, and nobody is preempted for one."""
     rng = np.random.default_rng(seed)
-    limits, tree = (4, 48, 16), {"max_drafts": 3, "num_branches": 3, "tree_tokens": 12}
+    limits = (4, 48, 16)
+    tree = {"max_drafts": 3, "num_branches": 3, "tree_tokens": 12}
     scheduler = make(pages=(100, 100), limits=limits, **tree)
     device = Device(scheduler)
     for index in range(6):
@@ -61,10 +64,12 @@ def test_paths_of_drafts_have_pages_while_these_are_free(seed):
     assert device.branched > 5
     table = scheduler.replicas[0].table
     assert all(group.num_free == group.num_pages - 1 for group in table.pools)
-    one, two = sequence(0, 4, 40, awaits_drafts=True), sequence(1, 100, 44)
+    one = sequence(0, 4, 40, awaits_drafts=True)
+    two = sequence(1, 100, 44)
     scheduler = make(pages=(42, 90), limits=limits, **tree)  # not for both to their ends
     scheduler.add(one, two)
-    device, held = Device(scheduler), []
+    device = Device(scheduler)
+    held = []
     while scheduler.busy:
         device.step()
         held.append(len(one.cache.spare))
@@ -74,7 +79,8 @@ def test_paths_of_drafts_have_pages_while_these_are_free(seed):
 def test_decodes_do_not_wait_for_a_long_prompt():
     scheduler = make(pages=(200, 200))
     device = Device(scheduler)
-    short, long = sequence(0, 2, 50), sequence(1, 100, 2)
+    short = sequence(0, 2, 50)
+    long = sequence(1, 100, 2)
     scheduler.add(short)
     device.step()
     scheduler.add(long)
@@ -169,7 +175,8 @@ def test_a_prompt_that_waits_is_not_looked_up_at_every_step(monkeypatch):
     scheduler.add(sequence(0, 12, 25))
     device.step()
     scheduler.add(sequence(1, 36, 2))
-    looks, match = [], scheduler.replicas[0].table.match
+    looks = []
+    match = scheduler.replicas[0].table.match
     monkeypatch.setattr(scheduler.replicas[0].table, "match", lambda seq: looks.append(seq) or match(seq))
     for _ in range(20):
         device.step()
@@ -182,11 +189,13 @@ def test_who_comes_late_starts_level():
 
     def enter(tenant: str, rank: float) -> Sequence:
         seq = sequence(0, 4, 4)
-        seq.tenant, seq.rank = tenant, rank
+        seq.tenant = tenant
+        seq.rank = rank
         queue.enter(seq)
         return seq
 
-    first, other = enter("a", 0), enter("b", 1)
+    first = enter("a", 0)
+    other = enter("b", 1)
     queue.serve(first, 1000)
     queue.serve(other, 600)
     late = enter("c", 2)

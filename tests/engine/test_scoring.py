@@ -33,7 +33,8 @@ def test_the_tokens_are_those_of_both_texts_in_one(tokenizer):
     """Those before the first scored one lie in the first text, the others reach beyond it."""
     rng = random.Random(0)
     for _ in range(300):
-        text_1, text_2 = random_text(rng), random_text(rng)
+        text_1 = random_text(rng)
+        text_2 = random_text(rng)
         whole, ends = tokenizer.encode_with_ends(text_1 + text_2)
         assert whole == tokenizer.encode(text_1 + text_2)
         try:
@@ -60,7 +61,8 @@ def llm():
 
 
 def test_scores_are_the_decoders(llm):
-    config, weights = llm.engine.runner.config, llm.engine.runner.weights
+    config = llm.engine.runner.config
+    weights = llm.engine.runner.weights
     forward = jax.jit(partial(uncached.forward, config=config))
     found = llm.score([one for one, _ in PAIRS], [two for _, two in PAIRS], use_tqdm=False)
     for (text_1, text_2), output in zip(PAIRS, found, strict=True):

@@ -8,7 +8,8 @@ from quire import LLM, RequestError, SamplingParams, SearchParams
 from quire.serving.search import Candidate, extract_answer
 
 OPTIONS = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-STORY, SUM = "Once upon a time", [{"role": "user", "content": "12 + 30 ="}]
+STORY = "Once upon a time"
+SUM = [{"role": "user", "content": "12 + 30 ="}]
 SAMPLING = SamplingParams(temperature=2.0, max_tokens=24, seed=3)
 
 
@@ -82,7 +83,9 @@ def test_beam_goes_on_from_the_best_beginnings(llm):
 
     params = SearchParams("beam", n=6, width=2, step=" ", max_steps=4, sampling=SAMPLING)
     (found,) = llm.search(STORY, params, reward=reward)
-    prompt, beginnings, done = llm.get_tokenizer().encode(STORY), [Candidate("", [])], []
+    prompt = llm.get_tokenizer().encode(STORY)
+    beginnings = [Candidate("", [])]
+    done = []
     generated = 0
     for round_ in range(4):
         made = []

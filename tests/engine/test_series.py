@@ -82,7 +82,8 @@ def test_every_bit_is_that_of_single_steps(single, several, steps):
     rng = random.Random(0)
     for _ in range(12):
         count = rng.choice((1, 1, 2, 3))
-        prompts, params = rng.choices(PROMPTS, k=count), [drawn_params(rng) for _ in range(count)]
+        prompts = rng.choices(PROMPTS, k=count)
+        params = [drawn_params(rng) for _ in range(count)]
         pairs = zip(*(llm.generate(prompts, params, use_tqdm=False) for llm in (several, single)), strict=True)
         assert all(same(*pair) for pair in pairs)
     assert max(steps.counts) == 8 and sum(count > 1 for count in steps.counts) > 30
@@ -139,7 +140,8 @@ def test_tokens_that_nobody_watches_may_be_later(several, steps, monkeypatch):
 def test_an_abort_amid_a_series_leaves_the_others(single, several, steps):
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     (expected,) = single.generate([PROMPTS[1]], params, use_tqdm=False)
-    gone, stays = several.add(PROMPTS[0], params), several.add(PROMPTS[1], params)
+    gone = several.add(PROMPTS[0], params)
+    stays = several.add(PROMPTS[1], params)
     while len(stays.sequences[0].tokens) < 30:
         several.engine.step()
     several.engine.abort(gone.request_id)

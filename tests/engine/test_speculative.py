@@ -34,8 +34,10 @@ from quire.tests.support.cases import cases
 from quire.tests.support.mixes import mix, serve
 from quire.tests.support.recorded_drafts import Recorded
 
-LENGTH, DRAFTS = 256, 4
-PLAIN, DRAFTED = StepShape.largest(4, 48, 16), StepShape.largest(4, 48, 16, max_drafts=DRAFTS)
+LENGTH = 256
+DRAFTS = 4
+PLAIN = StepShape.largest(4, 48, 16)
+DRAFTED = StepShape.largest(4, 48, 16, max_drafts=DRAFTS)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,8 @@ def compiled():
     """quill's steps, without drafts and with them; with them also those that draw plainly, as on a GPU."""
     folder = hub.resolve(None)
     config = loader.read_config(folder, "float32", LENGTH)
-    weights, runners = loader.load(folder, config), {}
+    weights = loader.load(folder, config)
+    runners = {}
     for shape in (PLAIN, DRAFTED):
         runners[shape] = Runner(config, weights, shape, (400,) * len(config.windows), 16, LENGTH, True)
         runners[shape].remote = shape is DRAFTED
@@ -56,7 +59,8 @@ def engine_of(compiled, shape=DRAFTED, num_pages=400, host_cache=None, method="n
     runners, tokenizer = compiled
     old = runners[shape]
     runner = Runner(old.config, old.weights, shape, old.num_pages, 16, LENGTH, True)
-    runner.compiled, runner.plain = old.compiled, old.plain
+    runner.compiled = old.compiled
+    runner.plain = old.plain
     runner.page_copier.programs = old.page_copier.programs
     table = PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows, host_cache=host_cache)
     chosen = None
@@ -69,7 +73,9 @@ class Oracle:
     """Drafts what plain decoding said, each token wrong with some chance: so drafts are accepted to any depth."""
 
     def __init__(self, answers, rng: random.Random, vocab: int):
-        self.answers, self.rng, self.vocab = answers, rng, vocab
+        self.answers = answers
+        self.rng = rng
+        self.vocab = vocab
 
     def propose(self, seq, most):
         truth = self.answers[seq.request.request_id][seq.index][0][seq.num_output :]
@@ -85,7 +91,9 @@ class Oracle:
 @pytest.mark.slow
 def test_the_very_tokens_of_plain_decoding(compiled, tmp_path):
     """Random requests with drafts that are right to any depth, also where pages are short, and from disk."""
-    rng, runners, plain = random.Random(3), compiled[0], engine_of(compiled, PLAIN)
+    rng = random.Random(3)
+    runners = compiled[0]
+    plain = engine_of(compiled, PLAIN)
     config = runners[DRAFTED].config
     recompiled = runners[DRAFTED].compiles.recompiles
     sizes = [page_bytes(config, group, 16) for group in range(len(config.windows))]
@@ -122,8 +130,10 @@ def test_the_very_tokens_of_plain_decoding(compiled, tmp_path):
 
 def test_steps_that_verify_draw_plainly_where_all_do(compiled):
     """Those programs that lack what nobody asks for give the same, and a step in which somebody asks is another's."""
-    engine, plain = engine_of(compiled, adapts=False), engine_of(compiled, PLAIN)
-    sizes, used = compiled[0][DRAFTED].compiled, []
+    engine = engine_of(compiled, adapts=False)
+    plain = engine_of(compiled, PLAIN)
+    sizes = compiled[0][DRAFTED].compiled
+    used = []
     assert {*engine.runner.plain} == {size for size in sizes if size.samples >= size.rows}
 
     def told(size, program):
@@ -187,7 +197,8 @@ CONFIGS = [
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: "-".join(map(str, config.values()))[-24:])
 def test_each_drafter_leaves_the_answers_as_they_are(compiled, config, tmp_path):
     """Its own drafts, taken always and only where they pay, where pages are short; all is asked a second time."""
-    rng, vocab = random.Random(4), compiled[0][DRAFTED].config.vocab_size
+    rng = random.Random(4)
+    vocab = compiled[0][DRAFTED].config.vocab_size
     plain = engine_of(compiled, PLAIN)
     common = {"dtype": "float32", "max_model_len": LENGTH, "max_num_seqs": 8, "max_num_batched_tokens": 48}
     memory = {"kv_cache_memory_bytes": 2 << 20, "kv_cache_disk": str(tmp_path), "kv_cache_host_bytes": 1 << 20}
@@ -215,7 +226,8 @@ def test_each_drafter_leaves_the_answers_as_they_are(compiled, config, tmp_path)
 @pytest.mark.slow
 def test_draws_follow_the_models_distribution(compiled):
     """With drafts and without, second tokens are drawn as the model's own probabilities say (chi-square)."""
-    prompt, tokens = compiled[1].encode("Once upon a time"), 2000
+    prompt = compiled[1].encode("Once upon a time")
+    tokens = 2000
     one = SamplingParams(temperature=1.0, max_tokens=1, logprobs=20)
     engine = engine_of(compiled, PLAIN)
     (token,) = serve(engine, {"0": (prompt, SamplingParams(temperature=0, max_tokens=1))}, {"0": 0})["0"][0][0]
@@ -236,7 +248,8 @@ def test_draws_follow_the_models_distribution(compiled):
     total = sum(seen.values())
     expected = {t: p * total for t, p in listed.items() if p * total >= 5}
     observed = [seen.get(t, 0) for t in expected]
-    rest, rest_expected = total - sum(observed), total - sum(expected.values())
+    rest = total - sum(observed)
+    rest_expected = total - sum(expected.values())
     assert total > 300 and stats.chisquare([*observed, rest], [*expected.values(), rest_expected]).pvalue > 1e-4
 
 
@@ -263,10 +276,12 @@ def test_an_ngram_is_followed_by_what_followed_it_last():
     """Random texts of few tokens beside a naive search, drafted from as they grow."""
     rng = random.Random(5)
     for _ in range(30):
-        drafter, seq = NgramDrafter(2, 4), Pretended(tokens=[])
+        drafter = NgramDrafter(2, 4)
+        seq = Pretended(tokens=[])
         while len(seq.tokens) < 80:
             seq.tokens.extend(rng.choices(range(4), k=rng.randint(1, 6)))
-            tokens, expected = seq.tokens, []
+            tokens = seq.tokens
+            expected = []
             for length in (4, 3, 2):
                 ends = [end for end in range(length, len(tokens)) if tokens[end - length : end] == tokens[-length:]]
                 if ends and len(tokens) >= length:
@@ -317,25 +332,32 @@ def test_most_votes_win_among_the_longest_matches():
 @pytest.mark.slow
 def test_a_drafter_catches_up_on_what_it_has_not_followed():
     """After steps without drafts it says what it would have said; so it does where it finds pages that it never saw."""
-    rng, asked = random.Random(8), [list(range(300, 370)), list(range(300, 350)) + [20, 21]]
+    rng = random.Random(8)
+    asked = [list(range(300, 370)), list(range(300, 350)) + [20, 21]]
     config = {"method": "draft_model", "model": CONFIGS[2]["model"], "adapts": False}
-    params, found = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True), {}
+    params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+    found = {}
     llm = LLM(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=LENGTH, speculative_config=config)
     for kind in ("always", "at times"):
         assert llm.reset_prefix_cache()
-        seen, trim, drafting = Recorded.of(llm.engine), llm.engine.speculator.trim, []
+        seen = Recorded.of(llm.engine)
+        trim = llm.engine.speculator.trim
+        drafting = []
 
         def at_times(running, step=trim, speculator=llm.engine.speculator, drafting=drafting):
             """Rests for some steps, begins again for some."""
             step(running)
             for seq in speculator.records:
                 if rng.random() < (0.05 if drafting else 0.9):
-                    seq.asks, seq.held, seq.drafts = 0, 0, []
+                    seq.asks = 0
+                    seq.held = 0
+                    seq.drafts = []
                 drafting[:] = [True] * (seq.asks > 0)
 
         if kind == "at times":
             llm.engine.speculator.trim = at_times
-        answers, compiles = [], take_snapshot(llm.engine).recompiles
+        answers = []
+        compiles = take_snapshot(llm.engine).recompiles
         for prompt in asked:
             (output,) = llm.generate([prompt], params, use_tqdm=False)
             answers.append(output.outputs[0].token_ids)
@@ -343,7 +365,8 @@ def test_a_drafter_catches_up_on_what_it_has_not_followed():
         found[kind] = answers, seen.proposed
         llm.engine.observers.remove(seen)
     llm.close()
-    (expected, always), (answers, times) = found["always"], found["at times"]
+    (expected, always) = found["always"]
+    (answers, times) = found["at times"]
     both = always.keys() & times.keys()
     assert answers == expected and len(both) > 15
     assert {known: always[known] for known in both} == {known: times[known] for known in both}
@@ -377,7 +400,8 @@ def test_as_many_drafts_as_pay(rate, slope, expected):
     """Beside the best depth by the formula (1 - a^(k+1)) / (1 - a) over the time of a step."""
     own = speculator(lambda rows, seqs, drafts: 1 + slope * (rows - seqs))
     (seq,) = running(1, 4)
-    own.records, own.drafting = {seq: Record(Rate(24, rate * 1e6, 1e6))}, True
+    own.records = {seq: Record(Rate(24, rate * 1e6, 1e6))}
+    own.drafting = True
     own.trim([seq])
     speeds = [sum(rate**i for i in range(k + 1)) / (1 + slope * k) for k in range(5)]
     assert speeds.index(max(speeds)) == len(seq.drafts) == expected
@@ -388,7 +412,9 @@ class Chance:
     """Drafts zeros, which are right, each with a chance; and has an idea at all with another."""
 
     def __init__(self, rng, rate, ideas):
-        self.rng, self.rate, self.ideas = rng, rate, ideas
+        self.rng = rng
+        self.rate = rate
+        self.ideas = ideas
 
     def propose(self, seq, most):
         return drawn(self.rng, self.rate, most if self.rng.random() < self.ideas else 0)
@@ -421,14 +447,18 @@ def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500, slowness=lambda 
         own.begin(seq)
         return seq
 
-    rng, lengths = random.Random(1), range(10, 200, 10) if turns else [200]
+    rng = random.Random(1)
+    lengths = range(10, 200, 10) if turns else [200]
     own = Speculator(parse_speculative_config(config), seconds, count_up(step=1e-5).__next__)  # to propose takes 10 µs
     if not own.in_step:
         own.drafter = Chance(rng, rate, ideas)
-    seqs, plain, tokens = [new() for _ in range(count)], 0.0, 0
+    seqs = [new() for _ in range(count)]
+    plain = 0.0
+    tokens = 0
     for step in range(steps):
         own.trim(seqs)
-        waited, asks = any(seq.awaits_drafts for seq in seqs), max(seq.asks for seq in seqs)
+        waited = any(seq.awaits_drafts for seq in seqs)
+        asks = max(seq.asks for seq in seqs)
         verified = [seq.proposed[: seq.held] if own.in_step else seq.drafts for seq in seqs]
         drafts = sum(map(len, verified))
         n = len(seqs)
@@ -530,7 +560,9 @@ def test_drafts_that_cannot_pay_are_not_even_tried():
     own = Speculator(parse_speculative_config(LAYERS), lambda rows, seqs, drafts: seqs * 1e-3 + drafts)
     seqs = running(16, 0)
     for seq in seqs:
-        seq.pool, seq.max_tokens, seq.awaits_drafts = None, 100, False
+        seq.pool = None
+        seq.max_tokens = 100
+        seq.awaits_drafts = False
         own.begin(seq)
     for _ in range(200):
         own.trim(seqs)
@@ -567,7 +599,9 @@ def test_every_method_has_its_drafter():
 
 def test_a_grammar_that_looks_ahead_stays_where_it_is(compiled):
     """What may come is what a grammar says that never looked ahead; the first case broke one that was rolled back."""
-    tokenizer, rng, stops = compiled[1], random.Random(9), frozenset({2})
+    tokenizer = compiled[1]
+    rng = random.Random(9)
+    stops = frozenset({2})
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
     known = [(334, []), (299, [841, 539, 87]), (287, [334, 658, 701, 266]), (87, [1207, 701, 643]), (701, [701, 315])]
     for case in range(cases(60)):
@@ -591,7 +625,9 @@ def test_a_grammar_that_looks_ahead_stays_where_it_is(compiled):
 
 def test_a_step_that_nobody_waited_for_tells_no_pace(compiled):
     """The last step of an answer may have been under way when it ended, and is taken in when the next request comes."""
-    engine, now, told = engine_of(compiled), [0.0], []
+    engine = engine_of(compiled)
+    now = [0.0]
+    told = []
     engine.clock = lambda: now[0]
     engine.speculator.took = lambda count, drafts, asks, waited, seconds, branches: told.append(seconds)
     prompt = compiled[1].encode("Once upon a time")

@@ -22,7 +22,8 @@ DRAFTERS = {
     "eagle's tree": {"method": "eagle", "model": "quill-eagle", "speculative_token_tree": TREE},
 }
 KINDS = {"plain": {}, "int8 KV": {"kv_cache_dtype": "int8"}, "int4 weights": {"quantization": "int4-64"}}
-ROWS, PAGE = 32, 16
+ROWS = 32
+PAGE = 16
 SHARED = list(range(300, 340))
 
 
@@ -84,7 +85,8 @@ CELLS = [
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """Answers to a case, once for each engine; of the engines those of one kind are there at a time."""
-    llms, answers = {}, {}
+    llms = {}
+    answers = {}
 
     def serve(kind: str, drafter: str | None, name: str) -> tuple[list, Seen, int]:
         if (kind, drafter, name) in answers:
@@ -104,7 +106,8 @@ def served(tmp_path_factory):
                 speculative_config=chosen,
                 **KINDS[kind],
             )
-        llm, seen = llms[kind, drafter], Seen()
+        llm = llms[kind, drafter]
+        seen = Seen()
         llm.engine.observers[:] = [seen]
         case = CASES[name]
         params = SamplingParams(**{"temperature": 0, "max_tokens": 48, "seed": 3} | case.params)

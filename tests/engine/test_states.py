@@ -44,7 +44,9 @@ def serve(llm: LLM, requests: dict, arrivals: dict) -> dict:
 
 
 def mix(rng: random.Random) -> tuple[dict, dict]:
-    requests, arrivals, prompts = {}, {}, []
+    requests = {}
+    arrivals = {}
+    prompts = []
     for index in range(rng.randint(2, 7)):
         start = rng.choice(prompts)[: rng.randint(0, 100)] if prompts and rng.random() < 0.6 else []
         some = [rng.randrange(160) for _ in range(rng.choice((1, 2, 15, 16, 17, 40, 70)))]
@@ -78,11 +80,14 @@ KINDS = {
 @pytest.mark.parametrize("kind", thinned(KINDS, ("tight", "host and disk")))
 @pytest.mark.slow
 def test_company_chunks_and_preemption_change_no_bit(folder, alone, tmp_path, kind):
-    rng, disk = random.Random(2), {"kv_cache_disk": str(tmp_path)} if kind == "host and disk" else {}
+    rng = random.Random(2)
+    disk = {"kv_cache_disk": str(tmp_path)} if kind == "host and disk" else {}
     llm = llm_of(folder, **KINDS[kind], **disk)
     if kind != "tight":  # which has no room for any
         llm.engine.tables[0].snapshots.distance = 32
-    preempted, cached, compiles = 0, 0, take_snapshot(llm.engine).recompiles  # those of the other
+    preempted = 0  # those of the other
+    cached = 0
+    compiles = take_snapshot(llm.engine).recompiles
     long = SamplingParams(temperature=0, max_tokens=90, logprobs=1, ignore_eos=True)
     crowd = {str(index): ([rng.randrange(160) for _ in range(60)], long) for index in range(4)}
     mixes = [(crowd, dict.fromkeys(crowd, 0)), *(mix(rng) for _ in range(cases(20, least=2)))]
@@ -127,12 +132,14 @@ def test_a_second_turn_goes_on_from_wherever_the_snapshot_is(folder, tmp_path, l
     """
     if "falcon" in (folder / "config.json").read_text() and length > 1000:
         pytest.skip("its keys fill a cache that is small enough to evict its snapshots")
-    rng, most = random.Random(7), length * 9 // 8
+    rng = random.Random(7)
+    most = length * 9 // 8
     wide = {"max_model_len": most, "hf_overrides": {"max_position_embeddings": 8192}, "max_num_batched_tokens": 256}
     wide["max_num_seqs"] = 1
     small = {"kv_cache_memory_bytes": room, "kv_cache_host_bytes": 16 << 20, "kv_cache_disk": str(tmp_path)}
     greedy = SamplingParams(temperature=0, max_tokens=20, logprobs=1, ignore_eos=True)
-    plain, llm = llm_of(folder, **wide, enable_prefix_caching=False), llm_of(folder, **wide, **small)
+    plain = llm_of(folder, **wide, enable_prefix_caching=False)
+    llm = llm_of(folder, **wide, **small)
     for place in ("device", "host", "disk"):
         table = llm.engine.tables[0]
         table.snapshots.distance = distance
@@ -161,7 +168,8 @@ class Guesses:
     """A drafter that knows the answers, and is wrong now and then."""
 
     def __init__(self, answers, rng):
-        self.answers, self.rng = answers, rng
+        self.answers = answers
+        self.rng = rng
 
     def propose(self, seq, most):
         whole = self.answers.get(tuple(seq.tokens[: seq.num_prompt]), ())
@@ -178,7 +186,8 @@ class Guesses:
 @pytest.mark.parametrize("room", thinned((32 << 20, 380 << 10), (380 << 10,)))
 @pytest.mark.slow
 def test_drafts_change_no_bit(folder, alone, room):
-    rng, config = random.Random(3), {"method": "ngram", "num_speculative_tokens": 4, "adapts": False}
+    rng = random.Random(3)
+    config = {"method": "ngram", "num_speculative_tokens": 4, "adapts": False}
     llm = llm_of(folder, speculative_config=config, kv_cache_memory_bytes=room, max_num_batched_tokens=8)
     compiles = take_snapshot(llm.engine).recompiles
     for number in range(cases(20, least=3)):

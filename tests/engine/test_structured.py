@@ -187,7 +187,8 @@ def test_tags_in_a_text(llm):
     ]
     old: dict = {"structures": tags, "triggers": ["<call="]}
     new = {"format": {"type": "triggered_tags", "tags": triggered, "triggers": ["<call="]}}
-    tokenizer, grammars = llm.engine.tokenizer, llm.engine.admission.grammars
+    tokenizer = llm.engine.tokenizer
+    grammars = llm.engine.admission.grammars
     ends_with = tokenizer.eos_token_ids
 
     def follows(structure, text: str) -> bool:
@@ -335,7 +336,8 @@ def test_log_probabilities_are_the_models_own(llm):
     whole = [*prompt, *answer.token_ids]
     scores = llm.generate([whole], form(max_tokens=1, prompt_logprobs=1), use_tqdm=False)[0].prompt_logprobs
     for place, token in enumerate(answer.token_ids):
-        own, again = answer.logprobs[place], scores[len(prompt) + place]
+        own = answer.logprobs[place]
+        again = scores[len(prompt) + place]
         assert own[token].logprob == pytest.approx(again[token].logprob, abs=1e-4)
         assert own[token].rank == again[token].rank
     assert max(entry[token].rank for entry, token in zip(answer.logprobs, answer.token_ids, strict=True)) > 1
@@ -358,7 +360,8 @@ LENGTH = 256
 def compiled():
     folder = hub.resolve(None)
     config = loader.read_config(folder, "float32", LENGTH)
-    shape, weights = StepShape.largest(8, 48, 16), loader.load(folder, config)
+    shape = StepShape.largest(8, 48, 16)
+    weights = loader.load(folder, config)
     runner = Runner(config, weights, shape, (400,) * len(config.windows), 16, LENGTH)
     runner.warm_up()
     return runner, Tokenizer(folder)
@@ -391,10 +394,13 @@ def serve(engine: Engine, requests: dict[str, tuple], arrivals: dict[str, int]) 
 @pytest.mark.slow
 def test_company_changes_no_bit(compiled):
     """Constrained and free ones, alone, together, and where pages are short: the same tokens and the same scores."""
-    rng, gave_way, recompiled = random.Random(5), 0, compiled[0].compiles.recompiles
+    rng = random.Random(5)
+    gave_way = 0
+    recompiled = compiled[0].compiles.recompiles
     forms = [None, None, {"regex": "[a-z ]{20,60}"}, {"json_object": True}, {"choice": ["yes", "no"]}]
     for _ in range(6):
-        requests, arrivals = {}, {}
+        requests = {}
+        arrivals = {}
         for index in range(rng.randint(3, 8)):
             params = SamplingParams(
                 temperature=rng.choice((0, 1.0)),
@@ -461,7 +467,8 @@ LONG = {
 def test_long_answers_do_not_exhaust_a_schema(llm, name):
     """Its copies share a table that is full after some of them: then each goes on with another."""
     structure = SamplingParams(structured_outputs={"json": LONG[name]}).structured_outputs
-    grammars, rng = llm.engine.admission.grammars, np.random.default_rng(0)
+    grammars = llm.engine.admission.grammars
+    rng = np.random.default_rng(0)
     tokens = grammars.vocabulary.tokens
     for _ in range(3):
         (constraint,) = grammars.constraints(structure, 1)
@@ -472,9 +479,11 @@ def test_answers_side_by_side_survive_a_full_table(llm, monkeypatch):
     """With a table too small for one answer's masks: every one is replayed in a new table, drafts included."""
     monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 1500)
     structure = {"json": json.dumps({"type": "string", "maxLength": 400})}
-    grammars, rng = Grammars(llm.engine.tokenizer, llm.engine.config.vocab_size), np.random.default_rng(1)
+    grammars = Grammars(llm.engine.tokenizer, llm.engine.config.vocab_size)
+    rng = np.random.default_rng(1)
     tokens = grammars.vocabulary.tokens
-    made, texts = 0, [""] * 4
+    made = 0
+    texts = [""] * 4
     constraints = grammars.constraints(structure, 4)
     compiled = grammars.compile(structure)
     make = compiled.make
@@ -538,8 +547,12 @@ def refused(llm: LLM, **shape) -> RequestError:
 @pytest.mark.slow
 def test_hostile_grammars_are_refused_or_served_in_time(llm):
     """Refused in a second; what is let in costs little a step. The server is the same, and serves."""
-    slowest, said, shapes, rng = 0.0, 0, list(hostile()), np.random.default_rng(0)
-    grammars, eos = llm.engine.admission.grammars, llm.get_tokenizer().eos_token_ids
+    slowest = 0.0
+    said = 0
+    shapes = list(hostile())
+    rng = np.random.default_rng(0)
+    grammars = llm.engine.admission.grammars
+    eos = llm.get_tokenizer().eos_token_ids
     for shape in shapes:
         begun = time.perf_counter()
         try:
@@ -550,7 +563,8 @@ def test_hostile_grammars_are_refused_or_served_in_time(llm):
             assert error.param.startswith("structured_outputs") and str(error).isascii()
             assert "\n" not in str(error) and len(str(error)) < 300
             assert "127.0.0.1" not in str(error) or "127.0.0.1" in str(shape)
-            slowest, said = max(slowest, took), said + 1
+            slowest = max(slowest, took)
+            said = said + 1
             continue
         for _ in range(20):
             begun = time.perf_counter()
@@ -673,7 +687,8 @@ def test_distinct_schemas_do_not_pile_up(llm):
 
 
 def test_threads_compile_side_by_side(llm):
-    grammars, found = llm.engine.admission.grammars, []
+    grammars = llm.engine.admission.grammars
+    found = []
 
     def work(start: int) -> None:
         for i in range(30):

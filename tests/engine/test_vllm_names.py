@@ -22,7 +22,8 @@ CASES = [(kind, name) for kind, (*_, table, _) in KINDS.items() for name in tabl
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_published_name_has_one_meaning(kind):
     _, cls, table, _ = KINDS[kind]
-    names, own = set(vllm_table.published()[kind]), {field.name for field in fields(cls)}
+    names = set(vllm_table.published()[kind])
+    own = {field.name for field in fields(cls)}
     assert names - own == set(table), "what is an option now leaves serving/api/vllm_names.py"
 
 

@@ -19,7 +19,8 @@ from quire.serving.http.models import Model
 from quire.tests.support.cases import cases
 from quire.tests.support.served import served
 
-SECONDS, MOST = cases(40), 300
+SECONDS = cases(40)
+MOST = 300
 CLIENTS = 48
 
 pytestmark = pytest.mark.slow
@@ -42,7 +43,8 @@ class Client:
 
     def __init__(self, server, seed: int, outcomes: Counter):
         self.address = server.url.removeprefix("http://").split(":")
-        self.rng, self.outcomes = random.Random(seed), outcomes
+        self.rng = random.Random(seed)
+        self.outcomes = outcomes
 
     def body(self) -> dict:
         rng = self.rng
@@ -60,7 +62,8 @@ class Client:
         return own
 
     async def request(self) -> None:
-        rng, body = self.rng, self.body()
+        rng = self.rng
+        body = self.body()
         reader, writer = await asyncio.open_connection(*self.address)
         try:
             data = json.dumps(body).encode()
@@ -119,8 +122,10 @@ async def storm(server, outcomes: Counter, enough: Callable[[], bool]) -> None:
 
 def break_steps(server, rng: random.Random):
     """Now and then a launch, or a collection, raises."""
-    runner, broken = server.engine.runner, Counter()
-    launch, collect = runner.launch, runner.collect
+    runner = server.engine.runner
+    broken = Counter()
+    launch = runner.launch
+    collect = runner.collect
 
     def fails(name, work, *given):
         if rng.random() < 0.002:
@@ -132,14 +137,16 @@ def break_steps(server, rng: random.Random):
     runner.collect = lambda launched: fails("collect", collect, launched)
 
     def mend():
-        runner.launch, runner.collect = launch, collect
+        runner.launch = launch
+        runner.collect = collect
 
     return broken, mend
 
 
 def accounted(server) -> None:
     """Nothing is held, and every request that was taken has ended in one way."""
-    engine, thread = server.engine, server.service.models.models[0].llm.thread
+    engine = server.engine
+    thread = server.service.models.models[0].llm.thread
     until = time.monotonic() + 120
     while (engine.busy or server.service.open) and time.monotonic() < until:
         time.sleep(0.05)
@@ -152,7 +159,8 @@ def accounted(server) -> None:
 
 
 def test_chaos(server, caplog):
-    rng, outcomes = random.Random(0), Counter()
+    rng = random.Random(0)
+    outcomes = Counter()
     metrics = server.service.models.models[0].llm.metrics
     broken, mend = break_steps(server, rng)
     wanted = {

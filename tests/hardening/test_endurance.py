@@ -42,7 +42,10 @@ def params(rng: random.Random, most: int = 60) -> SamplingParams:
 
 def test_ten_thousand_aborts_leak_nothing(engine):
     """In the queue, in the middle of a prompt, with a token under way, after giving way, together with others."""
-    rng, aborted, count, states = random.Random(0), 0, 0, set()
+    rng = random.Random(0)
+    aborted = 0
+    count = 0
+    states = set()
     while aborted < 10_000:
         while len(engine.requests) < 40:
             tokens = [rng.randrange(400) for _ in range(rng.choice((3, 20, 120)))]
@@ -66,7 +69,8 @@ def test_ten_thousand_aborts_leak_nothing(engine):
 @pytest.mark.random
 @pytest.mark.slow
 def test_twenty_thousand_requests_leave_nothing_behind(engine):
-    rng, count = random.Random(1), 0
+    rng = random.Random(1)
+    count = 0
 
     def serve(requests: int) -> int:
         nonlocal count
@@ -93,10 +97,12 @@ def test_twenty_thousand_requests_leave_nothing_behind(engine):
 @pytest.mark.random
 def test_a_step_may_fail_at_any_time(engine, caplog):
     """At the first launch, the second, and so on: who was in it ends with an error, the others as they would have."""
-    launch, collect = engine.runner.launch, engine.runner.collect
+    launch = engine.runner.launch
+    collect = engine.runner.collect
     hurt = 0
     for broken in range(1, cases(200)):
-        rng, calls = random.Random(broken), 0
+        rng = random.Random(broken)
+        calls = 0
 
         def fails(work, *given, broken=broken):
             nonlocal calls
@@ -157,7 +163,8 @@ def test_a_pool_hardly_larger_than_one_request_serves_all(block):
     worst = 0
     for seed in range(block * SEEDS // 10, (block + 1) * SEEDS // 10):
         rng = random.Random(seed)
-        requests, now = [], 0.0
+        requests = []
+        now = 0.0
         for _ in range(64):
             now += rng.expovariate(20)
             prompt = [rng.randrange(1000) for _ in range(rng.randint(1, 300))]

@@ -133,7 +133,8 @@ def capped_options(options: Any) -> Any:
 
 def check(path: str, responses: dict[str, Any], response: requests.Response) -> str:
     """Whether an answer is one that the description has, and in what way."""
-    status, kind = response.status_code, response.headers["Content-Type"]
+    status = response.status_code
+    kind = response.headers["Content-Type"]
     assert status < 500, (status, response.text[:500])
     described = responses[str(status)] if path.startswith("/api/") else responses.get(str(status), responses["default"])
     assert kind in described.get("content", (kind,)), (status, kind, response.text[:500])

@@ -116,7 +116,8 @@ def edges(schema: dict[str, Any]) -> tuple[list[float], list[float]]:
     for part in schema.get("anyOf", [schema]):
         if part.get("type") in ("integer", "number"):
             step = 1 if part["type"] == "integer" else 1e-3 if part["maximum"] < 1000 else 1
-            low, high = part.get("minimum"), part["maximum"]
+            low = part.get("minimum")
+            high = part["maximum"]
             if low is None:
                 return [part["exclusiveMinimum"] + step, high], [part["exclusiveMinimum"], high + step]
             return [low, high], [low - step, high + step]
@@ -126,7 +127,9 @@ def edges(schema: dict[str, Any]) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize("path", SCHEMAS)
 @pytest.mark.slow
 def test_numbers_at_the_edge(server, client, path):
-    took, properties, required = [], body_schema(path)["properties"], SCHEMAS[path][1]
+    took = []
+    properties = body_schema(path)["properties"]
+    required = SCHEMAS[path][1]
     for field, schema in properties.items():
         within, beyond = edges(schema)
         values = [json.dumps(value) for value in (*within, *beyond, *EVERYWHERE, None)] + list(NO_JSON)
@@ -229,7 +232,8 @@ BODY_TEXT = {"/v1/completions": "prompt", "/tokenize": "prompt", "/v1/embeddings
 def test_a_huge_prompt_stops_nobody_else(server, client):
     """Reading it takes a moment in which streams go on."""
     with Client(server.url) as other:
-        huge, large = json.dumps("A" * (8 << 20)), json.dumps("A" * (1 << 20))
+        huge = json.dumps("A" * (8 << 20))
+        large = json.dumps("A" * (1 << 20))
         cut = b', "truncate_prompt_tokens": 5}'
         asks = [(path, with_field(path, BODY_TEXT[path], text)) for path in BODY_TEXT for text in (huge, large)]
         asks += [(path, body[:-1] + cut) for path, body in asks if path != "/tokenize"]  # all of it is read then

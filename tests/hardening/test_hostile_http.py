@@ -25,7 +25,9 @@ from quire.serving.http.settings import ServerSettings
 from quire.tests.support.canary import Canary, Client, connect, memory, settled
 from quire.tests.support.served import FORMATS, model_of, scripted, served
 
-RECEIVE, IDLE, WRITE = 0.6, 0.7, 0.6  # seconds
+RECEIVE = 0.6  # seconds
+IDLE = 0.7
+WRITE = 0.6
 LATE = 15.0  # more, on a machine that has other things to do
 MIB = 1 << 20
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -67,7 +69,9 @@ def unharmed(request):
         return
     process = request.getfixturevalue("process")
     one = psutil.Process(process.pid)
-    began, before, files = one.create_time(), memory(process.pid), one.num_fds()
+    began = one.create_time()
+    before = memory(process.pid)
+    files = one.num_fds()
     yield
     took = process.canary.sings()
     assert process.running.poll() is None and one.create_time() == began
@@ -82,7 +86,8 @@ def unharmed(request):
 
 def drain(connection: socket.socket, seconds: float) -> tuple[bytes, float | None]:
     """What came until the server closed, and when it did; None: it has not in this time."""
-    found, began = b"", time.monotonic()
+    found = b""
+    began = time.monotonic()
     while (left := began + seconds - time.monotonic()) > 0:
         connection.settimeout(left)
         try:
@@ -261,7 +266,8 @@ def flooding(first: bytes, more: bytes, most: int = 64 * MIB) -> Callable[[socke
     """Sends as much as is taken."""
 
     def run(connection: socket.socket) -> float:
-        began, sent = time.monotonic(), 0
+        began = time.monotonic()
+        sent = 0
         connection.sendall(first)
         while sent < most and send(connection, more):
             sent += len(more)
@@ -493,7 +499,8 @@ def wait(condition: Callable[[], Any], seconds: float) -> float:
 
 def test_a_stream_that_nobody_reads(talkative):
     """It is dropped after its time, its pages are free, and the others go on."""
-    before, used = memory(), talkative.engine.tables[0].used()
+    before = memory()
+    used = talkative.engine.tables[0].used()
     with connect(talkative.url, receive_buffer=1024) as connection, Client(talkative.url) as client:
         connection.sendall(request(LONG | {"stream": True}))
         wait(lambda: talkative.engine.tables[0].used() > used, 60)
@@ -533,7 +540,8 @@ def test_an_answer_that_nobody_reads(talkative, count, close):
 class Stuck(asyncio.Transport):
     """A transport whose peer takes nothing more."""
 
-    left, ended = 5000, ""
+    left = 5000
+    ended = ""
 
     def get_write_buffer_size(self) -> int:
         return self.left
@@ -559,7 +567,8 @@ def test_the_last_bytes_that_nobody_reads():
 
     async def idle() -> str:
         config = uvicorn.Config(lambda *_: None, ws="none", log_config=None)
-        stuck, kind = Stuck(), make_connection_class(ServerSettings())
+        stuck = Stuck()
+        kind = make_connection_class(ServerSettings())
         connection = kind(config, ServerState(), {})
         connection.connection_made(stuck)
         connection.timeout_keep_alive_handler()

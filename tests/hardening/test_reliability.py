@@ -99,7 +99,9 @@ def test_700_bad_requests_among_32_streams(real):
     ]
     alone = [text_of(stream(real.url, body)) for body in bodies]
     streams = [later(stream, real.url, body) for body in bodies]
-    rng, counts, lock = random.Random(4), dict.fromkeys((400, 200, 500), 0), threading.Lock()
+    rng = random.Random(4)
+    counts = dict.fromkeys((400, 200, 500), 0)
+    lock = threading.Lock()
     overlapped = 0
 
     def crowd(number: int) -> None:
@@ -159,7 +161,8 @@ def test_one_that_can_never_fit():
 
 def fail_at(engine: Any, name: str, step: int) -> SimpleNamespace:
     """The n-th call from now on raises; when it did."""
-    working, state = getattr(engine.runner, name), SimpleNamespace(calls=0, at=0.0)
+    working = getattr(engine.runner, name)
+    state = SimpleNamespace(calls=0, at=0.0)
 
     def call(*given: Any) -> Any:
         state.calls += 1
@@ -177,7 +180,8 @@ def fail_at(engine: Any, name: str, step: int) -> SimpleNamespace:
 @pytest.mark.slow
 def test_a_step_that_raises(server, name):
     """At each of the first 200: the stream hears of it within a second, and the next request is served."""
-    late, slow = 0.0, 0.0
+    late = 0.0
+    slow = 0.0
     for step in range(1, 201):
         settled(server.engine)  # the step that was launched beyond an end, too
         state = fail_at(server.engine, name, step)
@@ -254,7 +258,8 @@ def test_a_device_that_is_lost_ends_the_process(server, monkeypatch, caplog):
 def test_a_state_that_cannot_be_made_is_a_lost_device():
     """A fault of the device that stays: the error says so, and nothing is tried again."""
     llm = LLM(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64)
-    runner, tried = llm.engine.runner, []
+    runner = llm.engine.runner
+    tried = []
 
     def fails(*given: Any) -> Any:
         tried.append(given)
@@ -301,7 +306,8 @@ def test_a_step_that_hangs(server):
                 assert client.ask("GET", path)[0] == 200
     finally:
         server.script.hold.set()
-    back, steps = time.monotonic(), server.script.steps
+    back = time.monotonic()
+    steps = server.script.steps
     until(lambda: health(server.url) == 200)
     took_back = time.monotonic() - back
     server.canary.sings()
@@ -396,7 +402,8 @@ def test_every_stream_ends_once(server, path, n, why, fields, wanted, happens):
             tokens = client.post("/tokenize", {"prompt": " answer", "add_special_tokens": False})[1]["tokens"]
         body["stop_token_ids"] = tokens[:1]
     server.script.step_seconds = 0.02 if slow else 0.0
-    going, happened = later(stream, server.url, body, path), 0.0
+    going = later(stream, server.url, body, path)
+    happened = 0.0
     if happens is not None:
         until(lambda: server.engine.scheduler.running)
         happened = time.monotonic()
@@ -425,7 +432,8 @@ def fields_for(path: str, text: str, fields: dict[str, Any]) -> dict[str, Any]:
     if path == "/v1/chat/completions":
         return {"messages": turn, **fields}
     if path == "/v1/responses":
-        most, stop = fields.pop("max_tokens"), fields.pop("stop", None)
+        most = fields.pop("max_tokens")
+        stop = fields.pop("stop", None)
         if tools := fields.pop("tools", None):
             fields["tools"] = [{"type": "function", **tool["function"]} for tool in tools]
         return {"input": text, "max_output_tokens": most, **({"stop": stop} if stop else {}), **fields}

@@ -202,7 +202,8 @@ class Sequences(RuleBasedStateMachine):
     def read_response(self, data, key, method, end):
         name, is_own = self.some_id(data, key, "response")
         if end == "/input_items":
-            method, end = "GET", end + self.page(data, key, "item")
+            method = "GET"
+            end = end + self.page(data, key, "item")
         status, body = self.send(key, method, f"/v1/responses/{name}{end}")
         assert is_own or status in FOREIGN
         for item in body.get("data", []) if isinstance(body, dict) and status == 200 else []:

@@ -158,7 +158,8 @@ class Health:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_health_and_streams_go_on_beside(process, name):
     server = psutil.Process(process.pid)
-    began, before = server.create_time(), memory(process.pid)
+    began = server.create_time()
+    before = memory(process.pid)
     with Client(process.url) as client, Health(process.url) as health:
         time.sleep(1.0)  # something runs before the first hostile request
         statuses = list(HOSTILE[name](client))

@@ -46,7 +46,8 @@ def engine(folders):
 @pytest.fixture(scope="module")
 def wanted(folders, engine):
     """What Python gets for each adapter."""
-    llm, params = LLM(engine=engine), SamplingParams(temperature=0, max_tokens=8)
+    llm = LLM(engine=engine)
+    params = SamplingParams(temperature=0, max_tokens=8)
     found = {None: llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].text}
     for number in range(4):
         request = LoRARequest("x", 1, str(folders / "allowed" / f"a{number}"))

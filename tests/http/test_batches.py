@@ -340,7 +340,8 @@ def test_wrong_forms(kind, body):
 
 
 def test_files_that_expire(monkeypatch):
-    files, now = StoredFiles(1000), time.time()
+    files = StoredFiles(1000)
+    now = time.time()
     first = files.put("k", "a", "batch", [b"x" * 400, b"y" * 300], seconds=60)
     with pytest.raises(HttpError, match=r"has 500 bytes, and \d+ of 1000 bytes"):
         files.put("other", "b", "batch", [b"x" * 500])

@@ -25,7 +25,8 @@ def server():
         for penalty in (1.0, -2.0)
     }
     with served(model_of(engine)) as state:
-        state.engine, state.found = engine, found
+        state.engine = engine
+        state.found = found
         yield state
 
 

@@ -433,7 +433,8 @@ def test_calls_thoughts_and_numbers_of_tokens():
 
 def test_thoughts_that_are_not_to_be_seen():
     """They are left out, also of a stream, and still counted."""
-    request, usage = chat(include_reasoning=False), Usage(2, 5, 0, 3)
+    request = chat(include_reasoning=False)
+    usage = Usage(2, 5, 0, 3)
     body = respond(request, FinishedChoice(0, "So.", "stop", "Hm."), usage=usage)
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "So.", "reasoning": None}
     assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == 3
@@ -503,7 +504,8 @@ def put_together(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
         for one in chunk["choices"]:
             first = one["index"] not in choices
             made = choices.setdefault(one["index"], {"message": {"role": None, "content": ""}, "ids": [], "scores": []})
-            message, delta = made["message"], one["delta"]
+            message = made["message"]
+            delta = one["delta"]
             assert ("role" in delta) == first and "finish_reason" not in made
             message["role"] = delta.get("role") or message["role"]
             message["content"] += delta.get("content") or ""
@@ -537,7 +539,8 @@ def test_the_deltas_of_a_stream_joined_are_the_whole_answer(one: Written, other:
     assert [chunk.get("prompt_token_ids") for chunk in chunks] == [[1, 2], *[None] * (len(chunks) - 1)]
     whole = respond(request, one.answer, replace(other.answer, index=1))["choices"]
     for choice in whole:
-        made, message = found[choice["index"]], choice["message"]
+        made = found[choice["index"]]
+        message = choice["message"]
         for call in made["message"].get("tool_calls", []):
             del call["index"]
         assert made["message"] == {
@@ -566,7 +569,8 @@ def test_the_client_puts_a_stream_together(lines: list[Written], random):
         parts.append(random.choice([line for line in left if line]).pop(0))
     server = Server(streamed(chat(stream=True, n=len(lines)), parts))
     client = openai.OpenAI(api_key="k", base_url="http://127.0.0.1/v1", http_client=server.http)
-    snapshot, done = None, []
+    snapshot = None
+    done = []
     with client.chat.completions.stream(model="quill", messages=ASK) as stream:
         for event in stream:
             if event.type == "chunk":
@@ -575,7 +579,8 @@ def test_the_client_puts_a_stream_together(lines: list[Written], random):
                 done.append((event.name, event.arguments))
     assert parse(server.asked).delivery.stream and snapshot is not None
     for choice, line in zip(snapshot.choices, lines, strict=True):
-        message, answer = choice.message, line.answer
+        message = choice.message
+        answer = line.answer
         assert (message.content or "") == (answer.content or "")
         calls = [(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()]
         assert calls == [(call.id, call.name, call.arguments) for call in answer.calls]

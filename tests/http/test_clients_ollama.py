@@ -130,8 +130,11 @@ def test_tools(client, streams):
     if streams:
         text, thought, calls, last = whole(answer)
     else:
-        message, last = answer.message, answer
-        text, thought, calls = message.content, message.thinking, message.tool_calls
+        message = answer.message
+        last = answer
+        text = message.content
+        thought = message.thinking
+        calls = message.tool_calls
     assert (text.strip(), thought.strip(), last.done_reason) == ("I look.", "I must look.", "stop")
     assert [call.function.name for call in calls] == ["weather"] * 2
     assert [call.function.arguments for call in calls] == [{"city": "Rome"}, {"city": "Paris"}]

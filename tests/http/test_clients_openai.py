@@ -196,10 +196,13 @@ def test_chat_reasoning(ask, streams):
         *chunks, last = found
         deltas = [chunk.choices[0].delta for chunk in chunks]
         content = "".join(delta.content or "" for delta in deltas)
-        reasoning, usage = "".join(getattr(delta, "reasoning", None) or "" for delta in deltas), last.usage
+        reasoning = "".join(getattr(delta, "reasoning", None) or "" for delta in deltas)
+        usage = last.usage
     else:
-        message, usage = found.choices[0].message, found.usage
-        content, reasoning = message.content, message.reasoning
+        message = found.choices[0].message
+        usage = found.usage
+        content = message.content
+        reasoning = message.reasoning
         assert message.reasoning_content == reasoning
         back = [*user("think"), message, *user("hello")]
         assert ask.chat.completions.create(model="quill", messages=back).choices[0].message.content == said("hello")
@@ -364,7 +367,8 @@ def test_keys():
 @shows("openai", "RateLimitError, and retries of it that succeed")
 def test_a_full_queue(server):
     """With `max_retries` the client comes again when the server says, and is answered."""
-    thread, replies = server.service.models.models[0].llm.thread, []
+    thread = server.service.models.models[0].llm.thread
+    replies = []
     server.engine.max_queued = 1
     server.script.hold.clear()
     try:

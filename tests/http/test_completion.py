@@ -248,7 +248,8 @@ def test_the_texts_of_a_stream_joined_are_the_whole_answers(data, num_prompts, e
     scored = scored and not echo
     lines = [data.draw(written(calls=False, scored=scored)) for _ in range(num_prompts * each)]
     prompts = [AnsweredPrompt(f"prompt {i} ", [i, 7]) for i in range(num_prompts)]
-    head, random = replace(HEAD, prompts=prompts), data.draw(st.randoms(use_true_random=False))
+    head = replace(HEAD, prompts=prompts)
+    random = data.draw(st.randoms(use_true_random=False))
     asked: dict[str, Any] = {"n": each, "echo": echo, "return_token_ids": True, "logprobs": 1 if scored else None}
     request = completion(prompt=[prompt.text for prompt in prompts], **asked)
     left = [[replace(part, index=index) for part in line.parts] for index, line in enumerate(lines)]

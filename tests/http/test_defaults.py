@@ -24,9 +24,11 @@ CHAT_DEFAULTS = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "max_tokens": 5
 @pytest.fixture(scope="module")
 def server():
     engine, _ = scripted(lambda prompt: "word " * 40)
-    engine.defaults, engine.chat_defaults = DEFAULTS, CHAT_DEFAULTS
+    engine.defaults = DEFAULTS
+    engine.chat_defaults = CHAT_DEFAULTS
     with served(model_of(engine)) as state:
-        state.params, add = [], engine.add
+        state.params = []
+        add = engine.add
 
         def note(name, tokens, params, *rest, **more):
             state.params.append(params)

@@ -198,7 +198,8 @@ def test_tokens_are_counted_of_the_same_prompt():
         "thinking": {"type": "enabled", "budget_tokens": 2000},
         "output_config": {"effort": "high"},
     }
-    counted, sent = messages.parse_count(asked), parse(**asked)
+    counted = messages.parse_count(asked)
+    sent = parse(**asked)
     assert (counted.messages, counted.tools, counted.template_options) == (
         sent.messages, sent.tools, sent.template_options,
     )  # fmt: skip
@@ -395,16 +396,19 @@ def test_events_are_what_the_client_expects(answer: Written):
     assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
     assert events[-2]["usage"] == USED
     found: list[tuple[str, Any]] = []
-    begun, told = None, ""
+    begun = None
+    told = ""
     for event in events[1:-2]:
         assert event["index"] == len(found)
         if event["type"] == "content_block_start":
             assert begun is None
-            begun, told = event["content_block"], ""
+            begun = event["content_block"]
+            told = ""
             continue
         assert begun is not None
         if event["type"] == "content_block_delta":
-            kind, value = event["delta"].pop("type"), event["delta"].popitem()[1]
+            kind = event["delta"].pop("type")
+            value = event["delta"].popitem()[1]
             assert value and kind == {
                 "text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta",
             }[begun["type"]]  # fmt: skip
@@ -424,7 +428,8 @@ def test_events_are_what_the_client_expects(answer: Written):
 @given(written(), written(ordered=True))
 def test_the_client_puts_a_stream_together(answer: Written, ordered: Written):
     for one in (answer, ordered):
-        found, body = put_together(streamed(one.parts)), whole(one.answer)
+        found = put_together(streamed(one.parts))
+        body = whole(one.answer)
         check(Message, body)
         blocks: list[tuple[str, Any]] = []
         for block in found.content:

@@ -530,7 +530,8 @@ def test_tokens_are_dealt_the_whole_text(bench: Page, data: st.DataObject):
     edges = [0, *sorted(cut for cut in cuts if cut < len(raw)), len(raw)]
     whole = True
     end_early = data.draw(st.booleans()) and data.draw(st.integers(0, 3))  # as a stop string cuts an answer
-    chunks, sent = [], 0
+    chunks = []
+    sent = 0
     for begin, end in zip(edges, edges[1:], strict=False):
         own = raw[begin:end].decode(errors="replace")
         whole = whole and "\ufffd" not in own

@@ -90,7 +90,9 @@ def read(make, *slices: str) -> Result:
 
 def expected(parts: list[Words | Wanted], length: int) -> Result:
     """What the first characters of an answer come to, known from how it was made."""
-    said, tail, calls = "", "", []  # the tail is the text since the last call
+    said = ""  # the tail is the text since the last call
+    tail = ""
+    calls = []
     for part in parts:
         text = part.text[:length]
         length -= len(text)
@@ -98,7 +100,8 @@ def expected(parts: list[Words | Wanted], length: int) -> Result:
             tail += text
         else:
             calls.append((part.name, part.arguments[: len(text) - part.start]))
-            said, tail = said + tail.rstrip(), text[part.end :] if len(text) < len(part.text) else ""
+            said = said + tail.rstrip()
+            tail = text[part.end :] if len(text) < len(part.text) else ""
     return Result(said + tail if tail.strip() or not calls else said, "", calls)
 
 
@@ -107,7 +110,8 @@ def agrees_everywhere(make, parts, result=expected):
     answer = "".join(part.text for part in parts)
     whole = result(parts, len(answer))
     assert read(make, answer) == whole
-    parser, pieces = make(), []
+    parser = make()
+    pieces = []
     for at, char in enumerate(answer, start=1):
         pieces += parser.push(char)
         # Arguments come at once, and never more than the arguments.
@@ -139,14 +143,16 @@ def written(draw, value) -> str:
 @st.composite
 def call_object(draw, before: str = "", after: str = "", key: str = "arguments", late_name: bool = False) -> Wanted:
     """{"name": ..., "arguments": {...}} and more, between what the format puts round it."""
-    name, arguments = draw(names), draw(written(draw(objects)))
+    name = draw(names)
+    arguments = draw(written(draw(objects)))
     others = [
         f"{json.dumps(other)}:{draw(space)}{draw(written(value))}"
         for other, value in draw(st.dictionaries(strings, values, max_size=2)).items()
         if other not in ("name", "arguments", "parameters")
     ]
     at = draw(st.integers(0, len(others)))
-    front, back = others[:at], others[at:]
+    front = others[:at]
+    back = others[at:]
     named = f'{draw(space)}"name"{draw(space)}:{draw(space)}{json.dumps(name)}{draw(space)}'
     if late_name:
         head = f"{before}{{" + "".join(f"{item}," for item in front) + f'"{key}": '
@@ -191,7 +197,8 @@ def mistral_list(draw) -> list[Words | Wanted]:
 def mistral_named(draw) -> list[Words | Wanted]:
     parts: list[Words | Wanted] = [Words(draw(words))]
     for _ in range(draw(st.integers(0, 2))):
-        name, arguments = draw(names), draw(written(draw(objects)))
+        name = draw(names)
+        arguments = draw(written(draw(objects)))
         between = draw(st.sampled_from(["", "[ARGS]", "[ARGS] ", "[CALL_ID]aB3456789[ARGS]"]))
         head = f"[TOOL_CALLS]{name}{between}"
         text = head + arguments
@@ -271,11 +278,14 @@ def harmony(draw) -> list[Message]:
     for i in range(count):
         kind = draw(st.sampled_from(["said", "thought", "call"]))
         body = draw(written(draw(objects))) if kind == "call" else draw(words).strip() or "x"
-        head, end = "<|start|>assistant" if i else "", "<|end|>"
+        head = "<|start|>assistant" if i else ""
+        end = "<|end|>"
         if kind == "call":
             kind = draw(names)
             assume(kind not in ("said", "thought"))
-            to, between, end = f"to=functions.{kind}", draw(st.sampled_from([" ", ""])), "<|call|>"
+            to = f"to=functions.{kind}"
+            between = draw(st.sampled_from([" ", ""]))
+            end = "<|call|>"
             head += draw(
                 st.sampled_from(
                     [
@@ -295,9 +305,12 @@ def harmony(draw) -> list[Message]:
 
 
 def harmony_expected(messages: list[Message], length: int) -> Result:
-    result, texts = Result("", "", []), []
+    result = Result("", "", [])
+    texts = []
     for message in messages:
-        head, body, end = message.head[:length], message.body, message.end
+        head = message.head[:length]
+        body = message.body
+        end = message.end
         body = body[: max(0, length - len(head))]
         end = end[: max(0, length - len(head) - len(body))]
         length -= len(head) + len(body) + len(end)
@@ -370,7 +383,9 @@ def test_text_without_markers_is_text(name, text):
 @pytest.mark.parametrize("name", PARSERS)
 def test_text_is_not_held_back(name):
     """A character that is neither white space nor the head of a marker comes at once."""
-    parser, text, so_far = PARSERS[name](), "Well: f(x) < 3 [sic], {a}. <|x|> </thin> <tool>", ""
+    parser = PARSERS[name]()
+    text = "Well: f(x) < 3 [sic], {a}. <|x|> </thin> <tool>"
+    so_far = ""
     for at, char in enumerate(text, start=1):
         result = joined(parser.push(char))
         so_far += result.said + result.thought
@@ -516,7 +531,8 @@ def test_a_long_answer_takes_time_in_proportion(name):
     parser, answer = LONG[name]
 
     def seconds(answer: str) -> float:
-        reader, start = PARSERS[parser](), time.process_time()
+        reader = PARSERS[parser]()
+        start = time.process_time()
         for char in answer:
             reader.push(char)
         reader.finish()

@@ -162,9 +162,11 @@ def test_cohere(client):
     forms = found["embeddings"]
     assert forms["float"] == plain and found["texts"] == texts and found["response_type"] == "embeddings_by_type"
     assert found["meta"]["api_version"] == {"version": "2"} and found["meta"]["tokens"]["input_tokens"] > 2
-    (vector, *_), (coded, *_) = forms["float"], forms["base64"]
+    (vector, *_) = forms["float"]
+    (coded, *_) = forms["base64"]
     assert list(struct.unpack(f"<{len(vector)}f", base64.b64decode(coded))) == pytest.approx(vector, rel=1e-6)
-    (unsigned, *_), (signed, *_) = forms["ubinary"], forms["binary"]
+    (unsigned, *_) = forms["ubinary"]
+    (signed, *_) = forms["binary"]
     assert [bool(unsigned[i // 8] >> (7 - i % 8) & 1) for i in range(len(vector))] == [x > 0 for x in vector]
     assert [byte + 128 for byte in signed] == unsigned
     parts = [{"content": [{"type": "text", "text": text}]} for text in texts]

@@ -389,7 +389,10 @@ def test_events_are_what_the_client_expects(answer: Written):
         check(ResponseStreamEvent, event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
-    last, items, text, part = events[-1], [], "", None
+    last = events[-1]
+    items = []
+    text = ""
+    part = None
     for event in events[2:-1]:
         kind = event["type"].removeprefix("response.")
         assert event["output_index"] == len(items)
@@ -428,7 +431,8 @@ def test_events_are_what_the_client_expects(answer: Written):
 
 @given(written(ordered=True, scored=True))
 def test_an_answer_whole_is_what_its_events_come_to(answer: Written):
-    found, events = whole(answer.answer), events_of(streamed(answer.parts))
+    found = whole(answer.answer)
+    events = events_of(streamed(answer.parts))
     check(Response, found)
     last = events[-1]["response"]
     for output in (found["output"], last["output"]) if answer.answer.calls else ():

@@ -40,7 +40,8 @@ def say(prompt: str) -> str:
 def server():
     engine, script = scripted(say)
     with served(model_of(engine), formats=FORMATS, admin=True) as state:
-        state.engine, state.script = engine, script
+        state.engine = engine
+        state.script = script
         yield state
 
 
@@ -163,10 +164,8 @@ def test_several_conversations(server):
     """Each is answered as alone; choices are numbered through."""
     turns = [{"role": "user", "content": text} for text in ("hello", "long")]
     alone = [chat(server, turn["content"], n=2)[2] for turn in turns]
-    path, body = (
-        "/v1/chat/completions/batch",
-        {"messages": [[turn] for turn in turns], "n": 2, "return_token_ids": True},
-    )
+    path = "/v1/chat/completions/batch"
+    body = {"messages": [[turn] for turn in turns], "n": 2, "return_token_ids": True}
     status, _, found = ask(server, "POST", path, body)
     assert status == 200 and found["object"] == "chat.completion"
     assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3]
@@ -464,7 +463,8 @@ def test_a_prompt_is_cut_before_its_length_is_judged(server):
 
 def test_a_prompt_that_cannot_fit_is_refused_before_all_of_it_is_tokenised(server, monkeypatch):
     """Of ordinary text a few characters for each token of the model's length are tokenised; counting reads all."""
-    max_len, tokenizer = server.engine.max_len, server.engine.tokenizer
+    max_len = server.engine.max_len
+    tokenizer = server.engine.tokenizer
     lengths: list[int] = []
     encode = tokenizer.encode
 
@@ -625,7 +625,8 @@ def test_the_times_of_one_answer():
             took = (time.monotonic() - began) * 1000
             assert not any("metrics" in chunk for chunk in chunks)
             for found in (whole, last["metrics"]):
-                reading, writing = found["time_to_first_token_ms"], found["generation_time_ms"]
+                reading = found["time_to_first_token_ms"]
+                writing = found["generation_time_ms"]
                 assert reading > 0 and writing >= 0 <= found["queue_time_ms"]
                 assert found["queue_time_ms"] + reading + writing < took
                 assert math.isclose(found["mean_itl_ms"] * 8, writing)

@@ -82,7 +82,8 @@ def test_a_conversation_goes_on(ask, streams):
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     second = turn([result], first.id)
     assert second.previous_response_id == first.id and second.output_text == "It is sunny."
-    third, other = turn("hello", second.id), turn("hello", first.id)
+    third = turn("hello", second.id)
+    other = turn("hello", first.id)
     whole = [{"role": "user", "content": "weather in Rome"}, *first.output, result, *second.output]
     told = turn([*(item if isinstance(item, dict) else item.model_dump(exclude_none=True) for item in whole),
                  {"role": "user", "content": "hello"}])  # fmt: skip
@@ -120,7 +121,8 @@ def test_a_response_goes_on_without_input(ask, streams):
 
 
 def test_ids_of_conversations_and_of_responses_are_told_apart(ask):
-    found, talk = response(ask), ask.conversations.create(items=[{"role": "user", "content": "hello"}])
+    found = response(ask)
+    talk = ask.conversations.create(items=[{"role": "user", "content": "hello"}])
     for call in (ask.responses.retrieve, ask.responses.cancel, ask.responses.delete, ask.responses.input_items.list):
         with pytest.raises(openai.NotFoundError) as caught:
             call(talk.id)
@@ -189,7 +191,8 @@ def test_what_the_model_read_and_wrote(ask, server, how):
         found = last.response
     until(lambda: ask.responses.retrieve(found.id).status == "completed")
     done = ask.responses.retrieve(found.id)
-    (read,), (wrote,) = done.input_messages, done.output_messages
+    (read,) = done.input_messages
+    (wrote,) = done.output_messages
     assert {read["type"], wrote["type"]} == {"raw_message_tokens"}
     assert "Be kind." in read["message"] and "weather in Rome" in read["message"]
     assert wrote["message"].startswith("<think>\nI must look.\n</think>") and '"weather"' in wrote["message"]

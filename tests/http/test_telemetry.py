@@ -33,7 +33,8 @@ SENT = {
     "gen_ai.latency.time_to_first_token": 0.25, "gen_ai.latency.time_in_queue": 0.125, "gen_ai.latency.e2e": 1.5,
     "gen_ai.response.finish_reasons": ["stop", "length"],
 }  # fmt: skip
-TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1", "authorization": "Bearer secret"}
 
 
@@ -46,7 +47,8 @@ def no_environment(monkeypatch):
 @pytest.fixture
 def memory():
     """A tracer whose spans stay here."""
-    exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     return telemetry.Tracer(provider), exporter
 

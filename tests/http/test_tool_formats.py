@@ -30,7 +30,9 @@ def slices_of(random: Random, text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_recorded_calls_however_they_are_cut(name):
-    text, make, random = RECORDED[name], maker(name), Random(3)
+    text = RECORDED[name]
+    make = maker(name)
+    random = Random(3)
     text = text if name in ALONE else f"Let me look. {text}"
     whole = read(make, text)
     said, _, calls = whole
@@ -59,7 +61,8 @@ FORMS = {name: form for name, form in parsing.TOOL_FORMS.items() if isinstance(f
 @pytest.mark.parametrize("name", FORMS)
 def test_any_text_is_read_the_same_however_it_is_cut(name):
     """Marks in any order, and what stands between them: no error, nothing without end, and one result."""
-    form, random = FORMS[name], Random(7)
+    form = FORMS[name]
+    random = Random(7)
     whole_marks = [each for each in (form.begin, form.end, *form.prefixes) if each]
     marks = [*form.head, *form.closing, *whole_marks, *form.parameter.replace("{", " {").split(), form.quote or "<"]
     for reasoning in (None, "qwen3"):
@@ -90,7 +93,8 @@ LONG = {
 @pytest.mark.parametrize("name", LONG)
 def test_a_long_answer_takes_time_in_proportion(name):
     def seconds(answer: str) -> float:
-        parser, start = maker(name, {"f": TOOLS["find_trains"]})(), time.process_time()
+        parser = maker(name, {"f": TOOLS["find_trains"]})()
+        start = time.process_time()
         for char in answer:
             parser.push(char)
         parser.finish()
@@ -116,7 +120,8 @@ STRINGS = ["qwen3_coder", "glm45", "minimax_m2", "seed_oss", "deepseek_v32", "ge
 @pytest.mark.parametrize("name", [*STRINGS, "olmo3", "hermes", "kimi_k2"])
 def test_a_text_streams(name):
     """What a string argument has comes at once, and not when the argument is whole."""
-    text, parser = RECORDED[name], maker(name)()
+    text = RECORDED[name]
+    parser = maker(name)()
     at = text.index("Zürich") + 4
     assert joined(parser.push(text[:at]))[2][-1][1].endswith('"to": "Züri')
 

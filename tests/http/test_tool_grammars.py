@@ -180,11 +180,13 @@ MARKED = sorted(name for name, form in FORMS.items() if not form.starts_answer a
 @pytest.mark.slow
 def test_strict_calls_within_any_text(name, special):
     """Text is free; a call that begins is one, and keeps to its schema."""
-    random, called = Random(6), 0
+    random = Random(6)
+    called = 0
     matcher, tokens = made(FORMS[name], TOOLS, special, None, False, "any")
     make = partial(parsing.make_parser, name.partition(",")[0], None, TOOLS)
     for i in range(cases(30)):
-        trial, start = matcher.deep_copy(), f"Hm. {FORMS[name].head[0]}" * (i % 3 > 0)
+        trial = matcher.deep_copy()
+        start = f"Hm. {FORMS[name].head[0]}" * (i % 3 > 0)
         while written := start:  # token by token, those of marks first
             token = next(
                 i for i in reversed(range(len(tokens.tokens))) if written.encode().startswith(tokens.tokens[i])

@@ -108,7 +108,8 @@ def test_experts_and_their_router(name, tmp_path):
     """Every expert has matrices of its own, of ranks that differ, and one has none."""
     tensors = tiny_moe.write(tmp_path / "base", name)
     first, *_, last = tiny_moe.EXPERTS[name]
-    names, ranks = (*peft.EVERY, *tiny_moe.EXPERTS[name], "gate", "lm_head"), {first: 3, last: 6}
+    names = (*peft.EVERY, *tiny_moe.EXPERTS[name], "gate", "lm_head")
+    ranks = {first: 3, last: 6}
     about = {"rank_pattern": ranks}
     adapted = {each: tensor for each, tensor in tensors.items() if ".experts.1." not in each}
     adapter = peft.draw(adapted, names, ranks=ranks)
@@ -126,9 +127,11 @@ def test_experts_and_their_router(name, tmp_path):
 @pytest.mark.parametrize("name", ["biases", "tied", "mixtral"])
 def test_dora_is_the_model_that_it_is_merged_into(name, tmp_path):
     """Its rows get the adapter's lengths; biases stay as they are."""
-    base, modules = tmp_path / "base", tiny_moe.MODULES[name] if name == "mixtral" else ()
+    base = tmp_path / "base"
+    modules = tiny_moe.MODULES[name] if name == "mixtral" else ()
     if name == "mixtral":
-        config, tensors = tiny_moe.MIXTRAL, tiny_moe.write(base, name)
+        config = tiny_moe.MIXTRAL
+        tensors = tiny_moe.write(base, name)
     else:
         config = tiny.LLAMA | {"attention_bias": name == "biases", "tie_word_embeddings": name == "tied"}
         shapes = tiny.shapes(config)
@@ -152,15 +155,18 @@ def test_every_family_turns_an_adapter_as_it_turns_its_weights(variant, tmp_path
     """The product of what lies in the stacks is what the loader makes of B A; of experts too."""
     (tmp_path / "config.json").write_text(json.dumps(variant.config))
     config = loader.read_config(tmp_path)
-    rng, seen = np.random.default_rng(0), set()
+    rng = np.random.default_rng(0)
+    seen = set()
     for target in jax.tree.leaves(all_targets(config)):
         for part in target.element_matrices:
             kind = part.source.name.rpartition("layers.")[2].partition(".")[2], part.shape
             if kind in seen:
                 continue
             seen.add(kind)
-            (outputs, inputs), rank = part.shape, 2
-            down_RI, up_OR = rng.standard_normal((rank, inputs)), rng.standard_normal((outputs, rank))
+            (outputs, inputs) = part.shape
+            rank = 2
+            down_RI = rng.standard_normal((rank, inputs))
+            up_OR = rng.standard_normal((outputs, rank))
             in_I, out_O = part.permutations(target.into)
             leaf = np.zeros((*target.into, *target.out))
             leaf[part.source.at] = part.source.turn(up_OR @ down_RI)
@@ -325,7 +331,8 @@ def test_adapter_that_is_replaced_while_it_is_read_has_the_digest_of_its_matrice
     """Its pages would be taken for those of the new files, which another process or a later request reads."""
     old, new = (peft.write(tmp_path / name, peft.draw(base.tensors, seed=i)) for i, name in enumerate("ab"))
     keys, matrices = zip(*((x.key, x.matrices) for x in map(partial(read, base), (old, new))), strict=True)
-    read_tensor, tensors = Tensor.read, [*read_header(old / adapters.FILE)]
+    read_tensor = Tensor.read
+    tensors = [*read_header(old / adapters.FILE)]
 
     def read_and_replace(tensor):
         matrix = read_tensor(tensor)

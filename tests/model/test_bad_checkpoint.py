@@ -99,7 +99,8 @@ def test_any_value_of_any_key(tmp_path_factory, data):
     """Wrong kinds, signs and sizes: refused, or a model whose arrays have sensible shapes."""
     config = dict(data.draw(st.sampled_from(BASES)))
     for _ in range(data.draw(st.integers(1, 3))):
-        place, key = config, data.draw(st.sampled_from(sorted(config)))
+        place = config
+        key = data.draw(st.sampled_from(sorted(config)))
         if isinstance(config[key], dict) and config[key] and data.draw(st.booleans()):
             place = config[key] = dict(config[key])
             key = data.draw(st.sampled_from(sorted(place)))
@@ -143,7 +144,8 @@ def test_numbers_that_no_model_has(tmp_path, family, key, value):
 def test_truncated_anywhere(tmp_path):
     """A file that ends early is refused wherever it ends; so is one with a byte of its header changed."""
     tiny.write(tmp_path)
-    file, rng = tmp_path / "model.safetensors", random.Random(0)
+    file = tmp_path / "model.safetensors"
+    rng = random.Random(0)
     whole = file.read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
     cuts = {*range(12), header - 1, header, header + 1, len(whole) - 1}
@@ -214,7 +216,8 @@ def test_headers_that_are_none(tmp_path, data):
 
 
 def test_tensors_that_do_not_fit_the_config(tmp_path):
-    tensors, norm = tiny.draw(tiny.LLAMA), "model.layers.1.input_layernorm.weight"
+    tensors = tiny.draw(tiny.LLAMA)
+    norm = "model.layers.1.input_layernorm.weight"
     tiny.write(tmp_path, tensors=tensors | {norm: np.ones(31, np.float32)})
     refused(tmp_path, norm, "[31]", "[32]")
     tiny.write(tmp_path, tensors=tensors | {norm: np.ones((32, 1), np.float32)})
@@ -255,7 +258,8 @@ assert not [name for name in sys.modules if name.startswith(("modeling", "config
 
 def test_nothing_of_the_folder_runs(tmp_path):
     """A folder full of code and pickles is read like any other: its config and its safetensors."""
-    folder, mark = tmp_path / "model", tmp_path / "ran"
+    folder = tmp_path / "model"
+    mark = tmp_path / "ran"
     remote = {"AutoConfig": "configuration_trap.Trap", "AutoModelForCausalLM": "modeling_trap.Trap"}
     tiny.write(folder, tiny.LLAMA | {"auto_map": remote, "trust_remote_code": None})
     code = f"open({str(mark)!r}, 'w').write('x')\n"

@@ -31,7 +31,8 @@ def snapshot(cache: Path, name: str, files: dict[str, bytes], commit: str = COMM
 
 @pytest.fixture
 def cache(tmp_path):
-    folder, found = tmp_path / "model", tmp_path / "cache"
+    folder = tmp_path / "model"
+    found = tmp_path / "cache"
     tiny.write(folder)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     snapshot(found, "good/model", files)

@@ -127,7 +127,8 @@ def test_a_layer_at_a_time_is_the_model(tmp_path, variant, monkeypatch):
 def test_what_the_first_layer_meets(tmp_path):
     """Against numpy on the tensors as they lie in the file."""
     tensors = tiny.write(tmp_path, LLAMA, tiny.even(tiny.shapes(LLAMA)))
-    source, samples = source_of(tmp_path), texts(96)
+    source = source_of(tmp_path)
+    samples = texts(96)
     inputs = source.inputs(0, whole.embed_samples(source.embedding(), samples, source.dense))
     x = tensors["model.embed_tokens.weight"][np.concatenate(samples)].astype(np.float64)
     x = x / np.sqrt(np.square(x).mean(1, keepdims=True) + 1e-5) * tensors["model.layers.0.input_layernorm.weight"]
@@ -145,8 +146,10 @@ def test_what_experts_meet(tmp_path):
     """Each row goes to two experts, so that what all of them meet is twice what one matrix for all would."""
     variant = next(variant for variant in MOE_VARIANTS if variant.name == "qwen3-moe")
     source = variant_source(variant, tmp_path)
-    config, index = source.dense, source.dense.expert_layers[0]
-    samples, moe = texts(config.vocab_size), source.dense.layers[index].moe
+    config = source.dense
+    index = source.dense.expert_layers[0]
+    samples = texts(config.vocab_size)
+    moe = source.dense.layers[index].moe
     weights = load_weights(tmp_path, config)
     batches = whole.embed_samples(source.embedding(), samples, config)
     for before in range(index):
@@ -179,7 +182,8 @@ def test_folded_scales_change_nothing(tmp_path, variant, monkeypatch):
     """Random scales, wherever a layer of the family can take them."""
     source = variant_source(variant, tmp_path / "dense")
     rng = np.random.default_rng(0)
-    how, count = Method("smoothquant", source.stored), 0
+    how = Method("smoothquant", source.stored)
+    count = 0
 
     def draw(self, W, inputs, fold):
         return fold.reduce_heads(np.exp(rng.standard_normal(W.shape[1])).astype(np.float32), np.max)
@@ -224,7 +228,8 @@ def test_a_norm_that_is_kept_in_bfloat16(tmp_path):
     tiny.write(tmp_path, LLAMA | {"torch_dtype": "bfloat16"}, tensors)
     source = source_of(tmp_path)
     leaves = source.leaves(0)
-    how, fold = Method("smoothquant", source.stored), find_folds(source.config, 0, source.leaves(0))[0]
+    how = Method("smoothquant", source.stored)
+    fold = find_folds(source.config, 0, source.leaves(0))[0]
     W = {
         part.name: source.tensors[part.name].read().astype(np.float32)
         for leaf in leaves.values() if leaf.rounded for part in leaf.sources
@@ -287,7 +292,8 @@ def test_a_written_folder_is_read(tmp_path, dense, method, name):
 def test_through_the_engine(tmp_path, dense):
     out = make(dense, tmp_path / "out", "awq", "int4")
     config = replace(read_config(out, "float32"), quant=None)
-    ids, weights = [5, 17, 3], load_weights(out, config)
+    ids = [5, 17, 3]
+    weights = load_weights(out, config)
     with LLM(out, skip_tokenizer_init=True, max_num_seqs=1, max_num_batched_tokens=8) as llm:
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
         found = llm.generate(ids, params)[0].outputs[0]
@@ -322,7 +328,8 @@ def test_the_calibrated_codes_serve_better(tmp_path, method, most):
     said = [" ".join(rng.choice(words, 40)) for _ in range(60)]
     pieces = [tokenizer.encode(text)[:33] for text in said]
     assert {*map(len, pieces)} == {33}  # of one shape
-    learned, held = pieces[:48], pieces[48:]
+    learned = pieces[:48]
+    held = pieces[48:]
     expected = logits(*read(folder), held)
 
     def error(out: Path) -> float:
@@ -424,7 +431,8 @@ def test_samples(tmp_path):
 
 def test_every_piece_of_a_document_begins_with_bos(tmp_path):
     """A model never sees a text without it, and keeps its largest activations there."""
-    tokenizer, text = Tokenizer(hub.resolve("quill")), "Once upon a time there was a fox named Tom. " * 20
+    tokenizer = Tokenizer(hub.resolve("quill"))
+    text = "Once upon a time there was a fox named Tom. " * 20
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
     plain = tokenizer.encode(text, add_special_tokens=False)

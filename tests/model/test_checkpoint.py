@@ -20,7 +20,11 @@ from quire.model.weights import abstract
 from quire.sharding.spec import ALIGNMENT, empty
 from quire.tests.support import tiny
 
-D, N, K, H, F = 32, 4, 2, 8, 48
+D = 32
+N = 4
+K = 2
+H = 8
+F = 48
 
 
 def assert_same(weights, tensors: dict[str, np.ndarray], dtype=np.float32) -> None:

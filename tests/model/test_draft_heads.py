@@ -19,7 +19,10 @@ from quire.tests.support import naive_heads as naive
 from quire.tests.support import tiny, tiny_deepseek, tiny_qwen, uncached
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
-D, V, L, T = 32, 96, 8, 7
+D = 32
+V = 96
+L = 8
+T = 7
 TARGET = tiny.LLAMA | {"num_hidden_layers": L}
 LAYER = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": D, "vocab_size": V,
@@ -44,8 +47,10 @@ def wide(tensors):
 
 def layer_shapes(here: str, config: dict, inputs: int, bias: bool = False, qk_norm: bool = False):
     """The tensors of a layer like Llama's, whose attention reads rows of width `inputs`."""
-    W, F = config["hidden_size"], config["intermediate_size"]
-    N, K = config["num_attention_heads"], config["num_key_value_heads"]
+    W = config["hidden_size"]
+    F = config["intermediate_size"]
+    N = config["num_attention_heads"]
+    K = config["num_key_value_heads"]
     H = config.get("head_dim") or W // N
     found = {f"{here}.self_attn.{x}_proj.weight": (n * H, inputs) for x, n in (("q", N), ("k", K), ("v", K))}
     if bias:
@@ -98,7 +103,8 @@ def test_medusa_as_its_makers_write_it(tmp_path, target, prefix):
     save_file(stored, tmp_path / "medusa_lm_head.safetensors")
     heads = draft_heads.read_heads(tmp_path, config, "medusa")
     assert (heads.count, heads.depth, heads.bias, heads.own_head) == (3, 2, True, True)
-    own, hidden = draft_heads.load(tmp_path, heads), rows(1, 5, D)
+    own = draft_heads.load(tmp_path, heads)
+    hidden = rows(1, 5, D)
     logits = draft_heads.medusa_logits(heads, own, weights, jnp.asarray(hidden, jnp.float32))
     assert logits.shape == (3, 5, V) and logits.dtype == jnp.float32
     for c in range(3):
@@ -108,19 +114,24 @@ def test_medusa_as_its_makers_write_it(tmp_path, target, prefix):
 @pytest.mark.parametrize("form", ["own heads", "the target's head", "fewer tokens", "fewer heads than tensors"])
 def test_medusa_as_vllm_writes_it(tmp_path, target, form):
     config, weights, of_target = target
-    hf, table = dict(VLLM), V
+    hf = dict(VLLM)
+    table = V
     if form == "the target's head":
-        hf, table = hf | {"original_lm_head": True}, None
+        hf = hf | {"original_lm_head": True}
+        table = None
     elif form == "fewer tokens":
-        hf, table = hf | {"truncated_vocab_size": 20}, 20
+        hf = hf | {"truncated_vocab_size": 20}
+        table = 20
     tensors = tiny.even(medusa_shapes(3 if form == "fewer heads than tensors" else 2, 1, False, table))
-    more, tokens = {}, np.arange(V)
+    more = {}
+    tokens = np.arange(V)
     if form == "fewer tokens":
         tokens = np.random.default_rng(2).permutation(V)[:20]
         more["token_map"] = tokens
     tiny.write(tmp_path, hf, tensors | more)
     heads = draft_heads.read_heads(tmp_path, config, "medusa")
-    own, hidden = draft_heads.load(tmp_path, heads), rows(1, 5, D)
+    own = draft_heads.load(tmp_path, heads)
+    hidden = rows(1, 5, D)
     logits = np.asarray(draft_heads.medusa_logits(heads, own, weights, jnp.asarray(hidden, jnp.float32)))
     assert logits.shape == (2, 5, V)
     for c in range(2):
@@ -131,13 +142,16 @@ def test_medusa_as_vllm_writes_it(tmp_path, target, form):
 
 def drafted(heads, own, weights, tokens, raw, further):
     """(features, hidden states, logits) of rows with the target's features, and of `further` tokens after them."""
-    config, known = heads.model, draft_heads.take_features(heads, own, jnp.asarray(raw, jnp.float32))
+    config = heads.model
+    known = draft_heads.take_features(heads, own, jnp.asarray(raw, jnp.float32))
     all_tokens = np.asarray([*tokens, *further])
-    length, features = len(all_tokens), np.zeros((len(all_tokens), known.shape[1]), np.float32)
+    length = len(all_tokens)
+    features = np.zeros((len(all_tokens), known.shape[1]), np.float32)
     features[: len(tokens)] = known
     feature = hidden = features
     for end in range(len(tokens), length + 1):  # what comes after is there, and nobody looks at it
-        positions, hooks = jnp.arange(length), LayerHooks(uncached.attention(config, 1, length))
+        positions = jnp.arange(length)
+        hooks = LayerHooks(uncached.attention(config, 1, length))
         feature, hidden, _ = draft_heads.run(
             heads, own, weights, jnp.array(all_tokens), jnp.array(features), positions, {}, hooks
         )
@@ -153,7 +167,8 @@ def naive_drafted(compute, tokens, features, further):
     return made if isinstance(made, tuple) else (made, made)
 
 
-TOKENS, FURTHER = [5, 90, 17, 3, 3, 41, 60], [11, 7, 95]
+TOKENS = [5, 90, 17, 3, 3, 41, 60]
+FURTHER = [11, 7, 95]
 
 
 @pytest.mark.parametrize("form", ["bias", "no bias", "two layers", "qwen2", "qwen3", "own copies", "soft cap"])
@@ -175,7 +190,8 @@ def test_eagle(tmp_path, target, form):
         config = replace(config, final_soft_cap=3.0)
     heads = draft_heads.read_heads(tmp_path, config, "eagle")
     assert heads.normed and heads.bias == (form != "no bias")
-    own, raw = draft_heads.load(tmp_path, heads), rows(1, T, D)
+    own = draft_heads.load(tmp_path, heads)
+    raw = rows(1, T, D)
     feature, hidden, logits = drafted(heads, own, weights, TOKENS, raw, FURTHER)
     embed = of_target["model.embed_tokens.weight"]
     expected, _ = naive_drafted(lambda *x: naive.eagle(wide(tensors), hf, embed, *x), TOKENS, raw, FURTHER)
@@ -210,7 +226,8 @@ def test_eagle3(tmp_path, target, form):
     chosen = np.sort(np.random.default_rng(4).permutation(V)[:U])
     maps = {"d2t": chosen - np.arange(U), "t2d": np.isin(np.arange(V), chosen)}
     embed = of_target["model.embed_tokens.weight"]
-    stored, written = tensors, hf
+    stored = tensors
+    written = hf
     if form in ("another width", "speculators"):
         stored = tensors | {"embed_tokens.weight": rows(5, V, hf["hidden_size"]).astype(np.float32)}
         embed = wide(stored)["embed_tokens.weight"]
@@ -225,7 +242,8 @@ def test_eagle3(tmp_path, target, form):
     tiny.write(tmp_path, written, stored | maps)
     heads = draft_heads.read_heads(tmp_path, config, "eagle3")
     assert heads.features == (1, 3, 4) and not heads.normed and heads.vocab == (0 if U == V else U)
-    own, raw = draft_heads.load(tmp_path, heads), rows(1, T, 3 * D)
+    own = draft_heads.load(tmp_path, heads)
+    raw = rows(1, T, 3 * D)
     feature, hidden, logits = drafted(heads, own, weights, TOKENS, raw, FURTHER)
     w = wide(tensors)
     expected_feature, expected = naive_drafted(
@@ -254,7 +272,9 @@ def test_which_layers_give_features(target, keys, layers):
 def test_features_are_what_layers_give(target):
     """What a layer gives is what the model's first layers up to it make."""
     config, weights, _ = target
-    tokens, positions, seen = jnp.asarray(TOKENS), jnp.arange(T), {}
+    tokens = jnp.asarray(TOKENS)
+    positions = jnp.arange(T)
+    seen = {}
     hooks = LayerHooks(uncached.attention(config, 1, T))
     x = decoder.embed(weights, tokens, positions, config)
     (plain, _), _ = decoder.run_layers(weights.layers, 0, x, {}, positions, config, hooks)
@@ -270,9 +290,11 @@ def test_features_are_what_layers_give(target):
 def test_mtp(tmp_path):
     tensors = tiny_deepseek.write(tmp_path)
     config = read_config(tmp_path)
-    weights, w = load_weights(tmp_path, config), wide(tensors)
+    weights = load_weights(tmp_path, config)
+    w = wide(tensors)
     heads = draft_heads.read_heads(tmp_path, config, "mtp")
-    own, raw = draft_heads.load(tmp_path, heads), rows(1, T, D)
+    own = draft_heads.load(tmp_path, heads)
+    raw = rows(1, T, D)
     feature, hidden, logits = drafted(heads, own, weights, TOKENS, raw, FURTHER)
     embed = w["model.embed_tokens.weight"]
     next_feature, expected = naive_drafted(
@@ -287,8 +309,10 @@ def test_mtp(tmp_path):
 def test_mtp_of_codes(tmp_path):
     """A checkpoint in FP8: the layer that predicts is widened, to the very numbers."""
     tensors = tiny_deepseek.write(tmp_path)
-    rng, names = np.random.default_rng(0), [name for name in tensors if name.endswith("_proj.weight")]
-    codes, dense = dict(tensors), dict(tensors)
+    rng = np.random.default_rng(0)
+    names = [name for name in tensors if name.endswith("_proj.weight")]
+    codes = dict(tensors)
+    dense = dict(tensors)
     for name in names:
         scale = rng.uniform(0.5, 1.5, [-(-size // 128) for size in tensors[name].shape]).astype(np.float32)
         codes[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
@@ -310,9 +334,11 @@ def test_mtp_of_codes(tmp_path):
 def test_mtp_of_qwen(tmp_path):
     tensors = tiny_qwen.write(tmp_path)
     config = read_config(tmp_path)
-    weights, w = load_weights(tmp_path, config), wide(tensors)
+    weights = load_weights(tmp_path, config)
+    w = wide(tensors)
     heads = draft_heads.read_heads(tmp_path, config, "mtp")
-    own, raw = draft_heads.load(tmp_path, heads), rows(1, T, D)
+    own = draft_heads.load(tmp_path, heads)
+    raw = rows(1, T, D)
     feature, hidden, logits = drafted(heads, own, weights, TOKENS, raw, FURTHER)
     embed = w["model.embed_tokens.weight"]
     expected, _ = naive_drafted(lambda *x: naive.qwen_mtp(w, tiny_qwen.CONFIG, embed, *x), TOKENS, raw, FURTHER)

@@ -142,7 +142,8 @@ def test_partial_rotary():
 
 def test_gemma3_turns_local_and_global_layers_differently():
     config = read(PUBLISHED["gemma-3-4b"].config)
-    local, full = config.layers[0].attention.rope, config.layers[5].attention.rope
+    local = config.layers[0].attention.rope
+    full = config.layers[5].attention.rope
     assert local.inv_freq[64] == pytest.approx(10000**-0.5)
     assert full.inv_freq[64] == pytest.approx(1000000**-0.5 / 8)
     assert config.embed_scale == 2560**0.5
@@ -151,7 +152,8 @@ def test_gemma3_turns_local_and_global_layers_differently():
 
 def test_olmo3_stretches_global_layers_alone():
     config = read(PUBLISHED["OLMo-3-7B"].config)
-    local, full = config.layers[0].attention.rope, config.layers[3].attention.rope
+    local = config.layers[0].attention.rope
+    full = config.layers[3].attention.rope
     assert (local.factor, full.factor) == (1.0, 1.2079441541679836)
     assert local.inv_freq[-1] == pytest.approx(full.inv_freq[-1] * 8)
     assert local.inv_freq[0] == full.inv_freq[0]
@@ -272,10 +274,14 @@ def test_interleaved_pairs_give_the_same_scores():
     """A checkpoint that keeps rotary pairs side by side, turned to halves, against its own rotation."""
     rng = np.random.default_rng(0)
     attention = Attention(heads=2, kv_heads=1, head_dim=12, scale=1.0, rope=Rope((1.0, 0.1, 0.01, 0.003)), bias=True)
-    D, H, pairs, at = 8, 12, 4, np.arange(5) * 7
+    D = 8
+    H = 12
+    pairs = 4
+    at = np.arange(5) * 7
     sources = common.attention_sources(attention, D, "a", interleaved=True)
     x_TD = rng.standard_normal((len(at), D))
-    stored, loaded_TGH = {}, np.zeros((len(at), 4, H))
+    stored = {}
+    loaded_TGH = np.zeros((len(at), 4, H))
     for part in (*sources.qkv_DGH.parts, *sources.qkv_bias_GH.parts):
         tensor = stored[part.name] = rng.standard_normal(part.shape)
         whole = np.zeros((D, 4, H) if "weight" in part.name else (4, H))

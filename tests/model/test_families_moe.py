@@ -49,11 +49,13 @@ def test_published_config(name):
 @pytest.mark.parametrize("variant", MOE_VARIANTS, ids=lambda variant: variant.name)
 def test_sources_fill_every_leaf_once(variant):
     """The parts cover each leaf exactly, a layer's experts also as one tensor; only MLA's `kv_b` is used twice."""
-    config, names = read(variant.config), []
+    config = read(variant.config)
+    names = []
 
     def check(spec, source):
         for parts in filter(None, (source.parts, source.whole)):
-            filled, one = np.zeros(spec.shape, np.int8), 1
+            filled = np.zeros(spec.shape, np.int8)
+            one = 1
             for part in parts:
                 if part.name.endswith("_blocks"):
                     one = 0x11  # two codes a byte, which loading parts
@@ -118,7 +120,8 @@ def test_deepseek_layers():
 def test_an_indexer_that_picks_every_token_is_none():
     """DeepSeek-V3.2 is DeepSeek-V3, as far as its indexer leaves nothing out."""
     like, change, _ = RELATIVES_MOE["DeepSeek-V3.2"]
-    sparse, dense = PUBLISHED_MOE[like].config | change, PUBLISHED_MOE[like].config
+    sparse = PUBLISHED_MOE[like].config | change
+    dense = PUBLISHED_MOE[like].config
     assert read(sparse, 2048).layers == read(dense, 2048).layers
     assert read(sparse | {"index_topk": 1 << 20}).layers == read(dense).layers
     longer = read(sparse, 2049).layers
@@ -147,7 +150,8 @@ def test_gemma4_layers():
     assert [layer.attention.kv_source for layer in config.layers] == [None] * 15 + [13, 13, 13, 13, 14] * 4
     assert [layer.mlp.dim for layer in config.layers] == [6144] * 15 + [12288] * 20
     assert {layer.attention.head_dim for layer in config.layers[4::5]} == {512}
-    local, full = config.layers[0].attention.rope, config.layers[4].attention.rope
+    local = config.layers[0].attention.rope
+    full = config.layers[4].attention.rope
     assert (len(local.inv_freq), len(full.inv_freq)) == (128, 256)
     assert np.count_nonzero(full.inv_freq) == 64
     assert full.inv_freq[32] == pytest.approx(1e6 ** (-32 / 256))

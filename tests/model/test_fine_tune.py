@@ -21,7 +21,8 @@ from quire.tests.support import tiny, uncached
 pytestmark = pytest.mark.usefixtures("few_programs", "compiled_quickly")
 LLAMA = tiny.LLAMA | {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 2, "vocab_size": 96}
 TEXT = [np.random.default_rng(seed).integers(0, 96, 16).tolist() for seed in range(160)]
-LEARNED, HELD = TEXT[:128], TEXT[128:]
+LEARNED = TEXT[:128]
+HELD = TEXT[128:]
 RUN = jax.jit(uncached.forward, static_argnums=2)
 
 
@@ -49,7 +50,8 @@ def make(dense: Path, out: Path, name: str, method: str, epochs: int, progress=l
 @pytest.mark.slow
 def test_what_was_not_seen_is_nearer_to_the_dense_model(tmp_path, dense, name, method, monkeypatch):
     monkeypatch.setattr(fine_tune, "ROWS", 256)  # eight steps an epoch
-    right, steps = said(dense), []
+    right = said(dense)
+    steps = []
     plain = make(dense, tmp_path / "plain", name, method, 0)
     tuned = make(dense, tmp_path / "tuned", name, method, 8, steps.append)
     assert steps == list(range(1, 11)) and sorted(tmp_path.iterdir()) == [plain, tuned]
@@ -69,7 +71,9 @@ def test_a_step_is_adams():
     rng = np.random.default_rng(0)
     value = {"a": rng.standard_normal(5), "b": rng.standard_normal((2, 3))}
     tx = optax.adam(0.03, *fine_tune.DECAYS, eps=fine_tune.LEAST)
-    state, mine, theirs = tx.init(value), fine_tune.TuningState.start(value), value
+    state = tx.init(value)
+    mine = fine_tune.TuningState.start(value)
+    theirs = value
     for number in range(1, 5):
         grads = jax.tree.map(lambda x: rng.standard_normal(x.shape), value)
         mine = fine_tune.adam(mine, grads, 0.03, number)
@@ -91,9 +95,11 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, dense, monkeypatch):
         make(dense, tmp_path / "out", "e8p-2", "quip", 3, stop)
     with pytest.raises(ModelError, match="fine_tune_epochs was another"):
         make(dense, tmp_path / "out", "e8p-2", "quip", 4)
-    steps, own = [], fine_tune.step
+    steps = []
+    own = fine_tune.step
     monkeypatch.setattr(fine_tune, "step", lambda *args: steps.append(args[8]) or own(*args))
-    out, count = make(dense, tmp_path / "out", "e8p-2", "quip", 3), len(steps)
+    out = make(dense, tmp_path / "out", "e8p-2", "quip", 3)
+    count = len(steps)
     assert count == 2 and steps == [5, 6]
     assert load_file(out / "model.safetensors").keys() == find_tensors(whole).keys()
     for name, value in load_file(whole / "model.safetensors").items():

@@ -103,7 +103,8 @@ def test_every_architecture_is_tried():
 
 def test_queries_and_keys_fused_and_experts_fused_come_apart():
     file = File("mixtral")
-    config, tensors = file.config(), dict(file.tensors)
+    config = file.config()
+    tensors = dict(file.tensors)
     for layer in range(config["num_hidden_layers"]):
         parts = [tensors.pop(f"blk.{layer}.attn_{x}.weight") for x in "qkv"]
         tensors[f"blk.{layer}.attn_qkv.weight"] = np.concatenate(parts)
@@ -222,7 +223,8 @@ def test_a_spoilt_file_is_a_model_error_or_a_model():
     files = {name: File(name) for name in WRITTEN}
     for _ in range(cases(4000, least=400)):
         file = files[rng.choice([*files])]
-        metadata, shapes = dict(file.metadata), dict(file.shapes)
+        metadata = dict(file.metadata)
+        shapes = dict(file.shapes)
         for _ in range(rng.randint(1, 3)):
             if rng.random() < 0.6:
                 metadata[rng.choice([*metadata, f"{file.architecture}.rope.scaling.type"])] = rng.choice(JUNK)

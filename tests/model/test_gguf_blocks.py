@@ -120,7 +120,9 @@ def test_fields(kind):
         assert fields.codes.max() < 1 << width
         assert fields.table is None or (fields.table.dtype, fields.table.shape, fields.zero) == (np.float32, (16,), 0)
         levels = fields.codes.astype(np.float32) - fields.zero if fields.table is None else fields.table[fields.codes]
-        scale, least, above = fields.scale, fields.least, (fields.super_scale, fields.super_least)
+        scale = fields.scale
+        least = fields.least
+        above = (fields.super_scale, fields.super_least)
         assert [one is not None for one in above] == [leveled, leveled and least is not None]
         assert all(one is None or (one.dtype, one.shape) == (np.float16, (300, 1)) for one in above)
         if leveled:

@@ -93,7 +93,8 @@ def drawn(rng, kind: GGUFValueType):
     dtype = NUMBERS[kind]
     if issubclass(dtype, np.floating):
         return float(dtype(rng.choice([0.0, -0.0, math.inf, -math.inf, 1e-6, rng.gauss(0, 1e4)])))
-    least, most = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+    least = int(np.iinfo(dtype).min)
+    most = int(np.iinfo(dtype).max)
     return rng.choice([least, most, 0, rng.randint(least, most)])
 
 
@@ -120,9 +121,11 @@ def check_same(found, expected) -> None:
 def test_metadata(tmp_path):
     for seed in range(cases(50)):
         rng = random.Random(seed)
-        values, expected = [], {"general.architecture": "llama"}
+        values = []
+        expected = {"general.architecture": "llama"}
         for number in range(40):
-            kind, key = rng.choice([*NUMBERS, GGUFValueType.STRING]), f"{rng.choice(TEXTS[:-1])}.{number}"
+            kind = rng.choice([*NUMBERS, GGUFValueType.STRING])
+            key = f"{rng.choice(TEXTS[:-1])}.{number}"
             if rng.random() < 0.5:
                 value = [drawn(rng, kind) for _ in range(rng.choice([1, 2, 500]))]
                 values.append((key, value, GGUFValueType.ARRAY, kind))
@@ -240,9 +243,11 @@ def decoded(kind, blocks) -> np.ndarray:
 
 def test_values_that_the_package_rounds(tmp_path):
     """Values in, codes in the file, and the package's own values out, close to those that went in."""
-    rng, path = np.random.default_rng(0), tmp_path / "x.gguf"
+    rng = np.random.default_rng(0)
+    path = tmp_path / "x.gguf"
     dense = rng.standard_normal((6, 512)).astype(np.float32)
-    writer, expected = GGUFWriter(path, "llama"), {}
+    writer = GGUFWriter(path, "llama")
+    expected = {}
     for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "MXFP4", "F16", "F32"):
         kind = GGMLQuantizationType[name]
         data = quants.quantize(dense, kind)
@@ -291,7 +296,8 @@ def test_a_large_tensor_is_read_in_strips(tmp_path):
 
 
 def test_file_that_shrinks_while_it_is_read(tmp_path):
-    rng, path = np.random.default_rng(0), tmp_path / "x.gguf"
+    rng = np.random.default_rng(0)
+    path = tmp_path / "x.gguf"
     found = read_file(write(path, tensors=random_tensors(rng, KINDS))).tensors
     path.write_bytes(path.read_bytes()[:100])
     for tensor in found.values():
@@ -444,7 +450,8 @@ HUGE = [2**31, 2**32 - 1, 2**40, 2**61 + 1, 2**63 - 1, 2**63, 2**64 - 1]
 @pytest.mark.parametrize("size", HUGE)
 def test_headers_that_lie(tmp_path, size):
     """No claim is believed before it is held against the file's size; nothing of the size claimed is made."""
-    path, many = tmp_path / "x.gguf", struct.pack("<Q", size)
+    path = tmp_path / "x.gguf"
+    many = struct.pack("<Q", size)
     lies = [
         (raw(counts=(size, 0)), "tensors"), (raw(counts=(0, size)), "keys"),
         (raw([many + b"x"]), "the name of key 0"), (raw([pair("k", 8, many)]), "'k'"),
@@ -608,7 +615,8 @@ def test_truncated_anywhere(tmp_path):
 @pytest.mark.parametrize("kind", [0, 2, 7, 8, 9])
 def test_values_take_little_memory(tmp_path, kind):
     """A file that is nothing but tiny values takes some times its size."""
-    path, one = tmp_path / "x.gguf", {8: text("ab"), 9: struct.pack("<IQB", 0, 1, 5)}.get(kind, bytes(2))
+    path = tmp_path / "x.gguf"
+    one = {8: text("ab"), 9: struct.pack("<IQB", 0, 1, 5)}.get(kind, bytes(2))
     count = 300_000 // len(one)
     path.write_bytes(raw([pair("k", 9, struct.pack("<IQ", kind, count) + one * count)]))
     tracemalloc.start()

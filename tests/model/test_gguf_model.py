@@ -28,7 +28,9 @@ from quire.tests.support import served_codes, tiny, tiny_gguf
 from quire.tests.support.cases import cases, thinned
 
 KINDS = [*gguf_folder.KEPT, "F32", "F16", "BF16", "IQ3_S", "IQ2_XXS"]
-D, N, K = 256, 8, 4
+D = 256
+N = 8
+K = 4
 
 
 @pytest.fixture(autouse=True)
@@ -173,7 +175,8 @@ def test_folder_is_made_while_another_process_with_this_id_makes_it(tmp_path, mo
     """As in containers that share the cache: the one that is quicker publishes, and the other takes its folder."""
     file = tmp_path / "model.gguf"
     means = tiny_gguf.write(file, "Q8_0")
-    contents, folders = gguf_folder.build_files, []
+    contents = gguf_folder.build_files
+    folders = []
 
     def paused(items):
         first, *others = items
@@ -240,7 +243,8 @@ def test_modules_that_are_not_understood(tmp_path):
 
 def test_damage_is_named(tmp_path):
     """Whatever is cut off or changed of a small file: a model, or one error in a line."""
-    file, rng = tmp_path / "model.gguf", np.random.default_rng(0)
+    file = tmp_path / "model.gguf"
+    rng = np.random.default_rng(0)
     tiny_gguf.write(file, "Q8_0", tiny_gguf.LLAMA | {"num_hidden_layers": 1})
     whole = file.read_bytes()
     for turn in range(cases(200)):

@@ -33,7 +33,8 @@ CAPITAL = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*END"
     r"|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-BYTES, DIGITS = pre_tokenizers.ByteLevel(False), pre_tokenizers.Digits(True)
+BYTES = pre_tokenizers.ByteLevel(False)
+DIGITS = pre_tokenizers.Digits(True)
 # As tokenizer.json of a model of each kind has it.
 PUBLISHED: dict[str, list[Any]] = {
     "llama-bpe": [rf"{SMALL}|{WORD}|\p{{N}}{{1,3}}{REST}"],
@@ -95,7 +96,8 @@ def published(name: str) -> Tokenizer:
 
 def written(core: Tokenizer, **keys: Any) -> dict[str, Any]:
     """The metadata that llama.cpp's converter makes of a byte-level tokenizer."""
-    ids, added = core.get_vocab(with_added_tokens=True), core.get_added_tokens_decoder()
+    ids = core.get_vocab(with_added_tokens=True)
+    added = core.get_added_tokens_decoder()
     tokens = [token for token, _ in sorted(ids.items(), key=lambda item: item[1])]
     kinds = [NORMAL if i not in added else CONTROL if added[i].special else USER_DEFINED for i in range(len(tokens))]
     merges = [" ".join(merge) for merge in json.loads(core.to_str())["model"]["merges"]]
@@ -196,7 +198,8 @@ def test_sentence_pieces_come_back(strip):
     core = byte_fallback(strip)
     model = json.loads(core.to_str())["model"]
     order = {"".join(merge): -float(rank) for rank, merge in reversed([*enumerate(model["merges"])])}
-    ids, added = core.get_vocab(with_added_tokens=True), core.get_added_tokens_decoder()
+    ids = core.get_vocab(with_added_tokens=True)
+    added = core.get_added_tokens_decoder()
     tokens = [token for token, _ in sorted(ids.items(), key=lambda item: item[1])]
     kinds = [CONTROL if i in added else BYTE if re.fullmatch("<0x..>", t) else NORMAL for i, t in enumerate(tokens)]
     read = load_tokenizer(

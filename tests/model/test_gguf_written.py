@@ -195,7 +195,8 @@ def test_how_texts_are_cut_is_known_by_what_comes_of_it(name):
 def test_texts_are_the_same_tokens(make):
     core = make()
     found = tokenizer_metadata(core.to_str(), 500, {"bos": "<s>", "eos": EOS, "unk": "<unk>"}, [])
-    again, rng = load_tokenizer(found), random.Random(5)
+    again = load_tokenizer(found)
+    rng = random.Random(5)
     for _ in range(cases(400)):
         text = random_text(rng)
         assert again.encode(text).ids == core.encode(text).ids, text
@@ -226,7 +227,8 @@ def test_the_command_and_the_tokenizer(tmp_path):
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output
     assert "16 matrices in q8_0, laid out as gguf" in " ".join(done.output.split())
-    mine, read = Folder(tmp_path / "dense"), Folder(make_folder(out))
+    mine = Folder(tmp_path / "dense")
+    read = Folder(make_folder(out))
     assert mine.encode("It's a fox, 123!") == read.encode("It's a fox, 123!")
     assert (mine.chat_template, mine.eos_token_ids) == (read.chat_template, read.eos_token_ids)
     assert sampling.items() <= json.loads((make_folder(out) / "generation_config.json").read_text()).items()
@@ -291,7 +293,9 @@ CHOSEN = {"Q4_0": "int4-32", "Q8_0": "int8-weights-32"}
 @pytest.mark.slow
 def test_codes_that_a_method_chose(tmp_path, name, kind, method):
     """Those of a folder in compressed-tensors, block by block, as the format's own package reads them."""
-    dense, folder, out = tmp_path / "dense", tmp_path / "folder", tmp_path / "out.gguf"
+    dense = tmp_path / "dense"
+    folder = tmp_path / "folder"
+    out = tmp_path / "out.gguf"
     hf, _ = llama(dense) if name == "llama" else variant_folder(dense, name)
     session.save(dense, folder, read_config(dense, quantization=CHOSEN[kind]), method, SAMPLES)
     session.save_gguf(dense, out, read_config(dense), kind, method, SAMPLES)
@@ -300,7 +304,8 @@ def test_codes_that_a_method_chose(tmp_path, name, kind, method):
     stored = read_config(folder).stored
     assert stored is not None
     checkpoint = {name: tensor.read() for name, tensor in gather(find_tensors(folder), stored).items()}
-    expected, coded = gguf_written.tensors(hf, checkpoint), 0
+    expected = gguf_written.tensors(hf, checkpoint)
+    coded = 0
     for tensor in gguf.GGUFReader(out).tensors:
         found = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         if tensor.tensor_type.name == kind and tensor.name not in ("token_embd.weight", "output.weight"):

@@ -63,7 +63,8 @@ def server(tmp_path):
 
     `good/model` is there, in two revisions, and `good/gguf` has GGUF files alone; the others are not to be had.
     """
-    folder, asked = tmp_path / "there", []
+    folder = tmp_path / "there"
+    asked = []
     tiny.write(folder)
     extra = ["modeling.py", "pytorch_model.bin", "README.md", "original/consolidated.safetensors", "onnx/config.json"]
     for name in (*extra, "tokenizer.json", "1_Pooling/config.json", "chat_template.jinja", "consolidated.safetensors"):

@@ -86,21 +86,29 @@ def test_heads_of_an_odd_width_have_none():
 @cache
 def attend_alone(implementation: str, dtype: str, offset: float):
     """One layer's attention of 96 rows over pages of a dtype, with key biases of `offset` in the slowest pairs."""
-    T, S, D, N, K, H = 96, 32, 128, 4, 2, 64
+    T = 96
+    S = 32
+    D = 128
+    N = 4
+    K = 2
+    H = 64
     rng = np.random.default_rng(7)
     frequencies = 1e6 ** (-np.arange(H // 2) / (H // 2))
     layer = Attention(N, K, H, H**-0.5, Rope(tuple(frequencies.tolist())), bias=True)
     bias_GH = rng.standard_normal((N + 2 * K, H))
     for pair in (H // 2 - 1, H - 1, H // 2 - 3):
         bias_GH[N : N + K, pair] = offset * rng.choice([-1, 1], K)
-    qkv_DGH, x_TD = rng.standard_normal((D, N + 2 * K, H)) / math.sqrt(D), rng.standard_normal((T, D))
+    qkv_DGH = rng.standard_normal((D, N + 2 * K, H)) / math.sqrt(D)
+    x_TD = rng.standard_normal((T, D))
     weights = AttentionWeights(*map(as_float32, (qkv_DGH, np.eye(N * H).reshape(N, H, -1), bias_GH)))
     held = page_dtype(jnp.dtype(dtype))
-    shape, scaled = (T // S + 1, S, K, H // (2 if dtype == "int4" else 1)), held.itemsize == 1
+    shape = (T // S + 1, S, K, H // (2 if dtype == "int4" else 1))
+    scaled = held.itemsize == 1
     pages = KVPages(*(jnp.zeros(shape, held) for _ in range(2)))
     if scaled:
         pages = KVPages(pages.k_PSKH, pages.v_PSKH, *(jnp.zeros((shape[0], K, S)) for _ in range(2)))
-    tables_BM, slots_T = jnp.arange(1, T // S + 1)[None], jnp.arange(S, S + T)
+    tables_BM = jnp.arange(1, T // S + 1)[None]
+    slots_T = jnp.arange(S, S + T)
     rows = QueryRows(jnp.arange(T), jnp.array([0, T]), tables_BM, slots_T)
     hooks = LayerHooks(
         lambda q, k, v, pages, *given: paged_attention(q, k, v, pages, rows, *given, implementation=implementation),

@@ -56,9 +56,11 @@ def field(words: np.ndarray, index: int, bits: int) -> np.ndarray:
 
 def gptq_means(tensors: dict, stem: str, config: dict) -> tuple[np.ndarray, np.ndarray]:
     """A matrix [out, in] in float64, and the scale of each weight."""
-    bits, less = config["bits"], config["checkpoint_format"] == "gptq"
+    bits = config["bits"]
+    less = config["checkpoint_format"] == "gptq"
     qweight, qzeros, scales, g_idx = (tensors[f"{stem}.{x}"] for x in ("qweight", "qzeros", "scales", "g_idx"))
-    columns, rows = len(g_idx), scales.shape[1]
+    columns = len(g_idx)
+    rows = scales.shape[1]
     codes = np.stack([field(qweight, i, bits) for i in range(columns)])
     zeros = np.stack([field(qzeros.T, o, bits) for o in range(rows)], axis=1) + less
     scale = scales.astype(np.float64)[g_idx]
@@ -89,7 +91,8 @@ def test_each_weight_is_the_nearest(tmp_path, layout, name):
     dense["model.layers.0.mlp.up_proj.weight"][3, :64] = 0
     tiny.write(tmp_path / "dense", LLAMA, dense)
     out = save(tmp_path / "dense", tmp_path / "out", layout, name)
-    found, config = tensors_of(out), said(out)
+    found = tensors_of(out)
+    config = said(out)
     for tensor, value in dense.items():
         stem = tensor.removesuffix(".weight")
         if not stem.endswith("_proj"):
@@ -312,7 +315,8 @@ def test_floats_and_bytes_in_blocks(tmp_path, layout, name):
     """Each weight is near, and what is read are the file's own codes."""
     dense = written(tmp_path / "dense")
     out = save(tmp_path / "dense", tmp_path / "out", layout, name)
-    found, weights = tensors_of(out), read(out)
+    found = tensors_of(out)
+    weights = read(out)
     assert read_config(out).quant == name
     expected = dict(dense)
     for tensor, value in dense.items():
@@ -336,7 +340,8 @@ def test_floats_are_the_nearest(tmp_path):
         stem = "model.layers.1.mlp.down_proj"
         sixes = {f"{stem}.weight_packed": np.full((256, 160), 0x77, np.uint8)}
         scale = FLOAT_MEANS[name](found | sixes, stem) / 6
-        value, meant = dense[f"{stem}.weight"].astype(np.float64), FLOAT_MEANS[name](found, stem)
+        value = dense[f"{stem}.weight"].astype(np.float64)
+        meant = FLOAT_MEANS[name](found, stem)
         best = np.abs(value[..., None] - E2M1 * scale[..., None]).min(-1)
         np.testing.assert_allclose(np.abs(value - meant), best, atol=1e-7)
         if name == "mxfp4":  # the exponent of the largest, the next where that is nearer to 8 than to 6

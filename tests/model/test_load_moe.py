@@ -22,7 +22,8 @@ def folder(tmp_path):
         variant = next(v for v in MOE_VARIANTS if v.name == name)
         with np.load(HERE / f"{name}.npz") as arrays:
             meta = json.loads(arrays["meta"].tobytes())
-        made, tensors = write_folder(tmp_path / name, variant.config, meta["tensors"], meta["seed"]), {}
+        made = write_folder(tmp_path / name, variant.config, meta["tensors"], meta["seed"])
+        tensors = {}
         for file in made.glob("*.safetensors"):
             tensors |= load_file(file)
             file.unlink()
@@ -73,7 +74,8 @@ def test_a_missing_expert_is_named(folder):
 def test_fp8_blocks_of_a_matrix_that_no_product_takes_are_widened(folder):
     """Each square of 128 by 128 has a scale, the last ones cut off where the matrix ends."""
     made, tensors = folder("deepseek-v3-small")
-    name, rng = "model.layers.1.self_attn.kv_b_proj.weight", np.random.default_rng(0)
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    rng = np.random.default_rng(0)
     assert tensors[name].shape == (176, 32)
     small = tensors[name].astype(ml_dtypes.float8_e4m3fn)
     scale = rng.random((2, 1)).astype(np.float32) + 0.5
@@ -137,6 +139,8 @@ def test_mxfp4_is_loaded_as_it_is_stored(folder):
     up, down = (np.asarray(jax.tree.map(jax.numpy.asarray, w)[4], np.float32) for w in (moe.up_EDGF, moe.down_EFD))
     assert (up.shape, down.shape) == ((64, 2, 96), (96, 64))
     for _ in range(300):
-        d, g, f = rng.integers(64), rng.integers(2), rng.integers(96)
+        d = rng.integers(64)
+        g = rng.integers(2)
+        f = rng.integers(96)
         assert up[d, g, f] == stored("gate_up", 4, 2 * f + g, d)
         assert down[f, d] == stored("down", 4, d, f)

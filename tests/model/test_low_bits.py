@@ -24,7 +24,8 @@ from quire.ops.quant.hadamard import rotated
 from quire.tests.support import tiny, uncached
 from quire.tests.support.low_bits import meaning
 
-D, F = 64, 96
+D = 64
+F = 96
 LLAMA = tiny.LLAMA | {"hidden_size": D, "intermediate_size": F, "num_key_value_heads": 2, "vocab_size": 96}
 NAMES = ("codebook-4", "codebook-3", "e8p-2", "e8p-4")
 SAMPLES = [np.random.default_rng(length).integers(0, 96, length).tolist() for length in (5, 21, 1, 17)]
@@ -51,7 +52,8 @@ def test_squared_gradients_are_the_models(tmp_path):
     """Of each sequence by itself, against the whole model's; one of a single token says nothing."""
     tiny.write(tmp_path, LLAMA, tiny.even(tiny.shapes(LLAMA)))
     source = source_of(tmp_path, "codebook-4")
-    config, found = source.dense, {}
+    config = source.dense
+    found = {}
     sensitivity.squared_gradients(source, SAMPLES, lambda index, own: found.update(own))
     weights = load_weights(tmp_path, config, place=lambda spec, leaf: jnp.asarray(leaf))
 
@@ -66,7 +68,8 @@ def test_squared_gradients_are_the_models(tmp_path):
     total = jax.tree.map(lambda *grads: sum(np.square(np.asarray(g, np.float64)) for g in grads), *each)
     assert len(found) == 14
     for i, layer in enumerate(total.layers):
-        at, head = f"model.layers.{i}", D // LLAMA["num_attention_heads"]
+        at = f"model.layers.{i}"
+        head = D // LLAMA["num_attention_heads"]
         qkv = layer.attention.qkv_DGH.reshape(D, -1).T
         expected = {
             "self_attn.q_proj": qkv[:D], "self_attn.k_proj": qkv[D : D + 2 * head],
@@ -81,18 +84,22 @@ def test_squared_gradients_are_the_models(tmp_path):
 
 def naive_quip(W, H, bits: int, damp: float = 0.01):
     """Eight columns at a time in float64, what the others take up solved anew; the nearest of all 65,536 points."""
-    W, H = rotated(W.astype(np.float32)).astype(np.float64), rotated(rotated(H.astype(np.float32)).T).astype(np.float64)
+    W = rotated(W.astype(np.float32)).astype(np.float64)
+    H = rotated(rotated(H.astype(np.float32)).T).astype(np.float64)
     H = H + damp * np.mean(np.diag(H)) * np.eye(len(H))
-    exact, scale = W.copy(), e8p.scales(W, bits).astype(np.float64)
+    exact = W.copy()
+    scale = e8p.scales(W, bits).astype(np.float64)
     every = e8p.points(np.arange(1 << 16, dtype=np.uint16)) / 4.0
     Q = np.zeros_like(W)
     for i in range(0, W.shape[1], 8):
         for o in range(len(W)):
-            left, finer = W[o, i : i + 8] / scale[o], 1
+            left = W[o, i : i + 8] / scale[o]
+            finer = 1
             for _ in range(bits // 2):
                 point = every[np.square(every - left * finer).sum(1).argmin()] / finer
                 Q[o, i : i + 8] += point
-                left, finer = left - point, finer * 4
+                left = left - point
+                finer = finer * 4
         rest = np.s_[i + 8 :]
         error = W[:, i : i + 8] - Q[:, i : i + 8] * scale
         # What serves best is where the derivative of (error, more) H (error, more)^T by `more` is zero.
@@ -122,7 +129,8 @@ def test_quip_loses_less_than_the_nearest_points():
     W = rng.standard_normal((48, 160)).astype(np.float32)
     X = rng.standard_normal((500, 20)) @ rng.standard_normal((20, 160)) + 0.3 * rng.standard_normal((500, 160))
     for bits, most in ((2, 0.5), (4, 0.5)):
-        turned, scale = rotated(W), e8p.scales(rotated(W), bits)
+        turned = rotated(W)
+        scale = e8p.scales(rotated(W), bits)
         nearest = e8p.rounded(turned / scale, bits)[1] * scale
         codes, scale = quip(W, X.T @ X, bits)
         points = e8p.points(codes) / 4
@@ -147,12 +155,14 @@ def test_a_written_folder_is_what_rounding_while_loading_makes(tmp_path, name):
 @pytest.mark.slow
 def test_by_calibration(tmp_path, name, method):
     """Written, other than to nearest, less lost by what the method looks at, and served."""
-    dense, out = tmp_path / "dense", tmp_path / "out"
+    dense = tmp_path / "dense"
+    out = tmp_path / "out"
     tensors = tiny.write(dense, LLAMA, tiny.even(tiny.shapes(LLAMA)))
     config = read_config(dense, quantization=name)
     assert session.save(dense, out, config, method, SAMPLES) == 14
     assert sorted(tmp_path.iterdir()) == [dense, out]
-    found, nearest = read(out), read(dense, name)
+    found = read(out)
+    nearest = read(dense, name)
     for index, (mine, other) in enumerate(zip(found.layers, nearest.layers, strict=True)):
         for leaf, plain, tensor in (
             (mine.mlp.down_FD, other.mlp.down_FD, "mlp.down_proj"),
@@ -193,7 +203,8 @@ def by_hand(rng, name: str, rows: int, columns: int) -> tuple[dict[str, np.ndarr
     tensors = {".weight_shape": np.array([rows, columns])}
     if name.startswith("codebook"):
         bits = int(name[-1])
-        codes, each = rng.integers(0, 1 << bits, (rows, columns)), 32 // int(name[-1])
+        codes = rng.integers(0, 1 << bits, (rows, columns))
+        each = 32 // int(name[-1])
         words = np.zeros((rows, -(-columns // each)), np.int64)
         for (o, k), code in np.ndenumerate(codes):
             words[o, k // each] += int(code) << k % each * bits
@@ -219,8 +230,10 @@ def by_hand(rng, name: str, rows: int, columns: int) -> tuple[dict[str, np.ndarr
 @pytest.mark.parametrize("name", NAMES)
 def test_a_folder_that_was_written_by_hand(tmp_path, name):
     """Matrices that are one weight here too, and their sum widened."""
-    rng, dense = np.random.default_rng(0), tiny.even(tiny.shapes(LLAMA))
-    tensors, expected = {}, {}
+    rng = np.random.default_rng(0)
+    dense = tiny.even(tiny.shapes(LLAMA))
+    tensors = {}
+    expected = {}
     for key, value in dense.items():
         if not key.endswith("_proj.weight"):
             tensors[key] = value

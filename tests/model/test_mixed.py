@@ -110,7 +110,8 @@ def test_costs_are_the_gradients_times_the_changes(dense, samples, tmp_path):
     leaf = source.leaves(1)["mlp.down_FD"]
     stored = read_header(sensitivity.gradients_file(tmp_path, 1))
     name = "model.layers.1.mlp.down_proj.weight"
-    W, squares = source.tensors[name].read().astype(np.float64), stored[name].read().astype(np.float64)
+    W = source.tensors[name].read().astype(np.float64)
+    squares = stored[name].read().astype(np.float64)
     by_quant = {way.quant: way for way in mixed.format_choices(source, leaf, stored)}
     assert by_quant[None].loss == 0
     groups = W.reshape(64, -1, 32)

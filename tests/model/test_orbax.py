@@ -37,7 +37,8 @@ def bits(tree) -> list[tuple]:
 @pytest.fixture
 def made(tmp_path):
     """(the folder of safetensors, the converted one)"""
-    plain, out = tmp_path / "plain", tmp_path / "out"
+    plain = tmp_path / "plain"
+    out = tmp_path / "out"
     tiny.write(plain, shards=2)
     (plain / "tokenizer.json").write_text("{}")
     (plain / "chat_template.jinja").write_text("x")
@@ -161,7 +162,8 @@ def test_damage(made):
     plain, out = made
     expected = bits(load(plain, read_config(plain)))
     files = [path for path in sorted((out / "weights").rglob("*")) if path.is_file()]
-    kept, refusals = {path: path.read_bytes() for path in files}, 0
+    kept = {path: path.read_bytes() for path in files}
+    refusals = 0
     for path, data in kept.items():
         for cut in (None, 0, len(data) // 2, max(len(data) - 3, 0)):
             path.unlink() if cut is None else path.write_bytes(data[:cut])

@@ -16,7 +16,10 @@ def threads(monkeypatch):
 
 
 def test_results_in_order_and_bytes_bounded():
-    lock, sizes, now, seen = threading.Lock(), [5, 1, 3, 2, 9, 1, 1, 4] * 5, [], []
+    lock = threading.Lock()
+    sizes = [5, 1, 3, 2, 9, 1, 1, 4] * 5
+    now = []
+    seen = []
 
     def work(index: int) -> int:
         with lock:

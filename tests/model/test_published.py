@@ -66,7 +66,9 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
 def written(folder: Path, case: str, config: dict = LLAMA, spare: tuple[str, ...] = (), seed: int = 0):
     """A folder as its tool writes it, and every matrix of it in float64."""
     write, options, quantization, _ = CASES[case]
-    rng, tensors, expected = np.random.default_rng(seed), {}, {}
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    expected = {}
     for name, value in tiny.draw(config).items():
         stem = name.removesuffix(".weight")
         if not name.endswith("_proj.weight") or stem.endswith(spare or ("\n",)):

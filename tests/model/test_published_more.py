@@ -148,7 +148,9 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
 def written(folder, case: str, spare: tuple[str, ...] = (), seed: int = 0, config: dict = LLAMA, **changes):
     """A folder as its tool writes it, and every matrix of it in float64."""
     write, options, quantization, _ = CASES[case]
-    rng, tensors, expected = np.random.default_rng(seed), {}, {}
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    expected = {}
     for name, value in tiny.draw(config).items():
         stem = name.removesuffix(".weight")
         if not name.endswith("_proj.weight") or stem.endswith(spare or ("\n",)):
@@ -246,7 +248,8 @@ def test_modules_of_several_bits(tmp_path):
     """As AutoRound mixes them: what is kept apart of one weight meets in signed bytes."""
     _, expected = written(tmp_path, "round")
     tensors = load_file(tmp_path / "model.safetensors")
-    rng, layers = np.random.default_rng(5), range(LLAMA["num_hidden_layers"])
+    rng = np.random.default_rng(5)
+    layers = range(LLAMA["num_hidden_layers"])
     eight = [f"model.layers.{i}.{name}" for i in layers for name in ("self_attn.v_proj", "mlp.up_proj")]
     two = [f"model.layers.{i}.mlp.down_proj" for i in layers]
     for names, options in ((eight, {"bits": 8, "group": 64, "sym": True}), (two, {"bits": 2, "group": 64})):
@@ -295,7 +298,9 @@ def test_codes_of_experts(tmp_path, case):
     with np.load(HERE / "mixtral.npz") as arrays:
         meta = json.loads(arrays["meta"].tobytes())
     write_folder(tmp_path, variant.config, meta["tensors"], meta["seed"])
-    tensors, expected, rng = {}, {}, np.random.default_rng(0)
+    tensors = {}
+    expected = {}
+    rng = np.random.default_rng(0)
     for file in list(tmp_path.glob("model*")):
         tensors |= load_file(file) if file.suffix == ".safetensors" else {}
         file.unlink()
@@ -324,7 +329,10 @@ def test_what_modelopt_says_beside_config_json(tmp_path):
 
 def test_modules_in_two_formats(tmp_path):
     """As modelopt mixes them: parts of one weight that are kept apart are widened, the others are kept."""
-    rng, tensors, expected, layers = np.random.default_rng(0), {}, {}, {}
+    rng = np.random.default_rng(0)
+    tensors = {}
+    expected = {}
+    layers = {}
     for name, value in tiny.draw(LLAMA).items():
         tensors[name], expected[name], stem = value, value, name.removesuffix(".weight")
         if not name.endswith("_proj.weight") or "layers.0.self_attn.o" in name:

@@ -68,7 +68,8 @@ def named(stem: str, tensors: dict, old: bool) -> dict:
 def bytes_of(rng, stem: str, shape, bits=8, size=None, scale="groups", zeros=False, old=False, dtype=BF16):
     """A matrix of signed bytes: Int8Tensor, and IntxUnpackedToInt8Tensor where it has zeros."""
     rows, columns = shape
-    groups, half = columns // size if size else 1, 1 << bits - 1
+    groups = columns // size if size else 1
+    half = 1 << bits - 1
     codes = rng.integers(-half, half, shape).astype(np.int8)
     each = rng.uniform(0.001, 0.02, {"groups": (rows, groups), "one": ()}[scale]).astype(dtype)
     tensors = {"qdata": codes, "scale": np.asarray(each)}
@@ -76,7 +77,8 @@ def bytes_of(rng, stem: str, shape, bits=8, size=None, scale="groups", zeros=Fal
     if zeros:
         zero = rng.integers(-half, half, (rows, groups)).astype(np.int8) if zeros == "own" else zero
         tensors["zero_point"] = zero
-    again, wide = columns // groups, np.broadcast_to(each.astype(np.float64), (rows, groups))
+    again = columns // groups
+    wide = np.broadcast_to(each.astype(np.float64), (rows, groups))
     dense = (codes.astype(int) - zero.repeat(again, 1)) * wide.repeat(again, 1)
     return named(stem, tensors, old), dense
 
@@ -176,7 +178,9 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
 def written(folder, case: str, spare: tuple[str, ...] = (), model: dict = LLAMA, **changes):
     """A folder as transformers writes it, and every matrix of it in float64."""
     write, options, quant_type, _ = CASES[case]
-    rng, tensors, expected = np.random.default_rng(0), {}, {}
+    rng = np.random.default_rng(0)
+    tensors = {}
+    expected = {}
     for name, value in tiny.draw(model).items():
         stem = name.removesuffix(".weight")
         if not name.endswith("_proj.weight") or stem.endswith(spare or ("\n",)):
@@ -234,7 +238,9 @@ def test_modules_with_configs_of_their_own(tmp_path, key):
         "mlp.down_proj": (bytes_of, {"bits": 4, "size": 32, "zeros": True}), "self_attn.o_proj": (fours, {}),
         "embed_tokens": (bytes_of, {"size": 32, "zeros": "own"}), "lm_head": (bytes_of, {}),
     }  # fmt: skip
-    rng, tensors, expected = np.random.default_rng(0), {}, {}
+    rng = np.random.default_rng(0)
+    tensors = {}
+    expected = {}
     for name, value in tiny.draw(LLAMA).items():
         stem = name.removesuffix(".weight")
         tensors[name], expected[name] = value, value

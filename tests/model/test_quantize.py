@@ -48,7 +48,11 @@ FORMATS = [
     "fp8",
     "fp8-weights",
 ]
-D, F, N, K, H = 128, 256, 4, 2, 32
+D = 128
+F = 256
+N = 4
+K = 2
+H = 32
 LLAMA = tiny.LLAMA | {"hidden_size": D, "intermediate_size": F}
 QWEN3 = LLAMA | {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": H, "tie_word_embeddings": True,
@@ -247,7 +251,8 @@ def test_greedy_tokens(tmp_path):
 @pytest.mark.slow
 def test_command(tmp_path):
     """The bundled model: written, smaller, and writing what it writes when it is rounded while loading."""
-    out, say = str(tmp_path / "out"), ["--prompt", "Once upon a time", "--temperature", "0", "--max-tokens", "12"]
+    out = str(tmp_path / "out")
+    say = ["--prompt", "Once upon a time", "--temperature", "0", "--max-tokens", "12"]
     done = CliRunner().invoke(app, ["quantize", "quill", out, "--quantization", "int4-64"])
     assert done.exit_code == 0, done.output
     assert "48 matrices in int4-64" in done.output
@@ -268,7 +273,8 @@ def test_command(tmp_path):
 
 
 def test_what_is_not_quantised(tmp_path):
-    dense, out = tmp_path / "dense", tmp_path / "out"
+    dense = tmp_path / "dense"
+    out = tmp_path / "out"
     tiny.write(dense, LLAMA, draw(LLAMA))
     quantize(dense, out, "int8")
     before = {file: file.read_bytes() for file in out.iterdir()}
@@ -365,7 +371,8 @@ def coded(rng, stem: str, shape: tuple[int, int], case: str, flat: bool = False)
     """The tensors of one random matrix, and what it is in float64."""
     config, dtype, name = CASES[case]
     weights = config["config_groups"]["group_0"]["weights"]
-    bits, (rows, columns) = weights["num_bits"], shape
+    bits = weights["num_bits"]
+    (rows, columns) = shape
     group = weights["group_size"] or columns
     half = 2 ** (bits - 1)
     codes = rng.integers(-half, half, shape)
@@ -386,8 +393,10 @@ def coded(rng, stem: str, shape: tuple[int, int], case: str, flat: bool = False)
 
 def by_hand(folder: Path, case: str, ignore=("lm_head",), seed: int = 0, flat: bool = False):
     """A folder as llm-compressor writes it, and every matrix of it in float64."""
-    rng, dense = np.random.default_rng(seed), draw(LLAMA)
-    tensors, expected = {}, {}
+    rng = np.random.default_rng(seed)
+    dense = draw(LLAMA)
+    tensors = {}
+    expected = {}
     for name, value in dense.items():
         stem = name.removesuffix(".weight")
         if not name.endswith("_proj.weight") or stem in ignore:
@@ -485,7 +494,8 @@ def test_targets(tmp_path):
 
 def test_several_groups(tmp_path):
     """Mixed precision: attention in FP8 and the block in int4; names go before kinds of modules."""
-    tensors, expected = {}, {}
+    tensors = {}
+    expected = {}
     for case, part in (("fp8-a16", "self_attn"), ("w4a16-32", ".mlp.")):
         found, right = by_hand(tmp_path / case, case)
         tensors |= {name: value for name, value in found.items() if part in name or "_proj" not in name}
@@ -507,7 +517,8 @@ def test_codes_where_the_model_wants_none(tmp_path, case):
     """A rounded embedding is widened, a rounded head taken as it is if it has eight bits."""
     tensors, expected = by_hand(tmp_path, case)
     plain = read(tmp_path)
-    rng, values = np.random.default_rng(1), {}
+    rng = np.random.default_rng(1)
+    values = {}
     for stem in ("model.embed_tokens", "lm_head"):
         parts, values[stem] = coded(rng, stem, tensors.pop(f"{stem}.weight").shape, case)
         tensors |= parts
@@ -525,7 +536,9 @@ def test_codes_where_the_model_wants_none(tmp_path, case):
 def test_codes_of_experts(tmp_path, case):
     """As vLLM's tools write them: each expert's matrices by themselves."""
     folder = written(tmp_path, "mixtral")
-    tensors, rng, expected = {}, np.random.default_rng(0), {}
+    tensors = {}
+    rng = np.random.default_rng(0)
+    expected = {}
     for file in list(folder.glob("model*")):
         tensors |= load_file(file) if file.suffix == ".safetensors" else {}
         file.unlink()
@@ -742,7 +755,8 @@ def test_damaged_tensors(tmp_path, case, damage, words):
 @pytest.mark.parametrize("case", ["w8a8", "w4a16-64-zero"])
 def test_truncated(tmp_path, case):
     by_hand(tmp_path, case)
-    file, rng = tmp_path / "model.safetensors", np.random.default_rng(0)
+    file = tmp_path / "model.safetensors"
+    rng = np.random.default_rng(0)
     whole = file.read_bytes()
     for cut in [0, 7, 100, len(whole) - 1, *rng.integers(0, len(whole), 20)]:
         file.write_bytes(whole[:cut])

@@ -40,7 +40,8 @@ def lost(W: np.ndarray, Q: np.ndarray, X: np.ndarray) -> float:
 @pytest.mark.parametrize("columns", [128, 256])
 def test_a_grid_is_its_format(name, columns):
     """The same codes to nearest, and by GPTQ too where no input says anything of another."""
-    W, grid = matrix(np.random.default_rng(1), 24, columns), grid_for_format(name)
+    W = matrix(np.random.default_rng(1), 24, columns)
+    grid = grid_for_format(name)
     W[3, :64] = 0
     spec = quant.packed(name, ArraySpec((columns, 24), np.float32, (None, None), inputs=(0,)))
     expected = spec.quantize(W.T)
@@ -69,9 +70,11 @@ def naive_gptq(W, H, bits: int, group: int | None, own_zeros: bool, act_order: b
 
     Returns the codes, and which outputs never had a value that float32 could round to the other side.
     """
-    W, H = W.astype(np.float64), H.astype(np.float64).copy()
+    W = W.astype(np.float64)
+    H = H.astype(np.float64).copy()
     count = W.shape[1]
-    size, middle = group or count, 2 ** (bits - 1)
+    size = group or count
+    middle = 2 ** (bits - 1)
     static = act_order or group is None
     alive = [j for j in range(count) if H[j, j] != 0]
     mean = np.mean([H[j, j] for j in alive])
@@ -83,7 +86,8 @@ def naive_gptq(W, H, bits: int, group: int | None, own_zeros: bool, act_order: b
 
     def fit(values):
         if own_zeros:
-            low, high = min(values.min(), 0), max(values.max(), 0)
+            low = min(values.min(), 0)
+            high = max(values.max(), 0)
             scale = float(dtype((np.float32(high) - np.float32(low)) / np.float32(2**bits - 1)))
             return scale, float(np.clip(np.rint(-low / scale), 0, 2**bits - 1)) if scale else 0
         if bits == 8:
@@ -97,7 +101,8 @@ def naive_gptq(W, H, bits: int, group: int | None, own_zeros: bool, act_order: b
             for g in range(-(-count // size)):
                 shared[o, g] = fit(W[o, g * size : (g + 1) * size])
     order = sorted(range(count), key=lambda j: (-(H[j, j] - damp * mean) * (j in alive), j)) if act_order else None
-    left, codes = list(order or range(count)), np.zeros(W.shape, int)
+    left = list(order or range(count))
+    codes = np.zeros(W.shape, int)
     clear = np.ones(len(W), bool)
     while left:
         j = left[0]
@@ -126,8 +131,10 @@ def sizes():
 def test_gptq_is_the_papers(options, seed):
     bits, group, own_zeros, act_order = options
     rng = np.random.default_rng(seed)
-    rows, columns = int(rng.integers(1, 6)), 16 * int(rng.integers(1, 4))
-    W, X = matrix(rng, rows, columns), inputs(rng, 60, columns)
+    rows = int(rng.integers(1, 6))
+    columns = 16 * int(rng.integers(1, 4))
+    W = matrix(rng, rows, columns)
+    X = inputs(rng, 60, columns)
     X[:, rng.integers(0, columns, 2)] = 0  # dead inputs
     H = X.T @ X
     grid = Grid(bits, group, own_zeros, np.float32 if bits == 8 and not own_zeros else np.float16)
@@ -141,7 +148,8 @@ def test_gptq_loses_less_than_rounding_to_nearest(options, seed):
     """No theorem: with the four values of two bits what columns take up is cut off, and it may lose more."""
     bits, group, own_zeros, act_order = options
     rng = np.random.default_rng(seed)
-    W, X = matrix(rng, 32, 64), inputs(rng, 400, 64)
+    W = matrix(rng, 32, 64)
+    X = inputs(rng, 400, 64)
     grid = Grid(bits, group, own_zeros, np.float32)
     coded = gptq(W, X.T @ X, grid, act_order)
     assert lost(W, grid.decode(coded), X) < lost(W, grid.nearest(W), X) * (1.5 if bits == 2 else 1)
@@ -153,20 +161,26 @@ def test_gptq_loses_less_than_rounding_to_nearest(options, seed):
 def test_best_fit_is_the_best_scale_of_each_group(bits, group, own_zeros, seed):
     """Against every factor for every group of every output, in float64."""
     rng = np.random.default_rng(seed)
-    W, weight = matrix(rng, 3, 32), np.exp(rng.standard_normal(32)).astype(np.float32)
+    W = matrix(rng, 3, 32)
+    weight = np.exp(rng.standard_normal(32)).astype(np.float32)
     grid = Grid(bits, group, own_zeros, np.float32)
     scales, zeros = grid.best_fit(W, weight)
-    size, last, middle = group or 32, 2**bits - 1, 2 ** (bits - 1)
+    size = group or 32
+    last = 2**bits - 1
+    middle = 2 ** (bits - 1)
     for o in range(3):
         for g in range(32 // size):
             part = np.s_[g * size : (g + 1) * size]
-            values, cost = W[o, part].astype(np.float64), weight[part]
+            values = W[o, part].astype(np.float64)
+            cost = weight[part]
 
             def error(scale: float, zero: float, values=values, cost=cost) -> float:
                 code = np.clip(np.rint(values / scale) + zero, 0, last)
                 return float((np.square((code - zero) * scale - values) * cost).sum())
 
-            low, high, tried = min(values.min(), 0), max(values.max(), 0), []
+            low = min(values.min(), 0)
+            high = max(values.max(), 0)
+            tried = []
             for shrink in np.arange(20, 11, -1) / 20:
                 if own_zeros:
                     scale = (high - low) * shrink / last
@@ -180,23 +194,28 @@ def test_best_fit_is_the_best_scale_of_each_group(bits, group, own_zeros, seed):
 @pytest.mark.parametrize("name", ["int4-32", "int4-64-zero", "int3-32"])
 def test_gptq_over_one_layer_beside_a_float64_reference(name):
     """Correlated inputs; the reference rounds with the inverse of H as the paper's algorithm 1 has it."""
-    rng, grid = np.random.default_rng(7), grid_for_format(name)
-    W, X = matrix(rng, 48, 192), inputs(rng, 1000, 192)
+    rng = np.random.default_rng(7)
+    grid = grid_for_format(name)
+    W = matrix(rng, 48, 192)
+    X = inputs(rng, 1000, 192)
     H = X.T @ X
     order = np.argsort(-np.diag(H), kind="stable")
     damped = H + 0.1 * np.diag(H).mean() * np.eye(192)
     inverse = np.linalg.inv(damped[np.ix_(order, order)])
     coded = gptq(W, H, grid, act_order=True)
     scales, zeros = (grid.spread(shared, 192).astype(np.float64) for shared in (coded.scales, coded.zeros))
-    left, expected = W[:, order].astype(np.float64), np.empty(W.shape)
+    left = W[:, order].astype(np.float64)
+    expected = np.empty(W.shape)
     for i, column in enumerate(order):
-        scale, zero = scales[:, column], zeros[:, column]
+        scale = scales[:, column]
+        zero = zeros[:, column]
         code = np.clip(np.rint(left[:, i] / scale) + zero, *grid.limits)
         expected[:, column] = (code - zero) * scale
         left -= np.outer(left[:, i] - expected[:, column], inverse[i] / inverse[i, i])
         inverse -= np.outer(inverse[:, i], inverse[i]) / inverse[i, i]
         inverse[i, i] = 1  # its row and column are zero now
-    plain, found = lost(W, grid.nearest(W), X), lost(W, grid.decode(coded), X)
+    plain = lost(W, grid.nearest(W), X)
+    found = lost(W, grid.decode(coded), X)
     assert found == pytest.approx(lost(W, expected, X), rel=0.02)
     assert found < 0.5 * plain
     assert found < lost(W, grid.decode(gptq(W, H, grid, act_order=True, search=False)), X)
@@ -215,7 +234,8 @@ PAIRS = {(False, None, 160), (True, None, 300), (False, 32, 300), (True, 32, 160
 @pytest.mark.slow
 def test_gptq_over_several_blocks(columns, group, act_order):
     rng = np.random.default_rng(columns)
-    W, X = matrix(rng, 5, columns), inputs(rng, 600, columns)
+    W = matrix(rng, 5, columns)
+    X = inputs(rng, 600, columns)
     found = gptq(W, X.T @ X, Grid(4, group), act_order, damp=0.01, search=False)
     codes, clear = naive_gptq(W, X.T @ X, 4, group, False, act_order)
     assert clear.any()
@@ -224,7 +244,8 @@ def test_gptq_over_several_blocks(columns, group, act_order):
 
 def test_gptq_with_fewer_rows_than_inputs():
     rng = np.random.default_rng(0)
-    W, X = matrix(rng, 8, 64), inputs(rng, 5, 64)
+    W = matrix(rng, 8, 64)
+    X = inputs(rng, 5, 64)
     X[:, 10:20] = 0
     grid = Grid(4, 32)
     coded = gptq(W, X.T @ X, grid, damp=0.0)  # not positive definite until it is damped
@@ -252,7 +273,9 @@ def test_inverse_cholesky():
 def test_awq_finds_the_best_alpha(seed, own_zeros):
     """Of all twenty, by the outputs themselves."""
     rng = np.random.default_rng(seed)
-    W, X, grid = matrix(rng, 10, 32), inputs(rng, 50, 32), Grid(4, 16, own_zeros)
+    W = matrix(rng, 10, 32)
+    X = inputs(rng, 50, 32)
+    grid = Grid(4, 16, own_zeros)
     size = np.abs(X).mean(0)
     s = awq.scales(W, X.T @ X, size, grid)
     tried = []
@@ -268,13 +291,16 @@ def test_awq_finds_the_best_alpha(seed, own_zeros):
 def test_awq_clips_where_it_helps(seed, group):
     """Against every bound for every group of every output."""
     rng = np.random.default_rng(seed)
-    W, X, grid = matrix(rng, 3, 32), inputs(rng, 50, 32), Grid(3, group, False, np.float32)
+    W = matrix(rng, 3, 32)
+    X = inputs(rng, 50, 32)
+    grid = Grid(3, group, False, np.float32)
     cut = awq.clip_weights(W, X.T @ X, grid)
     size = group or 32
     for o in range(3):
         for start in range(0, 32, size):
             part = np.s_[start : start + size]
-            own, rows = W[o : o + 1, part], X[:, part]
+            own = W[o : o + 1, part]
+            rows = X[:, part]
             tried = []
             for step in range(11):
                 bound = np.abs(own).max() * (1 - step / 20)
@@ -285,7 +311,8 @@ def test_awq_clips_where_it_helps(seed, group):
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.3, 0.5, 0.8]))
 def test_smoothquant(seed, a):
     rng = np.random.default_rng(seed)
-    X, W = np.abs(inputs(rng, 4, 20)).max(0), np.abs(matrix(rng, 4, 20)).max(0)
+    X = np.abs(inputs(rng, 4, 20)).max(0)
+    W = np.abs(matrix(rng, 4, 20)).max(0)
     X[3] = W[5] = 0
     s = smoothquant.scales(X, W, a)
     for j in range(20):
@@ -301,7 +328,8 @@ def test_smoothquant(seed, a):
 def test_smoothquant_helps_where_some_inputs_are_large(seed):
     """Rows and weights in bytes, the inputs' outliers a hundred times the rest."""
     rng = np.random.default_rng(seed)
-    W, X = rng.standard_normal((8, 64)), rng.standard_normal((40, 64))
+    W = rng.standard_normal((8, 64))
+    X = rng.standard_normal((40, 64))
     X[:, rng.integers(0, 64, 2)] *= 100
 
     def in_bytes(x):
@@ -310,5 +338,6 @@ def test_smoothquant_helps_where_some_inputs_are_large(seed):
 
     s = smoothquant.scales(np.abs(X).max(0), np.abs(W).max(0))
     exact = X @ W.T
-    plain, smooth = in_bytes(X) @ in_bytes(W).T, in_bytes(X / s) @ in_bytes(W * s).T
+    plain = in_bytes(X) @ in_bytes(W).T
+    smooth = in_bytes(X / s) @ in_bytes(W * s).T
     assert np.square(smooth - exact).sum() < np.square(plain - exact).sum()

@@ -38,7 +38,10 @@ from quire.tests.support.golden.recorded import TOLERANCE, Golden
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 
-D, F, E, X = 64, 96, 6, 3
+D = 64
+F = 96
+E = 6
+X = 3
 FORMATS = ("int8", "int8-weights", "int4-32", "int4-64-zero", "fp8", "fp8-weights")
 MOE = Moe(E, X, F)
 STACKED = ("up_EDGF", "down_EFD")
@@ -50,9 +53,11 @@ def config_of(name: str | None, moe: Moe = MOE) -> ModelConfig:
 
 def drawn(name: str, seed: int = 0):
     """A layer's weights in a format as numpy arrays, its specs dense and rounded, and what it stands for."""
-    rng, specs = np.random.default_rng(seed), [moe_spec(config_of(each), MOE) for each in (name, None)]
+    rng = np.random.default_rng(seed)
+    specs = [moe_spec(config_of(each), MOE) for each in (name, None)]
     weights = jax.tree.map(lambda spec: (rng.standard_normal(spec.shape) / 8).astype(np.float32), specs[1])
-    stacks, values = {}, {}
+    stacks = {}
+    values = {}
     for field in STACKED:
         node = getattr(specs[0], field)
         matrices = [node.each.quantize(matrix) for matrix in getattr(weights, field)]
@@ -74,7 +79,8 @@ def slowly(x_TD, router_DE, up_EDGF, down_EFD):
     weights_TX, experts_TX = route(x_TD.astype(np.float32) @ router_DE, np.ones(len(x_TD), bool), Rule(X))
     for t, row_D in enumerate(x_TD.astype(np.float64)):
         for weight, e in zip(np.asarray(weights_TX)[t], np.asarray(experts_TX)[t], strict=True):
-            gate_F, up_F = row_D @ up_EDGF[e, :, 0], row_D @ up_EDGF[e, :, 1]
+            gate_F = row_D @ up_EDGF[e, :, 0]
+            up_F = row_D @ up_EDGF[e, :, 1]
             out_TD[t] += float(weight) * (gate_F / (1 + np.exp(-gate_F)) * up_F @ down_EFD[e])
     return out_TD
 
@@ -134,7 +140,8 @@ def test_a_stack_is_its_matrices(name):
     """The node of one expert is that of a dense weight, and as large; in memory the stack is as planned."""
     weights, (specs, dense_specs), values = drawn(name)
     for field in STACKED:
-        stack, spec = getattr(weights, field), getattr(specs, field)
+        stack = getattr(weights, field)
+        spec = getattr(specs, field)
         assert jax.tree.structure(stack) == jax.tree.structure(spec)
         for array, one in zip(jax.tree.leaves(stack), jax.tree.leaves(spec), strict=True):
             assert (array.shape, array.dtype) == (one.shape, one.dtype)
@@ -204,7 +211,9 @@ def test_memory_is_as_planned(name, quantization, tmp_path):
 def test_one_expert_at_a_time(fused, tmp_path, monkeypatch):
     """Beside the codes there is never more than a few matrices; the codes are those of the whole stack rounded."""
     monkeypatch.setattr(stacks, "THREADS", 2)
-    E, D, F = 64, 64, 256
+    E = 64
+    D = 64
+    F = 256
     spec = moe_spec(replace(config_of("int8"), dim=D), Moe(E, 2, F)).down_EFD
     whole = moe_spec(replace(config_of(None), dim=D), Moe(E, 2, F)).down_EFD
     rng = np.random.default_rng(0)
@@ -216,7 +225,8 @@ def test_one_expert_at_a_time(fused, tmp_path, monkeypatch):
         tensors = {f"{e}.weight": value[e] for e in range(E)}
         parts = tuple(SourceTensor(f"{e}.weight", (D, F), linear((D,), (F,)), np.s_[e]) for e in range(E))
     save_file(tensors, tmp_path / "model.safetensors")
-    found, told = loader.find_tensors(tmp_path), []
+    found = loader.find_tensors(tmp_path)
+    told = []
     stacks.read_stack(whole, spec, parts, found, [0], told.append)  # what the first call makes once
     tracemalloc.start()
     try:

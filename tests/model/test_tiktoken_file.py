@@ -78,7 +78,8 @@ def ranks():
 
 
 def test_words_are_merged_as_by_hand(tmp_path, ranks):
-    tokenizer, rng = Tokenizer(write(tmp_path, ranks)), random.Random(1)
+    tokenizer = Tokenizer(write(tmp_path, ranks))
+    rng = random.Random(1)
     letters = "thesirnoy"
     for _ in range(300):
         word = "".join(rng.choice(letters) for _ in range(rng.randrange(1, 14)))
@@ -105,14 +106,16 @@ def test_texts_are_cut_into_words(tmp_path, ranks, text, words):
 
 
 def test_texts_come_back(tmp_path, ranks):
-    tokenizer, rng = Tokenizer(write(tmp_path, ranks)), random.Random(2)
+    tokenizer = Tokenizer(write(tmp_path, ranks))
+    rng = random.Random(2)
     for _ in range(200):
         text = "".join(rng.choice(TEXT + "😀é\u200b\x00") for _ in range(40))
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_special_tokens(tmp_path, ranks):
-    tokenizer, first = Tokenizer(write(tmp_path, ranks)), len(ranks)
+    tokenizer = Tokenizer(write(tmp_path, ranks))
+    first = len(ranks)
     assert tokenizer.encode("[BOS]the<think>[EOS]") == [first, *by_hand(b"the", ranks), first + 4, first + 1]
     assert tokenizer.decode([first, first + 4, first + 1]) == "<think>"
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (first, frozenset([first + 1]))

@@ -39,7 +39,8 @@ def write(folder: Path, name: str, content) -> Tokenizer:
 
 
 def test_texts_agree_with_the_library(folder):
-    ours, library = Tokenizer(folder), Library.from_file(str(folder / "tokenizer.json"))
+    ours = Tokenizer(folder)
+    library = Library.from_file(str(folder / "tokenizer.json"))
     rng = random.Random(0)
     for _ in range(200):
         text = random_text(rng) + rng.choice(["", TURN, EOS])
@@ -53,9 +54,11 @@ def test_texts_agree_with_the_library(folder):
 @pytest.mark.parametrize("method", ["encode", "encode_with_ends", "encode_pair", "decode"])
 def test_other_threads_run_while_a_long_text_is_tokenised(byte_level, method):
     """A second thread that sleeps a millisecond at a time: with the GIL held, it would wake once or twice."""
-    tokenizer, library = Tokenizer(byte_level), Library.from_file(str(byte_level / "tokenizer.json"))
+    tokenizer = Tokenizer(byte_level)
+    library = Library.from_file(str(byte_level / "tokenizer.json"))
     text = " ".join(CORPUS) * 100
-    encoding, pair = library.encode(text), library.encode(text, "second")
+    encoding = library.encode(text)
+    pair = library.encode(text, "second")
     expected = {
         "encode": encoding.ids,
         "encode_with_ends": (encoding.ids, [end for _, end in encoding.offsets]),
@@ -83,7 +86,8 @@ def test_other_threads_run_while_a_long_text_is_tokenised(byte_level, method):
 
 
 def test_a_text_has_at_most_the_characters_of_the_longest_token_for_each_token(folder):
-    tokenizer, rng = Tokenizer(folder), random.Random(4)
+    tokenizer = Tokenizer(folder)
+    rng = random.Random(4)
     names = list(tokenizer.get_vocab())
     assert tokenizer.keeps_characters == folder.name.startswith("byte_level")
     for _ in range(300):
@@ -121,7 +125,8 @@ def test_a_broken_byte_spoils_no_other(tmp_path):
         run = "".join(rng.choices("a🙂é日", k=4)).encode()
         cut = rng.randint(0, len(run))
         run = run[:cut] + bytes(rng.choices([0x80, 0xE2, 0xF0, 0xFF, 0xC0, 0x0A], k=rng.randint(0, 3))) + run[cut:]
-        expected, at = "", 0
+        expected = ""
+        at = 0
         while at < len(run):
             size = next((n for n in range(1, 5) if is_character(run[at : at + n])), 0)
             expected += run[at : at + size].decode() if size else "\ufffd"
@@ -289,7 +294,8 @@ def test_a_model_without_a_template_takes_one(folder):
 
 
 def test_where_tokens_end_in_a_text(folder):
-    tokenizer, rng = Tokenizer(folder), random.Random(0)
+    tokenizer = Tokenizer(folder)
+    rng = random.Random(0)
     for _ in range(200):
         text = random_text(rng)
         ids, ends = tokenizer.encode_with_ends(text)
@@ -299,7 +305,8 @@ def test_where_tokens_end_in_a_text(folder):
 
 def test_the_text_of_tokens_is_their_bytes_where_it_is_said_so(folder):
     """So that what may come next can be said of bytes: less a first space that is not shown."""
-    tokenizer, rng = Tokenizer(folder), random.Random(0)
+    tokenizer = Tokenizer(folder)
+    rng = random.Random(0)
     words = sorted(set(range(tokenizer.vocab_size)) - tokenizer.special_ids)
     kind = folder.name.rstrip("0123456789")
     assert tokenizer.shows_bytes == (kind not in ("word_piece", "end_of_word"))

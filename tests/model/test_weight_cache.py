@@ -42,7 +42,8 @@ def folder(tmp_path):
 @pytest.fixture
 def reads(monkeypatch):
     """The names of the tensors that are read from the checkpoint."""
-    found, read = [], loader.read_leaf
+    found = []
+    read = loader.read_leaf
     monkeypatch.setattr(loader, "read_leaf", lambda spec, parts, *rest: found.append(parts) or read(spec, parts, *rest))
     return found
 
@@ -166,8 +167,10 @@ def test_writers_with_one_process_id_do_not_share_a_temporary_file(home, folder,
     leaves = [np.random.default_rng(i).integers(0, 256, 5 * weight_cache.PAGE, np.uint8) for i in range(4)]
     first, second = (WeightCache.for_folder(folder, config) for _ in range(2))
     assert first.path == second.path
-    has_begun, may_finish = threading.Event(), threading.Event()
-    flat, counts = weight_cache.as_bytes, Counter()
+    has_begun = threading.Event()
+    may_finish = threading.Event()
+    flat = weight_cache.as_bytes
+    counts = Counter()
 
     def paused_flat(value):
         name = threading.current_thread().name
@@ -194,14 +197,16 @@ def test_writers_with_one_process_id_do_not_share_a_temporary_file(home, folder,
 
 def test_least_recently_used_goes(home, folder, monkeypatch):
     """Over the limit the one goes that was not used for longest; a file that nobody completed goes with age."""
-    config, leaves = read_config(folder), [np.zeros(3 * weight_cache.PAGE, np.uint8)]
+    config = read_config(folder)
+    leaves = [np.zeros(3 * weight_cache.PAGE, np.uint8)]
     caches = [WeightCache.for_folder(folder, (config, i)) for i in range(4)]
     for age, cache in enumerate(caches[:3]):
         cache.write(leaves)
         os.utime(cache.path, (time.time() - 100 + age,) * 2)
     size = caches[0].path.stat().st_size
     assert caches[0].read() is not None  # now the newest
-    old, new = home / "x.1.part", home / "x.2.part"
+    old = home / "x.1.part"
+    new = home / "x.2.part"
     for part in (old, new):
         part.write_bytes(b"x")
     os.utime(old, (time.time() - 2 * cache_folder.STALE,) * 2)

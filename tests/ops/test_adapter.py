@@ -19,11 +19,14 @@ def draw(rng, dtype, *shape, scale: float = 1.0):
 
 def drawn(rng, dtype: str, slots: int, stack: int | None = None):
     """(a weight's adapters, how many inputs they have): of one to three matrices, with any numbers of outputs."""
-    D, R, widths = rng.integers(1, 90), rng.integers(1, 40), rng.integers(1, 300, rng.integers(1, 4))
+    D = rng.integers(1, 90)
+    R = rng.integers(1, 40)
+    widths = rng.integers(1, 300, rng.integers(1, 4))
     ends = np.cumsum(widths)
     parts = tuple((int(end - width), int(end)) for end, width in zip(ends, widths, strict=True))
     lead = (slots,) if stack is None else (slots, stack)
-    down, up = draw(rng, dtype, *lead, D, R * len(parts), scale=D**-0.5), draw(rng, dtype, *lead, R, ends[-1])
+    down = draw(rng, dtype, *lead, D, R * len(parts), scale=D**-0.5)
+    up = draw(rng, dtype, *lead, R, ends[-1])
     return Adapted(None, down, up, draw(rng, "float32", *lead, ends[-1], scale=0.1), parts=parts), int(D)
 
 
@@ -33,7 +36,8 @@ def numbers(x) -> np.ndarray:
 
 def slowly(weight: Adapted, slots, x, out):
     """A loop over rows; the one matrix of a stack that is meant is taken before."""
-    found, rank = numbers(out).copy(), weight.up.shape[1]
+    found = numbers(out).copy()
+    rank = weight.up.shape[1]
     for t, slot in enumerate(slots):
         if slot < len(weight.down):
             inner = numbers(x)[t] @ numbers(weight.down)[slot]
@@ -56,13 +60,12 @@ def adapted(weight: Adapted, slots, x, out, way: str):
 def test_against_float64(way, dtype):
     rng = np.random.default_rng(1)
     for _ in range(cases(30, least=3)):
-        slots, T = int(rng.integers(1, 6)), int(rng.integers(1, 50))
+        slots = int(rng.integers(1, 6))
+        T = int(rng.integers(1, 50))
         weight, D = drawn(rng, dtype, slots)
-        whose, x, out = (
-            rng.integers(0, slots + 1, T),
-            draw(rng, dtype, T, D),
-            draw(rng, "float32", T, weight.up.shape[2]),
-        )
+        whose = rng.integers(0, slots + 1, T)
+        x = draw(rng, dtype, T, D)
+        out = draw(rng, "float32", T, weight.up.shape[2])
         found = adapted(weight, whose, x, out, way)
         np.testing.assert_allclose(numbers(found), slowly(weight, whose, x, out), rtol=2e-5, atol=2e-5)
 
@@ -71,7 +74,9 @@ def test_against_float64(way, dtype):
 def test_the_one_that_is_meant_of_a_stack(way):
     rng = np.random.default_rng(2)
     weight, D = drawn(rng, "bfloat16", slots=3, stack=4)
-    whose, x, out = rng.integers(0, 4, 20), draw(rng, "bfloat16", 20, D), draw(rng, "float32", 20, weight.up.shape[3])
+    whose = rng.integers(0, 4, 20)
+    x = draw(rng, "bfloat16", 20, D)
+    out = draw(rng, "float32", 20, weight.up.shape[3])
     one = Adapted(None, weight.down[:, 2], weight.up[:, 2], weight.longer[:, 2], parts=weight.parts)
     found = adapted(weight.replace(which=jnp.int32(2)), whose, x, out, way)
     assert np.array_equal(found, adapted(one, whose, x, out, way))
@@ -84,8 +89,11 @@ def test_the_same_bits_in_any_company_and_in_any_slot(way):
     for _ in range(cases(20, least=3)):
         weight, D = drawn(rng, "bfloat16", slots=5)
         T = int(rng.integers(2, 40))
-        whose, x, out = rng.integers(0, 6, T), draw(rng, "bfloat16", T, D), draw(rng, "float32", T, weight.up.shape[2])
-        whole, t = adapted(weight, whose, x, out, way), int(rng.integers(T))
+        whose = rng.integers(0, 6, T)
+        x = draw(rng, "bfloat16", T, D)
+        out = draw(rng, "float32", T, weight.up.shape[2])
+        whole = adapted(weight, whose, x, out, way)
+        t = int(rng.integers(T))
         order = rng.permutation(5)
         moved = weight.replace(down=weight.down[order], up=weight.up[order], longer=weight.longer[order])
         there = np.append(np.argsort(order), 5)[whose[t : t + 1]]
@@ -97,7 +105,8 @@ def test_the_same_bits_in_any_company_and_in_any_slot(way):
 def test_a_type_that_the_kernel_does_not_know_is_left_to_xla():
     rng = np.random.default_rng(4)
     weight, D = drawn(rng, "bfloat16", slots=2)
-    x, out = draw(rng, "float16", 3, D), draw(rng, "float32", 3, weight.up.shape[2])
+    x = draw(rng, "float16", 3, D)
+    out = draw(rng, "float32", 3, weight.up.shape[2])
     with pytest.raises(
         NoImplementation, match="bfloat16 or float32, and sums float32, not bfloat16, bfloat16, float16"
     ):

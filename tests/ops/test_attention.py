@@ -103,7 +103,8 @@ DECODE = {
 @pytest.mark.parametrize("name", DECODE)
 def test_decode_at_every_edge(name):
     """One row a sequence, at lengths round every edge of a page, a block and a window."""
-    shape, rng = DECODE[name], np.random.default_rng(3)
+    shape = DECODE[name]
+    rng = np.random.default_rng(3)
     edges = [*range(0, LONGEST, shape.S), *range(0, LONGEST, BLOCK), shape.window or 0, LONGEST]
     starts = sorted({p + d for p in edges for d in (-2, -1, 0, 1)} & set(range(LONGEST)))
     for at in range(0, len(starts), shape.B):
@@ -112,14 +113,16 @@ def test_decode_at_every_edge(name):
 
 def test_decode_step_with_a_chunk():
     """As many rows as sequences does not mean one row each."""
-    shape, rng = Shape(T=16, B=16), np.random.default_rng(3)
+    shape = Shape(T=16, B=16)
+    rng = np.random.default_rng(3)
     check(shape, [Sequence(1, 60, 9), Sequence(2, 130, 1), Sequence(3, 0, 6)], rng)
     check(Shape(T=16, B=16, G=1), [Sequence(1, 60, 9), Sequence(2, 130, 1), Sequence(3, 0, 6)], rng)
 
 
 def test_prefill_at_every_edge():
     """Chunks that begin and end round the edges of pages, tiles and blocks."""
-    shape, rng = Shape(T=80, B=2, S=8), np.random.default_rng(5)
+    shape = Shape(T=80, B=2, S=8)
+    rng = np.random.default_rng(5)
     for start in (0, 1, 7, 8, 9, 63, 64, 65, 100):
         for rows in (1, 2, 15, 16, 17, 33, 64, 65):
             check(shape, [Sequence(start, start, rows), Sequence(99, 127, 2)], rng)
@@ -127,7 +130,8 @@ def test_prefill_at_every_edge():
 
 def test_pages_that_another_layer_filled():
     """Without keys nothing is written, and the rows read what is there."""
-    rng, sequences = np.random.default_rng(1), [Sequence(1, 70, 3), Sequence(2, 0, 20)]
+    rng = np.random.default_rng(1)
+    sequences = [Sequence(1, 70, 3), Sequence(2, 0, 20)]
     case = build(PLAIN, sequences, rng)
     out, pages = run(PLAIN, case)
     held = KVPages(*(jnp.asarray(x) for x in pages))
@@ -160,7 +164,10 @@ SAME["int4"] = Shape(K=2, G=2, H=64, codes="int4")
 @pytest.mark.slow
 def test_the_same_bits_in_any_step(name):
     """A row's result does not depend on its company, on where its chunk begins, or on the step's sizes."""
-    shape, rng, seed, wanted = SAME[name], np.random.default_rng(11), 77, {}
+    shape = SAME[name]
+    rng = np.random.default_rng(11)
+    seed = 77
+    wanted = {}
 
     def compare(T: int, B: int, start: int, rows: int, others: list[Sequence], at: int) -> None:
         sized = dataclasses.replace(shape, T=T, B=B)
@@ -251,7 +258,8 @@ def test_split_positions_are_left_to_xla():
 
 
 def test_kernels_of_gpus_decline_four_bits():
-    q_TNH, half = jnp.zeros((2, 8, 64), jnp.bfloat16), jnp.zeros((3, 32, 2, 32), jnp.uint8)
+    q_TNH = jnp.zeros((2, 8, 64), jnp.bfloat16)
+    half = jnp.zeros((3, 32, 2, 32), jnp.uint8)
     pages = KVPages(half, half, jnp.zeros((3, 2, 32)), jnp.zeros((3, 2, 32)))
     params = AttentionParams(1.0)
     shape = call_shape(q_TNH, pages, params)
@@ -266,7 +274,11 @@ def test_kernels_of_gpus_decline_four_bits():
 def test_the_append_of_a_gpu_writes_what_others_do_and_no_padding(codes, monkeypatch):
     """There it names distinct slots, of which those of padding do not exist: the dummy page stays as it is."""
     rng = np.random.default_rng(3)
-    P, S, K, H, T = 9, 4, 2, 8, 21
+    P = 9
+    S = 4
+    K = 2
+    H = 8
+    T = 21
     slots_T = rng.permutation(np.arange(S, P * S))[:T]  # several of one page, in any order
     padding = slice(15, None)
     slots_T[padding] = rng.integers(0, S, T - 15)

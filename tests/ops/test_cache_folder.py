@@ -84,8 +84,11 @@ def test_publish_does_not_replace_a_folder_with_content(tmp_path):
 @pytest.mark.parametrize("durable", [True, False])
 def test_publish_syncs_content_before_it_renames(tmp_path, monkeypatch, durable):
     """Files and folders inside first, the rename next, and then the folder that has the new name."""
-    target, calls, names = tmp_path / "folder", [], {}
-    opened, rename = os.open, os.rename
+    target = tmp_path / "folder"
+    calls = []
+    names = {}
+    opened = os.open
+    rename = os.rename
 
     def open_file(path, *args, **options):
         descriptor = opened(path, *args, **options)

@@ -25,10 +25,12 @@ def implementation(name: str) -> str:
 def naive_delta(q, k, v, decay, beta, memory, corrects=True):
     """One sequence, token after token, in float64."""
     q, k, v, decay, beta, memory = (x.astype(np.float64) for x in (q, k, v, decay, beta, memory))
-    shared, out = v.shape[1] // q.shape[1], np.zeros(v.shape)
+    shared = v.shape[1] // q.shape[1]
+    out = np.zeros(v.shape)
     for t in range(len(v)):
         for n in range(v.shape[1]):
-            key, query = k[t, n // shared], q[t, n // shared]
+            key = k[t, n // shared]
+            query = q[t, n // shared]
             memory[n] *= decay[t, n][..., None]
             memory[n] += np.outer(key, beta[t, n] * (v[t, n] - corrects * (key @ memory[n])))
             out[t, n] = query @ memory[n]
@@ -76,13 +78,16 @@ def rows_of(counts, slots, begins, kept, T) -> StateRows:
     ids=str,
 )
 def test_against_float64(name, shape, corrects, by_key):
-    rng, name = np.random.default_rng(5), implementation(name)
+    rng = np.random.default_rng(5)
+    name = implementation(name)
     run = jax.jit(delta_net.delta_rule, static_argnames=("implementation", "corrects"))
     K, N, H, V = shape
     for _ in range(cases(20, least=2)):
         counts = rng.integers(1, 9, rng.integers(1, SLOTS + 1))
-        slots, T = rng.permutation(SLOTS)[: len(counts)], 48
-        begins, kept = rng.random(len(counts)) < 0.5, [int(rng.integers(0, count + 1)) for count in counts]
+        slots = rng.permutation(SLOTS)[: len(counts)]
+        T = 48
+        begins = rng.random(len(counts)) < 0.5
+        kept = [int(rng.integers(0, count + 1)) for count in counts]
         arrays = drawn(rng, shape, T, by_key)
         held = rng.standard_normal((SLOTS, N, H, V)).astype(np.float32)
         held[slots[begins]] = np.nan  # what another left is not looked at
@@ -103,13 +108,17 @@ def test_against_float64(name, shape, corrects, by_key):
 
 @pytest.mark.random
 def test_convolution_against_float64():
-    rng, run = np.random.default_rng(6), jax.jit(short_conv)
+    rng = np.random.default_rng(6)
+    run = jax.jit(short_conv)
     for _ in range(cases(40, least=4)):
         C, W = rng.choice([(5, 2), (12, 4), (1, 3)])
         counts = rng.integers(1, 9, rng.integers(1, SLOTS + 1))
-        slots, T = rng.permutation(SLOTS)[: len(counts)], 48
-        begins, kept = rng.random(len(counts)) < 0.5, [int(rng.integers(0, count + 1)) for count in counts]
-        x, weight = rng.standard_normal((T, C)).astype(np.float32), rng.standard_normal((C, W))
+        slots = rng.permutation(SLOTS)[: len(counts)]
+        T = 48
+        begins = rng.random(len(counts)) < 0.5
+        kept = [int(rng.integers(0, count + 1)) for count in counts]
+        x = rng.standard_normal((T, C)).astype(np.float32)
+        weight = rng.standard_normal((C, W))
         held = rng.standard_normal((SLOTS, W - 1, C)).astype(np.float32)
         held[slots[begins]] = np.nan
         out, tails = run(x, weight.astype(np.float32), held, rows_of(counts, slots, begins, kept, T))
@@ -129,17 +138,21 @@ def test_convolution_against_float64():
 @pytest.mark.slow
 def test_bits_are_those_of_any_cut(name, by_key):
     """A sequence by itself at once; and in pieces, each with others beside it and rows that are computed in vain."""
-    rng, name = np.random.default_rng(7), implementation(name)
+    rng = np.random.default_rng(7)
+    name = implementation(name)
     rule = jax.jit(delta_net.delta_rule, static_argnames="implementation")
-    conv, length = jax.jit(short_conv), 40
+    conv = jax.jit(short_conv)
+    length = 40
     for shape in SHAPES[:3]:
         K, N, H, V = shape
-        own, weight = drawn(rng, shape, length, by_key), rng.standard_normal((N * V, 4)).astype(np.float32)
+        own = drawn(rng, shape, length, by_key)
+        weight = rng.standard_normal((N * V, 4)).astype(np.float32)
         alone = rows_of([length], [0], [True], [length], length)
         whole, _ = rule(*own, np.zeros((SLOTS, N, H, V), np.float32), alone, implementation=name)
         blurred, _ = conv(own[2].reshape(length, -1), weight, np.zeros((SLOTS, 3, N * V), np.float32), alone)
         for _ in range(cases(10, least=2)):
-            at, slot = 0, int(rng.integers(SLOTS))
+            at = 0
+            slot = int(rng.integers(SLOTS))
             memory = rng.standard_normal((SLOTS, N, H, V)).astype(np.float32)
             tails = rng.standard_normal((SLOTS, 3, N * V)).astype(np.float32)
             while at < length:

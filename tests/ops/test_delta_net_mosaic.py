@@ -45,11 +45,14 @@ def test_against_float64(name):
 
 def test_a_row_has_the_same_bits_however_its_sequence_is_cut():
     """At once; and in pieces beside others, with rows that are computed in vain and padding."""
-    kind, length, slots = KINDS["Qwen3-Next"] | {"keys": 32}, 6, 3
+    kind = KINDS["Qwen3-Next"] | {"keys": 32}
+    length = 6
+    slots = 3
     _, (*arrays, memory, rows), _ = accuracy.DeltaCase(kind, (length, 2)).build(1)
     begins = jnp.array([True, False])
     whole, after = run([*arrays, memory], StateRows(rows.starts_B1, rows.slots_B, begins, jnp.array([length, 2])), True)
-    slot, at = int(rows.slots_B[0]), 0
+    slot = int(rows.slots_B[0])
+    at = 0
     held = jnp.full((slots, *memory.shape[1:]), jnp.nan)
     for count, kept in ((2, 1), (4, 3), (2, 2)):
         pieces = [jnp.concatenate((x[-1:], x[at : at + count], x[-2:])) for x in arrays]

@@ -97,7 +97,8 @@ FEW = ["gqa", "mqa", "seven heads", "page 1", "window 1", "soft cap", "sinks", "
 @pytest.mark.slow
 def test_it_is_attention(kernel, name):
     """Against float64: random steps, NaN in all that nobody owns, stale numbers in tables."""
-    shape, rng = SHAPES[name], np.random.default_rng(3)
+    shape = SHAPES[name]
+    rng = np.random.default_rng(3)
     for _ in range(cases(20, least=4)):
         check(shape, ragged(shape, rng), rng, partial(attention.paged_attention, implementation="flashinfer"))
 
@@ -122,7 +123,8 @@ def test_a_step_without_rows(kernel):
 def naive(shape: PlanShape, rows: QueryRows) -> set[tuple[int, int, int, int]]:
     """Every (row, head of a KV head, first key, end) that must be there, with contexts whole."""
     found = set()
-    starts, positions = np.asarray(rows.starts_B1), np.asarray(rows.positions_T)
+    starts = np.asarray(rows.starts_B1)
+    positions = np.asarray(rows.positions_T)
     for b in range(shape.sequences):
         for row in range(starts[b], starts[b + 1]):
             for head in range(shape.group):
@@ -136,7 +138,8 @@ def naive(shape: PlanShape, rows: QueryRows) -> set[tuple[int, int, int, int]]:
 @pytest.mark.slow
 def test_a_plan_covers_each_key_of_each_row_once():
     """In real sizes, for any lengths: parts follow each other, and each result has a place of its own."""
-    rng, cut = np.random.default_rng(5), 0
+    rng = np.random.default_rng(5)
+    cut = 0
     for _ in range(cases(60, least=12)):
         shape = PlanShape(
             rows=int(rng.choice([8, 64, 300])), sequences=int(rng.choice([1, 8, 40])), heads=32,
@@ -152,8 +155,11 @@ def test_a_plan_covers_each_key_of_each_row_once():
 
 def random_rows(shape: PlanShape, rng: np.random.Generator) -> QueryRows:
     """Sequences that decode or bring a chunk, some of them without rows, and padding."""
-    B, T, left = shape.sequences, shape.rows, shape.rows
-    counts, positions = np.zeros(B, int), rng.integers(0, 9, T)
+    B = shape.sequences
+    T = shape.rows
+    left = shape.rows
+    counts = np.zeros(B, int)
+    positions = rng.integers(0, 9, T)
     for b in rng.permutation(B):
         counts[b] = min(left, int(rng.choice([0, 1, 1, 1, rng.integers(1, T + 1)])))
         left -= counts[b]
@@ -168,28 +174,36 @@ def random_rows(shape: PlanShape, rng: np.random.Generator) -> QueryRows:
 
 def covers(shape: PlanShape, rows: QueryRows, plan) -> bool:
     """That a plan is right, by what it lists; whether it cuts a context."""
-    at, words, G = shape.places, plan.words, shape.group
+    at = shape.places
+    words = plan.words
+    G = shape.group
     assert len(words) == at["end"]
 
     def listed(name: str, count: int) -> np.ndarray:
         return words[at[name] : at[name] + count]
 
     counts = words[at["counts"] : at["end"]].view(np.uint8)[: shape.items].astype(bool)
-    (keys,), (total,) = listed("keys_a_part", 1), listed("rows", 1)
-    starts, positions = np.asarray(rows.starts_B1), np.asarray(rows.positions_T)
+    (keys,) = listed("keys_a_part", 1)
+    (total,) = listed("rows", 1)
+    starts = np.asarray(rows.starts_B1)
+    positions = np.asarray(rows.positions_T)
     assert total == starts[-1] and keys >= 1 and keys % shape.page == 0 and not counts[counts.sum() :].any()
-    first, before = listed("first_result", shape.sequences + 1), listed("results_before", shape.rows + 1)
+    first = listed("first_result", shape.sequences + 1)
+    before = listed("results_before", shape.rows + 1)
     assert before[total] <= shape.parts and before[0] == 0 and (before[total:] == before[total]).all()
-    found, places = {}, set()
+    found = {}
+    places = set()
     for b, tile, part in np.stack([listed(name, shape.items)[counts] for name in ("sequence", "tile", "part")], axis=1):
         count = starts[b + 1] - starts[b]
         length = positions[starts[b + 1] - 1] + 1
         left = length if shape.window is None else shape.window - 1
         start = max(length + tile * shape.tile // G - count - left, 0)
-        low, high = min(part * keys + start, length), min((part + 1) * keys + start, length)
+        low = min(part * keys + start, length)
+        high = min((part + 1) * keys + start, length)
         each = -(-min(length, left + shape.tile) // keys)
         for pair in range(tile * shape.tile, min((tile + 1) * shape.tile, count * G)):
-            row, head = pair // G, pair % G
+            row = pair // G
+            head = pair % G
             place = first[b] + row * each + part
             assert before[starts[b] + row] <= place < before[starts[b] + row + 1]
             assert (place, head) not in places
@@ -251,7 +265,8 @@ def test_what_xla_calls():
     assert f"info = dense<[{info}]> : tensor<15xi64>" in call
     assert "window_left = 127 : i64" in call and "soft_cap = 0.000000e+00 : f64" in call
     assert "scale = 0.0883883476" in call
-    end, pages = shape.places["end"], 16 * 19
+    end = shape.places["end"]
+    pages = 16 * 19
     operands = [
         "16x32x128xbf16", "305x16x8x128xbf16", "305x16x8x128xbf16", f"{end}xi32", "17xi32", "17xi32", f"{pages}xi32",
         "16xi32", "32xf32",
@@ -405,7 +420,8 @@ def test_an_engine_gives_the_same_tokens(kernel, monkeypatch):
         with LLM(**options) as llm:
             return [list(result.outputs[0].token_ids) for result in llm.generate(prompts, params)]
 
-    wanted, calls = answers(), []
+    wanted = answers()
+    calls = []
     right = flashinfer_kernel.paged_run
 
     def counted(*given):

@@ -59,7 +59,8 @@ class Tried:
     """What a trial finds, and the kinds that were tried."""
 
     def __init__(self, monkeypatch, found):
-        self.kinds, self.found = [], found
+        self.kinds = []
+        self.found = found
         monkeypatch.setattr(self_test, "test", self)
 
     def __call__(self, module: str, kind: str):
@@ -394,7 +395,8 @@ def test_trials_go_each_way(window):
         for mine in tasks_of(shape, plan(shape, rows)):
             ways |= {("in turns", len(mine) > 1)}
             for one in mine:
-                several, longer = one.first // one.span != one.last // one.span, one.span > shape.span
+                several = one.first // one.span != one.last // one.span
+                longer = one.span > shape.span
                 cut = (decodes, one.place >= 0) if shape.cut else None
                 ways |= {("cut", cut), ("several spans", one.place >= 0, several), ("longer spans", longer)}
     cut = {("cut", (decodes, cut)) for decodes in (True, False) for cut in (True, False)}

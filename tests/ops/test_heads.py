@@ -19,7 +19,9 @@ from quire.tests.support import kernels_ahead
 from quire.tests.support.cases import thinned
 
 pytestmark = pytest.mark.usefixtures("interpreted_once")
-S, P, ROWS = 32, 5, 5
+S = 32
+P = 5
+ROWS = 5
 SLOTS = [2 * S - 1, 3 * S, 3 * S + 1, S + 7]  # one sequence goes on in another page; then one more, then padding
 
 
@@ -91,7 +93,8 @@ def test_kernel_leaves_shifted_keys_to_attention_where_they_become_codes():
 def test_shift_is_taken_off_keys_that_become_codes_alone():
     qkv_TGH, work, pages = CASES["plain"].inputs()
     shifted = replace(work, k_shift_KH=jnp.full((work.keys, qkv_TGH.shape[2]), 3.0))
-    live, coded = rows_of(SLOTS), CASES["int8"].inputs()[2]
+    live = rows_of(SLOTS)
+    coded = CASES["int8"].inputs()[2]
     for held, offset in ((pages, 0), (coded, 3)):
         found, wanted = (heads.prepare(qkv_TGH, some, held, live, "xla") for some in (shifted, work))
         for name, x, y in zip("qkv", found, wanted, strict=False):
@@ -110,7 +113,8 @@ def test_against_float64_and_xla(name):
     q, k, v = (x[:live] for x in accuracy.in_float64(qkv_TGH, work))
     size = np.abs(q).max((1, 2), keepdims=True)
     assert np.all(np.abs(numbers(q_TNH)[:live] - q) < 1e-2 * size)
-    page_T, at_T = np.array(SLOTS) // S, np.array(SLOTS) % S
+    page_T = np.array(SLOTS) // S
+    at_T = np.array(SLOTS) % S
     step = {None: 1e-2, "int8": 1e-2, "float8_e4m3fn": 5e-2}[case.codes]
     for held, scale, right in ((after.k_PSKH, after.k_scale_PKS, k), (after.v_PSKH, after.v_scale_PKS, v)):
         found = numbers(held)[page_T, at_T]

@@ -52,7 +52,8 @@ def test_means_are_the_best_of_all(seed, count, same):
 def test_means_of_many_values():
     """More than are tried one by one: none of the means can move for the better, and they come near to the best."""
     rng = np.random.default_rng(0)
-    values, mass = rng.standard_normal((4, 3000)), rng.exponential(1, (4, 3000))
+    values = rng.standard_normal((4, 3000))
+    mass = rng.exponential(1, (4, 3000))
     for row, own, table in zip(values, mass, clusters.means(values, mass, 8), strict=True):
         mine = np.abs(row[:, None] - table).argmin(1)
         for code, mean in enumerate(table):
@@ -85,7 +86,8 @@ def test_codes_in_words(seed, bits):
 def test_a_codebook_by_output(bits):
     """What is apart is as it was, or nearly; the rest is the nearest of the output's own numbers."""
     rng = np.random.default_rng(bits)
-    W, mass = rng.standard_normal((5, 512)).astype(np.float32), rng.exponential(1, (5, 512)).astype(np.float32)
+    W = rng.standard_normal((5, 512)).astype(np.float32)
+    mass = rng.exponential(1, (5, 512)).astype(np.float32)
     W[2, 17], mass[2, 400] = 30, 1000
     node = quant.packed(f"codebook-{bits}", spec_of((512,), (5,))).fitted(W, mass)
     assert node.table.shape == (1 << bits, 5) and node.apart.shape == (3, 5)  # 0.45 % of 512
@@ -107,7 +109,8 @@ def test_a_codebook_by_output(bits):
 def test_the_most_sensitive_stay_apart():
     """One in nine of those apart, however small."""
     rng = np.random.default_rng(0)
-    W, mass = rng.standard_normal((2, 2000)).astype(np.float32), np.ones((2, 2000), np.float32)
+    W = rng.standard_normal((2, 2000)).astype(np.float32)
+    mass = np.ones((2, 2000), np.float32)
     W[:, 5], mass[:, 5] = 0.01, 9
     node = quant.packed("codebook-4", spec_of((2000,), (2,))).fitted(W, mass)
     assert len(node.columns) == 9 and (node.columns == 5).any(0).all()

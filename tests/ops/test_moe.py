@@ -12,7 +12,10 @@ from quire.ops.moe.routing import Rule, route
 from quire.ops.moe.routing.xla import limit_groups
 from quire.ops.moe.xla import BLOCK, mix_experts
 
-D, F, E, X = 24, 20, 6, 3
+D = 24
+F = 20
+E = 6
+X = 3
 
 
 def silu(x):
@@ -26,10 +29,12 @@ def draw(seed: int, dtype=np.float32):
 
 def slowly(x_TD, weights_TX, experts_TX, up_EDGF, down_EFD):
     out = np.zeros(x_TD.shape)
-    up_EDGF, down_EFD = up_EDGF.astype(np.float64), down_EFD.astype(np.float64)
+    up_EDGF = up_EDGF.astype(np.float64)
+    down_EFD = down_EFD.astype(np.float64)
     for t, row in enumerate(x_TD.astype(np.float64)):
         for weight, e in zip(weights_TX[t], experts_TX[t], strict=True):
-            gate, up = row @ up_EDGF[e, :, 0], row @ up_EDGF[e, :, 1]
+            gate = row @ up_EDGF[e, :, 0]
+            up = row @ up_EDGF[e, :, 1]
             out[t] += float(weight) * (silu(gate) * up @ down_EFD[e])
     return out
 
@@ -57,7 +62,8 @@ def choices(rng, T: int, kind: str) -> np.ndarray:
 @pytest.mark.parametrize("T", [1, 2, 15, BLOCK, BLOCK + 1, 32, 33, 70])
 def test_mix(T, kind):
     rng = np.random.default_rng(T)
-    x, experts = rng.standard_normal((T, D)).astype(np.float32), choices(rng, T, kind).astype(np.int32)
+    x = rng.standard_normal((T, D)).astype(np.float32)
+    experts = choices(rng, T, kind).astype(np.int32)
     weights = rng.random((T, X)).astype(np.float32)
     up, down = draw(T)
     expected = slowly(x, weights, experts, up, down)
@@ -68,7 +74,8 @@ def test_an_expert_that_nobody_chose_is_never_read():
     rng = np.random.default_rng(0)
     up, down = draw(0)
     up[[1, 3, 5]] = np.nan
-    x, weights = rng.standard_normal((9, D)).astype(np.float32), np.ones((9, X), np.float32)
+    x = rng.standard_normal((9, D)).astype(np.float32)
+    weights = np.ones((9, X), np.float32)
     out = quickly(x, weights, choices(rng, 9, "few").astype(np.int32), up, down)
     assert np.isfinite(out).all()
 
@@ -80,7 +87,8 @@ def test_a_row_does_not_depend_on_the_others(dtype):
     rng = np.random.default_rng(5)
     up, down = (jnp.asarray(w, dtype) for w in draw(5))
     x = jnp.asarray(rng.standard_normal((70, D)), dtype)
-    experts, weights = choices(rng, 70, "any").astype(np.int32), rng.random((70, X)).astype(np.float32)
+    experts = choices(rng, 70, "any").astype(np.int32)
+    weights = rng.random((70, X)).astype(np.float32)
     whole = np.asarray(quickly(x, weights, experts, up, down), np.float32)
     for T in (1, 3, 16, 40, 70):
         for _ in range(3):
@@ -124,7 +132,8 @@ RULES = {
 
 @pytest.mark.parametrize("name", RULES)
 def test_route(name):
-    moe, rng = RULES[name], np.random.default_rng(7)
+    moe = RULES[name]
+    rng = np.random.default_rng(7)
     logits = rng.standard_normal((50, moe.experts)).astype(np.float32) * 2
     bias = rng.standard_normal(moe.experts).astype(np.float32) if moe.choice_bias else None
     rule = Rule(moe.top_k, moe.score, moe.normalize, moe.scaling, moe.groups, moe.top_groups, moe.group_score)
@@ -160,7 +169,8 @@ def test_biases_clamp_and_scales():
     """gpt-oss's experts and Gemma's scale for each, as the decoder puts them together."""
     rng = np.random.default_rng(11)
     T, up, down = 9, *draw(11)
-    up, down = up * 4, down * 4
+    up = up * 4
+    down = down * 4
     weights = MoeWeights(
         router_DE=rng.standard_normal((D, E)).astype(np.float32),
         up_EDGF=up,
@@ -184,7 +194,8 @@ def test_biases_clamp_and_scales():
         for e, weight in route_slowly(row @ weights.router_DE + weights.router_bias_E, moe, None).items():
             gate, both = (row @ up[e, :, g] + weights.up_bias_EGF[e, g] for g in range(2))
             clamped += (gate > 2).sum() + (abs(both) > 2).sum()
-            gate, both = np.minimum(gate, 2), np.clip(both, -2, 2)
+            gate = np.minimum(gate, 2)
+            both = np.clip(both, -2, 2)
             inner = gate / (1 + np.exp(-1.702 * gate)) * (both + 1)
             total += weight * weights.expert_scale_E[e] * (inner @ down[e] + weights.down_bias_ED[e])
         np.testing.assert_allclose(out[t], total, atol=5e-5)

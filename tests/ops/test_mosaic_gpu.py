@@ -111,7 +111,8 @@ def test_the_last_to_save_a_span_merges(ahead, monkeypatch):
     monkeypatch.setattr(merge, "READ", 2 * ahead)
     shape = decoding(K=1, G=10, T=2, B=2, sinks=True)
     case = build(shape, [Sequence(77, 190, 1), Sequence(3, 140, 1)], np.random.default_rng(0))
-    axis_index, found = JaxprInterpreter._interpret_axis_index_p, []
+    axis_index = JaxprInterpreter._interpret_axis_index_p
+    found = []
     for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
 
         def turned(self, eqn, order=order):
@@ -143,7 +144,8 @@ def test_a_context_is_copied_once(window, codes, monkeypatch):
     copied = copies.counted(monkeypatch)
     run(shape, build(shape, sequences, np.random.default_rng(0)), attend)
     positions = 64 * (2 + 1 + 3 - first)
-    keys, queries = positions * shape.K * (shape.H * 2 if codes is None else shape.H + 4), 3 * 8 * shape.H * 2
+    keys = positions * shape.K * (shape.H * 2 if codes is None else shape.H + 4)
+    queries = 3 * 8 * shape.H * 2
     assert sum(part.nbytes for part in copied) == 2 * keys + queries
 
 
@@ -179,13 +181,18 @@ def step_of(name: str):
     def numbers(*sizes: int):
         return array(*sizes, dtype=jnp.int32)
 
-    T, B, K, H, S = shape.T, shape.B, shape.K, shape.H, shape.S
+    T = shape.T
+    B = shape.B
+    K = shape.K
+    H = shape.H
+    S = shape.S
     new = array(T, K, H)
     if shape.codes is None:
         page = array(4096, S, K, H)
         pages = KVPages(page) if shape.value_dim else KVPages(page, page)
     else:
-        page, scale = array(4096, S, K, H, dtype=shape.codes), array(4096, K, S, dtype=jnp.float32)
+        page = array(4096, S, K, H, dtype=shape.codes)
+        scale = array(4096, K, S, dtype=jnp.float32)
         pages = KVPages(page, page, scale, scale)
     rows = QueryRows(numbers(T), numbers(B + 1), numbers(B, 131072 // S), numbers(T))
     sinks = array(K * shape.G, dtype=jnp.float32) if shape.sinks else None

@@ -37,7 +37,8 @@ def shape_for(kind: str, T: int, B: int, longest: int) -> KernelShape:
 
 def rows_for(shape: KernelShape, B: int, sequences: list[tuple[int, int]]) -> QueryRows:
     """Rows of sequences, each of which has (rows before, rows); padding holds anything."""
-    positions, starts = np.full(shape.rows, 12345), np.zeros(B + 1, int)
+    positions = np.full(shape.rows, 12345)
+    starts = np.zeros(B + 1, int)
     for b, (start, count) in enumerate(sequences):
         starts[b + 1] = starts[b] + count
         positions[starts[b] : starts[b + 1]] = start + np.arange(count)
@@ -116,7 +117,9 @@ def test_everything_once(kind):
         longest = int(rng.choice([1024, 8192, 40960, 131072]))
         B = int(rng.choice([1, 4, 32]))
         T = B if n % 2 else B + int(rng.choice([1, 60, 700]))
-        shape, sequences, left = shape_for(kind, T, B, longest), [], T
+        shape = shape_for(kind, T, B, longest)
+        sequences = []
+        left = T
         for b in range(int(rng.integers(1, B + 1))):
             count = 1 if T == B or rng.random() < 0.5 else int(rng.integers(1, max(2, left - (B - b) + 1)))
             count = max(1, min(count, left, longest))

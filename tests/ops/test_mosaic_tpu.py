@@ -103,7 +103,8 @@ def rows_of(shape: Shape, sequences: list[Sequence]) -> list[bytes]:
 @pytest.mark.slow
 def test_the_same_bits_in_any_batch(interpreter):
     """Of one chunk: neither company nor the step's sizes change it."""
-    shape, own = mixed(K=1, window=40), Sequence(77, 133, 1)
+    shape = mixed(K=1, window=40)
+    own = Sequence(77, 133, 1)
     (alone,) = rows_of(dataclasses.replace(shape, T=1, B=1), [own])
     assert rows_of(dataclasses.replace(shape, T=4, B=4), [*DECODE[:2], own])[2] == alone
     first, _, chunk = rows_of(shape, [own, Sequence(3, 60, 9), Sequence(78, 100, 30)])
@@ -114,8 +115,10 @@ def test_the_same_bits_in_any_batch(interpreter):
 @pytest.mark.slow
 def test_sequences_without_rows(interpreter):
     """Wherever they stand, and where there are no others, they change nothing and nothing waits for them."""
-    shape, none = mixed(K=1, T=40, B=7), Sequence(9, 0, 0)
-    first, second = Sequence(1, 60, 32), Sequence(2, 100, 1)  # the first fills a block of rows
+    shape = mixed(K=1, T=40, B=7)
+    none = Sequence(9, 0, 0)
+    first = Sequence(1, 60, 32)  # the first fills a block of rows
+    second = Sequence(2, 100, 1)
     assert rows_of(shape, [none, first, none, none, second]) == [
         b"",
         *rows_of(shape, [first])[:1],
@@ -179,7 +182,11 @@ PRODUCTION = {
 
 
 def trace(shape: Shape, length: int, sharding=None):
-    T, B, K, H, S = shape.T, shape.B, shape.K, shape.H, shape.S
+    T = shape.T
+    B = shape.B
+    K = shape.K
+    H = shape.H
+    S = shape.S
 
     def array(*sizes: int, dtype=shape.dtype):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
@@ -187,7 +194,8 @@ def trace(shape: Shape, length: int, sharding=None):
     def numbers(*sizes: int):
         return array(*sizes, dtype=jnp.int32)
 
-    page, new = array(1024, S, K, H), array(T, K, H)
+    page = array(1024, S, K, H)
+    new = array(T, K, H)
     pages = KVPages(kv_PSYH=array(1024, S, 2 * K, H)) if shape.paired else KVPages(page, page)
     rows = QueryRows(numbers(T), numbers(B + 1), numbers(B, -(-length // S)), numbers(T))
     sinks = array(K * shape.G, dtype=jnp.float32) if shape.sinks else None
@@ -220,7 +228,8 @@ def test_compiles_for_tpus(name, chip, monkeypatch):
     """It fits, and the cache is written where it is: nothing of its size is allocated."""
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # do not look for the machine's description in a cloud
     monkeypatch.setattr(tpu, "has_tpu", lambda: True)
-    device, (shape, length) = topologies.get_topology_desc(chip, "tpu").devices[0], PRODUCTION[name]
+    device = topologies.get_topology_desc(chip, "tpu").devices[0]
+    (shape, length) = PRODUCTION[name]
     with on(device.device_kind):
         used = trace(shape, length, SingleDeviceSharding(device)).lower().compile().memory_analysis()
     assert used.alias_size_in_bytes == 1024 * shape.S * 2 * shape.K * shape.H * 2

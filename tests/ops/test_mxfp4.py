@@ -18,15 +18,19 @@ from quire.tests.support.golden.recorded import Golden
 
 def e2m1(code: int) -> float:
     """One sign bit, two of exponent with a bias of 1, one of mantissa; exponent 0 is subnormal."""
-    sign, exponent, mantissa = code >> 3, (code >> 1) & 3, code & 1
+    sign = code >> 3
+    exponent = (code >> 1) & 3
+    mantissa = code & 1
     magnitude = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
     return -magnitude if sign else magnitude
 
 
 def decode_slowly(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Bytes, as `four_bits.py` describes them, and [D / 32, F] scales, value by value in float64."""
-    D, F = 32 * len(scales), scales.shape[1]
-    side, out = min(D, 128), np.zeros((D, F))
+    D = 32 * len(scales)
+    F = scales.shape[1]
+    side = min(D, 128)
+    out = np.zeros((D, F))
     for d in range(D):
         half, place = divmod(d - min(d // side * side, D - side), side // 2)
         for f in range(F):
@@ -60,7 +64,8 @@ def test_decode(D, half):
 def test_more_axes():
     """Gate and up lie side by side after the axis that is summed over."""
     rng = np.random.default_rng(0)
-    blocks, scales = rng.integers(0, 256, (1, 16, 2, 5), np.uint8), rng.integers(120, 130, (1, 1, 2, 5), np.uint8)
+    blocks = rng.integers(0, 256, (1, 16, 2, 5), np.uint8)
+    scales = rng.integers(120, 130, (1, 1, 2, 5), np.uint8)
     whole = np.asarray(Mxfp4(jnp.asarray(blocks), jnp.asarray(scales))[0], np.float32)
     for g in range(2):
         np.testing.assert_array_equal(whole[:, g], decode_slowly(blocks[0, :, g], scales[0, :, g]))
@@ -70,11 +75,14 @@ def test_more_axes():
 @pytest.mark.slow
 def test_blocks_of_a_checkpoint(into, out):
     """A byte has neighbouring inputs there; rows of gate and up take turns."""
-    rng, E, rows = np.random.default_rng(0), 2, int(np.prod(out))
+    rng = np.random.default_rng(0)
+    E = 2
+    rows = int(np.prod(out))
     blocks = rng.integers(0, 256, (E, rows, into // 32, 16), np.uint8)
     scales = rng.integers(120, 130, (E, rows, into // 32), np.uint8)
     dense = ArraySpec((E, into, *out), None, (None,) * (2 + len(out)), stacked=True)
-    stored, spec = tensors(E, into, out), packed("mxfp4", dense)
+    stored = tensors(E, into, out)
+    spec = packed("mxfp4", dense)
     node = Mxfp4(jnp.asarray(stored.nibbles.turn(blocks)), jnp.asarray(stored.scales.turn(scales)))
     assert node.nibbles.shape == spec.nibbles.shape and node.scales.shape == spec.scales.shape
     for e in range(E):

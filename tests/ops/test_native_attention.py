@@ -66,7 +66,8 @@ class Shape:
 
     @property
     def options(self):
-        cap, sinks = self.soft_cap, None
+        cap = self.soft_cap
+        sinks = None
         if self.sinks:
             sinks = np.linspace(-2, 3, self.K * self.G).astype(np.float32)
         return AttentionParams(self.H**-0.5, self.window, self.chunked, self.ahead, cap, self.value_dim), sinks
@@ -130,7 +131,8 @@ def reference(shape: Shape, s: Sequence):
     """The definition, in float64: results, and how far each may be off where weights are rounded to bfloat16."""
     options, sinks = shape.options
     q, k, v = drawn(shape, s.seed)
-    q, k = q[s.start : s.end].astype(np.float64), seen(shape, k[: s.end], keys=True)
+    q = q[s.start : s.end].astype(np.float64)
+    k = seen(shape, k[: s.end], keys=True)
     if shape.pages == "int4" and shape.dtype == "bfloat16" and native.instruction_set() in PAIRWISE:
         q = four_bits.turned(q).astype(BFLOAT16).astype(np.float64) @ four_bits.matrix(shape.H)
     v = seen(shape, v[: s.end], keys=False) if shape.value_dim is None else k[..., : shape.value_dim]
@@ -154,8 +156,10 @@ def reference(shape: Shape, s: Sequence):
 
 def build_case(shape: Shape, sequences, rng, spare: int = 0):
     """A step's inputs: (q, k, v), pages, rows, the place of each sequence. What nobody owns, padding too, is NaN."""
-    S, B = shape.S, len(sequences) + int(rng.integers(3))
-    M, T = -(-max(s.end for s in sequences) // S) + 1, sum(s.rows for s in sequences) + spare
+    S = shape.S
+    B = len(sequences) + int(rng.integers(3))
+    M = -(-max(s.end for s in sequences) // S) + 1
+    T = sum(s.rows for s in sequences) + spare
     P = 2 + M * len(sequences)
     free = list(rng.permutation(np.arange(1, P)))
     dtype = drawn(shape, sequences[0].seed)[0].dtype
@@ -164,8 +168,11 @@ def build_case(shape: Shape, sequences, rng, spare: int = 0):
     width = shape.H // 2 if shape.pages == "int4" else shape.H
     held = [np.full((P, S, shape.K, width), poison, shape.kept) for _ in range(2)]
     scales = [np.full((P, shape.K, S), np.nan, np.float32) for _ in range(2)]
-    positions, slots = rng.integers(0, 9, T), rng.integers(0, S, T)
-    tables, starts, places = rng.integers(-9, P + 9, (B, M)), np.zeros(B + 1, int), []
+    positions = rng.integers(0, 9, T)
+    slots = rng.integers(0, S, T)
+    tables = rng.integers(-9, P + 9, (B, M))
+    starts = np.zeros(B + 1, int)
+    places = []
     for b, s in enumerate(sequences):
         oldest = 0 if shape.window is None else max(0, s.start - shape.window + 1)
         for page in range(oldest // S, -(-s.end // S)):
@@ -248,7 +255,8 @@ def shapes(draw):
     H = draw(st.sampled_from([64, 128, 8, 16, 20, 33, 80, 96, 192]))
     latent = draw(st.sampled_from([None, None, None, H - 8 if H > 8 else 5]))
     if pages == "int4":
-        H, latent = H + H % 2, None
+        H = H + H % 2
+        latent = None
     K, G = draw(st.sampled_from([(1, 1), (4, 1), (2, 3), (1, 7), (1, 20), (3, 2), (1, 130)]))
     window = draw(st.sampled_from([None, None, 1, 40, 64, 600]))
     return Shape(
@@ -306,7 +314,8 @@ def test_cases_of_their_own(isa, name):
 @pytest.mark.parametrize("pages", ["int8", "int4"])
 def test_codes_are_those_of_xla(isa, pages):
     """Both implementations quantise to the same bits, zeros and huge rows too."""
-    shape, rng = Shape(pages=pages, H=40), np.random.default_rng(2)
+    shape = Shape(pages=pages, H=40)
+    rng = np.random.default_rng(2)
     case = build_case(shape, [Sequence(0, 20, 60), Sequence(1, 90, 1)], rng)
     for x in case[0][1:]:
         x[3], x[4], x[5] = 0, x[4] * 1e30, x[5] * 1e-30
@@ -349,7 +358,8 @@ def positions_alone(shape: Shape, wanted, seed=77):
 @pytest.mark.slow
 def test_the_same_bits_in_any_step(isa, name):
     """A row's result does not depend on its company, nor on where its chunk begins."""
-    shape, rng = SAME[name], np.random.default_rng(5)
+    shape = SAME[name]
+    rng = np.random.default_rng(5)
     alone = dict(positions_alone(shape, [0, 1, 15, 16, 63, 64, 100, 511, 512, 513, 600, 1023, 1024, 1100, 1299]))
     for start, rows in ((0, 70), (0, 600), (60, 5), (505, 9), (512, 100), (590, 520), (1000, 300), (1290, 10)):
         others = [Sequence(n, int(rng.integers(1000)), int(rng.choice([1, 1, 5, 90]))) for n in range(rng.integers(4))]

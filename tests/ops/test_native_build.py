@@ -168,7 +168,8 @@ def test_one_that_fails_leaves_the_others(small, caplog):
     """Its products stay XLA's, the log says why once, and the rest is in use."""
     (small / "two.cc").write_text("int x = oops;\n")
     forget()
-    leaf, spec = np.ones((32, 16), np.float32), ArraySpec((32, 16), np.float32, (None, None), fan_in=32, inputs=(0,))
+    leaf = np.ones((32, 16), np.float32)
+    spec = ArraySpec((32, 16), np.float32, (None, None), fan_in=32, inputs=(0,))
     with caplog.at_level(logging.WARNING):
         assert pack(spec, leaf) is leaf and pack(spec, leaf) is leaf
     (record,) = caplog.records

@@ -80,7 +80,8 @@ def wide(x):
 )  # fmt: skip
 def check_dense(rows, padding, into, out, bias, dtype, seed):
     rng = np.random.default_rng(seed)
-    x, w = made(rng, (rows,), into, dtype), made(rng, into, out, dtype)
+    x = made(rng, (rows,), into, dtype)
+    w = made(rng, into, out, dtype)
     x[max(rows - padding, 0) :] = 0
     b = made(rng, (), out, dtype) if bias else None
     node = pack(spec_of(into, out, dtype), w)
@@ -121,7 +122,9 @@ def test_matrices_of_a_stack(isa, name):
     """One that is named, with a bias or a gate; and each with rows of its own, the last ones zeros: to the bit what
     the matrix gives by itself."""
     rng = np.random.default_rng(4)
-    E, K, F = 5, 96, 32
+    E = 5
+    K = 96
+    F = 32
     w, x, rows = (made(rng, shape, (K,), np.float32) for shape in ((E, 2, F), (7,), (7, E)))
     w = np.ascontiguousarray(np.moveaxis(w, -1, 1))
     bias, rows[5:] = made(rng, (), (2, F), np.float32), 0
@@ -158,7 +161,8 @@ def check_mxfp4(rows, padding, K, out, bias, seed, dtype):
     blocks = rng.integers(0, 256, (3, four_bits.count(K), *out), np.uint8)
     scales = rng.integers(110, 130, (3, K // 32, *out)).astype(np.uint8)
     scales[rng.random(scales.shape) < 0.05] = 0
-    leaf, x = Mxfp4(blocks, scales), made(rng, (rows,), (K,), dtype)
+    leaf = Mxfp4(blocks, scales)
+    x = made(rng, (rows,), (K,), dtype)
     x[max(rows - padding, 0) :] = 0
     b = made(rng, (), out, ml_dtypes.bfloat16) if bias else None
     dense = ArraySpec((3, K, *out), BFLOAT16, (None,) * (2 + len(out)), stacked=True)
@@ -198,7 +202,8 @@ def between_bytes(x):
 @example(name="fp8", rows=2, padding=0, into=(32,), out=(16,), bias=False, dtype=np.float32, seed=0)
 def check_rounded(name, rows, padding, into, out, bias, dtype, seed):
     rng = np.random.default_rng(seed)
-    x, w = made(rng, (rows,), into, dtype), made(rng, into, out, dtype)
+    x = made(rng, (rows,), into, dtype)
+    w = made(rng, into, out, dtype)
     x[max(rows - padding, 0) :] = 0
     x[between_bytes(x)] = 0
     spec = spec_of(into, out, dtype)
@@ -219,7 +224,8 @@ def check_rounded(name, rows, padding, into, out, bias, dtype, seed):
     }[name.split("-")[0]]  # fmt: skip
     np.testing.assert_allclose(wide(got), exact, atol=worst * size)
     b = jnp.asarray(made(rng, (), out, np.float32)) if bias else None
-    one, whole = rng.integers(rows), project(letters, jnp.asarray(x), packed, b, jnp.float32)
+    one = rng.integers(rows)
+    whole = project(letters, jnp.asarray(x), packed, b, jnp.float32)
     np.testing.assert_allclose(whole, got if b is None else got + b, atol=size * 2e-6)
     alone = project(letters, jnp.asarray(x[one : one + 1]), packed, b, jnp.float32)
     np.testing.assert_array_equal(alone[0], whole[one])
@@ -246,7 +252,8 @@ def test_float32_rows_keep_all_their_bits(name):
         x = np.where(rng.random(x.shape) < 0.5, 1.0, -1.0).astype(np.float32)  # which codes hold exactly
     decoded = wide(einsum("TD,DF->TF", jnp.eye(512), node, implementation="xla"))
     np.testing.assert_allclose(decoded, w, atol=np.abs(w).max() / 2)
-    exact, size = wide(x) @ decoded, np.abs(wide(x)) @ np.abs(decoded)
+    exact = wide(x) @ decoded
+    size = np.abs(wide(x)) @ np.abs(decoded)
     for weight in (node, packed):
         got = np.asarray(einsum("TD,DF->TF", jnp.asarray(x), weight))
         assert (np.abs(got - exact) < 1e-6 * size).all()
@@ -275,7 +282,8 @@ def in_bytes(x_TK, group):
 def check_rows_of_bytes(name, rows, padding, K, out, bias, dtype, seed):
     """To the last bits what float64 makes of the rounded rows and the decoded weight."""
     rng = np.random.default_rng(seed)
-    x, w = made(rng, (rows,), (K,), dtype), made(rng, (K,), out, dtype)
+    x = made(rng, (rows,), (K,), dtype)
+    w = made(rng, (K,), out, dtype)
     x *= 10 ** rng.uniform(-3, 3, (rows, 1)).astype(dtype)
     x[max(rows - padding, 0) :] = 0
     x[:, rng.integers(K)] *= 0
@@ -358,7 +366,8 @@ def test_levels(isa):
 @pytest.mark.slow
 def test_gate_and_up_in_one_pass(isa, name, activation):
     rng = np.random.default_rng(1)
-    x, w = made(rng, (9,), (64,), np.float32), made(rng, (64,), (2, 48), np.float32)
+    x = made(rng, (9,), (64,), np.float32)
+    w = made(rng, (64,), (2, 48), np.float32)
     spec = spec_of((64,), (2, 48), np.float32)
     packed = pack(spec, w) if name is None else rounded(name, spec, w)[1]
     got = gated("TD,DGF->TGF", jnp.asarray(x), packed, activation)
@@ -368,7 +377,8 @@ def test_gate_and_up_in_one_pass(isa, name, activation):
 @pytest.mark.parametrize("name", [None, "int8", "int8-weights", "fp8", "fp8-weights"])
 def test_head_that_is_an_embedding_too(isa, name):
     rng = np.random.default_rng(2)
-    w, x = made(rng, (50,), (24,), np.float32), made(rng, (3,), (24,), np.float32)
+    w = made(rng, (50,), (24,), np.float32)
+    x = made(rng, (3,), (24,), np.float32)
     spec = spec_of((24,), (50,), np.float32, head=True)
     node = w if name is None else quant.packed(name, spec).quantize(w.T)
     packed: Any = pack(spec, node)
@@ -385,7 +395,8 @@ def test_head_that_is_an_embedding_too(isa, name):
 @pytest.mark.slow
 def test_a_row_that_is_not_finite_spoils_no_other(isa, name, bad):
     rng = np.random.default_rng(3)
-    x, w = made(rng, (8,), (64,), np.float32), made(rng, (64,), (40,), np.float32)
+    x = made(rng, (8,), (64,), np.float32)
+    w = made(rng, (64,), (40,), np.float32)
     spec = spec_of((64,), (40,), np.float32)
     packed = pack(spec, w) if name is None else rounded(name, spec, w)[1]
     before = np.asarray(einsum("TD,DF->TF", jnp.asarray(x), packed))

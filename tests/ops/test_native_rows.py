@@ -14,7 +14,8 @@ from quire.ops.residual import Residual
 from quire.tests.support.cases import thinned
 
 pytestmark = pytest.mark.skipif(not native.serves(), reason="no compiler")
-ROWS, EPS = 7, 1e-5
+ROWS = 7
+EPS = 1e-5
 ALLOWED = {"float32": 3e-6, "bfloat16": 1e-2}
 NORMS = None, "plain", "head", "all", "turned"
 WIDTHS = {
@@ -64,7 +65,9 @@ def heads_case(name: str, dtype: str, tied: bool, N: int = 6, K: int = 2):
 
 
 def in_float64(qkv_TGH, work: Heads):
-    x, N, K = numbers(qkv_TGH), work.queries, work.keys
+    x = numbers(qkv_TGH)
+    N = work.queries
+    K = work.keys
     found = []
     for own, scale in ((x[:, :N], work.q_scale), (x[:, N : N + K], work.k_scale)):
         scale = None if scale is None else numbers(scale)

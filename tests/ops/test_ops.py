@@ -20,7 +20,8 @@ RNG = np.random.default_rng(0)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 5, 64), (0, 8)])
 @pytest.mark.parametrize("eps", [1e-6, 1e-5])
 def test_rms_norm(shape, eps):
-    x, scale = RNG.standard_normal(shape).astype(np.float32), RNG.standard_normal(shape[-1]).astype(np.float32)
+    x = RNG.standard_normal(shape).astype(np.float32)
+    scale = RNG.standard_normal(shape[-1]).astype(np.float32)
     wide = x.astype(np.float64)
     expected = wide / np.sqrt((wide**2).sum(-1, keepdims=True) / shape[-1] + eps)
     np.testing.assert_allclose(rms_norm(jnp.asarray(x), None, eps), expected, rtol=2e-6, atol=1e-7)
@@ -58,7 +59,8 @@ def test_glu(name):
 def test_glu_with_a_clamp():
     """The gate is cut above, the other side on both ends, and one is added to it."""
     x = np.array([[[9.0, -9.0, 1.0, 8.0], [1.0, 9.0, -9.0, 0.5]]], np.float32)
-    gate, up = np.array([[7.0, -9.0, 1.0, 7.0]]), np.array([[1.0, 7.0, -7.0, 0.5]])
+    gate = np.array([[7.0, -9.0, 1.0, 7.0]])
+    up = np.array([[1.0, 7.0, -7.0, 0.5]])
     expected = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
     np.testing.assert_allclose(glu(jnp.asarray(x), "silu", 7.0, 1.702), expected, rtol=1e-5, atol=1e-8)
 
@@ -123,7 +125,8 @@ def yarn(i, dim=64, theta=500000.0, trained=4096, factor=16, fast=32, slow=1, ro
     """NTK by parts: pairs that turn more than `fast` times in the trained length stay, fewer than `slow`: stretched."""
     bounds = [dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (fast, slow)]
     low, high = (math.floor(bounds[0]), math.ceil(bounds[1])) if rounded else bounds
-    low, high = max(low, 0), min(high, dim - 1)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     share = min(max((i - low) / (high - low), 0), 1)
     return plain(i, dim, theta) * (1 - share) + plain(i, dim, theta) / factor * share
 

@@ -10,7 +10,15 @@ from quire.ops.attention.backend import AttentionParams
 from quire.ops.attention.picking import Picks, picking_attention
 from quire.tests.support.cases import cases
 
-S, P, M, N, A, V, HEADS, DIM, COUNT = 8, 40, 9, 3, 24, 16, 16, 8, 20
+S = 8
+P = 40
+M = 9
+N = 3
+A = 24
+V = 16
+HEADS = 16
+DIM = 8
+COUNT = 20
 
 
 def step(rng, lengths, counts):
@@ -34,9 +42,13 @@ def step(rng, lengths, counts):
 def run(tables, keys, asked, order, dtype=np.float32, padding=3):
     """What some of the sequences get, in a step of these alone: a list of [rows, N, V]."""
     held = np.zeros((P * S, A + DIM), np.float32)
-    positions, slots, new, starts = [], [], [], [0]
+    positions = []
+    slots = []
+    new = []
+    starts = [0]
     for index in order:
-        length, count = len(keys[index]), len(asked[index]["q"])
+        length = len(keys[index])
+        count = len(asked[index]["q"])
         at = np.arange(length)
         slot = tables[index, at // S] * S + at % S
         held[slot[: length - count]] = keys[index][: length - count]

@@ -76,7 +76,8 @@ def test_dense_against_float64(name):
     rank = len(subscripts.partition(",")[0]) - 1
     inputs = axes[-1:] if options.get("dtype") else axes[:rank]
     out = axes[:1] if options.get("dtype") else axes[rank:]
-    x, weight = draw(rng, rows, *inputs), draw(rng, *axes, scale=np.prod(inputs) ** -0.5)
+    x = draw(rng, rows, *inputs)
+    weight = draw(rng, *axes, scale=np.prod(inputs) ** -0.5)
     bias = jnp.asarray(rng.standard_normal(out), jnp.float32) if options.get("bias") else None
     found = linear.weight_of(weight, INTERPRETED).einsum(subscripts, x, bias, options.get("dtype"))
     wanted = np.einsum(subscripts, exact(x), exact(weight)) + (0 if bias is None else exact(bias))
@@ -111,7 +112,8 @@ INT8S = {  # subscripts, axes of the weight, rows, whether the rows are rounded 
 @pytest.mark.slow
 def test_int8_against_float64(by, name):
     subscripts, axes, rows, dynamic = INT8S[name]
-    rng, into = np.random.default_rng(3), len(subscripts.partition(",")[0]) - 1
+    rng = np.random.default_rng(3)
+    into = len(subscripts.partition(",")[0]) - 1
     x = draw(rng, rows, *axes[:into])
     weight = rounded(draw(rng, *axes, scale=0.1), dynamic, into)
     bias = jnp.asarray(rng.standard_normal(axes[into:]), jnp.float32)
@@ -165,8 +167,10 @@ def numbers_of(weight: Int8 | Fp8) -> np.ndarray:
 def test_fp8_against_float64(by, name):
     """Its sums, and those of XLA, of the codes that rows become."""
     subscripts, axes, rows, dynamic = INT8S[name]
-    rng, into = np.random.default_rng(3), len(subscripts.partition(",")[0]) - 1
-    x, weight = draw(rng, rows, *axes[:into]), in_float8(draw(rng, *axes, scale=0.1), dynamic, into)
+    rng = np.random.default_rng(3)
+    into = len(subscripts.partition(",")[0]) - 1
+    x = draw(rng, rows, *axes[:into])
+    weight = in_float8(draw(rng, *axes, scale=0.1), dynamic, into)
     bias = jnp.asarray(rng.standard_normal(axes[into:]), jnp.float32)
     found = linear.weight_of(weight, by).einsum(subscripts, x, bias, jnp.float32)
     x_RK = exact(x.reshape(rows, -1))
@@ -183,7 +187,8 @@ def test_fp8_against_float64(by, name):
 def test_a_matrix_for_each_head(T, N, K, out):
     """As latent attention has them."""
     rng = np.random.default_rng(T)
-    x, w = draw(rng, T, N, K), draw(rng, N, out, K)
+    x = draw(rng, T, N, K)
+    w = draw(rng, N, out, K)
     found = exact(linear.weight_of(w, INTERPRETED).einsum("TNA,NHA->TNH", x, dtype=jnp.float32))
     wanted, size = (np.einsum("TNA,NHA->TNH", of(exact(x)), of(exact(w))) for of in (np.asarray, np.abs))
     assert found.shape == wanted.shape and np.all(np.abs(found - wanted) < 1e-6 * size)
@@ -198,9 +203,11 @@ def test_a_router_has_all_bits_of_float32(name):
     """As no product of bfloat16 or TF32 has, for rows of bfloat16 and any float32 weight."""
     D, E, T = ROUTERS[name]
     rng = np.random.default_rng(D)
-    x, w = draw(rng, T, D), jnp.asarray(rng.standard_normal((D, E)) * rng.choice([1e-3, 1], (D, 1)), jnp.float32)
+    x = draw(rng, T, D)
+    w = jnp.asarray(rng.standard_normal((D, E)) * rng.choice([1e-3, 1], (D, 1)), jnp.float32)
     found = exact(linear.weight_of(w, INTERPRETED).exact("TD,DE->TE", x))
-    wanted, size = exact(x) @ exact(w), np.abs(exact(x)) @ np.abs(exact(w))
+    wanted = exact(x) @ exact(w)
+    size = np.abs(exact(x)) @ np.abs(exact(w))
     assert found.shape == (T, E) and np.all(np.abs(found - wanted) < 1e-6 * size)
     narrow = exact(x) @ exact(w.astype(jnp.bfloat16))
     assert np.mean(np.abs(narrow - wanted) > 1e-6 * size) > 0.9  # the weight's last bits count
@@ -212,7 +219,8 @@ def test_a_router_has_all_bits_of_float32(name):
 
 
 def test_a_router_of_another_form_is_declined():
-    x, w = jnp.ones((1, 64)), jnp.ones((64, 64))
+    x = jnp.ones((1, 64))
+    w = jnp.ones((64, 64))
     with pytest.raises(NotImplementedError, match="the weight must be one matrix that is not quantised"):
         linear.weight_of(rounded(w, False), INTERPRETED).exact("TD,DE->TE", x.astype(jnp.bfloat16))
     with pytest.raises(NotImplementedError, match="rows must be bfloat16, not float32"):
@@ -223,8 +231,10 @@ def test_a_router_of_another_form_is_declined():
 @pytest.mark.slow
 def test_rows_that_come_in_codes(make):
     """They are multiplied as they come; codes of another kind are left, and all by weights that round no rows."""
-    rng, kind = np.random.default_rng(9), "int8" if make is rounded else "float8"
-    x, dense = draw(rng, 5, 2, 64), draw(rng, 2, 64, 2, 64, scale=0.1)
+    rng = np.random.default_rng(9)
+    kind = "int8" if make is rounded else "float8"
+    x = draw(rng, 5, 2, 64)
+    dense = draw(rng, 2, 64, 2, 64, scale=0.1)
     codes, scale = round_rows(x.reshape(5, -1), kind)
 
     def product(given, dynamic: bool = True):
@@ -259,8 +269,10 @@ INT4S = {  # subscripts, axes of the weight, rows, inputs that share a scale, wh
 @pytest.mark.parametrize("name", thinned(INT4S, ["half a step", "groups of 64", "groups of 128, zeros"]))
 def test_int4_against_float64(by, name):
     subscripts, axes, rows, group, zero = INT4S[name]
-    rng, into = np.random.default_rng(6), len(subscripts.partition(",")[0]) - 1
-    x, weight = draw(rng, rows, *axes[:into]), in_four_bits(draw(rng, *axes, scale=0.1), group, into, zero)
+    rng = np.random.default_rng(6)
+    into = len(subscripts.partition(",")[0]) - 1
+    x = draw(rng, rows, *axes[:into])
+    weight = in_four_bits(draw(rng, *axes, scale=0.1), group, into, zero)
     bias = jnp.asarray(rng.standard_normal(axes[into:]), jnp.float32)
     found = linear.weight_of(weight, by).einsum(subscripts, x, bias, jnp.float32)
     np.testing.assert_allclose(
@@ -271,7 +283,8 @@ def test_int4_against_float64(by, name):
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
 def test_gated_against_float64(activation):
     rng = np.random.default_rng(1)
-    x, weight = draw(rng, 9, 128), draw(rng, 128, 2, 64, scale=0.1)
+    x = draw(rng, 9, 128)
+    weight = draw(rng, 128, 2, 64, scale=0.1)
     found = linear.weight_of(weight, INTERPRETED).gated("TD,DGF->TGF", x, activation)
     up = np.einsum("TD,DGF->TGF", exact(x), exact(weight))
     kind = {"clamp": None, "activation": activation}
@@ -293,7 +306,9 @@ def chosen(rng, T: int, X: int, E: int, kind: str) -> np.ndarray:
 @pytest.mark.slow
 def test_each_pair_has_its_place(T, kind):
     """Against a loop: a place of its own, in a block of its expert; the others are empty."""
-    E, X, rows = 12, 4, 16
+    E = 12
+    X = 4
+    rows = 16
     whose = chosen(np.random.default_rng(T), T, X, E, kind)
     weights = np.random.default_rng(T).random((T, X), np.float32)
     found = jax.tree.map(np.asarray, align(jnp.asarray(whose, jnp.int32), jnp.asarray(weights), E, rows))
@@ -314,7 +329,10 @@ def test_each_pair_has_its_place(T, kind):
     assert found.weight_P.tolist() == np.r_[weights.reshape(-1), 0][wanted].tolist()
 
 
-D, F, E, X = 64, 128, 6, 3
+D = 64
+F = 128
+E = 6
+X = 3
 
 
 def mixture(rng, **more) -> Experts:
@@ -323,7 +341,9 @@ def mixture(rng, **more) -> Experts:
 
 def mixed_slowly(x, weights, whose, mixture: Experts) -> np.ndarray:
     kind = {"clamp": mixture.clamp, "alpha": mixture.alpha, "activation": mixture.activation}
-    up, down, out = exact(mixture.up_EDGF), exact(mixture.down_EFD), np.zeros(x.shape)
+    up = exact(mixture.up_EDGF)
+    down = exact(mixture.down_EFD)
+    out = np.zeros(x.shape)
     up_bias, down_bias = (
         np.zeros((E, 1)) if bias is None else exact(bias) for bias in (mixture.up_bias_EGF, mixture.down_bias_ED)
     )
@@ -352,8 +372,10 @@ def test_experts_against_float64(by, name):
     rng = np.random.default_rng(T)
     if options.pop("bias", False):
         options |= {"up_bias_EGF": draw(rng, E, 2, F), "down_bias_ED": draw(rng, E, D)}
-    mixture_, whose = mixture(rng, **options), chosen(rng, T, X, E, kind)
-    x, weights = draw(rng, T, D), jnp.asarray(rng.random((T, X)), jnp.float32)
+    mixture_ = mixture(rng, **options)
+    whose = chosen(rng, T, X, E, kind)
+    x = draw(rng, T, D)
+    weights = jnp.asarray(rng.random((T, X)), jnp.float32)
     found = experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, mixture_, by)
     np.testing.assert_allclose(exact(found), mixed_slowly(x, weights, whose, mixture_), rtol=2e-2, atol=3e-2)
 
@@ -365,7 +387,10 @@ def test_experts_against_float64(by, name):
 @pytest.mark.slow
 def test_experts_in_eight_bits_against_float64(by, dynamic, make):
     rng = np.random.default_rng(4)
-    dense, whose, x, weights = mixture(rng), chosen(rng, 9, X, E, "any"), draw(rng, 9, D), np.ones((9, X), np.float32)
+    dense = mixture(rng)
+    whose = chosen(rng, 9, X, E, "any")
+    x = draw(rng, 9, D)
+    weights = np.ones((9, X), np.float32)
     stacks = []
     for array in (dense.up_EDGF, dense.down_EFD):
         nodes = [make(array[e], dynamic) for e in range(E)]
@@ -385,9 +410,12 @@ def test_experts_in_eight_bits_against_float64(by, dynamic, make):
 @pytest.mark.parametrize("zero", thinned([False, True], [True]))
 @pytest.mark.slow
 def test_int4_experts_against_float64(by, zero):
-    rng, D = np.random.default_rng(7), 128
+    rng = np.random.default_rng(7)
+    D = 128
     dense = Experts(draw(rng, E, D, 2, F, scale=0.2), draw(rng, E, F, D, scale=0.2), "silu")
-    whose, x, weights = chosen(rng, 9, X, E, "any"), draw(rng, 9, D), np.ones((9, X), np.float32)
+    whose = chosen(rng, 9, X, E, "any")
+    x = draw(rng, 9, D)
+    weights = np.ones((9, X), np.float32)
     nodes = [[in_four_bits(array[e], 32, zero=zero) for e in range(E)] for array in (dense.up_EDGF, dense.down_EFD)]
     stacks = [Stack(jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)) for each in nodes]
     wanted = mixed_slowly(
@@ -401,10 +429,8 @@ def test_int4_experts_against_float64(by, zero):
 def in_mxfp4(rng, *axes: int) -> tuple[Mxfp4, np.ndarray]:
     """A stack of any bits, and what they mean, input by input."""
     E, K, *out = axes
-    data, scales = (
-        rng.integers(0, 256, (E, -(-K // 128) * 64, *out), np.uint8),
-        rng.integers(120, 126, (E, K // 32, *out), np.uint8),
-    )
+    data = rng.integers(0, 256, (E, -(-K // 128) * 64, *out), np.uint8)
+    scales = rng.integers(120, 126, (E, K // 32, *out), np.uint8)
     codes = codes_of(data.swapaxes(0, 1), K)
     found = [accuracy.FLOAT4[codes[k]] * 2.0 ** (scales[:, k // 32] - 127.0) for k in range(K)]
     return Mxfp4(jnp.asarray(data), jnp.asarray(scales)), np.stack(found, 1)
@@ -415,8 +441,11 @@ def in_mxfp4(rng, *axes: int) -> tuple[Mxfp4, np.ndarray]:
 def test_mxfp4_experts_against_float64(by, T, D, F):
     """gpt-oss': biases, its clamped activation, and sizes that are no whole number of steps."""
     rng = np.random.default_rng(8)
-    whose, x, weights = chosen(rng, T, X, E, "any"), draw(rng, T, D), jnp.asarray(rng.random((T, X)), jnp.float32)
-    (up, exact_up), (down, exact_down) = in_mxfp4(rng, E, D, 2, F), in_mxfp4(rng, E, F, D)
+    whose = chosen(rng, T, X, E, "any")
+    x = draw(rng, T, D)
+    weights = jnp.asarray(rng.random((T, X)), jnp.float32)
+    (up, exact_up) = in_mxfp4(rng, E, D, 2, F)
+    (down, exact_down) = in_mxfp4(rng, E, F, D)
     options = {"activation": "silu", "up_bias_EGF": draw(rng, E, 2, F), "down_bias_ED": draw(rng, E, D)}
     options |= {"clamp": 1.0, "alpha": 1.7}
     wanted = mixed_slowly(x, weights, whose, Experts(exact_up, exact_down, **options))
@@ -427,7 +456,8 @@ def test_mxfp4_experts_against_float64(by, T, D, F):
 
 def test_every_code_and_scale_of_mxfp4_is_decoded_as_by_xla(by):
     """The products with the rows of an identity are the matrix itself."""
-    codes, scales = np.arange(256, dtype=np.uint8), np.arange(2, 250, dtype=np.uint8)
+    codes = np.arange(256, dtype=np.uint8)
+    scales = np.arange(2, 250, dtype=np.uint8)
     blocks = np.resize(codes, (1, 64, len(scales) + 8))
     each = np.resize(np.r_[scales, np.full(8, 127, np.uint8)], (1, 4, len(scales) + 8))
     node = Mxfp4(jnp.asarray(blocks), jnp.asarray(each))
@@ -438,8 +468,10 @@ def test_every_code_and_scale_of_mxfp4_is_decoded_as_by_xla(by):
 
 def test_an_expert_that_nobody_chose_is_never_read(by):
     rng = np.random.default_rng(0)
-    whole, whose = mixture(rng), chosen(rng, 9, X, E, "few")
-    x, weights = draw(rng, 9, D), jnp.ones((9, X), jnp.float32)
+    whole = mixture(rng)
+    whose = chosen(rng, 9, X, E, "few")
+    x = draw(rng, 9, D)
+    weights = jnp.ones((9, X), jnp.float32)
     spoilt = mixture(rng)
     spoilt = Experts(whole.up_EDGF.at[1::2].set(jnp.nan), whole.down_EFD.at[1::2].set(jnp.nan), spoilt.activation)
     found = experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, spoilt, by)
@@ -457,8 +489,10 @@ WEIGHTS = {  # how a weight is kept, and what is copied of it: scales of eight b
 @pytest.mark.slow
 def test_each_byte_of_a_weight_is_copied_once(name, monkeypatch):
     """And rows once for each 64 outputs, which the card's cache has by then."""
-    rng, (make, bytes_of) = np.random.default_rng(8), WEIGHTS[name]
-    x, weight = draw(rng, 5, 256), make(draw(rng, 256, 2, 128))
+    rng = np.random.default_rng(8)
+    (make, bytes_of) = WEIGHTS[name]
+    x = draw(rng, 5, 256)
+    weight = make(draw(rng, 256, 2, 128))
     copied = copies.counted(monkeypatch)
     linear.weight_of(weight, INTERPRETED).einsum("TD,DGH->TGH", x)
     rows = [part for part in copied if part.shape[0] == 16]
@@ -468,8 +502,10 @@ def test_each_byte_of_a_weight_is_copied_once(name, monkeypatch):
 
 def test_an_expert_that_was_chosen_is_copied_once(monkeypatch):
     rng = np.random.default_rng(0)
-    whole, whose = mixture(rng), chosen(rng, 40, X, E, "few")
-    x, weights = draw(rng, 40, D), jnp.ones((40, X), jnp.float32)
+    whole = mixture(rng)
+    whose = chosen(rng, 40, X, E, "few")
+    x = draw(rng, 40, D)
+    weights = jnp.ones((40, X), jnp.float32)
     copied = copies.counted(monkeypatch)
     experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, whole, INTERPRETED)
     blocks = sum(-(-np.count_nonzero(whose == e) // 32) for e in range(E))
@@ -485,9 +521,14 @@ COMPANY = (7,), (17, 3, 5, 4), tuple(range(5, 47)), tuple(range(99, 1, -1))
 def test_the_same_bits_in_any_company(rows):
     """Of a row's dense product and of its experts, among twenty others and among these, in blocks of any size."""
     rng = np.random.default_rng(5)
-    x, weight, bias = draw(rng, 100, 192), draw(rng, 192, 128, scale=0.1), jnp.asarray(rng.random(128), jnp.float32)
-    whole, y, weights = mixture(rng), draw(rng, 100, D), jnp.asarray(rng.random((100, X)), jnp.float32)
-    whose, interpreted = jnp.asarray(chosen(rng, 100, X, E, "any"), jnp.int32), InterpretGPUParams()
+    x = draw(rng, 100, 192)
+    weight = draw(rng, 192, 128, scale=0.1)
+    bias = jnp.asarray(rng.random(128), jnp.float32)
+    whole = mixture(rng)
+    y = draw(rng, 100, D)
+    weights = jnp.asarray(rng.random((100, X)), jnp.float32)
+    whose = jnp.asarray(chosen(rng, 100, X, E, "any"), jnp.int32)
+    interpreted = InterpretGPUParams()
 
     router = jnp.asarray(rng.standard_normal((192, 32)), jnp.float32)
     routers = router, router.astype(jnp.bfloat16)
@@ -518,9 +559,12 @@ def test_the_same_bits_in_any_company(rows):
 @pytest.mark.parametrize("seed", range(cases(8, 4)))
 def test_random_experts(by, seed):
     rng = np.random.default_rng(seed)
-    T, kind = int(rng.integers(1, 131)), ["any", "one", "few"][seed % 3]
-    whole, whose = mixture(rng, activation=prepare.ACTIVATIONS[seed % 3]), chosen(rng, T, X, E, kind)
-    x, weights = draw(rng, T, D), jnp.asarray(rng.random((T, X)), jnp.float32)
+    T = int(rng.integers(1, 131))
+    kind = ["any", "one", "few"][seed % 3]
+    whole = mixture(rng, activation=prepare.ACTIVATIONS[seed % 3])
+    whose = chosen(rng, T, X, E, kind)
+    x = draw(rng, T, D)
+    weights = jnp.asarray(rng.random((T, X)), jnp.float32)
     found = experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, whole, by)
     np.testing.assert_allclose(exact(found), mixed_slowly(x, weights, whose, whole), rtol=2e-2, atol=6e-2)
 
@@ -558,7 +602,9 @@ BY_TRITON = {
 @pytest.mark.parametrize("name", thinned(KINDS | BY_TRITON, ["a head", *BY_TRITON]))
 def test_a_trial(name, spoilt, monkeypatch):
     """What it finds on a card, at small sizes in the interpreter: it tells a kernel that is right from another."""
-    real, last, kind = accuracy.multiply, [], (KINDS | BY_TRITON)[name]
+    real = accuracy.multiply
+    last = []
+    kind = (KINDS | BY_TRITON)[name]
 
     def kernel(*given):
         out = real(*given)
@@ -609,10 +655,14 @@ def card(monkeypatch):
 
 def test_it_serves_where_there_is_a_card(card):
     rng = np.random.default_rng(0)
-    x, weight, up = draw(rng, 5, 128), draw(rng, 128, 64), draw(rng, 128, 2, 64)
+    x = draw(rng, 5, 128)
+    weight = draw(rng, 128, 64)
+    up = draw(rng, 128, 2, 64)
     assert (products.einsum("TD,DA->TA", x, weight) == 7).all()
     assert (products.gated("TD,DGF->TGF", x, up, "silu") == 7).all()
-    y, weights, whose = draw(rng, 5, D), jnp.ones((5, X)), jnp.zeros((5, X), jnp.int32)
+    y = draw(rng, 5, D)
+    weights = jnp.ones((5, X))
+    whose = jnp.zeros((5, X), jnp.int32)
     assert (moe.mix(y, weights, whose, E, mixture(rng)) == 7 * X).all()
     assert [(ran.parts, ran.experts, ran.weighed) for ran in card] == [
         (1, 1, False), (2, 1, False), (2, E, False), (1, E, True)
@@ -630,7 +680,8 @@ def test_it_serves_where_there_is_a_card(card):
 )
 def test_what_it_declines_is_left_to_xla(card, x, weight, subscripts, says):
     rng = np.random.default_rng(0)
-    x, weight = draw(rng, *x), draw(rng, *weight)
+    x = draw(rng, *x)
+    weight = draw(rng, *weight)
     found = products.einsum(subscripts, x, weight)
     if says is None:
         assert card
@@ -642,7 +693,8 @@ def test_what_it_declines_is_left_to_xla(card, x, weight, subscripts, says):
 
 
 def test_it_says_all_that_stands_against_it(card):
-    x, weight = jnp.zeros((5, 60)), jnp.zeros((60, 2, 64))
+    x = jnp.zeros((5, 60))
+    weight = jnp.zeros((60, 2, 64))
     wanted = "rows must be bfloat16, not float32; weights must be bfloat16 or codes, not float32; inputs "
     with pytest.raises(
         NotImplementedError, match=wanted + "and .* are 60 and 64; the activation must be one of silu, .* not gelu"
@@ -667,7 +719,8 @@ def test_each_generation_has_its_kernel(capability, kernel, monkeypatch):
 
     monkeypatch.setattr(prepare, "run", run)
     rng = np.random.default_rng(0)
-    weight, x = draw(rng, 128, 64), draw(rng, 200, 128)
+    weight = draw(rng, 128, 64)
+    x = draw(rng, 200, 128)
     for each in (rounded(weight, False), in_four_bits(weight, 32)):
         linear.weight_of(each).einsum("TD,DA->TA", x)
     assert ran == [(kernel, 128), (kernel, 64 if kernel == "triton" else 128)]
@@ -716,7 +769,8 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(card, monkeypatch, caplog, t
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     self_test.verdict.cache_clear()
     rng = np.random.default_rng(0)
-    x, weight = draw(rng, 5, 128), draw(rng, 128, 64)
+    x = draw(rng, 5, 128)
+    weight = draw(rng, 128, 64)
     with caplog.at_level(logging.WARNING, "quire"):
         assert not (products.einsum("TD,DA->TA", x, weight) == 7).all()
     assert not card and "it is wrong on this GPU: blocks by 5.0e-01" in caplog.text

@@ -102,7 +102,8 @@ def test_inputs_that_do_not_fill_the_last_group(name):
 def test_codes_of_four_bits_two_a_byte(inputs):
     """Each byte has two inputs of one block, half a block apart, and the last block ends with the last input."""
     codes = np.random.default_rng(inputs).integers(0, 16, (inputs, 3), np.uint8)
-    data, side = four_bits.join(codes), min(inputs, 128)
+    data = four_bits.join(codes)
+    side = min(inputs, 128)
     assert data.shape == (four_bits.count(inputs), 3) and len(data) == -(-inputs // side) * side // 2
     for place, both in enumerate(data):
         block, at = divmod(place, side // 2)

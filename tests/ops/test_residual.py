@@ -68,7 +68,8 @@ def run(rows: Residual, scale_D):
 def test_against_float64_and_xla(name):
     """Every row is right, the sum has the bits of XLA's, and nothing races."""
     rows, scale_D = CASES[name].inputs()
-    found, allowed = run(rows, scale_D), 1e-2 if CASES[name].dtype == "bfloat16" else 1e-6
+    found = run(rows, scale_D)
+    allowed = 1e-2 if CASES[name].dtype == "bfloat16" else 1e-6
     for out, right in zip(found, accuracy.in_float64(rows, scale_D, EPS), strict=True):
         assert np.all(np.abs(np.asarray(out, np.float64) - right) < allowed * np.abs(right).max(1, keepdims=True))
     by_xla = xla.add_and_norm(rows, scale_D, EPS)
@@ -117,12 +118,14 @@ def test_the_norm_in_codes_besides(name, kind):
 def test_xla_adds_and_normalises_as_separate_operations_do(D, normed):
     """To the bit. It serves nothing to add, and no norm of the sum, too."""
     (x_TD, y_TD, y_scale_D), scale_D = Case(D, normed).inputs()
-    x_TD, y_TD = x_TD.astype(jnp.float32), y_TD.astype(jnp.float32)
+    x_TD = x_TD.astype(jnp.float32)
+    y_TD = y_TD.astype(jnp.float32)
     rows = Residual(x_TD, y_TD, y_scale_D)
     total = x_TD + (rms_norm(y_TD, y_scale_D, EPS) if normed else y_TD)
     for out, right in zip(xla.add_and_norm(rows, scale_D, EPS), (total, rms_norm(total, scale_D, EPS)), strict=True):
         assert np.asarray(out).tobytes() == np.asarray(right).tobytes()
-    nothing, plain = xla.add_and_norm(Residual(x_TD), scale_D, EPS), xla.add_and_norm(rows, None, EPS)
+    nothing = xla.add_and_norm(Residual(x_TD), scale_D, EPS)
+    plain = xla.add_and_norm(rows, None, EPS)
     assert np.array_equal(nothing[0], x_TD) and np.array_equal(nothing[1], rms_norm(x_TD, scale_D, EPS))
     assert np.array_equal(plain[0], total) and np.array_equal(plain[1], total)
     for out in residual.add_and_norm(rows, None, EPS):
@@ -211,7 +214,8 @@ def test_lowers_for_cuda_as_one_kernel(monkeypatch):
 @pytest.mark.parametrize("norm", [None, "scale", "centred, bias"])
 def test_norms_of_heads_are_those_of_their_rows(norm):
     rng = np.random.default_rng(0)
-    x_TNH, weights = jnp.asarray(rng.standard_normal((5, 3, 128)), jnp.float32), accuracy.random_norm(norm, 128, rng)
+    x_TNH = jnp.asarray(rng.standard_normal((5, 3, 128)), jnp.float32)
+    weights = accuracy.random_norm(norm, 128, rng)
     found = residual.norm_alone(x_TNH, weights, EPS)
     ones_D = jnp.ones(128) if weights is None else weights
     right = accuracy.in_float64(Residual(x_TNH.reshape(15, 128)), ones_D, EPS)[1]

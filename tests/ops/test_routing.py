@@ -116,7 +116,8 @@ def test_places_are_those_of_xla(sizes, kind):
 
 
 def test_all_reasons_are_said():
-    logits_TE, live_T = jnp.zeros((4, 1032), jnp.bfloat16), jnp.ones(4, bool)
+    logits_TE = jnp.zeros((4, 1032), jnp.bfloat16)
+    live_T = jnp.ones(4, bool)
     with pytest.raises(
         NotImplementedError, match=r"float32, not bfloat16, and .* at most 1024, not 1032, and .* 16 .* 20"
     ):

@@ -47,7 +47,9 @@ OFF = {
 }
 
 SAMPLERS = ["xla", *(f"native {isa}" for isa in build.isas() if "emulated" not in isa), "branchless"]
-SLOTS, V, DRAFTS = 8, 700, 2  # and 8 or 32 rows, where a test has no reason for others: each shape is a compilation
+SLOTS = 8  # and 8 or 32 rows, where a test has no reason for others: each shape is a compilation
+V = 700
+DRAFTS = 2
 
 
 @pytest.fixture(scope="module", params=thinned(SAMPLERS, SAMPLERS[:2]))
@@ -160,7 +162,8 @@ def test_frequencies_follow_the_exact_distribution(run, fields):
     observed = [*counts_V[often_V], counts_V[~often_V].sum()]
     expected = [*expected_V[often_V], expected_V[~often_V].sum()]
     if expected[-1] == 0:
-        observed, expected = observed[:-1], expected[:-1]
+        observed = observed[:-1]
+        expected = expected[:-1]
     assert stats.chisquare(observed, expected).pvalue > 1e-4
 
 
@@ -171,7 +174,8 @@ def test_what_can_be_drawn_is_what_a_sort_keeps(implementation, monkeypatch, can
     monkeypatch.setattr(xla, "CANDIDATES", candidates)
     draw = jax.jit(lambda *args: implementation(*args))  # a function of its own: `run` remembers other candidates
     rng = np.random.default_rng(candidates)
-    V, draws = 20, 2500
+    V = 20
+    draws = 2500
     cases = [
         {"top_k": 1},
         {"top_k": 20},
@@ -209,7 +213,8 @@ def test_the_kernel_draws_by_the_same_generator(run, implementation):
     if "native" not in implementation.__module__:
         pytest.skip("its draws run over the tokens in another order")
     rng = np.random.default_rng(18)
-    seeds_R2, positions_R = rng.integers(0, 2**32, (32, 2), np.uint32), rng.integers(0, 2**31, 32)
+    seeds_R2 = rng.integers(0, 2**32, (32, 2), np.uint32)
+    positions_R = rng.integers(0, 2**31, 32)
     inputs = make_inputs(32, seeds_R2, positions=positions_R, temperature=1)
     tokens_R = run(jnp.zeros((32, 4096)), empty(1, 4096), inputs).tokens_R
     expected_R = xla.uniform(inputs.seeds_R2, inputs.positions_R) * 4096
@@ -359,7 +364,8 @@ def test_a_vanishing_temperature_is_greedy(run, temperature):
 @pytest.mark.parametrize("V", [5, V])
 def test_logprobs_and_ranks_are_of_the_raw_logits(run, V):
     rng = np.random.default_rng(12)
-    R, K = 8, min(V, MAX_LOGPROBS)
+    R = 8
+    K = min(V, MAX_LOGPROBS)
     logits_RV = rng.normal(0, 4, (R, V)).astype(np.float32)
     logits_RV[0] = np.round(logits_RV[0])  # ties
     logits_RV[1, 1:] = -np.inf
@@ -480,7 +486,8 @@ def test_broken_rows_fail_alone(run, temperature):
     logits_RV[1, 150], logits_RV[2], logits_RV[4, 0] = np.nan, -np.inf, np.inf
     broken = run(logits_RV, state, make_inputs(8, **fields, bans={1: [150]}))  # a ban hides no NaN
     assert healthy.ok_R.all() and broken.ok_R.tolist() == [True, False, False, True, False, True, True, True]
-    good, bad = [0, 3, 5, 6, 7], [1, 2, 4]
+    good = [0, 3, 5, 6, 7]
+    bad = [1, 2, 4]
     assert_same_bits(take(healthy, good), take(broken, good))
     assert (np.asarray(broken.tokens_R)[bad] == BROKEN).all()
     assert not any(np.asarray(leaf)[bad].any() for leaf in jax.tree.leaves(replace(broken, tokens_R=None)))
@@ -516,12 +523,17 @@ def test_half_precision_logits_are_read_exactly(run):
 
 def test_tokens_are_counted_where_tracked():
     rng = np.random.default_rng(15)
-    B, V, T = 3, 11, 200
-    slots_T, tokens_T = rng.integers(0, B, T), rng.integers(0, V, T)
-    is_prompt_T, tracked_T = rng.random(T) < 0.1, rng.random(T) < 0.3
+    B = 3
+    V = 11
+    T = 200
+    slots_T = rng.integers(0, B, T)
+    tokens_T = rng.integers(0, V, T)
+    is_prompt_T = rng.random(T) < 0.1
+    tracked_T = rng.random(T) < 0.3
     slots_T[~tracked_T] = rng.integers(-2, 9, (~tracked_T).sum())  # padding may point anywhere
     state = jax.jit(count_tokens, donate_argnums=0)(empty_state(B, V), slots_T, tokens_T, is_prompt_T, tracked_T)
-    prompt_BV, counts_BV = np.zeros((B, V), bool), np.zeros((B, V), int)
+    prompt_BV = np.zeros((B, V), bool)
+    counts_BV = np.zeros((B, V), int)
     for slot, token, is_prompt in zip(slots_T[tracked_T], tokens_T[tracked_T], is_prompt_T[tracked_T], strict=True):
         if is_prompt:
             prompt_BV[slot, token] = True
@@ -538,7 +550,8 @@ def test_a_new_request_finds_its_slot_clean_and_the_others_as_they_were():
     after = jax.jit(replace_row, donate_argnums=0)(state, 1, row)
     for leaf, old, new in zip(*map(jax.tree.leaves, (after, before, row)), strict=True):
         if leaf is after.bias_BJV:  # those of rows with drafts before them are written before they are read
-            leaf, old = leaf[:, 0], old[:, 0]
+            leaf = leaf[:, 0]
+            old = old[:, 0]
         np.testing.assert_array_equal(leaf[1], np.broadcast_to(new, leaf.shape[-1]))
         np.testing.assert_array_equal(leaf[np.array([0, 2])], old[[0, 2]])
 
@@ -547,7 +560,11 @@ def test_of_several_paths_the_one_with_most_accepted_drafts_wins():
     """Random paths of random sequences beside a naive choice: the first of the best."""
     rng = np.random.default_rng(18)
     for _ in range(50):
-        accepted, depths, numbers, paths, best = [], [], [], [], {}
+        accepted = []
+        depths = []
+        numbers = []
+        paths = []
+        best = {}
         for number in range(4):  # 30 rows of all together, so that it is compiled once
             for path in (0, 1, 3) if number < 3 and rng.random() < 0.8 else (0,):
                 count = int(rng.integers(0, 3)) if number < 3 else 29 - len(accepted)
@@ -575,13 +592,21 @@ def test_drafts_are_accepted_up_to_the_first_that_was_not_drawn():
     """Random sequences of rows beside a naive loop: which drafts, and which row draws the next token."""
     rng = np.random.default_rng(17)
     for _ in range(50):
-        drawn, drafts, depths, ok, expected, last = [], [], [], [], [], []
+        drawn = []
+        drafts = []
+        depths = []
+        ok = []
+        expected = []
+        last = []
         while len(drawn) < 16:  # so that it is compiled once
-            count, going = int(rng.integers(0, min(1 + DRAFTS, 16 - len(drawn)))), True
+            count = int(rng.integers(0, min(1 + DRAFTS, 16 - len(drawn))))
+            going = True
             for depth in range(count + 1):
                 draft = int(rng.integers(0, 3)) if depth < count else -1
-                token, fine = int(rng.integers(0, 3)), bool(rng.random() < 0.9)
-                reached, going = going, going and fine and token == draft
+                token = int(rng.integers(0, 3))
+                fine = bool(rng.random() < 0.9)
+                reached = going
+                going = going and fine and token == draft
                 row = token if fine else 0, draft, depth, fine, going, reached and not going
                 for column, value in zip((drawn, drafts, depths, ok, expected, last), row, strict=True):
                     column.append(value)

@@ -12,7 +12,8 @@ from quire.ops.sampling import xla
 
 def test_thresholds_of_a_large_vocabulary():
     rng = np.random.default_rng(3)
-    R, V = 6, 5000
+    R = 6
+    V = 5000
     logits_RV = rng.normal(0, 2, (R, V)).astype(np.float32)
     logits_RV[1] = np.round(logits_RV[1], 1)
     logits_RV[2, 100:] = -np.inf
@@ -118,7 +119,8 @@ def threefry(key, counter):
     """Threefry-2x32 with 20 rounds, from the paper."""
     mask = 2**32 - 1
     ks = [*key, key[0] ^ key[1] ^ 0x1BD11BDA]
-    x0, x1 = (counter[0] + ks[0]) & mask, (counter[1] + ks[1]) & mask
+    x0 = (counter[0] + ks[0]) & mask
+    x1 = (counter[1] + ks[1]) & mask
     for i in range(20):
         turn = [13, 15, 26, 6, 17, 29, 16, 24][i % 8]
         x0 = (x0 + x1) & mask

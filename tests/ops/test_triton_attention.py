@@ -48,7 +48,8 @@ def small(monkeypatch):
 @pytest.mark.parametrize("name", thinned(SHAPES, FEW))
 def test_against_float64(name, T, B):
     """Random steps, NaN in all that nobody owns, stale numbers in tables; with spans, and with several rows of one."""
-    shape, rng = Shape(**{"H": 64, "T": T, "B": B, "dtype": "bfloat16", **SHAPES[name]}), np.random.default_rng(3)
+    shape = Shape(**{"H": 64, "T": T, "B": B, "dtype": "bfloat16", **SHAPES[name]})
+    rng = np.random.default_rng(3)
     for _ in range(cases(4, least=1)):
         check(shape, ragged(shape, rng), rng, attend, CLOSE)
 
@@ -149,7 +150,8 @@ def test_pages_that_offsets_do_not_reach_are_declined(gigabytes, codes, declined
     """Those of one byte a number between 2 and 4 GiB: Pallas would count from their end."""
     dtype = jnp.int8 if codes == 1 else jnp.bfloat16
     held = jax.ShapeDtypeStruct((gigabytes << 10, 1024 // codes, 8, 128), dtype)
-    q, scales = jax.ShapeDtypeStruct((4, 32, 128), jnp.bfloat16), [None, None] if codes == 2 else [0, 0]
+    q = jax.ShapeDtypeStruct((4, 32, 128), jnp.bfloat16)
+    scales = [None, None] if codes == 2 else [0, 0]
     params = AttentionParams(1.0)
     reason = triton.kernel_limits(params, call_shape(q, KVPages(held, held, *scales), params))
     assert "must not be of 2 to 4 GiB" in str(reason) if declined else reason is None
@@ -197,13 +199,19 @@ COMPILED = ["Llama-3-8B, 64 rows", "Llama-3-8B in fp8, 2048 rows"]
 
 def step_of(name: str):
     """(a step of the kernel, the shapes of its arguments)."""
-    shape, length = PRODUCTION[name], 4096
+    shape = PRODUCTION[name]
+    length = 4096
 
     def array(*axes: int, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(axes, dtype)
 
-    T, B, K, H, S = shape.T, shape.B, shape.K, shape.H, shape.S
-    pages, dtype = B * length // S + 1, jnp.dtype(shape.codes or jnp.bfloat16)
+    T = shape.T
+    B = shape.B
+    K = shape.K
+    H = shape.H
+    S = shape.S
+    pages = B * length // S + 1
+    dtype = jnp.dtype(shape.codes or jnp.bfloat16)
     scales = [array(pages, K, S, dtype=jnp.float32)] * 2 if shape.codes else []
     held = KVPages(*[array(pages, S, K, H, dtype=dtype)] * 2, *scales)
     rows = QueryRows(array(T), array(B + 1), array(B, length // S), array(T))

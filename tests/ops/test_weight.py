@@ -65,7 +65,8 @@ def test_a_stack_of_the_kernels():
 
 
 def test_a_forced_implementation():
-    dense, tiled = made(HEAD, None, False), made(HEAD, None, True)
+    dense = made(HEAD, None, False)
+    tiled = made(HEAD, None, True)
     for w, right, wrong, reason in (
         (dense, "xla", "native", "native: the weight is not laid out for the kernels"),
         (tiled, "native", "xla", "xla: the weight is laid out for the native kernels"),
@@ -111,7 +112,8 @@ def test_a_format_says_all_that_others_ask(name):
 def test_products_in_float32_are_float32(monkeypatch, backend, dtype, asked):
     """A GPU would take TF32 for them: a router's choice among experts, for one, would be another."""
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    x, w = jnp.ones((4, 64), dtype), jnp.ones((64, 8), dtype)
+    x = jnp.ones((4, 64), dtype)
+    w = jnp.ones((64, 8), dtype)
     made = jax.make_jaxpr(lambda x, w: einsum("TD,DE->TE", x, w, jnp.float32, implementation="xla"))(x, w)
     [product] = [equation for equation in made.eqns if equation.primitive.name == "dot_general"]
     assert product.params["precision"] == asked

@@ -34,7 +34,9 @@ def test_classes(family, count, problem, activation, tmp_path):
     variant = next(variant for variant in VARIANTS if variant.name.startswith(family))
     (tmp_path / "config.json").write_text(json.dumps(variant.config))
     config = transformers.AutoConfig.from_pretrained(tmp_path)
-    config.num_labels, config.problem_type, config.pad_token_id = count, problem, None
+    config.num_labels = count
+    config.problem_type = problem
+    config.pad_token_id = None
     torch.manual_seed(SEED)
     model = (
         transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").float().eval()

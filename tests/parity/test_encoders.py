@@ -137,7 +137,8 @@ def test_pairs(kind, tmp_path):
     model.save_pretrained(tmp_path)
     own.save_pretrained(tmp_path)
     llm = llm_of(tmp_path)
-    queries, documents = ["the quick fox", "dog", "a a a"], ["jumps over the lazy dog " * 4, "fox", "the dog jumps"]
+    queries = ["the quick fox", "dog", "a a a"]
+    documents = ["jumps over the lazy dog " * 4, "fox", "the dog jumps"]
     for query, document, output in zip(queries, documents, llm.score(queries, documents, use_tqdm=False), strict=True):
         given = own(query, document, return_token_type_ids=True, return_tensors="pt")
         types = {} if kind == "xlm-roberta" else {"token_type_ids": given["token_type_ids"]}

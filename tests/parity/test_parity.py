@@ -38,7 +38,8 @@ class Case:
     """A model of fresh weights that transformers has loaded and saved again in its own form."""
 
     def __init__(self, variant, folder):
-        shapes, self.seed = reference.tensor_shapes(variant), SEED
+        shapes = reference.tensor_shapes(variant)
+        self.seed = SEED
         while True:
             written = write_folder(folder / str(self.seed), variant.config, shapes, self.seed)
             model = reference.load(written)
@@ -54,7 +55,8 @@ class Case:
         self.tokens = [tokens for tokens, _ in answers]
         self.whole, self.logits = whole, reference.logits(model, whole)
         self.tolerance = TOLERANCE + 2 * reference.softness(model, whole)
-        self.written, self.saved = written, folder / "saved"
+        self.written = written
+        self.saved = folder / "saved"
         if "quantization_config" in variant.config:
             self.saved = written  # what transformers has dequantised it cannot save as it came
         else:

@@ -14,7 +14,9 @@ mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
 @pytest.mark.parametrize(("into", "out"), [(64, (2, 48)), (96, (40,))])
 def test_mxfp4(into, out):
     """From a file's blocks and scales to dense matrices, by both ways."""
-    rng, E, rows = np.random.default_rng(0), 3, int(np.prod(out))
+    rng = np.random.default_rng(0)
+    E = 3
+    rows = int(np.prod(out))
     stored = {
         "x_blocks": rng.integers(0, 256, (E, rows, into // 32, 16), np.uint8),
         "x_scales": rng.integers(1, 252, (E, rows, into // 32), np.uint8),

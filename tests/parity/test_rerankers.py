@@ -35,7 +35,8 @@ def made(folder, kind: str, **change):
     variant = next(variant for variant in VARIANTS if variant.name == "qwen3")
     (folder / "config.json").write_text(json.dumps(variant.config | SHAPES | {"vocab_size": len(tokenizer)} | change))
     config = transformers.AutoConfig.from_pretrained(folder)
-    config.num_labels, config.pad_token_id = 1, None
+    config.num_labels = 1
+    config.pad_token_id = None
     torch.manual_seed(SEED)
     model = getattr(transformers, kind).from_config(config, attn_implementation="eager").float().eval()
     table = model.get_output_embeddings() if kind == "AutoModelForCausalLM" else model.score
@@ -90,7 +91,8 @@ def test_yes_or_no(tmp_path, tied, form):
     )
     tail = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     if form in ("modules", "template"):
-        options, kinds = {}, ("base.modules.Transformer", "cross_encoder.modules.logit_score.LogitScore")
+        options = {}
+        kinds = ("base.modules.Transformer", "cross_encoder.modules.logit_score.LogitScore")
         modules = [
             {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.{kind}"}
             for i, (path, kind) in enumerate(zip(("", "1_LogitScore"), kinds, strict=True))

@@ -38,7 +38,8 @@ LONG = ["x" * 700, "y" * 900, "z" * 300]
 
 
 def test_a_conversation_begins_as_its_last_turn_did():
-    before, after = body_prefix([], chat(*LONG[:2])), body_prefix([], chat(*LONG))
+    before = body_prefix([], chat(*LONG[:2]))
+    after = body_prefix([], chat(*LONG))
     assert len(before) > 4 and after[: len(before)] == before and len(after) > len(before)
     assert body_prefix([], chat(LONG[0], LONG[2]))[:2] == before[:2]
     for path in ("system", "instructions"):
@@ -69,7 +70,8 @@ def test_of_a_huge_prompt_the_beginning_is_enough():
 
 def test_to_the_one_that_has_read_most():
     known = Affinity()
-    one, two = body_prefix([], chat(*LONG[:1])), body_prefix([], chat(*LONG))
+    one = body_prefix([], chat(*LONG[:1]))
+    two = body_prefix([], chat(*LONG))
     known.record_sent(one, "a")
     known.record_sent(two, "b")
     loads = {"a": 0, "b": 2, "c": 0}
@@ -83,7 +85,8 @@ def test_to_the_one_that_has_read_most():
 
 
 def test_in_turn():
-    known, chosen = Affinity("round-robin"), []
+    known = Affinity("round-robin")
+    chosen = []
     for _ in range(9):
         best = known.order(body_prefix([], chat(*LONG)), dict.fromkeys("abc", 0))[0]
         known.record_sent((), best)
@@ -103,7 +106,8 @@ def test_what_is_remembered_is_bounded(monkeypatch):
 
 def simulated(routing: str, seed: int, replicas: int = 4) -> tuple[float, int, Counter]:
     """(the share of beginnings that were there, the most that one had more to do than the least, who answered)."""
-    rng, known = random.Random(seed), Affinity(routing)
+    rng = random.Random(seed)
+    known = Affinity(routing)
     open_: list[tuple[float, str]] = []
     caches: dict[str, set] = {str(name): set() for name in range(replicas)}
     talks = [["s" * 2000] for _ in range(40)]
@@ -120,7 +124,8 @@ def simulated(routing: str, seed: int, replicas: int = 4) -> tuple[float, int, C
         prefix = body_prefix([], chat(*talk))
         best = known.order(prefix, loads)[0]
         known.record_sent(prefix, best)
-        hits, total = hits + sum(name in caches[best] for name in prefix), total + len(prefix)
+        hits = hits + sum(name in caches[best] for name in prefix)
+        total = total + len(prefix)
         caches[best].update(prefix)
         worst = max(worst, loads[best] - load_limit(min(loads.values())))
         answered[best] += 1

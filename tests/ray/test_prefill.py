@@ -42,7 +42,8 @@ def start(folder, **chosen) -> AsyncLLM:
 
 def asks(rng: random.Random, count: int) -> list[Ask]:
     """Prompts that may begin alike, greedy and drawn."""
-    found, before = [], [rng.randrange(150) for _ in range(70)]
+    found = []
+    before = [rng.randrange(150) for _ in range(70)]
     for index in range(count):
         tokens = before[: rng.choice((0, 40, 70))] + [rng.randrange(150) for _ in range(rng.randrange(1, 90))]
         params = SamplingParams(temperature=index % 2, seed=index, max_tokens=12, ignore_eos=True, logprobs=2)

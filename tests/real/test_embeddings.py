@@ -18,7 +18,8 @@ def test_vectors_of_short_and_long_texts(model):
     texts = [*PROMPTS, TEXT[:400], TEXT[:1000], TEXT, TEXT * 3]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     reference = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-    expected, lengths = [], []
+    expected = []
+    lengths = []
     with torch.no_grad():
         for text in texts:
             encoded = tokenizer(text, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")

@@ -52,7 +52,9 @@ def test_answers_follow_a_json_schema(engine, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_second_turn_of_a_chat_is_that_of_a_cold_engine(engine, name):
     """Whose pages hold what the first turn's stop token and its answer are followed by in the template."""
-    llm, params, reasons = engine(name), SamplingParams(temperature=0, max_tokens=40, logprobs=1), set()
+    llm = engine(name)
+    params = SamplingParams(temperature=0, max_tokens=40, logprobs=1)
+    reasons = set()
     for question in ("Say hello in three words.", "What is two plus two? Answer with a number.", "Name a colour."):
         messages = [{"role": "user", "content": question}]
         (first,) = llm.chat(messages, params, use_tqdm=False)

@@ -70,7 +70,8 @@ def test_summaries_are_numpys(values):
 def random_answers(rng: random.Random) -> list[RequestTimes]:
     answers = []
     for _ in range(rng.randint(1, 30)):
-        sent, count = rng.uniform(0, 100), rng.randint(1, 20)
+        sent = rng.uniform(0, 100)
+        count = rng.randint(1, 20)
         moments = itertools.accumulate([sent, *(rng.uniform(0.001, 2) for _ in range(count))])
         answers.append(
             RequestTimes(sent, list(moments)[1:], rng.randint(1, 99), count, rng.choice([None, None, "broke"]))
@@ -132,7 +133,8 @@ def test_arrivals_at_the_ends_of_the_scale():
 class Words:
     """A tokenizer of words; ids 0 to 2 are special."""
 
-    vocab_size, special_ids = 50, frozenset({0, 1, 2})
+    vocab_size = 50
+    special_ids = frozenset({0, 1, 2})
 
     def encode(self, text):
         return [3 + len(word) for word in text.split()]
@@ -342,7 +344,8 @@ class FakeServer:
     """A server in a thread. `behave(server, body, writer)` answers each request; what they asked is kept in order."""
 
     def __init__(self, behave: Callable[..., Any], names: tuple[str, ...] = ("quill",)):
-        self.behave, self.names = behave, names
+        self.behave = behave
+        self.names = names
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[str] = []
         self.open = self.most = 0
@@ -554,7 +557,9 @@ def test_nobody_there():
 
 
 def test_requests_go_in_order_and_only_so_many_at_once():
-    sent, under_way, most = [], 0, 0
+    sent = []
+    under_way = 0
+    most = 0
 
     async def send(index: int) -> RequestTimes:
         nonlocal under_way, most
@@ -567,7 +572,8 @@ def test_requests_go_in_order_and_only_so_many_at_once():
         return RequestTimes(index)
 
     for limit, expected in ((None, 40), (1, 1), (7, 7)):
-        sent, most = [], 0
+        sent = []
+        most = 0
         answers, _ = asyncio.run(serve.send_requests(send, [0.0] * 40, limit))
         assert [answer.sent for answer in answers] == sent == list(range(40))
         assert most == expected
@@ -587,7 +593,8 @@ def test_serve_from_end_to_end(run, tmp_path, monkeypatch):
             usage = event(choices=[], usage={"prompt_tokens": len(body["prompt"]), "completion_tokens": count})
             await reply(writer, [*[event("x")] * count, usage, DONE])
 
-    file, picture = tmp_path / "result.json", tmp_path / "picture.png"
+    file = tmp_path / "result.json"
+    picture = tmp_path / "picture.png"
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with FakeServer(behave) as server:
         code, out, err = run(
@@ -780,7 +787,8 @@ def test_an_interrupted_run_leaves_the_engine_clean(llm, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    requests, add = [], llm.add
+    requests = []
+    add = llm.add
     monkeypatch.setattr(llm, "add", lambda *given, **named: requests.append(add(*given, **named)) or requests[-1])
     with pytest.raises(KeyboardInterrupt):
         engine.serve(llm, [Sample([5], 1), *[Sample([5] * 40, 50)] * 5], 3, 0.0, advance=interrupt)
@@ -826,7 +834,8 @@ def test_the_roof_by_hand():
 def test_the_roof_of_a_model_is_all_that_it_reads(llm):
     import jax
 
-    config, weights = llm.engine.runner.config, llm.engine.runner.weights
+    config = llm.engine.runner.config
+    weights = llm.engine.runner.weights
     run = engine.serve(llm, [Sample([5] * 20, 2)], 1, 0.0)
     roof = engine.engine_roof(llm, run, 1e9)
     assert roof is not None and config.tied  # so the table of the embeddings is read, as the head
@@ -845,7 +854,8 @@ SMALL = ("quill-draft", "--max-num-batched-tokens", "32", "--max-model-len", "12
 def test_throughput_sweeps(run, tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "read_bandwidth", lambda: 2e9)
     monkeypatch.setattr("quire.scripts.bench.throughput.read_bandwidth", lambda: 2e9)
-    file, picture = tmp_path / "r.json", tmp_path / "p.svg"
+    file = tmp_path / "r.json"
+    picture = tmp_path / "p.svg"
     code, out, err = run(
         "throughput", *SMALL, "--num-prompts", "6", "--concurrency", "4", "1", "--random-input-len", "10",
         "--random-output-len", "5", "--json", str(file), "--plot", str(picture),
@@ -874,7 +884,8 @@ def test_throughput_of_prompts_alone_has_no_roof(run, monkeypatch):
 
 
 def test_latency_counts_what_it_says(run, tmp_path):
-    file, picture = tmp_path / "r.json", tmp_path / "p.pdf"
+    file = tmp_path / "r.json"
+    picture = tmp_path / "p.pdf"
     code, out, err = run(
         "latency", *SMALL, "--batch-size", "4", "--input-len", "6", "--output-len", "5", "--num-iters", "3",
         "--num-iters-warmup", "1", "--json", str(file), "--plot", str(picture),
@@ -967,7 +978,8 @@ def test_a_step_by_part(run, tmp_path, monkeypatch):
 
 def test_drafts_by_hand():
     """Two loads, of 4 and 1 proposals of 3 drafts each."""
-    one, two = Drafts(4, 12, (4, 2, 1)), Drafts(5, 15, (4, 2, 1))
+    one = Drafts(4, 12, (4, 2, 1))
+    two = Drafts(5, 15, (4, 2, 1))
     assert two.since(one) == Drafts(1, 3, (0, 0, 0)) and one.joined(two.since(one)) == two
     assert one.result() == {
         "spec_decode_acceptance_rate": pytest.approx(100 * 7 / 12), "spec_decode_acceptance_length": 1 + 7 / 4,
@@ -1009,7 +1021,8 @@ def test_throughput_with_drafts(run, tmp_path, monkeypatch):
 def test_throughput_with_adapters(run, tmp_path, monkeypatch):
     """The requests take them in turn; none of them is read for the roof."""
     monkeypatch.setattr("quire.scripts.bench.throughput.read_bandwidth", lambda: 2e9)
-    seen, add = [], LLM.add
+    seen = []
+    add = LLM.add
 
     def watched(self, *given, adapter=None, **named):
         seen.append(adapter and adapter.lora_name)
@@ -1045,7 +1058,8 @@ def test_latency_with_drafts(run, tmp_path):
 
 def test_serve_reads_drafts_from_the_servers_metrics(run, tmp_path):
     """Under the names that vLLM has too; of the model that is asked, and of the time of the load."""
-    file, asked = tmp_path / "r.json", []
+    file = tmp_path / "r.json"
+    asked = []
 
     def metrics() -> str:
         asked.append(1)
@@ -1081,7 +1095,8 @@ def test_serve_reads_drafts_from_the_servers_metrics(run, tmp_path):
 @pytest.mark.slow
 def test_startup_is_cold_then_warm(run, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "not-used"))
-    held, start = [], startup.start
+    held = []
+    start = startup.start
 
     def watched(options, caches):
         def count():

@@ -46,7 +46,8 @@ class FakeLLM:
     def __init__(self, model=None, **options):
         if model == "broken":
             raise ModelError("config.json lacks 'hidden_size'; it must be an integer")
-        self.model, self.options = model, options
+        self.model = model
+        self.options = options
         self.engine = SimpleNamespace(defaults=self.defaults, chat_defaults=self.chat_defaults or self.defaults)
         self.prompts: list[str] = []
         self.params: Any = None
@@ -81,7 +82,8 @@ class FakeLLM:
             for count in range(1, len(WORDS) + 1):
                 self.on_word(count)
                 reason = "length" if count == len(WORDS) else None
-                text, tokens = "".join(WORDS[:count]), list(range(count))
+                text = "".join(WORDS[:count])
+                tokens = list(range(count))
                 outputs = [CompletionOutput(index, text, tokens, finish_reason=reason) for index in range(params.n)]
                 yield RequestOutput("0", prompt, [7, 8], outputs, finished=reason is not None)
         finally:
@@ -550,7 +552,8 @@ def test_answers_are_rendered_the_same_however_they_grow(monkeypatch, step):
 
 def screen_of(output: str) -> list[str]:
     """The lines that a terminal shows in the end, by the few movements that rich uses."""
-    lines, row = [""], 0
+    lines = [""]
+    row = 0
     for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", output):
         if part == "\n":
             row += 1

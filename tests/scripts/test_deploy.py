@@ -67,7 +67,8 @@ SERVED = yaml.safe_load(RAY["serveConfigV2"])
 [RAY_APP] = SERVED["applications"]
 RAY_ARGS = shlex.split(RAY_APP["args"]["command"])
 HOSTS = manifest("LeaderWorkerSet", "hosts")["spec"]["leaderWorkerTemplate"]
-LEADER, WORKER = HOSTS["leaderTemplate"]["spec"], HOSTS["workerTemplate"]["spec"]
+LEADER = HOSTS["leaderTemplate"]["spec"]
+WORKER = HOSTS["workerTemplate"]["spec"]
 RAY_PODS = [own["template"]["spec"] for own in (CLUSTER["headGroupSpec"], *CLUSTER["workerGroupSpecs"])]
 
 
@@ -170,7 +171,8 @@ def serve_options() -> dict[str, Any]:
 
 @pytest.mark.skipif("serve" not in COMMANDS, reason="there is no server yet")
 def test_every_flag_is_an_option_of_serve():
-    flags_by_file, options = used_flags(), set(serve_options())
+    flags_by_file = used_flags()
+    options = set(serve_options())
     assert all(flags_by_file.values()), flags_by_file
     require_none(
         (f"{name}: {flag}" for name, flags in flags_by_file.items() for flag in sorted(flags - options)),

@@ -62,8 +62,10 @@ def test_what_it_counts():
     words = 128256 * 4096 * 2
     read, _ = least(config, 64, 64, 1000)
     assert read == pytest.approx(nbytes(weights) - words + 64 * 1000 * a_token)
-    mixture, layers = family_for(FULL.experts).config(FULL.experts, 1056), FULL.experts["num_hidden_layers"]
-    (few, _), (many, _) = least(mixture, 1, 1, 1), least(mixture, 10_000, 1, 1)
+    mixture = family_for(FULL.experts).config(FULL.experts, 1056)
+    layers = FULL.experts["num_hidden_layers"]
+    (few, _) = least(mixture, 1, 1, 1)
+    (many, _) = least(mixture, 10_000, 1, 1)
     assert many - few == pytest.approx(layers * 120 * 3 * 2048 * 768 * 2), "8 of 128 experts in each layer"
 
 
@@ -72,10 +74,12 @@ def test_random_arrays_made_in_place():
     types = [jnp.float32, jnp.float32, jnp.uint8, jnp.int8, jnp.float32, jnp.uint8]
     specs = [ArraySpec((500, 70), dtype, (None, None), kind, 9) for kind, dtype in zip(kinds, types, strict=True)]
     specs += [ArraySpec((500, 70), jnp.bfloat16, (None, None), fan_in=100)] * 2
-    there, here = random_arrays(specs, 5, on_device=True), random_arrays(specs, 5)
+    there = random_arrays(specs, 5, on_device=True)
+    here = random_arrays(specs, 5)
     for a, b in zip(there, here, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        a = np.asarray(a, np.float64)
+        b = np.asarray(b, np.float64)
         assert abs(a.mean() - b.mean()) < 0.05 * (b.std() + 1e-9)
         assert a.std() == pytest.approx(b.std(), rel=0.05)
     assert (there[-1] != there[-2]).any()
@@ -110,7 +114,8 @@ def test_the_step_with_the_kernel_lowers_for_cuda(monkeypatch):
     state = Pipeline(config, None).abstract_state((100,), PAGE, 64)
     pages = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), state.pages)
     for size in (min(layouts), max(layouts)):
-        buffer, decodes = layouts[size].padding, size.rows == size.seqs
+        buffer = layouts[size].padding
+        decodes = size.rows == size.seqs
         with attention_by("mosaic_gpu"):
             traced = step.trace(
                 weights, state.replace(pages=pages), buffer, shape=layouts[size].shape, config=config, plain=decodes
@@ -174,7 +179,8 @@ def test_what_the_pieces_count():
     one, several = gpu_pieces.dense(config, (1, 5), 3)
     weights = 3 * 32 * 48
     assert (one.bytes, one.operations, several.operations) == (2 * weights, 2 * weights, 5 * 2 * weights)
-    (hf, _), each = TINY.mixtures, 3 * 32 * 32
+    (hf, _) = TINY.mixtures
+    each = 3 * 32 * 32
     mixture = family_for(hf).config(hf, 20)
     one, many = gpu_pieces.mixtures("", mixture, (1, 200), 3)
     assert (one.bytes, many.bytes) == (2 * 2 * each, 6 * 2 * each)
@@ -263,7 +269,9 @@ class Clock:
 
 def test_parts_run_as_long_as_there_is_time(capsys):
     """In order; one that fails or hangs stops no other, and what is there is saved after each."""
-    clock, asked, saved = Clock(), [], []
+    clock = Clock()
+    asked = []
+    saved = []
     takes = {"right": 30, "fast": 60, "step_kernel": 100, "serving": 40, "pieces": 80}
 
     def launch(part, chosen, limit):

@@ -52,7 +52,8 @@ def test_balance_on_h100_is_the_known_ridge():
 @pytest.mark.parametrize("seed", range(40))
 def test_against_counting_one_by_one(seed):
     rng = random.Random(seed)
-    config, length = random_config(rng), rng.randint(1, 100)
+    config = random_config(rng)
+    length = rng.randint(1, 100)
     width = {"bfloat16": 2, "float32": 4}[config.dtype]
     held = read = 0
     for layer in config.layers:
@@ -79,7 +80,8 @@ def test_the_engine_allocates_what_was_planned(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_balance_is_where_the_two_times_meet(seed):
     rng = random.Random(seed)
-    config, length = random_config(rng), rng.randint(0, 100)
+    config = random_config(rng)
+    length = rng.randint(0, 100)
     device = cost.Device(1e9, rng.uniform(1e8, 1e10), rng.uniform(1e8, 1e12), 1e9, 1e8)
 
     def waits_for_memory(batch: float) -> bool:
@@ -97,7 +99,9 @@ def test_balance_is_where_the_two_times_meet(seed):
 @pytest.mark.parametrize("seed", range(10))
 def test_one_more_sequence_would_not_fit(seed):
     rng = random.Random(seed)
-    config, length, memory = random_config(rng), rng.randint(1, 100), rng.uniform(0, 1e6)
+    config = random_config(rng)
+    length = rng.randint(1, 100)
+    memory = rng.uniform(0, 1e6)
     count = cost.sequences_that_fit(config, length, memory)
     taken = cost.weight_bytes(config) + count * cost.kv_bytes(config, length)
     assert taken <= memory or count == 0
@@ -170,7 +174,8 @@ def test_help_and_text_name_every_device_and_column(tmp_path):
 
 def test_published_speeds_of_devices_are_what_their_makers_say():
     """Bytes and operations a second: peak operations of a GPU by its clock, its cores and what each does in a cycle."""
-    ada, blackwell = 128 * 4 * 128 * 2 * 2.52e9, 170 * 4 * 128 * 2 * 2.407e9
+    ada = 128 * 4 * 128 * 2 * 2.52e9
+    blackwell = 170 * 4 * 128 * 2 * 2.407e9
     assert cost.DEVICES["rtx-4090"].flops == pytest.approx(ada / 2, rel=0.01)  # half where it adds up in float32
     assert cost.DEVICES["rtx-5090"].flops == pytest.approx(blackwell / 2, rel=0.01)
     assert cost.DEVICES["rtx-4090"].bandwidth == 384 / 8 * 21e9 and cost.DEVICES["rtx-5090"].bandwidth == 512 / 8 * 28e9
@@ -230,7 +235,8 @@ def test_states_alone(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = CliRunner().invoke(app, ["plan", str(tmp_path), "--json"])
     rows = json.loads(found.stdout)["lengths"]
-    tail, memory = 3 * (128 + 2 * 2 * 24), 8 * 16 * 24
+    tail = 3 * (128 + 2 * 2 * 24)
+    memory = 8 * 16 * 24
     assert {row["kv_bytes"] for row in rows} == {4 * 4 * (tail + memory)} and len(rows) > 1
     assert "never" in CliRunner().invoke(app, ["plan", str(tmp_path)]).stdout
 

@@ -46,7 +46,9 @@ def test_heads_in_two_parts_by_hand():
 
 def test_layers_in_two_stages_by_hand():
     found = Planner(SMALL, DEVICE, Workload(4, 8, 6)).evaluate(ALONE | {"pipe": 2})
-    layer, words, cache = 2 * LAYER + NORMS, 64 * 16 * 2, 2 * 8 * 2 * 2 * 4 * 2  # cache of two sequences
+    layer = 2 * LAYER + NORMS  # cache of two sequences
+    words = 64 * 16 * 2
+    cache = 2 * 8 * 2 * 2 * 4 * 2
     assert found.weight_bytes == layer + words + 16 * 4  # of the last, which has a norm more
     first = (layer + cache) / 1e6 + 2 * 16 * 2 / 1e5 + LATENCY  # and the rows of two sequences to the next
     last = (layer + words + 16 * 4 + cache) / 1e6
@@ -115,8 +117,10 @@ def test_only_experts_that_are_chosen_are_read():
 @pytest.mark.parametrize("seed", range(12))
 def test_of_any_model(seed):
     """Each mesh passes the check of the engine; more devices never need more of each; one alone sends nothing."""
-    config, work = random_config(random.Random(seed)), Workload(8, 64, 16)
-    planner, least = Planner(config, DEVICES["h100"], work), math.inf
+    config = random_config(random.Random(seed))
+    work = Workload(8, 64, 16)
+    planner = Planner(config, DEVICES["h100"], work)
+    least = math.inf
     alone = planner.evaluate(ALONE)
     assert alone.weight_bytes == weight_bytes(config)
     assert alone.decode.sent == alone.prompt.sent == 0

@@ -67,7 +67,9 @@ class FakeLLM:
     defaults: dict[str, float] = {}
 
     def __init__(self, model=None, **options):
-        self.model, self.options, self.engine = model, options, self  # it is its own engine
+        self.model = model  # it is its own engine
+        self.options = options
+        self.engine = self
         self.tokenizer, self.ids, self.busy = Letters(), itertools.count(), False
         self.max_len, self.config = 1000, SimpleNamespace(vocab_size=1000)
         self.runner = SimpleNamespace(limits=SimpleNamespace(listed=20))

@@ -143,7 +143,8 @@ def test_several_models_take_turns():
             assert (status, body["model"]) == (200, model), body
             return body["choices"][0]["text"]
 
-        first, second = ask("quill"), ask("quill_draft")
+        first = ask("quill")
+        second = ask("quill_draft")
         assert first != second
         for _ in range(3):
             assert (ask("quill"), ask("quill_draft")) == (first, second)

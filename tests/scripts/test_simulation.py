@@ -35,7 +35,8 @@ def ugly(requests: list[SimulatedRequest], rng: random.Random) -> list[Simulated
 def check_ends(simulation: Simulation, outcomes, requests) -> None:
     assert len(outcomes) == len(requests)
     for outcome in outcomes:
-        seq, request = outcome.seq, outcome.request
+        seq = outcome.seq
+        request = outcome.request
         assert outcome.ended is not None and outcome.tokens == sorted(outcome.tokens)
         if seq.finish_reason == "length":
             assert len(outcome.tokens) == request.output

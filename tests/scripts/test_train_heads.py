@@ -29,7 +29,8 @@ from quire.tests.support import tiny, uncached
 from quire.tests.support.cases import thinned
 from quire.tests.support.golden.families import VARIANTS
 
-V, LENGTH = 6, 24
+V = 6
+LENGTH = 24
 TARGET = tiny.LLAMA | {"num_hidden_layers": 6, "vocab_size": V}
 KINDS = ["medusa", "eagle", "eagle3"]
 FAMILIES = ["gemma2", "gemma4-shared", "gpt-oss", "deepseek-v3", "qwen3-moe", "phi3"]
@@ -47,7 +48,8 @@ def target(tmp_path_factory):
 @pytest.fixture(scope="module")
 def written():
     """Documents of random tokens."""
-    rng, documents = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    documents = []
     for size in (9, 14, 5, 22, 11, 30, 3, 20, 24):
         tokens = rng.integers(0, V, size).tolist()
         cut = int(rng.integers(1, size))
@@ -67,7 +69,9 @@ class Naive:
     """A server that drafts row by row for one document; what stands after a row is not seen by it."""
 
     def __init__(self, target, heads, own):
-        self.heads, self.own, (config, weights) = heads, own, target
+        self.heads = heads
+        self.own = own
+        (config, weights) = target
         positions = jnp.arange(LENGTH)
 
         def features_of(tokens_T):
@@ -98,7 +102,8 @@ class Naive:
         if self.heads.kind == "medusa":
             return self.guess(hidden[anchor : anchor + 1])[:count, 0]
         given = draft_heads.take_features(self.heads, self.own, raw)[: anchor + 1]
-        features, found = jnp.zeros((LENGTH, given.shape[1])).at[: anchor + 1].set(given), []
+        features = jnp.zeros((LENGTH, given.shape[1])).at[: anchor + 1].set(given)
+        found = []
         next_tokens = jnp.asarray(np.pad(tokens[1:], (0, LENGTH - len(tokens) + 1)))
         for place in range(anchor, anchor + count):
             made, logits = self.draft(next_tokens, features)
@@ -133,9 +138,12 @@ def test_a_pass_computes_what_drafting_row_by_row_does(target, written, kind):
 def test_what_is_counted_is_what_drafts_by_the_likeliest_token_would_get_accepted(target, written, kind):
     heads, own = random_heads(target, kind)
     rows = pack(written, range(len(written)), LENGTH)
-    right, asked, naive = np.zeros(3, int), np.zeros(3, int), Naive(target, heads, own)
+    right = np.zeros(3, int)
+    asked = np.zeros(3, int)
+    naive = Naive(target, heads, own)
     for number in range(len(written)):
-        tokens, prompt = written.document(number)[:LENGTH], written.prompts[number]
+        tokens = written.document(number)[:LENGTH]
+        prompt = written.prompts[number]
         for anchor in range(max(0, prompt - 1), len(tokens) - 2):  # the token after it is the answer's
             count = min(3, len(tokens) - 2 - anchor)
             best = np.argmax(naive.chain(tokens, anchor, count), axis=-1)
@@ -154,9 +162,12 @@ def test_the_loss_is_the_cross_entropy_with_what_the_model_thinks(target, writte
 
     heads, own = random_heads(target, kind)
     rows = pack(written, range(len(written)), LENGTH)
-    lost, asked, naive = np.zeros(2), np.zeros(2), Naive(target, heads, own)
+    lost = np.zeros(2)
+    asked = np.zeros(2)
+    naive = Naive(target, heads, own)
     for number in range(len(written)):
-        tokens, prompt = written.document(number)[:LENGTH], written.prompts[number]
+        tokens = written.document(number)[:LENGTH]
+        prompt = written.prompts[number]
         thinks = naive.features_of(tokens)[2]
         for anchor in range(max(0, prompt - 1), len(tokens) - 2):
             for place, logits in enumerate(naive.chain(tokens, anchor, min(2, len(tokens) - 2 - anchor))):
@@ -185,7 +196,8 @@ def test_the_loss_is_the_cross_entropy_with_what_the_model_thinks(target, writte
     ],
 )
 def test_attention_of_documents_equals_each_by_itself(target, params, sinks_N):
-    config, rng = target[0], np.random.default_rng(1)
+    config = target[0]
+    rng = np.random.default_rng(1)
     q, k, v = (jnp.asarray(rng.standard_normal((10, n, 8)), jnp.float32) for n in (4, 2, 2))
     documents = jnp.asarray([[1] * 4 + [2] * 6])
     together, _ = attention(config, documents)(0, q, k, v, {}, params, sinks_N)
@@ -236,7 +248,8 @@ def test_heads_begin_as_the_model(target, written):
     """Medusa's heads say at first what the model says of the next token."""
     config, weights = target
     heads, _ = new_heads("medusa", config, 2, 2, True, 0)
-    own, hidden = first_weights(heads, weights, written, 0), np.random.default_rng(0).random((3, 32), np.float32)
+    own = first_weights(heads, weights, written, 0)
+    hidden = np.random.default_rng(0).random((3, 32), np.float32)
     for logits in draft_heads.medusa_logits(heads, own, weights, jnp.asarray(hidden)):
         np.testing.assert_allclose(logits, decoder.logits(weights, jnp.asarray(hidden), config), atol=1e-5)
 
@@ -272,7 +285,8 @@ def test_heads_learn_through_the_output_matrix_of_a_rounded_model(tmp_path, writ
     tiny.write(tmp_path / "dense", hf)
     quantized.save(tmp_path / "dense", tmp_path / "int8", read_config(tmp_path / "dense", quantization="int8"))
     config = read_config(tmp_path / "int8")
-    weights, rows = load(tmp_path / "int8", config, skip_packing=True), pack(written, range(len(written)), LENGTH)
+    weights = load(tmp_path / "int8", config, skip_packing=True)
+    rows = pack(written, range(len(written)), LENGTH)
     heads, _ = new_heads("eagle", config, 1, 1, True, 0)
     own = random_arrays(draft_heads.abstract(heads), 0)
 
@@ -333,7 +347,8 @@ def test_heads_that_were_trained_can_be_read(tmp_path, bundled, said, kind, caps
 
 @pytest.mark.parametrize("kind", thinned(["medusa", "eagle"], ["medusa"]))
 def test_training_that_was_left_ends_with_the_same_weights(tmp_path, bundled, said, kind, monkeypatch):
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    whole = tmp_path / "whole"
+    parted = tmp_path / "parted"
     session(bundled, whole, said, kind=kind, heads=2).run()
     left = session(bundled, parted, said, kind=kind, heads=2)
     from quire.scripts.train_heads import session as module

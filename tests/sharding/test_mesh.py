@@ -132,7 +132,8 @@ def test_load_over_eight_devices(tmp_path):
     """Both kinds of folder put each array where the mesh wants it."""
     from quire.model.checkpoint import loader, orbax
 
-    plain, out = tmp_path / "plain", tmp_path / "converted"
+    plain = tmp_path / "plain"
+    out = tmp_path / "converted"
     tiny.write(plain)
     config = loader.read_config(plain)
     orbax.save(plain, out, loader.load(plain, config, skip_packing=True), config.dtype)

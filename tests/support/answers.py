@@ -89,7 +89,8 @@ def written(draw: st.DrawFn, ordered: bool = False, calls: bool = True, scored: 
             pieces += [(Said if kind == "said" else Thought)(part) for part in cuts(random, text, 5)]
     reason, stop = draw(st.sampled_from(ENDS))
     reason = "tool_calls" if number and reason == "stop" else reason
-    parts, count = [], 0
+    parts = []
+    count = 0
     slices = cuts(random, pieces, 8)
     for i, part in enumerate(slices):
         tokens = list(range(count, count + random.randrange(3)))
@@ -136,7 +137,8 @@ class Server:
     """What a client talks to: it says `data` and keeps what it was asked."""
 
     def __init__(self, data: bytes, status: int = 200):
-        self.data, self.status = data, status
+        self.data = data
+        self.status = status
         self.asked: Any = None
         self.http = httpx2.Client(transport=httpx2.MockTransport(self.answer))
 

@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 
-COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+COMPILER = "aarch64-linux-gnu-g++"
+EMULATOR = "qemu-aarch64"
 PACKAGES = {COMPILER: "g++-aarch64-linux-gnu", EMULATOR: "qemu-user"}
 
 

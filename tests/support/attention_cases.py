@@ -123,9 +123,13 @@ def build(shape: Shape, sequences: list[Sequence], rng: np.random.Generator) -> 
         pages += [np.full((P, shape.K, S), np.nan, np.float32) for _ in range(2)]
     q = np.full((T, shape.K * shape.G, shape.H), np.nan, dtype)
     k, v = (np.full((T, shape.K, shape.H), np.nan, dtype) for _ in range(2))
-    positions, slots = rng.integers(0, 9, T), rng.integers(0, S, T)  # padding says what it likes
-    tables, starts = rng.integers(0, P, (B, M)), np.zeros(B + 1, int)  # unused entries are stale page numbers
-    free, at, places = list(rng.permutation(np.arange(1, P))), 0, []
+    positions = rng.integers(0, 9, T)  # padding says what it likes
+    slots = rng.integers(0, S, T)
+    tables = rng.integers(0, P, (B, M))  # unused entries are stale page numbers
+    starts = np.zeros(B + 1, int)
+    free = list(rng.permutation(np.arange(1, P)))
+    at = 0
+    places = []
     for b, sequence in enumerate(sequences):
         q_all, k_all, v_all = sequence.arrays(shape)
         end = sequence.start + sequence.rows
@@ -149,7 +153,8 @@ def as_held(shape: Shape, k: np.ndarray, v: np.ndarray) -> list[np.ndarray]:
     """Rows of keys and values as a case's pages hold them."""
     if shape.codes is None:
         return [k, v]
-    (k, k_scale), (v, v_scale) = coded(shape, k, keys=True), coded(shape, v)
+    (k, k_scale) = coded(shape, k, keys=True)
+    (v, v_scale) = coded(shape, v)
     return [k, v, k_scale, v_scale]
 
 
@@ -193,7 +198,8 @@ def reference(shape: Shape, sequence: Sequence) -> np.ndarray:
     q, k, v = sequence.numbers(shape)
     if shape.value_dim is not None:
         v = k[..., : shape.value_dim]
-    sinks, out = sinks_of(shape), []
+    sinks = sinks_of(shape)
+    out = []
     for p in range(sequence.start, sequence.start + sequence.rows):
         first = 0 if shape.window is None else max(0, p - shape.window + 1)
         if shape.chunked and shape.window is not None:
@@ -227,7 +233,8 @@ def check(
         np.testing.assert_allclose(out[place].astype(np.float64), reference(shape, sequence), **close)
     padding = out[case.places[-1].stop :].astype(np.float32)
     assert not padding.any(), "rows of nobody are zero"
-    wanted, held = [x.copy() for x in case.pages], as_held(shape, case.k, case.v)
+    wanted = [x.copy() for x in case.pages]
+    held = as_held(shape, case.k, case.v)
     for row, slot in enumerate(np.asarray(case.rows.slots_T)[: case.places[-1].stop]):
         put(wanted, held, row, slot)
     for after, expected in zip(pages, wanted, strict=False):
@@ -236,7 +243,8 @@ def check(
 
 def ragged(shape: Shape, rng: np.random.Generator) -> list[Sequence]:
     """Sequences that decode, verify a few drafts, or bring a chunk, until the rows are full."""
-    sequences, left = [], shape.T
+    sequences = []
+    left = shape.T
     for number in range(int(rng.integers(1, shape.B + 1))):
         most = min(left - (shape.B - number - 1), LONGEST)
         kind = rng.integers(3)

@@ -23,7 +23,8 @@ def contexts_of(shape: KernelShape, plan: Plan) -> list[list[CutContext]]:
 
 def read(shape: KernelShape, plan: Plan, take) -> list[list[Any]]:
     """What is taken of each task of each processor, without a kernel."""
-    held, found = jax.tree.map(np.asarray, plan), []
+    held = jax.tree.map(np.asarray, plan)
+    found = []
 
     def each(first, last, body, carry):
         for n in range(int(first), int(last)):

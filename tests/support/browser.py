@@ -29,7 +29,8 @@ class Tab:
     """A page under watch: what it logs, and whom it asks."""
 
     def __init__(self, page: Page, url: str):
-        self.page, self.url = page, url
+        self.page = page
+        self.url = url
         self.errors: list[str] = []
         self.strangers: list[str] = []
         page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))

@@ -62,7 +62,8 @@ class Client:
 
     def __init__(self, url: str, headers: dict[str, str] | None = None, timeout: float = 300.0):
         self.host, port = url.removeprefix("http://").split(":")
-        self.port, self.headers = int(port), headers or {}
+        self.port = int(port)
+        self.headers = headers or {}
         self.connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
 
     def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None):
@@ -113,7 +114,8 @@ class Canary:
     """Knows what the server answers when all is well."""
 
     def __init__(self, url: str, headers: dict[str, str] | None = None):
-        self.url, self.headers = url, headers
+        self.url = url
+        self.headers = headers
         self.answer = self.ask()
         assert self.answer[0] == 200
 

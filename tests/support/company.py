@@ -6,7 +6,8 @@ from quire.serving.request.request import Request
 
 def serve(engine: Engine, requests: dict[str, tuple], arrivals: dict[str, int]) -> dict[str, Request]:
     """Every request at its end; `arrivals` are the steps at which they come."""
-    got, step = {}, 0
+    got = {}
+    step = 0
     while engine.busy or step <= max(arrivals.values()):
         for name, at in arrivals.items():
             if at == step:

@@ -5,7 +5,8 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 def counted(monkeypatch) -> list:
     """The arrays that kernels copy to shared memory from now on."""
-    copied, execute = [], gpu_callbacks.DeviceLocalMemoryTransfer.execute
+    copied = []
+    execute = gpu_callbacks.DeviceLocalMemoryTransfer.execute
 
     def watched(self, token):
         done = execute(self, token)

@@ -24,22 +24,29 @@ def paged_run(
     assert graph and split and tile in (16, 64, 128)
     assert not any(at % 16 for at in (v_at, s_at)) and not any(at % 4 for at in (rows_at, keys_at, before_at))
     T, N, H = q.shape
-    K, S, B = k.shape[2], k.shape[1], len(starts) - 1
-    G, room = N // K, (scratch.nbytes - s_at) // (4 * N)  # results that scratch has room for
+    K = k.shape[2]
+    S = k.shape[1]
+    B = len(starts) - 1
+    G = N // K  # results that scratch has room for
+    room = (scratch.nbytes - s_at) // (4 * N)
     assert max_rows == T and s_at - v_at >= room * N * H * 2
 
     def listed(at: int, count: int) -> np.ndarray:
         return words.view(np.uint8)[at : at + 4 * count].view(np.int32)
 
     sequence, qo_tile, part = (listed(at, items) for at in (sequence_at, tile_at, part_at))
-    first, before = listed(first_at, B + 1), listed(before_at, T + 1)
-    (keys_a_part,), (total,) = listed(keys_at, 1), listed(rows_at, 1)
+    first = listed(first_at, B + 1)
+    before = listed(before_at, T + 1)
+    (keys_a_part,) = listed(keys_at, 1)
+    (total,) = listed(rows_at, 1)
     counts = words.view(np.uint8)[counts_at : counts_at + items]
     assert set(counts) <= {0, 1}
     out[:] = scratch[:] = np.nan
-    result, weight = np.full((room, N, H), np.nan), np.full((room, N), np.nan)
+    result = np.full((room, N, H), np.nan)
+    weight = np.full((room, N), np.nan)
     for b, at, kv in ((sequence[i], qo_tile[i], part[i]) for i in np.flatnonzero(counts)):
-        rows, own = int(starts[b + 1] - starts[b]), int(first_page[b + 1] - first_page[b])
+        rows = int(starts[b + 1] - starts[b])
+        own = int(first_page[b + 1] - first_page[b])
         length = (own - 1) * S + int(last_page[b]) if own else 0
         left = window_left if window_left >= 0 else length
         start = max(length + at * tile // G - rows - left, 0)
@@ -49,7 +56,8 @@ def paged_run(
         page = pages[first_page[b] + index // S]
         k_JKH, v_JKH = (x[page, index % S].astype(np.float64) for x in (k, v))
         pair = np.arange(at * tile, min((at + 1) * tile, rows * G))
-        row_I, head_I = pair // G, pair % G
+        row_I = pair // G
+        head_I = pair % G
         for kv_head in range(K):
             n_I = kv_head * G + head_I
             score_IJ = q[starts[b] + row_I, n_I].astype(np.float64) @ k_JKH[:, kv_head].T * scale

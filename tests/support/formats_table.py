@@ -18,7 +18,8 @@ from quire.ops.quant.grouped import CODES, Grouped
 from quire.sharding.spec import ArraySpec, nbytes
 
 PAGE = Path(__file__).parents[2] / "docs" / "quantisation.md"
-BEGIN, END = "<!-- tables: python tests/support/formats_table.py -->", "<!-- end of tables -->"
+BEGIN = "<!-- tables: python tests/support/formats_table.py -->"
+END = "<!-- end of tables -->"
 NAMES = (
     "int8", "int8-weights", "int8-weights-128", "int8-weights-32-least", "int8-weights-16", "fp8", "fp8-weights",
     "fp8-weights-128", "int4-32", "int4-64", "int4-128-zero", "int4-32-least", "nf4", "iq4", "nvfp4", "mxfp4",
@@ -110,9 +111,11 @@ def formats() -> list[str]:
         node = spec(name)
         assert isinstance(node, Rounded)
         rounds = {"int8": "int8", "float8": "FP8"}.get(node.rounds or "", "-")
-        bits, (kernel,) = 8 * nbytes(node) / SIZE**2, quant.kernels(name)
+        bits = 8 * nbytes(node) / SIZE**2
+        (kernel,) = quant.kernels(name)
         if isinstance(node, Grouped):
-            kernel, bits = node.kernel, bits - (8 - CODES[node.code].bits) * (not node.packed)
+            kernel = node.kernel
+            bits = bits - (8 - CODES[node.code].bits) * (not node.packed)
         if takes_bytes(kernel, getattr(node, "group", SIZE)):
             rounds += ", int8 on request"
         splits = "yes" if quant.splits(name) else "no"

@@ -5,7 +5,8 @@ import numpy as np
 
 def matrix(width: int) -> np.ndarray:
     """By which keys are multiplied before they are rounded; its own inverse."""
-    block, one = width & -width, np.ones((1, 1))
+    block = width & -width
+    one = np.ones((1, 1))
     while len(one) < block:
         one = np.block([[one, one], [one, -one]])
     return np.kron(np.eye(width // block), one / np.sqrt(block))
@@ -18,7 +19,8 @@ def turned(x: np.ndarray) -> np.ndarray:
     def halves(y):
         if y.shape[-1] == 1:
             return y
-        even, odd = y[..., 0::2], y[..., 1::2]
+        even = y[..., 0::2]
+        odd = y[..., 1::2]
         found = np.empty_like(y)
         found[..., 0::2], found[..., 1::2] = halves(even + odd), halves(even - odd)
         return found

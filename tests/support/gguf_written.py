@@ -167,7 +167,8 @@ def windows(every: int) -> Callable[[dict], dict]:
 
 
 def latent(hf: dict) -> dict:
-    rank, rotary = hf["kv_lora_rank"], hf["qk_rope_head_dim"]
+    rank = hf["kv_lora_rank"]
+    rotary = hf["qk_rope_head_dim"]
     gate = {"sigmoid": 2, "softmax": 1, None: None}[hf.get("scoring_func")]
     weight = (hf.get("rope_scaling") or {}).get("mscale_all_dim")
     return {
@@ -192,7 +193,8 @@ def kept(hf: dict) -> dict:
 
 
 def long_factors(hf: dict) -> dict:
-    window, trained = hf.get("sliding_window") or 0, hf.get("original_max_position_embeddings")
+    window = hf.get("sliding_window") or 0
+    trained = hf.get("original_max_position_embeddings")
     found = {"attention.sliding_window": window, "rope.scaling.original_context_length": trained}
     if (hf.get("rope_scaling") or {}).get("long_factor"):
         scale = hf["max_position_embeddings"] / trained
@@ -257,7 +259,8 @@ def mamba(hf: dict) -> dict:
 def gemma4(hf: dict) -> dict:
     """Sizes of local and of other layers."""
     local = [kind == "sliding_attention" for kind in hf["layer_types"]]
-    wide, few = hf["global_head_dim"], hf.get("num_global_key_value_heads")
+    wide = hf["global_head_dim"]
+    few = hf.get("num_global_key_value_heads")
     layers = range(hf["num_hidden_layers"])
     first = len(layers) - hf.get("num_kv_shared_layers", 0)
     found: dict[str, Any] = {"attention.sliding_window_pattern": local, "rope.dimension_count": wide}
@@ -297,7 +300,8 @@ def permuted(x: np.ndarray, heads: int) -> np.ndarray:
 
 def tensors(hf: dict[str, Any], checkpoint: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The file's tensors of a checkpoint's, those that are part of the configuration apart."""
-    architecture, found = ARCHITECTURES[hf["model_type"]], {}
+    architecture = ARCHITECTURES[hf["model_type"]]
+    found = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, value in checkpoint.items():
         if name in ENDS:
@@ -326,13 +330,15 @@ def split(architecture: str, hf: dict, rest: str, value: np.ndarray) -> list[tup
         return [("ffn_down_exps.weight", value.swapaxes(1, 2))]
     if rest.endswith("experts.down_proj_bias"):
         return [("ffn_down_exps.bias", value)]
-    granite, beside = architecture in ("granitemoe", "granitehybrid"), "_shexp" if hf.get("num_local_experts") else ""
+    granite = architecture in ("granitemoe", "granitehybrid")
+    beside = "_shexp" if hf.get("num_local_experts") else ""
     if granite and rest == "mlp.gate_up_proj.weight":
         return [(f"ffn_{x}{beside}.weight", half) for x, half in zip(("gate", "up"), np.split(value, 2), strict=True)]
     if granite and rest == "mlp.down_proj.weight":
         return [(f"ffn_down{beside}.weight", value)]
     if rest == "linear_attn.in_proj_qkvz.weight":
-        K, H = hf["linear_num_key_heads"], hf["linear_key_head_dim"]
+        K = hf["linear_num_key_heads"]
+        H = hf["linear_key_head_dim"]
         each = value.reshape(K, -1, value.shape[1])
         q, k, v, z = np.split(each, [H, 2 * H, (each.shape[1] + 2 * H) // 2], axis=1)
         flat = [x.reshape(-1, value.shape[1]) for x in (q, k, v, z)]
@@ -374,8 +380,11 @@ def changed(architecture: str, hf: dict, own: str, value: np.ndarray) -> np.ndar
 
 def round_by_round(hf: dict, stem: str, value: np.ndarray) -> np.ndarray:
     """The heads of values so that each of the keys' has one before any has a second."""
-    N, K, axis = hf["linear_num_value_heads"], hf["linear_num_key_heads"], 0
-    before, size = 0, hf["linear_value_head_dim"]
+    N = hf["linear_num_value_heads"]
+    K = hf["linear_num_key_heads"]
+    axis = 0
+    before = 0
+    size = hf["linear_value_head_dim"]
     if stem in ("attn_qkv", "ssm_conv1d") and len(value) > N * size:
         before = 2 * K * hf["linear_key_head_dim"]
     elif stem in ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"):
@@ -400,7 +409,8 @@ def factors(hf: dict[str, Any]) -> dict[str, np.ndarray]:
         size = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
         waves = 2 * np.pi * hf["rope_theta"] ** (np.arange(0, size, 2) / size)
         length = scaling["original_max_position_embeddings"]
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        low = scaling["low_freq_factor"]
+        high = scaling["high_freq_factor"]
         smooth = (length / waves - low) / (high - low)
         between = 1 / ((1 - smooth) / scaling["factor"] + smooth)
         found = np.where(waves < length / high, 1.0, np.where(waves > length / low, scaling["factor"], between))

@@ -61,7 +61,8 @@ def compile_some(
 
 
 def kernel_of(log: Path) -> Compiled:
-    said, passes = log.read_text(), log.with_suffix(".mlir-passes.log").read_text()
+    said = log.read_text()
+    passes = log.with_suffix(".mlir-passes.log").read_text()
     stored, loaded = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)[-1]
     registers = re.findall(r"Used (\d+) registers", said)[-1]
     shared = re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", passes)[-1]

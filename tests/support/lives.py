@@ -46,7 +46,8 @@ class Life:
 
     def live(self, num_turns: int) -> None:
         """Go on until so many turns are over."""
-        rng, end = self.rng, len(self.turns) + num_turns
+        rng = self.rng
+        end = len(self.turns) + num_turns
         rare = [self.abort, self.fail_launch, self.fail_collect, self.sleep, self.clear, self.fuse, self.fuse]
         while len(self.turns) < end:
             self.llm.engine.max_fused_steps = self.max_fused_steps
@@ -84,7 +85,8 @@ class Life:
             tokens = prompt[: rng.randint(1, len(prompt))]
         if len(tokens) > self.longest:
             tokens = tokens[: rng.randint(1, self.longest)]
-        params, self.number = self.params(), self.number + 1
+        params = self.params()
+        self.number = self.number + 1
         name = str(self.number)
         request = self.llm.engine.add(name, list(tokens), params)
         self.running[name] = tokens, params, request
@@ -169,7 +171,8 @@ def bits(request: Request) -> list[tuple]:
 
 def check(cold: LLM, turns: list[Turn]) -> None:
     """Each answer is the cold engine's, or the beginning of it where something ended it."""
-    engine, expected = cold.engine, {}
+    engine = cold.engine
+    expected = {}
     for number, turn in enumerate(turns):
         params = replace(turn.params, prompt_logprobs=None)
         expected[number] = engine.add(str(number), list(turn.tokens), params)

@@ -11,7 +11,8 @@ from quire.ops.quant.hadamard import signs
 
 def meaning(node, name: str) -> np.ndarray:
     """[K, O] in float64, from a node's arrays one number at a time."""
-    K, O = int(np.prod(node.into)), int(np.prod(node.out))  # noqa: E741 - letters of sizes, as in the code that it checks
+    K = int(np.prod(node.into))  # noqa: E741 - letters of sizes, as in the code that it checks
+    O = int(np.prod(node.out))
     out = np.zeros((K, O))
     if name.startswith("codebook"):
         table, apart, columns = (np.reshape(x, (len(x), O)) for x in (node.table, node.apart, node.columns))
@@ -20,7 +21,8 @@ def meaning(node, name: str) -> np.ndarray:
             out[:, o] = table[codes[:, o], o]
             out[columns[:, o], o] = apart[:, o]
         return out
-    table, scale = e8p.table(), node.scale.reshape(-1).astype(np.float64)
+    table = e8p.table()
+    scale = node.scale.reshape(-1).astype(np.float64)
 
     def point(code: int) -> np.ndarray:
         found = table[code & 255].astype(np.float64)

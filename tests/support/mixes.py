@@ -45,7 +45,9 @@ FORMS = [None, None, None, {"regex": "[a-z ]{20,60}"}, {"json_object": True}, {"
 
 def mix(rng: random.Random, vocab: int) -> tuple[dict, dict]:
     """Requests that ask for all kinds of things, and the steps at which they arrive."""
-    requests, arrivals, prompts = {}, {}, []
+    requests = {}
+    arrivals = {}
+    prompts = []
     for index in range(rng.randint(2, 8)):
         start = rng.choice(prompts)[: rng.randint(0, 120)] if prompts and rng.random() < 0.6 else []
         prompts.append(start + [rng.randrange(6, vocab) for _ in range(rng.choice((1, 2, 15, 16, 17, 40, 90)))])

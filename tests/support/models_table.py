@@ -95,7 +95,9 @@ def row(kind: str, tiny: list[str], published: list[str], refused: dict[str, tup
 
 
 def page() -> str:
-    tiny, published, refused = by_kind(TINY), by_kind(WHOLE), refusals()
+    tiny = by_kind(TINY)
+    published = by_kind(WHOLE)
+    refused = refusals()
     rows = [row(kind, tiny.get(kind, []), published.get(kind, []), refused.get(kind, {})) for kind in sorted(FAMILIES)]
     others = [f"| `{kind}` | {why} |" for kind, why in sorted(UNSUPPORTED.items())]
     return "\n".join(

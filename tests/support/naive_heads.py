@@ -17,11 +17,14 @@ def turned(x_THP, theta: float, pairs_apart: bool = True):
     """Rotated by position; the pairs stand half the width apart, or side by side."""
     T, _, H = x_THP.shape
     angle = np.arange(T)[:, None] * theta ** -(np.arange(0, H, 2) / H)
-    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    cos = np.cos(angle)[:, None]
+    sin = np.sin(angle)[:, None]
     if pairs_apart:
-        a, b = x_THP[..., : H // 2], x_THP[..., H // 2 :]
+        a = x_THP[..., : H // 2]
+        b = x_THP[..., H // 2 :]
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    a, b = x_THP[..., ::2], x_THP[..., 1::2]
+    a = x_THP[..., ::2]
+    b = x_THP[..., 1::2]
     return np.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x_THP.shape)
 
 
@@ -37,16 +40,20 @@ def attend(q_TNH, k_TNH, v_TNH, scale: float):
 
 
 def self_attention(w: Tensors, here: str, x, config: dict):
-    N, K = config["num_attention_heads"], config["num_key_value_heads"]
-    H, eps = config.get("head_dim") or config["hidden_size"] // N, config["rms_norm_eps"]
+    N = config["num_attention_heads"]
+    K = config["num_key_value_heads"]
+    H = config.get("head_dim") or config["hidden_size"] // N
+    eps = config["rms_norm_eps"]
     q, k, v = (
         (x @ w[f"{here}.{name}_proj.weight"].T + w.get(f"{here}.{name}_proj.bias", 0)).reshape(len(x), -1, H)
         for name in "qkv"
     )
     if f"{here}.q_norm.weight" in w:
-        q, k = norm(q, w[f"{here}.q_norm.weight"], eps), norm(k, w[f"{here}.k_norm.weight"], eps)
+        q = norm(q, w[f"{here}.q_norm.weight"], eps)
+        k = norm(k, w[f"{here}.k_norm.weight"], eps)
     theta = config.get("rope_theta", 10000.0)
-    q, k = turned(q, theta), turned(k, theta)
+    q = turned(q, theta)
+    k = turned(k, theta)
     out = attend(q, k.repeat(N // K, 1), v.repeat(N // K, 1), H**-0.5)
     return out @ w[f"{here}.o_proj.weight"].T + w.get(f"{here}.o_proj.bias", 0)
 
@@ -78,7 +85,8 @@ def eagle(w: Tensors, config: dict, embed, tokens, features):
 
 def eagle3(w: Tensors, config: dict, embed, tokens, features):
     """(next feature, hidden state)."""
-    eps, here = config["rms_norm_eps"], "midlayer"
+    eps = config["rms_norm_eps"]
+    here = "midlayer"
     normed = norm(features, w[f"{here}.hidden_norm.weight"], eps)
     both = np.concatenate([norm(embed[tokens], w[f"{here}.input_layernorm.weight"], eps), normed], axis=-1)
     x = normed if config.get("norm_before_residual") else features
@@ -90,7 +98,9 @@ def eagle3(w: Tensors, config: dict, embed, tokens, features):
 def latent_attention(w: Tensors, here: str, x, config: dict):
     """DeepSeek's, with keys and values of every head written out."""
     N, nope, rope = (config[key] for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
-    rank, V, T = config["kv_lora_rank"], config["v_head_dim"], len(x)
+    rank = config["kv_lora_rank"]
+    V = config["v_head_dim"]
+    T = len(x)
     low = norm(x @ w[f"{here}.q_a_proj.weight"].T, w[f"{here}.q_a_layernorm.weight"], 1e-6)
     q = (low @ w[f"{here}.q_b_proj.weight"].T).reshape(T, N, nope + rope)
     down = x @ w[f"{here}.kv_a_proj_with_mqa.weight"].T
@@ -117,8 +127,10 @@ def experts(w: Tensors, here: str, x, config: dict):
 
 def mtp(w: Tensors, config: dict, embed, tokens, features):
     """(next feature, hidden state): the first is before the norm of the layer's head."""
-    eps, here = config["rms_norm_eps"], f"model.layers.{config['num_hidden_layers']}"
-    token, feature = norm(embed[tokens], w[f"{here}.enorm.weight"], eps), norm(features, w[f"{here}.hnorm.weight"], eps)
+    eps = config["rms_norm_eps"]
+    here = f"model.layers.{config['num_hidden_layers']}"
+    token = norm(embed[tokens], w[f"{here}.enorm.weight"], eps)
+    feature = norm(features, w[f"{here}.hnorm.weight"], eps)
     x = np.concatenate([token, feature], axis=-1) @ w[f"{here}.eh_proj.weight"].T
     x = x + latent_attention(w, f"{here}.self_attn", norm(x, w[f"{here}.input_layernorm.weight"], eps), config)
     x = x + experts(w, f"{here}.mlp", norm(x, w[f"{here}.post_attention_layernorm.weight"], eps), config)
@@ -128,7 +140,8 @@ def mtp(w: Tensors, config: dict, embed, tokens, features):
 def gated_attention(w: Tensors, here: str, x, config: dict):
     """Qwen3-Next's: a part of each head turns, and a gate of its own is on each result."""
     N, K, H = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    eps, turning = config["rms_norm_eps"], int(H * config["partial_rotary_factor"])
+    eps = config["rms_norm_eps"]
+    turning = int(H * config["partial_rotary_factor"])
     q, gate = np.split((x @ w[f"{here}.q_proj.weight"].T).reshape(len(x), N, 2 * H), 2, axis=-1)
     k, v = ((x @ w[f"{here}.{name}_proj.weight"].T).reshape(len(x), K, H) for name in "kv")
     q, k = (norm(y, 1 + w[f"{here}.{name}_norm.weight"], eps) for name, y in (("q", q), ("k", k)))
@@ -150,7 +163,8 @@ def gated_experts(w: Tensors, here: str, x, config: dict):
 
 def qwen_mtp(w: Tensors, config: dict, embed, tokens, features):
     """What the layer makes of tokens and features: the next feature, which is also the hidden state."""
-    eps, here = config["rms_norm_eps"], "mtp.layers.0"
+    eps = config["rms_norm_eps"]
+    here = "mtp.layers.0"
     token = norm(embed[tokens], 1 + w["mtp.pre_fc_norm_embedding.weight"], eps)
     feature = norm(features, 1 + w["mtp.pre_fc_norm_hidden.weight"], eps)
     x = np.concatenate([token, feature], axis=-1) @ w["mtp.fc.weight"].T

@@ -68,7 +68,8 @@ class Busy:
             )
         while self.waiting and len(self.runs) < self.most:
             run = self.waiting.pop(0)
-            run.number, run.computed = next(self.numbers), run.cached
+            run.number = next(self.numbers)
+            run.computed = run.cached
             run.pages = {name: [] for name in self.groups}
             self.runs.append(run)
             self.totals["requests"] += 1
@@ -116,7 +117,8 @@ class Busy:
 
     def frame(self) -> dict[str, Any]:
         now = time.monotonic()
-        passed, self.last = min(1.0, now - self.last), now
+        passed = min(1.0, now - self.last)
+        self.last = now
         reading = [run for run in self.runs if run.state == "reading"]
         writing = len(self.runs) - len(reading)
         self.tick(passed)

@@ -144,7 +144,9 @@ class StandIn:
         answer = self.answers.get(prompt)
         drafts = "include_drafted" in body.get("stream_options", {})
         steps = [*words(STORY, len(prompt), drafts=drafts), "stop"] if answer is None else answer
-        run, count, reason = self.busy and self.busy.add(name, 20 + len(prompt)), 0, None
+        run = self.busy and self.busy.add(name, 20 + len(prompt))
+        count = 0
+        reason = None
         try:
             yield event(name, {"delta": {"role": "assistant", "content": ""}})
             if run:

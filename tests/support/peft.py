@@ -15,7 +15,8 @@ def draw(
     tensors: dict[str, np.ndarray], names=EVERY, rank: int = 4, seed: int = 0, size: float = 0.5, ranks=None
 ) -> dict[str, np.ndarray]:
     """Random matrices for every weight whose module has one of these names."""
-    rng, found = np.random.default_rng(seed), {}
+    rng = np.random.default_rng(seed)
+    found = {}
     for name, weight in tensors.items():
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] not in names:
@@ -29,7 +30,8 @@ def draw(
 
 def lengths(tensors: dict[str, np.ndarray], adapter: dict[str, np.ndarray], seed: int = 0) -> dict[str, np.ndarray]:
     """What DoRA has besides: other lengths for the rows of each weight that is adapted."""
-    rng, found = np.random.default_rng(seed), {}
+    rng = np.random.default_rng(seed)
+    found = {}
     for name, weight in tensors.items():
         module = f"base_model.model.{name.removesuffix('.weight')}"
         if f"{module}.lora_A.weight" in adapter:
@@ -48,7 +50,8 @@ def write(folder: Path, adapter: dict[str, np.ndarray], about: dict | None = Non
 def merged(tensors: dict[str, np.ndarray], adapter: dict[str, np.ndarray], about: dict | None = None) -> dict:
     """PEFT's own sum: W + scale * B A, with the rank and alpha of the first pattern that fits; of DoRA its rows get
     their lengths, in float64."""
-    about, found = ABOUT | (about or {}), dict(tensors)
+    about = ABOUT | (about or {})
+    found = dict(tensors)
     for name in tensors:
         module = name.removesuffix(".weight")
         if (up := adapter.get(f"base_model.model.{module}.lora_B.weight")) is None:

@@ -22,7 +22,8 @@ def sequence(index: int, prompt: int, output: int, token: int | None = None, **s
 def random_sequences(rng: np.random.Generator, scheduler: Scheduler, count: int) -> Iterator[Sequence]:
     """Each is added to the scheduler, but for those that could never be served; half have drafts, where they may."""
     for index in range(count):
-        prompt, output = int(rng.integers(1, 40)), int(rng.integers(1, 12))
+        prompt = int(rng.integers(1, 40))
+        output = int(rng.integers(1, 12))
         if scheduler.replicas[0].table.fits(prompt + output, 16):
             seq = sequence(index, prompt, output, int(rng.integers(3)), needs_host_token=bool(rng.random() < 0.1))
             if rng.random() < 0.2:
@@ -36,7 +37,9 @@ class Device:
     """Runs plans one step behind, checks each against what has been computed, and ends what is done."""
 
     def __init__(self, scheduler: Scheduler):
-        self.scheduler, self.in_flight, self.steps = scheduler, None, 0
+        self.scheduler = scheduler
+        self.in_flight = None
+        self.steps = 0
         self.shape = scheduler.shape
         self.computed: dict[Sequence, int] = {}
         self.rng = np.random.default_rng(0)
@@ -102,7 +105,8 @@ class Device:
                 self.rng.integers(0, 3, self.rng.integers(self.shape.max_drafts + 1)).tolist()
                 for _ in range(self.shape.num_branches)
             ]
-            seq.branching, seq.asks = self.rng.random() < 0.8, self.shape.max_drafts
+            seq.branching = self.rng.random() < 0.8
+            seq.asks = self.shape.max_drafts
 
     def run(self) -> None:
         while self.scheduler.busy or self.in_flight:

@@ -17,7 +17,11 @@ from quire.ops.quant.int4 import Int4
 from quire.ops.quant.int8 import Int8
 from quire.tests.support import tiny
 
-D, F, N, K, H = 256, 384, 8, 4, 32
+D = 256
+F = 384
+N = 8
+K = 4
+H = 32
 LLAMA = tiny.LLAMA | {
     "hidden_size": D, "intermediate_size": F, "num_attention_heads": N, "num_key_value_heads": K,
 }  # fmt: skip
@@ -48,7 +52,8 @@ def gptq(rng, stem: str, shape, bits=4, group=128, sym=False, order=False, versi
     """A matrix as GPTQModel writes it, and what it means in float64."""
     rows, columns = shape
     size = columns if group == -1 else group
-    groups, top = columns // size, 1 << bits
+    groups = columns // size
+    top = 1 << bits
     codes = rng.integers(0, top, (columns, rows))
     first = int(version == 1)  # which stores zeros less one
     zeros = np.full((groups, rows), top // 2) if sym else rng.integers(first, top + first, (groups, rows))
@@ -71,7 +76,8 @@ def awq(rng, stem: str, shape, group=128, **_):
     rows, columns = shape
     size = columns if group == -1 else group
     groups = columns // size
-    codes, zeros = rng.integers(0, 16, (columns, rows)), rng.integers(0, 16, (groups, rows))
+    codes = rng.integers(0, 16, (columns, rows))
+    zeros = rng.integers(0, 16, (groups, rows))
     scales = rng.uniform(0.001, 0.02, (groups, rows)).astype(np.float16)
 
     def packed(values):
@@ -129,7 +135,8 @@ def nvfp4(rng, stem: str, shape, names=("weight_packed", "weight_scale", "weight
 
 def mxfp4(rng, stem: str, shape, **_):
     rows, columns = shape
-    codes, exponents = rng.integers(0, 16, shape), rng.integers(115, 122, (rows, columns // 32)).astype(np.uint8)
+    codes = rng.integers(0, 16, shape)
+    exponents = rng.integers(115, 122, (rows, columns // 32)).astype(np.uint8)
     tensors = {f"{stem}.weight_packed": paired(codes), f"{stem}.weight_scale": exponents}
     return tensors, scaled(codes, 2.0 ** (exponents.astype(np.float64) - 127))
 
@@ -137,8 +144,10 @@ def mxfp4(rng, stem: str, shape, **_):
 def whole(rng, stem: str, shape, bits=8, group=None, zero=False, **_):
     """Integers that share words, as llm-compressor's pack-quantized has them; without a group a scale an output."""
     rows, columns = shape
-    middle, groups = 1 << bits - 1, columns // group if group else 1
-    codes, zeros = rng.integers(0, 2 * middle, shape), np.full((rows, groups), middle)
+    middle = 1 << bits - 1
+    groups = columns // group if group else 1
+    codes = rng.integers(0, 2 * middle, shape)
+    zeros = np.full((rows, groups), middle)
     scale = (rng.uniform(0.02, 0.1, (rows, groups)) / middle).astype(ml_dtypes.bfloat16)
     tensors = {
         f"{stem}.weight_packed": np.ascontiguousarray(words(codes.T, bits).T), f"{stem}.weight_shape": np.array(shape),
@@ -162,7 +171,8 @@ FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -
 def blocks(rng, stem: str, shape, kind="nf4", nested=False, block=64, **_):
     """A matrix of four bits as bitsandbytes writes it."""
     count = shape[0] * shape[1]
-    codes, table = rng.integers(0, 16, count), {"nf4": NF4, "fp4": FP4}[kind]
+    codes = rng.integers(0, 16, count)
+    table = {"nf4": NF4, "fp4": FP4}[kind]
     absmax = rng.uniform(0.02, 0.1, -(-count // block)).astype(np.float32)
     said = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16", "shape": list(shape)}
     more = {}
@@ -183,7 +193,8 @@ def blocks(rng, stem: str, shape, kind="nf4", nested=False, block=64, **_):
 
 def signed(rng, stem: str, shape, **_):
     """A matrix of eight bits as bitsandbytes writes it."""
-    codes, most = rng.integers(-127, 128, shape).astype(np.int8), rng.uniform(0.02, 0.1, shape[0]).astype(np.float32)
+    codes = rng.integers(-127, 128, shape).astype(np.int8)
+    most = rng.uniform(0.02, 0.1, shape[0]).astype(np.float32)
     tensors = {f"{stem}.weight": codes, f"{stem}.SCB": most, f"{stem}.weight_format": np.zeros((), np.uint8)}
     return tensors, codes * (most / np.float32(127)).astype(np.float64)[:, None]
 

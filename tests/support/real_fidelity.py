@@ -71,7 +71,8 @@ ENGINES = {
 def main() -> None:
     print("| file | engine | mean difference | largest | perplexity |\n|---|---|---|---|---|")
     for name in sys.argv[1:] or GGUF:
-        path, title = str(real_models.path_of(name)), real_models.MODELS[name]["title"]
+        path = str(real_models.path_of(name))
+        title = real_models.MODELS[name]["title"]
         tokens, expected = of_reference(path)
         gc.collect()
         print(f"| {title} | transformers, float32 | | | {np.exp(-expected.mean()):.3f} |")

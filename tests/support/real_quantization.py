@@ -17,7 +17,8 @@ import numpy as np
 from quire.tests.support import real_models
 
 NAMES = ("smollm2", "qwen-500m", "qwen-1500m")
-NUM_TOKENS, PIECE = 2048, 512
+NUM_TOKENS = 2048
+PIECE = 512
 TOPICS = ("exceptions", "import", "strings", "types", "compound")
 WAYS = (
     ("int8", "rtn"),
@@ -77,7 +78,8 @@ def main() -> None:
         float32 = perplexity(dense)
         print(f"| {real_models.MODELS[name]['title']} | float32 | | {float32:.2f} | | |", flush=True)
         for quantization, method in WAYS:
-            out, seconds = folder / f"{name}-{quantization}-{method}", ""
+            out = folder / f"{name}-{quantization}-{method}"
+            seconds = ""
             if not (out / "config.json").exists():
                 seconds = f"{quantize(dense, out, quantization, method):.0f}"
             rounded = perplexity(out)

@@ -133,7 +133,9 @@ ALONE = {"llama3_json", "llama4_json", "llama4_pythonic", "openai", "pythonic", 
 
 
 def joined(pieces) -> tuple[str, str, list[tuple[str, str]]]:
-    said, thought, calls = "", "", []
+    said = ""
+    thought = ""
+    calls = []
     for piece in pieces:
         if isinstance(piece, Said):
             said += piece.text

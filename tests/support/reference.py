@@ -122,9 +122,11 @@ def unsteadiness(model, ids: list[int]) -> float:
 
 def softness(model, ids: list[int]) -> np.ndarray:
     """[T]: how far a row's logits go where every weight and rotation moves by half of its last bit."""
-    expected, most = logits(model, ids), np.zeros(len(ids), np.float32)
+    expected = logits(model, ids)
+    most = np.zeros(len(ids), np.float32)
     for seed in range(4):
-        moved, random = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+        moved = copy.deepcopy(model)
+        random = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for x in (*moved.parameters(), *moved.buffers()):
                 if x.is_floating_point():
@@ -135,7 +137,8 @@ def softness(model, ids: list[int]) -> np.ndarray:
 
 def greedy(model, ids: list[int], count: int) -> tuple[list[int], float]:
     """(the next tokens, the least lead that one of them had over the second best)."""
-    ids, least = list(ids), float("inf")
+    ids = list(ids)
+    least = float("inf")
     for _ in range(count):
         row = logits(model, ids)[-1]
         second, best = np.sort(row)[-2:]

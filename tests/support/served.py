@@ -34,7 +34,8 @@ class Script:
     """A device that draws from each row what `say(prompt text)` answers, token by token, and then the end."""
 
     def __init__(self, engine: Any, say: Callable[[str], str]):
-        self.engine, self.say = engine, say
+        self.engine = engine
+        self.say = say
         self.lines: dict[Any, list[int]] = {}
         self.step_seconds = 0.0
         self.hold = threading.Event()  # cleared: the device hangs
@@ -54,7 +55,9 @@ class Script:
         self.steps += 1
         items = step.plan.items
         rows = sum(len(item.scores) + item.draws for item in items)
-        tokens, outputs, row = np.zeros(rows, np.int32), [], 0
+        tokens = np.zeros(rows, np.int32)
+        outputs = []
+        row = 0
         best = np.tile(np.arange(MAX_LOGPROBS, dtype=np.int32), (rows, 1))
         for item in items:
             for position in item.scores:
@@ -63,9 +66,11 @@ class Script:
             if item.draws:
                 tokens[row] = self.next_token(item.seq)
                 row += item.draws
-        ranks, ok = np.ones(rows, np.int32), np.ones(rows, bool)
+        ranks = np.ones(rows, np.int32)
+        ok = np.ones(rows, bool)
         hidden = np.zeros((rows, 8), np.float32)
-        logprobs, top = np.full(rows, -0.5, np.float32), np.full((rows, MAX_LOGPROBS), -1.5, np.float32)
+        logprobs = np.full(rows, -0.5, np.float32)
+        top = np.full((rows, MAX_LOGPROBS), -1.5, np.float32)
         wanted = np.tile(-np.arange(1, MAX_WANTED + 1, dtype=np.float32), (rows, 1))
         sampled = Sampled(tokens, logprobs, ranks, best, top, wanted, ok)
         row = 0
@@ -106,7 +111,8 @@ def model_of(engine: Any, *names: str) -> Model:
 def served(*models: Model, **chosen: Any) -> Iterator[Any]:
     """(url, service, loop) of a server that is ready; it drains at the end."""
     settings = ServerSettings(**{"port": 0, "shutdown_grace": 30.0, **chosen})
-    started, state = threading.Event(), SimpleNamespace(url="", service=None, loop=None, error=None)
+    started = threading.Event()
+    state = SimpleNamespace(url="", service=None, loop=None, error=None)
 
     async def run() -> None:
         state.loop = asyncio.get_running_loop()

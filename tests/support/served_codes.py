@@ -39,7 +39,8 @@ def size(x: np.ndarray) -> float:
 def scores(folder: Path, dtype: str, prompts: list[list[int]]) -> np.ndarray:
     """The log-probabilities of all tokens after each prompt, by the reference."""
     config = read_config(folder, dtype)
-    weights, longest = load_weights(folder, config), max(map(len, prompts))
+    weights = load_weights(folder, config)
+    longest = max(map(len, prompts))
     ids = jnp.array([prompt + [0] * (longest - len(prompt)) for prompt in prompts])
     logits = RUN(weights, ids, config)[np.arange(len(prompts)), np.array([*map(len, prompts)]) - 1]
     return np.asarray(jax.nn.log_softmax(logits))

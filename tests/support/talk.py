@@ -21,8 +21,10 @@ PLAIN = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 # What the bundled model answers, being sure of it.
-SORT, SORTED = "Sort: 39 84 36 90", "36 39 84 90"
-PERSON, FOUND = "Give JSON for: David is a painter in Lagos", {"name": "David", "job": "painter", "city": "Lagos"}
+SORT = "Sort: 39 84 36 90"
+SORTED = "36 39 84 90"
+PERSON = "Give JSON for: David is a painter in Lagos"
+FOUND = {"name": "David", "job": "painter", "city": "Lagos"}
 LIST = "Remember this list.\n- Ravi: snow\n- Ella: farm\n- Emma: glass\n\nWhat does Ella have?"
 
 
@@ -56,7 +58,8 @@ def scripted_server(formats: Formats, **chosen: Any) -> Iterator[Any]:
     """The server of `served`, with its engine and its script."""
     engine, script = scripted(say)
     with served(model_of(engine, "quill", "other-name"), formats=formats, **chosen) as state:
-        state.engine, state.script = engine, script
+        state.engine = engine
+        state.script = script
         yield state
 
 

@@ -16,8 +16,11 @@ LLAMA = {
 
 def shapes(config: dict) -> dict[str, tuple[int, ...]]:
     """The tensors of a Llama checkpoint, as its own code names them."""
-    D, F, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    N, K = config["num_attention_heads"], config["num_key_value_heads"]
+    D = config["hidden_size"]
+    F = config["intermediate_size"]
+    V = config["vocab_size"]
+    N = config["num_attention_heads"]
+    K = config["num_key_value_heads"]
     found = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
     if not config["tie_word_embeddings"]:
         found["lm_head.weight"] = (V, D)

@@ -6,7 +6,8 @@ import numpy as np
 
 from quire.tests.support import tiny
 
-D, V = 32, 96
+D = 32
+V = 96
 CONFIG = {
     "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": V, "hidden_size": D,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48,
@@ -20,8 +21,13 @@ CONFIG = {
 
 
 def shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    N, R, KV, F = config["num_attention_heads"], config["q_lora_rank"], config["kv_lora_rank"], 20
-    nope, rope, wide_v = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    N = config["num_attention_heads"]
+    R = config["q_lora_rank"]
+    KV = config["kv_lora_rank"]
+    F = 20
+    nope = config["qk_nope_head_dim"]
+    rope = config["qk_rope_head_dim"]
+    wide_v = config["v_head_dim"]
     found = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,), "lm_head.weight": (V, D)}
     for i in range(config["num_hidden_layers"] + 1):
         at = f"model.layers.{i}"

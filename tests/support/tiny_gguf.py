@@ -69,7 +69,9 @@ def tokens(size: int) -> tuple[list[str], list[float], list[int]]:
 
 def write(file: Path, kind: str, config: dict = LLAMA, seed: int = 0, other: str | None = None, **writer):
     """The file, and every tensor in float32 by the checkpoint's names; `other`: the type of the values' matrices."""
-    rng, N, K = np.random.default_rng(seed), config["num_attention_heads"], config["num_key_value_heads"]
+    rng = np.random.default_rng(seed)
+    N = config["num_attention_heads"]
+    K = config["num_key_value_heads"]
     out = gguf.GGUFWriter(str(file), "llama", **writer)
     H = config["hidden_size"] // N
     out.add_context_length(config["max_position_embeddings"])

@@ -9,7 +9,10 @@ from quire.model.checkpoint.loader import read_config, weight_sources
 from quire.model.families.common import Source
 from quire.tests.support import tiny
 
-D, V, F, EXPERTS = 32, 96, 20, 6
+D = 32
+V = 96
+F = 20
+EXPERTS = 6
 CONFIG = {
     "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "vocab_size": V, "hidden_size": D,
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48,
@@ -24,7 +27,8 @@ CONFIG = {
 def mtp_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     """The tensors of the layer that predicts further tokens."""
     N, K, H = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    at, shared = "mtp.layers.0", config["shared_expert_intermediate_size"]
+    at = "mtp.layers.0"
+    shared = config["shared_expert_intermediate_size"]
     found = {
         "mtp.fc.weight": (D, 2 * D), "mtp.norm.weight": (D,), "mtp.pre_fc_norm_embedding.weight": (D,),
         "mtp.pre_fc_norm_hidden.weight": (D,), f"{at}.input_layernorm.weight": (D,),

@@ -17,7 +17,9 @@ from tokenizers import (
     trainers,
 )
 
-BOS, EOS, TURN = "<s>", "</s>", "<|turn|>"
+BOS = "<s>"
+EOS = "</s>"
+TURN = "<|turn|>"
 SPECIAL = [BOS, EOS, TURN]
 CORPUS = [
     "Once upon a time a small fox lived by the river, and the river sang to the fox.",

@@ -12,7 +12,8 @@ from quire.sharding.device_axes import ONE_DEVICE, DeviceAxes
 
 def forward(weights, tokens_BT, config: ModelConfig, axes: DeviceAxes = ONE_DEVICE):
     """Float32 logits [B, T, V]; on several devices those of this device's part of the vocabulary."""
-    hidden, (B, T) = hidden_states(weights, tokens_BT, config, axes), tokens_BT.shape
+    hidden = hidden_states(weights, tokens_BT, config, axes)
+    (B, T) = tokens_BT.shape
     return decoder.logits(weights, hidden.reshape(B * T, -1), config, axes).reshape(B, T, -1)
 
 
@@ -27,7 +28,8 @@ def hidden_states(weights, tokens_BT, config: ModelConfig, axes: DeviceAxes = ON
 
 def recurrence(config: ModelConfig, B: int, T: int):
     """`recur` over [B, T]: every sequence begins and ends here."""
-    starts_B1, seq_B = jnp.arange(B + 1) * T, jnp.arange(B)
+    starts_B1 = jnp.arange(B + 1) * T
+    seq_B = jnp.arange(B)
     rows = StateRows(starts_B1, seq_B, jnp.ones(B, bool), jnp.full(B, T))
 
     def recur(index, inputs, run, cache):
@@ -53,12 +55,14 @@ def attention(config: ModelConfig, B: int, T: int):
     picked = {}
 
     def attend(index, q_TNH, k_TKH, v_TKH, cache, params, sinks_N=None, picks=None):
-        window, soft_cap = params.window, params.soft_cap
+        window = params.window
+        soft_cap = params.soft_cap
         dim = q_TNH.shape[-1]
         if k_TKH is not None:
             cache = {**cache, index: (k_TKH, k_TKH[..., : params.value_dim] if v_TKH is None else v_TKH)}
         k, v = (x.reshape(B, T, *x.shape[1:]).astype(jnp.float32) for x in cache[config.kv_owner[index]])
-        K, N = k.shape[2], q_TNH.shape[1]
+        K = k.shape[2]
+        N = q_TNH.shape[1]
         q = q_TNH.reshape(B, T, K, N // K, -1).astype(jnp.float32) * params.scale
         score = jnp.einsum("BQKGH,BJKH->BKGQJ", q, k[..., :dim])
         if soft_cap is not None:

@@ -171,7 +171,8 @@ def test_a_prompt_of_phrases_says_one_again_and_again():
 
 def test_drive_adds_each_request_in_its_time_and_ends_when_all_are_done():
     requests = [TimedPrompt([1], 2, 0.06), TimedPrompt([2], 3), TimedPrompt([3], 1, 0.03)]
-    added, counts = [], {}
+    added = []
+    counts = {}
 
     def add(index, request):
         added.append(index)
@@ -210,7 +211,8 @@ def test_engines_take_turns_and_one_that_fails_stops_nothing(bench):
         "start": work(1, kind="start", output=(1, 1), by="first"),
         "three-int4": work(3, weights="int4"),
     }
-    notes, rounds = [], []
+    notes = []
+    rounds = []
     results, failures = turns.play(works, ["plain", "picky"], bench, 2, notes.append, lambda: rounds.append(len(notes)))
     assert failures.keys() == {(name, "picky") for name in ("five", "six", "three-int4")}
     log = bench.place / "logs" / "picky.log"

@@ -84,7 +84,9 @@ ENTRY %main (a: bf16[4096,8], b: bf16[2,8], c: (s32[], bf16[2,1024], bf16[4,1024
 
 def test_bytes_launches_and_copies_of_a_program():
     """Counted by hand."""
-    pages, rows, expert = 4096 * 8 * 2, 2 * 8 * 2, 1024 * 512 * 2
+    pages = 4096 * 8 * 2
+    rows = 2 * 8 * 2
+    expert = 1024 * 512 * 2
 
     def work_of(in_place_share: float):
         def shares(name, in_place):
@@ -93,7 +95,11 @@ def test_bytes_launches_and_copies_of_a_program():
         return Module(PROGRAM).work(shares, lambda names, inner: 3)
 
     work = work_of(0)
-    append, look_up, in_place, kernel, copy = 2 * rows, 2 * rows, 2 * rows, rows + pages / 4 + rows, 2 * pages
+    append = 2 * rows
+    look_up = 2 * rows
+    in_place = 2 * rows
+    kernel = rows + pages / 4 + rows
+    copy = 2 * pages
     taken = expert + 4 + expert  # read, with the number of the expert, and written
     product = 2 * 1024 * 2 + expert + 2 * 512 * 4
     assert work.bytes == append + look_up + in_place + kernel + copy + 3 * (taken + product)
@@ -118,7 +124,8 @@ def test_copied_pages_are_seen():
 
 def test_a_real_program_moves_what_it_reads_and_writes():
     """A program of this CPU's compiler: a product reads its inputs and writes its result, whatever else it does."""
-    a, b = np.ones((64, 256), np.float32), np.ones((256, 512), np.float32)
+    a = np.ones((64, 256), np.float32)
+    b = np.ones((256, 512), np.float32)
     text = jax.jit(lambda a, b: a @ b).lower(a, b).compile().as_text() or ""
     work = Module(text).work(lambda name, in_place: 1.0 - in_place, lambda names, inner: 1)
     least = a.nbytes + b.nbytes + 64 * 512 * 4
@@ -193,7 +200,8 @@ def test_the_guesses_about_attention_are_those_of_the_page():
 @pytest.mark.parametrize("name", GOALS)
 def test_goals_and_what_is_predicted_are_those_of_the_pages(name):
     """So that a first card falsifies a number that stands beside each goal."""
-    goal, docs = GOALS[name], Path(__file__).parents[2] / "docs"
+    goal = GOALS[name]
+    docs = Path(__file__).parents[2] / "docs"
     (row,) = [line for line in (docs / "kernels.md").read_text().splitlines() if line.startswith(f"| {name} |")]
     assert f"| {goal.seconds * 1e3:.2f} ms | {goal.predicted:.0%} |" in row
     reached = f"| {goal.share * 100:.0f} % of the roof | {goal.seconds * 1e3:.2f} ms, {goal.predicted * 100:.0f} % of "
@@ -237,7 +245,8 @@ def test_a_step_that_does_not_compile_is_a_line_of_the_table(monkeypatch):
 
 def test_several_cases_that_tell_spills_have_a_process_each(monkeypatch):
     """A kernel that a process has compiled is not compiled again in it, and would tell of none."""
-    asked, said = [], {"name": "a step", "failed": "INTERNAL: no"}
+    asked = []
+    said = {"name": "a step", "failed": "INTERNAL: no"}
 
     def run(command, **options):
         asked.append(command[1:])

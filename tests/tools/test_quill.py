@@ -120,7 +120,8 @@ def test_rows_are_full_and_teach_answers_alone(tokenizer, length):
     taught = rows.weights > 0
     assert taught.any()
     assert (rows.targets[:, :-1][taught[:, :-1]] == rows.tokens[:, 1:][taught[:, :-1]]).all()
-    end, bos = tokenizer.token_to_id(tasks.END), tokenizer.token_to_id(tasks.BOS)
+    end = tokenizer.token_to_id(tasks.END)
+    bos = tokenizer.token_to_id(tasks.BOS)
     assert end in rows.targets[taught] and bos not in rows.targets[taught]
 
 
@@ -128,7 +129,8 @@ def test_rows_are_full_and_teach_answers_alone(tokenizer, length):
 def test_training_attention_equals_the_dense_one(small, length):
     config, weights = small
     tokens = np.random.default_rng(0).integers(0, 1280, (2, length))
-    attend, positions = attention(config, jnp.ones_like(tokens)), jnp.tile(jnp.arange(length), 2)
+    attend = attention(config, jnp.ones_like(tokens))
+    positions = jnp.tile(jnp.arange(length), 2)
 
     @jax.jit  # one compilation for all layers: by itself each operation costs one
     def both(weights):
@@ -163,7 +165,8 @@ def test_training_lowers_the_loss(small, tokenizer):
 
 def test_packed_documents_do_not_see_each_other(small):
     config, weights = small
-    a, b = [[5, 6, 7, 8], [0, 1, 1, 1]], [[9, 10, 11], [0, 1, 1]]
+    a = [[5, 6, 7, 8], [0, 1, 1, 1]]
+    b = [[9, 10, 11], [0, 1, 1]]
     both, alone = (corpus.pack([members], 128) for members in ([a, b], [b]))
     logits = jax.jit(lambda rows, documents: logits_of(weights, rows, documents, config))
     x, y = (logits(rows.tokens, rows.documents) for rows in (both, alone))
@@ -217,14 +220,16 @@ def test_the_bundled_model_knows_its_tasks(llm):
 @pytest.mark.parametrize(("kind", "least"), [("eagle", 0.7), ("medusa", 0.5)])
 def test_the_bundled_heads_foretell_what_quill_writes(llm, kind, least):
     """Of greedy answers, so many second tokens; and at each further place fewer, but some."""
-    documents, params = none_yet(), SamplingParams(temperature=0, max_tokens=200)
+    documents = none_yet()
+    params = SamplingParams(temperature=0, max_tokens=200)
     for example in [example for task in ("story", "json", "sort_numbers", "copy") for example in tasks.fresh(task, 6)]:
         (out,) = llm.chat(example.messages, params, use_tqdm=False)
         documents = documents.joined([(out.prompt_token_ids, out.outputs[0].token_ids)])
     folder = ROOT / "model" / f"quill_{kind}"
     config = read_config(ROOT / "model" / "quill", "float32")
     heads = draft_heads.read_heads(folder, config, kind)
-    own, weights = draft_heads.load(folder, heads, skip_packing=True), load_weights(ROOT / "model" / "quill", config)
+    own = draft_heads.load(folder, heads, skip_packing=True)
+    weights = load_weights(ROOT / "model" / "quill", config)
     rows = pack(documents, range(len(documents)), 256)
     found = jax.jit(lambda rows: judge(heads, own, weights, config, rows, 4))(rows)
     shares = [int(one.right) / int(one.asked) for one in found]
@@ -247,8 +252,10 @@ def test_log_probabilities_are_those_of_the_reference():
     """Of what the model learns to write, in documents of which each is read alone."""
     folder = hub.resolve("quill")
     config = read_config(folder, "float32")
-    weights, expected = load_weights(folder, config), []
-    tokenizer, run = Tokenizer.from_file(str(folder / "tokenizer.json")), jax.jit(uncached.forward, static_argnums=2)
+    weights = load_weights(folder, config)
+    expected = []
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    run = jax.jit(uncached.forward, static_argnums=2)
     for parts in corpus.documents("held-out/7", 5):
         ids, learned = corpus.encode(tokenizer, parts)
         padded = jnp.array([ids + [0] * (512 - len(ids))])

@@ -108,7 +108,8 @@ def test_what_is_no_wheel_and_no_kernels(pure, tmp_path):
 def test_installed_without_a_compiler(tmp_path):
     """A wheel of this tree with kernels for this machine: installed, with nothing on PATH, it generates with them."""
     try:
-        command, isa = build.compiler(), build.choices()[0]
+        command = build.compiler()
+        isa = build.choices()[0]
     except NotImplementedError as reason:
         pytest.skip(str(reason))
     kernels = build.private(tmp_path / "kernels")
@@ -124,7 +125,8 @@ def test_installed_without_a_compiler(tmp_path):
             (source / name).write_bytes((ROOT / name).read_bytes())
     subprocess.run([*pip, "wheel", "--no-deps", "-w", tmp_path, source], check=True, capture_output=True)
     (pure,) = tmp_path.glob("*-py3-none-any.whl")
-    wheel, place = platform_wheel(pure, kernels), tmp_path / "site"
+    wheel = platform_wheel(pure, kernels)
+    place = tmp_path / "site"
     subprocess.run(
         [*pip, "install", "--no-deps", "--no-index", "--target", place, wheel], check=True, capture_output=True
     )

@@ -33,7 +33,8 @@ def on_site(path: str) -> str:
 
 def prose(text: str, change: Callable[[str], str]) -> str:
     """A page with what is outside of its fences changed."""
-    parts, end = [], 0
+    parts = []
+    end = 0
     for fence in FENCED.finditer(text):
         parts += [change(text[end : fence.start()]), fence[0]]
         end = fence.end()

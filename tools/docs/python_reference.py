@@ -105,7 +105,8 @@ def function(name: str, made: Any) -> Iterator[str]:
 
 def docstring(made: Any) -> tuple[str, dict[str, str]]:
     """What is said, and what is said of each name."""
-    lines, entries = [], {}
+    lines = []
+    entries = {}
     for line in (inspect.getdoc(made) or "").splitlines():
         if match := ENTRY.match(line):
             entries[match[1]] = match[2]

@@ -133,7 +133,8 @@ def measure(case: Case, target: str, spills: bool = False) -> Result:
     from .target import described
 
     hf = SHAPES[case.model]
-    layers, (few, more) = hf["num_hidden_layers"], depths(case.model)
+    layers = hf["num_hidden_layers"]
+    (few, more) = depths(case.model)
     device = DEVICES[target.partition("+")[0]]
     with described(target, case.tensor):  # kernels are compiled, and tell what they spill, with the first program alone
         programs, variances = zip(*(compiled(case, count, spills) for count in (few, more)), strict=True)
@@ -173,11 +174,15 @@ def compiled(case: Case, layers: int, spills: bool):
 
     from .program import compile_program
 
-    config, page = config_of(case, layers), page_size(case)
-    groups, width, most = len(config.windows), -(-MAX_LEN // page), max(case.batch, 16)
+    config = config_of(case, layers)
+    page = page_size(case)
+    groups = len(config.windows)
+    width = -(-MAX_LEN // page)
+    most = max(case.batch, 16)
     mesh = make_mesh(tensor=case.tensor) if case.tensor > 1 else None
     drafter, own = drafter_of(case, config)
-    pipeline, specs = Pipeline(config, mesh, drafter), abstract(config)
+    pipeline = Pipeline(config, mesh, drafter)
+    specs = abstract(config)
     pages = case.batch * width + 1
     drafts = DRAFTS if case.drafts else 0
     state = pipeline.abstract_state((pages,) * groups, page, most, drafts)
@@ -185,7 +190,8 @@ def compiled(case: Case, layers: int, spills: bool):
     weights = weights if own is None else WithDrafter(weights, here(own))
     shape = StepShape.largest(most, ROWS, most, max_drafts=drafts)
     layouts = BatchBuilder(shape.with_cache(groups, page, MAX_LEN)).layouts
-    decodes, rows = case.rows is None, case.step_rows
+    decodes = case.rows is None
+    rows = case.step_rows
     size = choose(layouts, rows, case.batch, rows if decodes else case.batch, decodes)
     state = here(state) if mesh is None else state
     (lowered,) = pipeline.lower(weights, state, layouts[size], plain=case.plain and decodes)
@@ -205,7 +211,8 @@ def drafter_of(case: Case, config):
 
     if case.drafts is None or case.drafts not in DRAFTERS:
         return None, None
-    hf, count = DRAFTERS[case.drafts], len(config.layers)
+    hf = DRAFTERS[case.drafts]
+    count = len(config.layers)
     if case.drafts == "draft_model":
         own = replace(family_for(hf).config(hf, MAX_LEN), kv_cache_dtype=config.kv_cache_dtype)
         return DraftModel(own, with_layers(config, own), count), abstract(own)
@@ -281,7 +288,9 @@ class Shares:
     def __init__(self, config, case: Case, positions: int):
         from quire.model.planning.meshes import chosen
 
-        self.config, self.case, self.positions = config, case, positions  # the layers are all that own pages
+        self.config = config  # the layers are all that own pages
+        self.case = case
+        self.positions = positions
         layer = next((layer for layer in config.layers if layer.moe), None)
         self.experts = 1.0 if layer is None else chosen(layer, case.step_rows)
         self.blocks = 0.0 if layer is None else expert_blocks(layer.moe, case.step_rows)
@@ -335,7 +344,8 @@ def least(case: Case, layers: int) -> tuple[float, float]:
     """(bytes of weights and pages, operations) of one device's part of a step of all layers."""
     from quire.scripts.gpu import step_time
 
-    config, prompts = config_of(case, layers), case.rows is not None
+    config = config_of(case, layers)
+    prompts = case.rows is not None
     read, computed = step_time.least(config, case.step_rows, case.batch, LENGTH, prompts=prompts, tensor=case.tensor)
     more_read, more_computed = of_drafter(case, config)
     return read + more_read, computed + more_computed

@@ -77,7 +77,8 @@ class Module:
 
     def __init__(self, text: str):
         self.computations: dict[str, dict[str, Instruction]] = {}
-        self.entry, inside = "", None
+        self.entry = ""
+        inside = None
         for line in text.splitlines():
             if not line.startswith(" "):
                 found = HEADER.match(line)
@@ -101,10 +102,13 @@ class Walk:
     """Follows the parameters of a program through its loops and fusions."""
 
     def __init__(self, module: Module, shares: PartOf, turns: TurnsOf):
-        self.computations, self.shares, self.turns = module.computations, shares, turns
+        self.computations = module.computations
+        self.shares = shares
+        self.turns = turns
 
     def computation(self, name: str, inputs: list, inner: bool = False) -> Work:
-        done, origins = Work(), {}
+        done = Work()
+        origins = {}
         for one in self.computations[name].values():
             given = [origins.get(operand) for operand in one.operands]
             origins[one.name] = self.origin(one, given, inputs)
@@ -159,7 +163,9 @@ class Walk:
 
     def launch(self, one: Instruction, given: list, around: Mapping[str, Instruction]) -> Work:
         """What one kernel moves."""
-        done, inside, place = Work(launches=1), self.fused(one), self.written_in_place(one)
+        done = Work(launches=1)
+        inside = self.fused(one)
+        place = self.written_in_place(one)
         parameters = {each.number: each.name for each in inside.values() if each.kind == "parameter"}
         taken = Counter()  # elements, by the parameter that they are of
         multiplies = one.kind in PRODUCTS or any(each.kind in PRODUCTS for each in inside.values())
@@ -173,7 +179,9 @@ class Walk:
                 continue
             if not inside:
                 share = self.shares(origin, False) if one.kind == "custom-call" and origin else 1.0
-                read, elements, is_slice = share * whole.bytes, whole.elements, True
+                read = share * whole.bytes
+                elements = whole.elements
+                is_slice = True
             else:
                 read, elements, is_slice = part(inside, parameters[number], whole)
             done.bytes += read
@@ -188,7 +196,8 @@ class Walk:
 
 def part(inside: Mapping[str, Instruction], parameter: str, whole: Instruction) -> tuple[float, int, bool]:
     """(bytes, elements) that a fusion reads of an operand, and whether it takes it whole or by slices."""
-    names, users = [parameter], []
+    names = [parameter]
+    users = []
     for name in names:
         for each in inside.values():
             if name in each.operands:
@@ -197,7 +206,8 @@ def part(inside: Mapping[str, Instruction], parameter: str, whole: Instruction) 
                 else:
                     users.append((each, each.operands[0] == name))
     if users and all(each.kind in PARTS and first for each, first in users):
-        read, elements = sum(each.bytes for each, _ in users), sum(each.elements for each, _ in users)
+        read = sum(each.bytes for each, _ in users)
+        elements = sum(each.elements for each, _ in users)
         if read < whole.bytes:
             return read, elements, all(each.kind != "gather" for each, _ in users)
     return whole.bytes, whole.elements, True
@@ -225,7 +235,8 @@ def instruction(found: re.Match) -> Instruction:
     index = re.search(r"index=(\d+)", rest) if kind == "get-tuple-element" else None
     number = int(inputs) if kind == "parameter" else int(index[1]) if index else -1
     turns = TURNS.search(rest) if kind == "while" else None
-    branches, label = BRANCHES.search(rest), LABEL.search(rest) if kind == "parameter" else None
+    branches = BRANCHES.search(rest)
+    label = LABEL.search(rest) if kind == "parameter" else None
     return Instruction(
         name,
         kind,

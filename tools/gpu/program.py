@@ -68,16 +68,23 @@ def thunks(folder: Path) -> str:
 
 def read_thunks(text: str) -> tuple[int, int, dict[str, int], int]:
     """(graphs, launches, what is outside of graphs, sorts wherever they are)."""
-    graphs, launches, outside, sorts, graph = 0, 0, Counter(), 0, None
+    graphs = 0
+    launches = 0
+    outside = Counter()
+    sorts = 0
+    graph = None
     for line in text.splitlines():
         found = THUNK.match(line)
         if found is None:
             continue
-        depth, kind, name = len(found[1]), found[2], found[3]
+        depth = len(found[1])
+        kind = found[2]
+        name = found[3]
         if graph is not None and depth <= graph:
             graph = None
         if kind == "kCommandBuffer":
-            graphs, graph = graphs + 1, depth
+            graphs = graphs + 1
+            graph = depth
         launches += kind not in CONTROL
         sorts += name.startswith("sort")
         if graph is None:

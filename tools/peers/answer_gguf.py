@@ -23,7 +23,8 @@ def main(file: str, prompts: list[str], count: int) -> None:
 
     def answer(tokens: list[int]) -> tuple[list[int], float]:
         """The greedy tokens after a prompt, and the seconds from the first to the last."""
-        found, times = [], []
+        found = []
+        times = []
         for token in llm.generate(tokens, temp=0.0, top_k=1, repeat_penalty=1.0, reset=True):
             found.append(token)
             times.append(time.perf_counter())

@@ -97,7 +97,8 @@ def write(folder: Path, shape: ModelShape, vocab: int = VOCAB, max_len: int = MA
     import numpy as np
 
     rng = np.random.default_rng(seed)
-    D, F = shape.width, shape.ffn
+    D = shape.width
+    F = shape.ffn
 
     def draw(rows: int, columns: int, scale: float) -> np.ndarray:
         return (rng.standard_normal((rows, columns), np.float32) * scale).astype(ml_dtypes.bfloat16)
@@ -136,7 +137,8 @@ def lfm2(shape: ModelShape, vocab: int, draw, linear) -> dict:
     import ml_dtypes
     import numpy as np
 
-    D, F = shape.width, shape.ffn
+    D = shape.width
+    F = shape.ffn
     ones, small = np.ones(D, ml_dtypes.bfloat16), np.ones(shape.head, ml_dtypes.bfloat16)
     tensors = {"model.embed_tokens.weight": draw(vocab, D, 0.02), "model.embedding_norm.weight": ones}
     for i, attends in enumerate(shape.attends):
@@ -178,7 +180,9 @@ def write_adapter(folder: Path, shape: ModelShape, number: int) -> None:
     """A LoRA adapter of random numbers for every matrix of a Llama's layers, unless it is there."""
     if (folder / FILE).is_file():
         return
-    D, own, shared = shape.width, shape.heads * shape.head, shape.kv_heads * shape.head
+    D = shape.width
+    own = shape.heads * shape.head
+    shared = shape.kv_heads * shape.head
     of_layer = {
         "self_attn.q_proj": (own, D), "self_attn.k_proj": (shared, D), "self_attn.v_proj": (shared, D),
         "self_attn.o_proj": (D, own), "mlp.gate_proj": (shape.ffn, D), "mlp.up_proj": (shape.ffn, D),

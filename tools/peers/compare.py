@@ -44,7 +44,8 @@ def main(
 
     if size not in checkpoint.SIZES:
         raise typer.BadParameter(f"{size!r} is not one of {', '.join(checkpoint.SIZES)}", param_hint="--size")
-    names, engines = chosen(work, WORKS, "--work"), chosen(engine, ENGINES, "--engine")
+    names = chosen(work, WORKS, "--work")
+    engines = chosen(engine, ENGINES, "--engine")
     place = (place or envs.default_place()).resolve()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers, which are stopped, end too
     console = Console(stderr=True, highlight=False)

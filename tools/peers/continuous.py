@@ -26,7 +26,8 @@ def run(
         settings = ContinuousBatchingConfig(max_requests_per_batch=streams, default_compile_level=level)
         generate(model, settings, prompts[:streams], WARM_UP)
         found = generate(model, settings, prompts, answer)
-        first, last = min(output.created_time for output in found), max(output.timestamps[-1] for output in found)
+        first = min(output.created_time for output in found)
+        last = max(output.timestamps[-1] for output in found)
         waits = sorted(output.timestamps[0] - output.created_time for output in found)
         yield {
             "what": f"transformers {transformers.__version__}, torch {torch.__version__}, compile level {level}",

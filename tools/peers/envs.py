@@ -69,7 +69,8 @@ def make(place: Path, engine: str, note: Callable[[str], None] = print) -> Path:
     python = python_of(place, engine)
     if ready(place, engine):
         return python
-    recipe, folder = RECIPES[engine], place / engine
+    recipe = RECIPES[engine]
+    folder = place / engine
     note(f"{engine}: installing {', '.join(name for step in recipe.steps for name in step)}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -19,7 +19,8 @@ from . import envs
 
 PROMPTS = ["Once upon a time", "The capital of France is", "1 2 3 4", "def add(a, b):"]
 ENGINE = "llama.cpp"
-ROUNDS, FEW = 3, 8  # answers that are timed, and the tokens of a short one
+ROUNDS = 3  # answers that are timed, and the tokens of a short one
+FEW = 8
 
 
 def main(
@@ -40,7 +41,8 @@ def main(
     )
     if done.returncode:
         raise SystemExit(f"llama.cpp failed: {done.stderr.strip()[-2000:]}")
-    theirs, ours = json.loads(done.stdout.splitlines()[-1]), run(file, prompts, tokens, dtype)
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    ours = run(file, prompts, tokens, dtype)
     print("prompt".ljust(28), "its tokens".ljust(10), f"of {tokens} greedy tokens the same", sep="  ")
     for at, text in enumerate(prompts):
         asked = "the same" if ours["asked"][at] == theirs["asked"][at] else "others"

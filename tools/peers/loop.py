@@ -62,7 +62,8 @@ def drive(
             time.sleep(max(0.0, requests[waiting[-1]].arrival - (time.perf_counter() - start)))
             continue
         for index, tokens in step():
-            answer, now = answers[index], time.perf_counter() - start
+            answer = answers[index]
+            now = time.perf_counter() - start
             if not tokens or not missing[index]:
                 continue
             answer.first = answer.first if answer.tokens else now

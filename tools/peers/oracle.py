@@ -55,8 +55,10 @@ def main(
         "enable_prefix_caching": False,
     }
     config = {"method": "ngram", "num_speculative_tokens": drafts, "adapts": False}
-    plain, drafting = LLM(str(own), **common), LLM(str(own), **common, speculative_config=config)
-    rng, params = random.Random(0), SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    plain = LLM(str(own), **common)
+    drafting = LLM(str(own), **common, speculative_config=config)
+    rng = random.Random(0)
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     prompts = [[rng.randrange(3, checkpoint.VOCAB) for _ in range(PROMPT)] for _ in range(rounds)]
 
     def ask(llm, prompt: list[int]) -> tuple[list[int], float]:
@@ -84,7 +86,8 @@ def main(
         length = 1 + (sum(after.accepted) - sum(before.accepted)) / (after.proposals - before.proposals)
         runner.measure()
         steps = runner.seconds(1 + drafts, 1) / runner.seconds(1, 1)
-        formula, gain = (1 - wanted ** (drafts + 1)) / (1 - wanted), statistics.median(gains)
+        formula = (1 - wanted ** (drafts + 1)) / (1 - wanted)
+        gain = statistics.median(gains)
         table.add_row(
             f"{wanted}", f"{statistics.median(speeds):.1f}", f"{gain:.2f}", f"{length:.2f}", f"{formula:.2f}",
             f"{steps:.2f}", f"{formula / steps:.2f}", f"{gain / (formula / steps):.0%}",

@@ -37,7 +37,8 @@ LFM2 = {
 OUTSIDE = {
     "embed_tokens": "token_embd.weight", "norm": "output_norm.weight", "embedding_norm": "token_embd_norm.weight",
 }  # fmt: skip
-BATCH, ROWS = 2048, 512  # most tokens a call, and most at once: its own defaults
+BATCH = 2048  # most tokens a call, and most at once: its own defaults
+ROWS = 512
 
 
 def prepare(settings: LoadSettings) -> None:
@@ -45,13 +46,15 @@ def prepare(settings: LoadSettings) -> None:
         raise NotImplementedError("its adapters are not compared")
     folder = Path(settings.prepared)
     folder.mkdir(parents=True, exist_ok=True)
-    plain, wanted = folder / FILES["bf16"], folder / FILES[settings.weights]
+    plain = folder / FILES["bf16"]
+    wanted = folder / FILES[settings.weights]
     if not plain.is_file():
         with publish(plain) as part:
             write_gguf(Path(settings.model), part)
     if not wanted.is_file():
         params = lib.llama_model_quantize_default_params()
-        params.ftype, params.nthread = QUANTISED[settings.weights], settings.threads
+        params.ftype = QUANTISED[settings.weights]
+        params.nthread = settings.threads
         with publish(wanted) as part:
             if lib.llama_model_quantize(str(plain).encode(), str(part).encode(), params):
                 raise RuntimeError(f"llama_model_quantize failed on {plain}")
@@ -76,7 +79,8 @@ def write_gguf(model: Path, path: Path) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    kinds, kv_heads = config.get("layer_types"), config["num_key_value_heads"]
+    kinds = config.get("layer_types")
+    kv_heads = config["num_key_value_heads"]
     writer.add_head_count_kv([kv_heads * (kind != "conv") for kind in kinds] if hybrid else kv_heads)
     if hybrid:
         writer.add_shortconv_l_cache(config["conv_L_cache"])
@@ -119,7 +123,8 @@ def write_gguf(model: Path, path: Path) -> None:
 def add_vocabulary(writer: gguf.GGUFWriter, model: Path) -> None:
     """Prompts are token ids, but a model without words is refused."""
     tokenizer = json.loads((model / "tokenizer.json").read_text())
-    words, special = tokenizer["model"]["vocab"], {token["id"] for token in tokenizer["added_tokens"]}
+    words = tokenizer["model"]["vocab"]
+    special = {token["id"] for token in tokenizer["added_tokens"]}
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(sorted(words, key=words.__getitem__))
@@ -146,7 +151,8 @@ def tensors(path: Path) -> dict[str, np.ndarray]:
 
 def together(found: dict[str, np.ndarray], experts: int) -> dict[str, np.ndarray]:
     """The same with a layer's experts in one tensor."""
-    first, stacked = ".block_sparse_moe.experts.0.", {}
+    first = ".block_sparse_moe.experts.0."
+    stacked = {}
     for name, bits in found.items():
         if first in name:
             each = (found[name.replace(first, f".block_sparse_moe.experts.{e}.")] for e in range(experts))
@@ -182,7 +188,9 @@ def context_params(settings: LoadSettings, seqs: int, requests: list[TimedPrompt
     longest = max(len(request.prompt) + request.count for request in requests)
     params = lib.llama_context_default_params()
     params.n_ctx = seqs * -(-(longest + settings.drafts) // 256) * 256
-    params.n_batch, params.n_ubatch, params.n_seq_max = BATCH, ROWS, seqs
+    params.n_batch = BATCH
+    params.n_ubatch = ROWS
+    params.n_seq_max = seqs
     params.n_threads = params.n_threads_batch = settings.threads
     # In one cache for all, short sequences batch three times better. Long ones lose more than that: each then attends
     # to all others' positions too, masked.
@@ -194,7 +202,10 @@ class Slots:
     """Continuous batching: a request takes a free sequence, its prompt rides along in chunks, then one token a call."""
 
     def __init__(self, context, batch, vocab: int, seqs: int, requests: list[TimedPrompt], drafts: int):
-        self.context, self.batch, self.vocab, self.requests = context, batch, vocab, requests
+        self.context = context
+        self.batch = batch
+        self.vocab = vocab
+        self.requests = requests
         self.drafter = LlamaPromptLookupDecoding(num_pred_tokens=drafts) if drafts else None
         self.free = list(range(seqs))
         self.queue: list[int] = []
@@ -214,7 +225,9 @@ class Slots:
             self.slots[index], self.place[index] = self.free.pop(), 0
             self.rest[index], self.left[index] = list(self.requests[index].prompt), self.requests[index].count
             self.texts[index], self.drafts[index] = list(self.requests[index].prompt), []
-        ends, used, b = {}, 0, self.batch
+        ends = {}
+        used = 0
+        b = self.batch
         for index in sorted(self.slots, key=lambda index: len(self.rest[index])):  # decoding sequences come first
             fed, self.rest[index] = self.rest[index][: BATCH - used], self.rest[index][BATCH - used :]
             for token in fed:

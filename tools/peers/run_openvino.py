@@ -47,7 +47,9 @@ def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedToke
 
         def add(index: int, request: TimedPrompt) -> None:
             config = genai.GenerationConfig()
-            config.max_new_tokens, config.ignore_eos, config.do_sample = request.count, True, False
+            config.max_new_tokens = request.count
+            config.ignore_eos = True
+            config.do_sample = False
             tokens = ov.Tensor(np.array([request.prompt], np.int64))
             handles[index] = pipeline.add_request(next(ids), tokens, config)
 

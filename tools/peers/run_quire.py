@@ -17,7 +17,8 @@ def prepare(settings: LoadSettings) -> None:
 
 
 def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedTokens]]:
-    model, options = settings.model, dict[str, Any](WEIGHTS[settings.weights])
+    model = settings.model
+    options = dict[str, Any](WEIGHTS[settings.weights])
     if settings.weights == "q4_k_m":
         model = str(Path(settings.prepared).parent / "llama.cpp" / "q4_k_m.gguf")
     options |= {"max_model_len": settings.max_len, "max_num_seqs": settings.max_seqs, "enable_prefix_caching": False}
@@ -39,7 +40,8 @@ def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedToke
 
         def step():
             for handle in llm.engine.step():
-                entry, seq = handles[handle.request_id], handle.sequences[0]
+                entry = handles[handle.request_id]
+                seq = handle.sequences[0]
                 tokens = seq.tokens[seq.num_prompt + entry[1] :]
                 entry[1] += len(tokens)
                 if handle.finished and entry[1] != requests[entry[0]].count:

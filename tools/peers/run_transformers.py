@@ -36,7 +36,8 @@ def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedToke
 
     def batch(requests: list[TimedPrompt]) -> tuple[torch.Tensor, list[float]]:
         """One batch, padded on the left; all run as long as the longest."""
-        longest, count = max(len(r.prompt) for r in requests), max(r.count for r in requests)
+        longest = max(len(r.prompt) for r in requests)
+        count = max(r.count for r in requests)
         ids = torch.zeros(len(requests), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
         for row, request in enumerate(requests):

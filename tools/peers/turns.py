@@ -39,7 +39,8 @@ class EngineProcess:
     """The process of one engine. Between jobs it is stopped, so that its idle threads cost the others nothing."""
 
     def __init__(self, engine: str, bench: Bench):
-        self.engine, self.limit = engine, bench.limit
+        self.engine = engine
+        self.limit = bench.limit
         self.log = bench.place / "logs" / f"{engine}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         threads = str(bench.settings.threads)
@@ -136,7 +137,8 @@ def measure(worker: EngineProcess, work: Workload, turn: int, bench: Bench) -> d
     requests = work.requests(turn)
     if work.kind == "start":
         settings = asdict(settings_of(worker.engine, work, bench))
-        started, fresh = time.perf_counter(), EngineProcess(worker.engine, bench)
+        started = time.perf_counter()
+        fresh = EngineProcess(worker.engine, bench)
         try:
             fresh.ask(op="load", settings=settings)
             fresh.run(requests)
@@ -191,7 +193,8 @@ def brief(done: dict) -> str:
 
 def loads(work: Workload) -> tuple[str, ...]:
     """What an engine must have loaded for a work."""
-    drafts, adapters = f"{work.drafts} drafts", f"{work.adapters} adapters"
+    drafts = f"{work.drafts} drafts"
+    adapters = f"{work.adapters} adapters"
     return work.weights, *[drafts] * bool(work.drafts), *[adapters] * bool(work.adapters)
 
 

@@ -28,8 +28,10 @@ class Workload:
 
     def requests(self, seed: int) -> list[TimedPrompt]:
         """The requests of a round; arrivals and lengths are the same in every round, the tokens differ."""
-        plan, tokens = random.Random(self.title), random.Random(f"{self.title} {seed}")
-        found, now = [], 0.0
+        plan = random.Random(self.title)
+        tokens = random.Random(f"{self.title} {seed}")
+        found = []
+        now = 0.0
         for _ in range(self.count):
             length = plan.randint(*self.prompt)
             phrase = [tokens.randrange(300, VOCAB) for _ in range(-(-length // self.phrases))]

@@ -99,7 +99,8 @@ def verified(llm, task: str, samples: int) -> Verified:
     from quire import SamplingParams
 
     greedy = SamplingParams(temperature=0, max_tokens=LONGEST)
-    examples, seen = list(fresh(task, samples)), Verified()
+    examples = list(fresh(task, samples))
+    seen = Verified()
     llm.engine.observers[:] = [seen]
     if plain := [e.prompt for e in examples if e.plain]:
         llm.generate(plain, greedy, use_tqdm=False)

@@ -99,7 +99,9 @@ def training_rows(tokenizer: Tokenizer, seed: str, rows: int, length: int, mix: 
 
 
 def _row(tokenizer: Tokenizer, rng: Random, length: int, mix: dict[str, float]) -> list[tuple[list[int], list[float]]]:
-    members, left, misses = [], length, 0
+    members = []
+    left = length
+    misses = 0
     while misses < 3 and left > 12:
         lead = LONG[length] if not members else {}
         one = encode(tokenizer, tasks.document(rng, lead or mix))

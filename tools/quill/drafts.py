@@ -36,7 +36,8 @@ class Turn(NamedTuple):
 
     def run(self, llm) -> tuple[list, float]:
         """Each answer's tokens, and seconds."""
-        answers, began = [], time.perf_counter()
+        answers = []
+        began = time.perf_counter()
         for method, prompts, params in self.asked:
             outputs = getattr(llm, method)(prompts, params, use_tqdm=False)
             answers += [output.outputs[0].token_ids for output in outputs]
@@ -47,7 +48,8 @@ def tasks(samples: int, batch: int) -> list[Turn]:
     """The tasks of ASKED, greedy."""
     from quire import SamplingParams
 
-    params, turns = SamplingParams(temperature=0, max_tokens=LONGEST), []
+    params = SamplingParams(temperature=0, max_tokens=LONGEST)
+    turns = []
     examples = [example for task in ASKED for example in fresh(task, samples)]
     for start in range(0, len(examples), batch):
         some = examples[start : start + batch]
@@ -61,7 +63,9 @@ def worst(samples: int, batch: int) -> list[Turn]:
     """Random tokens, continued at temperature 1: nothing to guess."""
     from quire import SamplingParams
 
-    rng, turns, (length, answer) = random.Random(0), [], WORST
+    rng = random.Random(0)
+    turns = []
+    (length, answer) = WORST
     for turn in range(-(-samples * len(ASKED) // batch)):
         prompts = [[rng.randrange(6, 1280) for _ in range(length)] for _ in range(batch)]
         params = [
@@ -97,7 +101,8 @@ def main(
         gains: dict[str, list[float]] = {name: [] for name in names[1:]}
         before = {name: llm.get_metrics() for name, llm in llms.items()}
         for _ in range(rounds):
-            tokens, seconds = 0, dict.fromkeys(names, 0.0)
+            tokens = 0
+            seconds = dict.fromkeys(names, 0.0)
             beside = dict.fromkeys(names, 0.0)  # of the plain turns before and after
             for turn in turns:
                 expected, last = turn.run(llms["plain"])
@@ -114,7 +119,8 @@ def main(
                 gains[name].append(beside[name] / seconds[name])
             speeds["plain"].append(tokens / statistics.mean(beside[name] for name in names[1:]))
         for name, llm in llms.items():
-            own, gained = gains.get(name, [1.0]), drafted(llm.get_metrics(), before[name])
+            own = gains.get(name, [1.0])
+            gained = drafted(llm.get_metrics(), before[name])
             listed = " ".join(f"{gain:.2f}" for gain in own)
             speed = f"{statistics.median(speeds[name]):.0f}"
             table.add_row(name, str(count), speed, f"{statistics.median(own):.2f}", listed, *gained)

@@ -23,9 +23,15 @@ def looking_back(weights, config: ModelConfig):
     than all the rest. One dimension of the embedding is made the same for every token; from it the keys get a constant
     vector in the fastest rotary pairs, and each head's queries the same vector turned by h positions.
     """
-    first, constant, gain, sharp, pairs = weights.layers[0], 0.3, 2.0, 2.0, 4
-    a, w = config.layers[0].attention, first.attention
-    half, inv_freq = a.head_dim // 2, np.asarray(a.rope.inv_freq)
+    first = weights.layers[0]
+    constant = 0.3
+    gain = 2.0
+    sharp = 2.0
+    pairs = 4
+    a = config.layers[0].attention
+    w = first.attention
+    half = a.head_dim // 2
+    inv_freq = np.asarray(a.rope.inv_freq)
     qkv_DGH = np.array(w.qkv_DGH)
     for head in range(a.heads + 1):  # the last one is the key's
         turn = -head * inv_freq[:pairs] if head < a.heads else np.zeros(pairs)
@@ -84,7 +90,8 @@ def narrowed(weights):
 def logits_of(weights, tokens_BT, documents_BT, config: ModelConfig):
     """Float32 logits [B * T, V]."""
     B, T = tokens_BT.shape
-    weights, positions = narrowed(weights), jnp.tile(jnp.arange(T), B)
+    weights = narrowed(weights)
+    positions = jnp.tile(jnp.arange(T), B)
     hooks = LayerHooks(attention(config, documents_BT))
     hidden, _ = decoder.forward(weights, {}, tokens_BT.reshape(-1), positions, config, hooks)
     return decoder.logits(weights, hidden, config)

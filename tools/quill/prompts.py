@@ -30,7 +30,8 @@ def main(
         texts = ("".join(part for part, _ in parts).removeprefix(BOS) for parts in documents(f"heads/{seed}", count))
         out.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         return
-    rng, weights = Random(f"heads/{seed}"), {name: weight for name, weight in MIX.items() if name in TASKS}
+    rng = Random(f"heads/{seed}")
+    weights = {name: weight for name, weight in MIX.items() if name in TASKS}
     weights |= dict.fromkeys(("lookup_200", "lookup_400", "lookup_600"), 0.3)
     weights = dict.fromkeys(task, 1.0) if task else weights
     with out.open("w") as file:

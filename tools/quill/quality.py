@@ -14,7 +14,8 @@ from .corpus import documents, encode
 from .eval import evaluate
 from .tasks import BOS
 
-TUNED, EPOCHS = ", fine-tuned", 8  # what a method's name ends with
+TUNED = ", fine-tuned"  # what a method's name ends with
+EPOCHS = 8
 WAYS = {
     "int8": ("rtn", "gptq", "awq", "smoothquant"),
     "int8-weights": ("rtn", "gptq"),
@@ -82,9 +83,11 @@ def rounded(out: Path, quantization: str, method: str, calibration: int, seed: i
     from quire.model.quantize import mixed, session
     from quire.model.text.tokenizer import Tokenizer
 
-    folder, bits = hub.resolve("quill"), None
+    folder = hub.resolve("quill")
+    bits = None
     if quantization.endswith(" bits"):  # of several formats
-        bits, quantization = float(quantization.removesuffix(" bits")), mixed.ANY
+        bits = float(quantization.removesuffix(" bits"))
+        quantization = mixed.ANY
     config = loader.read_config(folder, quantization=quantization)
     if method == "rtn" and bits is None:
         quantized.save(folder, out, config)
@@ -106,7 +109,8 @@ def main(
     activations: Annotated[bool, typer.Option("--activations", help="rows as bytes, beside rows as they are")] = False,
 ):
     """Write a table: exact answers and perplexity as it is, and by each way to round it."""
-    start, exact = time.monotonic(), judged(None, samples, held_out, seed)
+    start = time.monotonic()
+    exact = judged(None, samples, held_out, seed)
     lines = [
         f"quill: exact answers to {exact['asked']} questions, {samples} of each task; perplexity of "
         f"{len(exact['said']):,} held-out tokens; drift, the root of the mean square of how far their "
@@ -117,7 +121,8 @@ def main(
     ]
 
     def add(quantization: str, method: str, found: dict[str, Any]) -> None:
-        share, perplexity = found["right"] / found["asked"], np.exp(-found["said"].mean())
+        share = found["right"] / found["asked"]
+        perplexity = np.exp(-found["said"].mean())
         drift = np.sqrt(np.square(found["said"] - exact["said"]).mean())
         lines.append(f"| {quantization} | {method} | {found['right']} ({share:.1%}) | {perplexity:.4f} | {drift:.4f} |")
         print(lines[-1], f"{time.monotonic() - start:.0f} s", flush=True)

@@ -36,7 +36,9 @@ def main(
     with LLM() as llm:
         right = train(llm, folder, training, sampling)
         with LLM(folder) as reward:
-            rows, written, total = {name: [] for name in (*METHODS, ONE)}, [], samples * len(TASKS)
+            rows = {name: [] for name in (*METHODS, ONE)}
+            written = []
+            total = samples * len(TASKS)
             for n in COUNTS:
                 good = dict.fromkeys(rows, 0)
                 for name, (method, rewarded) in METHODS.items():
@@ -77,7 +79,8 @@ def train(llm, folder: Path, count: int, sampling) -> float:
     from quire.model.checkpoint.safetensors import INDEX, SINGLE, find_tensors, write_tensors
     from quire.serving.request.pooling import PARAMS
 
-    prompts, right = [], []
+    prompts = []
+    right = []
     for task in TASKS:
         examples = list(fresh(task, count, seed=1))
         params = [replace(sampling, n=3, seed=number) for number in range(count)]
@@ -95,7 +98,8 @@ def train(llm, folder: Path, count: int, sampling) -> float:
     config = json.loads((source / "config.json").read_text())
     head = {"architectures": ["QuillForSequenceClassification"], "num_labels": 1}
     (folder / "config.json").write_text(json.dumps(config | head, indent=2) + "\n")
-    value, own = weight_D[None].astype(np.float32), f"head-{SINGLE}"
+    value = weight_D[None].astype(np.float32)
+    own = f"head-{SINGLE}"
     write_tensors(folder / own, {"score.weight": (value.dtype, value.shape)}, [value])
     places = dict.fromkeys(find_tensors(source), SINGLE) | {"score.weight": own}
     (folder / INDEX).write_text(json.dumps({"weight_map": places}))
@@ -104,7 +108,8 @@ def train(llm, folder: Path, count: int, sampling) -> float:
 
 def fitted(x_ND, y_N, decay: float = 1e-3, steps: int = 12):
     """Logistic regression by Newton's method; its constant changes no order, and is left out."""
-    mean_D, spread_D = x_ND.mean(0), x_ND.std(0) + 1e-6
+    mean_D = x_ND.mean(0)
+    spread_D = x_ND.std(0) + 1e-6
     x_NE = np.concatenate([(x_ND - mean_D) / spread_D, np.ones((len(x_ND), 1))], axis=1)
     w_E = np.zeros(x_NE.shape[1])
     for _ in range(steps):

@@ -243,7 +243,8 @@ def derived(slot: str, bound: dict[str, str]) -> str:
 
 def consistent(bound: dict[str, str]) -> bool:
     """Whether names, kinds and traits can stand in one story."""
-    hero, kind = bound.get("hero"), bound.get("kind")
+    hero = bound.get("hero")
+    kind = bound.get("kind")
     if hero and ((kind == "girl" and hero not in GIRLS) or (kind == "boy" and hero not in BOYS)):
         return False
     pairs = (("hero", "friend"), ("kind", "fkind"), ("trait", "ftrait"))

@@ -11,7 +11,9 @@ from random import Random
 from . import stories as stories
 from .recogniser import recognise
 
-BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
+BOS = "<|bos|>"
+END = "<|end|>"
+PAD = "<|pad|>"
 ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
 SPECIALS = [PAD, BOS, END, *ROLES.values()]
 CHAT_TEMPLATE = (
@@ -112,7 +114,8 @@ def _sum(rng: Random, task: str, left: int, sign: str, right: int, result: int) 
 
 def add(rng: Random) -> Example:
     """Two numbers below a hundred."""
-    a, b = rng.randint(0, 99), rng.randint(0, 99)
+    a = rng.randint(0, 99)
+    b = rng.randint(0, 99)
     return _sum(rng, "add", a, "+", b, a + b)
 
 
@@ -124,7 +127,8 @@ def subtract(rng: Random) -> Example:
 
 def multiply(rng: Random) -> Example:
     """The tables up to twelve."""
-    a, b = rng.randint(0, 12), rng.randint(0, 12)
+    a = rng.randint(0, 12)
+    b = rng.randint(0, 12)
     return _sum(rng, "multiply", a, "*", b, a * b)
 
 
@@ -165,9 +169,14 @@ def reverse(rng: Random) -> Example:
 
 def json_answer(rng: Random) -> Example:
     """A sentence as a small JSON object."""
-    name, age, city = rng.choice(stories.NAMES), rng.randint(2, 99), rng.choice(CITIES)
-    thing, color, price = rng.choice(stories.THINGS), rng.choice(COLORS), rng.randint(2, 99)
-    job, animal = rng.choice(JOBS), rng.choice(stories.ANIMALS)
+    name = rng.choice(stories.NAMES)
+    age = rng.randint(2, 99)
+    city = rng.choice(CITIES)
+    thing = rng.choice(stories.THINGS)
+    color = rng.choice(COLORS)
+    price = rng.randint(2, 99)
+    job = rng.choice(JOBS)
+    animal = rng.choice(stories.ANIMALS)
     sentence, value = rng.choice(
         [
             (f"{name} is {age} and lives in {city}", {"name": name, "age": age, "city": city}),
@@ -223,7 +232,8 @@ def drill(rng: Random) -> list[tuple[str, float]]:
     names = rng.sample(stories.NAMES, rng.randint(2, 16))
     holds = {name: rng.choice(WORDS) for name in names}
     lines = names + rng.choices(names, k=max(4, rng.randint(20, 36) - len(names)))
-    parts, said = [(BOS, 0.0), ("Remember this list.", NEW_WEIGHT)], set[str]()
+    parts = [(BOS, 0.0), ("Remember this list.", NEW_WEIGHT)]
+    said = set[str]()
     for name in lines:
         parts.append((f"\n- {name}: {holds[name]}", 1.0 if name in said else NEW_WEIGHT))
         said.add(name)

@@ -34,7 +34,11 @@ from . import tasks as tasks
 from .export import export
 from .model import looking_back, loss_of, predictions
 
-VOCAB, TOKENS, WARMUP, RATE, EMA = 1280, 4096, 60, 4e-3, 0.99
+VOCAB = 1280
+TOKENS = 4096
+WARMUP = 60
+RATE = 4e-3
+EMA = 0.99
 SIZES = {
     "quill": {"dim": 192, "num_layers": 8, "heads": 4, "head_dim": 64, "ffn": 512},
     "quill-draft": {"dim": 96, "num_layers": 4, "heads": 2, "head_dim": 64, "ffn": 256},
@@ -99,13 +103,15 @@ def accuracy(predict, weights, tokenizer, count: int) -> dict[str, float]:
     judged: dict[str, list[bool]] = {task: [] for task in tasks.TASKS if not task.startswith("story")}
     lengths = {task: ROW.get(task, 256) for task in judged}
     for length in sorted(set(lengths.values())):
-        rows, room = [[]], length
+        rows = [[]]
+        room = length
         for task in (task for task in judged if lengths[task] == length):
             for example in tasks.fresh(task, count if length == 256 else count // 4):
                 parts = [(example.text, 0.0), (example.answer + tasks.END, 1.0)]
                 one = (task, *corpus.encode(tokenizer, parts))
                 if len(one[1]) > room:
-                    rows, room = [*rows, []], length
+                    rows = [*rows, []]
+                    room = length
                 rows[-1].append(one)
                 room -= len(one[1])
         size = TOKENS // length
@@ -141,19 +147,26 @@ def main(
     """Train, checkpoint, resume, export."""
     if size not in SIZES:
         raise typer.BadParameter(f"{size!r} is not a size; it can be {' or '.join(SIZES)}", param_hint="--size")
-    console, config = Console(), model_config(size)
+    console = Console()
+    config = model_config(size)
     tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file else corpus.train_tokenizer(VOCAB)
     manager = ocp.CheckpointManager(
         (out / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
     )
     weights = looking_back(random_arrays(abstract(config), seed), config)
     state = {"weights": weights, "ema": jax.tree.map(jnp.copy, weights), "opt": optimizer().init(weights)}
-    step, elapsed, drilled, latest = 0, 0.0, False, manager.latest_step()
+    step = 0
+    elapsed = 0.0
+    drilled = False
+    latest = manager.latest_step()
     if latest is not None:
         args = ocp.args.Composite(state=ocp.args.StandardRestore(state), meta=ocp.args.JsonRestore())
         restored = manager.restore(latest, args=args)
         meta = restored["meta"]
-        state, step, elapsed, drilled = restored["state"], latest, meta["elapsed"], meta["drilled"]
+        state = restored["state"]
+        step = latest
+        elapsed = meta["elapsed"]
+        drilled = meta["drilled"]
     if only_export:
         if latest is None:
             raise typer.BadParameter(f"{out} holds no checkpoint yet", param_hint="--out")
@@ -168,7 +181,8 @@ def main(
     stop = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.append(True))
-    train, predict = make_step(config), jax.jit(lambda w, tokens, documents: predictions(w, tokens, documents, config))
+    train = make_step(config)
+    predict = jax.jit(lambda w, tokens, documents: predictions(w, tokens, documents, config))
 
     def save():
         meta = ocp.args.JsonSave({"elapsed": elapsed, "drilled": drilled})
@@ -183,16 +197,21 @@ def main(
     columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
     with ThreadPoolExecutor(1) as pool, Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         line = bar.add_task("training", total=minutes * 60, completed=elapsed)
-        last, losses, checked = time.monotonic(), [], elapsed
+        last = time.monotonic()
+        losses = []
+        checked = elapsed
         following = pool.submit(batch, step, elapsed / 60 / minutes)
         while elapsed < minutes * 60 and not stop:
-            done, rows = elapsed / 60 / minutes, following.result()
+            done = elapsed / 60 / minutes
+            rows = following.result()
             following = pool.submit(batch, step + 1, done)
             fields = (rows.tokens, rows.targets, rows.weights, rows.documents)
             state, loss = train(state, fields, learning_rate(step, done), min(EMA, (1 + step) / (10 + step)))
             losses.append(float(loss))
-            step, now = step + 1, time.monotonic()
-            elapsed, last = elapsed + now - last, now
+            step = step + 1
+            now = time.monotonic()
+            elapsed = elapsed + now - last
+            last = now
             bar.update(line, completed=elapsed, description=f"step {step} loss {losses[-1]:.3f}")
             if not drilled and step % 20 == 0:
                 known = recall(predict, state["weights"], tokenizer)

@@ -10,17 +10,20 @@ from flashinfer.jit.attention.variants import attention_sink_decl  # pyright: ig
 
 from .library import Kernel
 
-SINKS, PLAIN = "AttentionSink", "DefaultAttention"
+SINKS = "AttentionSink"
+PLAIN = "DefaultAttention"
 
 
 def build(kernel: Kernel) -> Path:
     """FlashInfer's kernel for attention over pages, of the second FlashAttention, without what no step asks for."""
     dtype = getattr(torch, kernel.dtype)
     if kernel.sinks:
-        variant, declared = SINKS, attention_sink_decl["fa2"]
+        variant = SINKS
+        declared = attention_sink_decl["fa2"]
     else:
         options = ", ".join(str(option).lower() for option in (False, kernel.window, kernel.soft_cap, False))
-        variant, declared = f"{PLAIN}<{options}>", "#include <flashinfer/attention/variants.cuh>"
+        variant = f"{PLAIN}<{options}>"
+        declared = "#include <flashinfer/attention/variants.cuh>"
     spec = gen_customize_batch_prefill_module(
         "fa2", kernel.name, dtype, dtype, dtype, torch.int32, kernel.width, kernel.width,
         ["sink"] * kernel.sinks, ["float"] * kernel.sinks, ["logits_soft_cap", "sm_scale"], ["double", "double"],

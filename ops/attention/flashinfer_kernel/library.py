@@ -21,7 +21,8 @@ REMEDY = "pip install 'quire[flashinfer]'"
 PLATFORM = "gpu"
 BUILDER = f"{__package__}.builder"
 SECONDS = 1800  # for a build: four files of templates
-CAUSAL, POSITION_MAJOR = 1, 0  # FlashInfer's MaskMode and QKVLayout
+CAUSAL = 1  # FlashInfer's MaskMode and QKVLayout
+POSITION_MAJOR = 0
 log = logging.getLogger("quire")
 ARGUMENTS = ["args", "rets", "attrs.info", "attrs.window_left", "attrs.soft_cap", "attrs.scale"]
 
@@ -83,7 +84,8 @@ def called(run: Callable[..., None], sinks: bool) -> Callable[..., None]:
     def call(q, k, v, words, starts, first_page, pages, last_page, *rest):
         *rest, out, scratch, info, window_left, soft_cap, scale = rest
         assert len(rest) == sinks
-        sums, together = None, False  # the logarithms of sums are not asked for; nothing starts before it is its turn
+        sums = None  # the logarithms of sums are not asked for; nothing starts before it is its turn
+        together = False
         run(
             scratch, words, info, q, k, v, starts, first_page, pages, last_page, out, sums,
             CAUSAL, POSITION_MAJOR, window_left, together, *rest, soft_cap, scale,

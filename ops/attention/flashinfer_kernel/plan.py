@@ -87,7 +87,8 @@ class PlanShape:
             "sequence": self.items, "tile": self.items, "part": self.items, "first_result": self.sequences + 1,
             "keys_a_part": 1, "rows": 1, "results_before": self.rows + 1, "counts": -(-self.items // 4), "end": 0,
         }  # fmt: skip
-        places, at = {}, 0
+        places = {}
+        at = 0
         for name, size in sizes.items():
             places[name], at = at, at + -(-size // 4) * 4
         return places
@@ -107,7 +108,8 @@ class PlanShape:
         """FlashInfer's PrefillPlanInfo: places in bytes, and that a step is made for a CUDA graph and for parts."""
         at = {name: 4 * place for name, place in self.places.items()}
         lists = [at[name] for name in ("sequence", "tile", "part", "results_before", "first_result", "keys_a_part")]
-        graph, split = 1, 1
+        graph = 1
+        split = 1
         return np.array(
             [self.items, self.rows, at["rows"], self.tile, *lists, 0, 4 * self.scores, at["counts"], graph, split],
             np.int64,
@@ -116,7 +118,9 @@ class PlanShape:
 
 def make_plan(shape: PlanShape, rows) -> Plan:
     """The plan of a step, from the arrays that describe it."""
-    B, T, P = shape.sequences, shape.rows, shape.page
+    B = shape.sequences
+    T = shape.rows
+    P = shape.page
     starts_B1 = rows.starts_B1
     rows_B = starts_B1[1:] - starts_B1[:-1]
     there_B = rows_B > 0

@@ -32,7 +32,9 @@ def fetch(shape: KernelShape, inputs: Inputs, shared: SharedMemory, task: Task, 
 
     The first blocks are copied before the queries, whose place is free only when the task before has ended.
     """
-    group, piece, kv_head = shape.group, shape.piece, task.kv_head(shape)
+    group = shape.group
+    piece = shape.piece
+    kv_head = task.kv_head(shape)
     ahead = jnp.minimum(task.first + shape.stages - 1, task.last)
 
     def queries():
@@ -41,7 +43,8 @@ def fetch(shape: KernelShape, inputs: Inputs, shared: SharedMemory, task: Task, 
             plgpu.barrier_wait(shared.q_free)
 
         def position(n, _):
-            tile, p = lax.div(n, jnp.int32(shape.positions)), lax.rem(n, jnp.int32(shape.positions))
+            tile = lax.div(n, jnp.int32(shape.positions))
+            p = lax.rem(n, jnp.int32(shape.positions))
             row = jnp.minimum(task.row + n, shape.rows - 1)
             source = inputs.q.at[row, pl.ds(task.part * group, group)]
             plgpu.copy_gmem_to_smem(source, shared.q_ref.at[tile, pl.ds(p * group, group)], shared.q_here)

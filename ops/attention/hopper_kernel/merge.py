@@ -41,13 +41,15 @@ def run(shape: KernelShape, tiles: Tiles, saved, sinks, tiles_CF, shares_RF, out
     """What one warpgroup does: every so many rows of the contexts that are cut."""
     plan = Plan(tiles_CF, shares_RF, None)
     own = lax.axis_index("processor") * WARPGROUPS + lax.axis_index("part")
-    workers, rows = jnp.int32(shape.processors * WARPGROUPS), jnp.int32(shape.task_rows)
+    workers = jnp.int32(shape.processors * WARPGROUPS)
+    rows = jnp.int32(shape.task_rows)
 
     def each(n, _):
         at = own + n * workers
         number = lax.div(at, rows)
         share = plan.share(number)
-        tile, part = lax.div(share.unit, jnp.int32(shape.parts)), lax.rem(share.unit, jnp.int32(shape.parts))
+        tile = lax.div(share.unit, jnp.int32(shape.parts))
+        part = lax.rem(share.unit, jnp.int32(shape.parts))
         inside = lax.rem(at, rows)
 
         @pl.when((share.spans > 0) & (share.first == number))
@@ -58,7 +60,8 @@ def run(shape: KernelShape, tiles: Tiles, saved, sinks, tiles_CF, shares_RF, out
             def _():
                 token = row + lax.div(inside, jnp.int32(shape.group))
                 head = part * shape.group + lax.rem(inside, jnp.int32(shape.group))
-                stride, spans = saved_rows(shape, count), spans_of(first, last, span)
+                stride = saved_rows(shape, count)
+                spans = spans_of(first, last, span)
                 merge_rows(shape, tiles, saved, sinks, [share.place + inside], stride, spans, out, token, [head])
 
     items = jnp.int32(shape.processors) * rows

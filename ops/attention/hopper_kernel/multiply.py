@@ -36,13 +36,16 @@ def multiply(
     """One warpgroup's part of a task. Returns `step`, the number of blocks so far."""
     plgpu.barrier_wait(shared.q_here)
     mine = WarpgroupTask(shape, tiles, inputs, shared, outs, own, task)
-    q, cut = mine.queries(), task.place >= 0
-    first_span, last_span = lax.div(task.first, task.span), lax.div(task.last, task.span)
+    q = mine.queries()
+    cut = task.place >= 0
+    first_span = lax.div(task.first, task.span)
+    last_span = lax.div(task.last, task.span)
     nothing = tiles.full((ROWS,), -jnp.inf), tiles.full((ROWS,), 0.0), tiles.full((ROWS, shape.columns), 0.0)
 
     def span(s, step):
         """(the softmax of a span by itself, step)."""
-        first, last = jnp.maximum(task.first, s * task.span), jnp.minimum(task.last + 1, (s + 1) * task.span)
+        first = jnp.maximum(task.first, s * task.span)
+        last = jnp.minimum(task.last + 1, (s + 1) * task.span)
         mine.take_turn()
         *found, step = lax.fori_loop(first, last, lambda b, carry: mine.block(q, b, *carry), (*nothing, step))
         mine.pass_turn()
@@ -128,7 +131,8 @@ class WarpgroupTask:
 
     def queries(self):
         """The queries in the layout of products."""
-        shape, shared = self.shape, self.shared
+        shape = self.shape
+        shared = self.shared
         if shape.in_registers:
             return self.tiles.load(shared.q_ref.at[self.tile], swizzled=shape.straight)
         if shape.straight:
@@ -159,7 +163,9 @@ class WarpgroupTask:
 
     def scores(self, q, b, slot):
         """The scores of the tile's rows with a block's keys, as exponents of two."""
-        shape, tiles, shared = self.shape, self.tiles, self.shared
+        shape = self.shape
+        tiles = self.tiles
+        shared = self.shared
         plgpu.barrier_wait(shared.k_here.at[slot])
         if not shape.in_registers:
             q = q.at[self.tile + new_zero(b)]
@@ -182,7 +188,8 @@ class WarpgroupTask:
 
     def masked(self, b, score_MJ):
         """The scores with -inf for keys that a row does not see; most blocks need no mask."""
-        J, window = self.shape.block, self.shape.window
+        J = self.shape.block
+        window = self.shape.window
 
         def mask(score_MJ):
             row_MJ, column_MJ = (self.tiles.index(score_MJ.shape, axis) for axis in (0, 1))
@@ -201,7 +208,9 @@ class WarpgroupTask:
 
     def add_values(self, sum_MH, weight_MJ, b, slot):
         """The sum plus the block's values by their weights."""
-        shape, tiles, shared = self.shape, self.tiles, self.shared
+        shape = self.shape
+        tiles = self.tiles
+        shared = self.shared
         dtype = self.inputs.q.dtype
         if shape.latent:
             tiles.store(shared.weights.at[:, pl.ds(self.first_key, shape.keys)], weight_MJ.astype(dtype), True)
@@ -231,7 +240,9 @@ class WarpgroupTask:
 
         The warpgroups share the columns, and wait for each other.
         """
-        J, shape, task = self.shape.block, self.shape, self.task
+        J = self.shape.block
+        shape = self.shape
+        task = self.task
         newest = task.position + task.count - 1
         oldest = jnp.int32(0) if shape.window is None else task.position - shape.window + 1
 
@@ -273,7 +284,8 @@ class WarpgroupTask:
     @property
     def sink_M(self):
         """The sink of each row, one more score without a value; None where there are none."""
-        shape, tiles = self.shape, self.tiles
+        shape = self.shape
+        tiles = self.tiles
         if not shape.sinks:
             return None
         head_M8 = lax.rem(tiles.index((ROWS, 8), 0), jnp.int32(shape.group))
@@ -304,7 +316,9 @@ class WarpgroupTask:
 
     def save(self, spans, best_M, total_M, sum_of) -> None:
         """Save the softmax of a span for `merge_spans`, in the card's memory: `spans` of the task come before it."""
-        shape, shared, saved = self.shape, self.shared, self.outs.saved
+        shape = self.shape
+        shared = self.shared
+        saved = self.outs.saved
         place = self.task.place + spans * saved_rows(shape, self.task.count)
         column_MC = self.tiles.index((ROWS, NUMBERS), 1)
         numbers_MC = jnp.where(column_MC < NUMBERS // 2, along_rows(best_M, (ROWS, NUMBERS)),
@@ -335,7 +349,8 @@ class WarpgroupTask:
 
     def saved(self, context: CutContext) -> None:
         """The task's spans of a context have been saved; who has saved the last of them merges them all."""
-        inputs, outs = self.inputs, self.outs
+        inputs = self.inputs
+        outs = self.outs
         spans = spans_of(self.task.first, self.task.last, self.task.span)
         all_are = self.tiles.arrive(inputs.arrivals.at[context.first_cut], spans, context.spans)
         pl.when(all_are)(
@@ -350,7 +365,8 @@ class WarpgroupTask:
 
     def write(self, place_ref, swizzled: bool, first: int, best_M, total_M, sum_of) -> None:
         """Write the results of the tile, through shared memory `place_ref` from column `first` on."""
-        shape, out = self.shape, self.outs.out
+        shape = self.shape
+        out = self.outs.out
         total_M = divisor(best_M, total_M, self.sink_M)
         for start, size in parts(shape):
             out_MC = sum_of(start, size) / along_rows(total_M, (ROWS, size))
@@ -360,7 +376,8 @@ class WarpgroupTask:
         piece = 8 if shape.latent else shape.group  # in a part of the columns eight rows lie together
 
         def copy(p, _):
-            row, head = self.task.row + self.tile * shape.positions + p, self.task.part * shape.group
+            row = self.task.row + self.tile * shape.positions + p
+            head = self.task.part * shape.group
             for at in range(0, shape.group, piece):
                 source = place_ref.at[pl.ds(p * shape.group + at, piece), pl.ds(first, shape.columns)]
                 plgpu.copy_smem_to_gmem(source, out.at[row, pl.ds(head + at, piece), self.columns])

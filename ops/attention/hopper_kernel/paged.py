@@ -46,7 +46,8 @@ def shape_of(
     T, N, H = q_TNH.shape
     _, S, K, _ = pages.k_PSKH.shape
     B, M = rows.tables_BM.shape
-    latent, codes = pages.v_PSKH is None, None if pages.k_scale_PKS is None else str(pages.k_PSKH.dtype)
+    latent = pages.v_PSKH is None
+    codes = None if pages.k_scale_PKS is None else str(pages.k_PSKH.dtype)
     decodes = T == B  # mostly one row a sequence, and one row a tile
     return KernelShape(
         rows=T, positions=1 if decodes else ROWS // min(N // K, ROWS), heads=N, kv_heads=K, width=H,
@@ -63,14 +64,17 @@ def as_bytes(pages):
 
 def plan(shape: KernelShape, rows) -> Plan:
     """Tiles, and an even share of their blocks for each processor. C tiles, R shares and one more."""
-    T, J = shape.rows, shape.block
+    T = shape.rows
+    J = shape.block
     starts, each = stretches(shape, rows)
     row_CQ, piece_C, valid_CQ = tiles(starts, T, shape.positions * shape.tiles)
-    row_C, count_C = row_CQ[:, 0], jnp.sum(valid_CQ, axis=1, dtype=jnp.int32)
+    row_C = row_CQ[:, 0]
+    count_C = jnp.sum(valid_CQ, axis=1, dtype=jnp.int32)
     position_C = rows.positions_T[jnp.minimum(row_C, T - 1)]
     last_C = (position_C + count_C - 1) // J
     oldest_C = jnp.zeros_like(position_C) if shape.window is None else jnp.maximum(position_C - shape.window + 1, 0)
-    first_C, span_C = oldest_C // J, span_blocks(shape, position_C)
+    first_C = oldest_C // J
+    span_C = span_blocks(shape, position_C)
     there_C = count_C > 0
     fields = row_C, count_C, piece_C // each, position_C, first_C, last_C, span_C
     tiles_CF = jnp.stack(fields, axis=1).astype(jnp.int32)
@@ -82,7 +86,8 @@ def plan(shape: KernelShape, rows) -> Plan:
 def stretches(shape: KernelShape, rows):
     """(starts of pieces of sequences, pieces of each): where spans may become longer, a tile ends."""
     each = -(-shape.rows // shape.stretch) + 1 if shape.reach > shape.stretch else 1
-    start_B, end_B = rows.starts_B1[:-1], rows.starts_B1[1:]
+    start_B = rows.starts_B1[:-1]
+    end_B = rows.starts_B1[1:]
     left_B = shape.stretch - rows.positions_T[jnp.minimum(start_B, shape.rows - 1)] % shape.stretch
     more = [jnp.minimum(start_B + left_B + n * shape.stretch, end_B) for n in range(each - 1)]
     starts = jnp.stack([start_B, *more], axis=1).reshape(-1)
@@ -94,7 +99,8 @@ def span_blocks(shape: KernelShape, position_C):
     stretch_C = position_C // shape.stretch
     if shape.window is not None:
         stretch_C = jnp.minimum(stretch_C, (shape.window - 1) // shape.stretch)
-    blocks_C, most = jnp.full_like(position_C, shape.span), -(-shape.reach // shape.stretch)
+    blocks_C = jnp.full_like(position_C, shape.span)
+    most = -(-shape.reach // shape.stretch)
     for doubling in range((most - 1).bit_length()):
         blocks_C = jnp.where(stretch_C >= 1 << doubling, 2 * blocks_C, blocks_C)
     return blocks_C
@@ -102,7 +108,8 @@ def span_blocks(shape: KernelShape, position_C):
 
 def shares(shape: KernelShape, tiles_CF, cost_C, count):
     """A `Share` for the beginning of each processor's share, and for the end of all: [processors + 1, fields]."""
-    R, parts = shape.processors, shape.parts
+    R = shape.processors
+    parts = shape.parts
     end_C = jnp.cumsum(cost_C) * parts
     total = end_C[-1]
     begin_R = jnp.arange(R)
@@ -111,11 +118,14 @@ def shares(shape: KernelShape, tiles_CF, cost_C, count):
     _, positions_R, _, _, first_R, last_R, span_R = tiles_CF[tile_R].T
     cost_R = jnp.maximum(cost_C[tile_R], 1)
     before_R = end_C[tile_R] - cost_R * parts
-    part_R, inside_R = (begin_R - before_R) // cost_R, (begin_R - before_R) % cost_R
-    unit_R, later_R = tile_R * parts + part_R, 2 * inside_R >= cost_R
+    part_R = (begin_R - before_R) // cost_R
+    inside_R = (begin_R - before_R) % cost_R
+    unit_R = tile_R * parts + part_R
+    later_R = 2 * inside_R >= cost_R
     whole_R = before_R + (part_R + later_R) * cost_R  # what comes before, if the nearest whole task begins the share
     uneven = jnp.max(jnp.append(whole_R[1:], total) - whole_R) > total // R + total // (R * UNEVEN)
-    first_span_R, last_span_R = first_R // span_R, last_R // span_R
+    first_span_R = first_R // span_R
+    last_span_R = last_R // span_R
     spans_R = last_span_R - first_span_R + 1
     before_R = jnp.clip((first_R + inside_R + span_R // 2) // span_R - first_span_R, 0, spans_R)
     before_R = jnp.where(inside_R == 0, 0, before_R)  # a first span that a window begins may be less than half of one

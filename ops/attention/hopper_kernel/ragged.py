@@ -34,7 +34,8 @@ class Outputs(NamedTuple):
 
 def run_tasks(shape: KernelShape, inputs: Inputs, plan: Plan, *, interpret: Any = None):
     """(saved spans, results). Rows of contexts that are cut are undefined, and padding rows are zero."""
-    tiles, dtype = Tiles(interpret is not None), inputs.q.dtype
+    tiles = Tiles(interpret is not None)
+    dtype = inputs.q.dtype
     out = [
         jax.ShapeDtypeStruct((shape.places, shape.saved_width), jnp.float32),
         jax.ShapeDtypeStruct((shape.rows, shape.heads, shape.values), dtype),
@@ -65,9 +66,12 @@ def run_tasks(shape: KernelShape, inputs: Inputs, plan: Plan, *, interpret: Any 
 def run(shape: KernelShape, tiles: Tiles, names, *refs, **scratch):
     """What one processor does with its share of the tasks."""
     inputs = Inputs(**{**dict.fromkeys(Inputs._fields), **dict(zip(names, refs, strict=False))})
-    first, last = len(names), len(names) + len(Plan._fields)
-    plan, outs = Plan(*refs[first:last]), Outputs(*refs[last:])
-    shared, part = SharedMemory(**scratch), lax.axis_index("part")
+    first = len(names)
+    last = len(names) + len(Plan._fields)
+    plan = Plan(*refs[first:last])
+    outs = Outputs(*refs[last:])
+    shared = SharedMemory(**scratch)
+    part = lax.axis_index("part")
 
     @pl.when(part == shape.warpgroups)
     def _():
@@ -96,7 +100,8 @@ def clear(shape: KernelShape, tiles: Tiles, plan: Plan, out) -> None:
     trips = jnp.maximum(lax.div(left, jnp.int32(shape.processors)), 0) * shape.heads
 
     def zero(n, _):
-        row, head = owned + lax.div(n, jnp.int32(shape.heads)) * shape.processors, lax.rem(n, jnp.int32(shape.heads))
+        row = owned + lax.div(n, jnp.int32(shape.heads)) * shape.processors
+        head = lax.rem(n, jnp.int32(shape.heads))
         for column in range(0, shape.values, ROWS):
             out[row, head, pl.ds(column, ROWS)] = zeros_M
 

@@ -38,7 +38,9 @@ def shared_types(shape: KernelShape, dtype) -> dict[str, Any]:
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     line = min(shape.width, 128)  # codes, of a byte each, that are swizzled together
     swizzled_codes = (plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(line))
-    J, H, stages = shape.block, shape.width, shape.stages
+    J = shape.block
+    H = shape.width
+    stages = shape.stages
     coded = shape.codes is not None
     queries = (shape.tiles, ROWS, H)
     kind, layout = (jnp.int8, swizzled_codes) if coded else (dtype, swizzled)
@@ -61,7 +63,8 @@ def shared_types(shape: KernelShape, dtype) -> dict[str, Any]:
     else:
         found |= {"v_ref": stage, "v_here": found["k_here"], "v_free": found["k_free"]}
     if coded:
-        scales, tile = plgpu.SMEM((stages, J), jnp.float32), plgpu.SMEM((1, J, H), dtype, transforms=swizzled)
+        scales = plgpu.SMEM((stages, J), jnp.float32)
+        tile = plgpu.SMEM((1, J, H), dtype, transforms=swizzled)
         found |= {"k_scale": scales, "v_scale": scales, "k_tile": tile, "v_tile": tile}
     if shape.staged:
         for name, columns in (("sums", STAGED), ("numbers", NUMBERS)):

@@ -224,7 +224,8 @@ class CutContext(NamedTuple):
 def each_task(shape: KernelShape, plan: Plan, do):
     """Calls `do(task, step) -> step` for this processor's tasks, and returns the last `step`, which counts blocks."""
     processor = lax.axis_index("processor")
-    begin, end = plan.share(processor), plan.share(processor + 1)
+    begin = plan.share(processor)
+    end = plan.share(processor + 1)
 
     units = end.unit + jnp.where(end.spans > 0, jnp.int32(1), jnp.int32(0)) - begin.unit
     nothing = (begin.unit == end.unit) & (begin.spans == end.spans)
@@ -234,8 +235,10 @@ def each_task(shape: KernelShape, plan: Plan, do):
 
 def task_of(shape: KernelShape, plan: Plan, number) -> Task:
     """This processor's task of that number; may be read again, rather than kept where registers are needed."""
-    parts, processor = jnp.int32(shape.parts), lax.axis_index("processor")
-    begin, end = plan.share(processor), plan.share(processor + 1)
+    parts = jnp.int32(shape.parts)
+    processor = lax.axis_index("processor")
+    begin = plan.share(processor)
+    end = plan.share(processor + 1)
     unit = begin.unit + number
     row, count, seq, position, first, last, span = plan.tile(lax.div(unit, parts))
     cut_before = (unit == begin.unit) & (begin.spans > 0)
@@ -251,7 +254,8 @@ def task_of(shape: KernelShape, plan: Plan, number) -> Task:
 def context_of(shape: KernelShape, plan: Plan, task: Task) -> CutContext:
     """That of a task that is not whole; read again, rather than kept where registers are needed for the task."""
     processor = lax.axis_index("processor")
-    begin, end = plan.share(processor), plan.share(processor + 1)
+    begin = plan.share(processor)
+    end = plan.share(processor + 1)
     cut_before = (task.number == 0) & (begin.spans > 0)
     *_, first, last, span = plan.tile(lax.div(begin.unit + task.number, jnp.int32(shape.parts)))
     place, first_cut = (jnp.where(cut_before, a, b) for a, b in ((begin.place, end.place), (begin.first, end.first)))

@@ -48,13 +48,16 @@ class ProductCase:
         def array(*axes: int, dtype=jnp.bfloat16, scale: float = 1.0):
             return jnp.asarray(rng.standard_normal(axes, np.float32) * scale, dtype)
 
-        x, each = array(pairs, self.inputs), (self.inputs, kind["parts"], self.outputs)
+        x = array(pairs, self.inputs)
+        each = (self.inputs, kind["parts"], self.outputs)
         weight = array(experts, *((self.outputs, self.inputs) if kind["turned"] else each), scale=self.inputs**-0.5)
         output_scale = row_scale = group_scale = group_zero = None
-        numbers, small = np.asarray(weight, np.float64), self.inputs**-0.5
+        numbers = np.asarray(weight, np.float64)
+        small = self.inputs**-0.5
         if kind["summands"] > 1:
             wide = array(experts, *each, dtype=jnp.float32, scale=small)
-            weight, numbers = jax.vmap(summands)(wide), np.asarray(wide, np.float64)
+            weight = jax.vmap(summands)(wide)
+            numbers = np.asarray(wide, np.float64)
         if kind["codes"] in FOUR_BITS:
             code = rng.integers(0, 16, (experts, *each), np.uint8)
             weight = jnp.asarray(np.stack([four_bits.join(one) for one in code]))
@@ -68,7 +71,8 @@ class ProductCase:
             numbers = decoded(kind["codes"], code.astype(int), np.asarray(group_scale), group_zero)
         elif kind["codes"]:
             numbers = EIGHT_BITS[kind["codes"]](rng, weight.shape)
-            weight, most = jnp.asarray(numbers.view(np.int8)), np.abs(numbers.astype(np.float64)).max()
+            weight = jnp.asarray(numbers.view(np.int8))
+            most = np.abs(numbers.astype(np.float64)).max()
             output_scale = jnp.asarray(rng.uniform(0.5, 2, (experts, *each[1:])) / most * small, jnp.float32)
             numbers = numbers.astype(np.float64) * np.asarray(output_scale, np.float64)[:, None]
         if kind["rounded"]:
@@ -121,7 +125,8 @@ def cases(kind: dict) -> list[Case]:
 def decoded(codes: str, code, scale, zero=None) -> np.ndarray:
     """The numbers of codes of four bits [experts, inputs, ...], rounded to bfloat16 as products see them."""
     if codes == "float4":
-        numbers, scale = FLOAT4[code], 2.0 ** (scale.astype(np.float64) - 127)
+        numbers = FLOAT4[code]
+        scale = 2.0 ** (scale.astype(np.float64) - 127)
     else:
         numbers = code - (8 if zero is None else np.repeat(zero, code.shape[1] // zero.shape[1], 1).astype(np.float32))
     wide = numbers * np.repeat(scale.astype(np.float32), code.shape[1] // scale.shape[1], 1)
@@ -144,7 +149,8 @@ def reference(kind: dict, whose, x, weight, bias, scale) -> np.ndarray:
 
 def combined(kind: dict, gate, up) -> np.ndarray:
     if kind["clamp"] is not None:
-        gate, up = np.minimum(gate, kind["clamp"]), np.clip(up, -kind["clamp"], kind["clamp"])
+        gate = np.minimum(gate, kind["clamp"])
+        up = np.clip(up, -kind["clamp"], kind["clamp"])
         return gate / (1 + np.exp(-kind["alpha"] * gate)) * (up + 1)
     if kind["activation"] == "silu":
         return gate / (1 + np.exp(-gate)) * up

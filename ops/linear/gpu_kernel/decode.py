@@ -21,7 +21,8 @@ def decode_bytes(codes: str, tiles: Tiles, codes_KF_ref, w_KF_ref) -> None:
 
 def decode_packed(codes: str, tiles: Tiles, codes_KF_ref, scale_GF_ref, zero_GF_ref, w_KF_ref, kept=None) -> None:
     """A step's codes of four bits: its first half of inputs, times `kept` if that is given, and then its second."""
-    half, groups = codes_KF_ref.shape[0], scale_GF_ref.shape[0]
+    half = codes_KF_ref.shape[0]
+    groups = scale_GF_ref.shape[0]
     codes_KF = tiles.widen(LAYOUT, tiles.load_as(codes_KF_ref, LAYOUT, True))
     numbers = float4 if codes == "float4" else int4
     for side, factor in enumerate((kept, None)):
@@ -65,13 +66,15 @@ def float4(tiles: Tiles, codes_KF, side: int, power_GF_ref, zero_GF_ref, factor)
 
 def spread(tiles: Tiles, values_GF_ref, shape, number):
     """A tile for codes: each of its rows has the values of the group that it lies in, as `number` makes them."""
-    (rows, _), groups = shape, values_GF_ref.shape[0]
+    (rows, _) = shape
+    groups = values_GF_ref.shape[0]
 
     def of_group(group: int):
         values_KF = along_columns(number(tiles.load_as(values_GF_ref.at[group], LAYOUT.reduce(0))), shape)
         return values_KF if tiles.interpreted else plgpu.layout_cast(values_KF, LAYOUT)
 
-    row_KF, found = tiles.index(shape, 0, LAYOUT), of_group(0)
+    row_KF = tiles.index(shape, 0, LAYOUT)
+    found = of_group(0)
     for group in range(1, groups):
         found = jnp.where(row_KF < group * (rows // groups), found, of_group(group))
     return found

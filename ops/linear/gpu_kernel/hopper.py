@@ -23,10 +23,12 @@ from .shape import DECODED, FEATURES, Operands, ProductShape, Task, each_task
 
 def multiply(shape: ProductShape, operands: Operands, *, interpret: Any = None):
     """[blocks * rows, outputs]; blocks that there are not hold anything."""
-    dtype, names = operands.x.dtype, [name for name, x in operands._asdict().items() if x is not None]
+    dtype = operands.x.dtype
+    names = [name for name, x in operands._asdict().items() if x is not None]
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     out_line = 128 // jnp.dtype(shape.out_dtype).itemsize
-    stages, pieces = shape.stages, shape.warpgroups * shape.parts
+    stages = shape.stages
+    pieces = shape.warpgroups * shape.parts
     piece = (FEATURES, shape.step) if shape.turned else (shape.step, FEATURES)
     coded = (plgpu.TilingTransform((8, FEATURES)), plgpu.SwizzleTransform(FEATURES))
     more = {}
@@ -94,7 +96,8 @@ def fetch_all(shape: ProductShape, operands: Operands, shared) -> None:
             def _():
                 plgpu.barrier_wait(shared["free"].at[slot])
 
-            inputs, here = step_at(shape, k), shared["here"].at[slot]
+            inputs = step_at(shape, k)
+            here = shared["here"].at[slot]
             stored = pl.ds(k * (shape.step // 2), shape.step // 2) if shape.packed else inputs
             columns = inputs
             if shape.summands > 1:
@@ -149,12 +152,14 @@ def compute(shape: ProductShape, tiles: Tiles, operands: Operands, shared, out, 
         plgpu.barrier_wait(shared["here"].at[slot])
         weights = [shared["w_ref"].at[slot, own * shape.parts + p] for p in range(shape.parts)]
         if shape.codes:
-            codes, at = weights, lax.rem(step, jnp.int32(DECODED))
+            codes = weights
+            at = lax.rem(step, jnp.int32(DECODED))
             weights = [shared["decoded_ref"].at[at, own * shape.parts + p] for p in range(shape.parts)]
             for p, (codes_ref, w_ref) in enumerate(zip(codes, weights, strict=True)):
                 if shape.packed:
                     place = own * shape.parts + p
-                    scale_ref, zero_ref = shared["scale_ref"].at[slot, place], None
+                    scale_ref = shared["scale_ref"].at[slot, place]
+                    zero_ref = None
                     if shape.zeros:
                         zero_ref = shared["zero_ref"].at[slot, place, pl.ds(zeros_before(shape, k), shape.groups)]
                     # What the last step holds once more was multiplied in the step before.
@@ -171,7 +176,8 @@ def compute(shape: ProductShape, tiles: Tiles, operands: Operands, shared, out, 
 
         def add(k, sums):
             w_refs, x_ref = pieces(step + k, k)
-            x_NK, weights = tiles.operand(x_ref), [tiles.operand(w_ref) for w_ref in w_refs]
+            x_NK = tiles.operand(x_ref)
+            weights = [tiles.operand(w_ref) for w_ref in w_refs]
             free(step + k)
             weights = [w if shape.turned else w.T for w in weights]
             return [sum_in_order(total, w, x_NK) for total, w in zip(sums, weights, strict=True)]

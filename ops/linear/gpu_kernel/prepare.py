@@ -135,7 +135,8 @@ def dense(
     interpret: Any = None,
 ):  # fmt: skip
     """[R, outputs] of rows and one weight: [K, parts * outputs], or turned [outputs, K]."""
-    weight, (rows, inputs) = matrix.array, plain(x_RK).shape
+    weight = matrix.array
+    (rows, inputs) = plain(x_RK).shape
     stored = four_bits.count(inputs) if matrix.codes in FOUR_BITS else inputs * matrix.summands
     outputs = math.prod(weight.shape) // stored // parts
     here = machine(interpret)
@@ -153,14 +154,16 @@ def dense(
     weight = weight.reshape((1, outputs, inputs) if turned else (1, stored, parts, outputs))
     scales = matrix.scales(1, parts, outputs)
     bias = None if bias is None else bias.astype(jnp.float32).reshape(1, parts, outputs)
-    experts, count = jnp.zeros(blocks, jnp.int32), jnp.full(1, blocks, jnp.int32)
+    experts = jnp.zeros(blocks, jnp.int32)
+    count = jnp.full(1, blocks, jnp.int32)
     operands = Operands(x_PK, weight, bias, None, experts, count, row_scale=row_scale_P, **scales)
     return run(shape, operands, interpret)[:rows]
 
 
 def each(x_TNK, matrix: GpuMatrix, *, dtype, interpret: Any = None):
     """[T, N, outputs] of rows with N heads and the weight of each, [N, outputs, K]."""
-    (T, N, inputs), outputs = x_TNK.shape, matrix.array.shape[1]
+    (T, N, inputs) = x_TNK.shape
+    outputs = matrix.array.shape[1]
     here = machine(interpret)
     require(here, x_TNK, matrix, inputs, outputs, turned=True, grouped=True)
     size = here.block_rows(T, matrix.codes)
@@ -171,7 +174,8 @@ def each(x_TNK, matrix: GpuMatrix, *, dtype, interpret: Any = None):
         **matrix.options,
     )  # fmt: skip
     x_NPK = jnp.pad(jnp.swapaxes(x_TNK, 0, 1), ((0, 0), (0, blocks * size - T), (0, 0)))
-    heads, count = jnp.repeat(jnp.arange(N, dtype=jnp.int32), blocks), jnp.full(1, N * blocks, jnp.int32)
+    heads = jnp.repeat(jnp.arange(N, dtype=jnp.int32), blocks)
+    count = jnp.full(1, N * blocks, jnp.int32)
     operands = Operands(x_NPK.reshape(-1, inputs), matrix.array, None, None, heads, count)
     y_NPO = run(shape, operands, interpret).reshape(N, blocks * size, outputs)
     return jnp.swapaxes(y_NPO[:, :T], 0, 1)

@@ -125,15 +125,19 @@ class Task(NamedTuple):
 
 def each_task(shape: ProductShape, operands: Operands, do):
     """Calls `do(task, step) -> step` for this processor's tasks, and returns the last `step`, which counts copies."""
-    processors, tiles, count = jnp.int32(shape.processors), jnp.int32(shape.tiles), operands.count[0]
+    processors = jnp.int32(shape.processors)
+    tiles = jnp.int32(shape.tiles)
+    count = operands.count[0]
     mine = lax.axis_index("processor")
 
     def body(n, step):
         at = mine + n * processors
         if shape.experts == 1:  # row after row meets the same part of the weight while that is in the card's cache
-            block, tile = lax.rem(at, count), lax.div(at, count)
+            block = lax.rem(at, count)
+            tile = lax.div(at, count)
         else:
-            block, tile = lax.div(at, tiles), lax.rem(at, tiles)
+            block = lax.div(at, tiles)
+            tile = lax.rem(at, tiles)
         expert = jnp.int32(0) if shape.experts == 1 else operands.experts[block]
         return do(Task(n, block * shape.rows, expert, tile * shape.features), step)
 

@@ -58,7 +58,8 @@ def run(shape: ProductShape, names, dense: bool, interpreted: bool, *refs) -> No
 
 
 def compute(shape: ProductShape, operands: Operands, out, row, expert, feature, interpreted: bool) -> None:
-    rows, features = pl.ds(row, shape.rows), pl.ds(feature, FEATURES)
+    rows = pl.ds(row, shape.rows)
+    features = pl.ds(feature, FEATURES)
     numbers = of_four_bits if shape.packed else of_a_step
 
     def add(k, sums):
@@ -94,7 +95,8 @@ def add_product(total_FR, w_KF, x_RK, interpreted: bool):
 
 def of_a_step(shape: ProductShape, operands: Operands, expert, features, k):
     """(the first input, the weights of each part) of a step."""
-    start, dtype = k * HALF, operands.x.dtype
+    start = k * HALF
+    dtype = operands.x.dtype
     codes = [operands.weight[expert, pl.ds(start, HALF), part, features] for part in range(shape.parts)]
     decode = fp8.of_bits if shape.codes == "float8" else lambda codes_KF: codes_KF
     return [(start, [decode(codes_KF).astype(dtype) for codes_KF in codes])]
@@ -110,9 +112,11 @@ def of_four_bits(shape: ProductShape, operands: Operands, expert, features, k):
         packed = [operands.weight[expert, stored, part, features].astype(jnp.int32) for part in range(shape.parts)]
         for half in range(2):
             start = first + half * HALF + at
-            group, weights = start // shape.group, []
+            group = start // shape.group
+            weights = []
             for part, codes_KF in enumerate(packed):
-                code_KF, scale_F = codes_KF >> 4 * half & 15, operands.group_scale[expert, group, part, features]
+                code_KF = codes_KF >> 4 * half & 15
+                scale_F = operands.group_scale[expert, group, part, features]
                 if shape.codes == "float4":
                     w_KF = float4(code_KF)
                     scale_F = lax.bitcast_convert_type(scale_F.astype(jnp.int32) << 23, jnp.float32)

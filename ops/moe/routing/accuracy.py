@@ -25,7 +25,8 @@ class RouteCase:
     name: str = "choices"
 
     def build(self, seed: int):
-        rng, E = np.random.default_rng(seed), self.kind["experts"]
+        rng = np.random.default_rng(seed)
+        E = self.kind["experts"]
         logits_TE = 2 * rng.standard_normal((self.rows, E))
         logits_TE[::2] = np.round(4 * logits_TE[::2]) / 4
         live_T = np.arange(self.rows) % 7 != 3
@@ -54,7 +55,9 @@ class AlignCase:
     name: str = "places"
 
     def build(self, seed: int):
-        rng, (T, X), E = np.random.default_rng(seed), self.pairs, self.kind["experts"]
+        rng = np.random.default_rng(seed)
+        (T, X) = self.pairs
+        E = self.kind["experts"]
         # A few experts have most of the pairs, and some pairs have none.
         experts_TX = np.where(rng.random((T, X)) < 0.5, rng.integers(0, 3, (T, X)), rng.integers(0, E + 1, (T, X)))
         experts_TX = np.where(rng.random((T, X)) < 0.1, E, np.minimum(experts_TX, E))

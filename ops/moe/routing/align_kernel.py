@@ -78,7 +78,8 @@ def place(experts_TX, weights_TX, experts: int, rows: int, interpret: Any = None
     names = "experts", "weights", "place_Z", "pair_P", "weight_P", "experts_B", "count"
 
     def body(*refs) -> None:
-        named, tiles = dict(zip(names, refs, strict=True)), Tiles(interpret is not None)
+        named = dict(zip(names, refs, strict=True))
+        tiles = Tiles(interpret is not None)
         pl.run_scoped(lambda **shared: run(shape, tiles, Refs(**named, **shared)), **scratch)
 
     def result(size: int, dtype: Any = jnp.int32):
@@ -117,7 +118,8 @@ def run(shape: AlignShape, tiles: Tiles, refs: Refs) -> None:
             lambda e_MJ, mine_MJ, blocks_MJ: jnp.where(e_MJ <= mine_MJ, blocks_MJ, 0), tile * TILE + numbers(tiles),
         )  # fmt: skip
     plgpu.commit_smem()
-    tile, part = lax.axis_index("tile"), lax.axis_index("part")
+    tile = lax.axis_index("tile")
+    part = lax.axis_index("part")
 
     @pl.when((tile == 0) & (part == 0))
     def _():
@@ -149,7 +151,8 @@ def put_pairs(shape: AlignShape, tiles: Tiles, refs: Refs, tile, part) -> None:
     """The places of a tile of pairs, each of which says who is there."""
     plgpu.copy_gmem_to_smem(refs.weights.at[tile], refs.own_weights, refs.here)
     plgpu.barrier_wait(refs.here)
-    whose_M, pair_M = tiles.load_rows(refs.whose.at[tile]), tile * TILE + numbers(tiles)
+    whose_M = tiles.load_rows(refs.whose.at[tile])
+    pair_M = tile * TILE + numbers(tiles)
     shown = pair_M.shape[0], TILE
 
     def earlier(z_MJ, mine_MJ, whose_MJ):

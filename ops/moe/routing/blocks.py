@@ -49,7 +49,8 @@ def sums_before(counts_TE):
     size = min(CHUNK, T)
     chunks_ACE = jnp.pad(counts_TE, ((0, -T % size), (0, 0))).reshape(-1, size, E)
     sums_AE = jnp.sum(chunks_ACE, 1)
-    earlier_AE, inside_ACE = before(sums_AE), before(chunks_ACE)
+    earlier_AE = before(sums_AE)
+    inside_ACE = before(chunks_ACE)
     return (earlier_AE[:, None] + inside_ACE).reshape(-1, E)[:T], jnp.sum(sums_AE, 0)
 
 

@@ -23,7 +23,8 @@ KERNEL = TriedKernel(f"{__package__}.accuracy", "routing", SOURCES)
 
 def route(logits_TE, live_T, rule: Rule, choice_bias_E=None, *, interpret: Any = None):
     """See `quire.ops.moe.routing.route`. With `interpret` it runs in Pallas' interpreter, on a CPU."""
-    E, reasons = logits_TE.shape[1], []
+    E = logits_TE.shape[1]
+    reasons = []
     if logits_TE.dtype != jnp.float32:
         reasons.append(f"logits must be float32, not {logits_TE.dtype}")
     if E > MOST_EXPERTS:
@@ -41,7 +42,8 @@ def route(logits_TE, live_T, rule: Rule, choice_bias_E=None, *, interpret: Any =
 
 def align(experts_TX, weights_TX, experts: int, rows: int, *, interpret: Any = None) -> Blocks:
     """See `quire.ops.moe.routing.align`. With `interpret` it runs in Pallas' interpreter, on a CPU."""
-    pairs, reasons = experts_TX.size, []
+    pairs = experts_TX.size
+    reasons = []
     if pairs > MOST_PAIRS:
         reasons.append(f"pairs must be at most {MOST_PAIRS}, not {pairs}")
     require(reasons, {"experts": experts, "rows": rows}, interpret)

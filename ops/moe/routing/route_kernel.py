@@ -66,7 +66,8 @@ def choose_experts(logits_TE, live_T, rule: Rule, bias_E, interpret: Any = None)
     names = [*given, "weights", "experts"]
 
     def body(*refs) -> None:
-        named, scores = dict(zip(names, refs, strict=True)), Scores(Tiles(interpret is not None), (lines, LINE), E)
+        named = dict(zip(names, refs, strict=True))
+        scores = Scores(Tiles(interpret is not None), (lines, LINE), E)
         pl.run_scoped(lambda **shared: run(rule, scores, Refs(**named, **shared)), **scratch)
 
     found: Any = pl.kernel(
@@ -88,7 +89,8 @@ def lined(x):
 
 def run(rule: Rule, scores: Scores, refs: Refs) -> None:
     """What is done with one row."""
-    t, some = lax.axis_index("row"), pl.ds(0, -(-scores.experts // LINE))
+    t = lax.axis_index("row")
+    some = pl.ds(0, -(-scores.experts // LINE))
     plgpu.copy_gmem_to_smem(refs.logits.at[t], refs.own.at[some], refs.here)
     if refs.bias is not None:
         plgpu.copy_gmem_to_smem(refs.bias, refs.own_bias.at[some], refs.here)
@@ -98,7 +100,8 @@ def run(rule: Rule, scores: Scores, refs: Refs) -> None:
     choice = score if refs.bias is None else score + scores.load(refs.own_bias, 0.0)
     choice = limit_groups(rule, scores.experts, choice, index)
     order = jnp.where(index < scores.experts, ordered(choice), LEAST)
-    weights, chosen = [], []
+    weights = []
+    chosen = []
     for _ in range(rule.top_k):
         expert = jnp.min(jnp.where(order == jnp.max(order), index, scores.experts))
         weights.append(jnp.sum(jnp.where(index == expert, score, 0.0)))
@@ -124,7 +127,8 @@ def limit_groups(rule: Rule, experts: int, choice, index):
     """The experts of the best groups; the others score minus infinity."""
     if rule.groups in (1, rule.top_groups):
         return choice
-    group, best = lax.div(index, jnp.int32(experts // rule.groups)), []
+    group = lax.div(index, jnp.int32(experts // rule.groups))
+    best = []
     for g in range(rule.groups):
         mine = jnp.where(group == g, choice, -jnp.inf)
         most = jnp.max(mine)

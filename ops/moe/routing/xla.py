@@ -32,9 +32,12 @@ def best(logits_TE, rule: Rule, choice_bias_E):
 
 def mix_sparsely(logits_TE, rule: Rule):
     """One expert after the other: the best that is left, weighed by its softmax among those left that come near it."""
-    left_TE, weights, chosen = logits_TE, [], []
+    left_TE = logits_TE
+    weights = []
+    chosen = []
     for _ in range(rule.top_k):
-        best_T1, expert_T1 = jnp.max(left_TE, 1, keepdims=True), jnp.argmax(left_TE, 1)[:, None]
+        best_T1 = jnp.max(left_TE, 1, keepdims=True)
+        expert_T1 = jnp.argmax(left_TE, 1)[:, None]
         away_TE = (best_T1 - logits_TE) / jnp.maximum(jnp.abs(logits_TE), best_T1)
         near_TE = softmax(jnp.where(away_TE > 2 * rule.jitter, -jnp.inf, left_TE))
         weights.append(jnp.take_along_axis(near_TE, expert_T1, 1))

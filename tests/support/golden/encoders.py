@@ -47,7 +47,8 @@ class GoldenEncoder:
 
     def __init__(self, variant: Variant, folder: Path):
         with np.load(HERE / f"{variant.name}.npz") as arrays:
-            self.mean, self.cls = arrays["mean"], arrays["cls"]
+            self.mean = arrays["mean"]
+            self.cls = arrays["cls"]
             meta = json.loads(arrays["meta"].tobytes())
         self.texts = texts_of(variant, meta["seed"])
         self.folder = write_folder(folder / variant.name, variant.config, meta["tensors"], meta["seed"])

@@ -48,7 +48,8 @@ def write_folder(folder: Path, config: Mapping, tensors: Mapping[str, tuple[int,
     """A Hugging Face folder; the safetensors come in two shards with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    names, index = sorted(tensors), {}
+    names = sorted(tensors)
+    index = {}
     for number, part in enumerate((names[::2], names[1::2]), start=1):
         file = f"model-{number:05}-of-00002.safetensors"
         drawn = {name: draw(name, tuple(tensors[name]), seed, config["model_type"]) for name in part}

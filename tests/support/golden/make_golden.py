@@ -64,13 +64,15 @@ def main(names: list[str]) -> None:
         if names and variant.name not in names:
             continue
         shapes = reference.tensor_shapes(variant)
-        seed, arrays = 0, None
+        seed = 0
+        arrays = None
         while arrays is None:
             seed += 1
             assert seed < 40, f"{variant.name}: no seed will do"
             arrays = make(variant, shapes, seed)
         np.savez_compressed(HERE / f"{variant.name}.npz", allow_pickle=False, **arrays)
-        spread, tokens = arrays["logits"].std(), arrays["tokens0"]
+        spread = arrays["logits"].std()
+        tokens = arrays["tokens0"]
         print(f"{variant.name}: seed {seed}, logits spread {spread:.2f}, {len(set(tokens.tolist()))} kinds", flush=True)
 
 

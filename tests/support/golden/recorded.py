@@ -43,7 +43,8 @@ def check_answers(llm: LLM, made: Golden, near: float) -> None:
 
 def asked(prompts: list[list[int]], tokens: list[list[int]]):
     """The first prompt alone; then both and three that have already come a part of the way, all at once."""
-    (long, short), (after_long, after_short) = prompts, tokens
+    (long, short) = prompts
+    (after_long, after_short) = tokens
     yield [long], [after_long]
     batch = [(short, after_short, 0), (long, after_long, 0), (short, after_short, 9), (long, after_long, 30)]
     batch.append((long, after_long, len(after_long) - 1))

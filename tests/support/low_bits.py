@@ -11,7 +11,7 @@ from quire.ops.quant.hadamard import signs
 
 def meaning(node, name: str) -> np.ndarray:
     """[K, O] in float64, from a node's arrays one number at a time."""
-    K = int(np.prod(node.into))  # noqa: E741 - letters of sizes, as in the code that it checks
+    K = int(np.prod(node.into))
     O = int(np.prod(node.out))
     out = np.zeros((K, O))
     if name.startswith("codebook"):

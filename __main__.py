@@ -58,7 +58,9 @@ class Commands(TyperGroup):
         write_help(self, ctx, formatter)
 
 
-app = typer.Typer(cls=Commands, add_completion=False, invoke_without_command=True, context_settings=SETTINGS)
+app = typer.Typer(
+    cls=Commands, add_completion=False, invoke_without_command=True, context_settings=SETTINGS
+)
 
 
 def show_version(wanted: bool) -> None:
@@ -71,7 +73,10 @@ def show_version(wanted: bool) -> None:
 def quire(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=show_version)
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", is_eager=True, callback=show_version
+        ),
     ] = False,
 ) -> None:
     """LLM inference in JAX. `quire COMMAND --help` explains a command."""
@@ -80,7 +85,10 @@ def quire(
 
 
 def main() -> None:
-    """Run the command of `sys.argv`. A mistake of the user is one line on stderr and exit code 2."""
+    """Run the command of `sys.argv`.
+
+    A mistake of the user is one line on stderr and exit code 2.
+    """
     try:
         sys.exit(typer.main.get_command(app)(prog_name="quire", standalone_mode=False))
     except KeyboardInterrupt:

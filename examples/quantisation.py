@@ -1,7 +1,7 @@
 """A model in fewer bits, beside the one that it was made of.
 
-Rounds the weights to four bits, and prints for both folders the size of the weights, how likely a text is (its mean
-log-probability: nearer to 0 is better) and what they answer.
+Rounds the weights to four bits, and prints for both folders the size of the weights, how likely a
+text is (its mean log-probability: nearer to 0 is better) and what they answer.
 
     python examples/quantisation.py [FOLDER]      # without FOLDER: the bundled model
 """
@@ -24,13 +24,25 @@ def show(name: str, folder: Path) -> None:
     (scored,) = llm.generate(TEXT, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
     found = [next(iter(entry.values())).logprob for entry in scored.prompt_logprobs[1:]]
     (answer,) = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
-    print(f"{name:10} {size / 2**20:5.1f} MiB   {sum(found) / len(found):6.3f}   {answer.outputs[0].text}")
+    print(
+        f"{name:10} {size / 2**20:5.1f} MiB   {sum(found) / len(found):6.3f}   "
+        f"{answer.outputs[0].text}"
+    )
 
 
 source = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(quire.__file__).parent / "model" / "quill"
 with tempfile.TemporaryDirectory() as place:
     rounded = Path(place) / "int4"
-    command = [sys.executable, "-m", "quire", "quantize", str(source), str(rounded), "--quantization", "int4-32"]
+    command = [
+        sys.executable,
+        "-m",
+        "quire",
+        "quantize",
+        str(source),
+        str(rounded),
+        "--quantization",
+        "int4-32",
+    ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     show("original", source)
     show("four bits", rounded)

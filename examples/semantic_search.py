@@ -1,7 +1,7 @@
 """Which of some texts is nearest to a question in meaning: vectors, and the cosine between them.
 
-Prints for each question the texts from the nearest to the farthest, with their cosines. An embedding model, such as
-Qwen/Qwen3-Embedding-0.6B, does it better than the bundled one.
+Prints for each question the texts from the nearest to the farthest, with their cosines. An
+embedding model, such as Qwen/Qwen3-Embedding-0.6B, does it better than the bundled one.
 
     python examples/semantic_search.py [MODEL]      # without MODEL: the bundled one
 """
@@ -14,7 +14,11 @@ from quire import LLM
 
 TEXTS = ["Mia found a lantern in the forest.", "The dog slept in the sun.", "What is 34 + 57?",
          "Anna is 31 and lives in Oslo"]  # fmt: skip
-QUESTIONS = ["A girl saw a lamp among the trees.", "What is 12 + 30?", "Ben is 40 and lives in Rome"]
+QUESTIONS = [
+    "A girl saw a lamp among the trees.",
+    "What is 12 + 30?",
+    "Ben is 40 and lives in Rome",
+]
 
 
 def vectors(llm: LLM, texts: list[str]) -> np.ndarray:

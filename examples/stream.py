@@ -1,6 +1,7 @@
 """Two answers that are written at the same time, by `AsyncLLM`.
 
-Prints each piece of text when it comes, with the name of the answer it belongs to, and at last both answers whole.
+Prints each piece of text when it comes, with the name of the answer it belongs to, and at last both
+answers whole.
 
     python examples/stream.py [MODEL]      # without MODEL: the bundled one
 """

@@ -1,9 +1,11 @@
-"""A model that calls a function of yours, over HTTP. Needs `pip install openai` and a server whose model knows tools:
+"""A model that calls a function of yours, over HTTP. Needs `pip install openai` and a server whose
+model knows tools:
 
     quire serve Qwen/Qwen3-0.6B
     python examples/tool_calls.py [http://127.0.0.1:8000/v1]
 
-Prints each call with what the function returned for it, and then the answer that the model makes of that.
+Prints each call with what the function returned for it, and then the answer that the model makes of
+that.
 """
 
 import json
@@ -18,14 +20,25 @@ def weather(city: str) -> str:
 
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Today's weather", "parameters": SCHEMA}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "Today's weather", "parameters": SCHEMA},
+    }
+]
 
-client = OpenAI(base_url=sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1", api_key="none")
+client = OpenAI(
+    base_url=sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1", api_key="none"
+)
 model = client.models.list().data[0].id
 messages = [{"role": "user", "content": "What is the weather in Rome, and in Oslo?"}]
 
 while True:
-    answer = client.chat.completions.create(model=model, messages=messages, tools=TOOLS).choices[0].message
+    answer = (
+        client.chat.completions.create(model=model, messages=messages, tools=TOOLS)
+        .choices[0]
+        .message
+    )
     if not answer.tool_calls:
         break
     messages.append(answer.to_dict())

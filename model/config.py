@@ -12,7 +12,13 @@ from .recurrent import DeltaNet, KimiDelta, Mamba2, ShortConv
 from .stored_format import StoredFormat
 
 # The dtypes of the KV cache; None: the model's dtype.
-CACHES = {"auto": None, "bfloat16": "bfloat16", "int8": "int8", "fp8": "float8_e4m3fn", "int4": "int4"}
+CACHES = {
+    "auto": None,
+    "bfloat16": "bfloat16",
+    "int8": "int8",
+    "fp8": "float8_e4m3fn",
+    "int4": "int4",
+}
 
 ACTIVATIONS = ("auto", "int8")  # activations are quantised to this; auto: not at all
 
@@ -387,7 +393,8 @@ def check_layer(config: ModelConfig, index: int, layer: Layer) -> None:
         return
     if attention.heads % attention.kv_heads:
         raise ModelError(
-            f"layer {index}: {attention.heads} query heads do not divide into {attention.kv_heads} key-value heads"
+            f"layer {index}: {attention.heads} query heads do not divide into {attention.kv_heads} "
+            "key-value heads"
         )
     if attention.window is not None and attention.window < 1:
         raise ModelError(f"layer {index}: window is {attention.window}; it must be at least 1")
@@ -400,12 +407,17 @@ def check_layer(config: ModelConfig, index: int, layer: Layer) -> None:
         raise ModelError(f"layer {index}: kv_source is {source}; it must name an earlier layer")
     owner = config.layers[source].attention
     if len(owner.cached) != 2 or owner.kv_source is not None:
-        raise ModelError(f"layer {index}: kv_source is {source}, which keeps no keys and values of its own")
+        raise ModelError(
+            f"layer {index}: kv_source is {source}, which keeps no keys and values of its own"
+        )
     if owner.cached != attention.cached:
-        raise ModelError(f"layer {index}: its heads differ in number or size from those of kv_source {source}")
+        raise ModelError(
+            f"layer {index}: its heads differ in number or size from those of kv_source {source}"
+        )
     if owner.window is not None and (attention.window is None or attention.window > owner.window):
         raise ModelError(
-            f"layer {index}: its window is wider than that of kv_source {source}, whose pages are released"
+            f"layer {index}: its window is wider than that of kv_source {source}, whose pages are "
+            "released"
         )
 
 
@@ -417,31 +429,35 @@ def check_four_bits(config: ModelConfig, index: int) -> None:
     remedy = "it can be int8, or kv_cache_dtype_skip_layers can name the layer"
     if len(attention.cached) != 2:
         raise ModelError(
-            f"kv_cache_dtype is 'int4', and layer {index} has latent attention, whose values are a part of the keys; "
-            f"{remedy}"
+            f"kv_cache_dtype is 'int4', and layer {index} has latent attention, whose values are a "
+            f"part of the keys; {remedy}"
         )
     if width := next((width for _, width in attention.cached if width % 2), None):
         raise ModelError(
-            f"kv_cache_dtype is 'int4', and layer {index} has heads of an odd width, {width}, where codes lie two a "
-            f"byte; {remedy}"
+            f"kv_cache_dtype is 'int4', and layer {index} has heads of an odd width, {width}, "
+            f"where codes lie two a byte; {remedy}"
         )
 
 
 def skipped_layers(config: ModelConfig, names: Sequence[str]) -> tuple[int, ...]:
     """The layers that `kv_cache_dtype_skip_layers` names: by number, or all with a window."""
     if isinstance(names, str) or not isinstance(names, Sequence):
-        raise ModelError(f"kv_cache_dtype_skip_layers is {names!r:.80}; it must be a list, as in ['0', '1']")
+        raise ModelError(
+            f"kv_cache_dtype_skip_layers is {names!r:.80}; it must be a list, as in ['0', '1']"
+        )
     layers: set[int] = set()
     for name in (item.strip() for text in names for item in str(text).split(",")):
         if name == "sliding_window":
-            layers.update(i for i in config.kv_layers if config.layers[i].attention.window is not None)
+            layers.update(
+                i for i in config.kv_layers if config.layers[i].attention.window is not None
+            )
         elif name.isdecimal() and int(name) in config.kv_layers:
             layers.add(int(name))
         else:
             owners = ", ".join(map(str, config.kv_layers)) or "none of this model's"
             raise ModelError(
-                f"kv_cache_dtype_skip_layers names {name!r}; it can be 'sliding_window' and the layers that have a "
-                f"cache of their own, {owners}"
+                f"kv_cache_dtype_skip_layers names {name!r}; it can be 'sliding_window' and the "
+                f"layers that have a cache of their own, {owners}"
             )
     return tuple(sorted(layers))
 
@@ -449,13 +465,26 @@ def skipped_layers(config: ModelConfig, names: Sequence[str]) -> tuple[int, ...]
 def check_moe(index: int, moe: Moe) -> None:
     """Raise for inconsistent numbers of experts and groups."""
     if moe.groups < 1 or moe.experts % moe.groups:
-        raise ModelError(f"layer {index}: {moe.experts} experts do not divide into {moe.groups} groups")
+        raise ModelError(
+            f"layer {index}: {moe.experts} experts do not divide into {moe.groups} groups"
+        )
     size = moe.experts // moe.groups
     if not 1 <= moe.top_groups <= moe.groups:
-        raise ModelError(f"layer {index}: {moe.top_groups} groups are to be selected of {moe.groups}")
+        raise ModelError(
+            f"layer {index}: {moe.top_groups} groups are to be selected of {moe.groups}"
+        )
     if moe.weigh_rows and moe.top_k != 1:
-        raise ModelError(f"layer {index}: {moe.top_k} experts a token; where weights multiply inputs it can only be 1")
+        raise ModelError(
+            f"layer {index}: {moe.top_k} experts a token; where weights multiply inputs it can "
+            "only be 1"
+        )
     if not 1 <= moe.top_k <= size * moe.top_groups:
-        raise ModelError(f"layer {index}: {moe.top_k} experts a token cannot be chosen from {size * moe.top_groups}")
+        raise ModelError(
+            f"layer {index}: {moe.top_k} experts a token cannot be chosen from "
+            f"{size * moe.top_groups}"
+        )
     if moe.group_score == "top2" and moe.groups > moe.top_groups and size < 2:
-        raise ModelError(f"layer {index}: a group's score is that of its two best experts, but groups have {size}")
+        raise ModelError(
+            f"layer {index}: a group's score is that of its two best experts, but groups have "
+            f"{size}"
+        )

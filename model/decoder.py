@@ -39,10 +39,11 @@ def forward(
 ):
     """(hidden_TD after the final norm, cache).
 
-    A row at position -1 is padding: it begins as zeros and stays zeros, which the products need not multiply.
+    A row at position -1 is padding: it begins as zeros and stays zeros, which the products need not
+    multiply.
 
-    On several devices this is what each of them computes: `weights` are its own part, `config` counts its own heads
-    and columns, and all have the same rows.
+    On several devices this is what each of them computes: `weights` are its own part, `config`
+    counts its own heads and columns, and all have the same rows.
     """
     x = embed(weights, tokens_T, positions_T, config, axes)
     (x_TD, _), cache = run_layers(weights.layers, 0, x, cache, positions_T, config, hooks, axes)
@@ -50,22 +51,36 @@ def forward(
 
 
 def embed(
-    weights: ModelWeights, tokens_T, positions_T, config: ModelConfig, axes: DeviceAxes = ONE_DEVICE, types_T=None
+    weights: ModelWeights,
+    tokens_T,
+    positions_T,
+    config: ModelConfig,
+    axes: DeviceAxes = ONE_DEVICE,
+    types_T=None,
 ):
-    """The first layer's input (x_TD, per_layer_TLA): the rows, and the per-layer embeddings or None.
+    """The first layer's input (x_TD, per_layer_TLA): the rows, and the per-layer embeddings or
+    None.
 
-    `types_T`: of which text a row is, where the model has an embedding for it; without it all are of the first.
+    `types_T`: of which text a row is, where the model has an embedding for it; without it all are
+    of the first.
     """
     dtype = jnp.dtype(config.dtype)
-    x_TD = look_up(weights.embed_VD, tokens_T, axes).astype(dtype) * jnp.asarray(config.embed_scale, dtype)
+    x_TD = look_up(weights.embed_VD, tokens_T, axes).astype(dtype) * jnp.asarray(
+        config.embed_scale, dtype
+    )
     if config.types:
-        x_TD = x_TD + weights.type_embed_ID[jnp.zeros_like(positions_T) if types_T is None else types_T]
+        x_TD = (
+            x_TD
+            + weights.type_embed_ID[jnp.zeros_like(positions_T) if types_T is None else types_T]
+        )
     if config.positions:
         x_TD = x_TD + weights.position_embed_PD[jnp.maximum(positions_T, 0)]
     if config.embed_norm:
         x_TD = norm_alone(x_TD, weights.embed_norm_D, config.norm_eps)
     x_TD = centred(jnp.where(positions_T[:, None] >= 0, x_TD, 0), config)
-    return x_TD, per_layer_inputs(weights, tokens_T, x_TD, config, axes) if config.per_layer_dim else None
+    return x_TD, per_layer_inputs(
+        weights, tokens_T, x_TD, config, axes
+    ) if config.per_layer_dim else None
 
 
 def run_layers(
@@ -78,7 +93,9 @@ def run_layers(
     hooks: LayerHooks,
     axes: DeviceAxes = ONE_DEVICE,
 ):
-    """(x, cache) after these layers, the first of which is layer `first` of the model; `x` is as `embed` gives it."""
+    """(x, cache) after these layers, the first of which is layer `first` of the model; `x` is as
+    `embed` gives it.
+    """
     x_TD, per_layer_TLA = x
     rows = Residual(x_TD)
     eps = config.norm_eps
@@ -87,8 +104,13 @@ def run_layers(
         layers[0], rows = hooks.fetch_weights(0, layers[0], rows)
     live_T = positions_T >= 0
     # Once a step, not once a layer.
-    ropes = {rope: angles(positions_T, rope.inv_freq, rope.factor) for rope in distinct_ropes(config)}
-    factors = {t: growth(positions_T, t) for t in {layer.attention.temperature for layer in config.layers} - {None}}
+    ropes = {
+        rope: angles(positions_T, rope.inv_freq, rope.factor) for rope in distinct_ropes(config)
+    }
+    factors = {
+        t: growth(positions_T, t)
+        for t in {layer.attention.temperature for layer in config.layers} - {None}
+    }
 
     def run_layer(index: int, w: LayerWeights, rows: Residual, per_layer_TA, cache):
         """(rows, chosen experts, cache) after a layer."""
@@ -97,8 +119,12 @@ def run_layers(
             rope = ropes.get(layer.attention.rope)
             own = hooks.of_layer(index)
             if layer.attention.temperature is not None:
-                own = replace(own, attend=partial(grown, own.attend, factors[layer.attention.temperature]))
-            rows, normed_TD, cache = attention_block(layer, w, rows, rope, live_T, cache, own, config, axes)
+                own = replace(
+                    own, attend=partial(grown, own.attend, factors[layer.attention.temperature])
+                )
+            rows, normed_TD, cache = attention_block(
+                layer, w, rows, rope, live_T, cache, own, config, axes
+            )
         with jax.named_scope("mlp"):
             rows, experts_TX = feed_forward_block(layer, w, rows, live_T, config, axes, normed_TD)
         if w.per_layer is not None:
@@ -126,15 +152,20 @@ def run_layers(
 
 
 def final_norm(weights: ModelWeights, x_TD, config: ModelConfig):
-    return add_and_norm(Residual(x_TD), weights.final_norm_D, config.norm_eps)[1]  # some models have no last norm
+    # some models have no last norm
+    return add_and_norm(Residual(x_TD), weights.final_norm_D, config.norm_eps)[1]
 
 
 def logits(weights: ModelWeights, hidden_RD, config: ModelConfig, axes: DeviceAxes = ONE_DEVICE):
-    """Float32 logits of the given rows; on several devices those of this device's part of the vocabulary."""
+    """Float32 logits of the given rows; on several devices those of this device's part of the
+    vocabulary.
+    """
     head_VD = weights.embed_VD if weights.head_VD is None else weights.head_VD
     if not config.writes:  # nobody reads them, but whether they are numbers
         nothing_R1 = 0 * hidden_RD.astype(jnp.float32).sum(axis=1, keepdims=True)
-        return jnp.broadcast_to(nothing_R1, (len(hidden_RD), -(-config.vocab_size // axes.tensor.size)))
+        return jnp.broadcast_to(
+            nothing_R1, (len(hidden_RD), -(-config.vocab_size // axes.tensor.size))
+        )
     with jax.named_scope("logits"):
         logits_RV = einsum("RD,VD->RV", hidden_RD, head_VD, jnp.float32)
         if weights.head_bias_V is not None:
@@ -146,7 +177,8 @@ def logits(weights: ModelWeights, hidden_RD, config: ModelConfig, axes: DeviceAx
     if V * axes.tensor.size == config.vocab_size:
         return logits_RV
     token_V = axes.tensor.index() * V + jnp.arange(V)
-    return jnp.where(token_V < config.vocab_size, logits_RV, -jnp.inf)  # the table was padded so that it divides
+    # the table was padded so that it divides
+    return jnp.where(token_V < config.vocab_size, logits_RV, -jnp.inf)
 
 
 def classes(weights: ModelWeights, hidden_RD):
@@ -154,7 +186,9 @@ def classes(weights: ModelWeights, hidden_RD):
     with jax.named_scope("classes"):
         x_RD = hidden_RD.astype(jnp.float32)
         if weights.classes_up_DF is not None:
-            x_RD = jax.nn.relu(einsum("RD,DF->RF", x_RD, weights.classes_up_DF) + weights.classes_up_bias_F)
+            x_RD = jax.nn.relu(
+                einsum("RD,DF->RF", x_RD, weights.classes_up_DF) + weights.classes_up_bias_F
+            )
         found_RC = einsum("RD,DC->RC", x_RD, weights.classes_DC)
         return found_RC if weights.classes_bias_C is None else found_RC + weights.classes_bias_C
 
@@ -165,13 +199,17 @@ def distinct_ropes(config: ModelConfig):
 
 def growth(positions_T, temperature: Temperature):
     """What multiplies the queries at each position."""
-    steps_T = jnp.floor((jnp.maximum(positions_T, 0) + temperature.ahead) / jnp.float32(temperature.floor))
+    steps_T = jnp.floor(
+        (jnp.maximum(positions_T, 0) + temperature.ahead) / jnp.float32(temperature.floor)
+    )
     return 1 + temperature.scale * jnp.log1p(steps_T)
 
 
 def grown(attend, factor_T, q_TNH, *rest, **options):
     """`attend` with larger queries."""
-    return attend((q_TNH.astype(jnp.float32) * factor_T[:, None, None]).astype(q_TNH.dtype), *rest, **options)
+    return attend(
+        (q_TNH.astype(jnp.float32) * factor_T[:, None, None]).astype(q_TNH.dtype), *rest, **options
+    )
 
 
 def centred(x_TD, config: ModelConfig):
@@ -188,15 +226,30 @@ def to_add(y_TD, config: ModelConfig):
 
 
 def attention_block(
-    layer: Layer, w: LayerWeights, rows: Residual, rope, live_T, cache, hooks: LayerHooks, config: ModelConfig,
+    layer: Layer,
+    w: LayerWeights,
+    rows: Residual,
+    rope,
+    live_T,
+    cache,
+    hooks: LayerHooks,
+    config: ModelConfig,
     axes: DeviceAxes,
-):  # fmt: skip
-    """(rows, what the mixer read, cache) after the layer's mixer and its norms; `hooks` are those of this layer."""
+):
+    """(rows, what the mixer read, cache) after the layer's mixer and its norms; `hooks` are those
+    of this layer.
+    """
     mixer = module_of(layer.attention)
     eps = config.norm_eps
-    x_TD, normed_TD = add_and_norm(rows, w.pre_attention_norm_D, eps, rounds(mixer.reads(w.attention)))
+    x_TD, normed_TD = add_and_norm(
+        rows, w.pre_attention_norm_D, eps, rounds(mixer.reads(w.attention))
+    )
     y_TD, cache = mixer.mix(layer.attention, w.attention, normed_TD, rope, cache, hooks, eps, axes)
-    return behind(layer, x_TD, to_add(y_TD, config), w.post_attention_norm_D, live_T, eps), normed_TD, cache
+    return (
+        behind(layer, x_TD, to_add(y_TD, config), w.post_attention_norm_D, live_T, eps),
+        normed_TD,
+        cache,
+    )
 
 
 def behind(layer: Layer, x_TD, y_TD, norm_D, live_T, eps: float) -> Residual:
@@ -204,13 +257,22 @@ def behind(layer: Layer, x_TD, y_TD, norm_D, live_T, eps: float) -> Residual:
     if not layer.sum_norm:
         return Residual(x_TD, y_TD, norm_D)
     _, normed_TD = add_and_norm(Residual(x_TD, y_TD), norm_D, eps)
-    return Residual(jnp.where(live_T[:, None], plain(normed_TD), 0))  # a bias would end padding's zeros
+    # a bias would end padding's zeros
+    return Residual(jnp.where(live_T[:, None], plain(normed_TD), 0))
 
 
 def feed_forward_block(
-    layer: Layer, w: LayerWeights, rows: Residual, live_T, config: ModelConfig, axes: DeviceAxes, read_TD=None
+    layer: Layer,
+    w: LayerWeights,
+    rows: Residual,
+    live_T,
+    config: ModelConfig,
+    axes: DeviceAxes,
+    read_TD=None,
 ):
-    """(rows, chosen experts) after the dense block, the experts and their norms; `read_TD` is what attention read."""
+    """(rows, chosen experts) after the dense block, the experts and their norms; `read_TD` is what
+    attention read.
+    """
     if not layer.feeds_forward:
         return rows, None
     if layer.parallel:
@@ -219,7 +281,9 @@ def feed_forward_block(
     first = None if w.mlp is None else w.mlp.up_DGF
     x_TD, normed_TD = add_and_norm(rows, w.pre_mlp_norm_D, config.norm_eps, rounds(first))
     y_TD, experts_TX = feed_forward(layer, w, x_TD, normed_TD, live_T, config, axes)
-    return behind(layer, x_TD, to_add(y_TD, config), w.post_mlp_norm_D, live_T, config.norm_eps), experts_TX
+    return behind(
+        layer, x_TD, to_add(y_TD, config), w.post_mlp_norm_D, live_T, config.norm_eps
+    ), experts_TX
 
 
 def per_layer_block(layer: Layer, w: PerLayerWeights, x_TD, per_layer_TA, config: ModelConfig):
@@ -229,8 +293,12 @@ def per_layer_block(layer: Layer, w: PerLayerWeights, x_TD, per_layer_TA, config
     return Residual(x_TD, einsum("TA,AD->TD", gate_TA, w.up_AD), w.norm_D)
 
 
-def feed_forward(layer: Layer, w: LayerWeights, residual_TD, x_TD, live_T, config: ModelConfig, axes: DeviceAxes):
-    """(what the dense block and the experts give together, chosen experts); `residual_TD` is x before its norm."""
+def feed_forward(
+    layer: Layer, w: LayerWeights, residual_TD, x_TD, live_T, config: ModelConfig, axes: DeviceAxes
+):
+    """(what the dense block and the experts give together, chosen experts); `residual_TD` is x
+    before its norm.
+    """
     out_TD = 0
     if layer.mlp is not None:
         out_TD = mlp(layer.mlp, w.mlp, x_TD, axes, live_T)
@@ -245,14 +313,18 @@ def feed_forward(layer: Layer, w: LayerWeights, residual_TD, x_TD, live_T, confi
     router_TD = norm_alone(residual_TD, None, eps) * scale_D
     rows_TD = norm_alone(residual_TD, w.moe.pre_norm_D, eps)
     routed_TD, experts_TX = mix(layer.moe, w.moe, router_TD, rows_TD, live_T, axes)
-    out_TD = norm_alone(out_TD, w.moe.mlp_post_norm_D, eps) + norm_alone(routed_TD, w.moe.post_norm_D, eps)
+    out_TD = norm_alone(out_TD, w.moe.mlp_post_norm_D, eps) + norm_alone(
+        routed_TD, w.moe.post_norm_D, eps
+    )
     return out_TD, experts_TX
 
 
 def mlp(block: Mlp, w: MlpWeights, x_TD, axes: DeviceAxes, live_T=None):
     if block.multipliers is not None:
         up_TGF = project("TD,DGF->TGF", x_TD, w.up_DGF, w.up_bias_GF)
-        wide_TGF = up_TGF.astype(jnp.float32) * jnp.array([[block.multipliers[0]], [1]], jnp.float32)
+        wide_TGF = up_TGF.astype(jnp.float32) * jnp.array(
+            [[block.multipliers[0]], [1]], jnp.float32
+        )
         up_TF = glu(wide_TGF, block.activation).astype(up_TGF.dtype)
     elif w.up_bias_GF is None:
         up_TF = gated("TD,DGF->TGF", x_TD, w.up_DGF, block.activation)
@@ -281,7 +353,8 @@ def look_up(table_V, tokens_T, axes: DeviceAxes):
 
 
 def mix(moe: Moe, w: MoeWeights, router_TD, x_TD, live_T, axes: DeviceAxes = ONE_DEVICE):
-    """(what the experts give, chosen experts): route by `router_TD`, compute on `x_TD`. Padding chooses no expert.
+    """(what the experts give, chosen experts): route by `router_TD`, compute on `x_TD`. Padding
+    chooses no expert.
 
     Each device computes its own experts, and its own columns of them.
     """
@@ -298,11 +371,16 @@ def mix(moe: Moe, w: MoeWeights, router_TD, x_TD, live_T, axes: DeviceAxes = ONE
         weights_TX = jnp.ones_like(weights_TX)
     own = moe.slots // axes.experts.size
     down_bias_ED = w.down_bias_ED
-    if down_bias_ED is not None and axes.tensor.size > 1:  # one of the devices that split the columns adds it
+    # one of the devices that split the columns adds it
+    if down_bias_ED is not None and axes.tensor.size > 1:
         down_bias_ED = jnp.where(axes.tensor.index() == 0, down_bias_ED, 0)
-    expert = experts.Experts(w.up_EDGF, w.down_EFD, moe.activation, w.up_bias_EGF, down_bias_ED, moe.clamp, moe.alpha)
+    expert = experts.Experts(
+        w.up_EDGF, w.down_EFD, moe.activation, w.up_bias_EGF, down_bias_ED, moe.clamp, moe.alpha
+    )
     if axes.same_rows.size < axes.experts.size or moe.spare:
-        return mix_over(axes, x_TD, weights_TX, slots_of(moe, w, experts_TX), own, expert), experts_TX
+        return mix_over(
+            axes, x_TD, weights_TX, slots_of(moe, w, experts_TX), own, expert
+        ), experts_TX
     here_TX = experts_TX
     if axes.experts.size > 1:
         here_TX = experts_TX - axes.experts.index() * own
@@ -311,7 +389,10 @@ def mix(moe: Moe, w: MoeWeights, router_TD, x_TD, live_T, axes: DeviceAxes = ONE
 
 
 def slots_of(moe: Moe, w: MoeWeights, experts_TX):
-    """The slots of the chosen experts. Rows take turns with an expert's copies, which give the same bits."""
+    """The slots of the chosen experts.
+
+    Rows take turns with an expert's copies, which give the same bits.
+    """
     if w.copies_E is None:
         return experts_TX
     copy_TX = jnp.arange(len(experts_TX))[:, None] % w.copies_E[experts_TX]
@@ -319,10 +400,16 @@ def slots_of(moe: Moe, w: MoeWeights, experts_TX):
 
 
 def per_layer_inputs(weights: ModelWeights, tokens_T, x_TD, config: ModelConfig, axes: DeviceAxes):
-    """Gemma 4's second embedding, one vector for each layer, plus a projection of the first embedding."""
+    """Gemma 4's second embedding, one vector for each layer, plus a projection of the first
+    embedding.
+    """
     A = config.per_layer_dim
-    context_TLA = einsum("TD,DLA->TLA", x_TD, weights.per_layer_proj_DLA, jnp.float32) * config.dim**-0.5
-    context_TLA = norm_alone(context_TLA.astype(x_TD.dtype), weights.per_layer_norm_A, config.norm_eps)
+    context_TLA = (
+        einsum("TD,DLA->TLA", x_TD, weights.per_layer_proj_DLA, jnp.float32) * config.dim**-0.5
+    )
+    context_TLA = norm_alone(
+        context_TLA.astype(x_TD.dtype), weights.per_layer_norm_A, config.norm_eps
+    )
     token_TLA = look_up(weights.per_layer_embed_VLA, tokens_T, axes).astype(x_TD.dtype)
     token_TLA = token_TLA * jnp.asarray(A**0.5, x_TD.dtype)
     return (context_TLA + token_TLA) * jnp.asarray(2**-0.5, x_TD.dtype)

@@ -13,6 +13,6 @@ def refuse_pointer(path: Path, data: bytes) -> None:
     """Raise if the data is a git-lfs pointer in place of a file."""
     if data.startswith(b"version ") and b"git-lfs" in data[:POINTER]:
         raise ModelError(
-            f"{path} is a git-lfs pointer and not the file itself: run `git lfs pull` in {path.parent}, or give the "
-            "model's Hub id in place of the folder"
+            f"{path} is a git-lfs pointer and not the file itself: run `git lfs pull` in "
+            f"{path.parent}, or give the model's Hub id in place of the folder"
         )

@@ -14,9 +14,15 @@ def with_redundancy(config: ModelConfig, redundancy: int) -> ModelConfig:
     """The model with `redundancy` additional expert slots in each layer that has experts."""
 
     def widen(layer: Layer) -> Layer:
-        return layer if layer.moe is None else replace(layer, moe=replace(layer.moe, spare=redundancy))
+        return (
+            layer if layer.moe is None else replace(layer, moe=replace(layer.moe, spare=redundancy))
+        )
 
-    return replace(config, layers=tuple(widen(layer) for layer in config.layers)) if redundancy else config
+    return (
+        replace(config, layers=tuple(widen(layer) for layer in config.layers))
+        if redundancy
+        else config
+    )
 
 
 def redundancy_of(config: ModelConfig) -> int:
@@ -30,23 +36,28 @@ def check(config: ModelConfig, redundancy: int, devices: int, stages: int = 1) -
         return
     if stages > 1:
         raise ModelError(
-            f"expert_redundancy is {redundancy}, and pipeline_parallel_size {stages}: experts of layers in stages are "
-            "neither counted nor moved; leave one of the two out"
+            f"expert_redundancy is {redundancy}, and pipeline_parallel_size {stages}: experts of "
+            "layers in stages are neither counted nor moved; leave one of the two out"
         )
     if devices == 1 or not config.experts:
         raise ModelError(
-            f"expert_redundancy is {redundancy}, and there is nothing to balance: it needs a model with experts that "
-            "several devices share, as with expert_parallel_size 2"
+            f"expert_redundancy is {redundancy}, and there is nothing to balance: it needs a model "
+            "with experts that several devices share, as with expert_parallel_size 2"
         )
-    valid_counts = [n for n in range(1, config.experts * (devices - 1) + 1) if (config.experts + n) % devices == 0]
+    valid_counts = [
+        n
+        for n in range(1, config.experts * (devices - 1) + 1)
+        if (config.experts + n) % devices == 0
+    ]
     if (
         redundancy not in valid_counts
         or len({layer.moe.experts for layer in config.layers if layer.moe is not None}) > 1
     ):
         nearest = sorted(valid_counts, key=lambda n: abs(n - redundancy))[:4]
         raise ModelError(
-            f"expert_redundancy is {redundancy}; with the model's {config.experts} experts it must give each "
-            f"of {devices} devices as many, and no expert twice: it could be {', '.join(map(str, sorted(nearest)))}"
+            f"expert_redundancy is {redundancy}; with the model's {config.experts} experts it must "
+            f"give each of {devices} devices as many, and no expert twice: it could be "
+            f"{', '.join(map(str, sorted(nearest)))}"
         )
 
 
@@ -57,7 +68,9 @@ def first_placement(moe: Moe) -> np.ndarray:
 
 def first_placements(config: ModelConfig) -> np.ndarray:
     """The first placement of all layers with experts: [L, S]."""
-    return np.stack([first_placement(layer.moe) for layer in config.layers if layer.moe is not None])
+    return np.stack(
+        [first_placement(layer.moe) for layer in config.layers if layer.moe is not None]
+    )
 
 
 def tables(experts_S: np.ndarray, num_experts: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
@@ -77,7 +90,9 @@ def placed(w: MoeWeights, experts_S: np.ndarray, mesh: Mesh, moe: Moe) -> MoeWei
     return w.replace(copies_E=copies_E, slots_EC=slots_EC)
 
 
-def with_first_placement(weights: ModelWeights, config: ModelConfig, mesh: Mesh | None) -> ModelWeights:
+def with_first_placement(
+    weights: ModelWeights, config: ModelConfig, mesh: Mesh | None
+) -> ModelWeights:
     """Weights as just loaded, with the tables of their first placement."""
     layers = list(weights.layers)
     for index in config.expert_layers:

@@ -15,8 +15,12 @@ def norm(size: int, axis: str | Interleaved | None = None) -> ArraySpec:
     return ArraySpec((size,), jnp.float32, (axis,), "ones")
 
 
-def matrix(config: ModelConfig, into: tuple[int, ...], out: tuple[int, ...], axes: tuple[str | None, ...]) -> Any:
+def matrix(
+    config: ModelConfig, into: tuple[int, ...], out: tuple[int, ...], axes: tuple[str | None, ...]
+) -> Any:
     """A weight [*into, *out] in the model's format; products sum over `into`."""
     inputs = tuple(range(len(into)))
-    dense = ArraySpec(into + out, jnp.dtype(config.dtype), axes, fan_in=math.prod(into), inputs=inputs)
+    dense = ArraySpec(
+        into + out, jnp.dtype(config.dtype), axes, fan_in=math.prod(into), inputs=inputs
+    )
     return packed(config.quant, dense)

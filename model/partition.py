@@ -47,7 +47,8 @@ def can_stage(config: ModelConfig, count: int) -> bool:
         stage.layers and all(config.kv_owner[index] in stage.layers for index in stage.layers)
         for stage in stages(config, count)
     ) and not any(
-        indexer and not indexer.heads for indexer in (indexers[stage.layers.start] for stage in stages(config, count))
+        indexer and not indexer.heads
+        for indexer in (indexers[stage.layers.start] for stage in stages(config, count))
     )
 
 
@@ -66,57 +67,83 @@ def stage_weights(weights: ModelWeights, stage: Stage) -> ModelWeights:
     """The weights of one stage."""
     stage_tree = weights.replace(layers=weights.layers[stage.layers.start : stage.layers.stop])
     if not stage.is_first:
-        stage_tree = stage_tree.replace(embed_VD=None, embed_norm_D=None, position_embed_PD=None, type_embed_ID=None)
-        stage_tree = stage_tree.replace(per_layer_embed_VLA=None, per_layer_proj_DLA=None, per_layer_norm_A=None)
-    return stage_tree if stage.is_last else stage_tree.replace(
-        final_norm_D=None, head_VD=None, head_bias_V=None, classes_DC=None, classes_bias_C=None, classes_up_DF=None,
-        classes_up_bias_F=None, head=(),
-    )  # fmt: skip
+        stage_tree = stage_tree.replace(
+            embed_VD=None, embed_norm_D=None, position_embed_PD=None, type_embed_ID=None
+        )
+        stage_tree = stage_tree.replace(
+            per_layer_embed_VLA=None, per_layer_proj_DLA=None, per_layer_norm_A=None
+        )
+    return (
+        stage_tree
+        if stage.is_last
+        else stage_tree.replace(
+            final_norm_D=None,
+            head_VD=None,
+            head_bias_V=None,
+            classes_DC=None,
+            classes_bias_C=None,
+            classes_up_DF=None,
+            classes_up_bias_F=None,
+            head=(),
+        )
+    )
 
 
 def check_groups(config: ModelConfig, name: str, tensor: int) -> None:
     """Raise for devices that would cut a group of inputs that share a scale."""
-    for node in jax.tree.leaves(abstract(replace(config, quant=name)), is_leaf=lambda x: isinstance(x, Rounded)):
+    for node in jax.tree.leaves(
+        abstract(replace(config, quant=name)), is_leaf=lambda x: isinstance(x, Rounded)
+    ):
         whole = node.whole_inputs() if isinstance(node, Rounded) else 1
         if whole == 1:
             continue
         inputs = math.prod(node.into)
         if inputs % (whole * tensor):
             raise ModelError(
-                f"tensor_parallel_size is {tensor}, and a matrix of {inputs} inputs is kept as {name!r}, whose groups "
-                f"of {whole} it would cut; it can be a number that divides {inputs} / {whole}, or 1"
+                f"tensor_parallel_size is {tensor}, and a matrix of {inputs} inputs is kept as "
+                f"{name!r}, whose groups of {whole} it would cut; it can be a number that divides "
+                f"{inputs} / {whole}, or 1"
             )
 
 
-def check(config: ModelConfig, tensor: int, expert: int, pipe: int, data: int = 1, context: int = 1) -> None:
-    """Raise for mesh sizes over which the model cannot be split; the message lists possible sizes."""
+def check(
+    config: ModelConfig, tensor: int, expert: int, pipe: int, data: int = 1, context: int = 1
+) -> None:
+    """Raise for mesh sizes over which the model cannot be split; the message lists possible
+    sizes.
+    """
     if not can_stage(config, pipe):
         valid_sizes = [str(n) for n in range(1, 2 * pipe + 1) if can_stage(config, n)]
         raise ModelError(
-            f"pipeline_parallel_size is {pipe}, and this model's {len(config.layers)} layers, each with the one whose "
-            f"cache or picks it reads, do not fall into so many stages; it can be {', '.join(valid_sizes)}"
+            f"pipeline_parallel_size is {pipe}, and this model's {len(config.layers)} layers, each "
+            "with the one whose cache or picks it reads, do not fall into so many stages; it can "
+            f"be {', '.join(valid_sizes)}"
         )
     expert_formats = {
-        layer.moe.quant for layer in config.layers if layer.moe is not None and layer.moe.quant is not None
+        layer.moe.quant
+        for layer in config.layers
+        if layer.moe is not None and layer.moe.quant is not None
     }
     if tensor > 1 and (unsplittable := [name for name in expert_formats if not quant.splits(name)]):
-        raise ModelError(f"experts in {unsplittable[0]} cannot be split by columns: use expert_parallel_size")
+        raise ModelError(
+            f"experts in {unsplittable[0]} cannot be split by columns: use expert_parallel_size"
+        )
     groups = () if config.stored is None else config.stored.groups
     weight_formats = {config.quant, *(group.quant for group in groups)} - {None}
     for name in sorted(weight_formats) if tensor > 1 else ():
         if not quant.splits(name):
             alternatives = [name for name in quant.FORMATS if quant.splits(name)]
             raise ModelError(
-                f"quantization is {name!r}, whose weights cannot be split by columns: use {' or '.join(alternatives)} "
-                f"with tensor_parallel_size {tensor}, or 1"
+                f"quantization is {name!r}, whose weights cannot be split by columns: use "
+                f"{' or '.join(alternatives)} with tensor_parallel_size {tensor}, or 1"
             )
         check_groups(config, name, tensor)
     for name, size in (("tensor", tensor), ("expert", expert)):
         if not splits(config, **{name: size}):
             valid_sizes = [str(n) for n in range(1, 2 * size + 1) if splits(config, **{name: n})]
             raise ModelError(
-                f"{name}_parallel_size is {size}, which does not divide {SPLITS[name]} of this model; it can be "
-                f"{', '.join(valid_sizes)}"
+                f"{name}_parallel_size is {size}, which does not divide {SPLITS[name]} of this "
+                f"model; it can be {', '.join(valid_sizes)}"
             )
     if context > 1 and (reason := whole_context(config)):
         raise ModelError(
@@ -126,12 +153,14 @@ def check(config: ModelConfig, tensor: int, expert: int, pipe: int, data: int = 
     sharing = {"expert": expert}
     for name, size in (("context", context), ("data", data)):
         if not splits(config, **sharing, **{name: size}):
-            valid_sizes = [str(n) for n in range(1, 2 * size + 1) if splits(config, **sharing, **{name: n})]
+            valid_sizes = [
+                str(n) for n in range(1, 2 * size + 1) if splits(config, **sharing, **{name: n})
+            ]
             alternatives = " and ".join(f"{axis}_parallel_size {n}" for axis, n in sharing.items())
             raise ModelError(
                 f"{name}_parallel_size is {size}, and with {alternatives} its "
-                f"{size * math.prod(sharing.values())} devices do not divide the experts, which they share; "
-                f"it can be {', '.join(valid_sizes)}"
+                f"{size * math.prod(sharing.values())} devices do not divide the experts, which "
+                f"they share; it can be {', '.join(valid_sizes)}"
             )
         sharing[name] = size
 
@@ -146,7 +175,9 @@ def splits(config: ModelConfig, **sizes: int) -> bool:
     if sizes.get("expert", 1) > 1 and all(layer.moe is None for layer in config.layers):
         return False
     try:
-        shardings(dense_specs(config), AbstractMesh(tuple(sizes.get(name, 1) for name in AXES), AXES))
+        shardings(
+            dense_specs(config), AbstractMesh(tuple(sizes.get(name, 1) for name in AXES), AXES)
+        )
     except ValueError:
         return False
     return True
@@ -165,7 +196,9 @@ def split_config(config: ModelConfig, tensor: int) -> ModelConfig:
         return config
 
     def local(layer: Layer) -> Layer:
-        mlp, moe = (block and replace(block, dim=block.dim // tensor) for block in (layer.mlp, layer.moe))
+        mlp, moe = (
+            block and replace(block, dim=block.dim // tensor) for block in (layer.mlp, layer.moe)
+        )
         return replace(layer, attention=layer.attention.split(tensor), mlp=mlp, moe=moe)
 
     return replace(config, layers=tuple(local(layer) for layer in config.layers))

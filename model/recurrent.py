@@ -41,13 +41,18 @@ class DeltaNet(Recurrent):
 
     def __post_init__(self):
         if self.heads % self.key_heads:
-            raise ModelError(f"{self.heads} value heads do not divide into {self.key_heads} key heads")
+            raise ModelError(
+                f"{self.heads} value heads do not divide into {self.key_heads} key heads"
+            )
 
     @property
     def kept(self) -> dict[str, tuple[int, ...]]:
         """Shapes of a sequence's state (float32), by name."""
         keys, values = self.sizes
-        return {"tail": (self.width - 1, 2 * keys + values), "memory": (self.heads, self.key_dim, self.value_dim)}
+        return {
+            "tail": (self.width - 1, 2 * keys + values),
+            "memory": (self.heads, self.key_dim, self.value_dim),
+        }
 
     @property
     def inputs(self) -> tuple[tuple[int, ...], ...]:
@@ -148,7 +153,10 @@ class Mamba2(Recurrent):
     @property
     def kept(self) -> dict[str, tuple[int, ...]]:
         """Shapes of a sequence's state (float32), by name."""
-        return {"tail": (self.width - 1, self.sizes[1]), "memory": (self.heads, self.key_dim, self.value_dim)}
+        return {
+            "tail": (self.width - 1, self.sizes[1]),
+            "memory": (self.heads, self.key_dim, self.value_dim),
+        }
 
     @property
     def inputs(self) -> tuple[tuple[int, ...], ...]:

@@ -43,7 +43,10 @@ class StoredFormat:
         """The group of a linear module; None if it is not quantised."""
         if module in self.spared:
             return None
-        return next((group for group in self.groups if "Linear" in group.targets or module in group.aimed), None)
+        return next(
+            (group for group in self.groups if "Linear" in group.targets or module in group.aimed),
+            None,
+        )
 
     def renamed(self, canonical: Callable[[str], str]) -> "StoredFormat":
         """The same with a family's names of the modules; patterns stay, as most begin with `.*`."""

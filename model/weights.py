@@ -117,8 +117,12 @@ def abstract(config: ModelConfig) -> ModelWeights:
     if not A:
         return weights
     return weights.replace(
-        per_layer_embed_VLA=ArraySpec((config.per_layer_vocab, L, A), dtype, ("vocab", None, None), fan_in=A),
-        per_layer_proj_DLA=ArraySpec((D, L, A), dtype, ("embed", None, None), fan_in=D, inputs=(0,)),
+        per_layer_embed_VLA=ArraySpec(
+            (config.per_layer_vocab, L, A), dtype, ("vocab", None, None), fan_in=A
+        ),
+        per_layer_proj_DLA=ArraySpec(
+            (D, L, A), dtype, ("embed", None, None), fan_in=D, inputs=(0,)
+        ),
         per_layer_norm_A=norm(A),
     )
 
@@ -146,7 +150,9 @@ def table(config: ModelConfig, rows: int) -> ArraySpec:
 
 def dense_spec(config: ModelConfig, dense: Dense) -> DenseWeights:
     return DenseWeights(
-        matrix_DF=ArraySpec((dense.into, dense.dim), jnp.float32, (None, None), fan_in=dense.into, inputs=(0,)),
+        matrix_DF=ArraySpec(
+            (dense.into, dense.dim), jnp.float32, (None, None), fan_in=dense.into, inputs=(0,)
+        ),
         bias_F=vector(dense.dim) if dense.bias else None,
         norm_F=norm_of(config, dense.dim) if dense.norm else None,
     )
@@ -159,7 +165,10 @@ def deep_specs(config: ModelConfig) -> dict[str, ArraySpec]:
     biases = {"classes_bias_C": vector(len(config.classes.labels))}
     if not config.classes.deep:
         return biases if config.classes.bias else {}
-    return biases | {"classes_up_DF": classes_spec(config, config.dim), "classes_up_bias_F": vector(config.dim)}
+    return biases | {
+        "classes_up_DF": classes_spec(config, config.dim),
+        "classes_up_bias_F": vector(config.dim),
+    }
 
 
 def dense_specs(config: ModelConfig) -> ModelWeights:
@@ -181,9 +190,13 @@ def layer_spec(config: ModelConfig, layer: Layer) -> LayerWeights:
         attention=mixers.module_of(layer.attention).spec(config, layer.attention),
         mlp=layer.mlp and mlp_spec(config, layer.mlp),
         moe=layer.moe and moe_spec(config, layer.moe),
-        pre_attention_norm_D=norm_of(config, D) if layer.pre_norm and not layer.reads_rows else None,
+        pre_attention_norm_D=norm_of(config, D)
+        if layer.pre_norm and not layer.reads_rows
+        else None,
         post_attention_norm_D=norm_of(config, D) if layer.post_norm else None,
-        pre_mlp_norm_D=norm_of(config, D) if layer.pre_norm and layer.feeds_forward and not layer.parallel else None,
+        pre_mlp_norm_D=norm_of(config, D)
+        if layer.pre_norm and layer.feeds_forward and not layer.parallel
+        else None,
         post_mlp_norm_D=norm_of(config, D) if layer.post_norm and layer.feeds_forward else None,
         per_layer=per_layer,
         scale=ArraySpec((), jnp.float32, (), "ones") if config.layer_scale else None,
@@ -199,7 +212,9 @@ def mlp_spec(config: ModelConfig, mlp: Mlp) -> MlpWeights:
         down_FD=matrix(config, (mlp.dim,), (D,), ("ffn", "embed")),
         up_bias_GF=ArraySpec((G, mlp.dim), dtype, (None, "ffn"), "zeros") if mlp.bias else None,
         down_bias_D=ArraySpec((D,), dtype, (None,), "zeros") if mlp.bias else None,
-        gate_D1=ArraySpec((D, 1), jnp.float32, ("embed", None), fan_in=D, inputs=(0,)) if mlp.gate else None,
+        gate_D1=ArraySpec((D, 1), jnp.float32, ("embed", None), fan_in=D, inputs=(0,))
+        if mlp.gate
+        else None,
     )
 
 
@@ -212,8 +227,12 @@ def moe_spec(config: ModelConfig, moe: Moe) -> MoeWeights:
     router_dtype = jnp.dtype(jnp.float32) if moe.router_float32 else dtype
     own_norm = norm(D) if moe.own_norms else None
     stack = Interleaved("experts", (E,), repeated=moe.spare)
-    up_EDGF = ArraySpec((E, D, G, F), dtype, (stack, "embed", None, "ffn"), fan_in=D, inputs=(1,), stacked=True)
-    down_EFD = ArraySpec((E, F, D), dtype, (stack, "ffn", "embed"), fan_in=F, inputs=(1,), stacked=True)
+    up_EDGF = ArraySpec(
+        (E, D, G, F), dtype, (stack, "embed", None, "ffn"), fan_in=D, inputs=(1,), stacked=True
+    )
+    down_EFD = ArraySpec(
+        (E, F, D), dtype, (stack, "ffn", "embed"), fan_in=F, inputs=(1,), stacked=True
+    )
     if moe.quant:  # as in the checkpoint
         up_EDGF = packed(moe.quant, up_EDGF)
         down_EFD = packed(moe.quant, down_EFD)
@@ -226,7 +245,9 @@ def moe_spec(config: ModelConfig, moe: Moe) -> MoeWeights:
         down_EFD=down_EFD,
         router_bias_E=ArraySpec((E,), jnp.float32, (None,), "zeros") if moe.router_bias else None,
         choice_bias_E=ArraySpec((E,), jnp.float32, (None,), "zeros") if moe.choice_bias else None,
-        up_bias_EGF=ArraySpec((E, G, F), dtype, (stack, None, "ffn"), "zeros") if moe.bias else None,
+        up_bias_EGF=ArraySpec((E, G, F), dtype, (stack, None, "ffn"), "zeros")
+        if moe.bias
+        else None,
         down_bias_ED=ArraySpec((E, D), dtype, (stack, "embed"), "zeros") if moe.bias else None,
         router_scale_D=own_norm,
         expert_scale_E=ArraySpec((E,), jnp.float32, (None,), "ones") if moe.own_norms else None,

@@ -1,4 +1,5 @@
-"""How it is computed: arrays in, arrays out. Nothing here knows a request or a model's configuration.
+"""How it is computed: arrays in, arrays out. Nothing here knows a request or a model's
+configuration.
 
 Names carry their dimensions as capital suffixes that match the letters of an einsum:
 

@@ -1,4 +1,7 @@
-"""Activations. Gate and up come stacked on an axis of size two; where there is no gate its size is one."""
+"""Activations.
+
+Gate and up come stacked on an axis of size two; where there is no gate its size is one.
+"""
 
 from functools import partial
 
@@ -16,7 +19,9 @@ ACTIVATIONS = {
 
 
 def glu(up_TGF, activation: str, clamp: float | None = None, alpha: float = 1.0):
-    """activation(gate) * up; with a clamp, gpt-oss's form: gate * sigmoid(alpha * gate) * (up + 1)."""
+    """activation(gate) * up; with a clamp, gpt-oss's form: gate * sigmoid(alpha * gate) * (up +
+    1).
+    """
     if up_TGF.shape[-2] == 1:
         return ACTIVATIONS[activation](up_TGF[..., 0, :])
     return combine(up_TGF[..., 0, :], up_TGF[..., 1, :], activation, clamp, alpha)

@@ -1,4 +1,6 @@
-"""Folders in which one start leaves files for the next; what was used least recently makes room for more."""
+"""Folders in which one start leaves files for the next; what was used least recently makes room for
+more.
+"""
 
 import errno
 import os
@@ -35,14 +37,16 @@ def code_state(*layers: str) -> str:
 def publish(path: Path, durable: bool = True) -> Iterator[Path]:
     """Write a file or a folder so that it appears at `path` complete or not at all.
 
-    Yields a path inside a new temporary folder beside `path`, which no other process or thread can have: process ids
-    do not tell the containers apart that share a volume. The caller creates a file or a folder there, which is
-    renamed to `path` when the block ends, and removed when the block or the renaming fails.
+    Yields a path inside a new temporary folder beside `path`, which no other process or thread can
+    have: process ids do not tell the containers apart that share a volume. The caller creates a
+    file or a folder there, which is renamed to `path` when the block ends, and removed when the
+    block or the renaming fails.
 
     Args:
-        path: a file there is replaced, and so is an empty folder; a folder with content is an OSError.
-        durable: write the content to the disk before the renaming, so that a power failure cannot leave a name
-            without content. A format whose reader checks every byte can do without.
+        path: a file there is replaced, and so is an empty folder; a folder with content is an
+            OSError.
+        durable: write the content to the disk before the renaming, so that a power failure cannot
+            leave a name without content. A format whose reader checks every byte can do without.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=".", suffix=PART))
@@ -54,11 +58,14 @@ def publish(path: Path, durable: bool = True) -> Iterator[Path]:
         if durable:
             sync(path.parent)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)  # what is left is stale, and the next start removes it
+        # what is left is stale, and the next start removes it
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def sync_tree(path: Path) -> None:
-    """Write a file, or a folder and all that it holds, to the disk; the targets of symbolic links are left alone."""
+    """Write a file, or a folder and all that it holds, to the disk; the targets of symbolic links
+    are left alone.
+    """
     if path.is_symlink():
         return
     if path.is_dir():
@@ -73,14 +80,17 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():  # some file systems sync files only
+        # some file systems sync files only
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
             raise
     finally:
         os.close(descriptor)
 
 
 def remove_stale_parts(folder: Path, age: float = STALE) -> None:
-    """Remove temporary files and folders of processes that ended while they wrote, when they are `age` seconds old."""
+    """Remove temporary files and folders of processes that ended while they wrote, when they are
+    `age` seconds old.
+    """
     for part in folder.glob(f"*{PART}"):
         try:
             if time.time() - part.lstat().st_mtime <= age:
@@ -94,7 +104,9 @@ def remove_stale_parts(folder: Path, age: float = STALE) -> None:
 
 
 def make_room(folder: Path, suffix: str, size: int, limit: int) -> bool:
-    """Delete what was used least recently until `size` more bytes fit below the limit; whether they do."""
+    """Delete what was used least recently until `size` more bytes fit below the limit; whether they
+    do.
+    """
     remove_stale_parts(folder)
     held = []
     for path in folder.iterdir():

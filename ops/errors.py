@@ -2,4 +2,6 @@
 
 
 class MissingLibrary(ImportError):
-    """A library that the kernels for this device need is not installed; no other implementation replaces them."""
+    """A library that the kernels for this device need is not installed; no other implementation
+    replaces them.
+    """

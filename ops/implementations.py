@@ -1,6 +1,7 @@
 """An op's implementations: tried in the order of its table, or the one that is named.
 
-Each says by `varies()` why a row's bits may depend on its company where this process computes; None: they do not.
+Each says by `varies()` why a row's bits may depend on its company where this process computes;
+None: they do not.
 """
 
 import importlib
@@ -20,11 +21,16 @@ class NoImplementation(ExceptionGroup, NotImplementedError):
 
 
 def choose(
-    table: Mapping[str, str], package: str, call: Callable[[ModuleType], Result], implementation: str | None = None
+    table: Mapping[str, str],
+    package: str,
+    call: Callable[[ModuleType], Result],
+    implementation: str | None = None,
 ) -> Result:
-    """`call(module)` of the first implementation that does not decline, or of the one named by `implementation`.
+    """`call(module)` of the first implementation that does not decline, or of the one named by
+    `implementation`.
 
-    `table` maps names to modules of `package`. One declines by raising NotImplementedError with the reason.
+    `table` maps names to modules of `package`. One declines by raising NotImplementedError with the
+    reason.
     """
     if implementation is not None and implementation not in table:
         raise ValueError(f"implementation is {implementation!r}; it can be {', '.join(table)}")
@@ -37,14 +43,22 @@ def choose(
         except NotImplementedError as reason:
             # Not the error itself: its traceback would keep the tracers of every frame below alive.
             reasons.append(NotImplementedError(f"{name}: {reason}"))
-    raise NoImplementation("no implementation serves this case: " + "; ".join(map(str, reasons)), reasons)
+    raise NoImplementation(
+        "no implementation serves this case: " + "; ".join(map(str, reasons)), reasons
+    )
 
 
 def variance(jaxpr: core.Jaxpr) -> frozenset[str]:
-    """Why a row's bits may depend on its company in a traced program, as each implementation in it says."""
+    """Why a row's bits may depend on its company in a traced program, as each implementation in it
+    says.
+    """
     own = f"{__name__.partition('.')[0]}."
-    scopes = {scope for stack in name_stacks(jaxpr) for scope in stack.split("/") if scope.startswith(own)}
-    return frozenset(reason for scope in scopes if (reason := sys.modules[scope].varies()) is not None)
+    scopes = {
+        scope for stack in name_stacks(jaxpr) for scope in stack.split("/") if scope.startswith(own)
+    }
+    return frozenset(
+        reason for scope in scopes if (reason := sys.modules[scope].varies()) is not None
+    )
 
 
 def name_stacks(jaxpr: core.Jaxpr) -> set[str]:

@@ -12,7 +12,9 @@ from .ordered_sum import sum_pairs
 
 @struct.dataclass
 class LayerNorm:
-    """The weights of a norm that takes the mean off first, in place of the scale of one that does not."""
+    """The weights of a norm that takes the mean off first, in place of the scale of one that
+    does not.
+    """
 
     scale_D: Any
     bias_D: Any = None
@@ -27,11 +29,16 @@ def norm(x, weights, eps: float):
     """The norm that the weights are for; x itself where there are none."""
     if weights is None:
         return x
-    return layer_norm(x, weights, eps) if isinstance(weights, LayerNorm) else rms_norm(x, weights, eps)
+    return (
+        layer_norm(x, weights, eps) if isinstance(weights, LayerNorm) else rms_norm(x, weights, eps)
+    )
 
 
 def layer_norm(x, weights: LayerNorm, eps: float):
-    """(x less its mean) / its deviation, times the scale; and the bias, if there is one. The result has x's dtype."""
+    """(x less its mean) / its deviation, times the scale; and the bias, if there is one.
+
+    The result has x's dtype.
+    """
     wide = x.astype(jnp.float32)
     wide = wide - mean(wide)[..., None]
     squares = mean(wide * wide)
@@ -53,13 +60,21 @@ def rms_norm(x, scale=None, eps: float = 1e-6, axis: Axis = UNSPLIT):
 
 
 def mean(x):
-    """The mean over the last axis. On a CPU XLA's own sums give other bits for 4 rows than for 64."""
+    """The mean over the last axis.
+
+    On a CPU XLA's own sums give other bits for 4 rows than for 64.
+    """
     with jax.named_scope(__name__):
-        return sum_pairs(x) / x.shape[-1] if jax.default_backend() == "cpu" else jnp.mean(x, axis=-1)
+        return (
+            sum_pairs(x) / x.shape[-1] if jax.default_backend() == "cpu" else jnp.mean(x, axis=-1)
+        )
 
 
 def varies() -> str | None:
     """Why a row's bits may depend on its company, as of an op's implementations."""
     if jax.default_backend() == "cpu":
         return None
-    return f"norms by XLA on a {jax.default_backend()} may be summed in an order that depends on the number of rows"
+    return (
+        f"norms by XLA on a {jax.default_backend()} may be summed in an order that depends on "
+        "the number of rows"
+    )

@@ -6,7 +6,8 @@ from jax import Array
 
 
 def precision(*operands: Array) -> jax.lax.Precision | None:
-    """All bits of float32, if that is what an operand is: GPUs multiply them as TF32 by default, TPUs as bfloat16.
+    """All bits of float32, if that is what an operand is: GPUs multiply them as TF32 by default,
+    TPUs as bfloat16.
 
     A CPU has no other way, and is asked for nothing.
     """

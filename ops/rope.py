@@ -1,4 +1,6 @@
-"""Rotary position embedding: the first half of the rotary dimensions is paired with the second half."""
+"""Rotary position embedding: the first half of the rotary dimensions is paired with the second
+half.
+"""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,7 @@
 """A causal convolution over the last few tokens of each sequence, one for each channel.
 
-What a sequence keeps is its tail: the inputs of its last tokens, one fewer than the convolution sees. Letters beside
-the package's: C channels, W the convolution's width, B slots of tails.
+What a sequence keeps is its tail: the inputs of its last tokens, one fewer than the convolution
+sees. Letters beside the package's: C channels, W the convolution's width, B slots of tails.
 """
 
 import jax.numpy as jnp
@@ -10,7 +10,8 @@ from .state_rows import StateRows
 
 
 def short_conv(x_TC, weight_CW, tail_BWC, rows: StateRows):
-    """(out_TC in float32, tails): out[t] = the sum over w of weight[w] * x[t - W + 1 + w], added in this order.
+    """(out_TC in float32, tails): out[t] = the sum over w of weight[w] * x[t - W + 1 + w], added in
+    this order.
 
     Tokens before the first are zeros.
     """
@@ -32,6 +33,8 @@ def short_conv(x_TC, weight_CW, tail_BWC, rows: StateRows):
     # The tail's element i is the token i - (W - 1) after the last that is kept.
     place_BW = rows.kept_B[:, None] + jnp.arange(-(W - 1), 0)
     new_BWC = wide_TC[jnp.clip(rows.starts_B1[:-1, None] + place_BW, 0, T - 1)]
-    old_BWC = jnp.take_along_axis(before_BWC, jnp.clip(place_BW + W - 1, 0, W - 2)[:, :, None], axis=1)
+    old_BWC = jnp.take_along_axis(
+        before_BWC, jnp.clip(place_BW + W - 1, 0, W - 2)[:, :, None], axis=1
+    )
     after_BWC = jnp.where((place_BW >= 0)[:, :, None], new_BWC, old_BWC)
     return out_TC, tail_BWC.at[rows.slots_B].set(after_BWC, mode="drop")

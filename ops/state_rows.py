@@ -1,4 +1,6 @@
-"""Which rows of a step belong to which sequence, where a layer keeps a state of fixed size for each."""
+"""Which rows of a step belong to which sequence, where a layer keeps a state of fixed size for
+each.
+"""
 
 from typing import Any
 
@@ -14,12 +16,17 @@ def sequence_of(starts_B1, row_N):
 
 @struct.dataclass
 class StateRows:
-    """States are arrays whose first axis counts slots; a sequence goes on from what its slot holds."""
+    """States are arrays whose first axis counts slots; a sequence goes on from what its slot
+    holds.
+    """
 
-    starts_B1: Any  # sequence b has the rows starts[b] .. starts[b + 1]; padding rows come after the last
+    # sequence b has the rows starts[b] .. starts[b + 1]; padding rows come after the last
+    starts_B1: Any
     slots_B: Any  # one past the last where there is no sequence
-    begins_B: Any  # bool: its first row here is its first of all, and what the slot holds is another's
-    kept_B: Any  # after so many of its rows the state is kept; those after them may be computed in vain
+    # bool: its first row here is its first of all, and what the slot holds is another's
+    begins_B: Any
+    # after so many of its rows the state is kept; those after them may be computed in vain
+    kept_B: Any
 
     @classmethod
     def of(cls, starts_B1, positions_T, owners_T, num_slots: int) -> "StateRows":

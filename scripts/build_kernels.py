@@ -11,11 +11,15 @@ from . import options as o
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder to build into; set QUIRE_KERNELS to it where the kernels run.")],
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder to build into; set QUIRE_KERNELS to it where the kernels run."),
+    ],
     isa: Annotated[
         list[str] | None,
         typer.Option(
-            help="Instruction set to build for; may be given several times.", show_default="the best of this machine"
+            help="Instruction set to build for; may be given several times.",
+            show_default="the best of this machine",
         ),
     ] = None,
 ) -> None:
@@ -35,9 +39,13 @@ def main(
         folder = build.private(out)
 
         def make(name_and_variant: tuple[str, str]) -> Path:
-            return build.built(command, *name_and_variant, build.prebuilt(folder, name_and_variant[0]))
+            return build.built(
+                command, *name_and_variant, build.prebuilt(folder, name_and_variant[0])
+            )
 
-        libraries = [(name, variant) for name in isa or build.choices()[:1] for variant in build.VARIANTS]
+        libraries = [
+            (name, variant) for name in isa or build.choices()[:1] for variant in build.VARIANTS
+        ]
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             for path in threads.map(make, libraries):
                 print(path)

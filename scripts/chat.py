@@ -30,7 +30,8 @@ It cannot hold a conversation: /reset before the next question."""  # of the bun
 
 
 ChatTemplate = Annotated[
-    Path | None, o.option("File with a chat template to use instead of the model's own.", o.OUTPUT, "FILE")
+    Path | None,
+    o.option("File with a chat template to use instead of the model's own.", o.OUTPUT, "FILE"),
 ]
 
 
@@ -47,7 +48,8 @@ def main(
     sampling: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
-    """Chat with a model. /reset forgets the conversation, /save FILE keeps it, /exit leaves, Ctrl-C stops an answer.
+    """Chat with a model. /reset forgets the conversation, /save FILE keeps it, /exit leaves, Ctrl-C
+    stops an answer.
 
     What is pasted is one message, and so is what stands between two \"\"\".
     """
@@ -79,8 +81,8 @@ def converse(
             llm.get_tokenizer().adopt(template)
         if llm.get_tokenizer().chat_template is None:
             raise o.UsageError(
-                f"{name} has no chat template, so it was not made for conversations: `quire generate` continues a "
-                "text; --chat-template FILE gives it a template"
+                f"{name} has no chat template, so it was not made for conversations: `quire "
+                "generate` continues a text; --chat-template FILE gives it a template"
             )
         params = with_defaults(params, sampling, llm.engine.chat_defaults)
         if question is not None:
@@ -90,7 +92,10 @@ def converse(
         if sys.stdin.isatty():
             about = f"{TAUGHT}\n{HELP}" if name == "quill" else HELP
             if llm.engine.chat_defaults != llm.engine.defaults:
-                about += f"\nthe model recommends no sampling: {describe_sampling(params)}, as llama.cpp has it"
+                about += (
+                    f"\nthe model recommends no sampling: {describe_sampling(params)}, as "
+                    "llama.cpp has it"
+                )
             if resume is not None:
                 about += f"\ngoing on with the {len(messages)} messages of {resume}"
             print(f"{paint(name, sys.stdout, bold=True)}\n{paint(about, sys.stdout, dim=True)}")
@@ -115,7 +120,9 @@ def converse(
 
 
 def fresh_seed() -> int:
-    """A seed for requests without one: answers differ from run to run; --seed N repeats an answer."""
+    """A seed for requests without one: answers differ from run to run; --seed N repeats an
+    answer.
+    """
     return int.from_bytes(os.urandom(7))
 
 
@@ -138,7 +145,9 @@ def join_fenced_lines(lines: Iterable[str]) -> Iterator[str]:
                 continue
             fenced_lines = []
             line = line.lstrip().removeprefix(FENCE)
-        fenced_lines.append(line.rstrip().removesuffix(FENCE) if (closed := line.rstrip().endswith(FENCE)) else line)
+        fenced_lines.append(
+            line.rstrip().removesuffix(FENCE) if (closed := line.rstrip().endswith(FENCE)) else line
+        )
         if closed:
             yield "\n".join(fenced_lines).strip("\n")
             fenced_lines = None
@@ -158,7 +167,10 @@ def save(path: Path, model: str, messages: Sequence[dict], overwrite: bool) -> P
     """Write the conversation for `--resume`; prints an error and returns None if that fails."""
     try:
         with path.open("w" if overwrite else "x", encoding="utf-8") as file:
-            file.write(json.dumps({"model": model, "messages": messages}, ensure_ascii=False, indent=1) + "\n")
+            file.write(
+                json.dumps({"model": model, "messages": messages}, ensure_ascii=False, indent=1)
+                + "\n"
+            )
     except FileExistsError:
         say_error(f"{path} is there already; /save another file")
     except OSError as error:
@@ -177,20 +189,31 @@ def read_conversation(path: Path, system: str | None) -> tuple[dict, ...]:
         raise o.UsageError(f"--resume: {path} is not JSON: {error}") from None
     messages = content.get("messages") if isinstance(content, dict) else None
     if not isinstance(messages, list) or not all(map(is_message, messages)):
-        raise o.UsageError(f"--resume: {path} has no conversation; it must be a file that /save has written")
+        raise o.UsageError(
+            f"--resume: {path} has no conversation; it must be a file that /save has written"
+        )
     has_system = bool(messages) and messages[0]["role"] == "system"
     if system is not None and has_system:
-        raise o.UsageError(f"--system and --resume are both given, and {path} has a system message: leave --system out")
+        raise o.UsageError(
+            f"--system and --resume are both given, and {path} has a system message: leave "
+            "--system out"
+        )
     return (*(() if system is None else ({"role": "system", "content": system},)), *messages)
 
 
 def is_message(value: Any) -> bool:
     fields = {"role", "content"}
-    return isinstance(value, dict) and {*value} == fields and all(isinstance(value[name], str) for name in fields)
+    return (
+        isinstance(value, dict)
+        and {*value} == fields
+        and all(isinstance(value[name], str) for name in fields)
+    )
 
 
 def answer_message(llm, params, messages: tuple[dict, ...], question: str) -> tuple[dict, ...]:
-    """Stream an answer and return the extended conversation, or the old one if the request failed."""
+    """Stream an answer and return the extended conversation, or the old one if the request
+    failed.
+    """
     from .. import RequestError
 
     conversation = (*messages, {"role": "user", "content": question})
@@ -201,7 +224,10 @@ def answer_message(llm, params, messages: tuple[dict, ...], question: str) -> tu
     result = None
     view = RenderedAnswer() if sys.stdout.isatty() else PlainAnswer()
     try:
-        with interruptible() as interrupted, closing(llm.stream(llm.chat_prompt(conversation), params)) as results:
+        with (
+            interruptible() as interrupted,
+            closing(llm.stream(llm.chat_prompt(conversation), params)) as results,
+        ):
             for result in results:
                 answer = result.outputs[0].text
                 written = len(result.outputs[0].token_ids)
@@ -227,7 +253,15 @@ def answer_message(llm, params, messages: tuple[dict, ...], question: str) -> tu
         read = len(result.prompt_token_ids)
         written = len(result.outputs[0].token_ids)
         finished = perf_counter()
-        timing = Timing(began, first or finished, finished, read, first_tokens, written, result.num_cached_tokens)
+        timing = Timing(
+            began,
+            first or finished,
+            finished,
+            read,
+            first_tokens,
+            written,
+            result.num_cached_tokens,
+        )
         print(paint(speed(timing), sys.stdout, dim=True))
     return (*conversation, {"role": "assistant", "content": text})
 
@@ -237,7 +271,10 @@ def speed(timing: Timing) -> str:
     rate = "" if timing.tokens_per_second is None else f", {timing.tokens_per_second:.1f} tokens/s"
     cached = f", {timing.cached_tokens} cached" if timing.cached_tokens else ""
     first = timing.first - timing.loaded
-    return f"[{timing.tokens} tokens{rate}; first after {first:.2f} s; {timing.prompt_tokens} prompt tokens{cached}]"
+    return (
+        f"[{timing.tokens} tokens{rate}; first after {first:.2f} s; {timing.prompt_tokens} "
+        f"prompt tokens{cached}]"
+    )
 
 
 @contextmanager

@@ -10,9 +10,22 @@ from pathlib import Path
 from .. import __version__
 
 PACKAGES = (
-    "jax", "jaxlib", "orbax-checkpoint", "numpy", "ml_dtypes", "tokenizers", "safetensors", "huggingface_hub",
-    "minijinja", "typer", "rich", "matplotlib", "absl-py", "flashinfer-python", "jax-tvm-ffi",
-)  # fmt: skip
+    "jax",
+    "jaxlib",
+    "orbax-checkpoint",
+    "numpy",
+    "ml_dtypes",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "minijinja",
+    "typer",
+    "rich",
+    "matplotlib",
+    "absl-py",
+    "flashinfer-python",
+    "jax-tvm-ffi",
+)
 CPU_FLAGS = (
     "avx2",
     "avx512f",
@@ -27,7 +40,15 @@ CPU_FLAGS = (
     "bf16",
     "sve",
 )
-VARIABLES = ("JAX_", "XLA_", "QUIRE_", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME")
+VARIABLES = (
+    "JAX_",
+    "XLA_",
+    "QUIRE_",
+    "CUDA_VISIBLE_DEVICES",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "XDG_CACHE_HOME",
+)
 
 
 def main() -> None:
@@ -68,9 +89,16 @@ def machine():
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
     yield "cores", cores()
     if "SC_PHYS_PAGES" in os.sysconf_names:
-        yield "memory", f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
+        yield (
+            "memory",
+            f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB",
+        )
     info = Path("/proc/cpuinfo")
-    fields = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line) if info.exists() else {}
+    fields = (
+        dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
+        if info.exists()
+        else {}
+    )
     fields = {name.strip(): value.strip() for name, value in fields.items()}
     yield "cpu", fields.get("model name") or platform.processor() or "unknown"
     flags = set(fields.get("flags", fields.get("Features", "")).split())
@@ -123,7 +151,10 @@ def kernels():
     yield "native", f"{isa} (QUIRE_NATIVE can choose {', '.join([*alternatives, 'off'])})"
     yield "sampling", "native" if native.has(kernel_names.SAMPLING) else "XLA's; the log says why"
     yield "libraries", folder
-    yield "built so far", ", ".join(name for name in build.VARIANTS if (folder / f"{name}.so").exists())
+    yield (
+        "built so far",
+        ", ".join(name for name in build.VARIANTS if (folder / f"{name}.so").exists()),
+    )
 
 
 def attention():
@@ -131,14 +162,19 @@ def attention():
     from ..ops.gpu.device import is_gpu
 
     if is_gpu():
-        print("(a GPU's kernels are tried the first time that they are asked for: some minutes)", file=sys.stderr)
+        print(
+            "(a GPU's kernels are tried the first time that they are asked for: some minutes)",
+            file=sys.stderr,
+        )
     for case, trace in cases():
         name, declined = first_to(trace)
         yield case, "; ".join((name, *declined))
 
 
 def invariance():
-    """Whether a request's bits depend on the rest of the batch, by the steps of the bundled model."""
+    """Whether a request's bits depend on the rest of the batch, by the steps of the bundled
+    model.
+    """
     from ..model.checkpoint import hub, loader
     from ..serving.device.pipeline import Pipeline
     from ..serving.device.step_shape import StepShape
@@ -177,7 +213,9 @@ def first_to(run):
 
 
 def cases():
-    """(name, function that traces an implementation on a tiny example of that kind of attention)."""
+    """(name, function that traces an implementation on a tiny example of that kind of
+    attention).
+    """
     import jax
     import jax.numpy as jnp
 
@@ -202,16 +240,22 @@ def cases():
         else:
             pages = KVPages(array((P, S, heads, H)), None if latent else array((P, S, heads, H)))
         ints = jnp.int32
-        rows = QueryRows(array((T,), ints), array((T + 1,), ints), array((T, 2), ints), array((T,), ints))
+        rows = QueryRows(
+            array((T,), ints), array((T + 1,), ints), array((T, 2), ints), array((T,), ints)
+        )
 
         def call(implementation):
             return jax.eval_shape(
                 lambda q_TNH, k_TKH, v_TKH, pages, rows, sinks_N: implementation(
                     q_TNH, k_TKH, v_TKH, pages, rows, params, sinks_N
                 ),
-                array((T, N, H)), array((T, heads, H)), None if latent else array((T, heads, H)), pages, rows,
+                array((T, N, H)),
+                array((T, heads, H)),
+                None if latent else array((T, heads, H)),
+                pages,
+                rows,
                 array((N,), jnp.float32) if sinks else None,
-            )  # fmt: skip
+            )
 
         return call
 

@@ -32,21 +32,31 @@ class UsageError(typer.TyperException):
 
 def paint(text: str, stream: TextIO, **style: Any) -> str:
     """Style text if the stream is a terminal and NO_COLOR is not set."""
-    return typer.style(text, **style) if stream.isatty() and not os.environ.get("NO_COLOR") else text
+    return (
+        typer.style(text, **style) if stream.isatty() and not os.environ.get("NO_COLOR") else text
+    )
 
 
 class Command(TyperCommand):
     """A command whose help does not truncate names, and which accepts options of other engines."""
 
     def __init__(self, *arguments, context_settings: dict[str, Any] | None = None, **attributes):
-        super().__init__(*arguments, context_settings=SETTINGS | (context_settings or {}), **attributes)
+        super().__init__(
+            *arguments, context_settings=SETTINGS | (context_settings or {}), **attributes
+        )
 
     def format_help(self, ctx, formatter) -> None:
         write_help(self, ctx, formatter)
 
     def parse_args(self, ctx, args):
-        names = {name: option for option in self.get_params(ctx) for name in (*option.opts, *option.secondary_opts)}
-        takes_model = any(param.param_type_name == "argument" and param.name in MODEL for param in self.params)
+        names = {
+            name: option
+            for option in self.get_params(ctx)
+            for name in (*option.opts, *option.secondary_opts)
+        }
+        takes_model = any(
+            param.param_type_name == "argument" and param.name in MODEL for param in self.params
+        )
         arguments = []
         ignored = []
         words = iter(args)
@@ -89,7 +99,9 @@ def check_value(name: str, value: str) -> None:
     """Raise for a value that would have an effect if Quire supported the option."""
     key = no_effect(name) or ""
     if (allowed := VALUES.get(key, ())) and value not in allowed:
-        raise UsageError(f"{name} is {value!r}; here it can only be {', '.join(allowed)}: {NO_EFFECT[key]}")
+        raise UsageError(
+            f"{name} is {value!r}; here it can only be {', '.join(allowed)}: {NO_EFFECT[key]}"
+        )
 
 
 def note_without_effect(names: list[str]) -> None:
@@ -124,11 +136,16 @@ def alike(word: list[str], candidate: list[str]) -> bool:
 
 
 def same_word(word: str, candidate: str) -> bool:
-    if min(len(word), len(candidate)) > 2 and (word.startswith(candidate) or candidate.startswith(word)):
+    if min(len(word), len(candidate)) > 2 and (
+        word.startswith(candidate) or candidate.startswith(word)
+    ):
         return True
     if word == candidate or len(candidate) < 4:
         return word == candidate
-    close = difflib.SequenceMatcher(None, word, candidate).ratio() >= ALIKE and word[:1] == candidate[:1]
+    close = (
+        difflib.SequenceMatcher(None, word, candidate).ratio() >= ALIKE
+        and word[:1] == candidate[:1]
+    )
     return close or sorted(word) == sorted(candidate)
 
 
@@ -150,7 +167,9 @@ def panels_of(command: TyperCommand | TyperGroup, ctx) -> dict[str, list[tuple[s
             continue
         argument = param.param_type_name == "argument"
         panel = "Arguments" if argument else getattr(param, "rich_help_panel", None) or "Options"
-        about = re.sub(r"\[default: \((.*?)\)(;.*)?\]$", r"[default: \1\2]", " ".join(record[1].split()))
+        about = re.sub(
+            r"\[default: \((.*?)\)(;.*)?\]$", r"[default: \1\2]", " ".join(record[1].split())
+        )
         panels.setdefault(panel, []).append((option_names(param), about))
     if isinstance(command, TyperGroup):
         for name in command.list_commands(ctx):
@@ -164,7 +183,9 @@ def two_columns(rows: list[tuple[str, str]], width: int) -> Iterator[str]:
     """Names and descriptions in two columns, without truncating names."""
     room = max((len(name) for name, _ in rows if len(name) <= NAMES), default=NAMES) + 2
     for name, about in rows:
-        lines = textwrap.wrap(about, max(width - room, 20), break_on_hyphens=False, break_long_words=False)
+        lines = textwrap.wrap(
+            about, max(width - room, 20), break_on_hyphens=False, break_long_words=False
+        )
         label = paint(name, sys.stdout, bold=True)
         if len(name) + 2 > room:
             yield label

@@ -11,7 +11,9 @@ from . import options as o
 @o.takes_engine(only=("dtype", *o.SOURCE))
 def main(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or Hugging Face id.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; it must be empty or new.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder to write; it must be empty or new.")
+    ],
     *,
     engine: dict[str, Any],
 ) -> None:
@@ -24,13 +26,17 @@ def main(
     from ..model.weights import abstract
     from ..sharding.spec import nbytes
 
-    folder = hub.resolve(model, revision=engine.pop("revision", None), download_dir=engine.pop("download_dir", None))
+    folder = hub.resolve(
+        model, revision=engine.pop("revision", None), download_dir=engine.pop("download_dir", None)
+    )
     config = loader.read_config(folder, **engine)
     orbax.import_orbax("quire convert")  # before anything is read
     orbax.make_empty_folder(out)
     with Progress(transient=True) as bars:
         bar = bars.add_task("reading", total=nbytes(abstract(config)))
-        weights = loader.load(folder, config, progress=lambda count: bars.advance(bar, count), skip_packing=True)
+        weights = loader.load(
+            folder, config, progress=lambda count: bars.advance(bar, count), skip_packing=True
+        )
         bars.update(bar, description="writing", total=None)
         orbax.save(folder, out, weights, config.dtype, engine.get("hf_overrides"))
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())

@@ -32,14 +32,20 @@ class Timing:
     def tokens_per_second(self) -> float | None:
         """The rate after the first output, which excludes reading the prompt."""
         later = self.tokens - self.first_tokens
-        return later / (self.finished - self.first) if later and self.finished > self.first else None
+        return (
+            later / (self.finished - self.first) if later and self.finished > self.first else None
+        )
 
     def __str__(self) -> str:
-        rate = "" if self.tokens_per_second is None else f", then {self.tokens_per_second:.1f} tokens/s"
+        rate = (
+            ""
+            if self.tokens_per_second is None
+            else f", then {self.tokens_per_second:.1f} tokens/s"
+        )
         cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
         return (
-            f"{self.prompt_tokens} prompt tokens{cached}, {self.tokens} tokens: loaded in {self.loaded:.2f} s, "
-            f"first token after {self.first - self.loaded:.2f} s{rate}"
+            f"{self.prompt_tokens} prompt tokens{cached}, {self.tokens} tokens: loaded in "
+            f"{self.loaded:.2f} s, first token after {self.first - self.loaded:.2f} s{rate}"
         )
 
 
@@ -48,13 +54,23 @@ class Timing:
 def main(
     model: o.Model = None,
     prompt: Annotated[str | None, o.option("Text to continue.", o.OUTPUT)] = None,
-    prompt_file: Annotated[Path | None, o.option("File with the text to continue; - is stdin.", o.OUTPUT)] = None,
+    prompt_file: Annotated[
+        Path | None, o.option("File with the text to continue; - is stdin.", o.OUTPUT)
+    ] = None,
     stream: Annotated[
         bool | None,
-        o.option("Print the text as it is generated.", o.OUTPUT, default_text="on, except with --n or --json"),
+        o.option(
+            "Print the text as it is generated.",
+            o.OUTPUT,
+            default_text="on, except with --n or --json",
+        ),
     ] = None,
-    echo: Annotated[bool, o.option("Print the prompt before the text.", o.OUTPUT, name="--echo")] = False,
-    as_json: Annotated[bool, o.option("Print one JSON object at the end.", o.OUTPUT, name="--json")] = False,
+    echo: Annotated[
+        bool, o.option("Print the prompt before the text.", o.OUTPUT, name="--echo")
+    ] = False,
+    as_json: Annotated[
+        bool, o.option("Print one JSON object at the end.", o.OUTPUT, name="--json")
+    ] = False,
     *,
     sampling: dict[str, Any],
     n: Annotated[int, o.option("Number of answers.", o.SAMPLING)] = 1,
@@ -102,7 +118,13 @@ def main(
     num_prompt_tokens = len(last.prompt_token_ids)
     num_output_tokens = count_tokens(last)
     timing = Timing(
-        loaded, first or total, total, num_prompt_tokens, first_tokens, num_output_tokens, last.num_cached_tokens
+        loaded,
+        first or total,
+        total,
+        num_prompt_tokens,
+        first_tokens,
+        num_output_tokens,
+        last.num_cached_tokens,
     )
     if as_json:
         print(json.dumps(as_dict(last, timing), ensure_ascii=False))

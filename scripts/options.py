@@ -1,4 +1,7 @@
-"""Options that commands share. Flags come from the fields of `EngineOptions` and `SamplingParams`."""
+"""Options that commands share.
+
+Flags come from the fields of `EngineOptions` and `SamplingParams`.
+"""
 
 import functools
 import inspect
@@ -29,21 +32,36 @@ def given(**values) -> dict:
 
 Model = Annotated[
     str | None,
-    typer.Argument(metavar="MODEL", help="A folder or Hugging Face id.", show_default="the bundled model, quill"),
+    typer.Argument(
+        metavar="MODEL",
+        help="A folder or Hugging Face id.",
+        show_default="the bundled model, quill",
+    ),
 ]
 
 
 def option(
-    help: str, panel: str, metavar: str | None = None, default_text: str | bool = True, name: str = "", **typer_options
+    help: str,
+    panel: str,
+    metavar: str | None = None,
+    default_text: str | bool = True,
+    name: str = "",
+    **typer_options,
 ) -> Any:
     """An option on a panel of `--help`.
 
     Args:
         default_text: the default in `--help`, if the default value does not explain itself.
-        name: names separated by spaces, if they differ from the parameter's, or for a flag without `--no-`.
+        name: names separated by spaces, if they differ from the parameter's, or for a flag without
+            `--no-`.
     """
     return typer.Option(
-        *name.split(), help=help, rich_help_panel=panel, metavar=metavar, show_default=default_text, **typer_options
+        *name.split(),
+        help=help,
+        rich_help_panel=panel,
+        metavar=metavar,
+        show_default=default_text,
+        **typer_options,
     )
 
 
@@ -65,7 +83,8 @@ def field_flag(field: Field, default_text: str | bool) -> Any:
     name = f"{name}/--no-{name[2:]}" if field.default is True else name
     name = f"{name} -{about['short']}" if about.get("short") else name
     return Annotated[
-        kind | None, option(about["help"], about["panel"], about["metavar"], default_text, name, parser=parser)
+        kind | None,
+        option(about["help"], about["panel"], about["metavar"], default_text, name, parser=parser),
     ]
 
 
@@ -86,22 +105,39 @@ def engine_flag(field: Field) -> Any:
     """
     default = f"{field.default}"
     return field_flag(
-        field, field.metadata["default_text"] or {"None": "none", "True": "on", "False": "off"}.get(default, default)
+        field,
+        field.metadata["default_text"]
+        or {"None": "none", "True": "on", "False": "off"}.get(default, default),
     )
 
 
-ENGINE_FLAGS = {field.name: engine_flag(field) for field in fields(EngineOptions) if "panel" in field.metadata}
-ADAPTER_FLAGS = [field.name for field in fields(EngineOptions) if field.metadata.get("panel") == ADAPTERS]
-SAMPLING_FIELDS = {field.name: field for field in fields(SamplingParams) if "panel" in field.metadata}
+ENGINE_FLAGS = {
+    field.name: engine_flag(field) for field in fields(EngineOptions) if "panel" in field.metadata
+}
+ADAPTER_FLAGS = [
+    field.name for field in fields(EngineOptions) if field.metadata.get("panel") == ADAPTERS
+]
+SAMPLING_FIELDS = {
+    field.name: field for field in fields(SamplingParams) if "panel" in field.metadata
+}
 
 
-def takes_engine(only: Collection[str] = ENGINE_FLAGS, excluded: Collection[str] = (), adapters: bool = False):
+def takes_engine(
+    only: Collection[str] = ENGINE_FLAGS, excluded: Collection[str] = (), adapters: bool = False
+):
     """Replace the parameter `engine` by flags of the engine; `engine` is a dict of those given.
 
     Adapter flags are only for commands whose requests can name an adapter.
     """
     left_out = excluded if adapters else (*excluded, *ADAPTER_FLAGS)
-    return takes("engine", {name: flag for name, flag in ENGINE_FLAGS.items() if name in only and name not in left_out})
+    return takes(
+        "engine",
+        {
+            name: flag
+            for name, flag in ENGINE_FLAGS.items()
+            if name in only and name not in left_out
+        },
+    )
 
 
 def takes_sampling(max_tokens: int, excluded: Collection[str] = ()):
@@ -114,11 +150,16 @@ def takes_sampling(max_tokens: int, excluded: Collection[str] = ()):
         return f"the model's own, or {neutral:g}" if field.name in MODEL_DEFAULTS else True
 
     chosen = [field for name, field in SAMPLING_FIELDS.items() if name not in excluded]
-    return takes("sampling", {field.name: field_flag(field, default_text(field)) for field in chosen})
+    return takes(
+        "sampling", {field.name: field_flag(field, default_text(field)) for field in chosen}
+    )
 
 
 def takes(
-    parameter_name: str, added: Mapping[str, Any], defaults: Mapping[str, Any] = {}, make: Callable[..., Any] = dict
+    parameter_name: str,
+    added: Mapping[str, Any],
+    defaults: Mapping[str, Any] = {},
+    make: Callable[..., Any] = dict,
 ):
     """Replace a parameter by options; its value is `make(**options that were given)`."""
 
@@ -159,7 +200,9 @@ def read_text(path: Path) -> str:
     try:
         return read_bytes(path).decode()
     except UnicodeDecodeError as error:
-        raise UsageError(f"{source_name(path)} is not UTF-8 text: byte {error.start} cannot be decoded") from None
+        raise UsageError(
+            f"{source_name(path)} is not UTF-8 text: byte {error.start} cannot be decoded"
+        ) from None
 
 
 def source_name(path: Path) -> str:

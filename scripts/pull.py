@@ -11,7 +11,10 @@ from . import options as o
 def main(
     names: Annotated[
         list[str],
-        typer.Argument(metavar="MODEL...", help="owner/name on the Hub; of a GGUF file owner/name:Q4_K_M or its path."),
+        typer.Argument(
+            metavar="MODEL...",
+            help="owner/name on the Hub; of a GGUF file owner/name:Q4_K_M or its path.",
+        ),
     ],
     *,
     engine: dict[str, Any],

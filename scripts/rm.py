@@ -11,8 +11,12 @@ from . import options as o
 
 @o.takes_engine(only=("download_dir",))
 def main(
-    names: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Names, as `quire list` has them.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.", show_default=False)] = False,
+    names: Annotated[
+        list[str], typer.Argument(metavar="MODEL...", help="Names, as `quire list` has them.")
+    ],
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Do not ask.", show_default=False)
+    ] = False,
     *,
     engine: dict[str, Any],
 ) -> None:
@@ -30,7 +34,10 @@ def main(
         size = amount(model.size)
         if not yes:
             if not sys.stdin.isatty():
-                raise o.UsageError(f"{model.name} ({size}) is deleted only when you say so: quire rm -y {model.name}")
+                raise o.UsageError(
+                    f"{model.name} ({size}) is deleted only when you say so: quire rm -y "
+                    f"{model.name}"
+                )
             if not typer.confirm(f"Delete {model.name} ({size})?"):
                 continue
         print(f"deleted {model.name}: {amount(cached.remove(model))} are free")

@@ -13,8 +13,12 @@ from .chat import MAX_TOKENS, ChatTemplate, converse
 @o.takes_engine(excluded=("max_num_seqs", "max_num_batched_tokens"))
 @o.takes_sampling(MAX_TOKENS, excluded=("presence_penalty", "frequency_penalty"))
 def main(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or Hugging Face id, or quill.")],
-    prompt: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="What is to be answered.")] = None,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder or Hugging Face id, or quill.")
+    ],
+    prompt: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="What is to be answered.")
+    ] = None,
     system: Annotated[str | None, o.option("System message: how to answer.", o.OUTPUT)] = None,
     chat_template: ChatTemplate = None,
     *,
@@ -31,5 +35,8 @@ def main(
         texts.insert(0, o.read_text(Path("-")))
     question = "\n\n".join(text.strip() for text in texts if text.strip())
     if not question and (texts or not sys.stdin.isatty()):
-        raise o.UsageError("no prompt: give one after the model or pipe it in; at a terminal there is a conversation")
+        raise o.UsageError(
+            "no prompt: give one after the model or pipe it in; at a terminal there is a "
+            "conversation"
+        )
     converse(model, system, sampling, engine, question or None, chat_template=chat_template)

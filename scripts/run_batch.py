@@ -41,14 +41,23 @@ def main(
     model: o.Model = None,
     input_file: Annotated[
         Path | None,
-        o.option("Requests to answer, one JSON object a line; - is stdin.", o.OUTPUT, name="--input-file -i"),
+        o.option(
+            "Requests to answer, one JSON object a line; - is stdin.",
+            o.OUTPUT,
+            name="--input-file -i",
+        ),
     ] = None,
     output_file: Annotated[
         Path | None,
-        o.option("Where the results go, in the order of the requests; - is stdout.", o.OUTPUT, name="--output-file -o"),
+        o.option(
+            "Where the results go, in the order of the requests; - is stdout.",
+            o.OUTPUT,
+            name="--output-file -o",
+        ),
     ] = None,
     served_model_name: Annotated[
-        str | None, o.option("Model name that requests may give.", o.MODEL, default_text="the model's own")
+        str | None,
+        o.option("Model name that requests may give.", o.MODEL, default_text="the model's own"),
     ] = None,
     *,
     engine: dict[str, Any],
@@ -57,9 +66,17 @@ def main(
     answered.
     """
     if input_file is None or output_file is None:
-        raise o.UsageError("-i and -o are both needed: quire run-batch [MODEL] -i requests.jsonl -o results.jsonl")
-    if str(input_file) != "-" and input_file.exists() and input_file.resolve() == output_file.resolve():
-        raise o.UsageError(f"{input_file} is given as input and as output; the results need a file of their own")
+        raise o.UsageError(
+            "-i and -o are both needed: quire run-batch [MODEL] -i requests.jsonl -o results.jsonl"
+        )
+    if (
+        str(input_file) != "-"
+        and input_file.exists()
+        and input_file.resolve() == output_file.resolve()
+    ):
+        raise o.UsageError(
+            f"{input_file} is given as input and as output; the results need a file of their own"
+        )
     if not output_file.parent.is_dir():
         raise o.UsageError(f"cannot write {output_file}: there is no folder {output_file.parent}")
     # Split as bytes, so that a line that is not UTF-8 does not affect others.
@@ -92,7 +109,11 @@ def answer(llm, lines: list[BatchLine], output: IO[str], names: tuple[str, ...])
         output.write(json.dumps(result, ensure_ascii=False) + "\n")
         written += 1
         refused += result["error"] is not None
-        tokens += sum(len(completion.token_ids) for request in job.requests for completion in request.output().outputs)
+        tokens += sum(
+            len(completion.token_ids)
+            for request in job.requests
+            for completion in request.output().outputs
+        )
 
     try:
         with bar(sum(len(job.requests) for job in jobs), True) as advance:
@@ -105,7 +126,11 @@ def answer(llm, lines: list[BatchLine], output: IO[str], names: tuple[str, ...])
                 finished = [request for request in llm.engine.step() if request.finished]
                 advance(
                     len(finished),
-                    sum(len(completion.token_ids) for request in finished for completion in request.output().outputs),
+                    sum(
+                        len(completion.token_ids)
+                        for request in finished
+                        for completion in request.output().outputs
+                    ),
                 )
     finally:  # also after Ctrl-C: write finished results, although earlier ones are missing
         for job in jobs[written:]:
@@ -115,8 +140,8 @@ def answer(llm, lines: list[BatchLine], output: IO[str], names: tuple[str, ...])
         seconds = time.perf_counter() - started
         remaining = f", {len(jobs) - written} left" if written < len(jobs) else ""
         print(
-            f"{written - refused} answered, {refused} refused{remaining}: {tokens} tokens in {seconds:.2f} s, "
-            f"{tokens / seconds:.1f} tokens/s",
+            f"{written - refused} answered, {refused} refused{remaining}: {tokens} tokens in "
+            f"{seconds:.2f} s, {tokens / seconds:.1f} tokens/s",
             file=sys.stderr,
         )
 
@@ -133,7 +158,9 @@ def start(llm, line: BatchLine, names: tuple[str, ...]) -> LineJob:
     try:
         if body.model is not None and body.model not in names:
             raise RequestError(
-                "body.model", f"must be {names[0]!r}, which --served-model-name can change, got {shown(body.model)}"
+                "body.model",
+                f"must be {names[0]!r}, which --served-model-name can change, got "
+                f"{shown(body.model)}",
             )
         prepare = prompting.chat if isinstance(body, ChatRequest) else prompting.completion
         params = with_defaults(body.params, body.explicit_params, llm.engine.defaults)
@@ -156,7 +183,9 @@ def job_result(job: LineJob, model: str) -> dict[str, Any]:
         return error_line(job.line, request_id, job.error)
     outputs = [request.output() for request in job.requests]
     if any(answer.finish_reason == "error" for output in outputs for answer in output.outputs):
-        return error_line(job.line, request_id, RuntimeError("the engine failed on this request"), "server_error")
+        return error_line(
+            job.line, request_id, RuntimeError("the engine failed on this request"), "server_error"
+        )
     body = job.line.request
     assert not isinstance(body, RequestError)
     chat = isinstance(body, ChatRequest)

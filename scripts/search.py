@@ -20,22 +20,33 @@ SEARCH = "Search"
 def main(
     model: o.Model = None,
     prompt: Annotated[str | None, o.option("Text to answer.", o.OUTPUT)] = None,
-    prompt_file: Annotated[Path | None, o.option("File with the text to answer; - is stdin.", o.OUTPUT)] = None,
+    prompt_file: Annotated[
+        Path | None, o.option("File with the text to answer; - is stdin.", o.OUTPUT)
+    ] = None,
     chat: Annotated[
-        bool, o.option("The text is a message: put it by the chat template.", o.OUTPUT, name="--chat")
+        bool,
+        o.option("The text is a message: put it by the chat template.", o.OUTPUT, name="--chat"),
     ] = False,
-    as_json: Annotated[bool, o.option("Print all candidates as one JSON object.", o.OUTPUT, name="--json")] = False,
+    as_json: Annotated[
+        bool, o.option("Print all candidates as one JSON object.", o.OUTPUT, name="--json")
+    ] = False,
     method: Annotated[str, o.option("best_of_n, majority or beam.", SEARCH)] = "best_of_n",
     n: Annotated[int, o.option("Answers; of beam beginnings in a round.", SEARCH)] = 8,
     reward_model: Annotated[
-        str | None, o.option("A model with one class, which says how good answers are.", SEARCH, "MODEL")
+        str | None,
+        o.option("A model with one class, which says how good answers are.", SEARCH, "MODEL"),
     ] = None,
     width: Annotated[int, o.option("beam: how many beginnings go on.", SEARCH)] = 2,
     step: Annotated[str, o.option(r"beam: where a step ends; \n is a line's end.", SEARCH)] = r"\n",
     max_steps: Annotated[int, o.option("beam: steps of an answer, at most.", SEARCH)] = 16,
     answer: Annotated[
         str | None,
-        o.option("majority: what an answer says, the last match or its group.", SEARCH, "PATTERN", "the whole text"),
+        o.option(
+            "majority: what an answer says, the last match or its group.",
+            SEARCH,
+            "PATTERN",
+            "the whole text",
+        ),
     ] = None,
     *,
     sampling: dict[str, Any],
@@ -53,9 +64,14 @@ def main(
 
     try:
         params = SearchParams(
-            method.replace("-", "_"), n, width, step.encode().decode("unicode_escape"), max_steps, answer,
+            method.replace("-", "_"),
+            n,
+            width,
+            step.encode().decode("unicode_escape"),
+            max_steps,
+            answer,
             SamplingParams(**{"max_tokens": MAX_TOKENS, "seed": 0} | sampling),
-        )  # fmt: skip
+        )
     except RequestError as error:
         raise o.UsageError(f"--{error.param.replace('_', '-')}: {error.message}") from None
     if params.method != "majority" and reward_model is None:
@@ -65,7 +81,9 @@ def main(
         # Imports JAX, so it waits for `load`, where Ctrl-C works.
         from ..serving.defaults import with_defaults
 
-        params = replace(params, sampling=with_defaults(params.sampling, sampling, llm.engine.defaults))
+        params = replace(
+            params, sampling=with_defaults(params.sampling, sampling, llm.engine.defaults)
+        )
         reward = None if reward_model is None else stack.enter_context(load(reward_model))
         (result,) = llm.search(prompt_or_messages, params, reward=reward)
     if as_json:
@@ -74,5 +92,8 @@ def main(
         print(result.text)
     summary = f"{len(result.candidates)} candidates, {result.num_generated_tokens} tokens written"
     if reward_model is not None:
-        summary += f", {result.num_scored_tokens} read by the reward model; the best has {result.best.reward:.4g}"
+        summary += (
+            f", {result.num_scored_tokens} read by the reward model; the best has "
+            f"{result.best.reward:.4g}"
+        )
     print(summary, file=sys.stderr)

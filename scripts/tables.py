@@ -13,7 +13,10 @@ def table(head: tuple, rows: list[tuple]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
         "   ".join(
-            (row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)))
+            (
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            )
         )
         for row in cells
     )

@@ -34,7 +34,9 @@ class MessageReader:
             event.current_buffer.insert_text("\n")
 
         prompt = FormattedText([("ansigreen bold", "> ")])
-        self.session: Any = PromptSession(prompt, multiline=True, key_bindings=keys, prompt_continuation="  ")
+        self.session: Any = PromptSession(
+            prompt, multiline=True, key_bindings=keys, prompt_continuation="  "
+        )
 
     def messages(self) -> Iterator[str]:
         """Yield messages until Ctrl-D. Ctrl-C clears the line and keeps the conversation."""
@@ -50,7 +52,9 @@ class MessageReader:
 def has_open_fence(text: str) -> bool:
     """Whether a message begins with a fence that is not closed yet."""
     stripped = text.strip()
-    return stripped.startswith(FENCE) and (len(stripped) < 2 * len(FENCE) or not stripped.endswith(FENCE))
+    return stripped.startswith(FENCE) and (
+        len(stripped) < 2 * len(FENCE) or not stripped.endswith(FENCE)
+    )
 
 
 class PlainAnswer:
@@ -132,7 +136,9 @@ def without_trailing_spaces(line: list[Any]) -> list[Any]:
     segments = list(line)
     while segments and not segments[-1].text.strip():
         segments.pop()
-    return [*segments[:-1], segments[-1]._replace(text=segments[-1].text.rstrip())] if segments else []
+    return (
+        [*segments[:-1], segments[-1]._replace(text=segments[-1].text.rstrip())] if segments else []
+    )
 
 
 def parse_blocks(text: str) -> list[list[Any]]:

@@ -23,7 +23,12 @@ class AdapterStore:
     """
 
     def __init__(
-        self, model: Path, config: ModelConfig, targets: tuple[AdapterTarget, ...], max_rank: int, max_adapters: int
+        self,
+        model: Path,
+        config: ModelConfig,
+        targets: tuple[AdapterTarget, ...],
+        max_rank: int,
+        max_adapters: int,
     ):
         self.model = model
         self.config = config
@@ -57,7 +62,9 @@ def file_stamp(folder: Path) -> tuple[Any, ...]:
     try:
         stats = [(folder / name).stat() for name in (ADAPTER, FILE)]
     except OSError as error:
-        raise ModelError(f"{folder} is no adapter that can be read: {error.strerror}: {error.filename}") from None
+        raise ModelError(
+            f"{folder} is no adapter that can be read: {error.strerror}: {error.filename}"
+        ) from None
     return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
 
 

@@ -107,7 +107,9 @@ class AsyncLLM:
         engine: Engine | None = None,
         **options: Any,
     ):
-        self.engine = engine or make_engine(make_options(model, **options), progress or (lambda note: None))
+        self.engine = engine or make_engine(
+            make_options(model, **options), progress or (lambda note: None)
+        )
         self.ids = itertools.count()
         self.metrics = Metrics(self.engine)
         self.live = LiveView()
@@ -131,14 +133,18 @@ class AsyncLLM:
         `sampling_params.output_kind` determines the contents of each result.
         """
         self.engine.lifecycle.check_process()
-        text, tokens, terms = await asyncio.to_thread(parse_prompt, prompt, self.engine.tokenizer, priority)
+        text, tokens, terms = await asyncio.to_thread(
+            parse_prompt, prompt, self.engine.tokenizer, priority
+        )
         terms = await asyncio.to_thread(with_adapter, terms, self.engine.adapters, lora_request)
         name = f"request-{next(self.ids)}" if request_id is None else request_id
         params = sampling_params or self.get_default_sampling_params()
         kind = getattr(params, "output_kind", None)  # the engine refuses other types
         read = Request.delta if kind is RequestOutputKind.DELTA else Request.output
         requests = [Ask(tokens, params, text, terms)]
-        answers = await self.ask([name], requests, read, at_end=kind is RequestOutputKind.FINAL_ONLY)
+        answers = await self.ask(
+            [name], requests, read, at_end=kind is RequestOutputKind.FINAL_ONLY
+        )
         try:
             while True:
                 updates = await answers.updates()
@@ -175,9 +181,13 @@ class AsyncLLM:
             try:
                 for index, (name, ask) in enumerate(zip(names, asks, strict=True)):
                     answers.requests.append(self.add(name, ask))
-                    self.thread.outbox.listeners[name] = Listener(answers.inbox, index, read, at_end)
+                    self.thread.outbox.listeners[name] = Listener(
+                        answers.inbox, index, read, at_end
+                    )
                 answers.resumed = resume(self.engine, answers.requests, streamed)
-                self.thread.outbox.note([request for request in answers.requests if request.finished])
+                self.thread.outbox.note(
+                    [request for request in answers.requests if request.finished]
+                )
             except BaseException:
                 for request in answers.requests:
                     self.thread.outbox.listeners.pop(request.request_id, None)
@@ -199,7 +209,9 @@ class AsyncLLM:
         step_params = next_token(params)
         step = 0
         while beam_asks := [
-            Ask(beam, step_params, None, beam_search.terms) for beam_search in searches for beam in beam_search.asked()
+            Ask(beam, step_params, None, beam_search.terms)
+            for beam_search in searches
+            for beam in beam_search.asked()
         ]:
             names = [f"{name}-{step}-{index}" for index in range(len(beam_asks))]
             outputs = iter(await (await self.ask(names, beam_asks, at_end=True)).outputs())
@@ -208,13 +220,17 @@ class AsyncLLM:
                 if not step:
                     beam_search.cached = beam_outputs[0].num_cached_tokens
                 if beam_outputs:
-                    beam_search.take(likeliest(output.outputs[0], step_params) for output in beam_outputs)
+                    beam_search.take(
+                        likeliest(output.outputs[0], step_params) for output in beam_outputs
+                    )
             step += 1
         return searches
 
     def add(self, name: str, ask: Ask) -> Request:
         """Queue one prompt, in the engine's thread."""
-        return self.engine.add(name, ask.tokens, ask.params, ask.text, ask.terms, ask.pooling, ask.second_start)
+        return self.engine.add(
+            name, ask.tokens, ask.params, ask.text, ask.terms, ask.pooling, ask.second_start
+        )
 
     async def call(self, job: Callable[[], Any]) -> Any:
         """Run a job in the engine's thread and return its result."""

@@ -1,4 +1,6 @@
-"""From options to a ready engine: model, tokenizer, the size of the cache, and every step compiled."""
+"""From options to a ready engine: model, tokenizer, the size of the cache, and every step
+compiled.
+"""
 
 import atexit
 import hashlib
@@ -63,12 +65,15 @@ log = logging.getLogger("quire")
 SAMPLE = 1 << 16  # bytes at each end of a file that tell it from another
 
 
-def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda note: None) -> Engine:
+def make_engine(
+    options: EngineOptions, progress: Callable[[str], None] = lambda note: None
+) -> Engine:
     """Load, size and compile; `progress` hears one short note a stage."""
     if options.process_id:
         raise ModelError(
-            f"process_id is {options.process_id}, and only process 0 has an engine that can be asked; let the others "
-            "follow it: `quire serve`, or quire.follow(), with the same options"
+            f"process_id is {options.process_id}, and only process 0 has an engine that can be "
+            "asked; let the others follow it: `quire serve`, or quire.follow(), with the same "
+            "options"
         )
     use_compile_cache()
     claim_memory(options)
@@ -80,7 +85,8 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
         log.info("%s is a GGUF file in %s", options.model, config.file_format)
     if config.encodes and options.speculation is not None:
         raise ModelError(
-            "speculative_config is given, and this model makes vectors or classes: it has no use for drafts"
+            "speculative_config is given, and this model makes vectors or classes: it has no use "
+            "for drafts"
         )
     defaults = model_defaults(folder, options, config.max_len)
     tokenizer = None if options.skip_tokenizer_init else make_tokenizer(folder, options)
@@ -93,19 +99,38 @@ def make_engine(options: EngineOptions, progress: Callable[[str], None] = lambda
     caching = options.enable_prefix_caching and not config.encodes
     if caching and runner.config.state_layers and not runner.state.snapshots:
         caching = False
-        log.info("prompts that begin alike share nothing: a state that layers keep has no room twice in the cache")
+        log.info(
+            "prompts that begin alike share nothing: a state that layers keep has no room "
+            "twice in the cache"
+        )
     tables = [
-        PageTable(runner.num_pages, options.block_size, runner.config.windows, caching, host_cache, replica)
+        PageTable(
+            runner.num_pages,
+            options.block_size,
+            runner.config.windows,
+            caching,
+            host_cache,
+            replica,
+        )
         for replica, host_cache in enumerate(made.host_caches)
     ]
     seed = options.seed
     queued = options.max_queued_requests
     vectors = embedder_of(options, folder, made.max_len - (not config.encodes))
     engine = Engine(
-        runner, tokenizer, tables, made.max_len, seed, queued,
-        embedder=vectors, defaults=defaults.requests, chat_defaults=defaults.chat, speculation=options.speculation,
-        adapters=adapter_store(options, folder, runner.config), page_identity=made.page_identity,
-    )  # fmt: skip
+        runner,
+        tokenizer,
+        tables,
+        made.max_len,
+        seed,
+        queued,
+        embedder=vectors,
+        defaults=defaults.requests,
+        chat_defaults=defaults.chat,
+        speculation=options.speculation,
+        adapters=adapter_store(options, folder, runner.config),
+        page_identity=made.page_identity,
+    )
     if trace is not None:
         engine.observers.append(trace)
     return engine
@@ -120,25 +145,33 @@ def folder_of(options: EngineOptions) -> Path:
 def embedder_of(options: EngineOptions, folder: Path, max_tokens: int) -> embedder.Embedder:
     """How texts become vectors: as the model's folder says, but for what the options do.
 
-    `max_tokens` is how many tokens of a text fit. `max_model_len` takes the place of the folder's own length.
+    `max_tokens` is how many tokens of a text fit. `max_model_len` takes the place of the folder's
+    own length.
     """
     own = embedder.read(folder) or embedder.Embedder()
     if own.max_tokens is not None:
         named = own.max_tokens if options.max_model_len is None else max_tokens
         own = replace(own, max_tokens=min(named, max_tokens))
         log.info(
-            "texts to embed are truncated to %d tokens, as the model's folder says; max_model_len sets another length",
+            "texts to embed are truncated to %d tokens, as the model's folder says; max_model_len "
+            "sets another length",
             own.max_tokens,
         )
     return own if options.pooling is None else replace(own, pooling=options.pooling)
 
 
 def make_tokenizer(folder: Path, options: EngineOptions) -> Tokenizer:
-    """The model's tokenizer, or the one of another folder; `generation_config` names its end tokens too."""
+    """The model's tokenizer, or the one of another folder; `generation_config` names its end tokens
+    too.
+    """
     if options.tokenizer:
-        folder = hub.resolve(options.tokenizer, hub.WITHOUT_WEIGHTS, download_dir=options.download_dir)
+        folder = hub.resolve(
+            options.tokenizer, hub.WITHOUT_WEIGHTS, download_dir=options.download_dir
+        )
     chosen = options.generation_config not in ("auto", "vllm")
-    return Tokenizer(folder, generation_folder(folder, options) if chosen else None, options.hf_overrides)
+    return Tokenizer(
+        folder, generation_folder(folder, options) if chosen else None, options.hf_overrides
+    )
 
 
 def config_of(folder: Path, options: EngineOptions, max_len: int | None = None) -> ModelConfig:
@@ -146,23 +179,35 @@ def config_of(folder: Path, options: EngineOptions, max_len: int | None = None) 
     wish = options.max_model_len
     length = max_len if max_len is not None else None if wish in (None, -1) else wish
     config = loader.read_config(
-        folder, options.dtype, length, options.quantization, options.kv_cache_dtype, options.hf_overrides,
+        folder,
+        options.dtype,
+        length,
+        options.quantization,
+        options.kv_cache_dtype,
+        options.hf_overrides,
         options.kv_cache_dtype_skip_layers,
-    )  # fmt: skip
+    )
     if options.activation_dtype not in ACTIVATIONS:
-        raise ModelError(f"activation_dtype is {options.activation_dtype!r}; it can be {' or '.join(ACTIVATIONS)}")
+        raise ModelError(
+            f"activation_dtype is {options.activation_dtype!r}; it can be "
+            f"{' or '.join(ACTIVATIONS)}"
+        )
     config = replace(config, activation_dtype=options.activation_dtype)
     if options.load_format != "dummy":
         config = skip_biased_layers(folder, config)
     if config.encodes and config.classes is None and options.pooling is not None:
         config = replace(config, pooling=options.pooling)
-    sharing = options.expert_parallel_size * options.context_parallel_size * options.data_parallel_size
+    sharing = (
+        options.expert_parallel_size * options.context_parallel_size * options.data_parallel_size
+    )
     expert_copies.check(config, options.expert_redundancy, sharing, options.pipeline_parallel_size)
     return expert_copies.with_redundancy(config, options.expert_redundancy)
 
 
 @contextmanager
-def joined(options: EngineOptions, folder: Path, progress: Callable[[str], None]) -> Iterator[Leader | Follower | None]:
+def joined(
+    options: EngineOptions, folder: Path, progress: Callable[[str], None]
+) -> Iterator[Leader | Follower | None]:
     """Together with the other processes, if there are any, who hear if this one cannot go on."""
     hosts = join(options, folder, progress)
     try:
@@ -189,13 +234,17 @@ def make_runner(
     hosts: Leader | Follower | None = None,
     progress: Callable[[str], None] = lambda note: None,
 ) -> Made:
-    """Weights, state and compiled steps; of several processes each makes the same, with its own part in it."""
+    """Weights, state and compiled steps; of several processes each makes the same, with its own
+    part in it.
+    """
     sized = options.on(jax.default_backend())
     kernels = native.prepare((*kernels_of(config), *([ADAPTER] if options.enable_lora else ())))
     shape = step_shape(sized, config)
     mesh = mesh_of(options, config)
     placement = placement_of(options, config, mesh)
-    source = draft_source(options, folder, config, min(config.max_len, sized.max_positions(config.max_len)), mesh)
+    source = draft_source(
+        options, folder, config, min(config.max_len, sized.max_positions(config.max_len)), mesh
+    )
     if source is not None and source.load is not None:
         native.prepare(kernels_of(source.config)).result()
     load_weights = partial(load, folder, config, placement, options, source)
@@ -207,11 +256,15 @@ def make_runner(
         weights = load_weights()
         progress("measuring a step")
         drafter = None if source is None else source.drafter
-        taken = held_bytes(weights) + working_bytes(config, weights, shape, options.block_size, mesh, drafter)
+        taken = held_bytes(weights) + working_bytes(
+            config, weights, shape, options.block_size, mesh, drafter
+        )
         budget = max(0, usable_memory(options) - taken)
     if hosts is not None:
         budget = hosts.agree_on_budget(budget, device_and_kernels())
-    max_len, num_pages = size_cache(config, sized, budget, mesh, None if source is None else source.drafter)
+    max_len, num_pages = size_cache(
+        config, sized, budget, mesh, None if source is None else source.drafter
+    )
     if options.max_model_len == -1:
         config = config_of(folder, options, max_len)
         source = draft_source(options, folder, config, max_len, mesh)
@@ -223,21 +276,39 @@ def make_runner(
     paged = config if drafter is None else drafter.paged
     page_identity = partial(page_identity_of, folder, paged, options)
     host_caches = [
-        make_host_cache(paged, options, len(num_pages), page_identity(), mesh, replica) for replica in replicas
+        make_host_cache(paged, options, len(num_pages), page_identity(), mesh, replica)
+        for replica in replicas
     ]
     runner = Runner(
-        config, weights, shape, num_pages, options.block_size, max_len, host_caches[0] is not None, load_weights, mesh,
-        options.expert_rebalance_steps, drafter, sized.max_steps_per_launch if can_fuse_steps(sized, config) else 1,
-    )  # fmt: skip
+        config,
+        weights,
+        shape,
+        num_pages,
+        options.block_size,
+        max_len,
+        host_caches[0] is not None,
+        load_weights,
+        mesh,
+        options.expert_rebalance_steps,
+        drafter,
+        sized.max_steps_per_launch if can_fuse_steps(sized, config) else 1,
+    )
 
     def note(size: Size) -> None:
         if options.require_invariance and runner.pipeline.variance:
             raise ModelError(
-                "require_invariance is set, and here a request's bits may depend on the rest of its batch: "
+                (
+                    "require_invariance is set, and here a request's bits may depend on the rest "
+                    "of its batch: "
+                )
                 + "; ".join(sorted(runner.pipeline.variance))
             )
         step = f"the step for {size.rows} rows"
-        progress(f"first start: compiling kernels and {step}" if kernels.result() else f"compiling {step}")
+        progress(
+            f"first start: compiling kernels and {step}"
+            if kernels.result()
+            else f"compiling {step}"
+        )
 
     runner.warm_up(note)
     if runner.pipeline.variance:
@@ -253,7 +324,9 @@ def step_shape(options: SizedOptions, config: ModelConfig) -> StepShape:
         options.max_num_seqs,
         options.max_num_batched_tokens,
         max(options.max_num_seqs, 16),
-        num_logprobs=config.vocab_size if options.max_logprobs == -1 else max(options.max_logprobs, MAX_LOGPROBS),
+        num_logprobs=config.vocab_size
+        if options.max_logprobs == -1
+        else max(options.max_logprobs, MAX_LOGPROBS),
         whole_prompts=config.encodes,
         max_drafts=0 if chosen is None else chosen.depth,
         num_branches=1 if chosen is None else len(chosen.paths),
@@ -264,9 +337,13 @@ def step_shape(options: SizedOptions, config: ModelConfig) -> StepShape:
 
 
 def can_fuse_steps(options: SizedOptions, config: ModelConfig) -> bool:
-    """Whether several decode steps are one program: where the host takes as long as a step of a small model."""
+    """Whether several decode steps are one program: where the host takes as long as a step of a
+    small model.
+    """
     alone = all(getattr(options, name) == 1 for name in (*PARALLEL.values(), "num_processes"))
-    plain = not (options.speculation or config.encodes or config.state_layers or options.weights_host_bytes)
+    plain = not (
+        options.speculation or config.encodes or config.state_layers or options.weights_host_bytes
+    )
     return alone and plain and jax.default_backend() == "cpu"
 
 
@@ -275,7 +352,9 @@ def adapter_store(options: EngineOptions, folder: Path, config: ModelConfig) -> 
     if not options.enable_lora:
         return None
     if not (targets := list_targets(config, options.adapted_modules)):
-        raise ModelError(f"enable_lora is set, and no weight of {config.family} models takes adapters")
+        raise ModelError(
+            f"enable_lora is set, and no weight of {config.family} models takes adapters"
+        )
     most = options.max_cpu_loras or options.max_loras
     return AdapterStore(folder, config, targets, options.max_lora_rank, most)
 
@@ -284,30 +363,49 @@ def kernels_of(config: ModelConfig) -> tuple[str, ...]:
     """The native kernels that a model will call."""
     experts = tuple({layer.moe.quant for layer in config.layers if layer.moe})
     groups = () if config.stored is None or config.stored.rounds_head else config.stored.groups
-    kept = {config.layer_kv_dtype(index) for index in config.kv_layers} or {config.dtype}  # rows of a step, of encoders
+    # rows of a step, of encoders
+    kept = {config.layer_kv_dtype(index) for index in config.kv_layers} or {config.dtype}
     pages = {page_dtype(jnp.dtype(dtype)).name for dtype in kept}
     stored = tuple(group.quant for group in groups)
-    return of_model(config.dtype, config.quant, pages, experts, stored, config.activation_dtype == "int8")
+    return of_model(
+        config.dtype, config.quant, pages, experts, stored, config.activation_dtype == "int8"
+    )
 
 
 def load(
-    folder: Path, config: ModelConfig, placement: Placement, options: EngineOptions, source: DraftSource | None = None
+    folder: Path,
+    config: ModelConfig,
+    placement: Placement,
+    options: EngineOptions,
+    source: DraftSource | None = None,
 ) -> ModelWeights | WithDrafter:
-    """The weights, and where the copies of experts lie; with those of the drafter, where one drafts in the step."""
-    weights = loader.load(folder, config, placement, load_format=options.load_format, cached=options.weight_cache)
+    """The weights, and where the copies of experts lie; with those of the drafter, where one drafts
+    in the step.
+    """
+    weights = loader.load(
+        folder, config, placement, load_format=options.load_format, cached=options.weight_cache
+    )
     check_rounding(weights, config, placement)
     weights = expert_copies.with_first_placement(weights, config, placement.mesh)
     if options.enable_lora:
         slots = options.max_loras
         rank = stack_rank(options.max_lora_rank)
-        weights = add_adapter_stacks(weights, config, slots, rank, placement.mesh, options.adapted_modules)
-    return weights if source is None else WithDrafter(weights, None if source.load is None else source.load())
+        weights = add_adapter_stacks(
+            weights, config, slots, rank, placement.mesh, options.adapted_modules
+        )
+    return (
+        weights
+        if source is None
+        else WithDrafter(weights, None if source.load is None else source.load())
+    )
 
 
 def check_rounding(weights: ModelWeights, config: ModelConfig, placement: Placement) -> None:
     """Refuse rows of bytes where no weight would meet them."""
     nodes = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, Product))
-    if config.activation_dtype == "auto" or any(isinstance(node, Product) and node.in_bytes for node in nodes):
+    if config.activation_dtype == "auto" or any(
+        isinstance(node, Product) and node.in_bytes for node in nodes
+    ):
         return
     if placement.mesh is not None:
         why = "the weights lie on several devices, which have no kernels for that; leave it out"
@@ -315,8 +413,8 @@ def check_rounding(weights: ModelWeights, config: ModelConfig, placement: Placem
         why = "the native kernels, which alone can do that, are not in use here; leave it out"
     else:
         why = (
-            "no weight of the model has four bits in groups of at least 32 inputs; leave it out, or choose a "
-            "quantization such as int4-64"
+            "no weight of the model has four bits in groups of at least 32 inputs; leave it out, "
+            "or choose a quantization such as int4-64"
         )
     raise ModelError(f"activation_dtype is {config.activation_dtype!r}, and {why}")
 
@@ -332,7 +430,8 @@ def make_host_cache(
     config: ModelConfig, options: EngineOptions, groups: int, page_identity: tuple[bytes, bytes],
     mesh: Mesh | None = None, replica: int = 0,
 ) -> HostCache | None:  # fmt: skip
-    """Host memory and disk for pages of so many groups that the cache has no room for, where there are to be any.
+    """Host memory and disk for pages of so many groups that the cache has no room for, where there
+    are to be any.
 
     Replicas have an equal share of both.
     """
@@ -345,8 +444,9 @@ def make_host_cache(
         return HostCache(sizes, host, None, *page_identity) if host else None
     if host < max(sizes):
         raise ModelError(
-            f"kv_cache_host_bytes is {host} a replica; the way to the disk leads through host memory, which must hold "
-            f"a page, and a snapshot of states if there are any: {max(sizes)} bytes at least"
+            f"kv_cache_host_bytes is {host} a replica; the way to the disk leads through host "
+            "memory, which must hold a page, and a snapshot of states if there are any: "
+            f"{max(sizes)} bytes at least"
         )
     path = Path(options.kv_cache_disk).expanduser()
     try:
@@ -361,24 +461,39 @@ def make_host_cache(
 def device_and_kernels() -> str:
     """What computes here, and by whose code."""
     device = jax.local_devices()[0]
-    kernels = f"{native.instruction_set()} {native.build.source_hash()}" if native.serves() else "XLA's"
+    kernels = (
+        f"{native.instruction_set()} {native.build.source_hash()}" if native.serves() else "XLA's"
+    )
     return f"{device.platform} {device.device_kind}, kernels {kernels}"
 
 
-def page_identity_of(folder: Path, config: ModelConfig, options: EngineOptions) -> tuple[bytes, bytes]:
-    """The `identity` of a page, and a stamp of the model's files on this machine: when each was last written."""
+def page_identity_of(
+    folder: Path, config: ModelConfig, options: EngineOptions
+) -> tuple[bytes, bytes]:
+    """The `identity` of a page, and a stamp of the model's files on this machine: when each was
+    last written.
+    """
     times = [path.stat().st_mtime_ns for path in model_files(folder, options)]
     return identity(folder, config, options), repr(times).encode()
 
 
 def identity(folder: Path, config: ModelConfig, options: EngineOptions) -> bytes:
-    """A digest of everything that a page's bytes depend on, beside its tokens; alike on machines that are alike.
+    """A digest of everything that a page's bytes depend on, beside its tokens; alike on machines
+    that are alike.
 
     Of large files it reads both ends.
     """
     model = replace(config, max_len=0)  # what it changes is in the rotary tables
     sizes = [getattr(options, name) for axis, name in PARALLEL.items() if axis != "data"]
-    what = [PAGE_FORMAT, model, *sizes, options.block_size, SHIFT_POSITIONS, jax.__version__, device_and_kernels()]
+    what = [
+        PAGE_FORMAT,
+        model,
+        *sizes,
+        options.block_size,
+        SHIFT_POSITIONS,
+        jax.__version__,
+        device_and_kernels(),
+    ]
     found = hashlib.blake2b(repr(what).encode(), digest_size=32)
     for path in model_files(folder, options):
         found.update(repr((path.name, path.stat().st_size)).encode())
@@ -398,7 +513,9 @@ def model_files(folder: Path, options: EngineOptions) -> list[Path]:
 
 
 def files_of(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return sorted(
+        path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    )
 
 
 def use_compile_cache() -> None:

@@ -18,14 +18,19 @@ def template_source(tokenizer: Tokenizer, tools: Sequence[Any], options: Mapping
 
 
 def render(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], options: Mapping[str, Any]
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any],
+    options: Mapping[str, Any],
 ) -> str:
     """Return the prompt of messages, tools and options that `protocol` has checked."""
     variables = dict(options)
     continues = variables.pop("continue_final_message", False)
     if tools:
         if "tools" not in template_source(tokenizer, tools, options):
-            raise RequestError("tools", "cannot be told to this model: its chat template has no place for them")
+            raise RequestError(
+                "tools", "cannot be told to this model: its chat template has no place for them"
+            )
         variables["tools"] = tools
     last = messages[-1]
     final_text = last.get("content", "")
@@ -42,5 +47,8 @@ def cut_at_mark(text: str, last: str) -> str:
     """Return the prompt up to the end of its last message, which the answer continues."""
     prompt, mark, after_mark = text.rpartition(MARK)
     if not mark or not last or last not in prompt:
-        raise RequestError("continue_final_message", "cannot be done: the chat template does not show the last message")
+        raise RequestError(
+            "continue_final_message",
+            "cannot be done: the chat template does not show the last message",
+        )
     return prompt if after_mark.startswith(SPACE) else prompt.rstrip()

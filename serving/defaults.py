@@ -21,13 +21,29 @@ NAMES = {
     "max_new_tokens" if name == "max_tokens" else name: name for name in MODEL_DEFAULTS
 }  # key in the file -> parameter
 IGNORED_KEYS = {  # keys that change answers and are not supported -> their neutral value
-    "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "penalty_alpha": None, "guidance_scale": 1.0,
-    "num_beams": 1, "no_repeat_ngram_size": 0, "exponential_decay_length_penalty": None, "min_length": 0,
-    "min_new_tokens": None, "suppress_tokens": None, "begin_suppress_tokens": None, "bad_words_ids": None,
-    "sequence_bias": None, "stop_strings": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "penalty_alpha": None,
+    "guidance_scale": 1.0,
+    "num_beams": 1,
+    "no_repeat_ngram_size": 0,
+    "exponential_decay_length_penalty": None,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "stop_strings": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
     # GGUF files'.
-    "mirostat": 0, "xtc_probability": 0.0, "repetition_penalty_last_n": -1, "sampler_sequence": None,
-}  # fmt: skip
+    "mirostat": 0,
+    "xtc_probability": 0.0,
+    "repetition_penalty_last_n": -1,
+    "sampler_sequence": None,
+}
 NEUTRAL = SamplingParams(max_tokens=None)
 SHAPING = ("temperature", "top_p", "top_k", "min_p")  # parameters of the sampling distribution
 LLAMA_CPP = {"temperature": 0.8, "top_p": 0.95, "top_k": 40}  # llama.cpp's defaults
@@ -49,8 +65,8 @@ def generation_folder(folder: Path, options: EngineOptions) -> Path | None:
     folder_of_defaults = Path(source).expanduser()
     if not (folder_of_defaults / FILE).is_file():
         raise ModelError(
-            f"generation_config is {source!r}; it can be auto (the model's folder), vllm (no defaults of a model), or "
-            f"a folder with {FILE}"
+            f"generation_config is {source!r}; it can be auto (the model's folder), vllm (no "
+            f"defaults of a model), or a folder with {FILE}"
         )
     return folder_of_defaults
 
@@ -76,7 +92,9 @@ def model_defaults(folder: Path, options: EngineOptions, longest: int) -> ModelD
     try:
         defaults = checked_defaults(file)
     except RequestError as error:
-        raise ModelError(f"{FILE} of the model: {error}; --generation-config vllm leaves it out") from None
+        raise ModelError(
+            f"{FILE} of the model: {error}; --generation-config vllm leaves it out"
+        ) from None
     defaults |= chosen
     if not uses_sampling(file, overrides):
         defaults["temperature"] = 0.0
@@ -85,21 +103,29 @@ def model_defaults(folder: Path, options: EngineOptions, longest: int) -> ModelD
     defaults = {name: value for name, value in defaults.items() if value != getattr(NEUTRAL, name)}
     if defaults:
         named = ", ".join(f"{parameter}={value:g}" for parameter, value in defaults.items())
-        log.info("%s: defaults of sampling parameters (--generation-config vllm for none of its own): %s", name, named)
+        log.info(
+            "%s: defaults of sampling parameters (--generation-config vllm for none of its "
+            "own): %s",
+            name,
+            named,
+        )
     if defaults_folder is None or recommends_sampling(file) or recommends_sampling(overrides):
         return ModelDefaults(defaults, defaults)
     named = ", ".join(f"{parameter}={value:g}" for parameter, value in LLAMA_CPP.items())
     log.info(
-        "%s recommends no sampling: quire chat, quire run, the page and Ollama's routes use %s (llama.cpp's); the "
-        "other interfaces keep temperature=1",
-        name, named,
-    )  # fmt: skip
+        "%s recommends no sampling: quire chat, quire run, the page and Ollama's routes use %s "
+        "(llama.cpp's); the other interfaces keep temperature=1",
+        name,
+        named,
+    )
     return ModelDefaults(defaults, LLAMA_CPP | defaults)
 
 
 def recommends_sampling(recommended: Mapping[str, Any]) -> bool:
     """Whether a file or the user sets how tokens are sampled; setting 1.0 counts too."""
-    return recommended.get("do_sample") is False or any(recommended.get(name) is not None for name in SHAPING)
+    return recommended.get("do_sample") is False or any(
+        recommended.get(name) is not None for name in SHAPING
+    )
 
 
 def checked_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,7 +133,9 @@ def checked_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("do_sample") is not None:
         boolean("do_sample", values["do_sample"])
     return {
-        name: SAMPLING[name].rule.check(key, values[key]) for key, name in NAMES.items() if values.get(key) is not None
+        name: SAMPLING[name].rule.check(key, values[key])
+        for key, name in NAMES.items()
+        if values.get(key) is not None
     }
 
 
@@ -123,18 +151,29 @@ def uses_sampling(file: Mapping[str, Any], overrides: Mapping[str, Any]) -> bool
 def log_ignored_keys(name: str, file: Mapping[str, Any], longest: int) -> None:
     """Log the keys of the file that are ignored."""
     ignored = {
-        key: file[key] for key, neutral in IGNORED_KEYS.items() if file.get(key) not in (None, neutral, [], {}, False)
+        key: file[key]
+        for key, neutral in IGNORED_KEYS.items()
+        if file.get(key) not in (None, neutral, [], {}, False)
     }
     if ignored:
         named = ", ".join(f"{key} = {shown(value)}" for key, value in ignored.items())
         log.warning("%s: %s asks for what is not applied here: %s", name, FILE, named)
     length = file.get("max_length")
-    if type(length) is int and length < longest and length != 20 and file.get("max_new_tokens") is None:
+    if (
+        type(length) is int
+        and length < longest
+        and length != 20
+        and file.get("max_new_tokens") is None
+    ):
         log.warning(
-            "%s: %s: max_length = %d counts the prompt too and is not applied; --max-model-len %d is the same for all "
-            "requests, --override-generation-config '{\"max_new_tokens\": N}' limits answers",
-            name, FILE, length, length,
-        )  # fmt: skip
+            "%s: %s: max_length = %d counts the prompt too and is not applied; --max-model-len %d "
+            "is the same for all requests, --override-generation-config '{\"max_new_tokens\": N}' "
+            "limits answers",
+            name,
+            FILE,
+            length,
+            length,
+        )
 
 
 def default_params(engine: Engine) -> SamplingParams:
@@ -142,7 +181,9 @@ def default_params(engine: Engine) -> SamplingParams:
     return with_defaults(SamplingParams(), (), engine.defaults)
 
 
-def with_defaults(params: SamplingParams, given_names: Collection[str], defaults: Mapping[str, Any]) -> SamplingParams:
+def with_defaults(
+    params: SamplingParams, given_names: Collection[str], defaults: Mapping[str, Any]
+) -> SamplingParams:
     """Return the parameters with defaults for the names that were not given."""
     missing = {name: value for name, value in defaults.items() if name not in given_names}
     if "max_tokens" in missing:  # it does not limit requests that ask for more

@@ -24,7 +24,9 @@ log = logging.getLogger("quire")
 CALLS: dict[str, Callable[..., Any]] = {
     "reset_slot": lambda runner, slot, *row: runner.reset_slot(slot, SlotState(*row)),
     "set_bias": lambda runner, slot, row, bias_V: runner.set_bias(slot, row, bias_V),
-    "copy": lambda runner, copies, saves, loads: runner.move(PageMoves(copies=copies, saves=saves, loads=loads)),
+    "copy": lambda runner, copies, saves, loads: runner.move(
+        PageMoves(copies=copies, saves=saves, loads=loads)
+    ),
     "catch_up": lambda runner, size, buffer: runner.catch_up(Size(*size), buffer),
     "reset": lambda runner: runner.reset(),
     "sleep": lambda runner, weights, pages: runner.sleep(weights, pages),
@@ -32,7 +34,12 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-def follow(model: str | Path | None = None, *, progress: Callable[[str], None] | None = None, **options: Any) -> None:
+def follow(
+    model: str | Path | None = None,
+    *,
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> None:
     """Join the processes that serve a model together, until process 0 ends.
 
     The options are those of process 0, with another `process_id`. If process 0 is lost, this
@@ -43,7 +50,9 @@ def follow(model: str | Path | None = None, *, progress: Callable[[str], None] |
 
 def follow_options(options: EngineOptions, progress: Callable[[str], None]) -> None:
     if not options.process_id:
-        raise ModelError("process_id is 0, and process 0 leads; the others follow, from 1 to num_processes - 1")
+        raise ModelError(
+            "process_id is 0, and process 0 leads; the others follow, from 1 to num_processes - 1"
+        )
     use_compile_cache()
     claim_memory(options)
     folder = folder_of(options)

@@ -116,7 +116,9 @@ class LLM:
         batch = prompt_list(prompts)
         priorities = list(priority) if isinstance(priority, Iterable) else [priority] * len(batch)
         if len(priorities) != len(batch):
-            raise RequestError("priority", f"has {len(priorities)} entries for {len(batch)} prompts")
+            raise RequestError(
+                "priority", f"has {len(priorities)} entries for {len(batch)} prompts"
+            )
         params = params_list(self.or_default(sampling_params), len(batch))
         return self.run(batch, params, use_tqdm, priorities=priorities, adapters=lora_request)
 
@@ -124,7 +126,9 @@ class LLM:
         """Return the default sampling parameters, from the model's generation_config.json."""
         return default_params(self.engine)
 
-    def or_default(self, params: SamplingParams | Seq[SamplingParams] | None) -> SamplingParams | Seq[SamplingParams]:
+    def or_default(
+        self, params: SamplingParams | Seq[SamplingParams] | None
+    ) -> SamplingParams | Seq[SamplingParams]:
         return self.get_default_sampling_params() if params is None else params
 
     def reset_prefix_cache(self) -> bool:
@@ -199,13 +203,18 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or a list of them; each is a list of messages in OpenAI's format.
 
-        tools: functions that the model may call, in OpenAI's format; calls are in the answer's text.
+        tools: functions that the model may call, in OpenAI's format; calls are in the answer's
+            text.
         chat_template: a Jinja source that replaces the model's template.
         chat_template_kwargs: variables of the template, such as {"enable_thinking": False}.
         add_generation_prompt: end with the start of an answer; None: unless a message is continued.
         continue_final_message: continue the last message instead of starting an answer.
         """
-        has_many = bool(messages) and isinstance(messages, Seq) and not isinstance(messages[0], str | Mapping)
+        has_many = (
+            bool(messages)
+            and isinstance(messages, Seq)
+            and not isinstance(messages[0], str | Mapping)
+        )
         options = {
             "chat_template": chat_template,
             "chat_template_kwargs": chat_template_kwargs,
@@ -213,13 +222,17 @@ class LLM:
             "continue_final_message": continue_final_message,
         }
         prompts = [
-            self.chat_prompt(conversation, tools, **options) for conversation in (messages if has_many else [messages])
+            self.chat_prompt(conversation, tools, **options)
+            for conversation in (messages if has_many else [messages])
         ]
         params = params_list(self.or_default(sampling_params), len(prompts))
         return self.run(prompts, params, use_tqdm, adapters=lora_request)
 
     def chat_prompt(
-        self, messages: Seq[Mapping[str, Any]], tools: Seq[Mapping[str, Any]] | None = None, **options: Any
+        self,
+        messages: Seq[Mapping[str, Any]],
+        tools: Seq[Mapping[str, Any]] | None = None,
+        **options: Any,
     ) -> TokensPrompt:
         """Return the prompt of one conversation, as text and token ids; the options are those of
         `chat`.
@@ -229,18 +242,27 @@ class LLM:
         tokenizer = self.get_tokenizer()
         given_options = {name: value for name, value in options.items() if value is not None}
         ignored: set[str] = set()
-        checked_messages = parse_messages(list(messages) if isinstance(messages, tuple) else messages, ignored)
+        checked_messages = parse_messages(
+            list(messages) if isinstance(messages, tuple) else messages, ignored
+        )
         if ignored:
             warnings.warn(f"{', '.join(sorted(ignored))}: unknown here, and ignored", stacklevel=3)
         checked_tools, _ = parse_tools(list(tools or ()), nested=True)
         text = render(tokenizer, checked_messages, checked_tools, template_options(given_options))
         try:
-            return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+            return {
+                "prompt": text,
+                "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False),
+            }
         except PromptError as error:
             raise RequestError("messages", str(error)) from None
 
     def beam_search(
-        self, prompts: Prompt | Seq[Prompt], params: BeamSearchParams, *, concurrency_limit: int | None = None
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: BeamSearchParams,
+        *,
+        concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """Return the likeliest continuations of every prompt, for `concurrency_limit` prompts at a
         time.
@@ -268,14 +290,19 @@ class LLM:
         embedder = self.engine.embedder
         prefix = pooling.prompt_prefix(embedder, prompt_name)
         tokenizer = self.engine.tokenizer
-        batch = [pooling.prepare_prompt(prompt, prefix, embedder, tokenizer) for prompt in prompt_list(prompts)]
+        batch = [
+            pooling.prepare_prompt(prompt, prefix, embedder, tokenizer)
+            for prompt in prompt_list(prompts)
+        ]
         params = [pooling.PARAMS] * len(batch)
         outputs = self.run(batch, params, use_tqdm, embedder.pooling, adapters=lora_request)
         return [pooling.embedding(output, dimensions, embedder.normalize) for output in outputs]
 
     encode = embed
 
-    def classify(self, prompts: Prompt | Seq[Prompt], use_tqdm: bool = True) -> list[ClassificationRequestOutput]:
+    def classify(
+        self, prompts: Prompt | Seq[Prompt], use_tqdm: bool = True
+    ) -> list[ClassificationRequestOutput]:
         """Return the class probabilities of every prompt, from a model with a classification
         head.
         """
@@ -284,7 +311,9 @@ class LLM:
         outputs = self.run(batch, [pooling.PARAMS] * len(batch), use_tqdm, "last")
         return [classes.classification_output(output, self.engine.config) for output in outputs]
 
-    def reward(self, prompts: Prompt | Seq[Prompt], use_tqdm: bool = True) -> list[PoolingRequestOutput]:
+    def reward(
+        self, prompts: Prompt | Seq[Prompt], use_tqdm: bool = True
+    ) -> list[PoolingRequestOutput]:
         """Return the reward of every prompt (a question with its answer): the value of the model's
         head.
 
@@ -309,12 +338,22 @@ class LLM:
         embedding model the cosine.
         """
         engine = self.engine
-        pair_scorer = pair_scores(engine.config, engine.embedder, self.get_tokenizer(), scoring.pairs(text_1, text_2))
-        prompts: list[Prompt] = [{"prompt_token_ids": prompt.tokens} for prompt in pair_scorer.prompts]
+        pair_scorer = pair_scores(
+            engine.config, engine.embedder, self.get_tokenizer(), scoring.pairs(text_1, text_2)
+        )
+        prompts: list[Prompt] = [
+            {"prompt_token_ids": prompt.tokens} for prompt in pair_scorer.prompts
+        ]
         kind = pair_scorer.prompts[0].pooling
         seconds = [prompt.second_start for prompt in pair_scorer.prompts]
         return pair_scorer.scores(
-            self.run(prompts, [prompt.params for prompt in pair_scorer.prompts], use_tqdm, kind, second_starts=seconds)
+            self.run(
+                prompts,
+                [prompt.params for prompt in pair_scorer.prompts],
+                use_tqdm,
+                kind,
+                second_starts=seconds,
+            )
         )
 
     def search(
@@ -332,14 +371,18 @@ class LLM:
         batch = [prompts] if is_chat(prompts) else prompt_list(prompts)
         return search_answers(self, batch, params or SearchParams(), reward)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
         """Yield the result as it grows, token by token; closing the iterator aborts the request.
 
         `sampling_params.output_kind` determines the contents of each result.
         """
         params = sampling_params or self.get_default_sampling_params()
         if params.num_sequences > params.n:
-            raise RequestError("best_of", "cannot be streamed: which answers are the likeliest shows at the end")
+            raise RequestError(
+                "best_of", "cannot be streamed: which answers are the likeliest shows at the end"
+            )
         read = Request.delta if params.output_kind is RequestOutputKind.DELTA else Request.output
         request = self.add(prompt, params)
         try:
@@ -348,7 +391,11 @@ class LLM:
                 with self.turn():
                     has_grown = not request.finished and request in self.step()
                     is_finished = request.finished  # perhaps by the steps of another stream
-                    is_due = is_finished or has_grown and params.output_kind is not RequestOutputKind.FINAL_ONLY
+                    is_due = (
+                        is_finished
+                        or has_grown
+                        and params.output_kind is not RequestOutputKind.FINAL_ONLY
+                    )
                     result = read(request) if is_due else None
                 if result is not None:
                     yield result
@@ -376,9 +423,18 @@ class LLM:
             count = len(prompts)
             adapter_list = adapter_per_prompt(adapters, count)
             for prompt, request_params, priority, second_start, adapter in zip(
-                prompts, params, priorities or [None] * count, second_starts or [FAR] * count, adapter_list, strict=True
+                prompts,
+                params,
+                priorities or [None] * count,
+                second_starts or [FAR] * count,
+                adapter_list,
+                strict=True,
             ):
-                requests.append(self.add(prompt, request_params, pooling, priority, batch, second_start, adapter))
+                requests.append(
+                    self.add(
+                        prompt, request_params, pooling, priority, batch, second_start, adapter
+                    )
+                )
             with bar(len(requests), use_tqdm) as advance:
                 while batch.unfinished:
                     with self.turn():
@@ -400,7 +456,9 @@ class LLM:
         return self.engine.step()
 
     def abort(self, requests: Seq[Request]) -> None:
-        """End requests, and take in the steps that are still under way, so that the next call starts clean."""
+        """End requests, and take in the steps that are still under way, so that the next call
+        starts clean.
+        """
         if self.engine.lifecycle.is_forked:
             return
         with self.turn():
@@ -423,7 +481,9 @@ class LLM:
         text, tokens, terms = parse_prompt(prompt, self.engine.tokenizer, priority)
         terms = with_adapter(terms, self.engine.adapters, adapter)
         with self.turn():
-            request = self.engine.add(str(next(self.ids)), tokens, params, text, terms, pooling, second_start)
+            request = self.engine.add(
+                str(next(self.ids)), tokens, params, text, terms, pooling, second_start
+            )
             if batch is not None:
                 request.watched = False
                 batch.unfinished.add(request)
@@ -481,11 +541,15 @@ def parse_prompt(
     terms = PLAIN if priority is None else Terms(priority=priority)
     if isinstance(prompt, Mapping):
         if unknown := set(prompt) - set(PROMPT_KEYS):
-            raise RequestError("prompt", f"has the key {shown(min(unknown))}; it takes {', '.join(PROMPT_KEYS)}")
+            raise RequestError(
+                "prompt", f"has the key {shown(min(unknown))}; it takes {', '.join(PROMPT_KEYS)}"
+            )
         text = prompt.get("prompt")
         tokens = prompt.get("prompt_token_ids")
         if priority is not None and "priority" in prompt:
-            raise RequestError("priority", "is given with the prompt and beside it; leave one of them out")
+            raise RequestError(
+                "priority", "is given with the prompt and beside it; leave one of them out"
+            )
         terms = replace(terms, **{key: prompt[key] for key in TERMS if key in prompt})
         if tokens is not None:
             return text, list(tokens), terms
@@ -494,11 +558,15 @@ def parse_prompt(
         if not prompt:
             raise RequestError("prompt", "is empty; it must have at least one character")
         if tokenizer is None:
-            raise RequestError("prompt", "is text, and skip_tokenizer_init is set; give prompt_token_ids")
+            raise RequestError(
+                "prompt", "is text, and skip_tokenizer_init is set; give prompt_token_ids"
+            )
         try:
             return prompt, tokenizer.encode(prompt), terms
         except PromptError as error:
             raise RequestError("prompt", str(error)) from None
     if prompt is None or isinstance(prompt, (bytes, int, float)):
-        raise RequestError("prompt", f"must be text, a list of token ids, or a dict of either, got {shown(prompt)}")
+        raise RequestError(
+            "prompt", f"must be text, a list of token ids, or a dict of either, got {shown(prompt)}"
+        )
     return None, list(prompt), terms

@@ -27,9 +27,13 @@ def bar(total: int, is_enabled: bool) -> Iterator[Callable[[int, int], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
-        TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"),
-        TextColumn("{task.fields[rate]:.0f} tokens/s"), TimeElapsedColumn(),
-    )  # fmt: skip
+        TextColumn("generating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]} tokens"),
+        TextColumn("{task.fields[rate]:.0f} tokens/s"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=total, tokens=0, rate=0.0)
         tokens = 0

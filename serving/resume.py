@@ -43,7 +43,9 @@ def seed_of(request: Request) -> int:
     return base - (1 << 64) if base >> 63 else base
 
 
-def resume(engine: Engine, requests: Seq[Request], streamed: Seq[Streamed]) -> list[tuple[int, CompletionDelta]]:
+def resume(
+    engine: Engine, requests: Seq[Request], streamed: Seq[Streamed]
+) -> list[tuple[int, CompletionDelta]]:
     """Give newly added requests the tokens that were streamed already.
 
     Called in the engine's thread. The tokens are computed like a prompt. Their scores are unknown,
@@ -57,11 +59,15 @@ def resume(engine: Engine, requests: Seq[Request], streamed: Seq[Streamed]) -> l
     for prompt, index, tokens in streamed:
         request = requests[prompt]
         if request.params.num_sequences > request.params.n:
-            raise EngineError("the engine that wrote this answer is gone; the request can be sent again")
+            raise EngineError(
+                "the engine that wrote this answer is gone; the request can be sent again"
+            )
         seq = request.sequences[index]
         for token in tokens:
             if seq.finish_reason is None:
-                engine.results.push(seq, token, Score(token, 0.0, 1, NONE, NONE, NONE) if seq.scored else None, now)
+                engine.results.push(
+                    seq, token, Score(token, 0.0, 1, NONE, NONE, NONE) if seq.scored else None, now
+                )
         if (fresh := request.completions[index].take(index)) is not None:
             deltas.append((prompt, fresh))
     return deltas

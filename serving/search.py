@@ -47,7 +47,9 @@ class SearchParams:
         integer("width", self.width, 1, self.n, " (n)")
         integer("max_steps", self.max_steps, 1, 1 << 10)
         if not isinstance(self.step, str) or not self.step:
-            raise RequestError("step", f"must be a text of one character or more, got {shown(self.step)}")
+            raise RequestError(
+                "step", f"must be a text of one character or more, got {shown(self.step)}"
+            )
         if not isinstance(self.sampling, SamplingParams):
             raise RequestError("sampling", f"must be SamplingParams, got {shown(self.sampling)}")
         try:
@@ -85,10 +87,14 @@ class SearchPrompt(NamedTuple):
     tokens: list[int]
 
 
-def search(llm: Writer, prompts: Seq[Any], params: SearchParams, reward: Reward | Writer | None) -> list[SearchOutput]:
+def search(
+    llm: Writer, prompts: Seq[Any], params: SearchParams, reward: Reward | Writer | None
+) -> list[SearchOutput]:
     """Return the best answer to each prompt."""
     if params.method != "majority" and reward is None:
-        raise RequestError("reward", f"must be given for {params.method}: a function, or a model with one class")
+        raise RequestError(
+            "reward", f"must be given for {params.method}: a function, or a model with one class"
+        )
     if reward is not None and not callable(reward):
         classes.check_classifier(reward.engine.config, reward=True)
     search_prompts = [SearchPrompt(prompt, prompt_tokens(llm, prompt)) for prompt in prompts]
@@ -105,7 +111,11 @@ def prompt_tokens(llm: Writer, prompt: Any) -> list[int]:
     if is_chat(prompt):
         return list(llm.chat_prompt(prompt)["prompt_token_ids"])
     if isinstance(prompt, Mapping):
-        prompt = prompt["prompt"] if prompt.get("prompt_token_ids") is None else prompt["prompt_token_ids"]
+        prompt = (
+            prompt["prompt"]
+            if prompt.get("prompt_token_ids") is None
+            else prompt["prompt_token_ids"]
+        )
     return llm.get_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
 
 
@@ -131,8 +141,12 @@ class AnswerSearch:
             self.assign_rewards(prompts, candidates_by_prompt)
         outputs = []
         for place, candidates in enumerate(candidates_by_prompt):
-            best = self.vote(candidates) if self.params.method == "majority" else likeliest(candidates)
-            outputs.append(SearchOutput(best.text, best, candidates, self.generated[place], self.scored[place]))
+            best = (
+                self.vote(candidates) if self.params.method == "majority" else likeliest(candidates)
+            )
+            outputs.append(
+                SearchOutput(best.text, best, candidates, self.generated[place], self.scored[place])
+            )
         return outputs
 
     def generate_candidates(
@@ -150,21 +164,31 @@ class AnswerSearch:
         sampling = self.params.sampling
         step = {}
         if stop is not None:
-            stop_strings = [sampling.stop] if isinstance(sampling.stop, str) else list(sampling.stop or ())
+            stop_strings = (
+                [sampling.stop] if isinstance(sampling.stop, str) else list(sampling.stop or ())
+            )
             step = {"stop": [stop, *stop_strings], "include_stop_str_in_output": True}
         for place, (search_prompt, partial_answers) in enumerate(
             zip(search_prompts, partial_answers_by_prompt, strict=True)
         ):
             for number, partial in enumerate(partial_answers):
-                max_tokens = None if sampling.max_tokens is None else sampling.max_tokens - len(partial.token_ids)
+                max_tokens = (
+                    None
+                    if sampling.max_tokens is None
+                    else sampling.max_tokens - len(partial.token_ids)
+                )
                 # With the same noise, the answers to all prompts would be good or bad together.
                 seed_offset = 1009 * (round_ * self.params.n + number) + 1_000_003 * place
                 seed = None if sampling.seed is None else sampling.seed + seed_offset
                 params.append(replace(sampling, n=count, max_tokens=max_tokens, seed=seed, **step))
-                prompts.append(TokensPrompt(prompt_token_ids=search_prompt.tokens + partial.token_ids))
+                prompts.append(
+                    TokensPrompt(prompt_token_ids=search_prompt.tokens + partial.token_ids)
+                )
                 origins.append((place, partial))
         candidates_by_prompt: list[list[Candidate]] = [[] for _ in search_prompts]
-        for (place, partial), output in zip(origins, self.llm.generate(prompts, params, use_tqdm=False), strict=True):
+        for (place, partial), output in zip(
+            origins, self.llm.generate(prompts, params, use_tqdm=False), strict=True
+        ):
             for answer in output.outputs:
                 tokens = list(answer.token_ids)
                 self.generated[place] += len(tokens)
@@ -176,11 +200,16 @@ class AnswerSearch:
                 )
         return candidates_by_prompt
 
-    def assign_rewards(self, search_prompts: list[SearchPrompt], candidates_by_prompt: list[list[Candidate]]) -> None:
+    def assign_rewards(
+        self, search_prompts: list[SearchPrompt], candidates_by_prompt: list[list[Candidate]]
+    ) -> None:
         """Assign a reward to each candidate that has none."""
         if self.reward is None:
             return
-        new = [[answer for answer in candidates if answer.reward is None] for candidates in candidates_by_prompt]
+        new = [
+            [answer for answer in candidates if answer.reward is None]
+            for candidates in candidates_by_prompt
+        ]
         outputs: Iterator[PoolingRequestOutput] = iter(())
         if not callable(self.reward):
             prompts = [
@@ -191,9 +220,13 @@ class AnswerSearch:
             outputs = iter(self.reward.reward(prompts, use_tqdm=False))
         for place, (search_prompt, answers) in enumerate(zip(search_prompts, new, strict=True)):
             if callable(self.reward):
-                rewards = list(self.reward(search_prompt.prompt, [answer.text for answer in answers]))
+                rewards = list(
+                    self.reward(search_prompt.prompt, [answer.text for answer in answers])
+                )
                 if len(rewards) != len(answers):
-                    raise RequestError("reward", f"gave {len(rewards)} numbers for {len(answers)} answers")
+                    raise RequestError(
+                        "reward", f"gave {len(rewards)} numbers for {len(answers)} answers"
+                    )
             else:
                 scored = [next(outputs) for _ in answers]
                 # A process reward: that of the last step.
@@ -218,11 +251,16 @@ class AnswerSearch:
     def vote(self, candidates: list[Candidate]) -> Candidate:
         """Return the first, or the best, of the candidates with the most frequent answer."""
         votes: dict[str, float] = {}
-        min_reward = min((candidate.reward for candidate in candidates if candidate.reward is not None), default=0.0)
+        min_reward = min(
+            (candidate.reward for candidate in candidates if candidate.reward is not None),
+            default=0.0,
+        )
         for candidate in candidates:
             candidate.answer = extract_answer(candidate.text, self.params.answer)
             if candidate.answer is not None:
-                weight = 1.0 if candidate.reward is None else candidate.reward - min(min_reward, 0.0)
+                weight = (
+                    1.0 if candidate.reward is None else candidate.reward - min(min_reward, 0.0)
+                )
                 votes[candidate.answer] = votes.get(candidate.answer, 0.0) + weight
         if not votes:
             return likeliest(candidates)
@@ -238,7 +276,11 @@ class AnswerSearch:
             if not any(partial_by_prompt):
                 break
             candidates_by_prompt = self.generate_candidates(
-                prompts, partial_by_prompt, count if round_ else self.params.n, round_, self.params.step
+                prompts,
+                partial_by_prompt,
+                count if round_ else self.params.n,
+                round_,
+                self.params.step,
             )
             self.assign_rewards(prompts, candidates_by_prompt)
             for place in range(len(prompts)):
@@ -246,9 +288,16 @@ class AnswerSearch:
                     unique_candidates(finished_by_prompt[place] + candidates_by_prompt[place]),
                     key=lambda candidate: -value(candidate),
                 )[: self.params.width]
-                finished_by_prompt[place] = [candidate for candidate in best if self.is_finished(candidate)]
-                partial_by_prompt[place] = [candidate for candidate in best if not self.is_finished(candidate)]
-        return [finished + partial for finished, partial in zip(finished_by_prompt, partial_by_prompt, strict=True)]
+                finished_by_prompt[place] = [
+                    candidate for candidate in best if self.is_finished(candidate)
+                ]
+                partial_by_prompt[place] = [
+                    candidate for candidate in best if not self.is_finished(candidate)
+                ]
+        return [
+            finished + partial
+            for finished, partial in zip(finished_by_prompt, partial_by_prompt, strict=True)
+        ]
 
     def is_finished(self, candidate: Candidate) -> bool:
         max_tokens = self.params.sampling.max_tokens
@@ -265,7 +314,10 @@ def mark_steps(reward: Writer, text: str, step: str) -> str:
     if token is None:
         return text
     mark = reward.get_tokenizer().decode([token], skip_special_tokens=False)
-    return "".join(step_text.strip() + mark for step_text in text.split(step) if step_text.strip()) or mark
+    return (
+        "".join(step_text.strip() + mark for step_text in text.split(step) if step_text.strip())
+        or mark
+    )
 
 
 def unique_candidates(candidates: Seq[Candidate]) -> list[Candidate]:

@@ -40,7 +40,11 @@ class Axis:
     def part(self, x):
         """This device's slice of the leading axis of a replicated array."""
         local_size = x.shape[0] // self.size
-        return lax.dynamic_slice_in_dim(x, self.index() * local_size, local_size) if self.size > 1 else x
+        return (
+            lax.dynamic_slice_in_dim(x, self.index() * local_size, local_size)
+            if self.size > 1
+            else x
+        )
 
     def take(self, x, rows_R):
         """Rows by global index from an array whose leading axis is split; zeros for indices out of
@@ -59,7 +63,9 @@ class Axis:
         """The devices of both axes."""
         if 1 in (self.size, right.size):
             return right if self.size == 1 else self
-        names = [(axis.name,) if isinstance(axis.name, str) else axis.name for axis in (self, right)]
+        names = [
+            (axis.name,) if isinstance(axis.name, str) else axis.name for axis in (self, right)
+        ]
         return Axis(names[0] + names[1], self.size * right.size)
 
 

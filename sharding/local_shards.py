@@ -11,7 +11,10 @@ from .spec import ArraySpec
 def sharded_shape(spec: ArraySpec, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
     """The shape of the whole sharded array, with replicated elements and padding."""
     layouts = shard_layouts(spec, mesh)
-    return tuple(size if order is None else order.size for size, order in zip(spec.shape, layouts, strict=True))
+    return tuple(
+        size if order is None else order.size
+        for size, order in zip(spec.shape, layouts, strict=True)
+    )
 
 
 def as_stored(spec: ArraySpec, mesh: Mesh) -> bool:
@@ -26,7 +29,9 @@ def local_elements(spec: ArraySpec, mesh: Mesh) -> list[np.ndarray]:
         for size, order in zip(spec.shape, shard_layouts(spec, mesh), strict=True)
     ]
     masks = [np.zeros(size, bool) for size in spec.shape]
-    for index in sharding(spec, mesh).addressable_devices_indices_map(sharded_shape(spec, mesh)).values():
+    for index in (
+        sharding(spec, mesh).addressable_devices_indices_map(sharded_shape(spec, mesh)).values()
+    ):
         for mask, order, axis_slice in zip(masks, layouts, index or (), strict=False):
             elements = order[axis_slice]
             mask[elements[elements >= 0]] = True

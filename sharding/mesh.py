@@ -19,8 +19,12 @@ DEVICE_ORDER = ("data", "pipe", "context", "expert", "tensor")
 
 MeshAxes = str | tuple[str, ...] | None  # of several, the first varies slowest
 RULES: dict[str, MeshAxes] = {
-    "vocab": "tensor", "heads": "tensor", "ffn": "tensor", "experts": ("data", "context", "expert"), "embed": None,
-}  # fmt: skip
+    "vocab": "tensor",
+    "heads": "tensor",
+    "ffn": "tensor",
+    "experts": ("data", "context", "expert"),
+    "embed": None,
+}
 PADDED = {"vocab"}  # logical axes that are padded to divide
 
 Rules = Mapping[str, MeshAxes]
@@ -40,9 +44,13 @@ def make_mesh(
     available = jax.devices() if devices is None else devices
     if min(shape) < 1 or math.prod(shape) > len(available):
         requested = " x ".join(f"{name} {size}" for name, size in zip(AXES, shape, strict=True))
-        raise ValueError(f"a mesh of {requested} needs {math.prod(shape)} devices; there are {len(available)}")
+        raise ValueError(
+            f"a mesh of {requested} needs {math.prod(shape)} devices; there are {len(available)}"
+        )
     sizes = dict(zip(AXES, shape, strict=True))
-    grid = np.array(available[: math.prod(shape)], object).reshape([sizes[name] for name in DEVICE_ORDER])
+    grid = np.array(available[: math.prod(shape)], object).reshape(
+        [sizes[name] for name in DEVICE_ORDER]
+    )
     chosen = grid.transpose([DEVICE_ORDER.index(name) for name in AXES]).reshape(-1).tolist()
     return jax.make_mesh(shape, AXES, devices=chosen, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -51,7 +59,8 @@ def stage_meshes(mesh: Mesh) -> list[Mesh]:
     """A mesh for each pipeline stage, with the same axes."""
     axis = AXES.index("pipe")
     return [
-        Mesh(devices, AXES, axis_types=mesh.axis_types) for devices in np.split(mesh.devices, mesh.shape["pipe"], axis)
+        Mesh(devices, AXES, axis_types=mesh.axis_types)
+        for devices in np.split(mesh.devices, mesh.shape["pipe"], axis)
     ]
 
 
@@ -76,18 +85,24 @@ def mesh_axes(axis: str | Interleaved | None, rules: Rules) -> MeshAxes:
     if name is None:
         return None
     if name not in rules:
-        raise ValueError(f"no rule for the logical axis {name!r}; there are rules for {', '.join(rules)}")
+        raise ValueError(
+            f"no rule for the logical axis {name!r}; there are rules for {', '.join(rules)}"
+        )
     return rules[name]
 
 
 @lru_cache(256)  # layers have the same axes
-def shard_layout(axis: str | Interleaved | None, size: int, devices: int, over: MeshAxes) -> np.ndarray | None:
+def shard_layout(
+    axis: str | Interleaved | None, size: int, devices: int, over: MeshAxes
+) -> np.ndarray | None:
     """The indices of an axis in the order in which devices store them, device by device; -1 is
     padding.
 
     None if that is the identity: no index twice and no padding.
     """
-    name, sizes, shared, repeated, widths = axis if isinstance(axis, Interleaved) else Interleaved(axis or "", (size,))
+    name, sizes, shared, repeated, widths = (
+        axis if isinstance(axis, Interleaved) else Interleaved(axis or "", (size,))
+    )
     widths = widths or (1,) * len(sizes)
 
     def fits(index: int, devices: int) -> bool:
@@ -98,25 +113,36 @@ def shard_layout(axis: str | Interleaved | None, size: int, devices: int, over: 
     elements_by_run = []
     for index, run_size in enumerate(sizes):
         if not fits(index, devices):
-            fitting = [n for n in range(1, 2 * devices + 1) if all(fits(run, n) for run in range(len(sizes)))]
+            fitting = [
+                n
+                for n in range(1, 2 * devices + 1)
+                if all(fits(run, n) for run in range(len(sizes)))
+            ]
             mesh_axis = over if isinstance(over, str) else " x ".join(over or ())
             raise ValueError(
-                f"{name!r} has size {run_size + repeated}, which does not divide over {mesh_axis}={devices}; "
-                f"{mesh_axis} could be {', '.join(map(str, fitting))}"
+                f"{name!r} has size {run_size + repeated}, which does not divide over "
+                f"{mesh_axis}={devices}; {mesh_axis} could be {', '.join(map(str, fitting))}"
             )
         if index in shared and run_size < devices:
             elements = np.repeat(np.arange(run_size), devices // run_size)
         else:
             elements = np.arange(-(-(run_size + repeated) // devices) * devices)
             elements = np.where(
-                (elements < run_size) | (elements >= run_size + repeated), elements, elements % run_size
+                (elements < run_size) | (elements >= run_size + repeated),
+                elements,
+                elements % run_size,
             )
         elements = np.where(elements < run_size, elements, -1)
-        elements = np.where(elements[:, None] < 0, -1, elements[:, None] * widths[index] + np.arange(widths[index]))
+        elements = np.where(
+            elements[:, None] < 0, -1, elements[:, None] * widths[index] + np.arange(widths[index])
+        )
         elements_by_run.append(elements.reshape(devices, -1))
-    starts = np.cumsum([0, *(run_size * width for run_size, width in zip(sizes, widths, strict=True))][:-1])
+    starts = np.cumsum(
+        [0, *(run_size * width for run_size, width in zip(sizes, widths, strict=True))][:-1]
+    )
     placed = [
-        np.where(elements < 0, -1, start + elements) for start, elements in zip(starts, elements_by_run, strict=True)
+        np.where(elements < 0, -1, start + elements)
+        for start, elements in zip(starts, elements_by_run, strict=True)
     ]
     layout = np.concatenate(placed, axis=1).reshape(-1)
     if size != total:  # several numbers for each element
@@ -125,7 +151,9 @@ def shard_layout(axis: str | Interleaved | None, size: int, devices: int, over: 
     return None if layout.size == size and (layout == np.arange(size)).all() else layout
 
 
-def shard_layouts(spec: ArraySpec, mesh: Mesh | AbstractMesh, rules: Rules = RULES) -> list[np.ndarray | None]:
+def shard_layouts(
+    spec: ArraySpec, mesh: Mesh | AbstractMesh, rules: Rules = RULES
+) -> list[np.ndarray | None]:
     """The `shard_layout` of each axis."""
     over = [mesh_axes(axis, rules) for axis in spec.axes]
     return [
@@ -150,5 +178,7 @@ def device_axes(mesh: Mesh | None) -> DeviceAxes:
     """The axes of a mesh, for code that runs on each device."""
     if mesh is None:
         return ONE_DEVICE
-    tensor, expert, context, data = (Axis(name, mesh.shape[name]) for name in ("tensor", "expert", "context", "data"))
+    tensor, expert, context, data = (
+        Axis(name, mesh.shape[name]) for name in ("tensor", "expert", "context", "data")
+    )
     return DeviceAxes(tensor, expert, context, data=data)

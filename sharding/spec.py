@@ -82,7 +82,9 @@ def random_arrays(tree, seed: int = 0, on_device: bool = False):
     leaves, shape = jax.tree.flatten(tree)
     if on_device:
         keys = jax.random.split(jax.random.key(seed), len(leaves))
-        return shape.unflatten([draw_on_device(spec, key) for spec, key in zip(leaves, keys, strict=True)])
+        return shape.unflatten(
+            [draw_on_device(spec, key) for spec, key in zip(leaves, keys, strict=True)]
+        )
 
     rng = np.random.default_rng(seed)
 
@@ -103,7 +105,9 @@ def draw_on_device(spec: ArraySpec, key) -> jax.Array:
     def integers(low: int, high: int, dtype):
         return jax.random.randint(key, spec.shape, low, high, dtype)
 
-    return values(spec, jnp, partial(jax.random.normal, key, spec.shape, jnp.float32), integers).astype(spec.dtype)
+    return values(
+        spec, jnp, partial(jax.random.normal, key, spec.shape, jnp.float32), integers
+    ).astype(spec.dtype)
 
 
 def values(spec: ArraySpec, xp, normal: Callable, integers: Callable):
@@ -126,7 +130,9 @@ def values(spec: ArraySpec, xp, normal: Callable, integers: Callable):
     if spec.init == "signed":
         return integers(-127, 128, xp.int8)
     if spec.init.startswith("scale/"):  # for codes uniform up to this number
-        return xp.full(spec.shape, math.sqrt(3 / spec.fan_in) / float(spec.init.removeprefix("scale/")))
+        return xp.full(
+            spec.shape, math.sqrt(3 / spec.fan_in) / float(spec.init.removeprefix("scale/"))
+        )
     if spec.init == "exponents":  # biased by 127; the scaled codes are about 2^1.5
         return xp.full(spec.shape, 127 - round(math.log2(spec.fan_in) / 2 + 1.5))
     raise ValueError(f"unknown init {spec.init!r}")

@@ -29,5 +29,7 @@ def dataclass(cls: Any = None, *, kw_only: bool = False) -> Any:
     frozen.replace = dataclasses.replace
     fields = dataclasses.fields(frozen)
     children = [item.name for item in fields if item.metadata.get("pytree_node", True)]
-    jax.tree_util.register_dataclass(frozen, children, [item.name for item in fields if item.name not in children])
+    jax.tree_util.register_dataclass(
+        frozen, children, [item.name for item in fields if item.name not in children]
+    )
     return frozen

@@ -16,13 +16,16 @@ for name, value in {
     "JAX_COMPILATION_CACHE_DIR": str(CACHE),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compiling takes longer than running at these sizes
+    # compiling takes longer than running at these sizes
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",
     "HF_HUB_OFFLINE": "1",  # a test that needs the network is a bug
 }.items():
     os.environ.setdefault(name, value)
 
 # The machine's speed is no property of the code: no example may fail for being slow.
-hypothesis.settings.register_profile("quire", max_examples=cases(100), deadline=None, print_blob=True)
+hypothesis.settings.register_profile(
+    "quire", max_examples=cases(100), deadline=None, print_blob=True
+)
 hypothesis.settings.load_profile("quire")
 
 
@@ -30,7 +33,9 @@ MANY = 400  # some thousand compiled programs in one process exhaust what LLVM m
 
 
 class Programs:
-    """Those that this process has compiled and not forgotten: what is forgotten is compiled again."""
+    """Those that this process has compiled and not forgotten: what is forgotten is compiled
+    again.
+    """
 
     def __init__(self):
         import jax
@@ -71,7 +76,8 @@ def few_programs(programs):
 def compiled_quickly(monkeypatch):
     """For tests that compare numbers within a tolerance: they compile in half the time.
 
-    Not for those that compare bits: without XLA's emitters of fusions a row's depend on its company.
+    Not for those that compare bits: without XLA's emitters of fusions a row's depend on its
+    company.
     """
     from jax._src import compiler
 
@@ -80,14 +86,18 @@ def compiled_quickly(monkeypatch):
     options = compiler.get_compile_options
 
     def quickly(*args, env_options_overrides=None, **kwargs):
-        return options(*args, env_options_overrides=quick.OPTIONS | (env_options_overrides or {}), **kwargs)
+        return options(
+            *args, env_options_overrides=quick.OPTIONS | (env_options_overrides or {}), **kwargs
+        )
 
     monkeypatch.setattr(compiler, "get_compile_options", quickly)
 
 
 @pytest.fixture
 def interpreted_once(monkeypatch):
-    """A GPU kernel is compiled once for all of its threads: the interpreter does so for each, most of its time."""
+    """A GPU kernel is compiled once for all of its threads: the interpreter does so for each, most
+    of its time.
+    """
     from threading import Lock
 
     import jax
@@ -103,7 +113,9 @@ def interpreted_once(monkeypatch):
         key = id(jaxpr), *((x.shape, x.dtype) for x in jax.tree.leaves(given))
         with lock:
             if key not in programs:
-                traced = jax.jit(lambda consts, *args: jax.core.eval_jaxpr(jaxpr, consts, *args) and None).trace(*given)
+                traced = jax.jit(
+                    lambda consts, *args: jax.core.eval_jaxpr(jaxpr, consts, *args) and None
+                ).trace(*given)
                 programs[key] = jaxpr, traced.lower().compile(quick.OPTIONS)
         programs[key][1](*given)
 

@@ -1,4 +1,6 @@
-"""What `quire` and each extra declare is enough: every environment here has that and nothing of the tests."""
+"""What `quire` and each extra declare is enough: every environment here has that and nothing of the
+tests.
+"""
 
 import ast
 import sys
@@ -17,11 +19,14 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
 FOLDERS = [ROOT.joinpath(*package.split(".")[1:]) for package in PACKAGES]
 MODULES = {
-    ".".join(("quire", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
+    ".".join(("quire", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    ): path
     for folder in FOLDERS
     for path in sorted(folder.glob("*.py"))
 }
-# By extra: the modules of the package that need it, each with all below it, and the libraries that these import.
+# By extra: the modules of the package that need it, each with all below it, and the libraries that
+# these import.
 NEEDED_BY = {
     "cuda": (("ops",), ("jax.experimental.pallas.mosaic_gpu", "jax.experimental.pallas.triton")),
     "cuda12": (("ops",), ("jax.experimental.pallas.mosaic_gpu", "jax.experimental.pallas.triton")),
@@ -35,7 +40,8 @@ NEEDED_BY = {
     ),
     "ray": (("serving.ray", "scripts.serve"), ("ray.serve",)),
 }
-FLASHINFER = "quire.ops.attention.flashinfer_kernel"  # its libraries are installed on machines with a GPU only
+# its libraries are installed on machines with a GPU only
+FLASHINFER = "quire.ops.attention.flashinfer_kernel"
 PREFIXES = tuple(f"quire.{name}" for modules, _ in NEEDED_BY.values() for name in modules)
 
 
@@ -48,16 +54,24 @@ def test_every_extra_is_tried():
 
 
 def test_every_import_is_declared():
-    """Of the whole file, inside functions too: by the package's own requirements, or by the extra for such modules."""
+    """Of the whole file, inside functions too: by the package's own requirements, or by the extra
+    for such modules.
+    """
     own, _ = extras_alone.closure(extras_alone.requirements(None))
-    provided = {file[0].removesuffix(".py") for each in own.values() for file in extras_alone.files(each)}
+    provided = {
+        file[0].removesuffix(".py") for each in own.values() for file in extras_alone.files(each)
+    }
     for module, path in MODULES.items():
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module]
-            outside = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - provided
-            assert not outside or below(module, PREFIXES), f"{path}: no extra is for {sorted(outside)}"
+            outside = (
+                {name.partition(".")[0] for name in names} - sys.stdlib_module_names - provided
+            )
+            assert not outside or below(module, PREFIXES), (
+                f"{path}: no extra is for {sorted(outside)}"
+            )
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +85,9 @@ def test_all_modules_import_without_extras(without_extras):
     errors = extras_alone.import_errors(without_extras, MODULES)
     assert len(MODULES) > 400
     assert not {module: error for module, error in errors.items() if not below(module, PREFIXES)}
-    assert "quire.ops.linear.gpu_kernel.hopper" in errors, "the environment has absl: it shows nothing"
+    assert "quire.ops.linear.gpu_kernel.hopper" in errors, (
+        "the environment has absl: it shows nothing"
+    )
 
 
 @pytest.mark.slow
@@ -81,7 +97,12 @@ def test_modules_import_with_their_extra_alone(tmp_path, extra):
     prefixes = tuple(f"quire.{name}" for name in prefixes)
     modules = [name for name in MODULES if below(name, prefixes) and not below(name, (FLASHINFER,))]
     assert modules
-    assert extras_alone.import_errors(extras_alone.make(tmp_path / "venv", extra), [*modules, *libraries]) == {}
+    assert (
+        extras_alone.import_errors(
+            extras_alone.make(tmp_path / "venv", extra), [*modules, *libraries]
+        )
+        == {}
+    )
 
 
 ON_HOPPER = """
@@ -102,15 +123,23 @@ def test_gpu_without_its_kernels_libraries_is_a_start_up_error(without_extras, t
     failed = extras_alone.run(without_extras, ON_HOPPER, *command, **env)
     assert failed.returncode == 2, (failed.stdout, failed.stderr)
     (line,) = failed.stderr.splitlines()
-    assert line.startswith("error: the kernel for ") and "No module named 'absl'. pip install 'quire[cuda]'" in line
+    assert (
+        line.startswith("error: the kernel for ")
+        and "No module named 'absl'. pip install 'quire[cuda]'" in line
+    )
 
 
 def test_missing_library_of_a_kernel_is_no_reason_to_use_another(monkeypatch):
     """But where the kernels are turned off it is not asked for."""
     kernel = replace(hopper.KERNEL, compiler="library_that_is_absent")
-    with pytest.raises(MissingLibrary, match=r"attention .* No module named 'library_that_is_absent'\. pip install"):
+    with pytest.raises(
+        MissingLibrary, match=r"attention .* No module named 'library_that_is_absent'\. pip install"
+    ):
         self_test.require_pass(kernel, {})
-    with pytest.raises(MissingLibrary, match=r"No module named 'trial_that_is_absent'\. pip install 'quire\[cuda\]'"):
+    with pytest.raises(
+        MissingLibrary,
+        match=r"No module named 'trial_that_is_absent'\. pip install 'quire\[cuda\]'",
+    ):
         self_test.test("trial_that_is_absent", "{}")
     monkeypatch.setenv("QUIRE_MOSAIC", "off")
     with pytest.raises(NotImplementedError, match="QUIRE_MOSAIC is off"):

@@ -1,1 +1,3 @@
-"""Developer tools, outside of the wheel: `python -m tools.peers.compare`, from the repository root."""
+"""Developer tools, outside of the wheel: `python -m tools.peers.compare`, from the repository
+root.
+"""

@@ -43,7 +43,9 @@ class AdaptedMatrix(NamedTuple):
         in_I = self.source.turn(input_indices).reshape(size, -1)[:, 0]
         for order in (out_O, in_I):
             if order.dtype.kind != "i" or not np.array_equal(np.sort(order), np.arange(len(order))):
-                raise ModelError(f"{self.source.name} is changed while it is loaded, and cannot be adapted")
+                raise ModelError(
+                    f"{self.source.name} is changed while it is loaded, and cannot be adapted"
+                )
         return in_I, out_O
 
 
@@ -71,14 +73,19 @@ class AdapterTarget:
         """The module names that select it: the last part of each tensor's name, or EXPERTS."""
         if self.stack:
             return {EXPERTS}
-        return {matrix.source.name.removesuffix(".weight").rpartition(".")[2] for matrix in self.matrices}
+        return {
+            matrix.source.name.removesuffix(".weight").rpartition(".")[2]
+            for matrix in self.matrices
+        }
 
     @property
     def element_matrices(self) -> tuple[AdaptedMatrix, ...]:
         """The checkpoint matrices that make up one element of the stack."""
         return self.matrices[: len(self.matrices) // math.prod(self.stack)]
 
-    def specs(self, dtype: Any, rank: int, slots: tuple[int, ...] = ()) -> tuple[ArraySpec, ArraySpec, ArraySpec]:
+    def specs(
+        self, dtype: Any, rank: int, slots: tuple[int, ...] = ()
+    ) -> tuple[ArraySpec, ArraySpec, ArraySpec]:
         """Specs of (down, up, longer) of one adapter or of `slots`, sharded like the weight."""
         s = len(self.stack)
         lead = (*slots, *self.stack)
@@ -87,7 +94,11 @@ class AdapterTarget:
         into = axes[: len(self.into)]
         out = axes[len(self.into) :]
         return (
-            ArraySpec((*lead, *self.into, len(self.element_matrices) * rank), dtype, (*stack_axes, *into, None)),
+            ArraySpec(
+                (*lead, *self.into, len(self.element_matrices) * rank),
+                dtype,
+                (*stack_axes, *into, None),
+            ),
             ArraySpec((*lead, rank, *self.out), dtype, (*stack_axes, None, *out)),
             ArraySpec((*lead, *self.out), np.float32, (*stack_axes, *out)),
         )
@@ -107,14 +118,21 @@ class AdapterTarget:
             np.array_equal(first, numbers_on_device) for numbers_on_device in other_devices
         ):
             name = self.matrices[0].source.name
-            raise ModelError(f"enable_lora is set, and the devices have unequal parts of {name}: use fewer")
+            raise ModelError(
+                f"enable_lora is set, and the devices have unequal parts of {name}: use fewer"
+            )
         range_ends = np.searchsorted(first, np.arange(len(sizes)), side="right").tolist()
         return tuple(zip([0, *range_ends], range_ends, strict=False))
 
 
 def takes_adapters(spec: Any) -> bool:
     """Whether a weight, described before quantisation, is multiplied as one plain matrix."""
-    return isinstance(spec, ArraySpec) and bool(spec.inputs) and not spec.stacked and spec.size > spec.shape[0]
+    return (
+        isinstance(spec, ArraySpec)
+        and bool(spec.inputs)
+        and not spec.stacked
+        and spec.size > spec.shape[0]
+    )
 
 
 def make_target(spec: ArraySpec, source: Source) -> AdapterTarget | None:
@@ -129,7 +147,11 @@ def make_target(spec: ArraySpec, source: Source) -> AdapterTarget | None:
     for number, source_tensor in enumerate(source.parts):
         at = source_tensor.at if isinstance(source_tensor.at, tuple) else (source_tensor.at,)
         outputs = place[at[k:]].reshape(-1)
-        if len(source_tensor.shape) != 2 or outputs.size != source_tensor.shape[0] or np.any(np.diff(outputs) != 1):
+        if (
+            len(source_tensor.shape) != 2
+            or outputs.size != source_tensor.shape[0]
+            or np.any(np.diff(outputs) != 1)
+        ):
             return None
         matrices.append(
             AdaptedMatrix(
@@ -141,7 +163,9 @@ def make_target(spec: ArraySpec, source: Source) -> AdapterTarget | None:
             )
         )
     ranges = [(source_tensor.first, source_tensor.last) for source_tensor in matrices]
-    if [first for first, _ in ranges] != [0, *(last for _, last in ranges[:-1])] or ranges[-1][1] != place.size:
+    if [first for first, _ in ranges] != [0, *(last for _, last in ranges[:-1])] or ranges[-1][
+        1
+    ] != place.size:
         return None
     return AdapterTarget(into, out, spec.axes, tuple(matrices))
 
@@ -151,13 +175,16 @@ def make_stack_target(spec: ArraySpec, source: Source) -> AdapterTarget | None:
     if not spec.stacked or source.parts[0].at == ():
         return None
     element_targets = [
-        make_target(one_of(spec), Source(sources)) for sources, _ in split_by_expert(spec.shape[0], source.parts, {})
+        make_target(one_of(spec), Source(sources))
+        for sources, _ in split_by_expert(spec.shape[0], source.parts, {})
     ]
     targets = [target for target in element_targets if target is not None]
     if len(targets) < len(element_targets):
         return None
     matrices = tuple(
-        matrix._replace(stack_index=(index,)) for index, target in enumerate(targets) for matrix in target.matrices
+        matrix._replace(stack_index=(index,))
+        for index, target in enumerate(targets)
+        for matrix in target.matrices
     )
     return replace(targets[0], axes=spec.axes, matrices=matrices, stack=spec.shape[:1])
 
@@ -171,7 +198,10 @@ def all_targets(config: ModelConfig) -> ModelWeights:
     def of_mixture(spec, source) -> MoeWeights:
         router = targets(spec.router_DE, source.router_DE)
         stacks = (spec.up_EDGF, source.up_EDGF), (spec.down_EFD, source.down_EFD)
-        return MoeWeights(router, *(jax.tree.map(make_stack_target, *spec_and_source) for spec_and_source in stacks))
+        return MoeWeights(
+            router,
+            *(jax.tree.map(make_stack_target, *spec_and_source) for spec_and_source in stacks),
+        )
 
     layers = zip(dense_specs(config).layers, weight_sources(config).layers, strict=True)
     targets_tree = ModelWeights(
@@ -186,20 +216,26 @@ def all_targets(config: ModelConfig) -> ModelWeights:
         ),
         final_norm_D=None,
     )
-    return targets_tree.replace(**{head_field(config): make_head_target(config)}) if config.writes else targets_tree
+    return (
+        targets_tree.replace(**{head_field(config): make_head_target(config)})
+        if config.writes
+        else targets_tree
+    )
 
 
 def select_targets(config: ModelConfig, modules: Sequence[str] = ()) -> ModelWeights:
     """The targets that `modules` select; if empty, all except experts and their routers."""
     candidates = all_targets(config)
     if not modules:
-        return candidates.replace(layers=tuple(layer.replace(moe=None) for layer in candidates.layers))
+        return candidates.replace(
+            layers=tuple(layer.replace(moe=None) for layer in candidates.layers)
+        )
     known_modules = {name for target in jax.tree.leaves(candidates) for name in target.modules}
     for name in modules:
         if name not in known_modules:
             raise ModelError(
-                f"lora_target_modules names {name!r}; of {config.family} models these take adapters: "
-                f"{', '.join(sorted(known_modules))}"
+                f"lora_target_modules names {name!r}; of {config.family} models these take "
+                f"adapters: {', '.join(sorted(known_modules))}"
             )
     return jax.tree.map(lambda target: target if target.modules & {*modules} else None, candidates)
 
@@ -214,7 +250,9 @@ def make_head_target(config: ModelConfig) -> AdapterTarget | None:
     head_VD = dense_specs(replace(config, tied=False)).head_VD
     (source_tensor,) = weight_sources(replace(config, tied=False)).head_VD.parts
     spec = replace(head_VD, shape=head_VD.shape[::-1], axes=head_VD.axes[::-1], inputs=(0,))
-    target = make_target(spec, Source((replace(source_tensor, turn=lambda x: source_tensor.turn(x).T),)))
+    target = make_target(
+        spec, Source((replace(source_tensor, turn=lambda x: source_tensor.turn(x).T),))
+    )
     return target and replace(target, is_head=True)
 
 
@@ -236,7 +274,9 @@ def add_adapter_stacks(
     def zeros(spec: ArraySpec) -> Any:
         if mesh is None:
             return jnp.zeros(spec.shape, spec.dtype)
-        return jnp.zeros(local_shards.sharded_shape(spec, mesh), spec.dtype, device=sharding(spec, mesh))
+        return jnp.zeros(
+            local_shards.sharded_shape(spec, mesh), spec.dtype, device=sharding(spec, mesh)
+        )
 
     def add(target: AdapterTarget | None, weight) -> Any:
         if target is None:
@@ -245,14 +285,24 @@ def add_adapter_stacks(
         return Adapted(weight, *stacks, parts=target.ranges(mesh))
 
     def add_all(targets, weights):
-        return jax.tree.map(add, targets, weights, is_leaf=lambda node: node is None or isinstance(node, AdapterTarget))
+        return jax.tree.map(
+            add,
+            targets,
+            weights,
+            is_leaf=lambda node: node is None or isinstance(node, AdapterTarget),
+        )
 
     target_weights = select_targets(config, modules)
     head = head_field(config)
     layers = [
         layer.replace(
-            **{name: add_all(getattr(targets, name), getattr(layer, name)) for name in ("attention", "mlp", "moe")}
+            **{
+                name: add_all(getattr(targets, name), getattr(layer, name))
+                for name in ("attention", "mlp", "moe")
+            }
         )
         for targets, layer in zip(target_weights.layers, weights.layers, strict=True)
     ]
-    return weights.replace(layers=tuple(layers), **{head: add(getattr(target_weights, head), getattr(weights, head))})
+    return weights.replace(
+        layers=tuple(layers), **{head: add(getattr(target_weights, head), getattr(weights, head))}
+    )

@@ -35,11 +35,14 @@ REFUSED = {  # keys of adapter_config.json that are not supported, and why
     "modules_to_save": "it brings whole weights of its own; merge it into the model",
     "layer_replication": "it repeats layers",
     "trainable_token_indices": "it brings rows of the embedding; merge it into the model",
-    "target_parameters": "it adapts experts all in one tensor, not each one's projections; merge it into the model",
+    "target_parameters": (
+        "it adapts experts all in one tensor, not each one's projections; merge it into the model"
+    ),
     "lora_bias": "its matrices have biases; merge it into the model",
-    "fan_in_fan_out": "its matrices are transposed", "use_qalora": "it pools its inputs",
+    "fan_in_fan_out": "its matrices are transposed",
+    "use_qalora": "it pools its inputs",
     "alora_invocation_tokens": "it begins within a prompt",
-}  # fmt: skip
+}
 REBASED = ("pissa", "olora", "corda")  # initialisations that change the base model's weights
 
 
@@ -70,7 +73,11 @@ def shard_adapter(adapter: Adapter, mesh: Mesh) -> list[tuple[Any, ...]]:
 
 
 def read_adapter(
-    folder: Path, config: ModelConfig, targets: tuple[AdapterTarget, ...], max_rank: int, model: Path | None = None
+    folder: Path,
+    config: ModelConfig,
+    targets: tuple[AdapterTarget, ...],
+    max_rank: int,
+    model: Path | None = None,
 ) -> Adapter:
     """Read a PEFT folder, padded to the stack rank for `max_rank`; reject unsupported contents.
 
@@ -79,7 +86,11 @@ def read_adapter(
     file = folder / FILE
     about_bytes, content = read_files(folder)
     about = parse_config(folder / ADAPTER, about_bytes)
-    places = {matrix.source.name: (index, matrix) for index, target in enumerate(targets) for matrix in target.matrices}
+    places = {
+        matrix.source.name: (index, matrix)
+        for index, target in enumerate(targets)
+        for matrix in target.matrices
+    }
     rank = stack_rank(max_rank)
     dtype = np.dtype(jnp.dtype(config.dtype))
     family = family_module(config)
@@ -92,7 +103,10 @@ def read_adapter(
         name = canonical_name(family, f"{module}.weight")
         place = places.get(name) or places.get(with_model_prefix(name))
         if place is None:
-            raise ModelError(f"{file} adapts {module!r}, which cannot be adapted: {unsupported_reason(config, name)}")
+            raise ModelError(
+                f"{file} adapts {module!r}, which cannot be adapted: "
+                f"{unsupported_reason(config, name)}"
+            )
         index, matrix = place
         module_rank = check_shapes(file, tensors, matrix, about, module, max_rank)
         target = targets[index]
@@ -107,8 +121,9 @@ def read_adapter(
         if lengths:
             if (weight := weights.get(matrix.source.name)) is None:
                 raise ModelError(
-                    f"{file}: use_dora is set, and the model's files hold no {matrix.source.name!r} by itself, whose "
-                    "rows it rescales; merge it into the model's weights"
+                    f"{file}: use_dora is set, and the model's files hold no "
+                    f"{matrix.source.name!r} by itself, whose rows it rescales; merge it into the "
+                    "model's weights"
                 )
             with np.errstate(all="ignore"):  # non-finite results are rejected below
                 times_O = lengths[0] / row_norms(weight.read(), down_RI, up_OR)
@@ -117,14 +132,20 @@ def read_adapter(
         if not (np.isfinite(down_RI).all() and np.isfinite(up_OR).all()):
             raise ModelError(f"{file}: the matrices of {module!r} have values that are not finite")
         down, up, longer = (array[matrix.stack_index] for array in matrices[index])
-        down.reshape(target.inputs, -1)[:, matrix.number * rank :][:, :module_rank] = down_RI.T[in_I]
+        down.reshape(target.inputs, -1)[:, matrix.number * rank :][:, :module_rank] = down_RI.T[
+            in_I
+        ]
         up.reshape(rank, -1)[:module_rank, matrix.first : matrix.last] = up_OR.T[:, out_O]
         longer.reshape(-1)[matrix.first : matrix.last] = longer_O[out_O]
     zeros_by_spec = {spec: zeros(spec) for spec in {*specs}}
     all_matrices = [
-        zeros_by_spec[spec] if value is None else value for spec, value in zip(specs, matrices, strict=True)
+        zeros_by_spec[spec] if value is None else value
+        for spec, value in zip(specs, matrices, strict=True)
     ]
-    has_head = any(target.is_head and value is not None for target, value in zip(targets, matrices, strict=True))
+    has_head = any(
+        target.is_head and value is not None
+        for target, value in zip(targets, matrices, strict=True)
+    )
     return Adapter(digest_files(about_bytes, content), has_head, targets, all_matrices)
 
 
@@ -162,7 +183,9 @@ def row_norms(weight_OI: np.ndarray, down_RI: np.ndarray, up_OR: np.ndarray) -> 
     norms = np.empty(len(weight_OI), np.float32)
     for at in range(0, len(norms), STRIP):  # a whole matrix in float32 would leave every cache
         rows = slice(at, at + STRIP)
-        norms[rows] = np.linalg.norm(weight_OI[rows].astype(np.float32) + up_OR[rows] @ down_RI, axis=1)
+        norms[rows] = np.linalg.norm(
+            weight_OI[rows].astype(np.float32) + up_OR[rows] @ down_RI, axis=1
+        )
     return norms
 
 
@@ -171,7 +194,10 @@ def unsupported_reason(config: ModelConfig, name: str) -> str:
     for target in jax.tree.leaves(all_targets(config)):
         if {matrix.source.name for matrix in target.matrices} & {name, with_model_prefix(name)}:
             return f"name it in lora_target_modules, as {' or '.join(sorted(target.modules))}"
-    return f"of {config.family} models neither the embedding nor fused experts do; merge it into the model's weights"
+    return (
+        f"of {config.family} models neither the embedding nor fused experts do; merge it into "
+        "the model's weights"
+    )
 
 
 @dataclass(frozen=True)
@@ -210,13 +236,17 @@ def parse_config(path: Path, content: bytes) -> AdapterConfig:
         if settings.get(key):
             raise ModelError(f"{path}: {key} = {settings[key]!r:.80} is not served: {reason}")
     if (bias := settings.get("bias", "none")) != "none":
-        raise ModelError(f"{path}: bias = {bias!r:.80}; it must be 'none': biases are the model's own")
+        raise ModelError(
+            f"{path}: bias = {bias!r:.80}; it must be 'none': biases are the model's own"
+        )
     if str(initialisation := settings.get("init_lora_weights")).lower().startswith(REBASED):
         raise ModelError(
-            f"{path}: init_lora_weights = {initialisation!r:.80} changes the model's weights too; save it with PEFT's "
-            "path_initial_model_for_weight_conversion"
+            f"{path}: init_lora_weights = {initialisation!r:.80} changes the model's weights too; "
+            "save it with PEFT's path_initial_model_for_weight_conversion"
         )
-    ranks, alphas = (checked_pattern(path, settings.get(key) or {}) for key in ("rank_pattern", "alpha_pattern"))
+    ranks, alphas = (
+        checked_pattern(path, settings.get(key) or {}) for key in ("rank_pattern", "alpha_pattern")
+    )
     rank = checked_rank(path, "r", settings.get("r"))
     alpha = checked_number(path, "lora_alpha", settings.get("lora_alpha"))
     for key, value in ranks.items():
@@ -226,12 +256,16 @@ def parse_config(path: Path, content: bytes) -> AdapterConfig:
     for key in ("use_rslora", "use_dora"):
         if not isinstance(settings.get(key) or False, bool):
             raise ModelError(f"{path}: {key} = {settings[key]!r:.80}; it must be true or false")
-    return AdapterConfig(rank, alpha, ranks, alphas, bool(settings.get("use_rslora")), bool(settings.get("use_dora")))
+    return AdapterConfig(
+        rank, alpha, ranks, alphas, bool(settings.get("use_rslora")), bool(settings.get("use_dora"))
+    )
 
 
 def checked_rank(path: Path, name: str, value: Any) -> int:
     if type(value) is not int or not 1 <= value <= MAX_RANK:
-        raise ModelError(f"{path}: {name} = {value!r:.80}; it must be a whole number from 1 to {MAX_RANK}")
+        raise ModelError(
+            f"{path}: {name} = {value!r:.80}; it must be a whole number from 1 to {MAX_RANK}"
+        )
     return value
 
 
@@ -244,7 +278,9 @@ def checked_number(path: Path, name: str, value: Any) -> float:
 def checked_pattern(path: Path, patterns: Any) -> dict[str, Any]:
     """Check a table of module patterns, which may be regular expressions without repetition."""
     if not isinstance(patterns, dict):
-        raise ModelError(f"{path}: a pattern is {patterns!r:.80}; it must map names of modules to numbers")
+        raise ModelError(
+            f"{path}: a pattern is {patterns!r:.80}; it must map names of modules to numbers"
+        )
     for name in patterns:
         if len(name) > 256 or not re.fullmatch(r"\^?[\w.\\|]+\$?", name):
             remedy = "it must be the name of a module, or its end"
@@ -252,7 +288,9 @@ def checked_pattern(path: Path, patterns: Any) -> dict[str, Any]:
     return patterns
 
 
-def collect_tensors(file: Path, content: bytes, about: AdapterConfig) -> dict[str, tuple[Tensor, ...]]:
+def collect_tensors(
+    file: Path, content: bytes, about: AdapterConfig
+) -> dict[str, tuple[Tensor, ...]]:
     """(down, up) and DoRA's magnitudes for each module; other tensors are an error."""
     names = ("A", "B", "magnitude_vector")[: 3 if about.dora else 2]
     modules: dict[str, dict[str, Tensor]] = {}
@@ -265,8 +303,9 @@ def collect_tensors(file: Path, content: bytes, about: AdapterConfig) -> dict[st
     for name in other_names:
         if not (match := HEAD.fullmatch(name)) or match[1] not in modules:
             raise ModelError(
-                f"{file} holds the tensor {name!r}, which is no {' or '.join(f'lora_{suffix}' for suffix in names)} of "
-                "a linear layer; merge the adapter into the model's weights"
+                f"{file} holds the tensor {name!r}, which is no "
+                f"{' or '.join(f'lora_{suffix}' for suffix in names)} of a linear layer; merge the "
+                "adapter into the model's weights"
             )
     for module, tensors in modules.items():
         if lost := [name for name in names if name not in tensors]:
@@ -277,7 +316,12 @@ def collect_tensors(file: Path, content: bytes, about: AdapterConfig) -> dict[st
 
 
 def check_shapes(
-    file: Path, tensors: tuple[Tensor, ...], matrix: AdaptedMatrix, about: AdapterConfig, module: str, max_rank: int
+    file: Path,
+    tensors: tuple[Tensor, ...],
+    matrix: AdaptedMatrix,
+    about: AdapterConfig,
+    module: str,
+    max_rank: int,
 ) -> int:
     """Check a module's matrices against weight, configuration and max_rank; return their rank."""
     (down, up, *lengths) = tensors
@@ -285,13 +329,13 @@ def check_shapes(
     rank = about.module_rank(module)
     if down.shape != (rank, inputs) or up.shape != (outputs, rank):
         raise ModelError(
-            f"{file}: lora_A and lora_B of {module!r} have shapes {list(down.shape)} and {list(up.shape)}; the model "
-            f"and {ADAPTER} want {[rank, inputs]} and {[outputs, rank]}"
+            f"{file}: lora_A and lora_B of {module!r} have shapes {list(down.shape)} and "
+            f"{list(up.shape)}; the model and {ADAPTER} want {[rank, inputs]} and {[outputs, rank]}"
         )
     if lengths and lengths[0].shape != (outputs,):
         raise ModelError(
-            f"{file}: lora_magnitude_vector of {module!r} has shape {list(lengths[0].shape)}; the model wants "
-            f"{[outputs]}"
+            f"{file}: lora_magnitude_vector of {module!r} has shape {list(lengths[0].shape)}; the "
+            f"model wants {[outputs]}"
         )
     if rank > max_rank:
         raise ModelError(f"{file}: {module!r} has rank {rank}; max_lora_rank is {max_rank}")

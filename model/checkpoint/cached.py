@@ -30,7 +30,12 @@ class CachedModel:
 def bundled_models() -> list[CachedModel]:
     folder = Path(__file__).parents[1]
     return [
-        CachedModel(name, sum(file.stat().st_size for file in (folder / folder_name).iterdir()), "bundled", None)
+        CachedModel(
+            name,
+            sum(file.stat().st_size for file in (folder / folder_name).iterdir()),
+            "bundled",
+            None,
+        )
         for name, folder_name in BUNDLED.items()
     ]
 
@@ -49,8 +54,14 @@ def cached_models(cache: Path | None = None) -> tuple[list[CachedModel], int]:
     for repo in repos:
         if repo.repo_type != "model":
             continue
-        models = [model for revision in repo.revisions for model in models_in_snapshot(repo.repo_id, revision)]
-        newest = {model.name: model for model in sorted(models, key=lambda model: model.modified or 0.0)}
+        models = [
+            model
+            for revision in repo.revisions
+            for model in models_in_snapshot(repo.repo_id, revision)
+        ]
+        newest = {
+            model.name: model for model in sorted(models, key=lambda model: model.modified or 0.0)
+        }
         all_models += newest.values()
         num_unreadable += not newest
     return sorted(all_models, key=lambda model: model.name), num_unreadable
@@ -58,12 +69,20 @@ def cached_models(cache: Path | None = None) -> tuple[list[CachedModel], int]:
 
 def models_in_snapshot(name: str, revision: Any) -> Iterator[CachedModel]:
     """The models in one snapshot: a folder of safetensors, and each GGUF file."""
-    files = {str(file.file_path.relative_to(revision.snapshot_path)): file for file in revision.files}
-    if any(path.endswith(".safetensors") for path in files) and (form := folder_format(revision.snapshot_path)):
+    files = {
+        str(file.file_path.relative_to(revision.snapshot_path)): file for file in revision.files
+    }
+    if any(path.endswith(".safetensors") for path in files) and (
+        form := folder_format(revision.snapshot_path)
+    ):
         size = sum(file.size_on_disk for file in files.values())
         paths = [file.file_path for file in files.values()]
         yield CachedModel(name, size, form, revision.last_modified, paths)
-    firsts = [path for path in files if path.endswith(".gguf") and not Path(path).name.startswith("mmproj")]
+    firsts = [
+        path
+        for path in files
+        if path.endswith(".gguf") and not Path(path).name.startswith("mmproj")
+    ]
     quants = [quant_suffix(path) for path in firsts]
     for path in firsts:
         part_match = PART.search(path)
@@ -115,7 +134,9 @@ def remove(model: CachedModel) -> int:
     paths_to_remove = {path_in_snapshot(repo, path) for path in model.files}
     links_to_remove = [path for path in links if path_in_snapshot(repo, path) in paths_to_remove]
     blobs_in_use = {path.resolve() for path in links if path not in links_to_remove}
-    if any(path.suffix in (".safetensors", ".gguf") for path in links if path not in links_to_remove):
+    if any(
+        path.suffix in (".safetensors", ".gguf") for path in links if path not in links_to_remove
+    ):
         blobs_to_remove = {path.resolve() for path in links_to_remove} - blobs_in_use
         freed = sum(blob.stat().st_size for blob in blobs_to_remove)
         for path in (*links_to_remove, *blobs_to_remove):

@@ -29,7 +29,12 @@ def read_leaf(
             value = source.turn(value)
         except FormatError as error:
             raise ModelError(f"tensor {source.name!r} {error}") from None
-        if len(sources) == 1 and value.shape == spec.shape and value.dtype == spec.dtype and value.flags.c_contiguous:
+        if (
+            len(sources) == 1
+            and value.shape == spec.shape
+            and value.dtype == spec.dtype
+            and value.flags.c_contiguous
+        ):
             return value  # without a copy
         if leaf is None:
             leaf = empty(spec.shape, spec.dtype)
@@ -44,7 +49,9 @@ def leaf_to_tensors(sources, leaf: np.ndarray) -> dict[str, np.ndarray]:
     tensors = {}
     for source in sources:
         # Reading permutes the elements: an array of indices sent through it gives the permutation.
-        indices = source.turn(np.arange(math.prod(source.shape)).reshape(source.shape)).astype(np.int64)
+        indices = source.turn(np.arange(math.prod(source.shape)).reshape(source.shape)).astype(
+            np.int64
+        )
         flat = np.empty(indices.size, leaf.dtype)
         flat[indices.reshape(-1)] = leaf[source.at].reshape(-1)
         tensors[source.name] = flat.reshape(source.shape)

@@ -47,12 +47,13 @@ def read(folder: Path) -> Embedder | None:
     dense_modules = [kind for kind in kinds[2:] if kind == "Dense"]
     if kinds not in ([*HEAD, *dense_modules], [*HEAD, *dense_modules, "Normalize"]):
         raise ModelError(
-            f"{folder / MODULES} names the modules {', '.join(kinds)[:200]}; supported are Transformer, Pooling and, "
-            "after them, Dense and Normalize"
+            f"{folder / MODULES} names the modules {', '.join(kinds)[:200]}; supported are "
+            "Transformer, Pooling and, after them, Dense and Normalize"
         )
     pooling_file = config_path(folder, modules[1].get("path"), "1_Pooling")
     dense = tuple(
-        read_dense(folder, modules[number].get("path"), number) for number in range(2, 2 + len(dense_modules))
+        read_dense(folder, modules[number].get("path"), number)
+        for number in range(2, 2 + len(dense_modules))
     )
     length = read_max_tokens(folder, modules[0].get("path"))
     return Embedder(
@@ -83,11 +84,20 @@ def read_dense(folder: Path, path: Any, number: int) -> tuple[str, Dense]:
     into = hf.get("in_features")
     out = hf.get("out_features")
     bias = hf.get("bias", True)
-    if not (type(into) is int and type(out) is int and min(into, out) > 0 and isinstance(bias, bool)):
-        raise ModelError(f"{file}: in_features and out_features must be numbers, and bias true or false")
-    activation = str(hf.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
+    if not (
+        type(into) is int and type(out) is int and min(into, out) > 0 and isinstance(bias, bool)
+    ):
+        raise ModelError(
+            f"{file}: in_features and out_features must be numbers, and bias true or false"
+        )
+    activation = str(hf.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(
+        "."
+    )[2]
     if activation not in ACTIVATIONS:
-        raise ModelError(f"{file}: activation_function = {activation!r:.80}; supported is {' or '.join(ACTIVATIONS)}")
+        raise ModelError(
+            f"{file}: activation_function = {activation!r:.80}; supported is "
+            f"{' or '.join(ACTIVATIONS)}"
+        )
     return module_folder, Dense(f"{module_folder}.linear", into, out, ACTIVATIONS[activation], bias)
 
 
@@ -104,14 +114,18 @@ def read_modules(folder: Path) -> tuple[list[Mapping[str, Any]], list[str]]:
 def logit_score_config(folder: Path) -> Path | None:
     """The config.json of a generative reranker's LogitScore module; None for other models."""
     modules, kinds = read_modules(folder)
-    return config_path(folder, modules[1].get("path"), "1_LogitScore") if kinds == RERANKER else None
+    return (
+        config_path(folder, modules[1].get("path"), "1_LogitScore") if kinds == RERANKER else None
+    )
 
 
 def config_path(folder: Path, path: Any, default: str) -> Path:
     """The config.json of a module, which must be inside of the model's folder."""
     relative = Path(default if path is None else str(path))
     if relative.is_absolute() or ".." in relative.parts:
-        raise ModelError(f"{folder / MODULES} has the path {path!r:.80}; it must be inside of the folder")
+        raise ModelError(
+            f"{folder / MODULES} has the path {path!r:.80}; it must be inside of the folder"
+        )
     return folder / relative / "config.json"
 
 
@@ -119,14 +133,19 @@ def read_pooling(file: Path) -> str:
     """The pooling that a module's config.json selects; it must select one."""
     hf = read_json(file)
     if hf.get("include_prompt", True) is not True:
-        raise ModelError(f"{file}: include_prompt = {hf['include_prompt']!r:.80} is not supported; supported is true")
+        raise ModelError(
+            f"{file}: include_prompt = {hf['include_prompt']!r:.80} is not supported; "
+            "supported is true"
+        )
     chosen = [name for name, value in hf.items() if name.startswith("pooling_mode_") and value]
     pooling_by_name = {f"pooling_mode_{name}": pooling for name, pooling in POOLINGS.items()}
     if "pooling_mode" in hf:
         chosen = [hf["pooling_mode"]]
         pooling_by_name = POOLING_VALUES
     if len(chosen) != 1 or not isinstance(chosen[0], str) or chosen[0] not in pooling_by_name:
-        raise ModelError(f"{file} chooses {chosen!r:.200}; supported is one of {', '.join(pooling_by_name)}")
+        raise ModelError(
+            f"{file} chooses {chosen!r:.200}; supported is one of {', '.join(pooling_by_name)}"
+        )
     return pooling_by_name[chosen[0]]
 
 
@@ -136,8 +155,13 @@ def read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     hf = read_json(file) if file.exists() else {}
     prompts = hf.get("prompts") or {}
     default = hf.get("default_prompt_name")
-    if not isinstance(prompts, Mapping) or not all(isinstance(text, str) for text in prompts.values()):
+    if not isinstance(prompts, Mapping) or not all(
+        isinstance(text, str) for text in prompts.values()
+    ):
         raise ModelError(f"{file}: prompts = {prompts!r:.80}; it must be an object of texts")
     if default is not None and default not in list(prompts):
-        raise ModelError(f"{file}: default_prompt_name = {default!r:.80}; it must be null or one of {sorted(prompts)}")
+        raise ModelError(
+            f"{file}: default_prompt_name = {default!r:.80}; it must be null or one of "
+            f"{sorted(prompts)}"
+        )
     return dict(prompts), default

@@ -45,7 +45,9 @@ def read_stack(
     return leaf
 
 
-def split_by_expert(E: int, sources, tensors: dict[str, Any]) -> Iterator[tuple[tuple, dict[str, Any]]]:
+def split_by_expert(
+    E: int, sources, tensors: dict[str, Any]
+) -> Iterator[tuple[tuple, dict[str, Any]]]:
     """For each expert, the sources of its matrix and the tensors that hold them."""
     (first, *other_sources) = sources
     sources_by_expert = [[] for _ in range(E)]
@@ -69,5 +71,7 @@ def read_expert(spec: ArraySpec, node: Any, sources, tensors: dict[str, Any]) ->
 def local_experts(dense: ArraySpec, mesh) -> Iterable[int]:
     """The experts of which this process holds a shard."""
     return (
-        range(dense.shape[0]) if mesh is None else np.flatnonzero(local_shards.local_elements(dense, mesh)[0]).tolist()
+        range(dense.shape[0])
+        if mesh is None
+        else np.flatnonzero(local_shards.local_elements(dense, mesh)[0]).tolist()
     )

@@ -26,7 +26,9 @@ REWARDS = "Qwen2ForRewardModel"
 STEP_REWARDS = "Qwen2ForProcessRewardModel"
 
 
-def read_config_json(folder: Path, overrides: Mapping[str, Any] | None = None, embeds: bool = False) -> dict[str, Any]:
+def read_config_json(
+    folder: Path, overrides: Mapping[str, Any] | None = None, embeds: bool = False
+) -> dict[str, Any]:
     """Read config.json with `overrides` applied; reject architectures without a supported head.
 
     An architecture without a head is accepted if the model makes embeddings (`embeds`).
@@ -43,9 +45,9 @@ def read_config_json(folder: Path, overrides: Mapping[str, Any] | None = None, e
         if ending and not str(name).endswith(GENERATES):
             remedy = json.dumps({"architectures": [f"{str(name).removesuffix(ending)}ForCausalLM"]})
             raise ModelError(
-                f"{folder / CONFIG}: architectures = {names!r:.200}: this model {HEADS[ending]} and has no head that "
-                "generates text; such models are not read yet. If the checkpoint does have one: "
-                f"--hf-overrides '{remedy}'"
+                f"{folder / CONFIG}: architectures = {names!r:.200}: this model {HEADS[ending]} "
+                "and has no head that generates text; such models are not read yet. If the "
+                f"checkpoint does have one: --hf-overrides '{remedy}'"
             )
     return hf
 
@@ -74,18 +76,24 @@ def merge_overrides(hf: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
 def check_folder(folder: Path) -> None:
     """Reject a folder that holds no readable model, with a diagnosis and a remedy."""
     weights = [path.name for path in folder.glob("*.safetensors")]
-    if (folder / ADAPTER).exists() and not [name for name in weights if not name.startswith("adapter_model")]:
+    if (folder / ADAPTER).exists() and not [
+        name for name in weights if not name.startswith("adapter_model")
+    ]:
         about = read_json(folder / ADAPTER)
         raise ModelError(
             f"{folder} holds an adapter ({ADAPTER}: {about.get('peft_type')!r:.20}) of "
-            f"{about.get('base_model_name_or_path')!r:.200}: serve that model with --enable-lora and --lora-modules "
-            "NAME=FOLDER, or merge it (peft: merge_and_unload, then save_pretrained) and give the folder of the result"
+            f"{about.get('base_model_name_or_path')!r:.200}: serve that model with --enable-lora "
+            "and --lora-modules NAME=FOLDER, or merge it (peft: merge_and_unload, then "
+            "save_pretrained) and give the folder of the result"
         )
     if (folder / CONFIG).exists() or not folder.is_dir():
         return
     refuse_other_weights(folder, [path.name for path in folder.iterdir()])
     if not any(folder.iterdir()):
-        raise ModelError(f"{folder} is empty: {CONFIG} does not exist; was the model downloaded to another place?")
+        raise ModelError(
+            f"{folder} is empty: {CONFIG} does not exist; was the model downloaded to another "
+            "place?"
+        )
 
 
 def refuse_other_weights(place: object, names: Iterable[str]) -> None:
@@ -95,12 +103,13 @@ def refuse_other_weights(place: object, names: Iterable[str]) -> None:
             continue
         if ending == "gguf":
             raise ModelError(
-                f"{place} holds GGUF files: name one, by its path, or on the Hub by what its name ends in: "
-                f"owner/name:{quant_suffix(matches[0])}"
+                f"{place} holds GGUF files: name one, by its path, or on the Hub by what its name "
+                f"ends in: owner/name:{quant_suffix(matches[0])}"
             )
         raise ModelError(
-            f"{place} holds {matches[0]} but no *.safetensors; weights are read from safetensors alone: the older "
-            "formats can run code. transformers' from_pretrained and then save_pretrained writes them anew"
+            f"{place} holds {matches[0]} but no *.safetensors; weights are read from safetensors "
+            "alone: the older formats can run code. transformers' from_pretrained and then "
+            "save_pretrained writes them anew"
         )
 
 
@@ -124,7 +133,9 @@ def read_value(path: Path, data: bytes | None = None) -> Any:
         refuse_pointer(path, data)
         return json.loads(data, parse_constant=parse_constant)
     except FileNotFoundError:
-        raise ModelError(f"{path} does not exist; a model folder holds config.json and *.safetensors") from None
+        raise ModelError(
+            f"{path} does not exist; a model folder holds config.json and *.safetensors"
+        ) from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
     except ModelError:

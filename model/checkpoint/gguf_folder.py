@@ -26,11 +26,21 @@ PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")  # the end of the name of a split
 
 # The format that holds each GGUF type's codes unchanged; other types are dequantised.
 KEPT = {
-    "Q1_0": "int4-128-least", "Q4_0": "int4-32", "Q4_1": "int4-32-least", "IQ4_NL": "iq4", "IQ4_XS": "iq4-levels",
+    "Q1_0": "int4-128-least",
+    "Q4_0": "int4-32",
+    "Q4_1": "int4-32-least",
+    "IQ4_NL": "iq4",
+    "IQ4_XS": "iq4-levels",
     "MXFP4": "mxfp4",
-    "Q8_0": "int8-weights-32", "Q5_0": "int8-weights-32", "Q5_1": "int8-weights-32-least", "Q2_K": "k4-16-least",
-    "Q3_K": "k4-16", "Q4_K": "k4-32-least", "Q5_K": "k6-32-least", "Q6_K": "k6-16",
-}  # fmt: skip
+    "Q8_0": "int8-weights-32",
+    "Q5_0": "int8-weights-32",
+    "Q5_1": "int8-weights-32-least",
+    "Q2_K": "k4-16-least",
+    "Q3_K": "k4-16",
+    "Q4_K": "k4-32-least",
+    "Q5_K": "k6-32-least",
+    "Q6_K": "k6-16",
+}
 
 
 def make_folder(file: Path) -> Path:
@@ -49,7 +59,9 @@ def make_folder(file: Path) -> Path:
                 (temporary / weights.name).symlink_to(weights.resolve())
     except OSError as error:
         if not (folder / "config.json").exists():  # otherwise another process has made it
-            raise ModelError(f"{folder} cannot be made: {error.strerror}; XDG_CACHE_HOME names another place") from None
+            raise ModelError(
+                f"{folder} cannot be made: {error.strerror}; XDG_CACHE_HOME names another place"
+            ) from None
     return folder
 
 
@@ -99,7 +111,11 @@ def group_modules(gguf: GgufFile, origin_by_tensor: Mapping[str, Origin]) -> dic
     modules_by_format: dict[str, list[str]] = {}
     for name, origin in origin_by_tensor.items():
         kinds = {KEPT.get(gguf.tensors[origin_part.name].kind.name) for origin_part in origin.parts}
-        kind = kinds.pop() if len(kinds) == 1 and origin.transform is None and len(origin.shape) == 2 else None
+        kind = (
+            kinds.pop()
+            if len(kinds) == 1 and origin.transform is None and len(origin.shape) == 2
+            else None
+        )
         if kind is not None and name.endswith(".weight"):
             modules_by_format.setdefault(kind, []).append(name.removesuffix(".weight"))
     return modules_by_format

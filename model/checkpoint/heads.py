@@ -26,10 +26,18 @@ def read_classes(hf: dict) -> Classes | None:
     if labels is None:
         count = 2 if number is None else number  # transformers does not write its default
         if type(count) is not int or not 1 <= count <= MAX_CLASSES:
-            raise ModelError(f"config.json: num_labels = {count!r:.80}; it must be from 1 to {MAX_CLASSES}")
+            raise ModelError(
+                f"config.json: num_labels = {count!r:.80}; it must be from 1 to {MAX_CLASSES}"
+            )
         labels = {str(i): f"LABEL_{i}" for i in range(count)}
-    if not isinstance(labels, Mapping) or {*labels} != {str(i) for i in range(len(labels))} or not labels:
-        raise ModelError(f"config.json: id2label = {labels!r:.80}; it must name the classes 0, 1 and so on")
+    if (
+        not isinstance(labels, Mapping)
+        or {*labels} != {str(i) for i in range(len(labels))}
+        or not labels
+    ):
+        raise ModelError(
+            f"config.json: id2label = {labels!r:.80}; it must name the classes 0, 1 and so on"
+        )
     activations = {
         "regression": "none",
         "single_label_classification": "softmax",
@@ -37,7 +45,9 @@ def read_classes(hf: dict) -> Classes | None:
     }
     default = read_activation(hf) or ("sigmoid" if len(labels) == 1 else "softmax")
     if problem is not None and problem not in list(activations):
-        raise ModelError(f"config.json: problem_type = {problem!r:.80}; it can be null, {', '.join(activations)}")
+        raise ModelError(
+            f"config.json: problem_type = {problem!r:.80}; it can be null, {', '.join(activations)}"
+        )
     ordered = tuple(str(labels[str(i)]) for i in range(len(labels)))
     return Classes(ordered, default if problem is None else activations[problem])
 
@@ -46,14 +56,17 @@ def read_activation(hf: dict) -> str | None:
     """The activation that a CrossEncoder applies to its scores; None if not set."""
     table = hf.get("sentence_transformers")
     function_name = (
-        table.get("activation_fn") if isinstance(table, Mapping) else hf.get("sbert_ce_default_activation_function")
+        table.get("activation_fn")
+        if isinstance(table, Mapping)
+        else hf.get("sbert_ce_default_activation_function")
     )
     if function_name is None:
         return None
     activations = {"Identity": "none", "Sigmoid": "sigmoid"}
     if (name := str(function_name).rpartition(".")[2]) not in activations:
         raise ModelError(
-            f"config.json: an activation of scores is {function_name!r:.80}; supported is {' or '.join(activations)}"
+            f"config.json: an activation of scores is {function_name!r:.80}; supported is "
+            f"{' or '.join(activations)}"
         )
     return activations[name]
 
@@ -61,9 +74,15 @@ def read_activation(hf: dict) -> str | None:
 def check_class_tokens(config: ModelConfig, classes: Classes) -> None:
     """Reject class tokens outside of the vocabulary, and models that change their logits."""
     if (largest_id := max(map(max, classes.tokens))) >= config.vocab_size:
-        raise ModelError(f"this model judges by the token {largest_id}, and has tokens up to {config.vocab_size - 1}")
+        raise ModelError(
+            f"this model judges by the token {largest_id}, and has tokens up to "
+            f"{config.vocab_size - 1}"
+        )
     if config.logit_scale != 1 or config.final_soft_cap is not None or config.head_bias:
-        raise ModelError(f"models of the family {config.family} change their logits, and cannot judge by two of them")
+        raise ModelError(
+            f"models of the family {config.family} change their logits, and cannot judge by "
+            "two of them"
+        )
 
 
 def dense_source(config: ModelConfig, dense: Dense) -> DenseWeights:
@@ -77,7 +96,9 @@ def dense_source(config: ModelConfig, dense: Dense) -> DenseWeights:
         bias = vector(f"{dense.norm}.bias") if config.norm == "layer_bias" else None
         normed = LayerNorm(vector(f"{dense.norm}.weight"), bias)
     return DenseWeights(
-        matrix_DF=tensor(f"{dense.name}.weight", (dense.dim, dense.into), lambda x: x.astype(np.float32).T),
+        matrix_DF=tensor(
+            f"{dense.name}.weight", (dense.dim, dense.into), lambda x: x.astype(np.float32).T
+        ),
         bias_F=vector(f"{dense.name}.bias") if dense.bias else None,
         norm_F=normed,
     )
@@ -86,7 +107,9 @@ def dense_source(config: ModelConfig, dense: Dense) -> DenseWeights:
 def class_row_differences(family: Any, sources: ModelWeights, config: ModelConfig) -> Source:
     """The source of a token classifier's matrix: row of the positive minus the negative token."""
     assert config.classes is not None
-    source_tree = family.sources(replace(config, tied=False)) if config.classes.own_head else sources
+    source_tree = (
+        family.sources(replace(config, tied=False)) if config.classes.own_head else sources
+    )
     (table,) = (source_tree.head_VD if config.classes.own_head else source_tree.embed_VD).parts
     ids_C2 = np.array(config.classes.tokens)
     signs_C21 = np.where(ids_C2 < 0, 0, [1, -1])[..., None]

@@ -26,7 +26,9 @@ def skip_biased_layers(folder: Path, config: ModelConfig) -> ModelConfig:
     Layers that the user named take precedence. Converted checkpoints are not inspected: their
     weights cannot be read before all are loaded.
     """
-    coded = [index for index in config.kv_layers if jnp.dtype(config.layer_kv_dtype(index)).itemsize == 1]
+    coded = [
+        index for index in config.kv_layers if jnp.dtype(config.layer_kv_dtype(index)).itemsize == 1
+    ]
     biased = [index for index in coded if has_key_bias(config.layers[index].attention)]
     if not biased or config.kv_cache_skips or orbax.holds_weights(folder):
         return config
@@ -46,12 +48,20 @@ def skip_biased_layers(folder: Path, config: ModelConfig) -> ModelConfig:
 @cache
 def warn_of_skipped(cache_dtype: str, dtype: str, layers: tuple[int, ...]) -> None:
     logging.getLogger("quire").warning(
-        "kv_cache_dtype is %s, but keys and values stay in %s in these layers, whose large key biases would leave "
-        "little of a code to the rest of a key: %s; kv_cache_dtype_skip_layers can name others",
-        cache_dtype, dtype, ", ".join(map(str, layers)),
-    )  # fmt: skip
+        "kv_cache_dtype is %s, but keys and values stay in %s in these layers, whose large key "
+        "biases would leave little of a code to the rest of a key: %s; kv_cache_dtype_skip_layers "
+        "can name others",
+        cache_dtype,
+        dtype,
+        ", ".join(map(str, layers)),
+    )
 
 
 def has_key_bias(mixer) -> bool:
     """Whether a layer adds a bias to its own keys and does not normalise them afterwards."""
-    return isinstance(mixer, Attention) and mixer.bias and mixer.kv_source is None and mixer.qk_norm is None
+    return (
+        isinstance(mixer, Attention)
+        and mixer.bias
+        and mixer.kv_source is None
+        and mixer.qk_norm is None
+    )

@@ -41,7 +41,13 @@ from .published.matrix import Matrix, can_hold_codes, read_node
 from .safetensors import Tensor, find_tensors
 from .weight_cache import WeightCache
 
-LIMITS = {"_layers": 1 << 12, "head_dim": 1 << 14, "hidden_size": 1 << 20, "experts": 1 << 14, "": 1 << 40}
+LIMITS = {
+    "_layers": 1 << 12,
+    "head_dim": 1 << 14,
+    "hidden_size": 1 << 20,
+    "experts": 1 << 14,
+    "": 1 << 40,
+}
 
 
 def family_for(hf: dict) -> Any:
@@ -49,7 +55,10 @@ def family_for(hf: dict) -> Any:
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         reason = f": {UNSUPPORTED[kind]}" if isinstance(kind, str) and kind in UNSUPPORTED else ""
-        raise ModelError(f"model type {kind!r} is not supported{reason}; supported are {', '.join(sorted(FAMILIES))}")
+        raise ModelError(
+            f"model type {kind!r} is not supported{reason}; supported are "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
     return importlib.import_module(FAMILIES[kind], families.__name__)
 
 
@@ -76,7 +85,9 @@ def read_config(
     except ModelError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ModelError(f"{folder / 'config.json'} holds a value of the wrong kind: {error}") from error
+        raise ModelError(
+            f"{folder / 'config.json'} holds a value of the wrong kind: {error}"
+        ) from error
     classes = token_classes or reranker.reward_classes(folder, hf) or heads.read_classes(hf)
     if token_classes is not None:
         classes = replace(token_classes, own_head=not config.tied)
@@ -85,7 +96,9 @@ def read_config(
         # The vocabulary head is not loaded.
         config = replace(config, writes=False, classes=classes, tied=True, head_bias=False)
     if embedding_spec is not None and embedding_spec.dense and not config.encodes:
-        raise ModelError(f"{folder / embedder.MODULES} names Dense behind a decoder, which is not supported")
+        raise ModelError(
+            f"{folder / embedder.MODULES} names Dense behind a decoder, which is not supported"
+        )
     if config.encodes:
         config = add_encoder_output(config, hf, embedding_spec or embedder.Embedder(pooling="mean"))
     check_fields(config)
@@ -95,21 +108,36 @@ def read_config(
     quant = choose_format(config, quantization, stored)
     skips = skipped_layers(config, kv_cache_dtype_skip_layers)
     return replace(
-        config, dtype=dtype, quant=quant, kv_cache_dtype=kv_cache_dtype, kv_cache_skips=skips, stored=stored,
+        config,
+        dtype=dtype,
+        quant=quant,
+        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_skips=skips,
+        stored=stored,
         file_format=file_format if quantization is None else None,
-    )  # fmt: skip
+    )
 
 
-def add_encoder_output(config: ModelConfig, hf: dict, embedding_spec: embedder.Embedder) -> ModelConfig:
+def add_encoder_output(
+    config: ModelConfig, hf: dict, embedding_spec: embedder.Embedder
+) -> ModelConfig:
     """Add the output of an encoder: a pooled vector as the folder says, or the family's classes."""
     config = replace(config, writes=False, tied=True)
     if config.classes is None:
-        return replace(config, pooling=embedding_spec.pooling, head=tuple(dense for _, dense in embedding_spec.dense))
-    class_head = getattr(importlib.import_module(FAMILIES[config.family], families.__name__), "class_head", None)
+        return replace(
+            config,
+            pooling=embedding_spec.pooling,
+            head=tuple(dense for _, dense in embedding_spec.dense),
+        )
+    class_head = getattr(
+        importlib.import_module(FAMILIES[config.family], families.__name__), "class_head", None
+    )
     if class_head is None:
         raise ModelError(f"classes of models of the family {config.family} are not supported")
     pooling, head, name = class_head(hf, config)
-    return replace(config, pooling=pooling, head=head, classes=replace(config.classes, bias=True, name=name))
+    return replace(
+        config, pooling=pooling, head=head, classes=replace(config.classes, bias=True, name=name)
+    )
 
 
 def compute_dtype(requested: str, stored: str) -> str:
@@ -127,20 +155,24 @@ def compute_dtype(requested: str, stored: str) -> str:
 @cache
 def warn_of_float16(requested: str) -> None:
     logging.getLogger("quire").warning(
-        "dtype is %s: computed in bfloat16, since float16 overflows; float32 keeps every bit of float16 weights",
+        "dtype is %s: computed in bfloat16, since float16 overflows; float32 keeps every bit of "
+        "float16 weights",
         requested,
     )
 
 
-def choose_format(config: ModelConfig, requested: str | None, stored: StoredFormat | None) -> str | None:
+def choose_format(
+    config: ModelConfig, requested: str | None, stored: StoredFormat | None
+) -> str | None:
     """The weight format: the checkpoint's, which cannot be overridden, or the requested one."""
     try:
         format_name = None if requested is None else quant.check(requested)
         if stored is not None and stored.quant is not None:
             if format_name and quant.example(format_name) != quant.example(stored.quant):
                 raise ModelError(
-                    f"quantization is {requested!r}, and the checkpoint is quantised already, as {stored.quant!r}; "
-                    "leave --quantization out, or give the checkpoint that it was made from"
+                    f"quantization is {requested!r}, and the checkpoint is quantised already, as "
+                    f"{stored.quant!r}; leave --quantization out, or give the checkpoint that it "
+                    "was made from"
                 )
             format_name = stored.quant
         if format_name is not None:
@@ -177,9 +209,17 @@ def check_fields(node: Any) -> None:
         if float in kinds and type(value) is int:
             value = float(value)
         if type(value) not in [get_origin(kind) or kind for kind in kinds]:
-            raise ModelError(f"config.json makes {field.name} = {value!r:.80}; it must be {describe_kinds(kinds)}")
-        if (type(value) is int and value < 0) or (type(value) is float and not math.isfinite(value)):
-            raise ModelError(f"config.json makes {field.name} = {value!r:.80}; it must be finite and not negative")
+            raise ModelError(
+                f"config.json makes {field.name} = {value!r:.80}; it must be "
+                f"{describe_kinds(kinds)}"
+            )
+        if (type(value) is int and value < 0) or (
+            type(value) is float and not math.isfinite(value)
+        ):
+            raise ModelError(
+                f"config.json makes {field.name} = {value!r:.80}; it must be finite and not "
+                "negative"
+            )
         for item in set(value) if isinstance(value, tuple) else {value}:
             if is_dataclass(item):
                 check_fields(item)
@@ -187,7 +227,13 @@ def check_fields(node: Any) -> None:
 
 def describe_kinds(kinds) -> str:
     """The types of a field, for an error message."""
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+    words = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        NoneType: "null",
+    }
     return " or ".join(words.get(kind, "a part of the model") for kind in kinds)
 
 
@@ -219,7 +265,9 @@ def load(
     dummy = load_format == "dummy"
     converted = orbax.holds_weights(folder)
     if converted and load_format == "safetensors":
-        raise ModelError(f"load_format is 'safetensors', and {folder} is a converted checkpoint; leave it out")
+        raise ModelError(
+            f"load_format is 'safetensors', and {folder} is a converted checkpoint; leave it out"
+        )
     if not converted and not dummy:
         weight_cache = None
         if cached and for_kernels and not placement.on_host:
@@ -228,7 +276,11 @@ def load(
         return load_weights(folder, config, place, progress, placement, weight_cache)
     if placement.mesh is not None:
         locations = array_locations(placement, config, specs)
-        weights = random_weights(specs, locations) if dummy else orbax.load_weights(folder, specs, progress, locations)
+        weights = (
+            random_weights(specs, locations)
+            if dummy
+            else orbax.load_weights(folder, specs, progress, locations)
+        )
         return add_tied_head(weights, config, placement)
     weights = random_weights(specs) if dummy else orbax.load_weights(folder, specs, progress)
     if not for_kernels and not placement.on_host:
@@ -295,14 +347,20 @@ def load_weights(
             progress(count)
 
     def read_array(location: Location, spec: ArraySpec, sources, read_all: bool = False):
-        needed = None if read_all or location.mesh is None else local_shards.local_elements(spec, location.mesh)
+        needed = (
+            None
+            if read_all or location.mesh is None
+            else local_shards.local_elements(spec, location.mesh)
+        )
         leaf = read_leaf(spec, sources, tensors, needed)
         report(leaf.nbytes)
         return leaf
 
     def read(location: Location, dense, spec, sources):
         if isinstance(spec, Stack):
-            return read_stack(dense, spec, sources, tensors, local_experts(dense, location.mesh), report)
+            return read_stack(
+                dense, spec, sources, tensors, local_experts(dense, location.mesh), report
+            )
         if not isinstance(spec, Rounded):  # an array, or a node whose arrays have their own sources
             return jax.tree.map(partial(read_array, location), spec, sources)
         if can_hold_codes(spec, [tensors[source.name] for source in sources]):
@@ -314,7 +372,11 @@ def load_weights(
 
     def read_and_put(location: Location, dense, spec, sources):
         leaf = read(location, dense, spec, sources)
-        placed = location.move_to_memory(place(dense, leaf)) if location.mesh is None else location.shard(spec, leaf)
+        placed = (
+            location.move_to_memory(place(dense, leaf))
+            if location.mesh is None
+            else location.shard(spec, leaf)
+        )
         return jax.block_until_ready(placed)  # else two leaves would be in memory during the copy
 
     dense_leaves, *spec_and_source_leaves = map(tree.flatten_up_to, (dense, specs, sources))
@@ -332,7 +394,9 @@ def load_weights(
 def array_locations(placement: Placement, config: ModelConfig, specs: ModelWeights) -> ModelWeights:
     """The location of every array, including those inside quantised nodes."""
     return jax.tree.map(
-        lambda location, node: jax.tree.map(lambda _: location, node), placement.location_per_leaf(config, specs), specs
+        lambda location, node: jax.tree.map(lambda _: location, node),
+        placement.location_per_leaf(config, specs),
+        specs,
     )
 
 
@@ -366,11 +430,20 @@ def weight_format(stored: StoredFormat, source, dense: ArraySpec) -> str | None:
 
     If no format holds the values of all matrices, or one is dense, the weight is dequantised.
     """
-    groups = {stored.group_of(source_tensor.name.removesuffix(".weight")) for source_tensor in source.parts}
+    groups = {
+        stored.group_of(source_tensor.name.removesuffix(".weight"))
+        for source_tensor in source.parts
+    }
     inputs = math.prod(dense.shape[axis] for axis in dense.inputs)
-    kind = quant.common({None if group is None or inputs % group.multiple else group.quant for group in groups})
+    kind = quant.common(
+        {None if group is None or inputs % group.multiple else group.quant for group in groups}
+    )
     # Other backends without a kernel for the format would dequantise it in every step.
-    return kind if kind is None or jax.default_backend() == "cpu" or quant.has_gpu_kernel(kind) else None
+    return (
+        kind
+        if kind is None or jax.default_backend() == "cpu" or quant.has_gpu_kernel(kind)
+        else None
+    )
 
 
 def family_module(config: ModelConfig) -> Any:
@@ -401,10 +474,16 @@ def is_ignored(config: ModelConfig, name: str) -> bool:
 
 def log_ignored(names: list[str]) -> None:
     """Log how many tensors are not loaded, by module."""
-    counts_by_module = Counter(re.sub(r"^((?:model\.)?(?:layers\.\d+|\w+)).*", r"\1", name) for name in names)
+    counts_by_module = Counter(
+        re.sub(r"^((?:model\.)?(?:layers\.\d+|\w+)).*", r"\1", name) for name in names
+    )
     if counts_by_module:
-        counts = ", ".join(f"{place} ({count})" for place, count in sorted(counts_by_module.items()))
-        logging.getLogger("quire").info("tensors that are not loaded, since only text is served: %s", counts)
+        counts = ", ".join(
+            f"{place} ({count})" for place, count in sorted(counts_by_module.items())
+        )
+        logging.getLogger("quire").info(
+            "tensors that are not loaded, since only text is served: %s", counts
+        )
 
 
 def find_sources(folder: Path, config: ModelConfig) -> tuple[dict[str, Any], Any]:
@@ -413,12 +492,17 @@ def find_sources(folder: Path, config: ModelConfig) -> tuple[dict[str, Any], Any
     file = find_gguf(folder)
     tensors = find_tensors(folder) if file is None else gguf.find_tensors(file)
     for dense_folder, _ in (embedder.read(folder) or embedder.Embedder()).dense:
-        tensors |= {f"{dense_folder}.{name}": tensor for name, tensor in find_tensors(folder / dense_folder).items()}
+        tensors |= {
+            f"{dense_folder}.{name}": tensor
+            for name, tensor in find_tensors(folder / dense_folder).items()
+        }
     tensors = published.gather(tensors, config.stored)
     tensors = {canonical_name(family, name): tensor for name, tensor in tensors.items()}
     if not config.writes:
         tensors = {with_model_prefix(name): tensor for name, tensor in tensors.items()}
-    sources = jax.tree.map(lambda spec, source: source.found_in(tensors), dense_specs(config), weight_sources(config))
+    sources = jax.tree.map(
+        lambda spec, source: source.found_in(tensors), dense_specs(config), weight_sources(config)
+    )
     check_tensors(folder, config, tensors, sources)
     if config.tied and config.writes and "lm_head.weight" in tensors:
         check_tied(folder, tensors["lm_head.weight"], tensors[sources.embed_VD[0].name])
@@ -445,8 +529,8 @@ def check_quantised(dense, specs, sources, tensors: dict[str, Any]) -> None:
         for source in () if isinstance(spec, ArraySpec) else sources:
             if not can_hold_codes(spec, [tensors[source.name]]):
                 raise ModelError(
-                    f"tensor {source.name!r} is not quantised, and quantization_config.ignore in config.json does not "
-                    "name it"
+                    f"tensor {source.name!r} is not quantised, and quantization_config.ignore in "
+                    "config.json does not name it"
                 )
 
     jax.tree.map(check, dense, specs, sources)
@@ -460,17 +544,24 @@ def log_dequantised(specs, sources, tensors: dict[str, Any], dtype: str) -> None
         if isinstance(spec, ArraySpec):
             names.extend(source.name for source in sources if is_quantised(tensors[source.name]))
 
-    jax.tree.map(collect, specs, sources, is_leaf=lambda node: isinstance(node, ArraySpec | Rounded | Stack))
+    jax.tree.map(
+        collect, specs, sources, is_leaf=lambda node: isinstance(node, ArraySpec | Rounded | Stack)
+    )
     if names:
         logging.getLogger("quire").info(
-            "%d quantised matrices are dequantised to %s, such as %s: no kernel here takes their format, or they are "
-            "multiplied together with matrices of another format", len(names), dtype, names[0],
-        )  # fmt: skip
+            "%d quantised matrices are dequantised to %s, such as %s: no kernel here takes their "
+            "format, or they are multiplied together with matrices of another format",
+            len(names),
+            dtype,
+            names[0],
+        )
 
 
 def is_quantised(tensor: Any) -> bool:
     """Whether a tensor of a checkpoint is quantised."""
-    return isinstance(tensor, Matrix) or (isinstance(tensor, gguf.AssembledTensor) and tensor.quantised)
+    return isinstance(tensor, Matrix) or (
+        isinstance(tensor, gguf.AssembledTensor) and tensor.quantised
+    )
 
 
 def check_tensors(folder: Path, config: ModelConfig, tensors: dict[str, Tensor], sources) -> None:
@@ -481,14 +572,26 @@ def check_tensors(folder: Path, config: ModelConfig, tensors: dict[str, Tensor],
             raise ModelError(f"{folder} lacks the tensor {source.name!r}")
         if tensors[source.name].shape != source.shape:
             shape = list(tensors[source.name].shape)
-            raise ModelError(f"tensor {source.name!r} has shape {shape}; config.json wants {list(source.shape)}")
+            raise ModelError(
+                f"tensor {source.name!r} has shape {shape}; config.json wants {list(source.shape)}"
+            )
         known_names.add(source.name)
     if config.tied:
         known_names.add("lm_head.weight")
-    extra = [name for name in tensors if name not in known_names and not name.endswith("rotary_emb.inv_freq")]
+    extra = [
+        name
+        for name in tensors
+        if name not in known_names and not name.endswith("rotary_emb.inv_freq")
+    ]
     if config.stored is not None:  # some quantisers write zero biases where a model has none
-        extra = [name for name in extra if not (name.endswith(".bias") and not tensors[name].read().any())]
+        extra = [
+            name
+            for name in extra
+            if not (name.endswith(".bias") and not tensors[name].read().any())
+        ]
     ignored = [name for name in extra if is_ignored(config, name)]
     log_ignored(ignored)
     if extra := sorted({*extra} - {*ignored}):
-        raise ModelError(f"{folder} holds the tensor {extra[0]!r}, which {config.family} models do not have")
+        raise ModelError(
+            f"{folder} holds the tensor {extra[0]!r}, which {config.family} models do not have"
+        )

@@ -42,7 +42,9 @@ def make_empty_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):
-            raise ModelError(f"{out} is there already and holds something; give a new or an empty folder")
+            raise ModelError(
+                f"{out} is there already and holds something; give a new or an empty folder"
+            )
     except OSError as error:
         raise ModelError(f"{out} cannot be made: {error.strerror}") from None
 
@@ -52,14 +54,18 @@ def import_orbax(purpose: str) -> Any:
     return import_extra("orbax.checkpoint", "convert", purpose)
 
 
-def save(folder: Path, out: Path, weights, dtype: str, hf_overrides: Mapping[str, Any] | None = None) -> None:
+def save(
+    folder: Path, out: Path, weights, dtype: str, hf_overrides: Mapping[str, Any] | None = None
+) -> None:
     """Write weights and the other files of `folder` to `out`, a model folder of its own."""
     ocp = import_orbax("to write a converted checkpoint")
     make_empty_folder(out)
     with ocp.StandardCheckpointer() as checkpointer:
         arrays = leaves_by_name(weights)
         checkpointer.save(
-            out.absolute() / WEIGHTS, arrays, save_args=dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=CHUNK))
+            out.absolute() / WEIGHTS,
+            arrays,
+            save_args=dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=CHUNK)),
         )
     hf = merge_overrides(read_json(folder / "config.json"), hf_overrides or {})
     for config_part in (hf, hf.get("text_config")):
@@ -87,7 +93,9 @@ def load_weights(folder: Path, specs, progress: Callable[[int], None], locations
     specs_by_name = leaves_by_name(specs)
     location_by_name = leaves_by_name(locations)
     whole_arrays = {
-        name for name, place in location_by_name.items() if not local_shards.as_stored(specs_by_name[name], place.mesh)
+        name
+        for name, place in location_by_name.items()
+        if not local_shards.as_stored(specs_by_name[name], place.mesh)
     }
 
     def target_of(name: str, spec: ArraySpec) -> Any:
@@ -123,10 +131,15 @@ def check_shapes(path: Path, specs_by_name, stored) -> None:
         if name not in stored:
             raise ModelError(f"{path} lacks the array {name!r}, which config.json describes")
         if name not in specs_by_name:
-            raise ModelError(f"{path} holds the array {name!r}, which config.json does not describe")
+            raise ModelError(
+                f"{path} holds the array {name!r}, which config.json does not describe"
+            )
         if tuple(stored[name].shape) != specs_by_name[name].shape:
             shape = list(stored[name].shape)
-            raise ModelError(f"array {name!r} has shape {shape}; config.json wants {list(specs_by_name[name].shape)}")
+            raise ModelError(
+                f"array {name!r} has shape {shape}; config.json wants "
+                f"{list(specs_by_name[name].shape)}"
+            )
 
 
 def first_line(error: Exception) -> str:

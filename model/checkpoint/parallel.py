@@ -39,6 +39,8 @@ def run_in_parallel(
 
     threads = ThreadPoolExecutor(THREADS, thread_name_prefix="quire-load")
     try:
-        return [future.result() for future in [*map(threads.submit, [run] * len(tasks), tasks, sizes)]]
+        return [
+            future.result() for future in [*map(threads.submit, [run] * len(tasks), tasks, sizes)]
+        ]
     finally:
         threads.shutdown(cancel_futures=True)

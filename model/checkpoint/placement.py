@@ -30,7 +30,11 @@ class Location:
         mesh = self.mesh
         assert mesh is not None
         return jax.tree.map(
-            lambda array_spec, array: local_shards.shard(array, array_spec, mesh, self.sharding(array_spec)), spec, leaf
+            lambda array_spec, array: local_shards.shard(
+                array, array_spec, mesh, self.sharding(array_spec)
+            ),
+            spec,
+            leaf,
         )
 
     def move_to_memory(self, leaf: Any) -> Any:
@@ -42,7 +46,9 @@ class Location:
     def sharding(self, spec: ArraySpec) -> Sharding:
         """The sharding of an array at this location."""
         if self.mesh is None:
-            return SingleDeviceSharding(jax.local_devices()[0], memory_kind=HOST if self.on_host else None)
+            return SingleDeviceSharding(
+                jax.local_devices()[0], memory_kind=HOST if self.on_host else None
+            )
         result = sharding(spec, self.mesh)
         if self.context_sharded:
             shape = local_shards.sharded_shape(spec, self.mesh)
@@ -92,7 +98,9 @@ class Placement:
             head_VD=None if config.tied else last,
             head_bias_V=last if config.head_bias else None,
             classes_DC=config.classes and last,
-            classes_bias_C=last if config.classes and (config.classes.bias or config.classes.deep) else None,
+            classes_bias_C=last
+            if config.classes and (config.classes.bias or config.classes.deep)
+            else None,
             classes_up_DF=last if config.classes and config.classes.deep else None,
             classes_up_bias_F=last if config.classes and config.classes.deep else None,
             embed_norm_D=first if config.embed_norm else None,
@@ -108,7 +116,9 @@ class Placement:
         """The location of each leaf of a weight tree; a quantised node counts as a leaf."""
 
         def fill_subtree(location: Location, subtree: Any) -> Any:
-            return jax.tree.map(lambda _: location, subtree, is_leaf=lambda node: isinstance(node, Weight))
+            return jax.tree.map(
+                lambda _: location, subtree, is_leaf=lambda node: isinstance(node, Weight)
+            )
 
         return jax.tree.map(fill_subtree, self.locations(config), tree)
 
@@ -128,7 +138,9 @@ def add_tied_head(weights: ModelWeights, config: ModelConfig, placement: Placeme
     if placement.mesh is None or placement.mesh.shape["pipe"] == 1 or not config.tied:
         return weights
     last = stage_meshes(placement.mesh)[-1]
-    head = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(last, x.sharding.spec)), weights.embed_VD)
+    head = jax.tree.map(
+        lambda x: jax.device_put(x, NamedSharding(last, x.sharding.spec)), weights.embed_VD
+    )
     return weights.replace(head_VD=head)
 
 

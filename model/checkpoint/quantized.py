@@ -21,7 +21,13 @@ from ..weights import abstract, dense_specs
 from .folder import merge_overrides, read_json
 from .loader import find_sources
 from .orbax import holds_weights, write_other_files
-from .published import make_mixed_config, make_quantization_config, round_matrix, split_quantization, writer_for_format
+from .published import (
+    make_mixed_config,
+    make_quantization_config,
+    round_matrix,
+    split_quantization,
+    writer_for_format,
+)
 from .safetensors import INDEX, SINGLE, Tensor, find_tensors, write_tensors
 
 EXPERTS = r"re:.*\.experts\..*"
@@ -47,7 +53,8 @@ class WritingPlan:
         fused_tensors = self.fused[tensor.name]
         if fused_tensors[0].name not in self.largest_values:
             maxima = (
-                np.abs(member.read().astype(jnp.dtype(dtype)).astype(np.float32)).max() for member in fused_tensors
+                np.abs(member.read().astype(jnp.dtype(dtype)).astype(np.float32)).max()
+                for member in fused_tensors
             )
             self.largest_values[fused_tensors[0].name] = float(max(maxima))
         return self.largest_values[fused_tensors[0].name]
@@ -71,10 +78,15 @@ def plan_writing(
 ) -> WritingPlan:
     """Plan what `save` writes. All errors in the arguments are raised here, before any write."""
     if holds_weights(folder):
-        raise ModelError(f"{folder} is a converted checkpoint; give the folder of safetensors that it was made from")
+        raise ModelError(
+            f"{folder} is a converted checkpoint; give the folder of safetensors that it was "
+            "made from"
+        )
     source = merge_overrides(read_json(folder / "config.json"), hf_overrides or {})
     if source.get("quantization_config") is not None:
-        raise ModelError(f"{folder} is quantised already: its config.json has a quantization_config")
+        raise ModelError(
+            f"{folder} is quantised already: its config.json has a quantization_config"
+        )
     if os.path.lexists(out):
         raise ModelError(f"{out} is there already; give a new folder")
     tensors, fused, ignore, vocabulary = survey_tensors(folder, config)
@@ -83,7 +95,11 @@ def plan_writing(
     else:
         modules = {tensor: tensor.removesuffix(".weight") for tensor in fused}
         ignore = sorted({*ignore, *(modules[tensor] for tensor in fused if chosen[tensor] is None)})
-        fused = {tensor: fused_tensors for tensor, fused_tensors in fused.items() if chosen[tensor] is not None}
+        fused = {
+            tensor: fused_tensors
+            for tensor, fused_tensors in fused.items()
+            if chosen[tensor] is not None
+        }
         modules_by_format: dict[str, list[str]] = {}
         for tensor in fused:
             modules_by_format.setdefault(str(chosen[tensor]), []).append(modules[tensor])
@@ -92,7 +108,11 @@ def plan_writing(
     stored = split_quantization(hf)[1]
     assert stored is not None
     dtype = jnp.dtype(config.dtype)
-    narrowed = {tensor.name: dtype for tensor in vocabulary if dtype.itemsize < np.dtype(tensor.dtype).itemsize}
+    narrowed = {
+        tensor.name: dtype
+        for tensor in vocabulary
+        if dtype.itemsize < np.dtype(tensor.dtype).itemsize
+    }
     if narrowed:
         for config_part in (hf, hf.get("text_config")):
             if isinstance(config_part, dict):
@@ -149,30 +169,56 @@ def survey_tensors(
 
     def collect(_, spec, sources) -> None:
         if not isinstance(spec, ArraySpec):
-            fused = tuple(tensor for source in sources if len((tensor := tensors[source.name]).shape) == 2)
+            fused = tuple(
+                tensor for source in sources if len((tensor := tensors[source.name]).shape) == 2
+            )
             matrices.update((tensor.name, fused) for tensor in fused)
 
     jax.tree.map(collect, dense_specs(config).layers, abstract(config).layers, sources.layers)
-    tables = {source.name for leaf in (sources.embed_VD, sources.per_layer_embed_VLA) for source in leaf or ()}
-    vocabulary = [tensors[name] for name in sorted(tables | {source.name for source in sources.head_VD or ()})]
+    tables = {
+        source.name
+        for leaf in (sources.embed_VD, sources.per_layer_embed_VLA)
+        for source in leaf or ()
+    }
+    vocabulary = [
+        tensors[name] for name in sorted(tables | {source.name for source in sources.head_VD or ()})
+    ]
     unquantised = {
         tensor.name.removesuffix(".weight")
         for name, tensor in tensors.items()
-        if tensor.name not in matrices and name not in tables and len(tensor.shape) > 1 and ".experts." not in name
+        if tensor.name not in matrices
+        and name not in tables
+        and len(tensor.shape) > 1
+        and ".experts." not in name
     }
-    experts = [name for name, tensor in tensors.items() if ".experts." in name and tensor.name not in matrices]
+    experts = [
+        name
+        for name, tensor in tensors.items()
+        if ".experts." in name and tensor.name not in matrices
+    ]
     # vLLM expects the head in the list even if it is tied to the embedding.
     ignore = sorted(unquantised | {"lm_head"}) + [EXPERTS] * bool(experts)
-    return sorted(tensors.values(), key=lambda tensor: (tensor.file, tensor.start)), matrices, ignore, vocabulary
+    return (
+        sorted(tensors.values(), key=lambda tensor: (tensor.file, tensor.start)),
+        matrices,
+        ignore,
+        vocabulary,
+    )
 
 
 def has_unquantised_experts(out: Path) -> bool:
     """Whether a folder that `save` wrote has unquantised stacks of experts."""
-    return any(".experts." in name and len(tensor.shape) > 2 for name, tensor in find_tensors(out).items())
+    return any(
+        ".experts." in name and len(tensor.shape) > 2 for name, tensor in find_tensors(out).items()
+    )
 
 
 def write_weights(
-    out: Path, plan: WritingPlan, dtype: str, progress: Callable[[int], None], precomputed: Mapping[str, Tensor]
+    out: Path,
+    plan: WritingPlan,
+    dtype: str,
+    progress: Callable[[int], None],
+    precomputed: Mapping[str, Tensor],
 ) -> None:
     """Write one file for each file of the source, and an index if there are several."""
     files: dict[Path, list[Tensor]] = {}
@@ -189,9 +235,14 @@ def write_weights(
                     for ending, (dtypes, shapes_of_ending) in plan.layout_for(tensor).items()
                 }
             else:
-                shapes[tensor.name] = plan.narrowed_dtypes.get(tensor.name, tensor.dtype), tensor.shape
+                shapes[tensor.name] = (
+                    plan.narrowed_dtypes.get(tensor.name, tensor.dtype),
+                    tensor.shape,
+                )
         name = SINGLE if len(files) == 1 else file.name
-        write_tensors(out / name, shapes, tensor_values(file_tensors, plan, dtype, progress, precomputed))
+        write_tensors(
+            out / name, shapes, tensor_values(file_tensors, plan, dtype, progress, precomputed)
+        )
         index |= dict.fromkeys(shapes, name)
     if len(files) > 1:
         total = sum(file.stat().st_size for file in out.iterdir())
@@ -215,7 +266,9 @@ def tensor_values(
         elif endings:
             # Cast to the dtype that the model is loaded in: quantising at load gives equal values.
             value = tensor.read().astype(jnp.dtype(dtype))
-            rounded = round_matrix(value, plan.stored, plan.group(tensor), partial(plan.largest_value, tensor, dtype))
+            rounded = round_matrix(
+                value, plan.stored, plan.group(tensor), partial(plan.largest_value, tensor, dtype)
+            )
             yield from (rounded[ending] for ending in endings)
         else:
             value = precomputed.get(tensor.name, tensor).read()

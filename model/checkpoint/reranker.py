@@ -27,29 +27,46 @@ def token_score_classes(folder: Path, hf: Mapping[str, Any]) -> Classes | None:
     yes = ids.get("true_token_id")
     no = ids.get("false_token_id")
     if type(yes) is not int or not (no is None or type(no) is int) or min(yes, no or 0) < 0:
-        raise ModelError(f"{path}: true_token_id and false_token_id must be numbers of tokens, got {yes!r} and {no!r}")
+        raise ModelError(
+            f"{path}: true_token_id and false_token_id must be numbers of tokens, got {yes!r} "
+            f"and {no!r}"
+        )
     return Classes(("LABEL_0",), "sigmoid", ((yes, -1 if no is None else no),))
 
 
 def classes_from_tokens(folder: Path, names: Any, as_single_score: Any) -> Classes:
     """A class for each token, or (`as_single_score`) one: the log-odds of the second token."""
-    if not isinstance(names, list) or len(names) < 2 or not all(isinstance(name, str) for name in names):
-        raise ModelError(f"config.json: {KEYS[0]} = {names!r:.80}; it must be a list of two tokens or more")
+    if (
+        not isinstance(names, list)
+        or len(names) < 2
+        or not all(isinstance(name, str) for name in names)
+    ):
+        raise ModelError(
+            f"config.json: {KEYS[0]} = {names!r:.80}; it must be a list of two tokens or more"
+        )
     ids = token_ids_for(folder, names, KEYS[0])
     if not as_single_score:
         return Classes(tuple(names), "softmax", tuple((number, -1) for number in ids))
     if len(ids) != 2:
-        raise ModelError(f"config.json: {KEYS[0]} names {len(ids)} tokens; with {KEYS[1]} it must be two, no and yes")
+        raise ModelError(
+            f"config.json: {KEYS[0]} names {len(ids)} tokens; with {KEYS[1]} it must be two, "
+            "no and yes"
+        )
     return Classes(("LABEL_0",), "sigmoid", ((ids[1], ids[0]),))
 
 
 def token_ids_for(folder: Path, names: list[str], key: str) -> list[int]:
     """The ids of tokens that config.json names by text."""
     if not (file := folder / "tokenizer.json").is_file():
-        raise ModelError(f"config.json: {key} names tokens, and {folder} has no tokenizer.json that knows them")
+        raise ModelError(
+            f"config.json: {key} names tokens, and {folder} has no tokenizer.json that knows them"
+        )
     ids = list(map(tokenizers.Tokenizer.from_file(str(file)).token_to_id, names))
     if None in ids:
-        raise ModelError(f"config.json: {key} names {names[ids.index(None)]!r:.40}, which is no token of this model")
+        raise ModelError(
+            f"config.json: {key} names {names[ids.index(None)]!r:.40}, which is no token of "
+            "this model"
+        )
     return ids
 
 

@@ -19,10 +19,19 @@ from ..errors import POINTER, refuse_pointer
 from .folder import read_json, refuse_other_weights
 
 DTYPES = {
-    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I64": np.int64,
-    "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
-}  # fmt: skip
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 METADATA = "__metadata__"
@@ -48,7 +57,9 @@ class Tensor:
     def read(self) -> np.ndarray:
         """Read the tensor. A mapping would hold its pages a second time during loading."""
         if self.content is not None:
-            return np.frombuffer(self.content, self.dtype, math.prod(self.shape), self.start).reshape(self.shape)
+            return np.frombuffer(
+                self.content, self.dtype, math.prod(self.shape), self.start
+            ).reshape(self.shape)
         out = empty(self.shape, self.dtype)
         try:
             with open(self.file, "rb", buffering=0) as file:
@@ -86,23 +97,34 @@ def fill(out: np.ndarray, value: np.ndarray) -> None:
     axis = int(np.argmin(out.strides))  # neighbours along it share a cache line of `out`
     for index in np.ndindex(value.shape[:axis]):
         for at in range(0, value.shape[axis], STRIP):
-            out[index][at : at + STRIP] = value[index][at : at + STRIP].astype(out.dtype, copy=False)
+            out[index][at : at + STRIP] = value[index][at : at + STRIP].astype(
+                out.dtype, copy=False
+            )
 
 
 def find_tensors(folder: Path) -> dict[str, Tensor]:
     """Find all tensors of a folder from headers: by its index, in its one file, or in all files."""
     if (folder / INDEX).exists():
         return indexed_tensors(folder)
-    names = [SINGLE] if (folder / SINGLE).exists() else sorted(path.name for path in folder.glob("*.safetensors"))
+    names = (
+        [SINGLE]
+        if (folder / SINGLE).exists()
+        else sorted(path.name for path in folder.glob("*.safetensors"))
+    )
     if not names:
         refuse_other_weights(folder, [path.name for path in folder.iterdir()])
-        raise ModelError(f"{folder} holds no *.safetensors; weights are read from safetensors alone")
+        raise ModelError(
+            f"{folder} holds no *.safetensors; weights are read from safetensors alone"
+        )
     tensors: dict[str, Tensor] = {}
     for name in names:
         header = read_header(folder / name)
         if twice := tensors.keys() & header.keys():
             first = sorted(twice)[0]
-            raise ModelError(f"tensor {first!r} is in both {tensors[first].file} and {folder / name}; keep one of them")
+            raise ModelError(
+                f"tensor {first!r} is in both {tensors[first].file} and {folder / name}; keep "
+                "one of them"
+            )
         tensors |= header
     return tensors
 
@@ -119,7 +141,9 @@ def indexed_tensors(folder: Path) -> dict[str, Tensor]:
         raise ModelError(f"{index} must hold a weight_map from tensor names to files")
     for file in weight_map.values():
         if not file.endswith(".safetensors") or "/" in file or "\\" in file:
-            raise ModelError(f"{index} names {file!r}; it must be a *.safetensors file in the same folder")
+            raise ModelError(
+                f"{index} names {file!r}; it must be a *.safetensors file in the same folder"
+            )
     headers = {file: read_header(folder / file) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in headers[file]:
@@ -133,7 +157,11 @@ def read_header(path: Path, content: bytes | None = None) -> dict[str, Tensor]:
     If `content` (the bytes of the file) is given, the file is not read again.
     """
     table, data, size = read_table(path, content)
-    tensors = {name: read_entry(path, name, entry, data, size) for name, entry in table.items() if name != METADATA}
+    tensors = {
+        name: read_entry(path, name, entry, data, size)
+        for name, entry in table.items()
+        if name != METADATA
+    }
     return {name: replace(tensor, content=content) for name, tensor in tensors.items()}
 
 
@@ -152,7 +180,10 @@ def read_table(path: Path, content: bytes | None = None) -> tuple[dict[str, Any]
             file.seek(0)
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER):
-                raise ModelError(f"{path} is truncated or not a safetensors file: its header would need {length} bytes")
+                raise ModelError(
+                    f"{path} is truncated or not a safetensors file: its header would need "
+                    f"{length} bytes"
+                )
             header = json.loads(file.read(length))
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist; the model's download may be incomplete") from None
@@ -174,17 +205,28 @@ def read_entry(path: Path, name: str, entry: Any, data: int, size: int) -> Tenso
         shape = entry["shape"]
         (start, end) = entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
-        raise ModelError(f"{path}: the entry of tensor {name!r} is not understood: {entry!r:.200}") from None
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in (*shape, start, end)):
+        raise ModelError(
+            f"{path}: the entry of tensor {name!r} is not understood: {entry!r:.200}"
+        ) from None
+    if not isinstance(shape, list) or not all(
+        type(n) is int and n >= 0 for n in (*shape, start, end)
+    ):
         raise ModelError(f"{path}: the entry of tensor {name!r} is not understood: {entry!r:.200}")
     if end - start != math.prod(shape) * dtype.itemsize:
-        raise ModelError(f"{path}: tensor {name!r} has {end - start} bytes, which is not what {entry!r:.200} takes")
+        raise ModelError(
+            f"{path}: tensor {name!r} has {end - start} bytes, which is not what "
+            f"{entry!r:.200} takes"
+        )
     if data + end > size:
-        raise ModelError(f"{path} is truncated: tensor {name!r} ends at byte {data + end} of {size}")
+        raise ModelError(
+            f"{path} is truncated: tensor {name!r} ends at byte {data + end} of {size}"
+        )
     return Tensor(name, path, dtype, tuple(shape), data + start)
 
 
-def write_tensors(path: Path, layout: Mapping[str, tuple[Any, tuple[int, ...]]], values: Iterable[np.ndarray]) -> None:
+def write_tensors(
+    path: Path, layout: Mapping[str, tuple[Any, tuple[int, ...]]], values: Iterable[np.ndarray]
+) -> None:
     """Write a safetensors file: dtypes and shapes from `layout`, then each of `values` in order."""
     names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
@@ -192,7 +234,11 @@ def write_tensors(path: Path, layout: Mapping[str, tuple[Any, tuple[int, ...]]],
     for name, (dtype, shape) in layout.items():
         start = end
         end = end + math.prod(shape) * np.dtype(dtype).itemsize
-        header[name] = {"dtype": names[np.dtype(dtype)], "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": names[np.dtype(dtype)],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # aligns the first tensor
     with open(path, "wb") as file:
@@ -205,4 +251,6 @@ def write_tensors(path: Path, layout: Mapping[str, tuple[Any, tuple[int, ...]]],
 def publish_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Write a safetensors file that appears once it is complete."""
     with publish(path) as temporary:
-        write_tensors(temporary, {name: (x.dtype, x.shape) for name, x in tensors.items()}, tensors.values())
+        write_tensors(
+            temporary, {name: (x.dtype, x.shape) for name, x in tensors.items()}, tensors.values()
+        )

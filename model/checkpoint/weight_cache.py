@@ -46,7 +46,9 @@ class WeightCache:
     def for_folder(cls, folder: Path, options: Any) -> "WeightCache | None":
         """The cache file for a model folder and loading options; None if no cache is available."""
         try:
-            return cls(native.build.private(home("weights")) / f"{cache_key(folder, options)}{SUFFIX}")
+            return cls(
+                native.build.private(home("weights")) / f"{cache_key(folder, options)}{SUFFIX}"
+            )
         except (NotImplementedError, OSError) as error:
             log.warning("packed weights are not kept for the next start: %s", error)
             return None
@@ -82,7 +84,9 @@ class WeightCache:
             table, arrays = build_table(leaves)
             size = table["size"]
             if not make_room(self.path.parent, SUFFIX, size, LIMIT):
-                log.info("packed weights are not kept for the next start: %d bytes have no room", size)
+                log.info(
+                    "packed weights are not kept for the next start: %d bytes have no room", size
+                )
                 return
             with publish(self.path) as temporary, open(temporary, "xb") as file:
                 file.write(header_bytes(table))
@@ -97,7 +101,9 @@ class WeightCache:
 def cache_key(folder: Path, options: Any) -> str:
     """A digest of the checkpoint's files, the options, the kernels and the packing code."""
     hasher = hashlib.blake2b(repr(options).encode(), digest_size=16)
-    hasher.update(f"{native.instruction_set()} {native.build.source_hash()} {jax.__version__}".encode())
+    hasher.update(
+        f"{native.instruction_set()} {native.build.source_hash()} {jax.__version__}".encode()
+    )
     hasher.update(code_state("ops", "model", "sharding").encode())
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         state = path.stat()
@@ -117,7 +123,12 @@ def build_table(leaves: list[Any]) -> tuple[dict[str, Any], list[np.ndarray]]:
     offset = 0
     for value in arrays:
         entries.append(
-            {"dtype": value.dtype.name, "shape": value.shape, "start": offset, "ends": end_digest(as_bytes(value))}
+            {
+                "dtype": value.dtype.name,
+                "shape": value.shape,
+                "start": offset,
+                "ends": end_digest(as_bytes(value)),
+            }
         )
         offset += -(-value.nbytes // PAGE) * PAGE
     # Offsets are added below and lengthen the table, hence twice its present size.
@@ -168,7 +179,9 @@ def as_bytes(value: np.ndarray) -> np.ndarray:
 def describe_node(node: Any, arrays: list[np.ndarray]) -> Any:
     """Describe a leaf or quantised node as JSON; its arrays are appended to `arrays`."""
     if is_dataclass(node):
-        inside = {field.name: describe_node(getattr(node, field.name), arrays) for field in fields(node)}
+        inside = {
+            field.name: describe_node(getattr(node, field.name), arrays) for field in fields(node)
+        }
         kind = type(node)
         return {"class": f"{kind.__module__.partition('.')[2]}:{kind.__name__}", "fields": inside}
     if isinstance(node, jax.Array | np.ndarray):
@@ -193,4 +206,6 @@ def restore_node(description: Any, arrays: list[np.ndarray]) -> Any:
     if not module.startswith("ops."):
         raise ValueError(f"it names {description['class']}, which is no weight")
     kind = getattr(importlib.import_module(f"{__name__.partition('.')[0]}.{module}"), name)
-    return kind(**{field: restore_node(value, arrays) for field, value in description["fields"].items()})
+    return kind(
+        **{field: restore_node(value, arrays) for field, value in description["fields"].items()}
+    )

@@ -23,15 +23,24 @@ from .weights import DraftHeadsWeights, abstract
 
 
 def load(
-    folder: Path, heads: DraftHeads, progress: Callable[[int], None] = lambda count: None, skip_packing: bool = False
+    folder: Path,
+    heads: DraftHeads,
+    progress: Callable[[int], None] = lambda count: None,
+    skip_packing: bool = False,
 ) -> DraftHeadsWeights:
     """Load the weights of a folder. `skip_packing`: to train or save them."""
     # Quantised matrices are dequantised.
-    _, stored = published.split_quantization(published.add_side_config(folder, read_json(folder / CONFIG)))
+    _, stored = published.split_quantization(
+        published.add_side_config(folder, read_json(folder / CONFIG))
+    )
     gathered = published.gather(find_tensors(folder), stored)
-    tensors: dict[str, Any] = {canonical_name(name, heads.kind): tensor for name, tensor in gathered.items()}
+    tensors: dict[str, Any] = {
+        canonical_name(name, heads.kind): tensor for name, tensor in gathered.items()
+    }
     specs = abstract(heads)
-    tensor_sources = jax.tree.map(lambda spec, source: source.found_in(tensors), specs, weight_sources(heads))
+    tensor_sources = jax.tree.map(
+        lambda spec, source: source.found_in(tensors), specs, weight_sources(heads)
+    )
     check_tensors(folder, heads, tensors, tensor_sources)
     for_kernels = native.serves() and not skip_packing
 
@@ -54,10 +63,17 @@ def check_tensors(folder: Path, heads: DraftHeads, tensors: dict[str, Any], tens
         if name not in tensors:
             raise ModelError(f"{folder} lacks the tensor {name!r}, which {heads.kind} heads need")
         if tensors[name].shape != shape:
-            raise ModelError(f"tensor {name!r} has shape {list(tensors[name].shape)}; config.json wants {list(shape)}")
-    extra = [name for name in tensors if name not in needed and not name.endswith("rotary_emb.inv_freq")]
+            raise ModelError(
+                f"tensor {name!r} has shape {list(tensors[name].shape)}; config.json wants "
+                f"{list(shape)}"
+            )
+    extra = [
+        name for name in tensors if name not in needed and not name.endswith("rotary_emb.inv_freq")
+    ]
     if extra := sorted(name for name in extra if not is_ignored(name, heads)):
-        raise ModelError(f"{folder} holds the tensor {extra[0]!r}, which {heads.kind} heads do not have")
+        raise ModelError(
+            f"{folder} holds the tensor {extra[0]!r}, which {heads.kind} heads do not have"
+        )
 
 
 def check_tokens(heads: DraftHeads, weights: DraftHeadsWeights) -> None:
@@ -68,23 +84,31 @@ def check_tokens(heads: DraftHeads, weights: DraftHeadsWeights) -> None:
     V = heads.model.vocab_size
     if len(set(tokens_U.tolist())) < len(tokens_U) or tokens_U.min() < 0 or tokens_U.max() >= V:
         count = len(tokens_U)
-        raise ModelError(f"{heads.kind} heads must map their {count} tokens to different ones from 0 to {V - 1}")
+        raise ModelError(
+            f"{heads.kind} heads must map their {count} tokens to different ones from 0 to {V - 1}"
+        )
 
 
-def save(folder: Path, heads: DraftHeads, weights: DraftHeadsWeights, config: dict[str, Any]) -> None:
+def save(
+    folder: Path, heads: DraftHeads, weights: DraftHeadsWeights, config: dict[str, Any]
+) -> None:
     """Write a folder for `read_heads` and `load`; `config` becomes its config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, np.ndarray] = {}
 
     def put(source: Source, leaf):
         leaf_tensors = leaf_to_tensors(source.parts, np.asarray(leaf))
-        tensors.update({name: value.astype(heads.model.dtype) for name, value in leaf_tensors.items()})
+        tensors.update(
+            {name: value.astype(heads.model.dtype) for name, value in leaf_tensors.items()}
+        )
 
     matrices = weight_sources(heads).replace(tokens_U=None)
     weights_to_save = weights.replace(tokens_U=None)
     jax.tree.map(put, matrices, weights_to_save, is_leaf=lambda node: isinstance(node, Source))
     if heads.kind == "eagle3":
-        tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): value for name, value in tensors.items()}
+        tensors = {
+            re.sub(r"^layers\.0\.", "midlayer.", name): value for name, value in tensors.items()
+        }
     tensors = dict(sorted((tensors | vocabulary_tensors(heads, weights)).items()))
     layout = {name: (value.dtype, value.shape) for name, value in tensors.items()}
     write_tensors(folder / SINGLE, layout, tensors.values())

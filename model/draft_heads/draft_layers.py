@@ -39,7 +39,9 @@ def run(
     eps = heads.model.norm_eps
     live_T1 = positions_T[:, None] >= 0
     has_embedding = weights.embed_VD is not None
-    embedding_weights, embedding_axes = (weights, ONE_DEVICE) if has_embedding else (target_weights, axes)
+    embedding_weights, embedding_axes = (
+        (weights, ONE_DEVICE) if has_embedding else (target_weights, axes)
+    )
     embed_TD, _ = decoder.embed(embedding_weights, tokens_T, positions_T, config, embedding_axes)
     features_TD = jnp.where(live_T1, features_TD, 0).astype(embed_TD.dtype)
     normed_TD = features_TD
@@ -55,20 +57,32 @@ def run(
         layers = layers[1:]
         first = 1
     else:
-        x_TD = jnp.where(live_T1, project("TF,FD->TD", joined_TF, weights.join_FD, weights.join_bias_D), 0)
-    (x_TD, _), cache = decoder.run_layers(layers, first, (x_TD, None), cache, positions_T, config, hooks, axes)
+        x_TD = jnp.where(
+            live_T1, project("TF,FD->TD", joined_TF, weights.join_FD, weights.join_bias_D), 0
+        )
+    (x_TD, _), cache = decoder.run_layers(
+        layers, first, (x_TD, None), cache, positions_T, config, hooks, axes
+    )
     hidden_TD = x_TD if weights.final_norm_D is None else decoder.final_norm(weights, x_TD, config)
     return hidden_TD if heads.normed else x_TD, hidden_TD, cache
 
 
-def wide_layer(heads: DraftHeads, w, x_TD, joined_TF, positions_T, cache, hooks: LayerHooks, axes: DeviceAxes):
+def wide_layer(
+    heads: DraftHeads, w, x_TD, joined_TF, positions_T, cache, hooks: LayerHooks, axes: DeviceAxes
+):
     """(rows, cache) after EAGLE-3's first layer, whose attention input is (embedding, feature)."""
     config = heads.model
     layer = config.layers[0]
     eps = config.norm_eps
-    rope = layer.attention.rope and angles(positions_T, layer.attention.rope.inv_freq, layer.attention.rope.factor)
-    y_TD, cache = attention.mix(layer.attention, w.attention, joined_TF, rope, cache, hooks.of_layer(0), eps, axes)
-    rows, _ = decoder.feed_forward_block(layer, w, Residual(x_TD, y_TD), positions_T >= 0, config, axes)
+    rope = layer.attention.rope and angles(
+        positions_T, layer.attention.rope.inv_freq, layer.attention.rope.factor
+    )
+    y_TD, cache = attention.mix(
+        layer.attention, w.attention, joined_TF, rope, cache, hooks.of_layer(0), eps, axes
+    )
+    rows, _ = decoder.feed_forward_block(
+        layer, w, Residual(x_TD, y_TD), positions_T >= 0, config, axes
+    )
     return add(rows, eps), cache
 
 
@@ -83,7 +97,9 @@ def logits(
     return table_logits(heads, weights.head_VD, weights.tokens_U, target_weights, hidden_TD, axes)
 
 
-def table_logits(heads: DraftHeads, head_VD, tokens_U, target_weights: ModelWeights, hidden_RD, axes: DeviceAxes):
+def table_logits(
+    heads: DraftHeads, head_VD, tokens_U, target_weights: ModelWeights, hidden_RD, axes: DeviceAxes
+):
     """Logits by the heads' own output table, or by the target's."""
     if head_VD is None:
         return decoder.logits(target_weights, hidden_RD, heads.model, axes)
@@ -92,4 +108,6 @@ def table_logits(heads: DraftHeads, head_VD, tokens_U, target_weights: ModelWeig
         full_RV = jnp.full((len(logits_RV), heads.model.vocab_size), -jnp.inf)
         logits_RV = full_RV.at[:, tokens_U].set(logits_RV)
     padding = -logits_RV.shape[1] % axes.tensor.size
-    return axes.tensor.part(jnp.pad(logits_RV, ((0, 0), (0, padding)), constant_values=-jnp.inf).T).T
+    return axes.tensor.part(
+        jnp.pad(logits_RV, ((0, 0), (0, padding)), constant_values=-jnp.inf).T
+    ).T

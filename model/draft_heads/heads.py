@@ -14,18 +14,37 @@ from ..families.config_keys import Keys, format_value
 
 KINDS = ("medusa", "eagle", "eagle3", "mtp")
 # Families whose checkpoints can have MTP layers, and the ending of a tensor that indicates them.
-MTP_TENSORS = {"deepseek_v3": "eh_proj.weight", "qwen3_next": "mtp.fc.weight", "qwen3_5_text": "mtp.fc.weight"}
+MTP_TENSORS = {
+    "deepseek_v3": "eh_proj.weight",
+    "qwen3_next": "mtp.fc.weight",
+    "qwen3_5_text": "mtp.fc.weight",
+}
 # Keys of the target's configuration, which some Medusa checkpoints repeat.
 TARGET_KEYS = (
-    "hidden_act", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim",
-    "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "tie_word_embeddings",
-    "sliding_window", "attention_bias", "mlp_bias",
-)  # fmt: skip
+    "hidden_act",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "sliding_window",
+    "attention_bias",
+    "mlp_bias",
+)
 
 REFERENCE_VALUES = {  # values of eagle_config that describe the reference implementation
-    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
-    "use_mtp_layernorm": False, "parallel_draft_step": 1,
-}  # fmt: skip
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "parallel_draft_step": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -60,13 +79,15 @@ def read_heads(folder: Path, target: ModelConfig, kind: str, dtype: str = "auto"
 
 def tensor_names(folder: Path, kind: str) -> frozenset[str]:
     """The canonical names of a folder's tensors."""
-    older = sorted(path.name for path in folder.iterdir() if path.suffix.removeprefix(".") in OTHER_SUFFIXES)
+    older = sorted(
+        path.name for path in folder.iterdir() if path.suffix.removeprefix(".") in OTHER_SUFFIXES
+    )
     if older and not any(folder.glob("*.safetensors")):
         raise ModelError(
-            f"{folder} holds {older[0]} but no *.safetensors; weights are read from safetensors alone: older "
-            "formats can run code. In that folder, with torch and safetensors.torch: "
-            f"save_file({{k: v.clone() for k, v in torch.load({older[0]!r}, weights_only=True).items()}}, "
-            "'model.safetensors')"
+            f"{folder} holds {older[0]} but no *.safetensors; weights are read from safetensors "
+            "alone: older formats can run code. In that folder, with torch and safetensors.torch: "
+            f"save_file({{k: v.clone() for k, v in torch.load({older[0]!r}, "
+            f"weights_only=True).items()}}, 'model.safetensors')"
         )
     return frozenset(canonical_name(name, kind) for name in find_tensors(folder))
 
@@ -77,12 +98,21 @@ def canonical_name(name: str, kind: str) -> str:
         name = re.sub(r"^medusa_heads?\.", "", name)
         name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
         return re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)
-    return name if kind == "mtp" else re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
+    return (
+        name if kind == "mtp" else re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
+    )
 
 
-def parse_heads(hf: dict[str, Any], names: Collection[str], target: ModelConfig, kind: str, dtype="auto") -> DraftHeads:
+def parse_heads(
+    hf: dict[str, Any], names: Collection[str], target: ModelConfig, kind: str, dtype="auto"
+) -> DraftHeads:
     """Parse the heads' config.json; `names` are their tensors' canonical names."""
-    read = {"medusa": parse_medusa, "eagle": parse_eagle, "eagle3": parse_eagle3, "mtp": parse_mtp}.get(kind)
+    read = {
+        "medusa": parse_medusa,
+        "eagle": parse_eagle,
+        "eagle3": parse_eagle3,
+        "mtp": parse_mtp,
+    }.get(kind)
     if read is None:
         raise ModelError(f"heads are of kind {kind!r}; they can be {', '.join(KINDS)}")
     try:
@@ -90,7 +120,9 @@ def parse_heads(hf: dict[str, Any], names: Collection[str], target: ModelConfig,
     except ModelError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ModelError(f"config.json of the {kind} heads holds a value of the wrong kind: {error}") from error
+        raise ModelError(
+            f"config.json of the {kind} heads holds a value of the wrong kind: {error}"
+        ) from error
     dtype = target.dtype if dtype == "auto" else compute_dtype(dtype, target.dtype)
     model = replace(heads.model, dtype=dtype, kv_cache_dtype=target.kv_cache_dtype)
     heads = replace(heads, model=model, feature_dim=target.dim)
@@ -102,7 +134,9 @@ def parse_medusa(hf: dict[str, Any], names: Collection[str], target: ModelConfig
     """Parse the original or vLLM's keys."""
     is_original = "medusa_num_heads" in hf
     keys = Keys(hf)
-    keys.ignore("base_model_name_or_path", "version", "max_paths", "topk", "max_seq_len", "medusa_fc_bias")
+    keys.ignore(
+        "base_model_name_or_path", "version", "max_paths", "topk", "max_seq_len", "medusa_fc_bias"
+    )
     if is_original:
         keys.ignore(*TARGET_KEYS)
     keys.refuse("logit_scale", 1.0)
@@ -119,7 +153,10 @@ def parse_medusa(hf: dict[str, Any], names: Collection[str], target: ModelConfig
     )
     check_all_read(keys, "medusa")
     if heads.vocab and not heads.own_head:
-        raise ModelError("config.json: truncated_vocab_size needs heads of their own: original_lm_head must be false")
+        raise ModelError(
+            "config.json: truncated_vocab_size needs heads of their own: original_lm_head "
+            "must be false"
+        )
     return heads
 
 
@@ -135,7 +172,9 @@ def parse_eagle(hf: dict[str, Any], names: Collection[str], target: ModelConfig)
 def parse_eagle3(hf: dict[str, Any], names: Collection[str], target: ModelConfig) -> DraftHeads:
     """EAGLE-3, in the original format or that of vLLM's speculators."""
     keys = Keys({**hf, **(hf.get("transformer_layer_config") or {})})
-    keys.ignore(*(name for name in hf if name.startswith("speculators_")), "transformer_layer_config")
+    keys.ignore(
+        *(name for name in hf if name.startswith("speculators_")), "transformer_layer_config"
+    )
     keys.ignore("embed_requires_grad")
     keys.refuse("norm_before_fc", False)
     width = keys.count("target_hidden_size", None)
@@ -154,8 +193,8 @@ def parse_eagle3(hf: dict[str, Any], names: Collection[str], target: ModelConfig
     check_all_read(keys, "eagle3")
     if dim != target.dim and not heads.own_embedding:
         raise ModelError(
-            f"the heads are {dim} wide and the target {target.dim}, so that they need an embedding of their own; the "
-            "checkpoint lacks the tensor 'embed_tokens.weight'"
+            f"the heads are {dim} wide and the target {target.dim}, so that they need an embedding "
+            "of their own; the checkpoint lacks the tensor 'embed_tokens.weight'"
         )
     return heads
 
@@ -165,20 +204,27 @@ def parse_mtp(hf: dict[str, Any], names: Collection[str], target: ModelConfig) -
     ending = MTP_TENSORS.get(target.family)
     if ending is None or not any(name.endswith(ending) for name in names):
         raise ModelError(
-            f"this {target.family} model brings no layer that predicts further tokens. Checkpoints of "
-            f"{', '.join(MTP_TENSORS)} can, where they have a tensor {' or '.join(sorted({*MTP_TENSORS.values()}))}"
+            f"this {target.family} model brings no layer that predicts further tokens. Checkpoints "
+            f"of {', '.join(MTP_TENSORS)} can, where they have a tensor "
+            f"{' or '.join(sorted({*MTP_TENSORS.values()}))}"
         )
     if (hf.get("text_config") or hf).get("mtp_use_dedicated_embeddings"):
-        raise ModelError("config.json: mtp_use_dedicated_embeddings = True; only the model's own is supported")
+        raise ModelError(
+            "config.json: mtp_use_dedicated_embeddings = True; only the model's own is supported"
+        )
     attention_layers = [layer for layer in target.layers if layer.attention.cached]
-    draft_model = make_model(target, (attention_layers[-1],), target.dim, target.norm_eps, target.final_soft_cap)
+    draft_model = make_model(
+        target, (attention_layers[-1],), target.dim, target.norm_eps, target.final_soft_cap
+    )
     if target.family == "deepseek_v3":
         # The norm belongs to the output head (`shared_head`): drafted features are before it.
         return DraftHeads("mtp", draft_model, normed=False, place=len(target.layers))
     return DraftHeads("mtp", draft_model)
 
 
-def make_decoder(keys: Keys, names: Collection[str], target: ModelConfig, dim: int, soft_cap: float | None):
+def make_decoder(
+    keys: Keys, names: Collection[str], target: ModelConfig, dim: int, soft_cap: float | None
+):
     """Llama-like layers; biases and head norms are inferred from the tensors' names."""
     keys.refuse("mlp_bias", False)
     keys.ignore("bias", "qkv_bias", "attention_bias", "tie_word_embeddings")
@@ -196,20 +242,35 @@ def make_decoder(keys: Keys, names: Collection[str], target: ModelConfig, dim: i
     return make_model(target, layers, dim, keys.positive("rms_norm_eps", 1e-6), soft_cap)
 
 
-def make_model(target: ModelConfig, layers: tuple[Layer, ...], dim: int, norm_eps: float, soft_cap: float | None):
+def make_model(
+    target: ModelConfig,
+    layers: tuple[Layer, ...],
+    dim: int,
+    norm_eps: float,
+    soft_cap: float | None,
+):
     return ModelConfig(
-        family=target.family, vocab_size=target.vocab_size, dim=dim, layers=layers, max_len=target.max_len,
-        norm_eps=norm_eps, dtype=target.dtype, final_soft_cap=soft_cap,
-    )  # fmt: skip
+        family=target.family,
+        vocab_size=target.vocab_size,
+        dim=dim,
+        layers=layers,
+        max_len=target.max_len,
+        norm_eps=norm_eps,
+        dtype=target.dtype,
+        final_soft_cap=soft_cap,
+    )
 
 
 def check_width(keys: Keys, target: ModelConfig, name: str = "hidden_size") -> None:
     """Reject heads that were made for another model."""
-    for key, value, unit in ((name, target.dim, "wide"), ("vocab_size", target.vocab_size, "tokens large")):
+    for key, value, unit in (
+        (name, target.dim, "wide"),
+        ("vocab_size", target.vocab_size, "tokens large"),
+    ):
         if (configured := keys.count(key, value)) != value:
             raise ModelError(
-                f"config.json: {key} = {configured}; the target is {value} {unit}, so the heads were "
-                "made for another model"
+                f"config.json: {key} = {configured}; the target is {value} {unit}, so the heads "
+                "were made for another model"
             )
 
 
@@ -217,7 +278,9 @@ def reduced_vocab(keys: Keys, name: str, target: ModelConfig) -> int:
     """The size of a reduced draft vocabulary; 0 if it is the target's."""
     count = keys.count(name, target.vocab_size)
     if count > target.vocab_size:
-        raise ModelError(f"config.json: {name} = {count}; it can be at most the target's {target.vocab_size}")
+        raise ModelError(
+            f"config.json: {name} = {count}; it can be at most the target's {target.vocab_size}"
+        )
     return 0 if count == target.vocab_size else count
 
 
@@ -232,10 +295,12 @@ def feature_layers(keys: Keys, count: int) -> tuple[int, ...]:
     check_all_read(eagle_keys, "eagle3")
     if not layer_ids:  # vLLM counts the layers that receive them
         layer_ids = [number - 1 for number in next_layer_ids or (2, count // 2, count - 3)]
-    if len(layer_ids) != 3 or not all(type(number) is int and 0 <= number < count for number in layer_ids):
+    if len(layer_ids) != 3 or not all(
+        type(number) is int and 0 <= number < count for number in layer_ids
+    ):
         raise ModelError(
-            f"config.json: features are taken after the layers {layer_ids}; these must be three of the target's, "
-            f"which are numbered from 0 to {count - 1}"
+            f"config.json: features are taken after the layers {layer_ids}; these must be three of "
+            f"the target's, which are numbered from 0 to {count - 1}"
         )
     return tuple(layer_ids)
 
@@ -245,6 +310,7 @@ def check_all_read(keys: Keys, kind: str) -> None:
     if unknown := keys.unknown():
         first = unknown[0]
         raise ModelError(
-            f"config.json: {first} = {format_value(keys.hf[first])} is not understood for {kind} heads; it may change "
-            "what they draft, so they are not loaded. If it does not, remove it from the file"
+            f"config.json: {first} = {format_value(keys.hf[first])} is not understood for {kind} "
+            "heads; it may change what they draft, so they are not loaded. If it does not, remove "
+            "it from the file"
         )

@@ -26,6 +26,10 @@ def medusa_logits(
     for head in weights.heads:
         x_RD = hidden_RD
         for block in head.blocks:
-            x_RD = x_RD + ACTIVATIONS["silu"](project("RD,DE->RE", x_RD, block.weight_DE, block.bias_E))
-        logits.append(table_logits(heads, head.head_VD, weights.tokens_U, target_weights, x_RD, axes))
+            x_RD = x_RD + ACTIVATIONS["silu"](
+                project("RD,DE->RE", x_RD, block.weight_DE, block.bias_E)
+            )
+        logits.append(
+            table_logits(heads, head.head_VD, weights.tokens_U, target_weights, x_RD, axes)
+        )
     return jnp.stack(logits)

@@ -20,7 +20,11 @@ def is_ignored(name: str, heads: DraftHeads) -> bool:
     """Whether a known tensor is not loaded: copies of the target's, or redundant ones."""
     if heads.kind == "mtp":
         suffixes = ("embed_tokens.weight", "shared_head.head.weight") if heads.place else ()
-        is_later_layer = not heads.place and name.startswith("mtp.layers.") and not name.startswith("mtp.layers.0.")
+        is_later_layer = (
+            not heads.place
+            and name.startswith("mtp.layers.")
+            and not name.startswith("mtp.layers.0.")
+        )
         return not name.startswith(mtp_prefix(heads)) or name.endswith(suffixes) or is_later_layer
     if heads.kind == "medusa":
         block = re.match(r"blocks\.(\d+)\.", name)
@@ -74,7 +78,9 @@ def eagle3(heads: DraftHeads) -> DraftHeadsWeights:
         embed_norm_D=scale("layers.0.input_layernorm.weight", D),
         feature_norm_D=scale("layers.0.hidden_norm.weight", D),
         final_norm_D=scale("norm.weight", D),
-        embed_VD=tensor("embed_tokens.weight", (config.vocab_size, D)) if heads.own_embedding else None,
+        embed_VD=tensor("embed_tokens.weight", (config.vocab_size, D))
+        if heads.own_embedding
+        else None,
         head_VD=tensor("lm_head.weight", (V, D)),
         tokens_U=tokens if heads.vocab else None,
     )

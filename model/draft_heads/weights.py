@@ -47,20 +47,26 @@ def abstract(heads: DraftHeads) -> DraftHeadsWeights:
     table = ArraySpec((V, D), jnp.dtype(config.dtype), ("vocab", "embed"), fan_in=D, inputs=(1,))
     tokens_U = ArraySpec((V,), jnp.int32, (None,), "zeros") if heads.vocab else None
     if heads.kind == "medusa":
-        block = Block(matrix(config, (D,), (D,), ("embed", None)), bias(heads) if heads.bias else None)
+        block = Block(
+            matrix(config, (D,), (D,), ("embed", None)), bias(heads) if heads.bias else None
+        )
         head = MedusaHead((block,) * heads.depth, table if heads.own_head else None)
         return DraftHeadsWeights(heads=(head,) * heads.count, tokens_U=tokens_U)
     layers = tuple(layer_spec(config, layer) for layer in config.layers)
     if heads.kind == "mtp":
         normed = {"embed_norm_D": norm(D), "feature_norm_D": norm(D), "final_norm_D": norm(D)}
-        return DraftHeadsWeights(layers=layers, join_FD=join(heads, D + heads.feature_dim), **normed)
+        return DraftHeadsWeights(
+            layers=layers, join_FD=join(heads, D + heads.feature_dim), **normed
+        )
     first, *other_layers = layers  # its attention input is normed before the layer
 
     if heads.kind == "eagle":
         layers = (first.replace(pre_attention_norm_D=None), *other_layers)
         width = D + heads.feature_dim
         return DraftHeadsWeights(
-            layers=layers, join_FD=join(heads, width), join_bias_D=bias(heads) if heads.bias else None
+            layers=layers,
+            join_FD=join(heads, width),
+            join_bias_D=bias(heads) if heads.bias else None,
         )
     qkv_DGH = first.attention.qkv_DGH
     joined_qkv_DGH = matrix(config, (2 * D,), qkv_DGH.shape[1:], qkv_DGH.axes)
@@ -71,7 +77,9 @@ def abstract(heads: DraftHeads) -> DraftHeadsWeights:
         embed_norm_D=norm(D),
         feature_norm_D=norm(D),
         final_norm_D=norm(D),
-        embed_VD=ArraySpec((config.vocab_size, D), table.dtype, table.axes, fan_in=D) if heads.own_embedding else None,
+        embed_VD=ArraySpec((config.vocab_size, D), table.dtype, table.axes, fan_in=D)
+        if heads.own_embedding
+        else None,
         head_VD=table,
         tokens_U=tokens_U,
     )

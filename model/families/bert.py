@@ -1,4 +1,6 @@
-"""BERT, RoBERTa and XLM-RoBERTa: encoders with position and token-type embeddings and post-norms."""
+"""BERT, RoBERTa and XLM-RoBERTa: encoders with position and token-type embeddings and
+post-norms.
+"""
 
 import re
 from functools import partial
@@ -17,33 +19,64 @@ NAMES = {  # tensors of a layer
     "output.dense": "mlp.down_proj", "output.LayerNorm": "post_feedforward_layernorm",
 }  # fmt: skip
 EMBEDDINGS = {
-    "word_embeddings": "embed_tokens", "position_embeddings": "positions", "token_type_embeddings": "types",
+    "word_embeddings": "embed_tokens",
+    "position_embeddings": "positions",
+    "token_type_embeddings": "types",
     "LayerNorm": "embed_norm",
-}  # fmt: skip
+}
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys(
-        {"rms_norm_eps": hf.get("layer_norm_eps", 1e-12), "hidden_act": "gelu", "tie_word_embeddings": True} | hf
+        {
+            "rms_norm_eps": hf.get("layer_norm_eps", 1e-12),
+            "hidden_act": "gelu",
+            "tie_word_embeddings": True,
+        }
+        | hf
     )
     keys.refuse("position_embedding_type", "absolute")
     keys.refuse("is_decoder", False)
     keys.refuse("add_cross_attention", False)
-    keys.ignore("layer_norm_eps", "classifier_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob")
-    keys.ignore("gradient_checkpointing", "use_cache", "pooler_fc_size", "pooler_num_attention_heads", "directionality")
-    keys.ignore("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type", "output_past", "chunk_size_feed_forward")
+    keys.ignore(
+        "layer_norm_eps",
+        "classifier_dropout",
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
+    )
+    keys.ignore(
+        "gradient_checkpointing",
+        "use_cache",
+        "pooler_fc_size",
+        "pooler_num_attention_heads",
+        "directionality",
+    )
+    keys.ignore(
+        "pooler_num_fc_layers",
+        "pooler_size_per_head",
+        "pooler_type",
+        "output_past",
+        "chunk_size_feed_forward",
+    )
     num_rows = keys.count("max_position_embeddings", 512)
     num_skipped_rows = 0 if hf["model_type"] == "bert" else (keys("pad_token_id", 1) or 0) + 1
     attention = Attention(**keys.heads(), rope=None, bias=True, out_bias=True, both_ways=True)
-    mlp = Mlp(keys.count("intermediate_size", 3072), keys.activation("hidden_act"), bias=True, gated=False)
+    mlp = Mlp(
+        keys.count("intermediate_size", 3072), keys.activation("hidden_act"), bias=True, gated=False
+    )
     layer = Layer(attention, mlp, pre_norm=False, post_norm=True, sum_norm=True)
     return model_config(
-        keys, "bert" if not num_skipped_rows else "roberta", (layer,) * keys.count("num_hidden_layers", 12),
+        keys,
+        "bert" if not num_skipped_rows else "roberta",
+        (layer,) * keys.count("num_hidden_layers", 12),
         num_rows - num_skipped_rows,
-        norm="layer_bias", embed_norm=True, final_norm=False, positions=num_rows,
+        norm="layer_bias",
+        embed_norm=True,
+        final_norm=False,
+        positions=num_rows,
         types=keys.count("type_vocab_size", 2),
         pairs=not num_skipped_rows,
-    )  # fmt: skip
+    )
 
 
 def vector(name: str, size: int):
@@ -77,14 +110,18 @@ def sources(config: ModelConfig) -> ModelWeights:
         final_norm_D=None,
         embed_norm_D=layer_norm("model.embed_norm", D),
         position_embed_PD=tensor(
-            "model.positions.weight", (num_rows, D), lambda x: np.roll(x, config.max_len - num_rows, axis=0)
+            "model.positions.weight",
+            (num_rows, D),
+            lambda x: np.roll(x, config.max_len - num_rows, axis=0),
         ),
         type_embed_ID=tensor("model.types.weight", (config.types, D)),
     )
 
 
 def class_head(hf: dict, config: ModelConfig):
-    """The pooling, the dense layers before the classifier, and the name of the classifier's tensor."""
+    """The pooling, the dense layers before the classifier, and the name of the classifier's
+    tensor.
+    """
     D = config.dim
     is_bert = config.family == "bert"
     dense = Dense("pooler.dense" if is_bert else "classifier.dense", D, D, "tanh", True)

@@ -7,10 +7,15 @@ from ..config import Attention, ModelConfig
 from .common import Keys, layer_types, layers_by_type, model_config, model_sources
 
 HARMLESS = {  # keys about the training code, and their only possible values
-    "use_embedding_sharing": True, "use_gated_activation": True, "use_parallel_block": True, "rotary_pct": 1.0,
-    "use_parallel_embedding": False, "position_embedding_type": "rope_gptj", "use_qk_norm": False,
+    "use_embedding_sharing": True,
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+    "rotary_pct": 1.0,
+    "use_parallel_embedding": False,
+    "position_embedding_type": "rope_gptj",
+    "use_qk_norm": False,
     "order_of_interleaved_layers": "local_attn_first",
-}  # fmt: skip
+}
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
@@ -24,7 +29,10 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     bias = keys("attention_bias", False)
     theta = {"cohere": 500000.0, "cohere2": 10000.0}[kind]
     rotary = Attention(
-        **heads, rope=keys.rope(heads["head_dim"], max_len or context_length, theta=theta), bias=bias, out_bias=bias
+        **heads,
+        rope=keys.rope(heads["head_dim"], max_len or context_length, theta=theta),
+        bias=bias,
+        out_bias=bias,
     )
     L = keys.count("num_hidden_layers")
     mlp = keys.mlp()
@@ -35,8 +43,14 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         full = replace(rotary, rope=None)
         window = keys.count("sliding_window", 4096)
         period = keys.count("sliding_window_pattern", 4)
-        kinds = layer_types(keys, L, ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(L)])
-    layers = layers_by_type(kinds or ["full_attention"] * L, mlp, full, rotary, window, context_length, parallel=True)
+        kinds = layer_types(
+            keys,
+            L,
+            ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(L)],
+        )
+    layers = layers_by_type(
+        kinds or ["full_attention"] * L, mlp, full, rotary, window, context_length, parallel=True
+    )
     return model_config(
         keys,
         kind,
@@ -49,4 +63,6 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     )
 
 
-sources = partial(model_sources, norms={"pre_attention_norm_D": "input_layernorm"}, interleaved=True)
+sources = partial(
+    model_sources, norms={"pre_attention_norm_D": "input_layernorm"}, interleaved=True
+)

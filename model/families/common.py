@@ -38,7 +38,9 @@ class Source:
         return self.whole if self.whole and self.whole[0].name in names else self.parts
 
 
-def tensor(name: str, shape: tuple[int, ...], turn: Callable[[np.ndarray], np.ndarray] = lambda x: x) -> Source:
+def tensor(
+    name: str, shape: tuple[int, ...], turn: Callable[[np.ndarray], np.ndarray] = lambda x: x
+) -> Source:
     """A leaf that is a single tensor."""
     return Source((SourceTensor(name, shape, turn),))
 
@@ -59,7 +61,9 @@ def deinterleave_rotary(x: np.ndarray, first: int, last: int) -> np.ndarray:
     The rotary embedding pairs the first half with the second. Scores do not change if queries and
     keys are both moved.
     """
-    return np.concatenate([x[..., :first], x[..., first:last:2], x[..., first + 1 : last : 2], x[..., last:]], axis=-1)
+    return np.concatenate(
+        [x[..., :first], x[..., first:last:2], x[..., first + 1 : last : 2], x[..., last:]], axis=-1
+    )
 
 
 def move_gates_first(x: np.ndarray) -> np.ndarray:
@@ -69,13 +73,20 @@ def move_gates_first(x: np.ndarray) -> np.ndarray:
 
 
 def attention_sources(
-    a: Attention, D: int, prefix: str, fused: bool = False, norm_offset: float = 0.0, interleaved: bool = False
+    a: Attention,
+    D: int,
+    prefix: str,
+    fused: bool = False,
+    norm_offset: float = 0.0,
+    interleaved: bool = False,
 ) -> AttentionWeights:
     """Attention with Llama's names. `fused`: one qkv_proj; `interleaved`: see
     `deinterleave_rotary`.
     """
     has_scale = a.qk_norm not in (None, "plain")
-    assert not (interleaved and (fused or has_scale)), "interleaved pairs in fused weights or norms are not supported"
+    assert not (interleaved and (fused or has_scale)), (
+        "interleaved pairs in fused weights or norms are not supported"
+    )
     N = a.heads
     K = a.kv_heads
     H = a.head_dim
@@ -88,10 +99,14 @@ def attention_sources(
     G = sum(count for _, count in head_ranges.values())
     rotary = 2 * len(a.rope.inv_freq) if interleaved and a.rope is not None else 0
 
-    def heads(name: str, turn: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
+    def heads(
+        name: str, turn: Callable[[np.ndarray], np.ndarray]
+    ) -> Callable[[np.ndarray], np.ndarray]:
         if name == "q" and a.out_gate:
             return lambda x: move_gates_first(turn(x))
-        return turn if name == "v" or not rotary else lambda x: deinterleave_rotary(turn(x), 0, rotary)
+        return (
+            turn if name == "v" or not rotary else lambda x: deinterleave_rotary(turn(x), 0, rotary)
+        )
 
     if fused:
         qkv = tensor(f"{prefix}.qkv_proj.weight", (G * H, D), linear((G, H), (D,)))
@@ -125,7 +140,9 @@ def attention_sources(
         qkv_bias_GH=bias if a.bias else None,
         out_bias_D=tensor(f"{prefix}.o_proj.bias", (D,)) if a.out_bias else None,
         q_norm=scale(f"{prefix}.q_norm.weight", q_size, norm_offset) if has_scale else None,
-        k_norm=scale(f"{prefix}.k_norm.weight", k_size, norm_offset) if has_scale and a.kv_source is None else None,
+        k_norm=scale(f"{prefix}.k_norm.weight", k_size, norm_offset)
+        if has_scale and a.kv_source is None
+        else None,
         sinks_N=tensor(f"{prefix}.sinks", (N,)) if a.sinks else None,
     )
 
@@ -153,7 +170,9 @@ def mlp_sources(mlp: Mlp, D: int, prefix: str, fused: bool = False) -> MlpWeight
     )
 
 
-def expert_sources(moe: Moe, D: int, prefix: str, names=("gate_proj", "up_proj", "down_proj")) -> dict[str, Source]:
+def expert_sources(
+    moe: Moe, D: int, prefix: str, names=("gate_proj", "up_proj", "down_proj")
+) -> dict[str, Source]:
     """The matrices of all experts: three tensors for each expert, or two stacked ones (Transformers
     5).
     """
@@ -165,18 +184,25 @@ def expert_sources(moe: Moe, D: int, prefix: str, names=("gate_proj", "up_proj",
     return {
         "up_EDGF": Source(
             tuple(
-                SourceTensor(f"{prefix}.{e}.{name}.weight", (F, D), linear((F,), (D,)), np.s_[e, :, at])
+                SourceTensor(
+                    f"{prefix}.{e}.{name}.weight", (F, D), linear((F,), (D,)), np.s_[e, :, at]
+                )
                 for e in range(E)
                 for at, name in enumerate(up)
             ),
             (
                 SourceTensor(
-                    f"{prefix}.{fused_up}", (E, G * F, D), lambda x: x.reshape(-1, G, F, D).transpose(0, 3, 1, 2)
+                    f"{prefix}.{fused_up}",
+                    (E, G * F, D),
+                    lambda x: x.reshape(-1, G, F, D).transpose(0, 3, 1, 2),
                 ),
             ),
         ),
         "down_EFD": Source(
-            tuple(SourceTensor(f"{prefix}.{e}.{down}.weight", (D, F), linear((D,), (F,)), np.s_[e]) for e in range(E)),
+            tuple(
+                SourceTensor(f"{prefix}.{e}.{down}.weight", (D, F), linear((D,), (F,)), np.s_[e])
+                for e in range(E)
+            ),
             (SourceTensor(f"{prefix}.down_proj", (E, D, F), lambda x: x.swapaxes(1, 2)),),
         ),
     }
@@ -205,7 +231,10 @@ def moe_sources(
 
 
 # By field of LayerWeights: the norm's name in a checkpoint.
-LLAMA_NORMS = {"pre_attention_norm_D": "input_layernorm", "pre_mlp_norm_D": "post_attention_layernorm"}
+LLAMA_NORMS = {
+    "pre_attention_norm_D": "input_layernorm",
+    "pre_mlp_norm_D": "post_attention_layernorm",
+}
 SANDWICH_NORMS = {
     "pre_attention_norm_D": "input_layernorm",
     "post_attention_norm_D": "post_attention_layernorm",
@@ -232,17 +261,21 @@ def layer_sources(
 
     Args:
         fused: projections that the checkpoint stores in one tensor: "qkv", "gate_up".
-        state: returns the sources of a recurrent mixer, called with the mixer, D and the layer's prefix.
+        state: returns the sources of a recurrent mixer, called with the mixer, D and the layer's
+            prefix.
     """
     layer = config.layers[index]
     D = config.dim
     layer_prefix = f"{prefix}layers.{index}"
     norm_scales: dict[str, Any] = {
-        field: scale(f"{layer_prefix}.{name}.weight", D, norm_offset) for field, name in norms.items()
+        field: scale(f"{layer_prefix}.{name}.weight", D, norm_offset)
+        for field, name in norms.items()
     }
     if isinstance(layer.attention, Attention):
         fuse = "qkv" in fused
-        mixer: Any = attention_sources(layer.attention, D, f"{layer_prefix}.self_attn", fuse, norm_offset, interleaved)
+        mixer: Any = attention_sources(
+            layer.attention, D, f"{layer_prefix}.self_attn", fuse, norm_offset, interleaved
+        )
     else:
         assert state is not None
         mixer = state(layer.attention, D, layer_prefix)
@@ -255,7 +288,12 @@ def layer_sources(
 
 
 def sparse_layer_sources(
-    config: ModelConfig, index: int, prefix: str, shared: str = "shared_experts", names: Any = None, **options
+    config: ModelConfig,
+    index: int,
+    prefix: str,
+    shared: str = "shared_experts",
+    names: Any = None,
+    **options,
 ) -> LayerWeights:
     """A layer that may have experts. `names` are arguments of `moe_sources`; `shared` names the
     shared experts.
@@ -266,18 +304,25 @@ def sparse_layer_sources(
     if layer.moe is None:
         return weights
     shared_mlp = layer.mlp and mlp_sources(layer.mlp, config.dim, f"{mlp_prefix}.{shared}")
-    return weights.replace(mlp=shared_mlp, moe=moe_sources(layer.moe, config.dim, mlp_prefix, **(names or {})))
+    return weights.replace(
+        mlp=shared_mlp, moe=moe_sources(layer.moe, config.dim, mlp_prefix, **(names or {}))
+    )
 
 
 def model_sources(
-    config: ModelConfig, prefix: str = "model.", layer: Callable[..., LayerWeights] = layer_sources, **options
+    config: ModelConfig,
+    prefix: str = "model.",
+    layer: Callable[..., LayerWeights] = layer_sources,
+    **options,
 ) -> ModelWeights:
     """The sources of the whole model; `options` are passed to `layer`."""
     V = config.vocab_size
     D = config.dim
     return ModelWeights(
         embed_VD=tensor(f"{prefix}embed_tokens.weight", (V, D)),
-        layers=tuple(layer(config, index, prefix, **options) for index in range(len(config.layers))),
+        layers=tuple(
+            layer(config, index, prefix, **options) for index in range(len(config.layers))
+        ),
         final_norm_D=scale(f"{prefix}norm.weight", D, options.get("norm_offset", 0.0)),
         head_VD=None if config.tied else tensor("lm_head.weight", (V, D)),
     )
@@ -291,19 +336,31 @@ def layer_types(keys: Keys, count: int, default: list[str]) -> list[str]:
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise ModelError(
-                f"config.json: layer type {kind!r} is not supported; supported are full_attention and sliding_attention"
+                f"config.json: layer type {kind!r} is not supported; supported are full_attention "
+                "and sliding_attention"
             )
     return kinds
 
 
 def layers_by_type(
-    kinds: list[str], mlp: Mlp, full: Attention, sliding: Attention, window: int | None, max_len: int, **fields
+    kinds: list[str],
+    mlp: Mlp,
+    full: Attention,
+    sliding: Attention,
+    window: int | None,
+    max_len: int,
+    **fields,
 ) -> tuple[Layer, ...]:
     """One layer for each of `kinds`; `sliding` attention gets the window."""
     if "sliding_attention" in kinds and window is None:
-        raise ModelError("config.json: layer_types names sliding_attention, but no sliding_window is in use")
+        raise ModelError(
+            "config.json: layer_types names sliding_attention, but no sliding_window is in use"
+        )
     sliding = replace(sliding, window=effective_window(window, max_len))
-    layers = {"full_attention": Layer(full, mlp, **fields), "sliding_attention": Layer(sliding, mlp, **fields)}
+    layers = {
+        "full_attention": Layer(full, mlp, **fields),
+        "sliding_attention": Layer(sliding, mlp, **fields),
+    }
     return tuple(layers[kind] for kind in kinds)
 
 
@@ -314,7 +371,9 @@ def effective_window(window: int | None, max_len: int) -> int | None:
     return None if window is None or window >= max_len else window
 
 
-def model_config(keys: Keys, family: str, layers: tuple[Layer, ...], max_len: int, **fields) -> ModelConfig:
+def model_config(
+    keys: Keys, family: str, layers: tuple[Layer, ...], max_len: int, **fields
+) -> ModelConfig:
     """The `ModelConfig` from the keys that all families share; `fields` of the family take
     precedence.
     """
@@ -325,6 +384,8 @@ def model_config(keys: Keys, family: str, layers: tuple[Layer, ...], max_len: in
         "tied": lambda: keys("tie_word_embeddings", False),
     }
     fields |= {name: read() for name, read in common.items() if name not in fields}
-    config = ModelConfig(family=family, layers=layers, max_len=max_len, dtype=keys.dtype(), **fields)
+    config = ModelConfig(
+        family=family, layers=layers, max_len=max_len, dtype=keys.dtype(), **fields
+    )
     keys.done()
     return config

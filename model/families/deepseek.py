@@ -28,7 +28,9 @@ from .common import (
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys(hf)
     kind = {"kimi_k2": "deepseek_v3"}.get(hf["model_type"], hf["model_type"])
-    context_length = keys.count("max_position_embeddings", {"deepseek_v2": 2048, "deepseek_v3": 4096}[kind])
+    context_length = keys.count(
+        "max_position_embeddings", {"deepseek_v2": 2048, "deepseek_v3": 4096}[kind]
+    )
     attention = latent_attention(keys, max_len or context_length)
     activation = keys.activation("hidden_act")
     dense = Layer(attention, Mlp(keys.count("intermediate_size"), activation))
@@ -38,7 +40,8 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     first_sparse = keys("first_k_dense_replace", {"deepseek_v2": 0, "deepseek_v3": 3}[kind])
     moe_period = keys.count("moe_layer_freq", 1)
     layers = tuple(
-        dense if i < first_sparse or i % moe_period else sparse for i in range(keys.count("num_hidden_layers"))
+        dense if i < first_sparse or i % moe_period else sparse
+        for i in range(keys.count("num_hidden_layers"))
     )
     keys.refuse("mlp_bias", False)
     return model_config(keys, kind, layers, context_length)
@@ -74,12 +77,20 @@ def softmax_experts(keys: Keys, activation: str) -> Moe:
     """V2: a group's score is the score of its best expert."""
     method = keys("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
-        raise ModelError(f"config.json: topk_method = {method!r}; it can be greedy or group_limited_greedy")
+        raise ModelError(
+            f"config.json: topk_method = {method!r}; it can be greedy or group_limited_greedy"
+        )
     keys.refuse("scoring_func", "softmax")
     keys.refuse("norm_topk_prob", False)
     groups = keys.count("n_group", 1), keys.count("topk_group", 1)
     groups, top_groups = groups if method == "group_limited_greedy" else (1, 1)
-    return Moe(**expert_fields(keys, 1.0), activation=activation, normalize=False, groups=groups, top_groups=top_groups)
+    return Moe(
+        **expert_fields(keys, 1.0),
+        activation=activation,
+        normalize=False,
+        groups=groups,
+        top_groups=top_groups,
+    )
 
 
 def sigmoid_experts(keys: Keys, activation: str) -> Moe:
@@ -125,9 +136,13 @@ def attention_sources(a: LatentAttention, D: int, prefix: str) -> LatentWeights:
         return deinterleave_rotary(x, x.shape[-1] - a.rope_dim, x.shape[-1]) if a.interleaved else x
 
     def kv_up(turn: Callable[[np.ndarray], np.ndarray]) -> Source:
-        return tensor(f"{prefix}.kv_b_proj.weight", (N * KV, A), lambda x: turn(x.reshape(N, KV, A)))
+        return tensor(
+            f"{prefix}.kv_b_proj.weight", (N * KV, A), lambda x: turn(x.reshape(N, KV, A))
+        )
 
-    def projection(name: str, out: tuple[int, ...], into: tuple[int, ...], then=lambda x: x) -> Source:
+    def projection(
+        name: str, out: tuple[int, ...], into: tuple[int, ...], then=lambda x: x
+    ) -> Source:
         shape = (math.prod(out), math.prod(into))
         turn = linear(out, into)
         return tensor(f"{prefix}.{name}.weight", shape, lambda x: then(turn(x)))
@@ -142,7 +157,9 @@ def attention_sources(a: LatentAttention, D: int, prefix: str) -> LatentWeights:
         v_up_NHA=kv_up(lambda x_NHA: x_NHA[:, a.nope_dim :]),
         out_NHD=projection("o_proj", (D,), (N, a.v_dim)),
         q_down_bias_A=tensor(f"{prefix}.q_a_proj.bias", (rank,)) if a.bias and a.q_rank else None,
-        kv_down_bias_A=tensor(f"{prefix}.{kv_name}.bias", (kv_width,), split_pairs) if a.bias else None,
+        kv_down_bias_A=tensor(f"{prefix}.{kv_name}.bias", (kv_width,), split_pairs)
+        if a.bias
+        else None,
         out_bias_D=tensor(f"{prefix}.o_proj.bias", (D,)) if a.bias else None,
     )
 
@@ -154,7 +171,11 @@ def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
     return LayerWeights(
         attention=attention_sources(layer.attention, D, f"{layer_prefix}.self_attn"),
         mlp=layer.mlp
-        and mlp_sources(layer.mlp, D, f"{layer_prefix}.mlp.shared_experts" if layer.moe else f"{layer_prefix}.mlp"),
+        and mlp_sources(
+            layer.mlp,
+            D,
+            f"{layer_prefix}.mlp.shared_experts" if layer.moe else f"{layer_prefix}.mlp",
+        ),
         moe=layer.moe and moe_sources(layer.moe, D, f"{layer_prefix}.mlp"),
         **{field: scale(f"{layer_prefix}.{name}.weight", D) for field, name in LLAMA_NORMS.items()},
     )

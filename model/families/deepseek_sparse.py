@@ -1,4 +1,6 @@
-"""DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with sparse attention to the tokens that an indexer selects."""
+"""DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with sparse attention to the tokens that an indexer
+selects.
+"""
 
 import re
 from dataclasses import replace
@@ -17,16 +19,34 @@ from .deepseek import latent_attention, sigmoid_experts
 
 MISSING = {  # defaults
     "deepseek_v32": {
-        "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
-        "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
-        "max_position_embeddings": 163840, "rms_norm_eps": 1e-6,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "max_position_embeddings": 163840,
+        "rms_norm_eps": 1e-6,
     },
     "glm_moe_dsa": {
-        "kv_lora_rank": 512, "q_lora_rank": 2048, "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "v_head_dim": 256,
-        "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
-        "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 2048,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "max_position_embeddings": 202752,
+        "rms_norm_eps": 1e-5,
+        "n_group": 1,
+        "topk_group": 1,
     },
-}  # fmt: skip
+}
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
@@ -40,15 +60,21 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     if (max_len or context_length) <= indexers[0].count:  # it would select every token
         indexers = [None] * L
     moe = sigmoid_experts(keys, activation)
-    blocks = {"dense": (keys.mlp(), None), "sparse": (Mlp(keys.count("n_shared_experts") * moe.dim, activation), moe)}
+    blocks = {
+        "dense": (keys.mlp(), None),
+        "sparse": (Mlp(keys.count("n_shared_experts") * moe.dim, activation), moe),
+    }
     first_sparse = keys("first_k_dense_replace", 3)
     keys.refuse("moe_layer_freq", 1)
     keys.ignore("layer_types")
     kinds = keys("mlp_layer_types", ["dense" if i < first_sparse else "sparse" for i in range(L)])
     if len(kinds) != L or {*map(str, kinds)} - {*blocks}:
-        raise ModelError(f"config.json: mlp_layer_types must have {L} entries, each dense or sparse")
+        raise ModelError(
+            f"config.json: mlp_layer_types must have {L} entries, each dense or sparse"
+        )
     layers = tuple(
-        Layer(replace(attention, indexer=indexer), *blocks[kind]) for indexer, kind in zip(indexers, kinds, strict=True)
+        Layer(replace(attention, indexer=indexer), *blocks[kind])
+        for indexer, kind in zip(indexers, kinds, strict=True)
     )
     return model_config(keys, kind, layers, context_length)
 
@@ -66,10 +92,17 @@ def layer_indexers(keys: Keys, kind: str, L: int) -> list[Any]:
         return [indexer] * L
     period = keys.count("index_topk_freq", 1)
     offset = keys("index_skip_topk_offset", 2)
-    pattern = keys("index_topk_pattern", None) or ["FS"[max(index - offset + 1, 0) % period > 0] for index in range(L)]
-    kinds = keys("indexer_types", None) or [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+    pattern = keys("index_topk_pattern", None) or [
+        "FS"[max(index - offset + 1, 0) % period > 0] for index in range(L)
+    ]
+    kinds = keys("indexer_types", None) or [
+        {"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern
+    ]
     if len(kinds) != L or {*map(str, kinds)} - {"full", "shared"} or kinds[0] != "full":
-        raise ModelError(f"config.json: indexer_types must have {L} entries, each full or shared, and the first full")
+        raise ModelError(
+            f"config.json: indexer_types must have {L} entries, each full or shared, and the "
+            "first full"
+        )
     return [indexer if kind == "full" else Indexer(indexer.count) for kind in kinds]
 
 
@@ -88,7 +121,9 @@ def indexer_sources(a: LatentAttention, D: int, prefix: str) -> IndexerWeights |
         return lambda x: split_pairs(turn(x))
 
     def norm_source(name: str):
-        return tensor(f"{prefix}.k_norm.{name}", (indexer.dim,), lambda x: split_pairs(x.astype(np.float32)))
+        return tensor(
+            f"{prefix}.k_norm.{name}", (indexer.dim,), lambda x: split_pairs(x.astype(np.float32))
+        )
 
     return IndexerWeights(
         q_up_AIH=tensor(
@@ -99,7 +134,9 @@ def indexer_sources(a: LatentAttention, D: int, prefix: str) -> IndexerWeights |
         key_DH=tensor(f"{prefix}.wk.weight", (indexer.dim, D), from_linear((indexer.dim,), D)),
         key_norm_H=norm_source("weight"),
         key_norm_bias_H=norm_source("bias"),
-        weigh_DI=tensor(f"{prefix}.weights_proj.weight", (indexer.heads, D), linear((indexer.heads,), (D,))),
+        weigh_DI=tensor(
+            f"{prefix}.weights_proj.weight", (indexer.heads, D), linear((indexer.heads,), (D,))
+        ),
     )
 
 

@@ -21,7 +21,9 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         layers = expert_layers(keys, dense)
     keys.ignore("compression_ratio")
     tied = keys("tie_word_embeddings", True)
-    return model_config(keys, kind, layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5), tied=tied)
+    return model_config(
+        keys, kind, layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5), tied=tied
+    )
 
 
 def expert_layers(keys: Keys, dense: Layer) -> tuple[Layer, ...]:
@@ -47,7 +49,10 @@ def expert_layers(keys: Keys, dense: Layer) -> tuple[Layer, ...]:
     last_sparse = keys("moe_layer_end_index", -1)
     last_sparse = L - 1 if last_sparse == -1 else last_sparse
     sparse = Layer(dense.attention, shared_mlp, moe)
-    return tuple(sparse if (i + 1) % period == 0 and first_sparse <= i <= last_sparse else dense for i in range(L))
+    return tuple(
+        sparse if (i + 1) % period == 0 and first_sparse <= i <= last_sparse else dense
+        for i in range(L)
+    )
 
 
 def ignored(name: str, config: ModelConfig) -> bool:

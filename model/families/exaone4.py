@@ -17,8 +17,12 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     full = sliding if window is None else replace(sliding, rope=None)
     L = keys.count("num_hidden_layers")
     kinds = layer_types(keys, L, default_kinds(keys, L, window))
-    layers = layers_by_type(kinds, keys.mlp(), full, sliding, window, context_length, pre_norm=False, post_norm=True)
-    return model_config(keys, "exaone4", layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5))
+    layers = layers_by_type(
+        kinds, keys.mlp(), full, sliding, window, context_length, pre_norm=False, post_norm=True
+    )
+    return model_config(
+        keys, "exaone4", layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5)
+    )
 
 
 def default_kinds(keys: Keys, count: int, window: int | None) -> list[str]:
@@ -28,7 +32,10 @@ def default_kinds(keys: Keys, count: int, window: int | None) -> list[str]:
         return ["full_attention"] * count
     if isinstance(pattern, str):
         if keys("layer_types", None) is None:
-            raise ModelError(f"config.json: sliding_window_pattern = {pattern!r} without layer_types is not supported")
+            raise ModelError(
+                f"config.json: sliding_window_pattern = {pattern!r} without layer_types is not "
+                "supported"
+            )
         return []
     period = keys.count("sliding_window_pattern", 4)
     return ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(count)]

@@ -18,22 +18,34 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     bias = keys("attention_bias", False)
     rope = keys.rope(heads["head_dim"], max_len or context_length)
     # `in_multiplier` scales the input: scores contain it twice and values once.
-    in_multiplier, out_multiplier = (keys.positive(f"attention_{end}_multiplier", 1.0) for end in ("in", "out"))
+    in_multiplier, out_multiplier = (
+        keys.positive(f"attention_{end}_multiplier", 1.0) for end in ("in", "out")
+    )
     heads["scale"] *= in_multiplier * in_multiplier * keys.positive("key_multiplier", 1.0)
     attention = Attention(**heads, rope=rope, bias=bias, out_bias=bias)
     if bias:
         keys.refuse("attention_in_multiplier", 1.0)
         keys.refuse("attention_out_multiplier", 1.0)
     mixer = SideBySide(
-        attention, mamba2(keys), (in_multiplier * out_multiplier, keys.positive("ssm_out_multiplier", 1.0))
+        attention,
+        mamba2(keys),
+        (in_multiplier * out_multiplier, keys.positive("ssm_out_multiplier", 1.0)),
     )
     multipliers = read_multipliers(keys, "mlp_multipliers", 2)
-    mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_act"), multipliers=multipliers)
+    mlp = Mlp(
+        keys.count("intermediate_size"), keys.activation("hidden_act"), multipliers=multipliers
+    )
     keys.refuse("mlp_bias", False)
     keys.refuse("projectors_bias", False)
     keys.refuse("mamba_use_mlp", True)
     keys.refuse("attn_layer_indices")
-    keys.ignore("mlp_expansion_factor", "num_logits_to_keep", "mamba_chunk_size", "layers_block_type", "layer_types")
+    keys.ignore(
+        "mlp_expansion_factor",
+        "num_logits_to_keep",
+        "mamba_chunk_size",
+        "layers_block_type",
+        "layer_types",
+    )
     return model_config(
         keys,
         "falcon_h1",
@@ -51,7 +63,9 @@ def mamba2(keys: Keys) -> Mamba2:
     size = keys("mamba_d_head", None)
     size = inner // heads if size in (None, "auto") else size
     if size * heads != inner:
-        raise ModelError(f"config.json: mamba_d_head = {size}; {heads} heads of it must be {inner} numbers")
+        raise ModelError(
+            f"config.json: mamba_d_head = {size}; {heads} heads of it must be {inner} numbers"
+        )
     normed = keys("mamba_rms_norm", False)
     keys.ignore("mamba_norm_before_gate")
     if normed:
@@ -68,7 +82,10 @@ def mamba2(keys: Keys) -> Mamba2:
         conv_bias=keys("mamba_conv_bias", True),
         activation=keys.activation("hidden_act"),
         normed=normed,
-        multipliers=tuple(in_multiplier * multiplier for multiplier in read_multipliers(keys, "ssm_multipliers", 5)),
+        multipliers=tuple(
+            in_multiplier * multiplier
+            for multiplier in read_multipliers(keys, "ssm_multipliers", 5)
+        ),
     )
 
 
@@ -82,7 +99,8 @@ def read_multipliers(keys: Keys, name: str, count: int) -> tuple[float, ...]:
 
 def mixer_sources(a: SideBySide, D: int, prefix: str) -> SideBySideWeights:
     return SideBySideWeights(
-        attention_sources(a.attention, D, f"{prefix}.self_attn"), mamba2_sources(a.mamba, D, f"{prefix}.mamba")
+        attention_sources(a.attention, D, f"{prefix}.self_attn"),
+        mamba2_sources(a.mamba, D, f"{prefix}.mamba"),
     )
 
 

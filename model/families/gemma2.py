@@ -6,9 +6,11 @@ from ..config import Attention, Layer, Mlp, ModelConfig
 from .common import SANDWICH_NORMS, Keys, layer_types, layers_by_type, model_config, model_sources
 
 MISSING = {  # defaults
-    "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
-}  # fmt: skip
+}
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
@@ -27,12 +29,19 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         out_bias=bias,
     )
     L = keys.count("num_hidden_layers")
-    kinds = layer_types(keys, L, ["full_attention" if i % 2 else "sliding_attention" for i in range(L)])
+    kinds = layer_types(
+        keys, L, ["full_attention" if i % 2 else "sliding_attention" for i in range(L)]
+    )
     return windowed_config(keys, "gemma2", kinds, attention, attention, context_length)
 
 
 def windowed_config(
-    keys: Keys, family: str, kinds: list[str], full: Attention, sliding: Attention, context_length: int
+    keys: Keys,
+    family: str,
+    kinds: list[str],
+    full: Attention,
+    sliding: Attention,
+    context_length: int,
 ) -> ModelConfig:
     """The configuration of a model whose layers have blocks of one size."""
     mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_activation"))
@@ -41,7 +50,9 @@ def windowed_config(
     return gemma_config(keys, family, layers, context_length)
 
 
-def gemma_config(keys: Keys, family: str, layers: tuple[Layer, ...], context_length: int, **fields) -> ModelConfig:
+def gemma_config(
+    keys: Keys, family: str, layers: tuple[Layer, ...], context_length: int, **fields
+) -> ModelConfig:
     """The configuration from keys that all Gemma models share."""
     return model_config(
         keys,

@@ -34,10 +34,14 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         out_bias=bias,
         both_ways=both_ways,
     )
-    sliding = replace(full, rope=keys.rope(H, served, "sliding_attention", local_theta, ignores_old_keys=True))
+    sliding = replace(
+        full, rope=keys.rope(H, served, "sliding_attention", local_theta, ignores_old_keys=True)
+    )
     L = keys.count("num_hidden_layers")
     period = keys.count("sliding_window_pattern", 6)
-    kinds = layer_types(keys, L, ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(L)])
+    kinds = layer_types(
+        keys, L, ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(L)]
+    )
     return windowed_config(keys, "gemma3_text", kinds, full, sliding, context_length)
 
 

@@ -18,17 +18,28 @@ from .common import (
 from .gemma2 import gemma_config
 
 MISSING = {  # defaults
-    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "max_position_embeddings": 131072,
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+    "max_position_embeddings": 131072,
     "sliding_window": 512,
-}  # fmt: skip
+}
 MISSING_UNIFIED = MISSING | {
     "hidden_size_per_layer_input": 0, "max_position_embeddings": 262144, "sliding_window": 1024,
 }  # fmt: skip
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1000000.0,
+    },
 }
 
 
@@ -40,10 +51,14 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys.refuse("use_bidirectional_attention", "vision")  # affects image tokens only
     context_length = keys.count("max_position_embeddings")
     L = keys.count("num_hidden_layers")
-    default_kinds = ["sliding_attention" if (i + 1) % 6 and i + 1 < L else "full_attention" for i in range(L)]
+    default_kinds = [
+        "sliding_attention" if (i + 1) % 6 and i + 1 < L else "full_attention" for i in range(L)
+    ]
     kinds = layer_types(keys, L, default_kinds)
     if kinds[-1] != "full_attention":
-        raise ModelError(f"config.json: the last of layer_types is {kinds[-1]!r}; it must be full_attention")
+        raise ModelError(
+            f"config.json: the last of layer_types is {kinds[-1]!r}; it must be full_attention"
+        )
     activation = keys.activation("hidden_activation")
     owners = cache_sources(keys, kinds)
     attentions = attention_layers(keys, kinds, owners, max_len or context_length)
@@ -51,7 +66,12 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     F = keys.count("intermediate_size")
     width_factor = 2 if keys("use_double_wide_mlp", False) else 1
     layers = tuple(
-        Layer(attention, Mlp(F if owner is None else F * width_factor, activation), moe, post_norm=True)
+        Layer(
+            attention,
+            Mlp(F if owner is None else F * width_factor, activation),
+            moe,
+            post_norm=True,
+        )
         for attention, owner in zip(attentions, owners, strict=True)
     )
     A = keys("hidden_size_per_layer_input", 0)
@@ -71,7 +91,10 @@ def cache_sources(keys: Keys, kinds: list[str]) -> list[int | None]:
     num_shared = keys("num_kv_shared_layers", 0)
     owner_kinds = kinds[: max(0, len(kinds) - num_shared)]
     if num_shared < 0 or set(owner_kinds) != set(kinds):
-        raise ModelError(f"config.json: num_kv_shared_layers = {num_shared} leaves a kind of layer without a cache")
+        raise ModelError(
+            f"config.json: num_kv_shared_layers = {num_shared} leaves a kind of layer without "
+            "a cache"
+        )
     last_owner = {kind: i for i, kind in enumerate(owner_kinds)}
     return [None] * len(owner_kinds) + [last_owner[kind] for kind in kinds[len(owner_kinds) :]]
 
@@ -84,7 +107,9 @@ def head_sizes(keys: Keys, kinds: list[str]) -> list[tuple[int, int]]:
     global_kv_heads = keys.count("num_global_key_value_heads", None)
     if global_kv_heads and keys("attention_k_eq_v", False):
         global_sizes["num_key_value_heads"] = global_kv_heads
-    sizes_by_layer = {str(index): global_sizes for index, kind in enumerate(kinds) if kind == "full_attention"}
+    sizes_by_layer = {
+        str(index): global_sizes for index, kind in enumerate(kinds) if kind == "full_attention"
+    }
     sizes_by_layer = keys("per_layer_config", sizes_by_layer)  # newer files state it
     sizes = []
     for index in range(len(kinds)):
@@ -94,7 +119,9 @@ def head_sizes(keys: Keys, kinds: list[str]) -> list[tuple[int, int]]:
     return sizes
 
 
-def attention_layers(keys: Keys, kinds: list[str], owners: list[int | None], max_len: int) -> list[Attention]:
+def attention_layers(
+    keys: Keys, kinds: list[str], owners: list[int | None], max_len: int
+) -> list[Attention]:
     """The attention of each layer."""
     N = keys.count("num_attention_heads")
     bias = keys("attention_bias", False)
@@ -170,8 +197,12 @@ def sources(config: ModelConfig) -> ModelWeights:
     if not A:
         return weights
     return weights.replace(
-        per_layer_embed_VLA=tensor("model.embed_tokens_per_layer.weight", (V, L * A), lambda x: x.reshape(V, L, A)),
-        per_layer_proj_DLA=tensor("model.per_layer_model_projection.weight", (L * A, D), linear((L, A), (D,))),
+        per_layer_embed_VLA=tensor(
+            "model.embed_tokens_per_layer.weight", (V, L * A), lambda x: x.reshape(V, L, A)
+        ),
+        per_layer_proj_DLA=tensor(
+            "model.per_layer_model_projection.weight", (L * A, D), linear((L, A), (D,))
+        ),
         per_layer_norm_A=scale("model.per_layer_projection_norm.weight", A),
     )
 

@@ -1,4 +1,6 @@
-"""GLM-4: partial, interleaved rotary embedding; GLM-4-0414 has norms before and after each block."""
+"""GLM-4: partial, interleaved rotary embedding; GLM-4-0414 has norms before and after each
+block.
+"""
 
 from ..config import Attention, Layer, ModelConfig
 from ..weights import ModelWeights
@@ -16,10 +18,16 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     context_length = keys.count("max_position_embeddings", 131072)
     heads = keys.heads()
     attention = Attention(
-        **heads, rope=keys.rope(heads["head_dim"], max_len or context_length), bias=keys("attention_bias", True)
+        **heads,
+        rope=keys.rope(heads["head_dim"], max_len or context_length),
+        bias=keys("attention_bias", True),
     )
-    layers = (Layer(attention, keys.mlp(), post_norm=kind == "glm4"),) * keys.count("num_hidden_layers")
-    return model_config(keys, kind, layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1.5625e-7))
+    layers = (Layer(attention, keys.mlp(), post_norm=kind == "glm4"),) * keys.count(
+        "num_hidden_layers"
+    )
+    return model_config(
+        keys, kind, layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1.5625e-7)
+    )
 
 
 def sources(config: ModelConfig) -> ModelWeights:

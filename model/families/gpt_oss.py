@@ -43,7 +43,9 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         out_bias=bias,
         sinks=True,
     )
-    sliding = replace(full, window=effective_window(keys.count("sliding_window", 128), context_length))
+    sliding = replace(
+        full, window=effective_window(keys.count("sliding_window", 128), context_length)
+    )
     moe = Moe(
         experts=keys.count("num_local_experts", keys("num_experts", 128)),
         top_k=keys.count("num_experts_per_tok", keys("experts_per_token", 4)),
@@ -62,11 +64,20 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         for name in ("hidden_size", "intermediate_size"):
             if keys.count(name) % multiple:
                 kind = moe.quant.upper()
-                raise ModelError(f"config.json: {name} = {keys(name)}; {kind} weights need a multiple of {multiple}")
+                raise ModelError(
+                    f"config.json: {name} = {keys(name)}; {kind} weights need a multiple of "
+                    f"{multiple}"
+                )
     L = keys.count("num_hidden_layers")
-    kinds = layer_types(keys, L, ["full_attention" if i % 2 else "sliding_attention" for i in range(L)])
-    layers = tuple(Layer(sliding if kind == "sliding_attention" else full, moe=moe) for kind in kinds)
-    return model_config(keys, "gpt_oss", layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5))
+    kinds = layer_types(
+        keys, L, ["full_attention" if i % 2 else "sliding_attention" for i in range(L)]
+    )
+    layers = tuple(
+        Layer(sliding if kind == "sliding_attention" else full, moe=moe) for kind in kinds
+    )
+    return model_config(
+        keys, "gpt_oss", layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5)
+    )
 
 
 def packed_source(format: str, name: str, E: int, into: int, *out: int) -> Any:
@@ -91,11 +102,15 @@ def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
         down = packed_source(moe.quant, f"{experts}.down_proj", E, F, D)
     else:
         up_tensor = SourceTensor(
-            f"{experts}.gate_up_proj", (E, D, 2 * F), lambda x: x.reshape(-1, D, F, 2).swapaxes(2, 3)
+            f"{experts}.gate_up_proj",
+            (E, D, 2 * F),
+            lambda x: x.reshape(-1, D, F, 2).swapaxes(2, 3),
         )
         up = Source((up_tensor,))
         down = tensor(f"{experts}.down_proj", (E, F, D))
-    bias = SourceTensor(f"{experts}.gate_up_proj_bias", (E, 2 * F), lambda x: x.reshape(E, F, 2).swapaxes(1, 2))
+    bias = SourceTensor(
+        f"{experts}.gate_up_proj_bias", (E, 2 * F), lambda x: x.reshape(E, F, 2).swapaxes(1, 2)
+    )
     return layer_sources(config, index, prefix).replace(
         moe=MoeWeights(
             router_DE=router_source(moe, D, f"{mlp_prefix}.router.weight"),

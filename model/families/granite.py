@@ -11,7 +11,10 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     bias = keys("attention_bias", False)
     heads["scale"] = keys.positive("attention_multiplier", 1.0)
     attention = Attention(
-        **heads, rope=keys.rope(heads["head_dim"], max_len or context_length), bias=bias, out_bias=bias
+        **heads,
+        rope=keys.rope(heads["head_dim"], max_len or context_length),
+        bias=bias,
+        out_bias=bias,
     )
     layers = (Layer(attention, keys.mlp()),) * keys.count("num_hidden_layers")
     return model_config(keys, "granite", layers, context_length, **multipliers(keys))

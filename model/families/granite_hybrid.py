@@ -5,7 +5,16 @@ from functools import partial
 from ..config import Attention, Layer, Mamba2, Mlp, ModelConfig, ModelError, Moe
 from ..mixers.mamba2 import Mamba2Weights
 from ..weights import LayerWeights
-from .common import Keys, layer_sources, linear, model_config, model_sources, moe_sources, scale, tensor
+from .common import (
+    Keys,
+    layer_sources,
+    linear,
+    model_config,
+    model_sources,
+    moe_sources,
+    scale,
+    tensor,
+)
 from .granite import multipliers
 
 NAMES = {  # substring in the checkpoint: common substring
@@ -15,7 +24,12 @@ NAMES = {  # substring in the checkpoint: common substring
     "block_sparse_moe.router.layer.": "moe.gate.", "block_sparse_moe.gate.": "moe.gate.",
     "block_sparse_moe.experts.": "moe.experts.",
 }  # fmt: skip
-KINDS = {"mamba": "mamba", "linear_attention": "mamba", "attention": "attention", "full_attention": "attention"}
+KINDS = {
+    "mamba": "mamba",
+    "linear_attention": "mamba",
+    "attention": "attention",
+    "full_attention": "attention",
+}
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
@@ -27,14 +41,18 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     rope = keys.rope(heads["head_dim"], max_len or context_length)
     kind = keys("position_embedding_type", None)
     if kind not in (None, "nope", "rope"):
-        raise ModelError(f"config.json: position_embedding_type = {kind!r}; it must be nope or rope")
+        raise ModelError(
+            f"config.json: position_embedding_type = {kind!r}; it must be nope or rope"
+        )
     attention = Attention(**heads, rope=rope if kind == "rope" else None, bias=bias, out_bias=bias)
     mamba = mamba2(keys)
     L = keys.count("num_hidden_layers")
     activation = keys.activation("hidden_act")
     kinds = keys("layer_types", None) or keys("layers_block_type", ["mamba"] * L)
     if len(kinds) != L or not set(kinds) <= KINDS.keys():
-        raise ModelError(f"config.json: layer_types = {kinds!r}; it must name mamba or attention for {L} layers")
+        raise ModelError(
+            f"config.json: layer_types = {kinds!r}; it must name mamba or attention for {L} layers"
+        )
     experts = keys("num_local_experts", 8)
     dim = keys.count("intermediate_size", 11008)
     moe = None
@@ -42,7 +60,9 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     if experts:
         moe = Moe(experts=experts, top_k=top_k, dim=dim, activation=activation, score="softmax_top")
     mlp = Mlp(keys.count("shared_intermediate_size", 1024), activation)
-    layers = tuple(Layer(mamba if KINDS[kind] == "mamba" else attention, mlp, moe) for kind in kinds)
+    layers = tuple(
+        Layer(mamba if KINDS[kind] == "mamba" else attention, mlp, moe) for kind in kinds
+    )
     return model_config(
         keys,
         "granitemoehybrid",
@@ -59,7 +79,9 @@ def mamba2(keys: Keys) -> Mamba2:
     size = keys("mamba_d_head", None)
     size = inner // heads if size in (None, "auto") else size
     if size * heads != inner:
-        raise ModelError(f"config.json: mamba_d_head = {size}; {heads} heads of it must be {inner} numbers")
+        raise ModelError(
+            f"config.json: mamba_d_head = {size}; {heads} heads of it must be {inner} numbers"
+        )
     keys.ignore("mamba_chunk_size", "init_method")
     keys.refuse("normalization_function", "rmsnorm")
     # The second form is how Transformers 5 writes it.

@@ -14,7 +14,10 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     heads["scale"] = keys.positive("attention_multiplier", 1.0)
     activation = keys.activation("hidden_act")
     attention = Attention(
-        **heads, rope=keys.rope(heads["head_dim"], max_len or context_length), bias=bias, out_bias=bias
+        **heads,
+        rope=keys.rope(heads["head_dim"], max_len or context_length),
+        bias=bias,
+        out_bias=bias,
     )
     moe = Moe(
         experts=keys.count("num_local_experts", 8),

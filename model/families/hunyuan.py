@@ -8,13 +8,36 @@ from .common import Keys, model_config, model_sources, sparse_layer_sources
 
 # Keys of related models, of training and of image encoders: they do not affect these layers.
 UNUSED_KEYS = (
-    "add_classification_head", "class_num", "cla_share_factor", "dense_list", "mask_init_id", "norm_type", "pool_type",
-    "org_vocab_size", "text_start_id", "text_end_id", "num_media_embeds", "anyres_pooling_size",
-    "anyres_vit_max_image_size", "anyres_vit_two_views", "skip_cls_token", "moe_drop_tokens",
-    "moe_random_routing_dropped_token", "capacity_factor",
-    "group_limited_greedy", "n_group", "topk_group", "routed_scaling_factor", "kv_lora_rank", "q_lora_rank",
-    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_layer_num_skipped", "pad_id",
-)  # fmt: skip
+    "add_classification_head",
+    "class_num",
+    "cla_share_factor",
+    "dense_list",
+    "mask_init_id",
+    "norm_type",
+    "pool_type",
+    "org_vocab_size",
+    "text_start_id",
+    "text_end_id",
+    "num_media_embeds",
+    "anyres_pooling_size",
+    "anyres_vit_max_image_size",
+    "anyres_vit_two_views",
+    "skip_cls_token",
+    "moe_drop_tokens",
+    "moe_random_routing_dropped_token",
+    "capacity_factor",
+    "group_limited_greedy",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "moe_layer_num_skipped",
+    "pad_id",
+)
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
@@ -25,7 +48,8 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys.refuse("use_mla", False)
     keys.refuse("use_rotary_pos_emb", True)
     keys.ignore(
-        *UNUSED_KEYS, *(name for name in hf if name.startswith(("im_", "vit_", "video_", "position_embedding_")))
+        *UNUSED_KEYS,
+        *(name for name in hf if name.startswith(("im_", "vit_", "video_", "position_embedding_"))),
     )
     context_length = keys.count("max_position_embeddings", 2048)
     heads = keys.heads(keys.count("attention_head_dim", None))
@@ -42,7 +66,9 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     layers = (Layer(attention, mlp),) * L
     if kind == "hunyuan_v1_moe":
         layers = tuple(expert_layer(keys, attention, mlp, index, L) for index in range(L))
-    return model_config(keys, kind, layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5))
+    return model_config(
+        keys, kind, layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5)
+    )
 
 
 def expert_layer(keys: Keys, attention: Attention, mlp: Mlp, index: int, count: int) -> Layer:
@@ -54,18 +80,31 @@ def expert_layer(keys: Keys, attention: Attention, mlp: Mlp, index: int, count: 
             raise ModelError(f"config.json: {name} has {len(value)} entries for {count} layers")
         number = value[index] if isinstance(value, list) else value
         if type(number) is not int or number < 1:
-            raise ModelError(f"config.json: {name} = {number!r}; it must be a whole number of at least 1")
+            raise ModelError(
+                f"config.json: {name} = {number!r}; it must be a whole number of at least 1"
+            )
         return number
 
     if (shared := per_layer("num_shared_expert", 1)) != 1:
         raise ModelError(f"config.json: num_shared_expert = {shared}; supported is 1")
     if not keys("use_mixed_mlp_moe", True):
-        raise ModelError("config.json: use_mixed_mlp_moe = False is not supported; supported is True")
+        raise ModelError(
+            "config.json: use_mixed_mlp_moe = False is not supported; supported is True"
+        )
     keys.refuse("norm_topk_prob", True)
     width = per_layer("moe_intermediate_size", mlp.dim)
     if width != mlp.dim:
-        raise ModelError(f"config.json: moe_intermediate_size = {width}; supported is the value of intermediate_size")
-    moe = Moe(per_layer("num_experts", 1), per_layer("moe_topk", 1), width, mlp.activation, router_float32=True)
+        raise ModelError(
+            f"config.json: moe_intermediate_size = {width}; supported is the value of "
+            "intermediate_size"
+        )
+    moe = Moe(
+        per_layer("num_experts", 1),
+        per_layer("moe_topk", 1),
+        width,
+        mlp.activation,
+        router_float32=True,
+    )
     return Layer(attention, mlp, moe)
 
 

@@ -27,10 +27,13 @@ from .common import (
 KINDS = ("linear_attention", "full_attention")
 # Names in the first files: names in Transformers.
 RENAMED_KEYS = {
-    "model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob", "num_expert_group": "n_group",
-    "num_experts": "num_local_experts", "num_experts_per_token": "num_experts_per_tok",
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts": "num_local_experts",
+    "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
-}  # fmt: skip
+}
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
@@ -59,7 +62,10 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         choice_bias=True,
     )
     shared = Mlp(keys.count("n_shared_experts", 1) * moe.dim, activation)
-    blocks = {"dense": (Mlp(keys.count("intermediate_size", 9216), activation), None), "sparse": (shared, moe)}
+    blocks = {
+        "dense": (Mlp(keys.count("intermediate_size", 9216), activation), None),
+        "sparse": (shared, moe),
+    }
     first_sparse = keys("first_k_dense_replace", 1)
     mixers = {"linear_attention": delta, "full_attention": attention}
     layers = tuple(
@@ -67,7 +73,11 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         for mixer, block in zip(
             layer_kinds(keys, "layer_types", default_mixers(keys, L), L, KINDS),
             layer_kinds(
-                keys, "mlp_layer_types", ["dense" if i < first_sparse else "sparse" for i in range(L)], L, tuple(blocks)
+                keys,
+                "mlp_layer_types",
+                ["dense" if i < first_sparse else "sparse" for i in range(L)],
+                L,
+                tuple(blocks),
             ),
             strict=True,
         )
@@ -77,9 +87,17 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
 
 def latent_attention(keys: Keys) -> LatentAttention:
     attention = deepseek.latent_attention(Keys(keys.hf | {"rope_theta": 10000.0}), 1)
-    for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank"):
+    for name in (
+        "kv_lora_rank",
+        "qk_rope_head_dim",
+        "qk_nope_head_dim",
+        "v_head_dim",
+        "q_lora_rank",
+    ):
         keys(name, None)
-    keys.ignore("head_dim", "qk_head_dim", "num_key_value_heads", "attention_bias", "num_attention_heads")
+    keys.ignore(
+        "head_dim", "qk_head_dim", "num_key_value_heads", "attention_bias", "num_attention_heads"
+    )
     return replace(attention, rope=None, interleaved=False)
 
 
@@ -90,12 +108,16 @@ def kimi_delta(keys: Keys, activation: str) -> KimiDelta:
     delta = KimiDelta(
         heads=linear_config.count("num_heads", keys.count("linear_num_heads", 32)),
         dim=dim,
-        width=linear_config.count("short_conv_kernel_size", keys.count("linear_conv_kernel_dim", 4)),
+        width=linear_config.count(
+            "short_conv_kernel_size", keys.count("linear_conv_kernel_dim", 4)
+        ),
         rank=dim,
         activation=activation,
     )
     if unknown := linear_config.unknown():
-        raise ModelError(f"config.json: linear_attn_config has the key {unknown[0]}, which is not supported")
+        raise ModelError(
+            f"config.json: linear_attn_config has the key {unknown[0]}, which is not supported"
+        )
     return delta
 
 
@@ -109,14 +131,21 @@ def default_mixers(keys: Keys, L: int) -> list[str]:
     if full_layers is None or delta_layers is None:
         return [KINDS[index > 0 and index % 4 == 0] for index in range(L)]
     if sorted([*full_layers, *delta_layers]) != list(range(1, L + 1)):
-        raise ModelError(f"config.json: full_attn_layers and kda_layers must name the {L} layers, from 1, each once")
+        raise ModelError(
+            f"config.json: full_attn_layers and kda_layers must name the {L} layers, from 1, "
+            "each once"
+        )
     return [KINDS[index + 1 in full_layers] for index in range(L)]
 
 
-def layer_kinds(keys: Keys, name: str, default: list[str], L: int, supported: tuple[str, ...]) -> list[str]:
+def layer_kinds(
+    keys: Keys, name: str, default: list[str], L: int, supported: tuple[str, ...]
+) -> list[str]:
     layer_kinds = keys(name, None) or default
     if len(layer_kinds) != L or not {*map(str, layer_kinds)} <= {*supported}:
-        raise ModelError(f"config.json: {name} must have {L} entries, each {' or '.join(supported)}")
+        raise ModelError(
+            f"config.json: {name} must have {L} entries, each {' or '.join(supported)}"
+        )
     return layer_kinds
 
 
@@ -134,7 +163,10 @@ def delta_sources(a: KimiDelta, D: int, prefix: str) -> KimiDeltaWeights:
         offset += out
     convolved = tuple(
         SourceTensor(
-            f"{prefix}.{name}_conv1d.weight", (size, 1, a.width), lambda x: x[:, 0], np.s_[start : start + size]
+            f"{prefix}.{name}_conv1d.weight",
+            (size, 1, a.width),
+            lambda x: x[:, 0],
+            np.s_[start : start + size],
         )
         for name, start in zip("qkv", range(0, 3 * size, size), strict=True)
     )
@@ -158,7 +190,8 @@ def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
     make = delta_sources if isinstance(layer.attention, KimiDelta) else deepseek.attention_sources
     return LayerWeights(
         attention=make(layer.attention, D, f"{layer_prefix}.self_attn"),
-        mlp=layer.mlp and mlp_sources(layer.mlp, D, f"{block}.shared_experts" if layer.moe else block),
+        mlp=layer.mlp
+        and mlp_sources(layer.mlp, D, f"{block}.shared_experts" if layer.moe else block),
         moe=layer.moe and moe_sources(layer.moe, D, block, experts=("w1", "w3", "w2")),
         **{field: scale(f"{layer_prefix}.{name}.weight", D) for field, name in LLAMA_NORMS.items()},
     )

@@ -10,17 +10,30 @@ from .common import Keys, layer_sources, linear, model_config, model_sources, mo
 
 NORMS = {"pre_attention_norm_D": "operator_norm", "pre_mlp_norm_D": "ffn_norm"}
 NAMES = {  # substring in the checkpoint: common substring
-    ".self_attn.out_proj.": ".self_attn.o_proj.", ".q_layernorm.": ".q_norm.", ".k_layernorm.": ".k_norm.",
-    ".feed_forward.w1.": ".mlp.gate_proj.", ".feed_forward.w3.": ".mlp.up_proj.",
-    ".feed_forward.w2.": ".mlp.down_proj.", ".feed_forward.": ".mlp.", "model.embedding_norm.": "model.norm.",
-}  # fmt: skip
+    ".self_attn.out_proj.": ".self_attn.o_proj.",
+    ".q_layernorm.": ".q_norm.",
+    ".k_layernorm.": ".k_norm.",
+    ".feed_forward.w1.": ".mlp.gate_proj.",
+    ".feed_forward.w3.": ".mlp.up_proj.",
+    ".feed_forward.w2.": ".mlp.down_proj.",
+    ".feed_forward.": ".mlp.",
+    "model.embedding_norm.": "model.norm.",
+}
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys({"rope_theta": 1000000.0, "num_key_value_heads": 8} | hf)
     context_length = keys.count("max_position_embeddings", 128000)
-    keys.ignore("conv_dim", "conv_dim_out", "conv_use_xavier_init", "block_dim", "block_mlp_init_scale")
-    keys.ignore("block_out_init_scale", "block_use_swiglu", "block_use_xavier_init", "block_norm_eps", "use_pos_enc")
+    keys.ignore(
+        "conv_dim", "conv_dim_out", "conv_use_xavier_init", "block_dim", "block_mlp_init_scale"
+    )
+    keys.ignore(
+        "block_out_init_scale",
+        "block_use_swiglu",
+        "block_use_xavier_init",
+        "block_norm_eps",
+        "use_pos_enc",
+    )
     keys.ignore("num_heads", "theta", "intermediate_size")
     mlp = Mlp(mlp_width(keys))
     layers = tuple(Layer(mixer, mlp) for mixer in mixers(keys, max_len or context_length))
@@ -38,7 +51,10 @@ def mixers(keys: Keys, max_len: int) -> list[Mixer]:
     default_kinds = ["full_attention" if index in with_attention else "conv" for index in range(L)]
     kinds = keys("layer_types", None) or default_kinds
     if len(kinds) != L or not set(kinds) <= {"conv", "full_attention"}:
-        raise ModelError(f"config.json: layer_types = {kinds!r}; it must name conv or full_attention for {L} layers")
+        raise ModelError(
+            f"config.json: layer_types = {kinds!r}; it must name conv or full_attention for "
+            f"{L} layers"
+        )
     return [attention if kind == "full_attention" else conv for kind in kinds]
 
 

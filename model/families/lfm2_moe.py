@@ -21,7 +21,8 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     mlp = Mlp(keys.count("intermediate_size", 7168))
     mixers_by_layer = mixers(keys, max_len or context_length)
     layers = tuple(
-        Layer(mixer, mlp) if i < num_dense else Layer(mixer, moe=moe) for i, mixer in enumerate(mixers_by_layer)
+        Layer(mixer, mlp) if i < num_dense else Layer(mixer, moe=moe)
+        for i, mixer in enumerate(mixers_by_layer)
     )
     return model_config(keys, "lfm2_moe", layers, context_length, **shared_fields(keys))
 

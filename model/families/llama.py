@@ -10,7 +10,10 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     heads = keys.heads()
     bias = keys("attention_bias", False)
     attention = Attention(
-        **heads, rope=keys.rope(heads["head_dim"], max_len or context_length), bias=bias, out_bias=bias
+        **heads,
+        rope=keys.rope(heads["head_dim"], max_len or context_length),
+        bias=bias,
+        out_bias=bias,
     )
     layer = Layer(attention, keys.mlp())
     return model_config(keys, "llama", (layer,) * keys.count("num_hidden_layers"), context_length)

@@ -20,9 +20,12 @@ from .common import (
 from .smollm3 import rotated_layers
 
 MISSING = {  # defaults
-    "num_key_value_heads": 8, "num_local_experts": 16, "num_experts_per_tok": 1, "intermediate_size": 8192,
+    "num_key_value_heads": 8,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 1,
+    "intermediate_size": 8192,
     "attention_chunk_size": 8192,
-}  # fmt: skip
+}
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
@@ -58,10 +61,18 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     for index, (is_rotary_layer, chunk) in enumerate(
         zip(is_rotary, chunks(keys, is_rotary, context_length), strict=True)
     ):
-        attention = replace(rotary if is_rotary_layer else without_rope, window=chunk, chunked=chunk is not None)
-        layers.append(Layer(attention, mlp, moe) if index in sparse_layers else Layer(attention, dense))
+        attention = replace(
+            rotary if is_rotary_layer else without_rope, window=chunk, chunked=chunk is not None
+        )
+        layers.append(
+            Layer(attention, mlp, moe) if index in sparse_layers else Layer(attention, dense)
+        )
     return model_config(
-        keys, "llama4_text", tuple(layers), context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5)
+        keys,
+        "llama4_text",
+        tuple(layers),
+        context_length,
+        norm_eps=keys.positive("rms_norm_eps", 1e-5),
     )
 
 
@@ -70,15 +81,25 @@ def chunks(keys: Keys, is_rotary: list[bool], context_length: int) -> list[int |
     size = keys.count("attention_chunk_size", None)
     kinds = keys(
         "layer_types",
-        ["chunked_attention" if is_rotary_layer and size else "full_attention" for is_rotary_layer in is_rotary],
+        [
+            "chunked_attention" if is_rotary_layer and size else "full_attention"
+            for is_rotary_layer in is_rotary
+        ],
     )
     if len(kinds) != len(is_rotary):
-        raise ModelError(f"config.json: layer_types has {len(kinds)} entries for {len(is_rotary)} layers")
+        raise ModelError(
+            f"config.json: layer_types has {len(kinds)} entries for {len(is_rotary)} layers"
+        )
     if unknown := {*map(str, kinds)} - {"full_attention", "chunked_attention"}:
         raise ModelError(f"config.json: layer type {min(unknown)!r} is not supported")
     if "chunked_attention" in kinds and size is None:
-        raise ModelError("config.json: layer_types names chunked_attention, but there is no attention_chunk_size")
-    return [effective_window(size, context_length) if kind == "chunked_attention" else None for kind in kinds]
+        raise ModelError(
+            "config.json: layer_types names chunked_attention, but there is no attention_chunk_size"
+        )
+    return [
+        effective_window(size, context_length) if kind == "chunked_attention" else None
+        for kind in kinds
+    ]
 
 
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:

@@ -23,12 +23,24 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         activation=keys.activation("hidden_act"),
     )
     # Residuals are summed in the model's dtype; the other keys concern training or the algorithm.
-    keys.ignore("residual_in_fp32", "rescale_prenorm_residual", "chunk_size", "time_step_rank", "time_step_min")
-    keys.ignore("time_step_max", "time_step_floor", "layer_norm_epsilon", "rms_norm", "norm_before_gate")
+    keys.ignore(
+        "residual_in_fp32",
+        "rescale_prenorm_residual",
+        "chunk_size",
+        "time_step_rank",
+        "time_step_min",
+    )
+    keys.ignore(
+        "time_step_max", "time_step_floor", "layer_norm_epsilon", "rms_norm", "norm_before_gate"
+    )
     keys.ignore("intermediate_size", "time_step_init_scheme", "time_step_scale")
     keys.refuse("time_step_limit", [0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
     context_length = max(max_len or 0, keys.count("max_position_embeddings", DEFAULT_MAX_LEN))
     eps = keys.positive("layer_norm_epsilon", 1e-5)
     return model_config(
-        keys, "mamba2", (Layer(mamba),) * keys.count("num_hidden_layers", 64), context_length, norm_eps=eps
+        keys,
+        "mamba2",
+        (Layer(mamba),) * keys.count("num_hidden_layers", 64),
+        context_length,
+        norm_eps=eps,
     )

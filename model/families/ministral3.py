@@ -7,9 +7,16 @@ from .common import Keys, effective_window, model_config, model_sources
 
 MISSING = {"num_key_value_heads": 8}  # defaults
 ROPE = {  # default without any rope keys
-    "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
-    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
@@ -24,12 +31,18 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         temperature=temperature,
     )
     layers = (Layer(attention, keys.mlp()),) * keys.count("num_hidden_layers")
-    return model_config(keys, "ministral3", layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5))
+    return model_config(
+        keys, "ministral3", layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5)
+    )
 
 
 def split_temperature(hf: dict, missing: dict[str, Any]) -> tuple[dict, Temperature | None]:
     """The config.json without the temperature in its rope parameters, and the temperature."""
-    name = "rope_parameters" if hf.get("rope_parameters") or not hf.get("rope_scaling") else "rope_scaling"
+    name = (
+        "rope_parameters"
+        if hf.get("rope_parameters") or not hf.get("rope_scaling")
+        else "rope_scaling"
+    )
     params = hf.get(name) or missing
     if not isinstance(params, dict):
         raise ModelError(f"config.json: {name} = {params!r:.80}; it must be an object")
@@ -38,10 +51,13 @@ def split_temperature(hf: dict, missing: dict[str, Any]) -> tuple[dict, Temperat
     floor = keys.count("original_max_position_embeddings", None)
     if scale and not floor:
         raise ModelError(
-            f"config.json: {name} lacks original_max_position_embeddings, which llama_4_scaling_beta needs"
+            f"config.json: {name} lacks original_max_position_embeddings, which "
+            "llama_4_scaling_beta needs"
         )
     rope_params = {
-        key: x for key, x in params.items() if key not in ("llama_4_scaling_beta", "max_position_embeddings")
+        key: x
+        for key, x in params.items()
+        if key not in ("llama_4_scaling_beta", "max_position_embeddings")
     }
     return hf | {name: rope_params}, Temperature(float(scale), float(floor)) if scale else None
 

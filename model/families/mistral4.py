@@ -1,4 +1,6 @@
-"""Mistral 4: DeepSeek's latent attention with queries scaled by position, and experts by softmax."""
+"""Mistral 4: DeepSeek's latent attention with queries scaled by position, and experts by
+softmax.
+"""
 
 from dataclasses import replace
 
@@ -8,13 +10,27 @@ from .deepseek import expert_fields, ignored, latent_attention, sources
 from .ministral3 import split_temperature
 
 MISSING = {  # defaults
-    "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 128,
-    "n_routed_experts": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 2048, "n_shared_experts": 1,
-}  # fmt: skip
+    "kv_lora_rank": 256,
+    "q_lora_rank": 1024,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+}
 ROPE = {  # default without any rope keys
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
-    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:

@@ -24,7 +24,9 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         activation=keys.activation("hidden_act"),
     )
     layers = (Layer(attention, moe=moe),) * keys.count("num_hidden_layers")
-    return model_config(keys, "mixtral", layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5))
+    return model_config(
+        keys, "mixtral", layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5)
+    )
 
 
 def canonical(name: str) -> str:

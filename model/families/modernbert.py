@@ -16,9 +16,23 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys = Keys({"rms_norm_eps": hf.get("norm_eps", 1e-5), "tie_word_embeddings": True} | hf)
     keys.refuse("attention_bias", False)
     keys.refuse("mlp_bias", False)
-    keys.ignore("norm_eps", "reference_compile", "repad_logits_with_grad", "initializer_cutoff_factor")
-    keys.ignore("deterministic_flash_attn", "embedding_dropout", "mlp_dropout", "classifier_dropout", "cls_token_id")
-    keys.ignore("decoder_bias", "sparse_prediction", "sparse_pred_ignore_index", "sep_token_id", "rope_parameters")
+    keys.ignore(
+        "norm_eps", "reference_compile", "repad_logits_with_grad", "initializer_cutoff_factor"
+    )
+    keys.ignore(
+        "deterministic_flash_attn",
+        "embedding_dropout",
+        "mlp_dropout",
+        "classifier_dropout",
+        "cls_token_id",
+    )
+    keys.ignore(
+        "decoder_bias",
+        "sparse_prediction",
+        "sparse_pred_ignore_index",
+        "sep_token_id",
+        "rope_parameters",
+    )
     keys.ignore("classifier_activation", "classifier_bias", "classifier_pooling")
     keys.ignore("position_embedding_type", "layer_norm_eps")
     context_length = keys.count("max_position_embeddings", 8192)
@@ -27,12 +41,17 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     served_len = max_len or context_length
     H = heads["head_dim"]
     global_period = keys.count("global_attn_every_n_layers", 3)
-    theta = {kind: keys(f"{name}_rope_theta", None) for kind, name in zip(KINDS, ("local", "global"), strict=True)}
+    theta = {
+        kind: keys(f"{name}_rope_theta", None)
+        for kind, name in zip(KINDS, ("local", "global"), strict=True)
+    }
     default_theta = {"sliding_attention": 10000.0, "full_attention": 160000.0}
     full, local = (
         Attention(
             **heads,
-            rope=keys.rope(H, served_len, kind, theta[kind] or default_theta[kind], ignores_old_keys=True),
+            rope=keys.rope(
+                H, served_len, kind, theta[kind] or default_theta[kind], ignores_old_keys=True
+            ),
             both_ways=True,
         )
         for kind in reversed(KINDS)
@@ -50,7 +69,10 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
 
 def layer_norm(config: ModelConfig, name: str) -> LayerNorm:
     D = config.dim
-    return LayerNorm(scale(f"{name}.weight", D), vector(f"{name}.bias", D) if config.norm == "layer_bias" else None)
+    return LayerNorm(
+        scale(f"{name}.weight", D),
+        vector(f"{name}.bias", D) if config.norm == "layer_bias" else None,
+    )
 
 
 def layer(config: ModelConfig, index: int) -> LayerWeights:
@@ -65,7 +87,9 @@ def layer(config: ModelConfig, index: int) -> LayerWeights:
             up_DGF=tensor(f"{layer_prefix}.mlp.Wi.weight", (2 * F, D), linear((2, F), (D,))),
             down_FD=tensor(f"{layer_prefix}.mlp.Wo.weight", (D, F), linear((D,), (F,))),
         ),
-        pre_attention_norm_D=None if layer.reads_rows else layer_norm(config, f"{layer_prefix}.attn_norm"),
+        pre_attention_norm_D=None
+        if layer.reads_rows
+        else layer_norm(config, f"{layer_prefix}.attn_norm"),
         pre_mlp_norm_D=layer_norm(config, f"{layer_prefix}.mlp_norm"),
     )
 
@@ -82,19 +106,27 @@ def sources(config: ModelConfig) -> ModelWeights:
 
 
 def class_head(hf: dict, config: ModelConfig):
-    """The pooling, the dense layers before the classifier, and the name of the classifier's tensor."""
+    """The pooling, the dense layers before the classifier, and the name of the classifier's
+    tensor.
+    """
     keys = Keys({"classifier_activation": "gelu"} | hf)
     D = config.dim
     pooling = keys("classifier_pooling", "cls")
     activation = keys.activation("classifier_activation")
     if pooling not in ("cls", "mean"):
-        raise ModelError(f"config.json: classifier_pooling = {pooling!r:.80}; it can be cls or mean")
+        raise ModelError(
+            f"config.json: classifier_pooling = {pooling!r:.80}; it can be cls or mean"
+        )
     dense = Dense("head.dense", D, D, activation, keys("classifier_bias", False), "head.norm")
     return pooling, (dense,), "classifier"
 
 
 def canonical(name: str) -> str:
-    return name.removeprefix("model.").replace(".attn.Wqkv.", ".attn.qkv_proj.").replace(".attn.Wo.", ".attn.o_proj.")
+    return (
+        name.removeprefix("model.")
+        .replace(".attn.Wqkv.", ".attn.qkv_proj.")
+        .replace(".attn.Wo.", ".attn.o_proj.")
+    )
 
 
 def ignored(name: str, config: ModelConfig) -> bool:

@@ -18,14 +18,22 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     served = max_len or context_length
     rope = keys.rope(H, served, "full_attention", THETA)
     full = Attention(**heads, rope=rope, qk_norm="all", bias=bias, out_bias=bias)
-    rope = keys.rope(H, served, "sliding_attention", keys("rope_theta", THETA), ignores_old_keys=True)
+    rope = keys.rope(
+        H, served, "sliding_attention", keys("rope_theta", THETA), ignores_old_keys=True
+    )
     sliding = replace(full, rope=rope)
     L = keys.count("num_hidden_layers")
-    kinds = layer_types(keys, L, ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(L)])
+    kinds = layer_types(
+        keys, L, ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(L)]
+    )
     mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_act"))
     window = keys.count("sliding_window", None)
-    layers = layers_by_type(kinds, mlp, full, sliding, window, context_length, pre_norm=False, post_norm=True)
-    return model_config(keys, "olmo3", layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5))
+    layers = layers_by_type(
+        kinds, mlp, full, sliding, window, context_length, pre_norm=False, post_norm=True
+    )
+    return model_config(
+        keys, "olmo3", layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5)
+    )
 
 
 sources = partial(model_sources, norms=POST_NORMS)

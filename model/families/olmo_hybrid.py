@@ -22,7 +22,10 @@ from .common import (
 )
 from .qwen3_next import layer_kinds
 
-NAMES = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
+NAMES = {
+    "attention_layer_norm": "input_layernorm",
+    "feedforward_layer_norm": "post_attention_layernorm",
+}
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
@@ -44,7 +47,13 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         overshoots=keys("linear_allow_neg_eigval", True),
         norm_eps=1e-5,
     )
-    keys.ignore("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor")
+    keys.ignore(
+        "linear_a_log_min",
+        "linear_a_log_max",
+        "linear_dt_min",
+        "linear_dt_max",
+        "linear_dt_init_floor",
+    )
     full = Layer(attention, keys.mlp(), pre_norm=False, post_norm=True)
     recurrent = Layer(delta, keys.mlp())
     layers = tuple(full if kind == "full_attention" else recurrent for kind in layer_kinds(keys))
@@ -67,24 +76,36 @@ def delta_sources(a: DeltaNet, D: int, layer_prefix: str) -> DeltaNetWeights:
     (keys, values) = a.sizes
     sizes = {"q": keys, "k": keys, "v": values, "g": values}
     ends_by_projection = np.cumsum(list(sizes.values())).tolist()
-    slices = {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends_by_projection, strict=True)}
+    slices = {
+        name: slice(end - size, end)
+        for (name, size), end in zip(sizes.items(), ends_by_projection, strict=True)
+    }
 
     def rows(name: str, size: int, at) -> SourceTensor:
         return SourceTensor(f"{prefix}.{name}_proj.weight", (size, D), linear((size,), (D,)), at)
 
     return DeltaNetWeights(
-        in_DC=Source(tuple(rows(name, size, np.s_[:, slices[name]]) for name, size in sizes.items())),
+        in_DC=Source(
+            tuple(rows(name, size, np.s_[:, slices[name]]) for name, size in sizes.items())
+        ),
         gates_DGN=Source(tuple(rows(name, a.heads, np.s_[:, at]) for at, name in enumerate("ba"))),
         conv_CW=Source(
             tuple(
-                SourceTensor(f"{prefix}.{x}_conv1d.weight", (sizes[x], 1, a.width), lambda x: x[:, 0], slices[x])
+                SourceTensor(
+                    f"{prefix}.{x}_conv1d.weight",
+                    (sizes[x], 1, a.width),
+                    lambda x: x[:, 0],
+                    slices[x],
+                )
                 for x in "qkv"
             )
         ),
         fading_N=tensor(f"{prefix}.A_log", (a.heads,)),
         fading_bias_N=tensor(f"{prefix}.dt_bias", (a.heads,)),
         norm_H=scale(f"{prefix}.o_norm.weight", a.value_dim),
-        out_NHD=tensor(f"{prefix}.o_proj.weight", (D, values), linear((D,), (a.heads, a.value_dim))),
+        out_NHD=tensor(
+            f"{prefix}.o_proj.weight", (D, values), linear((D,), (a.heads, a.value_dim))
+        ),
     )
 
 

@@ -22,7 +22,9 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
         normalize=keys("norm_topk_prob", False),
     )
     layers = (Layer(attention, moe=moe),) * keys.count("num_hidden_layers")
-    return model_config(keys, "olmoe", layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5))
+    return model_config(
+        keys, "olmoe", layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5)
+    )
 
 
 sources = partial(model_sources, layer=sparse_layer_sources)

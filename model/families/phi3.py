@@ -1,4 +1,6 @@
-"""Phi-3 and Phi-4: Llama with fused projections; the small models have long contexts by longrope."""
+"""Phi-3 and Phi-4: Llama with fused projections; the small models have long contexts by
+longrope.
+"""
 
 from functools import partial
 
@@ -23,7 +25,9 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     )
     layer = Layer(attention, Mlp(keys.count("intermediate_size"), keys.activation("hidden_act")))
     layers = (layer,) * keys.count("num_hidden_layers")
-    return model_config(keys, "phi3", layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5))
+    return model_config(
+        keys, "phi3", layers, context_length, norm_eps=keys.positive("rms_norm_eps", 1e-5)
+    )
 
 
 def rename_longrope(hf: dict) -> dict:
@@ -35,7 +39,9 @@ def rename_longrope(hf: dict) -> dict:
         kind = params.get("rope_type") or params.get("type") or "default"
         kind = "longrope" if kind in EARLY_NAMES else kind
         if kind not in ("default", "longrope"):
-            raise ModelError(f"config.json: rope_type {kind!r} is not supported for phi3; it can be longrope")
+            raise ModelError(
+                f"config.json: rope_type {kind!r} is not supported for phi3; it can be longrope"
+            )
         hf[name] = params | {"rope_type": kind, "type": None}
     return hf
 

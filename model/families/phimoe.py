@@ -31,14 +31,21 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys.ignore("input_jitter_noise")  # training only
     layers = (Layer(attention, moe=moe),) * keys.count("num_hidden_layers")
     return model_config(
-        keys, "phimoe", layers, context_length, norm="layer_bias", head_bias=keys("lm_head_bias", False)
+        keys,
+        "phimoe",
+        layers,
+        context_length,
+        norm="layer_bias",
+        head_bias=keys("lm_head_bias", False),
     )
 
 
 def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
     layer_prefix = f"{prefix}layers.{index}"
     D = config.dim
-    return sparse_layer_sources(config, index, prefix, names={"experts": ("w1", "w3", "w2")}).replace(
+    return sparse_layer_sources(
+        config, index, prefix, names={"experts": ("w1", "w3", "w2")}
+    ).replace(
         pre_attention_norm_D=layer_norm(f"{layer_prefix}.input_layernorm", D),
         pre_mlp_norm_D=layer_norm(f"{layer_prefix}.post_attention_layernorm", D),
     )

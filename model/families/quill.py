@@ -30,7 +30,8 @@ def small_cache_config(
     """
     if kinds is None:
         kinds = [
-            "sliding_attention" if (i // share + 1) % global_every else "full_attention" for i in range(num_layers)
+            "sliding_attention" if (i // share + 1) % global_every else "full_attention"
+            for i in range(num_layers)
         ]
     if kv_sources is None:
         kv_sources = [None if i % share == 0 else i - i % share for i in range(num_layers)]
@@ -38,15 +39,27 @@ def small_cache_config(
     layers = tuple(
         Layer(
             Attention(
-                heads=heads, kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5, rope=rope,
-                window=window if kind == "sliding_attention" else None, qk_norm="head", kv_source=source,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                scale=head_dim**-0.5,
+                rope=rope,
+                window=window if kind == "sliding_attention" else None,
+                qk_norm="head",
+                kv_source=source,
             ),
             Mlp(ffn),
         )
         for kind, source in zip(kinds, kv_sources, strict=True)
-    )  # fmt: skip
+    )
     return ModelConfig(
-        family="quill", vocab_size=vocab_size, dim=dim, layers=layers, max_len=max_len, dtype=dtype, tied=True
+        family="quill",
+        vocab_size=vocab_size,
+        dim=dim,
+        layers=layers,
+        max_len=max_len,
+        dtype=dtype,
+        tied=True,
     )
 
 
@@ -93,7 +106,9 @@ def hf_config(config: ModelConfig, **extra) -> dict:
         "num_key_value_heads": attention.kv_heads,
         "head_dim": attention.head_dim,
         "intermediate_size": mlp.dim,
-        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        "layer_types": [
+            "full_attention" if window is None else "sliding_attention" for window in windows
+        ],
         "sliding_window": next((window for window in windows if window), config.max_len),
         "kv_sources": [layer.attention.kv_source for layer in config.layers],
         "rope_theta": round(rope[1] ** -len(rope), 3),

@@ -9,12 +9,18 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     keys.refuse("use_mrope", False)
     context_length = keys.count("max_position_embeddings", 32768)
     heads = keys.heads()
-    attention = Attention(**heads, rope=keys.rope(heads["head_dim"], max_len or context_length), bias=True)
-    return model_config(keys, "qwen2", windowed_layers(keys, attention, context_length), context_length)
+    attention = Attention(
+        **heads, rope=keys.rope(heads["head_dim"], max_len or context_length), bias=True
+    )
+    return model_config(
+        keys, "qwen2", windowed_layers(keys, attention, context_length), context_length
+    )
 
 
 def windowed_layers(keys: Keys, attention: Attention, context_length: int) -> tuple[Layer, ...]:
-    """Qwen's layers: with `use_sliding_window`, layers from `max_window_layers` on have a window."""
+    """Qwen's layers: with `use_sliding_window`, layers from `max_window_layers` on have a
+    window.
+    """
     mlp = Mlp(keys.count("intermediate_size"), keys.activation("hidden_act"))
     L = keys.count("num_hidden_layers")
     window = None
@@ -22,7 +28,9 @@ def windowed_layers(keys: Keys, attention: Attention, context_length: int) -> tu
     if keys("use_sliding_window", False):
         window = keys.count("sliding_window", 4096)
     has_window = [window is not None and i >= first for i in range(L)]
-    kinds = layer_types(keys, L, ["sliding_attention" if windowed else "full_attention" for windowed in has_window])
+    kinds = layer_types(
+        keys, L, ["sliding_attention" if windowed else "full_attention" for windowed in has_window]
+    )
     return layers_by_type(kinds, mlp, attention, attention, window, context_length)
 
 

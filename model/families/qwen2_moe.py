@@ -26,12 +26,16 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     uses_window = keys("use_sliding_window", False)
     num_windowed = keys("max_window_layers", 28)
     sliding = replace(
-        full, window=effective_window(keys.count("sliding_window", 4096) if uses_window else None, context_length)
+        full,
+        window=effective_window(
+            keys.count("sliding_window", 4096) if uses_window else None, context_length
+        ),
     )
     L = keys.count("num_hidden_layers")
     activation = keys.activation("hidden_act")
     kinds = [
-        "sliding_attention" if uses_window and i % 2 == 0 and i < num_windowed else "full_attention" for i in range(L)
+        "sliding_attention" if uses_window and i % 2 == 0 and i < num_windowed else "full_attention"
+        for i in range(L)
     ]
     moe = Moe(
         experts=keys.count("num_experts", 60),
@@ -45,7 +49,9 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     step = keys.count("decoder_sparse_step", 1)
     dense_only = keys("mlp_only_layers", [])
     layers = tuple(
-        Layer(attention, dense) if i in dense_only or (i + 1) % step else Layer(attention, shared, moe)
+        Layer(attention, dense)
+        if i in dense_only or (i + 1) % step
+        else Layer(attention, shared, moe)
         for i, kind in enumerate(layer_types(keys, L, kinds))
         for attention in (full if kind == "full_attention" else sliding,)
     )
@@ -57,7 +63,9 @@ def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
     D = config.dim
     if config.layers[index].moe is None:
         return weights
-    gate = tensor(f"{prefix}layers.{index}.mlp.shared_expert_gate.weight", (1, D), linear((1,), (D,)))
+    gate = tensor(
+        f"{prefix}layers.{index}.mlp.shared_expert_gate.weight", (1, D), linear((1,), (D,))
+    )
     return weights.replace(mlp=weights.mlp.replace(gate_D1=gate))
 
 

@@ -11,9 +11,15 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     heads = keys.heads(head_dim=128)
     bias = keys("attention_bias", False)
     attention = Attention(
-        **heads, rope=keys.rope(heads["head_dim"], max_len or context_length), bias=bias, out_bias=bias, qk_norm="head"
+        **heads,
+        rope=keys.rope(heads["head_dim"], max_len or context_length),
+        bias=bias,
+        out_bias=bias,
+        qk_norm="head",
     )
-    return model_config(keys, "qwen3", windowed_layers(keys, attention, context_length), context_length)
+    return model_config(
+        keys, "qwen3", windowed_layers(keys, attention, context_length), context_length
+    )
 
 
 sources = model_sources

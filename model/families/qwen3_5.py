@@ -13,7 +13,9 @@ SECTIONS = ("mrope_section", "mrope_interleaved")  # multi-axis rope; text has e
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     rope: Any = hf.get("rope_parameters") or {}
     if isinstance(rope, dict):
-        hf = hf | {"rope_parameters": {key: value for key, value in rope.items() if key not in SECTIONS}}
+        hf = hf | {
+            "rope_parameters": {key: value for key, value in rope.items() if key not in SECTIONS}
+        }
     keys = Keys({"partial_rotary_factor": 0.25} | hf)
     keys.refuse("attn_output_gate", True)
     keys.refuse("mamba_ssm_dtype", "float32")
@@ -29,11 +31,15 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
             dim=keys.count("moe_intermediate_size", 512),
             activation=activation,
         )
-        blocks: Any = Mlp(keys.count("shared_expert_intermediate_size", 512), activation, gate=True), moe
+        blocks: Any = (
+            Mlp(keys.count("shared_expert_intermediate_size", 512), activation, gate=True),
+            moe,
+        )
     else:
         blocks = (Mlp(keys.count("intermediate_size", 12288), activation),)
     layers = tuple(
-        Layer(attention if kind == "full_attention" else delta, *blocks) for kind in qwen3_next.layer_kinds(keys)
+        Layer(attention if kind == "full_attention" else delta, *blocks)
+        for kind in qwen3_next.layer_kinds(keys)
     )
     return model_config(keys, "qwen3_5_text", layers, keys.count("max_position_embeddings", 32768))
 

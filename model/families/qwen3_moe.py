@@ -34,7 +34,8 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     step = keys.count("decoder_sparse_step", 1)
     dense_only = keys("mlp_only_layers", [])
     layers = tuple(
-        dense if i in dense_only or (i + 1) % step else sparse for i in range(keys.count("num_hidden_layers"))
+        dense if i in dense_only or (i + 1) % step else sparse
+        for i in range(keys.count("num_hidden_layers"))
     )
     return model_config(keys, "qwen3_moe", layers, context_length)
 

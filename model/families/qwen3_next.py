@@ -38,8 +38,12 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     dense = Mlp(keys.count("intermediate_size", 5632), activation)
     step = keys.count("decoder_sparse_step", 1)
     layers = tuple(
-        Layer(mixer, dense) if index in dense_only or (index + 1) % step else Layer(mixer, shared, moe)
-        for index, mixer in enumerate(attention if kind == "full_attention" else delta for kind in layer_kinds(keys))
+        Layer(mixer, dense)
+        if index in dense_only or (index + 1) % step
+        else Layer(mixer, shared, moe)
+        for index, mixer in enumerate(
+            attention if kind == "full_attention" else delta for kind in layer_kinds(keys)
+        )
     )
     return model_config(keys, "qwen3_next", layers, keys.count("max_position_embeddings", 32768))
 
@@ -70,14 +74,19 @@ def mixers(keys: Keys, max_len: int | None) -> tuple[Attention, DeltaNet]:
 
 def layer_kinds(keys: Keys) -> list[str]:
     """Each layer's kind: by default every fourth has attention."""
-    count, attention_period = keys.count("num_hidden_layers"), keys.count("full_attention_interval", 4)
+    count, attention_period = (
+        keys.count("num_hidden_layers"),
+        keys.count("full_attention_interval", 4),
+    )
     default_kinds = [
-        "linear_attention" if (index + 1) % attention_period else "full_attention" for index in range(count)
+        "linear_attention" if (index + 1) % attention_period else "full_attention"
+        for index in range(count)
     ]
     layer_kinds = keys("layer_types", None) or default_kinds
     if len(layer_kinds) != count or not set(layer_kinds) <= KINDS:
         raise ModelError(
-            f"config.json: layer_types = {layer_kinds!r}; it must name {' or '.join(KINDS)} for {count} layers"
+            f"config.json: layer_types = {layer_kinds!r}; it must name {' or '.join(KINDS)} for "
+            f"{count} layers"
         )
     return layer_kinds
 
@@ -126,7 +135,12 @@ def separate_sources(a: DeltaNet, D: int, layer_prefix: str) -> DeltaNetWeights:
         ),
         gates_DGN=Source(
             tuple(
-                SourceTensor(f"{prefix}.in_proj_{name}.weight", (a.heads, D), linear((a.heads,), (D,)), np.s_[:, at])
+                SourceTensor(
+                    f"{prefix}.in_proj_{name}.weight",
+                    (a.heads, D),
+                    linear((a.heads,), (D,)),
+                    np.s_[:, at],
+                )
                 for at, name in enumerate("ba")
             )
         ),
@@ -140,17 +154,25 @@ def common_sources(a: DeltaNet, D: int, prefix: str, **projections: Source) -> D
         fading_N=tensor(f"{prefix}.A_log", (a.heads,)),
         fading_bias_N=tensor(f"{prefix}.dt_bias", (a.heads,)),
         norm_H=scale(f"{prefix}.norm.weight", a.value_dim),
-        out_NHD=tensor(f"{prefix}.out_proj.weight", (D, a.sizes[1]), linear((D,), (a.heads, a.value_dim))),
+        out_NHD=tensor(
+            f"{prefix}.out_proj.weight", (D, a.sizes[1]), linear((D,), (a.heads, a.value_dim))
+        ),
         **projections,
     )
 
 
-def layer(config: ModelConfig, index: int, prefix: str, delta=delta_sources, norm_offset: float = 1.0) -> LayerWeights:
-    weights = sparse_layer_sources(config, index, prefix, "shared_expert", norm_offset=norm_offset, state=delta)
+def layer(
+    config: ModelConfig, index: int, prefix: str, delta=delta_sources, norm_offset: float = 1.0
+) -> LayerWeights:
+    weights = sparse_layer_sources(
+        config, index, prefix, "shared_expert", norm_offset=norm_offset, state=delta
+    )
     if not (block := config.layers[index].mlp) or not block.gate:
         return weights
     gate = f"{prefix}layers.{index}.mlp.shared_expert_gate.weight"
-    return weights.replace(mlp=weights.mlp.replace(gate_D1=tensor(gate, (1, config.dim), linear((1,), (config.dim,)))))
+    return weights.replace(
+        mlp=weights.mlp.replace(gate_D1=tensor(gate, (1, config.dim), linear((1,), (config.dim,))))
+    )
 
 
 sources = partial(model_sources, layer=layer, norm_offset=1.0)

@@ -17,16 +17,24 @@ def config(hf: dict, max_len: int | None = None) -> ModelConfig:
     L = keys.count("num_hidden_layers")
     is_rotary = rotated_layers(keys, L)
     kinds = [
-        "full_attention" if is_rotary_layer or window is None else "sliding_attention" for is_rotary_layer in is_rotary
+        "full_attention" if is_rotary_layer or window is None else "sliding_attention"
+        for is_rotary_layer in is_rotary
     ]
     mlp = keys.mlp()
     layers = []
     for is_rotary_layer, kind in zip(is_rotary, layer_types(keys, L, kinds), strict=True):
         layer_attention = replace(
-            attention, window=effective_window(window, context_length) if kind == "sliding_attention" else None
+            attention,
+            window=effective_window(window, context_length)
+            if kind == "sliding_attention"
+            else None,
         )
-        layers.append(Layer(layer_attention if is_rotary_layer else replace(layer_attention, rope=None), mlp))
-    return model_config(keys, "smollm3", tuple(layers), context_length, tied=keys("tie_word_embeddings", True))
+        layers.append(
+            Layer(layer_attention if is_rotary_layer else replace(layer_attention, rope=None), mlp)
+        )
+    return model_config(
+        keys, "smollm3", tuple(layers), context_length, tied=keys("tie_word_embeddings", True)
+    )
 
 
 def rotated_layers(keys: Keys, count: int) -> list[bool]:
@@ -34,7 +42,9 @@ def rotated_layers(keys: Keys, count: int) -> list[bool]:
     rope_period = keys.count("no_rope_layer_interval", 4)
     stated = keys("no_rope_layers", []) or [int((i + 1) % rope_period != 0) for i in range(count)]
     if len(stated) != count:
-        raise ModelError(f"config.json: no_rope_layers has {len(stated)} entries for {count} layers")
+        raise ModelError(
+            f"config.json: no_rope_layers has {len(stated)} entries for {count} layers"
+        )
     return [bool(flag) for flag in stated]
 
 

@@ -8,24 +8,50 @@ from ..weights import ModelWeights
 from .config_keys import INSIDE, Keys
 
 TEXT_TYPES = {  # by model_type: the default model_type of its text_config
-    "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text",
-    "kimi_k25": "deepseek_v3", "llama4": "llama4_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text",
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+    "kimi_k25": "deepseek_v3",
+    "llama4": "llama4_text",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
-}  # fmt: skip
+}
 # Stated once for the whole model.
 SHARED_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
 OTHER_WORDS = (  # words in the names of keys that are not about text
-    "vision", "image", "video", "audio", "projector", "projection", "media", "mm_", "boi_", "eoi_", "boa_", "eoa_",
-    "spatial_merge", "language_model_only",
-)  # fmt: skip
+    "vision",
+    "image",
+    "video",
+    "audio",
+    "projector",
+    "projection",
+    "media",
+    "mm_",
+    "boi_",
+    "eoi_",
+    "boa_",
+    "eoa_",
+    "spatial_merge",
+    "language_model_only",
+)
 NESTED = {  # prefixes in multimodal checkpoints: prefixes in text-only ones
     "language_model.model.blocks.": "model.layers.",  # as transformers 5 writes Kimi K2.5
-    "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
-}  # fmt: skip
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
 TOWERS = (  # prefixes of tensors that are not of the text model
-    "vision_tower.", "vision_model.", "vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio.",
-    "multi_modal_projector.", "mm_projector.", "visual.",
-)  # fmt: skip
+    "vision_tower.",
+    "vision_model.",
+    "vision_embedder.",
+    "embed_vision.",
+    "audio_tower.",
+    "embed_audio.",
+    "multi_modal_projector.",
+    "mm_projector.",
+    "visual.",
+)
 
 
 def config(hf: dict, max_len: int | None = None) -> ModelConfig:
@@ -42,7 +68,10 @@ def module(kind: Any) -> Any:
     from . import FAMILIES
 
     if not isinstance(kind, str) or FAMILIES.get(kind) in (None, ".wrapper"):
-        raise ModelError(f"config.json: text_config has model_type {kind!r}, which is not supported in another model")
+        raise ModelError(
+            f"config.json: text_config has model_type {kind!r}, which is not supported in "
+            "another model"
+        )
     return importlib.import_module(FAMILIES[kind], __package__)
 
 
@@ -52,12 +81,18 @@ def text_config(hf: dict) -> dict[str, Any]:
     text = outer("text_config")
     if not isinstance(text, dict):
         raise ModelError(f"config.json: text_config = {text!r}; it must be an object")
-    outer.ignore(*SHARED_KEYS, "ignore_index", *(name for name in hf if any(word in name for word in OTHER_WORDS)))
+    outer.ignore(
+        *SHARED_KEYS,
+        "ignore_index",
+        *(name for name in hf if any(word in name for word in OTHER_WORDS)),
+    )
     outer.done()
     shared = {key: hf[key] for key in SHARED_KEYS if hf.get(key) is not None}
     dtypes = ("dtype", "torch_dtype") if {"dtype", "torch_dtype"} & {*shared} else ()
     text_keys = {key: value for key, value in text.items() if key not in dtypes}
-    return {"model_type": TEXT_TYPES[hf["model_type"]]} | text_keys | shared | {INSIDE: "text_config"}
+    return (
+        {"model_type": TEXT_TYPES[hf["model_type"]]} | text_keys | shared | {INSIDE: "text_config"}
+    )
 
 
 def canonical(name: str) -> str:

@@ -77,10 +77,14 @@ def coded_type(
     read: Callable[[np.ndarray], Fields],
     write: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> BlockType:
-    return BlockType(name, number, elements, nbytes, np.dtype(np.float32), unpack=read, quantize=write)
+    return BlockType(
+        name, number, elements, nbytes, np.dtype(np.float32), unpack=read, quantize=write
+    )
 
 
-def codebook_type(name: str, number: int, nbytes: int, read: Callable[[np.ndarray], np.ndarray]) -> BlockType:
+def codebook_type(
+    name: str, number: int, nbytes: int, read: Callable[[np.ndarray], np.ndarray]
+) -> BlockType:
     return BlockType(name, number, 256, nbytes, np.dtype(np.float32), decode_codebook=read)
 
 

@@ -25,7 +25,8 @@ def iq2_xxs(blocks: np.ndarray) -> np.ndarray:
     rows = blocks[:, 2:].reshape(-1, 8, 8)[..., :4]
     minuses, scale = unpack_signs_and_scale(words[..., 1])
     return apply_scales(
-        float32_at(blocks, 0) * scale * np.float32(0.25), codebook("IQ2_XXS")[rows] * even_signs()[minuses]
+        float32_at(blocks, 0) * scale * np.float32(0.25),
+        codebook("IQ2_XXS")[rows] * even_signs()[minuses],
     )
 
 
@@ -79,7 +80,8 @@ def iq1_s(blocks: np.ndarray) -> np.ndarray:
     rows = blocks[:, 2:34].reshape(-1, 8, 4) | high << np.uint16(8)
     scale = (words >> np.uint16(12) & np.uint16(7)) * np.float32(2) + np.float32(1)
     return apply_scales(
-        float32_at(blocks, 0) * scale, codebook("IQ1")[rows] + delta(words >> np.uint16(15))[..., None, None]
+        float32_at(blocks, 0) * scale,
+        codebook("IQ1")[rows] + delta(words >> np.uint16(15))[..., None, None],
     )
 
 
@@ -98,6 +100,15 @@ def iq1_m(blocks: np.ndarray) -> np.ndarray:
     rows = blocks[:, :32] | (high_bits & 7).astype(np.uint16) << np.uint16(8)
     words = blocks[:, 48:].view(np.uint16)
     scale_nibbles = words >> np.uint16(12) << np.array((0, 4, 8, 12), np.uint16)
-    block_scale = np.bitwise_or.reduce(scale_nibbles, axis=1, keepdims=True).view(np.float16).astype(np.float32)
-    scale = (words[..., None] >> np.array((0, 3, 6, 9), np.uint16) & np.uint16(7)) * np.float32(2) + np.float32(1)
-    return apply_scales(block_scale * scale.reshape(-1, 16), codebook("IQ1")[rows] + delta(high_bits >> 3)[..., None])
+    block_scale = (
+        np.bitwise_or.reduce(scale_nibbles, axis=1, keepdims=True)
+        .view(np.float16)
+        .astype(np.float32)
+    )
+    scale = (words[..., None] >> np.array((0, 3, 6, 9), np.uint16) & np.uint16(7)) * np.float32(
+        2
+    ) + np.float32(1)
+    return apply_scales(
+        block_scale * scale.reshape(-1, 16),
+        codebook("IQ1")[rows] + delta(high_bits >> 3)[..., None],
+    )

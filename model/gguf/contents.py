@@ -58,7 +58,9 @@ class Contents:
         """The size of a tensor along an axis."""
         shape = self.shapes.get(name, ())
         if len(shape) <= axis:
-            raise ModelError(f"GGUF: the tensor {name} has shape {shape}; it must have at least {axis + 1} axes")
+            raise ModelError(
+                f"GGUF: the tensor {name} has shape {shape}; it must have at least {axis + 1} axes"
+            )
         return shape[axis]
 
     def first_tensor(self, name: str) -> str:
@@ -66,7 +68,9 @@ class Contents:
         for number in range(self.num_layers):
             if self.has(tensor_name := f"blk.{number}.{name}"):
                 return tensor_name
-        raise ModelError(f"GGUF: no layer has a tensor {name}, which {self.meta.architecture} models need")
+        raise ModelError(
+            f"GGUF: no layer has a tensor {name}, which {self.meta.architecture} models need"
+        )
 
     def layers_without(self, name: str) -> list[int]:
         """The numbers of the layers that have no tensor of this name."""
@@ -78,14 +82,21 @@ class Contents:
         if len({*has_bias.values()}) > 1:
             with_bias = next(name for name in names if has_bias[name])
             without_bias = next(name for name in names if not has_bias[name])
-            raise ModelError(f"GGUF: {with_bias} has a bias and {without_bias} has none, which is not supported here")
+            raise ModelError(
+                f"GGUF: {with_bias} has a bias and {without_bias} has none, which is not "
+                "supported here"
+            )
         return any(has_bias.values())
 
     def common_config(self, kind: str, norm: str = "rms_norm_eps") -> Config:
         """The config keys that nearly all models have, without those of the rotary embedding."""
         meta = self.meta
         heads = meta.uniform_count(".attention.head_count", self.num_layers)
-        key = ".attention.layer_norm_rms_epsilon" if norm == "rms_norm_eps" else ".attention.layer_norm_epsilon"
+        key = (
+            ".attention.layer_norm_rms_epsilon"
+            if norm == "rms_norm_eps"
+            else ".attention.layer_norm_epsilon"
+        )
         return {
             "model_type": kind,
             "torch_dtype": self.dtype,
@@ -105,20 +116,34 @@ class Contents:
         size = meta.count(".attention.key_length", config["hidden_size"] // heads or 1)
         if (value_size := meta.count(".attention.value_length", size)) != size:
             name = meta.full_key(".attention.value_length")
-            raise ModelError(f"GGUF: {name} = {value_size}; it must be the {size} of attention.key_length")
-        counts = [count for count in meta.per_layer_counts(".attention.head_count_kv", self.num_layers, heads) if count]
+            raise ModelError(
+                f"GGUF: {name} = {value_size}; it must be the {size} of attention.key_length"
+            )
+        counts = [
+            count
+            for count in meta.per_layer_counts(".attention.head_count_kv", self.num_layers, heads)
+            if count
+        ]
         if len({*counts}) != 1:
             raise ModelError(
-                f"GGUF: {meta.full_key('.attention.head_count_kv')} = {format_value(counts)}; it must be one number"
+                f"GGUF: {meta.full_key('.attention.head_count_kv')} = {format_value(counts)}; it "
+                "must be one number"
             )
         rope = rope_config(meta, self.shapes, self.read, size, config["max_position_embeddings"])
         return {"num_key_value_heads": counts[0], "head_dim": size} | rope
 
     def dense_config(self, kind: str, norm: str = "rms_norm_eps", **overrides: Any) -> Config:
-        """The config of a model whose layers have attention and a feed-forward block of one width."""
+        """The config of a model whose layers have attention and a feed-forward block of one
+        width.
+        """
         config = self.common_config(kind, norm)
         width = self.meta.uniform_count(".feed_forward_length", self.num_layers)
-        return config | self.head_config(config) | {"intermediate_size": width, "hidden_act": "silu"} | overrides
+        return (
+            config
+            | self.head_config(config)
+            | {"intermediate_size": width, "hidden_act": "silu"}
+            | overrides
+        )
 
     def window_config(self, default_period: int | None, default_window: int = 0) -> Config:
         """`sliding_window` and `layer_types`; without a list in the file, every `default_period`-th
@@ -132,12 +157,16 @@ class Contents:
             slides = self.meta.array(key, FLAG)
             if len(slides) < self.num_layers:
                 raise ModelError(
-                    f"GGUF: {self.meta.full_key(key)} has {len(slides)} entries for {self.num_layers} layers"
+                    f"GGUF: {self.meta.full_key(key)} has {len(slides)} entries for "
+                    f"{self.num_layers} layers"
                 )
         else:
             file_period = self.meta.count(key, default_period)
             slides = [bool((number + 1) % file_period) for number in range(self.num_layers)]
-        kinds = ["sliding_attention" if slide else "full_attention" for slide in slides[: self.num_layers]]
+        kinds = [
+            "sliding_attention" if slide else "full_attention"
+            for slide in slides[: self.num_layers]
+        ]
         return {"sliding_window": window, "layer_types": kinds}
 
     def expert_sizes(self) -> tuple[int, int, int]:
@@ -145,7 +174,10 @@ class Contents:
         count = self.meta.count(".expert_count")
         used = self.meta.uniform_count(".expert_used_count", self.num_layers)
         if used > count:
-            raise ModelError(f"GGUF: {self.meta.full_key('.expert_used_count')} = {used}; there are {count} experts")
+            raise ModelError(
+                f"GGUF: {self.meta.full_key('.expert_used_count')} = {used}; there are {count} "
+                "experts"
+            )
         return count, used, self.size(self.first_tensor("ffn_down_exps.weight"), 2)
 
     def gating_function(self, default: str) -> str:
@@ -163,5 +195,7 @@ class Contents:
         """
         missing = self.layers_without(name)
         if missing != [*range(len(missing))]:
-            raise ModelError(f"GGUF: layer {missing[-1]} has no tensor {name}, and one before it has")
+            raise ModelError(
+                f"GGUF: layer {missing[-1]} has no tensor {name}, and one before it has"
+            )
         return len(missing)

@@ -6,7 +6,9 @@ import numpy as np
 
 # Times 2; -0 becomes 0.
 E2M1 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.float32)
-IQ4 = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.float32)
+IQ4 = np.array(
+    (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.float32
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ class Fields:
 def multiply_scales(scales: np.ndarray, super_scales: np.ndarray | None) -> np.ndarray:
     if super_scales is None:
         return scales
-    return scales * super_scales.astype(np.float32).repeat(scales.shape[1] // super_scales.shape[1], 1)
+    return scales * super_scales.astype(np.float32).repeat(
+        scales.shape[1] // super_scales.shape[1], 1
+    )
 
 
 def float16_at(blocks: np.ndarray, at: int) -> np.ndarray:
@@ -85,7 +89,9 @@ def unpack_codes(blocks: np.ndarray, start: int, end: int, run: int, bits: int) 
 def q1_0(blocks: np.ndarray) -> Fields:
     """A bit selects +scale or -scale."""
     scale = float32_at(blocks, 0)
-    return Fields(np.unpackbits(blocks[:, 2:], axis=1, bitorder="little"), 2 * scale, 128, least=scale)
+    return Fields(
+        np.unpackbits(blocks[:, 2:], axis=1, bitorder="little"), 2 * scale, 128, least=scale
+    )
 
 
 def q4_0(blocks: np.ndarray) -> Fields:
@@ -93,7 +99,9 @@ def q4_0(blocks: np.ndarray) -> Fields:
 
 
 def q4_1(blocks: np.ndarray) -> Fields:
-    return Fields(unpack_codes(blocks, 4, 20, 16, 4), float32_at(blocks, 0), 32, least=-float32_at(blocks, 2))
+    return Fields(
+        unpack_codes(blocks, 4, 20, 16, 4), float32_at(blocks, 0), 32, least=-float32_at(blocks, 2)
+    )
 
 
 def fifth_bits(blocks: np.ndarray, at: int) -> np.ndarray:
@@ -102,7 +110,12 @@ def fifth_bits(blocks: np.ndarray, at: int) -> np.ndarray:
 
 
 def q5_0(blocks: np.ndarray) -> Fields:
-    return Fields(unpack_codes(blocks, 6, 22, 16, 4) | fifth_bits(blocks, 2), float32_at(blocks, 0), 32, zero=16)
+    return Fields(
+        unpack_codes(blocks, 6, 22, 16, 4) | fifth_bits(blocks, 2),
+        float32_at(blocks, 0),
+        32,
+        zero=16,
+    )
 
 
 def q5_1(blocks: np.ndarray) -> Fields:
@@ -125,7 +138,10 @@ def two_level_fields(
     codes: np.ndarray, scale: np.ndarray, least: np.ndarray, group: int, blocks: np.ndarray, at: int
 ) -> Fields:
     """Fields with two float16 at byte `at` of each block: the super-scale and the super-minimum."""
-    super_scales = {"super_scale": float16_at(blocks, at), "super_least": float16_at(blocks, at + 2)}
+    super_scales = {
+        "super_scale": float16_at(blocks, at),
+        "super_least": float16_at(blocks, at + 2),
+    }
     return Fields(codes, scale.view(np.int8), group, least=least.view(np.int8), **super_scales)
 
 
@@ -135,7 +151,9 @@ def q3_k(blocks: np.ndarray) -> Fields:
     """
     codes = unpack_codes(blocks, 0, 32, 32, 1) << 2 | unpack_codes(blocks, 32, 96, 32, 2)
     scale = unpack_codes(blocks, 96, 104, 8, 4) | unpack_codes(blocks, 104, 108, 4, 2) << 4
-    return Fields(codes, scale.view(np.int8) - np.int8(32), 16, zero=4, super_scale=float16_at(blocks, 108))
+    return Fields(
+        codes, scale.view(np.int8) - np.int8(32), 16, zero=4, super_scale=float16_at(blocks, 108)
+    )
 
 
 def unpack_six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -165,7 +183,9 @@ def q5_k(blocks: np.ndarray) -> Fields:
 
 def q6_k(blocks: np.ndarray) -> Fields:
     codes = unpack_codes(blocks, 0, 128, 64, 4) | unpack_codes(blocks, 128, 192, 32, 2) << 4
-    return Fields(codes, blocks[:, 192:208].view(np.int8), 16, zero=32, super_scale=float16_at(blocks, 208))
+    return Fields(
+        codes, blocks[:, 192:208].view(np.int8), 16, zero=32, super_scale=float16_at(blocks, 208)
+    )
 
 
 def iq4_nl(blocks: np.ndarray) -> Fields:
@@ -194,7 +214,10 @@ def nvfp4(blocks: np.ndarray) -> Fields:
     """
     exponent = (blocks[:, :4] >> 3 & 15).astype(np.int32)
     mantissa = (blocks[:, :4] & 7).astype(np.float32)
-    scale = np.ldexp(mantissa + np.where(exponent > 0, np.float32(8), np.float32(0)), np.maximum(exponent, 1) - 11)
+    scale = np.ldexp(
+        mantissa + np.where(exponent > 0, np.float32(8), np.float32(0)),
+        np.maximum(exponent, 1) - 11,
+    )
     scale[blocks[:, :4] == 127] = 0  # the encoding of NaN
     return Fields(unpack_codes(blocks, 4, 36, 8, 4), scale, 16, table=E2M1)
 
@@ -208,7 +231,9 @@ def tq1_0(blocks: np.ndarray) -> Fields:
         powers = np.array((1, 3, 9, 27, 81), np.uint8)[:digits, None]
         # Modulo 256, which drops the digits before.
         fractions = blocks[:, start:end].reshape(-1, 1, run) * powers
-        runs.append((fractions.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(-1, run * digits))
+        runs.append(
+            (fractions.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(-1, run * digits)
+        )
     return Fields(np.hstack(runs), float32_at(blocks, 52), 256, zero=1)
 
 

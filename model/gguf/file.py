@@ -35,7 +35,10 @@ def read_file(path: Path) -> GgufFile:
     count = first_read.metadata.get("split.count", 0)  # 0 also in a file that was merged from parts
     number, num_named = split_position(path)
     if not is_count(count) or (count < 2 and num_named > 1):
-        raise ModelError(f"{path}: split.count = {format_value(count)}; by its name it is part {number} of {num_named}")
+        raise ModelError(
+            f"{path}: split.count = {format_value(count)}; by its name it is part {number} of "
+            f"{num_named}"
+        )
     if count < 2:
         return first_read
     check_part(path, first_read, number, num_named)
@@ -43,7 +46,9 @@ def read_file(path: Path) -> GgufFile:
     for part_number in range(1, count + 1):
         if part_number not in parts_by_number:
             parts_by_number[part_number] = read_part(part_path(path, part_number))
-            check_part(part_path(path, part_number), parts_by_number[part_number], part_number, count)
+            check_part(
+                part_path(path, part_number), parts_by_number[part_number], part_number, count
+            )
     return join_parts(path, [parts_by_number[part_number] for part_number in range(1, count + 1)])
 
 
@@ -53,7 +58,11 @@ def is_count(value: Any) -> bool:
 
 def format_value(value: Any) -> str:
     """A short form of a value for an error message."""
-    return f"{value!r:.200}" if isinstance(value, str | int | float | None) else f"an array of {len(value)}"
+    return (
+        f"{value!r:.200}"
+        if isinstance(value, str | int | float | None)
+        else f"an array of {len(value)}"
+    )
 
 
 def split_position(path: Path) -> tuple[int, int]:
@@ -77,8 +86,8 @@ def check_part(path: Path, gguf: GgufFile, number: int, count: int) -> None:
         stated = gguf.metadata.get(key)
         if not is_count(stated) or stated != expected:
             raise ModelError(
-                f"{path}: {key} = {format_value(stated)}, but by its name it is part {number} of {count}; "
-                "a split file's parts are named NAME-00001-of-00003.gguf and so on"
+                f"{path}: {key} = {format_value(stated)}, but by its name it is part {number} of "
+                f"{count}; a split file's parts are named NAME-00001-of-00003.gguf and so on"
             )
 
 
@@ -89,7 +98,8 @@ def join_parts(path: Path, files: list[GgufFile]) -> GgufFile:
         if duplicates := tensors.keys() & gguf.tensors.keys():
             name = min(duplicates)
             raise ModelError(
-                f"tensor {name!r:.200} is in both {tensors[name].file} and {gguf.tensors[name].file}; it must be in one"
+                f"tensor {name!r:.200} is in both {tensors[name].file} and "
+                f"{gguf.tensors[name].file}; it must be in one"
             )
         tensors |= gguf.tensors
     for number, gguf in enumerate(files, 1):
@@ -116,21 +126,26 @@ def read_part(path: Path) -> GgufFile:
 
 
 def check_prologue(path: Path, begin: bytes) -> None:
-    """Raise if the first bytes are not those of a little-endian GGUF file of a supported version."""
+    """Raise if the first bytes are not those of a little-endian GGUF file of a supported
+    version.
+    """
     refuse_pointer(path, begin)
     if not begin:
         raise ModelError(f"{path} is empty; the model's download may be incomplete")
     if not begin.startswith(MAGIC[: len(begin)]):
-        raise ModelError(f"{path} is no GGUF file: it begins with {begin[:4]!r} in split_position of {MAGIC!r}")
+        raise ModelError(
+            f"{path} is no GGUF file: it begins with {begin[:4]!r} in split_position of {MAGIC!r}"
+        )
     if len(begin) < PROLOGUE_BYTES:
         raise ModelError(
-            f"{path} is truncated: it has {len(begin)} bytes, and a GGUF file {PROLOGUE_BYTES} before its first key"
+            f"{path} is truncated: it has {len(begin)} bytes, and a GGUF file {PROLOGUE_BYTES} "
+            "before its first key"
         )
     version = int.from_bytes(begin[4:8], "little")
     if (swapped := int.from_bytes(begin[4:8], "big")) < 1 << 16 <= version:
         raise ModelError(
-            f"{path} is big endian (version {swapped}); only little endian files are read: gguf_convert_endian.py of "
-            "llama.cpp writes one"
+            f"{path} is big endian (version {swapped}); only little endian files are read: "
+            "gguf_convert_endian.py of llama.cpp writes one"
         )
     if version not in VERSIONS:
         raise ModelError(f"{path} has version {version} of the GGUF format; it must be 2 or 3")
@@ -145,14 +160,22 @@ def read_header(header: Header) -> GgufFile:
     header.check_size(num_tensors, MIN_TENSOR_INFO_BYTES, f"a table of {num_tensors} tensors")
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if not is_count(alignment) or alignment.bit_count() != 1:
-        raise ModelError(f"{header.path}: general.alignment = {format_value(alignment)}; it must be a power of two")
+        raise ModelError(
+            f"{header.path}: general.alignment = {format_value(alignment)}; it must be a power "
+            "of two"
+        )
     tensors_by_name: dict[str, BlockTensor] = {}
     for index in range(num_tensors):
         tensor = read_tensor_info(header, index, alignment)
         if tensor.name in tensors_by_name:
-            raise ModelError(f"{header.path} has the tensor {tensor.name!r:.200} twice; a name must be unique")
+            raise ModelError(
+                f"{header.path} has the tensor {tensor.name!r:.200} twice; a name must be unique"
+            )
         tensors_by_name[tensor.name] = tensor
-    return GgufFile(metadata, resolve_offsets(header, tensors_by_name, -(-header.offset // alignment) * alignment))
+    return GgufFile(
+        metadata,
+        resolve_offsets(header, tensors_by_name, -(-header.offset // alignment) * alignment),
+    )
 
 
 def read_tensor_info(header: Header, index: int, alignment: int) -> BlockTensor:
@@ -160,16 +183,23 @@ def read_tensor_info(header: Header, index: int, alignment: int) -> BlockTensor:
     name = header.read_text(f"the name of tensor {index}")
     label = f"tensor {name!r:.200}"
     if (num_axes := header.read_number("<u4", label)) > MAX_AXES:
-        raise ModelError(f"{header.path}: {label} has {num_axes} dimensions; it can have at most {MAX_AXES}")
+        raise ModelError(
+            f"{header.path}: {label} has {num_axes} dimensions; it can have at most {MAX_AXES}"
+        )
     sizes = [header.read_number("<u8", label) for _ in range(num_axes)]
     type_number = header.read_number("<u4", label)
     start = header.read_number("<u8", label)
     if 0 in sizes:
-        raise ModelError(f"{header.path}: {label} has the dimensions {sizes}; each must be at least 1")
-    if type_number not in TYPES:
-        block_type = ", ".join(f"{block_type.name} ({block_type.number})" for block_type in TYPES.values())
         raise ModelError(
-            f"{header.path}: {label} has the type {type_number}, which is not known; it must be one of {block_type}"
+            f"{header.path}: {label} has the dimensions {sizes}; each must be at least 1"
+        )
+    if type_number not in TYPES:
+        block_type = ", ".join(
+            f"{block_type.name} ({block_type.number})" for block_type in TYPES.values()
+        )
+        raise ModelError(
+            f"{header.path}: {label} has the type {type_number}, which is not known; it must be "
+            f"one of {block_type}"
         )
     kind = TYPES[type_number]
     row_size = (sizes or [1])[0]
@@ -180,13 +210,18 @@ def read_tensor_info(header: Header, index: int, alignment: int) -> BlockTensor:
         )
     if start % alignment:
         raise ModelError(
-            f"{header.path}: {label} begins at byte {start}; that must divide by {alignment}, the alignment"
+            f"{header.path}: {label} begins at byte {start}; that must divide by {alignment}, the "
+            "alignment"
         )
     return BlockTensor(name, header.path, kind, tuple(reversed(sizes)), start)
 
 
-def resolve_offsets(header: Header, tensors: dict[str, BlockTensor], data_start: int) -> dict[str, BlockTensor]:
-    """Make the tensors' offsets absolute, after checking that all lie in the file without overlap."""
+def resolve_offsets(
+    header: Header, tensors: dict[str, BlockTensor], data_start: int
+) -> dict[str, BlockTensor]:
+    """Make the tensors' offsets absolute, after checking that all lie in the file without
+    overlap.
+    """
     resolved = {}
     end = 0
     previous_name = ""
@@ -194,17 +229,21 @@ def resolve_offsets(header: Header, tensors: dict[str, BlockTensor], data_start:
         tensor_end = data_start + tensor.start + tensor.nbytes
         if tensor_end > len(header.data):
             raise ModelError(
-                f"{header.path} is truncated or damaged: tensor {tensor.name!r:.200} of type {tensor.kind.name} "
-                f"and shape {tensor.shape} would end at byte {tensor_end} of {len(header.data)}"
+                f"{header.path} is truncated or damaged: tensor {tensor.name!r:.200} of type "
+                f"{tensor.kind.name} and shape {tensor.shape} would end at byte {tensor_end} of "
+                f"{len(header.data)}"
             )
     for tensor in sorted(tensors.values(), key=lambda tensor: tensor.start):
         if tensor.start < end:
             raise ModelError(
-                f"{header.path}: tensor {tensor.name!r:.200} begins at byte {data_start + tensor.start}, "
-                f"but {previous_name!r:.200} ends at byte {data_start + end}; tensors must not overlap"
+                f"{header.path}: tensor {tensor.name!r:.200} begins at byte "
+                f"{data_start + tensor.start}, but {previous_name!r:.200} ends at byte "
+                f"{data_start + end}; tensors must not overlap"
             )
         end = tensor.start + tensor.nbytes
         previous_name = tensor.name
     for name, tensor in tensors.items():
-        resolved[name] = BlockTensor(name, tensor.file, tensor.kind, tensor.shape, data_start + tensor.start)
+        resolved[name] = BlockTensor(
+            name, tensor.file, tensor.kind, tensor.shape, data_start + tensor.start
+        )
     return resolved

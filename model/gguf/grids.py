@@ -75,7 +75,9 @@ GAPS = {
 def codebook(name: str) -> np.ndarray:
     """The values [rows, 8 or 4] of a codebook, as float32."""
     levels = np.array(LEVELS[name], np.float32)
-    rows = np.cumsum(np.frombuffer(zlib.decompress(base64.b85decode(GAPS[name])), "<u2"), dtype=np.int64)
+    rows = np.cumsum(
+        np.frombuffer(zlib.decompress(base64.b85decode(GAPS[name])), "<u2"), dtype=np.int64
+    )
     places = 4 if name.startswith("IQ3") else 8
     return levels[rows[:, None] // len(levels) ** np.arange(places) % len(levels)]
 

@@ -1,4 +1,6 @@
-"""Reads the header of a GGUF file: every length is checked against the size of the file before use."""
+"""Reads the header of a GGUF file: every length is checked against the size of the file before
+use.
+"""
 
 import struct
 from pathlib import Path
@@ -8,7 +10,18 @@ import numpy as np
 
 from ..errors import ModelError
 
-NUMBER_DTYPES = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
+NUMBER_DTYPES = {
+    0: "u1",
+    1: "i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 BOOL = 7
 TEXT = 8
 ARRAY = 9
@@ -28,8 +41,8 @@ class Header:
         """Raise if `count` items of at least `nbytes` bytes each would end after the file."""
         if count * nbytes > len(self.data) - self.offset:
             raise ModelError(
-                f"{self.path} is truncated or damaged: {label} would end at byte {self.offset + count * nbytes} of "
-                f"{len(self.data)}"
+                f"{self.path} is truncated or damaged: {label} would end at byte "
+                f"{self.offset + count * nbytes} of {len(self.data)}"
             )
 
     def read_bytes(self, nbytes: int, label: str) -> memoryview:
@@ -62,20 +75,29 @@ class Header:
         except UnicodeDecodeError:
             if end <= len(data):
                 raw_text = bytes(data[start:end][:100])
-                raise ModelError(f"{self.path}: {label} holds {raw_text!r}; it must be UTF-8") from None
+                raise ModelError(
+                    f"{self.path}: {label} holds {raw_text!r}; it must be UTF-8"
+                ) from None
         if end > len(data):
-            raise ModelError(f"{self.path} is truncated or damaged: {label} would end at byte {end} of {len(data)}")
+            raise ModelError(
+                f"{self.path} is truncated or damaged: {label} would end at byte {end} of "
+                f"{len(data)}"
+            )
         self.offset = end
         return texts
 
     def read_metadata(self, count: int) -> dict[str, Any]:
-        """Read `count` keys and values: arrays of numbers as NumPy arrays, other arrays as lists."""
+        """Read `count` keys and values: arrays of numbers as NumPy arrays, other arrays as
+        lists.
+        """
         self.check_size(count, LENGTH.size + 4 + 1, f"metadata of {count} keys")
         values: dict[str, Any] = {}
         for index in range(count):
             key = self.read_text(f"the name of key {index}")
             if key in values:
-                raise ModelError(f"{self.path} has the key {key!r:.200} twice; a key must be unique")
+                raise ModelError(
+                    f"{self.path} has the key {key!r:.200} twice; a key must be unique"
+                )
             label = f"the key {key!r:.200}"
             values[key] = self.read_value(self.read_number("<u4", label), label)
         return values
@@ -91,7 +113,8 @@ class Header:
     def read_array(self, label: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
             raise ModelError(
-                f"{self.path}: {label} has arrays in arrays, {depth} deep; it can have at most {MAX_DEPTH}"
+                f"{self.path}: {label} has arrays in arrays, {depth} deep; it can have at most "
+                f"{MAX_DEPTH}"
             )
         type_code = self.read_number("<u4", label)
         count = self.read_number("<u8", label)
@@ -104,11 +127,15 @@ class Header:
 
     def read_numbers(self, type_code: int, count: int, label: str) -> np.ndarray:
         if type_code not in (*NUMBER_DTYPES, BOOL):
-            raise ModelError(f"{self.path}: {label} has a value of type {type_code}; types are from 0 to 12")
+            raise ModelError(
+                f"{self.path}: {label} has a value of type {type_code}; types are from 0 to 12"
+            )
         dtype = NUMBER_DTYPES.get(type_code, "u1")
         values = np.frombuffer(self.read_bytes(count * np.dtype(dtype).itemsize, label), dtype)
         if type_code != BOOL:
             return values.copy()
         if (values > 1).any():
-            raise ModelError(f"{self.path}: {label} holds {values.max()} as a boolean; it must be 0 or 1")
+            raise ModelError(
+                f"{self.path}: {label} holds {values.max()} as a boolean; it must be 0 or 1"
+            )
         return values.astype(bool)

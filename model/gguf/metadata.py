@@ -57,18 +57,27 @@ class Metadata:
 
     def count(self, key: str, default: Any = ..., minimum: int = 1) -> Any:
         """An integer of at least `minimum`."""
-        return self.value(key, f"{WHOLE} of at least {minimum}", lambda x: type(x) is int and x >= minimum, default)
+        return self.value(
+            key,
+            f"{WHOLE} of at least {minimum}",
+            lambda x: type(x) is int and x >= minimum,
+            default,
+        )
 
     def number(self, key: str, default: Any = ...) -> Any:
         """A finite number, as written before it was rounded to 32 bits."""
-        value = self.value(key, NUMBER, lambda x: type(x) in (int, float) and math.isfinite(x), default)
+        value = self.value(
+            key, NUMBER, lambda x: type(x) in (int, float) and math.isfinite(x), default
+        )
         return decimal(value) if type(value) is float and value != default else value
 
     def positive(self, key: str, default: Any = ...) -> Any:
         """A number above zero."""
         value = self.number(key, default)
         if value is not None and value <= 0:
-            raise ModelError(f"GGUF: {self.full_key(key)} = {value!r}; it must be a positive number")
+            raise ModelError(
+                f"GGUF: {self.full_key(key)} = {value!r}; it must be a positive number"
+            )
         return value
 
     def array(self, key: str, kind: str, default: Any = ...) -> Any:
@@ -83,14 +92,17 @@ class Metadata:
                 if isinstance(entry, np.generic) and type(entry.item()) in types:
                     continue
                 raise ModelError(
-                    f"GGUF: {self.full_key(key)} has {format_value(entry)} at place {index}; it must be {kind}"
+                    f"GGUF: {self.full_key(key)} has {format_value(entry)} at place {index}; it "
+                    f"must be {kind}"
                 )
         return [entry.item() if isinstance(entry, np.generic) else entry for entry in values]
 
     def is_array(self, key: str) -> bool:
         return is_list(self.values.get(self.full_key(key)))
 
-    def per_layer_counts(self, key: str, layers: int, default: Any = ..., minimum: int = 0) -> list[int]:
+    def per_layer_counts(
+        self, key: str, layers: int, default: Any = ..., minimum: int = 0
+    ) -> list[int]:
         """An integer for each layer; the file has a list, or one value for all layers."""
         if not self.is_array(key):
             return [self.count(key, default, minimum)] * layers
@@ -107,7 +119,8 @@ class Metadata:
         distinct = {*self.per_layer_counts(key, layers, default, minimum=1)}
         if len(distinct) > 1:
             raise ModelError(
-                f"GGUF: {self.full_key(key)} = {format_value(sorted(distinct))}; it must be the same for all layers"
+                f"GGUF: {self.full_key(key)} = {format_value(sorted(distinct))}; it must be the "
+                "same for all layers"
             )
         return distinct.pop() if distinct else default
 
@@ -116,7 +129,8 @@ class Metadata:
         value = self.values.get(self.full_key(key))
         if value is not None and value not in harmless:
             raise ModelError(
-                f"GGUF: {self.full_key(key)} = {format_value(value)} is not supported for {self.architecture!r}"
+                f"GGUF: {self.full_key(key)} = {format_value(value)} is not supported for "
+                f"{self.architecture!r}"
             )
 
 

@@ -40,7 +40,11 @@ class Origin:
         tensors_by_name = {name: read(name) for name in {item.name for item in self.parts}}
         arrays = [item.select(tensors_by_name[item.name]) for item in self.parts]
         tensor = (
-            self.transform(*arrays) if self.transform else arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+            self.transform(*arrays)
+            if self.transform
+            else arrays[0]
+            if len(arrays) == 1
+            else np.concatenate(arrays)
         )
         return tensor.reshape(self.shape)
 
@@ -59,5 +63,8 @@ def unpaired_rows(heads: int, size: int) -> np.ndarray:
     row 1, and so on.
     """
     if size % 2 or heads * size > MAX_ROWS:
-        raise ModelError(f"GGUF: {heads} heads of {size}; their size must be even, and at most {MAX_ROWS} rows in all")
+        raise ModelError(
+            f"GGUF: {heads} heads of {size}; their size must be even, and at most {MAX_ROWS} "
+            "rows in all"
+        )
     return np.arange(heads * size).reshape(heads, size // 2, 2).swapaxes(1, 2).reshape(-1)

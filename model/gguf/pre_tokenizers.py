@@ -63,32 +63,79 @@ BLOOM = " ?[^(\\s|.,!?…。，、।۔،)]+"
 DEEPSEEK3 = PreTokenizerRule((r"\p{N}{1,3}", CJK, V3_WORDS + r"[\r\n]*|\s*[\r\n]+|" + SPACES))
 GPT4O = PreTokenizerRule((gpt4o_pattern(f"{ENDING}?", "{1,3}"),))
 BAILING = PreTokenizerRule(
-    (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|" + SPACES,)
+    (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|"
+        + SPACES,
+    )
 )
 GLM = llama3_pattern("{1,3}")
 
 RULES: dict[str, PreTokenizerRule] = {
     "default": PreTokenizerRule((r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     **dict.fromkeys(
-        ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
+        (
+            "llama3",
+            "llama-v3",
+            "llama-bpe",
+            "falcon3",
+            "falcon-h1",
+            "pixtral",
+            "midm-2.0",
+            "lfm2",
+            "jina-v5-nano",
+        ),
         LLAMA3,
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), PreTokenizerRule((GLM,))),
     **dict.fromkeys(("glm4", "glm5"), PreTokenizerRule((GLM,), whole_words=True)),
     **dict.fromkeys(
-        ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"), DIGIT_BY_DIGIT
+        (
+            "starcoder",
+            "refact",
+            "command-r",
+            "smollm",
+            "codeshell",
+            "exaone",
+            "minerva-7b",
+            "mellum2",
+        ),
+        DIGIT_BY_DIGIT,
     ),
     **dict.fromkeys(
         (
-            "gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "jina-v2-es", "jina-v2-de", "a.x-4.0", "mellum",
-            "modern-bert", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "jina-v1-en",
-            "jina-v2-code", "roberta-bpe",
+            "gpt-2",
+            "phi-2",
+            "jina-es",
+            "jina-de",
+            "gigachat",
+            "jina-v2-es",
+            "jina-v2-de",
+            "a.x-4.0",
+            "mellum",
+            "modern-bert",
+            "mpt",
+            "olmo",
+            "jais",
+            "trillion",
+            "granite-docling",
+            "exaone4",
+            "jina-v1-en",
+            "jina-v2-code",
+            "roberta-bpe",
         ),
         PLAIN,
     ),
     **dict.fromkeys(
         (
-            "qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2",
+            "qwen2",
+            "deepseek-r1-qwen",
+            "kormo",
+            "f2llmv2",
+            "megrez",
+            "stablelm2",
+            "hunyuan",
+            "solar-open",
+            "grok-2",
         ),
         QWEN2,
     ),
@@ -103,7 +150,12 @@ RULES: dict[str, PreTokenizerRule] = {
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), DEEPSEEK3),
     "deepseek-llm": PreTokenizerRule(
         (
-            "[\r\n]", rf"\s?[{TWO_CASES}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", CJK_WIDE, r"\p{N}",
+            "[\r\n]",
+            rf"\s?[{TWO_CASES}]+",
+            r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+            r"\s+$",
+            CJK_WIDE,
+            r"\p{N}",
         )
     ),
     "deepseek-coder": PreTokenizerRule(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK_WIDE, r"\p{N}")),
@@ -119,31 +171,44 @@ RULES: dict[str, PreTokenizerRule] = {
     "jais-2": PreTokenizerRule(
         (
             llama3_pattern("{1,3}", signs=r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|")
-            + "|".join(rf"\s{{{n}}}(?!\S)" for n in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2"))
+            + "|".join(
+                rf"\s{{{n}}}(?!\S)"
+                for n in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")
+            )
             + r"|\s{1}",
         )
     ),
     "tekken": PreTokenizerRule((gpt4o_pattern("", ""),), whole_words=True, bos=True),
     "chameleon": PreTokenizerRule(
         (
-            "<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", r"([\t\n]|    |  )", r"\p{N}",
-            r"[\p{P}!-/:-@\[-`{-~]", GPT2,
+            "<sentinel:[0-9]+>",
+            "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+            r"([\t\n]|    |  )",
+            r"\p{N}",
+            r"[\p{P}!-/:-@\[-`{-~]",
+            GPT2,
         ),
         bos=True,
     ),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), GPT4O),
     "granite-embed-multi-97m": PreTokenizerRule(GPT4O.patterns, whole_words=True),
-    **dict.fromkeys(("tiny_aya", "cohere2moe"), PreTokenizerRule((r"\d{1,3}(?=(?:\d{3})*\b)", *GPT4O.patterns))),
+    **dict.fromkeys(
+        ("tiny_aya", "cohere2moe"), PreTokenizerRule((r"\d{1,3}(?=(?:\d{3})*\b)", *GPT4O.patterns))
+    ),
     "kimi-k2": PreTokenizerRule(
         (
             r"[\p{Han}]+|"
-            + gpt4o_pattern(f"{ENDING}?", "{1,3}", HAN_UPPER, HAN_LOWER).replace("[\\r\\n/]*", "[\\r\\n]*"),
+            + gpt4o_pattern(f"{ENDING}?", "{1,3}", HAN_UPPER, HAN_LOWER).replace(
+                "[\\r\\n/]*", "[\\r\\n]*"
+            ),
         ),
         whole_words=True,
     ),
     "superbpe": PreTokenizerRule((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
     **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), BAILING),
-    "seed-coder": PreTokenizerRule((llama3_pattern("{1}", signs=r" ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|" + SPACES),)),
+    "seed-coder": PreTokenizerRule(
+        (llama3_pattern("{1}", signs=r" ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|" + SPACES),)
+    ),
     "ufakzeka": PreTokenizerRule((llama3_pattern("", ending=""),)),
     "afmoe": PreTokenizerRule(
         (r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", ASIAN, V3_WORDS + r"[\r\n]*|\s*[\r\n]+|" + SPACES)
@@ -156,10 +221,13 @@ RULES: dict[str, PreTokenizerRule] = {
         )
     ),
     "minicpm5": PreTokenizerRule((r"\p{N}{1,3}", llama3_pattern("+")), whole_words=True),
-}  # fmt: skip
+}
 
 
 def pre_tokenizer_rule(name: str) -> PreTokenizerRule:
     if name not in RULES:
-        raise ModelError(f"GGUF: tokenizer.ggml.pre = {format_value(name)} is not known; it can be {', '.join(RULES)}")
+        raise ModelError(
+            f"GGUF: tokenizer.ggml.pre = {format_value(name)} is not known; it can be "
+            f"{', '.join(RULES)}"
+        )
     return RULES[name]

@@ -72,7 +72,9 @@ def q5_0(x: np.ndarray) -> np.ndarray:
 
 def q5_1(x: np.ndarray) -> np.ndarray:
     scale, minimum, codes = quantize_asymmetric(x, 31)
-    return np.hstack([float16_bytes(scale, minimum), pack_fifth_bits(codes), pack_nibbles(codes & 15)])
+    return np.hstack(
+        [float16_bytes(scale, minimum), pack_fifth_bits(codes), pack_nibbles(codes & 15)]
+    )
 
 
 def q8_0(x: np.ndarray) -> np.ndarray:
@@ -95,7 +97,11 @@ def mxfp4(x: np.ndarray) -> np.ndarray:
     is taken.
     """
     largest = np.abs(x).max(1, keepdims=True)
-    exponent = np.where(largest > 0, np.floor(np.log2(largest, where=largest > 0, out=np.zeros_like(largest))) + 125, 0)
+    exponent = np.where(
+        largest > 0,
+        np.floor(np.log2(largest, where=largest > 0, out=np.zeros_like(largest))) + 125,
+        0,
+    )
     exponent = np.clip(exponent, 0, 254).astype(np.uint8)
     # E2M1 holds doubled values.
     half_scale = np.ldexp(np.float32(1), exponent.astype(np.int32) - 128)

@@ -10,8 +10,10 @@ APPLIED = {  # keys of general.sampling: names in generation_config.json
     "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
 NOT_APPLIED = {  # reported under their own names: transformers has none
-    "penalty_last_n": "repetition_penalty_last_n", "mirostat": "mirostat", "xtc_probability": "xtc_probability",
-}  # fmt: skip
+    "penalty_last_n": "repetition_penalty_last_n",
+    "mirostat": "mirostat",
+    "xtc_probability": "xtc_probability",
+}
 
 
 def recommended_sampling(meta: Metadata) -> dict[str, Any]:
@@ -35,5 +37,9 @@ def sampling_metadata(generation: Mapping[str, Any]) -> dict[str, Any]:
         values["temp"] = 0.0
     if values["top_k"] is not None:
         values["top_k"] = max(0, int(values["top_k"]))  # -1 and 0 both mean the whole vocabulary
-    floats = {key: value if key == "top_k" else float(value) for key, value in values.items() if value is not None}
+    floats = {
+        key: value if key == "top_k" else float(value)
+        for key, value in values.items()
+        if value is not None
+    }
     return {f"general.sampling.{key}": value for key, value in floats.items()}

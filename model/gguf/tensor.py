@@ -64,7 +64,9 @@ class BlockTensor:
                     self.fill(file, out.reshape(-1).view(np.uint8))
                     return out
                 pending = out.reshape(-1, self.kind.elements)
-                strip = np.empty((min(len(pending), STRIP // self.kind.elements), self.kind.nbytes), np.uint8)
+                strip = np.empty(
+                    (min(len(pending), STRIP // self.kind.elements), self.kind.nbytes), np.uint8
+                )
                 while len(pending):
                     blocks = strip[: len(pending)]
                     self.fill(file, blocks.reshape(-1))
@@ -84,14 +86,17 @@ class BlockTensor:
 
     def truncated(self) -> ModelError:
         end = self.start + self.nbytes
-        return ModelError(f"{self.file} is truncated: tensor {self.name!r:.200} would end at byte {end}")
+        return ModelError(
+            f"{self.file} is truncated: tensor {self.name!r:.200} would end at byte {end}"
+        )
 
     def cut(self, index: int) -> "BlockTensor":
         """The slice at `index` of the first axis, which stays with size 1."""
         if len(self.shape) < 2 and not self.kind.is_plain:
             raise ModelError(
-                f"{self.file}: tensor {self.name!r:.200} of type {self.kind.name} has the shape {self.shape}; it needs "
-                f"two axes or more to be cut, since {self.kind.elements} elements are a block"
+                f"{self.file}: tensor {self.name!r:.200} of type {self.kind.name} has the shape "
+                f"{self.shape}; it needs two axes or more to be cut, since {self.kind.elements} "
+                "elements are a block"
             )
         single = replace(self, shape=(1, *self.shape[1:]))
         return replace(single, start=self.start + index * single.nbytes)

@@ -15,13 +15,38 @@ from .sampling import recommended_sampling
 SPACE = "▁"  # SentencePiece's space
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types
 GGUF_TOKEN_NAMES = {  # name in tokenizer_config.json: name in the file
-    "bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask", "cls": "cls",
-}  # fmt: skip
+    "bos": "bos",
+    "eos": "eos",
+    "unk": "unknown",
+    "sep": "seperator",
+    "pad": "padding",
+    "mask": "mask",
+    "cls": "cls",
+}
 END_TOKENS = (  # tokens that end an answer: files name only one of them
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
-    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>",
-    "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
-)  # fmt: skip
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|flush|>",
+    "<|calls|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "</s>",
+    "<|eom_id|>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "<|end_of_text|>",
+    "<end_of_utterance>",
+    "<eos>",
+    "<turn|>",
+    "<|tool_response>",
+    "<｜end▁of▁sentence｜>",
+    "[e~[",
+)
 MESSAGE_END = "<|end|>"  # ends a message, not the answer, in vocabularies with ANSWER_ENDS
 ANSWER_ENDS = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
 MAX_TOKEN_LENGTH = 4096  # characters: a merge is searched at every position of a token
@@ -61,7 +86,9 @@ def load_tokenizer(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_str(core)
     except Exception as error:  # the library raises a bare Exception
         reason = " ".join(str(error).split())
-        raise ModelError(f"GGUF: not a tokenizer that the tokenizers library reads: {reason:.200}") from None
+        raise ModelError(
+            f"GGUF: not a tokenizer that the tokenizers library reads: {reason:.200}"
+        ) from None
 
 
 def tokenizer_json(meta: Metadata, vocabulary: Vocabulary) -> dict[str, Any]:
@@ -69,7 +96,8 @@ def tokenizer_json(meta: Metadata, vocabulary: Vocabulary) -> dict[str, Any]:
     kind = meta.text("tokenizer.ggml.model")
     if kind not in KINDS:
         raise ModelError(
-            f"GGUF: tokenizer.ggml.model = {format_value(kind)} is not supported; supported are {', '.join(KINDS)}"
+            f"GGUF: tokenizer.ggml.model = {format_value(kind)} is not supported; supported are "
+            f"{', '.join(KINDS)}"
         )
     sections, bos = KINDS[kind](meta, vocabulary)
     return {
@@ -85,7 +113,9 @@ def read_vocabulary(meta: Metadata) -> Vocabulary:
     tokens = meta.array("tokenizer.ggml.tokens", TEXT)
     key = "tokenizer.ggml.token_type"
     if not 0 < len(tokens) <= MAX_TOKENS:
-        raise ModelError(f"GGUF: tokenizer.ggml.tokens has {len(tokens)} entries; it must have 1 to {MAX_TOKENS}")
+        raise ModelError(
+            f"GGUF: tokenizer.ggml.tokens has {len(tokens)} entries; it must have 1 to {MAX_TOKENS}"
+        )
     types = meta.array(key, WHOLE, None)
     types = [NORMAL] * len(tokens) if types is None else types
     if len(types) != len(tokens):
@@ -94,15 +124,19 @@ def read_vocabulary(meta: Metadata) -> Vocabulary:
     for number, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         if len(token) > MAX_TOKEN_LENGTH:
             raise ModelError(
-                f"GGUF: token {number} has {len(token)} characters; it must have at most {MAX_TOKEN_LENGTH}"
+                f"GGUF: token {number} has {len(token)} characters; it must have at most "
+                f"{MAX_TOKEN_LENGTH}"
             )
         if not NORMAL <= kind <= BYTE:
-            raise ModelError(f"GGUF: {key} has {kind} at place {number}; it can be {NORMAL} to {BYTE}")
+            raise ModelError(
+                f"GGUF: {key} has {kind} at place {number}; it can be {NORMAL} to {BYTE}"
+            )
         if kind == UNUSED or not token:
             continue
         if token in ids:
             raise ModelError(
-                f"GGUF: tokenizer.ggml.tokens has {format_value(token)} twice, as {ids[token]} and {number}"
+                f"GGUF: tokenizer.ggml.tokens has {format_value(token)} twice, as {ids[token]} and "
+                f"{number}"
             )
         ids[token] = number
     return Vocabulary(tokens, types, ids)
@@ -114,7 +148,11 @@ def added_tokens(vocabulary: Vocabulary) -> list[dict[str, Any]]:
     """
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
-        {"id": number, "content": vocabulary.tokens[number], "special": vocabulary.types[number] != USER_DEFINED}
+        {
+            "id": number,
+            "content": vocabulary.tokens[number],
+            "special": vocabulary.types[number] != USER_DEFINED,
+        }
         | flags
         for number in vocabulary.ids_of_types(UNKNOWN, CONTROL, USER_DEFINED)
         if vocabulary.tokens[number]
@@ -125,15 +163,22 @@ def byte_level(meta: Metadata, vocabulary: Vocabulary) -> tuple[dict[str, Any], 
     """Byte-level BPE of GPT-2, Llama 3, Qwen and most others."""
     if "tokenizer.ggml.pre" not in meta:
         raise ModelError(
-            "GGUF: tokenizer.ggml.pre is missing, as in files of before May 2024; the model's pre-tokenizer "
-            "is not known: use a newer file"
+            "GGUF: tokenizer.ggml.pre is missing, as in files of before May 2024; the model's "
+            "pre-tokenizer is not known: use a newer file"
         )
     rule = pre_tokenizer_rule(meta.text("tokenizer.ggml.pre"))
     sections = {
         "normalizer": None,
         "pre_tokenizer": pre_tokenizer_section(rule),
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": bpe_model(vocabulary, read_merges(meta, vocabulary), ignore_merges=rule.whole_words),
+        "decoder": {
+            "type": "ByteLevel",
+            "add_prefix_space": True,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
+        "model": bpe_model(
+            vocabulary, read_merges(meta, vocabulary), ignore_merges=rule.whole_words
+        ),
     }
     return sections, rule.bos
 
@@ -143,15 +188,28 @@ def pre_tokenizer_section(rule: PreTokenizerRule) -> dict[str, Any]:
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         for pattern in rule.patterns
     ]
-    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    bytes_ = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
     return {"type": "Sequence", "pretokenizers": [*splits, bytes_]}
 
 
-def bpe_model(vocabulary: Vocabulary, merges: Sequence[tuple[str, str]], **overrides: Any) -> dict[str, Any]:
+def bpe_model(
+    vocabulary: Vocabulary, merges: Sequence[tuple[str, str]], **overrides: Any
+) -> dict[str, Any]:
     defaults = {
-        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-    }  # fmt: skip
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+    }
     return defaults | {"vocab": vocabulary.ids, "merges": merges} | overrides
 
 
@@ -164,9 +222,15 @@ def read_merges(meta: Metadata, vocabulary: Vocabulary) -> list[tuple[str, str]]
         cut = merge.find(" ", 1)  # a token may begin with a space
         first_token = merge[:cut]
         second_token = merge[cut + 1 :]
-        if cut < 0 or first_token not in ids or second_token not in ids or first_token + second_token not in ids:
+        if (
+            cut < 0
+            or first_token not in ids
+            or second_token not in ids
+            or first_token + second_token not in ids
+        ):
             raise ModelError(
-                f"GGUF: {key} has {format_value(merge)} at place {number}; it must be two tokens that make one"
+                f"GGUF: {key} has {format_value(merge)} at place {number}; it must be two tokens "
+                "that make one"
             )
         merges.append((first_token, second_token))
     return merges
@@ -177,12 +241,16 @@ def sentence_piece(meta: Metadata, vocabulary: Vocabulary) -> tuple[dict[str, An
     comes first.
     """
     prefix = meta.flag("tokenizer.ggml.add_space_prefix", True)
-    return sentence_piece_sections(meta, vocabulary, merges_by_score(meta, vocabulary), prefix), True
+    return sentence_piece_sections(
+        meta, vocabulary, merges_by_score(meta, vocabulary), prefix
+    ), True
 
 
 def gemma4(meta: Metadata, vocabulary: Vocabulary) -> tuple[dict[str, Any], bool]:
     """SentencePiece's BPE with listed merges."""
-    sections = sentence_piece_sections(meta, vocabulary, read_merges(meta, vocabulary), prefix=False)
+    sections = sentence_piece_sections(
+        meta, vocabulary, read_merges(meta, vocabulary), prefix=False
+    )
     return sections | {"pre_tokenizer": None}, True
 
 
@@ -190,22 +258,30 @@ def sentence_piece_sections(
     meta: Metadata, vocabulary: Vocabulary, merges: Sequence[tuple[str, str]], prefix: bool
 ) -> dict[str, Any]:
     """The sections for a vocabulary whose tokens contain spaces, with bytes as the fallback."""
-    normalizers: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
+    normalizers: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    ]
     decoders: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
-    ]  # fmt: skip
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
     if prefix:
         normalizers.insert(0, {"type": "Prepend", "prepend": SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     unknown = token_text(meta, vocabulary, "unknown")
     every_byte = all(f"<0x{byte:02X}>" in vocabulary.ids for byte in range(256))
     if not every_byte and unknown is None:
-        raise ModelError("GGUF: tokenizer.ggml.unknown_token_id is missing, and there is no token for each byte")
+        raise ModelError(
+            "GGUF: tokenizer.ggml.unknown_token_id is missing, and there is no token for each byte"
+        )
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": bpe_model(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True),
+        "model": bpe_model(
+            vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
+        ),
     }
 
 
@@ -215,13 +291,20 @@ def merges_by_score(meta: Metadata, vocabulary: Vocabulary) -> list[tuple[str, s
     scores = meta.array(key, NUMBER)
     ids = vocabulary.ids
     if len(scores) != len(vocabulary.tokens):
-        raise ModelError(f"GGUF: {key} has {len(scores)} entries for {len(vocabulary.tokens)} tokens")
+        raise ModelError(
+            f"GGUF: {key} has {len(scores)} entries for {len(vocabulary.tokens)} tokens"
+        )
     if nan_places := [number for number, score in enumerate(scores) if score != score]:
-        raise ModelError(f"GGUF: {key} has {scores[nan_places[0]]} at place {nan_places[0]}; it must be a number")
-    normal_ids = {token: number for token, number in ids.items() if vocabulary.types[number] == NORMAL}
+        raise ModelError(
+            f"GGUF: {key} has {scores[nan_places[0]]} at place {nan_places[0]}; it must be a number"
+        )
+    normal_ids = {
+        token: number for token, number in ids.items() if vocabulary.types[number] == NORMAL
+    }
     if (work := sum(len(token) ** 2 for token in normal_ids)) > MAX_MERGE_STEPS:
         raise ModelError(
-            f"GGUF: the tokens are too long to find their merges: {work} steps, of at most {MAX_MERGE_STEPS}"
+            f"GGUF: the tokens are too long to find their merges: {work} steps, of at most "
+            f"{MAX_MERGE_STEPS}"
         )
     candidates = [
         (-scores[number], number, cut, token)
@@ -243,21 +326,31 @@ def post_processor(meta: Metadata, vocabulary: Vocabulary, bos: bool) -> dict[st
         if add and (token := token_text(meta, vocabulary, name)) is not None:
             tokens[name] = token
         elif add and f"tokenizer.ggml.add_{name}_token" in meta:
-            raise ModelError(f"GGUF: tokenizer.ggml.add_{name}_token is true, but {name}_token_id is missing")
+            raise ModelError(
+                f"GGUF: tokenizer.ggml.add_{name}_token is true, but {name}_token_id is missing"
+            )
     if not tokens:
         return None
 
     def text(letter: str, number: int) -> list[dict[str, Any]]:
-        special = {name: {"SpecialToken": {"id": token, "type_id": number}} for name, token in tokens.items()}
+        special = {
+            name: {"SpecialToken": {"id": token, "type_id": number}}
+            for name, token in tokens.items()
+        }
         body = {"Sequence": {"id": letter, "type_id": number}}
-        return [*([special["bos"]] if "bos" in special else []), body, *([special["eos"]] if "eos" in special else [])]
+        return [
+            *([special["bos"]] if "bos" in special else []),
+            body,
+            *([special["eos"]] if "eos" in special else []),
+        ]
 
     return {
         "type": "TemplateProcessing",
         "single": text("A", 0),
         "pair": [*text("A", 0), *text("B", 1)],
         "special_tokens": {
-            token: {"id": token, "ids": [vocabulary.ids[token]], "tokens": [token]} for token in tokens.values()
+            token: {"id": token, "ids": [vocabulary.ids[token]], "tokens": [token]}
+            for token in tokens.values()
         },
     }
 
@@ -281,11 +374,17 @@ def token_text(meta: Metadata, vocabulary: Vocabulary, name: str) -> str | None:
 
 def tokenizer_config(meta: Metadata, vocabulary: Vocabulary) -> dict[str, Any]:
     """The content of tokenizer_config.json."""
-    tokens = {f"{name}_token": token_text(meta, vocabulary, gguf_name) for name, gguf_name in GGUF_TOKEN_NAMES.items()}
+    tokens = {
+        f"{name}_token": token_text(meta, vocabulary, gguf_name)
+        for name, gguf_name in GGUF_TOKEN_NAMES.items()
+    }
     values: dict[str, Any] = {name: token for name, token in tokens.items() if token is not None}
     if templates := chat_templates(meta):
         values["chat_template"] = templates
-    return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | values
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    } | values
 
 
 def chat_templates(meta: Metadata) -> str | list[dict[str, str]] | None:
@@ -301,14 +400,23 @@ def chat_templates(meta: Metadata) -> str | list[dict[str, str]] | None:
 
 def generation_config(meta: Metadata, vocabulary: Vocabulary) -> dict[str, Any]:
     """The content of generation_config.json: ids of bos and end tokens, and sampling parameters."""
-    control = {vocabulary.tokens[number]: number for number in vocabulary.ids_of_types(CONTROL, USER_DEFINED)}
+    control = {
+        vocabulary.tokens[number]: number
+        for number in vocabulary.ids_of_types(CONTROL, USER_DEFINED)
+    }
     stated = [token_id(meta, vocabulary, name) for name in ("eos", "eot", "eom")]
     end_ids = [*stated, *(control[token] for token in END_TOKENS if token in control)]
     if any(end_pair <= control.keys() for end_pair in ANSWER_ENDS):
-        end_ids = [number for number in end_ids if number in stated[:1] or number != control.get(MESSAGE_END)]
+        end_ids = [
+            number
+            for number in end_ids
+            if number in stated[:1] or number != control.get(MESSAGE_END)
+        ]
     unique_end_ids = [number for number in dict.fromkeys(end_ids) if number is not None]
     bos = token_id(meta, vocabulary, "bos")
-    ids = ({} if bos is None else {"bos_token_id": bos}) | ({"eos_token_id": unique_end_ids} if unique_end_ids else {})
+    ids = ({} if bos is None else {"bos_token_id": bos}) | (
+        {"eos_token_id": unique_end_ids} if unique_end_ids else {}
+    )
     return ids | recommended_sampling(meta)
 
 

@@ -26,13 +26,26 @@ from .tokenizer import (
 
 # Texts on which pre-tokenizers differ; combining characters are not among them.
 PROBES = (
-    "", " ", "a", "Once upon a time, there lived: a fox\n", "  two   spaces\t\ttabs \n\n\nlines\r\n x",
-    "I'm we'LL they're DON'T", "1 22 333 4444 1234567 3.14159, x1y22z333", "HTMLParser camelCase snake_case",
-    "foo->bar(); #include <x>", "¿Qué? naïve Ångström", "Привет мир Γειά ΣΟΥ", "一只狐狸住在河边。",
+    "",
+    " ",
+    "a",
+    "Once upon a time, there lived: a fox\n",
+    ("  two   spaces\t\ttabs \n\n\nlines\r\n x"),
+    "I'm we'LL they're DON'T",
+    "1 22 333 4444 1234567 3.14159, x1y22z333",
+    ("HTMLParser camelCase snake_case"),
+    "foo->bar(); #include <x>",
+    "¿Qué? naïve Ångström",
+    "Привет мир Γειά ΣΟΥ",
+    "一只狐狸住在河边。",
     "日本語テキスト 안녕하세요",
-       "🙂👍🏽 ∑∫≠ ½ ² ٣٤ Ⅻ", "“quoted” — dash… $100 + 5% ~ ^ | `x`", "!important /path //x\n/\n", "x" * 40,
-    "नमस्ते ไทย שלום", "\u00a0\u3000x\ufffd",
-)  # fmt: skip
+    "🙂👍🏽 ∑∫≠ ½ ² ٣٤ Ⅻ",
+    "“quoted” — dash… $100 + 5% ~ ^ | `x`",
+    "!important /path //x\n/\n",
+    "x" * 40,
+    "नमस्ते ไทย שלום",
+    "\u00a0\u3000x\ufffd",
+)
 NO_PREFIX = ("never", False)  # prepend_scheme of Metaspace; add_prefix_space in older files
 
 
@@ -49,22 +62,33 @@ def tokenizer_metadata(
     core = json.loads(tokenizer_json)
     model = core.get("model") or {}
     if model.get("type") != "BPE":
-        raise ModelError(f"tokenizer.json: model.type = {model.get('type')!r} is not written to GGUF files; BPE is")
+        raise ModelError(
+            f"tokenizer.json: model.type = {model.get('type')!r} is not written to GGUF files; "
+            "BPE is"
+        )
     tokens, types = tokens_with_types(core, size)
     metadata: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
-    merges = [tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+    merges = [
+        tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge)
+        for merge in model["merges"]
+    ]
     library = tokenizers.Tokenizer.from_str(tokenizer_json)
     library.no_truncation()
     library.no_padding()
     if is_sentence_piece(core):
-        metadata |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": merge_scores(merges, tokens)}
+        metadata |= {
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.scores": merge_scores(merges, tokens),
+        }
         metadata["tokenizer.ggml.add_space_prefix"] = adds_space_prefix(core)
     else:
         metadata |= {
             "tokenizer.ggml.model": "gpt2",
             "tokenizer.ggml.merges": [f"{left} {right}" for left, right in merges],
         }
-        metadata["tokenizer.ggml.pre"] = matching_pre_tokenizer(library, bool(model.get("ignore_merges")))
+        metadata["tokenizer.ggml.pre"] = matching_pre_tokenizer(
+            library, bool(model.get("ignore_merges"))
+        )
     ids = library.get_vocab(with_added_tokens=True)
     for name, gguf_name in GGUF_TOKEN_NAMES.items():
         if (token := special.get(name)) in ids:
@@ -73,9 +97,14 @@ def tokenizer_metadata(
     for name in ("eos", "eot"):
         if other_end_ids and f"tokenizer.ggml.{name}_token_id" not in metadata:
             metadata[f"tokenizer.ggml.{name}_token_id"] = other_end_ids.pop(0)
-    text_ids, wrapped_ids = (library.encode("a", add_special_tokens=added).ids for added in (False, True))
+    text_ids, wrapped_ids = (
+        library.encode("a", add_special_tokens=added).ids for added in (False, True)
+    )
     begin = wrapped_ids.index(text_ids[0]) if text_ids else 0
-    for name, added in (("bos", wrapped_ids[:begin]), ("eos", wrapped_ids[begin + len(text_ids) :])):
+    for name, added in (
+        ("bos", wrapped_ids[:begin]),
+        ("eos", wrapped_ids[begin + len(text_ids) :]),
+    ):
         token = metadata.get(f"tokenizer.ggml.{name}_token_id")
         metadata[f"tokenizer.ggml.add_{name}_token"] = bool(added) and added == [token]
     check_round_trip(library, metadata)
@@ -88,7 +117,9 @@ def tokens_with_types(core: Mapping[str, Any], size: int) -> tuple[list[str], li
     added = core.get("added_tokens") or []
     largest = max([*vocabulary.values(), *(token["id"] for token in added)], default=-1)
     if largest >= size:
-        raise ModelError(f"tokenizer.json has a token {largest}, and the model's vocabulary ends at {size - 1}")
+        raise ModelError(
+            f"tokenizer.json has a token {largest}, and the model's vocabulary ends at {size - 1}"
+        )
     tokens = [f"[PAD{number}]" for number in range(size)]
     types = [UNUSED] * size
     for token, number in vocabulary.items():
@@ -112,16 +143,23 @@ def flatten_sections(node: Any) -> list[dict[str, Any]]:
 
 def is_sentence_piece(core: Mapping[str, Any]) -> bool:
     """Whether spaces are part of tokens, as in SentencePiece."""
-    sections = [*flatten_sections(core.get("normalizer")), *flatten_sections(core.get("pre_tokenizer"))]
+    sections = [
+        *flatten_sections(core.get("normalizer")),
+        *flatten_sections(core.get("pre_tokenizer")),
+    ]
     return any(
-        section["type"] == "Metaspace" or (section["type"] == "Replace" and section["content"] == SPACE)
+        section["type"] == "Metaspace"
+        or (section["type"] == "Replace" and section["content"] == SPACE)
         for section in sections
     )
 
 
 def adds_space_prefix(core: Mapping[str, Any]) -> bool:
     """Whether a space is added in front of a text."""
-    sections = [*flatten_sections(core.get("normalizer")), *flatten_sections(core.get("pre_tokenizer"))]
+    sections = [
+        *flatten_sections(core.get("normalizer")),
+        *flatten_sections(core.get("pre_tokenizer")),
+    ]
     return any(
         section["type"] == "Prepend"
         or (
@@ -144,11 +182,15 @@ def matching_pre_tokenizer(library: tokenizers.Tokenizer, whole_words: bool) -> 
     """llama.cpp's name for the pre-tokenizer of the library's tokenizer."""
     pre_tokenizer = library.pre_tokenizer
     names = sorted(RULES, key=lambda name: RULES[name].whole_words != whole_words)
-    expected = None if pre_tokenizer is None else [pre_tokenizer.pre_tokenize_str(text) for text in PROBES]
+    expected = (
+        None if pre_tokenizer is None else [pre_tokenizer.pre_tokenize_str(text) for text in PROBES]
+    )
     for name in names:
         if expected == split_probes(name):
             return name
-    raise ModelError("tokenizer.json: pre_tokenizer cuts texts in a way that llama.cpp has no name for")
+    raise ModelError(
+        "tokenizer.json: pre_tokenizer cuts texts in a way that llama.cpp has no name for"
+    )
 
 
 def split_probes(name: str) -> list[Any]:
@@ -163,7 +205,9 @@ def split_probes(name: str) -> list[Any]:
 
 
 def check_round_trip(library: tokenizers.Tokenizer, metadata: Mapping[str, Any]) -> None:
-    """Raise if the tokenizer read back from the metadata would split the probe texts differently."""
+    """Raise if the tokenizer read back from the metadata would split the probe texts
+    differently.
+    """
     restored = load_tokenizer(metadata)
     for text in PROBES:
         ids = library.encode(text).ids

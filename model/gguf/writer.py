@@ -34,7 +34,12 @@ def write_file(
         tensors: the type and shape of each tensor.
         values: the blocks (uint8) of each tensor, in the same order, one tensor at a time.
     """
-    head = MAGIC + VERSION.to_bytes(4, "little") + LENGTH.pack(len(tensors)) + LENGTH.pack(len(metadata))
+    head = (
+        MAGIC
+        + VERSION.to_bytes(4, "little")
+        + LENGTH.pack(len(tensors))
+        + LENGTH.pack(len(metadata))
+    )
     head += b"".join(encode_text(key) + encode_value(value) for key, value in metadata.items())
     offset = 0
     for name, (kind, shape) in tensors.items():

@@ -22,26 +22,29 @@ MIXERS = {
 
 @dataclass(frozen=True)
 class LayerHooks:
-    """What the caller of a forward function does within its layers: caches, counters, and weights that lie elsewhere.
+    """What the caller of a forward function does within its layers: caches, counters, and weights
+    that lie elsewhere.
 
-    `index` is the layer's number in the model. `cache` is the caller's own: it passes from hook to hook, and comes back
-    from the forward function. In a mixer the first three are those of its layer, without the index (`of_layer`).
+    `index` is the layer's number in the model. `cache` is the caller's own: it passes from hook to
+    hook, and comes back from the forward function. In a mixer the first three are those of its
+    layer, without the index (`of_layer`).
 
     Attributes:
-        attend: `(index, q_TNH, k_TKH, v_TKH, cache, params, sinks_N=None, picks=None) -> (out_TNH, cache)`, with the
-            layer's `AttentionParams`. Appends keys and values to the cache, if `prepare` has not, and attends; the only
-            place where tokens of a sequence meet.
-        prepare: `(index, qkv_TGH, heads, cache) -> (q_TNH, k_TKH, v_TKH, cache)`. Normalises and rotates the heads; it
-            may append keys and values too, and gives None for them then. None: the mixer prepares the heads.
-        recur: `(index, inputs, run, cache) -> (out_T, cache)`. Calls `run(inputs, states, rows) -> (out_T, states)`
-            with the layer's recurrent states. Models with such layers need it.
-        record_experts: `(index, experts_TX, cache) -> cache`. Gets the experts that each token chose, one past the last
-            in padding.
-        fetch_weights: `(number, weights, x) -> (weights, x)`. Brings a layer's weights to the device, one layer ahead;
-            `number` counts the layers of this call.
+        attend: `(index, q_TNH, k_TKH, v_TKH, cache, params, sinks_N=None, picks=None) -> (out_TNH,
+            cache)`, with the layer's `AttentionParams`. Appends keys and values to the cache, if
+            `prepare` has not, and attends; the only place where tokens of a sequence meet.
+        prepare: `(index, qkv_TGH, heads, cache) -> (q_TNH, k_TKH, v_TKH, cache)`. Normalises and
+            rotates the heads; it may append keys and values too, and gives None for them then.
+            None: the mixer prepares the heads.
+        recur: `(index, inputs, run, cache) -> (out_T, cache)`. Calls `run(inputs, states, rows) ->
+            (out_T, states)` with the layer's recurrent states. Models with such layers need it.
+        record_experts: `(index, experts_TX, cache) -> cache`. Gets the experts that each token
+            chose, one past the last in padding.
+        fetch_weights: `(number, weights, x) -> (weights, x)`. Brings a layer's weights to the
+            device, one layer ahead; `number` counts the layers of this call.
         observe: `(index, x_TD) -> None`. Gets the output of each layer.
-        share_trace: `(run) -> run`. May trace equal layers once; `run(index, weights, rows, per_layer_TA, cache)` is
-            what a layer does.
+        share_trace: `(run) -> run`. May trace equal layers once; `run(index, weights, rows,
+            per_layer_TA, cache)` is what a layer does.
     """
 
     attend: Callable[..., Any]

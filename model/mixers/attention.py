@@ -48,12 +48,19 @@ def spec(config: ModelConfig, a: Attention) -> AttentionWeights:
     G = sum(sizes)
     qkv_axis = Interleaved("heads", sizes, shared=shared[: len(sizes) - 1 - a.out_gate])
     # Several devices may hold the same keys, and therefore the same part of the scale.
-    across_heads = norm(N * H, Interleaved("heads", (N,))), norm(K * H, Interleaved("heads", (K,), shared=(0,)))
+    across_heads = (
+        norm(N * H, Interleaved("heads", (N,))),
+        norm(K * H, Interleaved("heads", (K,), shared=(0,))),
+    )
     no_norms = (None, None)
     head_norms = (norm(H), norm(H))
-    q_norm, k_norm = {None: no_norms, "plain": no_norms, "head": head_norms, "turned": head_norms, "all": across_heads}[
-        a.qk_norm
-    ]
+    q_norm, k_norm = {
+        None: no_norms,
+        "plain": no_norms,
+        "head": head_norms,
+        "turned": head_norms,
+        "all": across_heads,
+    }[a.qk_norm]
     return AttentionWeights(
         qkv_DGH=matrix(config, (D,), (G, H), ("embed", qkv_axis, None)),
         out_NHD=matrix(config, (N, H), (D,), ("heads", None, "embed")),
@@ -78,7 +85,13 @@ def key_shift(a: Attention, bias_GH: Array) -> Array:
     the softmax, so the mean is never added again. None if there is no bias, or if scores or keys
     are transformed by more than a softmax.
     """
-    if bias_GH is None or a.kv_source is not None or a.qk_norm is not None or a.soft_cap is not None or a.sinks:
+    if (
+        bias_GH is None
+        or a.kv_source is not None
+        or a.qk_norm is not None
+        or a.soft_cap is not None
+        or a.sinks
+    ):
         return None
     bias_KH = key_bias(a, bias_GH)
     return bias_KH if a.rope is None else rotate(bias_KH[None], mean_rotation(a.rope))[0]
@@ -112,15 +125,41 @@ def mean_rotation(rope: Rope) -> tuple[np.ndarray, np.ndarray]:
     return cos.astype(np.float32), sin.astype(np.float32)
 
 
-def mix(a: Attention, w: AttentionWeights, x_TD, rope, cache, hooks: LayerHooks, eps: float, axes: DeviceAxes):
+def mix(
+    a: Attention,
+    w: AttentionWeights,
+    x_TD,
+    rope,
+    cache,
+    hooks: LayerHooks,
+    eps: float,
+    axes: DeviceAxes,
+):
     qkv_TGH = project("TD,DGH->TGH", x_TD, w.qkv_DGH, w.qkv_bias_GH)
-    gate_TNH, qkv_TGH = (qkv_TGH[:, : a.heads], qkv_TGH[:, a.heads :]) if a.out_gate else (None, qkv_TGH)
+    gate_TNH, qkv_TGH = (
+        (qkv_TGH[:, : a.heads], qkv_TGH[:, a.heads :]) if a.out_gate else (None, qkv_TGH)
+    )
     heads = Heads(
-        a.heads, a.kv_heads if a.kv_source is None else 0, rope, a.qk_norm, w.q_norm, w.k_norm, eps, a.v_norm,
-        a.tied_kv, axes.tensor, key_shift(a, w.qkv_bias_GH),
-    )  # fmt: skip
-    *qkv, cache = (*turn(qkv_TGH, heads), cache) if hooks.prepare is None else hooks.prepare(qkv_TGH, heads, cache)
-    params = AttentionParams(a.scale, window=a.window, chunked=a.chunked, lookahead=a.ahead, soft_cap=a.soft_cap)
+        a.heads,
+        a.kv_heads if a.kv_source is None else 0,
+        rope,
+        a.qk_norm,
+        w.q_norm,
+        w.k_norm,
+        eps,
+        a.v_norm,
+        a.tied_kv,
+        axes.tensor,
+        key_shift(a, w.qkv_bias_GH),
+    )
+    *qkv, cache = (
+        (*turn(qkv_TGH, heads), cache)
+        if hooks.prepare is None
+        else hooks.prepare(qkv_TGH, heads, cache)
+    )
+    params = AttentionParams(
+        a.scale, window=a.window, chunked=a.chunked, lookahead=a.ahead, soft_cap=a.soft_cap
+    )
     out_TNH, cache = hooks.attend(*qkv, cache, params, w.sinks_N)
     if gate_TNH is not None:
         out_TNH = (out_TNH * jax.nn.sigmoid(gate_TNH.astype(jnp.float32))).astype(out_TNH.dtype)

@@ -39,7 +39,9 @@ def spec(config: ModelConfig, a: DeltaNet) -> DeltaNetWeights:
     N = a.heads
     V = a.value_dim
     keys, values = a.sizes
-    input_axis, conv_axis = (Interleaved("heads", (keys, keys, values, *gate_sizes)) for gate_sizes in ((values,), ()))
+    input_axis, conv_axis = (
+        Interleaved("heads", (keys, keys, values, *gate_sizes)) for gate_sizes in ((values,), ())
+    )
 
     def by_head(init: str) -> ArraySpec:
         return ArraySpec((N,), jnp.float32, ("heads",), init)
@@ -47,7 +49,9 @@ def spec(config: ModelConfig, a: DeltaNet) -> DeltaNetWeights:
     return DeltaNetWeights(
         in_DC=matrix(config, (D,), (2 * keys + 2 * values,), ("embed", input_axis)),
         gates_DGN=ArraySpec((D, 2, N), dtype, ("embed", None, "heads"), fan_in=D, inputs=(0,)),
-        conv_CW=ArraySpec((2 * keys + values, a.width), jnp.float32, (conv_axis, None), fan_in=a.width),
+        conv_CW=ArraySpec(
+            (2 * keys + values, a.width), jnp.float32, (conv_axis, None), fan_in=a.width
+        ),
         fading_N=by_head("zeros"),
         fading_bias_N=by_head("ones"),
         norm_H=norm(V),
@@ -60,7 +64,16 @@ def reads(w: DeltaNetWeights) -> Array:
     return w.in_DC
 
 
-def mix(a: DeltaNet, w: DeltaNetWeights, x_TD, rope, cache, hooks: LayerHooks, eps: float, axes: DeviceAxes):
+def mix(
+    a: DeltaNet,
+    w: DeltaNetWeights,
+    x_TD,
+    rope,
+    cache,
+    hooks: LayerHooks,
+    eps: float,
+    axes: DeviceAxes,
+):
     """Everything between the projections is in float32."""
     assert hooks.recur is not None, "there is no store of recurrent states"
     activation = ACTIVATIONS[a.activation]
@@ -70,7 +83,10 @@ def mix(a: DeltaNet, w: DeltaNetWeights, x_TD, rope, cache, hooks: LayerHooks, e
         x_TC, gates_TGN = inputs
         x_TC, tail = short_conv(x_TC, w.conv_CW, states["tail"], rows)
         x_TC = activation(x_TC)
-        q_TKH, k_TKH = (x.reshape(-1, a.key_heads, a.key_dim) for x in (x_TC[:, :keys], x_TC[:, keys : 2 * keys]))
+        q_TKH, k_TKH = (
+            x.reshape(-1, a.key_heads, a.key_dim)
+            for x in (x_TC[:, :keys], x_TC[:, keys : 2 * keys])
+        )
         q_TKH = normalize(q_TKH) * a.key_dim**-0.5
         k_TKH = normalize(k_TKH)
         v_TNH = x_TC[:, 2 * keys :].reshape(-1, a.heads, a.value_dim)

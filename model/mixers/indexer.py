@@ -41,7 +41,9 @@ def indexer_spec(config: ModelConfig, a: LatentAttention) -> IndexerWeights | No
         key_DH=matrix(config, (D,), (indexer.dim,), ("embed", None)),
         key_norm_H=norm,
         key_norm_bias_H=ArraySpec((indexer.dim,), jnp.dtype(jnp.float32), (None,), "zeros"),
-        weigh_DI=ArraySpec((D, indexer.heads), jnp.dtype(jnp.float32), ("embed", None), fan_in=D, inputs=(0,)),
+        weigh_DI=ArraySpec(
+            (D, indexer.heads), jnp.dtype(jnp.float32), ("embed", None), fan_in=D, inputs=(0,)
+        ),
     )
 
 
@@ -52,7 +54,9 @@ def picks_of(indexer: Indexer, w: IndexerWeights | None, x_TD, q_TA, rope) -> tu
     if w is None:
         return Picks(count=indexer.count), None
     q_TIH = rotate(einsum("TA,AIH->TIH", q_TA, w.q_up_AIH), rope)
-    key_TH = norm_alone(project("TD,DH->TH", x_TD, w.key_DH), LayerNorm(w.key_norm_H, w.key_norm_bias_H), EPSILON)
+    key_TH = norm_alone(
+        project("TD,DH->TH", x_TD, w.key_DH), LayerNorm(w.key_norm_H, w.key_norm_bias_H), EPSILON
+    )
     weight_TI = exact("TD,DI->TI", plain(x_TD), w.weigh_DI)
     weight_TI = weight_TI * (indexer.heads * indexer.dim) ** -0.5
     return Picks(q_TIH, weight_TI, indexer.count), rotate(key_TH[:, None], rope)

@@ -59,7 +59,16 @@ def reads(w: KimiDeltaWeights) -> Array:
     return w.in_DC
 
 
-def mix(a: KimiDelta, w: KimiDeltaWeights, x_TD, rope, cache, hooks: LayerHooks, eps: float, axes: DeviceAxes):
+def mix(
+    a: KimiDelta,
+    w: KimiDeltaWeights,
+    x_TD,
+    rope,
+    cache,
+    hooks: LayerHooks,
+    eps: float,
+    axes: DeviceAxes,
+):
     """Everything between the projections is in float32."""
     assert hooks.recur is not None, "there is no store of recurrent states"
     activation = ACTIVATIONS[a.activation]
@@ -74,11 +83,15 @@ def mix(a: KimiDelta, w: KimiDeltaWeights, x_TD, rope, cache, hooks: LayerHooks,
         decay_TNH = jnp.exp(-jnp.exp(w.fading_N)[:, None] * rate_TNH)
         q_TNH = normalize(q_TNH) * a.dim**-0.5
         beta_TN = jax.nn.sigmoid(beta_TN)
-        out_TNH, memory = delta_rule(q_TNH, normalize(k_TNH), v_TNH, decay_TNH, beta_TN, states["memory"], rows)
+        out_TNH, memory = delta_rule(
+            q_TNH, normalize(k_TNH), v_TNH, decay_TNH, beta_TN, states["memory"], rows
+        )
         return out_TNH, {"tail": tail, "memory": memory}
 
     in_TC = einsum("TD,DC->TC", x_TD, w.in_DC)
-    x_TC, decay_TR, gate_TR, beta_TN = jnp.split(in_TC, (3 * size, 3 * size + R, 3 * size + 2 * R), axis=1)
+    x_TC, decay_TR, gate_TR, beta_TN = jnp.split(
+        in_TC, (3 * size, 3 * size + R, 3 * size + 2 * R), axis=1
+    )
     decay_TNH = einsum("TR,RNH->TNH", decay_TR, w.decay_RNH).astype(jnp.float32)
     out_TNH, cache = hooks.recur((x_TC, decay_TNH, beta_TN.astype(jnp.float32)), run, cache)
     gate_TNH = einsum("TR,RNH->TNH", gate_TR, w.gate_RNH).astype(jnp.float32)

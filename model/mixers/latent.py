@@ -50,10 +50,16 @@ def spec(config: ModelConfig, a: LatentAttention) -> LatentWeights:
         q_up_ANH=matrix(config, (rank,), (N, H), (None, "heads", None)),
         kv_down_DA=matrix(config, (D,), (kv_width,), ("embed", None)),
         kv_norm_A=norm(A),
-        k_up_NAH=ArraySpec((N, A, a.nope_dim), dtype, ("heads", None, None), fan_in=A, inputs=(2,), stacked=True),
-        v_up_NHA=ArraySpec((N, a.v_dim, A), dtype, ("heads", None, None), fan_in=A, inputs=(2,), stacked=True),
+        k_up_NAH=ArraySpec(
+            (N, A, a.nope_dim), dtype, ("heads", None, None), fan_in=A, inputs=(2,), stacked=True
+        ),
+        v_up_NHA=ArraySpec(
+            (N, a.v_dim, A), dtype, ("heads", None, None), fan_in=A, inputs=(2,), stacked=True
+        ),
         out_NHD=matrix(config, (N, a.v_dim), (D,), ("heads", None, "embed")),
-        q_down_bias_A=ArraySpec((rank,), dtype, (None,), "zeros") if a.bias and not direct else None,
+        q_down_bias_A=ArraySpec((rank,), dtype, (None,), "zeros")
+        if a.bias and not direct
+        else None,
         kv_down_bias_A=ArraySpec((kv_width,), dtype, (None,), "zeros") if a.bias else None,
         out_bias_D=ArraySpec((D,), dtype, (None,), "zeros") if a.bias else None,
         indexer=indexer_spec(config, a),
@@ -65,7 +71,16 @@ def reads(w: LatentWeights) -> Array:
     return w.kv_down_DA
 
 
-def mix(a: LatentAttention, w: LatentWeights, x_TD, rope, cache, hooks: LayerHooks, eps: float, axes: DeviceAxes):
+def mix(
+    a: LatentAttention,
+    w: LatentWeights,
+    x_TD,
+    rope,
+    cache,
+    hooks: LayerHooks,
+    eps: float,
+    axes: DeviceAxes,
+):
     """MLA with absorbed up-projections: queries attend to the latents, which act as one shared KV
     head.
 

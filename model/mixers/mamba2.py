@@ -70,7 +70,9 @@ def reads(w: Mamba2Weights) -> Array:
     return w.in_DC
 
 
-def mix(a: Mamba2, w: Mamba2Weights, x_TD, rope, cache, hooks: LayerHooks, eps: float, axes: DeviceAxes):
+def mix(
+    a: Mamba2, w: Mamba2Weights, x_TD, rope, cache, hooks: LayerHooks, eps: float, axes: DeviceAxes
+):
     """Everything between the projections is in float32."""
     assert hooks.recur is not None, "there is no store of recurrent states"
     activation = ACTIVATIONS[a.activation]
@@ -87,10 +89,15 @@ def mix(a: Mamba2, w: Mamba2Weights, x_TD, rope, cache, hooks: LayerHooks, eps: 
         x_TC, tail = short_conv(x_TC, w.conv_CW, states["tail"], rows)
         x_TC = activation(x_TC if w.conv_bias_C is None else x_TC + w.conv_bias_C)
         v_TNH = x_TC[:, :values].reshape(-1, a.heads, a.value_dim)
-        k_TGH, q_TGH = (x_TC[:, at : at + keys].reshape(-1, a.groups, a.key_dim) for at in (values, values + keys))
+        k_TGH, q_TGH = (
+            x_TC[:, at : at + keys].reshape(-1, a.groups, a.key_dim)
+            for at in (values, values + keys)
+        )
         step_TN = jnp.maximum(jax.nn.softplus(step_TN + w.step_bias_N), a.least_step)
         decay_TN = jnp.exp(-jnp.exp(w.rate_N) * step_TN)
-        out_TNH, memory = delta_rule(q_TGH, k_TGH, v_TNH, decay_TN, step_TN, states["memory"], rows, corrects=False)
+        out_TNH, memory = delta_rule(
+            q_TGH, k_TGH, v_TNH, decay_TN, step_TN, states["memory"], rows, corrects=False
+        )
         return out_TNH + w.direct_N[:, None] * v_TNH, {"tail": tail, "memory": memory}
 
     in_TC = project("TD,DC->TC", x_TD, w.in_DC, w.in_bias_C)
@@ -101,6 +108,10 @@ def mix(a: Mamba2, w: Mamba2Weights, x_TD, rope, cache, hooks: LayerHooks, eps: 
     out_TC = out_TNH.reshape(-1, values) * activation(gate_TC.astype(jnp.float32))
     if w.norm_C is not None:
         norm_axis = axes.tensor if a.spread else UNSPLIT
-        out_TGC = norm_alone(out_TC.reshape(-1, a.groups, values // a.groups), None, eps, axis=norm_axis)
+        out_TGC = norm_alone(
+            out_TC.reshape(-1, a.groups, values // a.groups), None, eps, axis=norm_axis
+        )
         out_TC = out_TGC.reshape(-1, values) * w.norm_C
-    return add_up("TC,CD->TD", out_TC.astype(in_TC.dtype), w.out_CD, w.out_bias_D, axes.tensor), cache
+    return add_up(
+        "TC,CD->TD", out_TC.astype(in_TC.dtype), w.out_CD, w.out_bias_D, axes.tensor
+    ), cache

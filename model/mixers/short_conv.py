@@ -46,7 +46,16 @@ def reads(w: ShortConvWeights) -> Array:
     return w.in_DC
 
 
-def mix(a: ShortConv, w: ShortConvWeights, x_TD, rope, cache, hooks: LayerHooks, eps: float, axes: DeviceAxes):
+def mix(
+    a: ShortConv,
+    w: ShortConvWeights,
+    x_TD,
+    rope,
+    cache,
+    hooks: LayerHooks,
+    eps: float,
+    axes: DeviceAxes,
+):
     """Everything between the projections is in float32."""
     assert hooks.recur is not None, "there is no store of recurrent states"
 

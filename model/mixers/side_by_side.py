@@ -23,7 +23,18 @@ def reads(w: SideBySideWeights) -> Any:
     return attention.reads(w.attention)
 
 
-def mix(a: SideBySide, w: SideBySideWeights, x_TD, rope, cache, hooks: LayerHooks, eps: float, axes: DeviceAxes):
-    attention_TD, cache = attention.mix(a.attention, w.attention, x_TD, rope, cache, hooks, eps, axes)
+def mix(
+    a: SideBySide,
+    w: SideBySideWeights,
+    x_TD,
+    rope,
+    cache,
+    hooks: LayerHooks,
+    eps: float,
+    axes: DeviceAxes,
+):
+    attention_TD, cache = attention.mix(
+        a.attention, w.attention, x_TD, rope, cache, hooks, eps, axes
+    )
     mamba_TD, cache = mamba2.mix(a.mamba, w.mamba, x_TD, rope, cache, hooks, eps, axes)
     return attention_TD * a.scales[0] + mamba_TD * a.scales[1], cache

@@ -51,14 +51,24 @@ DEVICES = {
     "h100": Device(79.6 * 2**30, 3.35e12, 989e12, 450e9, 50e9, "NVIDIA H100 SXM, NVLink 4"),
     "a100": Device(80.0 * 2**30, 2.04e12, 312e12, 300e9, 25e9, "NVIDIA A100 SXM 80 GB, NVLink 3"),
     "l4": Device(22.5 * 2**30, 0.3e12, 121e12, 32e9, 12.5e9, "NVIDIA L4, PCIe 4"),
-    "rtx-5090": Device(31.8 * 2**30, 1.792e12, 209.5e12, 64e9, 12.5e9, "NVIDIA GeForce RTX 5090, PCIe 5"),
-    "rtx-4090": Device(24.0 * 2**30, 1.008e12, 165.2e12, 32e9, 12.5e9, "NVIDIA GeForce RTX 4090, PCIe 4"),
+    "rtx-5090": Device(
+        31.8 * 2**30, 1.792e12, 209.5e12, 64e9, 12.5e9, "NVIDIA GeForce RTX 5090, PCIe 5"
+    ),
+    "rtx-4090": Device(
+        24.0 * 2**30, 1.008e12, 165.2e12, 32e9, 12.5e9, "NVIDIA GeForce RTX 4090, PCIe 4"
+    ),
     "tpu-v5e": Device(16.0 * 2**30, 0.819e12, 197e12, 200e9, 3.125e9, "a chip of Google's TPU v5e"),
     "tpu-v5p": Device(95.0 * 2**30, 2.765e12, 459e12, 600e9, 6.25e9, "a chip of Google's TPU v5p"),
-    "tpu-v6e": Device(32.0 * 2**30, 1.638e12, 918e12, 400e9, 12.5e9, "a chip of Google's TPU v6e, Trillium"),
-    "tpu-v7x": Device(192.0 * 2**30, 7.38e12, 2307e12, 600e9, 12.5e9, "a chip of Google's TPU7x, Ironwood"),
+    "tpu-v6e": Device(
+        32.0 * 2**30, 1.638e12, 918e12, 400e9, 12.5e9, "a chip of Google's TPU v6e, Trillium"
+    ),
+    "tpu-v7x": Device(
+        192.0 * 2**30, 7.38e12, 2307e12, 600e9, 12.5e9, "a chip of Google's TPU7x, Ironwood"
+    ),
     # Measured. A copy counts as a read and a write; the network has 10 Gb/s.
-    "cpu": Device(16.0 * 2**30, 24e9, 0.78e12, 12e9, 1.25e9, "two x86 cores with AVX-512 and AMX, as measured"),
+    "cpu": Device(
+        16.0 * 2**30, 24e9, 0.78e12, 12e9, 1.25e9, "two x86 cores with AVX-512 and AMX, as measured"
+    ),
 }
 
 
@@ -74,7 +84,9 @@ class CacheKind:
 
     def sequence_bytes(self, length: int) -> int:
         """Bytes of a sequence of this length."""
-        return self.fixed + self.token_bytes * (length if self.window is None else min(length, self.window))
+        return self.fixed + self.token_bytes * (
+            length if self.window is None else min(length, self.window)
+        )
 
 
 def layer_token_bytes(attention, dtype: str) -> int:
@@ -82,16 +94,24 @@ def layer_token_bytes(attention, dtype: str) -> int:
     head.
     """
     bits = 4 if dtype == "int4" else 8 * jnp.dtype(dtype).itemsize
-    return sum(heads * (width * bits // 8 + (4 if bits <= 8 else 0)) for heads, width in attention.cached)
+    return sum(
+        heads * (width * bits // 8 + (4 if bits <= 8 else 0)) for heads, width in attention.cached
+    )
 
 
 def state_bytes(config: ModelConfig, layers: Iterable[int] | None = None, drafts: int = 0) -> int:
     """Bytes of a sequence's recurrent states (float32) in all or some layers, with the inputs of
     `drafts` draft tokens.
     """
-    mixers = [config.layers[index].attention for index in config.state_layers if layers is None or index in layers]
+    mixers = [
+        config.layers[index].attention
+        for index in config.state_layers
+        if layers is None or index in layers
+    ]
     elements = sum(math.prod(shape) for mixer in mixers for shape in mixer.kept.values())
-    return 4 * (elements + drafts * sum(math.prod(shape) for mixer in mixers for shape in mixer.inputs))
+    return 4 * (
+        elements + drafts * sum(math.prod(shape) for mixer in mixers for shape in mixer.inputs)
+    )
 
 
 def cache_kinds(config: ModelConfig) -> tuple[CacheKind, ...]:
@@ -110,10 +130,16 @@ def cache_kinds(config: ModelConfig) -> tuple[CacheKind, ...]:
             continue
         name = "latent" if attention.kind == "latent" else "full"
         name = name if attention.window is None else f"window {attention.window}"
-        counts[name, layer_token_bytes(attention, config.layer_kv_dtype(index)), attention.window] += 1
+        counts[
+            name, layer_token_bytes(attention, config.layer_kv_dtype(index)), attention.window
+        ] += 1
     return tuple(
-        CacheKind(name, count, count * token_bytes, window, state_bytes(config) if name == "state" else 0)
-        for (name, token_bytes, window), count in sorted(counts.items(), key=lambda item: item[0][0] == "shared")
+        CacheKind(
+            name, count, count * token_bytes, window, state_bytes(config) if name == "state" else 0
+        )
+        for (name, token_bytes, window), count in sorted(
+            counts.items(), key=lambda item: item[0][0] == "shared"
+        )
     )
 
 
@@ -127,7 +153,8 @@ def kv_read_bytes(config: ModelConfig, length: int) -> int:
     read it.
     """
     return state_bytes(config) + sum(
-        layer_token_bytes(config.layers[owner].attention, config.layer_kv_dtype(owner)) * seen(layer.attention, length)
+        layer_token_bytes(config.layers[owner].attention, config.layer_kv_dtype(owner))
+        * seen(layer.attention, length)
         for layer, owner in zip(config.layers, config.kv_owner, strict=True)
     )
 
@@ -159,18 +186,29 @@ def operations(config: ModelConfig, length: int) -> float:
     if config.per_layer_dim:
         total += 2 * dense_specs(config).per_layer_proj_DLA.size
     for layer, weights in zip(config.layers, dense_specs(config).layers, strict=True):
-        total += 2 * (active_weights(config, layer, weights) + score_width(layer) * seen(layer.attention, length))
+        total += 2 * (
+            active_weights(config, layer, weights)
+            + score_width(layer) * seen(layer.attention, length)
+        )
     return total
 
 
-def active_weights(config: ModelConfig, layer: Layer, weights: LayerWeights, expert: int = 1) -> float:
+def active_weights(
+    config: ModelConfig, layer: Layer, weights: LayerWeights, expert: int = 1
+) -> float:
     """Weights of a layer that a token is multiplied with, if `expert` devices share the work of its
     experts.
     """
     experts = 0
     if layer.moe is not None:  # router, then the selected experts
-        experts = config.dim * (layer.moe.experts + layer.moe.top_k * (2 + layer.moe.gated) * layer.moe.dim / expert)
-    matrices = [*matrix_sizes(weights.attention), *matrix_sizes(weights.mlp), *matrix_sizes(weights.per_layer)]
+        experts = config.dim * (
+            layer.moe.experts + layer.moe.top_k * (2 + layer.moe.gated) * layer.moe.dim / expert
+        )
+    matrices = [
+        *matrix_sizes(weights.attention),
+        *matrix_sizes(weights.mlp),
+        *matrix_sizes(weights.per_layer),
+    ]
     return sum(matrices) + experts
 
 
@@ -185,15 +223,25 @@ def matrix_sizes(weights) -> list[int]:
     return [spec.size for spec in specs if spec is not None and spec.init == "normal"]
 
 
-def sequences_that_fit(config: ModelConfig, length: int, memory: float, weights: ModelWeights | None = None) -> int:
+def sequences_that_fit(
+    config: ModelConfig, length: int, memory: float, weights: ModelWeights | None = None
+) -> int:
     """The number of sequences of this length that fit into memory beside the weights."""
     return max(0, math.floor((memory - weight_bytes(config, weights)) / kv_bytes(config, length)))
 
 
-def balance_batch(config: ModelConfig, length: int, device: Device, weights: ModelWeights | None = None) -> float:
+def balance_batch(
+    config: ModelConfig, length: int, device: Device, weights: ModelWeights | None = None
+) -> float:
     """The batch at which a decode step's arithmetic takes as long as its reads.
 
     Infinite if each further sequence adds more reads than arithmetic.
     """
-    compute = operations(config, length) / device.flops - kv_read_bytes(config, length) / device.bandwidth
-    return math.inf if compute <= 0 else read_weight_bytes(config, weights) / device.bandwidth / compute
+    compute = (
+        operations(config, length) / device.flops - kv_read_bytes(config, length) / device.bandwidth
+    )
+    return (
+        math.inf
+        if compute <= 0
+        else read_weight_bytes(config, weights) / device.bandwidth / compute
+    )

@@ -85,7 +85,13 @@ def meshes(config: ModelConfig, devices: int) -> list[dict[str, int]]:
         return [n for n in range(1, min(number, limit) + 1) if number % n == 0]
 
     return [
-        {"data": data, "pipe": remaining // context // data, "context": context, "tensor": tensor, "expert": expert}
+        {
+            "data": data,
+            "pipe": remaining // context // data,
+            "context": context,
+            "tensor": tensor,
+            "expert": expert,
+        }
         for tensor in divisors(devices, MACHINE)
         if fits("tensor", tensor)
         for expert in divisors(devices // tensor, devices)
@@ -101,7 +107,13 @@ def meshes(config: ModelConfig, devices: int) -> list[dict[str, int]]:
 class Planner:
     """Estimates for one model on many meshes; results that depend on some axes only are cached."""
 
-    def __init__(self, config: ModelConfig, device: Device, work: Workload, weights: ModelWeights | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: Device,
+        work: Workload,
+        weights: ModelWeights | None = None,
+    ):
         self.config = config
         self.device = device
         self.work = work
@@ -130,11 +142,15 @@ class Planner:
         stage_list = stages(self.config, sizes["pipe"])
         data = sizes["data"]
         local_config, _ = self.split_model(sizes["tensor"])
-        weight_bytes = [sum(jax.tree.leaves(self.stage_weights(sizes, stage))) for stage in stage_list]
+        weight_bytes = [
+            sum(jax.tree.leaves(self.stage_weights(sizes, stage))) for stage in stage_list
+        ]
         sequence_bytes = [
             sum(
                 -(
-                    -layer_token_bytes(local_config.layers[index].attention, local_config.layer_kv_dtype(index))
+                    -layer_token_bytes(
+                        local_config.layers[index].attention, local_config.layer_kv_dtype(index)
+                    )
                     // sizes["context"]
                 )
                 * seen(local_config.layers[index].attention, work.length)
@@ -144,9 +160,15 @@ class Planner:
             + state_bytes(local_config, stage.layers)
             for stage in stage_list
         ]
-        capacity = [(self.device.memory - a) // max(b, 1) for a, b in zip(weight_bytes, sequence_bytes, strict=True)]
+        capacity = [
+            (self.device.memory - a) // max(b, 1)
+            for a, b in zip(weight_bytes, sequence_bytes, strict=True)
+        ]
         batch = -(-work.batch // data)  # sequences of a replica
-        fullest = max(range(len(stage_list)), key=lambda stage: weight_bytes[stage] + batch * sequence_bytes[stage])
+        fullest = max(
+            range(len(stage_list)),
+            key=lambda stage: weight_bytes[stage] + batch * sequence_bytes[stage],
+        )
         step_batch = -(-batch // sizes["pipe"])  # sequences of a step
         decode = self.time(sizes, step_batch, step_batch, work.length, False)
         # A chunk in the middle of a prompt.
@@ -164,11 +186,19 @@ class Planner:
 
     def stage_weights(self, sizes: Mapping[str, int], stage: Stage) -> ModelWeights:
         """Bytes of each leaf on a device of a stage."""
-        leaf_bytes = self.leaf_bytes(sizes["tensor"], sizes["expert"] * sizes["context"] * sizes["data"])
+        leaf_bytes = self.leaf_bytes(
+            sizes["tensor"], sizes["expert"] * sizes["context"] * sizes["data"]
+        )
         stage_bytes = stage_weights(leaf_bytes, stage)
-        return stage_bytes.replace(embed_VD=leaf_bytes.embed_VD) if self.config.tied and stage.is_last else stage_bytes
+        return (
+            stage_bytes.replace(embed_VD=leaf_bytes.embed_VD)
+            if self.config.tied and stage.is_last
+            else stage_bytes
+        )
 
-    def time(self, sizes: Mapping[str, int], num_tokens: int, seqs: int, length: int, prompts: bool) -> StepTime:
+    def time(
+        self, sizes: Mapping[str, int], num_tokens: int, seqs: int, length: int, prompts: bool
+    ) -> StepTime:
         """The time of a step of so many tokens and sequences, which attend to `length` positions
         each.
         """
@@ -182,21 +212,37 @@ class Planner:
         for stage in stage_list:
             leaf_bytes = self.stage_weights(sizes, stage)
             operations = 0.0
-            read = float(sum(jax.tree.leaves(leaf_bytes.replace(layers=(), per_layer_embed_VLA=None))))
+            read = float(
+                sum(jax.tree.leaves(leaf_bytes.replace(layers=(), per_layer_embed_VLA=None)))
+            )
             if not (self.config.tied and stage.is_last):
                 read -= sum(jax.tree.leaves(leaf_bytes.embed_VD))  # only one row for each token
             for index, weights in zip(stage.layers, leaf_bytes.layers, strict=True):
                 layer = local_config.layers[index]
                 experts = (
-                    0 if weights.moe is None else sum(jax.tree.leaves((weights.moe.up_EDGF, weights.moe.down_EFD)))
+                    0
+                    if weights.moe is None
+                    else sum(jax.tree.leaves((weights.moe.up_EDGF, weights.moe.down_EFD)))
                 )
-                read += sum(jax.tree.leaves(weights)) - experts * (1 - chosen(layer, num_tokens * sizes["data"]))
+                read += sum(jax.tree.leaves(weights)) - experts * (
+                    1 - chosen(layer, num_tokens * sizes["data"])
+                )
                 cached = layer_token_bytes(
-                    local_config.layers[local_config.kv_owner[index]].attention, local_config.layer_kv_dtype(index)
+                    local_config.layers[local_config.kv_owner[index]].attention,
+                    local_config.layer_kv_dtype(index),
                 )
-                read += seqs * (cached * seen(layer.attention, length) / context + state_bytes(local_config, [index]))
-                operations += 2 * tokens_per_device * active_weights(local_config, layer, specs[index], expert_sharing)
-                operations += 2 * num_tokens * score_width(layer) * seen(layer.attention, length) / context
+                read += seqs * (
+                    cached * seen(layer.attention, length) / context
+                    + state_bytes(local_config, [index])
+                )
+                operations += (
+                    2
+                    * tokens_per_device
+                    * active_weights(local_config, layer, specs[index], expert_sharing)
+                )
+                operations += (
+                    2 * num_tokens * score_width(layer) * seen(layer.attention, length) / context
+                )
             if stage.is_last:
                 operations += 2 * seqs * self.config.dim * self.config.vocab_size / sizes["tensor"]
             sent = [
@@ -205,12 +251,20 @@ class Planner:
             ]
             if not stage.is_last:
                 sent.append(self.stage_transfer_cost(sizes, tokens_per_device))
-            times = read / device.bandwidth, operations / device.flops, sum(seconds for _, seconds in sent)
-            stage_times.append((*times, max(times[:2]) + times[2], sum(nbytes for nbytes, _ in sent)))
+            times = (
+                read / device.bandwidth,
+                operations / device.flops,
+                sum(seconds for _, seconds in sent),
+            )
+            stage_times.append(
+                (*times, max(times[:2]) + times[2], sum(nbytes for nbytes, _ in sent))
+            )
         read, compute, send, total, nbytes = zip(*stage_times, strict=True)
         return StepTime(sum(read), sum(compute), sum(send), sum(total), max(total), max(nbytes))
 
-    def collective_cost(self, collective: Collective, sizes: Mapping[str, int]) -> tuple[float, float]:
+    def collective_cost(
+        self, collective: Collective, sizes: Mapping[str, int]
+    ) -> tuple[float, float]:
         """(bytes sent by a device, seconds) of a collective: within machines, then between them."""
         count = math.prod(sizes[name] for name in collective.axes)
         machine_devices = math.prod(
@@ -251,7 +305,11 @@ def chosen(layer: Layer, num_tokens: int) -> float:
 
 
 def evaluate_meshes(
-    config: ModelConfig, device: Device, work: Workload, devices: int, weights: ModelWeights | None = None
+    config: ModelConfig,
+    device: Device,
+    work: Workload,
+    devices: int,
+    weights: ModelWeights | None = None,
 ) -> list[MeshEstimate]:
     """An estimate for each mesh of `devices` devices."""
     planner = Planner(config, device, work, weights)
@@ -263,35 +321,52 @@ def required_bytes(choice: MeshEstimate, work: Workload) -> int:
     return choice.weight_bytes + -(-work.batch // choice.sizes["data"]) * choice.sequence_bytes
 
 
-def rank_meshes(candidates: list[MeshEstimate], work: Workload, objective: str = "throughput") -> list[MeshEstimate]:
+def rank_meshes(
+    candidates: list[MeshEstimate], work: Workload, objective: str = "throughput"
+) -> list[MeshEstimate]:
     """The meshes that hold the workload, best first: by throughput, latency or prompts."""
     keys = {
         "throughput": lambda choice: (-choice.tokens_a_second, choice.decode.total),
         "latency": lambda choice: (choice.decode.total, -choice.tokens_a_second),
         "prompts": lambda choice: (-choice.prompt_tokens_a_second, choice.prompt.total),
     }
-    return sorted((choice for choice in candidates if choice.sequences >= work.batch), key=keys[objective])
+    return sorted(
+        (choice for choice in candidates if choice.sequences >= work.batch), key=keys[objective]
+    )
 
 
 def no_mesh_error(
-    config: ModelConfig, device: Device, work: Workload, devices: int, weights: ModelWeights | None = None
+    config: ModelConfig,
+    device: Device,
+    work: Workload,
+    devices: int,
+    weights: ModelWeights | None = None,
 ) -> ModelError:
     """The error that says why no mesh holds the workload, and what would."""
     candidates = evaluate_meshes(config, device, work, devices, weights)
     if not candidates:
-        fewer = next(n for power in range(devices.bit_length() - 1, -1, -1) if meshes(config, n := 2**power))
-        return ModelError(f"--devices is {devices}, over which this model cannot be split; use {fewer}, for example")
+        fewer = next(
+            n for power in range(devices.bit_length() - 1, -1, -1) if meshes(config, n := 2**power)
+        )
+        return ModelError(
+            f"--devices is {devices}, over which this model cannot be split; use {fewer}, for "
+            "example"
+        )
     smallest = min(candidates, key=lambda choice: required_bytes(choice, work))
     max_sequences = max(choice.sequences for choice in candidates)
     required_gib = required_bytes(smallest, work) / 2**30
     text = (
-        f"no mesh of {devices} devices holds {work.batch} sequences of {work.length} tokens: a device "
-        f"needs at least {required_gib:.1f} GiB, {smallest.weight_bytes / 2**30:.1f} of them weights, and it has "
-        f"{device.memory / 2**30:.1f}"
+        f"no mesh of {devices} devices holds {work.batch} sequences of {work.length} tokens: a "
+        f"device needs at least {required_gib:.1f} GiB, {smallest.weight_bytes / 2**30:.1f} of "
+        f"them weights, and it has {device.memory / 2**30:.1f}"
     )
     fewer_devices = 2 ** ((devices - 1).bit_length() - 1) if devices > 1 else 1  # a power of two
     device_counts = (fewer_devices, *(n * devices for n in (2, 4, 8, 16)))
-    sufficient = (n for n in device_counts if rank_meshes(evaluate_meshes(config, device, work, n, weights), work))
+    sufficient = (
+        n
+        for n in device_counts
+        if rank_meshes(evaluate_meshes(config, device, work, n, weights), work)
+    )
     remedies = [f"--batch {max_sequences} or less"] if max_sequences else []
     remedies += [f"--devices {n}" for n in (next(sufficient, None),) if n is not None]
     return ModelError(f"{text}; use {' or '.join(remedies) or 'devices with more memory'}")

@@ -22,7 +22,11 @@ class Collective:
 
 
 def traffic(
-    config: ModelConfig, sizes: Mapping[str, int], num_tokens: int, prompts: bool, stage: Stage | None = None
+    config: ModelConfig,
+    sizes: Mapping[str, int],
+    num_tokens: int,
+    prompts: bool,
+    stage: Stage | None = None,
 ) -> list[Collective]:
     """The collectives of the embedding and of the layers, of all stages or one; those of sampling
     are negligible.
@@ -32,7 +36,9 @@ def traffic(
         num_tokens: tokens of each replica.
         prompts: the step has prompt tokens, which are split over `context`.
     """
-    tensor, expert, context, data = (sizes.get(axis, 1) for axis in ("tensor", "expert", "context", "data"))
+    tensor, expert, context, data = (
+        sizes.get(axis, 1) for axis in ("tensor", "expert", "context", "data")
+    )
     tokens_per_device = -(-num_tokens // context) if prompts else num_tokens  # outside attention
     itemsize = jnp.dtype(config.dtype).itemsize
     hidden_bytes = tokens_per_device * config.dim * itemsize
@@ -45,11 +51,18 @@ def traffic(
     if tensor > 1 and stage.is_first:
         all_reduce(hidden_bytes, "tensor")
         if config.per_layer_dim:
-            all_reduce(tokens_per_device * len(config.layers) * config.per_layer_dim * itemsize, "tensor")
+            all_reduce(
+                tokens_per_device * len(config.layers) * config.per_layer_dim * itemsize, "tensor"
+            )
     for layer in config.layers[stage.layers.start : stage.layers.stop]:
         if context > 1:
             collectives += context_traffic(
-                layer, tensor, context, tokens_per_device * context if prompts else num_tokens, prompts, itemsize
+                layer,
+                tensor,
+                context,
+                tokens_per_device * context if prompts else num_tokens,
+                prompts,
+                itemsize,
             )
         if tensor > 1:
             if getattr(layer.attention, "qk_norm", None) == "all":  # one number for each token
@@ -61,7 +74,13 @@ def traffic(
         if layer.moe is not None and (data > 1 or layer.moe.spare or (prompts and context > 1)):
             same_rows = expert if prompts else context * expert
             collectives += expert_dispatch_traffic(
-                layer.moe, tensor, same_rows, data * context * expert, tokens_per_device, config.dim, itemsize
+                layer.moe,
+                tensor,
+                same_rows,
+                data * context * expert,
+                tokens_per_device,
+                config.dim,
+                itemsize,
             )
         elif layer.moe is not None and tensor * context * expert > 1:
             all_reduce(hidden_bytes, "tensor", "context", "expert")
@@ -69,7 +88,13 @@ def traffic(
 
 
 def expert_dispatch_traffic(
-    moe: Moe, tensor: int, same_rows: int, num_devices: int, num_tokens: int, dim: int, itemsize: int
+    moe: Moe,
+    tensor: int,
+    same_rows: int,
+    num_devices: int,
+    num_tokens: int,
+    dim: int,
+    itemsize: int,
 ) -> list[Collective]:
     """The collectives of sending tokens to experts on `num_devices` devices and back, in one round.
 
@@ -78,15 +103,22 @@ def expert_dispatch_traffic(
     tokens_per_device = -(-num_tokens // same_rows)
     axes = ("data", "context", "expert")
     buffer_bytes = (
-        num_devices * capacity(tokens_per_device, moe.top_k, num_devices, moe.slots // num_devices) * dim * itemsize
+        num_devices
+        * capacity(tokens_per_device, moe.top_k, num_devices, moe.slots // num_devices)
+        * dim
+        * itemsize
     )
     collectives = [Collective("all-gather", axes, 4 * num_devices * moe.slots)]
     collectives += [Collective("all-to-all", axes, buffer_bytes)] * 2
     if tensor > 1:
-        collectives.append(Collective("all-reduce", ("tensor",), tokens_per_device * dim * itemsize))
+        collectives.append(
+            Collective("all-reduce", ("tensor",), tokens_per_device * dim * itemsize)
+        )
     if same_rows > 1:
         collectives.append(
-            Collective("all-gather", ("context", "expert"), same_rows * tokens_per_device * dim * itemsize)
+            Collective(
+                "all-gather", ("context", "expert"), same_rows * tokens_per_device * dim * itemsize
+            )
         )
     return collectives
 
@@ -98,11 +130,12 @@ def context_traffic(
     attention = layer.attention.split(tensor)
     query, values = attention.widths
     arrays = [attention.heads * query] + [
-        heads * itemsize for heads, itemsize in (attention.cached if attention.kv_source is None else ())
+        heads * itemsize
+        for heads, itemsize in (attention.cached if attention.kv_source is None else ())
     ]
     sums = 4 * num_tokens * attention.heads * (values + 2)
     if not prompts:
         return [Collective("all-gather", ("context",), context * sums)]
-    return [Collective("all-gather", ("context",), num_tokens * array * itemsize) for array in arrays] + [
-        Collective("all-to-all", ("context",), sums)
-    ]
+    return [
+        Collective("all-gather", ("context",), num_tokens * array * itemsize) for array in arrays
+    ] + [Collective("all-to-all", ("context",), sums)]

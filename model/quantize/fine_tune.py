@@ -46,7 +46,9 @@ class TuningState:
 
     @classmethod
     def start(cls, factors: Arrays) -> "TuningState":
-        return cls(factors, *({name: np.zeros_like(x) for name, x in factors.items()} for _ in range(2)))
+        return cls(
+            factors, *({name: np.zeros_like(x) for name, x in factors.items()} for _ in range(2))
+        )
 
     @classmethod
     def read(cls, file: Path) -> "TuningState":
@@ -59,7 +61,12 @@ class TuningState:
     def write(self, file: Path) -> None:
         fields = enumerate((self.factors, self.first_moment, self.second_moment))
         publish_tensors(
-            file, {f"{number}/{name}": np.asarray(x) for number, arrays in fields for name, x in arrays.items()}
+            file,
+            {
+                f"{number}/{name}": np.asarray(x)
+                for number, arrays in fields
+                for name, x in arrays.items()
+            },
         )
 
 
@@ -73,8 +80,9 @@ def check(stored: StoredFormat) -> None:
             or scale_layout[1][0][:1] != (256,)
         ):
             raise ModelError(
-                "fine_tune_epochs is for formats whose outputs have scales in floating point, such as e8p-2, or "
-                f"int4-64 laid out as compressed-tensors; quantization is {group.quant!r}, laid out as {stored.method}"
+                "fine_tune_epochs is for formats whose outputs have scales in floating point, "
+                "such as e8p-2, or int4-64 laid out as compressed-tensors; quantization is "
+                f"{group.quant!r}, laid out as {stored.method}"
             )
 
 
@@ -96,7 +104,9 @@ def tune(
     tensors = {name: quantised.get(tensor.name, tensor) for name, tensor in source.tensors.items()}
     tuned_source = replace(source, tensors=tensors)  # with norms that the method may have changed
     leaves = [tuned_source.leaves(index) for index in range(count)]
-    finished_epochs = [number for number in range(epochs + 1) if epoch_file(folder, number).exists()]
+    finished_epochs = [
+        number for number in range(epochs + 1) if epoch_file(folder, number).exists()
+    ]
     state = (
         TuningState.read(epoch_file(folder, finished_epochs[-1]))
         if finished_epochs
@@ -119,14 +129,20 @@ def tune(
                 batch = entering[batch_index]
                 step_inputs = batch.x, batch.positions_T, targets[batch_index], batch.shape
                 try:
-                    state = step(state, layers, head_weights, *step_inputs, rate, number + 1, config)
+                    state = step(
+                        state, layers, head_weights, *step_inputs, rate, number + 1, config
+                    )
                 except (NotImplementedError, ValueError) as error:
                     raise ModelError(
-                        f"fine-tuning needs gradients, and this model of the family {config.family} has none: {error}"
+                        "fine-tuning needs gradients, and this model of the family "
+                        f"{config.family} has none: {error}"
                     ) from None
             state.write(epoch_file(folder, epoch + 1))
             progress(epoch + 1)
-    publish_tensors(folder / "fine-tuned.safetensors", changed_tensors(tuned_source, quantised, leaves, state.factors))
+    publish_tensors(
+        folder / "fine-tuned.safetensors",
+        changed_tensors(tuned_source, quantised, leaves, state.factors),
+    )
     return {**quantised, **read_header(folder / "fine-tuned.safetensors")}
 
 
@@ -137,7 +153,9 @@ def epoch_file(folder: Path, epoch: int) -> Path:
 def learning_rate(number: int, steps: int) -> float:
     """Linear warm-up, then cosine decay."""
     up = max(1, round(WARM * steps))
-    return RATE * min((number + 1) / up, (1 + math.cos(math.pi * max(0, number - up) / max(1, steps - up))) / 2)
+    return RATE * min(
+        (number + 1) / up, (1 + math.cos(math.pi * max(0, number - up) / max(1, steps - up))) / 2
+    )
 
 
 def make_factors(leaves: Sequence[Mapping[str, Leaf]]) -> Arrays:
@@ -146,7 +164,10 @@ def make_factors(leaves: Sequence[Mapping[str, Leaf]]) -> Arrays:
     for index, layer_leaves in enumerate(leaves):
         for name, leaf in layer_leaves.items():
             if leaf.rounded:
-                shape = [1 if axis in leaf.spec.inputs else size for axis, size in enumerate(leaf.spec.shape)]
+                shape = [
+                    1 if axis in leaf.spec.inputs else size
+                    for axis, size in enumerate(leaf.spec.shape)
+                ]
                 factors[f"{index}.{name}"] = np.ones(shape, np.float32)
             elif is_norm(name, layer_leaves):
                 factors[f"{index}.{name}"] = np.ones(leaf.spec.shape, np.float32)
@@ -199,7 +220,9 @@ def divergence(
         state = layer_function(index)(factors, weights, state)
 
     def log_probs(x_TD):
-        return jax.nn.log_softmax(decoder.logits(head_weights, decoder.final_norm(head_weights, x_TD, config), config))
+        return jax.nn.log_softmax(
+            decoder.logits(head_weights, decoder.final_norm(head_weights, x_TD, config), config)
+        )
 
     dense_TV = log_probs(target_TD)
     predicted_TV = log_probs(state[0][0])
@@ -212,12 +235,18 @@ def adam(state: TuningState, grads: Arrays, rate: Any, number: Any) -> TuningSta
     """One step of Adam (arXiv 1412.6980); `number` counts from 1."""
     a, b = DECAYS
     first_moment = jax.tree.map(lambda mean, g: a * mean + (1 - a) * g, state.first_moment, grads)
-    second_moment = jax.tree.map(lambda mean, g: b * mean + (1 - b) * jnp.square(g), state.second_moment, grads)
+    second_moment = jax.tree.map(
+        lambda mean, g: b * mean + (1 - b) * jnp.square(g), state.second_moment, grads
+    )
 
     def moved(factor, mean, square):
-        return factor - rate * (mean / (1 - a**number)) / (jnp.sqrt(square / (1 - b**number)) + LEAST)
+        return factor - rate * (mean / (1 - a**number)) / (
+            jnp.sqrt(square / (1 - b**number)) + LEAST
+        )
 
-    return TuningState(jax.tree.map(moved, state.factors, first_moment, second_moment), first_moment, second_moment)
+    return TuningState(
+        jax.tree.map(moved, state.factors, first_moment, second_moment), first_moment, second_moment
+    )
 
 
 @partial(jax.jit, static_argnames=("shape", "config"))
@@ -225,26 +254,37 @@ def step(
     state: TuningState, layers: Any, head_weights: Any, x: Any, positions_T: Any, target_TD: Any,
     shape: tuple[int, int], rate: Any, number: Any, config: ModelConfig,
 ) -> TuningState:  # fmt: skip
-    grads = jax.grad(divergence)(state.factors, layers, head_weights, x, positions_T, target_TD, shape, config)
+    grads = jax.grad(divergence)(
+        state.factors, layers, head_weights, x, positions_T, target_TD, shape, config
+    )
     return adam(state, grads, rate, number)
 
 
 def changed_tensors(
-    source: CheckpointSource, quantised: Mapping[str, Tensor], leaves: Sequence[Mapping[str, Leaf]], factors: Arrays
+    source: CheckpointSource,
+    quantised: Mapping[str, Tensor],
+    leaves: Sequence[Mapping[str, Leaf]],
+    factors: Arrays,
 ) -> dict[str, np.ndarray]:
     """The tensors that fine-tuning changed, by their names in files."""
     changed: dict[str, np.ndarray] = {}
     for index, layer_leaves in enumerate(leaves):
         for name, leaf in layer_leaves.items():
-            factor = np.asarray(factors[f"{index}.{name}"]) if f"{index}.{name}" in factors else None
+            factor = (
+                np.asarray(factors[f"{index}.{name}"]) if f"{index}.{name}" in factors else None
+            )
             if factor is not None and leaf.rounded:
                 for tensor_name, factor_by_output in leaf_to_tensors(
                     leaf.sources, np.broadcast_to(factor, leaf.spec.shape)
                 ).items():
                     scale = source.tensors[tensor_name].name.removesuffix(".weight") + SCALE
                     old_scale = quantised[scale].read()
-                    factor_by_output = factor_by_output[:, 0].reshape(-1, *(1,) * (old_scale.ndim - 1))
-                    changed[scale] = (old_scale.astype(np.float32) * factor_by_output).astype(old_scale.dtype)
+                    factor_by_output = factor_by_output[:, 0].reshape(
+                        -1, *(1,) * (old_scale.ndim - 1)
+                    )
+                    changed[scale] = (old_scale.astype(np.float32) * factor_by_output).astype(
+                        old_scale.dtype
+                    )
             elif factor is not None:
                 (stored,) = divide_norm(source, leaf, 1 / factor)[0].items()
                 changed[source.tensors[stored[0]].name] = stored[1]

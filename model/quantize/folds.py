@@ -51,13 +51,19 @@ def find_folds(config: ModelConfig, index: int, leaves: dict[str, Leaf]) -> list
         if len(read_by) == 1 and a.kv_source is None and not a.tied_kv and not a.v_norm:
             K = a.kv_heads
             heads = (a.kv_heads, a.heads // a.kv_heads, a.head_dim)
-            candidates.append(Fold(("attention.out_NHD",), None, qkv, "attention.qkv_bias_GH", np.s_[-K:], heads))
+            candidates.append(
+                Fold(("attention.out_NHD",), None, qkv, "attention.qkv_bias_GH", np.s_[-K:], heads)
+            )
     norm = norm_scale_leaf("pre_mlp_norm_D", leaves)
     if has_plain_mlp and norm is not None and not layer.parallel:
         candidates.append(Fold((up,), norm=norm))
     if mlp is not None and mlp.gated:
         candidates.append(Fold(("mlp.down_FD",), None, up, "mlp.up_bias_GF", np.s_[1]))
-    return [fold for fold in candidates if all(leaves[name].rounded for name in (*fold.readers, fold.matrix) if name)]
+    return [
+        fold
+        for fold in candidates
+        if all(leaves[name].rounded for name in (*fold.readers, fold.matrix) if name)
+    ]
 
 
 def norm_scale_leaf(name: str, leaves: dict[str, Leaf]) -> str | None:
@@ -66,7 +72,9 @@ def norm_scale_leaf(name: str, leaves: dict[str, Leaf]) -> str | None:
     return names[0] if len(names) == 1 else None
 
 
-def divide_norm(source: CheckpointSource, leaf: Leaf, s: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def divide_norm(
+    source: CheckpointSource, leaf: Leaf, s: np.ndarray
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Divide a norm's scale by s.
 
     Returns the tensor, and the exact divisors after rounding to its dtype. An offset of the stored
@@ -79,12 +87,17 @@ def divide_norm(source: CheckpointSource, leaf: Leaf, s: np.ndarray) -> tuple[di
     scale = source_tensor.turn(stored).astype(np.float32)
     stored = (scale / s - offset).astype(tensor.dtype)
     new_scale = source_tensor.turn(stored).astype(np.float32)
-    exact = np.divide(scale, new_scale, out=np.ones_like(scale), where=(new_scale != 0) & (scale != 0))
+    exact = np.divide(
+        scale, new_scale, out=np.ones_like(scale), where=(new_scale != 0) & (scale != 0)
+    )
     return {source_tensor.name: stored}, exact
 
 
 def divisors(leaf: Leaf, outputs: Any, s: np.ndarray) -> dict[str, np.ndarray]:
     """The divisors of a leaf's tensors, where its `outputs` are divided by s."""
-    divisor = np.ones([size for axis, size in enumerate(leaf.spec.shape) if axis not in leaf.spec.inputs], np.float32)
+    divisor = np.ones(
+        [size for axis, size in enumerate(leaf.spec.shape) if axis not in leaf.spec.inputs],
+        np.float32,
+    )
     divisor[outputs] = s
     return leaf_to_tensors(leaf.sources, np.broadcast_to(divisor, leaf.spec.shape))

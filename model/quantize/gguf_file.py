@@ -93,21 +93,34 @@ def save(
 
 
 def plan_writing(
-    folder: Path, out: Path, config: ModelConfig, kind: str, hf_overrides: Mapping[str, Any] | None = None
+    folder: Path,
+    out: Path,
+    config: ModelConfig,
+    kind: str,
+    hf_overrides: Mapping[str, Any] | None = None,
 ) -> GgufPlan:
     """Plan what `save` writes. All errors in the arguments are raised here, before any write."""
     if kind not in WRITTEN:
-        raise ModelError(f"layout is 'gguf', which has {', '.join(WRITTEN)}; quantization is {kind!r}")
+        raise ModelError(
+            f"layout is 'gguf', which has {', '.join(WRITTEN)}; quantization is {kind!r}"
+        )
     if out.suffix != ".gguf":
         raise ModelError(f"layout is 'gguf', which is one file: {out} must end in .gguf")
     if os.path.lexists(out):
         raise ModelError(f"{out} is there already; give a new file")
     if orbax.holds_weights(folder):
-        raise ModelError(f"{folder} is a converted checkpoint; give the folder of safetensors that it was made from")
+        raise ModelError(
+            f"{folder} is a converted checkpoint; give the folder of safetensors that it was "
+            "made from"
+        )
     if find_gguf(folder) is not None:
-        raise ModelError(f"{folder} is made of a GGUF file; give the folder of safetensors that it was made from")
+        raise ModelError(
+            f"{folder} is made of a GGUF file; give the folder of safetensors that it was made from"
+        )
     if config.stored is not None:
-        raise ModelError(f"{folder} is quantised already: its config.json has a quantization_config")
+        raise ModelError(
+            f"{folder} is quantised already: its config.json has a quantization_config"
+        )
     hf = merge_overrides(read_json(folder / "config.json"), hf_overrides or {})
     text = wrapper.text_config(hf) if "text_config" in hf else hf
     metadata, factors = model_metadata(config, text, kind, folder.resolve().name)
@@ -129,11 +142,19 @@ def plan_writing(
     for name, origin in origins(architecture, shapes, reread_config).items():
         (source,) = origin.parts
         pieces.setdefault(source.name, []).append(TensorPiece(source, tensors[name]))
-    kinds = {tensor_name: (block_type_for(tensor_name, shape, kind), shape) for tensor_name, shape in shapes.items()}
+    kinds = {
+        tensor_name: (block_type_for(tensor_name, shape, kind), shape)
+        for tensor_name, shape in shapes.items()
+    }
     generation = folder / "generation_config.json"
     metadata |= sampling_metadata(read_json(generation) if generation.is_file() else {})
     return GgufPlan(
-        architecture, reread_config, metadata | read_tokenizer_metadata(folder, config), kinds, pieces, factors
+        architecture,
+        reread_config,
+        metadata | read_tokenizer_metadata(folder, config),
+        kinds,
+        pieces,
+        factors,
     )
 
 
@@ -144,8 +165,9 @@ def block_type_for(name: str, shape: tuple[int, ...], kind: str) -> BlockType:
     block_type = WRITTEN["Q8_0" if kind in FEW_BITS and name in TABLES else kind]
     if shape[-1] % block_type.elements:
         raise ModelError(
-            f"the tensor {name} has {shape[-1]} inputs, which do not divide by the {block_type.elements} of a block of "
-            f"{block_type.name}; F16, BF16 and F32 have no blocks"
+            f"the tensor {name} has {shape[-1]} inputs, which do not divide by the "
+            f"{block_type.elements} of a block of {block_type.name}; F16, BF16 and F32 have no "
+            "blocks"
         )
     return block_type
 
@@ -156,9 +178,17 @@ def read_tokenizer_metadata(folder: Path, config: ModelConfig) -> dict[str, Any]
     if not file.exists():
         raise ModelError(f"{file} does not exist; a GGUF file has the tokenizer in it")
     text_tokenizer = Tokenizer(folder)
-    special = {name.removesuffix("_token"): token for name, token in text_tokenizer.special_tokens.items()}
-    metadata = tokenizer_metadata(file.read_text(), config.vocab_size, special, sorted(text_tokenizer.eos_token_ids))
-    return metadata if text_tokenizer.chat_template is None else metadata | {TEMPLATE: text_tokenizer.chat_template}
+    special = {
+        name.removesuffix("_token"): token for name, token in text_tokenizer.special_tokens.items()
+    }
+    metadata = tokenizer_metadata(
+        file.read_text(), config.vocab_size, special, sorted(text_tokenizer.eos_token_ids)
+    )
+    return (
+        metadata
+        if text_tokenizer.chat_template is None
+        else metadata | {TEMPLATE: text_tokenizer.chat_template}
+    )
 
 
 def tensor_values(
@@ -172,7 +202,9 @@ def tensor_values(
         change = tensor_change(plan.architecture, name, plan.config)
         blocks = None
         for piece in plan.pieces[name]:
-            piece_blocks = encode_source(precomputed.get(piece.source.name, piece.source), change, kind, name)
+            piece_blocks = encode_source(
+                precomputed.get(piece.source.name, piece.source), change, kind, name
+            )
             if piece.origin_part.rows is not None:
                 permuted = np.empty_like(piece_blocks)
                 permuted[piece.origin_part.rows] = piece_blocks
@@ -180,7 +212,11 @@ def tensor_values(
             if piece.origin_part.expert is None:
                 blocks = piece_blocks
             else:
-                blocks = np.empty((shape[0], *piece_blocks.shape), np.uint8) if blocks is None else blocks
+                blocks = (
+                    np.empty((shape[0], *piece_blocks.shape), np.uint8)
+                    if blocks is None
+                    else blocks
+                )
                 blocks[piece.origin_part.expert] = piece_blocks
             progress(piece.source.nbytes)
         assert blocks is not None
@@ -192,7 +228,9 @@ def encode_source(source: Any, change: Change, kind: BlockType, name: str) -> np
     if isinstance(source, Matrix) and kind.name in CALIBRATED_TYPES:
         assert change.inverse is None and source.format is not None
         codes, scale = source.fields_for(source.format).values()
-        blocks = CALIBRATED_TYPES[kind.name][1](scale.reshape(-1, 1), codes.reshape(-1, kind.elements))
+        blocks = CALIBRATED_TYPES[kind.name][1](
+            scale.reshape(-1, 1), codes.reshape(-1, kind.elements)
+        )
     else:
         value = source.read()
         value = value if change.inverse is None else change.inverse(value)
@@ -210,6 +248,11 @@ def encode_values(numbers: np.ndarray, kind: BlockType, name: str) -> np.ndarray
         if not np.isfinite(strip.astype(np.float32)).all():
             raise ModelError(f"the tensor {name} holds a value that is not finite")
         out[at : at + step] = kind.encode(strip)
-        if kind.is_plain and not np.isfinite(out[at : at + step].view(kind.dtype).astype(np.float32)).all():
-            raise ModelError(f"the tensor {name} holds a number that is too large for {kind.name}; BF16 holds it")
+        if (
+            kind.is_plain
+            and not np.isfinite(out[at : at + step].view(kind.dtype).astype(np.float32)).all()
+        ):
+            raise ModelError(
+                f"the tensor {name} holds a number that is too large for {kind.name}; BF16 holds it"
+            )
     return out

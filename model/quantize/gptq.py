@@ -14,7 +14,12 @@ TRIES = 4  # attempts to make H positive definite, each with ten times the dampi
 
 
 def gptq(
-    W: np.ndarray, H: np.ndarray, grid: Grid, act_order: bool = False, damp: float = DAMP, search: bool = True
+    W: np.ndarray,
+    H: np.ndarray,
+    grid: Grid,
+    act_order: bool = False,
+    damp: float = DAMP,
+    search: bool = True,
 ) -> CodedMatrix:
     """Codes Q of W [O, I] with a small (W - Q) H (W - Q)^T, where H [I, I] is the sum of x x^T.
 
@@ -57,8 +62,12 @@ def gptq(
                 if not static and i % size == 0:
                     # The group with the errors so far compensated best.
                     group = np.s_[i : i + size]
-                    moved_IO = np.linalg.solve(M[group, group].T, target_IO[group] - exact_IO[group])
-                    scales[:, g : g + 1], zeros[:, g : g + 1] = fit((exact_IO[group] + moved_IO).T, weight[group])
+                    moved_IO = np.linalg.solve(
+                        M[group, group].T, target_IO[group] - exact_IO[group]
+                    )
+                    scales[:, g : g + 1], zeros[:, g : g + 1] = fit(
+                        (exact_IO[group] + moved_IO).T, weight[group]
+                    )
                     scales_GO[g] = scales[:, g]
                     zeros_GO[g] = zeros[:, g]
                     inverse_GO[g] = reciprocals(scales_GO[g])
@@ -67,7 +76,9 @@ def gptq(
                 codes_IO[order[i]] = code
                 error_IO[i - start] = exact_IO[i] - (code - zeros_GO[g]) * scales_GO[g]
                 target_IO[i + 1 : last] += M[i, i + 1 : last, None] * error_IO[i - start]
-            target_IO[last:stop] += M[first:last, last:stop].T @ error_IO[first - start : last - start]
+            target_IO[last:stop] += (
+                M[first:last, last:stop].T @ error_IO[first - start : last - start]
+            )
         target_IO[stop:] += M[start:stop, stop:].T @ error_IO
     return CodedMatrix(np.ascontiguousarray(codes_IO.T), scales, zeros)
 
@@ -92,7 +103,10 @@ def upper_cholesky(H: np.ndarray, damp: float) -> np.ndarray:
             return np.linalg.cholesky(H[::-1, ::-1])[::-1, ::-1]
         except np.linalg.LinAlgError:
             damp = max(10 * damp, 1e-6)
-    raise ModelError("inputs over the calibration text depend on each other too closely, even damped; give more text")
+    raise ModelError(
+        "inputs over the calibration text depend on each other too closely, even damped; give "
+        "more text"
+    )
 
 
 def inverse_cholesky(H: np.ndarray, damp: float) -> np.ndarray:

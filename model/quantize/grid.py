@@ -47,7 +47,9 @@ class Grid:
     def fit(self, W: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(scales, zeros) that map the extremes of each group in W [O, I] to the end codes."""
         size = self.group or W.shape[1]
-        grouped = np.pad(W.astype(np.float32), ((0, 0), (0, -W.shape[1] % size))).reshape(len(W), -1, size)
+        grouped = np.pad(W.astype(np.float32), ((0, 0), (0, -W.shape[1] % size))).reshape(
+            len(W), -1, size
+        )
         if self.has_zeros:
             low = np.minimum(grouped.min(2), 0)
             high = np.maximum(grouped.max(2), 0)
@@ -56,7 +58,10 @@ class Grid:
         if self.bits == 8:
             top = np.abs(grouped).max(2) / (self.middle - 1)
         else:  # the value with the largest magnitude gets the code without a counterpart
-            top = np.take_along_axis(grouped, np.abs(grouped).argmax(2)[..., None], 2)[..., 0] / -self.middle
+            top = (
+                np.take_along_axis(grouped, np.abs(grouped).argmax(2)[..., None], 2)[..., 0]
+                / -self.middle
+            )
         return top.astype(self.scale_dtype), np.full(top.shape, self.middle, np.float32)
 
     def best_fit(self, W: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -75,7 +80,9 @@ class Grid:
         padding = -I % size
         grouped_NS = np.pad(W.astype(np.float32), ((0, 0), (0, padding))).reshape(-1, size)
         weight_GS = np.pad(weight.astype(np.float32), (0, padding)).reshape(-1, size)
-        weight_GS = weight_GS / np.maximum(weight_GS.max(1, keepdims=True), np.finfo(np.float32).tiny)
+        weight_GS = weight_GS / np.maximum(
+            weight_GS.max(1, keepdims=True), np.finfo(np.float32).tiny
+        )
         group_N = np.arange(len(grouped_NS)) % len(weight_GS)
         chunk = min(CHUNK, 1 << (len(grouped_NS) - 1).bit_length())  # limits compiled shapes
         fitted = []
@@ -86,7 +93,8 @@ class Grid:
             weight_SN = np.pad(weight_GS[group_N[chunk_range]], missing).T
             fitted.append(least_error(values_SN, weight_SN, self))
         scales, zeros = (
-            np.concatenate(arrays)[: len(grouped_NS)].reshape(O, -1) for arrays in zip(*fitted, strict=True)
+            np.concatenate(arrays)[: len(grouped_NS)].reshape(O, -1)
+            for arrays in zip(*fitted, strict=True)
         )
         return scales.astype(self.scale_dtype), zeros
 
@@ -105,7 +113,9 @@ class Grid:
 
     def decode(self, coded: CodedMatrix) -> np.ndarray:
         """Dequantise to float32."""
-        scales, zeros = (self.spread(shared, coded.codes.shape[1]) for shared in (coded.scales, coded.zeros))
+        scales, zeros = (
+            self.spread(shared, coded.codes.shape[1]) for shared in (coded.scales, coded.zeros)
+        )
         return (coded.codes.astype(np.float32) - zeros) * scales
 
 
@@ -171,8 +181,11 @@ def grid_for_format(name: str) -> Grid:
     if isinstance(node, Grouped) and node.code == "int8" and node.least is None:
         return Grid(8, node.group)
     integer_formats = [
-        format_name for format_name, scheme in quant.stored_schemes().items() if scheme.weights["type"] == "int"
+        format_name
+        for format_name, scheme in quant.stored_schemes().items()
+        if scheme.weights["type"] == "int"
     ]
     raise ModelError(
-        f"quantization is {name!r}, whose codes are no integers; this method rounds to {', '.join(integer_formats)}"
+        f"quantization is {name!r}, whose codes are no integers; this method rounds to "
+        f"{', '.join(integer_formats)}"
     )

@@ -32,7 +32,9 @@ class Inputs:
 
 
 def empty_inputs(size: int) -> Inputs:
-    return Inputs(np.zeros((size, size), np.float32), np.zeros(size, np.float32), np.zeros(size, np.float32))
+    return Inputs(
+        np.zeros((size, size), np.float32), np.zeros(size, np.float32), np.zeros(size, np.float32)
+    )
 
 
 def measure_inputs(arrays: Sequence[Any]) -> Inputs:
@@ -40,7 +42,9 @@ def measure_inputs(arrays: Sequence[Any]) -> Inputs:
     x_RI = jnp.concatenate(arrays)
     # Zero rows do not change the sums, and limit the number of compiled shapes.
     padding = (1 << (len(x_RI) - 1).bit_length()) - len(x_RI)
-    return Inputs(*(np.asarray(value) for value in input_sums(jnp.pad(x_RI, ((0, padding), (0, 0))))))
+    return Inputs(
+        *(np.asarray(value) for value in input_sums(jnp.pad(x_RI, ((0, padding), (0, 0)))))
+    )
 
 
 @jax.jit

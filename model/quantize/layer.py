@@ -28,7 +28,10 @@ METHODS = ("gptq", "awq", "smoothquant", "squeezellm", "quip")
 # The formats that a method supports, if not the integer formats.
 METHOD_FORMATS: dict[str, tuple[str, Callable[[Scheme], bool]]] = {
     "smoothquant": ("that round activations", lambda scheme: scheme.activations is not None),
-    "squeezellm": ("whose outputs have tables of their own", lambda scheme: scheme.weights["type"] == "codebook"),
+    "squeezellm": (
+        "whose outputs have tables of their own",
+        lambda scheme: scheme.weights["type"] == "codebook",
+    ),
     "quip": ("of points of a lattice", lambda scheme: scheme.weights["type"] == "lattice"),
 }
 
@@ -52,7 +55,8 @@ class Method:
         if not fits(schemes[quant.stored_name(self.quant)]):
             right = ", ".join(name for name, scheme in schemes.items() if fits(scheme))
             raise ModelError(
-                f"method is {self.name!r}, which is for formats {words}: {right}; quantization is {self.quant!r}"
+                f"method is {self.name!r}, which is for formats {words}: {right}; quantization is "
+                f"{self.quant!r}"
             )
 
     @property
@@ -76,13 +80,17 @@ class Method:
     def group_of(self, tensor: str) -> StoredGroup | None:
         """The format group of a matrix; None if it stays unquantised."""
         module = tensor.removesuffix(".weight")
-        return self.stored.groups[0] if len(self.stored.groups) == 1 else self.stored.group_of(module)
+        return (
+            self.stored.groups[0] if len(self.stored.groups) == 1 else self.stored.group_of(module)
+        )
 
     def scales(self, W: np.ndarray, inputs: Inputs, fold: Fold) -> np.ndarray:
         """The scales by which the inputs of W [O, I] are divided."""
         if self.name == "awq":
             return awq.scales(W, inputs.H, fold.reduce_heads(inputs.total, np.mean), self.grid)
-        return smoothquant.scales(fold.reduce_heads(inputs.top, np.max), fold.reduce_heads(np.abs(W).max(0), np.max))
+        return smoothquant.scales(
+            fold.reduce_heads(inputs.top, np.max), fold.reduce_heads(np.abs(W).max(0), np.max)
+        )
 
     def tensors(
         self, matrices: Sequence[np.ndarray], statistics: CalibrationData, group: StoredGroup
@@ -96,15 +104,24 @@ class Method:
         specs = partial(specs_for_matrix, group)
         if not isinstance(statistics, Inputs):
             pairs = zip(matrices, np.split(statistics, boundaries), strict=True)
-            return [specs(matrix).fitted(matrix, matrix_weights).parts(group.form) for matrix, matrix_weights in pairs]
+            return [
+                specs(matrix).fitted(matrix, matrix_weights).parts(group.form)
+                for matrix, matrix_weights in pairs
+            ]
         if self.name == "gptq":
             coded = gptq(W, statistics.H, grid_for_format(group.quant), self.act_order)
             fields_by_matrix = zip(*(np.split(field, boundaries) for field in coded), strict=True)
-            return [stored_tensors(CodedMatrix(*fields), self.stored, group) for fields in fields_by_matrix]
+            return [
+                stored_tensors(CodedMatrix(*fields), self.stored, group)
+                for fields in fields_by_matrix
+            ]
         if self.name == "quip":
             codes, scale = quip(W, statistics.H, specs(W).bits)
             fields_by_matrix = zip(
-                matrices, np.split(codes, boundaries, axis=1), np.split(scale, boundaries), strict=True
+                matrices,
+                np.split(codes, boundaries, axis=1),
+                np.split(scale, boundaries),
+                strict=True,
             )
             return [
                 specs(matrix).made(code, matrix_scale).parts(group.form)
@@ -112,7 +129,10 @@ class Method:
             ]
         W = awq.clip_weights(W, statistics.H, self.grid) if self.name == "awq" else W
         largest = float(np.abs(W).max())
-        return [round_matrix(matrix, self.stored, group, lambda: largest) for matrix in np.split(W, boundaries)]
+        return [
+            round_matrix(matrix, self.stored, group, lambda: largest)
+            for matrix in np.split(W, boundaries)
+        ]
 
 
 def specs_for_matrix(group: StoredGroup, matrix: np.ndarray) -> Any:
@@ -120,7 +140,9 @@ def specs_for_matrix(group: StoredGroup, matrix: np.ndarray) -> Any:
     return node_specs(group, *matrix.shape)
 
 
-def stored_tensors(coded: CodedMatrix, stored: StoredFormat, group: StoredGroup) -> dict[str, np.ndarray]:
+def stored_tensors(
+    coded: CodedMatrix, stored: StoredFormat, group: StoredGroup
+) -> dict[str, np.ndarray]:
     node = node_specs(group, *coded.codes.shape).coded(coded.codes.T, coded.scales.T, coded.zeros.T)
     return cast(CodesWriter, writer_for_format(stored)).parts(node, group)
 
@@ -135,7 +157,10 @@ def round_layer(
     leaves = source.leaves(index)
     dtype = jnp.dtype(source.config.dtype)
     W = {
-        source_tensor.name: source.tensors[source_tensor.name].read().astype(dtype).astype(np.float32)
+        source_tensor.name: source.tensors[source_tensor.name]
+        .read()
+        .astype(dtype)
+        .astype(np.float32)
         for leaf in leaves.values()
         if leaf.rounded
         for source_tensor in leaf.sources
@@ -155,7 +180,9 @@ def round_layer(
         matrices = [W.pop(name) for name in names]
         if group is None:
             continue
-        for name, matrix_tensors in zip(names, method.tensors(matrices, statistics[key], group), strict=True):
+        for name, matrix_tensors in zip(
+            names, method.tensors(matrices, statistics[key], group), strict=True
+        ):
             stem = source.tensors[name].name.removesuffix(".weight")
             out |= {stem + ending: value for ending, value in matrix_tensors.items()}
     return out
@@ -170,18 +197,29 @@ def apply_fold(
     method: Method,
 ) -> tuple[dict[str, np.ndarray], dict[Key, Inputs], dict[str, np.ndarray]]:
     """(matrices, inputs, other tensors) after folding scales into the inputs' producer."""
-    names = [source_tensor.name for reader in fold.readers for source_tensor in leaves[reader].sources]
-    s = method.scales(np.concatenate([W[name] for name in names]), inputs[fold.readers[0], None], fold)
+    names = [
+        source_tensor.name for reader in fold.readers for source_tensor in leaves[reader].sources
+    ]
+    s = method.scales(
+        np.concatenate([W[name] for name in names]), inputs[fold.readers[0], None], fold
+    )
     changed: dict[str, np.ndarray] = {}
     if fold.norm is not None:
         changed, s = divide_norm(source, leaves[fold.norm], s)
     else:
         assert fold.matrix is not None
         divisor = fold.by_output(s)
-        W = W | {name: W[name] / value for name, value in divisors(leaves[fold.matrix], fold.outputs, divisor).items()}
+        W = W | {
+            name: W[name] / value
+            for name, value in divisors(leaves[fold.matrix], fold.outputs, divisor).items()
+        }
         if fold.bias in leaves:
             for name, value in divisors(leaves[fold.bias], fold.outputs, divisor).items():
                 bias = source.tensors[name].read()
                 changed[name] = (bias.astype(np.float32) / value).astype(bias.dtype)
     W = W | {name: W[name] * s for name in names}
-    return W, inputs | {(reader, None): inputs[reader, None].divided(s) for reader in fold.readers}, changed
+    return (
+        W,
+        inputs | {(reader, None): inputs[reader, None].divided(s) for reader in fold.readers},
+        changed,
+    )

@@ -58,13 +58,18 @@ def choose(
                 leaves.append((leaf, format_choices(source, leaf, stored)))
         progress(index + 1)
     count = sum(
-        np.prod(source.tensors[source_tensor.name].shape) for leaf, _ in leaves for source_tensor in leaf.sources
+        np.prod(source.tensors[source_tensor.name].shape)
+        for leaf, _ in leaves
+        for source_tensor in leaf.sources
     )
     chosen = best_choices(bits * float(count), [candidates for _, candidates in leaves])
     if chosen is None:
-        least_bits = sum(min(candidate.bits for candidate in candidates) for _, candidates in leaves) / count
+        least_bits = (
+            sum(min(candidate.bits for candidate in candidates) for _, candidates in leaves) / count
+        )
         raise ModelError(
-            f"bits is {bits:g}; the matrices of this model can be {least_bits:.3g} bits a weight at the least"
+            f"bits is {bits:g}; the matrices of this model can be {least_bits:.3g} bits a weight "
+            "at the least"
         )
     return {
         source.tensors[source_tensor.name].name: candidate.quant
@@ -73,7 +78,9 @@ def choose(
     }
 
 
-def format_choices(source: CheckpointSource, leaf: Leaf, gradients: Mapping[str, Tensor]) -> list[FormatChoice]:
+def format_choices(
+    source: CheckpointSource, leaf: Leaf, gradients: Mapping[str, Tensor]
+) -> list[FormatChoice]:
     """The candidate formats of a weight, with their sizes and losses."""
     dtype = jnp.dtype(source.config.dtype)
     tensors = [source.tensors[source_tensor.name] for source_tensor in leaf.sources]
@@ -85,7 +92,10 @@ def format_choices(source: CheckpointSource, leaf: Leaf, gradients: Mapping[str,
         stored = stored_format(name)
         (group,) = stored.groups
         try:
-            layouts = [writer_for_format(stored).layout(tensor.name, group, tensor.shape) for tensor in tensors]
+            layouts = [
+                writer_for_format(stored).layout(tensor.name, group, tensor.shape)
+                for tensor in tensors
+            ]
         except ModelError:  # its group does not divide the inputs
             continue
         bits = sum(
@@ -95,20 +105,28 @@ def format_choices(source: CheckpointSource, leaf: Leaf, gradients: Mapping[str,
             if not ending.endswith("_shape")
         )
         changes = (grid_for_format(name).nearest(value) - value for value in values)
-        loss = sum(float((square * np.square(change)).sum()) for square, change in zip(squares, changes, strict=True))
+        loss = sum(
+            float((square * np.square(change)).sum())
+            for square, change in zip(squares, changes, strict=True)
+        )
         candidates.append(FormatChoice(name, bits, loss / 2))
     return candidates
 
 
 def stored_format(name: str) -> StoredFormat:
     """The stored format for matrices in one format."""
-    stored = split_quantization({"quantization_config": make_quantization_config("compressed-tensors", name, ())})[1]
+    stored = split_quantization(
+        {"quantization_config": make_quantization_config("compressed-tensors", name, ())}
+    )[1]
     assert stored is not None
     return stored
 
 
-def best_choices(budget: float, candidates_by_weight: Sequence[Sequence[FormatChoice]]) -> list[FormatChoice] | None:
-    """The format choice for each weight with the least total loss within a budget of bits; None if none fits.
+def best_choices(
+    budget: float, candidates_by_weight: Sequence[Sequence[FormatChoice]]
+) -> list[FormatChoice] | None:
+    """The format choice for each weight with the least total loss within a budget of bits; None if
+    none fits.
 
     A knapsack by dynamic programming: bits are counted in shares of the budget, rounded up.
     """

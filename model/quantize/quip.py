@@ -7,7 +7,9 @@ from ...ops.quant.hadamard import rotated
 from .gptq import BLOCK, inverse_cholesky
 
 
-def quip(W: np.ndarray, H: np.ndarray, bits: int, damp: float = 0.01) -> tuple[np.ndarray, np.ndarray]:
+def quip(
+    W: np.ndarray, H: np.ndarray, bits: int, damp: float = 0.01
+) -> tuple[np.ndarray, np.ndarray]:
     """(codes [stages, O, I / 8], scales [O, 1]) with a small (W - Q) H (W - Q)^T, as in `gptq`."""
     W = np.asfortranarray(rotated(W))
     H = rotated(rotated(H.astype(np.float32)).T)
@@ -33,5 +35,7 @@ def quip(W: np.ndarray, H: np.ndarray, bits: int, damp: float = 0.01) -> tuple[n
     WH = W @ H
     numerator = (exact * WH).sum(1, keepdims=True)
     denominator = (W * WH).sum(1, keepdims=True)
-    scale = np.divide(numerator, denominator, out=scale.copy(), where=(denominator > 0) & (scale > 0))
+    scale = np.divide(
+        numerator, denominator, out=scale.copy(), where=(denominator > 0) & (scale > 0)
+    )
     return np.concatenate(codes, axis=2), scale

@@ -27,14 +27,19 @@ def read_samples(path: Path, tokenizer: Tokenizer, count: int, length: int) -> l
         raise ModelError(f"calibration text {path} cannot be read: {error}") from None
     lines = enumerate(text.splitlines(), 1)
     if path.suffix == ".jsonl":
-        documents = [tokenize_line(path, number, line, tokenizer) for number, line in lines if line.strip()]
+        documents = [
+            tokenize_line(path, number, line, tokenizer) for number, line in lines if line.strip()
+        ]
     else:
         documents = [tokenizer.encode(text)]
     ids, char_ends = tokenizer.encode_with_ends("a")
     prefix = ids[: next((place for place, end in enumerate(char_ends) if end), 0)]
     pieces = [piece for ids in documents for piece in split_pieces(ids, prefix, length)]
     if not text.strip() or not pieces:
-        raise ModelError(f"calibration text {path} is empty; give some pages of what the model will read and write")
+        raise ModelError(
+            f"calibration text {path} is empty; give some pages of what the model will read "
+            "and write"
+        )
     return Random(0).sample(pieces, count) if len(pieces) > count else pieces
 
 
@@ -57,9 +62,13 @@ def tokenize_line(path: Path, number: int, line: str, tokenizer: Tokenizer) -> l
     document = document if isinstance(document, dict) else {}
     if isinstance(document.get("messages"), list):
         if path == BUNDLED and tokenizer.chat_template is None:  # a base model
-            return tokenizer.encode("\n\n".join(message["content"] for message in document["messages"]))
+            return tokenizer.encode(
+                "\n\n".join(message["content"] for message in document["messages"])
+            )
         try:
-            prompt = tokenizer.apply_chat_template(document["messages"], add_generation_prompt=False)
+            prompt = tokenizer.apply_chat_template(
+                document["messages"], add_generation_prompt=False
+            )
         except PromptError as error:
             raise ModelError(f"{place}: {error}") from None
         return tokenizer.encode(prompt, add_special_tokens=False)

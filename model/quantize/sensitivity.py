@@ -21,7 +21,9 @@ def write(source: CheckpointSource, samples: Sequence[Sequence[int]], folder: Pa
     """Write the squared gradients of each layer to a file, unless all files exist."""
     files = [gradients_file(folder, index) for index in range(len(source.config.layers))]
     if not all(file.exists() for file in files):
-        squared_gradients(source, samples, lambda index, squares: publish_tensors(files[index], squares))
+        squared_gradients(
+            source, samples, lambda index, squares: publish_tensors(files[index], squares)
+        )
 
 
 def read(source: CheckpointSource, index: int, folder: Path) -> dict[Key, np.ndarray]:
@@ -30,7 +32,9 @@ def read(source: CheckpointSource, index: int, folder: Path) -> dict[Key, np.nda
     squares_by_key = {}
     for leaf in source.leaves(index).values():
         for source_tensor in leaf.sources if leaf.rounded else ():
-            squares_by_key.setdefault(leaf.key(source_tensor), []).append(stored[source_tensor.name].read())
+            squares_by_key.setdefault(leaf.key(source_tensor), []).append(
+                stored[source_tensor.name].read()
+            )
     return {key: np.concatenate(squares) for key, squares in squares_by_key.items()}
 
 
@@ -39,7 +43,9 @@ def gradients_file(folder: Path, index: int) -> Path:
 
 
 def squared_gradients(
-    source: CheckpointSource, samples: Sequence[Sequence[int]], keep: Callable[[int, dict[str, np.ndarray]], None]
+    source: CheckpointSource,
+    samples: Sequence[Sequence[int]],
+    keep: Callable[[int, dict[str, np.ndarray]], None],
 ) -> None:
     """Call `keep(index, squares)` for each layer, last first; `squares` are by matrix name.
 
@@ -51,11 +57,19 @@ def squared_gradients(
     count = len(config.layers)
     samples = [ids for ids in samples if len(ids) > 1]
     if not samples:
-        raise ModelError("the calibration text has no piece of two tokens or more, and gradients need a next one")
+        raise ModelError(
+            "the calibration text has no piece of two tokens or more, and gradients need a next one"
+        )
     longest = max(map(len, samples))  # sequences are padded to one length, to compile once
-    tokens = [np.pad(np.array([ids], np.int32), ((0, 0), (0, longest - len(ids)))) for ids in samples]
-    positions = [np.where(np.arange(longest) < len(ids), np.arange(longest), -1)[None] for ids in samples]
-    batches = [whole.embed_batch(embedding, *pair, config) for pair in zip(tokens, positions, strict=True)]
+    tokens = [
+        np.pad(np.array([ids], np.int32), ((0, 0), (0, longest - len(ids)))) for ids in samples
+    ]
+    positions = [
+        np.where(np.arange(longest) < len(ids), np.arange(longest), -1)[None] for ids in samples
+    ]
+    batches = [
+        whole.embed_batch(embedding, *pair, config) for pair in zip(tokens, positions, strict=True)
+    ]
     entered: list[list[whole.Batch]] = []
     for index in range(count):
         weights = source.layer(index)
@@ -76,8 +90,12 @@ def loss_gradient(head_weights: Any, batch: whole.Batch, tokens_T: Any, config: 
 
     def loss(state):
         (x_TD, _), _ = state
-        logits_TV = decoder.logits(head_weights, decoder.final_norm(head_weights, x_TD, config), config)
-        log_prob_T1 = jnp.take_along_axis(jax.nn.log_softmax(logits_TV[:-1]), tokens_T[1:, None], axis=1)
+        logits_TV = decoder.logits(
+            head_weights, decoder.final_norm(head_weights, x_TD, config), config
+        )
+        log_prob_T1 = jnp.take_along_axis(
+            jax.nn.log_softmax(logits_TV[:-1]), tokens_T[1:, None], axis=1
+        )
         return -jnp.where(batch.positions_T[1:, None] >= 0, log_prob_T1, 0).sum()
 
     return jax.grad(loss)((batch.x, batch.cache))
@@ -102,7 +120,10 @@ def layer_gradients(
             return output.x, output.cache
 
         by_weights, by_state = jax.vjp(run, [arrays[at] for at in rounded], state)[1](grad)
-        return [square + jnp.square(gradient) for square, gradient in zip(total, by_weights, strict=True)], by_state
+        return [
+            square + jnp.square(gradient)
+            for square, gradient in zip(total, by_weights, strict=True)
+        ], by_state
 
     total = [jnp.zeros_like(arrays[at]) for at in rounded]
     entering = []
@@ -111,8 +132,8 @@ def layer_gradients(
             total, by_state = back(arrays, batch.positions_T, (batch.x, batch.cache), grad, total)
         except (NotImplementedError, ValueError) as error:
             raise ModelError(
-                f"the method needs gradients, and layer {index} of this model of the family {source.dense.family} has "
-                f"none: {error}"
+                f"the method needs gradients, and layer {index} of this model of the family "
+                f"{source.dense.family} has none: {error}"
             ) from None
         entering.append(by_state)
     squares: dict[str, np.ndarray] = {}

@@ -47,10 +47,16 @@ def save(
     if fine_tune_epochs:
         fine_tune.check(plan.stored)
     if bits is not None:
-        return save_mixed(folder, out, config, method, samples, progress, hf_overrides, act_order, bits)
+        return save_mixed(
+            folder, out, config, method, samples, progress, hf_overrides, act_order, bits
+        )
     method_spec = Method(method, plan.stored, act_order)
-    quantised = quantise_layers(folder, out, config, method_spec, samples, progress, hf_overrides, fine_tune_epochs)
-    count = quantized.save(folder, out, config, hf_overrides=hf_overrides, precomputed=quantised, layout=layout)
+    quantised = quantise_layers(
+        folder, out, config, method_spec, samples, progress, hf_overrides, fine_tune_epochs
+    )
+    count = quantized.save(
+        folder, out, config, hf_overrides=hf_overrides, precomputed=quantised, layout=layout
+    )
     shutil.rmtree(layers_folder(out))
     return count
 
@@ -72,17 +78,22 @@ def quantise_layers(
         find_folds(config, index, source.leaves(index)) for index in range(len(config.layers))
     ):
         raise ModelError(
-            f"method is {method.name!r}, and in no layer of this model of the family {config.family} is there a norm, "
-            "or a matrix, that scales could be folded into; it can be gptq"
+            f"method is {method.name!r}, and in no layer of this model of the family "
+            f"{config.family} is there a norm, or a matrix, that scales could be folded into; it "
+            "can be gptq"
         )
     try:
-        run = run_description(folder, config, method.name, method.stored, method.act_order, samples, hf_overrides)
+        run = run_description(
+            folder, config, method.name, method.stored, method.act_order, samples, hf_overrides
+        )
         make_run_folder(run_folder, run | {"fine_tune_epochs": epochs})
         quantised = round_layers(source, method, samples, run_folder, progress)
         layers = len(config.layers)
         if not epochs:
             return quantised
-        return fine_tune.tune(source, quantised, samples, epochs, run_folder, lambda epoch: progress(layers + epoch))
+        return fine_tune.tune(
+            source, quantised, samples, epochs, run_folder, lambda epoch: progress(layers + epoch)
+        )
     except OSError as error:
         raise ModelError(f"{run_folder} cannot be written: {error.strerror}") from None
 
@@ -107,8 +118,9 @@ def save_gguf(
     whole.check(config)
     if kind not in gguf_file.CALIBRATED_TYPES or method not in IN_BLOCKS:
         raise ModelError(
-            f"method is {method!r} and quantization {kind!r}; layout gguf has {' and '.join(IN_BLOCKS)} for "
-            f"{' and '.join(gguf_file.CALIBRATED_TYPES)}, and rtn for all its types"
+            f"method is {method!r} and quantization {kind!r}; layout gguf has "
+            f"{' and '.join(IN_BLOCKS)} for {' and '.join(gguf_file.CALIBRATED_TYPES)}, and rtn "
+            "for all its types"
         )
     gguf_file.plan_writing(folder, out, config, kind, hf_overrides)  # raises errors early
     coded = replace(config, quant=gguf_file.CALIBRATED_TYPES[kind][0])
@@ -117,7 +129,9 @@ def save_gguf(
         folder, out, coded, Method(method, plan.stored, act_order), samples, progress, hf_overrides
     )
     matrices = gather(dict(quantised), plan.stored)
-    count = gguf_file.save(folder, out, config, kind, hf_overrides=hf_overrides, precomputed=matrices)
+    count = gguf_file.save(
+        folder, out, config, kind, hf_overrides=hf_overrides, precomputed=matrices
+    )
     shutil.rmtree(layers_folder(out))
     return count
 
@@ -143,18 +157,25 @@ def save_mixed(
     try:
         make_run_folder(
             run_folder,
-            run_description(folder, config, method, plan.stored, act_order, samples, hf_overrides) | {"bits": bits},
+            run_description(folder, config, method, plan.stored, act_order, samples, hf_overrides)
+            | {"bits": bits},
         )
         chosen = mixed.choose(source, samples, run_folder, bits, progress)
         plan = quantized.plan_writing(folder, out, config, hf_overrides, chosen=chosen)
         if method == "gptq":
             method_spec = Method(method, plan.stored, act_order)
             quantised = round_layers(
-                CheckpointSource.open(folder, config, plan.stored), method_spec, samples, run_folder, progress
+                CheckpointSource.open(folder, config, plan.stored),
+                method_spec,
+                samples,
+                run_folder,
+                progress,
             )
     except OSError as error:
         raise ModelError(f"{run_folder} cannot be written: {error.strerror}") from None
-    count = quantized.save(folder, out, config, hf_overrides=hf_overrides, precomputed=quantised, chosen=chosen)
+    count = quantized.save(
+        folder, out, config, hf_overrides=hf_overrides, precomputed=quantised, chosen=chosen
+    )
     shutil.rmtree(run_folder)
     return count
 
@@ -169,7 +190,10 @@ def run_description(
     hf_overrides: Any,
 ) -> dict[str, Any]:
     """Everything that determines a run's codes."""
-    files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(folder.glob("*.safetensors"))}
+    files = {
+        path.name: [path.stat().st_size, path.stat().st_mtime_ns]
+        for path in sorted(folder.glob("*.safetensors"))
+    }
     return {
         "model": str(folder.resolve()),
         "files": files,
@@ -179,7 +203,9 @@ def run_description(
         "layout": stored.method,
         "method": method,
         "act_order": act_order,
-        "calibration": hashlib.sha256(json.dumps([list(map(int, ids)) for ids in samples]).encode()).hexdigest(),
+        "calibration": hashlib.sha256(
+            json.dumps([list(map(int, ids)) for ids in samples]).encode()
+        ).hexdigest(),
     }
 
 
@@ -189,8 +215,8 @@ def make_run_folder(run_folder: Path, run: dict[str, Any]) -> None:
         previous_run = read_json(run_folder / RUN)
         if differs := [name for name, value in run.items() if previous_run.get(name) != value]:
             raise ModelError(
-                f"{run_folder} holds layers of a run that was stopped, and {differs[0]} was another; give the same "
-                "arguments to go on with it, or remove the folder"
+                f"{run_folder} holds layers of a run that was stopped, and {differs[0]} was "
+                "another; give the same arguments to go on with it, or remove the folder"
             )
         return
     with publish(run_folder / RUN) as temporary:
@@ -209,12 +235,18 @@ def round_layers(
     count = len(source.config.layers)
     if method.uses_gradients:
         sensitivity.write(source, samples, run_folder)
-    batches = [] if method.uses_gradients else whole.embed_samples(source.embedding(), samples, source.dense)
+    batches = (
+        []
+        if method.uses_gradients
+        else whole.embed_samples(source.embedding(), samples, source.dense)
+    )
     for index in range(count):
         file = run_folder / f"layer-{index:05}.safetensors"
         if not file.exists():
             statistics = (
-                sensitivity.read(source, index, run_folder) if method.uses_gradients else source.inputs(index, batches)
+                sensitivity.read(source, index, run_folder)
+                if method.uses_gradients
+                else source.inputs(index, batches)
             )
             publish_tensors(file, round_layer(source, index, statistics, method))
         layer_tensors = read_header(file)

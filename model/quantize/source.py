@@ -74,17 +74,25 @@ class CheckpointSource:
     def embedding(self) -> ModelWeights:
         """Only the weights of `decoder.embed`."""
         of_rows = ("embed_VD", "embed_norm_D", "position_embed_PD", "type_embed_ID")
-        return self.outside(*of_rows, "per_layer_embed_VLA", "per_layer_proj_DLA", "per_layer_norm_A")
+        return self.outside(
+            *of_rows, "per_layer_embed_VLA", "per_layer_proj_DLA", "per_layer_norm_A"
+        )
 
     def ends(self) -> ModelWeights:
         """Only the weights of `decoder.final_norm` and `decoder.logits`."""
-        return self.outside("embed_VD" if self.dense.tied else "head_VD", "final_norm_D", "head_bias_V")
+        return self.outside(
+            "embed_VD" if self.dense.tied else "head_VD", "final_norm_D", "head_bias_V"
+        )
 
     def outside(self, *names: str) -> ModelWeights:
         """The dense weights with these names, and no others."""
-        specs, sources = ({name: getattr(tree, name) for name in names} for tree in (self.specs, self.sources))
+        specs, sources = (
+            {name: getattr(tree, name) for name in names} for tree in (self.specs, self.sources)
+        )
         weights = jax.tree.map(
-            lambda spec, sources: jnp.asarray(read_leaf(spec, sources, self.tensors)), specs, sources
+            lambda spec, sources: jnp.asarray(read_leaf(spec, sources, self.tensors)),
+            specs,
+            sources,
         )
         return ModelWeights(**{"embed_VD": None, "final_norm_D": None} | weights, layers=())
 
@@ -96,15 +104,24 @@ class CheckpointSource:
         leaves = {}
         for (path, spec), leaf_sources, node in zip(flat, sources, target_specs, strict=True):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
-            matrices = all(len(self.tensors[source_tensor.name].shape) == 2 for source_tensor in leaf_sources)
-            leaves[name] = Leaf(name, spec, leaf_sources, matrices and not isinstance(node, ArraySpec))
+            matrices = all(
+                len(self.tensors[source_tensor.name].shape) == 2 for source_tensor in leaf_sources
+            )
+            leaves[name] = Leaf(
+                name, spec, leaf_sources, matrices and not isinstance(node, ArraySpec)
+            )
         return leaves
 
     def layer(self, index: int, quantised: Mapping[str, Tensor] | None = None) -> LayerWeights:
         """The dense weights of a layer; `quantised` replaces tensors, by their names in files."""
         replacements: Mapping[str, Any] = gather(dict(quantised or {}), self.stored)
-        tensors = {name: replacements.get(tensor.name, tensor) for name, tensor in self.tensors.items()}
-        leaves = [jnp.asarray(read_leaf(leaf.spec, leaf.sources, tensors)) for leaf in self.leaves(index).values()]
+        tensors = {
+            name: replacements.get(tensor.name, tensor) for name, tensor in self.tensors.items()
+        }
+        leaves = [
+            jnp.asarray(read_leaf(leaf.spec, leaf.sources, tensors))
+            for leaf in self.leaves(index).values()
+        ]
         return jax.tree.unflatten(jax.tree.structure(self.specs.layers[index]), leaves)
 
     def inputs(self, index: int, batches: Sequence[Batch]) -> dict[Key, Inputs]:
@@ -144,4 +161,6 @@ def record_inputs(weights: LayerWeights, leaves: Sequence[Leaf], record) -> Laye
         return RecordedMatrix(array, lambda x: record(leaf.name, None, x=x))
 
     arrays, tree = jax.tree.flatten(weights)
-    return jax.tree.unflatten(tree, [node(leaf, array) for leaf, array in zip(leaves, arrays, strict=True)])
+    return jax.tree.unflatten(
+        tree, [node(leaf, array) for leaf, array in zip(leaves, arrays, strict=True)]
+    )

@@ -31,27 +31,36 @@ class Batch:
 
     def run_layer(self, index: int, w: LayerWeights, config: ModelConfig) -> "Batch":
         """Apply one layer."""
-        hooks = LayerHooks(attention_hook(config, *self.shape), recur=recurrence_hook(config, *self.shape))
-        x, cache = decoder.run_layers([w], index, self.x, self.cache, self.positions_T, config, hooks)
+        hooks = LayerHooks(
+            attention_hook(config, *self.shape), recur=recurrence_hook(config, *self.shape)
+        )
+        x, cache = decoder.run_layers(
+            [w], index, self.x, self.cache, self.positions_T, config, hooks
+        )
         later = set(config.kv_owner[index + 1 :])
-        return replace(self, x=x, cache={owner: kv for owner, kv in cache.items() if owner in later})
+        return replace(
+            self, x=x, cache={owner: kv for owner, kv in cache.items() if owner in later}
+        )
 
 
 def check(config: ModelConfig) -> None:
     """Reject models that cannot be calibrated."""
     if config.encodes:
         raise ModelError(
-            f"calibration runs models that write; this one, of the family {config.family}, reads both ways"
+            f"calibration runs models that write; this one, of the family {config.family}, reads "
+            "both ways"
         )
     for index, layer in enumerate(config.layers):
         if isinstance(layer.attention, LatentAttention) and layer.attention.indexer is not None:
             raise ModelError(
-                f"calibration has no sparse attention, which layer {index} of this model of the family {config.family} "
-                "has; --method rtn needs none"
+                f"calibration has no sparse attention, which layer {index} of this model of the "
+                f"family {config.family} has; --method rtn needs none"
             )
 
 
-def pad_batches(samples: Sequence[Sequence[int]], rows: int = ROWS) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def pad_batches(
+    samples: Sequence[Sequence[int]], rows: int = ROWS
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(tokens, positions) [B, T] of all samples, grouped by length into few shapes."""
     ordered = sorted(samples, key=len)
     while ordered:
@@ -76,7 +85,9 @@ def embed_samples(
     return [embed_batch(weights, *batch, config) for batch in pad_batches(samples, rows)]
 
 
-def embed_batch(weights: ModelWeights, tokens_BT: np.ndarray, positions_BT: np.ndarray, config: ModelConfig) -> Batch:
+def embed_batch(
+    weights: ModelWeights, tokens_BT: np.ndarray, positions_BT: np.ndarray, config: ModelConfig
+) -> Batch:
     """Embed sequences."""
     tokens_T = jnp.asarray(tokens_BT.reshape(-1))
     positions_T = jnp.asarray(positions_BT.reshape(-1))
@@ -90,8 +101,13 @@ def attention_hook(config: ModelConfig, B: int, T: int):
     def attend(index, q_TNH, k_TKH, v_TKH, cache, params: AttentionParams, sinks_N=None):
         window = params.window
         if k_TKH is not None:
-            cache = {**cache, index: (k_TKH, k_TKH[..., : params.value_dim] if v_TKH is None else v_TKH)}
-        k_BJKH, v_BJKH = (x.reshape(B, T, *x.shape[1:]).astype(jnp.float32) for x in cache[config.kv_owner[index]])
+            cache = {
+                **cache,
+                index: (k_TKH, k_TKH[..., : params.value_dim] if v_TKH is None else v_TKH),
+            }
+        k_BJKH, v_BJKH = (
+            x.reshape(B, T, *x.shape[1:]).astype(jnp.float32) for x in cache[config.kv_owner[index]]
+        )
         K = k_BJKH.shape[2]
         q_BTKGH = q_TNH.reshape(B, T, K, -1, q_TNH.shape[-1]).astype(jnp.float32) * params.scale
         out = []
@@ -124,6 +140,8 @@ def recurrence_hook(config: ModelConfig, B: int, T: int):
 
     def recur(index, inputs, run, cache):
         state_shapes = config.layers[index].attention.kept
-        return run(inputs, {name: jnp.zeros((B, *shape)) for name, shape in state_shapes.items()}, rows)[0], cache
+        return run(
+            inputs, {name: jnp.zeros((B, *shape)) for name, shape in state_shapes.items()}, rows
+        )[0], cache
 
     return recur

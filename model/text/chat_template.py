@@ -37,7 +37,9 @@ class ChatTemplate:
         self.variables = dict(variables or {})
         self.worker = worker or WorkerProcess(SCRIPT)
 
-    def render(self, messages: Sequence[Any], add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render(
+        self, messages: Sequence[Any], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         """Render a conversation; `variables` (tools, enable_thinking, ...) go to the template."""
         normalised = [_normalise_message(message) for message in messages]
         answer = self._rendered(normalised, add_generation_prompt, variables)
@@ -70,9 +72,15 @@ class ChatTemplate:
         try:
             request = json.dumps([self.source, context, self.seconds], ensure_ascii=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise PromptError(f"chat template: the conversation must be plain JSON: {error}") from None
+            raise PromptError(
+                f"chat template: the conversation must be plain JSON: {error}"
+            ) from None
         answer = self.worker.ask(request)
-        return {"error": "the template was stopped: it used too much time or memory"} if answer is None else answer
+        return (
+            {"error": "the template was stopped: it used too much time or memory"}
+            if answer is None
+            else answer
+        )
 
 
 def _normalise_message(message: Any) -> Any:
@@ -84,13 +92,17 @@ def _normalise_message(message: Any) -> Any:
         return message
     fields = {name: value for name, value in message.items() if value is not None}
     thought = next((fields[name] for name in REASONING if name in fields), None)
-    return fields if thought is None else {"thinking": thought, **fields, "reasoning_content": thought}
+    return (
+        fields if thought is None else {"thinking": thought, **fields, "reasoning_content": thought}
+    )
 
 
 def _add_empty_contents(messages: list[Any]) -> list[Any]:
     """Add an empty content to assistant messages that only have calls."""
     return [
-        {"content": "", **message} if isinstance(message, Mapping) and message.get("role") == "assistant" else message
+        {"content": "", **message}
+        if isinstance(message, Mapping) and message.get("role") == "assistant"
+        else message
         for message in messages
     ]
 
@@ -102,7 +114,13 @@ def _serialise_arguments(messages: list[Any]) -> list[Any]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
             return call
-        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+        return {
+            **call,
+            "function": {
+                **function,
+                "arguments": json.dumps(function["arguments"], ensure_ascii=False),
+            },
+        }
 
     return [
         {**message, "tool_calls": [written(call) for call in message["tool_calls"]]}

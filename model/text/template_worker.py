@@ -35,14 +35,19 @@ _RAW = re.compile(r"(\{%[-+]?\s*raw)\s*%\}")
 # Each pattern also ends at the end of the source, so that failing matches do not backtrack.
 _STRING = r""" "(?:[^"\\]|\\.)*(?:"|\\?\Z) | '(?:[^'\\]|\\.)*(?:'|\\?\Z) """
 _TAG = re.compile(
-    rf"""\{{\# .*? (?:\#\}}|\Z) | \{{[{{%] (?:{_STRING}|[^"'])*? (?:[%}}]\}}|\Z)""", re.DOTALL | re.VERBOSE
+    rf"""\{{\# .*? (?:\#\}}|\Z) | \{{[{{%] (?:{_STRING}|[^"'])*? (?:[%}}]\}}|\Z)""",
+    re.DOTALL | re.VERBOSE,
 )
-_ITERABLE = re.compile(rf"{_STRING} | (?P<test>\bis\s+(?:not\s+)?iterable\b)", re.DOTALL | re.VERBOSE)
+_ITERABLE = re.compile(
+    rf"{_STRING} | (?P<test>\bis\s+(?:not\s+)?iterable\b)", re.DOTALL | re.VERBOSE
+)
 
 # Methods of Python's strings (and `index` of lists) that minijinja lacks.
 _METHODS = frozenset(
-    "casefold center expandtabs index isdecimal isidentifier isprintable isspace istitle ljust partition removeprefix "
-    "removesuffix rindex rjust rpartition rsplit swapcase zfill".split()
+    (
+        "casefold center expandtabs index isdecimal isidentifier isprintable isspace istitle ljust "
+        "partition removeprefix removesuffix rindex rjust rpartition rsplit swapcase zfill"
+    ).split()
 )
 _REWRITTEN = re.compile(
     rf"\.\s*(?:{'|'.join(sorted(_METHODS))})\s*\(|[\"']\s*%|\|\s*safe\b|\bloop\s*\.\s*(?:last|length|revindex)"
@@ -74,7 +79,11 @@ class PythonFloat:
 
 
 def parse_float(written: str) -> float | PythonFloat:
-    return PythonFloat(written) if "e" in written.lower() or float(written).is_integer() else float(written)
+    return (
+        PythonFloat(written)
+        if "e" in written.lower() or float(written).is_integer()
+        else float(written)
+    )
 
 
 def plain_floats(value: Any) -> Any:
@@ -148,7 +157,13 @@ def is_float(value: Any) -> bool:
 
 def call_method(name: str, value: Any, *arguments: Any, **named: Any) -> Any:
     """Call a method that minijinja lacks; templates are rewritten to use this function."""
-    kind = str if isinstance(value, str) else list if isinstance(value, list | tuple) and name == "index" else None
+    kind = (
+        str
+        if isinstance(value, str)
+        else list
+        if isinstance(value, list | tuple) and name == "index"
+        else None
+    )
     if name not in _METHODS or kind is None:
         raise AttributeError(f"{type(value).__name__!r} object has no attribute {name!r}")
     return getattr(kind, name)(value, *arguments, **named)
@@ -170,7 +185,9 @@ def escape(value: Any) -> str:
     if isinstance(value, minijinja.Markup):
         return str(value)
     if not isinstance(value, str):
-        raise TypeError(f"unsupported operand type(s) for +: a safe text and {type(value).__name__!r}")
+        raise TypeError(
+            f"unsupported operand type(s) for +: a safe text and {type(value).__name__!r}"
+        )
     return html.escape(value).replace("&quot;", "&#34;").replace("&#x27;", "&#39;")
 
 
@@ -182,7 +199,12 @@ def make_environment() -> minijinja.Environment:
         lstrip_blocks=True,
         auto_escape_callback=lambda name: False,
         filters={"tojson": tojson, "indent": indent, "length": length, "count": length},
-        tests={"iterable": is_iterable, "sequence": is_sequence, "number": is_number, "float": is_float},
+        tests={
+            "iterable": is_iterable,
+            "sequence": is_sequence,
+            "number": is_number,
+            "float": is_float,
+        },
         globals={
             "raise_exception": raise_exception,
             "strftime_now": strftime_now,
@@ -243,7 +265,12 @@ def rewrite_methods(tokens: list[str]) -> list[str]:
     while at < len(tokens):
         name = next_token(tokens, at + 1)
         opening = next_token(tokens, name + 1)
-        if tokens[at] != "." or opening >= len(tokens) or tokens[name] not in _METHODS or tokens[opening] != "(":
+        if (
+            tokens[at] != "."
+            or opening >= len(tokens)
+            or tokens[name] not in _METHODS
+            or tokens[opening] != "("
+        ):
             out.append(tokens[at])
             at += 1
             continue
@@ -261,7 +288,14 @@ def rewrite_formats(tokens: list[str]) -> list[str]:
         previous = previous_token(tokens, at)
         if tokens[at] == "%" and previous >= 0 and tokens[previous][0] in "\"'":
             end = operand_end(tokens, at + 1)
-            tokens[previous:end] = ["_percent", "(", tokens[previous], ", ", *tokens[at + 1 : end], ")"]
+            tokens[previous:end] = [
+                "_percent",
+                "(",
+                tokens[previous],
+                ", ",
+                *tokens[at + 1 : end],
+                ")",
+            ]
     return tokens
 
 
@@ -288,13 +322,23 @@ def rewrite_string_loop(tokens: list[str]) -> list[str]:
     depths = [0]
     for token in tokens:
         depths.append(depths[-1] + (token in _OPENING.values()) - (token in _OPENING))
-    start = next((at + 1 for at, token in enumerate(tokens) if token == "in" and not depths[at]), len(tokens))
-    clause_starts = (at for at in range(start, len(tokens)) if tokens[at] in ("if", "recursive") and not depths[at])
+    start = next(
+        (at + 1 for at, token in enumerate(tokens) if token == "in" and not depths[at]), len(tokens)
+    )
+    clause_starts = (
+        at
+        for at in range(start, len(tokens))
+        if tokens[at] in ("if", "recursive") and not depths[at]
+    )
     end = next(clause_starts, len(tokens))
     iterable = "".join(tokens[start:end])
     if not iterable.strip():
         return tokens
-    return [*tokens[:start], f" (({iterable})|list if ({iterable}) is string else ({iterable})) ", *tokens[end:]]
+    return [
+        *tokens[:start],
+        f" (({iterable})|list if ({iterable}) is string else ({iterable})) ",
+        *tokens[end:],
+    ]
 
 
 def next_token(tokens: list[str], at: int) -> int:
@@ -325,7 +369,9 @@ def operand_start(tokens: list[str]) -> int:
                 at -= 1
             previous = previous_token(tokens, at)
             is_trailer = previous >= 0 and (
-                tokens[previous] in _OPENING or tokens[previous][0] in "\"'" or is_name(tokens[previous])
+                tokens[previous] in _OPENING
+                or tokens[previous][0] in "\"'"
+                or is_name(tokens[previous])
             )
         else:
             previous = previous_token(tokens, at)
@@ -396,9 +442,13 @@ def main() -> None:
     hard_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
     for line in sys.stdin.buffer:
         source, context, seconds = json.loads(line, parse_float=parse_float)
-        context |= {name: plain_floats(value) for name, value in context.items() if name not in CONVERSATION}
+        context |= {
+            name: plain_floats(value) for name, value in context.items() if name not in CONVERSATION
+        }
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + 1 + seconds, hard_limit))
+        resource.setrlimit(
+            resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + 1 + seconds, hard_limit)
+        )
         answer = render(source, context)
         if "plain object" in answer.get("error", ""):  # arithmetic with a float of the conversation
             answer = render(source, plain_floats(context))

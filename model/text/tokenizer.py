@@ -25,13 +25,26 @@ INFILL = (  # fill-in-the-middle tokens: (prefix, suffix, middle)
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
 )
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_NAMED = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 class Tokenizer:
     """The tokenizer of a Hugging Face folder with its special and end tokens and chat templates."""
 
-    def __init__(self, folder: str | Path, generation: Path | None = None, overrides: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        folder: str | Path,
+        generation: Path | None = None,
+        overrides: Mapping[str, Any] | None = None,
+    ):
         """Read the tokenizer of `folder`.
 
         Args:
@@ -49,14 +62,20 @@ class Tokenizer:
             for name in _NAMED
             if (token := _token_content(config.get(name)) or _token_content(token_map.get(name)))
         }
-        _mark_special(self._core, [*self.special_tokens.values(), *_extra_tokens(config), *_extra_tokens(token_map)])
+        _mark_special(
+            self._core,
+            [*self.special_tokens.values(), *_extra_tokens(config), *_extra_tokens(token_map)],
+        )
         generation_config = _read_json((generation or folder) / "generation_config.json")
-        model = _read_json(folder / "config.json") | {k: v for k, v in generation_config.items() if v is not None}
+        model = _read_json(folder / "config.json") | {
+            k: v for k, v in generation_config.items() if v is not None
+        }
         model |= overrides or {}
         self.bos_token_id: int | None = next(iter(self._ids(folder, "bos", model)), None)
         self.eos_token_ids = frozenset(self._ids(folder, "eos", model))
         self._templates = {
-            name: ChatTemplate(source, self.special_tokens) for name, source in _read_templates(folder, config).items()
+            name: ChatTemplate(source, self.special_tokens)
+            for name, source in _read_templates(folder, config).items()
         }
         self._token_texts: dict[int, str] = {}
         self._request_worker = WorkerProcess(SCRIPT)  # renders templates from requests
@@ -70,7 +89,8 @@ class Tokenizer:
         for token_id in listed:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
                 raise ModelError(
-                    f"{folder}: {kind}_token_id must be a token id or a list of them, got {str(token_id):.60}"
+                    f"{folder}: {kind}_token_id must be a token id or a list of them, got "
+                    f"{str(token_id):.60}"
                 )
         return [*([] if named is None else [named]), *listed]
 
@@ -80,7 +100,9 @@ class Tokenizer:
 
     def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         # Only the library's batch methods release the GIL; "fast" omits offsets.
-        [encoding] = self._core.encode_batch_fast([check_unicode(text)], add_special_tokens=add_special_tokens)
+        [encoding] = self._core.encode_batch_fast(
+            [check_unicode(text)], add_special_tokens=add_special_tokens
+        )
         return encoding
 
     def encode_truncated(
@@ -95,11 +117,15 @@ class Tokenizer:
             add_special_tokens: whether special tokens are added.
         """
         longest = self.max_characters(max_tokens)
-        encoding = self._encoding(text[-longest:] if side == "left" else text[:longest], add_special_tokens)
+        encoding = self._encoding(
+            text[-longest:] if side == "left" else text[:longest], add_special_tokens
+        )
         excess = len(encoding.ids) - max_tokens
         if excess <= 0:
             return encoding.ids
-        places = [place for place, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
+        places = [
+            place for place, sequence in enumerate(encoding.sequence_ids) if sequence is not None
+        ]
         dropped = {*(places[:excess] if side == "left" else places[-excess:])}
         return [token for place, token in enumerate(encoding.ids) if place not in dropped]
 
@@ -168,7 +194,9 @@ class Tokenizer:
         if token_id in self._added_ids:
             return token.encode()
         if '"ByteLevel"' in self._decoder:
-            return b"".join(_BYTE_BY_CHARACTER.get(character, character.encode()) for character in token)
+            return b"".join(
+                _BYTE_BY_CHARACTER.get(character, character.encode()) for character in token
+            )
         if '"WordPiece"' in self._decoder:
             return (token[2:] if token.startswith("##") else " " + token).encode()
         if '"BPEDecoder"' in self._decoder:
@@ -195,11 +223,15 @@ class Tokenizer:
         """Whether decoding drops a space at the beginning of a text."""
         tokens = (token for token in range(self.vocab_size) if token not in self.special_ids)
         first = next((token for token in tokens if self.token_bytes(token).startswith(b" ")), None)
-        return first is not None and not self.decode([first], skip_special_tokens=False).startswith(" ")
+        return first is not None and not self.decode([first], skip_special_tokens=False).startswith(
+            " "
+        )
 
     def max_characters(self, num_tokens: int) -> int:
         """Maximum number of characters of a text that becomes `num_tokens` tokens."""
-        per_token = self.longest_token if self.keeps_characters else CHARACTERS_DROPPED * self.longest_token
+        per_token = (
+            self.longest_token if self.keeps_characters else CHARACTERS_DROPPED * self.longest_token
+        )
         return num_tokens * per_token
 
     @cached_property
@@ -210,9 +242,16 @@ class Tokenizer:
     @cached_property
     def keeps_characters(self) -> bool:
         """Whether decoding restores every character: byte-level without normalisation."""
-        strips = any(token.lstrip or token.rstrip for token in self._core.get_added_tokens_decoder().values())
+        strips = any(
+            token.lstrip or token.rstrip for token in self._core.get_added_tokens_decoder().values()
+        )
         alphabet = {name for name in _BYTE_BY_CHARACTER if self._core.token_to_id(name) is not None}
-        return '"ByteLevel"' in self._decoder and self._core.normalizer is None and not strips and len(alphabet) == 256
+        return (
+            '"ByteLevel"' in self._decoder
+            and self._core.normalizer is None
+            and not strips
+            and len(alphabet) == 256
+        )
 
     def get_vocab(self) -> dict[str, int]:
         """The ids by token, as spelled in the vocabulary, with added tokens."""
@@ -226,12 +265,18 @@ class Tokenizer:
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """The ids that `skip_special_tokens` removes."""
-        return frozenset(i for i, token in self._core.get_added_tokens_decoder().items() if token.special)
+        return frozenset(
+            i for i, token in self._core.get_added_tokens_decoder().items() if token.special
+        )
 
     @cached_property
     def special_texts(self) -> dict[str, int]:
         """The ids of special tokens by text."""
-        return {token.content: i for i, token in self._core.get_added_tokens_decoder().items() if token.special}
+        return {
+            token.content: i
+            for i, token in self._core.get_added_tokens_decoder().items()
+            if token.special
+        }
 
     @cached_property
     def byte_tokens(self) -> frozenset[int]:
@@ -258,7 +303,9 @@ class Tokenizer:
 
     def template_for(self, tools: Sequence[Any]) -> str | None:
         """The source of the template for conversations with these tools."""
-        template = self._templates.get("tool_use" if tools and "tool_use" in self._templates else "default")
+        template = self._templates.get(
+            "tool_use" if tools and "tool_use" in self._templates else "default"
+        )
         return None if template is None else template.source
 
     def adopt(self, template: str) -> None:
@@ -280,18 +327,24 @@ class Tokenizer:
         if chat_template is not None:
             if not isinstance(chat_template, str) or not 1 <= len(chat_template) <= MAX_TEMPLATE:
                 description = (
-                    f"{len(chat_template)} characters" if isinstance(chat_template, str) else ascii(chat_template)
+                    f"{len(chat_template)} characters"
+                    if isinstance(chat_template, str)
+                    else ascii(chat_template)
                 )
                 raise PromptError(
-                    f"chat template: must be a Jinja source of 1 to {MAX_TEMPLATE} characters, got {description:.60}"
+                    f"chat template: must be a Jinja source of 1 to {MAX_TEMPLATE} characters, got "
+                    f"{description:.60}"
                 )
-            template = ChatTemplate(chat_template, self.special_tokens, self._request_worker, REQUEST_SECONDS)
+            template = ChatTemplate(
+                chat_template, self.special_tokens, self._request_worker, REQUEST_SECONDS
+            )
             return template.render(messages, add_generation_prompt, **kwargs)
         name = "tool_use" if kwargs.get("tools") and "tool_use" in self._templates else "default"
         if name not in self._templates:
             raise PromptError(
-                "chat template: this model has none, so it was not made for conversations: continue a prompt instead "
-                "(/v1/completions, quire generate, LLM.generate), or give a template (--chat-template FILE)"
+                "chat template: this model has none, so it was not made for conversations: "
+                "continue a prompt instead (/v1/completions, quire generate, LLM.generate), or "
+                "give a template (--chat-template FILE)"
             )
         return self._templates[name].render(messages, add_generation_prompt, **kwargs)
 
@@ -302,7 +355,8 @@ def check_unicode(text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise PromptError(
-            f"text: must be valid Unicode without lone surrogates, got {text[error.start]!a} at {error.start}"
+            f"text: must be valid Unicode without lone surrogates, got {text[error.start]!a} at "
+            f"{error.start}"
         ) from None
     return text
 
@@ -314,7 +368,9 @@ def _byte_tokens(run: list[int]) -> list[str]:
         token
         for character in text
         for token in (
-            ["\ufffd"] if "\udc80" <= character <= "\udcff" else [f"<0x{byte:02X}>" for byte in character.encode()]
+            ["\ufffd"]
+            if "\udc80" <= character <= "\udcff"
+            else [f"<0x{byte:02X}>" for byte in character.encode()]
         )
     ]
 
@@ -323,7 +379,9 @@ def _byte_characters() -> dict[str, bytes]:
     """GPT-2's table from printable characters in byte-level vocabularies to bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): bytes([b]) for b in printable} | {chr(256 + i): bytes([b]) for i, b in enumerate(unprintable)}
+    return {chr(b): bytes([b]) for b in printable} | {
+        chr(256 + i): bytes([b]) for i, b in enumerate(unprintable)
+    }
 
 
 _BYTE_BY_CHARACTER = _byte_characters()
@@ -338,17 +396,27 @@ def _read_core(folder: Path) -> tokenizers.Tokenizer:
             return tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception
             reason = _one_line(error)
-            raise ModelError(f"{path}: not a tokenizer that the tokenizers library reads: {reason}") from None
+            raise ModelError(
+                f"{path}: not a tokenizer that the tokenizers library reads: {reason}"
+            ) from None
     if (ranks := folder / tiktoken_file.NAME).is_file():
         refuse_pointer(ranks, ranks.read_bytes()[:POINTER])
         return tiktoken_file.read(ranks, _read_json(folder / "tokenizer_config.json"))
-    other_files = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).is_file()]
+    other_files = [
+        name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).is_file()
+    ]
     hint = (
-        f" (there is {other_files[0]}: transformers' save_pretrained of its fast tokenizer writes one)"
+        (
+            f" (there is {other_files[0]}: transformers' save_pretrained of its fast tokenizer "
+            "writes one)"
+        )
         if other_files
         else ""
     )
-    raise ModelError(f"{folder}: no tokenizer.json, which Quire needs{hint}; or load with skip_tokenizer_init=True")
+    raise ModelError(
+        f"{folder}: no tokenizer.json, which Quire needs{hint}; or load with "
+        "skip_tokenizer_init=True"
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -376,7 +444,11 @@ def _extra_tokens(config: dict[str, Any]) -> list[str]:
     added = config.get("added_tokens_decoder")
     values = [
         *(extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else ()),
-        *(token for token in (added.values() if isinstance(added, dict) else ()) if token.get("special")),
+        *(
+            token
+            for token in (added.values() if isinstance(added, dict) else ())
+            if token.get("special")
+        ),
     ]
     return [token for token in map(_token_content, values) if token is not None]
 
@@ -384,7 +456,9 @@ def _extra_tokens(config: dict[str, Any]) -> list[str]:
 def _mark_special(core: tokenizers.Tokenizer, tokens: list[str]) -> None:
     """Mark existing tokens special that only the files beside tokenizer.json list."""
     special = {token.content for token in core.get_added_tokens_decoder().values() if token.special}
-    core.add_special_tokens([t for t in tokens if t not in special and core.token_to_id(t) is not None])
+    core.add_special_tokens(
+        [t for t in tokens if t not in special and core.token_to_id(t) is not None]
+    )
 
 
 def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
@@ -400,8 +474,13 @@ def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     elif isinstance(templates, str):
         templates = {"default": templates}
     templates = {} if templates is None else templates
-    if not isinstance(templates, dict) or not all(isinstance(text, str) for item in templates.items() for text in item):
-        raise ModelError(f"{folder}: chat_template must be a text or a list of named texts, got {str(templates):.60}")
+    if not isinstance(templates, dict) or not all(
+        isinstance(text, str) for item in templates.items() for text in item
+    ):
+        raise ModelError(
+            f"{folder}: chat_template must be a text or a list of named texts, got "
+            f"{str(templates):.60}"
+        )
     extra = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     return templates | {path.stem: path.read_text(encoding="utf-8") for path in extra}
 

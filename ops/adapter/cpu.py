@@ -12,9 +12,15 @@ from . import Adapted
 def adapt(weight: Adapted, x_TD, out_TO):
     """See `Adapted.adapt`."""
     held = {array.dtype.name for array in (weight.down, weight.up)}
-    if len(held) > 1 or not held | {x_TD.dtype.name} <= {"bfloat16", "float32"} or out_TO.dtype != jnp.float32:
+    if (
+        len(held) > 1
+        or not held | {x_TD.dtype.name} <= {"bfloat16", "float32"}
+        or out_TO.dtype != jnp.float32
+    ):
         types = ", ".join(str(array.dtype) for array in (weight.down, weight.up, x_TD, out_TO))
-        raise NotImplementedError(f"adapters and rows must be bfloat16 or float32, and sums float32, not {types}")
+        raise NotImplementedError(
+            f"adapters and rows must be bfloat16 or float32, and sums float32, not {types}"
+        )
     if not x_TD.size:
         raise NotImplementedError("there are no rows")
     name = target(ADAPTER)
@@ -33,7 +39,9 @@ def adapt(weight: Adapted, x_TD, out_TO):
         weight.longer.reshape(-1, O), np.array(weight.parts, np.int32),
     )  # fmt: skip
     result = jax.ShapeDtypeStruct(out_TO.shape, jnp.float32)
-    return jax.ffi.ffi_call(name, result, input_output_aliases={0: 0})(*arrays, stack=np.int32(stack))
+    return jax.ffi.ffi_call(name, result, input_output_aliases={0: 0})(
+        *arrays, stack=np.int32(stack)
+    )
 
 
 def varies() -> None:

@@ -9,8 +9,8 @@ from . import Adapted
 
 
 def adapt(weight: Adapted, x_TD, out_TO):
-    """See `Adapted.adapt`. A block may write more rows than it has: the next one, which begins behind its last, writes
-    over them."""
+    """See `Adapted.adapt`. A block may write more rows than it has: the next one, which begins
+    behind its last, writes over them."""
     own = weight.rows_of
     (T, D) = x_TD.shape
     O = out_TO.shape[1]
@@ -19,7 +19,9 @@ def adapt(weight: Adapted, x_TD, out_TO):
 
     def add(block, added_PO):
         # Without the barrier XLA widens the whole stacks to float32 ahead of the loop.
-        found = jax.lax.optimization_barrier((weight.down, weight.up, own.slots_C[block], weight.which))
+        found = jax.lax.optimization_barrier(
+            (weight.down, weight.up, own.slots_C[block], weight.which)
+        )
         down, up, slot, which = found
         at = place(slot, which)
         x_QD = x_TD.at[own.rows_CQ[block]].get(mode="fill", fill_value=0)

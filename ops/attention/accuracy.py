@@ -28,7 +28,8 @@ class Trial:
     length: int  # including the new rows
     rows: int = 1  # of each sequence
     empty: int = 0  # further sequences without rows, and as many padding rows
-    room: int = 0  # positions that the page tables have room for, where that is more than the length
+    # positions that the page tables have room for, where that is more than the length
+    room: int = 0
     heads: int = 32
     kv_heads: int = 8
     width: int = 128
@@ -43,14 +44,17 @@ class Trial:
 
     @property
     def params(self) -> AttentionParams:
-        return AttentionParams(self.width**-0.5, window=self.window, soft_cap=self.soft_cap, value_dim=self.values)
+        return AttentionParams(
+            self.width**-0.5, window=self.window, soft_cap=self.soft_cap, value_dim=self.values
+        )
 
 
 @dataclass(frozen=True)
 class AttentionCase:
     """A trial by an implementation, as a `Case` of `ops/gpu/self_test.py`.
 
-    Several layers are a part of a step: each appends its rows to pages of its own, which are donated.
+    Several layers are a part of a step: each appends its rows to pages of its own, which are
+    donated.
     """
 
     trial: Trial
@@ -100,7 +104,9 @@ def self_tested(
     kernel_limits: Callable[[AttentionParams, AttentionShape], str | None],
     device_reason: Callable[[], str | None],
 ) -> Callable[[AttentionParams, AttentionShape], str | None]:
-    """`AttentionBackend.limits` of a kernel for NVIDIA GPUs: what it does not serve, or its self-test did not show."""
+    """`AttentionBackend.limits` of a kernel for NVIDIA GPUs: what it does not serve, or its
+    self-test did not show.
+    """
 
     def limits(params: AttentionParams, shape: AttentionShape) -> str | None:
         if (no_device := device_reason()) == device.NO_GPU:
@@ -116,10 +122,17 @@ def self_tested(
 def kind_of_trial(params: AttentionParams, shape: AttentionShape) -> dict[str, Any]:
     """What the trials of a self-test have in common with a call, as arguments of `Trial`."""
     return {
-        "heads": shape.heads, "kv_heads": shape.kv_heads, "width": shape.head_dim, "window": params.window,
-        "soft_cap": params.soft_cap, "sinks": shape.has_sinks, "page": shape.page_size,
-        "codes": shape.page_dtype if shape.has_scales else None, "values": params.value_dim, "dtype": shape.dtype,
-    }  # fmt: skip
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "width": shape.head_dim,
+        "window": params.window,
+        "soft_cap": params.soft_cap,
+        "sinks": shape.has_sinks,
+        "page": shape.page_size,
+        "codes": shape.page_dtype if shape.has_scales else None,
+        "values": params.value_dim,
+        "dtype": shape.dtype,
+    }
 
 
 def measure_attention(trial: Trial, implementation: Callable, seed: int) -> Found:
@@ -131,23 +144,37 @@ def raw_pages(trial: Trial, seed: int) -> list[jax.Array]:
     """The pages of keys, and of values where they have their own, before they are coded."""
     pages = 1 + trial.sequences * -(-trial.length // trial.page)
     keys = jax.random.split(jax.random.key(seed), 3)[1 : 3 if trial.values is None else 2]
-    return [jax.random.normal(key, (pages, trial.page, trial.kv_heads, trial.width), trial.dtype) for key in keys]
+    return [
+        jax.random.normal(key, (pages, trial.page, trial.kv_heads, trial.width), trial.dtype)
+        for key in keys
+    ]
 
 
 def arrays(trial: Trial, seed: int, order: int | None = None) -> tuple[Any, ...]:
-    """(q, pages, rows, sinks): pages in random order (that of the seed `order`), NaN where no sequence owns them."""
+    """(q, pages, rows, sinks): pages in random order (that of the seed `order`), NaN where no
+    sequence owns them.
+    """
     B = trial.sequences
     R = trial.rows
     S = trial.page
     T = B * R + trial.empty
     M = -(-trial.length // S)
-    tables_BM = 1 + np.random.default_rng(seed if order is None else order).permutation(B * M).reshape(B, M)
-    q_TNH = jax.random.normal(jax.random.split(jax.random.key(seed), 3)[0], (T, trial.heads, trial.width), trial.dtype)
+    tables_BM = 1 + np.random.default_rng(seed if order is None else order).permutation(
+        B * M
+    ).reshape(B, M)
+    q_TNH = jax.random.normal(
+        jax.random.split(jax.random.key(seed), 3)[0], (T, trial.heads, trial.width), trial.dtype
+    )
 
     def poison(pages, *between):
         """With NaN in the dummy page and in the unused end of each sequence's last page."""
         left = trial.length - (M - 1) * S
-        return pages.at[0].set(jnp.nan).at[(tables_BM[:, -1], *between, slice(left, None))].set(jnp.nan)
+        return (
+            pages.at[0]
+            .set(jnp.nan)
+            .at[(tables_BM[:, -1], *between, slice(left, None))]
+            .set(jnp.nan)
+        )
 
     pages = []
     scales = []
@@ -165,7 +192,9 @@ def arrays(trial: Trial, seed: int, order: int | None = None) -> tuple[Any, ...]
     starts_B1 = np.minimum(np.arange(B + trial.empty + 1), B) * R
     wider_BM = np.zeros((B + trial.empty, max(M, -(-trial.room // S))))
     wider_BM[:B, :M] = tables_BM
-    rows = QueryRows(*(jnp.asarray(x, jnp.int32) for x in (positions_T, starts_B1, wider_BM, slots_T)))
+    rows = QueryRows(
+        *(jnp.asarray(x, jnp.int32) for x in (positions_T, starts_B1, wider_BM, slots_T))
+    )
     sinks_N = jnp.linspace(-2.0, 3.0, trial.heads) if trial.sinks else None
     held = dict(zip(("k_PSKH", "v_PSKH"), pages, strict=False))
     held |= dict(zip(("k_scale_PKS", "v_scale_PKS"), scales, strict=False))
@@ -175,7 +204,9 @@ def arrays(trial: Trial, seed: int, order: int | None = None) -> tuple[Any, ...]
 def without(pages: KVPages, page_R, at_R) -> KVPages:
     """Pages whose new rows are not there yet, but NaN."""
     if pages.k_scale_PKS is not None:
-        k_scale_PKS, v_scale_PKS = (x.at[page_R, :, at_R].set(jnp.nan) for x in (pages.k_scale_PKS, pages.v_scale_PKS))
+        k_scale_PKS, v_scale_PKS = (
+            x.at[page_R, :, at_R].set(jnp.nan) for x in (pages.k_scale_PKS, pages.v_scale_PKS)
+        )
         return pages.replace(k_scale_PKS=k_scale_PKS, v_scale_PKS=v_scale_PKS)
     return jax.tree.map(lambda page_PSKH: page_PSKH.at[page_R, at_R].set(jnp.nan), pages)
 
@@ -190,7 +221,9 @@ def reference(trial: Trial, q, pages, rows, sinks) -> np.ndarray:
 
     def numbers(held, scale=None):
         x = np.asarray(held.astype(jnp.float32), np.float64)
-        return x if scale is None else x * np.swapaxes(np.asarray(scale, np.float64), 1, 2)[..., None]
+        return (
+            x if scale is None else x * np.swapaxes(np.asarray(scale, np.float64), 1, 2)[..., None]
+        )
 
     k = numbers(pages.k_PSKH, pages.k_scale_PKS)
     v = k[..., : trial.values] if trial.values else numbers(pages.v_PSKH, pages.v_scale_PKS)
@@ -198,17 +231,26 @@ def reference(trial: Trial, q, pages, rows, sinks) -> np.ndarray:
     R = trial.rows
     K = trial.kv_heads
     tables = np.asarray(rows.tables_BM)[:, : -(-trial.length // trial.page)]
-    q_BKGH = np.moveaxis(numbers(q[: B * R]).reshape(B, R, K, -1, trial.width), 2, 1).reshape(B, K, -1, trial.width)
+    q_BKGH = np.moveaxis(numbers(q[: B * R]).reshape(B, R, K, -1, trial.width), 2, 1).reshape(
+        B, K, -1, trial.width
+    )
     each = trial.heads // K  # rows of one position
     position_G = np.repeat(np.arange(trial.length - R, trial.length), each)
     key_J = np.arange(trial.length)
     seen_GJ = key_J <= position_G[:, None]
     if trial.window is not None:
         seen_GJ &= key_J > position_G[:, None] - trial.window
-    sink_KG1 = None if sinks is None else np.tile(np.asarray(sinks, np.float64).reshape(K, each), R)[..., None]
+    sink_KG1 = (
+        None
+        if sinks is None
+        else np.tile(np.asarray(sinks, np.float64).reshape(K, each), R)[..., None]
+    )
     out = []
     for b in range(B):
-        k_KJH, v_KJH = (np.moveaxis(x[tables[b]].reshape(-1, *x.shape[2:])[: trial.length], 1, 0) for x in (k, v))
+        k_KJH, v_KJH = (
+            np.moveaxis(x[tables[b]].reshape(-1, *x.shape[2:])[: trial.length], 1, 0)
+            for x in (k, v)
+        )
         score_KGJ = q_BKGH[b] @ np.swapaxes(k_KJH, 1, 2) * trial.params.scale
         if trial.soft_cap is not None:
             score_KGJ = trial.soft_cap * np.tanh(score_KGJ / trial.soft_cap)
@@ -217,7 +259,9 @@ def reference(trial: Trial, q, pages, rows, sinks) -> np.ndarray:
         if sink_KG1 is not None:
             top_KG1 = np.maximum(top_KG1, sink_KG1)
         weight_KGJ = np.exp(score_KGJ - top_KG1)
-        total_KG1 = weight_KGJ.sum(-1, keepdims=True) + (0 if sink_KG1 is None else np.exp(sink_KG1 - top_KG1))
+        total_KG1 = weight_KGJ.sum(-1, keepdims=True) + (
+            0 if sink_KG1 is None else np.exp(sink_KG1 - top_KG1)
+        )
         mixed_KGH = (weight_KGJ / total_KG1) @ v_KJH
         out.append(np.moveaxis(mixed_KGH.reshape(K, R, each, -1), 1, 0).reshape(R, trial.heads, -1))
     return np.concatenate(out)

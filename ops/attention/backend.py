@@ -11,8 +11,9 @@ from ...sharding.device_axes import UNSPLIT, Axis
 class AttentionParams:
     """What a layer's attention computes, in every step alike.
 
-    A token attends to the last `window` positions or, with `chunked`, to those of them since the last multiple of
-    `window`; and to `lookahead` positions after its own, as far as its sequence has tokens in the step.
+    A token attends to the last `window` positions or, with `chunked`, to those of them since the
+    last multiple of `window`; and to `lookahead` positions after its own, as far as its sequence
+    has tokens in the step.
     """
 
     scale: float
@@ -20,9 +21,11 @@ class AttentionParams:
     chunked: bool = False
     lookahead: int = 0
     soft_cap: float | None = None
-    value_dim: int | None = None  # width of the values where they are the first part of the keys (MLA)
+    # width of the values where they are the first part of the keys (MLA)
+    value_dim: int | None = None
     context: Axis = UNSPLIT  # devices that each hold some of the positions of every page
-    split_rows: bool = False  # each device of `context` gets the results of its own part of the tokens alone
+    # each device of `context` gets the results of its own part of the tokens alone
+    split_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,9 @@ class AttentionShape:
     page_dtype: str
     num_pages: int
     page_size: int  # positions of a page on this device
-    layout: str  # of the pages: "separate", "paired" (a value right after its key), or "latent" (values within keys)
+    # of the pages: "separate", "paired" (a value right after its key), or "latent" (values within
+    # keys)
+    layout: str
     has_scales: bool  # pages hold quantised values
     has_sinks: bool
 
@@ -56,7 +61,11 @@ class AttentionShape:
             heads=q_TNH.shape[1],
             kv_heads=page.shape[2] // (2 if paired else 1),
             head_dim=q_TNH.shape[2],
-            value_dim=params.value_dim if latent else page.shape[3] if paired else pages.v_PSKH.shape[3],
+            value_dim=params.value_dim
+            if latent
+            else page.shape[3]
+            if paired
+            else pages.v_PSKH.shape[3],
             dtype=q_TNH.dtype.name,
             page_dtype=page.dtype.name,
             num_pages=page.shape[0],
@@ -73,8 +82,8 @@ class AttentionBackend:
 
     Args:
         attend: `(q_TNH, k_TKH, v_TKH, pages, rows, params, sinks_N=None) -> (out_TNH, pages)`.
-        limits: why it does not serve these parameters and shapes on this machine, or None.
-        chunked, lookahead, context_parallel: whether it serves `AttentionParams` that ask for these.
+        limits: why it does not serve these parameters and shapes on this machine, or None. chunked,
+        lookahead, context_parallel: whether it serves `AttentionParams` that ask for these.
     """
 
     attend: Callable[..., Any]

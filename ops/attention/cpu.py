@@ -20,7 +20,9 @@ def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=No
     """See `quire.ops.attention.paged_attention`."""
     dtype, held = q_TNH.dtype, pages.k_PSKH.dtype
     if any(x is not None and x.dtype != dtype for x in (k_TKH, v_TKH)):
-        raise NotImplementedError(f"queries, keys and values must all be bfloat16 or all float32, not {dtype}")
+        raise NotImplementedError(
+            f"queries, keys and values must all be bfloat16 or all float32, not {dtype}"
+        )
     if pages.v_PSKH is not None and pages.v_PSKH.dtype != held:
         raise NotImplementedError(f"pages must be one of {', '.join(sorted(PAGES))}, not {held}")
     packed = four_bits.packed(pages.k_PSKH)
@@ -41,11 +43,17 @@ def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=No
     written = [] if k_TKH is None else [at for at, x in enumerate(arrays) if x is not None]
     results = [jax.ShapeDtypeStruct((*q_TNH.shape[:2], width), dtype)]
     results += [jax.ShapeDtypeStruct(arrays[at].shape, arrays[at].dtype) for at in written]
-    call = jax.ffi.ffi_call(kernel, results, input_output_aliases={3 + at: 1 + n for n, at in enumerate(written)})
+    call = jax.ffi.ffi_call(
+        kernel, results, input_output_aliases={3 + at: 1 + n for n, at in enumerate(written)}
+    )
     out_TNH, *filled = call(
-        *operands, scale=np.float32(params.scale), soft_cap=np.float32(params.soft_cap or 0),
-        window=np.int32(params.window or 0), chunked=np.int32(params.chunked), ahead=np.int32(params.lookahead),
-    )  # fmt: skip
+        *operands,
+        scale=np.float32(params.scale),
+        soft_cap=np.float32(params.soft_cap or 0),
+        window=np.int32(params.window or 0),
+        chunked=np.int32(params.chunked),
+        ahead=np.int32(params.lookahead),
+    )
     for at, x in zip(written, filled, strict=True):
         arrays[at] = x
     return out_TNH, KVPages(*arrays)
@@ -98,7 +106,9 @@ def check_shapes(q_TNH, k_TKH, v_TKH, pages, rows, sinks_N, value_dim) -> None:
     }
     for name, (x, shape) in expected.items():
         if x is not None and x.shape != shape:
-            raise ValueError(f"attention: {name} has shape {x.shape}, but the other arrays say {shape}")
+            raise ValueError(
+                f"attention: {name} has shape {x.shape}, but the other arrays say {shape}"
+            )
     if N % K:
         raise ValueError(f"attention: {N} query heads do not share {K} key-value heads evenly")
     if (k_TKH is not None and pages.v_PSKH is not None) and v_TKH is None:
@@ -107,4 +117,7 @@ def check_shapes(q_TNH, k_TKH, v_TKH, pages, rows, sinks_N, value_dim) -> None:
     if H % each:
         raise ValueError(f"attention: heads of an odd width, {H}, have no codes of four bits")
     if pages.k_PSKH.dtype in (jnp.int8, jnp.uint8) and not all(scaled):
-        raise ValueError(f"attention: pages of {pages.k_PSKH.dtype} need k_scale_PKS, and v_scale_PKS beside v_PSKH")
+        raise ValueError(
+            f"attention: pages of {pages.k_PSKH.dtype} need k_scale_PKS, and v_scale_PKS "
+            "beside v_PSKH"
+        )

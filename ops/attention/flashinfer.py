@@ -1,7 +1,9 @@
-"""Paged attention on NVIDIA GPUs by FlashInfer's kernel, for the kinds of it in which it passed a trial on this card.
+"""Paged attention on NVIDIA GPUs by FlashInfer's kernel, for the kinds of it in which it passed a
+trial on this card.
 
-It is the kernel for prompts and for decoding alike, of the second FlashAttention, with mma instructions that every card
-since Ampere has. A context is cut where the whole batch has processors to spare, so a row's bits depend on its company.
+It is the kernel for prompts and for decoding alike, of the second FlashAttention, with mma
+instructions that every card since Ampere has. A context is cut where the whole batch has processors
+to spare, so a row's bits depend on its company.
 """
 
 from pathlib import Path
@@ -39,13 +41,24 @@ def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=No
     shape = PlanShape(T, B, N, K, H, S, M, params.window, device.num_processors())
     sinks = [] if sinks_N is None else [sinks_N.astype(jnp.float32)]
     out_TNH, _ = jax.ffi.ffi_call(
-        library.target(kernel_for(q_TNH.dtype.name, H, params.window, params.soft_cap, sinks_N is not None)),
-        [jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype), jax.ShapeDtypeStruct((shape.scratch,), jnp.float32)],
+        library.target(
+            kernel_for(q_TNH.dtype.name, H, params.window, params.soft_cap, sinks_N is not None)
+        ),
+        [
+            jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype),
+            jax.ShapeDtypeStruct((shape.scratch,), jnp.float32),
+        ],
     )(
-        q_TNH, pages.k_PSKH, pages.v_PSKH, *make_plan(shape, rows), *sinks,
-        info=shape.info, window_left=np.int64(shape.window_left), soft_cap=np.float64(params.soft_cap or 0),
+        q_TNH,
+        pages.k_PSKH,
+        pages.v_PSKH,
+        *make_plan(shape, rows),
+        *sinks,
+        info=shape.info,
+        window_left=np.int64(shape.window_left),
+        soft_cap=np.float64(params.soft_cap or 0),
         scale=np.float64(params.scale),
-    )  # fmt: skip
+    )
     owned_T = jnp.arange(T) < rows.starts_B1[-1]  # the kernel leaves other rows undefined
     return jnp.where(owned_T[:, None, None], out_TNH, 0), pages
 
@@ -57,7 +70,10 @@ def kernel_limits(params: AttentionParams, shape: AttentionShape) -> str | None:
     if shape.has_scales:
         return "pages must hold numbers, not codes with a scale for each position"
     if shape.dtype not in DTYPES or shape.page_dtype != shape.dtype:
-        return f"queries and pages must both be {' or '.join(DTYPES)}, not {shape.dtype} and {shape.page_dtype}"
+        return (
+            f"queries and pages must both be {' or '.join(DTYPES)}, not {shape.dtype} and "
+            f"{shape.page_dtype}"
+        )
     if shape.head_dim not in WIDTHS or shape.value_dim != shape.head_dim:
         return f"keys and values must be of one width of {WIDTHS}, not {shape.head_dim}"
     if params.soft_cap is not None and shape.has_sinks:
@@ -66,7 +82,9 @@ def kernel_limits(params: AttentionParams, shape: AttentionShape) -> str | None:
 
 
 def kernel_for(dtype: str, width: int, window, soft_cap, sinks: bool) -> library.Kernel:
-    return library.Kernel(dtype, width, window is not None, soft_cap is not None, sinks, device.capability())
+    return library.Kernel(
+        dtype, width, window is not None, soft_cap is not None, sinks, device.capability()
+    )
 
 
 def ready(kind: dict) -> str | None:
@@ -77,7 +95,8 @@ def ready(kind: dict) -> str | None:
 
 KERNEL = TriedKernel(__spec__.name, WORK, SOURCES, ready, compiler=None)
 BACKEND = AttentionBackend(
-    attend, self_tested(KERNEL, kernel_limits, lambda: device.no_ampere_reason() or library.missing())
+    attend,
+    self_tested(KERNEL, kernel_limits, lambda: device.no_ampere_reason() or library.missing()),
 )
 
 
@@ -87,11 +106,16 @@ def cases(kind: dict) -> list[AttentionCase]:
 
 
 def varies() -> str:
-    return "attention by FlashInfer cuts a context into as many parts as the batch leaves processors for"
+    return (
+        "attention by FlashInfer cuts a context into as many parts as the batch leaves "
+        "processors for"
+    )
 
 
 def trials(kind: dict) -> list[Trial]:
-    """Trials of each size of tile, of contexts whole and cut, padding, sequences without rows, and layers of a step."""
+    """Trials of each size of tile, of contexts whole and cut, padding, sequences without rows, and
+    layers of a step.
+    """
     group = kind["heads"] // kind["kv_heads"]
     few = max(32 // group, 2)  # rows of a sequence for the tile of 64
     return [

@@ -1,18 +1,21 @@
-"""Keys and values as codes of four bits, two a byte, with a float32 scale for each head and position.
+"""Keys and values as codes of four bits, two a byte, with a float32 scale for each head and
+position.
 
-A scale depends on its own position alone, so that the bits do not depend on where a prompt was cut or on what came
-after. The number that is farthest from 0 becomes -8, whatever its sign, and the scale has the sign that this takes: of
-the sixteen codes none is wasted. A byte holds a code plus 8 in its low four bits, and the next one's in its high ones.
+A scale depends on its own position alone, so that the bits do not depend on where a prompt was cut
+or on what came after. The number that is farthest from 0 becomes -8, whatever its sign, and the
+scale has the sign that this takes: of the sixteen codes none is wasted. A byte holds a code plus 8
+in its low four bits, and the next one's in its high ones.
 
-A few dimensions of keys are much larger than the others in most models, and would leave the others no codes. So keys
-are kept rotated by a Hadamard matrix, which spreads each dimension over all; queries rotated alike give the same
-products.
+A few dimensions of keys are much larger than the others in most models, and would leave the others
+no codes. So keys are kept rotated by a Hadamard matrix, which spreads each dimension over all;
+queries rotated alike give the same products.
 """
 
 import jax.numpy as jnp
 import numpy as np
 
-SMALLEST = 2.0**-100  # a head of smaller numbers than this is kept as zeros: 8 divided by them could be infinite
+# a head of smaller numbers than this is kept as zeros: 8 divided by them could be infinite
+SMALLEST = 2.0**-100
 
 
 def packed(pages_PSKH) -> bool:
@@ -21,10 +24,11 @@ def packed(pages_PSKH) -> bool:
 
 
 def rotate(x_X):
-    """The last axis in float32, in blocks of the largest power of two that divides it, each rotated.
+    """The last axis in float32, in blocks of the largest power of two that divides it, each
+    rotated.
 
-    The matrix is symmetric and its own inverse. Numbers are added two at a time, in an order that does not depend on
-    the number of rows, and that the CPU kernel has too.
+    The matrix is symmetric and its own inverse. Numbers are added two at a time, in an order that
+    does not depend on the number of rows, and that the CPU kernel has too.
     """
     shape, size = x_X.shape, x_X.shape[-1]
     block = size & -size

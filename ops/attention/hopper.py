@@ -1,7 +1,8 @@
-"""Paged attention on NVIDIA GPUs of the Hopper generation, for the kinds of it in which it passed a trial on this card.
+"""Paged attention on NVIDIA GPUs of the Hopper generation, for the kinds of it in which it passed a
+trial on this card.
 
-The kernel is in `quire.ops.attention.hopper_kernel`. A row's bits are the same in any batch and any chunk: blocks and
-spans lie at fixed positions of its sequence.
+The kernel is in `quire.ops.attention.hopper_kernel`. A row's bits are the same in any batch and any
+chunk: blocks and spans lie at fixed positions of its sequence.
 """
 
 from pathlib import Path
@@ -28,10 +29,22 @@ PAGES = 16, 32, 64, 128
 TASKS = 400  # of a trial: about three for each processor, so that each runs several in turn
 
 
-def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=None, *, interpret: Any = None):
+def attend(
+    q_TNH,
+    k_TKH,
+    v_TKH,
+    pages,
+    rows,
+    params: AttentionParams,
+    sinks_N=None,
+    *,
+    interpret: Any = None,
+):
     """Without a self-test. With `interpret` it runs in Pallas' interpreter, on a CPU."""
     reason = device.no_hopper_reason() if interpret is None else None
-    if reason := reason or kernel_limits(params, AttentionShape.of(q_TNH, pages, rows, params, sinks_N)):
+    if reason := reason or kernel_limits(
+        params, AttentionShape.of(q_TNH, pages, rows, params, sinks_N)
+    ):
         raise NotImplementedError(reason)
     from .hopper_kernel import paged  # only now: it imports a compiler
 
@@ -39,9 +52,17 @@ def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=No
         pages = append(pages, k_TKH, v_TKH, rows.slots_T)
     processors = device.num_processors() if interpret is None else 3
     out_TNH = paged.attend(
-        q_TNH, pages, rows, sinks_N, window=params.window, scale=float(params.scale), soft_cap=params.soft_cap,
-        values=params.value_dim, processors=processors, interpret=interpret,
-    )  # fmt: skip
+        q_TNH,
+        pages,
+        rows,
+        sinks_N,
+        window=params.window,
+        scale=float(params.scale),
+        soft_cap=params.soft_cap,
+        values=params.value_dim,
+        processors=processors,
+        interpret=interpret,
+    )
     return out_TNH, pages
 
 
@@ -57,16 +78,21 @@ def kernel_limits(params: AttentionParams, shape: AttentionShape) -> str | None:
         return "pages are int4, whose codes the kernel does not read"
     if dtype not in ("bfloat16", "float16"):
         return f"queries must be bfloat16 or float16, not {dtype}"
-    if shape.page_dtype != dtype and not (shape.has_scales and shape.page_dtype in ("int8", "float8_e4m3fn")):
+    if shape.page_dtype != dtype and not (
+        shape.has_scales and shape.page_dtype in ("int8", "float8_e4m3fn")
+    ):
         return f"pages must hold {dtype}, int8 or float8_e4m3fn, not {shape.page_dtype}"
-    if shape.has_scales and (latent or shape.page_size < 32):  # a copy brings at least 128 bytes, of scales too
+    # a copy brings at least 128 bytes, of scales too
+    if shape.has_scales and (latent or shape.page_size < 32):
         return "pages of eight bits must have 32 positions or more, and values beside their keys"
     if not latent and width not in WIDTHS:
         return f"keys must be of a width of {WIDTHS}, not {width}"
     if latent and ((width, params.value_dim) not in LATENT or group % 8):
         return f"keys that hold the values must be one of {LATENT}, for a multiple of 8 heads"
     if shape.page_size not in PAGES or (group > ROWS and group % ROWS):
-        return f"pages must have {PAGES} positions, and KV heads up to or a multiple of {ROWS} heads"
+        return (
+            f"pages must have {PAGES} positions, and KV heads up to or a multiple of {ROWS} heads"
+        )
     return None
 
 
@@ -83,9 +109,9 @@ def varies() -> None:
 
 
 def trials(kind: dict) -> list[Trial]:
-    """Trials of each way in which the kernel is compiled for a kind, and each path through it: whole contexts of one
-    span and of several, and contexts that are cut, more tasks than processors, padding rows, sequences without rows,
-    layers of a step that fill their pages."""
+    """Trials of each way in which the kernel is compiled for a kind, and each path through it:
+    whole contexts of one span and of several, and contexts that are cut, more tasks than
+    processors, padding rows, sequences without rows, layers of a step that fill their pages."""
     parts = max(kind["kv_heads"], kind["heads"] // 64)  # tasks of a row
     many = -(-TASKS // parts)
     return [

@@ -1,8 +1,9 @@
-"""Attention to a part of a long context: each row picks the positions that score best by keys of their own.
+"""Attention to a part of a long context: each row picks the positions that score best by keys of
+their own.
 
-Rows that have no more positions than may be picked attend to all of them, by whichever implementation serves. The
-others score every position with small queries and keys, keep the best, and attend to these alone. Each row does so by
-itself, so that its bits are the same in any company.
+Rows that have no more positions than may be picked attend to all of them, by whichever
+implementation serves. The others score every position with small queries and keys, keep the best,
+and attend to these alone. Each row does so by itself, so that its bits are the same in any company.
 """
 
 import math
@@ -23,7 +24,8 @@ TILE = 4  # rows that pick together
 
 @struct.dataclass
 class Picks:
-    """How rows choose: by the sum over heads of weight * relu(query . key); the keys are the last part of the pages'.
+    """How rows choose: by the sum over heads of weight * relu(query . key); the keys are the last
+    part of the pages'.
 
     Without queries they read what the layer before has picked.
     """
@@ -33,8 +35,12 @@ class Picks:
     count: int = struct.field(pytree_node=False, default=0)
 
 
-def picking_attention(q_TNH, k_T1H, pages: KVPages, rows: QueryRows, picks: Picks, slots_TC, params: AttentionParams):
-    """(out_TNH, pages, slots_TC): where each row that picks has found what it reads; `slots_TC` are another layer's."""
+def picking_attention(
+    q_TNH, k_T1H, pages: KVPages, rows: QueryRows, picks: Picks, slots_TC, params: AttentionParams
+):
+    """(out_TNH, pages, slots_TC): where each row that picks has found what it reads; `slots_TC` are
+    another layer's.
+    """
     near = rows.replace(positions_T=jnp.minimum(rows.positions_T, picks.count - 1))
     spare = pages.k_PSKH.shape[-1] - q_TNH.shape[-1]
     wide_TNH = jnp.pad(q_TNH, ((0, 0), (0, 0), (0, spare)))
@@ -47,7 +53,9 @@ def picking_attention(q_TNH, k_T1H, pages: KVPages, rows: QueryRows, picks: Pick
 
 
 def picked(picks: Picks, pages: KVPages, rows: QueryRows, far_T):
-    """The slots of the positions that score best, in the order of the positions; zeros for rows that read all."""
+    """The slots of the positions that score best, in the order of the positions; zeros for rows
+    that read all.
+    """
     P, S = pages.k_PSKH.shape[:2]
     M = rows.tables_BM.shape[1]
     dim = picks.q_TIH.shape[-1]
@@ -62,9 +70,13 @@ def picked(picks: Picks, pages: KVPages, rows: QueryRows, far_T):
         table_RM = table_BM[seq_R]
 
         def score(block, score_RL):
-            page_RJ = jax.lax.dynamic_slice_in_dim(table_RM, block * pages_a_block, pages_a_block, axis=1)
+            page_RJ = jax.lax.dynamic_slice_in_dim(
+                table_RM, block * pages_a_block, pages_a_block, axis=1
+            )
             key_RJH = read(pages.k_PSKH, pages.k_scale_PKS, page_RJ)[:, 0, :, -dim:]
-            own_RIJ = jnp.einsum("RIH,RJH->RIJ", q_RIH, key_RJH, precision=exact, preferred_element_type=jnp.float32)
+            own_RIJ = jnp.einsum(
+                "RIH,RJH->RIJ", q_RIH, key_RJH, precision=exact, preferred_element_type=jnp.float32
+            )
             score_RJ = sum_pairs(jnp.moveaxis(weight_RI[:, :, None] * jax.nn.relu(own_RIJ), 1, 2))
             position_J = block * J + jnp.arange(J)
             score_RJ = jnp.where(position_J <= position_R[:, None], score_RJ, -jnp.inf)
@@ -93,11 +105,19 @@ def read_picked(q_TNH, pages: KVPages, slots_TC, far_T, scale, value_dim):
     def attend(far_R, q_RNH, slot_RC):
         key_RCH = read(flat_P1H, scale_P11, slot_RC)[:, 0]
         score_RNC = jnp.einsum(
-            "RNH,RCH->RNC", q_RNH, key_RCH[..., :H], precision=exact, preferred_element_type=jnp.float32
+            "RNH,RCH->RNC",
+            q_RNH,
+            key_RCH[..., :H],
+            precision=exact,
+            preferred_element_type=jnp.float32,
         )
         weight_RNC = jnp.exp(score_RNC - jnp.max(score_RNC, axis=-1, keepdims=True))
         out_RNV = jnp.einsum(
-            "RNC,RCV->RNV", weight_RNC, key_RCH[..., :value_dim], precision=exact, preferred_element_type=jnp.float32
+            "RNC,RCV->RNV",
+            weight_RNC,
+            key_RCH[..., :value_dim],
+            precision=exact,
+            preferred_element_type=jnp.float32,
         )
         return (out_RNV / sum_pairs(weight_RNC)[..., None]).astype(dtype)
 

@@ -1,8 +1,9 @@
 """Paged attention on TPUs: the kernel is JAX's own `ragged_paged_attention`, written in Pallas.
 
-A row's bits are the same in any batch, but not in any chunk. For every row the kernel runs to the end of its sequence's
-rows in the step, and multiplies and divides once more for each block that the row does not see; with a window its
-blocks begin at the first position that the step's first row sees. So chunking can change the last bit.
+A row's bits are the same in any batch, but not in any chunk. For every row the kernel runs to the
+end of its sequence's rows in the step, and multiplies and divides once more for each block that the
+row does not see; with a window its blocks begin at the first position that the step's first row
+sees. So chunking can change the last bit.
 """
 
 import jax
@@ -19,20 +20,29 @@ TABLES = 512 * 1024  # bytes of page tables: half of a core's scalar memory, whe
 
 def attend(q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=None):
     """See `quire.ops.attention.paged_attention`."""
-    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention  # it imports a compiler
+    # it imports a compiler
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     shape = AttentionShape.of(q_TNH, pages, rows, params, sinks_N)
     if k_TKH is not None:
         pages = append(pages, k_TKH, v_TKH, rows.slots_T)
-    # Sizes follow from the model and the tables' width alone: a row's sums must not depend on T and B.
+    # Sizes follow from the model and the tables' width alone: a row's sums must not depend on T and
+    # B.
     heads = min(shape.kv_heads, 8) * (shape.heads // shape.kv_heads) * (shape.head_dim // 128)
     queries = ROWS if heads <= HEADS else 1 << (ROWS * HEADS // heads).bit_length() - 1
     sequences = describe(rows, shape.page_size, params.window, pages_seen(params, shape))
     out_TNH = ragged_paged_attention(
-        q_TNH, pages.kv_PSYH, *sequences, sm_scale=float(params.scale), sliding_window=params.window,
-        soft_cap=params.soft_cap, num_kv_pages_per_block=pages_per_block(shape), num_queries_per_block=queries,
-    )  # fmt: skip
-    owned_T = jnp.arange(shape.tokens) < rows.starts_B1[-1]  # the kernel leaves other rows undefined
+        q_TNH,
+        pages.kv_PSYH,
+        *sequences,
+        sm_scale=float(params.scale),
+        sliding_window=params.window,
+        soft_cap=params.soft_cap,
+        num_kv_pages_per_block=pages_per_block(shape),
+        num_queries_per_block=queries,
+    )
+    # the kernel leaves other rows undefined
+    owned_T = jnp.arange(shape.tokens) < rows.starts_B1[-1]
     return jnp.where(owned_T[:, None, None], out_TNH, 0), pages
 
 
@@ -47,7 +57,8 @@ def limits(params: AttentionParams, shape: AttentionShape) -> str | None:
         return "the kernel has neither sinks nor values that are a part of the keys"
     if shape.dtype != "bfloat16" or shape.layout != "paired" or shape.page_dtype != "bfloat16":
         return "queries and pages must be bfloat16, each head's value right after its key"
-    if H != 128 and (H % 128 or K > 1):  # several heads need strides, which the compiler does not support in wider rows
+    # several heads need strides, which the compiler does not support in wider rows
+    if H != 128 and (H % 128 or K > 1):
         return f"keys and values must be of a width of 128, or a multiple with one head, not {H}"
     if K not in (1, 2, 4) and (K % 8 or (K > 8 and G > 1 and G % 2)):
         return f"there must be 1, 2, 4 or 8 KV heads or eights with an even group, not {K} of {G}"
@@ -75,7 +86,10 @@ def pages_seen(params: AttentionParams, shape: AttentionShape) -> int:
 
 
 def varies() -> str:
-    return "attention by JAX's kernel for TPUs gives a row other last bits where its prompt is cut in other chunks"
+    return (
+        "attention by JAX's kernel for TPUs gives a row other last bits where its prompt is "
+        "cut in other chunks"
+    )
 
 
 def has_tpu() -> bool:
@@ -85,9 +99,9 @@ def has_tpu() -> bool:
 def describe(rows, S: int, window: int | None, seen: int):
     """(lengths in the cache, page tables, starts, number of sequences) as the kernel expects them.
 
-    At the end of each sequence it fetches the first block of the next one, which must then wait for it. So a sequence
-    without rows gets a length of 1, and a step without rows one row; their results are dropped. Sequences after the
-    last one with rows are not counted.
+    At the end of each sequence it fetches the first block of the next one, which must then wait for
+    it. So a sequence without rows gets a length of 1, and a step without rows one row; their
+    results are dropped. Sequences after the last one with rows are not counted.
     """
     starts_B1 = rows.starts_B1
     T = rows.positions_T.shape[0]
@@ -99,10 +113,16 @@ def describe(rows, S: int, window: int | None, seen: int):
     starts_B1 = starts_B1.at[1:].max(jnp.where(total == 0, 1, 0))
     if window is None:
         return newest_B + 1, rows.tables_BM, starts_B1, count_1
-    # The kernel reads from the table's first page on, whatever the window, and a page that fell out of the window may
-    # belong to another sequence: a NaN in it would pass the mask. So the table begins with the first page that the
-    # step's rows see, and positions are counted from there; only their differences matter.
+    # The kernel reads from the table's first page on, whatever the window, and a page that fell out
+    # of the window may belong to another sequence: a NaN in it would pass the mask. So the table
+    # begins with the first page that the step's rows see, and positions are counted from there;
+    # only their differences matter.
     oldest_B = jnp.where(has_rows_B, rows.positions_T[jnp.clip(starts_B1[:-1], 0, T - 1)], 0)
     first_B = jnp.maximum(oldest_B - window + 1, 0) // S
     page_BM = jnp.minimum(first_B[:, None] + jnp.arange(seen), M - 1)
-    return newest_B + 1 - first_B * S, jnp.take_along_axis(rows.tables_BM, page_BM, axis=1), starts_B1, count_1
+    return (
+        newest_B + 1 - first_B * S,
+        jnp.take_along_axis(rows.tables_BM, page_BM, axis=1),
+        starts_B1,
+        count_1,
+    )

@@ -1,7 +1,8 @@
-"""Paged attention on NVIDIA GPUs by Triton, for the kinds of it in which it passed a trial on this card.
+"""Paged attention on NVIDIA GPUs by Triton, for the kinds of it in which it passed a trial on this
+card.
 
-It needs nothing but JAX, and serves what the kernels before it decline: on cards other than Hopper, where FlashInfer is
-not installed, everything.
+It needs nothing but JAX, and serves what the kernels before it decline: on cards other than Hopper,
+where FlashInfer is not installed, everything.
 """
 
 from pathlib import Path
@@ -30,7 +31,15 @@ KERNEL = TriedKernel(__spec__.name, WORK, SOURCES, compiler=TRITON)
 
 
 def attend(
-    q_TNH, k_TKH, v_TKH, pages, rows, params: AttentionParams, sinks_N=None, *, interpret: bool = False
+    q_TNH,
+    k_TKH,
+    v_TKH,
+    pages,
+    rows,
+    params: AttentionParams,
+    sinks_N=None,
+    *,
+    interpret: bool = False,
 ) -> tuple[jax.Array, Any]:
     """Without a self-test. With `interpret` it runs in Pallas' interpreter, on a CPU."""
     if reason := kernel_limits(params, AttentionShape.of(q_TNH, pages, rows, params, sinks_N)):
@@ -40,9 +49,15 @@ def attend(
     if k_TKH is not None:
         pages = append(pages, k_TKH, v_TKH, rows.slots_T)
     out_TNH = triton_kernel.attend(
-        q_TNH, pages, rows, scale=params.scale, window=params.window, soft_cap=params.soft_cap, sinks_N=sinks_N,
+        q_TNH,
+        pages,
+        rows,
+        scale=params.scale,
+        window=params.window,
+        soft_cap=params.soft_cap,
+        sinks_N=sinks_N,
         interpret=interpret,
-    )  # fmt: skip
+    )
     return out_TNH, pages
 
 
@@ -53,7 +68,10 @@ def kernel_limits(params: AttentionParams, shape: AttentionShape) -> str | None:
     if shape.dtype not in DTYPES:
         return f"queries must be {' or '.join(DTYPES)}, not {shape.dtype}"
     if shape.page_dtype != shape.dtype and not (shape.has_scales and shape.page_dtype in CODES):
-        return f"pages must be {shape.dtype} as queries are, or codes of {CODES}, not {shape.page_dtype}"
+        return (
+            f"pages must be {shape.dtype} as queries are, or codes of {CODES}, not "
+            f"{shape.page_dtype}"
+        )
     page = shape.num_pages, shape.page_size, shape.kv_heads, shape.head_dim
     if beyond_offsets(jax.ShapeDtypeStruct(page, shape.page_dtype)):
         return f"pages of eight bits of a layer must not be {BEYOND}: give the cache less memory"
@@ -66,8 +84,8 @@ BACKEND = AttentionBackend(attend, self_tested(KERNEL, kernel_limits, device.no_
 
 
 def beyond_offsets(array) -> bool:
-    """Whether Pallas reaches a part of an array by an offset that wraps around: up to 4 GiB they have 32 bits and a
-    sign, which is enough for numbers of two bytes or more."""
+    """Whether Pallas reaches a part of an array by an offset that wraps around: up to 4 GiB they
+    have 32 bits and a sign, which is enough for numbers of two bytes or more."""
     return array.dtype.itemsize == 1 and 2**31 < array.size <= 2**32
 
 
@@ -77,12 +95,15 @@ def cases(kind: dict) -> list[AttentionCase]:
 
 
 def varies() -> str:
-    return "attention by Triton cuts a context into parts where a step has no prompts, and not beside prompts"
+    return (
+        "attention by Triton cuts a context into parts where a step has no prompts, and not "
+        "beside prompts"
+    )
 
 
 def trials(kind: dict) -> list[Trial]:
-    """Trials of contexts of one span and of several, of rows alone and together, padding, sequences without rows, and
-    layers of a step."""
+    """Trials of contexts of one span and of several, of rows alone and together, padding, sequences
+    without rows, and layers of a step."""
     return [
         Trial("decoding", 100, 150, 1, 3, **kind),
         Trial("decoding over spans", 3, 8200, 1, 2, **kind),

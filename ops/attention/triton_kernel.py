@@ -1,8 +1,9 @@
-"""Paged attention by Triton: a program is some rows of a sequence with the query heads of one KV head, and a part of
-their context.
+"""Paged attention by Triton: a program is some rows of a sequence with the query heads of one KV
+head, and a part of their context.
 
-In a step in which each sequence has one row, contexts are cut into spans that programs share, and a second kernel joins
-what they found. Where sequences have several rows, a program reads all that its rows see.
+In a step in which each sequence has one row, contexts are cut into spans that programs share, and a
+second kernel joins what they found. Where sequences have several rows, a program reads all that its
+rows see.
 """
 
 import functools
@@ -46,11 +47,23 @@ class Shape(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Positions that are multiplied at once; a wide one, or float8 on its way to numbers, needs more registers."""
+        """Positions that are multiplied at once; a wide one, or float8 on its way to numbers, needs
+        more registers.
+        """
         return 32 if self.width > 128 or self.codes == "float8_e4m3fn" else 64
 
 
-def attend(q_TNH, pages: KVPages, rows: QueryRows, *, scale, window, soft_cap, sinks_N, interpret: bool = False):
+def attend(
+    q_TNH,
+    pages: KVPages,
+    rows: QueryRows,
+    *,
+    scale,
+    window,
+    soft_cap,
+    sinks_N,
+    interpret: bool = False,
+):
     """Every row's result; zeros for rows that no sequence has."""
     (T, N, H) = q_TNH.shape
     (_, S, K, _) = pages.k_PSKH.shape
@@ -60,17 +73,36 @@ def attend(q_TNH, pages: KVPages, rows: QueryRows, *, scale, window, soft_cap, s
     span = max(SHORTEST, pl.next_power_of_2(-(-M * S // MOST_SPANS))) if decodes else 0
     spans = -(-M * S // span) if span else 1
     codes = None if pages.k_scale_PKS is None else pages.k_PSKH.dtype.name
-    shape = Shape(1 if decodes else max(1, TILE // heads), heads, H, S, span, spans, scale, window, soft_cap, codes,
-                  q_TNH.dtype.name)  # fmt: skip
+    shape = Shape(
+        1 if decodes else max(1, TILE // heads),
+        heads,
+        H,
+        S,
+        span,
+        spans,
+        scale,
+        window,
+        soft_cap,
+        codes,
+        q_TNH.dtype.name,
+    )
     first_CQ, seq_C, valid_CQ = tiles(rows.starts_B1, T, shape.rows)
     given = {
-        "q": q_TNH, "k": in_bytes(pages.k_PSKH), "v": in_bytes(pages.v_PSKH), "k_scale": pages.k_scale_PKS,
-        "v_scale": pages.v_scale_PKS, "positions": rows.positions_T, "tables": rows.tables_BM,
-        "sinks": None if sinks_N is None else sinks_N.astype(jnp.float32), "first": first_CQ[:, 0], "seq": seq_C,
+        "q": q_TNH,
+        "k": in_bytes(pages.k_PSKH),
+        "v": in_bytes(pages.v_PSKH),
+        "k_scale": pages.k_scale_PKS,
+        "v_scale": pages.v_scale_PKS,
+        "positions": rows.positions_T,
+        "tables": rows.tables_BM,
+        "sinks": None if sinks_N is None else sinks_N.astype(jnp.float32),
+        "first": first_CQ[:, 0],
+        "seq": seq_C,
         "count": jnp.sum(valid_CQ, axis=1, dtype=jnp.int32),
-    }  # fmt: skip
+    }
     given = {name: x for name, x in given.items() if x is not None}
-    room = T + shape.tile // heads  # a tile that is not full names rows past the last, and writes none
+    # a tile that is not full names rows past the last, and writes none
+    room = T + shape.tile // heads
     each = jax.ShapeDtypeStruct((spans, room, N), jnp.float32)
     parts = jax.ShapeDtypeStruct((spans, room, N, H), jnp.float32), each, each
     whole = jax.ShapeDtypeStruct((room, N, H), q_TNH.dtype)
@@ -96,13 +128,19 @@ def attend(q_TNH, pages: KVPages, rows: QueryRows, *, scale, window, soft_cap, s
 
 
 def warps(shape: Shape) -> int:
-    """As many as have room in their registers for a tile's sums, and for codes as numbers beside them."""
+    """As many as have room in their registers for a tile's sums, and for codes as numbers
+    beside them.
+    """
     return 8 if shape.codes or shape.tile * shape.width >= TILE * 128 else 4
 
 
 def in_bytes(pages_PSKH):
     """Codes as bytes: not every card has float8."""
-    return lax.bitcast_convert_type(pages_PSKH, jnp.int8) if pages_PSKH.dtype.itemsize == 1 else pages_PSKH
+    return (
+        lax.bitcast_convert_type(pages_PSKH, jnp.int8)
+        if pages_PSKH.dtype.itemsize == 1
+        else pages_PSKH
+    )
 
 
 def run(shape: Shape, names: tuple[str, ...], *refs) -> None:
@@ -145,16 +183,22 @@ def compute(shape: Shape, given, outs, part, head, seq, first, count, begin, end
         best_R, total_R, out_RH = carry
         position_J = block * shape.block + jnp.arange(shape.block)
         owned_J = (position_J >= begin) & (position_J < end)
-        page_J = plgpu.load(given["tables"].at[seq, position_J // shape.page], mask=owned_J, other=0)
+        page_J = plgpu.load(
+            given["tables"].at[seq, position_J // shape.page], mask=owned_J, other=0
+        )
         offset_J = position_J % shape.page
 
         def read(name: str):
-            """(numbers, what each position's are to be multiplied with); nothing of what no sequence owns."""
+            """(numbers, what each position's are to be multiplied with); nothing of what no
+            sequence owns.
+            """
             at = page_J[:, None], offset_J[:, None], head, column_H[None]
             x_JH = plgpu.load(given[name].at[at], mask=owned_J[:, None], other=0)
             if shape.codes is None:
                 return x_JH, None
-            scale_J = plgpu.load(given[f"{name}_scale"].at[page_J, head, offset_J], mask=owned_J, other=0.0)
+            scale_J = plgpu.load(
+                given[f"{name}_scale"].at[page_J, head, offset_J], mask=owned_J, other=0.0
+            )
             numbers_JH = x_JH if shape.codes == "int8" else fp8.of_bits(x_JH)
             return numbers_JH.astype(shape.dtype), scale_J
 
@@ -174,7 +218,11 @@ def compute(shape: Shape, given, outs, part, head, seq, first, count, begin, end
         value_JH, scale_J = read("v")
         total_R = total_R * shrink_R + jnp.sum(weight_RJ, 1)
         weight_RJ = weight_RJ if scale_J is None else weight_RJ * scale_J[None]
-        return new_R, total_R, out_RH * shrink_R[:, None] + plgpu.dot(weight_RJ.astype(shape.dtype), value_JH)
+        return (
+            new_R,
+            total_R,
+            out_RH * shrink_R[:, None] + plgpu.dot(weight_RJ.astype(shape.dtype), value_JH),
+        )
 
     best_R = jnp.full(shape.tile, -jnp.inf)
     total_R = jnp.zeros(shape.tile)

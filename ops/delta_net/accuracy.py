@@ -1,4 +1,6 @@
-"""Trials of the kernel for a kind of heads: sequences of one row and of many, and the result in float64."""
+"""Trials of the kernel for a kind of heads: sequences of one row and of many, and the result in
+float64.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -43,9 +45,15 @@ class DeltaCase:
         memory_BNHV[slots_B[begins_B]] = np.nan  # what another left
         starts_B1 = np.concatenate(([0], np.cumsum(self.counts)))
         kept_B = rng.integers(0, np.array(self.counts) + 1)
-        rows = StateRows(jnp.array(starts_B1, jnp.int32), jnp.array(slots_B, jnp.int32), jnp.array(begins_B),
-                         jnp.array(kept_B, jnp.int32))  # fmt: skip
-        wanted = in_float64(arrays, memory_BNHV, starts_B1, slots_B, begins_B, kept_B, self.kind["corrects"])
+        rows = StateRows(
+            jnp.array(starts_B1, jnp.int32),
+            jnp.array(slots_B, jnp.int32),
+            jnp.array(begins_B),
+            jnp.array(kept_B, jnp.int32),
+        )
+        wanted = in_float64(
+            arrays, memory_BNHV, starts_B1, slots_B, begins_B, kept_B, self.kind["corrects"]
+        )
         return (), (*map(jnp.asarray, arrays), jnp.asarray(memory_BNHV), rows), of_rows(*wanted)
 
     def run(self, held, given):

@@ -16,19 +16,28 @@ def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, correc
     slots = memory_BNHV.shape[0]
     by_key = decay_TN.ndim == 3
     expected = {  # the kernel does not check shapes
-        "q_TKH": (q_TKH, (T, K, H)), "k_TKH": (k_TKH, (T, K, H)), "decay_TN": (decay_TN, (T, N, H)[: 2 + by_key]),
-        "beta_TN": (beta_TN, (T, N)), "memory_BNHV": (memory_BNHV, (slots, N, H, V)),
-        "starts_B1": (rows.starts_B1, (B + 1,)), "kept_B": (rows.kept_B, (B,)), "begins_B": (rows.begins_B, (B,)),
-    }  # fmt: skip
+        "q_TKH": (q_TKH, (T, K, H)),
+        "k_TKH": (k_TKH, (T, K, H)),
+        "decay_TN": (decay_TN, (T, N, H)[: 2 + by_key]),
+        "beta_TN": (beta_TN, (T, N)),
+        "memory_BNHV": (memory_BNHV, (slots, N, H, V)),
+        "starts_B1": (rows.starts_B1, (B + 1,)),
+        "kept_B": (rows.kept_B, (B,)),
+        "begins_B": (rows.begins_B, (B,)),
+    }
     for name, (x, shape) in expected.items():
         if x.shape != shape:
-            raise ValueError(f"delta rule: {name} has shape {x.shape}, but the other arrays say {shape}")
+            raise ValueError(
+                f"delta rule: {name} has shape {x.shape}, but the other arrays say {shape}"
+            )
     if N % K:
         raise ValueError(f"delta rule: {N} value heads do not share {K} key heads evenly")
     arrays = q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV
     if any(x.dtype != jnp.float32 for x in arrays):
         raise NotImplementedError("all arrays must be float32")
-    numbers = [x.astype(jnp.int32) for x in (rows.starts_B1, rows.slots_B, rows.begins_B, rows.kept_B)]
+    numbers = [
+        x.astype(jnp.int32) for x in (rows.starts_B1, rows.slots_B, rows.begins_B, rows.kept_B)
+    ]
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v_TNV, memory_BNHV)]
     call = jax.ffi.ffi_call(target(DELTA_NET), results, input_output_aliases={5: 1})
     return tuple(call(*arrays, *numbers, corrects=np.int32(corrects), by_key=np.int32(by_key)))

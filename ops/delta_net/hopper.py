@@ -1,7 +1,7 @@
 """The delta rule by one kernel on NVIDIA GPUs, which is in `quire.ops.delta_net.hopper_kernel`.
 
-It serves the kinds of heads in which it passed its trial on this card. A row's bits are the same in any company: each
-head of a sequence is computed by itself, and its sums are in one order.
+It serves the kinds of heads in which it passed its trial on this card. A row's bits are the same in
+any company: each head of a sequence is computed by itself, and its sums are in one order.
 """
 
 from pathlib import Path
@@ -15,8 +15,13 @@ SOURCES = *Path(__file__).parent.glob("*.py"), TILE_SOURCE
 KERNEL = TriedKernel(f"{__package__}.accuracy", "the delta rule", SOURCES)
 
 
-def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, corrects, *, interpret: Any = None):
-    """See `quire.ops.delta_net.delta_rule`. With `interpret` it runs in Pallas' interpreter, on a CPU."""
+def delta_rule(
+    q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, corrects, *, interpret: Any = None
+):
+    """See `quire.ops.delta_net.delta_rule`.
+
+    With `interpret` it runs in Pallas' interpreter, on a CPU.
+    """
     if interpret is None and (declined := device.no_hopper_reason()):
         raise NotImplementedError(declined)
     arrays = q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV
@@ -49,7 +54,13 @@ def kind(arrays, corrects: bool) -> dict:
     """What the kernel is compiled for."""
     (_, K, H) = arrays[0].shape
     (_, N, V) = arrays[2].shape
-    return {"keys": H, "values": V, "shared": N // K, "by_key": arrays[3].ndim == 3, "corrects": bool(corrects)}
+    return {
+        "keys": H,
+        "values": V,
+        "shared": N // K,
+        "by_key": arrays[3].ndim == 3,
+        "corrects": bool(corrects),
+    }
 
 
 def varies() -> None:

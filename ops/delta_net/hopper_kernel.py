@@ -1,9 +1,10 @@
-"""The kernel of the delta rule: a program has the memories of a head or two of a sequence, and goes through its rows.
+"""The kernel of the delta rule: a program has the memories of a head or two of a sequence, and goes
+through its rows.
 
-Each thread has a column of a memory, in its registers as far as they reach: all that adds up to a number of a value is
-its own, so nothing is exchanged. Rows are copied into shared memory a few ahead. The memory that is kept replaces the
-one before in place.
-Letters beside the package's: G heads of a program, which share a key.
+Each thread has a column of a memory, in its registers as far as they reach: all that adds up to a
+number of a value is its own, so nothing is exchanged. Rows are copied into shared memory a few
+ahead. The memory that is kept replaces the one before in place. Letters beside the package's: G
+heads of a program, which share a key.
 """
 
 import functools
@@ -47,14 +48,21 @@ class Refs(NamedTuple):
     memory_here: Any
 
 
-def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, corrects, interpret: Any = None):
+def delta_rule(
+    q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, corrects, interpret: Any = None
+):
     """See `quire.ops.delta_net.delta_rule`."""
     (T, N, V) = v_TNV.shape
     (_, K, H) = q_TKH.shape
     by_key = decay_TN.ndim == 3
     shape = MemoryShape(H, V, N // K, by_key, corrects)
     G = shape.heads
-    numbers = {"starts": rows.starts_B1, "slots": rows.slots_B, "begins": rows.begins_B, "kept": rows.kept_B}
+    numbers = {
+        "starts": rows.starts_B1,
+        "slots": rows.slots_B,
+        "begins": rows.begins_B,
+        "kept": rows.kept_B,
+    }
     decay = decay_TN if by_key else lined(decay_TN)
     given = {"q": q_TKH, "k": k_TKH, "v": v_TNV, "decay": decay, "beta": lined(beta_TN)}
     given |= {name: x.astype(jnp.int32) for name, x in numbers.items()}
@@ -67,8 +75,13 @@ def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, correc
         "decay": (G, H) if by_key else decay.shape[1:],
         "beta": given["beta"].shape[1:],
     }
-    scratch: dict[str, Any] = {f"own_{name}": plgpu.SMEM((STAGES, *size), jnp.float32) for name, size in copied.items()}
-    scratch |= {"own_memory": plgpu.SMEM((G, H, V), jnp.float32), "own_out": plgpu.SMEM((G, V), jnp.float32)}
+    scratch: dict[str, Any] = {
+        f"own_{name}": plgpu.SMEM((STAGES, *size), jnp.float32) for name, size in copied.items()
+    }
+    scratch |= {
+        "own_memory": plgpu.SMEM((G, H, V), jnp.float32),
+        "own_out": plgpu.SMEM((G, V), jnp.float32),
+    }
     scratch["here"] = plgpu.Barrier(num_arrivals=len(copied), num_barriers=STAGES)
     scratch["memory_here"] = plgpu.Barrier()
 
@@ -81,8 +94,9 @@ def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, correc
         body,
         jax.ShapeDtypeStruct((T, N, V), jnp.float32),
         mesh=plgpu.Mesh(grid=(rows.slots_B.shape[0], N // G), grid_names=("sequence", "heads")),
-        # Lines are loaded and stored in one layout, so a thread meets its own numbers alone; a commit or a wait of all
-        # threads comes before every copy from shared memory and over it. So no store needs a barrier.
+        # Lines are loaded and stored in one layout, so a thread meets its own numbers alone; a
+        # commit or a wait of all threads comes before every copy from shared memory and over it. So
+        # no store needs a barrier.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=False if interpret is None else interpret,
         name="delta_rule",
@@ -135,16 +149,20 @@ def fetch(shape: MemoryShape, refs: Refs, n, row, stage) -> None:
     key = lax.div(n, jnp.int32(shape.shared))
     heads = pl.ds(n, shape.heads)
     copies = [
-        (refs.q.at[row, key], refs.own_q), (refs.k.at[row, key], refs.own_k), (refs.v.at[row, heads], refs.own_v),
+        (refs.q.at[row, key], refs.own_q),
+        (refs.k.at[row, key], refs.own_k),
+        (refs.v.at[row, heads], refs.own_v),
         (refs.decay.at[row, heads] if shape.by_key else refs.decay.at[row], refs.own_decay),
         (refs.beta.at[row], refs.own_beta),
-    ]  # fmt: skip
+    ]
     for far, own in copies:
         plgpu.copy_gmem_to_smem(far, own.at[stage], refs.here.at[stage])
 
 
 def begin(shape: MemoryShape, tiles: Tiles, refs: Refs, own, b) -> tuple:
-    """The memories that a sequence goes on from, number by number of the key; of the first those in registers."""
+    """The memories that a sequence goes on from, number by number of the key; of the first those in
+    registers.
+    """
     plgpu.copy_gmem_to_smem(own, refs.own_memory, refs.memory_here)
     plgpu.barrier_wait(refs.memory_here)
     goes_on = refs.begins[b] == 0
@@ -165,7 +183,9 @@ def keep(shape: MemoryShape, tiles: Tiles, refs: Refs, own, memory) -> None:
 
 
 def line_of(shape: MemoryShape, refs: Refs, h):
-    """What the memories have for a number of the key, as [G, V]; Mosaic takes a single head's only if it is one run."""
+    """What the memories have for a number of the key, as [G, V]; Mosaic takes a single head's only
+    if it is one run.
+    """
     return refs.own_memory.at[0, pl.ds(h, 1)] if shape.heads == 1 else refs.own_memory.at[:, h]
 
 
@@ -178,7 +198,9 @@ def store_line(shape: MemoryShape, tiles: Tiles, refs: Refs, h, line_GV) -> None
 
 
 def each_beyond(shape: MemoryShape, do, carry):
-    """`carry = do(h, carry)` for the numbers of the key of which no registers hold the memory, a few at a time."""
+    """`carry = do(h, carry)` for the numbers of the key of which no registers hold the memory, a
+    few at a time.
+    """
 
     def some(i, carry):
         for j in range(SUMS):
@@ -192,7 +214,9 @@ def each_beyond(shape: MemoryShape, do, carry):
 
 def step(shape: MemoryShape, tiles: Tiles, refs: Refs, n, stage, memory):
     """(memory, what it says of the query) after a row."""
-    q, k, beta, decay = (scalars(tiles, x.at[stage]) for x in (refs.own_q, refs.own_k, refs.own_beta, refs.own_decay))
+    q, k, beta, decay = (
+        scalars(tiles, x.at[stage]) for x in (refs.own_q, refs.own_k, refs.own_beta, refs.own_decay)
+    )
     each = functools.partial(by_head, shape, tiles)
     decay_GV = None if shape.by_key else each(lambda g: decay(n + g))
 
@@ -206,7 +230,9 @@ def step(shape: MemoryShape, tiles: Tiles, refs: Refs, n, stage, memory):
     error_GV = tiles.load_as(refs.own_v.at[stage], column(shape))
     if shape.corrects:
         known_GV = total(line_GV * k(h) for h, line_GV in enumerate(memory))
-        error_GV = error_GV - each_beyond(shape, lambda h, sum_GV: sum_GV + faded(h) * k(h), known_GV)
+        error_GV = error_GV - each_beyond(
+            shape, lambda h, sum_GV: sum_GV + faded(h) * k(h), known_GV
+        )
     error_GV = error_GV * each(lambda g: beta(n + g))
     plgpu.commit_smem()  # the key is read again: the registers do not hold it beside the memory
     memory = [line_GV + error_GV * k(h) for h, line_GV in enumerate(memory)]
@@ -216,7 +242,9 @@ def step(shape: MemoryShape, tiles: Tiles, refs: Refs, n, stage, memory):
         store_line(shape, tiles, refs, h, line_GV)
         return out_GV + line_GV * q(h)
 
-    return tuple(memory), each_beyond(shape, learn, total(line_GV * q(h) for h, line_GV in enumerate(memory)))
+    return tuple(memory), each_beyond(
+        shape, learn, total(line_GV * q(h) for h, line_GV in enumerate(memory))
+    )
 
 
 def by_head(shape: MemoryShape, tiles: Tiles, number):
@@ -236,7 +264,10 @@ def column(shape: MemoryShape):
 
 
 def total(parts: Iterator):
-    """Their sum: of every SUMS-th of them, then of these. Each is added as it comes, or the registers would not do."""
+    """Their sum: of every SUMS-th of them, then of these.
+
+    Each is added as it comes, or the registers would not do.
+    """
     sums = [next(parts) for _ in range(SUMS)]
     for at, part in enumerate(parts):
         sums[at % SUMS] = sums[at % SUMS] + part

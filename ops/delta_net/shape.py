@@ -1,4 +1,6 @@
-"""What the kernel for NVIDIA GPUs is compiled for: each of its 128 threads has a column of a memory."""
+"""What the kernel for NVIDIA GPUs is compiled for: each of its 128 threads has a column of a
+memory.
+"""
 
 from typing import NamedTuple
 
@@ -8,7 +10,9 @@ MOST_KEYS = 256  # numbers of a key
 HELD = 128  # of them for which a thread has registers
 LINE = 32  # numbers: a copy brings a multiple of so many
 STAGES = 4  # rows that are in shared memory at once
-SUMS = 4  # that a thread adds up side by side, each of every fourth number of a key; also lines of a turn beyond HELD
+# that a thread adds up side by side, each of every fourth number of a key; also lines of a turn
+# beyond HELD
+SUMS = 4
 
 
 class MemoryShape(NamedTuple):
@@ -22,7 +26,9 @@ class MemoryShape(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Numbers of a key for which a thread has registers; of the others the memory stays in shared memory."""
+        """Numbers of a key for which a thread has registers; of the others the memory stays in
+        shared memory.
+        """
         return min(self.keys, HELD)
 
     @property

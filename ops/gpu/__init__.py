@@ -2,4 +2,5 @@
 
 from pathlib import Path
 
-TILE_SOURCE = Path(__file__).with_name("tile.py")  # on which the results of all kernels for Hopper depend
+# on which the results of all kernels for Hopper depend
+TILE_SOURCE = Path(__file__).with_name("tile.py")

@@ -29,17 +29,25 @@ def no_hopper_reason() -> str | None:
         return None
     if not is_gpu():
         return NO_GPU
-    return f"the kernel's instructions are those of compute capability 9.x (Hopper), and this GPU's is {capability()}"
+    return (
+        "the kernel's instructions are those of compute capability 9.x (Hopper), and this "
+        f"GPU's is {capability()}"
+    )
 
 
 def no_ampere_reason() -> str | None:
-    """Why this process has no GPU for kernels that are compiled for all later generations; None if it has one."""
+    """Why this process has no GPU for kernels that are compiled for all later generations; None if
+    it has one.
+    """
     if not is_gpu():
         return NO_GPU
     major = capability().partition(".")[0]
     if major.isdecimal() and int(major) >= AMPERE:
         return None
-    return f"the kernel needs compute capability {AMPERE}.0 (Ampere) or later, and this GPU's is {capability()}"
+    return (
+        f"the kernel needs compute capability {AMPERE}.0 (Ampere) or later, and this GPU's is "
+        f"{capability()}"
+    )
 
 
 def num_processors() -> int:

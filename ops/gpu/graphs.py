@@ -1,6 +1,7 @@
 """CUDA graphs: what XLA is to record of a step, so that one launch by the host runs all of it.
 
-`QUIRE_GRAPHS=off` is for steps without graphs. Whoever says in XLA_FLAGS what XLA is to record has the last word.
+`QUIRE_GRAPHS=off` is for steps without graphs. Whoever says in XLA_FLAGS what XLA is to record has
+the last word.
 """
 
 import ctypes
@@ -12,7 +13,9 @@ import jax
 
 OPTION = "xla_gpu_enable_command_buffer"
 # XLA's defaults, then what splits a step of experts, or one over several devices, into many graphs.
-RECORDED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,COLLECTIVES"
+RECORDED = (
+    "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,COLLECTIVES"
+)
 OLDEST = 12030  # CUDA 12.3: the first drivers whose graphs have branches and loops
 log = logging.getLogger("quire")
 
@@ -40,12 +43,17 @@ def compiler_options() -> dict[str, str] | None:
 
 
 def on_cuda() -> bool:
-    return jax.default_backend() == "gpu" and "rocm" not in jax.local_devices()[0].client.platform_version
+    return (
+        jax.default_backend() == "gpu"
+        and "rocm" not in jax.local_devices()[0].client.platform_version
+    )
 
 
 @cache
 def driver_version() -> int:
-    """The newest CUDA that the driver knows, such as 12030 for 12.3; 0 where there is none to ask."""
+    """The newest CUDA that the driver knows, such as 12030 for 12.3; 0 where there is none to
+    ask.
+    """
     found = ctypes.c_int(0)
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
@@ -56,5 +64,12 @@ def driver_version() -> int:
 
 @cache
 def warn_once(version: int) -> None:
-    said = f"knows CUDA {version // 1000}.{version % 1000 // 10}" if version else "does not say which CUDA it knows"
-    log.warning("the NVIDIA driver %s, and graphs with loops need 12.3: steps with loops wait for the host", said)
+    said = (
+        f"knows CUDA {version // 1000}.{version % 1000 // 10}"
+        if version
+        else "does not say which CUDA it knows"
+    )
+    log.warning(
+        "the NVIDIA driver %s, and graphs with loops need 12.3: steps with loops wait for the host",
+        said,
+    )

@@ -1,10 +1,10 @@
 """Kernels for NVIDIA GPUs serve the kinds of work in which they passed a trial on this card.
 
-Cards, drivers and compilers differ. So before a kernel serves a kind of work, a process of its own, which may crash or
-hang, tries it against float64, again and again, since a race shows as other bits. A pass is remembered on disk; a kind
-that fails is left to XLA, and the log says why. A library that is missing is an error and not left to XLA. Of several
-processes all take the kernel or none. `QUIRE_MOSAIC=off` turns the kernels off, `QUIRE_MOSAIC=trusted` uses them
-without the trial.
+Cards, drivers and compilers differ. So before a kernel serves a kind of work, a process of its own,
+which may crash or hang, tries it against float64, again and again, since a race shows as other
+bits. A pass is remembered on disk; a kind that fails is left to XLA, and the log says why. A
+library that is missing is an error and not left to XLA. Of several processes all take the kernel or
+none. `QUIRE_MOSAIC=off` turns the kernels off, `QUIRE_MOSAIC=trusted` uses them without the trial.
 """
 
 import hashlib
@@ -35,12 +35,13 @@ SECONDS = 240  # for a trial: it starts JAX and compiles a few kernels
 WAIT = 1800  # seconds for the verdicts of other processes, which may still be reading weights
 REPEATS = 50
 LAYERS = 3  # of a case in a step
-MISSING_LIBRARY = 3  # exit status of the process that tries, when it cannot import what the kernel needs
+# exit status of the process that tries, when it cannot import what the kernel needs
+MISSING_LIBRARY = 3
 MOSAIC = "jax.experimental.pallas.mosaic_gpu"  # compilers of kernels
 TRITON = "jax.experimental.pallas.triton"
 REMEDY = (
-    "pip install 'quire[cuda]' (or 'quire[cuda12]') brings all that the kernels for NVIDIA GPUs need; QUIRE_MOSAIC=off "
-    "starts without them, slower"
+    "pip install 'quire[cuda]' (or 'quire[cuda12]') brings all that the kernels for NVIDIA GPUs "
+    "need; QUIRE_MOSAIC=off starts without them, slower"
 )
 A_ROW = 2  # times the error allowed of all rows together is allowed of one
 PACKAGES = (
@@ -63,17 +64,23 @@ class Case(Protocol):
         ...
 
     def build(self, seed: int) -> tuple[Any, Any, np.ndarray]:
-        """(held, given, wanted): what is donated, what is only read, and the result in float64, of `out`'s shape."""
+        """(held, given, wanted): what is donated, what is only read, and the result in float64, of
+        `out`'s shape.
+        """
         ...
 
     def run(self, held: Any, given: Any) -> tuple[Any, Any]:
-        """(out [..., numbers of a row], held), traced into one program; the same again from what it returned."""
+        """(out [..., numbers of a row], held), traced into one program; the same again from what it
+        returned.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class InLayers:
-    """A case in a step of several layers, each with its own numbers and after the one before, as in a model."""
+    """A case in a step of several layers, each with its own numbers and after the one before, as in
+    a model.
+    """
 
     case: Case
 
@@ -86,7 +93,9 @@ class InLayers:
         return self.case.allowed
 
     def build(self, seed: int):
-        held, given, wanted = zip(*(self.case.build(seed + layer) for layer in range(LAYERS)), strict=True)
+        held, given, wanted = zip(
+            *(self.case.build(seed + layer) for layer in range(LAYERS)), strict=True
+        )
         return held, given, np.stack(wanted)
 
     def run(self, held, given):
@@ -105,11 +114,15 @@ class InLayers:
 class TriedKernel:
     """A kernel and its trial."""
 
-    module: str  # has `cases(kind) -> list[Case]`, where kind is a dict of JSON; the process that tries imports it
+    # has `cases(kind) -> list[Case]`, where kind is a dict of JSON; the process that tries imports
+    # it
+    module: str
     work: str  # "attention": what it serves, for the log
     sources: Iterable[Path]  # on which its results depend, beside this file
-    ready: Callable[[dict], str | None] = lambda kind: None  # why it is not there, once it was built for a kind
-    compiler: str | None = MOSAIC  # the module that the kernel is written with; None: `ready` finds out
+    # why it is not there, once it was built for a kind
+    ready: Callable[[dict], str | None] = lambda kind: None
+    # the module that the kernel is written with; None: `ready` finds out
+    compiler: str | None = MOSAIC
 
 
 @dataclass(frozen=True)
@@ -126,7 +139,9 @@ class Found:
         if not self.error < self.allowed:
             return f"by {self.error:.1e}, where {self.allowed:.0e} is allowed"
         if not self.worst_row < A_ROW * self.allowed:
-            return f"in one row by {self.worst_row:.1e}, where {A_ROW * self.allowed:.0e} is allowed"
+            return (
+                f"in one row by {self.worst_row:.1e}, where {A_ROW * self.allowed:.0e} is allowed"
+            )
         if self.other_bits:
             return f"in having other bits in {self.other_bits} of {REPEATS} runs"
         return None
@@ -145,16 +160,24 @@ def measure(case: Case, seed: int, repeats: int = REPEATS) -> Found:
         other_bits += bits.tobytes() != first.tobytes()
     assert first is not None and first.shape == wanted.shape, (first, wanted.shape)
     off_R, size_R = (
-        np.linalg.norm(x.reshape(-1, x.shape[-1]), axis=1) for x in (first.astype(np.float64) - wanted, wanted)
+        np.linalg.norm(x.reshape(-1, x.shape[-1]), axis=1)
+        for x in (first.astype(np.float64) - wanted, wanted)
     )
     # A row that should be zero, or nearly, is judged beside a tenth of the usual row.
     usual = np.linalg.norm(size_R) / np.sqrt(len(size_R))
     worst_row = np.max(off_R / np.maximum(size_R, 0.1 * usual))
-    return Found(float(np.linalg.norm(off_R) / np.linalg.norm(size_R)), float(worst_row), other_bits, case.allowed)
+    return Found(
+        float(np.linalg.norm(off_R) / np.linalg.norm(size_R)),
+        float(worst_row),
+        other_bits,
+        case.allowed,
+    )
 
 
 def require_pass(kernel: TriedKernel, kind: dict, declined: str | None = None) -> None:
-    """Raises NotImplementedError, with the reason, unless the kernel may serve this kind of work: see `unverified`."""
+    """Raises NotImplementedError, with the reason, unless the kernel may serve this kind of work:
+    see `unverified`.
+    """
     if (reason := unverified(kernel, kind, declined)) is not None:
         raise NotImplementedError(reason)
 
@@ -162,8 +185,8 @@ def require_pass(kernel: TriedKernel, kind: dict, declined: str | None = None) -
 def unverified(kernel: TriedKernel, kind: dict, declined: str | None = None) -> str | None:
     """Why the kernel must not serve this kind of work; None if it may in every process.
 
-    `declined` is why this process's card cannot run it, if it is known before a trial. A kernel that could run and
-    whose libraries are missing raises MissingLibrary.
+    `declined` is why this process's card cannot run it, if it is known before a trial. A kernel
+    that could run and whose libraries are missing raises MissingLibrary.
     """
     if declined is None and kernel.compiler is not None and os.environ.get("QUIRE_MOSAIC") != "off":
         import_compiler(kernel.compiler, kernel.work)
@@ -176,16 +199,24 @@ def unverified(kernel: TriedKernel, kind: dict, declined: str | None = None) -> 
 
 @cache
 def import_compiler(compiler: str, work: str) -> None:
-    """Import what kernels are written with; an error that names the remedy where a library is missing."""
+    """Import what kernels are written with; an error that names the remedy where a library is
+    missing.
+    """
     try:
         importlib.import_module(compiler)
     except ImportError as error:
-        raise MissingLibrary(f"the kernel for {work} on this GPU cannot be imported: {error}. {REMEDY}") from error
+        raise MissingLibrary(
+            f"the kernel for {work} on this GPU cannot be imported: {error}. {REMEDY}"
+        ) from error
 
 
 @cache
 def warn_once(work: str, reason: str) -> None:
-    log.warning("%s: its kernel is not in use on this GPU, where what serves instead may be slower: %s", work, reason)
+    log.warning(
+        "%s: its kernel is not in use on this GPU, where what serves instead may be slower: %s",
+        work,
+        reason,
+    )
 
 
 @cache
@@ -198,8 +229,11 @@ def verdict(kernel: TriedKernel, kind: str, setting: str, declined: str | None) 
 
 
 def agree(own: str | None, key: str) -> str | None:
-    """This process's reason, or that of the first other process that has one: they run one program together."""
-    from jax._src import distributed  # what processes tell each other without a device has no public name
+    """This process's reason, or that of the first other process that has one: they run one program
+    together.
+    """
+    # what processes tell each other without a device has no public name
+    from jax._src import distributed
 
     client = distributed.global_state.client
     processes = range(jax.process_count())
@@ -225,7 +259,8 @@ def refusal(kernel: TriedKernel, kind: str, setting: str) -> str | None:
     if (lacking := kernel.ready(json.loads(kind))) is not None:
         return lacking
     passed = folder() / f"{digest(kernel, kind)}.json"
-    if setting == "trusted" or os.path.exists(passed):  # Path.exists raises where reading is not allowed
+    # Path.exists raises where reading is not allowed
+    if setting == "trusted" or os.path.exists(passed):
         return None
     log.info("trying the kernel for %s on this GPU, once: %s", kernel.work, kind)
     try:
@@ -247,18 +282,27 @@ class TrialFailed(Exception):
 
 
 def test(module: str, kind: str) -> dict[str, Found]:
-    """What each case showed, in a process of its own. It preallocates no memory: this one has most."""
+    """What each case showed, in a process of its own.
+
+    It preallocates no memory: this one has most.
+    """
     command = [sys.executable, "-P", "-m", __spec__.name, module, kind]
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     env = {
-        "JAX_PLATFORMS": "cuda",  # without a GPU it fails and says why, in place of falling back to the CPU
+        # without a GPU it fails and says why, in place of falling back to the CPU
+        "JAX_PLATFORMS": "cuda",
         **os.environ,
         "PYTHONPATH": path,
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
     try:
         done = subprocess.run(
-            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
         )
     except subprocess.TimeoutExpired:
         raise TrialFailed(f"it took longer than {SECONDS} s") from None
@@ -266,9 +310,13 @@ def test(module: str, kind: str) -> dict[str, Found]:
     if done.returncode == MISSING_LIBRARY:
         raise MissingLibrary(f"a kernel for this GPU cannot be imported: {lines[-1]}. {REMEDY}")
     if done.returncode:
-        raise TrialFailed(f"it ended with status {done.returncode}: {lines[-1] if lines else 'it said nothing'}")
+        raise TrialFailed(
+            f"it ended with status {done.returncode}: {lines[-1] if lines else 'it said nothing'}"
+        )
     try:
-        return {name: Found(**each) for name, each in json.loads(done.stdout.splitlines()[-1]).items()}
+        return {
+            name: Found(**each) for name, each in json.loads(done.stdout.splitlines()[-1]).items()
+        }
     except (AttributeError, IndexError, TypeError, ValueError):
         raise TrialFailed(f"it said {done.stdout[-200:]!r}") from None
 
@@ -279,7 +327,9 @@ def folder() -> Path:
 
 def digest(kernel: TriedKernel, kind: str) -> str:
     """A hash of everything on which a result depends."""
-    found = hashlib.sha256(json.dumps([card(), kernel.work, kind, graphs.compiler_options()]).encode())
+    found = hashlib.sha256(
+        json.dumps([card(), kernel.work, kind, graphs.compiler_options()]).encode()
+    )
     for path in sorted((Path(__file__), *kernel.sources)):
         found.update(path.name.encode() + b"\0" + path.read_bytes())
     return found.hexdigest()[:16]

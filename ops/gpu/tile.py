@@ -1,7 +1,8 @@
 """Operations on tiles, for the GPU and for the interpreter on a CPU.
 
-The interpreter supports neither layouts nor products with an operand in registers or transposed, so it gets plain ones.
-It reads shared memory at the same places as the GPU, so that it finds the same races.
+The interpreter supports neither layouts nor products with an operand in registers or transposed, so
+it gets plain ones. It reads shared memory at the same places as the GPU, so that it finds the same
+races.
 """
 
 import functools
@@ -26,7 +27,9 @@ class Tiles:
         self.interpreted = interpreted
 
     def load(self, ref, swizzled: bool = False):
-        """A tile in registers, as products take it; from plain memory its threads wait for each other."""
+        """A tile in registers, as products take it; from plain memory its threads wait for each
+        other.
+        """
         return self.load_as(ref, plgpu.Layout.WGMMA, swizzled)
 
     def load_rows(self, ref):
@@ -49,7 +52,8 @@ class Tiles:
     def load_as(self, ref, layout, optimized: bool = False):
         if self.interpreted:
             return ref[...]
-        index = [()] if jax.__version_info__ < (0, 11) else []  # later versions take it in the reference
+        # later versions take it in the reference
+        index = [()] if jax.__version_info__ < (0, 11) else []
         return plgpu.load(ref, *index, layout=layout, optimized=optimized)
 
     def store(self, ref, tile, swizzled: bool) -> None:
@@ -66,7 +70,9 @@ class Tiles:
             codes_JC = self.load_as(codes_JH_ref.at[:, pl.ds(c, size)], words(size), True)
             if codes != "int8":
                 bits_JC = self.widen(words(size), jax.lax.bitcast_convert_type(codes_JC, jnp.uint8))
-                codes_JC = self.from_float8(bits_JC, functools.partial(self.shift_pairs, words(size)))
+                codes_JC = self.from_float8(
+                    bits_JC, functools.partial(self.shift_pairs, words(size))
+                )
             out_JH_ref[:, pl.ds(c, size)] = codes_JC.astype(out_JH_ref.dtype)
         plgpu.commit_smem()
 
@@ -75,7 +81,9 @@ class Tiles:
         found = jnp.full(shape, value, jnp.float32)
         if self.interpreted:
             return found
-        return plgpu.layout_cast(found, plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1))
+        return plgpu.layout_cast(
+            found, plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
+        )
 
     def index(self, shape, axis: int, layout=plgpu.Layout.WGMMA):
         if self.interpreted:
@@ -83,7 +91,9 @@ class Tiles:
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
     def scores(self, q_MH, k_JH_ref, begun=lambda: None):
-        """q @ k.T, of a tile in registers or shared memory and one in shared memory; `begun` is called beside it."""
+        """q @ k.T, of a tile in registers or shared memory and one in shared memory; `begun` is
+        called beside it.
+        """
         if self.interpreted:
             begun()
             return jnp.dot(self.operand(q_MH), self.operand(k_JH_ref).T)
@@ -93,10 +103,13 @@ class Tiles:
             begun()
             return sum_ref[...]
 
-        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((q_MH.shape[0], k_JH_ref.shape[0]), jnp.float32))
+        return pl.run_scoped(
+            multiply, plgpu.WGMMAAccumulatorRef((q_MH.shape[0], k_JH_ref.shape[0]), jnp.float32)
+        )
 
     def arrive(self, ref, count, all_of_them):
-        """Adds to a number in the card's memory: whether it is `all_of_them` by that, and zero again.
+        """Adds to a number in the card's memory: whether it is `all_of_them` by that, and zero
+        again.
 
         Whoever adds the last finds what the others wrote before they added.
         """
@@ -106,7 +119,9 @@ class Tiles:
             return found == all_of_them
         number = plgpu.Layout.WG_SPLAT(())
         there = plgpu.ShapeDtypeStruct((), jnp.int32, number)
-        arrive = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), number, number), return_type=there)(add_to)
+        arrive = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), number, number), return_type=there)(
+            add_to
+        )
         return arrive(ref, count, all_of_them) != 0
 
     def from_float8(self, bits, shift=operator.lshift):
@@ -114,12 +129,16 @@ class Tiles:
         return self.times_power(shift(bits, 8) & -0x8000 | shift(bits, 4) & 0x7F0, 120)
 
     def times_power(self, bits, power: int):
-        """The number of a bfloat16's bits times a power of two; subnormal ones count, which XLA drops on a CPU."""
+        """The number of a bfloat16's bits times a power of two; subnormal ones count, which XLA
+        drops on a CPU.
+        """
         if not self.interpreted:
             return jax.lax.bitcast_convert_type(bits, jnp.bfloat16) * jnp.bfloat16(2.0**power)
         size = bits & 0x7FFF
         normal = jax.lax.bitcast_convert_type(size + (power << 7), jnp.bfloat16)
-        number = jnp.where(size < 128, size.astype(jnp.bfloat16) * jnp.bfloat16(2.0 ** (power - 133)), normal)
+        number = jnp.where(
+            size < 128, size.astype(jnp.bfloat16) * jnp.bfloat16(2.0 ** (power - 133)), normal
+        )
         return jnp.where(bits < 0, -number, number)
 
     def widen(self, layout, codes):
@@ -130,14 +149,20 @@ class Tiles:
         return plgpu.inline_mgpu(arg_types=(layout,), return_type=there)(widen_words)(codes)
 
     def shift_pairs(self, layout, bits, count: int):
-        """int16 numbers to the left, two in one instruction: what leaves the lower one of two enters the upper one."""
+        """int16 numbers to the left, two in one instruction: what leaves the lower one of two
+        enters the upper one.
+        """
         if self.interpreted:
             return bits << count
         there = plgpu.ShapeDtypeStruct(bits.shape, bits.dtype, layout)
-        return plgpu.inline_mgpu(arg_types=(layout,), return_type=there)(functools.partial(shift_words, count))(bits)
+        return plgpu.inline_mgpu(arg_types=(layout,), return_type=there)(
+            functools.partial(shift_words, count)
+        )(bits)
 
     def operand(self, x):
-        """An operand in the interpreter. wgmma reads shared memory as copies do and needs no fence; a load does."""
+        """An operand in the interpreter. wgmma reads shared memory as copies do and needs no fence;
+        a load does.
+        """
         read = x[...].astype(jnp.float32)
         plgpu.commit_smem()
         return read
@@ -154,7 +179,9 @@ class Tiles:
 
 
 def widen_words(context, codes):
-    """The instructions of `Tiles.widen`, one for two numbers: the upper byte of each is one of zero's."""
+    """The instructions of `Tiles.widen`, one for two numbers: the upper byte of each is one of
+    zero's.
+    """
     del context
     word = ir.IntegerType.get_signless(32)
     pairs = ir.VectorType.get((4,), ir.IntegerType.get_signless(16))
@@ -177,7 +204,9 @@ def shift_words(count: int, context, bits):
 
     def shifted(register):
         words = ir.VectorType.get((register.type.shape[0] // 2,), word)
-        by = arith.constant(words, ir.DenseElementsAttr.get_splat(words, ir.IntegerAttr.get(word, count)))
+        by = arith.constant(
+            words, ir.DenseElementsAttr.get_splat(words, ir.IntegerAttr.get(word, count))
+        )
         return vector.bitcast(register.type, arith.shli(vector.bitcast(words, register), by))
 
     return of_registers(shifted, bits)
@@ -190,15 +219,23 @@ def of_registers(function, x):
 
 
 def add_to(context, ref, count, all_of_them):
-    """The instructions of `Tiles.arrive`: one thread adds, and a barrier tells the others of its warpgroup.
+    """The instructions of `Tiles.arrive`: one thread adds, and a barrier tells the others of its
+    warpgroup.
 
-    It releases what its warpgroup has written, which has waited for its copies together, and acquires what others have.
+    It releases what its warpgroup has written, which has waited for its copies together, and
+    acquires what others have.
     """
     del context
     number = ir.IntegerType.get_signless(32)
-    barrier = arith.addi(mgpu.utils.warpgroup_idx(sync=False), mgpu.utils.c(1, number))  # its own: zero is for all
+    # its own: zero is for all
+    barrier = arith.addi(mgpu.utils.warpgroup_idx(sync=False), mgpu.utils.c(1, number))
     one = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)
-    operands = [mgpu.utils.memref_ptr(ref), *(x.registers.item() for x in (count, all_of_them)), one, barrier]
+    operands = [
+        mgpu.utils.memref_ptr(ref),
+        *(x.registers.item() for x in (count, all_of_them)),
+        one,
+        barrier,
+    ]
     found = llvm.inline_asm(number, operands, ADD, "=r,l,r,r,b,r,~{memory}", has_side_effects=True)
     return mgpu.FragmentedArray.splat(found, (), is_signed=True)
 
@@ -219,11 +256,16 @@ ADD = """{
 
 def line(size: int):
     """The layout of numbers side by side."""
-    return plgpu.Layout.WGMMA.reduce(1) if size == 64 else plgpu.Layout.WG_STRIDED((size,), min(size // 128, 4))
+    return (
+        plgpu.Layout.WGMMA.reduce(1)
+        if size == 64
+        else plgpu.Layout.WG_STRIDED((size,), min(size // 128, 4))
+    )
 
 
 def words(width: int):
-    """How bytes in rows of 64 or 128 are decoded: a thread has four of them side by side, and of few columns.
+    """How bytes in rows of 64 or 128 are decoded: a thread has four of them side by side, and of
+    few columns.
 
     The bytes that a warp loads at once are neighbours, whatever their swizzle.
     """

@@ -1,4 +1,6 @@
-"""Trials of the kernel for a kind of heads: random rows into slots at random, and the result in float64."""
+"""Trials of the kernel for a kind of heads: random rows into slots at random, and the result in
+float64.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +13,8 @@ from ..gpu.self_test import Case, InLayers
 from . import Heads
 
 LARGEST_ERROR = 6e-3  # allowed in bfloat16, against float64
-CODED = {"int8": 1.2e-2, "float8_e4m3fn": 4e-2}  # allowed of what lies in codes: their steps are this coarse
+# allowed of what lies in codes: their steps are this coarse
+CODED = {"int8": 1.2e-2, "float8_e4m3fn": 4e-2}
 FILLED = 3  # what is in the pages before, which no row may change but in its own slot
 PADDING = 5  # rows
 
@@ -41,16 +44,24 @@ class HeadsCase:
         H = kind["width"]
         S = kind["page"]
         live = self.rows - PADDING
-        qkv_TGH = rng.standard_normal((self.rows, N + 2 * K, H)) * rng.choice([0.01, 1, 50], (self.rows, 1, 1))
+        qkv_TGH = rng.standard_normal((self.rows, N + 2 * K, H)) * rng.choice(
+            [0.01, 1, 50], (self.rows, 1, 1)
+        )
         qkv_TGH[live:] = np.nan
         phase_TC = rng.uniform(0, 9, (self.rows, kind["pairs"]))
         work = {
-            "cos_sin": tuple(jnp.asarray(x, jnp.float32) for x in (np.cos(phase_TC), np.sin(phase_TC))),
-            "scales": tuple(jnp.asarray(1 + 0.3 * rng.standard_normal(H), kind["dtype"]) for _ in range(2)),
+            "cos_sin": tuple(
+                jnp.asarray(x, jnp.float32) for x in (np.cos(phase_TC), np.sin(phase_TC))
+            ),
+            "scales": tuple(
+                jnp.asarray(1 + 0.3 * rng.standard_normal(H), kind["dtype"]) for _ in range(2)
+            ),
         }
         P = 2 + 2 * self.rows // S
         slots_T = np.r_[S + rng.permutation((P - 1) * S)[:live], np.zeros(PADDING)]
-        rows = QueryRows(None, jnp.asarray([0, live], jnp.int32), None, jnp.asarray(slots_T, jnp.int32))
+        rows = QueryRows(
+            None, jnp.asarray([0, live], jnp.int32), None, jnp.asarray(slots_T, jnp.int32)
+        )
         held = [jnp.full((P, S, K, H), FILLED, kind["codes"] or kind["dtype"]) for _ in range(2)]
         if kind["codes"]:
             held += [jnp.full((P, K, S), FILLED, jnp.float32) for _ in range(2)]
@@ -62,7 +73,9 @@ class HeadsCase:
         kind = self.kind
         cos_sin = work["cos_sin"] if kind["pairs"] else None
         scales = work["scales"] if kind["norm"] else (None, None)
-        return Heads(kind["queries"], kind["keys"], cos_sin, "head" if kind["norm"] else None, *scales)
+        return Heads(
+            kind["queries"], kind["keys"], cos_sin, "head" if kind["norm"] else None, *scales
+        )
 
     def run(self, held, given):
         """NaN where anything is written that is no row's own."""
@@ -75,7 +88,10 @@ class HeadsCase:
         own_PS = jnp.zeros(pages.k_PSKH.shape[:2], bool).at[page_T, at_T].set(True)
         kept = jnp.bool(True)
         found = []
-        for x_PSKH, scale_PKS in ((pages.k_PSKH, pages.k_scale_PKS), (pages.v_PSKH, pages.v_scale_PKS)):
+        for x_PSKH, scale_PKS in (
+            (pages.k_PSKH, pages.k_scale_PKS),
+            (pages.v_PSKH, pages.v_scale_PKS),
+        ):
             kept &= jnp.all((x_PSKH.astype(jnp.float32) == FILLED) | own_PS[:, :, None, None])
             x_TKH = x_PSKH[page_T, at_T].astype(jnp.float32)
             if scale_PKS is not None:
@@ -93,7 +109,9 @@ def cases(kind: dict) -> list[Case]:
     return [queries, pages, InLayers(pages)]
 
 
-def turn_and_append(qkv_TGH, heads: Heads, pages: KVPages, rows: QueryRows, interpret: Any) -> tuple[Any, KVPages]:
+def turn_and_append(
+    qkv_TGH, heads: Heads, pages: KVPages, rows: QueryRows, interpret: Any
+) -> tuple[Any, KVPages]:
     from .hopper_kernel import turn_and_append
 
     return turn_and_append(qkv_TGH, heads, pages, rows, interpret)
@@ -109,7 +127,9 @@ def in_float64(qkv_TGH, heads: Heads):
     turned = heads.queries + heads.keys
     own_TGH = x_TGH[:, :turned]
     if heads.norm:
-        scale_GH = np.repeat([numbers(heads.q_scale), numbers(heads.k_scale)], [heads.queries, heads.keys], axis=0)
+        scale_GH = np.repeat(
+            [numbers(heads.q_scale), numbers(heads.k_scale)], [heads.queries, heads.keys], axis=0
+        )
         own_TGH = own_TGH / np.sqrt(np.mean(own_TGH**2, -1, keepdims=True) + heads.eps) * scale_GH
     if heads.cos_sin is not None:
         cos, sin = (numbers(x)[:, None] for x in heads.cos_sin)

@@ -1,4 +1,6 @@
-"""Heads normalised and rotated by the C++ kernel, see heads.cc in `ops/native`; attention appends them."""
+"""Heads normalised and rotated by the C++ kernel, see heads.cc in `ops/native`; attention appends
+them.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -27,20 +29,33 @@ def prepare(qkv_TGH, heads: Heads, pages, rows):
     whole = heads.norm == "all"
     wanted = {  # the kernel does not check shapes
         "qkv_TGH": (qkv_TGH, (T, N + (K if heads.tied else 2 * K), H)),
-        "q_scale": (heads.q_scale, (N * H if whole else H,)), "k_scale": (heads.k_scale, (K * H if whole else H,)),
-    }  # fmt: skip
+        "q_scale": (heads.q_scale, (N * H if whole else H,)),
+        "k_scale": (heads.k_scale, (K * H if whole else H,)),
+    }
     for name, (x, shape) in wanted.items():
         if x is not None and x.shape != shape:
             raise ValueError(f"heads: {name} has shape {x.shape}, and not {shape}")
     cos, sin = heads.cos_sin or (jnp.zeros((0, 0), jnp.float32),) * 2
-    if heads.cos_sin is not None and not (cos.shape == sin.shape == (T, cos.shape[1]) and 2 * cos.shape[1] <= H):
-        raise ValueError(f"heads: cosines and sines have shapes {cos.shape} and {sin.shape} for {T} rows of {H}")
+    if heads.cos_sin is not None and not (
+        cos.shape == sin.shape == (T, cos.shape[1]) and 2 * cos.shape[1] <= H
+    ):
+        raise ValueError(
+            f"heads: cosines and sines have shapes {cos.shape} and {sin.shape} for {T} rows of {H}"
+        )
     results = [jax.ShapeDtypeStruct((T, count, H), dtype) for count in ((N, K, K) if K else (N,))]
     q_TNH, *kv = jax.ffi.ffi_call(target(HEADS), results)(
-        qkv_TGH, cos.astype(jnp.float32), sin.astype(jnp.float32), scale(heads.q_scale), scale(heads.k_scale),
-        eps=np.float32(heads.eps), keys=np.int32(K), norm=np.int32(NORMS[heads.norm]), queries=np.int32(N),
-        tied=np.int32(heads.tied), value_norm=np.int32(heads.v_norm),
-    )  # fmt: skip
+        qkv_TGH,
+        cos.astype(jnp.float32),
+        sin.astype(jnp.float32),
+        scale(heads.q_scale),
+        scale(heads.k_scale),
+        eps=np.float32(heads.eps),
+        keys=np.int32(K),
+        norm=np.int32(NORMS[heads.norm]),
+        queries=np.int32(N),
+        tied=np.int32(heads.tied),
+        value_norm=np.int32(heads.v_norm),
+    )
     return q_TNH, *(kv or (None, None)), pages
 
 

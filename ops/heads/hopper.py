@@ -1,7 +1,8 @@
-"""Heads normalised, rotated and appended by one kernel on NVIDIA GPUs, which is in `quire.ops.heads.hopper_kernel`.
+"""Heads normalised, rotated and appended by one kernel on NVIDIA GPUs, which is in
+`quire.ops.heads.hopper_kernel`.
 
-It serves the kinds of heads in which it passed its trial on this card. A row's bits are the same in any batch: each row
-is computed by itself.
+It serves the kinds of heads in which it passed its trial on this card. A row's bits are the same in
+any batch: each row is computed by itself.
 """
 
 from pathlib import Path
@@ -19,7 +20,9 @@ WIDTHS = 64, 128, 256
 MOST = 256  # heads of a row: one copy brings them
 ALIGNED = 128  # bytes in shared memory at a multiple of which a copy begins
 USED = (Path(hopper_kernel.__file__).parent / f"{name}.py" for name in ("paged", "task"))
-KERNEL = TriedKernel(f"{__package__}.accuracy", "heads", (*Path(__file__).parent.glob("*.py"), *USED, TILE_SOURCE))
+KERNEL = TriedKernel(
+    f"{__package__}.accuracy", "heads", (*Path(__file__).parent.glob("*.py"), *USED, TILE_SOURCE)
+)
 
 
 def prepare(qkv_TGH, heads: Heads, pages: KVPages, rows, *, interpret: Any = None):
@@ -53,7 +56,9 @@ def refusals(qkv_TGH, heads: Heads, pages: KVPages) -> list[str]:
     elif held.dtype != dtype and not (scaled and held.dtype in (jnp.int8, jnp.float8_e4m3fn)):
         found.append(f"pages must hold {dtype}, int8 or float8_e4m3fn, not {held.dtype}")
     elif any(first * H * held.dtype.itemsize % ALIGNED for first in (N, N + K)):
-        found.append(f"{N} and {N + K} heads in the pages' dtype must be a multiple of {ALIGNED} bytes")
+        found.append(
+            f"{N} and {N + K} heads in the pages' dtype must be a multiple of {ALIGNED} bytes"
+        )
     if dtype not in (jnp.bfloat16, jnp.float16):
         found.append(f"heads must be bfloat16 or float16, not {dtype}")
     if not K or heads.tied or heads.v_norm:
@@ -63,7 +68,10 @@ def refusals(qkv_TGH, heads: Heads, pages: KVPages) -> list[str]:
     if heads.norm not in (None, "head"):
         found.append("a norm must be over each head, with a scale, and before the rotation")
     if H not in WIDTHS or rotated % 8:
-        found.append(f"heads must be of a width of {WIDTHS} with a multiple of 8 pairs rotated, not {H} with {rotated}")
+        found.append(
+            f"heads must be of a width of {WIDTHS} with a multiple of 8 pairs rotated, not {H} "
+            f"with {rotated}"
+        )
     if N + 2 * K > MOST:
         found.append(f"a row must have at most {MOST} heads, not {N + 2 * K}")
     return found
@@ -73,11 +81,15 @@ def kind(qkv_TGH, heads: Heads, pages: KVPages) -> dict:
     """What the kernel is compiled for."""
     page = pages.k_PSKH
     return {
-        "queries": heads.queries, "keys": heads.keys, "width": qkv_TGH.shape[2],
-        "pairs": 0 if heads.cos_sin is None else heads.cos_sin[0].shape[1], "norm": heads.norm is not None,
-        "page": page.shape[1], "codes": None if pages.k_scale_PKS is None else page.dtype.name,
+        "queries": heads.queries,
+        "keys": heads.keys,
+        "width": qkv_TGH.shape[2],
+        "pairs": 0 if heads.cos_sin is None else heads.cos_sin[0].shape[1],
+        "norm": heads.norm is not None,
+        "page": page.shape[1],
+        "codes": None if pages.k_scale_PKS is None else page.dtype.name,
         "dtype": qkv_TGH.dtype.name,
-    }  # fmt: skip
+    }
 
 
 def varies() -> None:

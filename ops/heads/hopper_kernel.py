@@ -1,7 +1,8 @@
-"""The kernel that normalises and rotates a row's heads and appends its keys and values: one program a row.
+"""The kernel that normalises and rotates a row's heads and appends its keys and values: one program
+a row.
 
-A row's heads, with those of keys and values after those of queries, lie in shared memory as tiles of 64. Pages are
-changed in place. Padding rows write queries alone.
+A row's heads, with those of keys and values after those of queries, lie in shared memory as tiles
+of 64. Pages are changed in place. Padding rows write queries alone.
 """
 
 import functools
@@ -49,7 +50,9 @@ class RowShape(NamedTuple):
 
     @property
     def blocks(self) -> list[list[Any]]:
-        """Columns that are turned together: those of both halves of some pairs, or some of the rest."""
+        """Columns that are turned together: those of both halves of some pairs, or some of the
+        rest.
+        """
         paired = [(0, self.pairs), (self.pairs, self.pairs)]
         rest = [(2 * self.pairs, self.width - 2 * self.pairs)]
         return [
@@ -87,19 +90,31 @@ def turn_and_append(qkv_TGH, heads: Heads, pages: KVPages, rows, interpret: Any 
     if heads.cos_sin is not None:
         given |= dict(zip(("cos", "sin"), heads.cos_sin, strict=True))
     if heads.norm is not None:
-        given |= {"q_scale": heads.q_scale.astype(jnp.float32), "k_scale": heads.k_scale.astype(jnp.float32)}
+        given |= {
+            "q_scale": heads.q_scale.astype(jnp.float32),
+            "k_scale": heads.k_scale.astype(jnp.float32),
+        }
     changed = {"k_pages": as_bytes(pages.k_PSKH), "v_pages": as_bytes(pages.v_PSKH)}
     coded = pages.k_scale_PKS is not None
     if coded:
         changed |= {"k_scales": pages.k_scale_PKS, "v_scales": pages.v_scale_PKS}
     shape = RowShape(
-        heads.queries, heads.keys, H, given["cos"].shape[1] if "cos" in given else 0, heads.norm is not None,
-        heads.eps, pages.k_PSKH.shape[1], str(pages.k_PSKH.dtype) if coded else None,
-    )  # fmt: skip
+        heads.queries,
+        heads.keys,
+        H,
+        given["cos"].shape[1] if "cos" in given else 0,
+        heads.norm is not None,
+        heads.eps,
+        pages.k_PSKH.shape[1],
+        str(pages.k_PSKH.dtype) if coded else None,
+    )
     lines = shape.tiles * ROWS
     scratch = {"rows": plgpu.SMEM((lines, H), qkv_TGH.dtype), "here": plgpu.Barrier()}
     if coded:
-        scratch |= {"codes": plgpu.SMEM((lines, H), jnp.int8), "scales": plgpu.SMEM((lines,), jnp.float32)}
+        scratch |= {
+            "codes": plgpu.SMEM((lines, H), jnp.int8),
+            "scales": plgpu.SMEM((lines,), jnp.float32),
+        }
     held = {
         name: jax.new_ref(x, memory_space=plgpu.GMEM) for name, x in changed.items()
     }  # the kernel changes these in place
@@ -119,7 +134,9 @@ def turn_and_append(qkv_TGH, heads: Heads, pages: KVPages, rows, interpret: Any 
         name="heads",
     )(*given.values(), *held.values())
     after = [jax.freeze(ref) for ref in held.values()]
-    k_PSKH, v_PSKH = (lax.bitcast_convert_type(x, pages.k_PSKH.dtype) if coded else x for x in after[:2])
+    k_PSKH, v_PSKH = (
+        lax.bitcast_convert_type(x, pages.k_PSKH.dtype) if coded else x for x in after[:2]
+    )
     return q_TNH, KVPages(k_PSKH, v_PSKH, *after[2:])
 
 
@@ -140,7 +157,10 @@ def run(shape: RowShape, tiles: Tiles, refs: Refs) -> None:
         slot = refs.slots[t]
         page, offset = lax.div(slot, jnp.int32(shape.page)), lax.rem(slot, jnp.int32(shape.page))
         held = refs.rows if shape.codes is None else refs.codes
-        for first, pages, scales in ((N, refs.k_pages, refs.k_scales), (N + K, refs.v_pages, refs.v_scales)):
+        for first, pages, scales in (
+            (N, refs.k_pages, refs.k_scales),
+            (N + K, refs.v_pages, refs.v_scales),
+        ):
             plgpu.copy_smem_to_gmem(held.at[pl.ds(first, K)], pages.at[page, offset])
             for head in range(K if scales is not None else 0):
                 scales[page, head, offset] = refs.scales[first + head]
@@ -155,7 +175,10 @@ def turn(shape: RowShape, tiles: Tiles, refs: Refs, t, first: int) -> None:
     coded = shape.codes is not None and first + ROWS > shape.queries
 
     def read():
-        """The tile block by block. Behind the fence none is still in registers from the pass before."""
+        """The tile block by block.
+
+        Behind the fence none is still in registers from the pass before.
+        """
         plgpu.commit_smem()
         for columns in shape.blocks:
             yield columns, [tiles.load(refs.rows.at[some, c]).astype(jnp.float32) for c in columns]
@@ -170,7 +193,10 @@ def turn(shape: RowShape, tiles: Tiles, refs: Refs, t, first: int) -> None:
         return part.astype(refs.rows.dtype).astype(jnp.float32)
 
     def normed(part, c, inverse_M):
-        by_q, by_k = (along_columns(tiles.load_columns(x.at[c]), part.shape) for x in (refs.q_scale, refs.k_scale))
+        by_q, by_k = (
+            along_columns(tiles.load_columns(x.at[c]), part.shape)
+            for x in (refs.q_scale, refs.k_scale)
+        )
         return rounded(part * along_rows(inverse_M, part.shape) * chosen(by_q, by_k, shape.queries))
 
     inverse_M = None
@@ -178,20 +204,35 @@ def turn(shape: RowShape, tiles: Tiles, refs: Refs, t, first: int) -> None:
         squares_M = sum(jnp.sum(x * x, axis=1) for _, parts in read() for x in parts)
         inverse_M = lax.rsqrt(squares_M * (1 / shape.width) + shape.eps)
     for columns, parts in read() if own else ():
-        found = parts if inverse_M is None else [normed(x, c, inverse_M) for x, c in zip(parts, columns, strict=True)]
+        found = (
+            parts
+            if inverse_M is None
+            else [normed(x, c, inverse_M) for x, c in zip(parts, columns, strict=True)]
+        )
         if len(found) == 2:
             a, b = found
-            cos, sin = (along_columns(tiles.load_columns(x.at[t, columns[0]]), a.shape) for x in (refs.cos, refs.sin))
+            cos, sin = (
+                along_columns(tiles.load_columns(x.at[t, columns[0]]), a.shape)
+                for x in (refs.cos, refs.sin)
+            )
             found = [a * cos - b * sin, b * cos + a * sin]
         for new, old, c in zip(found, parts, columns, strict=True):
-            tiles.store(refs.rows.at[some, c], chosen(new, old, shape.turned).astype(refs.rows.dtype), False)
+            tiles.store(
+                refs.rows.at[some, c], chosen(new, old, shape.turned).astype(refs.rows.dtype), False
+            )
     if coded:
         largest = 127.0 if shape.codes == "int8" else 448.0
-        most_M = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=1) for _, parts in read() for x in parts))
+        most_M = functools.reduce(
+            jnp.maximum, (jnp.max(jnp.abs(x), axis=1) for _, parts in read() for x in parts)
+        )
         inverse_M = largest / jnp.where(most_M == 0, 1.0, most_M)
         for columns, parts in read():
             for x, c in zip(parts, columns, strict=True):
-                tiles.store(refs.codes.at[some, c], code(shape.codes, x * along_rows(inverse_M, x.shape)), False)
+                tiles.store(
+                    refs.codes.at[some, c],
+                    code(shape.codes, x * along_rows(inverse_M, x.shape)),
+                    False,
+                )
         refs.scales[some] = most_M * jnp.float32(1 / largest)
 
 

@@ -40,7 +40,9 @@ def head_norm(x_TNH, scale, heads: Heads):
         return x_TNH
     if heads.norm != "all":
         return norm_alone(x_TNH, scale, heads.eps)
-    return norm_alone(x_TNH.reshape(x_TNH.shape[0], -1), scale, heads.eps, axis=heads.axis).reshape(x_TNH.shape)
+    return norm_alone(x_TNH.reshape(x_TNH.shape[0], -1), scale, heads.eps, axis=heads.axis).reshape(
+        x_TNH.shape
+    )
 
 
 def varies() -> None:

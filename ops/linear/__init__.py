@@ -14,7 +14,9 @@ IMPLEMENTATIONS = {"adapter": "..adapter", "native": ".cpu", "mosaic": ".gpu", "
 
 
 def weight_of(w, implementation: str | None = None) -> Weight:
-    """An array or a node as the weight that its implementation, or the one that is named, multiplies with."""
+    """An array or a node as the weight that its implementation, or the one that is named,
+    multiplies with.
+    """
     return of_weight(w, implementation, lambda weight: weight)
 
 
@@ -30,12 +32,18 @@ def einsum(subscripts: str, x, w, dtype=None, implementation: str | None = None)
 
 def project(subscripts: str, x, w, bias=None, dtype=None, implementation: str | None = None):
     """A product plus its bias, if it has one; the bias is added before rounding."""
-    return of_weight(w, implementation, lambda weight: weight.einsum(subscripts, meeting(weight, x), bias, dtype))
+    return of_weight(
+        w, implementation, lambda weight: weight.einsum(subscripts, meeting(weight, x), bias, dtype)
+    )
 
 
 def gated(subscripts: str, x, w, activation: str, implementation: str | None = None):
-    """activation(gate) * up of a product whose last axes are [2, F], activation(up) of one whose are [1, F]."""
-    return of_weight(w, implementation, lambda weight: weight.gated(subscripts, meeting(weight, x), activation))
+    """activation(gate) * up of a product whose last axes are [2, F], activation(up) of one whose
+    are [1, F].
+    """
+    return of_weight(
+        w, implementation, lambda weight: weight.gated(subscripts, meeting(weight, x), activation)
+    )
 
 
 def add_up(subscripts: str, x, w, bias, axis: Axis):
@@ -47,7 +55,9 @@ def add_up(subscripts: str, x, w, bias, axis: Axis):
 
 
 def exact(subscripts: str, x, w, implementation: str | None = None):
-    """The product in float32 of rows and a weight, each with all its bits: where small differences choose."""
+    """The product in float32 of rows and a weight, each with all its bits: where small differences
+    choose.
+    """
     return of_weight(w, implementation, lambda weight: weight.exact(subscripts, x))
 
 

@@ -23,8 +23,10 @@ class Product(Weight):
     out: tuple[int, ...] = struct.field(pytree_node=False)
     inputs: tuple[int, ...] = struct.field(pytree_node=False)
     which: Any = None  # int32 [1]: the one that is meant of a stack, whose arrays are [E, ...]
-    in_bytes: bool = struct.field(pytree_node=False, default=False)  # whether the kernel rounds the rows to bytes
-    float_rows: bool = struct.field(pytree_node=False, default=False)  # whether float32 rows keep all their bits
+    # whether the kernel rounds the rows to bytes
+    in_bytes: bool = struct.field(pytree_node=False, default=False)
+    # whether float32 rows keep all their bits
+    float_rows: bool = struct.field(pytree_node=False, default=False)
     native = True
     kernel = ""  # the name of the kernel that takes the arrays
 
@@ -67,7 +69,10 @@ class Tiled(Product):
 
 @struct.dataclass
 class Many(Weight):
-    """A stack of matrices. A product names those that it wants, so that none is cut out of the stack before."""
+    """A stack of matrices.
+
+    A product names those that it wants, so that none is cut out of the stack before.
+    """
 
     each: Any  # a node whose arrays are [E, ...]
     native = True
@@ -77,14 +82,20 @@ class Many(Weight):
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
         """Each matrix with rows of its own: x is [T, E, K]."""
-        check_subscripts(subscripts, x, self.each.into, self.each.out, self.each.inputs, stacked=True)
+        check_subscripts(
+            subscripts, x, self.each.into, self.each.out, self.each.inputs, stacked=True
+        )
         T, E = x.shape[:2]
-        every = call(self.each.replace(which=jnp.arange(E)), jnp.swapaxes(x, 0, 1), bias, dtype or x.dtype)
+        every = call(
+            self.each.replace(which=jnp.arange(E)), jnp.swapaxes(x, 0, 1), bias, dtype or x.dtype
+        )
         return jnp.swapaxes(every.reshape(E, T, *self.each.out), 0, 1)
 
 
 def keeps_floats(rows: str) -> bool:
-    """Whether rows of this type, as `Weight.for_kernels` has it, are multiplied with all bits of float32."""
+    """Whether rows of this type, as `Weight.for_kernels` has it, are multiplied with all bits of
+    float32.
+    """
     return rows.endswith("float32")
 
 
@@ -99,18 +110,26 @@ def has_dense_product(dtype: str) -> bool:
 
 
 def has_product(kernel: str, rows: str) -> bool:
-    """Whether weights can be laid out for the kernel that multiplies their codes with rows of this type."""
+    """Whether weights can be laid out for the kernel that multiplies their codes with rows of this
+    type.
+    """
     return has_kernel(kernel_names.FLOAT_ROWS[kernel] if keeps_floats(rows) else kernel)
 
 
 def row_options(kernel: str, group: int, rows: str) -> dict[str, bool]:
-    """How a node's kernel takes rows of this type: the fields `in_bytes` and `float_rows` of `Product`."""
+    """How a node's kernel takes rows of this type: the fields `in_bytes` and `float_rows` of
+    `Product`.
+    """
     return {"in_bytes": in_bytes(kernel, group, rows), "float_rows": keeps_floats(rows)}
 
 
 def in_bytes(kernel: str, group: int, rows: str) -> bool:
     """Whether rows of this type are rounded to bytes for a kernel's codes."""
-    return rows.startswith("int8") and takes_bytes(kernel, group) and has(kernel_names.ROUNDING[kernel])
+    return (
+        rows.startswith("int8")
+        and takes_bytes(kernel, group)
+        and has(kernel_names.ROUNDING[kernel])
+    )
 
 
 def takes_bytes(kernel: str, group: int) -> bool:
@@ -119,9 +138,13 @@ def takes_bytes(kernel: str, group: int) -> bool:
 
 
 def call(node: Product, x, bias, dtype, activation: int = 0):
-    """The products with the matrices that are meant of a stack, each with its share of the rows; or the only one."""
+    """The products with the matrices that are meant of a stack, each with its share of the rows; or
+    the only one.
+    """
     which = jnp.zeros(0, jnp.int32) if node.which is None else node.which
-    rows, scale = node.meeting(x.reshape(*(() if node.which is None else which.shape), -1, math.prod(node.into)))
+    rows, scale = node.meeting(
+        x.reshape(*(() if node.which is None else which.shape), -1, math.prod(node.into))
+    )
     if scale is not None:
         y = run_kernel(node, rows, which, None, jnp.float32, 0) * scale
         return (y if bias is None else y + bias.reshape(-1)).astype(dtype)
@@ -136,10 +159,22 @@ def run_kernel(node: Product, rows, which, bias, dtype, activation: int):
         bias_O = bias.reshape(-1).astype(jnp.float32)
         bias_O = jnp.pad(bias_O, (0, -bias_O.shape[0] % LANES))
     outputs = node.out[-1] if activation else math.prod(node.out)
-    variants = kernel_names.ROUNDING if node.in_bytes else kernel_names.FLOAT_ROWS if node.float_rows else {}
+    variants = (
+        kernel_names.ROUNDING
+        if node.in_bytes
+        else kernel_names.FLOAT_ROWS
+        if node.float_rows
+        else {}
+    )
     name = variants.get(node.kernel, node.kernel)
     run = jax.ffi.ffi_call(target(name), jax.ShapeDtypeStruct((*rows.shape[:-1], outputs), dtype))
-    return run(rows, *jax.tree.leaves(node.replace(which=None)), bias_O, which, activation=np.int32(activation))
+    return run(
+        rows,
+        *jax.tree.leaves(node.replace(which=None)),
+        bias_O,
+        which,
+        activation=np.int32(activation),
+    )
 
 
 def weight_of(w) -> Weight:

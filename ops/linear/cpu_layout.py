@@ -1,6 +1,7 @@
 """Weights laid out for the kernels, once, while a model is loaded.
 
-A format's own layout is in its file; here are that of dense weights, and what the formats make theirs with.
+A format's own layout is in its file; here are that of dense weights, and what the formats make
+theirs with.
 """
 
 import ctypes
@@ -20,11 +21,16 @@ from .weight import Weight
 def pack(spec: ArraySpec, leaf, rows: str = "bfloat16"):
     """A loaded leaf as the kernels want it, or as it is if no product of theirs takes it.
 
-    `spec` is that of its dense form, `rows` the type of rows that it will meet, as `Weight.for_kernels` has it.
+    `spec` is that of its dense form, `rows` the type of rows that it will meet, as
+    `Weight.for_kernels` has it.
     """
     if isinstance(leaf, Weight):
         return leaf.for_kernels(rows)
-    if not isinstance(leaf, np.ndarray) or not spec.inputs or leaf.dtype.name not in kernel_names.DENSE:
+    if (
+        not isinstance(leaf, np.ndarray)
+        or not spec.inputs
+        or leaf.dtype.name not in kernel_names.DENSE
+    ):
         return leaf
     if not has("pack", kernel_names.DENSE[leaf.dtype.name]):
         return leaf
@@ -38,7 +44,9 @@ def pack_dense(inputs: tuple[int, ...], leaf: np.ndarray) -> Tiled:
     """A matrix whose products sum over the axes `inputs`, which are the first or the last."""
     others = tuple(axis for axis in range(leaf.ndim) if axis not in inputs)
     into, out = (tuple(leaf.shape[axis] for axis in axes) for axes in (inputs, others))
-    matrix_KO = leaf.reshape(math.prod(into), -1) if inputs[0] == 0 else leaf.reshape(-1, math.prod(into)).T
+    matrix_KO = (
+        leaf.reshape(math.prod(into), -1) if inputs[0] == 0 else leaf.reshape(-1, math.prod(into)).T
+    )
     return Tiled(tile(matrix_KO, 4 // leaf.dtype.itemsize), into=into, out=out, inputs=inputs)
 
 
@@ -54,7 +62,9 @@ def tile(matrix_KO: np.ndarray, group: int) -> np.ndarray:
     tile_elements = library("pack").quire_tile
     tile_elements.restype = ctypes.c_bool
     if not tile_elements(address(matrix_KO), address(out), *sizes):
-        raise TypeError(f"the matrix is of {matrix_KO.dtype}; its elements must have 1, 2 or 4 bytes")
+        raise TypeError(
+            f"the matrix is of {matrix_KO.dtype}; its elements must have 1, 2 or 4 bytes"
+        )
     return out
 
 
@@ -63,7 +73,9 @@ def tile_nibbles(packed_KO: np.ndarray, K: int, padded: int) -> np.ndarray:
     O = packed_KO.shape[1]
     packed_KO = np.ascontiguousarray(packed_KO)
     tiles = empty((-(-O // LANES), padded // 8, LANES), np.uint32)
-    library("pack").quire_tile_int4(address(packed_KO), address(tiles), *map(ctypes.c_int64, (K, padded, O)))
+    library("pack").quire_tile_int4(
+        address(packed_KO), address(tiles), *map(ctypes.c_int64, (K, padded, O))
+    )
     return tiles
 
 
@@ -72,7 +84,9 @@ def tile_sixes(codes_KO: np.ndarray, padded: int) -> np.ndarray:
     (K, O) = codes_KO.shape
     codes_KO = np.ascontiguousarray(codes_KO)
     tiles = empty((-(-O // LANES), padded // 16, 3, LANES), np.uint32)
-    library("pack").quire_tile_int6(address(codes_KO), address(tiles), *map(ctypes.c_int64, (K, padded, O)))
+    library("pack").quire_tile_int6(
+        address(codes_KO), address(tiles), *map(ctypes.c_int64, (K, padded, O))
+    )
     return tiles
 
 
@@ -83,7 +97,10 @@ def by_block(values_GO: np.ndarray) -> np.ndarray:
 
 
 def pack_stack(E: int, matrix: Callable[[int], Any]) -> Many | None:
-    """Matrix by matrix: beside what came there is one more copy, of as many bytes. None if no kernel takes them."""
+    """Matrix by matrix: beside what came there is one more copy, of as many bytes.
+
+    None if no kernel takes them.
+    """
     stack = None
     for e in range(E):
         node = matrix(e)

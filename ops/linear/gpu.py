@@ -27,9 +27,13 @@ class Multiplied(Weight):
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
         if re.fullmatch(EACH, subscripts) and isinstance(self.weight, jax.Array) and bias is None:
-            return prepare.each(x, GpuMatrix(self.weight), dtype=dtype or x.dtype, interpret=self.interpret)
+            return prepare.each(
+                x, GpuMatrix(self.weight), dtype=dtype or x.dtype, interpret=self.interpret
+            )
         rows, flat, turned, lead, out = self.read(subscripts, x)
-        y = prepare.dense(rows, flat, bias, dtype=dtype or plain(x).dtype, turned=turned, interpret=self.interpret)
+        y = prepare.dense(
+            rows, flat, bias, dtype=dtype or plain(x).dtype, turned=turned, interpret=self.interpret
+        )
         return y.reshape(*lead, *out)
 
     def gated(self, subscripts: str, x, activation: str):
@@ -37,8 +41,17 @@ class Multiplied(Weight):
         if len(out) == 2 and out[0] == 1:
             return super().gated(subscripts, x, activation)
         if turned or len(out) != 2 or out[0] != 2:
-            raise NotImplementedError("gate and up must be the last axes but one of a weight whose inputs come first")
-        y = prepare.dense(rows, flat, dtype=plain(x).dtype, parts=2, activation=activation, interpret=self.interpret)
+            raise NotImplementedError(
+                "gate and up must be the last axes but one of a weight whose inputs come first"
+            )
+        y = prepare.dense(
+            rows,
+            flat,
+            dtype=plain(x).dtype,
+            parts=2,
+            activation=activation,
+            interpret=self.interpret,
+        )
         return y.reshape(*lead, out[-1])
 
     def exact(self, subscripts: str, x):
@@ -51,15 +64,20 @@ class Multiplied(Weight):
         matrix = GpuMatrix(jnp.pad(self.weight, ((0, 0), (0, -outputs % FEATURES))))
         if self.weight.dtype == jnp.float32:
             matrix = GpuMatrix(prepare.summands(matrix.array), summands=prepare.SUMMANDS)
-        y_RO = prepare.dense(x.reshape(-1, inputs), matrix, dtype=jnp.float32, interpret=self.interpret)
+        y_RO = prepare.dense(
+            x.reshape(-1, inputs), matrix, dtype=jnp.float32, interpret=self.interpret
+        )
         return y_RO[:, :outputs].reshape(*lead, outputs)
 
     def read(self, subscripts: str, x):
-        """(rows, the weight, whether its inputs come last, axes of the rows, axes of the outputs)."""
+        """(rows, the weight, whether its inputs come last, axes of the rows, axes of the
+        outputs).
+        """
         matrix = prepare.matrix(self.weight)
         given = x
         x = plain(x)
-        if isinstance(self.weight, Rounded):  # its codes have the inputs first, wherever they stand in the subscripts
+        # its codes have the inputs first, wherever they stand in the subscripts
+        if isinstance(self.weight, Rounded):
             axes = len(self.weight.into)
             into = self.weight.into
             out = self.weight.out
@@ -76,11 +94,22 @@ class Multiplied(Weight):
         kept = "".join(letter for letter in letters if letter in result)
         lead = rows.removesuffix(into)
         turned = letters == kept + into and not letters.startswith(into)
-        if not into or rows != lead + into or result != lead + kept or letters not in (into + kept, kept + into):
+        if (
+            not into
+            or rows != lead + into
+            or result != lead + kept
+            or letters not in (into + kept, kept + into)
+        ):
             raise NotImplementedError(f"{subscripts!r} is not a product of rows with one matrix")
         sizes = dict(zip(letters, self.weight.shape, strict=True))
         inputs = math.prod(sizes[letter] for letter in into)
-        return x.reshape(-1, inputs), matrix, turned, x.shape[: len(lead)], tuple(sizes[n] for n in kept)
+        return (
+            x.reshape(-1, inputs),
+            matrix,
+            turned,
+            x.shape[: len(lead)],
+            tuple(sizes[n] for n in kept),
+        )
 
     def __getitem__(self, index):
         return xla.weight_of(self.weight)[index]

@@ -11,7 +11,9 @@ from ..activation import glu
 
 @struct.dataclass
 class RoundedRows:
-    """Rows beside their codes of eight bits, which products with some weights take in their place."""
+    """Rows beside their codes of eight bits, which products with some weights take in their
+    place.
+    """
 
     rows: Any  # [T, D]
     codes: Any  # the same in numbers that codes stand for, in the dtype of the rows
@@ -31,7 +33,8 @@ class GpuMatrix(NamedTuple):
     """A weight, or a stack of them, as the kernels for GPUs read it."""
 
     array: Any  # bfloat16, or codes
-    codes: str | None = None  # as in `ProductShape` of `gpu_kernel`, and so are `group` and `rounded`
+    # as in `ProductShape` of `gpu_kernel`, and so are `group` and `rounded`
+    codes: str | None = None
     scale: Any = None  # of the codes: one for each output, or for each group and output
     group: int = 0
     rounded: bool = False
@@ -42,9 +45,12 @@ class GpuMatrix(NamedTuple):
     def options(self) -> dict[str, Any]:
         """Of a `ProductShape`."""
         return {
-            "codes": self.codes, "group": self.group, "zeros": self.zero is not None, "rounded": self.rounded,
+            "codes": self.codes,
+            "group": self.group,
+            "zeros": self.zero is not None,
+            "rounded": self.rounded,
             "summands": self.summands,
-        }  # fmt: skip
+        }
 
     def scales(self, experts: int, parts: int, outputs: int) -> dict[str, Any]:
         """The operands that its scales and zeros are."""
@@ -60,9 +66,9 @@ class GpuMatrix(NamedTuple):
 class Weight:
     """A matrix, or a stack of matrices along its first axis, that stands where an array could.
 
-    Quantised and kernel-ready nodes are subclasses, and so is `Dense`, which `weight_of` makes of an array: no caller
-    asks what a weight is. A node that has no use for a method leaves it out. Bytes are counted by
-    `sharding.spec.nbytes`, since a node's arrays are its leaves.
+    Quantised and kernel-ready nodes are subclasses, and so is `Dense`, which `weight_of` makes of
+    an array: no caller asks what a weight is. A node that has no use for a method leaves it out.
+    Bytes are counted by `sharding.spec.nbytes`, since a node's arrays are its leaves.
     """
 
     takes_rounded = False  # whether its products take `RoundedRows`
@@ -71,11 +77,15 @@ class Weight:
 
     @property
     def rounds(self) -> str | None:
-        """The codes that a product makes of the rows that meet it: "int8" or "float8"; None where it makes none."""
+        """The codes that a product makes of the rows that meet it: "int8" or "float8"; None where
+        it makes none.
+        """
         return None
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None) -> Any:
-        """The product with x, summed in float32, plus `bias`, rounded once to `dtype` (x's by default)."""
+        """The product with x, summed in float32, plus `bias`, rounded once to `dtype` (x's by
+        default).
+        """
         raise TypeError(f"{type(self).__name__} has no product; pick one of its matrices")
 
     def exact(self, subscripts: str, x) -> Any:
@@ -83,7 +93,9 @@ class Weight:
         return self.einsum(subscripts, x, dtype=jnp.float32)
 
     def gated(self, subscripts: str, x, activation: str) -> Any:
-        """activation(gate) * up of a product whose last axes are [2, F], activation(up) of one whose are [1, F]."""
+        """activation(gate) * up of a product whose last axes are [2, F], activation(up) of one
+        whose are [1, F].
+        """
         return glu(self.einsum(subscripts, x), activation)
 
     def __getitem__(self, index) -> Any:
@@ -107,22 +119,27 @@ class Weight:
 
     def gpu_matrix(self) -> GpuMatrix:
         """Its arrays as the kernels for GPUs read them; `NotImplementedError` where none does."""
-        raise NotImplementedError(f"weights must be arrays, int8, int4, fp8 or MXFP4, not {type(self).__name__}")
+        raise NotImplementedError(
+            f"weights must be arrays, int8, int4, fp8 or MXFP4, not {type(self).__name__}"
+        )
 
     def for_kernels(self, rows: str) -> "Weight":
         """The same on the host, laid out for the native kernels; itself where none takes it.
 
-        `rows`: the type of those that it will meet, float32 or bfloat16; "int8" and "int8_float32": rows of bfloat16
-        or of float32 that may be rounded to bytes before. Others in float32 keep all their bits in products.
+        `rows`: the type of those that it will meet, float32 or bfloat16; "int8" and "int8_float32":
+        rows of bfloat16 or of float32 that may be rounded to bytes before. Others in float32 keep
+        all their bits in products.
         """
         return self
 
 
 def check_subscripts(subscripts: str, x, into, out, inputs, stacked: bool = False) -> None:
-    """Refuse subscripts other than a weight's own: [*lead, *into] times the weight gives [*lead, *out].
+    """Refuse subscripts other than a weight's own: [*lead, *into] times the weight gives [*lead,
+    *out].
 
-    `into` and `out` are the sizes of the axes that are summed over and of the others, `inputs` says where the former
-    stand in the weight. The first axis of a weight that is `stacked` is x's last but `into`.
+    `into` and `out` are the sizes of the axes that are summed over and of the others, `inputs` says
+    where the former stand in the weight. The first axis of a weight that is `stacked` is x's last
+    but `into`.
     """
     operands, _, result = subscripts.partition("->")
     rows, _, letters = operands.partition(",")
@@ -140,7 +157,8 @@ def check_subscripts(subscripts: str, x, into, out, inputs, stacked: bool = Fals
     )
     if not fits:
         raise ValueError(
-            f"einsum {subscripts!r} with x of shape {list(x.shape)} does not fit {'each matrix of ' * stacked}the "
-            f"weight: its axes {list(inputs)}, of sizes {list(into)}, are summed over and come last in x, and the "
-            f"others, of sizes {list(out)}, come last in the result"
+            f"einsum {subscripts!r} with x of shape {list(x.shape)} does not fit "
+            f"{'each matrix of ' * stacked}the weight: its axes {list(inputs)}, of sizes "
+            f"{list(into)}, are summed over and come last in x, and the others, of sizes "
+            f"{list(out)}, come last in the result"
         )

@@ -1,4 +1,6 @@
-"""Products by XLA, with arrays and with every weight that is not laid out for the native kernels."""
+"""Products by XLA, with arrays and with every weight that is not laid out for the native
+kernels.
+"""
 
 from typing import Any
 
@@ -17,7 +19,9 @@ class Dense(Weight):
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
         exact = precision(x, self.array)
-        out = jnp.einsum(subscripts, x, self.array, precision=exact, preferred_element_type=jnp.float32)
+        out = jnp.einsum(
+            subscripts, x, self.array, precision=exact, preferred_element_type=jnp.float32
+        )
         return (out if bias is None else out + bias).astype(dtype or x.dtype)
 
     def __getitem__(self, index):

@@ -7,7 +7,8 @@ from ..activation import glu
 from ..implementations import choose
 from ..linear import gated, project, weight_of
 
-# How experts are mixed; tried in order, and one that cannot serve a case raises NotImplementedError.
+# How experts are mixed; tried in order, and one that cannot serve a case raises
+# NotImplementedError.
 IMPLEMENTATIONS = {"mosaic": ".gpu", "xla": ".xla"}
 
 
@@ -33,8 +34,12 @@ class Experts:
     alpha: float = 1.0
 
     def __call__(self, e, x_QD, row_Q=None):
-        """One expert over a block of rows; `row_Q`: which of the step's they are, where it is known."""
-        up_bias_GF, down_bias_D = (None if bias is None else bias[e] for bias in (self.up_bias_EGF, self.down_bias_ED))
+        """One expert over a block of rows; `row_Q`: which of the step's they are, where it is
+        known.
+        """
+        up_bias_GF, down_bias_D = (
+            None if bias is None else bias[e] for bias in (self.up_bias_EGF, self.down_bias_ED)
+        )
         up_DGF = pick(self.up_EDGF, e, row_Q)
         if up_bias_GF is None and self.clamp is None:
             inner_QF = gated("QD,DGF->QGF", x_QD, up_DGF, self.activation)
@@ -44,7 +49,14 @@ class Experts:
         return project("QF,FD->QD", inner_QF, pick(self.down_EFD, e, row_Q), down_bias_D)
 
 
-def mix(x_TD, weights_TX, experts_TX, num_experts: int, experts: Experts, implementation: str | None = None):
+def mix(
+    x_TD,
+    weights_TX,
+    experts_TX,
+    num_experts: int,
+    experts: Experts,
+    implementation: str | None = None,
+):
     """`mix_experts` by the first of IMPLEMENTATIONS that serves it, or the one that is named."""
 
     def run(module):

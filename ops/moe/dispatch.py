@@ -10,7 +10,8 @@ from .xla import add_pairs, by_expert, weighed
 
 
 def mix_over(axes: DeviceAxes, x_TD, weights_TX, slots_TX, own: int, expert):
-    """`mix_experts` where device d of `axes.experts` has the slots from d * own on: the same bits as on one device.
+    """`mix_experts` where device d of `axes.experts` has the slots from d * own on: the same bits
+    as on one device.
 
     Devices that have the same rows each take an equal share of them, and gather the results of all.
     A pair whose slot is past the last belongs to no expert.
@@ -21,19 +22,24 @@ def mix_over(axes: DeviceAxes, x_TD, weights_TX, slots_TX, own: int, expert):
 
     def cut(x, fill):
         spare = [(0, share * same_rows.size - T), *[(0, 0)] * (x.ndim - 1)]
-        return jax.lax.dynamic_slice_in_dim(jnp.pad(x, spare, constant_values=fill), same_rows.index() * share, share)
+        return jax.lax.dynamic_slice_in_dim(
+            jnp.pad(x, spare, constant_values=fill), same_rows.index() * share, share
+        )
 
     slots_QX = cut(slots_TX, own * axes.experts.size)
     out_QD = send_and_mix(axes.experts, cut(x_TD, 0), cut(weights_TX, 0), slots_QX, own, expert)
-    return same_rows.gather(axes.tensor.sum(out_QD.astype(x_TD.dtype))).reshape(-1, x_TD.shape[1])[:T]
+    return same_rows.gather(axes.tensor.sum(out_QD.astype(x_TD.dtype))).reshape(-1, x_TD.shape[1])[
+        :T
+    ]
 
 
 def send_and_mix(axis: Axis, x_QD, weights_QX, slots_QX, own: int, expert):
     """The same, in float32, for rows that no other device has.
 
-    Each (row, slot) pair is sent by itself, and its result comes back before it is weighted: each row is summed here,
-    in the order of its experts, so its bits do not depend on where they lie. In a round two devices exchange `capacity`
-    pairs, mostly all that there are; where many rows chose the same device there are more rounds. No pair is dropped.
+    Each (row, slot) pair is sent by itself, and its result comes back before it is weighted: each
+    row is summed here, in the order of its experts, so its bits do not depend on where they lie. In
+    a round two devices exchange `capacity` pairs, mostly all that there are; where many rows chose
+    the same device there are more rounds. No pair is dropped.
 
         pairs    |d0 d0 d0 d0 d0|d2 d2|d3|          sorted by slot, and so by device
         round 0  [d0 d0 d0][. . .][d2 d2 .][d3 . .]
@@ -50,7 +56,8 @@ def send_and_mix(axis: Axis, x_QD, weights_QX, slots_QX, own: int, expert):
     counts_nno = axis.gather(counts_S).reshape(n, n, own)  # from, to, slot
     sent_n = jnp.sum(counts_S.reshape(n, own), 1)
     first_n = jnp.cumsum(sent_n) - sent_n
-    last_no = jnp.cumsum(counts_nno[:, axis.index()], 1)  # of the pairs that come here, where each slot's end
+    # of the pairs that come here, where each slot's end
+    last_no = jnp.cumsum(counts_nno[:, axis.index()], 1)
     rounds = jnp.max(-(-jnp.sum(counts_nno, 2) // room))
 
     def run_round(turn, out_ZD):
@@ -60,9 +67,13 @@ def send_and_mix(axis: Axis, x_QD, weights_QX, slots_QX, own: int, expert):
         rows_nCD = axis.exchange(jnp.where(valid_nC[..., None], x_QD[pair_nC // X], 0))
         here_nC = jax.vmap(lambda last_o: jnp.searchsorted(last_o, at_C, side="right"))(last_no)
         rows_RD = rows_nCD.reshape(n * room, D)
-        given_RD = by_expert(here_nC.reshape(-1), own, lambda e, at_B: expert(e, rows_RD[at_B]), D, x_QD.dtype)
+        given_RD = by_expert(
+            here_nC.reshape(-1), own, lambda e, at_B: expert(e, rows_RD[at_B]), D, x_QD.dtype
+        )
         back_nCD = axis.exchange(given_RD.reshape(n, room, D))
-        back_RD = weighed(back_nCD.reshape(n * room, D), weights_QX.reshape(-1)[pair_nC.reshape(-1)])
+        back_RD = weighed(
+            back_nCD.reshape(n * room, D), weights_QX.reshape(-1)[pair_nC.reshape(-1)]
+        )
         return out_ZD.at[jnp.where(valid_nC, pair_nC, pairs).reshape(-1)].set(back_RD, mode="drop")
 
     out_ZD = jax.lax.fori_loop(0, rounds, run_round, jnp.zeros((pairs, D), jnp.float32))
@@ -70,6 +81,8 @@ def send_and_mix(axis: Axis, x_QD, weights_QX, slots_QX, own: int, expert):
 
 
 def capacity(rows: int, top_k: int, devices: int, own: int) -> int:
-    """Pairs that one device sends another in a round: the mean and four standard deviations, but no more than all."""
+    """Pairs that one device sends another in a round: the mean and four standard deviations, but no
+    more than all.
+    """
     mean = rows * top_k / devices
     return min(rows * min(top_k, own), math.ceil(mean + 4 * math.sqrt(mean)))

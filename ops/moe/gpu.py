@@ -1,4 +1,6 @@
-"""Experts on NVIDIA GPUs: two products over blocks of rows, each with the weights of one expert of the stack."""
+"""Experts on NVIDIA GPUs: two products over blocks of rows, each with the weights of one expert of
+the stack.
+"""
 
 import math
 from typing import Any
@@ -42,11 +44,20 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert, interpre
         x_PK, row_scale_P = prepare.meeting_rows(x_PK, matrix)
         bias = None if bias is None else bias.astype(jnp.float32).reshape(E, parts, outputs)
         shape = ProductShape(
-            blocks=most_blocks(T * X, num_experts, rows), rows=rows, experts=E, inputs=inputs, outputs=outputs,
-            parts=parts, processors=machine.processors, kernel=machine.kernel, out_dtype=dtype, bias=bias is not None,
+            blocks=most_blocks(T * X, num_experts, rows),
+            rows=rows,
+            experts=E,
+            inputs=inputs,
+            outputs=outputs,
+            parts=parts,
+            processors=machine.processors,
+            kernel=machine.kernel,
+            out_dtype=dtype,
+            bias=bias is not None,
             weighed=scale_P is not None,
-            **matrix.options, **more,
-        )  # fmt: skip
+            **matrix.options,
+            **more,
+        )
         stack = stack.reshape(E, -1, parts, outputs)
         scales = matrix.scales(E, parts, outputs) | {"row_scale": row_scale_P}
         operands = Operands(x_PK, stack, bias, scale_P, blocks.experts_B, blocks.count_1, **scales)

@@ -1,15 +1,20 @@
-"""Experts by XLA: blocks of rows, each of one expert, and products with the experts that were chosen alone."""
+"""Experts by XLA: blocks of rows, each of one expert, and products with the experts that were
+chosen alone.
+"""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-BLOCK = 16  # rows of one expert computed together: one fixed shape, so that a row's sums never depend on the batch
+# rows of one expert computed together: one fixed shape, so that a row's sums never depend on the
+# batch
+BLOCK = 16
 
 
 def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert):
-    """sum_x weight * expert(x), where `expert(e, rows_QD, row_Q)` computes one expert over a block of rows.
+    """sum_x weight * expert(x), where `expert(e, rows_QD, row_Q)` computes one expert over a block
+    of rows.
 
     A pair whose expert is `num_experts` belongs to no expert here and adds nothing.
     """
@@ -17,7 +22,8 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert):
 
     def run(e, pair_Q):
         row_Q = pair_Q // X
-        rows_QD = x_TD.at[row_Q].get(mode="fill", fill_value=0)  # kernels stop at the last row that is not zeros
+        # kernels stop at the last row that is not zeros
+        rows_QD = x_TD.at[row_Q].get(mode="fill", fill_value=0)
         return weighed(expert(e, rows_QD, row_Q), weights_TX.reshape(-1)[pair_Q])
 
     out_ZD = by_expert(experts_TX.reshape(-1), num_experts, run, x_TD.shape[1], jnp.float32)
@@ -25,14 +31,14 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert):
 
 
 def weighed(result_QD, weights_Q):
-    """Each result times its weight. It must be called in the loop that makes the results: a product that XLA fuses with
-    the sum may round differently."""
+    """Each result times its weight. It must be called in the loop that makes the results: a product
+    that XLA fuses with the sum may round differently."""
     return result_QD.astype(jnp.float32) * weights_Q[:, None]
 
 
 def add_pairs(out_ZD, X: int):
-    """The sum over each row's X pairs, by bare additions in a written order: a reduction may round differently at
-    another number of rows."""
+    """The sum over each row's X pairs, by bare additions in a written order: a reduction may round
+    differently at another number of rows."""
     out_TXD = out_ZD.reshape(-1, X, out_ZD.shape[1])
     return sum((out_TXD[:, x] for x in range(1, X)), start=out_TXD[:, 0])
 
@@ -65,7 +71,9 @@ class Blocks(NamedTuple):
         return self.last_block_E[-1]
 
     def at(self, block) -> tuple[Any, Any, Any]:
-        """(a block's expert, its pairs, their places among those sorted); of padding both are one past the last."""
+        """(a block's expert, its pairs, their places among those sorted); of padding both are one
+        past the last.
+        """
         pairs = self.order_Z.shape[0]
         e = jnp.searchsorted(self.last_block_E, block, side="right").astype(jnp.int32)
         offset = (block - (self.last_block_E[e] - self.blocks_E[e])) * BLOCK + jnp.arange(BLOCK)
@@ -75,7 +83,8 @@ class Blocks(NamedTuple):
 
 
 def by_expert(experts_Z, num_experts: int, run, width: int, dtype):
-    """`run(e, pair_Q)` of each pair and its expert, [Z, width]; zeros where the expert is `num_experts`.
+    """`run(e, pair_Q)` of each pair and its expert, [Z, width]; zeros where the expert is
+    `num_experts`.
 
     The loop runs over the blocks that exist, so an expert that no row chose is never read.
     """

@@ -1,7 +1,8 @@
 """Kernels for the CPU in C++, called through XLA's foreign function interface.
 
-`QUIRE_NATIVE=off` turns them off, `QUIRE_NATIVE=avx2` (or another of `build.ISAS`) chooses an instruction set. Each
-kernel is a library of its own, built and loaded when it is first called, or ahead of that by `prepare`.
+`QUIRE_NATIVE=off` turns them off, `QUIRE_NATIVE=avx2` (or another of `build.ISAS`) chooses an
+instruction set. Each kernel is a library of its own, built and loaded when it is first called, or
+ahead of that by `prepare`.
 """
 
 import ctypes
@@ -31,7 +32,9 @@ def instruction_set() -> str:
 
 
 def target(name: str) -> str:
-    """The name under which XLA knows a kernel, built now unless it has been; `NotImplementedError` says why not."""
+    """The name under which XLA knows a kernel, built now unless it has been; `NotImplementedError`
+    says why not.
+    """
     library(name)
     return known(instruction_set(), name)
 
@@ -62,7 +65,8 @@ def outcomes() -> dict[str, bool]:
 def prepare(names: Iterable[str]) -> Future[bool]:
     """Begin to build kernels that will be called, while the start goes on; returns at once.
 
-    The result, which is there once all have begun, says whether the compiler has to work for them: it takes a while.
+    The result, which is there once all have begun, says whether the compiler has to work for them:
+    it takes a while.
     """
     if jax.default_backend() == "cpu":
         return builders.submit(begin_all, os.environ.get("QUIRE_NATIVE", ""), tuple(names))
@@ -97,12 +101,15 @@ def make(isa: str, name: str) -> ctypes.CDLL:
         explain(str(reason))
         raise
     if hasattr(library, "quire_kernel"):
-        jax.ffi.register_ffi_target(known(isa, name), jax.ffi.pycapsule(library.quire_kernel), platform="cpu")
+        jax.ffi.register_ffi_target(
+            known(isa, name), jax.ffi.pycapsule(library.quire_kernel), platform="cpu"
+        )
     return library
 
 
 def known(isa: str, name: str) -> str:
-    # With the sources' hash: a program from the compile cache never calls a kernel it was not made for.
+    # With the sources' hash: a program from the compile cache never calls a kernel it was not made
+    # for.
     return f"quire_{name}_{isa}_{build.source_hash()}"
 
 
@@ -119,7 +126,9 @@ def serves() -> bool:
 @cache
 def explain(reason: str) -> None:
     if jax.default_backend() == "cpu" and os.environ.get("QUIRE_NATIVE") != "off":
-        logging.getLogger("quire").warning("native kernels are not in use, XLA's own serve instead: %s", reason)
+        logging.getLogger("quire").warning(
+            "native kernels are not in use, XLA's own serve instead: %s", reason
+        )
 
 
 def chosen(wish: str) -> str:

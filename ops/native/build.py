@@ -1,8 +1,9 @@
 """Compiles the kernels with the system's compiler, once for each machine, into a private folder.
 
-Each variant is a library of its own, so that a start waits for what its model calls and for nothing else. The folder's
-name is a hash of everything that the result depends on, so that an old library is never taken for a new one; two
-processes that build at once write the same bytes, and the later rename wins.
+Each variant is a library of its own, so that a start waits for what its model calls and for nothing
+else. The folder's name is a hash of everything that the result depends on, so that an old library
+is never taken for a new one; two processes that build at once write the same bytes, and the later
+rename wins.
 """
 
 import hashlib
@@ -23,9 +24,16 @@ from .kernel_names import CODE_KERNELS
 SOURCES = Path(__file__).parent
 SHIPPED = "built"  # the folder in a wheel that has libraries
 FLAGS = (
-    "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
-)  # fmt: skip
-SEVERAL: dict[str, tuple[str, ...]] = {  # of a source that is compiled for several types: it, and one of them
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+)
+# of a source that is compiled for several types: it, and one of them
+SEVERAL: dict[str, tuple[str, ...]] = {
     "dense_f32": ("dense.cc", "-DFORMAT=F32"),
     "dense_bf16": ("dense.cc", "-DFORMAT=Bf16"),
     "fp8": ("grouped.cc", "-DFORMAT=Fp8", "-DCODES=dtype::U8"),
@@ -60,7 +68,9 @@ SEVERAL: dict[str, tuple[str, ...]] = {  # of a source that is compiled for seve
 SEVERAL |= {f"{name}_f32": (*SEVERAL[name], "-DQUIRE_FLOAT_ROWS") for name in CODE_KERNELS}
 SHARED = {source for source, *_ in SEVERAL.values()}
 # Any other source is one kernel, and has its name.
-VARIANTS = {path.stem: (path.name,) for path in sorted(SOURCES.glob("*.cc")) if path.name not in SHARED} | SEVERAL
+VARIANTS = {
+    path.stem: (path.name,) for path in sorted(SOURCES.glob("*.cc")) if path.name not in SHARED
+} | SEVERAL
 
 
 @dataclass(frozen=True)
@@ -77,18 +87,22 @@ def _isa(flags: str, needs: str) -> Isa:
 
 V3 = "avx2 fma f16c bmi2"
 V4 = f"{V3} avx512f avx512bw avx512dq avx512vl avx512cd"
-V8_2 = "atomics asimdrdm asimddp"  # of ARMv8.2 what the compiler may use unasked, and products of bytes
+# of ARMv8.2 what the compiler may use unasked, and products of bytes
+V8_2 = "atomics asimdrdm asimddp"
 ISAS = {  # by kind of machine, the best first; a name means the same on all
     "x86_64": {
         "amx": _isa(
             "-march=x86-64-v4 -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16 -mamx-int8",
             f"{V4} avx512_bf16 avx512_vnni amx_tile amx_bf16 amx_int8",
         ),
-        "avx512_bf16": _isa("-march=x86-64-v4 -mavx512bf16 -mavx512vnni", f"{V4} avx512_bf16 avx512_vnni"),
+        "avx512_bf16": _isa(
+            "-march=x86-64-v4 -mavx512bf16 -mavx512vnni", f"{V4} avx512_bf16 avx512_vnni"
+        ),
         "avx512": _isa("-march=x86-64-v4", V4),
         "avx2": _isa("-march=x86-64-v3", V3),
         "baseline": _isa("-march=x86-64", ""),
-        "amx-emulated": _isa("-march=x86-64-v3 -DQUIRE_EMULATE_AMX", V3),  # for tests where AMX is missing
+        # for tests where AMX is missing
+        "amx-emulated": _isa("-march=x86-64-v3 -DQUIRE_EMULATE_AMX", V3),
     },
     "aarch64": {
         "bf16": _isa("-march=armv8.2-a+dotprod+i8mm+bf16", f"{V8_2} i8mm bf16"),
@@ -110,7 +124,9 @@ def cpu_info(*names: str) -> tuple[str, ...]:
 
 
 def named(isa: str) -> Isa:
-    """An instruction set of any kind of machine: a compiler that $CXX names may be for another one than this."""
+    """An instruction set of any kind of machine: a compiler that $CXX names may be for another one
+    than this.
+    """
     return next(kind[isa] for kind in ISAS.values() if isa in kind)
 
 
@@ -129,7 +145,9 @@ def choices(wish: str = "") -> list[str]:
     """The names of the instruction sets to try: all, the best first, or the one wished for."""
     able = list(isas())
     if wish and wish not in able:
-        raise NotImplementedError(f"this processor has no {wish!r}; it can be {', '.join(able) or 'none'}")
+        raise NotImplementedError(
+            f"this processor has no {wish!r}; it can be {', '.join(able) or 'none'}"
+        )
     if not able:
         raise NotImplementedError(f"there are no kernels for {platform.machine()}")
     return [wish] if wish else able
@@ -140,7 +158,9 @@ def compiler() -> list[str]:
     for command in (os.environ.get("CXX", "").split(), ["g++"], ["clang++"], ["c++"]):
         if command and shutil.which(command[0]):
             return command
-    raise NotImplementedError("there is no C++ compiler: install g++ or clang++, or name one in CXX")
+    raise NotImplementedError(
+        "there is no C++ compiler: install g++ or clang++, or name one in CXX"
+    )
 
 
 def cache_folder() -> Path:
@@ -157,7 +177,9 @@ def library(isa: str, variant: str) -> Path:
 
 
 def ready(isa: str, variant: str) -> Path | None:
-    """A variant as `quire build-kernels` left it in QUIRE_KERNELS, or as a wheel for this platform has it."""
+    """A variant as `quire build-kernels` left it in QUIRE_KERNELS, or as a wheel for this platform
+    has it.
+    """
     chosen = os.environ.get("QUIRE_KERNELS")
     for folder in ([Path(chosen)] if chosen else []) + [SOURCES / SHIPPED]:
         path = prebuilt(folder, isa) / f"{variant}.so"
@@ -174,15 +196,21 @@ def is_built(isa: str, variant: str) -> bool:
 
 
 def prebuilt(folder: Path, isa: str) -> Path:
-    """Where libraries that were built ahead lie; not by compiler, since this machine may have another one, or none."""
+    """Where libraries that were built ahead lie; not by compiler, since this machine may have
+    another one, or none.
+    """
     return folder / "-".join(part for part in (isa, source_hash(), processor(isa)) if part)
 
 
 def processor(isa: str) -> str:
-    """A hash of what `native` among the flags means on this machine; empty where the flags say it all."""
+    """A hash of what `native` among the flags means on this machine; empty where the flags say
+    it all.
+    """
     if not any("native" in flag for flag in named(isa).flags):
         return ""
-    about = cpu_info("flags", "Features", "CPU implementer", "CPU variant", "CPU part") or (platform.processor(),)
+    about = cpu_info("flags", "Features", "CPU implementer", "CPU variant", "CPU part") or (
+        platform.processor(),
+    )
     return digest("\n".join(sorted(about)))
 
 
@@ -204,7 +232,9 @@ def private(folder: Path) -> Path:
             f"{folder} cannot be made: {error.strerror}; XDG_CACHE_HOME names another place"
         ) from None
     if state.st_uid != os.getuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise NotImplementedError(f"{folder} can be written to by others; make it yours alone (chmod 700)")
+        raise NotImplementedError(
+            f"{folder} can be written to by others; make it yours alone (chmod 700)"
+        )
     return folder
 
 
@@ -214,7 +244,9 @@ def sources() -> list[Path]:
 
 @cache
 def source_hash() -> str:
-    """A hash of the sources, what they are compiled for, and the interface that they are bound by."""
+    """A hash of the sources, what they are compiled for, and the interface that they are bound
+    by.
+    """
     found = hashlib.sha256(repr((FLAGS, VARIANTS)).encode())
     for path in [*sources(), Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"]:
         found.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -222,7 +254,9 @@ def source_hash() -> str:
 
 
 def key(command: list[str], isa: str) -> str:
-    """What the libraries of a folder depend on: sources, compiler, flags and, where these say `native`, the machine."""
+    """What the libraries of a folder depend on: sources, compiler, flags and, where these say
+    `native`, the machine.
+    """
     about = [source_hash(), " ".join(command), version(*command), *named(isa).flags, processor(isa)]
     return f"{isa}-{digest(chr(10).join(about))}"
 
@@ -230,7 +264,9 @@ def key(command: list[str], isa: str) -> str:
 @cache
 def version(*command: str) -> str:
     try:
-        return subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run(
+            [*command, "--version"], capture_output=True, text=True, timeout=60
+        ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotImplementedError(f"{command[0]} does not tell its version: {error}") from None
 
@@ -258,5 +294,8 @@ def run(command: list[str], variant: str) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotImplementedError(f"{failed}: {error}") from None
     if done.returncode:
-        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:300])
+        first = next(
+            (line for line in done.stderr.splitlines() if "error" in line),
+            done.stderr.strip()[:300],
+        )
         raise NotImplementedError(f"{failed}: {first}")

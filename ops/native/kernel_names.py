@@ -13,13 +13,28 @@ ATTENTION = {  # by the types of pages and queries
     ("uint8", "float32"): "attention_int4_f32",
     ("uint8", "bfloat16"): "attention_int4_bf16",
 }
-# Those that round rows to bytes in groups, by what takes the same codes and leaves rows as they are.
-ROUNDING = {name: f"{name}_a8" for name in ("int4", "mxfp4", "float4", "iq4", "iq4_levels", "uint4", "uint4_levels")}
+# Those that round rows to bytes in groups, by what takes the same codes and leaves rows as they
+# are.
+ROUNDING = {
+    name: f"{name}_a8"
+    for name in ("int4", "mxfp4", "float4", "iq4", "iq4_levels", "uint4", "uint4_levels")
+}
 # Those that multiply rows as they are with the codes of a format, after rounding them to bfloat16.
 CODE_KERNELS = (
-    "fp8", "int8_groups", "int8_weights", "int4", "mxfp4", "float4", "nf4", "fp4", "iq4", "uint4", "uint4_levels",
-    "uint6_levels", "iq4_levels",
-)  # fmt: skip
+    "fp8",
+    "int8_groups",
+    "int8_weights",
+    "int4",
+    "mxfp4",
+    "float4",
+    "nf4",
+    "fp4",
+    "iq4",
+    "uint4",
+    "uint4_levels",
+    "uint6_levels",
+    "iq4_levels",
+)
 # In their place, those that leave rows in float32.
 FLOAT_ROWS = {name: f"{name}_f32" for name in CODE_KERNELS} | {DENSE["bfloat16"]: DENSE["float32"]}
 ADAPTER = "adapter"

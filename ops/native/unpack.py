@@ -13,7 +13,8 @@ from .kernel_names import UNPACK
 def unpack(words_N: jax.Array, like: Sequence[np.ndarray]) -> list[jax.Array]:
     """Arrays like these, of 32-bit numbers or truth values, that the words hold.
 
-    As a kernel on CPUs: XLA compiles a loop for each, which is half of what it takes to compile a step.
+    As a kernel on CPUs: XLA compiles a loop for each, which is half of what it takes to compile a
+    step.
     """
     if has(UNPACK):
         shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in like]
@@ -22,6 +23,10 @@ def unpack(words_N: jax.Array, like: Sequence[np.ndarray]) -> list[jax.Array]:
 
     def part(array: np.ndarray, first: int, last: int) -> jax.Array:
         own = words_N[first:last].reshape(array.shape)
-        return own != 0 if array.dtype == bool else jax.lax.bitcast_convert_type(own, jnp.dtype(array.dtype))
+        return (
+            own != 0
+            if array.dtype == bool
+            else jax.lax.bitcast_convert_type(own, jnp.dtype(array.dtype))
+        )
 
     return [part(array, *ends) for array, *ends in zip(like, [0, *ends], ends, strict=False)]

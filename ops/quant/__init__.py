@@ -1,7 +1,7 @@
 """Weight formats: a node of packed arrays in place of one array.
 
-A format is one module here and a line in `FORMATS`. `Format` says what the module has; its node is a `Weight`, and one
-that weights are rounded to is `Rounded`.
+A format is one module here and a line in `FORMATS`. `Format` says what the module has; its node is
+a `Weight`, and one that weights are rounded to is `Rounded`.
 """
 
 import importlib
@@ -12,17 +12,30 @@ from .compressed import FormatError, Rounded, Scheme
 from .stack import in_front, one_of
 
 FORMATS = {
-    "int8": ".int8", "int4": ".int4", "fp8": ".fp8", "nf4": ".nf4", "iq4": ".iq4", "nvfp4": ".nvfp4",
-    "mxfp4": ".mxfp4", "fp4": ".fp4", "k4": ".k4", "k6": ".k6", "codebook": ".codebook", "e8p": ".e8p",
-    "int3": ".int3", "int2": ".int2",
-}  # fmt: skip
+    "int8": ".int8",
+    "int4": ".int4",
+    "fp8": ".fp8",
+    "nf4": ".nf4",
+    "iq4": ".iq4",
+    "nvfp4": ".nvfp4",
+    "mxfp4": ".mxfp4",
+    "fp4": ".fp4",
+    "k4": ".k4",
+    "k6": ".k6",
+    "codebook": ".codebook",
+    "e8p": ".e8p",
+    "int3": ".int3",
+    "int2": ".int2",
+}
 
 
 class Format(Protocol):
     """A module of this package."""
 
-    CHOICES: str | None  # what a user may ask to round to, in words; None: it is only found in checkpoints
-    HEAD: str | None  # the format of the head, and of an embedding that is the head too, beside this one
+    # what a user may ask to round to, in words; None: it is only found in checkpoints
+    CHOICES: str | None
+    # the format of the head, and of an embedding that is the head too, beside this one
+    HEAD: str | None
     SPLITS: bool  # whether its arrays can be split over the devices of `tensor`
     STORED: dict[str, Scheme]  # names with all options, and how compressed-tensors describes each
     METHOD: str | None  # the quant_method of checkpoints that keep stacks of experts so
@@ -33,11 +46,15 @@ class Format(Protocol):
         ...
 
     def kernels(self, *options: str) -> tuple[str, ...]:
-        """The native kernels that multiply with it on a CPU; XLA does it elsewhere, or where these are missing."""
+        """The native kernels that multiply with it on a CPU; XLA does it elsewhere, or where these
+        are missing.
+        """
         ...
 
     def tensors(self, E: int, into: int, out: tuple[int, ...]) -> Any:
-        """Of a format with a METHOD: a node of the tensors in which a checkpoint holds a stack, as `StoredTensor`s."""
+        """Of a format with a METHOD: a node of the tensors in which a checkpoint holds a stack, as
+        `StoredTensor`s.
+        """
         ...
 
 
@@ -87,14 +104,18 @@ def stored_schemes() -> dict[str, Scheme]:
 
 def stored_name(name: str) -> str:
     """The same format by the name that says all its options."""
-    found = next((full for full in format_of(name)[0].STORED if example(full) == example(name)), None)
+    found = next(
+        (full for full in format_of(name)[0].STORED if example(full) == example(name)), None
+    )
     if found is None:
         raise FormatError(f"{name!r} has no form in which compressed-tensors keeps it")
     return found
 
 
 def common(names: set[str | None]) -> str | None:
-    """The format that holds the codes of all these exactly; None where one is no format, or no format does."""
+    """The format that holds the codes of all these exactly; None where one is no format, or no
+    format does.
+    """
     if len(names) == 1:
         return next(iter(names))
     if None in names:
@@ -103,7 +124,9 @@ def common(names: set[str | None]) -> str | None:
     if not all(one.is_whole for one in every):
         return None
     least = any(one.has_minimum for one in every)
-    kind = f"k{max(one.bits for one in every)}" if all(one.levels for one in every) else "int8-weights"
+    kind = (
+        f"k{max(one.bits for one in every)}" if all(one.levels for one in every) else "int8-weights"
+    )
     return f"{kind}-{min(one.shared() for one in every)}{'-least' if least else ''}"
 
 

@@ -1,24 +1,31 @@
-"""A few numbers that stand for many: k-means in one dimension, each value counting for as much as its mass."""
+"""A few numbers that stand for many: k-means in one dimension, each value counting for as much as
+its mass.
+"""
 
 import numpy as np
 
-BINS = 128  # neighbours in order that are taken together first, where there are more values than that
+# neighbours in order that are taken together first, where there are more values than that
+BINS = 128
 CHUNK = 32  # rows whose tables are in memory together
 ROUNDS = 30  # at most, of moving means to the middle of their values
 LEAST = 1e-6  # of a row's mean mass, that each value has
 
 
 def means(values: np.ndarray, mass: np.ndarray, count: int) -> np.ndarray:
-    """The `count` numbers of each row [R, N], in order, such that the sum of mass * (value - nearest)^2 is least.
+    """The `count` numbers of each row [R, N], in order, such that the sum of mass * (value -
+    nearest)^2 is least.
 
-    The very least where a row has at most BINS values: of values in order, each number stands for neighbours, and the
-    best way to cut them is found by trying all, a number at a time. Else the least that moving them from there finds.
+    The very least where a row has at most BINS values: of values in order, each number stands for
+    neighbours, and the best way to cut them is found by trying all, a number at a time. Else the
+    least that moving them from there finds.
     """
     order = np.argsort(values, axis=1, kind="stable")
     ordered, mass = (np.take_along_axis(x.astype(np.float64), order, 1) for x in (values, mass))
     total = mass.sum(1, keepdims=True)
     mass = np.where(total > 0, mass + LEAST * total / mass.shape[1], 1)
-    found = np.concatenate([best_cuts(*pair, count) for pair in zip(*map(chunks, (ordered, mass)), strict=True)])
+    found = np.concatenate(
+        [best_cuts(*pair, count) for pair in zip(*map(chunks, (ordered, mass)), strict=True)]
+    )
     return found if values.shape[1] <= BINS else moved(ordered, mass, found)
 
 
@@ -27,9 +34,12 @@ def chunks(x: np.ndarray) -> list[np.ndarray]:
 
 
 def best_cuts(values: np.ndarray, mass: np.ndarray, count: int) -> np.ndarray:
-    """The means of the best `count` runs of neighbours; rows with fewer values have some of them again."""
+    """The means of the best `count` runs of neighbours; rows with fewer values have some of them
+    again.
+    """
     ends = np.unique(np.linspace(0, values.shape[1], min(values.shape[1], BINS) + 1).astype(int))
-    middle = values.mean(1, keepdims=True)  # sums of squares are differences of large numbers without
+    # sums of squares are differences of large numbers without
+    middle = values.mean(1, keepdims=True)
     sums = [prefixes(mass * (values - middle) ** power)[:, ends] for power in range(3)]
     M, S, Q = (x[:, None, :] - x[:, :, None] for x in sums)  # [R, from, to]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -77,7 +87,9 @@ def prefixes(x: np.ndarray) -> np.ndarray:
 
 
 def nearest(values: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """The place in a row's table [R, count], which is in order, of the number nearest to each value [R, N]."""
+    """The place in a row's table [R, count], which is in order, of the number nearest to each value
+    [R, N].
+    """
     table = table.astype(np.float64)
     bounds = (table[:, 1:] + table[:, :-1]) / 2
     each = zip(values.astype(np.float64), bounds, strict=True)

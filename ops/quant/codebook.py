@@ -1,7 +1,9 @@
-"""CODEBOOK: each output has its own table of 16 or 8 numbers, and a few weights that stay as they are.
+"""CODEBOOK: each output has its own table of 16 or 8 numbers, and a few weights that stay as they
+are.
 
-SqueezeLLM's form (arXiv 2306.07629), but that each output keeps as many weights apart as any other: shapes are known
-then from the sizes alone. In a checkpoint codes share words as those of whole numbers do.
+SqueezeLLM's form (arXiv 2306.07629), but that each output keeps as many weights apart as any other:
+shapes are known then from the sizes alone. In a checkpoint codes share words as those of whole
+numbers do.
 
     weight_packed   int32 [out, in / 8], or ten codes of three bits a word
     weight_shape    out, in
@@ -46,7 +48,13 @@ METHOD = None
 MULTIPLE = 1
 STORED = {
     f"codebook-{bits}": Scheme(
-        {"type": "codebook", "num_bits": int(bits), "strategy": "channel", "symmetric": True, "dynamic": False},
+        {
+            "type": "codebook",
+            "num_bits": int(bits),
+            "strategy": "channel",
+            "symmetric": True,
+            "dynamic": False,
+        },
         None,
         ("codebook-sparse",),
         "quire",
@@ -72,7 +80,9 @@ class Codebook(Rounded):
     def dense(self):
         """The weight as one float32 matrix [K, O]."""
         codes_KO = four_bits.split(self.codes, math.prod(self.into)).astype(jnp.int32)
-        table, apart, columns = (jnp.reshape(x, (len(x), -1)) for x in (self.table, self.apart, self.columns))
+        table, apart, columns = (
+            jnp.reshape(x, (len(x), -1)) for x in (self.table, self.apart, self.columns)
+        )
         found_KO = jnp.take_along_axis(table.astype(jnp.float32), codes_KO, axis=0, mode="clip")
         return found_KO.at[columns, jnp.arange(found_KO.shape[1])].set(apart.astype(jnp.float32))
 
@@ -82,7 +92,10 @@ class Codebook(Rounded):
             return self
         log_widened(f"codebook-{self.bits}", dtype)
         fields = {"codes": four_bits.split(self.codes, math.prod(self.into)).T}
-        fields |= {name: np.reshape(getattr(self, name), (len(getattr(self, name)), -1)).T for name in self.lists}
+        fields |= {
+            name: np.reshape(getattr(self, name), (len(getattr(self, name)), -1)).T
+            for name in self.lists
+        }
         dense_KO = self.decode(fields).T.astype(dtype)
         return pack_dense((0,), dense_KO).replace(into=self.into, out=self.out, inputs=self.inputs)
 
@@ -92,7 +105,9 @@ class Codebook(Rounded):
         return self.fitted(weight.astype(np.float32).reshape(K, -1).T, None)
 
     def fitted(self, W: np.ndarray, sensitivity: np.ndarray | None) -> "Codebook":
-        """W [O, K] such that the sum of sensitivity * error^2 is small; without, all weights count the same."""
+        """W [O, K] such that the sum of sensitivity * error^2 is small; without, all weights count
+        the same.
+        """
         columns = outside(W, sensitivity, self.apart.shape[0])
         rest = np.ones(W.shape, bool)
         np.put_along_axis(rest, columns, False, 1)
@@ -108,26 +123,44 @@ class Codebook(Rounded):
         size = 1 << self.bits
         apart = few(columns)
         if columns % 2 or columns <= size:
-            raise FormatError(f"has {columns} inputs; codebook-{self.bits} needs an even number above {size}")
-        lists = {".weight_table": (("float16",), ((rows, size),)), ".weight_apart": (("float16",), ((rows, apart),))}
-        return words(rows, columns, self.bits) | lists | {".weight_columns": (("int32",), ((rows, apart),))}
+            raise FormatError(
+                f"has {columns} inputs; codebook-{self.bits} needs an even number above {size}"
+            )
+        lists = {
+            ".weight_table": (("float16",), ((rows, size),)),
+            ".weight_apart": (("float16",), ((rows, apart),)),
+        }
+        return (
+            words(rows, columns, self.bits)
+            | lists
+            | {".weight_columns": (("int32",), ((rows, apart),))}
+        )
 
-    def fields(self, parts: dict[str, np.ndarray], columns: int, form: str) -> dict[str, np.ndarray]:
+    def fields(
+        self, parts: dict[str, np.ndarray], columns: int, form: str
+    ) -> dict[str, np.ndarray]:
         if (parts[".weight_columns"] < 0).any() or (parts[".weight_columns"] >= columns).any():
             raise FormatError(f"keeps weights apart of inputs that it has not: there are {columns}")
         codes = split_words(parts[".weight_packed"], self.bits)[:, :columns]
         return {"codes": codes} | {name: parts[f".weight_{name}"] for name in self.lists}
 
     def decode(self, fields: dict[str, np.ndarray]) -> np.ndarray:
-        found = np.take_along_axis(fields["table"].astype(np.float32), fields["codes"].astype(np.int64), 1)
+        found = np.take_along_axis(
+            fields["table"].astype(np.float32), fields["codes"].astype(np.int64), 1
+        )
         apart = few(found.shape[1])
-        np.put_along_axis(found, fields["columns"][:, :apart], fields["apart"][:, :apart].astype(np.float32), 1)
+        np.put_along_axis(
+            found, fields["columns"][:, :apart], fields["apart"][:, :apart].astype(np.float32), 1
+        )
         return found
 
     def join(self, fields: dict[str, np.ndarray]) -> "Codebook":
         codes = fields["codes"].astype(np.uint8)
         dtypes = {name: getattr(self, name).dtype for name in self.lists}
-        lists = {name: fields[name].astype(dtype).reshape(-1, *self.out) for name, dtype in dtypes.items()}
+        lists = {
+            name: fields[name].astype(dtype).reshape(-1, *self.out)
+            for name, dtype in dtypes.items()
+        }
         return self.replace(codes=four_bits.join(codes.reshape(len(codes), -1)), **lists)
 
     def parts(self, form: str) -> dict[str, np.ndarray]:
@@ -144,7 +177,9 @@ def few(columns: int) -> int:
 
 
 def outside(W: np.ndarray, sensitivity: np.ndarray | None, count: int) -> np.ndarray:
-    """The inputs [O, count], in order, of weights that stay apart: one in nine the most sensitive, else the largest."""
+    """The inputs [O, count], in order, of weights that stay apart: one in nine the most sensitive,
+    else the largest.
+    """
     size = np.abs(W)
     if sensitivity is not None and (first := round(count / 9)):
         top = np.argsort(-sensitivity, axis=1, kind="stable")[:, :first]

@@ -1,14 +1,16 @@
-"""E8P: two bits a weight. Eight neighbouring inputs are a point near one of the lattice E8, after a Hadamard transform.
+"""E8P: two bits a weight. Eight neighbouring inputs are a point near one of the lattice E8, after a
+Hadamard transform.
 
-QuIP#'s codebook (arXiv 2402.04396) and its transform of the inputs (`hadamard.py`). Its transform of the outputs, which
-evens out how large they are, is a scale an output here: outputs of several matrices lie in one weight, in any order.
+QuIP#'s codebook (arXiv 2402.04396) and its transform of the inputs (`hadamard.py`). Its transform
+of the outputs, which evens out how large they are, is a scale an output here: outputs of several
+matrices lie in one weight, in any order.
 
-A code has an index into a table of 256 points with positive coordinates (`TABLE`), the signs of the first seven
-coordinates, and whether a quarter is added to all of them or taken off. The last sign makes the sum even.
+A code has an index into a table of 256 points with positive coordinates (`TABLE`), the signs of the
+first seven coordinates, and whether a quarter is added to all of them or taken off. The last sign
+makes the sum even.
 
-    weight_packed  int16 [out, in / 8]: index in bits 0 to 7, signs (1 is minus) in 8 to 14, 15 says plus a quarter
-    weight_shape   out, in
-    weight_scale   float32 [out]
+    weight_packed  int16 [out, in / 8]: index in bits 0 to 7, signs (1 is minus) in 8 to 14, 15 says
+    plus a quarter weight_shape   out, in weight_scale   float32 [out]
 
 With four bits a weight a second code stands for what the first one left, four times as fine:
 
@@ -38,7 +40,8 @@ SIZE = 8  # inputs of a point
 EXTRA = 29  # points of the next shell, which fill the table up
 FINER = 4  # how much the second code's steps are finer
 SIZES = (256, 4096)  # how many points are rounded together: few programs are compiled
-WIDTH = {"2": 0.97, "4": 1.12}  # a scale in roots of an output's mean square: the best for normal numbers
+# a scale in roots of an output's mean square: the best for normal numbers
+WIDTH = {"2": 0.97, "4": 1.12}
 
 CHOICES = "e8p-2 or e8p-4"
 HEAD = "int8"
@@ -47,7 +50,13 @@ METHOD = None
 MULTIPLE = SIZE
 STORED = {
     f"e8p-{bits}": Scheme(
-        {"type": "lattice", "num_bits": int(bits), "strategy": "channel", "symmetric": True, "dynamic": False},
+        {
+            "type": "lattice",
+            "num_bits": int(bits),
+            "strategy": "channel",
+            "symmetric": True,
+            "dynamic": False,
+        },
         None,
         ("e8p-hadamard",),
         "quire",
@@ -60,8 +69,8 @@ STORED = {
 def table() -> np.ndarray:
     """The points with positive coordinates, [256, 8]: halves of odd numbers.
 
-    Ordered by their squares, and those as large as dictionaries order words: 227 of at most 10, and of the 56 that have
-    five times 3/2 each (56 i / 29)-th.
+    Ordered by their squares, and those as large as dictionaries order words: 227 of at most 10, and
+    of the 56 that have five times 3/2 each (56 i / 29)-th.
     """
     points = np.array(list(product((0.5, 1.5, 2.5), repeat=SIZE)), np.float32)
     square = np.square(points).sum(1)
@@ -71,7 +80,9 @@ def table() -> np.ndarray:
 
 
 def points(codes):
-    """The points [..., 8] of codes of numpy or JAX, four times as large: whole odd numbers from -11 to 11."""
+    """The points [..., 8] of codes of numpy or JAX, four times as large: whole odd numbers from -11
+    to 11.
+    """
     xp = jnp if isinstance(codes, jax.Array) else np
     codes = codes.astype(np.int32)
     sizes = xp.take(xp.asarray((4 * table()).astype(np.int32)), codes & 255, axis=0)
@@ -92,8 +103,8 @@ def nearest(values):
         minus = u < 0
         T = table()
         wrong = (minus.sum(1)[:, None] + T.sum(1).astype(np.int32)) & 1
-        # Of a point whose signs are those of the values: twice the product less the square. Where their number is not
-        # even enough, one sign is turned where that costs least.
+        # Of a point whose signs are those of the values: twice the product less the square. Where
+        # their number is not even enough, one sign is turned where that costs least.
         score = 2 * sum(size[:, i : i + 1] * T[:, i] for i in range(SIZE)) - np.square(T).sum(1)
         turn = size[:, 0:1] * T[:, 0]
         for i in range(1, SIZE):
@@ -101,7 +112,9 @@ def nearest(values):
         score = jnp.where(wrong == 1, score - 4 * turn, score)
         best = jnp.argmax(score, 1)
         cost = size * jnp.asarray(T)[best]
-        turned = (jnp.argmin(cost, 1)[:, None] == np.arange(SIZE)) & (jnp.take_along_axis(wrong, best[:, None], 1) == 1)
+        turned = (jnp.argmin(cost, 1)[:, None] == np.arange(SIZE)) & (
+            jnp.take_along_axis(wrong, best[:, None], 1) == 1
+        )
         bits = ((minus ^ turned)[:, : SIZE - 1] << np.arange(8, 15)).sum(1)
         found.append((jnp.max(score, 1) - jnp.square(u).sum(1), best + bits + (plus << 15)))
     (low, below), (high, above) = found
@@ -110,10 +123,15 @@ def nearest(values):
 
 
 def rounded(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """(codes [stages, R, K / 8], what they stand for) of values [R, K] in units of an output's scale."""
+    """(codes [stages, R, K / 8], what they stand for) of values [R, K] in units of an output's
+    scale.
+    """
     flat = values.astype(np.float32).reshape(-1, SIZE)
     each = [stages(flat[at : at + SIZES[-1]], bits) for at in range(0, len(flat), SIZES[-1])]
-    codes, found = (np.concatenate(part, axis) for part, axis in zip(zip(*each, strict=True), (1, 0), strict=True))
+    codes, found = (
+        np.concatenate(part, axis)
+        for part, axis in zip(zip(*each, strict=True), (1, 0), strict=True)
+    )
     return codes.reshape(len(codes), len(values), -1), found.reshape(values.shape)
 
 
@@ -176,16 +194,28 @@ class E8p(Rounded):
         K = len(numbers)
         scale = self.scale / np.float32(self.unit)
         if kernel == "uint4":  # odd numbers from -11 to 11
-            codes, scale, least = four_bits.join(((numbers + 11) // 2).astype(np.uint8)), 2 * scale, 11 * scale
+            codes, scale, least = (
+                four_bits.join(((numbers + 11) // 2).astype(np.uint8)),
+                2 * scale,
+                11 * scale,
+            )
         else:
             codes = numbers.astype(np.int8).view(np.uint8)
             least = None
         sizes = {"into": (K,), "out": (numbers.shape[1],), "inputs": (0,)}
-        flat = {"scale": np.reshape(scale, (1, -1)), "least": None if least is None else np.reshape(least, (1, -1))}
+        flat = {
+            "scale": np.reshape(scale, (1, -1)),
+            "least": None if least is None else np.reshape(least, (1, -1)),
+        }
         flat |= {"super_scale": None, "super_least": None}
-        node = Grouped(codes=codes, **flat, code=kernel, group=-(-K // STEP) * STEP, **sizes).for_kernels(rows)
+        node = Grouped(
+            codes=codes, **flat, code=kernel, group=-(-K // STEP) * STEP, **sizes
+        ).for_kernels(rows)
         assert isinstance(node, TiledGroups)
-        own = {name: getattr(node, name) for name in ("tiles", "scale", "least", "code", "in_bytes", "float_rows")}
+        own = {
+            name: getattr(node, name)
+            for name in ("tiles", "scale", "least", "code", "in_bytes", "float_rows")
+        }
         return TiledE8p(**own, into=self.into, out=self.out, inputs=self.inputs)
 
     @property
@@ -196,7 +226,9 @@ class E8p(Rounded):
         """The nearest point for each eight inputs of the rotated weight."""
         W = rotated(weight.astype(np.float32).reshape(math.prod(self.into), -1).T)
         scale = scales(W, self.bits)
-        return self.made(rounded(np.divide(W, scale, out=np.zeros_like(W), where=scale > 0), self.bits)[0], scale)
+        return self.made(
+            rounded(np.divide(W, scale, out=np.zeros_like(W), where=scale > 0), self.bits)[0], scale
+        )
 
     def made(self, codes: np.ndarray, scale: np.ndarray) -> "E8p":
         """A node of these specs from codes [stages, O, K / 8] and scales [O, 1]."""
@@ -209,11 +241,20 @@ class E8p(Rounded):
         codes = (("int16",), ((rows, columns // SIZE),))
         rest = {} if self.rest is None else {".weight_rest": codes}
         shape = {".weight_shape": (("int64", "int32"), ((2,),))}
-        return {".weight_packed": codes} | shape | rest | {".weight_scale": (("float32",), ((rows,),))}
+        return (
+            {".weight_packed": codes} | shape | rest | {".weight_scale": (("float32",), ((rows,),))}
+        )
 
-    def fields(self, parts: dict[str, np.ndarray], columns: int, form: str) -> dict[str, np.ndarray]:
-        found = {"codes": parts[".weight_packed"].view(np.uint16), "scale": parts[".weight_scale"][:, None]}
-        return found if self.rest is None else found | {"rest": parts[".weight_rest"].view(np.uint16)}
+    def fields(
+        self, parts: dict[str, np.ndarray], columns: int, form: str
+    ) -> dict[str, np.ndarray]:
+        found = {
+            "codes": parts[".weight_packed"].view(np.uint16),
+            "scale": parts[".weight_scale"][:, None],
+        }
+        return (
+            found if self.rest is None else found | {"rest": parts[".weight_rest"].view(np.uint16)}
+        )
 
     def decode(self, fields: dict[str, np.ndarray]) -> np.ndarray:
         found = points(fields["codes"][:, ::SIZE])
@@ -224,13 +265,19 @@ class E8p(Rounded):
 
     def join(self, fields: dict[str, np.ndarray]) -> "E8p":
         names = ("codes", "rest")[: len(fields) - 1]
-        flat = {name: np.ascontiguousarray(fields[name].reshape(len(fields[name]), -1)) for name in names}
+        flat = {
+            name: np.ascontiguousarray(fields[name].reshape(len(fields[name]), -1))
+            for name in names
+        }
         return self.replace(**flat, scale=fields["scale"].reshape(1, *self.out))
 
     def parts(self, form: str) -> dict[str, np.ndarray]:
         (columns,) = self.into
         (rows,) = self.out
-        found = {".weight_packed": self.codes.T.view(np.int16), ".weight_shape": np.array([rows, columns])}
+        found = {
+            ".weight_packed": self.codes.T.view(np.int16),
+            ".weight_shape": np.array([rows, columns]),
+        }
         rest = {} if self.rest is None else {".weight_rest": self.rest.T.view(np.int16)}
         return found | rest | {".weight_scale": self.scale.reshape(-1)}
 
@@ -245,7 +292,9 @@ class TiledE8p(TiledGroups):
 
 def scales(W: np.ndarray, bits: int) -> np.ndarray:
     """Of each output of a rotated weight, [O, 1]."""
-    return (np.sqrt(np.square(W.astype(np.float32)).mean(1, keepdims=True)) * WIDTH[str(bits)]).astype(np.float32)
+    return (
+        np.sqrt(np.square(W.astype(np.float32)).mean(1, keepdims=True)) * WIDTH[str(bits)]
+    ).astype(np.float32)
 
 
 def kernels(*options: str) -> tuple[str, ...]:
@@ -263,6 +312,8 @@ def spec(dense: ArraySpec, *options: str) -> E8p:
     shape = (-(-K // SIZE), math.prod(out))
     over = (axes[0], axes[len(into)])
     codes = replace(dense, shape=shape, axes=over, dtype=jnp.uint16, init="words", inputs=())
-    scale = ArraySpec((1, *out), jnp.float32, (None, *axes[len(into) :]), "scale/1.732", dense.fan_in)
+    scale = ArraySpec(
+        (1, *out), jnp.float32, (None, *axes[len(into) :]), "scale/1.732", dense.fan_in
+    )
     rest = codes if options[0] == "4" else None
     return E8p(codes=codes, rest=rest, scale=scale, into=into, out=out, inputs=dense.inputs)

@@ -1,4 +1,6 @@
-"""FP4, as of bitsandbytes: floats of four bits, twelfths of the largest; 64 inputs of an output share a scale."""
+"""FP4, as of bitsandbytes: floats of four bits, twelfths of the largest; 64 inputs of an output
+share a scale.
+"""
 
 from .compressed import Scheme
 from .grouped import by_table

@@ -1,7 +1,9 @@
-"""FP8: floats of eight bits (E4M3) with a scale an output. `dynamic`: the rows that meet them are rounded too.
+"""FP8: floats of eight bits (E4M3) with a scale an output. `dynamic`: the rows that meet them are
+rounded too.
 
-A checkpoint has `weight` float8_e4m3fn [out, in] with `weight_scale` [out], [out, 1] or one for all. With the option
-`128` it is one a block of 128 by 128, and here one for each output and 128 of its inputs.
+A checkpoint has `weight` float8_e4m3fn [out, in] with `weight_scale` [out], [out, 1] or one for
+all. With the option `128` it is one a block of 128 by 128, and here one for each output and 128 of
+its inputs.
 """
 
 import math
@@ -36,7 +38,9 @@ STORED = {
     "fp8": Scheme(WHOLE, WHOLE | {"strategy": "token", "dynamic": True}, ("float-quantized",)),
     # So llm-compressor calls weights without rounded activations.
     "fp8-weights": Scheme(WHOLE, None, ("naive-quantized", "float-quantized")),
-    "fp8-weights-128": Scheme(WHOLE | {"strategy": "group", "group_size": SIDE}, None, ("float-quantized",)),
+    "fp8-weights-128": Scheme(
+        WHOLE | {"strategy": "group", "group_size": SIDE}, None, ("float-quantized",)
+    ),
 }
 
 
@@ -44,7 +48,8 @@ STORED = {
 class Fp8(Rounded):
     """weight = codes * scale; the first len(into) axes of the codes are summed over.
 
-    They are held as bytes: of arrays of float8_e4m3fn XLA on a CPU would widen all that a program slices, whole stacks.
+    They are held as bytes: of arrays of float8_e4m3fn XLA on a CPU would widen all that a program
+    slices, whole stacks.
     """
 
     codes: Any  # uint8 [*into, *out], the bits of float8_e4m3fn
@@ -105,15 +110,22 @@ class Fp8(Rounded):
         wide = weight.astype(np.float32)
         scale = np.abs(wide).max(axis=tuple(range(len(self.into)))) / np.float32(LIMIT)
         exact = np.divide(wide, scale, out=np.zeros_like(wide), where=scale > 0)
-        return self.replace(codes=np.clip(exact, -LIMIT, LIMIT).astype(E4M3).view(np.uint8), scale=scale)
+        return self.replace(
+            codes=np.clip(exact, -LIMIT, LIMIT).astype(E4M3).view(np.uint8), scale=scale
+        )
 
     def layout(self, rows: int, columns: int, form: str) -> Layout:
         return {
             ".weight": (("float8_e4m3fn",), ((rows, columns),)),
-            ".weight_scale": (("float32", "float16", "bfloat16"), ((rows, 1), (rows,), (1,), (), (1, 1))),
+            ".weight_scale": (
+                ("float32", "float16", "bfloat16"),
+                ((rows, 1), (rows,), (1,), (), (1, 1)),
+            ),
         }
 
-    def fields(self, parts: dict[str, np.ndarray], columns: int, form: str) -> dict[str, np.ndarray]:
+    def fields(
+        self, parts: dict[str, np.ndarray], columns: int, form: str
+    ) -> dict[str, np.ndarray]:
         codes = checked(parts[".weight"])
         scale = parts[".weight_scale"].astype(np.float32).reshape(-1, 1)
         return {"codes": codes, "scale": np.broadcast_to(scale, (len(codes), 1))}
@@ -122,10 +134,15 @@ class Fp8(Rounded):
         return np.ascontiguousarray(fields["codes"]).view(E4M3).astype(np.float32) * fields["scale"]
 
     def join(self, fields: dict[str, np.ndarray]) -> "Fp8":
-        return self.replace(codes=fields["codes"].reshape(self.into + self.out), scale=fields["scale"][0])
+        return self.replace(
+            codes=fields["codes"].reshape(self.into + self.out), scale=fields["scale"][0]
+        )
 
     def parts(self, form: str) -> dict[str, np.ndarray]:
-        return {".weight": np.ascontiguousarray(self.codes.T).view(E4M3), ".weight_scale": self.scale[:, None]}
+        return {
+            ".weight": np.ascontiguousarray(self.codes.T).view(E4M3),
+            ".weight_scale": self.scale[:, None],
+        }
 
 
 @struct.dataclass
@@ -139,7 +156,9 @@ class Fp8Blocks(Grouped):
             ".weight_scale": (("float32", "float16", "bfloat16"), (blocks,)),
         }
 
-    def fields(self, parts: dict[str, np.ndarray], columns: int, form: str) -> dict[str, np.ndarray]:
+    def fields(
+        self, parts: dict[str, np.ndarray], columns: int, form: str
+    ) -> dict[str, np.ndarray]:
         codes = checked(parts[".weight"])
         scale = parts[".weight_scale"].astype(np.float32)
         return {"codes": codes, "scale": scale.repeat(SIDE, 0)[: len(codes)]}
@@ -183,9 +202,13 @@ def kernels(*options: str) -> tuple[str, ...]:
 
 
 def spec(dense: ArraySpec, *options: str) -> Any:
-    """The specs of an array kept so; `weights` leaves the rows as they are, `128` has a scale for so many inputs."""
+    """The specs of an array kept so; `weights` leaves the rows as they are, `128` has a scale for
+    so many inputs.
+    """
     if set(options) - {"weights", str(SIDE)} or (str(SIDE) in options and "weights" not in options):
-        raise FormatError(f"fp8 has no option {'-'.join(options)!r}; it can be weights or weights-{SIDE}")
+        raise FormatError(
+            f"fp8 has no option {'-'.join(options)!r}; it can be weights or weights-{SIDE}"
+        )
     if str(SIDE) in options:
         return grouped(dense, "float8", SIDE, Fp8Blocks)
     into, out, axes = split(dense)
@@ -197,8 +220,10 @@ def spec(dense: ArraySpec, *options: str) -> Any:
 
 
 def of_bits(bits):
-    """What bytes stand for as E4M3, for kernels on cards without it: float16 has one more bit of exponent, and counts
-    from eight lower."""
+    """What bytes stand for as E4M3, for kernels on cards without it: float16 has one more bit of
+    exponent, and counts from eight lower."""
     wide = bits.astype(jnp.int16)
-    halves = jax.lax.bitcast_convert_type((wide & 0x7F) << 7 | wide & jnp.int16(-0x8000), jnp.float16)
+    halves = jax.lax.bitcast_convert_type(
+        (wide & 0x7F) << 7 | wide & jnp.int16(-0x8000), jnp.float16
+    )
     return halves.astype(jnp.float32) * 256

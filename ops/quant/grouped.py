@@ -1,7 +1,8 @@
 """Codes that stand for numbers by a table; `group` neighbouring inputs of an output share a scale.
 
-What several formats are, each of which has a file of its own that says how it is stored. A scale is a float32, or has
-two levels: it is a whole number times a float16 that SUPER inputs share. Float32 holds such a product exactly.
+What several formats are, each of which has a file of its own that says how it is stored. A scale is
+a float32, or has two levels: it is a whole number times a float16 that SUPER inputs share. Float32
+holds such a product exactly.
 """
 
 import math
@@ -47,12 +48,27 @@ def floats(dtype: Any, bits: int) -> np.ndarray:
 
 
 NF4 = [  # quantiles of the normal distribution, as bitsandbytes has them
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-]  # fmt: skip
-FP4 = [0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3]  # of bitsandbytes, in twelfths
-IQ4 = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]  # of GGUF's IQ4_NL and IQ4_XS
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+]
+# of bitsandbytes, in twelfths
+FP4 = [0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3]
+# of GGUF's IQ4_NL and IQ4_XS
+IQ4 = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
 CODES = {
     "float8": Code(8, floats(ml_dtypes.float8_e4m3fn, 8), "fp8", "float8"),
     "float4": Code(4, floats(ml_dtypes.float4_e2m1fn, 4), "float4", "bytes"),
@@ -63,7 +79,9 @@ CODES = {
     "int4": Code(4, np.arange(-8, 8, dtype=np.float32), "uint4", "bytes"),
     "uint6": Code(6, np.arange(64, dtype=np.float32), "uint6", "sixes"),
     "int6": Code(6, np.arange(-32, 32, dtype=np.float32), "uint6", "sixes"),
-    "int8": Code(8, np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32), "int8_groups", "bytes"),
+    "int8": Code(
+        8, np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32), "int8_groups", "bytes"
+    ),
 }
 WHOLE = {"uint4", "int4", "uint6", "int6", "int8"}  # those of whole numbers one after another
 
@@ -80,7 +98,8 @@ class Grouped(Rounded):
     codes: Any  # uint8 [*into, *out]; of four bits [count(K), O] as in `four_bits.py`
     scale: Any  # float32 [ceil(K / group), *out]; in two levels int8
     least: Any  # the same, or None: 0
-    super_scale: Any  # float16 [ceil(K / SUPER), *out], what the scale is multiplied with; None: it has one level
+    # float16 [ceil(K / SUPER), *out], what the scale is multiplied with; None: it has one level
+    super_scale: Any
     super_least: Any  # the same for what is subtracted
     code: str = struct.field(pytree_node=False)  # a name in CODES
     group: int = struct.field(pytree_node=False)
@@ -133,7 +152,8 @@ class Grouped(Rounded):
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
         axes = len(self.into)
-        into = self.into if self.packed else self.codes.shape[:axes]  # of this device's part, where it is split
+        # of this device's part, where it is split
+        into = self.into if self.packed else self.codes.shape[:axes]
         out = self.scale.shape[1:]
         check_subscripts(subscripts, x, into, out, self.inputs)
         lead = x.shape[: x.ndim - axes]
@@ -151,7 +171,9 @@ class Grouped(Rounded):
         """Scales and what is subtracted, of one level: float32 [groups, *out] of these outputs."""
         pairs = (self.scale, self.super_scale), (self.least, self.super_least)
         return (
-            None if x is None else scaled(x[:, index], None if up is None else up[:, index], self.group)
+            None
+            if x is None
+            else scaled(x[:, index], None if up is None else up[:, index], self.group)
             for x, up in pairs
         )
 
@@ -186,13 +208,19 @@ class Grouped(Rounded):
         else:
             tiles = tile(np.pad(codes.reshape(K, -1), ((0, padded - K), (0, 0))), 2)
         fields: dict[str, Any] = {
-            name: blocks(name, name.replace("least", "scale")) for name in SHARED if self.levels or "super" not in name
+            name: blocks(name, name.replace("least", "scale"))
+            for name in SHARED
+            if self.levels or "super" not in name
         }
         fields |= {"into": self.into, "out": self.out, "inputs": self.inputs}
-        return TiledGroups(tiles, **fields, code=self.code, **row_options(self.kernel, self.group, rows))
+        return TiledGroups(
+            tiles, **fields, code=self.code, **row_options(self.kernel, self.group, rows)
+        )
 
     def quantize(self, weight: np.ndarray) -> "Grouped":
-        """Round to nearest: the largest value of each group at the largest number, or both ends at both ends."""
+        """Round to nearest: the largest value of each group at the largest number, or both ends at
+        both ends.
+        """
         K = math.prod(self.into)
         group = self.group
         code = CODES[self.code]
@@ -210,17 +238,23 @@ class Grouped(Rounded):
             scale = self.leveled("scale", (high - low) / (last - first), fields)
             least = self.leveled("least", first * scale - low, fields)
         above = grouped + least[:, None]
-        exact = np.divide(above, scale[:, None], out=np.zeros_like(grouped), where=scale[:, None] > 0)
+        exact = np.divide(
+            above, scale[:, None], out=np.zeros_like(grouped), where=scale[:, None] > 0
+        )
         codes = nearest(code.numbers, exact).reshape(-1, wide_KO.shape[1])[:K]
         return self.join(fields | {"codes": codes})
 
-    def leveled(self, name: str, values_GO: np.ndarray, fields: dict[str, np.ndarray]) -> np.ndarray:
+    def leveled(
+        self, name: str, values_GO: np.ndarray, fields: dict[str, np.ndarray]
+    ) -> np.ndarray:
         """What groups share, put into the fields as it is kept; and what it then is."""
         fields[name] = values_GO
         if not self.levels:
             return values_GO
         again = SUPER // self.group
-        blocks = np.pad(values_GO, ((0, -len(values_GO) % again), (0, 0))).reshape(-1, again, values_GO.shape[1])
+        blocks = np.pad(values_GO, ((0, -len(values_GO) % again), (0, 0))).reshape(
+            -1, again, values_GO.shape[1]
+        )
         above = fields[f"super_{name}"] = (np.abs(blocks).max(1) / MOST).astype(np.float16)
         each = above.astype(np.float32).repeat(again, 0)[: len(values_GO)]
         whole = np.rint(np.divide(values_GO, each, out=np.zeros_like(values_GO), where=each > 0))
@@ -240,7 +274,11 @@ class Grouped(Rounded):
 
     def decode(self, fields: dict[str, np.ndarray]) -> np.ndarray:
         def product(name: str) -> np.ndarray:
-            return fields[name] * fields[f"super_{name}"].astype(np.float32) if self.levels else fields[name]
+            return (
+                fields[name] * fields[f"super_{name}"].astype(np.float32)
+                if self.levels
+                else fields[name]
+            )
 
         found = CODES[self.code].numbers[fields["codes"]] * product("scale")
         return found if self.least is None else found - product("least")
@@ -259,7 +297,9 @@ SHARED = ("scale", "least", "super_scale", "super_least")  # what groups share
 class TiledGroups(Product):
     """For the kernels; see formats.h."""
 
-    tiles: Any  # uint8 [O / 16, K / 2, 16, 2]; uint32 [O / 16, K / 8, 16] of four bits, [O / 16, K / 16, 3, 16] of six
+    # uint8 [O / 16, K / 2, 16, 2]; uint32 [O / 16, K / 8, 16] of four bits, [O / 16, K / 16, 3, 16]
+    # of six
+    tiles: Any
     scale: Any  # float32 [O / 16, K / group, 16]; in two levels int8
     least: Any  # the same, or empty
     super_scale: Any = None  # float16 [O / 16, K / SUPER, 16]; None where scales have one level
@@ -280,7 +320,9 @@ class TiledGroups(Product):
         def rows(values, up):
             if not values.size:
                 return None
-            return scaled(values[block, :, lane].T, None if up is None else up[block, :, lane].T, group)
+            return scaled(
+                values[block, :, lane].T, None if up is None else up[block, :, lane].T, group
+            )
 
         scale_GR = rows(self.scale, self.super_scale)
         least_GR = rows(self.least, self.super_least)
@@ -297,9 +339,13 @@ class TiledGroups(Product):
         pair = np.arange(16) // 2
         half = np.arange(16) % 2 * 16
         last = pair >= 6  # those whose two high bits lie apart
-        low = words[:, :, np.where(last, pair - 6, pair // 2)] >> shifts(half, np.where(last, 12, pair % 2 * 6))
+        low = words[:, :, np.where(last, pair - 6, pair // 2)] >> shifts(
+            half, np.where(last, 12, pair % 2 * 6)
+        )
         high = words[:, :, 2:] >> shifts(half, np.where(last, 2 * pair, 0))
-        return jnp.where(last, low & np.uint32(15) | (high & np.uint32(3)) << 4, low & np.uint32(63))
+        return jnp.where(
+            last, low & np.uint32(15) | (high & np.uint32(3)) << 4, low & np.uint32(63)
+        )
 
 
 def shifts(*parts: np.ndarray) -> np.ndarray:
@@ -320,13 +366,16 @@ def numbers(code: str, group: int, codes_KO, scale_GO, least_GO):
     def spread(values_GO):
         return jnp.repeat(values_GO, group, axis=0)[: len(codes_KO)]
 
-    found = jnp.take(jnp.asarray(CODES[code].numbers), codes_KO.astype(jnp.int32), axis=0) * spread(scale_GO)
+    found = jnp.take(jnp.asarray(CODES[code].numbers), codes_KO.astype(jnp.int32), axis=0) * spread(
+        scale_GO
+    )
     return found if least_GO is None else found - spread(least_GO)
 
 
 def nearest(numbers: np.ndarray, values: np.ndarray) -> np.ndarray:
     """The code of the number nearest to each value; of two as near, the even code."""
-    ordered, order = np.unique(numbers, return_index=True)  # of codes for the same number the first: all mean one
+    # of codes for the same number the first: all mean one
+    ordered, order = np.unique(numbers, return_index=True)
     above = np.clip(np.searchsorted(ordered, values), 1, len(ordered) - 1)
     low = ordered[above - 1]
     high = ordered[above]
@@ -338,9 +387,17 @@ def nearest(numbers: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def spec(
-    dense: ArraySpec, code: str, group: int, kind: type[Grouped] = Grouped, least: bool = False, levels: bool = False
+    dense: ArraySpec,
+    code: str,
+    group: int,
+    kind: type[Grouped] = Grouped,
+    least: bool = False,
+    levels: bool = False,
 ) -> Grouped:
-    """The specs of an array kept so. One that is split by its inputs has whole groups in each part, or is refused."""
+    """The specs of an array kept so.
+
+    One that is split by its inputs has whole groups in each part, or is refused.
+    """
     into, out, axes = split(dense)
     K = math.prod(into)
     O = math.prod(out)
@@ -354,13 +411,17 @@ def spec(
         axes = (by_input[0], by_output[0])
 
     def shared(size: int, dtype: Any, init: str) -> ArraySpec:
-        return ArraySpec((-(-K // size), *out), dtype, (by_input[0], *by_output), init, dense.fan_in)
+        return ArraySpec(
+            (-(-K // size), *out), dtype, (by_input[0], *by_output), init, dense.fan_in
+        )
 
     drawn = f"scale/{CODES[code].drawn:g}"
     scale = shared(group, jnp.int8, "ones") if levels else shared(group, jnp.float32, drawn)
     above = shared(SUPER, jnp.float16, drawn) if levels else None
     return kind(
-        codes=replace(dense, shape=shape, axes=axes, dtype=jnp.uint8, init=CODES[code].init, inputs=()),
+        codes=replace(
+            dense, shape=shape, axes=axes, dtype=jnp.uint8, init=CODES[code].init, inputs=()
+        ),
         scale=scale,
         least=scale if least else None,
         super_scale=above,
@@ -386,7 +447,10 @@ def by_table(
 
     def specs(dense: ArraySpec, *options: str) -> Grouped:
         if options and not (leveled and options == ("levels",)):
-            raise FormatError(f"{name} has no option {'-'.join(options)!r}{'; it can be levels' if leveled else ''}")
+            raise FormatError(
+                f"{name} has no option "
+                f"{'-'.join(options)!r}{'; it can be levels' if leveled else ''}"
+            )
         return spec(dense, code, group, levels=bool(options))
 
     return kernels, specs
@@ -403,8 +467,17 @@ def by_count(name: str, bits: int) -> tuple[Callable[..., tuple[str, ...]], Call
 
     def specs(dense: ArraySpec, *options: str) -> Grouped:
         if options not in {("16",), ("32",), ("16", "least"), ("32", "least")}:
-            raise FormatError(f"{name} has no options {'-'.join(options)!r}; they can be 16 or 32, and after it least")
+            raise FormatError(
+                f"{name} has no options {'-'.join(options)!r}; they can be 16 or 32, and after "
+                "it least"
+            )
         least = "least" in options
-        return spec(dense, f"uint{bits}" if least else f"int{bits}", int(options[0]), least=least, levels=True)
+        return spec(
+            dense,
+            f"uint{bits}" if least else f"int{bits}",
+            int(options[0]),
+            least=least,
+            levels=True,
+        )
 
     return kernels, specs

@@ -1,7 +1,9 @@
-"""Inputs mixed so that none is large by itself: signs, then Walsh-Hadamard transforms of neighbours.
+"""Inputs mixed so that none is large by itself: signs, then Walsh-Hadamard transforms of
+neighbours.
 
-Inputs come in blocks, each the largest power of two that divides their number: 4096 are one block, 192 three of 64.
-The transform is symmetric and its own inverse, so that W x = rotated(W) rotated(x) for rows of W and of x alike.
+Inputs come in blocks, each the largest power of two that divides their number: 4096 are one block,
+192 three of 64. The transform is symmetric and its own inverse, so that W x = rotated(W) rotated(x)
+for rows of W and of x alike.
 """
 
 import jax
@@ -10,7 +12,9 @@ import numpy as np
 
 
 def signs(count: int) -> np.ndarray:
-    """1 or -1 for each input by its number: the lowest bit of what murmur3 makes of it in the end."""
+    """1 or -1 for each input by its number: the lowest bit of what murmur3 makes of it in the
+    end.
+    """
     bits = np.arange(count, dtype=np.uint32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         bits = (bits ^ bits >> np.uint32(shift)) * np.uint32(factor)

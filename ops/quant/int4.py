@@ -1,8 +1,9 @@
-"""INT4: four bits a weight, two a byte; `group` inputs of an output share a scale and perhaps a zero.
+"""INT4: four bits a weight, two a byte; `group` inputs of an output share a scale and perhaps a
+zero.
 
-In a checkpoint each code is stored plus 8, so that it is never negative, as an `Int4` has it; eight neighbouring inputs
-share a word, the first in the lowest bits. Codes of three and two bits (`int3.py`, `int2.py`) are stored plus 4 and 2,
-ten and sixteen a word, and kept here in four bits.
+In a checkpoint each code is stored plus 8, so that it is never negative, as an `Int4` has it; eight
+neighbouring inputs share a word, the first in the lowest bits. Codes of three and two bits
+(`int3.py`, `int2.py`) are stored plus 4 and 2, ten and sixteen a word, and kept here in four bits.
 
     weight_packed      int32 [out, in / 8]
     weight_shape       out, in
@@ -23,7 +24,17 @@ from ..linear.cpu import Product, has_product, row_options
 from ..linear.cpu_layout import by_block, tile_nibbles
 from ..linear.weight import GpuMatrix, Weight
 from . import four_bits
-from .compressed import FormatError, Layout, Rounded, Scheme, decoded_product, join_codes, split, split_words, words
+from .compressed import (
+    FormatError,
+    Layout,
+    Rounded,
+    Scheme,
+    decoded_product,
+    join_codes,
+    split,
+    split_words,
+    words,
+)
 from .grouped import CODES
 from .grouped import spec as grouped
 
@@ -42,7 +53,9 @@ def schemes(bits: int) -> dict[str, Scheme]:
     """All that are of so many bits."""
     return {
         f"int{bits}-{group}{'' if symmetric else '-zero'}": Scheme(
-            WHOLE | {"num_bits": bits, "symmetric": symmetric, "group_size": int(group)}, None, ("pack-quantized",)
+            WHOLE | {"num_bits": bits, "symmetric": symmetric, "group_size": int(group)},
+            None,
+            ("pack-quantized",),
         )
         for group in GROUPS
         for symmetric in (True, False)
@@ -99,18 +112,26 @@ class Int4(Rounded):
         padded = np.asarray(self.scale).reshape(-1, O).shape[0] * self.group
         tiles = tile_nibbles(np.asarray(self.nibbles).reshape(-1, O), K, padded)
         scale = by_block(np.asarray(self.scale).reshape(-1, O))
-        zero = np.zeros(0, np.uint8) if self.zero is None else by_block(np.asarray(self.zero).reshape(-1, O))
+        zero = (
+            np.zeros(0, np.uint8)
+            if self.zero is None
+            else by_block(np.asarray(self.zero).reshape(-1, O))
+        )
         sizes = {"into": self.into, "out": self.out, "inputs": self.inputs}
         return TiledInt4(tiles, scale, zero, **sizes, **row_options("int4", self.group, rows))
 
     def gpu_matrix(self) -> GpuMatrix:
         """With the axes of its outputs."""
         arrays = self.nibbles, self.scale, self.zero
-        codes, scale, zero = (None if each is None else each.reshape(*each.shape[:-1], *self.out) for each in arrays)
+        codes, scale, zero = (
+            None if each is None else each.reshape(*each.shape[:-1], *self.out) for each in arrays
+        )
         return GpuMatrix(codes, "int4", scale, self.group, zero=zero)
 
     def quantize(self, weight: np.ndarray) -> "Int4":
-        """Round to nearest: a group's values spread over -8 to 7, or over 0 to 15 from its least to its largest."""
+        """Round to nearest: a group's values spread over -8 to 7, or over 0 to 15 from its least to
+        its largest.
+        """
         K = math.prod(self.into)
         group = self.group
         last = (1 << self.bits) - 1
@@ -143,16 +164,27 @@ class Int4(Rounded):
         if columns % self.group:  # no other reader takes a group that is not full as Quire would
             others = " or ".join(group for group in GROUPS if columns % int(group) == 0)
             remedy = f"it could be {others}" if others else "int8 has none"
-            raise FormatError(f"has {columns} inputs, which do not divide by the group of {self.group}; {remedy}")
+            raise FormatError(
+                f"has {columns} inputs, which do not divide by the group of {self.group}; {remedy}"
+            )
         groups = columns // self.group
         scales = ((rows, groups), (rows,)) if groups == 1 else ((rows, groups),)
         down = -(-rows // (32 // self.bits)), groups
         zero = {} if self.zero is None else {".weight_zero_point": (("int32",), (down,))}
-        return words(rows, columns, self.bits) | zero | {".weight_scale": (("float16", "float32", "bfloat16"), scales)}
+        return (
+            words(rows, columns, self.bits)
+            | zero
+            | {".weight_scale": (("float16", "float32", "bfloat16"), scales)}
+        )
 
-    def fields(self, parts: dict[str, np.ndarray], columns: int, form: str) -> dict[str, np.ndarray]:
+    def fields(
+        self, parts: dict[str, np.ndarray], columns: int, form: str
+    ) -> dict[str, np.ndarray]:
         codes = split_words(parts[".weight_packed"], self.bits)[:, :columns] + np.uint8(self.offset)
-        found = {"nibbles": codes, "scale": parts[".weight_scale"].astype(np.float32).reshape(len(codes), -1)}
+        found = {
+            "nibbles": codes,
+            "scale": parts[".weight_scale"].astype(np.float32).reshape(len(codes), -1),
+        }
         if self.zero is not None:
             found["zero"] = split_words(parts[".weight_zero_point"].T, self.bits)[:, : len(codes)].T
         return found
@@ -194,7 +226,9 @@ def kernels(*options: str) -> tuple[str, ...]:
 
 
 def spec(dense: ArraySpec, *options: str) -> Any:
-    """The specs of an array kept so; the options are a group's size, and `zero`, or `least`: a number taken off."""
+    """The specs of an array kept so; the options are a group's size, and `zero`, or `least`: a
+    number taken off.
+    """
     sizes = [option for option in options if option in GROUPS]
     if "least" in options and len(sizes) == 1 and len(options) == 2:
         return grouped(dense, "uint4", int(sizes[0]), least=True)
@@ -205,7 +239,10 @@ def of_bits(bits: int, dense: ArraySpec, *options: str) -> Int4:
     """The specs of codes of so many bits."""
     sizes = [option for option in options if option in GROUPS]
     if len(sizes) > 1 or set(options) - {"zero", *GROUPS}:
-        raise FormatError(f"int{bits} has no options {'-'.join(options)!r}; they can be {', '.join(GROUPS)} and zero")
+        raise FormatError(
+            f"int{bits} has no options {'-'.join(options)!r}; they can be {', '.join(GROUPS)} "
+            "and zero"
+        )
     group = int(sizes[0]) if sizes else 32
     into, out, ordered = split(dense)
     K = math.prod(into)
@@ -216,7 +253,14 @@ def of_bits(bits: int, dense: ArraySpec, *options: str) -> Int4:
     axes = (ordered[0], ordered[len(into)])
     shared = (-(-K // group), O)
     return Int4(
-        nibbles=replace(dense, shape=(four_bits.count(K), O), axes=axes, dtype=jnp.uint8, init="bytes", inputs=()),
+        nibbles=replace(
+            dense,
+            shape=(four_bits.count(K), O),
+            axes=axes,
+            dtype=jnp.uint8,
+            init="bytes",
+            inputs=(),
+        ),
         scale=ArraySpec(shared, jnp.float16, (None, axes[1]), f"scale/{MIDDLE}", dense.fan_in),
         zero=ArraySpec(shared, jnp.uint8, (None, axes[1]), "zeros") if "zero" in options else None,
         into=into,

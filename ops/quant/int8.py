@@ -1,7 +1,8 @@
-"""INT8: signed bytes with a scale an output. `dynamic`: the rows that meet them become bytes too, each as it comes.
+"""INT8: signed bytes with a scale an output. `dynamic`: the rows that meet them become bytes too,
+each as it comes.
 
-A checkpoint has `weight` int8 [out, in] with `weight_scale` [out] or [out, 1]; or four codes plus 128 in a word, in
-`weight_packed` [out, in / 4] with `weight_shape`.
+A checkpoint has `weight` int8 [out, in] with `weight_scale` [out] or [out, 1]; or four codes plus
+128 in a word, in `weight_packed` [out, in / 4] with `weight_shape`.
 """
 
 import math
@@ -16,14 +17,27 @@ from ...sharding.spec import ArraySpec
 from ..linear.cpu import LANES, Product, has_kernel, has_product, keeps_floats
 from ..linear.cpu_layout import tile
 from ..linear.weight import GpuMatrix, Weight, check_subscripts
-from .compressed import FormatError, Layout, Rounded, Scheme, join_words, multiply, split, split_words, words
+from .compressed import (
+    FormatError,
+    Layout,
+    Rounded,
+    Scheme,
+    join_words,
+    multiply,
+    split,
+    split_words,
+    words,
+)
 from .grouped import CODES
 from .grouped import spec as grouped
 
 LIMIT = 127
 GROUPS = ("16", "32", "64", "128")
 
-CHOICES = "int8, int8-weights (activations stay as they are), int8-weights-128 (a group of 16, 32, 64 or 128)"
+CHOICES = (
+    "int8, int8-weights (activations stay as they are), int8-weights-128 (a group of 16, 32, "
+    "64 or 128)"
+)
 HEAD = "int8"
 SPLITS = True
 METHOD = None
@@ -93,18 +107,28 @@ class Int8(Rounded):
         axes = tuple(range(len(self.into)))
         wide = weight.astype(np.float32)
         scale = np.abs(wide).max(axis=axes) / LIMIT
-        codes = np.rint(wide * np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)).astype(np.int8)
+        codes = np.rint(
+            wide * np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
+        ).astype(np.int8)
         return self.replace(codes=codes, scale=scale)
 
     def coded(self, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> "Int8":
         signed = (codes.astype(np.uint8) ^ 128).view(np.int8)
-        return self.replace(codes=signed.reshape(self.into + self.out), scale=scale.reshape(self.out))
+        return self.replace(
+            codes=signed.reshape(self.into + self.out), scale=scale.reshape(self.out)
+        )
 
     def layout(self, rows: int, columns: int, form: str) -> Layout:
-        codes = words(rows, columns, 8) if form == "pack-quantized" else {".weight": (("int8",), ((rows, columns),))}
+        codes = (
+            words(rows, columns, 8)
+            if form == "pack-quantized"
+            else {".weight": (("int8",), ((rows, columns),))}
+        )
         return codes | {".weight_scale": (("float32", "float16", "bfloat16"), ((rows, 1), (rows,)))}
 
-    def fields(self, parts: dict[str, np.ndarray], columns: int, form: str) -> dict[str, np.ndarray]:
+    def fields(
+        self, parts: dict[str, np.ndarray], columns: int, form: str
+    ) -> dict[str, np.ndarray]:
         scale = parts[".weight_scale"].astype(np.float32).reshape(-1, 1)
         if form != "pack-quantized":
             return {"codes": parts[".weight"], "scale": scale}
@@ -115,7 +139,9 @@ class Int8(Rounded):
         return fields["codes"].astype(np.float32) * fields["scale"]
 
     def join(self, fields: dict[str, np.ndarray]) -> "Int8":
-        return self.replace(codes=fields["codes"].reshape(self.into + self.out), scale=fields["scale"][0])
+        return self.replace(
+            codes=fields["codes"].reshape(self.into + self.out), scale=fields["scale"][0]
+        )
 
     def parts(self, form: str) -> dict[str, np.ndarray]:
         codes = np.ascontiguousarray(self.codes.T)
@@ -123,12 +149,18 @@ class Int8(Rounded):
         if form != "pack-quantized":
             return {".weight": codes, ".weight_scale": scale}
         data = join_words(codes.view(np.uint8) ^ 128)
-        return {".weight_packed": data, ".weight_shape": np.array(codes.shape), ".weight_scale": scale}
+        return {
+            ".weight_packed": data,
+            ".weight_shape": np.array(codes.shape),
+            ".weight_scale": scale,
+        }
 
 
 @struct.dataclass
 class TiledInt8(Product):
-    """For the kernels: in groups of four the codes meet rows of bytes, in groups of two rows of floats."""
+    """For the kernels: in groups of four the codes meet rows of bytes, in groups of two rows of
+    floats.
+    """
 
     tiles: Any  # int8 [O / 16, K / group, 16, group]
     scale: Any  # float32 [O, padded]
@@ -150,7 +182,11 @@ def kernel(dynamic: bool) -> str:
 
 
 def kernels(*options: str) -> tuple[str, ...]:
-    return (CODES["int8"].kernel if set(options) & {*GROUPS} else kernel(dynamic="weights" not in options),)
+    return (
+        CODES["int8"].kernel
+        if set(options) & {*GROUPS}
+        else kernel(dynamic="weights" not in options),
+    )
 
 
 def as_bytes(x_RK):
@@ -163,12 +199,15 @@ def as_bytes(x_RK):
 
 
 def spec(dense: ArraySpec, *options: str) -> Any:
-    """The specs of an array kept so; `weights` leaves the rows as they are, a number of inputs share a scale."""
+    """The specs of an array kept so; `weights` leaves the rows as they are, a number of inputs
+    share a scale.
+    """
     sizes = [option for option in options if option in GROUPS]
     more = {*sizes, "weights", "least"} if sizes and "weights" in options else {"weights"}
     if len(sizes) > 1 or set(options) - more:
         raise FormatError(
-            f"int8 has no option {'-'.join(options)!r}; it can be weights, and with that a group of {', '.join(GROUPS)}"
+            f"int8 has no option {'-'.join(options)!r}; it can be weights, and with that a group "
+            f"of {', '.join(GROUPS)}"
         )
     if sizes:
         return grouped(dense, "int8", int(sizes[0]), least="least" in options)

@@ -1,4 +1,6 @@
-"""K4: codes of four bits with scales in two levels, as of GGUF's Q2_K, Q3_K and Q4_K; see `grouped.py`."""
+"""K4: codes of four bits with scales in two levels, as of GGUF's Q2_K, Q3_K and Q4_K; see
+`grouped.py`.
+"""
 
 from .compressed import Scheme
 from .grouped import by_count

@@ -1,4 +1,5 @@
-"""MXFP4: floats of four bits (E2M1), two a byte; 32 along the axis that is summed over share a power of two.
+"""MXFP4: floats of four bits (E2M1), two a byte; 32 along the axis that is summed over share a
+power of two.
 
 Stacks of experts are found so in checkpoints of gpt-oss.
 """
@@ -35,7 +36,9 @@ class Mxfp4Matrix(Grouped):
     """A matrix by itself."""
 
     def scaled(self, most: np.ndarray) -> np.ndarray:
-        """So that the largest becomes 4 to 7, which is clipped to 6; above 7 it is nearer to 8, the next power's 4."""
+        """So that the largest becomes 4 to 7, which is clipped to 6; above 7 it is nearer to 8, the
+        next power's 4.
+        """
         share, exponent = np.frexp(most)
         exponent = np.maximum(exponent - 3 + (share > 7 / 8), -126)
         return np.where(most > 0, np.ldexp(np.float32(1), exponent), 1).astype(np.float32)
@@ -61,7 +64,10 @@ class Mxfp4(Weight):
         if not has_product("mxfp4", rows):
             return self
         options = row_options("mxfp4", BLOCK, rows)
-        return pack_stack(len(self.scales), lambda e: tiled(self.nibbles[e], self.scales[e], options)) or self
+        return (
+            pack_stack(len(self.scales), lambda e: tiled(self.nibbles[e], self.scales[e], options))
+            or self
+        )
 
 
 @struct.dataclass
@@ -93,14 +99,16 @@ def decode(data, scales):
     # Twice the magnitude is a whole number; exponent 0 has no hidden bit.
     doubled = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))
     halves = jnp.where(code & 8 == 0, doubled, -doubled).reshape(-1, BLOCK, *data.shape[1:])
-    # The power of two from its bits: exact everywhere. Scale 0 (2^-127) comes out as zero, far below any weight.
+    # The power of two from its bits: exact everywhere. Scale 0 (2^-127) comes out as zero, far
+    # below any weight.
     power = jax.lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
     values = halves.astype(jnp.float32) * 0.5 * power[:, None]
     return values.reshape(-1, *data.shape[1:]).astype(jnp.bfloat16)
 
 
 def spec(dense: ArraySpec, *options: str) -> Any:
-    """The specs of the two arrays of a stack whose dense form is [E, D, ...]; they lie where it would lie.
+    """The specs of the two arrays of a stack whose dense form is [E, D, ...]; they lie where it
+    would lie.
 
     A matrix by itself is codes in groups.
     """
@@ -116,7 +124,8 @@ def spec(dense: ArraySpec, *options: str) -> Any:
 
 
 def tensors(E: int, into: int, out: tuple[int, ...]) -> Mxfp4:
-    """Blocks and scales lie [E, rows, into / 32, ...] in the file; `rows` are the axes of `out`, the last one first.
+    """Blocks and scales lie [E, rows, into / 32, ...] in the file; `rows` are the axes of `out`,
+    the last one first.
 
     A byte of a block there has neighbouring inputs, the even one in its low half.
     """

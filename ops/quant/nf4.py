@@ -1,4 +1,6 @@
-"""NF4: sixteen quantiles of the normal distribution; 64 inputs of an output share a scale, as of bitsandbytes."""
+"""NF4: sixteen quantiles of the normal distribution; 64 inputs of an output share a scale, as of
+bitsandbytes.
+"""
 
 from .compressed import Scheme
 from .grouped import by_table

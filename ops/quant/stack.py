@@ -1,4 +1,6 @@
-"""A stack of matrices in a format: the arrays of one matrix's node, each with one axis more in front."""
+"""A stack of matrices in a format: the arrays of one matrix's node, each with one axis more in
+front.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +15,9 @@ from ..linear.weight import GpuMatrix, Weight
 
 @struct.dataclass
 class Stack(Weight):
-    """`stack[e]` is the node of one matrix: no other is read, and none is made dense before its product."""
+    """`stack[e]` is the node of one matrix: no other is read, and none is made dense before its
+    product.
+    """
 
     each: Any  # a node whose arrays are [E, ...]
 
@@ -35,7 +39,13 @@ def one_of(dense: ArraySpec) -> ArraySpec:
 
 
 def in_front(node: Any, dense: ArraySpec) -> Stack:
-    """The specs of a stack of such nodes, which is split along its first axis as the dense one is."""
+    """The specs of a stack of such nodes, which is split along its first axis as the dense one
+    is.
+    """
     E = dense.shape[0]
     axis = dense.axes[0]
-    return Stack(jax.tree.map(lambda leaf: replace(leaf, shape=(E, *leaf.shape), axes=(axis, *leaf.axes)), node))
+    return Stack(
+        jax.tree.map(
+            lambda leaf: replace(leaf, shape=(E, *leaf.shape), axes=(axis, *leaf.axes)), node
+        )
+    )

@@ -58,7 +58,9 @@ class ResidualCase:
         if isinstance(normed, RoundedRows):
             codes_TD, scale_T = round_rows(normed.rows, normed.kind)
             right_TD = codes_TD.astype(jnp.float32) * scale_T[:, None]
-            found.append(wide_TD + normed.codes.astype(jnp.float32) * normed.scale[:, None] - right_TD)
+            found.append(
+                wide_TD + normed.codes.astype(jnp.float32) * normed.scale[:, None] - right_TD
+            )
         return jnp.concatenate(found), held
 
 
@@ -94,7 +96,9 @@ def normal(x_TD: np.ndarray, norm, eps: float) -> np.ndarray:
     if isinstance(norm, LayerNorm):
         x_TD = x_TD - np.mean(x_TD, -1, keepdims=True)
     scale_D, bias_D = scale_and_bias(norm)
-    x_TD = x_TD / np.sqrt(np.mean(x_TD**2, -1, keepdims=True) + eps) * np.asarray(scale_D, np.float64)
+    x_TD = (
+        x_TD / np.sqrt(np.mean(x_TD**2, -1, keepdims=True) + eps) * np.asarray(scale_D, np.float64)
+    )
     return x_TD if bias_D is None else x_TD + np.asarray(bias_D, np.float64)
 
 
@@ -105,4 +109,7 @@ def random_norm(name: str | None, D: int, rng):
     scale_D = jnp.asarray(1 + 0.3 * rng.standard_normal(D), jnp.float32)
     if name == "scale":
         return scale_D
-    return LayerNorm(scale_D, None if name == "centred" else jnp.asarray(0.3 * rng.standard_normal(D), jnp.float32))
+    return LayerNorm(
+        scale_D,
+        None if name == "centred" else jnp.asarray(0.3 * rng.standard_normal(D), jnp.float32),
+    )

@@ -20,7 +20,9 @@ def add_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None)
         raise NotImplementedError(f"there must be rows in one list, not an array of {x_TD.shape}")
     dtypes = {x.dtype.name for x in (x_TD, y_TD) if x is not None}
     if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float32"}:
-        raise NotImplementedError(f"rows must all be bfloat16 or all float32, not {' and '.join(sorted(dtypes))}")
+        raise NotImplementedError(
+            f"rows must all be bfloat16 or all float32, not {' and '.join(sorted(dtypes))}"
+        )
     target(RESIDUAL)  # which declines where there is no kernel
     return sum_and_norm(eps, rows, scale_D)
 
@@ -33,13 +35,18 @@ def sum_and_norm(eps: float, rows: Residual, scale_D):
     weights = [*parts(rows.scale_D if adds else None), *parts(scale_D)]
     for array in (x_TD if y_TD is None else y_TD, *weights):  # the kernel does not check shapes
         if array.size and array.shape not in (x_TD.shape, x_TD.shape[-1:]):
-            raise ValueError(f"residual: an array has shape {array.shape} beside rows of {x_TD.shape}")
+            raise ValueError(
+                f"residual: an array has shape {array.shape} beside rows of {x_TD.shape}"
+            )
     results = [jax.ShapeDtypeStruct(x_TD.shape, x_TD.dtype)] * (1 + adds)
     *sums, normed_TD = jax.ffi.ffi_call(target(RESIDUAL), results)(
-        x_TD, jnp.zeros((0, 0), x_TD.dtype) if y_TD is None else y_TD, *weights,
-        added_centred=np.int32(isinstance(rows.scale_D, LayerNorm)), centred=np.int32(isinstance(scale_D, LayerNorm)),
+        x_TD,
+        jnp.zeros((0, 0), x_TD.dtype) if y_TD is None else y_TD,
+        *weights,
+        added_centred=np.int32(isinstance(rows.scale_D, LayerNorm)),
+        centred=np.int32(isinstance(scale_D, LayerNorm)),
         eps=np.float32(eps),
-    )  # fmt: skip
+    )
     return (sums[0] if adds else x_TD), normed_TD
 
 

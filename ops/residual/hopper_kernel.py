@@ -1,6 +1,8 @@
-"""The kernel that adds two rows and normalises the sum: one program a row, of which each thread has some numbers.
+"""The kernel that adds two rows and normalises the sum: one program a row, of which each thread has
+some numbers.
 
-The sum is rounded before it is normalised, as XLA's way rounds it. Where there is nothing to add it is a norm alone.
+The sum is rounded before it is normalised, as XLA's way rounds it. Where there is nothing to add it
+is a norm alone.
 """
 
 import functools
@@ -43,15 +45,27 @@ class Refs(NamedTuple):
     own_y_bias: Any = None
 
 
-def sum_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None, interpret: Any = None):
+def sum_and_norm(
+    rows: Residual, scale_D, eps: float, rounds: str | None = None, interpret: Any = None
+):
     """(the sum, its norm), and the norm's codes if it `rounds`."""
     T, D = rows.x_TD.shape
     adds = rows.y_TD is not None
     centred = (isinstance(weights, LayerNorm) for weights in (scale_D, rows.scale_D))
     shape = RowShape(D // LINE, eps, rounds, *centred)
-    given = {"x": rows.x_TD} | ({"y": rows.y_TD} if adds else {}) | weights_of(scale_D) | weights_of(rows.scale_D, "y_")
-    given = {name: array.reshape(*array.shape[:-1], shape.lines, LINE) for name, array in given.items()}
-    scratch = {f"own_{name}": plgpu.SMEM((shape.padded, LINE), array.dtype) for name, array in given.items()}
+    given = (
+        {"x": rows.x_TD}
+        | ({"y": rows.y_TD} if adds else {})
+        | weights_of(scale_D)
+        | weights_of(rows.scale_D, "y_")
+    )
+    given = {
+        name: array.reshape(*array.shape[:-1], shape.lines, LINE) for name, array in given.items()
+    }
+    scratch = {
+        f"own_{name}": plgpu.SMEM((shape.padded, LINE), array.dtype)
+        for name, array in given.items()
+    }
     scratch["here"] = plgpu.Barrier(num_arrivals=len(given))
     row = jax.ShapeDtypeStruct(given["x"].shape, rows.x_TD.dtype)
     results = {"sum": row, "normed": row} if adds else {"normed": row}
@@ -73,7 +87,10 @@ def sum_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None,
         interpret=False if interpret is None else interpret,
         name="sum_and_norm",
     )(*given.values())
-    sum_TD, normed_TD, *coded = [*([] if adds else [rows.x_TD]), *(array.reshape(T, -1) for array in found)]
+    sum_TD, normed_TD, *coded = [
+        *([] if adds else [rows.x_TD]),
+        *(array.reshape(T, -1) for array in found),
+    ]
     if rounds is None:
         return sum_TD, normed_TD
     return sum_TD, RoundedRows(normed_TD, coded[0], coded[1][:, 0], rounds)
@@ -82,7 +99,9 @@ def sum_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None,
 def weights_of(norm, prefix: str = "") -> dict[str, Any]:
     """A norm's scale and bias in float32, those that there are."""
     found = zip(("scale", "bias"), scale_and_bias(norm), strict=True)
-    return {f"{prefix}{name}": array.astype(jnp.float32) for name, array in found if array is not None}
+    return {
+        f"{prefix}{name}": array.astype(jnp.float32) for name, array in found if array is not None
+    }
 
 
 def run(shape: RowShape, tiles: Tiles, refs: Refs) -> None:
@@ -92,7 +111,11 @@ def run(shape: RowShape, tiles: Tiles, refs: Refs) -> None:
     copies = [(refs.x.at[t], refs.own_x), (refs.scale, refs.own_scale)]
     if refs.y is not None:
         copies.append((refs.y.at[t], refs.own_y))
-    copies += [(refs.bias, refs.own_bias), (refs.y_scale, refs.own_y_scale), (refs.y_bias, refs.own_y_bias)]
+    copies += [
+        (refs.bias, refs.own_bias),
+        (refs.y_scale, refs.own_y_scale),
+        (refs.y_bias, refs.own_y_bias),
+    ]
     for far, own in copies:
         if far is not None:
             plgpu.copy_gmem_to_smem(far, own.at[row], refs.here)
@@ -104,12 +127,19 @@ def run(shape: RowShape, tiles: Tiles, refs: Refs) -> None:
     if refs.y is not None:
         y_LC = load(refs.own_y)
         if refs.own_y_scale is not None:
-            y_LC = weigh(normal(shape, tiles, y_LC, shape.added_centred), load, refs.own_y_scale, refs.own_y_bias)
+            y_LC = weigh(
+                normal(shape, tiles, y_LC, shape.added_centred),
+                load,
+                refs.own_y_scale,
+                refs.own_y_bias,
+            )
             y_LC = y_LC.astype(dtype).astype(jnp.float32)
         sum_LC = (wide_LC + y_LC).astype(dtype)
         refs.own_x[...] = sum_LC
         wide_LC = sum_LC.astype(jnp.float32)
-    normed_LC = weigh(normal(shape, tiles, wide_LC, shape.centred), load, refs.own_scale, refs.own_bias).astype(dtype)
+    normed_LC = weigh(
+        normal(shape, tiles, wide_LC, shape.centred), load, refs.own_scale, refs.own_bias
+    ).astype(dtype)
     own_normed[...] = normed_LC
     if shape.rounds is not None:
         codes_LC, scale = code(shape.rounds, tiles, normed_LC.astype(jnp.float32))
@@ -126,7 +156,9 @@ def run(shape: RowShape, tiles: Tiles, refs: Refs) -> None:
 
 def numbers(shape: RowShape, tiles: Tiles, ref):
     """A row in float32."""
-    return without_padding(shape, tiles, tiles.load_as(ref, layout_of(shape), True).astype(jnp.float32))
+    return without_padding(
+        shape, tiles, tiles.load_as(ref, layout_of(shape), True).astype(jnp.float32)
+    )
 
 
 def layout_of(shape: RowShape):
@@ -163,6 +195,8 @@ def code(codes: str, tiles: Tiles, x_LC):
     if codes == "int8":
         codes_LC = jnp.round(exact_LC)
     else:
-        bits_LC = lax.bitcast_convert_type(exact_LC.astype(jnp.float8_e4m3fn), jnp.uint8).astype(jnp.int16)
+        bits_LC = lax.bitcast_convert_type(exact_LC.astype(jnp.float8_e4m3fn), jnp.uint8).astype(
+            jnp.int16
+        )
         codes_LC = tiles.from_float8(bits_LC)
     return codes_LC, most / limit + jnp.sum(x_LC * 0.0)  # NaN where the row is not finite

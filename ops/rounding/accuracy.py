@@ -29,7 +29,9 @@ class RoundingCase:
 
     def build(self, seed: int):
         rng = np.random.default_rng(seed)
-        x_RK = rng.standard_normal((self.rows, self.kind["width"])) * rng.choice([0.01, 1, 50], (self.rows, 1))
+        x_RK = rng.standard_normal((self.rows, self.kind["width"])) * rng.choice(
+            [0.01, 1, 50], (self.rows, 1)
+        )
         x_RK[1] = 0
         x_RK = jnp.asarray(x_RK, jnp.bfloat16)
         codes_RK, scale_R = in_float64(x_RK, self.kind["codes"])
@@ -79,5 +81,7 @@ def in_float64(x_RK, codes: str) -> tuple[np.ndarray, np.ndarray]:
     most_R = np.abs(x_RK).max(1)
     inverse_R = np.divide(limit(codes), most_R, out=np.zeros_like(most_R), where=most_R > 0)
     exact_RK = x_RK * inverse_R[:, None]
-    codes_RK = np.rint(exact_RK) if codes == "int8" else exact_RK.astype(fp8.E4M3).astype(np.float64)
+    codes_RK = (
+        np.rint(exact_RK) if codes == "int8" else exact_RK.astype(fp8.E4M3).astype(np.float64)
+    )
     return codes_RK, most_R / limit(codes)

@@ -1,8 +1,9 @@
 """Sampling for GPUs, in plain XLA: one straight line of kernels, whatever the rows ask for.
 
-A branch or a sort waits there for the host or breaks the CUDA graph, so nothing is skipped and nothing is sorted. The
-thresholds of top-k and top-p are settled digit by digit in the ordered bit patterns of float32, by sums of whole
-numbers, which have no order: so the kept tokens are those of `xla`, and a row's bits depend on that row alone.
+A branch or a sort waits there for the host or breaks the CUDA graph, so nothing is skipped and
+nothing is sorted. The thresholds of top-k and top-p are settled digit by digit in the ordered bit
+patterns of float32, by sums of whole numbers, which have no order: so the kept tokens are those of
+`xla`, and a row's bits depend on that row alone.
 """
 
 from collections.abc import Callable
@@ -36,12 +37,16 @@ def sample(
 ) -> Sampled:
     """See `quire.ops.sampling.sample`."""
     if not on_gpu():
-        raise NotImplementedError("it is for GPUs: elsewhere it is faster to skip what no row asks for")
+        raise NotImplementedError(
+            "it is for GPUs: elsewhere it is faster to skip what no row asks for"
+        )
     raw_RV = logits_RV.astype(jnp.float32)
     scored_R = inputs.targets_R >= 0
     draws_R = ~scored_R & (inputs.temperature_R > 0)
     # A row without masks and penalties does not change.
-    logits_RV = raw_RV if plain else penalise(mask(raw_RV, state, inputs, axis), state, inputs, axis)
+    logits_RV = (
+        raw_RV if plain else penalise(mask(raw_RV, state, inputs, axis), state, inputs, axis)
+    )
     greedy_R, best_R = argmax(logits_RV, axis)
     drawn_R = draw(logits_RV, best_R, draws_R, inputs, None if plain else cut, axis)
     tokens_R = checked(jnp.where(draws_R, drawn_R, greedy_R), best_R, raw_RV, inputs, axis)
@@ -59,7 +64,9 @@ def varies() -> None:
 
 
 @jax.named_scope("cut")
-def cut(logits_RV: Array, floor_R: Array, top_k_R: Array, top_p_R: Array, weigh: Callable, axis: Axis) -> Array:
+def cut(
+    logits_RV: Array, floor_R: Array, top_k_R: Array, top_p_R: Array, weigh: Callable, axis: Axis
+) -> Array:
     """See `xla.cut`."""
     keys_RWn = grouped(ordered(logits_RV), 0)
     need = [jnp.maximum(top_k_R, 0).astype(jnp.uint32)]
@@ -68,9 +75,12 @@ def cut(logits_RV: Array, floor_R: Array, top_k_R: Array, top_p_R: Array, weigh:
     bits = 32 - (logits_RV.shape[1] * axis.size).bit_length()  # so many tokens stay below 2**32
     shares = whole_numbers(grouped(weigh(logits_RV, floor_R), 0), bits)
     (low_R, high_R), *_ = add_up([shares], axis)
-    total_R = high_R.astype(jnp.float32) * 2.0**-bits + low_R.astype(jnp.float32) * 2.0 ** (-bits - 32)
+    total_R = high_R.astype(jnp.float32) * 2.0**-bits + low_R.astype(jnp.float32) * 2.0 ** (
+        -bits - 32
+    )
     low_R, high_R = whole_numbers(top_p_R * total_R, bits)
-    need = [jnp.maximum(low_R, (high_R == 0).astype(jnp.uint32)), high_R]  # not 0, of which there is enough anywhere
+    # not 0, of which there is enough anywhere
+    need = [jnp.maximum(low_R, (high_R == 0).astype(jnp.uint32)), high_R]
     top_p_floor_R = unordered(highest(keys_RWn, shares, need, axis))
     return jnp.maximum(floor_R, jnp.where(top_p_R < 1, top_p_floor_R, -jnp.inf))
 
@@ -93,7 +103,8 @@ def whole_numbers(shares: Array, bits: int) -> list[Array]:
 def highest(keys_RWn: Array, parts: list[Array], need: list[Array], axis: Axis) -> Array:
     """The highest key of each row such that the tokens at or above it add up to the need.
 
-    A token's `parts` are a number of 32 bits, or the lower 32 bits of one and the higher; so are those of the need.
+    A token's `parts` are a number of 32 bits, or the lower 32 bits of one and the higher; so are
+    those of the need.
     """
     key_R = jnp.zeros(keys_RWn.shape[0], jnp.uint32)
     last = 32
@@ -102,7 +113,9 @@ def highest(keys_RWn: Array, parts: list[Array], need: list[Array], axis: Axis) 
         last = max(0, last - BITS)
         trials = [key_R | jnp.uint32(digit << last) for digit in range(1, 1 << (first - last))]
         above = [keys_RWn >= trial_R[:, None, None] for trial_R in trials]
-        sums = add_up([[jnp.where(above_RWn, part_RWn, 0) for part_RWn in parts] for above_RWn in above], axis)
+        sums = add_up(
+            [[jnp.where(above_RWn, part_RWn, 0) for part_RWn in parts] for above_RWn in above], axis
+        )
         # Where there is enough above a key, there is above each lower one.
         key_R |= sum(at_least(total, need).astype(jnp.uint32) for total in sums) << last
     return jnp.maximum(key_R, ordered(jnp.float32(-jnp.inf)))  # lower ones are of NaN
@@ -116,7 +129,9 @@ def at_least(numbers: list[Array], others: list[Array]) -> Array:
 
 
 def add_up(terms: list[list[Array]], axis: Axis) -> list[list[Array]]:
-    """The sum of each row, of several terms at once: one kernel reads the tokens, and one adds its sums."""
+    """The sum of each row, of several terms at once: one kernel reads the tokens, and one adds its
+    sums.
+    """
     leaves, tree = jax.tree.flatten(terms)
     zeros = [np.uint32(0)] * len(leaves)
 
@@ -125,7 +140,8 @@ def add_up(terms: list[list[Array]], axis: Axis) -> list[list[Array]]:
         for mine, other in zip(tree.unflatten(ours), tree.unflatten(theirs), strict=True):
             total = [a + b for a, b in zip(mine, other, strict=True)]
             if len(total) > 1:
-                total[1] += (total[0] < mine[0]).astype(jnp.uint32)  # what did not fit into the lower part
+                # what did not fit into the lower part
+                total[1] += (total[0] < mine[0]).astype(jnp.uint32)
             sums += total
         return sums
 
@@ -138,8 +154,8 @@ def add_up(terms: list[list[Array]], axis: Axis) -> list[list[Array]]:
 def best_few(values_RN: Array, K: int) -> tuple[Array, Array]:
     """As `lax.top_k`: the best K of each row and where they are; of equals the first.
 
-    The best K tokens lie in the K groups whose best tokens are the best, since each such group has one at least as good
-    as any token of another group.
+    The best K tokens lie in the K groups whose best tokens are the best, since each such group has
+    one at least as good as any token of another group.
     """
     R, N = values_RN.shape
     if K > FEW:

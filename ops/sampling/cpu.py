@@ -1,7 +1,8 @@
 """Sampling by the C++ kernel: see sampling.h in `ops/native`.
 
-A row's bits depend neither on the other rows nor on the number of threads. Draws run over the tokens in the order of
-their ids, so the same seed may draw other tokens than in XLA, from the same distribution.
+A row's bits depend neither on the other rows nor on the number of threads. Draws run over the
+tokens in the order of their ids, so the same seed may draw other tokens than in XLA, from the same
+distribution.
 """
 
 import jax
@@ -38,7 +39,9 @@ def sample(
     )
     leaves, tree = jax.tree.flatten(results)
     return tree.unflatten(
-        jax.ffi.ffi_call(kernel, leaves)(logits_RV.astype(jnp.float32), *jax.tree.leaves((state, inputs)))
+        jax.ffi.ffi_call(kernel, leaves)(
+            logits_RV.astype(jnp.float32), *jax.tree.leaves((state, inputs))
+        )
     )
 
 
@@ -52,8 +55,18 @@ def check_shapes(logits_RV, state: SlotState, inputs: SamplingInputs) -> None:
     if not R or not V:
         raise NotImplementedError(f"there must be logits, not an array of {R} by {V}")
     B, J, _ = state.bias_BJV.shape
-    sizes = {"R": R, "V": V, "B": B, "J": J, "X": inputs.ban_RX.shape[1], "L": state.wanted_BL.shape[1], "2": 2}
+    sizes = {
+        "R": R,
+        "V": V,
+        "B": B,
+        "J": J,
+        "X": inputs.ban_RX.shape[1],
+        "L": state.wanted_BL.shape[1],
+        "2": 2,
+    }
     for name, array in {**vars(state), **vars(inputs)}.items():
         expected = tuple(sizes[letter] for letter in name.rsplit("_", 1)[1])
         if array.shape != expected:
-            raise ValueError(f"sampling: {name} has shape {array.shape}, but the other arrays say {expected}")
+            raise ValueError(
+                f"sampling: {name} has shape {array.shape}, but the other arrays say {expected}"
+            )

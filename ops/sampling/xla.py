@@ -1,12 +1,13 @@
 """Sampling in plain XLA, which serves everywhere.
 
-The thresholds need no sort of the vocabulary: they come from the best few logits where these suffice (nearly always),
-else from bisecting the ordered bit patterns of float32. A row's bits depend neither on the other rows nor on their
-number: floating-point sums run in a written order (`fold`), and a row whose best few logits suffice keeps that answer
-when another row needs the bisection.
+The thresholds need no sort of the vocabulary: they come from the best few logits where these
+suffice (nearly always), else from bisecting the ordered bit patterns of float32. A row's bits
+depend neither on the other rows nor on their number: floating-point sums run in a written order
+(`fold`), and a row whose best few logits suffice keeps that answer when another row needs the
+bisection.
 
-Where the vocabulary is split over the devices of an axis, no logits are gathered: the devices exchange a few numbers a
-row and their best few logits.
+Where the vocabulary is split over the devices of an axis, no logits are gathered: the devices
+exchange a few numbers a row and their best few logits.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,7 +19,16 @@ import numpy as np
 from jax import Array, lax
 
 from ...sharding.device_axes import UNSPLIT, Axis
-from . import BANNED, BROKEN, MAX_LOGPROBS, Sampled, SamplingInputs, SlotState, own_tokens, penalised
+from . import (
+    BANNED,
+    BROKEN,
+    MAX_LOGPROBS,
+    Sampled,
+    SamplingInputs,
+    SlotState,
+    own_tokens,
+    penalised,
+)
 
 CANDIDATES = 64  # lax.top_k of so few takes 3 ms for 16 rows of 152k, where a sort takes 530
 FAN_OUT = 64
@@ -43,10 +53,16 @@ def sample(
     def choose():
         # A row without masks and penalties does not change, so one branch serves all rows.
         logits_RV = lax.cond(
-            adjusts, lambda: penalise(mask(raw_RV, state, inputs, axis), state, inputs, axis), lambda: raw_RV
+            adjusts,
+            lambda: penalise(mask(raw_RV, state, inputs, axis), state, inputs, axis),
+            lambda: raw_RV,
         )
         greedy_R, best_R = argmax(logits_RV, axis)
-        drawn_R = lax.cond(draws_R.any(), lambda: draw(logits_RV, best_R, draws_R, inputs, cut, axis), lambda: greedy_R)
+        drawn_R = lax.cond(
+            draws_R.any(),
+            lambda: draw(logits_RV, best_R, draws_R, inputs, cut, axis),
+            lambda: greedy_R,
+        )
         return jnp.where(draws_R, drawn_R, greedy_R), best_R
 
     if plain:
@@ -65,8 +81,11 @@ def sample(
     return Sampled(tokens_R, *where_wanted(wants_R, scores), ok_R=ok_R)
 
 
-def checked(tokens_R: Array, best_R: Array, raw_RV: Array, inputs: SamplingInputs, axis: Axis) -> Array:
-    """The rows' tokens, those to be scored in their places, and what stands for a token where there is none.
+def checked(
+    tokens_R: Array, best_R: Array, raw_RV: Array, inputs: SamplingInputs, axis: Axis
+) -> Array:
+    """The rows' tokens, those to be scored in their places, and what stands for a token where there
+    is none.
 
     best_R: the largest logit after masks and penalties.
     """
@@ -90,7 +109,9 @@ def where_wanted(wants_R: Array, scores: Iterable[Array]) -> list[Array]:
 def mask(logits_RV: Array, state: SlotState, inputs: SamplingInputs, axis: Axis = UNSPLIT) -> Array:
     """Logits with the biases added and the bans applied."""
     R, V = logits_RV.shape
-    bias_RV = jnp.where(inputs.biased_R[:, None], state.bias_BJV[inputs.slots_R, inputs.bias_rows_R], 0)
+    bias_RV = jnp.where(
+        inputs.biased_R[:, None], state.bias_BJV[inputs.slots_R, inputs.bias_rows_R], 0
+    )
     banned_RV = inputs.ban_stop_R[:, None] & state.stop_BV[inputs.slots_R]
     logits_RV = jnp.where(banned_RV, -jnp.inf, logits_RV + bias_RV)
     ban_RX = own_tokens(inputs.ban_RX, V, axis)  # a negative index would count from the end
@@ -98,8 +119,12 @@ def mask(logits_RV: Array, state: SlotState, inputs: SamplingInputs, axis: Axis 
 
 
 @jax.named_scope("penalise")
-def penalise(logits_RV: Array, state: SlotState, inputs: SamplingInputs, axis: Axis = UNSPLIT) -> Array:
-    """Logits after the penalties for repetition (prompt and output), frequency and presence (output)."""
+def penalise(
+    logits_RV: Array, state: SlotState, inputs: SamplingInputs, axis: Axis = UNSPLIT
+) -> Array:
+    """Logits after the penalties for repetition (prompt and output), frequency and presence
+    (output).
+    """
     counts_RV = state.output_counts_BV[inputs.slots_R]
     R, J = inputs.drafted_RJ.shape
     if J > 1:  # else there are no drafts
@@ -143,14 +168,17 @@ def extreme(values_RN: Array, combine: Callable, neutral: float) -> Array:
     return lax.reduce(values_RN, values_RN.dtype.type(neutral), combine, (1,))
 
 
-def top(logits_RV: Array, count: int, axis: Axis, best: Callable = lax.top_k) -> tuple[Array, Array]:
+def top(
+    logits_RV: Array, count: int, axis: Axis, best: Callable = lax.top_k
+) -> tuple[Array, Array]:
     """The best `count` logits of each row, and their tokens; `best` finds them."""
     V = logits_RV.shape[1]
     top_RC, tokens_RC = best(logits_RV, min(count, V))
     if axis.size == 1:
         return top_RC, tokens_RC
     found_RN, token_RN = (
-        jnp.moveaxis(axis.gather(x), 0, 1).reshape(x.shape[0], -1) for x in (top_RC, tokens_RC + axis.index() * V)
+        jnp.moveaxis(axis.gather(x), 0, 1).reshape(x.shape[0], -1)
+        for x in (top_RC, tokens_RC + axis.index() * V)
     )
     top_RC, at_RC = best(found_RN, min(count, axis.size * V))
     return top_RC, jnp.take_along_axis(token_RN, at_RC, axis=1)
@@ -165,17 +193,24 @@ def draw(
     cut: Callable[..., Array] | None,
     axis: Axis = UNSPLIT,
 ) -> Array:
-    """A token a row, by the inverse distribution function of what min-p and, with a `cut`, top-k and top-p keep.
+    """A token a row, by the inverse distribution function of what min-p and, with a `cut`, top-k
+    and top-p keep.
 
-    The function runs over the tokens in the order of `fold`'s tree, not of their ids: any fixed order draws alike.
+    The function runs over the tokens in the order of `fold`'s tree, not of their ids: any fixed
+    order draws alike.
     """
     # Smaller numbers may be flushed to 0, and 0 / 0 is no weight.
-    temperature_R = jnp.where(draws_R, jnp.maximum(inputs.temperature_R, jnp.finfo(jnp.float32).tiny), 1)
-    top_k_R = jnp.where(draws_R & (inputs.top_k_R < axis.size * logits_RV.shape[1]), inputs.top_k_R, 0)
+    temperature_R = jnp.where(
+        draws_R, jnp.maximum(inputs.temperature_R, jnp.finfo(jnp.float32).tiny), 1
+    )
+    top_k_R = jnp.where(
+        draws_R & (inputs.top_k_R < axis.size * logits_RV.shape[1]), inputs.top_k_R, 0
+    )
     top_p_R = jnp.where(draws_R, inputs.top_p_R, 1)
 
     def weigh(logits_RN: Array, floor_R: Array) -> Array:
-        weights_RN = jnp.exp((logits_RN - best_R[:, None]) / temperature_R[:, None])  # of the best token: 1
+        # of the best token: 1
+        weights_RN = jnp.exp((logits_RN - best_R[:, None]) / temperature_R[:, None])
         return jnp.where(logits_RN >= floor_R[:, None], weights_RN, 0)
 
     floor_R = best_R + temperature_R * jnp.log(inputs.min_p_R)  # min-p 0 is a floor of -inf
@@ -184,7 +219,10 @@ def draw(
     floor_R = jnp.minimum(floor_R, best_R)
 
     def weigh_tokens(tokens_RW: Array) -> Array:
-        return weigh(jnp.take_along_axis(logits_RV, tokens_RW, axis=1, mode="fill", fill_value=-jnp.inf), floor_R)
+        return weigh(
+            jnp.take_along_axis(logits_RV, tokens_RW, axis=1, mode="fill", fill_value=-jnp.inf),
+            floor_R,
+        )
 
     total_R, levels = fold(weigh(logits_RV, floor_R), jnp.add, 0)
     chance_R = uniform(inputs.seeds_R2, inputs.positions_R)
@@ -203,18 +241,29 @@ def draw(
 
 
 def cut(
-    logits_RV: Array, floor_R: Array, top_k_R: Array, top_p_R: Array, weigh: Callable[..., Array], axis: Axis
+    logits_RV: Array,
+    floor_R: Array,
+    top_k_R: Array,
+    top_p_R: Array,
+    weigh: Callable[..., Array],
+    axis: Axis,
 ) -> Array:
-    """The floor raised to what top-k and then top-p keep; `weigh(logits, floor)` are the tokens' shares."""
+    """The floor raised to what top-k and then top-p keep; `weigh(logits, floor)` are the tokens'
+    shares.
+    """
 
     def raised(floor_R: Array) -> Array:
         top_RC = top(logits_RV, CANDIDATES, axis)[0]
         floor_R = jnp.maximum(floor_R, top_k_floor(logits_RV, top_RC, top_k_R, axis))
 
         def nucleus() -> Array:
-            return top_p_floor(logits_RV, top_RC, top_p_R, lambda logits_RN: weigh(logits_RN, floor_R), axis)
+            return top_p_floor(
+                logits_RV, top_RC, top_p_R, lambda logits_RN: weigh(logits_RN, floor_R), axis
+            )
 
-        return lax.cond((top_p_R < 1).any(), lambda: jnp.maximum(floor_R, nucleus()), lambda: floor_R)
+        return lax.cond(
+            (top_p_R < 1).any(), lambda: jnp.maximum(floor_R, nucleus()), lambda: floor_R
+        )
 
     return lax.cond(((top_k_R > 0) | (top_p_R < 1)).any(), raised, lambda floor_R: floor_R, floor_R)
 
@@ -222,25 +271,36 @@ def cut(
 def top_k_floor(logits_RV: Array, top_RC: Array, k_R: Array, axis: Axis = UNSPLIT) -> Array:
     """The k-th best logit of each row, -inf where k is off."""
     hard_R = k_R > top_RC.shape[1]
-    floor_R = jnp.take_along_axis(top_RC, jnp.clip(k_R - 1, 0, top_RC.shape[1] - 1)[:, None], axis=1)[:, 0]
+    floor_R = jnp.take_along_axis(
+        top_RC, jnp.clip(k_R - 1, 0, top_RC.shape[1] - 1)[:, None], axis=1
+    )[:, 0]
     exact_R = lax.cond(hard_R.any(), lambda: bisect(logits_RV, 1, k_R, axis), lambda: floor_R)
     return jnp.where(hard_R, exact_R, jnp.where(k_R > 0, floor_R, -jnp.inf))
 
 
 def top_p_floor(
-    logits_RV: Array, top_RC: Array, p_R: Array, weigh: Callable[[Array], Array], axis: Axis = UNSPLIT
+    logits_RV: Array,
+    top_RC: Array,
+    p_R: Array,
+    weigh: Callable[[Array], Array],
+    axis: Axis = UNSPLIT,
 ) -> Array:
-    """The highest logit of each row such that the tokens at or above it have p of the mass, -inf where p is off."""
+    """The highest logit of each row such that the tokens at or above it have p of the mass, -inf
+    where p is off.
+    """
     need_R = p_R * total(weigh(logits_RV), axis)
     enough_RC = running_sums(weigh(top_RC)) >= need_R[:, None]
     floor_R = jnp.take_along_axis(top_RC, enough_RC.argmax(axis=1)[:, None], axis=1)[:, 0]
     hard_R = (p_R < 1) & ~enough_RC.any(axis=1)
-    exact_R = lax.cond(hard_R.any(), lambda: bisect(logits_RV, weigh(logits_RV), need_R, axis), lambda: floor_R)
+    exact_R = lax.cond(
+        hard_R.any(), lambda: bisect(logits_RV, weigh(logits_RV), need_R, axis), lambda: floor_R
+    )
     return jnp.where(hard_R, exact_R, jnp.where(p_R < 1, floor_R, -jnp.inf))
 
 
 def bisect(logits_RV: Array, weights_RV: Array | int, need_R: Array, axis: Axis = UNSPLIT) -> Array:
-    """The highest logit of each row such that the weights of the tokens at or above it add up to the need.
+    """The highest logit of each row such that the weights of the tokens at or above it add up to
+    the need.
 
     32 passes settle the 32 bits of the threshold's key.
     """
@@ -251,13 +311,15 @@ def bisect(logits_RV: Array, weights_RV: Array | int, need_R: Array, axis: Axis 
         enough_R = total(jnp.where(keys_RV >= trial_R[:, None], weights_RV, 0), axis) >= need_R
         return jnp.where(enough_R, trial_R, key_R)
 
-    key_R = lax.fori_loop(jnp.uint32(0), jnp.uint32(32), settle, jnp.zeros(need_R.shape, jnp.uint32))
+    key_R = lax.fori_loop(
+        jnp.uint32(0), jnp.uint32(32), settle, jnp.zeros(need_R.shape, jnp.uint32)
+    )
     return unordered(key_R)
 
 
 def ordered(values: Array) -> Array:
-    """Keys in the order of the values: read as an unsigned integer, with the sign flipped if positive and all bits if
-    negative, float32 keeps its order."""
+    """Keys in the order of the values: read as an unsigned integer, with the sign flipped if
+    positive and all bits if negative, float32 keeps its order."""
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     return jnp.where(bits < SIGN, bits | SIGN, ~bits)
 
@@ -268,7 +330,8 @@ def unordered(keys: Array) -> Array:
 
 
 def fold(values_RN: Array, combine: Callable, neutral: float) -> tuple[Array, list[Array]]:
-    """Each row combined into one value, and the levels it went through: values, W of them combined, W of those.
+    """Each row combined into one value, and the levels it went through: values, W of them combined,
+    W of those.
 
         values   0 1 2 3 4 5      W = 3: node i of n has the children i, i + n and i + 2n,
         sums     0+2+4  1+3+5     so that whole slices are combined
@@ -279,7 +342,9 @@ def fold(values_RN: Array, combine: Callable, neutral: float) -> tuple[Array, li
     while values_RN.shape[1] > 1:
         R, N = values_RN.shape
         n = -(-N // FAN_OUT)
-        level_RWn = jnp.pad(values_RN, ((0, 0), (0, n * FAN_OUT - N)), constant_values=neutral).reshape(R, FAN_OUT, n)
+        level_RWn = jnp.pad(
+            values_RN, ((0, 0), (0, n * FAN_OUT - N)), constant_values=neutral
+        ).reshape(R, FAN_OUT, n)
         levels.append(level_RWn)
         while (half := level_RWn.shape[1] // 2) > 0:
             level_RWn = combine(level_RWn[:, :half], level_RWn[:, half:])
@@ -294,17 +359,22 @@ def total(values_RN: Array, axis: Axis = UNSPLIT) -> Array:
 
 
 def running_sums(values_RN: Array) -> Array:
-    """The sum of each row up to and including each value. It never falls, as all the sums share one tree."""
+    """The sum of each row up to and including each value.
+
+    It never falls, as all the sums share one tree.
+    """
     R, N = values_RN.shape
     terms_RNN = jnp.where(jnp.tri(N, dtype=bool)[None], values_RN[:, None, :], 0)
     return total(terms_RNN.reshape(R * N, N)).reshape(R, N)
 
 
 def descend(levels: list[Array], weigh_leaves: Callable[[Array], Array], target_R: Array) -> Array:
-    """The leaf of each row in which the running sum passes the target, never one that weighs nothing.
+    """The leaf of each row in which the running sum passes the target, never one that weighs
+    nothing.
 
-    Of the children that weigh something, the last one that begins at or below the target is taken. The first of them
-    begins at 0, so there is one wherever a node weighs something, whatever was rounded on the way.
+    Of the children that weigh something, the last one that begins at or below the target is taken.
+    The first of them begins at 0, so there is one wherever a node weighs something, whatever was
+    rounded on the way.
     """
     node_R = jnp.zeros(target_R.shape, jnp.int32)
     for height, level_RWn in reversed(list(enumerate(levels))):
@@ -322,8 +392,12 @@ def descend(levels: list[Array], weigh_leaves: Callable[[Array], Array], target_
 
 
 def uniform(seeds_R2: Array, positions_R: Array) -> Array:
-    """A multiple of 2**-24 in [0, 1) a row, by threefry from seed and position alone: chances are true to 6e-8."""
-    keys_R = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(seeds_R2, impl="threefry2x32"), positions_R)
+    """A multiple of 2**-24 in [0, 1) a row, by threefry from seed and position alone: chances are
+    true to 6e-8.
+    """
+    keys_R = jax.vmap(jax.random.fold_in)(
+        jax.random.wrap_key_data(seeds_R2, impl="threefry2x32"), positions_R
+    )
     return (jax.random.key_data(keys_R)[:, 0] >> 8).astype(jnp.float32) * 2**-24
 
 
@@ -335,9 +409,11 @@ def score(
     best: Callable[..., tuple[Array, Array]],
     axis: Axis = UNSPLIT,
 ) -> tuple[Array, ...]:
-    """Log-probability and rank of each row's token, the tokens that `best` finds with theirs, and those of the wanted.
+    """Log-probability and rank of each row's token, the tokens that `best` finds with theirs, and
+    those of the wanted.
 
-    Each of them is the difference of the same two numbers, so that a token's has the same bits in all places.
+    Each of them is the difference of the same two numbers, so that a token's has the same bits in
+    all places.
     """
     V = raw_RV.shape[1]
     named_RL = jnp.concatenate([tokens_R[:, None], wanted_RL], axis=1)

@@ -14,7 +14,9 @@ def random_adapters(llm: Any, count: int, rank: int, folder: Path) -> list[Any]:
 
     tensors = [tensor for target in llm.engine.adapters.targets for tensor in target.parts]
     stems = {
-        tensor.source.name.removesuffix(".weight"): tensor.shape for tensor in tensors if tensor.source.name != HEAD
+        tensor.source.name.removesuffix(".weight"): tensor.shape
+        for tensor in tensors
+        if tensor.source.name != HEAD
     }
     requests = []
     for number in range(1, count + 1):
@@ -37,6 +39,12 @@ def write_random(folder: Path, stems: Mapping[str, tuple[int, int]], rank: int, 
             values = rng.standard_normal(shape, np.float32) * np.float32(0.1 / shape[1] ** 0.5)
             tensors[f"base_model.model.{stem}.lora_{half}.weight"] = values
     targets = sorted({stem.rpartition(".")[2] for stem in stems})
-    about = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none", "target_modules": targets}
+    about = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "bias": "none",
+        "target_modules": targets,
+    }
     (folder / "adapter_config.json").write_text(json.dumps(about))
     save_file(tensors, folder / "adapter_model.safetensors")

@@ -38,11 +38,18 @@ class ServerAddress:
     def parse(cls, url: str, key: str | None = None) -> "ServerAddress":
         """Parse an http(s) address, with or without /v1 at the end; ValueError if it is none."""
         split_url = urlsplit(url)
-        if split_url.scheme not in ("http", "https") or not split_url.hostname or split_url.query or split_url.fragment:
+        if (
+            split_url.scheme not in ("http", "https")
+            or not split_url.hostname
+            or split_url.query
+            or split_url.fragment
+        ):
             raise ValueError(f"{url!r} is not an address like http://127.0.0.1:8000")
         tls = ssl.create_default_context() if split_url.scheme == "https" else None
         port = split_url.port if split_url.port is not None else 443 if tls else 80
-        return cls(split_url.hostname, port, tls, split_url.path.rstrip("/").removesuffix("/v1"), key)
+        return cls(
+            split_url.hostname, port, tls, split_url.path.rstrip("/").removesuffix("/v1"), key
+        )
 
     def head(self, method: str, path: str, length: int) -> bytes:
         name = f"[{self.host}]" if ":" in self.host else self.host
@@ -77,9 +84,13 @@ class Response:
 
 
 @asynccontextmanager
-async def exchange(server: ServerAddress, method: str, path: str, body: bytes = b"") -> AsyncIterator[Response]:
+async def exchange(
+    server: ServerAddress, method: str, path: str, body: bytes = b""
+) -> AsyncIterator[Response]:
     """One request on a connection of its own, which is closed afterwards."""
-    reader, writer = await asyncio.open_connection(server.host, server.port, ssl=server.tls, limit=LINE)
+    reader, writer = await asyncio.open_connection(
+        server.host, server.port, ssl=server.tls, limit=LINE
+    )
     try:
         writer.write(server.head(method, path, len(body)) + body)
         await writer.drain()
@@ -92,7 +103,9 @@ async def exchange(server: ServerAddress, method: str, path: str, body: bytes = 
 async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
     """Status and headers, with names in lower case; interim responses (1xx) are skipped."""
     while True:
-        version, _, status_line = (await reader.readuntil(b"\n")).decode("latin-1").strip().partition(" ")
+        version, _, status_line = (
+            (await reader.readuntil(b"\n")).decode("latin-1").strip().partition(" ")
+        )
         code = status_line.split(" ")[0]
         if not version.startswith("HTTP/1.") or len(code) != 3 or not code.isdecimal():
             raise Failure("the answer is not HTTP/1.1")
@@ -112,7 +125,9 @@ async def read_body(reader: asyncio.StreamReader, headers: dict[str, str]) -> As
             if (await reader.readuntil(b"\n")).strip():
                 raise Failure("a chunk is longer than its size")
         return
-    remaining = number(headers["content-length"].encode(), 10) if "content-length" in headers else None
+    remaining = (
+        number(headers["content-length"].encode(), 10) if "content-length" in headers else None
+    )
     while remaining != 0:
         data = await reader.read(ERROR_BODY if remaining is None else min(remaining, ERROR_BODY))
         if not data:
@@ -148,7 +163,11 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[str]:
 
 
 async def ask(
-    server: ServerAddress, path: str, body: dict[str, Any], timeout: float, clock: Callable[[], float]
+    server: ServerAddress,
+    path: str,
+    body: dict[str, Any],
+    timeout: float,
+    clock: Callable[[], float],
 ) -> RequestTimes:
     """Send one request and time the response. Failures are the result's `error`; only cancellation
     is raised.
@@ -160,10 +179,15 @@ async def ask(
     limit = None
     try:
         data = json.dumps(body).encode()
-        async with asyncio.timeout(timeout) as limit, exchange(server, "POST", path, data) as response:
+        async with (
+            asyncio.timeout(timeout) as limit,
+            exchange(server, "POST", path, data) as response,
+        ):
             if response.status != 200:
                 text = error_text(await response.read(ERROR_BODY))
-                raise Failure(f"HTTP {response.status}: {text}" if text else f"HTTP {response.status}")
+                raise Failure(
+                    f"HTTP {response.status}: {text}" if text else f"HTTP {response.status}"
+                )
             is_complete = False
             async for event in events(response.chunks):
                 now = clock()
@@ -182,14 +206,22 @@ async def ask(
     except TimeoutError:
         has_expired = limit is not None and limit.expired()
         return RequestTimes(
-            sent, times, error=f"no end within {timeout:g} s" if has_expired else "cannot connect: timed out"
+            sent,
+            times,
+            error=f"no end within {timeout:g} s" if has_expired else "cannot connect: timed out",
         )
     except asyncio.IncompleteReadError:
-        return RequestTimes(sent, times, error="disconnected in the middle of the answer" if times else "disconnected")
+        return RequestTimes(
+            sent,
+            times,
+            error="disconnected in the middle of the answer" if times else "disconnected",
+        )
     except (Failure, OSError, ValueError, asyncio.LimitOverrunError) as error:
         return RequestTimes(sent, times, error=reason(error))
     written = usage.get("completion_tokens", len(times))
-    return RequestTimes(sent, times, usage.get("prompt_tokens", 0), written, ended=None if times else ended)
+    return RequestTimes(
+        sent, times, usage.get("prompt_tokens", 0), written, ended=None if times else ended
+    )
 
 
 class Piece(NamedTuple):
@@ -210,14 +242,25 @@ def piece(event: str) -> Piece:
     if "error" in data:
         raise Failure(error_text(event.encode()) or "an error in the stream")
     usage = data.get("usage")
-    usage = {k: v for k, v in usage.items() if isinstance(v, int)} if isinstance(usage, dict) else {}
+    usage = (
+        {k: v for k, v in usage.items() if isinstance(v, int)} if isinstance(usage, dict) else {}
+    )
     choices = data.get("choices")
-    choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
+    choice = (
+        choices[0]
+        if isinstance(choices, list) and choices and isinstance(choices[0], dict)
+        else None
+    )
     if choice is None:
         return Piece(False, False, usage)
     delta = choice.get("delta")
     delta = delta if isinstance(delta, dict) else {}
-    written = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("tool_calls")
+    written = (
+        choice.get("text")
+        or delta.get("content")
+        or delta.get("reasoning_content")
+        or delta.get("tool_calls")
+    )
     # A token may have no text (special tokens, parts of characters); first and last events have no
     # token.
     is_last = choice.get("finish_reason") is not None
@@ -249,7 +292,9 @@ async def get(server: ServerAddress, path: str, timeout: float) -> str:
         return (await response.read(LINE)).decode(errors="replace")
 
 
-async def post(server: ServerAddress, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
+async def post(
+    server: ServerAddress, path: str, body: dict[str, Any], timeout: float
+) -> dict[str, Any]:
     """The JSON object in the response; raises OSError or Failure."""
     async with (
         asyncio.timeout(timeout),

@@ -47,7 +47,11 @@ class Benches(TyperGroup):
 
 
 app = typer.Typer(
-    name="bench", cls=Benches, add_completion=False, invoke_without_command=True, context_settings=SETTINGS
+    name="bench",
+    cls=Benches,
+    add_completion=False,
+    invoke_without_command=True,
+    context_settings=SETTINGS,
 )
 
 

@@ -15,7 +15,9 @@ class Drafts(NamedTuple):
 
     def since(self, earlier: "Drafts") -> "Drafts":
         accepted = [now - then for now, then in zip(self.accepted, earlier.accepted, strict=True)]
-        return Drafts(self.proposals - earlier.proposals, self.drafts - earlier.drafts, tuple(accepted))
+        return Drafts(
+            self.proposals - earlier.proposals, self.drafts - earlier.drafts, tuple(accepted)
+        )
 
     def joined(self, added: "Drafts") -> "Drafts":
         accepted = [sum(counts) for counts in zip(self.accepted, added.accepted, strict=True)]
@@ -58,7 +60,13 @@ def count_drafts(llm: Any) -> Drafts | None:
 def drafts_table(name: str, drafts_by_load: Sequence[tuple[Any, Drafts]]) -> str:
     """A table with a row for each load."""
     rows = [
-        (label, f"{d.drafts:,}", f"{d.share:.1%}", f"{d.length:.2f}", "  ".join(f"{p:.0%}" for p in d.by_position))
+        (
+            label,
+            f"{d.drafts:,}",
+            f"{d.share:.1%}",
+            f"{d.length:.2f}",
+            "  ".join(f"{p:.0%}" for p in d.by_position),
+        )
         for label, d in drafts_by_load
     ]
     return table((name, "drafted", "accepted", "tokens a step", "accepted by position"), rows)

@@ -48,7 +48,8 @@ def serve(
     The prefix cache is emptied first, so that repetitions have equal costs.
 
     Args:
-        in_batches: add requests only when all current ones are answered, as without continuous batching.
+        in_batches: add requests only when all current ones are answered, as without continuous
+            batching.
         adapters: requests take them in turn.
     """
     from ...serving.api.params import SamplingParams
@@ -70,15 +71,18 @@ def serve(
             for _ in range(min(room, len(waiting))):
                 index, sample = waiting.popleft()
                 params = SamplingParams(
-                    temperature=temperature, max_tokens=sample.output_len, ignore_eos=True, seed=index
+                    temperature=temperature,
+                    max_tokens=sample.output_len,
+                    ignore_eos=True,
+                    seed=index,
                 )
                 sent = clock()
                 request = llm.add(sample.prompt, params, adapter=adapters[index % len(adapters)])
                 live[request] = (index, sent, [])
                 if (seq := request.sequences[0]).max_tokens < sample.output_len:
                     raise o.UsageError(
-                        f"{seq.num_prompt} prompt and {sample.output_len} output tokens do not fit into the "
-                        f"{engine.max_len} of --max-model-len: ask for fewer"
+                        f"{seq.num_prompt} prompt and {sample.output_len} output tokens do not fit "
+                        f"into the {engine.max_len} of --max-model-len: ask for fewer"
                     )
             changed = engine.step()
             now = clock()
@@ -92,14 +96,23 @@ def serve(
                     times.append(now)
                 if request.finished:
                     if seq.finish_reason == "error":
-                        raise o.UsageError("a step failed, so there is nothing to report; the log above says why")
-                    answers_by_index[index] = RequestTimes(sent, times, seq.num_prompt, seq.num_output)
+                        raise o.UsageError(
+                            "a step failed, so there is nothing to report; the log above says why"
+                        )
+                    answers_by_index[index] = RequestTimes(
+                        sent, times, seq.num_prompt, seq.num_output
+                    )
                     del live[request]
                     advance(1, seq.num_output)
         seconds = clock() - begin
         drafts_after = count_drafts(llm)
         answers = [answers_by_index[index] for index in range(len(samples))]
-        return LoadRun(answers, steps, seconds, drafts_after and drafts_before and drafts_after.since(drafts_before))
+        return LoadRun(
+            answers,
+            steps,
+            seconds,
+            drafts_after and drafts_before and drafts_after.since(drafts_before),
+        )
     finally:  # also after Ctrl-C: restore the engine
         llm.abort([*live])
         engine.observers.remove(watcher)
@@ -127,7 +140,9 @@ def watch() -> Any:
 
 @dataclass(frozen=True)
 class Roof:
-    """The minimum time of a decode step: reading weights and KV cache at this machine's bandwidth."""
+    """The minimum time of a decode step: reading weights and KV cache at this machine's
+    bandwidth.
+    """
 
     steps: int  # decode-only steps
     sequences: float  # per step, on average
@@ -148,7 +163,10 @@ class Roof:
 
 
 def roof(
-    steps: Sequence[TimedStep], weight_bytes: int, cache_bytes: Callable[[int], int], bandwidth: float
+    steps: Sequence[TimedStep],
+    weight_bytes: int,
+    cache_bytes: Callable[[int], int],
+    bandwidth: float,
 ) -> Roof | None:
     """The mean decode step against its roof; None if every step also read prompts.
 
@@ -163,14 +181,24 @@ def roof(
     for step in decodes:
         sequences += len(step.plan.items) * step.plan.steps
         for item in step.plan.items:
-            for length in range(item.start + item.num_rows, item.start + item.num_rows + step.plan.steps):
+            for length in range(
+                item.start + item.num_rows, item.start + item.num_rows + step.plan.steps
+            ):
                 if length not in bytes_by_length:
                     bytes_by_length[length] = cache_bytes(length)
                 read_bytes += bytes_by_length[length]
     count = sum(step.plan.steps for step in decodes)
     seconds = sum(step.seconds for step in decodes)
     tokens = sum(step.tokens for step in decodes)
-    return Roof(count, sequences / count, tokens / count, weight_bytes, read_bytes / count, seconds / count, bandwidth)
+    return Roof(
+        count,
+        sequences / count,
+        tokens / count,
+        weight_bytes,
+        read_bytes / count,
+        seconds / count,
+        bandwidth,
+    )
 
 
 def engine_roof(llm, run: LoadRun, bandwidth: float) -> Roof | None:
@@ -185,7 +213,9 @@ def engine_roof(llm, run: LoadRun, bandwidth: float) -> Roof | None:
 
 def decode_milliseconds(run: LoadRun) -> list[float]:
     decodes = [step for step in run.steps if step.plan.decodes]
-    return [step.seconds / step.plan.steps * 1000 for step in decodes for _ in range(step.plan.steps)]
+    return [
+        step.seconds / step.plan.steps * 1000 for step in decodes for _ in range(step.plan.steps)
+    ]
 
 
 def read_bandwidth() -> float:

@@ -18,7 +18,12 @@ def main(
     num_seqs: Annotated[int, o.sized("Sequences that decode together.", load.DATA, "N")] = 256,
     input_len: Annotated[
         list[int] | None,
-        o.sized("Tokens of each sequence; may be given several times.", load.DATA, "TOKENS", "100, 500, 850"),
+        o.sized(
+            "Tokens of each sequence; may be given several times.",
+            load.DATA,
+            "TOKENS",
+            "100, 500, 850",
+        ),
     ] = None,
     num_steps: Annotated[int, o.sized("Steps to measure.", load.DATA, "N")] = 100,
     num_processes: Annotated[
@@ -31,7 +36,10 @@ def main(
     in its tokens.
     """
     load.above_zero(
-        num_seqs=num_seqs, num_steps=num_steps, input_len=min(input_len or [1]), num_processes=num_processes
+        num_seqs=num_seqs,
+        num_steps=num_steps,
+        input_len=min(input_len or [1]),
+        num_processes=num_processes,
     )
     rows = []
     hosts = start_followers(num_processes - 1) if num_processes > 1 else None
@@ -39,11 +47,17 @@ def main(
         laps = measure(num_seqs, length, num_steps, hosts)
         medians = {stage: median(laps[stage]) * 1e3 for stage in STAGES}
         rows.append({"input_len": length, **medians, "together": sum(medians.values())})
-    heading = f"{num_seqs} sequences of the bundled model that decode: milliseconds a step, medians of {num_steps}"
+    heading = (
+        f"{num_seqs} sequences of the bundled model that decode: milliseconds a step, medians "
+        f"of {num_steps}"
+    )
     if hosts is not None:
         heading += f"; {hosts.sent_last} bytes to each of {num_processes - 1} others in the last"
         hosts.close()
-    cells = [(row["input_len"], *(f"{row[stage]:.3f}" for stage in (*STAGES, "together"))) for row in rows]
+    cells = [
+        (row["input_len"], *(f"{row[stage]:.3f}" for stage in (*STAGES, "together")))
+        for row in rows
+    ]
     text = f"{heading}\n\n{table(('tokens each', *STAGES.values(), 'together'), cells)}"
     report.write({"num_seqs": num_seqs, "rows": rows}, text)
 
@@ -61,7 +75,9 @@ def start_followers(count: int) -> Any:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for index in range(count):
             port = listener.getsockname()[1]
-            subprocess.Popen([sys.executable, "-c", f"from {__name__} import listen; listen({port})"])
+            subprocess.Popen(
+                [sys.executable, "-c", f"from {__name__} import listen; listen({port})"]
+            )
             lines[index + 1] = HostConnection(listener.accept()[0])
     return Leader(lines)
 
@@ -80,7 +96,9 @@ def listen(port: int) -> None:
         pass
 
 
-def measure(num_seqs: int, length: int, num_steps: int, hosts: Any = None) -> dict[str, list[float]]:
+def measure(
+    num_seqs: int, length: int, num_steps: int, hosts: Any = None
+) -> dict[str, list[float]]:
     """Seconds of each stage of each step, once all sequences decode."""
     from ...serving.api.params import SamplingParams
     from ...serving.engine.step_record import Observer, StepRecord
@@ -91,7 +109,9 @@ def measure(num_seqs: int, length: int, num_steps: int, hosts: Any = None) -> di
         def observe(self, record: StepRecord) -> None:
             step = record.launched
             result = record.result
-            assert step is not None and result is not None, "every call launches a step and collects one"
+            assert step is not None and result is not None, (
+                "every call launches a step and collects one"
+            )
             laps["schedule"].append(step.scheduled - step.began)
             laps["launch"].append(step.launched - step.scheduled)
             laps["collect"].append(result.collected - result.began)
@@ -132,7 +152,9 @@ def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048, max_draf
     folder = hub.resolve(None)
     config = loader.read_config(folder, "auto", None)
     if longest > config.max_len:
-        raise o.UsageError(f"sequences grow to {longest} tokens; the bundled model was made for {config.max_len}")
+        raise o.UsageError(
+            f"sequences grow to {longest} tokens; the bundled model was made for {config.max_len}"
+        )
     tokenizer = Tokenizer(folder)
     groups = len(config.windows)
     shape = StepShape.largest(num_seqs, num_rows, max(num_seqs, 16), max_drafts=max_drafts)
@@ -144,13 +166,17 @@ def pretended_engine(num_seqs: int, longest: int, num_rows: int = 2048, max_draf
         best = np.zeros((R, MAX_LOGPROBS), np.float32)
         ids = best.astype(np.int32)
         logprobs = np.zeros((R, MAX_WANTED), np.float32)
-        return Sampled(np.full(R, token), zeros, np.ones(R, np.int32), ids, best, logprobs, np.ones(R, bool))
+        return Sampled(
+            np.full(R, token), zeros, np.ones(R, np.int32), ids, best, logprobs, np.ones(R, bool)
+        )
 
     def compiled(size):
         sampled = sampled_tokens(size.samples)
         return lambda weights, state, buffer: (sampled, None, state)
 
     runner.compiled = {size: compiled(size) for size in runner.batch_builder.layouts}
-    runner.page_copier.programs = {("copy", group, 0): lambda layers, *pages: layers for group in range(groups)}
+    runner.page_copier.programs = {
+        ("copy", group, 0): lambda layers, *pages: layers for group in range(groups)
+    }
     pages = PageTable((num_seqs * (-(-longest // 16) + 1) + 1,) * groups, 16, config.windows)
     return Engine(runner, tokenizer, [pages], config.max_len)

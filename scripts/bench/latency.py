@@ -36,7 +36,9 @@ def main(
     """Answer batches of a fixed shape. Prints the times of a batch, of first tokens and between
     tokens.
     """
-    load.above_zero(batch_size=batch_size, input_len=input_len, output_len=output_len, num_iters=num_iters)
+    load.above_zero(
+        batch_size=batch_size, input_len=input_len, output_len=output_len, num_iters=num_iters
+    )
     if num_iters_warmup < 0:
         raise o.UsageError(f"--num-iters-warmup is {num_iters_warmup}; it must be at least 0")
     shape = load.dataset("random", random_input_len=input_len, random_output_len=output_len)
@@ -57,7 +59,8 @@ def main(
     names = NAMES if drafts is None else NAMES | WITH_DRAFTS
     name = model or "quill"
     heading = (
-        f"{name}: {num_iters} batches of {batch_size} requests, {input_len} prompt and {output_len} output tokens each"
+        f"{name}: {num_iters} batches of {batch_size} requests, {input_len} prompt and "
+        f"{output_len} output tokens each"
     )
     result: dict[str, Any] = {"model": name} | flat(values) | {"batches_ms": values["batch"]}
     paragraphs = [heading, reports.latency_table(values, names)]
@@ -74,7 +77,11 @@ def main(
 def latency_values(runs: list[LoadRun]) -> dict[str, list[float]]:
     """Milliseconds of batches, first tokens and later tokens; with drafts also per token."""
     by_metric = milliseconds(answer for run in runs for answer in run.answers)
-    result = {"batch": [run.seconds * 1000 for run in runs], "ttft": by_metric["ttft"], "itl": by_metric["itl"]}
+    result = {
+        "batch": [run.seconds * 1000 for run in runs],
+        "ttft": by_metric["ttft"],
+        "itl": by_metric["itl"],
+    }
     return result if total_drafts(runs) is None else result | {"tpot": by_metric["tpot"]}
 
 

@@ -31,32 +31,51 @@ SHORTEST = 4
 
 def counted(of: str, option: str, help: str, metavar: str = "TOKENS") -> Any:
     default = DATASET_DEFAULTS[of][option]
-    return Annotated[int | None, o.sized(help, DATA, metavar, False if default is None else f"{default}")]
+    return Annotated[
+        int | None, o.sized(help, DATA, metavar, False if default is None else f"{default}")
+    ]
 
 
 REPEAT = "prefix_repetition"
 DATASET_OPTIONS = {
-    "dataset_name": Annotated[str, o.option(f"Source of the requests: {', '.join(DATASET_DEFAULTS)}.", DATA, "NAME")],
+    "dataset_name": Annotated[
+        str, o.option(f"Source of the requests: {', '.join(DATASET_DEFAULTS)}.", DATA, "NAME")
+    ],
     "dataset_path": Annotated[
-        Path | None, o.option("sharegpt: its JSON; custom: lines of JSON, each with a prompt.", DATA, "FILE")
+        Path | None,
+        o.option("sharegpt: its JSON; custom: lines of JSON, each with a prompt.", DATA, "FILE"),
     ],
     "random_input_len": counted("random", "random_input_len", "Prompt length."),
     "random_output_len": counted("random", "random_output_len", "Answer length."),
     "random_range_ratio": Annotated[
         float | None,
-        o.option("Draw lengths evenly from this share below to this share above.", DATA, "0..1", "0"),
+        o.option(
+            "Draw lengths evenly from this share below to this share above.", DATA, "0..1", "0"
+        ),
     ],
     "sharegpt_output_len": counted(
         "sharegpt", "sharegpt_output_len", "Answer length, instead of that of the answer on file."
     ),
-    "custom_output_len": counted("custom", "custom_output_len", "Answer length, where the line has no output_tokens."),
-    "prefix_repetition_prefix_len": counted(REPEAT, "prefix_repetition_prefix_len", "Length of a shared prefix."),
-    "prefix_repetition_suffix_len": counted(REPEAT, "prefix_repetition_suffix_len", "Length of what follows it."),
-    "prefix_repetition_num_prefixes": counted(REPEAT, "prefix_repetition_num_prefixes", "Number of prefixes.", "N"),
-    "prefix_repetition_output_len": counted(REPEAT, "prefix_repetition_output_len", "Answer length."),
+    "custom_output_len": counted(
+        "custom", "custom_output_len", "Answer length, where the line has no output_tokens."
+    ),
+    "prefix_repetition_prefix_len": counted(
+        REPEAT, "prefix_repetition_prefix_len", "Length of a shared prefix."
+    ),
+    "prefix_repetition_suffix_len": counted(
+        REPEAT, "prefix_repetition_suffix_len", "Length of what follows it."
+    ),
+    "prefix_repetition_num_prefixes": counted(
+        REPEAT, "prefix_repetition_num_prefixes", "Number of prefixes.", "N"
+    ),
+    "prefix_repetition_output_len": counted(
+        REPEAT, "prefix_repetition_output_len", "Answer length."
+    ),
 }
 NumPrompts = Annotated[int, o.sized("Number of requests.", DATA, "N")]
-Temperature = Annotated[float, o.option("0 always takes the likeliest token.", DATA, min=0, max=100)]
+Temperature = Annotated[
+    float, o.option("0 always takes the likeliest token.", DATA, min=0, max=100)
+]
 Seed = Annotated[int, o.option("The same seed draws the same requests.", DATA)]
 
 
@@ -80,7 +99,9 @@ class Dataset:
     def needs_tokenizer(self) -> bool:
         return self.name != "custom"
 
-    def samples(self, count: int, tokenizer, seed: object, vocab: int | None = None) -> list[Sample]:
+    def samples(
+        self, count: int, tokenizer, seed: object, vocab: int | None = None
+    ) -> list[Sample]:
         """`count` requests; a shorter file is repeated."""
         rng = random.Random(f"{seed}")
         s = self.settings
@@ -91,7 +112,9 @@ class Dataset:
         assert self.path is not None
         data = o.read_text(self.path)
         entries = (
-            custom(data, self.path, **s) if self.name == "custom" else sharegpt(data, self.path, tokenizer, rng, **s)
+            custom(data, self.path, **s)
+            if self.name == "custom"
+            else sharegpt(data, self.path, tokenizer, rng, **s)
         )
         samples = list(islice(entries, count))
         if not samples:
@@ -109,11 +132,15 @@ def dataset(dataset_name: str, dataset_path: Path | None = None, **settings: Any
         verb = "needs" if path is None else "draws its requests itself: leave out"
         raise o.UsageError(f"--dataset-name {name} {verb} --dataset-path")
     if strange := [option for option in settings if option not in DATASET_DEFAULTS[name]]:
-        raise o.UsageError(f"--{strange[0].replace('_', '-')} is not for --dataset-name {name}: leave it out")
+        raise o.UsageError(
+            f"--{strange[0].replace('_', '-')} is not for --dataset-name {name}: leave it out"
+        )
     ratio = settings.get("random_range_ratio", 0.0)
     if not 0 <= ratio < 1:
         raise o.UsageError(f"--random-range-ratio is {ratio:g}; it must be at least 0 and below 1")
-    above_zero(**{option: value for option, value in settings.items() if option != "random_range_ratio"})
+    above_zero(
+        **{option: value for option, value in settings.items() if option != "random_range_ratio"}
+    )
     return Dataset(name, path, DATASET_DEFAULTS[name] | settings)
 
 
@@ -131,7 +158,9 @@ def above_zero(**options: float | None) -> None:
 def ordinary_ids(tokenizer, vocab: int | None) -> list[int]:
     """The ids of non-special tokens; `vocab` is the size of the model's vocabulary."""
     return [
-        i for i in range(min(tokenizer.vocab_size, vocab or tokenizer.vocab_size)) if i not in tokenizer.special_ids
+        i
+        for i in range(min(tokenizer.vocab_size, vocab or tokenizer.vocab_size))
+        if i not in tokenizer.special_ids
     ]
 
 
@@ -147,7 +176,10 @@ def random_samples(
         low = math.floor(middle * (1 - random_range_ratio))
         return rng.randint(max(1, low), max(1, math.ceil(middle * (1 + random_range_ratio))))
 
-    return [Sample(rng.choices(ids, k=length(random_input_len)), length(random_output_len)) for _ in range(count)]
+    return [
+        Sample(rng.choices(ids, k=length(random_input_len)), length(random_output_len))
+        for _ in range(count)
+    ]
 
 
 def repeated_prefixes(
@@ -160,16 +192,23 @@ def repeated_prefixes(
     prefix_repetition_output_len: int,
 ) -> list[Sample]:
     """All prefixes equally often, in random order."""
-    prefixes = [rng.choices(ids, k=prefix_repetition_prefix_len) for _ in range(prefix_repetition_num_prefixes)]
+    prefixes = [
+        rng.choices(ids, k=prefix_repetition_prefix_len)
+        for _ in range(prefix_repetition_num_prefixes)
+    ]
     order = [prefixes[i % len(prefixes)] for i in range(count)]
     rng.shuffle(order)
     return [
-        Sample(prefix + rng.choices(ids, k=prefix_repetition_suffix_len), prefix_repetition_output_len)
+        Sample(
+            prefix + rng.choices(ids, k=prefix_repetition_suffix_len), prefix_repetition_output_len
+        )
         for prefix in order
     ]
 
 
-def sharegpt(data: str, path: Path, tokenizer, rng: random.Random, sharegpt_output_len: int | None) -> Iterator[Sample]:
+def sharegpt(
+    data: str, path: Path, tokenizer, rng: random.Random, sharegpt_output_len: int | None
+) -> Iterator[Sample]:
     """First question and answer of each conversation, in random order, without very short and very
     long ones.
     """
@@ -182,13 +221,19 @@ def sharegpt(data: str, path: Path, tokenizer, rng: random.Random, sharegpt_outp
     rng.shuffle(entries)
     for entry in entries:
         turns = entry.get("conversations") if isinstance(entry, dict) else None
-        texts = [turn.get("value") for turn in turns[:2] if isinstance(turn, dict)] if isinstance(turns, list) else []
+        texts = (
+            [turn.get("value") for turn in turns[:2] if isinstance(turn, dict)]
+            if isinstance(turns, list)
+            else []
+        )
         if len(texts) < 2 or not all(isinstance(text, str) and text for text in texts):
             continue
         prompt, answer = (tokenizer.encode(text) for text in texts)
         written = sharegpt_output_len or len(answer)
         least = 1 if sharegpt_output_len else SHORTEST
-        if SHORTEST <= len(prompt) <= LONGEST_PROMPT and least <= written <= LONGEST_TOTAL - len(prompt):
+        if SHORTEST <= len(prompt) <= LONGEST_PROMPT and least <= written <= LONGEST_TOTAL - len(
+            prompt
+        ):
             yield Sample(texts[0], written)
 
 
@@ -204,10 +249,14 @@ def custom(data: str, path: Path, custom_output_len: int) -> Iterator[Sample]:
             raise o.UsageError(f"{location} is not JSON: {error}") from None
         prompt = entry.get("prompt") if isinstance(entry, dict) else None
         if not prompt or not (isinstance(prompt, str) or all_tokens(prompt)):
-            raise o.UsageError(f'{location} must be an object with "prompt": a text or a list of token ids')
+            raise o.UsageError(
+                f'{location} must be an object with "prompt": a text or a list of token ids'
+            )
         written = entry.get("output_tokens", custom_output_len)
         if not isinstance(written, int) or isinstance(written, bool) or written < 1:
-            raise o.UsageError(f"{location}: output_tokens is {written!r:.40}; it must be an integer of at least 1")
+            raise o.UsageError(
+                f"{location}: output_tokens is {written!r:.40}; it must be an integer of at least 1"
+            )
         yield Sample(prompt, written)
 
 
@@ -227,6 +276,8 @@ def arrivals(count: int, rate: float, burstiness: float, seed: object) -> list[f
         return [0.0] * count
     rng = random.Random(f"{seed} arrivals")
     even = math.isinf(burstiness)
-    intervals = [1.0 if even else rng.gammavariate(burstiness, 1 / burstiness) for _ in range(count)]
+    intervals = [
+        1.0 if even else rng.gammavariate(burstiness, 1 / burstiness) for _ in range(count)
+    ]
     scale = count / rate / max(math.fsum(intervals), 1e-300)
     return [moment * scale for moment in accumulate(intervals)]

@@ -49,7 +49,9 @@ class RequestTimes:
         """Whether all limits (metric: milliseconds) are met; a missing metric (TPOT of one token)
         meets its limit.
         """
-        return all((getattr(self, metric) or 0.0) * 1000 <= limit for metric, limit in limits.items())
+        return all(
+            (getattr(self, metric) or 0.0) * 1000 <= limit for metric, limit in limits.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,9 @@ def totals(answers: Sequence[RequestTimes], duration: float) -> dict[str, float]
 
 def goodput(answers: Sequence[RequestTimes], duration: float, limits: dict[str, float]) -> float:
     """Requests per second that met all limits."""
-    return sum(answer.error is None and answer.meets(limits) for answer in answers) / max(duration, 1e-9)
+    return sum(answer.error is None and answer.meets(limits) for answer in answers) / max(
+        duration, 1e-9
+    )
 
 
 def flat(values: dict[str, list[float]]) -> dict[str, float]:

@@ -15,7 +15,11 @@ SMALL = 8
 
 
 def distributions(
-    figure, values: Mapping[str, Sequence[float]], names: Mapping[str, str], limits: Mapping[str, float], title: str
+    figure,
+    values: Mapping[str, Sequence[float]],
+    names: Mapping[str, str],
+    limits: Mapping[str, float],
+    title: str,
 ) -> None:
     """A cumulative distribution for each metric with its percentiles and limit."""
     measured = {metric: metric_values for metric, metric_values in values.items() if metric_values}
@@ -30,9 +34,17 @@ def distributions(
         cumulative(axes, ordered, colour)
         for name, level, mark in (("median", 50, "o"), ("P90", 90, "s"), ("P99", 99, "^")):
             value = percentile(ordered, level)
-            axes.plot([value], [level], mark, color=colour, markersize=5, label=f"{name} {value:,.1f}")
+            axes.plot(
+                [value], [level], mark, color=colour, markersize=5, label=f"{name} {value:,.1f}"
+            )
         if metric in limits:
-            axes.axvline(limits[metric], color=GREY, linestyle="--", linewidth=1, label=f"limit {limits[metric]:g}")
+            axes.axvline(
+                limits[metric],
+                color=GREY,
+                linestyle="--",
+                linewidth=1,
+                label=f"limit {limits[metric]:g}",
+            )
         axes.set_xlabel(f"{names[metric]}, ms")
         axes.set_ylabel("% at most this" if place % columns == 0 else "")
         axes.legend(fontsize=SMALL, loc="lower right", handlelength=1)
@@ -42,14 +54,24 @@ def distributions(
 def cumulative(axes, ordered: Sequence[float], colour: str, **options: Any) -> None:
     """The percentage of values that are at most x; percentiles lie on these lines."""
     last = max(len(ordered) - 1, 1)
-    axes.plot(ordered, [100 * i / last for i in range(len(ordered))], color=colour, linewidth=1.5, **options)
+    axes.plot(
+        ordered,
+        [100 * i / last for i in range(len(ordered))],
+        color=colour,
+        linewidth=1.5,
+        **options,
+    )
     axes.set_ylim(0, 103)
     # A few outliers would squeeze all other values into the left margin.
     p995 = percentile(ordered, 99.5)
     if ordered[-1] > 3 * max(p995, 1e-9):
         axes.set_xlim(0, 1.5 * p995)
         axes.annotate(
-            f"longest {ordered[-1]:,.0f} →", (0.99, 0.6), xycoords="axes fraction", ha="right", fontsize=SMALL
+            f"longest {ordered[-1]:,.0f} →",
+            (0.99, 0.6),
+            xycoords="axes fraction",
+            ha="right",
+            fontsize=SMALL,
         )
 
 
@@ -64,7 +86,9 @@ def throughput(figure, points: Sequence[Mapping[str, Any]], name: str, bandwidth
     if len(points) == 1:
         figure.set_size_inches(6.4, 4)
         axes = figure.add_subplot()
-        axes.set_title(f"{name}: decode steps, {points[0]['concurrency']} requests at once", fontsize=10)
+        axes.set_title(
+            f"{name}: decode steps, {points[0]['concurrency']} requests at once", fontsize=10
+        )
         one_level(axes, points[0], roof)
         return
     figure.set_size_inches(9.6, 4)
@@ -75,7 +99,12 @@ def throughput(figure, points: Sequence[Mapping[str, Any]], name: str, bandwidth
     rate_axes.plot(levels, rates, "o-", color=BLUE, label="measured")
     for level, rate in zip(levels, rates, strict=True):
         rate_axes.annotate(
-            f"{rate:,.0f}", (level, rate), (0, 6), textcoords="offset points", ha="center", fontsize=SMALL
+            f"{rate:,.0f}",
+            (level, rate),
+            (0, 6),
+            textcoords="offset points",
+            ha="center",
+            fontsize=SMALL,
         )
     rate_axes.set_ylabel("output tokens a second")
     decode = [(point["concurrency"], point["decode"]) for point in with_steps]
@@ -84,10 +113,21 @@ def throughput(figure, points: Sequence[Mapping[str, Any]], name: str, bandwidth
         best = [d["sequences"] / d["roof_ms"] * 1000 for _, d in decode]
         rate_axes.plot(at, best, "--", color=GREY, label=roof)
         step_axes.fill_between(
-            at, [d["p10_ms"] for _, d in decode], [d["p90_ms"] for _, d in decode], color=BLUE, alpha=0.15, linewidth=0,
+            at,
+            [d["p10_ms"] for _, d in decode],
+            [d["p90_ms"] for _, d in decode],
+            color=BLUE,
+            alpha=0.15,
+            linewidth=0,
             label="P10 to P90",
-        )  # fmt: skip
-        step_axes.plot(at, [d["mean_ms"] for _, d in decode], "o-", color=BLUE, label="mean, and its share of the roof")
+        )
+        step_axes.plot(
+            at,
+            [d["mean_ms"] for _, d in decode],
+            "o-",
+            color=BLUE,
+            label="mean, and its share of the roof",
+        )
         step_axes.plot(at, [d["roof_ms"] for _, d in decode], "--", color=GREY, label="roof")
         for level, d in decode:
             step_axes.annotate(
@@ -110,7 +150,12 @@ def throughput(figure, points: Sequence[Mapping[str, Any]], name: str, bandwidth
         axes.set_xlabel("requests at once")
         axes.margins(x=0.08, y=0.12)
         axes.legend(
-            fontsize=SMALL, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, columnspacing=1.2
+            fontsize=SMALL,
+            loc="lower center",
+            bbox_to_anchor=(0.5, 1.0),
+            ncols=3,
+            frameon=False,
+            columnspacing=1.2,
         )
         plain(axes)
 
@@ -123,7 +168,9 @@ def one_level(axes, point: Mapping[str, Any], roof: str) -> None:
         axes.set_axis_off()
         return
     cumulative(axes, sorted(decode["steps_ms"]), BLUE, label="decode steps")
-    axes.axvline(decode["mean_ms"], color=BLUE, linestyle=":", label=f"mean {decode['mean_ms']:.2f} ms")
+    axes.axvline(
+        decode["mean_ms"], color=BLUE, linestyle=":", label=f"mean {decode['mean_ms']:.2f} ms"
+    )
     axes.axvline(
         decode["roof_ms"],
         color=GREY,
@@ -137,7 +184,9 @@ def one_level(axes, point: Mapping[str, Any], roof: str) -> None:
     plain(axes)
 
 
-def stages(figure, stage_ends: Mapping[str, Sequence[float]], names: Sequence[str], title: str) -> None:
+def stages(
+    figure, stage_ends: Mapping[str, Sequence[float]], names: Sequence[str], title: str
+) -> None:
     """Stacked bars of stages; `stage_ends` are the seconds at which each stage ends."""
     figure.set_size_inches(7.5, 1.3 + 0.7 * len(stage_ends))
     axes = figure.add_subplot()
@@ -146,7 +195,9 @@ def stages(figure, stage_ends: Mapping[str, Sequence[float]], names: Sequence[st
     for place, name in enumerate(names):
         starts = [stage_ends[row][place - 1] if place else 0.0 for row in rows]
         widths = [stage_ends[row][place] - begin for row, begin in zip(rows, starts, strict=True)]
-        axes.barh(rows, widths, left=starts, height=0.55, color=COLOURS[place % len(COLOURS)], label=name)
+        axes.barh(
+            rows, widths, left=starts, height=0.55, color=COLOURS[place % len(COLOURS)], label=name
+        )
     for row in rows:
         axes.annotate(
             f"{stage_ends[row][-1]:.2f} s",

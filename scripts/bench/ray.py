@@ -22,8 +22,9 @@ from typing import Annotated, Any
 import typer
 
 WORDS = (
-    "a the fox bear lake hat moon tree bird king road song fish and then went saw had big red old went to in".split()
-)
+    "a the fox bear lake hat moon tree bird king road song fish and then went saw had big red old "
+    "went to in"
+).split()
 CLIENTS = 8
 
 
@@ -45,7 +46,9 @@ def ask(port: int, body: dict[str, Any]) -> StreamedAnswer:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     began = time.perf_counter()
     kind = {"Content-Type": "application/json"}
-    connection.request("POST", "/v1/completions", json.dumps(body | {"stream": True, "ignore_eos": True}), kind)
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body | {"stream": True, "ignore_eos": True}), kind
+    )
     response = connection.getresponse()
     choices = []
     times = []
@@ -58,7 +61,9 @@ def ask(port: int, body: dict[str, Any]) -> StreamedAnswer:
     connection.close()
     if response.status != 200 or not finished:
         raise RuntimeError(f"no whole answer: {response.status}")
-    return StreamedAnswer("".join(choices), times[0] - began, [b - a for a, b in zip(times, times[1:], strict=False)])
+    return StreamedAnswer(
+        "".join(choices), times[0] - began, [b - a for a, b in zip(times, times[1:], strict=False)]
+    )
 
 
 def counters(port: int) -> dict[str, float]:
@@ -76,8 +81,15 @@ def counters(port: int) -> dict[str, float]:
 
 def cpu_ticks() -> dict[int, int]:
     """The CPU time in ticks of each replica that decodes, by process id."""
-    folders = [path.parent for path in Path("/proc").glob("[0-9]*/cmdline") if b":quire:engine" in path.read_bytes()]
-    return {int(folder.name): int((folder / "stat").read_text().rpartition(")")[2].split()[11]) for folder in folders}
+    folders = [
+        path.parent
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if b":quire:engine" in path.read_bytes()
+    ]
+    return {
+        int(folder.name): int((folder / "stat").read_text().rpartition(")")[2].split()[11])
+        for folder in folders
+    }
 
 
 def all_of(
@@ -95,7 +107,12 @@ def measure_kill(port: int, expected: Callable[[dict[str, Any]], str]) -> None:
     """Eight clients, three replicas; after a second the busiest replica is killed."""
     rng = random.Random(0)
     bodies = [
-        {"prompt": story(rng, rng.randrange(5, 60)), "max_tokens": 300, "temperature": n % 2, "seed": n}
+        {
+            "prompt": story(rng, rng.randrange(5, 60)),
+            "max_tokens": 300,
+            "temperature": n % 2,
+            "seed": n,
+        }
         for n in range(60)
     ]
     counts_before = counters(port)
@@ -104,15 +121,20 @@ def measure_kill(port: int, expected: Callable[[dict[str, Any]], str]) -> None:
         first = cpu_ticks()
         time.sleep(0.1)
         last = cpu_ticks()
-        os.kill(max(last, key=lambda process: last[process] - first.get(process, 0)), signal.SIGKILL)
+        os.kill(
+            max(last, key=lambda process: last[process] - first.get(process, 0)), signal.SIGKILL
+        )
 
     answers = all_of(port, bodies, kill)
     counts_after = counters(port)
-    unchanged = sum(answer.text == expected(body) for answer, body in zip(answers, bodies, strict=True))
+    unchanged = sum(
+        answer.text == expected(body) for answer, body in zip(answers, bodies, strict=True)
+    )
     names = ("quire:front_retries_total", "quire:front_resumed_total")
     counts = [int(counts_after[name] - counts_before[name]) for name in names]
     print(
-        f"killed: {len(answers)} of {len(bodies)} answered, {unchanged} as by one engine; sent again {counts[0]}, ",
+        f"killed: {len(answers)} of {len(bodies)} answered, {unchanged} as by one engine; sent "
+        f"again {counts[0]}, ",
         end="",
     )
     print(f"of these half told {counts[1]}")
@@ -127,20 +149,30 @@ def measure_routing(port: int, name: str) -> None:
     first = []
     for _ in range(6):
         rng.shuffle(talks)
-        answers = all_of(port, [{"prompt": talk, "max_tokens": 24, "temperature": 0} for talk in talks])
+        answers = all_of(
+            port, [{"prompt": talk, "max_tokens": 24, "temperature": 0} for talk in talks]
+        )
         first += [answer.first for answer in answers]
-        talks = [f"{talk}{answer.text} {story(rng, 12)}" for talk, answer in zip(talks, answers, strict=True)]
+        talks = [
+            f"{talk}{answer.text} {story(rng, 12)}"
+            for talk, answer in zip(talks, answers, strict=True)
+        ]
     counts_after = counters(port)
     names = [f"vllm:prefix_cache_{counter}_total" for counter in ("hits", "queries")]
     hits, num_tokens = (counts_after[name] - counts_before[name] for name in names)
-    print(f"routing {name}: {hits / num_tokens:.1%} of {num_tokens:.0f} prompt tokens found; ", end="")
+    print(
+        f"routing {name}: {hits / num_tokens:.1%} of {num_tokens:.0f} prompt tokens found; ", end=""
+    )
     print(f"first event after {statistics.median(first) * 1e3:.0f} ms (median)")
 
 
 def measure_prefill_split(port: int, name: str) -> list[str]:
     """Four streams decode while long prompts arrive."""
     rng = random.Random(1)
-    writing = [{"prompt": story(rng, 10), "max_tokens": 400, "temperature": 1, "seed": n} for n in range(12)]
+    writing = [
+        {"prompt": story(rng, 10), "max_tokens": 400, "temperature": 1, "seed": n}
+        for n in range(12)
+    ]
     reading = [{"prompt": story(rng, 420), "max_tokens": 4, "temperature": 0} for _ in range(30)]
     with ThreadPoolExecutor(4) as writers, ThreadPoolExecutor(1) as readers:
         written = [writers.submit(ask, port, body) for body in writing]
@@ -149,13 +181,18 @@ def measure_prefill_split(port: int, name: str) -> list[str]:
         read = [answer.result() for answer in read]
     gaps = sorted(gap for answer in written for gap in answer.gaps)
     print(f"{name}: between events {gaps[len(gaps) // 2] * 1e3:.1f} ms (median), ", end="")
-    print(f"{gaps[int(len(gaps) * 0.99)] * 1e3:.0f} ms (99 %); first event of a long prompt after ", end="")
+    print(
+        f"{gaps[int(len(gaps) * 0.99)] * 1e3:.0f} ms (99 %); first event of a long prompt after ",
+        end="",
+    )
     print(f"{statistics.median(answer.first for answer in read) * 1e3:.0f} ms (median)")
     return [answer.text for answer in (*written, *read)]
 
 
 def main(
-    model: Annotated[str | None, typer.Argument(help="A folder or Hugging Face id.", show_default="quill")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="A folder or Hugging Face id.", show_default="quill")
+    ] = None,
 ) -> None:
     """Measure three replicas on this machine."""
     from ... import LLM, SamplingParams
@@ -169,7 +206,9 @@ def main(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     scale = ReplicaOptions(replicas=3, replica_resources={"CPU": 0.1})
-    plan = DeploymentPlan(((model, ("m",)),), ServerSettings(port=port), options, scale, log_level="warning")
+    plan = DeploymentPlan(
+        ((model, ("m",)),), ServerSettings(port=port), options, scale, log_level="warning"
+    )
 
     def expected(body: dict[str, Any]) -> str:
         sampling = {key: value for key, value in body.items() if key != "prompt"}
@@ -185,10 +224,18 @@ def main(
             deploy.run(replace(plan, scale=replace(scale, routing=routing)))
             measure_routing(port, routing)
         texts = []
-        for name, chosen in {"together": {"replicas": 2}, "apart": {"replicas": 1, "prefill_replicas": 1}}.items():
-            deploy.run(replace(plan, scale=ReplicaOptions(replica_resources={"CPU": 0.1}, **chosen)))
+        for name, chosen in {
+            "together": {"replicas": 2},
+            "apart": {"replicas": 1, "prefill_replicas": 1},
+        }.items():
+            deploy.run(
+                replace(plan, scale=ReplicaOptions(replica_resources={"CPU": 0.1}, **chosen))
+            )
             texts.append(measure_prefill_split(port, name))
-        print(f"apart as together: {sum(map(str.__eq__, *texts))} of {len(texts[0])} answers identical")
+        print(
+            f"apart as together: {sum(map(str.__eq__, *texts))} of {len(texts[0])} answers "
+            "identical"
+        )
     finally:
         deploy.stop()
 

@@ -23,14 +23,27 @@ PLOTS = (".png", ".svg", ".pdf")
 OPTIONS = {
     "as_json": Annotated[
         Path | None,
-        o.option("Write the results as JSON; - is stdout, instead of the table.", o.OUTPUT, "FILE", name="--json"),
+        o.option(
+            "Write the results as JSON; - is stdout, instead of the table.",
+            o.OUTPUT,
+            "FILE",
+            name="--json",
+        ),
     ],
     "save_result": Annotated[
         bool,
-        o.option("Write the results to a file named after the command and the time.", o.OUTPUT, name="--save-result"),
+        o.option(
+            "Write the results to a file named after the command and the time.",
+            o.OUTPUT,
+            name="--save-result",
+        ),
     ],
-    "result_filename": Annotated[Path | None, o.option("Name of the file of --save-result.", o.OUTPUT, "FILE")],
-    "plot": Annotated[Path | None, o.option(f"Draw the results into a {', '.join(PLOTS)} file.", o.OUTPUT, "FILE")],
+    "result_filename": Annotated[
+        Path | None, o.option("Name of the file of --save-result.", o.OUTPUT, "FILE")
+    ],
+    "plot": Annotated[
+        Path | None, o.option(f"Draw the results into a {', '.join(PLOTS)} file.", o.OUTPUT, "FILE")
+    ],
 }
 
 
@@ -43,14 +56,21 @@ class ResultFiles:
     json: Path | None
     plot: Path | None
 
-    def write(self, result: dict[str, Any], text: str, draw: Callable[[Any, Any], None] | None = None) -> None:
+    def write(
+        self, result: dict[str, Any], text: str, draw: Callable[[Any, Any], None] | None = None
+    ) -> None:
         """Print the table, then write the files, so that the table appears even if a file cannot be
         written.
 
         `draw` is called with the module `plot` and the figure.
         """
         now = datetime.now().astimezone().isoformat(timespec="seconds")
-        head = {"command": f"bench {self.command}", "date": now, "quire": __version__, "machine": machine()}
+        head = {
+            "command": f"bench {self.command}",
+            "date": now,
+            "quire": __version__,
+            "machine": machine(),
+        }
         result = head | {"options": self.options} | result
         if str(self.json) == "-":
             print(json.dumps(result))
@@ -73,8 +93,12 @@ class ResultFiles:
 
 
 def takes_report(excluded: Collection[str] = ("result_filename",)):
-    """A command with these options in place of its parameter `report`, the files that they ask for."""
-    added = {"context": typer.Context} | {name: OPTIONS[name] for name in OPTIONS if name not in excluded}
+    """A command with these options in place of its parameter `report`, the files that they ask
+    for.
+    """
+    added = {"context": typer.Context} | {
+        name: OPTIONS[name] for name in OPTIONS if name not in excluded
+    }
     return o.takes("report", added, {"save_result": False}, report)
 
 
@@ -91,7 +115,9 @@ def report(
     if result_filename is not None and not save_result:
         raise o.UsageError("--result-filename needs --save-result; or use --json FILE")
     if save_result:
-        as_json = result_filename or Path(f"quire-bench-{context.info_name}-{datetime.now():%Y%m%d-%H%M%S}.json")
+        as_json = result_filename or Path(
+            f"quire-bench-{context.info_name}-{datetime.now():%Y%m%d-%H%M%S}.json"
+        )
     if plot is not None and plot.suffix.lower() not in PLOTS:
         raise o.UsageError(f"--plot is {str(plot)!r}; its name must end in {', '.join(PLOTS)}")
     if plot is not None:
@@ -102,8 +128,12 @@ def report(
         if not path.parent.is_dir():
             raise o.UsageError(f"cannot write {path}: there is no folder {path.parent}")
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise o.UsageError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'permission denied'}")
-    options = {name: json_value(value) for name, value in context.params.items() if value is not None}
+            raise o.UsageError(
+                f"cannot write {path}: {'it is a folder' if path.is_dir() else 'permission denied'}"
+            )
+    options = {
+        name: json_value(value) for name, value in context.params.items() if value is not None
+    }
     return ResultFiles(str(context.info_name), options, as_json, plot)
 
 
@@ -123,17 +153,37 @@ def latency_table(values: dict[str, list[float]], names: dict[str, str] = METRIC
     rows = [
         (names[metric], *("-",) * 4)
         if summary is None
-        else (names[metric], *(f"{value:,.2f}" for value in (summary.mean, summary.median, summary.p90, summary.p99)))
-        for metric, summary in ((metric, summarise(metric_values)) for metric, metric_values in values.items())
+        else (
+            names[metric],
+            *(
+                f"{value:,.2f}"
+                for value in (summary.mean, summary.median, summary.p90, summary.p99)
+            ),
+        )
+        for metric, summary in (
+            (metric, summarise(metric_values)) for metric, metric_values in values.items()
+        )
     ]
     return table(("ms", "mean", "median", "P90", "P99"), rows)
 
 
 def rates_table(result: dict[str, Any]) -> str:
     """Counts and rates of one run."""
-    head = ("answered", "seconds", "requests/s", "output tokens/s", "total tokens/s", "prompt tokens", "output tokens")
+    head = (
+        "answered",
+        "seconds",
+        "requests/s",
+        "output tokens/s",
+        "total tokens/s",
+        "prompt tokens",
+        "output tokens",
+    )
     totals = (result["total_input_tokens"], result["total_output_tokens"])
-    rates = (result["request_throughput"], result["output_throughput"], result["total_token_throughput"])
+    rates = (
+        result["request_throughput"],
+        result["output_throughput"],
+        result["total_token_throughput"],
+    )
     row = (
         f"{result['completed']} of {result['completed'] + result['failed']}",
         f"{result['duration']:,.2f}",

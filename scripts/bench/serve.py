@@ -33,28 +33,49 @@ SPARE_FILES = 64  # open files other than connections
 @reports.takes_report(excluded=())
 @load.takes_dataset
 def main(
-    base_url: Annotated[str | None, o.option("Address of the server.", SERVER, "URL", f"http://{HOST}:{PORT}")] = None,
-    host: Annotated[str | None, o.option("Its host, instead of --base-url.", SERVER, "HOST", HOST)] = None,
-    port: Annotated[int | None, o.option("Its port, instead of --base-url.", SERVER, "PORT", f"{PORT}")] = None,
+    base_url: Annotated[
+        str | None, o.option("Address of the server.", SERVER, "URL", f"http://{HOST}:{PORT}")
+    ] = None,
+    host: Annotated[
+        str | None, o.option("Its host, instead of --base-url.", SERVER, "HOST", HOST)
+    ] = None,
+    port: Annotated[
+        int | None, o.option("Its port, instead of --base-url.", SERVER, "PORT", f"{PORT}")
+    ] = None,
     backend: Annotated[
-        str | None, o.option(f"Kind of the endpoint: {', '.join(BACKENDS)}.", SERVER, "KIND", "openai")
+        str | None,
+        o.option(f"Kind of the endpoint: {', '.join(BACKENDS)}.", SERVER, "KIND", "openai"),
     ] = None,
     endpoint: Annotated[
-        str | None, o.option(f"Endpoint: {' or '.join(ENDPOINTS)}.", SERVER, "PATH", "that of --backend")
+        str | None,
+        o.option(f"Endpoint: {' or '.join(ENDPOINTS)}.", SERVER, "PATH", "that of --backend"),
     ] = None,
     model: Annotated[
-        str | None, o.option("Name of the model on the server.", SERVER, default_text="the first that the server lists")
+        str | None,
+        o.option(
+            "Name of the model on the server.",
+            SERVER,
+            default_text="the first that the server lists",
+        ),
     ] = None,
     tokenizer: Annotated[
         str | None,
-        o.option("Folder or Hugging Face id, to draw and to measure prompts.", SERVER, default_text="the model's name"),
+        o.option(
+            "Folder or Hugging Face id, to draw and to measure prompts.",
+            SERVER,
+            default_text="the model's name",
+        ),
     ] = None,
-    timeout: Annotated[float, o.option("Time after which a request counts as failed.", SERVER, "SECONDS")] = 600.0,
+    timeout: Annotated[
+        float, o.option("Time after which a request counts as failed.", SERVER, "SECONDS")
+    ] = 600.0,
     num_prompts: load.NumPrompts = 100,
     *,
     dataset: load.Dataset,
     seed: load.Seed = 0,
-    request_rate: Annotated[float, o.option("Requests a second; inf: all at once.", TRAFFIC, "N")] = math.inf,
+    request_rate: Annotated[
+        float, o.option("Requests a second; inf: all at once.", TRAFFIC, "N")
+    ] = math.inf,
     burstiness: Annotated[
         float | None,
         o.option(
@@ -67,7 +88,9 @@ def main(
     max_concurrency: Annotated[
         int | None, o.sized("Most requests in flight at once.", TRAFFIC, "N", "no limit")
     ] = None,
-    ignore_eos: Annotated[bool, o.option("Ask for answers of full length.", TRAFFIC, name="--ignore-eos")] = False,
+    ignore_eos: Annotated[
+        bool, o.option("Ask for answers of full length.", TRAFFIC, name="--ignore-eos")
+    ] = False,
     temperature: Annotated[float, o.option("Sent with every request.", TRAFFIC)] = 0.0,
     goals: Annotated[
         list[str] | None,
@@ -90,7 +113,9 @@ def main(
         max_concurrency=max_concurrency,
     )  # fmt: skip
     if burstiness is not None and math.isinf(request_rate):
-        raise o.UsageError("--burstiness needs a finite --request-rate: without one all requests go at once")
+        raise o.UsageError(
+            "--burstiness needs a finite --request-rate: without one all requests go at once"
+        )
     limits = parse_goals(goals or [])
 
     import asyncio  # not at the top: `--help` must not wait for it
@@ -114,7 +139,9 @@ def main(
     chat = endpoint == ENDPOINTS[1]
     options = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {})}
     bodies = [request_body(sample, name, chat, vocabulary) | options for sample in samples]
-    delays = load.arrivals(num_prompts, request_rate, 1.0 if burstiness is None else burstiness, seed)
+    delays = load.arrivals(
+        num_prompts, request_rate, 1.0 if burstiness is None else burstiness, seed
+    )
     allow_connections(min(num_prompts, max_concurrency or num_prompts))
 
     with bar(num_prompts, True) as advance:
@@ -151,7 +178,9 @@ def main(
 
 def base_address(base_url: str | None, host: str | None, port: int | None) -> str:
     if base_url is not None and (host is not None or port is not None):
-        raise o.UsageError(f"--base-url is {base_url!r}, which says host and port: leave out --host and --port")
+        raise o.UsageError(
+            f"--base-url is {base_url!r}, which says host and port: leave out --host and --port"
+        )
     host = host or HOST
     port = PORT if port is None else port
     return f"http://{f'[{host}]' if ':' in host else host}:{port}" if base_url is None else base_url
@@ -165,7 +194,10 @@ def chosen_endpoint(backend: str | None, endpoint: str | None) -> str:
     if endpoint not in ENDPOINTS:
         raise o.UsageError(f"--endpoint is {endpoint!r}; it can be {' or '.join(ENDPOINTS)}")
     if backend is not None and endpoint != BACKENDS[backend]:
-        raise o.UsageError(f"--backend {backend} has the endpoint {BACKENDS[backend]}, not {endpoint}: leave one out")
+        raise o.UsageError(
+            f"--backend {backend} has the endpoint {BACKENDS[backend]}, not {endpoint}: leave "
+            "one out"
+        )
     return endpoint
 
 
@@ -180,7 +212,8 @@ def parse_goals(goals: Sequence[str]) -> dict[str, float]:
             limits[metric] = math.nan
         if metric not in GOALS or not 0 < limits[metric] < math.inf:
             raise o.UsageError(
-                f"--goodput is {goal!r}; write a metric and milliseconds, as in ttft:500 ({', '.join(GOALS)})"
+                f"--goodput is {goal!r}; write a metric and milliseconds, as in ttft:500 "
+                f"({', '.join(GOALS)})"
             )
     return limits
 
@@ -217,7 +250,9 @@ def find_tokenizer(server, model: str, chosen: str | None) -> Any:
     try:
         count = len(tokenizer.ordinary)
     except (client.Failure, OSError, EOFError) as error:
-        print(f"note: the server's tokenizer cannot be asked: {client.reason(error)}", file=sys.stderr)
+        print(
+            f"note: the server's tokenizer cannot be asked: {client.reason(error)}", file=sys.stderr
+        )
         return read_tokenizer(model)
     print(f"note: prompts are drawn from {count} tokens of the server's tokenizer", file=sys.stderr)
     return tokenizer
@@ -249,7 +284,9 @@ def request_body(sample: load.Sample, model: str, chat: bool, tokenizer) -> dict
     text = sample.prompt
     if not isinstance(text, str):
         if tokenizer is None:
-            raise o.UsageError(f"a prompt of token ids cannot go to {ENDPOINTS[1]}: use {ENDPOINTS[0]}")
+            raise o.UsageError(
+                f"a prompt of token ids cannot go to {ENDPOINTS[1]}: use {ENDPOINTS[0]}"
+            )
         text = tokenizer.decode(text)
     return request | {"messages": [{"role": "user", "content": text}]}
 
@@ -263,13 +300,16 @@ def allow_connections(count: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < num_files:
         if hard != resource.RLIM_INFINITY and hard < num_files:
             raise o.UsageError(
-                f"{count} connections at once are more open files than allowed ({hard}): use --max-concurrency"
+                f"{count} connections at once are more open files than allowed ({hard}): use "
+                "--max-concurrency"
             )
         resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
 
 
 async def send_requests(
-    send: Callable[[int], Awaitable[RequestTimes]], delays: Sequence[float], max_concurrency: int | None
+    send: Callable[[int], Awaitable[RequestTimes]],
+    delays: Sequence[float],
+    max_concurrency: int | None,
 ) -> tuple[list[RequestTimes], float]:
     """Send each request when it is due, up to the concurrency limit. Returns answers in order, and
     the duration.
@@ -293,20 +333,30 @@ async def send_requests(
     return [task.result() for task in tasks], loop.time() - begin
 
 
-def result_values(answers: Sequence[RequestTimes], duration: float, limits: dict[str, float]) -> dict[str, Any]:
+def result_values(
+    answers: Sequence[RequestTimes], duration: float, limits: dict[str, float]
+) -> dict[str, Any]:
     """The results by the names of vLLM's result files, and the times of each request."""
     results: dict[str, Any] = totals(answers, duration) | flat(milliseconds(answers))
     if limits:
-        results |= {"request_goodput": goodput(answers, duration, limits), "goodput_limits_ms": limits}
-    results["errors"] = dict(Counter(answer.error for answer in answers if answer.error is not None).most_common())
+        results |= {
+            "request_goodput": goodput(answers, duration, limits),
+            "goodput_limits_ms": limits,
+        }
+    results["errors"] = dict(
+        Counter(answer.error for answer in answers if answer.error is not None).most_common()
+    )
     begin = min(answer.sent for answer in answers)
     results["requests"] = [
         {
-            "sent_s": answer.sent - begin, "prompt_tokens": answer.prompt_tokens, "output_tokens": answer.output_tokens,
-            "times_ms": [(moment - answer.sent) * 1000 for moment in answer.times], "error": answer.error,
+            "sent_s": answer.sent - begin,
+            "prompt_tokens": answer.prompt_tokens,
+            "output_tokens": answer.output_tokens,
+            "times_ms": [(moment - answer.sent) * 1000 for moment in answer.times],
+            "error": answer.error,
         }
         for answer in answers
-    ]  # fmt: skip
+    ]
     return results
 
 
@@ -324,7 +374,10 @@ def paragraphs(
     if limits:
         num_good = sum(answer.error is None and answer.meets(limits) for answer in answers)
         named = ", ".join(f"{METRICS[metric]} {limit:g} ms" for metric, limit in limits.items())
-        texts.append(f"goodput: {result['request_goodput']:.2f} requests/s, {num_good} of {len(answers)}, kept {named}")
+        texts.append(
+            f"goodput: {result['request_goodput']:.2f} requests/s, {num_good} of "
+            f"{len(answers)}, kept {named}"
+        )
     if "server" in result:
         from . import server_stats
 

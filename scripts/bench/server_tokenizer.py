@@ -10,7 +10,12 @@ from . import client as client
 TIMEOUT = 10.0  # seconds
 NUM_WORDS = 4000  # of the texts from whose tokens prompts are drawn
 WORDS_PER_TEXT = 250  # servers reject texts longer than the model's context
-SYLLABLES = [first + vowel + last for first in "bcdfghklmnprstvw" for vowel in "aeiou" for last in ("", *"lnrst")]
+SYLLABLES = [
+    first + vowel + last
+    for first in "bcdfghklmnprstvw"
+    for vowel in "aeiou"
+    for last in ("", *"lnrst")
+]
 
 
 class ServerTokenizer:
@@ -27,7 +32,10 @@ class ServerTokenizer:
         """Token ids of made-up words: a large part of the vocabulary, without special tokens."""
         rng = random.Random(0)
         words = ["".join(rng.choices(SYLLABLES, k=rng.randint(1, 4))) for _ in range(NUM_WORDS)]
-        texts = [" ".join(words[start : start + WORDS_PER_TEXT]) for start in range(0, NUM_WORDS, WORDS_PER_TEXT)]
+        texts = [
+            " ".join(words[start : start + WORDS_PER_TEXT])
+            for start in range(0, NUM_WORDS, WORDS_PER_TEXT)
+        ]
         return frozenset().union(*map(self.encode, texts))
 
     @property
@@ -41,7 +49,11 @@ class ServerTokenizer:
 
     def encode(self, text: str) -> list[int]:
         tokens = self.ask("/tokenize", {"prompt": text, "add_special_tokens": False}).get("tokens")
-        if not isinstance(tokens, list) or not tokens or not all(type(token) is int and token >= 0 for token in tokens):
+        if (
+            not isinstance(tokens, list)
+            or not tokens
+            or not all(type(token) is int and token >= 0 for token in tokens)
+        ):
             raise client.Failure("/tokenize answers without a list of token ids")
         return tokens
 

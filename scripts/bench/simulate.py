@@ -1,4 +1,6 @@
-"""`quire bench simulate`: the scheduler and the page table under a load of chats, without a model."""
+"""`quire bench simulate`: the scheduler and the page table under a load of chats, without a
+model.
+"""
 
 from statistics import fmean
 from typing import Annotated, Any
@@ -12,25 +14,37 @@ from .metrics import RequestTimes, flat, milliseconds
 from .simulation import Cost, Policy, Simulation, conversations, reasons
 
 DEVICE = "The simulated device"
-NAMES = {"wait": "in the queue", "ttft": "first token", "itl": "each token after", "e2el": "whole request"}
+NAMES = {
+    "wait": "in the queue",
+    "ttft": "first token",
+    "itl": "each token after",
+    "e2el": "whole request",
+}
 
 
 @reports.takes_report()
-@o.takes_engine(only=("block_size", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching"))
+@o.takes_engine(
+    only=("block_size", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching")
+)
 def main(
     num_prompts: load.NumPrompts = 2000,
     request_rate: Annotated[
         float, o.option("Requests a second, on average; they come in bursts.", load.DATA, "N")
     ] = 20.0,
-    longest: Annotated[int, o.sized("Longest prompt and longest answer.", load.DATA, "TOKENS")] = 2000,
-    shared_prefix: Annotated[int, o.sized("System prompt that all begin with.", load.DATA, "TOKENS")] = 0,
+    longest: Annotated[
+        int, o.sized("Longest prompt and longest answer.", load.DATA, "TOKENS")
+    ] = 2000,
+    shared_prefix: Annotated[
+        int, o.sized("System prompt that all begin with.", load.DATA, "TOKENS")
+    ] = 0,
     seed: load.Seed = 0,
     num_pages: Annotated[int, o.sized("Pages of the KV cache.", o.MEMORY, "N")] = 6000,
     policy: Annotated[
         Policy,
         o.option(
-            "When requests are admitted. continuous: at every step; static: in full batches, each when the last "
-            "is over; dynamic: the same, but after --delay-ms the batch need not be full.",
+            "When requests are admitted. continuous: at every step; static: in full batches, each "
+            "when the last is over; dynamic: the same, but after --delay-ms the batch need not be "
+            "full.",
             o.MEMORY,
             "WHEN",
         ),
@@ -51,14 +65,20 @@ def main(
     from ...serving.device.step_shape import StepShape
 
     load.above_zero(
-        num_prompts=num_prompts, request_rate=request_rate, longest=longest, num_pages=num_pages, step_ms=step_ms
+        num_prompts=num_prompts,
+        request_rate=request_rate,
+        longest=longest,
+        num_pages=num_pages,
+        step_ms=step_ms,
     )
     options = EngineOptions(**engine).on("cpu")
     max_num_seqs = options.max_num_seqs
     token_budget = options.max_num_batched_tokens
     page = options.block_size
     if delay_ms is not None and policy is not Policy.dynamic:
-        raise o.UsageError(f"--delay-ms is for --policy dynamic; with {policy} batches leave it out")
+        raise o.UsageError(
+            f"--delay-ms is for --policy dynamic; with {policy} batches leave it out"
+        )
     delay_ms = 100.0 if delay_ms is None else delay_ms
     for name, value in (("--row-us", row_us), ("--delay-ms", delay_ms)):
         if value < 0:
@@ -67,14 +87,19 @@ def main(
     max_tokens = shared_prefix + 2 * longest
     if not pages.fits(max_tokens, token_budget):
         raise o.UsageError(
-            f"--num-pages is {num_pages}; a request of {max_tokens} tokens needs {-(-max_tokens // page) + 1}"
+            f"--num-pages is {num_pages}; a request of {max_tokens} tokens needs "
+            f"{-(-max_tokens // page) + 1}"
         )
     shape = StepShape.largest(max_num_seqs, token_budget, max(max_num_seqs, 16))
     simulation = Simulation(pages, shape, Cost(step_ms / 1e3, row_us / 1e6), policy, delay_ms / 1e3)
-    outcomes = simulation.run(conversations(num_prompts, request_rate, seed, longest, shared_prefix))
+    outcomes = simulation.run(
+        conversations(num_prompts, request_rate, seed, longest, shared_prefix)
+    )
 
     answers = [
-        RequestTimes(f.request.arrival, f.tokens, len(f.request.prompt), len(f.tokens)) for f in outcomes if f.tokens
+        RequestTimes(f.request.arrival, f.tokens, len(f.request.prompt), len(f.tokens))
+        for f in outcomes
+        if f.tokens
     ]
     latencies = milliseconds(answers)
     values = {
@@ -95,14 +120,34 @@ def main(
         "preemptions": simulation.preemptions,
         "cached_tokens": sum(f.seq.cache.num_cached for f in outcomes),
     }
-    head = ("seconds", "steps", "rows", "tokens/s", "running", "pages filled", "cached tokens", "preemptions")
+    head = (
+        "seconds",
+        "steps",
+        "rows",
+        "tokens/s",
+        "running",
+        "pages filled",
+        "cached tokens",
+        "preemptions",
+    )
     row = (
-        f"{figures['seconds']:,.1f}", f"{figures['steps']:,}", f"{figures['rows']:,}", f"{figures['tokens_s']:,.0f}",
-        f"{figures['running']:.1f} of {max_num_seqs}", f"{figures['pages_filled']:.1%}",
-        f"{figures['cached_tokens']:,}", f"{figures['preemptions']:,}",
-    )  # fmt: skip
+        f"{figures['seconds']:,.1f}",
+        f"{figures['steps']:,}",
+        f"{figures['rows']:,}",
+        f"{figures['tokens_s']:,.0f}",
+        f"{figures['running']:.1f} of {max_num_seqs}",
+        f"{figures['pages_filled']:.1%}",
+        f"{figures['cached_tokens']:,}",
+        f"{figures['preemptions']:,}",
+    )
     heading = f"{num_prompts} chats, {request_rate:g} a second, {policy} batches"
-    footing = f"Room for the longest request in one piece would be filled to {fill:.1%} when each ends."
+    footing = (
+        f"Room for the longest request in one piece would be filled to {fill:.1%} when each ends."
+    )
     result: dict[str, Any] = figures | {"ended": dict(reasons(outcomes))} | flat(values)
-    text = f"{heading}\n\n{table(head, [row])}\n\n{reports.latency_table(values, NAMES)}\n\n{footing}"
-    report.write(result, text, lambda plot, figure: plot.simulation(figure, looks, max_num_seqs, heading))
+    text = (
+        f"{heading}\n\n{table(head, [row])}\n\n{reports.latency_table(values, NAMES)}\n\n{footing}"
+    )
+    report.write(
+        result, text, lambda plot, figure: plot.simulation(figure, looks, max_num_seqs, heading)
+    )

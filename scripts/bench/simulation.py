@@ -23,7 +23,9 @@ SAMPLE_PERIOD = 20  # steps between two entries of `Simulation.looks`
 
 @dataclass(frozen=True)
 class SimulatedRequest:
-    """A request, and when its client gives up: `timeout` and `abort` are seconds after the arrival."""
+    """A request, and when its client gives up: `timeout` and `abort` are seconds after the
+    arrival.
+    """
 
     arrival: float
     prompt: Seq[int]
@@ -111,9 +113,15 @@ class Simulation:
         while place < len(requests) or self.held or scheduler.busy or in_flight:
             while place < len(requests) and requests[place].arrival <= self.now:
                 seq = self.arrive(requests[place])
-                for reason, delay in (("timeout", requests[place].timeout), ("abort", requests[place].abort)):
+                for reason, delay in (
+                    ("timeout", requests[place].timeout),
+                    ("abort", requests[place].abort),
+                ):
                     if delay is not None:
-                        heapq.heappush(leaving, (requests[place].arrival + delay, len(self.outcomes), reason, seq))
+                        heapq.heappush(
+                            leaving,
+                            (requests[place].arrival + delay, len(self.outcomes), reason, seq),
+                        )
                 place += 1
             while leaving and leaving[0][0] <= self.now:
                 _, _, reason, seq = heapq.heappop(leaving)
@@ -214,7 +222,9 @@ class Simulation:
         )
 
 
-def conversations(count: int, rate: float, seed: int = 0, limit: int = 2000, shared: int = 0) -> list[SimulatedRequest]:
+def conversations(
+    count: int, rate: float, seed: int = 0, limit: int = 2000, shared: int = 0
+) -> list[SimulatedRequest]:
     """Requests with log-normal lengths like chats, in bursts of a random rate.
 
     `shared` is the length of a common system prompt.
@@ -230,7 +240,9 @@ def conversations(count: int, rate: float, seed: int = 0, limit: int = 2000, sha
         now += rng.expovariate(rate * burst)
         prompt = min(limit, max(1, round(rng.lognormvariate(4.2, 1.2))))
         output = min(limit, max(1, round(rng.lognormvariate(4.6, 1.0))))
-        requests.append(SimulatedRequest(now, system + [rng.randrange(50_000) for _ in range(prompt)], output))
+        requests.append(
+            SimulatedRequest(now, system + [rng.randrange(50_000) for _ in range(prompt)], output)
+        )
     return requests
 
 

@@ -20,7 +20,12 @@ from . import load as load
 from . import report as reports
 from .metrics import flat
 
-STAGES = {"python": "interpreter", "imports": "imports", "ready": "model ready", "token": "first token"}
+STAGES = {
+    "python": "interpreter",
+    "imports": "imports",
+    "ready": "model ready",
+    "token": "first token",
+}
 PROMPT = [0] * 16
 CACHES = ("XDG_CACHE_HOME", "QUIRE_CACHE_DIR")  # folders of compiled programs and kernels
 
@@ -29,7 +34,9 @@ CACHES = ("XDG_CACHE_HOME", "QUIRE_CACHE_DIR")  # folders of compiled programs a
 @o.takes_engine(excluded=("tokenizer",))
 def main(
     model: o.Model = None,
-    num_iters: Annotated[int, o.sized("Starts with empty caches, and as many with full ones.", load.DATA, "N")] = 3,
+    num_iters: Annotated[
+        int, o.sized("Starts with empty caches, and as many with full ones.", load.DATA, "N")
+    ] = 3,
     *,
     engine: dict[str, Any],
     report: reports.ResultFiles,
@@ -52,11 +59,16 @@ def main(
     result: dict[str, Any] = {"model": name, "stages": list(STAGES), "starts_s": starts}
     for state, runs in starts.items():
         result[state] = flat({stage: [run[stage] * 1000 for run in runs] for stage in STAGES})
-    means = {state: [fmean(run[stage] for run in runs) for stage in STAGES] for state, runs in starts.items()}
+    means = {
+        state: [fmean(run[stage] for run in runs) for stage in STAGES]
+        for state, runs in starts.items()
+    }
     report.write(
         result,
         text(name, num_iters, starts),
-        lambda plot, figure: plot.stages(figure, means, list(STAGES.values()), f"{name}: process start to first token"),
+        lambda plot, figure: plot.stages(
+            figure, means, list(STAGES.values()), f"{name}: process start to first token"
+        ),
     )
 
 
@@ -64,7 +76,9 @@ def start(options: dict[str, Any], caches: Path) -> dict[str, float]:
     """Seconds from the start of a process to the end of each stage, with only these folders as
     caches.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"
+    }
     environment |= {name: str(caches / name.lower()) for name in CACHES}
     command = [sys.executable, "-m", f"{__package__}.startup", json.dumps(options)]
     begin = monotonic()
@@ -102,7 +116,10 @@ def text(name: str, count: int, starts: dict[str, list[dict[str, float]]]) -> st
         for state, runs in starts.items()
     ]
     head = ("seconds from process start", *STAGES.values(), "from .. to")
-    heading = f"{name}: starts with empty caches (cold), each followed by one with full caches (warm), {count} of each"
+    heading = (
+        f"{name}: starts with empty caches (cold), each followed by one with full caches "
+        f"(warm), {count} of each"
+    )
     return f"{heading}\n\n{table(head, rows)}"
 
 

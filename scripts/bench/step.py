@@ -19,7 +19,11 @@ from . import load as load
 from . import report as reports
 from .engine import LoadRun, Roof, TimedStep, engine_roof, read_bandwidth, watch
 
-KERNELS = {"linear": "products", "heads": "heads (norms, rotation)", "residual": "residual and norm"}
+KERNELS = {
+    "linear": "products",
+    "heads": "heads (norms, rotation)",
+    "residual": "residual and norm",
+}
 WRAPPERS = re.compile(
     r"jit\(.*\)|pjit|while|body|cond|closed_call|layer\d+|branch_\d+_fun|"
 )  # scopes that name no part
@@ -69,14 +73,20 @@ def main(
 
         runner = llm.engine.runner
         if jax.default_backend() != "cpu" or runner.mesh is not None:
-            raise o.UsageError("quire bench step reads XLA's trace of one CPU, not of a GPU, a TPU or a mesh")
+            raise o.UsageError(
+                "quire bench step reads XLA's trace of one CPU, not of a GPU, a TPU or a mesh"
+            )
         if input_len + num_steps + SPARE > llm.engine.max_len:
             raise o.UsageError(
-                f"{input_len} prompt tokens, {num_steps} steps and {SPARE} before and after do not fit into the "
-                f"{llm.engine.max_len} of --max-model-len: ask for fewer"
+                f"{input_len} prompt tokens, {num_steps} steps and {SPARE} before and after do not "
+                f"fit into the {llm.engine.max_len} of --max-model-len: ask for fewer"
             )
-        dataset = load.dataset("random", random_input_len=input_len, random_output_len=llm.engine.max_len - input_len)
-        samples = dataset.samples(batch_size, llm.engine.tokenizer, str(seed), llm.engine.config.vocab_size)
+        dataset = load.dataset(
+            "random", random_input_len=input_len, random_output_len=llm.engine.max_len - input_len
+        )
+        samples = dataset.samples(
+            batch_size, llm.engine.tokenizer, str(seed), llm.engine.config.vocab_size
+        )
         decode(llm, samples, num_steps)  # warm up
         run = decode(llm, samples, num_steps)
         bandwidth = read_bandwidth()
@@ -90,7 +100,8 @@ def main(
         step_seconds = traced_run.seconds / sum(step.plan.steps for step in traced_run.steps)
     name = model or "quill"
     report.write(
-        result(name, roof, step_seconds, traced), text(name, batch_size, input_len, roof, step_seconds, traced)
+        result(name, roof, step_seconds, traced),
+        text(name, batch_size, input_len, roof, step_seconds, traced),
     )
 
 
@@ -100,7 +111,9 @@ def compiled(runner: Any) -> list[Any]:
     return [*steps, *([runner.fused_steps] if runner.fused_steps is not None else [])]
 
 
-def decode(llm: Any, samples: Sequence[load.Sample], count: int, folder: str | None = None) -> LoadRun:
+def decode(
+    llm: Any, samples: Sequence[load.Sample], count: int, folder: str | None = None
+) -> LoadRun:
     """Run `count` decode steps of all samples together, after their first tokens; optionally traced
     into a folder.
     """
@@ -125,7 +138,9 @@ def decode(llm: Any, samples: Sequence[load.Sample], count: int, folder: str | N
         jax.block_until_ready(engine.runner.state)  # so that the trace has whole steps
         with jax.profiler.trace(folder, profiler_options=options) if folder else nullcontext():
             begin = last = perf_counter()
-            while sum(step.plan.steps for step in steps) < count and not any(request.finished for request in requests):
+            while sum(step.plan.steps for step in steps) < count and not any(
+                request.finished for request in requests
+            ):
                 llm.step()
                 if watcher.result is not None:
                     now = perf_counter()
@@ -149,14 +164,18 @@ def read(trace: Any, programs: Iterable[str]) -> Traced:
             for event in line.events:
                 stats = dict(event.stats)
                 if "hlo_op" in stats:
-                    events[stats["hlo_module"], stats["program_id"]].append((event, stats["hlo_op"]))
+                    events[stats["hlo_module"], stats["program_id"]].append(
+                        (event, stats["hlo_op"])
+                    )
                 elif event.name.startswith(EXECUTION):
                     executions.append((event.start_ns, event.start_ns + event.duration_ns))
     parts_by_key: dict[tuple[str, str], OperationGroup] = {}
     steps = 0
     for module_events in events.values():
         names = Counter(name for _, name in module_events)
-        operations_by_name = max(operations, key=lambda program: sum(name in program for name in names))
+        operations_by_name = max(
+            operations, key=lambda program: sum(name in program for name in names)
+        )
         if not any("/logits/" in operations_by_name.get(name, ("", ""))[1] for name in names):
             continue  # not a step: page copies and others
         steps += statistics.mode(names.values())
@@ -169,7 +188,9 @@ def read(trace: Any, programs: Iterable[str]) -> Traced:
             model_part.launches += 1
             model_part.seconds += event.duration_ns / 1e9
     if not steps:
-        raise o.UsageError("the trace has no operations of a step: this version of JAX does not name them")
+        raise o.UsageError(
+            "the trace has no operations of a step: this version of JAX does not name them"
+        )
     for model_part in parts_by_key.values():
         model_part.launches = model_part.launches / steps
         model_part.seconds = model_part.seconds / steps
@@ -220,23 +241,30 @@ def result(name: str, roof: Roof, step_seconds: float, traced: Traced) -> dict[s
         "roof_ms": roof.seconds * 1000,
         "roof_share": roof.share,
         "traced": {"steps": traced.steps, "step_ms": step_seconds * 1000, "parts": part_rows}
-        | {"rest_ms": {key: value * 1000 for key, value in idle_seconds(step_seconds, traced).items()}},
+        | {
+            "rest_ms": {
+                key: value * 1000 for key, value in idle_seconds(step_seconds, traced).items()
+            }
+        },
     }
 
 
-def text(name: str, batch: int, length: int, roof: Roof, step_seconds: float, traced: Traced) -> str:
+def text(
+    name: str, batch: int, length: int, roof: Roof, step_seconds: float, traced: Traced
+) -> str:
     rows = [
         (f"{model_part.scope}: {model_part.kind}", f"{model_part.launches:.0f}", model_part.seconds)
         for model_part in traced.parts
     ]
     rows += [(key, "", seconds) for key, seconds in idle_seconds(step_seconds, traced).items()]
     times = [
-        (title, count, f"{seconds * 1000:,.3f}", f"{seconds / step_seconds:.1%}") for title, count, seconds in rows
+        (title, count, f"{seconds * 1000:,.3f}", f"{seconds / step_seconds:.1%}")
+        for title, count, seconds in rows
     ]
     return (
-        f"{name}: decode steps of {batch} {'sequence' if batch == 1 else 'sequences'} after {length} tokens\n\n"
-        f"{roof.step_seconds * 1000:,.3f} ms a step; {amount(roof.weight_bytes + roof.cache_bytes)} are read at "
-        f"{roof.bandwidth / 1e9:.1f} GB/s in {roof.seconds * 1000:,.3f} ms ({roof.share:.0%})\n"
-        f"{step_seconds * 1000:,.3f} ms a step while {traced.steps} were traced, of which:\n\n"
-        + table(("part", "launches", "ms", "share"), times)
-    )
+        f"{name}: decode steps of {batch} {'sequence' if batch == 1 else 'sequences'} after "
+        f"{length} tokens\n\n{roof.step_seconds * 1000:,.3f} ms a step; "
+        f"{amount(roof.weight_bytes + roof.cache_bytes)} are read at {roof.bandwidth / 1e9:.1f} "
+        f"GB/s in {roof.seconds * 1000:,.3f} ms ({roof.share:.0%})\n{step_seconds * 1000:,.3f} ms "
+        f"a step while {traced.steps} were traced, of which:\n\n"
+    ) + table(("part", "launches", "ms", "share"), times)

@@ -1,4 +1,6 @@
-"""`quire bench throughput`: many requests at once, and decode steps against the memory bandwidth."""
+"""`quire bench throughput`: many requests at once, and decode steps against the memory
+bandwidth.
+"""
 
 import tempfile
 from pathlib import Path
@@ -28,7 +30,10 @@ def main(
     concurrency: Annotated[
         list[int] | None,
         o.sized(
-            "Most requests at once; several values make a run each.", load.DATA, "N ...", "as many as the engine takes"
+            "Most requests at once; several values make a run each.",
+            load.DATA,
+            "N ...",
+            "as many as the engine takes",
         ),
     ] = None,
     *,
@@ -42,7 +47,8 @@ def main(
         ),
     ] = False,
     adapters: Annotated[
-        int | None, o.sized("Random LoRA adapters that the requests take in turn.", load.DATA, "N", "none")
+        int | None,
+        o.sized("Random LoRA adapters that the requests take in turn.", load.DATA, "N", "none"),
     ] = None,
     adapter_rank: Annotated[int, o.sized("Their rank.", load.DATA, "N")] = 16,
     seed: load.Seed = 0,
@@ -52,7 +58,9 @@ def main(
 ) -> None:
     """Answer many requests at once. Prints rates, and decode steps against the memory bandwidth."""
     least = min(concurrency or [1])
-    load.above_zero(num_prompts=num_prompts, concurrency=least, adapters=adapters, adapter_rank=adapter_rank)
+    load.above_zero(
+        num_prompts=num_prompts, concurrency=least, adapters=adapters, adapter_rank=adapter_rank
+    )
     if adapters is not None:
         engine |= {"enable_lora": True, "max_loras": adapters, "max_lora_rank": adapter_rank}
     from ...serving.engine.snapshot import take_snapshot
@@ -61,7 +69,8 @@ def main(
         max_num_seqs = engine.setdefault("max_num_seqs", max(concurrency))
         if max(concurrency) > max_num_seqs:
             raise o.UsageError(
-                f"--concurrency {max(concurrency)} is more than --max-num-seqs {max_num_seqs}: raise that too"
+                f"--concurrency {max(concurrency)} is more than --max-num-seqs {max_num_seqs}: "
+                "raise that too"
             )
     bandwidth = read_bandwidth()  # before the model allocates memory
     with load_model(model, **engine) as llm, tempfile.TemporaryDirectory() as folder:
@@ -76,7 +85,15 @@ def main(
                 num_prompts, llm.engine.tokenizer, f"{seed} {level}", llm.engine.config.vocab_size
             )
             with bar(num_prompts, True) as advance:
-                run = serve(llm, samples, level, temperature, advance=advance, in_batches=in_batches, adapters=random)
+                run = serve(
+                    llm,
+                    samples,
+                    level,
+                    temperature,
+                    advance=advance,
+                    in_batches=in_batches,
+                    adapters=random,
+                )
             points.append(point(level, run, engine_roof(llm, run, bandwidth)))
             if run.drafts is not None:
                 drafts.append((level, run.drafts))
@@ -112,12 +129,22 @@ def point(concurrency: int, run: LoadRun, roof: Roof | None) -> dict[str, Any]:
 
 
 def text(
-    name: str, num_prompts: int, points: list[dict[str, Any]], bandwidth: float, drafts: list[tuple[int, Drafts]]
+    name: str,
+    num_prompts: int,
+    points: list[dict[str, Any]],
+    bandwidth: float,
+    drafts: list[tuple[int, Drafts]],
 ) -> str:
     """The results as text."""
     rates = table(
         (
-            "at once", "seconds", "prompt tokens", "output tokens", "requests/s", "output tokens/s", "total tokens/s",
+            "at once",
+            "seconds",
+            "prompt tokens",
+            "output tokens",
+            "requests/s",
+            "output tokens/s",
+            ("total tokens/s"),
             "TPOT, ms",
         ),
         [
@@ -131,8 +158,12 @@ def text(
             )
             for p in points
         ],
-    )  # fmt: skip
-    paragraphs = [f"{name}: {num_prompts} requests", rates, *([drafts_table("at once", drafts)] if drafts else [])]
+    )
+    paragraphs = [
+        f"{name}: {num_prompts} requests",
+        rates,
+        *([drafts_table("at once", drafts)] if drafts else []),
+    ]
     return "\n\n".join((*paragraphs, roof_text(points, bandwidth)))
 
 
@@ -152,9 +183,24 @@ def roof_text(points: list[dict[str, Any]], bandwidth: float) -> str:
         if (d := p["decode"]) is not None
     ]
     if not rows:
-        return "No step only decoded, so there is none to compare with the memory's speed: ask for longer answers."
-    head = ("at once", "sequences", "tokens", "weights", "KV cache", "roof, ms", "mean, ms", "median", "P99", "reached")
+        return (
+            "No step only decoded, so there is none to compare with the memory's speed: ask "
+            "for longer answers."
+        )
+    head = (
+        "at once",
+        "sequences",
+        "tokens",
+        "weights",
+        "KV cache",
+        "roof, ms",
+        "mean, ms",
+        "median",
+        "P99",
+        "reached",
+    )
     return (
-        f"A decode step reads all weights once and the KV cache of its sequences; at {bandwidth / 1e9:.1f} GB/s, which "
-        f"this machine reads, that is the roof:\n\n{table(head, rows)}"
+        "A decode step reads all weights once and the KV cache of its sequences; at "
+        f"{bandwidth / 1e9:.1f} GB/s, which this machine reads, that is the "
+        f"roof:\n\n{table(head, rows)}"
     )

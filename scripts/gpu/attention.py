@@ -1,7 +1,8 @@
-"""The attention kernel by itself: compared with float64 on random inputs, and timed with the card warm.
+"""The attention kernel by itself: compared with float64 on random inputs, and timed with the card
+warm.
 
-Pages and slots that no sequence owns hold NaN. The table sets the bytes and operations of each case against the card's
-own rates of copying and multiplying.
+Pages and slots that no sequence owns hold NaN. The table sets the bytes and operations of each case
+against the card's own rates of copying and multiplying.
 """
 
 import os
@@ -43,12 +44,16 @@ class TimedTrial(Trial):
         keys = min(self.length, (self.window or self.length) + self.rows - 1)
         held = self.width if self.values else 2 * self.width
         each = held * 2 if self.codes is None else held + 2 * 4
-        rows = self.sequences * self.rows * self.heads * (self.width + (self.values or self.width)) * 2
+        rows = (
+            self.sequences * self.rows * self.heads * (self.width + (self.values or self.width)) * 2
+        )
         return self.sequences * keys * self.kv_heads * each + rows
 
     @property
     def operations(self) -> int:
-        return 2 * self.sequences * self.seen * self.heads * (self.width + (self.values or self.width))
+        return (
+            2 * self.sequences * self.seen * self.heads * (self.width + (self.values or self.width))
+        )
 
 
 RIGHT = [
@@ -111,18 +116,25 @@ def right(report: PartReport, scale: CheckSizes, seed: int) -> None:
 
 
 def chosen(report: PartReport, scale: CheckSizes, seed: int) -> None:
-    """Whether an engine chooses the kernel by itself, in a process that holds most of the card's memory."""
+    """Whether an engine chooses the kernel by itself, in a process that holds most of the card's
+    memory.
+    """
     trial = Trial("decode", 5, 700)
     began = time.perf_counter()
     shown = []
     with tempfile.TemporaryDirectory() as empty:
         os.environ["XDG_CACHE_HOME"] = empty  # no earlier choice is cached there
-        name, declined = first_to(lambda implementation: shown.append(measure_attention(trial, implementation, seed)))
+        name, declined = first_to(
+            lambda implementation: shown.append(measure_attention(trial, implementation, seed))
+        )
     took = time.perf_counter() - began
     found = shown[0]
     said = "; ".join((name, *declined))
     report(
-        f"{said}; found out in {took:.0f} s, error {found.error:.1e}", chosen=name, declined=declined, error=found.error
+        f"{said}; found out in {took:.0f} s, error {found.error:.1e}",
+        chosen=name,
+        declined=declined,
+        error=found.error,
     )
     if gpu_device.is_gpu() and name not in (scale.kernel, "flashinfer"):
         report.wrong(f"{name} was chosen")
@@ -131,16 +143,23 @@ def chosen(report: PartReport, scale: CheckSizes, seed: int) -> None:
 
 
 def fast(report: PartReport, scale: CheckSizes, seed: int) -> None:
-    """The time of each case, beside that of its bytes and of its operations at the card's own rates, the guess, XLA's,
-    and FlashInfer's where that is installed and has a kernel for it."""
+    """The time of each case, beside that of its bytes and of its operations at the card's own
+    rates, the guess, XLA's, and FlashInfer's where that is installed and has a kernel for it."""
     copy, product = card_rates(report, scale)
     device = known_device(jax.devices()[0].device_kind)
-    report(f"{'work':32} {'ms':>9} {'guess':>9} {'% copy':>7} {'% prod.':>7} {'XLA ms':>9} {'FI ms':>9}  to reach")
-    for work in [work for work in FAST if work.length <= scale.longest] or [TimedTrial("decode, 2 of 64", 2, 64)]:
+    report(
+        f"{'work':32} {'ms':>9} {'guess':>9} {'% copy':>7} {'% prod.':>7} {'XLA ms':>9} "
+        f"{'FI ms':>9}  to reach"
+    )
+    for work in [work for work in FAST if work.length <= scale.longest] or [
+        TimedTrial("decode, 2 of 64", 2, 64)
+    ]:
         inputs = arrays(work, seed)
         try:
             took, plain = (
-                seconds(jax.jit(partial(attend, work, implementation(name))), *inputs, bursts=bursts)
+                seconds(
+                    jax.jit(partial(attend, work, implementation(name))), *inputs, bursts=bursts
+                )
                 for name, bursts in ((scale.kernel, 5), ("xla", 3))
             )
         except NotImplementedError as reason:
@@ -153,10 +172,16 @@ def fast(report: PartReport, scale: CheckSizes, seed: int) -> None:
             f"{work.name:32} {took * 1e3:9.3f} {shown(guess)} {shares[0]:7.1%} {shares[1]:7.1%} "
             f"{shown(plain)} {shown(other)}  {work.goal}",
             **{
-                work.name: {"seconds": took, "guess": guess, "xla": plain, "flashinfer": other, "copy": shares[0],
-                            "product": shares[1]}
+                work.name: {
+                    "seconds": took,
+                    "guess": guess,
+                    "xla": plain,
+                    "flashinfer": other,
+                    "copy": shares[0],
+                    "product": shares[1],
+                }
             },
-        )  # fmt: skip
+        )
 
 
 def shown(found: float | None) -> str:
@@ -170,7 +195,9 @@ def by_flashinfer(work: Trial, inputs: tuple) -> float | None:
     if library.missing() is not None or not gpu_device.is_gpu():
         return None
     try:
-        if reason := flashinfer.kernel_limits(work.params, AttentionShape.of(q, pages, rows, work.params, sinks)):
+        if reason := flashinfer.kernel_limits(
+            work.params, AttentionShape.of(q, pages, rows, work.params, sinks)
+        ):
             raise NotImplementedError(reason)
         return seconds(jax.jit(partial(attend, work, flashinfer.attend)), *inputs)
     except NotImplementedError as reason:

@@ -1,4 +1,6 @@
-"""What the checks on a GPU share: sizes, a report that is saved as it grows, timing, and a random model."""
+"""What the checks on a GPU share: sizes, a report that is saved as it grows, timing, and a random
+model.
+"""
 
 import json
 import time
@@ -30,10 +32,13 @@ ONE_LAYER = {"num_hidden_layers": 1}
 
 @dataclass(frozen=True)
 class CheckSizes:
-    """The sizes of everything: enough to measure a card, or as little as shows that the parts work."""
+    """The sizes of everything: enough to measure a card, or as little as shows that the parts
+    work.
+    """
 
     hf: dict[str, Any]
-    kernel: str  # the attention that is checked against XLA's; on cards other than Hopper it is Triton's
+    # the attention that is checked against XLA's; on cards other than Hopper it is Triton's
+    kernel: str
     context: int  # of the sequences that decode
     batches: tuple[int, ...]
     steps: int  # of a burst
@@ -49,12 +54,39 @@ class CheckSizes:
     mixtures: tuple[dict[str, Any], ...]  # whose experts are timed by themselves
 
 
-FULL = CheckSizes(LLAMA_8B, "mosaic_gpu", 1024, (1, 64), 32, 64, 128, 512, 256, 2048, 1 << 20, 2 << 30, 8192,
-             QWEN3_30B, (QWEN3_30B | ONE_LAYER, GPT_OSS_20B | ONE_LAYER))  # fmt: skip
-SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 256}  # fmt: skip
+FULL = CheckSizes(
+    LLAMA_8B,
+    "mosaic_gpu",
+    1024,
+    (1, 64),
+    32,
+    64,
+    128,
+    512,
+    256,
+    2048,
+    1 << 20,
+    2 << 30,
+    8192,
+    QWEN3_30B,
+    (QWEN3_30B | ONE_LAYER, GPT_OSS_20B | ONE_LAYER),
+)
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+}
 FEW_EXPERTS = {"num_experts": 6, "moe_intermediate_size": 32}, {"num_local_experts": 6}
-FEW = SMALL | {"num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16, "num_hidden_layers": 1}
+FEW = SMALL | {
+    "num_experts_per_tok": 2,
+    "intermediate_size": 32,
+    "head_dim": 16,
+    "num_hidden_layers": 1,
+}
 FEW_MIXTURES = tuple(hf | FEW | few for hf, few in zip(FULL.mixtures, FEW_EXPERTS, strict=True))
 TINY = CheckSizes(LLAMA_8B | SMALL, "xla", 40, (1, 6), 8, 6, 9, 20, 12, 32, 300, 1 << 22, 64,
              FEW_MIXTURES[0], FEW_MIXTURES)  # fmt: skip
@@ -103,7 +135,11 @@ def card_rates(report: PartReport, scale: CheckSizes) -> tuple[float, float]:
     """(bytes a second that are copied, operations a second of products)."""
     copy = copy_rate(scale.copied)
     product = product_rate(scale.multiplied)
-    report(f"copy {copy / 1e12:.2f} TB/s, product {product / 1e12:.0f} TFLOP/s", copy=copy, product=product)
+    report(
+        f"copy {copy / 1e12:.2f} TB/s, product {product / 1e12:.0f} TFLOP/s",
+        copy=copy,
+        product=product,
+    )
     return copy, product
 
 
@@ -120,7 +156,9 @@ def product_rate(side: int) -> float:
 
 @contextmanager
 def attention_by(name: str) -> Iterator[None]:
-    """Whatever is compiled in this context uses this attention implementation alone, listed or not."""
+    """Whatever is compiled in this context uses this attention implementation alone, listed or
+    not.
+    """
     table = attention.IMPLEMENTATIONS
     listed = dict(table)
     module = import_module(f".{UNTRIED[name]}", attention.__name__)
@@ -128,7 +166,8 @@ def attention_by(name: str) -> Iterator[None]:
     jax.clear_caches()  # else a step that was traced before would be reused
     table.clear()
     table[name] = f".{UNTRIED[name]}"
-    module.BACKEND = replace(backend, limits=lambda params, shape: None)  # `attend` knows the kernel's own
+    # `attend` knows the kernel's own
+    module.BACKEND = replace(backend, limits=lambda params, shape: None)
     try:
         yield
     finally:
@@ -139,9 +178,15 @@ def attention_by(name: str) -> Iterator[None]:
 
 
 def make_runner(
-    scale: CheckSizes, max_len: int, wanted: Callable[[Iterable[Size]], Iterable[Size]], name: str, seed: int
+    scale: CheckSizes,
+    max_len: int,
+    wanted: Callable[[Iterable[Size]], Iterable[Size]],
+    name: str,
+    seed: int,
 ) -> Runner:
-    """A runner of random weights with room for all streams at full length; only the sizes wanted are compiled."""
+    """A runner of random weights with room for all streams at full length; only the sizes wanted
+    are compiled.
+    """
     config = family_for(scale.hf).config(scale.hf, max_len)
     weights = random_arrays(abstract(config), seed, on_device=True)
     most = max(scale.streams, *scale.batches)

@@ -40,9 +40,11 @@ class StepPiece:
 
 
 def measure(report: PartReport, scale: CheckSizes, seed: int) -> None:
-    """The time of each piece, beside that of its bytes and of its operations at the card's own rates.
+    """The time of each piece, beside that of its bytes and of its operations at the card's own
+    rates.
 
-    Each is a call of its own. The first does nothing: a piece that takes no longer measures the call.
+    Each is a call of its own. The first does nothing: a piece that takes no longer measures the
+    call.
     """
     copy, product = card_rates(report, scale)
     report(f"{'piece':44} {'ms':>9} {'% copy':>7} {'% prod.':>7}")
@@ -57,7 +59,9 @@ def measure(report: PartReport, scale: CheckSizes, seed: int) -> None:
 
 def pieces(scale: CheckSizes, seed: int) -> Iterator[StepPiece]:
     """The most important first; each is made when the one before is freed."""
-    yield StepPiece("a call that does next to nothing", jax.jit(lambda x: x + 1), (jnp.zeros(8),), 64)
+    yield StepPiece(
+        "a call that does next to nothing", jax.jit(lambda x: x + 1), (jnp.zeros(8),), 64
+    )
     config = llama.config(scale.hf | {"num_hidden_layers": 1}, scale.prompt)
     for hf in scale.mixtures:
         mixture = replace(family_for(hf).config(hf, scale.prompt), dtype=config.dtype)
@@ -75,9 +79,14 @@ def rows_of(config: ModelConfig, rows: int, seed: int):
     return jax.random.normal(jax.random.key(seed), (rows, config.dim), config.dtype)
 
 
-def mixtures(name: str, config: ModelConfig, many: tuple[int, ...], seed: int) -> Iterator[StepPiece]:
+def mixtures(
+    name: str, config: ModelConfig, many: tuple[int, ...], seed: int
+) -> Iterator[StepPiece]:
     """Experts with their router; only experts that some token chose are read."""
-    moe, w = config.layers[0].moe, random_arrays(abstract(config).layers[0].moe, seed, on_device=True)
+    moe, w = (
+        config.layers[0].moe,
+        random_arrays(abstract(config).layers[0].moe, seed, on_device=True),
+    )
     mix = jax.jit(lambda w, x_TD: decoder.mix(moe, w, x_TD, x_TD, jnp.ones(len(x_TD), bool)))
     for rows in many:
         x_TD = rows_of(config, rows, seed)
@@ -88,13 +97,20 @@ def mixtures(name: str, config: ModelConfig, many: tuple[int, ...], seed: int) -
 
 
 def dense(config: ModelConfig, many: tuple[int, ...], seed: int) -> Iterator[StepPiece]:
-    mlp, w = config.layers[0].mlp, random_arrays(abstract(config).layers[0].mlp, seed, on_device=True)
+    mlp, w = (
+        config.layers[0].mlp,
+        random_arrays(abstract(config).layers[0].mlp, seed, on_device=True),
+    )
     run = jax.jit(lambda w, x_TD: decoder.mlp(mlp, w, x_TD, decoder.ONE_DEVICE))
     for rows in many:
         inputs = w, rows_of(config, rows, seed)
         operations = 2 * rows * config.dim * 3 * mlp.dim
         yield StepPiece(
-            f"dense block in {config.quant or config.dtype}, {plural(rows)}", run, inputs, nbytes(w), operations
+            f"dense block in {config.quant or config.dtype}, {plural(rows)}",
+            run,
+            inputs,
+            nbytes(w),
+            operations,
         )
 
 
@@ -105,7 +121,9 @@ def appended(config: ModelConfig, rows: int, seed: int) -> StepPiece:
     slots_T = jnp.arange(1, rows + 1) * PAGE
     shape = max(POOL, rows + 1), PAGE, a.kv_heads, a.head_dim
     held = [jnp.zeros(shape, page_dtype(config.dtype)) for _ in range(2)]
-    write = jax.jit(lambda k, v, new, slots: append(KVPages(k, v), new, new, slots), donate_argnums=(0, 1))
+    write = jax.jit(
+        lambda k, v, new, slots: append(KVPages(k, v), new, new, slots), donate_argnums=(0, 1)
+    )
 
     def run(new_TKH, slots_T):
         pages = write(*held, new_TKH, slots_T)
@@ -120,7 +138,9 @@ def between(config: ModelConfig, rows: int, seed: int) -> StepPiece:
     a = config.layers[0].attention
     x_TD = rows_of(config, rows, seed)
     y_TD = rows_of(config, rows, seed + 1)
-    qk_TNH = jax.random.normal(jax.random.key(seed), (rows, a.heads + a.kv_heads, a.head_dim), config.dtype)
+    qk_TNH = jax.random.normal(
+        jax.random.key(seed), (rows, a.heads + a.kv_heads, a.head_dim), config.dtype
+    )
     positions_T = jnp.arange(rows)
     frequencies = 1e4 ** -np.linspace(0, 1, a.head_dim // 2)
 
@@ -134,17 +154,26 @@ def between(config: ModelConfig, rows: int, seed: int) -> StepPiece:
 
 
 def remembered(config: ModelConfig, sequences: int, rows: int, seed: int) -> StepPiece:
-    """The delta rule for heads like those of attention; memories are read once and written once, in place."""
+    """The delta rule for heads like those of attention; memories are read once and written once, in
+    place.
+    """
     a = config.layers[0].attention
     T = sequences * rows
     q_key, k_key, v_key, decay_key = jax.random.split(jax.random.key(seed), 4)
-    q_TKH, k_TKH = (jax.random.normal(key, (T, a.kv_heads, a.head_dim)) * a.head_dim**-0.5 for key in (q_key, k_key))
+    q_TKH, k_TKH = (
+        jax.random.normal(key, (T, a.kv_heads, a.head_dim)) * a.head_dim**-0.5
+        for key in (q_key, k_key)
+    )
     v_TNV = jax.random.normal(v_key, (T, a.heads, a.head_dim))
     decay_TN = jax.random.uniform(decay_key, (T, a.heads), minval=0.9)
     count_B = jnp.full(sequences, rows)
-    of_rows = StateRows(jnp.arange(sequences + 1) * rows, jnp.arange(sequences), count_B < 0, count_B)
+    of_rows = StateRows(
+        jnp.arange(sequences + 1) * rows, jnp.arange(sequences), count_B < 0, count_B
+    )
     held = [jnp.zeros((sequences, a.heads, a.head_dim, a.head_dim))]
-    rule = jax.jit(lambda memory, *arrays: delta_rule(*arrays[:-1], memory, arrays[-1]), donate_argnums=0)
+    rule = jax.jit(
+        lambda memory, *arrays: delta_rule(*arrays[:-1], memory, arrays[-1]), donate_argnums=0
+    )
 
     def run(*arrays):
         out_TNV, held[0] = rule(held[0], *arrays)
@@ -160,20 +189,28 @@ def drawn(config: ModelConfig, rows: int, seed: int) -> Iterator[StepPiece]:
     specs = abstract(config)
     R = rows
     V = config.vocab_size
-    head = random_arrays(specs.embed_VD if specs.head_VD is None else specs.head_VD, seed, on_device=True)
+    head = random_arrays(
+        specs.embed_VD if specs.head_VD is None else specs.head_VD, seed, on_device=True
+    )
     product = jax.jit(lambda head, x_RD: jnp.dot(x_RD, head.T, preferred_element_type=jnp.float32))
     x_RD = rows_of(config, rows, seed)
-    yield StepPiece(f"logits, {plural(rows)}", product, (head, x_RD), nbytes(head), 2 * R * V * config.dim)
+    yield StepPiece(
+        f"logits, {plural(rows)}", product, (head, x_RD), nbytes(head), 2 * R * V * config.dim
+    )
     logits_RV = product(head, x_RD)
     state = empty_state(R, V)
     for name, plain, temperature, top_p in (
-        ("without branches", True, 0.8, 1.0), ("greedy", False, 0.0, 1.0), ("with top-p", False, 0.8, 0.9),
-    ):  # fmt: skip
+        ("without branches", True, 0.8, 1.0),
+        ("greedy", False, 0.0, 1.0),
+        ("with top-p", False, 0.8, 0.9),
+    ):
         run = jax.jit(partial(sample, plain=plain))
         yield StepPiece(
-            f"tokens, {name}, {plural(rows)}", run, (logits_RV, state, wishes(R, seed, temperature, top_p)),
+            f"tokens, {name}, {plural(rows)}",
+            run,
+            (logits_RV, state, wishes(R, seed, temperature, top_p)),
             nbytes(logits_RV),
-        )  # fmt: skip
+        )
 
 
 def wishes(R: int, seed: int, temperature: float, top_p: float) -> SamplingInputs:
@@ -181,13 +218,24 @@ def wishes(R: int, seed: int, temperature: float, top_p: float) -> SamplingInput
         return jnp.full(R, value, dtype)
 
     return SamplingInputs(
-        slots_R=jnp.arange(R), bias_rows_R=each(0, jnp.int32), drafted_RJ=jnp.full((R, 1), -1),
-        positions_R=each(7, jnp.int32), seeds_R2=jnp.full((R, 2), seed, jnp.uint32),
-        temperature_R=each(temperature), top_k_R=each(0, jnp.int32), top_p_R=each(top_p), min_p_R=each(0.0),
-        repetition_penalty_R=each(1.0), presence_penalty_R=each(0.0), frequency_penalty_R=each(0.0),
-        ban_stop_R=each(False, bool), ban_RX=jnp.full((R, 1), -1), targets_R=each(-1, jnp.int32),
-        biased_R=each(False, bool), wants_logprobs_R=each(False, bool),
-    )  # fmt: skip
+        slots_R=jnp.arange(R),
+        bias_rows_R=each(0, jnp.int32),
+        drafted_RJ=jnp.full((R, 1), -1),
+        positions_R=each(7, jnp.int32),
+        seeds_R2=jnp.full((R, 2), seed, jnp.uint32),
+        temperature_R=each(temperature),
+        top_k_R=each(0, jnp.int32),
+        top_p_R=each(top_p),
+        min_p_R=each(0.0),
+        repetition_penalty_R=each(1.0),
+        presence_penalty_R=each(0.0),
+        frequency_penalty_R=each(0.0),
+        ban_stop_R=each(False, bool),
+        ban_RX=jnp.full((R, 1), -1),
+        targets_R=each(-1, jnp.int32),
+        biased_R=each(False, bool),
+        wants_logprobs_R=each(False, bool),
+    )
 
 
 def plural(rows: int) -> str:

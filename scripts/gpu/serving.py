@@ -18,7 +18,8 @@ from ..bench.load import Sample
 from ..bench.metrics import flat, milliseconds, totals
 from .common import PAGE, CheckSizes, PartReport, make_runner, timed
 
-SETTLED = 3  # decode steps after the last prompt that do not count: in them the host catches up with the device
+# decode steps after the last prompt that do not count: in them the host catches up with the device
+SETTLED = 3
 
 
 class Recorded:
@@ -44,12 +45,20 @@ def run(report: PartReport, scale: CheckSizes, seed: int, attention: str) -> Non
     max_len = scale.prompt + scale.answer
     streams = scale.streams
     runner = make_runner(
-        scale, max_len, lambda sizes: [choose(sizes, streams, streams, streams, True), max(sizes)], name, seed
+        scale,
+        max_len,
+        lambda sizes: [choose(sizes, streams, streams, streams, True), max(sizes)],
+        name,
+        seed,
     )
     table = PageTable(runner.num_pages, PAGE, runner.config.windows)
     llm = LLM(engine=Engine(runner, None, [table], max_len))
     took = time.perf_counter() - started
-    report(f"attention: {name}; weights made and steps compiled in {took:.0f} s", attention=name, ready=took)
+    report(
+        f"attention: {name}; weights made and steps compiled in {took:.0f} s",
+        attention=name,
+        ready=took,
+    )
     samples = requests(scale, seed)
     serve(llm, [Sample(sample.prompt, 4) for sample in samples[:streams]], streams, 0.0)
     recorded = Recorded(runner)
@@ -57,9 +66,10 @@ def run(report: PartReport, scale: CheckSizes, seed: int, attention: str) -> Non
     whole = totals(found.answers, found.seconds)
     times = flat(milliseconds(found.answers))
     report(
-        f"{streams} streams, {scale.requests} requests of {scale.prompt} and {scale.answer} tokens: "
-        f"{whole['output_throughput']:.0f} output tokens/s; first token {times['median_ttft_ms']:.0f} ms (P99 "
-        f"{times['p99_ttft_ms']:.0f}), between tokens {times['median_itl_ms']:.2f} ms (P99 {times['p99_itl_ms']:.2f})",
+        f"{streams} streams, {scale.requests} requests of {scale.prompt} and {scale.answer} "
+        f"tokens: {whole['output_throughput']:.0f} output tokens/s; first token "
+        f"{times['median_ttft_ms']:.0f} ms (P99 {times['p99_ttft_ms']:.0f}), between tokens "
+        f"{times['median_itl_ms']:.2f} ms (P99 {times['p99_itl_ms']:.2f})",
         throughput=whole,
         latency=times,
     )
@@ -70,23 +80,33 @@ def requests(scale: CheckSizes, seed: int) -> list[Sample]:
     """Random prompts, which share no prefix."""
     rng = random.Random(seed)
     vocab = scale.hf["vocab_size"]
-    return [Sample([rng.randrange(vocab) for _ in range(scale.prompt)], scale.answer) for _ in range(scale.requests)]
+    return [
+        Sample([rng.randrange(vocab) for _ in range(scale.prompt)], scale.answer)
+        for _ in range(scale.requests)
+    ]
 
 
 def host_share(report: PartReport, runner: Runner, found: LoadRun, recorded: Recorded) -> None:
     """The share of a decode step's time in which the device is idle.
 
-    It is the time of the engine's loop for the longest series of decode steps of all streams, less the time of the
-    device for the same steps on the same arrays when it waits for nothing.
+    It is the time of the engine's loop for the longest series of decode steps of all streams, less
+    the time of the device for the same steps on the same arrays when it waits for nothing.
     """
     if len(found.steps) != len(recorded.sent):
-        raise RuntimeError(f"{len(recorded.sent)} steps were launched and {len(found.steps)} came back")
+        raise RuntimeError(
+            f"{len(recorded.sent)} steps were launched and {len(found.steps)} came back"
+        )
     most = max(len(step.plan.items) for step in found.steps)
-    series = longest([step.plan.decodes and len(step.plan.items) == most for step in found.steps])[SETTLED:]
+    series = longest([step.plan.decodes and len(step.plan.items) == most for step in found.steps])[
+        SETTLED:
+    ]
     if not series:
         raise RuntimeError("there is no series of decode steps that would be long enough")
     engine = sum(found.steps[index].seconds for index in series) / len(series)
-    sent = [(step, jax.device_put(buffer)) for step, buffer in (recorded.sent[index] for index in series)]
+    sent = [
+        (step, jax.device_put(buffer))
+        for step, buffer in (recorded.sent[index] for index in series)
+    ]
     jax.block_until_ready([buffer for _, buffer in sent])
 
     def again() -> Any:
@@ -98,9 +118,16 @@ def host_share(report: PartReport, runner: Runner, found: LoadRun, recorded: Rec
     device = float(np.median([timed(again) for _ in range(4)][1:])) / len(series)
     share = 1 - device / engine
     report(
-        f"{len(series)} decode steps of {most}: {engine * 1e3:.3f} ms each in the engine, {device * 1e3:.3f} back to "
-        f"back, so the host is visible in {share:.1%}; to reach: under 3 %",
-        host={"steps": len(series), "sequences": most, "engine": engine, "device": device, "share": share},
+        f"{len(series)} decode steps of {most}: {engine * 1e3:.3f} ms each in the engine, "
+        f"{device * 1e3:.3f} back to back, so the host is visible in {share:.1%}; to reach: under "
+        "3 %",
+        host={
+            "steps": len(series),
+            "sequences": most,
+            "engine": engine,
+            "device": device,
+            "share": share,
+        },
     )
 
 

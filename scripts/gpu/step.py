@@ -1,4 +1,6 @@
-"""The whole decode step of a model with random weights: its time against its bytes, and the tokens it samples."""
+"""The whole decode step of a model with random weights: its time against its bytes, and the tokens
+it samples.
+"""
 
 import time
 from dataclasses import replace
@@ -16,11 +18,16 @@ from .common import PAGE, CheckSizes, PartReport, copy_rate, make_runner, noise,
 from .shapes import SHAPES
 from .step_time import GOALS, least
 
-LARGEST_DIFFERENCE = 0.15  # of hidden states, once through all layers in bfloat16; those of another context differ by 1
+# of hidden states, once through all layers in bfloat16; those of another context differ by 1
+LARGEST_DIFFERENCE = 0.15
 
 
-def run(report: PartReport, scale: CheckSizes, seed: int, attention: str, batches: tuple[int, ...] = ()) -> None:
-    """Time the step at each batch size, and compare its results with those of the other attention."""
+def run(
+    report: PartReport, scale: CheckSizes, seed: int, attention: str, batches: tuple[int, ...] = ()
+) -> None:
+    """Time the step at each batch size, and compare its results with those of the other
+    attention.
+    """
     batches = batches or scale.batches
     copy = copy_rate(scale.copied)
     name = scale.kernel if attention == "kernel" else attention
@@ -44,7 +51,9 @@ def experts(report: PartReport, scale: CheckSizes, seed: int, attention: str) ->
     run(report, replace(scale, hf=scale.experts), seed, attention, scale.batches[-1:])
 
 
-def measure(report: PartReport, scale: CheckSizes, runner: Runner, batch: int, seed: int, copy: float) -> None:
+def measure(
+    report: PartReport, scale: CheckSizes, runner: Runner, batch: int, seed: int, copy: float
+) -> None:
     fill(runner, seed)
     sent = decode_steps(runner, scale, batch, seed)
     launches = []
@@ -82,7 +91,9 @@ def measure(report: PartReport, scale: CheckSizes, runner: Runner, batch: int, s
         # To launch one takes as long as a step where the step waits for the host.
         f"           launched in {launch * 1e3:.3f} ms; with sampling's branches {slow * 1e3:.3f} ms a step, "
         f"launched in {slow_launch * 1e3:.3f}",
-        **{f"batch {batch}": {"seconds": seconds, "launch": launch, "bytes": moved, "share": share}},
+        **{
+            f"batch {batch}": {"seconds": seconds, "launch": launch, "bytes": moved, "share": share}
+        },
         **{f"batch {batch} with branches": {"seconds": slow, "launch": slow_launch}},
     )
     compare(report, name, drawn, first)
@@ -100,32 +111,43 @@ def compare(report: PartReport, name: str, drawn: np.ndarray, hidden: np.ndarray
     if not error < LARGEST_DIFFERENCE:
         report.wrong(f"{name}: hidden states differ by {error:.2f} from those of the other step")
     report(
-        f"           against the step before: hidden states differ by {error:.1e}, {same[0]:.0%} of the first tokens "
-        f"and {same[1]:.0%} of {len(drawn)} are the same",
+        f"           against the step before: hidden states differ by {error:.1e}, {same[0]:.0%} "
+        f"of the first tokens and {same[1]:.0%} of {len(drawn)} are the same",
         **{f"{name}, compared": {"hidden": error, "first_tokens": same[0], "tokens": same[1]}},
     )
 
 
 def fill(runner: Runner, seed: int) -> None:
-    """Fill the cache with random numbers; keys so large that a query attends to few of them, as in a real model."""
+    """Fill the cache with random numbers; keys so large that a query attends to few of them, as in
+    a real model.
+    """
     leaves, tree = jax.tree.flatten(runner.state.pages)
     likes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     for leaf in leaves:
         leaf.delete()  # the new ones need the memory
     keys = jax.random.split(jax.random.key(seed), len(likes))
-    pages = [noise(key, like, 1.0 if i % 2 else 3.0) for i, (key, like) in enumerate(zip(keys, likes, strict=True))]
+    pages = [
+        noise(key, like, 1.0 if i % 2 else 3.0)
+        for i, (key, like) in enumerate(zip(keys, likes, strict=True))
+    ]
     runner.state = runner.state.replace(pages=tree.unflatten(pages))
 
 
-def decode_steps(runner: Runner, scale: CheckSizes, batch: int, seed: int) -> list[tuple[Size, Any, jax.Array]]:
-    """Consecutive decode steps: size, program, and arrays on the device, so that host time does not count."""
+def decode_steps(
+    runner: Runner, scale: CheckSizes, batch: int, seed: int
+) -> list[tuple[Size, Any, jax.Array]]:
+    """Consecutive decode steps: size, program, and arrays on the device, so that host time does not
+    count.
+    """
     rng = np.random.default_rng(seed)
     width = -(-(scale.context + scale.steps) // PAGE)
     pages = 1 + rng.permutation(batch * width).reshape(batch, width)
     seqs = []
     for slot in range(batch):
         tokens = rng.integers(0, runner.config.vocab_size, scale.context).tolist()
-        seq = Sequence(0, tokens, scale.context, SamplingParams(temperature=0, ignore_eos=True), scale.steps, 0)
+        seq = Sequence(
+            0, tokens, scale.context, SamplingParams(temperature=0, ignore_eos=True), scale.steps, 0
+        )
         seq.slot, seq.cache.pages = slot, [pages[slot].tolist()]
         runner.assign(seq, scale.context - 1)
         seqs.append(seq)
@@ -134,6 +156,8 @@ def decode_steps(runner: Runner, scale: CheckSizes, batch: int, seed: int) -> li
         at = scale.context - 1 + step
         part = tuple(ScheduledSequence(seq, at, 1, True, not step) for seq in seqs)
         size, buffer = runner.batch_builder.build(StepPlan((part,)))
-        sent.append((size, runner.program(size, runner.batch_builder.draws_plainly), jax.device_put(buffer)))
+        sent.append(
+            (size, runner.program(size, runner.batch_builder.draws_plainly), jax.device_put(buffer))
+        )
     jax.block_until_ready([buffer for *_, buffer in sent])
     return sent

@@ -1,8 +1,10 @@
-"""Compiles a step for other devices: `python -m quire.scripts.plan.ahead MODEL --mesh tensor=8,pipe=2`.
+"""Compiles a step for other devices: `python -m quire.scripts.plan.ahead MODEL --mesh
+tensor=8,pipe=2`.
 
-MODEL is a folder with a config.json, or one of the names below. In a process of its own the CPU backend pretends to
-have the devices, and the step is compiled from the shapes of weights and cache alone. The result says what each device
-would hold and send. The compiler is that of the CPU, so a GPU's temporaries are others.
+MODEL is a folder with a config.json, or one of the names below. In a process of its own the CPU
+backend pretends to have the devices, and the step is compiled from the shapes of weights and cache
+alone. The result says what each device would hold and send. The compiler is that of the CPU, so a
+GPU's temporaries are others.
 """
 
 import argparse
@@ -19,48 +21,101 @@ from dataclasses import replace
 from typing import Any
 
 LLAMA = {
-    "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 5e5, "torch_dtype": "bfloat16",
-    "num_key_value_heads": 8, "max_position_embeddings": 131072, "vocab_size": 128256, "tie_word_embeddings": False,
-}  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {  # the shapes alone; how far rotary embeddings reach changes no byte
-    "llama-70b": LLAMA | {
-        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "torch_dtype": "bfloat16",
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+# the shapes alone; how far rotary embeddings reach changes no byte
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-70b": LLAMA
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
     },
-    "llama-405b": LLAMA | {
-        "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
+    "llama-405b": LLAMA
+    | {
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
     },
     "deepseek-v3": {
-        "model_type": "deepseek_v3", "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432,
-        "kv_lora_rank": 512, "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256,
-        "n_shared_experts": 1, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
-        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0, "topk_group": 4, "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 129280,
-        "max_position_embeddings": 163840, "tie_word_embeddings": False, "norm_topk_prob": True,
-        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
+        "model_type": "deepseek_v3",
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "topk_group": 4,
+        "torch_dtype": "bfloat16",
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+        "max_position_embeddings": 163840,
+        "tie_word_embeddings": False,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
     },
-}  # fmt: skip
+}
 PAGE = 16
-COLLECTIVE = re.compile(r"= (.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)\(")
+COLLECTIVE = re.compile(
+    r"= (.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)\("
+)
 ARRAY = re.compile(r"([a-z]+)(\d+)\[([\d,]*)\]")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", help=f"a folder, or {', '.join(MODELS)}")
-    parser.add_argument("--mesh", type=mesh_sizes, default="tensor=8", help="sizes of the axes, as in tensor=8,pipe=2")
-    parser.add_argument("--batch", type=int, default=64, help="sequences of each replica")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of each, for which the cache has room")
     parser.add_argument(
-        "--rows", type=int, help="tokens of a step that carries prompts; without it every sequence decodes one"
+        "--mesh",
+        type=mesh_sizes,
+        default="tensor=8",
+        help="sizes of the axes, as in tensor=8,pipe=2",
+    )
+    parser.add_argument("--batch", type=int, default=64, help="sequences of each replica")
+    parser.add_argument(
+        "--length", type=int, default=4096, help="tokens of each, for which the cache has room"
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        help="tokens of a step that carries prompts; without it every sequence decodes one",
     )
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--here", action="store_true", help="compile in this process, which has devices enough")
+    parser.add_argument(
+        "--here", action="store_true", help="compile in this process, which has devices enough"
+    )
     asked = parser.parse_args()
     sizes = asked.mesh
     if not asked.here:
         devices = math.prod(sizes.values())
-        flags = [os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={devices}"]
+        flags = [
+            os.environ.get("XLA_FLAGS", ""),
+            f"--xla_force_host_platform_device_count={devices}",
+        ]
         flags.append("--xla_backend_optimization_level=0")  # machine code that nobody runs
         env = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, "-m", "quire.scripts.plan.ahead", *sys.argv[1:], "--here"]
@@ -73,9 +128,14 @@ def main() -> None:
 def mesh_sizes(text: str) -> dict[str, int]:
     """`tensor=8,pipe=2`."""
     found = re.findall(r"(tensor|expert|context|pipe|data)=([1-9][0-9]*)(?:,|$)", text)
-    if not found or ",".join(f"{name}={size}" for name, size in found) != text or len(dict(found)) != len(found):
+    if (
+        not found
+        or ",".join(f"{name}={size}" for name, size in found) != text
+        or len(dict(found)) != len(found)
+    ):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no mesh: write sizes of tensor, expert, context, pipe and data, as in tensor=8,pipe=2"
+            f"{text!r} is no mesh: write sizes of tensor, expert, context, pipe and data, as in "
+            "tensor=8,pipe=2"
         )
     return {name: int(size) for name, size in found}
 
@@ -93,8 +153,12 @@ def read(model: str, quantization: str | None, kv_cache_dtype: str, length: int)
     return command.read(model, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
 
 
-def measure(config, sizes: Mapping[str, int], batch: int, length: int, rows: int | None = None, specs=None) -> dict:
-    """What the compiled step holds on a device, the fullest of all pipeline stages, and what all stages send."""
+def measure(
+    config, sizes: Mapping[str, int], batch: int, length: int, rows: int | None = None, specs=None
+) -> dict:
+    """What the compiled step holds on a device, the fullest of all pipeline stages, and what all
+    stages send.
+    """
     from ...model.checkpoint.placement import abstract_on_mesh
     from ...model.planning.traffic import traffic
     from ...model.weights import abstract
@@ -145,9 +209,11 @@ def measure(config, sizes: Mapping[str, int], batch: int, length: int, rows: int
 
 
 def collectives(text: str) -> tuple[Counter, Counter]:
-    """Bytes that the collectives of a compiled program return, by kind: those of the model, and those of sampling.
+    """Bytes that the collectives of a compiled program return, by kind: those of the model, and
+    those of sampling.
 
-    A CPU sums bfloat16 in float32 and marks the sum as promoted; such a sum counts with the size of bfloat16.
+    A CPU sums bfloat16 in float32 and marks the sum as promoted; such a sum counts with the size of
+    bfloat16.
     """
     model = Counter()
     sampling = Counter()
@@ -155,9 +221,13 @@ def collectives(text: str) -> tuple[Counter, Counter]:
         made = COLLECTIVE.search(line)
         if made is None:
             continue
-        bits = sum(int(width) * math.prod(map(int, shape.split(",") if shape else ())) for _, width, shape in
-                   ARRAY.findall(made[1]))  # fmt: skip
-        (sampling if "/sample/" in line else model)[made[2]] += bits // (16 if "_promoted" in line else 8)
+        bits = sum(
+            int(width) * math.prod(map(int, shape.split(",") if shape else ()))
+            for _, width, shape in ARRAY.findall(made[1])
+        )
+        (sampling if "/sample/" in line else model)[made[2]] += bits // (
+            16 if "_promoted" in line else 8
+        )
     return model, sampling
 
 

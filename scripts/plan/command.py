@@ -1,4 +1,6 @@
-"""`quire plan`: a model's memory, and the batch from which compute is the limit, from its config.json alone."""
+"""`quire plan`: a model's memory, and the batch from which compute is the limit, from its
+config.json alone.
+"""
 
 import json
 import math
@@ -22,7 +24,13 @@ def speed(help: str, metavar: str) -> Any:
     return o.option(help, MACHINE, metavar, "the device's", min=0.001)
 
 
-CHOICES = "dtype", "quantization", "kv_cache_dtype", "kv_cache_dtype_skip_layers", "gpu_memory_utilization"
+CHOICES = (
+    "dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "kv_cache_dtype_skip_layers",
+    "gpu_memory_utilization",
+)
 
 
 @o.takes_engine(only=(*CHOICES, *o.SOURCE))
@@ -42,8 +50,8 @@ def main(
     device: Annotated[
         str,
         o.option(
-            "Device to plan for: b200, h200, h100, a100, l4, rtx-5090, rtx-4090, tpu-v5e, tpu-v5p, tpu-v6e, tpu-v7x or "
-            "cpu.",
+            "Device to plan for: b200, h200, h100, a100, l4, rtx-5090, rtx-4090, tpu-v5e, "
+            "tpu-v5p, tpu-v6e, tpu-v7x or cpu.",
             MACHINE,
             "NAME",
         ),
@@ -59,24 +67,40 @@ def main(
     ] = None,
     bandwidth: Annotated[float | None, speed("Memory bandwidth.", "GB/S")] = None,
     flops: Annotated[float | None, speed("Speed of dense products in bfloat16.", "TFLOP/S")] = None,
-    link: Annotated[float | None, speed("Speed of links to devices of the same machine, each way.", "GB/S")] = None,
-    network: Annotated[float | None, speed("Speed of links to devices of other machines, each way.", "GB/S")] = None,
+    link: Annotated[
+        float | None, speed("Speed of links to devices of the same machine, each way.", "GB/S")
+    ] = None,
+    network: Annotated[
+        float | None, speed("Speed of links to devices of other machines, each way.", "GB/S")
+    ] = None,
     devices: Annotated[
-        int | None, o.option("Number of devices; proposes a mesh.", SEVERAL, default_text=False, min=1)
+        int | None,
+        o.option("Number of devices; proposes a mesh.", SEVERAL, default_text=False, min=1),
     ] = None,
     batch: Annotated[
         int | None,
         o.option(
-            "Sequences that decode together, each as long as the first --length.", SEVERAL, default_text="64", min=1
+            "Sequences that decode together, each as long as the first --length.",
+            SEVERAL,
+            default_text="64",
+            min=1,
         ),
     ] = None,
     best: Annotated[
         str | None,
-        o.option("What the mesh should be best for: throughput, latency or prompts.", SEVERAL, "FOR", "throughput"),
+        o.option(
+            "What the mesh should be best for: throughput, latency or prompts.",
+            SEVERAL,
+            "FOR",
+            "throughput",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print the memory of a model's weights and KV cache, and how many sequences fit. Reads config.json only."""
+    """Print the memory of a model's weights and KV cache, and how many sequences fit.
+
+    Reads config.json only.
+    """
     from ...model.planning import cost  # not at the top: `--help` must not wait for JAX
 
     if device not in cost.DEVICES:
@@ -84,14 +108,21 @@ def main(
     if length and min(length) < 1:
         raise o.UsageError(f"--length is {min(length)}; it must be at least 1")
     own = o.given(bandwidth=bandwidth, link=link, network=network, flops=flops)
-    chosen = replace(cost.DEVICES[device], **{name: value * UNITS.get(name, 1) for name, value in own.items()})
+    chosen = replace(
+        cost.DEVICES[device], **{name: value * UNITS.get(name, 1) for name, value in own.items()}
+    )
     meshes.check(devices, batch, best)
     share = engine.pop("gpu_memory_utilization", None)
     check_share(share, memory)
     config, weights = read(model, **engine)
     if config.encodes and devices is not None:
-        raise o.UsageError("--devices proposes meshes for models that write, and this one reads each text in one step")
-    usable, why = usable_memory(device, chosen.memory, cost.weight_bytes(config, weights), share, memory)
+        raise o.UsageError(
+            "--devices proposes meshes for models that write, and this one reads each text in "
+            "one step"
+        )
+    usable, why = usable_memory(
+        device, chosen.memory, cost.weight_bytes(config, weights), share, memory
+    )
     lengths = [] if config.encodes else sorted(set(length or default_lengths(config.max_len)))
     result = {
         "model": model or "quill",
@@ -102,7 +133,12 @@ def main(
         "kv_bytes_a_token": sum(kind.token_bytes for kind in cost.cache_kinds(config)),
         "state_bytes": cost.state_bytes(config),
         "kinds": [
-            {"name": kind.name, "layers": kind.layers, "bytes_a_token": kind.token_bytes, "window": kind.window}
+            {
+                "name": kind.name,
+                "layers": kind.layers,
+                "bytes_a_token": kind.token_bytes,
+                "window": kind.window,
+            }
             for kind in cost.cache_kinds(config)
         ],
         "device": {"name": device, **vars(chosen)},
@@ -118,7 +154,9 @@ def main(
             }
             for tokens in lengths
         ],
-        "split": [] if config.encodes else split(config, usable - cost.weight_bytes(config, weights), chosen.platform),
+        "split": []
+        if config.encodes
+        else split(config, usable - cost.weight_bytes(config, weights), chosen.platform),
     }
     if devices is not None:
         tokens = length[0] if length else min(4096, config.max_len)
@@ -132,9 +170,13 @@ def main(
 
 def check_share(share: float | None, memory: int | None) -> None:
     if share is not None and memory is not None:
-        raise o.UsageError("--memory and --gpu-memory-utilization both say what may be used: leave one out")
+        raise o.UsageError(
+            "--memory and --gpu-memory-utilization both say what may be used: leave one out"
+        )
     if share is not None and not 0 < share <= 1:
-        raise o.UsageError(f"--gpu-memory-utilization is {share:g}; it must be above 0 and at most 1")
+        raise o.UsageError(
+            f"--gpu-memory-utilization is {share:g}; it must be above 0 and at most 1"
+        )
 
 
 def usable_memory(
@@ -153,7 +195,9 @@ def usable_memory(
 
 
 def read(model: str | None, **engine: Any):
-    """The configuration of a folder, a Hugging Face id or the bundled model, and the specs of its weights."""
+    """The configuration of a folder, a Hugging Face id or the bundled model, and the specs of its
+    weights.
+    """
     from ...model.checkpoint import hub
     from ...model.checkpoint.loader import read_config, weight_specs
 
@@ -164,7 +208,9 @@ def read(model: str | None, **engine: Any):
 
 
 def split(config, budget: float, platform: str) -> list[dict]:
-    """How the engine would divide this memory among its cache groups; nothing where it is too little."""
+    """How the engine would divide this memory among its cache groups; nothing where it is too
+    little.
+    """
     from ...model.config import ModelError
     from ...serving.api.options import EngineOptions
     from ...serving.device.state import page_bytes
@@ -191,7 +237,9 @@ def split(config, budget: float, platform: str) -> list[dict]:
 
 
 def default_lengths(longest: int) -> list[int]:
-    return [tokens for tokens in (2**10, 2**12, 2**14, 2**16, 2**18, 2**20) if tokens < longest] + [longest]
+    return [tokens for tokens in (2**10, 2**12, 2**14, 2**16, 2**18, 2**20) if tokens < longest] + [
+        longest
+    ]
 
 
 def finite(batch: float) -> float | None:
@@ -203,12 +251,25 @@ def text(result: dict) -> str:
     """The result as tables for people."""
     device = result["device"]
     weights = amount(result["weight_bytes"])
-    head = f"{result['model']}: {result['layers']} layers, {weights} of weights in {result['dtype']}"
-    used = f"{device_line(device)}\nused: {amount(result['usable_memory'])} ({result['usable_memory_is']})"
+    head = (
+        f"{result['model']}: {result['layers']} layers, {weights} of weights in {result['dtype']}"
+    )
+    used = (
+        f"{device_line(device)}\nused: {amount(result['usable_memory'])} "
+        f"({result['usable_memory_is']})"
+    )
     if not result["lengths"]:
-        return f"{head}\n\n{used}\n\nAn encoder: it reads each text in one step, and keeps no KV cache."
+        return (
+            f"{head}\n\n{used}\n\nAn encoder: it reads each text in one step, and keeps no KV "
+            "cache."
+        )
     kinds = [
-        (kind["name"], kind["layers"], amount(kind["bytes_a_token"]), kept(kind, result["state_bytes"]))
+        (
+            kind["name"],
+            kind["layers"],
+            amount(kind["bytes_a_token"]),
+            kept(kind, result["state_bytes"]),
+        )
         for kind in result["kinds"]
     ]
     kinds.append(("all", result["layers"], amount(result["kv_bytes_a_token"]), ""))
@@ -226,7 +287,10 @@ def text(result: dict) -> str:
             head,
             table(("KV cache", "layers", "bytes a token", "tokens kept"), kinds),
             used,
-            table(("length", "KV a sequence", "sequences that fit", "batch where compute catches up"), lengths),
+            table(
+                ("length", "KV a sequence", "sequences that fit", "batch where compute catches up"),
+                lengths,
+            ),
             *([] if len(result["split"]) < 2 else [split_table(result["split"])]),
             notes(result),
         )
@@ -235,24 +299,36 @@ def text(result: dict) -> str:
 
 def kept(kind: dict, state_bytes: int) -> str:
     """How much these layers keep of a sequence."""
-    return f"none, but {amount(state_bytes)}" if kind["name"] == "state" else length_name(kind["window"])
+    return (
+        f"none, but {amount(state_bytes)}"
+        if kind["name"] == "state"
+        else length_name(kind["window"])
+    )
 
 
 def device_line(device: dict) -> str:
     """Which device was planned for, and its figures."""
     return (
-        f"{device['name']}, {device['about']}: {amount(device['memory'])}, {device['bandwidth'] / 1e9:,.0f} GB/s, "
-        f"{device['flops'] / 1e12:,.4g} TFLOP/s"
+        f"{device['name']}, {device['about']}: {amount(device['memory'])}, "
+        f"{device['bandwidth'] / 1e9:,.0f} GB/s, {device['flops'] / 1e12:,.4g} TFLOP/s"
     )
 
 
 def split_table(groups: list[dict]) -> str:
     rows = [
-        (length_name(group["window"]), f"{group['pages']:,}", amount(group["page_bytes"]), f"{group['share']:.1%}")
+        (
+            length_name(group["window"]),
+            f"{group['pages']:,}",
+            amount(group["page_bytes"]),
+            f"{group['share']:.1%}",
+        )
         for group in groups
     ]
     first = groups[0]
-    heading = f"pages of 16 tokens, for {first['sequences']} sequences of up to {length_name(first['length'])}:"
+    heading = (
+        f"pages of 16 tokens, for {first['sequences']} sequences of up to "
+        f"{length_name(first['length'])}:"
+    )
     return f"{heading}\n{table(('tokens kept', 'pages', 'each', 'of the memory'), rows)}"
 
 
@@ -260,17 +336,31 @@ def notes(result: dict) -> str:
     """What the columns mean, and what the numbers leave out."""
     balance = result["balance_batch_without_cache"]  # None: states alone take too long to read
     lines = [
-        "bytes a token: what a sequence's KV cache grows by with each token, in these layers together",
-        "tokens kept: the last tokens of a sequence that these layers keep; all, or a window of them",
+        (
+            "bytes a token: what a sequence's KV cache grows by with each token, in these layers "
+            "together"
+        ),
+        (
+            "tokens kept: the last tokens of a sequence that these layers keep; all, or a window "
+            "of them"
+        ),
         *["  none, but so many bytes for each sequence: their state"] * bool(result["state_bytes"]),
         "length: tokens of a prompt and its answer together",
         "KV a sequence: the KV cache of one sequence of this length",
-        "sequences that fit: at once, beside the weights; a step's own working memory is not counted",
-        "batch where compute catches up: with fewer sequences a step waits for memory, with more for arithmetic",
+        (
+            "sequences that fit: at once, beside the weights; a step's own working memory is not "
+            "counted"
+        ),
+        (
+            "batch where compute catches up: with fewer sequences a step waits for memory, with "
+            "more for arithmetic"
+        ),
         *([] if balance is None else [f"  ({math.ceil(balance):,} where the cache is left out)"]),
     ]
     if any(row["balance_batch"] is None for row in result["lengths"]):
-        lines.append("never: a sequence's cache takes longer to read than its arithmetic takes, at any batch")
+        lines.append(
+            "never: a sequence's cache takes longer to read than its arithmetic takes, at any batch"
+        )
     if result["weight_bytes"] > result["usable_memory"]:
         lines.append(f"The weights alone do not fit: they take {amount(result['weight_bytes'])}.")
     return "\n".join(lines)

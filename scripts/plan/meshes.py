@@ -7,28 +7,46 @@ from .. import options as o
 from ..tables import length_name, table
 
 SHOWN = 10
-NAMES = {"tensor": "tensor", "expert": "expert", "context": "context", "pipe": "pipeline", "data": "data"}
-BEST = {"throughput": "tokens a second", "latency": "the time of a token", "prompts": "prompt tokens a second"}
+NAMES = {
+    "tensor": "tensor",
+    "expert": "expert",
+    "context": "context",
+    "pipe": "pipeline",
+    "data": "data",
+}
+BEST = {
+    "throughput": "tokens a second",
+    "latency": "the time of a token",
+    "prompts": "prompt tokens a second",
+}
 
 
 def check(devices: int | None, batch: int | None, best: str | None) -> None:
     """Refuse options that would have no effect."""
     for name, value in (("--batch", batch), ("--best", best)):
         if value is not None and devices is None:
-            raise o.UsageError(f"{name} is {value}; it needs --devices, the number of devices to plan for")
+            raise o.UsageError(
+                f"{name} is {value}; it needs --devices, the number of devices to plan for"
+            )
     if best is not None and best not in BEST:
         raise o.UsageError(f"--best is {best!r}; it can be {', '.join(BEST)}")
 
 
-def propose(config, weights, device, devices: int, batch: int, length: int, best: str | None) -> dict:
+def propose(
+    config, weights, device, devices: int, batch: int, length: int, best: str | None
+) -> dict:
     """All meshes that have room for the work, the best first, and what was asked."""
     from ...model.config import ModelError
     from ...model.planning import meshes
     from ...serving.api.options import EngineOptions
 
     if length > config.max_len:
-        raise ModelError(f"--length is {length}; the model was made for at most {config.max_len} positions")
-    work = meshes.Workload(batch, length, EngineOptions().on(device.platform).max_num_batched_tokens)
+        raise ModelError(
+            f"--length is {length}; the model was made for at most {config.max_len} positions"
+        )
+    work = meshes.Workload(
+        batch, length, EngineOptions().on(device.platform).max_num_batched_tokens
+    )
     found = meshes.evaluate_meshes(config, device, work, devices, weights)
     chosen = meshes.rank_meshes(found, work, best or "throughput")
     if not chosen:
@@ -62,21 +80,26 @@ def text(result: dict) -> str:
         notes.append(f"{found['too_small']} others do not hold so many sequences")
     return "\n\n".join(
         (
-            f"{result['model']}: {result['layers']} layers, {amount(result['weight_bytes'])} of weights in "
-            f"{result['dtype']}, over {found['devices']} x {device['name']} ({device['about']})\n"
-            f"{amount(device['memory'])}, of which {amount(result['usable_memory'])} are used; "
-            f"{device['bandwidth'] / 1e9:,.0f} GB/s, {device['flops'] / 1e12:,.4g} TFLOP/s; "
-            f"{device['link'] / 1e9:,.4g} GB/s within a machine of 8, {device['network'] / 1e9:,.4g} between",
+            (
+                f"{result['model']}: {result['layers']} layers, {amount(result['weight_bytes'])} "
+                f"of weights in {result['dtype']}, over {found['devices']} x {device['name']} "
+                f"({device['about']})\n{amount(device['memory'])}, of which "
+                f"{amount(result['usable_memory'])} are used; {device['bandwidth'] / 1e9:,.0f} "
+                f"GB/s, {device['flops'] / 1e12:,.4g} TFLOP/s; {device['link'] / 1e9:,.4g} GB/s "
+                f"within a machine of 8, {device['network'] / 1e9:,.4g} between"
+            ),
             f"{work['batch']} sequences of {length_name(work['length'])} tokens; "
             f"milliseconds of a step through all stages:\n{table(head, rows)}",
             "\n".join(notes),
-            "weights: memory that they take of each device\n"
-            "fit: sequences of this length beside them, on all devices\n"
-            "step: milliseconds of a step in which every sequence gets a token; read, compute, send: what each would\n"
-            "  take alone: reading weights and cache, arithmetic, sending between devices\n"
-            "tok/s: tokens that all sequences get in a second\n"
-            f"prompts: tokens of prompts that are read in a second, in chunks of {work['chunk']}\n"
-            "Estimates from bytes and operations: kernels reach less, and the host's time is left out.",
+            (
+                "weights: memory that they take of each device\nfit: sequences of this length "
+                "beside them, on all devices\nstep: milliseconds of a step in which every "
+                "sequence gets a token; read, compute, send: what each would\n  take alone: "
+                "reading weights and cache, arithmetic, sending between devices\ntok/s: tokens "
+                "that all sequences get in a second\nprompts: tokens of prompts that are read in "
+                f"a second, in chunks of {work['chunk']}\nEstimates from bytes and operations: "
+                "kernels reach less, and the host's time is left out."
+            ),
         )
     )
 

@@ -19,7 +19,9 @@ from .replicas import run as run_replicas
 
 WATCH = "Logs and traces"
 SETTINGS = [field for field in fields(ServerSettings) if field.metadata]
-SERVER_FLAGS = {field.name: o.field_flag(field, field.metadata["default_text"] or True) for field in SETTINGS}
+SERVER_FLAGS = {
+    field.name: o.field_flag(field, field.metadata["default_text"] or True) for field in SETTINGS
+}
 
 
 def listed(help: str, panel: str, metavar: str = "TEXT", default_text: str = "none") -> Any:
@@ -27,8 +29,12 @@ def listed(help: str, panel: str, metavar: str = "TEXT", default_text: str = "no
 
 
 def takes_flags(main):
-    """A command with the flags of the server, of replicas and of engines as `settings`, `scale` and `engine`."""
-    main = o.takes("settings", SERVER_FLAGS, {field.name: field.default for field in SETTINGS})(main)
+    """A command with the flags of the server, of replicas and of engines as `settings`, `scale` and
+    `engine`.
+    """
+    main = o.takes("settings", SERVER_FLAGS, {field.name: field.default for field in SETTINGS})(
+        main
+    )
     return o.takes_engine(adapters=True)(o.takes("scale", SCALE_OPTIONS)(main))
 
 
@@ -53,17 +59,23 @@ def main(
         ),
     ] = None,
     served_model_name: Annotated[
-        list[str] | None, listed("Name that clients call the model", LISTEN, default_text="the MODEL itself")
+        list[str] | None,
+        listed("Name that clients call the model", LISTEN, default_text="the MODEL itself"),
     ] = None,
     lora_modules: Annotated[
-        list[str] | None, listed("Adapter that requests name as their model, and its folder", ADAPTERS, "NAME=PATH")
+        list[str] | None,
+        listed("Adapter that requests name as their model, and its folder", ADAPTERS, "NAME=PATH"),
     ] = None,
     api_key: Annotated[
-        list[str] | None, listed("Key that clients must send, here or with commas in QUIRE_API_KEY", ACCESS, "KEY")
+        list[str] | None,
+        listed("Key that clients must send, here or with commas in QUIRE_API_KEY", ACCESS, "KEY"),
     ] = None,
-    api_key_file: Annotated[Path | None, o.option("File of keys, one a line.", ACCESS, "FILE")] = None,
+    api_key_file: Annotated[
+        Path | None, o.option("File of keys, one a line.", ACCESS, "FILE")
+    ] = None,
     allowed_host: Annotated[
-        list[str] | None, listed("Host header to accept", ACCESS, default_text="any; on loopback only its own names")
+        list[str] | None,
+        listed("Host header to accept", ACCESS, default_text="any; on loopback only its own names"),
     ] = None,
     allowed_origin: Annotated[
         list[str] | None, listed("Site whose pages may send requests (CORS)", ACCESS, "URL")
@@ -75,28 +87,41 @@ def main(
     tool_call_parser: Annotated[
         str,
         o.option(
-            "Format of tool calls by vLLM's name for it (docs/tools.md), none, or auto: as the chat template shows.",
+            "Format of tool calls by vLLM's name for it (docs/tools.md), none, or auto: as the "
+            "chat template shows.",
             ANSWERS,
         ),
     ] = "auto",
     reasoning_parser: Annotated[
         str,
         o.option(
-            "Format of reasoning by vLLM's name for it (docs/tools.md), none, or auto: as the chat template shows.",
+            "Format of reasoning by vLLM's name for it (docs/tools.md), none, or auto: as the "
+            "chat template shows.",
             ANSWERS,
         ),
     ] = "auto",
     enable_auto_tool_choice: Annotated[
-        bool, o.option("Parse tool calls in answers to requests that bring tools.", ANSWERS, default_text="on")
+        bool,
+        o.option(
+            "Parse tool calls in answers to requests that bring tools.", ANSWERS, default_text="on"
+        ),
     ] = True,
     chat_template: Annotated[
-        Path | None, o.option("File with a chat template to use instead of the model's own.", ANSWERS, "FILE")
+        Path | None,
+        o.option("File with a chat template to use instead of the model's own.", ANSWERS, "FILE"),
     ] = None,
-    seed: Annotated[int, o.option("Seed of requests that bring none.", ANSWERS)] = EngineOptions.seed,
-    log_level: Annotated[str, o.option("Least severe level to log: debug, info, warning or error.", WATCH)] = "info",
-    log_json: Annotated[bool, o.option("Log one JSON object a line.", WATCH, name="--log-json")] = False,
+    seed: Annotated[
+        int, o.option("Seed of requests that bring none.", ANSWERS)
+    ] = EngineOptions.seed,
+    log_level: Annotated[
+        str, o.option("Least severe level to log: debug, info, warning or error.", WATCH)
+    ] = "info",
+    log_json: Annotated[
+        bool, o.option("Log one JSON object a line.", WATCH, name="--log-json")
+    ] = False,
     otlp_traces_endpoint: Annotated[
-        str | None, o.option("Where to send OpenTelemetry spans; needs the extra quire[otel].", WATCH, "URL")
+        str | None,
+        o.option("Where to send OpenTelemetry spans; needs the extra quire[otel].", WATCH, "URL"),
     ] = None,
     runs_on: Annotated[
         str | None,
@@ -120,12 +145,17 @@ def main(
     scale: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
-    """Serve models over HTTP: the APIs of OpenAI, Anthropic and Ollama, metrics, and a page for people."""
+    """Serve models over HTTP: the APIs of OpenAI, Anthropic and Ollama, metrics, and a page for
+    people.
+    """
     given = dict(locals())
     wanted = wanted_of(given)
     if not wanted.settings.loopback and not wanted.settings.api_keys:
         host = wanted.settings.host
-        print(f"note: whoever can reach {host} can use this server; --api-key makes it ask for a key", file=sys.stderr)
+        print(
+            f"note: whoever can reach {host} can use this server; --api-key makes it ask for a key",
+            file=sys.stderr,
+        )
     if runs_on is not None:
         run_replicas(plan_of(given, wanted, scale), ray_address)
         return
@@ -133,7 +163,8 @@ def main(
         follow((models or [None])[0], wanted.options)
         return
 
-    with immediate_interrupt():  # JAX comes with the models, and Ctrl-C can be lost while it is imported
+    # JAX comes with the models, and Ctrl-C can be lost while it is imported
+    with immediate_interrupt():
         from ...serving.http import models as _  # noqa: F401
         from ...serving.http import server
         from ...serving.http.logs import setup_logging
@@ -170,22 +201,32 @@ def wanted_of(given: dict[str, Any]) -> ServerSetup:
     if given["runs_on"] not in (None, "ray"):
         raise o.UsageError(f"--engine is {given['runs_on']!r}; it can be ray, or is left out")
     if given["runs_on"] is not None and settings.state_dir is not None:
-        raise o.UsageError("--state-dir is of one server, and --engine ray runs several; leave one of them out")
+        raise o.UsageError(
+            "--state-dir is of one server, and --engine ray runs several; leave one of them out"
+        )
     for name in ("ray_address", *given["scale"]) if given["runs_on"] is None else ():
         if given.get(name) is not None or name in given["scale"]:
             raise o.UsageError(f"--{name.replace('_', '-')} needs --engine ray")
     names = given["models"] or []
     processes = given["engine"].get("num_processes", 1)
     if processes > 1 and (len(names) > 1 or given["runs_on"] is not None):
-        raise o.UsageError(f"--num-processes is {processes}: several processes serve one model together, without Ray")
-    options = given["engine"] | {"max_queued_requests": given["max_queued_requests"], "seed": given["seed"]}
+        raise o.UsageError(
+            f"--num-processes is {processes}: several processes serve one model together, "
+            "without Ray"
+        )
+    options = given["engine"] | {
+        "max_queued_requests": given["max_queued_requests"],
+        "seed": given["seed"],
+    }
     called_by = called(names, given["served_model_name"] or [])
     adapters = adapters_of(given["lora_modules"] or [], called_by, bool(options.get("enable_lora")))
     return ServerSetup(names, called_by, settings, options, adapters)
 
 
 @takes_flags
-def plan(*, settings: dict[str, Any], scale: dict[str, Any], engine: dict[str, Any], **given: Any) -> Any:
+def plan(
+    *, settings: dict[str, Any], scale: dict[str, Any], engine: dict[str, Any], **given: Any
+) -> Any:
     """The deployment of these options; `quire.scripts.serve.ray` calls it."""
     given |= {"settings": settings, "scale": scale, "engine": engine}
     return plan_of(given, wanted_of(given), scale)
@@ -221,11 +262,18 @@ def called(names: list[str], served: list[str]) -> list[tuple[str, ...]]:
         own = names[0] if names else "quill"
         return [tuple(served) or tuple(dict.fromkeys((own, Path(own).name)))]
     if served and len(served) != len(names):
-        raise o.UsageError(f"--served-model-name is given {len(served)} times for {len(names)} models")
-    found = [(name,) for name in served] or [tuple(dict.fromkeys((name, Path(name).name))) for name in names]
+        raise o.UsageError(
+            f"--served-model-name is given {len(served)} times for {len(names)} models"
+        )
+    found = [(name,) for name in served] or [
+        tuple(dict.fromkeys((name, Path(name).name))) for name in names
+    ]
     every = [name for own in found for name in own]
     if len(set(every)) < len(every):
-        raise o.UsageError("two models would have the same name: --served-model-name, once for each, tells them apart")
+        raise o.UsageError(
+            "two models would have the same name: --served-model-name, once for each, tells "
+            "them apart"
+        )
     return found
 
 
@@ -237,16 +285,22 @@ def adapters_of(given: list[str], called: list[tuple[str, ...]], enabled: bool) 
         if not name or not path:
             raise o.UsageError(f"--lora-modules is {one!r}; it must be NAME=PATH")
         if name in found or any(name in names for names in called):
-            raise o.UsageError(f"--lora-modules names {name!r}, which is a model's or another adapter's name")
+            raise o.UsageError(
+                f"--lora-modules names {name!r}, which is a model's or another adapter's name"
+            )
         found[name] = path
     if found and not enabled:
         raise o.UsageError("--lora-modules needs --enable-lora")
     if found and len(called) > 1:
-        raise o.UsageError("--lora-modules needs a single MODEL: it would not say whose the adapters are")
+        raise o.UsageError(
+            "--lora-modules needs a single MODEL: it would not say whose the adapters are"
+        )
     return found
 
 
-def entry(name: str | None, names: tuple[str, ...], options: dict[str, Any], adapters: dict[str, str]) -> Any:
+def entry(
+    name: str | None, names: tuple[str, ...], options: dict[str, Any], adapters: dict[str, str]
+) -> Any:
     from ...serving.api.lora import LoRARequest
     from ...serving.api.options import make_options
     from ...serving.build import make_engine
@@ -259,7 +313,10 @@ def entry(name: str | None, names: tuple[str, ...], options: dict[str, Any], ada
 
         logging.getLogger("quire").info("%s: %s", names[0], stage)
 
-    wanted = {each: LoRARequest(each, number, path) for number, (each, path) in enumerate(adapters.items(), 1)}
+    wanted = {
+        each: LoRARequest(each, number, path)
+        for number, (each, path) in enumerate(adapters.items(), 1)
+    }
 
     def make() -> Any:
         engine = make_engine(chosen, note)

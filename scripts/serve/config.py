@@ -18,12 +18,18 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     try:
         found = yaml.safe_load(o.read_text(path))
     except yaml.YAMLError as error:
-        raise o.UsageError(f"--config {path} is not YAML: {' '.join(str(error).split())[:200]}") from None
+        raise o.UsageError(
+            f"--config {path} is not YAML: {' '.join(str(error).split())[:200]}"
+        ) from None
     if found is None:
         found = {}
     if not isinstance(found, dict):
         raise o.UsageError(f"--config {path} must map options to values")
-    names = {option.lstrip("-"): one for one in context.command.params for option in (*one.opts, *one.secondary_opts)}
+    names = {
+        option.lstrip("-"): one
+        for one in context.command.params
+        for option in (*one.opts, *one.secondary_opts)
+    }
     names |= {one.name: one for one in context.command.params if one.name}
     names["model"] = names["models"]
     defaults: dict[str, Any] = {}
@@ -36,10 +42,13 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
             without.append(name)
             continue
         if option is None or option.name == "config":
-            hint = advice(f"--{name}", [f"--{known}" for known in names]).replace(" --", " ")  # a file has no dashes
+            # a file has no dashes
+            hint = advice(f"--{name}", [f"--{known}" for known in names]).replace(" --", " ")
             raise o.UsageError(f"--config {path} has {key!r}, which is no option{hint}")
         many = option.multiple or option.nargs == -1
-        defaults[option.name] = [str(each) for each in value] if isinstance(value, list) else [value] if many else value
+        defaults[option.name] = (
+            [str(each) for each in value] if isinstance(value, list) else [value] if many else value
+        )
     note_without_effect(without)
     context.default_map = defaults
     return path

@@ -14,7 +14,8 @@ from ...serving.http.settings import ServerSettings
 from .. import options as o
 
 PANEL = "Many replicas (--engine ray)"
-OURS = "uds", "admin", "lora_dir", "receive_seconds", "write_seconds"  # settings that Ray's HTTP server ignores
+# settings that Ray's HTTP server ignores
+OURS = "uds", "admin", "lora_dir", "receive_seconds", "write_seconds"
 
 
 def resources(text: str | dict[str, float]) -> dict[str, float]:
@@ -34,19 +35,29 @@ def resources(text: str | dict[str, float]) -> dict[str, float]:
 
 
 SCALE_OPTIONS = {
-    "replicas": Annotated[int | None, o.option("Engines, each with its own weights and cache.", PANEL, "N", "1")],
+    "replicas": Annotated[
+        int | None, o.option("Engines, each with its own weights and cache.", PANEL, "N", "1")
+    ],
     "min_replicas": Annotated[
-        int | None, o.option("Fewest replicas, where their number follows the load.", PANEL, "N", "1")
+        int | None,
+        o.option("Fewest replicas, where their number follows the load.", PANEL, "N", "1"),
     ],
     "max_replicas": Annotated[
-        int | None, o.option("Most replicas; their number then follows the load.", PANEL, "N", "fixed")
+        int | None,
+        o.option("Most replicas; their number then follows the load.", PANEL, "N", "fixed"),
     ],
     "target_ongoing_requests": Annotated[
         float | None,
-        o.option("Requests that a replica should have on average.", PANEL, "N", "three quarters of --max-num-seqs"),
+        o.option(
+            "Requests that a replica should have on average.",
+            PANEL,
+            "N",
+            "three quarters of --max-num-seqs",
+        ),
     ],
     "prefill_replicas": Annotated[
-        int | None, o.option("Further replicas that read long prompts for the others.", PANEL, "N", "0")
+        int | None,
+        o.option("Further replicas that read long prompts for the others.", PANEL, "N", "0"),
     ],
     "routing": Annotated[
         str | None,
@@ -75,15 +86,25 @@ def plan_of(given: dict[str, Any], wanted: Any, scale: dict[str, Any]) -> Any:
     for name in OURS:
         if getattr(wanted.settings, name) != getattr(ServerSettings(), name):
             flag = f"--{name.replace('_', '-')}"
-            raise o.UsageError(f"{flag} has no effect with --engine ray, whose server is Ray's; leave it out")
+            raise o.UsageError(
+                f"{flag} has no effect with --engine ray, whose server is Ray's; leave it out"
+            )
     if given["engine"].get("enable_lora") or given.get("lora_modules"):
-        raise o.UsageError("--enable-lora and --engine ray do not go together yet: replicas serve no adapters")
-    from ...serving.ray.scale import DeploymentPlan, ReplicaOptions  # not at the top: `--help` must not wait for it
+        raise o.UsageError(
+            "--enable-lora and --engine ray do not go together yet: replicas serve no adapters"
+        )
+    # not at the top: `--help` must not wait for it
+    from ...serving.ray.scale import DeploymentPlan, ReplicaOptions
 
-    folders = [name if name is None or not Path(name).is_dir() else str(Path(name).resolve()) for name in wanted.names]
+    folders = [
+        name if name is None or not Path(name).is_dir() else str(Path(name).resolve())
+        for name in wanted.names
+    ]
     models = tuple(zip(folders or [None], wanted.called, strict=True))
     logged = {"log_json": given["log_json"], "log_level": given["log_level"]}
-    return DeploymentPlan(models, wanted.settings, wanted.options, ReplicaOptions(**scale), **logged)
+    return DeploymentPlan(
+        models, wanted.settings, wanted.options, ReplicaOptions(**scale), **logged
+    )
 
 
 def run(plan: Any, address: str | None) -> None:

@@ -36,7 +36,9 @@ class Answers:
         return Answers(
             np.concatenate([self.tokens, np.asarray(more, np.int32)]),
             np.concatenate([self.ends, len(self.tokens) + np.cumsum(sizes, dtype=np.int64)]),
-            np.concatenate([self.prompts, np.asarray([len(prompt) for prompt, _ in documents], np.int64)]),
+            np.concatenate(
+                [self.prompts, np.asarray([len(prompt) for prompt, _ in documents], np.int64)]
+            ),
         )
 
     def save(self, path: Path) -> None:
@@ -57,7 +59,9 @@ def load(path: Path) -> Answers:
 
 
 def read_prompts(path: Path) -> list[Any]:
-    """A prompt a line; of a .jsonl file the `prompt`, the `prompt_token_ids` or the `messages` of each object."""
+    """A prompt a line; of a .jsonl file the `prompt`, the `prompt_token_ids` or the `messages` of
+    each object.
+    """
     try:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -65,7 +69,9 @@ def read_prompts(path: Path) -> list[Any]:
     if not lines:
         raise ModelError(f"{path} holds no prompts; it must have one a line")
     return (
-        [read_object(path, number, line) for number, line in enumerate(lines, 1)] if path.suffix == ".jsonl" else lines
+        [read_object(path, number, line) for number, line in enumerate(lines, 1)]
+        if path.suffix == ".jsonl"
+        else lines
     )
 
 
@@ -77,37 +83,56 @@ def read_object(path: Path, number: int, line: str) -> Any:
     for key, kind in (("messages", list), ("prompt_token_ids", list), ("prompt", str)):
         if isinstance(found, dict) and isinstance(found.get(key), kind):
             return found if key == "messages" else {key: found[key]}
-    raise ModelError(f"{path}, line {number} must be an object with messages, prompt or prompt_token_ids")
+    raise ModelError(
+        f"{path}, line {number} must be an object with messages, prompt or prompt_token_ids"
+    )
 
 
 def write(
-    llm: Any, prompts: Sequence[Any], path: Path, params: Any, greedy: float, seed: int, told: Callable[[int], bool]
+    llm: Any,
+    prompts: Sequence[Any],
+    path: Path,
+    params: Any,
+    greedy: float,
+    seed: int,
+    told: Callable[[int], bool],
 ) -> Answers:
-    """The model's answers to all prompts, of which the share `greedy` are the likeliest and the others drawn.
+    """The model's answers to all prompts, of which the share `greedy` are the likeliest and the
+    others drawn.
 
-    They are saved as they come, and a file that has some of them is gone on with. `told` is told how many there are,
-    and says whether to go on.
+    They are saved as they come, and a file that has some of them is gone on with. `told` is told
+    how many there are, and says whether to go on.
     """
     answers = load(path)
     while len(answers) < len(prompts) and told(len(answers)):
         start = len(answers)
         some = [prompts[number] for number in range(start, min(start + CHUNK, len(prompts)))]
         asked = [
-            llm.chat_prompt(one["messages"]) if isinstance(one, dict) and "messages" in one else one for one in some
+            llm.chat_prompt(one["messages"]) if isinstance(one, dict) and "messages" in one else one
+            for one in some
         ]
         given = []
         for number in range(start, start + len(some)):
             likeliest = Random(f"{seed}/{number}").random() < greedy
-            given.append(replace(params, temperature=0.0) if likeliest else replace(params, seed=seed + number))
+            given.append(
+                replace(params, temperature=0.0)
+                if likeliest
+                else replace(params, seed=seed + number)
+            )
         outputs = llm.generate(asked, given, use_tqdm=False)
-        answers = answers.joined([(out.prompt_token_ids, out.outputs[0].token_ids) for out in outputs])
+        answers = answers.joined(
+            [(out.prompt_token_ids, out.outputs[0].token_ids) for out in outputs]
+        )
         answers.save(path)
     told(len(answers))
     return answers
 
 
 class Rows(NamedTuple):
-    """Rows of a batch, [B, T]: documents one after another, which do not see each other. Padding is at position -1."""
+    """Rows of a batch, [B, T]: documents one after another, which do not see each other.
+
+    Padding is at position -1.
+    """
 
     tokens: np.ndarray
     documents: np.ndarray
@@ -116,7 +141,9 @@ class Rows(NamedTuple):
 
 
 def pack(answers: Answers, numbers: Sequence[int], length: int) -> Rows:
-    """Documents in rows; each goes to the first of the latest rows that has room, and is cut where none could have."""
+    """Documents in rows; each goes to the first of the latest rows that has room, and is cut where
+    none could have.
+    """
     rows: list[list[int]] = []
     room: list[int] = []
     for number in numbers:
@@ -151,11 +178,20 @@ def parts(rows: Rows, size: int) -> Iterator[Rows]:
     for start in range(0, len(rows.tokens), size):
         some = Rows(*(field[start : start + size] for field in rows))
         missing = size - len(some.tokens)
-        yield Rows(*(np.pad(x, ((0, missing), (0, 0)), constant_values=-1 if x is some.positions else 0) for x in some))
+        yield Rows(
+            *(
+                np.pad(x, ((0, missing), (0, 0)), constant_values=-1 if x is some.positions else 0)
+                for x in some
+            )
+        )
 
 
-def batches(answers: Answers, numbers: Sequence[int], length: int, size: int, seed: int, first: int) -> Iterator[Rows]:
-    """Batches without end from the one numbered `first`, the same for the same seed; each epoch in another order."""
+def batches(
+    answers: Answers, numbers: Sequence[int], length: int, size: int, seed: int, first: int
+) -> Iterator[Rows]:
+    """Batches without end from the one numbered `first`, the same for the same seed; each epoch in
+    another order.
+    """
     epoch = 0
     while True:
         order = np.random.default_rng((seed, epoch)).permutation(np.asarray(numbers))

@@ -1,4 +1,6 @@
-"""Attention over whole rows of a training batch, which hold several documents each; differentiable."""
+"""Attention over whole rows of a training batch, which hold several documents each;
+differentiable.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,9 @@ OUTSIDE = -1e30  # the score of a key that is not seen
 
 
 def attention(config: ModelConfig, documents_BT):
-    """The hook `attend`: causal, inside each document; a block of queries meets only keys it can see."""
+    """The hook `attend`: causal, inside each document; a block of queries meets only keys it
+    can see.
+    """
     B, T = documents_BT.shape
 
     def attend(index, q_TNH, k_TKH, v_TKH, cache, params: AttentionParams, sinks_N=None):
@@ -30,14 +34,19 @@ def attention(config: ModelConfig, documents_BT):
             seen = (ahead >= 0) & (ahead < (window or T))
             seen = seen & (documents_BT[:, start:stop, None] == documents_BT[:, None, first:stop])
             score = jnp.einsum(
-                "BQKGH,BJKH->BKQGJ", q_BTKGH[:, start:stop], k_BJKH[:, first:stop], preferred_element_type=jnp.float32
+                "BQKGH,BJKH->BKQGJ",
+                q_BTKGH[:, start:stop],
+                k_BJKH[:, first:stop],
+                preferred_element_type=jnp.float32,
             )
             if soft_cap is not None:
                 score = soft_cap * jnp.tanh(score / soft_cap)
             score = jnp.where(seen[:, None, :, None], score, OUTSIDE)
             if sinks_N is not None:
                 sink = sinks_N.reshape(score.shape[1], 1, -1, 1)
-                score = jnp.concatenate([score, jnp.broadcast_to(sink, (*score.shape[:-1], 1))], axis=-1)
+                score = jnp.concatenate(
+                    [score, jnp.broadcast_to(sink, (*score.shape[:-1], 1))], axis=-1
+                )
             weight = jax.nn.softmax(score, axis=-1)[..., : stop - first].astype(v_BJKH.dtype)
             out.append(jnp.einsum("BKQGJ,BJKH->BQKGH", weight, v_BJKH[:, first:stop]))
         return jnp.concatenate(out, axis=1).reshape(*q_TNH.shape[:2], -1), cache
@@ -46,11 +55,12 @@ def attention(config: ModelConfig, documents_BT):
 
 
 def attention_of_pass(number: int, documents_BT):
-    """The same for drafting layers that run over their own features, as often as tokens are drafted.
+    """The same for drafting layers that run over their own features, as often as tokens are
+    drafted.
 
-    In pass `number`, from 0, each row holds what the pass before made, as if that many tokens had been drafted up to
-    it. So it sees what was drafted with it, a row of each pass, and of what stands before these the rows of the first
-    pass, which hold the model's features.
+    In pass `number`, from 0, each row holds what the pass before made, as if that many tokens had
+    been drafted up to it. So it sees what was drafted with it, a row of each pass, and of what
+    stands before these the rows of the first pass, which hold the model's features.
     """
     B, T = documents_BT.shape
 
@@ -88,4 +98,6 @@ def shifted(x_BT, count: int):
     if count == 0:
         return x_BT
     gap = jnp.zeros_like(x_BT[:, : abs(count)])
-    return jnp.concatenate([gap, x_BT[:, :-count]] if count > 0 else [x_BT[:, -count:], gap], axis=1)
+    return jnp.concatenate(
+        [gap, x_BT[:, :-count]] if count > 0 else [x_BT[:, -count:], gap], axis=1
+    )

@@ -18,16 +18,27 @@ KINDS = ("medusa", "eagle", "eagle3")  # that can be trained
 def new_heads(
     kind: str, target: ModelConfig, count: int, depth: int, own_head: bool, vocab: int
 ) -> tuple[DraftHeads, dict[str, Any]]:
-    """Heads for a model and their config.json; what is said of another kind than this has no meaning."""
+    """Heads for a model and their config.json; what is said of another kind than this has no
+    meaning.
+    """
     check_kind(kind)
     names = ()
-    of_all = {"vocab_size": target.vocab_size, "hidden_size": target.dim, "torch_dtype": target.dtype}
+    of_all = {
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.dim,
+        "torch_dtype": target.dtype,
+    }
     if kind == "medusa":
         names = ("blocks.0.layers.0.bias",)
         hf = of_all | {
-            "architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": count, "num_hidden_layers": depth,
-            "truncated_vocab_size": target.vocab_size, "original_lm_head": not own_head, "medusa_fc_bias": True,
-        }  # fmt: skip
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "num_heads": count,
+            "num_hidden_layers": depth,
+            "truncated_vocab_size": target.vocab_size,
+            "original_lm_head": not own_head,
+            "medusa_fc_bias": True,
+        }
     else:
         hf = of_all | layer_like(target)
     if kind == "eagle3":
@@ -41,7 +52,9 @@ def new_heads(
 
 def check_kind(kind: str) -> None:
     if kind not in KINDS:
-        raise ModelError(f"heads of kind {kind!r} cannot be trained; those of kind {', '.join(KINDS)} can")
+        raise ModelError(
+            f"heads of kind {kind!r} cannot be trained; those of kind {', '.join(KINDS)} can"
+        )
 
 
 def layer_like(target: ModelConfig) -> dict[str, Any]:
@@ -54,22 +67,36 @@ def layer_like(target: ModelConfig) -> dict[str, Any]:
     N = D // H
     F = found.mlp.dim if found.mlp is not None and found.moe is None else 4 * D
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1,
-        "num_attention_heads": N, "num_key_value_heads": max(1, N // 4) if N % 4 == 0 else 1, "head_dim": H,
-        "intermediate_size": F, "hidden_act": "silu", "rms_norm_eps": target.norm_eps, "rope_theta": 10000.0,
-        "max_position_embeddings": target.max_len, "tie_word_embeddings": False,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "num_attention_heads": N,
+        "num_key_value_heads": max(1, N // 4) if N % 4 == 0 else 1,
+        "head_dim": H,
+        "intermediate_size": F,
+        "hidden_act": "silu",
+        "rms_norm_eps": target.norm_eps,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": target.max_len,
+        "tie_word_embeddings": False,
+    }
 
 
-def first_weights(heads: DraftHeads, target_weights: ModelWeights, answers: Answers, seed: int) -> DraftHeadsWeights:
+def first_weights(
+    heads: DraftHeads, target_weights: ModelWeights, answers: Answers, seed: int
+) -> DraftHeadsWeights:
     """Medusa's heads begin as the model's own, layers at random."""
     own = random_arrays(abstract(heads), seed)
     table_VD = target_weights.embed_VD if target_weights.head_VD is None else target_weights.head_VD
     if heads.kind == "medusa":
 
         def begun(head):
-            blocks = tuple(block.replace(weight_DE=jnp.zeros_like(block.weight_DE)) for block in head.blocks)
-            return head.replace(blocks=blocks, head_VD=None if head.head_VD is None else jnp.array(table_VD))
+            blocks = tuple(
+                block.replace(weight_DE=jnp.zeros_like(block.weight_DE)) for block in head.blocks
+            )
+            return head.replace(
+                blocks=blocks, head_VD=None if head.head_VD is None else jnp.array(table_VD)
+            )
 
         return own.replace(heads=tuple(map(begun, own.heads)))
     if not heads.own_head:

@@ -18,18 +18,24 @@ def flag(field: Field) -> Any:
     parser = o.size if kind is int else None
     named = name if kind is bool else ""
     return Annotated[
-        kind | None, o.option(about["help"], about["panel"], about["metavar"], about["shown"], named, parser=parser)
+        kind | None,
+        o.option(
+            about["help"], about["panel"], about["metavar"], about["shown"], named, parser=parser
+        ),
     ]
 
 
 @o.takes("settings", {field.name: flag(field) for field in fields(Settings)}, make=Settings)
 def main(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or Hugging Face id.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for answers, checkpoints and heads.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder for answers, checkpoints and heads.")
+    ],
     *,
     settings: Settings,
 ) -> None:
-    """Train heads that draft for a model, on what it writes itself. They are in OUT/heads in the end.
+    """Train heads that draft for a model, on what it writes itself. They are in OUT/heads in the
+    end.
 
     Stopped by Ctrl-C it saves, and the same command goes on.
     """

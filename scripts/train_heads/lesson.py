@@ -1,4 +1,6 @@
-"""What heads are taught: the model's own distribution at each place that they draft, and its features."""
+"""What heads are taught: the model's own distribution at each place that they draft, and its
+features.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,7 +29,9 @@ class Judged(NamedTuple):
     asked: Any
 
 
-def judge(heads: DraftHeads, own, target_weights, config: ModelConfig, batch: Rows, places: int) -> list[Judged]:
+def judge(
+    heads: DraftHeads, own, target_weights, config: ModelConfig, batch: Rows, places: int
+) -> list[Judged]:
     """How well the heads draft at each of `places` places ahead, if all before them are right."""
     tokens_BT = batch.tokens
     documents_BT = batch.documents
@@ -38,14 +42,20 @@ def judge(heads: DraftHeads, own, target_weights, config: ModelConfig, batch: Ro
     hooks = LayerHooks(attend, observe=seen.__setitem__ if heads.features else None)
     (x_TD, _), _ = decoder.run_layers(target_weights.layers, 0, x, {}, positions_T, config, hooks)
     hidden_TD = decoder.final_norm(target_weights, x_TD, config)
-    raw_TF = jnp.concatenate([seen[index] for index in heads.features], axis=-1) if heads.features else hidden_TD
+    raw_TF = (
+        jnp.concatenate([seen[index] for index in heads.features], axis=-1)
+        if heads.features
+        else hidden_TD
+    )
     hidden_TD, raw_TF = jax.lax.stop_gradient((hidden_TD, raw_TF))
     lesson = of_medusa if heads.kind == "medusa" else of_layers
     return lesson(heads, own, target_weights, config, batch, places, hidden_TD, raw_TF)
 
 
 def asked_from(batch: Rows, place: int):
-    """The rows from which a token `place` + 2 places on is drafted, where the model wrote all from the next one on."""
+    """The rows from which a token `place` + 2 places on is drafted, where the model wrote all from
+    the next one on.
+    """
     asked_BT = jnp.ones(batch.tokens.shape, bool)
     for ahead in range(1, place + 3):
         same_BT = shifted(batch.documents, -ahead) == batch.documents
@@ -53,7 +63,9 @@ def asked_from(batch: Rows, place: int):
     return asked_BT & (batch.documents > 0)
 
 
-def of_medusa(heads, own, target_weights, config, batch: Rows, places: int, hidden_TD, _) -> list[Judged]:
+def of_medusa(
+    heads, own, target_weights, config, batch: Rows, places: int, hidden_TD, _
+) -> list[Judged]:
     """Each head is asked at every row; the token one place on is not its affair."""
     B, T = batch.tokens.shape
     found = []
@@ -67,38 +79,52 @@ def of_medusa(heads, own, target_weights, config, batch: Rows, places: int, hidd
         def drafted(x_RD, one=one):
             return draft_heads.medusa_logits(*one, target_weights, x_RD)[0]
 
-        lost_T, right_T = compare(drafted, hidden_TD, taught_TD, wanted_BT, target_weights, config, own.tokens_U)
+        lost_T, right_T = compare(
+            drafted, hidden_TD, taught_TD, wanted_BT, target_weights, config, own.tokens_U
+        )
         chain_BT &= right_T.reshape(B, T)
         found.append(judged(lost_T, chain_BT, asked_BT))
     return found
 
 
-def of_layers(heads, own, target_weights, config, batch: Rows, places: int, hidden_TD, raw_TF) -> list[Judged]:
-    """The layers run as often as tokens are drafted, each time over what they made the time before."""
+def of_layers(
+    heads, own, target_weights, config, batch: Rows, places: int, hidden_TD, raw_TF
+) -> list[Judged]:
+    """The layers run as often as tokens are drafted, each time over what they made the time
+    before.
+    """
     B, T = batch.tokens.shape
     wanted_BT = shifted(batch.tokens, -2)
     taught_TD = flat(shifted(hidden_TD.reshape(B, T, -1), -1))
     found = []
     chain_BT = jnp.ones((B, T), bool)
-    for place, (made_TD, x_TD) in enumerate(passes(heads, own, target_weights, batch, places, raw_TF)):
+    for place, (made_TD, x_TD) in enumerate(
+        passes(heads, own, target_weights, batch, places, raw_TF)
+    ):
 
         def drafted(x_RD):
             return draft_heads.logits(heads, own, target_weights, x_RD)
 
-        lost_T, right_T = compare(drafted, x_TD, taught_TD, wanted_BT, target_weights, config, own.tokens_U)
+        lost_T, right_T = compare(
+            drafted, x_TD, taught_TD, wanted_BT, target_weights, config, own.tokens_U
+        )
         if heads.kind == "eagle":
             lost_T = lost_T + FEATURES * smooth(made_TD - taught_TD).mean(axis=-1)
-        asked_BT = shifted(asked_from(batch, place), place)  # a row that has drafted so many tokens before
+        # a row that has drafted so many tokens before
+        asked_BT = shifted(asked_from(batch, place), place)
         chain_BT = shifted(chain_BT, min(place, 1)) & right_T.reshape(B, T)
         found.append(judged(lost_T, chain_BT, asked_BT))
     return found
 
 
-def passes(heads, own, target_weights, batch: Rows, places: int, raw_TF) -> Iterator[tuple[Any, Any]]:
-    """(features, hidden states) that the layers make, first of the model's features and then of their own.
+def passes(
+    heads, own, target_weights, batch: Rows, places: int, raw_TF
+) -> Iterator[tuple[Any, Any]]:
+    """(features, hidden states) that the layers make, first of the model's features and then of
+    their own.
 
-    What they make in a row is the next row's feature. The tokens are those that the model wrote: after a draft that is
-    another one, none counts.
+    What they make in a row is the next row's feature. The tokens are those that the model wrote:
+    after a draft that is another one, none counts.
     """
     B, T = batch.tokens.shape
     next_T = shifted(batch.tokens, -1).reshape(-1)
@@ -131,7 +157,8 @@ def smooth(x):
 
 
 def compare(drafted, x_TD, taught_TD, wanted_BT, target_weights, config: ModelConfig, tokens_U):
-    """(cross entropy with the model's own distribution, whether the likeliest token is the wanted one), of each row.
+    """(cross entropy with the model's own distribution, whether the likeliest token is the wanted
+    one), of each row.
 
     `taught_TD` are the hidden states from which the model draws the wanted tokens.
     """

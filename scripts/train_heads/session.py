@@ -44,10 +44,14 @@ class Session:
         # On a CPU float32 is the fastest that can be differentiated.
         self.target = replace(served, dtype="float32") if jax.default_backend() == "cpu" else served
         if settings.length > served.max_len:
-            raise ModelError(f"length is {settings.length}; the model reads at most {served.max_len} tokens")
+            raise ModelError(
+                f"length is {settings.length}; the model reads at most {served.max_len} tokens"
+            )
         s = settings
         if s.start is None:
-            found, self.hf = new_heads(s.kind, served, s.heads, s.depth, not s.shared_head, s.draft_vocab)
+            found, self.hf = new_heads(
+                s.kind, served, s.heads, s.depth, not s.shared_head, s.draft_vocab
+            )
         else:
             check_kind(s.kind)
             found = draft_heads.read_heads(s.start, served, s.kind)
@@ -57,7 +61,9 @@ class Session:
     def run(self) -> None:
         """Do what is left to do, until Ctrl-C."""
         self.settings.begin(self.out)
-        before = [(number, signal.signal(number, self.end)) for number in (signal.SIGINT, signal.SIGTERM)]
+        before = [
+            (number, signal.signal(number, self.end)) for number in (signal.SIGINT, signal.SIGTERM)
+        ]
         try:
             answers = self.answers()
             if not self.stop:
@@ -73,7 +79,12 @@ class Session:
         self.stop.append(True)
 
     def bar(self) -> Progress:
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         return Progress(*columns, console=self.console, disable=not self.console.is_terminal)
 
     def answers(self) -> Answers:
@@ -98,7 +109,10 @@ class Session:
             params = replace(llm.get_default_sampling_params(), max_tokens=s.max_tokens, **drawn)
             asked = prompts or [{"prompt_token_ids": beginning(llm)}] * count
             found = write(llm, asked, path, params, s.greedy if prompts else 0.0, s.seed, told)
-        self.console.print(f"{len(found)} answers, {len(found.tokens) - found.prompts.sum():,} tokens", highlight=False)
+        self.console.print(
+            f"{len(found)} answers, {len(found.tokens) - found.prompts.sum():,} tokens",
+            highlight=False,
+        )
         return found
 
     def train(self, answers: Answers) -> None:
@@ -116,16 +130,21 @@ class Session:
         state = {"own": own, "opt": tx.init(own)}
         step = 0
         manager = ocp.CheckpointManager(
-            (self.out / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
+            (self.out / "checkpoints").absolute(),
+            options=ocp.CheckpointManagerOptions(max_to_keep=2),
         )
         if (latest := manager.latest_step()) is not None:
             state = manager.restore(latest, args=ocp.args.StandardRestore(state))
             step = latest
         count = sum(leaf.size for leaf in jax.tree.leaves(own))
-        console.print(f"{s.kind}: {count / 1e6:.2f} M parameters; step {step} of {s.steps}", highlight=False)
+        console.print(
+            f"{s.kind}: {count / 1e6:.2f} M parameters; step {step} of {s.steps}", highlight=False
+        )
         places = self.heads.count if s.kind == "medusa" else s.places
         train = make_step(self.heads, config, tx, places)
-        look = jax.jit(lambda own, weights, batch: judge(self.heads, own, weights, config, batch, places + 1))
+        look = jax.jit(
+            lambda own, weights, batch: judge(self.heads, own, weights, config, batch, places + 1)
+        )
 
         def save() -> None:
             if manager.latest_step() != step:
@@ -140,7 +159,9 @@ class Session:
         with self.bar() as bar:
             line = bar.add_task("training", total=s.steps, completed=step)
             losses = []
-            for batch in islice(batches(answers, learned, s.length, s.rows, s.seed, step), s.steps - step):
+            for batch in islice(
+                batches(answers, learned, s.length, s.rows, s.seed, step), s.steps - step
+            ):
                 if self.stop:
                     break
                 state, loss = train(state, tokens_U, weights, batch)
@@ -149,9 +170,13 @@ class Session:
                 bar.update(line, completed=step, description=f"loss {losses[-1]:.3f}")
                 if step % s.check == 0 and step < s.steps:
                     save()
-                    shares = "  ".join(f"{right / max(asked, 1):.1%}" for right, asked in trial(GLANCE))
+                    shares = "  ".join(
+                        f"{right / max(asked, 1):.1%}" for right, asked in trial(GLANCE)
+                    )
                     mean = sum(losses[-s.check :]) / len(losses[-s.check :])
-                    console.print(f"step {step:6d}  loss {mean:.4f}  accepted {shares}", highlight=False)
+                    console.print(
+                        f"step {step:6d}  loss {mean:.4f}  accepted {shares}", highlight=False
+                    )
         save()
         if step < s.steps:
             console.print(f"stopped at step {step}; the same command goes on", highlight=False)
@@ -163,8 +188,12 @@ class Session:
         console.print(f"wrote {self.out / 'heads'}: {size / 2**20:.2f} MiB", highlight=False)
 
     def show(self, found: list[tuple[int, int]]) -> None:
-        """A table of what would be accepted of drafts by the likeliest token, on answers that were held out."""
-        table = Table("place ahead", "accepted", "of those whose drafts before were", title="held-out answers")
+        """A table of what would be accepted of drafts by the likeliest token, on answers that were
+        held out.
+        """
+        table = Table(
+            "place ahead", "accepted", "of those whose drafts before were", title="held-out answers"
+        )
         before = 1.0
         for place, (right, asked) in enumerate(found, 1):
             share = right / max(asked, 1)
@@ -174,7 +203,9 @@ class Session:
 
 
 def with_dense_head(weights: ModelWeights) -> ModelWeights:
-    """The model with its output matrix as an array: rows that are rounded to int8 for a product have no gradient."""
+    """The model with its output matrix as an array: rows that are rounded to int8 for a product
+    have no gradient.
+    """
     tied = weights.head_VD is None
     table: Any = weights.embed_VD if tied else weights.head_VD
     dense_VD = table[jnp.arange(rows(table))]
@@ -184,7 +215,9 @@ def with_dense_head(weights: ModelWeights) -> ModelWeights:
 def beginning(llm: Any) -> list[int]:
     """The token that a text begins with."""
     if (found := llm.get_tokenizer().bos_token_id) is None:
-        raise ModelError("the model has no token that texts begin with, so it needs prompts: give --prompts")
+        raise ModelError(
+            "the model has no token that texts begin with, so it needs prompts: give --prompts"
+        )
     return [found]
 
 
@@ -193,7 +226,10 @@ def halves(count: int, held_out: float) -> tuple[list[int], list[int]]:
     every = max(2, round(1 / held_out))
     held = list(range(every - 1, count, every)) or [count - 1]
     if count < 2:
-        raise ModelError(f"there are {count} answers; two are the least: one to learn from, and one that is held out")
+        raise ModelError(
+            f"there are {count} answers; two are the least: one to learn from, and one that is "
+            "held out"
+        )
     return [number for number in range(count) if number not in set(held)], held
 
 
@@ -204,7 +240,9 @@ def master(own: DraftHeadsWeights) -> DraftHeadsWeights:
 def cast(heads: DraftHeads, own: DraftHeadsWeights, tokens_U) -> DraftHeadsWeights:
     """The weights in the dtypes that they are computed with."""
     specs = draft_heads.abstract(heads).replace(tokens_U=None)
-    return jax.tree.map(lambda spec, leaf: leaf.astype(spec.dtype), specs, own).replace(tokens_U=tokens_U)
+    return jax.tree.map(lambda spec, leaf: leaf.astype(spec.dtype), specs, own).replace(
+        tokens_U=tokens_U
+    )
 
 
 def optimizer(s: Settings) -> optax.GradientTransformation:
@@ -215,7 +253,9 @@ def optimizer(s: Settings) -> optax.GradientTransformation:
     def matrices(own):
         return jax.tree.map(lambda leaf: leaf.ndim > 1, own)
 
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.01, mask=matrices))
+    return optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.01, mask=matrices)
+    )
 
 
 def make_step(heads: DraftHeads, config: ModelConfig, tx, places: int) -> Callable[..., Any]:

@@ -29,7 +29,10 @@ def adapter_per_prompt(adapters: Any, count: int) -> list[LoRARequest | None]:
     if not isinstance(adapters, list | tuple) or not all(
         adapter is None or isinstance(adapter, LoRARequest) for adapter in adapters
     ):
-        raise RequestError("lora_request", f"must be a LoRARequest, or a list of one a prompt, got {shown(adapters)}")
+        raise RequestError(
+            "lora_request",
+            f"must be a LoRARequest, or a list of one a prompt, got {shown(adapters)}",
+        )
     if len(adapters) != count:
         raise RequestError("lora_request", f"has {len(adapters)} entries for {count} prompts")
     return list(adapters)

@@ -24,9 +24,12 @@ SHARE = 0.9  # share of a device's memory for weights, KV cache and everything e
 CPU_CACHE = 8 << 30  # default limit of the KV cache in a CPU's memory
 STEPS = {"cpu": (32, 512), "gpu": (256, 8192)}  # default limits of sequences and tokens per step
 PARALLEL = {  # axes of the mesh
-    "tensor": "tensor_parallel_size", "expert": "expert_parallel_size", "context": "context_parallel_size",
-    "pipe": "pipeline_parallel_size", "data": "data_parallel_size",
-}  # fmt: skip
+    "tensor": "tensor_parallel_size",
+    "expert": "expert_parallel_size",
+    "context": "context_parallel_size",
+    "pipe": "pipeline_parallel_size",
+    "data": "data_parallel_size",
+}
 # Panels of `--help`.
 MODEL = "The model"
 DEVICES = "Devices and processes"
@@ -56,7 +59,13 @@ def flag(
         default_text: The default as a text, if it depends on other settings.
         short: One-letter or short form of the flag.
     """
-    metadata = {"panel": panel, "help": help, "metavar": metavar, "default_text": default_text, "short": short_name}
+    metadata = {
+        "panel": panel,
+        "help": help,
+        "metavar": metavar,
+        "default_text": default_text,
+        "short": short_name,
+    }
     return field(default=default, metadata=metadata)
 
 
@@ -71,137 +80,242 @@ class EngineOptions:
 
     model: str | None = no_flag(None, "A folder or Hugging Face id; None: the bundled model.")
     _: KW_ONLY
-    tokenizer: str | None = flag(None, MODEL, "A folder or Hugging Face id.", default_text="the model's own")
+    tokenizer: str | None = flag(
+        None, MODEL, "A folder or Hugging Face id.", default_text="the model's own"
+    )
     skip_tokenizer_init: bool = no_flag(False, "Take and give token ids only.")
-    revision: str | None = flag(None, MODEL, "Branch, tag or commit of a model on the Hub.", "NAME", "main")
-    download_dir: str | None = flag(None, MODEL, "Folder for what is downloaded.", "DIR", "the Hub's own cache")
-    load_format: str = flag("auto", MODEL, "auto, safetensors, or dummy: random weights, for measuring.", "FORMAT")
+    revision: str | None = flag(
+        None, MODEL, "Branch, tag or commit of a model on the Hub.", "NAME", "main"
+    )
+    download_dir: str | None = flag(
+        None, MODEL, "Folder for what is downloaded.", "DIR", "the Hub's own cache"
+    )
+    load_format: str = flag(
+        "auto", MODEL, "auto, safetensors, or dummy: random weights, for measuring.", "FORMAT"
+    )
     weight_cache: bool = flag(
-        True, MODEL, "On CPUs keep the weights as the kernels want them, and map them at the next start."
+        True,
+        MODEL,
+        "On CPUs keep the weights as the kernels want them, and map them at the next start.",
     )
     hf_overrides: dict[str, Any] | None = flag(
-        None, MODEL, "Values for keys of config.json in place of its own; null is as if a key were not there.", "JSON"
+        None,
+        MODEL,
+        "Values for keys of config.json in place of its own; null is as if a key were not there.",
+        "JSON",
     )
     generation_config: str = flag(
-        "auto", MODEL,
-        "Where the defaults of sampling parameters are: in generation_config.json of the model (auto), or of a folder; "
-        "vllm: without it.", "auto|vllm|DIR",
-    )  # fmt: skip
+        "auto",
+        MODEL,
+        "Where the defaults of sampling parameters are: in generation_config.json of the model "
+        "(auto), or of a folder; vllm: without it.",
+        "auto|vllm|DIR",
+    )
     override_generation_config: dict[str, Any] | None = flag(
-        None, MODEL, "Defaults of sampling parameters in place of the model's, as in '{\"temperature\": 0.5}'.", "JSON"
+        None,
+        MODEL,
+        "Defaults of sampling parameters in place of the model's, as in '{\"temperature\": 0.5}'.",
+        "JSON",
     )
     dtype: str = flag(
-        "auto", MODEL, "float32, bfloat16, float16 (computed in bfloat16) or auto.", default_text="auto: the model's"
+        "auto",
+        MODEL,
+        "float32, bfloat16, float16 (computed in bfloat16) or auto.",
+        default_text="auto: the model's",
     )
     quantization: str | None = flag(
-        None, MODEL, "Round the weights to int8, int8-weights, fp8, fp8-weights, int4-64-zero, mxfp4, e8p-2 and so on.",
-        default_text="as they are", short_name="q",
-    )  # fmt: skip
+        None,
+        MODEL,
+        "Round the weights to int8, int8-weights, fp8, fp8-weights, int4-64-zero, mxfp4, "
+        "e8p-2 and so on.",
+        default_text="as they are",
+        short_name="q",
+    )
     activation_dtype: str = flag(
-        "auto", MODEL, "int8: rows are rounded to bytes, in groups, before they meet weights of four bits; CPUs only.",
+        "auto",
+        MODEL,
+        "int8: rows are rounded to bytes, in groups, before they meet weights of "
+        "four bits; CPUs only.",
         "auto|int8",
-    )  # fmt: skip
+    )
     max_model_len: int | None = flag(
-        None, MODEL, "Most tokens of a prompt and its answer together; -1: as many as fit into memory.", "TOKENS",
+        None,
+        MODEL,
+        "Most tokens of a prompt and its answer together; -1: as many as fit into memory.",
+        "TOKENS",
         "the model's own",
-    )  # fmt: skip
+    )
     block_size: int = flag(16, MEMORY, "Size of a page of the KV cache.", "TOKENS")
     tensor_parallel_size: int = flag(1, DEVICES, "Devices that split every layer.", short_name="tp")
     expert_parallel_size: int = flag(1, DEVICES, "Groups of devices that divide the experts.")
     context_parallel_size: int = flag(
-        1, DEVICES, "Groups of devices that divide the positions of every page, and the tokens of long steps."
+        1,
+        DEVICES,
+        "Groups of devices that divide the positions of every page, and the tokens of long steps.",
     )
-    pipeline_parallel_size: int = flag(1, DEVICES, "Groups of devices that divide the layers.", short_name="pp")
+    pipeline_parallel_size: int = flag(
+        1, DEVICES, "Groups of devices that divide the layers.", short_name="pp"
+    )
     data_parallel_size: int = flag(
         1,
         DEVICES,
-        "Groups of devices that each have sequences and a KV cache of their own; they share the experts.",
+        "Groups of devices that each have sequences and a KV cache of their own; they share the "
+        "experts.",
         short_name="dp",
     )
     shard_weights: bool = flag(
-        False, DEVICES,
-        "Divide every layer's weights among the devices of --context-parallel-size; they are gathered for each use.",
-    )  # fmt: skip
-    weights_host_bytes: int | None = flag(
-        None, MEMORY, "Weights to keep in host memory; each layer is copied to the device for each use.", "BYTES"
+        False,
+        DEVICES,
+        "Divide every layer's weights among the devices of --context-parallel-size; they are "
+        "gathered for each use.",
     )
-    expert_redundancy: int = flag(0, DEVICES, "Spare places in every layer, for copies of its most used experts.")
-    expert_rebalance_steps: int = flag(3000, DEVICES, "Rebalance the experts every N steps (0: only on request).")
+    weights_host_bytes: int | None = flag(
+        None,
+        MEMORY,
+        "Weights to keep in host memory; each layer is copied to the device for each use.",
+        "BYTES",
+    )
+    expert_redundancy: int = flag(
+        0, DEVICES, "Spare places in every layer, for copies of its most used experts."
+    )
+    expert_rebalance_steps: int = flag(
+        3000, DEVICES, "Rebalance the experts every N steps (0: only on request)."
+    )
     coordinator_address: str | None = flag(
-        None, DEVICES, "Where process 0 listens for the others; the port after it is used too.", "HOST:PORT"
+        None,
+        DEVICES,
+        "Where process 0 listens for the others; the port after it is used too.",
+        "HOST:PORT",
     )
     num_processes: int = flag(1, DEVICES, "Processes, one a host, whose devices serve together.")
-    process_id: int = flag(0, DEVICES, "Which of them this is: 0 serves, the others lend it their devices.")
+    process_id: int = flag(
+        0, DEVICES, "Which of them this is: 0 serves, the others lend it their devices."
+    )
     kv_cache_dtype: str = flag(
-        "auto", MEMORY, "Type of keys and values in the KV cache: auto, bfloat16, int8, fp8 or int4.",
+        "auto",
+        MEMORY,
+        "Type of keys and values in the KV cache: auto, bfloat16, int8, fp8 or int4.",
         default_text="auto: the model's dtype",
-    )  # fmt: skip
+    )
     kv_cache_dtype_skip_layers: Sequence[str] = flag(
-        (), MEMORY, "Layers that keep them in the model's dtype nonetheless: numbers from 0 with commas, and "
-        "sliding_window for all that have a window. Without any, those do whose key biases are very large.",
-        "LAYERS", "none",
-    )  # fmt: skip
+        (),
+        MEMORY,
+        "Layers that keep them in the model's dtype nonetheless: numbers from 0 with "
+        "commas, and sliding_window for all that have a window. Without any, those do "
+        "whose key biases are very large.",
+        "LAYERS",
+        "none",
+    )
     kv_cache_memory_bytes: int | None = flag(
         None, MEMORY, "Memory for the KV cache, as in 2G.", "BYTES", "a part of what is free"
     )
     gpu_memory_utilization: float | None = flag(
-        None, MEMORY,
-        "Share of the device's memory for weights, KV cache and all else; the KV cache gets what the others leave.",
-        "SHARE", f"{SHARE}; on a CPU the KV cache gets up to a quarter of what is free, at most {CPU_CACHE >> 30}G",
-    )  # fmt: skip
-    enable_prefix_caching: bool = flag(True, PREFIXES, "Keep computed pages for prompts that begin alike.")
+        None,
+        MEMORY,
+        "Share of the device's memory for weights, KV cache and all else; the KV cache gets what "
+        "the others leave.",
+        "SHARE",
+        f"{SHARE}; on a CPU the KV cache gets up to a quarter of what is free, at most "
+        f"{CPU_CACHE >> 30}G",
+    )
+    enable_prefix_caching: bool = flag(
+        True, PREFIXES, "Keep computed pages for prompts that begin alike."
+    )
     kv_cache_host_bytes: int | None = flag(
-        None, PREFIXES, "Host memory for computed pages that the KV cache has no room for.", "BYTES",
+        None,
+        PREFIXES,
+        "Host memory for computed pages that the KV cache has no room for.",
+        "BYTES",
         f"0, or {HOST >> 20}M with --kv-cache-disk",
-    )  # fmt: skip
+    )
     kv_cache_disk: str | None = flag(
-        None, PREFIXES, "Folder for pages that the host memory has no room for; they survive a restart.", "DIR"
+        None,
+        PREFIXES,
+        "Folder for pages that the host memory has no room for; they survive a restart.",
+        "DIR",
     )
     kv_cache_disk_bytes: int | None = flag(
         None, PREFIXES, "The most that this folder may hold.", "BYTES", f"{DISK >> 30}G"
     )
     max_num_seqs: int | None = flag(
-        None, MEMORY, "Most sequences in one step.", "N", f"{STEPS['cpu'][0]}; on a GPU {STEPS['gpu'][0]}"
+        None,
+        MEMORY,
+        "Most sequences in one step.",
+        "N",
+        f"{STEPS['cpu'][0]}; on a GPU {STEPS['gpu'][0]}",
     )
     max_num_batched_tokens: int | None = flag(
-        None, MEMORY, "Most tokens in one step.", "TOKENS", f"{STEPS['cpu'][1]}; on a GPU {STEPS['gpu'][1]}"
+        None,
+        MEMORY,
+        "Most tokens in one step.",
+        "TOKENS",
+        f"{STEPS['cpu'][1]}; on a GPU {STEPS['gpu'][1]}",
     )
     max_steps_per_launch: int = flag(
-        8, MEMORY, "On CPUs decode steps that are sent to the device at once while nobody waits and they take 20 ms at "
-        "most (100 ms for answers that are read when they have ended); 1: each by itself.", "N",
-    )  # fmt: skip
+        8,
+        MEMORY,
+        "On CPUs decode steps that are sent to the device at once while nobody waits "
+        "and they take 20 ms at most (100 ms for answers that are read when they have "
+        "ended); 1: each by itself.",
+        "N",
+    )
     speculative_config: dict[str, Any] | None = flag(
-        None, SPECULATION,
-        "Draft tokens and verify several a step: '{\"method\": \"ngram\", \"num_speculative_tokens\": 4}'.",
-        "JSON", "one token a step",
-    )  # fmt: skip
+        None,
+        SPECULATION,
+        'Draft tokens and verify several a step: \'{"method": "ngram", '
+        '"num_speculative_tokens": 4}\'.',
+        "JSON",
+        "one token a step",
+    )
     enable_lora: bool = flag(False, ADAPTERS, "Serve requests with LoRA adapters that they name.")
     max_loras: int = flag(1, ADAPTERS, "Most different adapters in one step; the others wait.", "N")
-    max_lora_rank: int = flag(16, ADAPTERS, "Highest rank of an adapter; memory is kept for 8, 16, 32 and so on.", "N")
+    max_lora_rank: int = flag(
+        16, ADAPTERS, "Highest rank of an adapter; memory is kept for 8, 16, 32 and so on.", "N"
+    )
     max_cpu_loras: int | None = flag(
-        None, ADAPTERS, "Most adapters in host memory; further ones are read again from their folders.", "N",
+        None,
+        ADAPTERS,
+        "Most adapters in host memory; further ones are read again from their folders.",
+        "N",
         "--max-loras",
-    )  # fmt: skip
+    )
     lora_target_modules: Sequence[str] = flag(
-        (), ADAPTERS, "Modules that take adapters, as the checkpoint names them, with commas; experts for those of a "
-        "mixture. Without any name all but experts and routers do.", "NAMES", "none",
-    )  # fmt: skip
-    max_queued_requests: int | None = no_flag(None, "Most requests that wait; more are refused. None: as many as come.")
+        (),
+        ADAPTERS,
+        "Modules that take adapters, as the checkpoint names them, with commas; "
+        "experts for those of a mixture. Without any name all but experts and "
+        "routers do.",
+        "NAMES",
+        "none",
+    )
+    max_queued_requests: int | None = no_flag(
+        None, "Most requests that wait; more are refused. None: as many as come."
+    )
     pooling: Pooling | None = flag(
-        None, MODEL, "Make an embedding of the last hidden state, of the mean of all, or of the first (cls).",
-        "last|mean|cls", "the model's own, or last",
-    )  # fmt: skip
+        None,
+        MODEL,
+        "Make an embedding of the last hidden state, of the mean of all, or of the first (cls).",
+        "last|mean|cls",
+        "the model's own, or last",
+    )
     require_invariance: bool = flag(
-        False, DEVICES, "Refuse to start where a request's bits may depend on the rest of its batch."
+        False,
+        DEVICES,
+        "Refuse to start where a request's bits may depend on the rest of its batch.",
     )
     trace: str | None = flag(
-        None, OUTPUT, "Write a timeline of the steps, for ui.perfetto.dev or chrome://tracing.", "FILE"
+        None,
+        OUTPUT,
+        "Write a timeline of the steps, for ui.perfetto.dev or chrome://tracing.",
+        "FILE",
     )
     max_logprobs: int = flag(
-        20, MEMORY,
-        "Most log-probabilities that a request may want of a position, 20 or more; -1: of the whole vocabulary, "
-        "for which every step then has memory.", "N",
-    )  # fmt: skip
+        20,
+        MEMORY,
+        "Most log-probabilities that a request may want of a position, 20 or more; -1: of the "
+        "whole vocabulary, for which every step then has memory.",
+        "N",
+    )
     seed: int = no_flag(0, "Of sampling, for requests without a seed.")
 
     @property
@@ -211,7 +325,9 @@ class EngineOptions:
     @property
     def adapted_modules(self) -> tuple[str, ...]:
         """Names of modules that take adapters; empty for the default ones."""
-        return tuple(name.strip() for names in self.lora_target_modules or () for name in names.split(","))
+        return tuple(
+            name.strip() for names in self.lora_target_modules or () for name in names.split(",")
+        )
 
     def on(self, platform: str) -> "SizedOptions":
         """Return the options with the step limits filled in for JAX's `platform`."""
@@ -238,54 +354,99 @@ class EngineOptions:
             if value is None and name in ("max_num_seqs", "max_num_batched_tokens"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-                raise ModelError(f"{name} is {value!r}; it must be an integer of at least {minimum}")
+                raise ModelError(
+                    f"{name} is {value!r}; it must be an integer of at least {minimum}"
+                )
         rows = self.max_num_batched_tokens
         seqs = self.max_num_seqs
         if rows is not None and seqs is not None and rows < seqs:
             raise ModelError(
-                f"max_num_batched_tokens is {rows}; it must be at least max_num_seqs ({seqs}), so that "
-                "every running sequence gets a token a step"
+                f"max_num_batched_tokens is {rows}; it must be at least max_num_seqs ({seqs}), so "
+                "that every running sequence gets a token a step"
             )
-        if (speculation := self.speculation) is not None and rows is not None and speculation.num_rows > rows:
+        if (
+            (speculation := self.speculation) is not None
+            and rows is not None
+            and speculation.num_rows > rows
+        ):
             paths = len(speculation.paths)
             raise ModelError(
-                f"speculative_config.num_speculative_tokens is {speculation.num_speculative_tokens}; with the "
-                f"token before them they must fit into max_num_batched_tokens, {rows}"
+                (
+                    "speculative_config.num_speculative_tokens is "
+                    f"{speculation.num_speculative_tokens}; with the token before them they must "
+                    f"fit into max_num_batched_tokens, {rows}"
+                )
                 if paths == 1
-                else f"speculative_config.speculative_token_tree has {paths} paths, which with the token before them "
-                f"are {speculation.num_rows} rows of a step; they must fit into max_num_batched_tokens, {rows}"
+                else (
+                    f"speculative_config.speculative_token_tree has {paths} paths, which with the "
+                    f"token before them are {speculation.num_rows} rows of a step; they must fit "
+                    f"into max_num_batched_tokens, {rows}"
+                )
             )
         length = self.max_model_len
         if length is not None and (not isinstance(length, int) or (length < 2 and length != -1)):
-            raise ModelError(f"max_model_len is {length!r}; it must be at least 2, or -1 for the longest that fits")
+            raise ModelError(
+                f"max_model_len is {length!r}; it must be at least 2, or -1 for the longest "
+                "that fits"
+            )
         if type(self.max_logprobs) is not int or self.max_logprobs < -1:
-            raise ModelError(f"max_logprobs is {self.max_logprobs!r}; it must be an integer, or -1 for all of them")
+            raise ModelError(
+                f"max_logprobs is {self.max_logprobs!r}; it must be an integer, or -1 for all "
+                "of them"
+            )
         queued = self.max_queued_requests
-        if queued is not None and (not isinstance(queued, int) or isinstance(queued, bool) or queued < 1):
-            raise ModelError(f"max_queued_requests is {queued!r}; it must be an integer of at least 1, or None")
+        if queued is not None and (
+            not isinstance(queued, int) or isinstance(queued, bool) or queued < 1
+        ):
+            raise ModelError(
+                f"max_queued_requests is {queued!r}; it must be an integer of at least 1, or None"
+            )
         if self.pooling is not None and self.pooling not in POOLINGS:
-            raise ModelError(f"pooling is {self.pooling!r}; it must be one of {', '.join(POOLINGS)}")
+            raise ModelError(
+                f"pooling is {self.pooling!r}; it must be one of {', '.join(POOLINGS)}"
+            )
         self.check_adapters()
-        for name in ("enable_prefix_caching", "shard_weights", "require_invariance", "enable_lora", "weight_cache"):
+        for name in (
+            "enable_prefix_caching",
+            "shard_weights",
+            "require_invariance",
+            "enable_lora",
+            "weight_cache",
+        ):
             if not isinstance(value := getattr(self, name), bool):
                 raise ModelError(f"{name} is {value!r}; it must be True or False")
-        lowest = dict.fromkeys(("kv_cache_host_bytes", "kv_cache_disk_bytes", "weights_host_bytes"), 0)
+        lowest = dict.fromkeys(
+            ("kv_cache_host_bytes", "kv_cache_disk_bytes", "weights_host_bytes"), 0
+        )
         for name, minimum in (lowest | {"kv_cache_memory_bytes": 1}).items():
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < minimum):
-                raise ModelError(f"{name} is {value!r}; it must be a number of bytes, {minimum} or more")
+            if value is not None and (
+                not isinstance(value, int) or isinstance(value, bool) or value < minimum
+            ):
+                raise ModelError(
+                    f"{name} is {value!r}; it must be a number of bytes, {minimum} or more"
+                )
         if (self.kv_cache_host_bytes or self.kv_cache_disk) and not self.enable_prefix_caching:
             name = "kv_cache_disk" if self.kv_cache_disk else "kv_cache_host_bytes"
-            raise ModelError(f"{name} keeps pages for prompts that begin alike: it needs enable_prefix_caching")
+            raise ModelError(
+                f"{name} keeps pages for prompts that begin alike: it needs enable_prefix_caching"
+            )
         if self.kv_cache_disk_bytes is not None and self.kv_cache_disk is None:
             raise ModelError("kv_cache_disk_bytes is given and no folder: kv_cache_disk names it")
         self.check_sources()
         self.check_processes()
         share = self.gpu_memory_utilization
         if share is not None and self.kv_cache_memory_bytes is not None:
-            raise ModelError("gpu_memory_utilization and kv_cache_memory_bytes both size the cache: leave one out")
-        if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
-            raise ModelError(f"gpu_memory_utilization is {share!r}; it must be above 0 and at most 1")
+            raise ModelError(
+                "gpu_memory_utilization and kv_cache_memory_bytes both size the cache: leave "
+                "one out"
+            )
+        if share is not None and (
+            isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1
+        ):
+            raise ModelError(
+                f"gpu_memory_utilization is {share!r}; it must be above 0 and at most 1"
+            )
 
     def check_adapters(self) -> None:
         """Check the adapter options and their combinations with others."""
@@ -300,63 +461,83 @@ class EngineOptions:
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
                 raise ModelError(f"{name} is {value!r}; it must be an integer from 1 to {limit}")
         modules = self.lora_target_modules
-        if isinstance(modules, str) or not all(isinstance(name, str) and name for name in modules or ()):
-            raise ModelError(f"lora_target_modules is {modules!r:.80}; it must be a list, as in ['q_proj', 'experts']")
+        if isinstance(modules, str) or not all(
+            isinstance(name, str) and name for name in modules or ()
+        ):
+            raise ModelError(
+                f"lora_target_modules is {modules!r:.80}; it must be a list, as in ['q_proj', "
+                "'experts']"
+            )
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
-            raise ModelError(f"max_cpu_loras is {self.max_cpu_loras}; it must be at least max_loras, {self.max_loras}")
+            raise ModelError(
+                f"max_cpu_loras is {self.max_cpu_loras}; it must be at least max_loras, "
+                f"{self.max_loras}"
+            )
         if not self.enable_lora:
             return
         for name in (*PARALLEL.values(), "num_processes"):
             if (value := getattr(self, name)) != 1 and name != "tensor_parallel_size":
                 raise ModelError(
-                    f"enable_lora is set and {name} is {value}: with adapters a model is split by tensor_parallel_size "
-                    "alone so far"
+                    f"enable_lora is set and {name} is {value}: with adapters a model is split by "
+                    "tensor_parallel_size alone so far"
                 )
         for name in ("shard_weights", "weights_host_bytes"):
             if getattr(self, name):
-                raise ModelError(f"enable_lora is set, and so is {name}: weights that have adapters stay on the device")
+                raise ModelError(
+                    f"enable_lora is set, and so is {name}: weights that have adapters stay on "
+                    "the device"
+                )
 
     def check_sources(self) -> None:
         """Check the sources of the model and of its defaults."""
         if self.load_format not in LOAD_FORMATS:
-            raise ModelError(f"load_format is {self.load_format!r}; it can be {', '.join(LOAD_FORMATS)}")
+            raise ModelError(
+                f"load_format is {self.load_format!r}; it can be {', '.join(LOAD_FORMATS)}"
+            )
         for name in ("hf_overrides", "override_generation_config"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
+            if value is not None and not (
+                isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+            ):
                 raise ModelError(f"{name} is {value!r:.80}; it must map names to values")
         if not isinstance(self.generation_config, str):
-            raise ModelError(f"generation_config is {self.generation_config!r}; it can be auto, vllm or a folder")
+            raise ModelError(
+                f"generation_config is {self.generation_config!r}; it can be auto, vllm or a folder"
+            )
 
     def check_processes(self) -> None:
         """Check the options of several processes and their combinations with others."""
         if self.process_id >= self.num_processes:
             raise ModelError(
-                f"process_id is {self.process_id}; with num_processes {self.num_processes} it must be at most "
-                f"{self.num_processes - 1}"
+                f"process_id is {self.process_id}; with num_processes {self.num_processes} it must "
+                f"be at most {self.num_processes - 1}"
             )
         if self.num_processes == 1:
             return
         host, _, port = (self.coordinator_address or "").rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65535:
             raise ModelError(
-                f"coordinator_address is {self.coordinator_address!r}; with num_processes {self.num_processes} it must "
-                "be HOST:PORT of process 0, with a port of at most 65534 (the next one is used too)"
+                f"coordinator_address is {self.coordinator_address!r}; with num_processes "
+                f"{self.num_processes} it must be HOST:PORT of process 0, with a port of at most "
+                "65534 (the next one is used too)"
             )
         for name in ("kv_cache_host_bytes", "kv_cache_disk"):
             if getattr(self, name):
                 raise ModelError(
-                    f"{name} is given, and pages that lie on several hosts cannot leave them: leave it out, or serve "
-                    "on one host (num_processes 1)"
+                    f"{name} is given, and pages that lie on several hosts cannot leave them: "
+                    "leave it out, or serve on one host (num_processes 1)"
                 )
         if self.pipeline_parallel_size > 1:
             raise ModelError(
-                f"pipeline_parallel_size is {self.pipeline_parallel_size} with num_processes {self.num_processes}: "
-                "stages lie on the devices of one process; use tensor_parallel_size or context_parallel_size"
+                f"pipeline_parallel_size is {self.pipeline_parallel_size} with num_processes "
+                f"{self.num_processes}: stages lie on the devices of one process; use "
+                "tensor_parallel_size or context_parallel_size"
             )
         if self.expert_redundancy:
             raise ModelError(
-                f"expert_redundancy is {self.expert_redundancy} with num_processes {self.num_processes}: experts move "
-                "between the devices of one process only; leave it out"
+                f"expert_redundancy is {self.expert_redundancy} with num_processes "
+                f"{self.num_processes}: experts move between the devices of one process only; "
+                "leave it out"
             )
 
 
@@ -390,13 +571,21 @@ def make_options(model: str | Path | None, **options) -> EngineOptions:
         if name not in declared:
             hint = suggest_name(name, declared) or f"the options are {', '.join(declared)}"
             raise TypeError(f"got an unexpected keyword argument {name!r}; {hint}")
-    sizes = {name: size_of(name, value) for name, value in options.items() if takes_size(declared[name], value)}
+    sizes = {
+        name: size_of(name, value)
+        for name, value in options.items()
+        if takes_size(declared[name], value)
+    }
     return EngineOptions(model=None if model is None else str(model), **options | sizes)
 
 
 def takes_size(option: Field, value: Any) -> bool:
     """Whether a value is the text of an option that the commands parse as a size."""
-    return isinstance(value, str) and bool(option.metadata.get("metavar")) and option.type in (int, int | None)
+    return (
+        isinstance(value, str)
+        and bool(option.metadata.get("metavar"))
+        and option.type in (int, int | None)
+    )
 
 
 def size_of(name: str, text: str) -> int:
@@ -415,7 +604,9 @@ def takes_options(
         self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         parameters = inspect.signature(make).parameters.values()
         init.__signature__ = inspect.Signature([self_parameter, *parameters])  # type: ignore[attr-defined]
-        init.__doc__ = "\n".join(["The options of the engine:", "", *map(describe_option, fields(make))])  # type: ignore[arg-type]
+        init.__doc__ = "\n".join(
+            ["The options of the engine:", "", *map(describe_option, fields(make))]
+        )  # type: ignore[arg-type]
         return init
 
     return decorate
@@ -423,6 +614,8 @@ def takes_options(
 
 def describe_option(option: Field) -> str:
     """Return a line about a field, with Python's names for flags."""
-    text = re.sub(r"--([a-z-]+)", lambda flag: f"`{flag[1].replace('-', '_')}`", option.metadata["help"])
+    text = re.sub(
+        r"--([a-z-]+)", lambda flag: f"`{flag[1].replace('-', '_')}`", option.metadata["help"]
+    )
     default = option.metadata.get("default_text")
     return f"{option.name}: {text}" + (f" Not given: {default}." if default else "")

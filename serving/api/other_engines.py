@@ -55,17 +55,35 @@ FLAGS: Final = {
 # Short names of some of these.
 SHORT: Final = {"O": "optimization_level", "asc": "api_server_count"}
 SWITCHES: Final = {  # flags without a value, besides all that start with `enable_` and the like
-    "O0", "O1", "O2", "O3", "aggregate_engine_logging", "allow_deprecated_quantization", "async_scheduling",
-    "calculate_kv_scales", "cudagraph_metrics", "enforce_eager", "fail_on_environ_validation", "fully_sharded_loras",
-    "interleave_mm_strings", "kv_cache_metrics", "kv_sharing_fast_prefill", "language_model_only",
-    "multi_step_stream_outputs", "ray_workers_use_nsight", "save_detailed", "specialize_active_lora",
+    "O0",
+    "O1",
+    "O2",
+    "O3",
+    "aggregate_engine_logging",
+    "allow_deprecated_quantization",
+    "async_scheduling",
+    "calculate_kv_scales",
+    "cudagraph_metrics",
+    "enforce_eager",
+    "fail_on_environ_validation",
+    "fully_sharded_loras",
+    "interleave_mm_strings",
+    "kv_cache_metrics",
+    "kv_sharing_fast_prefill",
+    "language_model_only",
+    "multi_step_stream_outputs",
+    "ray_workers_use_nsight",
+    "save_detailed",
+    "specialize_active_lora",
     "trust_remote_code",
-}  # fmt: skip
+}
 
 SPECULATIVE = "--speculative-config"
 TLS = "the server speaks HTTP: put a proxy with TLS before it"
 FORM = "a request brings it: structured_outputs, response_format"
-HOSTS = "other hosts lend their devices with --num-processes, --process-id and --coordinator-address"
+HOSTS = (
+    "other hosts lend their devices with --num-processes, --process-id and --coordinator-address"
+)
 
 # name -> an equivalent option, or a sentence. Short names stand without their dash.
 MEANING: Final = {
@@ -88,10 +106,18 @@ MEANING: Final = {
     "collect_detailed_traces": "--trace",
     "headless": HOSTS,
     "device": "the variable JAX_PLATFORMS of the environment chooses it: cpu, cuda or tpu",
-    "lora": "--lora-modules", "lora_scaled": "--lora-modules",
-    "speculative_model": SPECULATIVE, "num_speculative_tokens": SPECULATIVE,
-    "model_draft": SPECULATIVE, "md": SPECULATIVE, "draft_max": SPECULATIVE,
-    "ssl_keyfile": TLS, "ssl_certfile": TLS, "ssl_ca_certs": TLS, "ssl_key_file": TLS, "ssl_cert_file": TLS,
+    "lora": "--lora-modules",
+    "lora_scaled": "--lora-modules",
+    "speculative_model": SPECULATIVE,
+    "num_speculative_tokens": SPECULATIVE,
+    "model_draft": SPECULATIVE,
+    "md": SPECULATIVE,
+    "draft_max": SPECULATIVE,
+    "ssl_keyfile": TLS,
+    "ssl_certfile": TLS,
+    "ssl_ca_certs": TLS,
+    "ssl_key_file": TLS,
+    "ssl_cert_file": TLS,
     # vllm bench serve
     "endpoint_type": "--backend",
     "num_prompt": "--num-prompts",
@@ -102,43 +128,77 @@ MEANING: Final = {
     "m": "the model is an argument: `quire serve MODEL`",
     "hf": "the model is an argument: `quire serve MODEL`",
     "hf_repo": "the model is an argument: `quire serve MODEL`",
-    "c": "--max-model-len", "ctx_size": "--max-model-len", "max_context_len": "--max-model-len",
-    "n_ctx": "--max-model-len", "num_ctx": "--max-model-len",
-    "max_seq_len": "--max-model-len", "max_total_tokens": "--max-model-len", "context_length": "--max-model-len",
-    "n": "--max-tokens", "predict": "--max-tokens", "n_predict": "--max-tokens", "max_new_tokens": "--max-tokens",
+    "c": "--max-model-len",
+    "ctx_size": "--max-model-len",
+    "max_context_len": "--max-model-len",
+    "n_ctx": "--max-model-len",
+    "num_ctx": "--max-model-len",
+    "max_seq_len": "--max-model-len",
+    "max_total_tokens": "--max-model-len",
+    "context_length": "--max-model-len",
+    "n": "--max-tokens",
+    "predict": "--max-tokens",
+    "n_predict": "--max-tokens",
+    "max_new_tokens": "--max-tokens",
     "num_predict": "--max-tokens",
-    "np": "--max-num-seqs", "parallel": "--max-num-seqs", "max_running_requests": "--max-num-seqs",
-    "max_concurrent_requests": "--max-num-seqs", "max_batch_size": "--max-num-seqs",
-    "b": "--max-num-batched-tokens", "batch_size": "--max-num-batched-tokens",
-    "ub": "--max-num-batched-tokens", "ubatch_size": "--max-num-batched-tokens",
+    "np": "--max-num-seqs",
+    "parallel": "--max-num-seqs",
+    "max_running_requests": "--max-num-seqs",
+    "max_concurrent_requests": "--max-num-seqs",
+    "max_batch_size": "--max-num-seqs",
+    "b": "--max-num-batched-tokens",
+    "batch_size": "--max-num-batched-tokens",
+    "ub": "--max-num-batched-tokens",
+    "ubatch_size": "--max-num-batched-tokens",
     "chunked_prefill_size": "--max-num-batched-tokens",
-    "ctk": "--kv-cache-dtype", "cache_type_k": "--kv-cache-dtype", "ctv": "--kv-cache-dtype",
+    "ctk": "--kv-cache-dtype",
+    "cache_type_k": "--kv-cache-dtype",
+    "ctv": "--kv-cache-dtype",
     "cache_type_v": "--kv-cache-dtype",
     "temp": "--temperature",
     "repeat_penalty": "--repetition-penalty",
-    "p": "--prompt", "f": "--prompt-file", "file": "--prompt-file",
-    "sys": "--system", "system_prompt": "--system",
+    "p": "--prompt",
+    "f": "--prompt-file",
+    "file": "--prompt-file",
+    "sys": "--system",
+    "system_prompt": "--system",
     "s": "--seed",
-    "a": "--served-model-name", "alias": "--served-model-name",
+    "a": "--served-model-name",
+    "alias": "--served-model-name",
     "chat_template_file": "--chat-template",
     "reasoning_format": "--reasoning-parser",
-    "slot_save_path": "--kv-cache-disk", "prompt_cache": "--kv-cache-disk",
+    "slot_save_path": "--kv-cache-disk",
+    "prompt_cache": "--kv-cache-disk",
     "to": "--request-seconds",
-    "ts": "--tensor-parallel-size", "tensor_split": "--tensor-parallel-size", "sm": "--tensor-parallel-size",
-    "split_mode": "--tensor-parallel-size", "tp_size": "--tensor-parallel-size", "num_gpus": "--tensor-parallel-size",
+    "ts": "--tensor-parallel-size",
+    "tensor_split": "--tensor-parallel-size",
+    "sm": "--tensor-parallel-size",
+    "split_mode": "--tensor-parallel-size",
+    "tp_size": "--tensor-parallel-size",
+    "num_gpus": "--tensor-parallel-size",
     "mem_fraction_static": "--gpu-memory-utilization",
     "cache_prompt": "what prompts have in common is always cached: leave it out",
-    "ebnf": FORM, "regex": FORM,  # SGLang's
-    "grammar": FORM, "grammar_file": FORM, "json_schema": FORM, "json_schema_file": FORM, "j": FORM, "format": FORM,
-    "ngl": "every layer is on the device: leave it out", "gpu_layers": "every layer is on the device: leave it out",
+    "ebnf": FORM,
+    "regex": FORM,  # SGLang's
+    "grammar": FORM,
+    "grammar_file": FORM,
+    "json_schema": FORM,
+    "json_schema_file": FORM,
+    "j": FORM,
+    "format": FORM,
+    "ngl": "every layer is on the device: leave it out",
+    "gpu_layers": ("every layer is on the device: leave it out"),
     "n_gpu_layers": "every layer is on the device: leave it out",
     "num_gpu": "every layer is on the device: leave it out",
     "fa": "attention never writes its whole matrix: leave it out",
     "flash_attn": "attention never writes its whole matrix: leave it out",
-    "cb": "batching is always continuous: leave it out", "cont_batching": "batching is always continuous: leave it out",
+    "cb": "batching is always continuous: leave it out",
+    "cont_batching": ("batching is always continuous: leave it out"),
     "t": "all cores that the process may use are used; `taskset` gives it fewer",
     "threads": "all cores that the process may use are used; `taskset` gives it fewer",
-    "mlock": "leave it out", "no_mmap": "leave it out", "jinja": "chat templates are always Jinja: leave it out",
+    "mlock": "leave it out",
+    "no_mmap": "leave it out",
+    "jinja": ("chat templates are always Jinja: leave it out"),
     "metrics": "/metrics is always there: leave it out",
     "embedding": "/v1/embeddings is always there: leave it out",
     "embeddings": "/v1/embeddings is always there: leave it out",
@@ -146,10 +206,11 @@ MEANING: Final = {
     "conversation": "`quire chat` is the command for a conversation",
     "i": "`quire chat` is the command for a conversation",
     "interactive": "`quire chat` is the command for a conversation",
-    "v": "--log-level", "verbose": "--log-level",
+    "v": "--log-level",
+    "verbose": "--log-level",
     # Ollama
     "keepalive": "a model stays awake until --max-loaded others are asked for",
-}  # fmt: skip
+}
 
 # Flags that are accepted with a warning, also after `--no-`: name -> reason. For the names in
 # VALUES only the listed values have no effect.
@@ -171,7 +232,9 @@ VALUES: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def is_switch(name: str) -> bool:
-    return name in SWITCHES or name.startswith(("enable_", "disable_", "skip_", "use_", "guided_decoding_disable_"))
+    return name in SWITCHES or name.startswith(
+        ("enable_", "disable_", "skip_", "use_", "guided_decoding_disable_")
+    )
 
 
 def suggest_name(name: str, known_names: Collection[str]) -> str:
@@ -190,16 +253,28 @@ def suggest_name(name: str, known_names: Collection[str]) -> str:
 
 # command of another engine -> its equivalent
 COMMANDS: Final = {
-    "cli": "chat", "complete": "generate", "completion": "generate", "api-server": "serve",
-    "server": "serve", "start": "serve", "benchmark": "bench",
-    "ls": "list", "delete": "rm", "remove": "rm", "download": "pull",
+    "cli": "chat",
+    "complete": "generate",
+    "completion": "generate",
+    "api-server": "serve",
+    "server": "serve",
+    "start": "serve",
+    "benchmark": "bench",
+    "ls": "list",
+    "delete": "rm",
+    "remove": "rm",
+    "download": "pull",
     "ps": "/api/ps of a server lists the models that are awake",
     "stop": "Ctrl-C or SIGTERM ends a server",
     "show": "`quire plan MODEL` describes a model",
-    "create": "a model is a folder with config.json, tokenizer.json and *.safetensors: `quire serve FOLDER`",
+    "create": (
+        "a model is a folder with config.json, tokenizer.json and *.safetensors: `quire "
+        "serve FOLDER`"
+    ),
     "cp": "--served-model-name gives a model another name",
     "push": "`hf upload` puts a folder on the Hub",
-    "embed": "/v1/embeddings of a server embeds texts", "embedding": "/v1/embeddings of a server embeds texts",
+    "embed": "/v1/embeddings of a server embeds texts",
+    "embedding": ("/v1/embeddings of a server embeds texts"),
     "help": "`quire --help` lists the commands, and `quire COMMAND --help` explains one",
     "version": "`quire --version`",
-}  # fmt: skip
+}

@@ -40,10 +40,13 @@ class FlatLogprobs(Sequence[Mapping[int, Logprob]]):
     def append(self, candidates: Mapping[int, Logprob] | None) -> None:
         """Append a position; None if nothing precedes it."""
         self.append_candidates(
-            (token, entry.logprob, entry.rank, entry.decoded_token) for token, entry in (candidates or {}).items()
+            (token, entry.logprob, entry.rank, entry.decoded_token)
+            for token, entry in (candidates or {}).items()
         )
 
-    def append_candidates(self, candidates: Iterable[tuple[int, float, int | None, str | None]]) -> None:
+    def append_candidates(
+        self, candidates: Iterable[tuple[int, float, int | None, str | None]]
+    ) -> None:
         """Append a position, each candidate of which is (token, log-probability, rank, text)."""
         self.start_indices.append(len(self.token_ids))
         for token, logprob, rank, text in candidates:
@@ -130,7 +133,11 @@ class RequestMetrics:
 
     @property
     def time_in_queue(self) -> float | None:
-        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+        return (
+            None
+            if self.first_scheduled_time is None
+            else self.first_scheduled_time - self.arrival_time
+        )
 
 
 @dataclass(frozen=True)

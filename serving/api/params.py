@@ -92,7 +92,11 @@ def documented(cls: type[T]) -> type[T]:
 
 @functools.cache
 def declarations(of: type) -> dict[str, Declaration]:
-    return {option.name: option.metadata["declaration"] for option in fields(of) if "declaration" in option.metadata}
+    return {
+        option.name: option.metadata["declaration"]
+        for option in fields(of)
+        if "declaration" in option.metadata
+    }
 
 
 def check_fields(params: Any) -> None:
@@ -102,16 +106,22 @@ def check_fields(params: Any) -> None:
     for name, declaration in declarations(type(params)).items():
         value = getattr(params, name)
         if value is not None or not declaration.optional:
-            normalised = declaration.rule.check(name, value, " or null" if declaration.optional else "")
+            normalised = declaration.rule.check(
+                name, value, " or null" if declaration.optional else ""
+            )
             if normalised is not value:
                 object.__setattr__(params, name, normalised)
 
 
 def checked_salt(param: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise RequestError(param, f"must be a string that is not empty, or null, got {shown(value)}")
+        raise RequestError(
+            param, f"must be a string that is not empty, or null, got {shown(value)}"
+        )
     if len(value) > MAX_STRING_LENGTH:
-        raise RequestError(param, f"must have at most {MAX_STRING_LENGTH} characters, got {len(value)}")
+        raise RequestError(
+            param, f"must have at most {MAX_STRING_LENGTH} characters, got {len(value)}"
+        )
     return value
 
 
@@ -135,14 +145,18 @@ def checked_seed(param: str, value: Any) -> int:
 def checked_biases(param: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping) or len(value) > MAX_BIASES:
         received = f"{len(value)} entries" if isinstance(value, Mapping) else shown(value)
-        raise RequestError(param, f"must map at most {MAX_BIASES} token ids to numbers, got {received}")
+        raise RequestError(
+            param, f"must map at most {MAX_BIASES} token ids to numbers, got {received}"
+        )
     # JSON has only string keys, so "50256" is accepted; eleven digits exceed int32
     texts = {key for key in value if isinstance(key, str)}
     if wrong := [key for key in texts if not (key.isascii() and key.isdigit() and len(key) < 11)]:
         raise RequestError(param, f"must have token ids as keys, got {shown(sorted(wrong))}")
     biases: dict[int, float] = {}
     for key, bias in value.items():
-        token = integer(param, int(key) if key in texts else key, 0, INT32_MAX, " (each key is a token id)")
+        token = integer(
+            param, int(key) if key in texts else key, 0, INT32_MAX, " (each key is a token id)"
+        )
         biases[token] = number(f"{param}[{token}]", bias, *BIAS)
     return biases
 
@@ -172,7 +186,10 @@ class RequestOutputKind(Enum):
 
 def checked_kind(param: str, value: Any) -> RequestOutputKind:
     if not isinstance(value, RequestOutputKind):
-        raise RequestError(param, f"must be a RequestOutputKind: CUMULATIVE, DELTA or FINAL_ONLY, got {shown(value)}")
+        raise RequestError(
+            param,
+            f"must be a RequestOutputKind: CUMULATIVE, DELTA or FINAL_ONLY, got {shown(value)}",
+        )
     return value
 
 
@@ -187,10 +204,12 @@ PENALTY = real(-2, 2)
 SALT = rule(checked_salt, {"type": "string", "minLength": 1})
 TEXTS = rule(lambda param, value: strings(param, () if value is None else value), STRINGS)
 TEXT_OR_TEXTS = rule(
-    lambda param, value: TEXTS.check(param, (value,) if isinstance(value, str) else value), {"anyOf": [STRING, STRINGS]}
+    lambda param, value: TEXTS.check(param, (value,) if isinstance(value, str) else value),
+    {"anyOf": [STRING, STRINGS]},
 )
 STOP_TOKENS = rule(
-    lambda param, value: token_ids(param, () if value is None else value, MAX_STOP_TOKENS), many(TOKEN, MAX_STOP_TOKENS)
+    lambda param, value: token_ids(param, () if value is None else value, MAX_STOP_TOKENS),
+    many(TOKEN, MAX_STOP_TOKENS),
 )
 BIASES = {
     "type": "object",
@@ -228,79 +247,121 @@ def refuse(name: str, value: Any, reason: str) -> NoReturn:
 @documented
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample the tokens of a request and when to stop; every field is checked at
-    construction.
-    """
+    """How to sample the tokens of a request and when to stop; fields are checked at construction."""
 
-    n: int = declared(1, whole(1, MAX_CHOICES), ("chat", "completions"), help="Answers to the prompt.")
+    n: int = declared(
+        1, whole(1, MAX_CHOICES), ("chat", "completions"), help="Answers to the prompt."
+    )
     presence_penalty: float = declared(
-        0.0, PENALTY, padding=0.0, help="Subtracted from the logit of every token already generated.", flag=True
+        0.0,
+        PENALTY,
+        padding=0.0,
+        help="Subtracted from the logit of every token already generated.",
+        flag=True,
     )
     frequency_penalty: float = declared(
-        0.0, PENALTY, padding=0.0, help="Subtracted from it for every time that the token was generated.", flag=True
+        0.0,
+        PENALTY,
+        padding=0.0,
+        help="Subtracted from it for every time that the token was generated.",
+        flag=True,
     )
     # Beyond these bounds float32 logits overflow, so the result would be NaN rather than extreme.
     repetition_penalty: float = declared(
-        1.0, real(0.01, 100, " (1 is off)"), padding=1.0, help="Above 1: tokens already seen become less likely.",
+        1.0,
+        real(0.01, 100, " (1 is off)"),
+        padding=1.0,
+        help="Above 1: tokens already seen become less likely.",
         flag=True,
-    )  # fmt: skip
+    )
     temperature: float = declared(
-        1.0, rule(checked_temperature, TEMPERATURE.schema), padding=0.0, help="0 always takes the likeliest token.",
+        1.0,
+        rule(checked_temperature, TEMPERATURE.schema),
+        padding=0.0,
+        help="0 always takes the likeliest token.",
         flag=True,
-    )  # fmt: skip
+    )
     top_p: float = declared(
         1.0, real(0, 1, " (1 is off)", open_low=True), padding=1.0,
         help="Sample from the likeliest tokens that together have this probability.", flag=True,
     )  # fmt: skip
     top_k: int = declared(  # -1 is stored as 0
-        0, rule(checked_top_k, TOP_K.schema), padding=0, help="Sample from this many of the likeliest tokens.",
+        0,
+        rule(checked_top_k, TOP_K.schema),
+        padding=0,
+        help="Sample from this many of the likeliest tokens.",
         flag=True,
-    )  # fmt: skip
+    )
     min_p: float = declared(
         0.0, real(0, 1, " (0 is off)"), padding=0.0,
         help="Drop tokens less likely than this fraction of the likeliest.", flag=True,
     )  # fmt: skip
     seed: int | None = declared(
-        None, rule(checked_seed, whole(SEEDS[0], SEEDS[-1]).schema), help="The same seed gives the same tokens.",
+        None,
+        rule(checked_seed, whole(SEEDS[0], SEEDS[-1]).schema),
+        help="The same seed gives the same tokens.",
         flag=True,
-    )  # fmt: skip
+    )
     # A string or several, stored as a tuple. The other lists are tuples too; None is stored as
     # empty.
     stop: Sequence[str] = declared(
-        (), TEXT_OR_TEXTS, OPENAI, help="Stop before this text; may be given several times.", flag=True
+        (),
+        TEXT_OR_TEXTS,
+        OPENAI,
+        help="Stop before this text; may be given several times.",
+        flag=True,
     )
-    stop_token_ids: Sequence[int] = declared((), STOP_TOKENS, help="Tokens with which the answer ends.")
+    stop_token_ids: Sequence[int] = declared(
+        (), STOP_TOKENS, help="Tokens with which the answer ends."
+    )
     ignore_eos: bool = declared(False, FLAG, help="Do not end at the model's own end of an answer.")
     max_tokens: int | None = declared(
         16, whole(1), ("chat", "completions", "messages"), True,
         help="Most tokens of an answer.", metavar="TOKENS", flag=True,
     )  # fmt: skip
-    min_tokens: int = declared(0, whole(0), help="So many tokens come before an end or a stop counts.")
+    min_tokens: int = declared(
+        0, whole(0), help="So many tokens come before an end or a stop counts."
+    )
     logprobs: int | None = declared(
-        None, COUNT, ("completions",),
-        help="Give log-probabilities of each token and of so many of the likeliest. More than 20, and -1 for the whole "
-        "vocabulary, need the engine's `max_logprobs`.",
-    )  # fmt: skip
+        None,
+        COUNT,
+        ("completions",),
+        help="Give log-probabilities of each token and of so many of the likeliest. More than 20, "
+        "and -1 for the whole vocabulary, need the engine's `max_logprobs`.",
+    )
     prompt_logprobs: int | None = declared(
-        None, PROMPT_COUNT, ("chat", "completions"), help="The same for the prompt's tokens; True is 1."
+        None,
+        PROMPT_COUNT,
+        ("chat", "completions"),
+        help="The same for the prompt's tokens; True is 1.",
     )
     _: KW_ONLY  # the order above is vLLM's
     logprob_token_ids: Sequence[int] | None = declared(
-        None, WANTED, ("chat", "completions"),
-        help="Give log-probabilities of each token and of these token ids, in place of the likeliest.",
-    )  # fmt: skip
+        None,
+        WANTED,
+        ("chat", "completions"),
+        help="Give log-probabilities of each token and of these token ids, in place of the "
+        "likeliest.",
+    )
     flat_logprobs: bool = declared(
-        False, FLAG, (), help="Give both as `FlatLogprobs`: a few long lists instead of many objects."
+        False,
+        FLAG,
+        (),
+        help="Give both as `FlatLogprobs`: a few long lists instead of many objects.",
     )
     detokenize: bool = declared(True, FLAG, (), help="Write the answer's text.")
     skip_special_tokens: bool = declared(True, FLAG, help="Leave special tokens out of the text.")
-    include_stop_str_in_output: bool = declared(False, FLAG, help="Let the text end with what stopped it.")
+    include_stop_str_in_output: bool = declared(
+        False, FLAG, help="Let the text end with what stopped it."
+    )
     output_kind: RequestOutputKind = declared(
         RequestOutputKind.CUMULATIVE, rule(checked_kind, {}), (),
         help="What each result of a stream holds: a `RequestOutputKind`.",
     )  # fmt: skip
     logit_bias: Mapping[int, float] | None = declared(
-        None, rule(checked_biases, BIASES), help="Added to the logits of these token ids, -100 to 100."
+        None,
+        rule(checked_biases, BIASES),
+        help="Added to the logits of these token ids, -100 to 100.",
     )
     allowed_token_ids: Sequence[int] | None = declared(
         None, rule(checked_allowed, many(TOKEN, MAX_ALLOWED, 1)), help="No other tokens are drawn."
@@ -321,9 +382,14 @@ class SamplingParams:
         if self.best_of is not None and self.best_of < self.n:
             integer("best_of", self.best_of, self.n, MAX_CHOICES, f" (n is {self.n}) or null")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError("min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
+            raise RequestError(
+                "min_tokens",
+                f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}",
+            )
         if not self.detokenize and self.stop:
-            raise RequestError("stop", f"needs detokenize=True, or use stop_token_ids; got {shown(self.stop)}")
+            raise RequestError(
+                "stop", f"needs detokenize=True, or use stop_token_ids; got {shown(self.stop)}"
+            )
 
     @property
     def num_sequences(self) -> int:
@@ -348,7 +414,9 @@ class SamplingParams:
     def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
         """Make parameters from a mapping of field names to JSON values; unknown names raise."""
         if not isinstance(values, Mapping):
-            raise RequestError("sampling_params", f"must map field names to values, got {shown(values)}")
+            raise RequestError(
+                "sampling_params", f"must map field names to values, got {shown(values)}"
+            )
         refuse_unknown(values, list(declarations(cls)))
         return cls(**values)
 

@@ -7,7 +7,9 @@ UNITS = {
     **{letter: 1000**power for power, letter in enumerate("kmgt", start=1)},
     **{letter: 1024**power for power, letter in enumerate("KMGT", start=1)},
 }
-FORM = "a whole number, with K, M, G, T for powers of 1024 or k, m, g, t for powers of 1000, as in 32K"
+FORM = (
+    "a whole number, with K, M, G, T for powers of 1024 or k, m, g, t for powers of 1000, as in 32K"
+)
 
 
 def parse_size(text: str) -> int | None:

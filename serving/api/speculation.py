@@ -73,65 +73,78 @@ class SpeculativeConfig:
     def __post_init__(self):
         if self.method not in METHODS:
             raise ModelError(
-                f"speculative_config.method is {shown(self.method)}; it must be one of {', '.join(METHODS)}"
+                f"speculative_config.method is {shown(self.method)}; it must be one of "
+                f"{', '.join(METHODS)}"
             )
         if (requested_tree := self.speculative_token_tree) is not None:
             if self.method not in HEADS:
                 raise ModelError(
-                    f"speculative_config.speculative_token_tree is given with the method {self.method}, which has one "
-                    f"draft for a place; the methods {', '.join(HEADS)} have trees"
+                    "speculative_config.speculative_token_tree is given with the method "
+                    f"{self.method}, which has one draft for a place; the methods "
+                    f"{', '.join(HEADS)} have trees"
                 )
             tree = parse_token_tree(requested_tree)
             object.__setattr__(self, "speculative_token_tree", tree)
             if self.num_speculative_tokens not in (None, len(tree)):
                 raise ModelError(
-                    f"speculative_config.num_speculative_tokens is {shown(self.num_speculative_tokens)}, and "
-                    f"speculative_token_tree has {len(tree)} nodes, each of which is a draft; use {len(tree)}, or "
-                    "leave it out"
+                    "speculative_config.num_speculative_tokens is "
+                    f"{shown(self.num_speculative_tokens)}, and speculative_token_tree has "
+                    f"{len(tree)} nodes, each of which is a draft; use {len(tree)}, or leave it out"
                 )
         if self.num_speculative_tokens is None:
-            count = DEFAULT_DRAFT_TOKENS if requested_tree is None else len(self.speculative_token_tree)
+            count = (
+                DEFAULT_DRAFT_TOKENS if requested_tree is None else len(self.speculative_token_tree)
+            )
             object.__setattr__(self, "num_speculative_tokens", count)
-        for name, minimum in {"num_speculative_tokens": 1, "prompt_lookup_min": 1, "suffix_max_texts": 0}.items():
+        for name, minimum in {
+            "num_speculative_tokens": 1,
+            "prompt_lookup_min": 1,
+            "suffix_max_texts": 0,
+        }.items():
             value = getattr(self, name)
             if type(value) is not int or value < minimum:
                 raise ModelError(
-                    f"speculative_config.{name} is {shown(value)}; it must be an integer of at least {minimum}"
+                    f"speculative_config.{name} is {shown(value)}; it must be an integer of at "
+                    f"least {minimum}"
                 )
         longest = self.prompt_lookup_max
         if type(longest) is not int or longest < self.prompt_lookup_min:
             raise ModelError(
-                f"speculative_config.prompt_lookup_max is {shown(longest)}; it must be an integer of at least "
-                f"prompt_lookup_min, {self.prompt_lookup_min}"
+                f"speculative_config.prompt_lookup_max is {shown(longest)}; it must be an integer "
+                f"of at least prompt_lookup_min, {self.prompt_lookup_min}"
             )
         for name in ("model", "revision", "quantization"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise ModelError(f"speculative_config.{name} is {shown(value)}; it must be a string")
+                raise ModelError(
+                    f"speculative_config.{name} is {shown(value)}; it must be a string"
+                )
         if (self.model is None) == (self.method in FOLDER_METHODS):
             fault = "is missing" if self.model is None else f"is {shown(self.model)}"
             raise ModelError(
-                f"speculative_config.model {fault}; it goes with the methods {', '.join(FOLDER_METHODS)}, and only "
-                "with them"
+                f"speculative_config.model {fault}; it goes with the methods "
+                f"{', '.join(FOLDER_METHODS)}, and only with them"
             )
         if self.quantization is not None and self.method not in ("draft_model", "self"):
             raise ModelError(
-                f"speculative_config.quantization is {shown(self.quantization)}; it goes with the methods draft_model "
-                "and self, and only with them"
+                f"speculative_config.quantization is {shown(self.quantization)}; it goes with the "
+                "methods draft_model and self, and only with them"
             )
         layers = self.num_layers
         if layers is not None and (self.method != "self" or type(layers) is not int or layers < 1):
             raise ModelError(
-                f"speculative_config.num_layers is {shown(layers)}; it must be an integer of at least 1, with the "
-                "method self"
+                f"speculative_config.num_layers is {shown(layers)}; it must be an integer of at "
+                "least 1, with the method self"
             )
         if self.method == "self" and layers is None and self.quantization is None:
             raise ModelError(
-                "speculative_config.num_layers and quantization are missing; the method self drafts with the model's "
-                "first layers, or with its weights in fewer bits"
+                "speculative_config.num_layers and quantization are missing; the method self "
+                "drafts with the model's first layers, or with its weights in fewer bits"
             )
         if not isinstance(self.adapts, bool):
-            raise ModelError(f"speculative_config.adapts is {shown(self.adapts)}; it must be true or false")
+            raise ModelError(
+                f"speculative_config.adapts is {shown(self.adapts)}; it must be true or false"
+            )
 
 
 def parse_token_tree(tree: Any) -> tuple[tuple[int, ...], ...]:
@@ -141,8 +154,12 @@ def parse_token_tree(tree: Any) -> tuple[tuple[int, ...], ...]:
     name = "speculative_config.speculative_token_tree"
     nodes: list[Any] = []
     with suppress(MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
-        nodes = [tuple(node) for node in (ast.literal_eval(tree) if isinstance(tree, str) else tree)]
-    if not nodes or not all(node and all(type(rank) is int and rank >= 0 for rank in node) for node in nodes):
+        nodes = [
+            tuple(node) for node in (ast.literal_eval(tree) if isinstance(tree, str) else tree)
+        ]
+    if not nodes or not all(
+        node and all(type(rank) is int and rank >= 0 for rank in node) for node in nodes
+    ):
         raise ModelError(
             f'{name} is {shown(tree)}; it must be a list of tuples of ranks such as "[(0,), (1,), (0, 0), (0, 1)]", '
             "in which (0, 1) is the second likeliest token after the likeliest first one"
@@ -157,7 +174,9 @@ def parse_token_tree(tree: Any) -> tuple[tuple[int, ...], ...]:
             raise ModelError(f"{name} has the node {node}; ranks go from 0 to {MAX_RANK - 1}")
         likelier = (*node[:-1], node[-1] - 1)
         if node[-1] and likelier not in node_set:
-            raise ModelError(f"{name} has the node {node} without the likelier {likelier}; add that")
+            raise ModelError(
+                f"{name} has the node {node} without the likelier {likelier}; add that"
+            )
     return tuple(nodes)
 
 
@@ -173,7 +192,11 @@ def parse_speculative_config(config: Mapping[str, Any] | None) -> SpeculativeCon
     known_names = [field.name for field in fields(SpeculativeConfig)]
     for name in config:
         if name not in known_names:
-            raise ModelError(f"speculative_config.{name} is not known; the fields are {', '.join(known_names)}")
+            raise ModelError(
+                f"speculative_config.{name} is not known; the fields are {', '.join(known_names)}"
+            )
     if "method" not in config:
-        raise ModelError(f"speculative_config.method is missing; it must be one of {', '.join(METHODS)}")
+        raise ModelError(
+            f"speculative_config.method is missing; it must be one of {', '.join(METHODS)}"
+        )
     return SpeculativeConfig(**config)

@@ -60,21 +60,33 @@ def check_structure(structure: object) -> dict[str, Any]:
     if isinstance(structure, StructuredOutputsParams):
         structure = {name: value for name, value in vars(structure).items() if value is not None}
     if not isinstance(structure, Mapping):
-        raise RequestError(FIELD, f"must be an object with one of {', '.join(SHAPES)}, got {shown(structure)}")
+        raise RequestError(
+            FIELD, f"must be an object with one of {', '.join(SHAPES)}, got {shown(structure)}"
+        )
     refuse_unknown(structure, (*SHAPES, *SPACING), f"{FIELD}.")
     for name in ("json_object", "disable_any_whitespace"):
         if structure.get(name) is not None:
             boolean(f"{FIELD}.{name}", structure[name])
-    requested = {name: value for name, value in structure.items() if value is not None and value is not False}
+    requested = {
+        name: value for name, value in structure.items() if value is not None and value is not False
+    }
     shapes = [name for name in SHAPES if name in requested]
     if len(shapes) != 1:
-        raise RequestError(FIELD, f"must have exactly one of {', '.join(SHAPES)}, got {' and '.join(shapes) or 'none'}")
+        raise RequestError(
+            FIELD,
+            f"must have exactly one of {', '.join(SHAPES)}, got {' and '.join(shapes) or 'none'}",
+        )
     (shape,) = shapes
     spacing = [name for name in SPACING if name in requested]
     if spacing and (shape not in ("json", "json_object") or len(spacing) > 1):
-        reason = "says where JSON has spaces" if len(spacing) == 1 else f"and {spacing[1]} contradict each other"
+        reason = (
+            "says where JSON has spaces"
+            if len(spacing) == 1
+            else f"and {spacing[1]} contradict each other"
+        )
         raise RequestError(
-            f"{FIELD}.{spacing[0]}", f"{reason}; leave it out beside {' and '.join([shape, *spacing[1:]])}"
+            f"{FIELD}.{spacing[0]}",
+            f"{reason}; leave it out beside {' and '.join([shape, *spacing[1:]])}",
         )
     checked = {name: requested[name] for name in (shape, *spacing)}
     if shape == "json":
@@ -105,7 +117,9 @@ def checked_choices(value: object) -> tuple[str, ...]:
     options = items(f"{FIELD}.choice", value, MAX_CHOICES)
     if not options:
         raise RequestError(f"{FIELD}.choice", "must have at least one text to choose")
-    return tuple(bounded_text(f"{FIELD}.choice[{i}]", item, MAX_CHOICE) for i, item in enumerate(options))
+    return tuple(
+        bounded_text(f"{FIELD}.choice[{i}]", item, MAX_CHOICE) for i, item in enumerate(options)
+    )
 
 
 def parse_tags(value: object) -> str:
@@ -130,12 +144,18 @@ def parse_tags(value: object) -> str:
     if "format" in fields:
         path = f"{param}.format"
         name = "tags"
-        form = checked_fields(path, fields["format"], ("type", "triggers", "tags", "at_least_one", "stop_after_first"))
+        form = checked_fields(
+            path, fields["format"], ("type", "triggers", "tags", "at_least_one", "stop_after_first")
+        )
         if form.get("type") != "triggered_tags":
-            raise RequestError(f"{path}.type", f"must be 'triggered_tags', got {shown(form.get('type'))}")
+            raise RequestError(
+                f"{path}.type", f"must be 'triggered_tags', got {shown(form.get('type'))}"
+            )
         for flag in ("at_least_one", "stop_after_first"):
             if form.get(flag, False) is not False:
-                raise RequestError(f"{path}.{flag}", f"is not implemented, leave it out; got {shown(form[flag])}")
+                raise RequestError(
+                    f"{path}.{flag}", f"is not implemented, leave it out; got {shown(form[flag])}"
+                )
     triggers = [
         bounded_text(f"{path}.triggers[{i}]", trigger, MAX_CHOICE)
         for i, trigger in enumerate(items(f"{path}.triggers", form.get("triggers"), MAX_TAGS))
@@ -146,7 +166,9 @@ def parse_tags(value: object) -> str:
         begin, tag_schema, end = parse_tag(tag_path, tag, name)
         trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
         if trigger is None:
-            raise RequestError(f"{tag_path}.begin", f"must begin with one of the triggers, got {shown(begin)}")
+            raise RequestError(
+                f"{tag_path}.begin", f"must begin with one of the triggers, got {shown(begin)}"
+            )
         tags.append((trigger, begin, tag_schema, end))
     if not tags:
         raise RequestError(f"{path}.{name}", "must hold at least one tag")
@@ -156,13 +178,17 @@ def parse_tags(value: object) -> str:
 def parse_tag(path: str, value: object, name: str) -> tuple[str, Any, str]:
     """Return (begin, schema, end) of a tag."""
     tag = checked_fields(
-        path, value, ("begin", "end", "schema") if name == "structures" else ("type", "begin", "end", "content")
+        path,
+        value,
+        ("begin", "end", "schema") if name == "structures" else ("type", "begin", "end", "content"),
     )
     tag_schema = tag.get("schema", {})
     if name == "tags":
         content = checked_fields(f"{path}.content", tag.get("content"), ("type", "json_schema"))
         if content.get("type") != "json_schema":
-            raise RequestError(f"{path}.content.type", f"must be 'json_schema', got {shown(content.get('type'))}")
+            raise RequestError(
+                f"{path}.content.type", f"must be 'json_schema', got {shown(content.get('type'))}"
+            )
         tag_schema = content.get("json_schema")
     end = tag.get("end", "")
     if end != "":
@@ -188,15 +214,25 @@ def checked_schema(value: object, param: str = f"{FIELD}.json") -> str:
         if isinstance(value, str):
             value = json.loads(bounded_text(param, value, MAX_SCHEMA))
         if not isinstance(value, Mapping):
-            raise RequestError(param, f"must be a JSON schema, an object or its text, got {shown(value)}")
+            raise RequestError(
+                param, f"must be a JSON schema, an object or its text, got {shown(value)}"
+            )
         written = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except RequestError:
         raise
-    except (TypeError, ValueError, RecursionError) as error:  # not JSON, infinite numbers, or unbounded nesting
-        raise RequestError(param, f"must be a JSON schema: {' '.join(str(error).split()):.100}") from None
+    except (
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:  # not JSON, infinite numbers, or unbounded nesting
+        raise RequestError(
+            param, f"must be a JSON schema: {' '.join(str(error).split()):.100}"
+        ) from None
     draft = value.get("$schema")
     if isinstance(draft, str) and OLD_DRAFT.search(draft):  # its keywords would be ignored
-        raise RequestError(f"{param}.$schema", f"must be draft 4 or later, got {shown(draft)}; rewrite the schema")
+        raise RequestError(
+            f"{param}.$schema", f"must be draft 4 or later, got {shown(draft)}; rewrite the schema"
+        )
     check_spacing(f"{param}.x-guidance", value.get("x-guidance", {}))
     return bounded_text(param, written, MAX_SCHEMA)
 

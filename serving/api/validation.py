@@ -28,9 +28,16 @@ def refuse_unknown(names: Iterable[object], known_names: Sequence[str], prefix: 
     """Raise for the first of `names` that is unknown, with the most similar known name."""
     for name in names:
         if name not in known_names:
-            hint = suggest_name(str(name), known_names) or f"the known fields are {', '.join(sorted(known_names))}"
-            is_printable = isinstance(name, str) and name.isascii() and name.isprintable() and len(name) <= 64
-            raise RequestError(prefix + (str(name) if is_printable else shown(name)), f"unknown field; {hint}")
+            hint = (
+                suggest_name(str(name), known_names)
+                or f"the known fields are {', '.join(sorted(known_names))}"
+            )
+            is_printable = (
+                isinstance(name, str) and name.isascii() and name.isprintable() and len(name) <= 64
+            )
+            raise RequestError(
+                prefix + (str(name) if is_printable else shown(name)), f"unknown field; {hint}"
+            )
 
 
 def integer(param: str, value: Any, low: int, high: int, remedy: str = "") -> int:
@@ -38,7 +45,11 @@ def integer(param: str, value: Any, low: int, high: int, remedy: str = "") -> in
     if type(value) is int and low <= value <= high:  # fast path: prompts have many token ids
         return value
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
-        expected = f"an integer of {low} or more" if high >= INT32_MAX else f"an integer from {low} to {high}"
+        expected = (
+            f"an integer of {low} or more"
+            if high >= INT32_MAX
+            else f"an integer from {low} to {high}"
+        )
         raise RequestError(param, f"must be {expected}{remedy}, got {shown(value)}")
     return int(value)
 
@@ -51,7 +62,9 @@ def parse_digits(text: str) -> int | str:
     return int(text) if digits.isascii() and digits.isdigit() and len(digits) < 19 else text
 
 
-def number(param: str, value: Any, low: float, high: float, remedy: str = "", open_low: bool = False) -> float:
+def number(
+    param: str, value: Any, low: float, high: float, remedy: str = "", open_low: bool = False
+) -> float:
     """Return `value` as a finite float from `low` (exclusive if `open_low`) to `high`."""
     is_real = isinstance(value, Real) and not isinstance(value, bool)
     # Comparisons with NaN are false.
@@ -88,7 +101,9 @@ def unicode_text(param: str, value: object) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise RequestError(param, f"must be valid Unicode without lone surrogates, got {shown(value)}") from None
+        raise RequestError(
+            param, f"must be valid Unicode without lone surrogates, got {shown(value)}"
+        ) from None
     return value
 
 
@@ -97,7 +112,8 @@ def strings(param: str, value: object) -> tuple[str, ...]:
     for i, text in enumerate(texts):
         if not isinstance(text, str) or not 1 <= len(text) <= MAX_STRING_LENGTH:
             raise RequestError(
-                f"{param}[{i}]", f"must be a string of 1 to {MAX_STRING_LENGTH} characters, got {shown(text)}"
+                f"{param}[{i}]",
+                f"must be a string of 1 to {MAX_STRING_LENGTH} characters, got {shown(text)}",
             )
         unicode_text(f"{param}[{i}]", text)
     return texts
@@ -135,7 +151,10 @@ def real(low: float, high: float, remedy: str = "", open_low: bool = False) -> R
     def check(param: str, value: Any, hint: str = "") -> float:
         return number(param, value, low, high, remedy + hint, open_low)
 
-    return Rule(check, {"type": "number", "exclusiveMinimum" if open_low else "minimum": low, "maximum": high})
+    return Rule(
+        check,
+        {"type": "number", "exclusiveMinimum" if open_low else "minimum": low, "maximum": high},
+    )
 
 
 def many(item: Schema, max_items: int, min_items: int = 0) -> Schema:

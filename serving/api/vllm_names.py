@@ -20,11 +20,17 @@ EXCHANGE = "how devices exchange values is XLA's choice"
 LOADING = "files are mapped, and each tensor is read once"
 NO_MEDIA = "no model here takes images, video or sound"
 STACKS = "adapters lie in one stack a weight, in the type of the model"
-STATES = "a recurrent layer keeps its state in a slot for each sequence, in one layout and dtype, without blocks"
+STATES = (
+    "a recurrent layer keeps its state in a slot for each sequence, in one layout and dtype, "
+    "without blocks"
+)
 ORDER = "it changes who is computed when, and no answer"
 METRICS = "metrics are always counted"
 PROFILED = "`trace` writes a timeline of the steps"
-RANKS = "replicas are counted from `data_parallel_size`, or served by `quire serve --engine ray --replicas N`"
+RANKS = (
+    "replicas are counted from `data_parallel_size`, or served by `quire serve --engine ray "
+    "--replicas N`"
+)
 HOSTS = "several hosts are named by `num_processes`, `process_id` and `coordinator_address`"
 PLUGIN = "code that is not Quire's own is not run"
 TRANSFER = "pages go between replicas as docs/scale-out.md says"
@@ -58,7 +64,9 @@ ENGINE: Mapping[str, str | UnsupportedArgument] = {
     "code_revision": "no code of a checkpoint is run",
     "collect_detailed_traces": PROFILED,
     "compilation_config": COMPILED,
-    "config_format": unsupported("the configuration is config.json, in Hugging Face's form", "auto", "hf"),
+    "config_format": unsupported(
+        "the configuration is config.json, in Hugging Face's form", "auto", "hf"
+    ),
     "convert": unsupported("the model's folder says what it gives", "auto", "none", "embed"),
     "cp_kv_cache_interleave_size": "positions of every page are divided",
     "cpu_offload_gb": unsupported("`weights_host_bytes` keeps weights in host memory"),
@@ -75,7 +83,9 @@ ENGINE: Mapping[str, str | UnsupportedArgument] = {
     "dbo_decode_token_threshold": EXCHANGE,
     "dbo_prefill_token_threshold": EXCHANGE,
     "dcp_kv_cache_interleave_size": "positions of every page are divided",
-    "decode_context_parallel_size": unsupported("`context_parallel_size` divides the positions of every page", 1),
+    "decode_context_parallel_size": unsupported(
+        "`context_parallel_size` divides the positions of every page", 1
+    ),
     "default_mm_loras": unsupported(NO_MEDIA),
     "disable_cascade_attn": COMPILED,
     "disable_chunked_mm_input": NO_MEDIA,
@@ -83,12 +93,16 @@ ENGINE: Mapping[str, str | UnsupportedArgument] = {
     "disable_hybrid_kv_cache_manager": "layers with a window always have pages of their own",
     "disable_log_stats": METRICS,
     "disable_nccl_for_dp_synchronization": EXCHANGE,
-    "disable_sliding_window": unsupported("`max_model_len` of at most the window has the same effect"),
+    "disable_sliding_window": unsupported(
+        "`max_model_len` of at most the window has the same effect"
+    ),
     "distributed_executor_backend": "one process drives all devices of a host",
     "ec_transfer_config": unsupported(NO_MEDIA),
     "enable_chunked_prefill": "long prompts are always read in parts",
     "enable_dbo": EXCHANGE,
-    "enable_eplb": unsupported("`expert_redundancy` has copies of the busiest experts, and moves them"),
+    "enable_eplb": unsupported(
+        "`expert_redundancy` has copies of the busiest experts, and moves them"
+    ),
     "enable_expert_parallel": unsupported("`expert_parallel_size` divides the experts"),
     "enable_layerwise_nvtx_tracing": PROFILED,
     "enable_log_requests": "prompts are not logged",
@@ -106,7 +120,9 @@ ENGINE: Mapping[str, str | UnsupportedArgument] = {
     "fail_on_environ_validation": "there are no variables of the environment to check",
     "fully_sharded_loras": STACKS,
     "gdn_prefill_backend": "the kernel of the delta rule is the first that serves on this device",
-    "hf_config_path": unsupported("config.json lies beside the weights: put the wanted one into a copy of the folder"),
+    "hf_config_path": unsupported(
+        "config.json lies beside the weights: put the wanted one into a copy of the folder"
+    ),
     "hf_token": unsupported("HF_TOKEN in the environment has it"),
     "ignore_patterns": "only files that are needed are downloaded",
     "interleave_mm_strings": NO_MEDIA,
@@ -124,7 +140,9 @@ ENGINE: Mapping[str, str | UnsupportedArgument] = {
         "logits stay on the device: `logit_bias`, `allowed_token_ids`, `bad_words` and "
         "`structured_outputs` of SamplingParams bound what is drawn"
     ),  # fmt: skip
-    "logprobs_mode": unsupported("log-probabilities are those of the model, before any parameter", "raw_logprobs"),
+    "logprobs_mode": unsupported(
+        "log-probabilities are those of the model, before any parameter", "raw_logprobs"
+    ),
     "long_prefill_token_threshold": ORDER,
     "lora_dtype": unsupported(STACKS, "auto"),
     "mamba_block_size": STATES,
@@ -153,14 +171,20 @@ ENGINE: Mapping[str, str | UnsupportedArgument] = {
     "num_gpu_blocks_override": unsupported("`kv_cache_memory_bytes` sizes the KV cache"),
     "optimization_level": COMPILED,
     "otlp_traces_endpoint": unsupported("`quire serve` has it"),
-    "override_attention_dtype": unsupported("attention is computed in the type of the model", "auto"),
+    "override_attention_dtype": unsupported(
+        "attention is computed in the type of the model", "auto"
+    ),
     "pooler_config": unsupported('`pooling` is "last", "mean" or "cls"'),
-    "prefill_context_parallel_size": unsupported("`context_parallel_size` divides the tokens of long steps", 1),
+    "prefill_context_parallel_size": unsupported(
+        "`context_parallel_size` divides the tokens of long steps", 1
+    ),
     "prefix_caching_hash_algo": "the tokens themselves are compared",
     "profiler_config": unsupported(PROFILED),
     "pt_load_map_location": LOADING,
     "ray_workers_use_nsight": PROFILED,
-    "reasoning_parser": unsupported("`quire serve` has it; in Python the text is as the model wrote it"),
+    "reasoning_parser": unsupported(
+        "`quire serve` has it; in Python the text is as the model wrote it"
+    ),
     "reasoning_parser_plugin": unsupported(PLUGIN),
     "runner": unsupported("the model's folder says what it gives", "auto", "generate", "pooling"),
     "safetensors_load_strategy": LOADING,
@@ -195,7 +219,9 @@ SAMPLING: Mapping[str, str | UnsupportedArgument] = {
     "repetition_detection": unsupported("`repetition_penalty` and `max_tokens` bound repetitions"),
     "routed_experts_prompt_start": unsupported(ROUTES),
     "skip_clone": "parameters do not change, and need no copies",
-    "skip_reading_prefix_cache": unsupported("a `cache_salt` of its own beside a prompt shares no pages"),
+    "skip_reading_prefix_cache": unsupported(
+        "a `cache_salt` of its own beside a prompt shares no pages"
+    ),
     "spaces_between_special_tokens": "text is decoded as the tokenizer does it",
     "stream_interval": ENGINE["stream_interval"],
     "thinking_token_budget": unsupported("`max_tokens` bounds the whole answer"),
@@ -217,7 +243,10 @@ def drop_idle_arguments(
         entry = table[name]
         if isinstance(entry, str):
             idle.append(f"{name} ({entry})")
-        elif not any(value == harmless and type(value) is type(harmless) for harmless in (*NOTHING, *entry.harmless)):
+        elif not any(
+            value == harmless and type(value) is type(harmless)
+            for harmless in (*NOTHING, *entry.harmless)
+        ):
             refuse(name, value, entry.reason)
     if idle:
         warnings.warn(f"without effect: {', '.join(sorted(idle))}", stacklevel=callers())
@@ -236,7 +265,9 @@ def callers() -> int:
 
 
 def takes_vllm_names(
-    table: Mapping[str, str | UnsupportedArgument], refuse: Refuse, suggest_name: Callable[[str, Collection[str]], str]
+    table: Mapping[str, str | UnsupportedArgument],
+    refuse: Refuse,
+    suggest_name: Callable[[str, Collection[str]], str],
 ):
     """Let a frozen dataclass accept the arguments of the table. `suggest_name` explains unknown
     ones.
@@ -249,17 +280,22 @@ def takes_vllm_names(
         @functools.wraps(init)
         def checked(self, *args, **arguments):
             known_arguments = (
-                drop_idle_arguments(arguments, table, refuse) if arguments.keys() & table.keys() else arguments
+                drop_idle_arguments(arguments, table, refuse)
+                if arguments.keys() & table.keys()
+                else arguments
             )
             for name in known_arguments.keys() - known_fields.keys():
-                hint = suggest_name(name, known_fields) or f"the fields are {', '.join(known_fields)}"
+                hint = (
+                    suggest_name(name, known_fields) or f"the fields are {', '.join(known_fields)}"
+                )
                 raise TypeError(f"{cls.__name__} has no {name!r}; {hint}")
             init(self, *args, **known_arguments)
 
         def fixed(self, name: str, value: Any) -> NoReturn:
             change = f"dataclasses.replace(params, {name}=...)"
             raise FrozenInstanceError(
-                f"cannot change {name!r}: {cls.__name__} stays as it was made; {change} makes another"
+                f"cannot change {name!r}: {cls.__name__} stays as it was made; {change} makes "
+                "another"
             )
 
         cls.__init__ = checked

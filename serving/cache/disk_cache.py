@@ -59,7 +59,9 @@ class DiskCache:
     def __contains__(self, name: str) -> bool:
         return name in self.sizes
 
-    def read(self, name: str, digest: bytes, group: int, tokens: bytes, nbytes: int) -> memoryview | None:
+    def read(
+        self, name: str, digest: bytes, group: int, tokens: bytes, nbytes: int
+    ) -> memoryview | None:
         """Read a page; None if the file is missing, damaged or for other tokens."""
         path = self.folder / name
         try:
@@ -74,12 +76,18 @@ class DiskCache:
             if name in self.sizes:
                 self.sizes.move_to_end(name)
         body = memoryview(raw)[HEAD.size :]
-        if len(raw) < HEAD.size or raw[: HEAD.size] != page_header(*HEAD.unpack_from(raw)[2:], body):
+        if len(raw) < HEAD.size or raw[: HEAD.size] != page_header(
+            *HEAD.unpack_from(raw)[2:], body
+        ):
             log.warning("the KV page %s is damaged; it is removed and computed again", path)
             self.discard(name)
             return None
         key = (digest, group, len(tokens) // 4)
-        if HEAD.unpack_from(raw)[2:] != key or body[: len(tokens)] != tokens or len(body) != len(tokens) + nbytes:
+        if (
+            HEAD.unpack_from(raw)[2:] != key
+            or body[: len(tokens)] != tokens
+            or len(body) != len(tokens) + nbytes
+        ):
             return None  # another page has the same name
         return body[len(tokens) :]
 
@@ -100,7 +108,12 @@ class DiskCache:
                     file.write(piece)
         except OSError as error:
             self.resumes = time.monotonic() + PAUSE
-            log.warning("cannot write KV pages to %s: %s; trying again in %.0f s", self.folder, error.strerror, PAUSE)
+            log.warning(
+                "cannot write KV pages to %s: %s; trying again in %.0f s",
+                self.folder,
+                error.strerror,
+                PAUSE,
+            )
             return False
         with self.lock:
             self.sizes[name] = sum(map(len, (head, *body)))

@@ -135,7 +135,9 @@ class HostCache:
     def submit_write(self, copy: HostCopy, patiently: bool) -> None:
         """Write a copy in a thread."""
         size = self.page_bytes[copy.group]
-        while self.writes and (self.writes[0][0].done() or patiently and self.pending_bytes + size > self.capacity):
+        while self.writes and (
+            self.writes[0][0].done() or patiently and self.pending_bytes + size > self.capacity
+        ):
             self.writes.popleft()[0].result()
         if self.pending_bytes + size <= self.capacity:
             try:
@@ -164,7 +166,9 @@ class HostCache:
             if ancestor.digest:
                 continue
             if ancestor.parent is None:
-                ancestor.digest = chain_digest(chain_digest(self.identity, self.stamp), repr(ancestor.key).encode())
+                ancestor.digest = chain_digest(
+                    chain_digest(self.identity, self.stamp), repr(ancestor.key).encode()
+                )
             else:
                 ancestor.digest = chain_digest(ancestor.parent.digest, token_bytes(ancestor))
         return node.digest
@@ -215,8 +219,12 @@ class HostCache:
 
     def check(self) -> None:
         """Prove that every copy is where its node says."""
-        assert self.total == sum(self.page_bytes[copy.group] for copy in self.copies), "copies are miscounted"
-        assert all(copy.node.copies.get(copy.group) is copy for copy in self.copies), "a copy belongs to no node"
+        assert self.total == sum(self.page_bytes[copy.group] for copy in self.copies), (
+            "copies are miscounted"
+        )
+        assert all(copy.node.copies.get(copy.group) is copy for copy in self.copies), (
+            "a copy belongs to no node"
+        )
 
 
 def token_bytes(node: Node) -> bytes:

@@ -31,7 +31,10 @@ class PageMoves:
                 (group, device_number(group, source), device_number(group, target))
                 for group, source, target in self.copies
             ],
-            {(group, device_number(group, page)): copy for (group, page), copy in self.restores.items()},
+            {
+                (group, device_number(group, page)): copy
+                for (group, page), copy in self.restores.items()
+            },
             self.saves,
             self.loads,
         )

@@ -76,7 +76,9 @@ class PagePool:
         assert actual == self.ref_counts, f"{name}: references are miscounted"
         pages = [*expected_counts, *self.cached, *self.free_pages]
         assert len(set(pages)) == len(pages), f"{name}: a page is allocated or free twice"
-        assert set(pages) == set(range(1, self.num_pages)), f"{name}: a page is neither allocated nor free"
+        assert set(pages) == set(range(1, self.num_pages)), (
+            f"{name}: a page is neither allocated nor free"
+        )
         assert self.cached.keys() <= indexed, f"{name}: a cached page is not in the prefix tree"
         assert not indexed & set(self.free_pages), f"{name}: a free page is in the prefix tree"
 

@@ -72,7 +72,8 @@ class PageTable:
         self.moves = PageMoves()
         # (group, page) whose content arrives with the next step.
         self.pending_writes: set[tuple[int, int]] = set()
-        # Pages that ever became unreferenced: a failed allocation can succeed only after this changes.
+        # Pages that ever became unreferenced: a failed allocation can succeed only after this
+        # changes.
         self.num_freed = 0
 
     def match(self, seq: Sequence) -> PrefixMatch:
@@ -103,7 +104,9 @@ class PageTable:
             gaps = []
             for index, pool in enumerate(self.pools):
                 first = pool.first_visible_page(len(path) * self.page_size)
-                gaps += [page for page in range(first, len(path)) if not is_available(path[page], index)][-1:]
+                gaps += [
+                    page for page in range(first, len(path)) if not is_available(path[page], index)
+                ][-1:]
             if not gaps:
                 break
             del path[max(gaps) :]
@@ -128,7 +131,8 @@ class PageTable:
         for child in islice(reversed(node.children.values() if node else ()), MAX_COMPARED):
             count = common_prefix_length(child.key, next_tokens)
             if count > longest and all(
-                page and (index, page) not in self.pending_writes for index, page in enumerate(child.pages)
+                page and (index, page) not in self.pending_writes
+                for index, page in enumerate(child.pages)
             ):
                 best = child
                 longest = count
@@ -145,7 +149,9 @@ class PageTable:
             for page in filter(None, [node.pages[index] for node in path[first:]]):
                 pool.acquire(page)
             origin = source.pages[index] if source else 0
-            pages[index] = [0] * first + [node.pages[index] or self.restore(node, index) for node in path[first:]]
+            pages[index] = [0] * first + [
+                node.pages[index] or self.restore(node, index) for node in path[first:]
+            ]
             if origin:
                 page = self.new_page(index)
                 self.moves.copies.append((index, origin, page))
@@ -154,7 +160,9 @@ class PageTable:
         seq.num_computed = len(path) * self.page_size + num_partial
         unfollowed = next((page for page, node in enumerate(path) if not node.has_draft_kv), None)
         if unfollowed is None:
-            seq.followed = seq.num_computed if source and source.has_draft_kv else len(path) * self.page_size
+            seq.followed = (
+                seq.num_computed if source and source.has_draft_kv else len(path) * self.page_size
+            )
         else:
             seq.followed = unfollowed * self.page_size
         seq.cache.pages = pages
@@ -186,7 +194,11 @@ class PageTable:
         if self.snapshots is None or not self.snapshots.should_save(seq):
             return
         node = self.last_nodes.get(seq) if self.pools else self.tree.path(seq)
-        if node is not None and not node.pages[self.snapshots.group] and self.tree.is_attached(node):
+        if (
+            node is not None
+            and not node.pages[self.snapshots.group]
+            and self.tree.is_attached(node)
+        ):
             page = self.new_page(self.snapshots.group)
             self.tree.place(self.snapshots.group, node, page)
             self.snapshots.saves.append((self.replica, seq.slot, page))
@@ -221,11 +233,15 @@ class PageTable:
             node = self.tree.child(node, self.tree.key(seq.tokens, page))
             self.place(seq, page, node)
             if (page + 1) * self.page_size > seq.num_computed:
-                self.pending_writes.update((index, table[page]) for index, table in enumerate(cache.pages))
+                self.pending_writes.update(
+                    (index, table[page]) for index, table in enumerate(cache.pages)
+                )
         self.last_nodes[seq] = node
         cache.num_indexed = full
         if seq.followed >= full * self.page_size:
-            for ancestor in takewhile(lambda ancestor: not ancestor.has_draft_kv, self.tree.ancestors(node)):
+            for ancestor in takewhile(
+                lambda ancestor: not ancestor.has_draft_kv, self.tree.ancestors(node)
+            ):
                 ancestor.has_draft_kv = True
         self.tree.prune(node)  # all pages may have left the window
 
@@ -261,7 +277,10 @@ class PageTable:
         num_pages = -(-num_tokens // self.page_size)
         firsts = [pool.first_visible_page(seq.sure) for pool in self.pools]
         starts = [max(len(table), first) for table, first in zip(cache.pages, firsts, strict=True)]
-        if any(num_pages - start > pool.num_free for pool, start in zip(self.pools, starts, strict=True)):
+        if any(
+            num_pages - start > pool.num_free
+            for pool, start in zip(self.pools, starts, strict=True)
+        ):
             return False
         for index, (table, start) in enumerate(zip(cache.pages, starts, strict=True)):
             table.extend([0] * (min(start, num_pages) - len(table)))
@@ -307,7 +326,9 @@ class PageTable:
         """
         cache = seq.cache
         while len(cache.spare) < count and all(pool.num_free >= width for pool in self.pools):
-            cache.spare.append([[self.new_page(index) for _ in range(width)] for index in range(len(self.pools))])
+            cache.spare.append(
+                [[self.new_page(index) for _ in range(width)] for index in range(len(self.pools))]
+            )
 
     def release_branches(self, seq: Sequence) -> bool:
         """Release a sequence's branch pages unless a step in flight verifies them; return whether
@@ -317,7 +338,9 @@ class PageTable:
             return False
         branches = seq.cache.spare
         seq.cache.spare = []
-        for index, page in ((index, page) for path in branches for index, pages in enumerate(path) for page in pages):
+        for index, page in (
+            (index, page) for path in branches for index, pages in enumerate(path) for page in pages
+        ):
             self.release_page(index, page)
         return bool(branches)
 
@@ -327,17 +350,23 @@ class PageTable:
 
         Each branch computes the last of these tokens itself.
 
-            positions       0 ....... 15 16 ....... 31 32 ....... 47
-            sequence        [ page 7    ][ page 3    ][ page 9    ]     a page in which tokens end is
-            branch 1        [ page 7    ][ page 5    ][ page 8    ]     copied before the next step,
+            positions       0 ....... 15 16 ....... 31 32 ....... 47 sequence        [ page 7    ][
+            page 3    ][ page 9    ]     a page in which tokens end is branch 1        [ page 7
+            ][ page 5    ][ page 8    ]     copied before the next step,
                                                                         others are empty
         """
         page, filled = divmod(num_tokens, self.page_size)
-        sources = [(index, table[page]) for index, table in enumerate(seq.cache.pages)] if filled > 1 else []
+        sources = (
+            [(index, table[page]) for index, table in enumerate(seq.cache.pages)]
+            if filled > 1
+            else []
+        )
         if any(source in self.pending_writes for source in sources):
             return False
         for branch in branches:
-            self.moves.copies += [(index, origin, seq.cache.spare[branch - 1][index][0]) for index, origin in sources]
+            self.moves.copies += [
+                (index, origin, seq.cache.spare[branch - 1][index][0]) for index, origin in sources
+            ]
         seq.cache.branched = True
         return True
 
@@ -351,7 +380,10 @@ class PageTable:
             return
         for table, pages in zip(seq.cache.pages, seq.cache.spare[branch - 1], strict=True):
             count = min(len(pages), len(table) - first)
-            table[first : first + count], pages[:count] = pages[:count], table[first : first + count]
+            table[first : first + count], pages[:count] = (
+                pages[:count],
+                table[first : first + count],
+            )
 
     def release(self, seq: Sequence) -> None:
         """Release every page of a sequence, from last to first."""
@@ -369,7 +401,9 @@ class PageTable:
         self.last_nodes.pop(seq, None)
 
     def release_page(self, index: int, page: int) -> None:
-        self.num_freed += self.pools[index].release(page, cache=page in self.tree.node_by_page[index])
+        self.num_freed += self.pools[index].release(
+            page, cache=page in self.tree.node_by_page[index]
+        )
 
     def invalidate(self, seq: Sequence) -> None:
         """Remove everything that a sequence has computed from the tree and the host cache: it is
@@ -383,7 +417,12 @@ class PageTable:
         root = self.tree.roots.get(cache.salt)
         path = list(self.tree.walk(cache.salt, seq.tokens, len(seq.tokens)))
         parents = path if root is None else [root, *path]
-        partial = [child for node in parents for child in node.children.values() if len(child.key) < self.page_size]
+        partial = [
+            child
+            for node in parents
+            for child in node.children.values()
+            if len(child.key) < self.page_size
+        ]
         for node in path + partial:
             for index, page in enumerate(node.pages):
                 self.forget_page(index, page)
@@ -418,7 +457,9 @@ class PageTable:
             self.tree.prune_all(self.host_cache.clear())
 
     def forget_pages(self) -> None:
-        for index, page in [(index, page) for index, nodes in enumerate(self.tree.node_by_page) for page in nodes]:
+        for index, page in [
+            (index, page) for index, nodes in enumerate(self.tree.node_by_page) for page in nodes
+        ]:
             self.forget_page(index, page)
 
     def take_moves(self) -> PageMoves:
@@ -451,7 +492,9 @@ class PageTable:
             cache.prefetched = not files
         elif cache.load.done():
             if (error := cache.load.exception()) is not None:
-                log.warning("KV pages could not be read from disk, and are computed again: %s", error)
+                log.warning(
+                    "KV pages could not be read from disk, and are computed again: %s", error
+                )
             else:
                 self.add_copies(cache.salt, seq.tokens, cache.load.result(), saved=True)
             cache.load = None
@@ -482,7 +525,11 @@ class PageTable:
         ]
 
     def add_copies(
-        self, salt: Hashable, tokens: Seq[int], pages: list[tuple[int, int, Any]], saved: bool = False
+        self,
+        salt: Hashable,
+        tokens: Seq[int],
+        pages: list[tuple[int, int, Any]],
+        saved: bool = False,
     ) -> None:
         """Put (page number, cache group, bytes) tuples of a prompt into the host cache.
 
@@ -491,22 +538,35 @@ class PageTable:
         """
         node = self.tree.root(salt)
         full = max((number + 1 for number, *_ in pages), default=0)
-        path = [node := self.tree.child(node, key) for key in self.tree.keys(tokens, full * self.page_size)]
+        path = [
+            node := self.tree.child(node, key)
+            for key in self.tree.keys(tokens, full * self.page_size)
+        ]
         for number, group, data in sorted(pages, key=lambda page: -page[0]):
             self.host_cache.add(HostCopy(path[number], group, data, saved))
         self.tree.prune(node)
 
-    def add_missing(self, salt: Hashable, tokens: Seq[int], pages: Iterable[tuple[int, int, Any]]) -> None:
+    def add_missing(
+        self, salt: Hashable, tokens: Seq[int], pages: Iterable[tuple[int, int, Any]]
+    ) -> None:
         """Like `add_copies`, without the pages whose content is available already."""
         nodes = list(self.tree.walk(salt, tokens, len(tokens)))
-        self.add_copies(salt, tokens, [p for p in pages if p[0] >= len(nodes) or not nodes[p[0]].is_available(p[1])])
+        self.add_copies(
+            salt,
+            tokens,
+            [p for p in pages if p[0] >= len(nodes) or not nodes[p[0]].is_available(p[1])],
+        )
 
     def device_page(self, node: Node, index: int) -> int:
         """Return the device's number of the page with the node's content; 0 if only the host has
         it.
         """
         page = node.pages[index]
-        return 0 if not page or (index, page) in self.moves.restores else self.device_number(index, page)
+        return (
+            0
+            if not page or (index, page) in self.moves.restores
+            else self.device_number(index, page)
+        )
 
     def save(self) -> Iterator[PageMoves]:
         """Yield the copies to the host that bring every cached page to disk, when nothing runs any
@@ -533,7 +593,9 @@ class PageTable:
         """Return whether a sequence of that length can run alone."""
         return all(pool.max_pages(num_tokens, chunk) < pool.num_pages for pool in self.pools)
 
-    def admits(self, seq: Sequence, path: list[Node], running: Iterable[Sequence], chunk: int) -> bool:
+    def admits(
+        self, seq: Sequence, path: list[Node], running: Iterable[Sequence], chunk: int
+    ) -> bool:
         """Return whether the sequence, started with these pages, can prefill beside the running
         ones.
 
@@ -554,13 +616,17 @@ class PageTable:
 
     def used(self) -> float:
         """Return the share of pages in use, of the fullest pool."""
-        return max((1 - pool.num_free / max(pool.num_pages - 1, 1) for pool in self.pools), default=0.0)
+        return max(
+            (1 - pool.num_free / max(pool.num_pages - 1, 1) for pool in self.pools), default=0.0
+        )
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Assert that every page is exactly one of: referenced as counted, cached with its content,
         or free.
         """
-        tables = [table for seq in sequences for table in (seq.cache.pages, *seq.cache.spare) if table]
+        tables = [
+            table for seq in sequences for table in (seq.cache.pages, *seq.cache.spare) if table
+        ]
         for index, pool in enumerate(self.pools):
             owned = Counter(page for table in tables for page in table[index] if page)
             pool.check(owned, set(self.tree.node_by_page[index]), f"group {index}")

@@ -34,7 +34,11 @@ class HostCopy:
     @property
     def content(self) -> Any:
         """The page's bytes on the host."""
-        return self.data.block_NX.__array__()[self.data.row] if isinstance(self.data, SentPage) else self.data
+        return (
+            self.data.block_NX.__array__()[self.data.row]
+            if isinstance(self.data, SentPage)
+            else self.data
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -55,7 +59,9 @@ class Node:
 
     def is_available(self, group: int) -> bool:
         """Return whether the page's content is available now, on the device or on the host."""
-        return bool(self.pages[group]) or (group in self.copies and self.copies[group].data is not None)
+        return bool(self.pages[group]) or (
+            group in self.copies and self.copies[group].data is not None
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -76,7 +82,8 @@ NO_MATCH = PrefixMatch([])
 class PrefixTree:
     """Pages by content, for all cache groups.
 
-        root ── [tokens 0..15] ── [16..31] ─┬─ [32..47]          each with its page in the full group,
+        root ── [tokens 0..15] ── [16..31] ─┬─ [32..47]          each with its page in the full
+        group,
                                             └─ [32..47, others]   and in a window group while cached
 
     A page is in the tree at most once. A node exists while it or a descendant has a page or a copy.
@@ -180,6 +187,10 @@ class PrefixTree:
 def common_prefix_length(a: Tokens, b: Seq[int]) -> int:
     """Return the length of the common prefix."""
     return next(
-        (index for index, (a_token, b_token) in enumerate(zip(a, b, strict=False)) if a_token != b_token),
+        (
+            index
+            for index, (a_token, b_token) in enumerate(zip(a, b, strict=False))
+            if a_token != b_token
+        ),
         min(len(a), len(b)),
     )

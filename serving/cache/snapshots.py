@@ -11,7 +11,8 @@ class Snapshots:
 
         positions     0 .......... 511 512 ....... 1023 1024 .... 1060
         snapshots                    x                x       x      every `distance` tokens, and at
-                                                                     the end of a prompt's last full page
+                                                                     the end of a prompt's last full
+                                                                     page
 
     Pages are referenced only while a step is planned: they are written, or copied into a slot,
     before the planned step, and are merely cached afterwards.
@@ -35,8 +36,17 @@ class Snapshots:
         """Return how many of `count` tokens to compute at once, so that the states can be saved
         there.
         """
-        snapshot_positions = self.last_full_page_end(seq), (start // self.distance + 1) * self.distance
-        return min((end for end in snapshot_positions if start < end < start + count), default=start + count) - start
+        snapshot_positions = (
+            self.last_full_page_end(seq),
+            (start // self.distance + 1) * self.distance,
+        )
+        return (
+            min(
+                (end for end in snapshot_positions if start < end < start + count),
+                default=start + count,
+            )
+            - start
+        )
 
     def should_save(self, seq: Sequence) -> bool:
         """Return whether to save the states at a sequence's current position."""
@@ -58,7 +68,11 @@ class Snapshots:
         """Add the copies to be made before the next step. Sequences without a slot are skipped."""
         moves.saves += self.saves
         # A sequence that was preempted and restarted continues from its latest snapshot.
-        latest = {seq.slot: (seq.replica, page, seq.slot, tokens) for seq, page, tokens in self.loads if seq.slot >= 0}
+        latest = {
+            seq.slot: (seq.replica, page, seq.slot, tokens)
+            for seq, page, tokens in self.loads
+            if seq.slot >= 0
+        }
         moves.loads += latest.values()
 
     def free(self, tree: PrefixTree) -> int:
@@ -66,7 +80,9 @@ class Snapshots:
         pages = self.held_pages
         self.saves = []
         self.loads = []
-        return sum(self.pool.release(page, cache=page in tree.node_by_page[self.group]) for page in pages)
+        return sum(
+            self.pool.release(page, cache=page in tree.node_by_page[self.group]) for page in pages
+        )
 
     @property
     def held_pages(self) -> list[int]:

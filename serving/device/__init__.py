@@ -1,1 +1,3 @@
-"""What is on the device: the step's arrays, the state, the compiled step, copies of pages, experts."""
+"""What is on the device: the step's arrays, the state, the compiled step, copies of pages,
+experts.
+"""

@@ -22,9 +22,13 @@ from .state import State
 
 
 def attend_with(
-    config: ModelConfig, rows_of: Callable[[int], QueryRows], first: int = 0, axes: DeviceAxes = ONE_DEVICE
+    config: ModelConfig,
+    rows_of: Callable[[int], QueryRows],
+    first: int = 0,
+    axes: DeviceAxes = ONE_DEVICE,
 ):
-    """`prepare` and `attend` of `decoder.run_layers`, whose layers are those of `config` from `first` on.
+    """`prepare` and `attend` of `decoder.run_layers`, whose layers are those of `config` from
+    `first` on.
 
     `rows_of(group)` are the rows, with where they write in a cache group.
     """
@@ -38,11 +42,20 @@ def attend_with(
     picked: dict[int, Any] = {}  # the slots that a layer of a cache group has picked last
 
     def attend(
-        index, q_TNH, k_TKH, v_TKH, state: State, params: AttentionParams, sinks_N=None, picks: Picks | None = None
+        index,
+        q_TNH,
+        k_TKH,
+        v_TKH,
+        state: State,
+        params: AttentionParams,
+        sinks_N=None,
+        picks: Picks | None = None,
     ):
         owner = config.kv_owner[first + index]
         rows = rows_of(config.group(first + index))
-        q_TNH, k_TKH, v_TKH = (None if x is None else axes.rows.join(x) for x in (q_TNH, k_TKH, v_TKH))
+        q_TNH, k_TKH, v_TKH = (
+            None if x is None else axes.rows.join(x) for x in (q_TNH, k_TKH, v_TKH)
+        )
         if picks is not None:
             group = config.group(first + index)
             out_TNH, filled, picked[group] = picking_attention(
@@ -50,7 +63,9 @@ def attend_with(
             )
             return out_TNH, state.replace(pages={**state.pages, owner: filled})
         params = replace(params, context=axes.context, split_rows=axes.rows.size > 1)
-        out_TNH, filled = paged_attention(q_TNH, k_TKH, v_TKH, state.pages[owner], rows, params, sinks_N)
+        out_TNH, filled = paged_attention(
+            q_TNH, k_TKH, v_TKH, state.pages[owner], rows, params, sinks_N
+        )
         return out_TNH, state.replace(pages={**state.pages, owner: filled})
 
     # On several devices of `context` each has all rows, and not all positions of a page.
@@ -58,14 +73,20 @@ def attend_with(
 
 
 def attend_within(positions_T, starts_B1, longest: int):
-    """`attend` of `decoder.run_layers` where nothing is kept: each row of a step is a page of one position."""
+    """`attend` of `decoder.run_layers` where nothing is kept: each row of a step is a page of one
+    position.
+    """
     T = positions_T.shape[0]
-    tables_BM = jnp.minimum(starts_B1[:-1, None] + jnp.arange(min(T, longest)), T - 1).astype(jnp.int32)
+    tables_BM = jnp.minimum(starts_B1[:-1, None] + jnp.arange(min(T, longest)), T - 1).astype(
+        jnp.int32
+    )
     rows = QueryRows(positions_T, starts_B1, tables_BM, jnp.zeros(T, jnp.int32), new_arrivals())
 
     def page_each(x_TKH):
         held = page_dtype(x_TKH.dtype)
-        return (x_TKH if held == x_TKH.dtype else jax.lax.bitcast_convert_type(x_TKH, held))[:, None]
+        return (x_TKH if held == x_TKH.dtype else jax.lax.bitcast_convert_type(x_TKH, held))[
+            :, None
+        ]
 
     def attend(index, q_TNH, k_TKH, v_TKH, state: State, params: AttentionParams, sinks_N=None):
         pages = KVPages(page_each(k_TKH), page_each(v_TKH))
@@ -85,10 +106,11 @@ def recur_with(rows: StateRows):
 
 
 def share_with(config: ModelConfig, call: Callable[[Callable], Callable]):
-    """`share_trace` of `LayerHooks`: of layers that are alike the first stands for all, each with its own pages.
+    """`share_trace` of `LayerHooks`: of layers that are alike the first stands for all, each with
+    its own pages.
 
-    `call` gives a function that is traced once and then called. To trace and lower each layer again would be most of a
-    start from full caches.
+    `call` gives a function that is traced once and then called. To trace and lower each layer again
+    would be most of a start from full caches.
     """
 
     def share(run):
@@ -96,8 +118,13 @@ def share_with(config: ModelConfig, call: Callable[[Callable], Callable]):
 
         def run_alike(index, w, rows, per_layer_TA, state: State):
             layer = config.layers[index]
-            if config.kv_owner[index] != index or layer.attention.kept or getattr(layer.attention, "indexer", None):
-                return run(index, w, rows, per_layer_TA, state)  # it reaches more than its own pages
+            if (
+                config.kv_owner[index] != index
+                or layer.attention.kept
+                or getattr(layer.attention, "indexer", None)
+            ):
+                # it reaches more than its own pages
+                return run(index, w, rows, per_layer_TA, state)
             key = layer, None if layer.attention.both_ways else config.group(index)
             if key not in shared:
                 shared[key] = index, call(partial(run, index))

@@ -18,9 +18,12 @@ STOPS = 8  # tokens of a sequence that end a series of steps early
 
 @struct.dataclass
 class Batch:
-    """Everything a step needs from the host; one sequence's rows lie together, padding comes last."""
+    """Everything a step needs from the host; one sequence's rows lie together, padding comes
+    last.
+    """
 
-    tokens_T: np.ndarray  # below 0: the name of one that is still on the device, see `scheduler.encode_device_token`
+    # below 0: the name of one that is still on the device, see `scheduler.encode_device_token`
+    tokens_T: np.ndarray
     positions_T: np.ndarray  # -1 in padding
     starts_B1: np.ndarray
     following_B: np.ndarray  # the token after the sequence's last row, where the host knows it
@@ -32,21 +35,25 @@ class Batch:
     ahead_T: np.ndarray  # positions are as if all drafts of the step before were right
     sample_rows_R: np.ndarray  # one past the last in padding
     store_R: np.ndarray  # the slot that the token drawn here belongs to, or one past the last
-    drafts_R: np.ndarray  # the draft that the token drawn here is compared with, or its name; -1 = none
+    # the draft that the token drawn here is compared with, or its name; -1 = none
+    drafts_R: np.ndarray
     depths_R: np.ndarray  # drafts of the sequence before this row
-    second_B: np.ndarray  # the position where a sequence's second text begins, where the model tells it from the first
+    # the position where a sequence's second text begins, where the model tells it from the first
+    second_B: np.ndarray
     num_drafts_1: np.ndarray  # how many tokens the step itself is to draft
     follows_1: np.ndarray  # whether the drafter computes these rows too
     sampling: SamplingInputs
     # Where drafts have several paths:
     paths_B: Any = None  # each path is a sequence of the step; its number, from 0
-    spares_GAQW: tuple[np.ndarray, ...] = ()  # pages of each sequence's paths, for the places where drafts lie
+    # pages of each sequence's paths, for the places where drafts lie
+    spares_GAQW: tuple[np.ndarray, ...] = ()
     adapters_T: Any = None  # where there are adapters: the slot of each row's, or one past the last
     adapters_R: Any = None  # and of those that draw, if it adapts the head
 
 
 class BatchLayout:
-    """Where a batch's arrays lie in the one buffer that brings them to the device: one transfer a step, not thirty.
+    """Where a batch's arrays lie in the one buffer that brings them to the device: one transfer a
+    step, not thirty.
 
     | tokens | positions | starts | tables of each group ... | slots ... | ... | sampling ... |      words of 32 bits
 
@@ -58,7 +65,9 @@ class BatchLayout:
 
     @cached_property
     def parts(self):
-        """The arrays of a batch of padding, the tree that they make up, and the bounds of each in the buffer."""
+        """The arrays of a batch of padding, the tree that they make up, and the bounds of each in
+        the buffer.
+        """
         batch = empty(self.shape)
         arrays, tree = jax.tree.flatten(batch)
         ends = np.cumsum([array.size for array in arrays]).tolist()
@@ -72,7 +81,10 @@ class BatchLayout:
     @cached_property
     def padding(self) -> np.ndarray:
         """A batch of one replica in which nobody does."""
-        words = [(array.astype(np.int32) if array.dtype == bool else array).view(np.int32) for array in self.parts[0]]
+        words = [
+            (array.astype(np.int32) if array.dtype == bool else array).view(np.int32)
+            for array in self.parts[0]
+        ]
         return np.concatenate([array.reshape(-1) for array in words])
 
     @cached_property
@@ -85,7 +97,9 @@ class BatchLayout:
         """A batch whose arrays are views of the buffer: what is written there is sent."""
         arrays, tree, bounds = self.parts
         views = [
-            buffer[first:last].view(np.int32 if array.dtype == bool else array.dtype).reshape(array.shape)
+            buffer[first:last]
+            .view(np.int32 if array.dtype == bool else array.dtype)
+            .reshape(array.shape)
             for array, (first, last) in zip(arrays, bounds, strict=True)
         ]
         return tree.unflatten(views)
@@ -98,7 +112,11 @@ class BatchLayout:
 
 def param_arrays(rows: int) -> dict[str, np.ndarray]:
     """The sampling parameters that rows carry, as padding has them."""
-    carried = {name: declaration.padding for name, declaration in SAMPLING.items() if declaration.padding is not None}
+    carried = {
+        name: declaration.padding
+        for name, declaration in SAMPLING.items()
+        if declaration.padding is not None
+    }
     return {
         f"{name}_R": np.full(rows, padding, np.float32 if isinstance(padding, float) else np.int32)
         for name, padding in carried.items()

@@ -8,7 +8,9 @@ EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class CompileCounter:
-    """Compilations of this process since `mark()`, cache hits included: those stop the service as well."""
+    """Compilations of this process since `mark()`, cache hits included: those stop the service as
+    well.
+    """
 
     def __init__(self):
         self.total = 0

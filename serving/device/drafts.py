@@ -1,4 +1,6 @@
-"""Tokens that the step itself drafts, after those that it draws: by a model of its own, or by a part of the target."""
+"""Tokens that the step itself drafts, after those that it draws: by a model of its own, or by a
+part of the target.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -48,7 +50,9 @@ class StepDrafter(Protocol):
 
     @property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """The drafts of each path by their ranks, 0 being the likeliest; none: there is one path, of these."""
+        """The drafts of each path by their ranks, 0 being the likeliest; none: there is one path,
+        of these.
+        """
         ...
 
     def copy_pages(self, state: State, pages_GL2) -> State:
@@ -70,7 +74,9 @@ class StepDrafter(Protocol):
     def guess(
         self, weights: "WithDrafter", state: State, seen: "Seen", token_B, position_B, number, carry
     ) -> tuple[Any, Any, State]:
-        """(logits of the token after `token_B`, carry, state); `number` of the drafts are there, -1: no position."""
+        """(logits of the token after `token_B`, carry, state); `number` of the drafts are there,
+        -1: no position.
+        """
         ...
 
 
@@ -98,7 +104,9 @@ class Seen:
                 position_B,
                 jnp.arange(B + 1),
                 table_BM,
-                jnp.where(position_B < 0, 0, table_BM[jnp.arange(B), page_B] * page_size + offset_B),
+                jnp.where(
+                    position_B < 0, 0, table_BM[jnp.arange(B), page_B] * page_size + offset_B
+                ),
                 arrivals,
             )
             for table_BM in self.batch.tables_GBM
@@ -109,8 +117,9 @@ class Seen:
 class DraftModel:
     """A model that drafts token by token.
 
-    Its keys and values lie in pages of its own, under the numbers of the target's: what the page table does, it does
-    for both. Or it is the beginning of the target, whose keys and values are its own.
+    Its keys and values lie in pages of its own, under the numbers of the target's: what the page
+    table does, it does for both. Or it is the beginning of the target, whose keys and values are
+    its own.
     """
 
     config: ModelConfig
@@ -128,7 +137,9 @@ class DraftModel:
         return self.first > 0
 
     def on(self, mesh: Mesh) -> "DraftModel":
-        return replace(self, config=local_config(self.config, mesh), paged=local_config(self.paged, mesh))
+        return replace(
+            self, config=local_config(self.config, mesh), paged=local_config(self.paged, mesh)
+        )
 
     def follow(self, weights: "WithDrafter", state: State, seen: Seen) -> tuple[Any, State]:
         if not self.first:
@@ -138,11 +149,21 @@ class DraftModel:
     def begin(self, known, seen: Seen, at_B) -> Any:
         return ()
 
-    def guess(self, weights: "WithDrafter", state: State, seen: Seen, token_B, position_B, number, carry):
-        hidden_BD, state = self.run(weights, state, seen, seen.single_rows(state, position_B), token_B)
-        return decoder.logits(self.weights_of(weights), hidden_BD, self.config, seen.axes), carry, state
+    def guess(
+        self, weights: "WithDrafter", state: State, seen: Seen, token_B, position_B, number, carry
+    ):
+        hidden_BD, state = self.run(
+            weights, state, seen, seen.single_rows(state, position_B), token_B
+        )
+        return (
+            decoder.logits(self.weights_of(weights), hidden_BD, self.config, seen.axes),
+            carry,
+            state,
+        )
 
-    def run(self, weights: "WithDrafter", state: State, seen: Seen, rows: list[QueryRows], tokens_T):
+    def run(
+        self, weights: "WithDrafter", state: State, seen: Seen, rows: list[QueryRows], tokens_T
+    ):
         """(hidden states, state) of some rows."""
         config = self.config
         own = self.weights_of(weights)
@@ -153,7 +174,9 @@ class DraftModel:
         prepare, attend = attend_with(self.paged, lambda group: rows[group], self.first, axes)
         x = decoder.embed(own, tokens_T, positions_T, config, axes)
         hooks = LayerHooks(attend, prepare, fetch_weights=fetch)
-        (x_TD, _), state = decoder.run_layers(own.layers, 0, x, state, positions_T, config, hooks, axes)
+        (x_TD, _), state = decoder.run_layers(
+            own.layers, 0, x, state, positions_T, config, hooks, axes
+        )
         return decoder.final_norm(own, x_TD, config), state
 
     def weights_of(self, weights: "WithDrafter") -> Any:
@@ -176,18 +199,23 @@ def with_layers(config: ModelConfig, drafter: ModelConfig) -> ModelConfig:
 
     def moved(layer):
         source = layer.attention.kv_source
-        return layer if source is None else replace(layer, attention=replace(layer.attention, kv_source=count + source))
+        return (
+            layer
+            if source is None
+            else replace(layer, attention=replace(layer.attention, kv_source=count + source))
+        )
 
     return replace(config, layers=config.layers + tuple(map(moved, drafter.layers)))
 
 
 @jax.named_scope("draft")
 def draft(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen, store_R, plain):
-    """(drafts a sequence, state): `batch.num_drafts` tokens after the next one, each drawn as the target would draw it.
+    """(drafts a sequence, state): `batch.num_drafts` tokens after the next one, each drawn as the
+    target would draw it.
 
-    With the same seed and position, so that it says the same wherever its distribution is the same. `store_R` are the
-    slots of the sequences whose next token a row draws. Where there are several paths of drafts, their tokens come one
-    path after the other.
+    With the same seed and position, so that it says the same wherever its distribution is the same.
+    `store_R` are the slots of the sequences whose next token a row draws. Where there are several
+    paths of drafts, their tokens come one path after the other.
     """
     batch = seen.batch
     known = ()
@@ -204,28 +232,37 @@ def draft(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen, 
 
     # A loop of one turn or none: it leaves the pages where they are, as a branch may not.
     turns = (batch.follows_1[0] | (batch.num_drafts_1[0] > 0)).astype(jnp.int32)
-    A, Q = batch.spares_GAQW[0].shape[:2] if batch.spares_GAQW else (batch.starts_B1.shape[0] - 1, 1)
+    A, Q = (
+        batch.spares_GAQW[0].shape[:2] if batch.spares_GAQW else (batch.starts_B1.shape[0] - 1, 1)
+    )
     J = batch.sampling.drafted_RJ.shape[1]
     return jax.lax.fori_loop(0, turns, one, (jnp.full((A, Q * (J - 1)), -1), state))
 
 
-def propose(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen, known, store_R, plain):
+def propose(
+    drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen, known, store_R, plain
+):
     """The same, once the drafter has followed. Each path of each sequence is a row."""
     batch = seen.batch
     sampled = seen.sampled
     axis = seen.axes.tensor
     R, J = batch.sampling.drafted_RJ.shape
     page_size = page_size_of(state) * seen.axes.context.size
-    single = replace(seen, axes=replace(seen.axes, rows=UNSPLIT))  # a row of each sequence, which all devices have
+    # a row of each sequence, which all devices have
+    single = replace(seen, axes=replace(seen.axes, rows=UNSPLIT))
     ends_R = (store_R < state.last_tokens_B.shape[0]) & sampled.ok_R
     numbers_R, paths_R = path_of(batch)
-    A, Q = batch.spares_GAQW[0].shape[:2] if batch.spares_GAQW else (batch.starts_B1.shape[0] - 1, 1)
+    A, Q = (
+        batch.spares_GAQW[0].shape[:2] if batch.spares_GAQW else (batch.starts_B1.shape[0] - 1, 1)
+    )
     row_A = jnp.full(A, R).at[jnp.where(ends_R, numbers_R, A)].set(jnp.arange(R), mode="drop")
     goes_A = row_A < R
     row_A = jnp.minimum(row_A, R - 1)
     if Q > 1:
         next_A = jnp.where(goes_A, batch.sampling.positions_R[row_A], -1)
-        tables_GLM, pages_GL2 = branched(batch, entry_of(batch)[row_A], paths_R[row_A], next_A, page_size)
+        tables_GLM, pages_GL2 = branched(
+            batch, entry_of(batch)[row_A], paths_R[row_A], next_A, page_size
+        )
         state = drafter.copy_pages(state, pages_GL2)
         single = replace(single, batch=batch.replace(tables_GBM=tables_GLM))
     goes_L = jnp.repeat(goes_A, Q)
@@ -238,7 +275,8 @@ def propose(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen
         ban_stop_R=off_L, biased_R=off_L, wants_logprobs_R=off_L,
     )  # fmt: skip
     token_L = jnp.where(goes_L, sampled.tokens_R[row_L], 0)
-    tokens_LJ = jnp.full((L, J), -1).at[:, 0].set(token_L)  # the next token, and the drafts after it
+    # the next token, and the drafts after it
+    tokens_LJ = jnp.full((L, J), -1).at[:, 0].set(token_L)
     length = batch.tables_GBM[0].shape[1] * page_size
     ranks_QJ = np.full((Q, J - 1), -1)
     for path, ranks in enumerate(drafter.paths):
@@ -250,7 +288,9 @@ def propose(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen
         position_L = inputs.positions_R + number
         position_L = jnp.where(goes_L & (position_L < length), position_L, -1)
         token_L = jnp.maximum(jax.lax.dynamic_index_in_dim(tokens_LJ, number, 1, False), 0)
-        logits_LV, carry, state = drafter.guess(weights, state, single, token_L, position_L, number, carry)
+        logits_LV, carry, state = drafter.guess(
+            weights, state, single, token_L, position_L, number, carry
+        )
         logits_LV = fitted(logits_LV, state.slots.stop_BV.shape[1], axis)
         given = inputs.replace(positions_R=inputs.positions_R + 1 + number, drafted_RJ=tokens_LJ)
         drawn_L = sampling.sample(logits_LV, state.slots, given, plain, axis).tokens_R
@@ -267,7 +307,9 @@ def propose(drafter: StepDrafter, weights: WithDrafter, state: State, seen: Seen
 
 
 def entry_of(batch: Batch):
-    """Of each row that draws, which of the step's sequences it is of: each path of drafts is one."""
+    """Of each row that draws, which of the step's sequences it is of: each path of drafts is
+    one.
+    """
     return sequence_of(batch.starts_B1, batch.sample_rows_R)
 
 
@@ -281,13 +323,14 @@ def path_of(batch: Batch):
 
 
 def branched(batch: Batch, entry_A, won_A, next_A, page_size: int):
-    """(tables of each path, by cache group; which pages are to be copied for them: from, to) after the next tokens.
+    """(tables of each path, by cache group; which pages are to be copied for them: from, to) after
+    the next tokens.
 
-    `won_A` is the path that the step has verified with most success, and has the sequence's pages now; what was the
-    first one's is spare, then.
+    `won_A` is the path that the step has verified with most success, and has the sequence's pages
+    now; what was the first one's is spare, then.
 
-        table of the sequence   [ 7 ][ 3 ][ 9 ][ 2 ]        next token in page 9
-        of another path         [ 7 ][ 3 ][ 5 ][ 8 ]        5 and 8 are spare; what 9 holds is copied to 5
+        table of the sequence   [ 7 ][ 3 ][ 9 ][ 2 ]        next token in page 9 of another path
+        [ 7 ][ 3 ][ 5 ][ 8 ]        5 and 8 are spare; what 9 holds is copied to 5
     """
     tables = []
     copied = []
@@ -299,16 +342,24 @@ def branched(batch: Batch, entry_A, won_A, next_A, page_size: int):
         own_AQW = jnp.take_along_axis(spare_AQW, path_AQ[:, :, None], axis=1)[:, 1:]
         own_AQW = jnp.where(next_A[:, None, None] < 0, 0, own_AQW)
         table_AM = table_BM[entry_A]
-        at = jnp.arange(A)[:, None, None], jnp.arange(1, Q)[None, :, None], (first_A1 + jnp.arange(W))[:, None]
+        at = (
+            jnp.arange(A)[:, None, None],
+            jnp.arange(1, Q)[None, :, None],
+            (first_A1 + jnp.arange(W))[:, None],
+        )
         table_AQM = jnp.repeat(table_AM[:, None], Q, axis=1).at[at].set(own_AQW, mode="drop")
         tables.append(table_AQM.reshape(A * Q, -1))
-        from_AQ = jnp.repeat(jnp.take_along_axis(table_AM, first_A1, axis=1, mode="clip"), Q - 1, axis=1)
+        from_AQ = jnp.repeat(
+            jnp.take_along_axis(table_AM, first_A1, axis=1, mode="clip"), Q - 1, axis=1
+        )
         copied.append(jnp.stack([from_AQ, own_AQW[:, :, 0]], axis=-1).reshape(-1, 2))
     return tuple(tables), copied
 
 
 def fitted(logits_BV, V: int, axis: Axis):
-    """With as many tokens on each device as the target has, some of which are padding in one model or the other."""
+    """With as many tokens on each device as the target has, some of which are padding in one model
+    or the other.
+    """
     if logits_BV.shape[1] == V:
         return logits_BV
     logits_VB = axis.join(logits_BV.T)[: V * axis.size]

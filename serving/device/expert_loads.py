@@ -76,22 +76,34 @@ class ExpertLoads:
         self.held_LS = first_placements(self.config)
 
     def loads(self) -> dict[int, dict[str, list]]:
-        """By layer: the tokens that each expert got since the start, and recently, and the experts of each device."""
+        """By layer: the tokens that each expert got since the start, and recently, and the experts
+        of each device.
+        """
         held_LnO = self.held_LS.reshape(len(self.layers), self.devices, -1)
         return {
-            layer: {"rows": rows_E.tolist(), "recent": recent_E.round(1).tolist(), "devices": held_nO.tolist()}
+            layer: {
+                "rows": rows_E.tolist(),
+                "recent": recent_E.round(1).tolist(),
+                "devices": held_nO.tolist(),
+            }
             for layer, rows_E, recent_E, held_nO in zip(
                 self.layers, self.rows_LE, self.recent_LE, held_LnO, strict=True
             )
         }
 
     def skew(self) -> dict[int, float]:
-        """By layer: recent tokens of the busiest expert in units of the mean; 1 if all got the same."""
-        return {layer: peak(row_E) for layer, row_E in zip(self.layers, self.recent_LE, strict=True)}
+        """By layer: recent tokens of the busiest expert in units of the mean; 1 if all got the
+        same.
+        """
+        return {
+            layer: peak(row_E) for layer, row_E in zip(self.layers, self.recent_LE, strict=True)
+        }
 
     def device_skew(self) -> dict[int, float]:
         """By layer: recent tokens of the busiest device in units of the mean."""
-        found = (busiest(*pair, self.devices) for pair in zip(self.recent_LE, self.held_LS, strict=True))
+        found = (
+            busiest(*pair, self.devices) for pair in zip(self.recent_LE, self.held_LS, strict=True)
+        )
         return dict(zip(self.layers, found, strict=True))
 
 

@@ -4,8 +4,9 @@ import numpy as np
 
 
 def balanced(loads_LE: np.ndarray, slots: int, devices: int) -> np.ndarray:
-    """The expert of each place [L, S], by greed: the next copy to the expert whose copies have most to do, then the
-    copies, the busiest first, each to the device that has least to do and no copy of it."""
+    """The expert of each place [L, S], by greed: the next copy to the expert whose copies have most
+    to do, then the copies, the busiest first, each to the device that has least to do and no copy
+    of it."""
     L, E = loads_LE.shape
     rows = np.arange(L)
     own = slots // devices
@@ -24,7 +25,8 @@ def balanced(loads_LE: np.ndarray, slots: int, devices: int) -> np.ndarray:
     for item_L, share_L in zip(items_LS.T, share_LS.T, strict=True):
         full_Ln = filled_Ln == own
         twice_Ln = has_LnE[rows, :, item_L]
-        # Equal loads go where fewest lie, so that none is filled first. A second copy only where nothing else is free.
+        # Equal loads go where fewest lie, so that none is filled first. A second copy only where
+        # nothing else is free.
         cost = np.lexsort((filled_Ln, busy_Ln, twice_Ln, full_Ln), axis=1)[:, 0]
         found[rows, cost, filled_Ln[rows, cost]] = item_L
         busy_Ln[rows, cost] += share_L
@@ -34,10 +36,15 @@ def balanced(loads_LE: np.ndarray, slots: int, devices: int) -> np.ndarray:
 
 
 def settled(new_S: np.ndarray, old_S: np.ndarray, devices: int) -> np.ndarray:
-    """The same shares, given to the devices and laid out in them so that most places hold what they held."""
+    """The same shares, given to the devices and laid out in them so that most places hold what they
+    held.
+    """
     new_nO = new_S.reshape(devices, -1)
     old_nO = old_S.reshape(devices, -1)
-    has_new, has_old = ((placed_nO[:, :, None] == np.arange(new_S.max() + 1)).any(1) for placed_nO in (new_nO, old_nO))
+    has_new, has_old = (
+        (placed_nO[:, :, None] == np.arange(new_S.max() + 1)).any(1)
+        for placed_nO in (new_nO, old_nO)
+    )
     alike_nn = has_new.astype(int) @ has_old.T.astype(int)
     found = np.full_like(old_nO, -1)
     for _ in range(devices):
@@ -61,10 +68,14 @@ def busiest(loads_E: np.ndarray, experts_S: np.ndarray, devices: int) -> float:
     return float(work_n.max() / work_n.mean())
 
 
-def transfers(new_S: np.ndarray, old_S: np.ndarray, devices: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """(sent, kept, turns), the first two [to, from, turn]: in each turn every device gets an expert of every device.
+def transfers(
+    new_S: np.ndarray, old_S: np.ndarray, devices: int
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """(sent, kept, turns), the first two [to, from, turn]: in each turn every device gets an expert
+    of every device.
 
-    `sent` is a place of the one that sends, `kept` one of the other's, or past the last where nothing is to be kept.
+    `sent` is a place of the one that sends, `kept` one of the other's, or past the last where
+    nothing is to be kept.
     """
     own = len(new_S) // devices
     shape = (devices, devices, own)

@@ -1,4 +1,6 @@
-"""Moves experts between devices while requests run, so that every device has about as much to do."""
+"""Moves experts between devices while requests run, so that every device has about as much to
+do.
+"""
 
 from collections import deque
 from collections.abc import Iterator
@@ -42,13 +44,18 @@ class ExpertRebalancer:
                 if (key := key_of(leaf)) not in found:
                     found.add(key)
                     spec = leaf.sharding.spec
-                    yield key, move_experts.lower(leaf, places, places, np.int32(0), mesh=self.mesh, places=spec)
+                    yield (
+                        key,
+                        move_experts.lower(
+                            leaf, places, places, np.int32(0), mesh=self.mesh, places=spec
+                        ),
+                    )
 
     def plan(self, worth: float = 1.0) -> dict[str, float]:
         """Queue the layers whose busiest device would get less than 1 / worth of its recent tokens.
 
-        Returns how many they are, and the tokens of the busiest device before and after, in units of the mean and
-        averaged over all layers.
+        Returns how many they are, and the tokens of the busiest device before and after, in units
+        of the mean and averaged over all layers.
         """
         loads_LE = self.loads.recent_LE
         held_LS = self.loads.held_LS
@@ -62,7 +69,11 @@ class ExpertRebalancer:
                 self.queue.append((at, new_S))
             before.append(now)
             after.append(min(then, now))
-        return {"layers": len(self.queue), "before": float(np.mean(before)), "after": float(np.mean(after))}
+        return {
+            "layers": len(self.queue),
+            "before": float(np.mean(before)),
+            "after": float(np.mean(after)),
+        }
 
     def launching(self, weights: ModelWeights) -> ModelWeights:
         """The weights for the next step, with one queued layer moved."""
@@ -81,14 +92,17 @@ class ExpertRebalancer:
         sent, kept, turns = transfers(new_S, held_LS[at], n)
         layer = weights.layers[index]
         moved = jax.tree.map(
-            lambda leaf: self.programs[key_of(leaf)](leaf, sent, kept, np.int32(turns)), stacks(layer.moe)
+            lambda leaf: self.programs[key_of(leaf)](leaf, sent, kept, np.int32(turns)),
+            stacks(layer.moe),
         )
         moe = placed(layer.moe.replace(**moved), new_S, self.mesh, self.config.layers[index].moe)
         self.loads.moved += int((new_S != held_LS[at]).sum())
         held_LS[at] = new_S
         self.loads.held_LS = held_LS
         layers = weights.layers
-        return weights.replace(layers=(*layers[:index], layer.replace(moe=moe), *layers[index + 1 :]))
+        return weights.replace(
+            layers=(*layers[:index], layer.replace(moe=moe), *layers[index + 1 :])
+        )
 
     def reload(self) -> None:
         """The weights were read again, so every expert is back at its first place."""

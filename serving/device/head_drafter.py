@@ -1,4 +1,6 @@
-"""Heads on the target that draft: Medusa's, and layers that go on from its hidden states, as EAGLE's do."""
+"""Heads on the target that draft: Medusa's, and layers that go on from its hidden states, as
+EAGLE's do.
+"""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,10 +44,14 @@ class MedusaDrafter:
     def begin(self, known, seen: Seen, at_B) -> Any:
         return seen.axes.rows.take(known, at_B)
 
-    def guess(self, weights: WithDrafter, state: State, seen: Seen, token_B, position_B, number, carry):
+    def guess(
+        self, weights: WithDrafter, state: State, seen: Seen, token_B, position_B, number, carry
+    ):
         def guess(head, hidden_BD):
             own = weights.drafter.replace(heads=(head,))
-            return draft_heads.medusa_logits(self.heads, own, weights.model, hidden_BD, seen.axes)[0]
+            return draft_heads.medusa_logits(self.heads, own, weights.model, hidden_BD, seen.axes)[
+                0
+            ]
 
         ways = [partial(guess, head) for head in weights.drafter.heads]
         return jax.lax.switch(number, ways, carry), carry, state
@@ -53,11 +59,12 @@ class MedusaDrafter:
 
 @dataclass(frozen=True)
 class FeatureDrafter:
-    """Layers of its own over pairs: what the target knows at a position, and the token that came after it.
+    """Layers of its own over pairs: what the target knows at a position, and the token that came
+    after it.
 
-    Each pair has the position of the first. Its keys and values lie in pages of its own under the target's numbers.
-    Those at the end of a page know the token after it, which another request with the same beginning need not have:
-    it then drafts a little worse there.
+    Each pair has the position of the first. Its keys and values lie in pages of its own under the
+    target's numbers. Those at the end of a page know the token after it, which another request with
+    the same beginning need not have: it then drafts a little worse there.
     """
 
     heads: DraftHeads
@@ -72,7 +79,9 @@ class FeatureDrafter:
         for index in range(self.first, len(self.paged.layers)):
             if index in pages:
                 from_L, to_L = pages_GL2[self.paged.group(index)].T
-                pages[index] = jax.tree.map(lambda leaf, i=from_L, o=to_L: leaf.at[o].set(leaf[i]), pages[index])
+                pages[index] = jax.tree.map(
+                    lambda leaf, i=from_L, o=to_L: leaf.at[o].set(leaf[i]), pages[index]
+                )
         return state.replace(pages=pages)
 
     @property
@@ -89,19 +98,35 @@ class FeatureDrafter:
         if self.features:
             raw_TF = jnp.concatenate([seen.features[index] for index in self.features], axis=1)
         features_TD = draft_heads.take_features(self.heads, weights.drafter, raw_TF)
-        return features_TD, self.run(weights, state, seen, seen.rows, next_tokens(seen, state), features_TD)[2]
+        return features_TD, self.run(
+            weights, state, seen, seen.rows, next_tokens(seen, state), features_TD
+        )[2]
 
     def begin(self, known, seen: Seen, at_B) -> Any:
         return seen.axes.rows.take(known, at_B)
 
-    def guess(self, weights: WithDrafter, state: State, seen: Seen, token_B, position_B, number, carry):
+    def guess(
+        self, weights: WithDrafter, state: State, seen: Seen, token_B, position_B, number, carry
+    ):
         rows = seen.single_rows(state, jnp.maximum(position_B - 1, -1))
         feature_BD, hidden_BD, state = self.run(weights, state, seen, rows, token_B, carry)
-        logits_BV = draft_heads.logits(self.heads, weights.drafter, weights.model, hidden_BD, seen.axes)
+        logits_BV = draft_heads.logits(
+            self.heads, weights.drafter, weights.model, hidden_BD, seen.axes
+        )
         return logits_BV, feature_BD, state
 
-    def run(self, weights: WithDrafter, state: State, seen: Seen, rows: list[QueryRows], tokens_T, features_TD):
-        """(features for the next tokens, hidden states, state) of some rows, of which each device has its features."""
+    def run(
+        self,
+        weights: WithDrafter,
+        state: State,
+        seen: Seen,
+        rows: list[QueryRows],
+        tokens_T,
+        features_TD,
+    ):
+        """(features for the next tokens, hidden states, state) of some rows, of which each device
+        has its features.
+        """
         own = weights.drafter
         model = weights.model
         axes = seen.axes
@@ -109,11 +134,15 @@ class FeatureDrafter:
         tokens_T = axes.rows.part(tokens_T)
         prepare, attend = attend_with(self.paged, lambda group: rows[group], self.first, axes)
         hooks = LayerHooks(attend, prepare)
-        return draft_heads.run(self.heads, own, model, tokens_T, features_TD, positions_T, state, hooks, axes)
+        return draft_heads.run(
+            self.heads, own, model, tokens_T, features_TD, positions_T, state, hooks, axes
+        )
 
 
 def next_tokens(seen: Seen, state: State):
-    """The token after each row: of the same sequence in the step, or known to the host, or just drawn."""
+    """The token after each row: of the same sequence in the step, or known to the host, or just
+    drawn.
+    """
     batch = seen.batch
     T = seen.tokens_T.shape[0]
     first_B = batch.starts_B1[:-1]

@@ -22,7 +22,9 @@ def to_device(held: HostArray | jax.Array, sharding: jax.sharding.Sharding) -> j
 
 
 def to_host(tree: Any, keep: bool) -> Any:
-    """Move a tree to host memory, or drop it (None), and free its memory on the device, array by array."""
+    """Move a tree to host memory, or drop it (None), and free its memory on the device, array by
+    array.
+    """
 
     def move(leaf: jax.Array) -> HostArray | None:
         host = HostArray(leaf) if keep else None

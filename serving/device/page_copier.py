@@ -17,7 +17,8 @@ from .step import copy_pages, read_pages, write_pages
 
 AT_ONCE = 16  # pages a call; the dummy page fills the rest
 
-Held = Any  # by layer: `KVPages`, or the arrays of a snapshot; whatever it is, a page of it is a row of bytes
+# by layer: `KVPages`, or the arrays of a snapshot; whatever it is, a page of it is a row of bytes
+Held = Any
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class PageCopier:
     def __init__(self, pipeline: Pipeline, to_host: bool, groups: int):
         self.to_host, windows = to_host, len(pipeline.config.windows)
         found = [pipeline.page_owners(group) for group in range(groups)]
-        self.at_once = [AT_ONCE if group < windows else 1 for group in range(groups)]  # a snapshot is large
+        # a snapshot is large
+        self.at_once = [AT_ONCE if group < windows else 1 for group in range(groups)]
         self.owners = [[own for own in layers if own] for layers in found]  # by group, by stage
         self.programs: dict[tuple[str, int, int], Any] = {}
 
@@ -56,7 +58,9 @@ class PageCopier:
                     yield ("offload", group, stage), Call(read_pages, (layers, numbers))
                     yield ("restore", group, stage), Call(write_pages, (layers, numbers, bytes_NX))
 
-    def move(self, pages: dict[int, Held], moves: PageMoves) -> tuple[dict[int, Held], list[Offload]]:
+    def move(
+        self, pages: dict[int, Held], moves: PageMoves
+    ) -> tuple[dict[int, Held], list[Offload]]:
         """(the pages, what is on its way to host memory)."""
         offloads = []
         for group, stages in enumerate(self.owners):
@@ -64,21 +68,31 @@ class PageCopier:
             at_once = self.at_once[group]
 
             def run(kind: str, *given, group=group, layers=layers) -> list[Any]:
-                """In each stage: its program, its layers, and what is given for all, or for each."""
+                """In each stage: its program, its layers, and what is given for all, or for
+                each.
+                """
                 return [
-                    self.programs[kind, group, stage](own, *(x[stage] if isinstance(x, list) else x for x in given))
+                    self.programs[kind, group, stage](
+                        own, *(x[stage] if isinstance(x, list) else x for x in given)
+                    )
                     for stage, own in enumerate(layers)
                 ]
 
-            for some in parts([(page, copy) for page, copy in moves.offloads if copy.group == group], at_once):
+            for some in parts(
+                [(page, copy) for page, copy in moves.offloads if copy.group == group], at_once
+            ):
                 read = run("offload", self.numbers_of(group, [page for page, _ in some]))
                 for bytes_NX in read:
                     bytes_NX.copy_to_host_async()
                 offloads.append(Offload(read, [copy for _, copy in some]))
             for some in parts([move[1:] for move in moves.copies if move[0] == group], at_once):
-                origins, targets = (self.numbers_of(group, pages) for pages in zip(*some, strict=True))
+                origins, targets = (
+                    self.numbers_of(group, pages) for pages in zip(*some, strict=True)
+                )
                 layers[:] = run("copy", origins, targets)
-            restores = [(page, copy) for (own, page), copy in moves.restores.items() if own == group]
+            restores = [
+                (page, copy) for (own, page), copy in moves.restores.items() if own == group
+            ]
             here = [(page, copy) for page, copy in restores if not isinstance(copy.data, SentPage)]
             for some in parts(here, at_once):
                 ends = np.cumsum([stored_page_bytes(own) for own in layers])
@@ -103,10 +117,16 @@ class PageCopier:
         On the device; of several stages put together on the host.
         """
         read = [
-            self.programs["offload", group, stage]([pages[index] for index in own], self.numbers_of(group, numbers))
+            self.programs["offload", group, stage](
+                [pages[index] for index in own], self.numbers_of(group, numbers)
+            )
             for stage, own in enumerate(self.owners[group])
         ]
-        return read[0] if len(read) == 1 else np.concatenate([np.asarray(bytes_NX) for bytes_NX in read], axis=1)
+        return (
+            read[0]
+            if len(read) == 1
+            else np.concatenate([np.asarray(bytes_NX) for bytes_NX in read], axis=1)
+        )
 
     def place(self, group: int, block_NX: Any) -> Any:
         """Such rows of another engine, where this one's devices can write them into pages."""
@@ -121,9 +141,13 @@ def parts(moves: Seq[Any], at_once: int) -> Iterator[Seq[Any]]:
 
 
 def blocks(rows: Seq[tuple[int, SentPage]]) -> Iterator[tuple[Any, np.ndarray]]:
-    """Arrays on the device, and for each of their rows the page that it goes to; the dummy page takes the others."""
+    """Arrays on the device, and for each of their rows the page that it goes to; the dummy page
+    takes the others.
+    """
     found: dict[int, tuple[Any, np.ndarray]] = {}
     for page, row in rows:
-        _, targets = found.setdefault(id(row.block_NX), (row.block_NX, np.zeros(len(row.block_NX), np.int32)))
+        _, targets = found.setdefault(
+            id(row.block_NX), (row.block_NX, np.zeros(len(row.block_NX), np.int32))
+        )
         targets[row.row] = page
     return iter(found.values())

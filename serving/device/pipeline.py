@@ -17,13 +17,23 @@ from .batch import STOPS, BatchLayout
 from .drafts import StepDrafter
 from .programs import Call, Compiler, Program
 from .state import State, owners, paged_layers
-from .step import Places, abstract_state, catch_up, fused_steps, make_state, model_of, step, with_model
+from .step import (
+    Places,
+    abstract_state,
+    catch_up,
+    fused_steps,
+    make_state,
+    model_of,
+    step,
+    with_model,
+)
 
 Made = TypeVar("Made", jax.stages.Lowered, Program)
 
 
 class Pipeline:
-    """One stage on one device or mesh; or several, each on its own, which a step passes one after the other.
+    """One stage on one device or mesh; or several, each on its own, which a step passes one after
+    the other.
 
         step n      [stage 0][stage 1][stage 2]
         step n+1             [stage 0][stage 1][stage 2]        other sequences
@@ -37,7 +47,8 @@ class Pipeline:
         self.paged = config if drafter is None else drafter.paged  # the layers that own pages
         self.meshes: list[Mesh | None] = [None] if mesh is None else [*stage_meshes(mesh)]
         self.stages = stages(config, len(self.meshes))
-        self.variance: frozenset[str] = frozenset()  # why bits may depend on the batch, in the programs made so far
+        # why bits may depend on the batch, in the programs made so far
+        self.variance: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -48,34 +59,53 @@ class Pipeline:
             return [(weights, state)]
         own = [stage_weights(model_of(weights), stage) for stage in self.stages]
         own[-1] = with_model(weights, own[-1])  # the last one drafts
-        return [(part, stage_state(state, stage)) for part, stage in zip(own, self.stages, strict=True)]
+        return [
+            (part, stage_state(state, stage)) for part, stage in zip(own, self.stages, strict=True)
+        ]
 
-    def make_state(self, num_pages: tuple[int, ...], page_size: int, max_seqs: int, max_drafts: int = 0) -> State:
+    def make_state(
+        self, num_pages: tuple[int, ...], page_size: int, max_seqs: int, max_drafts: int = 0
+    ) -> State:
         """A state with no request in it."""
         sizes = num_pages, page_size, max_seqs, max_drafts
         places = zip(self.stages, self.meshes, strict=True)
-        return join(make_state(self.config, self.paged, stage, *sizes, mesh) for stage, mesh in places)
+        return join(
+            make_state(self.config, self.paged, stage, *sizes, mesh) for stage, mesh in places
+        )
 
-    def abstract_state(self, num_pages: tuple[int, ...], page_size: int, max_seqs: int, max_drafts: int = 0) -> State:
+    def abstract_state(
+        self, num_pages: tuple[int, ...], page_size: int, max_seqs: int, max_drafts: int = 0
+    ) -> State:
         """The state's shapes and shardings, without memory."""
         sizes = num_pages, page_size, max_seqs, max_drafts
         places = zip(self.stages, self.meshes, strict=True)
-        return join(abstract_state(self.config, self.paged, stage, *sizes, mesh) for stage, mesh in places)
+        return join(
+            abstract_state(self.config, self.paged, stage, *sizes, mesh) for stage, mesh in places
+        )
 
     def page_owners(self, group: int) -> list[list[int]]:
-        """The layers of each stage that own the pages of a cache group; one more than windows is that of snapshots.
+        """The layers of each stage that own the pages of a cache group; one more than windows is
+        that of snapshots.
 
         They are named as in `State.by_page`.
         """
         if group == len(self.paged.windows):
             return [[~index for index in layers] for layers in self.state_layers()]
-        return [owners(self.paged, paged_layers(self.config, self.paged, stage), group) for stage in self.stages]
+        return [
+            owners(self.paged, paged_layers(self.config, self.paged, stage), group)
+            for stage in self.stages
+        ]
 
     def state_layers(self) -> list[list[int]]:
         """The layers of each stage that keep a state."""
-        return [[index for index in self.config.state_layers if index in stage.layers] for stage in self.stages]
+        return [
+            [index for index in self.config.state_layers if index in stage.layers]
+            for stage in self.stages
+        ]
 
-    def lower(self, weights, state: State, layout: BatchLayout, plain: bool = False) -> list[jax.stages.Lowered]:
+    def lower(
+        self, weights, state: State, layout: BatchLayout, plain: bool = False
+    ) -> list[jax.stages.Lowered]:
         """A step's program for each stage, to be looked at."""
 
         def lower(call: Call) -> jax.stages.Lowered:
@@ -86,7 +116,13 @@ class Pipeline:
         return self.each(lower, weights, state, layout, plain)
 
     def make(
-        self, compiler: Compiler, weights, state: State, layout: BatchLayout, plain: bool = False, rests: bool = False
+        self,
+        compiler: Compiler,
+        weights,
+        state: State,
+        layout: BatchLayout,
+        plain: bool = False,
+        rests: bool = False,
     ) -> list[Program]:
         """The same, to be served; `rests`: without the drafter."""
         make = partial(compiler.make, build=compile_step)
@@ -95,19 +131,33 @@ class Pipeline:
         return made
 
     def each(
-        self, make: Callable[[Call], Made], weights, state: State, layout: BatchLayout, plain: bool, rests: bool = False
+        self,
+        make: Callable[[Call], Made],
+        weights,
+        state: State,
+        layout: BatchLayout,
+        plain: bool,
+        rests: bool = False,
     ) -> list[Made]:
         """What `make` makes of each stage's part of a step."""
         if rests:
             weights, state, _ = self.without_drafter(weights, state)
         found = []  # the first gets none
         x = ()
-        for stage, mesh, (own, held) in zip(self.stages, self.meshes, self.parts(weights, state), strict=True):
+        for stage, mesh, (own, held) in zip(
+            self.stages, self.meshes, self.parts(weights, state), strict=True
+        ):
             call = Call(
-                step, (own, held, layout.nothing, *x), shape=layout.shape, config=self.config, plain=plain,
-                places=Places.of(own, mesh), stage=stage, drafter=self.drafter if stage.is_last and not rests else None,
+                step,
+                (own, held, layout.nothing, *x),
+                shape=layout.shape,
+                config=self.config,
+                plain=plain,
+                places=Places.of(own, mesh),
+                stage=stage,
+                drafter=self.drafter if stage.is_last and not rests else None,
                 rests=rests,
-            )  # fmt: skip
+            )
             found.append(make(call))
             if not stage.is_last:
                 x = found[-1].out_info[:1]
@@ -123,7 +173,13 @@ class Pipeline:
         """A drafter, on the last stage, computes what it has not followed."""
         own, held = self.parts(weights, state)[-1]
         places = Places.of(own, self.meshes[-1])
-        return Call(catch_up, (own, held, layout.nothing), shape=layout.shape, drafter=self.drafter, places=places)
+        return Call(
+            catch_up,
+            (own, held, layout.nothing),
+            shape=layout.shape,
+            drafter=self.drafter,
+            places=places,
+        )
 
     def caught_up(self, compiled: Any, weights, state: State, buffer) -> State:
         """The state after that program ran."""
@@ -147,7 +203,9 @@ class Pipeline:
 
 
 class Resting:
-    """A step's program without the drafter: each array that a program is given costs about a microsecond."""
+    """A step's program without the drafter: each array that a program is given costs about a
+    microsecond.
+    """
 
     def __init__(self, pipeline: Pipeline, program: Any):
         self.pipeline = pipeline
@@ -171,7 +229,9 @@ class Relay:
         hidden_RD = None
         states = []
         parts = self.pipeline.parts(weights, state)
-        for mesh, program, (own, held) in zip(self.pipeline.meshes, self.programs, parts, strict=True):
+        for mesh, program, (own, held) in zip(
+            self.pipeline.meshes, self.programs, parts, strict=True
+        ):
             *x, hidden_RD, held = program(own, held, buffer, *move(x, mesh))
             states.append(held)
         return *x, hidden_RD, join(states)
@@ -179,7 +239,9 @@ class Relay:
 
 def move(x, mesh: Mesh):
     """The same shards on another mesh."""
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec)), x)
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec)), x
+    )
 
 
 def stage_state(state: State, stage: Stage) -> State:
@@ -193,7 +255,9 @@ def stage_state(state: State, stage: Stage) -> State:
         {index: held for index, held in whole.items() if index in stage.layers}
         for whole in (state.kept, state.snapshots)
     )
-    return (state if stage.is_last else State({})).replace(pages=pages, kept=kept, snapshots=snapshots)
+    return (state if stage.is_last else State({})).replace(
+        pages=pages, kept=kept, snapshots=snapshots
+    )
 
 
 def join(states) -> State:

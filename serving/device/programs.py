@@ -1,8 +1,9 @@
-"""Compiled programs by all that they are made of: a second start loads them, and neither traces nor lowers any.
+"""Compiled programs by all that they are made of: a second start loads them, and neither traces nor
+lowers any.
 
-JAX's own compile cache is asked with the lowered program. To get one takes longer than to load what was compiled. What
-that cache has loaded cannot be written again (XLA says that functions are not found when it runs), so it is left out
-where programs are made to be kept.
+JAX's own compile cache is asked with the lowered program. To get one takes longer than to load what
+was compiled. What that cache has loaded cannot be written again (XLA says that functions are not
+found when it runs), so it is left out where programs are made to be kept.
 """
 
 import hashlib
@@ -54,7 +55,9 @@ log = logging.getLogger("quire")
 
 
 class Call:
-    """A jitted function and what it is called with: trees of arrays, and by name what it is compiled for."""
+    """A jitted function and what it is called with: trees of arrays, and by name what it is
+    compiled for.
+    """
 
     def __init__(self, function: Any, args: tuple[Any, ...], **static):
         self.function = function
@@ -86,7 +89,9 @@ class Kept(NamedTuple):
 
 
 class Compiler:
-    """Makes programs side by side, since XLA compiles outside of Python's lock; where it can, from a folder."""
+    """Makes programs side by side, since XLA compiles outside of Python's lock; where it can, from
+    a folder.
+    """
 
     def __init__(self, folder: Path | None):
         self.folder, self.threads = folder, ThreadPoolExecutor()
@@ -99,7 +104,8 @@ class Compiler:
         return self
 
     def __exit__(self, *error) -> None:
-        self.threads.shutdown(cancel_futures=True)  # after Ctrl-C only those under way are waited for
+        # after Ctrl-C only those under way are waited for
+        self.threads.shutdown(cancel_futures=True)
         self.pause.close()
         if self.folder and self.made and not any(error):
             Thread(target=keep, args=(self.folder, self.made), name="quire-program-cache").start()
@@ -125,7 +131,9 @@ class Compiler:
         """A program that was kept, or the same anew where it cannot be loaded after all."""
         trees = jax.tree.structure((call.args, {})), jax.tree.structure(kept.out)
         try:
-            return deserialize_and_load(kept.binary, *trees, execution_devices=[device_of(call.args)])
+            return deserialize_and_load(
+                kept.binary, *trees, execution_devices=[device_of(call.args)]
+            )
         except Exception as error:  # whatever the runtime says
             log.warning("%s cannot be loaded, and the next start makes it again: %s", path, error)
             path.unlink(missing_ok=True)
@@ -138,11 +146,15 @@ class Compiler:
             return None
         name = f"{call.function.__module__}.{call.function.__qualname__}"
         try:
-            about = "\n".join([self.about, name, described(call.args), described(call.static, values=True)])
+            about = "\n".join(
+                [self.about, name, described(call.args), described(call.static, values=True)]
+            )
         except TypeError as error:
             log.warning("%s is not kept for the next start: %s", name, error)
             return None
-        return self.folder / f"{hashlib.blake2b(about.encode(), digest_size=16).hexdigest()}{SUFFIX}"
+        return (
+            self.folder / f"{hashlib.blake2b(about.encode(), digest_size=16).hexdigest()}{SUFFIX}"
+        )
 
 
 class Pauses:
@@ -167,16 +179,23 @@ class Pauses:
 
 
 pauses = Pauses()
-elsewhere: set[Any] = set()  # functions of which this process may have programs from JAX's own cache
+elsewhere: set[Any] = (
+    set()
+)  # functions of which this process may have programs from JAX's own cache
 
 
 def folder_of_programs() -> Path | None:
-    """Where programs are kept, beside the compile cache that Quire has chosen; None: nowhere, as it is not in use.
+    """Where programs are kept, beside the compile cache that Quire has chosen; None: nowhere, as it
+    is not in use.
 
     On CPUs alone: elsewhere it has not been tried.
     """
     used = jax.config.jax_enable_compilation_cache or pauses.count
-    if jax.default_backend() != "cpu" or not used or jax.config.jax_compilation_cache_dir != str(home("jax")):
+    if (
+        jax.default_backend() != "cpu"
+        or not used
+        or jax.config.jax_compilation_cache_dir != str(home("jax"))
+    ):
         return None
     try:
         return native.build.private(home("programs"))
@@ -187,23 +206,33 @@ def folder_of_programs() -> Path | None:
 
 def about_here() -> str:
     """What every program depends on: code, versions, the processor and the settings."""
-    kernels = f"{native.instruction_set()} {native.build.source_hash()}" if native.serves() else "none"
+    kernels = (
+        f"{native.instruction_set()} {native.build.source_hash()}" if native.serves() else "none"
+    )
     versions = platform.python_version(), jax.__version__, jaxlib.version.__version__
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     processor = platform.machine(), cores, *native.build.cpu_info("model name", "flags", "Features")
-    settings = {name: value for name, value in sorted(jax.config.values.items()) if "cache" not in name}
-    chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
+    settings = {
+        name: value for name, value in sorted(jax.config.values.items()) if "cache" not in name
+    }
+    chosen = {
+        name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)
+    }
     code = code_state("ops", "model", "serving", "sharding")
     return repr((kernels, versions, processor, settings, chosen, code, jax.devices()))
 
 
 def described(x: Any, values: bool = False) -> str:
-    """All that a program can depend on in a tree: of arrays their types and places, or where asked the `values`."""
+    """All that a program can depend on in a tree: of arrays their types and places, or where asked
+    the `values`.
+    """
     if is_dataclass(x) and not isinstance(x, type):
         own = {each.name: getattr(x, each.name) for each in fields(x)}
         return f"{type(x).__module__}.{type(x).__qualname__}{described(own, values)}"
     if isinstance(x, Mapping):
-        return f"{{{', '.join(f'{key!r}: {described(value, values)}' for key, value in x.items())}}}"
+        return (
+            f"{{{', '.join(f'{key!r}: {described(value, values)}' for key, value in x.items())}}}"
+        )
     if isinstance(x, tuple | list):
         return f"{type(x).__qualname__}({', '.join(described(each, values) for each in x)})"
     if isinstance(x, set | frozenset):
@@ -224,11 +253,15 @@ def described(x: Any, values: bool = False) -> str:
 def device_of(args: Any) -> Any:
     """Where a program runs that is called with these."""
     arrays = (leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array))
-    return next((device for array in arrays for device in array.sharding.device_set), jax.devices()[0])
+    return next(
+        (device for array in arrays for device in array.sharding.device_set), jax.devices()[0]
+    )
 
 
 def read(path: Path) -> Kept | None:
-    """What is kept there; None if nothing is, it is damaged, or it was made with other kernels than can be had."""
+    """What is kept there; None if nothing is, it is damaged, or it was made with other kernels than
+    can be had.
+    """
     try:
         whole = path.read_bytes()
         os.utime(path)  # when it was last used

@@ -1,10 +1,13 @@
-"""Rows of a sequence's last step that are computed again before its own: the drafts that were right.
+"""Rows of a sequence's last step that are computed again before its own: the drafts that were
+right.
 
-What a layer keeps cannot be taken back, so a step leaves it as it is before the first draft, and beside it what the
-drafts' rows brought. The next step begins with those of them that were right: by a recurrence, so to the same bits.
+What a layer keeps cannot be taken back, so a step leaves it as it is before the first draft, and
+beside it what the drafts' rows brought. The next step begins with those of them that were right: by
+a recurrence, so to the same bits.
 
-    last step     [ known ][ draft draft draft ]          kept here ^ before the drafts, with the rows of all three
-    this step              [ draft draft ][ known ][ draft draft draft ]        two were right, and come again
+    last step     [ known ][ draft draft draft ]          kept here ^ before the drafts, with the
+    rows of all three this step              [ draft draft ][ known ][ draft draft draft ]
+    two were right, and come again
 """
 
 from typing import Any
@@ -19,7 +22,9 @@ from .batch import Batch
 
 @struct.dataclass
 class Replay:
-    """Letters beside the package's: U rows with those that are computed again, J drafts that a sequence may have."""
+    """Letters beside the package's: U rows with those that are computed again, J drafts that a
+    sequence may have.
+    """
 
     rows: StateRows  # of U rows
     ends_B: Any  # positions that the states hold after this step
@@ -40,8 +45,12 @@ class Replay:
         drafts_B = jnp.zeros(B, jnp.int32).at[seq_R].max(batch.depths_R, mode="drop")
         first_B = positions_T[jnp.minimum(batch.starts_B1[:-1], T - 1)]
         held_B = lengths_B[jnp.minimum(own.slots_B, lengths_B.shape[0] - 1)]
-        again_B = jnp.where((counts_B > 0) & ~own.begins_B, jnp.clip(first_B - held_B, 0, max_drafts), 0)
-        starts_B1 = batch.starts_B1 + jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(again_B)])
+        again_B = jnp.where(
+            (counts_B > 0) & ~own.begins_B, jnp.clip(first_B - held_B, 0, max_drafts), 0
+        )
+        starts_B1 = batch.starts_B1 + jnp.concatenate(
+            [jnp.zeros(1, jnp.int32), jnp.cumsum(again_B)]
+        )
         rows = StateRows(starts_B1, own.slots_B, own.begins_B, again_B + counts_B - drafts_B)
         seq_U, place_U = rows.sequences(T + B * max_drafts)
         again_U = place_U < again_B[seq_U]

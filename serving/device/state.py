@@ -18,35 +18,47 @@ from ...ops.native.blank import blank
 from ...sharding import struct
 
 OF_ROWS = ("data", "context")  # the axes of a mesh along which each device may have rows of its own
-HEADS = {"k_PSKH": 2, "v_PSKH": 2, "kv_PSYH": 2, "k_scale_PKS": 1, "v_scale_PKS": 1}  # the axis of heads
+# the axis of heads
+HEADS = {"k_PSKH": 2, "v_PSKH": 2, "kv_PSYH": 2, "k_scale_PKS": 1, "v_scale_PKS": 1}
 
 
 @struct.dataclass
 class State:
-    """Donated to each step and returned by it. Each pipeline stage has its pages, and the last one all the rest."""
+    """Donated to each step and returned by it.
+
+    Each pipeline stage has its pages, and the last one all the rest.
+    """
 
     pages: dict[int, KVPages]  # by the layer that owns them
     slots: sampling.SlotState | None = None
-    last_tokens_B: jax.Array | None = None  # the token each slot drew last: the next step need not ask the host
+    # the token each slot drew last: the next step need not ask the host
+    last_tokens_B: jax.Array | None = None
     drafts_KB: jax.Array | None = None  # what was drafted after it,
     rejected_B: jax.Array | None = None  # and how many of the drafts before were not right
-    loads_nLE: jax.Array | None = None  # tokens of each expert, by layer with experts; the counters wrap
-    kept: dict[int, dict[str, Any]] = struct.field(default_factory=dict)  # by layer with a state: arrays by slot
+    # tokens of each expert, by layer with experts; the counters wrap
+    loads_nLE: jax.Array | None = None
+    # by layer with a state: arrays by slot
+    kept: dict[int, dict[str, Any]] = struct.field(default_factory=dict)
     snapshots: dict[int, dict[str, Any]] = struct.field(default_factory=dict)  # and by page
 
     @property
     def by_page(self) -> dict[int, Any]:
-        """All whose first axis counts pages, by layer; snapshots by `~layer`, since a layer may have keys as well."""
+        """All whose first axis counts pages, by layer; snapshots by `~layer`, since a layer may
+        have keys as well.
+        """
         return {**self.pages, **{~index: held for index, held in self.snapshots.items()}}
 
     def with_pages(self, by_page: dict[int, Any]) -> "State":
         """With others in their place."""
         pages = {index: by_page[index] for index in self.pages}
-        return self.replace(pages=pages, snapshots={index: by_page[~index] for index in self.snapshots})
+        return self.replace(
+            pages=pages, snapshots={index: by_page[~index] for index in self.snapshots}
+        )
 
 
 def state_places(state: State) -> State:
-    """How a state lies on a mesh: pages are split by heads and by positions, what layers keep by heads, slots by words.
+    """How a state lies on a mesh: pages are split by heads and by positions, what layers keep by
+    heads, slots by words.
 
     Replicas have pages and slots of their own.
     """
@@ -59,16 +71,21 @@ def state_places(state: State) -> State:
             heads = None if pages.v_PSKH is None and pages.kv_PSYH is None else "tensor"
             return P("data", heads, "context") if HEADS[name] == 1 else P("data", "context", heads)
 
-        return KVPages(**{field.name: place(field.name, getattr(pages, field.name)) for field in fields(pages)})
+        return KVPages(
+            **{field.name: place(field.name, getattr(pages, field.name)) for field in fields(pages)}
+        )
 
     pages = {index: of(held) for index, held in state.pages.items()}
     slots = jax.tree.map(lambda leaf: P("data", *[None] * (leaf.ndim - 2), "tensor"), state.slots)
     if slots is not None:
         slots = slots.replace(wanted_BL=P("data"))
     loads = None if state.loads_nLE is None else P(OF_ROWS)
-    held = (None if leaf is None else P(*[None] * (leaf.ndim - 1), "data") for leaf in held_of(state))
+    held = (
+        None if leaf is None else P(*[None] * (leaf.ndim - 1), "data") for leaf in held_of(state)
+    )
     kept, snapshots = jax.tree.map(
-        lambda leaf: P("data", "tensor") if leaf.ndim > 1 else P("data"), (state.kept, state.snapshots)
+        lambda leaf: P("data", "tensor") if leaf.ndim > 1 else P("data"),
+        (state.kept, state.snapshots),
     )
     return State(pages, slots, *held, loads, kept, snapshots)
 
@@ -79,7 +96,9 @@ def held_of(state: State) -> tuple[jax.Array | None, ...]:
 
 
 def page_shapes(config: ModelConfig, index: int, page_size: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of one page of a layer, by field of `KVPages`; values that are a part of the keys have none."""
+    """Shapes of one page of a layer, by field of `KVPages`; values that are a part of the keys have
+    none.
+    """
     a = config.layers[index].attention
     dtype = jnp.dtype(config.layer_kv_dtype(index))
     if len(a.cached) == 2 and pairs(dtype):
@@ -95,35 +114,54 @@ def owners(config: ModelConfig, layers: Iterable[int], group: int) -> list[int]:
 
 
 def paged_layers(config: ModelConfig, paged: ModelConfig, stage: Stage) -> list[int]:
-    """The layers whose pages a stage has: its own, and in the last one those of a drafter behind the model's."""
+    """The layers whose pages a stage has: its own, and in the last one those of a drafter behind
+    the model's.
+    """
     return [*stage.layers, *(range(len(config.layers), len(paged.layers)) if stage.is_last else ())]
 
 
-def page_bytes(config: ModelConfig, group: int, page_size: int, owned: Iterable[int] | None = None) -> int:
+def page_bytes(
+    config: ModelConfig, group: int, page_size: int, owned: Iterable[int] | None = None
+) -> int:
     """Bytes of one page number of a cache group, over all layers that own it, or those given."""
     owned = owners(config, range(len(config.layers)), group) if owned is None else owned
     return page_size * sum(
-        layer_token_bytes(config.layers[index].attention, config.layer_kv_dtype(index)) for index in owned
+        layer_token_bytes(config.layers[index].attention, config.layer_kv_dtype(index))
+        for index in owned
     )
 
 
 def stored_page_bytes(layers: Iterable[Any]) -> int:
-    """The same of the arrays of some layers, or of their shapes: on all devices that hold a part of the page."""
+    """The same of the arrays of some layers, or of their shapes: on all devices that hold a part of
+    the page.
+    """
     return sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
 
 
 def empty_state(
-    config: ModelConfig, paged: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int,
-    max_drafts: int, words: int,
-) -> State:  # fmt: skip
-    """One device's part of a state with no request in it; `paged` are the model's layers, and then a drafter's."""
+    config: ModelConfig,
+    paged: ModelConfig,
+    stage: Stage,
+    num_pages: tuple[int, ...],
+    page_size: int,
+    max_seqs: int,
+    max_drafts: int,
+    words: int,
+) -> State:
+    """One device's part of a state with no request in it; `paged` are the model's layers, and then
+    a drafter's.
+    """
     pages = empty_pages(paged, paged_layers(config, paged, stage), num_pages, page_size)
     own = [index for index in config.state_layers if index in stage.layers]
-    kept = {index: empty_kept(config.layers[index].attention, max_seqs, max_drafts) for index in own}
+    kept = {
+        index: empty_kept(config.layers[index].attention, max_seqs, max_drafts) for index in own
+    }
     if kept and max_drafts:
         kept[own[0]]["length"] = jnp.zeros(max_seqs, jnp.int32)  # of all layers of the stage
     count = num_pages[-1] if len(num_pages) > len(paged.windows) else 0
-    snapshots = {index: empty_kept(config.layers[index].attention, count, 0) for index in own if count}
+    snapshots = {
+        index: empty_kept(config.layers[index].attention, count, 0) for index in own if count
+    }
     if not stage.is_last:
         return State(pages, kept=kept, snapshots=snapshots)
     loads_nLE = None
@@ -155,7 +193,10 @@ def empty_pages(
         shapes = page_shapes(config, index, page_size)
         arrays = {name: blank((count, *shape), dtype) for name, shape in shapes.items()}
         if dtype.itemsize == 1:
-            scales = {name.replace("PSKH", "scale_PKS"): (heads, slots) for name, (slots, heads, _) in shapes.items()}
+            scales = {
+                name.replace("PSKH", "scale_PKS"): (heads, slots)
+                for name, (slots, heads, _) in shapes.items()
+            }
             arrays |= {name: blank((count, *shape)) for name, shape in scales.items()}
         return KVPages(**arrays)
 

@@ -29,24 +29,35 @@ class StateCopier:
         if state.snapshots:
             numbers = np.zeros(AT_ONCE, np.int32)
             for stage, own in enumerate(self.stages):
-                kept, snapshots = ({index: held[index] for index in own} for held in (state.kept, state.snapshots))
+                kept, snapshots = (
+                    {index: held[index] for index in own} for held in (state.kept, state.snapshots)
+                )
                 yield ("save", stage), Call(save_states, (snapshots, kept, numbers, numbers))
-                yield ("load", stage), Call(load_states, (kept, snapshots, numbers, numbers, numbers))
+                yield (
+                    ("load", stage),
+                    Call(load_states, (kept, snapshots, numbers, numbers, numbers)),
+                )
 
-    def move(self, state: State, saves: Seq[tuple[int, int, int]], loads: Seq[tuple[int, int, int, int]]) -> State:
+    def move(
+        self, state: State, saves: Seq[tuple[int, int, int]], loads: Seq[tuple[int, int, int, int]]
+    ) -> State:
         """The state after (replica, slot, page) and then (replica, page, slot, tokens) were copied.
 
         The device has the slots and pages of all replicas, one replica after the other.
         """
         kept = dict(state.kept)
         snapshots = dict(state.snapshots)
-        writes = [(replica * self.max_seqs + slot, replica * self.num_pages + page) for replica, slot, page in saves]
+        writes = [
+            (replica * self.max_seqs + slot, replica * self.num_pages + page)
+            for replica, slot, page in saves
+        ]
         reads = [
             (replica * self.num_pages + page, replica * self.max_seqs + slot, tokens)
             for replica, page, slot, tokens in loads
         ]
         for stage, own in enumerate(self.stages):
-            for slots, pages in columns(writes, (0, 0)):  # the rest goes to page 0, which nobody reads
+            # the rest goes to page 0, which nobody reads
+            for slots, pages in columns(writes, (0, 0)):
                 some = ({index: held[index] for index in own} for held in (snapshots, kept))
                 snapshots |= self.programs["save", stage](*some, slots, pages)
             for pages, slots, lengths in columns(reads, (0, self.replicas * self.max_seqs, 0)):

@@ -58,10 +58,14 @@ class Places:
             Place(P() if mesh is None else leaf.sharding.spec, leaf.sharding.memory_kind == HOST)
             for leaf in jax.tree.leaves(weights)
         )
-        return None if mesh is None and not any(place.on_host for place in found) else cls(mesh, found)
+        return (
+            None if mesh is None and not any(place.on_host for place in found) else cls(mesh, found)
+        )
 
     def fetcher(self, weights):
-        """(layer, its weights, x) -> (all of the weights that it computes with, x): not begun before x is there."""
+        """(layer, its weights, x) -> (all of the weights that it computes with, x): not begun
+        before x is there.
+        """
         layers = model_of(jax.tree.structure(weights).unflatten(self.weights)).layers
         if not any(place.on_host or "context" in place.spec for place in jax.tree.leaves(layers)):
             return None
@@ -92,17 +96,32 @@ def step(
     drafter: StepDrafter | None = None,
     rests: bool = False,
 ):
-    """One step of every sequence in the batch that the buffer holds: (what is drawn, these rows' hidden states, state).
+    """One step of every sequence in the batch that the buffer holds: (what is drawn, these rows'
+    hidden states, state).
 
-    The tokens alone tell the host all it needs: that of a row which is not ok is `sampling.BROKEN` or `BANNED`.
-    Over a mesh each device does the same with its own part of weights and state. A `stage` that is not the last gives
-    (rows, None, state), and one that is not the first gets such rows. With a `drafter`, whose weights come with the
-    model's, the step also says what may come next. One that `rests` has no drafts.
+    The tokens alone tell the host all it needs: that of a row which is not ok is `sampling.BROKEN`
+    or `BANNED`. Over a mesh each device does the same with its own part of weights and state. A
+    `stage` that is not the last gives (rows, None, state), and one that is not the first gets such
+    rows. With a `drafter`, whose weights come with the model's, the step also says what may come
+    next. One that `rests` has no drafts.
     """
     stage = stage or whole_model(config)
     fetch = None if places is None else places.fetcher(weights)
     if places is None or places.mesh is None:
-        return step_of_one(weights, state, buffer, x, shape, config, plain, ONE_DEVICE, stage, fetch, drafter, rests)
+        return step_of_one(
+            weights,
+            state,
+            buffer,
+            x,
+            shape,
+            config,
+            plain,
+            ONE_DEVICE,
+            stage,
+            fetch,
+            drafter,
+            rests,
+        )
     own = local_config(config, places.mesh)
     devices = axes_of(places.mesh, shape)
     drafts = None if drafter is None else drafter.on(places.mesh)
@@ -114,7 +133,9 @@ def step(
 
     def part(weights, state, buffer, x):
         mine = devices.data.part(buffer)
-        *out, state = step_of_one(weights, state, mine, x, shape, own, plain, devices, stage, fetch, drafts, rests)
+        *out, state = step_of_one(
+            weights, state, mine, x, shape, own, plain, devices, stage, fetch, drafts, rests
+        )
         return *(jax.tree.map(devices.data.join, out) if tells and stage.is_last else out), state
 
     run = jax.shard_map(
@@ -125,11 +146,14 @@ def step(
 
 
 @partial(jax.jit, static_argnames=("shape", "config"), donate_argnames="state")
-def fused_steps(weights, state: State, buffers_SX, stops_BE, count, shape: StepShape, config: ModelConfig):
-    """Run the first `count` of these decode steps, each on the tokens that the step before it sampled.
+def fused_steps(
+    weights, state: State, buffers_SX, stops_BE, count, shape: StepShape, config: ModelConfig
+):
+    """Run the first `count` of these decode steps, each on the tokens that the step before it
+    sampled.
 
-    The loop ends early once the last token of every sequence is one of its stop tokens, which then has no keys and
-    values yet.
+    The loop ends early once the last token of every sequence is one of its stop tokens, which then
+    has no keys and values yet.
 
     Returns:
         What `step` returns, with a leading axis of steps; the number of steps that ran; the state.
@@ -143,57 +167,94 @@ def fused_steps(weights, state: State, buffers_SX, stops_BE, count, shape: StepS
 
     def run_step(carry):
         number, state, results = carry
-        # What depends on weights alone XLA would compute before the loop, for all of them: an embedding in float32.
+        # What depends on weights alone XLA would compute before the loop, for all of them: an
+        # embedding in float32.
         own, number = jax.lax.optimization_barrier((weights, number))
         *result, state = step(own, state, buffers_SX[number], shape=shape, config=config)
-        return number + 1, state, jax.tree.map(lambda all_S, one: all_S.at[number].set(one), results, result)
+        return (
+            number + 1,
+            state,
+            jax.tree.map(lambda all_S, one: all_S.at[number].set(one), results, result),
+        )
 
     owners_B = BatchLayout(shape).read(buffers_SX[0]).store_R[: shape.size.seqs]
-    *like, _ = jax.eval_shape(partial(step, shape=shape, config=config), weights, state, buffers_SX[0])
+    *like, _ = jax.eval_shape(
+        partial(step, shape=shape, config=config), weights, state, buffers_SX[0]
+    )
     results = jax.tree.map(lambda one: jnp.zeros((len(buffers_SX), *one.shape), one.dtype), like)
-    num_steps, state, results = jax.lax.while_loop(is_running, run_step, (jnp.int32(0), state, results))
+    num_steps, state, results = jax.lax.while_loop(
+        is_running, run_step, (jnp.int32(0), state, results)
+    )
     return *results, num_steps, state
 
 
 def axes_of(mesh: Mesh, shape: StepShape) -> DeviceAxes:
-    """Steps that carry prompts have rows enough for each device to take a part of them, outside of attention."""
+    """Steps that carry prompts have rows enough for each device to take a part of them, outside of
+    attention.
+    """
     found = device_axes(mesh)
     split = found.context.size > 1 and shape.size.rows > shape.size.seqs
     return replace(found, rows=found.context) if split else found
 
 
 def make_state(
-    config: ModelConfig, paged: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int,
-    max_drafts: int, mesh: Mesh | None,
-) -> State:  # fmt: skip
-    """A state with no request in it, where it is to lie; `paged` are the model's layers, and then a drafter's."""
+    config: ModelConfig,
+    paged: ModelConfig,
+    stage: Stage,
+    num_pages: tuple[int, ...],
+    page_size: int,
+    max_seqs: int,
+    max_drafts: int,
+    mesh: Mesh | None,
+) -> State:
+    """A state with no request in it, where it is to lie; `paged` are the model's layers, and then a
+    drafter's.
+    """
     if mesh is None:
-        return empty_state(config, paged, stage, num_pages, page_size, max_seqs, max_drafts, config.vocab_size)
+        return empty_state(
+            config, paged, stage, num_pages, page_size, max_seqs, max_drafts, config.vocab_size
+        )
     return split_state(config, paged, stage, num_pages, page_size, max_seqs, max_drafts, mesh)
 
 
 @partial(jax.jit, static_argnums=range(8))
 def split_state(
-    config: ModelConfig, paged: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int,
-    max_drafts: int, mesh: Mesh,
-) -> State:  # fmt: skip
+    config: ModelConfig,
+    paged: ModelConfig,
+    stage: Stage,
+    num_pages: tuple[int, ...],
+    page_size: int,
+    max_seqs: int,
+    max_drafts: int,
+    mesh: Mesh,
+) -> State:
     """Each device makes its part; compiled once, since an engine that recovers makes another."""
     own = [local_config(each, mesh) for each in (config, paged)]
     words = -(-config.vocab_size // mesh.shape["tensor"])
 
     def part() -> State:
-        return empty_state(*own, stage, num_pages, page_size // mesh.shape["context"], max_seqs, max_drafts, words)
+        return empty_state(
+            *own, stage, num_pages, page_size // mesh.shape["context"], max_seqs, max_drafts, words
+        )
 
     places = state_places(jax.eval_shape(part))
     return jax.shard_map(part, mesh=mesh, in_specs=(), out_specs=places, check_vma=False)()
 
 
 def abstract_state(
-    config: ModelConfig, paged: ModelConfig, stage: Stage, num_pages: tuple[int, ...], page_size: int, max_seqs: int,
-    max_drafts: int, mesh: Mesh | None,
-) -> State:  # fmt: skip
+    config: ModelConfig,
+    paged: ModelConfig,
+    stage: Stage,
+    num_pages: tuple[int, ...],
+    page_size: int,
+    max_seqs: int,
+    max_drafts: int,
+    mesh: Mesh | None,
+) -> State:
     """The same without memory."""
-    state = jax.eval_shape(lambda: make_state(config, paged, stage, num_pages, page_size, max_seqs, max_drafts, mesh))
+    state = jax.eval_shape(
+        lambda: make_state(config, paged, stage, num_pages, page_size, max_seqs, max_drafts, mesh)
+    )
     if mesh is None:
         return state
 
@@ -237,15 +298,23 @@ def step_of_one(
 
     def record_experts(index, experts_TX, state: State) -> State:
         # Where the devices of `context` have the same rows, the first counts them.
-        one = 1 if axes.rows.size > 1 or axes.context.size == 1 else jnp.where(axes.context.index() == 0, 1, 0)
+        one = (
+            1
+            if axes.rows.size > 1 or axes.context.size == 1
+            else jnp.where(axes.context.index() == 0, 1, 0)
+        )
         layer = config.expert_layers.index(index)
-        return state.replace(loads_nLE=state.loads_nLE.at[0, layer, experts_TX.reshape(-1)].add(one, mode="drop"))
+        return state.replace(
+            loads_nLE=state.loads_nLE.at[0, layer, experts_TX.reshape(-1)].add(one, mode="drop")
+        )
 
     own_T = axes.rows.part(positions_T)
     first = stage.layers.start
     if stage.is_first:
         types_T = types_in(batch, positions_T) if config.pairs else None
-        x = decoder.embed(weights, axes.rows.part(jnp.pad(tokens_T, (0, spare))), own_T, config, axes, types_T)
+        x = decoder.embed(
+            weights, axes.rows.part(jnp.pad(tokens_T, (0, spare))), own_T, config, axes, types_T
+        )
     wanted = () if drafter is None else drafter.features
     features = {}
 
@@ -258,7 +327,9 @@ def step_of_one(
         lengths_B = next(held["length"] for held in state.kept.values() if "length" in held)
         recur = Replay.of(batch, positions_T, lengths_B, shape.max_drafts).recur
     elif state.kept:
-        recur = recur_with(StateRows.of(batch.starts_B1, positions_T, batch.owners_T, shape.max_seqs))
+        recur = recur_with(
+            StateRows.of(batch.starts_B1, positions_T, batch.owners_T, shape.max_seqs)
+        )
     # Elsewhere not measured; and a reference to arrivals cannot be closed over.
     shares_trace = axes is ONE_DEVICE and fetch is None and jax.default_backend() == "cpu"
     hooks = LayerHooks(
@@ -282,9 +353,12 @@ def step_of_one(
     logits_RV = decoder.logits(weights, hidden_RD, config, axes)
     with jax.named_scope("sample"):
         axis = axes.tensor
-        slots = sampling.count_tokens(state.slots, batch.owners_T, tokens_T, batch.is_prompt_T, batch.tracked_T, axis)
+        slots = sampling.count_tokens(
+            state.slots, batch.owners_T, tokens_T, batch.is_prompt_T, batch.tracked_T, axis
+        )
         sampled = sampling.sample(logits_RV, slots, batch.sampling, plain, axis, shape.num_logprobs)
-        reported_R = sampled.tokens_R  # negative where there is no token; what computes goes on from token 0
+        # negative where there is no token; what computes goes on from token 0
+        reported_R = sampled.tokens_R
         sampled = sampled.replace(tokens_R=jnp.maximum(reported_R, 0))
         store_R = batch.store_R
         if shape.max_drafts and not rests:
@@ -292,7 +366,9 @@ def step_of_one(
             ends_R = sampling.ends(accepted_R, batch.depths_R)
             if shape.num_branches > 1:
                 numbers_R, paths_R = path_of(batch)
-                wins_R = sampling.winners(accepted_R, batch.depths_R, numbers_R, paths_R, shape.num_branches)
+                wins_R = sampling.winners(
+                    accepted_R, batch.depths_R, numbers_R, paths_R, shape.num_branches
+                )
                 accepted_R = accepted_R & wins_R
                 ends_R = ends_R & wins_R
             slots = sampling.count_accepted(slots, batch.sampling, batch.drafts_R, accepted_R, axis)
@@ -300,7 +376,9 @@ def step_of_one(
         last_tokens_B = state.last_tokens_B.at[store_R].set(sampled.tokens_R, mode="drop")
         state = state.replace(slots=slots, last_tokens_B=last_tokens_B)
     if drafter is not None:
-        seen = Seen(batch, rows, jnp.pad(tokens_T, (0, spare)), hidden_TD, features, sampled, axes, fetch)
+        seen = Seen(
+            batch, rows, jnp.pad(tokens_T, (0, spare)), hidden_TD, features, sampled, axes, fetch
+        )
         drafts_BK, state = draft(drafter, both, state, seen, store_R, plain)
         sampled = sampled.replace(drafts_BK=drafts_BK)
         if shape.num_branches == 1:  # else the host chooses one before the next step
@@ -313,13 +391,19 @@ def step_of_one(
 
 
 def adapting(weights, batch: Batch, num_slots: int):
-    """The weights, in whose layers each of the step's rows has its adapter, and in the head those that draw."""
+    """The weights, in whose layers each of the step's rows has its adapter, and in the head those
+    that draw.
+    """
     layers = adapter.with_rows(weights.layers, batch.adapters_T, num_slots)
-    return adapter.with_rows(weights.replace(layers=()), batch.adapters_R, num_slots).replace(layers=layers)
+    return adapter.with_rows(weights.replace(layers=()), batch.adapters_R, num_slots).replace(
+        layers=layers
+    )
 
 
 def settle(batch: Batch, state: State, drafts: bool, axes: DeviceAxes) -> Batch:
-    """With all that the host did not know when it planned the step; `drafts`: which may be about drafts."""
+    """With all that the host did not know when it planned the step; `drafts`: which may be about
+    drafts.
+    """
     held = state.last_tokens_B[None]
     if not drafts:
         return batch.replace(tokens_T=named(batch.tokens_T, 0, held))
@@ -328,7 +412,9 @@ def settle(batch: Batch, state: State, drafts: bool, axes: DeviceAxes) -> Batch:
     starts_B1 = batch.starts_B1
     back_T = jnp.where(batch.ahead_T, state.rejected_B[owners_T], 0)
     positions_T = batch.positions_T - back_T
-    page_T, offset_T = jnp.divmod(jnp.maximum(positions_T, 0), page_size := page_size_of(state) * axes.context.size)
+    page_T, offset_T = jnp.divmod(
+        jnp.maximum(positions_T, 0), page_size := page_size_of(state) * axes.context.size
+    )
     seq_T = jnp.minimum(sequence_of(starts_B1, jnp.arange(len(owners_T))), len(starts_B1) - 2)
     slots_GT = tuple(
         jnp.where(batch.ahead_T, table_BM[seq_T, page_T] * page_size + offset_T, slots_T)
@@ -341,20 +427,26 @@ def settle(batch: Batch, state: State, drafts: bool, axes: DeviceAxes) -> Batch:
         positions_T=positions_T,
         slots_GT=slots_GT,
         drafts_R=named(batch.drafts_R, -1, held),
-        sampling=s.replace(positions_R=s.positions_R - back_R, drafted_RJ=named(s.drafted_RJ, -1, held)),
+        sampling=s.replace(
+            positions_R=s.positions_R - back_R, drafted_RJ=named(s.drafted_RJ, -1, held)
+        ),
     )
 
 
 def named(tokens, below: int, held):
     """The tokens, and those that the device holds in place of their names."""
-    return jnp.where(tokens < below, jnp.maximum(held.reshape(-1)[jnp.maximum(-1 - tokens, 0)], 0), tokens)
+    return jnp.where(
+        tokens < below, jnp.maximum(held.reshape(-1)[jnp.maximum(-1 - tokens, 0)], 0), tokens
+    )
 
 
 def hold(state: State, batch: Batch, store_R, drafts_BK) -> State:
     """Keep what the next step needs to know, which may be planned before the host does."""
     starts_B1 = batch.starts_B1
     none = state.last_tokens_B.shape[0]
-    rejected_R = starts_B1[jnp.minimum(entry_of(batch) + 1, len(starts_B1) - 1)] - 1 - batch.sample_rows_R
+    rejected_R = (
+        starts_B1[jnp.minimum(entry_of(batch) + 1, len(starts_B1) - 1)] - 1 - batch.sample_rows_R
+    )
     owner_B = jnp.where(starts_B1[1:] > starts_B1[:-1], batch.owners_T[starts_B1[:-1]], none)
     return state.replace(
         drafts_KB=state.drafts_KB.at[:, owner_B].set(drafts_BK.T, mode="drop"),
@@ -364,15 +456,24 @@ def hold(state: State, batch: Batch, store_R, drafts_BK) -> State:
 
 @partial(jax.jit, static_argnames=("shape", "drafter", "places"), donate_argnames="state")
 def catch_up(
-    weights, state: State, buffer, shape: StepShape, drafter: StepDrafter, places: Places | None = None
+    weights,
+    state: State,
+    buffer,
+    shape: StepShape,
+    drafter: StepDrafter,
+    places: Places | None = None,
 ) -> State:
-    """The drafter computes rows that it did not follow in their step; the host knows their tokens."""
+    """The drafter computes rows that it did not follow in their step; the host knows their
+    tokens.
+    """
 
     def part(weights, state, buffer, drafter: StepDrafter, axes: DeviceAxes):
         batch = BatchLayout(shape).read(buffer)
         rows = rows_in(batch, shape, axes)
         tokens_T = jnp.pad(batch.tokens_T, (0, rows[0].positions_T.shape[0] - shape.size.rows))
-        return drafter.follow(weights, state, Seen(batch, rows, tokens_T, None, {}, None, axes, None))[1]
+        return drafter.follow(
+            weights, state, Seen(batch, rows, tokens_T, None, {}, None, axes, None)
+        )[1]
 
     if places is None or places.mesh is None:
         return part(weights, state, buffer, drafter, ONE_DEVICE)
@@ -380,10 +481,14 @@ def catch_up(
     own = drafter.on(places.mesh)
     of_weights = jax.tree.structure(weights).unflatten([place.spec for place in places.weights])
     run = jax.shard_map(
-        lambda weights, state, buffer: part(weights, state, devices.data.part(buffer), own, devices),
-        mesh=places.mesh, in_specs=(of_weights, state_places(state), P()), out_specs=state_places(state),
+        lambda weights, state, buffer: part(
+            weights, state, devices.data.part(buffer), own, devices
+        ),
+        mesh=places.mesh,
+        in_specs=(of_weights, state_places(state), P()),
+        out_specs=state_places(state),
         check_vma=False,
-    )  # fmt: skip
+    )
     return run(weights, state, buffer)
 
 
@@ -399,13 +504,17 @@ def rows_in(batch: Batch, shape: StepShape, axes: DeviceAxes) -> list[QueryRows]
 
 
 def positions_in(batch: Batch, shape: StepShape, axes: DeviceAxes):
-    """The positions of a step's rows, as many as divide over the devices that have a part of them."""
+    """The positions of a step's rows, as many as divide over the devices that have a part of
+    them.
+    """
     return jnp.pad(batch.positions_T, (0, -shape.size.rows % axes.rows.size), constant_values=-1)
 
 
 def types_in(batch: Batch, positions_T):
     """0 for rows of a sequence's first text, 1 for those of its second."""
-    seq_T = jnp.minimum(sequence_of(batch.starts_B1, jnp.arange(len(positions_T))), len(batch.second_B) - 1)
+    seq_T = jnp.minimum(
+        sequence_of(batch.starts_B1, jnp.arange(len(positions_T))), len(batch.second_B) - 1
+    )
     return jnp.where(positions_T >= batch.second_B[seq_T], 1, 0)
 
 
@@ -429,13 +538,17 @@ def read_loads(loads_nLE) -> jax.Array:
 def read_pages(layers: list[KVPages], pages_N) -> jax.Array:
     """What these pages hold in all the layers, as bytes: [N, bytes of a page]."""
     N = pages_N.shape[0]
-    parts = [jax.lax.bitcast_convert_type(leaf[pages_N], jnp.uint8) for leaf in jax.tree.leaves(layers)]
+    parts = [
+        jax.lax.bitcast_convert_type(leaf[pages_N], jnp.uint8) for leaf in jax.tree.leaves(layers)
+    ]
     return jnp.concatenate([part.reshape(N, -1) for part in parts], axis=1)
 
 
 @partial(jax.jit, static_argnames=("mesh", "places"), donate_argnames="stack_SX")
 def move_experts(stack_SX, sent_nnM, kept_nnM, turns, mesh: Mesh, places: P) -> jax.Array:
-    """A stack of experts over devices, of which each takes over some of the others', as `placement.transfers` says."""
+    """A stack of experts over devices, of which each takes over some of the others', as
+    `placement.transfers` says.
+    """
     axis = device_axes(mesh).experts
 
     def part(stack_SX, sent_nnM, kept_nnM, turns):
@@ -474,7 +587,9 @@ def write_pages(layers: list[KVPages], pages_N, bytes_NX) -> list[KVPages]:
         nonlocal at
         size = leaf.dtype.itemsize
         width = math.prod(leaf.shape[1:]) * size
-        own = bytes_NX[:, at : at + width].reshape(N, *leaf.shape[1:], *([size] if size > 1 else []))
+        own = bytes_NX[:, at : at + width].reshape(
+            N, *leaf.shape[1:], *([size] if size > 1 else [])
+        )
         at += width
         return leaf.at[pages_N].set(jax.lax.bitcast_convert_type(own, leaf.dtype))
 
@@ -485,7 +600,9 @@ def write_pages(layers: list[KVPages], pages_N, bytes_NX) -> list[KVPages]:
 def save_states(snapshots, kept, slots_N, pages_N):
     """These pages hold what layers keep of the sequences in those slots."""
     return {
-        index: {name: held.at[pages_N].set(kept[index][name][slots_N]) for name, held in own.items()}
+        index: {
+            name: held.at[pages_N].set(kept[index][name][slots_N]) for name, held in own.items()
+        }
         for index, own in snapshots.items()
     }
 
@@ -500,7 +617,8 @@ def load_states(kept, snapshots, pages_N, slots_N, lengths_N):
         return held.at[slots_N].set(own[name][pages_N], mode="drop") if name in own else held
 
     return {
-        index: {name: loaded(name, held, snapshots[index]) for name, held in own.items()} for index, own in kept.items()
+        index: {name: loaded(name, held, snapshots[index]) for name, held in own.items()}
+        for index, own in kept.items()
     }
 
 

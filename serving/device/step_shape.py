@@ -1,4 +1,7 @@
-"""The shape of a step: what its program is compiled for, and what the scheduler may put into it. Without JAX."""
+"""The shape of a step: what its program is compiled for, and what the scheduler may put into it.
+
+Without JAX.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -8,20 +11,24 @@ from ..api.params import MAX_LOGPROBS
 
 
 class Size(NamedTuple):
-    """A size that is compiled before the first request: tokens, sequences, and tokens whose logits are computed."""
+    """A size that is compiled before the first request: tokens, sequences, and tokens whose logits
+    are computed.
+    """
 
     rows: int
     seqs: int
     samples: int
-    paths: int = 1  # so many of the sequences after one another can be branches of the same one's draft tree
+    # so many of the sequences after one another can be branches of the same one's draft tree
+    paths: int = 1
 
 
 @dataclass(frozen=True)
 class StepShape:
     """All that a step is compiled for beside the model. Programs take it whole.
 
-    The shape of an engine has the most that a step of a replica may hold as its `size`; `at(size)` is the shape of a
-    compiled step. An option that changes no program has no field here, since programs are cached by their shape.
+    The shape of an engine has the most that a step of a replica may hold as its `size`; `at(size)`
+    is the shape of a compiled step. An option that changes no program has no field here, since
+    programs are cached by their shape.
     """
 
     size: Size
@@ -39,14 +46,24 @@ class StepShape:
     num_replicas: int = 1
 
     @classmethod
-    def largest(cls, max_seqs: int, max_tokens: int, max_samples: int, **others: Any) -> "StepShape":
+    def largest(
+        cls, max_seqs: int, max_tokens: int, max_samples: int, **others: Any
+    ) -> "StepShape":
         """The shape of an engine."""
         return cls(Size(max_tokens, max_seqs, max_samples), max_seqs, **others)
 
-    def with_cache(self, num_groups: int, page_size: int, max_len: int, num_replicas: int = 1) -> "StepShape":
+    def with_cache(
+        self, num_groups: int, page_size: int, max_len: int, num_replicas: int = 1
+    ) -> "StepShape":
         """The same with a cache for sequences of up to `max_len` tokens."""
         width = -(-max_len // page_size)
-        return replace(self, num_groups=num_groups, page_size=page_size, table_width=width, num_replicas=num_replicas)
+        return replace(
+            self,
+            num_groups=num_groups,
+            page_size=page_size,
+            table_width=width,
+            num_replicas=num_replicas,
+        )
 
     def at(self, size: Size) -> "StepShape":
         return replace(self, size=size)
@@ -69,12 +86,12 @@ class StepShape:
 def sizes(shape: StepShape, platform: str = "cpu") -> tuple[Size, ...]:
     """The sizes that are compiled for an engine, the smallest first.
 
-    Decode sizes by factors of four, and two for steps that carry prompts; with drafts, more for those that verify.
-    Where drafts have several branches, a sequence has `tree_tokens` in a step that verifies all of them. An encoder
-    never decodes: all its steps carry prompts.
+    Decode sizes by factors of four, and two for steps that carry prompts; with drafts, more for
+    those that verify. Where drafts have several branches, a sequence has `tree_tokens` in a step
+    that verifies all of them. An encoder never decodes: all its steps carry prompts.
 
-    On a GPU decode sizes are by factors of two, and those for prompts by factors of four. Its products take 16 rows at
-    least: with fewer, each would wait for a launch that pads its rows.
+    On a GPU decode sizes are by factors of two, and those for prompts by factors of four. Its
+    products take 16 rows at least: with fewer, each would wait for a launch that pads its rows.
     """
     max_seqs = shape.max_seqs
     max_rows = shape.max_tokens
@@ -94,10 +111,21 @@ def sizes(shape: StepShape, platform: str = "cpu") -> tuple[Size, ...]:
     verify = set()
     if max_drafts:  # a sequence alone is common, and four times its rows would cost much
         counts = {1: decode[0].seqs, 2: decode[0].seqs} | {size.seqs: size.seqs for size in decode}
-        pairs = [(min(count * (1 + max_drafts), max_rows), seqs) for count, seqs in counts.items() if count <= seqs]
-        pairs += [(2 * size.seqs, size.seqs) for size in decode if max_drafts > 1 and 2 * size.seqs <= max_rows]
+        pairs = [
+            (min(count * (1 + max_drafts), max_rows), seqs)
+            for count, seqs in counts.items()
+            if count <= seqs
+        ]
+        pairs += [
+            (2 * size.seqs, size.seqs)
+            for size in decode
+            if max_drafts > 1 and 2 * size.seqs <= max_rows
+        ]
         if gpu:  # blocks of its products: each would pad its rows and cut its results
-            pairs = [(min(count + -count % (128 if count > 64 else 16), max_rows), seqs) for count, seqs in pairs]
+            pairs = [
+                (min(count + -count % (128 if count > 64 else 16), max_rows), seqs)
+                for count, seqs in pairs
+            ]
         verify = {Size(count, seqs, count) for count, seqs in pairs if count != seqs}
         for count in {1, *(size.seqs for size in decode)} if shape.num_branches > 1 else ():
             rows = min(count * shape.tree_tokens, max_rows)
@@ -107,10 +135,19 @@ def sizes(shape: StepShape, platform: str = "cpu") -> tuple[Size, ...]:
     return tuple(sorted(mixed if shape.whole_prompts else {*decode, *verify, *mixed}))
 
 
-def choose(options: Iterable[Size], rows: int, seqs: int, samples: int, decodes: bool, paths: int = 1) -> Size:
-    """The smallest size that holds a step; a size with as many rows as sequences takes one row from each."""
+def choose(
+    options: Iterable[Size], rows: int, seqs: int, samples: int, decodes: bool, paths: int = 1
+) -> Size:
+    """The smallest size that holds a step; a size with as many rows as sequences takes one row from
+    each.
+    """
     for size in options:
-        holds = size.rows >= rows and size.seqs >= seqs * paths and size.samples >= samples and size.paths == paths
+        holds = (
+            size.rows >= rows
+            and size.seqs >= seqs * paths
+            and size.samples >= samples
+            and size.paths == paths
+        )
         if holds and (decodes or paths > 1 or size.rows != size.seqs):
             return size
     raise ValueError(f"no step size holds {rows} rows of {seqs} sequences with {samples} samples")

@@ -9,10 +9,12 @@ PATIENCE = 16  # sequences with adapters that may overtake one that waits for a 
 
 
 class AdapterSlots:
-    """An adapter keeps its slot while a sequence that uses it runs; then the least recently used gives way.
+    """An adapter keeps its slot while a sequence that uses it runs; then the least recently used
+    gives way.
 
-    A sequence whose adapter finds no slot lets others pass, whose adapters have one. When PATIENCE have passed, no
-    sequence with another adapter begins until it has: those that run end, and leave it a slot.
+    A sequence whose adapter finds no slot lets others pass, whose adapters have one. When PATIENCE
+    have passed, no sequence with another adapter begins until it has: those that run end, and leave
+    it a slot.
     """
 
     def __init__(self, count: int):
@@ -20,12 +22,17 @@ class AdapterSlots:
         self.free = list(range(count - 1, -1, -1))
         self.users: Counter[str] = Counter()  # running sequences
         self.loads: list[tuple[int, Any]] = []  # (slot, adapter): to be copied before the next step
-        self.passed: dict[Sequence, int] = {}  # who waits for a slot, and how many have overtaken it
+        # who waits for a slot, and how many have overtaken it
+        self.passed: dict[Sequence, int] = {}
 
     def begin_look(self) -> None:
         """The queue is looked through again: forget those that wait no more."""
         if self.passed:
-            self.passed = {seq: n for seq, n in self.passed.items() if seq.finish_reason is None and seq.slot < 0}
+            self.passed = {
+                seq: n
+                for seq, n in self.passed.items()
+                if seq.finish_reason is None and seq.slot < 0
+            }
 
     def admits(self, seq: Sequence) -> bool:
         """Whether a waiting sequence may begin, as far as its adapter goes."""
@@ -34,7 +41,11 @@ class AdapterSlots:
         first = next((other for other, count in self.passed.items() if count >= PATIENCE), None)
         if first is not None and first.adapter.key != seq.adapter.key:
             return False
-        if seq.adapter.key in self.slots or self.free or any(not self.users[key] for key in self.slots):
+        if (
+            seq.adapter.key in self.slots
+            or self.free
+            or any(not self.users[key] for key in self.slots)
+        ):
             return True
         self.passed.setdefault(seq, 0)
         return False
@@ -81,4 +92,6 @@ class AdapterSlots:
         used = Counter(seq.adapter.key for seq in running if seq.adapter is not None)
         assert +self.users == used, "an adapter's users are miscounted"
         for seq in running:
-            assert seq.adapter is None or self.slots[seq.adapter.key] == seq.adapter_slot, "an adapter has moved"
+            assert seq.adapter is None or self.slots[seq.adapter.key] == seq.adapter_slot, (
+                "an adapter has moved"
+            )

@@ -1,4 +1,6 @@
-"""Admission: makes requests, and refuses, before anything is computed, what this engine could never serve."""
+"""Admission: makes requests, and refuses, before anything is computed, what this engine could never
+serve.
+"""
 
 from collections.abc import Sequence
 
@@ -41,26 +43,39 @@ class Admission:
         self.tables = tables
         self.tokenizer = tokenizer
         self.max_len = max_len
-        self.needs_host_tokens = needs_host_tokens  # the host must know each token before the next step of its sequence
+        # the host must know each token before the next step of its sequence
+        self.needs_host_tokens = needs_host_tokens
         self.grammars = None if tokenizer is None else Grammars(tokenizer, config.vocab_size)
         self.rng = np.random.default_rng(seed)
 
     @property
     def max_total_tokens(self) -> int:
-        """Tokens of a prompt and its answer; the one that an encoder's step samples takes no position."""
+        """Tokens of a prompt and its answer; the one that an encoder's step samples takes no
+        position.
+        """
         return self.max_len + 1 if self.config.encodes else self.max_len
 
     @property
     def max_prompt_tokens(self) -> int:
         """Tokens of the longest prompt."""
-        return min(self.max_len, self.shape.max_tokens) if self.shape.whole_prompts else self.max_len - 1
+        return (
+            min(self.max_len, self.shape.max_tokens)
+            if self.shape.whole_prompts
+            else self.max_len - 1
+        )
 
     def check(self, tokens: Sequence[int], params: SamplingParams, is_pooled: bool = False) -> None:
         """Refuse what can never be served; `is_pooled`: hidden states are wanted, and no tokens."""
         if not is_pooled and not self.config.writes:
-            message = "makes embeddings and writes no text; ask LLM.embed or /v1/embeddings, or another model"
+            message = (
+                "makes embeddings and writes no text; ask LLM.embed or /v1/embeddings, or "
+                "another model"
+            )
             if self.config.classes is not None:
-                message = "classifies texts and writes none; ask LLM.classify or /classify, or another model"
+                message = (
+                    "classifies texts and writes none; ask LLM.classify or /classify, or "
+                    "another model"
+                )
             raise RequestError("model", message)
         if self.shape.whole_prompts:
             check_whole(tokens, self.max_len, self.shape.max_tokens)
@@ -68,21 +83,28 @@ class Admission:
             raise RequestError("sampling_params", f"must be SamplingParams, got {shown(params)}")
         check_prompt(tokens, self.config.vocab_size, self.max_total_tokens)
         for name in ("logprobs", "prompt_logprobs"):
-            check_listed(name, getattr(params, name), self.config.vocab_size, self.shape.num_logprobs)
+            check_listed(
+                name, getattr(params, name), self.config.vocab_size, self.shape.num_logprobs
+            )
         check_token_ids(params, self.config.vocab_size)
         self.check_positions(len(tokens), params.max_tokens)
         for name in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, name) and self.tokenizer is None:
-                raise RequestError(name, "needs a tokenizer, and skip_tokenizer_init is set; use token ids")
+                raise RequestError(
+                    name, "needs a tokenizer, and skip_tokenizer_init is set; use token ids"
+                )
 
     def check_positions(self, num_prompt: int, max_tokens: int | None) -> None:
         """Refuse a request that the cache cannot hold, even alone."""
         max_len = self.max_total_tokens
         total = num_prompt + min(max_tokens or max_len, max_len - num_prompt)
-        most = largest(lambda num_tokens: self.tables[0].fits(num_tokens, self.shape.max_tokens), total)
+        most = largest(
+            lambda num_tokens: self.tables[0].fits(num_tokens, self.shape.max_tokens), total
+        )
         if most < total:
             raise RequestError(
-                "max_tokens", f"with the prompt {total} positions are needed; the KV cache holds {most} at most"
+                "max_tokens",
+                f"with the prompt {total} positions are needed; the KV cache holds {most} at most",
             )
 
     def make_request(
@@ -96,7 +118,10 @@ class Admission:
         second: int,
         now: float,
     ) -> Request:
-        """A request, which `check` has passed, with its sequences. The arguments are those of `Engine.add`."""
+        """A request, which `check` has passed, with its sequences.
+
+        The arguments are those of `Engine.add`.
+        """
         config = self.config
         grammar = params.structured_outputs
         num_sequences = params.num_sequences
@@ -105,40 +130,61 @@ class Admission:
         if grammar is not None and self.grammars is not None:
             constraints = self.grammars.constraints(grammar, num_sequences)
         eos = frozenset() if self.tokenizer is None else self.tokenizer.eos_token_ids
-        base = int(self.rng.integers(1 << 63)) if params.seed is None else params.seed & ((1 << 64) - 1)
+        base = (
+            int(self.rng.integers(1 << 63))
+            if params.seed is None
+            else params.seed & ((1 << 64) - 1)
+        )
         rank = queue_priority(terms.priority, now)
         pooling = "last" if pooling and config.encodes else pooling  # the step itself has pooled
         sequences = sequences_of(tokens, params, self.max_total_tokens, rank, eos, base)
         needs_host_tokens = self.needs_host_tokens or any(len(word) > 1 for word in bad_words)
         for seq, constraint in zip(sequences, constraints, strict=True):
-            seq.tenant, seq.cache.salt, seq.adapter = terms.share_key, terms.cache_salt, terms.adapter
-            if seq.adapter is not None:  # pages that were computed with one adapter are of no use to another
+            seq.tenant, seq.cache.salt, seq.adapter = (
+                terms.share_key,
+                terms.cache_salt,
+                terms.adapter,
+            )
+            # pages that were computed with one adapter are of no use to another
+            if seq.adapter is not None:
                 seq.cache.salt = seq.adapter.key, terms.cache_salt
             seq.bad_words = bad_words
             seq.constraint = constraint
             seq.second = second
             seq.needs_host_token = needs_host_tokens or constraint is not None
-            seq.pool = None if pooling is None else Pool(pooling, tokens, config.classes and config.classes.step)
+            seq.pool = (
+                None
+                if pooling is None
+                else Pool(pooling, tokens, config.classes and config.classes.step)
+            )
         if params.prompt_logprobs is not None or pooling in ("mean", "cls", "steps"):
             sequences[0].prompt_scores = [None] * (len(tokens) - 1)
         return Request(request_id, prompt, params, sequences, self.tokenizer, now)
 
 
 def check_prompt(tokens: Sequence[int], vocab: int, max_len: int) -> None:
-    """Refuse token ids that the model does not have, which JAX would clamp in silence, and too many of them."""
+    """Refuse token ids that the model does not have, which JAX would clamp in silence, and too many
+    of them.
+    """
     if not tokens:
         raise RequestError("prompt", "is empty; it must have at least one token")
     plain = set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab
     for token in () if plain else tokens:
-        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab:
+        if (
+            isinstance(token, bool)
+            or not isinstance(token, (int, np.integer))
+            or not 0 <= token < vocab
+        ):
             raise RequestError(
-                "prompt", f"has the token id {shown(token)}, which is out of vocabulary: ids are from 0 to {vocab - 1}"
+                "prompt",
+                f"has the token id {shown(token)}, which is out of vocabulary: ids are "
+                f"from 0 to {vocab - 1}",
             )
     if len(tokens) >= max_len:
         raise TooLong(
             "prompt",
-            f"has {len(tokens)} tokens; at most {max_len - 1} fit, with one to generate: this model's maximum context "
-            f"length is {max_len} (max_model_len)",
+            f"has {len(tokens)} tokens; at most {max_len - 1} fit, with one to generate: this "
+            f"model's maximum context length is {max_len} (max_model_len)",
         )
 
 
@@ -148,7 +194,9 @@ def check_token_ids(params: SamplingParams, vocab: int) -> None:
         for token in getattr(params, name) or ():
             if not 0 <= token < vocab:
                 raise RequestError(
-                    name, f"has the token id {token}, which is out of vocabulary: ids are from 0 to {vocab - 1}"
+                    name,
+                    f"has the token id {token}, which is out of vocabulary: ids are from 0 "
+                    f"to {vocab - 1}",
                 )
 
 
@@ -156,18 +204,23 @@ def check_listed(name: str, wanted: int | None, vocab: int, listed: int) -> None
     """Refuse more log-probabilities of a position than a step lists."""
     if wanted is not None and (vocab if wanted == -1 else wanted) > listed:
         all_of_them = f" (-1: the {vocab} of the vocabulary)" if wanted == -1 else ""
-        raise RequestError(name, f"must be at most the engine's max_logprobs, {listed}, got {wanted}{all_of_them}")
+        raise RequestError(
+            name, f"must be at most the engine's max_logprobs, {listed}, got {wanted}{all_of_them}"
+        )
 
 
 def check_whole(tokens: Sequence[int], max_len: int, max_rows: int) -> None:
     """Refuse what an encoder cannot read at once: each token sees those after it."""
     if len(tokens) > max_len:
-        raise TooLong("prompt", f"has {len(tokens)} tokens; this model reads at most {max_len} (max_model_len)")
+        raise TooLong(
+            "prompt",
+            f"has {len(tokens)} tokens; this model reads at most {max_len} (max_model_len)",
+        )
     if len(tokens) > max_rows:
         raise TooLong(
             "prompt",
-            f"has {len(tokens)} tokens, and this model reads all of them in one step, which holds {max_rows}; raise "
-            "--max-num-batched-tokens",
+            f"has {len(tokens)} tokens, and this model reads all of them in one step, which holds "
+            f"{max_rows}; raise --max-num-batched-tokens",
         )
 
 
@@ -180,5 +233,8 @@ def spelled(bad_words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tupl
             if ids := tuple(tokenizer.encode(text, add_special_tokens=False)):
                 words[ids] = None
     if sum(len(ids) > 1 for ids in words) > MAX_BANS:
-        raise RequestError("bad_words", f"make more than {MAX_BANS} runs of several tokens; give fewer or shorter ones")
+        raise RequestError(
+            "bad_words",
+            f"make more than {MAX_BANS} runs of several tokens; give fewer or shorter ones",
+        )
     return tuple(words)

@@ -46,8 +46,11 @@ class BatchBuilder:
         self.layouts = {size: BatchLayout(shape.at(size)) for size in options}
         top = max(size.seqs for size in options if size.paths == 1)
         mixed = [size for size in options if size.rows > size.seqs == top and size.paths == 1]
-        self.catching = sorted({mixed[0], mixed[-1]})  # sizes of steps in which a drafter computes what it is behind
-        self.tables = [np.zeros((places, shape.table_width), np.int32) for _ in range(shape.num_groups)]
+        # sizes of steps in which a drafter computes what it is behind
+        self.catching = sorted({mixed[0], mixed[-1]})
+        self.tables = [
+            np.zeros((places, shape.table_width), np.int32) for _ in range(shape.num_groups)
+        ]
         self.num_synced = [0] * places  # pages of each place's sequence that are in its tables
         self.seeds = np.zeros((places, 2), np.uint32)
         self.tracked = np.zeros(places, bool)
@@ -55,8 +58,11 @@ class BatchBuilder:
         self.adapters = np.full(places, shape.num_adapters, np.int32)
         self.of_head = np.zeros(places, bool)  # whether it adapts the head
         self.params = param_arrays(places)
-        self.settings = self.params | {name: np.zeros(places, bool) for name in ("biased_R", "wants_logprobs_R")}
-        # Of each replica the last steps under way that only decoded, the first one the next to go on.
+        self.settings = self.params | {
+            name: np.zeros(places, bool) for name in ("biased_R", "wants_logprobs_R")
+        }
+        # Of each replica the last steps under way that only decoded, the first one the next to go
+        # on.
         self.decode_steps: list[deque[DecodeStep]] = [deque() for _ in range(shape.num_replicas)]
         self.draws_plainly = False  # the batch that was built last asks for nothing but plain draws
 
@@ -70,7 +76,9 @@ class BatchBuilder:
             steps.clear()
 
     def assign(self, seq: Sequence, biased: bool) -> bool:
-        """Give a slot to a sequence that is new in it, or starts over; whether its tokens are to be counted."""
+        """Give a slot to a sequence that is new in it, or starts over; whether its tokens are to be
+        counted.
+        """
         place = self.place(seq)
         p = seq.params
         self.decode_steps[seq.replica].clear()
@@ -79,21 +87,31 @@ class BatchBuilder:
             self.adapters[place] = no_adapter if seq.adapter is None else seq.adapter_slot
             self.of_head[place] = seq.adapter is not None and seq.adapter.has_head
         for table in self.tables:
-            table[place] = 0  # a step that drafts may write past what the sequence has pages for: into the dummy page
+            # a step that drafts may write past what the sequence has pages for: into the dummy page
+            table[place] = 0
         tracked = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
         self.tracked[place] = tracked
         self.plain[place] = p.top_k <= 0 and p.top_p >= 1 and not (tracked or biased or seq.scored)
         for name, array in self.params.items():
             array[place] = getattr(p, name.removesuffix("_R"))
-        self.settings["biased_R"][place], self.settings["wants_logprobs_R"][place] = biased, seq.scored
+        self.settings["biased_R"][place], self.settings["wants_logprobs_R"][place] = (
+            biased,
+            seq.scored,
+        )
         return tracked
 
     def build(self, plan: StepPlan) -> tuple[Size, np.ndarray]:
-        """The arrays of a plan in one buffer, at the smallest size that holds what each replica computes."""
-        continued = [self.continued(steps, part) for steps, part in zip(self.decode_steps, plan.parts, strict=True)]
+        """The arrays of a plan in one buffer, at the smallest size that holds what each replica
+        computes.
+        """
+        continued = [
+            self.continued(steps, part)
+            for steps, part in zip(self.decode_steps, plan.parts, strict=True)
+        ]
         parts, seqs, paths = plan.parts, max(map(len, plan.parts)), 1
         if self.shape.num_branches > 1:
-            if any(item.asks for item in plan.items):  # the pages of paths may be others than in the step before
+            # the pages of paths may be others than in the step before
+            if any(item.asks for item in plan.items):
                 continued = [None] * len(parts)
             if any(item.branches for item in plan.items):
                 parts = tuple([[path for item in part for path in item.paths] for part in parts])
@@ -111,7 +129,8 @@ class BatchBuilder:
                 plain.append(self.advance(steps, part, own))
             else:
                 plain.append(self.fill(steps, part, size, own))
-        if self.shape.max_drafts:  # all replicas as often, since they wait for each other where they share experts
+        # all replicas as often, since they wait for each other where they share experts
+        if self.shape.max_drafts:
             at = self.layouts[size].offsets
             each = buffer.reshape(len(parts), -1)
             each[:, at.num_drafts_1], each[:, at.follows_1] = drafting(plan.items)
@@ -129,7 +148,8 @@ class BatchBuilder:
     def build_fused(self, plan: StepPlan, most: int) -> tuple[np.ndarray, np.ndarray]:
         """The buffers of at most `most` fused steps, and the tokens that would end each sequence.
 
-        The device knows the first `STOPS` of these tokens; the host finds the others in the results.
+        The device knows the first `STOPS` of these tokens; the host finds the others in the
+        results.
         """
         (part,) = plan.parts
         (steps,) = self.decode_steps
@@ -137,7 +157,9 @@ class BatchBuilder:
         buffers = np.empty((most, len(self.layouts[size].padding)), np.int32)
         stops_BE = np.full((size.seqs, STOPS), -1, np.int32)
         for number in range(plan.steps):
-            self.advance(steps, [item._replace(start=item.start + number) for item in part], buffers[number])
+            self.advance(
+                steps, [item._replace(start=item.start + number) for item in part], buffers[number]
+            )
         buffers[plan.steps :] = buffers[0]
         for row, item in enumerate(part):
             stops = sorted(item.seq.stop_ids)[:STOPS]
@@ -148,7 +170,10 @@ class BatchBuilder:
         """Whether a step, one row of each sequence, has nothing to do with drafts."""
         at = self.layouts[size].offsets
         each = buffer.reshape(len(self.decode_steps), -1)
-        told = each[:, (at.num_drafts_1, at.follows_1)], each[:, at.ahead_T : at.ahead_T + size.rows]
+        told = (
+            each[:, (at.num_drafts_1, at.follows_1)],
+            each[:, at.ahead_T : at.ahead_T + size.rows],
+        )
         return not any(part.any() for part in told)
 
     def build_behind(self, parts: Seq[Seq[ScheduledSequence]]) -> tuple[Size, np.ndarray]:
@@ -161,17 +186,28 @@ class BatchBuilder:
                 self.fill(deque(), part, size, own)
         return size, buffer
 
-    def continued(self, steps: deque[DecodeStep], part: Seq[ScheduledSequence]) -> DecodeStep | None:
-        """The step under way that this one continues: the same sequences, each with as many rows; or None."""
+    def continued(
+        self, steps: deque[DecodeStep], part: Seq[ScheduledSequence]
+    ) -> DecodeStep | None:
+        """The step under way that this one continues: the same sequences, each with as many rows;
+        or None.
+        """
         if not steps or len(part) != len(steps[0].seqs):
             return None
         last = steps[0]
         for item, seq, (count, ahead) in zip(part, last.seqs, last.shapes, strict=True):
-            if item.seq is not seq or item.num_rows != count or item.draws != count or item.ahead != ahead:
+            if (
+                item.seq is not seq
+                or item.num_rows != count
+                or item.draws != count
+                or item.ahead != ahead
+            ):
                 return None
         return last
 
-    def advance(self, steps: deque[DecodeStep], part: Seq[ScheduledSequence], buffer: np.ndarray) -> bool:
+    def advance(
+        self, steps: deque[DecodeStep], part: Seq[ScheduledSequence], buffer: np.ndarray
+    ) -> bool:
         """Write a step that continues the first of these; whether it asks for plain draws only."""
         last = steps.popleft()
         at = self.layouts[last.size].offsets
@@ -188,12 +224,16 @@ class BatchBuilder:
                 place = self.sync_tables(last.seqs[index], part[index].start)
                 for table, first in zip(self.tables, at.tables_GBM, strict=True):
                     buffer[first + index * table.shape[1] :][: table.shape[1]] = table[place]
-        for first, kv_slots in zip(at.slots_GT, self.kv_slots(last.places_T, positions), strict=True):
+        for first, kv_slots in zip(
+            at.slots_GT, self.kv_slots(last.places_T, positions), strict=True
+        ):
             buffer[first:][:T] = kv_slots
         steps.append(replace(last, num_pages=num_pages, buffer=buffer))
         return last.plain
 
-    def fill(self, steps: deque[DecodeStep], part: Seq[ScheduledSequence], size: Size, buffer: np.ndarray) -> bool:
+    def fill(
+        self, steps: deque[DecodeStep], part: Seq[ScheduledSequence], size: Size, buffer: np.ndarray
+    ) -> bool:
         """Write any step; whether it asks for plain draws only."""
         buffer[:] = self.layouts[size].padding
         b = self.layouts[size].views(buffer)
@@ -226,14 +266,17 @@ class BatchBuilder:
             b.ahead_T[end - item.num_rows : end] = item.ahead
         for table, batch_table in zip(self.tables, b.tables_GBM, strict=True):
             batch_table[:n] = table[places]
-        for batch_slots, kv_slots in zip(b.slots_GT, self.kv_slots(places_T, positions), strict=True):
+        for batch_slots, kv_slots in zip(
+            b.slots_GT, self.kv_slots(places_T, positions), strict=True
+        ):
             batch_slots[:T] = kv_slots
         if self.shape.num_branches > 1:
             self.fill_paths(part, ends - counts, b)
         self.fill_samples(part, slots, places, ends - counts, b)
         draws = all(is_steady(item) for item in part)
         plain = draws and bool(self.plain[places].all())
-        steady = draws and all(item.ahead or not item.drafts for item in part)  # else the next drafts are others
+        # else the next drafts are others
+        steady = draws and all(item.ahead or not item.drafts for item in part)
         if len(steps) == self.num_stages:
             steps.popleft()
         if steady:
@@ -243,7 +286,19 @@ class BatchBuilder:
             firsts = ends - counts
             offsets_T = np.arange(T) - firsts[of_T]
             steps.append(
-                DecodeStep(seqs, shapes, size, slots, firsts, of_T, offsets_T, places_T, num_pages, buffer, plain)
+                DecodeStep(
+                    seqs,
+                    shapes,
+                    size,
+                    slots,
+                    firsts,
+                    of_T,
+                    offsets_T,
+                    places_T,
+                    num_pages,
+                    buffer,
+                    plain,
+                )
             )
         return plain
 
@@ -275,13 +330,17 @@ class BatchBuilder:
                     slots_T[offset] = 0
 
     def busy(self, layout: BatchLayout, num_drafts: int) -> np.ndarray:
-        """A batch whose rows are all computed and drawn, evenly of all its sequences, at the beginning of page 0."""
+        """A batch whose rows are all computed and drawn, evenly of all its sequences, at the
+        beginning of page 0.
+        """
         buffer = layout.nothing.copy()
         for own in buffer.reshape(self.shape.num_replicas, -1):
             b = layout.views(own)
             size = layout.shape.size
             b.starts_B1[:] = np.arange(size.seqs + 1) * size.rows // size.seqs
-            b.positions_T[:] = np.arange(size.rows) - np.repeat(b.starts_B1[:-1], np.diff(b.starts_B1))
+            b.positions_T[:] = np.arange(size.rows) - np.repeat(
+                b.starts_B1[:-1], np.diff(b.starts_B1)
+            )
             b.owners_T[:] = np.repeat(np.arange(size.seqs), np.diff(b.starts_B1))
             b.sample_rows_R[:] = np.minimum(np.arange(size.samples), size.rows - 1)
             b.store_R[b.starts_B1[1:] - 1] = np.arange(size.seqs)  # who draws nothing has no drafts
@@ -296,9 +355,16 @@ class BatchBuilder:
         return [table[places, page] * self.shape.page_size + offset for table in self.tables]
 
     def fill_samples(
-        self, part: Seq[ScheduledSequence], slots: np.ndarray, places: np.ndarray, offsets: np.ndarray, b: Batch
+        self,
+        part: Seq[ScheduledSequence],
+        slots: np.ndarray,
+        places: np.ndarray,
+        offsets: np.ndarray,
+        b: Batch,
     ) -> None:
-        """The rows whose logits are wanted, in the order of the plan: prompt scores first, then the draw."""
+        """The rows whose logits are wanted, in the order of the plan: prompt scores first, then the
+        draw.
+        """
         counts = [len(item.scores) + item.draws for item in part]
         s = b.sampling
         row = 0
@@ -331,7 +397,9 @@ class BatchBuilder:
                 row += 1
         places_R = np.repeat(places, counts)
         if b.adapters_R is not None:
-            b.adapters_R[:R] = np.where(self.of_head[places_R], self.adapters[places_R], self.shape.num_adapters)
+            b.adapters_R[:R] = np.where(
+                self.of_head[places_R], self.adapters[places_R], self.shape.num_adapters
+            )
         s.slots_R[:R], s.seeds_R2[:R] = np.repeat(slots, counts), self.seeds[places_R]
         for name, values in self.settings.items():
             if name == "wants_logprobs_R":
@@ -342,8 +410,8 @@ class BatchBuilder:
     def sync_tables(self, seq: Sequence, start: int) -> int:
         """Copy the page numbers that are new since the last step, and return the sequence's place.
 
-        A table only grows while its sequence runs; but where drafts have several paths, the pages of those that were
-        verified in the last step, which ended at `start`, may be another path's.
+        A table only grows while its sequence runs; but where drafts have several paths, the pages
+        of those that were verified in the last step, which ended at `start`, may be another path's.
         """
         place = self.place(seq)
         known = self.num_synced[place]
@@ -361,7 +429,11 @@ def needs_of(part: Seq[ScheduledSequence], continued: DecodeStep | None) -> tupl
         rows = len(continued.of_T)
         return rows, rows, rows == len(part)
     counts = [item.num_rows for item in part]
-    return sum(counts), sum(len(item.scores) + item.draws for item in part), counts.count(1) == len(part)
+    return (
+        sum(counts),
+        sum(len(item.scores) + item.draws for item in part),
+        counts.count(1) == len(part),
+    )
 
 
 def drafting(items: Seq[ScheduledSequence]) -> tuple[int, bool]:
@@ -388,15 +460,20 @@ def is_steady(item: ScheduledSequence) -> bool:
     """Whether the sequence's next step may differ from this one by its positions alone."""
     if item.num_rows != item.draws or item.scores or item.seq.bad_words:
         return False
-    return item.start + 1 - item.seq.num_prompt >= max(1, item.seq.params.min_tokens)  # with the token that it draws
+    # with the token that it draws
+    return item.start + 1 - item.seq.num_prompt >= max(1, item.seq.params.min_tokens)
 
 
 def banned(seq: Sequence, drafts: Seq[int] = ()) -> list[int]:
-    """The last tokens of the bad words whose other tokens were just generated, if the drafts are right."""
+    """The last tokens of the bad words whose other tokens were just generated, if the drafts are
+    right.
+    """
     longest = max(len(word) for word in seq.bad_words) - 1
     output = [*seq.tokens[max(seq.num_prompt, len(seq.tokens) - longest) :], *drafts]
     return [
         word[-1]
         for word in seq.bad_words
-        if len(word) > 1 and len(output) >= len(word) - 1 and tuple(output[1 - len(word) :]) == word[:-1]
+        if len(word) > 1
+        and len(output) >= len(word) - 1
+        and tuple(output[1 - len(word) :]) == word[:-1]
     ]

@@ -1,4 +1,6 @@
-"""Beam search: the likeliest continuations, over an engine whose prefix cache holds what the beams share."""
+"""Beam search: the likeliest continuations, over an engine whose prefix cache holds what the beams
+share.
+"""
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -21,7 +23,8 @@ class BeamSearchParams:
     beam_width: int
     max_tokens: int = 16
     ignore_eos: bool = False
-    length_penalty: float = 1.0  # above 0 favours long ones: scores are divided by the length to this power
+    # above 0 favours long ones: scores are divided by the length to this power
+    length_penalty: float = 1.0
 
     def __post_init__(self):
         # Each beam may fill the whole width, and as many again may end.
@@ -80,13 +83,20 @@ class Search:
                 reason: FinishReason | None = (
                     "stop" if token in self.eos else "length" if length == self.limit else None
                 )
-                grown.append(BeamSearchSequence((*beam.tokens, token), (*beam.logprobs, logprob), None, reason))
+                grown.append(
+                    BeamSearchSequence(
+                        (*beam.tokens, token), (*beam.logprobs, logprob), None, reason
+                    )
+                )
         best = sorted(grown, key=lambda beam: -beam.cum_logprob)[: 2 * width]
         self.done += [beam for beam in best if beam.finish_reason]
         self.live = [beam for beam in best if not beam.finish_reason][:width]
         if len(self.done) >= width and not self.params.ignore_eos:
             worst = sorted(map(self.score, self.done), reverse=True)[width - 1]
-            if all(beyond_hope(beam, worst, self.limit, self.params.length_penalty) for beam in self.live):
+            if all(
+                beyond_hope(beam, worst, self.limit, self.params.length_penalty)
+                for beam in self.live
+            ):
                 self.live = []
 
     def score(self, beam: BeamSearchSequence) -> float:
@@ -105,18 +115,32 @@ def search(
     turn: Callable[[], AbstractContextManager] = nullcontext,
     most: int | None = None,
 ) -> list[BeamSearchOutput]:
-    """The beams of every prompt; in each `turn` the engine is this thread's. At most `most` prompts go on together."""
-    together = max(1, len(prompts)) if most is None else integer("concurrency_limit", most, 1, INT32_MAX, " or None")
+    """The beams of every prompt; in each `turn` the engine is this thread's.
+
+    At most `most` prompts go on together.
+    """
+    together = (
+        max(1, len(prompts))
+        if most is None
+        else integer("concurrency_limit", most, 1, INT32_MAX, " or None")
+    )
     searches = begin(engine, prompts, params, [PLAIN] * len(prompts) if terms is None else terms)
     for at in range(0, len(searches), together):
         search_together(engine, searches[at : at + together], next_token(params), turn)
-    return [BeamSearchOutput(one.prompt, [with_text(engine, beam) for beam in one.best()]) for one in searches]
+    return [
+        BeamSearchOutput(one.prompt, [with_text(engine, beam) for beam in one.best()])
+        for one in searches
+    ]
 
 
-def begin(engine: Engine, prompts: Seq[Seq[int]], params: BeamSearchParams, terms: Seq[Terms]) -> list[Search]:
+def begin(
+    engine: Engine, prompts: Seq[Seq[int]], params: BeamSearchParams, terms: Seq[Terms]
+) -> list[Search]:
     """A search for each prompt; what cannot be served is refused before anything is computed."""
     if any(own.timeout is not None for own in terms):
-        raise RequestError("timeout", "is not kept by a beam search; leave it out and choose max_tokens")
+        raise RequestError(
+            "timeout", "is not kept by a beam search; leave it out and choose max_tokens"
+        )
     for prompt in prompts:
         engine.admission.check(prompt, SamplingParams(max_tokens=params.max_tokens))
     eos = frozenset()
@@ -131,12 +155,19 @@ def begin(engine: Engine, prompts: Seq[Seq[int]], params: BeamSearchParams, term
 def next_token(params: BeamSearchParams) -> SamplingParams:
     """How the likeliest tokens after a beam are asked for."""
     return SamplingParams(
-        temperature=0, max_tokens=1, logprobs=2 * params.beam_width, ignore_eos=True, detokenize=False
+        temperature=0,
+        max_tokens=1,
+        logprobs=2 * params.beam_width,
+        ignore_eos=True,
+        detokenize=False,
     )
 
 
 def search_together(
-    engine: Engine, searches: Seq[Search], one: SamplingParams, turn: Callable[[], AbstractContextManager]
+    engine: Engine,
+    searches: Seq[Search],
+    one: SamplingParams,
+    turn: Callable[[], AbstractContextManager],
 ) -> None:
     """Every step asks for the likeliest next tokens of all beams of all prompts in one batch."""
     while asked := [(tokens, each.terms) for each in searches for tokens in each.asked()]:
@@ -148,16 +179,24 @@ def search_together(
 
 
 def beyond_hope(beam: BeamSearchSequence, worst: float, limit: int, penalty: float) -> bool:
-    """Whether a beam cannot reach a better score than `worst`: its sum only falls, at any length up to the limit."""
-    return max(beam.cum_logprob / length**penalty for length in (len(beam.tokens) + 1, limit)) <= worst
+    """Whether a beam cannot reach a better score than `worst`: its sum only falls, at any length up
+    to the limit.
+    """
+    return (
+        max(beam.cum_logprob / length**penalty for length in (len(beam.tokens) + 1, limit)) <= worst
+    )
 
 
-def ask(engine: Engine, prompts: Seq[tuple[list[int], Terms]], params: SamplingParams) -> list[list[tuple[int, float]]]:
+def ask(
+    engine: Engine, prompts: Seq[tuple[list[int], Terms]], params: SamplingParams
+) -> list[list[tuple[int, float]]]:
     """The likeliest tokens after each prompt, with their log-probabilities."""
     requests: list[Request] = []
     try:
         for tokens, terms in prompts:
-            requests.append(engine.add(f"beam-{id(prompts)}-{len(requests)}", tokens, params, terms=terms))
+            requests.append(
+                engine.add(f"beam-{id(prompts)}-{len(requests)}", tokens, params, terms=terms)
+            )
         while not all(request.finished for request in requests):
             engine.step()
     except BaseException:
@@ -167,14 +206,22 @@ def ask(engine: Engine, prompts: Seq[tuple[list[int], Terms]], params: SamplingP
     return [likeliest(request.completions[0], params) for request in requests]
 
 
-def likeliest(answer: Completion | CompletionOutput, params: SamplingParams) -> list[tuple[int, float]]:
+def likeliest(
+    answer: Completion | CompletionOutput, params: SamplingParams
+) -> list[tuple[int, float]]:
     """The likeliest tokens, with their log-probabilities, of one that was asked for."""
     if answer.finish_reason != "length" or answer.logprobs is None:
         raise EngineError("a step of the beam search failed; the log says why")
-    return [(token, entry.logprob) for token, entry in answer.logprobs[0].items()][: params.logprobs]
+    return [(token, entry.logprob) for token, entry in answer.logprobs[0].items()][
+        : params.logprobs
+    ]
 
 
 def with_text(engine: Engine, beam: BeamSearchSequence) -> BeamSearchSequence:
     """The same beam with its text."""
-    text = None if engine.tokenizer is None else engine.tokenizer.decode(list(beam.tokens), skip_special_tokens=True)
+    text = (
+        None
+        if engine.tokenizer is None
+        else engine.tokenizer.decode(list(beam.tokens), skip_special_tokens=True)
+    )
     return BeamSearchSequence(beam.tokens, beam.logprobs, text, beam.finish_reason)

@@ -29,7 +29,8 @@ from ..device.step import model_of
 from ..device.step_shape import StepShape
 from .batch_builder import BatchBuilder
 
-FRACTIONS = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"  # what JAX takes of a GPU; the latter is older
+# what JAX takes of a GPU; the latter is older
+FRACTIONS = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 TAKEN = 0.75  # where neither is set
 SNAPSHOTS = 8  # of the cache's memory this part is for states of sequences
 MOST_SNAPSHOTS = 1024
@@ -37,9 +38,11 @@ GAPS = 1 / 32  # of what JAX has of a GPU: left free, since arrays do not lie wi
 
 
 def cache_budget(options: EngineOptions) -> int | None:
-    """Bytes for the KV cache where they do not depend on the model: as given, or on a CPU a part of the free memory.
+    """Bytes for the KV cache where they do not depend on the model: as given, or on a CPU a part of
+    the free memory.
 
-    None where the weights must be loaded first: on an accelerator, or when a share of the memory was asked for.
+    None where the weights must be loaded first: on an accelerator, or when a share of the memory
+    was asked for.
     """
     if options.kv_cache_memory_bytes is not None:
         return options.kv_cache_memory_bytes
@@ -49,30 +52,47 @@ def cache_budget(options: EngineOptions) -> int | None:
 
 
 def check_memory(options: EngineOptions, weights: int) -> None:
-    """Refuse sizes of caches that this machine or its devices have no memory for, before the `weights` are loaded."""
+    """Refuse sizes of caches that this machine or its devices have no memory for, before the
+    `weights` are loaded.
+    """
     device = options.kv_cache_memory_bytes or 0
     host = options.kv_cache_host_bytes or 0
     pool = device_memory()
     free = free_memory()
     if pool is not None and device > pool:
         raise ModelError(
-            f"kv_cache_memory_bytes is {device} ({amount(device)}), and a device has {amount(pool)}; give less, or "
-            "leave it out: the cache then gets what the weights leave"
+            f"kv_cache_memory_bytes is {device} ({amount(device)}), and a device has "
+            f"{amount(pool)}; give less, or leave it out: the cache then gets what the weights "
+            "leave"
         )
-    devices = math.prod(getattr(options, name) for name in PARALLEL.values()) // options.num_processes
-    sizes = {"kv_cache_memory_bytes": device * devices if pool is None else 0, "kv_cache_host_bytes": host}
+    devices = (
+        math.prod(getattr(options, name) for name in PARALLEL.values()) // options.num_processes
+    )
+    sizes = {
+        "kv_cache_memory_bytes": device * devices if pool is None else 0,
+        "kv_cache_host_bytes": host,
+    }
     room = max(0, free - (weights if pool is None else 0))
     if sum(sizes.values()) > room:
-        asked = [f"{name} is {getattr(options, name)} ({amount(size)})" for name, size in sizes.items() if size]
-        several = f" for {devices} devices" if devices > 1 and sizes["kv_cache_memory_bytes"] else ""
+        asked = [
+            f"{name} is {getattr(options, name)} ({amount(size)})"
+            for name, size in sizes.items()
+            if size
+        ]
+        several = (
+            f" for {devices} devices" if devices > 1 and sizes["kv_cache_memory_bytes"] else ""
+        )
         raise ModelError(
-            f"{' and '.join(asked)}{several}, and {amount(free)} of this machine's memory are free, of which the "
-            f"weights take {amount(free - room)}; give at most {room >> 20}M, or leave it out"
+            f"{' and '.join(asked)}{several}, and {amount(free)} of this machine's memory are "
+            f"free, of which the weights take {amount(free - room)}; give at most {room >> 20}M, "
+            "or leave it out"
         )
 
 
 def free_memory() -> int:
-    """Bytes that the system can give: those that nobody uses, and where it tells them those of files it can forget."""
+    """Bytes that the system can give: those that nobody uses, and where it tells them those of
+    files it can forget.
+    """
     with suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -81,7 +101,9 @@ def free_memory() -> int:
 
 
 def steady(size: int) -> int:
-    """Rounded down to four bits: with another number of pages all programs are others, and are compiled anew."""
+    """Rounded down to four bits: with another number of pages all programs are others, and are
+    compiled anew.
+    """
     rest = max(0, size.bit_length() - 4)
     return size >> rest << rest
 
@@ -138,7 +160,10 @@ def memory_of(compiled: jax.stages.Compiled) -> ProgramMemory:
     used = compiled.memory_analysis()
     results = used.output_size_in_bytes - used.alias_size_in_bytes
     return ProgramMemory(
-        used.argument_size_in_bytes, used.temp_size_in_bytes, results, used.generated_code_size_in_bytes
+        used.argument_size_in_bytes,
+        used.temp_size_in_bytes,
+        results,
+        used.generated_code_size_in_bytes,
     )
 
 
@@ -150,7 +175,10 @@ def working_bytes(
     mesh: Mesh | None = None,
     drafter: StepDrafter | None = None,
 ) -> int:
-    """Bytes that the largest step takes on a device beside weights and state. The compiler says so; nothing is run."""
+    """Bytes that the largest step takes on a device beside weights and state.
+
+    The compiler says so; nothing is run.
+    """
     groups = len(config.windows)
     stages = Pipeline(config, mesh, drafter)
     replicas = device_axes(mesh).data.size
@@ -158,11 +186,17 @@ def working_bytes(
     _, layout = max(batch_builder.layouts.items())
     state = stages.abstract_state((2,) * groups, page_size, shape.max_seqs, shape.max_drafts)
     steps = [memory_of(compile_step(lowered)) for lowered in stages.lower(weights, state, layout)]
-    found = [used.temporaries + used.code + 2 * used.results for used in steps]  # the results of two steps at a time
+    # the results of two steps at a time
+    found = [used.temporaries + used.code + 2 * used.results for used in steps]
     moving = [0]
     if mesh is not None and redundancy_of(config):
-        balance = ExpertRebalancer(ExpertLoads(config, device_axes(mesh).experts.size), config, mesh, 0)
-        moving = [memory_of(lowered.compile()).temporaries for _, lowered in balance.lower(model_of(weights))]
+        balance = ExpertRebalancer(
+            ExpertLoads(config, device_axes(mesh).experts.size), config, mesh, 0
+        )
+        moving = [
+            memory_of(lowered.compile()).temporaries
+            for _, lowered in balance.lower(model_of(weights))
+        ]
     return max(found) + max(moving)
 
 
@@ -181,15 +215,18 @@ def size_cache(
     mesh: Mesh | None = None,
     drafter: StepDrafter | None = None,
 ) -> tuple[int, tuple[int, ...]]:
-    """(max_model_len, pages a cache group): enough for every sequence at full length, or what a device's budget holds.
+    """(max_model_len, pages a cache group): enough for every sequence at full length, or what a
+    device's budget holds.
 
-    It is split so that all groups run out together when as many sequences as may run are as long as fits: shorter ones
-    then always find a page, and of longer ones each group still holds one at least.
+    It is split so that all groups run out together when as many sequences as may run are as long as
+    fits: shorter ones then always find a page, and of longer ones each group still holds one at
+    least.
     """
     S = options.block_size
     chunk = options.max_num_batched_tokens
     groups = [PagePool(1, S, window) for window in config.windows]
-    held = S if mesh is None else S // mesh.shape["context"]  # positions of a page that a device has
+    # positions of a page that a device has
+    held = S if mesh is None else S // mesh.shape["context"]
     pipeline = Pipeline(config, mesh, drafter)
     own = local_config(pipeline.paged, mesh)
     costs = [
@@ -204,31 +241,37 @@ def size_cache(
         return sum(need * cost for need, cost in zip(needs(length), costs, strict=True))
 
     drafts = 0 if options.speculation is None else options.speculation.num_speculative_tokens
-    kept = options.max_num_seqs * max(state_bytes(own, stage.layers, drafts) for stage in pipeline.stages)
+    kept = options.max_num_seqs * max(
+        state_bytes(own, stage.layers, drafts) for stage in pipeline.stages
+    )
     if kept >= budget:
         raise ModelError(
-            f"the layers of {options.max_num_seqs} sequences keep {kept / 2**20:.0f} MiB whatever their length, and "
-            f"{budget / 2**20:.0f} MiB are there for the cache; lower --max-num-seqs, or give more with "
-            "--kv-cache-memory-bytes"
+            f"the layers of {options.max_num_seqs} sequences keep {kept / 2**20:.0f} MiB whatever "
+            f"their length, and {budget / 2**20:.0f} MiB are there for the cache; lower "
+            "--max-num-seqs, or give more with --kv-cache-memory-bytes"
         )
     each = max(state_bytes(own, stage.layers) for stage in pipeline.stages)
     snapshots = num_snapshots(each, options, budget - kept)
     room = budget - kept - snapshots * each - sum(costs)  # without the dummy pages
     longest = config.max_len if options.max_model_len in (None, -1) else options.max_model_len
     if longest > config.max_len:
-        raise ModelError(f"max_model_len is {longest}; the model was made for at most {config.max_len} positions")
+        raise ModelError(
+            f"max_model_len is {longest}; the model was made for at most {config.max_len} positions"
+        )
     if bytes_for(longest) > room:
         fitting = largest(lambda length: bytes_for(length) <= room, longest)
         if options.max_model_len != -1 or fitting < 2:
             raise ModelError(
-                f"max_model_len {longest} needs {bytes_for(longest) / 2**20:.0f} MiB of KV cache and "
-                f"{budget / 2**20:.0f} MiB are there; use --max-model-len {max(fitting, 2)} or less, or give more with "
-                "--kv-cache-memory-bytes"
+                f"max_model_len {longest} needs {bytes_for(longest) / 2**20:.0f} MiB of KV cache "
+                f"and {budget / 2**20:.0f} MiB are there; use --max-model-len {max(fitting, 2)} or "
+                "less, or give more with --kv-cache-memory-bytes"
             )
         longest = fitting
 
     def split(count: int) -> list[int]:
-        """Pages for so many sequences of equal length, and what is left over in the same proportion."""
+        """Pages for so many sequences of equal length, and what is left over in the same
+        proportion.
+        """
         length = largest(lambda length: count * bytes_for(length) <= room, longest)
         spare = room / max(bytes_for(length), 1)
         return [int(need * min(spare, options.max_num_seqs)) for need in needs(length)]
@@ -241,7 +284,8 @@ def size_cache(
 
 
 def num_snapshots(each: int, options: SizedOptions, budget: int) -> int:
-    """How many states of sequences are kept for prompts that begin alike: in an eighth of the memory, or none.
+    """How many states of sequences are kept for prompts that begin alike: in an eighth of the
+    memory, or none.
 
     `each` are a state's bytes on the device that has most of it.
     """

@@ -8,7 +8,9 @@ from ..request.request import Request
 
 
 class Deadlines:
-    """A heap with the earliest deadline first; entries of requests that have ended are removed now and then."""
+    """A heap with the earliest deadline first; entries of requests that have ended are removed now
+    and then.
+    """
 
     def __init__(self):
         self.heap: list[tuple[float, int, Request]] = []

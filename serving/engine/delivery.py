@@ -8,7 +8,9 @@ from typing import Any
 
 from ..request.request import Request
 
-EACH = 0.0015  # seconds between two deliveries, for each reader: what they cost together stays a small share of a core
+# seconds between two deliveries, for each reader: what they cost together stays a small share of a
+# core
+EACH = 0.0015
 PACE = 0.1  # seconds at most
 SLICE = 8  # readers woken before the loop may do something else
 
@@ -21,7 +23,8 @@ class Inbox:
         self.items: list[Any] = []
         self.filled = asyncio.Event()
         self.heard = False  # something came since the last reminder
-        self.timer: asyncio.TimerHandle | None = None  # of the next reminder, while somebody wants any
+        # of the next reminder, while somebody wants any
+        self.timer: asyncio.TimerHandle | None = None
 
     def put(self, item: Any) -> None:
         self.items.append(item)
@@ -30,7 +33,9 @@ class Inbox:
 
     @contextmanager
     def reminded(self, pause: float) -> Iterator[None]:
-        """While this is open, `take` returns an empty list when nothing has come for `pause` seconds."""
+        """While this is open, `take` returns an empty list when nothing has come for `pause`
+        seconds.
+        """
         self.timer = self.loop.call_later(pause, self.remind, pause)
         try:
             yield
@@ -54,7 +59,9 @@ class Inbox:
 class Listener:
     """A reader of one request: what it reads, and its inbox."""
 
-    def __init__(self, inbox: Inbox, index: int, read: Callable[[Request], Any], at_end: bool = False):
+    def __init__(
+        self, inbox: Inbox, index: int, read: Callable[[Request], Any], at_end: bool = False
+    ):
         self.inbox = inbox
         self.index = index
         self.read = read
@@ -63,13 +70,16 @@ class Listener:
 
 
 class Outbox:
-    """Collects which requests have news, and sends the news of all of them together now and then."""
+    """Collects which requests have news, and sends the news of all of them together now and
+    then.
+    """
 
     def __init__(self, clock: Callable[[], float]):
         self.clock = clock
         self.listeners: dict[str, Listener] = {}
         self.news: dict[str, Request] = {}
-        self.urgent: set[str] = set()  # those with news whose answer begins or ends: they do not wait
+        # those with news whose answer begins or ends: they do not wait
+        self.urgent: set[str] = set()
         self.sent = -PACE
         self.on_the_way: dict[asyncio.AbstractEventLoop, deque[tuple[Inbox, Any]]] = {}
 
@@ -84,7 +94,9 @@ class Outbox:
                     self.urgent.add(name)
 
     def deliver_due(self) -> None:
-        """Send all news if the last delivery is done and some time has passed; before that only what is urgent."""
+        """Send all news if the last delivery is done and some time has passed; before that only
+        what is urgent.
+        """
         if self.news and not self.delivering():
             if self.clock() - self.sent >= min(EACH * len(self.listeners), PACE):
                 self.send()
@@ -107,7 +119,9 @@ class Outbox:
         self.urgent.clear()
         loops: set[asyncio.AbstractEventLoop] = set()
         for name, request in news.items():
-            listener = self.listeners.pop(name, None) if request.finished else self.listeners.get(name)
+            listener = (
+                self.listeners.pop(name, None) if request.finished else self.listeners.get(name)
+            )
             if listener is not None:
                 loop = listener.inbox.loop
                 item = (listener.index, listener.read(request))
@@ -127,7 +141,10 @@ class Outbox:
             loop.call_soon(self.deliver, loop)
 
     def give_up(self, error: Exception) -> None:
-        """Tell every reader that nothing more comes. From any thread, since the engine's may hang."""
+        """Tell every reader that nothing more comes.
+
+        From any thread, since the engine's may hang.
+        """
         listeners = list(self.listeners.values())
         self.listeners.clear()
         for listener in listeners:

@@ -25,7 +25,8 @@ from .scheduler import Scheduler, StepPlan
 from .step_record import Observer, StepRecord
 from .step_result import InFlightStep, StepResult
 
-# Seconds by which fused steps may delay a token that is streamed, and one of an answer that is sent whole.
+# Seconds by which fused steps may delay a token that is streamed, and one of an answer that is sent
+# whole.
 STREAMING_LATENCY = 0.02
 LATENCY = 0.1
 
@@ -64,13 +65,17 @@ class Engine:
         self.observers: list[Observer] = []
         self.adapters = adapters
         self.embedder = embedder  # how a request for an embedding is answered
-        self.defaults = defaults  # of sampling parameters that a request leaves out: the model's own
-        self.chat_defaults = defaults if chat_defaults is None else chat_defaults  # where people talk with the model
+        # of sampling parameters that a request leaves out: the model's own
+        self.defaults = defaults
+        # where people talk with the model
+        self.chat_defaults = defaults if chat_defaults is None else chat_defaults
         self.num_stages = len(runner.pipeline)
         self.num_ahead = max(1, self.num_stages - 1)  # steps in flight while the host works
         self.scheduler = Scheduler(tables, runner.shape, self.num_stages)
         self.speculator = None if speculation is None else Speculator(speculation, runner.seconds)
-        self.admission = Admission(self.config, runner.shape, tables, tokenizer, max_len, seed, self.num_stages > 1)
+        self.admission = Admission(
+            self.config, runner.shape, tables, tokenizer, max_len, seed, self.num_stages > 1
+        )
         self.results = ResultProcessor(self.scheduler, tables, self.speculator)
         self.requests = self.results.requests
         self.lifecycle = Lifecycle(runner, self.scheduler, tables, self.results, page_identity)
@@ -91,20 +96,31 @@ class Engine:
     ) -> Request:
         """Queue a request, or refuse it with a `RequestError` that says why.
 
-        With `pooling` it asks for the prompt's hidden states and no token: `RequestOutput.pooled`. Of a pair of texts
-        the second begins at the token `second`.
+        With `pooling` it asks for the prompt's hidden states and no token: `RequestOutput.pooled`.
+        Of a pair of texts the second begins at the token `second`.
         """
         self.lifecycle.check_serving()
         if request_id in self.requests:
-            client_id = request_id.removeprefix(f"{terms.share_key}/")  # the server puts a tenant before its ids
-            raise RequestError("request_id", f"{client_id!r} is being served already; ids must differ")
+            # the server puts a tenant before its ids
+            client_id = request_id.removeprefix(f"{terms.share_key}/")
+            raise RequestError(
+                "request_id", f"{client_id!r} is being served already; ids must differ"
+            )
         self.admission.check(tokens, params, pooling is not None)
         if terms.adapter is not None and self.adapters is None:
             raise RequestError("lora_request", NO_ADAPTERS)
-        if self.max_queued is not None and len(self.scheduler.waiting) + params.num_sequences > self.max_queued:
-            raise QueueFull("queue", f"is full: {self.max_queued} may wait (max_queued_requests); try again later")
+        if (
+            self.max_queued is not None
+            and len(self.scheduler.waiting) + params.num_sequences > self.max_queued
+        ):
+            raise QueueFull(
+                "queue",
+                f"is full: {self.max_queued} may wait (max_queued_requests); try again later",
+            )
         now = self.clock()
-        request = self.admission.make_request(request_id, tokens, params, prompt, terms, pooling, second, now)
+        request = self.admission.make_request(
+            request_id, tokens, params, prompt, terms, pooling, second, now
+        )
         self.requests[request_id] = request
         if self.speculator is not None:
             for seq in request.sequences:
@@ -115,7 +131,8 @@ class Engine:
         return request
 
     def step(self, launches: bool = True) -> list[Request]:
-        """Launch the next step and process the results of the oldest one; the requests that got tokens, or ended.
+        """Launch the next step and process the results of the oldest one; the requests that got
+        tokens, or ended.
 
         Without `launches` only results are processed.
         """
@@ -134,9 +151,13 @@ class Engine:
         return self.report(began, step, result, changed)
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step, as several fused steps where that delays no token; None: nothing can be computed now."""
+        """Plan the next step, as several fused steps where that delays no token; None: nothing can
+        be computed now.
+        """
         if self.speculator is not None:
-            is_blocked = self.num_stages == 1 and any(step.plan.needs_host_sync for step in self.in_flight)
+            is_blocked = self.num_stages == 1 and any(
+                step.plan.needs_host_sync for step in self.in_flight
+            )
             self.speculator.trim(self.scheduler.running)
             if is_blocked:
                 return None
@@ -186,7 +207,9 @@ class Engine:
             self.runner.settle()
 
     def recover(self, error: Exception, plan: StepPlan | None) -> Iterator[Request]:
-        """Start over after a failed step: every planned and launched step is lost; yields the requests that end."""
+        """Start over after a failed step: every planned and launched step is lost; yields the
+        requests that end.
+        """
         lost_plans = [step.plan for step in self.in_flight]
         if plan is not None:
             lost_plans.append(plan)
@@ -194,7 +217,11 @@ class Engine:
         return self.lifecycle.recover(error, lost_plans)
 
     def report(
-        self, began: float, step: InFlightStep | None, result: StepResult | None, changed: list[Request]
+        self,
+        began: float,
+        step: InFlightStep | None,
+        result: StepResult | None,
+        changed: list[Request],
     ) -> list[Request]:
         """Tell the observers of a step; each changed request once."""
         requests = tuple(dict.fromkeys(changed))
@@ -206,8 +233,12 @@ class Engine:
         return list(requests)
 
     def max_fused_steps(self, plan: StepPlan) -> int:
-        """Maximum number of decode steps to fuse without delaying tokens beyond the latency budget."""
-        is_streaming = any(item.seq.request is not None and item.seq.request.watched for item in plan.items)
+        """Maximum number of decode steps to fuse without delaying tokens beyond the latency
+        budget.
+        """
+        is_streaming = any(
+            item.seq.request is not None and item.seq.request.watched for item in plan.items
+        )
         budget = STREAMING_LATENCY if is_streaming else LATENCY
         num_steps = int(budget / max(self.step_seconds, 1e-6))
         return num_steps if num_steps < 2 else min(num_steps, self.runner.max_fused_steps(plan))
@@ -217,14 +248,18 @@ class Engine:
         if not (result.plan.decodes and result.num_steps):
             return
         seconds = (result.collected - result.device_began) / result.num_steps
-        self.step_seconds += (seconds - self.step_seconds) / 8 if self.step_seconds < 1 else seconds - 1
+        self.step_seconds += (
+            (seconds - self.step_seconds) / 8 if self.step_seconds < 1 else seconds - 1
+        )
         if self.speculator is not None and self.speculator.listens:
             self.record_draft_time(result.plan, seconds_since_previous)
 
     def record_draft_time(self, plan: StepPlan, seconds_since_previous: float) -> None:
         """Tell the speculator the time of a step, unless requests came or ended around it."""
         items = plan.items
-        if any(item.begins for item in items) or all(item.seq.finish_reason is not None for item in items):
+        if any(item.begins for item in items) or all(
+            item.seq.finish_reason is not None for item in items
+        ):
             return  # the device may have been idle before it
         num_drafts = plan.num_rows - len(items)
         num_proposals = max(item.asks for item in items)
@@ -232,7 +267,9 @@ class Engine:
         has_branches = any(item.branches for item in items)
         if plan.behind and (is_synced or not num_proposals):
             return  # the time includes that of the drafter's own steps
-        self.speculator.took(len(items), num_drafts, num_proposals, is_synced, seconds_since_previous, has_branches)
+        self.speculator.took(
+            len(items), num_drafts, num_proposals, is_synced, seconds_since_previous, has_branches
+        )
 
     def expire(self, now: float) -> Iterator[Request]:
         """End the requests whose time is up, with what they have; yields each."""

@@ -18,7 +18,10 @@ PageIdentity = Callable[[], tuple[bytes, bytes]]  # of the weights that lie on d
 
 
 class Lifecycle:
-    """Frees and restores what an engine has on its device. No step is in flight when it is called."""
+    """Frees and restores what an engine has on its device.
+
+    No step is in flight when it is called.
+    """
 
     def __init__(
         self,
@@ -50,8 +53,9 @@ class Lifecycle:
         if self.is_forked:
             raise NotServing(
                 "engine",
-                f"belongs to process {self.process}, and process {os.getpid()} is a fork of it: fork before the engine "
-                "is made, or start processes by multiprocessing.get_context('spawn')",
+                f"belongs to process {self.process}, and process {os.getpid()} is a fork of it: "
+                "fork before the engine is made, or start processes by "
+                "multiprocessing.get_context('spawn')",
             )
 
     @property
@@ -59,7 +63,9 @@ class Lifecycle:
         return os.getpid() != self.process
 
     def recover(self, error: Exception, lost_plans: Iterable[StepPlan] = ()) -> Iterator[Request]:
-        """After a failed step: the requests of the lost plans end, the others start over on a fresh device state."""
+        """After a failed step: the requests of the lost plans end, the others start over on a fresh
+        device state.
+        """
         lost = dict.fromkeys(item.seq for plan in lost_plans for item in plan.items)
         self.runner.fail(error)
         log.error("a step failed; its requests end, the others are computed again", exc_info=error)
@@ -85,14 +91,16 @@ class Lifecycle:
 
     def check_level(self, level: int) -> None:
         if level not in (1, 2):
-            message = f"must be 1 (weights to host memory) or 2 (weights dropped), got {shown(level)}"
+            message = (
+                f"must be 1 (weights to host memory) or 2 (weights dropped), got {shown(level)}"
+            )
             raise RequestError("level", message)
 
     def sleep(self, level: int, keep_pages: bool) -> None:
         """Free the device's memory.
 
-        Weights go to host memory (level 1) or are read again (level 2). Requests wait, and their tokens are computed
-        again afterwards unless the pages are kept.
+        Weights go to host memory (level 1) or are read again (level 2). Requests wait, and their
+        tokens are computed again afterwards unless the pages are kept.
         """
         if self.is_asleep:
             return
@@ -107,7 +115,8 @@ class Lifecycle:
         if not self.is_asleep:
             return
         reads_weights = self.runner.weights is None
-        identity = self.page_identity() if reads_weights else self.loaded_identity  # before they are read
+        # before they are read
+        identity = self.page_identity() if reads_weights else self.loaded_identity
         self.runner.wake_up()
         if identity != self.loaded_identity:
             self.replace_weights(identity)
@@ -115,7 +124,9 @@ class Lifecycle:
         self.is_asleep = False
 
     def replace_weights(self, identity: tuple[bytes, bytes]) -> None:
-        """Other weights serve from now on: forget all keys and values of the old ones, those on their way too."""
+        """Other weights serve from now on: forget all keys and values of the old ones, those on
+        their way too.
+        """
         self.loaded_identity = identity
         for seq in self.scheduler.waiting:
             seq.cache.load, seq.cache.prefetched = None, False

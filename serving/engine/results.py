@@ -14,16 +14,22 @@ from .step_result import SampledTokens, StepResult
 
 
 class ResultProcessor:
-    """Gives sequences their tokens, and ends them; a request leaves `requests` with its last sequence."""
+    """Gives sequences their tokens, and ends them; a request leaves `requests` with its last
+    sequence.
+    """
 
-    def __init__(self, scheduler: Scheduler, tables: list[PageTable], speculator: Speculator | None):
+    def __init__(
+        self, scheduler: Scheduler, tables: list[PageTable], speculator: Speculator | None
+    ):
         self.scheduler = scheduler
         self.tables = tables
         self.speculator = speculator
         self.requests: dict[str, Request] = {}  # that have not ended, by id
 
     def process(self, result: StepResult) -> Iterator[Request]:
-        """Give each sequence its tokens, and end those that are done; yields the request of each."""
+        """Give each sequence its tokens, and end those that are done; yields the request of
+        each.
+        """
         for output in result.outputs:
             item = output.item
             seq = item.seq
@@ -80,7 +86,9 @@ class ResultProcessor:
             self.end(seq, "stop")
 
     def speculate(self, output: SampledTokens) -> None:
-        """Count the draft tokens that were accepted, and let the drafter go on from the new tokens."""
+        """Count the draft tokens that were accepted, and let the drafter go on from the new
+        tokens.
+        """
         item = output.item
         seq = item.seq
         speculator = self.speculator
@@ -90,13 +98,20 @@ class ResultProcessor:
             seq.num_drafts += item.num_drafts
             seq.accepted.extend(range(first, first + num_accepted))
             speculator.counts.add(item.num_drafts, num_accepted)
-        if item.draws and seq.finish_reason is None and (item.drafts or item.asks or speculator.attends):
+        if (
+            item.draws
+            and seq.finish_reason is None
+            and (item.drafts or item.asks or speculator.attends)
+        ):
             seq.proposed = output.proposals if item.asks and output.proposals else []
             more = len(output.tokens) - 1 - output.num_first_accepted if item.branches else None
             speculator.take_in(seq, len(item.drafts), output.num_first_accepted, more)
 
     def fail(self, seq: Sequence, failure: int) -> None:
-        """End a sequence that has no next token. Where its logits are broken, its pages leave the prefix cache."""
+        """End a sequence that has no next token.
+
+        Where its logits are broken, its pages leave the prefix cache.
+        """
         if failure == BANNED:
             seq.request.completions[seq.index].stop_reason = NO_TOKEN_ALLOWED
         else:

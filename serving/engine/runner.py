@@ -44,7 +44,9 @@ MEASURING = 1.0  # of all together in so many seconds, as far as it depends on t
 
 
 class DeviceLost(RuntimeError):
-    """Not even an empty state can be made: as after an illegal access on a GPU, where every later call fails too."""
+    """Not even an empty state can be made: as after an illegal access on a GPU, where every later
+    call fails too.
+    """
 
 
 class Runner:
@@ -80,13 +82,17 @@ class Runner:
         self.page_copier = PageCopier(self.pipeline, to_host, len(num_pages))
         snapshots = num_pages[-1] if len(num_pages) > len(config.windows) else 0
         self.state_copier = StateCopier(self.pipeline, shape.max_seqs, snapshots, devices.data.size)
-        self.device = jax.config.jax_default_device  # as the caller of this chose it; reset() may be another thread's
+        # as the caller of this chose it; reset() may be another thread's
+        self.device = jax.config.jax_default_device
         self.remote = jax.default_backend() != "cpu"  # the device has memory of its own
-        self.biases: dict[int, np.ndarray | None] = {}  # what the sequence in each slot adds to its logits
+        # what the sequence in each slot adds to its logits
+        self.biases: dict[int, np.ndarray | None] = {}
         self.compiled: dict[Size, Any] = {}
-        self.plain: dict[Size, Any] = {}  # the same for steps whose rows all draw, and do so plainly
+        # the same for steps whose rows all draw, and do so plainly
+        self.plain: dict[Size, Any] = {}
         self.fused_steps: Any = None  # several steps of the smallest size, one after the other
-        self.resting: dict[Size, Any] = {}  # and without the drafter, for decode steps that it may rest in
+        # and without the drafter, for decode steps that it may rest in
+        self.resting: dict[Size, Any] = {}
         self.drafters: dict[Size, Any] = {}  # for rows that only the drafter computes
         # Where drafts ask what they cost: of a step, and of each token a sequence that it drafts.
         self.step_seconds: dict[Size, tuple[float, float]] = {}
@@ -102,12 +108,17 @@ class Runner:
         self.homes: Any = None  # the shardings of weights and state, while the engine sleeps
 
     def tell(self, call: str, *values: Any) -> None:
-        """Send a call to the other processes, which make it too; it is sent before this process makes it."""
+        """Send a call to the other processes, which make it too; it is sent before this process
+        makes it.
+        """
         if self.leader is not None:
             self.leader.send(call, *values)
 
     def fail(self, error: Exception) -> None:
-        """A step failed. With several processes that is the end: what each of them holds may differ."""
+        """A step failed.
+
+        With several processes that is the end: what each of them holds may differ.
+        """
         if self.leader is not None:
             self.leader.fail("a step failed in process 0")
             raise error
@@ -133,7 +144,9 @@ class Runner:
         if self.expert_loads is not None:
             self.expert_loads.reset()
         with jax.default_device(self.device):
-            return self.pipeline.make_state(self.num_pages, self.page_size, self.shape.max_seqs, self.shape.max_drafts)
+            return self.pipeline.make_state(
+                self.num_pages, self.page_size, self.shape.max_seqs, self.shape.max_drafts
+            )
 
     def warm_up(self, progress: Callable[[Size], None] = lambda size: None) -> None:
         """Compile every size, or read it from the compile cache; nothing is compiled after this."""
@@ -150,20 +163,34 @@ class Runner:
                 sizes[size] = make(*held, layout)
                 if self.remote and size.samples >= size.rows:
                     plain[size] = make(*held, layout, plain=True)
-                if drafter is not None and drafter.rests and size.rows == size.seqs and size.paths == 1:
+                if (
+                    drafter is not None
+                    and drafter.rests
+                    and size.rows == size.seqs
+                    and size.paths == 1
+                ):
                     resting[size] = make(*held, layout, self.remote, rests=True)
             for size in self.batch_builder.catching if self.shape.drafter_has_kv else ():
                 call = self.pipeline.catch_up(*held, self.batch_builder.layouts[size])
                 behind[size] = compiler.make(call, compile_step)
             if self.max_fused > 1:
                 _, layout = next(iter(self.batch_builder.layouts.items()))
-                fused = compiler.make(self.pipeline.fused_steps(*held, layout, self.max_fused), compile_step)
-            copies = {name: compiler.make(call) for name, call in self.page_copier.calls(self.state.by_page)}
-            of_states = {name: compiler.make(call) for name, call in self.state_copier.calls(self.state)}
+                fused = compiler.make(
+                    self.pipeline.fused_steps(*held, layout, self.max_fused), compile_step
+                )
+            copies = {
+                name: compiler.make(call)
+                for name, call in self.page_copier.calls(self.state.by_page)
+            }
+            of_states = {
+                name: compiler.make(call) for name, call in self.state_copier.calls(self.state)
+            }
             if self.shape.num_adapters:
                 self.write_adapter = compiler.make(self.adapter_write()).result()
             if self.expert_loads is not None:
-                self.expert_loads.program = compiler.make(self.expert_loads.read(self.state)).result()
+                self.expert_loads.program = compiler.make(
+                    self.expert_loads.read(self.state)
+                ).result()
             if self.rebalancer is not None:
                 found = self.rebalancer.lower(model_of(self.weights))
                 self.rebalancer.programs = {key: lowered.compile() for key, lowered in found}
@@ -171,31 +198,49 @@ class Runner:
                 progress(size)
                 self.compiled[size] = self.pipeline.program(made)
             self.plain = {size: self.pipeline.program(made) for size, made in plain.items()}
-            self.resting = {size: self.pipeline.program(made, rests=True) for size, made in resting.items()}
+            self.resting = {
+                size: self.pipeline.program(made, rests=True) for size, made in resting.items()
+            }
             self.fused_steps = fused and fused.result()
             self.drafters = {size: program.result() for size, program in behind.items()}
-            self.state_copier.programs = {name: program.result() for name, program in of_states.items()}
+            self.state_copier.programs = {
+                name: program.result() for name, program in of_states.items()
+            }
             self.page_copier.programs = {name: program.result() for name, program in copies.items()}
-        if self.mesh is not None and self.mesh.is_multi_process:  # the processes find each other now or never
+        # the processes find each other now or never
+        if self.mesh is not None and self.mesh.is_multi_process:
             size, layout = next(iter(self.batch_builder.layouts.items()))
             jax.block_until_ready(self.step(size, False, layout.nothing))
         if self.shape.max_drafts:
             self.measure()
-        row = SlotState(*(np.zeros(leaf.shape[-1], leaf.dtype) for leaf in jax.tree.leaves(self.state.slots)))
+        row = SlotState(
+            *(np.zeros(leaf.shape[-1], leaf.dtype) for leaf in jax.tree.leaves(self.state.slots))
+        )
         slots = reset_slot(self.state.slots, np.int32(0), row)
-        slots = slots.replace(bias_BJV=set_bias(slots.bias_BJV, np.int32(0), np.int32(0), row.bias_BJV))
+        slots = slots.replace(
+            bias_BJV=set_bias(slots.bias_BJV, np.int32(0), np.int32(0), row.bias_BJV)
+        )
         self.state = self.state.replace(slots=slots)
         jax.block_until_ready(self.state.slots)
         self.compiles.mark()
 
     def measure(self) -> None:
-        """How long a step of each size takes in which every row draws: the shortest of some runs, in turns.
+        """How long a step of each size takes in which every row draws: the shortest of some runs,
+        in turns.
 
         A larger step may stand in for a smaller one, so none takes longer than one that holds more.
         """
-        layouts = {size: layout for size, layout in self.batch_builder.layouts.items() if size.samples >= size.rows}
+        layouts = {
+            size: layout
+            for size, layout in self.batch_builder.layouts.items()
+            if size.samples >= size.rows
+        }
         most = self.shape.max_drafts
-        busy = {(size, n): self.batch_builder.busy(layout, n) for size, layout in layouts.items() for n in (0, most)}
+        busy = {
+            (size, n): self.batch_builder.busy(layout, n)
+            for size, layout in layouts.items()
+            for n in (0, most)
+        }
         for (size, _), buffer in busy.items():  # the first runs of a program are longer
             self.timed(size, buffer)
         found = dict.fromkeys(busy, float("inf"))
@@ -206,7 +251,9 @@ class Runner:
             for (size, n), buffer in busy.items():
                 found[size, n] = min(found[size, n], self.timed(size, buffer))
         for size in layouts:
-            larger = [other for other in layouts if other.rows >= size.rows and other.seqs >= size.seqs]
+            larger = [
+                other for other in layouts if other.rows >= size.rows and other.seqs >= size.seqs
+            ]
             larger = [other for other in larger if other.paths == size.paths]
             plain, drafting = (min(found[other, n] for other in larger) for n in (0, most))
             self.step_seconds[size] = plain, max(0.0, drafting - plain) / most
@@ -217,7 +264,8 @@ class Runner:
         return time.perf_counter() - began
 
     def seconds(self, rows: int, seqs: int, drafts: int = 0, paths: int = 1) -> float:
-        """What a step takes in which these rows of so many sequences all draw, and which drafts so many tokens each.
+        """What a step takes in which these rows of so many sequences all draw, and which drafts so
+        many tokens each.
 
         With several paths of drafts of each sequence, or one.
         """
@@ -228,15 +276,21 @@ class Runner:
         rows = max(-(-rows // replicas), seqs)
         if rows > max(size.rows for size in self.step_seconds if size.paths == paths):
             return float("inf")
-        plain, one = self.step_seconds[choose(self.step_seconds, rows, seqs, rows, rows == seqs, paths)]
+        plain, one = self.step_seconds[
+            choose(self.step_seconds, rows, seqs, rows, rows == seqs, paths)
+        ]
         return plain + drafts * one
 
     def read_pages(self, group: int, pages: Seq[int]) -> np.ndarray:
-        """What a few pages of a cache group hold, a row of bytes each; it does not wait for the steps in flight."""
+        """What a few pages of a cache group hold, a row of bytes each; it does not wait for the
+        steps in flight.
+        """
         return self.page_copier.read(self.state.by_page, group, pages)
 
     def place_block(self, group: int, block_NX: Any) -> Any:
-        """Rows that another engine read, put where this engine's devices can write them into pages."""
+        """Rows that another engine read, put where this engine's devices can write them into
+        pages.
+        """
         return self.page_copier.place(group, block_NX)
 
     def read_expert_loads(self) -> dict[int, dict[str, list]]:
@@ -248,7 +302,9 @@ class Runner:
     def rebalance_experts(self) -> dict[str, float]:
         """See `LLM.rebalance_experts`."""
         if self.rebalancer is None:
-            raise RequestError("expert_redundancy", "is 0, so every expert stays where it is; start with 1 or more")
+            raise RequestError(
+                "expert_redundancy", "is 0, so every expert stays where it is; start with 1 or more"
+            )
         return self.rebalancer.plan()
 
     def sleep(self, keep_weights: bool, keep_pages: bool) -> None:
@@ -259,11 +315,15 @@ class Runner:
         self.state = to_host(self.state, keep_pages)
 
     def wake_up(self) -> None:
-        """Bring weights and state back; weights that were dropped are read again, and dropped pages are empty."""
+        """Bring weights and state back; weights that were dropped are read again, and dropped pages
+        are empty.
+        """
         self.tell("wake_up")
         weights, state = self.homes
         if self.weights is None:
-            assert self.load_weights is not None, "the weights were dropped and nobody knows where they came from"
+            assert self.load_weights is not None, (
+                "the weights were dropped and nobody knows where they came from"
+            )
             self.weights = self.load_weights()
             if self.rebalancer is not None:
                 self.rebalancer.reload()
@@ -283,7 +343,9 @@ class Runner:
             if item.draws and item.seq.constraint is not None:
                 self.constrain(item, item.seq.constraint)
         if self.rebalancer is not None:
-            self.weights = with_model(self.weights, self.rebalancer.launching(model_of(self.weights)))
+            self.weights = with_model(
+                self.weights, self.rebalancer.launching(model_of(self.weights))
+            )
         if plan.steps > 1:
             return self.launch_fused(plan, offloads)
         for parts in chunks(plan.behind, self.shape.max_tokens):
@@ -336,7 +398,11 @@ class Runner:
         """Run the compiled step for a batch."""
         if self.leader is not None:
             self.leader.step(size, plain, buffer)
-        rests = size in self.resting and (plain or not self.remote) and self.batch_builder.rests(size, buffer)
+        rests = (
+            size in self.resting
+            and (plain or not self.remote)
+            and self.batch_builder.rests(size, buffer)
+        )
         program = self.resting[size] if rests else self.program(size, plain)
         sampled, hidden_RD, self.state = program(self.weights, self.state, buffer)
         return sampled, hidden_RD
@@ -354,7 +420,9 @@ class Runner:
         """Start to copy pages. Over several hosts no page goes to host memory."""
         self.tell("copy", moves.copies, moves.saves, moves.loads)
         by_page, offloads = self.page_copier.move(self.state.by_page, moves)
-        self.state = self.state_copier.move(self.state.with_pages(by_page), moves.saves, moves.loads)
+        self.state = self.state_copier.move(
+            self.state.with_pages(by_page), moves.saves, moves.loads
+        )
         return offloads
 
     def collect(self, step: InFlightStep) -> StepResult:
@@ -364,7 +432,8 @@ class Runner:
         return read_result(step)
 
     def assign(self, seq: Sequence, computed: int) -> None:
-        """Give a slot to a sequence: its sampling parameters, and a fresh row on the device where it needs one.
+        """Give a slot to a sequence: its sampling parameters, and a fresh row on the device where
+        it needs one.
 
         Tokens from the prefix cache never pass through a step, so the penalties count them here.
         """
@@ -372,7 +441,9 @@ class Runner:
         self.biases[self.batch_builder.place(seq)] = bias
         tracked = self.batch_builder.assign(seq, bias is not None or seq.constraint is not None)
         if bias is not None or tracked or seq.params.min_tokens or seq.params.logprob_token_ids:
-            self.reset_slot(self.batch_builder.place(seq), first_row(seq, computed, self.vocab, bias))
+            self.reset_slot(
+                self.batch_builder.place(seq), first_row(seq, computed, self.vocab, bias)
+            )
 
     def reset_slot(self, slot: int, row: SlotState) -> None:
         """Write what a slot's sequence begins with into the device state."""
@@ -380,19 +451,25 @@ class Runner:
         self.state = self.state.replace(slots=reset_slot(self.state.slots, np.int32(slot), row))
 
     def constrain(self, item: ScheduledSequence, constraint: Constraint) -> None:
-        """Let the next token, and the one after each draft, be one that the sequence's grammar allows."""
+        """Let the next token, and the one after each draft, be one that the sequence's grammar
+        allows.
+        """
         slot = self.batch_builder.place(item.seq)
         bias_V = self.biases.get(slot)
         for row, allowed_V in enumerate(constraint.allowed_after(item.drafts, item.seq.stop_ids)):
             allowed_V = np.pad(allowed_V, (0, self.vocab - len(allowed_V)), constant_values=True)
-            closed_V = np.where(allowed_V, np.float32(0) if bias_V is None else bias_V, np.float32(-np.inf))
+            closed_V = np.where(
+                allowed_V, np.float32(0) if bias_V is None else bias_V, np.float32(-np.inf)
+            )
             self.set_bias(slot, row, closed_V)
 
     def set_bias(self, slot: int, row: int, bias_V: np.ndarray) -> None:
         """Write what is added to the logits of one of a slot's rows into the device state."""
         self.tell("set_bias", slot, row, bias_V)
         slots = self.state.slots
-        slots = slots.replace(bias_BJV=set_bias(slots.bias_BJV, np.int32(slot), np.int32(row), bias_V))
+        slots = slots.replace(
+            bias_BJV=set_bias(slots.bias_BJV, np.int32(slot), np.int32(row), bias_V)
+        )
         self.state = self.state.replace(slots=slots)
 
 
@@ -404,7 +481,9 @@ def one_of(stack: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=where)
 
 
-def chunks(parts: Seq[Seq[ScheduledSequence]], max_rows: int) -> Iterator[tuple[tuple[ScheduledSequence, ...], ...]]:
+def chunks(
+    parts: Seq[Seq[ScheduledSequence]], max_rows: int
+) -> Iterator[tuple[tuple[ScheduledSequence, ...], ...]]:
     """The same rows, not more of a replica at a time."""
     left = [list(part) for part in parts]
     while any(left):
@@ -417,7 +496,9 @@ def chunks(parts: Seq[Seq[ScheduledSequence]], max_rows: int) -> Iterator[tuple[
                 count = min(item.num_rows, room)
                 own.append(item._replace(num_rows=count))
                 if count < item.num_rows:
-                    items.insert(0, item._replace(start=item.start + count, num_rows=item.num_rows - count))
+                    items.insert(
+                        0, item._replace(start=item.start + count, num_rows=item.num_rows - count)
+                    )
                 room -= count
             taken.append(tuple(own))
         yield tuple(taken)

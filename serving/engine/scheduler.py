@@ -14,31 +14,39 @@ from ..request.sequence import Sequence
 from .adapter_slots import AdapterSlots
 from .waiting_queue import OUTPUT, WaitingQueue
 
-Branches = tuple[tuple[int, tuple[int, ...]], ...]  # other paths of drafts than the first: (number, drafts)
+# other paths of drafts than the first: (number, drafts)
+Branches = tuple[tuple[int, tuple[int, ...]], ...]
 
 
-class ScheduledSequence(NamedTuple):  # hundreds are made a step, and a frozen dataclass takes four times as long
-    """The rows that one sequence brings to a step: positions start .. start + num_rows, the last of them its drafts."""
+# hundreds are made a step, and a frozen dataclass takes four times as long
+class ScheduledSequence(NamedTuple):
+    """The rows that one sequence brings to a step: positions start .. start + num_rows, the last of
+    them its drafts.
+    """
 
     seq: Sequence
     start: int
     num_rows: int
-    draws: int  # so many of the last rows draw a token: the first of them the next one, each other one after a draft
+    # so many of the last rows draw a token: the first of them the next one, each other one after a
+    # draft
+    draws: int
     begins: bool  # the first since the sequence got its slot
     scores: tuple[int, ...] = ()  # rows (positions) whose next prompt token is scored
     drafts: tuple[int, ...] = ()
     asks: int = 0  # tokens that the step is to draft after the one that it draws
     branches: Branches = ()
     path: int = 0  # the one that these rows are
-    # As if all drafts of the step before were right: the device subtracts those that were not from `start`, and a draft
-    # is the name of one that it holds.
+    # As if all drafts of the step before were right: the device subtracts those that were not from
+    # `start`, and a draft is the name of one that it holds.
     ahead: bool = False
 
     def settled(self) -> "ScheduledSequence":
         """One that is ahead, once the step before has been taken in."""
         seq = self.seq
         count = len(self.drafts)
-        return self._replace(start=len(seq.tokens) - 1, drafts=tuple(seq.proposed[:count]), ahead=False)
+        return self._replace(
+            start=len(seq.tokens) - 1, drafts=tuple(seq.proposed[:count]), ahead=False
+        )
 
     @property
     def num_known(self) -> int:
@@ -47,12 +55,16 @@ class ScheduledSequence(NamedTuple):  # hundreds are made a step, and a frozen d
 
     @property
     def paths(self) -> list["ScheduledSequence"]:
-        """As the step computes it: each path as a sequence of its own, which begins with the last known token."""
+        """As the step computes it: each path as a sequence of its own, which begins with the last
+        known token.
+        """
         start = self.num_known - 1
         paths = [self]
         for path, drafts in self.branches:
             count = 1 + len(drafts)
-            paths.append(ScheduledSequence(self.seq, start, count, count, False, drafts=drafts, path=path))
+            paths.append(
+                ScheduledSequence(self.seq, start, count, count, False, drafts=drafts, path=path)
+            )
         return paths
 
     @property
@@ -68,7 +80,8 @@ class ScheduledSequence(NamedTuple):  # hundreds are made a step, and a frozen d
 class StepPlan:
     """One step: what every sequence that takes part computes."""
 
-    parts: tuple[tuple[ScheduledSequence, ...], ...]  # of each replica; an empty one computes nothing
+    # of each replica; an empty one computes nothing
+    parts: tuple[tuple[ScheduledSequence, ...], ...]
     # Of each replica, what its drafter has not followed and is to compute before.
     behind: tuple[tuple[ScheduledSequence, ...], ...] = ()
     steps: int = 1  # of a series: each sequence draws so many tokens, one after the other
@@ -80,7 +93,8 @@ class StepPlan:
     @property
     def num_rows(self) -> int:
         return self.steps * sum(
-            item.num_rows + sum(1 + len(drafts) for _, drafts in item.branches) for item in self.items
+            item.num_rows + sum(1 + len(drafts) for _, drafts in item.branches)
+            for item in self.items
         )
 
     @property
@@ -95,7 +109,9 @@ class StepPlan:
 
 
 def encode_device_token(slot: int, place: int, max_seqs: int) -> int:
-    """Placeholder of a token that only the device knows: a slot's next token (place 0), or a draft token after it."""
+    """Placeholder of a token that only the device knows: a slot's next token (place 0), or a draft
+    token after it.
+    """
     return -1 - slot - place * max_seqs
 
 
@@ -103,9 +119,11 @@ POINT = 30.0  # seconds of waiting that make up for a point of priority
 
 
 def queue_priority(priority: int, arrival: float) -> float:
-    """A request's rank in the queue, the lowest first: a point of priority is worth POINT seconds of waiting.
+    """A request's rank in the queue, the lowest first: a point of priority is worth POINT seconds
+    of waiting.
 
-    All ranks age alike, so the order of the waiting sequences never changes and nothing has to be computed again.
+    All ranks age alike, so the order of the waiting sequences never changes and nothing has to be
+    computed again.
     """
     return arrival + POINT * priority
 
@@ -115,7 +133,9 @@ class Scheduler:
 
     def __init__(self, tables: Seq[PageTable], shape: StepShape, num_stages: int = 1):
         self.shape, self.waiting = shape, WaitingQueue(len(tables))
-        self.replicas = [ReplicaScheduler(table, shape, num_stages, self.waiting) for table in tables]
+        self.replicas = [
+            ReplicaScheduler(table, shape, num_stages, self.waiting) for table in tables
+        ]
 
     @property
     def running(self) -> list[Sequence]:
@@ -126,36 +146,53 @@ class Scheduler:
         return bool(self.waiting) or any(replica.running for replica in self.replicas)
 
     def add(self, *sequences: Sequence) -> None:
-        """Queue the sequences of a request: they have the same prompt, and so go to the same replica."""
+        """Queue the sequences of a request: they have the same prompt, and so go to the same
+        replica.
+        """
         number = self.least_loaded_replica(sequences[0]) if len(self.replicas) > 1 else 0
         for seq in sequences:
             seq.replica = number
             self.waiting.enter(seq)
 
     def least_loaded_replica(self, seq: Sequence) -> int:
-        """The replica that has fewest tokens to compute until the sequence is done, without those that are cached."""
+        """The replica that has fewest tokens to compute until the sequence is done, without those
+        that are cached.
+        """
         tokens = list(self.waiting.tokens_for)
         for number, replica in enumerate(self.replicas):
             match = replica.table.match(seq)
-            tokens[number] += seq.num_tokens - len(match.path) * replica.table.page_size - match.num_partial
+            tokens[number] += (
+                seq.num_tokens - len(match.path) * replica.table.page_size - match.num_partial
+            )
         for other in self.running:
             tokens[other.replica] += other.num_tokens - other.num_computed + OUTPUT
         return tokens.index(min(tokens))
 
     def schedule(self, drafts: bool = False) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute now; `drafts`: sequences may have some."""
+        """The next step, or None if there is nothing to compute now; `drafts`: sequences may have
+        some.
+        """
         if len(self.replicas) > 1:
             self.rebalance_replicas()
-        decodes = drafts and all(replica.decodes for replica in self.replicas)  # it looks at every sequence
+        # it looks at every sequence
+        decodes = drafts and all(replica.decodes for replica in self.replicas)
         parts = tuple([replica.schedule(decodes) for replica in self.replicas])
-        behind = tuple([replica.behind for replica in self.replicas]) if self.shape.drafter_has_kv else ()
+        behind = (
+            tuple([replica.behind for replica in self.replicas])
+            if self.shape.drafter_has_kv
+            else ()
+        )
         return StepPlan(parts, behind if any(behind) else ()) if any(parts) else None
 
     def fuse_steps(self, plan: StepPlan, max_steps: int) -> StepPlan:
-        """The plan as at most `max_steps` decode steps of one launch; as it is where a sequence waits for a slot."""
+        """The plan as at most `max_steps` decode steps of one launch; as it is where a sequence
+        waits for a slot.
+        """
         if max_steps < 2 or self.waiting:
             return plan
-        steps = min([max_steps, *(replica.max_fused_steps(plan.items) for replica in self.replicas)])
+        steps = min(
+            [max_steps, *(replica.max_fused_steps(plan.items) for replica in self.replicas)]
+        )
         if steps < 2:
             return plan
         items = tuple([item._replace(draws=steps) for item in plan.items])
@@ -183,9 +220,13 @@ class Scheduler:
             replica.adapters.forget()
 
     def rebalance_replicas(self) -> None:
-        """Move sequences that wait for a full replica to one with more free slots than waiting sequences."""
+        """Move sequences that wait for a full replica to one with more free slots than waiting
+        sequences.
+        """
         waits = self.waiting.count_for
-        full = {number for number, replica in enumerate(self.replicas) if waits[number] and replica.full}
+        full = {
+            number for number, replica in enumerate(self.replicas) if waits[number] and replica.full
+        }
         free = [
             0 if number in full else len(replica.free_slots) - waits[number]
             for number, replica in enumerate(self.replicas)
@@ -200,7 +241,9 @@ class Scheduler:
                     return
 
     def roll_back(self, item: ScheduledSequence, path: int, accepted: int) -> None:
-        """So many drafts of a path were accepted: what was computed for the others is overwritten."""
+        """So many drafts of a path were accepted: what was computed for the others is
+        overwritten.
+        """
         seq = item.seq
         if seq.slot >= 0:  # else it was preempted since, and nothing of it counts as computed
             seq.num_computed -= len(item.drafts) - accepted
@@ -209,7 +252,9 @@ class Scheduler:
             seq.followed = min(seq.followed, seq.num_computed)
 
     def shorten(self, item: ScheduledSequence, num_steps: int) -> None:
-        """Count only the fused steps that ran: the device skips the others once every sequence has stopped."""
+        """Count only the fused steps that ran: the device skips the others once every sequence has
+        stopped.
+        """
         seq = item.seq
         seq.num_computed = min(seq.num_computed, item.start + num_steps)
         seq.followed = min(seq.followed, seq.num_computed)
@@ -222,9 +267,11 @@ class Scheduler:
         if seq.finish_reason is not None:
             return
         seq.finish_reason = reason
-        if seq.pending > 1:  # fused steps under way may not run, and the last token has no keys and values then
+        # fused steps under way may not run, and the last token has no keys and values then
+        if seq.pending > 1:
             page_size = self.replicas[seq.replica].table.page_size
-            indexed = seq.cache.num_indexed * page_size  # fused steps begin before the last token of a page
+            # fused steps begin before the last token of a page
+            indexed = seq.cache.num_indexed * page_size
             seq.num_computed = min(seq.num_computed, max(len(seq.tokens) - 1, indexed))
         if seq.slot >= 0:
             self.replicas[seq.replica].release(seq)
@@ -236,15 +283,17 @@ class Scheduler:
         """Prove that pages and slots add up."""
         for replica in self.replicas:
             replica.check()
-        assert all(seq.slot < 0 and not seq.cache.pages for seq in self.waiting), "a waiting sequence holds something"
+        assert all(seq.slot < 0 and not seq.cache.pages for seq in self.waiting), (
+            "a waiting sequence holds something"
+        )
 
 
 class ReplicaScheduler:
     """One replica: its slots and pages, the sequences that have them, and its part of each step.
 
-    The first in the queue goes first; decodes before prompts; the highest rank is preempted when pages run out. Where a
-    pipeline has several stages, as many steps are under way, and those who decode share them evenly: what a step draws
-    is known before their next.
+    The first in the queue goes first; decodes before prompts; the highest rank is preempted when
+    pages run out. Where a pipeline has several stages, as many steps are under way, and those who
+    decode share them evenly: what a step draws is known before their next.
     """
 
     def __init__(self, table: PageTable, shape: StepShape, num_stages: int, waiting: WaitingQueue):
@@ -255,7 +304,8 @@ class ReplicaScheduler:
         self.running: list[Sequence] = []
         self.free_slots = list(range(shape.max_seqs - 1, -1, -1))
         self.adapters = AdapterSlots(shape.num_adapters)
-        self.refused: tuple[Sequence, int, int] | None = None  # who was not admitted, and the state it waits to change
+        # who was not admitted, and the state it waits to change
+        self.refused: tuple[Sequence, int, int] | None = None
         self.rows = self.samples = self.drafts = 0  # left in the step that is being planned
         self.promised = 0  # of these drafts, to first paths that are still to come
         self.follows = False  # in the step that is being planned
@@ -273,7 +323,9 @@ class ReplicaScheduler:
         return not waits and all(seq.missing <= 1 for seq in self.running)
 
     def schedule(self, decodes: bool = False) -> tuple[ScheduledSequence, ...]:
-        """This replica's part of the next step; where all only decode, each row of a step may draw."""
+        """This replica's part of the next step; where all only decode, each row of a step may
+        draw.
+        """
         self.rows = self.shape.max_tokens
         self.samples = self.shape.max_samples
         page_size = self.table.page_size
@@ -287,7 +339,8 @@ class ReplicaScheduler:
         items: dict[Sequence, ScheduledSequence] = {}
         drafts = self.shape.max_drafts > 0
         behind = [(seq, missing) for seq in self.running if (missing := seq.missing)]
-        # The decodes go first so that a long prompt never keeps them waiting; it gets the rows that are left.
+        # The decodes go first so that a long prompt never keeps them waiting; it gets the rows that
+        # are left.
         decoding = [one for one in behind if one[1] == 1]
         if self.num_stages > 1:
             del decoding[-(-len(self.running) // self.num_stages) :]
@@ -297,21 +350,30 @@ class ReplicaScheduler:
             if seq.slot < 0 or not self.rows:
                 continue  # preempted for an earlier one
             start = seq.num_computed
-            plain = seq.prompt_scores is None and not (drafts and (seq.awaits_drafts or seq.asks or seq.ahead))
+            plain = seq.prompt_scores is None and not (
+                drafts and (seq.awaits_drafts or seq.asks or seq.ahead)
+            )
             if missing == 1 and start % page_size and self.samples and plain:
-                # The row before it is in the same page: nothing is to be done, and hundreds do so in every step.
+                # The row before it is in the same page: nothing is to be done, and hundreds do so
+                # in every step.
                 items[seq] = ScheduledSequence(seq, start, 1, 1, not seq.begun)
                 self.rows = self.rows - 1
                 self.samples = self.samples - 1
             elif item := self.take(seq, missing, items):
                 items[seq] = item
         self.adapters.begin_look()
-        while self.free_slots and self.rows and (seq := self.waiting.first(self.ready)) and self.admit(seq):
+        while (
+            self.free_slots
+            and self.rows
+            and (seq := self.waiting.first(self.ready))
+            and self.admit(seq)
+        ):
             self.waiting.remove(seq)
             if item := self.take(seq, seq.missing, items):
                 items[seq] = item
         self.behind = self.follow(items.values()) if self.follows else ()
-        for seq, item in items.items():  # they count as computed: every later step runs after this one on the device
+        # they count as computed: every later step runs after this one on the device
+        for seq, item in items.items():
             seq.num_computed += item.num_rows
             seq.pending += item.draws
             seq.verifying = len(item.drafts)
@@ -323,7 +385,9 @@ class ReplicaScheduler:
         return tuple(items.values())
 
     def max_fused_steps(self, items: Seq[ScheduledSequence]) -> int:
-        """Decode steps, the planned one included, before a sequence needs the host: for a page, a draft or its end."""
+        """Decode steps, the planned one included, before a sequence needs the host: for a page, a
+        draft or its end.
+        """
         if len(items) < len(self.running):
             return 1  # the others need the tokens of a step in flight
         page_size = max_steps = self.table.page_size
@@ -335,23 +399,35 @@ class ReplicaScheduler:
         return max_steps
 
     def follow(self, items: Iterable[ScheduledSequence]) -> tuple[ScheduledSequence, ...]:
-        """The drafter computes this step's rows; what it lacks of those that it drafts for, it computes before."""
+        """The drafter computes this step's rows; what it lacks of those that it drafts for, it
+        computes before.
+        """
         behind = []
         for item in items:
             seq = item.seq
             if item.asks and seq.followed < item.start:
-                behind.append(ScheduledSequence(seq, seq.followed, item.start - seq.followed, 0, False))
+                behind.append(
+                    ScheduledSequence(seq, seq.followed, item.start - seq.followed, 0, False)
+                )
                 seq.followed = item.start
             if seq.followed >= item.start:
                 seq.followed = item.start + item.num_rows
         return tuple(behind)
 
     def ready(self, seq: Sequence) -> bool:
-        """Whether a waiting sequence is for this replica, its adapter has room, and its pages have come from disk."""
-        return seq.replica == self.table.replica and self.adapters.admits(seq) and self.table.prefetched(seq)
+        """Whether a waiting sequence is for this replica, its adapter has room, and its pages have
+        come from disk.
+        """
+        return (
+            seq.replica == self.table.replica
+            and self.adapters.admits(seq)
+            and self.table.prefetched(seq)
+        )
 
     def admit(self, seq: Sequence) -> bool:
-        """Give a slot to a sequence that can catch up: one that cannot would hold pages and not finish."""
+        """Give a slot to a sequence that can catch up: one that cannot would hold pages and not
+        finish.
+        """
         if self.shape.whole_prompts and seq.num_tokens > self.rows:
             return False
         state = (seq, self.table.num_freed, sum(other.missing > 1 for other in self.running))
@@ -371,13 +447,21 @@ class ReplicaScheduler:
         self.running.append(seq)
         return True
 
-    def take(self, seq: Sequence, missing: int, items: dict[Sequence, ScheduledSequence]) -> ScheduledSequence | None:
-        """Rows for one sequence, as many as the step and the pages allow; others may be preempted for it."""
+    def take(
+        self, seq: Sequence, missing: int, items: dict[Sequence, ScheduledSequence]
+    ) -> ScheduledSequence | None:
+        """Rows for one sequence, as many as the step and the pages allow; others may be preempted
+        for it.
+        """
         start = seq.num_computed
         count = self.table.tokens_to_snapshot(seq, start, min(missing, self.rows))
         scores: tuple[int, ...] = ()
         if seq.prompt_scores is not None:
-            wanted = [p for p in range(start, min(start + count, seq.num_prompt - 1)) if seq.prompt_scores[p] is None]
+            wanted = [
+                p
+                for p in range(start, min(start + count, seq.num_prompt - 1))
+                if seq.prompt_scores[p] is None
+            ]
             scores = tuple(wanted[: self.samples])
             if len(scores) < len(wanted):
                 count = wanted[len(scores)] - start
@@ -409,27 +493,48 @@ class ReplicaScheduler:
         self.drafts -= len(drafts)
         self.promised -= len(seq.drafts)
         alone = count == 1 and not scores  # what it had computed before lies in pages
-        branches = self.branches_of(seq, start + count, drafts) if alone and drafts and seq.branches else ()
+        branches = (
+            self.branches_of(seq, start + count, drafts)
+            if alone and drafts and seq.branches
+            else ()
+        )
         asks = seq.asks if draws else 0
         if asks:
             longest = max([len(drafts), *(len(others) for _, others in branches)])
             self.make_room(seq, start + count + longest, asks)
         return ScheduledSequence(
-            seq, start, count + len(drafts), draws + len(drafts), not seq.begun, scores, drafts, asks, branches,
+            seq,
+            start,
+            count + len(drafts),
+            draws + len(drafts),
+            not seq.begun,
+            scores,
+            drafts,
+            asks,
+            branches,
             ahead=ahead,
-        )  # fmt: skip
+        )
 
     def drafts_of(self, seq: Sequence, known: int, rows: int) -> tuple[int, ...]:
-        """The drafts for which there is room, in the step and in pages that nobody else needs to give."""
+        """The drafts for which there is room, in the step and in pages that nobody else needs
+        to give.
+        """
         left = seq.max_tokens - (known - seq.num_prompt) - 1  # beyond the one that it draws anyway
-        drafts = [encode_device_token(seq.slot, place, self.shape.max_seqs) for place in range(1, seq.held + 1)]
-        drafts = (drafts if seq.pending else seq.drafts)[: max(0, min(self.drafts, self.samples, rows, left))]
+        drafts = [
+            encode_device_token(seq.slot, place, self.shape.max_seqs)
+            for place in range(1, seq.held + 1)
+        ]
+        drafts = (drafts if seq.pending else seq.drafts)[
+            : max(0, min(self.drafts, self.samples, rows, left))
+        ]
         while drafts and not self.table.grow(seq, known + len(drafts)):
             drafts.pop()
         return tuple(drafts)
 
     def branches_of(self, seq: Sequence, known: int, drafts: tuple[int, ...]) -> Branches:
-        """The other paths of drafts for which there is room, without those that another one begins with."""
+        """The other paths of drafts for which there is room, without those that another one begins
+        with.
+        """
         found = []
         every = [drafts]
         if not self.branches or seq.constraint is not None:
@@ -437,18 +542,26 @@ class ReplicaScheduler:
         left = seq.max_tokens - (known - seq.num_prompt) - 1
         for path, others in enumerate(seq.branches[: len(seq.cache.spare)], 1):
             own = tuple(others[: max(0, min(left, self.drafts - self.promised - 1))])
-            if any(other[: len(own)] == own for other in every) or not self.table.grow(seq, known + len(own)):
+            if any(other[: len(own)] == own for other in every) or not self.table.grow(
+                seq, known + len(own)
+            ):
                 continue
             found.append((path, own))
             every.append(own)
             rows = 1 + len(own)
-            self.rows, self.samples, self.drafts = self.rows - rows, self.samples - rows, self.drafts - rows
+            self.rows, self.samples, self.drafts = (
+                self.rows - rows,
+                self.samples - rows,
+                self.drafts - rows,
+            )
         if found and not self.table.branch(seq, known, [path for path, _ in found]):
             return ()
         return tuple(found)
 
     def make_room(self, seq: Sequence, known: int, asks: int) -> None:
-        """Pages for what the step itself drafts after these tokens, if any are free: without, it drafts worse."""
+        """Pages for what the step itself drafts after these tokens, if any are free: without, it
+        drafts worse.
+        """
         most = min(known + asks, seq.num_prompt + seq.max_tokens)
         while most > known and not self.table.grow(seq, most):
             most -= 1

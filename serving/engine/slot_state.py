@@ -16,7 +16,9 @@ def first_row(seq: Sequence, computed: int, vocab: int, bias_V: np.ndarray | Non
     wanted = np.zeros(MAX_WANTED, np.int32)
     ids = seq.params.logprob_token_ids or ()
     wanted[: len(ids)] = ids
-    return SlotState(np.zeros(vocab, np.float32) if bias_V is None else bias_V, stop, counts, prompt, wanted)
+    return SlotState(
+        np.zeros(vocab, np.float32) if bias_V is None else bias_V, stop, counts, prompt, wanted
+    )
 
 
 def bias_of(seq: Sequence, vocab: int) -> np.ndarray | None:

@@ -78,7 +78,8 @@ class Occupancy:
 
     running: dict[Request, list[Sequence]]  # with those of its sequences that have slots
     waiting: list[Request]  # the first in the queue of those that have none
-    pages: list[np.ndarray]  # of each group, in the order of `Snapshot.pages`: who has each page but the dummy
+    # of each group, in the order of `Snapshot.pages`: who has each page but the dummy
+    pages: list[np.ndarray]
 
 
 def owners_of(pool: PagePool, owned: list[tuple[int, list[int]]]) -> np.ndarray:
@@ -96,7 +97,9 @@ def take_snapshot(engine: Engine) -> Snapshot:
     tables, runner, experts = engine.tables, engine.runner, engine.runner.expert_loads
     counts = None if engine.speculator is None else engine.speculator.counts
     pages = (
-        PageCounts(table.replica, pool.window, pool.num_pages - 1, len(pool.free_pages), len(pool.cached))
+        PageCounts(
+            table.replica, pool.window, pool.num_pages - 1, len(pool.free_pages), len(pool.cached)
+        )
         for table in tables
         for pool in table.pools
     )
@@ -118,12 +121,18 @@ def take_snapshot(engine: Engine) -> Snapshot:
         recompiles=max(0, runner.compiles.recompiles),
         invariant=not runner.pipeline.variance,
         drafts=counts and DraftCounts(counts.proposals, counts.drafts, tuple(counts.accepted)),
-        experts=experts and ExpertUse(int(experts.rows_LE.sum()), experts.skew(), experts.device_skew(), experts.moved),
+        experts=experts
+        and ExpertUse(
+            int(experts.rows_LE.sum()), experts.skew(), experts.device_skew(), experts.moved
+        ),
     )
 
 
 def take_occupancy(engine: Engine, listed: int) -> Occupancy:
-    """Slots and pages by request, and the first `listed` waiting requests. Only the engine's thread may call it."""
+    """Slots and pages by request, and the first `listed` waiting requests.
+
+    Only the engine's thread may call it.
+    """
     running: dict[Request, list[Sequence]] = {}
     for seq in engine.scheduler.running:
         running.setdefault(seq.request, []).append(seq)
@@ -136,7 +145,13 @@ def take_occupancy(engine: Engine, listed: int) -> Occupancy:
     codes = {request: OWNED + index for index, request in enumerate(running)}
     pages = []
     for table in engine.tables:
-        seqs = [seq for seq in engine.scheduler.running if seq.cache.pages and seq.replica == table.replica]
+        seqs = [
+            seq
+            for seq in engine.scheduler.running
+            if seq.cache.pages and seq.replica == table.replica
+        ]
         for index, pool in enumerate(table.pools):
-            pages.append(owners_of(pool, [(codes[seq.request], seq.cache.pages[index]) for seq in seqs]))
+            pages.append(
+                owners_of(pool, [(codes[seq.request], seq.cache.pages[index]) for seq in seqs])
+            )
     return Occupancy(running, list(waiting), pages)

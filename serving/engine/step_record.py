@@ -12,8 +12,8 @@ class StepRecord(NamedTuple):
         host      [schedule][launch n+1][collect n .....][update]
         device     step n ..............................][ step n+1 ....
 
-    Nothing was launched where nothing could be computed; there is no result while the pipeline fills, or after a
-    failure.
+    Nothing was launched where nothing could be computed; there is no result while the pipeline
+    fills, or after a failure.
     """
 
     began: float

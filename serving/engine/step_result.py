@@ -16,15 +16,20 @@ from .scheduler import ScheduledSequence, StepPlan
 
 
 class InFlightStep(NamedTuple):
-    """A step between its launch and its results. Its arrays are futures until `read_result` waits for them."""
+    """A step between its launch and its results.
+
+    Its arrays are futures until `read_result` waits for them.
+    """
 
     plan: StepPlan
     size: Size
     sampled: Sampled
     hidden_RD: jax.Array
     offloads: list[Offload]  # page copies to host memory that were launched before the step
-    num_steps: jax.Array | None = None  # of a fused plan: the steps that ran before every sequence had stopped
-    # Times of the engine's clock, in seconds: the host began to plan the step, had planned it, had launched it.
+    # of a fused plan: the steps that ran before every sequence had stopped
+    num_steps: jax.Array | None = None
+    # Times of the engine's clock, in seconds: the host began to plan the step, had planned it, had
+    # launched it.
     began: float = 0.0
     scheduled: float = 0.0
     launched: float = 0.0
@@ -33,20 +38,25 @@ class InFlightStep(NamedTuple):
 class SampledTokens(NamedTuple):  # hundreds are made a step
     """What a step sampled for one sequence.
 
-    In the step's arrays a sequence has a row for each prompt token that is scored, then one for each sampled token.
+    In the step's arrays a sequence has a row for each prompt token that is scored, then one for
+    each sampled token.
     """
 
     item: ScheduledSequence
     row: int  # the first of the accepted branch
-    failure: int  # of the scored rows and the first sampled one: 0, or `sampling.BROKEN` or `BANNED`
+    # of the scored rows and the first sampled one: 0, or `sampling.BROKEN` or `BANNED`
+    failure: int
     tokens: list[int]  # the accepted draft tokens and the next token; negative where a row failed
-    proposals: list[int] | None = None  # draft tokens for the next step, where the step itself drafts
+    # draft tokens for the next step, where the step itself drafts
+    proposals: list[int] | None = None
     branch: int = 0  # of the draft tree, the one with most accepted tokens
     num_first_accepted: int = 0  # accepted draft tokens of the first branch
 
     @property
     def num_accepted(self) -> int:
-        """Draft tokens that are in the output, once it has its tokens; the output may have ended amid them."""
+        """Draft tokens that are in the output, once it has its tokens; the output may have ended
+        amid them.
+        """
         return max(0, min(len(self.tokens) - 1, len(self.item.seq.tokens) - self.item.num_known))
 
 
@@ -57,8 +67,8 @@ class StepResult(NamedTuple):
     outputs: list[SampledTokens]
     sampled: Sampled  # in host memory where a score is wanted
     hidden_RD: np.ndarray | None = None  # where a sequence has a pool
-    # Times of the engine's clock, in seconds: the host began to wait, the results were there, and the device could
-    # begin, since the step was launched and the step before it was done.
+    # Times of the engine's clock, in seconds: the host began to wait, the results were there, and
+    # the device could begin, since the step was launched and the step before it was done.
     began: float = 0.0
     collected: float = 0.0
     device_began: float = 0.0
@@ -78,7 +88,14 @@ class StepResult(NamedTuple):
         token = int(s.tokens_R[row])
         logprob = float(s.logprobs_R[row])
         rank = int(s.ranks_R[row])
-        return Score(token, logprob, rank, s.top_ids_RK[row], s.top_logprobs_RK[row], s.wanted_logprobs_RL[row])
+        return Score(
+            token,
+            logprob,
+            rank,
+            s.top_ids_RK[row],
+            s.top_logprobs_RK[row],
+            s.wanted_logprobs_RL[row],
+        )
 
 
 def read_result(step: InFlightStep) -> StepResult:
@@ -89,7 +106,9 @@ def read_result(step: InFlightStep) -> StepResult:
         sampled = jax.device_get(sampled)
     if step.num_steps is not None:
         return read_fused_result(step, sampled, int(step.num_steps))
-    hidden_RD = np.asarray(step.hidden_RD) if any(item.seq.pool is not None for item in items) else None
+    hidden_RD = (
+        np.asarray(step.hidden_RD) if any(item.seq.pool is not None for item in items) else None
+    )
     tokens_R = np.asarray(sampled.tokens_R).tolist()
     drafts_BK = None if sampled.drafts_BK is None else np.asarray(sampled.drafts_BK).tolist()
     outputs = []
@@ -106,7 +125,9 @@ def read_result(step: InFlightStep) -> StepResult:
         proposals = None if drafts_BK is None else drafts_BK[number]
         number += 1
         if item.draws == 1 and not item.scores:
-            outputs.append(SampledTokens(item, row, min(tokens_R[row], 0), [tokens_R[row]], proposals))
+            outputs.append(
+                SampledTokens(item, row, min(tokens_R[row], 0), [tokens_R[row]], proposals)
+            )
             row += 1
         elif item.draws or item.scores:
             output, row = read_output(item, row, tokens_R, proposals)
@@ -117,7 +138,9 @@ def read_result(step: InFlightStep) -> StepResult:
 def read_output(
     item: ScheduledSequence, row: int, tokens_R: list[int], proposals: list[int] | None
 ) -> tuple[SampledTokens, int]:
-    """(the tokens of a sequence with scored rows or draft tokens, whose rows begin at `row`; the row after them)."""
+    """(the tokens of a sequence with scored rows or draft tokens, whose rows begin at `row`; the
+    row after them).
+    """
     first = row + len(item.scores)
     end = row + len(item.scores) + item.draws
     count = sum(1 for _ in accepted(item.drafts, tokens_R[first:end])) + 1
@@ -137,14 +160,25 @@ def read_fused_result(step: InFlightStep, sampled: Sampled, num_steps: int) -> S
     """The tokens that each sequence sampled in the fused steps that ran."""
     tokens_RS = np.asarray(sampled.tokens_R)[:num_steps].T
     if any(item.seq.scored for item in step.plan.items):  # a sequence's scores are adjacent
-        sampled = jax.tree.map(lambda all_S: np.concatenate(np.swapaxes(all_S[:num_steps], 0, 1)), sampled)
+        sampled = jax.tree.map(
+            lambda all_S: np.concatenate(np.swapaxes(all_S[:num_steps], 0, 1)), sampled
+        )
     outputs = [
-        SampledTokens(item, row * num_steps, min([0, *tokens_RS[row, :1].tolist()]), tokens_RS[row].tolist())
+        SampledTokens(
+            item, row * num_steps, min([0, *tokens_RS[row, :1].tolist()]), tokens_RS[row].tolist()
+        )
         for row, item in enumerate(step.plan.items)
     ]
     return StepResult(step, outputs, sampled)
 
 
 def accepted(drafts: Seq[int], sampled: Seq[int]) -> Iterator[int]:
-    """The draft tokens that equal the token sampled in their place, up to the first that does not."""
-    return (draft for draft, _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, sampled, strict=False)))
+    """The draft tokens that equal the token sampled in their place, up to the first that does
+    not.
+    """
+    return (
+        draft
+        for draft, _ in takewhile(
+            lambda pair: pair[0] == pair[1], zip(drafts, sampled, strict=False)
+        )
+    )

@@ -24,7 +24,8 @@ class EngineThread:
     def __init__(self, engine: Engine):
         self.engine, self.clock = engine, engine.clock
         self.outbox = Outbox(engine.clock)
-        self.jobs: deque[tuple[Callable[[], Any], Future | None]] = deque()  # without a future nobody waits for it
+        # without a future nobody waits for it
+        self.jobs: deque[tuple[Callable[[], Any], Future | None]] = deque()
         self.wake = threading.Condition()
         self.closed = False
         self.failure: BaseException | None = None
@@ -76,7 +77,10 @@ class EngineThread:
             return bool(self.outbox.listeners) or any(future is not None for _, future in self.jobs)
 
     def give_up(self, error: Exception) -> None:
-        """Answer everybody who waits with an error: the step under way may never end. From any thread but this one."""
+        """Answer everybody who waits with an error: the step under way may never end.
+
+        From any thread but this one.
+        """
         with self.wake:
             waited = [future for _, future in self.jobs if future is not None]
             self.jobs = deque(entry for entry in self.jobs if entry[1] is None)
@@ -124,7 +128,8 @@ class EngineThread:
             with self.wake:
                 while not (self.jobs or self.closed or (engine.busy and not self.paused)):
                     seconds_left = engine.deadlines.seconds_left(self.clock())
-                    if seconds_left == 0:  # of a request that waits while the engine sleeps or is paused
+                    # of a request that waits while the engine sleeps or is paused
+                    if seconds_left == 0:
                         break
                     self.wake.wait(seconds_left)
                 if self.closed:

@@ -7,8 +7,8 @@ from threading import Lock
 class Turns:
     """One thread at a time, in the order in which they asked: `with turns: engine.step()`.
 
-    A thread that gives up a plain lock mostly gets it again at once, and one that waits for its turn after a step would
-    wait until the other has no more steps to make.
+    A thread that gives up a plain lock mostly gets it again at once, and one that waits for its
+    turn after a step would wait until the other has no more steps to make.
     """
 
     def __init__(self):

@@ -10,10 +10,12 @@ OUTPUT = 128  # tokens that a sequence counts for beside those that it lacks: it
 
 
 class WaitingQueue:
-    """By rank among the sequences of one tenant; among tenants, the one that was served least goes first.
+    """By rank among the sequences of one tenant; among tenants, the one that was served least goes
+    first.
 
-    What a tenant was served is counted in tokens of steps. A tenant that comes, or returns, starts at the minimum of
-    those who are there: idling earns no credit. The queue also knows how much waits for each replica.
+    What a tenant was served is counted in tokens of steps. A tenant that comes, or returns, starts
+    at the minimum of those who are there: idling earns no credit. The queue also knows how much
+    waits for each replica.
     """
 
     def __init__(self, replicas: int = 1):
@@ -28,8 +30,13 @@ class WaitingQueue:
         """Add a sequence that is new."""
         if seq.tenant not in self.present:
             least = min((self.served[tenant] for tenant in self.present), default=0)
-            if len(self.served) > 2 * len(self.present) + 16:  # of those who left, only who had more is remembered
-                self.served = {t: served for t, served in self.served.items() if t in self.present or served > least}
+            # of those who left, only who had more is remembered
+            if len(self.served) > 2 * len(self.present) + 16:
+                self.served = {
+                    t: served
+                    for t, served in self.served.items()
+                    if t in self.present or served > least
+                }
             self.served[seq.tenant] = max(self.served.get(seq.tenant, 0), least)
         self.present[seq.tenant] += 1
         self.add(seq)
@@ -77,7 +84,9 @@ class WaitingQueue:
 
     def first(self, ready: Callable[[Sequence], bool]) -> Sequence | None:
         """Whose turn it is, of those who are ready."""
-        for tenant in sorted(self.waiting, key=lambda tenant: (self.served[tenant], self.waiting[tenant][0].rank)):
+        for tenant in sorted(
+            self.waiting, key=lambda tenant: (self.served[tenant], self.waiting[tenant][0].rank)
+        ):
             for seq in self.waiting[tenant]:
                 if ready(seq):
                     return seq

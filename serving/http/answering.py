@@ -46,7 +46,9 @@ class ClientLeft(Exception):
 class AnswerReader:
     """Reads the engine's outputs for the prompts of one request, and counts their tokens."""
 
-    def __init__(self, prepared: Prepared, answers: Answers, num_choices: int, journal: Journal | None = None):
+    def __init__(
+        self, prepared: Prepared, answers: Answers, num_choices: int, journal: Journal | None = None
+    ):
         self.answers = answers
         self.choices = Choices(prepared.parser, num_choices, prepared.max_calls)
         self.journal = journal  # what another replica needs to continue the answer
@@ -61,7 +63,10 @@ class AnswerReader:
         if table.keeps_prefixes:
             lengths = [request.sequences[0].num_prompt for request in self.answers.requests]
             full = (length // table.page_size * table.page_size for length in lengths)
-            stored = sum(max(tokens - cache.num_cached, 0) for tokens, cache in zip(full, caches, strict=True))
+            stored = sum(
+                max(tokens - cache.num_cached, 0)
+                for tokens, cache in zip(full, caches, strict=True)
+            )
         first = self.answers.requests[0]
         now = self.answers.thread.engine.clock()
         start_time = now if first.first_scheduled is None else first.first_scheduled
@@ -85,7 +90,9 @@ class AnswerReader:
             "tokens": usage.completion_tokens,
             "cached_tokens": usage.cached_tokens,
             "finish_reason": ",".join(sorted(self.choices.finish_reasons)),
-            "queued": None if first.first_scheduled is None else first.first_scheduled - first.arrival,
+            "queued": None
+            if first.first_scheduled is None
+            else first.first_scheduled - first.arrival,
             "first_token": None if first.first_token is None else first.first_token - first.arrival,
         }
 
@@ -94,7 +101,9 @@ class AnswerReader:
             raise EngineFailed("the engine has stopped")
         return self.choices.part(prompt, fresh)
 
-    async def stream(self, stream: Any, with_usage: bool, keepalive: bytes = KEEPALIVE_EVENT) -> AsyncIterator[bytes]:
+    async def stream(
+        self, stream: Any, with_usage: bool, keepalive: bytes = KEEPALIVE_EVENT
+    ) -> AsyncIterator[bytes]:
         """Yield a protocol's events, joined per batch of updates; an error becomes the last.
 
         Args:
@@ -140,7 +149,9 @@ class AnswerReader:
             http_error = as_http(error)
             if not isinstance(error, HttpError | EngineFailed | EngineError):
                 log.exception("a stream failed")
-            yield b"".join(out) + stream.fail(http_error.status, http_error.message, http_error.param)
+            yield b"".join(out) + stream.fail(
+                http_error.status, http_error.message, http_error.param
+            )
         finally:
             self.answers.close()
 
@@ -149,7 +160,10 @@ class AnswerReader:
         if self.journal is not None:
             choice_part = replace(
                 choice_part,
-                pieces=[with_call_id(piece, choice_part.index, self.journal) for piece in choice_part.pieces],
+                pieces=[
+                    with_call_id(piece, choice_part.index, self.journal)
+                    for piece in choice_part.pieces
+                ],
             )
         if with_usage:
             stream.set_usage(self.usage)
@@ -212,7 +226,13 @@ class EventStream:
         self.metrics.streams += 1
         try:
             async with self.resources, end_on_disconnect(receive, self.reader.answers):
-                await send({"type": "http.response.start", "status": 200, "headers": [*self.framing.headers]})
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": 200,
+                        "headers": [*self.framing.headers],
+                    }
+                )
                 async for data in self.events:
                     await connection.write(data)
                 await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -44,17 +44,29 @@ log = logging.getLogger("quire")
 
 PROTOCOLS = {
     "/v1/completions": Protocol(
-        "cmpl-", completion.parse, prompting.completion, completion_answer.response, completion_answer.CompletionStream
+        "cmpl-",
+        completion.parse,
+        prompting.completion,
+        completion_answer.response,
+        completion_answer.CompletionStream,
     ),
     "/v1/chat/completions": Protocol(
         "chatcmpl-", chat.parse, prompting.chat, chat_answer.response, chat_answer.ChatStream
     ),
     "/v1/chat/completions/batch": Protocol(
-        "chatcmpl-", chat.parse_batch, prompting.chat_batch, chat_answer.batch_response, chat_answer.ChatStream
+        "chatcmpl-",
+        chat.parse_batch,
+        prompting.chat_batch,
+        chat_answer.batch_response,
+        chat_answer.ChatStream,
     ),
     "/v1/responses": responses.RESPONSES,
     "/v1/messages": Protocol(
-        "msg_", messages.parse, prompting.chat, message_answer.response, message_answer.MessagesStream
+        "msg_",
+        messages.parse,
+        prompting.chat,
+        message_answer.response,
+        message_answer.MessagesStream,
     ),
 }
 
@@ -82,12 +94,20 @@ def make_app(service: Service) -> Any:
         return endpoint
 
     service.batches.kinds = batches.kinds(PROTOCOLS)
-    service.batches.kinds[message_batches.ENDPOINT] = message_batches.kind(PROTOCOLS[message_batches.ENDPOINT])
+    service.batches.kinds[message_batches.ENDPOINT] = message_batches.kind(
+        PROTOCOLS[message_batches.ENDPOINT]
+    )
     handlers = {path: answer_with(protocol) for path, protocol in PROTOCOLS.items()}
     handlers["/v1/responses"] = bind_service(responses.create)
     handlers |= {path: bind_service(handler) for (_, path), handler in pooled.ROUTES.items()}
     routes = [Route(path, handle_errors(handlers[path]), methods=["POST"]) for path in PROTOCOLS]
-    routes.append(Route("/invocations", handle_errors(bind_service(partial(invocations, handlers))), methods=["POST"]))
+    routes.append(
+        Route(
+            "/invocations",
+            handle_errors(bind_service(partial(invocations, handlers))),
+            methods=["POST"],
+        )
+    )
     tables = [
         responses.ROUTES,
         conversations.ROUTES,
@@ -117,7 +137,11 @@ def make_app(service: Service) -> Any:
     origins = service.settings.allowed_origins
     middleware = []
     if origins:
-        middleware = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])]
+        middleware = [
+            Middleware(
+                CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+            )
+        ]
     app = Starlette(
         routes=routes,
         lifespan=lifespan,

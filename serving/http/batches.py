@@ -27,7 +27,9 @@ PAUSE = 1.0  # seconds before a request is sent again for which the queue was fu
 WRITTEN = 256  # unanswered requests whose results are written in one transaction
 ENDED = ("completed", "cancelled", "expired", "failed")
 Serve = Callable[[Request, Any, Any, Any], Awaitable[Any]]
-EXPIRED = HttpError(408, "the batch's time was over before this request was answered", code="batch_expired")
+EXPIRED = HttpError(
+    408, "the batch's time was over before this request was answered", code="batch_expired"
+)
 
 
 class Outcome(NamedTuple):
@@ -107,7 +109,9 @@ class Batch:
         self.times[status] = int(time.time())
 
     def fail(self, error: HttpError) -> None:
-        self.errors.append({"code": error.code, "message": error.message, "param": error.param, "line": None})
+        self.errors.append(
+            {"code": error.code, "message": error.message, "param": error.param, "line": None}
+        )
 
     def count(self, kind: str, requests: int = 1) -> None:
         self.counts[kind] = self.counts.get(kind, 0) + requests
@@ -192,7 +196,10 @@ class Batches:
                 self.storage.delete(entry_key)
         num_batches = self.storage.usage(BATCH).entries
         if num_batches >= self.max_batches:
-            reason = f"{num_batches} batches are kept that are not over, as many as may be (--max-batches)"
+            reason = (
+                f"{num_batches} batches are kept that are not over, as many as may be "
+                "(--max-batches)"
+            )
             raise HttpError(429, reason, code="store_full", headers={"Retry-After": "60"})
 
     def save(self, batch: Batch) -> None:
@@ -324,7 +331,9 @@ class Batches:
         answered = set[int]()
         for name in batch.files.values():
             answered.update(self.files.part_numbers(batch.key, name))
-        lines = self.kinds[batch.kind].parse(split_lines(self.files.pieces(batch.key, batch.input_id)))
+        lines = self.kinds[batch.kind].parse(
+            split_lines(self.files.pieces(batch.key, batch.input_id))
+        )
         return (line for line in lines if line.number not in answered)
 
     def remove(self, batch: Batch) -> None:
@@ -340,7 +349,9 @@ class Batches:
         task = asyncio.current_task()
         try:
             outcome = await self.answer(detached_request(batch, line), batch, line)
-            writing = asyncio.ensure_future(self.run_in_thread(self.write, batch, [(line, outcome)]))
+            writing = asyncio.ensure_future(
+                self.run_in_thread(self.write, batch, [(line, outcome)])
+            )
             try:
                 await asyncio.shield(writing)
             except asyncio.CancelledError:
@@ -363,7 +374,9 @@ class Batches:
         try:
             while True:
                 try:
-                    response = await self.serve(request, self.kinds[batch.kind].protocol, parsed, None)
+                    response = await self.serve(
+                        request, self.kinds[batch.kind].protocol, parsed, None
+                    )
                     return Outcome("succeeded", response.body)
                 except QueueFull:
                     await asyncio.sleep(PAUSE)
@@ -387,7 +400,9 @@ class Batches:
                     batch.count(outcome.kind)
                     result = kind.result(batch, line, outcome)
                     if result is not None:
-                        name = batch.files.get(result.field) or self.new_file(batch, result.field, kind.purpose)
+                        name = batch.files.get(result.field) or self.new_file(
+                            batch, result.field, kind.purpose
+                        )
                         self.files.append(batch.key, name, [(line.number, result.data)])
                 self.save(batch)
             except BaseException:
@@ -410,7 +425,13 @@ class Batches:
             log.error("batch %s failed", batch.id, exc_info=error)
         self.end(batch, "failed", error=http_error)
 
-    def end(self, batch: Batch, status: str, unanswered: Outcome | None = None, error: HttpError | None = None) -> None:
+    def end(
+        self,
+        batch: Batch,
+        status: str,
+        unanswered: Outcome | None = None,
+        error: HttpError | None = None,
+    ) -> None:
         """End a batch with the results that it has.
 
         `unanswered` is the outcome of its other requests.
@@ -433,7 +454,9 @@ class Batches:
                 await asyncio.wait(batch.answering)
             await self.run_in_thread(self.write_end, batch, status, unanswered)
         except Exception:
-            log.exception("batch %s: its end cannot be written; a restarted server ends it", batch.id)
+            log.exception(
+                "batch %s: its end cannot be written; a restarted server ends it", batch.id
+            )
         finally:
             del self.running[batch_key(batch)]
 
@@ -478,7 +501,13 @@ def split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
 def detached_request(batch: Batch, line: BatchLine) -> Request:
     """An HTTP request for one line of a batch, without a client."""
     state = {"facts": {}, "tenant": batch.key, "request_id": f"{batch.id}-{line.number}"}
-    scope = {"type": "http", "method": "POST", "path": batch.kind, "query_string": b"", "headers": []}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": batch.kind,
+        "query_string": b"",
+        "headers": [],
+    }
     scope["state"] = state
     return Request(scope, asyncio.Event().wait)
 

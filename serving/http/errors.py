@@ -53,7 +53,9 @@ def as_http(error: Exception) -> HttpError:
         return HttpError(400, str(error), error.param)
     if isinstance(error, RecursionError):
         return HttpError(400, "body: is nested too deep", "body")
-    return HttpError(500, "the server failed on this request; its log says why", code="internal_error")
+    return HttpError(
+        500, "the server failed on this request; its log says why", code="internal_error"
+    )
 
 
 class JsonResponse(Response):
@@ -73,5 +75,7 @@ def error_response(path: str, error: Exception) -> Response:
     elif path.startswith("/api/"):
         body = ollama.error(http_error.message)
     else:
-        body = shapes.error(http_error.status, http_error.message, http_error.param, http_error.code)
+        body = shapes.error(
+            http_error.status, http_error.message, http_error.param, http_error.code
+        )
     return JsonResponse(body, http_error.status, http_error.headers)

@@ -83,7 +83,12 @@ class StoredFiles:
             self.write(key, file, enumerate(data))
         return file
 
-    def write(self, key: str | None, file: StoredFile, data_parts: Iterable[tuple[int, bytes]] | None = None) -> None:
+    def write(
+        self,
+        key: str | None,
+        file: StoredFile,
+        data_parts: Iterable[tuple[int, bytes]] | None = None,
+    ) -> None:
         self.storage.put(file_key(key, file.id), dict(vars(file)), data_parts, file.expires)
 
     def check_room(self, size: int, param: str = "file") -> None:
@@ -91,7 +96,12 @@ class StoredFiles:
         free = max(self.max_bytes - self.storage.usage(*KINDS).bytes, 0)
         if size > free:
             free_space = f"{free} of {self.max_bytes} bytes (--max-file-bytes) are free"
-            raise HttpError(413, f"{param}: has {size} bytes, and {free_space}; delete files", param, "store_full")
+            raise HttpError(
+                413,
+                f"{param}: has {size} bytes, and {free_space}; delete files",
+                param,
+                "store_full",
+            )
 
     def append(self, key: str | None, name: str, data_parts: Iterable[tuple[int, bytes]]) -> None:
         """Add numbered parts to a hidden file."""
@@ -140,11 +150,15 @@ class StoredFiles:
             if entry["is_hidden"] and not self.users[entry_key]:
                 self.storage.delete(entry_key)
 
-    def get(self, key: str | None, name: str, param: str = "id", hidden: bool = False) -> StoredFile:
+    def get(
+        self, key: str | None, name: str, param: str = "id", hidden: bool = False
+    ) -> StoredFile:
         self.forget_expired(time.time())
         entry = self.storage.get(file_key(key, name))
         if entry is None or (entry["is_hidden"] and not hidden):
-            raise HttpError(404, f"{param}: there is no file {shown(name)}", param, "file_not_found")
+            raise HttpError(
+                404, f"{param}: there is no file {shown(name)}", param, "file_not_found"
+            )
         return StoredFile(**entry)
 
     def delete(self, key: str | None, name: str) -> None:

@@ -91,16 +91,28 @@ class Guard:
     def check_form(self, version: str, headers: Headers) -> None:
         """Refuse a body with two lengths: a proxy may use the other one (request smuggling)."""
         if version not in ("1.0", "1.1"):
-            raise HttpError(400, "HTTP/1.0 and HTTP/1.1 are spoken here", headers={"Connection": "close"})
+            raise HttpError(
+                400, "HTTP/1.0 and HTTP/1.1 are spoken here", headers={"Connection": "close"}
+            )
         if "transfer-encoding" in headers and ("content-length" in headers or version == "1.0"):
-            reason = "the body's length must be told once: by Content-Length, or by chunks in HTTP/1.1"
+            reason = (
+                "the body's length must be told once: by Content-Length, or by chunks in HTTP/1.1"
+            )
             raise HttpError(400, reason, headers={"Connection": "close"})
 
     def check(self, method: str, path: str, headers: Headers, state: dict[str, Any]) -> None:
-        if self.hosts and path not in PUBLIC_PATHS and parse_host(headers.get("host", "")) not in self.hosts:
-            raise HttpError(403, "this server does not answer to that Host; --allowed-host adds a name")
+        if (
+            self.hosts
+            and path not in PUBLIC_PATHS
+            and parse_host(headers.get("host", "")) not in self.hosts
+        ):
+            raise HttpError(
+                403, "this server does not answer to that Host; --allowed-host adds a name"
+            )
         state["key"] = self.key(headers)
-        needs_no_key = path in PUBLIC_PATHS or path == "/" or path.startswith("/page/") or method == "OPTIONS"
+        needs_no_key = (
+            path in PUBLIC_PATHS or path == "/" or path.startswith("/page/") or method == "OPTIONS"
+        )
         if (
             self.keys
             and not needs_no_key
@@ -119,9 +131,15 @@ class Guard:
             # Pages of other sites can send forms and plain text without a CORS preflight, but not
             # JSON.
             kind = headers.get("content-type", "").split(";")[0].strip().lower()
-            has_no_body = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
-            is_same_site = "origin" not in headers or headers["origin"] in self.settings.allowed_origins
-            if kind != "application/json" and not (is_same_site and (has_no_body or (kind, path) == FORM_UPLOAD)):
+            has_no_body = (
+                headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+            )
+            is_same_site = (
+                "origin" not in headers or headers["origin"] in self.settings.allowed_origins
+            )
+            if kind != "application/json" and not (
+                is_same_site and (has_no_body or (kind, path) == FORM_UPLOAD)
+            ):
                 raise HttpError(415, "the body must be JSON: Content-Type: application/json")
             length = parse_digits(headers.get("content-length", "0"))
             if not isinstance(length, int) or not 0 <= length <= self.settings.max_body_bytes:

@@ -14,7 +14,12 @@ from ..api.validation import shown
 LEVELS = ("debug", "info", "warning", "error", "critical")
 # Line ends and terminal control.
 UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-RECORD_ATTRIBUTES = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "color_message"}
+RECORD_ATTRIBUTES = frozenset(logging.makeLogRecord({}).__dict__) | {
+    "message",
+    "asctime",
+    "taskName",
+    "color_message",
+}
 MAX_TEXT = 4000  # characters
 MAX_FIELD = 200
 MAX_TRACE = 20_000
@@ -46,7 +51,9 @@ def extra_fields(record: logging.LogRecord) -> dict[str, Any]:
     """
     extras = record.__dict__.items()
     return {
-        name: loggable(value) for name, value in extras if name not in RECORD_ATTRIBUTES and not name.startswith("_")
+        name: loggable(value)
+        for name, value in extras
+        if name not in RECORD_ATTRIBUTES and not name.startswith("_")
     }
 
 
@@ -60,7 +67,9 @@ class PlainFormatter(logging.Formatter):
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
         line = f"{stamp} {record.levelname:8} {escape(record.getMessage(), MAX_TEXT)}"
         if trace := traceback_text(self, record):
-            line += "".join(f"\n    {escape(trace_line, MAX_TEXT)}" for trace_line in trace.split("\n"))
+            line += "".join(
+                f"\n    {escape(trace_line, MAX_TEXT)}" for trace_line in trace.split("\n")
+            )
         return line
 
 
@@ -83,7 +92,11 @@ class JsonFormatter(logging.Formatter):
 
 def traceback_text(formatter: logging.Formatter, record: logging.LogRecord) -> str:
     """The last MAX_TRACE characters of a record's traceback, where the error is; "" without one."""
-    sections = [formatter.formatException(record.exc_info)] if record.exc_info and record.exc_info[0] else []
+    sections = (
+        [formatter.formatException(record.exc_info)]
+        if record.exc_info and record.exc_info[0]
+        else []
+    )
     sections += [formatter.formatStack(record.stack_info)] if record.stack_info else []
     return "\n".join(sections)[-MAX_TRACE:]
 
@@ -106,22 +119,37 @@ def setup_logging(json: bool, level: str, stream: TextIO | None = None) -> None:
         logger.handlers.clear()
         logger.propagate = True
         logger.setLevel(
-            quire_level if name == "quire" or quire_level == logging.DEBUG else max(quire_level, logging.WARNING)
+            quire_level
+            if name == "quire" or quire_level == logging.DEBUG
+            else max(quire_level, logging.WARNING)
         )
     logging.getLogger("uvicorn.access").disabled = True  # `access` logs more
 
 
-def access(method: str, path: str, status: int, seconds: float, request_id: str, **facts: Any) -> None:
+def access(
+    method: str, path: str, status: int, seconds: float, request_id: str, **facts: Any
+) -> None:
     """Log a finished request: numbers and names, never its text."""
-    request_fields = {"method": method, "path": path, "status": status, "seconds": seconds, "request_id": request_id}
+    request_fields = {
+        "method": method,
+        "path": path,
+        "status": status,
+        "seconds": seconds,
+        "request_id": request_id,
+    }
     fields_to_log = {
         name: loggable(value)
         for name, value in (facts | request_fields).items()
         if value is not None and name not in RECORD_ATTRIBUTES
     }
     details = "".join(
-        f" {name}={fields_to_log[name]}" for name in facts if name in fields_to_log and name not in request_fields
+        f" {name}={fields_to_log[name]}"
+        for name in facts
+        if name in fields_to_log and name not in request_fields
     )
     log.info(
-        "%s %s %s %.3f s %s%s", *(fields_to_log.get(name) for name in request_fields), details, extra=fields_to_log
+        "%s %s %s %.3f s %s%s",
+        *(fields_to_log.get(name) for name in request_fields),
+        details,
+        extra=fields_to_log,
     )

@@ -73,7 +73,11 @@ class Model:
         """Fail all requests if a step takes more than `max_seconds`; the step cannot be ended."""
         thread = self.llm.thread
         if thread.stalled() > max_seconds and thread.awaited():
-            log.error("model %s: a step has taken more than %g seconds; its requests end", self.name, max_seconds)
+            log.error(
+                "model %s: a step has taken more than %g seconds; its requests end",
+                self.name,
+                max_seconds,
+            )
             thread.give_up(HttpError(503, "the engine does not answer", code="engine_stalled"))
 
 
@@ -98,7 +102,12 @@ class Models:
 
     def unknown(self, name: str | None) -> HttpError:
         model_names = ", ".join(model.name for model in self.models)
-        return HttpError(404, f"model: there is no {shown(name)}; there is {model_names}", "model", "model_not_found")
+        return HttpError(
+            404,
+            f"model: there is no {shown(name)}; there is {model_names}",
+            "model",
+            "model_not_found",
+        )
 
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[Model]:
@@ -128,13 +137,24 @@ class Models:
                 reason = "cannot be loaded; the server's log says why"
                 raise HttpError(503, f"model {model.name} {reason}", "model", "model_failed")
             if model.failed_wakes > failed_before:
-                reason = "could not be woken up; the server's log says why. It sleeps, and the next request tries again"
-                raise HttpError(503, f"model {model.name} {reason}", "model", "model_failed", {"Retry-After": "5"})
+                reason = (
+                    "could not be woken up; the server's log says why. It sleeps, and the "
+                    "next request tries again"
+                )
+                raise HttpError(
+                    503,
+                    f"model {model.name} {reason}",
+                    "model",
+                    "model_failed",
+                    {"Retry-After": "5"},
+                )
             if model.state in (MOVING, READY):
                 await self.wait_for_change()
             elif (model_to_sleep := self.model_to_sleep()) is not None:
                 await self.move(
-                    model_to_sleep, ASLEEP, lambda model_to_sleep=model_to_sleep: self.put_to_sleep(model_to_sleep)
+                    model_to_sleep,
+                    ASLEEP,
+                    lambda model_to_sleep=model_to_sleep: self.put_to_sleep(model_to_sleep),
                 )
             elif self.num_awake() < self.max_awake:
                 await self.move(model, READY, lambda: self.wake(model))
@@ -149,7 +169,8 @@ class Models:
             time.monotonic() - model.woken_at > MIN_AWAKE_SECONDS
             and self.num_awake() >= self.max_awake
             and any(
-                waiting_model.waiters and waiting_model.state in (ASLEEP, UNLOADED) for waiting_model in self.models
+                waiting_model.waiters and waiting_model.state in (ASLEEP, UNLOADED)
+                for waiting_model in self.models
             )
         )
 
@@ -169,9 +190,15 @@ class Models:
         idle = [
             model
             for model in self.models
-            if model.state == READY and not model.users and not (model.is_unserved and model.waiters)
+            if model.state == READY
+            and not model.users
+            and not (model.is_unserved and model.waiters)
         ]
-        return min(idle, key=lambda model: model.last_used) if self.num_awake() >= self.max_awake and idle else None
+        return (
+            min(idle, key=lambda model: model.last_used)
+            if self.num_awake() >= self.max_awake and idle
+            else None
+        )
 
     async def move(self, model: Model, state: str, change: Callable[[], Any]) -> None:
         """Run `change`, then set `state`.

@@ -25,12 +25,16 @@ def parse_form(kind: str, body: bytes) -> Mapping[str, FormPart]:
         raise RequestError("body", "must name a boundary of 1 to 70 characters in its Content-Type")
     _, *encoded_parts = (b"\r\n" + body).split(b"\r\n--" + boundary.encode(), MAX_PARTS + 1)
     if not encoded_parts or not encoded_parts.pop().startswith(b"--"):
-        raise RequestError("body", f"must be a form of at most {MAX_PARTS} parts that ends with its boundary")
+        raise RequestError(
+            "body", f"must be a form of at most {MAX_PARTS} parts that ends with its boundary"
+        )
     parts_by_name: dict[str, FormPart] = {}
     for encoded_part in encoded_parts:
         headers, blank_line, data = encoded_part.removeprefix(b"\r\n").partition(b"\r\n\r\n")
         if not blank_line or len(headers) > MAX_HEAD:
-            raise RequestError("body", f"must be a form whose parts have headers of at most {MAX_HEAD} bytes")
+            raise RequestError(
+                "body", f"must be a form whose parts have headers of at most {MAX_HEAD} bytes"
+            )
         name, filename = part_names(headers.decode(errors="replace"))
         if name in parts_by_name:
             raise RequestError(name, "is given twice; leave one of them out")
@@ -56,7 +60,9 @@ def parameter(message: Message, name: str) -> str | None:
         value = message.get_param(name, header=label)
         return None if value is None else collapse_rfc2231_value(value).strip()
     except ValueError as error:  # the charset has a NUL, or cannot decode the value
-        raise RequestError("body", f"must be a form whose {label} can be decoded: {error}") from None
+        raise RequestError(
+            "body", f"must be a form whose {label} can be decoded: {error}"
+        ) from None
 
 
 def header(label: str, value: str) -> Message:

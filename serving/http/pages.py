@@ -20,7 +20,10 @@ def parse_order(query: Mapping[str, str], default: str) -> str:
 
 
 def make_page(
-    items: Sequence[dict[str, Any]], query: Mapping[str, str], limit: int, after_param: str = "after"
+    items: Sequence[dict[str, Any]],
+    query: Mapping[str, str],
+    limit: int,
+    after_param: str = "after",
 ) -> dict:
     """A page of at most `limit` items: those after `after_param`, or those before `before_id`."""
     ids = [item["id"] for item in items]

@@ -22,7 +22,13 @@ from ..parsing.custom import CustomCalls
 from ..parsing.forced import Forced
 from ..parsing.schema_types import declared_properties
 from ..protocol import responses
-from ..protocol.answers.answer import AnsweredPrompt, ChatBatch, ChatRequest, CompletionRequest, ResponsesRequest
+from ..protocol.answers.answer import (
+    AnsweredPrompt,
+    ChatBatch,
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+)
 from ..protocol.context import Messages, drop_oldest_turns, edit_messages
 from ..protocol.pooling import EmbeddingRequest
 from ..protocol.sent_fields import ToolSchemaError
@@ -65,12 +71,18 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats, must_fit: bool 
     )
     if request.drops_oldest:
         max_tokens = max(engine.max_len - (request.params.max_tokens or request.kept_room), 1)
-        messages = drop_oldest_turns(messages, lambda messages: fits(encode_messages, messages, max_tokens))
+        messages = drop_oldest_turns(
+            messages, lambda messages: fits(encode_messages, messages, max_tokens)
+        )
     text, tokens = encode_messages(messages)
     params = request.params
     is_custom_call = False  # the answer is nothing but the text for a custom tool
     opens_thought = parsing.opens_thought(text)
-    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools} if tools else None
+    schemas = (
+        {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+        if tools
+        else None
+    )
 
     def parser() -> Any:
         is_json = request.params.structured_outputs is not None
@@ -86,12 +98,24 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats, must_fit: bool 
 
             Otherwise the call is in the model's own format.
             """
-            schemas_by_name = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+            schemas_by_name = {
+                tool["function"]["name"]: tool["function"]["parameters"] for tool in tools
+            }
             schemas_by_name = {name: schemas_by_name[name] for name in names}
             form = native_call_form(
-                tokenizer, request, tool_parser, reasoning_parser, schemas_by_name, calls, opens_thought
+                tokenizer,
+                request,
+                tool_parser,
+                reasoning_parser,
+                schemas_by_name,
+                calls,
+                opens_thought,
             )
-            return (form, False) if form else (forced_call(request, tools, names[0] if len(names) == 1 else None), True)
+            return (
+                (form, False)
+                if form
+                else (forced_call(request, tools, names[0] if len(names) == 1 else None), True)
+            )
 
         first_form, is_json = call_form(tools)
         form = first_form
@@ -110,9 +134,14 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats, must_fit: bool 
 
         params = replace(params, structured_outputs=form)
     elif tools and tool_parser is None:
-        raise RequestError("tools", "are not understood by this server: --tool-call-parser names the model's format")
+        raise RequestError(
+            "tools",
+            "are not understood by this server: --tool-call-parser names the model's format",
+        )
     elif schemas and schemas.keys() <= request.strict and params.structured_outputs is None:
-        form = native_call_form(tokenizer, request, tool_parser, reasoning_parser, schemas, "any", opens_thought)
+        form = native_call_form(
+            tokenizer, request, tool_parser, reasoning_parser, schemas, "any", opens_thought
+        )
         if form is not None and not can_compile(engine, form):
             form = None
             for tool in tools:
@@ -129,15 +158,24 @@ def chat(engine: Engine, request: ChatRequest, formats: Formats, must_fit: bool 
         def parser() -> Any:
             return CustomCalls(inner_parser(), INPUT, checks, is_custom_call)
 
-    check_listed("top_logprobs", params.logprobs, engine.config.vocab_size, engine.runner.shape.num_logprobs)
+    check_listed(
+        "top_logprobs", params.logprobs, engine.config.vocab_size, engine.runner.shape.num_logprobs
+    )
     tokens = truncate_prompt(tokens, request, params, engine)
     ask = Ask(tokens, params, text, request.terms)
     return Prepared(
-        [ask], [AnsweredPrompt(text, tokens, applied=applied_edits)], parser, None if request.parallel_tool_calls else 1
+        [ask],
+        [AnsweredPrompt(text, tokens, applied=applied_edits)],
+        parser,
+        None if request.parallel_tool_calls else 1,
     )
 
 
-def fits(encode_messages: Callable[[Messages], tuple[str, list[int]]], messages: Messages, max_tokens: int) -> bool:
+def fits(
+    encode_messages: Callable[[Messages], tuple[str, list[int]]],
+    messages: Messages,
+    max_tokens: int,
+) -> bool:
     try:
         return len(encode_messages(messages)[1]) <= max_tokens
     except TooLong:
@@ -146,7 +184,9 @@ def fits(encode_messages: Callable[[Messages], tuple[str, list[int]]], messages:
 
 def compact(engine: Engine, request: ResponsesRequest, formats: Formats) -> Prepared:
     """The prompt that asks for a summary of a conversation."""
-    return chat(engine, replace(request, messages=responses.ask_for_summary(request.messages)), formats)
+    return chat(
+        engine, replace(request, messages=responses.ask_for_summary(request.messages)), formats
+    )
 
 
 def chat_batch(engine: Engine, request: ChatBatch, formats: Formats) -> Prepared:
@@ -171,10 +211,13 @@ def native_call_form(
         return None
     refuse_second_form(request)
     specials = {
-        text: None if token in tokenizer.eos_token_ids else token for text, token in tokenizer.special_texts.items()
+        text: None if token in tokenizer.eos_token_ids else token
+        for text, token in tokenizer.special_texts.items()
     }
     try:
-        grammar = parsing.call_grammar(tool_parser, reasoning_parser, schemas, specials, calls, opens_thought)
+        grammar = parsing.call_grammar(
+            tool_parser, reasoning_parser, schemas, specials, calls, opens_thought
+        )
     except parsing.InexpressibleSchema:
         return None
     return {"grammar": ServersGrammar(grammar)}
@@ -198,7 +241,9 @@ def relax_schema(engine: Engine, request: ChatRequest, tool: dict[str, Any]) -> 
         parameters = {
             "type": "object",
             "properties": {key: {} for key in properties},
-            "required": [key for key in properties if isinstance(required, list) and key in required],
+            "required": [
+                key for key in properties if isinstance(required, list) and key in required
+            ],
         }
         return tool | {"function": function | {"parameters": parameters}}
     return tool
@@ -206,22 +251,33 @@ def relax_schema(engine: Engine, request: ChatRequest, tool: dict[str, Any]) -> 
 
 def refuse_second_form(request: ChatRequest) -> None:
     if request.params.structured_outputs is not None:
-        raise RequestError("tool_choice", "and a form of the answer cannot both be kept; leave one of them out")
+        raise RequestError(
+            "tool_choice", "and a form of the answer cannot both be kept; leave one of them out"
+        )
 
 
-def forced_call(request: ChatRequest, tools: Sequence[dict[str, Any]], name: str | None) -> dict[str, Any]:
+def forced_call(
+    request: ChatRequest, tools: Sequence[dict[str, Any]], name: str | None
+) -> dict[str, Any]:
     """The grammar of a call in JSON: the arguments of `name`, or a name and arguments."""
     refuse_second_form(request)
     functions = [tool["function"] for tool in tools]
     if name is not None:
-        parameters = next(function["parameters"] for function in functions if function["name"] == name)
+        parameters = next(
+            function["parameters"] for function in functions if function["name"] == name
+        )
         return dict(request.custom.get(name) or {"json": parameters})
     if any("grammar" in (request.custom.get(function["name"]) or ()) for function in functions):
-        raise RequestError("tool_choice", "must name a tool that has a grammar, where others may be called too")
+        raise RequestError(
+            "tool_choice", "must name a tool that has a grammar, where others may be called too"
+        )
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": function["name"]}, "arguments": arguments_schema(request, function, i)},
+            "properties": {
+                "name": {"const": function["name"]},
+                "arguments": arguments_schema(request, function, i),
+            },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
@@ -246,7 +302,9 @@ def custom_tool_checks(engine: Engine, request: ChatRequest) -> dict[str, Callab
         if form is None:
             return lambda text: True
         if engine.admission.grammars is None:
-            raise RequestError("tools", "cannot have a grammar: this server has no tokenizer for the model")
+            raise RequestError(
+                "tools", "cannot have a grammar: this server has no tokenizer for the model"
+            )
         try:
             return engine.admission.grammars.checker(form)
         except RequestError as error:
@@ -280,14 +338,26 @@ def completion(engine: Engine, request: CompletionRequest, formats: Formats) -> 
     return Prepared(engine_requests, prompts, plain_parser)
 
 
-def infill_tokens(engine: Engine, request: CompletionRequest, prefix_tokens: list[int]) -> list[int]:
+def infill_tokens(
+    engine: Engine, request: CompletionRequest, prefix_tokens: list[int]
+) -> list[int]:
     """The fill-in-the-middle prompt with `prefix_tokens` and the request's suffix."""
     tokenizer = require_tokenizer(engine)
     if tokenizer.infill is None:
-        raise RequestError("suffix", "is not understood by this model: its tokenizer has no fill-in-the-middle tokens")
+        raise RequestError(
+            "suffix",
+            "is not understood by this model: its tokenizer has no fill-in-the-middle tokens",
+        )
     suffix_tokens = encode(engine, "suffix", request.suffix, False)
     bos_tokens = tokenizer.encode("") if request.add_special_tokens else []
-    return [*bos_tokens, tokenizer.infill[0], *prefix_tokens, tokenizer.infill[1], *suffix_tokens, tokenizer.infill[2]]
+    return [
+        *bos_tokens,
+        tokenizer.infill[0],
+        *prefix_tokens,
+        tokenizer.infill[1],
+        *suffix_tokens,
+        tokenizer.infill[2],
+    ]
 
 
 def encode_prompts(
@@ -323,7 +393,9 @@ def compile_grammar(engine: Engine, params: SamplingParams) -> None:
 def can_compile(engine: Engine, form: Mapping[str, Any]) -> bool:
     """Whether a grammar that the client did not ask for explicitly compiles."""
     try:
-        return engine.admission.grammars is not None and bool(engine.admission.grammars.compile(form))
+        return engine.admission.grammars is not None and bool(
+            engine.admission.grammars.compile(form)
+        )
     except RequestError:
         return False
 
@@ -356,7 +428,9 @@ def encode(
     tokenizer = require_tokenizer(engine)
     try:
         if truncation is not None and truncation.truncate_prompt_tokens is not None:
-            text = truncate(text, tokenizer.max_characters(engine.max_len), truncation.truncation_side)
+            text = truncate(
+                text, tokenizer.max_characters(engine.max_len), truncation.truncation_side
+            )
         else:
             check_length(engine, param, text)
             if must_fit:
@@ -367,7 +441,12 @@ def encode(
 
 
 def encode_truncated(
-    engine: Engine, param: str, text: str, max_tokens: int, side: str = "right", special: bool = True
+    engine: Engine,
+    param: str,
+    text: str,
+    max_tokens: int,
+    side: str = "right",
+    special: bool = True,
 ) -> list[int]:
     """At most `max_tokens` tokens of a text.
 
@@ -407,7 +486,9 @@ def maximum_length(engine: Engine) -> str:
 
 def require_tokenizer(engine: Engine) -> Tokenizer:
     if engine.tokenizer is None:
-        raise RequestError("prompt", "must be token ids: this server has no tokenizer for the model")
+        raise RequestError(
+            "prompt", "must be token ids: this server has no tokenizer for the model"
+        )
     return engine.tokenizer
 
 

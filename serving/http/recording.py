@@ -19,7 +19,9 @@ class Recording:
         self.changed = asyncio.Event()
 
     def add(self, data: bytes) -> None:
-        self.events += [event + b"\n\n" for event in data.split(b"\n\n") if event and data != KEEPALIVE_EVENT]
+        self.events += [
+            event + b"\n\n" for event in data.split(b"\n\n") if event and data != KEEPALIVE_EVENT
+        ]
         self.size += len(data)
         self.wake()
 

@@ -99,7 +99,11 @@ async def serve(service: Service, ready: Callable[[str], None]) -> None:
         while not server.started:
             if server_task.done():
                 error = server_task.exception() or RuntimeError("the server ended before it began")
-                raise ModelError(f"uds is {settings.uds!r}: {error}") if isinstance(error, OSError) else error
+                raise (
+                    ModelError(f"uds is {settings.uds!r}: {error}")
+                    if isinstance(error, OSError)
+                    else error
+                )
             await asyncio.sleep(0.01)
         service.address = server_url(settings, server)
         load_task = asyncio.create_task(service.load_first())
@@ -118,7 +122,9 @@ def open_sockets(host: str, port: int) -> list[socket.socket]:
     """Sockets that listen on every address of the host."""
     sockets: list[socket.socket] = []
     try:
-        addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
         for family, *_, socket_address in dict.fromkeys(addresses):
             sockets.append(socket.create_server(socket_address, family=family, backlog=BACKLOG))
     except OSError as error:
@@ -129,7 +135,9 @@ def open_sockets(host: str, port: int) -> list[socket.socket]:
                 f"port is {port}, where another program listens on {host}: end that one, or choose "
                 f"another port (--port {port + 1}; --port 0 takes a free one)"
             ) from None
-        raise ModelError(f"cannot listen on host {host!r}, port {port}: {error.strerror or error}") from None
+        raise ModelError(
+            f"cannot listen on host {host!r}, port {port}: {error.strerror or error}"
+        ) from None
     return sockets
 
 

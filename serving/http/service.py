@@ -33,7 +33,15 @@ from ..protocol.answers.choices import Choices
 from ..protocol.sent_fields import as_sent
 from ..request.request import Request as Served
 from ..resume import Journal, seed_of
-from .answering import AS_EVENTS, AnswerReader, ClientLeft, EventStream, Framing, end_on_disconnect, wait_for_disconnect
+from .answering import (
+    AS_EVENTS,
+    AnswerReader,
+    ClientLeft,
+    EventStream,
+    Framing,
+    end_on_disconnect,
+    wait_for_disconnect,
+)
 from .batches import Batches
 from .errors import HttpError, JsonResponse
 from .files import StoredFiles
@@ -76,15 +84,24 @@ class Protocol(NamedTuple):
 class Service:
     """The state that all requests share."""
 
-    def __init__(self, models: Models, settings: ServerSettings, before_asking: BeforeAsking | None = None):
+    def __init__(
+        self, models: Models, settings: ServerSettings, before_asking: BeforeAsking | None = None
+    ):
         """`before_asking` is awaited with each engine request before it is submitted."""
         self.models = models
         self.settings = settings
         self.storage = Storage(None if settings.state_dir is None else Path(settings.state_dir))
-        self.stored = StoredResponses(settings.max_stored_responses, settings.max_stored_bytes, self.storage)
+        self.stored = StoredResponses(
+            settings.max_stored_responses, settings.max_stored_bytes, self.storage
+        )
         self.files = StoredFiles(settings.max_file_bytes, self.storage)
         self.batches = Batches(
-            settings.max_batches, self.files, self.serve, self.trace, self.max_running_sequences, self.run_in_thread
+            settings.max_batches,
+            self.files,
+            self.serve,
+            self.trace,
+            self.max_running_sequences,
+            self.run_in_thread,
         )
         # Most threads wait for a template or a grammar.
         self.pool = ThreadPoolExecutor(32, "quire-parse")
@@ -105,7 +122,9 @@ class Service:
         route = scope.get("route")
         state = scope["state"]
         path = "other" if route is None else route.path
-        method = scope["method"] if route is not None and scope["method"] in route.methods else "other"
+        method = (
+            scope["method"] if route is not None and scope["method"] in route.methods else "other"
+        )
         self.http_metrics.request(path, method, status)
         log_path = scope["path"][:200]
         facts = state["facts"]
@@ -129,7 +148,9 @@ class Service:
         except HttpError:
             first = self.models.find(None)
             alone = len(self.models.models) == 1
-            raise ModelError(first.failure if alone else f"model {first.name}: {first.failure}") from None
+            raise ModelError(
+                first.failure if alone else f"model {first.name}: {first.failure}"
+            ) from None
 
     def shutdown_error(self) -> HttpError | None:
         """The error with which new work is refused while the server shuts down.
@@ -169,12 +190,16 @@ class Service:
                         raise too_large(self.settings)
                     chunks.append(chunk)
         except TimeoutError:
-            raise HttpError(408, "the body did not come in time", headers={"Connection": "close"}) from None
+            raise HttpError(
+                408, "the body did not come in time", headers={"Connection": "close"}
+            ) from None
         except ClientDisconnect:
             raise ClientLeft from None
         return b"".join(chunks)
 
-    async def read(self, request: Request, parse: Callable[[Any], Any], reads_stored: bool = False) -> tuple[Any, Any]:
+    async def read(
+        self, request: Request, parse: Callable[[Any], Any], reads_stored: bool = False
+    ) -> tuple[Any, Any]:
         """Receive and parse a request: (the parsed request, its JSON body).
 
         `reads_stored` says that `parse` may read large stored items, so that even a small body is
@@ -182,7 +207,9 @@ class Service:
         """
         raw = await self.body(request)
         is_quick = len(raw) <= SMALL_BODY and not reads_stored
-        parsed_and_body = read(parse, raw) if is_quick else await self.run_in_thread(read, parse, raw)
+        parsed_and_body = (
+            read(parse, raw) if is_quick else await self.run_in_thread(read, parse, raw)
+        )
         if ignored := getattr(parsed_and_body[0], "ignored", ()):  # only chat requests have it
             self.report_ignored_fields(request, ignored)
         return parsed_and_body
@@ -193,7 +220,9 @@ class Service:
         for name in names[:MAX_HEADER_NAMES]:
             if name not in self.ignored and len(self.ignored) < MAX_IGNORED_NAMES:
                 self.ignored.add(name)
-                log.warning("%s is no field that this server knows; it is ignored (said once)", name)
+                log.warning(
+                    "%s is no field that this server knows; it is ignored (said once)", name
+                )
 
     def key(self, request: Request) -> str | None:
         """The tenant of a request: a digest of its API key, which caches and traces may hold."""
@@ -206,14 +235,20 @@ class Service:
         key = self.key(request)
         return name if key is None else f"{key}/{name}"
 
-    def head(self, name: str, model: str, prompts: Sequence[AnsweredPrompt] = (), created: int = 0) -> ResponseHead:
-        return ResponseHead(name, model, created or int(time.time()), f"quire-{self.settings.version}", prompts)
+    def head(
+        self, name: str, model: str, prompts: Sequence[AnsweredPrompt] = (), created: int = 0
+    ) -> ResponseHead:
+        return ResponseHead(
+            name, model, created or int(time.time()), f"quire-{self.settings.version}", prompts
+        )
 
     def tenant_terms(self, terms: Terms, key: str | None) -> Terms:
         """Add the server's time limit, and separate the tenants' prefix caches and queue shares."""
         max_seconds = self.settings.request_seconds
         if max_seconds is not None and (terms.timeout or 0) > max_seconds:
-            raise RequestError("timeout", f"must be at most {max_seconds:g} seconds here, got {terms.timeout:g}")
+            raise RequestError(
+                "timeout", f"must be at most {max_seconds:g} seconds here, got {terms.timeout:g}"
+            )
         terms = replace(terms, timeout=terms.timeout or max_seconds)
         if key is None:
             return terms
@@ -257,7 +292,9 @@ class Service:
                 async with asyncio.timeout(terms.timeout):
                     model = await stack.enter_async_context(self.models.use(parsed.model))
             except TimeoutError:
-                raise HttpError(408, "timeout: the time was over before the model was awake", "timeout") from None
+                raise HttpError(
+                    408, "timeout: the time was over before the model was awake", "timeout"
+                ) from None
             if terms.timeout is not None:
                 seconds_left = terms.timeout - (time.monotonic() - began)
                 terms = replace(terms, timeout=max(seconds_left, 1e-3))
@@ -265,7 +302,9 @@ class Service:
             defaults = engine.chat_defaults if protocol.uses_chat_defaults else engine.defaults
             params = with_defaults(parsed.params, parsed.explicit_params, defaults)
             terms = await self.terms_with_adapter(model, parsed.model, terms)
-            parsed = replace(parsed, params=params, terms=terms, delivery=self.server_delivery(parsed.delivery))
+            parsed = replace(
+                parsed, params=params, terms=terms, delivery=self.server_delivery(parsed.delivery)
+            )
             try:
                 prepared = await self.run_in_thread(
                     prepare, protocol.prepare, model.llm.engine, parsed, self.settings.formats
@@ -276,9 +315,13 @@ class Service:
             if len(prepared.engine_requests) * choices > self.settings.max_choices:
                 max_choices = self.settings.max_choices
                 raise RequestError(
-                    "n", f"times the prompts must be at most {max_choices} (--max-choices), got {choices}"
+                    "n",
+                    f"times the prompts must be at most {max_choices} (--max-choices), got "
+                    f"{choices}",
                 )
-            journal: Journal | None = request.scope["state"].get("journal") if parsed.delivery.stream else None
+            journal: Journal | None = (
+                request.scope["state"].get("journal") if parsed.delivery.stream else None
+            )
             resumed = journal or Journal()
             name = resumed.name or f"{protocol.prefix}{parsed.delivery.request_id or new_id()}"
             head = self.head(name, parsed.model or model.name, prepared.prompts, resumed.created)
@@ -290,7 +333,9 @@ class Service:
                 request.state.span = self.tracer.request("llm_request", request.headers)
                 request.state.params = parsed.params
             if parsed.length_penalty is not None:
-                return await self.answer_by_beam_search(request, protocol, head, parsed, body, prepared, model.llm)
+                return await self.answer_by_beam_search(
+                    request, protocol, head, parsed, body, prepared, model.llm
+                )
             read_options = (Served.take, False) if parsed.delivery.stream else (Served.output, True)
             engine_id = self.engine_id(request, name)
             names = [
@@ -300,7 +345,9 @@ class Service:
             if self.before_asking is not None:
                 for ask in prepared.engine_requests:
                     await self.before_asking(model.llm, ask)
-            engine_requests = [with_seed(*pair) for pair in zip_longest(prepared.engine_requests, resumed.seeds)]
+            engine_requests = [
+                with_seed(*pair) for pair in zip_longest(prepared.engine_requests, resumed.seeds)
+            ]
             answers = await model.llm.ask(names, engine_requests, *read_options, resumed.streamed)
             stack.callback(answers.close)
             reader = AnswerReader(prepared, answers, choices, journal)
@@ -323,7 +370,13 @@ class Service:
             return scheduler.shape.max_seqs * len(scheduler.replicas)
 
     async def answer_at_once(
-        self, request: Request, protocol: Protocol, head: ResponseHead, parsed: Any, body: Any, reader: AnswerReader
+        self,
+        request: Request,
+        protocol: Protocol,
+        head: ResponseHead,
+        parsed: Any,
+        body: Any,
+        reader: AnswerReader,
     ) -> JsonResponse:
         """The complete answer in one response."""
         async with end_on_disconnect(request.receive, reader.answers):
@@ -336,10 +389,16 @@ class Service:
         usage = reader.usage
 
         def respond() -> JsonResponse:
-            return JsonResponse(protocol.response(replace(head, prompts=prompts), parsed, body, answers, usage))
+            return JsonResponse(
+                protocol.response(replace(head, prompts=prompts), parsed, body, answers, usage)
+            )
 
         # The log-probabilities of a long prompt take a second to write.
-        return await self.run_in_thread(respond) if any(prompt.logprobs for prompt in prompts) else respond()
+        return (
+            await self.run_in_thread(respond)
+            if any(prompt.logprobs for prompt in prompts)
+            else respond()
+        )
 
     async def answer_by_beam_search(
         self,
@@ -362,8 +421,12 @@ class Service:
             ignore_eos=params.ignore_eos,
             length_penalty=parsed.length_penalty,
         )
-        engine_requests = [ask._replace(terms=replace(ask.terms, timeout=None)) for ask in prepared.engine_requests]
-        search_task = asyncio.create_task(llm.beams(self.engine_id(request, head.id), engine_requests, beams))
+        engine_requests = [
+            ask._replace(terms=replace(ask.terms, timeout=None)) for ask in prepared.engine_requests
+        ]
+        search_task = asyncio.create_task(
+            llm.beams(self.engine_id(request, head.id), engine_requests, beams)
+        )
         disconnect_task = asyncio.create_task(wait_for_disconnect(request.receive))
         try:
             timeout = parsed.terms.timeout
@@ -381,13 +444,23 @@ class Service:
             await asyncio.wait((search_task, disconnect_task))
         choices = Choices(prepared.parser, params.n, prepared.max_calls)
         answers = choices.answers(
-            [beam_search_output(*pair, llm.engine) for pair in zip(searches, engine_requests, strict=True)]
+            [
+                beam_search_output(*pair, llm.engine)
+                for pair in zip(searches, engine_requests, strict=True)
+            ]
         )
         reasons = ",".join(sorted(choices.finish_reasons))
         cached = sum(search.cached for search in searches)
-        request.state.facts |= {"tokens": choices.num_tokens, "cached_tokens": cached, "finish_reason": reasons}
+        request.state.facts |= {
+            "tokens": choices.num_tokens,
+            "cached_tokens": cached,
+            "finish_reason": reasons,
+        }
         usage = Usage(
-            sum(len(ask.tokens) for ask in engine_requests), choices.num_tokens, cached, choices.num_reasoning_tokens
+            sum(len(ask.tokens) for ask in engine_requests),
+            choices.num_tokens,
+            cached,
+            choices.num_reasoning_tokens,
         )
         return JsonResponse(protocol.response(head, parsed, body, answers, usage))
 
@@ -405,7 +478,11 @@ class Service:
 
     async def exit_after_device_loss(self, name: str, failure: DeviceLost) -> None:
         """End the process, whose engines cannot use the device again."""
-        log.critical("model %s: %s; this process ends, and its supervisor has to start another", name, failure)
+        log.critical(
+            "model %s: %s; this process ends, and its supervisor has to start another",
+            name,
+            failure,
+        )
         self.draining = True
         with suppress(TimeoutError):
             async with asyncio.timeout(DEVICE_LOSS_GRACE):
@@ -423,7 +500,9 @@ class Service:
             async with asyncio.timeout(grace):
                 await self.idle.wait()
         except TimeoutError:
-            log.warning("%d requests did not end within %g seconds; they are cut off", self.open, grace)
+            log.warning(
+                "%d requests did not end within %g seconds; they are cut off", self.open, grace
+            )
             for model in self.models.ready():
                 await model.llm.call(lambda thread=model.llm.thread: abort_all(thread))
             try:
@@ -449,8 +528,14 @@ def beam_search_output(search: Search, ask: Ask, engine: Engine) -> RequestOutpu
     outputs = []
     for index, beam in enumerate(search.best()):
         text_tokens = beam.tokens[: len(beam.tokens) - (beam.finish_reason == "stop")]
-        text = require_tokenizer(engine).decode(list(text_tokens), skip_special_tokens=ask.params.skip_special_tokens)
-        outputs.append(CompletionOutput(index, text, beam.tokens, beam.cum_logprob, finish_reason=beam.finish_reason))
+        text = require_tokenizer(engine).decode(
+            list(text_tokens), skip_special_tokens=ask.params.skip_special_tokens
+        )
+        outputs.append(
+            CompletionOutput(
+                index, text, beam.tokens, beam.cum_logprob, finish_reason=beam.finish_reason
+            )
+        )
     return RequestOutput("", ask.text, ask.tokens, outputs)
 
 
@@ -470,7 +555,9 @@ def read(parse: Callable[[Any], Any], raw: bytes) -> tuple[Any, Any]:
         raise as_sent(error, body) from None
 
 
-def prepare(prepare_prompts: Callable[..., Prepared], engine: Engine, parsed: Any, formats: Formats) -> Prepared:
+def prepare(
+    prepare_prompts: Callable[..., Prepared], engine: Engine, parsed: Any, formats: Formats
+) -> Prepared:
     """Prepare the prompts, and refuse what the engine can never serve before it is submitted."""
     prepared = prepare_prompts(engine, parsed, formats)
     for ask in prepared.engine_requests:

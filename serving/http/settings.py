@@ -40,7 +40,9 @@ class Formats:
             if (value := getattr(self, name)) in refused:
                 raise ModelError(f"{name} {value!r} is not served: {refused[value]}")
             if value not in ("auto", "none", *supported):
-                raise ModelError(f"{name} is {value!r}; it can be auto, none, {', '.join(supported)}")
+                raise ModelError(
+                    f"{name} is {value!r}; it can be auto, none, {', '.join(supported)}"
+                )
 
     def parsers(self, template: str) -> tuple[str | None, str | None]:
         """The names of the parsers of tool calls and of reasoning."""
@@ -59,7 +61,9 @@ class ServerSettings:
     version: str = "0"  # reported by /version
     host: str = flag("127.0.0.1", LISTEN, "Address to listen on.")
     port: int = flag(8000, LISTEN, "Port to listen on; 0 takes a free one.")
-    uds: str | None = flag(None, LISTEN, "Unix socket to listen on, instead of host and port.", "PATH")
+    uds: str | None = flag(
+        None, LISTEN, "Unix socket to listen on, instead of host and port.", "PATH"
+    )
     api_keys: tuple[str, ...] = ()
     # Accepted Host headers; empty: the server's own names on loopback, else any.
     allowed_hosts: tuple[str, ...] = ()
@@ -72,12 +76,17 @@ class ServerSettings:
         "/expert_loads, /rebalance_experts, /v1/load_lora_adapter and /v1/unload_lora_adapter.",
     )
     lora_dir: str | None = flag(
-        None, ACCESS, "Folder below which adapters lie that /v1/load_lora_adapter may load.", "DIR", "none is loaded"
+        None,
+        ACCESS,
+        "Folder below which adapters lie that /v1/load_lora_adapter may load.",
+        "DIR",
+        "none is loaded",
     )
     state_dir: str | None = flag(
         None,
         STATE,
-        "Folder for stored responses, conversations, files and batches; they outlive the server there.",
+        "Folder for stored responses, conversations, files and batches; they outlive the server "
+        "there.",
         "DIR",
         "none: they are in memory",
     )
@@ -85,34 +94,59 @@ class ServerSettings:
     # `n` times the number of prompts.
     max_choices: int = flag(MAX_CHOICES, LIMITS, "Most answers to one request.", "N")
     max_stored_responses: int = flag(
-        1024, STATE, "Most responses and conversations that are kept, for previous_response_id too; 0: none.", "N"
+        1024,
+        STATE,
+        "Most responses and conversations that are kept, for previous_response_id too; 0: none.",
+        "N",
     )
-    max_stored_bytes: int = flag(64 << 20, STATE, "Most bytes of them; the least recently used go.", "BYTES", "64M")
+    max_stored_bytes: int = flag(
+        64 << 20, STATE, "Most bytes of them; the least recently used go.", "BYTES", "64M"
+    )
     max_file_bytes: int = flag(
-        256 << 20, STATE, "Most bytes of /v1/files, of batches' requests and of their results.", "BYTES", "256M"
+        256 << 20,
+        STATE,
+        "Most bytes of /v1/files, of batches' requests and of their results.",
+        "BYTES",
+        "256M",
     )
-    max_batches: int = flag(256, STATE, "Most batches that are kept, also of those that are over.", "N")
+    max_batches: int = flag(
+        256, STATE, "Most batches that are kept, also of those that are over.", "N"
+    )
     max_connections: int = flag(4096, LIMITS, "Most open connections.", "N")
-    receive_seconds: float = seconds(30.0, "Time for a request's head to arrive, and again for its body.")
+    receive_seconds: float = seconds(
+        30.0, "Time for a request's head to arrive, and again for its body."
+    )
     idle_seconds: float = seconds(60.0, "Time after which an unused connection is closed.")
     write_seconds: float = seconds(30.0, "Time for a client to read what it was sent.")
     request_seconds: float | None = seconds(None, "Time for a whole request.")
     stall_seconds: float = seconds(30.0, "Time after which a step counts as failed.")
     shutdown_grace: float = seconds(30.0, "Time for running requests to end after SIGTERM.")
     max_loaded: int | None = flag(
-        None, LIMITS, "Most models awake at once; the least recently used sleeps.", "N", "all of them"
+        None,
+        LIMITS,
+        "Most models awake at once; the least recently used sleeps.",
+        "N",
+        "all of them",
     )
     enable_prompt_tokens_details: bool = flag(
-        False, ANSWERS, "Say in the usage of /v1/embeddings, /score and /rerank too how many tokens were cached."
+        False,
+        ANSWERS,
+        "Say in the usage of /v1/embeddings, /score and /rerank too how many tokens were cached.",
     )
     enable_force_include_usage: bool = flag(
-        False, ANSWERS, "Say in every chunk of a stream what was used so far, also where it was not asked for."
+        False,
+        ANSWERS,
+        "Say in every chunk of a stream what was used so far, also where it was not asked for.",
     )
     enable_per_request_metrics: bool = flag(
-        False, ANSWERS, "Say beside the usage of a chat or completion how long it waited, read and wrote."
+        False,
+        ANSWERS,
+        "Say beside the usage of a chat or completion how long it waited, read and wrote.",
     )
     enable_tokenizer_info_endpoint: bool = flag(
-        False, ANSWERS, "Serve /tokenizer_info: what tokenizer_config.json says, and the chat template."
+        False,
+        ANSWERS,
+        "Serve /tokenizer_info: what tokenizer_config.json says, and the chat template.",
     )
     formats: Formats = Formats()
     otlp_traces_endpoint: str | None = None

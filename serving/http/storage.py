@@ -77,11 +77,19 @@ class Storage:
             self.open()
         except sqlite3.DatabaseError as error:
             self.db.close()
-            reason = "is used by another server" if "locked" in str(error) else f"cannot be read: {error}"
-            raise ModelError(f"state_dir is {str(folder)!r}, whose {FILE} {reason}; use another folder") from None
+            reason = (
+                "is used by another server"
+                if "locked" in str(error)
+                else f"cannot be read: {error}"
+            )
+            raise ModelError(
+                f"state_dir is {str(folder)!r}, whose {FILE} {reason}; use another folder"
+            ) from None
         self.usage_by_kind = {
             kind: StorageUsage(entries, size)
-            for kind, entries, size in self.db.execute("SELECT kind, COUNT(*), SUM(size) FROM entry GROUP BY kind")
+            for kind, entries, size in self.db.execute(
+                "SELECT kind, COUNT(*), SUM(size) FROM entry GROUP BY kind"
+            )
         }
         (self.last_use,) = self.db.execute("SELECT COALESCE(MAX(used), 0) FROM entry").fetchone()
 
@@ -96,7 +104,9 @@ class Storage:
             self.db.execute(f"PRAGMA {pragma}")
         (version,) = self.db.execute("PRAGMA user_version").fetchone()
         if version not in (0, VERSION):
-            raise sqlite3.DatabaseError(f"it has version {version} of the tables, and this server {VERSION}")
+            raise sqlite3.DatabaseError(
+                f"it has version {version} of the tables, and this server {VERSION}"
+            )
         with self.db:
             self.db.execute("BEGIN EXCLUSIVE")  # locks the file until the server ends
             if version == 0:
@@ -130,7 +140,9 @@ class Storage:
     def usage(self, *kinds: str) -> StorageUsage:
         with self.lock:
             usages = [self.usage_by_kind.get(kind, StorageUsage(0, 0)) for kind in kinds]
-            return StorageUsage(sum(usage.entries for usage in usages), sum(usage.bytes for usage in usages))
+            return StorageUsage(
+                sum(usage.entries for usage in usages), sum(usage.bytes for usage in usages)
+            )
 
     def count(self, kind: str, entries: int, size: int) -> None:
         usage = self.usage_by_kind.get(kind, StorageUsage(0, 0))
@@ -150,7 +162,8 @@ class Storage:
         data = msgspec.json.encode(body)
         with self.transaction() as db:
             row = db.execute(
-                "SELECT number, LENGTH(body), size FROM entry WHERE tenant=? AND kind=? AND id=?", key.columns
+                "SELECT number, LENGTH(body), size FROM entry WHERE tenant=? AND kind=? AND id=?",
+                key.columns,
             ).fetchone()
             if row is None:
                 entry = None
@@ -162,12 +175,16 @@ class Storage:
             if entry is None:
                 self.last_use += 1
                 entry = db.execute(
-                    "INSERT INTO entry (tenant, kind, id, body, size, used, expires) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    "INSERT INTO entry (tenant, kind, id, body, size, used, expires) VALUES (?, "
+                    "?, ?, ?, ?, ?, ?)",
                     (*key.columns, data, size, self.last_use, expires),
                 ).lastrowid
                 self.count(key.kind, 1, size)
             else:
-                db.execute("UPDATE entry SET body=?, size=?, expires=? WHERE number=?", (data, size, expires, entry))
+                db.execute(
+                    "UPDATE entry SET body=?, size=?, expires=? WHERE number=?",
+                    (data, size, expires, entry),
+                )
                 self.count(key.kind, 0, size - old_size)
             if data_parts is not None:
                 db.execute("DELETE FROM part WHERE entry=?", (entry,))
@@ -177,10 +194,14 @@ class Storage:
 
     def add_parts(self, key: EntryKey, data_parts: Iterable[tuple[int, bytes]]) -> None:
         with self.transaction() as db:
-            (entry,) = db.execute("SELECT number FROM entry WHERE tenant=? AND kind=? AND id=?", key.columns).fetchone()
+            (entry,) = db.execute(
+                "SELECT number FROM entry WHERE tenant=? AND kind=? AND id=?", key.columns
+            ).fetchone()
             size = 0
             for number, data in data_parts:
-                db.execute("INSERT INTO part (entry, number, data) VALUES (?, ?, ?)", (entry, number, data))
+                db.execute(
+                    "INSERT INTO part (entry, number, data) VALUES (?, ?, ?)", (entry, number, data)
+                )
                 size += len(data)
             db.execute("UPDATE entry SET size=size+? WHERE number=?", (size, entry))
             self.count(key.kind, 0, size)
@@ -188,12 +209,16 @@ class Storage:
     def get(self, key: EntryKey) -> Any | None:
         """The body of an entry; None if there is no such entry."""
         with self.lock:
-            row = self.db.execute("SELECT body FROM entry WHERE tenant=? AND kind=? AND id=?", key.columns).fetchone()
+            row = self.db.execute(
+                "SELECT body FROM entry WHERE tenant=? AND kind=? AND id=?", key.columns
+            ).fetchone()
         return None if row is None else msgspec.json.decode(row[0])
 
     def __contains__(self, key: EntryKey) -> bool:
         with self.lock:
-            rows = self.db.execute("SELECT 1 FROM entry WHERE tenant=? AND kind=? AND id=?", key.columns)
+            rows = self.db.execute(
+                "SELECT 1 FROM entry WHERE tenant=? AND kind=? AND id=?", key.columns
+            )
             return rows.fetchone() is not None
 
     def part_numbers(self, key: EntryKey) -> list[int]:
@@ -234,7 +259,10 @@ class Storage:
         """Mark an entry as the most recently used."""
         with self.transaction() as db:
             self.last_use += 1
-            db.execute("UPDATE entry SET used=? WHERE tenant=? AND kind=? AND id=?", (self.last_use, *key.columns))
+            db.execute(
+                "UPDATE entry SET used=? WHERE tenant=? AND kind=? AND id=?",
+                (self.last_use, *key.columns),
+            )
 
     def delete(self, key: EntryKey) -> None:
         with self.transaction() as db:
@@ -249,7 +277,8 @@ class Storage:
         """The bodies of a tenant's entries, oldest first."""
         with self.lock:
             rows = self.db.execute(
-                "SELECT body FROM entry WHERE tenant=? AND kind=? ORDER BY number", (tenant or "", kind)
+                "SELECT body FROM entry WHERE tenant=? AND kind=? ORDER BY number",
+                (tenant or "", kind),
             ).fetchall()
         return [msgspec.json.decode(body) for (body,) in rows]
 
@@ -258,14 +287,20 @@ class Storage:
         marks = ", ".join("?" * len(kinds))
         with self.lock:
             rows = self.db.execute(
-                f"SELECT tenant, kind, id, body FROM entry WHERE kind IN ({marks}) ORDER BY number", kinds
+                f"SELECT tenant, kind, id, body FROM entry WHERE kind IN ({marks}) ORDER BY number",
+                kinds,
             ).fetchall()
-        return [(EntryKey(tenant or None, kind, name), msgspec.json.decode(body)) for tenant, kind, name, body in rows]
+        return [
+            (EntryKey(tenant or None, kind, name), msgspec.json.decode(body))
+            for tenant, kind, name, body in rows
+        ]
 
     def expired(self, kind: str, now: float) -> list[EntryKey]:
         """The entries that have expired."""
         with self.lock:
-            rows = self.db.execute("SELECT tenant, kind, id FROM entry WHERE kind=? AND expires<=?", (kind, now))
+            rows = self.db.execute(
+                "SELECT tenant, kind, id FROM entry WHERE kind=? AND expires<=?", (kind, now)
+            )
             return [EntryKey(tenant or None, kind, name) for tenant, kind, name in rows]
 
     def least_recently_used(self, kinds: Sequence[str]) -> Iterator[EntryKey]:
@@ -275,7 +310,10 @@ class Storage:
         """
         marks = ", ".join("?" * len(kinds))
         last_use = -1
-        query = f"SELECT tenant, kind, id, used FROM entry WHERE kind IN ({marks}) AND used>? ORDER BY used LIMIT 16"
+        query = (
+            f"SELECT tenant, kind, id, used FROM entry WHERE kind IN ({marks}) AND used>? "
+            "ORDER BY used LIMIT 16"
+        )
         while True:
             with self.lock:
                 rows = self.db.execute(query, (*kinds, last_use)).fetchall()
@@ -294,5 +332,7 @@ def prepare(folder: Path) -> Path:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         path.chmod(0o600)
     except OSError as error:
-        raise ModelError(f"state_dir is {str(folder)!r}, where nothing can be written: {error}") from None
+        raise ModelError(
+            f"state_dir is {str(folder)!r}, where nothing can be written: {error}"
+        ) from None
     return path

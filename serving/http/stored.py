@@ -73,7 +73,9 @@ class StoredResponses:
     def check_unused(self, key: str | None, name: str) -> None:
         """Refuse an id that is stored already: chains of responses could become cycles."""
         if EntryKey(key, RESPONSE, name) in self.storage:
-            raise RequestError("request_id", f"makes the id {name}, which a stored response has; ids must differ")
+            raise RequestError(
+                "request_id", f"makes the id {name}, which a stored response has; ids must differ"
+            )
 
     def put(self, key: str | None, name: str, stored: StoredResponse, is_new: bool = False) -> bool:
         """Store a response or conversation; return False, and change nothing, if there is no room.
@@ -97,7 +99,9 @@ class StoredResponses:
             self.running[entry_key] = stored
         return True
 
-    def put_answer(self, key: str | None, name: str, stored: StoredResponse, is_new: bool = False) -> bool:
+    def put_answer(
+        self, key: str | None, name: str, stored: StoredResponse, is_new: bool = False
+    ) -> bool:
         """As `put`, but log a storage failure and return False, since the answer is still valid."""
         try:
             return self.put(key, name, stored, is_new)
@@ -137,8 +141,13 @@ class StoredResponses:
         entry = self.storage.get(entry_key)
         if entry is None:
             kind = missing.kind.capitalize()
-            reason = f"{kind} with id {shown(name)} not found: it was not stored, or others have taken its place"
-            raise HttpError(missing.status, f"{missing.param}: {reason}", missing.param, missing.code)
+            reason = (
+                f"{kind} with id {shown(name)} not found: it was not stored, or others have "
+                "taken its place"
+            )
+            raise HttpError(
+                missing.status, f"{missing.param}: {reason}", missing.param, missing.code
+            )
         try:
             self.storage.touch(entry_key)
         except StorageFailed as error:  # reading still works
@@ -179,18 +188,24 @@ class StoredResponses:
         """
         if field == "conversation":
             return self.get(key, name, NO_CONVERSATION).items
-        return [item for stored in reversed(list(self.chain(key, name))) for item in turn_items(stored)]
+        return [
+            item for stored in reversed(list(self.chain(key, name))) for item in turn_items(stored)
+        ]
 
     def chain(self, key: str | None, name: str | None) -> Iterator[StoredResponse]:
         """Yield a response and its predecessors, newest first."""
         visited: set[str] = set()
         while name is not None:
             if name in visited:
-                raise RequestError("previous_response_id", f"leads to {shown(name)} twice; the chain must end")
+                raise RequestError(
+                    "previous_response_id", f"leads to {shown(name)} twice; the chain must end"
+                )
             visited.add(name)
             stored = self.get(key, name, NO_PREVIOUS)
             if stored.body["status"] in OPEN:
-                raise RequestError("previous_response_id", f"is {shown(name)}, which is not answered yet")
+                raise RequestError(
+                    "previous_response_id", f"is {shown(name)}, which is not answered yet"
+                )
             yield stored
             name = stored.previous
 
@@ -206,4 +221,8 @@ def turn_items(stored: StoredResponse) -> list[dict[str, Any]]:
 
 def finished_items(body: dict[str, Any]) -> list[dict[str, Any]]:
     """The output items of a response, without a call that was cut off."""
-    return [item for item in body["output"] if (item["type"], item["status"]) != ("function_call", "incomplete")]
+    return [
+        item
+        for item in body["output"]
+        if (item["type"], item["status"]) != ("function_call", "incomplete")
+    ]

@@ -35,7 +35,9 @@ def span_facts(facts: Mapping[str, Any], params: SamplingParams) -> dict[str, An
              "time_in_queue": "queued", "time_to_first_token": "first_token"}  # fmt: skip
     logged = {name: facts.get(log_name) for name, log_name in names.items()}
     reasons = [reason for reason in facts.get("finish_reason", "").split(",") if reason]
-    requested = {name: getattr(params, name) for name in ("max_tokens", "temperature", "top_p", "n")}
+    requested = {
+        name: getattr(params, name) for name in ("max_tokens", "temperature", "top_p", "n")
+    }
     return logged | requested | {"finish_reasons": reasons or None}
 
 
@@ -51,10 +53,14 @@ class Span:
         Later calls have no effect.
         """
         if unknown := facts.keys() - ATTRIBUTES.keys():
-            raise KeyError(f"{sorted(unknown)} are no facts of a span; it has {', '.join(ATTRIBUTES)}")
+            raise KeyError(
+                f"{sorted(unknown)} are no facts of a span; it has {', '.join(ATTRIBUTES)}"
+            )
         if not self.span.is_recording():
             return
-        self.span.set_attributes({ATTRIBUTES[name]: value for name, value in facts.items() if value is not None})
+        self.span.set_attributes(
+            {ATTRIBUTES[name]: value for name, value in facts.items() if value is not None}
+        )
         if facts.get("error") is not None:
             from opentelemetry.trace import StatusCode
 
@@ -100,14 +106,18 @@ def make_tracer(endpoint: str | None) -> Tracer | None:
     if not is_valid_url(url):
         raise ModelError(f"{name} is {url!r}; it must be a URL as http://localhost:4318/v1/traces")
     if (protocol := os.environ.get(PROTOCOL_VARIABLE, SUPPORTED_PROTOCOL)) != SUPPORTED_PROTOCOL:
-        raise ModelError(f"{PROTOCOL_VARIABLE} is {protocol!r}; only {SUPPORTED_PROTOCOL} is spoken here")
+        raise ModelError(
+            f"{PROTOCOL_VARIABLE} is {protocol!r}; only {SUPPORTED_PROTOCOL} is spoken here"
+        )
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise ModelError(f"{name} needs OpenTelemetry: pip install 'quire[otel]' ({error})") from None
+        raise ModelError(
+            f"{name} needs OpenTelemetry: pip install 'quire[otel]' ({error})"
+        ) from None
     resource = {SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "quire")}
     provider = TracerProvider(resource=Resource.create(resource), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
@@ -117,6 +127,10 @@ def make_tracer(endpoint: str | None) -> Tracer | None:
 def is_valid_url(url: str) -> bool:
     try:
         split_url = urlsplit(url)
-        return split_url.scheme in ("http", "https") and bool(split_url.hostname) and split_url.port != 0
+        return (
+            split_url.scheme in ("http", "https")
+            and bool(split_url.hostname)
+            and split_url.port != 0
+        )
     except ValueError:  # a malformed port or address
         return False

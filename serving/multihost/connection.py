@@ -76,7 +76,9 @@ class BufferDeltas:
     def __init__(self):
         self.last: dict[tuple[int, ...], np.ndarray] = {}
 
-    def encode(self, size: tuple[int, ...], buffer: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
+    def encode(
+        self, size: tuple[int, ...], buffer: np.ndarray
+    ) -> tuple[np.ndarray | None, np.ndarray]:
         """Return (indices, values) to send; (None, the whole buffer) if much differs."""
         previous = self.last.get(size)
         self.last[size] = buffer.copy()
@@ -86,7 +88,9 @@ class BufferDeltas:
                 return indices.astype(np.int32), buffer[indices]
         return None, buffer
 
-    def decode(self, size: tuple[int, ...], indices: np.ndarray | None, values: np.ndarray) -> np.ndarray:
+    def decode(
+        self, size: tuple[int, ...], indices: np.ndarray | None, values: np.ndarray
+    ) -> np.ndarray:
         """The inverse of `encode`. Returns a new array, because the device may still read the last
         one.
         """
@@ -127,9 +131,21 @@ def compress(array: np.ndarray) -> tuple[Any, ...]:
         first = raw[:1].tobytes()
         differing_values = raw[differing]
         if len(differing) * (4 + flat.itemsize) * 8 < flat.nbytes:
-            return *dtype_and_shape, "few", first, differing.astype(np.int32).tobytes(), differing_values.tobytes()
+            return (
+                *dtype_and_shape,
+                "few",
+                first,
+                differing.astype(np.int32).tobytes(),
+                differing_values.tobytes(),
+            )
         if (differing_values == differing_values[0]).all():
-            return *dtype_and_shape, "two", first, differing_values[:1].tobytes(), np.packbits(raw != raw[0]).tobytes()
+            return (
+                *dtype_and_shape,
+                "two",
+                first,
+                differing_values[:1].tobytes(),
+                np.packbits(raw != raw[0]).tobytes(),
+            )
     return *dtype_and_shape, "all", flat.tobytes()
 
 

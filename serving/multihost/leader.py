@@ -70,7 +70,9 @@ class Leader:
         self.sent_last = 0
         self.links: list[WatchedConnection] = []  # a loss may be reported before all links exist
         for index, connection in sorted(connections.items()):
-            self.links.append(WatchedConnection(connection, f"process {index} at {connection.peer}", self.end))
+            self.links.append(
+                WatchedConnection(connection, f"process {index} at {connection.peer}", self.end)
+            )
 
     def send(self, kind: str, *values: Any) -> None:
         """Send a call for the other processes to repeat."""
@@ -89,7 +91,10 @@ class Leader:
             kind, values = link.inbox.get()
             assert kind == "room", kind
             if values[1] != device:
-                raise ModelError(f"{link.name} computes on {values[1]}, and process 0 on {device}; they must be alike")
+                raise ModelError(
+                    f"{link.name} computes on {values[1]}, and process 0 on {device}; they "
+                    "must be alike"
+                )
             budget = min(budget, values[0])
         self.send("room", budget)
         return budget
@@ -104,7 +109,9 @@ class Leader:
         if not self.end_lock.acquire(blocking=False):
             return
         self.is_loss_reported.set()
-        log.critical("%s; the engine ends, and its processes must be started again together", reason)
+        log.critical(
+            "%s; the engine ends, and its processes must be started again together", reason
+        )
         for report in self.on_loss:
             report(HostLost(reason))
         self.broadcast("failed", reason)

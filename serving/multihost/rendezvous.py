@@ -21,13 +21,26 @@ log = logging.getLogger("quire")
 JOIN_SECONDS = 300.0  # seconds for all processes to connect
 HELLO_SECONDS = 5.0  # seconds for a connected process to identify itself
 PER_PROCESS = {  # options that each process may choose for itself
-    "model", "tokenizer", "skip_tokenizer_init", "coordinator_address", "process_id", "max_queued_requests",
-    "pooling", "trace", "seed", "enable_prefix_caching", "revision", "download_dir", "generation_config",
+    "model",
+    "tokenizer",
+    "skip_tokenizer_init",
+    "coordinator_address",
+    "process_id",
+    "max_queued_requests",
+    "pooling",
+    "trace",
+    "seed",
+    "enable_prefix_caching",
+    "revision",
+    "download_dir",
+    "generation_config",
     "override_generation_config",
-}  # fmt: skip
+}
 
 
-def join(options: EngineOptions, folder: Path, progress: Callable[[str], None]) -> Leader | Follower | None:
+def join(
+    options: EngineOptions, folder: Path, progress: Callable[[str], None]
+) -> Leader | Follower | None:
     """Connect to the other processes and let JAX know all devices; None for a single process."""
     if options.num_processes == 1:
         return None
@@ -41,11 +54,17 @@ def join(options: EngineOptions, folder: Path, progress: Callable[[str], None]) 
     bound = f"[{host}]" if ":" in host else host
     try:
         jax.distributed.initialize(
-            f"{bound}:{port + 1}", options.num_processes, options.process_id, cluster_detection_method="deactivate",
-            coordinator_bind_address=f"{bound}:{port + 1}", shutdown_timeout_seconds=5,
-        )  # fmt: skip
+            f"{bound}:{port + 1}",
+            options.num_processes,
+            options.process_id,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=f"{bound}:{port + 1}",
+            shutdown_timeout_seconds=5,
+        )
     except RuntimeError as error:
-        reason = f"num_processes is {options.num_processes}, and JAX cannot bring them together: {error}"
+        reason = (
+            f"num_processes is {options.num_processes}, and JAX cannot bring them together: {error}"
+        )
         hosts.abandon(reason)
         raise ModelError(reason) from None
     return hosts
@@ -62,9 +81,17 @@ def shared_facts(options: EngineOptions, folder: Path) -> dict[str, Any]:
     for name in ("kv_cache_dtype_skip_layers", "lora_target_modules"):
         facts[name] = list(facts[name] or ())  # as msgpack delivers it
     config = (folder / "config.json").read_bytes() if (folder / "config.json").exists() else b""
-    files = [path for path in folder.rglob("*") if path.suffix == ".safetensors" or "weights" in path.parts]
+    files = [
+        path
+        for path in folder.rglob("*")
+        if path.suffix == ".safetensors" or "weights" in path.parts
+    ]
     sizes = sorted((path.name, path.stat().st_size) for path in files if path.is_file())
-    code = [path.read_bytes() for path in sorted(Path(__file__).parents[2].rglob("*.py")) if "tests" not in path.parts]
+    code = [
+        path.read_bytes()
+        for path in sorted(Path(__file__).parents[2].rglob("*.py"))
+        if "tests" not in path.parts
+    ]
     return facts | {
         "the version of JAX": jax.__version__,
         "the digest of Quire's code": digest(b"".join(code)),
@@ -78,7 +105,11 @@ def digest(data: bytes) -> str:
 
 
 def accept_processes(
-    host: str, port: int, options: EngineOptions, facts: dict[str, Any], progress: Callable[[str], None]
+    host: str,
+    port: int,
+    options: EngineOptions,
+    facts: dict[str, Any],
+    progress: Callable[[str], None],
 ) -> dict[int, HostConnection]:
     """Return connections to all other processes, after comparing their facts with `facts`."""
     expected = range(1, options.num_processes)
@@ -88,7 +119,9 @@ def accept_processes(
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family, backlog=128)
     except OSError as error:
-        raise ModelError(f"coordinator_address is {host}:{port}, which cannot be listened at: {error}") from None
+        raise ModelError(
+            f"coordinator_address is {host}:{port}, which cannot be listened at: {error}"
+        ) from None
     with listener:
         try:
             while missing := [index for index in expected if index not in connections]:
@@ -98,9 +131,16 @@ def accept_processes(
                     connection = HostConnection(listener.accept()[0])
                     index, peer_facts = receive_hello(connection)
                 except TimeoutError:
-                    raise ModelError(f"process {missing[0]} has not come within {JOIN_SECONDS:g} seconds") from None
+                    raise ModelError(
+                        f"process {missing[0]} has not come within {JOIN_SECONDS:g} seconds"
+                    ) from None
                 except (ConnectionLost, OSError) as error:
-                    log.warning("a connection at %s:%d was not from a process of this engine: %s", host, port, error)
+                    log.warning(
+                        "a connection at %s:%d was not from a process of this engine: %s",
+                        host,
+                        port,
+                        error,
+                    )
                     continue
                 reason = refusal_reason(index, peer_facts, facts, missing, options.num_processes)
                 if reason is not None:
@@ -136,8 +176,8 @@ def refusal_reason(
     for name in sorted(facts.keys() | peer_facts.keys()):
         if facts.get(name) != peer_facts.get(name):
             return (
-                f"{name} is {peer_facts.get(name)!r} in process {index} and {facts.get(name)!r} in process 0; all "
-                "processes need the same model and the same options"
+                f"{name} is {peer_facts.get(name)!r} in process {index} and {facts.get(name)!r} in "
+                "process 0; all processes need the same model and the same options"
             )
     if index not in missing:
         return f"process_id is {index}; it is taken, or not below num_processes ({count})"
@@ -145,7 +185,11 @@ def refusal_reason(
 
 
 def connect_to_leader(
-    host: str, port: int, options: EngineOptions, facts: dict[str, Any], progress: Callable[[str], None]
+    host: str,
+    port: int,
+    options: EngineOptions,
+    facts: dict[str, Any],
+    progress: Callable[[str], None],
 ) -> HostConnection:
     """Return a connection to process 0, which has accepted this process."""
     deadline = time.monotonic() + JOIN_SECONDS
@@ -160,7 +204,8 @@ def connect_to_leader(
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ModelError(
-                    f"coordinator_address is {host}:{port}; process 0 does not answer there: {error}"
+                    f"coordinator_address is {host}:{port}; process 0 does not answer there: "
+                    f"{error}"
                 ) from None
         time.sleep(0.2)
     connection = HostConnection(sock)
@@ -168,7 +213,13 @@ def connect_to_leader(
         connection.send("hello", options.process_id, facts)
         kind, values = connection.receive(JOIN_SECONDS)
     except ConnectionLost as error:
-        raise ModelError(f"process 0 at {host}:{port} did not take this process in: {error}") from None
+        raise ModelError(
+            f"process 0 at {host}:{port} did not take this process in: {error}"
+        ) from None
     if kind != "welcome":
-        raise ModelError(values[0] if kind == "refused" else f"process 0 at {host}:{port} said {kind}, not welcome")
+        raise ModelError(
+            values[0]
+            if kind == "refused"
+            else f"process 0 at {host}:{port} said {kind}, not welcome"
+        )
     return connection

@@ -115,4 +115,6 @@ def one_two_five(low: float, high: float) -> tuple[float, ...]:
     """Return 1, 2, 5, 10 and so on, times `low` (a power of ten), up to `high`."""
     start = round(math.log10(low))
     decades = range(start, math.floor(math.log10(high)) + 1)
-    return tuple(bound for ten in decades for step in (1, 2, 5) if (bound := float(f"{step}e{ten}")) <= high)
+    return tuple(
+        bound for ten in decades for step in (1, 2, 5) if (bound := float(f"{step}e{ten}")) <= high
+    )

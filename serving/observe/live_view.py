@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 
 from ..engine.engine import Engine
-from ..engine.snapshot import BLANK, CACHED, SHARED, Occupancy, PageCounts, take_occupancy, take_snapshot
+from ..engine.snapshot import (
+    BLANK,
+    CACHED,
+    SHARED,
+    Occupancy,
+    PageCounts,
+    take_occupancy,
+    take_snapshot,
+)
 from ..engine.step_record import Observer, StepRecord
 from ..request.request import Request
 from ..request.sequence import Sequence
@@ -45,7 +53,9 @@ class LiveView(Observer):
             accepted = sum(output.num_accepted for output in result.outputs) if drafts else 0
             for number in range(1, count + 1):
                 ended = began + number * seconds
-                self.steps.append((ended, rows, known.count(1), len(known), seconds, drafts, accepted))
+                self.steps.append(
+                    (ended, rows, known.count(1), len(known), seconds, drafts, accepted)
+                )
             self.count += count
         else:
             self.watched_until = 0.0
@@ -69,16 +79,22 @@ class LiveView(Observer):
         return {
             "t": now.now,
             "page_size": now.page_size,
-            "limits": {"max_seqs": now.max_seqs, "max_rows": now.max_tokens, "max_len": now.max_len},
+            "limits": {
+                "max_seqs": now.max_seqs,
+                "max_rows": now.max_tokens,
+                "max_len": now.max_len,
+            },
             "defaults": dict(engine.chat_defaults),
             "groups": [
                 self.group_cells(counts, owners, has, has_replicas)
                 for counts, owners in zip(now.pages, has.pages, strict=True)
             ],
             "used": now.pages_used,
-            "drafts": now.drafts and (now.drafts.proposals, now.drafts.drafts, sum(now.drafts.accepted)),
+            "drafts": now.drafts
+            and (now.drafts.proposals, now.drafts.drafts, sum(now.drafts.accepted)),
             "running": [
-                self.request_row(request, seqs, tenant) for request, seqs in islice(has.running.items(), MAX_LISTED)
+                self.request_row(request, seqs, tenant)
+                for request, seqs in islice(has.running.items(), MAX_LISTED)
             ],
             "waiting": [
                 {"id": visible_id(request, tenant), "prompt": request.sequences[0].num_prompt}
@@ -96,25 +112,42 @@ class LiveView(Observer):
             heapq.heappush(self.spare, self.numbers.pop(request))
         for request in has.running:
             if request not in self.numbers:
-                self.numbers[request] = heapq.heappop(self.spare) if self.spare else len(self.numbers) + 1
+                self.numbers[request] = (
+                    heapq.heappop(self.spare) if self.spare else len(self.numbers) + 1
+                )
 
-    def group_cells(self, counts: PageCounts, owners: np.ndarray, has: Occupancy, has_replicas: bool) -> dict[str, Any]:
+    def group_cells(
+        self, counts: PageCounts, owners: np.ndarray, has: Occupancy, has_replicas: bool
+    ) -> dict[str, Any]:
         """Return the state of each cell: 0 free, -1 cached, -2 shared, else a request's number.
 
         A cell of several pages shows shared pages before those of one request, and these before
         others.
         """
-        urgency = np.array([0, 0, 0, *(self.numbers[request] + 1 for request in has.running)], np.int32)
+        urgency = np.array(
+            [0, 0, 0, *(self.numbers[request] + 1 for request in has.running)], np.int32
+        )
         urgency[[BLANK, CACHED, SHARED]] = 0, 1, INT32_MAX
         pages_per_cell = max(1, -(-len(owners) // CELLS))
-        cells = np.pad(urgency[owners], (0, -len(owners) % pages_per_cell)).reshape(-1, pages_per_cell).max(axis=1)
+        cells = (
+            np.pad(urgency[owners], (0, -len(owners) % pages_per_cell))
+            .reshape(-1, pages_per_cell)
+            .max(axis=1)
+        )
         cells = np.select([cells == 0, cells == 1, cells == INT32_MAX], [0, -1, -2], cells - 1)
         name = "full" if counts.window is None else f"window {counts.window}"
         if has_replicas:
             name = f"replica {counts.replica}, {name}"
-        return {"name": name, "pages": counts.total, "each": pages_per_cell, "cells": cells.tolist()}
+        return {
+            "name": name,
+            "pages": counts.total,
+            "each": pages_per_cell,
+            "cells": cells.tolist(),
+        }
 
-    def request_row(self, request: Request, seqs: list[Sequence], tenant: str | None) -> dict[str, Any]:
+    def request_row(
+        self, request: Request, seqs: list[Sequence], tenant: str | None
+    ) -> dict[str, Any]:
         """Return a row for a running request, without any of its text."""
         first = request.sequences[0]
         is_prefilling = all(seq.num_computed < seq.num_prompt or seq.missing > 1 for seq in seqs)
@@ -131,4 +164,8 @@ class LiveView(Observer):
 
 def visible_id(request: Request, tenant: str | None) -> str:
     """Return a request's id as its tenant knows it, or nothing for other tenants."""
-    return request.request_id.removeprefix(f"{tenant}/") if request.sequences[0].tenant == tenant else ""
+    return (
+        request.request_id.removeprefix(f"{tenant}/")
+        if request.sequences[0].tenant == tenant
+        else ""
+    )

@@ -7,11 +7,74 @@ from ..engine.snapshot import Snapshot
 from .histogram import Buckets, one_two_five
 
 # The bounds are vLLM's, because dashboards and alerts are made for them.
-FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-         160.0, 640.0, 2560.0)  # fmt: skip
-NEXT = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-SPAN = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
-        1920.0, 7680.0)  # fmt: skip
+FIRST = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+    2560.0,
+)
+NEXT = (
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+)
+SPAN = (
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+    960.0,
+    1920.0,
+    7680.0,
+)
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CHOICES = (1, 2, 5, 10, 20)
 SHORT = one_two_five(1e-5, 10)
@@ -29,8 +92,14 @@ COUNTERS = {
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...] | None]] = {
     "time_to_first_token_seconds": ("From arrival to the first token", FIRST),
     "inter_token_latency_seconds": ("From each token of a sequence to the next", NEXT),
-    "request_time_per_output_token_seconds": ("Mean time from each token to the next, by request", NEXT),
-    "e2e_request_latency_seconds": ("From arrival to the end of the request, however it ended", SPAN),
+    "request_time_per_output_token_seconds": (
+        "Mean time from each token to the next, by request",
+        NEXT,
+    ),
+    "e2e_request_latency_seconds": (
+        "From arrival to the end of the request, however it ended",
+        SPAN,
+    ),
     "request_queue_time_seconds": ("From arrival to the first step", SPAN),
     "request_prefill_time_seconds": ("From the first step to the first token", SPAN),
     "request_decode_time_seconds": ("From the first token to the last", SPAN),
@@ -41,7 +110,10 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...] | None]] = {
     "request_params_max_tokens": ("max_tokens, by request", None),
     "request_params_n": ("n, by request", CHOICES),
     "iteration_tokens_total": (
-        "Tokens that a step brought: all of the prompts that were read to their ends, and those generated",
+        (
+            "Tokens that a step brought: all of the prompts that were read to their ends, and "
+            "those generated"
+        ),
         ROWS,
     ),
 }
@@ -57,7 +129,9 @@ class Family(NamedTuple):
     samples: list[tuple[dict[str, str], Any]]
 
 
-def labelled_family(name: str, kind: str, text: str, label: str, values: Mapping[str, Any]) -> Family:
+def labelled_family(
+    name: str, kind: str, text: str, label: str, values: Mapping[str, Any]
+) -> Family:
     return Family(name, kind, text, [({label: key}, value) for key, value in values.items()])
 
 
@@ -85,7 +159,12 @@ def states(now: Snapshot) -> list[Family]:
     gauges = [
         ("vllm:num_requests_running", "gauge", "Sequences with a slot in the batch", now.running),
         ("vllm:num_requests_waiting", "gauge", "Sequences that wait for a slot", now.waiting),
-        ("vllm:kv_cache_usage_perc", "gauge", "The share of the pages in use: 1 is all", now.pages_used),
+        (
+            "vllm:kv_cache_usage_perc",
+            "gauge",
+            "The share of the pages in use: 1 is all",
+            now.pages_used,
+        ),
         (
             "quire:batch_invariant",
             "gauge",
@@ -104,11 +183,17 @@ def states(now: Snapshot) -> list[Family]:
     return [
         *(Family(name, kind, text, [({}, value)]) for name, kind, text, value in gauges),
         labelled_family(
-            "vllm:num_requests_waiting_by_reason", "gauge", "Sequences that wait, by what for", "reason", reasons
+            "vllm:num_requests_waiting_by_reason",
+            "gauge",
+            "Sequences that wait, by what for",
+            "reason",
+            reasons,
         ),
         *expert_states(now),
         *draft_states(now),
-        labelled_family("quire:pages", "gauge", "Pages of the KV cache, of all its groups", "state", pages),
+        labelled_family(
+            "quire:pages", "gauge", "Pages of the KV cache, of all its groups", "state", pages
+        ),
         labelled_family(
             "vllm:engine_sleep_state",
             "gauge",
@@ -131,7 +216,10 @@ def draft_states(now: Snapshot) -> list[Family]:
     }
     positions = {str(position): count for position, count in enumerate(drafts.accepted)}
     return [
-        *(Family(f"vllm:spec_decode_{name}_total", "counter", text, [({}, n)]) for name, (text, n) in counts.items()),
+        *(
+            Family(f"vllm:spec_decode_{name}_total", "counter", text, [({}, n)])
+            for name, (text, n) in counts.items()
+        ),
         labelled_family(
             "vllm:spec_decode_num_accepted_tokens_per_pos_total",
             "counter",
@@ -147,7 +235,12 @@ def expert_states(now: Snapshot) -> list[Family]:
     if (experts := now.experts) is None:
         return []
     return [
-        Family("quire:expert_rows_total", "counter", "Tokens that experts got, in all layers", [({}, experts.tokens)]),
+        Family(
+            "quire:expert_rows_total",
+            "counter",
+            "Tokens that experts got, in all layers",
+            [({}, experts.tokens)],
+        ),
         labelled_family(
             "quire:expert_skew",
             "gauge",
@@ -162,13 +255,20 @@ def expert_states(now: Snapshot) -> list[Family]:
             "layer",
             {str(layer): value for layer, value in experts.device_skew.items()},
         ),
-        Family("quire:expert_moves_total", "counter", "Places that got another expert", [({}, experts.moved)]),
+        Family(
+            "quire:expert_moves_total",
+            "counter",
+            "Places that got another expert",
+            [({}, experts.moved)],
+        ),
     ]
 
 
 def cache_config(now: Snapshot) -> dict[str, str]:
     """Return the cache configuration; the group without a window determines its size in tokens."""
-    group = next((group for group in now.pages if group.window is None), next(iter(now.pages), None))
+    group = next(
+        (group for group in now.pages if group.window is None), next(iter(now.pages), None)
+    )
     return {
         "block_size": str(now.page_size),
         "num_gpu_blocks": str(0 if group is None else group.total),

@@ -15,7 +15,16 @@ from ..engine.step_result import StepResult
 from ..request.request import Request
 from ..request.sequence import Sequence
 from .histogram import Histogram, Rate, RecentDurations, one_two_five
-from .metric_families import COUNTERS, HISTOGRAMS, PHASES, SHORT, Family, labelled_family, states, to_plain_value
+from .metric_families import (
+    COUNTERS,
+    HISTOGRAMS,
+    PHASES,
+    SHORT,
+    Family,
+    labelled_family,
+    states,
+    to_plain_value,
+)
 
 BEGINS = itemgetter(ScheduledSequence._fields.index("begins"))
 SHARES = (0.5, 0.9, 0.99)
@@ -35,7 +44,9 @@ class Metrics(Observer):
         longest = one_two_five(1, engine.max_len)
         self.counts = dict.fromkeys(COUNTERS, 0)
         self.ends = dict.fromkeys(FINISH_REASONS, 0)
-        self.histograms = {name: Histogram(bounds or longest) for name, (_, bounds) in HISTOGRAMS.items()}
+        self.histograms = {
+            name: Histogram(bounds or longest) for name, (_, bounds) in HISTOGRAMS.items()
+        }
         self.phases = {phase: Histogram(SHORT) for phase in PHASES}
         self.collected = 0.0  # time of the previous results
         self.open: dict[Request, bool] = {}  # whether its first token has arrived
@@ -147,7 +158,10 @@ class Metrics(Observer):
             self.latest.discard(seq)
             self.earlier.pop(seq, None)
             self.counts["num_preemptions_total"] += seq.num_preemptions - self.begun.pop(seq, 0)
-        end = max((completion.finish_reason for completion in request.completions), key=FINISH_REASONS.index)
+        end = max(
+            (completion.finish_reason for completion in request.completions),
+            key=FINISH_REASONS.index,
+        )
         self.ends[end] += 1
         by_token = request.last_token if end in ("stop", "length") else None
         h["e2e_request_latency_seconds"].observe((by_token or now) - request.arrival)
@@ -176,22 +190,37 @@ class Metrics(Observer):
             h["request_decode_time_seconds"].observe(last - first)
             h["request_inference_time_seconds"].observe(last - begun)
             if max(counts) > 1:
-                h["request_time_per_output_token_seconds"].observe((last - first) / (max(counts) - 1))
+                h["request_time_per_output_token_seconds"].observe(
+                    (last - first) / (max(counts) - 1)
+                )
 
     def families(self) -> list[Family]:
         """Return all current metrics."""
         laps = {phase: histogram.read() for phase, histogram in self.phases.items()}
         return [
             *states(take_snapshot(self.engine)),
-            *(Family(f"vllm:{name}", "counter", COUNTERS[name], [({}, n)]) for name, n in self.counts.items()),
+            *(
+                Family(f"vllm:{name}", "counter", COUNTERS[name], [({}, n)])
+                for name, n in self.counts.items()
+            ),
             labelled_family(
-                "vllm:request_success_total", "counter", "Requests by their ends", "finished_reason", self.ends
+                "vllm:request_success_total",
+                "counter",
+                "Requests by their ends",
+                "finished_reason",
+                self.ends,
             ),
             *(
                 Family(f"vllm:{name}", "histogram", HISTOGRAMS[name][0], [({}, histogram.read())])
                 for name, histogram in self.histograms.items()
             ),
-            labelled_family("quire:step_seconds", "histogram", "What the engine's thread did in a step", "phase", laps),
+            labelled_family(
+                "quire:step_seconds",
+                "histogram",
+                "What the engine's thread did in a step",
+                "phase",
+                laps,
+            ),
         ]
 
     def values(self) -> dict[str, Any]:
@@ -211,8 +240,14 @@ class Metrics(Observer):
                 "preemptions": self.counts["num_preemptions_total"],
                 "recompiles": take_snapshot(self.engine).recompiles,
             },
-            "rates": {"generation": self.written.last_second(now), "prompt": self.read.last_second(now)},
-            "latency": {"ttft": milliseconds(self.recent_firsts, now), "itl": milliseconds(self.recent_gaps, now)},
+            "rates": {
+                "generation": self.written.last_second(now),
+                "prompt": self.read.last_second(now),
+            },
+            "latency": {
+                "ttft": milliseconds(self.recent_firsts, now),
+                "itl": milliseconds(self.recent_gaps, now),
+            },
         }
 
 
@@ -250,9 +285,21 @@ class HttpMetrics:
         ]
         return [
             Family("quire:http_requests_total", "counter", "Requests that were answered", requests),
-            Family("http_requests_total", "counter", "The same as vLLM's dashboards read them", as_vllm),
-            Family("quire:event_loop_delay_seconds", "histogram", "How late a timer was", [({}, self.delays.read())]),
-            Family("quire:streams_open", "gauge", "Answers that are being streamed", [({}, self.streams)]),
+            Family(
+                "http_requests_total", "counter", "The same as vLLM's dashboards read them", as_vllm
+            ),
+            Family(
+                "quire:event_loop_delay_seconds",
+                "histogram",
+                "How late a timer was",
+                [({}, self.delays.read())],
+            ),
+            Family(
+                "quire:streams_open",
+                "gauge",
+                "Answers that are being streamed",
+                [({}, self.streams)],
+            ),
         ]
 
 
@@ -265,5 +312,9 @@ def render(models: Mapping[str, Metrics], http: HttpMetrics | None = None) -> tu
     """Return the Prometheus text of these models and the server, and its content type."""
     from .prometheus import expose  # imported on first use, because it is slow to import
 
-    families = [({"model_name": name}, family) for name, metrics in models.items() for family in metrics.families()]
+    families = [
+        ({"model_name": name}, family)
+        for name, metrics in models.items()
+        for family in metrics.families()
+    ]
     return expose(families + [({}, family) for family in (http.families() if http else [])])

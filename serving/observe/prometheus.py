@@ -3,7 +3,12 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -29,9 +34,13 @@ class FamilyCollector(Collector):
             for labels, value in family.samples:
                 labels = {**model_labels, **labels}
                 if family.name not in families:
-                    families[family.name] = KINDS[family.kind](family.name, family.help, labels=list(labels))
+                    families[family.name] = KINDS[family.kind](
+                        family.name, family.help, labels=list(labels)
+                    )
                 if family.kind == "histogram":
-                    buckets = [(floatToGoString(bound), count) for bound, count in value.cumulative()]
+                    buckets = [
+                        (floatToGoString(bound), count) for bound, count in value.cumulative()
+                    ]
                     families[family.name].add_metric(list(labels.values()), buckets, value.sum)
                 else:
                     families[family.name].add_metric(list(labels.values()), value)

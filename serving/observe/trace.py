@@ -40,7 +40,12 @@ class Trace(Observer):
         if (result := record.result) is not None:
             self.span("collect", HOST, result.began, result.collected)
             plan = result.plan
-            facts = {"sequences": len(plan.items), "rows": plan.num_rows, "decodes": plan.decodes, "steps": plan.steps}
+            facts = {
+                "sequences": len(plan.items),
+                "rows": plan.num_rows,
+                "decodes": plan.decodes,
+                "steps": plan.steps,
+            }
             if verified := [output for output in result.outputs if output.item.drafts]:
                 facts["drafts"] = sum(output.item.num_drafts for output in verified)
                 facts["accepted"] = sum(output.num_accepted for output in verified)
@@ -74,7 +79,10 @@ class Trace(Observer):
         self.write(name, "X", tid=row, ts=micro(start), dur=micro(end) - micro(start), args=facts)
 
     def write(self, name: str, phase: str, **fields: Any) -> None:
-        self.put(json.dumps({"name": name, "ph": phase, "pid": 1, **fields}, separators=(",", ":")) + ",\n")
+        self.put(
+            json.dumps({"name": name, "ph": phase, "pid": 1, **fields}, separators=(",", ":"))
+            + ",\n"
+        )
 
     def put(self, line: str) -> None:
         """Write a line; after an error, disable the trace instead of failing requests."""

@@ -40,14 +40,20 @@ def make_parser(
     if ".harmony" in (form, reasoning):
         if {form, reasoning} - {".harmony", None}:
             raise ValueError(
-                f"the tool parser {tool_parser!r} and the reasoning parser {reasoning_parser!r} do not go together: "
-                "harmony is both (openai and openai_gptoss)"
+                f"the tool parser {tool_parser!r} and the reasoning parser {reasoning_parser!r} do "
+                "not go together: harmony is both (openai and openai_gptoss)"
             )
         read = importlib.import_module(".harmony", __name__).read
-        return Reader(partial(read, tools=tools is not None, inside=bool(opened)), keeps_special=True)
+        return Reader(
+            partial(read, tools=tools is not None, inside=bool(opened)), keeps_special=True
+        )
     parsers = []
     if reasoning:
-        parsers.append(Reader(partial(reasoning.read, inside=reasoning.inside(opened)), reasoning.keeps_special))
+        parsers.append(
+            Reader(
+                partial(reasoning.read, inside=reasoning.inside(opened)), reasoning.keeps_special
+            )
+        )
     if form and tools is not None:
         if is_json and isinstance(form, Form):
             form = replace(form, unmarked=False)
@@ -89,7 +95,9 @@ def call_grammar(
     return required_call_grammar(form, tools, specials, calls == "several", reasoning, inside)
 
 
-def look_up_format(kind: str, name: str | None, table: Mapping[str, Any], refused: Mapping[str, str]) -> Any:
+def look_up_format(
+    kind: str, name: str | None, table: Mapping[str, Any], refused: Mapping[str, str]
+) -> Any:
     if name is None or name in table:
         return None if name is None else table[name]
     if name in refused:
@@ -112,9 +120,19 @@ def opens_thought(prompt: str) -> bool | None:
     False if it ends with a closed one, None if neither.
     """
     end = prompt.rstrip()
-    formats = [thoughts_format for thoughts_format in REASONING.values() if isinstance(thoughts_format, Thoughts)]
-    if end.endswith((HARMONY[0], *(text for thoughts_format in formats for text in thoughts_format.opens))):
+    formats = [
+        thoughts_format
+        for thoughts_format in REASONING.values()
+        if isinstance(thoughts_format, Thoughts)
+    ]
+    if end.endswith(
+        (HARMONY[0], *(text for thoughts_format in formats for text in thoughts_format.opens))
+    ):
         return True
     return (
-        False if end.endswith(tuple(text for thoughts_format in formats for text in thoughts_format.closes)) else None
+        False
+        if end.endswith(
+            tuple(text for thoughts_format in formats for text in thoughts_format.closes)
+        )
+        else None
     )

@@ -42,7 +42,10 @@ def try_call(reader: Reader, steps: Iterator[None]) -> Generator[None, None, boo
 
 
 def read_call_object(
-    reader: Reader, call_id: str, requires_arguments: bool = False, keys: tuple[str, str] = ("name", "arguments")
+    reader: Reader,
+    call_id: str,
+    requires_arguments: bool = False,
+    keys: tuple[str, str] = ("name", "arguments"),
 ) -> Iterator[None]:
     """Read {"name": ..., "arguments": {...}}.
 
@@ -95,7 +98,9 @@ def read_arguments(reader: Reader) -> Iterator[None]:
         if not reader.char:
             raise FormatError
         unit = (yield from read_escape(reader)) if reader.char == "\\" else reader.char
-        complete, high_surrogate = (high_surrogate, unit) if FIRST_HALF.fullmatch(unit) else (high_surrogate + unit, "")
+        complete, high_surrogate = (
+            (high_surrogate, unit) if FIRST_HALF.fullmatch(unit) else (high_surrogate + unit, "")
+        )
         reader.add(Arguments, decode_string(complete))
         reader.has_arguments = True
         yield

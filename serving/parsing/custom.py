@@ -16,7 +16,11 @@ class CustomCalls:
     """
 
     def __init__(
-        self, parser: Parser, argument: str, tools: Mapping[str, Callable[[str], bool]], is_bare: bool = False
+        self,
+        parser: Parser,
+        argument: str,
+        tools: Mapping[str, Callable[[str], bool]],
+        is_bare: bool = False,
     ):
         """Args:
         tools: Tool name -> a check whether a text has the tool's form.

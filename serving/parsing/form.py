@@ -28,11 +28,11 @@ class Form:
     White space stands as models write it; missing or additional white space is accepted. A call has
     one of the holes
 
-        {object}      {"name": ..., "arguments": {...}}
-        {arguments}   a JSON object, after a {name} or an {id}, which is functions.NAME:NUMBER
-        {parameters}  any number of `parameter`, with {key}, {value} and perhaps {kind} (is it a text?)
-        {keywords}    Python's: key='text', other=[1, None]
-        {fields}      {key:<quote>text<quote>,other:[1,null]}, with `quote` around texts
+        {object}      {"name": ..., "arguments": {...}} {arguments}   a JSON object, after a {name}
+        or an {id}, which is functions.NAME:NUMBER {parameters}  any number of `parameter`, with
+        {key}, {value} and perhaps {kind} (is it a text?) {keywords}    Python's: key='text',
+        other=[1, None] {fields}      {key:<quote>text<quote>,other:[1,null]}, with `quote` around
+        texts
     """
 
     call: str
@@ -50,7 +50,12 @@ class Form:
     unmarked: bool = False  # calls at the start of the answer may lack the markers, also in a fence
 
     def __post_init__(self):
-        if strange := {hole for template in (self.call, self.parameter) for hole in HOLE.findall(template)} - HOLES:
+        if (
+            strange := {
+                hole for template in (self.call, self.parameter) for hole in HOLE.findall(template)
+            }
+            - HOLES
+        ):
             raise ValueError(f"{self.call!r} has {strange}; holes are {', '.join(sorted(HOLES))}")
 
     @cached_property
@@ -102,7 +107,9 @@ class Form:
         # Closing markers, which after a call are syntax wherever they stand.
         awaited: tuple[str, ...] = ()
         while opening := (
-            yield from read_text(reader, {*openings, self.head[start], *awaited} if awaited else openings)
+            yield from read_text(
+                reader, {*openings, self.head[start], *awaited} if awaited else openings
+            )
         ):
             if opening in awaited:
                 reader.drop()
@@ -115,21 +122,29 @@ class Form:
             elif (yield from self.read_list(reader, markers, tools)):
                 awaited = yield from self.read_closing(reader)
 
-    def read_list(self, reader: Reader, markers: Sequence[str], tools: Tools) -> Generator[None, None, bool]:
+    def read_list(
+        self, reader: Reader, markers: Sequence[str], tools: Tools
+    ) -> Generator[None, None, bool]:
         """Read calls that follow each other, the first after `markers`; return whether there was
         one.
         """
         separator = self.separator.strip()
         called = False
         first_chars = {opener[0] for opener in (*self.prefixes, self.parts[0][1] or "{")}
-        while (yield from try_call(reader, self.read_listed(reader, () if called else markers, tools))):
+        while (
+            yield from try_call(reader, self.read_listed(reader, () if called else markers, tools))
+        ):
             called = True
             yield from hold_blank(reader)
             if separator and reader.char == separator:
                 reader.drop()
                 yield
                 yield from hold_blank(reader)
-            if not (reader.char.isidentifier() if self.parts[0][0] == "name" else reader.char in first_chars):
+            if not (
+                reader.char.isidentifier()
+                if self.parts[0][0] == "name"
+                else reader.char in first_chars
+            ):
                 break
         return called
 

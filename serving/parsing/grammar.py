@@ -19,7 +19,12 @@ MAX_CALLS = 16  # in one answer
 MAX_DEPTH = 8  # nested objects in Gemma's fields
 MAX_STEPS = 4_000_000  # work to write a grammar: mostly characters of rules
 REFERENCE_STEPS = 400  # cost of following a reference or a choice
-SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
+SPACING = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": False,
+}
 ANY_ITEM = {"type": "string"}
 SCALARS = frozenset({"integer", "number", "boolean", "null"})
 ANY_TEXT = "(?s:.*)"
@@ -32,10 +37,14 @@ REFUSED_PARTS = frozenset({"\\", "(?", "[]", "[^]", *(f"\\{letter}" for letter i
 PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Keywords that a schema of arguments may have if it is not written as JSON, and of a text.
 MEMBERS = frozenset(
-    "type properties required additionalProperties title description examples default $schema $id $comment $defs "
-    "definitions strict".split()
+    (
+        "type properties required additionalProperties title description examples default $schema "
+        "$id $comment $defs definitions strict"
+    ).split()
 )
-ANNOTATIONS = frozenset("title description examples default $comment deprecated readOnly writeOnly".split())
+ANNOTATIONS = frozenset(
+    "title description examples default $comment deprecated readOnly writeOnly".split()
+)
 OF_TEXT = ANNOTATIONS | {"type", "enum", "const", "pattern", "minLength", "maxLength"}
 # Texts that are parsed as JSON if the schema accepts other types too.
 LIKE_JSON = r"/\s*([-+0-9.{\[(].*|[tT][rR][uU][eE]\s*|[fF][aA][lL][sS][eE]\s*|[nN][uU][lL][lL]\s*|[nN][oO][nN][eE]\s*)/"
@@ -54,7 +63,9 @@ class Grammar:
         specials: Special token -> its id, or None if it ends an answer and is left out.
         """
         self.specials = specials
-        self.special_token = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or "(?!)")
+        self.special_token = re.compile(
+            "|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or "(?!)"
+        )
         self.rules: list[str] = []
         self.rule_names: dict[str, str] = {}
         self.budget = MAX_STEPS
@@ -85,7 +96,9 @@ class Grammar:
         types.
         """
         self.spend(REFERENCE_STEPS)
-        if resolve(schema, root) is None or any(False in schema.get(name, ()) for name in ("anyOf", "oneOf")):
+        if resolve(schema, root) is None or any(
+            False in schema.get(name, ()) for name in ("anyOf", "oneOf")
+        ):
             raise InexpressibleSchema("an alternative that is no schema")
         if constraints := set(schema) - ANNOTATIONS - {"$ref", "anyOf", "oneOf"}:
             raise InexpressibleSchema(f"{sorted(constraints)[0]} beside a choice of schemas")
@@ -111,19 +124,28 @@ class Grammar:
         position = 0
         for mark in self.special_token.finditer(text):
             token = self.specials[mark[0]]
-            pieces += [quoted(text[position : mark.start()]), "" if token is None else f"<[{token}]>"]
+            pieces += [
+                quoted(text[position : mark.start()]),
+                "" if token is None else f"<[{token}]>",
+            ]
             position = mark.end()
         return " ".join(piece for piece in [*pieces, quoted(text[position:])] if piece)
 
     def json(self, schema: Any, root: Mapping[str, Any]) -> str:
         """Return a rule for JSON values that match a schema, with the definitions of its root."""
-        standalone = dict(schema) if isinstance(schema, Mapping) else {} if schema is True else {"not": {}}
+        standalone = (
+            dict(schema) if isinstance(schema, Mapping) else {} if schema is True else {"not": {}}
+        )
         used = references(schema)
-        if standalone != {**root, "type": "object"} and not all(ref.startswith(DEFINED) for ref in used):
+        if standalone != {**root, "type": "object"} and not all(
+            ref.startswith(DEFINED) for ref in used
+        ):
             raise InexpressibleSchema("a reference to another place than $defs")
         if used:
             standalone |= {name: root[name] for name in ("$defs", "definitions") if name in root}
-        return self.rule(f"%json {json.dumps(standalone | {'x-guidance': SPACING}, ensure_ascii=False)}")
+        return self.rule(
+            f"%json {json.dumps(standalone | {'x-guidance': SPACING}, ensure_ascii=False)}"
+        )
 
     def text_until(self, following: str, never: Collection[str], form: str = "") -> str:
         """Return a rule for a text of a form, without any of the texts in `never`, followed by
@@ -148,7 +170,9 @@ class Grammar:
             member, is_required = members[i]
             member_and_tail = f"{member} {tail}" if tail != '""' else member
             head = self.rule(f"{member_and_tail}" + ("" if is_required else f" | {head}"))
-            tail = self.rule(f"{quoted(separator)} {member_and_tail}" + ("" if is_required else f" | {tail}"))
+            tail = self.rule(
+                f"{quoted(separator)} {member_and_tail}" + ("" if is_required else f" | {tail}")
+            )
         return head
 
 
@@ -183,15 +207,28 @@ def required_call_grammar(
     A thought that the prompt has opened must end first.
     """
     grammar = Grammar(specials)
-    calls = grammar.rule(" | ".join(call(grammar, form, name, schema) for name, schema in tools.items()))
+    calls = grammar.rule(
+        " | ".join(call(grammar, form, name, schema) for name, schema in tools.items())
+    )
     separator = form.separator or ("\n" if form.call.endswith("\n</tool_call>") else "")
-    body = f"{calls} ({quoted(separator)} {calls}){{0,{MAX_CALLS - 1}}}" if allows_several else calls
-    start = [thought(grammar, thoughts, inside), grammar.literal(form.begin), f"({body})", grammar.literal(form.end)]
+    body = (
+        f"{calls} ({quoted(separator)} {calls}){{0,{MAX_CALLS - 1}}}" if allows_several else calls
+    )
+    start = [
+        thought(grammar, thoughts, inside),
+        grammar.literal(form.begin),
+        f"({body})",
+        grammar.literal(form.end),
+    ]
     return "\n".join([f"start: {' '.join(filter(None, start))}", *grammar.rules])
 
 
 def free_grammar(
-    form: Form, tools: Tools, specials: Mapping[str, int | None], thoughts: Thoughts | None, inside: bool
+    form: Form,
+    tools: Tools,
+    specials: Mapping[str, int | None],
+    thoughts: Thoughts | None,
+    inside: bool,
 ) -> str:
     """Return the grammar of any answer whose calls, if there are any, are valid."""
     if form.starts_answer:
@@ -209,11 +246,19 @@ def free_grammar(
         opening = grammar.rule(f"{free} {quoted(form.head[0])} | {quoted(form.head[0])}", lazy=True)
         skip = form.head[0]
     in_call = "" if form.begin else skip
-    calls = grammar.rule(" | ".join(call(grammar, form, name, schema, in_call) for name, schema in tools.items()))
-    several = f"{calls} ({quoted(form.separator)} {calls}){{0,{MAX_CALLS - 1}}}" if form.begin else calls
+    calls = grammar.rule(
+        " | ".join(call(grammar, form, name, schema, in_call) for name, schema in tools.items())
+    )
+    several = (
+        f"{calls} ({quoted(form.separator)} {calls}){{0,{MAX_CALLS - 1}}}" if form.begin else calls
+    )
     begin = grammar.literal(form.begin.removeprefix(skip)) if form.begin else ""
     block = " ".join(filter(None, [opening, begin, several, grammar.literal(form.end)]))
-    start = " ".join(filter(None, [thought(grammar, thoughts, inside), f"({block}){{0,{MAX_CALLS}}}", f"{text}?"]))
+    start = " ".join(
+        filter(
+            None, [thought(grammar, thoughts, inside), f"({block}){{0,{MAX_CALLS}}}", f"{text}?"]
+        )
+    )
     return "\n".join([f"start: {start}", *grammar.rules])
 
 
@@ -251,7 +296,10 @@ def call(grammar: Grammar, form: Form, name: str, schema: Mapping[str, Any], ski
         elif hole == "keywords":
             members = [
                 (
-                    grammar.rule(f"{quoted(identifier(key) + '=')} {python_value(grammar, value_schema, schema)}"),
+                    grammar.rule(
+                        f"{quoted(identifier(key) + '=')} "
+                        f"{python_value(grammar, value_schema, schema)}"
+                    ),
                     is_required,
                 )
                 for key, value_schema, is_required in object_members(schema, schema)
@@ -274,13 +322,17 @@ def object_members(schema: Any, root: Mapping[str, Any]) -> list[tuple[str, Any,
     required = schema.get("required") or []
     if not isinstance(properties, Mapping) or False in properties.values():
         raise InexpressibleSchema("properties that cannot be there")
-    if not isinstance(required, list) or not all(isinstance(key, str) and key in properties for key in required):
+    if not isinstance(required, list) or not all(
+        isinstance(key, str) and key in properties for key in required
+    ):
         raise InexpressibleSchema("what is required is no property")
     required_keys = frozenset(required)
     return [(key, value_schema, key in required_keys) for key, value_schema in properties.items()]
 
 
-def tagged_parameters(grammar: Grammar, form: Form, schema: Mapping[str, Any]) -> Iterable[tuple[str, bool]]:
+def tagged_parameters(
+    grammar: Grammar, form: Form, schema: Mapping[str, Any]
+) -> Iterable[tuple[str, bool]]:
     """Yield the rule of each tagged parameter, and whether it is required."""
     tag = form.tag
     tag_parts = tag.template
@@ -293,21 +345,31 @@ def tagged_parameters(grammar: Grammar, form: Form, schema: Mapping[str, Any]) -
 
         def before(kind: str, key: str = key) -> str:
             texts_by_hole = {"key": key, "kind": kind}
-            return grammar.literal("".join(text or texts_by_hole[hole] for hole, text in tag_parts[:value_index]))
+            return grammar.literal(
+                "".join(text or texts_by_hole[hole] for hole, text in tag_parts[:value_index])
+            )
 
         has_kind = any(hole == "kind" for hole, _ in tag_parts)
         alternatives = []
         types = grammar.value_types(value_schema, schema)
         other_types = types - {"string"} if types != ALL else frozenset()
-        for form_of_text in text_terminals(grammar, value_schema, schema) if "string" in types else ():
+        for form_of_text in (
+            text_terminals(grammar, value_schema, schema) if "string" in types else ()
+        ):
             form_of_text = form_of_text or "/(?s:.*)/"
             if other_types and not has_kind:
                 json_lookalike = grammar.rule(LIKE_JSON, terminal=True)
                 form_of_text = f"({form_of_text}) & ~{json_lookalike}"
             alternatives.append(f"{before('true')} {grammar.text_until(end, never, form_of_text)}")
         if other_types:
-            only = value_schema if "string" not in types else {"allOf": [value_schema, {"type": sorted(other_types)}]}
-            alternatives.append(f"{before('false')} {grammar.json(only, schema)} {grammar.literal(end)}")
+            only = (
+                value_schema
+                if "string" not in types
+                else {"allOf": [value_schema, {"type": sorted(other_types)}]}
+            )
+            alternatives.append(
+                f"{before('false')} {grammar.json(only, schema)} {grammar.literal(end)}"
+            )
         yield grammar.rule(" | ".join(alternatives)), is_required
 
 
@@ -370,7 +432,9 @@ def search_terminal(pattern: str) -> str:
     ):
         raise InexpressibleSchema(f"the pattern {pattern!r}")
     body = "".join(items[is_anchored_at_start : len(items) - is_anchored_at_end])
-    body = re.sub(r"\\.|/", lambda item: "\\/" if item[0] == "/" else item[0], body, flags=re.DOTALL)
+    body = re.sub(
+        r"\\.|/", lambda item: "\\/" if item[0] == "/" else item[0], body, flags=re.DOTALL
+    )
     return f"/{'' if is_anchored_at_start else ANY_TEXT}({body}){'' if is_anchored_at_end else ANY_TEXT}/"
 
 
@@ -405,7 +469,10 @@ def fields(grammar: Grammar, quote: str, schema: Any, root: Mapping[str, Any], d
             raise InexpressibleSchema(f"a parameter of the name {key!r}")
         members.append(
             (
-                grammar.rule(f"{grammar.literal(name + ':')} {field(grammar, quote, value_schema, root, depth)}"),
+                grammar.rule(
+                    f"{grammar.literal(name + ':')} "
+                    f"{field(grammar, quote, value_schema, root, depth)}"
+                ),
                 is_required,
             )
         )
@@ -435,7 +502,8 @@ def field_without_choice(
     types = grammar.value_types(schema, root)
     if "string" in types:
         alternatives.append(
-            f"{grammar.literal(quote)} {grammar.text_until(quote, {quote}, text_terminal(grammar, schema))}"
+            f"{grammar.literal(quote)} "
+            f"{grammar.text_until(quote, {quote}, text_terminal(grammar, schema))}"
         )
     if types != ALL:
         if scalars := types & SCALARS:
@@ -449,9 +517,16 @@ def field_without_choice(
     return grammar.rule(" | ".join(alternatives))
 
 
-def items(grammar: Grammar, quote: str, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
+def items(
+    grammar: Grammar, quote: str, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int
+) -> str:
     """Return the rule for a list in brackets."""
-    if depth > MAX_DEPTH or set(schema) & {"prefixItems", "contains", "uniqueItems", "unevaluatedItems"}:
+    if depth > MAX_DEPTH or set(schema) & {
+        "prefixItems",
+        "contains",
+        "uniqueItems",
+        "unevaluatedItems",
+    }:
         raise InexpressibleSchema("a list of more than items")
     min_items = non_negative_int(schema, "minItems") or 0
     max_items = non_negative_int(schema, "maxItems")

@@ -65,7 +65,9 @@ def header(reader: Reader, openings: tuple[str, ...]) -> Generator[None, None, s
         if reader.char.isalnum() or reader.char in HEADER:
             reader.hold()
             yield
-        elif not (found_marker := (yield from hold_marker(reader, (START, CHANNEL, CONSTRAIN, MESSAGE)))):
+        elif not (
+            found_marker := (yield from hold_marker(reader, (START, CHANNEL, CONSTRAIN, MESSAGE)))
+        ):
             raise FormatError
     return "".join(reader.held)
 

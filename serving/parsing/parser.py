@@ -44,5 +44,9 @@ class ParserChain:
 
     def _through(self, start: int, pieces: list[Piece]) -> list[Piece]:
         for parser in self.parsers[start:]:
-            pieces = [new for old in pieces for new in (parser.push(old.text) if isinstance(old, Said) else [old])]
+            pieces = [
+                new
+                for old in pieces
+                for new in (parser.push(old.text) if isinstance(old, Said) else [old])
+            ]
         return pieces

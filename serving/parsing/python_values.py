@@ -8,11 +8,29 @@ from .calls import new_id
 from .pieces import Arguments
 from .reader import FormatError, Reader, hold_blank, hold_marker, skip_separator
 
-WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+WORDS = {
+    "True": "true",
+    "False": "false",
+    "None": "null",
+    "true": "true",
+    "false": "false",
+    "null": "null",
+}
 ESCAPES = {
-    "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": "",
-    "\\": "\\", "'": "'", '"': '"', "/": "/",
-}  # fmt: skip
+    "n": "\n",
+    "t": "\t",
+    "r": "\r",
+    "b": "\b",
+    "f": "\f",
+    "v": "\v",
+    "a": "\a",
+    "0": "\0",
+    "\n": "",
+    "\\": "\\",
+    "'": "'",
+    '"': '"',
+    "/": "/",
+}
 HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 OPENS = {"[": "]", "(": ")", "{": "}"}
 IN_NUMBER = frozenset(string.ascii_letters + string.digits + "+-._")
@@ -175,8 +193,14 @@ def number(written: str) -> str:
         if digits[:2].lower() in ("0x", "0o", "0b"):
             return f"{sign}{int(digits, 0)}"
         integer_digits, dot, fraction = digits.partition(".")
-        converted = f"{sign}{(integer_digits.lstrip('0') or '0') if dot else integer_digits}{dot}{fraction}"
-        converted = converted + "0" if converted.endswith(".") else converted.replace(".e", ".0e").replace(".E", ".0E")
+        converted = (
+            f"{sign}{(integer_digits.lstrip('0') or '0') if dot else integer_digits}{dot}{fraction}"
+        )
+        converted = (
+            converted + "0"
+            if converted.endswith(".")
+            else converted.replace(".e", ".0e").replace(".E", ".0E")
+        )
         json.loads(converted, parse_constant=refuse)
     except ValueError:
         raise FormatError from None

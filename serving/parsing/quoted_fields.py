@@ -26,7 +26,9 @@ def read_fields(reader: Reader, name: str, quote: str, schema: Mapping[str, Any]
     yield from read_members(reader, quote, schema, 0)
 
 
-def read_members(reader: Reader, quote: str, schema: Mapping[str, Any], depth: int) -> Iterator[None]:
+def read_members(
+    reader: Reader, quote: str, schema: Mapping[str, Any], depth: int
+) -> Iterator[None]:
     """Read the fields of an object. `schema` describes a call's arguments, not objects nested in
     them.
     """
@@ -70,7 +72,9 @@ def read_field_name(reader: Reader, quote: str) -> Generator[None, None, str]:
     return key
 
 
-def read_value(reader: Reader, quote: str, value_schema: Any, schema: Mapping[str, Any], depth: int) -> Iterator[None]:
+def read_value(
+    reader: Reader, quote: str, value_schema: Any, schema: Mapping[str, Any], depth: int
+) -> Iterator[None]:
     """Read a value and emit it. A quoted value is a text unless the schema accepts none."""
     reader.drop()
     if reader.char == "{" and depth < MAX_DEPTH:
@@ -95,11 +99,17 @@ def read_value(reader: Reader, quote: str, value_schema: Any, schema: Mapping[st
         is_streamed = is_text(value_schema, schema) or "string" in value_types(value_schema, schema)
         pieces: list[str] = []
         emit_arguments(reader, '"' if is_streamed else "")
-        keep = (lambda text: emit_arguments(reader, escape_json(text))) if is_streamed else pieces.append
+        keep = (
+            (lambda text: emit_arguments(reader, escape_json(text)))
+            if is_streamed
+            else pieces.append
+        )
         if not (yield from read_raw(reader, (quote,), keep, False)):
             raise FormatError
         reader.drop()
-        emit_arguments(reader, '"' if is_streamed else as_json("".join(pieces), value_schema, schema))
+        emit_arguments(
+            reader, '"' if is_streamed else as_json("".join(pieces), value_schema, schema)
+        )
     else:
         emit_arguments(reader, (yield from read_scalar(reader)))
 

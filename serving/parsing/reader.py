@@ -140,7 +140,9 @@ def hold_marker(reader: Reader, markers: Collection[str]) -> Generator[None, Non
     """
     prefix = ""
     while prefix not in markers:
-        if not reader.char or not any(candidate.startswith(prefix + reader.char) for candidate in markers):
+        if not reader.char or not any(
+            candidate.startswith(prefix + reader.char) for candidate in markers
+        ):
             if prefix:
                 raise FormatError
             return None
@@ -150,7 +152,9 @@ def hold_marker(reader: Reader, markers: Collection[str]) -> Generator[None, Non
     return prefix
 
 
-def read_text(reader: Reader, markers: Collection[str], kind: Text = Said) -> Generator[None, None, str | None]:
+def read_text(
+    reader: Reader, markers: Collection[str], kind: Text = Said
+) -> Generator[None, None, str | None]:
     """Emit text up to the first marker; hold it with the white space before it. None at the end.
 
     No marker contains its first character twice, so a failed head does not contain a marker's

@@ -40,14 +40,21 @@ class _Check:
             return schema is not False
         if isinstance(schema.get("$ref"), str) and isinstance(self.root, Mapping):
             referenced = resolve({"$ref": schema["$ref"]}, self.root)
-            if isinstance(referenced, Mapping | bool) and not self.fits(value, referenced, depth + 1):
+            if isinstance(referenced, Mapping | bool) and not self.fits(
+                value, referenced, depth + 1
+            ):
                 return False
         return (
             is_of_type(value, schema.get("type"))
             and ("const" not in schema or is_same(value, schema["const"]))
-            and ("enum" not in schema or any(is_same(value, candidate) for candidate in as_list(schema["enum"])))
+            and (
+                "enum" not in schema
+                or any(is_same(value, candidate) for candidate in as_list(schema["enum"]))
+            )
             and is_in_bounds(value, schema)
-            and all(self.fits(value, candidate, depth + 1) for candidate in as_list(schema.get("allOf")))
+            and all(
+                self.fits(value, candidate, depth + 1) for candidate in as_list(schema.get("allOf"))
+            )
             and all(
                 any(self.fits(value, candidate, depth + 1) for candidate in as_list(schema[name]))
                 for name in ("anyOf", "oneOf")
@@ -56,7 +63,10 @@ class _Check:
             and (not isinstance(value, dict) or self.has_members(value, schema, depth))
             and (
                 not isinstance(value, list)
-                or all(self.fits(candidate, schema.get("items", True), depth + 1) for candidate in value)
+                or all(
+                    self.fits(candidate, schema.get("items", True), depth + 1)
+                    for candidate in value
+                )
             )
         )
 
@@ -64,9 +74,12 @@ class _Check:
         """Return whether all required members are present and all members fit."""
         properties = schema.get("properties")
         properties = properties if isinstance(properties, Mapping) else {}
-        other_schema = True if "patternProperties" in schema else schema.get("additionalProperties", True)
+        other_schema = (
+            True if "patternProperties" in schema else schema.get("additionalProperties", True)
+        )
         return all(name in value for name in as_list(schema.get("required"))) and all(
-            self.fits(member, properties.get(name, other_schema), depth + 1) for name, member in value.items()
+            self.fits(member, properties.get(name, other_schema), depth + 1)
+            for name, member in value.items()
         )
 
 

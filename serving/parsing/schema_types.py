@@ -5,7 +5,14 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+NAMES = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
 ALL = frozenset({*NAMES.values(), "null"})
 PYTHON = {"true": "true", "false": "false", "none": "null", "null": "null"}
 MAX_REFERENCES = 32  # of a chain
@@ -41,7 +48,12 @@ def _resolve_pointer(reference: str, root: Mapping[str, Any]) -> Any:
         key = step.replace("~1", "/").replace("~0", "~")
         if isinstance(value, Mapping):
             value = value.get(key)
-        elif isinstance(value, list) and key.isascii() and key.isdigit() and int(key[:9]) < len(value):
+        elif (
+            isinstance(value, list)
+            and key.isascii()
+            and key.isdigit()
+            and int(key[:9]) < len(value)
+        ):
             value = value[int(key[:9])]
         else:
             return None
@@ -49,7 +61,9 @@ def _resolve_pointer(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def branches(
-    schema: Any, root: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None] = lambda schema: None
+    schema: Any,
+    root: Mapping[str, Any],
+    check: Callable[[Mapping[str, Any]], None] = lambda schema: None,
 ) -> list[Mapping[str, Any]]:
     """Return the alternatives of a schema: a value must match at least one of them.
 
@@ -85,7 +99,9 @@ def _alternatives(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def value_types(
-    schema: Any, root: Mapping[str, Any], types_by_id: dict[int, frozenset[str] | None] | None = None
+    schema: Any,
+    root: Mapping[str, Any],
+    types_by_id: dict[int, frozenset[str] | None] | None = None,
 ) -> frozenset[str]:
     """Return the JSON types that a value may have; all of them if the schema does not say.
 
@@ -125,13 +141,21 @@ def _declared_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
     declared = schema.get("type")
     if declared is not None:
         names = {
-            name for name in (declared if isinstance(declared, list) else [declared]) if isinstance(name, str)
+            name
+            for name in (declared if isinstance(declared, list) else [declared])
+            if isinstance(name, str)
         } & ALL
         return frozenset(names | {"integer"} if "number" in names else names) or ALL
     if values := [schema["const"]] if "const" in schema else _as_list(schema.get("enum")):
         return frozenset(json_type(value) for value in values)
     if not _as_list(schema.get("allOf")):
-        return frozenset({"object"}) if "properties" in schema else frozenset({"array"}) if "items" in schema else ALL
+        return (
+            frozenset({"object"})
+            if "properties" in schema
+            else frozenset({"array"})
+            if "items" in schema
+            else ALL
+        )
     return None
 
 
@@ -175,7 +199,9 @@ def as_json(text: str, schema: Any, root: Mapping[str, Any]) -> str:
 
 def _json_text_type(text: str) -> str | None:
     try:
-        return json_type(json.loads(text, parse_constant=_refuse, parse_int=_Integer, parse_float=float))
+        return json_type(
+            json.loads(text, parse_constant=_refuse, parse_int=_Integer, parse_float=float)
+        )
     except (ValueError, RecursionError):
         return None
 

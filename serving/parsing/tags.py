@@ -42,7 +42,9 @@ class Tag:
         return frozenset({self.after.split()[0], self.start, *self.closing})
 
 
-def read_parameters(reader: Reader, tag: Tag, name: str, schema: Mapping[str, Any]) -> Iterator[None]:
+def read_parameters(
+    reader: Reader, tag: Tag, name: str, schema: Mapping[str, Any]
+) -> Iterator[None]:
     """Begin the call at a parameter or at the end of the parameters; emit them as an object."""
     yield from hold_blank(reader)
     found_marker = yield from hold_marker(reader, (tag.start, tag.tail))
@@ -145,7 +147,9 @@ def read_raw(
 
     With `trims`, a line break before the end marker is dropped.
     """
-    prefixes = {end_marker[:length] for end_marker in end_markers for length in range(1, len(end_marker))}
+    prefixes = {
+        end_marker[:length] for end_marker in end_markers for length in range(1, len(end_marker))
+    }
     prefix = ""
     while reader.char:
         prefix += reader.char

@@ -41,7 +41,9 @@ class Thoughts:
         found_marker = None
         yield from hold_blank(reader)
         try:
-            found_marker = yield from hold_marker(reader, (*self.opens, *self.closes) if inside else self.opens)
+            found_marker = yield from hold_marker(
+                reader, (*self.opens, *self.closes) if inside else self.opens
+            )
         except FormatError:
             reader.release(Thought if inside else Said)
         if found_marker in self.opens:
@@ -79,7 +81,9 @@ THINK = Thoughts()
 OPENED = Thoughts(starts_inside=True)
 REASONING: dict[str, Thoughts | str | None] = {  # by vLLM's names
     "cohere_command3": Thoughts(
-        ("<|START_THINKING|>",), ("<|END_THINKING|>",), answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        ("<|START_THINKING|>",),
+        ("<|END_THINKING|>",),
+        answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
         keeps_special=True,
     ),
     "deepseek_r1": OPENED,
@@ -91,7 +95,8 @@ REASONING: dict[str, Thoughts | str | None] = {  # by vLLM's names
     "glm47": THINK,
     "gptoss": ".harmony",
     "granite": Thoughts(
-        ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
+        ("Here is my thought process:", "Here's my thought process:"),
+        ("Here is my response:", "Here's my response:"),
     ),
     "holo2": THINK,
     "hunyuan_a13b": Thoughts(answer=("<answer>", "</answer>")),
@@ -109,7 +114,7 @@ REASONING: dict[str, Thoughts | str | None] = {  # by vLLM's names
     "seed_oss": Thoughts(("<seed:think>",), ("</seed:think>",)),
     "step3": OPENED,
     "step3p5": OPENED,
-}  # fmt: skip
+}
 REFUSED_REASONING = {  # vLLM's name -> why it is not supported
     "cohere_command4": "its format is only known to a library of Cohere's",
     "hy_v3": "its markers have an ending that only its tokenizer says",

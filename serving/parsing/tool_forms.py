@@ -10,7 +10,13 @@ GLM = Form(
 DSML_CALL = '<｜DSML｜invoke name="{name}">\n{parameters}</｜DSML｜invoke>\n'
 DSML_PARAMETER = '<｜DSML｜parameter name="{key}" string="{kind}">{value}</｜DSML｜parameter>\n'
 HERMES = Form("<tool_call>\n{object}\n</tool_call>", unmarked=True)
-LLAMA = Form("{object}", separator=";", keys=("name", "parameters"), starts_answer=True, prefixes=("<|python_tag|>",))
+LLAMA = Form(
+    "{object}",
+    separator=";",
+    keys=("name", "parameters"),
+    starts_answer=True,
+    prefixes=("<|python_tag|>",),
+)
 PYTHONIC = Form(
     "{name}({keywords})",
     "[",
@@ -41,11 +47,18 @@ TOOL_FORMS: dict[str, Form | str] = {
         end="<｜tool▁calls▁end｜>",
     ),
     "deepseek_v32": Form(
-        DSML_CALL, "<｜DSML｜function_calls>\n", end="</｜DSML｜function_calls>", parameter=DSML_PARAMETER
+        DSML_CALL,
+        "<｜DSML｜function_calls>\n",
+        end="</｜DSML｜function_calls>",
+        parameter=DSML_PARAMETER,
     ),
-    "deepseek_v4": Form(DSML_CALL, "<｜DSML｜tool_calls>\n", end="</｜DSML｜tool_calls>", parameter=DSML_PARAMETER),
+    "deepseek_v4": Form(
+        DSML_CALL, "<｜DSML｜tool_calls>\n", end="</｜DSML｜tool_calls>", parameter=DSML_PARAMETER
+    ),
     "ernie45": HERMES,
-    "functiongemma": Form("<start_function_call>call:{name}{fields}<end_function_call>", quote="<escape>"),
+    "functiongemma": Form(
+        "<start_function_call>call:{name}{fields}<end_function_call>", quote="<escape>"
+    ),
     "gemma4": Form("<|tool_call>call:{name}{fields}<tool_call|>", quote='<|"|>'),
     "gigachat3": Form("<|function_call|>{object}"),
     "glm45": GLM,
@@ -56,7 +69,9 @@ TOOL_FORMS: dict[str, Form | str] = {
     "harmony": ".harmony",
     "hermes": HERMES,
     "hunyuan_a13b": Form("{object}", "<tool_calls>[", ", ", "]</tool_calls>"),
-    "internlm": Form("<|action_start|><|plugin|>{object}<|action_end|>", keys=("name", "parameters")),
+    "internlm": Form(
+        "<|action_start|><|plugin|>{object}<|action_end|>", keys=("name", "parameters")
+    ),
     "jamba": Form("{object}", "<tool_calls>[", ", ", "]</tool_calls>"),
     "kimi_k2": Form(
         "<|tool_call_begin|>{id}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>",
@@ -103,17 +118,27 @@ TOOL_FORMS: dict[str, Form | str] = {
     ),
     "step3p5": QWEN,
     "xlam": Form(
-        "{object}", "[", ", ", "]", starts_answer=True,
-        prefixes=("```json", "<tool_call>"), suffixes=("```", "</tool_call>"),
+        "{object}",
+        "[",
+        ", ",
+        "]",
+        starts_answer=True,
+        prefixes=("```json", "<tool_call>"),
+        suffixes=("```", "</tool_call>"),
     ),
-}  # fmt: skip
+}
 REFUSED_TOOLS = {  # vLLM's name -> why it is not supported
     "cohere_command4": "its format is only known to a library of Cohere's",
-    "hy_v3": "its markers have an ending that only its tokenizer says; hunyuan_a13b reads the models before it",
+    "hy_v3": (
+        "its markers have an ending that only its tokenizer says; hunyuan_a13b reads the "
+        "models before it"
+    ),
     "inkling": "its format is not written yet",
     "kimi_k3": "its format is not written yet; kimi_k2 reads the models before it",
     "minicpm5": "its texts may be CDATA sections, which are not read yet",
-    "minimax_m3": "its parameters nest as XML, which is not read yet; minimax_m2 reads the models before it",
+    "minimax_m3": (
+        "its parameters nest as XML, which is not read yet; minimax_m2 reads the models before it"
+    ),
 }
 # Markers that a chat template of the format contains; the first line with all markers present
 # counts.

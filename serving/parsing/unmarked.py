@@ -37,7 +37,9 @@ def unmarked_calls(reader: Reader, tools: Mapping[str, Mapping[str, Any]]) -> It
         yield from hold_blank(reader)
 
 
-def hold_block(reader: Reader, tools: Mapping[str, Mapping[str, Any]]) -> Generator[None, None, list[tuple[str, str]]]:
+def hold_block(
+    reader: Reader, tools: Mapping[str, Mapping[str, Any]]
+) -> Generator[None, None, list[tuple[str, str]]]:
     """Hold an object to the end of its line, or a fence with objects; return (name, arguments)
     pairs.
     """
@@ -66,13 +68,17 @@ def hold_block(reader: Reader, tools: Mapping[str, Mapping[str, Any]]) -> Genera
     return calls
 
 
-def hold_call(reader: Reader, tools: Mapping[str, Mapping[str, Any]]) -> Generator[None, None, tuple[str, str]]:
+def hold_call(
+    reader: Reader, tools: Mapping[str, Mapping[str, Any]]
+) -> Generator[None, None, tuple[str, str]]:
     """Hold {"name": ..., "arguments": {...}}, which must be a call of one of the tools."""
     name = arguments = None
     yield from expect(reader, "{")
     while True:
         key = decode_string((yield from hold_string(reader)))
-        is_repeated = (key == "name" and name is not None) or (key in ARGUMENTS and arguments is not None)
+        is_repeated = (key == "name" and name is not None) or (
+            key in ARGUMENTS and arguments is not None
+        )
         if key not in KEYS or is_repeated:
             raise FormatError
         yield from expect(reader, ":")
@@ -89,7 +95,12 @@ def hold_call(reader: Reader, tools: Mapping[str, Mapping[str, Any]]) -> Generat
         if reader.char != ",":
             break
         yield from expect(reader, ",")
-    if reader.char != "}" or name is None or arguments is None or not is_fitting(arguments, tools[name]):
+    if (
+        reader.char != "}"
+        or name is None
+        or arguments is None
+        or not is_fitting(arguments, tools[name])
+    ):
         raise FormatError
     reader.hold()
     yield

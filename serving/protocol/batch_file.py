@@ -26,7 +26,9 @@ class BatchLine:
     request: ChatRequest | CompletionRequest | RequestError
 
 
-def parse_lines(lines: Iterable[bytes], endpoints: Collection[str] = tuple(ENDPOINTS)) -> Iterator[BatchLine]:
+def parse_lines(
+    lines: Iterable[bytes], endpoints: Collection[str] = tuple(ENDPOINTS)
+) -> Iterator[BatchLine]:
     """Parse the lines of a batch file that are not blank; `endpoints` are the allowed `url`s."""
     line_by_digest: dict[bytes, int] = {}
     for number, raw in enumerate(lines, start=1):
@@ -36,10 +38,13 @@ def parse_lines(lines: Iterable[bytes], endpoints: Collection[str] = tuple(ENDPO
         try:
             line = parse_json(raw)
             custom_id = parse_custom_id(line)
-            digest = blake2b(custom_id.encode(errors="surrogatepass"), digest_size=ID_BYTES).digest()
+            digest = blake2b(
+                custom_id.encode(errors="surrogatepass"), digest_size=ID_BYTES
+            ).digest()
             if digest in line_by_digest:
                 raise RequestError(
-                    "custom_id", f"must differ, got {shown(custom_id)} as in line {line_by_digest[digest]}"
+                    "custom_id",
+                    f"must differ, got {shown(custom_id)} as in line {line_by_digest[digest]}",
                 )
             line_by_digest[digest] = number
             yield BatchLine(number, custom_id, parse_request(line, endpoints))
@@ -53,11 +58,18 @@ def result_line(line: BatchLine, request_id: str, body: dict[str, Any]) -> dict[
     return {"id": request_id, "custom_id": line.custom_id, "response": response, "error": None}
 
 
-def error_line(line: BatchLine, request_id: str, error: Exception, code: str = "invalid_request") -> dict[str, Any]:
+def error_line(
+    line: BatchLine, request_id: str, error: Exception, code: str = "invalid_request"
+) -> dict[str, Any]:
     """The output line of a request that failed."""
     param = error.param if isinstance(error, RequestError) else None
     reason = error.message if isinstance(error, RequestError) and param == "line" else str(error)
-    body = {"code": code, "message": f"line {line.number}: {reason}", "param": param, "line": line.number}
+    body = {
+        "code": code,
+        "message": f"line {line.number}: {reason}",
+        "param": param,
+        "line": line.number,
+    }
     return {"id": request_id, "custom_id": line.custom_id, "response": None, "error": body}
 
 
@@ -83,11 +95,15 @@ def parse_json(raw: bytes) -> dict[str, Any]:
 def parse_custom_id(line: dict[str, Any]) -> str:
     custom_id = line.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
-        raise RequestError("custom_id", f"must be a string that is not empty, got {shown(custom_id)}")
+        raise RequestError(
+            "custom_id", f"must be a string that is not empty, got {shown(custom_id)}"
+        )
     return custom_id
 
 
-def parse_request(line: dict[str, Any], endpoints: Collection[str]) -> ChatRequest | CompletionRequest:
+def parse_request(
+    line: dict[str, Any], endpoints: Collection[str]
+) -> ChatRequest | CompletionRequest:
     refuse_unknown(line, ("custom_id", "method", "url", "body"))
     if line.get("method") != "POST":
         raise RequestError("method", f"must be 'POST', got {shown(line.get('method'))}")
@@ -101,4 +117,6 @@ def parse_request(line: dict[str, Any], endpoints: Collection[str]) -> ChatReque
         return request
     except RequestError as error:
         error = as_sent(error, line.get("body"))
-        raise RequestError("body" if error.param == "body" else f"body.{error.param}", error.message) from None
+        raise RequestError(
+            "body" if error.param == "body" else f"body.{error.param}", error.message
+        ) from None

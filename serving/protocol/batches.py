@@ -55,7 +55,9 @@ def parse_expiry(param: str, value: Any) -> int | None:
         return None
     fields = parse_object(param, value, ("anchor", "seconds"))
     if fields.get("anchor") != "created_at":
-        raise RequestError(f"{param}.anchor", f"must be 'created_at', got {shown(fields.get('anchor'))}")
+        raise RequestError(
+            f"{param}.anchor", f"must be 'created_at', got {shown(fields.get('anchor'))}"
+        )
     return integer(f"{param}.seconds", fields.get("seconds"), *EXPIRY)
 
 
@@ -67,14 +69,20 @@ def parse_messages(body: Any) -> MessageBatchRequest:
     fields = known_fields(body, MESSAGE_FIELDS, {})
     requests = []
     names = set()
-    for i, request in enumerate(parse_list("requests", fields.get("requests"), MAX_LINES, minimum=1)):
+    for i, request in enumerate(
+        parse_list("requests", fields.get("requests"), MAX_LINES, minimum=1)
+    ):
         param = f"requests[{i}]"
         request_fields = parse_object(param, request, ("custom_id", "params"))
         name = request_fields.get("custom_id")
         if not isinstance(name, str) or not 1 <= len(name) <= 64:
-            raise RequestError(f"{param}.custom_id", f"must be 1 to 64 characters, got {shown(name)}")
+            raise RequestError(
+                f"{param}.custom_id", f"must be 1 to 64 characters, got {shown(name)}"
+            )
         if name in names:
-            raise RequestError(f"{param}.custom_id", f"must differ from those before it, got {shown(name)}")
+            raise RequestError(
+                f"{param}.custom_id", f"must differ from those before it, got {shown(name)}"
+            )
         names.add(name)
         requests.append({"custom_id": name, "params": request_fields.get("params")})
     return MessageBatchRequest(requests)

@@ -71,10 +71,19 @@ NEUTRAL = {  # unimplemented fields, with the value that has no effect
     "documents": [],
     "prompt_cache_retention": "in_memory",
 }
-REFUSED = VLLM_ONLY | dict.fromkeys(("audio", "moderation", "prompt_cache_options", "web_search_options"), ABSENT)
+REFUSED = VLLM_ONLY | dict.fromkeys(
+    ("audio", "moderation", "prompt_cache_options", "web_search_options"), ABSENT
+)
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 OWN_FIELDS = {  # by role; `parsed` repeats `content` in messages that clients send back
-    "assistant": ("tool_calls", "function_call", "reasoning", "reasoning_content", "refusal", "parsed"),
+    "assistant": (
+        "tool_calls",
+        "function_call",
+        "reasoning",
+        "reasoning_content",
+        "refusal",
+        "parsed",
+    ),
     "tool": ("tool_call_id",),
 }
 FUNCTION = ("name", "description", "parameters")
@@ -89,13 +98,15 @@ def parse(body: Any) -> ChatRequest:
     messages = parse_messages(fields.get("messages"), ignored)
     uses_old_names = "functions" in fields or "function_call" in fields
     tools, custom, choice = old_tools(fields) if uses_old_names else new_tools(fields)
-    sampling_values = {name: fields[name] for name in SAMPLING_FIELDS if name in fields} | answer_grammar(
-        parse_response_format(fields), choice
-    )
+    sampling_values = {
+        name: fields[name] for name in SAMPLING_FIELDS if name in fields
+    } | answer_grammar(parse_response_format(fields), choice)
     sampling_values["max_tokens"] = fields.get("max_tokens")  # None: up to the context length
     if "max_completion_tokens" in fields:
         if "max_tokens" in fields:
-            raise RequestError("max_tokens", "is the old name of max_completion_tokens; leave one of them out")
+            raise RequestError(
+                "max_tokens", "is the old name of max_completion_tokens; leave one of them out"
+            )
         sampling_values["max_tokens"] = SAMPLING["max_tokens"].rule.check(
             "max_completion_tokens", fields["max_completion_tokens"]
         )
@@ -104,9 +115,13 @@ def parse(body: Any) -> ChatRequest:
             raise RequestError("random_seed", "is Mistral's name of seed; leave one of them out")
         sampling_values["seed"] = SAMPLING["seed"].rule.check("random_seed", fields["random_seed"])
     if boolean("logprobs", fields.get("logprobs", False)):
-        sampling_values["logprobs"] = SAMPLING["logprobs"].rule.check("top_logprobs", fields.get("top_logprobs", 0))
+        sampling_values["logprobs"] = SAMPLING["logprobs"].rule.check(
+            "top_logprobs", fields.get("top_logprobs", 0)
+        )
     elif fields.get("top_logprobs"):
-        raise RequestError("top_logprobs", f"needs logprobs to be true, got {shown(fields['top_logprobs'])}")
+        raise RequestError(
+            "top_logprobs", f"needs logprobs to be true, got {shown(fields['top_logprobs'])}"
+        )
     elif fields.get("logprob_token_ids"):
         raise RequestError("logprob_token_ids", "needs logprobs to be true")
     common = parse_common_fields(fields)
@@ -144,11 +159,17 @@ def parse_batch(body: Any) -> ChatBatch:
     conversations = parse_list("messages", body.get("messages"), MAX_CONVERSATIONS, minimum=1)
     ignored: set[str] = set()
     conversations_messages = [
-        parse_messages(conversation, ignored, f"messages[{i}]") for i, conversation in enumerate(conversations)
+        parse_messages(conversation, ignored, f"messages[{i}]")
+        for i, conversation in enumerate(conversations)
     ]
     first = parse({**body, "messages": conversations[0]})
-    common = {request_field.name: getattr(first, request_field.name) for request_field in dataclasses.fields(first)}
-    return ChatBatch(**common | {"ignored": tuple(sorted(ignored)), "conversations": conversations_messages})
+    common = {
+        request_field.name: getattr(first, request_field.name)
+        for request_field in dataclasses.fields(first)
+    }
+    return ChatBatch(
+        **common | {"ignored": tuple(sorted(ignored)), "conversations": conversations_messages}
+    )
 
 
 def new_tools(fields: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Custom, str]:
@@ -163,21 +184,29 @@ def old_tools(fields: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Custom, 
     for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
         if new in fields:
             raise RequestError(
-                new, f"and {old if old in fields else 'functions'} are its new and its old name; use one"
+                new,
+                f"and {old if old in fields else 'functions'} are its new and its old "
+                "name; use one",
             )
     tools = [
         {
             "type": "function",
-            "function": parse_function(f"functions[{i}]", parse_object(f"functions[{i}]", function, FUNCTION)),
+            "function": parse_function(
+                f"functions[{i}]", parse_object(f"functions[{i}]", function, FUNCTION)
+            ),
         }
-        for i, function in enumerate(parse_list("functions", fields.get("functions", []), MAX_TOOLS))
+        for i, function in enumerate(
+            parse_list("functions", fields.get("functions", []), MAX_TOOLS)
+        )
     ]
     choice = fields.get("function_call", "auto")
     if isinstance(choice, Mapping):
         name = parse_object("function_call", choice, ("name",)).get("name")
         return tools, {}, function_choice(name, "function_call.name", tools)
     if choice not in ("auto", "none"):
-        raise RequestError("function_call", f"must be auto, none or {{'name': ...}}, got {shown(choice)}")
+        raise RequestError(
+            "function_call", f"must be auto, none or {{'name': ...}}, got {shown(choice)}"
+        )
     return tools, {}, choice
 
 
@@ -194,7 +223,10 @@ def parse_messages(value: Any, ignored: set[str], param: str = "messages") -> li
                 call["id"] = f"call{i:05d}"
             calls[call["function"]["name"]] = call.get("id", "")
         if message["role"] == "function":
-            message |= {"role": "tool", "tool_call_id": calls.get(message.get("name", ""), f"call{i:05d}")}
+            message |= {
+                "role": "tool",
+                "tool_call_id": calls.get(message.get("name", ""), f"call{i:05d}"),
+            }
     return messages
 
 
@@ -205,7 +237,9 @@ def parse_message(param: str, message: Any, ignored: set[str]) -> dict[str, Any]
     role = fields.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise RequestError(f"{param}.role", f"must be one of {', '.join(ROLES)}, got {shown(role)}")
-    fields = keep_known_fields(param, fields, ("role", "content", "name", *OWN_FIELDS.get(role, ())), ignored)
+    fields = keep_known_fields(
+        param, fields, ("role", "content", "name", *OWN_FIELDS.get(role, ())), ignored
+    )
     parsed: dict[str, Any] = {"role": "system" if role == "developer" else role}
     calls = fields.get("tool_calls")
     if calls is None and "function_call" in fields:
@@ -225,7 +259,9 @@ def parse_message(param: str, message: Any, ignored: set[str]) -> dict[str, Any]
     if calls is not None:
         if not isinstance(calls, list):
             raise RequestError(f"{param}.tool_calls", f"must be a list, got {shown(calls)}")
-        parsed["tool_calls"] = [parse_call(f"{param}.tool_calls[{i}]", call, ignored) for i, call in enumerate(calls)]
+        parsed["tool_calls"] = [
+            parse_call(f"{param}.tool_calls[{i}]", call, ignored) for i, call in enumerate(calls)
+        ]
     return parsed
 
 
@@ -234,7 +270,9 @@ def parse_call(param: str, call: Any, ignored: set[str]) -> dict[str, Any]:
     kind = call.get("type", "function") if isinstance(call, Mapping) else None
     function_fields = call.get(kind) if kind in ("function", "custom") else None
     if not isinstance(function_fields, Mapping):
-        raise RequestError(param, f"must be an object with id, type 'function' and function, got {shown(call)}")
+        raise RequestError(
+            param, f"must be an object with id, type 'function' and function, got {shown(call)}"
+        )
     call = keep_known_fields(param, call, ("id", "type", kind, "index"), ignored)
     # Some clients add parsed_arguments.
     names = ("name", "input") if kind == "custom" else ("name", "arguments", "parsed_arguments")
@@ -243,9 +281,13 @@ def parse_call(param: str, call: Any, ignored: set[str]) -> dict[str, Any]:
     if kind == "custom":
         arguments = {INPUT: unicode(f"{param}.custom.input", function_fields.get("input"))}
     else:
-        arguments = read_arguments(f"{param}.function.arguments", function_fields.get("arguments", "{}"))
+        arguments = read_arguments(
+            f"{param}.function.arguments", function_fields.get("arguments", "{}")
+        )
     parsed = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return parsed | ({"id": unicode(f"{param}.id", call["id"])} if call.get("id") is not None else {})
+    return parsed | (
+        {"id": unicode(f"{param}.id", call["id"])} if call.get("id") is not None else {}
+    )
 
 
 def read_arguments(param: str, arguments: Any) -> dict[str, Any]:
@@ -278,5 +320,7 @@ def content_text(param: str, content: Any, ignored: set[str]) -> str:
         content_part = keep_known_fields(
             f"{param}[{i}]", content_part, ("type", "text", "refusal", "annotations"), ignored
         )
-        lines.append(unicode(f"{param}[{i}].text", content_part.get("text", content_part.get("refusal"))))
+        lines.append(
+            unicode(f"{param}[{i}].text", content_part.get("text", content_part.get("refusal")))
+        )
     return "\n".join(lines)

@@ -56,15 +56,22 @@ class EmbedRequest:
 def parse(body: Any) -> EmbedRequest:
     """Parse a body."""
     fields = known_fields(body, FIELDS, {}, REFUSED)
-    types = parse_list("embedding_types", fields.get("embedding_types", ["float"]), len(EMBEDDING_TYPES), minimum=1)
+    types = parse_list(
+        "embedding_types", fields.get("embedding_types", ["float"]), len(EMBEDDING_TYPES), minimum=1
+    )
     dimension = fields.get("output_dimension")
     max_tokens = fields.get("max_tokens")
     return EmbedRequest(
         parse_texts(fields),
         fields.get("model"),
         parse_terms(fields),
-        None if "input_type" not in fields else check_choice("input_type", fields["input_type"], INPUT_TYPES),
-        [check_choice(f"embedding_types[{i}]", kind, EMBEDDING_TYPES) for i, kind in enumerate(types)],
+        None
+        if "input_type" not in fields
+        else check_choice("input_type", fields["input_type"], INPUT_TYPES),
+        [
+            check_choice(f"embedding_types[{i}]", kind, EMBEDDING_TYPES)
+            for i, kind in enumerate(types)
+        ],
         None if dimension is None else integer("output_dimension", dimension, 1, MAX_DIMENSIONS),
         None if max_tokens is None else integer("max_tokens", max_tokens, 1, INT32_MAX),
         check_choice("truncate", fields.get("truncate", "END"), TRUNCATE),
@@ -99,7 +106,9 @@ def response(
     tokens = {"input_tokens": usage.prompt_tokens, "output_tokens": 0}
     return {
         "id": head.id,
-        "embeddings": {kind: [FORMS[kind](vector) for vector in vectors] for kind in request.embedding_types},
+        "embeddings": {
+            kind: [FORMS[kind](vector) for vector in vectors] for kind in request.embedding_types
+        },
         "texts": request.texts,
         "meta": {
             "api_version": {"version": "2"},
@@ -121,7 +130,8 @@ def bits(vector: Sequence[float]) -> list[int]:
     """
     signs = [value > 0 for value in vector]
     return [
-        sum(sign << (7 - bit) for bit, sign in enumerate(signs[start : start + 8])) for start in range(0, len(signs), 8)
+        sum(sign << (7 - bit) for bit, sign in enumerate(signs[start : start + 8]))
+        for start in range(0, len(signs), 8)
     ]
 
 

@@ -34,10 +34,16 @@ MAX_PROMPTS = 2048  # in one request
 def parse(body: Any) -> CompletionRequest:
     """Parse a body."""
     fields = known_fields(body, FIELDS, {}, VLLM_ONLY)
-    sampling_values = {name: fields[name] for name in SAMPLING_FIELDS if name in fields} | parse_response_format(fields)
+    sampling_values = {
+        name: fields[name] for name in SAMPLING_FIELDS if name in fields
+    } | parse_response_format(fields)
     common = parse_common_fields(fields)
     echo = boolean("echo", fields.get("echo", False))
-    silent = echo and sampling_values.get("max_tokens") == 0 and sampling_values["max_tokens"] is not False
+    silent = (
+        echo
+        and sampling_values.get("max_tokens") == 0
+        and sampling_values["max_tokens"] is not False
+    )
     if silent:
         sampling_values["max_tokens"] = 1  # the sampled token is not sent
     sampling = parse_sampling(sampling_values)
@@ -45,12 +51,16 @@ def parse(body: Any) -> CompletionRequest:
     if params.logprob_token_ids and params.logprobs is None:
         raise RequestError("logprob_token_ids", "needs logprobs to be given")
     if params.logprob_token_ids and silent:
-        raise RequestError("logprob_token_ids", "says something of tokens that are written, and max_tokens is 0")
+        raise RequestError(
+            "logprob_token_ids", "says something of tokens that are written, and max_tokens is 0"
+        )
     if common["delivery"].stream:
         if params.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs", "cannot be streamed; leave one of them out")
         if params.num_sequences > params.n:
-            raise RequestError("best_of", "cannot be streamed: which answers are the likeliest shows at the end")
+            raise RequestError(
+                "best_of", "cannot be streamed: which answers are the likeliest shows at the end"
+            )
         if echo and params.logprobs is not None:
             raise RequestError("echo", "with logprobs cannot be streamed; leave one of them out")
     if echo and params.logprobs is not None and params.prompt_logprobs is None:
@@ -77,7 +87,9 @@ def parse_prompts(value: Any, name: str = "prompt") -> list[str | list[int]]:
     if isinstance(value, str):
         return [unicode(name, value)]
     if not isinstance(value, list) or not value:
-        raise RequestError(name, f"must be text, token ids, or a list of one or more of either, got {shown(value)}")
+        raise RequestError(
+            name, f"must be text, token ids, or a list of one or more of either, got {shown(value)}"
+        )
     if not isinstance(value[0], str | list):
         return [list(token_ids(name, value, INT32_MAX))]
     return [

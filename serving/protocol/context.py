@@ -9,7 +9,10 @@ from .objects import parse_list, parse_object, parse_typed_object
 
 TOOLS = "clear_tool_uses_20250919"
 THOUGHTS = "clear_thinking_20251015"
-EDITS = {TOOLS: ("trigger", "keep", "clear_at_least", "exclude_tools", "clear_tool_inputs"), THOUGHTS: ("keep",)}
+EDITS = {
+    TOOLS: ("trigger", "keep", "clear_at_least", "exclude_tools", "clear_tool_inputs"),
+    THOUGHTS: ("keep",),
+}
 TRIGGERS = {"input_tokens": ("value",), "tool_uses": ("value",)}
 MAX_EDITS = 16
 CLEARED = "[This result was cleared to save context.]"
@@ -33,7 +36,11 @@ class ClearTools:
         if (tokens if kind == "input_tokens" else len(results)) < value:
             results = []
         cleared_results = [messages[i] for i in results[: max(len(results) - self.keep, 0)]]
-        ids = {message["tool_call_id"] for message in cleared_results if message["name"] not in self.exclude}
+        ids = {
+            message["tool_call_id"]
+            for message in cleared_results
+            if message["name"] not in self.exclude
+        }
         edited_messages = [self.clear_result(message, ids) for message in messages]
         return edited_messages, {"type": TOOLS, "cleared_tool_uses": len(ids)}
 
@@ -44,7 +51,8 @@ class ClearTools:
             return message
         return message | {
             "tool_calls": [
-                self.without_arguments(call) if call["id"] in ids else call for call in message["tool_calls"]
+                self.without_arguments(call) if call["id"] in ids else call
+                for call in message["tool_calls"]
             ]
         }
 
@@ -62,9 +70,13 @@ class ClearThoughts:
     keep: int | None = 1  # turns; None: all
 
     def apply(self, messages: Messages, tokens: int) -> Edited:
-        thinking_indices = [i for i, message in enumerate(messages) if message.get("reasoning_content")]
+        thinking_indices = [
+            i for i, message in enumerate(messages) if message.get("reasoning_content")
+        ]
         cleared_indices = (
-            set() if self.keep is None else set(thinking_indices[: max(len(thinking_indices) - self.keep, 0)])
+            set()
+            if self.keep is None
+            else set(thinking_indices[: max(len(thinking_indices) - self.keep, 0)])
         )
         edited_messages = [
             {name: value for name, value in message.items() if name != "reasoning_content"}
@@ -98,7 +110,9 @@ def parse_edit(param: str, value: Any) -> Edit:
         return ClearThoughts(parse_typed_value(f"{param}.keep", keep, ("thinking_turns",), 1)[1])
     options: dict[str, Any] = {}
     if "trigger" in fields:
-        options["trigger"] = parse_typed_value(f"{param}.trigger", fields["trigger"], tuple(TRIGGERS), 1)
+        options["trigger"] = parse_typed_value(
+            f"{param}.trigger", fields["trigger"], tuple(TRIGGERS), 1
+        )
     if "keep" in fields:
         options["keep"] = parse_typed_value(f"{param}.keep", fields["keep"], ("tool_uses",), 0)[1]
     if "clear_at_least" in fields:
@@ -110,7 +124,9 @@ def parse_edit(param: str, value: Any) -> Edit:
     if "clear_tool_inputs" in fields:
         inputs = fields["clear_tool_inputs"]
         name = f"{param}.clear_tool_inputs"
-        options["inputs"] = strings(name, inputs) if isinstance(inputs, list) else boolean(name, inputs)
+        options["inputs"] = (
+            strings(name, inputs) if isinstance(inputs, list) else boolean(name, inputs)
+        )
     return ClearTools(**options)
 
 
@@ -147,7 +163,9 @@ def drop_oldest_turns(messages: Messages, fits: Callable[[Messages], bool]) -> M
 
     System messages at the start and the last turn always stay.
     """
-    first = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    first = next(
+        (i for i, message in enumerate(messages) if message["role"] != "system"), len(messages)
+    )
     turns = [i for i, message in enumerate(messages) if i > first and message["role"] == "user"]
     if fits(messages) or not turns:
         return messages

@@ -54,5 +54,9 @@ class Conversation:
         """Add the result of a tool call; `param` is the field with its id."""
         name = self.called.get(unicode_text(param, call_id))
         if name is None:
-            raise RequestError(param, f"must be the id of a call that stands before it, got {shown(call_id)}")
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text, "name": name})
+            raise RequestError(
+                param, f"must be the id of a call that stands before it, got {shown(call_id)}"
+            )
+        self.messages.append(
+            {"role": "tool", "tool_call_id": call_id, "content": text, "name": name}
+        )

@@ -29,16 +29,22 @@ class ConversationRequest:
 
 def parse(body: Any) -> ConversationRequest:
     fields = known_fields(body, FIELDS, {})
-    return ConversationRequest(parse_new_items(fields.get("items", [])), parse_metadata(fields.get("metadata", {})))
+    return ConversationRequest(
+        parse_new_items(fields.get("items", [])), parse_metadata(fields.get("metadata", {}))
+    )
 
 
 def parse_update(body: Any) -> ConversationRequest:
-    return ConversationRequest(metadata=parse_metadata(known_fields(body, ("metadata",), {}).get("metadata", {})))
+    return ConversationRequest(
+        metadata=parse_metadata(known_fields(body, ("metadata",), {}).get("metadata", {}))
+    )
 
 
 def parse_items(body: Any) -> ConversationRequest:
     fields = known_fields(body, ITEMS, {})
-    return ConversationRequest(parse_new_items(parse_list("items", fields.get("items"), MAX_ITEMS, minimum=1)))
+    return ConversationRequest(
+        parse_new_items(parse_list("items", fields.get("items"), MAX_ITEMS, minimum=1))
+    )
 
 
 def parse_new_items(value: Any) -> list[dict[str, Any]]:
@@ -55,7 +61,8 @@ def parse_new_items(value: Any) -> list[dict[str, Any]]:
 def parse_metadata(value: Any) -> Mapping[str, str]:
     is_small = isinstance(value, Mapping) and len(value) <= MAX_METADATA
     if not is_small or not all(
-        isinstance(text, str) and len(name) <= MAX_KEY and len(text) <= MAX_VALUE for name, text in value.items()
+        isinstance(text, str) and len(name) <= MAX_KEY and len(text) <= MAX_VALUE
+        for name, text in value.items()
     ):
         expected = f"at most {MAX_METADATA} names of {MAX_KEY} characters with texts of {MAX_VALUE}"
         raise RequestError("metadata", f"must be {expected}, got {shown(value)}")

@@ -10,12 +10,26 @@ from typing import Any
 
 from ..api.errors import RequestError
 from ..api.params import MAX_LOGPROBS, SAMPLING, SamplingParams, Terms, declarations
-from ..api.validation import INT32_MAX, boolean, integer, number, refuse_unknown, shown, unicode_text
+from ..api.validation import (
+    INT32_MAX,
+    boolean,
+    integer,
+    number,
+    refuse_unknown,
+    shown,
+    unicode_text,
+)
 from .answers.answer import Delivery
 
 # Fields without effect.
 LABELS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-DELIVERY = ("stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids", "request_id")
+DELIVERY = (
+    "stream",
+    "stream_options",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "request_id",
+)
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_drafted")
 TERMS = tuple(name for name, declaration in declarations(Terms).items() if declaration.endpoints)
 TEMPLATE = (
@@ -45,20 +59,30 @@ FORMATS = {  # of a text, with their own fields
 }
 STRUCTURED_OUTPUTS = "structured_outputs"
 GUIDED_FIELDS = {  # vLLM's older fields, with the keys of structured_outputs that replaced them
-    f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "json_object", "whitespace_pattern")
+    f"guided_{name}": name
+    for name in ("json", "regex", "choice", "grammar", "json_object", "whitespace_pattern")
 }
 OLD_BACKEND = "guided_decoding_backend"  # has no effect
 ABSENT = "is not implemented for this endpoint, leave it out"
-VLLM_ONLY = {"kv_transfer_params": "says where vLLM's servers hand pages on; replicas here do so unasked, leave it out"}
+VLLM_ONLY = {
+    "kv_transfer_params": (
+        "says where vLLM's servers hand pages on; replicas here do so unasked, leave it out"
+    )
+}
 
 
 def sampling_fields(endpoint: str) -> tuple[str, ...]:
     """The sampling parameters that an endpoint takes under their own names."""
-    return tuple(name for name, declaration in SAMPLING.items() if endpoint in declaration.endpoints)
+    return tuple(
+        name for name, declaration in SAMPLING.items() if endpoint in declaration.endpoints
+    )
 
 
 def known_fields(
-    body: Any, names: Iterable[str], neutral: Mapping[str, Any], refused: Mapping[str, str] = MappingProxyType({})
+    body: Any,
+    names: Iterable[str],
+    neutral: Mapping[str, Any],
+    refused: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The non-null fields of a body.
 
@@ -93,18 +117,27 @@ def known_fields(
 
 def merge_guided_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     """Merge vLLM's older `guided_*` fields into `structured_outputs`; some clients send both."""
-    merged = {name: value for name, value in body.items() if name not in GUIDED_FIELDS and name != OLD_BACKEND}
+    merged = {
+        name: value
+        for name, value in body.items()
+        if name not in GUIDED_FIELDS and name != OLD_BACKEND
+    }
     structured_outputs = merged.get(STRUCTURED_OUTPUTS)
     if structured_outputs is not None and not isinstance(structured_outputs, Mapping):
         return merged  # it is refused later
-    old_values = {option: body[name] for name, option in GUIDED_FIELDS.items() if body.get(name) is not None}
+    old_values = {
+        option: body[name] for name, option in GUIDED_FIELDS.items() if body.get(name) is not None
+    }
     for option in old_values.keys() & (structured_outputs or {}).keys():
         if old_values[option] != structured_outputs[option]:
             raise RequestError(
-                f"guided_{option}", f"is the old name of {STRUCTURED_OUTPUTS}.{option}, and they differ; leave it out"
+                f"guided_{option}",
+                f"is the old name of {STRUCTURED_OUTPUTS}.{option}, and they differ; leave it out",
             )
     return merged | (
-        {STRUCTURED_OUTPUTS: {**old_values, **(structured_outputs or {})}} if old_values or structured_outputs else {}
+        {STRUCTURED_OUTPUTS: {**old_values, **(structured_outputs or {})}}
+        if old_values or structured_outputs
+        else {}
     )
 
 
@@ -119,8 +152,13 @@ def parse_delivery(fields: Mapping[str, Any]) -> Delivery:
     refuse_unknown(options, (*STREAM_OPTIONS, "include_obfuscation"), "stream_options.")
     if options.get("include_obfuscation"):
         raise RequestError("stream_options.include_obfuscation", "is not implemented; leave it out")
-    *flags, include_drafted = [boolean(f"stream_options.{name}", options.get(name) or False) for name in STREAM_OPTIONS]
-    flags += [boolean(name, fields.get(name, False)) for name in ("return_token_ids", "return_tokens_as_token_ids")]
+    *flags, include_drafted = [
+        boolean(f"stream_options.{name}", options.get(name) or False) for name in STREAM_OPTIONS
+    ]
+    flags += [
+        boolean(name, fields.get(name, False))
+        for name in ("return_token_ids", "return_tokens_as_token_ids")
+    ]
     return Delivery(
         stream,
         *flags,
@@ -156,17 +194,27 @@ def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(options, Mapping):
         raise RequestError("chat_template_kwargs", f"must be a JSON object, got {shown(options)}")
     for name in options:
-        if name in ("self", "messages", "tools", "name", *TEMPLATE[:4]) or not isinstance(name, str):
-            raise RequestError(f"chat_template_kwargs.{name}", "is not a variable to set here; leave it out")
+        if name in ("self", "messages", "tools", "name", *TEMPLATE[:4]) or not isinstance(
+            name, str
+        ):
+            raise RequestError(
+                f"chat_template_kwargs.{name}", "is not a variable to set here; leave it out"
+            )
     variables = dict(options)
     if "reasoning_effort" in fields:
         variables["reasoning_effort"] = unicode_text("reasoning_effort", fields["reasoning_effort"])
     if "verbosity" in fields:
         variables |= parse_verbosity("verbosity", fields["verbosity"])
     if "chat_template" in fields:
-        variables["chat_template"] = bounded_text("chat_template", fields["chat_template"], MAX_TEMPLATE)
-    continues_message = boolean("continue_final_message", fields.get("continue_final_message", False))
-    adds_prompt = boolean("add_generation_prompt", fields.get("add_generation_prompt", not continues_message))
+        variables["chat_template"] = bounded_text(
+            "chat_template", fields["chat_template"], MAX_TEMPLATE
+        )
+    continues_message = boolean(
+        "continue_final_message", fields.get("continue_final_message", False)
+    )
+    adds_prompt = boolean(
+        "add_generation_prompt", fields.get("add_generation_prompt", not continues_message)
+    )
     if continues_message and adds_prompt:
         raise RequestError("continue_final_message", "needs add_generation_prompt to be false")
     return variables | {
@@ -188,14 +236,19 @@ def parse_length_penalty(fields: Mapping[str, Any], sampling: Mapping[str, Any])
             raise RequestError("length_penalty", "needs use_beam_search to be true")
         return None
     if fields.get("stream"):
-        raise RequestError("use_beam_search", "cannot be streamed: which answers are the likeliest shows at the end")
+        raise RequestError(
+            "use_beam_search",
+            "cannot be streamed: which answers are the likeliest shows at the end",
+        )
     params = sampling["params"]
     neutral = SamplingParams()
     for name in sorted(sampling["explicit_params"] - set(BEAM_PARAMS)):
         value = getattr(params, name)
         if value != getattr(neutral, name) and not (name == "temperature" and value == 0):
             raise RequestError(
-                name, f"says nothing of a beam search; leave it or use_beam_search out, got {shown(value)}"
+                name,
+                "says nothing of a beam search; leave it or use_beam_search out, got "
+                f"{shown(value)}",
             )
     integer("n", params.n, 1, MAX_LOGPROBS // 2, " (with use_beam_search)")
     return number("length_penalty", fields.get("length_penalty", 1.0), *PENALTY)
@@ -212,11 +265,16 @@ def parse_truncation(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Parse prompt truncation: the number of tokens (-1: as many as fit) and the side to cut."""
     if "truncate_prompt_tokens" not in fields:
         if "truncation_side" in fields:
-            raise RequestError("truncation_side", "needs truncate_prompt_tokens, which says how many tokens are kept")
+            raise RequestError(
+                "truncation_side",
+                "needs truncate_prompt_tokens, which says how many tokens are kept",
+            )
         return {}
     max_tokens = integer("truncate_prompt_tokens", fields["truncate_prompt_tokens"], -1, INT32_MAX)
     if max_tokens == 0:
-        raise RequestError("truncate_prompt_tokens", "must be 1 or more, or -1 for what the model takes, got 0")
+        raise RequestError(
+            "truncate_prompt_tokens", "must be 1 or more, or -1 for what the model takes, got 0"
+        )
     side = fields.get("truncation_side", SIDES[0])
     if side not in SIDES:
         raise RequestError("truncation_side", f"must be {' or '.join(SIDES)}, got {shown(side)}")
@@ -246,21 +304,34 @@ def parse_response_format(fields: Mapping[str, Any]) -> dict[str, Any]:
     if response_format is None:
         return {}
     if not isinstance(response_format, Mapping):
-        raise RequestError("response_format", f"must be a JSON object, got {shown(response_format)}")
+        raise RequestError(
+            "response_format", f"must be a JSON object, got {shown(response_format)}"
+        )
     kind = response_format.get("type")
     if not isinstance(kind, str) or kind not in FORMATS:
-        raise RequestError("response_format.type", f"must be one of {', '.join(FORMATS)}, got {shown(kind)}")
+        raise RequestError(
+            "response_format.type", f"must be one of {', '.join(FORMATS)}, got {shown(kind)}"
+        )
     refuse_unknown(response_format, ("type", *FORMATS[kind]), "response_format.")
     if kind == "json_object" and response_format.get("schema") is not None:
         return as_structured_outputs("response_format", fields, {"json": response_format["schema"]})
     if kind in ("json", "regex"):  # as huggingface_hub writes them
         if response_format.get("value") is None:
-            raise RequestError("response_format.value", "is missing; it must be a JSON schema, or a regular expression")
+            raise RequestError(
+                "response_format.value",
+                "is missing; it must be a JSON schema, or a regular expression",
+            )
         return as_structured_outputs("response_format", fields, {kind: response_format["value"]})
     if kind == "json_schema" and response_format.get("value") is not None:
-        return parse_text_format("response_format", kind, fields, "response_format.value", response_format["value"])
-    schema_object = response_format if kind == "structural_tag" else response_format.get("json_schema")
-    return parse_text_format("response_format", kind, fields, "response_format.json_schema", schema_object)
+        return parse_text_format(
+            "response_format", kind, fields, "response_format.value", response_format["value"]
+        )
+    schema_object = (
+        response_format if kind == "structural_tag" else response_format.get("json_schema")
+    )
+    return parse_text_format(
+        "response_format", kind, fields, "response_format.json_schema", schema_object
+    )
 
 
 def parse_text_format(
@@ -282,11 +353,15 @@ def parse_text_format(
     return as_structured_outputs(
         param,
         fields,
-        {"json_object": True} if kind == "json_object" else {"json": parse_named_schema(schema_param, schema_object)},
+        {"json_object": True}
+        if kind == "json_object"
+        else {"json": parse_named_schema(schema_param, schema_object)},
     )
 
 
-def as_structured_outputs(param: str, fields: Mapping[str, Any], form: dict[str, Any]) -> dict[str, Any]:
+def as_structured_outputs(
+    param: str, fields: Mapping[str, Any], form: dict[str, Any]
+) -> dict[str, Any]:
     """The sampling parameter for a text format in the field `param`.
 
     The body must not have `structured_outputs`.

@@ -51,7 +51,11 @@ def parse(body: Any) -> LabelRequest:
         raise RequestError("label_token_ids", f"must differ, got {shown(list(labels))}")
     flags = {
         name: boolean(name, fields.get(name, default))
-        for name, default in (("apply_softmax", True), ("item_first", False), ("add_special_tokens", True))
+        for name, default in (
+            ("apply_softmax", True),
+            ("item_first", False),
+            ("add_special_tokens", True),
+        )
     }
     return LabelRequest(
         text_or_tokens("query", fields.get("query")),
@@ -64,7 +68,11 @@ def parse(body: Any) -> LabelRequest:
 
 
 def text_or_tokens(param: str, value: Any) -> str | list[int]:
-    return list(token_ids(param, value, INT32_MAX)) if isinstance(value, list) else unicode(param, value)
+    return (
+        list(token_ids(param, value, INT32_MAX))
+        if isinstance(value, list)
+        else unicode(param, value)
+    )
 
 
 def score(logprobs: Sequence[float], apply_softmax: bool) -> float:
@@ -72,4 +80,6 @@ def score(logprobs: Sequence[float], apply_softmax: bool) -> float:
     if not apply_softmax:
         return math.exp(logprobs[0])
     max_logprob = max(logprobs)
-    return math.exp(logprobs[0] - max_logprob) / sum(math.exp(logprob - max_logprob) for logprob in logprobs)
+    return math.exp(logprobs[0] - max_logprob) / sum(
+        math.exp(logprob - max_logprob) for logprob in logprobs
+    )

@@ -64,7 +64,15 @@ BLOCKS = {
     },
     "system": TEXT,
 }
-TOOL = ("type", "name", "description", "input_schema", "strict", "eager_input_streaming", "cache_control")
+TOOL = (
+    "type",
+    "name",
+    "description",
+    "input_schema",
+    "strict",
+    "eager_input_streaming",
+    "cache_control",
+)
 CHOICES = {  # the fields of each type of `tool_choice`
     "auto": ("disable_parallel_tool_use",),
     "any": ("disable_parallel_tool_use",),
@@ -79,7 +87,9 @@ def parse(body: Any) -> ChatRequest:
     """Parse a body of /v1/messages."""
     fields = known_fields(body, FIELDS, NEUTRAL, REFUSED)
     sampling_values = {name: fields[name] for name in SAMPLING_FIELDS if name in fields}
-    sampling_values["max_tokens"] = SAMPLING["max_tokens"].rule.check("max_tokens", fields.get("max_tokens"))
+    sampling_values["max_tokens"] = SAMPLING["max_tokens"].rule.check(
+        "max_tokens", fields.get("max_tokens")
+    )
     sampling_values["stop"] = strings("stop_sequences", fields.get("stop_sequences", ()))
     return make_request(fields, sampling_values)
 
@@ -96,12 +106,18 @@ def make_request(fields: dict[str, Any], sampling_values: dict[str, Any]) -> Cha
     ignored: set[str] = set()
     messages = parse_messages(fields.get("system"), fields.get("messages"), ignored)
     last = messages[-1]
-    if last["role"] == "assistant" and last["content"].strip() and "add_generation_prompt" not in fields:
+    if (
+        last["role"] == "assistant"
+        and last["content"].strip()
+        and "add_generation_prompt" not in fields
+    ):
         fields.setdefault("continue_final_message", True)  # the answer continues the last message
     return ChatRequest(
         messages=messages,
         ignored=tuple(sorted(ignored)),
-        **parse_sampling(sampling_values | answer_grammar(parse_format(config.get("format"), fields), choice)),
+        **parse_sampling(
+            sampling_values | answer_grammar(parse_format(config.get("format"), fields), choice)
+        ),
         template_options=parse_thinking(fields.get("thinking"))
         | parse_effort(config.get("effort"))
         | template_options(fields),
@@ -124,10 +140,15 @@ def parse_messages(system: Any, value: Any, ignored: set[str]) -> list[dict[str,
         fields = parse_message_fields(param, message, ("role", "content"), ignored)
         role = fields.get("role")
         if not isinstance(role, str) or role not in BLOCKS:
-            raise RequestError(f"{param}.role", f"must be one of {', '.join(BLOCKS)}, got {shown(role)}")
+            raise RequestError(
+                f"{param}.role", f"must be one of {', '.join(BLOCKS)}, got {shown(role)}"
+            )
         add_turn(conversation, f"{param}.content", role, fields.get("content"))
     if "tool_calls" in conversation.messages[-1]:
-        raise RequestError(f"messages[{len(value) - 1}].content", "has a tool_use and no tool_result comes after it")
+        raise RequestError(
+            f"messages[{len(value) - 1}].content",
+            "has a tool_use and no tool_result comes after it",
+        )
     return conversation.messages
 
 
@@ -139,7 +160,9 @@ def add_turn(conversation: Conversation, param: str, role: str, content: Any) ->
         conversation.assistant_message()  # also for empty content
     if not isinstance(content, list):
         content = [{"type": "text", "text": unicode_text(param, content)}]
-    for i, value in enumerate(parse_list(param, content, MAX_MESSAGES, minimum=int(role == "user"))):
+    for i, value in enumerate(
+        parse_list(param, content, MAX_MESSAGES, minimum=int(role == "user"))
+    ):
         block = parse_typed_object(f"{param}[{i}]", value, BLOCKS[role])
         add_block(conversation, f"{param}[{i}]", role, block)
 
@@ -147,7 +170,9 @@ def add_turn(conversation: Conversation, param: str, role: str, content: Any) ->
 def add_block(conversation: Conversation, param: str, role: str, block: dict[str, Any]) -> None:
     kind = block["type"]
     if kind == "tool_use":
-        call_id, name = (unicode_text(f"{param}.{name}", block.get(name)) for name in ("id", "name"))
+        call_id, name = (
+            unicode_text(f"{param}.{name}", block.get(name)) for name in ("id", "name")
+        )
         conversation.add_call(name, call_id, require_object(f"{param}.input", block.get("input")))
     elif kind == "tool_result":
         text = join_texts(f"{param}.content", block.get("content", ""), TEXT, MAX_MESSAGES)
@@ -180,10 +205,17 @@ def parse_tools(value: Any) -> list[dict[str, Any]]:
         param = f"tools[{i}]"
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         if kind not in (None, "custom"):
-            raise RequestError(f"{param}.type", f"must be 'custom' or null, the server has no tools, got {shown(kind)}")
+            raise RequestError(
+                f"{param}.type",
+                f"must be 'custom' or null, the server has no tools, got {shown(kind)}",
+            )
         fields = parse_object(param, tool, TOOL)
         schema = require_object(f"{param}.input_schema", fields.get("input_schema"))
-        function = {"name": fields.get("name"), "description": fields.get("description"), "parameters": schema}
+        function = {
+            "name": fields.get("name"),
+            "description": fields.get("description"),
+            "parameters": schema,
+        }
         tools.append({"type": "function", "function": parse_function(param, function)})
     return tools
 
@@ -191,7 +223,9 @@ def parse_tools(value: Any) -> list[dict[str, Any]]:
 def parse_choice(value: Any, tools: list[dict[str, Any]]) -> tuple[str, bool]:
     """The tool choice, and whether an answer may have several calls."""
     fields = parse_typed_object("tool_choice", value, CHOICES)
-    one_call = boolean("tool_choice.disable_parallel_tool_use", fields.get("disable_parallel_tool_use", False))
+    one_call = boolean(
+        "tool_choice.disable_parallel_tool_use", fields.get("disable_parallel_tool_use", False)
+    )
     if fields["type"] == "tool":
         return function_choice(fields.get("name"), "tool_choice.name", tools), not one_call
     if fields["type"] == "any" and not tools:
@@ -205,12 +239,16 @@ def parse_thinking(value: Any) -> dict[str, Any]:
         return {}
     fields = parse_typed_object("thinking", value, THINKING)
     if fields.get("display", "summarized") != "summarized":
-        raise RequestError("thinking.display", f"must be 'summarized' or null, got {shown(fields['display'])}")
+        raise RequestError(
+            "thinking.display", f"must be 'summarized' or null, got {shown(fields['display'])}"
+        )
     if fields["type"] == "adaptive":
         return {}
     variables: dict[str, Any] = {"enable_thinking": fields["type"] == "enabled"}
     if "budget_tokens" in fields:
-        variables["thinking_budget"] = integer("thinking.budget_tokens", fields["budget_tokens"], 1, INT32_MAX)
+        variables["thinking_budget"] = integer(
+            "thinking.budget_tokens", fields["budget_tokens"], 1, INT32_MAX
+        )
     return variables
 
 
@@ -218,7 +256,9 @@ def parse_effort(effort: Any) -> dict[str, Any]:
     if effort is None:
         return {}
     if effort not in EFFORTS:
-        raise RequestError("output_config.effort", f"must be one of {', '.join(EFFORTS)}, got {shown(effort)}")
+        raise RequestError(
+            "output_config.effort", f"must be one of {', '.join(EFFORTS)}, got {shown(effort)}"
+        )
     return {"reasoning_effort": effort}
 
 
@@ -227,4 +267,6 @@ def parse_format(value: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     if value is None:
         return {}
     form = parse_typed_object("output_config.format", value, {"json_schema": ("schema",)})
-    return parse_text_format("output_config.format", form["type"], fields, "output_config.format", form)
+    return parse_text_format(
+        "output_config.format", form["type"], fields, "output_config.format", form
+    )

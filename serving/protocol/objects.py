@@ -21,25 +21,37 @@ def parse_object(param: str, value: Any, names: Sequence[str]) -> dict[str, Any]
     return fields
 
 
-def keep_known_fields(param: str, fields: Mapping[str, Any], names: Sequence[str], ignored: set[str]) -> dict[str, Any]:
+def keep_known_fields(
+    param: str, fields: Mapping[str, Any], names: Sequence[str], ignored: set[str]
+) -> dict[str, Any]:
     """Drop unknown fields of a message, and add their names to `ignored`."""
     pattern = INDEX.sub("[]", param)
-    ignored |= {f"{pattern}.{name if PLAIN_NAME.fullmatch(str(name)) else '?'}" for name in fields if name not in names}
+    ignored |= {
+        f"{pattern}.{name if PLAIN_NAME.fullmatch(str(name)) else '?'}"
+        for name in fields
+        if name not in names
+    }
     return {name: value for name, value in fields.items() if name in names}
 
 
-def parse_message_fields(param: str, value: Any, names: Sequence[str], ignored: set[str]) -> dict[str, Any]:
+def parse_message_fields(
+    param: str, value: Any, names: Sequence[str], ignored: set[str]
+) -> dict[str, Any]:
     """The known non-null fields of a message; unknown ones are added to `ignored`."""
     if not isinstance(value, Mapping):
         raise RequestError(param, f"must be a JSON object, got {shown(value)}")
-    return keep_known_fields(param, {name: field for name, field in value.items() if field is not None}, names, ignored)
+    return keep_known_fields(
+        param, {name: field for name, field in value.items() if field is not None}, names, ignored
+    )
 
 
 def parse_typed_object(param: str, value: Any, kinds: Kinds) -> dict[str, Any]:
     """As `parse_object`, for an object whose `type` determines its fields."""
     kind = value.get("type") if isinstance(value, Mapping) else None
     if not isinstance(kind, str) or kind not in kinds:
-        raise RequestError(f"{param}.type", f"must be {' or '.join(kinds)}, got {shown(kind if kind else value)}")
+        raise RequestError(
+            f"{param}.type", f"must be {' or '.join(kinds)}, got {shown(kind if kind else value)}"
+        )
     return parse_object(param, value, ("type", *kinds[kind]))
 
 

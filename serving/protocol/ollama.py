@@ -15,7 +15,17 @@ from .chat import parse_call
 from .cohere import EmbedRequest
 from .fields import parse_sampling
 from .objects import keep_known_fields
-from .ollama_fields import CHAT, EMBED, EMBEDDINGS, GENERATE, MESSAGE, PULL, SHOW, parse_model_name, read_fields
+from .ollama_fields import (
+    CHAT,
+    EMBED,
+    EMBEDDINGS,
+    GENERATE,
+    MESSAGE,
+    PULL,
+    SHOW,
+    parse_model_name,
+    read_fields,
+)
 from .tools import parse_tools, strict_functions
 
 
@@ -41,10 +51,16 @@ def parse_chat(body: Any) -> OllamaRequest:
     fields = read_fields(body, CHAT)
     ignored: set[str] = set()
     messages = parse_messages(fields.get("messages", []), ignored)
-    typed_tools = [parse_tool(f"tools[{i}]", tool) for i, tool in enumerate(fields.get("tools", []))]
+    typed_tools = [
+        parse_tool(f"tools[{i}]", tool) for i, tool in enumerate(fields.get("tools", []))
+    ]
     tools, _ = parse_tools(typed_tools, nested=True)
     return make_request(
-        fields, messages, tools=tools, strict=strict_functions(typed_tools), ignored=tuple(sorted(ignored))
+        fields,
+        messages,
+        tools=tools,
+        strict=strict_functions(typed_tools),
+        ignored=tuple(sorted(ignored)),
     )
 
 
@@ -55,32 +71,49 @@ def parse_generate(body: Any) -> OllamaRequest:
     for name in ("raw", "suffix"):
         for excluded in ("system", "context", "think"):
             if fields.get(name) and is_requested(fields, excluded):
-                raise RequestError(excluded, f"has no place with {name}, which leaves the chat template out")
+                raise RequestError(
+                    excluded, f"has no place with {name}, which leaves the chat template out"
+                )
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})
     return make_request(
-        fields, messages, prompt=prompt, suffix=suffix, raw=fields.get("raw", False), context=fields.get("context", ())
+        fields,
+        messages,
+        prompt=prompt,
+        suffix=suffix,
+        raw=fields.get("raw", False),
+        context=fields.get("context", ()),
     )
 
 
 def is_requested(fields: Mapping[str, Any], name: str) -> bool:
     """Whether a field is given and has an effect."""
-    return bool(fields["think"]["thinking"] if name == "think" and name in fields else fields.get(name))
+    return bool(
+        fields["think"]["thinking"] if name == "think" and name in fields else fields.get(name)
+    )
 
 
-def make_request(fields: Mapping[str, Any], messages: list[dict[str, Any]], **request_fields: Any) -> OllamaRequest:
+def make_request(
+    fields: Mapping[str, Any], messages: list[dict[str, Any]], **request_fields: Any
+) -> OllamaRequest:
     """Make a request of the common fields of /api/chat and /api/generate."""
     sampling = fields.get("options", {}) | fields.get("format", {})
     if fields.get("logprobs", False):
         sampling["logprobs"] = fields.get("top_logprobs", 0)
     elif fields.get("top_logprobs"):
-        raise RequestError("top_logprobs", f"needs logprobs to be true, got {fields['top_logprobs']}")
+        raise RequestError(
+            "top_logprobs", f"needs logprobs to be true, got {fields['top_logprobs']}"
+        )
     sampling_fields = parse_sampling({"max_tokens": None, **sampling})
     if "max_tokens" in sampling:  # also if it is unlimited
         sampling_fields["explicit_params"] |= {"max_tokens"}
     template = fields.get("think", {})
     last = messages[-1] if messages else {}
-    continues_message = last.get("role") == "assistant" and "tool_calls" not in last and bool(last["content"].strip())
+    continues_message = (
+        last.get("role") == "assistant"
+        and "tool_calls" not in last
+        and bool(last["content"].strip())
+    )
     return OllamaRequest(
         model=parse_model(fields),
         called=fields["model"],
@@ -102,7 +135,10 @@ def parse_model(fields: Mapping[str, Any]) -> str:
     name = fields.get("model")
     old_name = fields.get("name")
     if name and old_name and name != old_name:
-        raise RequestError("name", f"is the old name of model, and they differ; leave it out, got {shown(old_name)}")
+        raise RequestError(
+            "name",
+            f"is the old name of model, and they differ; leave it out, got {shown(old_name)}",
+        )
     return parse_model_name("model", name or old_name)
 
 
@@ -112,7 +148,9 @@ def parse_tool(param: str, value: Any) -> Any:
         raise RequestError(param, f"must be an object with function, got {shown(value)}")
     fields = {name: field for name, field in value.items() if field is not None}
     if fields.get("type", "function") != "function":
-        raise RequestError(f"{param}.type", f"must be 'function' or null, got {shown(fields['type'])}")
+        raise RequestError(
+            f"{param}.type", f"must be 'function' or null, got {shown(fields['type'])}"
+        )
     return fields | {"type": "function"}
 
 
@@ -126,17 +164,27 @@ def parse_messages(value: Sequence[Any], ignored: set[str]) -> list[dict[str, An
     for i, message in enumerate(value):
         param = f"messages[{i}]"
         if not isinstance(message, Mapping):
-            raise RequestError(param, f"must be an object with role and content, got {shown(message)}")
+            raise RequestError(
+                param, f"must be an object with role and content, got {shown(message)}"
+            )
         known_fields = keep_known_fields(
-            param, {name: field for name, field in message.items() if field is not None}, list(MESSAGE), ignored
+            param,
+            {name: field for name, field in message.items() if field is not None},
+            list(MESSAGE),
+            ignored,
         )
-        fields = {name: MESSAGE[name].check(f"{param}.{name}", field) for name, field in known_fields.items()}
+        fields = {
+            name: MESSAGE[name].check(f"{param}.{name}", field)
+            for name, field in known_fields.items()
+        }
         role = MESSAGE["role"].check(f"{param}.role", fields.get("role"))
         parsed: dict[str, Any] = {"role": role, "content": fields.get("content", "")}
         if "thinking" in fields:
             parsed["reasoning_content"] = fields["thinking"]
         if fields.get("tool_calls"):
-            parsed["tool_calls"] = parse_calls(f"{param}.tool_calls", fields["tool_calls"], len(messages), ignored)
+            parsed["tool_calls"] = parse_calls(
+                f"{param}.tool_calls", fields["tool_calls"], len(messages), ignored
+            )
             open_calls += [(call["function"]["name"], call["id"]) for call in parsed["tool_calls"]]
         if role == "tool":
             parsed |= match_result(fields, open_calls)
@@ -144,16 +192,25 @@ def parse_messages(value: Sequence[Any], ignored: set[str]) -> list[dict[str, An
     return messages
 
 
-def parse_calls(param: str, value: Sequence[Any], message_index: int, ignored: set[str]) -> list[dict[str, Any]]:
+def parse_calls(
+    param: str, value: Sequence[Any], message_index: int, ignored: set[str]
+) -> list[dict[str, Any]]:
     calls = []
     for i, call in enumerate(value):
         function_fields = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function_fields, Mapping):
             expected = "must be an object with function, which has name and arguments"
             raise RequestError(f"{param}[{i}]", f"{expected}, got {shown(call)}")
-        function = {name: value for name, value in function_fields.items() if name != "index" and value is not None}
+        function = {
+            name: value
+            for name, value in function_fields.items()
+            if name != "index" and value is not None
+        }
         typed_call = {**call, "type": "function", "function": function}
-        calls.append({"id": f"c{message_index:04d}{i:04d}"} | parse_call(f"{param}[{i}]", typed_call, ignored))
+        calls.append(
+            {"id": f"c{message_index:04d}{i:04d}"}
+            | parse_call(f"{param}[{i}]", typed_call, ignored)
+        )
     return calls
 
 
@@ -166,7 +223,11 @@ def match_result(fields: Mapping[str, Any], open_calls: list[tuple[str, str]]) -
     elif call := next((call for call in open_calls if name in (None, call[0])), None):
         open_calls.remove(call)
         name, call_id = call
-    return {key: value for key, value in (("name", name), ("tool_call_id", call_id)) if value is not None}
+    return {
+        key: value
+        for key, value in (("name", name), ("tool_call_id", call_id))
+        if value is not None
+    }
 
 
 def parse_embed(body: Any) -> OllamaEmbed:
@@ -174,16 +235,22 @@ def parse_embed(body: Any) -> OllamaEmbed:
     fields = read_fields(body, EMBED)
     dimensions = fields.get("dimensions") or None  # 0 is the model's own
     truncate = "END" if fields.get("truncate", True) else "NONE"
-    return make_embed_request(fields, fields.get("input", []), dimensions=dimensions, truncate=truncate)
+    return make_embed_request(
+        fields, fields.get("input", []), dimensions=dimensions, truncate=truncate
+    )
 
 
 def parse_embeddings(body: Any) -> OllamaEmbed:
     """Parse a body of /api/embeddings, the older form for one text."""
     fields = read_fields(body, EMBEDDINGS)
-    return make_embed_request(fields, [fields["prompt"]] if fields.get("prompt") else [], single=True)
+    return make_embed_request(
+        fields, [fields["prompt"]] if fields.get("prompt") else [], single=True
+    )
 
 
-def make_embed_request(fields: Mapping[str, Any], texts: list[str], **request_fields: Any) -> OllamaEmbed:
+def make_embed_request(
+    fields: Mapping[str, Any], texts: list[str], **request_fields: Any
+) -> OllamaEmbed:
     return OllamaEmbed(texts, parse_model(fields), called=fields["model"], **request_fields)
 
 

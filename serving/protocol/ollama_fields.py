@@ -65,8 +65,12 @@ APPLIED = {  # options, and the corresponding sampling parameters
 }
 COUNT = whole(-1)
 LOADING = {  # options without effect: the server's own options determine how a model is loaded
-    **dict.fromkeys(("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread"), COUNT),
-    **dict.fromkeys(("numa", "low_vram", "f16_kv", "use_mmap", "use_mlock", "penalize_newline"), FLAG),
+    **dict.fromkeys(
+        ("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread"), COUNT
+    ),
+    **dict.fromkeys(
+        ("numa", "low_vram", "f16_kv", "use_mmap", "use_mlock", "penalize_newline"), FLAG
+    ),
     **dict.fromkeys(("mirostat_tau", "mirostat_eta"), real(0, INT32_MAX)),
 }
 NOTHING = {  # unimplemented options, with the value that has no effect
@@ -83,7 +87,10 @@ OPTIONS: dict[str, Rule] = {
     "seed": whole(-1, SEEDS[-1], " (-1 draws anew)"),
     "repeat_last_n": COUNT,
     **LOADING,
-    **{name: only_value(nothing, "is not implemented, leave it out") for name, nothing in NOTHING.items()},
+    **{
+        name: only_value(nothing, "is not implemented, leave it out")
+        for name, nothing in NOTHING.items()
+    },
 }
 PENALTIES = {  # with the values that turn them off
     "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
@@ -100,18 +107,26 @@ def parse_options(param: str, value: Any) -> dict[str, Any]:
         for name, option_value in value.items()
         if option_value is not None
     }
-    params = {parameter: options[option] for option, parameter in APPLIED.items() if option in options}
+    params = {
+        parameter: options[option] for option, parameter in APPLIED.items() if option in options
+    }
     if params.get("max_tokens", 1) <= 0:
         params["max_tokens"] = None
     if params.get("seed") == -1:
         params["seed"] = None  # a random seed for each request
-    return params | penalty_changes(f"{param}.repeat_last_n", options.get("repeat_last_n", -1), params)
+    return params | penalty_changes(
+        f"{param}.repeat_last_n", options.get("repeat_last_n", -1), params
+    )
 
 
 def parse_option(param: str, name: str, value: Any) -> Any:
     """Parse an option by its rule; 40.0 is accepted for a whole number."""
     field_rule = OPTIONS[name]
-    is_whole = field_rule.schema.get("type") == "integer" and isinstance(value, float) and value.is_integer()
+    is_whole = (
+        field_rule.schema.get("type") == "integer"
+        and isinstance(value, float)
+        and value.is_integer()
+    )
     return field_rule.check(param, int(value) if is_whole else value)
 
 
@@ -123,9 +138,12 @@ def penalty_changes(param: str, num_tokens: int, params: Mapping[str, Any]) -> d
     if num_tokens == 0:
         return dict(PENALTIES)
     if num_tokens > 0 and any(
-        params.get(name, neutral_value) != neutral_value for name, neutral_value in PENALTIES.items()
+        params.get(name, neutral_value) != neutral_value
+        for name, neutral_value in PENALTIES.items()
     ):
-        reason = "cannot be kept: penalties look at all tokens so far; it can be -1 (all) or 0 (none)"
+        reason = (
+            "cannot be kept: penalties look at all tokens so far; it can be -1 (all) or 0 (none)"
+        )
         raise RequestError(param, f"{reason}, got {num_tokens}")
     return {}
 
@@ -144,7 +162,9 @@ def parse_think(param: str, value: Any) -> dict[str, Any]:
     if isinstance(value, bool):
         return {"enable_thinking": value, "thinking": value}
     if value not in LEVELS:
-        raise RequestError(param, f"must be true, false or one of {', '.join(LEVELS)}, got {shown(value)}")
+        raise RequestError(
+            param, f"must be true, false or one of {', '.join(LEVELS)}, got {shown(value)}"
+        )
     return {"enable_thinking": True, "thinking": True, "reasoning_effort": value}
 
 
@@ -152,7 +172,9 @@ def is_zero(param: str, value: Any) -> bool:
     """Whether `keep_alive`, in seconds or as a duration such as 5m, is zero."""
     if isinstance(value, str):
         if not re.fullmatch(DURATION, value):
-            raise RequestError(param, f"must be seconds or a duration such as '5m', got {shown(value)}")
+            raise RequestError(
+                param, f"must be seconds or a duration such as '5m', got {shown(value)}"
+            )
         return not re.search("[1-9]", value)
     return number(param, value, -INT32_MAX, INT32_MAX) == 0
 
@@ -181,8 +203,12 @@ def object_list(maximum: int, schema: Schema) -> Rule:
 
 def object_schema(properties: Mapping[str, Schema], *required: str) -> Schema:
     """The schema of an object with these fields; optional ones may be null."""
-    described = {name: schema if name in required else or_null(schema) for name, schema in properties.items()}
-    return {"type": "object", "properties": described} | ({"required": list(required)} if required else {})
+    described = {
+        name: schema if name in required else or_null(schema) for name, schema in properties.items()
+    }
+    return {"type": "object", "properties": described} | (
+        {"required": list(required)} if required else {}
+    )
 
 
 def rule_schemas(rules: Mapping[str, Rule]) -> dict[str, Schema]:
@@ -191,14 +217,22 @@ def rule_schemas(rules: Mapping[str, Rule]) -> dict[str, Schema]:
 
 def read_fields(body: Any, rules: Mapping[str, Rule]) -> dict[str, Any]:
     """Parse the non-null fields of a body by their rules."""
-    return {name: rules[name].check(name, value) for name, value in known_fields(body, rules, {}).items()}
+    return {
+        name: rules[name].check(name, value)
+        for name, value in known_fields(body, rules, {}).items()
+    }
 
 
 TEXT = rule(unicode_text, {"type": "string"})
 OBJECT: Schema = {"type": "object"}
 FUNCTION = object_schema(
     {
-        "name": {"type": "string", "pattern": f"^{TOOL_NAME.pattern}$", "minLength": 1, "maxLength": MAX_NAME},
+        "name": {
+            "type": "string",
+            "pattern": f"^{TOOL_NAME.pattern}$",
+            "minLength": 1,
+            "maxLength": MAX_NAME,
+        },
         "description": TEXT.schema | {"maxLength": MAX_SCHEMA},
         "parameters": OBJECT,
         "strict": FLAG.schema,
@@ -206,7 +240,8 @@ FUNCTION = object_schema(
     "name",
 )
 TOOL = object_schema(
-    {"type": {"const": "function"}, "function": FUNCTION | {"additionalProperties": False}}, "function"
+    {"type": {"const": "function"}, "function": FUNCTION | {"additionalProperties": False}},
+    "function",
 )
 CALLED = object_schema({"name": TEXT.schema, "arguments": {"anyOf": [OBJECT, TEXT.schema]}}, "name")
 NO_IMAGES = only_value([], IMAGES)
@@ -215,7 +250,9 @@ MESSAGE = {  # fields of messages; others are ignored
     "content": TEXT,
     "thinking": TEXT,
     "images": NO_IMAGES,
-    "tool_calls": object_list(MAX_MESSAGES, object_schema({"id": TEXT.schema, "function": CALLED}, "function")),
+    "tool_calls": object_list(
+        MAX_MESSAGES, object_schema({"id": TEXT.schema, "function": CALLED}, "function")
+    ),
     "tool_name": TEXT,
     "name": TEXT,
     "tool_call_id": TEXT,
@@ -251,7 +288,9 @@ GENERATE = WRITES | {
     "suffix": TEXT,
     "system": TEXT,
     "raw": FLAG,
-    "context": rule(lambda param, value: token_ids(param, value, MAX_TOKENS), many(TOKEN, MAX_TOKENS)),
+    "context": rule(
+        lambda param, value: token_ids(param, value, MAX_TOKENS), many(TOKEN, MAX_TOKENS)
+    ),
     "template": only_value("", TEMPLATE),
     "images": NO_IMAGES,
     **dict.fromkeys(("width", "height", "steps"), only_value(0, ABSENT)),

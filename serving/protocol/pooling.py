@@ -108,9 +108,13 @@ def parse_score(body: Any) -> ScoreRequest:
     if names is None:
         pairs = ", ".join(f"{first_name} and {second_name}" for first_name, second_name in SIDES)
         received = " and ".join(sorted(given_names)) or "none"
-        raise RequestError("text_1", f"and text_2 must be given, or another of the pairs {pairs}; got {received}")
+        raise RequestError(
+            "text_1", f"and text_2 must be given, or another of the pairs {pairs}; got {received}"
+        )
     first_texts, second_texts = (texts(name, fields[name]) for name in names)
-    queries, documents = (second_texts, first_texts) if names[1] == "queries" else (first_texts, second_texts)
+    queries, documents = (
+        (second_texts, first_texts) if names[1] == "queries" else (first_texts, second_texts)
+    )
     if len(queries) == 1:
         queries *= len(documents)
     if len(queries) != len(documents):
@@ -125,12 +129,15 @@ def parse_rerank(body: Any) -> RerankRequest:
     fields = known_fields(body, RERANK, {})
     query = unicode("query", fields.get("query"))
     documents = [
-        document_text(f"documents[{i}]", text) for i, text in enumerate(text_list("documents", fields.get("documents")))
+        document_text(f"documents[{i}]", text)
+        for i, text in enumerate(text_list("documents", fields.get("documents")))
     ]
     top_n = integer("top_n", fields.get("top_n", 0), 0, MAX_PROMPTS)
     return_documents = boolean("return_documents", fields.get("return_documents", True))
     pairs = [(query, text) for text in documents]
-    return RerankRequest(pairs, fields.get("model"), parse_terms(fields), True, top_n, return_documents)
+    return RerankRequest(
+        pairs, fields.get("model"), parse_terms(fields), True, top_n, return_documents
+    )
 
 
 def texts(name: str, value: Any) -> list[str]:
@@ -154,14 +161,23 @@ def document_text(param: str, value: Any) -> str:
 
 def usage_body(usage: Usage, detailed: bool) -> dict[str, Any]:
     body = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
-    return body | ({"prompt_tokens_details": {"cached_tokens": usage.cached_tokens}} if detailed else {})
+    return body | (
+        {"prompt_tokens_details": {"cached_tokens": usage.cached_tokens}} if detailed else {}
+    )
 
 
 def embeddings_response(
-    head: ResponseHead, request: EmbeddingRequest, vectors: Sequence[Sequence[float]], usage: dict[str, Any]
+    head: ResponseHead,
+    request: EmbeddingRequest,
+    vectors: Sequence[Sequence[float]],
+    usage: dict[str, Any],
 ) -> dict[str, Any]:
     data = [
-        {"object": "embedding", "index": i, "embedding": encode_vector(vector, request.encoding_format)}
+        {
+            "object": "embedding",
+            "index": i,
+            "embedding": encode_vector(vector, request.encoding_format),
+        }
         for i, vector in enumerate(vectors)
     ]
     return {"object": "list", "model": head.model, "data": data, "usage": usage}
@@ -174,7 +190,10 @@ def encode_vector(vector: Sequence[float], encoding_format: str) -> list[float] 
 
 
 def pooling_response(
-    head: ResponseHead, request: EmbeddingRequest, vectors: Sequence[Sequence[float]], usage: dict[str, Any]
+    head: ResponseHead,
+    request: EmbeddingRequest,
+    vectors: Sequence[Sequence[float]],
+    usage: dict[str, Any],
 ) -> dict[str, Any]:
     data = [
         {"object": "pooling", "index": i, "data": encode_vector(vector, request.encoding_format)}
@@ -191,7 +210,10 @@ def pooling_response(
 
 
 def classify_response(
-    head: ResponseHead, labels: Sequence[str], probs: Sequence[Sequence[float]], usage: dict[str, Any]
+    head: ResponseHead,
+    labels: Sequence[str],
+    probs: Sequence[Sequence[float]],
+    usage: dict[str, Any],
 ) -> dict[str, Any]:
     """The likeliest class of each text, and the probabilities of all classes."""
     data = [
@@ -213,14 +235,20 @@ def classify_response(
     }
 
 
-def score_response(head: ResponseHead, scores: Sequence[float], usage: dict[str, Any]) -> dict[str, Any]:
+def score_response(
+    head: ResponseHead, scores: Sequence[float], usage: dict[str, Any]
+) -> dict[str, Any]:
     data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
     common = {"id": head.id, "object": "list", "created": head.created, "model": head.model}
     return common | {"data": data, "usage": usage}
 
 
 def rerank_response(
-    head: ResponseHead, request: RerankRequest, scores: Sequence[float], usage: dict[str, Any], ranked_by: str
+    head: ResponseHead,
+    request: RerankRequest,
+    scores: Sequence[float],
+    usage: dict[str, Any],
+    ranked_by: str,
 ) -> dict[str, Any]:
     """Documents by descending score; equal scores keep their order."""
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: request.top_n or None]
@@ -229,4 +257,10 @@ def rerank_response(
         | ({"document": {"text": request.pairs[i][1]}} if request.return_documents else {})
         for i in order
     ]
-    return {"id": head.id, "model": head.model, "usage": usage, "results": results, "ranked_by": ranked_by}
+    return {
+        "id": head.id,
+        "model": head.model,
+        "usage": usage,
+        "results": results,
+        "ranked_by": ranked_by,
+    }

@@ -78,7 +78,14 @@ COUNT_FIELDS = (  # fields that concern the prompt
     "conversation",
     *TRUNCATION,
 )
-COMPACT_FIELDS = ("model", "input", "instructions", "previous_response_id", "prompt_cache_key", "service_tier")
+COMPACT_FIELDS = (
+    "model",
+    "input",
+    "instructions",
+    "previous_response_id",
+    "prompt_cache_key",
+    "service_tier",
+)
 NEUTRAL = {  # unimplemented fields, with the value that has no effect
     "context_management": [],
     "echo": False,
@@ -123,8 +130,16 @@ ITEMS = {
     "reasoning": ("summary", "content", "encrypted_content", "id", "status"),
     "compaction": ("encrypted_content", "id"),
 }
-PARTS = {"input_text": ("text",), "output_text": ("text", "annotations", "logprobs"), "refusal": ("refusal",)}
-FORMATS = {"text": (), "json_object": (), "json_schema": ("name", "description", "schema", "strict")}
+PARTS = {
+    "input_text": ("text",),
+    "output_text": ("text", "annotations", "logprobs"),
+    "refusal": ("refusal",),
+}
+FORMATS = {
+    "text": (),
+    "json_object": (),
+    "json_schema": ("name", "description", "schema", "strict"),
+}
 
 
 def parse_count(body: Any, history: History | None = None) -> ResponsesRequest:
@@ -151,9 +166,9 @@ def parse(body: Any, history: History | None = None) -> ResponsesRequest:
     text = parse_object("text", fields.get("text", {}), ("format", "verbosity"))
     tools, custom = parse_tools(fields.get("tools", []), nested=False)
     tools, choice = parse_choice(fields.get("tool_choice"), tools, nested=False)
-    sampling_values = {name: fields[name] for name in SAMPLING_FIELDS if name in fields} | answer_grammar(
-        parse_format(text, fields), choice
-    )
+    sampling_values = {
+        name: fields[name] for name in SAMPLING_FIELDS if name in fields
+    } | answer_grammar(parse_format(text, fields), choice)
     # None: up to the context length
     sampling_values["max_tokens"] = fields.get("max_output_tokens")
     if sampling_values["max_tokens"] is not None:
@@ -166,7 +181,10 @@ def parse(body: Any, history: History | None = None) -> ResponsesRequest:
     previous = fields.get("previous_response_id")
     conversation = parse_conversation_id(fields.get("conversation"))
     if previous is not None and conversation is not None:
-        raise RequestError("conversation", "and previous_response_id both say what was before; leave one of them out")
+        raise RequestError(
+            "conversation",
+            "and previous_response_id both say what was before; leave one of them out",
+        )
     earlier_items: list[dict[str, Any]] = []
     for name, value in (("previous_response_id", previous), ("conversation", conversation)):
         if value is not None:
@@ -176,7 +194,9 @@ def parse(body: Any, history: History | None = None) -> ResponsesRequest:
             earlier_items = history(value, name)
     store, background, common = parse_storing(fields, parse_common_fields(fields))
     return ResponsesRequest(
-        messages=parse_input(fields.get("instructions"), fields.get("input"), ignored, earlier_items),
+        messages=parse_input(
+            fields.get("instructions"), fields.get("input"), ignored, earlier_items
+        ),
         store=store,
         background=background,
         previous_response_id=previous,
@@ -197,15 +217,23 @@ def parse(body: Any, history: History | None = None) -> ResponsesRequest:
 
 def parse_conversation_id(value: Any) -> Any:
     """The id of a conversation, given as a string or in an object."""
-    return parse_object("conversation", value, ("id",)).get("id") if isinstance(value, Mapping) else value
+    return (
+        parse_object("conversation", value, ("id",)).get("id")
+        if isinstance(value, Mapping)
+        else value
+    )
 
 
-def parse_storing(fields: Mapping[str, Any], common: dict[str, Any]) -> tuple[bool, bool, dict[str, Any]]:
+def parse_storing(
+    fields: Mapping[str, Any], common: dict[str, Any]
+) -> tuple[bool, bool, dict[str, Any]]:
     """Parse `store` and `background`."""
     store, background = (boolean(name, fields.get(name, default)) for name, default in
                          (("store", True), ("background", False)))  # fmt: skip
     if background and not store:
-        raise RequestError("background", "can only be used when store is true: the answer is asked for later")
+        raise RequestError(
+            "background", "can only be used when store is true: the answer is asked for later"
+        )
     return store, background, common
 
 
@@ -214,8 +242,12 @@ def input_items(value: Any) -> list[dict[str, Any]]:
     if value is None:
         return []
     if isinstance(value, str):
-        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": value}]}]
-    return [{"type": "message", **item} if item.get("type") is None else dict(item) for item in value]
+        return [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": value}]}
+        ]
+    return [
+        {"type": "message", **item} if item.get("type") is None else dict(item) for item in value
+    ]
 
 
 def parse_input(
@@ -231,11 +263,15 @@ def parse_input(
     elif value is not None or not earlier_items:
         if not isinstance(value, list):
             raise RequestError("input", f"must be text or a list of items, got {shown(value)}")
-        add_items(conversation, "input", parse_list("input", value, MAX_MESSAGES, minimum=1), ignored)
+        add_items(
+            conversation, "input", parse_list("input", value, MAX_MESSAGES, minimum=1), ignored
+        )
     return conversation.messages
 
 
-def add_items(conversation: Conversation, name: str, items: Sequence[Any], ignored: set[str]) -> None:
+def add_items(
+    conversation: Conversation, name: str, items: Sequence[Any], ignored: set[str]
+) -> None:
     """Add items to a conversation; unknown fields of messages go into `ignored`."""
     last_kind = None
     for i, item in enumerate(items):
@@ -249,7 +285,9 @@ def add_items(conversation: Conversation, name: str, items: Sequence[Any], ignor
         last_kind = fields["type"]
 
 
-def add_message(conversation: Conversation, param: str, fields: dict[str, Any], last_kind: str | None) -> None:
+def add_message(
+    conversation: Conversation, param: str, fields: dict[str, Any], last_kind: str | None
+) -> None:
     role = fields.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise RequestError(f"{param}.role", f"must be one of {', '.join(ROLES)}, got {shown(role)}")
@@ -260,31 +298,49 @@ def add_message(conversation: Conversation, param: str, fields: dict[str, Any], 
         conversation.assistant_message()["content"] += text
 
 
-def add_reasoning(conversation: Conversation, param: str, fields: dict[str, Any], _: str | None) -> None:
+def add_reasoning(
+    conversation: Conversation, param: str, fields: dict[str, Any], _: str | None
+) -> None:
     """Add the reasoning text, or else its summary."""
     if "encrypted_content" in fields:
         raise RequestError(f"{param}.encrypted_content", "cannot be read here; leave it out")
     texts_by_field = {
         name: join_texts(
-            f"{param}.{name}", parse_list(f"{param}.{name}", fields[name], MAX_MESSAGES), kind, MAX_MESSAGES
+            f"{param}.{name}",
+            parse_list(f"{param}.{name}", fields[name], MAX_MESSAGES),
+            kind,
+            MAX_MESSAGES,
         )
-        for name, kind in (("content", {"reasoning_text": ("text",)}), ("summary", {"summary_text": ("text",)}))
+        for name, kind in (
+            ("content", {"reasoning_text": ("text",)}),
+            ("summary", {"summary_text": ("text",)}),
+        )
         if name in fields
     }
     conversation.add_reasoning(texts_by_field.get("content") or texts_by_field.get("summary") or "")
 
 
 def add_call(conversation: Conversation, param: str, fields: dict[str, Any], _: str | None) -> None:
-    name, call_id = (unicode_text(f"{param}.{name}", fields.get(name)) for name in ("name", "call_id"))
-    conversation.add_call(name, call_id, read_arguments(f"{param}.arguments", fields.get("arguments")))
+    name, call_id = (
+        unicode_text(f"{param}.{name}", fields.get(name)) for name in ("name", "call_id")
+    )
+    conversation.add_call(
+        name, call_id, read_arguments(f"{param}.arguments", fields.get("arguments"))
+    )
 
 
-def add_custom_call(conversation: Conversation, param: str, fields: dict[str, Any], _: str | None) -> None:
-    name, call_id, text = (unicode_text(f"{param}.{name}", fields.get(name)) for name in ("name", "call_id", "input"))
+def add_custom_call(
+    conversation: Conversation, param: str, fields: dict[str, Any], _: str | None
+) -> None:
+    name, call_id, text = (
+        unicode_text(f"{param}.{name}", fields.get(name)) for name in ("name", "call_id", "input")
+    )
     conversation.add_call(name, call_id, {INPUT: text})
 
 
-def add_compaction(conversation: Conversation, param: str, fields: dict[str, Any], _: str | None) -> None:
+def add_compaction(
+    conversation: Conversation, param: str, fields: dict[str, Any], _: str | None
+) -> None:
     """Add a summary, joined with the user messages before it: templates expect turns."""
     text = f"{SUMMARY_HEADING}\n{decode_summary(f'{param}.encrypted_content', fields.get('encrypted_content'))}"
     while conversation.role == "user":
@@ -299,10 +355,14 @@ def decode_summary(param: str, value: Any) -> str:
     except (binascii.Error, ValueError) as error:
         if isinstance(error, RequestError):
             raise
-        raise RequestError(param, f"must be what /v1/responses/compact gave, got {shown(value)}") from None
+        raise RequestError(
+            param, f"must be what /v1/responses/compact gave, got {shown(value)}"
+        ) from None
 
 
-def add_output(conversation: Conversation, param: str, fields: dict[str, Any], _: str | None) -> None:
+def add_output(
+    conversation: Conversation, param: str, fields: dict[str, Any], _: str | None
+) -> None:
     text = join_texts(f"{param}.output", fields.get("output"), PARTS, MAX_MESSAGES)
     conversation.add_result(f"{param}.call_id", fields.get("call_id"), text)
 
@@ -338,7 +398,9 @@ def parse_logprobs(fields: Mapping[str, Any]) -> int | None:
     included = parse_list("include", fields.get("include", []), MAX_MESSAGES)
     for i, name in enumerate(included):
         if name not in INCLUDED:
-            raise RequestError(f"include[{i}]", f"must be {' or '.join(INCLUDED)}, got {shown(name)}")
+            raise RequestError(
+                f"include[{i}]", f"must be {' or '.join(INCLUDED)}, got {shown(name)}"
+            )
     if LOGPROBS in included:
         return count
     if count:
@@ -351,10 +413,14 @@ def parse_effort(value: Any) -> dict[str, Any]:
     fields = parse_object("reasoning", value, ("effort", *REASONING))
     for name, supported in REASONING.items():
         if fields.get(name, supported) != supported:
-            raise RequestError(f"reasoning.{name}", f"must be {supported!r} or null, got {shown(fields[name])}")
+            raise RequestError(
+                f"reasoning.{name}", f"must be {supported!r} or null, got {shown(fields[name])}"
+            )
     effort = fields.get("effort")
     if effort is None:
         return {}
     if effort not in EFFORTS:
-        raise RequestError("reasoning.effort", f"must be one of {', '.join(EFFORTS)}, got {shown(effort)}")
+        raise RequestError(
+            "reasoning.effort", f"must be one of {', '.join(EFFORTS)}, got {shown(effort)}"
+        )
     return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}

@@ -22,17 +22,28 @@ from .tokens import DETOKENIZE, TOKENIZE
 TEXT: Schema = {"type": "string"}
 OBJECT: Schema = {"type": "object"}
 ANYTHING: Schema = {}
-CONTENT: Schema = {"anyOf": [TEXT, many({"type": "object", "properties": {"type": TEXT, "text": TEXT}}, 64)]}
-MESSAGE: Schema = {"type": "object", "properties": {"role": TEXT, "content": CONTENT}, "required": ["role"]}
+CONTENT: Schema = {
+    "anyOf": [TEXT, many({"type": "object", "properties": {"type": TEXT, "text": TEXT}}, 64)]
+}
+MESSAGE: Schema = {
+    "type": "object",
+    "properties": {"role": TEXT, "content": CONTENT},
+    "required": ["role"],
+}
 
 LINE: Schema = {
     "type": "object",
-    "properties": {"custom_id": {"type": "string", "minLength": 1, "maxLength": 64}, "params": OBJECT},
+    "properties": {
+        "custom_id": {"type": "string", "minLength": 1, "maxLength": 64},
+        "params": OBJECT,
+    },
     "required": ["custom_id", "params"],
     "additionalProperties": False,
 }
 
-PARAMS = {name: declaration.rule.schema for name, declaration in (declarations(Terms) | SAMPLING).items()}
+PARAMS = {
+    name: declaration.rule.schema for name, declaration in (declarations(Terms) | SAMPLING).items()
+}
 FIELDS: dict[str, Schema] = PARAMS | {  # by field name, for all endpoints
     "model": TEXT,
     "stop_sequences": STRINGS,
@@ -62,7 +73,9 @@ FIELDS: dict[str, Schema] = PARAMS | {  # by field name, for all endpoints
     "truncate_prompt_tokens": whole(-1).schema,
     "truncation_side": {"enum": list(SIDES)},
     "add_special_tokens": FLAG.schema,
-    "prompt": {"anyOf": [TEXT, many(TEXT, 8, 1), many(TOKEN, 4096, 1), many(many(TOKEN, 4096, 1), 8, 1)]},
+    "prompt": {
+        "anyOf": [TEXT, many(TEXT, 8, 1), many(TOKEN, 4096, 1), many(many(TOKEN, 4096, 1), 8, 1)]
+    },
     "messages": many(MESSAGE, 4096, 1),
     "tools": many(OBJECT, 128),
     "tool_choice": ANYTHING,
@@ -120,7 +133,9 @@ SCHEMAS_BY_PATH: dict[str, dict[str, Schema]] = {  # fields that differ from FIE
     "/score": dict.fromkeys((name for pair in pooling.SIDES for name in pair), TEXTS),
     "/generative_scoring": {
         "query": {"anyOf": [TEXT, many(TOKEN, 1 << 20)]},
-        "items": {"anyOf": [many(TEXT, MAX_PROMPTS, 1), many(many(TOKEN, 1 << 20), MAX_PROMPTS, 1)]},
+        "items": {
+            "anyOf": [many(TEXT, MAX_PROMPTS, 1), many(many(TOKEN, 1 << 20), MAX_PROMPTS, 1)]
+        },
     },
     "/v1/conversations": {"items": many(OBJECT, conversations.MAX_ITEMS)},
     "/v1/chat/completions": {"logprobs": FLAG.schema},
@@ -151,7 +166,10 @@ BODIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # path: (fields,
     "/rerank": (pooling.RERANK, ("query", "documents")),
     "/tokenize": (TOKENIZE, ()),
     "/detokenize": (DETOKENIZE, ("tokens",)),
-    **{path: (tuple(rules), () if "name" in rules else ("model",)) for path, rules in OLLAMA.items()},
+    **{
+        path: (tuple(rules), () if "name" in rules else ("model",))
+        for path, rules in OLLAMA.items()
+    },
 }
 
 # Other paths of an endpoint.
@@ -169,8 +187,14 @@ def body_schema(path: str) -> Schema:
     names, required = BODIES[path]
     schemas = FIELDS | SCHEMAS_BY_PATH.get(path, {})
     properties = {name: schemas.get(name, ANYTHING) for name in dict.fromkeys(names)}
-    optional = {name: schema if name in required else or_null(schema) for name, schema in properties.items()}
-    object_schema: Schema = {"type": "object", "properties": optional, "additionalProperties": False}
+    optional = {
+        name: schema if name in required else or_null(schema) for name, schema in properties.items()
+    }
+    object_schema: Schema = {
+        "type": "object",
+        "properties": optional,
+        "additionalProperties": False,
+    }
     if path in ALTERNATIVES:
         object_schema["anyOf"] = [{"required": list(names)} for names in ALTERNATIVES[path]]
     return object_schema | ({"required": list(required)} if required else {})

@@ -26,17 +26,30 @@ def as_sent(error: RequestError, body: Any) -> RequestError:
         return error
     option, _, inner_path = path.partition(".")  # a key of structured_outputs: json, regex, ...
     field = form_field(body, option)
-    return RequestError(f"{field}.{inner_path}" if inner_path else field, error.message) if field else error
+    return (
+        RequestError(f"{field}.{inner_path}" if inner_path else field, error.message)
+        if field
+        else error
+    )
 
 
 def form_field(body: Mapping[str, Any], option: str) -> str | None:
     """The field of a body that has the text format, if it is not `structured_outputs`."""
-    for parent, name in ((None, "response_format"), ("text", "format"), ("output_config", "format"), (None, "format")):
+    for parent, name in (
+        (None, "response_format"),
+        ("text", "format"),
+        ("output_config", "format"),
+        (None, "format"),
+    ):
         owner = body if parent is None else body.get(parent)
         form = owner.get(name) if isinstance(owner, Mapping) else None
         if form is not None:
             path = name if parent is None else f"{parent}.{name}"
-            return path if path == "format" or not isinstance(form, Mapping) else path + schema_path(form)
+            return (
+                path
+                if path == "format" or not isinstance(form, Mapping)
+                else path + schema_path(form)
+            )
     return next(
         (
             old

@@ -11,7 +11,15 @@ from .chat import parse_messages
 from .fields import TEMPLATE, known_fields, template_options
 from .tools import parse_tools
 
-TOKENIZE = ("model", "prompt", "messages", "tools", "add_special_tokens", "return_token_strs", *TEMPLATE)
+TOKENIZE = (
+    "model",
+    "prompt",
+    "messages",
+    "tools",
+    "add_special_tokens",
+    "return_token_strs",
+    *TEMPLATE,
+)
 DETOKENIZE = ("model", "tokens", "skip_special_tokens")
 MAX_TOKENS = 1 << 20
 

@@ -44,7 +44,9 @@ class Affinity:
         self.turns: dict[str, int] = {}  # sequence number of each replica's last request
         self.count = 0
 
-    def order(self, prefix: Sequence[bytes], loads: Mapping[str, int], tried: Collection[str] = ()) -> list[str]:
+    def order(
+        self, prefix: Sequence[bytes], loads: Mapping[str, int], tried: Collection[str] = ()
+    ) -> list[str]:
         """Return the replicas, best first.
 
         Criteria, in order: has not failed on this request, is not too busy, has the longest prefix,
@@ -108,7 +110,9 @@ def prefix_digests(root: bytes, text: bytes) -> tuple[bytes, ...]:
     digests = []
     name = root
     for offset in range(0, min(len(text) // CHUNK, MAX_PREFIXES) * CHUNK, CHUNK):
-        name = hashlib.blake2b(text[offset : offset + CHUNK], digest_size=16, key=name[:64]).digest()
+        name = hashlib.blake2b(
+            text[offset : offset + CHUNK], digest_size=16, key=name[:64]
+        ).digest()
         digests.append(name)
     return tuple(digests)
 
@@ -135,7 +139,12 @@ def body_prefix(headers: Headers, body: bytes) -> tuple[bytes, ...]:
     except (msgspec.DecodeError, RecursionError):
         return ()
     keys = [value for name, value in headers if name in KEYS]
-    prompt_fields = [fields.tools, fields.system, fields.instructions, fields.messages or fields.input or fields.prompt]
+    prompt_fields = [
+        fields.tools,
+        fields.system,
+        fields.instructions,
+        fields.messages or fields.input or fields.prompt,
+    ]
     text = b"\0".join(map(bytes, prompt_fields))
     return prefix_digests(root_digest(*keys, bytes(fields.model), bytes(fields.cache_salt)), text)
 

@@ -36,7 +36,9 @@ def application(plan: DeploymentPlan) -> serve.Application:
         "graceful_shutdown_timeout_s": plan.settings.shutdown_grace,
         "health_check_period_s": 5,
     }
-    engine = serve.deployment(name=ENGINE, **shared, **plan.scale.scaling_arguments(options))(Replica)
+    engine = serve.deployment(name=ENGINE, **shared, **plan.scale.scaling_arguments(options))(
+        Replica
+    )
     front = serve.deployment(
         name=FRONT,
         ray_actor_options={"num_cpus": 0},
@@ -45,9 +47,9 @@ def application(plan: DeploymentPlan) -> serve.Application:
     )(Front)
     if not plan.scale.prefill_replicas:
         return front.bind(plan, engine.bind(plan))
-    readers = serve.deployment(name=READER, **shared, num_replicas=plan.scale.prefill_replicas)(PrefillReplica).bind(
-        plan
-    )
+    readers = serve.deployment(name=READER, **shared, num_replicas=plan.scale.prefill_replicas)(
+        PrefillReplica
+    ).bind(plan)
     return front.bind(plan, engine.bind(plan, readers), readers)
 
 
@@ -55,7 +57,11 @@ def actor_options(plan: DeploymentPlan) -> dict[str, Any]:
     """Return the machine resources of a replica."""
     resources = dict(plan.scale.replica_resources or default_resources(plan))
     cpus = resources.pop("CPU", 0)
-    options: dict[str, Any] = {"num_cpus": cpus, "num_gpus": resources.pop("GPU", 0), "resources": resources}
+    options: dict[str, Any] = {
+        "num_cpus": cpus,
+        "num_gpus": resources.pop("GPU", 0),
+        "resources": resources,
+    }
     if THREADS not in os.environ:
         options["runtime_env"] = {"env_vars": {THREADS: str(max(1, int(cpus)))}}
     return options
@@ -95,7 +101,11 @@ def run(plan: DeploymentPlan) -> None:
     Returns when everything runs.
     """
     settings = plan.settings
-    http = {"host": settings.host, "port": settings.port, "keep_alive_timeout_s": int(settings.idle_seconds)}
+    http = {
+        "host": settings.host,
+        "port": settings.port,
+        "keep_alive_timeout_s": int(settings.idle_seconds),
+    }
     serve.start(http_options=http)
     try:
         serve.run(application(plan), name=APP, route_prefix="/")
@@ -107,7 +117,10 @@ def reason() -> str:
     """Return the last error line of a replica that could not start."""
     deployments = serve.status().applications[APP].deployments.values()
     lines = [
-        line.strip() for deployment in deployments for line in deployment.message.splitlines() if "Error: " in line
+        line.strip()
+        for deployment in deployments
+        for line in deployment.message.splitlines()
+        if "Error: " in line
     ]
     return lines[-1].partition("Error: ")[2] if lines else ""
 

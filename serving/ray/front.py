@@ -7,7 +7,11 @@ from typing import Any
 
 from ray import serve
 from ray.exceptions import ObjectLostError, RayActorError, WorkerCrashedError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+)
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -66,10 +70,15 @@ class Front:
         self.engine = engine
         self.reader = reader
         self.answers = engine.options(stream=True)
-        self.guard = Guard(self.route, plan.settings, lambda: None, lambda scope, status, seconds: None)
+        self.guard = Guard(
+            self.route, plan.settings, lambda: None, lambda scope, status, seconds: None
+        )
         self.local_handlers: dict[str, Callable] = {
-            "/health": self.health, "/ping": self.ping, "/load": self.load, "/metrics": self.metrics,
-        }  # fmt: skip
+            "/health": self.health,
+            "/ping": self.ping,
+            "/load": self.load,
+            "/metrics": self.metrics,
+        }
         self.open = self.retried = self.resumed = 0
 
     async def __call__(self, request: Request) -> Response:
@@ -87,7 +96,9 @@ class Front:
             if isinstance(error, BackPressureError):
                 error = QueueFull("queue", "is full (max_queued_requests); try again later")
             elif isinstance(error, (*LOST, DeploymentUnavailableError)):
-                error = HttpError(503, "no replica could answer", code="unavailable", headers={"Retry-After": "5"})
+                error = HttpError(
+                    503, "no replica could answer", code="unavailable", headers={"Retry-After": "5"}
+                )
             elif not isinstance(error, HttpError):
                 log.exception("%s failed", scope["path"])
             response = error_response(scope["path"], error)
@@ -110,13 +121,17 @@ class Front:
                 raise too_large(self.settings)
         body = b"".join(chunks)
         headers = [
-            (name, value) for name, value in scope["headers"] if name not in HOP_BY_HOP and name != b"x-request-id"
+            (name, value)
+            for name, value in scope["headers"]
+            if name not in HOP_BY_HOP and name != b"x-request-id"
         ]
         headers.append((b"x-request-id", scope["state"]["request_id"].encode()))
         if body or scope["method"] == "POST":
             headers.append((b"content-length", b"%d" % len(body)))
         prefix = body_prefix(headers, body)
-        return ForwardedRequest(scope["method"], scope["path"], scope["query_string"], headers, body, prefix)
+        return ForwardedRequest(
+            scope["method"], scope["path"], scope["query_string"], headers, body, prefix
+        )
 
     async def forward(self, call: ForwardedRequest, send: Callable) -> Response | None:
         """Answer a request from one replica, or from several that continue after a loss."""
@@ -131,11 +146,15 @@ class Front:
                     await outgoing.end()
                     return None
                 except (*LOST, ReplicaRefused) as error:
-                    log.warning("%s: a replica was lost: %s", call.path, str(error).splitlines()[0][:200])
+                    log.warning(
+                        "%s: a replica was lost: %s", call.path, str(error).splitlines()[0][:200]
+                    )
                     if not tries_left or not outgoing.can_resume:
                         if outgoing.start is None:
                             raise
-                        await outgoing.fail(HttpError(503, "the replica that wrote this answer is gone"))
+                        await outgoing.fail(
+                            HttpError(503, "the replica that wrote this answer is gone")
+                        )
                         return None
                     self.retried += 1
                     self.resumed += outgoing.start is not None
@@ -154,21 +173,33 @@ class Front:
         """Return the number of replicas by kind and state."""
         app = (await asyncio.to_thread(serve.status)).applications[APP]
         states_by_name = {
-            name: app.deployments[name].replica_states for name in (ENGINE, READER) if name in app.deployments
+            name: app.deployments[name].replica_states
+            for name in (ENGINE, READER)
+            if name in app.deployments
         }
-        return {name: {str(state): count for state, count in states.items()} for name, states in states_by_name.items()}
+        return {
+            name: {str(state): count for state, count in states.items()}
+            for name, states in states_by_name.items()
+        }
 
     async def health(self) -> JsonResponse:
         """Return 200 if a replica runs."""
         states = await self.states()
         well = states.get(ENGINE, {}).get("RUNNING", 0) > 0
-        return JsonResponse({"status": "ok" if well else "unavailable", "replicas": states}, 200 if well else 503)
+        return JsonResponse(
+            {"status": "ok" if well else "unavailable", "replicas": states}, 200 if well else 503
+        )
 
     async def metrics(self) -> Response:
         """Return the metrics of all replicas, labelled by replica, and of the front."""
-        broadcasts = [handle.broadcast("metrics") for handle in (self.engine, self.reader) if handle is not None]
+        broadcasts = [
+            handle.broadcast("metrics")
+            for handle in (self.engine, self.reader)
+            if handle is not None
+        ]
         results_by_deployment = [
-            await broadcast.results_async(timeout_s=10, return_exceptions=True) for broadcast in broadcasts
+            await broadcast.results_async(timeout_s=10, return_exceptions=True)
+            for broadcast in broadcasts
         ]
         families = [
             pair
@@ -184,9 +215,24 @@ class Front:
         ]
         front_families = [
             Family("quire:replicas", "gauge", "Replicas by their state", states),
-            Family("quire:front_requests_open", "gauge", "Requests at replicas or before them", [({}, self.open)]),
-            Family("quire:front_retries_total", "counter", "Requests sent to another replica", [({}, self.retried)]),
-            Family("quire:front_resumed_total", "counter", "Of these, with an answer half told", [({}, self.resumed)]),
+            Family(
+                "quire:front_requests_open",
+                "gauge",
+                "Requests at replicas or before them",
+                [({}, self.open)],
+            ),
+            Family(
+                "quire:front_retries_total",
+                "counter",
+                "Requests sent to another replica",
+                [({}, self.retried)],
+            ),
+            Family(
+                "quire:front_resumed_total",
+                "counter",
+                "Of these, with an answer half told",
+                [({}, self.resumed)],
+            ),
         ]
         body, kind = expose(families + [({}, family) for family in front_families])
         return Response(body, media_type=kind)
@@ -208,7 +254,10 @@ class ClientResponse:
 
     async def take(self, message: ResponseStart | ResponsePiece, last: bool) -> None:
         if isinstance(message, ResponseStart):
-            if self.start is not None and (message.identity, message.status) != (self.start.identity, 200):
+            if self.start is not None and (message.identity, message.status) != (
+                self.start.identity,
+                200,
+            ):
                 self.start = self.start._replace(name="")
                 raise ReplicaRefused("what goes on with it would be of another model or version")
             if message.status == 503 and not last:
@@ -227,11 +276,19 @@ class ClientResponse:
             journal.name = self.held.name
             journal.created = self.held.created
             journal.seeds = list(self.held.seeds)
-            await self.send({"type": "http.response.start", "status": self.held.status, "headers": self.headers()})
+            await self.send(
+                {
+                    "type": "http.response.start",
+                    "status": self.held.status,
+                    "headers": self.headers(),
+                }
+            )
 
     def headers(self) -> Headers:
         return [
-            (name, value) for name, value in self.held.headers if name.lower() not in HOP_BY_HOP - {b"content-length"}
+            (name, value)
+            for name, value in self.held.headers
+            if name.lower() not in HOP_BY_HOP - {b"content-length"}
         ]
 
     async def end(self) -> None:

@@ -28,7 +28,11 @@ class Handover:
     def map_blocks(self, move: Callable[[int, Any], Any]) -> "Handover":
         """Replace each block by `move(group, block)`."""
         return replace(
-            self, groups=[[(move(group, block), n) for block, n in blocks] for group, blocks in enumerate(self.groups)]
+            self,
+            groups=[
+                [(move(group, block), n) for block, n in blocks]
+                for group, blocks in enumerate(self.groups)
+            ],
         )
 
     def on_host(self) -> "Handover":
@@ -36,7 +40,9 @@ class Handover:
         return self.map_blocks(lambda group, block: np.asarray(block))
 
 
-def find_cached_prefix(engine: Engine, tokens: Seq[int], salt: str | None) -> tuple[PageTable, list[Node]]:
+def find_cached_prefix(
+    engine: Engine, tokens: Seq[int], salt: str | None
+) -> tuple[PageTable, list[Node]]:
     """Return the page table with the longest computed prefix of a prompt, and its nodes.
 
     The last token is left out, because its logits are needed.
@@ -104,7 +110,9 @@ def number_pages(blocks: Seq[tuple[Any, int]], count: int) -> Iterator[tuple[int
 
 def require_host_cache(pages: PageTable) -> HostCache:
     if pages.host_cache is None:
-        raise ModelError("kv_cache_host_bytes is 0; an engine that hands pages over, or takes them, needs some")
+        raise ModelError(
+            "kv_cache_host_bytes is 0; an engine that hands pages over, or takes them, needs some"
+        )
     return pages.host_cache
 
 
@@ -112,6 +120,7 @@ def check_same_identity(sender: bytes, receiver: bytes) -> None:
     """Refuse pages of another kind, which would be misinterpreted."""
     if sender != receiver:
         raise ModelError(
-            "the engines that read and that write differ in the model, in block_size, kv_cache_dtype, quantization or "
-            "the number of devices, or in the kind of device: start both with the same options on the same machines"
+            "the engines that read and that write differ in the model, in block_size, "
+            "kv_cache_dtype, quantization or the number of devices, or in the kind of device: "
+            "start both with the same options on the same machines"
         )

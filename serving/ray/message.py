@@ -74,7 +74,9 @@ class ReplicaConnection:
         self.identity = identity
         self.journal = call.journal
         self.sent = len(call.journal.streamed)
-        self.queue: asyncio.Queue[ResponseStart | ResponsePiece | BaseException | None] = asyncio.Queue()
+        self.queue: asyncio.Queue[ResponseStart | ResponsePiece | BaseException | None] = (
+            asyncio.Queue()
+        )
         self.disconnected = asyncio.Event()
         self.has_sent_body = False
 
@@ -113,7 +115,9 @@ class ReplicaConnection:
             journal = self.journal
             start = ResponseStart(message["status"], [*message["headers"]], self.identity)
             self.queue.put_nowait(
-                start._replace(name=journal.name, created=journal.created, seeds=tuple(journal.seeds))
+                start._replace(
+                    name=journal.name, created=journal.created, seeds=tuple(journal.seeds)
+                )
             )
         elif data := message.get("body", b""):
             self.queue.put_nowait(ResponsePiece(data, []))

@@ -35,7 +35,9 @@ async def compute_prompt(llm: AsyncLLM, name: str, ask: Ask) -> Handover:
     return await llm.call(lambda: export_pages(llm.engine, ask.tokens, ask.terms.cache_salt))
 
 
-async def fetch_missing_pages(llm: AsyncLLM, ask: Ask, reader: Callable[[Ask], Awaitable[Handover]]) -> None:
+async def fetch_missing_pages(
+    llm: AsyncLLM, ask: Ask, reader: Callable[[Ask], Awaitable[Handover]]
+) -> None:
     """Let `reader` compute the pages of a prompt that this engine lacks, if they are many.
 
     A failed reader costs time but no request, because this engine can compute everything itself.
@@ -63,17 +65,26 @@ class Apart:
     """
 
     def __init__(self, reader: AsyncLLM, writer: AsyncLLM):
-        check_same_identity(*(require_host_cache(llm.engine.tables[0]).identity for llm in (reader, writer)))
+        check_same_identity(
+            *(require_host_cache(llm.engine.tables[0]).identity for llm in (reader, writer))
+        )
         self.reader = reader
         self.writer = writer
         self.ids = itertools.count()
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Like `AsyncLLM.generate`."""
-        text, tokens, terms = await asyncio.to_thread(parse_prompt, prompt, self.writer.engine.tokenizer)
-        await fetch_missing_pages(self.writer, Ask(tokens, sampling_params or SamplingParams(), text, terms), self.read)
+        text, tokens, terms = await asyncio.to_thread(
+            parse_prompt, prompt, self.writer.engine.tokenizer
+        )
+        await fetch_missing_pages(
+            self.writer, Ask(tokens, sampling_params or SamplingParams(), text, terms), self.read
+        )
         prompt_with_tokens = {
             "prompt": text,
             "prompt_token_ids": tokens,

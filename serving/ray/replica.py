@@ -54,7 +54,9 @@ class Replica:
         self.heart = asyncio.create_task(self.service.heartbeat())
         self.identity = self.digest()
         if reader is not None:
-            check_same_identity(await reader.identity.remote(), require_host_cache(self.engine.tables[0]).identity)
+            check_same_identity(
+                await reader.identity.remote(), require_host_cache(self.engine.tables[0]).identity
+            )
 
     @property
     def engine(self) -> Engine:
@@ -65,7 +67,13 @@ class Replica:
         options = make_options(self.plan.models[0][0], **self.plan.options)
         settings = self.plan.settings
         engine_identity = identity(folder_of(options), self.engine.config, options)
-        content = (engine_identity, self.plan.models, settings.version, settings.formats, self.engine.max_len)
+        content = (
+            engine_identity,
+            self.plan.models,
+            settings.version,
+            settings.formats,
+            self.engine.max_len,
+        )
         return hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
 
     async def answer(self, call: ForwardedRequest) -> AsyncIterator[ResponseStart | ResponsePiece]:
@@ -100,7 +108,9 @@ class Replica:
         engines = [(model.name, model.llm.metrics) for model in self.service.models.ready()]
         labels = {"replica": replica_name()}
         families = [
-            (labels | {"model_name": name}, family) for name, metrics in engines for family in metrics.families()
+            (labels | {"model_name": name}, family)
+            for name, metrics in engines
+            for family in metrics.families()
         ]
         return families + [(labels, family) for family in self.service.http_metrics.families()]
 

@@ -19,7 +19,9 @@ class Router(RequestRouter):
         self.open: dict[tuple[str, ReplicaID], int] = {}  # calls in flight
 
     async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Return the replicas in order, full ones last; Serve calls this again later if none
         accepts.
@@ -32,7 +34,9 @@ class Router(RequestRouter):
         prefix, tried = routing_hints(pending_request)
         return [[named[name]] for name in self.affinity.order(prefix, loads, tried)]
 
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
         key = (pending_request.metadata.internal_request_id, replica_id)
         self.open[key] = self.open.get(key, 0) + 1
         prefix, tried = routing_hints(pending_request)

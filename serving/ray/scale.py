@@ -24,22 +24,41 @@ class ReplicaOptions:
     replica_resources: dict[str, float] | None = None
 
     def __post_init__(self):
-        for name, minimum in {"replicas": 1, "min_replicas": 0, "max_replicas": 1, "prefill_replicas": 0}.items():
+        for name, minimum in {
+            "replicas": 1,
+            "min_replicas": 0,
+            "max_replicas": 1,
+            "prefill_replicas": 0,
+        }.items():
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise ModelError(f"{name} is {value}; it must be at least {minimum}")
         if self.routing not in ROUTINGS:
-            raise ModelError(f"routing is {self.routing!r}; it must be one of {', '.join(ROUTINGS)}")
-        scaled = [name for name in ("min_replicas", "target_ongoing_requests") if getattr(self, name) is not None]
+            raise ModelError(
+                f"routing is {self.routing!r}; it must be one of {', '.join(ROUTINGS)}"
+            )
+        scaled = [
+            name
+            for name in ("min_replicas", "target_ongoing_requests")
+            if getattr(self, name) is not None
+        ]
         if self.max_replicas is None:
             if scaled:
-                raise ModelError(f"{scaled[0]} is given and max_replicas is not: it makes their number change")
+                raise ModelError(
+                    f"{scaled[0]} is given and max_replicas is not: it makes their number change"
+                )
         elif self.replicas is not None:
-            raise ModelError("replicas is a fixed number and max_replicas makes it change: leave one out")
+            raise ModelError(
+                "replicas is a fixed number and max_replicas makes it change: leave one out"
+            )
         elif (self.min_replicas or 0) > self.max_replicas:
-            raise ModelError(f"min_replicas is {self.min_replicas}; it must be at most max_replicas")
+            raise ModelError(
+                f"min_replicas is {self.min_replicas}; it must be at most max_replicas"
+            )
         if self.target_ongoing_requests is not None and not self.target_ongoing_requests > 0:
-            raise ModelError(f"target_ongoing_requests is {self.target_ongoing_requests}; it must be above 0")
+            raise ModelError(
+                f"target_ongoing_requests is {self.target_ongoing_requests}; it must be above 0"
+            )
 
     def target(self, options: SizedOptions) -> float:
         """Target number of requests of a replica: three quarters of its maximum batch."""
@@ -79,11 +98,15 @@ class DeploymentPlan:
             make_options(name, **self.options)  # wrong options raise before anything starts
         for name in ("kv_cache_disk", "trace"):
             if self.options.get(name):
-                raise ModelError(f"{name} is one process's own; several replicas cannot share it: leave it out")
+                raise ModelError(
+                    f"{name} is one process's own; several replicas cannot share it: leave it out"
+                )
         if self.scale.prefill_replicas and len(self.models) > 1:
             raise ModelError("prefill_replicas read for one model; there are several")
         if self.scale.prefill_replicas and not self.engine.enable_prefix_caching:
-            raise ModelError("prefill_replicas hand over pages of prompts: that needs enable_prefix_caching")
+            raise ModelError(
+                "prefill_replicas hand over pages of prompts: that needs enable_prefix_caching"
+            )
 
     @property
     def engine(self) -> EngineOptions:

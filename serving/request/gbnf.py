@@ -119,7 +119,9 @@ class GbnfParser:
             begin = self.at
             name = self.name("the name of a rule")
             if name in rules:
-                raise GrammarError(self.text, begin, f"there is a rule {name} already: join the two with |")
+                raise GrammarError(
+                    self.text, begin, f"there is a rule {name} already: join the two with |"
+                )
             self.skip_space()
             if not self.text.startswith("::=", self.at):
                 raise self.error("expected ::= after the name of a rule")
@@ -128,7 +130,9 @@ class GbnfParser:
             if self.at < len(self.text) and not self.is_at_rule():
                 raise self.error("expected | or a rule, name ::= ...")
         if "root" not in rules:
-            raise GrammarError(self.text, 0, "there is no rule root, which says what the whole answer is")
+            raise GrammarError(
+                self.text, 0, "there is no rule root, which says what the whole answer is"
+            )
         for name, offset in self.first_references.items():
             if name not in rules:
                 raise GrammarError(self.text, offset, f"there is no rule {name}")
@@ -136,7 +140,9 @@ class GbnfParser:
 
     def error(self, reason: str) -> GrammarError:
         return GrammarError(
-            self.text, self.at, reason if self.at < len(self.text) else f"the grammar ends here; {reason}"
+            self.text,
+            self.at,
+            reason if self.at < len(self.text) else f"the grammar ends here; {reason}",
         )
 
     def skip_space(self) -> None:
@@ -190,7 +196,9 @@ class GbnfParser:
         if letter in "*+?{":
             raise self.error(f"{letter} repeats what stands before it, and nothing does")
         if letter in "<!":
-            raise self.error("tokens such as <think> or <[7]> cannot be asked for: write their text")
+            raise self.error(
+                "tokens such as <think> or <[7]> cannot be asked for: write their text"
+            )
         if letter in ":=":
             raise self.error("a rule is written name ::= ...")
         offset = self.at
@@ -218,7 +226,11 @@ class GbnfParser:
             self.at = end + 1
             if max(low, high or 0) > MAX_REPEATS or (high is not None and high < low):
                 written = self.text[begin : self.at]
-                raise GrammarError(self.text, begin, f"{written} must go from low to high, to {MAX_REPEATS} at most")
+                raise GrammarError(
+                    self.text,
+                    begin,
+                    f"{written} must go from low to high, to {MAX_REPEATS} at most",
+                )
         self.skip_space()
         if self.text[self.at : self.at + 1] in ("*", "+", "?", "{"):
             raise self.error("a repetition of a repetition needs a group: (...)")
@@ -246,7 +258,9 @@ class GbnfParser:
                 self.at += 1
                 high = self.char(begin, "class")
             if high < low:
-                raise GrammarError(self.text, offset, f"the range {self.text[offset : self.at]} runs backwards")
+                raise GrammarError(
+                    self.text, offset, f"the range {self.text[offset : self.at]} runs backwards"
+                )
             ranges.append((low, high))
         self.at += 1
         if not ranges:
@@ -268,7 +282,9 @@ class GbnfParser:
         if letter in ESCAPES:
             return ord(ESCAPES[letter])
         if letter not in HEX:
-            raise GrammarError(text, at, f"there is no escape \\{letter}; write \\\\ for a backslash")
+            raise GrammarError(
+                text, at, f"there is no escape \\{letter}; write \\\\ for a backslash"
+            )
         digits = text[self.at : self.at + HEX[letter]]
         if not re.fullmatch(f"[0-9A-Fa-f]{{{HEX[letter]}}}", digits):
             raise GrammarError(text, at, f"\\{letter} needs {HEX[letter]} hexadecimal digits")

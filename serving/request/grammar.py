@@ -103,11 +103,15 @@ class Constraint:
 
     def allowed_by(self, matcher: "LLMatcher", stop_ids: Collection[int]) -> np.ndarray:
         allowed = np.zeros(self.vocab, bool)
-        allowed[: self.num_tokens] = np.frombuffer(matcher.compute_logit_bias(), np.uint8)[: self.num_tokens] != 0
+        allowed[: self.num_tokens] = (
+            np.frombuffer(matcher.compute_logit_bias(), np.uint8)[: self.num_tokens] != 0
+        )
         allowed[[token for token in stop_ids if token < self.vocab]] = matcher.is_accepting()
         return allowed
 
-    def allowed_after(self, drafts: Sequence[int], stop_ids: Collection[int]) -> Iterator[np.ndarray]:
+    def allowed_after(
+        self, drafts: Sequence[int], stop_ids: Collection[int]
+    ) -> Iterator[np.ndarray]:
         """Yield the mask of allowed tokens now, and the mask after each of the draft tokens."""
         yield self.allowed(stop_ids)
         if not drafts:
@@ -224,7 +228,9 @@ class Grammars:
                 self.cached_characters > MAX_CACHED_CHARACTERS and len(self.cached) > 1
             ):
                 self.drop(next(iter(self.cached)))
-            raised = [raised_key for raised_key, (grammar, _) in self.cached.items() if grammar.factor > 1]
+            raised = [
+                raised_key for raised_key, (grammar, _) in self.cached.items() if grammar.factor > 1
+            ]
             for raised_key in raised[:-MAX_CACHED_RAISED]:
                 self.drop(raised_key)
         return grammar
@@ -241,7 +247,9 @@ class Grammars:
             allowed = np.flatnonzero(constraint.allowed(()))
             reason = None
             if len(allowed):
-                reason = constraint.advance(int(max(allowed, key=lambda token: len(self.vocabulary.tokens[token]))))
+                reason = constraint.advance(
+                    int(max(allowed, key=lambda token: len(self.vocabulary.tokens[token])))
+                )
             if constraint.matcher.is_error():
                 raise RequestError(FIELD, one_line(constraint.matcher.get_error()))
             if reason or not len(allowed):
@@ -273,12 +281,15 @@ class Grammars:
         """
         if not self.tokenizer.shows_bytes:
             raise RequestError(
-                FIELD, "needs a tokenizer whose texts are the bytes of their tokens; this model's is not"
+                FIELD,
+                "needs a tokenizer whose texts are the bytes of their tokens; this model's is not",
             )
         is_servers = isinstance(structure.get("grammar"), ServersGrammar)
         answer = self.worker.ask(json.dumps([dict(structure), is_servers, LIMITS]).encode())
         if answer is None:
-            raise RequestError(FIELD, "takes too much time or memory to compile; ask for something simpler")
+            raise RequestError(
+                FIELD, "takes too much time or memory to compile; ask for something simpler"
+            )
         if "fault" in answer:
             raise RequestError(answer["param"], one_line(answer["fault"]))
         return answer["body"]
@@ -290,7 +301,9 @@ class Grammars:
             # The tokenizer drops a leading space. If the text may start with one, require another
             # before it.
             spaced = [token for token in first if self.vocabulary.tokens[token].startswith(b" ")]
-            matcher, first = self.matcher(complete_grammar(body, '" " ' if spaced else '" "? '), factor)
+            matcher, first = self.matcher(
+                complete_grammar(body, '" " ' if spaced else '" "? '), factor
+            )
         return matcher
 
     def matcher(self, grammar: str, factor: int) -> tuple["LLMatcher", list[int]]:
@@ -324,7 +337,9 @@ class Grammars:
 def limits(factor: int) -> "LLParserLimits":
     import llguidance
 
-    return llguidance.LLParserLimits(**{**LIMITS, **{name: factor * LIMITS[name] for name in RAISED_LIMITS}})
+    return llguidance.LLParserLimits(
+        **{**LIMITS, **{name: factor * LIMITS[name] for name in RAISED_LIMITS}}
+    )
 
 
 def one_line(error: str) -> str:
@@ -333,6 +348,9 @@ def one_line(error: str) -> str:
     if first.startswith("NoExtensionBias"):
         return "no text of this model's tokens has this form"
     if first.startswith(EXHAUSTED):
-        return f"takes too much work for each token; use smaller bounds of lengths and repetitions ({first})"
+        return (
+            "takes too much work for each token; use smaller bounds of lengths and "
+            f"repetitions ({first})"
+        )
     messages = [first, *(line for line in lines if line.startswith("error:"))]
     return " ".join(" ".join(messages).split()).encode("ascii", "backslashreplace").decode()[:200]

@@ -29,7 +29,9 @@ def build_body(structure: Mapping[str, Any], is_servers: bool = False) -> dict[s
         is_servers: The grammar is Lark that the server itself wrote.
     """
     if "regex" in structure:
-        lark = json.loads(LLMatcher.grammar_from_regex(structure["regex"]))["grammars"][0]["lark_grammar"]
+        lark = json.loads(LLMatcher.grammar_from_regex(structure["regex"]))["grammars"][0][
+            "lark_grammar"
+        ]
         return {"lark_grammar": lark}
     if "grammar" in structure:
         text = structure["grammar"]
@@ -46,19 +48,29 @@ def build_body(structure: Mapping[str, Any], is_servers: bool = False) -> dict[s
         ]
         return {"lark_grammar": StructTag.to_grammar(tags, assume_special=False)}
     if "choice" in structure:  # a terminal: one automaton for all choices
-        return {"lark_grammar": "start: ANY\nANY: " + " | ".join(map(json.dumps, structure["choice"]))}
+        return {
+            "lark_grammar": "start: ANY\nANY: " + " | ".join(map(json.dumps, structure["choice"]))
+        }
     schema = json.loads(structure["json"]) if "json" in structure else {"type": "object"}
-    spacing = {"whitespace_pattern": structure["whitespace_pattern"]} if "whitespace_pattern" in structure else {}
+    spacing = (
+        {"whitespace_pattern": structure["whitespace_pattern"]}
+        if "whitespace_pattern" in structure
+        else {}
+    )
     if "disable_any_whitespace" in structure:
         spacing = {"whitespace_flexible": False}
     return {"json_schema": strict(schema, spacing)}
 
 
-def strict(schema: dict[str, Any], spacing: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+def strict(
+    schema: dict[str, Any], spacing: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     """Rewrite a schema for the compiler, with `spacing` or the white space set in the schema."""
     spacing = spacing or schema.get("x-guidance") or {"whitespace_pattern": SPACES}
     try:
-        rewritten = rewrite_schema({name: value for name, value in schema.items() if name != "x-guidance"})
+        rewritten = rewrite_schema(
+            {name: value for name, value in schema.items() if name != "x-guidance"}
+        )
     except UnsupportedSchema as error:
         raise RequestError(FIELD, f"{error}") from None
     return rewritten | {"x-guidance": {**STRICT, **spacing}}
@@ -69,4 +81,7 @@ def with_schema(line: str) -> str:
     name, _, rule = line.partition(": ")
     if not rule.startswith(JSON_RULE):
         return line
-    return f"{name}: {JSON_RULE}{json.dumps(strict(json.loads(rule.removeprefix(JSON_RULE))), ensure_ascii=False)}"
+    return (
+        f"{name}: "
+        f"{JSON_RULE}{json.dumps(strict(json.loads(rule.removeprefix(JSON_RULE))), ensure_ascii=False)}"
+    )

@@ -43,7 +43,10 @@ def compile_grammar(
     except RecursionError:
         return {"param": FIELD, "fault": "is nested too deep; ask for something simpler"}
     matcher = llguidance.LLMatcher(
-        tokenizer, complete_grammar(body, ""), log_level=0, limits=llguidance.LLParserLimits(**limits)
+        tokenizer,
+        complete_grammar(body, ""),
+        log_level=0,
+        limits=llguidance.LLParserLimits(**limits),
     )
     if not matcher.is_error():
         matcher.compute_bitmask()

@@ -98,7 +98,9 @@ class Rewriter:
             elif name in COPIED_KEYWORDS or (name == "format" and value in FORMATS):
                 rewritten[name] = value
             elif name in ("anyOf", "allOf"):
-                conjuncts.append({name: [self.positive(subschema, resource) for subschema in value]})
+                conjuncts.append(
+                    {name: [self.positive(subschema, resource) for subschema in value]}
+                )
             elif name == "oneOf":
                 conjuncts.append(self.rewrite_one_of(schema, resource))
             elif name == "not":
@@ -106,24 +108,37 @@ class Rewriter:
             elif name == "if" and ("then" in schema or "else" in schema):
                 conjuncts.append(self.rewrite_conditional(schema, resource))
             elif name in ("properties", "patternProperties"):
-                rewritten[name] = {key: self.positive(subschema, resource) for key, subschema in value.items()}
+                rewritten[name] = {
+                    key: self.positive(subschema, resource) for key, subschema in value.items()
+                }
             elif name == "additionalProperties":
                 rewritten[name] = self.positive(value, resource)
             elif name in ("dependentRequired", "dependentSchemas", "dependencies"):
-                conjuncts += [self.rewrite_dependency(key, subschema, resource) for key, subschema in value.items()]
+                conjuncts += [
+                    self.rewrite_dependency(key, subschema, resource)
+                    for key, subschema in value.items()
+                ]
             elif name == "unevaluatedProperties":
                 conjuncts += self.close_unevaluated(schema, resource)
         self.write_items(schema, rewritten, resource)
         if schema.get("uniqueItems") is True and not is_short(rewritten):
             conjuncts.append(self.unique_items(schema, resource))
         bound_properties(rewritten)
-        rewritten = {name: value for name, value in rewritten.items() if name not in ("minContains", "maxContains")}
+        rewritten = {
+            name: value
+            for name, value in rewritten.items()
+            if name not in ("minContains", "maxContains")
+        }
         conjuncts = [conjunct for conjunct in conjuncts if conjunct is not True and conjunct != {}]
         if False in conjuncts:
             return False
         if not conjuncts:
             return rewritten
-        if len(conjuncts) == 1 and isinstance(conjuncts[0], Mapping) and not set(conjuncts[0]) & set(rewritten):
+        if (
+            len(conjuncts) == 1
+            and isinstance(conjuncts[0], Mapping)
+            and not set(conjuncts[0]) & set(rewritten)
+        ):
             return rewritten | dict(conjuncts[0])
         return {"allOf": [rewritten, *conjuncts]} if rewritten else {"allOf": conjuncts}
 
@@ -140,7 +155,12 @@ class Rewriter:
         if not overlaps:
             return {"anyOf": rewritten}
         if tag := self.find_tag(schema, facts):
-            return {"anyOf": [{"allOf": [option, {"type": "object", "required": [tag]}]} for option in rewritten]}
+            return {
+                "anyOf": [
+                    {"allOf": [option, {"type": "object", "required": [tag]}]}
+                    for option in rewritten
+                ]
+            }
         excluded: list[list[Schema]] = [[] for _ in options]
         for a, b in overlaps:
             excluded[a].append(self.negation.negative(options[b], resource, 0))
@@ -152,7 +172,8 @@ class Rewriter:
         ]
         if not alternatives:
             raise UnsupportedSchema(
-                "oneOf of schemas that match the same values is not supported; use anyOf, or a property that differs"
+                "oneOf of schemas that match the same values is not supported; use anyOf, or a "
+                "property that differs"
             )
         return {"anyOf": alternatives}
 
@@ -162,9 +183,15 @@ class Rewriter:
             return None
         discriminator = schema.get("discriminator")
         named = discriminator.get("propertyName") if isinstance(discriminator, Mapping) else None
-        common = [key for key in facts[0].properties or () if all(key in (fact.properties or ()) for fact in facts)]
+        common = [
+            key
+            for key in facts[0].properties or ()
+            if all(key in (fact.properties or ()) for fact in facts)
+        ]
         for key in sorted(common, key=lambda key: key != named):
-            inner = [derive_joint_facts(self.document, (fact.properties or {})[key], 0) for fact in facts]
+            inner = [
+                derive_joint_facts(self.document, (fact.properties or {})[key], 0) for fact in facts
+            ]
             if all(fact.values is not None for fact in inner) and all(
                 are_disjoint(self.document, a, b) for a, b in combinations(inner, 2)
             ):
@@ -176,19 +203,27 @@ class Rewriter:
         otherwise = schema.get("else", True)
         return any_of(
             all_of(self.positive(schema["if"], resource), self.positive(then, resource)),
-            all_of(self.negation.negative(schema["if"], resource, 0), self.positive(otherwise, resource)),
+            all_of(
+                self.negation.negative(schema["if"], resource, 0),
+                self.positive(otherwise, resource),
+            ),
         )
 
     def rewrite_dependency(self, key: str, needed: Any, resource: Resource) -> Schema:
         """Rewrite the condition on an object that has the property `key`."""
         if isinstance(needed, list):
-            present: Schema = {"type": "object", "required": [key, *(name for name in needed if name != key)]}
+            present: Schema = {
+                "type": "object",
+                "required": [key, *(name for name in needed if name != key)],
+            }
         else:
             present = all_of({"type": "object", "required": [key]}, self.positive(needed, resource))
         absent = {"type": "object", "properties": {key: False}}
         return any_of(types_except("object"), absent, present)
 
-    def apply_property_names(self, schema: Mapping[str, Any], resource: Resource) -> Mapping[str, Any]:
+    def apply_property_names(
+        self, schema: Mapping[str, Any], resource: Resource
+    ) -> Mapping[str, Any]:
         """Move `propertyNames` into the properties: as names, or as a pattern."""
         if "propertyNames" not in schema:
             return schema
@@ -198,7 +233,8 @@ class Rewriter:
             return kept_keywords
         if "unevaluatedProperties" in schema:
             raise UnsupportedSchema(
-                "propertyNames beside unevaluatedProperties is not supported; use additionalProperties"
+                "propertyNames beside unevaluatedProperties is not supported; use "
+                "additionalProperties"
             )
         other_properties = schema.get("additionalProperties", True)
         properties = dict(schema.get("properties", {}))
@@ -207,7 +243,9 @@ class Rewriter:
             if not (key in allowed if names is not None else matches(pattern, key)):
                 properties[key] = False
         if "patternProperties" in schema and (names or pattern):
-            raise UnsupportedSchema("propertyNames beside patternProperties is not supported; leave one of them out")
+            raise UnsupportedSchema(
+                "propertyNames beside patternProperties is not supported; leave one of them out"
+            )
         if names is not None:
             kept_keywords.pop("patternProperties", None)
             properties |= {name: other_properties for name in names if name not in properties}
@@ -215,7 +253,9 @@ class Rewriter:
             kept_keywords["patternProperties"] = {pattern: other_properties}
         return kept_keywords | {"properties": properties, "additionalProperties": False}
 
-    def allowed_names(self, schema: Schema, resource: Resource, depth: int) -> tuple[list[str] | None, str | None]:
+    def allowed_names(
+        self, schema: Schema, resource: Resource, depth: int
+    ) -> tuple[list[str] | None, str | None]:
         """Return the names, or the pattern of names, that a schema accepts; (None, None) for
         all.
         """
@@ -231,11 +271,16 @@ class Rewriter:
         supported = {"type", "enum", "const", "pattern", "minLength", "maxLength", "format"}
         if unsupported := sorted(name for name in schema if name in CONSTRAINTS - supported):
             raise UnsupportedSchema(
-                f"{unsupported[0]} of propertyNames is not supported; use pattern, enum, minLength or maxLength"
+                f"{unsupported[0]} of propertyNames is not supported; use pattern, enum, minLength "
+                "or maxLength"
             )
         low = schema.get("minLength", 0)
         high = schema.get("maxLength")
-        sized = None if not low and high is None else f"^(?s:.{{{low},{'' if high is None else high}}})$"
+        sized = (
+            None
+            if not low and high is None
+            else f"^(?s:.{{{low},{'' if high is None else high}}})$"
+        )
         patterns = [regex for regex in (schema.get("pattern"), sized) if regex is not None]
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if values is not None:
@@ -243,11 +288,14 @@ class Rewriter:
             return [text for text in texts if all(matches(regex, text) for regex in patterns)], None
         if len(patterns) > 1:
             raise UnsupportedSchema(
-                "propertyNames with a pattern and a length is not supported; write the length in the pattern"
+                "propertyNames with a pattern and a length is not supported; write the length in "
+                "the pattern"
             )
         return None, patterns[0] if patterns else None
 
-    def write_items(self, schema: Mapping[str, Any], rewritten: dict[str, Any], resource: Resource) -> None:
+    def write_items(
+        self, schema: Mapping[str, Any], rewritten: dict[str, Any], resource: Resource
+    ) -> None:
         """Write the array keywords. Items that the array must contain come first."""
         prefix = list(schema.get("prefixItems", ()))
         item_schema: Any = schema.get("items", schema.get("unevaluatedItems", True))
@@ -266,15 +314,24 @@ class Rewriter:
             "dependentSchemas",
             "contains",
         }
-        if unevaluated is not True and unevaluated != {} and item_schema is unevaluated and set(schema) & evaluating:
-            raise UnsupportedSchema("unevaluatedItems beside other schemas of the array is not supported; use items")
+        if (
+            unevaluated is not True
+            and unevaluated != {}
+            and item_schema is unevaluated
+            and set(schema) & evaluating
+        ):
+            raise UnsupportedSchema(
+                "unevaluatedItems beside other schemas of the array is not supported; use items"
+            )
         prefix_items = [self.positive(prefix_schema, resource) for prefix_schema in prefix]
         other_items = self.positive(item_schema, resource)
         if "contains" in schema:
             min_count = schema.get("minContains", 1)
             max_count = schema.get("maxContains")
             if min_count > MAX_CONTAINS:
-                raise UnsupportedSchema(f"minContains is {min_count}; it must be at most {MAX_CONTAINS}")
+                raise UnsupportedSchema(
+                    f"minContains is {min_count}; it must be at most {MAX_CONTAINS}"
+                )
             if max_count is not None and max_count < min_count:
                 rewritten["minItems"] = 1
                 prefix_items = [False]
@@ -284,9 +341,13 @@ class Rewriter:
             prefix_items += [other_items] * (min_count - len(prefix_items))
             if max_count is not None:
                 not_contained = self.negation.negative(schema["contains"], resource, 0)
-                prefix_items[min_count:] = [all_of(item, not_contained) for item in prefix_items[min_count:]]
+                prefix_items[min_count:] = [
+                    all_of(item, not_contained) for item in prefix_items[min_count:]
+                ]
                 other_items = all_of(other_items, not_contained)
-            prefix_items[:min_count] = [all_of(item, contained) for item in prefix_items[:min_count]]
+            prefix_items[:min_count] = [
+                all_of(item, contained) for item in prefix_items[:min_count]
+            ]
             rewritten["minItems"] = max(min_count, rewritten.get("minItems", 0))
         if prefix_items:
             rewritten["prefixItems"] = prefix_items
@@ -302,13 +363,18 @@ class Rewriter:
             else None
         )
         if facts is None or facts.values is None or len(facts.values) > MAX_CHOSEN:
-            limitation = f"supported only for items of an enum of at most {MAX_CHOSEN} values, or with maxItems 1"
+            limitation = (
+                f"supported only for items of an enum of at most {MAX_CHOSEN} values, or with "
+                "maxItems 1"
+            )
             raise UnsupportedSchema(f"uniqueItems is {limitation}; leave it out")
         values = distinct(facts.values)
         low = schema.get("minItems", 0)
         high = min(schema.get("maxItems", len(values)), len(values))
         choose = permutations if len(values) <= MAX_PERMUTED else combinations
-        arrays = [list(chosen) for count in range(low, high + 1) for chosen in choose(values, count)]
+        arrays = [
+            list(chosen) for count in range(low, high + 1) for chosen in choose(values, count)
+        ]
         return any_of(types_except("array"), {"enum": arrays} if arrays else False)
 
     def close_unevaluated(self, schema: Mapping[str, Any], resource: Resource) -> list[Schema]:
@@ -317,12 +383,17 @@ class Rewriter:
         if value is True or value == {} or "additionalProperties" in schema:
             return []
         names, patterns, is_open = self.evaluated_properties(schema, resource, 0)
-        choices = [name for name in ("anyOf", "oneOf", "if", "dependentSchemas", "dependencies") if name in schema]
+        choices = [
+            name
+            for name in ("anyOf", "oneOf", "if", "dependentSchemas", "dependencies")
+            if name in schema
+        ]
         if is_open:
             return []
         if choices not in ([], ["anyOf"]):
             raise UnsupportedSchema(
-                f"unevaluatedProperties beside {choices[0]} is not supported; use additionalProperties"
+                f"unevaluatedProperties beside {choices[0]} is not supported; use "
+                "additionalProperties"
             )
         rewritten_value = self.positive(value, resource)
 
@@ -343,7 +414,9 @@ class Rewriter:
             alternatives.append(rewritten if inner_open else all_of(rewritten, limit))
         return [any_of(*alternatives)]
 
-    def evaluated_properties(self, schema: Any, resource: Resource, depth: int) -> tuple[list[str], list[str], bool]:
+    def evaluated_properties(
+        self, schema: Any, resource: Resource, depth: int
+    ) -> tuple[list[str], list[str], bool]:
         """Return the names and patterns of evaluated properties, and whether all are evaluated."""
         if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
             return [], [], False
@@ -351,7 +424,9 @@ class Rewriter:
         resource = self.document.resources_by_schema.get(id(schema), resource)
         names = list(mapping_keyword(schema, "properties"))
         patterns = list(mapping_keyword(schema, "patternProperties"))
-        is_open = "additionalProperties" in schema or (depth > 0 and "unevaluatedProperties" in schema)
+        is_open = "additionalProperties" in schema or (
+            depth > 0 and "unevaluatedProperties" in schema
+        )
         inner = [(subschema, resource) for subschema in list_keyword(schema, "allOf")]
         inner += [
             self.document.target(schema[name], resource, name)
@@ -360,10 +435,13 @@ class Rewriter:
         ]
         if depth and {"anyOf", "oneOf", "if", "dependentSchemas"} & set(schema):
             raise UnsupportedSchema(
-                "unevaluatedProperties of schemas with choices is not supported; use additionalProperties"
+                "unevaluatedProperties of schemas with choices is not supported; use "
+                "additionalProperties"
             )
         for subschema, home in inner:
-            more_names, more_patterns, more_open = self.evaluated_properties(subschema, home, depth + 1)
+            more_names, more_patterns, more_open = self.evaluated_properties(
+                subschema, home, depth + 1
+            )
             names = names + more_names
             patterns = patterns + more_patterns
             is_open = is_open or more_open
@@ -374,7 +452,9 @@ def matches(pattern: str | None, text: str) -> bool:
     try:
         return pattern is None or re.search(pattern, text) is not None
     except re.error as error:
-        raise UnsupportedSchema(f"pattern is {shown(pattern)}; it must be a regular expression: {error}") from None
+        raise UnsupportedSchema(
+            f"pattern is {shown(pattern)}; it must be a regular expression: {error}"
+        ) from None
 
 
 def is_short(schema: Mapping[str, Any]) -> bool:
@@ -394,7 +474,9 @@ def bound_properties(schema: dict[str, Any]) -> None:
     high = schema.get("maxProperties")
     properties = schema.get("properties", {})
     required = list(dict.fromkeys(schema.get("required", ())))
-    optional = [key for key, value in properties.items() if key not in required and value is not False]
+    optional = [
+        key for key, value in properties.items() if key not in required and value is not False
+    ]
     missing = max(0, low - len(required))
     if not optional or (not missing and high is None):
         return
@@ -406,7 +488,8 @@ def bound_properties(schema: dict[str, Any]) -> None:
     if high is not None:
         num_kept = max(0, high - len(required))
         schema["properties"] = {
-            key: False if key in optional_left[num_kept:] else value for key, value in properties.items()
+            key: False if key in optional_left[num_kept:] else value
+            for key, value in properties.items()
         }
         if optional_left:
             schema["additionalProperties"] = False

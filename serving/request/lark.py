@@ -55,7 +55,10 @@ def recursive_rules(rules: dict[str, Node]) -> list[str]:
     """Return the rules that refer to themselves, directly or through other rules, and their
     users.
     """
-    references = {name: {n.name for n in walk_nodes(body) if isinstance(n, Ref)} for name, body in rules.items()}
+    references = {
+        name: {n.name for n in walk_nodes(body) if isinstance(n, Ref)}
+        for name, body in rules.items()
+    }
     users: dict[str, list[str]] = defaultdict(list)
     for name, needed in references.items():
         for reference in needed:
@@ -86,7 +89,9 @@ class StepBudget:
             raise BudgetExceeded
 
 
-def find_ambiguous_pairs(rules: dict[str, Node], parents: dict[Node, list[Node]]) -> dict[Node, set[Node]] | None:
+def find_ambiguous_pairs(
+    rules: dict[str, Node], parents: dict[Node, list[Node]]
+) -> dict[Node, set[Node]] | None:
     """Return, for each node, the nodes that bring the same next character after the same text.
 
     A node brings a character after another one: a `Seq` between two of its children, a `Repeat`
@@ -112,7 +117,9 @@ def ambiguous_pairs(
         key = a_char.ranges, b_char.ranges
         if key not in meets:
             steps.spend(len(a_char.ranges) * len(b_char.ranges))
-            meets[key] = any(a <= d and c <= b for (a, b), (c, d) in product(a_char.ranges, b_char.ranges))
+            meets[key] = any(
+                a <= d and c <= b for (a, b), (c, d) in product(a_char.ranges, b_char.ranges)
+            )
         return meets[key]
 
     steps.spend(len(begin) ** 2)
@@ -164,7 +171,9 @@ class Edges:
                 is_nullable,
             )
         children = (self.rules[node.name],) if isinstance(node, Ref) else child_nodes(node)
-        is_nullable = any(child in self.nullable for child in children) or (isinstance(node, Repeat) and node.low == 0)
+        is_nullable = any(child in self.nullable for child in children) or (
+            isinstance(node, Repeat) and node.low == 0
+        )
         first, last = (
             frozenset().union(*(characters_by_node[child] for child in children))
             for characters_by_node in (self.first, self.last)
@@ -218,7 +227,9 @@ class Writer:
     def written(self) -> str:
         bodies = [f"start: {self.rule(Ref('root'))}"]
         bodies += [
-            f"r{self.numbers[name]}: {self.rule(body)}" for name, body in self.rules.items() if body in self.split
+            f"r{self.numbers[name]}: {self.rule(body)}"
+            for name, body in self.rules.items()
+            if body in self.split
         ]
         bodies += [f"{name}: {text}" for text, name in self.lexemes.items()]
         for name in self.terminals:  # the list grows in this loop

@@ -44,13 +44,19 @@ class PromptLogprobs(Sequence[Mapping[int, Logprob] | None]):
         return list, (list(self),)  # another process lacks the tokenizer
 
     def _entry(self, score: Score | None) -> dict[int, Logprob] | None:
-        return None if score is None else logprob_entry(score, self._num_candidates, self._tokenizer)
+        return (
+            None if score is None else logprob_entry(score, self._num_candidates, self._tokenizer)
+        )
 
 
-def flat_prompt_logprobs(scores: Sequence[Score | None], num_candidates: int, tokenizer: Any) -> FlatLogprobs:
+def flat_prompt_logprobs(
+    scores: Sequence[Score | None], num_candidates: int, tokenizer: Any
+) -> FlatLogprobs:
     flat = FlatLogprobs([None])
     for score in scores:
-        flat.append_candidates([] if score is None else candidates(score, num_candidates, tokenizer))
+        flat.append_candidates(
+            [] if score is None else candidates(score, num_candidates, tokenizer)
+        )
     return flat
 
 
@@ -75,7 +81,12 @@ def candidates(
     if token_ids:  # none for a token that another engine sampled
         alternatives = zip(token_ids, score.wanted_logprobs.tolist(), repeat(None), strict=False)
     else:
-        alternatives = zip(score.best[:limit].tolist(), score.best_logprobs[:limit].tolist(), count(1), strict=False)
+        alternatives = zip(
+            score.best[:limit].tolist(),
+            score.best_logprobs[:limit].tolist(),
+            count(1),
+            strict=False,
+        )
     entries = [(score.token, score.logprob, score.rank)]
     entries += [alternative for alternative in alternatives if alternative[0] != score.token]
     if tokenizer is None:

@@ -25,9 +25,8 @@ TASK = "Given a web search query, retrieve relevant passages that answer the que
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>\n"
 QWEN3_PROMPT = (
-    f"{TURN_START}system\n{SYSTEM}{TURN_END}"
-    f"{TURN_START}user\n<Instruct>: {{task}}\n<Query>: {{query}}\n<Document>: {{document}}{TURN_END}"
-    f"{TURN_START}assistant\n<think>\n\n</think>\n\n"
+    f"{TURN_START}system\n{SYSTEM}{TURN_END}{TURN_START}user\n<Instruct>: {{task}}\n<Query>: "
+    f"{{query}}\n<Document>: {{document}}{TURN_END}{TURN_START}assistant\n<think>\n\n</think>\n\n"
 )
 
 
@@ -55,7 +54,11 @@ class PairScores(Protocol):
 
 
 def pair_scores(
-    config: ModelConfig, embedder: Embedder, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], ranks: bool = False
+    config: ModelConfig,
+    embedder: Embedder,
+    tokenizer: Tokenizer,
+    pairs: Sequence[tuple[str, str]],
+    ranks: bool = False,
 ) -> PairScores:
     """Choose the scorer by the kind of model.
 
@@ -82,7 +85,10 @@ class LogprobScores:
         self.second_starts = [first for _, first in encoded_pairs]
 
     def scores(self, outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
-        return [scoring.score_output(output, first) for output, first in zip(outputs, self.second_starts, strict=True)]
+        return [
+            scoring.score_output(output, first)
+            for output, first in zip(outputs, self.second_starts, strict=True)
+        ]
 
 
 class ClassifierScores:
@@ -90,16 +96,28 @@ class ClassifierScores:
 
     ranked_by = "the model's judgement of the query and each document"
 
-    def __init__(self, config: ModelConfig, embedder: Embedder, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]):
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedder: Embedder,
+        tokenizer: Tokenizer,
+        pairs: Sequence[tuple[str, str]],
+    ):
         assert config.classes is not None
         if (count := len(config.classes.labels)) != 1:
-            raise RequestError("model", f"has {count} classes and scores no pairs; ask LLM.classify or /classify")
+            raise RequestError(
+                "model", f"has {count} classes and scores no pairs; ask LLM.classify or /classify"
+            )
         self.config = config
         task = pooling.prompt_prefix(embedder, None)
-        self.prompts = [classifier_prompt(encode_pair(config, tokenizer, task, *pair)) for pair in pairs]
+        self.prompts = [
+            classifier_prompt(encode_pair(config, tokenizer, task, *pair)) for pair in pairs
+        ]
 
     def scores(self, outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
-        return [score(classes.probabilities(output, self.config)[0], [output]) for output in outputs]
+        return [
+            score(classes.probabilities(output, self.config)[0], [output]) for output in outputs
+        ]
 
 
 def classifier_prompt(encoded_pair: tuple[list[int], int]) -> ScoringPrompt:
@@ -118,9 +136,14 @@ def encode_pair(
     template = tokenizer.chat_template or ""
     try:
         if all(re.search(f"['\"]{role}['\"]", template) for role in ("query", "document")):
-            messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+            messages = [
+                {"role": "query", "content": query},
+                {"role": "document", "content": document},
+            ]
             messages = [{"role": "system", "content": task}, *messages] if task else messages
-            return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False), FAR
+            return tokenizer.encode(
+                tokenizer.apply_chat_template(messages), add_special_tokens=False
+            ), FAR
         if config.classes is not None and config.classes.tokens:
             if query.startswith(TURN_START):  # already formatted, as vLLM's clients send it
                 return tokenizer.encode(query + document, add_special_tokens=False), FAR
@@ -142,18 +165,25 @@ class CosineScores:
             pooling.prompt_prefix(embedder, name if name in embedder.prompts else None)
             for name in ("query", "document")
         )
-        self.pairs = [(query_prefix + query, document_prefix + document) for query, document in pairs]
+        self.pairs = [
+            (query_prefix + query, document_prefix + document) for query, document in pairs
+        ]
         self.index_by_text: dict[str, int] = {}
         self.prompts = []
         for text in (text for pair in self.pairs for text in pair):
             if text not in self.index_by_text:
                 self.index_by_text[text] = len(self.prompts)
                 self.prompts.append(
-                    ScoringPrompt(encode_text(embedder, tokenizer, text), pooling.PARAMS, embedder.pooling)
+                    ScoringPrompt(
+                        encode_text(embedder, tokenizer, text), pooling.PARAMS, embedder.pooling
+                    )
                 )
 
     def scores(self, outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
-        vectors = [np.asarray(pooling.embedding(output).outputs.embedding, np.float64) for output in outputs]
+        vectors = [
+            np.asarray(pooling.embedding(output).outputs.embedding, np.float64)
+            for output in outputs
+        ]
         scores = []
         for pair in self.pairs:
             query_index, document_index = (self.index_by_text[text] for text in pair)

@@ -30,7 +30,9 @@ class Pool:
         self.length = len(tokens)
         self.position = {"last": self.length - 1, "cls": 0}.get(kind)
         self.step_positions = (
-            [position for position, token in enumerate(tokens) if token == step] if kind == "steps" else None
+            [position for position, token in enumerate(tokens) if token == step]
+            if kind == "steps"
+            else None
         )
         self.hidden_by_position: dict[int, np.ndarray] = {}  # of the steps
         self.sum: np.ndarray | None = None
@@ -69,7 +71,9 @@ def check_dimensions(dimensions: int | None, config: ModelConfig, name: str = "d
     """Refuse a number of dimensions that the model cannot give, and models without embeddings."""
     if config.classes is not None:
         raise RequestError(
-            "model", "classifies texts and gives no embeddings; ask LLM.classify or /classify, or another model"
+            "model",
+            "classifies texts and gives no embeddings; ask LLM.classify or /classify, or "
+            "another model",
         )
     check_width(dimensions, config.width, name)
 
@@ -89,12 +93,16 @@ def prompt_prefix(embedder: Embedder, name: str | None, field: str = "prompt_nam
     if name is None:
         name = embedder.default_prompt
     elif name not in embedder.prompts:
-        valid_names = " or ".join(map(repr, sorted(embedder.prompts))) or "left out: the model has none"
+        valid_names = (
+            " or ".join(map(repr, sorted(embedder.prompts))) or "left out: the model has none"
+        )
         raise RequestError(field, f"must be {valid_names}, got {shown(name)}")
     return "" if name is None else embedder.prompts[name]
 
 
-def prepare_prompt(prompt: Any, prefix: str, embedder: Embedder, tokenizer: Tokenizer | None) -> Any:
+def prepare_prompt(
+    prompt: Any, prefix: str, embedder: Embedder, tokenizer: Tokenizer | None
+) -> Any:
     """Return a prompt with `prefix` before its text, tokenized if the embedder truncates texts.
 
     A prompt of token ids and an empty prompt are returned unchanged.
@@ -119,12 +127,16 @@ def encode(embedder: Embedder, tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode_truncated(text, embedder.max_tokens)
 
 
-def embedding(output: RequestOutput, dimensions: int | None = None, normalize: bool = True) -> EmbeddingRequestOutput:
+def embedding(
+    output: RequestOutput, dimensions: int | None = None, normalize: bool = True
+) -> EmbeddingRequestOutput:
     """Return a finished request's embedding: its first `dimensions` values, normalised if asked
     for.
     """
     if output.pooled is None:
-        raise RuntimeError(f"the request {output.request_id} has no embedding: it ended before its prompt did")
+        raise RuntimeError(
+            f"the request {output.request_id} has no embedding: it ended before its prompt did"
+        )
     check_width(dimensions, len(output.pooled))
     vector = np.asarray(output.pooled, np.float64)[:dimensions]
     length = float(np.sqrt(np.dot(vector, vector))) if normalize else 0.0

@@ -53,7 +53,9 @@ class Completion:
         if score is not None:
             self.cumulative += score.logprob
             if self.logprobs is not None:
-                self.logprobs.append(logprob_entry(score, p.logprobs or 0, self.tokenizer, p.logprob_token_ids or ()))
+                self.logprobs.append(
+                    logprob_entry(score, p.logprobs or 0, self.tokenizer, p.logprob_token_ids or ())
+                )
         stopped = token in seq.stop_ids
         if self.detokenizer is not None and (not stopped or p.include_stop_str_in_output):
             self.undecoded.append(token)
@@ -115,7 +117,9 @@ class Completion:
             logprobs=None if self.logprobs is None else self.logprobs[first:],
             finish_reason=self.finish_reason if is_end else None,
             stop_reason=self.stop_reason if is_end else None,
-            drafted=[accepted - first for accepted in seq.accepted[bisect_left(seq.accepted, first) :]],
+            drafted=[
+                accepted - first for accepted in seq.accepted[bisect_left(seq.accepted, first) :]
+            ],
         )
 
     def output(self, index: int) -> CompletionOutput:
@@ -188,12 +192,18 @@ class Request:
         finished = self.finished
         is_choice_known = finished or len(self.completions) == self.params.n
         chosen = self.chosen_completions() if is_choice_known else []
-        fresh = [update for index, completion in enumerate(chosen) if (update := completion.take(index)) is not None]
+        fresh = [
+            update
+            for index, completion in enumerate(chosen)
+            if (update := completion.take(index)) is not None
+        ]
         return RequestDelta(fresh, finished)
 
     def output(self) -> RequestOutput:
         """Return everything so far."""
-        return self.result([completion.output(index) for index, completion in enumerate(self.chosen_completions())])
+        return self.result(
+            [completion.output(index) for index, completion in enumerate(self.chosen_completions())]
+        )
 
     def delta(self) -> RequestOutput:
         """Return the same with only the updates since the last call."""
@@ -239,7 +249,9 @@ class Request:
         """Return the completions to answer with: all, or the likeliest so far."""
         if len(self.completions) == self.params.n:
             return self.completions
-        return sorted(self.completions, key=lambda completion: completion.mean_logprob, reverse=True)[: self.params.n]
+        return sorted(
+            self.completions, key=lambda completion: completion.mean_logprob, reverse=True
+        )[: self.params.n]
 
     def facts(self) -> dict[str, int]:
         """Return the numbers that a trace shows."""

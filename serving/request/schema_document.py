@@ -11,23 +11,47 @@ from ..api.validation import shown
 Schema = Mapping[str, Any] | bool
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
-SINGLE = frozenset("not if then else contains propertyNames items additionalItems additionalProperties".split())
+SINGLE = frozenset(
+    "not if then else contains propertyNames items additionalItems additionalProperties".split()
+)
 SINGLE |= {"unevaluatedItems", "unevaluatedProperties", "contentSchema"}
 SEVERAL = frozenset({"anyOf", "allOf", "oneOf", "prefixItems", "items"})
-NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
-COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
+NAMED = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
+)
+COUNTS = frozenset(
+    {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
+)
 COUNTS |= {"minContains", "maxContains"}
 NUMBERS = frozenset({"minimum", "maximum", "multipleOf"})
 # Before 2019-09 `$ref` replaces the keywords beside it.
 BEFORE_2019 = re.compile(r"json-schema\.org/draft-0[4-7]\b")
 MAX_SCHEMAS = 20_000  # visits, counted over the whole rewrite
 MAX_DEPTH = 24  # references followed to compare or negate schemas
-COPIED_KEYWORDS = COUNTS | NUMBERS | {"enum", "const", "pattern", "exclusiveMinimum", "exclusiveMaximum", "required"}
+COPIED_KEYWORDS = (
+    COUNTS
+    | NUMBERS
+    | {"enum", "const", "pattern", "exclusiveMinimum", "exclusiveMaximum", "required"}
+)
 CONSTRAINTS = (
-    SINGLE | SEVERAL | COUNTS | NUMBERS | (NAMED - {"$defs", "definitions"})
-    | {"type", "enum", "const", "pattern", "required", "exclusiveMinimum", "exclusiveMaximum", "uniqueItems", "$ref"}
+    SINGLE
+    | SEVERAL
+    | COUNTS
+    | NUMBERS
+    | (NAMED - {"$defs", "definitions"})
+    | {
+        "type",
+        "enum",
+        "const",
+        "pattern",
+        "required",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "uniqueItems",
+        "$ref",
+    }
     | {"$dynamicRef", "$recursiveRef", "dependentRequired"}
-) - {"contentSchema"}  # fmt: skip
+) - {"contentSchema"}
 
 
 class UnsupportedSchema(ValueError):
@@ -87,16 +111,24 @@ class Document:
     def spend_budget(self) -> None:
         self.budget -= 1
         if self.budget < 0:
-            raise UnsupportedSchema(f"the schema has more than {MAX_SCHEMAS} parts; it must be simpler")
+            raise UnsupportedSchema(
+                f"the schema has more than {MAX_SCHEMAS} parts; it must be simpler"
+            )
 
-    def target(self, reference: Any, resource: Resource, keyword: str = "$ref") -> tuple[Any, Resource]:
+    def target(
+        self, reference: Any, resource: Resource, keyword: str = "$ref"
+    ) -> tuple[Any, Resource]:
         """Return the schema that a reference points to, and its resource."""
         if not isinstance(reference, str):
             raise UnsupportedSchema(f"{keyword} is {shown(reference)}; it must be a text")
         if keyword != "$ref" and len(self.resources) > 1:
-            raise UnsupportedSchema(f"{keyword} in a schema of several resources is not supported; use $ref")
+            raise UnsupportedSchema(
+                f"{keyword} in a schema of several resources is not supported; use $ref"
+            )
         is_inside = reference.startswith("#")
-        address, fragment = ("", reference[1:]) if is_inside else resolve_uri(resource.uri, reference)
+        address, fragment = (
+            ("", reference[1:]) if is_inside else resolve_uri(resource.uri, reference)
+        )
         home = resource if is_inside else self.resources.get(address)
         node = home and resolve_fragment(home, unquote(fragment))
         # Many documents count from the root even inside embedded schemas.
@@ -105,17 +137,23 @@ class Document:
             node = resolve_fragment(home, unquote(fragment))
         if home is None or node is None:
             remedy = "it must point to a place in the schema, and nothing is fetched"
-            raise UnsupportedSchema(f"{keyword} {shown(reference)} points to nothing in the schema; {remedy}")
+            raise UnsupportedSchema(
+                f"{keyword} {shown(reference)} points to nothing in the schema; {remedy}"
+            )
         return node, self.resources_by_schema.get(id(node), home)
 
 
 def resolve_uri(base: str, reference: str) -> tuple[str, str]:
     """Resolve a reference to an absolute URI and split it at the `#`."""
     try:
-        uri = urljoin(base, reference) if base.startswith(("http", "file")) or not base else reference
+        uri = (
+            urljoin(base, reference) if base.startswith(("http", "file")) or not base else reference
+        )
         return urldefrag(uri)
     except ValueError as error:
-        raise UnsupportedSchema(f"the reference or identifier {shown(reference)} is no URI: {error}") from None
+        raise UnsupportedSchema(
+            f"the reference or identifier {shown(reference)} is no URI: {error}"
+        ) from None
 
 
 def resolve_fragment(resource: Resource, fragment: str) -> Any:
@@ -126,7 +164,13 @@ def resolve_fragment(resource: Resource, fragment: str) -> Any:
         key = step.replace("~1", "/").replace("~0", "~")
         if isinstance(value, Mapping):
             value = value.get(key)
-        elif isinstance(value, list) and key.isascii() and key.isdigit() and len(key) < 9 and int(key) < len(value):
+        elif (
+            isinstance(value, list)
+            and key.isascii()
+            and key.isdigit()
+            and len(key) < 9
+            and int(key) < len(value)
+        ):
             value = value[int(key)]
         else:
             return None
@@ -179,7 +223,9 @@ def validate_keywords(schema: Any) -> Mapping[str, Any]:
             expected = "a text"
         elif name == "type":
             names = value if isinstance(value, list) else [value]
-            if not names or not all(isinstance(kind, str) and kind in (*TYPES, "integer") for kind in names):
+            if not names or not all(
+                isinstance(kind, str) and kind in (*TYPES, "integer") for kind in names
+            ):
                 expected = f"{', '.join(TYPES)} or integer"
         if expected:
             raise UnsupportedSchema(f"{name} is {shown(value)}; it must be {expected}")
@@ -196,7 +242,11 @@ def json_type(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return "boolean"
-    kinds: tuple[tuple[Any, str], ...] = ((str, "string"), ((int, float), "number"), (list, "array"))
+    kinds: tuple[tuple[Any, str], ...] = (
+        (str, "string"),
+        ((int, float), "number"),
+        (list, "array"),
+    )
     return next((name for kind, name in kinds if isinstance(value, kind)), "object")
 
 

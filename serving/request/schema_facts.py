@@ -50,8 +50,12 @@ def derive_facts(document: Document, schema: Any, resource: Resource, depth: int
         types,
         None if values is None else tuple(values),
         frozenset(schema.get("required", ())),
-        {key: ((subschema, resource),) for key, subschema in mapping_keyword(schema, "properties").items()},
-        schema.get("additionalProperties") is False and not mapping_keyword(schema, "patternProperties"),
+        {
+            key: ((subschema, resource),)
+            for key, subschema in mapping_keyword(schema, "properties").items()
+        },
+        schema.get("additionalProperties") is False
+        and not mapping_keyword(schema, "patternProperties"),
         schema.get("minimum", -math.inf),
         schema.get("maximum", math.inf),
     )
@@ -79,7 +83,9 @@ def derive_facts(document: Document, schema: Any, resource: Resource, depth: int
     return facts
 
 
-def derive_joint_facts(document: Document, schemas: Iterable[tuple[Schema, Resource]], depth: int) -> Facts:
+def derive_joint_facts(
+    document: Document, schemas: Iterable[tuple[Schema, Resource]], depth: int
+) -> Facts:
     facts = Facts(frozenset(TYPES))
     for schema, resource in schemas:
         facts = intersect_facts(facts, derive_facts(document, schema, resource, depth))
@@ -118,7 +124,9 @@ def intersect_facts(a: Facts, b: Facts) -> Facts:
     """Combine the facts of two schemas that a value must both match."""
     values = a.values if b.values is None else b.values
     if a.values is not None and b.values is not None:
-        values = tuple(value for value in a.values if any(is_same(value, b_value) for b_value in b.values))
+        values = tuple(
+            value for value in a.values if any(is_same(value, b_value) for b_value in b.values)
+        )
     properties = dict(a.properties or {})
     for key, schemas in (b.properties or {}).items():
         properties[key] = (*properties.get(key, ()), *schemas)

@@ -19,12 +19,17 @@ from .schema_document import (
 
 MAX_SPELLED = 32  # leading characters of an excluded text; llguidance nests at most 250 groups
 OPPOSITES = (  # (keyword, keyword of its negation, type, offset of the bound)
-    ("minLength", "maxLength", "string", -1), ("maxLength", "minLength", "string", 1),
-    ("minItems", "maxItems", "array", -1), ("maxItems", "minItems", "array", 1),
-    ("minProperties", "maxProperties", "object", -1), ("maxProperties", "minProperties", "object", 1),
-    ("minimum", "exclusiveMaximum", "number", 0), ("maximum", "exclusiveMinimum", "number", 0),
-    ("exclusiveMinimum", "maximum", "number", 0), ("exclusiveMaximum", "minimum", "number", 0),
-)  # fmt: skip
+    ("minLength", "maxLength", "string", -1),
+    ("maxLength", "minLength", "string", 1),
+    ("minItems", "maxItems", "array", -1),
+    ("maxItems", "minItems", "array", 1),
+    ("minProperties", "maxProperties", "object", -1),
+    ("maxProperties", "minProperties", "object", 1),
+    ("minimum", "exclusiveMaximum", "number", 0),
+    ("maximum", "exclusiveMinimum", "number", 0),
+    ("exclusiveMinimum", "maximum", "number", 0),
+    ("exclusiveMaximum", "minimum", "number", 0),
+)
 
 
 class Negation:
@@ -64,7 +69,9 @@ class Negation:
         types = schema_types(schema)
         if "type" in schema:
             other_kinds = [
-                name for name in TYPES if name not in types and not (name == "number" and "integer" in types)
+                name
+                for name in TYPES
+                if name not in types and not (name == "number" and "integer" in types)
             ]
             broken.append({"type": other_kinds} if other_kinds else False)
         values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -73,16 +80,25 @@ class Negation:
         for name, opposite, kind, step in OPPOSITES:
             if isinstance(schema.get(name), int | float) and not isinstance(schema[name], bool):
                 limit = schema[name] + step
-                broken.append({"type": kind, opposite: limit} if limit >= 0 or kind == "number" else False)
+                broken.append(
+                    {"type": kind, opposite: limit} if limit >= 0 or kind == "number" else False
+                )
         for key in schema.get("required", ()):
             broken.append({"type": "object", "properties": {key: False}})
         for key, subschema in mapping_keyword(schema, "properties").items():
             if (negated := inner(subschema)) is not False:
                 broken.append({"type": "object", "required": [key], "properties": {key: negated}})
-        if isinstance(schema.get("items"), Mapping | bool) and (negated := inner(schema["items"])) is not False:
+        if (
+            isinstance(schema.get("items"), Mapping | bool)
+            and (negated := inner(schema["items"])) is not False
+        ):
             prefix_length = len(list_keyword(schema, "prefixItems"))
             broken.append(
-                {"type": "array", "minItems": prefix_length + 1, "prefixItems": [True] * prefix_length + [negated]}
+                {
+                    "type": "array",
+                    "minItems": prefix_length + 1,
+                    "prefixItems": [True] * prefix_length + [negated],
+                }
             )
         if "contains" in schema and schema.get("minContains", 1) == 1:
             broken.append(all_of({"type": "array"}, {"items": inner(schema["contains"])}))
@@ -92,7 +108,9 @@ class Negation:
         if "not" in schema:
             broken.append(self.positive(schema["not"], resource))
         if "if" in schema and ("then" in schema or "else" in schema):
-            broken.append(all_of(self.positive(schema["if"], resource), inner(schema.get("then", True))))
+            broken.append(
+                all_of(self.positive(schema["if"], resource), inner(schema.get("then", True)))
+            )
             broken.append(all_of(inner(schema["if"]), inner(schema.get("else", True))))
         return any_of(*broken)
 
@@ -117,7 +135,13 @@ def any_of(*schemas: Schema) -> Schema:
     alternatives = [schema for schema in schemas if schema is not False]
     if True in [schema for schema in alternatives if isinstance(schema, bool)]:
         return True
-    return False if not alternatives else alternatives[0] if len(alternatives) == 1 else {"anyOf": alternatives}
+    return (
+        False
+        if not alternatives
+        else alternatives[0]
+        if len(alternatives) == 1
+        else {"anyOf": alternatives}
+    )
 
 
 def all_of(*schemas: Schema) -> Schema:
@@ -140,11 +164,16 @@ def exclude_values(values: Iterable[Any]) -> Schema:
         alternatives.append({"type": absent})
     if "boolean" in present:
         alternatives += [
-            {"const": value} for value in (True, False) if not any(value is excluded for excluded in values)
+            {"const": value}
+            for value in (True, False)
+            if not any(value is excluded for excluded in values)
         ]
     if "string" in present:
         alternatives.append(
-            {"type": "string", "pattern": pattern_excluding([value for value in values if isinstance(value, str)])}
+            {
+                "type": "string",
+                "pattern": pattern_excluding([value for value in values if isinstance(value, str)]),
+            }
         )
     if "number" in present:
         numbers = sorted(value for value in values if json_type(value) == "number")
@@ -177,7 +206,9 @@ def pattern_excluding(texts: Iterable[str]) -> str:
         escaped = {letter: f"\\U{ord(letter):08X}" for letter in node if letter}
         alternatives = [f"[^{''.join(escaped.values())}](?s:.*)" if escaped else "(?s:.+)"]
         alternatives += [
-            f"{code}{remainder(node[letter])}" for letter, code in escaped.items() if node[letter] is not None
+            f"{code}{remainder(node[letter])}"
+            for letter, code in escaped.items()
+            if node[letter] is not None
         ]
         return f"(?:{'|'.join(alternatives)}){'' if '' in node else '?'}"
 

@@ -9,7 +9,9 @@ from ..api.outputs import RequestOutput, ScoringOutput, ScoringRequestOutput
 from ..api.params import SamplingParams
 from ..api.validation import shown, unicode_text
 
-PARAMS = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
+PARAMS = SamplingParams(
+    temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False
+)
 
 
 def pairs(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tuple[str, str]]:
@@ -22,7 +24,10 @@ def pairs(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tupl
     if len(seconds) == 1:
         seconds *= len(firsts)
     if len(firsts) != len(seconds):
-        raise RequestError("text_2", f"has {len(seconds)} texts for the {len(firsts)} of text_1; give one, or as many")
+        raise RequestError(
+            "text_2",
+            f"has {len(seconds)} texts for the {len(firsts)} of text_1; give one, or as many",
+        )
     return list(zip(firsts, seconds, strict=True))
 
 
@@ -42,7 +47,9 @@ def pair_tokens(tokenizer: Tokenizer, text_1: str, text_2: str) -> tuple[list[in
     first = next((place for place, end in enumerate(token_ends) if end > len(text_1)), len(tokens))
     first = max(first, 1)  # the very first token has no score
     if first >= len(tokens):
-        raise RequestError("text_2", f"has no token that can be scored after text_1: {shown(text_2)}")
+        raise RequestError(
+            "text_2", f"has no token that can be scored after text_1: {shown(text_2)}"
+        )
     return tokens, first
 
 
@@ -56,7 +63,9 @@ def score_output(output: RequestOutput, first: int) -> ScoringRequestOutput:
         if entry is not None
     ]
     if len(logprobs_found) < len(tokens) - first:
-        raise RuntimeError(f"the request {output.request_id} has no score: it ended before its prompt did")
+        raise RuntimeError(
+            f"the request {output.request_id} has no score: it ended before its prompt did"
+        )
     return ScoringRequestOutput(
         request_id=output.request_id,
         outputs=ScoringOutput(sum(logprobs_found) / len(logprobs_found)),

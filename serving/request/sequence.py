@@ -33,7 +33,8 @@ class SequenceCache:
     """
 
     salt: Hashable = None  # only sequences with the same salt share pages
-    pages: list[list[int]] = field(default_factory=list)  # one list per cache group, by logical page; 0 = released
+    # one list per cache group, by logical page; 0 = released
+    pages: list[list[int]] = field(default_factory=list)
     num_indexed: int = 0  # full pages that are in the prefix tree
     num_cached: int = 0  # prompt tokens that were in the cache when it was first admitted
     trusted: bool = True  # its pages may be shared
@@ -53,9 +54,11 @@ class SequenceCache:
 class Sequence:
     """A prompt and its output so far.
 
-    tokens         |---- prompt ----|-- output --|?|      ? = drawn on the device, not read back yet (`pending`)
-    num_computed   ----------------------------->         tokens whose keys and values are written or under way;
-                                                          drafts count until they are known to be wrong
+    tokens         |---- prompt ----|-- output --|?|      ? = drawn on the device, not read back yet
+    (`pending`) num_computed   ----------------------------->         tokens whose keys and values
+    are written or under way;
+                                                          drafts count until they are known to be
+                                                          wrong
 
     The catch-up rule: each step brings `num_computed` closer to `num_tokens`, and a sequence that
     reaches `num_tokens` draws its next token. With `drafts`, tokens that may come next, the step
@@ -87,19 +90,27 @@ class Sequence:
     adapter_slot: int = -1  # on the device, while it runs
     cache: SequenceCache = field(default_factory=SequenceCache)
     drafts: list[int] = field(default_factory=list)  # for its next step
-    branches: list[list[int]] = field(default_factory=list)  # the other paths of drafts, where there are several
+    # the other paths of drafts, where there are several
+    branches: list[list[int]] = field(default_factory=list)
     branching: bool = False  # all paths are to be verified
-    asks: int = 0  # tokens that its next step is to draft after the one that it draws, where steps draft
-    held: int = 0  # drafts for its next step that the step under way makes: only the device knows them
+    # tokens that its next step is to draft after the one that it draws, where steps draft
+    asks: int = 0
+    # drafts for its next step that the step under way makes: only the device knows them
+    held: int = 0
     verifying: int = 0  # drafts in the step under way
-    proposed: list[int] = field(default_factory=list)  # what its last step said may come next, where it was asked
-    followed: int = 0  # of its first tokens, those that a drafter with keys and values of its own has computed
+    # what its last step said may come next, where it was asked
+    proposed: list[int] = field(default_factory=list)
+    # of its first tokens, those that a drafter with keys and values of its own has computed
+    followed: int = 0
     num_drafts: int = 0  # that were verified so far
-    accepted: list[int] = field(default_factory=list)  # places in the output of those that it took over
-    awaits_drafts: bool = False  # its next step is planned when the host knows its last token and has drafted after it
+    # places in the output of those that it took over
+    accepted: list[int] = field(default_factory=list)
+    # its next step is planned when the host knows its last token and has drafted after it
+    awaits_drafts: bool = False
     num_preemptions: int = 0
     finish_reason: str | None = None
-    prompt_scores: list | None = None  # one entry a prompt token after the first, where they are wanted
+    # one entry a prompt token after the first, where they are wanted
+    prompt_scores: list | None = None
     constraint: "Constraint | None" = None  # which token may be next
     pool: "Pool | None" = None  # its prompt's hidden states are wanted, and no token
 
@@ -139,7 +150,9 @@ class Sequence:
     def missing(self) -> int:
         """Tokens that the next step should compute; 0 when there is nothing to do but wait."""
         num_tokens = len(self.tokens) + self.pending
-        if num_tokens - self.num_prompt >= self.max_tokens or (self.pending and self.needs_host_sync):
+        if num_tokens - self.num_prompt >= self.max_tokens or (
+            self.pending and self.needs_host_sync
+        ):
             return 0
         return num_tokens - self.num_computed
 
@@ -151,7 +164,12 @@ def seed_of(request_seed: int, index: int) -> tuple[int, int]:
 
 
 def sequences_of(
-    tokens: Seq[int], params: SamplingParams, max_len: int, rank: float, eos: frozenset[int], request_seed: int
+    tokens: Seq[int],
+    params: SamplingParams,
+    max_len: int,
+    rank: float,
+    eos: frozenset[int],
+    request_seed: int,
 ) -> list[Sequence]:
     """Create the sequences of a request from its sampling parameters."""
     budget = max_len - len(tokens)

@@ -1,7 +1,8 @@
 """Speculative decoding: tokens that may come next, verified together in one step.
 
-A drafter proposes; the step draws at each of the proposed tokens as plain decoding would, with the same seed and
-position, and those that equal what is drawn in their place are accepted. So the answer is that of plain decoding.
+A drafter proposes; the step draws at each of the proposed tokens as plain decoding would, with the
+same seed and position, and those that equal what is drawn in their place are accepted. So the
+answer is that of plain decoding.
 """
 
 from collections.abc import Callable

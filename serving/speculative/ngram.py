@@ -5,11 +5,13 @@ from ..request.sequence import Sequence
 
 
 class NgramDrafter:
-    """Looks for the longest of the latest runs of tokens that occurred before, the last time that it did.
+    """Looks for the longest of the latest runs of tokens that occurred before, the last time that
+    it did.
 
         ... the quick brown fox ... the quick           "the quick" occurred: draft "brown fox"
 
-    Each sequence has its own index, which grows with its tokens, so that a look-up costs the same in any text.
+    Each sequence has its own index, which grows with its tokens, so that a look-up costs the same
+    in any text.
     """
 
     def __init__(self, shortest: int, longest: int):
@@ -35,7 +37,9 @@ class NgramIndex:
         self.followed: dict[tuple[int, ...], int] = {}
 
     def after(self, tokens: list[int], most: int) -> list[int]:
-        """So many tokens as followed the latest ones before; what reaches the end of the text repeats."""
+        """So many tokens as followed the latest ones before; what reaches the end of the text
+        repeats.
+        """
         for end in range(max(self.known, 1), len(tokens)):
             for length in self.lengths:
                 if length <= end:

@@ -1,4 +1,6 @@
-"""How many tokens are drafted: as many as pay, by what was accepted of late and by what a step costs."""
+"""How many tokens are drafted: as many as pay, by what was accepted of late and by what a step
+costs.
+"""
 
 import logging
 from collections.abc import Callable
@@ -14,15 +16,18 @@ from . import Drafter, make_drafter
 
 log = logging.getLogger("quire")
 
-PRIOR = 0.7  # the share of drafts that is accepted, before anything is known, and for how many it counts
+# the share of drafts that is accepted, before anything is known, and for how many it counts
+PRIOR = 0.7
 WEIGHT = 4.0
-MORE = 0.3  # tokens a step that further paths of drafts give beyond the first, before anything is known
+# tokens a step that further paths of drafts give beyond the first, before anything is known
+MORE = 0.3
 MEMORY = 24.0  # drafts of a sequence after which an old one counts e times less,
 COMMON = 192.0  # and drafts of all
 STEPS = 32.0  # that tell how long they take; an old one counts e times less after so many
 HEARD = 4  # while nobody drafts, one step of so many is timed
 FORGOTTEN = 128.0  # of these, after which steps with drafts may be as much longer as these are
-WAITING = 1e-4  # seconds that the device waits for the host in a step with drafts, before any was seen
+# seconds that the device waits for the host in a step with drafts, before any was seen
+WAITING = 1e-4
 GAIN = 1.03  # of tokens a second, to begin with drafts: to change costs something
 LOOKS = 0.01  # share of the time that may go into drafts which are only compared with what comes
 LOOKED = 2  # so far ahead, where the step drafts
@@ -63,7 +68,8 @@ class Record:
     ideas: int = 0  # tokens that it would have drafted when it was asked last
     depth: int = 0  # drafts that pay
     branches: bool = False  # so do further paths
-    guess: list[int] = field(default_factory=list)  # what was to come after the output token `since`
+    # what was to come after the output token `since`
+    guess: list[int] = field(default_factory=list)
     since: int = 0
     looks: int = 0  # output tokens after which it guesses again
     looked: int = 0  # the step in which it was asked to, where steps draft
@@ -105,15 +111,16 @@ class Counts:
 class Speculator:
     """Gives sequences their drafts where these pay.
 
-    While one drafts on the host (`Sequence.awaits_drafts`), the next step is planned when the tokens of the last are
-    known, and has all sequences. Where steps draft (`Sequence.asks`) and where nobody does, the engine stays a step
-    ahead. Where nobody does, a drafter only guesses now and then, and what comes says whether it was right: nobody
-    waits for it, and no row is computed for a guess. Where not even drafts that are all right would pay, it does not
-    guess at all.
+    While one drafts on the host (`Sequence.awaits_drafts`), the next step is planned when the
+    tokens of the last are known, and has all sequences. Where steps draft (`Sequence.asks`) and
+    where nobody does, the engine stays a step ahead. Where nobody does, a drafter only guesses now
+    and then, and what comes says whether it was right: nobody waits for it, and no row is computed
+    for a guess. Where not even drafts that are all right would pay, it does not guess at all.
 
-    `seconds(rows, sequences, drafts, paths)` is what a step takes that drafts so many tokens of each sequence, as
-    measured at the start. What steps take in service, with the host's part, corrects it for both kinds. Where drafts
-    have several paths, all of a sequence are verified, or the first alone.
+    `seconds(rows, sequences, drafts, paths)` is what a step takes that drafts so many tokens of
+    each sequence, as measured at the start. What steps take in service, with the host's part,
+    corrects it for both kinds. Where drafts have several paths, all of a sequence are verified, or
+    the first alone.
     """
 
     def __init__(
@@ -125,25 +132,31 @@ class Speculator:
         self.config, self.seconds, self.clock, self.in_step = config, seconds, clock, config.in_step
         self.drafter: Drafter = make_drafter(config)
         self.most, self.paths = config.depth, len(config.paths)
-        self.others = config.num_rows - 1 - len(config.paths[0])  # rows of a sequence's further paths
+        # rows of a sequence's further paths
+        self.others = config.num_rows - 1 - len(config.paths[0])
         self.records: dict[Sequence, Record] = {}
-        self.common = Rate(COMMON, PRIOR * WEIGHT, WEIGHT)  # of all sequences: what a new one begins with
+        # of all sequences: what a new one begins with
+        self.common = Rate(COMMON, PRIOR * WEIGHT, WEIGHT)
         self.more = Rate(COMMON, MORE * WEIGHT, WEIGHT)  # the same of further paths
         self.step = 0
         self.drafting = not config.adapts
         self.depth = self.most  # of the drafts that steps make
         self.least = 0.0  # chance of the last draft that pays
-        self.decided: tuple[int, int] = 0, 0  # sequences, and the step from which it is asked again what pays
+        # sequences, and the step from which it is asked again what pays
+        self.decided: tuple[int, int] = 0, 0
         self.news = True  # something was learnt since
         self.next_look = 0  # the step, where steps draft
         self.looked = -2  # the step of the last one
-        self.waited: tuple[int, bool] = 0, False  # sequences when it was asked last, and whether all decoded
-        self.listens = self.attends = True  # the next step's time counts; so do tokens of sequences without drafts
+        # sequences when it was asked last, and whether all decoded
+        self.waited: tuple[int, bool] = 0, False
+        # the next step's time counts; so do tokens of sequences without drafts
+        self.listens = self.attends = True
         self.asked: list[Sequence] = []  # to look
         self.paces: dict[
             tuple[int, bool], Pace
         ] = {}  # by the number of sequences, in powers of two; with drafts or not
-        self.costs: dict[tuple[int, int], tuple[list[float], float]] = {}  # by number of sequences, and of paths
+        # by number of sequences, and of paths
+        self.costs: dict[tuple[int, int], tuple[list[float], float]] = {}
         self.proposing = 1e-5  # seconds that a proposal takes on the host
         self.looking = 0.0  # and by which a step is longer that drafts only to look
         self.counts = Counts(0, 0, [0] * self.most)
@@ -166,7 +179,15 @@ class Speculator:
             self.drafter.end(seq)
             seq.drafts = []
 
-    def took(self, count: int, drafts: int, asks: int, waited: bool, seconds: float, branches: bool = False) -> None:
+    def took(
+        self,
+        count: int,
+        drafts: int,
+        asks: int,
+        waited: bool,
+        seconds: float,
+        branches: bool = False,
+    ) -> None:
         """A step in which so many sequences decoded was done so long after the one before."""
         times, drafting = self.cost(count, self.paths if branches else 1)
         expected = times[min(drafts, len(times) - 1)] + asks * drafting
@@ -177,11 +198,16 @@ class Speculator:
             self.looking += (min(longer, 8 * times[0]) - self.looking) / 4
             return
         self.pace(count, waited).learn(seconds, expected)
-        if not waited and (other := self.paces.get((count.bit_length(), True))):  # it may be worth another try
-            other.found += (other.expected * self.pace(count, False).factor - other.found) / FORGOTTEN
+        # it may be worth another try
+        if not waited and (other := self.paces.get((count.bit_length(), True))):
+            other.found += (
+                other.expected * self.pace(count, False).factor - other.found
+            ) / FORGOTTEN
 
     def pace(self, count: int, waited: bool) -> Pace:
-        """How long such steps take; where none was seen, as those of the next number of sequences that was."""
+        """How long such steps take; where none was seen, as those of the next number of sequences
+        that was.
+        """
         key = size, _ = count.bit_length(), waited
         if key not in self.paces:
             step = self.cost(count)[0][0] or inf
@@ -208,7 +234,8 @@ class Speculator:
         self.news = True
 
     def take_in(self, seq: Sequence, drafts: int, accepted: int, more: int | None = None) -> None:
-        """A sequence got its tokens: so many of its drafts were right. It gets the next ones, if it waits for them.
+        """A sequence got its tokens: so many of its drafts were right. It gets the next ones, if it
+        waits for them.
 
         `more` are those by which another path was better than the first, where there were others.
         """
@@ -259,12 +286,17 @@ class Speculator:
             record.ideas = 0
 
     def look(self, seq: Sequence, record: Record) -> None:
-        """What a sequence without drafts would have drafted; what came meanwhile says how much of it was right."""
+        """What a sequence without drafts would have drafted; what came meanwhile says how much of
+        it was right.
+        """
         if record.guess:
             count = seq.num_output - record.since
             if count >= len(record.guess):
                 came = seq.tokens[seq.num_prompt + record.since :]
-                right = next((at for at, token in enumerate(record.guess) if came[at] != token), len(record.guess))
+                right = next(
+                    (at for at, token in enumerate(record.guess) if came[at] != token),
+                    len(record.guess),
+                )
                 self.learn(record, right, len(record.guess))
                 record.guess = []
         elif seq.proposed if self.in_step else seq.num_output >= record.looks:
@@ -275,7 +307,9 @@ class Speculator:
                 return
             record.ideas = len(record.guess)
             self.news = True
-            seq.awaits_drafts = self.drafting and record.ideas > 0 and self.rate(record) >= self.least
+            seq.awaits_drafts = (
+                self.drafting and record.ideas > 0 and self.rate(record) >= self.least
+            )
             self.proposing += (self.clock() - began - self.proposing) / 16
             share = len(self.records) * self.proposing / LOOKS * self.patience
             if self.is_reported:
@@ -283,7 +317,9 @@ class Speculator:
             record.looks = seq.num_output + max(1, ceil(share / max(self.seconds(1, 1, 0), 1e-4)))
 
     def trim(self, running: Seq[Sequence]) -> None:
-        """Before a step is planned: leave as many drafts as make the most tokens a second of all who decode."""
+        """Before a step is planned: leave as many drafts as make the most tokens a second of all
+        who decode.
+        """
         self.step += 1
         if not self.config.adapts:
             for seq in running if self.in_step else ():
@@ -313,13 +349,19 @@ class Speculator:
     def looks(self) -> bool:
         """Whether one of the sequences has guessed, or is to."""
         for seq, record in self.records.items():
-            if record.guess or (not self.in_step and record.looks < len(seq.tokens) - seq.num_prompt + 2):
+            if record.guess or (
+                not self.in_step and record.looks < len(seq.tokens) - seq.num_prompt + 2
+            ):
                 return True
         return False
 
     def due(self, count: int) -> bool:
         """Whether something may have changed since it was found that no drafts pay."""
-        return self.news or self.waited != (count, True) or (self.in_step and self.step >= self.next_look)
+        return (
+            self.news
+            or self.waited != (count, True)
+            or (self.in_step and self.step >= self.next_look)
+        )
 
     @property
     def rests(self) -> bool:
@@ -356,7 +398,8 @@ class Speculator:
                 seq.branches = [path[: record.depth] for path in seq.branches if record.branches]
 
     def wait(self, ready: list[Sequence]) -> None:
-        """While nobody drafts: begin where it would pay by what is known, and look where that is to be known.
+        """While nobody drafts: begin where it would pay by what is known, and look where that is to
+        be known.
 
         Where all are new it is decided for their prompts.
         """
@@ -365,7 +408,9 @@ class Speculator:
         if self.news or n != self.decided[0]:
             self.decided = (n, 0)
             self.news = False
-            asked = [(record, record.ideas) for seq in ready or records if (record := records.get(seq))]
+            asked = [
+                (record, record.ideas) for seq in ready or records if (record := records.get(seq))
+            ]
             if any(ideas for _, ideas in asked) and self.decide(n, asked) > GAIN:
                 self.drafting = True
                 for seq, record in records.items():
@@ -375,7 +420,9 @@ class Speculator:
         if self.in_step and ready and self.step >= self.next_look:
             times, drafting = self.cost(n)
             look = max(self.looking, (LOOKED + 2) * drafting / 2)
-            interval = ceil(look / (LOOKS * times[0] * self.pace(n, False).factor)) if times[0] else 0
+            interval = (
+                ceil(look / (LOOKS * times[0] * self.pace(n, False).factor)) if times[0] else 0
+            )
             self.next_look = self.step + int(max(SOONEST, interval) * self.patience)
             if self.is_reported:
                 self.patience = min(2 * self.patience, MAX_PATIENCE)
@@ -401,18 +448,22 @@ class Speculator:
             figures += f", and verifying one for each sequence takes {verifying:.0%} of a step"
             figures += f", drafting it {drafting / times[0]:.0%}" if self.in_step else ""
         log.info(
-            "speculative decoding (%s) does not pay with %d running sequences: %s. Decoding goes on without drafts; "
-            "leave --speculative-config out to have their memory back",
-            self.config.method, n, figures,
-        )  # fmt: skip
+            "speculative decoding (%s) does not pay with %d running sequences: %s. Decoding goes "
+            "on without drafts; leave --speculative-config out to have their memory back",
+            self.config.method,
+            n,
+            figures,
+        )
 
     def decide(self, n: int, asked: list[tuple[Record, int]]) -> float:
-        """Tokens a second with the drafts that pay most, over those without; how many of each sequence these are.
+        """Tokens a second with the drafts that pay most, over those without; how many of each
+        sequence these are.
 
         Of all drafts the likeliest are verified, and a step costs what its rows cost.
         """
         times, drafting = self.cost(n)
-        slower = max(1.0, self.pace(n, True).factor / self.pace(n, False).factor)  # below it is chance
+        # below it is chance
+        slower = max(1.0, self.pace(n, True).factor / self.pace(n, False).factor)
         chances = []
         for record, ideas in asked:
             chance = rate = self.rate(record)
@@ -447,13 +498,25 @@ class Speculator:
                 chance = chance * rate
             record.branches = False
         if self.paths > 1 and self.depth:
-            best = self.branch(n, [record for record, _ in asked if record.depth], *chosen, best * slower) / slower
+            best = (
+                self.branch(
+                    n, [record for record, _ in asked if record.depth], *chosen, best * slower
+                )
+                / slower
+            )
         return best / plain
 
-    def branch(self, n: int, drafting: list[Record], tokens: float, rows: int, best: float) -> float:
-        """Tokens a second where those sequences verify all paths for which these pay, by what they gave of late."""
+    def branch(
+        self, n: int, drafting: list[Record], tokens: float, rows: int, best: float
+    ) -> float:
+        """Tokens a second where those sequences verify all paths for which these pay, by what they
+        gave of late.
+        """
         times, each = self.cost(n, self.paths)
-        gains = sorted(((record.more.beside(self.more), record) for record in drafting), key=lambda pair: -pair[0])
+        gains = sorted(
+            ((record.more.beside(self.more), record) for record in drafting),
+            key=lambda pair: -pair[0],
+        )
         paying = 0
         for count, (gain, _) in enumerate(gains, 1):
             tokens = tokens + gain
@@ -467,7 +530,9 @@ class Speculator:
         return best
 
     def cost(self, n: int, paths: int = 1) -> tuple[list[float], float]:
-        """Seconds of a step of so many sequences by the drafts in it, and of each token that it drafts for all."""
+        """Seconds of a step of so many sequences by the drafts in it, and of each token that it
+        drafts for all.
+        """
         if (n, paths) not in self.costs:
             seconds = self.seconds if paths == 1 else partial(self.seconds, paths=paths)
             most = self.most if paths == 1 else self.config.num_rows - 1

@@ -1,4 +1,6 @@
-"""Drafts from this text and from answers given before: what most often followed where the text was longest the same."""
+"""Drafts from this text and from answers given before: what most often followed where the text was
+longest the same.
+"""
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator
@@ -38,7 +40,9 @@ class Places:
                 self.ends[key] = deque((place for place in places if place[0] != number), COMPARED)
 
     def alike(self, tokens: list[int]) -> Iterator[tuple[int, list[int], int]]:
-        """(tokens in common before it, text, place) of the places that may be followed as `tokens` will be."""
+        """(tokens in common before it, text, place) of the places that may be followed as `tokens`
+        will be.
+        """
         for number, end in self.ends.get(tuple(tokens[-KEY:]), ()):
             text = self.texts[number]
             count = KEY
@@ -49,16 +53,18 @@ class Places:
 
 
 class SuffixDrafter:
-    """The places of a salt's texts: those that are being written, and the latest answers that are done.
+    """The places of a salt's texts: those that are being written, and the latest answers that are
+    done.
 
-    Texts with different salts know nothing of each other. Those places vote that have most tokens in common with the
-    text.
+    Texts with different salts know nothing of each other. Those places vote that have most tokens
+    in common with the text.
     """
 
     def __init__(self, max_texts: int):
         self.max_texts = max_texts
         self.places: dict[Hashable, Places] = {}
-        self.running: dict[Sequence, tuple[int, int]] = {}  # the text's number, and tokens that are known
+        # the text's number, and tokens that are known
+        self.running: dict[Sequence, tuple[int, int]] = {}
         self.done: OrderedDict[int, Hashable] = OrderedDict()
         self.count = 0
 
@@ -81,7 +87,9 @@ class SuffixDrafter:
             if chance < LEAST:
                 break
             drafts.append(best)
-            voters = [(text, end + 1) for text, end in voters if end < len(text) and text[end] == best]
+            voters = [
+                (text, end + 1) for text, end in voters if end < len(text) and text[end] == best
+            ]
         return drafts
 
     def take(self, seq: Sequence) -> Places:

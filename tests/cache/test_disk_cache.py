@@ -1,4 +1,6 @@
-"""Pages on disk: whole or not there, whatever happens to the files and to the process that writes them."""
+"""Pages on disk: whole or not there, whatever happens to the files and to the process that writes
+them.
+"""
 
 import errno
 import logging
@@ -30,7 +32,10 @@ def one_page(folder):
 
 def test_a_page_comes_back_as_it_was_also_to_another_process(tmp_path):
     disk = one_page(tmp_path)
-    for found in (disk.read("a.page", *WANTED), DiskCache(tmp_path, 1 << 20).read("a.page", *WANTED)):
+    for found in (
+        disk.read("a.page", *WANTED),
+        DiskCache(tmp_path, 1 << 20).read("a.page", *WANTED),
+    ):
         assert np.array_equal(found, DATA)
     assert oct((tmp_path / "a.page").stat().st_mode)[-3:] == "600"
     assert "b.page" not in disk and disk.read("b.page", *WANTED) is None
@@ -50,7 +55,19 @@ def test_a_damaged_file_is_a_miss_and_a_warning(tmp_path, caplog):
     rng = random.Random(0)
     disk = one_page(tmp_path)
     raw = (tmp_path / "a.page").read_bytes()
-    places = [0, 15, 16, 47, 48, 79, 80, 84, 88, len(raw) - 1, *(rng.randrange(len(raw)) for _ in range(40))]
+    places = [
+        0,
+        15,
+        16,
+        47,
+        48,
+        79,
+        80,
+        84,
+        88,
+        len(raw) - 1,
+        *(rng.randrange(len(raw)) for _ in range(40)),
+    ]
     damaged = [raw[:at] + bytes([raw[at] ^ 1 << rng.randrange(8)]) + raw[at + 1 :] for at in places]
     damaged += [raw[:length] for length in (0, 1, 87, 88, 200, len(raw) - 1)] + [raw + b"x"]
     for bad in damaged:
@@ -89,13 +106,15 @@ def test_what_was_used_longest_ago_goes_first(tmp_path):
 
 def test_a_full_disk_is_one_warning_and_no_page(tmp_path, monkeypatch, caplog):
     disk = one_page(tmp_path)
-    monkeypatch.setattr(module, "open_private", lambda path, flags: os.open("/dev/full", os.O_WRONLY))
+    monkeypatch.setattr(
+        module, "open_private", lambda path, flags: os.open("/dev/full", os.O_WRONLY)
+    )
     with caplog.at_level(logging.WARNING):
         assert not disk.write("b.page", *WANTED[:3], DATA)
         assert not disk.write("c.page", *WANTED[:3], DATA)
-    assert [record.message for record in caplog.records if os.strerror(errno.ENOSPC) in record.message] == [
-        record.message for record in caplog.records
-    ]
+    assert [
+        record.message for record in caplog.records if os.strerror(errno.ENOSPC) in record.message
+    ] == [record.message for record in caplog.records]
     assert len(caplog.records) == 1
     monkeypatch.undo()
     assert not disk.write("b.page", *WANTED[:3], DATA)  # not yet
@@ -106,7 +125,9 @@ def test_a_full_disk_is_one_warning_and_no_page(tmp_path, monkeypatch, caplog):
 
 
 def test_a_page_that_another_container_writes_is_left_alone(tmp_path):
-    """A process id says nothing about other containers: a file that one of them writes is not removed or shared."""
+    """A process id says nothing about other containers: a file that one of them writes is not
+    removed or shared.
+    """
     disk = one_page(tmp_path)
     with publish(tmp_path / "b.page", durable=False) as part:
         part.write_bytes(b"half")
@@ -139,9 +160,13 @@ def test_a_process_killed_while_it_writes_leaves_whole_files(tmp_path):
     rounds = 0
     while parts < 3:
         rounds += 1
-        assert rounds < 100, "no process was killed in the middle of a file: the test proves nothing"
+        assert rounds < 100, (
+            "no process was killed in the middle of a file: the test proves nothing"
+        )
         folder = tmp_path / str(rounds)
-        with subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE) as process:
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE
+        ) as process:
             assert process.stdout.readline() == b"ready\n"
             time.sleep(rng.uniform(0.001, 0.05))
             process.send_signal(signal.SIGKILL)

@@ -1,4 +1,6 @@
-"""The page table against a plain model of who owns what and which page holds which tokens, over random operations."""
+"""The page table against a plain model of who owns what and which page holds which tokens, over
+random operations.
+"""
 
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
@@ -18,7 +20,9 @@ from quire.tests.support.cases import cases
 
 
 def sequence(tokens=(0,), salt: str | None = None) -> Sequence:
-    return Sequence(0, list(tokens), len(tokens), SamplingParams(), 10**6, 0, cache=SequenceCache(salt=salt))
+    return Sequence(
+        0, list(tokens), len(tokens), SamplingParams(), 10**6, 0, cache=SequenceCache(salt=salt)
+    )
 
 
 class Disk(dict):
@@ -56,9 +60,10 @@ def tokens_until(node: Node) -> int:
 class Pages(RuleBasedStateMachine):
     """Sequences that begin, grow, slide, end and give way, over a pool too small for them.
 
-    `holds` is what is written in each page of each group: the salt, with all tokens up to the last in the page; of
-    snapshots, and in `states` of each slot, those that the state has seen. Some sequences are planned; then what the
-    table says is to be moved is moved, and their rows are written, as in a step of the engine.
+    `holds` is what is written in each page of each group: the salt, with all tokens up to the last
+    in the page; of snapshots, and in `states` of each slot, those that the state has seen. Some
+    sequences are planned; then what the table says is to be moved is moved, and their rows are
+    written, as in a step of the engine.
     """
 
     @initialize(
@@ -70,16 +75,21 @@ class Pages(RuleBasedStateMachine):
     )
     def make(self, size, pages, host, disk, snapshots):
         self.size, self.chunk, self.groups = size, 2 * size, 3 + len(snapshots)
-        host_cache = None if host is None else HostCache([1] * self.groups, host, Disk() if disk else None)
+        host_cache = (
+            None if host is None else HostCache([1] * self.groups, host, Disk() if disk else None)
+        )
         if host_cache is not None:
             host_cache.reader = host_cache.writer = AtOnce()
         windows = [None, 3 * size, 5]
-        self.table = PageTable([*pages, *snapshots], size, windows, host_cache=host_cache, snapshot_distance=2 * size)
+        self.table = PageTable(
+            [*pages, *snapshots], size, windows, host_cache=host_cache, snapshot_distance=2 * size
+        )
         self.live: list[Sequence] = []
         self.prompts: list[list[int]] = []
         self.num_planned = 0
         self.planned: dict[Sequence, int] = {}  # up to which position
-        self.drafted: dict[Sequence, tuple[list[list[int]], int, int]] = {}  # after that: paths, the best, how far
+        # after that: paths, the best, how far
+        self.drafted: dict[Sequence, tuple[list[list[int]], int, int]] = {}
         self.followed: set[tuple] = set()  # texts that a drafter has computed, too
         self.holds: list[dict[int, tuple]] = [{} for _ in range(self.groups)]
         self.states: list[tuple] = []  # by slot, of which every sequence gets another
@@ -89,18 +99,23 @@ class Pages(RuleBasedStateMachine):
         return 0 if window is None else max(0, position - window + 1) // self.size
 
     def known(self, group: int) -> set[tuple]:
-        """What can be found by its content: full pages that somebody has, that are kept, or that the host has."""
+        """What can be found by its content: full pages that somebody has, that are kept, or that
+        the host has.
+        """
         table = self.table
         holds = dict(self.holds[group])
         for own, origin, target in table.moves.copies:
             if own == group:
                 holds[target] = holds[origin]
-        holds |= {page: copy.data for (own, page), copy in table.moves.restores.items() if own == group}
+        holds |= {
+            page: copy.data for (own, page), copy in table.moves.restores.items() if own == group
+        }
         for seq, end in self.planned.items():
             holds |= self.written(seq, end, group) if group < 3 else {}
         if group == 3:
             holds |= {page: self.states[slot] for _, slot, page in table.snapshots.saves}
-        # A copied page holds more tokens than the sequence that got it computed: those behind its node are not found.
+        # A copied page holds more tokens than the sequence that got it computed: those behind its
+        # node are not found.
         nodes = table.tree.node_by_page[group].items()
         found = {holds[page][: 1 + tokens_until(node)] for page, node in nodes if page in holds}
         if table.host_cache is not None and (group < 3 or table.snapshots.pool.num_free):
@@ -108,11 +123,16 @@ class Pages(RuleBasedStateMachine):
         return found
 
     @rule(
-        data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24), salt=st.sampled_from([None, "a"])
+        data=st.data(),
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24),
+        salt=st.sampled_from([None, "a"]),
     )
     def begin(self, data, tokens, salt):
         if self.prompts and data.draw(st.booleans()):  # a chat goes on
-            tokens = [*data.draw(st.sampled_from(self.prompts)), *tokens[: data.draw(st.sampled_from([1, 2, 8]))]]
+            tokens = [
+                *data.draw(st.sampled_from(self.prompts)),
+                *tokens[: data.draw(st.sampled_from([1, 2, 8]))],
+            ]
         self.prompts.append(tokens[:20])
         seq = sequence(tokens, salt)
         while not self.table.prefetched(seq):
@@ -142,7 +162,9 @@ class Pages(RuleBasedStateMachine):
         assert seq.followed <= seq.num_computed
         assert not seq.followed or (salt, *tokens[: seq.followed]) in self.followed
 
-    def written(self, seq: Sequence, end: int, group: int, drafts: Seq[int] = ()) -> dict[int, tuple]:
+    def written(
+        self, seq: Sequence, end: int, group: int, drafts: Seq[int] = ()
+    ) -> dict[int, tuple]:
         """What the rows up to `end`, and those of drafts, make of its pages."""
         table = seq.cache.pages[group]
         tokens = [*seq.tokens[:end], *drafts]
@@ -151,7 +173,9 @@ class Pages(RuleBasedStateMachine):
             for page in range(seq.num_computed // self.size, len(table))
         }
 
-    def branched(self, seq: Sequence, end: int, group: int, path: int, drafts: list[int]) -> dict[int, tuple]:
+    def branched(
+        self, seq: Sequence, end: int, group: int, path: int, drafts: list[int]
+    ) -> dict[int, tuple]:
         """The same of the pages of a path, which must hold what the sequence's own held before."""
         pages = seq.cache.spare[path - 1][group]
         tokens = [*seq.tokens[:end], *drafts]
@@ -168,7 +192,9 @@ class Pages(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def plan(self, data):
-        """A sequence is to compute rows; once its prompt is computed, a token is drawn, and drafts are verified."""
+        """A sequence is to compute rows; once its prompt is computed, a token is drawn, and drafts
+        are verified.
+        """
         seq = data.draw(st.sampled_from(self.live))
         if seq in self.planned:
             return
@@ -184,7 +210,9 @@ class Pages(RuleBasedStateMachine):
         free = [group.num_free for group in self.table.pools]
         end = seq.num_computed + count
         if not self.table.grow(seq, end):
-            assert free == [group.num_free for group in self.table.pools], "a refusal must change nothing"
+            assert free == [group.num_free for group in self.table.pools], (
+                "a refusal must change nothing"
+            )
             self.end(seq)
             return
         self.table.keep_states(seq)
@@ -201,8 +229,13 @@ class Pages(RuleBasedStateMachine):
                 drafts.pop()
             paths = [drafts]
             if drafts and count == 1 and data.draw(st.integers(0, 3)):
-                self.table.reserve_branches(seq, data.draw(st.integers(1, 2)), 1 + -(-3 // self.size))
-                others = [data.draw(st.lists(st.integers(0, 1), max_size=len(drafts))) for _ in seq.cache.spare]
+                self.table.reserve_branches(
+                    seq, data.draw(st.integers(1, 2)), 1 + -(-3 // self.size)
+                )
+                others = [
+                    data.draw(st.lists(st.integers(0, 1), max_size=len(drafts)))
+                    for _ in seq.cache.spare
+                ]
                 if self.table.branch(seq, end, range(1, 1 + len(others))):
                     paths += others
             best = data.draw(st.integers(0, len(paths) - 1))
@@ -210,19 +243,25 @@ class Pages(RuleBasedStateMachine):
             self.drafted[seq] = paths, best, data.draw(st.integers(0, len(paths[best])))
         for group, pages in enumerate(seq.cache.pages):
             assert all(new == old for old, new in zip(before[group], pages, strict=False))
-            assert all(pages[page] for page in range(self.first_seen(group, seq.num_computed), len(pages)))
+            assert all(
+                pages[page] for page in range(self.first_seen(group, seq.num_computed), len(pages))
+            )
 
     @precondition(lambda self: self.planned)
     @rule()
     def step(self):
-        """What the table asks for is moved, then rows are written; now every sequence must find what it computed."""
+        """What the table asks for is moved, then rows are written; now every sequence must find
+        what it computed.
+        """
         moves = self.table.take_moves()
         for page, copy in moves.offloads:
             copy.data = self.holds[copy.group].get(page)
         for group, origin, target in moves.copies:
             self.holds[group][target] = self.holds[group][origin]
         for (group, page), copy in moves.restores.items():
-            assert self.table.tree.node_by_page[group].get(page) is copy.node, "the page is for somebody else by now"
+            assert self.table.tree.node_by_page[group].get(page) is copy.node, (
+                "the page is for somebody else by now"
+            )
             self.holds[group][page] = copy.data
         for _, slot, page in moves.saves:
             self.holds[3][page] = self.states[slot]
@@ -237,7 +276,10 @@ class Pages(RuleBasedStateMachine):
                 self.holds[group] |= self.written(seq, end, group, paths[0])
         for seq, end in self.planned.items():
             paths, best, right = self.drafted.get(seq, ([[]], 0, 0))
-            assert self.groups == 3 or self.states[seq.slot] == (seq.cache.salt, *seq.tokens[: seq.num_computed])
+            assert self.groups == 3 or self.states[seq.slot] == (
+                seq.cache.salt,
+                *seq.tokens[: seq.num_computed],
+            )
             self.states[seq.slot] = (seq.cache.salt, *seq.tokens[:end], *paths[best][:right])
             self.table.accept_branch(seq, end, best)
             seq.tokens += paths[best][:right]
@@ -246,9 +288,14 @@ class Pages(RuleBasedStateMachine):
         self.drafted = {}
         for seq in self.live:
             for group, table in enumerate(seq.cache.pages):
-                for page in range(self.first_seen(group, seq.num_computed), -(-seq.num_computed // self.size)):
+                for page in range(
+                    self.first_seen(group, seq.num_computed), -(-seq.num_computed // self.size)
+                ):
                     end = min(seq.num_computed, (page + 1) * self.size)
-                    assert self.holds[group][table[page]][: end + 1] == (seq.cache.salt, *seq.tokens[:end])
+                    assert self.holds[group][table[page]][: end + 1] == (
+                        seq.cache.salt,
+                        *seq.tokens[:end],
+                    )
 
     @precondition(lambda self: any(seq.begun for seq in self.live))
     @rule(data=st.data())
@@ -284,7 +331,9 @@ class Pages(RuleBasedStateMachine):
             assert not self.table.tree.node_by_page[group].keys() & set(table)
         for group in range(self.groups):
             for content in self.known(group) - {None}:
-                assert content != (seq.cache.salt, *seq.tokens[: len(content) - 1]), "part of it is found"
+                assert content != (seq.cache.salt, *seq.tokens[: len(content) - 1]), (
+                    "part of it is found"
+                )
         self.end(seq)
 
     @precondition(lambda self: self.num_planned > 20)  # else little is ever there to be found
@@ -298,7 +347,9 @@ class Pages(RuleBasedStateMachine):
     @precondition(lambda self: self.num_planned > 20)
     @rule()
     def fail(self):
-        """A step fails: the device's pages are gone with all that runs, and what the host has is not."""
+        """A step fails: the device's pages are gone with all that runs, and what the host has
+        is not.
+        """
         for seq, end in self.planned.items():
             seq.num_computed = end
         self.planned = {}
@@ -365,17 +416,21 @@ def test_a_prompt_that_parts_inside_of_a_page_gets_a_copy_of_it():
     one = begin(table, range(11))
     compute(table, one)
     pages = [list(group) for group in one.cache.pages]
-    assert begin(table, [*range(10), 99, 98]).num_computed == 8  # its last page is not full, and it still writes there
+    # its last page is not full, and it still writes there
+    assert begin(table, [*range(10), 99, 98]).num_computed == 8
     table.release(one)
     two = begin(table, [*range(10), 99, 98])
     three = begin(table, [*range(9), 97, 96])
     assert (two.num_computed, three.num_computed) == (10, 9)
     assert table.moves.copies == [
-        (group, pages[group][2], seq.cache.pages[group][2]) for seq in (two, three) for group in range(2)
+        (group, pages[group][2], seq.cache.pages[group][2])
+        for seq in (two, three)
+        for group in range(2)
     ]
     assert begin(table, [*range(5), 7, 7]).num_computed == 5
     table.release(two)
-    assert begin(table, [*range(10), 99, 98]).num_computed == 10  # of the first: the copy is not made yet
+    # of the first: the copy is not made yet
+    assert begin(table, [*range(10), 99, 98]).num_computed == 10
     assert table.moves.copies[-1][1] == pages[-1][2]
 
 
@@ -408,7 +463,8 @@ def test_a_page_on_its_way_back_is_shared_but_not_copied():
         table.release(seq)
     back = begin(table, [*range(8), 50, 50])
     assert back.num_computed == 8 and len(table.moves.restores) == 2
-    assert begin(table, [*range(6), 60, 60]).num_computed == 4  # two more rows of the second page are not there yet
+    # two more rows of the second page are not there yet
+    assert begin(table, [*range(6), 60, 60]).num_computed == 4
     table.take_moves()
     assert begin(table, [*range(6), 70, 70]).num_computed == 6
 
@@ -464,7 +520,8 @@ def test_what_has_no_room_goes_to_the_host_and_to_disk_and_comes_back():
         return cached
 
     assert serve([1] * 16) == 0
-    assert serve([2] * 16) == 0  # four pages leave the device, and two of them the host when they have arrived
+    # four pages leave the device, and two of them the host when they have arrived
+    assert serve([2] * 16) == 0
     assert len(host_cache.copies) == 4 and not disk
     assert serve([3] * 4) == 0
     assert len(host_cache.copies) == 2 and len(disk) == 3
@@ -490,7 +547,9 @@ def test_a_snapshot_that_left_is_back_before_it_is_loaded():
 
     def plan(seq: Sequence) -> None:
         table.insert(seq, seq.num_computed)
-        end = seq.num_computed + table.tokens_to_snapshot(seq, seq.num_computed, len(seq.tokens) - seq.num_computed)
+        end = seq.num_computed + table.tokens_to_snapshot(
+            seq, seq.num_computed, len(seq.tokens) - seq.num_computed
+        )
         assert table.grow(seq, end)
         table.keep_states(seq)
         table.insert(seq, end)
@@ -516,10 +575,13 @@ def test_a_snapshot_that_left_is_back_before_it_is_loaded():
         assert seq.num_computed == 8 and not table.take_moves().saves
         plan(seq)
         if first == 200:
-            assert not table.match(sequence(range(11))).path  # its page is the other's until the step is planned
+            # its page is the other's until the step is planned
+            assert not table.match(sequence(range(11))).path
         table.release(seq)
         moves = moved()
-        assert moves.saves == [(0, 3, 1)] and [copy.group for _, copy in moves.offloads] == [1] * (first > 0)
+        assert moves.saves == [(0, 3, 1)] and [copy.group for _, copy in moves.offloads] == [1] * (
+            first > 0
+        )
     second = start(range(11))
     assert second.num_computed == 11
     moves = table.take_moves()
@@ -560,12 +622,17 @@ def test_a_window_needs_only_what_it_sees():
     for page in (1, 2, 3):  # long out of the window of what follows
         tokens = tuple(range(4 * page, 4 * page + 4))
         table.tree.forget(1, next(number for number, node in nodes.items() if node.key == tokens))
-    table.pools[1].free_pages += [page for page in table.pools[1].cached if page not in table.tree.node_by_page[1]]
-    table.pools[1].cached = {page: None for page in table.pools[1].cached if page in table.tree.node_by_page[1]}
+    table.pools[1].free_pages += [
+        page for page in table.pools[1].cached if page not in table.tree.node_by_page[1]
+    ]
+    table.pools[1].cached = {
+        page: None for page in table.pools[1].cached if page in table.tree.node_by_page[1]
+    }
     two = begin(table, [*range(40), 7])
     assert two.num_computed == 40
     assert two.cache.pages[1][:8] == [0] * 8 and all(two.cache.pages[1][8:])
-    assert begin(table, [*range(20), 7]).num_computed == 4  # pages 1 to 3 are gone, and a row at 20 sees page 3
+    # pages 1 to 3 are gone, and a row at 20 sees page 3
+    assert begin(table, [*range(20), 7]).num_computed == 4
     assert begin(table, [*range(24), 7]).num_computed == 24
 
 
@@ -600,7 +667,9 @@ def test_a_sequence_never_holds_more_than_it_was_sized_for():
 
 
 def test_a_window_keeps_what_is_needed_where_drafts_are_wrong():
-    """Four drafts are under way: the next row is at position 12 if none is right, and at 16 if all are."""
+    """Four drafts are under way: the next row is at position 12 if none is right, and at 16 if all
+    are.
+    """
     table = PageTable([100], 1, [5])
     seq = sequence([0] * 12)
     seq.num_computed = 11
@@ -608,7 +677,9 @@ def test_a_window_keeps_what_is_needed_where_drafts_are_wrong():
     seq.num_computed = 16
     seq.pending = 5
     table.slide(seq)
-    assert [position for position, page in enumerate(seq.cache.pages[0]) if page] == list(range(8, 16))
+    assert [position for position, page in enumerate(seq.cache.pages[0]) if page] == list(
+        range(8, 16)
+    )
     assert table.grow(seq, 17)
 
 

@@ -37,7 +37,9 @@ assert "".join(chunk.content for chunk in model.stream("hello")) == said("hello"
 assert [message.content for message in model.batch(["a", "b"])] == [said("a"), said("b")]
 
 for over_responses in (False, True):
-    asking = ChatOpenAI(model="quill", base_url=f"{scripted}/v1", api_key="none", use_responses_api=over_responses)
+    asking = ChatOpenAI(
+        model="quill", base_url=f"{scripted}/v1", api_key="none", use_responses_api=over_responses
+    )
     agent = create_agent(asking, [weather])
     messages = agent.invoke({"messages": [("user", "weather in Rome and in Paris")]})["messages"]
     assert [message.type for message in messages] == ["human", "ai", "tool", "tool", "ai"], messages

@@ -16,7 +16,11 @@ WEATHER = {
     "function": {
         "name": "weather",
         "description": "The weather of a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
     },
 }
 
@@ -34,7 +38,11 @@ for model, base in (
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == SAID, model
 
     messages = [{"role": "user", "content": "weather in Rome"}]
-    message = litellm.completion(messages=messages, tools=[WEATHER], max_tokens=100, **at).choices[0].message
+    message = (
+        litellm.completion(messages=messages, tools=[WEATHER], max_tokens=100, **at)
+        .choices[0]
+        .message
+    )
     (call,) = message.tool_calls
     assert json.loads(call.function.arguments) == {"city": "Rome"}, message
     messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "sun"}]
@@ -43,13 +51,27 @@ for model, base in (
 
 person = {
     "type": "object",
-    "properties": {"name": {"type": "string"}, "job": {"enum": ["painter", "baker"]}, "city": {"type": "string"}},
+    "properties": {
+        "name": {"type": "string"},
+        "job": {"enum": ["painter", "baker"]},
+        "city": {"type": "string"},
+    },
     "required": ["name", "job", "city"],
     "additionalProperties": False,
 }
 found = litellm.completion(
-    model="openai/quill", api_base=f"{bundled}/v1", api_key="none", temperature=0,
+    model="openai/quill",
+    api_base=f"{bundled}/v1",
+    api_key="none",
+    temperature=0,
     messages=[{"role": "user", "content": "Give JSON for: David is a painter in Lagos"}],
-    response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": person, "strict": True}},
-)  # fmt: skip
-assert json.loads(found.choices[0].message.content) == {"name": "David", "job": "painter", "city": "Lagos"}, found
+    response_format={
+        "type": "json_schema",
+        "json_schema": {"name": "person", "schema": person, "strict": True},
+    },
+)
+assert json.loads(found.choices[0].message.content) == {
+    "name": "David",
+    "job": "painter",
+    "city": "Lagos",
+}, found

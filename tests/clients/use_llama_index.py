@@ -21,15 +21,22 @@ def weather(city: str) -> str:
 
 def model(url: str) -> OpenAILike:
     return OpenAILike(
-        model="quill", api_base=f"{url}/v1", api_key="none", is_chat_model=True, is_function_calling_model=True,
+        model="quill",
+        api_base=f"{url}/v1",
+        api_key="none",
+        is_chat_model=True,
+        is_function_calling_model=True,
         context_window=1024,
-    )  # fmt: skip
+    )
 
 
 asked = [ChatMessage(role="user", content="hello")]
 assert model(scripted).chat(asked).message.content == SAID
 assert "".join(part.delta or "" for part in model(scripted).stream_chat(asked)) == SAID
-assert model(bundled).chat([ChatMessage(role="user", content="Sort: 39 84 36 90")]).message.content == "36 39 84 90"
+assert (
+    model(bundled).chat([ChatMessage(role="user", content="Sort: 39 84 36 90")]).message.content
+    == "36 39 84 90"
+)
 
 
 async def ask() -> str:

@@ -1,7 +1,9 @@
 # /// script
 # dependencies = ["llm>=0.27,<1"]
 # ///
-"""`llm`, Simon Willison's command: a model by a line of YAML; answers, streams, a tool and a schema."""
+"""`llm`, Simon Willison's command: a model by a line of YAML; answers, streams, a tool and a
+schema.
+"""
 
 import json
 import os
@@ -22,10 +24,16 @@ MODELS = f"""
   api_base: {bundled}/v1
   supports_schema: true
 """
-WEATHER = 'def weather(city: str) -> str:\n    "The weather of a city."\n    return f"sun in {city}"'
+WEATHER = (
+    'def weather(city: str) -> str:\n    "The weather of a city."\n    return f"sun in {city}"'
+)
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string"}, "job": {"enum": ["painter", "baker"]}, "city": {"type": "string"}},
+    "properties": {
+        "name": {"type": "string"},
+        "job": {"enum": ["painter", "baker"]},
+        "city": {"type": "string"},
+    },
     "required": ["name", "job", "city"],
     "additionalProperties": False,
 }
@@ -35,9 +43,11 @@ with tempfile.TemporaryDirectory() as home:
 
     def llm(*words: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "llm", *words], env=os.environ | {"LLM_USER_PATH": home, "OPENAI_API_KEY": "none"},
-            capture_output=True, text=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "llm", *words],
+            env=os.environ | {"LLM_USER_PATH": home, "OPENAI_API_KEY": "none"},
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.rstrip("\n")
 

@@ -6,7 +6,14 @@
 import asyncio
 import sys
 
-from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+from agents import (
+    Agent,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
 from openai import AsyncOpenAI
 
 scripted, bundled = sys.argv[1:]
@@ -22,14 +29,22 @@ def weather(city: str) -> str:
 async def ask() -> None:
     client = AsyncOpenAI(base_url=f"{scripted}/v1", api_key="none")
     for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
-        agent = Agent(name="clerk", model=kind(model="quill", openai_client=client), tools=[weather])
+        agent = Agent(
+            name="clerk", model=kind(model="quill", openai_client=client), tools=[weather]
+        )
         found = await Runner.run(agent, "weather in Rome and in Paris")
-        assert found.final_output == "It is sun in Rome and sun in Paris.", (kind, found.final_output)
+        assert found.final_output == "It is sun in Rome and sun in Paris.", (
+            kind,
+            found.final_output,
+        )
 
         stream = Runner.run_streamed(agent, "hello")
         text = ""
         async for event in stream.stream_events():
-            if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
+            if (
+                event.type == "raw_response_event"
+                and event.data.type == "response.output_text.delta"
+            ):
                 text += event.data.delta
         assert text == stream.final_output == "You said: hello – 世界 👩‍🚀", (kind, text)
     await client.close()

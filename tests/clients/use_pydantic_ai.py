@@ -47,7 +47,9 @@ for kind in (OpenAIChatModel, OpenAIResponsesModel):
 
 for output in (NativeOutput(Person), ToolOutput(Person)):
     agent = Agent(
-        OpenAIChatModel("quill", provider=provider(bundled)), output_type=output, model_settings={"temperature": 0}
+        OpenAIChatModel("quill", provider=provider(bundled)),
+        output_type=output,
+        model_settings={"temperature": 0},
     )
     found = agent.run_sync("Give JSON for: David is a painter in Lagos").output
     assert found == Person(name="David", job="painter", city="Lagos"), (output, found)

@@ -1,4 +1,5 @@
-"""One model over several devices, which a CPU pretends to have: run by test_eight_devices.py, in its own process.
+"""One model over several devices, which a CPU pretends to have: run by test_eight_devices.py, in
+its own process.
 
 The golden files say what transformers computed from the same weights.
 """
@@ -68,9 +69,17 @@ def test_logits(name, golden):
         ]
         places = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
         run = partial(uncached.forward, config=local_config(config, mesh), axes=device_axes(mesh))
-        run = jax.shard_map(run, mesh=mesh, in_specs=(places, P()), out_specs=P(None, None, "tensor"), check_vma=False)
+        run = jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=(places, P()),
+            out_specs=P(None, None, "tensor"),
+            check_vma=False,
+        )
         logits = np.asarray(jax.jit(run)(weights, jnp.array([whole])))[0]
-        np.testing.assert_allclose(logits[rows, : config.vocab_size], made.logits, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(
+            logits[rows, : config.vocab_size], made.logits, rtol=0, atol=TOLERANCE
+        )
         assert (logits[:, config.vocab_size :] == -np.inf).all()
         tried += 1
         if tried == 2:
@@ -105,19 +114,36 @@ def test_greedy_tokens(name, golden):
 
 def make(folder, **options) -> LLM:
     return LLM(
-        model=str(folder), skip_tokenizer_init=True, dtype="float32", max_num_batched_tokens=32, max_num_seqs=4,
-        kv_cache_memory_bytes=64 << 20, **options,
-    )  # fmt: skip
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_num_batched_tokens=32,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=64 << 20,
+        **options,
+    )
 
 
 ASKED = [
     SamplingParams(temperature=0, max_tokens=12, logprobs=3, prompt_logprobs=2, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.7, frequency_penalty=0.5, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=12, logit_bias={3: 50.0, 130: 49.0}, presence_penalty=1.5, logprobs=0),
-    SamplingParams(temperature=0, max_tokens=12, allowed_token_ids=[5, 85, 159], bad_words=[], min_tokens=12),
+    SamplingParams(
+        temperature=0, max_tokens=12, repetition_penalty=1.7, frequency_penalty=0.5, ignore_eos=True
+    ),
+    SamplingParams(
+        temperature=0,
+        max_tokens=12,
+        logit_bias={3: 50.0, 130: 49.0},
+        presence_penalty=1.5,
+        logprobs=0,
+    ),
+    SamplingParams(
+        temperature=0, max_tokens=12, allowed_token_ids=[5, 85, 159], bad_words=[], min_tokens=12
+    ),
     SamplingParams(temperature=1.3, top_k=1, max_tokens=8, seed=3, ignore_eos=True),
     SamplingParams(temperature=0.9, top_p=1e-4, min_p=0.01, max_tokens=8, seed=4, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=4, logprob_token_ids=[0, 79, 80, 159], ignore_eos=True),
+    SamplingParams(
+        temperature=0, max_tokens=4, logprob_token_ids=[0, 79, 80, 159], ignore_eos=True
+    ),
 ]
 
 
@@ -129,10 +155,18 @@ MANY = {
 
 @pytest.mark.parametrize("name", thinned(MANY, ["tensor 4"]))
 def test_every_parameter(name, golden):
-    """Biases, bans, penalties and scores, whose rows are split by words, give what one device gives."""
+    """Biases, bans, penalties and scores, whose rows are split by words, give what one device
+    gives.
+    """
     folder = golden("qwen3").folder
-    prompts = [{"prompt_token_ids": [(i * 7 + j * 3) % 160 for j in range(9 + i)]} for i in range(len(ASKED))]
-    results = [make(folder, **options).generate(prompts, ASKED, use_tqdm=False) for options in ({}, MANY[name])]
+    prompts = [
+        {"prompt_token_ids": [(i * 7 + j * 3) % 160 for j in range(9 + i)]}
+        for i in range(len(ASKED))
+    ]
+    results = [
+        make(folder, **options).generate(prompts, ASKED, use_tqdm=False)
+        for options in ({}, MANY[name])
+    ]
     for alone, together in zip(*results, strict=True):
         assert alone.outputs[0].token_ids == together.outputs[0].token_ids
         pairs = [(alone.outputs[0].logprobs or [], together.outputs[0].logprobs or [])]
@@ -150,7 +184,9 @@ SAMPLERS = {"xla": xla, "branchless": branchless}
 
 @pytest.mark.parametrize("name", thinned(SAMPLERS, ["xla"]))
 def test_draws_follow_the_distribution(name, monkeypatch):
-    """Over a vocabulary that does not divide: chances of the words, cut by top-k and top-p, and of no others."""
+    """Over a vocabulary that does not divide: chances of the words, cut by top-k and top-p, and of
+    no others.
+    """
     monkeypatch.setattr(branchless, "on_gpu", lambda: True)
     V = 61
     R = 6000
@@ -160,7 +196,9 @@ def test_draws_follow_the_distribution(name, monkeypatch):
     for top_k, top_p in ((0, 1.0), (9, 1.0), (0, 0.7), (30, 0.9)):
         inputs = inputs_of(R, top_k, top_p)
         state = sampling.empty_state(1, len(padded_V))
-        places = jax.tree.map(lambda leaf: P(*[None] * (leaf.ndim - 1), "tensor"), state).replace(wanted_BL=P())
+        places = jax.tree.map(lambda leaf: P(*[None] * (leaf.ndim - 1), "tensor"), state).replace(
+            wanted_BL=P()
+        )
         run = jax.shard_map(
             partial(SAMPLERS[name].sample, axis=device_axes(mesh).tensor), mesh=mesh,
             in_specs=(P(None, "tensor"), places, P()), out_specs=P(), check_vma=False,
@@ -178,7 +216,9 @@ def test_draws_follow_the_distribution(name, monkeypatch):
         expected = chances[kept] / chances[kept].sum() * R
         seen = np.bincount(tokens, minlength=V)[kept]
         few = expected < 5
-        seen, expected = (np.append(x[~few], x[few].sum()) if few.any() else x for x in (seen, expected))
+        seen, expected = (
+            np.append(x[~few], x[few].sum()) if few.any() else x for x in (seen, expected)
+        )
         assert stats.chisquare(seen, expected * seen.sum() / expected.sum()).pvalue > 1e-4
 
 
@@ -188,17 +228,30 @@ def inputs_of(R: int, top_k: int, top_p: float) -> sampling.SamplingInputs:
 
     seeds = np.random.default_rng(1).integers(0, 1 << 32, (R, 2), np.uint32)
     return sampling.SamplingInputs(
-        slots_R=full(0, jnp.int32), bias_rows_R=full(0, jnp.int32), drafted_RJ=jnp.full((R, 1), -1),
-        positions_R=full(5, jnp.int32), seeds_R2=jnp.asarray(seeds),
-        temperature_R=full(1), top_k_R=full(top_k, jnp.int32), top_p_R=full(top_p), min_p_R=full(0),
-        repetition_penalty_R=full(1), presence_penalty_R=full(0), frequency_penalty_R=full(0), ban_stop_R=full(0, bool),
-        ban_RX=jnp.full((R, 2), -1), targets_R=full(-1, jnp.int32), biased_R=full(0, bool),
+        slots_R=full(0, jnp.int32),
+        bias_rows_R=full(0, jnp.int32),
+        drafted_RJ=jnp.full((R, 1), -1),
+        positions_R=full(5, jnp.int32),
+        seeds_R2=jnp.asarray(seeds),
+        temperature_R=full(1),
+        top_k_R=full(top_k, jnp.int32),
+        top_p_R=full(top_p),
+        min_p_R=full(0),
+        repetition_penalty_R=full(1),
+        presence_penalty_R=full(0),
+        frequency_penalty_R=full(0),
+        ban_stop_R=full(0, bool),
+        ban_RX=jnp.full((R, 2), -1),
+        targets_R=full(-1, jnp.int32),
+        biased_R=full(0, bool),
         wants_logprobs_R=full(1, bool),
-    )  # fmt: skip
+    )
 
 
 def test_what_a_step_sends(golden):
-    """Two sums a layer and one for the words; nothing as large as a weight or the vocabulary is gathered."""
+    """Two sums a layer and one for the words; nothing as large as a weight or the vocabulary is
+    gathered.
+    """
     llm = make(golden("llama").folder, tensor_parallel_size=4)
     runner = llm.engine.runner
     config = runner.config
@@ -223,11 +276,15 @@ def test_memory_is_divided(golden):
     norms = 4 * config.dim * (2 * len(config.layers) + 1)
     assert {layer.attention.kv_heads for layer in config.layers} == {4}
     assert held_bytes(four.weights) == pytest.approx((whole - norms) / 4 + norms, rel=0.01)
-    pages, whole_pages = (held_bytes(runner.state.pages) / runner.num_pages[0] for runner in (four, one))
+    pages, whole_pages = (
+        held_bytes(runner.state.pages) / runner.num_pages[0] for runner in (four, one)
+    )
     assert pages == whole_pages / 4
     size = max(four.compiled)
     used = four.compiled[size].memory_analysis()
-    assert used.argument_size_in_bytes == pytest.approx(held_bytes((four.weights, four.state)), rel=0.05)
+    assert used.argument_size_in_bytes == pytest.approx(
+        held_bytes((four.weights, four.state)), rel=0.05
+    )
 
 
 PAGES = [
@@ -264,10 +321,16 @@ def test_replicas_have_folders_of_their_own(golden, tmp_path):
     wanted = make(folder, max_model_len=96).generate(prompts, params, use_tqdm=False)
     for again in (False, True):
         with make(
-            folder, data_parallel_size=2, max_model_len=96, kv_cache_host_bytes=1 << 20, kv_cache_disk=str(tmp_path)
+            folder,
+            data_parallel_size=2,
+            max_model_len=96,
+            kv_cache_host_bytes=1 << 20,
+            kv_cache_disk=str(tmp_path),
         ) as llm:
             found = llm.generate(prompts, params, use_tqdm=False)
-            assert [x.outputs[0].token_ids for x in found] == [x.outputs[0].token_ids for x in wanted]
+            assert [x.outputs[0].token_ids for x in found] == [
+                x.outputs[0].token_ids for x in wanted
+            ]
             assert (sum(x.num_cached_tokens for x in found) == 12 * 64) == again
     assert {path.name for path in tmp_path.iterdir()} == {"replica-0", "replica-1"}
     assert all(any(path.iterdir()) for path in tmp_path.iterdir())
@@ -279,10 +342,18 @@ def test_replicas_have_folders_of_their_own(golden, tmp_path):
         ("llama", {"tensor_parallel_size": 3}, "tensor_parallel_size is 3.*it can be 1, 2, 4"),
         ("llama", {"expert_parallel_size": 2}, "expert_parallel_size is 2.*it can be 1"),
         ("qwen3-moe", {"expert_parallel_size": 3}, "expert_parallel_size is 3.*it can be 1, 2"),
-        ("qwen3-moe", {"expert_parallel_size": 8, "tensor_parallel_size": 4}, "32 devices; there are 8"),
+        (
+            "qwen3-moe",
+            {"expert_parallel_size": 8, "tensor_parallel_size": 4},
+            "32 devices; there are 8",
+        ),
         ("llama", {"tensor_parallel_size": 0}, "tensor_parallel_size is 0; it must be"),
         ("llama", {"tensor_parallel_size": 2, "quantization": "int4"}, "use int8"),
-        ("llama", {"tensor_parallel_size": 2, "quantization": "fp8-weights-128"}, "groups of 128 it would cut"),
+        (
+            "llama",
+            {"tensor_parallel_size": 2, "quantization": "fp8-weights-128"},
+            "groups of 128 it would cut",
+        ),
         ("gpt-oss", {"tensor_parallel_size": 2}, "use expert_parallel_size"),
     ],
 )
@@ -299,8 +370,13 @@ def test_rounded_weights(golden):
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     for quantization in ("int8", "int8-weights"):
         one, two = (
-            make(folder, quantization=quantization, tensor_parallel_size=n).generate(prompts, params, use_tqdm=False)[0]
+            make(folder, quantization=quantization, tensor_parallel_size=n).generate(
+                prompts, params, use_tqdm=False
+            )[0]
             for n in (1, 2)
         )
-        scores = [[next(iter(entry.values())).logprob for entry in x.prompt_logprobs[1:]] for x in (one, two)]
+        scores = [
+            [next(iter(entry.values())).logprob for entry in x.prompt_logprobs[1:]]
+            for x in (one, two)
+        ]
         assert 0 < np.abs(np.subtract(*scores)).mean() < 0.03 * np.std(scores[0])

@@ -1,4 +1,6 @@
-"""Adapters over several devices, which a CPU pretends to have: run by test_eight_devices.py, in its own process."""
+"""Adapters over several devices, which a CPU pretends to have: run by test_eight_devices.py, in its
+own process.
+"""
 
 import random
 import re
@@ -12,7 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.model.checkpoint import loader
-from quire.model.checkpoint.adapter_targets import AdaptedMatrix, AdapterTarget, add_adapter_stacks, list_targets
+from quire.model.checkpoint.adapter_targets import (
+    AdaptedMatrix,
+    AdapterTarget,
+    add_adapter_stacks,
+    list_targets,
+)
 from quire.model.checkpoint.adapters import read_adapter, shard_adapter
 from quire.model.checkpoint.placement import Placement
 from quire.model.config import ModelError
@@ -55,8 +62,12 @@ def drawn(config, rank: int = 4) -> dict[str, np.ndarray]:
 
 
 def logits_of(folder, config, adapter, tokens, mesh=None, modules=()) -> np.ndarray:
-    """The logits of every row with the adapter in one of several slots, on one device or over a mesh."""
-    weights = add_adapter_stacks(loader.load(folder, config, Placement(mesh)), config, SLOTS, 8, mesh, modules)
+    """The logits of every row with the adapter in one of several slots, on one device or over a
+    mesh.
+    """
+    weights = add_adapter_stacks(
+        loader.load(folder, config, Placement(mesh)), config, SLOTS, 8, mesh, modules
+    )
     if adapter is not None:
         found = read_adapter(adapter, config, list_targets(config, modules), 8, folder)
         matrices = found.matrices if mesh is None else shard_adapter(found, mesh)
@@ -71,15 +82,27 @@ def logits_of(folder, config, adapter, tokens, mesh=None, modules=()) -> np.ndar
     if mesh is not None:
         places = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
         run = jax.shard_map(
-            run, mesh=mesh, in_specs=(places, P()), out_specs=P(None, None, "tensor"), check_vma=False
-        )  # fmt: skip
+            run,
+            mesh=mesh,
+            in_specs=(places, P()),
+            out_specs=P(None, None, "tensor"),
+            check_vma=False,
+        )
     return np.asarray(jax.jit(run)(weights, tokens))[..., : config.vocab_size]
 
 
 FAMILIES = [
-    "llama", "mistral", "gemma2", "qwen3-5", "deepseek-v3", "nemotron-h", "granite-hybrid", "falcon-h1", "lfm2",
+    "llama",
+    "mistral",
+    "gemma2",
+    "qwen3-5",
+    "deepseek-v3",
+    "nemotron-h",
+    "granite-hybrid",
+    "falcon-h1",
+    "lfm2",
     "phi3",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name", thinned(FAMILIES, ["deepseek-v3"]))
@@ -100,7 +123,9 @@ def test_logits(name, golden, tmp_path):
 
 @pytest.mark.parametrize("name", thinned(tiny_moe.CONFIGS, ["qwen3_moe"]))
 def test_experts(name, tmp_path):
-    """Of every expert each device has its own columns; of DoRA the lengths of its own outputs, or of its own sums."""
+    """Of every expert each device has its own columns; of DoRA the lengths of its own outputs, or
+    of its own sums.
+    """
     tensors = tiny_moe.write(tmp_path / "base", name)
     config = loader.read_config(tmp_path / "base")
     modules = tiny_moe.MODULES[name]
@@ -110,13 +135,20 @@ def test_experts(name, tmp_path):
     one = logits_of(tmp_path / "base", config, adapter, tokens, modules=modules)
     assert np.abs(one - logits_of(tmp_path / "base", config, None, tokens)).max() > 0.1
     for size in (2, 4):
-        many = logits_of(tmp_path / "base", config, adapter, tokens, make_mesh(tensor=size), modules)
+        many = logits_of(
+            tmp_path / "base", config, adapter, tokens, make_mesh(tensor=size), modules
+        )
         np.testing.assert_allclose(many, one, rtol=0, atol=1e-3, err_msg=str(size))
 
 
 def test_the_parts_of_a_fused_weight():
-    """Where each run is split by itself every device has some of each part; where it is not, no ranges would do."""
-    parts = tuple(AdaptedMatrix((4, 8), SourceTensor(f"part {n}", (4, 8)), n, 4 * n, 4 * n + 4) for n in range(2))
+    """Where each run is split by itself every device has some of each part; where it is not, no
+    ranges would do.
+    """
+    parts = tuple(
+        AdaptedMatrix((4, 8), SourceTensor(f"part {n}", (4, 8)), n, 4 * n, 4 * n + 4)
+        for n in range(2)
+    )
     mesh = make_mesh(tensor=2)
     fused = AdapterTarget((8,), (8,), (None, Interleaved("heads", (4, 4))), parts)
     assert fused.ranges(None) == ((0, 4), (4, 8)) and fused.ranges(mesh) == ((0, 2), (2, 4))
@@ -128,9 +160,15 @@ def test_the_parts_of_a_fused_weight():
 COUNT = 9
 CONFIG = tiny.LLAMA | {"intermediate_size": 64, "vocab_size": 97}  # which divides over no devices
 OPTIONS = {
-    "skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 22, "max_num_seqs": 4, "max_num_batched_tokens": 32,
-    "enable_lora": True, "max_loras": SLOTS, "max_lora_rank": 8, "max_cpu_loras": COUNT,
-}  # fmt: skip
+    "skip_tokenizer_init": True,
+    "kv_cache_memory_bytes": 1 << 22,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "enable_lora": True,
+    "max_loras": SLOTS,
+    "max_lora_rank": 8,
+    "max_cpu_loras": COUNT,
+}
 PARAMS = SamplingParams(max_tokens=8, temperature=0, logprobs=2, ignore_eos=True)
 
 
@@ -143,14 +181,24 @@ def folders(tmp_path_factory):
     tiny.write(root / "tied", tied, tiny.even(tiny.shapes(tied)))
     for number in range(COUNT):
         rank = 1 + number % 8
-        peft.write(root / str(number), peft.draw(tensors, (*peft.EVERY, "lm_head"), rank, seed=number), {"r": rank})
+        peft.write(
+            root / str(number),
+            peft.draw(tensors, (*peft.EVERY, "lm_head"), rank, seed=number),
+            {"r": rank},
+        )
     return root
 
 
 def answers(llm, prompts, requests):
     """Tokens and log-probabilities."""
-    outputs = [output.outputs[0] for output in llm.generate(prompts, PARAMS, use_tqdm=False, lora_request=requests)]
-    return [(out.token_ids, [{t: e.logprob for t, e in step.items()} for step in out.logprobs]) for out in outputs]
+    outputs = [
+        output.outputs[0]
+        for output in llm.generate(prompts, PARAMS, use_tqdm=False, lora_request=requests)
+    ]
+    return [
+        (out.token_ids, [{t: e.logprob for t, e in step.items()} for step in out.logprobs])
+        for out in outputs
+    ]
 
 
 def check(found, wanted, near: float = 2e-4) -> None:
@@ -166,19 +214,30 @@ ENGINES = [
     ("own", {"tensor_parallel_size": 2}),
     ("own", {"tensor_parallel_size": 2, "quantization": "int8-weights"}),
     ("tied", {"tensor_parallel_size": 2, "quantization": "int8-weights"}),
-    ("own", {"tensor_parallel_size": 4, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+    (
+        "own",
+        {
+            "tensor_parallel_size": 4,
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+        },
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "many"), nightly_from(1, ENGINES), ids=str)
 def test_many_at_once(name, many, folders):
-    """More adapters than slots, and requests without any: the tokens of one device, each as if it were alone."""
+    """More adapters than slots, and requests without any: the tokens of one device, each as if it
+    were alone.
+    """
     rng = random.Random(4)
     numbers = [*range(COUNT), None, 3, None]
     prompts = [[rng.randrange(97) for _ in range(rng.choice([1, 6, 17, 40]))] for _ in numbers]
-    requests = [None if n is None else LoRARequest(f"a{n}", n + 1, str(folders / str(n))) for n in numbers]
+    requests = [
+        None if n is None else LoRARequest(f"a{n}", n + 1, str(folders / str(n))) for n in numbers
+    ]
     alike = {option: value for option, value in many.items() if option == "quantization"}
-    near = 2e-2 if alike else 2e-4  # kernels of rounded weights round rows too, and last bits of a mesh differ
+    # kernels of rounded weights round rows too, and last bits of a mesh differ
+    near = 2e-2 if alike else 2e-4
     with LLM(str(folders / name), **OPTIONS, **alike) as one:
         wanted = answers(one, prompts, requests)
         whole = held_bytes(stacks_of(one.engine.runner.weights))
@@ -202,7 +261,9 @@ def test_adapters_send_nothing(folders):
     def sent(**options) -> list[tuple[str, str]]:
         with LLM(str(folders / "own"), tensor_parallel_size=2, **options) as llm:
             compiled = llm.engine.runner.compiled
-            return sorted(re.findall(r"= (\w+\[[\d,]*\])\S* (all-\w+)\(", compiled[max(compiled)].as_text()))
+            return sorted(
+                re.findall(r"= (\w+\[[\d,]*\])\S* (all-\w+)\(", compiled[max(compiled)].as_text())
+            )
 
     plain = {name: value for name, value in OPTIONS.items() if "lora" not in name}
     found = sent(**plain)

@@ -1,4 +1,6 @@
-"""Steps compiled ahead of time, from shapes alone: run by test_eight_devices.py, in its own process."""
+"""Steps compiled ahead of time, from shapes alone: run by test_eight_devices.py, in its own
+process.
+"""
 
 import json
 
@@ -19,14 +21,30 @@ assert len(jax.devices()) == 8
 
 NAMED = {variant.name: variant for variant in VARIANTS}
 LLAMA = ahead.LLAMA | {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 100,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "vocab_size": 100,
+}
 DEEPSEEK = ahead.MODELS["deepseek-v3"] | {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "first_k_dense_replace": 1, "q_lora_rank": 24,
-    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_attention_heads": 8,
-    "n_routed_experts": 16, "moe_intermediate_size": 32, "num_experts_per_tok": 4, "vocab_size": 128, "n_group": 4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_attention_heads": 8,
+    "n_routed_experts": 16,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 4,
+    "vocab_size": 128,
+    "n_group": 4,
     "topk_group": 2,
-}  # fmt: skip
+}
 WIDE = DEEPSEEK | {"torch_dtype": "float32"}  # XLA exchanges bfloat16 as float32 on a CPU
 CASES = [
     (LLAMA | {"tie_word_embeddings": True}, {"tensor": 2, "pipe": 4}, None),
@@ -38,22 +56,28 @@ CASES = [
 
 @pytest.mark.parametrize(("hf", "sizes", "quant"), nightly_from(1, CASES))
 def test_what_is_held_and_sent(hf, sizes, quant, tmp_path):
-    """Weights as planned, and collectives to the byte; beside weights and cache a step has small arguments alone."""
+    """Weights as planned, and collectives to the byte; beside weights and cache a step has small
+    arguments alone.
+    """
     (tmp_path / "config.json").write_text(json.dumps(hf))
     config, specs = ahead.read(str(tmp_path), quant, "auto", 64)
     found = ahead.measure(config, sizes, 8, 64, specs=specs)
     assert found["sent"] == found["formula"]
     planner = Planner(config, cost.DEVICES["h200"], Workload(8, 64, 32), specs)
-    choice = planner.evaluate({"data": 1, "pipe": 1, "context": 1, "tensor": 1, "expert": 1} | sizes)
+    choice = planner.evaluate(
+        {"data": 1, "pipe": 1, "context": 1, "tensor": 1, "expert": 1} | sizes
+    )
     assert found["weights"] == choice.weight_bytes
     assert found["cache"] == choice.sequence_bytes // 64 * (found["cache_tokens"] + ahead.PAGE)
     rest = found["arguments"] - found["weights"] - found["cache"]
     assert rest >= 0
-    assert rest < 8 * config.vocab_size * 4 * 8  # what is kept of words for eight slots, and the batch
+    # what is kept of words for eight slots, and the batch
+    assert rest < 8 * config.vocab_size * 4 * 8
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"), [("mistral", {"tensor": 4}), ("olmo2", {"tensor": 2}), ("qwen3", {"pipe": 2, "tensor": 2})]
+    ("name", "sizes"),
+    [("mistral", {"tensor": 4}), ("olmo2", {"tensor": 2}), ("qwen3", {"pipe": 2, "tensor": 2})],
 )
 def test_shapes_are_those_of_weights_that_are_loaded(name, sizes, tmp_path):
     folder = Golden(NAMED[name], tmp_path).folder
@@ -63,12 +87,26 @@ def test_shapes_are_those_of_weights_that_are_loaded(name, sizes, tmp_path):
     planned = abstract_on_mesh(config, mesh, loader.weight_specs(config))
     assert jax.tree.structure(loaded) == jax.tree.structure(planned)
     for found, wanted in zip(jax.tree.leaves(planned), jax.tree.leaves(loaded), strict=True):
-        assert (found.shape, found.dtype, found.sharding) == (wanted.shape, wanted.dtype, wanted.sharding)
+        assert (found.shape, found.dtype, found.sharding) == (
+            wanted.shape,
+            wanted.dtype,
+            wanted.sharding,
+        )
 
 
 def test_command_makes_its_own_devices(tmp_path, monkeypatch, capfd):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    arguments = [str(tmp_path), "--mesh", "tensor=2", "--batch", "4", "--length", "32", "--rows", "20"]
+    arguments = [
+        str(tmp_path),
+        "--mesh",
+        "tensor=2",
+        "--batch",
+        "4",
+        "--length",
+        "32",
+        "--rows",
+        "20",
+    ]
     monkeypatch.setattr("sys.argv", ["ahead", *arguments])
     with pytest.raises(SystemExit, match="0"):
         ahead.main()
@@ -77,7 +115,9 @@ def test_command_makes_its_own_devices(tmp_path, monkeypatch, capfd):
     assert found["sent"] == found["formula"]
 
 
-@pytest.mark.parametrize("text", ["tensor", "tensor=0", "rows=2", "tensor=2,tensor=4", "tensor=2,", ""])
+@pytest.mark.parametrize(
+    "text", ["tensor", "tensor=0", "rows=2", "tensor=2,tensor=4", "tensor=2,", ""]
+)
 def test_a_mesh_that_is_none(text, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["ahead", "llama-70b", "--mesh", text])
     with pytest.raises(SystemExit, match="2"):

@@ -1,4 +1,5 @@
-"""Every family through the engine over every axis that applies: run by test_eight_devices.py, in its own process.
+"""Every family through the engine over every axis that applies: run by test_eight_devices.py, in
+its own process.
 
 The golden files say what transformers computed from the same weights.
 """
@@ -49,33 +50,50 @@ def golden(tmp_path_factory):
 
 def make(folder, **options) -> LLM:
     return LLM(
-        model=str(folder), skip_tokenizer_init=True, dtype="float32", kv_cache_memory_bytes=64 << 20,
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        kv_cache_memory_bytes=64 << 20,
         **{"max_num_seqs": 4, "max_num_batched_tokens": 33, **options},
-    )  # fmt: skip
+    )
 
 
 def check_scores(llm: LLM, made: Golden) -> None:
-    """The log-probabilities of a prompt's tokens are those of the logits that transformers computed."""
+    """The log-probabilities of a prompt's tokens are those of the logits that transformers
+    computed.
+    """
     whole = made.prompts[0] + made.tokens[0]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
     scores = llm.generate([{"prompt_token_ids": whole}], params, use_tqdm=False)[0].prompt_logprobs
     rows = [position for position in POSITIONS if position < len(whole)]
     for row, logits in zip(rows, made.logits.astype(np.float64), strict=True):
         if row + 1 < len(whole):
-            wanted = logits[whole[row + 1]] - logits.max() - np.log(np.exp(logits - logits.max()).sum())
-            assert scores[row + 1][whole[row + 1]].logprob == pytest.approx(wanted, abs=2 * TOLERANCE)
+            wanted = (
+                logits[whole[row + 1]] - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+            )
+            assert scores[row + 1][whole[row + 1]].logprob == pytest.approx(
+                wanted, abs=2 * TOLERANCE
+            )
 
 
 EVERY = [name for name in NAMED if NAMED[name].new_tokens]
 CASES = (
     [(name, number, axis) for number, name in enumerate(EVERY) for axis in ("pipe", "data")]
     if FACTOR > 1  # QUIRE_CASES=10; it takes a while
-    else nightly_from(1, [(name, number, ("pipe", "data")[number % 2]) for number, name in enumerate(reversed(KINDS))])
+    else nightly_from(
+        1,
+        [
+            (name, number, ("pipe", "data")[number % 2])
+            for number, name in enumerate(reversed(KINDS))
+        ],
+    )
 )
 
 
 def over(config, number: int, axis: str) -> dict[str, int]:
-    """A mesh of at most eight devices over stages or replicas, the positions of pages, and heads or experts."""
+    """A mesh of at most eight devices over stages or replicas, the positions of pages, and heads or
+    experts.
+    """
     found = {"context_parallel_size": 2} if splits(config, context=2) else {}
     if axis == "pipe" and can_stage(config, 2):
         found["pipeline_parallel_size"] = 2
@@ -90,7 +108,9 @@ def over(config, number: int, axis: str) -> dict[str, int]:
 
 @pytest.mark.parametrize(("name", "number", "axis"), CASES)
 def test_families(name, number, axis, golden):
-    """The answers and scores of one device, from a mesh of all the axes that a family can be split over."""
+    """The answers and scores of one device, from a mesh of all the axes that a family can be split
+    over.
+    """
     made = golden(name)
     variant = NAMED[name]
     config = loader.read_config(made.folder, "float32", variant.max_len)
@@ -103,7 +123,10 @@ def test_families(name, number, axis, golden):
 ALONE = [
     ("gemma3-text", {"pipeline_parallel_size": 3, "tensor_parallel_size": 2}),
     ("llama", {"context_parallel_size": 8}),
-    ("deepseek-v3", {"context_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 2}),
+    (
+        "deepseek-v3",
+        {"context_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 2},
+    ),
     ("gemma4-shared", {"context_parallel_size": 4}),
     ("llama", {"data_parallel_size": 2, "pipeline_parallel_size": 3}),
     ("deepseek-v3", {"data_parallel_size": 4, "tensor_parallel_size": 2}),
@@ -154,15 +177,21 @@ def test_what_is_sent(name, sizes, golden):
 
 
 def collectives(text: str) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    """Those of the model, and those of sampling, in a compiled program: bytes of their results by kind."""
+    """Those of the model, and those of sampling, in a compiled program: bytes of their results by
+    kind.
+    """
     model = defaultdict(list)
     sampling = defaultdict(list)
     for line in text.splitlines():
-        made = re.search(r"= (.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)\(", line)
+        made = re.search(
+            r"= (.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)\(", line
+        )
         if made is not None:
             shapes = re.findall(r"(\w+)\[([\d,]*)\]", made[1])
             assert {dtype for dtype, _ in shapes} <= {"f32", "s32"}
-            nbytes = sum(4 * math.prod(int(n) for n in shape.split(",") if n) for _, shape in shapes)
+            nbytes = sum(
+                4 * math.prod(int(n) for n in shape.split(",") if n) for _, shape in shapes
+            )
             (sampling if "/sample/" in line else model)[made[2]].append(nbytes)
     return model, sampling
 
@@ -172,7 +201,14 @@ APART = [
     ("gemma4-shared", {"weights_host_bytes": 1 << 40}),
     ("qwen3-moe", {"context_parallel_size": 2, "tensor_parallel_size": 2, "shard_weights": True}),
     ("gpt-oss", {"weights_host_bytes": 1, "context_parallel_size": 2, "shard_weights": True}),
-    ("llama", {"weights_host_bytes": 1 << 40, "pipeline_parallel_size": 3, "quantization": "int8-weights"}),
+    (
+        "llama",
+        {
+            "weights_host_bytes": 1 << 40,
+            "pipeline_parallel_size": 3,
+            "quantization": "int8-weights",
+        },
+    ),
 ]
 
 
@@ -193,15 +229,22 @@ def test_weights_that_do_not_lie_ready(name, options, golden):
         check_answers(llm, made, near=1e-4)
         check_scores(llm, made)
     else:
-        whole = make(made.folder, max_model_len=NAMED[name].max_len, quantization=options["quantization"])
+        whole = make(
+            made.folder, max_model_len=NAMED[name].max_len, quantization=options["quantization"]
+        )
         prompts = [{"prompt_token_ids": made.prompts[0]}]
         params = SamplingParams(temperature=0, max_tokens=12)
-        found = [one.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids for one in (llm, whole)]
+        found = [
+            one.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids
+            for one in (llm, whole)
+        ]
         assert found[0] == found[1]
 
 
 def test_one_layer_at_a_time(golden):
-    """A step has room for two layers beside what it keeps: the one that it computes with, and the next."""
+    """A step has room for two layers beside what it keeps: the one that it computes with, and the
+    next.
+    """
     folder = golden("llama").folder
     hf = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 12}
     config = replace(llama.config(hf, 64), dtype="float32")
@@ -216,7 +259,9 @@ def test_one_layer_at_a_time(golden):
         specs = abstract(config)
         weights = jax.tree.map(struct, placement.location_per_leaf(config, specs), specs)
         pipeline = Pipeline(config, mesh)
-        layout = min(BatchBuilder(StepShape.largest(4, 32, 16).with_cache(1, 16, 64)).layouts.items())[1]
+        layout = min(
+            BatchBuilder(StepShape.largest(4, 32, 16).with_cache(1, 16, 64)).layouts.items()
+        )[1]
         (lowered,) = pipeline.lower(weights, pipeline.abstract_state((8,), 16, 4), layout)
         spent.append(lowered.compile().memory_analysis())
     layer = nbytes(abstract(config).layers[0])
@@ -227,9 +272,15 @@ def test_one_layer_at_a_time(golden):
 
 ASKED = [
     SamplingParams(temperature=0, max_tokens=12, logprobs=2, prompt_logprobs=1, ignore_eos=True),
-    SamplingParams(temperature=0.8, seed=5, max_tokens=12, presence_penalty=0.5, logprobs=0, ignore_eos=True),
-    SamplingParams(temperature=0.9, seed=7, max_tokens=9, n=3, min_tokens=4, logit_bias={5: 2.0}, logprobs=0),
-    SamplingParams(temperature=0, max_tokens=10, allowed_token_ids=[3, 4, 5, 6], logprobs=0, ignore_eos=True),
+    SamplingParams(
+        temperature=0.8, seed=5, max_tokens=12, presence_penalty=0.5, logprobs=0, ignore_eos=True
+    ),
+    SamplingParams(
+        temperature=0.9, seed=7, max_tokens=9, n=3, min_tokens=4, logit_bias={5: 2.0}, logprobs=0
+    ),
+    SamplingParams(
+        temperature=0, max_tokens=10, allowed_token_ids=[3, 4, 5, 6], logprobs=0, ignore_eos=True
+    ),
 ]
 
 
@@ -238,13 +289,17 @@ REPLICAS = [{"data_parallel_size": 2, "expert_parallel_size": 2}, {"data_paralle
 
 @pytest.mark.parametrize("sizes", thinned(REPLICAS, REPLICAS[:1]), ids=str)
 def test_replicas_in_one_program(sizes, golden):
-    """More requests than slots, of all kinds: the tokens of one device, and of each request without company.
+    """More requests than slots, of all kinds: the tokens of one device, and of each request without
+    company.
 
-    Scores may differ in their last bits, as XLA's products do for other numbers of rows, and the engine says so.
+    Scores may differ in their last bits, as XLA's products do for other numbers of rows, and the
+    engine says so.
     """
     made = golden("qwen3-moe")
     options = {"max_model_len": NAMED["qwen3-moe"].max_len, "enable_prefix_caching": False}
-    prompts = [{"prompt_token_ids": [(i // 2 * 11 + j) % 160 for j in range(12 + i)]} for i in range(20)]
+    prompts = [
+        {"prompt_token_ids": [(i // 2 * 11 + j) % 160 for j in range(12 + i)]} for i in range(20)
+    ]
     params = [ASKED[i % len(ASKED)] for i in range(20)]
     llm = make(made.folder, **options, **sizes)
     engine = llm.engine
@@ -278,7 +333,9 @@ def scores(output) -> list[list[float]]:
 
 
 def test_memory_of_replicas(golden):
-    """Experts are shared by all, and slots and pages are nobody else's; what a device may use is for its own pages."""
+    """Experts are shared by all, and slots and pages are nobody else's; what a device may use is
+    for its own pages.
+    """
     folder = golden("deepseek-v3").folder
     one, four = (
         make(folder, max_model_len=64, **sizes).engine.runner
@@ -308,14 +365,21 @@ def test_stages_are_kept_busy(golden):
     launch = engine.runner.launch
 
     def watched(plan, moves):
-        seen.append([{item.seq for item in plan.items}, [len(x.plan.items) for x in engine.in_flight]])
-        assert not any(item.seq in {one.seq for one in x.plan.items if one.draws} for x in engine.in_flight
-                       for item in plan.items)  # fmt: skip
+        seen.append(
+            [{item.seq for item in plan.items}, [len(x.plan.items) for x in engine.in_flight]]
+        )
+        assert not any(
+            item.seq in {one.seq for one in x.plan.items if one.draws}
+            for x in engine.in_flight
+            for item in plan.items
+        )
         return launch(plan, moves)
 
     engine.runner.launch = watched
     prompts = [{"prompt_token_ids": [(i * 7 + j) % 160 for j in range(5)]} for i in range(6)]
-    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False)
+    llm.generate(
+        prompts, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False
+    )
     steady = seen[12:-12]
     assert len(steady) > 40
     assert all(len(own) == 2 and flying == [2, 2] for own, flying in steady)
@@ -325,18 +389,30 @@ def test_refused(golden):
     with pytest.raises(ModelError, match=r"pipeline_parallel_size is 4.*3 layers.*can be 1, 2, 3"):
         make(golden("llama").folder, pipeline_parallel_size=4)
     with pytest.raises(
-        ModelError, match=r"data_parallel_size is 3, and with expert_parallel_size 2.* experts.*be 1, 2"
+        ModelError,
+        match=r"data_parallel_size is 3, and with expert_parallel_size 2.* experts.*be 1, 2",
     ):
         make(golden("qwen3-moe").folder, data_parallel_size=3, expert_parallel_size=2)
     with pytest.raises(
-        ModelError, match=r"context_parallel_size is 4, and with expert_parallel_size 1.* it can be 1, 2"
+        ModelError,
+        match=r"context_parallel_size is 4, and with expert_parallel_size 1.* it can be 1, 2",
     ):
         make(golden("gpt-oss").folder, context_parallel_size=4)
-    with pytest.raises(ModelError, match="shard_weights parts the weights over the devices of context_parallel_size"):
+    with pytest.raises(
+        ModelError,
+        match="shard_weights parts the weights over the devices of context_parallel_size",
+    ):
         make(golden("llama").folder, shard_weights=True)
-    with pytest.raises(ModelError, match=r"context_parallel_size is 3.*16 positions.*can be 1, 2, 4, 8, 16"):
+    with pytest.raises(
+        ModelError, match=r"context_parallel_size is 3.*16 positions.*can be 1, 2, 4, 8, 16"
+    ):
         make(golden("llama").folder, context_parallel_size=3)
-    with pytest.raises(ModelError, match=r"context_parallel_size is 2, and this model picks the positions.* only be 1"):
+    with pytest.raises(
+        ModelError,
+        match=r"context_parallel_size is 2, and this model picks the positions.* only be 1",
+    ):
         make(golden("glm-moe-dsa").folder, context_parallel_size=2)
-    with pytest.raises(ModelError, match=r"pipeline_parallel_size is 2.* cache or picks it reads.*; it can be 1$"):
+    with pytest.raises(
+        ModelError, match=r"pipeline_parallel_size is 2.* cache or picks it reads.*; it can be 1$"
+    ):
         make(golden("glm-moe-dsa").folder, pipeline_parallel_size=2)

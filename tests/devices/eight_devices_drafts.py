@@ -1,4 +1,6 @@
-"""Drafts over several devices leave the answers as they are: run by test_eight_devices.py, in its own process."""
+"""Drafts over several devices leave the answers as they are: run by test_eight_devices.py, in its
+own process.
+"""
 
 import random
 from functools import partial
@@ -26,7 +28,12 @@ pytestmark = pytest.mark.usefixtures("few_programs")
 assert len(jax.devices()) == 8
 
 NAMED = {variant.name: variant for variant in VARIANTS}
-SIZES = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 8, "kv_cache_memory_bytes": 2 << 20}
+SIZES = {
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 8,
+    "kv_cache_memory_bytes": 2 << 20,
+}
 NGRAM = {"method": "ngram"}
 SUFFIX = {"method": "suffix"}
 MODEL = {"method": "draft_model", "model": "quill-draft"}
@@ -50,9 +57,11 @@ def over(mesh: dict[str, int]) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", thinned(MESHES, ["three axes"]))
 def test_the_answers_of_plain_decoding(name, tmp_path):
-    """Random requests, asked twice, where pages are short and go to host memory: tokens, and scores to the last bit.
+    """Random requests, asked twice, where pages are short and go to host memory: tokens, and scores
+    to the last bit.
 
-    Over `context` the rows of larger steps are split, and XLA's products give other last bits for fewer rows.
+    Over `context` the rows of larger steps are split, and XLA's products give other last bits for
+    fewer rows.
     """
     mesh, drafters = MESHES[name]
     rng = random.Random(4)
@@ -65,7 +74,9 @@ def test_the_answers_of_plain_decoding(name, tmp_path):
     expected = [serve(plain.engine, *each) for each in mixes]
     plain.close()
     for number, drafter in enumerate(drafters):
-        room = {"kv_cache_host_bytes": 1 << 20, "kv_cache_memory_bytes": 1 << 20} if number % 2 else {}
+        room = (
+            {"kv_cache_host_bytes": 1 << 20, "kv_cache_memory_bytes": 1 << 20} if number % 2 else {}
+        )
         llm = LLM(**options | room, speculative_config=drafter | {"adapts": False})
         for (requests, arrivals), wanted in [*zip(mixes, expected, strict=True)] * 2:
             same(serve(llm.engine, requests, arrivals), wanted, exact="context" not in mesh)
@@ -90,7 +101,12 @@ def same(found: dict[str, list], wanted: dict[str, list], exact: bool) -> None:
 
 EXPERTS = [
     ("qwen3-moe", {"expert": 2, "data": 2}, {"quantization": "int8-weights"}, {}),
-    ("qwen3-moe", {"expert": 2, "tensor": 2}, {"num_layers": 2}, {"expert_redundancy": 2, "expert_rebalance_steps": 5}),
+    (
+        "qwen3-moe",
+        {"expert": 2, "tensor": 2},
+        {"num_layers": 2},
+        {"expert_redundancy": 2, "expert_rebalance_steps": 5},
+    ),
     ("deepseek-v3", {"expert": 2, "context": 2}, {"quantization": "int8-weights"}, {}),
     ("llama", {"context": 2, "tensor": 2}, {"num_layers": 2}, {"shard_weights": True}),
     ("llama", {"tensor": 2}, {"num_layers": 2}, {"weights_host_bytes": 1 << 40}),
@@ -100,16 +116,34 @@ EXPERTS = [
 
 @pytest.mark.parametrize(("name", "mesh", "drafter", "more"), nightly_from(0, EXPERTS))
 def test_experts_and_weights_that_do_not_lie_ready(name, mesh, drafter, more, tmp_path):
-    """A part of the model drafts, with its experts on several devices, or with layers that are brought to it."""
+    """A part of the model drafts, with its experts on several devices, or with layers that are
+    brought to it.
+    """
     folder = Golden(NAMED[name], tmp_path).folder
-    options = SIZES | over(mesh) | more | {"max_model_len": NAMED[name].max_len, "skip_tokenizer_init": True}
-    prompts = [{"prompt_token_ids": [(i * 11 + j * 3) % 160 for j in range(5 + i)]} for i in range(9)]
+    options = (
+        SIZES
+        | over(mesh)
+        | more
+        | {"max_model_len": NAMED[name].max_len, "skip_tokenizer_init": True}
+    )
+    prompts = [
+        {"prompt_token_ids": [(i * 11 + j * 3) % 160 for j in range(5 + i)]} for i in range(9)
+    ]
     params = [
-        SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=16, logprobs=2, ignore_eos=True, n=1 + (i == 4))
+        SamplingParams(
+            temperature=0.7 * (i % 2),
+            seed=i,
+            max_tokens=16,
+            logprobs=2,
+            ignore_eos=True,
+            n=1 + (i == 4),
+        )
         for i in range(9)
     ]
     plain = LLM(str(folder), **options).generate(prompts, params, use_tqdm=False)
-    llm = LLM(str(folder), **options, speculative_config={"method": "self", "adapts": False} | drafter)
+    llm = LLM(
+        str(folder), **options, speculative_config={"method": "self", "adapts": False} | drafter
+    )
     for output, wanted in zip(llm.generate(prompts, params, use_tqdm=False), plain, strict=True):
         for one, other in zip(output.outputs, wanted.outputs, strict=True):
             assert one.token_ids == other.token_ids
@@ -126,7 +160,9 @@ def test_experts_and_weights_that_do_not_lie_ready(name, mesh, drafter, more, tm
 
 @pytest.mark.nightly
 def test_weights_and_pages_of_the_drafter_are_split():
-    """Each device has its part of both, and after sleep too; over `context`, bits ask for steps of the same rows."""
+    """Each device has its part of both, and after sleep too; over `context`, bits ask for steps of
+    the same rows.
+    """
     drafter = MODEL | {"adapts": False}
     devices = over({"tensor": 2, "context": 2})
     llm = LLM(**SIZES, **devices, max_model_len=64, speculative_config=drafter)
@@ -134,7 +170,9 @@ def test_weights_and_pages_of_the_drafter_are_split():
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=30, logprobs=1)
 
     def answer():
-        return [(x.token_ids, x.logprobs) for x in llm.generate(["Once upon a time"], params)[0].outputs]
+        return [
+            (x.token_ids, x.logprobs) for x in llm.generate(["Once upon a time"], params)[0].outputs
+        ]
 
     def check():
         leaves = jax.tree.leaves(runner.weights.drafter)
@@ -163,7 +201,9 @@ def test_another_padding_of_the_vocabulary(own, target):
     given_BV = np.pad(logits_BV, ((0, 0), (0, -own % 4)), constant_values=-np.inf)
     run = partial(fitted, V=-(-target // 4), axis=axis)
     places = P(None, "tensor")
-    found_BV = np.asarray(jax.jit(jax.shard_map(run, mesh=mesh, in_specs=places, out_specs=places))(given_BV))
+    found_BV = np.asarray(
+        jax.jit(jax.shard_map(run, mesh=mesh, in_specs=places, out_specs=places))(given_BV)
+    )
     both = min(own, found_BV.shape[1])
     assert found_BV.shape[1] == target + -target % 4
     np.testing.assert_array_equal(found_BV[:, :both], logits_BV[:, :both])
@@ -171,18 +211,31 @@ def test_another_padding_of_the_vocabulary(own, target):
 
 
 @pytest.mark.parametrize(
-    "mesh", thinned([{"tensor": 2}, {"tensor": 2, "data": 2, "context": 2}], [{"tensor": 2}]), ids=str
+    "mesh",
+    thinned([{"tensor": 2}, {"tensor": 2, "data": 2, "context": 2}], [{"tensor": 2}]),
+    ids=str,
 )
 def test_heads_that_are_split_propose_what_whole_ones_do(mesh, tmp_path):
     """Random EAGLE-3 heads, with an embedding and fewer tokens of their own, on quill."""
     target = loader.read_config(hub.resolve(None), "float32", 256)
     hf = {
-        "model_type": "llama", "hidden_size": target.dim, "vocab_size": target.vocab_size, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 64, "num_hidden_layers": 1,
-        "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 5000.0, "draft_vocab_size": 601,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": target.dim,
+        "vocab_size": target.vocab_size,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5000.0,
+        "draft_vocab_size": 601,
+    }
     heads = draft_heads.parse_heads(hf, ["embed_tokens.weight"], target, "eagle3")
-    weights = loader.random_weights(draft_heads.abstract(heads)).replace(tokens_U=np.arange(601) * 2)
+    weights = loader.random_weights(draft_heads.abstract(heads)).replace(
+        tokens_U=np.arange(601) * 2
+    )
     draft_heads.save(tmp_path, heads, weights, hf)
     config = {"method": "eagle3", "model": str(tmp_path), "adapts": False}
     prompts = ["Once upon a time", "The lamp is in the sand."]
@@ -200,10 +253,22 @@ def test_heads_that_are_split_propose_what_whole_ones_do(mesh, tmp_path):
 
 
 REFUSED = [
-    ({"tensor": 4}, MODEL, "draft_model: the drafter cannot be spread .* tensor_parallel_size is 4, .* can be 1, 2$"),
-    ({"pipeline": 2}, LAYERS, "method is 'self' with pipeline_parallel_size 2: .* draft_model, ngram or suffix"),
+    (
+        {"tensor": 4},
+        MODEL,
+        ("draft_model: the drafter cannot be spread .* tensor_parallel_size is 4, .* can be 1, 2$"),
+    ),
+    (
+        {"pipeline": 2},
+        LAYERS,
+        "method is 'self' with pipeline_parallel_size 2: .* draft_model, ngram or suffix",
+    ),
     ({"tensor": 2}, EAGLE, "eagle: the drafter cannot be spread .* it can be 1$"),
-    ({"pipeline": 2}, EAGLE, "method is 'eagle' with pipeline_parallel_size 2: heads draft with tables of both ends"),
+    (
+        {"pipeline": 2},
+        EAGLE,
+        "method is 'eagle' with pipeline_parallel_size 2: heads draft with tables of both ends",
+    ),
 ]
 
 

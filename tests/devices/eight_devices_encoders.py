@@ -1,4 +1,6 @@
-"""Encoders over several devices make the vectors that they make on one: run by test_eight_devices.py."""
+"""Encoders over several devices make the vectors that they make on one: run by
+test_eight_devices.py.
+"""
 
 import jax
 import numpy as np
@@ -12,15 +14,24 @@ from quire.tests.support.golden.encoders import ENCODERS, GoldenEncoder
 assert len(jax.devices()) == 8
 
 NAMED = {variant.name: variant for variant in ENCODERS}
-OPTIONS = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 120}
+OPTIONS = {
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 128,
+    "max_model_len": 120,
+}
 
 
 TWO = {"tensor": 2, "data": 2}
 STAGES = {"pipeline": 2}
 CASES = [
-    ("bert", TWO), ("modernbert", STAGES), ("embeddinggemma", TWO), ("embeddinggemma", STAGES), ("bert", STAGES),
+    ("bert", TWO),
+    ("modernbert", STAGES),
+    ("embeddinggemma", TWO),
+    ("embeddinggemma", STAGES),
+    ("bert", STAGES),
     ("modernbert", TWO),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "mesh"), nightly_from(1, CASES))
@@ -29,7 +40,9 @@ def test_vectors(name, mesh, tmp_path):
     sizes = {f"{axis}_parallel_size": size for axis, size in mesh.items()}
     llm = LLM(str(made.folder), skip_tokenizer_init=True, **OPTIONS, **sizes)
     found = [one.outputs.embedding for one in llm.embed(made.texts, use_tqdm=False)]
-    np.testing.assert_allclose(found, made.mean / np.linalg.norm(made.mean, axis=1, keepdims=True), atol=2e-5)
+    np.testing.assert_allclose(
+        found, made.mean / np.linalg.norm(made.mean, axis=1, keepdims=True), atol=2e-5
+    )
 
 
 def test_rows_cannot_be_parted(tmp_path):

@@ -1,4 +1,6 @@
-"""Experts over several devices, which a CPU pretends to have: run by test_eight_devices.py, in its own process."""
+"""Experts over several devices, which a CPU pretends to have: run by test_eight_devices.py, in its
+own process.
+"""
 
 import re
 from functools import cache, lru_cache, partial
@@ -39,9 +41,13 @@ X = 3
 MOE = Moe(E, X, F, score="softmax_top", router_bias=True, bias=True, clamp=2.0)
 # What the weights lie like: whole experts over all that share them, columns over tensor.
 PLACES = MoeWeights(
-    router_DE=P(), router_bias_E=P(), up_EDGF=P("all", None, None, "tensor"), down_EFD=P("all", "tensor"),
-    up_bias_EGF=P("all", None, "tensor"), down_bias_ED=P("all"),
-)  # fmt: skip
+    router_DE=P(),
+    router_bias_E=P(),
+    up_EDGF=P("all", None, None, "tensor"),
+    down_EFD=P("all", "tensor"),
+    up_bias_EGF=P("all", None, "tensor"),
+    down_bias_ED=P("all"),
+)
 NAMED = {variant.name: variant for variant in VARIANTS}
 MESHES = {
     "data": {"data": 8},
@@ -61,19 +67,27 @@ def drawn(skew: float = 0.0) -> tuple[MoeWeights, np.ndarray]:
         return (rng.standard_normal(shape) * scale).astype(np.float32)
 
     weights = MoeWeights(
-        router_DE=normal(D, E), router_bias_E=skew * np.arange(E, dtype=np.float32), up_EDGF=normal(E, D, 2, F),
-        down_EFD=normal(E, F, D), up_bias_EGF=normal(E, 2, F), down_bias_ED=normal(E, D),
-    )  # fmt: skip
+        router_DE=normal(D, E),
+        router_bias_E=skew * np.arange(E, dtype=np.float32),
+        up_EDGF=normal(E, D, 2, F),
+        down_EFD=normal(E, F, D),
+        up_bias_EGF=normal(E, 2, F),
+        down_bias_ED=normal(E, D),
+    )
     return weights, normal(64, D, scale=1)
 
 
 def cast(weights: MoeWeights, dtype) -> MoeWeights:
     small = {name: jnp.asarray(leaf) for name, leaf in vars(weights).items() if leaf is not None}
-    return MoeWeights(**{k: v if k.startswith("router") else v.astype(dtype) for k, v in small.items()})
+    return MoeWeights(
+        **{k: v if k.startswith("router") else v.astype(dtype) for k, v in small.items()}
+    )
 
 
 def alone(x, live, weights: MoeWeights):
-    return np.asarray(jax.jit(lambda *args: decoder.mix(MOE, *args)[0])(weights, x, x, live), np.float32)
+    return np.asarray(
+        jax.jit(lambda *args: decoder.mix(MOE, *args)[0])(weights, x, x, live), np.float32
+    )
 
 
 def joined(sizes: dict[str, int], *names: str) -> Axis:
@@ -87,7 +101,9 @@ def together(sizes: dict[str, int], x, live, weights: MoeWeights):
     """A compiled mix whose rows are split over data and context, and its result."""
     rows = joined(sizes, "data", "context")
     context = joined(sizes, "context")
-    axes = DeviceAxes(joined(sizes, "tensor"), joined(sizes, "expert"), context, context, joined(sizes, "data"))
+    axes = DeviceAxes(
+        joined(sizes, "tensor"), joined(sizes, "expert"), context, context, joined(sizes, "data")
+    )
     every = axes.experts.name
 
     def own(place: P) -> P:
@@ -96,9 +112,11 @@ def together(sizes: dict[str, int], x, live, weights: MoeWeights):
     places = jax.tree.map(own, PLACES, is_leaf=lambda leaf: isinstance(leaf, P))
     run = jax.shard_map(
         lambda weights, x, live: decoder.mix(MOE, weights, x, x, live, axes)[0],
-        mesh=make_mesh(**sizes), in_specs=(places, P(rows.name), P(rows.name)), out_specs=P(rows.name),
+        mesh=make_mesh(**sizes),
+        in_specs=(places, P(rows.name), P(rows.name)),
+        out_specs=P(rows.name),
         check_vma=False,
-    )  # fmt: skip
+    )
     compiled = jax.jit(run).lower(weights, x, live).compile()
     put = jax.tree.map(jax.device_put, (weights, x, live), compiled.input_shardings[0])
     return compiled, np.asarray(compiled(*put), np.float32)
@@ -107,7 +125,9 @@ def together(sizes: dict[str, int], x, live, weights: MoeWeights):
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize(("dtype", "skew"), [(jnp.float32, 0.0), (jnp.bfloat16, 9.0)])
 def test_rows_of_their_own(name, dtype, skew):
-    """What one device computes, to the bit where each has whole experts: however many rounds it takes."""
+    """What one device computes, to the bit where each has whole experts: however many rounds it
+    takes.
+    """
     weights, x = drawn(skew)
     weights = cast(weights, dtype)
     x = jnp.asarray(x, dtype)
@@ -115,7 +135,9 @@ def test_rows_of_their_own(name, dtype, skew):
     wanted = alone(x, live, weights)
     _, found = together(MESHES[name], x, live, weights)
     if "tensor" in MESHES[name]:
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6 if dtype == jnp.float32 else 0.1)
+        np.testing.assert_allclose(
+            found, wanted, rtol=0, atol=2e-6 if dtype == jnp.float32 else 0.1
+        )
     else:
         np.testing.assert_array_equal(found, wanted)
     assert not found[2].any() and found[3].any()
@@ -136,14 +158,24 @@ def test_a_row_alone_and_in_company():
 
 
 def sent(text: str, devices: int) -> dict[str, int]:
-    """Bytes that a device sends to others, by kind of collective and by how the program is written: once each."""
-    found = dict.fromkeys(("all-to-all", "all-gather", "all-reduce", "collective-permute", "reduce-scatter"), 0)
+    """Bytes that a device sends to others, by kind of collective and by how the program is written:
+    once each.
+    """
+    found = dict.fromkeys(
+        ("all-to-all", "all-gather", "all-reduce", "collective-permute", "reduce-scatter"), 0
+    )
     for line in text.splitlines():
-        if (match := re.search(r"= (\(?\w+\[.*?) (all-[a-z-]+|collective-permute|reduce-scatter)\(", line)) is None:
+        if (
+            match := re.search(
+                r"= (\(?\w+\[.*?) (all-[a-z-]+|collective-permute|reduce-scatter)\(", line
+            )
+        ) is None:
             continue
         shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
-        size = sum(int(re.sub(r"\D", "", kind)) // 8 * int(np.prod([int(n) for n in shape.split(",")]))
-                   for kind, shape in shapes)  # fmt: skip
+        size = sum(
+            int(re.sub(r"\D", "", kind)) // 8 * int(np.prod([int(n) for n in shape.split(",")]))
+            for kind, shape in shapes
+        )
         share = {"all-reduce": 2 * (devices - 1) / devices}.get(match[2], (devices - 1) / devices)
         found[match[2]] += round(size * share)
     return found
@@ -151,7 +183,9 @@ def sent(text: str, devices: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", ["data", "context"])
 def test_what_is_sent(name):
-    """The counts of every device once, and the rows of a round there and back: the formula of docs/sharding.md."""
+    """The counts of every device once, and the rows of a round there and back: the formula of
+    docs/sharding.md.
+    """
     weights, x = drawn()
     sizes = MESHES[name]
     (n,) = sizes.values()
@@ -170,9 +204,14 @@ def golden(tmp_path_factory):
 
 def make(folder, **options) -> LLM:
     return LLM(
-        model=str(folder), skip_tokenizer_init=True, dtype="float32", max_num_batched_tokens=32, max_num_seqs=4,
-        kv_cache_memory_bytes=64 << 20, **options,
-    )  # fmt: skip
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_num_batched_tokens=32,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=64 << 20,
+        **options,
+    )
 
 
 SPARE = {
@@ -185,18 +224,25 @@ SPARE = {
 
 @pytest.mark.parametrize("name", thinned(SPARE, ["gpt-oss"]))
 def test_copies_of_experts(name, golden):
-    """What transformers answered, to the bit before, while and after experts move; nothing is compiled for it."""
+    """What transformers answered, to the bit before, while and after experts move; nothing is
+    compiled for it.
+    """
     made = golden(name)
     llm = make(made.folder, max_model_len=NAMED[name].max_len, **SPARE[name])
     check_answers(llm, made, near=1e-4)
-    prompts = [{"prompt_token_ids": [(i * 7 + j * 3) % 160 for j in range(9 + i)]} for i in range(4)]
+    prompts = [
+        {"prompt_token_ids": [(i * 7 + j * 3) % 160 for j in range(9 + i)]} for i in range(4)
+    ]
     params = SamplingParams(temperature=0.7, seed=4, max_tokens=12, logprobs=0, ignore_eos=True)
 
     def asked() -> list:
         llm.reset_prefix_cache()
         outputs = [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
         return [
-            (out.token_ids, [entry[t].logprob for t, entry in zip(out.token_ids, out.logprobs, strict=True)])
+            (
+                out.token_ids,
+                [entry[t].logprob for t, entry in zip(out.token_ids, out.logprobs, strict=True)],
+            )
             for out in outputs
         ]
 
@@ -218,12 +264,18 @@ def test_copies_of_experts(name, golden):
 
 
 def test_logits_with_copies(golden):
-    """Gemma's experts beside a dense block: the golden file's logits, with all rows on all devices."""
+    """Gemma's experts beside a dense block: the golden file's logits, with all rows on all
+    devices.
+    """
     made = golden("gemma4-moe")
-    config = expert_copies.with_redundancy(loader.read_config(made.folder, "float32", NAMED["gemma4-moe"].max_len), 4)
+    config = expert_copies.with_redundancy(
+        loader.read_config(made.folder, "float32", NAMED["gemma4-moe"].max_len), 4
+    )
     mesh = make_mesh(expert=4)
     whole = made.prompts[0] + made.tokens[0]
-    weights = expert_copies.with_first_placement(loader.load(made.folder, config, Placement(mesh)), config, mesh)
+    weights = expert_copies.with_first_placement(
+        loader.load(made.folder, config, Placement(mesh)), config, mesh
+    )
     places = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
     run = partial(uncached.forward, config=config, axes=device_axes(mesh))
     run = jax.shard_map(run, mesh=mesh, in_specs=(places, P()), out_specs=P(), check_vma=False)
@@ -244,7 +296,9 @@ def check_places(runner) -> None:
 
 
 def test_every_move_at_once():
-    """Places that change all together, some in turns, though each overwrites what another still wants."""
+    """Places that change all together, some in turns, though each overwrites what another still
+    wants.
+    """
     S = 32
     rng = np.random.default_rng(0)
     mesh = make_mesh(expert=4, tensor=2)
@@ -301,7 +355,9 @@ def test_all_to_alls_are_round_the_experts_only(golden):
     count = len(config.expert_layers)
     assert found["all-to-all"] == count * 2 * (n - 1) * C * config.dim * 4
     assert found["all-gather"] == count * (n - 1) * (layer.slots * 4 + Q * config.dim * 4)
-    assert not found["all-reduce"] and not found["collective-permute"] and not found["reduce-scatter"]
+    assert (
+        not found["all-reduce"] and not found["collective-permute"] and not found["reduce-scatter"]
+    )
 
 
 def test_experts_that_stay(golden):

@@ -1,4 +1,6 @@
-"""Rounded experts over several devices, which a CPU pretends to have: run by test_eight_devices.py."""
+"""Rounded experts over several devices, which a CPU pretends to have: run by
+test_eight_devices.py.
+"""
 
 from collections import Counter
 from functools import lru_cache, partial
@@ -39,9 +41,15 @@ def golden(tmp_path_factory):
 
 def make(made: Golden, quantization: str, **options) -> LLM:
     return LLM(
-        model=str(made.folder), skip_tokenizer_init=True, dtype="float32", max_num_batched_tokens=32, max_num_seqs=4,
-        kv_cache_memory_bytes=64 << 20, quantization=quantization, **options,
-    )  # fmt: skip
+        model=str(made.folder),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_num_batched_tokens=32,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=64 << 20,
+        quantization=quantization,
+        **options,
+    )
 
 
 def asked(llm: LLM, made: Golden) -> list[CompletionOutput]:
@@ -51,8 +59,12 @@ def asked(llm: LLM, made: Golden) -> list[CompletionOutput]:
     return [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def check_tokens(found: list[CompletionOutput], expected: list[CompletionOutput], tie: float = 0.0) -> None:
-    """The same tokens with nearly the same scores, up to one where another is as likely but for `tie`."""
+def check_tokens(
+    found: list[CompletionOutput], expected: list[CompletionOutput], tie: float = 0.0
+) -> None:
+    """The same tokens with nearly the same scores, up to one where another is as likely but for
+    `tie`.
+    """
     for ours, theirs in zip(found, expected, strict=True):
         places = zip(ours.token_ids, theirs.token_ids, ours.logprobs, theirs.logprobs, strict=True)
         for token, other, scored, likely in places:
@@ -95,19 +107,27 @@ def test_greedy_tokens(name, quantization, sizes, golden, alone):
     """Those of one device; and each device holds as many bytes as planned."""
     made = golden(name)
     expected = alone(name, quantization)
-    options = {f"{axis}_parallel_size".replace("pipe_", "pipeline_"): size for axis, size in sizes.items()}
+    options = {
+        f"{axis}_parallel_size".replace("pipe_", "pipeline_"): size for axis, size in sizes.items()
+    }
     llm = make(made, quantization, **options)
-    check_tokens(asked(llm, made), expected, tie=CLOSE if quantization == "int8" else 0)  # its rows too are rounded
+    # its rows too are rounded
+    check_tokens(asked(llm, made), expected, tie=CLOSE if quantization == "int8" else 0)
     runner = llm.engine.runner
     assert runner.compiles.recompiles == 0
     if "pipe" not in sizes:
         planner = Planner(runner.config, cost.DEVICES["cpu"], Workload(4, 64, 32))
-        planned = planner.leaf_bytes(sizes.get("tensor", 1), sizes.get("expert", 1) * sizes.get("data", 1))
+        planned = planner.leaf_bytes(
+            sizes.get("tensor", 1), sizes.get("expert", 1) * sizes.get("data", 1)
+        )
         found = Counter()
         for leaf in jax.tree.leaves(runner.weights):
             for shard in leaf.addressable_shards:
                 found[shard.device] += shard.data.nbytes
-        assert set(found.values()) == {sum(jax.tree.leaves(planned))} and len(found) == runner.mesh.size
+        assert (
+            set(found.values()) == {sum(jax.tree.leaves(planned))}
+            and len(found) == runner.mesh.size
+        )
 
 
 @pytest.mark.parametrize(
@@ -127,7 +147,11 @@ def test_experts_by_themselves(name, sizes):
     mesh = make_mesh(**sizes)
 
     def vary(array):  # so that an expert or a column with another's scale shows
-        return array * rng.uniform(0.1, 1, array.shape).astype(array.dtype) if array.dtype.kind == "f" else array
+        return (
+            array * rng.uniform(0.1, 1, array.shape).astype(array.dtype)
+            if array.dtype.kind == "f"
+            else array
+        )
 
     weights = jax.tree.map(lambda array: vary(np.asarray(array)), random_arrays(specs))
     x_TD = jnp.asarray(rng.standard_normal((40, 32)), jnp.float32)
@@ -137,27 +161,43 @@ def test_experts_by_themselves(name, sizes):
 
     wanted = np.asarray(jax.jit(mixed)(weights, x_TD), np.float32)
     places = jax.tree.map(lambda spec: sharding(spec, mesh), specs)
-    held = jax.tree.map(lambda spec, array, place: local_shards.shard(array, spec, mesh, place), specs, weights, places)
+    held = jax.tree.map(
+        lambda spec, array, place: local_shards.shard(array, spec, mesh, place),
+        specs,
+        weights,
+        places,
+    )
     in_specs = (jax.tree.map(lambda place: place.spec, places), P())
     run = jax.shard_map(
-        partial(mixed, axes=device_axes(mesh)), mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False
-    )  # fmt: skip
+        partial(mixed, axes=device_axes(mesh)),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=P(),
+        check_vma=False,
+    )
     found = np.asarray(jax.jit(run)(held, x_TD), np.float32)
-    # With columns: of rows in bytes, each device finds the scale of its own part of what comes from the activation.
+    # With columns: of rows in bytes, each device finds the scale of its own part of what comes from
+    # the activation.
     near = 1e-6 if "tensor" not in sizes else 0.03 if name == "int8" else 0.01
     assert np.abs(found - wanted).max() < near * np.abs(wanted).max()
 
 
 def test_columns_of_rows_in_bytes(golden):
-    """Each device rounds its own columns of the rows, so that the scores are near, as those of dense weights."""
+    """Each device rounds its own columns of the rows, so that the scores are near, as those of
+    dense weights.
+    """
     made = golden("deepseek-v3")
     prompts = [{"prompt_token_ids": made.prompts[0]}]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     one, many = (
-        make(made, "int8", tensor_parallel_size=n, expert_parallel_size=n).generate(prompts, params, use_tqdm=False)[0]
+        make(made, "int8", tensor_parallel_size=n, expert_parallel_size=n).generate(
+            prompts, params, use_tqdm=False
+        )[0]
         for n in (1, 2)
     )
-    scores = [[next(iter(entry.values())).logprob for entry in x.prompt_logprobs[1:]] for x in (one, many)]
+    scores = [
+        [next(iter(entry.values())).logprob for entry in x.prompt_logprobs[1:]] for x in (one, many)
+    ]
     assert 0 < np.median(np.abs(np.subtract(*scores))) < 0.05 * np.std(scores[0])
 
 
@@ -167,17 +207,24 @@ def test_columns_of_rows_in_bytes(golden):
 ])  # fmt: skip
 @pytest.mark.parametrize("quantization", ["int8"])
 def test_codes_and_scales_move_together(name, options, quantization, golden):
-    """Tokens and their scores are the same to the bit before and after experts moved, and every copy is one."""
+    """Tokens and their scores are the same to the bit before and after experts moved, and every
+    copy is one.
+    """
     made = golden(name)
     llm = make(made, quantization, **options)
     params = SamplingParams(temperature=0.7, seed=4, max_tokens=12, logprobs=0, ignore_eos=True)
-    prompts = [{"prompt_token_ids": [(i * 7 + j * 3) % 160 for j in range(9 + i)]} for i in range(4)]
+    prompts = [
+        {"prompt_token_ids": [(i * 7 + j * 3) % 160 for j in range(9 + i)]} for i in range(4)
+    ]
 
     def scored() -> list:
         llm.reset_prefix_cache()
         outputs = [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
         return [
-            (out.token_ids, [entry[t].logprob for t, entry in zip(out.token_ids, out.logprobs, strict=True)])
+            (
+                out.token_ids,
+                [entry[t].logprob for t, entry in zip(out.token_ids, out.logprobs, strict=True)],
+            )
             for out in outputs
         ]
 

@@ -1,4 +1,6 @@
-"""Snapshots of states over several devices leave the answers as they are: run by test_eight_devices.py."""
+"""Snapshots of states over several devices leave the answers as they are: run by
+test_eight_devices.py.
+"""
 
 import random
 
@@ -25,18 +27,27 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, logprobs=1, ignore_eos=Tru
 
 
 def same(request, other) -> bool:
-    """The same tokens, with nearly the same scores: here XLA's products are summed by the number of rows."""
+    """The same tokens, with nearly the same scores: here XLA's products are summed by the number of
+    rows.
+    """
     (own, wanted) = (each.output().outputs[0] for each in (request, other))
-    scores = ([[entry.logprob for entry in entries.values()] for entries in each.logprobs] for each in (own, wanted))
+    scores = (
+        [[entry.logprob for entry in entries.values()] for entries in each.logprobs]
+        for each in (own, wanted)
+    )
     return own.token_ids == wanted.token_ids and np.allclose(*scores, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", thinned(MESHES, ["stages of replicas, split by heads"]))
 def test_chats_go_on_from_snapshots(name, tmp_path):
-    """More chats than the device has snapshots for, in turns: from there, the host, and disk after a restart."""
+    """More chats than the device has snapshots for, in turns: from there, the host, and disk after
+    a restart.
+    """
     mesh = MESHES[name]
     rng = random.Random(5)
-    folder = Golden(next(variant for variant in VARIANTS if variant.name == "qwen3-5"), tmp_path / "model").folder
+    folder = Golden(
+        next(variant for variant in VARIANTS if variant.name == "qwen3-5"), tmp_path / "model"
+    ).folder
     options = {f"{axis}_parallel_size": size for axis, size in mesh.items()} | {
         "model": str(folder), "skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 4,
         "max_num_batched_tokens": 40, "kv_cache_memory_bytes": 2 << 20,
@@ -61,9 +72,14 @@ def test_chats_go_on_from_snapshots(name, tmp_path):
         for name, chat in zip(requests, chats, strict=True):
             assert same(got[name], expected[name]), f"turn {turn}, chat {name}"
             found = got[name].output().num_cached_tokens
-            assert not turn or "data" in mesh or len(chat) - found < 20 + 20 + 32, f"turn {turn}, chat {name}"
+            assert not turn or "data" in mesh or len(chat) - found < 20 + 20 + 32, (
+                f"turn {turn}, chat {name}"
+            )
             cached += found
-            chat += [*got[name].output().outputs[0].token_ids, *(rng.randrange(160) for _ in range(rng.randint(1, 20)))]
+            chat += [
+                *got[name].output().outputs[0].token_ids,
+                *(rng.randrange(160) for _ in range(rng.randint(1, 20))),
+            ]
         assert cached or not turn
     assert take_snapshot(llm.engine).recompiles == 0
     llm.close()

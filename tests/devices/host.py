@@ -1,4 +1,6 @@
-"""One process of an engine: process 0, or one that is alone, answers requests; run by test_hosts.py."""
+"""One process of an engine: process 0, or one that is alone, answers requests; run by
+test_hosts.py.
+"""
 
 import json
 import sys
@@ -25,13 +27,27 @@ def asked() -> tuple[list[dict], list[SamplingParams]]:
             {"temperature": 0},
             {"temperature": 1.0, "seed": index},
             {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": index},
-            {"temperature": 0, "repetition_penalty": 1.4, "frequency_penalty": 0.3, "presence_penalty": 0.2},
+            {
+                "temperature": 0,
+                "repetition_penalty": 1.4,
+                "frequency_penalty": 0.3,
+                "presence_penalty": 0.2,
+            },
             {"temperature": 0, "logit_bias": {5: 3.0, 77: -4.0}, "logprobs": 3},
-            {"temperature": 0.7, "allowed_token_ids": list(range(3, 60)), "seed": index, "min_tokens": 2},
+            {
+                "temperature": 0.7,
+                "allowed_token_ids": list(range(3, 60)),
+                "seed": index,
+                "min_tokens": 2,
+            },
             {"temperature": 0, "prompt_logprobs": 1, "logprobs": 0},
             {"temperature": 0.9, "n": 2, "seed": index},
         ]
-        params.append(SamplingParams(max_tokens=int(rng.integers(2, 13)), ignore_eos=True, **kinds[index % len(kinds)]))
+        params.append(
+            SamplingParams(
+                max_tokens=int(rng.integers(2, 13)), ignore_eos=True, **kinds[index % len(kinds)]
+            )
+        )
     return prompts, params
 
 
@@ -41,7 +57,10 @@ def answers(llm: LLM, count: int = REQUESTS) -> list:
     outputs = llm.generate(prompts[:count], params[:count], use_tqdm=False)
     print("tokens that were cached:", sum(output.num_cached_tokens for output in outputs))
     return [
-        [each.token_ids, [score.logprob for entry in each.logprobs or [] for score in entry.values()]]
+        [
+            each.token_ids,
+            [score.logprob for entry in each.logprobs or [] for score in entry.values()],
+        ]
         for output in outputs
         for each in output.outputs
     ]

@@ -1,6 +1,8 @@
-"""Whole steps compiled for an H200, without one: their launches, graphs, memory and copies stay within bounds.
+"""Whole steps compiled for an H200, without one: their launches, graphs, memory and copies stay
+within bounds.
 
-Needs what `make gpu-compiler` installs. A change that makes a program better lowers its row of BOUNDS.
+Needs what `make gpu-compiler` installs. A change that makes a program better lowers its row of
+BOUNDS.
 """
 
 import json
@@ -31,7 +33,9 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Bound:
-    """The most that a step's program may have; one graph holds all of it, and no pages or experts are copied."""
+    """The most that a step's program may have; one graph holds all of it, and no pages or experts
+    are copied.
+    """
 
     case: str
     launches: int  # a layer
@@ -40,7 +44,8 @@ class Bound:
     others: int  # launches outside of layers
     copied: int = 0  # megabytes of weights a layer: a router's, which is cut into summands
     sorts: int = 0  # of all layers and the sampler; XLA may take one for them that is in no graph
-    spilled: int = 0  # bytes a thread, of all kernels; 48 are two addresses of barriers in attention of chunks
+    # bytes a thread, of all kernels; 48 are two addresses of barriers in attention of chunks
+    spilled: int = 0
     alike: bool = True  # a row's bits are the same in any company
 
 
@@ -58,9 +63,18 @@ BOUNDS = (
     Bound("llama-3-8b, bf16, batch 64, 2048 rows", 9, 225, 1.88, others=131, spilled=48),
     Bound("llama-3-8b, bf16, batch 64, tensor 8", 10, 13, 1.15, others=51, alike=False),
     Bound("llama-3-8b, bf16, batch 64, 4 drafts of ngram", 9, 202, 1.36, others=49, spilled=48),
-    Bound("llama-3-8b, bf16, batch 64, 4 drafts of ngram, top-k, top-p", 9, 1340, 2.13, others=147, spilled=48),
+    Bound(
+        "llama-3-8b, bf16, batch 64, 4 drafts of ngram, top-k, top-p",
+        9,
+        1340,
+        2.13,
+        others=147,
+        spilled=48,
+    ),
     Bound("llama-3-8b, bf16, batch 64, 4 drafts of eagle3", 9, 215, 1.29, others=140, spilled=48),
-    Bound("llama-3-8b, bf16, batch 64, 4 drafts of draft_model", 9, 202, 1.32, others=158, spilled=48),
+    Bound(
+        "llama-3-8b, bf16, batch 64, 4 drafts of draft_model", 9, 202, 1.32, others=158, spilled=48
+    ),
     Bound("gemma-3-12b, bf16, batch 64", 8, 71, 1.04, others=55),
     Bound("qwen3-30b-a3b, bf16, batch 64", 14, 41, 1.06, others=43),
     Bound("qwen3-30b-a3b, int8, batch 64", 17, 41, 1.14, others=44),
@@ -81,7 +95,9 @@ TRIED = [bound for bound in BOUNDS if bound.case in FEW or FACTOR >= 1]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What the command says of every step that is tried, where nothing is installed but `quire[cuda12]`."""
+    """What the command says of every step that is tried, where nothing is installed but
+    `quire[cuda12]`.
+    """
     assert LACKING is None, LACKING
     python = extras_alone.make(tmp_path_factory.mktemp("alone") / "venv", "cuda12")
     return compiled("h200", *(bound.case for bound in TRIED), python=str(python))
@@ -90,9 +106,15 @@ def results(tmp_path_factory):
 def compiled(target: str, *names: str, python: str = sys.executable) -> dict[str, dict]:
     """What the command says of the steps of these names."""
     assert LACKING is None, LACKING
-    plain = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "QUIRE_GRAPHS")}
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("XLA_FLAGS", "QUIRE_GRAPHS")
+    }
     command = [python, "-m", "tools.gpu.ahead", "--json", "--spills", "--target", target, *names]
-    done = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, timeout=3000)
+    done = subprocess.run(
+        command, cwd=ROOT, env=plain, capture_output=True, text=True, timeout=3000
+    )
     assert not done.returncode, done.stderr[-3000:]
     return {found["name"]: found for found in map(json.loads, done.stdout.splitlines())}
 
@@ -101,7 +123,9 @@ def compiled(target: str, *names: str, python: str = sys.executable) -> dict[str
 def test_a_step_within_its_bounds(results, bound):
     found = results[bound.case]
     assert "failed" not in found, found
-    assert found["graphs"] == 1 and found["outside"] == {}, "the host waits, or launches more than once"
+    assert found["graphs"] == 1 and found["outside"] == {}, (
+        "the host waits, or launches more than once"
+    )
     assert found["sorts"] <= bound.sorts
     assert not (bound.alike and found["varies"]), found["varies"]
     assert found["spilled"] <= bound.spilled
@@ -112,13 +136,20 @@ def test_a_step_within_its_bounds(results, bound):
     if goal := GOALS.get(bound.case):
         assert found["seconds"] == pytest.approx(goal.seconds, rel=0.02)
     weights = found["copied"].pop("weights")
-    assert not any(found["copied"].values()) and weights <= bound.copied * 1e6, (weights, found["copied"])
+    assert not any(found["copied"].values()) and weights <= bound.copied * 1e6, (
+        weights,
+        found["copied"],
+    )
 
 
 @pytest.mark.parametrize("target", thinned(["a100", "b200"], []))
 def test_on_other_cards_attention_is_a_call_of_flashinfer(target):
-    """In the step's one graph, with a plan that is made once: XLA's attention runs thousands of launches."""
-    pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed: pip install -e '.[test]'")
+    """In the step's one graph, with a plan that is made once: XLA's attention runs thousands of
+    launches.
+    """
+    pytest.importorskip(
+        "jax_tvm_ffi", reason="jax-tvm-ffi is not installed: pip install -e '.[test]'"
+    )
     name = "llama-3-8b, bf16, batch 64"
     found = compiled(f"{target}+flashinfer", name)[name]
     assert found["graphs"] == 1 and found["outside"] == {} and not any(found["copied"].values())
@@ -145,7 +176,10 @@ def test_on_other_cards_triton_has_attention_experts_and_codes(step):
     found = compiled(target, name)[name]
     assert found["graphs"] == 1 and found["outside"] == {} and not any(found["copied"].values())
     assert found["launches_a_layer"] <= launches and found["moved"] <= moved * found["needed"]
-    assert found["sorts"] <= sorts * {"gpt-oss-20b": 24, "qwen3-30b-a3b": 48, "llama-3-8b": 32}[name.split(",")[0]]
+    assert (
+        found["sorts"]
+        <= sorts * {"gpt-oss-20b": 24, "qwen3-30b-a3b": 48, "llama-3-8b": 32}[name.split(",")[0]]
+    )
 
 
 def test_bounds_are_of_cases():

@@ -1,4 +1,6 @@
-"""One engine over several processes, each with its own devices: the same answers, and one end for all."""
+"""One engine over several processes, each with its own devices: the same answers, and one end
+for all.
+"""
 
 import contextlib
 import json
@@ -46,12 +48,17 @@ def started():
     running: list[subprocess.Popen] = []
 
     def start(command: list[str], log: Path, devices: int = 1) -> subprocess.Popen:
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
+        flags = (
+            f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+        ).strip()
         with open(log, "w") as file:
             process = subprocess.Popen(
-                [sys.executable, *command], cwd=HERE.parents[1], stdout=file, stderr=subprocess.STDOUT,
+                [sys.executable, *command],
+                cwd=HERE.parents[1],
+                stdout=file,
+                stderr=subprocess.STDOUT,
                 env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-            )  # fmt: skip
+            )
         running.append(process)
         return process
 
@@ -108,22 +115,32 @@ def converted(folder, tmp_path_factory):
 def with_states(tmp_path_factory):
     """A model whose layers keep states: prompts that begin alike go on from snapshots."""
     return Golden(
-        next(variant for variant in VARIANTS if variant.name == "qwen3-5"), tmp_path_factory.mktemp("states")
+        next(variant for variant in VARIANTS if variant.name == "qwen3-5"),
+        tmp_path_factory.mktemp("states"),
     ).folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "stored", "data"), nightly_from(1, [(2, "folder", 1), (4, "converted", 2), (2, "with_states", 2)])
+    ("processes", "stored", "data"),
+    nightly_from(1, [(2, "folder", 1), (4, "converted", 2), (2, "with_states", 2)]),
 )
 def test_the_same_answers(processes, stored, data, folder, alone, started, tmp_path, request):
-    """200 requests; some of them again after sleep and a reset. Sums go another way, so scores differ a little."""
+    """200 requests; some of them again after sleep and a reset.
+
+    Sums go another way, so scores differ a little.
+    """
     shared = engine_options(data, **together(processes))
     out = tmp_path / "found"
     model = request.getfixturevalue(stored)
     running = [
         started(
-            [str(HERE / "host.py"), str(model), json.dumps(shared | {"process_id": index}), str(out)],
+            [
+                str(HERE / "host.py"),
+                str(model),
+                json.dumps(shared | {"process_id": index}),
+                str(out),
+            ],
             tmp_path / f"log{index}",
             4 // processes,
         )
@@ -152,16 +169,24 @@ class Served:
     def __init__(self, started, folder: Path, name: str):
         flags = {**SIZES, **FEW, **together(2), "tensor_parallel_size": 2, "max_model_len": 256}
         self.logs = [folder / f"{name}{index}" for index in range(2)]
-        words = [word for key, value in flags.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+        words = [
+            word
+            for key, value in flags.items()
+            for word in (f"--{key.replace('_', '-')}", str(value))
+        ]
         command = ["-m", "quire", "serve", str(HERE.parents[1] / "model" / "quill_draft"), *words]
         own = ["--port", "0"], ["--process-id", "1"]
-        self.processes = [started([*command, *more], log) for more, log in zip(own, self.logs, strict=True)]
+        self.processes = [
+            started([*command, *more], log) for more, log in zip(own, self.logs, strict=True)
+        ]
 
     def wait(self) -> None:
         deadline = time.monotonic() + LIMIT
         while "ready:" not in self.said(0):
             assert time.monotonic() < deadline, self.said(0) + self.said(1)
-            assert all(process.poll() is None for process in self.processes), self.said(0) + self.said(1)
+            assert all(process.poll() is None for process in self.processes), self.said(
+                0
+            ) + self.said(1)
             time.sleep(0.1)
 
     def said(self, index: int) -> str:
@@ -182,17 +207,24 @@ class Served:
 
 @pytest.mark.slow
 def test_a_process_is_lost(started, tmp_path):
-    """Under load: requests fail, the first process says who is gone and ends; all start again, and serve."""
+    """Under load: requests fail, the first process says who is gone and ends; all start again, and
+    serve.
+    """
     one = Served(started, tmp_path, "one")
     one.wait()
     status, first = one.ask(max_tokens=20)
     assert status == 200
-    status, shaped = one.ask(structured_outputs={"choice": ["seven geese", "eleven"]}, max_tokens=20)
+    status, shaped = one.ask(
+        structured_outputs={"choice": ["seven geese", "eleven"]}, max_tokens=20
+    )
     assert status == 200
     assert shaped["choices"][0]["text"] in ("seven geese", "eleven")
 
     found: list[tuple[int, dict]] = []
-    asks = [threading.Thread(target=lambda: found.append(one.ask(max_tokens=240, ignore_eos=True))) for _ in range(12)]
+    asks = [
+        threading.Thread(target=lambda: found.append(one.ask(max_tokens=240, ignore_eos=True)))
+        for _ in range(12)
+    ]
     for ask in asks:
         ask.start()
     time.sleep(0.5)
@@ -209,7 +241,8 @@ def test_a_process_is_lost(started, tmp_path):
     status, again = two.ask(max_tokens=20)
     assert (status, again["choices"][0]["text"]) == (200, first["choices"][0]["text"])
     two.processes[0].kill()
-    assert two.processes[1].wait(120) in (EXIT, -signal.SIGABRT)  # JAX has its own way to end such a process
+    # JAX has its own way to end such a process
+    assert two.processes[1].wait(120) in (EXIT, -signal.SIGABRT)
     assert "process 0 at 127.0.0.1 is gone: its connection" in two.said(1)
 
 
@@ -217,28 +250,46 @@ def test_a_process_is_lost(started, tmp_path):
 def test_another_wish_is_refused(folder, started, tmp_path):
     """A process with other options is told so, and so is the first; both end."""
     shared = together(2)
-    options = engine_options(1, **shared), engine_options(1, **shared) | {"process_id": 1, "max_num_seqs": 8}
+    options = (
+        engine_options(1, **shared),
+        engine_options(1, **shared) | {"process_id": 1, "max_num_seqs": 8},
+    )
     running = [
-        started([str(HERE / "host.py"), str(folder), json.dumps(each), "none"], tmp_path / f"log{index}")
+        started(
+            [str(HERE / "host.py"), str(folder), json.dumps(each), "none"], tmp_path / f"log{index}"
+        )
         for index, each in enumerate(options)
     ]
     for index, process in enumerate(running):
         assert process.wait(LIMIT) == 1
         last = (tmp_path / f"log{index}").read_text().splitlines()[-1]
-        assert "max_num_seqs is 8 in process 1 and 16 in process 0; all processes need the same" in last
+        assert (
+            "max_num_seqs is 8 in process 1 and 16 in process 0; all processes need the same"
+            in last
+        )
 
 
 @pytest.mark.parametrize(
     ("index", "theirs", "said"),
     [
-        (1, {"dtype": "bfloat16", "block_size": 16}, "dtype is 'bfloat16' in process 1 and 'float32' in process 0"),
+        (
+            1,
+            {"dtype": "bfloat16", "block_size": 16},
+            "dtype is 'bfloat16' in process 1 and 'float32' in process 0",
+        ),
         (1, {"dtype": "float32"}, "block_size is None in process 1 and 16 in process 0"),
-        (3, {"dtype": "float32", "block_size": 16}, r"process_id is 3; it is taken, or not below num_processes \(3\)"),
+        (
+            3,
+            {"dtype": "float32", "block_size": 16},
+            r"process_id is 3; it is taken, or not below num_processes \(3\)",
+        ),
         (2, {"dtype": "float32", "block_size": 16}, None),
     ],
 )
 def test_who_is_refused(index, theirs, said):
-    why = rendezvous.refusal_reason(index, theirs, {"dtype": "float32", "block_size": 16}, [1, 2], 3)
+    why = rendezvous.refusal_reason(
+        index, theirs, {"dtype": "float32", "block_size": 16}, [1, 2], 3
+    )
     assert why is None if said is None else re.search(said, why)
 
 
@@ -251,7 +302,9 @@ def test_what_must_be_the_same(folder, tmp_path):
     assert one == rendezvous.shared_facts(EngineOptions(str(other), seed=2), other)
     (other / "config.json").write_text((other / "config.json").read_text() + " ")
     changed = rendezvous.shared_facts(EngineOptions(str(other)), other)
-    assert {name for name in one if one[name] != changed[name]} == {"the digest of the model's config.json"}
+    assert {name for name in one if one[name] != changed[name]} == {
+        "the digest of the model's config.json"
+    }
 
 
 def test_strangers_are_left_outside(folder):
@@ -294,8 +347,14 @@ def test_strangers_are_left_outside(folder):
         ({"num_processes": 0}, "num_processes is 0; it must be an integer of at least 1"),
         ({"process_id": 1}, "process_id is 1; with num_processes 1 it must be at most 0"),
         ({"num_processes": 2, "process_id": -1}, "process_id is -1"),
-        ({"num_processes": 2, "coordinator_address": "a:1", "kv_cache_host_bytes": 1}, "kv_cache_host_bytes is given"),
-        ({"num_processes": 2, "coordinator_address": "a:1", "kv_cache_disk": "d"}, "kv_cache_disk is given"),
+        (
+            {"num_processes": 2, "coordinator_address": "a:1", "kv_cache_host_bytes": 1},
+            "kv_cache_host_bytes is given",
+        ),
+        (
+            {"num_processes": 2, "coordinator_address": "a:1", "kv_cache_disk": "d"},
+            "kv_cache_disk is given",
+        ),
     ],
 )
 def test_options_that_cannot_be(options, said):
@@ -318,17 +377,28 @@ def arrays() -> list[np.ndarray]:
     few = np.zeros(50000, np.int32)
     few[[3, 49999]] = 7, -1
     return [
-        rng.integers(-9, 9, 3000, np.int32), bias, few, few > 0, np.zeros((70, 80), bool), np.zeros(0, np.float32),
-        rng.random((40, 50)).astype(np.float32), np.where(few > 0, -0.0, 0.0).astype(np.float32),
-        np.full(5000, np.nan, np.float32), np.arange(9000, dtype=np.int64)[::2],
-    ]  # fmt: skip
+        rng.integers(-9, 9, 3000, np.int32),
+        bias,
+        few,
+        few > 0,
+        np.zeros((70, 80), bool),
+        np.zeros(0, np.float32),
+        rng.random((40, 50)).astype(np.float32),
+        np.where(few > 0, -0.0, 0.0).astype(np.float32),
+        np.full(5000, np.nan, np.float32),
+        np.arange(9000, dtype=np.int64)[::2],
+    ]
 
 
 def test_arrays_arrive_as_they_were():
     for array in arrays():
         kind, (found,) = received(connection.frame("step", array))
         assert kind == "step"
-        assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
+        assert (found.dtype, found.shape, found.tobytes()) == (
+            array.dtype,
+            array.shape,
+            array.tobytes(),
+        )
     assert len(connection.frame("set_bias", arrays()[1])) < 50000 / 8 + 100  # a bit a word
     assert len(connection.frame("reset_slot", arrays()[2])) < 100
 

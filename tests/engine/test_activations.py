@@ -14,13 +14,18 @@ PARAMS = SamplingParams(max_tokens=12, temperature=0, logprobs=1)
 
 def of_bytes(llm):
     """Whether each product of the weights is with such rows."""
-    nodes = jax.tree.leaves(llm.engine.runner.weights, is_leaf=lambda node: isinstance(node, Product))
+    nodes = jax.tree.leaves(
+        llm.engine.runner.weights, is_leaf=lambda node: isinstance(node, Product)
+    )
     return [node.in_bytes for node in nodes if isinstance(node, Product)]
 
 
 def said(llm, prompts):
     return [
-        (out.outputs[0].token_ids, [entry[token].logprob for token, entry in zip(*both, strict=True)])
+        (
+            out.outputs[0].token_ids,
+            [entry[token].logprob for token, entry in zip(*both, strict=True)],
+        )
         for out in llm.generate(prompts, PARAMS, use_tqdm=False)
         for both in [(out.outputs[0].token_ids, out.outputs[0].logprobs)]
     ]
@@ -30,7 +35,12 @@ def said(llm, prompts):
 def test_the_same_bits_alone_and_in_company():
     if not native.serves():
         pytest.skip("no compiler")
-    small = {"quantization": "int4-64", "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128}
+    small = {
+        "quantization": "int4-64",
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 128,
+    }
     with LLM(**small) as llm:
         plain = said(llm, PROMPTS)
         assert not any(of_bytes(llm))
@@ -47,9 +57,21 @@ def test_the_same_bits_alone_and_in_company():
     ("options", "kernels", "message"),
     [
         ({"activation_dtype": "int4"}, "", "activation_dtype is 'int4'; it can be auto or int8"),
-        ({"activation_dtype": "int8"}, "", "no weight of the model has four bits in groups of at least 32 inputs"),
-        ({"activation_dtype": "int8", "quantization": "nvfp4"}, "", "no weight of the model has four bits in groups"),
-        ({"activation_dtype": "int8", "quantization": "int4-64"}, "off", "native kernels, .* are not in use here"),
+        (
+            {"activation_dtype": "int8"},
+            "",
+            "no weight of the model has four bits in groups of at least 32 inputs",
+        ),
+        (
+            {"activation_dtype": "int8", "quantization": "nvfp4"},
+            "",
+            "no weight of the model has four bits in groups",
+        ),
+        (
+            {"activation_dtype": "int8", "quantization": "int4-64"},
+            "off",
+            "native kernels, .* are not in use here",
+        ),
     ],
 )
 @pytest.mark.slow

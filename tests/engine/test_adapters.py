@@ -1,4 +1,6 @@
-"""Many adapters at once: each request as if it were alone, in any company, slot and order; nothing is compiled."""
+"""Many adapters at once: each request as if it were alone, in any company, slot and order; nothing
+is compiled.
+"""
 
 import random
 import shutil
@@ -19,15 +21,23 @@ COUNT = 64
 SLOTS = 4
 CONFIG = tiny.LLAMA | {"intermediate_size": 64}
 OPTIONS = {
-    "skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 22, "max_num_seqs": 8, "max_num_batched_tokens": 32,
-    "enable_lora": True, "max_loras": SLOTS, "max_lora_rank": 8, "max_cpu_loras": COUNT,
-}  # fmt: skip
+    "skip_tokenizer_init": True,
+    "kv_cache_memory_bytes": 1 << 22,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 32,
+    "enable_lora": True,
+    "max_loras": SLOTS,
+    "max_lora_rank": 8,
+    "max_cpu_loras": COUNT,
+}
 PARAMS = SamplingParams(max_tokens=6, temperature=0.9, seed=7, logprobs=2)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A model, and many adapters of several ranks, some of a part of the layers, some of the head too, some of DoRA."""
+    """A model, and many adapters of several ranks, some of a part of the layers, some of the head
+    too, some of DoRA.
+    """
     root = tmp_path_factory.mktemp("adapters")
     tensors = tiny.write(root / "base", CONFIG, tiny.even(tiny.shapes(CONFIG)))
     for number in range(COUNT):
@@ -42,7 +52,11 @@ def folders(tmp_path_factory):
 
 
 def adapter(folders, number: int | None) -> LoRARequest | None:
-    return None if number is None else LoRARequest(f"adapter-{number}", number + 1, str(folders / str(number)))
+    return (
+        None
+        if number is None
+        else LoRARequest(f"adapter-{number}", number + 1, str(folders / str(number)))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +70,10 @@ def answers(llm, prompts, adapters, params=PARAMS):
     outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
     llm.engine.scheduler.check()
     return [
-        (tuple(o.outputs[0].token_ids), [{t: e.logprob for t, e in step.items()} for step in o.outputs[0].logprobs])
+        (
+            tuple(o.outputs[0].token_ids),
+            [{t: e.logprob for t, e in step.items()} for step in o.outputs[0].logprobs],
+        )
         for o in outputs
     ]
 
@@ -68,7 +85,9 @@ def prompts_for(count: int, seed: int = 0) -> list[list[int]]:
 
 @pytest.mark.slow
 def test_a_request_is_the_same_alone_and_among_64_adapters(llm, folders):
-    """More adapters than slots, requests without any, several of one: bit for bit what each gets alone."""
+    """More adapters than slots, requests without any, several of one: bit for bit what each gets
+    alone.
+    """
     numbers = [*range(COUNT), None, None, 3, 3, 60, None]
     prompts = prompts_for(len(numbers))
     together = answers(llm, prompts, [adapter(folders, number) for number in numbers])
@@ -83,13 +102,22 @@ def test_a_request_is_the_same_alone_and_among_64_adapters(llm, folders):
     assert take_snapshot(llm.engine).recompiles == 0
 
 
-WHOLE = {"max_loras": COUNT, "max_num_seqs": COUNT, "max_num_batched_tokens": COUNT, "kv_cache_memory_bytes": 1 << 24}
+WHOLE = {
+    "max_loras": COUNT,
+    "max_num_seqs": COUNT,
+    "max_num_batched_tokens": COUNT,
+    "kv_cache_memory_bytes": 1 << 24,
+}
 
 
-@pytest.mark.parametrize(("name", "given"), nightly_from(1, [("qwen3_moe", WHOLE), ("mixtral", {})]))
+@pytest.mark.parametrize(
+    ("name", "given"), nightly_from(1, [("qwen3_moe", WHOLE), ("mixtral", {})])
+)
 @pytest.mark.slow
 def test_experts_among_64_adapters(name, given, tmp_path):
-    """Each as if alone and as the merged model: a few slots through which all go, or all of them in one batch."""
+    """Each as if alone and as the merged model: a few slots through which all go, or all of them in
+    one batch.
+    """
     tensors = tiny_moe.write(tmp_path / "base", name)
     every = (*peft.EVERY, *tiny_moe.EXPERTS[name], "gate", "lm_head")
     for number in range(COUNT):
@@ -102,20 +130,29 @@ def test_experts_among_64_adapters(name, given, tmp_path):
     params = replace(PARAMS, temperature=0)
     prompts = prompts_for(len(numbers))
     requests = [adapter(tmp_path, number) for number in numbers]
-    with LLM(str(tmp_path / "base"), **OPTIONS | given, lora_target_modules=tiny_moe.MODULES[name]) as llm:
+    with LLM(
+        str(tmp_path / "base"), **OPTIONS | given, lora_target_modules=tiny_moe.MODULES[name]
+    ) as llm:
         together = answers(llm, prompts, requests, params)
         for i in (0, 1, 5, 30, 63, 64, 66, 68):
             llm.reset_prefix_cache()
             assert answers(llm, [prompts[i]], requests[i], params) == [together[i]], numbers[i]
-        shutil.copytree(tmp_path / "1", tmp_path / "60", dirs_exist_ok=True)  # replaced while others run
+        # replaced while others run
+        shutil.copytree(tmp_path / "1", tmp_path / "60", dirs_exist_ok=True)
         again = answers(llm, prompts, requests, params)
-        assert [again[i] == together[i] for i in range(len(numbers))] == [number != 60 for number in numbers]
+        assert [again[i] == together[i] for i in range(len(numbers))] == [
+            number != 60 for number in numbers
+        ]
         assert take_snapshot(llm.engine).recompiles == 0
     assert len({tokens for tokens, _ in together}) > COUNT // 2
     plain = {option: value for option, value in OPTIONS.items() if "lora" not in option}
     for number in (5, 6):
         drawn = load_file(tmp_path / str(number) / "adapter_model.safetensors")
-        tiny.write(tmp_path / "merged", tiny_moe.CONFIGS[name], peft.merged(tensors, drawn, {"r": 1 + number}))
+        tiny.write(
+            tmp_path / "merged",
+            tiny_moe.CONFIGS[name],
+            peft.merged(tensors, drawn, {"r": 1 + number}),
+        )
         with LLM(str(tmp_path / "merged"), **plain) as merged:
             ((tokens, scores),) = answers(merged, [prompts[number]], None, params)
         assert tokens == together[number][0]
@@ -143,7 +180,9 @@ def test_the_answers_are_those_of_the_merged_model(llm, folders, tmp_path):
 
 @pytest.mark.slow
 def test_a_head_that_is_the_embedding(tmp_path):
-    """Its adapter changes what is drawn and not what is looked up; who names none has the model's own head."""
+    """Its adapter changes what is drawn and not what is looked up; who names none has the model's
+    own head.
+    """
     config = CONFIG | {"tie_word_embeddings": True}
     tensors = tiny.write(tmp_path / "base", config, tiny.even(tiny.shapes(config)))
     whole = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
@@ -169,14 +208,18 @@ def test_pages_are_shared_within_an_adapter_alone(llm, folders):
     prompt = list(range(40))
 
     def cached(number) -> int:
-        return llm.generate(prompt, PARAMS, use_tqdm=False, lora_request=adapter(folders, number))[0].num_cached_tokens
+        return llm.generate(prompt, PARAMS, use_tqdm=False, lora_request=adapter(folders, number))[
+            0
+        ].num_cached_tokens
 
     assert [cached(1), cached(2), cached(None)] == [0, 0, 0]
     assert min(cached(1), cached(2), cached(None)) >= 32
 
 
 def test_a_replaced_adapter_is_another(llm, folders, tmp_path):
-    """Same name, same number, same folder: new files are read, and no page of the old ones is used."""
+    """Same name, same number, same folder: new files are read, and no page of the old ones is
+    used.
+    """
     prompt = [list(range(40))]
     changing = LoRARequest("changing", 99, str(tmp_path / "changing"))
     wanted = []
@@ -233,13 +276,19 @@ def test_what_is_refused(llm, folders, tmp_path):
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"data_parallel_size": 2}, "data_parallel_size is 2: with adapters a model is split by tensor_parallel_size"),
+        (
+            {"data_parallel_size": 2},
+            "data_parallel_size is 2: with adapters a model is split by tensor_parallel_size",
+        ),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"weights_host_bytes": 1}, "weights_host_bytes"),
         ({"max_loras": 0}, "max_loras is 0; it must be an integer from 1"),
         ({"max_lora_rank": 257}, "max_lora_rank is 257; it must be an integer from 1 to 256"),
         ({"max_loras": 4, "max_cpu_loras": 3}, "must be at least max_loras, 4"),
-        ({"lora_target_modules": "experts"}, r"lora_target_modules is 'experts'; it must be a list, as in \['q_proj'"),
+        (
+            {"lora_target_modules": "experts"},
+            r"lora_target_modules is 'experts'; it must be a list, as in \['q_proj'",
+        ),
     ],
 )
 def test_options_that_do_not_go_together(given, why):
@@ -264,7 +313,9 @@ class Adapter:
 
 
 def test_nobody_waits_for_ever():
-    """One adapter is asked for again and again, and another one's request comes between: it gets the slot."""
+    """One adapter is asked for again and again, and another one's request comes between: it gets
+    the slot.
+    """
     slots = AdapterSlots(1)
     running = []
     served = 0
@@ -305,7 +356,9 @@ MORE = [{"quantization": "int8", "dtype": "bfloat16"}, {"quantization": "int4-32
 @pytest.mark.parametrize("given", thinned(MORE, [DRAFTS]), ids=str)
 @pytest.mark.slow
 def test_with_rounded_weights_and_drafts(folders, given):
-    """What each request gets is what it gets alone; drafts, which know no adapter, change nothing."""
+    """What each request gets is what it gets alone; drafts, which know no adapter, change
+    nothing.
+    """
     numbers = [0, 1, 2, None, 5, 6]
     prompts = [[7, 8, 9] * 6] * 6
     params = replace(PARAMS, temperature=0, max_tokens=20)
@@ -313,11 +366,15 @@ def test_with_rounded_weights_and_drafts(folders, given):
         together = answers(llm, prompts, [adapter(folders, number) for number in numbers], params)
         for i in (1, 3, 4):
             llm.reset_prefix_cache()
-            assert answers(llm, [prompts[i]], adapter(folders, numbers[i]), params) == [together[i]], numbers[i]
+            assert answers(llm, [prompts[i]], adapter(folders, numbers[i]), params) == [
+                together[i]
+            ], numbers[i]
         assert take_snapshot(llm.engine).recompiles == 0
         assert len({tokens for tokens, _ in together}) > 3
         if "speculative_config" in given:
             assert llm.engine.speculator.counts.drafts > 0
             with LLM(str(folders / "base"), **OPTIONS) as plain:
-                undrafted = answers(plain, prompts, [adapter(folders, number) for number in numbers], params)
+                undrafted = answers(
+                    plain, prompts, [adapter(folders, number) for number in numbers], params
+                )
             assert [tokens for tokens, _ in undrafted] == [tokens for tokens, _ in together]

@@ -9,7 +9,9 @@ from quire.serving.device.step_shape import StepShape, choose, sizes
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-@pytest.mark.parametrize(("seqs", "rows"), [(1, 1), (1, 512), (2, 2), (3, 7), (4, 4), (32, 32), (32, 512), (256, 8192)])
+@pytest.mark.parametrize(
+    ("seqs", "rows"), [(1, 1), (1, 512), (2, 2), (3, 7), (4, 4), (32, 32), (32, 512), (256, 8192)]
+)
 def test_every_step_within_the_limits_has_a_size(seqs, rows, platform):
     options = sizes(StepShape.largest(seqs, rows, 16), platform)
     assert len(options) <= (6 if platform == "cpu" else 10)
@@ -19,7 +21,11 @@ def test_every_step_within_the_limits_has_a_size(seqs, rows, platform):
         decode = choose(options, count, count, count, decodes=True)
         assert decode.rows == decode.seqs
         size = choose(
-            options, int(rng.integers(count, rows + 1)), count, int(rng.integers(0, max(seqs, 16) + 1)), False
+            options,
+            int(rng.integers(count, rows + 1)),
+            count,
+            int(rng.integers(0, max(seqs, 16) + 1)),
+            False,
         )
         assert size.rows != size.seqs
         assert size.samples >= max(seqs, 16)
@@ -54,13 +60,21 @@ def test_a_gpu_verifies_whole_blocks_of_its_products():
     assert max(short) == 300 and {*short} <= {16, 32, 64, 128, 256, 300}
 
 
-@pytest.mark.parametrize(("platform", "limits"), [("cpu", (32, 512)), ("tpu", (32, 512)), ("gpu", (256, 8192))])
+@pytest.mark.parametrize(
+    ("platform", "limits"), [("cpu", (32, 512)), ("tpu", (32, 512)), ("gpu", (256, 8192))]
+)
 def test_limits_that_were_left_out_are_the_devices(platform, limits):
     found = EngineOptions().on(platform)
     assert (found.max_num_seqs, found.max_num_batched_tokens) == limits
     found = EngineOptions(max_num_seqs=3, data_parallel_size=2).on(platform)
-    assert (found.max_num_seqs, found.max_num_batched_tokens, found.max_running) == (3, limits[1], 6)
-    with pytest.raises(ModelError, match="max_num_batched_tokens is 8; it must be at least max_num_seqs"):
+    assert (found.max_num_seqs, found.max_num_batched_tokens, found.max_running) == (
+        3,
+        limits[1],
+        6,
+    )
+    with pytest.raises(
+        ModelError, match="max_num_batched_tokens is 8; it must be at least max_num_seqs"
+    ):
         EngineOptions(max_num_batched_tokens=8).on(platform)
 
 

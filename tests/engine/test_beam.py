@@ -22,7 +22,16 @@ from quire.tests.support.cases import thinned
 LENGTH = 48
 VOCAB = 40
 CONFIG = small_cache_config(
-    VOCAB, dim=32, num_layers=4, heads=4, head_dim=8, ffn=48, window=9, global_every=2, max_len=LENGTH, dtype="float32"
+    VOCAB,
+    dim=32,
+    num_layers=4,
+    heads=4,
+    head_dim=8,
+    ffn=48,
+    window=9,
+    global_every=2,
+    max_len=LENGTH,
+    dtype="float32",
 )
 
 
@@ -83,14 +92,17 @@ def naive(oracle, prompt, width: int, steps: int, eos, penalty: float):
 
 @pytest.mark.parametrize("seed", thinned(range(6), [0, 1]))
 @pytest.mark.parametrize(
-    ("width", "steps", "penalty"), [(1, 6, 1.0), (3, 8, 1.0), (5, 6, 0.0), (4, 7, -0.5), (10, 4, 2.0)]
+    ("width", "steps", "penalty"),
+    [(1, 6, 1.0), (3, 8, 1.0), (5, 6, 0.0), (4, 7, -0.5), (10, 4, 2.0)],
 )
 @pytest.mark.slow
 def test_beams_are_those_of_a_plain_loop(engine, oracle, seed, width, steps, penalty):
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, VOCAB, int(n)).tolist() for n in rng.integers(1, 30, 2)]
     ignore_eos = seed % 3 == 0
-    params = BeamSearchParams(beam_width=width, max_tokens=steps, length_penalty=penalty, ignore_eos=ignore_eos)
+    params = BeamSearchParams(
+        beam_width=width, max_tokens=steps, length_penalty=penalty, ignore_eos=ignore_eos
+    )
     eos = () if ignore_eos else Tokens.eos_token_ids
     for prompt, output in zip(prompts, search(engine, prompts, params), strict=True):
         expected = naive(oracle, prompt, width, steps, eos, penalty)
@@ -111,7 +123,8 @@ def test_beams_share_the_pages_of_what_they_have_in_common(engine):
         search(engine, [list(range(32))], BeamSearchParams(beam_width=4, max_tokens=6))
     finally:
         engine.runner.launch = launch
-    assert rows[0] == 32 and max(rows[1:]) <= 4  # after the first step a row a beam: its last page is a copy
+    # after the first step a row a beam: its last page is a copy
+    assert rows[0] == 32 and max(rows[1:]) <= 4
 
 
 @pytest.mark.parametrize(
@@ -146,14 +159,20 @@ def test_terms_are_kept_or_refused(engine):
 
 
 def test_the_end_of_the_room_is_the_end(engine):
-    (output,) = search(engine, [[1] * (LENGTH - 3)], BeamSearchParams(beam_width=2, max_tokens=20, ignore_eos=True))
-    assert [(len(beam.tokens), beam.finish_reason) for beam in output.sequences] == [(3, "length")] * 2
+    (output,) = search(
+        engine, [[1] * (LENGTH - 3)], BeamSearchParams(beam_width=2, max_tokens=20, ignore_eos=True)
+    )
+    assert [(len(beam.tokens), beam.finish_reason) for beam in output.sequences] == [
+        (3, "length")
+    ] * 2
     assert not engine.busy
 
 
 @pytest.mark.slow
 def test_it_writes_text():
-    llm = LLM(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=256, kv_cache_memory_bytes=1 << 26)
+    llm = LLM(
+        max_num_seqs=4, max_num_batched_tokens=32, max_model_len=256, kv_cache_memory_bytes=1 << 26
+    )
     (output,) = llm.beam_search("Once upon a time", BeamSearchParams(beam_width=3, max_tokens=8))
     texts = [sequence.text for sequence in output.sequences]
     assert len(set(texts)) == 3 and all(texts)

@@ -1,4 +1,6 @@
-"""How memory becomes pages: within the budget, for as many sequences as can be, whatever their length."""
+"""How memory becomes pages: within the budget, for as many sequences as can be, whatever their
+length.
+"""
 
 import math
 import os
@@ -78,7 +80,9 @@ def test_a_step_is_measured_by_its_compiler(config):
 def test_a_share_of_the_memory_is_kept_to(monkeypatch):
     """As on a device of 64 MiB: weights, cache and working memory together stay below the share."""
     monkeypatch.setattr("quire.serving.engine.cache_size.device_memory", lambda: 64 << 20)
-    llm = LLM(gpu_memory_utilization=0.8, max_num_seqs=256, max_num_batched_tokens=2048, dtype="float32")
+    llm = LLM(
+        gpu_memory_utilization=0.8, max_num_seqs=256, max_num_batched_tokens=2048, dtype="float32"
+    )
     runner = llm.engine.runner
     pages = nbytes(runner.state.pages)
     step = working_bytes(runner.config, runner.weights, runner.shape, 16)
@@ -103,17 +107,23 @@ def test_a_share_of_the_memory_is_kept_to(monkeypatch):
 def test_a_share_is_of_the_card(monkeypatch, environment, share, claimed, usable):
     """As on a card of 1,000 MiB, of which JAX takes what the environment says when it begins."""
     names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    monkeypatch.setattr("os.environ", {k: v for k, v in os.environ.items() if k not in names} | environment)
+    monkeypatch.setattr(
+        "os.environ", {k: v for k, v in os.environ.items() if k not in names} | environment
+    )
     options = EngineOptions(gpu_memory_utilization=share)
     claim_memory(options)
     found = [float(os.environ[name]) for name in names if name in os.environ]
     assert found == [claimed] and not environment.keys() - os.environ.keys()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr("quire.serving.engine.cache_size.device_memory", lambda: int(found[0] * 1000) << 20)
+    monkeypatch.setattr(
+        "quire.serving.engine.cache_size.device_memory", lambda: int(found[0] * 1000) << 20
+    )
     assert usable_memory(options) == pytest.approx(usable * (10 << 20) * (1 - GAPS), rel=1e-3)
     claim_memory(EngineOptions(gpu_memory_utilization=0.1))  # a second engine, when JAX has begun
     assert float(os.environ.get(names[0], claimed)) == claimed
-    assert usable_memory(EngineOptions(gpu_memory_utilization=0.1)) == pytest.approx(100 * 2**20 * (1 - GAPS), rel=1e-3)
+    assert usable_memory(EngineOptions(gpu_memory_utilization=0.1)) == pytest.approx(
+        100 * 2**20 * (1 - GAPS), rel=1e-3
+    )
 
 
 def test_what_jax_took_before_there_was_an_engine_is_not_exceeded(monkeypatch):
@@ -141,14 +151,19 @@ def test_an_option_that_would_do_nothing_is_refused(options):
 @pytest.mark.parametrize("value", ["1Q", "", True, 1.5, 0, "0", "-1"])
 def test_wrong_size_of_the_cache_is_named(value):
     with pytest.raises(
-        ModelError, match=f"kv_cache_memory_bytes is {value!r}; it must be|kv_cache_memory_bytes is -?[01];"
+        ModelError,
+        match=f"kv_cache_memory_bytes is {value!r}; it must be|kv_cache_memory_bytes is -?[01];",
     ):
         LLM(kv_cache_memory_bytes=value)
 
 
 def test_sizes_are_numbers_or_text():
     options = make_options(
-        None, kv_cache_memory_bytes="1.5G", kv_cache_host_bytes="2m", max_model_len="4K", dtype="auto"
+        None,
+        kv_cache_memory_bytes="1.5G",
+        kv_cache_host_bytes="2m",
+        max_model_len="4K",
+        dtype="auto",
     )
     assert (options.kv_cache_memory_bytes, options.kv_cache_host_bytes) == (3 << 29, 2_000_000)
     assert (options.max_model_len, options.dtype) == (4096, "auto")
@@ -174,7 +189,11 @@ def test_sizes_are_numbers_or_text():
             4,
             "kv_cache_memory_bytes is .* and kv_cache_host_b",
         ),
-        ({"kv_cache_memory_bytes": "1G", "tensor_parallel_size": 4}, 4, r"\(4 GiB\) for 4 devices, and 4 GiB"),
+        (
+            {"kv_cache_memory_bytes": "1G", "tensor_parallel_size": 4},
+            4,
+            r"\(4 GiB\) for 4 devices, and 4 GiB",
+        ),
         ({"kv_cache_memory_bytes": "1G", "tensor_parallel_size": 2}, 4, None),
         ({}, 0, None),
     ],
@@ -188,10 +207,12 @@ def test_caches_that_do_not_fit_are_refused(monkeypatch, options, free, message)
 
 def test_cache_larger_than_the_device_is_refused(monkeypatch):
     monkeypatch.setattr(cache_size, "device_memory", lambda: 80 << 30)
-    monkeypatch.setattr(cache_size, "free_memory", lambda: 1 << 30)  # of the host, which holds none of it
+    # of the host, which holds none of it
+    monkeypatch.setattr(cache_size, "free_memory", lambda: 1 << 30)
     check_memory(make_options(None, kv_cache_memory_bytes="60G"), 70 << 30)
     with pytest.raises(
-        ModelError, match=r"kv_cache_memory_bytes is .* \(100 GiB\), and a device has 80 GiB; give less"
+        ModelError,
+        match=r"kv_cache_memory_bytes is .* \(100 GiB\), and a device has 80 GiB; give less",
     ):
         check_memory(make_options(None, kv_cache_memory_bytes="100G"), 0)
 
@@ -204,7 +225,9 @@ def test_engine_that_cannot_fit_is_refused_before_it_loads(monkeypatch):
 
 
 def test_the_budget_of_a_cpu_stays_while_memory_comes_and_goes(monkeypatch):
-    """Another number of pages would be other programs; a quarter of what is free, and at most an eighth less."""
+    """Another number of pages would be other programs; a quarter of what is free, and at most an
+    eighth less.
+    """
     found = set()
     for free in (23_100, 23_900, 22_800, 22_600):  # MiB
         monkeypatch.setattr(cache_size, "free_memory", lambda free=free: free << 20)

@@ -55,5 +55,7 @@ def test_the_prompt_ends_where_the_last_message_ends(go_on, template, said, end)
 
 @pytest.mark.parametrize(("template", "said"), [("chatml", " "), ("harmony", "<think>a</think>b")])
 def test_what_the_template_does_not_show_cannot_go_on(go_on, template, said):
-    with pytest.raises(RequestError, match="^continue_final_message: .*does not show the last message"):
+    with pytest.raises(
+        RequestError, match="^continue_final_message: .*does not show the last message"
+    ):
         go_on(template, said)

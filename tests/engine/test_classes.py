@@ -20,17 +20,29 @@ from quire.tests.support.canary import Client
 from quire.tests.support.served import served
 from quire.tests.support.talk import PLAIN
 
-OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "dtype": "float32", "kv_cache_memory_bytes": 32 << 20}
+OPTIONS = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "dtype": "float32",
+    "kv_cache_memory_bytes": 32 << 20,
+}
 TEXTS = ["Once upon a time", "A dog ran home, " * 9, "x"]
 LABELS = ["good", "bad", "neither"]
 
 
 def write(folder, **changes):
     shutil.copytree(hub.resolve(None), folder)
-    told = {"architectures": ["QuillForSequenceClassification"], "id2label": dict(enumerate(LABELS))}
+    told = {
+        "architectures": ["QuillForSequenceClassification"],
+        "id2label": dict(enumerate(LABELS)),
+    }
     hf = json.loads((folder / "config.json").read_text()) | told | changes
     (folder / "config.json").write_text(json.dumps(hf))
-    drawn = np.random.default_rng(0).standard_normal((len(LABELS), hf["hidden_size"])).astype(np.float32)
+    drawn = (
+        np.random.default_rng(0)
+        .standard_normal((len(LABELS), hf["hidden_size"]))
+        .astype(np.float32)
+    )
     weights = load_file(folder / "model.safetensors") | {"score.weight": drawn}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder, drawn
@@ -62,23 +74,32 @@ def test_classes_by_python_and_http(made):
     for ask in (llm.generate, llm.embed, llm.reward):
         with pytest.raises(RequestError, match="model: "):
             ask(TEXTS, use_tqdm=False)
-    with pytest.raises(RequestError, match="model: has no classes; ask a model whose architecture is"):
+    with pytest.raises(
+        RequestError, match="model: has no classes; ask a model whose architecture is"
+    ):
         LLM(**OPTIONS).classify(TEXTS)
     model = Model(("m",), lambda: make_engine(make_options(str(folder), **OPTIONS)))
-    with served(model, formats=Formats("none", chat_template=PLAIN)) as state, Client(state.url) as client:
+    with (
+        served(model, formats=Formats("none", chat_template=PLAIN)) as state,
+        Client(state.url) as client,
+    ):
         status, body = client.post("/classify", {"input": TEXTS})
         assert status == 200 and body["object"] == "list" and body["usage"]["prompt_tokens"] > 0
         for index, (one, own) in enumerate(zip(body["data"], alone, strict=True)):
             label = LABELS[int(np.argmax(own.probs))]
             assert one == {"index": index, "label": label, "probs": own.probs, "num_classes": 3}
         status, body = client.post("/pooling", {"input": TEXTS, "task": "classify"})
-        assert status == 200 and [one["data"] for one in body["data"]] == [own.probs for own in alone]
+        assert status == 200 and [one["data"] for one in body["data"]] == [
+            own.probs for own in alone
+        ]
         status, body = client.post("/pooling", {"input": TEXTS, "dimensions": 3})
         assert status == 400 and body["error"]["param"] == "dimensions"
         asks = {
-            "/v1/completions": {"prompt": "x"}, "/v1/embeddings": {"input": "x"}, "/v2/embed": {"texts": ["x"]},
+            "/v1/completions": {"prompt": "x"},
+            "/v1/embeddings": {"input": "x"},
+            "/v2/embed": {"texts": ["x"]},
             "/rerank": {"query": "x", "documents": ["y"]},
-        }  # fmt: skip
+        }
         for path, given in asks.items():
             status, body = client.post(path, given)
             assert status == 400 and body["error"]["param"] == "model", (path, body)

@@ -1,4 +1,6 @@
-"""A sampling parameter is declared once: every table that names one follows from its declaration."""
+"""A sampling parameter is declared once: every table that names one follows from its
+declaration.
+"""
 
 import dataclasses
 from types import SimpleNamespace
@@ -27,9 +29,17 @@ ENDPOINTS = {
 }
 CARRIED = [name for name, declaration in SAMPLING.items() if declaration.padding is not None]
 OF_THE_STEP = {  # what rows carry beside parameters
-    "slots_R", "bias_rows_R", "drafted_RJ", "positions_R", "seeds_R2", "ban_stop_R", "ban_RX", "targets_R", "biased_R",
+    "slots_R",
+    "bias_rows_R",
+    "drafted_RJ",
+    "positions_R",
+    "seeds_R2",
+    "ban_stop_R",
+    "ban_RX",
+    "targets_R",
+    "biased_R",
     "wants_logprobs_R",
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,33 +55,46 @@ def test_endpoints_take_what_is_declared(endpoint, name):
     assert (name in module.SAMPLING_FIELDS) == taken
     if taken:
         schema = body_schema(path)["properties"][name]
-        assert name in module.FIELDS and SAMPLING[name].rule.schema in (schema, schema.get("anyOf", [None])[0])
+        assert name in module.FIELDS and SAMPLING[name].rule.schema in (
+            schema,
+            schema.get("anyOf", [None])[0],
+        )
 
 
 def test_terms_are_taken_everywhere():
     assert {"cache_salt", "priority", "timeout"} == set(TERMS)
     for module, path in ENDPOINTS.values():
-        assert set(TERMS) <= set(module.FIELDS) and set(TERMS) <= set(body_schema(path)["properties"])
+        assert set(TERMS) <= set(module.FIELDS) and set(TERMS) <= set(
+            body_schema(path)["properties"]
+        )
 
 
 def test_rows_carry_what_is_declared():
-    assert {field.name for field in dataclasses.fields(SamplingInputs)} == OF_THE_STEP | {f"{x}_R" for x in CARRIED}
+    assert {field.name for field in dataclasses.fields(SamplingInputs)} == OF_THE_STEP | {
+        f"{x}_R" for x in CARRIED
+    }
     padding = empty(StepShape(Size(8, 4, 4), 4)).sampling
     for name in CARRIED:
         array = getattr(padding, f"{name}_R")
         assert array.tolist() == [SAMPLING[name].padding] * 4
-        assert array.dtype == (np.float32 if isinstance(SAMPLING[name].padding, float) else np.int32)
+        assert array.dtype == (
+            np.float32 if isinstance(SAMPLING[name].padding, float) else np.int32
+        )
 
 
 @pytest.mark.parametrize("name", CARRIED)
 def test_a_slot_has_the_values_of_its_request(name):
     builder = BatchBuilder(StepShape.largest(4, 16, 16).with_cache(1, 16, 64))
     value = 7 if isinstance(SAMPLING[name].padding, int) else 0.75
-    seq: Any = SimpleNamespace(replica=0, slot=2, seed=(1, 2), params=SamplingParams(**{name: value}), scored=False)
+    seq: Any = SimpleNamespace(
+        replica=0, slot=2, seed=(1, 2), params=SamplingParams(**{name: value}), scored=False
+    )
     builder.assign(seq, False)
     for other in CARRIED:
         kept = builder.settings[f"{other}_R"].tolist()
-        assert kept[2] == getattr(seq.params, other) and {*kept[:2], kept[3]} == {SAMPLING[other].padding}
+        assert kept[2] == getattr(seq.params, other) and {*kept[:2], kept[3]} == {
+            SAMPLING[other].padding
+        }
     assert builder.settings[f"{name}_R"][2] == value
 
 

@@ -1,4 +1,6 @@
-"""The sampling parameters that a model brings: read from generation_config.json, and given to who asks for none."""
+"""The sampling parameters that a model brings: read from generation_config.json, and given to who
+asks for none.
+"""
 
 import asyncio
 import json
@@ -14,9 +16,16 @@ from quire.serving.api.options import EngineOptions
 from quire.serving.defaults import FILE, LLAMA_CPP, model_defaults, with_defaults
 
 QWEN = {  # a published file
-    "bos_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643], "pad_token_id": 151643,
-    "repetition_penalty": 1.05, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "transformers_version": "4.37.0",
-}  # fmt: skip
+    "bos_token_id": 151643,
+    "do_sample": True,
+    "eos_token_id": [151645, 151643],
+    "pad_token_id": 151643,
+    "repetition_penalty": 1.05,
+    "temperature": 0.7,
+    "top_k": 20,
+    "top_p": 0.8,
+    "transformers_version": "4.37.0",
+}
 DEFAULTS = {"repetition_penalty": 1.05, "temperature": 0.7, "top_k": 20, "top_p": 0.8}
 
 
@@ -32,11 +41,15 @@ def read(folder, file=None, longest: int = 8192, **options):
         (QWEN, DEFAULTS),
         (None, {}),
         ({}, {}),
-        ({"temperature": None, "top_p": 1.0, "top_k": 0, "min_p": 0.0}, {}),  # nothing that is not neutral
+        # nothing that is not neutral
+        ({"temperature": None, "top_p": 1.0, "top_k": 0, "min_p": 0.0}, {}),
         ({"temperature": 0, "top_k": -1}, {"temperature": 0.0}),
         ({"min_p": 0.1, "max_new_tokens": 2048}, {"min_p": 0.1, "max_tokens": 2048}),
         ({"do_sample": False}, {"temperature": 0.0}),  # greedy, as in transformers
-        ({"do_sample": False, "temperature": 0.7, "top_p": 0.8}, {"temperature": 0.0, "top_p": 0.8}),
+        (
+            {"do_sample": False, "temperature": 0.7, "top_p": 0.8},
+            {"temperature": 0.0, "top_p": 0.8},
+        ),
         ({"do_sample": True, "temperature": 0.6, "max_length": 4096}, {"temperature": 0.6}),
     ],
 )
@@ -65,7 +78,9 @@ def test_where_the_file_is(tmp_path):
     (other / FILE).write_text(json.dumps({"top_p": 0.5}))
     assert read(tmp_path, QWEN, generation_config="auto") == DEFAULTS
     assert read(tmp_path, generation_config="vllm") == {}
-    assert read(tmp_path, generation_config="vllm", override_generation_config={"top_p": 0.4}) == {"top_p": 0.4}
+    assert read(tmp_path, generation_config="vllm", override_generation_config={"top_p": 0.4}) == {
+        "top_p": 0.4
+    }
     assert read(tmp_path, generation_config=str(other)) == {"top_p": 0.5}
     with pytest.raises(ModelError, match=r"generation_config is '.*nowhere'; it can be auto"):
         read(tmp_path, generation_config=str(tmp_path / "nowhere"))
@@ -83,7 +98,9 @@ def test_where_the_file_is(tmp_path):
     ],
 )
 def test_a_bad_value_is_named(tmp_path, name, value):
-    with pytest.raises(ModelError, match=rf"{FILE} of the model: {name}: .*--generation-config vllm"):
+    with pytest.raises(
+        ModelError, match=rf"{FILE} of the model: {name}: .*--generation-config vllm"
+    ):
         read(tmp_path, {name: value})
     with pytest.raises(ModelError, match=rf"override_generation_config: {name}: "):
         read(tmp_path, {}, override_generation_config={name: value})
@@ -106,7 +123,10 @@ def test_the_log_says_what_holds_and_what_does_not(tmp_path, caplog):
     assert "max_length = 4096 counts the prompt too" in said[1]
     assert said[2].endswith("temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05")
     caplog.clear()
-    read(tmp_path, {"eos_token_id": 2, "max_length": 8192, "_from_model_config": True, "temperature": 1.0})
+    read(
+        tmp_path,
+        {"eos_token_id": 2, "max_length": 8192, "_from_model_config": True, "temperature": 1.0},
+    )
     assert not caplog.records
 
 
@@ -128,16 +148,26 @@ def test_the_log_says_what_holds_and_what_does_not(tmp_path, caplog):
         (None, {"generation_config": "vllm"}, {}),
     ],
 )
-def test_conversations_use_llama_cpp_sampling_where_none_is_recommended(tmp_path, caplog, file, options, chat):
+def test_conversations_use_llama_cpp_sampling_where_none_is_recommended(
+    tmp_path, caplog, file, options, chat
+):
     caplog.set_level("INFO", "quire")
     if file is not None:
         (tmp_path / FILE).write_text(json.dumps(file))
     made = model_defaults(tmp_path, EngineOptions(**options), 8192)
     assert made.chat == chat
     used = chat.items() >= LLAMA_CPP.items()
-    assert made.requests == {name: value for name, value in chat.items() if not used or name not in LLAMA_CPP}
-    messages = [record.getMessage() for record in caplog.records if "recommends no sampling" in record.getMessage()]
-    assert len(messages) == used and all("temperature=0.8, top_p=0.95, top_k=40" in text for text in messages)
+    assert made.requests == {
+        name: value for name, value in chat.items() if not used or name not in LLAMA_CPP
+    }
+    messages = [
+        record.getMessage()
+        for record in caplog.records
+        if "recommends no sampling" in record.getMessage()
+    ]
+    assert len(messages) == used and all(
+        "temperature=0.8, top_p=0.95, top_k=40" in text for text in messages
+    )
 
 
 def test_bundled_model_keeps_its_sampling():
@@ -148,7 +178,12 @@ def test_bundled_model_keeps_its_sampling():
 def test_explicit_fields_win():
     given = SamplingParams(temperature=0.2, min_tokens=30, max_tokens=None)
     made = with_defaults(given, {"temperature", "min_tokens"}, DEFAULTS | {"max_tokens": 7})
-    assert (made.temperature, made.top_p, made.top_k, made.repetition_penalty) == (0.2, 0.8, 20, 1.05)
+    assert (made.temperature, made.top_p, made.top_k, made.repetition_penalty) == (
+        0.2,
+        0.8,
+        20,
+        1.05,
+    )
     assert made.max_tokens == 30  # a default forbids nothing that was asked for
     assert with_defaults(given, {"max_tokens"}, {"max_tokens": 7}).max_tokens is None
     assert with_defaults(given, (), {}) is given
@@ -168,12 +203,16 @@ def test_a_model_with_defaults(llm):
     assert llm.get_default_sampling_params() == wanted
     (expected,) = llm.generate("Once upon a time", wanted)
     for _ in range(2):
-        assert llm.generate("Once upon a time")[0].outputs[0].token_ids == expected.outputs[0].token_ids
+        assert (
+            llm.generate("Once upon a time")[0].outputs[0].token_ids
+            == expected.outputs[0].token_ids
+        )
     *_, last = llm.stream("Once upon a time")
     assert last.outputs[0].token_ids == expected.outputs[0].token_ids
     assert len(llm.chat([{"role": "user", "content": "Hi"}])[0].outputs[0].token_ids) <= 7
     (neutral,) = llm.generate("Once upon a time", SamplingParams(seed=1, ignore_eos=True))
-    assert len(neutral.outputs[0].token_ids) == 16  # parameters that are given have their own defaults
+    # parameters that are given have their own defaults
+    assert len(neutral.outputs[0].token_ids) == 16
 
     async def ask():
         served = AsyncLLM(engine=llm.engine)

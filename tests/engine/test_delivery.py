@@ -36,7 +36,9 @@ async def taken(inbox: Inbox, number: int) -> list[Any]:
 
 @pytest.mark.parametrize("readers", [1, SLICE, SLICE + 1, 4 * SLICE])
 def test_the_last_delivery_does_not_overtake_the_one_before(readers):
-    """What ends as the engine falls idle is sent at once, though the loop may still be giving out what came before."""
+    """What ends as the engine falls idle is sent at once, though the loop may still be giving out
+    what came before.
+    """
 
     async def main() -> list[int]:
         outbox = Outbox(lambda: 0.0)

@@ -1,4 +1,6 @@
-"""Incremental text against the full decode: nothing half, nothing of a stop string, nothing lost."""
+"""Incremental text against the full decode: nothing half, nothing of a stop string, nothing
+lost.
+"""
 
 import random
 from types import SimpleNamespace
@@ -24,11 +26,17 @@ def letters(tmp_path_factory) -> Tokenizer:
 
 def spell(tokenizer: Tokenizer, text: str) -> list[int]:
     """One token a character."""
-    return [token for character in text for token in tokenizer.encode(character, add_special_tokens=False)]
+    return [
+        token
+        for character in text
+        for token in tokenizer.encode(character, add_special_tokens=False)
+    ]
 
 
 def random_ids(rng: random.Random, tokenizer: Tokenizer, kind: int) -> list[int]:
-    """Ids of a text, ids at random, or a text cut short and followed by ids that make broken bytes likely."""
+    """Ids of a text, ids at random, or a text cut short and followed by ids that make broken bytes
+    likely.
+    """
     if kind == 0:
         return tokenizer.encode(random_text(rng), add_special_tokens=False)
     noise = [rng.randrange(tokenizer.vocab_size + 3) for _ in range(rng.randint(0, 40))]
@@ -88,7 +96,9 @@ def test_groups_of_tokens_change_nothing(tokenizer):
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """Reference: (start, stop) of the stop string that ends first, the longest of several; one character at a time."""
+    """Reference: (start, stop) of the stop string that ends first, the longest of several; one
+    character at a time.
+    """
     for end in range(1, len(text) + 1):
         ended = [stop for stop in stops if text[:end].endswith(stop)]
         if ended:
@@ -104,10 +114,14 @@ def test_stop_strings_anywhere(tokenizer, include):
     for _ in range(150):
         ids = random_ids(rng, tokenizer, rng.choice([0, 0, 2]))
         text = tokenizer.decode(ids)
-        stops = [text[at : at + rng.randint(1, 7)] for at in (rng.randrange(len(text) + 1) for _ in range(3))]
+        stops = [
+            text[at : at + rng.randint(1, 7)]
+            for at in (rng.randrange(len(text) + 1) for _ in range(3))
+        ]
         stops = [stop + "x" * (rng.random() < 0.5) for stop in stops]
         stops = [stop for stop in stops if stop] or ["zz"]
-        # A broken byte at the end of a stop string is certain only later; here text and tokens are to agree.
+        # A broken byte at the end of a stop string is certain only later; here text and tokens are
+        # to agree.
         stops = [stop.replace("\ufffd", "") or "zz" for stop in stops]
         match = first_stop(text, stops)
         expected = text if match is None else text[: match[0] + len(match[1]) * include]
@@ -120,7 +134,8 @@ def test_stop_strings_anywhere(tokenizer, include):
                 break
             whole = tokenizer.decode(ids[:count])
             held = whole[len(so_far) :].rstrip("\ufffd")
-            assert not held or any(stop.startswith(held) and stop != held for stop in stops)  # nor held for nothing
+            # nor held for nothing
+            assert not held or any(stop.startswith(held) and stop != held for stop in stops)
         assert so_far + stream.finish() == expected
         assert stream.stopped == (None if match is None else match[1])
         assert stream.push(ids) == stream.finish() == "" or match is None
@@ -129,7 +144,9 @@ def test_stop_strings_anywhere(tokenizer, include):
 
 
 class NaiveStops:
-    """Reference: every stop string is looked for in all that was held back, and every beginning of each at its end."""
+    """Reference: every stop string is looked for in all that was held back, and every beginning of
+    each at its end.
+    """
 
     def __init__(self, stops: list[str], include_stop: bool):
         self.stops = stops
@@ -149,25 +166,33 @@ class NaiveStops:
                 self.held = ""
                 return text[: end if self.include_stop else end - len(self.stopped)]
         beginnings = [stop[:size] for stop in self.stops for size in range(1, len(stop))]
-        self.held = max((piece for piece in beginnings if text.endswith(piece)), key=len, default="")
+        self.held = max(
+            (piece for piece in beginnings if text.endswith(piece)), key=len, default=""
+        )
         return text[: len(text) - len(self.held)]
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_stop_strings_agree_with_a_naive_search(letters, seed):
-    """Random stop strings over two or three letters, in random pieces, some of which do not count."""
+    """Random stop strings over two or three letters, in random pieces, some of which do not
+    count.
+    """
     rng = random.Random(seed)
     endings = 0
     for _ in range(250):
         alphabet = "ab" if rng.random() < 0.7 else "abé"
-        stops = ["".join(rng.choices(alphabet, k=rng.randint(1, 9))) for _ in range(rng.randint(1, 5))]
+        stops = [
+            "".join(rng.choices(alphabet, k=rng.randint(1, 9))) for _ in range(rng.randint(1, 5))
+        ]
         include = rng.random() < 0.5
         stream = Detokenizer(letters, stop=stops, include_stop=include)
         naive = NaiveStops(stops, include)
         least = rng.choice([0, 0, 12])
         for count in range(40):
             token = rng.choice(alphabet)
-            assert stream.push(spell(letters, token), count >= least) == naive.push(token, count >= least)
+            assert stream.push(spell(letters, token), count >= least) == naive.push(
+                token, count >= least
+            )
             assert stream.stopped == naive.stopped
         assert stream.finish() == naive.held
         endings += naive.stopped is not None
@@ -175,7 +200,9 @@ def test_stop_strings_agree_with_a_naive_search(letters, seed):
 
 
 def test_the_cost_of_stop_strings_is_linear_in_the_text(letters, monkeypatch):
-    """64 stop strings of 1,024 characters that begin alike: each place of the text is looked at once."""
+    """64 stop strings of 1,024 characters that begin alike: each place of the text is looked at
+    once.
+    """
     looked = 0
     is_beginning = StopMatcher.is_beginning
 
@@ -213,7 +240,10 @@ def test_the_cost_of_stop_strings_is_linear_in_the_text(letters, monkeypatch):
 def test_stop_string_cases(letters, text, stops, cut, stop, size):
     ids = spell(letters, text)
     stream = Detokenizer(letters, stop=stops)
-    out = "".join(stream.push(ids[at : at + size]) for at in range(0, len(ids), size)) + stream.finish()
+    out = (
+        "".join(stream.push(ids[at : at + size]) for at in range(0, len(ids), size))
+        + stream.finish()
+    )
     assert (out, stream.stopped) == (cut, stop)
     inclusive = Detokenizer(letters, stop=stops, include_stop=True)
     assert inclusive.push(ids) + inclusive.finish() == cut + (stop or "")
@@ -239,7 +269,9 @@ def test_stop_strings_wait_for_the_least_number_of_tokens(letters):
 
 
 def test_stop_string_across_the_least_number_of_tokens(letters):
-    """It counts where it ends; one that ended before is no match later, even inside what is held back."""
+    """It counts where it ends; one that ended before is no match later, even inside what is
+    held back.
+    """
     stream = Detokenizer(letters, stop=["xbcy", "bc"])
     assert stream.push(spell(letters, "xbc"), check_stops=False) == ""
     assert stream.push(spell(letters, "z")) == "xbcz"
@@ -260,7 +292,11 @@ def test_what_is_held_back_comes_at_the_end(letters):
 
 
 def test_special_tokens_are_skipped_or_shown(letters):
-    ids = [*spell(letters, "a"), *letters.encode(TURN + EOS, add_special_tokens=False), *spell(letters, "b")]
+    ids = [
+        *spell(letters, "a"),
+        *letters.encode(TURN + EOS, add_special_tokens=False),
+        *spell(letters, "b"),
+    ]
     hidden = Detokenizer(letters)
     shown = Detokenizer(letters, skip_special_tokens=False, stop=[EOS])
     assert hidden.push(ids) + hidden.finish() == "ab"
@@ -270,9 +306,17 @@ def test_special_tokens_are_skipped_or_shown(letters):
 
 def long_runs(tokenizer: Tokenizer) -> list[list[int]]:
     """Streams that keep something unfinished for ever."""
-    inside = sorted(token for token in range(tokenizer.vocab_size) if tokenizer.token_text(token) == "\ufffd")
-    glued = [token for token in range(tokenizer.vocab_size) if tokenizer.token_text(token)[:1].isalpha()]
-    runs = [[tokenizer.vocab_size + 5], tokenizer.encode("The fox sang.", add_special_tokens=False), glued]
+    inside = sorted(
+        token for token in range(tokenizer.vocab_size) if tokenizer.token_text(token) == "\ufffd"
+    )
+    glued = [
+        token for token in range(tokenizer.vocab_size) if tokenizer.token_text(token)[:1].isalpha()
+    ]
+    runs = [
+        [tokenizer.vocab_size + 5],
+        tokenizer.encode("The fox sang.", add_special_tokens=False),
+        glued,
+    ]
     return [*runs, inside] if inside else runs
 
 

@@ -1,4 +1,6 @@
-"""Heads that draft in the step: what they propose is what they say of the whole text, and answers stay as they are."""
+"""Heads that draft in the step: what they propose is what they say of the whole text, and answers
+stay as they are.
+"""
 
 import json
 from itertools import product
@@ -24,9 +26,17 @@ TARGET = tiny.LLAMA | {"num_hidden_layers": 6, "max_position_embeddings": LENGTH
 D = TARGET["hidden_size"]
 V = TARGET["vocab_size"]
 LAYER = {
-    "model_type": "llama", "hidden_size": D, "vocab_size": V, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 40, "num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 5000.0,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": D,
+    "vocab_size": V,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+}
 HEADS = {
     "medusa": {"num_heads": DRAFTS, "num_hidden_layers": 1, "hidden_size": D, "vocab_size": V},
     "eagle": LAYER,
@@ -68,15 +78,28 @@ def llm_of(made, **config) -> LLM:
         chosen = None
     else:
         model = {} if kind == "mtp" else {"model": str(own)}
-        chosen = {"method": kind, "num_speculative_tokens": DRAFTS, "adapts": False, **model, **config}
+        chosen = {
+            "method": kind,
+            "num_speculative_tokens": DRAFTS,
+            "adapts": False,
+            **model,
+            **config,
+        }
     return LLM(
-        folder, skip_tokenizer_init=True, dtype="float32", max_model_len=LENGTH, max_num_seqs=4,
-        max_num_batched_tokens=24, speculative_config=chosen,
-    )  # fmt: skip
+        folder,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=LENGTH,
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+        speculative_config=chosen,
+    )
 
 
 class Naive:
-    """The drafts after a text, whose last token was just drawn, by all of it at once and without a cache."""
+    """The drafts after a text, whose last token was just drawn, by all of it at once and without a
+    cache.
+    """
 
     def __init__(self, made):
         self.kind, _, _, config, self.heads, (weights, own) = made
@@ -103,7 +126,9 @@ class Naive:
         @jax.jit
         def goes_on(ids, features):
             hooks = LayerHooks(at(heads.model, 1, LENGTH))
-            feature, hidden, _ = draft_heads.run(heads, own, weights, ids, features, places, {}, hooks)
+            feature, hidden, _ = draft_heads.run(
+                heads, own, weights, ids, features, places, {}, hooks
+            )
             return feature, draft_heads.logits(heads, own, weights, hidden)
 
         self.known = known
@@ -114,7 +139,10 @@ class Naive:
         ids = jnp.asarray(tokens + [0] * (LENGTH - len(tokens)))
         found = self.known(ids)
         if self.kind == "medusa":
-            return [int(np.argsort(-np.asarray(found)[head, last])[rank]) for head, rank in enumerate(ranks)]
+            return [
+                int(np.argsort(-np.asarray(found)[head, last])[rank])
+                for head, rank in enumerate(ranks)
+            ]
         following = jnp.roll(ids, -1)
         drafts = []
         for place, rank in enumerate(ranks, last):
@@ -131,7 +159,8 @@ PATHS = [(0, 0, 0), (0, 1), (1, 0, 0), (1, 0, 1)]
 
 FEW = {("eagle", "tree"), ("mtp", "chain"), ("mtp-qwen", "tree")}
 CELLS = [
-    pytest.param(*cell, marks=[] if cell in FEW else pytest.mark.nightly) for cell in product(KINDS, ("chain", "tree"))
+    pytest.param(*cell, marks=[] if cell in FEW else pytest.mark.nightly)
+    for cell in product(KINDS, ("chain", "tree"))
 ]
 
 
@@ -140,19 +169,26 @@ CELLS = [
 def test_they_propose_what_they_say_of_the_whole_text(made, shape):
     """Prompts in chunks, several at once: each proposal beside the naive one, path by path."""
     tree = TREE if shape == "tree" else None
-    config = {} if tree is None else {"speculative_token_tree": tree, "num_speculative_tokens": None}
+    config = (
+        {} if tree is None else {"speculative_token_tree": tree, "num_speculative_tokens": None}
+    )
     if tree and made[3].state_layers:
-        with pytest.raises(ModelError, match="has 4 paths, and this model has layers that keep a state"):
+        with pytest.raises(
+            ModelError, match="has 4 paths, and this model has layers that keep a state"
+        ):
             llm_of(made, **config)
         return
     rng = np.random.default_rng(1)
     llm = llm_of(made, **config)
     recorded = Recorded.of(llm.engine)
-    lengths = (1, 5, 40, 60, 17) if tree is None else (1, 40, 60)  # there are pages for all paths of so many
+    # there are pages for all paths of so many
+    lengths = (1, 5, 40, 60, 17) if tree is None else (1, 40, 60)
     prompts = [rng.integers(3, V, size).tolist() for size in lengths]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-    plain = llm_of(made, plain=True).generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    plain = llm_of(made, plain=True).generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params
+    )
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
     naive = Naive(made)
     assert len(recorded.proposed) >= 20
@@ -165,12 +201,26 @@ def test_they_propose_what_they_say_of_the_whole_text(made, shape):
 @pytest.mark.parametrize("made", thinned(KINDS, ["medusa", "eagle3"]), indirect=True)
 @pytest.mark.slow
 def test_drafts_are_drawn_with_the_noise_of_the_answer(made):
-    """Sampled, in company, with log-probabilities: the same answers; and the heads agree with themselves."""
+    """Sampled, in company, with log-probabilities: the same answers; and the heads agree with
+    themselves.
+    """
     rng = np.random.default_rng(2)
-    prompts = [{"prompt_token_ids": rng.integers(3, V, size).tolist()} for size in (2, 18, 31, 50, 9)]
+    prompts = [
+        {"prompt_token_ids": rng.integers(3, V, size).tolist()} for size in (2, 18, 31, 50, 9)
+    ]
     params = [
-        SamplingParams(temperature=t, seed=s, max_tokens=20, logprobs=2, n=n, ignore_eos=True, presence_penalty=p)
-        for s, (t, n, p) in enumerate([(0.8, 1, 0), (1.0, 2, 0), (0, 1, 0.5), (1.2, 1, 0.5), (0.9, 1, 0)])
+        SamplingParams(
+            temperature=t,
+            seed=s,
+            max_tokens=20,
+            logprobs=2,
+            n=n,
+            ignore_eos=True,
+            presence_penalty=p,
+        )
+        for s, (t, n, p) in enumerate(
+            [(0.8, 1, 0), (1.0, 2, 0), (0, 1, 0.5), (1.2, 1, 0.5), (0.9, 1, 0)]
+        )
     ]
     drafted = llm_of(made)
     plain = llm_of(made, plain=True)
@@ -192,7 +242,9 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
     def refused(kind, hf, **config):
         own = draft_heads.parse_heads(HEADS[kind], ["fc.bias"], target, kind)
-        draft_heads.save(tmp_path / "heads", own, loader.random_weights(draft_heads.abstract(own)), hf)
+        draft_heads.save(
+            tmp_path / "heads", own, loader.random_weights(draft_heads.abstract(own)), hf
+        )
         with pytest.raises(ModelError) as caught:
             LLM(
                 tmp_path / "target", skip_tokenizer_init=True, dtype="float32",
@@ -208,7 +260,11 @@ def test_what_does_not_fit_is_refused(tmp_path):
     )
     assert "this llama model brings no layer" in str(
         pytest.raises(
-            ModelError, LLM, tmp_path / "target", skip_tokenizer_init=True, speculative_config={"method": "mtp"}
+            ModelError,
+            LLM,
+            tmp_path / "target",
+            skip_tokenizer_init=True,
+            speculative_config={"method": "mtp"},
         ).value
     )
     assert json.loads((tmp_path / "heads" / "config.json").read_text()) == LAYER

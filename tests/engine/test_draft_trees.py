@@ -1,4 +1,6 @@
-"""Several drafts for the same place: the answers are those of plain decoding, whichever path they take."""
+"""Several drafts for the same place: the answers are those of plain decoding, whichever path they
+take.
+"""
 
 import random
 from dataclasses import replace
@@ -29,16 +31,18 @@ TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0),
 CONFIG = {"method": "medusa", "model": "quill-medusa", "speculative_token_tree": TREE}
 PATHS = parse_speculative_config(CONFIG).paths
 PLAIN = StepShape.largest(4, 48, 16)
-DRAFTED = replace(PLAIN, max_drafts=4, num_branches=len(PATHS), tree_tokens=sum(1 + len(path) for path in PATHS))
+DRAFTED = replace(
+    PLAIN, max_drafts=4, num_branches=len(PATHS), tree_tokens=sum(1 + len(path) for path in PATHS)
+)
 
 
 def test_a_tree_is_its_paths():
     assert PATHS == ((0, 0, 0, 0), (0, 1), (1, 0, 0), (1, 1), (2,))
     given = [[0], [0, 0], [1]], "[(0,), (0, 0), (1,)]", ((0,), (0, 0), (1,))
     trees = [parse_speculative_config(CONFIG | {"speculative_token_tree": tree}) for tree in given]
-    assert {(tree.paths, tree.depth, tree.num_rows, tree.num_speculative_tokens) for tree in trees} == {
-        (((0, 0), (1,)), 2, 5, 3)
-    }
+    assert {
+        (tree.paths, tree.depth, tree.num_rows, tree.num_speculative_tokens) for tree in trees
+    } == {(((0, 0), (1,)), 2, 5, 3)}
     chain = parse_speculative_config({"method": "ngram", "num_speculative_tokens": 3})
     assert (chain.paths, chain.depth, chain.num_rows) == (((0, 0, 0),), 3, 4)
 
@@ -51,7 +55,9 @@ def compiled():
     weights = loader.load(folder, config)
     runners = {}
     for shape in (PLAIN, DRAFTED):
-        runners[shape] = Runner(config, weights, shape, (400,) * len(config.windows), 16, LENGTH, True)
+        runners[shape] = Runner(
+            config, weights, shape, (400,) * len(config.windows), 16, LENGTH, True
+        )
         runners[shape].warm_up()
     return runners, Tokenizer(folder)
 
@@ -62,13 +68,17 @@ def engine_of(compiled, shape=DRAFTED, num_pages=400, host_cache=None, **config)
     old = runners[shape]
     runner = Runner(old.config, old.weights, shape, old.num_pages, 16, LENGTH, True)
     runner.compiled, runner.page_copier.programs = old.compiled, old.page_copier.programs
-    table = PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows, host_cache=host_cache)
+    table = PageTable(
+        (num_pages,) * len(old.num_pages), 16, old.config.windows, host_cache=host_cache
+    )
     chosen = parse_speculative_config(CONFIG | config) if shape.num_branches > 1 else None
     return Engine(runner, tokenizer, [table], LENGTH, speculation=chosen)
 
 
 class Oracle:
-    """Knows the answer of plain decoding, and says it on one of the paths, with mistakes; the others are made up."""
+    """Knows the answer of plain decoding, and says it on one of the paths, with mistakes; the
+    others are made up.
+    """
 
     def __init__(self, answers, rng: random.Random, vocab: int):
         self.answers = answers
@@ -82,7 +92,9 @@ class Oracle:
         chosen = rng.randrange(len(PATHS))
         for number in range(len(PATHS)):
             wrong = rng.choice((0, 0, 0.2)) if number == chosen else rng.choice((0.3, 0.9, 1))
-            drafts = [rng.randrange(self.vocab) if rng.random() < wrong else token for token in truth]
+            drafts = [
+                rng.randrange(self.vocab) if rng.random() < wrong else token for token in truth
+            ]
             paths.append((drafts + [rng.randrange(self.vocab)])[: rng.randint(0, most)])
         first, *seq.branches = paths
         return first
@@ -100,7 +112,9 @@ class Watch(Observer):
         engine.observers[:] = [self]
 
     def observe(self, record):
-        self.preempted += sum(seq.num_preemptions for request in record.changed for seq in request.sequences)
+        self.preempted += sum(
+            seq.num_preemptions for request in record.changed for seq in request.sequences
+        )
         for output in record.result.outputs if record.result else ():
             self.taken.setdefault(output.branch, set()).add(len(output.tokens) - 1)
             self.verified += output.item.num_drafts * (output.item.seq.pool is None)
@@ -109,7 +123,9 @@ class Watch(Observer):
 @pytest.mark.random
 @pytest.mark.slow
 def test_the_very_tokens_of_plain_decoding(compiled, tmp_path):
-    """Random requests with answers on any of the paths, also where pages are short, and from disk."""
+    """Random requests with answers on any of the paths, also where pages are short, and from
+    disk.
+    """
     rng = random.Random(3)
     runners = compiled[0]
     plain = engine_of(compiled, PLAIN)
@@ -132,12 +148,17 @@ def test_the_very_tokens_of_plain_decoding(compiled, tmp_path):
             engine.speculator.drafter = Oracle(expected, rng, config.vocab_size)
             assert serve(engine, requests, arrivals) == expected, f"mix {number}, {kind}"
         victim = rng.choice(list(requests))
-        left = serve(engines["roomy"], requests, arrivals, [(victim, arrivals[victim] + rng.randint(0, 9))])
+        left = serve(
+            engines["roomy"], requests, arrivals, [(victim, arrivals[victim] + rng.randint(0, 9))]
+        )
         for name, answers in expected.items():
             if name != victim:
                 assert left[name] == answers
             else:
-                assert all(cut[0] == own[0][: len(cut[0])] for cut, own in zip(left[name], answers, strict=True))
+                assert all(
+                    cut[0] == own[0][: len(cut[0])]
+                    for cut, own in zip(left[name], answers, strict=True)
+                )
     engines["tiered"].close()
     assert seen["roomy"].taken.keys() == set(range(len(PATHS))) and max(seen["roomy"].taken[2]) > 2
     assert all(watch.taken.keys() - {0} for watch in seen.values())
@@ -145,21 +166,34 @@ def test_the_very_tokens_of_plain_decoding(compiled, tmp_path):
     assert runners[DRAFTED].compiles.recompiles == recompiled
     for engine in engines.values():
         (table,) = engine.tables
-        assert all(pool.num_free == pool.num_pages - 1 for pool in table.pools), "a path keeps its pages"
+        assert all(pool.num_free == pool.num_pages - 1 for pool in table.pools), (
+            "a path keeps its pages"
+        )
 
 
 HEADS = [CONFIG, {"method": "eagle", "model": "quill-eagle", "speculative_token_tree": TREE}]
-COMMON = {"dtype": "float32", "max_model_len": LENGTH, "max_num_seqs": 4, "max_num_batched_tokens": 48}
+COMMON = {
+    "dtype": "float32",
+    "max_model_len": LENGTH,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 48,
+}
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("config", HEADS, ids=lambda config: config["method"])
 def test_heads_leave_the_answers_as_they_are(compiled, config, tmp_path):
-    """Their own drafts, taken always and only where they pay, where pages are short; all is asked a second time."""
+    """Their own drafts, taken always and only where they pay, where pages are short; all is asked a
+    second time.
+    """
     rng = random.Random(4)
     vocab = compiled[0][DRAFTED].config.vocab_size
     plain = engine_of(compiled, PLAIN)
-    memory = {"kv_cache_memory_bytes": 2 << 20, "kv_cache_disk": str(tmp_path), "kv_cache_host_bytes": 1 << 20}
+    memory = {
+        "kv_cache_memory_bytes": 2 << 20,
+        "kv_cache_disk": str(tmp_path),
+        "kv_cache_host_bytes": 1 << 20,
+    }
     llms = [
         LLM(**COMMON, speculative_config=config),
         LLM(**COMMON, **memory, speculative_config=config | {"adapts": False}),
@@ -179,15 +213,21 @@ def test_heads_leave_the_answers_as_they_are(compiled, config, tmp_path):
 
 
 def prefix(drafts: list[int], answer: list[int]) -> int:
-    return next((at for at, (a, b) in enumerate(zip(drafts, answer, strict=False)) if a != b), len(drafts))
+    return next(
+        (at for at, (a, b) in enumerate(zip(drafts, answer, strict=False)) if a != b), len(drafts)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", thinned(HEADS, HEADS[1:]), ids=lambda config: config["method"])
 def test_every_step_takes_the_best_path(config):
-    """And the first one is the chain of the same depth, so that a step never gives fewer tokens than that."""
+    """And the first one is the chain of the same depth, so that a step never gives fewer tokens
+    than that.
+    """
     prompts = ["The lamp is in the sand. The boat is in the lake. " * 3, "Sort 8 3 5 1 9 2."]
-    params = [SamplingParams(temperature=t, seed=3, max_tokens=70, ignore_eos=True) for t in (0, 1.0)]
+    params = [
+        SamplingParams(temperature=t, seed=3, max_tokens=70, ignore_eos=True) for t in (0, 1.0)
+    ]
     chain = {name: value for name, value in config.items() if name != "speculative_token_tree"}
     found = {}
     for name, own in (("tree", config), ("chain", chain | {"num_speculative_tokens": 4})):
@@ -233,17 +273,24 @@ class Steps(Observer):
                 self.tokens[known] = len(output.tokens)
 
 
-@pytest.mark.parametrize(("more", "slope", "expected"), [(0.6, 0.001, True), (0.05, 0.01, False), (0.6, 0.5, False)])
+@pytest.mark.parametrize(
+    ("more", "slope", "expected"), [(0.6, 0.001, True), (0.05, 0.01, False), (0.6, 0.5, False)]
+)
 def test_further_paths_are_verified_where_they_pay(more, slope, expected):
     """By what they gave of late beyond the first, and what their rows cost."""
-    own = Speculator(parse_speculative_config(CONFIG), lambda rows, seqs, drafts, paths=1: 1 + slope * (rows - seqs))
+    own = Speculator(
+        parse_speculative_config(CONFIG),
+        lambda rows, seqs, drafts, paths=1: 1 + slope * (rows - seqs),
+    )
     (seq,) = [Running(drafts=[1, 2, 3, 4], branches=[[1, 5], [7]])]
     own.records = {seq: Record(Rate(24, 7e5, 1e6), Rate(24, more * 1e6, 1e6), ideas=4)}
     own.drafting = True
     own.trim([seq])
     assert seq.branching == bool(seq.branches) == expected
     own.take_in(seq, 4, 1, 2 if expected else None)
-    assert own.more.accepted / own.more.tried > 0.3 if expected else own.records[seq].more.tried < 1e6
+    assert (
+        own.more.accepted / own.more.tried > 0.3 if expected else own.records[seq].more.tried < 1e6
+    )
 
 
 class Running:
@@ -264,21 +311,51 @@ class Running:
 
 MEDUSA = {"method": "medusa", "model": "quill-medusa"}
 BAD = [
-    ({"method": "ngram", "speculative_token_tree": "[(0,)]"}, "the method ngram, which has one draft .* medusa, eagle"),
-    ({"method": "self", "num_layers": 2, "speculative_token_tree": "[(0,)]"}, "the method self, which has one"),
-    (MEDUSA | {"speculative_token_tree": "(0"}, r"speculative_token_tree is '\(0'; it must be a list of tuples"),
-    (MEDUSA | {"speculative_token_tree": "[]"}, "speculative_token_tree is .*; it must be a list of tuples"),
-    (MEDUSA | {"speculative_token_tree": "[(0), (1)]"}, "speculative_token_tree is .*; it must be a list of tuples"),
-    (MEDUSA | {"speculative_token_tree": [(0,), (-1,)]}, "speculative_token_tree is .*; it must be a list of tuples"),
+    (
+        {"method": "ngram", "speculative_token_tree": "[(0,)]"},
+        "the method ngram, which has one draft .* medusa, eagle",
+    ),
+    (
+        {"method": "self", "num_layers": 2, "speculative_token_tree": "[(0,)]"},
+        "the method self, which has one",
+    ),
+    (
+        MEDUSA | {"speculative_token_tree": "(0"},
+        r"speculative_token_tree is '\(0'; it must be a list of tuples",
+    ),
+    (
+        MEDUSA | {"speculative_token_tree": "[]"},
+        "speculative_token_tree is .*; it must be a list of tuples",
+    ),
+    (
+        MEDUSA | {"speculative_token_tree": "[(0), (1)]"},
+        "speculative_token_tree is .*; it must be a list of tuples",
+    ),
+    (
+        MEDUSA | {"speculative_token_tree": [(0,), (-1,)]},
+        "speculative_token_tree is .*; it must be a list of tuples",
+    ),
     (MEDUSA | {"speculative_token_tree": [(0,), (0,)]}, r"has the node \(0,\) twice"),
-    (MEDUSA | {"speculative_token_tree": [(0,), (1, 0)]}, r"has the node \(1, 0\) without its parent \(1,\)"),
-    (MEDUSA | {"speculative_token_tree": [(0,), (2,)]}, r"has the node \(2,\) without the likelier \(1,\)"),
+    (
+        MEDUSA | {"speculative_token_tree": [(0,), (1, 0)]},
+        r"has the node \(1, 0\) without its parent \(1,\)",
+    ),
+    (
+        MEDUSA | {"speculative_token_tree": [(0,), (2,)]},
+        r"has the node \(2,\) without the likelier \(1,\)",
+    ),
     (MEDUSA | {"speculative_token_tree": [(rank,) for rank in range(33)]}, "ranks go from 0 to 31"),
     (
         MEDUSA | {"speculative_token_tree": [(0,), (1,)], "num_speculative_tokens": 1},
-        "num_speculative_tokens is 1, and speculative_token_tree has 2 nodes, .* use 2, or leave it out",
+        (
+            "num_speculative_tokens is 1, and speculative_token_tree has 2 nodes, .* use 2, or "
+            "leave it out"
+        ),
     ),
-    (MEDUSA | {"speculative_token_tree": TREE}, "has 5 paths, which with the token before them are 17 rows .*, 16"),
+    (
+        MEDUSA | {"speculative_token_tree": TREE},
+        "has 5 paths, which with the token before them are 17 rows .*, 16",
+    ),
     (
         MEDUSA | {"speculative_token_tree": [(0,) * depth for depth in range(1, 7)] + [(1,)]},
         "speculative_token_tree has the depth 6, and speculative_config.model has [345] heads",

@@ -1,4 +1,6 @@
-"""What a sentence-transformers folder says, and what its model answers: to embeddings, and to who asks for text."""
+"""What a sentence-transformers folder says, and what its model answers: to embeddings, and to who
+asks for text.
+"""
 
 import json
 import random
@@ -23,13 +25,25 @@ from quire.tests.support.served import served
 from quire.tests.support.talk import PLAIN
 
 PROMPTS = {"query": "Find: ", "document": "", "classification": "Class of: "}
-OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "dtype": "float32", "kv_cache_memory_bytes": 32 << 20}
+OPTIONS = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "dtype": "float32",
+    "kv_cache_memory_bytes": 32 << 20,
+}
 POOLED = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}
 
 
-def write(folder, modules=("Transformer", "Pooling", "Normalize"), pooled=POOLED, prompts=None, path="1_Pooling"):
+def write(
+    folder,
+    modules=("Transformer", "Pooling", "Normalize"),
+    pooled=POOLED,
+    prompts=None,
+    path="1_Pooling",
+):
     named = [
-        {"idx": i, "name": str(i), "path": path if i else "", "type": f"a.b.{kind}"} for i, kind in enumerate(modules)
+        {"idx": i, "name": str(i), "path": path if i else "", "type": f"a.b.{kind}"}
+        for i, kind in enumerate(modules)
     ]
     (folder / "modules.json").write_text(json.dumps(named))
     (folder / "1_Pooling").mkdir(exist_ok=True)
@@ -58,9 +72,14 @@ def test_prompts_come_before_texts(folder):
         first = PROMPTS[name or "classification"]
         expected = vectors(plain, [first + text for text in texts])
         np.testing.assert_allclose(vectors(own, texts, prompt_name=name), expected, atol=1e-5)
-        found = vectors(own, [{"prompt": texts[0]}, {"prompt_token_ids": tokens(texts[1])}], prompt_name=name)
+        found = vectors(
+            own, [{"prompt": texts[0]}, {"prompt_token_ids": tokens(texts[1])}], prompt_name=name
+        )
         np.testing.assert_allclose(found, [expected[0], vectors(plain, texts[1])[0]], atol=1e-5)
-    with pytest.raises(RequestError, match="prompt_name: must be 'classification' or 'document' or 'query', got 'x'"):
+    with pytest.raises(
+        RequestError,
+        match="prompt_name: must be 'classification' or 'document' or 'query', got 'x'",
+    ):
         own.embed(texts, prompt_name="x")
     with pytest.raises(RequestError, match="prompt_name: must be left out: the model has none"):
         plain.embed(texts, prompt_name="query")
@@ -70,7 +89,8 @@ def test_prompts_come_before_texts(folder):
         own.generate("x", use_tqdm=False)
     queries, documents = (vectors(own, texts, prompt_name=name) for name in ("query", "document"))
     scores = [one.outputs.score for one in own.score(texts[0], texts, use_tqdm=False)]
-    np.testing.assert_allclose(scores, np.array(documents) @ queries[0], atol=1e-6)  # the vectors have length 1
+    # the vectors have length 1
+    np.testing.assert_allclose(scores, np.array(documents) @ queries[0], atol=1e-6)
     with pytest.raises(RequestError, match="text_1"):
         own.score("x", ["y", "\ud800"])
     assert not own.engine.busy
@@ -81,7 +101,10 @@ def test_prompts_come_before_texts(folder):
 def test_http(folder):
     options = make_options(str(folder), **OPTIONS)
     model = Model(("m",), lambda: make_engine(options))
-    with served(model, formats=Formats("none", chat_template=PLAIN)) as state, Client(state.url) as client:
+    with (
+        served(model, formats=Formats("none", chat_template=PLAIN)) as state,
+        Client(state.url) as client,
+    ):
 
         def good(path, **body):
             status, found = client.post(path, body)
@@ -95,13 +118,16 @@ def test_http(folder):
             found = good("/v2/embed", texts=[text], input_type=kind, embedding_types=["float"])
             assert np.allclose(found["embeddings"]["float"][0], expected, atol=1e-5) == same
         raw = good("/tokenize", prompt=PROMPTS["classification"] + text)["tokens"]
-        ids, words = (good("/v1/embeddings", input=given)["data"][0]["embedding"] for given in (raw, text))
+        ids, words = (
+            good("/v1/embeddings", input=given)["data"][0]["embedding"] for given in (raw, text)
+        )
         np.testing.assert_allclose(words, ids, atol=1e-5)
         documents = ["A dog ran home.", text]
         ranked = good("/rerank", query=text, documents=documents)
         scored = good("/score", queries=text, documents=documents)["data"]
         assert [one["score"] for one in scored] == [
-            one["relevance_score"] for one in sorted(ranked["results"], key=lambda one: one["index"])
+            one["relevance_score"]
+            for one in sorted(ranked["results"], key=lambda one: one["index"])
         ]
         assert ranked["ranked_by"] == "cosine of the embeddings of the query and each document"
         asks = {
@@ -146,12 +172,15 @@ def test_folders_that_are_read(tmp_path):
 
 
 def write_wrapped(folder, target):
-    """A copy of a model whose tokenizer adds a token before a text and two after it, as BERT's does."""
+    """A copy of a model whose tokenizer adds a token before a text and two after it, as BERT's
+    does.
+    """
     shutil.copytree(folder, target)
     core = tokenizers.Tokenizer.from_file(str(target / "tokenizer.json"))
     names = {name: core.id_to_token(number) for name, number in (("a", 5), ("b", 6), ("c", 7))}
     core.post_processor = TemplateProcessing(
-        single="{a} $A {b} {c}".format(**names), special_tokens=[(names[name], 5 + i) for i, name in enumerate("abc")]
+        single="{a} $A {b} {c}".format(**names),
+        special_tokens=[(names[name], 5 + i) for i, name in enumerate("abc")],
     )
     core.save(str(target / "tokenizer.json"))
     return target
@@ -162,7 +191,9 @@ def short(folder, tmp_path_factory):
     """A folder of which sentence-transformers reads 9 tokens at most."""
     made = write_wrapped(folder, tmp_path_factory.mktemp("short") / "model")
     write(made)
-    (made / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 9, "do_lower_case": False}))
+    (made / "sentence_bert_config.json").write_text(
+        json.dumps({"max_seq_length": 9, "do_lower_case": False})
+    )
     return made
 
 
@@ -179,7 +210,11 @@ def test_truncated_tokens_are_those_of_the_tokenizers_own_truncation(short):
             text = LONG[: rng.randrange(len(LONG))]
             length = rng.randrange(4, 80)
             core.enable_truncation(length, direction=side)
-            assert own.encode_truncated(text, length, side) == core.encode(text).ids, (side, length, text)
+            assert own.encode_truncated(text, length, side) == core.encode(text).ids, (
+                side,
+                length,
+                text,
+            )
     assert own.encode_truncated(LONG, 4, add_special_tokens=False) == own.encode(LONG, False)[:4]
     assert own.encode_truncated(LONG * 1000, 9) == own.encode_truncated(LONG, 9)
 
@@ -192,7 +227,9 @@ def test_text_is_truncated_as_the_folder_says(short):
 
     def vectors(prompts, llm=llm):
         outputs = llm.embed(prompts, use_tqdm=False)
-        return [one.prompt_token_ids for one in outputs], np.array([one.outputs.embedding for one in outputs])
+        return [one.prompt_token_ids for one in outputs], np.array(
+            [one.outputs.embedding for one in outputs]
+        )
 
     ids, found = vectors([LONG, {"prompt": LONG}, "A dog", LONG * 10_000])
     assert ids == [cut, cut, llm.get_tokenizer().encode("A dog"), cut]
@@ -218,15 +255,26 @@ def test_http_truncates_as_the_folder_says(short):
 
         embeddings = "/v1/embeddings"
         assert tokens_of(embeddings, input=[LONG, LONG * 10_000])["usage"]["prompt_tokens"] == 18
-        assert tokens_of(embeddings, input=LONG, truncate_prompt_tokens=4)["usage"]["prompt_tokens"] == 4
-        assert tokens_of(embeddings, input=LONG, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] == 9
-        assert tokens_of(embeddings, input=LONG, add_special_tokens=False)["usage"]["prompt_tokens"] == 9
+        assert (
+            tokens_of(embeddings, input=LONG, truncate_prompt_tokens=4)["usage"]["prompt_tokens"]
+            == 4
+        )
+        assert (
+            tokens_of(embeddings, input=LONG, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"]
+            == 9
+        )
+        assert (
+            tokens_of(embeddings, input=LONG, add_special_tokens=False)["usage"]["prompt_tokens"]
+            == 9
+        )
         sides = {
             side: tokens_of("/v2/embed", texts=[LONG], input_type="search_query", truncate=side)
             for side in ("END", "START")
         }
         assert {found["meta"]["billed_units"]["input_tokens"] for found in sides.values()} == {9}
-        refused = tokens_of("/v2/embed", 400, texts=[LONG], input_type="search_query", truncate="NONE")
+        refused = tokens_of(
+            "/v2/embed", 400, texts=[LONG], input_type="search_query", truncate="NONE"
+        )
         assert "at most 9 are read" in json.dumps(refused)
         ids = Tokenizer(short).encode(LONG)
         for side, kept in {"END": [*ids[:7], *ids[-2:]], "START": [ids[0], *ids[-8:]]}.items():

@@ -1,4 +1,6 @@
-"""Encoders: the vectors that transformers makes, in any company, and what they are not asked for."""
+"""Encoders: the vectors that transformers makes, in any company, and what they are not asked
+for.
+"""
 
 import json
 
@@ -18,7 +20,12 @@ from quire.tests.support.golden.encoders import ENCODERS, GoldenEncoder
 from quire.tests.support.served import served
 
 pytestmark = pytest.mark.usefixtures("few_programs")
-OPTIONS = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 120}
+OPTIONS = {
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 128,
+    "max_model_len": 120,
+}
 OPTIONS["skip_tokenizer_init"] = True
 NAMED = {variant.name: variant for variant in ENCODERS}
 
@@ -72,7 +79,9 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(ModelError, match="no use for drafts"):
         LLM(str(made.folder), **OPTIONS, speculative_config={"method": "ngram"})
     short = LLM(str(made.folder), **OPTIONS | {"max_num_batched_tokens": 64})
-    with pytest.raises(RequestError, match="reads all of them in one step, which holds 64; raise --max-num-batched"):
+    with pytest.raises(
+        RequestError, match="reads all of them in one step, which holds 64; raise --max-num-batched"
+    ):
         short.embed([[5] * 100])
     assert not short.engine.busy and len(vectors(short, [[5] * 64, [5] * 64, [7]])) == 3
 
@@ -86,7 +95,9 @@ def test_over_http(tmp_path):
     ):
         status, found = client.post("/v1/embeddings", {"input": made.texts})
         assert status == 200, found
-        np.testing.assert_allclose([one["embedding"] for one in found["data"]], length_one(made.mean), atol=2e-5)
+        np.testing.assert_allclose(
+            [one["embedding"] for one in found["data"]], length_one(made.mean), atol=2e-5
+        )
         status, found = client.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 3})
         assert status == 400 and found["error"]["param"] == "model", found
 
@@ -95,8 +106,19 @@ def test_over_http(tmp_path):
     ("said", "activation"),
     [
         ({}, "sigmoid"),
-        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity", "version": "4.1.0"}}, "none"),
-        ({"sbert_ce_default_activation_function": "torch.nn.modules.activation.Sigmoid"}, "sigmoid"),
+        (
+            {
+                "sentence_transformers": {
+                    "activation_fn": "torch.nn.modules.linear.Identity",
+                    "version": "4.1.0",
+                }
+            },
+            "none",
+        ),
+        (
+            {"sbert_ce_default_activation_function": "torch.nn.modules.activation.Sigmoid"},
+            "sigmoid",
+        ),
         ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, "none"),
         ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.GELU"}}, None),
     ],
@@ -106,7 +128,8 @@ def test_what_a_cross_encoder_makes_of_its_numbers(said, activation, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(NAMED["bert"].config | own | said))
     if activation is None:
         with pytest.raises(
-            ModelError, match="an activation of scores is 'torch.nn.modules.activation.GELU'; supported"
+            ModelError,
+            match="an activation of scores is 'torch.nn.modules.activation.GELU'; supported",
         ):
             loader.read_config(tmp_path)
     else:

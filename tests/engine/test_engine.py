@@ -54,7 +54,9 @@ def weights():
 
 @pytest.fixture(scope="module")
 def oracle(weights):
-    """Log-probabilities [T, V] of every position of one sequence, from the decoder without a cache."""
+    """Log-probabilities [T, V] of every position of one sequence, from the decoder without a
+    cache.
+    """
     forward = jax.jit(partial(uncached.forward, config=CONFIG))
 
     def logprobs(tokens: list[int]) -> np.ndarray:
@@ -67,12 +69,23 @@ def oracle(weights):
     return logprobs
 
 
-def make(weights, num_pages=(40, 40), compiled: Engine | None = None, config=CONFIG, host_cache=None) -> Engine:
-    """An engine for four sequences and 16 rows; `compiled` lends its steps to one of the same shape."""
-    runner = Runner(config, weights, StepShape.largest(4, 16, 16), num_pages, 8, LENGTH, True, lambda: weights)
+def make(
+    weights, num_pages=(40, 40), compiled: Engine | None = None, config=CONFIG, host_cache=None
+) -> Engine:
+    """An engine for four sequences and 16 rows; `compiled` lends its steps to one of the same
+    shape.
+    """
+    runner = Runner(
+        config, weights, StepShape.largest(4, 16, 16), num_pages, 8, LENGTH, True, lambda: weights
+    )
     if compiled is not None:
-        runner.compiled, runner.page_copier.programs = compiled.runner.compiled, compiled.runner.page_copier.programs
-    return Engine(runner, None, [PageTable(num_pages, 8, CONFIG.windows, host_cache=host_cache)], LENGTH)
+        runner.compiled, runner.page_copier.programs = (
+            compiled.runner.compiled,
+            compiled.runner.page_copier.programs,
+        )
+    return Engine(
+        runner, None, [PageTable(num_pages, 8, CONFIG.windows, host_cache=host_cache)], LENGTH
+    )
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +95,9 @@ def engine(weights):
     return engine
 
 
-def run(engine: Engine, arrivals: dict[int, list], aborts: dict[int, list[str]] | None = None) -> dict:
+def run(
+    engine: Engine, arrivals: dict[int, list], aborts: dict[int, list[str]] | None = None
+) -> dict:
     """Drive the engine; `arrivals` maps a step to (id, tokens, params), `aborts` a step to ids."""
     requests = {}
     step = 0
@@ -99,7 +114,9 @@ def run(engine: Engine, arrivals: dict[int, list], aborts: dict[int, list[str]] 
 
 
 def check_greedy(oracle, output, params: SamplingParams) -> None:
-    """Every token is the oracle's best given those before it, with the oracle's log-probability, and the end is due."""
+    """Every token is the oracle's best given those before it, with the oracle's log-probability,
+    and the end is due.
+    """
     answer = output.outputs[0]
     prompt = list(output.prompt_token_ids)
     tokens = prompt + list(answer.token_ids)
@@ -142,8 +159,14 @@ def random_mix(rng) -> tuple[dict, dict, dict]:
             ignore_eos=True,
         )
         start = int(rng.integers(0, 12))
-        length = int(rng.integers(1, 50)) if rng.random() < 0.7 else int(rng.choice([1, 7, 8, 9, 16, 17, 62, 63]))
-        arrivals.setdefault(start, []).append((name, rng.integers(0, VOCAB, length).tolist(), params[name]))
+        length = (
+            int(rng.integers(1, 50))
+            if rng.random() < 0.7
+            else int(rng.choice([1, 7, 8, 9, 16, 17, 62, 63]))
+        )
+        arrivals.setdefault(start, []).append(
+            (name, rng.integers(0, VOCAB, length).tolist(), params[name])
+        )
         if rng.random() < 0.2:
             aborts.setdefault(start + int(rng.integers(0, 15)), []).append(name)
     return arrivals, aborts, params
@@ -151,7 +174,9 @@ def random_mix(rng) -> tuple[dict, dict, dict]:
 
 @pytest.mark.parametrize("block", thinned(range(10), [0, 1]))
 def test_random_mixes_equal_the_naive_decoder(engine, oracle, block):
-    """20 mixes of arrivals, lengths, stops and aborts in each block: 200 in all, and nothing is compiled."""
+    """20 mixes of arrivals, lengths, stops and aborts in each block: 200 in all, and nothing is
+    compiled.
+    """
     rng = np.random.default_rng(block)
     oracle([1])  # its own compilation must not count
     before = engine.runner.compiles.recompiles
@@ -181,7 +206,9 @@ class Watched:
 
 
 def test_one_array_up_and_one_down_a_step(weights, engine):
-    """While the same sequences decode, with tokens that only the device knows; nothing else moves or waits."""
+    """While the same sequences decode, with tokens that only the device knows; nothing else moves
+    or waits.
+    """
     engine = make(weights, compiled=engine)
     runner = engine.runner
     told = []
@@ -194,7 +221,11 @@ def test_one_array_up_and_one_down_a_step(weights, engine):
             assert isinstance(buffer, np.ndarray) and buffer.dtype == np.int32
             told.append(("launch", buffer.nbytes))
             sampled, hidden_RD, state = compiled(weights, state, jax.device_put(buffer))
-            names = {name: Watched(name, leaf, told) for name, leaf in vars(sampled).items() if leaf is not None}
+            names = {
+                name: Watched(name, leaf, told)
+                for name, leaf in vars(sampled).items()
+                if leaf is not None
+            }
             return sampled.replace(**names), Watched("hidden_RD", hidden_RD, told), state
 
         return call
@@ -212,7 +243,10 @@ def test_one_array_up_and_one_down_a_step(weights, engine):
             engine.step()
     step = [("launch", told[0][1]), ("begin", "tokens_R"), ("end", "tokens_R")]
     assert told == step * 20
-    assert all(len(seq.cache.pages[0]) > before for seq, before in zip(engine.scheduler.running, pages, strict=True))
+    assert all(
+        len(seq.cache.pages[0]) > before
+        for seq, before in zip(engine.scheduler.running, pages, strict=True)
+    )
     while engine.busy:
         engine.step()
 
@@ -278,7 +312,13 @@ def test_steps_without_branches_draw_the_same(weights, kernels):
 
     def answer(**more) -> list:
         requests = [
-            (str(i), [i, 7] * 3, SamplingParams(temperature=t, min_p=p, seed=i, max_tokens=9, ignore_eos=True, **more))
+            (
+                str(i),
+                [i, 7] * 3,
+                SamplingParams(
+                    temperature=t, min_p=p, seed=i, max_tokens=9, ignore_eos=True, **more
+                ),
+            )
             for i, (t, p) in enumerate([(0, 0), (1.0, 0), (0.7, 0.1), (0, 0)])
         ]
         return [output.outputs[0].token_ids for output in run(engine, {0: requests}).values()]
@@ -289,7 +329,13 @@ def test_steps_without_branches_draw_the_same(weights, kernels):
         answers.append(answer())
     assert answers[0] == answers[1] and len(used) == 8  # each token but that of the prompts' step
     used.clear()
-    for more in ({"top_k": 3}, {"top_p": 0.9}, {"presence_penalty": 1.0}, {"logit_bias": {3: 1.0}}, {"logprobs": 1}):
+    for more in (
+        {"top_k": 3},
+        {"top_p": 0.9},
+        {"presence_penalty": 1.0},
+        {"logit_bias": {3: 1.0}},
+        {"logprobs": 1},
+    ):
         answer(**more)
     answer(min_tokens=9)
     assert not used
@@ -308,18 +354,24 @@ def test_random_mixes_without_the_kernels(weights, oracle, kernels):
             check_greedy(oracle, output, params[name])
 
 
-@pytest.mark.parametrize("kernels", thinned(["", "off"], [""]), indirect=True, ids=["native", "xla"])
+@pytest.mark.parametrize(
+    "kernels", thinned(["", "off"], [""]), indirect=True, ids=["native", "xla"]
+)
 @pytest.mark.parametrize("dtype", thinned(["int8", "fp8", "bfloat16", "int4"], ["int8", "int4"]))
 @pytest.mark.slow
 def test_narrow_pages_lose_little_and_nothing_by_company(weights, oracle, kernels, dtype):
-    """Keys and values rounded in the cache: near the oracle, and the same bits alone and in a batch."""
+    """Keys and values rounded in the cache: near the oracle, and the same bits alone and in a
+    batch.
+    """
     config = replace(CONFIG, kv_cache_dtype=dtype)
     engine = make(weights, config=config)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.state.pages))
     assert held == sum(40 * page_bytes(config, group, 8) for group in range(2))
     engine.runner.warm_up()
     rng = np.random.default_rng(13)
-    params = SamplingParams(temperature=0, max_tokens=12, logprobs=0, prompt_logprobs=0, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0, max_tokens=12, logprobs=0, prompt_logprobs=0, ignore_eos=True
+    )
     prompts = [rng.integers(0, VOCAB, int(n)).tolist() for n in rng.integers(1, 50, 9)]
     together = run(engine, {0: [(str(i), p, params) for i, p in enumerate(prompts)]})
     worst = 0.0
@@ -327,28 +379,35 @@ def test_narrow_pages_lose_little_and_nothing_by_company(weights, oracle, kernel
         (alone,) = run(engine, {0: [("x", prompt, params)]}).values()
         other = together[str(index)]
         assert alone.outputs[0].token_ids == other.outputs[0].token_ids
-        if kernels != "off" and dtype != "fp8":  # XLA's products of heads this small are not promised to the last bit
+        # XLA's products of heads this small are not promised to the last bit
+        if kernels != "off" and dtype != "fp8":
             assert alone.outputs == other.outputs and alone.prompt_logprobs == other.prompt_logprobs
         tokens = prompt + list(alone.outputs[0].token_ids)
         scores = oracle(tokens)
         entries = [*alone.prompt_logprobs[1:], *alone.outputs[0].logprobs]
         for place, entry in enumerate(entries):
-            worst = max(worst, abs(entry[tokens[place + 1]].logprob - scores[place, tokens[place + 1]]))
-    assert 1e-5 < worst < {"fp8": 0.4, "int4": 0.8}.get(dtype, 0.15)  # it is rounded, and not by much
+            worst = max(
+                worst, abs(entry[tokens[place + 1]].logprob - scores[place, tokens[place + 1]])
+            )
+    # it is rounded, and not by much
+    assert 1e-5 < worst < {"fp8": 0.4, "int4": 0.8}.get(dtype, 0.15)
 
 
 def test_layers_that_stay_wide(weights, oracle):
     """Each layer's pages have their own type; where all are skipped they are as without int4."""
     every = replace(CONFIG, kv_cache_dtype="int4", kv_cache_skips=CONFIG.kv_layers)
     wide, same = (
-        jax.tree.map(lambda x: (x.shape, x.dtype), make(weights, config=c).runner.state) for c in (CONFIG, every)
+        jax.tree.map(lambda x: (x.shape, x.dtype), make(weights, config=c).runner.state)
+        for c in (CONFIG, every)
     )
     assert wide == same
     mixed = replace(CONFIG, kv_cache_dtype="int4", kv_cache_skips=CONFIG.kv_layers[:1])
     engine = make(weights, config=mixed)
     first, *others = (engine.runner.state.pages[index] for index in CONFIG.kv_layers)
     assert first.k_PSKH.dtype == jnp.float32 and first.k_scale_PKS is None
-    assert all(pages.k_PSKH.dtype == jnp.uint8 and pages.v_scale_PKS is not None for pages in others)
+    assert all(
+        pages.k_PSKH.dtype == jnp.uint8 and pages.v_scale_PKS is not None for pages in others
+    )
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.state.pages))
     assert held == sum(40 * page_bytes(mixed, group, 8) for group in range(2))
     engine.runner.warm_up()
@@ -356,7 +415,10 @@ def test_layers_that_stay_wide(weights, oracle):
     prompt = np.random.default_rng(3).integers(0, VOCAB, 40).tolist()
     (output,) = run(engine, {0: [("x", prompt, params)]}).values()
     scores = oracle(prompt)
-    found = [entry[token].logprob for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
+    found = [
+        entry[token].logprob
+        for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+    ]
     worst = np.abs(found - scores[np.arange(39), prompt[1:]]).max()
     assert 1e-5 < worst < 0.8
 
@@ -375,7 +437,9 @@ def test_preemption_changes_nothing(weights, oracle, engine):
 
 
 def test_pages_nobody_owns_may_hold_anything(weights, oracle, engine):
-    """Every page starts as NaN, the dummy page too; no row may ever see what it has not been given."""
+    """Every page starts as NaN, the dummy page too; no row may ever see what it has not been
+    given.
+    """
     engine = make(weights, compiled=engine)
     pages = jax.tree.map(lambda page: jnp.full_like(page, jnp.nan), engine.runner.state.pages)
     engine.runner.state = engine.runner.state.replace(pages=pages)
@@ -407,10 +471,15 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch(engine):
     rng = np.random.default_rng(11)
     prompts = [rng.integers(0, VOCAB, int(n)).tolist() for n in rng.integers(1, 40, 12)]
     params = [
-        SamplingParams(temperature=1.0, top_p=0.9, top_k=20, seed=100 + i, max_tokens=12, ignore_eos=True)
+        SamplingParams(
+            temperature=1.0, top_p=0.9, top_k=20, seed=100 + i, max_tokens=12, ignore_eos=True
+        )
         for i in range(len(prompts))
     ]
-    alone = [run(engine, {0: [("x", p, s)]})["x"].outputs[0].token_ids for p, s in zip(prompts, params, strict=True)]
+    alone = [
+        run(engine, {0: [("x", p, s)]})["x"].outputs[0].token_ids
+        for p, s in zip(prompts, params, strict=True)
+    ]
     for trial in range(3):
         starts = np.random.default_rng(trial).integers(0, 20, len(prompts))
         arrivals: dict[int, list] = {}
@@ -432,7 +501,9 @@ def test_n_gives_different_answers_that_a_seed_repeats(engine):
 
 def test_penalties_bias_and_bans_reach_the_tokens(engine, oracle):
     prompt = [5, 6, 7]
-    plain = run(engine, {0: [("a", prompt, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))]})["a"]
+    plain = run(
+        engine, {0: [("a", prompt, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))]}
+    )["a"]
     tokens = plain.outputs[0].token_ids
 
     def greedy(**settings):
@@ -459,7 +530,9 @@ def test_min_tokens_hold_off_the_stop(engine):
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     free = run(engine, {0: [("a", [8, 9], params)]})["a"].outputs[0].token_ids
     stop = free[2]
-    held = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop_token_ids=[stop], min_tokens=6)
+    held = SamplingParams(
+        temperature=0, max_tokens=20, ignore_eos=True, stop_token_ids=[stop], min_tokens=6
+    )
     answer = run(engine, {0: [("a", [8, 9], held)]})["a"].outputs[0]
     assert stop not in answer.token_ids[:6]
     assert len(answer.token_ids) >= 6
@@ -518,11 +591,18 @@ def test_a_step_that_raises_fails_its_requests_and_no_others(weights, oracle, en
 
 def test_a_row_of_nan_fails_alone(oracle, weights):
     """A poisoned embedding row makes the one request that uses it fail; its neighbours go on."""
-    broken = weights.replace(embed_VD=weights.embed_VD.at[90].set(jnp.nan), head_VD=weights.embed_VD)
+    broken = weights.replace(
+        embed_VD=weights.embed_VD.at[90].set(jnp.nan), head_VD=weights.embed_VD
+    )
     engine = make(broken)
     engine.runner.warm_up()
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, allowed_token_ids=list(range(90)))
-    outputs = run(engine, {0: [("good", [1, 2, 3], params), ("bad", [4, 90, 5], params), ("also", [7] * 20, params)]})
+    params = SamplingParams(
+        temperature=0, max_tokens=8, ignore_eos=True, allowed_token_ids=list(range(90))
+    )
+    outputs = run(
+        engine,
+        {0: [("good", [1, 2, 3], params), ("bad", [4, 90, 5], params), ("also", [7] * 20, params)]},
+    )
     assert outputs["bad"].outputs[0].finish_reason == "error"
     for name in ("good", "also"):
         answer = outputs[name].outputs[0]
@@ -534,7 +614,9 @@ def test_a_row_of_nan_fails_alone(oracle, weights):
 
 @pytest.mark.parametrize("scored", [False, True])
 def test_request_that_bans_every_token_leaves_the_cached_prompt_alone(engine, scored):
-    """It ends with an error that is its own; only broken logits are a reason to distrust computed pages."""
+    """It ends with an error that is its own; only broken logits are a reason to distrust computed
+    pages.
+    """
     prompt = list(range(50))
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     expected = bits(run(engine, {0: [("first", prompt, params)]})["first"])
@@ -543,7 +625,11 @@ def test_request_that_bans_every_token_leaves_the_cached_prompt_alone(engine, sc
         prompt_logprobs=0 if scored else None,
     )  # fmt: skip
     answer = run(engine, {0: [("banned", prompt, banned)]})["banned"].outputs[0]
-    assert (answer.finish_reason, answer.stop_reason, list(answer.token_ids)) == ("error", NO_TOKEN_ALLOWED, [])
+    assert (answer.finish_reason, answer.stop_reason, list(answer.token_ids)) == (
+        "error",
+        NO_TOKEN_ALLOWED,
+        [],
+    )
     again = run(engine, {0: [("again", prompt, params)]})["again"]
     assert again.num_cached_tokens == 49 and bits(again) == expected
 
@@ -560,24 +646,33 @@ def without_cache(weights, compiled: Engine) -> Engine:
 def bits(output) -> list:
     """The tokens of a result and the bits of their log-probabilities."""
     return [
-        (list(answer.token_ids), [{t: e.logprob for t, e in entry.items()} for entry in answer.logprobs or ()])
+        (
+            list(answer.token_ids),
+            [{t: e.logprob for t, e in entry.items()} for entry in answer.logprobs or ()],
+        )
         for answer in output.outputs
     ]
 
 
 def turns(rng, count: int) -> list[list[int]]:
-    """Prompts that begin with parts of each other, as turns of a chat and users of one system prompt do."""
+    """Prompts that begin with parts of each other, as turns of a chat and users of one system
+    prompt do.
+    """
     prompts = [rng.integers(0, VOCAB, int(rng.integers(1, 30))).tolist()]
     while len(prompts) < count:
         start = prompts[int(rng.integers(len(prompts)))]
         kept = int(rng.integers(0, len(start) + 1)) if rng.random() < 0.5 else len(start)
-        prompts.append((start[:kept] + rng.integers(0, VOCAB, int(rng.integers(1, 20))).tolist())[: LENGTH - 1])
+        prompts.append(
+            (start[:kept] + rng.integers(0, VOCAB, int(rng.integers(1, 20))).tolist())[: LENGTH - 1]
+        )
     return prompts
 
 
 @pytest.mark.parametrize("block", thinned(range(5), [0]))
 def test_a_prefix_hit_changes_no_bit(weights, engine, block):
-    """Requests that begin alike, greedy and drawn, with penalties or none, also where pages are soon taken again."""
+    """Requests that begin alike, greedy and drawn, with penalties or none, also where pages are
+    soon taken again.
+    """
     rng = np.random.default_rng(100 + block)
     plain = without_cache(weights, engine)
     small = make(weights, compiled=engine)
@@ -618,7 +713,8 @@ def test_the_same_prompt_again_computes_its_last_page_alone(weights, engine):
     assert rows == [1, 1]
     assert bits(first) == bits(again)
     longer = run(engine, {0: [("c", [*prompt, *again.outputs[0].token_ids, 5], params)]})["c"]
-    assert longer.num_cached_tokens == 42  # the last page is a copy of the one that the second request left
+    # the last page is a copy of the one that the second request left
+    assert longer.num_cached_tokens == 42
 
 
 def test_answers_of_one_request_share_its_prompt(weights, engine):
@@ -627,7 +723,9 @@ def test_answers_of_one_request_share_its_prompt(weights, engine):
 
     def watch(plan, moves, launch=engine.runner.launch):
         nonlocal most
-        most = max(most, sum(group.num_pages - 1 - group.num_free for group in engine.tables[0].pools[:1]))
+        most = max(
+            most, sum(group.num_pages - 1 - group.num_free for group in engine.tables[0].pools[:1])
+        )
         return launch(plan, moves)
 
     engine.runner.launch = watch
@@ -674,7 +772,9 @@ def test_prompt_logprobs_are_computed_whatever_is_cached(weights, engine, oracle
     assert output.num_cached_tokens == 0
     scores = oracle(prompt)
     for place, entry in enumerate(output.prompt_logprobs[1:]):
-        assert entry[prompt[place + 1]].logprob == pytest.approx(scores[place, prompt[place + 1]], abs=1e-4)
+        assert entry[prompt[place + 1]].logprob == pytest.approx(
+            scores[place, prompt[place + 1]], abs=1e-4
+        )
 
 
 # What has no room on the device
@@ -682,7 +782,9 @@ def test_prompt_logprobs_are_computed_whatever_is_cached(weights, engine, oracle
 
 def host_cache_for(engine: Engine, host_pages: int, disk: DiskCache | None = None) -> HostCache:
     runner = engine.runner
-    sizes = [page_bytes(runner.config, group, runner.page_size) for group in range(len(runner.num_pages))]
+    sizes = [
+        page_bytes(runner.config, group, runner.page_size) for group in range(len(runner.num_pages))
+    ]
     return HostCache(sizes, host_pages * max(sizes), disk, b"this model")
 
 
@@ -691,21 +793,31 @@ def chats(rng, count: int) -> dict[int, list]:
     arrivals: dict[int, list] = {}
     for index, prompt in enumerate(turns(rng, count)):
         params = SamplingParams(
-            temperature=float(rng.choice([0, 1])), seed=index, max_tokens=8, logprobs=1, ignore_eos=True
+            temperature=float(rng.choice([0, 1])),
+            seed=index,
+            max_tokens=8,
+            logprobs=1,
+            ignore_eos=True,
         )
         arrivals.setdefault(int(rng.integers(0, 60)), []).append((str(index), prompt, params))
     return arrivals
 
 
 @pytest.mark.parametrize("host_pages", [4, 400])
-def test_pages_that_come_back_from_host_and_disk_change_no_bit(weights, engine, host_pages, tmp_path):
-    """A pool in which everything has to leave, copies in host memory with room for some or for all, and a folder."""
+def test_pages_that_come_back_from_host_and_disk_change_no_bit(
+    weights, engine, host_pages, tmp_path
+):
+    """A pool in which everything has to leave, copies in host memory with room for some or for all,
+    and a folder.
+    """
     rng = np.random.default_rng(host_pages)
     plain = without_cache(weights, engine)
     disk = DiskCache(tmp_path, 1 << 30)
     host_cache = host_cache_for(engine, host_pages, disk)
     small = make(weights, compiled=engine)
-    small.tables[0] = small.scheduler.replicas[0].table = PageTable((16, 14), 8, CONFIG.windows, host_cache=host_cache)
+    small.tables[0] = small.scheduler.replicas[0].table = PageTable(
+        (16, 14), 8, CONFIG.windows, host_cache=host_cache
+    )
     bare = make(weights, compiled=engine)
     bare.tables[0] = bare.scheduler.replicas[0].table = PageTable((16, 14), 8, CONFIG.windows)
     cached = {"host_cache": 0, "none": 0}
@@ -724,18 +836,27 @@ def test_pages_that_come_back_from_host_and_disk_change_no_bit(weights, engine, 
 
 
 def test_pages_as_a_tpu_has_them(weights, oracle, tmp_path, monkeypatch):
-    """Keys and values in one array: XLA serves that too, and pages go to host and disk and come back."""
+    """Keys and values in one array: XLA serves that too, and pages go to host and disk and come
+    back.
+    """
     monkeypatch.setattr(state_module, "pairs", lambda dtype: True)
     engine = make(weights)
     engine.runner.warm_up()
-    assert all(pages.k_PSKH is None and pages.v_PSKH is None for pages in engine.runner.state.pages.values())
+    assert all(
+        pages.k_PSKH is None and pages.v_PSKH is None
+        for pages in engine.runner.state.pages.values()
+    )
     small = make(weights, compiled=engine)
     host_cache = host_cache_for(engine, 4, DiskCache(tmp_path, 1 << 30))
-    small.tables[0] = small.scheduler.replicas[0].table = PageTable((16, 14), 8, CONFIG.windows, host_cache=host_cache)
+    small.tables[0] = small.scheduler.replicas[0].table = PageTable(
+        (16, 14), 8, CONFIG.windows, host_cache=host_cache
+    )
     arrivals = chats(np.random.default_rng(4), 16)
     plain = run(without_cache(weights, engine), arrivals)
     outputs = run(small, arrivals)
-    assert {name: bits(output) for name, output in outputs.items()} == {n: bits(output) for n, output in plain.items()}
+    assert {name: bits(output) for name, output in outputs.items()} == {
+        n: bits(output) for n, output in plain.items()
+    }
     assert sum(output.num_cached_tokens for output in outputs.values())
     for name, _, params in sum(arrivals.values(), []):
         if params.temperature == 0:
@@ -748,7 +869,11 @@ def test_another_process_goes_on_with_what_the_first_computed(weights, engine, t
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
 
     def serve(folder) -> tuple[int, list]:
-        own = make(weights, compiled=engine, host_cache=host_cache_for(engine, 50, DiskCache(folder, 1 << 30)))
+        own = make(
+            weights,
+            compiled=engine,
+            host_cache=host_cache_for(engine, 50, DiskCache(folder, 1 << 30)),
+        )
         output = run(own, {0: [("a", prompt, params)]})["a"]
         own.close()
         own.close()  # once more is once too many, and no harm
@@ -773,19 +898,27 @@ def test_names_that_collide_never_lead_to_another_prompt(weights, engine, tmp_pa
     plain = without_cache(weights, engine)
     for start in (0, 1, 2):
         prompt = list(range(start, start + 41))
-        own = make(weights, compiled=engine, host_cache=host_cache_for(engine, 50, DiskCache(tmp_path, 1 << 30)))
+        own = make(
+            weights,
+            compiled=engine,
+            host_cache=host_cache_for(engine, 50, DiskCache(tmp_path, 1 << 30)),
+        )
         output = run(own, {0: [("a", prompt, params)]})["a"]
         own.close()
         assert bits(output) == bits(run(plain, {0: [("a", prompt, params)]})["a"])
 
 
 def test_a_disk_that_takes_nothing_hurts_nobody(weights, engine, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(disk_module, "open_private", lambda path, flags: os.open("/dev/full", os.O_WRONLY))
+    monkeypatch.setattr(
+        disk_module, "open_private", lambda path, flags: os.open("/dev/full", os.O_WRONLY)
+    )
     rng = np.random.default_rng(3)
     plain = without_cache(weights, engine)
     small = make(weights, compiled=engine)
     host_cache = host_cache_for(engine, 2, DiskCache(tmp_path, 1 << 30))
-    small.tables[0] = small.scheduler.replicas[0].table = PageTable((16, 14), 8, CONFIG.windows, host_cache=host_cache)
+    small.tables[0] = small.scheduler.replicas[0].table = PageTable(
+        (16, 14), 8, CONFIG.windows, host_cache=host_cache
+    )
     arrivals = chats(rng, 12)
     expected = {name: bits(output) for name, output in run(plain, arrivals).items()}
     assert {name: bits(output) for name, output in run(small, arrivals).items()} == expected
@@ -882,7 +1015,10 @@ def test_sleep_survives_a_step_that_fails(weights, engine):
     own.runner.collect = collect
     own.lifecycle.wake_up()
     own.scheduler.check()
-    assert len(run(own, {0: [("canary", list(range(20)), params)]})["canary"].outputs[0].token_ids) == 20
+    assert (
+        len(run(own, {0: [("canary", list(range(20)), params)]})["canary"].outputs[0].token_ids)
+        == 20
+    )
 
 
 # What it did when
@@ -907,7 +1043,9 @@ def test_a_trace_tells_every_step_and_every_request(weights, engine, tmp_path):
     for lane in names:
         own_spans = [event for event in spans if event["tid"] == lane]
         assert all(event["dur"] >= 0 for event in own_spans)
-        assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in zip(own_spans, own_spans[1:], strict=False))
+        assert all(
+            a["ts"] + a["dur"] <= b["ts"] for a, b in zip(own_spans, own_spans[1:], strict=False)
+        )
     host = [event["name"] for event in spans if names[event["tid"]] == "host"]
     assert {"schedule", "launch", "collect", "update"} == set(host)
     requests = [event for event in events if event.get("cat") == "request"]
@@ -943,7 +1081,9 @@ def test_best_of_gives_the_likeliest(weights, engine):
     chosen = run(engine, {0: [("best", prompt, params)]})["best"].outputs
     assert [answer.token_ids for answer in chosen] == [answer.token_ids for answer in best]
     assert [answer.index for answer in chosen] == [0, 1]
-    assert [answer.cumulative_logprob for answer in chosen] == [answer.cumulative_logprob for answer in best]
+    assert [answer.cumulative_logprob for answer in chosen] == [
+        answer.cumulative_logprob for answer in best
+    ]
     assert all(answer.logprobs is None for answer in chosen)
     for wrong in (1, 0, "x", 1000):
         with pytest.raises(RequestError, match="best_of"):
@@ -1025,7 +1165,9 @@ def test_a_timeout_ends_a_request_with_what_it_has(weights, oracle, engine):
 
 
 def test_each_key_gets_an_equal_share(weights, engine):
-    """One caller with a hundred requests, and one who comes later with four: these wait for no more than their turn."""
+    """One caller with a hundred requests, and one who comes later with four: these wait for no more
+    than their turn.
+    """
     engine = make(weights, compiled=engine)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     for index in range(100):

@@ -27,9 +27,15 @@ PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 def make(folder, **options) -> LLM:
     return LLM(
-        model=str(folder), skip_tokenizer_init=True, dtype="float32", max_num_batched_tokens=32, max_num_seqs=4,
-        kv_cache_memory_bytes=64 << 20, enable_prefix_caching=False, **options,
-    )  # fmt: skip
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_num_batched_tokens=32,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=64 << 20,
+        enable_prefix_caching=False,
+        **options,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +57,9 @@ def routed(folder, sequences: list[list[int]]) -> dict[int, np.ndarray]:
 
         T = len(tokens_T)
         hooks = LayerHooks(uncached.attention(config, 1, T), record_experts=record_experts)
-        return decoder.forward(weights, {"chosen": {}}, tokens_T, jnp.arange(T), config, hooks)[1]["chosen"]
+        return decoder.forward(weights, {"chosen": {}}, tokens_T, jnp.arange(T), config, hooks)[1][
+            "chosen"
+        ]
 
     found = {}
     for tokens in sequences:
@@ -69,7 +77,10 @@ def test_rows_of_each_expert(mixture):
     prompts = [[(7 * i + 3 * j) % 160 for j in range(n)] for i, n in enumerate((41, 5, 18))]
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], PARAMS, use_tqdm=False)
     assert llm.engine.runner.compiles.recompiles == 0
-    wanted = routed(folder, [ids + out.outputs[0].token_ids[:-1] for ids, out in zip(prompts, outputs, strict=True)])
+    wanted = routed(
+        folder,
+        [ids + out.outputs[0].token_ids[:-1] for ids, out in zip(prompts, outputs, strict=True)],
+    )
     found = llm.expert_loads()
     assert list(found) == sorted(wanted) != list(range(6))
     for layer, counts in wanted.items():
@@ -94,7 +105,9 @@ def test_what_an_operator_sees(mixture):
     engine = mixture[1].engine
 
     def ask(server, method: str, path: str) -> tuple[int, dict]:
-        connection = http.client.HTTPConnection(*server.url.removeprefix("http://").split(":"), timeout=120)
+        connection = http.client.HTTPConnection(
+            *server.url.removeprefix("http://").split(":"), timeout=120
+        )
         try:
             connection.request(method, path)
             response = connection.getresponse()
@@ -104,7 +117,10 @@ def test_what_an_operator_sees(mixture):
 
     with served(model_of(engine), admin=True) as server:
         status, found = ask(server, "GET", "/expert_loads")
-        assert (status, found["layers"]) == (200, json.loads(json.dumps(engine.runner.expert_loads.loads())))
+        assert (status, found["layers"]) == (
+            200,
+            json.loads(json.dumps(engine.runner.expert_loads.loads())),
+        )
         status, found = ask(server, "POST", "/rebalance_experts")
         assert status == 400 and "expert_redundancy: is 0" in found["error"]["message"]
 
@@ -158,7 +174,9 @@ def test_counters_that_wrap_and_come_late(mixture):
 
 
 def test_a_model_without_experts():
-    llm = LLM(max_num_seqs=2, max_num_batched_tokens=16, kv_cache_memory_bytes=64 << 20, max_model_len=64)
+    llm = LLM(
+        max_num_seqs=2, max_num_batched_tokens=16, kv_cache_memory_bytes=64 << 20, max_model_len=64
+    )
     with pytest.raises(RequestError, match="model: has no experts"):
         llm.expert_loads()
     assert not [name for name in llm.get_metrics() if "expert" in name]

@@ -11,12 +11,18 @@ from quire.serving.device.expert_placement import balanced, busiest, settled, tr
 from quire.tests.support.cases import cases
 
 CASES = st.tuples(
-    st.integers(2, 8), st.integers(1, 6), st.integers(0, 8), st.integers(0, 2**32), st.sampled_from([0.3, 1.2, 5])
+    st.integers(2, 8),
+    st.integers(1, 6),
+    st.integers(0, 8),
+    st.integers(0, 2**32),
+    st.sampled_from([0.3, 1.2, 5]),
 )
 
 
 def drawn(case) -> tuple[np.ndarray, int, int]:
-    """(loads [L, E], places, devices); so many places that each device has as many, and experts enough for them."""
+    """(loads [L, E], places, devices); so many places that each device has as many, and experts
+    enough for them.
+    """
     devices, own, fewer, seed, shape = case
     slots = devices * own
     E = max(own, slots - fewer)
@@ -37,9 +43,12 @@ def test_every_expert_has_a_place(case):
             least = (loads_E[copies > 1] / (copies[copies > 1] - 1)).min()
             assert least >= (loads_E / copies)[copies < devices].max(initial=0)
         mean = loads_E.sum() / devices
-        # The last to be placed goes to a device with no more than the mean, unless all such are full.
+        # The last to be placed goes to a device with no more than the mean, unless all such are
+        # full.
         own = slots // devices
-        assert busiest(loads_E, found, devices) * mean <= mean + own * (loads_E / copies).max() + 1e-9
+        assert (
+            busiest(loads_E, found, devices) * mean <= mean + own * (loads_E / copies).max() + 1e-9
+        )
 
 
 @settings(max_examples=cases(100))
@@ -52,7 +61,9 @@ def test_what_is_sent_makes_the_placement(case):
     old = first_placement(Moe(E, 1, 1, spare=slots - E))
     for wanted in balanced(loads, slots, devices):
         new = settled(wanted, old, devices)
-        shares = [sorted(map(sorted, placed.reshape(devices, own).tolist())) for placed in (wanted, new)]
+        shares = [
+            sorted(map(sorted, placed.reshape(devices, own).tolist())) for placed in (wanted, new)
+        ]
         assert shares[0] == shares[1]
         assert (new == old).sum() >= (wanted == old).sum() or (new == old).any()
         sent, kept, turns = transfers(new, old, devices)
@@ -61,7 +72,9 @@ def test_what_is_sent_makes_the_placement(case):
             for to in range(devices):
                 for source in range(devices):
                     if kept[to, source, turn] < own:
-                        held[to, kept[to, source, turn]] = old[source * own + sent[to, source, turn]]
+                        held[to, kept[to, source, turn]] = old[
+                            source * own + sent[to, source, turn]
+                        ]
         assert held.reshape(-1).tolist() == new.tolist()
         assert (kept < own).sum() == (new != old).sum()
         copies_E, slots_EC = tables(new, E, slots - E + 1)
@@ -108,5 +121,17 @@ def test_places_that_cannot_be_shared(experts, spare, devices, said):
 
 def test_places_beside_the_experts():
     check(model(0, 6), 2, 4)
-    assert [layer.moe and layer.moe.slots for layer in with_redundancy(model(0, 6), 2).layers] == [None, 8]
-    assert first_placement(with_redundancy(model(6), 2).layers[0].moe).tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
+    assert [layer.moe and layer.moe.slots for layer in with_redundancy(model(0, 6), 2).layers] == [
+        None,
+        8,
+    ]
+    assert first_placement(with_redundancy(model(6), 2).layers[0].moe).tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        0,
+        1,
+    ]

@@ -1,4 +1,6 @@
-"""GBNF: every feature that llama.cpp's grammars use, and random grammars against a reading of them by hand."""
+"""GBNF: every feature that llama.cpp's grammars use, and random grammars against a reading of them
+by hand.
+"""
 
 import random
 from collections.abc import Iterator
@@ -6,11 +8,22 @@ from collections.abc import Iterator
 import llguidance
 import pytest
 
-from quire.serving.request.gbnf import Alt, Chars, GrammarError, Node, Ref, Repeat, Seq, is_gbnf, parse
+from quire.serving.request.gbnf import (
+    Alt,
+    Chars,
+    GrammarError,
+    Node,
+    Ref,
+    Repeat,
+    Seq,
+    is_gbnf,
+    parse,
+)
 from quire.serving.request.lark import to_lark
 from quire.tests.support.cases import cases
 
-# By the features of the grammars that llama.cpp publishes, and of those that it makes from JSON schemas.
+# By the features of the grammars that llama.cpp publishes, and of those that it makes from JSON
+# schemas.
 CHESS = r"""
 # two moves a line
 root ::= (
@@ -67,23 +80,48 @@ ws ::= [ \t\n]+
 """
 GRAMMARS = [
     ('root ::= "yes" | "no"', ["yes", "no"], ["", "ye", "yes no", "maybe"]),
-    (CHESS, ["1. e4 e5\n2. Nf3 O-O-O#\n", "1. exd8=Q+ Kd8\n12. a3 O-O\n"], ["1. e4 e5\n", "1. e9 e5\n2. a3 a3\n"]),
-    (SUMS, ["a=1\n", "(1)=(3)\n", "a +b \n=3\n\n", "1=2\n(a_1*(b))=x\n"], ["a=1", "a + b=3\n", "1=\n", "(1=2\n"]),
+    (
+        CHESS,
+        ["1. e4 e5\n2. Nf3 O-O-O#\n", "1. exd8=Q+ Kd8\n12. a3 O-O\n"],
+        ["1. e4 e5\n", "1. e9 e5\n2. a3 a3\n"],
+    ),
+    (
+        SUMS,
+        ["a=1\n", "(1)=(3)\n", "a +b \n=3\n\n", "1=2\n(a_1*(b))=x\n"],
+        ["a=1", "a + b=3\n", "1=\n", "(1=2\n"],
+    ),
     (
         JSON,
         ["{}", '{"a": [1, -2.5e+3], "é\\n\\u00e9": {"b":\n\t null}} '],
         ['{"a": }', '{"a\n": 1}', "[]", '{"a": 1e}'],
     ),
-    (SCHEMA, ['[{"name": "Ann", "age": 42},{"name":"é","age":150}]'], ['[{"name": "", "age": 2}]', "[]"]),
-    (CODE, ["", "int f(){}", "int f(char x){x = (a+1)-b;return 7;// ok\n}"], ["int f(){x=1}", "float f(){}"]),
+    (
+        SCHEMA,
+        ['[{"name": "Ann", "age": 42},{"name":"é","age":150}]'],
+        ['[{"name": "", "age": 2}]', "[]"],
+    ),
+    (
+        CODE,
+        ["", "int f(){}", "int f(char x){x = (a+1)-b;return 7;// ok\n}"],
+        ["int f(){x=1}", "float f(){}"],
+    ),
     ("root ::= [ぁ-ゟ]+ ([、。] [ァ-ヿ]{2})?", ["こんにちは", "あ。カナ"], ["", "abc", "あ。カ"]),
-    (r'root ::= "\x41\u00e9\U0001F600\t\"\\" [\]\-\[^]', ['Aé😀\t"\\]', 'Aé😀\t"\\-', 'Aé😀\t"\\^'], ['Aé😀\t"\\a']),
+    (
+        r'root ::= "\x41\u00e9\U0001F600\t\"\\" [\]\-\[^]',
+        ['Aé😀\t"\\]', 'Aé😀\t"\\-', 'Aé😀\t"\\^'],
+        ['Aé😀\t"\\a'],
+    ),
     ('root ::= . . "/"', ["ab/", "\n/" + "/", "é😀/"], ["a/", "ab"]),
-    ("root ::= [a-c-]{2} [0-9]{2,} [x]{1,2} [y]{,1}", ["a-00x", "bc123xxy"], ["a00x", "a-0x", "a-00xxx", "a-00xyy"]),
+    (
+        "root ::= [a-c-]{2} [0-9]{2,} [x]{1,2} [y]{,1}",
+        ["a-00x", "bc123xxy"],
+        ["a00x", "a-0x", "a-00xxx", "a-00xyy"],
+    ),
     ('root ::= a-B_1\n\n\na-B_1 ::= "x"\n  "y" | # either\n  "z"', ["xy", "z"], ["x", "xyz"]),
     ('root ::= "(" root ")" | ""', ["", "()", "((()))"], ["(", "(()"]),
     ('root ::= root "a" | "b"', ["b", "baa"], ["", "a", "ab"]),  # to the left
-    ('root ::= [a-z]+ "x" root?', ["abx", "xxx", "abxcdx"], ["x", "ab"]),  # what the letters take is not lost
+    # what the letters take is not lost
+    ('root ::= [a-z]+ "x" root?', ["abx", "xxx", "abxcdx"], ["x", "ab"]),
     ('root ::= "a" ("bc" | "b" root)', ["abc", "ababc"], ["ab"]),
     ('root ::= ("a" "")* ""', ["", "aaa"], ["b"]),
     ('#first\r\nroot ::= "a"\r\n#last', ["a"], ["a\r"]),
@@ -92,7 +130,9 @@ TOKENIZER = llguidance.LLTokenizer("byte")
 
 
 def matcher(grammar: str) -> llguidance.LLMatcher:
-    made = llguidance.LLMatcher(TOKENIZER, f'%llguidance {{"no_forcing": true}}\n{to_lark(grammar)}', log_level=0)
+    made = llguidance.LLMatcher(
+        TOKENIZER, f'%llguidance {{"no_forcing": true}}\n{to_lark(grammar)}', log_level=0
+    )
     assert not made.is_error(), made.get_error()
     return made
 
@@ -173,7 +213,9 @@ def drawn(rng: random.Random, depth: int, names: list[str]) -> str:
     kind = rng.random()
     if depth == 0 or kind < 0.35:
         text = '"' + "".join(rng.choices("abc", k=rng.randint(0, 3))) + '"'
-        return rng.choice([text, rng.choice(["[ab]", "[a-c]", "[^a]", "[bc]", "."]), rng.choice(names)])
+        return rng.choice(
+            [text, rng.choice(["[ab]", "[a-c]", "[^a]", "[bc]", "."]), rng.choice(names)]
+        )
     if kind < 0.6:
         return " ".join(drawn(rng, depth - 1, names) for _ in range(rng.randint(1, 3)))
     if kind < 0.8:
@@ -203,7 +245,9 @@ def within(node: Chars, letter: str) -> bool:
 
 
 def reads(rules: dict[str, Node], text: str) -> bool:
-    """Whether a text is of the grammar: all places where a rule may end, until no more are found."""
+    """Whether a text is of the grammar: all places where a rule may end, until no more are
+    found.
+    """
     known: dict[tuple[str, int], set[int]] = {("root", 0): set()}
 
     def places(node: Node, at: int) -> set[int]:
@@ -215,7 +259,9 @@ def reads(rules: dict[str, Node], text: str) -> bool:
             return set(known.setdefault((node.name, at), set()))
         now = {at}
         after = set()
-        parts: Iterator[Node] = iter(node.children if isinstance(node, Seq) else [node.child] * node.low)
+        parts: Iterator[Node] = iter(
+            node.children if isinstance(node, Seq) else [node.child] * node.low
+        )
         for part in parts:
             now = set().union(*(places(part, each) for each in now))
         if isinstance(node, Seq):
@@ -239,7 +285,8 @@ def test_random_grammars_take_what_a_reading_by_hand_takes():
     for _ in range(cases(600, 100)):
         names = ["root", "x", "y", "z"][: rng.randint(2, 4)]
         grammar = "\n".join(
-            f"{name} ::= {drawn(rng, rng.randint(1, 3), names)} | {drawn(rng, 1, names)}" for name in names
+            f"{name} ::= {drawn(rng, rng.randint(1, 3), names)} | {drawn(rng, 1, names)}"
+            for name in names
         )
         rules = parse(grammar)
         fresh = matcher(grammar)
@@ -250,7 +297,11 @@ def test_random_grammars_take_what_a_reading_by_hand_takes():
             except RecursionError:
                 continue
             cut = rng.randint(0, len(text))
-            texts |= {text, text[:cut] + rng.choice("abcd") + text[cut + 1 :], text[:cut] + text[cut + 1 :]}
+            texts |= {
+                text,
+                text[:cut] + rng.choice("abcd") + text[cut + 1 :],
+                text[:cut] + text[cut + 1 :],
+            }
         for text in sorted(texts):
             expected = reads(rules, text)
             assert accepts(fresh, text) == expected, (grammar, text)

@@ -1,7 +1,8 @@
-"""The same tokens and log-probabilities, to the last bit, alone and in any company: on quill, by every attention.
+"""The same tokens and log-probabilities, to the last bit, alone and in any company: on quill, by
+every attention.
 
-What may not matter: who else runs, how prompts are cut into chunks, what was found computed, who gave way, what came
-back from host memory or disk.
+What may not matter: who else runs, how prompts are cut into chunks, what was found computed, who
+gave way, what came back from host memory or disk.
 """
 
 import random
@@ -35,14 +36,18 @@ OTHERS = [
 
 @pytest.fixture(scope="module", params=[*attention.IMPLEMENTATIONS, *OTHERS])
 def runner(request):
-    """quill's float32 steps, with one implementation of attention alone, by dtypes of the cache and of the weights."""
+    """quill's float32 steps, with one implementation of attention alone, by dtypes of the cache and
+    of the weights.
+    """
     name, cache, quantization = (*request.param.split(), None, None)[:3]
     every = attention.IMPLEMENTATIONS.copy()
     jax.clear_caches()  # which one serves is no part of a trace's key
     attention.IMPLEMENTATIONS.clear()
     attention.IMPLEMENTATIONS[name] = every[name]
     folder = hub.resolve(None)
-    config = loader.read_config(folder, "float32", LENGTH, quantization, kv_cache_dtype=cache or "auto")
+    config = loader.read_config(
+        folder, "float32", LENGTH, quantization, kv_cache_dtype=cache or "auto"
+    )
     shape = StepShape.largest(8, 48, 16)
     groups = len(config.windows)
     runner = Runner(config, loader.load(folder, config), shape, (400,) * groups, 16, LENGTH, True)
@@ -57,17 +62,26 @@ def runner(request):
     jax.clear_caches()
 
 
-def engine_of(compiled: Runner, num_pages: int, host_cache: HostCache | None = None, keeps: bool = True) -> Engine:
+def engine_of(
+    compiled: Runner, num_pages: int, host_cache: HostCache | None = None, keeps: bool = True
+) -> Engine:
     """With a device state of its own, and the steps of the other."""
-    runner = Runner(compiled.config, compiled.weights, compiled.shape, compiled.num_pages, 16, LENGTH, True)
+    runner = Runner(
+        compiled.config, compiled.weights, compiled.shape, compiled.num_pages, 16, LENGTH, True
+    )
     runner.compiled, runner.page_copier.programs = compiled.compiled, compiled.page_copier.programs
-    pages = PageTable((num_pages,) * len(runner.num_pages), 16, runner.config.windows, keeps, host_cache)
+    pages = PageTable(
+        (num_pages,) * len(runner.num_pages), 16, runner.config.windows, keeps, host_cache
+    )
     return Engine(runner, None, [pages], LENGTH)
 
 
 def serve(engine: Engine, requests: dict[str, tuple], arrivals: dict[str, int]) -> dict[str, tuple]:
     """What each request got: tokens, and the bits of their scores."""
-    return {name: bits(request.output()) for name, request in company.serve(engine, requests, arrivals).items()}
+    return {
+        name: bits(request.output())
+        for name, request in company.serve(engine, requests, arrivals).items()
+    }
 
 
 def bits(output) -> tuple:
@@ -86,7 +100,9 @@ def mix(rng: random.Random, vocab: int) -> tuple[dict[str, tuple], dict[str, int
     prompts = []
     for index in range(rng.randint(2, 8)):
         start = rng.choice(prompts)[: rng.randint(0, 120)] if prompts and rng.random() < 0.6 else []
-        prompts.append(start + [rng.randrange(vocab) for _ in range(rng.choice((1, 2, 15, 16, 17, 40, 90)))])
+        prompts.append(
+            start + [rng.randrange(vocab) for _ in range(rng.choice((1, 2, 15, 16, 17, 40, 90)))]
+        )
         params = SamplingParams(
             temperature=rng.choice((0, 0, 0.8)),
             seed=index,
@@ -107,7 +123,9 @@ def mix(rng: random.Random, vocab: int) -> tuple[dict[str, tuple], dict[str, int
 def test_company_changes_no_bit(runner, tmp_path):
     rng = random.Random(6)
     compiled = runner.compiles.recompiles
-    sizes = [page_bytes(runner.config, group, runner.page_size) for group in range(len(runner.num_pages))]
+    sizes = [
+        page_bytes(runner.config, group, runner.page_size) for group in range(len(runner.num_pages))
+    ]
     size = max(sizes)
     alone = engine_of(runner, 400, keeps=False)
     roomy = engine_of(runner, 400)
@@ -117,7 +135,9 @@ def test_company_changes_no_bit(runner, tmp_path):
     seen = {"cached": 0, "gave way": 0, "came back": 0}
     for number in range(cases(20, least=3)):
         requests, arrivals = mix(rng, runner.config.vocab_size)
-        expected = {name: serve(alone, {name: own}, {name: 0})[name] for name, own in requests.items()}
+        expected = {
+            name: serve(alone, {name: own}, {name: 0})[name] for name, own in requests.items()
+        }
         for kind, engine in {"roomy": roomy, "tight": tight, "tiered": tiered}.items():
             outputs = {}
             added = engine.add
@@ -131,7 +151,9 @@ def test_company_changes_no_bit(runner, tmp_path):
             engine.add = added
             cached = sum(request.output().num_cached_tokens for request in outputs.values())
             seen["cached"] += cached
-            seen["gave way"] += sum(request.output().metrics.num_preemptions for request in outputs.values())
+            seen["gave way"] += sum(
+                request.output().metrics.num_preemptions for request in outputs.values()
+            )
             if engine is tiered:
                 seen["came back"] += cached
     tiered.close()
@@ -146,12 +168,19 @@ def test_where_invariance_is_required_it_holds_or_nothing_starts(monkeypatch, ke
         pytest.skip("no compiler")
     if not kernels:
         monkeypatch.setenv("QUIRE_NATIVE", "off")
-    options = {"max_num_seqs": 1, "max_num_batched_tokens": 8, "max_model_len": 64, "require_invariance": True}
+    options = {
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 8,
+        "max_model_len": 64,
+        "require_invariance": True,
+    }
     if kernels:
         with LLM(**options) as llm:
             assert llm.get_metrics()["quire:batch_invariant"] == 1
     else:
-        with pytest.raises(ModelError, match="require_invariance is set, and here .*: products by XLA are summed"):
+        with pytest.raises(
+            ModelError, match="require_invariance is set, and here .*: products by XLA are summed"
+        ):
             LLM(**options)
     with pytest.raises(ModelError, match="require_invariance is 1; it must be True or False"):
         LLM(require_invariance=1)

@@ -1,4 +1,6 @@
-"""Rewritten JSON schemas: what they accept, the schema of the client accepts, in the eyes of another library."""
+"""Rewritten JSON schemas: what they accept, the schema of the client accepts, in the eyes of
+another library.
+"""
 
 import json
 import random
@@ -36,7 +38,11 @@ def random_schema(rng: random.Random, depth: int, definitions: str = "xy") -> An
         return {name: inner() for name in rng.sample(NAMES, rng.randint(1, count))}
 
     leaves = [
-        lambda: {"type": rng.choice(["string", "integer", "number", "boolean", "null", "object", "array"])},
+        lambda: {
+            "type": rng.choice(
+                ["string", "integer", "number", "boolean", "null", "object", "array"]
+            )
+        },
         lambda: {"type": rng.sample(["string", "integer", "null", "object", "array"], 2)},
         lambda: {"enum": rng.sample(SCALARS, rng.randint(1, 4))},
         lambda: {"const": rng.choice(SCALARS)},
@@ -55,15 +61,27 @@ def random_schema(rng: random.Random, depth: int, definitions: str = "xy") -> An
         lambda: {"allOf": [inner() for _ in range(2)]},
         lambda: {"not": inner()},
         lambda: {"if": inner(), "then": inner(), "else": inner()},
-        lambda: {"type": "object", "properties": named(3), "required": rng.sample(NAMES, rng.randint(0, 2))},
+        lambda: {
+            "type": "object",
+            "properties": named(3),
+            "required": rng.sample(NAMES, rng.randint(0, 2)),
+        },
         lambda: {"type": "object", "properties": named(3), "additionalProperties": inner()},
         lambda: {"type": "object", "propertyNames": inner(), "additionalProperties": inner()},
-        lambda: {"type": "object", "properties": named(2), "propertyNames": {"enum": rng.sample(NAMES, 2)}},
+        lambda: {
+            "type": "object",
+            "properties": named(2),
+            "propertyNames": {"enum": rng.sample(NAMES, 2)},
+        },
         lambda: {"type": "object", "properties": named(3), "minProperties": rng.randint(0, 3)},
         lambda: {"type": "object", "properties": named(3), "maxProperties": rng.randint(0, 2)},
         lambda: {"type": "object", "dependentRequired": {rng.choice(NAMES): rng.sample(NAMES, 2)}},
         lambda: {"type": "object", "dependentSchemas": named(2), "properties": named(2)},
-        lambda: {"type": "object", "allOf": [{"properties": named(2)}], "unevaluatedProperties": inner()},
+        lambda: {
+            "type": "object",
+            "allOf": [{"properties": named(2)}],
+            "unevaluatedProperties": inner(),
+        },
         lambda: {
             "properties": named(1),
             "anyOf": [{"properties": named(2)}, {"required": ["a"]}],
@@ -71,7 +89,12 @@ def random_schema(rng: random.Random, depth: int, definitions: str = "xy") -> An
         },  # fmt: skip
         lambda: {"type": "array", "items": inner(), "minItems": rng.randint(0, 2), "maxItems": 2.0},
         lambda: {"type": "array", "prefixItems": [inner(), inner()], "items": inner()},
-        lambda: {"type": "array", "contains": inner(), "items": inner(), "maxContains": rng.randint(1, 2)},
+        lambda: {
+            "type": "array",
+            "contains": inner(),
+            "items": inner(),
+            "maxContains": rng.randint(1, 2),
+        },
         lambda: {"type": "array", "contains": inner(), "minContains": rng.randint(0, 2)},
         lambda: {"type": "array", "items": {"enum": rng.sample(SCALARS, 3)}, "uniqueItems": True},
         lambda: {"type": "array", "prefixItems": [inner()], "unevaluatedItems": inner()},
@@ -92,7 +115,10 @@ def random_value(rng: random.Random, depth: int) -> Any:
     if depth == 0 or kind < 0.3:
         return rng.choice(SCALARS)
     if kind < 0.7:
-        return {name: random_value(rng, depth - 1) for name in rng.sample([*NAMES, "d"], rng.randint(0, 3))}
+        return {
+            name: random_value(rng, depth - 1)
+            for name in rng.sample([*NAMES, "d"], rng.randint(0, 3))
+        }
     return [random_value(rng, depth - 1) for _ in range(rng.randint(0, 3))]
 
 
@@ -139,7 +165,9 @@ def answer(rng: np.random.Generator, matcher: llguidance.LLMatcher) -> bytes | N
 
 def compiled(schema: dict[str, Any]) -> llguidance.LLMatcher:
     body = json.dumps(build_body({"json": json.dumps(schema)}))
-    return llguidance.LLMatcher(TOKENIZER, complete_grammar(body, ""), log_level=0, limits=limits(1))
+    return llguidance.LLMatcher(
+        TOKENIZER, complete_grammar(body, ""), log_level=0, limits=limits(1)
+    )
 
 
 @pytest.mark.random
@@ -175,62 +203,165 @@ class Pairs(list):
 def has_doubles(value: Any) -> bool:
     """Whether an object has a name twice."""
     if isinstance(value, Pairs):
-        return len({name for name, _ in value}) < len(value) or any(has_doubles(each) for _, each in value)
+        return len({name for name, _ in value}) < len(value) or any(
+            has_doubles(each) for _, each in value
+        )
     return isinstance(value, list) and any(map(has_doubles, value))
 
 
 def accepts(schema: dict[str, Any], value: Any) -> bool:
     matcher = compiled(schema)
     assert not matcher.is_error(), matcher.get_error()
-    return matcher.consume_tokens(list(json.dumps(value, ensure_ascii=False).encode())) and matcher.is_accepting()
+    return (
+        matcher.consume_tokens(list(json.dumps(value, ensure_ascii=False).encode()))
+        and matcher.is_accepting()
+    )
 
 
-CAT = {"type": "object", "properties": {"kind": {"const": "cat", "default": "cat"}, "lives": {"type": "integer"}}}
-DOG = {"type": "object", "properties": {"kind": {"const": "dog", "default": "dog"}, "age": {"type": "integer"}}}
+CAT = {
+    "type": "object",
+    "properties": {"kind": {"const": "cat", "default": "cat"}, "lives": {"type": "integer"}},
+}
+DOG = {
+    "type": "object",
+    "properties": {"kind": {"const": "dog", "default": "dog"}, "age": {"type": "integer"}},
+}
 PETS = {"$defs": {"Cat": CAT, "Dog": DOG}}
-CHOICE = {"oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}], "discriminator": {"propertyName": "kind"}}
+CHOICE = {
+    "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+    "discriminator": {"propertyName": "kind"},
+}
 KEPT: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "unknown formats": ({"type": "string", "format": "password"}, ["x", ""], [1]),
     "byte": ({"type": "string", "format": "byte", "maxLength": 3}, ["x"], ["abcd"]),
     "known format": ({"type": "string", "format": "ipv4"}, ["1.2.3.4"], ["x"]),
-    "uniqueItems false": ({"type": "array", "items": {"const": 1}, "uniqueItems": False}, [[1, 1]], [[2]]),
-    "uniqueItems": ({"type": "array", "items": {"enum": ["a", "b", 1]}, "uniqueItems": True},
-                    [[], ["a", "b"], ["b", "a"], [1, "a", "b"]], [["a", "a"], ["c"]]),
-    "propertyNames": ({"type": "object", "propertyNames": {"pattern": "^[a-z]+$"},
-                       "additionalProperties": {"const": 1}}, [{}, {"ab": 1}], [{"A": 1}, {"ab": 2}]),
-    "names of an enum": ({"type": "object", "propertyNames": {"enum": ["b", "a"]}},
-                         [{"b": 1}, {"b": 1, "a": []}], [{"c": 1}]),
-    "a default tag": (CHOICE | PETS, [{"kind": "cat", "lives": 9}, {"kind": "dog"}],
-                      [{"lives": 9}, {"kind": "cow"}, {}]),
-    "exactly one": ({"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-                     "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
-                    [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
-    "not an enum": ({"type": "string", "not": {"enum": ["", "no", "never"]}}, ["n", "nov", "yes"], ["", "no", "never"]),
+    "uniqueItems false": (
+        {"type": "array", "items": {"const": 1}, "uniqueItems": False},
+        [[1, 1]],
+        [[2]],
+    ),
+    "uniqueItems": (
+        {"type": "array", "items": {"enum": ["a", "b", 1]}, "uniqueItems": True},
+        [[], ["a", "b"], ["b", "a"], [1, "a", "b"]],
+        [["a", "a"], ["c"]],
+    ),
+    "propertyNames": (
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[a-z]+$"},
+            "additionalProperties": {"const": 1},
+        },
+        [{}, {"ab": 1}],
+        [{"A": 1}, {"ab": 2}],
+    ),
+    "names of an enum": (
+        {"type": "object", "propertyNames": {"enum": ["b", "a"]}},
+        [{"b": 1}, {"b": 1, "a": []}],
+        [{"c": 1}],
+    ),
+    "a default tag": (
+        CHOICE | PETS,
+        [{"kind": "cat", "lives": 9}, {"kind": "dog"}],
+        [{"lives": 9}, {"kind": "cow"}, {}],
+    ),
+    "exactly one": (
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "oneOf": [{"required": ["a"]}, {"required": ["b"]}],
+        },
+        [{"a": 1}, {"b": 1}],
+        [{}, {"a": 1, "b": 1}],
+    ),
+    "not an enum": (
+        {"type": "string", "not": {"enum": ["", "no", "never"]}},
+        ["n", "nov", "yes"],
+        ["", "no", "never"],
+    ),
     "not a type": ({"not": {"type": ["object", "array"]}}, [1, "x", None], [[], {}]),
-    "if": ({"type": "object", "properties": {"a": {"type": "integer"}, "b": {"const": 2}}, "if": {"required": ["a"]},
-            "then": {"required": ["b"]}}, [{}, {"a": 1, "b": 2}, {"b": 2}], [{"a": 1}]),
-    "dependentRequired": ({"type": "object", "properties": {"a": {}, "b": {}}, "dependentRequired": {"b": ["a"]}},
-                          [{}, {"a": 1}, {"a": 1, "b": 1}], [{"b": 1}]),
-    "contains": ({"type": "array", "items": {"type": "integer"}, "contains": {"minimum": 5}}, [[5], [6, 1]], [[], [1]]),
-    "unevaluatedProperties": ({"allOf": [{"$ref": "#/$defs/x"}], "properties": {"b": {}},
-                               "unevaluatedProperties": False,
-                               "$defs": {"x": {"type": "object", "properties": {"a": {}}}}},
-                              [{}, {"b": 1}], [{"c": 1}]),
+    "if": (
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"const": 2}},
+            "if": {"required": ["a"]},
+            "then": {"required": ["b"]},
+        },
+        [{}, {"a": 1, "b": 2}, {"b": 2}],
+        [{"a": 1}],
+    ),
+    "dependentRequired": (
+        {"type": "object", "properties": {"a": {}, "b": {}}, "dependentRequired": {"b": ["a"]}},
+        [{}, {"a": 1}, {"a": 1, "b": 1}],
+        [{"b": 1}],
+    ),
+    "contains": (
+        {"type": "array", "items": {"type": "integer"}, "contains": {"minimum": 5}},
+        [[5], [6, 1]],
+        [[], [1]],
+    ),
+    "unevaluatedProperties": (
+        {
+            "allOf": [{"$ref": "#/$defs/x"}],
+            "properties": {"b": {}},
+            "unevaluatedProperties": False,
+            "$defs": {"x": {"type": "object", "properties": {"a": {}}}},
+        },
+        [{}, {"b": 1}],
+        [{"c": 1}],
+    ),
     "whole floats": ({"type": "array", "maxItems": 1.0, "items": {}}, [[1]], [[1, 1]]),
-    "maxProperties": ({"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "minProperties": 2},
-                      [{"a": 1, "b": 1}], [{}, {"a": 1}]),
-    "an older draft": ({"$schema": "http:" + "//json-schema.org/draft-07/schema#", "items": [{"const": 1}],
-                        "additionalItems": False, "type": "array"}, [[1], []], [[2], [1, 1]]),
+    "maxProperties": (
+        {"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "minProperties": 2},
+        [{"a": 1, "b": 1}],
+        [{}, {"a": 1}],
+    ),
+    "an older draft": (
+        {
+            "$schema": "http:" + "//json-schema.org/draft-07/schema#",
+            "items": [{"const": 1}],
+            "additionalItems": False,
+            "type": "array",
+        },
+        [[1], []],
+        [[2], [1, 1]],
+    ),
     "anchors": ({"$ref": "#here", "$defs": {"a": {"$anchor": "here", "const": 1}}}, [1], [2]),
-    "a pointer into a rewritten part": ({"properties": {"a": {"oneOf": [{"const": 1}, {"const": 2}]},
-        "b": {"$ref": "#/properties/a/oneOf/1"}}, "type": "object"}, [{"a": 1, "b": 2}], [{"a": 1, "b": 1}]),
-    "a pointer from the document": ({"$id": "urn:a", "properties": {"x": {"$id": "urn:b", "$ref": "#/$defs/one"}},
-        "type": "object", "$defs": {"one": {"const": 1}}}, [{"x": 1}], [{"x": 2}]),
-    "a property named id": ({"type": "object", "properties": {"id": {"const": "a"}, "x": {"$ref": "#/properties/id"}},
-        "id": "schemata/x"}, [{"id": "a", "x": "a"}], [{"x": 1}]),
-    "recursion": ({"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False},
-                  [{}, {"next": {"next": {}}}], [{"x": 1}]),
-}  # fmt: skip
+    "a pointer into a rewritten part": (
+        {
+            "properties": {
+                "a": {"oneOf": [{"const": 1}, {"const": 2}]},
+                "b": {"$ref": "#/properties/a/oneOf/1"},
+            },
+            "type": "object",
+        },
+        [{"a": 1, "b": 2}],
+        [{"a": 1, "b": 1}],
+    ),
+    "a pointer from the document": (
+        {
+            "$id": "urn:a",
+            "properties": {"x": {"$id": "urn:b", "$ref": "#/$defs/one"}},
+            "type": "object",
+            "$defs": {"one": {"const": 1}},
+        },
+        [{"x": 1}],
+        [{"x": 2}],
+    ),
+    "a property named id": (
+        {
+            "type": "object",
+            "properties": {"id": {"const": "a"}, "x": {"$ref": "#/properties/id"}},
+            "id": "schemata/x",
+        },
+        [{"id": "a", "x": "a"}],
+        [{"x": 1}],
+    ),
+    "recursion": (
+        {"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False},
+        [{}, {"next": {"next": {}}}],
+        [{"x": 1}],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -239,7 +370,9 @@ def test_keywords_are_kept(name):
     assert [value for value in right if not accepts(schema, value)] == []
     assert [value for value in wrong if accepts(schema, value)] == []
     validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema)
-    assert name == "a pointer from the document" or all(validator.is_valid(value) for value in right)
+    assert name == "a pointer from the document" or all(
+        validator.is_valid(value) for value in right
+    )
 
 
 @pytest.mark.parametrize(
@@ -248,12 +381,12 @@ def test_keywords_are_kept(name):
         ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "uniqueItems is supported only for"),
         ({"oneOf": [{"type": "string", "pattern": x} for x in "ab"]}, "oneOf of schemas that match"),
         ({"oneOf": [{"$ref": f"#/$defs/{x}"} for x in "ab"],
-          "$defs": {x: {"type": "string", "pattern": x} for x in "ab"}}, "oneOf of schemas that match"),
+          "$defs": {x: {"type": "string", "pattern": x} for x in "ab"}}, ("oneOf of schemas that " "match")),
         ({"$ref": "#/nowhere"}, "$ref '#/nowhere' points to nothing in the schema"),
         ({"$ref": "http://127.0.0.1/x"}, "nothing is fetched"),
         ({"propertyNames": {"multipleOf": 3, "type": "string"}}, "multipleOf of propertyNames is not supported"),
         ({"minLength": "3"}, "minLength is '3'; it must be a whole number, 0 or more"),
-        ({"type": "text"}, "type is 'text'; it must be null, boolean, number, string, array, object or integer"),
+        ({"type": "text"}, ("type is 'text'; it must be null, boolean, number, string, array, object or " "integer")),
         ({"anyOf": []}, "anyOf is []; it must be a list of at least one"),
         ({"properties": 5}, "properties is 5; it must be a JSON object"),
         ({"items": 5}, "a schema is 5; it must be a JSON object"),
@@ -267,7 +400,9 @@ def test_what_is_not_kept_is_refused_by_name(schema, says):
 
 
 def test_schemas_in_grammars_of_the_server_are_rewritten():
-    """Formats that are annotations, in the arguments of a call in a model's own format; texts of the format stay."""
+    """Formats that are annotations, in the arguments of a call in a model's own format; texts of
+    the format stay.
+    """
     tool = {
         "type": "object",
         "properties": {
@@ -281,8 +416,10 @@ def test_schemas_in_grammars_of_the_server_are_rewritten():
         ("hermes", '<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>', '"n": 0'),
         (
             "qwen3_coder",
-            "<tool_call>\n<function=f>\n<parameter=a: %json {>\nx\n</parameter>\n<parameter=n>\n1\n</parameter>\n"
-            "</function>\n</tool_call>",
+            (
+                "<tool_call>\n<function=f>\n<parameter=a: %json "
+                "{>\nx\n</parameter>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>"
+            ),
             "=n>\n0",
         ),
     ):
@@ -321,7 +458,8 @@ JUNK = [
 
 def test_keywords_of_a_wrong_kind_are_refused_and_nothing_else_happens():
     keywords = sorted(
-        schema_document.CONSTRAINTS | {"$id", "$anchor", "$schema", "$defs", "format", "then", "discriminator"}
+        schema_document.CONSTRAINTS
+        | {"$id", "$anchor", "$schema", "$defs", "format", "then", "discriminator"}
     )
     for keyword in keywords:
         for junk in JUNK:
@@ -340,22 +478,46 @@ def test_keywords_of_a_wrong_kind_are_refused_and_nothing_else_happens():
 def test_the_pattern_of_other_texts():
     long = "a" * 90
     pattern = pattern_excluding(["", "no", "not", "not", long, "é🙂"])
-    texts = ["", "n", "no", "not", "nota", "x", "\n", "aa", "a" * 31, "a" * 32, long, long + "a", "é", "é🙂", "é🙂é"]
+    texts = [
+        "",
+        "n",
+        "no",
+        "not",
+        "nota",
+        "x",
+        "\n",
+        "aa",
+        "a" * 31,
+        "a" * 32,
+        long,
+        long + "a",
+        "é",
+        "é🙂",
+        "é🙂é",
+    ]
     other = ["n", "nota", "x", "\n", "aa", "a" * 31, "é", "é🙂é"]
     assert [text for text in texts if re.search(pattern, text)] == other
-    assert [text for text in texts if accepts({"type": "string", "pattern": pattern}, text)] == other
+    assert [
+        text for text in texts if accepts({"type": "string", "pattern": pattern}, text)
+    ] == other
 
 
 def test_a_schema_that_refers_to_itself_is_rewritten_in_bounded_steps(monkeypatch):
     monkeypatch.setattr(schema_document, "MAX_SCHEMAS", 2000)
-    doubled = {f"a{i}": {"not": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2}} for i in range(60)} | {"a60": {}}
+    doubled = {
+        f"a{i}": {"not": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2}} for i in range(60)
+    } | {"a60": {}}
     for schema in (
-        {"$ref": "#"}, {"not": {"$ref": "#"}}, {"oneOf": [{"$ref": "#"}] * 3}, {"allOf": [{"$ref": "#"}] * 20},
-        {"anyOf": [{"not": {"$ref": "#"}}] * 9}, {"propertyNames": {"$ref": "#"}},
+        {"$ref": "#"},
+        {"not": {"$ref": "#"}},
+        {"oneOf": [{"$ref": "#"}] * 3},
+        {"allOf": [{"$ref": "#"}] * 20},
+        {"anyOf": [{"not": {"$ref": "#"}}] * 9},
+        {"propertyNames": {"$ref": "#"}},
         {"$ref": "#/$defs/a0", "$defs": doubled},
         {"allOf": [{"$ref": "#"}] * 9, "unevaluatedProperties": False},
         {"oneOf": [{"properties": {"a": {"$ref": "#"}}, "required": ["a"]}] * 4},
-    ):  # fmt: skip
+    ):
         try:
             assert len(json.dumps(rewrite_schema(schema))) < 1 << 22
         except UnsupportedSchema:

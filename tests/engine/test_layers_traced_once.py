@@ -1,4 +1,6 @@
-"""Layers that are alike are traced once, and the program is the one of layers that are traced one by one."""
+"""Layers that are alike are traced once, and the program is the one of layers that are traced one
+by one.
+"""
 
 import re
 from collections import Counter
@@ -19,13 +21,24 @@ from quire.tests.support import tiny
 MODELS = {
     "llama": {},
     "gemma2": {
-        "model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 8, "head_dim": 8,
-        "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
-        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "model_type": "gemma2",
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 8,
+        "head_dim": 8,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
     },
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-}  # fmt: skip
-TRACED = {"llama": 2, "gemma2": 3, "mixtral": 2}  # the first layer gets rows to which nothing is to be added
+    "mixtral": {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+}
+# the first layer gets rows to which nothing is to be added
+TRACED = {"llama": 2, "gemma2": 3, "mixtral": 2}
 
 
 def operations(lowered) -> Counter[tuple[str, str]]:
@@ -57,7 +70,9 @@ def test_traced_once(model, monkeypatch):
     name, lower = model
     traced = []
     block = decoder.attention_block
-    monkeypatch.setattr(decoder, "attention_block", lambda *args: traced.append(args[0]) or block(*args))
+    monkeypatch.setattr(
+        decoder, "attention_block", lambda *args: traced.append(args[0]) or block(*args)
+    )
     shared = lower()
     assert len(traced) == TRACED[name]
     jax.clear_caches()

@@ -21,9 +21,20 @@ from quire.serving.observe.metrics import Metrics
 from quire.tests.support.cases import cases
 
 KEYS = {
-    "t", "page_size", "limits", "defaults", "groups", "used", "running", "waiting", "num_running", "num_waiting",
-    "steps", "cursor", "drafts",
-}  # fmt: skip
+    "t",
+    "page_size",
+    "limits",
+    "defaults",
+    "groups",
+    "used",
+    "running",
+    "waiting",
+    "num_running",
+    "num_waiting",
+    "steps",
+    "cursor",
+    "drafts",
+}
 
 
 class Clock:
@@ -46,11 +57,15 @@ def make(lent: Engine, pages: int = 200) -> tuple[Engine, Clock]:
     table = PageTable((pages,) * groups, 16, runner.config.windows)
     drafts = runner.shape.max_drafts
     chosen = (
-        parse_speculative_config({"method": "ngram", "num_speculative_tokens": drafts, "adapts": False})
+        parse_speculative_config(
+            {"method": "ngram", "num_speculative_tokens": drafts, "adapts": False}
+        )
         if drafts
         else None
     )
-    return Engine(runner, lent.tokenizer, [table], lent.max_len, clock=clock, speculation=chosen), clock
+    return Engine(
+        runner, lent.tokenizer, [table], lent.max_len, clock=clock, speculation=chosen
+    ), clock
 
 
 def watched(engine: Engine) -> LiveView:
@@ -60,7 +75,11 @@ def watched(engine: Engine) -> LiveView:
 
 def state_of(engine: Engine, index: int, page: int, numbers: dict) -> int:
     """Whose a page is, by asking everybody."""
-    owners = [seq for seq in engine.scheduler.running if seq.cache.pages and page in seq.cache.pages[index]]
+    owners = [
+        seq
+        for seq in engine.scheduler.running
+        if seq.cache.pages and page in seq.cache.pages[index]
+    ]
     if len(owners) > 1:
         return -2
     if owners:
@@ -81,7 +100,9 @@ def check(engine: Engine, shown: dict) -> None:
     numbers = {one["id"]: one["number"] for one in shown["running"]}
     assert numbers.keys() == {request.request_id for request in running}
     assert len(set(numbers.values())) == len(numbers) and min(numbers.values(), default=1) >= 1
-    for index, (group, told) in enumerate(zip(engine.tables[0].pools, shown["groups"], strict=True)):
+    for index, (group, told) in enumerate(
+        zip(engine.tables[0].pools, shown["groups"], strict=True)
+    ):
         assert told["name"] == ("full" if group.window is None else f"window {group.window}")
         assert told["pages"] == group.num_pages - 1
         states = [state_of(engine, index, page, numbers) for page in range(1, group.num_pages)]
@@ -101,7 +122,11 @@ def check(engine: Engine, shown: dict) -> None:
             "tokens": sum(len(seq.tokens) - seq.num_prompt for seq in request.sequences),
             "state": one["state"],
         }
-        if request.first_token is not None and not any(seq.num_preemptions for seq in mine) and len(mine) == 1:
+        if (
+            request.first_token is not None
+            and not any(seq.num_preemptions for seq in mine)
+            and len(mine) == 1
+        ):
             assert one["state"] == "writing"
         if all(seq.num_computed < seq.num_prompt for seq in mine):
             assert one["state"] == "reading"
@@ -116,7 +141,9 @@ def check(engine: Engine, shown: dict) -> None:
 @settings(max_examples=cases(40))
 @given(seed=st.integers(0, 2**32), cells=st.sampled_from([7, 40, 150, 2048]))
 def test_a_snapshot_is_what_the_engine_is_like(lent, seed, cells):
-    """In random runs with shared prefixes, preemptions and aborts; numbers stay, and small ones come back."""
+    """In random runs with shared prefixes, preemptions and aborts; numbers stay, and small ones
+    come back.
+    """
     rng = random.Random(seed)
     engine, clock = make(lent, rng.choice((36, 60, 200)))
     live = watched(engine)
@@ -128,9 +155,15 @@ def test_a_snapshot_is_what_the_engine_is_like(lent, seed, cells):
                 prompt = [5] * rng.choice((0, 16, 40, 90)) + [
                     rng.randrange(3, 400) for _ in range(rng.randrange(1, 60))
                 ]
-                params = SamplingParams(n=rng.choice((1, 1, 2, 3)), max_tokens=rng.randrange(1, 60), ignore_eos=True)
+                params = SamplingParams(
+                    n=rng.choice((1, 1, 2, 3)), max_tokens=rng.randrange(1, 60), ignore_eos=True
+                )
                 engine.add(
-                    f"{index}-{rng.random()}", prompt, params, "secret words", Terms(timeout=rng.choice((None, 3)))
+                    f"{index}-{rng.random()}",
+                    prompt,
+                    params,
+                    "secret words",
+                    Terms(timeout=rng.choice((None, 3))),
                 )
             if engine.requests and rng.random() < 0.1:
                 engine.abort(rng.choice(list(engine.requests)))
@@ -142,7 +175,11 @@ def test_a_snapshot_is_what_the_engine_is_like(lent, seed, cells):
                 assert "secret" not in str(shown)
                 mine = {one["id"]: one["number"] for one in shown["running"]}
                 assert all(numbers.get(name, number) == number for name, number in mine.items())
-                numbers = {name: number for name, number in (numbers | mine).items() if name in engine.requests}
+                numbers = {
+                    name: number
+                    for name, number in (numbers | mine).items()
+                    if name in engine.requests
+                }
                 assert len(set(numbers.values())) == len(numbers)
                 assert max(mine.values(), default=0) <= len(numbers) + len(live.spare)
                 assert max(mine.values(), default=0) <= 4 * 20
@@ -152,7 +189,9 @@ def test_numbers_are_small_and_come_back(lent):
     engine, _ = make(lent)
     live = watched(engine)
     for index in range(200):
-        engine.add(str(index), [index + 3] * 3, SamplingParams(max_tokens=index % 7 + 1, ignore_eos=True))
+        engine.add(
+            str(index), [index + 3] * 3, SamplingParams(max_tokens=index % 7 + 1, ignore_eos=True)
+        )
     most = 0
     while engine.busy:
         engine.step()
@@ -170,7 +209,9 @@ def test_steps_since_the_last_look_of_each_watcher(lent):
     engine.runner.launch = lambda plan, moves: plans.append(plan) or launch(plan, moves)
     try:
         for index in range(4):
-            engine.add(str(index), [index + 3] * 30, SamplingParams(max_tokens=200, ignore_eos=True))
+            engine.add(
+                str(index), [index + 3] * 30, SamplingParams(max_tokens=200, ignore_eos=True)
+            )
         one = live.look(engine, -1)
         assert (one["steps"], one["cursor"]) == ([], 0)
         seen: dict[str, list] = {"a": [], "b": []}
@@ -202,16 +243,20 @@ def test_steps_since_the_last_look_of_each_watcher(lent):
             for at, plan in zip(times[1:], plans, strict=False)
         ]
         assert seen["a"] == expected
-        assert {step[1] == step[2] for step in seen["a"]} == {True, False}  # with prompts and without
+        # with prompts and without
+        assert {step[1] == step[2] for step in seen["a"]} == {True, False}
         assert live.look(engine, 10**6)["steps"] == []  # from before a restart
     finally:
         del engine.runner.launch
 
 
 def test_drafts_are_shown_apart():
-    """Rows of drafts are neither a prompt's nor a decode's; what is accepted adds up to the totals."""
+    """Rows of drafts are neither a prompt's nor a decode's; what is accepted adds up to the
+    totals.
+    """
     engine, _ = make(pretended_engine(4, 512, 64, 3))
-    token = engine.tokenizer.encode(" the", add_special_tokens=False)[0]  # which is all that the device draws
+    # which is all that the device draws
+    token = engine.tokenizer.encode(" the", add_special_tokens=False)[0]
 
     class Half:
         def propose(self, seq, most):
@@ -229,9 +274,13 @@ def test_drafts_are_shown_apart():
         engine.step()
     shown = live.look(engine)
     assert all(rows >= decodes + drafts for _, rows, decodes, _, _, drafts, _ in shown["steps"])
-    assert sum(rows - decodes - drafts for _, rows, decodes, _, _, drafts, _ in shown["steps"]) == 3 * 30
+    assert (
+        sum(rows - decodes - drafts for _, rows, decodes, _, _, drafts, _ in shown["steps"])
+        == 3 * 30
+    )
     totals = [sum(step[place] for step in shown["steps"]) for place in (5, 6)]
-    assert list(shown["drafts"][1:]) == totals == [3 * (14 * 3 + 1), 3 * 15]  # the last step has room for one
+    # the last step has room for one
+    assert list(shown["drafts"][1:]) == totals == [3 * (14 * 3 + 1), 3 * 15]
 
 
 def test_steps_are_kept_while_somebody_watches(lent):
@@ -271,7 +320,9 @@ def test_totals_rates_and_latencies(lent):
     assert metrics.recent(clock.now)["rates"] == {"generation": 0, "prompt": 0}
     rng = random.Random(7)
     for index in range(3):
-        engine.add(str(index), [index + 3] * (40 + index), SamplingParams(max_tokens=100, ignore_eos=True))
+        engine.add(
+            str(index), [index + 3] * (40 + index), SamplingParams(max_tokens=100, ignore_eos=True)
+        )
     written: list[tuple[float, int]] = []
     last: dict = {}
     arrival = clock.now
@@ -279,7 +330,9 @@ def test_totals_rates_and_latencies(lent):
         clock.now += rng.choice((0.01, 0.02, 0.04, 0.3))
         before = {request: request.sequences[0].num_output for request in engine.requests.values()}
         engine.step()
-        new = [request for request, count in before.items() if request.sequences[0].num_output > count]
+        new = [
+            request for request, count in before.items() if request.sequences[0].num_output > count
+        ]
         for request in new:
             gaps += [clock.now - last[request]] if request in last else []
             if request not in last:
@@ -296,7 +349,9 @@ def test_totals_rates_and_latencies(lent):
     assert clock.now - arrival < 55
     shown = metrics.recent(clock.now)
     for name, values in (("itl", gaps), ("ttft", firsts)):
-        exact = [sorted(values)[math.ceil(share * len(values)) - 1] * 1e3 for share in (0.5, 0.9, 0.99)]
+        exact = [
+            sorted(values)[math.ceil(share * len(values)) - 1] * 1e3 for share in (0.5, 0.9, 0.99)
+        ]
         assert shown["latency"][name] == pytest.approx(exact, rel=0.011)
     assert shown["totals"] == {
         "requests": 3,
@@ -334,13 +389,19 @@ def test_rates_of_a_steady_stream(lent, pause, idle):
                     engine.step()
                 clock.now += idle
             for index in range(4):
-                engine.add(f"{turn} {index}", [index + 3] * 10, SamplingParams(max_tokens=100, ignore_eos=True))
+                engine.add(
+                    f"{turn} {index}",
+                    [index + 3] * 10,
+                    SamplingParams(max_tokens=100, ignore_eos=True),
+                )
             begun = clock.now
             while clock.now < begun + 1.2 and engine.busy:
                 engine.step()
             lasted = min(clock.now - begun, 1.0)
             tokens = 4 / pause * lasted if clock.now - begun >= 1 else 400
-            assert metrics.recent(clock.now)["rates"]["generation"] == pytest.approx(tokens, rel=0.15, abs=8)
+            assert metrics.recent(clock.now)["rates"]["generation"] == pytest.approx(
+                tokens, rel=0.15, abs=8
+            )
     finally:
         del engine.runner.launch
 

@@ -1,4 +1,7 @@
-"""Random lives of engines: every answer equals a cold engine's, bit for bit. `lives.py` says what happens in one."""
+"""Random lives of engines: every answer equals a cold engine's, bit for bit.
+
+`lives.py` says what happens in one.
+"""
 
 import logging
 import random
@@ -14,10 +17,18 @@ from quire.tests.support.golden.recorded import Golden
 
 QUILL = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 192, "dtype": "float32"}
 TINY = {
-    "skip_tokenizer_init": True, "dtype": "bfloat16", "max_num_seqs": 4, "max_num_batched_tokens": 16,
+    "skip_tokenizer_init": True,
+    "dtype": "bfloat16",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
     "max_model_len": 96,
-}  # fmt: skip
-PROMPTS = ("Once upon a time there was a fox who", "Sort: 52 31 90 17 4", "There was a ship on the lake. It", "2 + 3 =")
+}
+PROMPTS = (
+    "Once upon a time there was a fox who",
+    "Sort: 52 31 90 17 4",
+    "There was a ship on the lake. It",
+    "2 + 3 =",
+)
 DRAFTERS = [
     {"method": "ngram"},
     {"method": "suffix"},
@@ -26,7 +37,16 @@ DRAFTERS = [
     {"method": "medusa", "model": "quill-medusa"},
     {"method": "eagle", "model": "quill-eagle"},
 ]
-FAMILIES = ["qwen3-next", "falcon-h1", "gemma3-text", "gemma4-shared", "lfm2", "deepseek-v3", "mamba2", "gpt-oss"]
+FAMILIES = [
+    "qwen3-next",
+    "falcon-h1",
+    "gemma3-text",
+    "gemma4-shared",
+    "lfm2",
+    "deepseek-v3",
+    "mamba2",
+    "gpt-oss",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +64,9 @@ def cold():
 
 def quill_life(llm: LLM, seed: int, reopen=None) -> lives.Life:
     tokenizer = llm.engine.tokenizer
-    common = tokenizer.encode(" the and was to. , a it they fox time 1 2 5 said he she", add_special_tokens=False)
+    common = tokenizer.encode(
+        " the and was to. , a it they fox time 1 2 5 said he she", add_special_tokens=False
+    )
     prompts = [tokenizer.encode(text) for text in PROMPTS]
     strings = (" and", ".", "the", "time", " a ", "1")
     return lives.Life(llm, random.Random(seed), prompts, sorted({*common}), 120, reopen, strings)
@@ -54,14 +76,21 @@ def quill_life(llm: LLM, seed: int, reopen=None) -> lives.Life:
 @pytest.mark.parametrize("tier", ["fused", "host", "disk"])
 def test_lives_with_fused_steps_and_every_cache_tier(cold, tier, tmp_path):
     few_pages = {"kv_cache_memory_bytes": 1 << 20, "kv_cache_host_bytes": 2 << 20}
-    options = QUILL | {"fused": {}, "host": few_pages, "disk": few_pages | {"kv_cache_disk": str(tmp_path)}}[tier]
+    options = (
+        QUILL
+        | {"fused": {}, "host": few_pages, "disk": few_pages | {"kv_cache_disk": str(tmp_path)}}[
+            tier
+        ]
+    )
     reopen = (lambda: LLM(**options)) if tier == "disk" else None
     life = quill_life(LLM(**options), seed=1, reopen=reopen)
     for _ in range(cases(20, least=2)):
         life.turns.clear()
         life.live(50)
         lives.check(cold, life.turns)
-    assert all(life.events.get(event) for event in ("abort", "launch", "collect", "sleep")), life.events
+    assert all(life.events.get(event) for event in ("abort", "launch", "collect", "sleep")), (
+        life.events
+    )
     life.llm.close()
 
 
@@ -108,7 +137,9 @@ real_finish = Scheduler.finish
 
 
 @pytest.mark.parametrize(
-    ("name", "defect"), [("shorten", skip_last_count), ("finish", finish_as_written)], ids=["shorten", "finish"]
+    ("name", "defect"),
+    [("shorten", skip_last_count), ("finish", finish_as_written)],
+    ids=["shorten", "finish"],
 )
 def test_lives_find_planted_defects(cold, monkeypatch, name, defect):
     monkeypatch.setattr(Scheduler, name, defect)

@@ -1,4 +1,6 @@
-"""The Python faces on the bundled model: prompts of every kind, streams, stops, errors, threads and asyncio."""
+"""The Python faces on the bundled model: prompts of every kind, streams, stops, errors, threads and
+asyncio.
+"""
 
 import asyncio
 import inspect
@@ -60,13 +62,25 @@ def test_a_batch_comes_back_in_order_and_as_it_would_alone(llm, texts):
     outputs = llm.generate(PROMPTS * 3, GREEDY)
     assert [output.prompt for output in outputs] == PROMPTS * 3
     assert [output.outputs[0].text for output in outputs] == texts * 3
-    assert all(output.finished and output.outputs[0].finish_reason in ("stop", "length") for output in outputs)
+    assert all(
+        output.finished and output.outputs[0].finish_reason in ("stop", "length")
+        for output in outputs
+    )
 
 
 def test_prompts_of_every_kind_are_the_same_prompt(llm, texts):
     ids = llm.get_tokenizer().encode(PROMPTS[0])
-    for prompt in (PROMPTS[0], ids, {"prompt": PROMPTS[0]}, {"prompt_token_ids": ids}, [PROMPTS[0]], [ids], tuple(ids),
-                   TextPrompt(prompt=PROMPTS[0]), TokensPrompt(prompt_token_ids=ids)):  # fmt: skip
+    for prompt in (
+        PROMPTS[0],
+        ids,
+        {"prompt": PROMPTS[0]},
+        {"prompt_token_ids": ids},
+        [PROMPTS[0]],
+        [ids],
+        tuple(ids),
+        TextPrompt(prompt=PROMPTS[0]),
+        TokensPrompt(prompt_token_ids=ids),
+    ):
         (output,) = llm.generate(prompt, GREEDY)
         assert output.outputs[0].text == texts[0]
         assert list(output.prompt_token_ids) == ids
@@ -76,7 +90,9 @@ def test_terms_ride_with_a_prompt(llm, texts):
     story = "Once upon a time there was a girl who had a red ball and a dog. " * 4
     llm.reset_prefix_cache()
     cached = [
-        llm.generate({"prompt": story, "cache_salt": salt, "priority": -2, "timeout": 60.0}, GREEDY)[0]
+        llm.generate(
+            {"prompt": story, "cache_salt": salt, "priority": -2, "timeout": 60.0}, GREEDY
+        )[0]
         for salt in ("a", "b", "a")
     ]
     assert [output.num_cached_tokens > 0 for output in cached] == [False, False, True]
@@ -108,7 +124,9 @@ def test_each_prompt_can_have_its_own_parameters(llm, texts):
 
 
 def test_the_text_is_the_decoded_tokens(llm):
-    for output in llm.generate(PROMPTS, SamplingParams(temperature=1.0, seed=3, max_tokens=40, n=2)):
+    for output in llm.generate(
+        PROMPTS, SamplingParams(temperature=1.0, seed=3, max_tokens=40, n=2)
+    ):
         for answer in output.outputs:
             assert answer.text == llm.get_tokenizer().decode(answer.token_ids)
 
@@ -121,7 +139,10 @@ def test_chat_answers_and_takes_many_conversations(llm):
 
 
 ASKED = [{"role": "user", "content": "Repeat: a b c"}]
-TOLD = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tools | length if tools }}{{ mood }}"
+TOLD = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tools | length if "
+    "tools }}{{ mood }}"
+)
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
@@ -129,8 +150,18 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
     "fields",
     [
         {},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
-        {"messages": [*ASKED, {"role": "assistant", "content": "a b"}], "continue_final_message": True},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+                }
+            ]
+        },
+        {
+            "messages": [*ASKED, {"role": "assistant", "content": "a b"}],
+            "continue_final_message": True,
+        },
         {"add_generation_prompt": False},
         {"chat_template": TOLD, "chat_template_kwargs": {"mood": "gay"}},
         {"chat_template": TOLD, "tools": [TOOL]},
@@ -155,10 +186,16 @@ def test_a_conversation_is_the_same_prompt_as_over_http(llm, fields):
         ({"tools": [{"name": "f"}]}, r"tools\[0\].type: must be"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"chat_template_kwargs": 3}, "chat_template_kwargs: must be a JSON object"),
-        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message: needs"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message: needs",
+        ),
         ({"messages": "hello"}, "messages: must be a list"),
         ({"messages": [{"content": "hello"}]}, r"messages\[0\].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "must be 'text'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "must be 'text'",
+        ),
     ],
 )
 def test_what_a_conversation_cannot_have_is_refused(llm, fields, words):
@@ -179,8 +216,12 @@ def test_fields_of_messages_that_are_ignored_are_named(llm):
 def test_priorities_are_of_all_prompts_or_one_each(llm, texts, monkeypatch):
     given = []
     add = llm.engine.add
-    monkeypatch.setattr(llm.engine, "add", lambda *args: given.append(args[4].priority) or add(*args))
-    assert [o.outputs[0].text for o in llm.generate(PROMPTS, GREEDY, priority=[3, -1, 0, 2])] == texts
+    monkeypatch.setattr(
+        llm.engine, "add", lambda *args: given.append(args[4].priority) or add(*args)
+    )
+    assert [
+        o.outputs[0].text for o in llm.generate(PROMPTS, GREEDY, priority=[3, -1, 0, 2])
+    ] == texts
     llm.generate(PROMPTS[:2], GREEDY, priority=5)
     llm.generate({"prompt": PROMPTS[0], "timeout": 60.0}, GREEDY, priority=1)
     assert given == [3, -1, 0, 2, 5, 5, 1]
@@ -209,41 +250,69 @@ def test_prompt_dicts_have_the_terms():
 
 
 def test_structured_outputs_by_their_class(llm):
-    params = SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+    params = SamplingParams(
+        temperature=0, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])
+    )
     assert llm.generate(PROMPTS[0], params)[0].outputs[0].text in ("yes", "no")
 
 
 def test_flat_logprobs_say_the_same(llm):
     plain, flat = (
-        llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=5, logprobs=3, prompt_logprobs=1, **more))[0]
+        llm.generate(
+            PROMPTS[0],
+            SamplingParams(temperature=0, max_tokens=5, logprobs=3, prompt_logprobs=1, **more),
+        )[0]
         for more in ({}, {"flat_logprobs": True})
     )
     for one, other in (
         (plain.outputs[0].logprobs, flat.outputs[0].logprobs),
         ([{}, *plain.prompt_logprobs[1:]], flat.prompt_logprobs),
     ):
-        assert isinstance(other, FlatLogprobs) and list(other) == one and list(other[1:3]) == one[1:3]
-        assert len(other.token_ids) == sum(map(len, one)) == len(other.ranks) == len(other.decoded_tokens)
+        assert (
+            isinstance(other, FlatLogprobs) and list(other) == one and list(other[1:3]) == one[1:3]
+        )
+        assert (
+            len(other.token_ids)
+            == sum(map(len, one))
+            == len(other.ranks)
+            == len(other.decoded_tokens)
+        )
 
 
 def test_results_have_what_scripts_for_vllm_read(llm):
     (output,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=3, n=2, ignore_eos=True))
-    for name in ("lora_request", "encoder_prompt", "encoder_prompt_token_ids", "kv_transfer_params"):
+    for name in (
+        "lora_request",
+        "encoder_prompt",
+        "encoder_prompt_token_ids",
+        "kv_transfer_params",
+    ):
         assert getattr(output, name) is None
     assert output.outputs[0].lora_request is None
     times = output.metrics
-    assert times.num_generation_tokens == 6 and times.first_token_latency == times.time_to_first_token
-    assert times.arrival_time <= times.first_scheduled_time <= times.first_token_time <= times.last_token_time
+    assert (
+        times.num_generation_tokens == 6 and times.first_token_latency == times.time_to_first_token
+    )
+    assert (
+        times.arrival_time
+        <= times.first_scheduled_time
+        <= times.first_token_time
+        <= times.last_token_time
+    )
     (embedding,) = llm.encode(PROMPTS[0])
     assert embedding.outputs.data == embedding.outputs.embedding
-    assert embedding.outputs.hidden_size == len(embedding.outputs.embedding) == llm.engine.config.dim
+    assert (
+        embedding.outputs.hidden_size == len(embedding.outputs.embedding) == llm.engine.config.dim
+    )
 
 
 def test_the_whole_vocabulary_has_log_probabilities(llm):
     """They are one distribution, and begin with those that every engine lists."""
     whole = LLM(**SIZES, max_logprobs=-1)
     vocabulary = whole.engine.config.vocab_size
-    params = SamplingParams(temperature=0, max_tokens=2, logprobs=-1, prompt_logprobs=-1, flat_logprobs=True)
+    params = SamplingParams(
+        temperature=0, max_tokens=2, logprobs=-1, prompt_logprobs=-1, flat_logprobs=True
+    )
     (output,) = whole.generate(PROMPTS[0], params)
     listed = SamplingParams(temperature=0, max_tokens=2, logprobs=20, prompt_logprobs=20)
     (best,) = llm.generate(PROMPTS[0], listed)
@@ -253,19 +322,27 @@ def test_the_whole_vocabulary_has_log_probabilities(llm):
     ):
         for entries, first in zip(all_of_them, likeliest, strict=True):
             assert sorted(entries) == list(range(vocabulary))
-            assert math.fsum(math.exp(entry.logprob) for entry in entries.values()) == pytest.approx(1, abs=1e-5)
+            assert math.fsum(
+                math.exp(entry.logprob) for entry in entries.values()
+            ) == pytest.approx(1, abs=1e-5)
             assert {token: (entry.logprob, entry.rank) for token, entry in first.items()} == {
-                token: (pytest.approx(entries[token].logprob, abs=1e-4), entries[token].rank) for token in first
+                token: (pytest.approx(entries[token].logprob, abs=1e-4), entries[token].rank)
+                for token in first
             }
-    with pytest.raises(RequestError, match=rf"^logprobs: .* max_logprobs, 20, got -1 \(-1: the {vocabulary} of"):
+    with pytest.raises(
+        RequestError, match=rf"^logprobs: .* max_logprobs, 20, got -1 \(-1: the {vocabulary} of"
+    ):
         llm.generate(PROMPTS[0], SamplingParams(logprobs=-1))
     with pytest.raises(RequestError, match="^prompt_logprobs: .* max_logprobs, 20, got 21"):
         llm.generate(PROMPTS[0], SamplingParams(prompt_logprobs=21))
 
 
 def test_chosen_tokens_have_log_probabilities(llm):
-    """Those that are likely have the bits that they have among the likeliest; all are the same in company."""
-    compiled = llm.engine.runner.compiles.recompiles  # those of other engines in this process count too
+    """Those that are likely have the bits that they have among the likeliest; all are the same in
+    company.
+    """
+    # those of other engines in this process count too
+    compiled = llm.engine.runner.compiles.recompiles
     listed = SamplingParams(temperature=0, max_tokens=6, logprobs=20, ignore_eos=True)
     (best,) = llm.generate(PROMPTS[0], listed)
     wanted = [*list(best.outputs[0].logprobs[2])[:5], 7, 3, 7]
@@ -276,12 +353,19 @@ def test_chosen_tokens_have_log_probabilities(llm):
     for token, entry, likeliest in zip(
         best.outputs[0].token_ids, alone.outputs[0].logprobs, best.outputs[0].logprobs, strict=True
     ):
-        assert list(entry) == list(dict.fromkeys([token, *wanted])) and entry[token] == likeliest[token]
+        assert (
+            list(entry) == list(dict.fromkeys([token, *wanted]))
+            and entry[token] == likeliest[token]
+        )
         both = entry.keys() & likeliest.keys()
         assert {t: entry[t].logprob for t in both} == {t: likeliest[t].logprob for t in both}
         seen += len(both)
     assert seen >= 5 + 5
-    others = [listed, replace(params, logprob_token_ids=[9], logprobs=3), replace(params, logprob_token_ids=[])]
+    others = [
+        listed,
+        replace(params, logprob_token_ids=[9], logprobs=3),
+        replace(params, logprob_token_ids=[]),
+    ]
     mixed, few, one, none = llm.generate([PROMPTS[0]] * 4, [params, *others])
     for entry, own in zip(mixed.outputs[0].logprobs, alone.outputs[0].logprobs, strict=True):
         assert {t: each.logprob for t, each in entry.items()} == {
@@ -289,7 +373,8 @@ def test_chosen_tokens_have_log_probabilities(llm):
         }
     assert all(len(entry) in (20, 21) for entry in few.outputs[0].logprobs)
     assert all(
-        entry.keys() == {t, 9} for t, entry in zip(one.outputs[0].token_ids, one.outputs[0].logprobs, strict=True)
+        entry.keys() == {t, 9}
+        for t, entry in zip(one.outputs[0].token_ids, one.outputs[0].logprobs, strict=True)
     )
     assert none.outputs[0].logprobs is None
     (flat,) = llm.generate(PROMPTS[0], replace(params, flat_logprobs=True))
@@ -375,7 +460,8 @@ def test_turns_come_in_the_order_in_which_they_are_asked_for():
 def test_who_is_interrupted_while_he_waits_leaves_the_row():
     turns = Turns()
     begun = threading.get_ident()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    # a shell's background jobs ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt():
         while not turns.waiting:
@@ -436,7 +522,9 @@ def test_a_fork_is_refused_in_one_line(llm, texts, tmp_path):
     )
     for act in acts:
         said = in_a_fork(act)
-        assert said.startswith(f"NotServing: engine: belongs to process {os.getpid()}, and process ")
+        assert said.startswith(
+            f"NotServing: engine: belongs to process {os.getpid()}, and process "
+        )
         assert "spawn" in said and "\n" not in said
     assert in_a_fork(llm.close) == ""  # the end of a `with` block is no error
     assert [*stream][-1].outputs[0].text == texts[0]
@@ -505,11 +593,19 @@ def test_stop_strings_cut_the_text(llm, texts):
     stop = text[10:14]
     cut = text[: text.index(stop)]
     (out,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=24, stop=stop))
-    assert (out.outputs[0].text, out.outputs[0].finish_reason, out.outputs[0].stop_reason) == (cut, "stop", stop)
-    params = SamplingParams(temperature=0, max_tokens=24, stop=["never there", stop], include_stop_str_in_output=True)
+    assert (out.outputs[0].text, out.outputs[0].finish_reason, out.outputs[0].stop_reason) == (
+        cut,
+        "stop",
+        stop,
+    )
+    params = SamplingParams(
+        temperature=0, max_tokens=24, stop=["never there", stop], include_stop_str_in_output=True
+    )
     assert llm.generate(PROMPTS[0], params)[0].outputs[0].text == cut + stop
     for output in llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=24, stop=stop)):
-        assert stop[0] not in output.outputs[0].text[len(cut) :], "the head of a stop string was shown"
+        assert stop[0] not in output.outputs[0].text[len(cut) :], (
+            "the head of a stop string was shown"
+        )
 
 
 def test_bad_words_do_not_appear(llm, texts):
@@ -525,7 +621,10 @@ def test_logprobs_add_up(llm):
     (output,) = llm.generate(PROMPTS[0], params)
     answer = output.outputs[0]
     assert answer.cumulative_logprob == pytest.approx(
-        sum(entry[token].logprob for entry, token in zip(answer.logprobs, answer.token_ids, strict=True))
+        sum(
+            entry[token].logprob
+            for entry, token in zip(answer.logprobs, answer.token_ids, strict=True)
+        )
     )
     assert all(len(entry) == 3 for entry in answer.logprobs)
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
@@ -586,13 +685,17 @@ def test_a_bad_option_is_one_clear_line(options, words):
 
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
 def test_the_options_are_keyword_arguments(kind):
-    """Those of EngineOptions, and what loading needs beside them; an editor and `help()` show them."""
+    """Those of EngineOptions, and what loading needs beside them; an editor and `help()` show
+    them.
+    """
     parameters = inspect.signature(kind).parameters
     options = {field.name: field for field in fields(EngineOptions)}
     assert set(parameters) == {*options, "progress", "engine"}
     for name, parameter in parameters.items():
         assert parameter.default is (options[name].default if name in options else None)
-        assert parameter.kind is (parameter.POSITIONAL_OR_KEYWORD if name == "model" else parameter.KEYWORD_ONLY)
+        assert parameter.kind is (
+            parameter.POSITIONAL_OR_KEYWORD if name == "model" else parameter.KEYWORD_ONLY
+        )
     lines = [line.partition(": ") for line in inspect.getdoc(kind.__init__).splitlines()[2:]]
     assert [name for name, *_ in lines] == list(parameters) and all(text for *_, text in lines)
 
@@ -617,7 +720,9 @@ def test_without_a_place_for_compiled_steps_none_are_kept(tmp_path, monkeypatch,
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
     (said,) = caplog.messages
-    assert said.endswith("quire/jax cannot be made: Not a directory; XDG_CACHE_HOME names another place")
+    assert said.endswith(
+        "quire/jax cannot be made: Not a directory; XDG_CACHE_HOME names another place"
+    )
 
 
 def test_an_interrupt_leaves_the_engine_usable(llm, texts, monkeypatch):
@@ -659,11 +764,18 @@ else:
 
 @pytest.mark.slow
 def test_pages_are_on_disk_when_the_process_ends(llm, tmp_path):
-    """Nobody has called close(). The host has room for one page, so that the way to the disk is a long one."""
-    program = ENDS.replace("PAGE", str(max(whole_page_bytes(llm.engine.config, group, 16, None) for group in (0, 1))))
+    """Nobody has called close().
+
+    The host has room for one page, so that the way to the disk is a long one.
+    """
+    program = ENDS.replace(
+        "PAGE", str(max(whole_page_bytes(llm.engine.config, group, 16, None) for group in (0, 1)))
+    )
     pages = []
     for kind in ("LLM", "AsyncLLM"):
-        run = subprocess.run([sys.executable, "-c", program, kind, tmp_path], capture_output=True, text=True)
+        run = subprocess.run(
+            [sys.executable, "-c", program, kind, tmp_path], capture_output=True, text=True
+        )
         assert (run.returncode, run.stderr) == (0, "")
         assert (int(run.stdout) > 0) == bool(pages)  # the second has found what the first one left
         pages.append(len(list(tmp_path.glob("*.page"))))
@@ -682,7 +794,9 @@ def test_an_engine_that_is_collected_is_closed(tmp_path):
 
 def test_async_streams_share_the_engine(texts):
     llm = AsyncLLM(**SIZES)
-    assert in_a_fork(lambda: asyncio.run(collect(llm, PROMPTS[0], GREEDY))).startswith("NotServing: engine: belongs")
+    assert in_a_fork(lambda: asyncio.run(collect(llm, PROMPTS[0], GREEDY))).startswith(
+        "NotServing: engine: belongs"
+    )
 
     async def kinds():
         found = {}

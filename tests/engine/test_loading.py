@@ -59,10 +59,15 @@ def test_a_first_start_says_that_it_compiles_kernels(monkeypatch, first):
     options = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "load_format": "dummy"}
     llm = LLM(progress=told.append, **options)
     assert told[:2] == ["reading config", "loading weights"]
-    assert all(said.startswith("first start: compiling kernels and the step") == first for said in told[2:])
+    assert all(
+        said.startswith("first start: compiling kernels and the step") == first for said in told[2:]
+    )
     (one,) = llm.generate("Once", GREEDY)
     if first:  # the weights are random, but the same each time
-        assert LLM(**options).generate("Once", GREEDY)[0].outputs[0].token_ids == one.outputs[0].token_ids
+        assert (
+            LLM(**options).generate("Once", GREEDY)[0].outputs[0].token_ids
+            == one.outputs[0].token_ids
+        )
 
 
 def test_random_weights_need_no_files(monkeypatch):
@@ -74,7 +79,9 @@ def test_random_weights_need_no_files(monkeypatch):
 
 
 def test_other_formats_are_named():
-    with pytest.raises(ModelError, match="load_format is 'gguf'; it can be auto, safetensors, dummy"):
+    with pytest.raises(
+        ModelError, match="load_format is 'gguf'; it can be auto, safetensors, dummy"
+    ):
         EngineOptions(load_format="gguf")
     with pytest.raises(ModelError, match="hf_overrides is"):
         EngineOptions(hf_overrides="x")

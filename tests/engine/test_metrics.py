@@ -36,13 +36,76 @@ from quire.tests.support.cases import cases
 from quire.tests.support.tiny import write
 
 BOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
-LATENCY = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680]
-TOKEN = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80]
+LATENCY = [
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    15,
+    20,
+    30,
+    40,
+    50,
+    60,
+    120,
+    240,
+    480,
+    960,
+    1920,
+    7680,
+]
+TOKEN = [
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+]
 DRAFTS = 3  # of a sequence, where the engine drafts
 LENGTH = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]  # of a model of 1024 positions
 PUBLISHED = {  # vLLM's bounds
     "vllm:time_to_first_token_seconds": [
-        *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),
+        *(
+            0.001,
+            0.005,
+            0.01,
+            0.02,
+            0.04,
+            0.06,
+            0.08,
+            0.1,
+            0.25,
+            0.5,
+            0.75,
+            1,
+            2.5,
+            5,
+            7.5,
+            10,
+            20,
+            40,
+            80,
+            160,
+        ),
         *(640, 2560),
     ],
     "vllm:inter_token_latency_seconds": TOKEN,
@@ -102,7 +165,9 @@ def lent() -> Engine:
 
 @pytest.fixture(scope="module")
 def lent_with_drafts() -> Engine:
-    """Steps draw one of two tokens by chance, and drafts are two tokens by chance: some are accepted."""
+    """Steps draw one of two tokens by chance, and drafts are two tokens by chance: some are
+    accepted.
+    """
     engine = lender(DRAFTS)
     tokens = [engine.tokenizer.encode(text, add_special_tokens=False)[0] for text in (" the", " a")]
     for compiled in engine.runner.compiled.values():
@@ -112,7 +177,9 @@ def lent_with_drafts() -> Engine:
 
 def lender(max_drafts: int = 0) -> Engine:
     engine = pretended_engine(4, 512, 64, max_drafts)
-    engine.runner.compiled = {size: Told(compiled) for size, compiled in engine.runner.compiled.items()}
+    engine.runner.compiled = {
+        size: Told(compiled) for size, compiled in engine.runner.compiled.items()
+    }
     engine.runner.weights = jnp.zeros(1)
     engine.runner.load_weights = lambda: jnp.zeros(1)
     return engine
@@ -130,8 +197,14 @@ class Told:
     def __call__(self, weights, state, buffer):
         sampled, _, state = self.compiled(weights, state, buffer)
         ok_R = np.array([self.chance() for _ in sampled.tokens_R])
-        tokens_R = sampled.tokens_R if self.tokens is None else self.rng.choice(self.tokens, len(ok_R))
-        return sampled.replace(tokens_R=np.where(ok_R, tokens_R, -1)), np.zeros((len(ok_R), 4)), state
+        tokens_R = (
+            sampled.tokens_R if self.tokens is None else self.rng.choice(self.tokens, len(ok_R))
+        )
+        return (
+            sampled.replace(tokens_R=np.where(ok_R, tokens_R, -1)),
+            np.zeros((len(ok_R), 4)),
+            state,
+        )
 
 
 class Guesses:
@@ -159,9 +232,18 @@ def make(lent: Engine, pages: int = 200, clock=None, caching: bool = True) -> En
     drafts = runner.shape.max_drafts
     chosen = drafts and {"method": "ngram", "num_speculative_tokens": drafts, "adapts": False}
     speculation = parse_speculative_config(chosen or None)
-    engine = Engine(runner, lent.tokenizer, [table], lent.max_len, clock=clock or Clock(), speculation=speculation)
+    engine = Engine(
+        runner,
+        lent.tokenizer,
+        [table],
+        lent.max_len,
+        clock=clock or Clock(),
+        speculation=speculation,
+    )
     if engine.speculator is not None:
-        engine.speculator.drafter = Guesses(random.Random(0), next(iter(runner.compiled.values())).tokens)
+        engine.speculator.drafter = Guesses(
+            random.Random(0), next(iter(runner.compiled.values())).tokens
+        )
     return engine
 
 
@@ -272,7 +354,11 @@ class Count:
             self.counts["told draft tokens"] += output.metrics.num_draft_tokens
             self.counts["told accepted"] += output.metrics.num_accepted_tokens
             values["vllm:request_prompt_tokens"].append(len(output.prompt_token_ids))
-            by_token = request.last_token if reasons[0] in ("stop", "length") and len(set(reasons)) == 1 else None
+            by_token = (
+                request.last_token
+                if reasons[0] in ("stop", "length") and len(set(reasons)) == 1
+                else None
+            )
             values["vllm:e2e_request_latency_seconds"].append((by_token or at) - request.arrival)
             if (scheduled := output.metrics.first_scheduled_time) is not None:
                 values["vllm:request_queue_time_seconds"].append(scheduled - request.arrival)
@@ -298,7 +384,11 @@ class Count:
 
     def expected(self) -> dict:
         """Every sample of counters and histograms, but for phases and recompiles."""
-        looked_for = [seq for seq in self.planned if seq.shares_prefix and self.engine.tables[0].keeps_prefixes]
+        looked_for = [
+            seq
+            for seq in self.planned
+            if seq.shares_prefix and self.engine.tables[0].keeps_prefixes
+        ]
         found = {
             "vllm:prompt_tokens_total": self.counts["prompt"],
             "vllm:prompt_tokens_cached_total": self.counts["cached"],
@@ -312,7 +402,9 @@ class Count:
             found["vllm:spec_decode_num_draft_tokens_total"] = self.counts["draft tokens"]
             found["vllm:spec_decode_num_accepted_tokens_total"] = self.counts["accepted"]
             for place in range(DRAFTS):
-                found["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(place)] = self.places[place]
+                found["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(place)] = (
+                    self.places[place]
+                )
             assert self.counts["accepted"] == self.counts["told accepted"]
             assert self.counts["draft tokens"] == self.counts["told draft tokens"]
         for reason in ("stop", "length", "abort", "timeout", "error"):
@@ -330,13 +422,17 @@ class Count:
 
 
 def parsed(text: bytes, model: str | None = "m") -> dict:
-    """Samples by name and the value of the one label that they have beside the model's name; `le` as a number."""
+    """Samples by name and the value of the one label that they have beside the model's name; `le`
+    as a number.
+    """
     found = {}
     for family in text_string_to_metric_families(text.decode()):
         assert family.documentation
         for name, labels, value, *_ in family.samples:
             labels = dict(labels)
-            if family.name.startswith(("quire:http", "http_requests", "quire:event", "quire:streams")):
+            if family.name.startswith(
+                ("quire:http", "http_requests", "quire:event", "quire:streams")
+            ):
                 assert "model_name" not in labels
             elif labels.pop("model_name") != model:
                 continue
@@ -373,13 +469,23 @@ def check_state(metrics: Metrics, engine: Engine) -> None:
     assert found["vllm:num_requests_running"] == len(engine.scheduler.running)
     assert found["vllm:num_requests_waiting"] == len(list(engine.scheduler.waiting))
     used = [
-        {page for seq in engine.scheduler.running if seq.cache.pages for page in seq.cache.pages[index]} - {0}
+        {
+            page
+            for seq in engine.scheduler.running
+            if seq.cache.pages
+            for page in seq.cache.pages[index]
+        }
+        - {0}
         for index in range(len(engine.tables[0].pools))
     ]
     pages = engine.tables[0].pools[0].num_pages - 1
     assert found["quire:pages", "running"] == sum(map(len, used))
-    assert found["quire:pages", "cached"] == sum(len(group.cached) for group in engine.tables[0].pools)
-    assert sum(found["quire:pages", state] for state in ("free", "running", "cached")) == pages * len(used)
+    assert found["quire:pages", "cached"] == sum(
+        len(group.cached) for group in engine.tables[0].pools
+    )
+    assert sum(
+        found["quire:pages", state] for state in ("free", "running", "cached")
+    ) == pages * len(used)
     assert found["vllm:kv_cache_usage_perc"] == pytest.approx(max(map(len, used)) / pages)
 
 
@@ -401,14 +507,19 @@ def random_request(rng: random.Random, token: int) -> tuple[list[int], SamplingP
     )
     if params.max_tokens is None:
         params = replace(params, max_tokens=None if rng.random() < 0.3 else 7)
-    terms = Terms(timeout=rng.choice((0.6, 3, 20)) if rng.random() < 0.2 else None, cache_salt=rng.choice((None, "x")))
+    terms = Terms(
+        timeout=rng.choice((0.6, 3, 20)) if rng.random() < 0.2 else None,
+        cache_salt=rng.choice((None, "x")),
+    )
     if rng.random() < 0.1:
         return prompt, PARAMS, terms, {"pooling": rng.choice(("last", "mean"))}
     return prompt, params, terms, {}
 
 
 def mixed(lent: Engine, seed: int) -> Metrics:
-    """Arrivals, aborts, timeouts, failed steps, broken rows, preemptions, prefix hits, several answers, sleep."""
+    """Arrivals, aborts, timeouts, failed steps, broken rows, preemptions, prefix hits, several
+    answers, sleep.
+    """
     rng = random.Random(seed)
     clock = Clock()
     engine = make(lent, rng.choice((36, 60, 200)), clock, rng.random() < 0.8)
@@ -424,7 +535,9 @@ def mixed(lent: Engine, seed: int) -> Metrics:
             while rng.random() < 0.3:
                 prompt, params, terms, more = random_request(rng, token)
                 try:
-                    request = engine.add(f"{index}-{rng.random()}", prompt, params, None, terms, **more)
+                    request = engine.add(
+                        f"{index}-{rng.random()}", prompt, params, None, terms, **more
+                    )
                 except RequestError:  # it needs more pages than there are
                     continue
                 if rng.random() < 0.05:
@@ -450,7 +563,9 @@ def mixed(lent: Engine, seed: int) -> Metrics:
         assert not engine.requests
         compare(metrics, count)
         check_state(metrics, engine)
-        assert not (metrics.begun or metrics.latest or metrics.earlier), "what is over is remembered"
+        assert not (metrics.begun or metrics.latest or metrics.earlier), (
+            "what is over is remembered"
+        )
         return metrics
     finally:
         count.close()
@@ -475,14 +590,20 @@ def test_a_step_with_drafts_gives_one_gap_and_counts_what_it_gave(lent_with_draf
     metrics = watched(engine)
     trace = Trace(tmp_path / "trace.json")
     engine.observers.append(trace)
-    requests = [engine.add(str(index), [5] * 20, SamplingParams(max_tokens=40, ignore_eos=True)) for index in range(3)]
+    requests = [
+        engine.add(str(index), [5] * 20, SamplingParams(max_tokens=40, ignore_eos=True))
+        for index in range(3)
+    ]
     gaps = gaining = 0
     drafted: list[list[int]] = [[], [], []]  # places of tokens, as a stream tells them
     while engine.busy:
         before = [request.sequences[0].num_output for request in requests]
         clock.now += 0.01
         engine.step()
-        came = [request.sequences[0].num_output - old for request, old in zip(requests, before, strict=True)]
+        came = [
+            request.sequences[0].num_output - old
+            for request, old in zip(requests, before, strict=True)
+        ]
         gaps += sum(count > 0 and old > 0 for count, old in zip(came, before, strict=True))
         gaining += sum(count > 1 for count in came)
         for own, request, old in zip(drafted, requests, before, strict=True):
@@ -493,7 +614,9 @@ def test_a_step_with_drafts_gives_one_gap_and_counts_what_it_gave(lent_with_draf
     told = [request.output().metrics for request in requests]
     assert values["vllm:inter_token_latency_seconds"]["count"] == gaps
     assert values["vllm:generation_tokens_total"] == metrics.written.total == 3 * 40
-    assert values["vllm:iteration_tokens_total"]["sum"] == 3 * 40 + values["vllm:prompt_tokens_total"]
+    assert (
+        values["vllm:iteration_tokens_total"]["sum"] == 3 * 40 + values["vllm:prompt_tokens_total"]
+    )
     accepted = sum(one.num_accepted_tokens for one in told)
     assert values["vllm:spec_decode_num_accepted_tokens_total"] == accepted == 3 * 39 - gaps
     assert sum(values["vllm:spec_decode_num_accepted_tokens_per_pos_total"].values()) == accepted
@@ -501,7 +624,11 @@ def test_a_step_with_drafts_gives_one_gap_and_counts_what_it_gave(lent_with_draf
     assert sum(map(len, drafted)) == accepted
     drafts = sum(one.num_draft_tokens for one in told)
     assert values["vllm:spec_decode_num_draft_tokens_total"] == drafts > accepted
-    steps = [event["args"] for event in json.loads((tmp_path / "trace.json").read_text()) if "rows" in str(event)]
+    steps = [
+        event["args"]
+        for event in json.loads((tmp_path / "trace.json").read_text())
+        if "rows" in str(event)
+    ]
     assert sum(step.get("drafts", 0) for step in steps) == drafts
     assert sum(step.get("accepted", 0) for step in steps) == accepted
 
@@ -512,7 +639,9 @@ def test_the_random_runs_reach_the_rare_states(lent):
     total = Counter()
     for seed in range(25):
         metrics = mixed(lent, seed)
-        total.update({name: int(count > 0) for name, count in (metrics.counts | metrics.ends).items()})
+        total.update(
+            {name: int(count > 0) for name, count in (metrics.counts | metrics.ends).items()}
+        )
     assert len(total) == 11 and min(total.values()) >= 3, total
 
 
@@ -544,7 +673,12 @@ def test_phases_are_what_the_thread_did(lent, monkeypatch):
     phases = metrics.values()["quire:step_seconds"]
     steps = phases["launch"]["count"]
     assert steps == 5
-    for phase, seconds in {"schedule": 0.015625, "launch": 0.25, "collect": 2.0, "update": 16.0}.items():
+    for phase, seconds in {
+        "schedule": 0.015625,
+        "launch": 0.25,
+        "collect": 2.0,
+        "update": 16.0,
+    }.items():
         assert phases[phase]["count"] == steps
         assert phases[phase]["sum"] == steps * seconds
         assert phases[phase]["buckets"][math.inf] == steps
@@ -576,16 +710,22 @@ def test_values_are_those_of_the_exposition(lent):
         engine.step()
     flat = {}
     for name, value in metrics.values().items():
-        for label, one in value.items() if isinstance(value, dict) and "count" not in value else [(None, value)]:
+        for label, one in (
+            value.items() if isinstance(value, dict) and "count" not in value else [(None, value)]
+        ):
             for part, number in one.items() if isinstance(one, dict) else [(None, one)]:
                 for le, count in number.items() if part == "buckets" else [(None, number)]:
-                    key = name + {"buckets": "_bucket", "count": "_count", "sum": "_sum", None: ""}[part]
+                    key = (
+                        name
+                        + {"buckets": "_bucket", "count": "_count", "sum": "_sum", None: ""}[part]
+                    )
                     parts = [at for at in (label, le) if at is not None]
                     flat[(key, *parts) if parts else key] = count
     found = parsed(render({"m": metrics})[0])
     config = {key: value for key, value in found.items() if key[0] == "vllm:cache_config_info"}
     assert flat.items() - found.items() == {
-        (("vllm:cache_config_info", name), value) for name, value in metrics.values()["vllm:cache_config_info"].items()
+        (("vllm:cache_config_info", name), value)
+        for name, value in metrics.values()["vllm:cache_config_info"].items()
     }
     assert metrics.values()["vllm:cache_config_info"] == {
         "block_size": "16",
@@ -603,7 +743,9 @@ def test_sleep_states(lent):
     assert metrics.values()["vllm:engine_sleep_state"] == awake
     for level, name in ((1, "weights_offloaded"), (2, "discard_all")):
         engine.sleep(level)
-        assert metrics.values()["vllm:engine_sleep_state"] == {state: int(state == name) for state in awake}
+        assert metrics.values()["vllm:engine_sleep_state"] == {
+            state: int(state == name) for state in awake
+        }
         engine.lifecycle.wake_up()
         assert metrics.values()["vllm:engine_sleep_state"] == awake
 
@@ -625,7 +767,9 @@ def test_read_while_it_is_written(lent):
                     name = key if isinstance(key, str) else key[0]
                     if name.endswith("_count"):
                         labels = () if isinstance(key, str) else key[1:]
-                        assert now[name.removesuffix("_count") + "_bucket", *labels, math.inf] == value
+                        assert (
+                            now[name.removesuffix("_count") + "_bucket", *labels, math.inf] == value
+                        )
                     if name.endswith(("_total", "_count", "_sum", "_bucket")):
                         assert value >= before.get(key, 0), key
                 before = now
@@ -656,7 +800,9 @@ def exported(lent) -> set[str]:
     http.request("/v1/models", "GET", 200)
     engine = make(lent)
     text = render({"m": watched(engine)}, http)[0].decode()
-    return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+    return {
+        sample.name for family in text_string_to_metric_families(text) for sample in family.samples
+    }
 
 
 def test_boards_made_for_vllm_find_what_they_ask_for(lent):
@@ -669,7 +815,10 @@ def test_the_board_asks_for_what_there_is(lent):
     board = json.loads(BOARD.read_text())
     assert board["schemaVersion"] >= 39
     variables = {variable["name"]: variable for variable in board["templating"]["list"]}
-    assert variables["datasource"]["type"] == "datasource" and variables["model_name"]["type"] == "query"
+    assert (
+        variables["datasource"]["type"] == "datasource"
+        and variables["model_name"]["type"] == "query"
+    )
     there = exported(lent)
     ids = set()
     asked = set()
@@ -683,7 +832,8 @@ def test_the_board_asks_for_what_there_is(lent):
         for other in board["panels"]:
             there_too = other["gridPos"]
             apart = other is panel or any(
-                place[at] >= there_too[at] + there_too[size] or there_too[at] >= place[at] + place[size]
+                place[at] >= there_too[at] + there_too[size]
+                or there_too[at] >= place[at] + place[size]
                 for at, size in (("x", "w"), ("y", "h"))
             )
             assert apart, f"{panel['title']} lies over {other['title']}"
@@ -695,8 +845,17 @@ def test_the_board_asks_for_what_there_is(lent):
             assert target["datasource"]["uid"] == panel["datasource"]["uid"] == "${datasource}"
             asked |= names
     bare = {re.sub("_(bucket|sum|count)$", "", name) for name in asked}
-    wanted = {"vllm:time_to_first_token_seconds", "vllm:prefix_cache_hits_total", "quire:step_seconds"}
-    wanted |= {"quire:pages", "quire:http_requests_total", "quire:event_loop_delay_seconds", "quire:recompiles_total"}
+    wanted = {
+        "vllm:time_to_first_token_seconds",
+        "vllm:prefix_cache_hits_total",
+        "quire:step_seconds",
+    }
+    wanted |= {
+        "quire:pages",
+        "quire:http_requests_total",
+        "quire:event_loop_delay_seconds",
+        "quire:recompiles_total",
+    }
     assert wanted <= bare
 
 
@@ -711,7 +870,8 @@ def test_what_the_server_counts_is_bounded():
     found = parsed(render({}, http)[0])
     assert found["quire:http_requests_total", "GET", "/v1/models", "200"] == 2
     assert found["quire:http_requests_total", "other", "other", "404"] == 1
-    assert found["http_requests_total", "/v1/models", "GET", "2xx"] == 2  # sorted by the labels' names
+    # sorted by the labels' names
+    assert found["http_requests_total", "/v1/models", "GET", "2xx"] == 2
     assert found["http_requests_total", "other", "other", "4xx"] == 1
     assert found["quire:event_loop_delay_seconds_count"] == 2
     assert found["quire:event_loop_delay_seconds_sum"] == 0.004
@@ -743,7 +903,9 @@ def test_an_engine_that_nobody_has_goes_at_once(lent):
 
 
 def test_all_observers_hear_all(lent, tmp_path):
-    """Each step leaves one record, whoever else hears of it; what is launched is taken in, or fails."""
+    """Each step leaves one record, whoever else hears of it; what is launched is taken in, or
+    fails.
+    """
     told: list[list] = [[], []]
     ended: list[str] = []
 
@@ -768,7 +930,10 @@ def test_all_observers_hear_all(lent, tmp_path):
     lost = [plan for plan in launched if not any(plan is other for other in taken)]
     assert len(lost) == 1 and [plan for plan in launched if plan is not lost[0]] == taken
     assert sorted(ended) == ["a", "a", "b", "b", "c", "c"]
-    assert any(record.running == 2 for record in told[0]) and told[0][-1].running == told[0][-1].waiting == 0
+    assert (
+        any(record.running == 2 for record in told[0])
+        and told[0][-1].running == told[0][-1].waiting == 0
+    )
     for record in told[0]:
         times = [record.began]
         if (step := record.launched) is not None:
@@ -802,7 +967,9 @@ def test_a_histogram_counts_each_value_once(values, bounds):
     for value in values:
         histogram.observe(value)
     reading = histogram.read()
-    assert reading.cumulative() == [(b, sum(v <= b for v in values)) for b in [*sorted(bounds), math.inf]]
+    assert reading.cumulative() == [
+        (b, sum(v <= b for v in values)) for b in [*sorted(bounds), math.inf]
+    ]
     assert reading.sum == pytest.approx(sum(values))
     assert reading.total == len(values)
     histogram.observe(0)
@@ -817,7 +984,9 @@ def test_quantiles_of_the_last_minute(observed):
     for at, value, times in sorted(observed):
         recent.observe(at, value, times)
     assert len(recent.slots) <= RecentDurations.SLOTS
-    values = sorted(v for at, value, times in observed if at // 5 > now // 5 - 12 for v in [value] * times)
+    values = sorted(
+        v for at, value, times in observed if at // 5 > now // 5 - 12 for v in [value] * times
+    )
     found = recent.quantiles(now, (0.5, 0.9, 1.0))
     if not values:
         assert found is None
@@ -828,7 +997,9 @@ def test_quantiles_of_the_last_minute(observed):
 
 @given(st.lists(st.tuples(st.floats(0.001, 3), st.integers(0, 9)), min_size=1))
 def test_a_rate_counts_the_last_second(steps):
-    """What began within it counts whole, to within a tenth of a second; a second after the last, nothing does."""
+    """What began within it counts whole, to within a tenth of a second; a second after the last,
+    nothing does.
+    """
     rate = Rate()
     now = 100.0
     came = []
@@ -852,12 +1023,19 @@ def test_every_engine_has_them(tmp_path):
     """Also in the trace file's company; nothing is compiled in service."""
     write(tmp_path / "model")
     trace = str(tmp_path / "trace.json")
-    options = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "kv_cache_memory_bytes": 1 << 20, "trace": trace}
+    options = {
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 16,
+        "kv_cache_memory_bytes": 1 << 20,
+        "trace": trace,
+    }
     with LLM(str(tmp_path / "model"), skip_tokenizer_init=True, **options) as llm:
         prompts = [{"prompt_token_ids": [5, 6, 7, index]} for index in range(5)]
         llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
         values = llm.get_metrics()
-        assert values["vllm:request_success_total"] == dict.fromkeys(FINISH_REASONS, 0) | {"length": 5}
+        assert values["vllm:request_success_total"] == dict.fromkeys(FINISH_REASONS, 0) | {
+            "length": 5
+        }
         assert values["vllm:generation_tokens_total"] == 20
         assert values["quire:recompiles_total"] == 0
         assert 0 < values["vllm:e2e_request_latency_seconds"]["sum"] < 600

@@ -1,4 +1,6 @@
-"""Sampling parameters at the door: what is accepted and how it is kept, and one clear line for the rest."""
+"""Sampling parameters at the door: what is accepted and how it is kept, and one clear line for the
+rest.
+"""
 
 import copy
 import dataclasses
@@ -38,7 +40,13 @@ NUMBERS = {
     "top_p": (1e-9, 1, 1.0),
     "min_p": (0, 1, 0.0),
 }
-SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output", "flat_logprobs")
+SWITCHES = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "flat_logprobs",
+)
 LISTS = ("stop", "stop_token_ids", "bad_words")
 OTHERS = ("logit_bias", "allowed_token_ids", "structured_outputs", "logprob_token_ids")
 
@@ -67,7 +75,15 @@ def test_defaults():
     for name, (*_, default) in (INTEGERS | NUMBERS).items():
         assert getattr(params, name) == default
     assert [getattr(params, name) for name in SWITCHES] == [False, True, True, False, False]
-    assert [getattr(params, name) for name in (*LISTS, *OTHERS)] == [(), (), (), None, None, None, None]
+    assert [getattr(params, name) for name in (*LISTS, *OTHERS)] == [
+        (),
+        (),
+        (),
+        None,
+        None,
+        None,
+        None,
+    ]
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.n = 2  # type: ignore[misc]
 
@@ -79,7 +95,20 @@ def test_integers(name):
         kept = getattr(make(**{name: value}), name)
         assert kept == max(value, 0) if name == "top_k" else kept == value
         assert type(kept) is int
-    for value in (least - 1, most + 1, 2**63, 10**400, 10**5000, True, 1.0, "1", NAN, INFINITY, [1], b"1"):
+    for value in (
+        least - 1,
+        most + 1,
+        2**63,
+        10**400,
+        10**5000,
+        True,
+        1.0,
+        "1",
+        NAN,
+        INFINITY,
+        [1],
+        b"1",
+    ):
         if name == "prompt_logprobs" and value is True:  # vLLM's clients send it
             assert make(prompt_logprobs=True).prompt_logprobs == 1
             continue
@@ -92,7 +121,10 @@ def test_integers(name):
 
 def test_they_can_stand_in_vllms_order():
     params = SamplingParams(2, 0.5, 0.25, 1.5, 0.7, 0.9, 40, 0.1, 7, "END", [3], True, 64, 2, 5, 1)
-    names = "n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop "
+    names = (
+        "n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k "
+        "min_p seed stop "
+    )
     names += "stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs"
     values = (2, 0.5, 0.25, 1.5, 0.7, 0.9, 40, 0.1, 7, ("END",), (3,), True, 64, 2, 5, 1)
     assert [getattr(params, name) for name in names.split()] == list(values)
@@ -102,11 +134,17 @@ def test_they_can_stand_in_vllms_order():
 
 def test_every_field_is_explained():
     lines = [line.partition(": ") for line in (SamplingParams.__doc__ or "").splitlines()[2:]]
-    assert [name for name, *_ in lines] == [field.name for field in dataclasses.fields(SamplingParams)]
+    assert [name for name, *_ in lines] == [
+        field.name for field in dataclasses.fields(SamplingParams)
+    ]
     assert all(text for *_, text in lines)
     shape = [line.strip() for line in (StructuredOutputsParams.__doc__ or "").splitlines()[2:]]
     fields = [field.name for field in dataclasses.fields(StructuredOutputsParams)]
-    assert [line.partition(": ")[0] for line in shape if line] == fields == [*structured.SHAPES, *structured.SPACING]
+    assert (
+        [line.partition(": ")[0] for line in shape if line]
+        == fields
+        == [*structured.SHAPES, *structured.SPACING]
+    )
 
 
 def test_a_clone_is_the_same_and_another():
@@ -123,8 +161,15 @@ def test_output_kinds():
 
 
 def test_structured_outputs_have_a_class():
-    for fields in ({"json": {"type": "object"}}, {"choice": ["a", "b"]}, {"json_object": True}, {"regex": "a+"}):
-        assert make(structured_outputs=StructuredOutputsParams(**fields)) == make(structured_outputs=fields)
+    for fields in (
+        {"json": {"type": "object"}},
+        {"choice": ["a", "b"]},
+        {"json_object": True},
+        {"regex": "a+"},
+    ):
+        assert make(structured_outputs=StructuredOutputsParams(**fields)) == make(
+            structured_outputs=fields
+        )
     for fields in ({}, {"regex": "a", "choice": ["b"]}, {"regex": ""}):
         with pytest.raises(RequestError, match="structured_outputs"):
             StructuredOutputsParams(**fields)
@@ -136,15 +181,33 @@ def test_numbers(name):
     for value in (least, most, (least + most) / 2, np.float32(1)):
         kept = getattr(make(**{name: value}), name)
         assert kept == float(value) and type(kept) is float
-    for value in (least - 0.001, most + 0.001, -1e400, 1e400, NAN, 10**400, -(10**400), True, "1", None, [1.0], 1j):
+    for value in (
+        least - 0.001,
+        most + 0.001,
+        -1e400,
+        1e400,
+        NAN,
+        10**400,
+        -(10**400),
+        True,
+        "1",
+        None,
+        [1.0],
+        1j,
+    ):
         assert refused(**{name: value}).param == name
 
 
 def test_temperatures_that_float32_cannot_divide_by_are_refused():
     assert make(temperature=1e-6).temperature == 1e-6
     assert "0 (greedy)" in str(refused(temperature=1e-40))
-    assert str(refused(temperature=-1)) == "temperature: must be a number from 0 to 100 (0 is greedy), got -1"
-    assert str(refused(top_p=0)) == "top_p: must be a number above 0 and at most 1 (1 is off), got 0"
+    assert (
+        str(refused(temperature=-1))
+        == "temperature: must be a number from 0 to 100 (0 is greedy), got -1"
+    )
+    assert (
+        str(refused(top_p=0)) == "top_p: must be a number above 0 and at most 1 (1 is off), got 0"
+    )
 
 
 @pytest.mark.parametrize("name", SWITCHES)
@@ -214,7 +277,10 @@ def test_logit_bias():
 def test_min_tokens_is_at_most_max_tokens():
     assert make(min_tokens=16).min_tokens == 16
     assert make(min_tokens=100, max_tokens=None).min_tokens == 100
-    assert str(refused(min_tokens=9, max_tokens=8)) == "min_tokens: must be at most max_tokens (8), got 9"
+    assert (
+        str(refused(min_tokens=9, max_tokens=8))
+        == "min_tokens: must be at most max_tokens (8), got 9"
+    )
 
 
 def test_unknown_names():
@@ -232,13 +298,17 @@ def test_unknown_names():
 
 
 def test_arguments_that_there_are_not():
-    with pytest.raises(TypeError, match="SamplingParams has no 'temprature'; did you mean 'temperature'"):
+    with pytest.raises(
+        TypeError, match="SamplingParams has no 'temprature'; did you mean 'temperature'"
+    ):
         SamplingParams(temprature=1)
     with pytest.raises(TypeError, match="has no 'max_new_tokens'; here it is 'max_tokens'"):
         SamplingParams(max_new_tokens=1)
     with pytest.raises(TypeError, match="has no 'wibble'; the fields are n, "):
         SamplingParams(wibble=1)
-    with pytest.raises(AttributeError, match=r"dataclasses.replace\(params, max_tokens=...\) makes another"):
+    with pytest.raises(
+        AttributeError, match=r"dataclasses.replace\(params, max_tokens=...\) makes another"
+    ):
         SamplingParams().max_tokens = 3
 
 
@@ -249,7 +319,11 @@ def test_from_dict():
 
 def test_params_and_errors_survive_copies():
     params = make(stop=["a"], logit_bias={3: 1.0}, allowed_token_ids=[3])
-    for twin in (copy.deepcopy(params), pickle.loads(pickle.dumps(params)), dataclasses.replace(params)):
+    for twin in (
+        copy.deepcopy(params),
+        pickle.loads(pickle.dumps(params)),
+        dataclasses.replace(params),
+    ):
         assert twin == params
     error = refused(n=0)
     for twin in (copy.copy(error), pickle.loads(pickle.dumps(error))):
@@ -264,7 +338,11 @@ ANYTHING = st.recursive(
 )
 
 
-@given(st.dictionaries(st.sampled_from([*INTEGERS, *NUMBERS, *SWITCHES, *LISTS, *OTHERS]), ANYTHING, max_size=3))
+@given(
+    st.dictionaries(
+        st.sampled_from([*INTEGERS, *NUMBERS, *SWITCHES, *LISTS, *OTHERS]), ANYTHING, max_size=3
+    )
+)
 def test_any_value_is_kept_or_refused_by_name(fields):
     try:
         params = make(**fields)
@@ -279,7 +357,15 @@ def test_any_value_is_kept_or_refused_by_name(fields):
 
 SHAPES = st.dictionaries(
     st.sampled_from(
-        ["json", "regex", "choice", "grammar", "json_object", "whitespace_pattern", "disable_any_whitespace"]
+        [
+            "json",
+            "regex",
+            "choice",
+            "grammar",
+            "json_object",
+            "whitespace_pattern",
+            "disable_any_whitespace",
+        ]
     )
     | st.text(),
     ANYTHING,
@@ -312,5 +398,8 @@ def test_results():
 
 
 def test_requests_need_no_jax():
-    code = "import sys, quire.serving.api.params, quire.serving.api.outputs; sys.exit('jax' in sys.modules)"
+    code = (
+        "import sys, quire.serving.api.params, quire.serving.api.outputs; sys.exit('jax' in "
+        "sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

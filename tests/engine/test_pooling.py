@@ -1,4 +1,6 @@
-"""Embeddings: the hidden states that the decoder gives without a cache, to the same bits in any company."""
+"""Embeddings: the hidden states that the decoder gives without a cache, to the same bits in any
+company.
+"""
 
 import random
 from functools import partial
@@ -22,7 +24,12 @@ from quire.tests.support import uncached
 from quire.tests.support.cases import cases
 
 LENGTH = 256
-TEXTS = ["Once upon a time", "A dog ran home.", "x", "The small fox lived by the river, and the river sang. " * 3]
+TEXTS = [
+    "Once upon a time",
+    "A dog ran home.",
+    "x",
+    "The small fox lived by the river, and the river sang. " * 3,
+]
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +60,14 @@ def oracle(compiled):
 def engine_of(old: Runner, num_pages: int = 400) -> Engine:
     runner = Runner(old.config, old.weights, old.shape, old.num_pages, 16, LENGTH)
     runner.compiled, runner.page_copier.programs = old.compiled, old.page_copier.programs
-    return Engine(runner, None, [PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows)], LENGTH)
+    return Engine(
+        runner, None, [PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows)], LENGTH
+    )
 
 
-def serve(engine: Engine, requests: dict[str, tuple], rng: random.Random | None = None) -> dict[str, RequestOutput]:
+def serve(
+    engine: Engine, requests: dict[str, tuple], rng: random.Random | None = None
+) -> dict[str, RequestOutput]:
     """Every result; with `rng` the requests arrive one after the other."""
     got = {}
     waiting = list(requests)
@@ -80,20 +91,28 @@ def test_embeddings_are_the_decoders(compiled, oracle, pooling):
         output = serve(engine, {"a": (tokens, PARAMS, pooling)})["a"]
         states = oracle(tokens)
         expected = {"last": states[-1], "cls": states[0], "mean": states.mean(axis=0)}[pooling]
-        np.testing.assert_allclose(output.pooled, expected, rtol=0, atol=2e-5 * np.abs(states).max())
+        np.testing.assert_allclose(
+            output.pooled, expected, rtol=0, atol=2e-5 * np.abs(states).max()
+        )
         vector = np.array(embedding(output).outputs.embedding)
         np.testing.assert_allclose(vector, expected / np.linalg.norm(expected), atol=1e-5)
         assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-6)
         short = np.array(embedding(output, 7).outputs.embedding)
         np.testing.assert_allclose(short, expected[:7] / np.linalg.norm(expected[:7]), atol=1e-4)
         answer = output.outputs[0]
-        assert (list(answer.token_ids), answer.finish_reason, output.prompt_logprobs) == ([], "stop", None)
+        assert (list(answer.token_ids), answer.finish_reason, output.prompt_logprobs) == (
+            [],
+            "stop",
+            None,
+        )
 
 
 @pytest.mark.random
 @pytest.mark.slow
 def test_company_changes_no_bit(compiled):
-    """With answers being written, prompts that begin alike, and pages so short that some give way in the middle."""
+    """With answers being written, prompts that begin alike, and pages so short that some give way
+    in the middle.
+    """
     rng = random.Random(3)
     seen = {"cached": 0, "gave way": 0}
     recompiled = compiled.compiles.recompiles
@@ -101,12 +120,22 @@ def test_company_changes_no_bit(compiled):
         requests = {}
         prompts = []
         for index in range(8):
-            start = rng.choice(prompts)[: rng.randint(0, 100)] if prompts and rng.random() < 0.5 else []
-            prompts.append((start + [rng.randrange(1280) for _ in range(rng.choice((1, 17, 60, 190)))])[: LENGTH - 60])
-            written = SamplingParams(temperature=0, max_tokens=50, logprobs=1, ignore_eos=True, detokenize=False)
+            start = (
+                rng.choice(prompts)[: rng.randint(0, 100)] if prompts and rng.random() < 0.5 else []
+            )
+            prompts.append(
+                (start + [rng.randrange(1280) for _ in range(rng.choice((1, 17, 60, 190)))])[
+                    : LENGTH - 60
+                ]
+            )
+            written = SamplingParams(
+                temperature=0, max_tokens=50, logprobs=1, ignore_eos=True, detokenize=False
+            )
             pooling = rng.choice((None, "last", "mean", "cls"))
             requests[str(index)] = (prompts[-1], written if pooling is None else PARAMS, pooling)
-        expected = {name: serve(engine_of(compiled), {name: own})[name] for name, own in requests.items()}
+        expected = {
+            name: serve(engine_of(compiled), {name: own})[name] for name, own in requests.items()
+        }
         for engine in (engine_of(compiled), engine_of(compiled, rng.randint(17, 20))):
             for name, output in serve(engine, requests, random.Random(turn)).items():
                 assert output.outputs == expected[name].outputs
@@ -155,7 +184,10 @@ def test_nobody_else_fetches_hidden_states(compiled, monkeypatch):
         return result
 
     monkeypatch.setattr(engine.runner, "collect", watch)
-    serve(engine, {"a": ([1, 2, 3], SamplingParams(max_tokens=4, logprobs=1, prompt_logprobs=1), None)})
+    serve(
+        engine,
+        {"a": ([1, 2, 3], SamplingParams(max_tokens=4, logprobs=1, prompt_logprobs=1), None)},
+    )
     assert fetched and not any(fetched)
     serve(engine, {"b": ([1, 2, 3], PARAMS, "last")})
     assert fetched[-1]
@@ -167,11 +199,16 @@ def test_embed_takes_what_generate_takes():
     tokens = [llm.get_tokenizer().encode(text) for text in TEXTS]
     assert [list(output.prompt_token_ids) for output in found] == tokens
     assert llm.encode(tokens, use_tqdm=False)[1].outputs == found[1].outputs
-    assert llm.embed({"prompt": TEXTS[1], "cache_salt": "a"}, use_tqdm=False)[0].outputs == found[1].outputs
+    assert (
+        llm.embed({"prompt": TEXTS[1], "cache_salt": "a"}, use_tqdm=False)[0].outputs
+        == found[1].outputs
+    )
     short = llm.embed(TEXTS, use_tqdm=False, dimensions=8)
     for whole, part in zip(found, short, strict=True):
         expected = np.array(whole.outputs.embedding[:8])
-        np.testing.assert_allclose(part.outputs.embedding, expected / np.linalg.norm(expected), atol=1e-5)
+        np.testing.assert_allclose(
+            part.outputs.embedding, expected / np.linalg.norm(expected), atol=1e-5
+        )
     for wrong in (0, 193, -1, 2.0, True, "8"):
         with pytest.raises(RequestError, match="dimensions"):
             llm.embed(TEXTS, dimensions=wrong)
@@ -180,7 +217,9 @@ def test_embed_takes_what_generate_takes():
     assert not llm.engine.busy
     mean = LLM(max_num_seqs=4, max_num_batched_tokens=32, dtype="float32", pooling="mean")
     for tokens, alike in (([7], True), ([7, 8], False)):
-        one, other = (each.embed([tokens], use_tqdm=False)[0].outputs.embedding for each in (llm, mean))
+        one, other = (
+            each.embed([tokens], use_tqdm=False)[0].outputs.embedding for each in (llm, mean)
+        )
         assert np.allclose(one, other, atol=1e-5) == alike
     with pytest.raises(ModelError, match="pooling is 'max'"):
         LLM(pooling="max")

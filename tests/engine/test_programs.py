@@ -19,12 +19,19 @@ from quire.serving.device.programs import Call, Compiler, described, folder_of_p
 from quire.serving.engine import runner
 from quire.tests.support import tiny, tiny_moe
 
-OPTIONS = {"skip_tokenizer_init": True, "max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64}
+OPTIONS = {
+    "skip_tokenizer_init": True,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 16,
+    "max_model_len": 64,
+}
 
 
 @pytest.fixture
 def home(monkeypatch, tmp_path):
-    """An empty folder, and a process that has no programs of JAX's own cache; the kernels stay where they are."""
+    """An empty folder, and a process that has no programs of JAX's own cache; the kernels stay
+    where they are.
+    """
     kernels = native.build.cache_folder()
     monkeypatch.setattr(native.build, "cache_folder", lambda: kernels)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -45,7 +52,9 @@ def traced(monkeypatch):
     """The names of the functions that are traced for a program."""
     found = []
     trace = Call.trace
-    monkeypatch.setattr(Call, "trace", lambda self: found.append(self.function.__name__) or trace(self))
+    monkeypatch.setattr(
+        Call, "trace", lambda self: found.append(self.function.__name__) or trace(self)
+    )
     return found
 
 
@@ -60,8 +69,12 @@ def answers(model: str, **options) -> str:
     llm = LLM(str(model), **OPTIONS | options)
     written()
     prompts = [[1, 2, 3], list(range(1, 30))]
-    chosen = [SamplingParams(temperature=0.8, seed=n, max_tokens=9, logprobs=2, ignore_eos=True) for n in range(2)]
-    found = [*llm.generate(prompts, chosen), *llm.generate(prompts[:1], chosen[:1])]  # in a batch, and in a series
+    chosen = [
+        SamplingParams(temperature=0.8, seed=n, max_tokens=9, logprobs=2, ignore_eos=True)
+        for n in range(2)
+    ]
+    # in a batch, and in a series
+    found = [*llm.generate(prompts, chosen), *llm.generate(prompts[:1], chosen[:1])]
     assert not llm.engine.runner.compiles.recompiles
     return repr([(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in found])
 
@@ -80,7 +93,9 @@ def made(*args, **static) -> jax.stages.Compiled:
     return program
 
 
-@pytest.mark.parametrize("model", [tiny.LLAMA, tiny.LLAMA | {"torch_dtype": "bfloat16"}, tiny_moe.MIXTRAL])
+@pytest.mark.parametrize(
+    "model", [tiny.LLAMA, tiny.LLAMA | {"torch_dtype": "bfloat16"}, tiny_moe.MIXTRAL]
+)
 @pytest.mark.slow
 def test_a_second_start_traces_nothing(home, traced, tmp_path, model):
     """And gives the bits of the first, in batches, alone and in series."""
@@ -113,7 +128,12 @@ def test_beside_a_full_cache_of_jax(home, traced, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_with_a_draft_model_and_adapters(home, traced):
     drafts = {"method": "draft_model", "model": "quill-draft", "num_speculative_tokens": 2}
-    options = {"speculative_config": drafts, "enable_lora": True, "max_loras": 2, "skip_tokenizer_init": False}
+    options = {
+        "speculative_config": drafts,
+        "enable_lora": True,
+        "max_loras": 2,
+        "skip_tokenizer_init": False,
+    }
     first = answers("quill", **options)
     count = len(traced)
     assert {"catch_up", "write_adapter"} <= {*traced}
@@ -147,7 +167,9 @@ def test_anything_else_is_another_program(home, monkeypatch, traced):
         lambda: monkeypatch.setenv("QUIRE_NATIVE", "off"),
         lambda: monkeypatch.setenv("XLA_FLAGS", ""),
         lambda: monkeypatch.setattr(jax, "__version__", "0.0.1"),
-        lambda: monkeypatch.setattr(native.build, "cpu_info", lambda *names: ("another processor",)),
+        lambda: monkeypatch.setattr(
+            native.build, "cpu_info", lambda *names: ("another processor",)
+        ),
     ]
     for number, change in enumerate(changes, len(calls) + 2):
         change()
@@ -163,7 +185,9 @@ def test_what_describes_a_model_is_complete():
     config = family_for(tiny.LLAMA).config(tiny.LLAMA, None)
     stored = replace(config, stored=StoredFormat("fp8", ()))
     assert repr(stored) == repr(config) and described(stored, True) != described(config, True)
-    assert described(config, True) == described(family_for(tiny.LLAMA).config(tiny.LLAMA, None), True)
+    assert described(config, True) == described(
+        family_for(tiny.LLAMA).config(tiny.LLAMA, None), True
+    )
     with pytest.raises(TypeError, match="function has no description"):
         described({"act": lambda x: x}, True)
 
@@ -178,15 +202,21 @@ def test_damage_is_noticed_and_mended(home, traced, caplog, monkeypatch, damage)
         monkeypatch.setattr(programs, "deserialize_and_load", lambda *given, **device: 1 / 0)
     else:
         changed = whole[:-1] + bytes([whole[-1] ^ 1])
-        path.write_bytes({"cut": whole[:-9], "changed": changed, "another": b"pickle" + whole}[damage])
+        path.write_bytes(
+            {"cut": whole[:-9], "changed": changed, "another": b"pickle" + whole}[damage]
+        )
     assert made(x, x)(x, x).tolist() == [0, 2, 4]
     assert len(traced) == 2
-    assert (": division by zero" if damage == "runtime" else "is damaged and made again") in caplog.text
+    assert (
+        ": division by zero" if damage == "runtime" else "is damaged and made again"
+    ) in caplog.text
     assert path.exists() == (damage != "runtime")
 
 
 def test_kernels_that_come_and_go(home, traced, monkeypatch):
-    """A program belongs to the kernels that it was made with: one that could not be had may be there now."""
+    """A program belongs to the kernels that it was made with: one that could not be had may be
+    there now.
+    """
     x = jnp.arange(3.0)
     there = {"probe": False}
     monkeypatch.setattr(native, "outcomes", lambda: {"probe": there["probe"]})
@@ -201,21 +231,30 @@ def test_kernels_that_come_and_go(home, traced, monkeypatch):
 
 
 def test_nothing_is_kept(home, traced, monkeypatch, caplog, tmp_path):
-    """Where JAX keeps nothing either, where a call cannot be described, and where there is no room or no folder."""
+    """Where JAX keeps nothing either, where a call cannot be described, and where there is no room
+    or no folder.
+    """
     x = jnp.arange(3.0)
     monkeypatch.setattr(programs, "LIMIT", 10)
     made(x, x)
-    assert [*home.iterdir()] == [] and "not kept for the next start: there is no room" in caplog.text
+    assert [
+        *home.iterdir()
+    ] == [] and "not kept for the next start: there is no room" in caplog.text
     monkeypatch.setattr(programs, "LIMIT", 1 << 30)
     home.chmod(0o777)
     assert folder_of_programs() is None and "can be written to by others" in caplog.text
     home.chmod(0o700)
     assert folder_of_programs() == home
-    for setting, value in {"jax_enable_compilation_cache": False, "jax_compilation_cache_dir": str(tmp_path)}.items():
+    for setting, value in {
+        "jax_enable_compilation_cache": False,
+        "jax_compilation_cache_dir": str(tmp_path),
+    }.items():
         before = getattr(jax.config, setting)
         jax.config.update(setting, value)
         assert folder_of_programs() is None
         jax.config.update(setting, before)
     assert folder_of_programs() == home
     assert made(x, x, by=2j)(x, x).tolist() == [0, 1 + 2j, 2 + 4j]
-    assert [*home.iterdir()] == [] and "add is not kept for the next start: complex has no description" in caplog.text
+    assert [
+        *home.iterdir()
+    ] == [] and "add is not kept for the next start: complex has no description" in caplog.text

@@ -8,8 +8,11 @@ from quire.tests.support import tiny
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1, detokenize=False)
 PROMPT = {"prompt_token_ids": [(7 * at) % 90 for at in range(40)]}
 OPTIONS = {
-    "skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_cache_memory_bytes": 1 << 20,
-}  # fmt: skip
+    "skip_tokenizer_init": True,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "kv_cache_memory_bytes": 1 << 20,
+}
 
 
 def answer(llm: LLM):
@@ -37,7 +40,8 @@ def test_pages_of_weights_that_were_replaced_in_sleep_are_not_found(tmp_path, ti
     options = OPTIONS | (options if tier != "device" else {})
     llm = LLM(str(folder), **options)
     _, *old = answer(llm)
-    for _ in range(2):  # the second time after a sleep with the same weights, whose pages are still good
+    # the second time after a sleep with the same weights, whose pages are still good
+    for _ in range(2):
         if tier != "device":
             evict(llm)
         num_cached, *again = answer(llm)

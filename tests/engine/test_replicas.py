@@ -1,4 +1,6 @@
-"""Replicas behind one queue, with a pretended device: who goes where, and the one buffer of a step."""
+"""Replicas behind one queue, with a pretended device: who goes where, and the one buffer of a
+step.
+"""
 
 from collections import Counter, deque
 from dataclasses import replace
@@ -24,7 +26,9 @@ def make(replicas=3, pages=(64, 64), limits=(4, 16, 16), **options) -> Scheduler
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_sequence_ends_once_whatever_the_load(seed):
-    """Within each replica's limits, and never in two of them: what is computed is in the order of its rows."""
+    """Within each replica's limits, and never in two of them: what is computed is in the order of
+    its rows.
+    """
     rng = np.random.default_rng(seed)
     pages = tuple(rng.integers(14, 40, 2).tolist())
     scheduler = make(int(rng.integers(2, 5)), pages, max_drafts=seed % 2 * 3)
@@ -78,7 +82,9 @@ def test_answers_of_one_request_stay_together():
 
 
 def test_who_waits_for_pages_goes_where_there_are_some():
-    """To the replica with one free slot and pages, not back to that with three slots and no page."""
+    """To the replica with one free slot and pages, not back to that with three slots and no
+    page.
+    """
     scheduler = make(2, pages=(16, 16))
     device = Device(scheduler)
 
@@ -95,12 +101,17 @@ def test_who_waits_for_pages_goes_where_there_are_some():
     send(waits, 0)
     for _ in range(2):
         device.step()
-    assert [len(replica.free_slots) for replica in scheduler.replicas] == [3, 0] and waits.replica == 1
+    assert [len(replica.free_slots) for replica in scheduler.replicas] == [
+        3,
+        0,
+    ] and waits.replica == 1
     device.run()
 
 
 def test_nobody_waits_beside_a_free_slot():
-    """More answers than a replica has slots: those that wait go to the others; who gave way comes back to his pages."""
+    """More answers than a replica has slots: those that wait go to the others; who gave way comes
+    back to his pages.
+    """
     scheduler = make(limits=(2, 16, 16))
     request = [sequence(0, 8, 30, token=9) for _ in range(6)]
     scheduler.add(*request)
@@ -130,7 +141,9 @@ def test_pages_have_the_device_s_numbers():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_one_buffer_for_all(seed):
-    """Each replica's part is what a builder of its own makes at that size; where it computes nothing it is padding."""
+    """Each replica's part is what a builder of its own makes at that size; where it computes
+    nothing it is padding.
+    """
     rng = np.random.default_rng(seed)
     scheduler = make()
     shape = StepShape.largest(4, 16, 16).with_cache(2, PAGE, 16 * PAGE, 3)

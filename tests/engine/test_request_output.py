@@ -1,4 +1,6 @@
-"""What is taken of a request bit by bit is what it has in the end: text, tokens, log-probabilities, reasons."""
+"""What is taken of a request bit by bit is what it has in the end: text, tokens, log-probabilities,
+reasons.
+"""
 
 import pickle
 import random
@@ -23,7 +25,9 @@ def tokenizer(request, tmp_path_factory):
 def make(tokenizer: Tokenizer, params: SamplingParams, max_tokens: int = 40) -> Request:
     eos = tokenizer.eos_token_ids
     sequences = [
-        Sequence(index, [5, 6], 2, params, max_tokens, 0.0, eos | frozenset(params.stop_token_ids), eos)
+        Sequence(
+            index, [5, 6], 2, params, max_tokens, 0.0, eos | frozenset(params.stop_token_ids), eos
+        )
         for index in range(params.num_sequences)
     ]
     return Request("r", None, params, sequences, tokenizer, 0.0)
@@ -61,7 +65,10 @@ def joined(parts: list[CompletionDelta], params: SamplingParams) -> dict[int, Co
 
 def random_params(rng: random.Random, tokenizer: Tokenizer, ids: list[int]) -> SamplingParams:
     text = tokenizer.decode(rng.choices(ids, k=40))
-    stops = [text[at : at + rng.randint(1, 3)] for at in rng.choices(range(len(text)), k=rng.choice((0, 0, 1, 3)))]
+    stops = [
+        text[at : at + rng.randint(1, 3)]
+        for at in rng.choices(range(len(text)), k=rng.choice((0, 0, 1, 3)))
+    ]
     n = rng.choice((1, 1, 2, 3))
     return SamplingParams(
         n=n,
@@ -89,7 +96,9 @@ def test_what_is_taken_adds_up(tokenizer):
         parts = []
         eager = rng.random()  # how often somebody looks
         while not request.finished:
-            live = [i for i, stream in enumerate(request.completions) if stream.finish_reason is None]
+            live = [
+                i for i, stream in enumerate(request.completions) if stream.finish_reason is None
+            ]
             if rng.random() < 0.02:
                 request.end(rng.choice(live), rng.choice(("abort", "timeout", "error")))
             else:
@@ -98,7 +107,9 @@ def test_what_is_taken_adds_up(tokenizer):
                 draw(request, rng.choice(live), token, rng)
             if rng.random() < eager:
                 delta = request.take()
-                assert not delta.completions or len(request.completions) == params.n or delta.finished
+                assert (
+                    not delta.completions or len(request.completions) == params.n or delta.finished
+                )
                 parts += delta.completions
             if rng.random() < 0.1:
                 request.output()
@@ -107,7 +118,10 @@ def test_what_is_taken_adds_up(tokenizer):
         parts += delta.completions
         assert not request.take().completions
         several += len(parts) > 2 * params.n
-        whole = {answer.index: replace(answer, cumulative_logprob=None) for answer in request.output().outputs}
+        whole = {
+            answer.index: replace(answer, cumulative_logprob=None)
+            for answer in request.output().outputs
+        }
         assert joined(parts, params) == whole
         reasons |= {answer.finish_reason for answer in whole.values()}
     assert reasons == {"stop", "length", "abort", "timeout", "error"} and several > 50
@@ -146,24 +160,35 @@ def test_prompt_logprobs_are_made_when_they_are_read(tokenizer, monkeypatch, fla
     scores = [
         Score(rng.randrange(100), -rng.random(), rng.randint(1, 50), best, -np.sort(values), values)
         for best, values in (
-            (np.array(rng.sample(range(100), 20)), np.random.default_rng(0).random(20)) for _ in range(9)
+            (np.array(rng.sample(range(100), 20)), np.random.default_rng(0).random(20))
+            for _ in range(9)
         )
     ]
     request = make(tokenizer, SamplingParams(prompt_logprobs=20, flat_logprobs=flat))
     request.sequences[0].prompt_scores = list(scores)
     texts = []
     token_text = tokenizer.token_text
-    monkeypatch.setattr(tokenizer, "token_text", lambda token: texts.append(token) or token_text(token))
+    monkeypatch.setattr(
+        tokenizer, "token_text", lambda token: texts.append(token) or token_text(token)
+    )
     logprobs = [request.output().prompt_logprobs for _ in range(3)][-1]
-    assert len(texts) == (sum(len({score.token, *score.best.tolist()}) for score in scores) if flat else 0)
+    assert len(texts) == (
+        sum(len({score.token, *score.best.tolist()}) for score in scores) if flat else 0
+    )
     entries: list[dict[int, Logprob] | None] = [{} if flat else None]
     for score in scores:
         listed = zip(score.best.tolist(), score.best_logprobs.tolist(), range(1, 21), strict=True)
-        entry = {token: Logprob(logprob, rank, token_text(token)) for token, logprob, rank in listed}
+        entry = {
+            token: Logprob(logprob, rank, token_text(token)) for token, logprob, rank in listed
+        }
         own = Logprob(score.logprob, score.rank, token_text(score.token))
         entries.append({score.token: own} | entry | {score.token: own})
     assert logprobs is not None and len(logprobs) == 10
-    assert list(logprobs) == entries and list(logprobs[2:4]) == entries[2:4] and logprobs[-1] == entries[-1]
+    assert (
+        list(logprobs) == entries
+        and list(logprobs[2:4]) == entries[2:4]
+        and logprobs[-1] == entries[-1]
+    )
     assert list(logprobs[1]) == list(entries[1] or ())  # the token itself comes first
     assert pickle.loads(pickle.dumps(logprobs)) == logprobs
     if not flat:
@@ -177,4 +202,8 @@ def test_prompt_logprobs_grow_with_the_prompt_that_is_computed(tokenizer):
     before = request.output().prompt_logprobs
     request.sequences[0].prompt_scores[1] = known
     assert before is not None and before[2] is None
-    assert request.output().prompt_logprobs == [None, {7: Logprob(-1.0, 1, tokenizer.token_text(7))}, before[1]]
+    assert request.output().prompt_logprobs == [
+        None,
+        {7: Logprob(-1.0, 1, tokenizer.token_text(7))},
+        before[1],
+    ]

@@ -1,4 +1,6 @@
-"""A stream that was begun by one server and is gone on with by another: the reader gets the answer of one."""
+"""A stream that was begun by one server and is gone on with by another: the reader gets the answer
+of one.
+"""
 
 import asyncio
 import json
@@ -17,7 +19,12 @@ from quire.serving.http.app import make_app
 from quire.serving.http.models import Model, Models
 from quire.serving.http.service import Service
 from quire.serving.http.settings import ServerSettings
-from quire.serving.ray.message import ForwardedRequest, ReplicaConnection, ResponsePiece, ResponseStart
+from quire.serving.ray.message import (
+    ForwardedRequest,
+    ReplicaConnection,
+    ResponsePiece,
+    ResponseStart,
+)
 from quire.serving.resume import Journal
 from quire.tests.support.served import FORMATS, model_of, scripted
 
@@ -30,11 +37,24 @@ SCHEMA = {
 }
 ASKED = [
     ("/v1/completions", STORY | {"temperature": 0}),
-    ("/v1/completions", STORY | {"temperature": 1, "n": 3, "logprobs": 2}),  # a seed that nobody chose
-    ("/v1/completions", {"prompt": ["Once", "Long ago, a"], "seed": 5, "n": 2, "echo": True, "stop": ["the", "."]}),
-    ("/v1/completions", STORY | {"repetition_penalty": 1.5, "presence_penalty": 1, "seed": -3, "min_tokens": 9}),
-    ("/v1/chat/completions", TURNS | {"temperature": 0.8, "logprobs": True, "stream_options": {"include_usage": True}}),
-    ("/v1/chat/completions", TURNS | {"temperature": 1, "response_format": SCHEMA, "max_tokens": 12}),
+    # a seed that nobody chose
+    ("/v1/completions", STORY | {"temperature": 1, "n": 3, "logprobs": 2}),
+    (
+        "/v1/completions",
+        {"prompt": ["Once", "Long ago, a"], "seed": 5, "n": 2, "echo": True, "stop": ["the", "."]},
+    ),
+    (
+        "/v1/completions",
+        STORY | {"repetition_penalty": 1.5, "presence_penalty": 1, "seed": -3, "min_tokens": 9},
+    ),
+    (
+        "/v1/chat/completions",
+        TURNS | {"temperature": 0.8, "logprobs": True, "stream_options": {"include_usage": True}},
+    ),
+    (
+        "/v1/chat/completions",
+        TURNS | {"temperature": 1, "response_format": SCHEMA, "max_tokens": 12},
+    ),
     ("/v1/responses", {"input": "Tell a story about a fox.", "max_output_tokens": 20}),
     ("/v1/messages", TURNS),
 ]
@@ -45,7 +65,9 @@ DRAFTS = {"method": "self", "num_layers": 2, "adapts": False}
 
 @pytest.fixture(scope="module")
 def two():
-    """(what runs coroutines, the applications of two servers whose own seeds differ, of which the second drafts)."""
+    """(what runs coroutines, the applications of two servers whose own seeds differ, of which the
+    second drafts).
+    """
     models = []
     for seed, drafts in ((1, None), (2, DRAFTS)):
         options = make_options(
@@ -61,12 +83,18 @@ def two():
 
 def call_of(path: str, body: dict, journal: Journal | None = None) -> ForwardedRequest:
     raw = json.dumps(body | {"stream": True}).encode()
-    headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", b"%d" % len(raw))]
+    headers = [
+        (b"host", b"localhost"),
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(raw)),
+    ]
     return ForwardedRequest("POST", path, b"", headers, raw, journal=journal or Journal())
 
 
 def read(data: bytes) -> dict:
-    """What a client makes of the events: of each choice its text, ends and scores, and the names that were told."""
+    """What a client makes of the events: of each choice its text, ends and scores, and the names
+    that were told.
+    """
     found = defaultdict(str)
     scores = defaultdict(list)
     for line in data.decode().splitlines():
@@ -80,14 +108,24 @@ def read(data: bytes) -> dict:
             found["end", at] += choice["finish_reason"] or ""
             for kind, values in (choice["logprobs"] or {}).items():
                 scores[at, kind] += values or []
-        found["text"] += event.get("delta", {}).get("text", "") if isinstance(event.get("delta"), dict) else ""
+        found["text"] += (
+            event.get("delta", {}).get("text", "") if isinstance(event.get("delta"), dict) else ""
+        )
         found["text"] += event["delta"] if event.get("type") == "response.output_text.delta" else ""
-        found["whole"] += json.dumps(event["response"]["output"]) if event.get("type") == "response.completed" else ""
+        found["whole"] += (
+            json.dumps(event["response"]["output"])
+            if event.get("type") == "response.completed"
+            else ""
+        )
         if "id" in event:
-            found["ids"] = " ".join(sorted({*found["ids"].split(), event["id"], str(event.get("created", ""))}))
+            found["ids"] = " ".join(
+                sorted({*found["ids"].split(), event["id"], str(event.get("created", ""))})
+            )
         found["count"] += str((event.get("usage") or {}).get("completion_tokens", ""))
     numbers = [
-        json.loads(line[6:]).get("sequence_number") for line in data.decode().splitlines() if "sequence_" in line
+        json.loads(line[6:]).get("sequence_number")
+        for line in data.decode().splitlines()
+        if "sequence_" in line
     ]
     assert numbers == list(range(len(numbers)))
     return found | scores
@@ -114,7 +152,9 @@ def test_another_engine_goes_on(path, body, two):
         for cut in sorted(cuts):
             streamed = [one for piece in pieces[:cut] for one in piece.streamed]
             journal = Journal(start.name, start.created, list(start.seeds), streamed)
-            _, rest = await respond(second, call_of(path, body, replace(journal, streamed=list(streamed))))
+            _, rest = await respond(
+                second, call_of(path, body, replace(journal, streamed=list(streamed)))
+            )
             if cut < len(pieces):  # else all was told and the end is said twice
                 assert read(b"".join(piece.data for piece in pieces[:cut] + rest)) == whole, cut
 
@@ -122,7 +162,10 @@ def test_another_engine_goes_on(path, body, two):
 
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-TOOL = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+TOOL = {
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
 TOOL_REQUESTS = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}],
                              "tools": [{"type": "function", "function": TOOL}]},
@@ -135,8 +178,12 @@ CALL_ID = re.compile(r"(?:call|toolu)_[0-9a-f]{24}")
 
 @pytest.mark.parametrize("path", TOOL_REQUESTS)
 def test_tool_calls_keep_their_ids(path):
-    """The events of another engine, and its response in whole, name the calls as the client knows them."""
-    models = [Models([model_of(scripted(lambda prompt: f"I look. {CALL}\n{CALL}")[0])]) for _ in range(2)]
+    """The events of another engine, and its response in whole, name the calls as the client knows
+    them.
+    """
+    models = [
+        Models([model_of(scripted(lambda prompt: f"I look. {CALL}\n{CALL}")[0])]) for _ in range(2)
+    ]
     settings = ServerSettings(formats=FORMATS)
 
     async def run():

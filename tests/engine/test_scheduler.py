@@ -1,4 +1,6 @@
-"""The scheduler with a pretended device: a step's tokens come back one step late, as they do in service."""
+"""The scheduler with a pretended device: a step's tokens come back one step late, as they do in
+service.
+"""
 
 import numpy as np
 import pytest
@@ -52,7 +54,9 @@ def test_every_sequence_ends_once_whatever_the_load(seed):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_paths_of_drafts_have_pages_while_these_are_free(seed):
-    """Some are taken over; each gives its pages to whoever needs them, and nobody is preempted for one."""
+    """Some are taken over; each gives its pages to whoever needs them, and nobody is preempted for
+    one.
+    """
     rng = np.random.default_rng(seed)
     limits = (4, 48, 16)
     tree = {"max_drafts": 3, "num_branches": 3, "tree_tokens": 12}
@@ -151,7 +155,9 @@ def test_who_begins_alike_computes_the_beginning_once():
     for seq in sequences[1:]:
         scheduler.add(seq)
     plan = scheduler.schedule()
-    assert [(item.start, item.num_rows) for item in plan.items if item.seq is not sequences[0]] == [(28, 2)] * 2
+    assert [(item.start, item.num_rows) for item in plan.items if item.seq is not sequences[0]] == [
+        (28, 2)
+    ] * 2
     assert [seq.cache.num_cached for seq in sequences] == [0, 28, 28]
 
 
@@ -165,7 +171,8 @@ def test_who_gave_way_finds_its_pages_again():
     scheduler.preempt(seq)
     device.step()  # takes in its last token
     (item,) = scheduler.schedule().items
-    assert item.begins and (item.start, item.num_rows) == (34, 1) and seq.num_tokens == 36  # with the one it draws now
+    # with the one it draws now
+    assert item.begins and (item.start, item.num_rows) == (34, 1) and seq.num_tokens == 36
     assert seq.cache.num_cached == 0 and seq.num_preemptions == 1
 
 
@@ -177,14 +184,18 @@ def test_a_prompt_that_waits_is_not_looked_up_at_every_step(monkeypatch):
     scheduler.add(sequence(1, 36, 2))
     looks = []
     match = scheduler.replicas[0].table.match
-    monkeypatch.setattr(scheduler.replicas[0].table, "match", lambda seq: looks.append(seq) or match(seq))
+    monkeypatch.setattr(
+        scheduler.replicas[0].table, "match", lambda seq: looks.append(seq) or match(seq)
+    )
     for _ in range(20):
         device.step()
     assert len(looks) < 8  # once, and again when a window has left a page
 
 
 def test_who_comes_late_starts_level():
-    """Neither behind for what others were given before, nor ahead of them; and who had more than his share keeps it."""
+    """Neither behind for what others were given before, nor ahead of them; and who had more than
+    his share keeps it.
+    """
     queue = WaitingQueue()
 
     def enter(tenant: str, rank: float) -> Sequence:
@@ -204,7 +215,8 @@ def test_who_comes_late_starts_level():
     queue.serve(other, 1)
     assert queue.first(lambda seq: True) is late
     queue.serve(late, 5000)
-    assert queue.first(lambda seq: seq is not other) is first  # the others are skipped while they are not ready
+    # the others are skipped while they are not ready
+    assert queue.first(lambda seq: seq is not other) is first
     queue.remove(late)
     queue.leave(late)
     back = enter("c", 3)

@@ -1,4 +1,6 @@
-"""Scores of pairs of texts: the tokens beyond the first text, and their mean log-probability by the decoder itself."""
+"""Scores of pairs of texts: the tokens beyond the first text, and their mean log-probability by the
+decoder itself.
+"""
 
 import random
 from functools import partial
@@ -71,7 +73,9 @@ def test_scores_are_the_decoders(llm):
         logits = np.asarray(forward(weights, np.array([tokens])), np.float64)[0]
         logits -= logits.max(axis=-1, keepdims=True)
         logprobs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-        expected = np.mean([logprobs[place - 1, tokens[place]] for place in range(first, len(tokens))])
+        expected = np.mean(
+            [logprobs[place - 1, tokens[place]] for place in range(first, len(tokens))]
+        )
         assert output.outputs.score == pytest.approx(expected, abs=1e-4)
     assert found[0].outputs.score > found[1].outputs.score
     again = llm.score("Once upon a", [" time", " cat"], use_tqdm=False)
@@ -90,7 +94,12 @@ def test_one_text_goes_with_each_of_the_others():
 
 @pytest.mark.parametrize(
     ("text_1", "text_2", "words"),
-    [("a", "", "text_2: must have"), ("a", 5, "text_2"), (None, "b", "text_1"), ("a", "\ud800", "text_2.*surrogate")],
+    [
+        ("a", "", "text_2: must have"),
+        ("a", 5, "text_2"),
+        (None, "b", "text_1"),
+        ("a", "\ud800", "text_2.*surrogate"),
+    ],
 )
 def test_what_cannot_be_scored_is_refused(llm, text_1, text_2, words):
     with pytest.raises(RequestError, match=words):
@@ -99,8 +108,13 @@ def test_what_cannot_be_scored_is_refused(llm, text_1, text_2, words):
 
 
 def test_a_request_that_ended_early_has_no_score():
-    whole = RequestOutput("r", None, [1, 2, 3], [], prompt_logprobs=[None, {2: Logprob(-1.0)}, {3: Logprob(-2.0)}])
-    assert score_output(whole, 1).outputs.score == -1.5 and score_output(whole, 2).outputs.score == -2.0
+    whole = RequestOutput(
+        "r", None, [1, 2, 3], [], prompt_logprobs=[None, {2: Logprob(-1.0)}, {3: Logprob(-2.0)}]
+    )
+    assert (
+        score_output(whole, 1).outputs.score == -1.5
+        and score_output(whole, 2).outputs.score == -2.0
+    )
     for logprobs in (None, [None, {2: Logprob(-1.0)}, None]):
         with pytest.raises(RuntimeError, match="no score"):
             score_output(RequestOutput("r", None, [1, 2, 3], [], prompt_logprobs=logprobs), 1)

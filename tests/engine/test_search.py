@@ -7,7 +7,12 @@ import pytest
 from quire import LLM, RequestError, SamplingParams, SearchParams
 from quire.serving.search import Candidate, extract_answer
 
-OPTIONS = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+OPTIONS = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+}
 STORY = "Once upon a time"
 SUM = [{"role": "user", "content": "12 + 30 ="}]
 SAMPLING = SamplingParams(temperature=2.0, max_tokens=24, seed=3)
@@ -26,7 +31,10 @@ def test_best_of_n_is_the_best_of_those_that_generate_gives(llm):
     """Texts, tokens and conversations; with a model as the reward, too."""
     tokens = llm.get_tokenizer().encode(STORY)
     asked = SearchParams(n=5, sampling=SAMPLING)
-    found = [llm.search(prompt, asked, reward=longest)[0] for prompt in (STORY, tokens, {"prompt": STORY})]
+    found = [
+        llm.search(prompt, asked, reward=longest)[0]
+        for prompt in (STORY, tokens, {"prompt": STORY})
+    ]
     first, other = llm.search([STORY, STORY], asked, reward=longest)
     assert first == found[0] and other != first, "prompts have noise of their own"
     params = SamplingParams(temperature=2.0, max_tokens=24, seed=3, n=5)
@@ -38,7 +46,9 @@ def test_best_of_n_is_the_best_of_those_that_generate_gives(llm):
         assert one.num_generated_tokens == sum(len(answer.token_ids) for answer in output.outputs)
         assert one.num_scored_tokens == 0
     (chat,) = llm.search(SUM, SearchParams(n=3, sampling=SAMPLING), reward=longest)
-    (answered,) = llm.chat(SUM, SamplingParams(temperature=2.0, max_tokens=24, seed=3, n=3), use_tqdm=False)
+    (answered,) = llm.chat(
+        SUM, SamplingParams(temperature=2.0, max_tokens=24, seed=3, n=3), use_tqdm=False
+    )
     assert [one.text for one in chat.candidates] == [answer.text for answer in answered.outputs]
 
 
@@ -56,7 +66,10 @@ def test_the_majority_wins(llm):
     assert counts[plain.best.answer] == max(counts.values())
     (weighted,) = llm.search(SUM, params, reward=reward)
     assert seen == [(SUM, [one.text for one in plain.candidates])]
-    sums = {digit: sum(one.reward for one in weighted.candidates if one.answer == digit) for digit in counts}
+    sums = {
+        digit: sum(one.reward for one in weighted.candidates if one.answer == digit)
+        for digit in counts
+    }
     assert sums[weighted.best.answer] == max(sums.values())
 
 
@@ -91,14 +104,22 @@ def test_beam_goes_on_from_the_best_beginnings(llm):
         made = []
         for number, own in enumerate(beginnings):
             asked = SamplingParams(
-                temperature=2.0, max_tokens=24 - len(own.token_ids), seed=3 + 1009 * (round_ * 6 + number),
-                n=3 if round_ else 6, stop=[" "], include_stop_str_in_output=True,
-            )  # fmt: skip
-            (output,) = llm.generate({"prompt_token_ids": prompt + own.token_ids}, asked, use_tqdm=False)
+                temperature=2.0,
+                max_tokens=24 - len(own.token_ids),
+                seed=3 + 1009 * (round_ * 6 + number),
+                n=3 if round_ else 6,
+                stop=[" "],
+                include_stop_str_in_output=True,
+            )
+            (output,) = llm.generate(
+                {"prompt_token_ids": prompt + own.token_ids}, asked, use_tqdm=False
+            )
             for answer in output.outputs:
                 generated += len(answer.token_ids)
                 ended = None if answer.stop_reason == " " else answer.finish_reason
-                one = Candidate(own.text + answer.text, own.token_ids + list(answer.token_ids), ended)
+                one = Candidate(
+                    own.text + answer.text, own.token_ids + list(answer.token_ids), ended
+                )
                 if one.token_ids not in [other.token_ids for other in made]:
                     made.append(one)
         best = sorted(done + made, key=lambda one: -values[one.text])[:2]
@@ -113,9 +134,14 @@ def test_beam_goes_on_from_the_best_beginnings(llm):
 
 def test_what_cannot_be_searched_is_refused(llm):
     for wrong, field in (
-        ({"method": "best"}, "method"), ({"n": 0}, "n"), ({"n": 2, "width": 3}, "width"), ({"step": ""}, "step"),
-        ({"max_steps": 0}, "max_steps"), ({"answer": "("}, "answer"), ({"sampling": {}}, "sampling"),
-    ):  # fmt: skip
+        ({"method": "best"}, "method"),
+        ({"n": 0}, "n"),
+        ({"n": 2, "width": 3}, "width"),
+        ({"step": ""}, "step"),
+        ({"max_steps": 0}, "max_steps"),
+        ({"answer": "("}, "answer"),
+        ({"sampling": {}}, "sampling"),
+    ):
         with pytest.raises(RequestError, match=f"^{field}: "):
             SearchParams(**wrong)
     with pytest.raises(RequestError, match="reward: must be given for best_of_n"):
@@ -123,5 +149,7 @@ def test_what_cannot_be_searched_is_refused(llm):
     with pytest.raises(RequestError, match="model: has no classes"):
         llm.search(STORY, reward=llm)
     with pytest.raises(RequestError, match="reward: gave 1 numbers for 2 answers"):
-        llm.search(STORY, SearchParams(n=2, sampling=SAMPLING), reward=lambda prompt, answers: [1.0])
+        llm.search(
+            STORY, SearchParams(n=2, sampling=SAMPLING), reward=lambda prompt, answers: [1.0]
+        )
     assert not llm.engine.busy

@@ -1,4 +1,6 @@
-"""Speculative decoding gives the bits of plain decoding, whatever the drafts, and whatever else is asked for."""
+"""Speculative decoding gives the bits of plain decoding, whatever the drafts, and whatever else is
+asked for.
+"""
 
 import random
 import re
@@ -42,19 +44,25 @@ DRAFTED = StepShape.largest(4, 48, 16, max_drafts=DRAFTS)
 
 @pytest.fixture(scope="module")
 def compiled():
-    """quill's steps, without drafts and with them; with them also those that draw plainly, as on a GPU."""
+    """quill's steps, without drafts and with them; with them also those that draw plainly, as on a
+    GPU.
+    """
     folder = hub.resolve(None)
     config = loader.read_config(folder, "float32", LENGTH)
     weights = loader.load(folder, config)
     runners = {}
     for shape in (PLAIN, DRAFTED):
-        runners[shape] = Runner(config, weights, shape, (400,) * len(config.windows), 16, LENGTH, True)
+        runners[shape] = Runner(
+            config, weights, shape, (400,) * len(config.windows), 16, LENGTH, True
+        )
         runners[shape].remote = shape is DRAFTED
         runners[shape].warm_up()
     return runners, Tokenizer(folder)
 
 
-def engine_of(compiled, shape=DRAFTED, num_pages=400, host_cache=None, method="ngram", **config) -> Engine:
+def engine_of(
+    compiled, shape=DRAFTED, num_pages=400, host_cache=None, method="ngram", **config
+) -> Engine:
     """With a device state of its own, and the steps that are compiled."""
     runners, tokenizer = compiled
     old = runners[shape]
@@ -62,15 +70,21 @@ def engine_of(compiled, shape=DRAFTED, num_pages=400, host_cache=None, method="n
     runner.compiled = old.compiled
     runner.plain = old.plain
     runner.page_copier.programs = old.page_copier.programs
-    table = PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows, host_cache=host_cache)
+    table = PageTable(
+        (num_pages,) * len(old.num_pages), 16, old.config.windows, host_cache=host_cache
+    )
     chosen = None
     if shape.max_drafts:
-        chosen = parse_speculative_config({"method": method, "num_speculative_tokens": shape.max_drafts, **config})
+        chosen = parse_speculative_config(
+            {"method": method, "num_speculative_tokens": shape.max_drafts, **config}
+        )
     return Engine(runner, tokenizer, [table], LENGTH, speculation=chosen)
 
 
 class Oracle:
-    """Drafts what plain decoding said, each token wrong with some chance: so drafts are accepted to any depth."""
+    """Drafts what plain decoding said, each token wrong with some chance: so drafts are accepted to
+    any depth.
+    """
 
     def __init__(self, answers, rng: random.Random, vocab: int):
         self.answers = answers
@@ -80,7 +94,10 @@ class Oracle:
     def propose(self, seq, most):
         truth = self.answers[seq.request.request_id][seq.index][0][seq.num_output :]
         wrong = self.rng.choice((0, 0.1, 0.5))
-        drafts = [self.rng.randrange(self.vocab) if self.rng.random() < wrong else token for token in truth]
+        drafts = [
+            self.rng.randrange(self.vocab) if self.rng.random() < wrong else token
+            for token in truth
+        ]
         return (drafts + [self.rng.randrange(self.vocab)])[: self.rng.randint(0, most)]
 
     def end(self, seq):
@@ -90,7 +107,9 @@ class Oracle:
 @pytest.mark.random
 @pytest.mark.slow
 def test_the_very_tokens_of_plain_decoding(compiled, tmp_path):
-    """Random requests with drafts that are right to any depth, also where pages are short, and from disk."""
+    """Random requests with drafts that are right to any depth, also where pages are short, and from
+    disk.
+    """
     rng = random.Random(3)
     runners = compiled[0]
     plain = engine_of(compiled, PLAIN)
@@ -115,12 +134,17 @@ def test_the_very_tokens_of_plain_decoding(compiled, tmp_path):
             assert serve(engine, requests, arrivals) == expected, f"mix {number}, {kind}"
             gave_way += watch.count
         victim = rng.choice(list(requests))
-        left = serve(engines["roomy"], requests, arrivals, [(victim, arrivals[victim] + rng.randint(0, 9))])
+        left = serve(
+            engines["roomy"], requests, arrivals, [(victim, arrivals[victim] + rng.randint(0, 9))]
+        )
         for name, answers in expected.items():
             if name != victim:
                 assert left[name] == answers
             else:
-                assert all(cut[0] == own[0][: len(cut[0])] for cut, own in zip(left[name], answers, strict=True))
+                assert all(
+                    cut[0] == own[0][: len(cut[0])]
+                    for cut, own in zip(left[name], answers, strict=True)
+                )
     engines["tiered"].close()
     for engine in engines.values():
         accepted = engine.speculator.counts.accepted
@@ -129,7 +153,9 @@ def test_the_very_tokens_of_plain_decoding(compiled, tmp_path):
 
 
 def test_steps_that_verify_draw_plainly_where_all_do(compiled):
-    """Those programs that lack what nobody asks for give the same, and a step in which somebody asks is another's."""
+    """Those programs that lack what nobody asks for give the same, and a step in which somebody
+    asks is another's.
+    """
     engine = engine_of(compiled, adapts=False)
     plain = engine_of(compiled, PLAIN)
     sizes = compiled[0][DRAFTED].compiled
@@ -143,7 +169,9 @@ def test_steps_that_verify_draw_plainly_where_all_do(compiled):
 
         return call
 
-    engine.runner.plain = {size: told(size, program) for size, program in engine.runner.plain.items()}
+    engine.runner.plain = {
+        size: told(size, program) for size, program in engine.runner.plain.items()
+    }
     prompt = compiled[1].encode("Once upon a time")
     asked = {"top_k": 3}, {"presence_penalty": 1.0}, {"logprobs": 1}, {"min_tokens": 19}
     for more in ({}, *asked):
@@ -168,18 +196,24 @@ class Preemptions(Observer):
         engine.observers[:] = [self]
 
     def observe(self, record):
-        self.count += sum(seq.num_preemptions for request in record.changed for seq in request.sequences)
+        self.count += sum(
+            seq.num_preemptions for request in record.changed for seq in request.sequences
+        )
 
 
 class Ahead(Observer):
-    """Counts sequences with drafts whose step was planned before it was known which of the last were right."""
+    """Counts sequences with drafts whose step was planned before it was known which of the last
+    were right.
+    """
 
     def __init__(self):
         self.count = 0
 
     def observe(self, record):
         if record.launched is not None and record.result is not None:
-            self.count += sum(item.ahead and len(item.drafts) > 0 for item in record.launched.plan.items)
+            self.count += sum(
+                item.ahead and len(item.drafts) > 0 for item in record.launched.plan.items
+            )
 
 
 CONFIGS = [
@@ -194,14 +228,27 @@ CONFIGS = [
 
 
 @pytest.mark.nightly  # test_speculative_matrix.py has some of it
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: "-".join(map(str, config.values()))[-24:])
+@pytest.mark.parametrize(
+    "config", CONFIGS, ids=lambda config: "-".join(map(str, config.values()))[-24:]
+)
 def test_each_drafter_leaves_the_answers_as_they_are(compiled, config, tmp_path):
-    """Its own drafts, taken always and only where they pay, where pages are short; all is asked a second time."""
+    """Its own drafts, taken always and only where they pay, where pages are short; all is asked a
+    second time.
+    """
     rng = random.Random(4)
     vocab = compiled[0][DRAFTED].config.vocab_size
     plain = engine_of(compiled, PLAIN)
-    common = {"dtype": "float32", "max_model_len": LENGTH, "max_num_seqs": 8, "max_num_batched_tokens": 48}
-    memory = {"kv_cache_memory_bytes": 2 << 20, "kv_cache_disk": str(tmp_path), "kv_cache_host_bytes": 1 << 20}
+    common = {
+        "dtype": "float32",
+        "max_model_len": LENGTH,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 48,
+    }
+    memory = {
+        "kv_cache_memory_bytes": 2 << 20,
+        "kv_cache_disk": str(tmp_path),
+        "kv_cache_host_bytes": 1 << 20,
+    }
     llms = [
         LLM(**common, speculative_config=config),
         LLM(**common, **memory, speculative_config=config | {"adapts": False}),
@@ -217,7 +264,10 @@ def test_each_drafter_leaves_the_answers_as_they_are(compiled, config, tmp_path)
     assert (ahead.count > 0) == llms[1].engine.speculator.in_step
     runner = llms[0].engine.runner
     for size, resting in runner.resting.items():  # the drafter's products and loops are not in it
-        assert "/draft/" in runner.compiled[size].as_text() and "/draft/" not in resting.program.as_text()
+        assert (
+            "/draft/" in runner.compiled[size].as_text()
+            and "/draft/" not in resting.program.as_text()
+        )
     assert [take_snapshot(llm.engine).recompiles for llm in llms] == compiles
     for llm in llms:
         llm.close()
@@ -225,19 +275,26 @@ def test_each_drafter_leaves_the_answers_as_they_are(compiled, config, tmp_path)
 
 @pytest.mark.slow
 def test_draws_follow_the_models_distribution(compiled):
-    """With drafts and without, second tokens are drawn as the model's own probabilities say (chi-square)."""
+    """With drafts and without, second tokens are drawn as the model's own probabilities say
+    (chi-square).
+    """
     prompt = compiled[1].encode("Once upon a time")
     tokens = 2000
     one = SamplingParams(temperature=1.0, max_tokens=1, logprobs=20)
     engine = engine_of(compiled, PLAIN)
-    (token,) = serve(engine, {"0": (prompt, SamplingParams(temperature=0, max_tokens=1))}, {"0": 0})["0"][0][0]
+    (token,) = serve(
+        engine, {"0": (prompt, SamplingParams(temperature=0, max_tokens=1))}, {"0": 0}
+    )["0"][0][0]
     (answer,) = serve(engine, {"1": ([*prompt, token], one)}, {"1": 0})["1"]
     listed = {entry[0]: np.exp(entry[1]) for entry in answer[4][0]}
     drafted = engine_of(compiled, adapts=False)
     drafted.speculator.drafter = Always([token, answer[0][0], 7, 9])
     seen: dict[int, int] = {}
     requests = {
-        str(seed): (prompt, SamplingParams(temperature=1.0, seed=seed, max_tokens=3, allowed_token_ids=None))
+        str(seed): (
+            prompt,
+            SamplingParams(temperature=1.0, seed=seed, max_tokens=3, allowed_token_ids=None),
+        )
         for seed in range(tokens)
     }
     for start in range(0, tokens, 400):
@@ -250,7 +307,10 @@ def test_draws_follow_the_models_distribution(compiled):
     observed = [seen.get(t, 0) for t in expected]
     rest = total - sum(observed)
     rest_expected = total - sum(expected.values())
-    assert total > 300 and stats.chisquare([*observed, rest], [*expected.values(), rest_expected]).pvalue > 1e-4
+    assert (
+        total > 300
+        and stats.chisquare([*observed, rest], [*expected.values(), rest_expected]).pvalue > 1e-4
+    )
 
 
 class Always:
@@ -283,7 +343,11 @@ def test_an_ngram_is_followed_by_what_followed_it_last():
             tokens = seq.tokens
             expected = []
             for length in (4, 3, 2):
-                ends = [end for end in range(length, len(tokens)) if tokens[end - length : end] == tokens[-length:]]
+                ends = [
+                    end
+                    for end in range(length, len(tokens))
+                    if tokens[end - length : end] == tokens[-length:]
+                ]
                 if ends and len(tokens) >= length:
                     following = list(tokens)
                     for index in range(5):
@@ -295,7 +359,10 @@ def test_an_ngram_is_followed_by_what_followed_it_last():
 
 def sequence(tokens, salt=None, prompt=0):
     return Pretended(
-        tokens=list(tokens), num_prompt=prompt, num_output=len(tokens) - prompt, cache=SimpleNamespace(salt=salt)
+        tokens=list(tokens),
+        num_prompt=prompt,
+        num_output=len(tokens) - prompt,
+        cache=SimpleNamespace(salt=salt),
     )
 
 
@@ -313,7 +380,10 @@ def test_answers_that_were_given_are_drafted_again():
         drafter.propose(text, 1)
         drafter.end(text)
     assert drafter.propose(again, 9)[:1] == [8]
-    assert not drafter.places["somebody else"].ends.get((5, 6)) and (5, 6) not in drafter.places[None].ends
+    assert (
+        not drafter.places["somebody else"].ends.get((5, 6))
+        and (5, 6) not in drafter.places[None].ends
+    )
 
 
 def test_most_votes_win_among_the_longest_matches():
@@ -326,18 +396,24 @@ def test_most_votes_win_among_the_longest_matches():
     longer = sequence([7, 1, 2, 6])
     drafter.propose(longer, 1)
     drafter.end(longer)
-    assert drafter.propose(sequence([7, 1, 2]), 1) == [6], "what agrees further back is more like it"
+    assert drafter.propose(sequence([7, 1, 2]), 1) == [6], (
+        "what agrees further back is more like it"
+    )
 
 
 @pytest.mark.slow
 def test_a_drafter_catches_up_on_what_it_has_not_followed():
-    """After steps without drafts it says what it would have said; so it does where it finds pages that it never saw."""
+    """After steps without drafts it says what it would have said; so it does where it finds pages
+    that it never saw.
+    """
     rng = random.Random(8)
     asked = [list(range(300, 370)), list(range(300, 350)) + [20, 21]]
     config = {"method": "draft_model", "model": CONFIGS[2]["model"], "adapts": False}
     params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
     found = {}
-    llm = LLM(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=LENGTH, speculative_config=config)
+    llm = LLM(
+        max_num_seqs=4, max_num_batched_tokens=32, max_model_len=LENGTH, speculative_config=config
+    )
     for kind in ("always", "at times"):
         assert llm.reset_prefix_cache()
         seen = Recorded.of(llm.engine)
@@ -395,7 +471,9 @@ def running(count, drafts, tokens=50):
     ]
 
 
-@pytest.mark.parametrize(("rate", "slope", "expected"), [(0.9, 0.01, 4), (0.7, 0.5, 1), (0.3, 0.01, 3), (0.05, 0.2, 0)])
+@pytest.mark.parametrize(
+    ("rate", "slope", "expected"), [(0.9, 0.01, 4), (0.7, 0.5, 1), (0.3, 0.01, 3), (0.05, 0.2, 0)]
+)
 def test_as_many_drafts_as_pay(rate, slope, expected):
     """Beside the best depth by the formula (1 - a^(k+1)) / (1 - a) over the time of a step."""
     own = speculator(lambda rows, seqs, drafts: 1 + slope * (rows - seqs))
@@ -429,11 +507,13 @@ def drawn(rng, rate, count):
 
 def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500, slowness=lambda step: 1.0, dear=1.0,
          turns=False, drafted: list[int] | None = None) -> float:  # fmt: skip
-    """Tokens over those of plain decoding in the same time, by a clock that goes as the table of step times says.
+    """Tokens over those of plain decoding in the same time, by a clock that goes as the table of
+    step times says.
 
-    Where tokens are waited for, the host's tenth of a millisecond comes on top. All is slower by `slowness(step)`, and
-    steps that verify take `dear` times as long as the table says. A draft is 0 where it is right. With `turns` answers
-    have many lengths, and others come when all are there. `drafted` gets the tokens that each step drafts.
+    Where tokens are waited for, the host's tenth of a millisecond comes on top. All is slower by
+    `slowness(step)`, and steps that verify take `dear` times as long as the table says. A draft is
+    0 where it is right. With `turns` answers have many lengths, and others come when all are there.
+    `drafted` gets the tokens that each step drafts.
     """
 
     def seconds(rows, seqs, drafts):
@@ -441,15 +521,29 @@ def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500, slowness=lambda 
 
     def new():
         seq = Pretended(
-            tokens=[0, 0], num_prompt=1, num_output=1, max_tokens=rng.choice(lengths), missing=1, pending=0, drafts=[],
-            awaits_drafts=False, asks=0, held=0, proposed=[], branches=[], branching=False, constraint=None, pool=None,
-        )  # fmt: skip
+            tokens=[0, 0],
+            num_prompt=1,
+            num_output=1,
+            max_tokens=rng.choice(lengths),
+            missing=1,
+            pending=0,
+            drafts=[],
+            awaits_drafts=False,
+            asks=0,
+            held=0,
+            proposed=[],
+            branches=[],
+            branching=False,
+            constraint=None,
+            pool=None,
+        )
         own.begin(seq)
         return seq
 
     rng = random.Random(1)
     lengths = range(10, 200, 10) if turns else [200]
-    own = Speculator(parse_speculative_config(config), seconds, count_up(step=1e-5).__next__)  # to propose takes 10 µs
+    # to propose takes 10 µs
+    own = Speculator(parse_speculative_config(config), seconds, count_up(step=1e-5).__next__)
     if not own.in_step:
         own.drafter = Chance(rng, rate, ideas)
     seqs = [new() for _ in range(count)]
@@ -474,7 +568,11 @@ def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500, slowness=lambda 
             seq.tokens += [0] * (1 + right)
             seq.num_output += 1 + right
             tokens += 1 + right
-            seq.proposed, seq.held, seq.pending = drawn(rng, rate, seq.asks), seq.asks, int(not waited)
+            seq.proposed, seq.held, seq.pending = (
+                drawn(rng, rate, seq.asks),
+                seq.asks,
+                int(not waited),
+            )
             if seq.num_output < seq.max_tokens:
                 own.take_in(seq, length, right)
             else:
@@ -491,16 +589,24 @@ LAYERS = {"method": "self", "num_layers": 4}
 @pytest.mark.parametrize("count", [1, 4, 16])
 @pytest.mark.parametrize(
     ("config", "draft", "ideas"),
-    [({"method": "ngram"}, 0, 1), ({"method": "ngram"}, 0, 0.3), (LAYERS, 1.5e-4, 1), (LAYERS, 5e-4, 1)],
+    [
+        ({"method": "ngram"}, 0, 1),
+        ({"method": "ngram"}, 0, 0.3),
+        (LAYERS, 1.5e-4, 1),
+        (LAYERS, 5e-4, 1),
+    ],
 )
 @pytest.mark.slow
 def test_drafts_gain_what_they_can_and_cost_next_to_nothing(config, draft, ideas, count):
-    """Beside plain decoding, and beside the best depth for drafts that are right so often, by the formula."""
+    """Beside plain decoding, and beside the best depth for drafts that are right so often, by the
+    formula.
+    """
     waiting = 1e-4 if config["method"] == "ngram" else 0
     for rate in (0, 0.3, 0.7, 0.95, 1):
         own = 8e-4 + 2.5e-5 * count
         best = max(
-            sum(rate**i for i in range(k + 1)) / ((own + 2.5e-5 * count * k + k * draft + waiting) / own)
+            sum(rate**i for i in range(k + 1))
+            / ((own + 2.5e-5 * count * k + k * draft + waiting) / own)
             for k in range(1, 5)
         )
         found = gain(config, count, rate, ideas, draft)
@@ -511,7 +617,9 @@ def test_drafts_gain_what_they_can_and_cost_next_to_nothing(config, draft, ideas
 @pytest.mark.parametrize("config", [{"method": "ngram"}, LAYERS])
 @pytest.mark.parametrize("every", [60, 400])
 def test_drafts_go_on_where_the_machine_changes_its_pace(config, every):
-    """Others make it two and a half times slower for a while, and each step takes a fifth more or less by chance."""
+    """Others make it two and a half times slower for a while, and each step takes a fifth more or
+    less by chance.
+    """
     rng = random.Random(2)
     noise = [rng.uniform(0.8, 1.2) for _ in range(3000)]
 
@@ -525,7 +633,9 @@ def test_drafts_go_on_where_the_machine_changes_its_pace(config, every):
 
 @pytest.mark.parametrize("rate", [0.3, 0.6])
 def test_what_drafts_cost_in_service_is_learnt_for_all_sizes_at_once(rate):
-    """Steps that verify take twice what they took alone, and the number of sequences falls from 16 to 1 and rises."""
+    """Steps that verify take twice what they took alone, and the number of sequences falls from 16
+    to 1 and rises.
+    """
     assert gain(LAYERS, 16, rate, draft=1e-4, steps=600, dear=2.0, turns=True) > 0.964
 
 
@@ -542,8 +652,13 @@ def test_drafts_that_gain_nothing_are_reported_once_and_stop(caplog, config, rat
     assert gain(config, 1, rate, draft=draft, steps=4000, drafted=drafted) > 0.985
     assert sum(drafted[-2000:]) <= 4
     (message,) = [record.getMessage() for record in caplog.records]
-    pattern = rf"speculative decoding \({config['method']}\) does not pay with 1 running sequences: " + (
-        "not even drafts that are all right would" if share is None else f"{share} of the drafts are right"
+    pattern = (
+        rf"speculative decoding \({config['method']}\) does not pay with 1 running sequences: "
+        + (
+            "not even drafts that are all right would"
+            if share is None
+            else (f"{share} of the drafts are right")
+        )
     )
     assert re.match(pattern, message), message
 
@@ -556,8 +671,12 @@ def test_drafts_that_pay_are_not_reported(caplog, config):
 
 
 def test_drafts_that_cannot_pay_are_not_even_tried():
-    """A step that takes as much longer as it drafts tokens: no draft, and no look, whatever would be accepted."""
-    own = Speculator(parse_speculative_config(LAYERS), lambda rows, seqs, drafts: seqs * 1e-3 + drafts)
+    """A step that takes as much longer as it drafts tokens: no draft, and no look, whatever would
+    be accepted.
+    """
+    own = Speculator(
+        parse_speculative_config(LAYERS), lambda rows, seqs, drafts: seqs * 1e-3 + drafts
+    )
     seqs = running(16, 0)
     for seq in seqs:
         seq.pool = None
@@ -572,17 +691,32 @@ def test_drafts_that_cannot_pay_are_not_even_tried():
 BAD = [
     ({}, "method is missing"),
     ({"method": "oracle"}, "method is 'oracle'; it must be one of ngram"),
-    ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens is 0; it must be an integer"),
+    (
+        {"method": "ngram", "num_speculative_tokens": 0},
+        "num_speculative_tokens is 0; it must be an integer",
+    ),
     ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens is True"),
-    ({"method": "ngram", "num_speculative_tokens": 8}, "8; with the token before them they must fit into .*, 8"),
-    ({"method": "ngram", "prompt_lookup_min": 6}, "prompt_lookup_max is 5; .* prompt_lookup_min, 6"),
+    (
+        {"method": "ngram", "num_speculative_tokens": 8},
+        "8; with the token before them they must fit into .*, 8",
+    ),
+    (
+        {"method": "ngram", "prompt_lookup_min": 6},
+        "prompt_lookup_max is 5; .* prompt_lookup_min, 6",
+    ),
     ({"method": "draft_model"}, "model is missing; it goes with the methods draft_model"),
-    ({"method": "ngram", "model": "x"}, "model is 'x'; it goes with the methods draft_model, .*, and only"),
+    (
+        {"method": "ngram", "model": "x"},
+        "model is 'x'; it goes with the methods draft_model, .*, and only",
+    ),
     ({"method": "draft_model", "model": "/nowhere"}, "/nowhere"),
     ({"method": "self"}, "num_layers and quantization are missing"),
     ({"method": "self", "num_layers": 8}, "num_layers is 8; the model has 8 layers, and fewer"),
     ({"method": "ngram", "num_layers": 2}, "num_layers is 2; .* with the method self"),
-    ({"method": "ngram", "temperature": 1}, "speculative_config.temperature is not known; the fields are method"),
+    (
+        {"method": "ngram", "temperature": 1},
+        "speculative_config.temperature is not known; the fields are method",
+    ),
     ("ngram", "must be an object such as"),
 ]
 
@@ -598,24 +732,42 @@ def test_every_method_has_its_drafter():
 
 
 def test_a_grammar_that_looks_ahead_stays_where_it_is(compiled):
-    """What may come is what a grammar says that never looked ahead; the first case broke one that was rolled back."""
+    """What may come is what a grammar says that never looked ahead; the first case broke one that
+    was rolled back.
+    """
     tokenizer = compiled[1]
     rng = random.Random(9)
     stops = frozenset({2})
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
-    known = [(334, []), (299, [841, 539, 87]), (287, [334, 658, 701, 266]), (87, [1207, 701, 643]), (701, [701, 315])]
+    known = [
+        (334, []),
+        (299, [841, 539, 87]),
+        (287, [334, 658, 701, 266]),
+        (87, [1207, 701, 643]),
+        (701, [701, 315]),
+    ]
     for case in range(cases(60)):
-        form = rng.choice(({"json_object": True}, {"regex": "[a-z ]{20,60}"})) if case else {"json_object": True}
+        form = (
+            rng.choice(({"json_object": True}, {"regex": "[a-z ]{20,60}"}))
+            if case
+            else {"json_object": True}
+        )
         steady, looking = grammars.constraints(form, 2)
         for step in range(20):
             allowed = steady.allowed(stops)
             if case == 0 and step == len(known):
                 break
-            token, drafts = known[step] if case == 0 else (None, rng.choices(np.flatnonzero(allowed).tolist(), k=4))
+            token, drafts = (
+                known[step]
+                if case == 0
+                else (None, rng.choices(np.flatnonzero(allowed).tolist(), k=4))
+            )
             rows = list(looking.allowed_after(looking.longest_allowed_prefix(drafts), stops))
             np.testing.assert_array_equal(rows[0], allowed)
             token = (
-                rng.choice([t for t in np.flatnonzero(allowed).tolist() if t not in stops] or [2]) if case else token
+                rng.choice([t for t in np.flatnonzero(allowed).tolist() if t not in stops] or [2])
+                if case
+                else token
             )
             if steady.advance(token) or looking.advance(token):
                 break
@@ -624,12 +776,16 @@ def test_a_grammar_that_looks_ahead_stays_where_it_is(compiled):
 
 
 def test_a_step_that_nobody_waited_for_tells_no_pace(compiled):
-    """The last step of an answer may have been under way when it ended, and is taken in when the next request comes."""
+    """The last step of an answer may have been under way when it ended, and is taken in when the
+    next request comes.
+    """
     engine = engine_of(compiled)
     now = [0.0]
     told = []
     engine.clock = lambda: now[0]
-    engine.speculator.took = lambda count, drafts, asks, waited, seconds, branches: told.append(seconds)
+    engine.speculator.took = lambda count, drafts, asks, waited, seconds, branches: told.append(
+        seconds
+    )
     prompt = compiled[1].encode("Once upon a time")
     for number in range(3):
         request = engine.add(str(number), prompt, SamplingParams(temperature=0, max_tokens=20))

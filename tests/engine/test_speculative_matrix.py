@@ -1,4 +1,6 @@
-"""Every drafter with everything else that an engine does: tokens and log-probabilities are those of plain decoding."""
+"""Every drafter with everything else that an engine does: tokens and log-probabilities are those of
+plain decoding.
+"""
 
 import random
 from dataclasses import dataclass
@@ -21,7 +23,11 @@ DRAFTERS = {
     "medusa's tree": {"method": "medusa", "model": "quill-medusa", "speculative_token_tree": TREE},
     "eagle's tree": {"method": "eagle", "model": "quill-eagle", "speculative_token_tree": TREE},
 }
-KINDS = {"plain": {}, "int8 KV": {"kv_cache_dtype": "int8"}, "int4 weights": {"quantization": "int4-64"}}
+KINDS = {
+    "plain": {},
+    "int8 KV": {"kv_cache_dtype": "int8"},
+    "int4 weights": {"quantization": "int4-64"},
+}
 ROWS = 32
 PAGE = 16
 SHARED = list(range(300, 340))
@@ -34,7 +40,9 @@ class Seen(Observer):
         self.preempted = self.chunks = 0
 
     def observe(self, record):
-        self.preempted += sum(seq.num_preemptions for request in record.changed for seq in request.sequences)
+        self.preempted += sum(
+            seq.num_preemptions for request in record.changed for seq in request.sequences
+        )
         for item in record.launched.plan.items if record.launched else ():
             self.chunks += not item.draws
 
@@ -57,18 +65,33 @@ class Case:
 
 LONG = tuple(SHARED[:8] + words(seed, 40) for seed in range(4))
 CASES = {
-    "prefix hit": Case((((SHARED + [7, 8, 9]),), (SHARED + [9, 9], SHARED[:37] + [50])), {}, cached=True),
+    "prefix hit": Case(
+        (((SHARED + [7, 8, 9]),), (SHARED + [9, 9], SHARED[:37] + [50])), {}, cached=True
+    ),
     "chunks": Case(((words(1, 100), words(2, 70)),), {}, chunks=True),
     "preemption": Case((LONG,), {"max_tokens": 90, "ignore_eos": True}, preempted=True),
-    "disk": Case(((SHARED + [5],), LONG, (SHARED + [5],)), {"ignore_eos": True, "max_tokens": 40}, cached=True),
-    "logprobs": Case(((words(3, 20), SHARED),), {"logprobs": 3, "prompt_logprobs": 2, "temperature": 0.8}),
+    "disk": Case(
+        ((SHARED + [5],), LONG, (SHARED + [5],)),
+        {"ignore_eos": True, "max_tokens": 40},
+        cached=True,
+    ),
+    "logprobs": Case(
+        ((words(3, 20), SHARED),), {"logprobs": 3, "prompt_logprobs": 2, "temperature": 0.8}
+    ),
     "several choices": Case(((SHARED, words(4, 5)),), {"n": 2, "temperature": 1.0}),
     "windows": Case(((SHARED + words(5, 30),),), {"max_tokens": 120, "ignore_eos": True}),
-    "grammar": Case(((SHARED, words(6, 9)),), {"structured_outputs": {"regex": "[a-z ]{10,30}[.]"}, "logprobs": 1}),
-    "penalties": Case(((SHARED, words(7, 9)),), {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "logprobs": 1}),
+    "grammar": Case(
+        ((SHARED, words(6, 9)),),
+        {"structured_outputs": {"regex": "[a-z ]{10,30}[.]"}, "logprobs": 1},
+    ),
+    "penalties": Case(
+        ((SHARED, words(7, 9)),),
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "logprobs": 1},
+    ),
 }
 FEW = {
-    ("plain", drafter, case) for drafter, case in product(("ngram", "draft_model"), ("chunks", "preemption", "disk"))
+    ("plain", drafter, case)
+    for drafter, case in product(("ngram", "draft_model"), ("chunks", "preemption", "disk"))
 }
 WITH = {  # all where nothing is rounded, and each with one of the other kinds at least
     "plain": DRAFTERS,
@@ -84,7 +107,9 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """Answers to a case, once for each engine; of the engines those of one kind are there at a time."""
+    """Answers to a case, once for each engine; of the engines those of one kind are there at a
+    time.
+    """
     llms = {}
     answers = {}
 
@@ -132,7 +157,10 @@ def bits(answer) -> tuple:
 
 
 def scores(entries) -> list:
-    return [entry and sorted((token, one.logprob, one.rank) for token, one in entry.items()) for entry in entries or ()]
+    return [
+        entry and sorted((token, one.logprob, one.rank) for token, one in entry.items())
+        for entry in entries or ()
+    ]
 
 
 @pytest.mark.parametrize(("kind", "drafter", "name"), CELLS)

@@ -1,4 +1,6 @@
-"""Models whose layers keep a state for each sequence: the same bits alone, in company, chunked, preempted, drafted."""
+"""Models whose layers keep a state for each sequence: the same bits alone, in company, chunked,
+preempted, drafted.
+"""
 
 import random
 
@@ -15,7 +17,9 @@ from quire.tests.support.golden.recorded import Golden
 LENGTH = 200
 
 
-@pytest.fixture(scope="module", params=thinned(("qwen3-next", "falcon-h1", "mamba2"), ("qwen3-next",)))
+@pytest.fixture(
+    scope="module", params=thinned(("qwen3-next", "falcon-h1", "mamba2"), ("qwen3-next",))
+)
 def folder(request, tmp_path_factory):
     if not native.serves():
         pytest.skip("XLA sums products in an order that depends on the number of rows")
@@ -35,12 +39,17 @@ def llm_of(folder, **options) -> LLM:
 
 def bits(request) -> tuple:
     (answer,) = request.output().outputs
-    scores = tuple(tuple(sorted((t, e.logprob) for t, e in entry.items())) for entry in answer.logprobs)
+    scores = tuple(
+        tuple(sorted((t, e.logprob) for t, e in entry.items())) for entry in answer.logprobs
+    )
     return answer.finish_reason, tuple(answer.token_ids), scores
 
 
 def serve(llm: LLM, requests: dict, arrivals: dict) -> dict:
-    return {name: bits(request) for name, request in company.serve(llm.engine, requests, arrivals).items()}
+    return {
+        name: bits(request)
+        for name, request in company.serve(llm.engine, requests, arrivals).items()
+    }
 
 
 def mix(rng: random.Random) -> tuple[dict, dict]:
@@ -52,9 +61,13 @@ def mix(rng: random.Random) -> tuple[dict, dict]:
         some = [rng.randrange(160) for _ in range(rng.choice((1, 2, 15, 16, 17, 40, 70)))]
         prompts.append(start + some * rng.choice((1, 1, 2)))
         params = SamplingParams(
-            temperature=rng.choice((0, 0, 0.8)), seed=index, repetition_penalty=rng.choice((1, 1.2)),
-            max_tokens=rng.randint(1, 24), logprobs=1, ignore_eos=True,
-        )  # fmt: skip
+            temperature=rng.choice((0, 0, 0.8)),
+            seed=index,
+            repetition_penalty=rng.choice((1, 1.2)),
+            max_tokens=rng.randint(1, 24),
+            logprobs=1,
+            ignore_eos=True,
+        )
         requests[str(index)], arrivals[str(index)] = (prompts[-1][:170], params), rng.randint(0, 12)
     return requests, arrivals
 
@@ -92,12 +105,15 @@ def test_company_chunks_and_preemption_change_no_bit(folder, alone, tmp_path, ki
     crowd = {str(index): ([rng.randrange(160) for _ in range(60)], long) for index in range(4)}
     mixes = [(crowd, dict.fromkeys(crowd, 0)), *(mix(rng) for _ in range(cases(20, least=2)))]
     for number, (requests, arrivals) in enumerate(mixes):
-        expected = {name: serve(alone, {name: own}, {name: 0})[name] for name, own in requests.items()}
+        expected = {
+            name: serve(alone, {name: own}, {name: 0})[name] for name, own in requests.items()
+        }
         got = company.serve(llm.engine, requests, arrivals)
         assert {name: bits(request) for name, request in got.items()} == expected, f"mix {number}"
         preempted += sum(request.output().metrics.num_preemptions for request in got.values())
         cached += sum(request.output().num_cached_tokens for request in got.values())
-    assert preempted or kind != "tight" or not alone.engine.config.windows  # without pages nobody gives way
+    # without pages nobody gives way
+    assert preempted or kind != "tight" or not alone.engine.config.windows
     assert cached or kind in ("tight", "host and disk")
     assert take_snapshot(llm.engine).recompiles == compiles
     llm.close()
@@ -107,8 +123,14 @@ def test_company_chunks_and_preemption_change_no_bit(folder, alone, tmp_path, ki
 def test_the_second_turn_of_a_chat_computes_what_is_new(folder):
     """And less than the distance between two snapshots, which the answer has passed or not."""
     rng = random.Random(6)
-    wide = {"max_model_len": 6000, "hf_overrides": {"max_position_embeddings": 8192}, "max_num_batched_tokens": 256}
-    llm, plain = (llm_of(folder, **wide, enable_prefix_caching=caching) for caching in (True, False))
+    wide = {
+        "max_model_len": 6000,
+        "hf_overrides": {"max_position_embeddings": 8192},
+        "max_num_batched_tokens": 256,
+    }
+    llm, plain = (
+        llm_of(folder, **wide, enable_prefix_caching=caching) for caching in (True, False)
+    )
     assert llm.engine.tables[0].snapshots.distance == 512
     for length, answered in ((4000, 40), (3500, 500)):
         first = [rng.randrange(160) for _ in range(length)]
@@ -122,11 +144,15 @@ def test_the_second_turn_of_a_chat_computes_what_is_new(folder):
 
 
 @pytest.mark.parametrize(
-    ("length", "distance", "room"), [(1000, 128, 2 << 20), pytest.param(4000, 512, 3 << 20, marks=pytest.mark.nightly)]
+    ("length", "distance", "room"),
+    [(1000, 128, 2 << 20), pytest.param(4000, 512, 3 << 20, marks=pytest.mark.nightly)],
 )
 @pytest.mark.slow
-def test_a_second_turn_goes_on_from_wherever_the_snapshot_is(folder, tmp_path, length, distance, room):
-    """Another chat takes the device's snapshots and pages in between, or the engine ends and another begins.
+def test_a_second_turn_goes_on_from_wherever_the_snapshot_is(
+    folder, tmp_path, length, distance, room
+):
+    """Another chat takes the device's snapshots and pages in between, or the engine ends and
+    another begins.
 
     docs/performance.md has what this prints.
     """
@@ -134,16 +160,27 @@ def test_a_second_turn_goes_on_from_wherever_the_snapshot_is(folder, tmp_path, l
         pytest.skip("its keys fill a cache that is small enough to evict its snapshots")
     rng = random.Random(7)
     most = length * 9 // 8
-    wide = {"max_model_len": most, "hf_overrides": {"max_position_embeddings": 8192}, "max_num_batched_tokens": 256}
+    wide = {
+        "max_model_len": most,
+        "hf_overrides": {"max_position_embeddings": 8192},
+        "max_num_batched_tokens": 256,
+    }
     wide["max_num_seqs"] = 1
-    small = {"kv_cache_memory_bytes": room, "kv_cache_host_bytes": 16 << 20, "kv_cache_disk": str(tmp_path)}
+    small = {
+        "kv_cache_memory_bytes": room,
+        "kv_cache_host_bytes": 16 << 20,
+        "kv_cache_disk": str(tmp_path),
+    }
     greedy = SamplingParams(temperature=0, max_tokens=20, logprobs=1, ignore_eos=True)
     plain = llm_of(folder, **wide, enable_prefix_caching=False)
     llm = llm_of(folder, **wide, **small)
     for place in ("device", "host", "disk"):
         table = llm.engine.tables[0]
         table.snapshots.distance = distance
-        firsts = [[rng.randrange(160) for _ in range(length)] for _ in range(1 if place == "device" else 2)]
+        firsts = [
+            [rng.randrange(160) for _ in range(length)]
+            for _ in range(1 if place == "device" else 2)
+        ]
         answer, *_ = [serve(llm, {"1": (first, greedy)}, {"1": 0})["1"] for first in firsts]
         second = firsts[0] + list(answer[1]) + [rng.randrange(160) for _ in range(50)]
         nodes = list(table.tree.walk(None, second, length))
@@ -188,7 +225,9 @@ class Guesses:
 def test_drafts_change_no_bit(folder, alone, room):
     rng = random.Random(3)
     config = {"method": "ngram", "num_speculative_tokens": 4, "adapts": False}
-    llm = llm_of(folder, speculative_config=config, kv_cache_memory_bytes=room, max_num_batched_tokens=8)
+    llm = llm_of(
+        folder, speculative_config=config, kv_cache_memory_bytes=room, max_num_batched_tokens=8
+    )
     compiles = take_snapshot(llm.engine).recompiles
     for number in range(cases(20, least=3)):
         requests, arrivals = mix(rng)

@@ -1,4 +1,6 @@
-"""Answers that must have a form have it, whatever the model would rather write, and nobody else notices."""
+"""Answers that must have a form have it, whatever the model would rather write, and nobody else
+notices.
+"""
 
 import json
 import os
@@ -33,16 +35,27 @@ from quire.tests.support.tokenizer_zoo import ZOO, save
 
 PROMPTS = ["Once upon a time", "Tom went to the", "{", "name:"]
 REGEXES = [
-    "[a-z]{3,8} (cat|dog)", " [a-z]+!", "(é|日本|🙂){2,5}", "[0-9]{4}-[0-9]{2}", "(yes|no)( or (yes|no)){0,3}",
-    "  x{2,4}", "[^a-zA-Z0-9]{1,3}", "[a-z]+@[a-z]+\\.(com|org)", "(a|b)*abb",
-]  # fmt: skip
-SPOKEN = ("byte_level", "byte_fallback", "byte_fallback_unstripped", "unigram")  # their texts are bytes of their tokens
+    "[a-z]{3,8} (cat|dog)",
+    " [a-z]+!",
+    "(é|日本|🙂){2,5}",
+    "[0-9]{4}-[0-9]{2}",
+    ("(yes|no)( or (yes|no)){0,3}"),
+    "  x{2,4}",
+    "[^a-zA-Z0-9]{1,3}",
+    "[a-z]+@[a-z]+\\.(com|org)",
+    "(a|b)*abb",
+]
+# their texts are bytes of their tokens
+SPOKEN = ("byte_level", "byte_fallback", "byte_fallback_unstripped", "unigram")
 
 
 def form(**fields) -> SamplingParams:
     settings = {"temperature": 1.0, "max_tokens": 100}
     return SamplingParams(
-        **{**settings, **{k: v for k, v in fields.items() if k in SamplingParams.__dataclass_fields__}}
+        **{
+            **settings,
+            **{k: v for k, v in fields.items() if k in SamplingParams.__dataclass_fields__},
+        }
     )
 
 
@@ -60,7 +73,10 @@ def random_llm(request, tmp_path_factory):
     """A model of random weights, which would write anything, with a tokenizer of each kind."""
     folder = tmp_path_factory.mktemp(request.param)
     core = ZOO[request.param]()
-    tiny.write(folder, {**tiny.LLAMA, "vocab_size": core.get_vocab_size() + 7, "max_position_embeddings": 256})
+    tiny.write(
+        folder,
+        {**tiny.LLAMA, "vocab_size": core.get_vocab_size() + 7, "max_position_embeddings": 256},
+    )
     return LLM(str(save(folder, core)), max_num_seqs=4, max_num_batched_tokens=64)
 
 
@@ -70,18 +86,24 @@ def answers(llm: LLM, prompts: list, params: list[SamplingParams]) -> list:
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert llm.engine.runner.compiles.recompiles == before
     llm.engine.scheduler.check()
-    return [[(answer.text, answer.finish_reason) for answer in output.outputs] for output in outputs]
+    return [
+        [(answer.text, answer.finish_reason) for answer in output.outputs] for output in outputs
+    ]
 
 
 # What comes out
 
 
-@settings(max_examples=cases(12, least=3), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=cases(12, least=3), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.lists(SCHEMAS, min_size=12, max_size=12), st.integers(0, 2**31), st.booleans())
 @pytest.mark.slow
 def test_json_is_what_its_schema_says(llm, schemas, seed, tight):
     params = [
-        form(structured_outputs={"json": schema, "disable_any_whitespace": tight}, seed=seed + i, n=2)
+        form(
+            structured_outputs={"json": schema, "disable_any_whitespace": tight}, seed=seed + i, n=2
+        )
         for i, schema in enumerate(schemas)
     ]
     ended = 0
@@ -96,10 +118,18 @@ def test_json_is_what_its_schema_says(llm, schemas, seed, tight):
 
 def test_the_validator_of_these_tests_refuses():
     for schema, wrong in [
-        ({"type": "integer"}, True), ({"type": "integer"}, 1.5), ({"enum": [1]}, True), ({"maxLength": 2}, "abc"),
-        ({"type": "object", "properties": {"a": {"const": 1}}, "additionalProperties": False}, {"b": 1}),
-        ({"required": ["a"]}, {}), ({"items": {"type": "null"}}, [0]), ({"anyOf": [{"const": 1}]}, 2),
-    ]:  # fmt: skip
+        ({"type": "integer"}, True),
+        ({"type": "integer"}, 1.5),
+        ({"enum": [1]}, True),
+        ({"maxLength": 2}, "abc"),
+        (
+            {"type": "object", "properties": {"a": {"const": 1}}, "additionalProperties": False},
+            {"b": 1},
+        ),
+        ({"required": ["a"]}, {}),
+        ({"items": {"type": "null"}}, [0]),
+        ({"anyOf": [{"const": 1}]}, 2),
+    ]:
         assert not valid(wrong, schema)
 
 
@@ -113,13 +143,19 @@ def test_a_regex_is_matched(random_llm, seed):
     found = 0
     for regex in REGEXES:
         try:
-            ((one, other, third),) = answers(random_llm, ["fox"], [shaped("regex", regex, seed=seed, n=3)])
+            ((one, other, third),) = answers(
+                random_llm, ["fox"], [shaped("regex", regex, seed=seed, n=3)]
+            )
         except RequestError as error:
             assert "no text" in error.message and not spells  # nor could a person write it
             continue
         for text, reason in (one, other, third):
             found += reason == "stop"
-            assert reason == "length" or re.fullmatch(regex, text) or (reason == "error" and not spells), (regex, text)
+            assert (
+                reason == "length"
+                or re.fullmatch(regex, text)
+                or (reason == "error" and not spells)
+            ), (regex, text)
     assert found > 5
 
 
@@ -127,7 +163,10 @@ def test_json_from_random_models(random_llm):
     """A string ends once the model happens to close it, so the sizes are bounded."""
     schema = {
         "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 8}, "is": {"enum": ["é", "<s>", "</s>", None]}},
+        "properties": {
+            "name": {"type": "string", "maxLength": 8},
+            "is": {"enum": ["é", "<s>", "</s>", None]},
+        },
         "required": ["is"],
         "additionalProperties": False,
     }
@@ -140,8 +179,16 @@ def test_json_from_random_models(random_llm):
     assert all(reason == "stop" and valid(json.loads(text), schema) for text, reason in found)
 
 
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12), min_size=1, max_size=6))
-@settings(max_examples=cases(20, least=5), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12),
+        min_size=1,
+        max_size=6,
+    )
+)
+@settings(
+    max_examples=cases(20, least=5), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_a_choice_is_one_of_them(llm, choice):
     (found,) = answers(llm, ["The"], [shaped("choice", choice, n=4)])
     assert all(text in choice and reason == "stop" for text, reason in found)
@@ -152,7 +199,9 @@ def test_special_tokens_are_never_text(llm, random_llm):
         tokenizer = model.get_tokenizer()
         assert {tokenizer._core.token_to_id(name) for name in names} <= tokenizer.special_ids
         try:
-            outputs = model.generate("x", shaped("choice", names, n=4, skip_special_tokens=False), use_tqdm=False)
+            outputs = model.generate(
+                "x", shaped("choice", names, n=4, skip_special_tokens=False), use_tqdm=False
+            )
         except RequestError as error:
             assert "no text" in error.message
             continue
@@ -163,26 +212,45 @@ def test_special_tokens_are_never_text(llm, random_llm):
 def test_a_grammar_is_followed(llm):
     sums = 'start: sum "=" NUMBER\nsum: NUMBER ("+" NUMBER)+\nNUMBER: /[1-9][0-9]?/'
     (found,) = answers(llm, ["Add:"], [shaped("grammar", sums, n=4)])
-    assert all(re.fullmatch(r"([1-9]\d?)(\+[1-9]\d?)+=[1-9]\d?", text) for text, reason in found if reason == "stop")
-    (found,) = answers(llm, ["Add:"], [shaped("grammar", 'start: <|user|> "x" <|end|>', n=2, ignore_eos=True)])
+    assert all(
+        re.fullmatch(r"([1-9]\d?)(\+[1-9]\d?)+=[1-9]\d?", text)
+        for text, reason in found
+        if reason == "stop"
+    )
+    (found,) = answers(
+        llm, ["Add:"], [shaped("grammar", 'start: <|user|> "x" <|end|>', n=2, ignore_eos=True)]
+    )
     assert found == [("x", "stop")] * 2
     (found,) = answers(llm, ["Add:"], [shaped("grammar", 'root ::= "yes" | "no" # GBNF', n=4)])
-    assert {text for text, reason in found} <= {"yes", "no"} and {reason for _, reason in found} == {"stop"}
+    assert {text for text, reason in found} <= {"yes", "no"} and {
+        reason for _, reason in found
+    } == {"stop"}
     tree = r'root ::= "(" [a-z]{1,2} root* ")" | [^a-zA-Z()\x00-\x7F]'
     (found,) = answers(llm, ["Add:"], [shaped("grammar", tree, n=4, max_tokens=40)])
     for text, reason in found:
-        assert reason == "length" or (text.count("(") == text.count(")") and re.fullmatch(r"[^a-zA-Z]|\(.*\)", text))
+        assert reason == "length" or (
+            text.count("(") == text.count(")") and re.fullmatch(r"[^a-zA-Z]|\(.*\)", text)
+        )
 
 
 def test_tags_in_a_text(llm):
-    """Text is free up to a trigger; from there a tag is written, whose references are to its own definitions."""
+    """Text is free up to a trigger; from there a tag is written, whose references are to its own
+    definitions.
+    """
     number = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "required": ["a"],
               "additionalProperties": False, "$defs": {"A": {"type": "integer"}}}  # fmt: skip
     words = number | {"$defs": {"A": {"enum": ["x", "y"]}}}
     ends = {"f": number, "g": words}
-    tags = [{"begin": f"<call={name}>", "schema": schema, "end": "</call>"} for name, schema in ends.items()]
+    tags = [
+        {"begin": f"<call={name}>", "schema": schema, "end": "</call>"}
+        for name, schema in ends.items()
+    ]
     triggered = [
-        {"begin": tag["begin"], "content": {"type": "json_schema", "json_schema": tag["schema"]}, "end": tag["end"]}
+        {
+            "begin": tag["begin"],
+            "content": {"type": "json_schema", "json_schema": tag["schema"]},
+            "end": tag["end"],
+        }
         for tag in tags
     ]
     old: dict = {"structures": tags, "triggers": ["<call="]}
@@ -199,17 +267,30 @@ def test_tags_in_a_text(llm):
             constraint.advance(token)
         return bool(constraint.allowed(ends_with)[list(ends_with)].all())
 
-    kept = [shaped("structural_tag", given).structured_outputs for given in (old, new, json.dumps(old))]
+    kept = [
+        shaped("structural_tag", given).structured_outputs for given in (old, new, json.dumps(old))
+    ]
     assert kept[0] == kept[1] == kept[2]
     good = 'I call <call=f>{"a": 1}</call> and <call=g>{"a": "x"}</call>.'
     assert all(follows(kept[0], text) for text in ("Just text.", good))
-    for bad in ('<call=f>{"a": "x"}</call>', '<call=g>{"a": 1}</call>', "<call=h>", '<call=f>{"a": 1}'):
+    for bad in (
+        '<call=f>{"a": "x"}</call>',
+        '<call=g>{"a": 1}</call>',
+        "<call=h>",
+        '<call=f>{"a": 1}',
+    ):
         assert not follows(kept[0], bad)
     for change, words in (
         ({"triggers": ["<tool"]}, r"structures\[0\].begin: must begin with one of the triggers"),
         ({"structures": []}, "structures: must hold at least one tag"),
-        ({"structures": [{"begin": "<call="}], "format": {}}, "format.type: must be 'triggered_tags'"),
-        ({"structures": [{"begin": "<call=", "schema": 5}]}, r"structures\[0\]: must be a JSON schema"),
+        (
+            {"structures": [{"begin": "<call="}], "format": {}},
+            "format.type: must be 'triggered_tags'",
+        ),
+        (
+            {"structures": [{"begin": "<call=", "schema": 5}]},
+            r"structures\[0\]: must be a JSON schema",
+        ),
         ({"structures": [{"begin": "<call=", "shema": {}}]}, "did you mean 'schema'"),
     ):
         with pytest.raises(RequestError, match=words):
@@ -220,7 +301,11 @@ def test_tags_in_a_text(llm):
 
 
 def test_spaces_of_json(llm):
-    schema = {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 2}}, "required": ["a", "b"]}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"const": 1}, "b": {"const": 2}},
+        "required": ["a", "b"],
+    }
     schema["additionalProperties"] = False
     params = [
         form(structured_outputs={"json": json.dumps(schema), "disable_any_whitespace": True}, n=3),
@@ -238,27 +323,41 @@ def test_spaces_of_json(llm):
         ({"json": {**schema, "x-guidance": {"whitespace_flexible": False}}}, b""),
         ({"json": {**schema, "x-guidance": {"whitespace_pattern": "~"}}}, b"~"),
     ):
-        structure = SamplingParams(structured_outputs={"json": schema, **spacing}).structured_outputs
+        structure = SamplingParams(
+            structured_outputs={"json": schema, **spacing}
+        ).structured_outputs
         (constraint,) = llm.engine.admission.grammars.constraints(structure, 1)
         (opening,) = llm.get_tokenizer().encode("{", add_special_tokens=False)
         constraint.advance(opening)
-        spaces = {llm.get_tokenizer().token_bytes(token) for token in np.flatnonzero(constraint.allowed(()))}
-        assert {text for text in spaces if len(text) == 1} == {b'"'} | {bytes([byte]) for byte in wanted}
+        spaces = {
+            llm.get_tokenizer().token_bytes(token)
+            for token in np.flatnonzero(constraint.allowed(()))
+        }
+        assert {text for text in spaces if len(text) == 1} == {b'"'} | {
+            bytes([byte]) for byte in wanted
+        }
 
 
 def test_spaces_of_json_have_an_end(llm):
     """A model that would rather write spaces than anything is done all the same."""
     schema = {
         "type": "object",
-        "properties": {"a": {"const": 1}, "b": {"type": "array", "items": {"const": 2}, "maxItems": 2}},
+        "properties": {
+            "a": {"const": 1},
+            "b": {"type": "array", "items": {"const": 2}, "maxItems": 2},
+        },
     }
     schema |= {"required": ["a", "b"], "additionalProperties": False}
     tokenizer = llm.get_tokenizer()
-    spaces = [token for token in range(tokenizer.vocab_size) if tokenizer.token_bytes(token).isspace()]
+    spaces = [
+        token for token in range(tokenizer.vocab_size) if tokenizer.token_bytes(token).isspace()
+    ]
     loves = {"logit_bias": dict.fromkeys(spaces, 100), "temperature": 0, "max_tokens": 500}
     free = {"json": schema, "whitespace_pattern": "[ \t\r\n]+"}
     ((bound, reason),), ((endless, length),) = answers(
-        llm, ["x"] * 2, [form(structured_outputs=shape, **loves) for shape in ({"json": schema}, free)]
+        llm,
+        ["x"] * 2,
+        [form(structured_outputs=shape, **loves) for shape in ({"json": schema}, free)],
     )
     assert reason == "stop" and valid(json.loads(bound), schema) and json.loads(bound)["a"] == 1
     assert length == "length" and endless.strip() == '{"a":'
@@ -271,12 +370,17 @@ def follows(llm: LLM, structure: dict, text: str) -> bool:
     """Whether a text, token by token, has a form and is complete."""
     (constraint,) = llm.engine.admission.grammars.constraints(structure, 1)
     tokens = llm.get_tokenizer().encode(text, add_special_tokens=False)
-    return "error" not in [constraint.advance(token) for token in tokens] and constraint.matcher.is_accepting()
+    return (
+        "error" not in [constraint.advance(token) for token in tokens]
+        and constraint.matcher.is_accepting()
+    )
 
 
 def test_multiples_are_exact_in_decimals(llm):
     """76.6 is 7660 times 0.01, though a division in binary leaves something over."""
-    params = shaped("json", {"type": "number", "multipleOf": 0.01, "minimum": 0, "maximum": 1000}, n=16)
+    params = shaped(
+        "json", {"type": "number", "multipleOf": 0.01, "minimum": 0, "maximum": 1000}, n=16
+    )
     (found,) = answers(llm, ["The price is"], [params])
     assert all(Decimal(text) % Decimal("0.01") == 0 for text, reason in found if reason == "stop")
     assert follows(llm, {"json": '{"type": "number", "multipleOf": 0.01}'}, "76.6")
@@ -295,7 +399,9 @@ def test_the_end_is_open_where_the_grammar_may_end(llm):
         assert (answer.finish_reason == "stop") == (answer.token_ids[-1] == eos)
     assert any(answer.finish_reason == "stop" for answer in outputs)
     endless = llm.generate("x", replace(free, ignore_eos=True), use_tqdm=False)[0].outputs
-    assert all(answer.finish_reason == "length" and eos not in answer.token_ids for answer in endless)
+    assert all(
+        answer.finish_reason == "length" and eos not in answer.token_ids for answer in endless
+    )
     held = llm.generate("x", replace(free, min_tokens=12), use_tqdm=False)[0].outputs
     assert all(len(answer.token_ids) >= 12 for answer in held)
     over = llm.generate("x", shaped("regex", "ab", min_tokens=12), use_tqdm=False)[0].outputs[0]
@@ -303,8 +409,11 @@ def test_the_end_is_open_where_the_grammar_may_end(llm):
     cut = llm.generate("x", replace(free, stop="ba", ignore_eos=True), use_tqdm=False)[0].outputs[0]
     assert (cut.text, cut.finish_reason, cut.stop_reason) == ("a", "stop", "ba")
     a = tokenizer.encode("a", add_special_tokens=False)[0]
-    own = llm.generate("x", replace(free, stop_token_ids=[a], ignore_eos=True), use_tqdm=False)[0].outputs
-    assert all(answer.finish_reason == "error" and not answer.token_ids for answer in own)  # nothing else begins it
+    own = llm.generate("x", replace(free, stop_token_ids=[a], ignore_eos=True), use_tqdm=False)[
+        0
+    ].outputs
+    # nothing else begins it
+    assert all(answer.finish_reason == "error" and not answer.token_ids for answer in own)
 
 
 def test_the_last_token_allowed_may_be_the_last(llm):
@@ -321,10 +430,18 @@ def test_biases_and_bans_count_within_the_grammar(llm):
         (found,) = answers(llm, ["Yes or no?"], [shaped("regex", "yes|no|nay", n=8, **fields)])
         return {text if reason == "stop" else reason for text, reason in found}
 
-    starts = [token for token in range(tokenizer.vocab_size) if tokenizer.token_bytes(token) in (b"n", b"no", b"na")]
+    starts = [
+        token
+        for token in range(tokenizer.vocab_size)
+        if tokenizer.token_bytes(token) in (b"n", b"no", b"na")
+    ]
     assert texts(logit_bias=dict.fromkeys(starts, -100)) == {"yes"}
-    assert "yes" not in texts(bad_words=["yes", "y", "ye"]) and "nay" not in texts(bad_words=["yes", "y", "ye", "nay"])
-    (letter,) = {token for token in range(tokenizer.vocab_size) if tokenizer.token_bytes(token) == b"q"}
+    assert "yes" not in texts(bad_words=["yes", "y", "ye"]) and "nay" not in texts(
+        bad_words=["yes", "y", "ye", "nay"]
+    )
+    (letter,) = {
+        token for token in range(tokenizer.vocab_size) if tokenizer.token_bytes(token) == b"q"
+    }
     assert texts(allowed_token_ids=[letter]) == {"error"}
     assert texts(presence_penalty=2.0, repetition_penalty=1.5) <= {"yes", "no", "nay"}
 
@@ -332,20 +449,32 @@ def test_biases_and_bans_count_within_the_grammar(llm):
 def test_log_probabilities_are_the_models_own(llm):
     """Of the logits before the grammar: what they are when the same tokens are a prompt."""
     prompt = llm.get_tokenizer().encode("Once upon a time")
-    answer = llm.generate([prompt], shaped("regex", "[xyz]{6}", logprobs=1), use_tqdm=False)[0].outputs[0]
+    answer = llm.generate([prompt], shaped("regex", "[xyz]{6}", logprobs=1), use_tqdm=False)[
+        0
+    ].outputs[0]
     whole = [*prompt, *answer.token_ids]
-    scores = llm.generate([whole], form(max_tokens=1, prompt_logprobs=1), use_tqdm=False)[0].prompt_logprobs
+    scores = llm.generate([whole], form(max_tokens=1, prompt_logprobs=1), use_tqdm=False)[
+        0
+    ].prompt_logprobs
     for place, token in enumerate(answer.token_ids):
         own = answer.logprobs[place]
         again = scores[len(prompt) + place]
         assert own[token].logprob == pytest.approx(again[token].logprob, abs=1e-4)
         assert own[token].rank == again[token].rank
-    assert max(entry[token].rank for entry, token in zip(answer.logprobs, answer.token_ids, strict=True)) > 1
+    assert (
+        max(
+            entry[token].rank
+            for entry, token in zip(answer.logprobs, answer.token_ids, strict=True)
+        )
+        > 1
+    )
 
 
 def test_each_of_n_has_its_own_place_in_the_grammar(llm):
     (found,) = answers(llm, ["x"], [shaped("regex", "[a-z]{4}[0-9]{4}", n=16)])
-    assert len({text for text, _ in found}) > 4 and all(re.fullmatch("[a-z]{4}[0-9]{4}", text) for text, _ in found)
+    assert len({text for text, _ in found}) > 4 and all(
+        re.fullmatch("[a-z]{4}[0-9]{4}", text) for text, _ in found
+    )
     (found,) = answers(llm, ["x"], [shaped("regex", "[a-z]{4}", n=2, best_of=8)])
     assert len(found) == 2 and all(re.fullmatch("[a-z]{4}", text) for text, _ in found)
 
@@ -371,12 +500,22 @@ def engine_of(compiled, num_pages: int) -> Engine:
     old, tokenizer = compiled
     runner = Runner(old.config, old.weights, old.shape, old.num_pages, 16, LENGTH)
     runner.compiled, runner.page_copier.programs = old.compiled, old.page_copier.programs
-    return Engine(runner, tokenizer, [PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows)], LENGTH)
+    return Engine(
+        runner,
+        tokenizer,
+        [PageTable((num_pages,) * len(old.num_pages), 16, old.config.windows)],
+        LENGTH,
+    )
 
 
-def serve(engine: Engine, requests: dict[str, tuple], arrivals: dict[str, int]) -> tuple[dict[str, tuple], int]:
+def serve(
+    engine: Engine, requests: dict[str, tuple], arrivals: dict[str, int]
+) -> tuple[dict[str, tuple], int]:
     """The bits of every answer, and how often somebody gave way."""
-    outputs = {name: request.output() for name, request in company.serve(engine, requests, arrivals).items()}
+    outputs = {
+        name: request.output()
+        for name, request in company.serve(engine, requests, arrivals).items()
+    }
     found = {
         name: [
             (
@@ -393,11 +532,19 @@ def serve(engine: Engine, requests: dict[str, tuple], arrivals: dict[str, int]) 
 
 @pytest.mark.slow
 def test_company_changes_no_bit(compiled):
-    """Constrained and free ones, alone, together, and where pages are short: the same tokens and the same scores."""
+    """Constrained and free ones, alone, together, and where pages are short: the same tokens and
+    the same scores.
+    """
     rng = random.Random(5)
     gave_way = 0
     recompiled = compiled[0].compiles.recompiles
-    forms = [None, None, {"regex": "[a-z ]{20,60}"}, {"json_object": True}, {"choice": ["yes", "no"]}]
+    forms = [
+        None,
+        None,
+        {"regex": "[a-z ]{20,60}"},
+        {"json_object": True},
+        {"choice": ["yes", "no"]},
+    ]
     for _ in range(6):
         requests = {}
         arrivals = {}
@@ -416,7 +563,9 @@ def test_company_changes_no_bit(compiled):
             prompt = [rng.randrange(6, 1280) for _ in range(rng.choice((1, 16, 17, 90)))]
             requests[str(index)], arrivals[str(index)] = (prompt, params), rng.randint(0, 12)
         alone = engine_of(compiled, 400)
-        expected = {name: serve(alone, {name: own}, {name: 0})[0][name] for name, own in requests.items()}
+        expected = {
+            name: serve(alone, {name: own}, {name: 0})[0][name] for name, own in requests.items()
+        }
         assert serve(engine_of(compiled, 400), requests, arrivals)[0] == expected
         found, count = serve(engine_of(compiled, 18), requests, arrivals)
         assert found == expected
@@ -430,8 +579,12 @@ def test_who_asks_for_no_form_pays_nothing(llm, monkeypatch):
     answers(llm, PROMPTS, [form(logprobs=1)] * 4)
 
 
-def written(rng: np.random.Generator, constraint: grammar.Constraint, tokens: list[bytes], most: int) -> bytes:
-    """A random answer of letters where they may come, token by token; it fails where a step does."""
+def written(
+    rng: np.random.Generator, constraint: grammar.Constraint, tokens: list[bytes], most: int
+) -> bytes:
+    """A random answer of letters where they may come, token by token; it fails where a step
+    does.
+    """
     letters = np.array([token.isalpha() for token in tokens])
     text = b""
     for _ in range(most):
@@ -476,7 +629,9 @@ def test_long_answers_do_not_exhaust_a_schema(llm, name):
 
 
 def test_answers_side_by_side_survive_a_full_table(llm, monkeypatch):
-    """With a table too small for one answer's masks: every one is replayed in a new table, drafts included."""
+    """With a table too small for one answer's masks: every one is replayed in a new table, drafts
+    included.
+    """
     monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 1500)
     structure = {"json": json.dumps({"type": "string", "maxLength": 400})}
     grammars = Grammars(llm.engine.tokenizer, llm.engine.config.vocab_size)
@@ -505,7 +660,11 @@ def test_answers_side_by_side_survive_a_full_table(llm, monkeypatch):
                 allowed.any()
                 and len(after) == len(drafts)
                 and constraint.longest_allowed_prefix(drafts)
-                == [token for token, row in zip(drafts, [allowed, *after], strict=False) if row[token]]
+                == [
+                    token
+                    for token, row in zip(drafts, [allowed, *after], strict=False)
+                    if row[token]
+                ]
             )
             token = int(rng.choice(np.flatnonzero(allowed[: len(tokens)])))
             texts[index] += tokens[token].decode("latin1")
@@ -521,7 +680,9 @@ def test_a_grammar_that_outgrows_its_limits_ends_alone(llm, monkeypatch):
     monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 400)
     monkeypatch.setattr(grammar, "RAISED", 1)
     regex = "(.*a.{1000}){10}"
-    (hurt,), (fine,) = answers(llm, ["x", "x"], [shaped("regex", regex), shaped("regex", "[a-z]{90}")])
+    (hurt,), (fine,) = answers(
+        llm, ["x", "x"], [shaped("regex", regex), shaped("regex", "[a-z]{90}")]
+    )
     assert hurt[1] == "error" and hurt[0]
     assert fine[1] == "stop"
     assert not llm.engine.requests
@@ -529,7 +690,9 @@ def test_a_grammar_that_outgrows_its_limits_ends_alone(llm, monkeypatch):
 
 def test_a_grammar_that_no_token_can_follow_is_refused(llm, monkeypatch):
     monkeypatch.setitem(grammar.LIMITS, "step_lexer_fuel", 10)
-    assert "too much work for each token; use smaller bounds" in str(refused(llm, regex="(.{9}a){900}"))
+    assert "too much work for each token; use smaller bounds" in str(
+        refused(llm, regex="(.{9}a){900}")
+    )
 
 
 # What is refused
@@ -537,7 +700,9 @@ def test_a_grammar_that_no_token_can_follow_is_refused(llm, monkeypatch):
 
 def refused(llm: LLM, **shape) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        llm.engine.admission.grammars.compile(SamplingParams(structured_outputs=shape).structured_outputs)
+        llm.engine.admission.grammars.compile(
+            SamplingParams(structured_outputs=shape).structured_outputs
+        )
     error = caught.value
     assert error.param.startswith("structured_outputs") and str(error).isascii()
     assert "\n" not in str(error) and len(str(error)) < 300
@@ -546,7 +711,10 @@ def refused(llm: LLM, **shape) -> RequestError:
 
 @pytest.mark.slow
 def test_hostile_grammars_are_refused_or_served_in_time(llm):
-    """Refused in a second; what is let in costs little a step. The server is the same, and serves."""
+    """Refused in a second; what is let in costs little a step.
+
+    The server is the same, and serves.
+    """
     slowest = 0.0
     said = 0
     shapes = list(hostile())
@@ -589,16 +757,28 @@ def test_hostile_grammars_are_refused_or_served_in_time(llm):
         ({"json_object": 1}, "true or false"),
         ({"json_object": False}, "got none"),
         ({"regex": "a", "whitespace_pattern": " "}, "leave it out beside regex"),
-        ({"json_object": True, "whitespace_pattern": " ", "disable_any_whitespace": True}, "contradict"),
+        (
+            {"json_object": True, "whitespace_pattern": " ", "disable_any_whitespace": True},
+            "contradict",
+        ),
         ({"regex": "é" * 9000}, "1 to 16384 bytes"),
         ({"choice": "yes"}, "must be a list"),
         ({"choice": ["a", ""]}, r"choice\[1\]"),
         ({"choice": ["a"] * 1025}, "at most 1024"),
         ("json", "must be an object"),
-        ({"json": {"$schema": "json-schema.org/draft-03/schema#"}}, r"json.\$schema: must be draft 4 or later"),
+        (
+            {"json": {"$schema": "json-schema.org/draft-03/schema#"}},
+            r"json.\$schema: must be draft 4 or later",
+        ),
         ({"json": {"x-guidance": {"lenient": True}}}, "json.x-guidance.lenient: unknown field"),
-        ({"json": {"x-guidance": {"whitespace_flexible": 1}}}, "x-guidance.whitespace_flexible: must be true or false"),
-        ({"json": {"x-guidance": {"whitespace_flexible": True}}, "disable_any_whitespace": True}, "say the same"),
+        (
+            {"json": {"x-guidance": {"whitespace_flexible": 1}}},
+            "x-guidance.whitespace_flexible: must be true or false",
+        ),
+        (
+            {"json": {"x-guidance": {"whitespace_flexible": True}}, "disable_any_whitespace": True},
+            "say the same",
+        ),
     ],
 )
 def test_what_has_no_form_is_refused_when_it_is_made(shape, words):
@@ -607,10 +787,14 @@ def test_what_has_no_form_is_refused_when_it_is_made(shape, words):
 
 
 def test_what_is_kept_is_kept(llm):
-    made = SamplingParams(structured_outputs={"json": {"type": "null"}, "regex": None, "json_object": False})
+    made = SamplingParams(
+        structured_outputs={"json": {"type": "null"}, "regex": None, "json_object": False}
+    )
     assert made.structured_outputs == {"json": '{"type": "null"}'}
     assert replace(made, n=2).structured_outputs == made.structured_outputs
-    assert SamplingParams(structured_outputs={"choice": ["b", "a"]}).structured_outputs == {"choice": ("b", "a")}
+    assert SamplingParams(structured_outputs={"choice": ["b", "a"]}).structured_outputs == {
+        "choice": ("b", "a")
+    }
     grammars = llm.engine.admission.grammars
     first = grammars.compile(made.structured_outputs)
     assert grammars.compile({"json": '{"type": "null"}'}) is first
@@ -628,7 +812,9 @@ def test_the_reason_names_the_place(llm):
 
 
 def test_grammars_are_read_in_the_worker(llm, monkeypatch):
-    """What a stranger wrote is read where a limit of time ends it, and in no thread of the server."""
+    """What a stranger wrote is read where a limit of time ends it, and in no thread of the
+    server.
+    """
     asked: list[bytes] = []
     worker, ask = llm.engine.admission.grammars.worker, llm.engine.admission.grammars.worker.ask
     monkeypatch.setattr(worker, "ask", lambda request: asked.append(request) or ask(request))
@@ -674,7 +860,9 @@ def test_distinct_schemas_do_not_pile_up(llm):
 
     def compile_some(first: int, last: int) -> None:
         for i in range(first, last):
-            properties = {f"p{i}_{j}": {"type": "string", "maxLength": i % 50 + 1} for j in range(i % 30)}
+            properties = {
+                f"p{i}_{j}": {"type": "string", "maxLength": i % 50 + 1} for j in range(i % 30)
+            }
             grammars.compile({"json": json.dumps({"type": "object", "properties": properties})})
 
     compile_some(0, 200)

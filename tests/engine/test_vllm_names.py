@@ -1,4 +1,6 @@
-"""Each argument that vLLM publishes is applied, has no effect, or is refused with what serves in its place."""
+"""Each argument that vLLM publishes is applied, has no effect, or is refused with what serves in
+its place.
+"""
 
 import warnings
 from dataclasses import fields
@@ -13,8 +15,18 @@ from quire.serving.api.vllm_names import UnsupportedArgument
 from quire.tests.support import vllm_table
 
 KINDS = {
-    "EngineArgs": (lambda **given: make_options(None, **given), EngineOptions, vllm_names.ENGINE, ModelError),
-    "SamplingParams": (params.SamplingParams, params.SamplingParams, vllm_names.SAMPLING, RequestError),
+    "EngineArgs": (
+        lambda **given: make_options(None, **given),
+        EngineOptions,
+        vllm_names.ENGINE,
+        ModelError,
+    ),
+    "SamplingParams": (
+        params.SamplingParams,
+        params.SamplingParams,
+        vllm_names.SAMPLING,
+        RequestError,
+    ),
 }
 CASES = [(kind, name) for kind, (*_, table, _) in KINDS.items() for name in table]
 
@@ -48,7 +60,11 @@ def test_a_name_does_what_the_table_says(kind, name):
 def test_there_is_one_warning_for_all():
     with pytest.warns(UserWarning) as seen:
         make_options(None, trust_remote_code=True, enforce_eager=True, max_num_seqs=4)
-    assert len(seen) == 1 and "enforce_eager" in str(seen[0].message) and "trust_remote" in str(seen[0].message)
+    assert (
+        len(seen) == 1
+        and "enforce_eager" in str(seen[0].message)
+        and "trust_remote" in str(seen[0].message)
+    )
 
 
 def test_false_is_no_zero():

@@ -36,7 +36,10 @@ def test_batch():
 def test_stream():
     text = "\n".join(printed("stream"))
     pieces = re.findall(r"^(fox|sea): (.*)$", text, re.MULTILINE)
-    whole = {name: "".join(ast.literal_eval(piece) for of, piece in pieces if of == name) for name in ("fox", "sea")}
+    whole = {
+        name: "".join(ast.literal_eval(piece) for of, piece in pieces if of == name)
+        for name in ("fox", "sea")
+    }
     assert text.endswith(f"One day, a fox{whole['fox']}\nFar out at sea{whole['sea']}")
     names = [name for name, _ in pieces]
     assert names != sorted(names), "one came after the other"
@@ -50,7 +53,9 @@ def test_conversation():
     assert [match and match[2] for match in found] == answers
     cached, prompts = ([int(match[part]) for match in found if match] for part in (3, 4))
     assert cached[0] == 0
-    assert all(now > before for before, now in zip(prompts, cached[1:], strict=False)), "what was computed is found"
+    assert all(now > before for before, now in zip(prompts, cached[1:], strict=False)), (
+        "what was computed is found"
+    )
 
 
 @pytest.mark.slow
@@ -80,14 +85,20 @@ def test_semantic_search():
         assert cosines == sorted(cosines, reverse=True)
         assert cosines[0] <= 1
     nearest = [line.split("  ")[-1] for line in lines[1::5]]
-    assert nearest == ["Mia found a lantern in the forest.", "What is 34 + 57?", "Anna is 31 and lives in Oslo"]
+    assert nearest == [
+        "Mia found a lantern in the forest.",
+        "What is 34 + 57?",
+        "Anna is 31 and lives in Oslo",
+    ]
 
 
 @pytest.mark.nightly  # two models
 def test_speculation():
     plain, guessed, same = printed("speculation")
     assert re.fullmatch(r"plain +\d+ tokens a second", plain)
-    match = re.fullmatch(r"speculative +\d+ tokens a second, (\d+) of (\d+) drafts were right", guessed)
+    match = re.fullmatch(
+        r"speculative +\d+ tokens a second, (\d+) of (\d+) drafts were right", guessed
+    )
     assert match and 0 < int(match[1]) <= int(match[2])
     assert same == "the answers are the same"
 

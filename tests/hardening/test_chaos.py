@@ -1,7 +1,8 @@
-"""Everything at once: clients that die, a queue that is full, steps that raise, and an end under load.
+"""Everything at once: clients that die, a queue that is full, steps that raise, and an end under
+load.
 
-Forty seconds of it (ten at each change), and more until all has happened that can. Afterwards every page is free or
-kept, and every request that the engine took is counted at its end.
+Forty seconds of it (ten at each change), and more until all has happened that can. Afterwards every
+page is free or kept, and every request that the engine took is counted at its end.
 """
 
 import asyncio
@@ -27,8 +28,12 @@ pytestmark = pytest.mark.slow
 
 
 def engine():
-    """The bundled model with few pages and a short queue: sequences give way, and requests are turned away."""
-    return make_engine(make_options(None, max_num_seqs=16, kv_cache_memory_bytes=3 << 20, max_queued_requests=24))
+    """The bundled model with few pages and a short queue: sequences give way, and requests are
+    turned away.
+    """
+    return make_engine(
+        make_options(None, max_num_seqs=16, kv_cache_memory_bytes=3 << 20, max_queued_requests=24)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +54,16 @@ class Client:
     def body(self) -> dict:
         rng = self.rng
         prompt = [rng.randrange(3, 500) for _ in range(rng.choice((1, 5, 40, 300)))]
-        own = {"prompt": prompt, "max_tokens": rng.choice((1, 10, 60, 200)), "temperature": rng.choice((0, 1))}
-        own |= {"stream": rng.random() < 0.7, "ignore_eos": rng.random() < 0.5, "priority": rng.choice((-1, 0, 0, 1))}
+        own = {
+            "prompt": prompt,
+            "max_tokens": rng.choice((1, 10, 60, 200)),
+            "temperature": rng.choice((0, 1)),
+        }
+        own |= {
+            "stream": rng.random() < 0.7,
+            "ignore_eos": rng.random() < 0.5,
+            "priority": rng.choice((-1, 0, 0, 1)),
+        }
         if rng.random() < 0.2:
             own |= {"n": rng.choice((2, 4))}
         if rng.random() < 0.1:
@@ -67,7 +80,10 @@ class Client:
         reader, writer = await asyncio.open_connection(*self.address)
         try:
             data = json.dumps(body).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: {self.address[0]}\r\nContent-Type: application/json\r\n"
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: {self.address[0]}\r\nContent-Type: "
+                "application/json\r\n"
+            )
             sent = f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
             fate = rng.random()
             if fate < 0.05:  # half of it
@@ -164,9 +180,18 @@ def test_chaos(server, caplog):
     metrics = server.service.models.models[0].llm.metrics
     broken, mend = break_steps(server, rng)
     wanted = {
-        "200", "400", "429", "500", "killed", "half sent", "stream whole", "stream failed", "launch", "collect",
+        "200",
+        "400",
+        "429",
+        "500",
+        "killed",
+        "half sent",
+        "stream whole",
+        "stream failed",
+        "launch",
+        "collect",
         "preempted",
-    }  # fmt: skip
+    }
 
     def missing() -> set[str]:
         preempted = ["preempted"] * bool(metrics.values()["vllm:num_preemptions_total"])
@@ -185,8 +210,13 @@ def test_an_end_under_load(server):
 
     async def run() -> list[bytes]:
         address = server.url.removeprefix("http://").split(":")
-        body = json.dumps({"prompt": "Once", "max_tokens": 150, "ignore_eos": True, "stream": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {address[0]}\r\nContent-Type: application/json\r\n"
+        body = json.dumps(
+            {"prompt": "Once", "max_tokens": 150, "ignore_eos": True, "stream": True}
+        ).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {address[0]}\r\nContent-Type: "
+            "application/json\r\n"
+        )
         sent = f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
         async def one() -> bytes:
@@ -206,8 +236,11 @@ def test_an_end_under_load(server):
         return await asyncio.gather(*streams)
 
     for answer in asyncio.run(run()):
-        assert answer.startswith((b"HTTP/1.1 200", b"HTTP/1.1 503"))  # those that came after the signal
-        assert answer.startswith(b"HTTP/1.1 503") or (b"[DONE]" in answer and b'"finish_reason":"length"' in answer)
+        # those that came after the signal
+        assert answer.startswith((b"HTTP/1.1 200", b"HTTP/1.1 503"))
+        assert answer.startswith(b"HTTP/1.1 503") or (
+            b"[DONE]" in answer and b'"finish_reason":"length"' in answer
+        )
     server.thread.join(120)
     assert not server.thread.is_alive()
     assert not server.engine.requests and server.engine.lifecycle.is_closed

@@ -1,5 +1,5 @@
-"""What schemathesis makes of the server's own description, sent to the bundled model: thousands of requests that fit
-the schema and that do not."""
+"""What schemathesis makes of the server's own description, sent to the bundled model: thousands of
+requests that fit the schema and that do not."""
 
 import json
 from collections import Counter
@@ -25,8 +25,10 @@ from quire.tests.support.served import model_of, served
 
 TOTAL = cases(3000, least=300)
 MOST_TOKENS = 6
-SLOW = ("/tokenize", "/v1/messages/count_tokens")  # to make requests for: it takes longer than to answer them
-SELDOM = ("/v1/responses/input_tokens", "/v1/responses/compact", "/generative_scoring")  # right by chance
+# to make requests for: it takes longer than to answer them
+SLOW = ("/tokenize", "/v1/messages/count_tokens")
+# right by chance
+SELDOM = ("/v1/responses/input_tokens", "/v1/responses/compact", "/generative_scoring")
 WRITES = {  # endpoints that write, and the field that says how much
     "/v1/chat/completions": "max_tokens",
     "/v1/completions": "max_tokens",
@@ -35,13 +37,19 @@ WRITES = {  # endpoints that write, and the field that says how much
     "/v1/chat/completions/batch": "max_tokens",
 }
 ROLES = ("user", "system", "assistant", "user")
-ENDS = {"/v1/responses": ("response.completed", "response.incomplete"), "/v1/messages": ("message_stop",)}
-OPTIONS = ("/api/chat", "/api/generate")  # endpoints that write, and take how much among their options
+ENDS = {
+    "/v1/responses": ("response.completed", "response.incomplete"),
+    "/v1/messages": ("message_stop",),
+}
+# endpoints that write, and take how much among their options
+OPTIONS = ("/api/chat", "/api/generate")
 
 
 @pytest.fixture(scope="module")
 def server():
-    engine = make_engine(make_options(None, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=512))
+    engine = make_engine(
+        make_options(None, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=512)
+    )
     with served(model_of(engine)) as state:
         state.engine, state.canary, state.counts = engine, Canary(state.url), Counter()
         with_file(state.service)
@@ -51,18 +59,30 @@ def server():
 
 
 def likelier(body: dict[str, Any], path: str, vocab: int) -> dict[str, Any]:
-    """A body that fits the schema with values that this model knows, so that more of them come to be answered."""
+    """A body that fits the schema with values that this model knows, so that more of them come to
+    be answered.
+    """
     body = dict(body)
     if body.get("model") is not None:
         body["model"] = "quill"
-    for name in ("prompt", "input", "tokens", "stop_token_ids", "allowed_token_ids", "label_token_ids",
-                 "logprob_token_ids", "context"):  # fmt: skip
+    for name in (
+        "prompt",
+        "input",
+        "tokens",
+        "stop_token_ids",
+        "allowed_token_ids",
+        "label_token_ids",
+        "logprob_token_ids",
+        "context",
+    ):
         body |= {name: known(body[name], vocab)} if name in body else {}
     for name in ("logprobs", "prompt_logprobs", "top_logprobs"):
         if type(body.get(name)) is int:
             body[name] %= MAX_LOGPROBS + 1
     if isinstance(body.get("logit_bias"), dict):
-        body["logit_bias"] = {str(int(token) % vocab): bias for token, bias in body["logit_bias"].items()}
+        body["logit_bias"] = {
+            str(int(token) % vocab): bias for token, bias in body["logit_bias"].items()
+        }
     if isinstance(body.get("messages"), list):
         batch = path.endswith("/batch")
         found = [turns(one) for one in (body["messages"] if batch else [body["messages"]])]
@@ -82,29 +102,50 @@ def likelier(body: dict[str, Any], path: str, vocab: int) -> dict[str, Any]:
 
 
 def likelier_of_ollama(body: dict[str, Any], path: str) -> dict[str, Any]:
-    """The same at Ollama's endpoints: the model mostly has its name, no thoughts, and no tokens to fill gaps with."""
-    never = ("think", "suffix", "name") if len(body) % 3 else ("think", "suffix", "name", "format", "tools", "raw")
+    """The same at Ollama's endpoints: the model mostly has its name, no thoughts, and no tokens to
+    fill gaps with.
+    """
+    never = (
+        ("think", "suffix", "name")
+        if len(body) % 3
+        else ("think", "suffix", "name", "format", "tools", "raw")
+    )
     asked = {name: value for name, value in body.items() if name not in never and value is not None}
     if not asked.get("logprobs"):
         asked.pop("top_logprobs", None)
     if isinstance(asked.get("options"), dict):
-        asked["options"] = {name: value for name, value in asked["options"].items() if name != "repeat_last_n"}
-    return (LEAST[path] if len(body) % 2 else {}) | asked | {"model": "quill" if len(str(body)) % 5 else "x"}
+        asked["options"] = {
+            name: value for name, value in asked["options"].items() if name != "repeat_last_n"
+        }
+    return (
+        (LEAST[path] if len(body) % 2 else {})
+        | asked
+        | {"model": "quill" if len(str(body)) % 5 else "x"}
+    )
 
 
 def turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"role": ROLES[i % 4], "content": one.get("content") or "x"} for i, one in enumerate(messages)]
+    return [
+        {"role": ROLES[i % 4], "content": one.get("content") or "x"}
+        for i, one in enumerate(messages)
+    ]
 
 
 def known(value: Any, vocab: int) -> Any:
     """The same list with token ids that there are."""
     if isinstance(value, list):
         return [known(one, vocab) for one in value[:64]]
-    return int(value) % vocab if isinstance(value, int | float) and not isinstance(value, bool) else value
+    return (
+        int(value) % vocab
+        if isinstance(value, int | float) and not isinstance(value, bool)
+        else value
+    )
 
 
 def capped(body: Any, path: str) -> Any:
-    """The same request for less: what it does not say, or says of too much, is small; what is wrong stays wrong."""
+    """The same request for less: what it does not say, or says of too much, is small; what is wrong
+    stays wrong.
+    """
     if path in OPTIONS and isinstance(body, dict):
         return body | {"options": capped_options(body.get("options"))}
     if path not in WRITES or not isinstance(body, dict):
@@ -126,7 +167,9 @@ def capped_options(options: Any) -> Any:
         return options
     options = dict(options or {})
     value = options.get("num_predict")
-    if value is None or (type(value) in (int, float) and (value in (-2, -1, 0) or value > MOST_TOKENS)):
+    if value is None or (
+        type(value) in (int, float) and (value in (-2, -1, 0) or value > MOST_TOKENS)
+    ):
         options["num_predict"] = MOST_TOKENS
     return options
 
@@ -136,7 +179,11 @@ def check(path: str, responses: dict[str, Any], response: requests.Response) -> 
     status = response.status_code
     kind = response.headers["Content-Type"]
     assert status < 500, (status, response.text[:500])
-    described = responses[str(status)] if path.startswith("/api/") else responses.get(str(status), responses["default"])
+    described = (
+        responses[str(status)]
+        if path.startswith("/api/")
+        else responses.get(str(status), responses["default"])
+    )
     assert kind in described.get("content", (kind,)), (status, kind, response.text[:500])
     if status >= 400:
         jsonschema.validate(response.json(), described["content"]["application/json"]["schema"])
@@ -145,17 +192,25 @@ def check(path: str, responses: dict[str, Any], response: requests.Response) -> 
     if "ndjson" in kind:
         lines = [json.loads(line) for line in response.text.strip().split("\n")]
         assert not any("error" in line for line in lines), lines[-3:]
-        assert path == "/api/pull" or [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+        assert path == "/api/pull" or [line["done"] for line in lines] == [False] * (
+            len(lines) - 1
+        ) + [True]
         return "streamed"
     if "event-stream" not in kind:
         if path != "/metrics":
             response.json()
         return "answered"
-    data = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: ")]
+    data = [
+        line.removeprefix("data: ")
+        for line in response.text.split("\n")
+        if line.startswith("data: ")
+    ]
     if path in ENDS:
         assert json.loads(data[-1])["type"] in ENDS[path], data[-3:]
     else:
-        assert data[-1] == "[DONE]" and not any("error" in json.loads(event) for event in data[:-1]), data[-3:]
+        assert data[-1] == "[DONE]" and not any(
+            "error" in json.loads(event) for event in data[:-1]
+        ), data[-3:]
     return "streamed"
 
 
@@ -169,9 +224,13 @@ def fuzz(server: Any, path: str, mode: GenerationMode, count: int) -> Counter[st
     with requests.Session() as session:
 
         @settings(
-            max_examples=count, database=None, deadline=None, derandomize=True, phases=[Phase.generate],
+            max_examples=count,
+            database=None,
+            deadline=None,
+            derandomize=True,
+            phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
-        )  # fmt: skip
+        )
         @given(case=operation.as_strategy(generation_mode=mode))
         def send(case: schemathesis.Case) -> None:
             if mode.is_positive and isinstance(case.body, dict):

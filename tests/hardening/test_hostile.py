@@ -1,4 +1,6 @@
-"""Requests that are meant to do harm: each is refused by name, shows and fetches nothing, and hurts nobody else."""
+"""Requests that are meant to do harm: each is refused by name, shows and fetches nothing, and hurts
+nobody else.
+"""
 
 import ast
 import itertools
@@ -25,12 +27,38 @@ from quire.serving.http.logs import JsonFormatter, PlainFormatter
 from quire.serving.http.models import Model
 from quire.serving.protocol.schema import ALIASES, OLLAMA, body_schema
 from quire.serving.protocol.schema import BODIES as SCHEMAS
-from quire.tests.support.canary import BODIES, GOOD, JSON, TURN, Canary, Client, settled, text_of, told, with_file
+from quire.tests.support.canary import (
+    BODIES,
+    GOOD,
+    JSON,
+    TURN,
+    Canary,
+    Client,
+    settled,
+    text_of,
+    told,
+    with_file,
+)
 from quire.tests.support.served import FORMATS, model_of, scripted, served
 
 ROOT = Path(guard.__file__).parents[2]
 NO_JSON = ("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1" * 5000)
-EVERYWHERE = (-1, 0, INT32_MAX, INT32_MAX + 1, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 1e308, 0.5, True, "5", [], {})
+EVERYWHERE = (
+    -1,
+    0,
+    INT32_MAX,
+    INT32_MAX + 1,
+    2**63 - 1,
+    2**63,
+    2**64,
+    -(2**63) - 1,
+    1e308,
+    0.5,
+    True,
+    "5",
+    [],
+    {},
+)
 # Within the bounds of the schema, and refused for what else is asked or for what the model is.
 BOUND_TO_OTHERS = {
     ("min_tokens", INT32_MAX),
@@ -39,27 +67,58 @@ BOUND_TO_OTHERS = {
     ("length_penalty", -10),
     ("length_penalty", 10),
     ("top_logprobs", MAX_LOGPROBS),
-    *((name, value) for name in ("logprobs", "prompt_logprobs", "top_logprobs") for value in (-1, INT32_MAX)),
+    *(
+        (name, value)
+        for name in ("logprobs", "prompt_logprobs", "top_logprobs")
+        for value in (-1, INT32_MAX)
+    ),
 }
-NAMED = ("model", "name", "previous_response_id", "conversation", "input_file_id")  # what is not found is a 404
+# what is not found is a 404
+NAMED = ("model", "name", "previous_response_id", "conversation", "input_file_id")
 # Fields, so that none of them must be given.
 ONE_OF_SEVERAL = (
-    "/tokenize", "/v2/embed", "/score", "/v1/responses/input_tokens", "/v1/responses/compact", "/api/show", "/api/pull",
-)  # fmt: skip
+    "/tokenize",
+    "/v2/embed",
+    "/score",
+    "/v1/responses/input_tokens",
+    "/v1/responses/compact",
+    "/api/show",
+    "/api/pull",
+)
 NESTED = [  # where a number stands deeper, as %s
-    ("/v1/completions", "logit_bias", '{"prompt": "hello", "max_tokens": 1, "logit_bias": {"5": %s}}'),
-    ("/v1/completions", "stop_token_ids", '{"prompt": "hello", "max_tokens": 1, "stop_token_ids": [%s]}'),
-    ("/v1/completions", "allowed_token_ids", '{"prompt": "hello", "max_tokens": 1, "allowed_token_ids": [%s]}'),
-    ("/v1/completions", "logprob_token_ids", '{"prompt": "hello", "logprobs": 0, "logprob_token_ids": [%s]}'),
+    (
+        "/v1/completions",
+        "logit_bias",
+        '{"prompt": "hello", "max_tokens": 1, "logit_bias": {"5": %s}}',
+    ),
+    (
+        "/v1/completions",
+        "stop_token_ids",
+        '{"prompt": "hello", "max_tokens": 1, "stop_token_ids": [%s]}',
+    ),
+    (
+        "/v1/completions",
+        "allowed_token_ids",
+        '{"prompt": "hello", "max_tokens": 1, "allowed_token_ids": [%s]}',
+    ),
+    (
+        "/v1/completions",
+        "logprob_token_ids",
+        '{"prompt": "hello", "logprobs": 0, "logprob_token_ids": [%s]}',
+    ),
     ("/v1/completions", "bad_words", '{"prompt": "hello", "max_tokens": 1, "bad_words": [%s]}'),
     ("/v1/completions", "stop", '{"prompt": "hello", "max_tokens": 1, "stop": [%s]}'),
     ("/v1/completions", "prompt", '{"prompt": [5, %s], "max_tokens": 1}'),
     ("/v1/completions", "prompt", '{"prompt": [[5], [%s]], "max_tokens": 1}'),
     ("/v1/embeddings", "input", '{"input": [5, %s]}'),
     ("/detokenize", "tokens", '{"tokens": [5, %s]}'),
-    ("/v1/messages", "thinking", json.dumps(BODIES["/v1/messages"])[:-1]
-     + ', "thinking": {"type": "enabled", "budget_tokens": %s}}'),
-]  # fmt: skip
+    (
+        "/v1/messages",
+        "thinking",
+        json.dumps(BODIES["/v1/messages"])[:-1]
+        + ', "thinking": {"type": "enabled", "budget_tokens": %s}}',
+    ),
+]
 
 
 def say(prompt: str) -> str:
@@ -100,7 +159,8 @@ def refused(status: int, raw: bytes, path: str, field: str) -> None:
         assert error["param"].startswith(field) or field in error["message"], error
 
 
-# Numbers ---------------------------------------------------------------------------------------------------------
+# Numbers
+# ---------------------------------------------------------------------------------------------------------
 
 
 def with_field(path: str, field: str, value: str) -> bytes:
@@ -119,7 +179,10 @@ def edges(schema: dict[str, Any]) -> tuple[list[float], list[float]]:
             low = part.get("minimum")
             high = part["maximum"]
             if low is None:
-                return [part["exclusiveMinimum"] + step, high], [part["exclusiveMinimum"], high + step]
+                return [part["exclusiveMinimum"] + step, high], [
+                    part["exclusiveMinimum"],
+                    high + step,
+                ]
             return [low, high], [low - step, high + step]
     return [], []
 
@@ -132,13 +195,20 @@ def test_numbers_at_the_edge(server, client, path):
     required = SCHEMAS[path][1]
     for field, schema in properties.items():
         within, beyond = edges(schema)
-        values = [json.dumps(value) for value in (*within, *beyond, *EVERYWHERE, None)] + list(NO_JSON)
+        values = [json.dumps(value) for value in (*within, *beyond, *EVERYWHERE, None)] + list(
+            NO_JSON
+        )
         for value in dict.fromkeys(values):
             began = time.monotonic()
             status, _, raw = client.ask("POST", path, with_field(path, field, value))
             seconds = time.monotonic() - began
             unknown = 403 if path == "/api/pull" else 404
-            assert status in (200, 400) or (field in NAMED and status == unknown), (field, value, status, raw)
+            assert status in (200, 400) or (field in NAMED and status == unknown), (
+                field,
+                value,
+                status,
+                raw,
+            )
             if status == 400:
                 took.append(seconds)
             if value in NO_JSON:
@@ -148,10 +218,14 @@ def test_numbers_at_the_edge(server, client, path):
                 assert status == (400 if needed else GOOD[path]), (field, raw)
             elif value in map(json.dumps, beyond):
                 refused(status, raw, path, field)
-            elif value in map(json.dumps, within) and (field, json.loads(value)) not in BOUND_TO_OTHERS:
+            elif (
+                value in map(json.dumps, within)
+                and (field, json.loads(value)) not in BOUND_TO_OTHERS
+            ):
                 assert status == GOOD[path], (field, value, raw)
     print(
-        f"{path}: {len(took)} refusals, {sum(took) / len(took) * 1e3:.1f} ms on average, {max(took) * 1e3:.0f} at most"
+        f"{path}: {len(took)} refusals, {sum(took) / len(took) * 1e3:.1f} ms on average, "
+        f"{max(took) * 1e3:.0f} at most"
     )
     assert sum(took) / len(took) < 0.5
 
@@ -161,15 +235,21 @@ def test_numbers_at_the_edge_further_in(client, path, field, text):
     numbers = [-1, INT32_MAX, INT32_MAX + 1, 2**63, 2**64, 10**400, 1e308, 0.5, True, None, {}]
     for value in (*map(json.dumps, numbers), *NO_JSON):
         status, _, raw = client.ask("POST", path, (text % value).encode())
-        own = "prompt" if path == "/v1/embeddings" and value == str(INT32_MAX) else field  # the engine calls it so
-        if (field, value) in {("logit_bias", "0.5"), ("logit_bias", "-1"), ("thinking", str(INT32_MAX)),
-                              ("thinking", "null")}:  # fmt: skip
+        # the engine calls it so
+        own = "prompt" if path == "/v1/embeddings" and value == str(INT32_MAX) else field
+        if (field, value) in {
+            ("logit_bias", "0.5"),
+            ("logit_bias", "-1"),
+            ("thinking", str(INT32_MAX)),
+            ("thinking", "null"),
+        }:
             assert status == 200, raw
         else:
             refused(status, raw, path, "body" if value in NO_JSON else own)
 
 
-# Shapes and sizes ------------------------------------------------------------------------------------------------
+# Shapes and sizes
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [50, 200, 900, 950, 980, 985, 990, 995, 1000, 5000, 100_000])
@@ -180,18 +260,28 @@ def test_nesting(client, depth):
     form = f'{{"name": "x", "schema": {deep}}}'
     fields = {
         "/v1/chat/completions": [
-            ("tools", f'[{{"type": "function", "function": {function}}}]'), ("chat_template_kwargs", deep),
-            ("structured_outputs", f'{{"json": {deep}}}'), ("metadata", deep), ("messages", deep),
+            ("tools", f'[{{"type": "function", "function": {function}}}]'),
+            ("chat_template_kwargs", deep),
+            ("structured_outputs", f'{{"json": {deep}}}'),
+            ("metadata", deep),
+            ("messages", deep),
             ("response_format", f'{{"type": "json_schema", "json_schema": {form}}}'),
-            ("temperature", "[" * depth + "]" * depth), ("logit_bias", deep), ("no_field", deep),
+            ("temperature", "[" * depth + "]" * depth),
+            ("logit_bias", deep),
+            ("no_field", deep),
         ],
         "/v1/responses": [
-            ("tools", f'[{{"type": "function", "name": "f", "parameters": {deep}}}]'), ("metadata", deep),
-            ("text", f'{{"format": {{"type": "json_schema", "name": "x", "schema": {deep}}}}}'), ("input", deep),
+            ("tools", f'[{{"type": "function", "name": "f", "parameters": {deep}}}]'),
+            ("metadata", deep),
+            ("text", f'{{"format": {{"type": "json_schema", "name": "x", "schema": {deep}}}}}'),
+            ("input", deep),
         ],
-        "/v1/messages": [("tools", f'[{{"name": "f", "input_schema": {deep}}}]'), ("metadata", deep)],
+        "/v1/messages": [
+            ("tools", f'[{{"name": "f", "input_schema": {deep}}}]'),
+            ("metadata", deep),
+        ],
         "/v1/completions": [("prompt", "[" * depth + "]" * depth)],
-    }  # fmt: skip
+    }
     for path, given in fields.items():
         for field, value in given:
             status, _, raw = client.ask("POST", path, with_field(path, field, value))
@@ -208,7 +298,12 @@ def test_sizes(server, client):
         ("/v1/completions", "prompt", ids[:-1] + ",null]", 5),
         ("/v1/completions", "allowed_token_ids", ids, 5),
         ("/v1/completions", "prompt", json.dumps("word " * 200_000), 2),
-        ("/v1/chat/completions", "messages", json.dumps([{"role": "user", "content": "word " * 200_000}]), 2),
+        (
+            "/v1/chat/completions",
+            "messages",
+            json.dumps([{"role": "user", "content": "word " * 200_000}]),
+            2,
+        ),
         ("/v1/embeddings", "input", json.dumps("word " * 200_000), 2),
         ("/score", "text_1", json.dumps("word " * 200_000), 2),
         ("/v1/completions", "cache_salt", json.dumps("s" * (1 << 20)), 2),
@@ -235,15 +330,25 @@ def test_a_huge_prompt_stops_nobody_else(server, client):
         huge = json.dumps("A" * (8 << 20))
         large = json.dumps("A" * (1 << 20))
         cut = b', "truncate_prompt_tokens": 5}'
-        asks = [(path, with_field(path, BODY_TEXT[path], text)) for path in BODY_TEXT for text in (huge, large)]
-        asks += [(path, body[:-1] + cut) for path, body in asks if path != "/tokenize"]  # all of it is read then
+        asks = [
+            (path, with_field(path, BODY_TEXT[path], text))
+            for path in BODY_TEXT
+            for text in (huge, large)
+        ]
+        # all of it is read then
+        asks += [(path, body[:-1] + cut) for path, body in asks if path != "/tokenize"]
         thread = threading.Thread(target=lambda: [other.ask("POST", *ask) for ask in asks])
         server.script.step_seconds = 0.01
         thread.start()
         try:
             worst = 0.0
             while thread.is_alive():
-                times = [at for at, _ in client.events("/v1/completions", {"prompt": "long", "max_tokens": 60})]
+                times = [
+                    at
+                    for at, _ in client.events(
+                        "/v1/completions", {"prompt": "long", "max_tokens": 60}
+                    )
+                ]
                 worst = max(worst, *(b - a for a, b in itertools.pairwise(times)))
         finally:
             server.script.step_seconds = 0.0
@@ -252,7 +357,8 @@ def test_a_huge_prompt_stops_nobody_else(server, client):
     assert worst < 3
 
 
-# What requests may name ------------------------------------------------------------------------------------------
+# What requests may name
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -293,9 +399,17 @@ def test_nothing_is_fetched(server, client, listener):
         {"type": "video_url", "video_url": {"url": f"{url}/a.mp4"}},
         {"type": "text", "text": f"{url}/text"},
     ]
-    schemas = [{"$ref": f"{url}/schema.json"}, {"$schema": f"{url}/meta", "$id": f"{url}/id", "type": "integer"}]
+    schemas = [
+        {"$ref": f"{url}/schema.json"},
+        {"$schema": f"{url}/meta", "$id": f"{url}/id", "type": "integer"},
+    ]
     tool = {"type": "function", "function": {"name": "f", "parameters": schemas[0], "strict": True}}
-    templates = [url, f"{{% include '{url}/t' %}}", f"{{% import '{url}/t' as t %}}", f"{{% extends '{url}/t' %}}"]
+    templates = [
+        url,
+        f"{{% include '{url}/t' %}}",
+        f"{{% import '{url}/t' as t %}}",
+        f"{{% extends '{url}/t' %}}",
+    ]
     chats = [{"messages": [user | {"content": [part]}]} for part in parts]
     chats += [{"chat_template": template} for template in templates]
     chats += [{"structured_outputs": {"json": schema}} for schema in schemas]
@@ -306,13 +420,24 @@ def test_nothing_is_fetched(server, client, listener):
         {"metadata": {"url": url}},
         {"tools": [{"type": "mcp", "server_url": url}]},
     ]
-    chats += [{"structured_outputs": {"grammar": f'%import "{url}/g.lark"\nstart: "a"'}}, {"documents": [{"url": url}]}]
-    chats += [{"chat_template_kwargs": {"tools_url": url}}, {"audio": url}, {"image": url}, {"prompt_embeds": url}]
+    chats += [
+        {"structured_outputs": {"grammar": f'%import "{url}/g.lark"\nstart: "a"'}},
+        {"documents": [{"url": url}]},
+    ]
+    chats += [
+        {"chat_template_kwargs": {"tools_url": url}},
+        {"audio": url},
+        {"image": url},
+        {"prompt_embeds": url},
+    ]
     asks = [("/v1/chat/completions", chat) for chat in chats]
     asks += [("/v1/messages", {"messages": [user | {"content": [part]}]}) for part in parts]
     asks += [("/v1/messages", {"mcp_servers": [{"type": "url", "url": url, "name": "m"}]})]
     asks += [("/v1/responses", {"input": [user | {"content": [part]}]}) for part in parts]
-    asks += [("/v1/responses", {"tools": [{"type": "mcp", "server_url": url}]}), ("/v1/responses", {"prompt": url})]
+    asks += [
+        ("/v1/responses", {"tools": [{"type": "mcp", "server_url": url}]}),
+        ("/v1/responses", {"prompt": url}),
+    ]
     asks += [
         ("/v1/completions", {"prompt": url}),
         ("/v1/embeddings", {"input": url}),
@@ -330,9 +455,26 @@ def test_nothing_is_fetched(server, client, listener):
     print(f"{len(asks)} requests with URLs: 0 hits")
 
 
-NAMES = ("../../etc/passwd", "/etc", "/etc/passwd", ".", "..", "", "quill/", "./quill", "file:///etc/passwd", "~",
-         "http://127.0.0.1/x", "org/model", "quill\x00", "QUILL", str(ROOT), "\\\\host\\share", "con",
-         "${HOME}")  # fmt: skip
+NAMES = (
+    "../../etc/passwd",
+    "/etc",
+    "/etc/passwd",
+    ".",
+    "..",
+    "",
+    "quill/",
+    "./quill",
+    "file:///etc/passwd",
+    "~",
+    "http://127.0.0.1/x",
+    "org/model",
+    "quill\x00",
+    "QUILL",
+    str(ROOT),
+    "\\\\host\\share",
+    "con",
+    "${HOME}",
+)
 
 
 def test_model_names_are_keys_and_never_paths(client, monkeypatch):
@@ -342,10 +484,14 @@ def test_model_names_are_keys_and_never_paths(client, monkeypatch):
     for name in NAMES:
         for path in [path for path, (fields, _) in SCHEMAS.items() if "model" in fields]:
             status, _, raw = client.ask("POST", path, BODIES[path] | {"model": name})
-            ollama = {"/api/pull": 403} if name else dict.fromkeys(OLLAMA, 400)  # of its paths there is none without
+            # of its paths there is none without
+            ollama = {"/api/pull": 403} if name else dict.fromkeys(OLLAMA, 400)
             assert status == ollama.get(path, 404) and b"error" in raw, (path, name, raw)
         quoted = "".join(f"%{byte:02x}" for byte in name.encode())
-        for place in (quoted, name if name.isascii() and name.isprintable() and " " not in name else quoted):
+        for place in (
+            quoted,
+            name if name.isascii() and name.isprintable() and " " not in name else quoted,
+        ):
             status, _, raw = client.ask("GET", f"/v1/models/{place}")
             assert status == 404 or (status == 307 and not name), (name, status, raw)
     for admin in ("/sleep", "/reset_prefix_cache", "/pause"):
@@ -353,7 +499,8 @@ def test_model_names_are_keys_and_never_paths(client, monkeypatch):
     assert not opened
 
 
-# Who may ask -----------------------------------------------------------------------------------------------------
+# Who may ask
+# -----------------------------------------------------------------------------------------------------
 
 KEYS = ("first-key", "second-key", "third-key")
 
@@ -368,14 +515,34 @@ def keyed():
 
 def test_without_a_key_only_health_and_the_page_answer(keyed):
     routes = make_app(keyed.service).app.routes
-    assert {"/v1/completions", "/metrics", "/sleep", "/live", "/page/{name}"} <= {route.path for route in routes}
+    assert {"/v1/completions", "/metrics", "/sleep", "/live", "/page/{name}"} <= {
+        route.path for route in routes
+    }
     known = {"/", "/health", "/ping", "/page/index.html"}
-    paths = [route.path.replace("{name:path}", "quill").replace("{name}", "index.html") for route in routes]
-    disguised = ["//metrics", "/metrics/", "/./metrics", "/page/../metrics", "/page/%2e%2e/metrics",
-    "/health/../metrics",
-                 "/health/", "/ping/x", "/METRICS", "/%6detrics", "/metrics%00", "/metrics;a=b",
-                 "/health%2f..%2fmetrics",
-                 "http://127.0.0.1/metrics", "/pages", "/docs", "/invocations", "/nothing"]  # fmt: skip
+    paths = [
+        route.path.replace("{name:path}", "quill").replace("{name}", "index.html")
+        for route in routes
+    ]
+    disguised = [
+        "//metrics",
+        "/metrics/",
+        "/./metrics",
+        "/page/../metrics",
+        "/page/%2e%2e/metrics",
+        "/health/../metrics",
+        "/health/",
+        "/ping/x",
+        "/METRICS",
+        "/%6detrics",
+        "/metrics%00",
+        "/metrics;a=b",
+        "/health%2f..%2fmetrics",
+        "http://127.0.0.1/metrics",
+        "/pages",
+        "/docs",
+        "/invocations",
+        "/nothing",
+    ]
     secrets = (b"vllm:", b'"quill"', b"choices", b'"tokens"', b'"openapi"', b'"version"')
     answered = set()
     with Client(keyed.url) as client:
@@ -393,30 +560,64 @@ def test_without_a_key_only_health_and_the_page_answer(keyed):
     assert answered == known
     with_key = {"Authorization": "Bearer second-key"}
     with Client(keyed.url, with_key) as client:
-        asks = [(m, route.path) for route in routes for m in route.methods if "{" not in route.path and m != "HEAD"]
+        asks = [
+            (m, route.path)
+            for route in routes
+            for m in route.methods
+            if "{" not in route.path and m != "HEAD"
+        ]
         for method, path in asks:
             if path not in ("/live", "/sleep", "/wake_up", "/pause", "/resume"):
-                body = BODIES.get(ALIASES.get(path, path), b"") if method in ("POST", "DELETE") else None
-                expected = 400 if path in ("/expert_loads", "/rebalance_experts", "/invocations") else 200  # no experts
-                expected = {("POST", "/v1/files"): 400, ("POST", "/v1/batches"): 404, ("POST", "/classify"): 400}.get(
-                    (method, path), expected
+                body = (
+                    BODIES.get(ALIASES.get(path, path), b"")
+                    if method in ("POST", "DELETE")
+                    else None
                 )
+                # no experts
+                expected = (
+                    400 if path in ("/expert_loads", "/rebalance_experts", "/invocations") else 200
+                )
+                expected = {
+                    ("POST", "/v1/files"): 400,
+                    ("POST", "/v1/batches"): 404,
+                    ("POST", "/classify"): 400,
+                }.get((method, path), expected)
                 if path.endswith("_lora_adapter"):  # it names none
                     expected = 400
-                expected = {"/api/delete": 403, "/api/create": 501, "/api/copy": 501, "/api/push": 501}.get(
-                    path, expected
-                )
+                expected = {
+                    "/api/delete": 403,
+                    "/api/create": 501,
+                    "/api/copy": 501,
+                    "/api/push": 501,
+                }.get(path, expected)
                 assert client.ask(method, path, body)[0] == expected, path
 
 
 def test_wrong_keys(keyed, monkeypatch):
     calls = []
     compare = guard.hmac.compare_digest
-    monkeypatch.setattr(guard.hmac, "compare_digest", lambda *pair: calls.append(pair) or compare(*pair))
-    wrong = ["", "Bearer", "Bearer ", "Bearer x", "Bearer first-ke", "Bearer first-keyy", "Bearer FIRST-KEY",
-    "first-key",
-             "Basic first-key", "Bearer first-key,second-key", "Bearer first-key second-key", "Bearer \xff\xfe",
-             "Bearer " + "x" * 10_000, "Bearer None", "Bearer null", "Bearer *", "Token first-key"]  # fmt: skip
+    monkeypatch.setattr(
+        guard.hmac, "compare_digest", lambda *pair: calls.append(pair) or compare(*pair)
+    )
+    wrong = [
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer x",
+        "Bearer first-ke",
+        "Bearer first-keyy",
+        "Bearer FIRST-KEY",
+        "first-key",
+        "Basic first-key",
+        "Bearer first-key,second-key",
+        "Bearer first-key second-key",
+        ("Bearer \xff\xfe"),
+        "Bearer " + "x" * 10_000,
+        "Bearer None",
+        "Bearer null",
+        "Bearer *",
+        "Token first-key",
+    ]
     rounds = []
     with Client(keyed.url) as client:
         for value in wrong:
@@ -442,57 +643,104 @@ def test_wrong_keys(keyed, monkeypatch):
                 assert client.ask("GET", "/v1/models", None, headers)[0] == 200
                 rounds.append(len(calls))
     assert set(rounds) == {len(KEYS)}  # every key is compared, whichever it is
-    assert all(len(known) == len(given) == 32 for known, given in calls)  # digests: their length tells nothing
+    # digests: their length tells nothing
+    assert all(len(known) == len(given) == 32 for known, given in calls)
 
 
 def test_open_metrics(keyed):
     engine, _ = scripted(say)
-    with served(model_of(engine), api_keys=KEYS, open_metrics=True) as state, Client(state.url) as client:
+    with (
+        served(model_of(engine), api_keys=KEYS, open_metrics=True) as state,
+        Client(state.url) as client,
+    ):
         assert client.ask("GET", "/metrics")[0] == 200
         assert client.ask("GET", "/v1/models")[0] == client.ask("GET", "/metrics/")[0] == 401
 
 
 def test_foreign_hosts(server, client):
-    for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example", "", "localhost.", "127.1",
-    "0.0.0.0",
-                 "[::1].evil.example", "localhost:1:2", "evil.example:8000", "localhost@evil.example", "[", "]", "::2",
-                 "[::1", "::1", "2130706433"):  # fmt: skip
-        for method, path in (("GET", "/version"), ("POST", "/v1/completions"), ("GET", "/"), ("OPTIONS", "/v1/models")):
+    for host in (
+        "evil.example",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example",
+        "",
+        "localhost.",
+        "127.1",
+        "0.0.0.0",
+        "[::1].evil.example",
+        "localhost:1:2",
+        "evil.example:8000",
+        "localhost@evil.example",
+        "[",
+        "]",
+        "::2",
+        "[::1",
+        "::1",
+        "2130706433",
+    ):
+        for method, path in (
+            ("GET", "/version"),
+            ("POST", "/v1/completions"),
+            ("GET", "/"),
+            ("OPTIONS", "/v1/models"),
+        ):
             body = BODIES["/v1/completions"] if method == "POST" else None
             status, _, _ = client.ask(method, path, body, JSON | {"Host": host})
             assert status == 403, (host, path)
     for host in ("localhost", "LocalHost:1", "127.0.0.1:99999", "[::1]:8000", "[::1]"):
         assert client.ask("GET", "/ping", None, {"Host": host})[0] == 200
     engine, _ = scripted(say)
-    with served(model_of(engine), allowed_hosts=("Quire.example",)) as state, Client(state.url) as other:
+    with (
+        served(model_of(engine), allowed_hosts=("Quire.example",)) as state,
+        Client(state.url) as other,
+    ):
         assert other.ask("GET", "/version", None, {"Host": "quire.example:80"})[0] == 200
         assert other.ask("GET", "/version", None, {"Host": "localhost"})[0] == 403
-        assert other.ask("GET", "/health", None, {"Host": "10.0.0.1"})[0] == 200  # probes come by address
+        # probes come by address
+        assert other.ask("GET", "/health", None, {"Host": "10.0.0.1"})[0] == 200
 
 
 def test_other_sites(server, client):
     """No page of another site can read an answer, and none can send a form."""
     origin = {"Origin": "https://evil.example"}
-    preflight = origin | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
-    for method, path, headers in (("GET", "/v1/models", origin), ("OPTIONS", "/v1/completions", preflight)):
+    preflight = origin | {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "content-type",
+    }
+    for method, path, headers in (
+        ("GET", "/v1/models", origin),
+        ("OPTIONS", "/v1/completions", preflight),
+    ):
         status, found, _ = client.ask(method, path, None, headers)
         assert not [name for name in found if name.lower().startswith("access-control")]
         assert status == (405 if method == "OPTIONS" else 200)
     form = b'{"prompt": "hello", "max_tokens": 1}'
-    for kind in ("application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "text/plain", "text/json",
-    None,
-                 "text/plain; application/json", "application/jsonp", "application/x-json"):  # fmt: skip
+    for kind in (
+        "application/x-www-form-urlencoded",
+        "multipart/form-data; boundary=x",
+        "text/plain",
+        "text/json",
+        None,
+        "text/plain; application/json",
+        "application/jsonp",
+        "application/x-json",
+    ):
         headers = origin | ({} if kind is None else {"Content-Type": kind})
         for path in ("/v1/completions", "/reset_prefix_cache", "/sleep"):
             assert client.ask("POST", path, form, headers)[0] == 415, (kind, path)
-            assert client.ask("POST", path, form, {} if kind is None else {"Content-Type": kind})[0] == 415
+            assert (
+                client.ask("POST", path, form, {} if kind is None else {"Content-Type": kind})[0]
+                == 415
+            )
     for path in ("/reset_prefix_cache", "/sleep", "/pause"):
         assert client.ask("POST", path, b"", origin)[0] == 415
         assert client.ask("POST", path, b"", origin | {"Content-Type": "text/plain"})[0] == 415
     assert client.ask("GET", "/is_sleeping")[2] == b'{"is_sleeping":false}'
     assert client.ask("POST", "/reset_prefix_cache", b"", {})[0] == 200
     engine, _ = scripted(say)
-    with served(model_of(engine), allowed_origins=("https://good.example",)) as state, Client(state.url) as other:
+    with (
+        served(model_of(engine), allowed_origins=("https://good.example",)) as state,
+        Client(state.url) as other,
+    ):
         _, found, _ = other.ask("GET", "/v1/models", None, {"Origin": "https://good.example"})
         assert found["Access-Control-Allow-Origin"] == "https://good.example"
         _, found, _ = other.ask("GET", "/v1/models", None, origin)
@@ -502,7 +750,8 @@ def test_other_sites(server, client):
         assert other.ask("OPTIONS", "/v1/completions", None, good)[0] == 200
 
 
-# What is shown ---------------------------------------------------------------------------------------------------
+# What is shown
+# ---------------------------------------------------------------------------------------------------
 
 MARKER = "xylophone-4711-marker"
 SECRET = "/srv/secret/model.safetensors at 10.1.2.3:4567"
@@ -521,13 +770,25 @@ FAULTS: list[tuple[str, str, Any]] = [  # of clients
     ("POST", "/v1/completions", {"prompt": MARKER, "stop_token_ids": [10**6]}),
     ("POST", "/v1/completions", {"prompt": MARKER, "timeout": -1}),
     ("POST", "/v1/completions", {"prompt": MARKER, "structured_outputs": {"regex": "("}}),
-    ("POST", "/v1/completions", {"prompt": MARKER, "structured_outputs": {"grammar": "start: nothing"}}),
+    (
+        "POST",
+        "/v1/completions",
+        {"prompt": MARKER, "structured_outputs": {"grammar": "start: nothing"}},
+    ),
     ("POST", "/v1/completions", {"prompt": MARKER, "stream": True, "best_of": 2}),
     ("POST", "/v1/completions", b'{"prompt": "' + MARKER.encode() + b'"'),
     ("POST", "/v1/completions", b"\xff" + MARKER.encode()),
-    ("POST", "/v1/chat/completions", {"messages": TOLD, "chat_template": "{{ raise_exception('no') }}"}),
+    (
+        "POST",
+        "/v1/chat/completions",
+        {"messages": TOLD, "chat_template": "{{ raise_exception('no') }}"},
+    ),
     ("POST", "/v1/chat/completions", {"messages": TOLD, "chat_template": "{{ messages.x.y.z }}"}),
-    ("POST", "/v1/chat/completions", {"messages": TOLD, "chat_template": "{% include '/etc/passwd' %}"}),
+    (
+        "POST",
+        "/v1/chat/completions",
+        {"messages": TOLD, "chat_template": "{% include '/etc/passwd' %}"},
+    ),
     ("POST", "/v1/chat/completions", {"messages": TOLD, "chat_template": "{% for %}"}),
     ("POST", "/v1/chat/completions", {"messages": [*TOLD, {"role": "nobody", "content": "x"}]}),
     ("POST", "/v1/chat/completions", {"messages": TOLD, "tool_choice": "required"}),
@@ -567,9 +828,13 @@ def test_errors_show_nothing(server, client, monkeypatch, caplog):
 
     for path in BODIES:  # what the server itself does wrong: on its way in, and in the engine
         labels = {name: value for name, value in LABELS.items() if name in SCHEMAS[path][0]}
-        for where, name in ((server.service, "run_in_thread"), (server.engine.admission, "check"),
-                            (server.engine.tokenizer, "encode"),
-                            (server.engine.runner, "launch"), (server.engine.runner, "collect")):  # fmt: skip
+        for where, name in (
+            (server.service, "run_in_thread"),
+            (server.engine.admission, "check"),
+            (server.engine.tokenizer, "encode"),
+            (server.engine.runner, "launch"),
+            (server.engine.runner, "collect"),
+        ):
             with monkeypatch.context() as patch:
                 patch.setattr(where, name, broken)
                 status, headers, raw = client.ask("POST", path, told(path, MARKER) | labels)
@@ -610,7 +875,13 @@ def test_answers_that_were_accepted_are_not_logged_either(server, client, caplog
 def test_a_log_line_is_one_line(client, caplog):
     """What a client writes into a path or an id cannot look like a line of the log."""
     caplog.set_level(logging.DEBUG)
-    for path in ("/%0d%0aERROR%20forged", "/x%0aforged", "/%1b[31mred", "/%e2%80%a8forged", "/v1/models/a%0aforged"):
+    for path in (
+        "/%0d%0aERROR%20forged",
+        "/x%0aforged",
+        "/%1b[31mred",
+        "/%e2%80%a8forged",
+        "/v1/models/a%0aforged",
+    ):
         assert client.ask("GET", path)[0] == 404
     client.ask("GET", "/ping", None, {"X-Request-Id": "a\tforged"})
     for record in caplog.records:
@@ -635,13 +906,16 @@ def test_metrics_have_few_labels(server, client):
     assert not re.search(r"odd|PROPFIND|XXXX|model-\d|field_", text)
 
 
-# Between tenants -------------------------------------------------------------------------------------------------
+# Between tenants
+# -------------------------------------------------------------------------------------------------
 
 STORY = "Once upon a time there was a girl who had a red ball and a dog. " * 8
 
 
 def cached(client: Client, path: str = "/v1/completions", **fields: Any) -> int:
-    body = BODIES[path] | ({"messages": [{"role": "user", "content": STORY}]} if "chat" in path else {"prompt": STORY})
+    body = BODIES[path] | (
+        {"messages": [{"role": "user", "content": STORY}]} if "chat" in path else {"prompt": STORY}
+    )
     status, found = client.post(path, body | {"max_tokens": 2} | fields)
     assert status == 200, found
     return found["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -655,7 +929,13 @@ def test_nobody_sees_what_another_key_has_asked(keyed, path):
         first.post("/reset_prefix_cache", {})
         assert cached(first, path) == 0 and cached(first, path) > 0
         assert cached(second, path) == 0 and cached(second, path) > 0
-        for salt in ("", "a", digest_of(KEYS[0]), f"{digest_of(KEYS[0])} ", f"{digest_of(KEYS[0])} a"):
+        for salt in (
+            "",
+            "a",
+            digest_of(KEYS[0]),
+            f"{digest_of(KEYS[0])} ",
+            f"{digest_of(KEYS[0])} a",
+        ):
             if salt:
                 assert cached(third, path, cache_salt=salt) == 0, "a salt imitates another key"
                 assert cached(third, path, cache_salt=salt) > 0
@@ -679,7 +959,8 @@ def test_without_keys_a_salt_parts_them(server, client):
     assert cached(client) == 0 and cached(client) > 0
 
 
-# Programs from strangers -----------------------------------------------------------------------------------------
+# Programs from strangers
+# -----------------------------------------------------------------------------------------
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}"
 TEMPLATES = [
@@ -689,8 +970,14 @@ TEMPLATES = [
     LOOP + "{{ i * j }}{% endfor %}{% endfor %}",
     "{% for i in range(10**12) %}x{% endfor %}",
     "{% macro f(x) %}{{ f(x) }}{{ f(x) }}{% endmacro %}{{ f(1) }}",
-    "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
-    "{% set ns = namespace(l=[1]) %}{% for i in range(60) %}{% set ns.l = ns.l + ns.l %}{% endfor %}{{ ns.l }}",
+    (
+        "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s "
+        "%}{% endfor %}{{ ns.s }}"
+    ),
+    (
+        "{% set ns = namespace(l=[1]) %}{% for i in range(60) %}{% set ns.l = ns.l + ns.l %}{% "
+        "endfor %}{{ ns.l }}"
+    ),
     "{% set ns = namespace() %}{% set ns.me = ns %}{{ ns }}",
     "{{ messages.__class__.__mro__[1].__subclasses__() }}",
     "{% include '/etc/passwd' %}",
@@ -702,12 +989,16 @@ TEMPLATES = [
 ]
 
 
-def healthy(url: str, count: int, done: list[str], prompt: str = "long", **fields: Any) -> list[threading.Thread]:
+def healthy(
+    url: str, count: int, done: list[str], prompt: str = "long", **fields: Any
+) -> list[threading.Thread]:
     """Streams that go on while something else happens; what they said in the end."""
 
     def run(number: int) -> None:
         with Client(url, timeout=300) as client:
-            events = client.events("/v1/completions", {"prompt": f"{prompt} {number}", "temperature": 0, **fields})
+            events = client.events(
+                "/v1/completions", {"prompt": f"{prompt} {number}", "temperature": 0, **fields}
+            )
         assert events[-1][1] == "[DONE]"
         done.append(f"{number}: {text_of(events)}")
 
@@ -718,7 +1009,9 @@ def healthy(url: str, count: int, done: list[str], prompt: str = "long", **field
 
 
 def test_hostile_templates(server, client):
-    """One after the other among eight streams: each is refused soon, and the streams do not notice."""
+    """One after the other among eight streams: each is refused soon, and the streams do not
+    notice.
+    """
     said: list[str] = []
     server.script.step_seconds = 0.1
     threads = healthy(server.url, 8, said, max_tokens=900)
@@ -726,12 +1019,17 @@ def test_hostile_templates(server, client):
     try:
         for template in TEMPLATES:
             began = time.monotonic()
-            status, body = client.post("/v1/chat/completions", {"messages": TURN, "chat_template": template})
+            status, body = client.post(
+                "/v1/chat/completions", {"messages": TURN, "chat_template": template}
+            )
             worst = max(worst, time.monotonic() - began)
             assert status == 400 and body["error"]["param"] == "messages", (template[:50], body)
             assert len(body["error"]["message"]) < 1000
-            assert time.monotonic() - began < 5 * slowness(), template[:80]  # a second of processor time, rounded up
-        assert any(thread.is_alive() for thread in threads), "the streams ended before the templates"
+            # a second of processor time, rounded up
+            assert time.monotonic() - began < 5 * slowness(), template[:80]
+        assert any(thread.is_alive() for thread in threads), (
+            "the streams ended before the templates"
+        )
     finally:
         server.script.step_seconds = 0.0
         for thread in threads:
@@ -745,10 +1043,16 @@ SELF = {
     "properties": {"x": {"$ref": "#/$defs/a"}},
     "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 4}},
 }
-FUNCTION_SHOWN = "{% if tools %}<function={{ tools[0].function.name }}>{% endif %}{{ messages[0].content }}"
+FUNCTION_SHOWN = (
+    "{% if tools %}<function={{ tools[0].function.name }}>{% endif %}{{ messages[0].content }}"
+)
 SMALL = [  # which once took more steps than there is time: as many as 2^32, and n^4
     *(
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": SELF}}], "tool_choice": choice, **shown}
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": SELF}}],
+            "tool_choice": choice,
+            **shown,
+        }
         for choice in ("auto", "required")
         for shown in ({"chat_template": FUNCTION_SHOWN}, {})
     ),
@@ -761,7 +1065,9 @@ SMALL = [  # which once took more steps than there is time: as many as 2^32, and
                 "type": "function",
                 "function": {
                     "name": "f",
-                    "parameters": {"properties": {"x": {"type": "string", "pattern": part * 20_000}}},
+                    "parameters": {
+                        "properties": {"x": {"type": "string", "pattern": part * 20_000}}
+                    },
                 },
             }
             for part in ("[", "\\")
@@ -773,11 +1079,16 @@ SMALL = [  # which once took more steps than there is time: as many as 2^32, and
 
 
 def test_small_requests_take_a_bounded_time(server, client):
-    """Schemas that refer to themselves, grammars and patterns that were read again from every place."""
+    """Schemas that refer to themselves, grammars and patterns that were read again from every
+    place.
+    """
     for fields in SMALL:
         began = time.monotonic()
-        status, body = client.post("/v1/chat/completions", {"messages": TURN, "max_tokens": 2, **fields})
-        assert status in (200, 400) or "failed on this request" in str(body)  # the scripted model keeps to no form
+        status, body = client.post(
+            "/v1/chat/completions", {"messages": TURN, "max_tokens": 2, **fields}
+        )
+        # the scripted model keeps to no form
+        assert status in (200, 400) or "failed on this request" in str(body)
         assert time.monotonic() - began < 20 * slowness(), str(fields)[:200]
 
 
@@ -790,7 +1101,10 @@ def slowness() -> float:
 def test_programs_of_strangers_do_not_stand_in_the_way(server, client):
     """Sixteen that each take all they may: others are answered meanwhile."""
     slow = [{"chat_template": LOOP + "x{% endfor %}{% endfor %}"}] * 8
-    slow += [{"structured_outputs": {"json": {"type": "integer", "multipleOf": 10**9 + 7 + i}}} for i in range(8)]
+    slow += [
+        {"structured_outputs": {"json": {"type": "integer", "multipleOf": 10**9 + 7 + i}}}
+        for i in range(8)
+    ]
     replies: list[int] = []
 
     def attack(fields: dict[str, Any]) -> None:
@@ -813,17 +1127,44 @@ def test_programs_of_strangers_do_not_stand_in_the_way(server, client):
     assert still >= 8 and set(replies) == {400}
 
 
-# What listens ----------------------------------------------------------------------------------------------------
+# What listens
+# ----------------------------------------------------------------------------------------------------
 
-LISTENS = {"listen", "bind", "create_server", "start_server", "start_unix_server", "create_unix_server",
-           "serve_forever", "HTTPServer", "ThreadingHTTPServer", "TCPServer", "UnixStreamServer",
-           "add_insecure_port"}  # fmt: skip
-ELSE = {  # processes of one engine meet; Ray's replicas are bound to what they are given, and a free port is looked for
+LISTENS = {
+    "listen",
+    "bind",
+    "create_server",
+    "start_server",
+    "start_unix_server",
+    "create_unix_server",
+    "serve_forever",
+    "HTTPServer",
+    "ThreadingHTTPServer",
+    "TCPServer",
+    "UnixStreamServer",
+    "add_insecure_port",
+}
+# processes of one engine meet; Ray's replicas are bound to what they are given, and a free port is
+# looked for
+ELSE = {
     "serving/http/server.py": "create_server",
-    "serving/multihost/rendezvous.py": "create_server", "scripts/bench/host.py": "create_server",
-    "serving/ray/deploy.py": "bind", "scripts/serve/replicas.py": "bind", "scripts/bench/ray.py": "bind",
-}  # fmt: skip
-LISTENERS = {"socketserver", "http.server", "xmlrpc", "multiprocessing", "zmq", "grpc", "websockets", "debugpy", "rpyc"}
+    "serving/multihost/rendezvous.py": "create_server",
+    "scripts/bench/host.py": "create_server",
+    "serving/ray/deploy.py": "bind",
+    "scripts/serve/replicas.py": "bind",
+    "scripts/bench/ray.py": "bind",
+}
+LISTENERS = {
+    "socketserver",
+    "http.server",
+    "xmlrpc",
+    "multiprocessing",
+    "zmq",
+    "grpc",
+    "websockets",
+    "debugpy",
+    "rpyc",
+}
 
 
 def test_nothing_in_the_sources_listens_but_the_server():
@@ -843,14 +1184,28 @@ def test_nothing_in_the_sources_listens_but_the_server():
                 assert name.split(".")[0] != "uvicorn" or allowed, place
             if isinstance(node, ast.Call):
                 called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-                assert called not in LISTENS or ELSE.get(place) == called, f"{place}:{node.lineno} calls {called}"
+                assert called not in LISTENS or ELSE.get(place) == called, (
+                    f"{place}:{node.lineno} calls {called}"
+                )
 
 
 @pytest.mark.slow
 def test_one_port_listens():
     """Of the process that serves, and of those that it has started."""
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--max-model-len", "64", "--max-num-seqs", "2",
-               "--max-num-batched-tokens", "16"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "quire",
+        "serve",
+        "--port",
+        "0",
+        "--max-model-len",
+        "64",
+        "--max-num-seqs",
+        "2",
+        "--max-num-batched-tokens",
+        "16",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             line = next(line for line in process.stderr if line.startswith("ready: "))  # type: ignore[union-attr]
@@ -859,8 +1214,16 @@ def test_one_port_listens():
                 assert client.post("/v1/chat/completions", BODIES["/v1/chat/completions"])[0] == 200
                 fields = {"structured_outputs": {"regex": "[0-9]"}}
                 assert client.post("/v1/completions", BODIES["/v1/completions"] | fields)[0] == 200
-            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-            found = [c for one in family for c in one.net_connections("all") if c.status == psutil.CONN_LISTEN]
+            family = [
+                psutil.Process(process.pid),
+                *psutil.Process(process.pid).children(recursive=True),
+            ]
+            found = [
+                c
+                for one in family
+                for c in one.net_connections("all")
+                if c.status == psutil.CONN_LISTEN
+            ]
             assert [f"http://{c.laddr.ip}:{c.laddr.port}" for c in found] == [url]
             unix = [c.laddr for one in family for c in one.net_connections("unix") if c.laddr]
             assert not unix

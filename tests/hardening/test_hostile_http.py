@@ -1,5 +1,5 @@
-"""Bytes that are no request, or one that never ends: refused or closed in time, within bounded memory, by a server
-that answers the next one as if nothing had been."""
+"""Bytes that are no request, or one that never ends: refused or closed in time, within bounded
+memory, by a server that answers the next one as if nothing had been."""
 
 import asyncio
 import contextlib
@@ -32,9 +32,24 @@ LATE = 15.0  # more, on a machine that has other things to do
 MIB = 1 << 20
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODY = b'{"prompt": "hello", "max_tokens": 2}'
-FLAGS = ("--receive-seconds", RECEIVE, "--idle-seconds", IDLE, "--write-seconds", WRITE, "--max-body-bytes", "4M",
-         "--max-model-len", 256, "--max-num-seqs", 4, "--max-num-batched-tokens", 64, "--max-connections",
-         64)  # fmt: skip
+FLAGS = (
+    "--receive-seconds",
+    RECEIVE,
+    "--idle-seconds",
+    IDLE,
+    "--write-seconds",
+    WRITE,
+    "--max-body-bytes",
+    "4M",
+    "--max-model-len",
+    256,
+    "--max-num-seqs",
+    4,
+    "--max-num-batched-tokens",
+    64,
+    "--max-connections",
+    64,
+)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +135,8 @@ def status_of(raw: bytes) -> int | None:
     return int(raw.split(b" ", 2)[1]) if raw.startswith(b"HTTP/1.") else None
 
 
-# Broken from the start: what a single write may bring --------------------------------------------------------------
+# Broken from the start: what a single write may bring
+# --------------------------------------------------------------
 
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n"
 BROKEN: dict[str, bytes] = {
@@ -140,7 +156,8 @@ BROKEN: dict[str, bytes] = {
     "a path of 40,000 letters": b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\n",
     "a name of 40,000 letters": b"GET /ping HTTP/1.1\r\nHost: localhost\r\n" + b"a" * 40_000,
     "a value of 40,000 letters": b"GET /ping HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 40_000,
-    "10,000 headers": b"GET /ping HTTP/1.1\r\nHost: localhost\r\n" + b"".join(b"X-%d: y\r\n" % i for i in range(10**4)),
+    "10,000 headers": b"GET /ping HTTP/1.1\r\nHost: localhost\r\n"
+    + b"".join(b"X-%d: y\r\n" % i for i in range(10**4)),
     "a NUL in the path": b"GET /pi\0ng HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "a NUL in a header": b"GET /ping HTTP/1.1\r\nHost: localhost\r\nX: a\0b\r\n\r\n",
     "a NUL in a name": b"GET /ping HTTP/1.1\r\nHost: localhost\r\nX\0: a\r\n\r\n",
@@ -153,9 +170,15 @@ BROKEN: dict[str, bytes] = {
     "a URL of another host": b"GET http://evil.example/metrics HTTP/1.1\r\nHost: evil.example\r\n\r\n",
     "CONNECT": b"CONNECT 127.0.0.1:22 HTTP/1.1\r\nHost: 127.0.0.1:22\r\n\r\n",
     "HTTP/1.0 without Host": b"GET /metrics HTTP/1.0\r\n\r\n",
-    "HTTP/1.0 in chunks": CHUNKED.replace(b"1.1", b"1.0") + b"\r\n" + b"24\r\n" + BODY + b"\r\n0\r\n\r\n",
+    "HTTP/1.0 in chunks": CHUNKED.replace(b"1.1", b"1.0")
+    + b"\r\n"
+    + b"24\r\n"
+    + BODY
+    + b"\r\n0\r\n\r\n",
     "length and chunks": CHUNKED + b"Content-Length: 4\r\n\r\n24\r\n" + BODY + b"\r\n0\r\n\r\n",
-    "chunks and length": HEAD + b"Content-Length: 36\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + BODY,
+    "chunks and length": HEAD
+    + b"Content-Length: 36\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    + BODY,
     "two lengths": HEAD + b"Content-Length: 36\r\nContent-Length: 35\r\n\r\n" + BODY,
     "two lengths in one": HEAD + b"Content-Length: 36, 35\r\n\r\n" + BODY,
     "a length with a sign": HEAD + b"Content-Length: +36\r\n\r\n" + BODY,
@@ -166,8 +189,14 @@ BROKEN: dict[str, bytes] = {
     "a length of 2**63": HEAD + b"Content-Length: 9223372036854775808\r\n\r\n" + BODY,
     "a length in other digits": HEAD + "Content-Length: ٣٦\r\n\r\n".encode() + BODY,
     "another coding": HEAD + b"Transfer-Encoding: gzip\r\n\r\n" + BODY,
-    "chunked twice": HEAD + b"Transfer-Encoding: chunked, chunked\r\n\r\n24\r\n" + BODY + b"\r\n0\r\n\r\n",
-    "chunked in disguise": HEAD + b"Transfer-Encoding: xchunked\r\n\r\n24\r\n" + BODY + b"\r\n0\r\n\r\n",
+    "chunked twice": HEAD
+    + b"Transfer-Encoding: chunked, chunked\r\n\r\n24\r\n"
+    + BODY
+    + b"\r\n0\r\n\r\n",
+    "chunked in disguise": HEAD
+    + b"Transfer-Encoding: xchunked\r\n\r\n24\r\n"
+    + BODY
+    + b"\r\n0\r\n\r\n",
     "a chunk that is none": CHUNKED + b"\r\nhello\r\n",
     "a chunk below zero": CHUNKED + b"\r\n-1\r\n" + BODY,
     "a chunk of 2**64": CHUNKED + b"\r\n10000000000000000\r\n" + BODY,
@@ -175,20 +204,29 @@ BROKEN: dict[str, bytes] = {
     "a chunk with a long extension": CHUNKED + b"\r\n1;" + b"a" * 40_000,
     "a chunk that is longer than it says": CHUNKED + b"\r\n1\r\n" + BODY + b"\r\n0\r\n\r\n",
     "trailers without end": CHUNKED + b"\r\n0\r\n" + b"X: y\r\n" * 10_000,
-    "a body of broken UTF-8": HEAD + b"Content-Length: 20\r\n\r\n" + b'{"prompt": "\xff\xfe\xed\xa0\x80\xc0"}',
+    "a body of broken UTF-8": HEAD
+    + b"Content-Length: 20\r\n\r\n"
+    + b'{"prompt": "\xff\xfe\xed\xa0\x80\xc0"}',
     "UTF-16": HEAD + b"Content-Length: 74\r\n\r\n" + BODY.decode().encode("utf-16"),
     "a body that is half": HEAD + b"Content-Length: 20\r\n\r\n" + BODY[:20],
     "brackets": HEAD + b"Content-Length: 100000\r\n\r\n" + b"[" * 100_000,
     "braces": HEAD + b"Content-Length: 500000\r\n\r\n" + b'{"a":' * 100_000,
-    "a number of a million digits": HEAD + b"Content-Length: 1000012\r\n\r\n" + b'{"prompt": ' + b"9" * 10**6 + b"}",
+    "a number of a million digits": HEAD
+    + b"Content-Length: 1000012\r\n\r\n"
+    + b'{"prompt": '
+    + b"9" * 10**6
+    + b"}",
     "an exponent": HEAD + b"Content-Length: 33\r\n\r\n" + b'{"prompt": "a", "seed": 1e999999}',
     "a body too large": HEAD + b"Content-Length: %d\r\n\r\n" % (5 * MIB) + b" " * (5 * MIB),
-    "chunks too large": CHUNKED + b"\r\n" + (b"100000\r\n" + b" " * MIB + b"\r\n") * 5 + b"0\r\n\r\n",
+    "chunks too large": CHUNKED
+    + b"\r\n"
+    + (b"100000\r\n" + b" " * MIB + b"\r\n") * 5
+    + b"0\r\n\r\n",
     "a form": HEAD.replace(b"json", b"x-www-form-urlencoded") + b"Content-Length: 3\r\n\r\na=b",
     "compressed": HEAD + b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\n\x1f\x8b\x08\0",
     "an expectation": HEAD + b"Expect: the-spanish-inquisition\r\nContent-Length: 1\r\n\r\nx",
     "a long query": b"GET /v1/models/x?" + b"a=b&" * 5000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -210,19 +248,25 @@ def test_broken(process, name):
 def test_websocket(process):
     """There is none: the path is answered as if nobody had asked for another protocol."""
     upgrade = (
-        b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAA=\r\n"
+        b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
+        b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAA=\r\n"
     )
     for path, wanted in ((b"/ping", 200), (b"/v1/realtime", 404), (b"/live/ws", 404)):
         with connect(process.url) as connection:
-            connection.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\n" + upgrade + b"\r\n")
+            connection.sendall(
+                b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\n" + upgrade + b"\r\n"
+            )
             raw, closed = drain(connection, RECEIVE + IDLE + LATE)
         assert status_of(raw) == wanted and closed is not None
     with connect(process.url) as connection:  # nor HTTP/2 by upgrade
-        connection.sendall(b"GET /ping HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n")
+        connection.sendall(
+            b"GET /ping HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+        )
         assert status_of(drain(connection, RECEIVE + IDLE + LATE)[0]) == 200
 
 
-# Slow, silent, endless -----------------------------------------------------------------------------------------------
+# Slow, silent, endless
+# -----------------------------------------------------------------------------------------------
 
 
 def dripping(first: bytes, drop: bytes, pause: float = 0.05) -> Callable[[socket.socket], float]:
@@ -278,7 +322,8 @@ def flooding(first: bytes, more: bytes, most: int = 64 * MIB) -> Callable[[socke
     return run
 
 
-SLOW: dict[str, tuple[float, Callable[[socket.socket], float]]] = {  # (seconds that it may take, what is done)
+# (seconds that it may take, what is done)
+SLOW: dict[str, tuple[float, Callable[[socket.socket], float]]] = {
     "silent": (RECEIVE, waiting(b"")),
     "half a line": (RECEIVE, waiting(b"POST /v1/comp")),
     "a head without end": (RECEIVE, waiting(HEAD)),
@@ -287,34 +332,61 @@ SLOW: dict[str, tuple[float, Callable[[socket.socket], float]]] = {  # (seconds 
     "a huge length": (RECEIVE, waiting(HEAD + b"Content-Length: 4000000\r\n\r\n" + BODY)),
     "chunks without end": (RECEIVE, waiting(CHUNKED + b"\r\n24\r\n" + BODY + b"\r\n")),
     "half a chunk": (RECEIVE, waiting(CHUNKED + b"\r\n24\r\n" + BODY[:5])),
-    "half of a request, and the end": (RECEIVE, waiting(HEAD + b"Content-Length: 36\r\n\r\n" + BODY[:10], True)),
+    "half of a request, and the end": (
+        RECEIVE,
+        waiting(HEAD + b"Content-Length: 36\r\n\r\n" + BODY[:10], True),
+    ),
     "half of a head, and the end": (RECEIVE, waiting(HEAD[:20], True)),
     "the end at once": (RECEIVE, waiting(b"", True)),
-    "an expectation, and nothing": (RECEIVE, waiting(HEAD + b"Expect: 100-continue\r\nContent-Length: 36\r\n\r\n")),
+    "an expectation, and nothing": (
+        RECEIVE,
+        waiting(HEAD + b"Expect: 100-continue\r\nContent-Length: 36\r\n\r\n"),
+    ),
     "silent after an answer": (IDLE, waiting(b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n")),
-    "half a second request": (IDLE, waiting(b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\nGET /pi")),
+    "half a second request": (
+        IDLE,
+        waiting(b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\nGET /pi"),
+    ),
     "a dripping head": (RECEIVE, dripping(HEAD + b"X: ", b"y")),
     "dripping lines": (RECEIVE, dripping(b"", b"\r\n")),
     "dripping headers": (RECEIVE, dripping(HEAD, b"X: y\r\n")),
     "a dripping body": (RECEIVE, dripping(HEAD + b"Content-Length: 3000000\r\n\r\n", b" ")),
     "dripping chunks": (RECEIVE, dripping(CHUNKED + b"\r\n", b"1\r\n \r\n")),
-    "a body for a GET": (RECEIVE, dripping(HEAD.replace(b"POST /v1/completions", b"GET /ping")
-                                           + b"Content-Length: 3000000\r\n\r\n", b" ")),
-    "a body for what is not there": (RECEIVE, dripping(HEAD.replace(b"/v1",
-    b"/v9") + b"Content-Length: 3000000\r\n\r\n",
-                                                       b" ")),
+    "a body for a GET": (
+        RECEIVE,
+        dripping(
+            HEAD.replace(b"POST /v1/completions", b"GET /ping")
+            + b"Content-Length: 3000000\r\n\r\n",
+            b" ",
+        ),
+    ),
+    "a body for what is not there": (
+        RECEIVE,
+        dripping(HEAD.replace(b"/v1", b"/v9") + b"Content-Length: 3000000\r\n\r\n", b" "),
+    ),
     "64 MiB of a header": (RECEIVE, flooding(HEAD + b"X: ", b"y" * MIB)),
     "64 MiB of headers": (RECEIVE, flooding(HEAD, b"X: yyyyyyyyyyyyy\r\n" * (MIB // 16))),
     "64 MiB of a line": (RECEIVE, flooding(b"GET /", b"a" * MIB)),
     "64 MiB of empty lines": (RECEIVE, flooding(b"", b"\r\n" * (MIB // 2))),
     "64 MiB of zeros": (RECEIVE, flooding(b"", b"\0" * MIB)),
-    "64 MiB in chunks": (RECEIVE, flooding(CHUNKED + b"\r\n", b"100000\r\n" + b" " * MIB + b"\r\n")),
+    "64 MiB in chunks": (
+        RECEIVE,
+        flooding(CHUNKED + b"\r\n", b"100000\r\n" + b" " * MIB + b"\r\n"),
+    ),
     "64 MiB in small chunks": (RECEIVE, flooding(CHUNKED + b"\r\n", b"1\r\n \r\n" * 10_000)),
-    "64 MiB of a length of a terabyte": (RECEIVE, flooding(HEAD + b"Content-Length: 99999999999\r\n\r\n", b" " * MIB)),
-    "64 MiB after a refusal": (RECEIVE, flooding(HEAD.replace(b"json", b"xml") + b"Content-Length: 4000000000\r\n\r\n",
-                                                 b" " * MIB)),
-    "64 MiB after a request": (RECEIVE, flooding(HEAD + b"Content-Length: 36\r\n\r\n" + BODY, b"G" * MIB)),
-}  # fmt: skip
+    "64 MiB of a length of a terabyte": (
+        RECEIVE,
+        flooding(HEAD + b"Content-Length: 99999999999\r\n\r\n", b" " * MIB),
+    ),
+    "64 MiB after a refusal": (
+        RECEIVE,
+        flooding(HEAD.replace(b"json", b"xml") + b"Content-Length: 4000000000\r\n\r\n", b" " * MIB),
+    ),
+    "64 MiB after a request": (
+        RECEIVE,
+        flooding(HEAD + b"Content-Length: 36\r\n\r\n" + BODY, b"G" * MIB),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", SLOW)
@@ -357,7 +429,9 @@ def test_many_bodies_that_stay_half(process):
 
 @pytest.mark.slow
 def test_floods(process):
-    """Ten connections that send as fast as they can what takes work to read: others are served meanwhile."""
+    """Ten connections that send as fast as they can what takes work to read: others are served
+    meanwhile.
+    """
     stop = threading.Event()
 
     def flood(first: bytes, more: bytes) -> None:
@@ -394,7 +468,14 @@ def test_floods(process):
 def test_chunks_as_clients_send_them(process):
     """A small body in pieces of any size, and a large one in larger pieces."""
     large = json.dumps({"prompt": "hello", "max_tokens": 2, "user": "x" * 3_000_000}).encode()
-    for body, size in ((BODY, 1), (BODY, 7), (BODY, 36), (large, 1400), (large, 16_384), (large, 1_000_000)):
+    for body, size in (
+        (BODY, 1),
+        (BODY, 7),
+        (BODY, 36),
+        (large, 1400),
+        (large, 16_384),
+        (large, 1_000_000),
+    ):
         parts = [body[at : at + size] for at in range(0, len(body), size)]
         with connect(process.url) as connection:
             data = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts)
@@ -402,7 +483,8 @@ def test_chunks_as_clients_send_them(process):
             assert status_of(drain(connection, 10)[0]) == 200, (len(body), size)
 
 
-# Several at once on a connection -----------------------------------------------------------------------------------
+# Several at once on a connection
+# -----------------------------------------------------------------------------------
 
 
 def test_pipelining(process):
@@ -437,8 +519,15 @@ def test_what_is_smuggled_is_never_a_request(process):
 
 def test_rubbish_while_an_answer_is_written(process):
     """It ends this connection and no other."""
-    body = json.dumps({"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}).encode()
-    for rubbish in (b"\0" * 100, b"GET /ping HTTP/1.1\r\n\r\n", bytes(range(256)) * 1000, b"\r\n" * 1000):
+    body = json.dumps(
+        {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    ).encode()
+    for rubbish in (
+        b"\0" * 100,
+        b"GET /ping HTTP/1.1\r\n\r\n",
+        bytes(range(256)) * 1000,
+        b"\r\n" * 1000,
+    ):
         with connect(process.url) as connection:
             connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
@@ -453,10 +542,13 @@ def test_rubbish_while_an_answer_is_written(process):
 
 def test_clients_that_reset(process):
     """Two hundred that send a request and are gone at once."""
-    body = json.dumps({"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}).encode()
+    body = json.dumps(
+        {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    ).encode()
     for number in range(200):
         connection = connect(process.url)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close() resets
+        # close() resets
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         send(connection, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         if number % 3 == 0:
             connection.recv(10)
@@ -468,13 +560,16 @@ def test_clients_that_reset(process):
             time.sleep(0.02)
 
 
-# Readers that do not read -------------------------------------------------------------------------------------------
+# Readers that do not read
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def talkative():
     """A server whose answers are long."""
-    engine, script = scripted(lambda prompt: "word " * 900 if "long" in prompt else "short", num_seqs=20)
+    engine, script = scripted(
+        lambda prompt: "word " * 900 if "long" in prompt else "short", num_seqs=20
+    )
     with served(model_of(engine), formats=FORMATS, write_seconds=WRITE, idle_seconds=IDLE) as state:
         state.engine, state.script, state.canary = engine, script, Canary(state.url)
         yield state
@@ -505,14 +600,18 @@ def test_a_stream_that_nobody_reads(talkative):
         connection.sendall(request(LONG | {"stream": True}))
         wait(lambda: talkative.engine.tables[0].used() > used, 60)
         events = client.events("/v1/completions", {"prompt": "long", "max_tokens": 300})
-        assert events[-1][1] == "[DONE]" and events[-2][1]["choices"][0]["finish_reason"] == "length"
+        assert (
+            events[-1][1] == "[DONE]" and events[-2][1]["choices"][0]["finish_reason"] == "length"
+        )
         took = wait(lambda: not talkative.engine.requests and not talkative.service.open, 120)
         settled(talkative.engine)
         grown = (memory() - before) / MIB
         _, closed = drain(connection, 120)
         assert closed is not None, "the connection is still open"
     talkative.canary.sings()
-    print(f"a stream that nobody reads: dropped {took:.1f} s after the other's end, {grown:+.0f} MiB")
+    print(
+        f"a stream that nobody reads: dropped {took:.1f} s after the other's end, {grown:+.0f} MiB"
+    )
     assert grown < 400
 
 
@@ -563,7 +662,9 @@ class Stuck(asyncio.Transport):
 
 
 def test_the_last_bytes_that_nobody_reads():
-    """Too few for the transport to complain of: they would keep a connection that is closed in good order open."""
+    """Too few for the transport to complain of: they would keep a connection that is closed in good
+    order open.
+    """
 
     async def idle() -> str:
         config = uvicorn.Config(lambda *_: None, ws="none", log_config=None)
@@ -580,7 +681,9 @@ def test_the_last_bytes_that_nobody_reads():
 def test_a_reader_that_is_slow_and_reads(talkative):
     """Who takes what it is sent, in steps shorter than the deadline, gets all of it."""
     with connect(talkative.url, receive_buffer=4096) as connection:
-        connection.sendall(request({"prompt": "long", "max_tokens": 300, "logprobs": 5, "stream": True}))
+        connection.sendall(
+            request({"prompt": "long", "max_tokens": 300, "logprobs": 5, "stream": True})
+        )
         found = b""
         while not found.endswith(b"0\r\n\r\n"):
             time.sleep(0.005)

@@ -1,4 +1,6 @@
-"""What ends other servers, over HTTP: bad requests in crowds, steps that raise or hang, and requests that never fit."""
+"""What ends other servers, over HTTP: bad requests in crowds, steps that raise or hang, and
+requests that never fit.
+"""
 
 import json
 import random
@@ -24,13 +26,17 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 def say(prompt: str) -> str:
     if "weather" in prompt:
         return '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
-    return "".join(f"word{number} " for number in range(120)) if "long" in prompt else "a short answer"
+    return (
+        "".join(f"word{number} " for number in range(120)) if "long" in prompt else "a short answer"
+    )
 
 
 @pytest.fixture(scope="module")
 def real():
     """The bundled model, served."""
-    engine = make_engine(make_options(None, max_num_seqs=40, max_num_batched_tokens=128, max_model_len=256))
+    engine = make_engine(
+        make_options(None, max_num_seqs=40, max_num_batched_tokens=128, max_model_len=256)
+    )
     with served(model_of(engine), max_choices=128) as state:
         state.engine, state.canary = engine, Canary(state.url)
         yield state
@@ -40,7 +46,9 @@ def real():
 def server(request):
     """A device that follows a script; a test may say how long a step may take."""
     engine, script = scripted(say)
-    with served(model_of(engine), formats=FORMATS, stall_seconds=getattr(request, "param", 30.0)) as state:
+    with served(
+        model_of(engine), formats=FORMATS, stall_seconds=getattr(request, "param", 30.0)
+    ) as state:
         state.engine, state.script, state.canary = engine, script, Canary(state.url)
         yield state
 
@@ -61,7 +69,9 @@ def ask(url: str, path: str, body: Any) -> Any:
         return client.post(path, body)
 
 
-def stream(url: str, body: dict[str, Any], path: str = "/v1/completions") -> list[tuple[float, Any]]:
+def stream(
+    url: str, body: dict[str, Any], path: str = "/v1/completions"
+) -> list[tuple[float, Any]]:
     with Client(url, timeout=300) as client:
         return client.events(path, body)
 
@@ -73,28 +83,63 @@ def until(condition: Any, seconds: float = 60.0) -> None:
         time.sleep(0.002)
 
 
-# Many bad ones among good ones -----------------------------------------------------------------------------------
+# Many bad ones among good ones
+# -----------------------------------------------------------------------------------
 
 WRONG: list[dict[str, Any]] = [
-    {"temperature": -1}, {"top_p": 0}, {"n": 0}, {"n": 129}, {"max_tokens": 0}, {"max_tokens": "many"}, {"stop": [""]},
-    {"prompt": ""}, {"prompt": []}, {"prompt": [10**6]}, {"prompt": [[5], [-1]]}, {"prompt": "word " * 300},
-    {"prompt": "word " * 300, "truncate_prompt_tokens": 0}, {"logit_bias": {"99999": 1}}, {"logit_bias": {"x": 1}},
-    {"allowed_token_ids": []}, {"allowed_token_ids": [99999]}, {"stop_token_ids": [99999]}, {"bad_words": [""]},
-    {"structured_outputs": {"regex": "("}}, {"structured_outputs": {"json": {"type": 5}}}, {"no_such_field": True},
-    {"structured_outputs": {"grammar": "start: start start"}}, {"timeout": 0}, {"priority": 10**6}, {"echo": 1},
-    {"logprobs": 21}, {"prompt_logprobs": -1}, {"min_tokens": 50, "max_tokens": 5}, {"cache_salt": ""}, {"seed": 2**64},
-    {"stream_options": {"include_usage": True}}, {"best_of": 2, "stream": True, "n": 1}, {"prompt_embeds": "x"},
+    {"temperature": -1},
+    {"top_p": 0},
+    {"n": 0},
+    {"n": 129},
+    {"max_tokens": 0},
+    {"max_tokens": "many"},
+    {"stop": [""]},
+    {"prompt": ""},
+    {"prompt": []},
+    {"prompt": [10**6]},
+    {"prompt": [[5], [-1]]},
+    {"prompt": "word " * 300},
+    {"prompt": "word " * 300, "truncate_prompt_tokens": 0},
+    {"logit_bias": {"99999": 1}},
+    {"logit_bias": {"x": 1}},
+    {"allowed_token_ids": []},
+    {"allowed_token_ids": [99999]},
+    {"stop_token_ids": [99999]},
+    {"bad_words": [""]},
+    {"structured_outputs": {"regex": "("}},
+    {"structured_outputs": {"json": {"type": 5}}},
+    {"no_such_field": True},
+    {"structured_outputs": {"grammar": "start: start start"}},
+    {"timeout": 0},
+    {"priority": 10**6},
+    {"echo": 1},
+    {"logprobs": 21},
+    {"prompt_logprobs": -1},
+    {"min_tokens": 50, "max_tokens": 5},
+    {"cache_salt": ""},
+    {"seed": 2**64},
+    {"stream_options": {"include_usage": True}},
+    {"best_of": 2, "stream": True, "n": 1},
+    {"prompt_embeds": "x"},
     {"n": 128, "prompt": ["a", "b"]},
-]  # fmt: skip
+]
 
 
 @pytest.mark.random
 def test_700_bad_requests_among_32_streams(real):
     """What the streams say is what each says alone, to the letter."""
-    prompts = [f"Once upon a time there was {noun}" for noun in
-               "a dog|a cat|a girl|a boy|a bear|a tree|a house|a king".split("|")] * cases(4, least=1)  # fmt: skip
+    prompts = [
+        f"Once upon a time there was {noun}"
+        for noun in "a dog|a cat|a girl|a boy|a bear|a tree|a house|a king".split("|")
+    ] * cases(4, least=1)
     bodies = [
-        {"prompt": prompt, "max_tokens": 100, "ignore_eos": True, "temperature": 0.8 * (number % 2), "seed": number}
+        {
+            "prompt": prompt,
+            "max_tokens": 100,
+            "ignore_eos": True,
+            "temperature": 0.8 * (number % 2),
+            "seed": number,
+        }
         for number, prompt in enumerate(prompts)
     ]
     alone = [text_of(stream(real.url, body)) for body in bodies]
@@ -111,7 +156,9 @@ def test_700_bad_requests_among_32_streams(real):
                 with lock:
                     wrong = rng.choice(WRONG)
                     overlapped += any(found.thread.is_alive() for found in streams)
-                status, _ = client.post("/v1/completions", {"prompt": "Once", "max_tokens": 5} | wrong)
+                status, _ = client.post(
+                    "/v1/completions", {"prompt": "Once", "max_tokens": 5} | wrong
+                )
                 with lock:
                     counts[status] += 1
 
@@ -121,20 +168,27 @@ def test_700_bad_requests_among_32_streams(real):
     assert counts == {400: 7 * cases(100), 200: 0, 500: 0}
     together = [text_of(found.value) for found in streams]
     assert together == alone and all(found.value[-1][1] == "[DONE]" for found in streams)
-    print(f"{counts[400]} bad requests, {overlapped} of them while {len(streams)} streams went on; all identical")
+    print(
+        f"{counts[400]} bad requests, {overlapped} of them while {len(streams)} streams went "
+        "on; all identical"
+    )
     real.canary.sings()
     settled(real.engine)
 
 
 def test_one_that_can_never_fit():
-    """63 pages of prompt where there are fewer than 50: refused at once, and the others end as they would."""
+    """63 pages of prompt where there are fewer than 50: refused at once, and the others end as they
+    would.
+    """
     engine, script = scripted(say, num_seqs=4, longest=176)
     pages = engine.tables[0].pools[0].num_pages
     assert pages < 50
     script.step_seconds = 0.1  # for which nobody has to wait who is refused
     with served(model_of(engine), formats=FORMATS) as state:
         canary = Canary(state.url)
-        others = [later(stream, state.url, {"prompt": f"long {i}", "max_tokens": 60}) for i in range(4)]
+        others = [
+            later(stream, state.url, {"prompt": f"long {i}", "max_tokens": 60}) for i in range(4)
+        ]
         until(lambda: engine.scheduler.running)
         took = []
         with Client(state.url) as client:
@@ -143,7 +197,9 @@ def test_one_that_can_never_fit():
                     began = time.monotonic()
                     status, body = client.post("/v1/completions", {"prompt": tokens, **fields})
                     took.append(time.monotonic() - began)
-                    assert status == 400 and body["error"]["param"] in ("prompt", "max_tokens"), body
+                    assert status == 400 and body["error"]["param"] in ("prompt", "max_tokens"), (
+                        body
+                    )
         script.step_seconds = 0.0
         for other in others:
             other.thread.join()
@@ -152,11 +208,15 @@ def test_one_that_can_never_fit():
             assert say("long").startswith(text_of(other.value))
         canary.sings()
         settled(engine)
-    print(f"{pages} pages, a prompt of 63: 400 in {sum(took) / len(took) * 1e3:.1f} ms, {max(took) * 1e3:.0f} at most")
+    print(
+        f"{pages} pages, a prompt of 63: 400 in {sum(took) / len(took) * 1e3:.1f} ms, "
+        f"{max(took) * 1e3:.0f} at most"
+    )
     assert sum(took) / len(took) < 0.5
 
 
-# Steps that raise ------------------------------------------------------------------------------------------------
+# Steps that raise
+# ------------------------------------------------------------------------------------------------
 
 
 def fail_at(engine: Any, name: str, step: int) -> SimpleNamespace:
@@ -179,7 +239,9 @@ def fail_at(engine: Any, name: str, step: int) -> SimpleNamespace:
 @pytest.mark.parametrize("name", ["launch", "collect"])
 @pytest.mark.slow
 def test_a_step_that_raises(server, name):
-    """At each of the first 200: the stream hears of it within a second, and the next request is served."""
+    """At each of the first 200: the stream hears of it within a second, and the next request is
+    served.
+    """
     late = 0.0
     slow = 0.0
     for step in range(1, 201):
@@ -193,13 +255,15 @@ def test_a_step_that_raises(server, name):
         late = max(late, events[-1][0] - state.at)
         slow = max(slow, server.canary.sings(10))
     print(
-        f"{name} raised at steps 1 to 200: error event {late * 1e3:.0f} ms later at most, canary {slow:.2f} s at most"
+        f"{name} raised at steps 1 to 200: error event {late * 1e3:.0f} ms later at most, canary "
+        f"{slow:.2f} s at most"
     )
     assert late < 1
     settled(server.engine)
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 7, 14, 25])  # an answer of 250 tokens has at least 250 / 8 launches
+# an answer of 250 tokens has at least 250 / 8 launches
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 14, 25])
 @pytest.mark.parametrize("name", ["launch", "collect"])
 def test_a_step_of_the_model_that_raises(real, name, step):
     """With the device's real state, which is lost with the step."""
@@ -208,12 +272,17 @@ def test_a_step_of_the_model_that_raises(real, name, step):
     assert state.calls == step, "the step was not reached"
     assert "failed" in events[-2][1]["error"]["message"] and events[-1][0] - state.at < 1
     took = real.canary.sings(10)
-    print(f"{name} raised at step {step}: event {events[-1][0] - state.at:.3f} s later, canary {took:.2f} s")
+    print(
+        f"{name} raised at step {step}: event {events[-1][0] - state.at:.3f} s later, canary "
+        f"{took:.2f} s"
+    )
     settled(real.engine)
 
 
 def test_an_engine_that_ends(server, monkeypatch):
-    """What a step cannot recover from ends the engine: everybody hears of it, and so does who looks at /health."""
+    """What a step cannot recover from ends the engine: everybody hears of it, and so does who looks
+    at /health.
+    """
     server.script.step_seconds = 0.01
     going = [later(stream, server.url, {"prompt": "long", "max_tokens": 250}) for _ in range(4)]
     whole = later(ask, server.url, "/v1/completions", {"prompt": "long", "max_tokens": 250})
@@ -236,7 +305,9 @@ def test_an_engine_that_ends(server, monkeypatch):
 
 
 def test_a_device_that_is_lost_ends_the_process(server, monkeypatch, caplog):
-    """Every later call fails, as after an illegal access on a GPU: all are told, and then the process ends."""
+    """Every later call fails, as after an illegal access on a GPU: all are told, and then the
+    process ends.
+    """
     ended = threading.Event()
     monkeypatch.setattr("os._exit", lambda code: ended.set() if code == 75 else None)
     going = [later(stream, server.url, {"prompt": "long", "max_tokens": 250}) for _ in range(2)]
@@ -263,15 +334,20 @@ def test_a_state_that_cannot_be_made_is_a_lost_device():
 
     def fails(*given: Any) -> Any:
         tried.append(given)
-        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered\nmore")
+        raise RuntimeError(
+            "CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered\nmore"
+        )
 
     runner.collect = runner.pipeline.make_state = fails
-    with pytest.raises(DeviceLost, match="the device is lost: .*illegal memory access was encountered$"):
+    with pytest.raises(
+        DeviceLost, match="the device is lost: .*illegal memory access was encountered$"
+    ):
         llm.generate("hello")
     assert len(tried) == 2
 
 
-# Steps that hang -------------------------------------------------------------------------------------------------
+# Steps that hang
+# -------------------------------------------------------------------------------------------------
 
 
 def health(url: str) -> int:
@@ -295,12 +371,15 @@ def test_a_step_that_hangs(server):
         for found in going:
             (_, last), (_, done) = found.value[-2:]
             assert done == "[DONE]" and last["error"]["message"] == "the engine does not answer"
-            assert all(event["choices"][0]["finish_reason"] is None for _, event in found.value[:-2])
+            assert all(
+                event["choices"][0]["finish_reason"] is None for _, event in found.value[:-2]
+            )
         assert whole.value[0] == 503 and 0.9 < took < 20
         assert health(server.url) == 503
         before = time.monotonic()
         assert ask(server.url, "/v1/completions", BODIES["/v1/completions"])[0] == 503
-        assert time.monotonic() - before < 4  # who comes now does not wait another second for each that came before
+        # who comes now does not wait another second for each that came before
+        assert time.monotonic() - before < 4
         with Client(server.url) as client:
             for path in ("/ping", "/metrics", "/v1/models", "/load", "/version"):
                 assert client.ask("GET", path)[0] == 200
@@ -318,9 +397,13 @@ def test_a_step_that_hangs(server):
 
 @hanging
 def test_being_busy_is_not_hanging(server):
-    """Steps that take a third of what they may, one after the other, with more to do than there is room for."""
+    """Steps that take a third of what they may, one after the other, with more to do than there is
+    room for.
+    """
     server.script.step_seconds = 0.33
-    going = [later(stream, server.url, {"prompt": f"long {i}", "max_tokens": 10}) for i in range(40)]
+    going = [
+        later(stream, server.url, {"prompt": f"long {i}", "max_tokens": 10}) for i in range(40)
+    ]
     seen = set()
     try:
         end = time.monotonic() + 4
@@ -334,10 +417,13 @@ def test_being_busy_is_not_hanging(server):
     assert seen == {200}
     time.sleep(1.3)
     assert health(server.url) == 200  # nor is having nothing to do
-    assert all(found.value[-1][1] == "[DONE]" and "error" not in found.value[-2][1] for found in going)
+    assert all(
+        found.value[-1][1] == "[DONE]" and "error" not in found.value[-2][1] for found in going
+    )
 
 
-# Every end -------------------------------------------------------------------------------------------------------
+# Every end
+# -------------------------------------------------------------------------------------------------------
 
 
 def nan(server) -> None:
@@ -347,7 +433,9 @@ def nan(server) -> None:
     def collect(step: Any) -> Any:
         server.engine.runner.collect = working
         result = working(step)
-        return result._replace(outputs=[output._replace(failure=BROKEN) for output in result.outputs])
+        return result._replace(
+            outputs=[output._replace(failure=BROKEN) for output in result.outputs]
+        )
 
     server.engine.runner.collect = collect
 
@@ -366,7 +454,8 @@ def drains(server) -> None:
     server.loop.call_soon_threadsafe(lambda: server.loop.create_task(server.service.drain(0.05)))
 
 
-ENDS: list[tuple[str, dict[str, Any], str, Any]] = [  # (why, fields, finish reason or error, what happens)
+# (why, fields, finish reason or error, what happens)
+ENDS: list[tuple[str, dict[str, Any], str, Any]] = [
     ("the end", {}, "stop", None),
     ("a stop string", {"stop": ["short"]}, "stop", None),
     ("a stop token", {"stop_token_ids": [0]}, "stop", None),
@@ -383,11 +472,15 @@ ENDS: list[tuple[str, dict[str, Any], str, Any]] = [  # (why, fields, finish rea
 
 @hanging
 @pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
+)
 @pytest.mark.parametrize(("why", "fields", "wanted", "happens"), ENDS, ids=[end[0] for end in ENDS])
 @pytest.mark.slow
 def test_every_stream_ends_once(server, path, n, why, fields, wanted, happens):
-    """One finish reason for each answer, or one error; then the last event; and nothing after it."""
+    """One finish reason for each answer, or one error; then the last event; and nothing after
+    it.
+    """
     fields = dict(fields)
     long, slow, weather = (fields.pop(name, False) for name in ("long", "slow", "weather"))
     text = "weather" if weather else "long" if long else "hello"
@@ -399,7 +492,9 @@ def test_every_stream_ends_once(server, path, n, why, fields, wanted, happens):
     body = fields_for(path, text, fields) | ({} if n == 1 else {"n": n})
     if why == "a stop token":
         with Client(server.url) as client:
-            tokens = client.post("/tokenize", {"prompt": " answer", "add_special_tokens": False})[1]["tokens"]
+            tokens = client.post("/tokenize", {"prompt": " answer", "add_special_tokens": False})[
+                1
+            ]["tokens"]
         body["stop_token_ids"] = tokens[:1]
     server.script.step_seconds = 0.02 if slow else 0.0
     going = later(stream, server.url, body, path)
@@ -436,14 +531,20 @@ def fields_for(path: str, text: str, fields: dict[str, Any]) -> dict[str, Any]:
         stop = fields.pop("stop", None)
         if tools := fields.pop("tools", None):
             fields["tools"] = [{"type": "function", **tool["function"]} for tool in tools]
-        return {"input": text, "max_output_tokens": most, **({"stop": stop} if stop else {}), **fields}
+        return {
+            "input": text,
+            "max_output_tokens": most,
+            **({"stop": stop} if stop else {}),
+            **fields,
+        }
     if fields["max_tokens"] is None:
         fields["max_tokens"] = 10**6
     if stop := fields.pop("stop", None):
         fields["stop_sequences"] = stop
     if tools := fields.pop("tools", None):
         fields["tools"] = [
-            {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in tools
+            {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]}
+            for tool in tools
         ]
     return {"messages": turn, **fields}
 
@@ -467,7 +568,9 @@ def check_responses(events: list[Any], wanted: str) -> tuple[int, int]:
     ends = [event["type"] for event in events if event["type"] in ENDINGS]
     assert len(ends) == 1 and events[-1]["type"] == ends[0]
     if ends[0] != "response.failed":
-        assert ends[0] == ("response.completed" if wanted in ("stop", "tool_calls") else "response.incomplete"), ends
+        assert ends[0] == (
+            "response.completed" if wanted in ("stop", "tool_calls") else "response.incomplete"
+        ), ends
     return int(ends[0] != "response.failed"), int(ends[0] == "response.failed")
 
 
@@ -505,7 +608,9 @@ def test_prompts_that_are_not_read_to_their_end(server, path):
 
 
 def test_names_are_not_taken_twice_and_come_free(server):
-    """A request id that is in use is refused, and can be used again afterwards, however the first one ended."""
+    """A request id that is in use is refused, and can be used again afterwards, however the first
+    one ended.
+    """
     server.script.step_seconds = 0.02
     body = {"prompt": "long", "max_tokens": 100, "request_id": "mine"}
     for happens in (None, raises, nan):
@@ -522,7 +627,11 @@ def test_names_are_not_taken_twice_and_come_free(server):
 
 
 def test_json_is_what_is_said(server):
-    """Two values for a field: the last one counts, as in every JSON parser a client may have in front of it."""
+    """Two values for a field: the last one counts, as in every JSON parser a client may have in
+    front of it.
+    """
     with Client(server.url) as client:
-        raw = client.ask("POST", "/v1/completions", b'{"prompt": "long", "max_tokens": 9, "max_tokens": 2}')[2]
+        raw = client.ask(
+            "POST", "/v1/completions", b'{"prompt": "long", "max_tokens": 9, "max_tokens": 2}'
+        )[2]
     assert json.loads(raw)["usage"]["completion_tokens"] == 2

@@ -1,5 +1,6 @@
-"""Sequences of requests about what a server stores: ids of earlier answers, of other kinds and of other keys, in any
-order. No request may fail with a 500, hang, or show a key what another one stored."""
+"""Sequences of requests about what a server stores: ids of earlier answers, of other kinds and of
+other keys, in any order. No request may fail with a 500, hang, or show a key what another one
+stored."""
 
 import asyncio
 import json
@@ -27,7 +28,12 @@ KINDS = ("response", "conversation", "item", "file", "batch", "message_batch")
 FOREIGN = (400, 404, 413, 429)  # refusals of ids that a key does not have
 NUMBERS = st.sampled_from(["0", "1", "2", "100", "²", "-1", "1e3", "x", ""])
 TEXTS = st.sampled_from(["hello", "think", "count", "weather in Rome", "", "\x00", "\ud800"])
-CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Rome"}'}
+CALL = {
+    "type": "function_call",
+    "call_id": "call_1",
+    "name": "weather",
+    "arguments": '{"city": "Rome"}',
+}
 ITEMS = st.sampled_from(
     [
         {"role": "user", "content": "hello"},
@@ -47,20 +53,49 @@ INPUTS = st.one_of(st.none(), TEXTS, st.lists(ITEMS, max_size=3))
 LINES = st.lists(
     st.sampled_from(
         [
-            {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "hello"}},
-            {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "n": 2}},
-            {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "stream": True}},
-            {"custom_id": "d", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}},
-            {"custom_id": "e", "method": "POST", "url": "/v1/chat/completions", "body": {
-                "messages": [{"role": "user", "content": "hello"}]}},
+            {
+                "custom_id": "a",
+                "method": "POST",
+                "url": "/v1/completions",
+                "body": {"prompt": "hello"},
+            },
+            {
+                "custom_id": "b",
+                "method": "POST",
+                "url": "/v1/completions",
+                "body": {"prompt": "x", "n": 2},
+            },
+            {
+                "custom_id": "c",
+                "method": "POST",
+                "url": "/v1/completions",
+                "body": {"prompt": "x", "stream": True},
+            },
+            {
+                "custom_id": "d",
+                "method": "POST",
+                "url": "/v1/chat/completions",
+                "body": {"messages": []},
+            },
+            {
+                "custom_id": "e",
+                "method": "POST",
+                "url": "/v1/chat/completions",
+                "body": {"messages": [{"role": "user", "content": "hello"}]},
+            },
             {"custom_id": None},
             [],
         ]
     ),
     max_size=4,
-)  # fmt: skip
+)
 MESSAGES = st.sampled_from(
-    [{"max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}, {"stream": True}, {}, None]
+    [
+        {"max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]},
+        {"stream": True},
+        {},
+        None,
+    ]
 )
 ENDPOINTS = ["/v1/completions", "/v1/chat/completions"]
 TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
@@ -84,9 +119,14 @@ class Shared:
         """A server that stores little, so that sequences meet its limits."""
         chosen = ServerSettings(
             state_dir=folder,
-            formats=FORMATS, api_keys=KEYS, admin=True, max_stored_responses=6, max_stored_bytes=30_000,
-            max_file_bytes=6_000, max_batches=3,
-        )  # fmt: skip
+            formats=FORMATS,
+            api_keys=KEYS,
+            admin=True,
+            max_stored_responses=6,
+            max_stored_bytes=30_000,
+            max_file_bytes=6_000,
+            max_batches=3,
+        )
         service = Service(self.models, chosen)
         app = make_app(service)
         self.runner.run(service.load_first())
@@ -112,22 +152,37 @@ class Sequences(RuleBasedStateMachine):
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.service, self.app = self.shared.server(self.folder.name)
-        self.ids: dict[tuple[str, str], list[str]] = {(key, kind): [] for key in KEYS for kind in KINDS}
+        self.ids: dict[tuple[str, str], list[str]] = {
+            (key, kind): [] for key in KEYS for kind in KINDS
+        }
         self.chosen = 0
 
-    def send(self, key: str, method: str, path: str, body: Any = None, raw: bytes | None = None, kind: str = "") -> Any:
+    def send(
+        self,
+        key: str,
+        method: str,
+        path: str,
+        body: Any = None,
+        raw: bytes | None = None,
+        kind: str = "",
+    ) -> Any:
         """(status, the JSON of the answer or its bytes) of one request."""
         data = json.dumps(body).encode() if raw is None else raw
         data = b"" if method != "POST" else data
         headers = [(b"host", b"localhost"), (b"authorization", f"Bearer {key}".encode())]
-        headers += [(b"content-type", (kind or "application/json").encode()), (b"content-length", b"%d" % len(data))]
+        headers += [
+            (b"content-type", (kind or "application/json").encode()),
+            (b"content-length", b"%d" % len(data)),
+        ]
         path, _, query = path.partition("?")
         call = ForwardedRequest(method, path, query.encode(), headers, data)
         self.shared.requests += 1
 
         async def run() -> tuple[int, bytes]:
             async with asyncio.timeout(SECONDS):
-                start, *pieces = [message async for message in ReplicaConnection(call, b"").messages(self.app)]
+                start, *pieces = [
+                    message async for message in ReplicaConnection(call, b"").messages(self.app)
+                ]
                 assert isinstance(start, ResponseStart)
                 return start.status, b"".join(piece.data for piece in pieces)
 
@@ -142,11 +197,17 @@ class Sequences(RuleBasedStateMachine):
             return status, found
 
     def keep(self, key: str, kind: str, answer: tuple[int, Any]) -> None:
-        if answer[0] == 200 and isinstance(answer[1], dict) and isinstance(answer[1].get("id"), str):
+        if (
+            answer[0] == 200
+            and isinstance(answer[1], dict)
+            and isinstance(answer[1].get("id"), str)
+        ):
             self.ids[key, kind].append(answer[1]["id"])
 
     def some_id(self, data: st.DataObject, key: str, usual: str) -> tuple[str, bool]:
-        """An id for a request, and whether the key may have such a thing: mostly it is of the usual kind."""
+        """An id for a request, and whether the key may have such a thing: mostly it is of the usual
+        kind.
+        """
         is_usual = data.draw(st.integers(0, 3)) > 0
         others = [(owner, kind) for owner in KEYS for kind in KINDS if self.ids[owner, kind]]
         if is_usual and self.ids[key, usual]:
@@ -155,16 +216,25 @@ class Sequences(RuleBasedStateMachine):
             owner, kind = data.draw(st.sampled_from(others))
             name = data.draw(st.sampled_from(self.ids[owner, kind]))
             return name, (owner, kind) == (key, usual) or name in self.ids[key, usual]
-        return data.draw(st.sampled_from(["none", "resp_", "conv_0", "file-0", "batch_0", "a%00b", "²"])), False
+        return data.draw(
+            st.sampled_from(["none", "resp_", "conv_0", "file-0", "batch_0", "a%00b", "²"])
+        ), False
 
     def page(self, data: st.DataObject, key: str, kind: str) -> str:
         """The query of a list."""
-        names = data.draw(st.lists(st.sampled_from(["limit", "order", "after", "after_id", "before_id", "purpose"])))
+        names = data.draw(
+            st.lists(
+                st.sampled_from(["limit", "order", "after", "after_id", "before_id", "purpose"])
+            )
+        )
         values = {
-            name: data.draw(NUMBERS) if name == "limit" else data.draw(st.sampled_from(["asc", "desc", "batch"]))
-            if name in ("order", "purpose") else self.some_id(data, key, kind)[0]
+            name: data.draw(NUMBERS)
+            if name == "limit"
+            else data.draw(st.sampled_from(["asc", "desc", "batch"]))
+            if name in ("order", "purpose")
+            else self.some_id(data, key, kind)[0]
             for name in names
-        }  # fmt: skip
+        }
         return "?" + "&".join(f"{name}={value}" for name, value in values.items())
 
     @rule(data=st.data(), key=st.sampled_from(KEYS), given=INPUTS)
@@ -180,18 +250,28 @@ class Sequences(RuleBasedStateMachine):
                 body[name] = data.draw(st.booleans())
         if data.draw(st.integers(0, 3)) == 0:
             self.chosen += 1
-            body["request_id"] = data.draw(st.sampled_from([f"x{self.chosen}", f"x{max(self.chosen - 1, 0)}", "x1"]))
+            body["request_id"] = data.draw(
+                st.sampled_from([f"x{self.chosen}", f"x{max(self.chosen - 1, 0)}", "x1"])
+            )
         if data.draw(st.booleans()):
             body["tools"] = TOOLS
         answer = self.send(key, "POST", "/v1/responses", body | {"max_output_tokens": 8})
         assert not foreign or answer[0] in FOREIGN, (body, answer)
         if isinstance(answer[1], bytes) and answer[0] == 200:
-            events = [json.loads(line[6:]) for line in answer[1].decode().splitlines() if line.startswith("data: ")]
-            assert events[-1]["response"]["status"] in ("completed", "incomplete", "failed"), events[-1]
+            events = [
+                json.loads(line[6:])
+                for line in answer[1].decode().splitlines()
+                if line.startswith("data: ")
+            ]
+            assert events[-1]["response"]["status"] in ("completed", "incomplete", "failed"), (
+                events[-1]
+            )
             answer = answer[0], events[0]["response"]
         self.keep(key, "response", answer)
 
-    @rule(data=st.data(), key=st.sampled_from(KEYS), path=st.sampled_from(["compact", "input_tokens"]))
+    @rule(
+        data=st.data(), key=st.sampled_from(KEYS), path=st.sampled_from(["compact", "input_tokens"])
+    )
     def count_or_compact(self, data, key, path):
         name, is_own = self.some_id(data, key, "response")
         status, _ = self.send(key, "POST", f"/v1/responses/{path}", {"previous_response_id": name})
@@ -215,10 +295,16 @@ class Sequences(RuleBasedStateMachine):
         status, _ = self.send(key, "POST", f"/v1/responses/{name}/cancel", raw=b"")
         assert is_own or status in FOREIGN
 
-    @rule(key=st.sampled_from(KEYS), items=st.lists(ITEMS, max_size=3), metadata=st.sampled_from([{}, {"a": "b"}, 5]))
+    @rule(
+        key=st.sampled_from(KEYS),
+        items=st.lists(ITEMS, max_size=3),
+        metadata=st.sampled_from([{}, {"a": "b"}, 5]),
+    )
     def converse(self, key, items, metadata):
         self.keep(
-            key, "conversation", self.send(key, "POST", "/v1/conversations", {"items": items, "metadata": metadata})
+            key,
+            "conversation",
+            self.send(key, "POST", "/v1/conversations", {"items": items, "metadata": metadata}),
         )
 
     @rule(data=st.data(), key=st.sampled_from(KEYS), items=st.lists(ITEMS, max_size=2))
@@ -228,13 +314,17 @@ class Sequences(RuleBasedStateMachine):
         assert is_own or status in FOREIGN
         self.ids[key, "item"] += [item["id"] for item in body.get("data", ())]
 
-    @rule(data=st.data(), key=st.sampled_from(KEYS), method=st.sampled_from(["GET", "POST", "DELETE"]))
+    @rule(
+        data=st.data(), key=st.sampled_from(KEYS), method=st.sampled_from(["GET", "POST", "DELETE"])
+    )
     def use_conversation(self, data, key, method):
         name, is_own = self.some_id(data, key, "conversation")
         status, _ = self.send(key, method, f"/v1/conversations/{name}", {"metadata": {"c": "d"}})
         assert is_own or status in FOREIGN
 
-    @rule(data=st.data(), key=st.sampled_from(KEYS), method=st.sampled_from(["GET", "DELETE", "LIST"]))
+    @rule(
+        data=st.data(), key=st.sampled_from(KEYS), method=st.sampled_from(["GET", "DELETE", "LIST"])
+    )
     def use_items(self, data, key, method):
         name, is_own = self.some_id(data, key, "conversation")
         path = f"/v1/conversations/{name}/items"
@@ -245,9 +335,16 @@ class Sequences(RuleBasedStateMachine):
             status, _ = self.send(key, method, f"{path}/{self.some_id(data, key, 'item')[0]}")
         assert is_own or status in FOREIGN
 
-    @rule(data=st.data(), key=st.sampled_from(KEYS), lines=LINES, expires=st.sampled_from([None, "3600", "²", "5"]))
+    @rule(
+        data=st.data(),
+        key=st.sampled_from(KEYS),
+        lines=LINES,
+        expires=st.sampled_from([None, "3600", "²", "5"]),
+    )
     def upload(self, data, key, lines, expires):
-        text = "\n".join(map(json.dumps, lines)) + data.draw(st.sampled_from(["", "\n", "\n{", "\n" + "x" * 4000]))
+        text = "\n".join(map(json.dumps, lines)) + data.draw(
+            st.sampled_from(["", "\n", "\n{", "\n" + "x" * 4000])
+        )
         head = 'Content-Disposition: form-data; name="{}"\r\n\r\n{}'
         name = data.draw(st.sampled_from(['filename="a"', "filename*=\0''a", "filename=\xff", ""]))
         parts = [head.format("purpose", "batch"), head.format(f'file"; {name}; x="', text)]
@@ -267,7 +364,11 @@ class Sequences(RuleBasedStateMachine):
         status, _ = self.send(key, "GET" if end else method, f"/v1/files/{name}{end}")
         assert is_own or status in FOREIGN
 
-    @rule(data=st.data(), key=st.sampled_from(KEYS), path=st.sampled_from(["files", "batches", "messages/batches"]))
+    @rule(
+        data=st.data(),
+        key=st.sampled_from(KEYS),
+        path=st.sampled_from(["files", "batches", "messages/batches"]),
+    )
     def list_all(self, data, key, path):
         kind = {"files": "file", "batches": "batch"}.get(path, "message_batch")
         status, body = self.send(key, "GET", f"/v1/{path}{self.page(data, key, kind)}")
@@ -281,11 +382,15 @@ class Sequences(RuleBasedStateMachine):
                 self.ids[key, "file"].append(one["id"])
 
     @rule(
-        data=st.data(), key=st.sampled_from(KEYS), endpoint=st.sampled_from(["/v1/completions", "/v1/chat/completions"])
+        data=st.data(),
+        key=st.sampled_from(KEYS),
+        endpoint=st.sampled_from(["/v1/completions", "/v1/chat/completions"]),
     )
     def start_batch(self, data, key, endpoint):
         name, is_own = self.some_id(data, key, "file")
-        answer = self.send(key, "POST", "/v1/batches", {"input_file_id": name, "endpoint": endpoint})
+        answer = self.send(
+            key, "POST", "/v1/batches", {"input_file_id": name, "endpoint": endpoint}
+        )
         assert is_own or answer[0] in FOREIGN
         self.keep(key, "batch", answer)
 
@@ -293,14 +398,23 @@ class Sequences(RuleBasedStateMachine):
         key=st.sampled_from(KEYS),
         params=st.lists(
             st.sampled_from(
-                [{"max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}, {"stream": True}, {}, None]
+                [
+                    {"max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]},
+                    {"stream": True},
+                    {},
+                    None,
+                ]
             ),
             max_size=3,
         ),
     )
     def start_message_batch(self, key, params):
         wanted = [{"custom_id": str(i), "params": one} for i, one in enumerate(params)]
-        self.keep(key, "message_batch", self.send(key, "POST", "/v1/messages/batches", {"requests": wanted}))
+        self.keep(
+            key,
+            "message_batch",
+            self.send(key, "POST", "/v1/messages/batches", {"requests": wanted}),
+        )
 
     @rule(data=st.data(), key=st.sampled_from(KEYS), path=st.sampled_from(["batches", "messages/batches"]),
           end=st.sampled_from(["", "/cancel", "/results", "DELETE"]))  # fmt: skip
@@ -309,7 +423,9 @@ class Sequences(RuleBasedStateMachine):
         method = {"/cancel": "POST", "DELETE": "DELETE"}.get(end, "GET")
         if path == "batches" and end in ("/results", "DELETE"):
             return  # there are no such paths
-        status, _ = self.send(key, method, f"/v1/{path}/{name}{end.removeprefix('DELETE')}", raw=b"")
+        status, _ = self.send(
+            key, method, f"/v1/{path}/{name}{end.removeprefix('DELETE')}", raw=b""
+        )
         assert is_own or status in FOREIGN
 
     @rule(seconds=st.sampled_from([0.0, 0.01, 0.03]))
@@ -377,8 +493,13 @@ class Sequences(RuleBasedStateMachine):
 def test_sequences_of_requests(shared):
     Sequences.shared = shared
     chosen = settings(
-        max_examples=cases(300, least=4), stateful_step_count=40, derandomize=True, database=None, deadline=None,
-        phases=[Phase.generate], suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+        max_examples=cases(300, least=4),
+        stateful_step_count=40,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     run_state_machine_as_test(Sequences, settings=chosen)
     print(f"\n{shared.requests} requests")

@@ -18,9 +18,13 @@ from quire.tests.support import peft, tiny, tokenizer_zoo
 from quire.tests.support.served import model_of, served
 
 OPTIONS = {
-    "kv_cache_memory_bytes": 1 << 22, "max_num_seqs": 4, "max_num_batched_tokens": 32, "enable_lora": True,
-    "max_loras": 2, "max_lora_rank": 8,
-}  # fmt: skip
+    "kv_cache_memory_bytes": 1 << 22,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "enable_lora": True,
+    "max_loras": 2,
+    "max_lora_rank": 8,
+}
 PROMPT = "adapters"
 
 
@@ -77,38 +81,58 @@ def ask(state, path: str, body: dict | None = None) -> tuple[int, str]:
 
 
 def said(state, model: str) -> str:
-    answer = state.client.completions.create(model=model, prompt=PROMPT, temperature=0, max_tokens=8)
+    answer = state.client.completions.create(
+        model=model, prompt=PROMPT, temperature=0, max_tokens=8
+    )
     assert answer.model == model
     return answer.choices[0].text
 
 
 @pytest.mark.slow
 def test_a_name_is_a_model(server, wanted):
-    """In /v1/models with its parent, in both protocols that write, streamed or not, and in answers."""
+    """In /v1/models with its parent, in both protocols that write, streamed or not, and in
+    answers.
+    """
     cards = {card.id: card for card in server.client.models.list().data}
-    assert cards["first"].parent == "base" and cards["base"].parent is None and cards["first"].root == "first"
+    assert (
+        cards["first"].parent == "base"
+        and cards["base"].parent is None
+        and cards["first"].root == "first"
+    )
     assert server.client.models.retrieve("first").id == "first"
     assert (said(server, "base"), said(server, "first")) == (wanted[None], wanted[0])
     chat = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 8}
     whole = server.client.chat.completions.create(model="first", **chat)
     streamed = list(server.client.chat.completions.create(model="first", stream=True, **chat))
-    assert "".join(part.choices[0].delta.content or "" for part in streamed) == whole.choices[0].message.content
+    assert (
+        "".join(part.choices[0].delta.content or "" for part in streamed)
+        == whole.choices[0].message.content
+    )
     assert {part.model for part in streamed} == {whole.model} == {"first"}
     plain = server.client.chat.completions.create(model="base", **chat)
     assert plain.choices[0].message.content != whole.choices[0].message.content
-    vectors = [server.client.embeddings.create(model=name, input="x").data[0].embedding for name in ("base", "first")]
+    vectors = [
+        server.client.embeddings.create(model=name, input="x").data[0].embedding
+        for name in ("base", "first")
+    ]
     assert vectors[0] != vectors[1]
 
 
 def test_a_grammar_bounds_an_adapter(server):
-    asked = {"prompt": PROMPT, "max_tokens": 20, "extra_body": {"structured_outputs": {"regex": "[0-9]{4}"}}}
+    asked = {
+        "prompt": PROMPT,
+        "max_tokens": 20,
+        "extra_body": {"structured_outputs": {"regex": "[0-9]{4}"}},
+    }
     for name in ("base", "first"):
         text = server.client.completions.create(model=name, **asked).choices[0].text
         assert len(text) == 4 and text.isdigit()
 
 
 def test_load_and_unload(server, wanted):
-    """The second one goes while its request runs: that one ends as it would have, and the next is a 404."""
+    """The second one goes while its request runs: that one ends as it would have, and the next is a
+    404.
+    """
     status, text = ask(server, "/v1/load_lora_adapter", {"lora_name": "second", "lora_path": "a1"})
     assert (status, text) == (200, "Success: LoRA adapter 'second' added successfully.")
     assert said(server, "second") == wanted[1]
@@ -154,7 +178,9 @@ def test_an_adapter_is_replaced_in_place(server, folders, wanted):
     assert said(server, "changing") == wanted[2]
     status, text = ask(server, "/v1/load_lora_adapter", body)
     assert status == 400 and "is served already" in text
-    shutil.copytree(folders / "allowed" / "a3", folders / "allowed" / "changing", dirs_exist_ok=True)
+    shutil.copytree(
+        folders / "allowed" / "a3", folders / "allowed" / "changing", dirs_exist_ok=True
+    )
     assert ask(server, "/v1/load_lora_adapter", body | {"load_inplace": True})[0] == 200
     assert said(server, "changing") == wanted[3]
 
@@ -189,7 +215,9 @@ def test_names_in_requests_are_never_paths(server, folders):
 
 def test_an_adapter_that_is_gone_from_the_disk_says_nothing_of_it(server, folders, wanted):
     shutil.copytree(folders / "allowed" / "a2", folders / "allowed" / "gone")
-    assert ask(server, "/v1/load_lora_adapter", {"lora_name": "gone", "lora_path": "gone"})[0] == 200
+    assert (
+        ask(server, "/v1/load_lora_adapter", {"lora_name": "gone", "lora_path": "gone"})[0] == 200
+    )
     shutil.rmtree(folders / "allowed" / "gone")
     with pytest.raises(openai.InternalServerError, match="adapter gone cannot be read") as error:
         said(server, "gone")

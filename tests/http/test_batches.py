@@ -1,4 +1,6 @@
-"""Files and batches, as the official clients use them: answers, errors, cancelling, bounds, and who sees what."""
+"""Files and batches, as the official clients use them: answers, errors, cancelling, bounds, and who
+sees what.
+"""
 
 import io
 import json
@@ -25,7 +27,9 @@ CHAT = "/v1/chat/completions"
 @pytest.fixture(scope="module")
 def server():
     """Two tenants; little is kept."""
-    with scripted_server(FORMATS, api_keys=("one", "two"), max_file_bytes=40_000, max_batches=3) as state:
+    with scripted_server(
+        FORMATS, api_keys=("one", "two"), max_file_bytes=40_000, max_batches=3
+    ) as state:
         yield state
 
 
@@ -66,14 +70,22 @@ def upload(client: openai.OpenAI, *lines: Any, name: str = "in.jsonl", **more: A
 
 def begin(client: openai.OpenAI, *lines: Any, endpoint: Any = CHAT, **more: Any) -> Any:
     file = upload(client, *lines)
-    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **more)
+    return client.batches.create(
+        input_file_id=file.id, endpoint=endpoint, completion_window="24h", **more
+    )
 
 
 def ended(client: Any, batch: Any) -> Any:
     """The batch when it is over."""
     found = []
-    until(lambda: found.append(client.retrieve(batch.id)) or getattr(found[-1], "status", None) in batches.ENDED
-          or getattr(found[-1], "processing_status", None) == "ended", 20)  # fmt: skip
+    until(
+        lambda: (
+            found.append(client.retrieve(batch.id))
+            or getattr(found[-1], "status", None) in batches.ENDED
+            or getattr(found[-1], "processing_status", None) == "ended"
+        ),
+        20,
+    )
     return found[-1]
 
 
@@ -88,12 +100,18 @@ def test_files(ask):
     data = bytes(range(256)) + b"\r\n--x\r\n\r\n"
     expires: Any = {"anchor": "created_at", "seconds": 3600}
     file = ask.files.create(file=("ä ö.jsonl", data), purpose="batch", expires_after=expires)
-    assert (file.filename, file.bytes, file.purpose, file.object) == ("ä ö.jsonl", len(data), "batch", "file")
+    assert (file.filename, file.bytes, file.purpose, file.object) == (
+        "ä ö.jsonl",
+        len(data),
+        "batch",
+        "file",
+    )
     assert file.expires_at == file.created_at + 3600
     assert ask.files.content(file.id).content == data
     other = upload(ask, "{}", name="b")
     assert [one.id for one in ask.files.list()] == [other.id, file.id]
-    assert [one.id for one in ask.files.list(order="asc", limit=1)] == [file.id, other.id]  # the client asks for both
+    # the client asks for both
+    assert [one.id for one in ask.files.list(order="asc", limit=1)] == [file.id, other.id]
     assert not list(ask.files.list(purpose="batch_output"))
     assert ask.files.retrieve(file.id) == file
     assert ask.files.delete(file.id).deleted
@@ -127,8 +145,18 @@ def test_a_batch(ask):
     assert batch.status in ("validating", "in_progress") and batch.metadata == {"who": "me"}
     found = ended(ask.batches, batch)
     assert found.status == "completed" and found.errors is None
-    assert (found.request_counts.total, found.request_counts.completed, found.request_counts.failed) == (7, 2, 5)
-    assert found.created_at <= found.in_progress_at <= found.finalizing_at <= found.completed_at < found.expires_at
+    assert (
+        found.request_counts.total,
+        found.request_counts.completed,
+        found.request_counts.failed,
+    ) == (7, 2, 5)
+    assert (
+        found.created_at
+        <= found.in_progress_at
+        <= found.finalizing_at
+        <= found.completed_at
+        < found.expires_at
+    )
     first, last = lines_of(ask, found.output_file_id)
     assert (first["custom_id"], last["custom_id"]) == ("a", "b") and first["error"] is None
     assert first["response"]["status_code"] == 200
@@ -136,16 +164,26 @@ def test_a_batch(ask):
     assert len(last["response"]["body"]["choices"]) == 2
     errors = {one["error"]["line"]: one["error"] for one in lines_of(ask, found.error_file_id)}
     assert [*errors] == [2, 3, 4, 5, 6]
-    assert errors[2]["param"] == "body.temperature" and errors[3]["message"].startswith("line 3: must be JSON")
+    assert errors[2]["param"] == "body.temperature" and errors[3]["message"].startswith(
+        "line 3: must be JSON"
+    )
     assert "must be /v1/chat/completions" in errors[4]["message"]
     assert errors[5]["code"] == "context_length_exceeded" and errors[6]["code"] == "model_not_found"
     assert [one.id for one in ask.batches.list(limit=1)][0] == batch.id
     assert {one.purpose for one in ask.files.list()} == {"batch", "batch_output"}
     done = ended(
-        ask.batches, begin(ask, line("c", "/v1/completions", prompt="<user>hi<assistant>"), endpoint="/v1/completions")
+        ask.batches,
+        begin(
+            ask,
+            line("c", "/v1/completions", prompt="<user>hi<assistant>"),
+            endpoint="/v1/completions",
+        ),
     )
     (only,) = lines_of(ask, done.output_file_id)
-    assert only["response"]["body"]["choices"][0]["text"].startswith("You") and done.error_file_id is None
+    assert (
+        only["response"]["body"]["choices"][0]["text"].startswith("You")
+        and done.error_file_id is None
+    )
 
 
 @shows("openai", "batches.cancel")
@@ -154,7 +192,9 @@ def test_cancelling(server, ask):
     server.script.step_seconds = 0.02
     try:
         batch = begin(
-            ask, line("short", messages=turn("hi")), *(line(str(i), messages=turn("count")) for i in range(40))
+            ask,
+            line("short", messages=turn("hi")),
+            *(line(str(i), messages=turn("count")) for i in range(40)),
         )
         waits = begin(ask, line("x", messages=turn("hi")))
         until(lambda: ask.batches.retrieve(batch.id).request_counts.completed)
@@ -200,13 +240,20 @@ def test_what_is_refused(ask, ask_other):
             client.batches.create(input_file_id=name, endpoint=CHAT, completion_window="24h")
         assert caught.value.param == "input_file_id"
     with pytest.raises(openai.BadRequestError, match="endpoint: must be /v1/chat/completions"):
-        ask.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+        ask.batches.create(
+            input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h"
+        )
     with pytest.raises(openai.BadRequestError, match="a file of 1 to 50000 requests, got 0"):
         begin(ask, "")
     with pytest.raises(openai.NotFoundError):
         ask.batches.retrieve("batch_0")
-    done = ended(ask.batches, ask.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h"))
-    with pytest.raises(openai.BadRequestError, match="id: cannot be cancelled: the batch is completed"):
+    done = ended(
+        ask.batches,
+        ask.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h"),
+    )
+    with pytest.raises(
+        openai.BadRequestError, match="id: cannot be cancelled: the batch is completed"
+    ):
         ask.batches.cancel(done.id)
     with pytest.raises(openai.NotFoundError):
         ask_other.batches.retrieve(done.id)
@@ -221,16 +268,27 @@ def test_bounds(server, ask):
     file = upload(ask, line("a", messages=turn("hello")))
     wide = upload(ask, *(line(str(i), messages=turn("hello")) for i in range(60)))
     for _ in range(5):  # those that are over make room
-        ended(ask.batches, ask.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h"))
+        ended(
+            ask.batches,
+            ask.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h"),
+        )
         assert kept.storage.usage(BATCH).entries <= 3
-    full = ended(ask.batches, ask.batches.create(input_file_id=wide.id, endpoint=CHAT, completion_window="24h"))
+    full = ended(
+        ask.batches,
+        ask.batches.create(input_file_id=wide.id, endpoint=CHAT, completion_window="24h"),
+    )
     assert full.status == "failed" and full.errors.data[0].code == "store_full"
     answered = lines_of(ask, full.output_file_id)  # what was answered before is there
-    assert 1 <= len(answered) == full.request_counts.completed < 60 and full.request_counts.failed == 60 - len(answered)
+    assert 1 <= len(
+        answered
+    ) == full.request_counts.completed < 60 and full.request_counts.failed == 60 - len(answered)
     ask.files.delete(full.output_file_id)
     server.script.hold.clear()
     try:
-        begun = [ask.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h") for _ in range(3)]
+        begun = [
+            ask.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+            for _ in range(3)
+        ]
         with pytest.raises(openai.RateLimitError, match="--max-batches"):
             ask.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
     finally:
@@ -255,9 +313,12 @@ def test_message_batches(server, claude):
     assert (counts.succeeded, counts.errored, counts.processing, counts.canceled) == (2, 1, 0, 0)
     assert found.created_at <= found.ended_at < found.expires_at
     first, wrong, last = claude.messages.batches.results(batch.id)
-    assert first.result.message.content[0].text == last.result.message.content[0].text == said("hello")
     assert (
-        wrong.result.error.error.type == "invalid_request_error" and "temperature" in wrong.result.error.error.message
+        first.result.message.content[0].text == last.result.message.content[0].text == said("hello")
+    )
+    assert (
+        wrong.result.error.error.type == "invalid_request_error"
+        and "temperature" in wrong.result.error.error.message
     )
     assert [one.id for one in claude.messages.batches.list(limit=1)][0] == batch.id
     server.script.hold.clear()
@@ -281,7 +342,9 @@ def test_message_batches(server, claude):
 
 
 def test_a_form_from_another_site_is_refused(server):
-    """A page can send forms unasked; it has no key here, but a server without keys must refuse it too."""
+    """A page can send forms unasked; it has no key here, but a server without keys must refuse
+    it too.
+    """
     for headers, status in (({}, 200), ({"Origin": "http://other.example"}, 415)):
         found = httpx2.post(
             f"{server.url}/v1/files",
@@ -290,7 +353,9 @@ def test_a_form_from_another_site_is_refused(server):
             data={"purpose": "batch"},
         )
         assert found.status_code == status
-    elsewhere = httpx2.post(f"{server.url}{CHAT}", headers={"Authorization": "Bearer one"}, files={"file": ("a", b"x")})
+    elsewhere = httpx2.post(
+        f"{server.url}{CHAT}", headers={"Authorization": "Bearer one"}, files={"file": ("a", b"x")}
+    )
     assert elsewhere.status_code == 415
 
 
@@ -309,7 +374,10 @@ def test_forms():
             'content-disposition: form-data; name=b; filename="f"\r\nX: y\r\n\r\n',
         ),
     )
-    assert {name: tuple(part) for name, part in found.items()} == {"a": (b"1\r\n2", None), "b": (b"", "f")}
+    assert {name: tuple(part) for name, part in found.items()} == {
+        "a": (b"1\r\n2", None),
+        "b": (b"", "f"),
+    }
     assert parse_form(KIND, b"before\r\n" + form()) == {}
 
 

@@ -1,4 +1,6 @@
-"""OpenAI's chat completions: bodies to requests, answers to bodies and events, as OpenAI's own client reads them."""
+"""OpenAI's chat completions: bodies to requests, answers to bodies and events, as OpenAI's own
+client reads them.
+"""
 
 import json
 from dataclasses import replace
@@ -46,7 +48,15 @@ FUNCTION = {"name": "look_up", "description": "Weather", "parameters": SCHEMA}
 TOOL = {"type": "function", "function": FUNCTION}
 DIGITS = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[0-9]+"}}
 CUSTOM = {"type": "custom", "custom": {"name": "sums", "description": "Adds", "format": DIGITS}}
-OURS = {"drafted", "stop_reason", "reasoning", "reasoning_content", "token_ids", "prompt_token_ids", "prompt_logprobs"}
+OURS = {
+    "drafted",
+    "stop_reason",
+    "reasoning",
+    "reasoning_content",
+    "token_ids",
+    "prompt_token_ids",
+    "prompt_logprobs",
+}
 
 
 def chat(**fields) -> ChatRequest:
@@ -61,7 +71,9 @@ def refused(**fields) -> str:
 
 
 def test_plain_request():
-    expected = ChatRequest(ASK, SamplingParams(max_tokens=None), None, {"add_generation_prompt": True})
+    expected = ChatRequest(
+        ASK, SamplingParams(max_tokens=None), None, {"add_generation_prompt": True}
+    )
     assert chat() == expected
     assert chat(model="m") == replace(expected, model="m")
 
@@ -84,14 +96,22 @@ def test_logprobs():
     assert chat(logprobs=True).params.logprobs == 0
     assert chat(logprobs=True, top_logprobs=20).params.logprobs == 20
     assert chat(logprobs=True, top_logprobs=-1).params.logprobs == -1
-    assert refused(logprobs=True, top_logprobs=-2).startswith("top_logprobs: must be an integer of -1 or more")
+    assert refused(logprobs=True, top_logprobs=-2).startswith(
+        "top_logprobs: must be an integer of -1 or more"
+    )
     assert refused(top_logprobs=2).startswith("top_logprobs: needs logprobs")
     assert refused(logprobs=3).startswith("logprobs: must be true or false")
 
 
 def test_mistrals_name_of_the_seed():
-    assert chat(random_seed=5).params == chat(seed=5).params and "seed" in chat(random_seed=5).explicit_params
-    assert refused(random_seed=5, seed=5) == "random_seed: is Mistral's name of seed; leave one of them out"
+    assert (
+        chat(random_seed=5).params == chat(seed=5).params
+        and "seed" in chat(random_seed=5).explicit_params
+    )
+    assert (
+        refused(random_seed=5, seed=5)
+        == "random_seed: is Mistral's name of seed; leave one of them out"
+    )
     assert refused(random_seed="x").startswith("random_seed: must be an integer")
 
 
@@ -102,7 +122,11 @@ def test_messages():
         {"role": "user", "content": parts, "name": "Ann"},
         {"role": "assistant", "content": "", "refusal": None, "tool_calls": []},
         {"role": "assistant", "content": None, "refusal": "No."},
-        {"role": "assistant", "content": [{"type": "refusal", "refusal": "Never."}], "reasoning": "Hm."},
+        {
+            "role": "assistant",
+            "content": [{"type": "refusal", "refusal": "Never."}],
+            "reasoning": "Hm.",
+        },
         {"role": "assistant", "content": "So.", "reasoning_content": "Hm?", "parsed": {"a": 1}},
     ]
     assert chat(messages=given).messages == [
@@ -118,8 +142,16 @@ def test_messages():
 def test_calls_and_their_results():
     """Arguments are objects for chat templates, whatever they came as."""
     calls = [
-        {"id": "a", "type": "function", "function": {"name": "look_up", "arguments": '{"city": "Z\\u00fcrich"}'}},
-        {"id": "b", "index": 1, "function": {"name": "look_up", "arguments": {"city": "Rome"}, "parsed_arguments": {}}},
+        {
+            "id": "a",
+            "type": "function",
+            "function": {"name": "look_up", "arguments": '{"city": "Z\\u00fcrich"}'},
+        },
+        {
+            "id": "b",
+            "index": 1,
+            "function": {"name": "look_up", "arguments": {"city": "Rome"}, "parsed_arguments": {}},
+        },
         {"type": "function", "function": {"name": "now", "arguments": ""}},
     ]
     sun = [{"type": "text", "text": "sun"}]
@@ -133,8 +165,16 @@ def test_calls_and_their_results():
         {
             "role": "assistant",
             "tool_calls": [
-                {"id": "a", "type": "function", "function": {"name": "look_up", "arguments": {"city": "Zürich"}}},
-                {"id": "b", "type": "function", "function": {"name": "look_up", "arguments": {"city": "Rome"}}},
+                {
+                    "id": "a",
+                    "type": "function",
+                    "function": {"name": "look_up", "arguments": {"city": "Zürich"}},
+                },
+                {
+                    "id": "b",
+                    "type": "function",
+                    "function": {"name": "look_up", "arguments": {"city": "Rome"}},
+                },
                 {"type": "function", "function": {"name": "now", "arguments": {}}},
             ],
         },
@@ -156,23 +196,50 @@ def calling(**function) -> list[Any]:
         ("Hi", "messages: must be a list"),
         (ASK * 4097, "messages: must be a list of 1 to 4096 messages, got 4097 of them"),
         ([5], "messages[0]: must be an object"),
-        ([*ASK, {"content": "x"}], "messages[1].role: must be one of system, developer, user, assistant, tool, fun"),
+        (
+            [*ASK, {"content": "x"}],
+            "messages[1].role: must be one of system, developer, user, assistant, tool, fun",
+        ),
         ([{"role": ["user"], "content": "x"}], "messages[0].role: must be one of"),
         ([{"role": "user"}], "messages[0].content: must be a string, got None"),
         ([{"role": "assistant"}], "messages[0].content: must be a string, got None"),
-        ([{"role": "assistant", "content": "x", "refusal": "y"}], "messages[0].refusal: and content are both given"),
+        (
+            [{"role": "assistant", "content": "x", "refusal": "y"}],
+            "messages[0].refusal: and content are both given",
+        ),
         ([{"role": "user", "content": 5}], "messages[0].content: must be a string, got 5"),
         ([{"role": "user", "content": "\ud83d"}], "messages[0].content: must be valid Unicode"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type: must be 'text'"),
-        ([{"role": "user", "content": ["x"]}], "messages[0].content[0].type: must be 'text', got 'x'"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text: must be a string"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "messages[0].content[0].type: must be 'text'",
+        ),
+        (
+            [{"role": "user", "content": ["x"]}],
+            "messages[0].content[0].type: must be 'text', got 'x'",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text"}]}],
+            "messages[0].content[0].text: must be a string",
+        ),
         ([{"role": "user", "content": "x", "name": 1}], "messages[0].name: must be a string"),
         ([{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls: must be a list"),
-        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0]: must be an object with id"),
+        (
+            [{"role": "assistant", "tool_calls": [{}]}],
+            "messages[0].tool_calls[0]: must be an object with id",
+        ),
         (calling(name=5), "messages[0].tool_calls[0].function.name: must be a string"),
-        (calling(arguments="{"), "messages[0].tool_calls[0].function.arguments: must be a JSON object, as text"),
-        (calling(arguments="[1]"), "messages[0].tool_calls[0].function.arguments: must be a JSON object"),
-        (calling(arguments="[" * 100_000), "messages[0].tool_calls[0].function.arguments: must be a JSON object"),
+        (
+            calling(arguments="{"),
+            "messages[0].tool_calls[0].function.arguments: must be a JSON object, as text",
+        ),
+        (
+            calling(arguments="[1]"),
+            "messages[0].tool_calls[0].function.arguments: must be a JSON object",
+        ),
+        (
+            calling(arguments="[" * 100_000),
+            "messages[0].tool_calls[0].function.arguments: must be a JSON object",
+        ),
     ],
 )
 def test_wrong_messages(messages, message):
@@ -188,9 +255,13 @@ def test_fields_of_messages_that_other_servers_know_are_ignored_and_named():
     ]
     found = chat(messages=told)
     assert found.ignored == (
-        "messages[].?", "messages[].annotations", "messages[].content[].cache_control", "messages[].tool_call_id",
-        "messages[].tool_calls", "messages[].tool_calls[].function.parsed",
-    )  # fmt: skip
+        "messages[].?",
+        "messages[].annotations",
+        "messages[].content[].cache_control",
+        "messages[].tool_call_id",
+        "messages[].tool_calls",
+        "messages[].tool_calls[].function.parsed",
+    )
     assert found.messages[0] == {"role": "user", "content": "x"}
     assert found.messages[2] == {"role": "assistant", "content": "y"}
     assert chat(messages=ASK).ignored == ()
@@ -199,7 +270,10 @@ def test_fields_of_messages_that_other_servers_know_are_ignored_and_named():
 def test_tools():
     assert chat(tools=[TOOL]).tools == [TOOL]
     bare = {"type": "function", "function": {"name": "now", "strict": True, "parameters": None}}
-    expected = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+    expected = {
+        "type": "function",
+        "function": {"name": "now", "parameters": {"type": "object", "properties": {}}},
+    }
     assert chat(tools=[bare]).tools == [expected]
     assert chat(tools=[]) == chat()
     for value, message in (
@@ -207,22 +281,43 @@ def test_tools():
         ([TOOL] * 129, "tools: must be a list of 0 to 128, got 129 of them"),
         ([{"type": "web_search"}], "tools[0].type: must be function or custom, got 'web_search'"),
         ([{**TOOL, "strict": True}], "tools[0].strict: unknown field"),
-        ([{"type": "function", "function": {**FUNCTION, "name": "a b"}}], "tools[0].function.name: must be 1 to"),
-        ([{"type": "function", "function": {**FUNCTION, "parameters": 5}}], "tools[0].function.parameters: must be a"),
-        ([{"type": "function", "function": {**FUNCTION, "description": 5}}], "tools[0].function.description: must be"),
-        ([{"type": "function", "function": {**FUNCTION, "strict": "yes"}}], "tools[0].function.strict: must be true"),
-        ([{"type": "function", "function": {**FUNCTION, "returns": 5}}], "tools[0].function.returns: unknown field"),
+        (
+            [{"type": "function", "function": {**FUNCTION, "name": "a b"}}],
+            "tools[0].function.name: must be 1 to",
+        ),
+        (
+            [{"type": "function", "function": {**FUNCTION, "parameters": 5}}],
+            "tools[0].function.parameters: must be a",
+        ),
+        (
+            [{"type": "function", "function": {**FUNCTION, "description": 5}}],
+            "tools[0].function.description: must be",
+        ),
+        (
+            [{"type": "function", "function": {**FUNCTION, "strict": "yes"}}],
+            "tools[0].function.strict: must be true",
+        ),
+        (
+            [{"type": "function", "function": {**FUNCTION, "returns": 5}}],
+            "tools[0].function.returns: unknown field",
+        ),
     ):
         assert refused(tools=value).startswith(message)
     large = {**FUNCTION, "parameters": {"enum": ["x" * 70_000]}}
-    assert refused(tools=[{"type": "function", "function": large}]).startswith("tools[0].function.parameters: must be")
+    assert refused(tools=[{"type": "function", "function": large}]).startswith(
+        "tools[0].function.parameters: must be"
+    )
 
 
 def test_tool_choice():
     named = {"type": "function", "function": {"name": "look_up"}}
     for value, expected in (
-        (None, "auto"), ("auto", "auto"), ("none", "none"), ("required", "required"), (named, "function:look_up"),
-    ):  # fmt: skip
+        (None, "auto"),
+        ("auto", "auto"),
+        ("none", "none"),
+        ("required", "required"),
+        (named, "function:look_up"),
+    ):
         assert chat(tools=[TOOL], tool_choice=value).tool_choice == expected
     assert chat(tool_choice="none").tool_choice == "none"
     assert not chat(tools=[TOOL], parallel_tool_calls=False).parallel_tool_calls
@@ -230,7 +325,10 @@ def test_tool_choice():
         ("any", "tool_choice: must be auto, none, required or"),
         ({"type": "function"}, "tool_choice.function: must be a JSON object"),
         ({"type": "allowed_tools"}, "tool_choice.allowed_tools: must be a JSON object"),
-        ({"type": "function", "function": {"name": "x"}}, "tool_choice.function.name: must be the name of one of"),
+        (
+            {"type": "function", "function": {"name": "x"}},
+            "tool_choice.function.name: must be the name of one of",
+        ),
     ):
         assert refused(tools=[TOOL], tool_choice=value).startswith(message)
     assert refused(tool_choice="required") == "tool_choice: is 'required' and tools are missing"
@@ -241,15 +339,33 @@ def test_allowed_tools():
     now = {"type": "function", "function": {"name": "now"}}
     chosen = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [now]}}
     found = chat(tools=[TOOL, now, CUSTOM], tool_choice=chosen)
-    assert [tool["function"]["name"] for tool in found.tools] == ["now"] and found.tool_choice == "required"
-    chosen["allowed_tools"] |= {"mode": "auto", "tools": [{"type": "custom", "custom": {"name": "sums"}}]}
-    assert [tool["function"]["name"] for tool in chat(tools=[TOOL, CUSTOM], tool_choice=chosen).tools] == ["sums"]
+    assert [tool["function"]["name"] for tool in found.tools] == [
+        "now"
+    ] and found.tool_choice == "required"
+    chosen["allowed_tools"] |= {
+        "mode": "auto",
+        "tools": [{"type": "custom", "custom": {"name": "sums"}}],
+    }
+    assert [
+        tool["function"]["name"] for tool in chat(tools=[TOOL, CUSTOM], tool_choice=chosen).tools
+    ] == ["sums"]
     for wrong, message in (
-        ({"mode": "any", "tools": [now]}, "tool_choice.allowed_tools.mode: must be auto or required, got 'any'"),
-        ({"mode": "auto", "tools": []}, "tool_choice.allowed_tools.tools: must be a list of 1 to 128"),
-        ({"mode": "auto", "tools": [now]}, "tool_choice.allowed_tools.tools[0].function.name: must be the name"),
+        (
+            {"mode": "any", "tools": [now]},
+            "tool_choice.allowed_tools.mode: must be auto or required, got 'any'",
+        ),
+        (
+            {"mode": "auto", "tools": []},
+            "tool_choice.allowed_tools.tools: must be a list of 1 to 128",
+        ),
+        (
+            {"mode": "auto", "tools": [now]},
+            "tool_choice.allowed_tools.tools[0].function.name: must be the name",
+        ),
     ):
-        assert refused(tools=[TOOL], tool_choice={"type": "allowed_tools", "allowed_tools": wrong}).startswith(message)
+        assert refused(
+            tools=[TOOL], tool_choice={"type": "allowed_tools", "allowed_tools": wrong}
+        ).startswith(message)
 
 
 def test_custom_tools():
@@ -272,31 +388,58 @@ def test_custom_tools():
             {"type": "grammar", "grammar": {"syntax": "ebnf", "definition": "x"}},
             "tools[0].custom.format.grammar.syntax",
         ),
-        ({"type": "grammar", "grammar": {"syntax": "lark"}}, "tools[0].custom.format.grammar.definition: must be a s"),
+        (
+            {"type": "grammar", "grammar": {"syntax": "lark"}},
+            "tools[0].custom.format.grammar.definition: must be a s",
+        ),
     ):
-        assert refused(tools=[{"type": "custom", "custom": {"name": "x", "format": form}}]).startswith(message)
+        assert refused(
+            tools=[{"type": "custom", "custom": {"name": "x", "format": form}}]
+        ).startswith(message)
 
 
 def test_the_old_names_of_tools():
     found = chat(functions=[FUNCTION], function_call={"name": "look_up"})
     assert found.old_calls and found.tools == [TOOL] and found.tool_choice == "function:look_up"
-    assert not found.parallel_tool_calls and chat(functions=[FUNCTION], function_call="none").tool_choice == "none"
+    assert (
+        not found.parallel_tool_calls
+        and chat(functions=[FUNCTION], function_call="none").tool_choice == "none"
+    )
     given = [
         *ASK,
-        {"role": "assistant", "content": None, "function_call": {"name": "look_up", "arguments": '{"city": "Rome"}'}},
+        {
+            "role": "assistant",
+            "content": None,
+            "function_call": {"name": "look_up", "arguments": '{"city": "Rome"}'},
+        },
         {"role": "function", "name": "look_up", "content": "sun"},
     ]
     called, result = chat(messages=given).messages[1:]
     assert called["tool_calls"][0]["function"] == {"name": "look_up", "arguments": {"city": "Rome"}}
     assert result == {
-        "role": "tool", "name": "look_up", "content": "sun", "tool_call_id": called["tool_calls"][0]["id"],
-    }  # fmt: skip
-    assert refused(functions=[FUNCTION], tools=[TOOL]).startswith("tools: and functions are its new and its old name")
-    assert refused(functions=[FUNCTION], tool_choice="auto").startswith("tool_choice: and functions")
-    assert refused(functions=[FUNCTION], function_call="any").startswith("function_call: must be auto, none or")
-    assert refused(functions=[FUNCTION], function_call={"name": "x"}).startswith("function_call.name: must be the name")
+        "role": "tool",
+        "name": "look_up",
+        "content": "sun",
+        "tool_call_id": called["tool_calls"][0]["id"],
+    }
+    assert refused(functions=[FUNCTION], tools=[TOOL]).startswith(
+        "tools: and functions are its new and its old name"
+    )
+    assert refused(functions=[FUNCTION], tool_choice="auto").startswith(
+        "tool_choice: and functions"
+    )
+    assert refused(functions=[FUNCTION], function_call="any").startswith(
+        "function_call: must be auto, none or"
+    )
+    assert refused(functions=[FUNCTION], function_call={"name": "x"}).startswith(
+        "function_call.name: must be the name"
+    )
     body = chat_answer.response(
-        HEAD, found, None, [FinishedChoice(0, None, "tool_calls", calls=[ToolCall("a", "look_up", "{}")])], USAGE
+        HEAD,
+        found,
+        None,
+        [FinishedChoice(0, None, "tool_calls", calls=[ToolCall("a", "look_up", "{}")])],
+        USAGE,
     )
     (choice,) = body["choices"]
     assert choice["finish_reason"] == "function_call" and "tool_calls" not in choice["message"]
@@ -312,35 +455,60 @@ def test_a_form_of_the_text_says_nothing_of_a_call():
             "response_format.type"
         )
         asked = chat(structured_outputs={"regex": "a"}, tools=[TOOL], tool_choice=choice)
-        assert asked.params.structured_outputs == {"regex": "a"}  # of the whole answer; prompting.py refuses it
+        # of the whole answer; prompting.py refuses it
+        assert asked.params.structured_outputs == {"regex": "a"}
 
 
 def test_template_options():
     given = {"chat_template_kwargs": {"enable_thinking": False}, "add_generation_prompt": False}
-    assert chat(**given).template_options == {"enable_thinking": False, "add_generation_prompt": False}
+    assert chat(**given).template_options == {
+        "enable_thinking": False,
+        "add_generation_prompt": False,
+    }
     assert chat(reasoning_effort="low", chat_template="{{ x }}").template_options == {
         "add_generation_prompt": True, "chat_template": "{{ x }}", "reasoning_effort": "low",
     }  # fmt: skip
     goes_on = {"add_generation_prompt": False, "continue_final_message": True}
     assert chat(continue_final_message=True).template_options == goes_on
-    assert chat(continue_final_message=True, add_generation_prompt=False).template_options == goes_on
-    for name in ("messages", "tools", "self", "add_generation_prompt", "continue_final_message", "chat_template"):
+    assert (
+        chat(continue_final_message=True, add_generation_prompt=False).template_options == goes_on
+    )
+    for name in (
+        "messages",
+        "tools",
+        "self",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+    ):
         assert refused(chat_template_kwargs={name: 1}).startswith(f"chat_template_kwargs.{name}: ")
-    assert refused(chat_template_kwargs=[1]).startswith("chat_template_kwargs: must be a JSON object")
+    assert refused(chat_template_kwargs=[1]).startswith(
+        "chat_template_kwargs: must be a JSON object"
+    )
     assert refused(add_generation_prompt=1).startswith("add_generation_prompt: ")
-    assert refused(continue_final_message=True, add_generation_prompt=True).startswith("continue_final_message: needs")
-    assert refused(chat_template="x" * 65_537) == "chat_template: must hold at most 65536 characters, got 65537"
+    assert refused(continue_final_message=True, add_generation_prompt=True).startswith(
+        "continue_final_message: needs"
+    )
+    assert (
+        refused(chat_template="x" * 65_537)
+        == "chat_template: must hold at most 65536 characters, got 65537"
+    )
     assert refused(reasoning_effort=3).startswith("reasoning_effort: must be a string")
 
 
 def answer(index: int = 0, **fields) -> FinishedChoice:
-    """An answer of three tokens; the second is not among the two likeliest, the last is a part of a character."""
+    """An answer of three tokens; the second is not among the two likeliest, the last is a part of a
+    character.
+    """
     logprobs = [
         {1: Logprob(-0.1, 1, "Hi"), 2: Logprob(-2.5, 2, "Ho")},
         {9: Logprob(-7.0, 40, " you"), 3: Logprob(-0.5, 1, " me"), 4: Logprob(-1.0, 2, " us")},
         {5: Logprob(float("-inf"), 2, "\ufffd"), 6: Logprob(-0.25, 1, "\ufffd")},
     ]
-    return replace(FinishedChoice(index, "Hi you\ufffd", "length", token_ids=[1, 9, 5], logprobs=logprobs), **fields)
+    return replace(
+        FinishedChoice(index, "Hi you\ufffd", "length", token_ids=[1, 9, 5], logprobs=logprobs),
+        **fields,
+    )
 
 
 def respond(
@@ -356,14 +524,19 @@ def check(kind: Any, body: dict[str, Any]) -> None:
     """The client's own type takes it, but for ends that OpenAI has not."""
     body = json.loads(json.dumps(body))
     for choice in body["choices"]:
-        choice["finish_reason"] = {"timeout": "length", "abort": "length"}.get(*[choice["finish_reason"]] * 2)
+        choice["finish_reason"] = {"timeout": "length", "abort": "length"}.get(
+            *[choice["finish_reason"]] * 2
+        )
     assert strangers(kind, body) <= OURS
 
 
 def test_an_answer_in_full():
     request = chat(n=2, logprobs=True, top_logprobs=2)
     body = respond(request, answer(), answer(1, finish_reason="stop", stop_reason="END"))
-    assert {name: body[name] for name in ("id", "object", "created", "model", "system_fingerprint", "usage")} == {
+    assert {
+        name: body[name]
+        for name in ("id", "object", "created", "model", "system_fingerprint", "usage")
+    } == {
         "id": "chatcmpl-1",
         "object": "chat.completion",
         "created": 1700000000,
@@ -389,10 +562,14 @@ def test_an_answer_in_full():
     assert [best["token"] for best in you["top_logprobs"]] == [" me", " us"]
     assert (part["bytes"], part["logprob"]) == (None, -9999.0)
     assert body["prompt_logprobs"] is body["prompt_token_ids"] is first["token_ids"] is None
-    named = respond(chat(logprobs=True, top_logprobs=2, return_tokens_as_token_ids=True), answer())["choices"][0][
-        "logprobs"
+    named = respond(chat(logprobs=True, top_logprobs=2, return_tokens_as_token_ids=True), answer())[
+        "choices"
+    ][0]["logprobs"]
+    assert [entry["token"] for entry in named["content"]] == [
+        "token_id:1",
+        "token_id:9",
+        "token_id:5",
     ]
-    assert [entry["token"] for entry in named["content"]] == ["token_id:1", "token_id:9", "token_id:5"]
     assert named["content"][0]["top_logprobs"][1]["token"].startswith("token_id:")
     assert named["content"][0]["bytes"] == [72, 105]
 
@@ -400,12 +577,18 @@ def test_an_answer_in_full():
 def test_logprobs_that_were_not_asked_for():
     assert respond(chat(), answer(logprobs=None))["choices"][0]["logprobs"] is None
     only = respond(chat(logprobs=True), answer())
-    assert [token["top_logprobs"] for token in only["choices"][0]["logprobs"]["content"]] == [[], [], []]
+    assert [token["top_logprobs"] for token in only["choices"][0]["logprobs"]["content"]] == [
+        [],
+        [],
+        [],
+    ]
 
 
 def test_tokens_without_a_tokenizer():
     bare = FinishedChoice(0, "", "stop", token_ids=[7], logprobs=[{7: Logprob(-0.5, 1)}])
-    (entry,) = respond(chat(logprobs=True, top_logprobs=1), bare)["choices"][0]["logprobs"]["content"]
+    (entry,) = respond(chat(logprobs=True, top_logprobs=1), bare)["choices"][0]["logprobs"][
+        "content"
+    ]
     assert (entry["token"], entry["bytes"]) == ("token_id:7", None)
 
 
@@ -422,12 +605,23 @@ def test_calls_thoughts_and_numbers_of_tokens():
         "reasoning": "Hm.",
         "reasoning_content": "Hm.",
         "tool_calls": [
-            {"id": "a", "type": "function", "function": {"name": "look_up", "arguments": '{"city": "Rome"}'}},
+            {
+                "id": "a",
+                "type": "function",
+                "function": {"name": "look_up", "arguments": '{"city": "Rome"}'},
+            },
             {"id": "b", "type": "function", "function": {"name": "now", "arguments": "{}"}},
         ],
     }
-    assert (choice["finish_reason"], choice["token_ids"], body["prompt_token_ids"]) == ("tool_calls", [4, 5], [1, 2])
-    assert body["prompt_logprobs"] == [None, {"2": {"logprob": -1.0, "rank": 3, "decoded_token": "as"}}]
+    assert (choice["finish_reason"], choice["token_ids"], body["prompt_token_ids"]) == (
+        "tool_calls",
+        [4, 5],
+        [1, 2],
+    )
+    assert body["prompt_logprobs"] == [
+        None,
+        {"2": {"logprob": -1.0, "rank": 3, "decoded_token": "as"}},
+    ]
     assert "completion_tokens_details" not in body["usage"]  # nothing was thought
 
 
@@ -436,14 +630,22 @@ def test_thoughts_that_are_not_to_be_seen():
     request = chat(include_reasoning=False)
     usage = Usage(2, 5, 0, 3)
     body = respond(request, FinishedChoice(0, "So.", "stop", "Hm."), usage=usage)
-    assert body["choices"][0]["message"] == {"role": "assistant", "content": "So.", "reasoning": None}
+    assert body["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": "So.",
+        "reasoning": None,
+    }
     assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == 3
     parts = [
         ChoicePart(0, [Thought("Hm")]),
         ChoicePart(0, [Thought("."), Said("So")]),
         ChoicePart(0, [Said(".")], "stop"),
     ]
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks_of(streamed(request, parts)) if chunk["choices"]]
+    deltas = [
+        chunk["choices"][0]["delta"]
+        for chunk in chunks_of(streamed(request, parts))
+        if chunk["choices"]
+    ]
     assert [delta.get("content") for delta in deltas] == ["", "So", "."]
     assert not any("reasoning" in name for delta in deltas for name in delta)
 
@@ -451,16 +653,33 @@ def test_thoughts_that_are_not_to_be_seen():
 def test_echo_says_again_what_the_answer_goes_on_from():
     messages = [*ASK, {"role": "assistant", "content": "Hi "}]
     request = chat(messages=messages, continue_final_message=True, echo=True, n=2)
-    assert respond(request, FinishedChoice(0, "you", "stop"))["choices"][0]["message"]["content"] == "Hi you"
-    assert respond(chat(echo=True), FinishedChoice(0, "you", "stop"))["choices"][0]["message"]["content"] == "you"
+    assert (
+        respond(request, FinishedChoice(0, "you", "stop"))["choices"][0]["message"]["content"]
+        == "Hi you"
+    )
+    assert (
+        respond(chat(echo=True), FinishedChoice(0, "you", "stop"))["choices"][0]["message"][
+            "content"
+        ]
+        == "you"
+    )
     chunks = chunks_of(
-        streamed(request, [ChoicePart(0, [Said("y")]), ChoicePart(1, [Said("y")]), ChoicePart(0, [Said("ou")], "stop")])
+        streamed(
+            request,
+            [
+                ChoicePart(0, [Said("y")]),
+                ChoicePart(1, [Said("y")]),
+                ChoicePart(0, [Said("ou")], "stop"),
+            ],
+        )
     )
     texts = [(c["choices"][0]["index"], c["choices"][0]["delta"].get("content")) for c in chunks]
     assert texts == [(0, "Hi "), (1, "Hi "), (0, "y"), (1, "y"), (0, "ou")]
 
 
-def streamed(request: ChatRequest, parts: list[ChoicePart], head: ResponseHead = HEAD, ends: bool = True) -> bytes:
+def streamed(
+    request: ChatRequest, parts: list[ChoicePart], head: ResponseHead = HEAD, ends: bool = True
+) -> bytes:
     stream = chat_answer.ChatStream(head, request, None)
     data = stream.begin(Usage(30, 0, 16))
     for number, part in enumerate(parts, 1):
@@ -486,15 +705,24 @@ def test_the_end_token_comes_with_the_end_and_not_with_text():
     logprobs = [{4: Logprob(-0.1, 1, "Hi")}, {2: Logprob(-0.2, 1, "<|end|>")}]
     part = ChoicePart(0, [Said("Hi")], "stop", None, [4, 2], logprobs)
     request = chat(logprobs=True, return_token_ids=True, stream=True)
-    chunks = [chunk["choices"][0] for chunk in chunks_of(streamed(request, [part])) if chunk["choices"]]
+    chunks = [
+        chunk["choices"][0] for chunk in chunks_of(streamed(request, [part])) if chunk["choices"]
+    ]
     said = [
-        (one["delta"].get("content"), [each["token"] for each in one["logprobs"]["content"]], one["token_ids"])
+        (
+            one["delta"].get("content"),
+            [each["token"] for each in one["logprobs"]["content"]],
+            one["token_ids"],
+        )
         for one in chunks[1:]
     ]
     assert said == [("Hi", ["Hi"], [4]), ("", ["<|end|>"], [2])]
     assert [one["finish_reason"] for one in chunks] == [None, None, "stop"]
-    stopped = replace(part, stop_reason="Hi", token_ids=[4], logprobs=logprobs[:1])  # by a text: the token is of it
-    assert len([chunk for chunk in chunks_of(streamed(request, [stopped])) if chunk["choices"]]) == 2
+    # by a text: the token is of it
+    stopped = replace(part, stop_reason="Hi", token_ids=[4], logprobs=logprobs[:1])
+    assert (
+        len([chunk for chunk in chunks_of(streamed(request, [stopped])) if chunk["choices"]]) == 2
+    )
 
 
 def put_together(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -503,7 +731,9 @@ def put_together(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     for chunk in chunks:
         for one in chunk["choices"]:
             first = one["index"] not in choices
-            made = choices.setdefault(one["index"], {"message": {"role": None, "content": ""}, "ids": [], "scores": []})
+            made = choices.setdefault(
+                one["index"], {"message": {"role": None, "content": ""}, "ids": [], "scores": []}
+            )
             message = made["message"]
             delta = one["delta"]
             assert ("role" in delta) == first and "finish_reason" not in made
@@ -534,9 +764,14 @@ def test_the_deltas_of_a_stream_joined_are_the_whole_answer(one: Written, other:
     parts = []
     while any(lines):
         parts.append(random.choice([line for line in lines if line]).pop(0))
-    chunks = chunks_of(streamed(request, parts, replace(HEAD, prompts=[AnsweredPrompt("x", [1, 2])])))
+    chunks = chunks_of(
+        streamed(request, parts, replace(HEAD, prompts=[AnsweredPrompt("x", [1, 2])]))
+    )
     found = put_together(chunks)
-    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [[1, 2], *[None] * (len(chunks) - 1)]
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [
+        [1, 2],
+        *[None] * (len(chunks) - 1),
+    ]
     whole = respond(request, one.answer, replace(other.answer, index=1))["choices"]
     for choice in whole:
         made = found[choice["index"]]
@@ -546,10 +781,16 @@ def test_the_deltas_of_a_stream_joined_are_the_whole_answer(one: Written, other:
         assert made["message"] == {
             name: value or "" if name in ("content", "reasoning") else value
             for name, value in message.items()
-            if name != "reasoning_content" and (name != "reasoning" or value or "reasoning" in made["message"])
+            if name != "reasoning_content"
+            and (name != "reasoning" or value or "reasoning" in made["message"])
         }
-        assert (made["finish_reason"], made["stop_reason"]) == (choice["finish_reason"], choice["stop_reason"])
-        assert made["ids"] == choice["token_ids"] and made["scores"] == choice["logprobs"]["content"]
+        assert (made["finish_reason"], made["stop_reason"]) == (
+            choice["finish_reason"],
+            choice["stop_reason"],
+        )
+        assert (
+            made["ids"] == choice["token_ids"] and made["scores"] == choice["logprobs"]["content"]
+        )
 
 
 def test_drafted_tokens_are_told_to_those_who_ask():
@@ -562,7 +803,9 @@ def test_drafted_tokens_are_told_to_those_who_ask():
 @settings(max_examples=cases(100))
 @given(st.lists(written(), min_size=1, max_size=3), st.randoms(use_true_random=False))
 def test_the_client_puts_a_stream_together(lines: list[Written], random):
-    """With the client's own accumulator, whichever choice comes first and whatever the last part brings."""
+    """With the client's own accumulator, whichever choice comes first and whatever the last part
+    brings.
+    """
     left = [[replace(part, index=index) for part in line.parts] for index, line in enumerate(lines)]
     parts = []
     while any(left):
@@ -582,10 +825,15 @@ def test_the_client_puts_a_stream_together(lines: list[Written], random):
         message = choice.message
         answer = line.answer
         assert (message.content or "") == (answer.content or "")
-        calls = [(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+        calls = [
+            (call.id, call.function.name, call.function.arguments)
+            for call in message.tool_calls or ()
+        ]
         assert calls == [(call.id, call.name, call.arguments) for call in answer.calls]
         assert choice.finish_reason == answer.finish_reason
-    assert sorted(done) == sorted((call.name, call.arguments) for line in lines for call in line.answer.calls)
+    assert sorted(done) == sorted(
+        (call.name, call.arguments) for line in lines for call in line.answer.calls
+    )
     server.data = msgspec.json.encode(respond(chat(n=len(lines)), *(line.answer for line in lines)))
     read = client.chat.completions.create(model="quill", messages=ASK).choices
     assert [one.message.content for one in read] == [line.answer.content for line in lines]
@@ -604,8 +852,14 @@ def test_the_chunks_of_a_short_answer_in_full():
     second = {"index": 1, "id": "d", "type": "function", "function": {"name": "g", "arguments": ""}}
     assert deltas == [
         {**nothing, "delta": {"role": "assistant", "content": ""}},
-        {**nothing, "delta": {"reasoning": "Hm.", "reasoning_content": "Hm.", "tool_calls": [first]}},
-        {**nothing, "delta": {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}, second]}},
+        {
+            **nothing,
+            "delta": {"reasoning": "Hm.", "reasoning_content": "Hm.", "tool_calls": [first]},
+        },
+        {
+            **nothing,
+            "delta": {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}, second]},
+        },
         {**nothing, "delta": {}, "finish_reason": "tool_calls", "stop_reason": None},
     ]
 
@@ -627,16 +881,21 @@ def test_usage_in_a_stream():
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"), [(500, "server_error"), (503, "overloaded_error"), (400, "invalid_request_error")]
+    ("status", "kind"),
+    [(500, "server_error"), (503, "overloaded_error"), (400, "invalid_request_error")],
 )
 def test_a_stream_that_fails_says_so_and_ends(status, kind):
     stream = chat_answer.ChatStream(HEAD, chat(stream=True), None)
     data = (
-        stream.begin(Usage(3, 0)) + stream.part(ChoicePart(0, [Said("a")])) + stream.fail(status, "it broke", "queue")
+        stream.begin(Usage(3, 0))
+        + stream.part(ChoicePart(0, [Said("a")]))
+        + stream.fail(status, "it broke", "queue")
     )
     *_, last = chunks_of(data)
     assert last == {"error": {"message": "it broke", "type": kind, "param": "queue", "code": None}}
-    client = openai.OpenAI(api_key="k", base_url="http://127.0.0.1/v1", http_client=Server(data).http)
+    client = openai.OpenAI(
+        api_key="k", base_url="http://127.0.0.1/v1", http_client=Server(data).http
+    )
     with pytest.raises(openai.APIError, match="it broke") as caught:
         list(client.chat.completions.create(model="quill", messages=ASK, stream=True))
     assert caught.value.param == "queue"

@@ -41,8 +41,16 @@ class Person(BaseModel):
 
 
 TOOL: Any = openai.pydantic_function_tool(weather)
-OTHER = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
-FLAT = {"type": "function", "name": "weather", "parameters": TOOL["function"]["parameters"], "strict": True}
+OTHER = {
+    "type": "function",
+    "function": {"name": "now", "parameters": {"type": "object", "properties": {}}},
+}
+FLAT = {
+    "type": "function",
+    "name": "weather",
+    "parameters": TOOL["function"]["parameters"],
+    "strict": True,
+}
 USAGE = {"stream_options": {"include_usage": True}}
 
 
@@ -93,7 +101,9 @@ def test_chat(ask):
     assert (choice.message.role, choice.message.content) == ("assistant", said("hello"))
     assert choice.finish_reason == "stop" and choice.message.tool_calls is None
     assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
-    assert (found.model, found.object) == ("quill", "chat.completion") and found.id.startswith("chatcmpl-")
+    assert (found.model, found.object) == ("quill", "chat.completion") and found.id.startswith(
+        "chatcmpl-"
+    )
     assert found.system_fingerprint.startswith("quire-")
     assert hello(ask, max_completion_tokens=3).choices[0].finish_reason == "length"
     assert hello(ask, stop="hello").choices[0].message.content == "You said: "
@@ -101,7 +111,10 @@ def test_chat(ask):
         model="quill",
         messages=[
             {"role": "developer", "content": "Be kind."},
-            {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}],
+            },
         ],
     )
     assert told.choices[0].message.content == said("one\ntwo")
@@ -137,27 +150,42 @@ def test_chat_helper_stream(ask):
 @pytest.mark.parametrize("streams", [False, True])
 def test_chat_tool_loop(ask, streams):
     """One or several calls, then an answer that has their results."""
-    for text, cities in (("weather in Rome", ["Rome"]), ("weather in Rome and in Paris", ["Rome", "Paris"])):
+    for text, cities in (
+        ("weather in Rome", ["Rome"]),
+        ("weather in Rome and in Paris", ["Rome", "Paris"]),
+    ):
         messages = user(text)
         if streams:
-            with ask.chat.completions.stream(model="quill", messages=messages, tools=[TOOL]) as stream:
+            with ask.chat.completions.stream(
+                model="quill", messages=messages, tools=[TOOL]
+            ) as stream:
                 events = list(stream)
             choice = stream.get_final_completion().choices[0]
-            assert [e.name for e in events if e.type == "tool_calls.function.arguments.done"] == ["weather"] * len(
-                cities
-            )
-            assert [call.function.parsed_arguments.city for call in choice.message.tool_calls] == cities
+            assert [e.name for e in events if e.type == "tool_calls.function.arguments.done"] == [
+                "weather"
+            ] * len(cities)
+            assert [
+                call.function.parsed_arguments.city for call in choice.message.tool_calls
+            ] == cities
         else:
-            choice = ask.chat.completions.create(model="quill", messages=messages, tools=[TOOL]).choices[0]
+            choice = ask.chat.completions.create(
+                model="quill", messages=messages, tools=[TOOL]
+            ).choices[0]
         assert choice.finish_reason == "tool_calls" and choice.message.content == "I look."
         calls = choice.message.tool_calls
         assert [json.loads(call.function.arguments)["city"] for call in calls] == cities
-        assert len({call.id for call in calls}) == len(calls) and all(call.type == "function" for call in calls)
+        assert len({call.id for call in calls}) == len(calls) and all(
+            call.type == "function" for call in calls
+        )
         messages.append(choice.message)
         for number, call in enumerate(calls):
             messages.append({"role": "tool", "tool_call_id": call.id, "content": f"sun {number}"})
-        last = ask.chat.completions.create(model="quill", messages=messages, tools=[TOOL]).choices[0]
-        assert last.message.content == f"It is {' and '.join(f'sun {n}' for n in range(len(cities)))}."
+        last = ask.chat.completions.create(model="quill", messages=messages, tools=[TOOL]).choices[
+            0
+        ]
+        assert (
+            last.message.content == f"It is {' and '.join(f'sun {n}' for n in range(len(cities)))}."
+        )
         assert (last.finish_reason, last.message.tool_calls) == ("stop", None)
 
 
@@ -205,7 +233,9 @@ def test_chat_reasoning(ask, streams):
         reasoning = message.reasoning
         assert message.reasoning_content == reasoning
         back = [*user("think"), message, *user("hello")]
-        assert ask.chat.completions.create(model="quill", messages=back).choices[0].message.content == said("hello")
+        assert ask.chat.completions.create(model="quill", messages=back).choices[
+            0
+        ].message.content == said("hello")
     assert content.strip() == said("think") and reasoning.strip() == "I must look."
     assert 0 < usage.completion_tokens_details.reasoning_tokens <= usage.completion_tokens
 
@@ -219,8 +249,13 @@ def test_completion(ask):
     assert [(choice.index, choice.text) for choice in found.choices] == list(
         enumerate([said("a")] * 2 + [said("b")] * 2)
     )
-    assert {choice.finish_reason for choice in found.choices} == {"stop"} and found.id.startswith("cmpl-")
-    assert ask.completions.create(model="quill", prompt="<user>a").choices[0].finish_reason == "length"  # 16 tokens
+    assert {choice.finish_reason for choice in found.choices} == {"stop"} and found.id.startswith(
+        "cmpl-"
+    )
+    # 16 tokens
+    assert (
+        ask.completions.create(model="quill", prompt="<user>a").choices[0].finish_reason == "length"
+    )
 
 
 @shows("openai", "completions.create(stream=True)")
@@ -228,7 +263,9 @@ def test_completion_streamed(ask):
     """The texts joined, by index, are the answers."""
     prompts = ["<user>a<assistant>", "<user>b<assistant>"]
     texts = dict.fromkeys(range(4), "")
-    *chunks, last = ask.completions.create(model="quill", prompt=prompts, n=2, max_tokens=99, stream=True, **USAGE)
+    *chunks, last = ask.completions.create(
+        model="quill", prompt=prompts, n=2, max_tokens=99, stream=True, **USAGE
+    )
     for chunk in chunks:
         for choice in chunk.choices:
             texts[choice.index] += choice.text
@@ -250,13 +287,21 @@ def test_completion_echo(ask, streams):
 @pytest.mark.parametrize("streams", [False, True])
 def test_response(ask, streams):
     """An answer as items, also as events."""
-    found = ask.responses.create(model="quill", input="hello", instructions="Be kind.", stream=streams)
+    found = ask.responses.create(
+        model="quill", input="hello", instructions="Be kind.", stream=streams
+    )
     if streams:
         events = list(found)
-        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == said("hello")
+        assert "".join(
+            event.delta for event in events if event.type == "response.output_text.delta"
+        ) == said("hello")
         assert events[-1].type == "response.completed"
         found = events[-1].response
-    assert (found.output_text, found.status, found.instructions) == (said("hello"), "completed", "Be kind.")
+    assert (found.output_text, found.status, found.instructions) == (
+        said("hello"),
+        "completed",
+        "Be kind.",
+    )
     assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens > 0
 
 
@@ -273,12 +318,22 @@ def test_response_tool_loop(ask, streams):
         assert [e.type for e in events].count("response.function_call_arguments.done") == 2
     else:
         found = ask.responses.create(input=talk, **asked)
-    assert [item.type for item in found.output] == ["reasoning", "message", "function_call", "function_call"]
-    assert found.output[0].content[0].text.strip() == "I must look." and found.output_text.strip() == "I look."
+    assert [item.type for item in found.output] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
+    assert (
+        found.output[0].content[0].text.strip() == "I must look."
+        and found.output_text.strip() == "I look."
+    )
     talk += found.output
     for item in found.output[2:]:
         city = json.loads(item.arguments)["city"]
-        talk.append({"type": "function_call_output", "call_id": item.call_id, "output": f"sun in {city}"})
+        talk.append(
+            {"type": "function_call_output", "call_id": item.call_id, "output": f"sun in {city}"}
+        )
     last = ask.responses.create(input=talk, **asked)
     assert last.output_text == "It is sun in Rome and sun in Paris."
 
@@ -304,7 +359,9 @@ def test_async(server):
             async with client.chat.completions.stream(model="quill", messages=messages) as stream:
                 return (await stream.get_final_completion()).choices[0].message.content or ""
         if number % 3 == 1:
-            chunks = await client.chat.completions.create(model="quill", messages=messages, stream=True)
+            chunks = await client.chat.completions.create(
+                model="quill", messages=messages, stream=True
+            )
             return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
         return (await client.responses.create(model="quill", input=messages)).output_text
 
@@ -357,7 +414,10 @@ def test_keys():
     """Without a valid key; with one it is an answer."""
     with scripted_server(FORMATS, api_keys=("secret",)) as state:
         for key in ("wrong", "secre", "secret2"):
-            with client_of(state, api_key=key) as client, pytest.raises(openai.AuthenticationError) as caught:
+            with (
+                client_of(state, api_key=key) as client,
+                pytest.raises(openai.AuthenticationError) as caught,
+            ):
                 hello(client)
             assert caught.value.code == "invalid_api_key"
         with client_of(state, api_key="secret") as client:
@@ -380,7 +440,8 @@ def test_a_full_queue(server):
 
             threads = [threading.Thread(target=run) for _ in range(3)]
             threads[0].start()
-            until(lambda: thread.stalled() > 0.1)  # its step hangs; of the two that come now the queue has room for one
+            # its step hangs; of the two that come now the queue has room for one
+            until(lambda: thread.stalled() > 0.1)
             for other in threads[1:]:
                 other.start()
             until(lambda: len(thread.jobs) == 2)
@@ -394,7 +455,9 @@ def test_a_full_queue(server):
         server.engine.max_queued = None
     assert sorted(reply.retries_taken for reply in replies) == [0, 0, 1]
     assert [reply.parse().choices[0].message.content for reply in replies] == [said("hello")] * 3
-    assert caught.value.code == "queue_full" and int(caught.value.response.headers["retry-after"]) >= 1
+    assert (
+        caught.value.code == "queue_full" and int(caught.value.response.headers["retry-after"]) >= 1
+    )
 
 
 @shows("openai", "InternalServerError (503 and 500), and retries of them that succeed")
@@ -419,7 +482,9 @@ def test_a_server_that_cannot_answer(server):
         retried = client.with_options(max_retries=2).chat.completions.with_raw_response.create(
             model="quill", messages=user("hello")
         )
-        assert retried.retries_taken == 1 and retried.parse().choices[0].message.content == said("hello")
+        assert retried.retries_taken == 1 and retried.parse().choices[0].message.content == said(
+            "hello"
+        )
         server.service.draining = True
         threading.Timer(0.5, lambda: setattr(server.service, "draining", False)).start()
         assert hello(client.with_options(max_retries=2)).choices[0].message.content == said("hello")
@@ -435,7 +500,11 @@ def test_a_client_that_waits_no_longer(server):
         with client_of(server, timeout=0.3) as client:
             for fields in ({}, {"stream": True}):
                 with pytest.raises(openai.APITimeoutError):
-                    list(client.chat.completions.create(model="quill", messages=user("count"), **fields))
+                    list(
+                        client.chat.completions.create(
+                            model="quill", messages=user("count"), **fields
+                        )
+                    )
         server.script.hold.set()
         frees_all(server)
     finally:
@@ -452,13 +521,20 @@ def test_cancelling(server):
         async with client_of(server, AsyncOpenAI) as client:
 
             async def read() -> None:
-                async for _ in await client.chat.completions.create(model="quill", messages=user("count"), stream=True):
+                async for _ in await client.chat.completions.create(
+                    model="quill", messages=user("count"), stream=True
+                ):
                     begun.set()
 
-            for call in (read(), client.chat.completions.create(model="quill", messages=user("count"))):
+            for call in (
+                read(),
+                client.chat.completions.create(model="quill", messages=user("count")),
+            ):
                 begun = asyncio.Event()
                 task = asyncio.create_task(call)
-                while not server.engine.scheduler.running or (not begun.is_set() and call.__name__ == "read"):
+                while not server.engine.scheduler.running or (
+                    not begun.is_set() and call.__name__ == "read"
+                ):
                     await asyncio.sleep(0.005)
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
@@ -471,7 +547,9 @@ def test_cancelling(server):
     server.script.step_seconds = 0.05
     try:
         with client_of(server) as client:
-            stream = client.chat.completions.create(model="quill", messages=user("count"), stream=True)
+            stream = client.chat.completions.create(
+                model="quill", messages=user("count"), stream=True
+            )
             for chunk in stream:
                 if chunk.choices[0].delta.content:
                     break
@@ -491,19 +569,29 @@ def test_cancelling(server):
 def test_headers(ask):
     """The request id of the client, or a new one, comes back as x-request-id and `_request_id`."""
     asked: dict[str, Any] = {"model": "quill", "messages": user("hello")}
-    raw = ask.chat.completions.with_raw_response.create(**asked, extra_headers={"X-Request-Id": "mine-1"})
+    raw = ask.chat.completions.with_raw_response.create(
+        **asked, extra_headers={"X-Request-Id": "mine-1"}
+    )
     assert raw.headers["x-request-id"] == raw.parse()._request_id == "mine-1"
     first, second = (hello(ask)._request_id for _ in range(2))
     assert first and second and first != second
-    assert ask.chat.completions.create(**asked, extra_body={"request_id": "mine-2"}).id == "chatcmpl-mine-2"
+    assert (
+        ask.chat.completions.create(**asked, extra_body={"request_id": "mine-2"}).id
+        == "chatcmpl-mine-2"
+    )
     with ask.chat.completions.with_streaming_response.create(**asked, stream=True) as raw:
-        assert raw.headers["content-type"].startswith("text/event-stream") and raw.headers["x-request-id"]
+        assert (
+            raw.headers["content-type"].startswith("text/event-stream")
+            and raw.headers["x-request-id"]
+        )
         assert list(raw.iter_lines())[-2] == "data: [DONE]"
 
 
 def sort(client: Any, **fields: Any) -> Any:
     """The bundled model at work; it is sure of what it says."""
-    return client.chat.completions.create(model="quill", messages=user(SORT), **{"temperature": 0, **fields})
+    return client.chat.completions.create(
+        model="quill", messages=user(SORT), **{"temperature": 0, **fields}
+    )
 
 
 @shows("openai", "chat.completions.create(seed=...)")
@@ -527,15 +615,24 @@ def test_log_probabilities(ask_bundled):
     """Each token with the likeliest in its place; the texts of the tokens joined are the answer."""
     found = sort(ask_bundled, logprobs=True, top_logprobs=3)
     content = found.choices[0].logprobs.content
-    assert b"".join(bytes(entry.bytes) for entry in content).decode().removesuffix("<|end|>") == SORTED
+    assert (
+        b"".join(bytes(entry.bytes) for entry in content).decode().removesuffix("<|end|>") == SORTED
+    )
     for entry in content:
         best = [other.logprob for other in entry.top_logprobs]
         assert len(best) == 3 and best == sorted(best, reverse=True)
         assert entry.logprob == best[0] and entry.token == entry.top_logprobs[0].token  # greedy
     chunks = list(sort(ask_bundled, logprobs=True, top_logprobs=3, stream=True))
-    streamed = [entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+    streamed = [
+        entry
+        for chunk in chunks
+        if chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content
+    ]
     assert [entry.token for entry in streamed] == [entry.token for entry in content]
-    assert [entry.logprob for entry in streamed] == pytest.approx([entry.logprob for entry in content], abs=1e-3)
+    assert [entry.logprob for entry in streamed] == pytest.approx(
+        [entry.logprob for entry in content], abs=1e-3
+    )
     with ask_bundled.chat.completions.stream(
         model="quill", messages=user(SORT), temperature=0, logprobs=True
     ) as stream:
@@ -544,17 +641,27 @@ def test_log_probabilities(ask_bundled):
     asked = {"model": "quill", "input": SORT, "temperature": 0, "top_logprobs": 3}
     response = ask_bundled.responses.create(**asked, include=["message.output_text.logprobs"])
     assert response.output_text == SORTED
-    assert [e.token for e in response.output[0].content[0].logprobs] == [entry.token for entry in content]
+    assert [e.token for e in response.output[0].content[0].logprobs] == [
+        entry.token for entry in content
+    ]
 
 
 @shows("openai", "completions.create(logprobs=...); echo and prompt_logprobs by extra_body")
 def test_log_probabilities_of_completions(ask_bundled):
-    """Parallel lists whose offsets point into the text; with echo those of the prompt stand before."""
+    """Parallel lists whose offsets point into the text; with echo those of the prompt stand
+    before.
+    """
     prompt = "Once upon a time, there was a curious mouse"
-    asked: dict[str, Any] = {"model": "quill", "prompt": prompt, "max_tokens": 6, "temperature": 0, "logprobs": 2}
-    own = ask_bundled.completions.create(**asked, extra_body={"prompt_logprobs": 0, "return_token_ids": True}).choices[
-        0
-    ]
+    asked: dict[str, Any] = {
+        "model": "quill",
+        "prompt": prompt,
+        "max_tokens": 6,
+        "temperature": 0,
+        "logprobs": 2,
+    }
+    own = ask_bundled.completions.create(
+        **asked, extra_body={"prompt_logprobs": 0, "return_token_ids": True}
+    ).choices[0]
     echo = ask_bundled.completions.create(**asked, echo=True).choices[0]
     assert echo.text == prompt + own.text
     for choice, text in ((own, own.text), (echo, echo.text)):
@@ -576,9 +683,16 @@ def test_log_probabilities_of_completions(ask_bundled):
 @shows("openai", "n, best_of")
 def test_several_answers(ask_bundled):
     """n of them; with best_of the likeliest."""
-    asked: dict[str, Any] = {"model": "quill", "prompt": "Once upon a time", "max_tokens": 8, "seed": 3}
+    asked: dict[str, Any] = {
+        "model": "quill",
+        "prompt": "Once upon a time",
+        "max_tokens": 8,
+        "seed": 3,
+    }
     many = ask_bundled.completions.create(**asked, n=4, logprobs=0).choices
-    assert [choice.index for choice in many] == [0, 1, 2, 3] and len({choice.text for choice in many}) > 1
+    assert [choice.index for choice in many] == [0, 1, 2, 3] and len(
+        {choice.text for choice in many}
+    ) > 1
     means = [sum(c.logprobs.token_logprobs) / len(c.logprobs.token_logprobs) for c in many]
     best = ask_bundled.completions.create(**asked, best_of=4).choices
     assert [choice.text for choice in best] == [many[means.index(max(means))].text]
@@ -595,32 +709,63 @@ def test_ends(ask_bundled):
     tokens = sort(ask_bundled, extra_body={"return_token_ids": True}).choices[0].token_ids
     assert end() == (SORTED, "stop", None)
     assert end(stop=["84"]) == ("36 39 ", "stop", "84")
-    assert end(stop="84", extra_body={"include_stop_str_in_output": True}) == ("36 39 84", "stop", "84")
+    assert end(stop="84", extra_body={"include_stop_str_in_output": True}) == (
+        "36 39 84",
+        "stop",
+        "84",
+    )
     assert end(extra_body={"stop_token_ids": [tokens[2]]})[1:] == ("stop", tokens[2])
     assert end(max_tokens=2)[1] == end(max_completion_tokens=2)[1] == "length"
     assert end(max_tokens=30, extra_body={"ignore_eos": True})[1] == "length"
     assert len(end(max_tokens=40, extra_body={"min_tokens": 30})[0]) > len(SORTED)
 
 
-@shows("openai", "logit_bias; allowed_token_ids, bad_words, top_k, min_p, repetition_penalty by extra_body")
+@shows(
+    "openai",
+    "logit_bias; allowed_token_ids, bad_words, top_k, min_p, repetition_penalty by extra_body",
+)
 def test_sampling_fields(ask_bundled):
     """What may be written, and how it is drawn."""
     tokens = sort(ask_bundled, extra_body={"return_token_ids": True}).choices[0].token_ids
-    assert sort(ask_bundled, logit_bias={str(tokens[0]): -100}, max_tokens=8).choices[0].message.content[:2] != "36"
-    allowed = sort(ask_bundled, max_tokens=4, extra_body={"allowed_token_ids": tokens[:1], "return_token_ids": True})
+    assert (
+        sort(ask_bundled, logit_bias={str(tokens[0]): -100}, max_tokens=8)
+        .choices[0]
+        .message.content[:2]
+        != "36"
+    )
+    allowed = sort(
+        ask_bundled,
+        max_tokens=4,
+        extra_body={"allowed_token_ids": tokens[:1], "return_token_ids": True},
+    )
     assert allowed.choices[0].token_ids == tokens[:1] * 4
     nothing = {"allowed_token_ids": tokens[:1], "stop_token_ids": tokens[:1], "min_tokens": 3}
-    with pytest.raises(openai.BadRequestError, match="leaves, with logit_bias.*, no token that may come next"):
+    with pytest.raises(
+        openai.BadRequestError, match="leaves, with logit_bias.*, no token that may come next"
+    ):
         sort(ask_bundled, max_tokens=4, extra_body=nothing)
     assert (
-        "84" not in sort(ask_bundled, max_tokens=12, extra_body={"bad_words": ["84", " 84"]}).choices[0].message.content
+        "84"
+        not in sort(ask_bundled, max_tokens=12, extra_body={"bad_words": ["84", " 84"]})
+        .choices[0]
+        .message.content
     )
     for one in ({"top_k": 1}, {"min_p": 1.0}):
-        assert sort(ask_bundled, temperature=1.0, extra_body=one).choices[0].message.content == SORTED
+        assert (
+            sort(ask_bundled, temperature=1.0, extra_body=one).choices[0].message.content == SORTED
+        )
     assert sort(ask_bundled, temperature=2.0, top_p=0.01).choices[0].message.content == SORTED
-    asked: dict[str, Any] = {"model": "quill", "prompt": "Once upon a time", "max_tokens": 60, "temperature": 0}
+    asked: dict[str, Any] = {
+        "model": "quill",
+        "prompt": "Once upon a time",
+        "max_tokens": 60,
+        "temperature": 0,
+    }
     plain = ask_bundled.completions.create(**asked).choices[0].text
-    for fields in ({"presence_penalty": 2, "frequency_penalty": 2}, {"extra_body": {"repetition_penalty": 50}}):
+    for fields in (
+        {"presence_penalty": 2, "frequency_penalty": 2},
+        {"extra_body": {"repetition_penalty": 50}},
+    ):
         assert ask_bundled.completions.create(**asked, **fields).choices[0].text != plain
 
 
@@ -629,13 +774,17 @@ def test_cached_tokens(ask_bundled):
     """Whole pages of a prompt that came before are found again, but not under another salt."""
 
     def cached(**fields: Any) -> int:
-        found = ask_bundled.chat.completions.create(model="quill", messages=user(LIST), max_tokens=2, **fields)
+        found = ask_bundled.chat.completions.create(
+            model="quill", messages=user(LIST), max_tokens=2, **fields
+        )
         return found.usage.prompt_tokens_details.cached_tokens
 
     cached(extra_body={"cache_salt": "a"})
     assert cached(extra_body={"cache_salt": "a"}) >= 16
     assert cached(extra_body={"cache_salt": "b"}) == 0
-    response = ask_bundled.responses.create(model="quill", input=LIST, extra_body={"cache_salt": "a"})
+    response = ask_bundled.responses.create(
+        model="quill", input=LIST, extra_body={"cache_salt": "a"}
+    )
     assert response.usage.input_tokens_details.cached_tokens >= 16
 
 
@@ -647,21 +796,41 @@ def test_token_ids(ask_bundled):
     assert len(found.choices[0].token_ids) == found.usage.completion_tokens
     chunks = list(sort(ask_bundled, stream=True, extra_body={"return_token_ids": True}))
     assert chunks[0].prompt_token_ids == found.prompt_token_ids
-    assert [token for chunk in chunks[1:] for token in chunk.choices[0].token_ids] == found.choices[0].token_ids
+    assert [token for chunk in chunks[1:] for token in chunk.choices[0].token_ids] == found.choices[
+        0
+    ].token_ids
 
 
-@shows("openai", "continue_final_message, echo, add_generation_prompt, truncate_prompt_tokens by extra_body")
+@shows(
+    "openai",
+    "continue_final_message, echo, add_generation_prompt, truncate_prompt_tokens by extra_body",
+)
 def test_prompts(ask_bundled):
-    """An answer that goes on from what the assistant is to have said; a prompt that keeps its end."""
+    """An answer that goes on from what the assistant is to have said; a prompt that keeps its
+    end.
+    """
     messages = [*user(SORT), {"role": "assistant", "content": SORTED[:5]}]
     asked: dict[str, Any] = {"model": "quill", "messages": messages, "temperature": 0}
     for echo, text in ((False, SORTED[5:]), (True, SORTED)):
         extra = {"continue_final_message": True, "echo": echo}
-        assert ask_bundled.chat.completions.create(**asked, extra_body=extra).choices[0].message.content == text
+        assert (
+            ask_bundled.chat.completions.create(**asked, extra_body=extra)
+            .choices[0]
+            .message.content
+            == text
+        )
         chunks = ask_bundled.chat.completions.create(**asked, extra_body=extra, stream=True)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
-    assert sort(ask_bundled, extra_body={"truncate_prompt_tokens": 7}, max_tokens=1).usage.prompt_tokens == 7
-    whole, bare = (sort(ask_bundled, max_tokens=1, **f) for f in ({}, {"extra_body": {"add_generation_prompt": False}}))
+    assert (
+        sort(
+            ask_bundled, extra_body={"truncate_prompt_tokens": 7}, max_tokens=1
+        ).usage.prompt_tokens
+        == 7
+    )
+    whole, bare = (
+        sort(ask_bundled, max_tokens=1, **f)
+        for f in ({}, {"extra_body": {"add_generation_prompt": False}})
+    )
     assert whole.usage.prompt_tokens > bare.usage.prompt_tokens
 
 
@@ -674,31 +843,49 @@ def test_forms_of_answers(ask_bundled, streams):
     """What is written has the form, also where the model would rather write something else."""
     schema = {
         "type": "object",
-        "properties": {"city": {"enum": ["Rome", "Lagos"]}, "age": {"type": "integer", "minimum": 3, "maximum": 9}},
+        "properties": {
+            "city": {"enum": ["Rome", "Lagos"]},
+            "age": {"type": "integer", "minimum": 3, "maximum": 9},
+        },
         "required": ["age", "city"],
         "additionalProperties": False,
     }
 
     def written(**fields: Any) -> str:
-        found = ask_bundled.chat.completions.create(**PERSONAL | fields, stream=streams, max_tokens=100)
+        found = ask_bundled.chat.completions.create(
+            **PERSONAL | fields, stream=streams, max_tokens=100
+        )
         if streams:
             return "".join(chunk.choices[0].delta.content or "" for chunk in found)
         return found.choices[0].message.content
 
     assert json.loads(written(response_format={"type": "json_object"})) == FOUND
-    strict = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema, "strict": True}}
+    strict = {
+        "type": "json_schema",
+        "json_schema": {"name": "place", "schema": schema, "strict": True},
+    }
     for messages in (user(PERSON), user(SORT)):
         found = json.loads(written(messages=messages, response_format=strict))
-        assert set(found) == {"age", "city"} and found["city"] in ("Rome", "Lagos") and found["age"] in range(3, 10)
+        assert (
+            set(found) == {"age", "city"}
+            and found["city"] in ("Rome", "Lagos")
+            and found["age"] in range(3, 10)
+        )
     assert written(extra_body={"structured_outputs": {"choice": ["yes", "no"]}}) in ("yes", "no")
     assert written(extra_body={"structured_outputs": {"regex": "[a-c]{5}"}}).strip("abc") == ""
     assert json.loads(written(extra_body={"structured_outputs": {"json": schema}}))["city"]
     text = {"format": {"type": "json_schema", "name": "place", "schema": schema, "strict": True}}
-    assert json.loads(ask_bundled.responses.create(model="quill", input=PERSON, text=text).output_text)["city"]
+    assert json.loads(
+        ask_bundled.responses.create(model="quill", input=PERSON, text=text).output_text
+    )["city"]
 
 
-@pytest.mark.filterwarnings("ignore:Pydantic serializer")  # of the client, where it sends back what it has parsed
-@shows("openai", "chat.completions.parse, chat.completions.stream and responses.parse with a pydantic model")
+# of the client, where it sends back what it has parsed
+@pytest.mark.filterwarnings("ignore:Pydantic serializer")
+@shows(
+    "openai",
+    "chat.completions.parse, chat.completions.stream and responses.parse with a pydantic model",
+)
 def test_parsed_answers(ask_bundled):
     """The answer is an object of the class."""
     expected = Person(**FOUND)
@@ -708,9 +895,13 @@ def test_parsed_answers(ask_bundled):
         assert stream.get_final_completion().choices[0].message.parsed == expected
     back = [*user(PERSON), found.choices[0].message, *user(SORT)]
     assert ask_bundled.chat.completions.create(model="quill", messages=back, max_tokens=5)
-    response = ask_bundled.responses.parse(model="quill", input=PERSON, text_format=Person, temperature=0)
+    response = ask_bundled.responses.parse(
+        model="quill", input=PERSON, text_format=Person, temperature=0
+    )
     assert response.output_parsed == expected
-    with ask_bundled.responses.stream(model="quill", input=PERSON, text_format=Person, temperature=0) as stream:
+    with ask_bundled.responses.stream(
+        model="quill", input=PERSON, text_format=Person, temperature=0
+    ) as stream:
         assert stream.get_final_response().output_parsed == expected
     with pytest.raises(openai.LengthFinishReasonError):
         ask_bundled.chat.completions.parse(**PERSONAL, response_format=Person, max_tokens=3)
@@ -722,10 +913,15 @@ def test_calls_that_are_wanted(ask_bundled, streams):
     """The answer is a call whose arguments keep to the schema."""
     person = openai.pydantic_function_tool(Person, name="keep")
     named = {"type": "function", "function": {"name": "keep"}}
-    for choice, tools in ((named, [OTHER, person]), ("required", [person]), ("required", [OTHER, person])):
+    for choice, tools in (
+        (named, [OTHER, person]),
+        ("required", [person]),
+        ("required", [OTHER, person]),
+    ):
         asked = PERSONAL | {"tools": tools, "tool_choice": choice, "max_tokens": 100}
         if streams:
-            asked["tools"] = [tool for tool in tools if tool is not OTHER]  # the helper takes strict ones only
+            # the helper takes strict ones only
+            asked["tools"] = [tool for tool in tools if tool is not OTHER]
             with ask_bundled.chat.completions.stream(**asked) as stream:
                 found = stream.get_final_completion().choices[0]
         else:
@@ -754,9 +950,13 @@ class Household(BaseModel):
     home: Home
 
 
-@shows("openai", "tool_choice required, with tools whose parameters have $defs, beside response_format")
+@shows(
+    "openai", "tool_choice required, with tools whose parameters have $defs, beside response_format"
+)
 def test_references_of_a_tool(ask_bundled):
-    """References resolve against their own tool's schema; the form of the text says nothing of a call."""
+    """References resolve against their own tool's schema; the form of the text says nothing of
+    a call.
+    """
     household: Any = openai.pydantic_function_tool(Household, name="keep")
     assert "$defs" in household["function"]["parameters"]
     clash = {
@@ -785,11 +985,15 @@ def test_references_of_a_tool(ask_bundled):
 
 @shows("openai", "embeddings.create")
 def test_embeddings(ask_bundled):
-    """Vectors of length 1, of texts or of token ids, as numbers or base64 (the client's own choice)."""
+    """Vectors of length 1, of texts or of token ids, as numbers or base64 (the client's own
+    choice).
+    """
     asked: dict[str, Any] = {"model": "quill", "input": ["a mouse", "a cat", "36 39 84"]}
     found = ask_bundled.embeddings.create(**asked)
     plain = ask_bundled.embeddings.create(**asked, encoding_format="float")
-    assert [one.embedding for one in found.data] == [pytest.approx(one.embedding, abs=1e-6) for one in plain.data]
+    assert [one.embedding for one in found.data] == [
+        pytest.approx(one.embedding, abs=1e-6) for one in plain.data
+    ]
     assert [one.index for one in found.data] == [0, 1, 2] and len(found.data[0].embedding) == 192
     assert sum(x * x for x in found.data[0].embedding) == pytest.approx(1, abs=1e-3)
     short = ask_bundled.embeddings.create(**asked, dimensions=8).data[0].embedding
@@ -814,20 +1018,32 @@ CUSTOM: Any = {"type": "custom", "custom": SUMS | {"format": NESTED}}
 
 @shows("openai", "tools of type custom, with a text or a grammar; of chat and of responses")
 def test_custom_tools(ask):
-    """A call has the text; one that breaks its grammar is told as text. The results are sent back."""
+    """A call has the text; one that breaks its grammar is told as text.
+
+    The results are sent back.
+    """
     for streams in (False, True):
         asked: dict[str, Any] = {"model": "quill", "tools": [CUSTOM]}
         found = ask.chat.completions.create(messages=user("sum of 1+2"), stream=streams, **asked)
         if streams:
             calls = [call for chunk in found for call in chunk.choices[0].delta.tool_calls or ()]
-            assert [(call.type, call.custom) for call in calls] == [("custom", {"name": "sums", "input": "1+2"})]
+            assert [(call.type, call.custom) for call in calls] == [
+                ("custom", {"name": "sums", "input": "1+2"})
+            ]
             continue
         (choice,) = found.choices
         (call,) = choice.message.tool_calls
         assert (call.type, call.custom.name, call.custom.input) == ("custom", "sums", "1+2")
         assert choice.finish_reason == "tool_calls" and choice.message.content == "I add."
-        back = [*user("sum of 1+2"), choice.message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
-        assert ask.chat.completions.create(messages=back, **asked).choices[0].message.content == "It is 3."
+        back = [
+            *user("sum of 1+2"),
+            choice.message,
+            {"role": "tool", "tool_call_id": call.id, "content": "3"},
+        ]
+        assert (
+            ask.chat.completions.create(messages=back, **asked).choices[0].message.content
+            == "It is 3."
+        )
         (choice,) = ask.chat.completions.create(messages=user("sum of one"), **asked).choices
         assert choice.message.tool_calls is None and choice.message.content == "I add.one"
     asked = {"model": "quill", "tools": [{"type": "custom", **SUMS}]}
@@ -848,18 +1064,34 @@ def test_tools_that_are_chosen(ask_bundled):
     asked: dict[str, Any] = {"model": "quill", "max_tokens": 60, "temperature": 1, "seed": 1}
     named = {"type": "custom", "custom": {"name": "sums"}}
     (call,) = (
-        ask_bundled.chat.completions.create(messages=user("Add"), tools=[TOOL, CUSTOM], tool_choice=named, **asked)
-        .choices[0].message.tool_calls
-    )  # fmt: skip
+        ask_bundled.chat.completions.create(
+            messages=user("Add"), tools=[TOOL, CUSTOM], tool_choice=named, **asked
+        )
+        .choices[0]
+        .message.tool_calls
+    )
     assert re.fullmatch("[1-9][+][1-9]", call.custom.input)
     lark = {"syntax": "lark", "definition": 'start: "yes" | "no"'}
-    tool = {"type": "custom", "custom": {"name": "say", "format": {"type": "grammar", "grammar": lark}}}
-    found = ask_bundled.chat.completions.create(messages=user("?"), tools=[tool], tool_choice="required", **asked)
+    tool = {
+        "type": "custom",
+        "custom": {"name": "say", "format": {"type": "grammar", "grammar": lark}},
+    }
+    found = ask_bundled.chat.completions.create(
+        messages=user("?"), tools=[tool], tool_choice="required", **asked
+    )
     assert found.choices[0].message.tool_calls[0].custom.input in ("yes", "no")
-    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "sums"}]}
+    choice = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "custom", "name": "sums"}],
+    }
     asked = {"model": "quill", "temperature": 1}
     found = ask_bundled.responses.create(
-        input="Add", tools=[FLAT, {"type": "custom", **SUMS}], tool_choice=choice, max_output_tokens=60, **asked
+        input="Add",
+        tools=[FLAT, {"type": "custom", **SUMS}],
+        tool_choice=choice,
+        max_output_tokens=60,
+        **asked,
     )
     assert [(item.type, item.name) for item in found.output] == [("custom_tool_call", "sums")]
     with pytest.raises(openai.BadRequestError) as caught:
@@ -870,32 +1102,54 @@ def test_tools_that_are_chosen(ask_bundled):
 @shows("openai", "chat.completions.create(functions=..., function_call=...)")
 @pytest.mark.parametrize("streams", [False, True])
 def test_the_old_names_of_tools(ask, streams):
-    """A call is told as `function_call`; the result comes back as a message of the role function."""
+    """A call is told as `function_call`; the result comes back as a message of the role
+    function.
+    """
     asked: dict[str, Any] = {"model": "quill", "functions": [TOOL["function"]], "stream": streams}
     asked["functions"][0].pop("strict", None)
     found = ask.chat.completions.create(messages=user("weather in Rome"), **asked)
     if streams:
         chunks = list(found)
-        deltas = [chunk.choices[0].delta.function_call for chunk in chunks if chunk.choices[0].delta.function_call]
+        deltas = [
+            chunk.choices[0].delta.function_call
+            for chunk in chunks
+            if chunk.choices[0].delta.function_call
+        ]
         assert "".join(delta.name or "" for delta in deltas) == "weather"
         assert json.loads("".join(delta.arguments or "" for delta in deltas)) == {"city": "Rome"}
         assert chunks[-1].choices[0].finish_reason == "function_call"
         return
     (choice,) = found.choices
-    assert choice.finish_reason == "function_call" and choice.message.function_call.name == "weather"
+    assert (
+        choice.finish_reason == "function_call" and choice.message.function_call.name == "weather"
+    )
     assert json.loads(choice.message.function_call.arguments) == {"city": "Rome"}
-    back = [*user("weather in Rome"), choice.message, {"role": "function", "name": "weather", "content": "sun"}]
-    assert ask.chat.completions.create(messages=back, **asked).choices[0].message.content == "It is sun."
+    back = [
+        *user("weather in Rome"),
+        choice.message,
+        {"role": "function", "name": "weather", "content": "sun"},
+    ]
+    assert (
+        ask.chat.completions.create(messages=back, **asked).choices[0].message.content
+        == "It is sun."
+    )
 
 
 @shows("openai", "verbosity, text.verbosity; prediction; responses.create(truncation='auto')")
 def test_fields_for_other_models(ask):
-    """Verbosity is a variable of the chat template; a prediction is a label; the oldest turns go where not all fit."""
+    """Verbosity is a variable of the chat template; a prediction is a label; the oldest turns go
+    where not all fit.
+    """
     template = {"extra_body": {"chat_template": "<user>{{ verbosity }}<assistant>"}}
     found = hello(ask, verbosity="low", prediction={"type": "content", "content": "x"}, **template)
     assert found.choices[0].message.content == said("low")
     asked: dict[str, Any] = {"model": "quill", "text": {"verbosity": "low"}, "max_output_tokens": 9}
-    long = [*user("word " * 400), {"role": "assistant", "content": "ok"}, *user("word " * 400), *user("hello")]
+    long = [
+        *user("word " * 400),
+        {"role": "assistant", "content": "ok"},
+        *user("word " * 400),
+        *user("hello"),
+    ]
     found = ask.responses.create(input=long, truncation="auto", **asked)
     assert found.truncation == "auto" and found.output_text.startswith("You said: hello")
     with pytest.raises(openai.BadRequestError):
@@ -904,7 +1158,9 @@ def test_fields_for_other_models(ask):
 
 @shows("openai", "completions.create(suffix=...)")
 def test_suffix(ask_bundled):
-    """Refused by name where the tokenizer has no fill-in-the-middle tokens, as the bundled model's."""
+    """Refused by name where the tokenizer has no fill-in-the-middle tokens, as the bundled
+    model's.
+    """
     with pytest.raises(openai.BadRequestError) as caught:
         ask_bundled.completions.create(model="quill", prompt="a", suffix="b")
     assert caught.value.param == "suffix" and "fill-in-the-middle" in caught.value.message
@@ -914,7 +1170,12 @@ def test_suffix(ask_bundled):
 def test_counting(ask):
     """As many as the usage of an answer says, with tools, instructions and the responses before."""
     first = ask.responses.create(model="quill", input="hello")
-    for fields in ({}, {"instructions": "Be kind."}, {"tools": [FLAT]}, {"previous_response_id": first.id}):
+    for fields in (
+        {},
+        {"instructions": "Be kind."},
+        {"tools": [FLAT]},
+        {"previous_response_id": first.id},
+    ):
         asked: Any = {"model": "quill", "input": "hello", **fields}
         found = ask.responses.create(**asked)
         assert ask.responses.input_tokens.count(**asked).input_tokens == found.usage.input_tokens
@@ -931,10 +1192,14 @@ def test_compacting(ask):
     assert (last.type, base64.b64decode(last.encrypted_content)) == ("compaction", b"They greeted.")
     items = [item.to_dict(warnings=False) for item in found.output]
     template = {"chat_template": "<user>{{ messages | tojson }}<assistant>"}
-    told = ask.responses.create(model="quill", input=[*items, *user("bye")], extra_body=template).output_text
+    told = ask.responses.create(
+        model="quill", input=[*items, *user("bye")], extra_body=template
+    ).output_text
     assert "hello" in told and "They greeted." in told and "bye" in told
     kept = ask.responses.create(model="quill", input="hello")
     again = ask.responses.compact(model="quill", previous_response_id=kept.id)
     assert [item.type for item in again.output] == ["message", "compaction"]
     with pytest.raises(openai.BadRequestError, match="must be what /v1/responses/compact gave"):
-        ask.responses.create(model="quill", input=[{"type": "compaction", "encrypted_content": "?"}])
+        ask.responses.create(
+            model="quill", input=[{"type": "compaction", "encrypted_content": "?"}]
+        )

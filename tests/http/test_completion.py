@@ -1,4 +1,6 @@
-"""OpenAI's completions: bodies to requests, answers to bodies and events, as OpenAI's own client reads them."""
+"""OpenAI's completions: bodies to requests, answers to bodies and events, as OpenAI's own client
+reads them.
+"""
 
 import json
 from dataclasses import replace
@@ -96,7 +98,9 @@ def test_what_cannot_be_streamed():
     assert completion(stream=True, echo=True, n=2).delivery.stream
     assert refused(stream=True, best_of=2).startswith("best_of: cannot be streamed")
     assert refused(stream=True, prompt_logprobs=1).startswith("prompt_logprobs: cannot be streamed")
-    assert refused(stream=True, echo=True, logprobs=1).startswith("echo: with logprobs cannot be streamed")
+    assert refused(stream=True, echo=True, logprobs=1).startswith(
+        "echo: with logprobs cannot be streamed"
+    )
 
 
 def test_prompts():
@@ -124,17 +128,25 @@ def test_prompts():
 
 
 def answer(index: int = 0, **fields) -> FinishedChoice:
-    """An answer of three tokens; the second is not among the two likeliest, the last is a part of a character."""
+    """An answer of three tokens; the second is not among the two likeliest, the last is a part of a
+    character.
+    """
     logprobs = [
         {1: Logprob(-0.1, 1, "Hi"), 2: Logprob(-2.5, 2, "Ho")},
         {9: Logprob(-7.0, 40, " you"), 3: Logprob(-0.5, 1, " me"), 4: Logprob(-1.0, 2, " us")},
         {5: Logprob(float("-inf"), 2, "\ufffd"), 6: Logprob(-0.25, 1, "\ufffd")},
     ]
-    return replace(FinishedChoice(index, "Hi you\ufffd", "length", token_ids=[1, 9, 5], logprobs=logprobs), **fields)
+    return replace(
+        FinishedChoice(index, "Hi you\ufffd", "length", token_ids=[1, 9, 5], logprobs=logprobs),
+        **fields,
+    )
 
 
 def respond(
-    request: CompletionRequest, *answers: FinishedChoice, head: ResponseHead = HEAD, usage: Usage = USAGE
+    request: CompletionRequest,
+    *answers: FinishedChoice,
+    head: ResponseHead = HEAD,
+    usage: Usage = USAGE,
 ) -> dict[str, Any]:
     body = completion_answer.response(head, request, None, answers, usage)
     assert json.loads(json.dumps(body, allow_nan=False)) == body
@@ -143,24 +155,35 @@ def respond(
 
 
 def check(body: dict[str, Any]) -> None:
-    """The client's own type takes it, but for what OpenAI has not: other ends, and none as long as it is streamed."""
+    """The client's own type takes it, but for what OpenAI has not: other ends, and none as long as
+    it is streamed.
+    """
     body = json.loads(json.dumps(body))
     for choice in body["choices"]:
         if choice["finish_reason"] in (None, "timeout", "abort"):
             choice["finish_reason"] = "stop"
         if choice["logprobs"] is not None:  # the first token of a prompt has none
             for name in ("token_logprobs", "top_logprobs"):
-                choice["logprobs"][name] = [each for each in choice["logprobs"][name] if each is not None]
+                choice["logprobs"][name] = [
+                    each for each in choice["logprobs"][name] if each is not None
+                ]
     assert strangers(Completion, body) <= OURS
 
 
 def test_answers_in_full():
-    prompts = [AnsweredPrompt("one", [1, 2]), AnsweredPrompt("two", [3, 4], [None, {4: Logprob(-1.0, 3, "as")}])]
+    prompts = [
+        AnsweredPrompt("one", [1, 2]),
+        AnsweredPrompt("two", [3, 4], [None, {4: Logprob(-1.0, 3, "as")}]),
+    ]
     request = completion(prompt=["one", "two"], n=2, logprobs=2, prompt_logprobs=0)
     body = respond(
-        request, answer(), answer(1), answer(2, logprobs=None), answer(3, finish_reason="stop", stop_reason=7),
+        request,
+        answer(),
+        answer(1),
+        answer(2, logprobs=None),
+        answer(3, finish_reason="stop", stop_reason=7),
         head=replace(HEAD, prompts=prompts),
-    )  # fmt: skip
+    )
     assert (body["object"], body["id"], body["usage"]) == ("text_completion", "cmpl-1", USED)
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     first, _, third, fourth = body["choices"]
@@ -170,7 +193,11 @@ def test_answers_in_full():
         "logprobs": {
             "tokens": ["Hi", " you", "\ufffd"],
             "token_logprobs": [-0.1, -7.0, -9999.0],
-            "top_logprobs": [{"Hi": -0.1, "Ho": -2.5}, {" you": -7.0, " me": -0.5, " us": -1.0}, {"\ufffd": -0.25}],
+            "top_logprobs": [
+                {"Hi": -0.1, "Ho": -2.5},
+                {" you": -7.0, " me": -0.5, " us": -1.0},
+                {"\ufffd": -0.25},
+            ],
             "text_offset": [0, 2, 6],
         },
         "finish_reason": "length",
@@ -180,7 +207,10 @@ def test_answers_in_full():
         "prompt_token_ids": None,
     }
     assert third["logprobs"] is None
-    assert third["prompt_logprobs"] == [None, {"4": {"logprob": -1.0, "rank": 3, "decoded_token": "as"}}]
+    assert third["prompt_logprobs"] == [
+        None,
+        {"4": {"logprob": -1.0, "rank": 3, "decoded_token": "as"}},
+    ]
     assert (fourth["finish_reason"], fourth["stop_reason"]) == ("stop", 7)
 
 
@@ -195,13 +225,19 @@ def test_tokens_without_a_tokenizer():
     }
 
 
-@pytest.mark.parametrize(("text", "first", "offsets"), [("It is", "<s>", [0, 0, 2]), ("It is", "It", [0, 2, 5])])
+@pytest.mark.parametrize(
+    ("text", "first", "offsets"), [("It is", "<s>", [0, 0, 2]), ("It is", "It", [0, 2, 5])]
+)
 def test_echo(text, first, offsets):
-    """The prompt is said again, with its log-probabilities; a token that the tokenizer put to it has no place in it."""
+    """The prompt is said again, with its log-probabilities; a token that the tokenizer put to it
+    has no place in it.
+    """
     entries = [None, {2: Logprob(-1.0, 3, "It" if first == "<s>" else " is")}]
     head = replace(HEAD, prompts=[AnsweredPrompt(text, [1, 2], entries, first)])
     one = FinishedChoice(0, " so", "stop", token_ids=[9], logprobs=[{9: Logprob(-0.5, 1, " so")}])
-    (choice,) = respond(completion(echo=True, logprobs=1, return_token_ids=True), one, head=head)["choices"]
+    (choice,) = respond(completion(echo=True, logprobs=1, return_token_ids=True), one, head=head)[
+        "choices"
+    ]
     assert choice["text"] == "It is so"
     assert choice["logprobs"]["tokens"] == [first, "It" if first == "<s>" else " is", " so"]
     assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -0.5]
@@ -211,16 +247,27 @@ def test_echo(text, first, offsets):
     assert choice["prompt_logprobs"] is None  # they stand in logprobs already
     ids = completion(echo=True, logprobs=1, return_tokens_as_token_ids=True)
     named = respond(ids, one, head=head)["choices"][0]["logprobs"]
-    assert named["tokens"] == ["token_id:1", "token_id:2", "token_id:9"] and named["text_offset"] == offsets
+    assert (
+        named["tokens"] == ["token_id:1", "token_id:2", "token_id:9"]
+        and named["text_offset"] == offsets
+    )
     assert named["top_logprobs"] == [None, {"token_id:2": -1.0}, {"token_id:9": -0.5}]
     silent = completion(echo=True, logprobs=1, max_tokens=0, return_token_ids=True)
     (choice,) = respond(silent, one, head=head)["choices"]
-    assert (choice["text"], choice["logprobs"]["tokens"]) == ("It is", [first, "It" if first == "<s>" else " is"])
+    assert (choice["text"], choice["logprobs"]["tokens"]) == (
+        "It is",
+        [first, "It" if first == "<s>" else " is"],
+    )
     assert (choice["token_ids"], choice["prompt_token_ids"]) == ([], [1, 2])
-    assert respond(completion(echo=True), replace(one, logprobs=None), head=head)["choices"][0]["text"] == "It is so"
+    assert (
+        respond(completion(echo=True), replace(one, logprobs=None), head=head)["choices"][0]["text"]
+        == "It is so"
+    )
 
 
-def streamed(request: CompletionRequest, parts: list[ChoicePart], head: ResponseHead = HEAD) -> bytes:
+def streamed(
+    request: CompletionRequest, parts: list[ChoicePart], head: ResponseHead = HEAD
+) -> bytes:
     stream = completion_answer.CompletionStream(head, request, None)
     data = stream.begin(Usage(8, 0, 4))
     for number, part in enumerate(parts, 1):
@@ -250,14 +297,21 @@ def test_the_texts_of_a_stream_joined_are_the_whole_answers(data, num_prompts, e
     prompts = [AnsweredPrompt(f"prompt {i} ", [i, 7]) for i in range(num_prompts)]
     head = replace(HEAD, prompts=prompts)
     random = data.draw(st.randoms(use_true_random=False))
-    asked: dict[str, Any] = {"n": each, "echo": echo, "return_token_ids": True, "logprobs": 1 if scored else None}
+    asked: dict[str, Any] = {
+        "n": each,
+        "echo": echo,
+        "return_token_ids": True,
+        "logprobs": 1 if scored else None,
+    }
     request = completion(prompt=[prompt.text for prompt in prompts], **asked)
     left = [[replace(part, index=index) for part in line.parts] for index, line in enumerate(lines)]
     parts = []
     while any(left):
         parts.append(random.choice([line for line in left if line]).pop(0))
     found: dict[int, dict[str, Any]] = {}
-    for chunk in chunks_of(streamed(replace(request, delivery=replace(request.delivery, stream=True)), parts, head)):
+    for chunk in chunks_of(
+        streamed(replace(request, delivery=replace(request.delivery, stream=True)), parts, head)
+    ):
         (choice,) = chunk["choices"]
         first = choice["index"] not in found
         made = found.setdefault(choice["index"], {"text": "", "ids": [], "logprobs": []})
@@ -275,7 +329,10 @@ def test_the_texts_of_a_stream_joined_are_the_whole_answers(data, num_prompts, e
         assert made["text"] == choice["text"] and made["ids"] == choice["token_ids"]
         assert made["prompt"] == choice["prompt_token_ids"] == [choice["index"] // each, 7]
         assert choice["text"].startswith(f"prompt {choice['index'] // each} " if echo else "")
-        assert (made["finish_reason"], made["stop_reason"]) == (choice["finish_reason"], choice["stop_reason"])
+        assert (made["finish_reason"], made["stop_reason"]) == (
+            choice["finish_reason"],
+            choice["stop_reason"],
+        )
         if scored:
             for name, values in choice["logprobs"].items():
                 assert sum((part[name] for part in made["logprobs"]), []) == values
@@ -294,9 +351,15 @@ def test_the_client_reads_answers_and_streams(one):
 
 
 def test_usage_in_a_stream():
-    parts = [ChoicePart(0, [Said("a")]), ChoicePart(0, [Said("")]), ChoicePart(0, [Said("b")], "stop")]
+    parts = [
+        ChoicePart(0, [Said("a")]),
+        ChoicePart(0, [Said("")]),
+        ChoicePart(0, [Said("b")], "stop"),
+    ]
     plain = chunks_of(streamed(completion(stream=True), parts))
-    assert [chunk["choices"][0]["text"] for chunk in plain] == ["a", "b"] and not any("usage" in one for one in plain)
+    assert [chunk["choices"][0]["text"] for chunk in plain] == ["a", "b"] and not any(
+        "usage" in one for one in plain
+    )
     for continuous, shown in ((False, [None, None]), (True, [1, 3])):
         options = {"include_usage": True, "continuous_usage_stats": continuous}
         *chunks, last = chunks_of(streamed(completion(stream=True, stream_options=options), parts))
@@ -305,12 +368,16 @@ def test_usage_in_a_stream():
 
 
 def test_a_silent_stream_says_the_prompt_only():
-    parts = [ChoicePart(0, [Said("a")], None, None, [5]), ChoicePart(0, [Said("b")], "length", None, [6])]
+    parts = [
+        ChoicePart(0, [Said("a")], None, None, [5]),
+        ChoicePart(0, [Said("b")], "length", None, [6]),
+    ]
     asked = completion(stream=True, echo=True, max_tokens=0, return_token_ids=True)
     found = [chunk["choices"][0] for chunk in chunks_of(streamed(asked, parts))]
     assert [(one["text"], one["token_ids"], one["finish_reason"]) for one in found] == [
-        ("ask", [], None), ("", [], "length"),
-    ]  # fmt: skip
+        ("ask", [], None),
+        ("", [], "length"),
+    ]
 
 
 def test_drafted_tokens_are_told_to_those_who_ask():
@@ -319,21 +386,33 @@ def test_drafted_tokens_are_told_to_those_who_ask():
         asked = completion(stream=True, stream_options=options)
         (shown,) = chunks_of(streamed(asked, [replace(part, pieces=[Said("a")])]))
         assert shown["choices"][0].get("drafted") == told
-        assert bool(chunks_of(streamed(asked, [part]))) == (told is not None), "also where there is no text yet"
+        assert bool(chunks_of(streamed(asked, [part]))) == (told is not None), (
+            "also where there is no text yet"
+        )
 
 
 def test_a_stream_that_fails_says_so_and_ends():
     stream = completion_answer.CompletionStream(HEAD, completion(stream=True), None)
-    data = stream.begin(Usage(3, 0)) + stream.part(ChoicePart(0, [Said("a")])) + stream.fail(429, "it broke", "queue")
+    data = (
+        stream.begin(Usage(3, 0))
+        + stream.part(ChoicePart(0, [Said("a")]))
+        + stream.fail(429, "it broke", "queue")
+    )
     *_, last = chunks_of(data)
-    assert last == {"error": {"message": "it broke", "type": "rate_limit_error", "param": "queue", "code": None}}
-    client = openai.OpenAI(api_key="k", base_url="http://127.0.0.1/v1", http_client=Server(data).http)
+    assert last == {
+        "error": {"message": "it broke", "type": "rate_limit_error", "param": "queue", "code": None}
+    }
+    client = openai.OpenAI(
+        api_key="k", base_url="http://127.0.0.1/v1", http_client=Server(data).http
+    )
     with pytest.raises(openai.APIError, match="it broke"):
         list(client.completions.create(model="quill", prompt="x", stream=True))
 
 
 def test_a_gap_is_filled_in_the_models_own_form(tmp_path):
-    """What stands before and after is between the model's markers, and neither can bring markers of its own."""
+    """What stands before and after is between the model's markers, and neither can bring markers of
+    its own.
+    """
     core = ZOO["byte_level"]()
     names = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
     core.add_special_tokens(names)
@@ -341,10 +420,17 @@ def test_a_gap_is_filled_in_the_models_own_form(tmp_path):
     engine: Any = SimpleNamespace(tokenizer=tokenizer, max_len=100)
     asked = parse({"prompt": ["def f(", "a"], "suffix": "): pass"})
     prepared = prompting.completion(engine, asked, Formats())
-    texts = [tokenizer.decode(ask.tokens, skip_special_tokens=False) for ask in prepared.engine_requests]
+    texts = [
+        tokenizer.decode(ask.tokens, skip_special_tokens=False) for ask in prepared.engine_requests
+    ]
     assert [text.removeprefix(BOS) for text in texts] == [
         f"<|fim_prefix|>{before}<|fim_suffix|>): pass<|fim_middle|>" for before in ("def f(", "a")
     ]
-    assert prompting.completion(engine, parse({"prompt": "a", "suffix": ""}), Formats()).engine_requests[0].text == "a"
+    assert (
+        prompting.completion(engine, parse({"prompt": "a", "suffix": ""}), Formats())
+        .engine_requests[0]
+        .text
+        == "a"
+    )
     with pytest.raises(RequestError, match="echo: has no place for a suffix"):
         parse({"prompt": "a", "suffix": "b", "echo": True})

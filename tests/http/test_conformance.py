@@ -1,4 +1,6 @@
-"""docs/api.md says what is so: every field of every endpoint, every path, and what clients were seen to do."""
+"""docs/api.md says what is so: every field of every endpoint, every path, and what clients were
+seen to do.
+"""
 
 import pytest
 
@@ -31,7 +33,8 @@ def test_each_field_is_what_its_row_says(endpoint):
             continue
         base = {**endpoint.base, **NEEDS.get(name, {}), **endpoint.needs.get(name, {})}
         value = endpoint.values.get(name, VALUES.get(name))
-        if isinstance(value, dict) and name in value:  # a whole body, with it in place of another field
+        # a whole body, with it in place of another field
+        if isinstance(value, dict) and name in value:
             assert endpoint.parse(value) != plain
         else:
             assert endpoint.parse({**base, name: value}) != endpoint.parse(base), name
@@ -49,4 +52,6 @@ def test_each_field_is_what_its_row_says(endpoint):
 
 
 def test_the_page_is_up_to_date():
-    assert PAGE.read_text() == conformance.document(), "python tests/support/conformance.py > docs/api.md"
+    assert PAGE.read_text() == conformance.document(), (
+        "python tests/support/conformance.py > docs/api.md"
+    )

@@ -1,4 +1,6 @@
-"""A model's own sampling parameters hold where a request says nothing, in every protocol; /v1/models shows them."""
+"""A model's own sampling parameters hold where a request says nothing, in every protocol;
+/v1/models shows them.
+"""
 
 import json
 from http.client import HTTPConnection
@@ -8,7 +10,14 @@ import pytest
 
 from quire.tests.support.served import model_of, scripted, served
 
-DEFAULTS = {"temperature": 0.25, "top_p": 0.5, "top_k": 9, "min_p": 0.125, "repetition_penalty": 1.5, "max_tokens": 5}
+DEFAULTS = {
+    "temperature": 0.25,
+    "top_p": 0.5,
+    "top_k": 9,
+    "min_p": 0.125,
+    "repetition_penalty": 1.5,
+    "max_tokens": 5,
+}
 TALK = [{"role": "user", "content": "Hi"}]
 BODIES = {
     "/v1/completions": {"prompt": "Once"},
@@ -74,7 +83,9 @@ def test_more_tokens_than_the_default(server, path, field):
     assert server.params[-1].max_tokens == 8
 
 
-@pytest.mark.parametrize(("path", "field"), [("/api/chat", {"messages": TALK}), ("/api/generate", {"prompt": "Hi"})])
+@pytest.mark.parametrize(
+    ("path", "field"), [("/api/chat", {"messages": TALK}), ("/api/generate", {"prompt": "Hi"})]
+)
 def test_ollama_requests_use_the_chat_defaults(server, path, field):
     body = {"model": "quill", "stream": False} | field
     ask(server, "POST", path, body)

@@ -1,4 +1,6 @@
-"""What OpenAI's two older endpoints have in common: which fields there are, and what the common ones say."""
+"""What OpenAI's two older endpoints have in common: which fields there are, and what the common
+ones say.
+"""
 
 import json
 from typing import Any
@@ -17,12 +19,29 @@ from quire.tests.support.answers import spoil
 from quire.tests.support.cases import cases
 
 VALUES: dict[str, Any] = {  # a value for each sampling field, as JSON has it
-    "n": 3, "presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.1, "temperature": 0,
-    "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 7, "stop": ["a", "b"], "stop_token_ids": [3], "ignore_eos": True,
-    "max_tokens": 9, "min_tokens": 2, "prompt_logprobs": 1, "skip_special_tokens": False,
-    "include_stop_str_in_output": True, "logit_bias": {"5": -1.5}, "allowed_token_ids": [1, 2], "bad_words": ["x"],
-    "structured_outputs": {"regex": "a+"}, "logprob_token_ids": [3, 5],
-}  # fmt: skip
+    "n": 3,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -1,
+    "repetition_penalty": 1.1,
+    "temperature": 0,
+    "top_p": 0.9,
+    "top_k": 40,
+    "min_p": 0.1,
+    "seed": 7,
+    "stop": ["a", "b"],
+    "stop_token_ids": [3],
+    "ignore_eos": True,
+    "max_tokens": 9,
+    "min_tokens": 2,
+    "prompt_logprobs": 1,
+    "skip_special_tokens": False,
+    "include_stop_str_in_output": True,
+    "logit_bias": {"5": -1.5},
+    "allowed_token_ids": [1, 2],
+    "bad_words": ["x"],
+    "structured_outputs": {"regex": "a+"},
+    "logprob_token_ids": [3, 5],
+}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 MODULES = [chats, completions]
 BASE = {chats: {"messages": [{"role": "user", "content": "Hi"}]}, completions: {"prompt": "Once"}}
@@ -50,7 +69,8 @@ modules = pytest.mark.parametrize(("parse", "module"), [(chat, chats), (completi
 @both
 def test_every_sampling_field_is_applied(parse):
     assert set(VALUES) == set(sampling_fields("chat"))
-    told = {"logprobs": True if parse is chat else 0}  # without it there is no place for `logprob_token_ids`
+    # without it there is no place for `logprob_token_ids`
+    told = {"logprobs": True if parse is chat else 0}
     expected = SamplingParams(**VALUES, logprobs=0)
     assert parse(**VALUES, **told).params == expected
     for name, value in VALUES.items():
@@ -80,7 +100,9 @@ def test_what_is_not_implemented_is_refused_by_name(parse, module):
         assert refused(parse, **{name: "x"}).startswith(f"{name}: {ABSENT}; got 'x'")
     assert refused(parse, temprature=1) == "temprature: unknown field; did you mean 'temperature'?"
     assert refused(parse, n_predict=1) == "n_predict: unknown field; here it is 'max_tokens'"
-    assert refused(parse, grammar="x").startswith("grammar: unknown field; a request brings it: structured_outputs")
+    assert refused(parse, grammar="x").startswith(
+        "grammar: unknown field; a request brings it: structured_outputs"
+    )
     for name in ("guided_tree", "prompt_embeds", "image"):
         assert refused(parse, **{name: {}}).startswith(f"{name}: unknown field")
 
@@ -100,7 +122,10 @@ def test_what_is_not_implemented_is_refused_by_name(parse, module):
     ],
 )  # fmt: skip
 def test_the_old_names_of_forms(parse, old, form):
-    assert parse(**{"guided_decoding_backend": "auto"} | old).params == parse(structured_outputs=form).params
+    assert (
+        parse(**{"guided_decoding_backend": "auto"} | old).params
+        == parse(structured_outputs=form).params
+    )
 
 
 @both
@@ -108,7 +133,9 @@ def test_old_names_of_forms_that_contradict(parse):
     why = "guided_regex: is the old name of structured_outputs.regex, and they differ; leave it out"
     assert refused(parse, guided_regex="a", structured_outputs={"regex": "b"}) == why
     assert "must have exactly one of" in refused(parse, guided_regex="a", guided_choice=["a"])
-    assert refused(parse, guided_regex="a", structured_outputs=5).startswith("structured_outputs: must be an object")
+    assert refused(parse, guided_regex="a", structured_outputs=5).startswith(
+        "structured_outputs: must be an object"
+    )
     assert "and structured_outputs say the same" in refused(
         parse, guided_regex="a", response_format={"type": "json_object"}
     )
@@ -127,12 +154,22 @@ def test_wrong_values_are_refused_by_name(parse):
 
 @both
 def test_how_an_answer_is_sent(parse):
-    assert parse().delivery == parse(stream=False, stream_options=None, return_token_ids=False).delivery == Delivery()
-    assert parse(stream=True).delivery == parse(stream=True, stream_options={}).delivery == Delivery(stream=True)
+    assert (
+        parse().delivery
+        == parse(stream=False, stream_options=None, return_token_ids=False).delivery
+        == Delivery()
+    )
+    assert (
+        parse(stream=True).delivery
+        == parse(stream=True, stream_options={}).delivery
+        == Delivery(stream=True)
+    )
     names = {"include_usage": "include_usage", "continuous_usage_stats": "continuous_usage"}
     for name, field in (names | {"include_drafted": "include_drafted"}).items():
         options = {name: True, "include_obfuscation": False}
-        assert parse(stream=True, stream_options=options).delivery == Delivery(stream=True, **{field: True})
+        assert parse(stream=True, stream_options=options).delivery == Delivery(
+            stream=True, **{field: True}
+        )
     assert parse(return_token_ids=True).delivery == Delivery(return_token_ids=True)
     assert parse(request_id="a-B_1.:").delivery == Delivery(request_id="a-B_1.:")
 
@@ -143,9 +180,18 @@ def test_how_an_answer_is_sent(parse):
         ({"stream": 0}, "stream: must be true or false"),
         ({"stream_options": {"include_usage": True}}, "stream_options: needs stream to be true"),
         ({"stream": True, "stream_options": [1]}, "stream_options: must be a JSON object"),
-        ({"stream": True, "stream_options": {"include_usge": True}}, "stream_options.include_usge: unknown field; did"),
-        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage: must be true or"),
-        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation: is"),
+        (
+            {"stream": True, "stream_options": {"include_usge": True}},
+            "stream_options.include_usge: unknown field; did",
+        ),
+        (
+            {"stream": True, "stream_options": {"include_usage": 1}},
+            "stream_options.include_usage: must be true or",
+        ),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation: is",
+        ),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs: cannot be streamed"),
         ({"return_token_ids": "yes"}, "return_token_ids: must be true or false"),
         ({"request_id": ""}, "request_id: must be 1 to 128 letters"),
@@ -161,7 +207,10 @@ def test_how_an_answer_is_sent(parse):
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens: must be 1 or more, or -1"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens: must be"),
         ({"truncation_side": "right"}, "truncation_side: needs truncate_prompt_tokens"),
-        ({"truncation_side": "end", "truncate_prompt_tokens": 5}, "truncation_side: must be left or right, got 'end'"),
+        (
+            {"truncation_side": "end", "truncate_prompt_tokens": 5},
+            "truncation_side: must be left or right, got 'end'",
+        ),
     ],
 )
 @both
@@ -206,7 +255,10 @@ def test_response_format(parse):
         ("json_object", "response_format: must be a JSON object, got 'json_object'"),
         (
             {},
-            "response_format.type: must be one of text, json_object, json_schema, json, regex, structural_tag, got",
+            (
+                "response_format.type: must be one of text, json_object, json_schema, json, regex, "
+                "structural_tag, got"
+            ),
         ),
         ({"type": "grammar"}, "response_format.type: must be one of text"),
         ({"type": "text", "schema": {}}, "response_format.schema: unknown field"),
@@ -214,9 +266,18 @@ def test_response_format(parse):
         ({"type": "json", "schema": {}}, "response_format.schema: unknown field"),
         ({"type": "regex"}, "response_format.value: is missing"),
         ({"type": "json_schema"}, "response_format.json_schema: must be a JSON object, got None"),
-        ({"type": "json_schema", "json_schema": {"name": "x"}}, "response_format.json_schema.schema: must be a JSON"),
-        ({"type": "json_schema", "json_schema": {"schema": {}, "sceme": 1}}, "response_format.json_schema.sceme: unkn"),
-        ({"type": "json_schema", "json_schema": {"schema": "{"}}, "response_format.json_schema.schema: must be a JSON"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x"}},
+            "response_format.json_schema.schema: must be a JSON",
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {}, "sceme": 1}},
+            "response_format.json_schema.sceme: unkn",
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"schema": "{"}},
+            "response_format.json_schema.schema: must be a JSON",
+        ),
     ],
 )
 @both
@@ -251,10 +312,20 @@ def test_no_body_raises_anything_else(data):
         "top_logprobs": 2,
     }
     module = data.draw(st.sampled_from(MODULES))
-    own = chatty if module is chats else {"prompt": ["a", [1, 2]], "logprobs": 2, "echo": True, "best_of": 4}
+    own = (
+        chatty
+        if module is chats
+        else {"prompt": ["a", [1, 2]], "logprobs": 2, "echo": True, "best_of": 4}
+    )
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
-    values = {name: value for name, value in VALUES.items() if name not in ("structured_outputs", "prompt_logprobs")}
-    body = json.loads(json.dumps(values | own | {"response_format": form, "stream": False, "timeout": 3}))
+    values = {
+        name: value
+        for name, value in VALUES.items()
+        if name not in ("structured_outputs", "prompt_logprobs")
+    }
+    body = json.loads(
+        json.dumps(values | own | {"response_format": form, "stream": False, "timeout": 3})
+    )
     module.parse(body)
     spoil(data, body)
     try:

@@ -1,4 +1,6 @@
-"""Anthropic's messages: bodies to requests, answers to bodies and events, as Anthropic's own client reads them."""
+"""Anthropic's messages: bodies to requests, answers to bodies and events, as Anthropic's own client
+reads them.
+"""
 
 import json
 from collections.abc import Sequence
@@ -28,8 +30,21 @@ from quire.serving.protocol.answers.answer import (
     ToolCall,
     Usage,
 )
-from quire.serving.protocol.context import THOUGHTS, TOOLS, ClearThoughts, drop_oldest_turns, edit_messages
-from quire.serving.protocol.messages import COUNT_FIELDS, FIELDS, LABELS, NEUTRAL, REFUSED, SAMPLING_FIELDS
+from quire.serving.protocol.context import (
+    THOUGHTS,
+    TOOLS,
+    ClearThoughts,
+    drop_oldest_turns,
+    edit_messages,
+)
+from quire.serving.protocol.messages import (
+    COUNT_FIELDS,
+    FIELDS,
+    LABELS,
+    NEUTRAL,
+    REFUSED,
+    SAMPLING_FIELDS,
+)
 from quire.tests.support.answers import Server, Written, events_of, spoil, strangers, written
 from quire.tests.support.cases import cases
 
@@ -48,27 +63,62 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
 TOOL = {"name": "look_up", "description": "Weather", "input_schema": SCHEMA}
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 SAMPLED: dict[str, Any] = {  # a value for each sampling field, as JSON has it
-    "presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.1, "temperature": 0, "top_p": 0.9,
-    "top_k": 40, "min_p": 0.1, "seed": 7, "stop_token_ids": [3], "ignore_eos": True, "max_tokens": 9, "min_tokens": 2,
-    "skip_special_tokens": False, "include_stop_str_in_output": True, "logit_bias": {"5": -1.5},
-    "allowed_token_ids": [1, 2], "bad_words": ["x"],
-}  # fmt: skip
-OTHERS: dict[str, tuple[Any, Any]] = {  # each other field: a value, and what tells that it is applied
+    "presence_penalty": 0.5,
+    "frequency_penalty": -1,
+    "repetition_penalty": 1.1,
+    "temperature": 0,
+    "top_p": 0.9,
+    "top_k": 40,
+    "min_p": 0.1,
+    "seed": 7,
+    "stop_token_ids": [3],
+    "ignore_eos": True,
+    "max_tokens": 9,
+    "min_tokens": 2,
+    "skip_special_tokens": False,
+    "include_stop_str_in_output": True,
+    "logit_bias": {"5": -1.5},
+    "allowed_token_ids": [1, 2],
+    "bad_words": ["x"],
+}
+# each other field: a value, and what tells that it is applied
+OTHERS: dict[str, tuple[Any, Any]] = {
     "model": ("other", lambda found: found.model == "other"),
-    "messages": ([{"role": "user", "content": "Ho"}], lambda found: found.messages[0]["content"] == "Ho"),
-    "system": ("Be kind.", lambda found: found.messages[0] == {"role": "system", "content": "Be kind."}),
+    "messages": (
+        [{"role": "user", "content": "Ho"}],
+        lambda found: found.messages[0]["content"] == "Ho",
+    ),
+    "system": (
+        "Be kind.",
+        lambda found: found.messages[0] == {"role": "system", "content": ("Be kind.")},
+    ),
     "tools": ([TOOL], lambda found: bool(found.tools)),
     "tool_choice": ({"type": "none"}, lambda found: found.tool_choice == "none"),
-    "thinking": ({"type": "disabled"}, lambda found: found.template_options.get("enable_thinking") is False),
-    "output_config": ({"effort": "low"}, lambda found: found.template_options.get("reasoning_effort") == "low"),
+    "thinking": (
+        {"type": "disabled"},
+        lambda found: found.template_options.get("enable_thinking") is False,
+    ),
+    "output_config": (
+        {"effort": "low"},
+        lambda found: found.template_options.get("reasoning_effort") == "low",
+    ),
     "stop_sequences": (["END"], lambda found: found.params.stop == ("END",)),
     "stream": (True, lambda found: found.delivery == Delivery(stream=True)),
     "request_id": ("mine", lambda found: found.delivery.request_id == "mine"),
     "truncate_prompt_tokens": (5, lambda found: found.truncate_prompt_tokens == 5),
     "truncation_side": ("right", lambda found: found.truncation_side == "right"),
-    "add_generation_prompt": (False, lambda found: not found.template_options["add_generation_prompt"]),
-    "context_management": ({"edits": [{"type": THOUGHTS}]}, lambda found: found.edits == (ClearThoughts(),)),
-    "continue_final_message": (True, lambda found: "continue_final_message" in found.template_options),
+    "add_generation_prompt": (
+        False,
+        lambda found: not found.template_options["add_generation_prompt"],
+    ),
+    "context_management": (
+        {"edits": [{"type": THOUGHTS}]},
+        lambda found: found.edits == (ClearThoughts(),),
+    ),
+    "continue_final_message": (
+        True,
+        lambda found: "continue_final_message" in found.template_options,
+    ),
     "chat_template": ("{{ x }}", lambda found: "chat_template" in found.template_options),
     "chat_template_kwargs": ({"x": 1}, lambda found: found.template_options.get("x") == 1),
     "priority": (3, lambda found: found.terms == Terms(priority=3)),
@@ -130,7 +180,9 @@ def check(kind: Any, value: Any) -> None:
 
 
 def client(server: Server) -> anthropic.Anthropic:
-    return anthropic.Anthropic(api_key="k", base_url="http://localhost", http_client=server.http, max_retries=0)
+    return anthropic.Anthropic(
+        api_key="k", base_url="http://localhost", http_client=server.http, max_retries=0
+    )
 
 
 def put_together(data: bytes) -> Any:
@@ -144,7 +196,9 @@ def read_whole(body: dict[str, Any]) -> Any:
 
 
 def test_plain_request():
-    expected = ChatRequest(HI, SamplingParams(max_tokens=50), "quill", {"add_generation_prompt": True})
+    expected = ChatRequest(
+        HI, SamplingParams(max_tokens=50), "quill", {"add_generation_prompt": True}
+    )
     assert parse() == expected
 
 
@@ -179,9 +233,13 @@ def test_what_is_not_implemented_is_refused_by_name():
     for name in REFUSED:
         assert refused(**{name: "x"}) == f"{name}: {REFUSED[name]}"
     assert refused(temprature=1) == "temprature: unknown field; did you mean 'temperature'?"
-    assert refused(max_tokens=None).startswith("max_tokens: must be an integer of 1 or more, got None")
+    assert refused(max_tokens=None).startswith(
+        "max_tokens: must be an integer of 1 or more, got None"
+    )
     assert refused(max_tokens=0).startswith("max_tokens: ")
-    assert refused(stop_sequences=["a", ""]).startswith("stop_sequences[1]: must be a string of 1 to")
+    assert refused(stop_sequences=["a", ""]).startswith(
+        "stop_sequences[1]: must be a string of 1 to"
+    )
 
 
 def test_every_field_of_the_client_is_known():
@@ -203,14 +261,19 @@ def test_tokens_are_counted_of_the_same_prompt():
     assert (counted.messages, counted.tools, counted.template_options) == (
         sent.messages, sent.tools, sent.template_options,
     )  # fmt: skip
-    assert refused(lambda **given: messages.parse_count(given), messages=HI, max_tokens=3).startswith("max_tokens: unk")
+    assert refused(
+        lambda **given: messages.parse_count(given), messages=HI, max_tokens=3
+    ).startswith("max_tokens: unk")
     check(MessageTokensCount, {"input_tokens": 3})
 
 
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ({"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, {"json": SCHEMA}),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+            {"json": SCHEMA},
+        ),
         ({"output_config": {}}, None),
         ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
     ],
@@ -223,9 +286,15 @@ def test_output_config_that_is_refused():
     form = {"type": "json_schema", "schema": SCHEMA}
     both = refused(output_config={"format": form}, structured_outputs={"regex": "a"})
     assert both.startswith("output_config.format: and structured_outputs")
-    assert refused(output_config={"format": {"type": "xml"}}).startswith("output_config.format.type: must be json_sch")
-    assert refused(output_config={"format": {"type": "json_schema"}}).startswith("output_config.format.schema: must")
-    assert refused(output_config={"effort": "extreme"}).startswith("output_config.effort: must be one of low, medium")
+    assert refused(output_config={"format": {"type": "xml"}}).startswith(
+        "output_config.format.type: must be json_sch"
+    )
+    assert refused(output_config={"format": {"type": "json_schema"}}).startswith(
+        "output_config.format.schema: must"
+    )
+    assert refused(output_config={"effort": "extreme"}).startswith(
+        "output_config.effort: must be one of low, medium"
+    )
     assert refused(output_config={"style": 1}).startswith("output_config.style: unknown field")
     assert refused(output_config=3).startswith("output_config: must be a JSON object")
 
@@ -235,16 +304,30 @@ def test_thinking():
         return parse(thinking=thinking).template_options
 
     plain = {"add_generation_prompt": True}
-    assert options(type="enabled", budget_tokens=1024) == plain | {"enable_thinking": True, "thinking_budget": 1024}
+    assert options(type="enabled", budget_tokens=1024) == plain | {
+        "enable_thinking": True,
+        "thinking_budget": 1024,
+    }
     assert options(type="enabled", display="summarized") == plain | {"enable_thinking": True}
     assert options(type="disabled") == plain | {"enable_thinking": False}
     assert options(type="adaptive") == plain
     kwargs = {"enable_thinking": False}  # the more exact one
-    assert parse(thinking={"type": "enabled"}, chat_template_kwargs=kwargs).template_options == plain | kwargs
-    assert refused(thinking={"type": "between_tools"}).startswith("thinking.type: must be enabled or adaptive or dis")
-    assert refused(thinking={"type": "enabled", "budget_tokens": 0}).startswith("thinking.budget_tokens: must be an")
-    assert refused(thinking={"type": "adaptive", "budget_tokens": 9}).startswith("thinking.budget_tokens: unknown")
-    assert refused(thinking={"type": "enabled", "display": "omitted"}).startswith("thinking.display: must be 'summ")
+    assert (
+        parse(thinking={"type": "enabled"}, chat_template_kwargs=kwargs).template_options
+        == plain | kwargs
+    )
+    assert refused(thinking={"type": "between_tools"}).startswith(
+        "thinking.type: must be enabled or adaptive or dis"
+    )
+    assert refused(thinking={"type": "enabled", "budget_tokens": 0}).startswith(
+        "thinking.budget_tokens: must be an"
+    )
+    assert refused(thinking={"type": "adaptive", "budget_tokens": 9}).startswith(
+        "thinking.budget_tokens: unknown"
+    )
+    assert refused(thinking={"type": "enabled", "display": "omitted"}).startswith(
+        "thinking.display: must be 'summ"
+    )
 
 
 def test_tools():
@@ -252,12 +335,20 @@ def test_tools():
     more = {"type": "custom", "strict": True, "eager_input_streaming": True, **CACHED}
     for tool in (TOOL, TOOL | more):
         assert parse(tools=[tool]).tools == [{"type": "function", "function": function}]
-    assert parse(tools=[TOOL | {"type": None, "strict": None, "input_examples": None}]) == parse(tools=[TOOL])
+    assert parse(tools=[TOOL | {"type": None, "strict": None, "input_examples": None}]) == parse(
+        tools=[TOOL]
+    )
     for kind in ("bash_20250124", "web_search_20250305", "text_editor_20250728", "mcp_toolset"):
-        assert refused(tools=[TOOL, {"type": kind, "name": "x"}]).startswith("tools[1].type: must be 'custom' or null")
+        assert refused(tools=[TOOL, {"type": kind, "name": "x"}]).startswith(
+            "tools[1].type: must be 'custom' or null"
+        )
     assert refused(tools=[TOOL | {"name": "a b"}]).startswith("tools[0].name: must be")
-    assert refused(tools=[TOOL | {"input_schema": None}]).startswith("tools[0].input_schema: must be a JSON object")
-    assert refused(tools=[TOOL | {"defer_loading": True}]).startswith("tools[0].defer_loading: unknown field")
+    assert refused(tools=[TOOL | {"input_schema": None}]).startswith(
+        "tools[0].input_schema: must be a JSON object"
+    )
+    assert refused(tools=[TOOL | {"defer_loading": True}]).startswith(
+        "tools[0].defer_loading: unknown field"
+    )
     assert refused(tools=["x"]).startswith("tools[0]: must be a JSON object")
     assert refused(tools=TOOL).startswith("tools: must be a list")
 
@@ -270,25 +361,47 @@ def test_tool_choice():
     assert chosen(type="auto") == ("auto", True)
     assert chosen(type="none") == ("none", True)
     assert chosen(type="any", disable_parallel_tool_use=True) == ("required", False)
-    assert chosen(type="tool", name="look_up", disable_parallel_tool_use=False) == ("function:look_up", True)
-    assert refused(tools=[TOOL], tool_choice={"type": "tool", "name": "x"}).startswith("tool_choice.name: must be the")
-    assert refused(tools=[TOOL], tool_choice={"type": "tool"}).startswith("tool_choice.name: must be the")
-    assert refused(tool_choice={"type": "any"}).startswith("tool_choice.type: is 'any' and tools are missing")
-    assert refused(tool_choice={"type": "required"}).startswith("tool_choice.type: must be auto or any or tool or none")
-    assert refused(tool_choice={"type": "auto", "name": "x"}).startswith("tool_choice.name: unknown field")
+    assert chosen(type="tool", name="look_up", disable_parallel_tool_use=False) == (
+        "function:look_up",
+        True,
+    )
+    assert refused(tools=[TOOL], tool_choice={"type": "tool", "name": "x"}).startswith(
+        "tool_choice.name: must be the"
+    )
+    assert refused(tools=[TOOL], tool_choice={"type": "tool"}).startswith(
+        "tool_choice.name: must be the"
+    )
+    assert refused(tool_choice={"type": "any"}).startswith(
+        "tool_choice.type: is 'any' and tools are missing"
+    )
+    assert refused(tool_choice={"type": "required"}).startswith(
+        "tool_choice.type: must be auto or any or tool or none"
+    )
+    assert refused(tool_choice={"type": "auto", "name": "x"}).startswith(
+        "tool_choice.name: unknown field"
+    )
 
 
 def test_blocks_are_messages():
     thinking = {"type": "thinking", "thinking": "Long.", "signature": "s"}
 
     def call(number: int) -> dict[str, Any]:
-        return {"id": f"t{number}", "type": "function", "function": {"name": "f", "arguments": {"n": number}}}
+        return {
+            "id": f"t{number}",
+            "type": "function",
+            "function": {"name": "f", "arguments": {"n": number}},
+        }
 
     assert turns(
         {"role": "system", "content": [text("Rules.")]},
         user(text("a") | CACHED, text("b")),
         user(text("c")),
-        assistant(thinking, text("I will.") | {"citations": None}, used(0) | {"caller": {"type": "direct"}}, used(1)),
+        assistant(
+            thinking,
+            text("I will.") | {"citations": None},
+            used(0) | {"caller": {"type": "direct"}},
+            used(1),
+        ),
         user(result(1, "one", is_error=True), result(0, [text("zero"), text("0")], is_error=False)),
         user(text("Go on."), text("!")),
         assistant(used(2)),
@@ -302,7 +415,12 @@ def test_blocks_are_messages():
     ) == [
         {"role": "system", "content": "Be kind.\nBe brief.\n\nRules."},
         {"role": "user", "content": "a\nb\nc"},
-        {"role": "assistant", "content": "I will.", "reasoning_content": "Long.", "tool_calls": [call(0), call(1)]},
+        {
+            "role": "assistant",
+            "content": "I will.",
+            "reasoning_content": "Long.",
+            "tool_calls": [call(0), call(1)],
+        },
         {"role": "tool", "tool_call_id": "t1", "content": "Error: one", "name": "f"},
         {"role": "tool", "tool_call_id": "t0", "content": "zero\n0", "name": "f"},
         {"role": "user", "content": "Go on.\n!"},
@@ -312,7 +430,7 @@ def test_blocks_are_messages():
         {"role": "user", "content": "d"},
         {"role": "assistant", "content": ""},
         {"role": "system", "content": "Late."},
-    ]  # fmt: skip
+    ]
 
 
 def test_an_answer_that_has_begun_goes_on():
@@ -320,36 +438,68 @@ def test_an_answer_that_has_begun_goes_on():
     goes_on = {"add_generation_prompt": False, "continue_final_message": True}
     anew = {"add_generation_prompt": True}
     assert parse(messages=begun).template_options == goes_on
-    assert parse(messages=[*HI, assistant(text(" "))]).template_options == anew  # there is nothing to go on from
+    # there is nothing to go on from
+    assert parse(messages=[*HI, assistant(text(" "))]).template_options == anew
     assert parse(messages=begun, add_generation_prompt=True).template_options == anew
     assert parse(messages=begun, continue_final_message=False).template_options == anew
-    assert refused(messages=[*HI, assistant(used(1))]).startswith("messages[1].content: has a tool_use and no tool_re")
-    assert parse(messages=[{"role": "user", "content": "x", "name": "y"}]).ignored == ("messages[].name",)
+    assert refused(messages=[*HI, assistant(used(1))]).startswith(
+        "messages[1].content: has a tool_use and no tool_re"
+    )
+    assert parse(messages=[{"role": "user", "content": "x", "name": "y"}]).ignored == (
+        "messages[].name",
+    )
 
 
 @pytest.mark.parametrize(
     ("turn", "error"),
     [
         ("Hi", "messages[1]: must be a JSON object"),
-        ({"role": "tool", "content": "x"}, "messages[1].role: must be one of user, assistant, system"),
+        (
+            {"role": "tool", "content": "x"},
+            "messages[1].role: must be one of user, assistant, system",
+        ),
         ({"role": "user"}, "messages[1].content: must be a string, got None"),
         (user(), "messages[1].content: must be a list of 1 to"),
         (
             user({"type": "image", "source": {}}),
             "messages[1].content[0].type: must be text or tool_result, got 'image'",
         ),
-        (user(text("a"), {"type": "document"}), "messages[1].content[1].type: must be text or tool_result"),
+        (
+            user(text("a"), {"type": "document"}),
+            "messages[1].content[1].type: must be text or tool_result",
+        ),
         (user(used(1)), "messages[1].content[0].type: must be text or tool_result, got 'tool_use'"),
         (user({"type": "text"}), "messages[1].content[0].text: must be a string"),
-        (user(result(1, "x")), "messages[1].content[0].tool_use_id: must be the id of a call that stands before it"),
-        (user(result(1, [{"type": "image"}])), "messages[1].content[0].content[0].type: must be text, got 'image'"),
-        (user(result(1, "x", is_error=1)), "messages[1].content[0].is_error: must be true or false"),
-        (assistant(result(1, "x")), "messages[1].content[0].type: must be text or thinking or tool_use"),
-        (assistant({"type": "redacted_thinking", "data": "x"}), "messages[1].content[0].type: must be text or"),
+        (
+            user(result(1, "x")),
+            ("messages[1].content[0].tool_use_id: must be the id of a call that stands before it"),
+        ),
+        (
+            user(result(1, [{"type": "image"}])),
+            "messages[1].content[0].content[0].type: must be text, got 'image'",
+        ),
+        (
+            user(result(1, "x", is_error=1)),
+            "messages[1].content[0].is_error: must be true or false",
+        ),
+        (
+            assistant(result(1, "x")),
+            "messages[1].content[0].type: must be text or thinking or tool_use",
+        ),
+        (
+            assistant({"type": "redacted_thinking", "data": "x"}),
+            "messages[1].content[0].type: must be text or",
+        ),
         (assistant({"type": "server_tool_use"}), "messages[1].content[0].type: must be text or"),
-        (assistant(used(1) | {"input": "{}"}), "messages[1].content[0].input: must be a JSON object"),
+        (
+            assistant(used(1) | {"input": "{}"}),
+            "messages[1].content[0].input: must be a JSON object",
+        ),
         (assistant(used(1) | {"id": None}), "messages[1].content[0].id: must be a string"),
-        ({"role": "system", "content": [{"type": "image"}]}, "messages[1].content[0].type: must be text"),
+        (
+            {"role": "system", "content": [{"type": "image"}]},
+            "messages[1].content[0].type: must be text",
+        ),
     ],
 )
 def test_turns_that_are_refused(turn, error):
@@ -436,7 +586,9 @@ def test_the_client_puts_a_stream_together(answer: Written, ordered: Written):
             if block.type == "tool_use":
                 blocks.append(("call", (block.id, block.name, block.input)))
             else:
-                blocks.append(("said", block.text) if block.type == "text" else ("thought", block.thinking))
+                blocks.append(
+                    ("said", block.text) if block.type == "text" else ("thought", block.thinking)
+                )
         assert blocks == [
             (kind, (value.id, value.name, json.loads(value.arguments)) if kind == "call" else value)
             for kind, value in one.blocks
@@ -445,16 +597,25 @@ def test_the_client_puts_a_stream_together(answer: Written, ordered: Written):
         assert (found.stop_reason, found.stop_sequence) == (same.stop_reason, same.stop_sequence)
         assert found.usage.to_dict() == same.usage.to_dict() == USED
         if one is ordered:
-            assert found.to_dict() == same.to_dict() | {"stop_details": None} and same.to_dict() == body
+            assert (
+                found.to_dict() == same.to_dict() | {"stop_details": None}
+                and same.to_dict() == body
+            )
 
 
 @settings(max_examples=cases(80))
 @given(written(), st.booleans())
 def test_what_a_client_sends_back_is_what_was_said(answer: Written, streams: bool):
     said = put_together(streamed(answer.parts)) if streams else read_whole(whole(answer.answer))
-    results = [result(0, f"result of {call.id}") | {"tool_use_id": call.id} for call in answer.answer.calls]
+    results = [
+        result(0, f"result of {call.id}") | {"tool_use_id": call.id} for call in answer.answer.calls
+    ]
     server = Server(msgspec.json.encode(whole(answer.answer)))
-    back = [*HI, {"role": "assistant", "content": said.content}, *([user(*results)] if results else [])]
+    back = [
+        *HI,
+        {"role": "assistant", "content": said.content},
+        *([user(*results)] if results else []),
+    ]
     client(server).messages.create(model="quill", max_tokens=9, messages=back)
     expected: dict[str, Any] = {"role": "assistant", "content": answer.answer.content or ""}
     if answer.answer.reasoning:
@@ -466,7 +627,12 @@ def test_what_a_client_sends_back_is_what_was_said(answer: Written, streams: boo
             for call in answer.answer.calls
         ]  # fmt: skip
     told = [
-        {"role": "tool", "tool_call_id": call.id, "content": f"result of {call.id}", "name": call.name}
+        {
+            "role": "tool",
+            "tool_call_id": call.id,
+            "content": f"result of {call.id}",
+            "name": call.name,
+        }
         for call in answer.answer.calls
     ]
     assert messages.parse(server.asked).messages == [*HI, expected, *told]
@@ -487,7 +653,9 @@ def test_what_a_client_sends_back_is_what_was_said(answer: Written, streams: boo
 def test_why_an_answer_has_stopped(finish_reason, stop_reason, expected):
     body = whole(FinishedChoice(0, "Hi", finish_reason, stop_reason=stop_reason))
     assert (body["stop_reason"], body["stop_sequence"]) == expected
-    delta = events_of(streamed([ChoicePart(0, [Said("Hi")], finish_reason, stop_reason)]))[-2]["delta"]
+    delta = events_of(streamed([ChoicePart(0, [Said("Hi")], finish_reason, stop_reason)]))[-2][
+        "delta"
+    ]
     assert delta == {"stop_reason": expected[0], "stop_sequence": expected[1]}
 
 
@@ -501,20 +669,42 @@ def test_arguments_that_were_cut_off():
 def test_the_events_of_a_short_answer_in_full():
     pieces = [Thought("Hm"), Said("Hi"), Said(""), CallStart(0, "c", "f"), Arguments(0, "{}")]
     assert events_of(streamed([ChoicePart(0, pieces, "tool_calls")]))[1:] == [
-        {"type": "content_block_start", "index": 0,
-         "content_block": {"type": "thinking", "thinking": "", "signature": ""}},
-        {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "Hm"}},
+        {
+            "type": "content_block_start",
+            "index": 0,
+            "content_block": {"type": "thinking", "thinking": "", "signature": ""},
+        },
+        {
+            "type": "content_block_delta",
+            "index": 0,
+            "delta": {"type": "thinking_delta", "thinking": "Hm"},
+        },
         {"type": "content_block_stop", "index": 0},
-        {"type": "content_block_start", "index": 1, "content_block": {"type": "text", "text": "", "citations": None}},
+        {
+            "type": "content_block_start",
+            "index": 1,
+            "content_block": {"type": "text", "text": "", "citations": None},
+        },
         {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": "Hi"}},
         {"type": "content_block_stop", "index": 1},
-        {"type": "content_block_start", "index": 2,
-         "content_block": {"type": "tool_use", "id": "c", "name": "f", "input": {}}},
-        {"type": "content_block_delta", "index": 2, "delta": {"type": "input_json_delta", "partial_json": "{}"}},
+        {
+            "type": "content_block_start",
+            "index": 2,
+            "content_block": {"type": "tool_use", "id": "c", "name": "f", "input": {}},
+        },
+        {
+            "type": "content_block_delta",
+            "index": 2,
+            "delta": {"type": "input_json_delta", "partial_json": "{}"},
+        },
         {"type": "content_block_stop", "index": 2},
-        {"type": "message_delta", "delta": {"stop_reason": "tool_use", "stop_sequence": None}, "usage": USED},
+        {
+            "type": "message_delta",
+            "delta": {"stop_reason": "tool_use", "stop_sequence": None},
+            "usage": USED,
+        },
         {"type": "message_stop"},
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(
@@ -550,7 +740,10 @@ def test_a_stream_that_fails_says_so(answer: Written, when: int):
     for part in answer.parts[: max(0, when - 1)]:
         data += stream.part(part)
     data += stream.fail(500, "it broke")
-    assert events_of(data)[-1] == {"type": "error", "error": {"type": "api_error", "message": "it broke"}}
+    assert events_of(data)[-1] == {
+        "type": "error",
+        "error": {"type": "api_error", "message": "it broke"},
+    }
     with pytest.raises(anthropic.APIStatusError, match="it broke"):
         put_together(data)
 
@@ -558,13 +751,26 @@ def test_a_stream_that_fails_says_so(answer: Written, when: int):
 TALK = [
     {"role": "system", "content": "S"},
     {"role": "user", "content": "one"},
-    {"role": "assistant", "content": "", "reasoning_content": "hm" * 9, "tool_calls": [
-        {"id": f"t{i}", "type": "function", "function": {"name": "fg"[i % 2], "arguments": {"n": i}}} for i in range(4)
-    ]},
-    *({"role": "tool", "tool_call_id": f"t{i}", "name": "fg"[i % 2], "content": "x" * 100} for i in range(4)),
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "hm" * 9,
+        "tool_calls": [
+            {
+                "id": f"t{i}",
+                "type": "function",
+                "function": {"name": "fg"[i % 2], "arguments": {"n": i}},
+            }
+            for i in range(4)
+        ],
+    },
+    *(
+        {"role": "tool", "tool_call_id": f"t{i}", "name": "fg"[i % 2], "content": "x" * 100}
+        for i in range(4)
+    ),
     {"role": "assistant", "content": "a", "reasoning_content": "oh"},
     {"role": "user", "content": "two"},
-]  # fmt: skip
+]
 
 
 def size(talk: Any) -> int:
@@ -577,17 +783,38 @@ def managed(*edits: dict[str, Any]) -> tuple[Any, Any]:
 
 def test_old_tool_results_are_cleared():
     few = {"type": "tool_uses", "value": 4}
-    talk, (told,) = managed({"type": TOOLS, "trigger": few, "keep": {"type": "tool_uses", "value": 1}})
+    talk, (told,) = managed(
+        {"type": TOOLS, "trigger": few, "keep": {"type": "tool_uses", "value": 1}}
+    )
     results = [message["content"] for message in talk if message["role"] == "tool"]
-    assert ["cleared" in text for text in results] == [True] * 3 + [False] and results[3] == "x" * 100
-    assert told == {"type": TOOLS, "cleared_tool_uses": 3, "cleared_input_tokens": size(TALK) - size(talk)}
-    assert [call["function"]["arguments"] for call in talk[2]["tool_calls"]] == [{"n": i} for i in range(4)]
+    assert ["cleared" in text for text in results] == [True] * 3 + [False] and results[
+        3
+    ] == "x" * 100
+    assert told == {
+        "type": TOOLS,
+        "cleared_tool_uses": 3,
+        "cleared_input_tokens": size(TALK) - size(talk),
+    }
+    assert [call["function"]["arguments"] for call in talk[2]["tool_calls"]] == [
+        {"n": i} for i in range(4)
+    ]
     keep = {"type": "tool_uses", "value": 0}
     talk, (told,) = managed(
-        {"type": TOOLS, "trigger": few, "keep": keep, "exclude_tools": ["f"], "clear_tool_inputs": ["g"]}
+        {
+            "type": TOOLS,
+            "trigger": few,
+            "keep": keep,
+            "exclude_tools": ["f"],
+            "clear_tool_inputs": ["g"],
+        }
     )
     assert told["cleared_tool_uses"] == 2
-    assert [call["function"]["arguments"] for call in talk[2]["tool_calls"]] == [{"n": 0}, {}, {"n": 2}, {}]
+    assert [call["function"]["arguments"] for call in talk[2]["tool_calls"]] == [
+        {"n": 0},
+        {},
+        {"n": 2},
+        {},
+    ]
     for edit in (
         {"type": TOOLS},  # it has few tokens
         {"type": TOOLS, "trigger": {"type": "tool_uses", "value": 5}},
@@ -598,7 +825,9 @@ def test_old_tool_results_are_cleared():
 
 def test_old_thoughts_are_cleared():
     talk, (told,) = managed({"type": THOUGHTS})
-    assert [message.get("reasoning_content") for message in talk if message["role"] == "assistant"] == [None, "oh"]
+    assert [
+        message.get("reasoning_content") for message in talk if message["role"] == "assistant"
+    ] == [None, "oh"]
     assert told["cleared_thinking_turns"] == 1
     assert managed({"type": THOUGHTS, "keep": "all"}) == (TALK, [])
     assert managed({"type": THOUGHTS, "keep": {"type": "thinking_turns", "value": 2}}) == (TALK, [])
@@ -612,7 +841,10 @@ def test_old_thoughts_are_cleared():
             {"edits": [{"type": "compact_20260112"}]},
             "context_management.edits[0].type: must be clear_tool_uses_20250919",
         ),
-        ({"edits": [{"type": TOOLS, "keep": 3}]}, "context_management.edits[0].keep.type: must be tool_uses"),
+        (
+            {"edits": [{"type": TOOLS, "keep": 3}]},
+            "context_management.edits[0].keep.type: must be tool_uses",
+        ),
         (
             {"edits": [{"type": TOOLS, "trigger": {"type": "input_tokens", "value": 0}}]},
             "context_management.edits[0].tr",

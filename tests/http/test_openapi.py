@@ -1,4 +1,6 @@
-"""The OpenAPI document beside what the server does: its paths, and for Ollama's bodies each field."""
+"""The OpenAPI document beside what the server does: its paths, and for Ollama's bodies each
+field.
+"""
 
 import math
 from typing import Any
@@ -14,26 +16,97 @@ from quire.serving.protocol.ollama_fields import MESSAGE, OPTIONS
 from quire.serving.protocol.schema import OLLAMA, body_schema
 
 TEXTS = ("", "x", "json", "low", "5m", "1.5h", "-1", "-1m", "5 m", "m", "system", "END")
-NUMBERS = (-3, -2, -1, 0, 1, 1.5, 20, 21, 65_536, 65_537, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 1e308, 0.01, math.inf)
+NUMBERS = (
+    -3,
+    -2,
+    -1,
+    0,
+    1,
+    1.5,
+    20,
+    21,
+    65_536,
+    65_537,
+    2**31 - 1,
+    2**31,
+    2**63 - 1,
+    2**63,
+    1e308,
+    0.01,
+    math.inf,
+)
 VALUES = (
-    True, False, *TEXTS, *NUMBERS, {}, {"type": "object"}, {"temperature": 0.5}, {"temperature": -1}, {"colour": 1},
-    {"seed": None}, {"stop": "x"}, [], ["x"], ["", "x"], [5], [-1], ["x", 5], ["x"] * 65,
-)  # fmt: skip
+    True,
+    False,
+    *TEXTS,
+    *NUMBERS,
+    {},
+    {"type": "object"},
+    {"temperature": 0.5},
+    {"temperature": -1},
+    {"colour": 1},
+    {"seed": None},
+    {"stop": "x"},
+    [],
+    ["x"],
+    ["", "x"],
+    [5],
+    [-1],
+    ["x", 5],
+    ["x"] * 65,
+)
 
-CALLS = (5, {}, {"function": 5}, {"function": {}}, {"function": {"name": 5}}, {"function": {"name": "f"}},
-         {"function": {"name": "f", "arguments": 5}}, {"function": {"name": "f", "arguments": {"a": 1}}},
-         {"function": {"name": "f", "arguments": None, "index": 0}}, {"function": {"name": "f"}, "id": 5},
-         {"type": "custom", "custom": {"name": "f", "input": "x"}})  # fmt: skip
-MESSAGES = (5, {}, {"role": None}, {"role": "user"}, {"role": "robot"}, {"role": "user", "colour": 1},
-            *({"role": "assistant", "tool_calls": [call]} for call in CALLS),
-            *({"role": "tool", name: value} for name in MESSAGE if name != "role" for value in (None, "x", 5, [])),
-            )  # fmt: skip
-FUNCTIONS = (5, {}, {"name": ""}, {"name": "a b"}, {"name": "f" * 129}, {"name": "f"}, {"name": "f", "colour": 1},
-             *({"name": "f", name: value} for name in ("description", "parameters", "strict")
-               for value in (None, "x", True, {}, [])))  # fmt: skip
-TOOLS = (5, {}, {"type": "function"}, *({"function": one} for one in FUNCTIONS),
-         *({"type": kind, "function": {"name": "f"}} for kind in (None, "function", "custom", 5)),
-         {"function": {"name": "f"}, "colour": 1}, {"type": "custom", "custom": {"name": "f"}})  # fmt: skip
+CALLS = (
+    5,
+    {},
+    {"function": 5},
+    {"function": {}},
+    {"function": {"name": 5}},
+    {"function": {"name": "f"}},
+    {"function": {"name": "f", "arguments": 5}},
+    {"function": {"name": "f", "arguments": {"a": 1}}},
+    {"function": {"name": "f", "arguments": None, "index": 0}},
+    {"function": {"name": "f"}, "id": 5},
+    {"type": "custom", "custom": {"name": "f", "input": "x"}},
+)
+MESSAGES = (
+    5,
+    {},
+    {"role": None},
+    {"role": "user"},
+    {"role": "robot"},
+    {"role": "user", "colour": 1},
+    *({"role": "assistant", "tool_calls": [call]} for call in CALLS),
+    *(
+        {"role": "tool", name: value}
+        for name in MESSAGE
+        if name != "role"
+        for value in (None, "x", 5, [])
+    ),
+)
+FUNCTIONS = (
+    5,
+    {},
+    {"name": ""},
+    {"name": "a b"},
+    {"name": "f" * 129},
+    {"name": "f"},
+    {"name": "f", "colour": 1},
+    *(
+        {"name": "f", name: value}
+        for name in ("description", "parameters", "strict")
+        for value in (None, "x", True, {}, [])
+    ),
+)
+TOOLS = (
+    5,
+    {},
+    {"type": "function"},
+    *({"function": one} for one in FUNCTIONS),
+    *({"type": kind, "function": {"name": "f"}} for kind in (None, "function", "custom", 5)),
+    {"function": {"name": "f"}, "colour": 1},
+    {"type": "custom", "custom": {"name": "f"}},
+)
 
 
 def takes(schema: dict[str, Any], value: Any) -> bool:
@@ -57,11 +130,15 @@ def test_every_path_of_ollama_stands_there():
         for status, answer in operation["responses"].items():
             if status != "200" and method != "HEAD":
                 error = answer["content"]["application/json"]["schema"]
-                assert takes(error, {"error": "x"}) and not takes(error, {"error": {"message": "x", "type": "y"}})
+                assert takes(error, {"error": "x"}) and not takes(
+                    error, {"error": {"message": "x", "type": "y"}}
+                )
         kinds = list(operation["responses"].get("200", {}).get("content", {}))
         streams = path in ("/api/chat", "/api/generate", "/api/pull")
         assert kinds[:1] == (
-            [] if (method, path) in ollama.REFUSED else ["application/x-ndjson" if streams else "application/json"]
+            []
+            if (method, path) in ollama.REFUSED
+            else ["application/x-ndjson" if streams else "application/json"]
         )
 
 
@@ -70,7 +147,10 @@ def test_a_field_is_described_as_it_is_checked(path):
     rules = {"options": OPTIONS, "messages[]": MESSAGE}.get(path) or OLLAMA[path]
     for name, rule in rules.items():
         for value in VALUES:
-            items = isinstance(value, list) and value and name in ("messages", "tools", "tool_calls")  # read later
+            # read later
+            items = (
+                isinstance(value, list) and value and name in ("messages", "tools", "tool_calls")
+            )
             if not items:
                 assert checks(rule, value) == takes(rule.schema, value), (name, value)
 

@@ -16,31 +16,58 @@ from quire.tests.support.browser import CHROMIUM, FLAGS, Tab, needs_chromium, un
 from quire.tests.support.cases import cases
 from quire.tests.support.page_server import PAGE, STORY, StandIn, said, serving, token, words
 
-EVIL = "<img src=x onerror=\"window.hacked=1\"></script><script>window.hacked=1</script><b onclick='x'>&amp; **bold**"
+EVIL = (
+    '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script><b '
+    "onclick='x'>&amp; **bold**"
+)
 PITCH = 22  # pixels from cell to cell where there are few
 
 pytestmark = needs_chromium
 expect.set_options(timeout=60_000)
 
 
-def frame(cells: list[int], running: tuple[dict[str, Any], ...] = (), **changes: Any) -> dict[str, Any]:
+def frame(
+    cells: list[int], running: tuple[dict[str, Any], ...] = (), **changes: Any
+) -> dict[str, Any]:
     """An event of /live."""
     return {
-        "model": "quill", "state": "ready", "page_size": 16,
-        "limits": {"max_seqs": 32, "max_rows": 512, "max_len": 1024}, "defaults": {},
-        "groups": [{"name": "full", "pages": len(cells), "each": 1, "cells": cells}], "used": 0.34,
-        "running": list(running), "waiting": [], "num_running": len(running), "num_waiting": 0, "steps": [],
+        "model": "quill",
+        "state": "ready",
+        "page_size": 16,
+        "limits": {"max_seqs": 32, "max_rows": 512, "max_len": 1024},
+        "defaults": {},
+        "groups": [{"name": "full", "pages": len(cells), "each": 1, "cells": cells}],
+        "used": 0.34,
+        "running": list(running),
+        "waiting": [],
+        "num_running": len(running),
+        "num_waiting": 0,
+        "steps": [],
         "drafts": None,
-        "totals": {"requests": 12, "prompt_tokens": 4000, "generation_tokens": 7, "cached_tokens": 1000,
-                   "preemptions": 0, "recompiles": 0},
-        "rates": {"generation": 812.5, "prompt": 120.0}, "latency": {"ttft": None, "itl": [8.21, 9.0, 1234.5]},
+        "totals": {
+            "requests": 12,
+            "prompt_tokens": 4000,
+            "generation_tokens": 7,
+            "cached_tokens": 1000,
+            "preemptions": 0,
+            "recompiles": 0,
+        },
+        "rates": {"generation": 812.5, "prompt": 120.0},
+        "latency": {"ttft": None, "itl": [8.21, 9.0, 1234.5]},
         **changes,
-    }  # fmt: skip
+    }
 
 
 def run(number: int, **changes: Any) -> dict[str, Any]:
     """A running request of such an event."""
-    own = {"number": number, "id": f"chatcmpl-{number}", "prompt": 120, "cached": 64, "computed": 120, "tokens": 45}
+    own = {
+        "number": number,
+        "id": f"chatcmpl-{number}",
+        "prompt": 120,
+        "cached": 64,
+        "computed": 120,
+        "tokens": 45,
+    }
     return own | {"state": "writing"} | changes
 
 
@@ -73,7 +100,10 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
 
 @pytest.fixture
 def tab(context: BrowserContext, url: str, request: pytest.FixtureRequest) -> Iterator[Tab]:
-    """A page that is connected. `@pytest.mark.usefixtures("loud")` where error statuses belong to the test."""
+    """A page that is connected.
+
+    `@pytest.mark.usefixtures("loud")` where error statuses belong to the test.
+    """
     tab = Tab(context.new_page(), url)
     expect(tab.state).to_have_attribute("data-state", "ready")
     yield tab
@@ -136,9 +166,17 @@ def test_the_conversation_is_sent_and_can_be_revised(tab: Tab, stand_in: StandIn
     tab.page.keyboard.type("c")
     tab.page.keyboard.press("Enter")
     tab.ended()
-    told = [[(message["role"], message["content"]) for message in body["messages"]] for body in stand_in.bodies]
+    told = [
+        [(message["role"], message["content"]) for message in body["messages"]]
+        for body in stand_in.bodies
+    ]
     first = [("user", "a"), ("assistant", "A")]
-    assert told == [first[:1], [*first, ("user", "b")], [*first, ("user", "b")], [*first, ("user", "c")]]
+    assert told == [
+        first[:1],
+        [*first, ("user", "b")],
+        [*first, ("user", "b")],
+        [*first, ("user", "c")],
+    ]
     assert tab.page.locator(".turn .text").all_inner_texts() == ["a", "A", "c", "C"]
     assert len({body["request_id"] for body in stand_in.bodies}) == 4
     tab.page.click("#new")
@@ -174,18 +212,28 @@ def looks(tab: Tab) -> list[str]:
     """What is seen of the chat, with and without probabilities."""
     found = []
     for _ in range(2):
-        found += [tab.page.locator("#turns").inner_html(), tab.page.locator("#context").inner_text()]
+        found += [
+            tab.page.locator("#turns").inner_html(),
+            tab.page.locator("#context").inner_text(),
+        ]
         tab.page.click("#probabilities")
     return found
 
 
 def test_a_reload_keeps_the_chat(tab: Tab, stand_in: StandIn, context: BrowserContext):
-    call = {"index": 0, "id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    call = {
+        "index": 0,
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": "{}"},
+    }
     stand_in.answers["a"] = [
         said("", token("Hm"), reasoning="Hm"), said(EVIL, token(EVIL, 0.3)),
         said("", token("<call>"), tool_calls=[call]), 0.2, said("!", token("!")), "length",
     ]  # fmt: skip
-    stand_in.answers["b"] = [said("So", token("So"))] * 3 + [{"error": {"message": "Lost.", "type": "server_error"}}]
+    stand_in.answers["b"] = [said("So", token("So"))] * 3 + [
+        {"error": {"message": "Lost.", "type": "server_error"}}
+    ]
     for text in "ab":
         tab.ask(text)
         tab.ended()
@@ -197,7 +245,9 @@ def test_a_reload_keeps_the_chat(tab: Tab, stand_in: StandIn, context: BrowserCo
     tab.page.get_by_role("button", name="Retry").click()
     tab.ended()
     first = [("user", "a"), ("assistant", EVIL + "!"), ("user", "b")]
-    assert [(message["role"], message["content"]) for message in stand_in.bodies[-1]["messages"]] == first
+    assert [
+        (message["role"], message["content"]) for message in stand_in.bodies[-1]["messages"]
+    ] == first
     other = Tab(context.new_page(), tab.url)  # another tab has a chat of its own
     expect(other.page.locator("#welcome")).to_be_visible()
     tab.page.click("#new")
@@ -234,7 +284,9 @@ def chats(tab: Tab) -> list[str]:
     return tab.page.locator("#conversations .title").all_inner_texts()
 
 
-def test_several_chats_are_kept_and_can_be_gone_on_with(tab: Tab, stand_in: StandIn, context: BrowserContext):
+def test_several_chats_are_kept_and_can_be_gone_on_with(
+    tab: Tab, stand_in: StandIn, context: BrowserContext
+):
     for name in ("one", "two"):
         stand_in.answers[name] = [said(f"About {name}.", token(f"About {name}.")), "stop"]
         tab.ask(name)
@@ -245,7 +297,11 @@ def test_several_chats_are_kept_and_can_be_gone_on_with(tab: Tab, stand_in: Stan
     assert tab.answer() == "About one." and tab.page.locator(".turn").count() == 2
     tab.ask("two")
     tab.ended()
-    assert [message["content"] for message in stand_in.bodies[-1]["messages"]] == ["one", "About one.", "two"]
+    assert [message["content"] for message in stand_in.bodies[-1]["messages"]] == [
+        "one",
+        "About one.",
+        "two",
+    ]
     other = Tab(context.new_page(), tab.url)  # of the same browser, with a chat of its own
     expect(other.page.locator("#welcome")).to_be_visible()
     assert chats(other) == ["one", "two"]  # the newest first
@@ -278,7 +334,9 @@ def test_a_deletion_can_be_undone(tab: Tab, stand_in: StandIn):
     assert chats(tab) == ["two"]
 
 
-@pytest.mark.parametrize("turns", ["3", "[1]", '[{"answer": {}}]', '[{"answer": {"pieces": 1}}, {"text": "a"}]', None])
+@pytest.mark.parametrize(
+    "turns", ["3", "[1]", '[{"answer": {}}]', '[{"answer": {"pieces": 1}}, {"text": "a"}]', None]
+)
 def test_what_another_version_kept_is_forgotten(tab: Tab, turns: str | None):
     kept = "{" if turns is None else f'{{"title": "a", "at": 1, "turns": {turns}}}'
     script = """kept => addEventListener('pagehide', () => { sessionStorage.setItem('quire.current', '{"id": "x"}');
@@ -307,7 +365,13 @@ def test_a_rate_is_of_a_time_that_can_be_measured(bench: Page):
 
 
 def test_rates_that_die_away_are_nothing(tab: Tab, stand_in: StandIn):
-    for rate, shown in ((0.00958, "0"), (0.31, "0.3"), (26.17, "26.2"), (812.5, "813"), (20_500, "20,500")):
+    for rate, shown in (
+        (0.00958, "0"),
+        (0.31, "0.3"),
+        (26.17, "26.2"),
+        (812.5, "813"),
+        (20_500, "20,500"),
+    ):
         stand_in.frame = frame([0], rates={"generation": rate, "prompt": rate})
         expect(tab.page.locator("#generation")).to_have_text(shown)
         expect(tab.page.locator("#prompt-rate")).to_have_text(shown)
@@ -316,8 +380,17 @@ def test_rates_that_die_away_are_nothing(tab: Tab, stand_in: StandIn):
 def test_settings_are_sent_and_kept(tab: Tab, stand_in: StandIn):
     page = tab.page
     page.click("#settings")
-    given = {"Temperature": "0.7", "Top p": "0.9", "Top k": "40", "Min p": "0.05", "Repetition penalty": "1.1",
-             "Max tokens": "64", "Seed": "-7", "System prompt": "Be brief.", "Stop strings": "A\n\\n\\n\n"}  # fmt: skip
+    given = {
+        "Temperature": "0.7",
+        "Top p": "0.9",
+        "Top k": "40",
+        "Min p": "0.05",
+        "Repetition penalty": "1.1",
+        "Max tokens": "64",
+        "Seed": "-7",
+        "System prompt": "Be brief.",
+        "Stop strings": "A\n\\n\\n\n",
+    }
     for label, value in given.items():
         page.get_by_label(label, exact=True).fill(value)
     page.keyboard.press("Escape")
@@ -326,8 +399,16 @@ def test_settings_are_sent_and_kept(tab: Tab, stand_in: StandIn):
     tab.ask("Hello")
     tab.ended()
     body = stand_in.bodies[-1]
-    wanted = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1, "max_tokens": 64,
-              "seed": -7, "stop": ["A", "\n\n"]}  # fmt: skip
+    wanted = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "max_tokens": 64,
+        "seed": -7,
+        "stop": ["A", "\n\n"],
+    }
     assert {name: body.get(name) for name in wanted} == wanted
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
     page.click("#settings")
@@ -344,7 +425,9 @@ def test_settings_are_sent_and_kept(tab: Tab, stand_in: StandIn):
 def test_settings_show_what_holds_where_nothing_is_chosen(tab: Tab, stand_in: StandIn):
     def shown(name: str) -> tuple[str | None, str]:
         box = tab.page.locator(f"#set-{name}")
-        return box.get_attribute("placeholder"), tab.page.locator(f"#set-{name} ~ input[type=range]").input_value()
+        return box.get_attribute("placeholder"), tab.page.locator(
+            f"#set-{name} ~ input[type=range]"
+        ).input_value()
 
     expect(tab.state).to_have_attribute("data-state", "ready")
     tab.page.click("#settings")
@@ -372,13 +455,19 @@ def test_settings_show_what_holds_where_nothing_is_chosen(tab: Tab, stand_in: St
         ("C:\\models\\Tiny.gguf", "Tiny.gguf"), ("/srv/models/folder/", "folder"), ("owner/name", "owner/name"),
     ],
 )  # fmt: skip
-def test_a_model_is_called_by_its_file(context: BrowserContext, url: str, stand_in: StandIn, name: str, shown: str):
+def test_a_model_is_called_by_its_file(
+    context: BrowserContext, url: str, stand_in: StandIn, name: str, shown: str
+):
     stand_in.models = [name]
     tab = Tab(context.new_page(), url)
     expect(tab.page.locator("#greeting")).to_have_text(f"Ask {shown}")
-    assert tab.page.locator("#model option").inner_text() == shown and tab.page.title() == f"{shown} on Quire"
+    assert (
+        tab.page.locator("#model option").inner_text() == shown
+        and tab.page.title() == f"{shown} on Quire"
+    )
     starters = tab.page.locator("#starters button").all_inner_texts()
-    assert len(starters) == 3 and not any("Sort: 52" in starter for starter in starters)  # those are quill's
+    # those are quill's
+    assert len(starters) == 3 and not any("Sort: 52" in starter for starter in starters)
     tab.ask("Hello")
     tab.ended()
     assert stand_in.bodies[-1]["model"] == name
@@ -388,7 +477,8 @@ def test_a_model_is_chosen(context: BrowserContext, url: str, stand_in: StandIn)
     stand_in.models = ["quill", "quill-draft"]
     tab = Tab(context.new_page(), url)
     expect(tab.page.locator("#model option")).to_have_count(2)
-    expect(tab.page.locator("#taught")).to_contain_text("It knows nothing else")  # what the bundled model can do
+    # what the bundled model can do
+    expect(tab.page.locator("#taught")).to_contain_text("It knows nothing else")
     tab.page.select_option("#model", "quill-draft")
     expect(tab.page.locator("#taught")).to_be_hidden()
     tab.ask("Hello")
@@ -400,14 +490,24 @@ def test_a_model_is_chosen(context: BrowserContext, url: str, stand_in: StandIn)
 
 
 def test_reasoning_is_folded_and_calls_are_code(tab: Tab, stand_in: StandIn):
-    call = {"index": 0, "id": "c1", "type": "function", "function": {"name": "weather", "arguments": ""}}
+    call = {
+        "index": 0,
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": ""},
+    }
     stand_in.answers["Hello"] = [
         said("", token("Let me"), reasoning="Let me", reasoning_content="Let me"),
         said("", token(" see."), reasoning=" see."),
-        said("", token("</think>")), *words("I look it up."), said("", token("<call>"), tool_calls=[call]),
-        said("", token("{"), tool_calls=[{"index": 0, "function": {"arguments": '{"city": "Oslo",'}}]),
-        said("", token("}"), tool_calls=[{"index": 0, "function": {"arguments": ' "days": 2}'}}]), "tool_calls",
-    ]  # fmt: skip
+        said("", token("</think>")),
+        *words("I look it up."),
+        said("", token("<call>"), tool_calls=[call]),
+        said(
+            "", token("{"), tool_calls=[{"index": 0, "function": {"arguments": '{"city": "Oslo",'}}]
+        ),
+        said("", token("}"), tool_calls=[{"index": 0, "function": {"arguments": ' "days": 2}'}}]),
+        "tool_calls",
+    ]
     tab.ask("Hello")
     tab.ended()
     page = tab.page
@@ -429,27 +529,41 @@ def test_reasoning_is_folded_and_calls_are_code(tab: Tab, stand_in: StandIn):
 def test_tokens_show_their_probabilities(tab: Tab, stand_in: StandIn):
     stand_in.answers["Hello"] = [
         said("Once upon", token("Once", 0.75, {"There": 0.2}), token(" upon", 0.999)),
-        said(" a", token(" a", 0.01, {" the": 0.6, " one": 0.2, " my": 0.1, " no": 0.05, " an": 0.02})), "stop",
-    ]  # fmt: skip
+        said(
+            " a",
+            token(" a", 0.01, {" the": 0.6, " one": 0.2, " my": 0.1, " no": 0.05, " an": 0.02}),
+        ),
+        "stop",
+    ]
     tab.ask("Hello")
     tab.ended()
     page = tab.page
     assert page.locator(".token").count() == 0
     page.click("#probabilities")
     assert page.locator(".token").all_text_contents() == ["Once", " upon", " a"]
-    tints = page.locator(".token").evaluate_all("spans => spans.map(span => getComputedStyle(span).backgroundColor)")
+    tints = page.locator(".token").evaluate_all(
+        "spans => spans.map(span => getComputedStyle(span).backgroundColor)"
+    )
     opacity = [float(re.search(r"/ ([\d.e-]+)\)|$", tint)[1] or 1) for tint in tints]
     assert opacity[1] < opacity[0] < opacity[2] <= 0.5
     card = page.locator("#card")
     page.hover(".token >> nth=0")
     expect(card).to_be_visible()
     assert card.locator(".chosen").inner_text().split() == ["Once", "75.0", "%"]
-    assert card.locator("li").all_inner_texts() == ["Once\n75.0 %", "There\n20.0 %", "all others\n5.0 %"]
+    assert card.locator("li").all_inner_texts() == [
+        "Once\n75.0 %",
+        "There\n20.0 %",
+        "all others\n5.0 %",
+    ]
     widths = card.locator(".level").evaluate_all("levels => levels.map(level => level.style.width)")
     assert widths == ["75%", "20%"]
     page.hover(".token >> nth=2")
-    expect(card.locator(".chosen code")).to_have_text("\u00b7a")  # not among the five likeliest, and shown as the last
-    assert card.locator("li").count() == 7 and card.locator("li").nth(5).get_attribute("class") == "drawn"
+    # not among the five likeliest, and shown as the last
+    expect(card.locator(".chosen code")).to_have_text("\u00b7a")
+    assert (
+        card.locator("li").count() == 7
+        and card.locator("li").nth(5).get_attribute("class") == "drawn"
+    )
     box = card.bounding_box()
     assert box and box["x"] >= 0 and box["y"] >= 0
     page.mouse.move(5, 5)
@@ -459,7 +573,9 @@ def test_tokens_show_their_probabilities(tab: Tab, stand_in: StandIn):
 
 
 def test_lines_of_tokens_end_with_a_mark(tab: Tab, stand_in: StandIn):
-    """Each mark stands where its line ends, in the token that ends it, and the text stays as it was."""
+    """Each mark stands where its line ends, in the token that ends it, and the text stays as it
+    was.
+    """
     texts = ["One", ".\n\n", "- ", "two", "\n", "\nthree"]
     stand_in.answers["Hello"] = [said(text, token(text)) for text in texts] + ["stop"]
     tab.page.click("#probabilities")
@@ -475,12 +591,17 @@ def test_lines_of_tokens_end_with_a_mark(tab: Tab, stand_in: StandIn):
 
 def test_characters_split_over_tokens_are_never_broken(tab: Tab, stand_in: StandIn):
     stand_in.answers["Hello"] = [
-        said("caf", token("caf")), said("", token("\ufffd", 0.5)), said("\u00e9 ", token("\ufffd", 0.9), token(" ")),
-        said("", token("\ufffd"), token("\ufffd")), said("", token("\ufffd")),
+        said("caf", token("caf")),
+        said("", token("\ufffd", 0.5)),
+        said("\u00e9 ", token("\ufffd", 0.9), token(" ")),
+        said("", token("\ufffd"), token("\ufffd")),
+        said("", token("\ufffd")),
         said("\U0001f426 ok", token("\ufffd", 0.25), token(" ok")),
-        said("", token("\ufffd")), said("\u00fc\u4e16", *[token("\ufffd")] * 4),
-        said(".", token(".")), "stop",
-    ]  # fmt: skip
+        said("", token("\ufffd")),
+        said("\u00fc\u4e16", *[token("\ufffd")] * 4),
+        said(".", token(".")),
+        "stop",
+    ]
     tab.page.click("#probabilities")
     tab.ask("Hello")
     tab.ended()
@@ -507,15 +628,22 @@ DEAL = """chunks => { const aligner = new lib.Aligner();
 @pytest.mark.parametrize(
     "chunks, pieces",
     [
-        ([("a", ["</think>", "aa"]), ("aa", ["a"])], [["aa", ["aa"]], ["a", ["a"]]]),  # the end of it was held back
+        # the end of it was held back
+        ([("a", ["</think>", "aa"]), ("aa", ["a"])], [["aa", ["aa"]], ["a", ["a"]]]),
         ([("one", ["one", " st"]), ("", ["op"])], [["one", ["one"]]]),  # a stop string cut the rest
         ([("on", ["one"])], [["on", ["one"]]]),
-        ([("Hello,", [" Hello", ","])], [["Hello", [" Hello"]], [",", [","]]]),  # a template strips the space
-        ([("\u00e9", ["\ufffd", "\ufffd", "ab"]), ("ab", [])], [["\u00e9", ["\ufffd"] * 2], ["ab", ["ab"]]]),
+        # a template strips the space
+        ([("Hello,", [" Hello", ","])], [["Hello", [" Hello"]], [",", [","]]]),
+        (
+            [("\u00e9", ["\ufffd", "\ufffd", "ab"]), ("ab", [])],
+            [["\u00e9", ["\ufffd"] * 2], ["ab", ["ab"]]],
+        ),
         ([("ok", ["<call>", "{}", "ok"])], [["ok", ["ok"]]]),
     ],
 )
-def test_tokens_that_write_late_or_nothing(bench: Page, chunks: list[tuple[str, list[str]]], pieces: list[Any]):
+def test_tokens_that_write_late_or_nothing(
+    bench: Page, chunks: list[tuple[str, list[str]]], pieces: list[Any]
+):
     given_ = [(text, [token(name) for name in names]) for text, names in chunks]
     assert bench.evaluate(DEAL, given_) == pieces
 
@@ -529,13 +657,15 @@ def test_tokens_are_dealt_the_whole_text(bench: Page, data: st.DataObject):
     cuts = data.draw(st.sets(st.integers(1, max(1, len(raw) - 1)), max_size=12))
     edges = [0, *sorted(cut for cut in cuts if cut < len(raw)), len(raw)]
     whole = True
-    end_early = data.draw(st.booleans()) and data.draw(st.integers(0, 3))  # as a stop string cuts an answer
+    # as a stop string cuts an answer
+    end_early = data.draw(st.booleans()) and data.draw(st.integers(0, 3))
     chunks = []
     sent = 0
     for begin, end in zip(edges, edges[1:], strict=False):
         own = raw[begin:end].decode(errors="replace")
         whole = whole and "\ufffd" not in own
-        # Text comes when its characters are whole; some of it may be held back for a while, as before a stop string.
+        # Text comes when its characters are whole; some of it may be held back for a while, as
+        # before a stop string.
         ready = len(raw[:end].decode(errors="ignore"))
         held = data.draw(st.integers(0, 2)) if data.draw(st.booleans()) else 0
         now = max(sent, ready - held) if end < len(raw) else len(text)
@@ -550,7 +680,9 @@ def test_tokens_are_dealt_the_whole_text(bench: Page, data: st.DataObject):
     assert "".join(piece for piece, _ in pieces) == text
     assert all(piece for piece, _ in pieces)
     dealt = [name for _, names in pieces for name in names if name != "<silent>"]
-    given_ = [entry["token"] for _, tokens in chunks for entry in tokens if entry["token"] != "<silent>"]
+    given_ = [
+        entry["token"] for _, tokens in chunks for entry in tokens if entry["token"] != "<silent>"
+    ]
     if whole and not end_early:  # each gets just its own text
         assert dealt == given_
         assert [piece for piece, names in pieces if "<silent>" not in names] == [
@@ -572,11 +704,16 @@ def test_markdown_becomes_elements(tab: Tab, stand_in: StandIn):
     answer = tab.page.locator(".answer .text")
     assert answer.locator("strong").all_inner_texts() == ["bold"]
     assert answer.locator("p code").all_inner_texts() == ["code **raw**"]
-    assert answer.locator("ul > li").count() == 2 and answer.locator("ul ol li").inner_text() == "deep"
+    assert (
+        answer.locator("ul > li").count() == 2 and answer.locator("ul ol li").inner_text() == "deep"
+    )
     assert answer.locator("h3").inner_text() == "Head"
     assert answer.locator("pre code").inner_text() == "if a < b:\n    **no**"
     assert answer.locator(".code header span").inner_text() == "python"
-    assert answer.locator("p").last.inner_text() == "2 * 3 * 4 and so" and answer.locator("em").inner_text() == "so"
+    assert (
+        answer.locator("p").last.inner_text() == "2 * 3 * 4 and so"
+        and answer.locator("em").inner_text() == "so"
+    )
 
 
 RICH = """# Title
@@ -622,18 +759,31 @@ def test_markdown_of_every_kind(tab: Tab, stand_in: StandIn):
     tab.ended()
     answer = tab.page.locator(".answer .text")
     assert answer.locator("h3").inner_text() == "Title"
-    assert answer.locator("blockquote em").inner_text() == "words" and answer.locator("blockquote li").count() == 1
-    assert answer.locator("> ol > li").count() == 2 and answer.locator("ol li ul li ol li").inner_text() == "deep"
+    assert (
+        answer.locator("blockquote em").inner_text() == "words"
+        and answer.locator("blockquote li").count() == 1
+    )
+    assert (
+        answer.locator("> ol > li").count() == 2
+        and answer.locator("ol li ul li ol li").inner_text() == "deep"
+    )
     code = answer.locator("ol > li > .code")
     assert code.locator("code").inner_text() == "def add(a, b):\n    return a + b  # the sum"
     assert code.locator(".hljs-keyword").all_inner_texts() == ["def", "return"]
     assert code.locator("header span").first.inner_text() == "python"
-    assert answer.locator("li strong em").inner_text() == "both" and answer.locator("s").inner_text() == "gone"
+    assert (
+        answer.locator("li strong em").inner_text() == "both"
+        and answer.locator("s").inner_text() == "gone"
+    )
     assert answer.locator("th").all_inner_texts() == ["left", "right"]
     assert answer.locator("td").all_inner_texts() == ["a", "1", "b", "<b>2"]
-    aligned = answer.locator("td").evaluate_all("cells => cells.map((cell) => getComputedStyle(cell).textAlign)")
+    aligned = answer.locator("td").evaluate_all(
+        "cells => cells.map((cell) => getComputedStyle(cell).textAlign)"
+    )
     assert aligned == ["left", "right"] * 2
-    links = answer.locator("a").evaluate_all("links => links.map((a) => [a.textContent, a.href, a.target, a.rel])")
+    links = answer.locator("a").evaluate_all(
+        "links => links.map((a) => [a.textContent, a.href, a.target, a.rel])"
+    )
     safe = ["_blank", "noopener noreferrer nofollow"]
     assert links == [
         ["the site", "https://site.example/a?b=1&c", *safe],
@@ -646,7 +796,10 @@ def test_markdown_of_every_kind(tab: Tab, stand_in: StandIn):
         and "[nor this](/api/delete)" in tab.answer()
     )
     assert answer.locator("hr").count() == 1 and answer.locator("img, script").count() == 0
-    assert answer.locator("> .code code").all_inner_texts() == ["<script>window.hacked = 1</script>", "plain"]
+    assert answer.locator("> .code code").all_inner_texts() == [
+        "<script>window.hacked = 1</script>",
+        "plain",
+    ]
     assert tab.page.evaluate("window.hacked ?? null") is None
 
 
@@ -664,10 +817,14 @@ def test_libraries_are_those_that_were_checked():
         "purify.min.js": "1bb69dcd35ac61a515cd876d9f9024b3117c8b7a1725f9b3097782d8d822e8d3",
     }
     folder = PAGE / "vendor"
-    assert {file.name: sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.js")} == digests
+    assert {
+        file.name: sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.js")
+    } == digests
     assert {file.name for file in folder.glob("LICENSE*")} == {
-        "LICENSE-markdown-it.txt", "LICENSE-dompurify.txt", "LICENSE-highlight.js.txt",
-    }  # fmt: skip
+        "LICENSE-markdown-it.txt",
+        "LICENSE-dompurify.txt",
+        "LICENSE-highlight.js.txt",
+    }
 
 
 MARKS = ["*", "**", "`", "```", "\n", "\n\n", "- ", "  ", "1. ", "# ", "a", "<b>", "&amp;", "~~~"]
@@ -684,7 +841,9 @@ def test_markdown_grown_bit_by_bit_is_the_same(bench: Page, parts: list[str]):
         return [whole.innerHTML, slow.innerHTML, whole.textContent, names] }"""
     whole, slow, text, names = bench.evaluate(script, parts)
     assert whole == slow
-    assert set(names) <= set("p strong em code s ul ol li h3 hr br div header span button svg use pre".split())
+    assert set(names) <= set(
+        "p strong em code s ul ol li h3 hr br div header span button svg use pre".split()
+    )
     letters = [letter for letter in "".join(parts).replace("&amp;", "&") if letter in "ab&<>"]
     info = "".join(parts).count("`") + "".join(parts).count("~")  # what follows a fence is a title
     assert info or [letter for letter in text if letter in "ab&<>"] == letters
@@ -711,12 +870,16 @@ def test_hostile_markdown_takes_linear_time(bench: Page):
 def test_text_stays_text(context: BrowserContext, url: str, stand_in: StandIn):
     stand_in.models = [EVIL]
     group = {"name": EVIL, "pages": 3, "each": 1, "cells": [0, -1, 1]}
-    stand_in.frame = frame([], (run(1, id=EVIL, state=EVIL),), groups=[group, group | {"name": "b"}], state=EVIL)
+    stand_in.frame = frame(
+        [], (run(1, id=EVIL, state=EVIL),), groups=[group, group | {"name": "b"}], state=EVIL
+    )
     call = {"index": 0, "function": {"name": EVIL, "arguments": EVIL}}
     stand_in.answers[EVIL] = [
-        said(EVIL, token(EVIL, 0.5, {EVIL + "x": 0.3}), reasoning=EVIL), said("", tool_calls=[call]),
-        said(f"\n\n- {EVIL}\n\n```{EVIL}\n{EVIL}\n```", token("x")), "stop",
-    ]  # fmt: skip
+        said(EVIL, token(EVIL, 0.5, {EVIL + "x": 0.3}), reasoning=EVIL),
+        said("", tool_calls=[call]),
+        said(f"\n\n- {EVIL}\n\n```{EVIL}\n{EVIL}\n```", token("x")),
+        "stop",
+    ]
     stand_in.refusals["no"] = (400, {"message": EVIL, "type": EVIL, "param": EVIL, "code": EVIL})
     tab = Tab(context.new_page(), url)
     page = tab.page
@@ -760,7 +923,9 @@ def test_a_refusal_is_shown_and_can_be_retried(tab: Tab, stand_in: StandIn):
     assert [len(body["messages"]) for body in stand_in.bodies] == [1, 1]
 
 
-@pytest.mark.parametrize("end", [{"error": {"message": "the engine has stopped", "type": "server_error"}}, None])
+@pytest.mark.parametrize(
+    "end", [{"error": {"message": "the engine has stopped", "type": "server_error"}}, None]
+)
 def test_an_answer_that_breaks_off_keeps_its_text(tab: Tab, stand_in: StandIn, end: Any):
     stand_in.answers["Hello"] = [*words("one two three"), 0.1, end]
     tab.ask("Hello")
@@ -789,7 +954,9 @@ def test_a_server_that_is_gone_comes_back(tab: Tab, stand_in: StandIn):
     assert tab.answer() == STORY
 
 
-def test_a_key_is_asked_for_and_stays_in_the_tab(context: BrowserContext, url: str, stand_in: StandIn):
+def test_a_key_is_asked_for_and_stays_in_the_tab(
+    context: BrowserContext, url: str, stand_in: StandIn
+):
     stand_in.key = "secret"
     tab = Tab(context.new_page(), url)
     page = tab.page
@@ -819,7 +986,8 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(context: BrowserContext, url: s
     assert page.evaluate("sessionStorage['quire.key']") == "secret"
     assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
     kept = page.evaluate(
-        "[...Object.values(localStorage), document.cookie, location.href, document.body.innerHTML].join()"
+        "[...Object.values(localStorage), document.cookie, location.href, "
+        "document.body.innerHTML].join()"
     )
     assert "secret" not in kept
     other = Tab(context.new_page(), url)  # another tab does not know it
@@ -837,12 +1005,23 @@ def test_cells_change_when_the_engine_says_so(tab: Tab, stand_in: StandIn):
     until(lambda: tab.pixel(10, 10) != tab.swatch("free"), page, "the first cell did not change")
     page.wait_for_timeout(1300)  # until nothing glows
     colors = [tab.pixel(10 + PITCH * i, 10) for i in range(5)]
-    assert colors[1:3] == [tab.swatch("cached"), tab.swatch("shared")] and colors[4] == tab.swatch("free")
+    assert colors[1:3] == [tab.swatch("cached"), tab.swatch("shared")] and colors[4] == tab.swatch(
+        "free"
+    )
     assert len(set(colors)) == 5
-    counts = {state: page.inner_text(f"#count-{state}") for state in "yours running shared cached free".split()}
+    counts = {
+        state: page.inner_text(f"#count-{state}")
+        for state in "yours running shared cached free".split()
+    }
     assert counts == {"yours": "0", "running": "2", "shared": "1", "cached": "1", "free": "56"}
-    assert page.locator("#used").inner_text() == "34 %" and page.locator("#total-cached").inner_text() == "25 %"
-    assert page.locator("#generation").inner_text() == "813" and page.locator("#prompt-rate").inner_text() == "120"
+    assert (
+        page.locator("#used").inner_text() == "34 %"
+        and page.locator("#total-cached").inner_text() == "25 %"
+    )
+    assert (
+        page.locator("#generation").inner_text() == "813"
+        and page.locator("#prompt-rate").inner_text() == "120"
+    )
     assert page.locator("#ttft td").all_inner_texts() == ["\u2013"] * 3
     assert page.locator("#itl td").all_inner_texts() == ["8.21", "9", "1,235"]
     label = page.locator("#maps canvas").get_attribute("aria-label") or ""
@@ -865,7 +1044,9 @@ def test_pointing_lights_pages_and_tells_of_them(tab: Tab, stand_in: StandIn):
     canvas.hover(position={"x": 10 + 2 * PITCH, "y": 10})
     expect(page.locator("#card")).to_contain_text("cached")
     page.mouse.move(5, 5)
-    until(lambda: [tab.pixel(10 + PITCH * i, 10) for i in range(3)] == before, page, "it stayed lit")
+    until(
+        lambda: [tab.pixel(10 + PITCH * i, 10) for i in range(3)] == before, page, "it stayed lit"
+    )
 
 
 def test_the_pages_of_the_own_chat_are_marked(tab: Tab, stand_in: StandIn):
@@ -882,7 +1063,12 @@ def test_the_pages_of_the_own_chat_are_marked(tab: Tab, stand_in: StandIn):
     assert page.locator("#running li .who").all_inner_texts() == ["yours", "no. 1"]
     expect(page.locator("#count-yours")).to_have_text("2")
     page.wait_for_timeout(1100)
-    assert tab.pixel(10 + PITCH, 10) == tab.pixel(10 + 2 * PITCH, 10) == tab.swatch("yours") != tab.pixel(10, 10)
+    assert (
+        tab.pixel(10 + PITCH, 10)
+        == tab.pixel(10 + 2 * PITCH, 10)
+        == tab.swatch("yours")
+        != tab.pixel(10, 10)
+    )
     stand_in.frame = frame([0] * 60)
     tab.ended()
     expect(page.locator(".place")).to_be_hidden()
@@ -915,17 +1101,28 @@ def test_steps_and_groups_are_drawn(tab: Tab, stand_in: StandIn):
 
     def busy() -> dict[str, Any]:
         now = time.monotonic()
-        groups = [{"name": name, "pages": 1000, "each": 4, "cells": [1] * 250} for name in ("full", "window 256")]
+        groups = [
+            {"name": name, "pages": 1000, "each": 4, "cells": [1] * 250}
+            for name in ("full", "window 256")
+        ]
         return frame(
-            [], (run(1),), groups=groups, steps=[[now - 0.02, 260, 4, 5, 0.0123, 0, 0], [now, 4, 4, 4, 0.0082, 0, 0]]
+            [],
+            (run(1),),
+            groups=groups,
+            steps=[[now - 0.02, 260, 4, 5, 0.0123, 0, 0], [now, 4, 4, 4, 0.0082, 0, 0]],
         )
 
     blank = tab.page.evaluate("document.querySelector('#strip').toDataURL()")
-    stand_in.frame = busy  # steps of just now in each event: on a busy machine others would have left the strip
-    page.wait_for_function("blank => document.querySelector('#strip').toDataURL() != blank", arg=blank)
+    # steps of just now in each event: on a busy machine others would have left the strip
+    stand_in.frame = busy
+    page.wait_for_function(
+        "blank => document.querySelector('#strip').toDataURL() != blank", arg=blank
+    )
     expect(page.locator("#step-now")).to_have_text("4 sequences, 4 rows, 8.2 ms")
     assert page.locator(".map-name span:first-child").all_inner_texts() == ["full", "window 256"]
-    expect(page.locator(".map-name").first).to_contain_text("1,000 pages of 16 tokens, a cell is 4 pages")
+    expect(page.locator(".map-name").first).to_contain_text(
+        "1,000 pages of 16 tokens, a cell is 4 pages"
+    )
     expect(page.locator("#count-running")).to_have_text("2,000")
     box = page.locator("#strip").bounding_box()
     assert box
@@ -936,7 +1133,9 @@ def test_steps_and_groups_are_drawn(tab: Tab, stand_in: StandIn):
 
 
 def test_drafts_are_shown_where_the_engine_drafts(tab: Tab, stand_in: StandIn):
-    """Beside the steps in figures and colours, in the chat in green behind the switch; nothing of it without drafts."""
+    """Beside the steps in figures and colours, in the chat in green behind the switch; nothing of
+    it without drafts.
+    """
     page = tab.page
     drafted = page.locator(".of-drafts")
     assert not any(drafted.nth(i).is_visible() for i in range(drafted.count()))
@@ -955,7 +1154,8 @@ def test_drafts_are_shown_where_the_engine_drafts(tab: Tab, stand_in: StandIn):
     expect(page.locator("#drafts-each")).to_have_text("3")
     expect(page.locator("#drafts-share")).to_have_text("33 %")
     expect(page.locator("#drafts-length")).to_have_text("2")
-    stand_in.frame = lambda: busy((10, 40, 30)) | {"model": "another"}  # steps of just now in each event
+    # steps of just now in each event
+    stand_in.frame = lambda: busy((10, 40, 30)) | {"model": "another"}
     expect(page.locator("#drafts-share")).to_have_text("–")
     page.wait_for_timeout(300)
     box = page.locator("#strip").bounding_box()
@@ -971,7 +1171,10 @@ def test_drafts_are_shown_where_the_engine_drafts(tab: Tab, stand_in: StandIn):
     assert stand_in.bodies[-1]["stream_options"] == {"include_usage": True, "include_drafted": True}
     expect(page.locator(".answer .foot").last).to_contain_text("2 drafted")
     page.click("#probabilities")
-    assert page.locator(".answer").last.locator(".token.drafted").all_inner_texts() == [" two", "ee"]
+    assert page.locator(".answer").last.locator(".token.drafted").all_inner_texts() == [
+        " two",
+        "ee",
+    ]
     color = "e => getComputedStyle(e).color"
     told = page.locator(".answer .stats .drafted").last.evaluate(color)
     assert page.locator(".token.drafted").first.evaluate(color) == told
@@ -1041,7 +1244,11 @@ def test_themes(context: BrowserContext, url: str, stand_in: StandIn, scheme: An
     paper = """() => { const context = new OffscreenCanvas(1, 1).getContext("2d");
         context.fillStyle = getComputedStyle(document.body).backgroundColor; context.fillRect(0, 0, 1, 1);
         return context.getImageData(0, 0, 1, 1).data[1] }"""
-    until(lambda: tab.pixel(10, 10) == tab.swatch("free"), page, "the canvas has other colours than the page")
+    until(
+        lambda: tab.pixel(10, 10) == tab.swatch("free"),
+        page,
+        "the canvas has other colours than the page",
+    )
     light = page.evaluate(paper) > 128
     assert light == (scheme == "light")
     page.click("#theme")
@@ -1076,18 +1283,35 @@ def test_text_has_contrast(context: BrowserContext, url: str, scheme: Any):
         assert contrast >= (3 if over in ("focus", "edge") else 4.5), (over, under, contrast)
 
 
-def test_a_phone_shows_the_chat_and_the_engine_behind_a_tab(browser: Browser, url: str, stand_in: StandIn):
-    stand_in.frame = frame([1, *[0] * 4095], tuple(run(number) for number in range(1, 30)), num_waiting=40,
-                           waiting=[{"id": f"w{i}", "prompt": 900} for i in range(12)])  # fmt: skip
-    stand_in.answers["Hello"] = [*words("x" * 400 + " `" + "y" * 300 + "`\n\n```\n" + "z" * 500 + "\n```"), "stop"]
+def test_a_phone_shows_the_chat_and_the_engine_behind_a_tab(
+    browser: Browser, url: str, stand_in: StandIn
+):
+    stand_in.frame = frame(
+        [1, *[0] * 4095],
+        tuple(run(number) for number in range(1, 30)),
+        num_waiting=40,
+        waiting=[{"id": f"w{i}", "prompt": 900} for i in range(12)],
+    )
+    stand_in.answers["Hello"] = [
+        *words("x" * 400 + " `" + "y" * 300 + "`\n\n```\n" + "z" * 500 + "\n```"),
+        "stop",
+    ]
     stand_in.models = ["an-organisation/a-model-with-a-rather-long-name-32b-instruct", "another"]
-    context = browser.new_context(viewport={"width": 375, "height": 700}, has_touch=True, is_mobile=True)
+    context = browser.new_context(
+        viewport={"width": 375, "height": 700}, has_touch=True, is_mobile=True
+    )
     tab = Tab(context.new_page(), url)
     page = tab.page
 
     def straight() -> bool:
-        wide = "[document.documentElement, ...document.querySelectorAll('#log, #engine, .bar, .composer')]"
-        return page.evaluate(f"{wide}.every((e) => e.scrollWidth <= Math.max(e.clientWidth, 0)) && innerWidth === 375")
+        wide = (
+            "[document.documentElement, ...document.querySelectorAll('#log, #engine, .bar, "
+            ".composer')]"
+        )
+        return page.evaluate(
+            f"{wide}.every((e) => e.scrollWidth <= Math.max(e.clientWidth, 0)) && innerWidth "
+            "=== 375"
+        )
 
     expect(page.locator("#engine")).to_be_hidden()
     tab.ask("Hello")
@@ -1105,7 +1329,11 @@ def test_a_phone_shows_the_chat_and_the_engine_behind_a_tab(browser: Browser, ur
     page.tap("#tab-engine")
     expect(page.locator("#engine")).to_be_visible()
     expect(page.locator("#chat")).to_be_hidden()
-    until(lambda: page.evaluate("document.querySelector('#maps canvas').clientHeight") > 100, page, "no map")
+    until(
+        lambda: page.evaluate("document.querySelector('#maps canvas').clientHeight") > 100,
+        page,
+        "no map",
+    )
     assert straight()
     page.tap("#tab-chat")
     expect(page.locator("#prompt")).to_be_visible()
@@ -1163,11 +1391,13 @@ def test_the_keyboard_reaches_everything(tab: Tab, stand_in: StandIn):
     for _ in range(60):
         press("Tab")
         name, ring = page.evaluate(
-            "(({id, localName}, element) => [id || localName, getComputedStyle(element).outlineStyle])"
-            "(document.activeElement, document.activeElement)"
+            "(({id, localName}, element) => [id || localName, "
+            "getComputedStyle(element).outlineStyle])(document.activeElement, "
+            "document.activeElement)"
         )
         reached.add(name)
-        assert ring != "none" or name in ("body", "prompt"), name  # the composer's border is the prompt's ring
+        # the composer's border is the prompt's ring
+        assert ring != "none" or name in ("body", "prompt"), name
     assert {"settings", "probabilities", "new", "theme", "help", "prompt", "send"} <= reached
 
 
@@ -1191,7 +1421,10 @@ def test_the_view_follows_the_answer_unless_it_is_scrolled(tab: Tab, stand_in: S
     page = tab.page
     lines = list(words("\n\n".join(f"line {i}" for i in range(60))))
     stand_in.answers["Hello"] = [*lines, 1.0, *words("\n\nmore\n\nand more"), "stop"]
-    gap = "(() => { const e = document.getElementById('log'); return e.scrollHeight - e.scrollTop - e.clientHeight })()"
+    gap = (
+        "(() => { const e = document.getElementById('log'); return e.scrollHeight - "
+        "e.scrollTop - e.clientHeight })()"
+    )
     tab.ask("Hello")
     expect(page.locator(".answer")).to_contain_text("line 59")
     until(lambda: page.evaluate(gap) < 2, page, "the end is out of sight")

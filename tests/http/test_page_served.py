@@ -24,7 +24,10 @@ def server():
 def counts(tab: Tab) -> dict[str, int]:
     """What the legend says of the pages."""
     text = tab.page.locator("#legend").inner_text()
-    return {name: int(count.replace(",", "")) for name, count in re.findall(r"([a-z]+)\s+([\d,]+)", text)}
+    return {
+        name: int(count.replace(",", ""))
+        for name, count in re.findall(r"([a-z]+)\s+([\d,]+)", text)
+    }
 
 
 def test_a_chat_and_the_engine_beside_it(server):
@@ -36,10 +39,16 @@ def test_a_chat_and_the_engine_beside_it(server):
             total = sum(group.num_pages - 1 for group in server.engine.tables[0].pools)
             until(lambda: counts(tab).get("free") == total, tab.page, "every page is free at first")
             tab.ask("Write a short story about a dog.")
-            until(lambda: counts(tab)["running"] + counts(tab)["yours"] > 0, tab.page, "pages light up")
+            until(
+                lambda: counts(tab)["running"] + counts(tab)["yours"] > 0,
+                tab.page,
+                "pages light up",
+            )
             tab.ended()
             assert len(tab.answer().split()) > 30
-            until(lambda: counts(tab)["running"] + counts(tab)["yours"] == 0, tab.page, "and are left")
+            until(
+                lambda: counts(tab)["running"] + counts(tab)["yours"] == 0, tab.page, "and are left"
+            )
             assert counts(tab)["cached"] > 0 and sum(counts(tab).values()) == total
             tab.check(loud=False)
         finally:
@@ -48,7 +57,9 @@ def test_a_chat_and_the_engine_beside_it(server):
 
 def test_an_answer_that_was_given_before_is_drafted():
     config = {"method": "suffix", "num_speculative_tokens": 4}
-    engine = make_engine(make_options(None, max_num_seqs=2, kv_cache_memory_bytes=4 << 20, speculative_config=config))
+    engine = make_engine(
+        make_options(None, max_num_seqs=2, kv_cache_memory_bytes=4 << 20, speculative_config=config)
+    )
     with served(model_of(engine)) as state, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         try:

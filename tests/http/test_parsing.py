@@ -1,4 +1,6 @@
-"""Parsers of answers: whatever the slices, the same pieces; arguments as they were written; nothing lost."""
+"""Parsers of answers: whatever the slices, the same pieces; arguments as they were written; nothing
+lost.
+"""
 
 import json
 import time
@@ -18,8 +20,8 @@ from quire.serving.protocol.answers.choices import collect
 from quire.tests.support.cases import cases
 
 MARKERS = (
-    "<tool_call> </tool_call> <think> </think> [TOOL_CALLS] [ARGS] [CALL_ID] <|python_tag|> <|start|> <|channel|> "
-    "<|constrain|> <|message|> <|end|> <|call|> <|return|>"
+    "<tool_call> </tool_call> <think> </think> [TOOL_CALLS] [ARGS] [CALL_ID] <|python_tag|> "
+    "<|start|> <|channel|> <|constrain|> <|message|> <|end|> <|call|> <|return|>"
 ).split()
 PARSERS = {
     "plain": partial(parsing.make_parser, None, None, {}),
@@ -43,7 +45,9 @@ class Words:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A part of an answer that is a call: its arguments stand from `start` on, a closing marker from `end` on."""
+    """A part of an answer that is a call: its arguments stand from `start` on, a closing marker
+    from `end` on.
+    """
 
     text: str
     name: str
@@ -106,7 +110,9 @@ def expected(parts: list[Words | Wanted], length: int) -> Result:
 
 
 def agrees_everywhere(make, parts, result=expected):
-    """One push, a push a character, every cut in two and every truncation, against how the answer was made."""
+    """One push, a push a character, every cut in two and every truncation, against how the answer
+    was made.
+    """
     answer = "".join(part.text for part in parts)
     whole = result(parts, len(answer))
     assert read(make, answer) == whole
@@ -124,12 +130,22 @@ def agrees_everywhere(make, parts, result=expected):
 
 spice = st.sampled_from([*MARKERS, "{", "}", '"', "\\", '\\"', "]", "<", "é", "😀", "\n", "\u2028"])
 strings = st.lists(st.text(max_size=5) | spice, max_size=4).map("".join)
-leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | strings
-values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(strings, inner, max_size=3))
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | strings
+)
+values = st.recursive(
+    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(strings, inner, max_size=3)
+)
 objects = st.dictionaries(strings, values, max_size=3)
 names = st.from_regex(r"[a-zA-Z0-9_-]{1,12}", fullmatch=True)
 space = st.text(" \n\t", max_size=3)
-words = (st.text(max_size=12) | space).filter(lambda text: not any(marker in text for marker in MARKERS))
+words = (st.text(max_size=12) | space).filter(
+    lambda text: not any(marker in text for marker in MARKERS)
+)
 
 
 @st.composite
@@ -141,7 +157,9 @@ def written(draw, value) -> str:
 
 
 @st.composite
-def call_object(draw, before: str = "", after: str = "", key: str = "arguments", late_name: bool = False) -> Wanted:
+def call_object(
+    draw, before: str = "", after: str = "", key: str = "arguments", late_name: bool = False
+) -> Wanted:
     """{"name": ..., "arguments": {...}} and more, between what the format puts round it."""
     name = draw(names)
     arguments = draw(written(draw(objects)))
@@ -158,7 +176,11 @@ def call_object(draw, before: str = "", after: str = "", key: str = "arguments",
         head = f"{before}{{" + "".join(f"{item}," for item in front) + f'"{key}": '
         text = head + arguments + draw(space) + "," + ",".join([*back, named])
         return Wanted(text + "}" + after, name, arguments, len(text) - 1, len(text) + 1)
-    head = f"{before}{{" + "".join(f"{item}," for item in [*front, named]) + f'{draw(space)}"{key}"{draw(space)}:'
+    head = (
+        f"{before}{{"
+        + "".join(f"{item}," for item in [*front, named])
+        + f'{draw(space)}"{key}"{draw(space)}:'
+    )
     head += draw(space)
     text = head + arguments + draw(space) + "".join(f",{draw(space)}{item}" for item in back)
     return Wanted(text + "}" + after, name, arguments, len(head), len(text) + 1)
@@ -179,7 +201,9 @@ def llama3_json(draw) -> list[Words | Wanted]:
     for _ in range(draw(st.integers(0, 2))):
         before = draw(st.sampled_from(["", "<|python_tag|>", "\n", " <|python_tag|>\n"]))
         after = draw(st.sampled_from([";", "", "\n;"]))
-        parts.append(draw(call_object(before, after, draw(st.sampled_from(["parameters", "arguments"])))))
+        parts.append(
+            draw(call_object(before, after, draw(st.sampled_from(["parameters", "arguments"]))))
+        )
     return [*parts, Words(draw(space) + "." + draw(words))] if draw(st.booleans()) else parts
 
 
@@ -189,7 +213,9 @@ def mistral_list(draw) -> list[Words | Wanted]:
     count = draw(st.integers(1, 2))
     for i in range(count):
         before = draw(space) + "," if i else f"[TOOL_CALLS]{draw(space)}["
-        parts.append(draw(call_object(before + draw(space), draw(space) + "]" if i == count - 1 else "")))
+        parts.append(
+            draw(call_object(before + draw(space), draw(space) + "]" if i == count - 1 else ""))
+        )
     return [*parts, Words(draw(words))]
 
 
@@ -232,7 +258,9 @@ def test_calls_come_as_written_however_the_answer_is_cut(name):
 
 
 @settings(max_examples=cases(20))
-@given(st.lists(call_object("<tool_call>\n", "\n</tool_call>", late_name=True), min_size=1, max_size=2))
+@given(
+    st.lists(call_object("<tool_call>\n", "\n</tool_call>", late_name=True), min_size=1, max_size=2)
+)
 def test_arguments_before_the_name_wait_for_it(parts):
     """They come with the name; a truncation before it leaves the text as it is."""
     answer = "".join(part.text for part in parts)
@@ -300,7 +328,9 @@ def harmony(draw) -> list[Message]:
         else:
             head += f"<|channel|>{draw(st.sampled_from(['final', 'commentary']))}<|message|>"
             end = draw(st.sampled_from(["<|end|>", "<|return|>"]))
-        messages.append(Message(head, kind, body, end if i < count - 1 or draw(st.booleans()) else ""))
+        messages.append(
+            Message(head, kind, body, end if i < count - 1 or draw(st.booleans()) else "")
+        )
     return messages
 
 
@@ -330,7 +360,9 @@ def harmony_expected(messages: list[Message], length: int) -> Result:
 @given(harmony())
 def test_harmony_comes_as_written_however_the_answer_is_cut(messages):
     parts = [Words(message.head + message.body + message.end) for message in messages]
-    agrees_everywhere(PARSERS["openai"], parts, lambda _, length: harmony_expected(messages, length))
+    agrees_everywhere(
+        PARSERS["openai"], parts, lambda _, length: harmony_expected(messages, length)
+    )
 
 
 @settings(max_examples=cases(25))
@@ -348,18 +380,43 @@ def test_thoughts_come_before_the_rest(thought, parts, opened, gap):
     for at in range(len(text)):
         assert read(make, text[:at], text[at:]) == whole
         cut = read(make, text[:at])
-        assert thought.startswith(cut.thought.rstrip()) or "</think>".startswith(cut.thought[len(thought) :].strip())
+        assert thought.startswith(cut.thought.rstrip()) or "</think>".startswith(
+            cut.thought[len(thought) :].strip()
+        )
 
 
 @pytest.mark.random
 @pytest.mark.parametrize("name", PARSERS)
 def test_any_text_is_read_the_same_however_it_is_cut(name):
     """Markers in any order, JSON or none: no error, and one result."""
-    pieces_of_json = ['{"name": "f", "arguments": {"a": 1', '{"name": "f"', '"arguments": "', "}", "null", ",", ":"]
-    others = ["functions.f", "to=functions.g", "analysis", "final", "assistant", "\\u12", "\\ud83d", "abcdefghi", "; "]
+    pieces_of_json = [
+        '{"name": "f", "arguments": {"a": 1',
+        '{"name": "f"',
+        '"arguments": "',
+        "}",
+        "null",
+        ",",
+        ":",
+    ]
+    others = [
+        "functions.f",
+        "to=functions.g",
+        "analysis",
+        "final",
+        "assistant",
+        "\\u12",
+        "\\ud83d",
+        "abcdefghi",
+        "; ",
+    ]
 
     @settings(max_examples=cases(100))
-    @given(st.lists(st.sampled_from([*MARKERS, *pieces_of_json, *others]) | spice | st.text(max_size=4), max_size=12))
+    @given(
+        st.lists(
+            st.sampled_from([*MARKERS, *pieces_of_json, *others]) | spice | st.text(max_size=4),
+            max_size=12,
+        )
+    )
     def check(parts):
         text = "".join(parts)
         whole = read(PARSERS[name], text)
@@ -400,31 +457,58 @@ BROKEN = {  # parser, answer: content, calls
         'a <tool_call>\n{"arguments": {}}\n</tool_call> ',
         [],
     ),
-    ("hermes", '<tool_call>{"name": "", "arguments": {}}'): ('<tool_call>{"name": "", "arguments": {}}', []),
-    ("hermes", '<tool_call>{"name": 3, "arguments": {}}'): ('<tool_call>{"name": 3, "arguments": {}}', []),
-    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}'): ('<tool_call>{"name": "f", "arguments": [1]}', []),
-    ("hermes", '<tool_call>{"name": "f", "arguments": 12}'): ('<tool_call>{"name": "f", "arguments": 12}', []),
+    ("hermes", '<tool_call>{"name": "", "arguments": {}}'): (
+        '<tool_call>{"name": "", "arguments": {}}',
+        [],
+    ),
+    ("hermes", '<tool_call>{"name": 3, "arguments": {}}'): (
+        '<tool_call>{"name": 3, "arguments": {}}',
+        [],
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}'): (
+        '<tool_call>{"name": "f", "arguments": [1]}',
+        [],
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": 12}'): (
+        '<tool_call>{"name": "f", "arguments": 12}',
+        [],
+    ),
     ("hermes", '<tool_call>{"x": ][, "name": "f"}'): ('<tool_call>{"x": ][, "name": "f"}', []),
     ("hermes", '<tool_call>{"name": "\\x"}'): ('<tool_call>{"name": "\\x"}', []),
-    ("hermes", '<tool_call>{"name": "f" <tool_call>{"name": "g"}'): ('<tool_call>{"name": "f" ', [("g", "{}")]),
+    ("hermes", '<tool_call>{"name": "f" <tool_call>{"name": "g"}'): (
+        '<tool_call>{"name": "f" ',
+        [("g", "{}")],
+    ),
     ("hermes", '<<tool_call>{"name": "f"}<</tool_call>'): ("<<", [("f", "{}")]),
     ("openai", "<|<|channel|>final<|message|>a<|<|end|>"): ("<|a<|", []),
     ("hermes", "<tool_call><tool_call>{'name': 1}"): ("<tool_call><tool_call>{'name': 1}", []),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>'): (None, [("f", "{}")]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><tool_call>{"name": "g"}'): (
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><tool_call>{"name": "g"}',
+    ): (
         None,
         [("f", '{"a": 1}'), ("g", "{}")],
     ),
-    ("hermes", '<tool_call>{"arguments": "{\\"a\\":\n1}", "name": "f"}'): (None, [("f", '{"a":\n1}')]),
+    ("hermes", '<tool_call>{"arguments": "{\\"a\\":\n1}", "name": "f"}'): (
+        None,
+        [("f", '{"a":\n1}')],
+    ),
     ("hermes", '<tool_call>{"name": "f", "name": "g", "arguments": {}}'): (None, [("g", "{}")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>'): (None, [("f", "{}")]),
     ("hermes", '<tool_call>{"arguments": null, "name": "f"}</tool_call>'): (None, [("f", "{}")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": ""}</tool_call>'): (None, [("f", "{}")]),
     ("hermes", '<tool_call>{"name": "f", "parameters": {"a": 1}}'): (None, [("f", '{"a": 1}')]),
     ("hermes", '<tool_call>{"name": "f\\u00e9", "arguments": {}, }'): (None, [("fé", "{}")]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {}, "arguments": {"a": 1}, "name": "g"}'): (None, [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}, "arguments": {"a": 1}, "name": "g"}'): (
+        None,
+        [("f", "{}")],
+    ),
     # What breaks after the call began ends it there.
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": </tool_call>b'): ("b", [("f", '{"a": ')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": </tool_call>b'): (
+        "b",
+        [("f", '{"a": ')],
+    ),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}</tool_call>b'): ("b", [("f", "{}")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}}}</tool_call>b'): ("}b", [("f", "{}")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\x"}</tool_call>'): ('x"}', [("f", "{")]),
@@ -440,9 +524,18 @@ BROKEN = {  # parser, answer: content, calls
     ("llama3_json", ' {"answer": 42}\n'): (' {"answer": 42}\n', []),
     ("llama3_json", '<|python_tag|>{"name": "f"}'): (None, [("f", "{}")]),
     ("llama3_json", '<|python_tag|>f.call(query="x")'): ('<|python_tag|>f.call(query="x")', []),
-    ("llama3_json", '<|py{"name": "f", "parameters": {}}'): ('<|py{"name": "f", "parameters": {}}', []),
-    ("llama3_json", 'See {"name": "f", "parameters": {}}'): ('See {"name": "f", "parameters": {}}', []),
-    ("llama3_json", '{"name": "f", "parameters": {}}; {"name": "g"}'): (' {"name": "g"}', [("f", "{}")]),
+    ("llama3_json", '<|py{"name": "f", "parameters": {}}'): (
+        '<|py{"name": "f", "parameters": {}}',
+        [],
+    ),
+    ("llama3_json", 'See {"name": "f", "parameters": {}}'): (
+        'See {"name": "f", "parameters": {}}',
+        [],
+    ),
+    ("llama3_json", '{"name": "f", "parameters": {}}; {"name": "g"}'): (
+        ' {"name": "g"}',
+        [("f", "{}")],
+    ),
     ("llama3_json", '{"name": "f", "parameters": {}};\n'): (None, [("f", "{}")]),
     ("llama3_json", '{"type": "function", "name": "f", "parameters": {}}'): (None, [("f", "{}")]),
     ("mistral", "[TOOL_CALLS][]"): ("[TOOL_CALLS][]", []),
@@ -457,7 +550,10 @@ BROKEN = {  # parser, answer: content, calls
     ("openai", "<|start|>assistant<|channel|>final<|message|>a"): ("a", []),
     ("openai", "<|message|>a"): ("a", []),
     ("openai", "<|channel|>final, <|message|>a"): ("<|channel|>final, <|message|>a", []),
-    ("openai", "<|channel|>final<|message|>a<|end|> \n<|start|>assistant<|channel|>final<|message|>b"): ("ab", []),
+    (
+        "openai",
+        "<|channel|>final<|message|>a<|end|> \n<|start|>assistant<|channel|>final<|message|>b",
+    ): ("ab", []),
     ("openai", "<|channel|>final<|message|>a<|channel|>commentary<|message|>b"): ("ab", []),
     ("openai", HEAD + "<|call|>"): (None, [("f", "{}")]),
     ("openai", HEAD + "12<|call|>"): (HEAD + "12", []),
@@ -497,7 +593,10 @@ def test_half_a_character_in_a_string_stays_an_escape():
         "\\ud83dx": "\\ud83dx",
         "\\ud83d\\n": "\\ud83d\n",
     }.items():
-        for items in [f'"name": "f", "arguments": "{escapes}"', f'"arguments": "{escapes}", "name": "f"']:
+        for items in [
+            f'"name": "f", "arguments": "{escapes}"',
+            f'"arguments": "{escapes}", "name": "f"',
+        ]:
             answer = "<tool_call>{" + items + "}"
             for slices in [(answer,), tuple(answer)]:
                 assert read(PARSERS["hermes"], *slices).calls == [("f", text)]
@@ -511,8 +610,14 @@ def test_harmony_without_tools_and_within_a_thought():
 
 
 LONG = {
-    "arguments": ("hermes", '<tool_call>{"name":"f","arguments":{"a":"' + "x" * 10**6 + '"}}</tool_call>'),
-    "early arguments": ("hermes", '<tool_call>{"arguments":{"a":"' + "x" * 500_000 + '"},"name":"f"}</tool_call>'),
+    "arguments": (
+        "hermes",
+        '<tool_call>{"name":"f","arguments":{"a":"' + "x" * 10**6 + '"}}</tool_call>',
+    ),
+    "early arguments": (
+        "hermes",
+        '<tool_call>{"arguments":{"a":"' + "x" * 500_000 + '"},"name":"f"}</tool_call>',
+    ),
     "string": ("hermes", '<tool_call>{"name":"f","arguments":"' + "\\ud83d" * 80_000),
     "brackets": ("hermes", '<tool_call>{"name":"f","arguments":{"a":' + "[" * 500_000),
     "tags": ("hermes", "<tool_call>" * 45_000),
@@ -550,18 +655,29 @@ def test_ids():
         (PARSERS["mistral"], "[TOOL_CALLS]f[CALL_ID]x[ARGS]{}[TOOL_CALLS]g{}"),
     ]:
         ids = [piece.id for piece in make().push(answer) if isinstance(piece, CallStart)]
-        assert len(set(ids)) == 2 and all(len(each) == 9 and each.isascii() and each.isalnum() for each in ids)
+        assert len(set(ids)) == 2 and all(
+            len(each) == 9 and each.isascii() and each.isalnum() for each in ids
+        )
     call = PARSERS["mistral"]().push("[TOOL_CALLS]f[CALL_ID]aB3456789[ARGS]{}")[0]
     assert call == CallStart(0, "aB3456789", "f")
     ids = [
-        piece.id for piece in PARSERS["hermes"]().push('<tool_call>{"name":"f"}' * 2) if isinstance(piece, CallStart)
+        piece.id
+        for piece in PARSERS["hermes"]().push('<tool_call>{"name":"f"}' * 2)
+        if isinstance(piece, CallStart)
     ]
     assert len(set(ids)) == 2 and all(each.startswith("call_") for each in ids)
 
 
 def test_collect():
     assert collect([]) == (None, None, [])
-    pieces = [Thought("h"), Thought("m"), Said("a"), CallStart(0, "x", "f"), Arguments(0, "{"), CallStart(1, "y", "g")]
+    pieces = [
+        Thought("h"),
+        Thought("m"),
+        Said("a"),
+        CallStart(0, "x", "f"),
+        Arguments(0, "{"),
+        CallStart(1, "y", "g"),
+    ]
     assert collect([*pieces, Arguments(1, "{}"), Arguments(0, "}"), Said("b")]) == (
         "ab",
         "hm",
@@ -602,20 +718,32 @@ def test_a_prompt_that_opens_the_thought():
 
 
 @pytest.mark.parametrize(
-    "pair", [(name, None) for name in parsing.TOOL_PARSERS] + [(None, name) for name in parsing.REASONING_PARSERS]
+    "pair",
+    [(name, None) for name in parsing.TOOL_PARSERS]
+    + [(None, name) for name in parsing.REASONING_PARSERS],
 )
 def test_every_name_makes_a_parser(pair):
     begins_within = pair[1] in ("deepseek_r1", "minimax_m2", "olmo3", "step3", "step3p5")
-    said = "<think>Hello!" if pair[1] == "minimax_m2_append_think" else "" if begins_within else "Hello!"
+    said = (
+        "<think>Hello!"
+        if pair[1] == "minimax_m2_append_think"
+        else ""
+        if begins_within
+        else "Hello!"
+    )
     assert read(partial(parsing.make_parser, *pair, {}), "Hello!") == Result(
         said, "Hello!" if begins_within else "", []
     )
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match=r"tool parser is 'x'; it can be apertus, cohere_command3, deep"):
+    with pytest.raises(
+        ValueError, match=r"tool parser is 'x'; it can be apertus, cohere_command3, deep"
+    ):
         parsing.make_parser("x", None, {})
-    with pytest.raises(ValueError, match=r"reasoning parser is 'x'; it can be cohere_command3, deepseek_r1"):
+    with pytest.raises(
+        ValueError, match=r"reasoning parser is 'x'; it can be cohere_command3, deepseek_r1"
+    ):
         parsing.make_parser(None, "x", {})
     for pair in [("hermes", "openai_gptoss"), ("openai", "qwen3")]:
         with pytest.raises(ValueError, match="do not go together"):
@@ -624,12 +752,18 @@ def test_unknown_names_are_refused():
 
 @pytest.mark.parametrize("each", [1, 3, 1000])
 def test_calls_of_tools_that_take_a_text(each):
-    """It comes whole, as its text; one that breaks its form is text, and the calls after it have its number."""
+    """It comes whole, as its text; one that breaks its form is text, and the calls after it have
+    its number.
+    """
 
     def read(answer: str, bare: bool = False) -> list:
         inner = Forced("sums") if bare else parsing.make_parser("hermes", None, {})
         parser = CustomCalls(inner, "input", {"sums": str.isdigit}, bare)
-        pieces = [piece for at in range(0, len(answer), each) for piece in parser.push(answer[at : at + each])]
+        pieces = [
+            piece
+            for at in range(0, len(answer), each)
+            for piece in parser.push(answer[at : at + each])
+        ]
         content, _, calls = collect([*pieces, *parser.finish()])
         return [content, *((call.name, call.arguments) for call in calls)]
 
@@ -637,7 +771,9 @@ def test_calls_of_tools_that_take_a_text(each):
         return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
     assert read("So " + call("sums", input="12")) == ["So", ("sums", "12")]
-    mixed = call("sums", input="x") + call("f", a=1) + call("sums", input="7") + call("sums", text="7")
+    mixed = (
+        call("sums", input="x") + call("f", a=1) + call("sums", input="7") + call("sums", text="7")
+    )
     assert read(mixed) == ['x{"text": "7"}', ("f", '{"a": 1}'), ("sums", "7")]
     assert read("12", bare=True) == [None, ("sums", "12")]
     assert read("1b", bare=True) == ["1b"]

@@ -1,4 +1,6 @@
-"""What a server stores: it outlives the server in a folder, its bytes are bounded, and keys take turns."""
+"""What a server stores: it outlives the server in a folder, its bytes are bounded, and keys take
+turns.
+"""
 
 import gc
 import io
@@ -43,7 +45,12 @@ def started(folder: Path | None, **chosen: Any) -> Iterator[tuple[Any, openai.Op
 
 def upload(client: openai.OpenAI, texts: list[str]) -> str:
     lines = [
-        {"custom_id": str(i), "method": "POST", "url": CHAT, "body": {"messages": [{"role": "user", "content": text}]}}
+        {
+            "custom_id": str(i),
+            "method": "POST",
+            "url": CHAT,
+            "body": {"messages": [{"role": "user", "content": text}]},
+        }
         for i, text in enumerate(texts)
     ]
     data = io.BytesIO("\n".join(map(json.dumps, lines)).encode())
@@ -51,7 +58,9 @@ def upload(client: openai.OpenAI, texts: list[str]) -> str:
 
 
 def begin(client: openai.OpenAI, texts: list[str]) -> Any:
-    return client.batches.create(input_file_id=upload(client, texts), endpoint=CHAT, completion_window="24h")
+    return client.batches.create(
+        input_file_id=upload(client, texts), endpoint=CHAT, completion_window="24h"
+    )
 
 
 def ended(client: openai.OpenAI, name: str) -> Any:
@@ -61,8 +70,13 @@ def ended(client: openai.OpenAI, name: str) -> Any:
 
 def answers(client: openai.OpenAI, batch: Any) -> dict[str, str]:
     """What the results of a batch say, by the ids of its requests; each is there once."""
-    lines = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
-    found = {line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"] for line in lines}
+    lines = [
+        json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()
+    ]
+    found = {
+        line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"]
+        for line in lines
+    }
     assert len(found) == len(lines) and list(found) == sorted(found, key=int)
     return found
 
@@ -91,12 +105,16 @@ def test_a_restart_loses_nothing(tmp_path):
 
     with started(folder) as (server, client):
         assert client.responses.retrieve(first.id) == first
-        assert client.responses.create(model="quill", input="again", previous_response_id=first.id).output_text
+        assert client.responses.create(
+            model="quill", input="again", previous_response_id=first.id
+        ).output_text
         assert list(client.responses.retrieve(events[0].response.id, stream=True)) == events
         assert client.conversations.items.list(talk.id).data == items
         failed = client.responses.retrieve(cut.id)
         assert failed.status == "failed" and "restarted" in failed.error.message
-        assert client.batches.retrieve(done.id) == done and answers(client, done)["2"] == said("text 2")
+        assert client.batches.retrieve(done.id) == done and answers(client, done)["2"] == said(
+            "text 2"
+        )
         assert {file.id for file in kept} <= {file.id for file in client.files.list()}
         for batch, wanted in ((half, texts), (waits, texts[:2])):
             found = ended(client, batch.id)
@@ -120,12 +138,15 @@ def test_a_cancelled_batch_ends_after_a_restart(tmp_path):
         name = batch.id
         files = stored_files(server)
         stored = server.service.batches.storage
-        entry = stored.get(place := EntryKey(server.service.batches.get(tenant(server), name).key, "batch", name))
+        entry = stored.get(
+            place := EntryKey(server.service.batches.get(tenant(server), name).key, "batch", name)
+        )
         stored.put(place, entry | {"status": "cancelling"})
         server.service.batches.save = lambda batch: None  # it is killed here
         server.script.hold.set()
     with started(tmp_path, api_keys=("two",)) as (server, client):
-        assert not server.service.batches.running  # the key is not accepted now; nothing of it is lost
+        # the key is not accepted now; nothing of it is lost
+        assert not server.service.batches.running
         assert stored_files(server) == files
     with started(tmp_path) as (server, client):
         assert ended(client, name).status == "cancelled"
@@ -140,7 +161,9 @@ def tenant(server: Any) -> str:
 
 
 def test_keys_take_turns(tmp_path):
-    """A large batch of one key does not delay another key's; each has its share of the requests under way."""
+    """A large batch of one key does not delay another key's; each has its share of the requests
+    under way.
+    """
     with started(None) as (server, client), client_of(server, "two") as other:
         server.script.step_seconds = 0.001
         large = begin(client, ["hello"] * 200)
@@ -153,7 +176,9 @@ def test_keys_take_turns(tmp_path):
 
 
 def test_batches_that_wait_hold_no_requests():
-    """One file may be named by many batches; its requests are read one by one when their turn comes."""
+    """One file may be named by many batches; its requests are read one by one when their turn
+    comes.
+    """
     with started(None) as (server, client):
         server.script.hold.clear()
         name = upload(client, ["hello"] * 300)
@@ -162,7 +187,8 @@ def test_batches_that_wait_hold_no_requests():
                 client.batches.create(input_file_id=name, endpoint=CHAT, completion_window="24h")
             until(lambda: server.engine.requests)
             before = server.service.storage.usage("file", "batch")
-            assert before.entries <= 22 and before.bytes < 600_000  # the file, and twenty descriptions
+            # the file, and twenty descriptions
+            assert before.entries <= 22 and before.bytes < 600_000
             gc.collect()
             alive = sum(isinstance(one, ChatRequest) for one in gc.get_objects())
             assert alive <= 4 * 16, alive
@@ -182,7 +208,9 @@ def storage_failed(place: EntryKey) -> None:
 
 
 def test_a_full_disk_is_told(tmp_path):
-    """An answer is not lost, only not stored; what must be stored is a 503, and later it works again."""
+    """An answer is not lost, only not stored; what must be stored is a 503, and later it works
+    again.
+    """
     with started(tmp_path) as (server, client):
         first = client.responses.create(model="quill", input="hello")
         storage = server.service.storage
@@ -190,7 +218,9 @@ def test_a_full_disk_is_told(tmp_path):
         storage.db.execute(f"PRAGMA max_page_count={pages}")
         text = "x" * 20_000
         metadata: Any = {"text": text}
-        assert client.responses.create(model="quill", input="hello", metadata=metadata).store is False
+        assert (
+            client.responses.create(model="quill", input="hello", metadata=metadata).store is False
+        )
         storage.touch = storage_failed
         assert client.responses.retrieve(first.id) == first
         del storage.touch
@@ -206,7 +236,9 @@ def test_a_full_disk_is_told(tmp_path):
 
 def test_folders_that_cannot_be_used(tmp_path):
     storage = Storage(tmp_path / "a")
-    with pytest.raises(ModelError, match="state_dir is .* is used by another server; use another folder"):
+    with pytest.raises(
+        ModelError, match="state_dir is .* is used by another server; use another folder"
+    ):
         Storage(tmp_path / "a")
     storage.db.execute("PRAGMA user_version=99")
     storage.close()
@@ -236,7 +268,9 @@ while True:
 
 
 def test_a_killed_server_loses_nothing_that_was_stored(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     stored = [int(next(process.stdout)) for _ in range(50)]
     os.kill(process.pid, signal.SIGKILL)
@@ -246,7 +280,10 @@ def test_a_killed_server_loses_nothing_that_was_stored(tmp_path):
     found = storage.bodies("k", "file")
     assert [one["number"] for one in found] == list(range(len(found))) and len(found) >= len(stored)
     for number in range(len(found)):
-        assert b"".join(storage.parts(EntryKey("k", "file", str(number)))) == b"x" * 5000 + b"%d" % number
+        assert (
+            b"".join(storage.parts(EntryKey("k", "file", str(number))))
+            == b"x" * 5000 + b"%d" % number
+        )
     assert storage.usage("file").entries == len(found)
     storage.close()
 

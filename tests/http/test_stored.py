@@ -1,4 +1,6 @@
-"""Responses that are kept: who may ask for them, how many there are, and that a conversation goes on from them."""
+"""Responses that are kept: who may ask for them, how many there are, and that a conversation goes
+on from them.
+"""
 
 import httpx2
 import msgspec
@@ -50,7 +52,10 @@ def test_a_response_is_kept(ask, server):
     assert ask.responses.retrieve(found.id) == found
     (item,) = ask.responses.input_items.list(found.id).data
     assert (item.type, item.role, item.content[0].text) == ("message", "user", "hello")
-    with client_of(server, "two") as other, pytest.raises(openai.NotFoundError, match="Response with id .* not found"):
+    with (
+        client_of(server, "two") as other,
+        pytest.raises(openai.NotFoundError, match="Response with id .* not found"),
+    ):
         other.responses.retrieve(found.id)
     ask.responses.delete(found.id)
     for call in (ask.responses.retrieve, ask.responses.delete, ask.responses.cancel):
@@ -61,20 +66,32 @@ def test_a_response_is_kept(ask, server):
     assert not unkept.store
     with pytest.raises(openai.NotFoundError):
         ask.responses.retrieve(unkept.id)
-    with pytest.raises(openai.BadRequestError, match="stream: was not asked for together with background"):
+    with pytest.raises(
+        openai.BadRequestError, match="stream: was not asked for together with background"
+    ):
         list(ask.responses.retrieve(response(ask).id, stream=True))
 
 
 @shows("openai", "responses.create(previous_response_id=...)")
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_conversation_goes_on(ask, streams):
-    """All that was said before is in the prompt, calls and their results too; instructions are not."""
+    """All that was said before is in the prompt, calls and their results too; instructions are
+    not.
+    """
 
     def turn(given, previous=None, **fields):
-        asked = {"model": "quill", "input": given, "tools": [TOOL], "previous_response_id": previous, **fields}
+        asked = {
+            "model": "quill",
+            "input": given,
+            "tools": [TOOL],
+            "previous_response_id": previous,
+            **fields,
+        }
         if not streams:
             return ask.responses.create(**asked)
-        with ask.responses.stream(**{name: value for name, value in asked.items() if value is not None}) as stream:
+        with ask.responses.stream(
+            **{name: value for name, value in asked.items() if value is not None}
+        ) as stream:
             return stream.get_final_response()
 
     first = turn("weather in Rome", instructions="Be kind.")
@@ -85,14 +102,26 @@ def test_a_conversation_goes_on(ask, streams):
     third = turn("hello", second.id)
     other = turn("hello", first.id)
     whole = [{"role": "user", "content": "weather in Rome"}, *first.output, result, *second.output]
-    told = turn([*(item if isinstance(item, dict) else item.model_dump(exclude_none=True) for item in whole),
-                 {"role": "user", "content": "hello"}])  # fmt: skip
+    told = turn(
+        [
+            *(
+                item if isinstance(item, dict) else item.model_dump(exclude_none=True)
+                for item in whole
+            ),
+            {"role": "user", "content": "hello"},
+        ]
+    )
     assert third.usage.input_tokens == told.usage.input_tokens > other.usage.input_tokens
     assert third.output_text == told.output_text
-    assert [item.type for item in ask.responses.input_items.list(second.id).data] == ["function_call_output"]
+    assert [item.type for item in ask.responses.input_items.list(second.id).data] == [
+        "function_call_output"
+    ]
     with pytest.raises(openai.BadRequestError) as caught:
         turn("hello", "resp_none")
-    assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
+    assert (caught.value.param, caught.value.code) == (
+        "previous_response_id",
+        "previous_response_not_found",
+    )
 
 
 def test_the_id_of_a_stored_response_is_refused(ask):
@@ -101,7 +130,9 @@ def test_the_id_of_a_stored_response_is_refused(ask):
     first = response(ask, **chosen)
     assert first.id == "resp_mine"
     for fields in ({}, {"previous_response_id": first.id}, {"store": False}, {"background": True}):
-        with pytest.raises(openai.BadRequestError, match="request_id: makes the id resp_mine") as caught:
+        with pytest.raises(
+            openai.BadRequestError, match="request_id: makes the id resp_mine"
+        ) as caught:
             response(ask, **chosen, **fields)
         assert caught.value.param == "request_id"
     assert response(ask, previous_response_id=first.id).output_text == said("hello")
@@ -116,18 +147,29 @@ def test_a_response_goes_on_without_input(ask, streams):
     found = ask.responses.create(**asked)
     second = [*found][-1].response if streams else found
     assert second.output_text and not ask.responses.input_items.list(second.id).data
-    background = ask.responses.create(model="quill", previous_response_id=second.id, background=True)
+    background = ask.responses.create(
+        model="quill", previous_response_id=second.id, background=True
+    )
     until(lambda: ask.responses.retrieve(background.id).status == "completed")
 
 
 def test_ids_of_conversations_and_of_responses_are_told_apart(ask):
     found = response(ask)
     talk = ask.conversations.create(items=[{"role": "user", "content": "hello"}])
-    for call in (ask.responses.retrieve, ask.responses.cancel, ask.responses.delete, ask.responses.input_items.list):
+    for call in (
+        ask.responses.retrieve,
+        ask.responses.cancel,
+        ask.responses.delete,
+        ask.responses.input_items.list,
+    ):
         with pytest.raises(openai.NotFoundError) as caught:
             call(talk.id)
         assert caught.value.code == "response_not_found"
-    for call in (ask.conversations.retrieve, ask.conversations.delete, ask.conversations.items.list):
+    for call in (
+        ask.conversations.retrieve,
+        ask.conversations.delete,
+        ask.conversations.items.list,
+    ):
         with pytest.raises(openai.NotFoundError) as caught:
             call(found.id)
         assert caught.value.code == "conversation_not_found"
@@ -136,7 +178,10 @@ def test_ids_of_conversations_and_of_responses_are_told_apart(ask):
     assert (caught.value.param, caught.value.code) == ("conversation", "conversation_not_found")
     with pytest.raises(openai.BadRequestError) as caught:
         response(ask, previous_response_id=talk.id)
-    assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
+    assert (caught.value.param, caught.value.code) == (
+        "previous_response_id",
+        "previous_response_not_found",
+    )
     assert ask.conversations.retrieve(talk.id) == talk and ask.responses.retrieve(found.id) == found
 
 
@@ -161,7 +206,9 @@ def test_keys_do_not_see_the_ids_of_each_others_requests(ask, server):
         try:
             next(iter(reader))
             assert live_ids("one") == ["cmpl-mine"] and live_ids("two") == [""]
-            with pytest.raises(openai.BadRequestError, match="request_id: 'cmpl-mine' is being served already"):
+            with pytest.raises(
+                openai.BadRequestError, match="request_id: 'cmpl-mine' is being served already"
+            ):
                 ask.completions.create(**chosen)
             assert other.completions.create(**(chosen | {"max_tokens": 2})).id == "cmpl-mine"
         finally:
@@ -180,9 +227,13 @@ def test_a_chain_that_cycles_is_not_read_for_ever(cycle):
 
 
 @shows("openai", "enable_response_messages by extra_body")
-@pytest.mark.parametrize("how", [{}, {"stream": True}, {"background": True}, {"background": True, "stream": True}])
+@pytest.mark.parametrize(
+    "how", [{}, {"stream": True}, {"background": True}, {"background": True, "stream": True}]
+)
 def test_what_the_model_read_and_wrote(ask, server, how):
-    """With the template and the tags of thoughts and calls, as text and as tokens, whichever way the answer comes."""
+    """With the template and the tags of thoughts and calls, as text and as tokens, whichever way
+    the answer comes.
+    """
     raw = {"enable_response_messages": True}
     asked = {"instructions": "Be kind.", "tools": [TOOL], "extra_body": raw, **how}
     found = response(ask, "think of the weather in Rome", **asked)
@@ -195,7 +246,10 @@ def test_what_the_model_read_and_wrote(ask, server, how):
     (wrote,) = done.output_messages
     assert {read["type"], wrote["type"]} == {"raw_message_tokens"}
     assert "Be kind." in read["message"] and "weather in Rome" in read["message"]
-    assert wrote["message"].startswith("<think>\nI must look.\n</think>") and '"weather"' in wrote["message"]
+    assert (
+        wrote["message"].startswith("<think>\nI must look.\n</think>")
+        and '"weather"' in wrote["message"]
+    )
     decode = server.engine.tokenizer.decode
     assert decode(read["tokens"], skip_special_tokens=False) == read["message"]
     assert decode(wrote["tokens"], skip_special_tokens=False).startswith(wrote["message"])
@@ -204,7 +258,9 @@ def test_what_the_model_read_and_wrote(ask, server, how):
 
 @shows("openai", "responses.create(background=True), responses.cancel")
 def test_in_the_background(ask, server):
-    """It is queued at once and answered later; one that is cancelled computes no more, and stays so."""
+    """It is queued at once and answered later; one that is cancelled computes no more, and
+    stays so.
+    """
     found = response(ask, background=True)
     assert (found.status, found.background, found.output) == ("queued", True, [])
     until(lambda: ask.responses.retrieve(found.id).status == "completed")
@@ -222,19 +278,31 @@ def test_in_the_background(ask, server):
     assert ask.responses.retrieve(long.id).status == "cancelled"
     with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
         ask.responses.cancel(response(ask).id)
-    with pytest.raises(openai.BadRequestError, match="background: can only be used when store is true"):
+    with pytest.raises(
+        openai.BadRequestError, match="background: can only be used when store is true"
+    ):
         response(ask, background=True, store=False)
     with pytest.raises(openai.NotFoundError):
         ask.responses.create(model="nothing", input="x", background=True)
 
 
-@shows("openai", "responses.create(background=True, stream=True), responses.retrieve(stream=True, starting_after=...)")
+@shows(
+    "openai",
+    "responses.create(background=True, stream=True), responses.retrieve(stream=True, "
+    "starting_after=...)",
+)
 def test_in_the_background_and_read_along(ask, server):
-    """A reader may leave and come back; what it missed is there, whether the answer is over or not."""
+    """A reader may leave and come back; what it missed is there, whether the answer is over or
+    not.
+    """
     server.script.hold.clear()
     with response(ask, "count", background=True, stream=True) as reader:
         first = next(iter(reader))
-    assert (first.type, first.response.status, first.response.background) == ("response.created", "queued", True)
+    assert (first.type, first.response.status, first.response.background) == (
+        "response.created",
+        "queued",
+        True,
+    )
     name = first.response.id
     with ask.responses.retrieve(name, stream=True) as again:
         assert next(iter(again)) == first
@@ -247,14 +315,18 @@ def test_in_the_background_and_read_along(ask, server):
     assert list(ask.responses.retrieve(name, stream=True, starting_after=3)) == whole[4:]
     done = ask.responses.retrieve(name)
     assert whole[-1].type == f"response.{done.status}" and whole[-1].response.output == done.output
-    assert "".join(event.delta for event in whole if event.type == "response.output_text.delta") == done.output_text
+    assert (
+        "".join(event.delta for event in whole if event.type == "response.output_text.delta")
+        == done.output_text
+    )
     with pytest.raises(openai.BadRequestError, match="starting_after: must be an integer"):
         ask.responses.retrieve(name, stream=True, starting_after="x")
     server.script.hold.clear()
     with response(ask, "count", background=True, stream=True) as reader:
         left = next(iter(reader)).response.id
         assert ask.responses.cancel(left).status == "cancelled"
-        assert {event.type for event in reader} <= {"response.queued", "response.in_progress"}  # and it ends
+        # and it ends
+        assert {event.type for event in reader} <= {"response.queued", "response.in_progress"}
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -279,7 +351,11 @@ def test_a_failure_in_the_background(ask, server, streams):
 def test_a_stream_that_fails_has_begun(ask, server):
     server.script.fail_next = 1
     events = list(response(ask, stream=True))
-    assert [event.type for event in events] == ["response.created", "response.in_progress", "response.failed"]
+    assert [event.type for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.failed",
+    ]
 
 
 def test_so_many_are_kept(ask, server):
@@ -315,15 +391,31 @@ def test_items_of_what_was_asked(ask):
     found = response(ask, [{"role": "user", "content": str(i)} for i in range(5)])
     page = ask.responses.input_items.list(found.id, limit=2, order="asc")
     assert [item.content for item in page.data] == ["0", "1"] and page.has_more
-    assert [item.content for item in ask.responses.input_items.list(found.id, limit=2)] == ["4", "3", "2", "1", "0"]
-    for asked, param in (({"limit": 0}, "limit"), ({"order": "up"}, "order"), ({"after": "x"}, "after")):
+    assert [item.content for item in ask.responses.input_items.list(found.id, limit=2)] == [
+        "4",
+        "3",
+        "2",
+        "1",
+        "0",
+    ]
+    for asked, param in (
+        ({"limit": 0}, "limit"),
+        ({"order": "up"}, "order"),
+        ({"after": "x"}, "after"),
+    ):
         with pytest.raises(openai.BadRequestError) as caught:
             ask.responses.input_items.list(found.id, **asked)
         assert caught.value.param == param
 
 
 def stored(size: int = 10) -> StoredResponse:
-    body = {"id": "a", "object": "response", "status": "completed", "output": [], "text": "x" * size}
+    body = {
+        "id": "a",
+        "object": "response",
+        "status": "completed",
+        "output": [],
+        "text": "x" * size,
+    }
     return StoredResponse(body, [], None)
 
 
@@ -350,7 +442,9 @@ def test_the_bytes_are_bounded():
     assert not StoredResponses(0, 1 << 20).put(None, "a", stored())
 
 
-@shows("openai", "conversations.create, retrieve, update, delete, items.create, list, retrieve, delete")
+@shows(
+    "openai", "conversations.create, retrieve, update, delete, items.create, list, retrieve, delete"
+)
 def test_conversations(ask, server):
     """What is in one, in its order, for the key that made it."""
     asked = {"role": "user", "content": "hello"}
@@ -361,10 +455,15 @@ def test_conversations(ask, server):
     more = ask.conversations.items.create(found.id, items=[{**asked, "content": "bye"}])
     items = ask.conversations.items.list(found.id, order="asc").data
     assert [item.content for item in items] == ["hello", "bye"] and items[1].id == more.data[0].id
-    assert ask.conversations.items.retrieve(items[0].id, conversation_id=found.id).content == "hello"
+    assert (
+        ask.conversations.items.retrieve(items[0].id, conversation_id=found.id).content == "hello"
+    )
     ask.conversations.items.delete(items[0].id, conversation_id=found.id)
     assert [item.id for item in ask.conversations.items.list(found.id)] == [items[1].id]
-    with client_of(server, "two") as other, pytest.raises(openai.NotFoundError, match="Conversation with id"):
+    with (
+        client_of(server, "two") as other,
+        pytest.raises(openai.NotFoundError, match="Conversation with id"),
+    ):
         other.conversations.retrieve(found.id)
     assert ask.conversations.delete(found.id).deleted
     with pytest.raises(openai.NotFoundError):
@@ -385,14 +484,19 @@ def test_a_response_of_a_conversation(ask):
     """It goes on from what is there, and what was asked and answered is there after it."""
     begun = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hi"}]
     talk = ask.conversations.create(items=begun)
-    asked = {"conversation": talk.id, "extra_body": {"chat_template": "<user>{{ messages | length }}<assistant>"}}
+    asked = {
+        "conversation": talk.id,
+        "extra_body": {"chat_template": "<user>{{ messages | length }}<assistant>"},
+    }
     first = response(ask, "weather in Rome", conversation=talk.id, tools=[TOOL])
     assert first.conversation.id == talk.id
     (call,) = [item for item in first.output if item.type == "function_call"]
     kinds = [item.type for item in ask.conversations.items.list(talk.id, order="asc")]
     assert kinds == ["message"] * 4 + ["function_call"]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
-    with ask.responses.stream(model="quill", input=[result], tools=[TOOL], conversation=talk.id, store=False) as stream:
+    with ask.responses.stream(
+        model="quill", input=[result], tools=[TOOL], conversation=talk.id, store=False
+    ) as stream:
         last = stream.get_final_response()
     assert last.output_text == "It is sun."
     assert response(ask, "again", **asked).output_text == said("7")

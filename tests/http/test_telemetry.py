@@ -22,25 +22,50 @@ from quire.model.config import ModelError
 from quire.serving.http import logs, telemetry
 
 FACTS = {
-    "request_id": "cmpl-1", "model": "quill", "max_tokens": 16, "temperature": 0.5, "top_p": 1.0, "n": 2,
-    "prompt_tokens": 12, "completion_tokens": 32, "time_to_first_token": 0.25, "time_in_queue": 0.125, "e2e": 1.5,
+    "request_id": "cmpl-1",
+    "model": "quill",
+    "max_tokens": 16,
+    "temperature": 0.5,
+    "top_p": 1.0,
+    "n": 2,
+    "prompt_tokens": 12,
+    "completion_tokens": 32,
+    "time_to_first_token": 0.25,
+    "time_in_queue": 0.125,
+    "e2e": 1.5,
     "finish_reasons": ["stop", "length"],
-}  # fmt: skip
+}
 SENT = {
-    "gen_ai.request.id": "cmpl-1", "gen_ai.request.model": "quill", "gen_ai.request.max_tokens": 16,
-    "gen_ai.request.temperature": 0.5, "gen_ai.request.top_p": 1.0, "gen_ai.request.n": 2,
-    "gen_ai.usage.prompt_tokens": 12, "gen_ai.usage.completion_tokens": 32,
-    "gen_ai.latency.time_to_first_token": 0.25, "gen_ai.latency.time_in_queue": 0.125, "gen_ai.latency.e2e": 1.5,
+    "gen_ai.request.id": "cmpl-1",
+    "gen_ai.request.model": "quill",
+    "gen_ai.request.max_tokens": 16,
+    "gen_ai.request.temperature": 0.5,
+    "gen_ai.request.top_p": 1.0,
+    "gen_ai.request.n": 2,
+    "gen_ai.usage.prompt_tokens": 12,
+    "gen_ai.usage.completion_tokens": 32,
+    "gen_ai.latency.time_to_first_token": 0.25,
+    "gen_ai.latency.time_in_queue": 0.125,
+    "gen_ai.latency.e2e": 1.5,
     "gen_ai.response.finish_reasons": ["stop", "length"],
-}  # fmt: skip
+}
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
-HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1", "authorization": "Bearer secret"}
+HEADERS = {
+    "traceparent": f"00-{TRACE}-{PARENT}-01",
+    "tracestate": "vendor=1",
+    "authorization": "Bearer secret",
+}
 
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch):
-    for name in (telemetry.ENDPOINT_VARIABLE, telemetry.PROTOCOL_VARIABLE, "OTEL_SERVICE_NAME", "OTEL_SDK_DISABLED"):
+    for name in (
+        telemetry.ENDPOINT_VARIABLE,
+        telemetry.PROTOCOL_VARIABLE,
+        "OTEL_SERVICE_NAME",
+        "OTEL_SDK_DISABLED",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -61,7 +86,13 @@ def collector():
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             body = self.rfile.read(int(self.headers["content-length"]))
-            got.append((self.path, self.headers["content-type"], ExportTraceServiceRequest.FromString(body)))
+            got.append(
+                (
+                    self.path,
+                    self.headers["content-type"],
+                    ExportTraceServiceRequest.FromString(body),
+                )
+            )
             self.send_response(200)
             self.end_headers()
 
@@ -79,7 +110,11 @@ def collector():
 
 def plain(value):
     kind = value.WhichOneof("value")
-    return [plain(one) for one in value.array_value.values] if kind == "array_value" else getattr(value, kind)
+    return (
+        [plain(one) for one in value.array_value.values]
+        if kind == "array_value"
+        else getattr(value, kind)
+    )
 
 
 def test_a_span_says_what_is_known(memory):
@@ -90,7 +125,10 @@ def test_a_span_says_what_is_known(memory):
     span.finish({"model": "other"})
     (found,) = exporter.get_finished_spans()
     assert (found.name, found.kind) == ("llm_request", SpanKind.SERVER)
-    assert {key: list(value) if isinstance(value, tuple) else value for key, value in found.attributes.items()} == SENT
+    assert {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in found.attributes.items()
+    } == SENT
     assert f"{found.context.trace_id:032x}" == TRACE and f"{found.parent.span_id:016x}" == PARENT
     assert found.context.trace_state.get("vendor") == "1"
     assert found.status.status_code == StatusCode.UNSET
@@ -99,7 +137,9 @@ def test_a_span_says_what_is_known(memory):
 
 def test_what_is_not_known_is_left_out(memory):
     tracer, exporter = memory
-    tracer.request("llm_request", {}).finish({"model": "quill", "max_tokens": None, "error": "timeout"})
+    tracer.request("llm_request", {}).finish(
+        {"model": "quill", "max_tokens": None, "error": "timeout"}
+    )
     (found,) = exporter.get_finished_spans()
     assert dict(found.attributes) == {"gen_ai.request.model": "quill", "error.type": "timeout"}
     assert found.status.status_code == StatusCode.ERROR
@@ -130,9 +170,14 @@ def test_a_collector_gets_the_spans(collector, monkeypatch, by_environment):
     tracer.close()
     assert {(path, kind) for path, kind, _ in got} == {("/v1/traces", "application/x-protobuf")}
     resources = [resource for *_, message in got for resource in message.resource_spans]
-    names = [{one.key: plain(one.value) for one in resource.resource.attributes} for resource in resources]
+    names = [
+        {one.key: plain(one.value) for one in resource.resource.attributes}
+        for resource in resources
+    ]
     assert {name["service.name"] for name in names} == {"mine" if by_environment else "quire"}
-    spans = [span for resource in resources for scope in resource.scope_spans for span in scope.spans]
+    spans = [
+        span for resource in resources for scope in resource.scope_spans for span in scope.spans
+    ]
     attributes = [{one.key: plain(one.value) for one in span.attributes} for span in spans]
     assert sorted(int(found["gen_ai.request.id"]) for found in attributes) == list(range(1200))
     assert all(found | {"gen_ai.request.id": "cmpl-1"} == SENT for found in attributes)
@@ -166,7 +211,8 @@ def test_without_an_endpoint_there_is_none(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "url", ["localhost:4317", "grpc://localhost:4317", "http://", "http://:1/", "http://[localhost", "x"]
+    "url",
+    ["localhost:4317", "grpc://localhost:4317", "http://", "http://:1/", "http://[localhost", "x"],
 )
 def test_an_endpoint_that_is_none(url):
     with pytest.raises(ModelError, match="otlp_traces_endpoint is .* must be a URL"):
@@ -181,7 +227,9 @@ def test_another_protocol(monkeypatch):
 
 def test_the_libraries_are_an_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ModelError, match=r"otlp_traces_endpoint needs OpenTelemetry: pip install 'quire\[otel\]'"):
+    with pytest.raises(
+        ModelError, match=r"otlp_traces_endpoint needs OpenTelemetry: pip install 'quire\[otel\]'"
+    ):
         telemetry.make_tracer("http://localhost:4318/v1/traces")
 
 
@@ -191,9 +239,16 @@ def test_the_libraries_are_an_extra(monkeypatch):
 @pytest.fixture
 def written(monkeypatch):
     """The log's text so far, with everything as it was afterwards."""
-    monkeypatch.setattr(logging.getLogger("opentelemetry"), "propagate", False)  # an exporter may still complain
-    loggers = [logging.getLogger(name) for name in (None, "quire", "uvicorn", "uvicorn.error", "uvicorn.access")]
-    before = [(logger, logger.handlers[:], logger.level, logger.propagate, logger.disabled) for logger in loggers]
+    # an exporter may still complain
+    monkeypatch.setattr(logging.getLogger("opentelemetry"), "propagate", False)
+    loggers = [
+        logging.getLogger(name)
+        for name in (None, "quire", "uvicorn", "uvicorn.error", "uvicorn.access")
+    ]
+    before = [
+        (logger, logger.handlers[:], logger.level, logger.propagate, logger.disabled)
+        for logger in loggers
+    ]
     yield io.StringIO()
     for logger, handlers, level, propagate, disabled in before:
         logger.handlers[:], logger.propagate, logger.disabled = handlers, propagate, disabled
@@ -212,7 +267,9 @@ def test_lines_for_people(written):
     logging.getLogger("elsewhere").info("not this")
     logs.access("GET", "/v1/models", 200, 0.25, "req-1", tokens=7, model="quill", left=None)
     lines = written.getvalue().splitlines()
-    for line, rest in zip(lines, ["INFO     ready at http://localhost", "WARNING  late"], strict=False):
+    for line, rest in zip(
+        lines, ["INFO     ready at http://localhost", "WARNING  late"], strict=False
+    ):
         datetime.strptime(line[:19], "%Y-%m-%d %H:%M:%S")
         assert line[20:] == rest
     assert lines[2][20:] == "INFO     GET /v1/models 200 0.250 s req-1 tokens=7 model=quill"
@@ -225,19 +282,42 @@ def test_an_object_a_line(written):
     logging.getLogger("quire").warning(
         "two\nlines", extra={"count": 3, "share": 0.1234567, "odd": {1}, "level": "x", "_mark": 1}
     )
-    logs.access("POST", "/v1/score", 200, 1.5, "req-2", tokens=7, first=0.125, ended=None, message="no", name="no")
+    logs.access(
+        "POST",
+        "/v1/score",
+        200,
+        1.5,
+        "req-2",
+        tokens=7,
+        first=0.125,
+        ended=None,
+        message="no",
+        name="no",
+    )
     first, second = objects(written)
     when = datetime.fromisoformat(first.pop("time"))
     assert when.tzinfo is not None and before - 1 < when.timestamp() < before + 60
     assert first == {
-        "level": "warning", "logger": "quire", "message": "two\\nlines", "count": 3, "share": 0.123457, "odd": "{1}",
-    }  # fmt: skip
+        "level": "warning",
+        "logger": "quire",
+        "message": "two\\nlines",
+        "count": 3,
+        "share": 0.123457,
+        "odd": "{1}",
+    }
     assert second.pop("time").endswith("Z")
     assert second == {
-        "level": "info", "logger": "quire.access", "message": "POST /v1/score 200 1.500 s req-2 tokens=7 first=0.125",
-        "method": "POST", "path": "/v1/score", "status": 200, "seconds": 1.5, "request_id": "req-2", "tokens": 7,
+        "level": "info",
+        "logger": "quire.access",
+        "message": ("POST /v1/score 200 1.500 s req-2 tokens=7 first=0.125"),
+        "method": "POST",
+        "path": "/v1/score",
+        "status": 200,
+        "seconds": 1.5,
+        "request_id": "req-2",
+        "tokens": 7,
         "first": 0.125,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -250,7 +330,9 @@ def test_an_exception(written, as_json):
         logging.getLogger("quire").exception("a step failed")
     if as_json:
         (found,) = objects(written)
-        assert found["exception"].startswith("Traceback") and "ValueError: bad" in found["exception"]
+        assert (
+            found["exception"].startswith("Traceback") and "ValueError: bad" in found["exception"]
+        )
     else:
         first, *rest = written.getvalue().splitlines()
         assert first.endswith("ERROR    a step failed")
@@ -261,7 +343,9 @@ def test_an_exception(written, as_json):
 @given(st.text(st.characters(exclude_categories=())), st.text(st.characters(exclude_categories=())))
 def test_a_record_is_one_line_whatever_it_says(path, name):
     for formatter in (logs.PlainFormatter(), logs.JsonFormatter()):
-        record = logging.makeLogRecord({"msg": "%s %s", "args": (path, name), "levelname": "INFO", "request_id": name})
+        record = logging.makeLogRecord(
+            {"msg": "%s %s", "args": (path, name), "levelname": "INFO", "request_id": name}
+        )
         line = formatter.format(record)
         assert len(line.splitlines()) == 1
         assert line.isprintable() or not set(map(ord, line)) & {*range(32), *range(127, 160)}
@@ -272,15 +356,30 @@ def test_a_record_is_one_line_whatever_it_says(path, name):
 
 def test_fields_are_bounded(written):
     logs.setup_logging(True, "info", written)
-    logs.access("X" * 10_000, "/" + "\n" * 10_000, 404, 0.0, "r" * 10_000, tokens=10**5000, share=float("nan"), on=True)
+    logs.access(
+        "X" * 10_000,
+        "/" + "\n" * 10_000,
+        404,
+        0.0,
+        "r" * 10_000,
+        tokens=10**5000,
+        share=float("nan"),
+        on=True,
+    )
     (found,) = objects(written)
     assert len(written.getvalue()) < 3000
-    assert found["path"].startswith("/\\n\\n") and found["path"].endswith("...") and len(found["path"]) == 200
+    assert (
+        found["path"].startswith("/\\n\\n")
+        and found["path"].endswith("...")
+        and len(found["path"]) == 200
+    )
     assert found["share"] == "nan" and found["on"] is True and isinstance(found["tokens"], str)
 
 
 def test_uvicorns_own_lines_are_not_doubled(written):
-    """Its warnings are told, the rest where everything is wanted, and of requests access() tells more."""
+    """Its warnings are told, the rest where everything is wanted, and of requests access()
+    tells more.
+    """
     for level in ("debug", "info", "error"):
         logs.setup_logging(False, level, written)
         logging.getLogger("uvicorn.access").info("GET / 200")

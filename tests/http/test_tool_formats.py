@@ -1,5 +1,5 @@
-"""The formats of tool calls: answers that were recorded in each, however they are cut; the types of arguments; what
-breaks; and which format a chat template shows."""
+"""The formats of tool calls: answers that were recorded in each, however they are cut; the types of
+arguments; what breaks; and which format a chat template shows."""
 
 import json
 import time
@@ -50,25 +50,64 @@ def test_recorded_calls_however_they_are_cut(name):
 
 
 SOUP = [
-    '{"name": "f", "arguments": {"a": 1', '"arguments": "', "}", "{", "null", ",", ":", '"', "\\", "'", "]", "[", "(",
-    ")", "=", "f", "f(a=", "functions.f:0", "True", "12", "\n", " ", "<", "</", "```",
-    "é", "😀", "x y", "a:", ">", "/>",
-]  # fmt: skip
+    '{"name": "f", "arguments": {"a": 1',
+    '"arguments": "',
+    "}",
+    "{",
+    "null",
+    ",",
+    ":",
+    '"',
+    "\\",
+    "'",
+    "]",
+    "[",
+    "(",
+    ")",
+    "=",
+    "f",
+    "f(a=",
+    "functions.f:0",
+    "True",
+    "12",
+    "\n",
+    " ",
+    "<",
+    "</",
+    "```",
+    "é",
+    "😀",
+    "x y",
+    "a:",
+    ">",
+    "/>",
+]
 FORMS = {name: form for name, form in parsing.TOOL_FORMS.items() if isinstance(form, Form)}
 
 
 @pytest.mark.random
 @pytest.mark.parametrize("name", FORMS)
 def test_any_text_is_read_the_same_however_it_is_cut(name):
-    """Marks in any order, and what stands between them: no error, nothing without end, and one result."""
+    """Marks in any order, and what stands between them: no error, nothing without end, and one
+    result.
+    """
     form = FORMS[name]
     random = Random(7)
     whole_marks = [each for each in (form.begin, form.end, *form.prefixes) if each]
-    marks = [*form.head, *form.closing, *whole_marks, *form.parameter.replace("{", " {").split(), form.quote or "<"]
+    marks = [
+        *form.head,
+        *form.closing,
+        *whole_marks,
+        *form.parameter.replace("{", " {").split(),
+        form.quote or "<",
+    ]
     for reasoning in (None, "qwen3"):
         make = maker(name, {"f": TOOLS["find_trains"]}, reasoning)
         for _ in range(cases(60)):
-            parts = [random.choice(marks if random.random() < 0.6 else SOUP) for _ in range(random.randrange(1, 14))]
+            parts = [
+                random.choice(marks if random.random() < 0.6 else SOUP)
+                for _ in range(random.randrange(1, 14))
+            ]
             if random.random() < 0.5:  # the beginning of a call, and then anything
                 text = RECORDED[name]
                 parts = [text[: random.randrange(len(text))], *parts]
@@ -85,7 +124,8 @@ LONG = {
     "pythonic": "[" + "f(to='x'), " * 15_000,
     "gemma4": "<|tool_call>call:f{via:" + "[" * 100_000,
     "lfm2": "<|tool_call_start|>[f(via=" + "[" * 100_000,
-    "deepseek_v31": "<｜tool▁calls▁begin｜>" + "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>" * 4_000,
+    "deepseek_v31": "<｜tool▁calls▁begin｜>"
+    + "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>" * 4_000,
     "minimax_m2": "<minimax:tool_call>\n" * 10_000,
 }
 
@@ -114,7 +154,16 @@ def test_text_behind_calls_is_text(name):
     assert len(calls) == 2 and said.strip() == "That is [all] of it, {really}."
 
 
-STRINGS = ["qwen3_coder", "glm45", "minimax_m2", "seed_oss", "deepseek_v32", "gemma4", "functiongemma", "pythonic"]
+STRINGS = [
+    "qwen3_coder",
+    "glm45",
+    "minimax_m2",
+    "seed_oss",
+    "deepseek_v32",
+    "gemma4",
+    "functiongemma",
+    "pythonic",
+]
 
 
 @pytest.mark.parametrize("name", [*STRINGS, "olmo3", "hermes", "kimi_k2"])
@@ -182,47 +231,108 @@ TYPED = [  # property, text, JSON
 @pytest.mark.parametrize(("key", "text", "wanted"), TYPED)
 def test_a_text_between_tags_gets_the_type_of_the_schema(key, text, wanted):
     answer = f"<tool_call>\n<function=f>\n<parameter={key}>\n{text}\n</parameter>\n</function>\n</tool_call>"
-    assert read(maker("qwen3_coder", {"f": ODD}), answer) == ("", "", [("f", f'{{"{key}": {wanted}}}')])
+    assert read(maker("qwen3_coder", {"f": ODD}), answer) == (
+        "",
+        "",
+        [("f", f'{{"{key}": {wanted}}}')],
+    )
 
 
 CUT = [  # parser, answer; text, calls
     ("qwen3_coder", "<tool_call>no</tool_call> x", "<tool_call>no</tool_call> x", []),
     ("qwen3_coder", "<tool_call>\n<function=f>\nhm", "<tool_call>\n<function=f>\nhm", []),
-    ("qwen3_coder", "<tool_call>\n<function=>\n</function>", "<tool_call>\n<function=>\n</function>", []),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=>\n</function>",
+        "<tool_call>\n<function=>\n</function>",
+        [],
+    ),
     # without the tags that stand round it, or that end a value or the call
-    ("qwen3_coder", "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>", "", [("f", '{"a": "1"}')]),
-    ("qwen3_coder", "<function=f>\n<parameter=a>\n1\n<parameter=b>\n2\n</function> x", " x",
-     [("f", '{"a": "1", "b": "2"}')]),
-    ("qwen3_coder", "<function=f>\n<parameter=a>1</parameter></tool_call>x", "x", [("f", '{"a": "1"}')]),
-    ("qwen3_coder", "<function=f>\n<parameter=a>1</parameter> or x", " or x", [("f", '{"a": "1"}')]),
-    ("qwen3_coder", "<function=f>\n<parameter=a>\n\nx\n\n</parameter>", "", [("f", '{"a": "\\nx\\n"')]),
-    ("qwen3_coder", "<function=f>\n<parameter=a>\na <b> </i> </para", "", [("f", '{"a": "a <b> </i> ')]),
+    (
+        "qwen3_coder",
+        "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>",
+        "",
+        [("f", '{"a": "1"}')],
+    ),
+    (
+        "qwen3_coder",
+        "<function=f>\n<parameter=a>\n1\n<parameter=b>\n2\n</function> x",
+        " x",
+        [("f", '{"a": "1", "b": "2"}')],
+    ),
+    (
+        "qwen3_coder",
+        "<function=f>\n<parameter=a>1</parameter></tool_call>x",
+        "x",
+        [("f", '{"a": "1"}')],
+    ),
+    (
+        "qwen3_coder",
+        "<function=f>\n<parameter=a>1</parameter> or x",
+        " or x",
+        [("f", '{"a": "1"}')],
+    ),
+    (
+        "qwen3_coder",
+        "<function=f>\n<parameter=a>\n\nx\n\n</parameter>",
+        "",
+        [("f", '{"a": "\\nx\\n"')],
+    ),
+    (
+        "qwen3_coder",
+        "<function=f>\n<parameter=a>\na <b> </i> </para",
+        "",
+        [("f", '{"a": "a <b> </i> ')],
+    ),
     ("glm45", "<tool_call>what is this</tool_call>", "<tool_call>what is this</tool_call>", []),
     ("glm45", "<tool_call>f</tool_call>", "", [("f", "{}")]),
-    ("glm45", "<tool_call>f\n<arg_key>a</arg_key>x</tool_call>", "<arg_key>a</arg_key>x", [("f", "{}")]),
+    (
+        "glm45",
+        "<tool_call>f\n<arg_key>a</arg_key>x</tool_call>",
+        "<arg_key>a</arg_key>x",
+        [("f", "{}")],
+    ),
     ("pythonic", "[1](see x)", "[1](see x)", []),
     ("pythonic", "[see(it)]", "[see(it)]", []),
     ("pythonic", "f(a=1)", "f(a=1)", []),
     ("pythonic", "Well [f(a=1)]", "Well [f(a=1)]", []),
-    ("pythonic", "[f(a=0x10, b=1_000, c=-.5, d=1., e=007)]", "",
-     [("f", '{"a": 16, "b": 1000, "c": -0.5, "d": 1.0, "e": 7}')]),
+    (
+        "pythonic",
+        "[f(a=0x10, b=1_000, c=-.5, d=1., e=007)]",
+        "",
+        [("f", '{"a": 16, "b": 1000, "c": -0.5, "d": 1.0, "e": 7}')],
+    ),
     ("pythonic", "[f(a={'b': (1, None)}, c=[],)]", "", [("f", '{"a": {"b": [1, null]}, "c": []}')]),
     ("pythonic", "[f(a='\\x41\\u00e9\\'\\q')]", "", [("f", '{"a": "Aé\'\\\\q"}')]),
     ("pythonic", "[f(a=g(1))] x", "(1))] x", [("f", '{"a": ')]),
     ("pythonic", "[f(a='x', b=1)", "", [("f", '{"a": "x", "b": 1}')]),
     ("olmo3", "<function_calls>\nf(a=1)\nThat is it", "\nThat is it", [("f", '{"a": 1}')]),
     ("gemma4", "<|tool_call>call:f<tool_call|>", "<|tool_call>call:f<tool_call|>", []),
-    ("gemma4", "<|tool_call>call:f{a:{b:[1,{c:true}]},d:x y}<tool_call|>", "",
-     [("f", '{"a": {"b": [1, {"c": true}]}, "d": "x y"}')]),
-    ("gemma4", '<|tool_call>call:f{<|"|>a b<|"|>:<|"|>}<|"|>}<tool_call|>', "", [("f", '{"a b": "}"}')]),
+    (
+        "gemma4",
+        "<|tool_call>call:f{a:{b:[1,{c:true}]},d:x y}<tool_call|>",
+        "",
+        [("f", '{"a": {"b": [1, {"c": true}]}, "d": "x y"}')],
+    ),
+    (
+        "gemma4",
+        '<|tool_call>call:f{<|"|>a b<|"|>:<|"|>}<|"|>}<tool_call|>',
+        "",
+        [("f", '{"a b": "}"}')],
+    ),
     ("deepseek_v3", "<｜tool▁calls▁begin｜>hm", "<｜tool▁calls▁begin｜>hm", []),
-    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_end|>", "<|tool_calls_section_begin|><|tool_call_end|>", []),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_end|>",
+        "<|tool_calls_section_begin|><|tool_call_end|>",
+        [],
+    ),
     ("granite", "<|tool_call|>[]", "<|tool_call|>[]", []),
     ("granite", '<|tool_call|>[{"name": "f"}, {"no": 1}] b', ' {"no": 1}] b', [("f", "{}")]),
     ("apertus", '<|tools_prefix|>[{"f": 1}]', '<|tools_prefix|>[{"f": 1}]', []),
     ("xlam", "[1, 2]", "[1, 2]", []),
     ("xlam", '[{"name": "Bob"}]', '[{"name": "Bob"}]', []),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "answer", "text", "calls"), CUT)
@@ -250,7 +360,13 @@ THOUGHTS = [  # parser, what the prompt has done, answer; thought, the rest
     ("minimax_m2_append_think", None, "a\n</think>\n\nb", "", "<think>a\n</think>\n\nb"),
     ("identity", None, "<think>a</think>b", "", "<think>a</think>b"),
     ("granite", None, "Here is my thought process:\na.\nHere is my response:\nb", "a.", "b"),
-    ("granite", None, "Here's my thought process: Here it is. Here's my response: b", "Here it is.", "b"),
+    (
+        "granite",
+        None,
+        "Here's my thought process: Here it is. Here's my response: b",
+        "Here it is.",
+        "b",
+    ),
     ("granite", None, "Here is my answer", "", "Here is my answer"),
     ("hunyuan_a13b", None, "<think>\na\n</think>\n<answer>\nb\n</answer>", "a", "b"),
     ("hunyuan_a13b", None, "<think>\n\n</think>\n<answer>\nb <i>\n</answer>", "", "b <i>"),
@@ -259,10 +375,16 @@ THOUGHTS = [  # parser, what the prompt has done, answer; thought, the rest
     ("mistral", None, "[THINK]a[/THINK]b", "a", "b"),
     ("seed_oss", None, "<seed:think>a</seed:think>b", "a", "b"),
     ("gemma4", None, "<|channel>thought\na<channel|>b", "a", "b"),
-    ("cohere_command3", None, "<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>b<|END_RESPONSE|>", "a", "b"),
+    (
+        "cohere_command3",
+        None,
+        "<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>b<|END_RESPONSE|>",
+        "a",
+        "b",
+    ),
     ("kimi_k2", True, "a</think>b", "a", "b"),
     ("openai_gptoss", True, "a<|end|><|start|>assistant<|channel|>final<|message|>b", "a", "b"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "opened", "answer", "thought", "rest"), THOUGHTS)
@@ -274,10 +396,19 @@ def test_thoughts_however_they_are_cut(name, opened, answer, thought, rest):
 
 
 PAIRS = [
-    ("qwen3_coder", "qwen3"), ("glm45", "glm45"), ("deepseek_v31", "deepseek_v3"), ("kimi_k2", "kimi_k2"),
-    ("minimax_m2", "minimax_m2"), ("seed_oss", "seed_oss"), ("gemma4", "gemma4"), ("ernie45", "ernie45"),
-    ("pythonic", "nemotron_v3"), ("granite", "granite"), ("mistral", "mistral"), ("hunyuan_a13b", "hunyuan_a13b"),
-]  # fmt: skip
+    ("qwen3_coder", "qwen3"),
+    ("glm45", "glm45"),
+    ("deepseek_v31", "deepseek_v3"),
+    ("kimi_k2", "kimi_k2"),
+    ("minimax_m2", "minimax_m2"),
+    ("seed_oss", "seed_oss"),
+    ("gemma4", "gemma4"),
+    ("ernie45", "ernie45"),
+    ("pythonic", "nemotron_v3"),
+    ("granite", "granite"),
+    ("mistral", "mistral"),
+    ("hunyuan_a13b", "hunyuan_a13b"),
+]
 
 
 @pytest.mark.parametrize(("tool", "reasoning"), PAIRS)
@@ -296,24 +427,54 @@ def test_a_thought_before_calls(tool, reasoning):
 
 def test_a_call_may_end_a_thought_of_kimi():
     text = f"So.{RECORDED['kimi_k2']}"
-    said, thought, calls = read(partial(parsing.make_parser, "kimi_k2", "kimi_k2", TOOLS, True), text)
+    said, thought, calls = read(
+        partial(parsing.make_parser, "kimi_k2", "kimi_k2", TOOLS, True), text
+    )
     assert (said, thought, len(calls)) == ("", "So.", 2)
 
 
 # What the public chat templates have of their formats, in short.
 TEMPLATES = [
-    ("{{ '<tool_call>\\n<function=' + call.name + '>\\n' }}<parameter= </think>", "qwen3_coder", "qwen3"),
-    ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value> <think></think>", "glm45", "qwen3"),
-    ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>\\n```json", "deepseek_v3", None),
-    ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ name + '<｜tool▁sep｜> </think>", "deepseek_v31", "qwen3"),
+    (
+        "{{ '<tool_call>\\n<function=' + call.name + '>\\n' }}<parameter= </think>",
+        "qwen3_coder",
+        "qwen3",
+    ),
+    (
+        ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value> <think></think>"),
+        "glm45",
+        "qwen3",
+    ),
+    (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>\\n```json",
+        "deepseek_v3",
+        None,
+    ),
+    (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ name + '<｜tool▁sep｜> </think>",
+        "deepseek_v31",
+        "qwen3",
+    ),
     ("<｜DSML｜function_calls><｜DSML｜invoke", "deepseek_v32", None),
     ("<|tool_calls_section_begin|><|tool_call_begin|> <think></think>", "kimi_k2", "kimi_k2"),
-    ("{%- set toolcall_begin_token = '<minimax:tool_call>' -%}<invoke name= <think>", "minimax_m2", "qwen3"),
+    (
+        "{%- set toolcall_begin_token = '<minimax:tool_call>' -%}<invoke name= <think>",
+        "minimax_m2",
+        "qwen3",
+    ),
     ("<seed:tool_call>\n<function=example_function_name> <seed:think>", "seed_oss", "seed_oss"),
-    ("<|python_start|>[func_name1(params_name1=params_value1)] <|python_end|> ipython", "llama4_pythonic", None),
+    (
+        "<|python_start|>[func_name1(params_name1=params_value1)] <|python_end|> ipython",
+        "llama4_pythonic",
+        None,
+    ),
     ("<|tool_call>call:' + function['name'] + '{' <|channel>thought\n", "gemma4", "gemma4"),
     ("<start_function_call>call:", "functiongemma", None),
-    ("<|tool_call|> followed by a JSON list of tools used. Here is my thought process:", "granite", "granite"),
+    (
+        "<|tool_call|> followed by a JSON list of tools used. Here is my thought process:",
+        "granite",
+        "granite",
+    ),
     ("return a json object within <tool_call></tool_call> XML tags", "hermes", None),
     ("<|tool|>' + message['tools'] + '<|/tool|>", "phi4_mini_json", None),
     ("<tool_calls>[{...}]</tool_calls> <think></think><answer>", "hunyuan_a13b", "hunyuan_a13b"),
@@ -328,7 +489,7 @@ TEMPLATES = [
     ("[AVAILABLE_TOOLS] [TOOL_CALLS] [ARGS] [THINK]", "mistral", "mistral"),
     ("<|bom|><tool_calls>[", "jamba", None),
     ("<|start|>assistant<|channel|>commentary to=functions.", "openai", "openai_gptoss"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("template", "tool", "reasoning"), TEMPLATES)
@@ -338,9 +499,14 @@ def test_the_format_that_a_template_shows(template, tool, reasoning):
 
 def test_what_the_end_of_a_prompt_says():
     for end, opened in {
-        "<think>\n": True, "<seed:think>": True, "[THINK]": True, "<|channel>thought\n": True,
-        "<think>\n\n</think>\n\n": False, "<|channel>thought\n<channel|>": False, "assistant\n": None,
-    }.items():  # fmt: skip
+        "<think>\n": True,
+        "<seed:think>": True,
+        "[THINK]": True,
+        "<|channel>thought\n": True,
+        "<think>\n\n</think>\n\n": False,
+        "<|channel>thought\n<channel|>": False,
+        "assistant\n": None,
+    }.items():
         assert parsing.opens_thought(f"hello{end}") is opened
 
 
@@ -368,4 +534,6 @@ def test_the_names_of_vllm_are_served_or_refused_with_a_reason():
 
 
 def test_the_page_of_formats_says_what_is_so():
-    assert tools_page.PAGE.read_text() == tools_page.document(), "python tests/support/tools_page.py > docs/tools.md"
+    assert tools_page.PAGE.read_text() == tools_page.document(), (
+        "python tests/support/tools_page.py > docs/tools.md"
+    )

@@ -21,11 +21,15 @@ SHOWN = {
     "no format": "",
 }
 TEMPLATE = (
-    "{# %s #}{%% if tools %%}{%% endif %%}{%% for m in messages %%}<user>{{ m.content }}{%% endfor %%}<assistant>%s"
+    "{# %s #}{%% if tools %%}{%% endif %%}{%% for m in messages %%}<user>{{ m.content }}{%% "
+    "endfor %%}<assistant>%s"
 )
 SCHEMA = {
     "type": "object",
-    "properties": {"to": {"enum": ["Bern", "Genf"]}, "seats": {"type": "integer", "minimum": 1, "maximum": 40}},
+    "properties": {
+        "to": {"enum": ["Bern", "Genf"]},
+        "seats": {"type": "integer", "minimum": 1, "maximum": 40},
+    },
     "required": ["to", "seats"],
     "additionalProperties": False,
 }
@@ -38,7 +42,10 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def client():
-    with bundled_server(Formats()) as state, OpenAI(base_url=f"{state.url}/v1", api_key="none", max_retries=0) as made:
+    with (
+        bundled_server(Formats()) as state,
+        OpenAI(base_url=f"{state.url}/v1", api_key="none", max_retries=0) as made,
+    ):
         yield made
 
 
@@ -72,7 +79,11 @@ def called(client, template: str, choice, **more) -> list[tuple[str, str]]:
 def test_wanted_calls_in_the_format_of_the_template(client, name):
     template = TEMPLATE % (SHOWN[name], "")
     named = {"type": "function", "function": {"name": "find_trains"}}
-    for choice, more in ((named, {}), ("required", {}), ("required", {"parallel_tool_calls": False})):
+    for choice, more in (
+        (named, {}),
+        ("required", {}),
+        ("required", {"parallel_tool_calls": False}),
+    ):
         found = called(client, template, choice, **more)
         assert len(found) == 1 or choice == "required"
         for call, arguments in found:
@@ -94,7 +105,10 @@ def test_a_thought_that_the_prompt_has_opened_ends_before_the_call(client):
     assert found.message.reasoning_content and not found.message.content
 
 
-ODD = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "string", "pattern": "(?=x)"}}}}
+ODD = {
+    "type": "object",
+    "properties": {"a": {"type": "array", "items": {"type": "string", "pattern": "(?=x)"}}},
+}
 
 
 def asked_with(client, schema, choice, strict: bool = False, shown: str = "<function=", **more):
@@ -111,14 +125,21 @@ def asked_with(client, schema, choice, strict: bool = False, shown: str = "<func
 
 @pytest.mark.parametrize("shown", ["<function=", ""])
 def test_a_schema_that_cannot_be_kept_is_treated_alike_by_auto_and_required(client, shown):
-    """A strict one is refused by its name in the request; without `strict` the arguments are any object."""
+    """A strict one is refused by its name in the request; without `strict` the arguments are any
+    object.
+    """
     named = {"type": "function", "function": {"name": "find_trains"}}
     for choice in ("required", named, *(["auto"] if shown else [])):
         assert asked_with(client, ODD, choice, shown=shown).message
         if choice != "required":
             with pytest.raises(BadRequestError, match="look-around") as caught:
-                asked_with(client, ODD, choice, True, shown) if choice != "auto" else strict_alone(client)
-            assert caught.value.param in ("tools[1].function.parameters", "tools[0].function.parameters")
+                asked_with(client, ODD, choice, True, shown) if choice != "auto" else strict_alone(
+                    client
+                )
+            assert caught.value.param in (
+                "tools[1].function.parameters",
+                "tools[0].function.parameters",
+            )
 
 
 def strict_alone(client):
@@ -132,31 +153,68 @@ def strict_alone(client):
     )
 
 
-PLACE = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}}}
+PLACE = {
+    "type": "object",
+    "properties": {"a": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}},
+}
 WRONG: list[tuple[str, dict, str]] = [
-    ("chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": PLACE}}},
-     "response_format.json_schema.schema"),
-    ("chat/completions", {"response_format": {"type": "json_object", "schema": PLACE}}, "response_format.schema"),
-    ("chat/completions", {"response_format": {"type": "json", "value": PLACE}}, "response_format.value"),
-    ("chat/completions", {"response_format": {"type": "regex", "value": "("}}, "response_format.value"),
-    ("chat/completions", {"response_format": {"type": "json_object", "schema": 5}}, "response_format.schema"),
+    (
+        "chat/completions",
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": PLACE}}},
+        "response_format.json_schema.schema",
+    ),
+    (
+        "chat/completions",
+        {"response_format": {"type": "json_object", "schema": PLACE}},
+        "response_format.schema",
+    ),
+    (
+        "chat/completions",
+        {"response_format": {"type": "json", "value": PLACE}},
+        "response_format.value",
+    ),
+    (
+        "chat/completions",
+        {"response_format": {"type": "regex", "value": "("}},
+        "response_format.value",
+    ),
+    (
+        "chat/completions",
+        {"response_format": {"type": "json_object", "schema": 5}},
+        "response_format.schema",
+    ),
     ("chat/completions", {"response_format": {"type": "json"}}, "response_format.value"),
     ("chat/completions", {"structured_outputs": {"json": PLACE}}, "structured_outputs"),
     ("chat/completions", {"guided_json": PLACE}, "guided_json"),
     ("completions", {"response_format": {"type": "regex", "value": "("}}, "response_format.value"),
-    ("responses", {"text": {"format": {"type": "json_schema", "name": "n", "schema": PLACE}}}, "text.format.schema"),
-    ("responses", {"tools": [{"type": "function", "name": "f", "parameters": PLACE, "strict": True}],
-                   "tool_choice": {"type": "function", "name": "f"}, "chat_template": TEMPLATE % ("", "")},
-     "tools[0].parameters"),
-    ("messages", {"output_config": {"format": {"type": "json_schema", "schema": PLACE}}, "max_tokens": 5},
-     "output_config.format.schema"),
-]  # fmt: skip
+    (
+        "responses",
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": PLACE}}},
+        "text.format.schema",
+    ),
+    (
+        "responses",
+        {
+            "tools": [{"type": "function", "name": "f", "parameters": PLACE, "strict": True}],
+            "tool_choice": {"type": "function", "name": "f"},
+            "chat_template": TEMPLATE % ("", ""),
+        },
+        "tools[0].parameters",
+    ),
+    (
+        "messages",
+        {"output_config": {"format": {"type": "json_schema", "schema": PLACE}}, "max_tokens": 5},
+        "output_config.format.schema",
+    ),
+]
 
 
 @pytest.mark.parametrize(("path", "fields", "param"), WRONG)
 def test_errors_name_the_field_that_was_sent(client, path, fields, param):
     turn = [{"role": "user", "content": "x"}]
-    prompt = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}.get(path, {"messages": turn})
+    prompt = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}.get(
+        path, {"messages": turn}
+    )
     with pytest.raises(BadRequestError) as caught:
         client.post(f"/{path}", body={"model": "quill", **prompt, **fields}, cast_to=object)
     told = json.dumps(caught.value.body)
@@ -165,7 +223,12 @@ def test_errors_name_the_field_that_was_sent(client, path, fields, param):
 
 def test_other_spellings_of_a_form(client):
     """`json_object` with a schema, and huggingface_hub's type and value."""
-    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"const": 1}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     for form, right in (
         ({"type": "json_object", "schema": schema}, {"a": 1}),
         ({"type": "json", "value": schema}, {"a": 1}),

@@ -1,4 +1,6 @@
-"""Answers forced into a format: whatever tokens are drawn, they are read back as calls that keep to their schemas."""
+"""Answers forced into a format: whatever tokens are drawn, they are read back as calls that keep to
+their schemas.
+"""
 
 import contextlib
 import json
@@ -22,7 +24,11 @@ from quire.tests.support.cases import cases
 from quire.tests.support.recorded_calls import read
 
 FORMS: dict[str, Form] = {name: form for name, form in TOOL_FORMS.items() if isinstance(form, Form)}
-FORMS |= {"mistral, a list": mistral.LISTED, "mistral, by name": mistral.NAMED, "openai": harmony.call_form(())}
+FORMS |= {
+    "mistral, a list": mistral.LISTED,
+    "mistral, by name": mistral.NAMED,
+    "openai": harmony.call_form(()),
+}
 TEXT = {"type": "string"}
 TOOLS: dict[str, Any] = {
     "find-trains.v2": {
@@ -42,7 +48,11 @@ TOOLS: dict[str, Any] = {
         "required": ["to", "via", "at"],
         "additionalProperties": False,
         "$defs": {
-            "place": {"type": "object", "properties": {"x": {"type": "number"}, "name": TEXT}, "required": ["x"]}
+            "place": {
+                "type": "object",
+                "properties": {"x": {"type": "number"}, "name": TEXT},
+                "required": ["x"],
+            }
         },
     },
     "now": {"type": "object", "properties": {}},
@@ -78,7 +88,9 @@ class Tokens:
     eos_token_id = bos_token_id = None
 
     def __init__(self, pieces: list[str], specials: list[str]):
-        self.tokens = [bytes([byte]) for byte in range(256)] + [piece.encode() for piece in [*pieces, *specials]]
+        self.tokens = [bytes([byte]) for byte in range(256)] + [
+            piece.encode() for piece in [*pieces, *specials]
+        ]
         self.special_token_ids = list(range(256 + len(pieces), len(self.tokens)))
 
     def __call__(self, text: str) -> list[int]:
@@ -97,19 +109,30 @@ def sentence(random: Random, matcher: Any, tokens: Tokens, ends: float = 0.3) ->
     for count in range(4000):
         if matcher.is_accepting() and (random.random() < ends or count > 300):
             return written.decode()
-        allowed = np.flatnonzero(np.frombuffer(matcher.compute_logit_bias(), np.uint8)[: len(tokens.tokens)])
+        allowed = np.flatnonzero(
+            np.frombuffer(matcher.compute_logit_bias(), np.uint8)[: len(tokens.tokens)]
+        )
         if not len(allowed):
             return written.decode() if matcher.is_accepting() else None
         known = [i for i in allowed if i > 255]
         plain = [i for i in allowed if 32 <= i < 127] or list(allowed)
-        pick = random.choice(known) if known and (random.random() < 0.5 or count > 300) else random.choice(plain)
+        pick = (
+            random.choice(known)
+            if known and (random.random() < 0.5 or count > 300)
+            else random.choice(plain)
+        )
         assert matcher.consume_token(int(pick)), matcher.get_error()
         written += tokens.tokens[pick]
     return None
 
 
 def made(
-    form: Form, tools: dict[str, Any], special: bool, thoughts: Thoughts | None, inside: bool, calls: str = "several"
+    form: Form,
+    tools: dict[str, Any],
+    special: bool,
+    thoughts: Thoughts | None,
+    inside: bool,
+    calls: str = "several",
 ):
     marks = marks_of(form)
     if thoughts:
@@ -120,20 +143,31 @@ def made(
     if calls == "any":
         written = grammar.free_grammar(form, tools, ids, thoughts, inside)
     else:
-        written = grammar.required_call_grammar(form, tools, ids, calls == "several", thoughts, inside)
+        written = grammar.required_call_grammar(
+            form, tools, ids, calls == "several", thoughts, inside
+        )
     body = complete_grammar(json.dumps({"lark_grammar": written}), "")
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer(tokens), body, log_level=0)  # type: ignore[arg-type]
     assert not matcher.is_error(), matcher.get_error() + written
     return matcher, tokens
 
 
-def check(random: Random, name: str, tools: dict[str, Any], special: bool, reasoning: str | None, opened: bool) -> int:
+def check(
+    random: Random,
+    name: str,
+    tools: dict[str, Any],
+    special: bool,
+    reasoning: str | None,
+    opened: bool,
+) -> int:
     """How many of some answers came to an end; what they call keeps to its schema."""
     described = REASONING[reasoning] if reasoning else None
     assert described is None or isinstance(described, Thoughts)
     matcher, tokens = made(FORMS[name], tools, special, described, opened)
     parser = name.partition(",")[0]
-    make = partial(parsing.make_parser, parser, reasoning if parser != "openai" else None, tools, opened)
+    make = partial(
+        parsing.make_parser, parser, reasoning if parser != "openai" else None, tools, opened
+    )
     ended = 0
     for _ in range(cases(12)):
         text = sentence(random, matcher.deep_copy(), tokens)
@@ -157,7 +191,9 @@ def test_forced_answers_are_calls(name, special):
 
 @pytest.mark.random
 @pytest.mark.parametrize("opened", [False, True])
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic", "gemma4", "kimi_k2", "deepseek_v31"])
+@pytest.mark.parametrize(
+    "name", ["hermes", "qwen3_coder", "pythonic", "gemma4", "kimi_k2", "deepseek_v31"]
+)
 def test_a_thought_may_come_first(name, opened):
     reasoning = {"gemma4": "gemma4", "kimi_k2": "kimi_k2"}.get(name, "qwen3")
     for special in (False, True):
@@ -167,7 +203,9 @@ def test_a_thought_may_come_first(name, opened):
 def test_one_call_where_one_is_wanted():
     for name in ("hermes", "kimi_k2", "pythonic"):
         matcher, tokens = made(FORMS[name], TOOLS, False, None, False, "one")
-        for text in filter(None, (sentence(Random(i), matcher.deep_copy(), tokens) for i in range(5))):
+        for text in filter(
+            None, (sentence(Random(i), matcher.deep_copy(), tokens) for i in range(5))
+        ):
             assert len(read(partial(parsing.make_parser, name, None, TOOLS), text)[2]) == 1
 
 
@@ -189,7 +227,9 @@ def test_strict_calls_within_any_text(name, special):
         start = f"Hm. {FORMS[name].head[0]}" * (i % 3 > 0)
         while written := start:  # token by token, those of marks first
             token = next(
-                i for i in reversed(range(len(tokens.tokens))) if written.encode().startswith(tokens.tokens[i])
+                i
+                for i in reversed(range(len(tokens.tokens)))
+                if written.encode().startswith(tokens.tokens[i])
             )
             assert trial.consume_token(token)
             start = start.encode()[len(tokens.tokens[token]) :].decode()
@@ -217,7 +257,12 @@ UNSAYABLE: dict[str, Any] = {
 }
 
 
-SAID = [(name, why) for name in ("qwen3_coder", "gemma4") for why in UNSAYABLE if (name, why) != ("gemma4", "name")]
+SAID = [
+    (name, why)
+    for name in ("qwen3_coder", "gemma4")
+    for why in UNSAYABLE
+    if (name, why) != ("gemma4", "name")
+]
 
 
 @pytest.mark.parametrize(("name", "why"), SAID)
@@ -237,23 +282,32 @@ REPEATED: dict[str, Any] = {  # by what refers back to itself, or to the same ag
         "properties": dict.fromkeys("xyz", SELF),
         "$defs": {"a": {"type": "object", "properties": {f"p{i}": SELF for i in range(30)}}},
     },
-    "items": {"properties": {"x": SELF}, "$defs": {"a": {"type": "array", "items": {"anyOf": [SELF] * 20}}}},
+    "items": {
+        "properties": {"x": SELF},
+        "$defs": {"a": {"type": "array", "items": {"anyOf": [SELF] * 20}}},
+    },
     "doubled": {
         "properties": {"x": {"$ref": "#/$defs/a0"}},
-        "$defs": {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(60)} | {"a60": TEXT},
+        "$defs": {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(60)}
+        | {"a60": TEXT},
     },
     "doubled objects": {
         "properties": {"x": {"$ref": "#/$defs/a0"}},
         "$defs": {
-            f"a{i}": {"type": "object", "properties": dict.fromkeys("abcdefgh", {"$ref": f"#/$defs/a{i + 1}"})}
+            f"a{i}": {
+                "type": "object",
+                "properties": dict.fromkeys("abcdefgh", {"$ref": f"#/$defs/a{i + 1}"}),
+            }
             for i in range(7)
-        } | {"a7": TEXT},
+        }
+        | {"a7": TEXT},
     },
     "many of many": {
-        "properties": {f"p{i}": {"anyOf": [{"$ref": "#/$defs/a"}]} for i in range(200)}, "$defs": {"a": {"anyOf": MANY}}
+        "properties": {f"p{i}": {"anyOf": [{"$ref": "#/$defs/a"}]} for i in range(200)},
+        "$defs": {"a": {"anyOf": MANY}},
     },
     "a long reference": {"properties": {"x": {"anyOf": [{"$ref": "#" + "/a" * 9_000}] * 100}}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "gemma4", "pythonic", "hermes"])
@@ -274,15 +328,22 @@ def test_schemas_that_refer_to_themselves_take_bounded_steps(schema, name, monke
         with contextlib.suppress(grammar.InexpressibleSchema):
             assert len(parsing.call_grammar(name, None, tools, {}, calls, None)) < 1 << 22
     parser = parsing.make_parser(name, None, tools)
-    parser.push("<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>")
+    parser.push(
+        "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
+    )
     parser.push("<|tool_call>call:f{x:1}<tool_call|>")
     parser.finish()
 
 
 PATTERNS = {
-    "^a$": "/(a)/", "a/b": "/(?s:.*)(a\\/b)(?s:.*)/", r"^a\/b": r"/(a\/b)(?s:.*)/", r"^[/]\$$": r"/([\/]\$)/",
-    "^[$^|]$": "/([$^|])/", "(?:a|b)": "/(?s:.*)((?:a|b))(?s:.*)/", r"\\$": r"/(?s:.*)(\\)/",
-}  # fmt: skip
+    "^a$": "/(a)/",
+    "a/b": "/(?s:.*)(a\\/b)(?s:.*)/",
+    r"^a\/b": r"/(a\/b)(?s:.*)/",
+    r"^[/]\$$": r"/([\/]\$)/",
+    "^[$^|]$": "/([$^|])/",
+    "(?:a|b)": "/(?s:.*)((?:a|b))(?s:.*)/",
+    r"\\$": r"/(?s:.*)(\\)/",
+}
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -291,7 +352,8 @@ def test_a_pattern_as_a_terminal(pattern):
 
 
 @pytest.mark.parametrize(
-    "pattern", ["a^", "$a", "^a|b$", r"\bx", r"(a)\1", "(?=a)", "(?i)a", "[a", "[", "a\\", "[]a]", "[^]"]
+    "pattern",
+    ["a^", "$a", "^a|b$", r"\bx", r"(a)\1", "(?=a)", "(?i)a", "[a", "[", "a\\", "[]a]", "[^]"],
 )
 def test_a_pattern_that_is_no_terminal(pattern):
     with pytest.raises(grammar.InexpressibleSchema):

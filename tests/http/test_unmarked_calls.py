@@ -1,4 +1,6 @@
-"""Calls that begin an answer without marks, as Qwen2.5-Coder writes them, and JSON that is no call."""
+"""Calls that begin an answer without marks, as Qwen2.5-Coder writes them, and JSON that is no
+call.
+"""
 
 import json
 from functools import partial
@@ -15,10 +17,18 @@ from quire.tests.support.recorded_calls import read
 
 WEATHER = {
     "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["c", "f"]}},
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "unit": {"enum": ["c", "f"]},
+    },
     "required": ["city"],
 }
-TOOLS = {"weather": WEATHER, "any": {}, "now": {"type": "object", "properties": {}, "additionalProperties": False}}
+TOOLS = {
+    "weather": WEATHER,
+    "any": {},
+    "now": {"type": "object", "properties": {}, "additionalProperties": False},
+}
 MAKE = partial(parsing.make_parser, "hermes", None, TOOLS)
 CITY = '{"city": "Zürich"}'
 OBJECT = '{"name": "weather", "arguments": ' + CITY + "}"
@@ -31,7 +41,10 @@ CALLS: dict[str, tuple[str, list[tuple[str, str]]]] = {  # answer: what is said,
     f"```\n{OBJECT}\n```\n": ("", [("weather", CITY)]),
     f"```json\n{INDENTED}": ("", [("weather", BERN)]),  # the model ended its answer there
     f"```json\n{OBJECT}\n{INDENTED}\n```": ("", [("weather", CITY), ("weather", BERN)]),
-    f"```json\n{OBJECT}\n```\n\n```json\n{INDENTED}\n```": ("", [("weather", CITY), ("weather", BERN)]),
+    f"```json\n{OBJECT}\n```\n\n```json\n{INDENTED}\n```": (
+        "",
+        [("weather", CITY), ("weather", BERN)],
+    ),
     f'{OBJECT}\n{{"name": "now", "arguments": {{}}}}': ("", [("weather", CITY), ("now", "{}")]),
     f"{OBJECT}{OBJECT}": ("", [("weather", CITY)] * 2),
     '{"type": "function", "id": "x", "parameters": {"city": ""}, "name": "weather"}': (
@@ -66,20 +79,38 @@ TEXTS = [
     '{"name": "weather", "name": "weather", "arguments": {"city": "Bern"}}',
     '{"name": "now", "arguments": {"zone": "UTC"}}',
     '{"name": "weather", "arguments": {"city": "Bern"',
-    "{", "```", "``", "`x`", "{}", "```json", "```json\n", "```json\n```", '{"name": "weather", }', "{ }", "\n ",
-]  # fmt: skip
+    "{",
+    "```",
+    "``",
+    "`x`",
+    "{}",
+    "```json",
+    "```json\n",
+    "```json\n```",
+    '{"name": "weather", }',
+    ("{ }"),
+    "\n ",
+]
 
 
 @pytest.mark.parametrize("answer", CALLS)
 def test_calls_without_marks_however_they_are_cut(answer):
     said, calls = CALLS[answer]
-    for slices in [(answer,), tuple(answer), *((answer[:at], answer[at:]) for at in range(len(answer)))]:
+    for slices in [
+        (answer,),
+        tuple(answer),
+        *((answer[:at], answer[at:]) for at in range(len(answer))),
+    ]:
         assert read(MAKE, *slices) == (said, "", calls)
 
 
 @pytest.mark.parametrize("answer", TEXTS)
 def test_what_is_no_call_comes_out_unchanged(answer):
-    for slices in [(answer,), tuple(answer), *((answer[:at], answer[at:]) for at in range(len(answer)))]:
+    for slices in [
+        (answer,),
+        tuple(answer),
+        *((answer[:at], answer[at:]) for at in range(len(answer))),
+    ]:
         assert read(MAKE, *slices) == (answer, "", [])
 
 
@@ -89,7 +120,9 @@ def test_a_call_that_is_cut_off_is_text():
         assert read(MAKE, answer[:at]) == (answer[:at], "", [])
 
 
-@pytest.mark.parametrize("head", ['{"a', '{"name": "B', "```p", "[", '{"name": "weather", "x', "```json\n["])
+@pytest.mark.parametrize(
+    "head", ['{"a', '{"name": "B', "```p", "[", '{"name": "weather", "x', "```json\n["]
+)
 def test_text_comes_as_soon_as_it_is_no_call(head):
     """With the character behind the string that no call has there."""
     parser = MAKE()
@@ -111,9 +144,31 @@ def test_a_tool_parser_without_tools_or_of_another_format_reads_no_unmarked_call
 
 
 PIECES = [
-    "{", "}", '"', ":", ",", "```", "`", "json", "\n", " ", '"name"', '"weather"', '"now"', '"arguments"', "[", "]",
-    '{"name": "weather", "arguments": ', CITY, "{}", OBJECT, "<tool_call>", "</tool_call>", "x", '"type": "function"',
-]  # fmt: skip
+    "{",
+    "}",
+    '"',
+    ":",
+    ",",
+    "```",
+    "`",
+    "json",
+    "\n",
+    " ",
+    '"name"',
+    '"weather"',
+    '"now"',
+    '"arguments"',
+    "[",
+    "]",
+    '{"name": "weather", "arguments": ',
+    CITY,
+    "{}",
+    OBJECT,
+    "<tool_call>",
+    "</tool_call>",
+    "x",
+    '"type": "function"',
+]
 
 
 @pytest.mark.random
@@ -124,7 +179,14 @@ def test_any_text_is_read_the_same_however_it_is_cut():
     for _ in range(cases(1500)):
         parts = [rng.choice(PIECES) for _ in range(rng.randrange(1, 10))]
         parts = [
-            *rng.choice([[], [OBJECT], ["```json\n", OBJECT, "\n```"], ['{"name": "weather", "arguments": ', CITY]]),
+            *rng.choice(
+                [
+                    [],
+                    [OBJECT],
+                    ["```json\n", OBJECT, "\n```"],
+                    ['{"name": "weather", "arguments": ', CITY],
+                ]
+            ),
             *parts,
         ]
         text = "".join(parts)
@@ -139,7 +201,19 @@ def test_any_text_is_read_the_same_however_it_is_cut():
 
 def random_schema(rng: Random, depth: int = 0) -> dict[str, Any] | bool:
     kind = rng.choice(
-        ["string", "integer", "number", "boolean", "null", "object", "array", "any", "enum", "anyOf", "ref"]
+        [
+            "string",
+            "integer",
+            "number",
+            "boolean",
+            "null",
+            "object",
+            "array",
+            "any",
+            "enum",
+            "anyOf",
+            "ref",
+        ]
     )
     if depth > 2 and kind in ("object", "array", "anyOf"):
         kind = "integer"
@@ -149,10 +223,17 @@ def random_schema(rng: Random, depth: int = 0) -> dict[str, Any] | bool:
             "type": "object",
             "properties": {name: random_schema(rng, depth + 1) for name in names},
             "required": rng.sample("abc", rng.randint(0, 2)),
-            **rng.choice([{}, {"additionalProperties": False}, {"additionalProperties": {"type": "string"}}]),
+            **rng.choice(
+                [{}, {"additionalProperties": False}, {"additionalProperties": {"type": "string"}}]
+            ),
         }
     if kind == "array":
-        return {"type": "array", "items": random_schema(rng, depth + 1), "minItems": rng.randint(0, 1), "maxItems": 2}
+        return {
+            "type": "array",
+            "items": random_schema(rng, depth + 1),
+            "minItems": rng.randint(0, 1),
+            "maxItems": 2,
+        }
     if kind == "anyOf":
         return {rng.choice(["anyOf", "allOf"]): [random_schema(rng, depth + 1) for _ in range(2)]}
     bounds: dict[str, dict[str, Any]] = {
@@ -160,7 +241,11 @@ def random_schema(rng: Random, depth: int = 0) -> dict[str, Any] | bool:
         "integer": {"minimum": 0, "exclusiveMaximum": 3},
         "number": {"exclusiveMinimum": 0, "maximum": 2.5},
     }
-    special = {"any": rng.choice([True, {}]), "enum": {"enum": [1, True, "a", None, [1]]}, "ref": {"$ref": "#/$defs/x"}}
+    special = {
+        "any": rng.choice([True, {}]),
+        "enum": {"enum": [1, True, "a", None, [1]]},
+        "ref": {"$ref": "#/$defs/x"},
+    }
     if kind in special:
         return special[kind]
     types = rng.choice([kind, [kind, "null"]])
@@ -172,8 +257,17 @@ def random_value(rng: Random, depth: int = 0) -> Any:
     if kinds == 6:
         return [random_value(rng, depth + 1) for _ in range(rng.randint(0, 3))]
     if kinds == 7:
-        return {name: random_value(rng, depth + 1) for name in rng.sample("abcd", rng.randint(0, 3))}
-    return [rng.randint(-1, 4), rng.choice([0.5, 2.0, 3.5]), rng.choice(["", "a", "abcd"]), True, False, None][kinds]
+        return {
+            name: random_value(rng, depth + 1) for name in rng.sample("abcd", rng.randint(0, 3))
+        }
+    return [
+        rng.randint(-1, 4),
+        rng.choice([0.5, 2.0, 3.5]),
+        rng.choice(["", "a", "abcd"]),
+        True,
+        False,
+        None,
+    ][kinds]
 
 
 @pytest.mark.random

@@ -1,4 +1,5 @@
-"""Adapters as PEFT writes them: equal to the model that they are merged into, and refused by name where they are not.
+"""Adapters as PEFT writes them: equal to the model that they are merged into, and refused by name
+where they are not.
 
 The reference is numpy's: W + scale * B A in the checkpoint's own tensors, and that model loaded.
 """
@@ -26,7 +27,8 @@ from quire.tests.support.golden.families import VARIANTS
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 TOKENS = jnp.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]])
-FIRST = {variant.config["model_type"]: variant for variant in reversed(VARIANTS)}  # of each type of model
+# of each type of model
+FIRST = {variant.config["model_type"]: variant for variant in reversed(VARIANTS)}
 
 
 def logits_of(folder, adapter=None, slots: int = 3, most: int = 8, slot: int = 1, modules=()):
@@ -35,9 +37,13 @@ def logits_of(folder, adapter=None, slots: int = 3, most: int = 8, slot: int = 1
     weights = loader.load(folder, config)
     if adapter is not None:
         found = read_adapter(adapter, config, list_targets(config, modules), most, folder)
-        weights = add_adapter_stacks(weights, config, slots, adapters.stack_rank(most), modules=modules)
+        weights = add_adapter_stacks(
+            weights, config, slots, adapters.stack_rank(most), modules=modules
+        )
         stacks = write_slot(stacks_of(weights), slot, found.matrices)
-        weights = with_rows(with_stacks(weights, stacks), jnp.full(TOKENS.size, slot, jnp.int32), slots)
+        weights = with_rows(
+            with_stacks(weights, stacks), jnp.full(TOKENS.size, slot, jnp.int32), slots
+        )
     return np.asarray(jax.jit(uncached.forward, static_argnums=2)(weights, TOKENS, config))
 
 
@@ -45,11 +51,16 @@ ABOUTS = {
     "plain": ({}, None),
     "rslora": ({"use_rslora": True}, None),
     "patterns": (
-        {"rank_pattern": {"q_proj": 2, "layers.1.mlp.down_proj": 4, "down_proj": 3},
-         "alpha_pattern": {"model.layers.0.self_attn.v_proj": 1, "^model.layers.1.self_attn.k_proj": 3}},
+        {
+            "rank_pattern": {"q_proj": 2, "layers.1.mlp.down_proj": 4, "down_proj": 3},
+            "alpha_pattern": {
+                "model.layers.0.self_attn.v_proj": 1,
+                "^model.layers.1.self_attn.k_proj": 3,
+            },
+        },
         {"q_proj": 2, "down_proj": 3},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.usefixtures("compiled_quickly")
@@ -73,7 +84,10 @@ def test_an_adapter_is_the_model_that_it_is_merged_into(name, tmp_path):
 @pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_head_is_adapted_and_not_the_embedding(tied, tmp_path):
-    """A tied model with an adapted head is one whose head is its own. PEFT saves the head as it was beside it."""
+    """A tied model with an adapted head is one whose head is its own.
+
+    PEFT saves the head as it was beside it.
+    """
     config = tiny.LLAMA | {"tie_word_embeddings": tied}
     tensors = tiny.write(tmp_path / "base", config, tiny.even(tiny.shapes(config)))
     whole = {"lm_head.weight": tensors["model.embed_tokens.weight"]} | tensors
@@ -94,7 +108,9 @@ def test_a_model_whose_layers_keep_states_and_gate_their_heads(tmp_path):
     tensors = tiny_qwen.write(tmp_path / "base")
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp")}
     names = (*peft.EVERY, "in_proj_qkvz", "out_proj")
-    adapter = peft.draw({name: tensor for name, tensor in tensors.items() if "expert" not in name}, names)
+    adapter = peft.draw(
+        {name: tensor for name, tensor in tensors.items() if "expert" not in name}, names
+    )
     peft.write(tmp_path / "adapter", adapter)
     tiny.write(tmp_path / "merged", tiny_qwen.CONFIG, peft.merged(tensors, adapter))
     found = logits_of(tmp_path / "base", adapter=tmp_path / "adapter")
@@ -115,11 +131,15 @@ def test_experts_and_their_router(name, tmp_path):
     adapter = peft.draw(adapted, names, ranks=ranks)
     peft.write(tmp_path / "adapter", adapter, about)
     tiny.write(tmp_path / "merged", tiny_moe.CONFIGS[name], peft.merged(tensors, adapter, about))
-    found = logits_of(tmp_path / "base", adapter=tmp_path / "adapter", modules=tiny_moe.MODULES[name])
+    found = logits_of(
+        tmp_path / "base", adapter=tmp_path / "adapter", modules=tiny_moe.MODULES[name]
+    )
     np.testing.assert_allclose(found, logits_of(tmp_path / "merged"), atol=1e-3)
     others = {each: matrix for each, matrix in adapter.items() if ".experts." not in each}
     peft.write(tmp_path / "others", others, about)
-    without = logits_of(tmp_path / "base", adapter=tmp_path / "others", modules=tiny_moe.MODULES[name])
+    without = logits_of(
+        tmp_path / "base", adapter=tmp_path / "others", modules=tiny_moe.MODULES[name]
+    )
     assert np.abs(found - without).max() > 0.1
 
 
@@ -133,9 +153,16 @@ def test_dora_is_the_model_that_it_is_merged_into(name, tmp_path):
         config = tiny_moe.MIXTRAL
         tensors = tiny_moe.write(base, name)
     else:
-        config = tiny.LLAMA | {"attention_bias": name == "biases", "tie_word_embeddings": name == "tied"}
+        config = tiny.LLAMA | {
+            "attention_bias": name == "biases",
+            "tie_word_embeddings": name == "tied",
+        }
         shapes = tiny.shapes(config)
-        sizes = {each.replace("weight", "bias"): shape[:1] for each, shape in shapes.items() if "self_attn" in each}
+        sizes = {
+            each.replace("weight", "bias"): shape[:1]
+            for each, shape in shapes.items()
+            if "self_attn" in each
+        }
         tensors = tiny.write(base, config, tiny.even(shapes | (sizes if name == "biases" else {})))
     whole = {"lm_head.weight": tensors["model.embed_tokens.weight"]} | tensors
     adapter = peft.draw(whole, (*peft.EVERY, "w1", "w2", "w3", "gate", "lm_head"))
@@ -150,7 +177,9 @@ def test_dora_is_the_model_that_it_is_merged_into(name, tmp_path):
     assert np.abs(found - logits_of(base, adapter=tmp_path / "plain", modules=modules)).max() > 0.1
 
 
-@pytest.mark.parametrize("variant", FIRST.values(), ids=lambda variant: variant.config["model_type"])
+@pytest.mark.parametrize(
+    "variant", FIRST.values(), ids=lambda variant: variant.config["model_type"]
+)
 def test_every_family_turns_an_adapter_as_it_turns_its_weights(variant, tmp_path):
     """The product of what lies in the stacks is what the loader makes of B A; of experts too."""
     (tmp_path / "config.json").write_text(json.dumps(variant.config))
@@ -179,7 +208,9 @@ def test_every_family_turns_an_adapter_as_it_turns_its_weights(variant, tmp_path
 
 @pytest.mark.slow
 def test_slots_change_no_bit_and_a_higher_rank_at_most_the_last(tmp_path):
-    """Zeros beyond an adapter's rank are no part of its sums, which XLA may add in another order for another rank."""
+    """Zeros beyond an adapter's rank are no part of its sums, which XLA may add in another order
+    for another rank.
+    """
     tensors = tiny.write(tmp_path / "base", tensors=tiny.even(tiny.shapes(tiny.LLAMA)))
     peft.write(tmp_path / "adapter", peft.draw(tensors))
     once = logits_of(tmp_path / "base", adapter=tmp_path / "adapter")
@@ -194,11 +225,16 @@ def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     tensors = tiny.write(folder, tensors=tiny.even(tiny.shapes(tiny.LLAMA)))
     config = loader.read_config(folder)
-    return SimpleNamespace(folder=folder, tensors=tensors, config=config, targets=list_targets(config))
+    return SimpleNamespace(
+        folder=folder, tensors=tensors, config=config, targets=list_targets(config)
+    )
 
 
 REFUSED = {
-    "dora without lengths": ({"use_dora": True}, "lacks lora_magnitude_vector of 'model.layers.0.mlp.down_proj'"),
+    "dora without lengths": (
+        {"use_dora": True},
+        ("lacks lora_magnitude_vector of 'model.layers.0.mlp.down_proj'"),
+    ),
     "dora": ({"use_dora": "yes"}, "use_dora = 'yes'; it must be true or false"),
     "modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     "bias": ({"bias": "all"}, "bias = 'all'"),
@@ -210,7 +246,7 @@ REFUSED = {
     "a heavy pattern": ({"rank_pattern": {"(a+)+b": 4}}, "pattern '(a+)+b' is not read"),
     "no table": ({"alpha_pattern": [3]}, "a pattern is [3]"),
     "tokens": ({"trainable_token_indices": [1]}, "trainable_token_indices"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -229,20 +265,32 @@ def halves(module: str, inputs: int = 32, outputs: int = 32) -> dict[str, np.nda
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 TENSORS = {
-    "the embedding as a layer": (halves("base_model.model.model.embed_tokens", 32, 96),
-                                 "adapts 'model.embed_tokens', which cannot be adapted"),
+    "the embedding as a layer": (
+        halves("base_model.model.model.embed_tokens", 32, 96),
+        "adapts 'model.embed_tokens', which cannot be adapted",
+    ),
     "another head": (halves("base_model.model.lm_head", 32, 97), "want [4, 32] and [96, 4]"),
-    "an unknown layer": (halves(Q.replace("layers.0", "layers.7")), "adapts 'model.layers.7.self_attn.q_proj'"),
-    "the embedding": ({"base_model.model.model.embed_tokens.lora_embedding_A": np.ones((4, 96), np.float32)},
-                      "embed_tokens.lora_embedding_A"),
-    "a whole head": (halves(Q) | {"base_model.model.lm_head.base_layer.weight": np.ones((96, 32), np.float32)},
-                     "holds the tensor 'base_model.model.lm_head.base_layer.weight'"),
-    "a magnitude": ({f"{Q}.lora_magnitude_vector.weight": np.ones(32, np.float32)}, "lora_magnitude_vector"),
+    "an unknown layer": (
+        halves(Q.replace("layers.0", "layers.7")),
+        ("adapts 'model.layers.7.self_attn.q_proj'"),
+    ),
+    "the embedding": (
+        {"base_model.model.model.embed_tokens.lora_embedding_A": np.ones((4, 96), np.float32)},
+        "embed_tokens.lora_embedding_A",
+    ),
+    "a whole head": (
+        halves(Q) | {"base_model.model.lm_head.base_layer.weight": np.ones((96, 32), np.float32)},
+        "holds the tensor 'base_model.model.lm_head.base_layer.weight'",
+    ),
+    "a magnitude": (
+        {f"{Q}.lora_magnitude_vector.weight": np.ones(32, np.float32)},
+        "lora_magnitude_vector",
+    ),
     "one half": ({f"{Q}.lora_A.weight": np.ones((4, 32), np.float32)}, "lacks lora_B of"),
     "a wrong shape": (halves(Q, 31), "have shapes [4, 31] and [32, 4]"),
     "no number": ({name: np.full_like(x, np.nan) for name, x in halves(Q).items()}, "not finite"),
     "none": ({}, "holds no tensors"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -277,15 +325,20 @@ def test_modules_that_are_not_named_take_none(tmp_path):
     peft.write(tmp_path / "attention", peft.draw(tensors, ("o_proj",)))
     for name, modules, why in (("experts", (), "experts"), ("router", ("experts",), "gate"),
                                ("attention", ("experts", "gate"), "o_proj")):  # fmt: skip
-        with pytest.raises(ModelError, match=f"cannot be adapted: name it in lora_target_modules, as {why}"):
+        with pytest.raises(
+            ModelError, match=f"cannot be adapted: name it in lora_target_modules, as {why}"
+        ):
             read_adapter(tmp_path / name, config, list_targets(config, modules), 16)
         read_adapter(tmp_path / name, config, list_targets(config, (*modules, why)), 16)
     with pytest.raises(
-        ModelError, match="names 'w1'; of mixtral models these take adapters: experts, gate, k_proj, lm"
+        ModelError,
+        match="names 'w1'; of mixtral models these take adapters: experts, gate, k_proj, lm",
     ):
         list_targets(config, ("w1",))
     stacks = {target.stack for target in list_targets(config)}
-    assert stacks == {()} and {target.stack for target in list_targets(config, ("experts",))} == {(4,)}
+    assert stacks == {()} and {target.stack for target in list_targets(config, ("experts",))} == {
+        (4,)
+    }
 
 
 def test_lengths_need_the_weights_that_they_are_for(base, tmp_path):
@@ -293,21 +346,34 @@ def test_lengths_need_the_weights_that_they_are_for(base, tmp_path):
     drawn = peft.draw(base.tensors, ("q_proj",))
     wrong = {name: length[1:] for name, length in peft.lengths(base.tensors, drawn).items()}
     peft.write(tmp_path / "short", drawn | wrong, {"use_dora": True})
-    with pytest.raises(ModelError, match=r"lora_magnitude_vector of .* has shape \[31\]; the model wants \[32\]"):
+    with pytest.raises(
+        ModelError, match=r"lora_magnitude_vector of .* has shape \[31\]; the model wants \[32\]"
+    ):
         read_adapter(tmp_path / "short", base.config, base.targets, 16, base.folder)
     tensors = tiny_moe.write(tmp_path / "base", "qwen3_moe")
     drawn = peft.draw(tensors, ("gate_proj", "down_proj"))
     peft.write(tmp_path / "experts", drawn | peft.lengths(tensors, drawn), {"use_dora": True})
     fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    own = {part: [tensors[f"model.layers.0.mlp.experts.{e}.{part}_proj.weight"] for e in range(6)] for part in
-           ("gate", "up", "down")}  # fmt: skip
-    fused["model.layers.0.mlp.experts.gate_up_proj"] = np.concatenate([own["gate"], own["up"]], axis=1)
+    own = {
+        part: [tensors[f"model.layers.0.mlp.experts.{e}.{part}_proj.weight"] for e in range(6)]
+        for part in ("gate", "up", "down")
+    }
+    fused["model.layers.0.mlp.experts.gate_up_proj"] = np.concatenate(
+        [own["gate"], own["up"]], axis=1
+    )
     fused["model.layers.0.mlp.experts.down_proj"] = np.stack(own["down"])
     tiny.write(tmp_path / "base", tiny_moe.QWEN3_MOE, fused)
     config = loader.read_config(tmp_path / "base")
-    with pytest.raises(ModelError, match="the model's files hold no 'model.layers.0.mlp.experts.0.down_proj.weight'"):
+    with pytest.raises(
+        ModelError,
+        match="the model's files hold no 'model.layers.0.mlp.experts.0.down_proj.weight'",
+    ):
         read_adapter(
-            tmp_path / "experts", config, list_targets(config, ("experts", "gate_proj")), 16, tmp_path / "base"
+            tmp_path / "experts",
+            config,
+            list_targets(config, ("experts", "gate_proj")),
+            16,
+            tmp_path / "base",
         )
 
 
@@ -323,14 +389,25 @@ def test_the_key_is_of_the_content(base, tmp_path):
     one, same = (peft.write(tmp_path / name, peft.draw(base.tensors)) for name in "ab")
     other = peft.write(tmp_path / "c", peft.draw(base.tensors, seed=1))
     scaled = peft.write(tmp_path / "d", peft.draw(base.tensors), {"lora_alpha": 9})
-    keys = [read_adapter(folder, base.config, base.targets, 8).key for folder in (one, same, other, scaled)]
+    keys = [
+        read_adapter(folder, base.config, base.targets, 8).key
+        for folder in (one, same, other, scaled)
+    ]
     assert keys[0] == keys[1] and len(set(keys)) == 3
 
 
-def test_adapter_that_is_replaced_while_it_is_read_has_the_digest_of_its_matrices(base, tmp_path, monkeypatch):
-    """Its pages would be taken for those of the new files, which another process or a later request reads."""
-    old, new = (peft.write(tmp_path / name, peft.draw(base.tensors, seed=i)) for i, name in enumerate("ab"))
-    keys, matrices = zip(*((x.key, x.matrices) for x in map(partial(read, base), (old, new))), strict=True)
+def test_adapter_that_is_replaced_while_it_is_read_has_the_digest_of_its_matrices(
+    base, tmp_path, monkeypatch
+):
+    """Its pages would be taken for those of the new files, which another process or a later request
+    reads.
+    """
+    old, new = (
+        peft.write(tmp_path / name, peft.draw(base.tensors, seed=i)) for i, name in enumerate("ab")
+    )
+    keys, matrices = zip(
+        *((x.key, x.matrices) for x in map(partial(read, base), (old, new))), strict=True
+    )
     read_tensor = Tensor.read
     tensors = [*read_header(old / adapters.FILE)]
 
@@ -359,7 +436,10 @@ def read(base, folder):
 def test_names_with_the_adapters_own_and_without_a_prefix(base, tmp_path):
     drawn = peft.draw(base.tensors)
     plain = read_adapter(peft.write(tmp_path / "a", drawn), base.config, base.targets, 8)
-    for folder, change in {"b": (".weight", ".default.weight"), "c": ("base_model.model.", "")}.items():
+    for folder, change in {
+        "b": (".weight", ".default.weight"),
+        "c": ("base_model.model.", ""),
+    }.items():
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "adapter_config.json").write_text(json.dumps(peft.ABOUT))
         renamed = {name.replace(*change): x for name, x in drawn.items()}

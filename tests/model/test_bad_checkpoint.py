@@ -78,19 +78,46 @@ def test_config_that_is_no_config(tmp_path, text):
     refused(tmp_path, work=read_config)
 
 
-@pytest.mark.parametrize("kind", [None, "gpt-neox", 3, ["llama"], {"llama": 1}, "", "../llama", "os"])
+@pytest.mark.parametrize(
+    "kind", [None, "gpt-neox", 3, ["llama"], {"llama": 1}, "", "../llama", "os"]
+)
 def test_unknown_architecture(tmp_path, kind):
     (tmp_path / "config.json").write_text(json.dumps(tiny.LLAMA | {"model_type": kind}))
     refused(tmp_path, "model type", "llama", work=read_config)
 
 
 BASES = [variant.config for variant in (*VARIANTS, *MOE_VARIANTS)] + [tiny.LLAMA]
-NUMBERS = [0, -1, 1, 2, 3, 7, 2**31, 2**40, 2**63, -(2**63), 10**30, 0.0, -0.5, 0.5, 1e-300, 1e300, float("inf")]
+NUMBERS = [
+    0,
+    -1,
+    1,
+    2,
+    3,
+    7,
+    2**31,
+    2**40,
+    2**63,
+    -(2**63),
+    10**30,
+    0.0,
+    -0.5,
+    0.5,
+    1e-300,
+    1e300,
+    float("inf"),
+]
 WRONG = st.one_of(
-    st.sampled_from(NUMBERS), st.none(), st.booleans(), st.text(max_size=5), st.integers(), st.floats(),
+    st.sampled_from(NUMBERS),
+    st.none(),
+    st.booleans(),
+    st.text(max_size=5),
+    st.integers(),
+    st.floats(),
     st.lists(st.one_of(st.sampled_from(NUMBERS), st.none(), st.text(max_size=3)), max_size=4),
-    st.dictionaries(st.sampled_from(["rope_type", "factor", "type", "x"]), st.sampled_from([*NUMBERS, "yarn"])),
-)  # fmt: skip
+    st.dictionaries(
+        st.sampled_from(["rope_type", "factor", "type", "x"]), st.sampled_from([*NUMBERS, "yarn"])
+    ),
+)
 
 
 @settings(max_examples=cases(400))
@@ -142,14 +169,20 @@ def test_numbers_that_no_model_has(tmp_path, family, key, value):
 
 
 def test_truncated_anywhere(tmp_path):
-    """A file that ends early is refused wherever it ends; so is one with a byte of its header changed."""
+    """A file that ends early is refused wherever it ends; so is one with a byte of its header
+    changed.
+    """
     tiny.write(tmp_path)
     file = tmp_path / "model.safetensors"
     rng = random.Random(0)
     whole = file.read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
     cuts = {*range(12), header - 1, header, header + 1, len(whole) - 1}
-    for cut in cuts | {rng.randrange(len(whole)) for _ in range(150)} | {rng.randrange(header) for _ in range(50)}:
+    for cut in (
+        cuts
+        | {rng.randrange(len(whole)) for _ in range(150)}
+        | {rng.randrange(header) for _ in range(50)}
+    ):
         file.write_bytes(whole[:cut])
         refused(tmp_path, "model.safetensors")
     for _ in range(300):
@@ -177,19 +210,37 @@ def test_file_that_shrinks_while_it_is_read(tmp_path):
 
 GOOD = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 ENTRIES = [
-    GOOD | {"shape": [2**20, 2**20]}, GOOD | {"shape": [2**20, 2**20], "data_offsets": [0, 2**42]},
-    GOOD | {"shape": [2**63, 2]}, GOOD | {"shape": [-2, -2]},
-    GOOD | {"shape": "22"}, GOOD | {"shape": [2.0, 2.0]}, GOOD | {"shape": [True, 4]}, GOOD | {"shape": None},
-    GOOD | {"data_offsets": [16, 0]}, GOOD | {"data_offsets": [-16, 0]}, GOOD | {"data_offsets": [0]},
-    GOOD | {"data_offsets": "016"}, GOOD | {"data_offsets": [0, 16, 16]}, GOOD | {"data_offsets": {"0": 1, "16": 2}},
-    GOOD | {"data_offsets": [8, 24]}, GOOD | {"dtype": "F31"}, GOOD | {"dtype": []}, GOOD | {"dtype": "F64"},
-    {"dtype": "F32"}, [], None, 5, "F32",
-]  # fmt: skip
+    GOOD | {"shape": [2**20, 2**20]},
+    GOOD | {"shape": [2**20, 2**20], "data_offsets": [0, 2**42]},
+    GOOD | {"shape": [2**63, 2]},
+    GOOD | {"shape": [-2, -2]},
+    GOOD | {"shape": "22"},
+    GOOD | {"shape": [2.0, 2.0]},
+    GOOD | {"shape": [True, 4]},
+    GOOD | {"shape": None},
+    GOOD | {"data_offsets": [16, 0]},
+    GOOD | {"data_offsets": [-16, 0]},
+    GOOD | {"data_offsets": [0]},
+    GOOD | {"data_offsets": "016"},
+    GOOD | {"data_offsets": [0, 16, 16]},
+    GOOD | {"data_offsets": {"0": 1, "16": 2}},
+    GOOD | {"data_offsets": [8, 24]},
+    GOOD | {"dtype": "F31"},
+    GOOD | {"dtype": []},
+    GOOD | {"dtype": "F64"},
+    {"dtype": "F32"},
+    [],
+    None,
+    5,
+    "F32",
+]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=repr)
 def test_headers_that_lie(tmp_path, entry):
-    """No claim is believed before it is held against the file's size; nothing of the size claimed is made."""
+    """No claim is believed before it is held against the file's size; nothing of the size claimed
+    is made.
+    """
     (tmp_path / "model.safetensors").write_bytes(with_header({"x": entry}, bytes(16)))
     refused(tmp_path, "model.safetensors", "'x'", work=find_tensors)
 
@@ -224,7 +275,10 @@ def test_tensors_that_do_not_fit_the_config(tmp_path):
     refused(tmp_path, norm, "[32, 1]", "[32]")
     tiny.write(tmp_path, tensors={name: value for name, value in tensors.items() if name != norm})
     refused(tmp_path, norm, "lacks")
-    tiny.write(tmp_path, tensors=tensors | {"model.layers.1.self_attn.q_proj.bias": np.ones(32, np.float32)})
+    tiny.write(
+        tmp_path,
+        tensors=tensors | {"model.layers.1.self_attn.q_proj.bias": np.ones(32, np.float32)},
+    )
     refused(tmp_path, "model.layers.1.self_attn.q_proj.bias", "do not have")
 
 
@@ -241,7 +295,9 @@ def test_indexes_that_lie(tmp_path, weight_map):
     tiny.write(tmp_path / "model")
     save_file({"x": np.ones(3, np.float32)}, tmp_path / "secret.safetensors")
     save_file({"y": np.ones(3, np.float32)}, tmp_path / "model" / "other.safetensors")
-    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map})
+    )
     refused(tmp_path / "model", "safetensors", work=find_tensors)
 
 
@@ -263,13 +319,25 @@ def test_nothing_of_the_folder_runs(tmp_path):
     remote = {"AutoConfig": "configuration_trap.Trap", "AutoModelForCausalLM": "modeling_trap.Trap"}
     tiny.write(folder, tiny.LLAMA | {"auto_map": remote, "trust_remote_code": None})
     code = f"open({str(mark)!r}, 'w').write('x')\n"
-    for name in ("__init__", "configuration_trap", "modeling_trap", "sitecustomize", "conftest", "llama", "json"):
+    for name in (
+        "__init__",
+        "configuration_trap",
+        "modeling_trap",
+        "sitecustomize",
+        "conftest",
+        "llama",
+        "json",
+    ):
         (folder / f"{name}.py").write_text(code)
     pickled = f"cbuiltins\nexec\n(S{code!r}\ntR.".encode()
     for name in ("pytorch_model.bin", "model.pt", "training_args.bin", "optimizer.pkl"):
         (folder / name).write_bytes(pickled)
     done = subprocess.run(
-        [sys.executable, "-c", TRAP, str(folder)], capture_output=True, text=True, timeout=600, cwd=tmp_path
+        [sys.executable, "-c", TRAP, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     assert not mark.exists()

@@ -36,7 +36,11 @@ def cache(tmp_path):
     tiny.write(folder)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     snapshot(found, "good/model", files)
-    snapshot(found, "odd/model", files | {"config.json": json.dumps({"model_type": "unheard-of"}).encode()})
+    snapshot(
+        found,
+        "odd/model",
+        files | {"config.json": json.dumps({"model_type": "unheard-of"}).encode()},
+    )
     snapshot(found, "no/weights", {"config.json": files["config.json"]})
     ggufs = {}
     for kind in ("Q4_K", "Q8_0"):
@@ -66,7 +70,11 @@ def names(cache: Path) -> list[str]:
 
 def test_what_is_there(cache, run):
     found, others = cached.cached_models(cache)
-    assert [model.name for model in found] == ["good/gguf:Q4_K", "good/gguf:Q8_0", "good/model"] and others == 2
+    assert [model.name for model in found] == [
+        "good/gguf:Q4_K",
+        "good/gguf:Q8_0",
+        "good/model",
+    ] and others == 2
     sizes = {model.name: model.size for model in found}
     snapshots = cache / "models--good--model" / "snapshots" / COMMIT
     assert sizes["good/model"] == sum(path.stat().st_size for path in snapshots.iterdir())
@@ -84,7 +92,9 @@ def test_one_file_of_several(cache, run):
     assert code == 0 and out.startswith("deleted good/gguf:Q4_K: ")
     assert names(cache) == ["good/gguf:Q8_0", "good/model"]
     repo = cache / "models--good--gguf"
-    assert len([*(repo / "blobs").iterdir()]) == 3 and not [link for link in repo.rglob("*") if not link.exists()]
+    assert len([*(repo / "blobs").iterdir()]) == 3 and not [
+        link for link in repo.rglob("*") if not link.exists()
+    ]
 
 
 def test_a_whole_repository(cache, run):

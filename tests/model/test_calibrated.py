@@ -1,4 +1,6 @@
-"""`quire quantize` over calibration text: what matrices meet, scales that change nothing, runs that are stopped."""
+"""`quire quantize` over calibration text: what matrices meet, scales that change nothing, runs that
+are stopped.
+"""
 
 import json
 import signal
@@ -38,13 +40,21 @@ from quire.tests.support.golden.families_moe import MOE_VARIANTS
 from quire.tests.support.golden.folder import HERE, write_folder
 
 pytestmark = pytest.mark.usefixtures("few_programs", "compiled_quickly")
-LLAMA = tiny.LLAMA | {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 4, "vocab_size": 96}
+LLAMA = tiny.LLAMA | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_key_value_heads": 4,
+    "vocab_size": 96,
+}
 RAGGED = (5, 21, 17, 1, 33, 16)
 RUN = jax.jit(uncached.forward, static_argnums=2)
 
 
 def sparse(config) -> bool:
-    return any(isinstance(layer.attention, LatentAttention) and layer.attention.indexer for layer in config.layers)
+    return any(
+        isinstance(layer.attention, LatentAttention) and layer.attention.indexer
+        for layer in config.layers
+    )
 
 
 EVERY = [variant for variant in VARIANTS if "quantization_config" not in variant.config]
@@ -81,7 +91,10 @@ def read(folder: Path, **options):
 def logits(weights, config, samples) -> np.ndarray:
     """Of all samples, one by one, by the reference."""
     longest = max(map(len, samples))
-    found = [RUN(weights, jnp.array([ids + [0] * (longest - len(ids))]), config)[0, : len(ids)] for ids in samples]
+    found = [
+        RUN(weights, jnp.array([ids + [0] * (longest - len(ids))]), config)[0, : len(ids)]
+        for ids in samples
+    ]
     return np.concatenate(found)
 
 
@@ -131,19 +144,28 @@ def test_what_the_first_layer_meets(tmp_path):
     samples = texts(96)
     inputs = source.inputs(0, whole.embed_samples(source.embedding(), samples, source.dense))
     x = tensors["model.embed_tokens.weight"][np.concatenate(samples)].astype(np.float64)
-    x = x / np.sqrt(np.square(x).mean(1, keepdims=True) + 1e-5) * tensors["model.layers.0.input_layernorm.weight"]
+    x = (
+        x
+        / np.sqrt(np.square(x).mean(1, keepdims=True) + 1e-5)
+        * tensors["model.layers.0.input_layernorm.weight"]
+    )
     met = inputs["attention.qkv_DGH", None]
     np.testing.assert_allclose(met.H, x.T @ x, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(met.total, np.abs(x).sum(0), rtol=1e-5)
     np.testing.assert_allclose(met.top, np.abs(x).max(0), rtol=1e-5)
     assert {name: met.H.shape for (name, _), met in inputs.items()} == {
-        "attention.qkv_DGH": (64, 64), "attention.out_NHD": (64, 64), "mlp.up_DGF": (64, 64), "mlp.down_FD": (96, 96),
-    }  # fmt: skip
+        "attention.qkv_DGH": (64, 64),
+        "attention.out_NHD": (64, 64),
+        "mlp.up_DGF": (64, 64),
+        "mlp.down_FD": (96, 96),
+    }
 
 
 @pytest.mark.slow
 def test_what_experts_meet(tmp_path):
-    """Each row goes to two experts, so that what all of them meet is twice what one matrix for all would."""
+    """Each row goes to two experts, so that what all of them meet is twice what one matrix for all
+    would.
+    """
     variant = next(variant for variant in MOE_VARIANTS if variant.name == "qwen3-moe")
     source = variant_source(variant, tmp_path)
     config = source.dense
@@ -159,12 +181,22 @@ def test_what_experts_meet(tmp_path):
     layer = config.layers[index]
     for batch in batches:
         x, _, _ = decoder.attention_block(
-            layer, weights.layers[index], decoder.Residual(batch.x[0]), layer.attention.rope
-            and decoder.angles(batch.positions_T, layer.attention.rope.inv_freq, layer.attention.rope.factor),
-            batch.positions_T >= 0, {}, LayerHooks(whole.attention_hook(config, *batch.shape)).of_layer(index),
-            config, decoder.ONE_DEVICE,
-        )  # fmt: skip
-        x = decoder.norm_alone(x.x_TD + x.y_TD, weights.layers[index].pre_mlp_norm_D, config.norm_eps)
+            layer,
+            weights.layers[index],
+            decoder.Residual(batch.x[0]),
+            layer.attention.rope
+            and decoder.angles(
+                batch.positions_T, layer.attention.rope.inv_freq, layer.attention.rope.factor
+            ),
+            batch.positions_T >= 0,
+            {},
+            LayerHooks(whole.attention_hook(config, *batch.shape)).of_layer(index),
+            config,
+            decoder.ONE_DEVICE,
+        )
+        x = decoder.norm_alone(
+            x.x_TD + x.y_TD, weights.layers[index].pre_mlp_norm_D, config.norm_eps
+        )
         rows.append(np.asarray(x)[np.asarray(batch.positions_T) >= 0])
     x = np.concatenate(rows)
     H = sum(inputs["moe.up_EDGF", e].H for e in range(moe.experts))
@@ -174,7 +206,16 @@ def test_what_experts_meet(tmp_path):
 
 @pytest.mark.parametrize(
     "variant",
-    some("llama", "llama-biases", "gemma3-text", "phi3", "cohere2", "olmo2-gqa", "qwen3-moe", "qwen3-next-dense"),
+    some(
+        "llama",
+        "llama-biases",
+        "gemma3-text",
+        "phi3",
+        "cohere2",
+        "olmo2-gqa",
+        "qwen3-moe",
+        "qwen3-next-dense",
+    ),
     ids=lambda variant: variant.name,
 )
 @pytest.mark.slow
@@ -194,7 +235,12 @@ def test_folded_scales_change_nothing(tmp_path, variant, monkeypatch):
         leaves = source.leaves(index)
         rounded = [part for leaf in leaves.values() if leaf.rounded for part in leaf.sources]
         W = {part.name: source.tensors[part.name].read() for part in rounded}
-        inputs = {leaf.key(part): ones(leaf.size) for leaf in leaves.values() for part in leaf.sources if leaf.rounded}
+        inputs = {
+            leaf.key(part): ones(leaf.size)
+            for leaf in leaves.values()
+            for part in leaf.sources
+            if leaf.rounded
+        }
         for fold in find_folds(source.config, index, leaves):
             W, inputs, more = apply_fold(source, leaves, fold, W, inputs, how)
             changed |= more
@@ -203,11 +249,16 @@ def test_folded_scales_change_nothing(tmp_path, variant, monkeypatch):
     own = {source.tensors[name].name: value for name, value in changed.items()}
     (tmp_path / "folded").mkdir()
     kept = {tensor.name: tensor.read() for tensor in source.tensors.values()}
-    save_file({name: np.ascontiguousarray(x) for name, x in (kept | own).items()}, tmp_path / "folded/a.safetensors")
+    save_file(
+        {name: np.ascontiguousarray(x) for name, x in (kept | own).items()},
+        tmp_path / "folded/a.safetensors",
+    )
     (tmp_path / "folded" / "config.json").write_text(json.dumps(variant.config))
     samples = texts(source.config.vocab_size, (40,))
     expected = logits(*read(tmp_path / "dense"), samples)
-    np.testing.assert_allclose(logits(*read(tmp_path / "folded"), samples), expected, rtol=0, atol=5e-3)
+    np.testing.assert_allclose(
+        logits(*read(tmp_path / "folded"), samples), expected, rtol=0, atol=5e-3
+    )
     if count:
         moved = [name for name, value in own.items() if not np.array_equal(value, kept[name])]
         assert len(moved) >= 2 * min(count, 2)
@@ -216,11 +267,15 @@ def test_folded_scales_change_nothing(tmp_path, variant, monkeypatch):
 
 
 def ones(size: int) -> Inputs:
-    return Inputs(np.eye(size, dtype=np.float32), np.ones(size, np.float32), np.ones(size, np.float32))
+    return Inputs(
+        np.eye(size, dtype=np.float32), np.ones(size, np.float32), np.ones(size, np.float32)
+    )
 
 
 def test_a_norm_that_is_kept_in_bfloat16(tmp_path):
-    """Its scale cannot be divided exactly: the weights are multiplied by what it was divided by in truth."""
+    """Its scale cannot be divided exactly: the weights are multiplied by what it was divided by in
+    truth.
+    """
     import ml_dtypes
 
     shapes = tiny.shapes(LLAMA)
@@ -236,7 +291,9 @@ def test_a_norm_that_is_kept_in_bfloat16(tmp_path):
     }  # fmt: skip
     rng = np.random.default_rng(0)
     inputs = {(name, None): ones(leaf.size) for name, leaf in leaves.items()}
-    inputs["attention.qkv_DGH", None] = replace(ones(64), top=np.exp(rng.standard_normal(64)).astype(np.float32))
+    inputs["attention.qkv_DGH", None] = replace(
+        ones(64), top=np.exp(rng.standard_normal(64)).astype(np.float32)
+    )
     after, _, others = apply_fold(source, leaves, fold, W, inputs, how)
     ((norm, scale),) = others.items()
     assert scale.dtype == ml_dtypes.bfloat16
@@ -249,7 +306,12 @@ def test_a_norm_that_is_kept_in_bfloat16(tmp_path):
 # Whole runs
 
 
-METHODS = [("gptq", "int4"), ("gptq", "int8-weights"), ("awq", "int4-32-zero"), ("smoothquant", "int8")]
+METHODS = [
+    ("gptq", "int4"),
+    ("gptq", "int8-weights"),
+    ("awq", "int4-32-zero"),
+    ("smoothquant", "int8"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +323,9 @@ def dense(tmp_path_factory):
 
 
 def make(folder: Path, out: Path, method: str, name: str, samples=None, **options) -> Path:
-    session.save(folder, out, read_config(folder, quantization=name), method, samples or texts(96), **options)
+    session.save(
+        folder, out, read_config(folder, quantization=name), method, samples or texts(96), **options
+    )
     return out
 
 
@@ -279,14 +343,19 @@ def test_a_written_folder_is_read(tmp_path, dense, method, name):
     as_numbers = logits(load_weights(out, decoded), decoded, samples)
     original = logits(*read(dense), samples)
     spread = original.std()
-    assert np.square(as_codes - as_numbers).mean() ** 0.5 < 0.05 * spread  # rows in bfloat16, or in bytes
-    assert np.square(as_numbers - original).mean() ** 0.5 < (0.5 if "int4" in name else 0.05) * spread
+    # rows in bfloat16, or in bytes
+    assert np.square(as_codes - as_numbers).mean() ** 0.5 < 0.05 * spread
+    assert (
+        np.square(as_numbers - original).mean() ** 0.5 < (0.5 if "int4" in name else 0.05) * spread
+    )
     plain = tmp_path / "rtn"
     quantized.save(dense, plain, read_config(dense, quantization=name))
     assert {name: tensor.shape for name, tensor in find_tensors(plain).items()} == {
         name: tensor.shape for name, tensor in find_tensors(out).items()
     }
-    assert json.loads((plain / "config.json").read_text()) == json.loads((out / "config.json").read_text())
+    assert json.loads((plain / "config.json").read_text()) == json.loads(
+        (out / "config.json").read_text()
+    )
 
 
 def test_through_the_engine(tmp_path, dense):
@@ -308,23 +377,44 @@ def test_through_the_engine(tmp_path, dense):
 def test_experts(tmp_path, method):
     variant = next(variant for variant in MOE_VARIANTS if variant.name == "qwen3-moe")
     source = variant_source(variant, tmp_path / "dense")
-    out = make(tmp_path / "dense", tmp_path / "out", method, "int8-weights", texts(source.config.vocab_size))
+    out = make(
+        tmp_path / "dense",
+        tmp_path / "out",
+        method,
+        "int8-weights",
+        texts(source.config.vocab_size),
+    )
     samples = texts(source.config.vocab_size, (40,), seed=1)
-    quantized.save(tmp_path / "dense", tmp_path / "rtn", read_config(tmp_path / "dense", quantization="int8-weights"))
-    found, plain, exact = (logits(*read(folder), samples) for folder in (out, tmp_path / "rtn", tmp_path / "dense"))
+    quantized.save(
+        tmp_path / "dense",
+        tmp_path / "rtn",
+        read_config(tmp_path / "dense", quantization="int8-weights"),
+    )
+    found, plain, exact = (
+        logits(*read(folder), samples) for folder in (out, tmp_path / "rtn", tmp_path / "dense")
+    )
     # A row that is near to another expert may go there.
-    assert np.square(found - exact).mean() < 2 * np.square(plain - exact).mean() < 0.05 * exact.var()
+    assert (
+        np.square(found - exact).mean() < 2 * np.square(plain - exact).mean() < 0.05 * exact.var()
+    )
     assert any(".experts." in name and name.endswith("_scale") for name in find_tensors(out))
 
 
-@pytest.mark.parametrize(("method", "most"), [("gptq", 0.8), pytest.param("awq", 0.9, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("method", "most"), [("gptq", 0.8), pytest.param("awq", 0.9, marks=pytest.mark.nightly)]
+)
 @pytest.mark.slow
 def test_the_calibrated_codes_serve_better(tmp_path, method, most):
-    """The bundled model on text that calibration has not seen: nearer to what it computes in bfloat16."""
+    """The bundled model on text that calibration has not seen: nearer to what it computes in
+    bfloat16.
+    """
     rng = np.random.default_rng(0)
     folder = hub.resolve("quill")
     tokenizer = Tokenizer(folder)
-    words = "the cat sat on a mat and said hello to little dog who was happy Once upon time there lived red fox".split()
+    words = (
+        "the cat sat on a mat and said hello to little dog who was happy Once upon time there "
+        "lived red fox"
+    ).split()
     said = [" ".join(rng.choice(words, 40)) for _ in range(60)]
     pieces = [tokenizer.encode(text)[:33] for text in said]
     assert {*map(len, pieces)} == {33}  # of one shape
@@ -342,13 +432,24 @@ def test_the_calibrated_codes_serve_better(tmp_path, method, most):
 
 
 def start(dense: Path, out: Path, text: Path) -> list[str]:
-    asked = [str(dense), str(out), "--quantization", "int4", "--method", "gptq", "--calibration", str(text)]
+    asked = [
+        str(dense),
+        str(out),
+        "--quantization",
+        "int4",
+        "--method",
+        "gptq",
+        "--calibration",
+        str(text),
+    ]
     return [sys.executable, "-m", "quire", "quantize", *asked, "--calibration-samples", "6"]
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on(tmp_path, dense, monkeypatch):
-    """Killed between two layers; the same command does the others alone, and makes the same bytes."""
+    """Killed between two layers; the same command does the others alone, and makes the same
+    bytes.
+    """
     deep = tmp_path / "deep"
     config = LLAMA | {"num_hidden_layers": 6, "vocab_size": 1280}
     tiny.write(deep, config, tiny.even(tiny.shapes(config)))
@@ -366,8 +467,12 @@ def test_a_run_that_is_killed_goes_on(tmp_path, dense, monkeypatch):
     there = {path: path.stat().st_mtime_ns for path in done.glob("layer-*.safetensors")}
     assert 2 <= len(there) < 6
 
-    other = CliRunner().invoke(app, [*start(deep, tmp_path / "out", text)[3:], "--calibration-tokens", "7"])
-    assert other.exit_code == 1 and "calibration was another" in str(other.exception or other.output)
+    other = CliRunner().invoke(
+        app, [*start(deep, tmp_path / "out", text)[3:], "--calibration-tokens", "7"]
+    )
+    assert other.exit_code == 1 and "calibration was another" in str(
+        other.exception or other.output
+    )
     assert {path: path.stat().st_mtime_ns for path in there} == there
     rounded = []
 
@@ -416,7 +521,9 @@ def test_samples(tmp_path):
     (tmp_path / "a.txt").write_text(text)
     ids = tokenizer.encode(text)
     pieces = read_samples(tmp_path / "a.txt", tokenizer, 1000, 64)
-    assert sum((piece[1:] for piece in pieces), []) == ids[1:] and {len(piece) for piece in pieces[:-1]} == {64}
+    assert sum((piece[1:] for piece in pieces), []) == ids[1:] and {
+        len(piece) for piece in pieces[:-1]
+    } == {64}
     drawn = read_samples(tmp_path / "a.txt", tokenizer, 3, 64)
     assert len(drawn) == 3 and all(piece in pieces for piece in drawn)
     assert drawn == read_samples(tmp_path / "a.txt", tokenizer, 3, 64)
@@ -425,8 +532,10 @@ def test_samples(tmp_path):
     (tmp_path / "b.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
     chat = tokenizer.apply_chat_template(talk, add_generation_prompt=False)
     assert read_samples(tmp_path / "b.jsonl", tokenizer, 9, 64) == [
-        tokenizer.encode("A fox."), tokenizer.encode("A dog."), tokenizer.encode(chat, add_special_tokens=False),
-    ]  # fmt: skip
+        tokenizer.encode("A fox."),
+        tokenizer.encode("A dog."),
+        tokenizer.encode(chat, add_special_tokens=False),
+    ]
 
 
 def test_every_piece_of_a_document_begins_with_bos(tmp_path):
@@ -438,7 +547,9 @@ def test_every_piece_of_a_document_begins_with_bos(tmp_path):
     plain = tokenizer.encode(text, add_special_tokens=False)
     for file in ("a.txt", "a.jsonl"):
         pieces = read_samples(tmp_path / file, tokenizer, 1000, 64)
-        assert len(pieces) > 2 and all(len(piece) <= 64 and piece[0] == tokenizer.bos_token_id for piece in pieces)
+        assert len(pieces) > 2 and all(
+            len(piece) <= 64 and piece[0] == tokenizer.bos_token_id for piece in pieces
+        )
         assert [token for piece in pieces for token in piece[1:]] == plain
 
 

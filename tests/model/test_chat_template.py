@@ -1,4 +1,6 @@
-"""Chat templates: the prompts of well-known shapes, Python's methods, one-line errors, and hostile templates."""
+"""Chat templates: the prompts of well-known shapes, Python's methods, one-line errors, and hostile
+templates.
+"""
 
 # ruff: noqa: E501 - templates read better on one line
 
@@ -35,7 +37,12 @@ def render():
 
 @pytest.mark.parametrize("case", ALL.values(), ids=ALL)
 def test_families(render, case):
-    text = render(case.template, case.messages, add_generation_prompt=case.add_generation_prompt, **case.variables)
+    text = render(
+        case.template,
+        case.messages,
+        add_generation_prompt=case.add_generation_prompt,
+        **case.variables,
+    )
     assert text == case.expected
 
 
@@ -44,7 +51,12 @@ def test_line_ends_of_the_template_do_not_matter(render, ends):
     for case in ALL.values():
         template = case.template.replace("\n", ends)
         assert (
-            render(template, case.messages, add_generation_prompt=case.add_generation_prompt, **case.variables)
+            render(
+                template,
+                case.messages,
+                add_generation_prompt=case.add_generation_prompt,
+                **case.variables,
+            )
             == case.expected
         )
     assert render(f"a{ends}{{{{ messages[0] }}}}{ends}", ["b\r\nc"]) == "a\nb\r\nc"
@@ -55,7 +67,10 @@ def test_a_content_that_is_null_is_not_defined(render, nothing):
     """As transformers gives it; an empty text only where the template fails without one."""
     messages = [{"role": "assistant", "tool_calls": [1]} | nothing]
     loop = "{%% for m in messages %%}%s{%% endfor %%}"
-    assert render(loop % "{{ m.content is defined }}{{ 'content' in m }}<{{ m.content }}>", messages) == "FalseFalse<>"
+    assert (
+        render(loop % "{{ m.content is defined }}{{ 'content' in m }}<{{ m.content }}>", messages)
+        == "FalseFalse<>"
+    )
     assert render(loop % "{{ '<' + m.content + '>' + m.content|tojson }}", messages) == '<>""'
 
 
@@ -64,7 +79,9 @@ def test_expressions_that_minijinja_does_not_know(render, source):
     assert render(source, EXPRESSED) == EXPRESSIONS[source]
 
 
-@pytest.mark.parametrize("source", ["{{ messages[0].foo.zfill(3) }}", "{{ messages.rsplit() }}", "{{ {}.index('a') }}"])
+@pytest.mark.parametrize(
+    "source", ["{{ messages[0].foo.zfill(3) }}", "{{ messages.rsplit() }}", "{{ {}.index('a') }}"]
+)
 def test_a_method_of_strings_needs_a_string(render, source):
     with pytest.raises(PromptError, match="object has no attribute '(zfill|rsplit|index)'"):
         render(source, EXPRESSED)
@@ -73,9 +90,9 @@ def test_a_method_of_strings_needs_a_string(render, source):
 def test_a_template_may_compute_with_floats(render):
     messages = [{"f": 1.0, "e": 1e-6}]
     assert render("{{ messages[0].f + 1 }} {{ messages[0].f|tojson }}", messages) == "2.0 1"
-    assert render("{{ x + 1 }} {{ y }} {{ messages[0] }}", messages, x=1.0, y=[1e-6, {"z": 2.0}]) == (
-        "2.0 [1e-06, {'z': 2.0}] {'f': 1.0, 'e': 1e-06}"
-    )
+    assert render(
+        "{{ x + 1 }} {{ y }} {{ messages[0] }}", messages, x=1.0, y=[1e-6, {"z": 2.0}]
+    ) == ("2.0 [1e-06, {'z': 2.0}] {'f': 1.0, 'e': 1e-06}")
 
 
 @pytest.mark.parametrize(
@@ -107,29 +124,29 @@ def test_a_template_refuses_a_conversation(render, source, message):
         ("{{ d | tojson(indent=1) }}", '{\n "b": "é<",\n "a": [\n  1,\n  2.5,\n  null,\n  true\n ]\n}'),
         ("{{ d | tojson(separators=(',', ':'), sort_keys=true, ensure_ascii=true) }}", '{"a":[1,2.5,null,true],"b":"\\u00e9<"}'),
         # Methods of str, dict and list
-        ("{{ ' a '.strip() }}|{{ 'xax'.strip('x') }}|{{ ' a'.lstrip() }}|{{ 'a\\n'.rstrip('\\n') }}", "a|a|a|a"),
+        (("{{ ' a '.strip() }}|{{ 'xax'.strip('x') }}|{{ ' a'.lstrip() }}|{{ " "'a\\n'.rstrip('\\n') }}"), "a|a|a|a"),
         ("{{ 'a,b,c'.split(',')[-1] }}|{{ 'a,b,c'.split(',', 1) }}|{{ 'a  b'.split() }}", "c|['a', 'b,c']|['a', 'b']"),
-        ("{{ 'ab'.startswith('a') }}|{{ 'ab'.endswith(('x', 'b')) }}|{{ 'abab'.replace('a', 'x', 1) }}", "True|True|xbab"),
+        (("{{ 'ab'.startswith('a') }}|{{ 'ab'.endswith(('x', 'b')) }}|{{ " "'abab'.replace('a', 'x', 1) }}"), "True|True|xbab"),
         ("{{ 'a b'.title() }}|{{ 'aB'.upper() }}|{{ 'aB'.lower() }}|{{ 'ab'.capitalize() }}", "A B|AB|ab|Ab"),
-        ("{{ 'aab'.count('a') }}|{{ 'ab'.find('b') }}|{{ '12'.isdigit() }}|{{ 'a\\nb'.splitlines() }}", "2|1|True|['a', 'b']"),
+        (("{{ 'aab'.count('a') }}|{{ 'ab'.find('b') }}|{{ '12'.isdigit() }}|{{ " "'a\\nb'.splitlines() }}"), "2|1|True|['a', 'b']"),
         ("{{ ', '.join(['a', 'b']) }}|{{ '{} {x}'.format(1, x=2) }}", "a, b|1 2"),
         ("{{ d.get('b') }}|{{ d.get('z') }}|{{ d.get('z', 1) }}|{{ d.keys() | list }}", "é<|None|1|['b', 'a']"),
         ("{% for k, v in d.items() %}{{ k }}={{ v }};{% endfor %}", "b=é<;a=[1, 2.5, None, True];"),
         ("{{ l[1:] }} {{ l[:-1] }} {{ l[::-1] }} {{ l[-1] }} {{ 'abc'[1:] }} {{ 'é日本'[1] }}", "[2, 3] [1, 2] [3, 2, 1] 3 bc 日"),
         # Filters and tests
         ("{{ l | map('string') | join('-') }} {{ l | select('odd') | list }} {{ l | sum }}", "1-2-3 [1, 3] 6"),
-        ("{{ [{'r': 'u', 'n': 1}, {'r': 'a', 'n': 2}] | selectattr('r', 'equalto', 'a') | map(attribute='n') | first }}", "2"),
+        (("{{ [{'r': 'u', 'n': 1}, {'r': 'a', 'n': 2}] | selectattr('r', 'equalto', 'a') | " "map(attribute='n') | first }}"), "2"),
         ("{{ 'a\\nb\\n\\nc\\n' | indent(2) }}|{{ 'a\\nb' | indent(2, true) }}", "a\n  b\n\n  c\n|  a\n  b"),
         ("{{ 'a\\n\\nb' | indent('> ', first=true, blank=true) }}", "> a\n> \n> b"),
-        ("{{ none is iterable }} {{ l is iterable }} {{ 'a' is iterable }} {{ 1 is iterable }}", "False True True False"),
-        ("{{ 'a' is sequence }} {{ d is sequence }} {{ none is sequence }} {{ d is mapping }}", "True True False True"),
-        ("{{ nothing is iterable }} {{ d.nothing is not iterable }} {{ nothing is sequence }} {{ 'is iterable' }}", "True False False is iterable"),
-        ("{#- it's -#}{% if nothing is not iterable %}a{% else %}is iterable{% endif %} {{ '\\'}}' is iterable }}", "is iterable True"),
-        ("{{ 1 is number }} {{ 'a' is string }} {{ none is none }} {{ true is boolean }} {{ 'b' in d }}", "True True True True True"),
+        (("{{ none is iterable }} {{ l is iterable }} {{ 'a' is iterable }} {{ 1 is " "iterable }}"), "False True True False"),
+        (("{{ 'a' is sequence }} {{ d is sequence }} {{ none is sequence }} {{ d is mapping " "}}"), "True True False True"),
+        (("{{ nothing is iterable }} {{ d.nothing is not iterable }} {{ nothing is sequence " "}} {{ 'is iterable' }}"), "True False False is iterable"),
+        (("{#- it's -#}{% if nothing is not iterable %}a{% else %}is iterable{% endif %} {{ " "'\\'}}' is iterable }}"), "is iterable True"),
+        (("{{ 1 is number }} {{ 'a' is string }} {{ none is none }} {{ true is boolean }} " "{{ 'b' in d }}"), "True True True True True"),
         # Statements
-        ("{% set ns = namespace(n=0) %}{% for i in l %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n }}", "6"),
-        ("{% for i in range(9) %}{% if i == 1 %}{% continue %}{% elif i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}", "02"),
-        ("{% for i in l %}{{ loop.index }}{{ loop.first }}{{ loop.last }}{{ loop.previtem }} {% endfor %}", "1TrueFalse 2FalseFalse1 3FalseTrue2 "),
+        (("{% set ns = namespace(n=0) %}{% for i in l %}{% set ns.n = ns.n + i %}{% endfor " "%}{{ ns.n }}"), "6"),
+        (("{% for i in range(9) %}{% if i == 1 %}{% continue %}{% elif i == 3 %}{% break " "%}{% endif %}{{ i }}{% endfor %}"), "02"),
+        (("{% for i in l %}{{ loop.index }}{{ loop.first }}{{ loop.last }}{{ loop.previtem " "}} {% endfor %}"), "1TrueFalse 2FalseFalse1 3FalseTrue2 "),
         ("{% macro f(a, b='y') %}<{{ a }}{{ b }}>{% endmacro %}{{ f('x') + f('z', b='w') }}", "<xy><zw>"),
         ("{% macro f() %}<{{ caller() }}>{% endmacro %}{% call f() %}in{% endcall %}", "<in>"),
         ("{% set x %}a{{ 1 }}{% endset %}{{ x | upper }}{% filter upper %}b{% endfilter %}", "A1B"),
@@ -192,22 +209,43 @@ HOSTILE = {
     "a long string": "{{ 'a' * 10**9 }}",
     "a long list": "{{ ([1] * 10**9) | length }}",
     "a long range": "{% for i in range(10**12) %}{% endfor %}",
-    "nested loops": "{% for a in r %}{% for b in r %}{% for c in r %}x{% endfor %}{% endfor %}{% endfor %}",
+    "nested loops": (
+        "{% for a in r %}{% for b in r %}{% for c in r %}x{% endfor %}{% endfor %}{% endfor %}"
+    ),
     "a macro that calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "a string doubled": "{% set n = namespace(s='a') %}{% for i in r %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s | length }}",
-    "a string replaced": "{% set n = namespace(s='aa') %}{% for i in r %}{% set n.s = n.s.replace('a', 'aaaa') %}{% endfor %}",
-    "a list doubled": "{% set n = namespace(s=[1]) %}{% for i in r %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s | list | length }}",
-    "a list of itself": "{% set n = namespace(s=[]) %}{% for i in r %}{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s }}",
+    "a macro that calls itself twice": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+    ),
+    "a string doubled": (
+        "{% set n = namespace(s='a') %}{% for i in r %}{% set n.s = n.s ~ n.s "
+        "%}{% endfor %}{{ n.s | length }}"
+    ),
+    "a string replaced": (
+        "{% set n = namespace(s='aa') %}{% for i in r %}{% set n.s = "
+        "n.s.replace('a', 'aaaa') %}{% endfor %}"
+    ),
+    "a list doubled": (
+        "{% set n = namespace(s=[1]) %}{% for i in r %}{% set n.s = n.s + n.s %}{% "
+        "endfor %}{{ n.s | list | length }}"
+    ),
+    "a list of itself": (
+        "{% set n = namespace(s=[]) %}{% for i in r %}{% set n.s = [n.s, n.s] "
+        "%}{% endfor %}{{ n.s }}"
+    ),
     "a namespace in itself": "{% set n = namespace() %}{% set n.a = n %}{{ n }}",
-    "a deep list": "{% set n = namespace(s=[]) %}{% for i in range(100000) %}{% set n.s = [n.s] %}{% endfor %}{{ n.s }}",
+    "a deep list": (
+        "{% set n = namespace(s=[]) %}{% for i in range(100000) %}{% set n.s = [n.s] "
+        "%}{% endfor %}{{ n.s }}"
+    ),
     "a deep expression": "{{ " + "-" * 100_000 + "1 }}",
     "wide output": "{% set s = 'a' * 100000 %}{% for i in range(100000) %}{{ s }}{% endfor %}",
     "a wide format": "{{ '%1000000000d' | format(1) }}",
     "wide JSON": "{{ [1] | tojson(indent=1000000000) }}",
     "a wide indent": "{{ ('a\n' * 10000) | indent(1000000) }}",
-    "a slow filter": "{% for i in r %}{{ range(100000) | map('string') | join | length }}{% endfor %}",
-}  # fmt: skip
+    "a slow filter": (
+        "{% for i in r %}{{ range(100000) | map('string') | join | length }}{% endfor %}"
+    ),
+}
 
 
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
@@ -243,7 +281,9 @@ def test_openings_without_ends_are_read_once(render, opening):
 
 
 def test_a_long_conversation_is_no_attack(render):
-    messages = [{"role": ("user", "assistant")[i % 2], "content": f"{i} " * 50} for i in range(2001)]
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": f"{i} " * 50} for i in range(2001)
+    ]
     for name in ("chatml", "mistral"):
         assert len(render(CASES[name].template, messages)) > 400_000
 
@@ -263,7 +303,8 @@ def test_threads_share_a_worker():
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda n: template.render([n]), range(200)))
     assert answers == [f"{n}{'x' * n}" for n in range(200)]
-    assert set(threading.enumerate()) <= others  # its lock is waited for; no caller has a thread of its own
+    # its lock is waited for; no caller has a thread of its own
+    assert set(threading.enumerate()) <= others
 
 
 def test_the_worker_ends_with_its_template():
@@ -311,21 +352,30 @@ CALLS_IN_TEMPLATES = {  # how templates write a call's arguments
     ),
     "{% if call['function']['arguments'] is string %}{{ call['function']['arguments'] }}"
     "{% else %}{{ call['function']['arguments'] | tojson }}{% endif %}": '{"to": "Zürich", "n": 2}',
-    "{%- for name, value in call.function.arguments | items %}"
-    "{{- '<parameter=' ~ name ~ '>' ~ (value if value is string else value | tojson) ~ '</parameter>' }}{%- endfor %}": (
-        "<parameter=to>Zürich</parameter><parameter=n>2</parameter>"
-    ),
-    "{% set _args = call.function.arguments %}{% for k, v in _args.items() %}"
-    "<arg_key>{{ k }}</arg_key><arg_value>{{ v | tojson(ensure_ascii=False) if v is not string else v }}</arg_value>"
-    "{% endfor %}": "<arg_key>to</arg_key><arg_value>Zürich</arg_value><arg_key>n</arg_key><arg_value>2</arg_value>",
+    (
+        "{%- for name, value in call.function.arguments | items %}{{- '<parameter=' ~ name ~ '>' ~ "
+        "(value if value is string else value | tojson) ~ '</parameter>' }}{%- endfor %}"
+    ): ("<parameter=to>Zürich</parameter><parameter=n>2</parameter>"),
+    (
+        "{% set _args = call.function.arguments %}{% for k, v in _args.items() %}<arg_key>{{ k "
+        "}}</arg_key><arg_value>{{ v | tojson(ensure_ascii=False) if v is not string else v "
+        "}}</arg_value>{% endfor %}"
+    ): "<arg_key>to</arg_key><arg_value>Zürich</arg_value><arg_key>n</arg_key><arg_value>2</arg_value>",
 }
 
 
 @pytest.mark.parametrize("template", CALLS_IN_TEMPLATES)
 def test_templates_take_the_arguments_of_calls_as_objects_or_as_texts(template):
     call = {"type": "function", "function": {"name": "find", "arguments": {"to": "Zürich", "n": 2}}}
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    source = "{% for m in messages %}{% for call in m.tool_calls or [] %}" + template + "{% endfor %}{% endfor %}"
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    source = (
+        "{% for m in messages %}{% for call in m.tool_calls or [] %}"
+        + template
+        + "{% endfor %}{% endfor %}"
+    )
     assert ChatTemplate(source).render(messages) == CALLS_IN_TEMPLATES[template]
     assert call["function"]["arguments"] == {"to": "Zürich", "n": 2}
 
@@ -333,4 +383,6 @@ def test_templates_take_the_arguments_of_calls_as_objects_or_as_texts(template):
 def test_what_fails_with_both_kinds_of_arguments_says_the_first_reason():
     call = {"type": "function", "function": {"name": "find", "arguments": {"a": 1}}}
     with pytest.raises(PromptError, match="not today"):
-        ChatTemplate("{{ raise_exception('not today') }}").render([{"role": "assistant", "tool_calls": [call]}])
+        ChatTemplate("{{ raise_exception('not today') }}").render(
+            [{"role": "assistant", "tool_calls": [call]}]
+        )

@@ -1,4 +1,6 @@
-"""Weights from safetensors: each array where it belongs, at little more memory than the model's own."""
+"""Weights from safetensors: each array where it belongs, at little more memory than the model's
+own.
+"""
 
 import itertools
 import json
@@ -31,7 +33,10 @@ def assert_same(weights, tensors: dict[str, np.ndarray], dtype=np.float32) -> No
     """Every entry of every array against the entry of the checkpoint that it comes from."""
 
     def same(array, expected):
-        assert np.asarray(array).tobytes() == np.ascontiguousarray(expected.astype(array.dtype)).tobytes()
+        assert (
+            np.asarray(array).tobytes()
+            == np.ascontiguousarray(expected.astype(array.dtype)).tobytes()
+        )
 
     assert weights.embed_VD.dtype == dtype
     same(weights.embed_VD, tensors["model.embed_tokens.weight"])
@@ -40,7 +45,10 @@ def assert_same(weights, tensors: dict[str, np.ndarray], dtype=np.float32) -> No
         here = {name.removeprefix(f"model.layers.{i}."): value for name, value in tensors.items()}
         q, k, v = (here[f"self_attn.{x}_proj.weight"].reshape(-1, H, D) for x in "qkv")
         same(layer.attention.qkv_DGH, np.concatenate([q, k, v]).transpose(2, 0, 1))
-        same(layer.attention.out_NHD, here["self_attn.o_proj.weight"].reshape(D, N, H).transpose(1, 2, 0))
+        same(
+            layer.attention.out_NHD,
+            here["self_attn.o_proj.weight"].reshape(D, N, H).transpose(1, 2, 0),
+        )
         gate, up, down = (here[f"mlp.{x}_proj.weight"] for x in ("gate", "up", "down"))
         same(layer.mlp.up_DGF, np.stack([gate, up]).transpose(2, 0, 1))
         same(layer.mlp.down_FD, down.T)
@@ -49,7 +57,9 @@ def assert_same(weights, tensors: dict[str, np.ndarray], dtype=np.float32) -> No
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize(
+    "stored", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda d: np.dtype(d).name
+)
 @pytest.mark.parametrize("wanted", ["float32", "bfloat16"])
 def test_load(tmp_path, shards, stored, wanted):
     config = tiny.LLAMA | {"torch_dtype": np.dtype(stored).name}
@@ -79,13 +89,18 @@ def test_a_head_that_is_not_the_embedding_it_is_said_to_be(tmp_path, row):
     tensors = tiny.draw(config)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
     tiny.write(tmp_path / "same", config, tensors)
-    assert loader.load_weights(tmp_path / "same", loader.read_config(tmp_path / "same")).head_VD is None
+    assert (
+        loader.load_weights(tmp_path / "same", loader.read_config(tmp_path / "same")).head_VD
+        is None
+    )
     tensors["lm_head.weight"][row] += 1
     tiny.write(tmp_path / "other", config, tensors)
     with pytest.raises(ModelError, match="'lm_head.weight' that is not its embedding"):
         loader.load_weights(tmp_path / "other", loader.read_config(tmp_path / "other"))
     untied = loader.read_config(tmp_path / "other", hf_overrides={"tie_word_embeddings": False})
-    np.testing.assert_array_equal(loader.load_weights(tmp_path / "other", untied).head_VD, tensors["lm_head.weight"])
+    np.testing.assert_array_equal(
+        loader.load_weights(tmp_path / "other", untied).head_VD, tensors["lm_head.weight"]
+    )
 
 
 def test_float16_says_what_is_computed(tmp_path, caplog):
@@ -94,7 +109,10 @@ def test_float16_says_what_is_computed(tmp_path, caplog):
     for _ in range(2):
         read_config(tmp_path, "half")
     assert [record.getMessage() for record in caplog.records] == [
-        "dtype is half: computed in bfloat16, since float16 overflows; float32 keeps every bit of float16 weights"
+        (
+            "dtype is half: computed in bfloat16, since float16 overflows; float32 keeps every "
+            "bit of float16 weights"
+        )
     ]
 
 
@@ -119,7 +137,10 @@ def test_tied_head(tmp_path):
 def test_one_file_goes_before_others(tmp_path):
     """Some folders hold the weights twice, in another maker's names."""
     tensors = tiny.write(tmp_path)
-    save_file({"tok_embeddings.weight": np.zeros((3, 3), np.float32)}, tmp_path / "consolidated.safetensors")
+    save_file(
+        {"tok_embeddings.weight": np.zeros((3, 3), np.float32)},
+        tmp_path / "consolidated.safetensors",
+    )
     assert_same(load_weights(tmp_path, read_config(tmp_path)), tensors)
 
 
@@ -139,7 +160,9 @@ def test_put_gets_each_leaf(tmp_path):
     seen = []
     weights = load_weights(tmp_path, config, place=lambda spec, leaf: seen.append(leaf) or leaf)
     leaves = jax.tree.leaves(weights)
-    assert [leaf.shape for leaf in leaves] == [spec.shape for spec in jax.tree.leaves(abstract(config))]
+    assert [leaf.shape for leaf in leaves] == [
+        spec.shape for spec in jax.tree.leaves(abstract(config))
+    ]
     assert sorted(map(id, seen)) == sorted(map(id, leaves))  # threads put them in any order
     large = empty((512, 1024), np.float32)
     assert large.ctypes.data % ALIGNMENT == 0
@@ -182,11 +205,19 @@ print((after - before) * 1024 / sum(array.nbytes for array in jax.tree.leaves(we
 def test_peak_memory(tmp_path):
     """Loading 150 MB needs little more than 150 MB: no second copy, and one tensor at a time."""
     config = tiny.LLAMA | {
-        "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "num_hidden_layers": 3, "vocab_size": 32000, "torch_dtype": "bfloat16", "tie_word_embeddings": True,
-    }  # fmt: skip
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 3,
+        "vocab_size": 32000,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": True,
+    }
     ones = {name: np.ones(shape, ml_dtypes.bfloat16) for name, shape in tiny.shapes(config).items()}
     tiny.write(tmp_path, config, ones)
-    done = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 1.4

@@ -1,4 +1,6 @@
-"""Drafting heads: published folders of each kind, read, loaded and computed, against numpy in float64."""
+"""Drafting heads: published folders of each kind, read, loaded and computed, against numpy in
+float64.
+"""
 
 import json
 from dataclasses import replace
@@ -25,11 +27,23 @@ L = 8
 T = 7
 TARGET = tiny.LLAMA | {"num_hidden_layers": L}
 LAYER = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": D, "vocab_size": V,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40, "num_hidden_layers": 1,
-    "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "rope_theta": 5000.0,
-    "tie_word_embeddings": False, "torch_dtype": "float16", "transformers_version": "4.28.1", "use_cache": True,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": D,
+    "vocab_size": V,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+    "rope_theta": 5000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.28.1",
+    "use_cache": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +66,14 @@ def layer_shapes(here: str, config: dict, inputs: int, bias: bool = False, qk_no
     N = config["num_attention_heads"]
     K = config["num_key_value_heads"]
     H = config.get("head_dim") or W // N
-    found = {f"{here}.self_attn.{x}_proj.weight": (n * H, inputs) for x, n in (("q", N), ("k", K), ("v", K))}
+    found = {
+        f"{here}.self_attn.{x}_proj.weight": (n * H, inputs)
+        for x, n in (("q", N), ("k", K), ("v", K))
+    }
     if bias:
-        found |= {f"{here}.self_attn.{x}_proj.bias": (n * H,) for x, n in (("q", N), ("k", K), ("v", K))}
+        found |= {
+            f"{here}.self_attn.{x}_proj.bias": (n * H,) for x, n in (("q", N), ("k", K), ("v", K))
+        }
     if qk_norm:
         found |= {f"{here}.self_attn.{x}_norm.weight": (H,) for x in "qk"}
     found |= {f"{here}.self_attn.o_proj.weight": (W, N * H), f"{here}.mlp.down_proj.weight": (W, F)}
@@ -82,12 +101,24 @@ def medusa_shapes(count: int, depth: int, bias: bool, table: int | None):
     return found
 
 
-MAKERS = {"medusa_num_heads": 3, "medusa_num_layers": 2, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
+MAKERS = {
+    "medusa_num_heads": 3,
+    "medusa_num_layers": 2,
+    "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
+}
 VLLM = {
-    "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": D, "vocab_size": V, "num_heads": 2,
-    "num_hidden_layers": 1, "max_paths": 64, "topk": 10, "truncated_vocab_size": V, "original_lm_head": False,
+    "architectures": ["MedusaModel"],
+    "model_type": "medusa",
+    "hidden_size": D,
+    "vocab_size": V,
+    "num_heads": 2,
+    "num_hidden_layers": 1,
+    "max_paths": 64,
+    "topk": 10,
+    "truncated_vocab_size": V,
+    "original_lm_head": False,
     "medusa_fc_bias": False,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("prefix", ["", "medusa_head.", "medusa_heads."])
@@ -108,10 +139,15 @@ def test_medusa_as_its_makers_write_it(tmp_path, target, prefix):
     logits = draft_heads.medusa_logits(heads, own, weights, jnp.asarray(hidden, jnp.float32))
     assert logits.shape == (3, 5, V) and logits.dtype == jnp.float32
     for c in range(3):
-        assert_close(logits[c], naive.medusa(wide(tensors), c, 2, hidden, wide(tensors)[f"lm_heads.{c}.weight"]))
+        assert_close(
+            logits[c],
+            naive.medusa(wide(tensors), c, 2, hidden, wide(tensors)[f"lm_heads.{c}.weight"]),
+        )
 
 
-@pytest.mark.parametrize("form", ["own heads", "the target's head", "fewer tokens", "fewer heads than tensors"])
+@pytest.mark.parametrize(
+    "form", ["own heads", "the target's head", "fewer tokens", "fewer heads than tensors"]
+)
 def test_medusa_as_vllm_writes_it(tmp_path, target, form):
     config, weights, of_target = target
     hf = dict(VLLM)
@@ -122,7 +158,9 @@ def test_medusa_as_vllm_writes_it(tmp_path, target, form):
     elif form == "fewer tokens":
         hf = hf | {"truncated_vocab_size": 20}
         table = 20
-    tensors = tiny.even(medusa_shapes(3 if form == "fewer heads than tensors" else 2, 1, False, table))
+    tensors = tiny.even(
+        medusa_shapes(3 if form == "fewer heads than tensors" else 2, 1, False, table)
+    )
     more = {}
     tokens = np.arange(V)
     if form == "fewer tokens":
@@ -132,7 +170,9 @@ def test_medusa_as_vllm_writes_it(tmp_path, target, form):
     heads = draft_heads.read_heads(tmp_path, config, "medusa")
     own = draft_heads.load(tmp_path, heads)
     hidden = rows(1, 5, D)
-    logits = np.asarray(draft_heads.medusa_logits(heads, own, weights, jnp.asarray(hidden, jnp.float32)))
+    logits = np.asarray(
+        draft_heads.medusa_logits(heads, own, weights, jnp.asarray(hidden, jnp.float32))
+    )
     assert logits.shape == (2, 5, V)
     for c in range(2):
         lm = of_target["lm_head.weight"] if table is None else wide(tensors)[f"lm_heads.{c}.weight"]
@@ -141,7 +181,9 @@ def test_medusa_as_vllm_writes_it(tmp_path, target, form):
 
 
 def drafted(heads, own, weights, tokens, raw, further):
-    """(features, hidden states, logits) of rows with the target's features, and of `further` tokens after them."""
+    """(features, hidden states, logits) of rows with the target's features, and of `further` tokens
+    after them.
+    """
     config = heads.model
     known = draft_heads.take_features(heads, own, jnp.asarray(raw, jnp.float32))
     all_tokens = np.asarray([*tokens, *further])
@@ -171,12 +213,19 @@ TOKENS = [5, 90, 17, 3, 3, 41, 60]
 FURTHER = [11, 7, 95]
 
 
-@pytest.mark.parametrize("form", ["bias", "no bias", "two layers", "qwen2", "qwen3", "own copies", "soft cap"])
+@pytest.mark.parametrize(
+    "form", ["bias", "no bias", "two layers", "qwen2", "qwen3", "own copies", "soft cap"]
+)
 def test_eagle(tmp_path, target, form):
     config, weights, of_target = target
     hf = LAYER | {"num_hidden_layers": 2 if form == "two layers" else 1}
     if form == "qwen2":
-        hf |= {"model_type": "qwen2", "qkv_bias": True, "use_sliding_window": False, "sliding_window": 4096}
+        hf |= {
+            "model_type": "qwen2",
+            "qkv_bias": True,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+        }
     if form == "qwen3":
         hf |= {"model_type": "qwen3", "head_dim": 16, "attention_bias": False}
     shapes = {"fc.weight": (D, 2 * D)} | ({} if form == "no bias" else {"fc.bias": (D,)})
@@ -184,7 +233,9 @@ def test_eagle(tmp_path, target, form):
         shapes |= layer_shapes(f"layers.{i}", hf, D, form == "qwen2", form == "qwen3")
         shapes |= {f"layers.{i}.input_layernorm.weight": (D,)} if i else {}
     tensors = tiny.even(shapes)
-    copies = {"embed_tokens.weight": rows(5, V, D).astype(np.float32)} if form == "own copies" else {}
+    copies = (
+        {"embed_tokens.weight": rows(5, V, D).astype(np.float32)} if form == "own copies" else {}
+    )
     tiny.write(tmp_path, hf, tensors | copies)
     if form == "soft cap":
         config = replace(config, final_soft_cap=3.0)
@@ -194,7 +245,9 @@ def test_eagle(tmp_path, target, form):
     raw = rows(1, T, D)
     feature, hidden, logits = drafted(heads, own, weights, TOKENS, raw, FURTHER)
     embed = of_target["model.embed_tokens.weight"]
-    expected, _ = naive_drafted(lambda *x: naive.eagle(wide(tensors), hf, embed, *x), TOKENS, raw, FURTHER)
+    expected, _ = naive_drafted(
+        lambda *x: naive.eagle(wide(tensors), hf, embed, *x), TOKENS, raw, FURTHER
+    )
     assert_close(feature, expected)
     assert_close(hidden, expected)
     expected = expected @ of_target["lm_head.weight"].T
@@ -235,10 +288,15 @@ def test_eagle3(tmp_path, target, form):
         stored = {name.replace("midlayer", "layers.0"): value for name, value in stored.items()}
         own_keys = {key: hf[key] for key in ("draft_vocab_size", "norm_before_residual")}
         written = own_keys | {
-            "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_version": "0.1",
-            "speculators_config": {"algorithm": "eagle3"}, "torch_dtype": "bfloat16",
-            "transformer_layer_config": {key: value for key, value in hf.items() if key not in own_keys},
-        }  # fmt: skip
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.1",
+            "speculators_config": {"algorithm": "eagle3"},
+            "torch_dtype": "bfloat16",
+            "transformer_layer_config": {
+                key: value for key, value in hf.items() if key not in own_keys
+            },
+        }
     tiny.write(tmp_path, written, stored | maps)
     heads = draft_heads.read_heads(tmp_path, config, "eagle3")
     assert heads.features == (1, 3, 4) and not heads.normed and heads.vocab == (0 if U == V else U)
@@ -261,8 +319,19 @@ def test_eagle3(tmp_path, target, form):
     [
         ({}, (1, 3, 4)),  # what goes into layers 2, L // 2 and L - 3
         ({"eagle_aux_hidden_state_layer_ids": [1, 5, 8]}, (0, 4, 7)),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [], "use_last_layernorm": True}}, (1, 3, 4)),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 7], "use_aux_hidden_state": True}}, (1, 5, 7)),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [], "use_last_layernorm": True}},
+            (1, 3, 4),
+        ),
+        (
+            {
+                "eagle_config": {
+                    "eagle_aux_hidden_state_layer_ids": [1, 5, 7],
+                    "use_aux_hidden_state": True,
+                }
+            },
+            (1, 5, 7),
+        ),
     ],
 )
 def test_which_layers_give_features(target, keys, layers):
@@ -314,17 +383,25 @@ def test_mtp_of_codes(tmp_path):
     codes = dict(tensors)
     dense = dict(tensors)
     for name in names:
-        scale = rng.uniform(0.5, 1.5, [-(-size // 128) for size in tensors[name].shape]).astype(np.float32)
+        scale = rng.uniform(0.5, 1.5, [-(-size // 128) for size in tensors[name].shape]).astype(
+            np.float32
+        )
         codes[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
         codes[f"{name}_scale_inv"] = scale
-        each = scale.repeat(128, 0).repeat(128, 1)[: tensors[name].shape[0], : tensors[name].shape[1]]
+        each = scale.repeat(128, 0).repeat(128, 1)[
+            : tensors[name].shape[0], : tensors[name].shape[1]
+        ]
         dense[name] = codes[name].astype(np.float32) * each
     found = []
-    for tensors, more in ((dense, {}), (codes, {"quant_method": "fp8", "weight_block_size": [128, 128]})):
+    for tensors, more in (
+        (dense, {}),
+        (codes, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    ):
         config = tiny_deepseek.CONFIG | ({"quantization_config": more} if more else {})
         (tmp_path / "config.json").write_text(json.dumps(config))
         save_file(
-            {name: np.ascontiguousarray(value) for name, value in tensors.items()}, tmp_path / "model.safetensors"
+            {name: np.ascontiguousarray(value) for name, value in tensors.items()},
+            tmp_path / "model.safetensors",
         )
         heads = draft_heads.read_heads(tmp_path, read_config(tmp_path), "mtp")
         found.append(draft_heads.load(tmp_path, heads, skip_packing=True))
@@ -341,13 +418,17 @@ def test_mtp_of_qwen(tmp_path):
     raw = rows(1, T, D)
     feature, hidden, logits = drafted(heads, own, weights, TOKENS, raw, FURTHER)
     embed = w["model.embed_tokens.weight"]
-    expected, _ = naive_drafted(lambda *x: naive.qwen_mtp(w, tiny_qwen.CONFIG, embed, *x), TOKENS, raw, FURTHER)
+    expected, _ = naive_drafted(
+        lambda *x: naive.qwen_mtp(w, tiny_qwen.CONFIG, embed, *x), TOKENS, raw, FURTHER
+    )
     assert heads.normed
     assert_close(hidden, expected)
     assert_close(feature, expected)
     assert_close(logits, expected @ w["lm_head.weight"].T)
     with pytest.raises(ModelError, match="mtp_use_dedicated_embeddings = True"):
-        draft_heads.parse_heads({"mtp_use_dedicated_embeddings": True}, ["mtp.fc.weight"], config, "mtp")
+        draft_heads.parse_heads(
+            {"mtp_use_dedicated_embeddings": True}, ["mtp.fc.weight"], config, "mtp"
+        )
     with pytest.raises(ModelError, match="this qwen3_next model brings no layer that predicts"):
         draft_heads.parse_heads({}, ["model.norm.weight"], config, "mtp")
 
@@ -365,7 +446,9 @@ def test_padding_is_zeros_whatever_it_holds(target, kind):
         assert not np.isnan(q_TNH).any() and not np.isnan(v_TKH).any()
         return q_TNH, cache
 
-    made = draft_heads.run(heads, own, weights, jnp.asarray(TOKENS), spoiled, positions, {}, LayerHooks(attend))
+    made = draft_heads.run(
+        heads, own, weights, jnp.asarray(TOKENS), spoiled, positions, {}, LayerHooks(attend)
+    )
     assert not np.asarray(made[0][3]).any() and not np.asarray(made[1][3]).any()
     assert not np.isnan(made[1]).any()
 
@@ -387,7 +470,9 @@ def test_written_and_read_again(tmp_path, target, kind, dtype):
     heads = draft_heads.parse_heads(hf, ["fc.bias", "blocks.0.layers.0.bias"], config, kind)
     own = random(heads)
     if heads.vocab:
-        own = own.replace(tokens_U=jnp.asarray(np.random.default_rng(0).permutation(V)[:30], jnp.int32))
+        own = own.replace(
+            tokens_U=jnp.asarray(np.random.default_rng(0).permutation(V)[:30], jnp.int32)
+        )
     draft_heads.save(tmp_path / "out", heads, own, hf)
     again = draft_heads.read_heads(tmp_path / "out", config, kind)
     assert again == heads
@@ -408,14 +493,22 @@ def test_written_and_read_again(tmp_path, target, kind, dtype):
         ("medusa", VLLM | {"hidden_size": 64}, "hidden_size = 64; the target is 32"),
         ("medusa", VLLM | {"vocab_size": 97}, "vocab_size = 97; the target is 96"),
         ("medusa", VLLM | {"truncated_vocab_size": 97}, "at most the target's 96"),
-        ("medusa", VLLM | {"truncated_vocab_size": 9, "original_lm_head": True}, "original_lm_head must be false"),
+        (
+            "medusa",
+            VLLM | {"truncated_vocab_size": 9, "original_lm_head": True},
+            "original_lm_head must be false",
+        ),
         ("medusa", VLLM | {"logit_scale": 0.5}, "logit_scale = 0.5"),
         ("medusa", VLLM | {"gate": 1}, "gate = 1 is not understood for medusa heads"),
         ("medusa", {}, "lacks 'num_heads'"),
         ("medusa", VLLM | {"num_heads": "four"}, "num_heads = 'four'"),
         ("eagle", LAYER | {"hidden_size": 64}, "hidden_size = 64; the target is 32"),
         ("eagle", LAYER | {"vocab_size": 97}, "vocab_size = 97; the target is 96"),
-        ("eagle", LAYER | {"add_para_norm": True}, "add_para_norm = True is not understood for eagle heads"),
+        (
+            "eagle",
+            LAYER | {"add_para_norm": True},
+            "add_para_norm = True is not understood for eagle heads",
+        ),
         ("eagle", LAYER | {"num_key_value_heads": 3}, "4 query heads do not divide into 3"),
         ("eagle", LAYER | {"mlp_bias": True}, "mlp_bias = True"),
         ("eagle3", LAYER | {"hidden_size": 64}, "hidden_size = 64; the target is 32"),
@@ -425,14 +518,26 @@ def test_written_and_read_again(tmp_path, target, kind, dtype):
         ("eagle3", LAYER | {"draft_vocab_size": 97}, "at most the target's 96"),
         ("eagle3", LAYER | {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "numbered from 0 to 7"),
         ("eagle3", LAYER | {"eagle_aux_hidden_state_layer_ids": [0, 4, 8]}, "numbered from 0 to 7"),
-        ("eagle3", LAYER | {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        (
+            "eagle3",
+            LAYER | {"eagle_config": {"use_aux_hidden_state": False}},
+            "use_aux_hidden_state",
+        ),
         (
             "eagle3",
             LAYER | {"eagle_config": {"use_last_layernorm": False}},
             "use_last_layernorm = False is not supported",
         ),
-        ("eagle3", LAYER | {"eagle_config": {"parallel_draft_step": 2}}, "parallel_draft_step = 2 is not supported"),
-        ("eagle3", LAYER | {"eagle_config": {"gate": 2}}, "gate = 2 is not understood for eagle3 heads"),
+        (
+            "eagle3",
+            LAYER | {"eagle_config": {"parallel_draft_step": 2}},
+            "parallel_draft_step = 2 is not supported",
+        ),
+        (
+            "eagle3",
+            LAYER | {"eagle_config": {"gate": 2}},
+            "gate = 2 is not understood for eagle3 heads",
+        ),
         ("eagle3", LAYER | {"eagle_config": 3}, "eagle_config = 3; it must be an object"),
         ("eagle3", LAYER | {"eagle_aux_hidden_state_layer_ids": ["a"]}, "of the wrong kind"),
         ("eagle3", LAYER | {"fc_norm": True}, "fc_norm = True is not understood for eagle3 heads"),
@@ -456,8 +561,12 @@ def test_tensors_that_do_not_fit(tmp_path, target):
             draft_heads.load(tmp_path, heads)
         return str(error.value)
 
-    without = {name: value for name, value in tensors.items() if name != "layers.0.mlp.up_proj.weight"}
-    assert "lacks the tensor 'layers.0.mlp.up_proj.weight', which eagle heads need" in refused(without)
+    without = {
+        name: value for name, value in tensors.items() if name != "layers.0.mlp.up_proj.weight"
+    }
+    assert "lacks the tensor 'layers.0.mlp.up_proj.weight', which eagle heads need" in refused(
+        without
+    )
     other = tensors | {"fc.weight": tensors["fc.weight"][:, :D].copy()}
     assert "tensor 'fc.weight' has shape [32, 32]; config.json wants [32, 64]" in refused(other)
     assert "holds the tensor 'hydra.weight', which eagle heads do not have" in refused(
@@ -466,7 +575,9 @@ def test_tensors_that_do_not_fit(tmp_path, target):
     small = LAYER | {"draft_vocab_size": 30}
     of_three = tiny.even(eagle3_shapes(small, 30))
     twice = {"d2t": -np.arange(30)}  # each of them is token 0
-    assert "map their 30 tokens to different ones from 0 to 95" in refused(of_three | twice, small, "eagle3")
+    assert "map their 30 tokens to different ones from 0 to 95" in refused(
+        of_three | twice, small, "eagle3"
+    )
     beyond = {"d2t": np.full(30, 67)}
     assert "map their 30 tokens" in refused(of_three | beyond, small, "eagle3")
     assert "lacks the tensor 'd2t'" in refused(of_three, small, "eagle3")

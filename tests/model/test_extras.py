@@ -37,7 +37,9 @@ def test_a_command_names_the_extra(monkeypatch, capsys, tmp_path, library, extra
     """Before anything is read or written."""
     tiny.write(tmp_path / "model")
     monkeypatch.setitem(sys.modules, library, None)
-    error = said(monkeypatch, capsys, *command.format(model=tmp_path / "model", out=tmp_path / "out").split())
+    error = said(
+        monkeypatch, capsys, *command.format(model=tmp_path / "model", out=tmp_path / "out").split()
+    )
     assert f"pip install 'quire[{extra}]'" in error
     assert not (tmp_path / "out").exists()
     name = library.partition(".")[0]
@@ -46,15 +48,21 @@ def test_a_command_names_the_extra(monkeypatch, capsys, tmp_path, library, extra
 
 def test_a_converted_folder_names_it(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    with pytest.raises(ModelError, match="is a converted checkpoint, which needs orbax: pip install 'quire"):
+    with pytest.raises(
+        ModelError, match="is a converted checkpoint, which needs orbax: pip install 'quire"
+    ):
         orbax.load_weights(tmp_path, {}, lambda count: None)
 
 
 def test_the_tests_have_all():
-    """`test` brings what the commands need, and JAX's own extras are of the range that Quire takes."""
+    """`test` brings what the commands need, and JAX's own extras are of the range that Quire
+    takes.
+    """
     assert "quire[convert,plots,train]" in EXTRAS["test"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (own,) = [requirement for requirement in project["dependencies"] if requirement.startswith("jax")]
+    (own,) = [
+        requirement for requirement in project["dependencies"] if requirement.startswith("jax")
+    ]
     for extra in ("cuda", "cuda12", "tpu"):
         requirement = EXTRAS[extra][0]
         assert requirement.partition("]")[2] == own.removeprefix("jax")

@@ -1,4 +1,6 @@
-"""Published config.json files: they load, say what is known of their models, and nothing in them goes unread."""
+"""Published config.json files: they load, say what is known of their models, and nothing in them
+goes unread.
+"""
 
 import json
 import re
@@ -44,12 +46,16 @@ def test_relatives_load_or_are_refused_by_name(name):
         with pytest.raises(ModelError, match=re.escape(expected)):
             read(hf)
         return
-    assert sum(leaf.size for leaf in jax.tree.leaves(abstract(read(hf)))) == pytest.approx(expected, rel=0.005)
+    assert sum(leaf.size for leaf in jax.tree.leaves(abstract(read(hf)))) == pytest.approx(
+        expected, rel=0.005
+    )
 
 
 @BY_NAME
 def test_sources_fill_every_leaf_exactly(name):
-    """The parts that the checkpoint is made of have as many values as the leaf, and no name comes twice."""
+    """The parts that the checkpoint is made of have as many values as the leaf, and no name comes
+    twice.
+    """
     config = read(PUBLISHED[name].config)
     sources = loader.family_for(PUBLISHED[name].config).sources(config)
     names = []
@@ -118,7 +124,9 @@ def test_rope_of_llama3():
 
 
 def test_longrope_is_chosen_by_the_served_length():
-    """Phi-3: the short factors within the original 4k, the long ones beyond; the scale of cos and sin is the same."""
+    """Phi-3: the short factors within the original 4k, the long ones beyond; the scale of cos and
+    sin is the same.
+    """
     hf = PUBLISHED["Phi-3-mini-128k"].config
     short, long = (read(hf, max_len).layers[0].attention.rope for max_len in (4096, 4097))
     assert long == read(hf).layers[0].attention.rope
@@ -137,7 +145,8 @@ def test_longrope_under_its_first_name():
 
 
 def test_partial_rotary():
-    assert len(read(PUBLISHED["Phi-4-mini"].config).layers[0].attention.rope.inv_freq) == 48  # of 64 pairs
+    # of 64 pairs
+    assert len(read(PUBLISHED["Phi-4-mini"].config).layers[0].attention.rope.inv_freq) == 48
 
 
 def test_gemma3_turns_local_and_global_layers_differently():
@@ -161,7 +170,11 @@ def test_olmo3_stretches_global_layers_alone():
 
 def test_gemma2_caps():
     config = read(PUBLISHED["gemma-2-9b"].config)
-    assert (config.layers[0].attention.soft_cap, config.final_soft_cap, config.tied) == (50.0, 30.0, True)
+    assert (config.layers[0].attention.soft_cap, config.final_soft_cap, config.tied) == (
+        50.0,
+        30.0,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -197,16 +210,26 @@ def test_gemma2_caps():
 def test_new_rope_parameters_mean_the_same(name, new):
     """transformers 5 rewrites the rope keys; both forms give one config."""
     hf = PUBLISHED[name].config
-    gone = ("rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern", "partial_rotary_factor")
+    gone = (
+        "rope_theta",
+        "rope_scaling",
+        "rope_local_base_freq",
+        "sliding_window_pattern",
+        "partial_rotary_factor",
+    )
     assert read({key: value for key, value in hf.items() if key not in gone} | new) == read(hf)
 
 
 def test_windows_by_layer_types():
     hf = PUBLISHED["Qwen2.5-7B"].config
     slides = {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 21}
-    assert [layer.attention.window for layer in read(hf | slides).layers] == [None] * 21 + [1024] * 7
+    assert [layer.attention.window for layer in read(hf | slides).layers] == [None] * 21 + [
+        1024
+    ] * 7
     types = ["sliding_attention", "full_attention"] * 14
-    assert [layer.attention.window for layer in read(hf | slides | {"layer_types": types}).layers] == [1024, None] * 14
+    assert [
+        layer.attention.window for layer in read(hf | slides | {"layer_types": types}).layers
+    ] == [1024, None] * 14
     with pytest.raises(ModelError, match="no sliding_window is in use"):
         read(hf | {"layer_types": types})
     with pytest.raises(ModelError, match="27 entries for 28 layers"):
@@ -228,13 +251,33 @@ def test_a_missing_window_is_not_a_null_one():
     [
         ("Llama-3.1-8B", {"hidden_act": "relu6"}, "'relu6' is not known"),
         ("Llama-3.1-8B", {"num_key_value_heads": 5}, "32 query heads do not divide into 5"),
-        ("Llama-3.1-8B", {"rope_scaling": {"rope_type": "spiral"}}, "rope_type 'spiral' is not known"),
-        ("Llama-3.1-8B", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs the parameter 'low_freq"),
-        ("Llama-3.1-8B", {"rope_scaling": {"rope_type": "linear", "factor": -2}}, "factor = -2; it must be a positive"),
+        (
+            "Llama-3.1-8B",
+            {"rope_scaling": {"rope_type": "spiral"}},
+            "rope_type 'spiral' is not known",
+        ),
+        (
+            "Llama-3.1-8B",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "needs the parameter 'low_freq",
+        ),
+        (
+            "Llama-3.1-8B",
+            {"rope_scaling": {"rope_type": "linear", "factor": -2}},
+            "factor = -2; it must be a positive",
+        ),
         ("Llama-3.1-8B", {"rope_theta": "5e5"}, "rope_theta = '5e5'; it must be a number"),
-        ("Llama-3.1-8B", {"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no'; it must be true or false"),
+        (
+            "Llama-3.1-8B",
+            {"tie_word_embeddings": "no"},
+            "tie_word_embeddings = 'no'; it must be true or false",
+        ),
         ("Llama-3.1-8B", {"num_hidden_layers": "32"}, "num_hidden_layers = '32'"),
-        ("gemma-3-1b", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
+        (
+            "gemma-3-1b",
+            {"attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping = 50.0 is not supported",
+        ),
         ("gemma-2-9b", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ("gemma-3-1b", {"rope_parameters": {"rope_type": "default"}}, "lacks 'sliding_attention'"),
         ("Phi-3-mini-128k", {"head_dim": 64}, "'long_factor' has 48 entries; the heads have 32"),
@@ -271,9 +314,13 @@ def test_dtype_of_a_nested_config(tmp_path):
 
 
 def test_interleaved_pairs_give_the_same_scores():
-    """A checkpoint that keeps rotary pairs side by side, turned to halves, against its own rotation."""
+    """A checkpoint that keeps rotary pairs side by side, turned to halves, against its own
+    rotation.
+    """
     rng = np.random.default_rng(0)
-    attention = Attention(heads=2, kv_heads=1, head_dim=12, scale=1.0, rope=Rope((1.0, 0.1, 0.01, 0.003)), bias=True)
+    attention = Attention(
+        heads=2, kv_heads=1, head_dim=12, scale=1.0, rope=Rope((1.0, 0.1, 0.01, 0.003)), bias=True
+    )
     D = 8
     H = 12
     pairs = 4
@@ -291,13 +338,19 @@ def test_interleaved_pairs_give_the_same_scores():
     phase = np.exp(1j * at[:, None, None] * np.array(attention.rope.inv_freq))
 
     def published(name: str):
-        x_TNH = (x_TD @ stored[f"a.{name}_proj.weight"].T + stored[f"a.{name}_proj.bias"]).reshape(len(at), -1, H)
+        x_TNH = (x_TD @ stored[f"a.{name}_proj.weight"].T + stored[f"a.{name}_proj.bias"]).reshape(
+            len(at), -1, H
+        )
         turned = (x_TNH[..., : 2 * pairs : 2] + 1j * x_TNH[..., 1 : 2 * pairs : 2]) * phase
         return np.concatenate([turned.real, turned.imag, x_TNH[..., 2 * pairs :]], axis=-1)
 
     cos_sin = angles(at, attention.rope.inv_freq)
-    q_TNH, k_TKH = (np.asarray(rotate(jnp.asarray(x), cos_sin)) for x in (loaded_TGH[:, :2], loaded_TGH[:, 2:3]))
-    scores, expected = (np.einsum("TNH,JKH->NTJ", *both) for both in ((q_TNH, k_TKH), map(published, "qk")))
+    q_TNH, k_TKH = (
+        np.asarray(rotate(jnp.asarray(x), cos_sin)) for x in (loaded_TGH[:, :2], loaded_TGH[:, 2:3])
+    )
+    scores, expected = (
+        np.einsum("TNH,JKH->NTJ", *both) for both in ((q_TNH, k_TKH), map(published, "qk"))
+    )
     np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-3)
     np.testing.assert_allclose(
         loaded_TGH[:, 3:], (x_TD @ stored["a.v_proj.weight"].T + stored["a.v_proj.bias"])[:, None]

@@ -1,4 +1,6 @@
-"""Published config.json files of models with experts: they load, and say what is known of their models."""
+"""Published config.json files of models with experts: they load, and say what is known of their
+models.
+"""
 
 import json
 
@@ -48,7 +50,9 @@ def test_published_config(name):
 
 @pytest.mark.parametrize("variant", MOE_VARIANTS, ids=lambda variant: variant.name)
 def test_sources_fill_every_leaf_once(variant):
-    """The parts cover each leaf exactly, a layer's experts also as one tensor; only MLA's `kv_b` is used twice."""
+    """The parts cover each leaf exactly, a layer's experts also as one tensor; only MLA's `kv_b` is
+    used twice.
+    """
     config = read(variant.config)
     names = []
 
@@ -61,7 +65,9 @@ def test_sources_fill_every_leaf_once(variant):
                     one = 0x11  # two codes a byte, which loading parts
                 filled[part.at] += part.turn(np.full(part.shape, one, np.uint8)).astype(np.int8)
             assert (filled == one).all()
-        names.extend(part.name for part in source.parts if not part.name.endswith(".kv_b_proj.weight"))
+        names.extend(
+            part.name for part in source.parts if not part.name.endswith(".kv_b_proj.weight")
+        )
 
     jax.tree.map(check, abstract(config), loader.family_for(variant.config).sources(config))
     assert len(names) == len(set(names))
@@ -73,13 +79,28 @@ def test_an_unread_key_is_refused(name):
         read(PUBLISHED_MOE[name].config | {"attention_chunk_size": 8192})
 
 
-@pytest.mark.parametrize("name", sorted({*PUBLISHED_MOE} - {"gpt-oss-120b", "DeepSeek-V2-Lite", "gemma-4-31B"}))
+@pytest.mark.parametrize(
+    "name", sorted({*PUBLISHED_MOE} - {"gpt-oss-120b", "DeepSeek-V2-Lite", "gemma-4-31B"})
+)
 @pytest.mark.slow
 def test_a_value_of_the_wrong_kind_is_a_model_error(name, tmp_path):
     """Whatever a key holds, reading ends well or in one line that says what is wrong."""
     published = PUBLISHED_MOE[name].config
     for key in published.get("text_config", published):
-        for value in ("x", -1, 0, 1.5, [], {}, [{}], {"rope_type": "yarn"}, {"1": 2}, {"x": {}}, None, True):
+        for value in (
+            "x",
+            -1,
+            0,
+            1.5,
+            [],
+            {},
+            [{}],
+            {"rope_type": "yarn"},
+            {"1": 2},
+            {"x": {}},
+            None,
+            True,
+        ):
             (tmp_path / "config.json").write_text(json.dumps(changed(published, {key: value})))
             try:
                 loader.read_config(tmp_path)
@@ -88,7 +109,9 @@ def test_a_value_of_the_wrong_kind_is_a_model_error(name, tmp_path):
 
 
 def test_mxfp4_stays_packed():
-    """13.8 and 65.3 GB in files take two hundredths more here: the last block of 2,880 inputs is filled up."""
+    """13.8 and 65.3 GB in files take two hundredths more here: the last block of 2,880 inputs is
+    filled up.
+    """
     for name, size in {"gpt-oss-20b": 13.98e9, "gpt-oss-120b": 66.55e9}.items():
         assert nbytes(abstract(read(PUBLISHED_MOE[name].config))) == pytest.approx(size, rel=0.002)
     wide = dict(PUBLISHED_MOE["gpt-oss-20b"].config)
@@ -99,11 +122,23 @@ def test_mxfp4_stays_packed():
 def test_gpt_oss_defaults():
     """What its config leaves out is what it was trained with."""
     hf = dict(PUBLISHED_MOE["gpt-oss-20b"].config)
-    for key in ("rope_scaling", "layer_types", "swiglu_limit", "sliding_window", "experts_per_token", "head_dim"):
+    for key in (
+        "rope_scaling",
+        "layer_types",
+        "swiglu_limit",
+        "sliding_window",
+        "experts_per_token",
+        "head_dim",
+    ):
         del hf[key]
     assert read(hf) == read(PUBLISHED_MOE["gpt-oss-20b"].config)
     moe = read(hf).layers[0].moe
-    assert (moe.alpha, moe.clamp, moe.score, read(hf).dtype) == (1.702, 7.0, "softmax_top", "bfloat16")
+    assert (moe.alpha, moe.clamp, moe.score, read(hf).dtype) == (
+        1.702,
+        7.0,
+        "softmax_top",
+        "bfloat16",
+    )
 
 
 def test_deepseek_layers():
@@ -131,13 +166,20 @@ def test_an_indexer_that_picks_every_token_is_none():
 def test_which_layers_pick():
     """GLM-5's config.json says it in one of three ways."""
     like, change, _ = RELATIVES_MOE["DeepSeek-V3.2"]
-    glm = PUBLISHED_MOE[like].config | change | {"model_type": "glm_moe_dsa", "num_hidden_layers": 6}
+    glm = (
+        PUBLISHED_MOE[like].config | change | {"model_type": "glm_moe_dsa", "num_hidden_layers": 6}
+    )
 
     def picks(**keys) -> str:
-        return "".join("F" if layer.attention.indexer.heads else "S" for layer in read(glm | keys).layers)
+        return "".join(
+            "F" if layer.attention.indexer.heads else "S" for layer in read(glm | keys).layers
+        )
 
     assert picks() == "FFFFFF"
-    assert picks(index_topk_freq=3) == "FFSSFS" and picks(index_topk_freq=2, index_skip_topk_offset=3) == "FFFSFS"
+    assert (
+        picks(index_topk_freq=3) == "FFSSFS"
+        and picks(index_topk_freq=2, index_skip_topk_offset=3) == "FFFSFS"
+    )
     assert picks(index_topk_pattern="FSSFSS") == "FSSFSS"
     assert picks(indexer_types=["full", "shared"] * 3) == "FSFSFS"
     for wrong in (["shared", *["full"] * 5], ["full"] * 5, ["full"] * 5 + ["none"]):
@@ -147,7 +189,13 @@ def test_which_layers_pick():
 
 def test_gemma4_layers():
     config = read(PUBLISHED_MOE["gemma-4-E2B"].config)
-    assert [layer.attention.kv_source for layer in config.layers] == [None] * 15 + [13, 13, 13, 13, 14] * 4
+    assert [layer.attention.kv_source for layer in config.layers] == [None] * 15 + [
+        13,
+        13,
+        13,
+        13,
+        14,
+    ] * 4
     assert [layer.mlp.dim for layer in config.layers] == [6144] * 15 + [12288] * 20
     assert {layer.attention.head_dim for layer in config.layers[4::5]} == {512}
     local = config.layers[0].attention.rope
@@ -156,7 +204,10 @@ def test_gemma4_layers():
     assert np.count_nonzero(full.inv_freq) == 64
     assert full.inv_freq[32] == pytest.approx(1e6 ** (-32 / 256))
     tied = read(PUBLISHED_MOE["gemma-4-26B-A4B"].config)
-    assert [(x.attention.tied_kv, x.attention.kv_heads) for x in tied.layers[4:6]] == [(False, 8), (True, 2)]
+    assert [(x.attention.tied_kv, x.attention.kv_heads) for x in tied.layers[4:6]] == [
+        (False, 8),
+        (True, 2),
+    ]
 
 
 def test_gemma4_as_it_is_rewritten():
@@ -168,11 +219,15 @@ def test_gemma4_as_it_is_rewritten():
         published = PUBLISHED_MOE[name]
         text = dict(published.config["text_config"])
         del text["global_head_dim"], text["num_global_key_value_heads"]
-        text["per_layer_config"] = {str(i): own for i, window in enumerate(published.windows) if window is None}
+        text["per_layer_config"] = {
+            str(i): own for i, window in enumerate(published.windows) if window is None
+        }
         assert read(published.config | {"text_config": text}) == read(published.config)
         assert read(text) == read(published.config)
     bare = {"model_type": "gemma4_text", "dtype": "bfloat16"}
-    assert read(bare) == read(bare | {"rope_parameters": GEMMA4_ROPES, "sliding_window": 512, "global_head_dim": 512})
+    assert read(bare) == read(
+        bare | {"rope_parameters": GEMMA4_ROPES, "sliding_window": 512, "global_head_dim": 512}
+    )
 
 
 def test_gemma4_unified():
@@ -182,7 +237,9 @@ def test_gemma4_unified():
     for key in ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"):
         del text[key]
     text["model_type"] = "gemma4_unified_text"
-    assert read(published | {"model_type": "gemma4_unified", "text_config": text}) == read(published)
+    assert read(published | {"model_type": "gemma4_unified", "text_config": text}) == read(
+        published
+    )
     assert read(text) == read(published)
 
 
@@ -200,22 +257,50 @@ def test_new_rope_parameters_mean_the_same():
     [
         ("Mixtral-8x7B", {"num_experts_per_tok": 9}, "9 experts a token cannot be chosen from 8"),
         ("Mixtral-8x7B", {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-        ("Qwen3-30B-A3B", {"quantization_config": {"quant_method": "mxfp4"}}, "'mxfp4' is not supported"),
-        ("gpt-oss-20b", {"quantization_config": {"quant_method": "quark"}}, "'quark' is not supported .* mxfp4"),
-        ("gpt-oss-20b", {"hidden_size": 2896}, "hidden_size = 2896; MXFP4 weights need a multiple of 32"),
-        ("gpt-oss-20b", {"experts_per_token": 8}, "experts_per_token = 8 is not supported; supported is 4"),
+        (
+            "Qwen3-30B-A3B",
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "'mxfp4' is not supported",
+        ),
+        (
+            "gpt-oss-20b",
+            {"quantization_config": {"quant_method": "quark"}},
+            "'quark' is not supported .* mxfp4",
+        ),
+        (
+            "gpt-oss-20b",
+            {"hidden_size": 2896},
+            "hidden_size = 2896; MXFP4 weights need a multiple of 32",
+        ),
+        (
+            "gpt-oss-20b",
+            {"experts_per_token": 8},
+            "experts_per_token = 8 is not supported; supported is 4",
+        ),
         ("gpt-oss-20b", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        ("DeepSeek-V2", {"topk_method": "noaux_tc"}, "'noaux_tc'; it can be greedy or group_limited_greedy"),
+        (
+            "DeepSeek-V2",
+            {"topk_method": "noaux_tc"},
+            "'noaux_tc'; it can be greedy or group_limited_greedy",
+        ),
         ("DeepSeek-V2", {"norm_topk_prob": True}, "norm_topk_prob = True is not supported"),
         ("DeepSeek-V3", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
         ("DeepSeek-V3", {"n_group": 7}, "256 experts do not divide into 7 groups"),
         ("DeepSeek-V3", {"moe_layer_freq": 0}, "moe_layer_freq = 0; it must be a whole number"),
-        ("DeepSeek-V3", {"rope_interleave": "yes"}, "rope_interleave = 'yes'; it must be true or false"),
+        (
+            "DeepSeek-V3",
+            {"rope_interleave": "yes"},
+            "rope_interleave = 'yes'; it must be true or false",
+        ),
         ("gemma-4-31B", {"use_bidirectional_attention": "all"}, "'all' is not supported"),
         ("gemma-4-31B", {"num_kv_shared_layers": 58}, "leaves a kind of layer without a cache"),
         ("gemma-4-31B", {"num_kv_shared_layers": 61}, "leaves a kind of layer without a cache"),
         ("gemma-4-31B", {"layer_types": ["sliding_attention"] * 60}, "must be full_attention"),
-        ("gemma-4-31B", {"per_layer_config": {"5": {"num_attention_heads": 4}}}, "num_attention_heads = 4"),
+        (
+            "gemma-4-31B",
+            {"per_layer_config": {"5": {"num_attention_heads": 4}}},
+            "num_attention_heads = 4",
+        ),
         ("gemma-4-E2B", {"vocab_size_per_layer_input": 9}, "must cover vocab_size"),
         ("gemma-4-26B-A4B", {"top_k_experts": None}, "lacks 'top_k_experts'"),
     ],

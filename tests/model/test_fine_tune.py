@@ -1,4 +1,6 @@
-"""Fine-tuning of scales and norms: nearer to the dense model on text that it has not seen, by the reference decoder."""
+"""Fine-tuning of scales and norms: nearer to the dense model on text that it has not seen, by the
+reference decoder.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,12 @@ from quire.model.quantize import fine_tune, session
 from quire.tests.support import tiny, uncached
 
 pytestmark = pytest.mark.usefixtures("few_programs", "compiled_quickly")
-LLAMA = tiny.LLAMA | {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 2, "vocab_size": 96}
+LLAMA = tiny.LLAMA | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+}
 TEXT = [np.random.default_rng(seed).integers(0, 96, 16).tolist() for seed in range(160)]
 LEARNED = TEXT[:128]
 HELD = TEXT[128:]
@@ -40,7 +47,9 @@ def said(folder: Path) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(RUN(weights, jnp.array(HELD), config)), np.float64)
 
 
-def make(dense: Path, out: Path, name: str, method: str, epochs: int, progress=lambda done: None) -> Path:
+def make(
+    dense: Path, out: Path, name: str, method: str, epochs: int, progress=lambda done: None
+) -> Path:
     config = read_config(dense, quantization=name)
     session.save(dense, out, config, method, LEARNED, progress, fine_tune_epochs=epochs)
     return out
@@ -64,7 +73,9 @@ def test_what_was_not_seen_is_nearer_to_the_dense_model(tmp_path, dense, name, m
     assert a.keys() == b.keys()
     for key, value in a.items():
         changed = value.tobytes() != b[key].tobytes()
-        assert value.dtype == b[key].dtype and changed == (key.endswith(("_scale", "layernorm.weight"))), key
+        assert value.dtype == b[key].dtype and changed == (
+            key.endswith(("_scale", "layernorm.weight"))
+        ), key
 
 
 def test_a_step_is_adams():
@@ -79,7 +90,9 @@ def test_a_step_is_adams():
         mine = fine_tune.adam(mine, grads, 0.03, number)
         updates, state = tx.update(grads, state)
         theirs = optax.apply_updates(theirs, updates)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), mine.factors, theirs)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), mine.factors, theirs
+    )
 
 
 @pytest.mark.slow
@@ -108,12 +121,26 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, dense, monkeypatch):
 
 def test_what_is_refused(tmp_path, dense):
     for name, method in (("codebook-3", "squeezellm"), ("nvfp4", "gptq")):
-        with pytest.raises(ModelError, match=f"fine_tune_epochs is for .*e8p-2.*quantization is '{name}'"):
+        with pytest.raises(
+            ModelError, match=f"fine_tune_epochs is for .*e8p-2.*quantization is '{name}'"
+        ):
             make(dense, tmp_path / "out", name, method, 1)
     config = read_config(dense, quantization="int4-32")
     with pytest.raises(ModelError, match="fine_tune_epochs.*laid out as gptq"):
-        session.save(dense, tmp_path / "out", config, "gptq", LEARNED, layout="gptq", fine_tune_epochs=1)
-    asked = ["quantize", str(dense), str(tmp_path / "out"), "--quantization", "e8p-2", "--fine-tune-epochs", "2"]
+        session.save(
+            dense, tmp_path / "out", config, "gptq", LEARNED, layout="gptq", fine_tune_epochs=1
+        )
+    asked = [
+        "quantize",
+        str(dense),
+        str(tmp_path / "out"),
+        "--quantization",
+        "e8p-2",
+        "--fine-tune-epochs",
+        "2",
+    ]
     done = CliRunner().invoke(app, asked)
-    assert done.exit_code and "--fine-tune-epochs 2 needs a --method other than rtn" in str(done.exception)
+    assert done.exit_code and "--fine-tune-epochs 2 needs a --method other than rtn" in str(
+        done.exception
+    )
     assert not list(tmp_path.iterdir())

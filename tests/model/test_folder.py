@@ -11,7 +11,9 @@ from quire.model.text.tokenizer import Tokenizer
 from quire.tests.support import tiny
 from quire.tests.support.tokenizer_zoo import ZOO, save
 
-POINTER = f"version https:{'//'}git-lfs.github.com/spec/v1\noid sha256:{'4d7a2146' * 8}\nsize 12345\n"
+POINTER = (
+    f"version https:{'//'}git-lfs.github.com/spec/v1\noid sha256:{'4d7a2146' * 8}\nsize 12345\n"
+)
 BASE = {"peft_type": "LORA", "base_model_name_or_path": "owner/base"}
 
 
@@ -28,7 +30,9 @@ def refused(work, *words: str) -> None:
         assert word in message
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "model.safetensors.index.json"]
+)
 def test_a_pointer_in_place_of_a_file(tmp_path, name):
     tiny.write(tmp_path, shards=2 if "index" in name else 1)
     (tmp_path / name).write_text(POINTER)
@@ -54,9 +58,16 @@ def test_gguf(tmp_path):
 def test_a_file_in_place_of_its_folder(tmp_path):
     tiny.write(tmp_path)
     for name in ("config.json", "model.safetensors"):
-        refused(lambda name=name: hub.resolve(str(tmp_path / name)), "is a file and not a folder", str(tmp_path))
+        refused(
+            lambda name=name: hub.resolve(str(tmp_path / name)),
+            "is a file and not a folder",
+            str(tmp_path),
+        )
     (tmp_path / "config.json").rename(tmp_path / "other.json")
-    refused(lambda: hub.resolve(str(tmp_path / "other.json")), "give a folder with config.json, or a GGUF file")
+    refused(
+        lambda: hub.resolve(str(tmp_path / "other.json")),
+        "give a folder with config.json, or a GGUF file",
+    )
 
 
 @pytest.mark.parametrize("config", [False, True])
@@ -65,7 +76,14 @@ def test_an_adapter(tmp_path, config):
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     if config:
         (tmp_path / "config.json").write_text(json.dumps(tiny.LLAMA))
-    refused(lambda: load(tmp_path), "adapter", "'LORA'", "'owner/base'", "--lora-modules", "merge_and_unload")
+    refused(
+        lambda: load(tmp_path),
+        "adapter",
+        "'LORA'",
+        "'owner/base'",
+        "--lora-modules",
+        "merge_and_unload",
+    )
 
 
 def test_an_adapter_beside_a_whole_model(tmp_path):

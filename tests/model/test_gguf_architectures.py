@@ -1,4 +1,6 @@
-"""What a GGUF file says of a model: written by llama.cpp's rules from config.json, and read back."""
+"""What a GGUF file says of a model: written by llama.cpp's rules from config.json, and read
+back.
+"""
 
 import dataclasses
 import random
@@ -56,13 +58,17 @@ def test_a_file_means_what_its_config_json_meant(name):
     file = File(name)
     read = file.config()
     expected = file.variant.config | LOST.get(name, {})
-    expected = {key: value for key, value in expected.items() if (key, value) != ("layer_types", None)}
+    expected = {
+        key: value for key, value in expected.items() if (key, value) != ("layer_types", None)
+    }
     found = dict(fields(family(read).config(read, file.variant.max_len)))
     wanted = dict(fields(family(expected).config(expected, file.variant.max_len)))
     assert found.keys() == wanted.keys()
     for path, value in wanted.items():
         if path not in (".family", ".dtype"):  # some are one machine under several names
-            assert found[path] == (pytest.approx(value, rel=3e-6) if isinstance(value, float) else value), path
+            assert found[path] == (
+                pytest.approx(value, rel=3e-6) if isinstance(value, float) else value
+            ), path
 
 
 @BY_NAME
@@ -86,7 +92,9 @@ def test_names_are_those_that_the_family_asks_for(name):
     file = File(name)
     read = file.config()
     asked = shapes_of(family(read).config(read, file.variant.max_len))
-    assert {key: origin.shape for key, origin in origins(file.architecture, file.shapes, read).items()} == asked
+    assert {
+        key: origin.shape for key, origin in origins(file.architecture, file.shapes, read).items()
+    } == asked
     canonical = getattr(family(read), "canonical", str)
     assert all(canonical(key) == key for key in asked)
     for own in file.shapes:
@@ -97,8 +105,11 @@ def test_names_are_those_that_the_family_asks_for(name):
 
 
 def test_every_architecture_is_tried():
-    tried = {gguf_written.ARCHITECTURES[variant.config["model_type"]] for variant in WRITTEN.values()}
-    assert tried | {"nemotron_h"} == {*ARCHITECTURES}  # a name for those of its kind without experts
+    tried = {
+        gguf_written.ARCHITECTURES[variant.config["model_type"]] for variant in WRITTEN.values()
+    }
+    # a name for those of its kind without experts
+    assert tried | {"nemotron_h"} == {*ARCHITECTURES}
 
 
 def test_queries_and_keys_fused_and_experts_fused_come_apart():
@@ -114,13 +125,17 @@ def test_queries_and_keys_fused_and_experts_fused_come_apart():
     assert made.keys() == file.checkpoint.keys()
     for name, origin in made.items():
         assert origin.transform is None
-        np.testing.assert_array_equal(origin.build(tensors.__getitem__), file.checkpoint[name], err_msg=name)
+        np.testing.assert_array_equal(
+            origin.build(tensors.__getitem__), file.checkpoint[name], err_msg=name
+        )
 
 
 def test_heads_are_put_apart_as_llama_cpp_laid_them_side_by_side():
     rows = np.arange(3 * 8)
     np.testing.assert_array_equal(gguf_written.permuted(rows, 3)[unpaired_rows(3, 8)], rows)
-    change = tensor_change("llama", "blk.0.attn_k.weight", {"num_key_value_heads": 3, "head_dim": 8})
+    change = tensor_change(
+        "llama", "blk.0.attn_k.weight", {"num_key_value_heads": 3, "head_dim": 8}
+    )
     np.testing.assert_array_equal(change.rows, unpaired_rows(3, 8))
     assert tensor_change("llama", "blk.0.attn_v.weight", {}).rows is None
     assert tensor_change("qwen2", "blk.0.attn_q.weight", {}).rows is None
@@ -128,13 +143,17 @@ def test_heads_are_put_apart_as_llama_cpp_laid_them_side_by_side():
 
 def test_llama3_scaling_is_recovered_or_kept_frequency_by_frequency():
     file = File("llama-llama3")
-    assert file.config()["rope_scaling"]["rope_type"] == "longrope"  # a length that no published model has
+    # a length that no published model has
+    assert file.config()["rope_scaling"]["rope_type"] == "longrope"
     hf = file.variant.config | {"rope_theta": 500000.0}
     for low, high, length, factor in ((1.0, 4.0, 8192, 8.0), (1.0, 4.0, 8192, 32.0)):
         scaling = {
-            "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
             "original_max_position_embeddings": length,
-        }  # fmt: skip
+        }
         file.tensors |= gguf_written.factors(hf | {"rope_scaling": scaling})
         assert file.config(**{"rope.freq_base": 500000.0})["rope_scaling"] == scaling
 
@@ -143,8 +162,14 @@ def test_rotary_share_is_not_rounded_down():
     file = File("glm4")
     for head in range(2, 257, 2):
         for turned in range(2, head + 1, 2):
-            sizes = {"attention.key_length": head, "attention.value_length": head, "rope.dimension_count": turned}
-            share = file.config(**sizes).get("partial_rotary_factor", 1.0) if head % 30 == 0 else None
+            sizes = {
+                "attention.key_length": head,
+                "attention.value_length": head,
+                "rope.dimension_count": turned,
+            }
+            share = (
+                file.config(**sizes).get("partial_rotary_factor", 1.0) if head % 30 == 0 else None
+            )
             assert share is None or int(head * share) == turned
 
 
@@ -152,10 +177,18 @@ def test_rotary_share_is_not_rounded_down():
     ("name", "change", "message"),
     [
         ("llama", {"block_count": None}, "llama.block_count is missing"),
-        ("llama", {"block_count": "3"}, "llama.block_count = '3'; it must be a whole number of at least 1"),
+        (
+            "llama",
+            {"block_count": "3"},
+            "llama.block_count = '3'; it must be a whole number of at least 1",
+        ),
         ("llama", {"block_count": 10**9}, "the file has 30 tensors"),
         ("llama", {"attention.head_count": [4, 8, 4]}, "must be the same for all layers"),
-        ("llama", {"attention.head_count": [4, True, 4]}, "has True at place 1; it must be a whole number"),
+        (
+            "llama",
+            {"attention.head_count": [4, True, 4]},
+            "has True at place 1; it must be a whole number",
+        ),
         ("llama", {"attention.value_length": 8}, "must be the 16 of attention.key_length"),
         ("llama", {"attention.layer_norm_rms_epsilon": float("nan")}, "must be a number"),
         ("llama", {"attention.layer_norm_rms_epsilon": 0.0}, "must be a positive number"),
@@ -190,13 +223,19 @@ def test_tensors_that_do_not_belong_or_do_not_fit_are_named():
     config = file.config()
     with pytest.raises(ModelError, match=r"blk.0.attn_extra.weight is not known in llama models"):
         origins("llama", file.shapes | {"blk.0.attn_extra.weight": (3,)}, config)
-    with pytest.raises(ModelError, match=r"blk.0.attn_q.weight has shape \(3, 64\); it must have 64 rows"):
+    with pytest.raises(
+        ModelError, match=r"blk.0.attn_q.weight has shape \(3, 64\); it must have 64 rows"
+    ):
         origins("llama", file.shapes | {"blk.0.attn_q.weight": (3, 64)}, config)
     ahead = file.shapes | {"blk.3.attn_norm.weight": (64,), "blk.0.attn_rot_embd.weight": (8,)}
     assert origins("llama", ahead, config).keys() == file.checkpoint.keys()
     file = File("granite-moe-shared")
-    without = {name: shape for name, shape in file.shapes.items() if name != "blk.1.ffn_up_shexp.weight"}
-    with pytest.raises(ModelError, match="needs a tensor for up in addition to blk.1.ffn_gate_shexp.weight"):
+    without = {
+        name: shape for name, shape in file.shapes.items() if name != "blk.1.ffn_up_shexp.weight"
+    }
+    with pytest.raises(
+        ModelError, match="needs a tensor for up in addition to blk.1.ffn_gate_shexp.weight"
+    ):
         origins("granitemoe", without, file.config())
 
 
@@ -206,19 +245,45 @@ def test_a_bias_that_only_some_layers_have_is_refused():
     with pytest.raises(ModelError, match=r"layer 1 has no tensor attn_q.bias, which others have"):
         file.config()
     file = File("qwen3-moe-bias")
-    file.shapes = {name: shape for name, shape in file.shapes.items() if not name.endswith("attn_output.bias")}
+    file.shapes = {
+        name: shape for name, shape in file.shapes.items() if not name.endswith("attn_output.bias")
+    }
     with pytest.raises(ModelError, match="attn_q has a bias and attn_output has none"):
         file.config()
 
 
 JUNK = [
-    None, 0, 1, -1, 3, 2**31, 2**63, 1e30, 0.5, float("nan"), float("inf"), True, "", "yarn", "longrope", [], [0],
-    [1, 2], [2**40] * 9, ["a"], [True, False] * 9, [[1]], {}, b"x",
-]  # fmt: skip
+    None,
+    0,
+    1,
+    -1,
+    3,
+    2**31,
+    2**63,
+    1e30,
+    0.5,
+    float("nan"),
+    float("inf"),
+    True,
+    "",
+    "yarn",
+    "longrope",
+    [],
+    [0],
+    [1, 2],
+    [2**40] * 9,
+    ["a"],
+    [True, False] * 9,
+    [[1]],
+    {},
+    b"x",
+]
 
 
 def test_a_spoilt_file_is_a_model_error_or_a_model():
-    """Nothing else is raised, and nothing takes long, whatever stands under a key and whichever tensors there are."""
+    """Nothing else is raised, and nothing takes long, whatever stands under a key and whichever
+    tensors there are.
+    """
     rng = random.Random(11)
     files = {name: File(name) for name in WRITTEN}
     for _ in range(cases(4000, least=400)):
@@ -227,12 +292,16 @@ def test_a_spoilt_file_is_a_model_error_or_a_model():
         shapes = dict(file.shapes)
         for _ in range(rng.randint(1, 3)):
             if rng.random() < 0.6:
-                metadata[rng.choice([*metadata, f"{file.architecture}.rope.scaling.type"])] = rng.choice(JUNK)
+                metadata[rng.choice([*metadata, f"{file.architecture}.rope.scaling.type"])] = (
+                    rng.choice(JUNK)
+                )
             elif rng.random() < 0.5:
                 del shapes[rng.choice([*shapes])]
             else:
                 name = rng.choice([*shapes])
-                shapes[name] = rng.choice([(), (0,), (1,), (2, 2), (7, 64), (3, 5, 7), shapes[name][::-1]])
+                shapes[name] = rng.choice(
+                    [(), (0,), (1,), (2, 2), (7, 64), (3, 5, 7), shapes[name][::-1]]
+                )
         try:
             config = hf_config(metadata, shapes, lambda name, file=file: file.tensors[name])
             origins(metadata["general.architecture"], shapes, config)

@@ -12,18 +12,49 @@ from quire.tests.support.cases import cases
 
 NOT_READ = {"Q8_1", "Q8_K"}
 HALVES = {  # where blocks have float16 scales
-    "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
-    "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ2_XXS": [0], "IQ2_XS": [0], "IQ3_XXS": [0], "IQ1_S": [0],
-    "IQ4_NL": [0], "IQ3_S": [0], "IQ2_S": [0], "IQ4_XS": [0], "TQ1_0": [52], "TQ2_0": [64],
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q5_0": [0],
+    "Q5_1": [0, 2],
+    "Q8_0": [0],
+    "Q2_K": [80, 82],
+    "Q3_K": [108],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+    "IQ2_XXS": [0],
+    "IQ2_XS": [0],
+    "IQ3_XXS": [0],
+    "IQ1_S": [0],
+    "IQ4_NL": [0],
+    "IQ3_S": [0],
+    "IQ2_S": [0],
+    "IQ4_XS": [0],
+    "TQ1_0": [52],
+    "TQ2_0": [64],
     "Q1_0": [0],
-}  # fmt: skip
+}
 FIELDS = {  # types with codes and scales: bits of a code, elements that share a scale
-    "Q4_0": (4, 32), "Q4_1": (4, 32), "Q5_0": (5, 32), "Q5_1": (5, 32), "Q8_0": (8, 32), "Q2_K": (2, 16),
-    "Q3_K": (3, 16), "Q4_K": (4, 32), "Q5_K": (5, 32), "Q6_K": (6, 16), "IQ4_NL": (4, 32), "IQ4_XS": (4, 32),
-    "MXFP4": (4, 32), "NVFP4": (4, 16), "TQ1_0": (2, 256), "TQ2_0": (2, 256),
+    "Q4_0": (4, 32),
+    "Q4_1": (4, 32),
+    "Q5_0": (5, 32),
+    "Q5_1": (5, 32),
+    "Q8_0": (8, 32),
+    "Q2_K": (2, 16),
+    "Q3_K": (3, 16),
+    "Q4_K": (4, 32),
+    "Q5_K": (5, 32),
+    "Q6_K": (6, 16),
+    "IQ4_NL": (4, 32),
+    "IQ4_XS": (4, 32),
+    "MXFP4": (4, 32),
+    "NVFP4": (4, 16),
+    "TQ1_0": (2, 256),
+    "TQ2_0": (2, 256),
     "Q1_0": (1, 128),
-}  # fmt: skip
-LEVELED = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"}  # whose scales are whole numbers times a float16
+}
+# whose scales are whole numbers times a float16
+LEVELED = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"}
 QUANTISED = [kind for kind in TYPES.values() if not kind.is_plain]
 by_name = pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
 
@@ -60,7 +91,9 @@ def test_the_table_is_the_formats():
     ours = {number: (kind.name, kind.elements, kind.nbytes) for number, kind in TYPES.items()}
     assert ours.items() <= theirs.items()
     # These are of sums under way. Others came after them.
-    assert {name for number, (name, *_) in theirs.items() if number not in ours and number <= 41} == NOT_READ
+    assert {
+        name for number, (name, *_) in theirs.items() if number not in ours and number <= 41
+    } == NOT_READ
     assert all(number == kind.number for number, kind in TYPES.items())
 
 
@@ -97,7 +130,9 @@ def test_plain_floats(name):
     values = np.random.default_rng(0).standard_normal((100, 1)).astype(kind.dtype)
     decoded = kind.decode(values.view(np.uint8))
     assert decoded.dtype == kind.dtype
-    np.testing.assert_array_equal(bits(decoded.astype(np.float32)), bits(reference(kind, values.view(np.uint8))))
+    np.testing.assert_array_equal(
+        bits(decoded.astype(np.float32)), bits(reference(kind, values.view(np.uint8)))
+    )
 
 
 def test_which_have_fields():
@@ -105,7 +140,9 @@ def test_which_have_fields():
 
 
 @pytest.mark.random
-@pytest.mark.parametrize("kind", [kind for kind in QUANTISED if kind.has_scales], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in QUANTISED if kind.has_scales], ids=lambda kind: kind.name
+)
 def test_fields(kind):
     """What their docstring says, done by hand, is what the format's package decodes."""
     width, group = FIELDS[kind.name]
@@ -118,8 +155,16 @@ def test_fields(kind):
         assert (fields.scale.dtype, fields.scale.shape) == (dtype, (300, kind.elements // group))
         assert fields.group == group
         assert fields.codes.max() < 1 << width
-        assert fields.table is None or (fields.table.dtype, fields.table.shape, fields.zero) == (np.float32, (16,), 0)
-        levels = fields.codes.astype(np.float32) - fields.zero if fields.table is None else fields.table[fields.codes]
+        assert fields.table is None or (fields.table.dtype, fields.table.shape, fields.zero) == (
+            np.float32,
+            (16,),
+            0,
+        )
+        levels = (
+            fields.codes.astype(np.float32) - fields.zero
+            if fields.table is None
+            else fields.table[fields.codes]
+        )
         scale = fields.scale
         least = fields.least
         above = (fields.super_scale, fields.super_least)
@@ -142,4 +187,6 @@ def test_codebooks(name):
     """All rows, which random blocks need not meet."""
     theirs = getattr(quants, name)
     theirs.init_grid()
-    np.testing.assert_array_equal(codebook("IQ1" if name == "IQ1_S" else name), theirs.grid.reshape(theirs.grid_shape))
+    np.testing.assert_array_equal(
+        codebook("IQ1" if name == "IQ1_S" else name), theirs.grid.reshape(theirs.grid_shape)
+    )

@@ -17,11 +17,18 @@ from quire.tests.support import tiny_gguf
 from quire.tests.support.cases import cases
 
 NUMBERS = {
-    GGUFValueType.UINT8: np.uint8, GGUFValueType.INT8: np.int8, GGUFValueType.UINT16: np.uint16,
-    GGUFValueType.INT16: np.int16, GGUFValueType.UINT32: np.uint32, GGUFValueType.INT32: np.int32,
-    GGUFValueType.FLOAT32: np.float32, GGUFValueType.UINT64: np.uint64, GGUFValueType.INT64: np.int64,
-    GGUFValueType.FLOAT64: np.float64, GGUFValueType.BOOL: np.bool_,
-}  # fmt: skip
+    GGUFValueType.UINT8: np.uint8,
+    GGUFValueType.INT8: np.int8,
+    GGUFValueType.UINT16: np.uint16,
+    GGUFValueType.INT16: np.int16,
+    GGUFValueType.UINT32: np.uint32,
+    GGUFValueType.INT32: np.int32,
+    GGUFValueType.FLOAT32: np.float32,
+    GGUFValueType.UINT64: np.uint64,
+    GGUFValueType.INT64: np.int64,
+    GGUFValueType.FLOAT64: np.float64,
+    GGUFValueType.BOOL: np.bool_,
+}
 TEXTS = ["", "x", "Ünïcödé", "東京都", "🦙" * 50, "a\0b\n\u2028", "▁the", "x" * 5000]
 KINDS = list(TYPES.values())
 
@@ -34,7 +41,9 @@ def finish(writer: GGUFWriter) -> None:
 
 
 def write(path, values=(), tensors=(), alignment: int | None = None, **options):
-    """A file of (key, value, type, type of elements) and (name, kind, blocks [rows..., blocks, bytes])."""
+    """A file of (key, value, type, type of elements) and (name, kind, blocks [rows..., blocks,
+    bytes]).
+    """
     writer = GGUFWriter(path, "llama", **options)
     if alignment:
         writer.add_custom_alignment(alignment)
@@ -65,7 +74,9 @@ def entry(name: str = "x", sizes=(32, 2), kind: int = 8, start: int = 0) -> byte
     return text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind, start)
 
 
-def raw(pairs=(), entries=(), data: bytes = b"", version: int = 3, counts: tuple[int, int] | None = None) -> bytes:
+def raw(
+    pairs=(), entries=(), data: bytes = b"", version: int = 3, counts: tuple[int, int] | None = None
+) -> bytes:
     """The bytes of a file made by hand; by default the tensor of `entry` has 68 bytes."""
     tensors, keys = counts or (len(entries), len(pairs))
     header = b"GGUF" + struct.pack("<IQQ", version, tensors, keys) + b"".join((*pairs, *entries))
@@ -147,7 +158,9 @@ def test_arrays_in_arrays(tmp_path):
     ragged = [[[1, 2], [3]], [[4]]]
     path = write(tmp_path / "x.gguf", [("a", ragged, GGUFValueType.ARRAY, None)])
     found = read_file(path).metadata["a"]
-    check_same(found, [[np.array([1, 2], np.int32), np.array([3], np.int32)], [np.array([4], np.int32)]])
+    check_same(
+        found, [[np.array([1, 2], np.int32), np.array([3], np.int32)], [np.array([4], np.int32)]]
+    )
     path.write_bytes(raw([pair("empty", 9, struct.pack("<IQ", 9, 0))]))
     check_same(read_file(path).metadata["empty"], [])
     path.write_bytes(raw([pair("deep", 9, nested(8))]))
@@ -167,7 +180,14 @@ def test_a_vocabulary(tmp_path):
     array = struct.pack("<IQ", 8, len(words)) + b"".join(map(text, words))
     scores = -np.arange(100_000, dtype=np.float32)
     path = tmp_path / "x.gguf"
-    path.write_bytes(raw([pair("tokens", 9, array), pair("scores", 9, struct.pack("<IQ", 6, 100_000) + bytes(scores))]))
+    path.write_bytes(
+        raw(
+            [
+                pair("tokens", 9, array),
+                pair("scores", 9, struct.pack("<IQ", 6, 100_000) + bytes(scores)),
+            ]
+        )
+    )
     found = read_file(path).metadata
     assert found["tokens"] == words
     check_same(found["scores"], scores)
@@ -226,7 +246,9 @@ def check_values(kind, values, expected) -> None:
     """
     assert values.shape == expected.shape
     if kind.name == "Q1_0":
-        values, expected = (np.where(np.isfinite(each), each, np.nan) for each in (values, expected))
+        values, expected = (
+            np.where(np.isfinite(each), each, np.nan) for each in (values, expected)
+        )
     if kind.is_plain:
         assert values.tobytes() == expected.tobytes()
     else:
@@ -242,7 +264,9 @@ def decoded(kind, blocks) -> np.ndarray:
 
 
 def test_values_that_the_package_rounds(tmp_path):
-    """Values in, codes in the file, and the package's own values out, close to those that went in."""
+    """Values in, codes in the file, and the package's own values out, close to those that went
+    in.
+    """
     rng = np.random.default_rng(0)
     path = tmp_path / "x.gguf"
     dense = rng.standard_normal((6, 512)).astype(np.float32)
@@ -272,7 +296,9 @@ def test_no_axes(tmp_path):
 
 def test_a_row_of_blocks_is_not_cut(tmp_path):
     path = tmp_path / "x.gguf"
-    path.write_bytes(raw(entries=[entry("x", (64,)), entry("y", (17,), 0, 96)], data=bytes(96 + 68)))
+    path.write_bytes(
+        raw(entries=[entry("x", (64,)), entry("y", (17,), 0, 96)], data=bytes(96 + 68))
+    )
     found = read_file(path).tensors
     with pytest.raises(ModelError, match="'x' of type Q8_0 has the shape"):
         found["x"].cut(0)
@@ -325,7 +351,11 @@ def test_split_files(tmp_path):
     paths, tensors = write_parts(tmp_path)
     for path in paths:
         found = read_file(path)
-        assert (found.metadata["general.architecture"], found.metadata["a"], found.metadata["split.no"]) == (
+        assert (
+            found.metadata["general.architecture"],
+            found.metadata["a"],
+            found.metadata["split.no"],
+        ) == (
             "llama",
             5,
             0,
@@ -339,7 +369,11 @@ def test_split_files(tmp_path):
 def test_first_part_without_tensors(tmp_path):
     """As llama.cpp splits files when it is asked to."""
     paths, _ = write_parts(tmp_path, 2)
-    keys = [pair("split.count", 2, b"\2\0"), pair("split.no", 2, b"\0\0"), pair("split.tensors.count", 5, b"\2\0\0\0")]
+    keys = [
+        pair("split.count", 2, b"\2\0"),
+        pair("split.no", 2, b"\0\0"),
+        pair("split.tensors.count", 5, b"\2\0\0\0"),
+    ]
     paths[0].write_bytes(raw(keys))
     change(paths[1], "split.tensors.count", 2)
     for path in paths:
@@ -375,7 +409,12 @@ def test_contradictory_part(tmp_path, key, value):
 
 def test_parts_by_another_name(tmp_path):
     paths, _ = write_parts(tmp_path)
-    refused(paths[0].rename(tmp_path / "other.gguf"), "split.count = 3", "part 1 of 1", "NAME-00001-of-00003.gguf")
+    refused(
+        paths[0].rename(tmp_path / "other.gguf"),
+        "split.count = 3",
+        "part 1 of 1",
+        "NAME-00001-of-00003.gguf",
+    )
     refused(paths[2].rename(paths[0]), "split.no = 2", "part 1 of 3")
 
 
@@ -407,12 +446,17 @@ def test_a_tensor_in_two_parts(tmp_path):
 def test_split_keys_that_are_no_counts(tmp_path, key, kind, data, shown):
     right = {"split.no": 0, "split.count": 2, "split.tensors.count": 0}
     for number in (0, 1):
-        keys = [pair(name, 2, struct.pack("<H", value)) for name, value in (right | {"split.no": number}).items()]
+        keys = [
+            pair(name, 2, struct.pack("<H", value))
+            for name, value in (right | {"split.no": number}).items()
+        ]
         if number == 0:
             keys = [pair(key, kind, data) if text(key) in one else one for one in keys]
         (tmp_path / f"m-0000{number + 1}-of-00002.gguf").write_bytes(raw(keys))
     for number in (1, 2):
-        refused(tmp_path / f"m-0000{number}-of-00002.gguf", f"{key} = {shown}", "m-00001-of-00002.gguf")
+        refused(
+            tmp_path / f"m-0000{number}-of-00002.gguf", f"{key} = {shown}", "m-00001-of-00002.gguf"
+        )
 
 
 # Damaged, wrong and hostile files.
@@ -449,7 +493,9 @@ HUGE = [2**31, 2**32 - 1, 2**40, 2**61 + 1, 2**63 - 1, 2**63, 2**64 - 1]
 
 @pytest.mark.parametrize("size", HUGE)
 def test_headers_that_lie(tmp_path, size):
-    """No claim is believed before it is held against the file's size; nothing of the size claimed is made."""
+    """No claim is believed before it is held against the file's size; nothing of the size claimed
+    is made.
+    """
     path = tmp_path / "x.gguf"
     many = struct.pack("<Q", size)
     lies = [
@@ -517,13 +563,15 @@ def small_file(path):
     """All kinds of values and tensors in some three thousand bytes; how many are the header."""
     kinds = [TYPES[number] for number in (0, 30, 2, 8, 12, 14, 20, 16, 27)]
     values = [
-        ("general.name", "Ünï", GGUFValueType.STRING, None), ("f", 0.5, GGUFValueType.FLOAT64, None),
-        ("u", 2**64 - 1, GGUFValueType.UINT64, None), ("ok", True, GGUFValueType.BOOL, None),
+        ("general.name", "Ünï", GGUFValueType.STRING, None),
+        ("f", 0.5, GGUFValueType.FLOAT64, None),
+        ("u", 2**64 - 1, GGUFValueType.UINT64, None),
+        ("ok", True, GGUFValueType.BOOL, None),
         ("a", [1, 2, 3], GGUFValueType.ARRAY, GGUFValueType.UINT16),
         ("t", ["x", "yé", ""], GGUFValueType.ARRAY, GGUFValueType.STRING),
         ("b", [True, False], GGUFValueType.ARRAY, GGUFValueType.BOOL),
         ("n", [[1], [2, 3]], GGUFValueType.ARRAY, None),
-    ]  # fmt: skip
+    ]
     tensors = list(random_tensors(np.random.default_rng(0), kinds, most=3))
     write(path, values, tensors, alignment=32)
     return path.read_bytes(), min(tensor.start for tensor in read_file(path).tensors.values())
@@ -540,9 +588,13 @@ def mutated(rng, whole: bytes, header: int) -> bytes:
         elif what == 1:
             data[at : at + 1] = bytes([(data[at : at + 1] or b"\0")[0] ^ 1 << rng.randrange(8)])
         elif what == 2:
-            data[at : at + 8] = struct.pack("<Q", rng.choice([0, 1, len(data), len(data) - at, len(data) + 1, *HUGE]))
+            data[at : at + 8] = struct.pack(
+                "<Q", rng.choice([0, 1, len(data), len(data) - at, len(data) + 1, *HUGE])
+            )
         elif what == 3:
-            data[at : at + 4] = struct.pack("<I", rng.choice([0, 1, 7, 8, 9, 12, 13, 2**31, 2**32 - 1]))
+            data[at : at + 4] = struct.pack(
+                "<I", rng.choice([0, 1, 7, 8, 9, 12, 13, 2**31, 2**32 - 1])
+            )
         elif what == 4:
             del data[at : at + rng.choice([1, 4, 8, 100])]
         elif what == 5:
@@ -581,12 +633,18 @@ def test_any_damage(tmp_path):
         if found is not None:
             read += 1
             check_sound(found, path, len(data))
-    assert 0.05 < read / cases(20_000) < 0.7  # neither refusals alone nor damage that changes nothing
+    # neither refusals alone nor damage that changes nothing
+    assert 0.05 < read / cases(20_000) < 0.7
 
 
 def check_sound(found, path, size: int) -> None:
-    """Every key is of a type that there is, and every tensor lies in the file, alone, and can be read."""
-    assert all(isinstance(value, str | int | float | np.ndarray | list) for value in found.metadata.values())
+    """Every key is of a type that there is, and every tensor lies in the file, alone, and can
+    be read.
+    """
+    assert all(
+        isinstance(value, str | int | float | np.ndarray | list)
+        for value in found.metadata.values()
+    )
     end = 0
     for tensor in sorted(found.tensors.values(), key=lambda tensor: tensor.start):
         assert tensor.file == path

@@ -40,7 +40,9 @@ def cache(tmp_path, monkeypatch):
 
 def read(file: Path, **options):
     folder = hub.resolve(str(file))
-    return load_weights(folder, read_config(folder, "float32", **options), place=lambda spec, leaf: leaf)
+    return load_weights(
+        folder, read_config(folder, "float32", **options), place=lambda spec, leaf: leaf
+    )
 
 
 def dense_of(leaf) -> np.ndarray:
@@ -57,16 +59,29 @@ def assert_is(weights, means: dict[str, np.ndarray]) -> None:
     D = means["model.embed_tokens.weight"].shape[1]
     H = D // N
     for i, layer in enumerate(weights.layers):
-        names = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+        names = [f"self_attn.{x}_proj" for x in "qkvo"] + [
+            f"mlp.{x}_proj" for x in ("gate", "up", "down")
+        ]
         q, k, v, o, gate, up, down = (means[f"model.layers.{i}.{name}.weight"].T for name in names)
         qkv = np.concatenate([q.reshape(D, N, H), k.reshape(D, K, H), v.reshape(D, K, H)], axis=1)
-        found = layer.attention.qkv_DGH, layer.attention.out_NHD, layer.mlp.up_DGF, layer.mlp.down_FD
-        for leaf, right in zip(found, (qkv, o.reshape(N, H, D), np.stack([gate, up], axis=1), down), strict=True):
+        found = (
+            layer.attention.qkv_DGH,
+            layer.attention.out_NHD,
+            layer.mlp.up_DGF,
+            layer.mlp.down_FD,
+        )
+        for leaf, right in zip(
+            found, (qkv, o.reshape(N, H, D), np.stack([gate, up], axis=1), down), strict=True
+        ):
             np.testing.assert_array_equal(dense_of(leaf), right)
-        np.testing.assert_array_equal(layer.pre_attention_norm_D, means[f"model.layers.{i}.input_layernorm.weight"])
+        np.testing.assert_array_equal(
+            layer.pre_attention_norm_D, means[f"model.layers.{i}.input_layernorm.weight"]
+        )
     np.testing.assert_array_equal(dense_of(weights.embed_VD), means["model.embed_tokens.weight"])
     head = dense_of(weights.head_VD)
-    np.testing.assert_array_equal(head if head.shape == (96, D) else head.T, means["lm_head.weight"])
+    np.testing.assert_array_equal(
+        head if head.shape == (96, D) else head.T, means["lm_head.weight"]
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,10 +91,13 @@ def test_every_type_means_what_the_package_says(tmp_path, kind, caplog):
     means = tiny_gguf.write(tmp_path / "model.gguf", kind)
     weights = read(tmp_path / "model.gguf")
     assert_is(weights, means)
-    assert ("quantised matrices are widened" in caplog.text) == (kind not in ("F32", "F16", "BF16"))  # the embedding is
+    # the embedding is
+    assert ("quantised matrices are widened" in caplog.text) == (kind not in ("F32", "F16", "BF16"))
     kept = isinstance(weights.layers[0].mlp.down_FD, Int4 | Grouped)
     assert kept == (kind in gguf_folder.KEPT)
-    assert read_config(hub.resolve(str(tmp_path / "model.gguf"))).quant == gguf_folder.KEPT.get(kind)
+    assert read_config(hub.resolve(str(tmp_path / "model.gguf"))).quant == gguf_folder.KEPT.get(
+        kind
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,10 +121,14 @@ def test_types_that_are_mixed(tmp_path, kind, other, kept):
     assert not isinstance(weights.layers[0].attention.out_NHD, np.ndarray)
 
 
-@pytest.mark.parametrize("kind", thinned(["Q4_K", "Q8_0", "IQ4_XS", "MXFP4", "IQ3_S"], ["Q4_K", "MXFP4"]))
+@pytest.mark.parametrize(
+    "kind", thinned(["Q4_K", "Q8_0", "IQ4_XS", "MXFP4", "IQ3_S"], ["Q4_K", "MXFP4"])
+)
 @pytest.mark.slow
 def test_tokens_and_company(tmp_path, kind):
-    """Near the dense model of the same numbers, whatever the batch; with a prefix cache and a schema."""
+    """Near the dense model of the same numbers, whatever the batch; with a prefix cache and a
+    schema.
+    """
     means = tiny_gguf.write(tmp_path / "model.gguf", kind, other="Q6_K" if kind == "Q4_K" else None)
     tiny.write(tmp_path / "dense", tiny_gguf.LLAMA, means)
     llm = LLM(tmp_path / "model.gguf", **served_codes.SIZES)
@@ -115,19 +137,25 @@ def test_tokens_and_company(tmp_path, kind):
     ids = [list(one.prompt_token_ids) for one in answers]
     assert ids[0][0] == 1  # begins as the file says
     served_codes.check(llm, tmp_path / "dense", ids)
-    chosen = SamplingParams(temperature=0, max_tokens=8, structured_outputs={"choice": ["fox", "bird"]})
+    chosen = SamplingParams(
+        temperature=0, max_tokens=8, structured_outputs={"choice": ["fox", "bird"]}
+    )
     assert llm.generate("a", chosen)[0].outputs[0].text.strip() in ("fox", "bird")
 
 
 def test_the_head_and_the_embedding_in_one(tmp_path):
     """A tied embedding keeps its codes, and rows of it are looked up in them."""
-    means = tiny_gguf.write(tmp_path / "model.gguf", "Q6_K", tiny_gguf.LLAMA | {"tie_word_embeddings": True})
+    means = tiny_gguf.write(
+        tmp_path / "model.gguf", "Q6_K", tiny_gguf.LLAMA | {"tie_word_embeddings": True}
+    )
     folder = hub.resolve(str(tmp_path / "model.gguf"))
     config = read_config(folder, "float32")
     assert config.tied
     table = load_weights(folder, config, place=lambda spec, leaf: leaf).embed_VD
     assert isinstance(table, Grouped)
-    np.testing.assert_array_equal(table[np.array([5, 0, 95])], means["model.embed_tokens.weight"][[5, 0, 95]])
+    np.testing.assert_array_equal(
+        table[np.array([5, 0, 95])], means["model.embed_tokens.weight"][[5, 0, 95]]
+    )
     x = np.random.default_rng(0).standard_normal((3, D)).astype(np.float32)
     right = x @ means["model.embed_tokens.weight"].T
     np.testing.assert_allclose(einsum("RD,VD->RV", jax.numpy.asarray(x), table), right, atol=0.1)
@@ -139,7 +167,10 @@ def test_devices_may_not_cut_a_block(tmp_path):
     tiny_gguf.write(tmp_path / "model.gguf", "Q6_K", tiny_gguf.LLAMA | shape)
     config = read_config(hub.resolve(str(tmp_path / "model.gguf")))
     partition.check(config, 2, 1, 1)
-    with pytest.raises(ModelError, match="a matrix of 512 inputs is kept as 'k6-16', whose groups of 256 it would cut"):
+    with pytest.raises(
+        ModelError,
+        match="a matrix of 512 inputs is kept as 'k6-16', whose groups of 256 it would cut",
+    ):
         partition.check(config, 4, 1, 1)
 
 
@@ -172,7 +203,9 @@ def test_a_file_that_changes_is_read_anew(tmp_path):
 
 
 def test_folder_is_made_while_another_process_with_this_id_makes_it(tmp_path, monkeypatch):
-    """As in containers that share the cache: the one that is quicker publishes, and the other takes its folder."""
+    """As in containers that share the cache: the one that is quicker publishes, and the other takes
+    its folder.
+    """
     file = tmp_path / "model.gguf"
     means = tiny_gguf.write(file, "Q8_0")
     contents = gguf_folder.build_files

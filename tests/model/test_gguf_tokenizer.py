@@ -1,4 +1,6 @@
-"""Tokenizers of GGUF files against those that they were written from, and against llama.cpp's own way to merge."""
+"""Tokenizers of GGUF files against those that they were written from, and against llama.cpp's own
+way to merge.
+"""
 
 import json
 import random
@@ -15,16 +17,53 @@ from quire.model.gguf.pre_tokenizers import RULES
 from quire.model.gguf.tokenizer import load_tokenizer, tokenizer_files
 from quire.model.text.tokenizer import Tokenizer as Folder
 from quire.tests.support.cases import cases
-from quire.tests.support.tokenizer_zoo import CORPUS, SPECIAL, byte_fallback, byte_level, random_text
+from quire.tests.support.tokenizer_zoo import (
+    CORPUS,
+    SPECIAL,
+    byte_fallback,
+    byte_level,
+    random_text,
+)
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 NASTY = [
-    "", " ", "  ", "\n", "\r\n \n", "a\n\n\nb", "\t\t x", " a", "a ", "   a   b", "It's we'LL They'Re I'm 'tis",
-    "1", "12", "1234567890", "3.14159, 2,718", "x1y22z333", "½ ² ٣٤٥ Ⅻ", "Hello, World!!! (yes)", "foo_bar->baz();",
-    "CamelCase HTMLParser iPhone", "!important /path/to //x\n/\n", "日本語テキスト。你好，世界", "안녕하세요 ㄱㄴ",
-    "🙂👨‍👩‍👧 🇫🇷", "e\u0301a\u0308", "नमस्ते ไทย", "Ünïcödé ΑΒΓ абв", "\u00a0\u3000x", "\ufffd\u200d", "a" * 60, " " * 70,
-    "don’t “quote” — dash…", "<s>[INST]</s>", "<|turn|>hi<|turn|>", "$100 + 5% = ~7 ^2 | `x`", "'S 'T 'LL 'd",
-]  # fmt: skip
+    "",
+    " ",
+    "  ",
+    "\n",
+    "\r\n \n",
+    "a\n\n\nb",
+    "\t\t x",
+    " a",
+    "a ",
+    "   a   b",
+    ("It's we'LL They'Re I'm 'tis"),
+    "1",
+    "12",
+    "1234567890",
+    "3.14159, 2,718",
+    "x1y22z333",
+    "½ ² ٣٤٥ Ⅻ",
+    "Hello, World!!! (yes)",
+    "foo_bar->baz();",
+    "CamelCase HTMLParser iPhone",
+    "!important /path/to //x\n/\n",
+    "日本語テキスト。你好，世界",
+    "안녕하세요 ㄱㄴ",
+    "🙂👨‍👩‍👧 🇫🇷",
+    "e\u0301a\u0308",
+    "नमस्ते ไทย",
+    "Ünïcödé ΑΒΓ абв",
+    "\u00a0\u3000x",
+    "\ufffd\u200d",
+    "a" * 60,
+    " " * 70,
+    "don’t “quote” — dash…",
+    "<s>[INST]</s>",
+    "<|turn|>hi<|turn|>",
+    "$100 + 5% = ~7 ^2 | `x`",
+    ("'S 'T 'LL 'd"),
+]
 SMALL = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -52,7 +91,9 @@ PUBLISHED: dict[str, list[Any]] = {
         r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ],
     "deepseek-coder": ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", DIGITS],
-    "seed-coder": [rf"{SMALL}|{WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"],
+    "seed-coder": [
+        rf"{SMALL}|{WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
     "bailingmoe": [
         r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
         r"|\s*[\r\n]|\s+(?!\S)|\s+"
@@ -66,7 +107,12 @@ PUBLISHED: dict[str, list[Any]] = {
         r"|\s{512}(?!\S)|\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)|\s{8}(?!\S)"
         r"|\s{4}(?!\S)|\s{1,2}(?!\S)|\s{1}"
     ],
-    "falcon": [pre_tokenizers.Punctuation("contiguous"), BYTES, pre_tokenizers.Digits(False), "[0-9][0-9][0-9]"],
+    "falcon": [
+        pre_tokenizers.Punctuation("contiguous"),
+        BYTES,
+        pre_tokenizers.Digits(False),
+        "[0-9][0-9][0-9]",
+    ],
     "command-r": [DIGITS, BYTES],
     "gpt-2": [BYTES],
     "viking": [" ?[^(\\s|.,!?…。，、।۔،)]+", DIGITS],
@@ -77,7 +123,8 @@ def published(name: str) -> Tokenizer:
     """A small tokenizer that cuts texts as models with this name do."""
     core = Tokenizer(models.BPE())
     parts = [
-        part if not isinstance(part, str) else pre_tokenizers.Split(Regex(part), "isolated") for part in PUBLISHED[name]
+        part if not isinstance(part, str) else pre_tokenizers.Split(Regex(part), "isolated")
+        for part in PUBLISHED[name]
     ]
     whole = any(isinstance(part, pre_tokenizers.ByteLevel) for part in parts)
     parts += [] if whole else [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -99,17 +146,25 @@ def written(core: Tokenizer, **keys: Any) -> dict[str, Any]:
     ids = core.get_vocab(with_added_tokens=True)
     added = core.get_added_tokens_decoder()
     tokens = [token for token, _ in sorted(ids.items(), key=lambda item: item[1])]
-    kinds = [NORMAL if i not in added else CONTROL if added[i].special else USER_DEFINED for i in range(len(tokens))]
+    kinds = [
+        NORMAL if i not in added else CONTROL if added[i].special else USER_DEFINED
+        for i in range(len(tokens))
+    ]
     merges = [" ".join(merge) for merge in json.loads(core.to_str())["model"]["merges"]]
     return {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
         "tokenizer.ggml.merges": merges,
-    } | {f"tokenizer.ggml.{key}": value for key, value in keys.items()}  # fmt: skip
+    } | {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
 
 
 def texts(seed: int, number: int = 300) -> list[str]:
     rng = random.Random(seed)
-    mixed = ["".join(rng.choices("ab AB1234'\n\t.,/!_<s>日한é🙂ा", k=rng.randint(1, 40))) for _ in range(cases(number))]
+    mixed = [
+        "".join(rng.choices("ab AB1234'\n\t.,/!_<s>日한é🙂ा", k=rng.randint(1, 40)))
+        for _ in range(cases(number))
+    ]
     return NASTY + mixed + [random_text(rng) for _ in range(cases(number))]
 
 
@@ -121,7 +176,9 @@ def test_bytes_are_merged_as_in_the_model_s_own_tokenizer(name):
     for text in texts(1):
         ids = core.encode(text, add_special_tokens=False).ids
         assert read.encode(text, add_special_tokens=False).ids == ids, repr(text)
-        assert read.decode(ids, skip_special_tokens=False) == core.decode(ids, skip_special_tokens=False)
+        assert read.decode(ids, skip_special_tokens=False) == core.decode(
+            ids, skip_special_tokens=False
+        )
 
 
 def test_every_rule_cuts_without_a_loss():
@@ -129,7 +186,15 @@ def test_every_rule_cuts_without_a_loss():
     core = byte_level()
     for name in RULES:
         read = load_tokenizer(written(core, pre=name))
-        for text in [*NASTY, "1" * 3000, " " * 3000, "a'" * 1500, "\n" * 3000, "日" * 1000, "A" * 3000]:
+        for text in [
+            *NASTY,
+            "1" * 3000,
+            " " * 3000,
+            "a'" * 1500,
+            "\n" * 3000,
+            "日" * 1000,
+            "A" * 3000,
+        ]:
             found = read.encode(text, add_special_tokens=False).ids
             assert read.decode(found, skip_special_tokens=False) == text, (name, text)
 
@@ -153,26 +218,41 @@ def scored(pieces: dict[str, float], **keys: Any) -> dict[str, Any]:
     """The metadata of SentencePiece's BPE with these pieces, after the bytes."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     return {
-        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(pieces)],
-        "tokenizer.ggml.scores": [*[0.0] * 259, *pieces.values()], "tokenizer.ggml.unknown_token_id": 0,
-        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
-    } | {f"tokenizer.ggml.{key}": value for key, value in keys.items()}  # fmt: skip
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [
+            UNKNOWN,
+            CONTROL,
+            CONTROL,
+            *[BYTE] * 256,
+            *[NORMAL] * len(pieces),
+        ],
+        "tokenizer.ggml.scores": [*[0.0] * 259, *pieces.values()],
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    } | {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
 
 
 def merged(text: str, pieces: dict[str, float], first: int = 259) -> list[int]:
-    """llama.cpp's way: of all neighbours the two whose token has the best score, of several the leftmost."""
+    """llama.cpp's way: of all neighbours the two whose token has the best score, of several the
+    leftmost.
+    """
     ids = {piece: first + number for number, piece in enumerate(pieces)}
     symbols = list(text)
     while True:
         found = [
-            (-pieces[a + b], i) for i, (a, b) in enumerate(zip(symbols, symbols[1:], strict=False)) if a + b in pieces
+            (-pieces[a + b], i)
+            for i, (a, b) in enumerate(zip(symbols, symbols[1:], strict=False))
+            if a + b in pieces
         ]
         if not found:
             break
         _, at = min(found)
         symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
-    return [i for s in symbols for i in ([ids[s]] if s in ids else [3 + byte for byte in s.encode()])]
+    return [
+        i for s in symbols for i in ([ids[s]] if s in ids else [3 + byte for byte in s.encode()])
+    ]
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -197,18 +277,26 @@ def test_sentence_pieces_come_back(strip):
     """A tokenizer whose merges are ranks is the same by scores."""
     core = byte_fallback(strip)
     model = json.loads(core.to_str())["model"]
-    order = {"".join(merge): -float(rank) for rank, merge in reversed([*enumerate(model["merges"])])}
+    order = {
+        "".join(merge): -float(rank) for rank, merge in reversed([*enumerate(model["merges"])])
+    }
     ids = core.get_vocab(with_added_tokens=True)
     added = core.get_added_tokens_decoder()
     tokens = [token for token, _ in sorted(ids.items(), key=lambda item: item[1])]
-    kinds = [CONTROL if i in added else BYTE if re.fullmatch("<0x..>", t) else NORMAL for i, t in enumerate(tokens)]
+    kinds = [
+        CONTROL if i in added else BYTE if re.fullmatch("<0x..>", t) else NORMAL
+        for i, t in enumerate(tokens)
+    ]
     read = load_tokenizer(
         {
-            "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds,
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": kinds,
             "tokenizer.ggml.scores": [order.get(token, -1e6 - i) for i, token in enumerate(tokens)],
-            "tokenizer.ggml.add_space_prefix": strip, "tokenizer.ggml.bos_token_id": 1,
+            "tokenizer.ggml.add_space_prefix": strip,
+            "tokenizer.ggml.bos_token_id": 1,
         }
-    )  # fmt: skip
+    )
     for text in texts(2):
         ids = core.encode(text)
         assert read.encode(text).ids == ids.ids, repr(text)
@@ -217,12 +305,23 @@ def test_sentence_pieces_come_back(strip):
 
 def test_gemma4_has_its_merges_listed():
     pieces = ["a", "b", "▁", "ab", "▁ab", "\n", "\n\n"]
-    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    tokens = [
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *pieces,
+    ]
     metadata = {
-        "tokenizer.ggml.model": "gemma4", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.bos_token_id": 2,
-        "tokenizer.ggml.token_type": [CONTROL] * 4 + [BYTE] * 256 + [NORMAL] * 7, "tokenizer.ggml.eos_token_id": 1,
-        "tokenizer.ggml.merges": ["a b", "▁ ab", "\n \n"], "tokenizer.ggml.unknown_token_id": 3,
-    }  # fmt: skip
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.token_type": [CONTROL] * 4 + [BYTE] * 256 + [NORMAL] * 7,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.merges": ["a b", "▁ ab", "\n \n"],
+        "tokenizer.ggml.unknown_token_id": 3,
+    }
     read = load_tokenizer(metadata)
     assert read.encode("ab ab\n\nc").tokens == ["<bos>", "ab", "▁ab", "\n\n", "<0x63>"]
 
@@ -264,9 +363,13 @@ def test_the_files_are_those_of_a_folder(tmp_path):
     ],
 )  # fmt: skip
 def test_recommended_sampling_of_a_file(keys, generation):
-    metadata = written(byte_level(), pre="gpt-2") | {f"general.sampling.{key}": value for key, value in keys.items()}
+    metadata = written(byte_level(), pre="gpt-2") | {
+        f"general.sampling.{key}": value for key, value in keys.items()
+    }
     found = json.loads(tokenizer_files(metadata)["generation_config.json"])
-    assert {name: value for name, value in found.items() if not name.endswith("_token_id")} == generation
+    assert {
+        name: value for name, value in found.items() if not name.endswith("_token_id")
+    } == generation
 
 
 def test_recommended_sampling_of_a_wrong_kind_is_named():
@@ -276,7 +379,11 @@ def test_recommended_sampling_of_a_wrong_kind_is_named():
 
 def test_templates_by_name(tmp_path):
     templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_templates": ["tool_use"]}
-    metadata = written(byte_level(), pre="gpt-2") | templates | {"tokenizer.chat_template.tool_use": "tools"}
+    metadata = (
+        written(byte_level(), pre="gpt-2")
+        | templates
+        | {"tokenizer.chat_template.tool_use": "tools"}
+    )
     read = folder(tmp_path, metadata)
     assert read.template_for([]) == "plain"
     assert read.template_for([1]) == "tools"
@@ -288,7 +395,10 @@ def test_templates_by_name(tmp_path):
         ({}, ([], [])),
         ({"add_bos_token": True, "bos_token_id": 0}, (["<s>"], [])),
         ({"add_eos_token": True, "bos_token_id": 0, "eos_token_id": 1}, ([], ["</s>"])),
-        ({"add_bos_token": True, "add_eos_token": True, "bos_token_id": 0, "eos_token_id": 1}, (["<s>"], ["</s>"])),
+        (
+            {"add_bos_token": True, "add_eos_token": True, "bos_token_id": 0, "eos_token_id": 1},
+            (["<s>"], ["</s>"]),
+        ),
     ],
 )
 def test_what_is_added_to_a_text(keys, ends):
@@ -327,7 +437,10 @@ def test_numpy_arrays_are_lists():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": "bert"}, "tokenizer.ggml.model = 'bert' is not supported; supported are gemma4, gpt2, llama"),
+        (
+            {"model": "bert"},
+            "tokenizer.ggml.model = 'bert' is not supported; supported are gemma4, gpt2, llama",
+        ),
         ({"model": 3}, "tokenizer.ggml.model = 3; it must be text"),
         ({"pre": "new"}, "tokenizer.ggml.pre = 'new' is not known; it can be default"),
         ({"pre": None}, "tokenizer.ggml.pre is missing"),
@@ -341,7 +454,10 @@ def test_numpy_arrays_are_lists():
         ({"token_type": [0] * 360}, "token_type has 0 at place 0; it can be 1 to 6"),
         ({"merges": None}, "merges is missing"),
         ({"merges": ["ab"]}, "merges has 'ab' at place 0; it must be two tokens that make one"),
-        ({"merges": ["zz yy"]}, "merges has 'zz yy' at place 0; it must be two tokens that make one"),
+        (
+            {"merges": ["zz yy"]},
+            "merges has 'zz yy' at place 0; it must be two tokens that make one",
+        ),
         ({"bos_token_id": 9999}, "bos_token_id = 9999; there are 360 tokens"),
         ({"bos_token_id": -1}, "bos_token_id = -1; it must be a whole number of at least 0"),
         ({"add_bos_token": True}, "add_bos_token is true, but bos_token_id is missing"),
@@ -349,7 +465,9 @@ def test_numpy_arrays_are_lists():
     ],
 )
 def test_what_is_wrong_is_named(change, message):
-    metadata = written(byte_level(), pre="qwen2") | {f"tokenizer.ggml.{key}": value for key, value in change.items()}
+    metadata = written(byte_level(), pre="qwen2") | {
+        f"tokenizer.ggml.{key}": value for key, value in change.items()
+    }
     with pytest.raises(ModelError, match=re.escape(message)):
         tokenizer_files(metadata)
 
@@ -358,7 +476,10 @@ def test_what_is_wrong_is_named(change, message):
     ("change", "message"),
     [
         ({"scores": [0.0]}, "scores has 1 entries for 260 tokens"),
-        ({"scores": [0.0] * 259 + [float("nan")]}, "scores has nan at place 259; it must be a number"),
+        (
+            {"scores": [0.0] * 259 + [float("nan")]},
+            "scores has nan at place 259; it must be a number",
+        ),
         ({"scores": ["0"] * 260}, "scores has '0' at place 0; it must be a number"),
         (
             {"unknown_token_id": None, "token_type": [5] * 259 + [1]},
@@ -368,7 +489,9 @@ def test_what_is_wrong_is_named(change, message):
 )
 def test_what_is_wrong_with_pieces_is_named(change, message):
     with pytest.raises(ModelError, match=re.escape(message)):
-        tokenizer_files(scored({"a": 0.0}) | {f"tokenizer.ggml.{key}": value for key, value in change.items()})
+        tokenizer_files(
+            scored({"a": 0.0}) | {f"tokenizer.ggml.{key}": value for key, value in change.items()}
+        )
 
 
 def test_work_on_long_pieces_is_bounded():
@@ -401,9 +524,25 @@ JUNK = [
 def test_a_spoilt_tokenizer_is_a_model_error_or_a_tokenizer():
     rng = random.Random(5)
     whole = [
-        written(byte_level(), pre="qwen2", bos_token_id=0, eos_token_id=1, add_bos_token=True, eot_token_id=2),
-        scored({"a": -1.0, "b": -2.0, "ab": -3.0}, add_space_prefix=True, add_bos_token=True, padding_token_id=0)
-        | {"tokenizer.chat_templates": ["x"], "tokenizer.chat_template.x": "x", "tokenizer.chat_template": "y"},
+        written(
+            byte_level(),
+            pre="qwen2",
+            bos_token_id=0,
+            eos_token_id=1,
+            add_bos_token=True,
+            eot_token_id=2,
+        ),
+        scored(
+            {"a": -1.0, "b": -2.0, "ab": -3.0},
+            add_space_prefix=True,
+            add_bos_token=True,
+            padding_token_id=0,
+        )
+        | {
+            "tokenizer.chat_templates": ["x"],
+            "tokenizer.chat_template.x": "x",
+            "tokenizer.chat_template": "y",
+        },
     ]
     for _ in range(cases(600, least=60)):
         metadata = dict(rng.choice(whole))
@@ -412,7 +551,9 @@ def test_a_spoilt_tokenizer_is_a_model_error_or_a_tokenizer():
             value = metadata[key]
             if isinstance(value, list) and rng.random() < 0.6:
                 value = list(value)
-                value[rng.randrange(len(value))] = rng.choice([*JUNK, "\ud800", "a b", " ", "x" * 999])
+                value[rng.randrange(len(value))] = rng.choice(
+                    [*JUNK, "\ud800", "a b", " ", "x" * 999]
+                )
                 metadata[key] = value
             else:
                 metadata[key] = rng.choice(JUNK)

@@ -1,4 +1,6 @@
-"""GGUF files that `quire quantize --layout gguf` writes, against the format's own package and the converter's rules."""
+"""GGUF files that `quire quantize --layout gguf` writes, against the format's own package and the
+converter's rules.
+"""
 
 import json
 import random
@@ -29,18 +31,32 @@ from quire.tests.support import gguf_written, tiny
 from quire.tests.support.cases import cases
 from quire.tests.support.gguf_files import WRITTEN, family, shapes_of
 from quire.tests.support.golden.folder import draw
-from quire.tests.support.tokenizer_zoo import EOS, ZOO, byte_fallback, byte_fallback_unstripped, byte_level, random_text
+from quire.tests.support.tokenizer_zoo import (
+    EOS,
+    ZOO,
+    byte_fallback,
+    byte_fallback_unstripped,
+    byte_level,
+    random_text,
+)
 
 TEMPLATE = "{% for message in messages %}<|turn|>{{ message.content }}</s>{% endfor %}"
 VOCABULARY = 400
 # What llama.cpp's code has no word for is refused; these are the same models without it.
 USUAL: dict[str, dict] = {
-    "gemma2": {"query_pre_attn_scalar": 32}, "gemma3_text": {"query_pre_attn_scalar": 32, "sliding_window_pattern": 6},
-    "mistral": {"sliding_window": None}, "mixtral": {"sliding_window": None}, "qwen2": {"use_sliding_window": False},
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3_text": {"query_pre_attn_scalar": 32, "sliding_window_pattern": 6},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False},
     "qwen3": {"use_sliding_window": False, "layer_types": None},
     "qwen3_moe": {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1},
-}  # fmt: skip
-VARIANTS = sorted(name for name, variant in WRITTEN.items() if variant.config["model_type"] in ARCHITECTURE_BY_FAMILY)
+}
+VARIANTS = sorted(
+    name
+    for name, variant in WRITTEN.items()
+    if variant.config["model_type"] in ARCHITECTURE_BY_FAMILY
+)
 
 
 @pytest.fixture(autouse=True)
@@ -55,9 +71,17 @@ def tokenizer(folder: Path, core: Tokenizer) -> None:
 
 
 def llama(folder: Path, **changes) -> tuple[dict, dict[str, np.ndarray]]:
-    config = tiny.LLAMA | {
-        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "rope_theta": 50000.0, "eos_token_id": 1,
-    } | changes  # fmt: skip
+    config = (
+        tiny.LLAMA
+        | {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "rope_theta": 50000.0,
+            "eos_token_id": 1,
+        }
+        | changes
+    )
     tensors = tiny.write(folder, config, tiny.even(tiny.shapes(config)))
     tokenizer(folder, byte_level())
     return config, tensors
@@ -83,7 +107,9 @@ def variant_folder(folder: Path, name: str) -> tuple[dict, dict[str, np.ndarray]
 def numbers(count: int, seed: int) -> np.ndarray:
     """Blocks of all sizes, some of zeros, some with one number or halves."""
     rng = np.random.default_rng(seed)
-    x = (rng.standard_normal((count, 32)) * 10.0 ** rng.integers(-6, 4, (count, 1))).astype(np.float32)
+    x = (rng.standard_normal((count, 32)) * 10.0 ** rng.integers(-6, 4, (count, 1))).astype(
+        np.float32
+    )
     x[0], x[1] = 0, 0.25
     x[2, 1:] = 0
     x[3] = np.arange(-16, 16)
@@ -102,12 +128,16 @@ def test_blocks_are_those_of_the_reference(kind):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_tensors_and_keys_are_the_converter_s(tmp_path, name):
-    """By what the tests of the reader say that llama.cpp's converter writes; and it is read as the same model."""
+    """By what the tests of the reader say that llama.cpp's converter writes; and it is read as the
+    same model.
+    """
     hf, checkpoint = variant_folder(tmp_path / "dense", name)
     out = write(tmp_path / "dense", tmp_path / "out.gguf")
     found = read_file(out)
     expected = gguf_written.tensors(hf, checkpoint) | gguf_written.factors(hf)
-    assert {name: tensor.shape for name, tensor in found.tensors.items()} == {n: x.shape for n, x in expected.items()}
+    assert {name: tensor.shape for name, tensor in found.tensors.items()} == {
+        n: x.shape for n, x in expected.items()
+    }
     for own, value in expected.items():
         np.testing.assert_allclose(found.tensors[own].read(), value, rtol=1e-6, err_msg=own)
     keys = gguf_written.metadata(hf, hf["num_hidden_layers"])
@@ -116,10 +146,13 @@ def test_tensors_and_keys_are_the_converter_s(tmp_path, name):
             assert np.all(found.metadata[key] == value), key
     folder = make_folder(out)
     both = (folder, tmp_path / "dense")
-    read, mine = (load_weights(x, read_config(x, "float32"), place=lambda spec, leaf: leaf) for x in both)
+    read, mine = (
+        load_weights(x, read_config(x, "float32"), place=lambda spec, leaf: leaf) for x in both
+    )
     assert jax.tree.structure(read) == jax.tree.structure(mine)
     for one, other in zip(jax.tree.leaves(read), jax.tree.leaves(mine), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=3e-7)  # a scale less one, plus one, less one
+        # a scale less one, plus one, less one
+        np.testing.assert_allclose(one, other, rtol=0, atol=3e-7)
 
 
 def test_every_family_has_a_variant():
@@ -131,20 +164,38 @@ def test_the_file_as_the_format_s_own_package_reads_it(tmp_path):
     file = gguf.GGUFReader(write(tmp_path / "dense", tmp_path / "out.gguf", "Q8_0"))
     fields = {name: field.contents() for name, field in file.fields.items()}
     wanted = {
-        "general.architecture": "llama", "general.file_type": 7, "llama.block_count": 2, "llama.context_length": 64,
-        "llama.embedding_length": 64, "llama.feed_forward_length": 96, "llama.attention.head_count": 4,
-        "llama.attention.head_count_kv": 2, "llama.rope.freq_base": 50000.0, "llama.rope.dimension_count": 16,
-        "llama.vocab_size": VOCABULARY, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.add_bos_token": True,
-        "tokenizer.ggml.add_eos_token": False, "tokenizer.chat_template": TEMPLATE,
-    }  # fmt: skip
+        "general.architecture": "llama",
+        "general.file_type": 7,
+        "llama.block_count": 2,
+        "llama.context_length": 64,
+        "llama.embedding_length": 64,
+        "llama.feed_forward_length": 96,
+        "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2,
+        "llama.rope.freq_base": 50000.0,
+        "llama.rope.dimension_count": 16,
+        "llama.vocab_size": VOCABULARY,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_eos_token": False,
+        "tokenizer.chat_template": TEMPLATE,
+    }
     assert {name: fields[name] for name in wanted} == wanted
-    assert len(fields["tokenizer.ggml.tokens"]) == len(fields["tokenizer.ggml.token_type"]) == VOCABULARY
+    assert (
+        len(fields["tokenizer.ggml.tokens"])
+        == len(fields["tokenizer.ggml.token_type"])
+        == VOCABULARY
+    )
     kinds = {tensor.name: tensor.tensor_type.name for tensor in file.tensors}
     assert kinds["output_norm.weight"] == kinds["blk.0.attn_norm.weight"] == "F32"
     assert {kind for name, kind in kinds.items() if "norm" not in name} == {"Q8_0"}
     own = next(tensor for tensor in file.tensors if tensor.name == "blk.1.ffn_down.weight")
-    expected = gguf.quants.quantize(tensors["model.layers.1.mlp.down_proj.weight"], gguf.GGMLQuantizationType.Q8_0)
+    expected = gguf.quants.quantize(
+        tensors["model.layers.1.mlp.down_proj.weight"], gguf.GGMLQuantizationType.Q8_0
+    )
     np.testing.assert_array_equal(own.data, expected)
 
 
@@ -156,17 +207,27 @@ def test_four_bits_are_too_few_for_a_vocabulary(tmp_path, kind):
     assert {kinds.pop(name) for name in ("token_embd.weight", "output.weight")} == {"Q8_0"}
     assert {one for name, one in kinds.items() if "norm" not in name} == {kind}
     stored = read_config(make_folder(out)).stored
-    assert stored.group_of("model.layers.1.mlp.down_proj").quant == {"Q4_0": "int4-32", "MXFP4": "mxfp4"}[kind]
+    assert (
+        stored.group_of("model.layers.1.mlp.down_proj").quant
+        == {"Q4_0": "int4-32", "MXFP4": "mxfp4"}[kind]
+    )
 
 
 def test_other_dtypes_and_several_files(tmp_path):
     import ml_dtypes
 
     config, _ = llama(tmp_path / "dense", torch_dtype="bfloat16")
-    tensors = {name: value.astype(ml_dtypes.bfloat16) for name, value in tiny.even(tiny.shapes(config)).items()}
+    tensors = {
+        name: value.astype(ml_dtypes.bfloat16)
+        for name, value in tiny.even(tiny.shapes(config)).items()
+    }
     tiny.write(tmp_path / "dense", config, tensors, shards=3)
     (tmp_path / "dense" / "model.safetensors").unlink()
-    found = read_file(write(tmp_path / "dense", tmp_path / "out.gguf", "BF16")).tensors["blk.0.ffn_up.weight"].read()
+    found = (
+        read_file(write(tmp_path / "dense", tmp_path / "out.gguf", "BF16"))
+        .tensors["blk.0.ffn_up.weight"]
+        .read()
+    )
     assert found.tobytes() == tensors["model.layers.0.mlp.up_proj.weight"].tobytes()
 
 
@@ -183,7 +244,9 @@ CUTS = {
 def test_how_texts_are_cut_is_known_by_what_comes_of_it(name):
     core = byte_level()
     first, right = CUTS[name]
-    core.pre_tokenizer = pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(False, use_regex=name == "digits")])
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [first, pre_tokenizers.ByteLevel(False, use_regex=name == "digits")]
+    )
     made = json.loads(core.to_str())
     made["model"]["ignore_merges"] = name == "llama"
     found = tokenizer_metadata(json.dumps(made), VOCABULARY, {"bos": "<s>"}, [1])
@@ -191,7 +254,9 @@ def test_how_texts_are_cut_is_known_by_what_comes_of_it(name):
 
 
 @pytest.mark.random
-@pytest.mark.parametrize("make", [byte_level, byte_fallback, byte_fallback_unstripped], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [byte_level, byte_fallback, byte_fallback_unstripped], ids=lambda make: make.__name__
+)
 def test_texts_are_the_same_tokens(make):
     core = make()
     found = tokenizer_metadata(core.to_str(), 500, {"bos": "<s>", "eos": EOS, "unk": "<unk>"}, [])
@@ -214,16 +279,28 @@ def test_a_way_to_cut_that_has_no_name_is_refused():
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split("o", "isolated"), pre_tokenizers.ByteLevel(False)]
     )
-    with pytest.raises(ModelError, match="pre_tokenizer cuts texts in a way that llama.cpp has no name for"):
+    with pytest.raises(
+        ModelError, match="pre_tokenizer cuts texts in a way that llama.cpp has no name for"
+    ):
         tokenizer_metadata(core.to_str(), 500, {}, [])
 
 
 def test_the_command_and_the_tokenizer(tmp_path):
     llama(tmp_path / "dense")
     out = tmp_path / "new" / "out-Q8_0.gguf"
-    asked = ["quantize", str(tmp_path / "dense"), str(out), "--layout", "gguf", "--quantization", "q8_0"]
+    asked = [
+        "quantize",
+        str(tmp_path / "dense"),
+        str(out),
+        "--layout",
+        "gguf",
+        "--quantization",
+        "q8_0",
+    ]
     sampling = {"temperature": 0.7, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
-    (tmp_path / "dense" / "generation_config.json").write_text(json.dumps(sampling | {"do_sample": True}))
+    (tmp_path / "dense" / "generation_config.json").write_text(
+        json.dumps(sampling | {"do_sample": True})
+    )
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output
     assert "16 matrices in q8_0, laid out as gguf" in " ".join(done.output.split())
@@ -231,7 +308,10 @@ def test_the_command_and_the_tokenizer(tmp_path):
     read = Folder(make_folder(out))
     assert mine.encode("It's a fox, 123!") == read.encode("It's a fox, 123!")
     assert (mine.chat_template, mine.eos_token_ids) == (read.chat_template, read.eos_token_ids)
-    assert sampling.items() <= json.loads((make_folder(out) / "generation_config.json").read_text()).items()
+    assert (
+        sampling.items()
+        <= json.loads((make_folder(out) / "generation_config.json").read_text()).items()
+    )
     assert [*out.parent.iterdir()] == [out]
 
 
@@ -257,7 +337,16 @@ def test_what_a_file_cannot_be(tmp_path, changes, kind, name, words):
 
 def test_other_families_are_refused_by_name(tmp_path):
     done = CliRunner().invoke(
-        app, ["quantize", "quill", str(tmp_path / "out.gguf"), "--layout", "gguf", "--quantization", "F16"]
+        app,
+        [
+            "quantize",
+            "quill",
+            str(tmp_path / "out.gguf"),
+            "--layout",
+            "gguf",
+            "--quantization",
+            "F16",
+        ],
     )
     assert isinstance(done.exception, ModelError)
     assert "family quill" in str(done.exception) and "qwen3" in str(done.exception)
@@ -274,7 +363,9 @@ def test_numbers_that_a_type_cannot_hold(tmp_path):
     config, tensors = llama(tmp_path / "dense")
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = 1e5
     tiny.write(tmp_path / "dense", config, tensors)
-    with pytest.raises(ModelError, match=r"blk.0.ffn_up.weight holds a number that is too large for F16"):
+    with pytest.raises(
+        ModelError, match=r"blk.0.ffn_up.weight holds a number that is too large for F16"
+    ):
         write(tmp_path / "dense", tmp_path / "out.gguf", "F16")
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = np.nan
     tiny.write(tmp_path / "dense", config, tensors)
@@ -292,7 +383,9 @@ CHOSEN = {"Q4_0": "int4-32", "Q8_0": "int8-weights-32"}
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
 @pytest.mark.slow
 def test_codes_that_a_method_chose(tmp_path, name, kind, method):
-    """Those of a folder in compressed-tensors, block by block, as the format's own package reads them."""
+    """Those of a folder in compressed-tensors, block by block, as the format's own package
+    reads them.
+    """
     dense = tmp_path / "dense"
     folder = tmp_path / "folder"
     out = tmp_path / "out.gguf"
@@ -303,12 +396,17 @@ def test_codes_that_a_method_chose(tmp_path, name, kind, method):
     assert there == {"dense", "folder", "out.gguf"}
     stored = read_config(folder).stored
     assert stored is not None
-    checkpoint = {name: tensor.read() for name, tensor in gather(find_tensors(folder), stored).items()}
+    checkpoint = {
+        name: tensor.read() for name, tensor in gather(find_tensors(folder), stored).items()
+    }
     expected = gguf_written.tensors(hf, checkpoint)
     coded = 0
     for tensor in gguf.GGUFReader(out).tensors:
         found = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        if tensor.tensor_type.name == kind and tensor.name not in ("token_embd.weight", "output.weight"):
+        if tensor.tensor_type.name == kind and tensor.name not in (
+            "token_embd.weight",
+            "output.weight",
+        ):
             coded += 1
             np.testing.assert_array_equal(found, expected[tensor.name], err_msg=tensor.name)
         elif tensor.tensor_type.name == "F32" and tensor.name in expected:
@@ -316,13 +414,26 @@ def test_codes_that_a_method_chose(tmp_path, name, kind, method):
     assert coded == 7 * hf["num_hidden_layers"]
 
 
-@pytest.mark.parametrize(("kind", "method"), [("Q5_0", "gptq"), ("F16", "awq"), ("Q8_0", "smoothquant")])
+@pytest.mark.parametrize(
+    ("kind", "method"), [("Q5_0", "gptq"), ("F16", "awq"), ("Q8_0", "smoothquant")]
+)
 def test_what_methods_do_not_choose(tmp_path, kind, method):
     llama(tmp_path / "dense")
     text = tmp_path / "text.txt"
     text.write_text("It is a fox. " * 30)
-    asked = ["--layout", "gguf", "--quantization", kind, "--method", method, "--calibration", str(text)]
-    done = CliRunner().invoke(app, ["quantize", str(tmp_path / "dense"), str(tmp_path / "out.gguf"), *asked])
+    asked = [
+        "--layout",
+        "gguf",
+        "--quantization",
+        kind,
+        "--method",
+        method,
+        "--calibration",
+        str(text),
+    ]
+    done = CliRunner().invoke(
+        app, ["quantize", str(tmp_path / "dense"), str(tmp_path / "out.gguf"), *asked]
+    )
     assert isinstance(done.exception, ModelError)
     assert f"method is '{method}' and quantization '{kind}'" in str(done.exception)
     assert "gptq and awq for Q4_0 and Q8_0" in str(done.exception)
@@ -334,7 +445,9 @@ def test_the_command_with_a_method(tmp_path):
     (tmp_path / "text.txt").write_text("It is a fox. " * 30)
     asked = ["--layout", "gguf", "--quantization", "q4_0", "--method", "gptq", "--calibration"]
     out = tmp_path / "out.gguf"
-    done = CliRunner().invoke(app, ["quantize", str(tmp_path / "dense"), str(out), *asked, str(tmp_path / "text.txt")])
+    done = CliRunner().invoke(
+        app, ["quantize", str(tmp_path / "dense"), str(out), *asked, str(tmp_path / "text.txt")]
+    )
     assert done.exit_code == 0, done.output
     assert "16 matrices in q4_0, laid out as gguf" in " ".join(done.output.split())
     assert read_file(out).tensors["blk.0.ffn_up.weight"].kind.name == "Q4_0"

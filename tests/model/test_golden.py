@@ -1,4 +1,6 @@
-"""Every family against transformers: the golden files hold what it computed from the same tiny models."""
+"""Every family against transformers: the golden files hold what it computed from the same tiny
+models.
+"""
 
 from functools import lru_cache
 
@@ -23,7 +25,11 @@ pytestmark = pytest.mark.usefixtures("few_programs")
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory):
-    return lru_cache(lambda name: Golden(next(v for v in VARIANTS if v.name == name), tmp_path_factory.mktemp("g")))
+    return lru_cache(
+        lambda name: Golden(
+            next(v for v in VARIANTS if v.name == name), tmp_path_factory.mktemp("g")
+        )
+    )
 
 
 def test_every_family_has_a_variant():
@@ -31,12 +37,15 @@ def test_every_family_has_a_variant():
     assert set(FAMILIES.values()) - covered == {".quill"}  # which transformers does not know
 
 
-FIRST = {variant.config["model_type"]: variant.name for variant in reversed(VARIANTS)}  # of each type of model
+# of each type of model
+FIRST = {variant.config["model_type"]: variant.name for variant in reversed(VARIANTS)}
 
 
 @pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize(
-    "variant", thinned(VARIANTS, [v for v in VARIANTS if v.name in {*FIRST.values(), *KINDS}]), ids=lambda v: v.name
+    "variant",
+    thinned(VARIANTS, [v for v in VARIANTS if v.name in {*FIRST.values(), *KINDS}]),
+    ids=lambda v: v.name,
 )
 def test_logits(variant, golden):
     made = golden(variant.name)
@@ -54,7 +63,10 @@ def test_logits(variant, golden):
     ("variant", "block_size"),
     [
         pytest.param(
-            variant, (8, 16)[i % 2], id=variant.name, marks=[] if variant.name in KINDS else pytest.mark.nightly
+            variant,
+            (8, 16)[i % 2],
+            id=variant.name,
+            marks=[] if variant.name in KINDS else pytest.mark.nightly,
         )
         for i, variant in enumerate(VARIANTS)
         if variant.new_tokens
@@ -65,7 +77,14 @@ def test_greedy_tokens(variant, block_size, golden):
     """Alone and in a batch of unequal lengths, in chunks, through pages of 8 and 16."""
     made = golden(variant.name)
     llm = LLM(
-        model=str(made.folder), skip_tokenizer_init=True, dtype="float32", block_size=block_size,
-        max_model_len=variant.max_len, max_num_batched_tokens=32, max_num_seqs=4, kv_cache_memory_bytes=64 << 20,
-    )  # fmt: skip
-    check_answers(llm, made, near=0 if native.serves() else 2e-5)  # XLA sums in an order that rows may change
+        model=str(made.folder),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        block_size=block_size,
+        max_model_len=variant.max_len,
+        max_num_batched_tokens=32,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=64 << 20,
+    )
+    # XLA sums in an order that rows may change
+    check_answers(llm, made, near=0 if native.serves() else 2e-5)

@@ -61,18 +61,39 @@ def test_a_file_is_no_folder(tmp_path):
 def server(tmp_path):
     """(its address, the paths that were asked for).
 
-    `good/model` is there, in two revisions, and `good/gguf` has GGUF files alone; the others are not to be had.
+    `good/model` is there, in two revisions, and `good/gguf` has GGUF files alone; the others are
+    not to be had.
     """
     folder = tmp_path / "there"
     asked = []
     tiny.write(folder)
-    extra = ["modeling.py", "pytorch_model.bin", "README.md", "original/consolidated.safetensors", "onnx/config.json"]
-    for name in (*extra, "tokenizer.json", "1_Pooling/config.json", "chat_template.jinja", "consolidated.safetensors"):
+    extra = [
+        "modeling.py",
+        "pytorch_model.bin",
+        "README.md",
+        "original/consolidated.safetensors",
+        "onnx/config.json",
+    ]
+    for name in (
+        *extra,
+        "tokenizer.json",
+        "1_Pooling/config.json",
+        "chat_template.jinja",
+        "consolidated.safetensors",
+    ):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("{}")
-    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
     tiny_gguf.write(tmp_path / "tiny.gguf", "Q4_K")
-    ggufs = {"README.md": b"", "good-Q4_K_M.gguf": (tmp_path / "tiny.gguf").read_bytes(), "good-Q8_0.gguf": b"GGUF"}
+    ggufs = {
+        "README.md": b"",
+        "good-Q4_K_M.gguf": (tmp_path / "tiny.gguf").read_bytes(),
+        "good-Q8_0.gguf": b"GGUF",
+    }
 
     class Hub(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -84,25 +105,42 @@ def server(tmp_path):
                     {"rfilename": n, "path": n, "type": "file", "size": len(data), "oid": "0" * 40}
                     for n, data in ggufs.items()
                 ]
-                body = named if "/tree/" in self.path else {"id": "good/gguf", "sha": COMMIT, "siblings": named}
+                body = (
+                    named
+                    if "/tree/" in self.path
+                    else {"id": "good/gguf", "sha": COMMIT, "siblings": named}
+                )
                 return self.answer(200, json.dumps(body).encode())
             if self.path.startswith("/api/models/good/model"):
                 listing = [
-                    {"rfilename": name, "path": name, "type": "file", "size": len(files[name])} for name in files
+                    {"rfilename": name, "path": name, "type": "file", "size": len(files[name])}
+                    for name in files
                 ]
                 listing = [entry | {"oid": "0" * 40} for entry in listing]
                 sha = OLDER if "/revision/v1" in self.path else COMMIT
-                body = listing if "/tree/" in self.path else {"id": "good/model", "sha": sha, "siblings": listing}
+                body = (
+                    listing
+                    if "/tree/" in self.path
+                    else {"id": "good/model", "sha": sha, "siblings": listing}
+                )
                 return self.answer(200, json.dumps(body).encode())
             sha = OLDER if OLDER in self.path else COMMIT
             name = self.path.split(f"/resolve/{sha}/")[-1]
             if self.path.startswith("/good/gguf/resolve/") and name in ggufs:
-                return self.answer(200, ggufs[name], ETag=f'"{hash(name)}"', **{"X-Repo-Commit": sha})
+                return self.answer(
+                    200, ggufs[name], ETag=f'"{hash(name)}"', **{"X-Repo-Commit": sha}
+                )
             if self.path.startswith("/good/model/resolve/") and name in files:
-                return self.answer(200, files[name], ETag=f'"{hash(name)}"', **{"X-Repo-Commit": sha})
-            code = {"gated": "GatedRepo", "broken": "Other"}.get(self.path.split("/")[3], "RepoNotFound")
+                return self.answer(
+                    200, files[name], ETag=f'"{hash(name)}"', **{"X-Repo-Commit": sha}
+                )
+            code = {"gated": "GatedRepo", "broken": "Other"}.get(
+                self.path.split("/")[3], "RepoNotFound"
+            )
             status = {"GatedRepo": 403, "Other": 500}.get(code, 404)
-            return self.answer(status, b'{"error": "no"}', **{"X-Error-Code": code, "X-Error-Message": "no"})
+            return self.answer(
+                status, b'{"error": "no"}', **{"X-Error-Code": code, "X-Error-Message": "no"}
+            )
 
         do_HEAD = do_GET
 
@@ -144,15 +182,28 @@ except ModelError as error:
 
 @pytest.fixture
 def child(tmp_path):
-    """Runs `resolve` and loads, in a process of its own: huggingface_hub reads its settings when it is imported."""
+    """Runs `resolve` and loads, in a process of its own: huggingface_hub reads its settings when it
+    is imported.
+    """
 
     def run(name: str, address: str, options: dict | None = None, **environment: str) -> str:
-        settings = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
-        settings |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
+        settings = {
+            "HF_ENDPOINT": address,
+            "HF_HOME": str(tmp_path / "cache"),
+            "HF_HUB_OFFLINE": "0",
+        }
+        settings |= {
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_DISABLE_XET": "1",
+            "NO_PROXY": "127.0.0.1",
+        }
         done = subprocess.run(
-            [sys.executable, "-c", CHILD, name, json.dumps(options or {})], capture_output=True, text=True, timeout=600,
+            [sys.executable, "-c", CHILD, name, json.dumps(options or {})],
+            capture_output=True,
+            text=True,
+            timeout=600,
             env=os.environ | settings | environment,
-        )  # fmt: skip
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("\n") == 1
         return done.stdout
@@ -188,7 +239,9 @@ def test_a_revision_in_a_folder_of_the_users(server, child, tmp_path):
     chosen = {"revision": "v1", "download_dir": str(tmp_path / "mine")}
     found = child("good/model", address, chosen).split(maxsplit=1)[1].strip()
     assert Path(found).is_relative_to(tmp_path / "mine") and Path(found).name == OLDER
-    assert not (tmp_path / "cache").exists() or not [*(tmp_path / "cache").rglob("model.safetensors")]
+    assert not (tmp_path / "cache").exists() or not [
+        *(tmp_path / "cache").rglob("model.safetensors")
+    ]
     asked.clear()
     assert found in child("good/model", address, chosen, HF_HUB_OFFLINE="1")
     assert not asked
@@ -221,11 +274,17 @@ NAMES = ["good/gguf:Q4_K_M", "good/gguf:q4_k_m", "good/gguf/good-Q4_K_M.gguf"]
 @pytest.mark.parametrize("name", thinned(NAMES, NAMES[1:]))
 @pytest.mark.slow
 def test_one_gguf_file(server, child, tmp_path, name):
-    """By its path, or by what its name ends in; nothing else of the model is fetched, and offline it is found again."""
+    """By its path, or by what its name ends in; nothing else of the model is fetched, and offline
+    it is found again.
+    """
     address, asked = server
     found = child(name, address, XDG_CACHE_HOME=str(tmp_path / "made"))
     assert found.startswith("loaded") and str(tmp_path / "made") in found
-    assert not [path for path in asked if path.endswith((".json", ".bin", ".md", "Q8_0.gguf")) and "/resolve/" in path]
+    assert not [
+        path
+        for path in asked
+        if path.endswith((".json", ".bin", ".md", "Q8_0.gguf")) and "/resolve/" in path
+    ]
     assert child(name, address, XDG_CACHE_HOME=str(tmp_path / "made"), HF_HUB_OFFLINE="1") == found
 
 
@@ -251,7 +310,11 @@ def test_pull_list_and_rm(server, tmp_path):
     """A model comes into the cache, is listed by the name that it was asked for, and goes again."""
     address, asked = server
     settings = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
-    settings |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
+    settings |= {
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "127.0.0.1",
+    }
     settings["XDG_CACHE_HOME"] = str(tmp_path / "xdg")
 
     def run(*line: str, code: int = 0) -> str:
@@ -268,6 +331,9 @@ def test_pull_list_and_rm(server, tmp_path):
     assert "neither a folder here nor a public model on the Hub" in run("pull", "bad/model", code=2)
     asked.clear()
     listed = run("list")
-    assert [line.split()[0] for line in listed.splitlines()[5:]] == ["good/gguf:Q4_K_M", "good/model"]
+    assert [line.split()[0] for line in listed.splitlines()[5:]] == [
+        "good/gguf:Q4_K_M",
+        "good/model",
+    ]
     assert "deleted good/model: " in run("rm", "-y", "good/model")
     assert "good/model" not in run("list") and not asked

@@ -52,14 +52,18 @@ def test_bytes_of_a_token(dtype, skips, window, full):
             found[kind.window is not None] += kind.token_bytes
     assert found == {True: window, False: full}
     reads = sum(
-        cost.layer_token_bytes(layer.attention, config.layer_kv_dtype(i)) for i, layer in enumerate(config.layers)
+        cost.layer_token_bytes(layer.attention, config.layer_kv_dtype(i))
+        for i, layer in enumerate(config.layers)
     )
     assert cost.kv_read_bytes(config, 1) == reads == 2 * (window + full)  # two layers read each
 
 
 @pytest.mark.parametrize("name", ["1", "8", "-1", "all", ""])
 def test_layers_that_have_no_cache_of_their_own(name):
-    with pytest.raises(ModelError, match=f"skip_layers names '{name}'; it can be 'sliding_window' and .*, 0, 2, 4, 6"):
+    with pytest.raises(
+        ModelError,
+        match=f"skip_layers names '{name}'; it can be 'sliding_window' and .*, 0, 2, 4, 6",
+    ):
         read(kv_cache_dtype="int4", kv_cache_dtype_skip_layers=[name])
 
 
@@ -71,7 +75,10 @@ def test_skipped_layers_are_a_list(value):
 
 def test_latent_attention_has_no_four_bits(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_deepseek.CONFIG))
-    with pytest.raises(ModelError, match="kv_cache_dtype is 'int4', and layer 0 has latent attention.*it can be int8"):
+    with pytest.raises(
+        ModelError,
+        match="kv_cache_dtype is 'int4', and layer 0 has latent attention.*it can be int8",
+    ):
         loader.read_config(tmp_path, kv_cache_dtype="int4")
     assert loader.read_config(tmp_path, kv_cache_dtype="int8").kv_dtype == "int8"
 
@@ -85,7 +92,9 @@ def test_heads_of_an_odd_width_have_none():
 
 @cache
 def attend_alone(implementation: str, dtype: str, offset: float):
-    """One layer's attention of 96 rows over pages of a dtype, with key biases of `offset` in the slowest pairs."""
+    """One layer's attention of 96 rows over pages of a dtype, with key biases of `offset` in the
+    slowest pairs.
+    """
     T = 96
     S = 32
     D = 128
@@ -100,22 +109,30 @@ def attend_alone(implementation: str, dtype: str, offset: float):
         bias_GH[N : N + K, pair] = offset * rng.choice([-1, 1], K)
     qkv_DGH = rng.standard_normal((D, N + 2 * K, H)) / math.sqrt(D)
     x_TD = rng.standard_normal((T, D))
-    weights = AttentionWeights(*map(as_float32, (qkv_DGH, np.eye(N * H).reshape(N, H, -1), bias_GH)))
+    weights = AttentionWeights(
+        *map(as_float32, (qkv_DGH, np.eye(N * H).reshape(N, H, -1), bias_GH))
+    )
     held = page_dtype(jnp.dtype(dtype))
     shape = (T // S + 1, S, K, H // (2 if dtype == "int4" else 1))
     scaled = held.itemsize == 1
     pages = KVPages(*(jnp.zeros(shape, held) for _ in range(2)))
     if scaled:
-        pages = KVPages(pages.k_PSKH, pages.v_PSKH, *(jnp.zeros((shape[0], K, S)) for _ in range(2)))
+        pages = KVPages(
+            pages.k_PSKH, pages.v_PSKH, *(jnp.zeros((shape[0], K, S)) for _ in range(2))
+        )
     tables_BM = jnp.arange(1, T // S + 1)[None]
     slots_T = jnp.arange(S, S + T)
     rows = QueryRows(jnp.arange(T), jnp.array([0, T]), tables_BM, slots_T)
     hooks = LayerHooks(
-        lambda q, k, v, pages, *given: paged_attention(q, k, v, pages, rows, *given, implementation=implementation),
+        lambda q, k, v, pages, *given: paged_attention(
+            q, k, v, pages, rows, *given, implementation=implementation
+        ),
         lambda qkv, heads, pages: prepare(qkv, heads, pages, rows, implementation),
     )
     cos_sin = angles(rows.positions_T, layer.rope.inv_freq)
-    return np.asarray(mix(layer, weights, as_float32(x_TD), cos_sin, pages, hooks, 1e-6, ONE_DEVICE)[0])
+    return np.asarray(
+        mix(layer, weights, as_float32(x_TD), cos_sin, pages, hooks, 1e-6, ONE_DEVICE)[0]
+    )
 
 
 def as_float32(array):
@@ -132,7 +149,9 @@ def as_float32(array):
     ],
 )
 def test_large_key_biases_leave_codes_to_the_rest_of_a_key(implementation, dtype, near):
-    """As Qwen2.5's first layers: results are as near to those of float32 pages as without such biases."""
+    """As Qwen2.5's first layers: results are as near to those of float32 pages as without such
+    biases.
+    """
     if implementation == "native" and not native.serves():
         pytest.skip("no compiler")
     for offset in (0, 150):
@@ -143,7 +162,9 @@ def test_large_key_biases_leave_codes_to_the_rest_of_a_key(implementation, dtype
 
 def test_layer_whose_bias_is_not_constant_stays_wide(tmp_path, caplog):
     """Chosen from the weights where the user names no layer, and said in the log."""
-    folder = Golden(next(variant for variant in VARIANTS if variant.name == "qwen2"), tmp_path).folder
+    folder = Golden(
+        next(variant for variant in VARIANTS if variant.name == "qwen2"), tmp_path
+    ).folder
     name = "model.layers.0.self_attn.k_proj.bias"
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     file = folder / index["weight_map"][name]
@@ -155,6 +176,9 @@ def test_layer_whose_bias_is_not_constant_stays_wide(tmp_path, caplog):
         return config_of(folder, EngineOptions(model=str(folder), **options)).kv_cache_skips
 
     assert skips(kv_cache_dtype="int4") == skips(kv_cache_dtype="fp8") == (0,)
-    assert "kv_cache_dtype is int4, but keys and values stay in bfloat16 in these layers" in caplog.text
+    assert (
+        "kv_cache_dtype is int4, but keys and values stay in bfloat16 in these layers"
+        in caplog.text
+    )
     assert skips(kv_cache_dtype="int8", kv_cache_dtype_skip_layers=["1"]) == (1,)
     assert skips() == skips(kv_cache_dtype="int8", load_format="dummy") == ()

@@ -1,4 +1,6 @@
-"""`quire quantize --layout`: files as GPTQModel and AutoAWQ write them, decoded here bit by bit as their kernels do."""
+"""`quire quantize --layout`: files as GPTQModel and AutoAWQ write them, decoded here bit by bit as
+their kernels do.
+"""
 
 import json
 from pathlib import Path
@@ -29,9 +31,12 @@ CASES = [
     ("awq", "int4-128-zero"),
 ]
 FLOATS = [
-    ("compressed-tensors", "mxfp4"), ("compressed-tensors", "nvfp4"), ("compressed-tensors", "int8-weights-32"),
-    ("bitsandbytes", "nf4"), ("fp8", "fp8-weights-128"),
-]  # fmt: skip
+    ("compressed-tensors", "mxfp4"),
+    ("compressed-tensors", "nvfp4"),
+    ("compressed-tensors", "int8-weights-32"),
+    ("bitsandbytes", "nf4"),
+    ("fp8", "fp8-weights-128"),
+]
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
@@ -51,14 +56,18 @@ def said(folder: Path) -> dict:
 def field(words: np.ndarray, index: int, bits: int) -> np.ndarray:
     """Code `index` of words that are one after the other along the first axis."""
     per = 32 // bits
-    return (words.view(np.uint32)[index // per].astype(np.int64) >> (bits * (index % per))) & ((1 << bits) - 1)
+    return (words.view(np.uint32)[index // per].astype(np.int64) >> (bits * (index % per))) & (
+        (1 << bits) - 1
+    )
 
 
 def gptq_means(tensors: dict, stem: str, config: dict) -> tuple[np.ndarray, np.ndarray]:
     """A matrix [out, in] in float64, and the scale of each weight."""
     bits = config["bits"]
     less = config["checkpoint_format"] == "gptq"
-    qweight, qzeros, scales, g_idx = (tensors[f"{stem}.{x}"] for x in ("qweight", "qzeros", "scales", "g_idx"))
+    qweight, qzeros, scales, g_idx = (
+        tensors[f"{stem}.{x}"] for x in ("qweight", "qzeros", "scales", "g_idx")
+    )
     columns = len(g_idx)
     rows = scales.shape[1]
     codes = np.stack([field(qweight, i, bits) for i in range(columns)])
@@ -103,10 +112,15 @@ def test_each_weight_is_the_nearest(tmp_path, layout, name):
         step = np.abs(scale)
         if not name.endswith("zero"):
             largest = groups.max(2).repeat(config["group_size"], 1)
-            np.testing.assert_allclose(step, largest / (127 if "int8" in name else 8), rtol=1e-3, atol=1e-7)
+            np.testing.assert_allclose(
+                step, largest / (127 if "int8" in name else 8), rtol=1e-3, atol=1e-7
+            )
         near = np.abs(meant - value) <= step * 0.501 + 1e-7
-        each = meant.reshape(groups.shape)  # the last code of a group may be a step away from its largest weight
-        last = ((each == each.max(2, keepdims=True)) | (each == each.min(2, keepdims=True))).reshape(meant.shape)
+        # the last code of a group may be a step away from its largest weight
+        each = meant.reshape(groups.shape)
+        last = (
+            (each == each.max(2, keepdims=True)) | (each == each.min(2, keepdims=True))
+        ).reshape(meant.shape)
         assert np.all(near | (last & (np.abs(meant - value) <= 1.01 * step)))
         assert near.mean() > 0.95
 
@@ -130,21 +144,36 @@ def test_the_configuration_is_their_own(tmp_path):
     """Keys as GPTQModel's QuantizeConfig and AutoAWQ's AwqConfig have them."""
     tiny.write(tmp_path / "dense", LLAMA)
     gptq = said(save(tmp_path / "dense", tmp_path / "gptq", "gptq", "int4-64"))
-    wanted = {"bits": 4, "group_size": 64, "sym": True, "desc_act": False, "lm_head": False, "quant_method": "gptq"}
+    wanted = {
+        "bits": 4,
+        "group_size": 64,
+        "sym": True,
+        "desc_act": False,
+        "lm_head": False,
+        "quant_method": "gptq",
+    }
     assert gptq | wanted == gptq and "dynamic" not in gptq
     assert (gptq["checkpoint_format"], gptq["pack_dtype"]) == ("gptq", "int32")
     asymmetric = said(save(tmp_path / "dense", tmp_path / "zero", "gptq", "int4-64-zero"))
     assert (asymmetric["sym"], asymmetric["checkpoint_format"]) == (False, "gptq_v2")
     assert said(save(tmp_path / "dense", tmp_path / "awq", "awq", "int4-64-zero")) == {
-        "quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm",
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 64,
+        "zero_point": True,
+        "version": "gemm",
         "modules_to_not_convert": None,
-    }  # fmt: skip
+    }
 
 
 def test_a_zero_of_zero_stays_one(tmp_path):
-    """A group without a negative weight: version 1 stores its zero less one, which no four bits hold."""
+    """A group without a negative weight: version 1 stores its zero less one, which no four bits
+    hold.
+    """
     dense = tiny.write(tmp_path / "dense", LLAMA)
-    value = dense["model.layers.1.mlp.down_proj.weight"] = np.abs(dense["model.layers.1.mlp.down_proj.weight"])
+    value = dense["model.layers.1.mlp.down_proj.weight"] = np.abs(
+        dense["model.layers.1.mlp.down_proj.weight"]
+    )
     tiny.write(tmp_path / "dense", LLAMA, dense)
     for layout in ("gptq", "awq"):
         out = save(tmp_path / "dense", tmp_path / layout, layout, "int4-32-zero")
@@ -157,7 +186,10 @@ SLOW = [("awq", "awq", "int4-32-zero"), ("gptq", "gptq", "int8-weights-32")]
 
 @pytest.mark.parametrize(
     ("method", "layout", "name"),
-    [("gptq", "gptq", "int4-32"), *(pytest.param(*case, marks=pytest.mark.nightly) for case in SLOW)],
+    [
+        ("gptq", "gptq", "int4-32"),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in SLOW),
+    ],
 )
 def test_methods_choose_the_same_codes_for_each_layout(tmp_path, method, layout, name):
     """Also with the largest inputs first: the groups stay neighbours, so that g_idx counts up."""
@@ -167,16 +199,30 @@ def test_methods_choose_the_same_codes_for_each_layout(tmp_path, method, layout,
     folders = {}
     for each in (layout, "compressed-tensors"):
         out = tmp_path / each
-        session.save(tmp_path / "dense", out, read_config(tmp_path / "dense", quantization=name), method, ids,
-                     layout=each)  # fmt: skip
+        session.save(
+            tmp_path / "dense",
+            out,
+            read_config(tmp_path / "dense", quantization=name),
+            method,
+            ids,
+            layout=each,
+        )
         folders[each] = read(out).layers
     assert_same(*folders.values())
     found = tensors_of(tmp_path / layout)
     plain = save(tmp_path / "dense", tmp_path / "rtn", layout, name)
-    assert {name: x.shape for name, x in found.items()} == {name: x.shape for name, x in tensors_of(plain).items()}
-    assert any(not np.array_equal(x, tensors_of(plain)[name]) for name, x in found.items() if "qweight" in name)
+    assert {name: x.shape for name, x in found.items()} == {
+        name: x.shape for name, x in tensors_of(plain).items()
+    }
+    assert any(
+        not np.array_equal(x, tensors_of(plain)[name])
+        for name, x in found.items()
+        if "qweight" in name
+    )
     if layout == "gptq":
-        np.testing.assert_array_equal(found["model.layers.0.mlp.down_proj.g_idx"], np.arange(96) // 32)
+        np.testing.assert_array_equal(
+            found["model.layers.0.mlp.down_proj.g_idx"], np.arange(96) // 32
+        )
 
 
 @pytest.mark.parametrize("layout", ["gptq", "awq"])
@@ -191,14 +237,26 @@ def test_routers_stay_dense(tmp_path, layout):
     assert routers and any(name.endswith("experts.0.up_proj.qweight") for name in found)
     stored = split_quantization(json.loads((out / "config.json").read_text()))[1]
     assert not any(stored.group_of(name.removesuffix(".weight")) for name in routers)
-    assert all(stored.group_of(name.removesuffix(".qweight")) for name in found if name.endswith(".qweight"))
+    assert all(
+        stored.group_of(name.removesuffix(".qweight"))
+        for name in found
+        if name.endswith(".qweight")
+    )
     assert_same(read(out).layers, read(dense, quantization="int4-32-zero").layers)
 
 
 def test_the_command(tmp_path):
     out = tmp_path / "out"
     tiny.write(tmp_path / "dense", LLAMA)
-    asked = ["quantize", str(tmp_path / "dense"), str(out), "--quantization", "int4-64-zero", "--layout", "awq"]
+    asked = [
+        "quantize",
+        str(tmp_path / "dense"),
+        str(out),
+        "--quantization",
+        "int4-64-zero",
+        "--layout",
+        "awq",
+    ]
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output
     assert "14 matrices in int4-64-zero, laid out as awq" in " ".join(done.output.split())
@@ -225,8 +283,14 @@ def test_what_a_layout_has_not(tmp_path, layout, name, words):
 
 def test_shapes_that_a_layout_cannot_have(tmp_path):
     tiny.write(tmp_path / "columns", LLAMA | {"intermediate_size": 100})
-    tiny.write(tmp_path / "rows", LLAMA | {"hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 1})
-    for folder, words in (("columns", ("down_proj", "100 inputs", "32")), ("rows", ("k_proj", "4 outputs"))):
+    tiny.write(
+        tmp_path / "rows",
+        LLAMA | {"hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 1},
+    )
+    for folder, words in (
+        ("columns", ("down_proj", "100 inputs", "32")),
+        ("rows", ("k_proj", "4 outputs")),
+    ):
         with pytest.raises(ModelError) as caught:
             save(tmp_path / folder, tmp_path / "out", "awq", "int4-32-zero")
         for word in words:
@@ -247,7 +311,9 @@ def mxfp4_means(tensors: dict, stem: str) -> np.ndarray:
 
 
 def nvfp4_means(tensors: dict, stem: str) -> np.ndarray:
-    scale, whole = (tensors[f"{stem}.weight_{x}"].astype(np.float64) for x in ("scale", "global_scale"))
+    scale, whole = (
+        tensors[f"{stem}.weight_{x}"].astype(np.float64) for x in ("scale", "global_scale")
+    )
     scale /= whole
     return E2M1[pairs(tensors[f"{stem}.weight_packed"])] * scale.repeat(16, 1)
 
@@ -256,7 +322,11 @@ def nf4_means(tensors: dict, stem: str) -> np.ndarray:
     at = f"{stem}.weight"
     state = json.loads(tensors[f"{at}.quant_state.bitsandbytes__nf4"].tobytes())
     scales = tensors[f"{at}.nested_quant_map"].astype(np.float64)[tensors[f"{at}.absmax"]]
-    scales *= tensors[f"{at}.nested_absmax"].astype(np.float64).repeat(state["nested_blocksize"])[: len(scales)]
+    scales *= (
+        tensors[f"{at}.nested_absmax"]
+        .astype(np.float64)
+        .repeat(state["nested_blocksize"])[: len(scales)]
+    )
     scales += state["nested_offset"]
     codes = np.stack([tensors[at][:, 0] >> 4, tensors[at][:, 0] & 15], -1).reshape(-1)
     means = tensors[f"{at}.quant_map"].astype(np.float64)[codes] * scales.repeat(state["blocksize"])
@@ -275,12 +345,19 @@ def bytes_means(tensors: dict, stem: str) -> np.ndarray:
     return codes * tensors[f"{stem}.weight_scale"].astype(np.float64).repeat(32, 1)
 
 
-FLOAT_MEANS = {"mxfp4": mxfp4_means, "nvfp4": nvfp4_means, "nf4": nf4_means, "fp8-weights-128": fp8_means,
-               "int8-weights-32": bytes_means}  # fmt: skip
+FLOAT_MEANS = {
+    "mxfp4": mxfp4_means,
+    "nvfp4": nvfp4_means,
+    "nf4": nf4_means,
+    "fp8-weights-128": fp8_means,
+    "int8-weights-32": bytes_means,
+}
 
 
 def written(folder: Path) -> dict[str, np.ndarray]:
-    """Matrices of which some have groups of zeros, tiny numbers, and sides that 128 does not divide."""
+    """Matrices of which some have groups of zeros, tiny numbers, and sides that 128 does not
+    divide.
+    """
     config = LLAMA | {"intermediate_size": 320}
     tensors = tiny.draw(config)
     rng = np.random.default_rng(1)
@@ -294,7 +371,9 @@ def written(folder: Path) -> dict[str, np.ndarray]:
 
 
 def bound(name: str, value: np.ndarray) -> np.ndarray:
-    """How far from each weight its code may be: half of the widest step, in parts of what a group's largest is."""
+    """How far from each weight its code may be: half of the widest step, in parts of what a group's
+    largest is.
+    """
 
     def largest(size: int) -> np.ndarray:
         return np.abs(value.reshape(len(value), -1, size)).max(2).astype(np.float64).repeat(size, 1)
@@ -303,7 +382,8 @@ def bound(name: str, value: np.ndarray) -> np.ndarray:
         return largest(32) / 4
     if name == "nvfp4":  # the largest is 6; the scale is off by a sixteenth at most
         return largest(16) * (1 / 6 * 17 / 16 + 1 / 16)
-    if name == "nf4":  # the widest step is 0.304; scales are off by some thousandths of the largest of 256
+    # the widest step is 0.304; scales are off by some thousandths of the largest of 256
+    if name == "nf4":
         return largest(64) * 0.153 + 0.015 * np.abs(value).max()
     if name == "int8-weights-32":
         return largest(32) / 254 * 1.01
@@ -335,7 +415,10 @@ def test_floats_and_bytes_in_blocks(tmp_path, layout, name):
 def test_floats_are_the_nearest(tmp_path):
     """Of sixteen numbers, by looking at all."""
     dense = written(tmp_path / "dense")
-    for layout, name, size in (("compressed-tensors", "mxfp4", 32), ("compressed-tensors", "nvfp4", 16)):
+    for layout, name, size in (
+        ("compressed-tensors", "mxfp4", 32),
+        ("compressed-tensors", "nvfp4", 16),
+    ):
         found = tensors_of(save(tmp_path / "dense", tmp_path / name, layout, name))
         stem = "model.layers.1.mlp.down_proj"
         sixes = {f"{stem}.weight_packed": np.full((256, 160), 0x77, np.uint8)}
@@ -344,7 +427,8 @@ def test_floats_are_the_nearest(tmp_path):
         meant = FLOAT_MEANS[name](found, stem)
         best = np.abs(value[..., None] - E2M1 * scale[..., None]).min(-1)
         np.testing.assert_allclose(np.abs(value - meant), best, atol=1e-7)
-        if name == "mxfp4":  # the exponent of the largest, the next where that is nearer to 8 than to 6
+        # the exponent of the largest, the next where that is nearer to 8 than to 6
+        if name == "mxfp4":
             largest = np.abs(value).reshape(256, -1, size).max(2)
             right = 2.0 ** (np.floor(np.log2(largest)) - 2)
             right = np.where(largest > 7 * right, 2 * right, right)
@@ -364,13 +448,17 @@ def test_matrices_that_are_loaded_together_share_the_scale_of_all(tmp_path):
         stems = [f"model.layers.1.{name}" for name in names]
         largest = max(np.abs(dense[f"{stem}.weight"]).max() for stem in stems)
         for stem in stems:
-            np.testing.assert_allclose(found[f"{stem}.weight_global_scale"], [448 * 6 / largest], rtol=1e-6)
+            np.testing.assert_allclose(
+                found[f"{stem}.weight_global_scale"], [448 * 6 / largest], rtol=1e-6
+            )
 
 
 def test_blocks_that_a_layout_cannot_have(tmp_path):
     tiny.write(tmp_path / "dense", LLAMA | {"intermediate_size": 80})
     for layout, name, size in (("bitsandbytes", "nf4", 64), ("compressed-tensors", "mxfp4", 32)):
-        with pytest.raises(ModelError, match=f"down_proj.weight' has 80 inputs, which do not divide .* of {size}"):
+        with pytest.raises(
+            ModelError, match=f"down_proj.weight' has 80 inputs, which do not divide .* of {size}"
+        ):
             save(tmp_path / "dense", tmp_path / "out", layout, name)
 
 
@@ -380,6 +468,11 @@ def test_other_dtypes_are_said(tmp_path):
     config = LLAMA | {"torch_dtype": "bfloat16"}
     tiny.write(tmp_path / "dense", config, tiny.draw(config, ml_dtypes.bfloat16))
     found = tensors_of(save(tmp_path / "dense", tmp_path / "out", "bitsandbytes", "nf4"))
-    state = json.loads(found["model.layers.0.mlp.up_proj.weight.quant_state.bitsandbytes__nf4"].tobytes())
+    state = json.loads(
+        found["model.layers.0.mlp.up_proj.weight.quant_state.bitsandbytes__nf4"].tobytes()
+    )
     assert state["dtype"] == "bfloat16"
-    assert said(tmp_path / "out") | {"load_in_4bit": True, "bnb_4bit_use_double_quant": True} == said(tmp_path / "out")
+    assert said(tmp_path / "out") | {
+        "load_in_4bit": True,
+        "bnb_4bit_use_double_quant": True,
+    } == said(tmp_path / "out")

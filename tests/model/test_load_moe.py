@@ -34,7 +34,10 @@ def folder(tmp_path):
 
 
 def load(folder, tensors):
-    save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: np.ascontiguousarray(value) for name, value in tensors.items()},
+        folder / "model.safetensors",
+    )
     config = loader.read_config(folder, "float32")
     return loader.load_weights(folder, config, place=lambda spec, leaf: leaf)
 
@@ -45,10 +48,14 @@ def assert_same(a, b):
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "deepseek-v3"])
 def test_experts_in_one_tensor(name, folder):
-    """The names that transformers 5 has in memory mean the same as those that it writes by default."""
+    """The names that transformers 5 has in memory mean the same as those that it writes by
+    default.
+    """
     made, tensors = folder(name)
     expected = load(made, tensors)
-    fused = {key: value for key, value in tensors.items() if ".experts." not in key or ".shared_" in key}
+    fused = {
+        key: value for key, value in tensors.items() if ".experts." not in key or ".shared_" in key
+    }
     fused = {key.replace("block_sparse_moe", "mlp"): value for key, value in fused.items()}
     names = ("w1", "w3", "w2") if name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     for key in tensors:
@@ -56,7 +63,9 @@ def test_experts_in_one_tensor(name, folder):
         if not found:
             continue
         E = sum(f"{block}.experts.{e}.{names[0]}.weight" in tensors for e in range(99))
-        gate, up, down = (np.stack([tensors[f"{block}.experts.{e}.{x}.weight"] for e in range(E)]) for x in names)
+        gate, up, down = (
+            np.stack([tensors[f"{block}.experts.{e}.{x}.weight"] for e in range(E)]) for x in names
+        )
         block = block.replace("block_sparse_moe", "mlp")
         fused[f"{block}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
         fused[f"{block}.experts.down_proj"] = down
@@ -67,7 +76,9 @@ def test_experts_in_one_tensor(name, folder):
 def test_a_missing_expert_is_named(folder):
     made, tensors = folder("mixtral")
     del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
-    with pytest.raises(ModelError, match=r"lacks the tensor 'model\.layers\.1\.mlp\.experts\.2\.w3\.weight'"):
+    with pytest.raises(
+        ModelError, match=r"lacks the tensor 'model\.layers\.1\.mlp\.experts\.2\.w3\.weight'"
+    ):
         load(made, tensors)
 
 
@@ -83,7 +94,11 @@ def test_fp8_blocks_of_a_matrix_that_no_product_takes_are_widened(folder):
     expected = load(made, tensors | {name: wide})
     config = json.loads((made / "config.json").read_text())
     spared = [key.removesuffix(".weight") for key in tensors if key != name]
-    method = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": spared}
+    method = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": spared,
+    }
     (made / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
     assert_same(load(made, tensors | {name: small, f"{name}_scale_inv": scale}), expected)
     with pytest.raises(ModelError, match=r"kv_b_proj.weight_scale_inv' is \[1, 2\]"):
@@ -91,17 +106,24 @@ def test_fp8_blocks_of_a_matrix_that_no_product_takes_are_widened(folder):
 
 
 def test_layers_past_the_last(folder):
-    """The layer that predicts a second token is left alone; any other tensor too many is an error."""
+    """The layer that predicts a second token is left alone; any other tensor too many is an
+    error.
+    """
     made, tensors = folder("deepseek-v3")
     expected = load(made, tensors)
-    extra = {"model.layers.3.eh_proj.weight": np.ones((2, 2)), "model.layers.3.mlp.gate.weight": np.ones(2)}
+    extra = {
+        "model.layers.3.eh_proj.weight": np.ones((2, 2)),
+        "model.layers.3.mlp.gate.weight": np.ones(2),
+    }
     assert_same(load(made, tensors | extra), expected)
     with pytest.raises(ModelError, match=r"holds the tensor 'model\.layers\.2\.eh_proj\.weight'"):
         load(made, tensors | {"model.layers.2.eh_proj.weight": np.ones(2)})
 
 
 def test_what_gemma4_does_not_read(folder):
-    """Published files keep keys and values for layers that share a cache, and what sees and hears."""
+    """Published files keep keys and values for layers that share a cache, and what sees and
+    hears.
+    """
     made, tensors = folder("gemma4-shared")
     expected = load(made, tensors)
     prefix = "model.language_model.layers"
@@ -136,7 +158,10 @@ def test_mxfp4_is_loaded_as_it_is_stored(folder):
         return values[code] * 2.0 ** (int(tensors[f"{name}_scales"][e, row, block]) - 127)
 
     rng = np.random.default_rng(0)
-    up, down = (np.asarray(jax.tree.map(jax.numpy.asarray, w)[4], np.float32) for w in (moe.up_EDGF, moe.down_EFD))
+    up, down = (
+        np.asarray(jax.tree.map(jax.numpy.asarray, w)[4], np.float32)
+        for w in (moe.up_EDGF, moe.down_EFD)
+    )
     assert (up.shape, down.shape) == ((64, 2, 96), (96, 64))
     for _ in range(300):
         d = rng.integers(64)

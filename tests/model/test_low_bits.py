@@ -26,9 +26,16 @@ from quire.tests.support.low_bits import meaning
 
 D = 64
 F = 96
-LLAMA = tiny.LLAMA | {"hidden_size": D, "intermediate_size": F, "num_key_value_heads": 2, "vocab_size": 96}
+LLAMA = tiny.LLAMA | {
+    "hidden_size": D,
+    "intermediate_size": F,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+}
 NAMES = ("codebook-4", "codebook-3", "e8p-2", "e8p-4")
-SAMPLES = [np.random.default_rng(length).integers(0, 96, length).tolist() for length in (5, 21, 1, 17)]
+SAMPLES = [
+    np.random.default_rng(length).integers(0, 96, length).tolist() for length in (5, 21, 1, 17)
+]
 
 
 def source_of(folder: Path, name: str) -> CheckpointSource:
@@ -37,7 +44,9 @@ def source_of(folder: Path, name: str) -> CheckpointSource:
 
 
 def read(folder: Path, quantization: str | None = None):
-    return load_weights(folder, read_config(folder, quantization=quantization), place=lambda spec, leaf: leaf)
+    return load_weights(
+        folder, read_config(folder, quantization=quantization), place=lambda spec, leaf: leaf
+    )
 
 
 def assert_same(a, b) -> None:
@@ -62,28 +71,40 @@ def test_squared_gradients_are_the_models(tmp_path):
     def gradient(weights, ids, count):
         said = jax.nn.log_softmax(uncached.forward(weights, ids[None], config)[0])
         each = jnp.take_along_axis(said[:-1], ids[1:, None], axis=1)[:, 0]
-        return -jnp.where(jnp.arange(1, len(ids)) < count, each, 0).sum()  # what comes later changes nothing before it
+        # what comes later changes nothing before it
+        return -jnp.where(jnp.arange(1, len(ids)) < count, each, 0).sum()
 
-    each = [gradient(weights, jnp.array(ids + [0] * (21 - len(ids))), len(ids)) for ids in SAMPLES if len(ids) > 1]
-    total = jax.tree.map(lambda *grads: sum(np.square(np.asarray(g, np.float64)) for g in grads), *each)
+    each = [
+        gradient(weights, jnp.array(ids + [0] * (21 - len(ids))), len(ids))
+        for ids in SAMPLES
+        if len(ids) > 1
+    ]
+    total = jax.tree.map(
+        lambda *grads: sum(np.square(np.asarray(g, np.float64)) for g in grads), *each
+    )
     assert len(found) == 14
     for i, layer in enumerate(total.layers):
         at = f"model.layers.{i}"
         head = D // LLAMA["num_attention_heads"]
         qkv = layer.attention.qkv_DGH.reshape(D, -1).T
         expected = {
-            "self_attn.q_proj": qkv[:D], "self_attn.k_proj": qkv[D : D + 2 * head],
+            "self_attn.q_proj": qkv[:D],
+            "self_attn.k_proj": qkv[D : D + 2 * head],
             "self_attn.v_proj": qkv[-2 * head :],
-            "self_attn.o_proj": layer.attention.out_NHD.reshape(D, D).T, "mlp.gate_proj": layer.mlp.up_DGF[:, 0].T,
-            "mlp.up_proj": layer.mlp.up_DGF[:, 1].T, "mlp.down_proj": layer.mlp.down_FD.T,
-        }  # fmt: skip
+            "self_attn.o_proj": layer.attention.out_NHD.reshape(D, D).T,
+            "mlp.gate_proj": layer.mlp.up_DGF[:, 0].T,
+            "mlp.up_proj": layer.mlp.up_DGF[:, 1].T,
+            "mlp.down_proj": layer.mlp.down_FD.T,
+        }
         for name, value in expected.items():
             mine = found[f"{at}.{name}.weight"]
             np.testing.assert_allclose(mine, value, rtol=2e-3, atol=1e-5 * value.max())
 
 
 def naive_quip(W, H, bits: int, damp: float = 0.01):
-    """Eight columns at a time in float64, what the others take up solved anew; the nearest of all 65,536 points."""
+    """Eight columns at a time in float64, what the others take up solved anew; the nearest of all
+    65,536 points.
+    """
     W = rotated(W.astype(np.float32)).astype(np.float64)
     H = rotated(rotated(H.astype(np.float32)).T).astype(np.float64)
     H = H + damp * np.mean(np.diag(H)) * np.eye(len(H))
@@ -102,7 +123,8 @@ def naive_quip(W, H, bits: int, damp: float = 0.01):
                 finer = finer * 4
         rest = np.s_[i + 8 :]
         error = W[:, i : i + 8] - Q[:, i : i + 8] * scale
-        # What serves best is where the derivative of (error, more) H (error, more)^T by `more` is zero.
+        # What serves best is where the derivative of (error, more) H (error, more)^T by `more` is
+        # zero.
         W[:, rest] += error @ H[i : i + 8, rest] @ np.linalg.inv(H[rest, rest])
     H -= damp * np.mean(np.diag(H)) / (1 + damp) * np.eye(len(H))
     best = np.array([np.dot(w @ H, q) / np.dot(q @ H, q) for w, q in zip(exact, Q, strict=True)])
@@ -114,7 +136,9 @@ def naive_quip(W, H, bits: int, damp: float = 0.01):
 def test_quip_is_gptq_of_eight_columns(seed, bits):
     rng = np.random.default_rng(seed)
     W = rng.standard_normal((3, 32)).astype(np.float32)
-    X = rng.standard_normal((60, 8)) @ rng.standard_normal((8, 32)) + 0.3 * rng.standard_normal((60, 32))
+    X = rng.standard_normal((60, 8)) @ rng.standard_normal((8, 32)) + 0.3 * rng.standard_normal(
+        (60, 32)
+    )
     codes, scale = quip(W, X.T @ X, bits)
     Q, best = naive_quip(W, X.T @ X, bits)
     points = e8p.points(codes) / 4
@@ -127,7 +151,9 @@ def test_quip_is_gptq_of_eight_columns(seed, bits):
 def test_quip_loses_less_than_the_nearest_points():
     rng = np.random.default_rng(0)
     W = rng.standard_normal((48, 160)).astype(np.float32)
-    X = rng.standard_normal((500, 20)) @ rng.standard_normal((20, 160)) + 0.3 * rng.standard_normal((500, 160))
+    X = rng.standard_normal((500, 20)) @ rng.standard_normal((20, 160)) + 0.3 * rng.standard_normal(
+        (500, 160)
+    )
     for bits, most in ((2, 0.5), (4, 0.5)):
         turned = rotated(W)
         scale = e8p.scales(rotated(W), bits)
@@ -145,7 +171,9 @@ def test_quip_loses_less_than_the_nearest_points():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_written_folder_is_what_rounding_while_loading_makes(tmp_path, name):
     tiny.write(tmp_path / "dense", LLAMA, tiny.even(tiny.shapes(LLAMA)))
-    quantized.save(tmp_path / "dense", tmp_path / "out", read_config(tmp_path / "dense", quantization=name))
+    quantized.save(
+        tmp_path / "dense", tmp_path / "out", read_config(tmp_path / "dense", quantization=name)
+    )
     assert_same(read(tmp_path / "out"), read(tmp_path / "dense", name))
     said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert said["quant_method"] == "quire" and read_config(tmp_path / "out").quant == name
@@ -169,10 +197,14 @@ def test_by_calibration(tmp_path, name, method):
             (mine.attention.out_NHD, other.attention.out_NHD, "self_attn.o_proj"),
         ):
             assert any(
-                np.any(one != two) for one, two in zip(jax.tree.leaves(leaf), jax.tree.leaves(plain), strict=True)
+                np.any(one != two)
+                for one, two in zip(jax.tree.leaves(leaf), jax.tree.leaves(plain), strict=True)
             )
             W = tensors[f"model.layers.{index}.{tensor}.weight"].T
-            assert np.square(meaning(leaf, name) - W).mean() < {"3": 0.15, "2": 0.4}[name[-1]] * np.square(W).mean()
+            assert (
+                np.square(meaning(leaf, name) - W).mean()
+                < {"3": 0.15, "2": 0.4}[name[-1]] * np.square(W).mean()
+            )
     options = {"skip_tokenizer_init": True, "max_num_seqs": 1, "max_num_batched_tokens": 8}
     asked = [5, 17, 3], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     with LLM(out, **options) as llm:
@@ -209,21 +241,35 @@ def by_hand(rng, name: str, rows: int, columns: int) -> tuple[dict[str, np.ndarr
         for (o, k), code in np.ndenumerate(codes):
             words[o, k // each] += int(code) << k % each * bits
         table = np.sort(rng.standard_normal((rows, 1 << bits)), 1).astype(np.float16)
-        own = np.stack([np.sort(rng.permutation(columns)[: -(-columns * 45 // 10000)]) for _ in range(rows)])
+        own = np.stack(
+            [np.sort(rng.permutation(columns)[: -(-columns * 45 // 10000)]) for _ in range(rows)]
+        )
         apart = rng.standard_normal(own.shape).astype(np.float16)
         dense = np.take_along_axis(table, codes, 1).astype(np.float64)
         np.put_along_axis(dense, own, apart.astype(np.float64), 1)
-        lists = {".weight_table": table, ".weight_apart": apart, ".weight_columns": own.astype(np.int32)}
+        lists = {
+            ".weight_table": table,
+            ".weight_apart": apart,
+            ".weight_columns": own.astype(np.int32),
+        }
         return tensors | lists | {".weight_packed": words.astype(np.uint32).view(np.int32)}, dense
-    tensors[".weight_packed"] = rng.integers(-(1 << 15), 1 << 15, (rows, columns // 8)).astype(np.int16)
+    tensors[".weight_packed"] = rng.integers(-(1 << 15), 1 << 15, (rows, columns // 8)).astype(
+        np.int16
+    )
     if name == "e8p-4":
-        tensors[".weight_rest"] = rng.integers(-(1 << 15), 1 << 15, (rows, columns // 8)).astype(np.int16)
+        tensors[".weight_rest"] = rng.integers(-(1 << 15), 1 << 15, (rows, columns // 8)).astype(
+            np.int16
+        )
     tensors[".weight_scale"] = rng.uniform(0.01, 0.1, rows).astype(np.float32)
     rest = tensors.get(".weight_rest")
     node = e8p.E8p(
-        codes=tensors[".weight_packed"].view(np.uint16).T, rest=None if rest is None else rest.view(np.uint16).T,
-        scale=tensors[".weight_scale"], into=(columns,), out=(rows,), inputs=(0,),
-    )  # fmt: skip
+        codes=tensors[".weight_packed"].view(np.uint16).T,
+        rest=None if rest is None else rest.view(np.uint16).T,
+        scale=tensors[".weight_scale"],
+        into=(columns,),
+        out=(rows,),
+        inputs=(0,),
+    )
     return tensors, meaning(node, name).T
 
 
@@ -239,18 +285,33 @@ def test_a_folder_that_was_written_by_hand(tmp_path, name):
             tensors[key] = value
             continue
         parts, expected[key] = by_hand(rng, name, *value.shape)
-        tensors |= {key.removesuffix(".weight") + ending: np.ascontiguousarray(x) for ending, x in parts.items()}
+        tensors |= {
+            key.removesuffix(".weight") + ending: np.ascontiguousarray(x)
+            for ending, x in parts.items()
+        }
     said = quantization_config(name, ["lm_head"])
     tiny.write(tmp_path, LLAMA | {"quantization_config": said}, tensors)
     weights = read(tmp_path)
     for i, layer in enumerate(weights.layers):
         q, k, v, o, gate, up, down = (
             expected[f"model.layers.{i}.{x}_proj.weight"]
-            for x in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+            for x in (
+                "self_attn.q",
+                "self_attn.k",
+                "self_attn.v",
+                "self_attn.o",
+                "mlp.gate",
+                "mlp.up",
+                "mlp.down",
+            )
         )
         near = {"rtol": 0, "atol": 1e-5 if name.startswith("e8p") else 0}
-        np.testing.assert_allclose(meaning(layer.attention.qkv_DGH, name).T, np.concatenate([q, k, v]), **near)
-        np.testing.assert_allclose(meaning(layer.mlp.up_DGF, name).T, np.concatenate([gate, up]), **near)
+        np.testing.assert_allclose(
+            meaning(layer.attention.qkv_DGH, name).T, np.concatenate([q, k, v]), **near
+        )
+        np.testing.assert_allclose(
+            meaning(layer.mlp.up_DGF, name).T, np.concatenate([gate, up]), **near
+        )
         np.testing.assert_allclose(meaning(layer.attention.out_NHD, name).T, o, **near)
         np.testing.assert_allclose(meaning(layer.mlp.down_FD, name).T, down, **near)
     source = find_sources(tmp_path, read_config(tmp_path))[0]
@@ -263,12 +324,17 @@ def test_what_is_refused(tmp_path):
     tiny.write(dense, LLAMA, tiny.even(tiny.shapes(LLAMA)))
 
     def save(name: str, method: str, samples=SAMPLES):
-        session.save(dense, tmp_path / "out", read_config(dense, quantization=name), method, samples)
+        session.save(
+            dense, tmp_path / "out", read_config(dense, quantization=name), method, samples
+        )
 
-    with pytest.raises(ModelError, match="'squeezellm', which is for formats .*: codebook-4, codebook-3; .* 'int8'"):
+    with pytest.raises(
+        ModelError, match="'squeezellm', which is for formats .*: codebook-4, codebook-3; .* 'int8'"
+    ):
         save("int8", "squeezellm")
     with pytest.raises(
-        ModelError, match="'quip', which is for formats of points of a lattice: e8p-2, e8p-4; .*'codebook-4'"
+        ModelError,
+        match="'quip', which is for formats of points of a lattice: e8p-2, e8p-4; .*'codebook-4'",
     ):
         save("codebook-4", "quip")
     with pytest.raises(ModelError, match="codes are no integers"):

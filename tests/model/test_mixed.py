@@ -28,7 +28,10 @@ def test_no_other_choice_is_better(data):
     """Against all choices there are, with budgets of a whole number of shares."""
     count = data.draw(st.integers(1, 5))
     numbers = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 50)), min_size=1, max_size=4)
-    each = [[FormatChoice(None, float(b), float(loss)) for b, loss in data.draw(numbers)] for _ in range(count)]
+    each = [
+        [FormatChoice(None, float(b), float(loss)) for b, loss in data.draw(numbers)]
+        for _ in range(count)
+    ]
     budget = data.draw(st.integers(1, 120))
     fits = [some for some in itertools.product(*each) if sum(way.bits for way in some) <= budget]
     found = best_choices(budget * (1 + 1e-3), each)
@@ -43,7 +46,11 @@ def test_no_other_choice_is_better(data):
 def dense(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dense")
     tensors = tiny.draw(CONFIG)
-    tiny.write(folder, CONFIG, {name: tensor if tensor.ndim < 2 else tensor / 10 for name, tensor in tensors.items()})
+    tiny.write(
+        folder,
+        CONFIG,
+        {name: tensor if tensor.ndim < 2 else tensor / 10 for name, tensor in tensors.items()},
+    )
     return folder
 
 
@@ -62,7 +69,11 @@ def bits_of(folder):
         for group in config["config_groups"].values()
         for module in group["targets"]
     }
-    modules = [name.removesuffix(".weight") for name in find_tensors(folder) if re.search(r"_proj\.weight$", name)]
+    modules = [
+        name.removesuffix(".weight")
+        for name in find_tensors(folder)
+        if re.search(r"_proj\.weight$", name)
+    ]
     modules += list(formats)
     taken = sum(
         8 * tensor.nbytes
@@ -76,20 +87,34 @@ def bits_of(folder):
 @pytest.mark.parametrize("bits", [4.3, 6])
 @pytest.mark.slow
 def test_a_folder_of_several_formats(dense, samples, tmp_path, method, bits):
-    """It takes no more than was asked for, is served, and its wide matrices are those that the loss hears of."""
+    """It takes no more than was asked for, is served, and its wide matrices are those that the loss
+    hears of.
+    """
     out = tmp_path / "out"
     config = read_config(dense, quantization=mixed.ANY)
     session.save(dense, out, config, method, samples, bits=bits)
     taken, formats, modules = bits_of(out)
-    weights = sum(np.prod(t.shape) for name, t in find_tensors(dense).items() if re.search(r"_proj\.weight$", name))
+    weights = sum(
+        np.prod(t.shape)
+        for name, t in find_tensors(dense).items()
+        if re.search(r"_proj\.weight$", name)
+    )
     assert bits - 0.5 < taken / weights <= bits
     assert len(modules) == 7 * 3
     for layer in range(3):  # what is one weight has one format
         for together in (("self_attn.q", "self_attn.k", "self_attn.v"), ("mlp.gate", "mlp.up")):
             assert len({formats.get(f"model.layers.{layer}.{name}_proj") for name in together}) == 1
     assert not (tmp_path / ".out.layers").exists()
-    with LLM(str(out), skip_tokenizer_init=True, max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64) as llm:
-        (answer,) = llm.generate([{"prompt_token_ids": samples[0]}], SamplingParams(max_tokens=4, ignore_eos=True))
+    with LLM(
+        str(out),
+        skip_tokenizer_init=True,
+        max_num_seqs=2,
+        max_num_batched_tokens=32,
+        max_model_len=64,
+    ) as llm:
+        (answer,) = llm.generate(
+            [{"prompt_token_ids": samples[0]}], SamplingParams(max_tokens=4, ignore_eos=True)
+        )
         assert len(answer.outputs[0].token_ids) == 4
 
 

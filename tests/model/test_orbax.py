@@ -1,4 +1,6 @@
-"""A converted folder: the same arrays, a whole model of its own, and clear words when it is damaged."""
+"""A converted folder: the same arrays, a whole model of its own, and clear words when it is
+damaged.
+"""
 
 import gc
 import json
@@ -25,13 +27,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 @pytest.fixture(autouse=True)
 def collect():
-    """After a read that fails orbax leaves its other reads to the garbage collector, which complains: here, unheard."""
+    """After a read that fails orbax leaves its other reads to the garbage collector, which
+    complains: here, unheard.
+    """
     yield
     gc.collect()
 
 
 def bits(tree) -> list[tuple]:
-    return [(str(leaf.dtype), leaf.shape, np.asarray(leaf).tobytes()) for leaf in jax.tree.leaves(tree)]
+    return [
+        (str(leaf.dtype), leaf.shape, np.asarray(leaf).tobytes()) for leaf in jax.tree.leaves(tree)
+    ]
 
 
 @pytest.fixture
@@ -57,7 +63,8 @@ def test_round_trip(made):
     told = []
     weights = load(out, config, progress=told.append, skip_packing=True)
     assert bits(weights) == bits(load(plain, config, skip_packing=True))
-    assert bits(load(out, config)) == bits(load(plain, config))  # laid out for the kernels, where there are some
+    # laid out for the kernels, where there are some
+    assert bits(load(out, config)) == bits(load(plain, config))
     assert sum(told) == sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
     names = {path.name for path in out.iterdir()}
     assert names == {"config.json", "tokenizer.json", "chat_template.jinja", "weights"}
@@ -82,7 +89,12 @@ def test_overrides_are_written(tmp_path):
     weights = load(tmp_path / "plain", config, skip_packing=True)
     orbax.save(tmp_path / "plain", tmp_path / "out", weights, config.dtype, overrides)
     assert read_config(tmp_path / "out") == config
-    quantized.save(tmp_path / "plain", tmp_path / "small", replace(config, quant="int8"), hf_overrides=overrides)
+    quantized.save(
+        tmp_path / "plain",
+        tmp_path / "small",
+        replace(config, quant="int8"),
+        hf_overrides=overrides,
+    )
     assert replace(read_config(tmp_path / "small"), quant=None, stored=None) == config
 
 
@@ -90,19 +102,25 @@ def test_one_format_is_asked_for(made):
     plain, out = made
     config = read_config(plain)
     load(plain, config, load_format="safetensors")
-    with pytest.raises(ModelError, match="load_format is 'safetensors', and .* is a converted checkpoint"):
+    with pytest.raises(
+        ModelError, match="load_format is 'safetensors', and .* is a converted checkpoint"
+    ):
         load(out, config, load_format="safetensors")
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3", "gemma4-moe"])
 def test_random_weights_of_every_kind(tmp_path, name):
-    """Arrays and nodes have the shapes that the checkpoint's have, and the same values each time."""
+    """Arrays and nodes have the shapes that the checkpoint's have, and the same values each
+    time.
+    """
     variant = next(variant for variant in MOE_VARIANTS if variant.name == name)
     (tmp_path / "config.json").write_text(json.dumps(variant.config))
     config = read_config(tmp_path)
     made = load(tmp_path, config, skip_packing=True, load_format="dummy")
     shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), made)
-    assert shapes == jax.tree.map(lambda spec: (spec.shape, str(jnp.dtype(spec.dtype))), weight_specs(config))
+    assert shapes == jax.tree.map(
+        lambda spec: (spec.shape, str(jnp.dtype(spec.dtype))), weight_specs(config)
+    )
     assert bits(load(tmp_path, config, skip_packing=True, load_format="dummy")) == bits(made)
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(made))
 
@@ -153,7 +171,9 @@ def refused(folder, *words: str) -> None:
 )
 def test_config_that_does_not_fit(made, change, words):
     _, out = made
-    (out / "config.json").write_text(json.dumps(json.loads((out / "config.json").read_text()) | change))
+    (out / "config.json").write_text(
+        json.dumps(json.loads((out / "config.json").read_text()) | change)
+    )
     refused(out, *words)
 
 

@@ -1,4 +1,6 @@
-"""Works on all cores: results in order, few bytes at a time, errors as one after the other would give them."""
+"""Works on all cores: results in order, few bytes at a time, errors as one after the other would
+give them.
+"""
 
 import threading
 import time

@@ -1,4 +1,6 @@
-"""Quantised checkpoints as other tools publish them: read to the numbers that their formats mean, in their own bits."""
+"""Quantised checkpoints as other tools publish them: read to the numbers that their formats mean,
+in their own bits.
+"""
 
 import json
 from pathlib import Path
@@ -12,9 +14,25 @@ from quire import LLM
 from quire.model.checkpoint.loader import read_config
 from quire.model.config import ModelError
 from quire.tests.support import served_codes, tiny
-from quire.tests.support.quantized_files import LLAMA, D, F, assert_is, awq, check_damage, dense_of, fp8, gptq, read
+from quire.tests.support.quantized_files import (
+    LLAMA,
+    D,
+    F,
+    assert_is,
+    awq,
+    check_damage,
+    dense_of,
+    fp8,
+    gptq,
+    read,
+)
 
-BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+BLOCKS = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 FLOATS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
@@ -23,47 +41,96 @@ FLOATS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor
 def compressed(weights: dict, activations: dict | None = None) -> dict:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     return {
-        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group},
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
-    }  # fmt: skip
+    }
 
 
-# How a matrix is written, the options of that, quantization_config, and what it is kept as; None: widened.
+# How a matrix is written, the options of that, quantization_config, and what it is kept as; None:
+# widened.
 CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
     "awq-128": (awq, {}, AWQ, "int4-128-zero"),
     "awq-32": (awq, {"group": 32}, AWQ | {"group_size": 32}, "int4-32-zero"),
     "awq-all": (awq, {"group": -1}, AWQ | {"group_size": -1}, None),
     "gptq-128": (gptq, {}, GPTQ, "int4-128-zero"),
-    "gptq-32-v2": (gptq, {"group": 32, "version": 2}, GPTQ | {"group_size": 32, "checkpoint_format": "gptq_v2"},
-                   "int4-32-zero"),
+    "gptq-32-v2": (
+        gptq,
+        {"group": 32, "version": 2},
+        GPTQ | {"group_size": 32, "checkpoint_format": "gptq_v2"},
+        "int4-32-zero",
+    ),
     "gptq-sym": (gptq, {"sym": True}, GPTQ | {"sym": True}, "int4-128"),
     "gptq-order": (gptq, {"order": True}, GPTQ | {"desc_act": True}, None),
-    "gptq-2": (gptq, {"bits": 2, "group": 64}, GPTQ | {"bits": 2, "group_size": 64}, "int4-64-zero"),
+    "gptq-2": (
+        gptq,
+        {"bits": 2, "group": 64},
+        GPTQ | {"bits": 2, "group_size": 64},
+        "int4-64-zero",
+    ),
     "gptq-3": (gptq, {"bits": 3}, GPTQ | {"bits": 3}, "int4-128-zero"),
-    "gptq-3-sym": (gptq, {"bits": 3, "sym": True}, GPTQ | {"bits": 3, "sym": True}, "int4-128-zero"),
+    "gptq-3-sym": (
+        gptq,
+        {"bits": 3, "sym": True},
+        GPTQ | {"bits": 3, "sym": True},
+        "int4-128-zero",
+    ),
     "gptq-8": (gptq, {"bits": 8}, GPTQ | {"bits": 8}, "int8-weights-128-least"),
-    "gptq-8-32-v2": (gptq, {"bits": 8, "group": 32, "version": 2},
-                     GPTQ | {"bits": 8, "group_size": 32, "checkpoint_format": "gptq_v2"}, "int8-weights-32-least"),
+    "gptq-8-32-v2": (
+        gptq,
+        {"bits": 8, "group": 32, "version": 2},
+        GPTQ | {"bits": 8, "group_size": 32, "checkpoint_format": "gptq_v2"},
+        "int8-weights-32-least",
+    ),
     "gptq-8-order": (gptq, {"bits": 8, "order": True}, GPTQ | {"bits": 8, "desc_act": True}, None),
     "gptq-8-all": (gptq, {"bits": 8, "group": -1}, GPTQ | {"bits": 8, "group_size": -1}, None),
-    "gptq-8-sym": (gptq, {"bits": 8, "sym": True}, GPTQ | {"bits": 8, "sym": True}, "int8-weights-128"),
-    "fp8-blocks": (fp8, {}, BLOCKS, "fp8-weights-128"),
-    "fp8-one": (fp8, {"scales": "one", "name": "weight_scale"}, {"quant_method": "fp8", "activation_scheme": "static"},
-                "fp8"),
-    "fbgemm": (fp8, {"scales": "outputs", "name": "weight_scale"}, {"quant_method": "fbgemm_fp8",
-               "activation_scale_ub": 1200.0}, "fp8"),
-    "compressed-one": (fp8, {"scales": "one", "name": "weight_scale"}, compressed(FLOATS, FLOATS), "fp8"),
-    "compressed-flat": (fp8, {"scales": "flat", "name": "weight_scale"},
-                        compressed(FLOATS | {"strategy": "channel"}), "fp8-weights"),
-    "compressed-blocks": (
-        fp8, {"name": "weight_scale"},
-        compressed(FLOATS | {"strategy": "block", "block_structure": [128, 128]},
-                   FLOATS | {"strategy": "group", "group_size": 128, "dynamic": True}), "fp8-weights-128",
+    "gptq-8-sym": (
+        gptq,
+        {"bits": 8, "sym": True},
+        GPTQ | {"bits": 8, "sym": True},
+        "int8-weights-128",
     ),
-}  # fmt: skip
+    "fp8-blocks": (fp8, {}, BLOCKS, "fp8-weights-128"),
+    "fp8-one": (
+        fp8,
+        {"scales": "one", "name": "weight_scale"},
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        "fp8",
+    ),
+    "fbgemm": (
+        fp8,
+        {"scales": "outputs", "name": "weight_scale"},
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        "fp8",
+    ),
+    "compressed-one": (
+        fp8,
+        {"scales": "one", "name": "weight_scale"},
+        compressed(FLOATS, FLOATS),
+        "fp8",
+    ),
+    "compressed-flat": (
+        fp8,
+        {"scales": "flat", "name": "weight_scale"},
+        compressed(FLOATS | {"strategy": "channel"}),
+        "fp8-weights",
+    ),
+    "compressed-blocks": (
+        fp8,
+        {"name": "weight_scale"},
+        compressed(
+            FLOATS | {"strategy": "block", "block_structure": [128, 128]},
+            FLOATS | {"strategy": "group", "group_size": 128, "dynamic": True},
+        ),
+        "fp8-weights-128",
+    ),
+}
 
 
-def written(folder: Path, case: str, config: dict = LLAMA, spare: tuple[str, ...] = (), seed: int = 0):
+def written(
+    folder: Path, case: str, config: dict = LLAMA, spare: tuple[str, ...] = (), seed: int = 0
+):
     """A folder as its tool writes it, and every matrix of it in float64."""
     write, options, quantization, _ = CASES[case]
     rng = np.random.default_rng(seed)
@@ -101,7 +168,11 @@ def test_each_matrix_is_what_its_format_says(tmp_path, case):
     ("case", "said"),
     [
         ("fp8-blocks", False),
-        *((name, True) for name, case in CASES.items() if case[2].get("activation_scheme") == "static"),
+        *(
+            (name, True)
+            for name, case in CASES.items()
+            if case[2].get("activation_scheme") == "static"
+        ),
     ],
 )
 def test_scales_of_activations_are_named(tmp_path, caplog, case, said):
@@ -118,7 +189,9 @@ def test_what_the_config_leaves_dense(tmp_path, case):
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
     for key in ("modules_to_not_convert", *(["ignored_layers"] if case.startswith("fp8") else [])):
-        config["quantization_config"] = CASES[case][2] | {key: ["self_attn.o_proj", "model.layers.0.mlp.down_proj"]}
+        config["quantization_config"] = CASES[case][2] | {
+            key: ["self_attn.o_proj", "model.layers.0.mlp.down_proj"]
+        }
         file.write_text(json.dumps(config))
         weights = read(tmp_path)
         assert_is(weights, expected)
@@ -136,11 +209,19 @@ def test_zeros_of_eight_bits_in_groups_of_two_sizes(tmp_path):
     _, expected = written(tmp_path, "gptq-8")
     tensors = load_file(tmp_path / "model.safetensors")
     rng = np.random.default_rng(5)
-    for stem in [name.removesuffix(".qweight") for name in tensors if name.endswith("v_proj.qweight")]:
-        parts, expected[f"{stem}.weight"] = gptq(rng, stem, expected[f"{stem}.weight"].shape, bits=8, group=32)
+    for stem in [
+        name.removesuffix(".qweight") for name in tensors if name.endswith("v_proj.qweight")
+    ]:
+        parts, expected[f"{stem}.weight"] = gptq(
+            rng, stem, expected[f"{stem}.weight"].shape, bits=8, group=32
+        )
         tensors |= parts
     dynamic = {r"+:.*\.v_proj": {"group_size": 32}}
-    tiny.write(tmp_path, LLAMA | {"quantization_config": CASES["gptq-8"][2] | {"dynamic": dynamic}}, tensors)
+    tiny.write(
+        tmp_path,
+        LLAMA | {"quantization_config": CASES["gptq-8"][2] | {"dynamic": dynamic}},
+        tensors,
+    )
     weights = read(tmp_path)
     assert weights.layers[0].attention.qkv_DGH.group == 32
     assert_is(weights, expected)
@@ -152,9 +233,17 @@ def test_a_zero_beyond_the_largest_code(tmp_path):
     name = "model.layers.0.mlp.down_proj"
     tensors[f"{name}.qzeros"] = np.full_like(tensors[f"{name}.qzeros"], -1)
     save_file(tensors, tmp_path / "model.safetensors")
-    codes = tensors[f"{name}.qweight"].view(np.uint8).reshape(F // 4, D, 4).transpose(0, 2, 1).reshape(F, D)
+    codes = (
+        tensors[f"{name}.qweight"]
+        .view(np.uint8)
+        .reshape(F // 4, D, 4)
+        .transpose(0, 2, 1)
+        .reshape(F, D)
+    )
     scales = tensors[f"{name}.scales"].astype(np.float64).repeat(128, 0)
-    np.testing.assert_array_equal(dense_of(read(tmp_path).layers[0].mlp.down_FD), (codes - 256.0) * scales)
+    np.testing.assert_array_equal(
+        dense_of(read(tmp_path).layers[0].mlp.down_FD), (codes - 256.0) * scales
+    )
 
 
 @pytest.mark.parametrize("case", ["gptq-order", "gptq-8-all"])
@@ -169,17 +258,23 @@ def test_what_is_widened_can_be_rounded_again(tmp_path, case):
 
 def test_another_format_than_the_checkpoint_s_is_refused(tmp_path):
     written(tmp_path, "fp8-blocks")
-    with pytest.raises(ModelError, match="'int4', and the checkpoint is quantised already, as 'fp8-weights-128'"):
+    with pytest.raises(
+        ModelError, match="'int4', and the checkpoint is quantised already, as 'fp8-weights-128'"
+    ):
         read_config(tmp_path, quantization="int4")
 
 
 @pytest.mark.parametrize("case", ["awq-128", "gptq-3", "gptq-8", "fp8-blocks", "fp8-one", "fbgemm"])
 @pytest.mark.slow
 def test_tokens_and_company(tmp_path, case):
-    """Through the whole engine: near the dense model of the same numbers, and the same bits in company."""
+    """Through the whole engine: near the dense model of the same numbers, and the same bits in
+    company.
+    """
     _, expected = written(tmp_path / "codes", case, LLAMA | {"torch_dtype": "bfloat16"})
     tiny.write(
-        tmp_path / "dense", LLAMA, {name: np.ascontiguousarray(value, np.float32) for name, value in expected.items()}
+        tmp_path / "dense",
+        LLAMA,
+        {name: np.ascontiguousarray(value, np.float32) for name, value in expected.items()},
     )
     llm = LLM(tmp_path / "codes", skip_tokenizer_init=True, **served_codes.SIZES)
     # Rows that become FP8 are rounded more.
@@ -192,24 +287,46 @@ DAMAGE = [
     ("awq-128", ".scales", lambda x: x[:-1], f"tensor '{STEM}.scales' is"),
     ("awq-128", ".qweight", lambda x: x[:-8], "do not divide by quantization_config.group_size"),
     ("awq-128", ".qweight", lambda x: x.reshape(-1), "must be a matrix of int32"),
-    ("awq-128", ".scales", lambda x: x * np.float16(np.nan), f"tensor '{STEM}.scales' holds a scale"),
-    ("gptq-128", ".scales", lambda x: x * np.float16(np.inf), f"tensor '{STEM}.scales' holds a scale"),
+    (
+        "awq-128",
+        ".scales",
+        lambda x: x * np.float16(np.nan),
+        f"tensor '{STEM}.scales' holds a scale",
+    ),
+    (
+        "gptq-128",
+        ".scales",
+        lambda x: x * np.float16(np.inf),
+        f"tensor '{STEM}.scales' holds a scale",
+    ),
     ("gptq-128", ".g_idx", lambda x: x[::-1], "says desc_act = False"),
     ("gptq-order", ".g_idx", lambda x: x + 9, "names the group 11, and there are 3"),
     ("gptq-order", ".g_idx", lambda x: None, "g_idx"),
     ("gptq-128", ".g_idx", lambda x: x[:-1], f"tensor '{STEM}.g_idx' is"),
-    ("gptq-sym", ".qzeros", lambda x: x + 1, "zero point other than 8, and quantization_config says sym = True"),
+    (
+        "gptq-sym",
+        ".qzeros",
+        lambda x: x + 1,
+        "zero point other than 8, and quantization_config says sym = True",
+    ),
     ("gptq-3", ".qweight", lambda x: x[:-1], "fill no words"),
     ("fp8-blocks", ".weight_scale_inv", lambda x: None, "not quantised|float8"),
     ("fp8-blocks", ".weight_scale_inv", lambda x: x[:-1], f"tensor '{STEM}.weight_scale_inv' is"),
     ("fp8-blocks", ".weight_scale_inv", lambda x: x * np.float32(np.nan), "not finite"),
     ("fp8-blocks", ".weight", lambda x: np.full_like(x, np.nan), "holds a code that is no number"),
     ("fp8-blocks", ".weight", lambda x: None, f"lacks the tensor '{STEM}.weight'"),
-    ("fp8-one", ".weight_scale", lambda x: np.ones(3, np.float32), f"tensor '{STEM}.weight_scale' is"),
-]  # fmt: skip
+    (
+        "fp8-one",
+        ".weight_scale",
+        lambda x: np.ones(3, np.float32),
+        f"tensor '{STEM}.weight_scale' is",
+    ),
+]
 
 
-@pytest.mark.parametrize(("case", "ending", "change", "words"), DAMAGE, ids=[f"{x[0]}{x[1]}-{x[3]}" for x in DAMAGE])
+@pytest.mark.parametrize(
+    ("case", "ending", "change", "words"), DAMAGE, ids=[f"{x[0]}{x[1]}-{x[3]}" for x in DAMAGE]
+)
 def test_damage_is_named(tmp_path, case, ending, change, words):
     tensors, _ = written(tmp_path, case)
     check_damage(tmp_path, tensors, STEM + ending, change, words)

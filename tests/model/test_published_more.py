@@ -1,4 +1,6 @@
-"""More forms of quantised checkpoints: NVFP4, MXFP4, bitsandbytes, AutoRound, integers of eight bits in groups."""
+"""More forms of quantised checkpoints: NVFP4, MXFP4, bitsandbytes, AutoRound, integers of eight
+bits in groups.
+"""
 
 import json
 from typing import Any
@@ -37,11 +39,20 @@ from quire.tests.support.quantized_files import (
 
 
 def compressed(form: str, weights: dict, activations: dict | None = None, **other) -> dict:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "format": form}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": activations,
+        "format": form,
+    }
     return {
-        "quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group},
-        "ignore": ["lm_head"], "kv_cache_scheme": None, "quantization_status": "compressed",
-    } | other  # fmt: skip
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+    } | other
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False}
@@ -55,80 +66,174 @@ ROWS4 = FLOAT4 | {"dynamic": "local"}
 MX4 = FLOAT4 | {"group_size": 32, "strategy": "group", "scale_dtype": "torch.uint8"}
 # As auto-round 0.16 writes it.
 ROUND = {
-    "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 128, "sym": True,
-    "data_type": "int", "iters": 200, "autoround_version": "0.16.1", "act_bits": 16, "nsamples": 128,
-    "enable_quanted_input": False, "block_name_to_quantize": "model.layers", "low_gpu_mem_usage": True,
-}  # fmt: skip
+    "quant_method": "auto-round",
+    "packing_format": "auto_round:auto_gptq",
+    "bits": 4,
+    "group_size": 128,
+    "sym": True,
+    "data_type": "int",
+    "iters": 200,
+    "autoround_version": "0.16.1",
+    "act_bits": 16,
+    "nsamples": 128,
+    "enable_quanted_input": False,
+    "block_name_to_quantize": "model.layers",
+    "low_gpu_mem_usage": True,
+}
 ROUND2 = ROUND | {"packing_format": "auto_round", "sym": False, "bits": 2, "group_size": 32}
 
 
 def hqq_config(bits: int = 4, size: Any = 64, axis: int = 1, **changes) -> dict:
     """As transformers writes it."""
-    params = {"weight_quant_params": {
-        "nbits": bits, "group_size": size, "axis": axis, "channel_wise": True, "view_as_float": False, "optimize": True,
-        "round_zero": bits == 4,
-    } | changes, "scale_quant_params": None, "zero_quant_params": None, "offload_meta": False}  # fmt: skip
+    params = {
+        "weight_quant_params": {
+            "nbits": bits,
+            "group_size": size,
+            "axis": axis,
+            "channel_wise": True,
+            "view_as_float": False,
+            "optimize": True,
+            "round_zero": bits == 4,
+        }
+        | changes,
+        "scale_quant_params": None,
+        "zero_quant_params": None,
+        "offload_meta": False,
+    }
     return {"quant_method": "hqq", "quant_config": params, "skip_modules": ["lm_head"]}
 
 
 # As modelopt 0.47 writes it into config.json, and older ones beside it.
 OPT = {
-    "config_groups": {"group_0": {
-        "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
-        "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}, "targets": ["Linear"],
-    }},
-    "ignore": ["lm_head"], "quant_algo": "NVFP4", "quant_method": "modelopt",
+    "config_groups": {
+        "group_0": {
+            "input_activations": {
+                "dynamic": False,
+                "num_bits": 4,
+                "type": "float",
+                "group_size": 16,
+            },
+            "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+            "targets": ["Linear"],
+        }
+    },
+    "ignore": ["lm_head"],
+    "quant_algo": "NVFP4",
+    "quant_method": "modelopt",
     "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
     "producer": {"name": "modelopt", "version": "0.47.0"},
-}  # fmt: skip
+}
 BESIDE = {
     "producer": {"name": "modelopt", "version": "0.23.0"},
     "quantization": {
-        "quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"], "group_size": None,
+        "quant_algo": "FP8",
+        "kv_cache_quant_algo": "FP8",
+        "exclude_modules": ["lm_head"],
+        "group_size": None,
     },
-}  # fmt: skip
+}
 BY_SCALES = {"names": ("weight", "weight_scale", "weight_scale_2")}
 ONE = {"scales": "one", "name": "weight_scale"}
 # As transformers writes it.
 BNB = {
-    "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_compute_dtype": "bfloat16",
-    "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
-    "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False, "llm_int8_skip_modules": None,
-    "llm_int8_threshold": 6.0, "load_in_4bit": True, "load_in_8bit": False, "quant_method": "bitsandbytes",
-}  # fmt: skip
-BNB8 = BNB | {"_load_in_4bit": False, "_load_in_8bit": True, "load_in_4bit": False, "load_in_8bit": True}
+    "_load_in_4bit": True,
+    "_load_in_8bit": False,
+    "bnb_4bit_compute_dtype": "bfloat16",
+    "bnb_4bit_quant_storage": "uint8",
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "llm_int8_enable_fp32_cpu_offload": False,
+    "llm_int8_has_fp16_weight": False,
+    "llm_int8_skip_modules": None,
+    "llm_int8_threshold": 6.0,
+    "load_in_4bit": True,
+    "load_in_8bit": False,
+    "quant_method": "bitsandbytes",
+}
+BNB8 = BNB | {
+    "_load_in_4bit": False,
+    "_load_in_8bit": True,
+    "load_in_4bit": False,
+    "load_in_8bit": True,
+}
 INTEGERS = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
-BY_OUTPUT = {"num_bits": 4, "type": "int", "strategy": "channel", "group_size": None, "symmetric": True}
+BY_OUTPUT = {
+    "num_bits": 4,
+    "type": "int",
+    "strategy": "channel",
+    "group_size": None,
+    "symmetric": True,
+}
 PACKED = "pack-quantized"
 
-# How a matrix is written, the options of that, quantization_config, and what it is kept as; None: widened.
+# How a matrix is written, the options of that, quantization_config, and what it is kept as; None:
+# widened.
 CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
     "nvfp4": (nvfp4, {}, compressed("nvfp4-pack-quantized", FLOAT4), "nvfp4"),
     "nvfp4-rows": (nvfp4, {}, compressed("nvfp4-pack-quantized", FLOAT4, ROWS4), "nvfp4"),
     "mxfp4": (mxfp4, {}, compressed("mxfp4-pack-quantized", MX4), "mxfp4"),
-    "mxfp4-rows": (mxfp4, {}, compressed("mxfp4-pack-quantized", MX4, MX4 | {"dynamic": True}), "mxfp4"),
+    "mxfp4-rows": (
+        mxfp4,
+        {},
+        compressed("mxfp4-pack-quantized", MX4, MX4 | {"dynamic": True}),
+        "mxfp4",
+    ),
     "int8-128": (whole, {"group": 128}, compressed(PACKED, INTEGERS), "int8-weights-128"),
-    "int8-32": (whole, {"group": 32}, compressed(PACKED, INTEGERS | {"group_size": 32}), "int8-weights-32"),
+    "int8-32": (
+        whole,
+        {"group": 32},
+        compressed(PACKED, INTEGERS | {"group_size": 32}),
+        "int8-weights-32",
+    ),
     "int4-outputs": (whole, {"bits": 4}, compressed(PACKED, BY_OUTPUT), "int4-128"),
-    "int4-outputs-zero": (whole, {"bits": 4, "zero": True}, compressed(PACKED, BY_OUTPUT | {"symmetric": False}),
-                          "int4-128-zero"),
-    "gptq-8-64": (gptq, {"bits": 8, "group": 64, "sym": True}, GPTQ | {"bits": 8, "group_size": 64, "sym": True},
-                  "int8-weights-64"),
-    "gptq-8-16-v2": (gptq, {"bits": 8, "group": 16, "sym": True, "version": 2},
-                     GPTQ | {"bits": 8, "group_size": 16, "sym": True, "checkpoint_format": "gptq_v2"},
-                     "int8-weights-16"),
-    "gptq-8-all": (gptq, {"bits": 8, "group": -1, "sym": True}, GPTQ | {"bits": 8, "group_size": -1, "sym": True},
-                   "int8-weights"),
+    "int4-outputs-zero": (
+        whole,
+        {"bits": 4, "zero": True},
+        compressed(PACKED, BY_OUTPUT | {"symmetric": False}),
+        "int4-128-zero",
+    ),
+    "gptq-8-64": (
+        gptq,
+        {"bits": 8, "group": 64, "sym": True},
+        GPTQ | {"bits": 8, "group_size": 64, "sym": True},
+        "int8-weights-64",
+    ),
+    "gptq-8-16-v2": (
+        gptq,
+        {"bits": 8, "group": 16, "sym": True, "version": 2},
+        GPTQ | {"bits": 8, "group_size": 16, "sym": True, "checkpoint_format": "gptq_v2"},
+        "int8-weights-16",
+    ),
+    "gptq-8-all": (
+        gptq,
+        {"bits": 8, "group": -1, "sym": True},
+        GPTQ | {"bits": 8, "group_size": -1, "sym": True},
+        "int8-weights",
+    ),
     "nf4": (blocks, {}, BNB, "nf4"),
     "nf4-nested": (blocks, {"nested": True}, BNB, "nf4"),
     "nf4-128": (blocks, {"block": 128}, BNB, "nf4"),
     "fp4": (blocks, {"kind": "fp4"}, BNB | {"bnb_4bit_quant_type": "fp4"}, "fp4"),
-    "fp4-nested": (blocks, {"kind": "fp4", "nested": True}, BNB | {"bnb_4bit_quant_type": "fp4"}, "fp4"),
+    "fp4-nested": (
+        blocks,
+        {"kind": "fp4", "nested": True},
+        BNB | {"bnb_4bit_quant_type": "fp4"},
+        "fp4",
+    ),
     "round": (gptq, {"sym": True}, ROUND, "int4-128"),
-    "round-8": (gptq, {"sym": True, "bits": 8}, ROUND | {"bits": 8, "quant_method": "intel/auto-round"},
-                "int8-weights-128"),
+    "round-8": (
+        gptq,
+        {"sym": True, "bits": 8},
+        ROUND | {"bits": 8, "quant_method": "intel/auto-round"},
+        "int8-weights-128",
+    ),
     "round-2": (gptq, {"bits": 2, "group": 32, "version": 2}, ROUND2, "int4-32-zero"),
-    "round-awq": (awq, {}, ROUND | {"packing_format": "auto_round:auto_awq", "sym": False}, "int4-128-zero"),
+    "round-awq": (
+        awq,
+        {},
+        ROUND | {"packing_format": "auto_round:auto_awq", "sym": False},
+        "int4-128-zero",
+    ),
     "hqq-4": (hqq, {}, hqq_config(), "int4-64-least"),
     "hqq-4-float": (hqq, {"view": np.float16}, hqq_config(view_as_float=True), "int4-64-least"),
     "hqq-2": (hqq, {"bits": 2, "group": 32}, hqq_config(2, 32), "int4-32-least"),
@@ -140,12 +245,19 @@ CASES: dict[str, tuple[Any, dict, dict, str | None]] = {
     "opt-4": (nvfp4, BY_SCALES, OPT, "nvfp4"),
     "opt-4-weights": (nvfp4, BY_SCALES, OPT | {"quant_algo": "W4A16_NVFP4"}, "nvfp4"),
     "opt-8": (fp8, ONE, BESIDE | {"quant_method": "modelopt"}, "fp8"),
-    "opt-8-outputs": (fp8, ONE | {"scales": "flat"}, OPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "fp8"),
+    "opt-8-outputs": (
+        fp8,
+        ONE | {"scales": "flat"},
+        OPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        "fp8",
+    ),
     "bnb-8": (signed, {}, BNB8, "int8-weights"),
-}  # fmt: skip
+}
 
 
-def written(folder, case: str, spare: tuple[str, ...] = (), seed: int = 0, config: dict = LLAMA, **changes):
+def written(
+    folder, case: str, spare: tuple[str, ...] = (), seed: int = 0, config: dict = LLAMA, **changes
+):
     """A folder as its tool writes it, and every matrix of it in float64."""
     write, options, quantization, _ = CASES[case]
     rng = np.random.default_rng(seed)
@@ -167,7 +279,9 @@ def written(folder, case: str, spare: tuple[str, ...] = (), seed: int = 0, confi
 
 
 def near(case: str) -> float:
-    """How far a weight may be off: HQQ's have a product taken off, kept in float32, and FP4's a twelfth for a scale."""
+    """How far a weight may be off: HQQ's have a product taken off, kept in float32, and FP4's a
+    twelfth for a scale.
+    """
     return 1e-7 if case.startswith(("hqq", "fp4")) else 0
 
 
@@ -197,16 +311,31 @@ UNSPARED = {
     "hqq-3-down",
 }  # said twice, or widened anyway
 SPARED = {  # how a config says it
-    "compressed-tensors": ("ignore", ["lm_head", "re:.*self_attn.o_proj", "model.layers.0.mlp.down_proj"]),
+    "compressed-tensors": (
+        "ignore",
+        ["lm_head", "re:.*self_attn.o_proj", "model.layers.0.mlp.down_proj"],
+    ),
     "gptq": ("modules_to_not_convert", list(SPARE)),
-    "auto-round": ("extra_config", {
-        "lm_head": DENSE, "model.layers.0.self_attn.o_proj": DENSE, "model.layers.0.input_layernorm": DENSE,
-        r".*1\.self_attn\.o_proj.*": DENSE, r"layers\.0\.mlp\.down_proj$": DENSE,
-    }),
+    "auto-round": (
+        "extra_config",
+        {
+            "lm_head": DENSE,
+            "model.layers.0.self_attn.o_proj": DENSE,
+            "model.layers.0.input_layernorm": DENSE,
+            r".*1\.self_attn\.o_proj.*": DENSE,
+            r"layers\.0\.mlp\.down_proj$": DENSE,
+        },
+    ),
     "hqq": ("skip_modules", ["lm_head", *SPARE]),
-    "modelopt": ("ignore", ["*lm_head*", "model.layers.*.self_attn.o_proj", "model.layers.0.mlp.down*"]),
-    "bitsandbytes": ("llm_int8_skip_modules", ["lm_head", "self_attn.o_proj", "model.layers.0.mlp.down_proj"]),
-}  # fmt: skip
+    "modelopt": (
+        "ignore",
+        ["*lm_head*", "model.layers.*.self_attn.o_proj", "model.layers.0.mlp.down*"],
+    ),
+    "bitsandbytes": (
+        "llm_int8_skip_modules",
+        ["lm_head", "self_attn.o_proj", "model.layers.0.mlp.down_proj"],
+    ),
+}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in UNSPARED])
@@ -250,11 +379,18 @@ def test_modules_of_several_bits(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     rng = np.random.default_rng(5)
     layers = range(LLAMA["num_hidden_layers"])
-    eight = [f"model.layers.{i}.{name}" for i in layers for name in ("self_attn.v_proj", "mlp.up_proj")]
+    eight = [
+        f"model.layers.{i}.{name}" for i in layers for name in ("self_attn.v_proj", "mlp.up_proj")
+    ]
     two = [f"model.layers.{i}.mlp.down_proj" for i in layers]
-    for names, options in ((eight, {"bits": 8, "group": 64, "sym": True}), (two, {"bits": 2, "group": 64})):
+    for names, options in (
+        (eight, {"bits": 8, "group": 64, "sym": True}),
+        (two, {"bits": 2, "group": 64}),
+    ):
         for stem in names:
-            parts, expected[f"{stem}.weight"] = gptq(rng, stem, expected[f"{stem}.weight"].shape, **options)
+            parts, expected[f"{stem}.weight"] = gptq(
+                rng, stem, expected[f"{stem}.weight"].shape, **options
+            )
             tensors |= parts
     extra = dict.fromkeys(eight, {"bits": 8, "group_size": 64})
     extra |= {r".*mlp\.down_proj.*": {"bits": 2, "group_size": 64, "sym": False}}
@@ -275,11 +411,14 @@ def test_patterns_of_gptq(tmp_path):
     options = {"lm_head": {"sym": True, "bits": 8, "group": 64}, name: {"group": 32}}
     for stem, more in options.items():
         tensors.pop(f"{stem}.weight", None)
-        parts, expected[f"{stem}.weight"] = gptq(rng, stem, expected[f"{stem}.weight"].shape, **more)
+        parts, expected[f"{stem}.weight"] = gptq(
+            rng, stem, expected[f"{stem}.weight"].shape, **more
+        )
         tensors |= parts
     dynamic = {
-        r"-:.*\.o_proj": {}, r"+:.*\.1\.mlp\.down_proj": {"bits": 4, "group_size": 32, "sym": False},
-    }  # fmt: skip
+        r"-:.*\.o_proj": {},
+        r"+:.*\.1\.mlp\.down_proj": {"bits": 4, "group_size": 32, "sym": False},
+    }
     quantization = CASES["gptq-8-64"][2] | {"dynamic": dynamic, "lm_head": True, "method": "gptq"}
     tiny.write(tmp_path, LLAMA | {"quantization_config": quantization}, tensors)
     weights = read(tmp_path)
@@ -305,18 +444,27 @@ def test_codes_of_experts(tmp_path, case):
         tensors |= load_file(file) if file.suffix == ".safetensors" else {}
         file.unlink()
     for name in [name for name in tensors if ".experts." in name or "_proj" in name]:
-        parts, expected[name] = write(rng, name.removesuffix(".weight"), tensors.pop(name).shape, **options)
+        parts, expected[name] = write(
+            rng, name.removesuffix(".weight"), tensors.pop(name).shape, **options
+        )
         tensors |= parts
     save_file(tensors, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = quantization | {"ignore": ["lm_head", r"re:.*block_sparse_moe\.gate$"]}
+    config["quantization_config"] = quantization | {
+        "ignore": ["lm_head", r"re:.*block_sparse_moe\.gate$"]
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     moe = read(tmp_path).layers[1].moe
     assert isinstance(moe.down_EFD.each, Grouped)
     for e in range(4):
-        gate, up, down = (expected[f"model.layers.1.block_sparse_moe.experts.{e}.w{n}.weight"].T for n in (1, 3, 2))
+        gate, up, down = (
+            expected[f"model.layers.1.block_sparse_moe.experts.{e}.w{n}.weight"].T
+            for n in (1, 3, 2)
+        )
         np.testing.assert_array_equal(dense_of(moe.down_EFD[e]), down)
-        np.testing.assert_array_equal(dense_of(moe.up_EDGF[e]).reshape(len(gate), 2, -1), np.stack([gate, up], 1))
+        np.testing.assert_array_equal(
+            dense_of(moe.up_EDGF[e]).reshape(len(gate), 2, -1), np.stack([gate, up], 1)
+        )
 
 
 def test_what_modelopt_says_beside_config_json(tmp_path):
@@ -328,7 +476,9 @@ def test_what_modelopt_says_beside_config_json(tmp_path):
 
 
 def test_modules_in_two_formats(tmp_path):
-    """As modelopt mixes them: parts of one weight that are kept apart are widened, the others are kept."""
+    """As modelopt mixes them: parts of one weight that are kept apart are widened, the others are
+    kept.
+    """
     rng = np.random.default_rng(0)
     tensors = {}
     expected = {}
@@ -371,7 +521,9 @@ COMPANY = [
 @pytest.mark.parametrize("case", COMPANY)
 @pytest.mark.slow
 def test_tokens_and_company(tmp_path, case):
-    """Through the whole engine: near the dense model of the same numbers, and the same bits in company."""
+    """Through the whole engine: near the dense model of the same numbers, and the same bits in
+    company.
+    """
     _, expected = written(tmp_path / "codes", case, config=LLAMA | {"torch_dtype": "bfloat16"})
     dense = {name: np.ascontiguousarray(value, np.float32) for name, value in expected.items()}
     tiny.write(tmp_path / "dense", LLAMA, dense)
@@ -388,9 +540,24 @@ STATE = "weight.quant_state.bitsandbytes__"
 STEM = "model.layers.1.mlp.down_proj"
 DAMAGE: list[tuple[str, str, Any, str]] = [
     ("nvfp4", ".weight_scale", lambda x: x[:-1], f"tensor '{STEM}.weight_scale' is"),
-    ("nvfp4", ".weight_scale", lambda x: np.full_like(x, np.nan), f"'{STEM}.weight_scale' holds a scale that is no"),
-    ("nvfp4", ".weight_global_scale", lambda x: x * 0, f"'{STEM}.weight_scale' holds a scale that is no finite"),
-    ("nvfp4", ".weight_global_scale", lambda x: None, f"lacks the tensor '{STEM}.weight_global_scale'"),
+    (
+        "nvfp4",
+        ".weight_scale",
+        lambda x: np.full_like(x, np.nan),
+        f"'{STEM}.weight_scale' holds a scale that is no",
+    ),
+    (
+        "nvfp4",
+        ".weight_global_scale",
+        lambda x: x * 0,
+        f"'{STEM}.weight_scale' holds a scale that is no finite",
+    ),
+    (
+        "nvfp4",
+        ".weight_global_scale",
+        lambda x: None,
+        f"lacks the tensor '{STEM}.weight_global_scale'",
+    ),
     ("nvfp4", ".weight_packed", lambda x: None, f"lacks the tensor '{STEM}.weight_packed'"),
     ("nvfp4", ".weight_packed", lambda x: x[:, :-4], "do not divide by the group of 16"),
     ("nvfp4", ".weight_packed", lambda x: x.view(np.int8), f"tensor '{STEM}.weight_packed' is"),
@@ -400,14 +567,34 @@ DAMAGE: list[tuple[str, str, Any, str]] = [
     ("int8-128", ".weight_scale", lambda x: x[:, :1], f"tensor '{STEM}.weight_scale' is"),
     ("int8-128", ".weight_shape", lambda x: x * [2, 1], f"tensor '{STEM}.weight_packed' is"),
     ("int4-outputs", ".weight_scale", lambda x: x[:-1], f"tensor '{STEM}.weight_scale' is"),
-    ("int4-outputs-zero", ".weight_zero_point", lambda x: None, f"lacks the tensor '{STEM}.weight_zero_point'"),
-    ("gptq-8-64", ".qzeros", lambda x: x + 1, "zero point other than 128, and quantization_config says sym = True"),
-    ("gptq-8-64", ".scales", lambda x: x * np.float16(np.nan), f"tensor '{STEM}.scales' holds a scale"),
+    (
+        "int4-outputs-zero",
+        ".weight_zero_point",
+        lambda x: None,
+        f"lacks the tensor '{STEM}.weight_zero_point'",
+    ),
+    (
+        "gptq-8-64",
+        ".qzeros",
+        lambda x: x + 1,
+        "zero point other than 128, and quantization_config says sym = True",
+    ),
+    (
+        "gptq-8-64",
+        ".scales",
+        lambda x: x * np.float16(np.nan),
+        f"tensor '{STEM}.scales' holds a scale",
+    ),
     ("gptq-8-64", ".g_idx", lambda x: x[::-1], "says desc_act = False"),
     ("opt-4", ".weight_scale", lambda x: x[:, :-1], f"tensor '{STEM}.weight_scale' is"),
     ("opt-4", ".weight_scale", lambda x: None, "not quantised|shape"),
     ("opt-4", ".weight_scale_2", lambda x: None, f"lacks the tensor '{STEM}.weight_scale_2'"),
-    ("opt-4", ".weight_scale_2", lambda x: x * np.float32(np.inf), f"tensor '{STEM}.weight_scale' holds a scale"),
+    (
+        "opt-4",
+        ".weight_scale_2",
+        lambda x: x * np.float32(np.inf),
+        f"tensor '{STEM}.weight_scale' holds a scale",
+    ),
     ("opt-4", ".weight", lambda x: None, f"lacks the tensor '{STEM}.weight'"),
     ("opt-4", ".weight", lambda x: x[:, :-4], "do not divide by the group of 16"),
     ("opt-4", ".weight", lambda x: x.repeat(2, 1).view(FLOAT8), "says uint8"),
@@ -423,28 +610,70 @@ DAMAGE: list[tuple[str, str, Any, str]] = [
     ("nf4", ".weight", lambda x: x[:-1], f"tensor '{STEM}.weight' is"),
     ("nf4", ".weight", lambda x: None, f"lacks the tensor '{STEM}.weight'"),
     ("nf4", ".weight.absmax", lambda x: x[:-1], f"tensor '{STEM}.weight.absmax' is"),
-    ("nf4", ".weight.absmax", lambda x: x * np.float32(np.inf), f"'{STEM}.weight.absmax' holds a scale that is no"),
+    (
+        "nf4",
+        ".weight.absmax",
+        lambda x: x * np.float32(np.inf),
+        f"'{STEM}.weight.absmax' holds a scale that is no",
+    ),
     ("nf4", ".weight.quant_map", lambda x: x[::-1], "holds another codebook than that of NF4"),
-    ("nf4", ".weight.quant_map", lambda x: x * np.float32(np.nan), f"'{STEM}.weight.quant_map' holds what is no"),
+    (
+        "nf4",
+        ".weight.quant_map",
+        lambda x: x * np.float32(np.nan),
+        f"'{STEM}.weight.quant_map' holds what is no",
+    ),
     ("nf4", f".{STATE}nf4", lambda x: x[:-1], "holds no JSON"),
-    ("nf4", f".{STATE}nf4", lambda x: said(x, shape=[4, -1]), r"says shape = \[4, -1\]; it must be two sizes"),
-    ("nf4", f".{STATE}nf4", lambda x: said(x, blocksize=0), "says blocksize = 0; it must be a whole number"),
-    ("nf4", f".{STATE}nf4", lambda x: said(x, blocksize=1 << 40), "says blocksize = 1099511627776; it must be"),
-    ("nf4", f".{STATE}nf4", lambda x: said(x, nested_blocksize=1 << 40), "says nested_blocksize = 1099511627776"),
+    (
+        "nf4",
+        f".{STATE}nf4",
+        lambda x: said(x, shape=[4, -1]),
+        r"says shape = \[4, -1\]; it must be two sizes",
+    ),
+    (
+        "nf4",
+        f".{STATE}nf4",
+        lambda x: said(x, blocksize=0),
+        "says blocksize = 0; it must be a whole number",
+    ),
+    (
+        "nf4",
+        f".{STATE}nf4",
+        lambda x: said(x, blocksize=1 << 40),
+        "says blocksize = 1099511627776; it must be",
+    ),
+    (
+        "nf4",
+        f".{STATE}nf4",
+        lambda x: said(x, nested_blocksize=1 << 40),
+        "says nested_blocksize = 1099511627776",
+    ),
     ("nf4", f".{STATE}nf4", lambda x: said(x, nested_blocksize=256), "says nested_offset = None"),
     ("nf4", f".{STATE}nf4", lambda x: said(x, blocksize=32), f"tensor '{STEM}.weight.absmax' is"),
-    ("nf4-nested", ".weight.nested_absmax", lambda x: x[:-1], f"tensor '{STEM}.weight.nested_absmax' is"),
-    ("nf4-nested", ".weight.nested_quant_map", lambda x: None, f"lacks the tensor '{STEM}.weight.nested_quant_map'"),
+    (
+        "nf4-nested",
+        ".weight.nested_absmax",
+        lambda x: x[:-1],
+        f"tensor '{STEM}.weight.nested_absmax' is",
+    ),
+    (
+        "nf4-nested",
+        ".weight.nested_quant_map",
+        lambda x: None,
+        f"lacks the tensor '{STEM}.weight.nested_quant_map'",
+    ),
     ("fp4", f".{STATE}fp4", lambda x: None, f"lacks the tensor '{STEM}.{STATE}fp4'"),
     ("bnb-8", ".SCB", lambda x: x[:-1], f"tensor '{STEM}.SCB' is"),
     ("bnb-8", ".SCB", lambda x: x * np.float32(np.nan), f"tensor '{STEM}.SCB' holds a scale"),
     ("bnb-8", ".SCB", lambda x: None, f"lacks the tensor '{STEM}.SCB'"),
     ("bnb-8", ".weight", lambda x: x.view(np.uint8), f"tensor '{STEM}.weight' is"),
     ("bnb-8", ".weight_format", lambda x: x + 2, "says that the weight lies in tiles"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("case", "ending", "change", "words_of"), DAMAGE, ids=[f"{x[0]}{x[1]}-{x[3]}" for x in DAMAGE])
+@pytest.mark.parametrize(
+    ("case", "ending", "change", "words_of"), DAMAGE, ids=[f"{x[0]}{x[1]}-{x[3]}" for x in DAMAGE]
+)
 @pytest.mark.slow
 def test_damage_is_named(tmp_path, case, ending, change, words_of):
     tensors, _ = written(tmp_path, case)
@@ -474,7 +703,10 @@ CONFIGS: list[tuple[dict, str]] = [
     (ROUND | {"data_type": "float"}, "data_type = 'float'"),
     (ROUND | {"rotation_configs": [{"kind": "hadamard"}]}, "rotation_configs"),
     (ROUND | {"extra_config": {"lm_head": {"bits": 5}}}, "bits = 5"),
-    (ROUND | {"extra_config": {"lm_head": {"spin": 5}}}, "extra_config.lm_head.spin = 5 is not understood"),
+    (
+        ROUND | {"extra_config": {"lm_head": {"spin": 5}}},
+        "extra_config.lm_head.spin = 5 is not understood",
+    ),
     (ROUND | {"extra_config": {"(a+)+": DENSE}}, "extra_config.(a+)+"),
     (ROUND | {"extra_config": [1]}, "extra_config = [1]"),
     (ROUND | {"packing_format": "auto_round:auto_awq", "bits": 8}, "bits = 8"),
@@ -484,9 +716,15 @@ CONFIGS: list[tuple[dict, str]] = [
     (OPT | {"group_size": 32}, "group_size = 32"),
     (OPT | {"ignore": ["model.layers.[01].mlp"]}, "model.layers.[01].mlp"),
     (OPT | {"spin": 1}, "spin = 1 is not understood"),
-    (BESIDE | {"quant_method": "modelopt", "quantization": 4}, "quantization_config.quantization = 4"),
+    (
+        BESIDE | {"quant_method": "modelopt", "quantization": 4},
+        "quantization_config.quantization = 4",
+    ),
     (OPT | {"quant_algo": "MIXED_PRECISION"}, "quantized_layers = None"),
-    (OPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "W8A16"}}}, "a.quant_algo"),
+    (
+        OPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "W8A16"}}},
+        "a.quant_algo",
+    ),
     (BNB | {"load_in_8bit": True}, "load_in_4bit = True"),
     (BNB | {"load_in_4bit": False}, "load_in_4bit = False"),
     (BNB | {"bnb_4bit_quant_type": "af4"}, "bnb_4bit_quant_type = 'af4'"),
@@ -496,7 +734,9 @@ CONFIGS: list[tuple[dict, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("config", "said"), CONFIGS, ids=[f"{i}-{said}" for i, (_, said) in enumerate(CONFIGS)])
+@pytest.mark.parametrize(
+    ("config", "said"), CONFIGS, ids=[f"{i}-{said}" for i, (_, said) in enumerate(CONFIGS)]
+)
 def test_a_config_that_is_not_understood(tmp_path, config, said):
     tiny.write(tmp_path, LLAMA | {"quantization_config": config}, {"x": np.zeros(1, np.float32)})
     with pytest.raises(ModelError, match="quantization_config") as error:

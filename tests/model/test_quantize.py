@@ -1,4 +1,6 @@
-"""Rounded checkpoints: written by `quire quantize`, by hand as vLLM's tools write them, and damaged."""
+"""Rounded checkpoints: written by `quire quantize`, by hand as vLLM's tools write them, and
+damaged.
+"""
 
 import json
 import math
@@ -55,8 +57,11 @@ K = 2
 H = 32
 LLAMA = tiny.LLAMA | {"hidden_size": D, "intermediate_size": F}
 QWEN3 = LLAMA | {
-    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": H, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "head_dim": H,
+    "tie_word_embeddings": True,
+}
 MATRICES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj") + (
     "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
 )  # fmt: skip
@@ -65,13 +70,17 @@ MATRICES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_at
 def draw(config: dict, dtype=np.float32) -> dict[str, np.ndarray]:
     tensors = tiny.draw(config, dtype)
     for i in range(config["num_hidden_layers"] if config["model_type"] == "qwen3" else 0):
-        tensors |= {f"model.layers.{i}.self_attn.{x}_norm.weight": np.full(H, 1.5, dtype) for x in "qk"}
+        tensors |= {
+            f"model.layers.{i}.self_attn.{x}_norm.weight": np.full(H, 1.5, dtype) for x in "qk"
+        }
     return tensors
 
 
 def read(folder: Path, quantization: str | None = None, dtype: str = "auto"):
     """The weights as numpy arrays, not placed."""
-    return load_weights(folder, read_config(folder, dtype, quantization=quantization), place=lambda spec, leaf: leaf)
+    return load_weights(
+        folder, read_config(folder, dtype, quantization=quantization), place=lambda spec, leaf: leaf
+    )
 
 
 def quantize(folder: Path, out: Path, name: str) -> Path:
@@ -117,20 +126,30 @@ def test_a_written_folder_is_what_rounding_while_loading_makes(tmp_path, config,
     tiny.write(tmp_path / "dense", config, draw(config))
     out = quantize(tmp_path / "dense", tmp_path / "out", name)
     assert_same(read(out), read(tmp_path / "dense", name))
-    assert read_config(out, "bfloat16").quant.replace("int4-32", "int4") == name.replace("int4-32", "int4")
+    assert read_config(out, "bfloat16").quant.replace("int4-32", "int4") == name.replace(
+        "int4-32", "int4"
+    )
     bits = (
         8
         if name.startswith(("int8", "fp8"))
-        else {"2": 2, "3": 3.25, "4": 4}[name[3]] + (16 + 4 * ("zero" in name)) / int((name.split("-") + ["32"])[1])
+        else {"2": 2, "3": 3.25, "4": 4}[name[3]]
+        + (16 + 4 * ("zero" in name)) / int((name.split("-") + ["32"])[1])
     )
     matrices = 2 * (2 * D * D + 2 * D * D // 2 + 3 * D * F)
-    assert size(tmp_path / "dense") - size(out) == pytest.approx(matrices * (4 - bits / 8), rel=0.02)
+    assert size(tmp_path / "dense") - size(out) == pytest.approx(
+        matrices * (4 - bits / 8), rel=0.02
+    )
 
 
-@pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16], ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize(
+    "stored", [np.float16, ml_dtypes.bfloat16], ids=lambda dtype: np.dtype(dtype).name
+)
 @pytest.mark.parametrize("name", ["int8", "int4-64-zero"])
 def test_other_dtypes_and_several_files(tmp_path, stored, name):
-    """Quire loads float16 as bfloat16, and rounds from there either way. What is not rounded keeps its dtype."""
+    """Quire loads float16 as bfloat16, and rounds from there either way.
+
+    What is not rounded keeps its dtype.
+    """
     config = LLAMA | {"torch_dtype": np.dtype(stored).name}
     dense = tiny.write(tmp_path / "dense", config, draw(config, stored), shards=3)
     (tmp_path / "dense" / "tokenizer.json").write_text("{}")
@@ -139,11 +158,19 @@ def test_other_dtypes_and_several_files(tmp_path, stored, name):
     assert_same(read(out), read(tmp_path / "dense", name))
     files = {file.name for file in out.iterdir()}
     assert files == {
-        "config.json", "tokenizer.json", "model.safetensors.index.json", *(f"model-0000{i}-of-00003.safetensors"
-        for i in (1, 2, 3)),
-    }  # fmt: skip
-    found = {name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()}
-    for tensor in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.1.input_layernorm.weight"):
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors.index.json",
+        *(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)),
+    }
+    found = {
+        name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()
+    }
+    for tensor in (
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.layers.1.input_layernorm.weight",
+    ):
         assert found[tensor].dtype == stored
         assert found[tensor].tobytes() == dense[tensor].tobytes()
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
@@ -154,7 +181,9 @@ def test_embedding_and_head_take_the_narrower_dtype(tmp_path):
     """A float32 checkpoint written for bfloat16; norms stay exact."""
     dense = tiny.write(tmp_path / "dense", LLAMA | {"torch_dtype": "float32"}, draw(LLAMA))
     options = ["--quantization", "int4", "--dtype", "bfloat16"]
-    done = CliRunner().invoke(app, ["quantize", str(tmp_path / "dense"), str(tmp_path / "out"), *options])
+    done = CliRunner().invoke(
+        app, ["quantize", str(tmp_path / "dense"), str(tmp_path / "out"), *options]
+    )
     assert done.exit_code == 0, done.output
     found = load_file(tmp_path / "out" / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -165,19 +194,32 @@ def test_embedding_and_head_take_the_narrower_dtype(tmp_path):
     hf = json.loads((tmp_path / "dense" / "config.json").read_text()) | {"torch_dtype": "bfloat16"}
     (tmp_path / "dense" / "config.json").write_text(json.dumps(hf))
     assert_same(read(tmp_path / "out"), read(tmp_path / "dense", "int4"))
-    gguf = ["quantize", str(tmp_path / "dense"), str(tmp_path / "m.gguf"), *options, "--layout", "gguf"]
+    gguf = [
+        "quantize",
+        str(tmp_path / "dense"),
+        str(tmp_path / "m.gguf"),
+        *options,
+        "--layout",
+        "gguf",
+    ]
     done = CliRunner().invoke(app, gguf)
     assert done.exit_code and "--dtype bfloat16 is for folders" in str(done.exception)
 
 
 def family_variants():
-    return [variant for variant in (*VARIANTS, *MOE_VARIANTS) if "quantization_config" not in variant.config]
+    return [
+        variant
+        for variant in (*VARIANTS, *MOE_VARIANTS)
+        if "quantization_config" not in variant.config
+    ]
 
 
 @pytest.mark.parametrize("variant", family_variants(), ids=lambda variant: variant.name)
 @pytest.mark.slow
 def test_every_family(tmp_path, variant):
-    """Whatever a family does with its tensors, it does with their codes and scales; experts in one tensor stay."""
+    """Whatever a family does with its tensors, it does with their codes and scales; experts in one
+    tensor stay.
+    """
     with np.load(HERE / f"{variant.name}.npz") as arrays:
         meta = json.loads(arrays["meta"].tobytes())
     dense = write_folder(tmp_path / "dense", variant.config, meta["tensors"], meta["seed"])
@@ -185,7 +227,8 @@ def test_every_family(tmp_path, variant):
         try:
             out = quantize(dense, tmp_path / name, name)
         except ModelError as error:
-            assert "do not divide by the group of 32; int8 has none" in str(error)  # the sizes of some are tiny
+            # the sizes of some are tiny
+            assert "do not divide by the group of 32; int8 has none" in str(error)
             assert name == "int4"
             continue
         expected = read(dense, name)
@@ -202,7 +245,9 @@ def with_experts(weights, of):
         if layer.moe is None:
             return layer
         assert isinstance(layer.moe.up_EDGF, Stack) and isinstance(other.moe.up_EDGF, np.ndarray)
-        return layer.replace(moe=layer.moe.replace(up_EDGF=other.moe.up_EDGF, down_EFD=other.moe.down_EFD))
+        return layer.replace(
+            moe=layer.moe.replace(up_EDGF=other.moe.up_EDGF, down_EFD=other.moe.down_EFD)
+        )
 
     return weights.replace(layers=tuple(map(replaced, weights.layers, of.layers)))
 
@@ -218,7 +263,9 @@ def written(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize(("name", "stay"), [("qwen3-moe", False), ("gemma4-moe", True)])
 def test_experts_are_rounded_where_each_has_tensors(tmp_path, name, stay):
     dense = written(tmp_path / "dense", name)
-    done = CliRunner().invoke(app, ["quantize", str(dense), str(tmp_path / "out"), "--quantization", "int8"])
+    done = CliRunner().invoke(
+        app, ["quantize", str(dense), str(tmp_path / "out"), "--quantization", "int8"]
+    )
     assert done.exit_code == 0, done.output
     assert ("experts stay as they are" in done.output) == stay
     form = split_quantization(json.loads((tmp_path / "out" / "config.json").read_text()))[1]
@@ -227,7 +274,11 @@ def test_experts_are_rounded_where_each_has_tensors(tmp_path, name, stay):
     assert coded and any(".experts." in name for name in coded) != stay
     assert any(form.group_of(name) for name in found if ".experts." in name) != stay
     if not stay:
-        linear = {name for name in found if name.endswith(("proj.weight", "mlp.gate.weight", "lm_head.weight"))}
+        linear = {
+            name
+            for name in found
+            if name.endswith(("proj.weight", "mlp.gate.weight", "lm_head.weight"))
+        }
         assert {name for name in linear if form.group_of(name.removesuffix(".weight"))} == coded
         assert coded == {name for name in linear if name.endswith("proj.weight")} != linear
 
@@ -250,7 +301,9 @@ def test_greedy_tokens(tmp_path):
 
 @pytest.mark.slow
 def test_command(tmp_path):
-    """The bundled model: written, smaller, and writing what it writes when it is rounded while loading."""
+    """The bundled model: written, smaller, and writing what it writes when it is rounded while
+    loading.
+    """
     out = str(tmp_path / "out")
     say = ["--prompt", "Once upon a time", "--temperature", "0", "--max-tokens", "12"]
     done = CliRunner().invoke(app, ["quantize", "quill", out, "--quantization", "int4-64"])
@@ -289,7 +342,12 @@ def test_what_is_not_quantised(tmp_path):
     refused(lambda: quantize(tmp_path / "orbax", tmp_path / "again", "int8"), "converted")
     narrow = tmp_path / "narrow"
     tiny.write(narrow, tiny.LLAMA | {"intermediate_size": 96})
-    refused(lambda: quantize(narrow, tmp_path / "again", "int4-64"), "down_proj", "96 inputs", "could be 32")
+    refused(
+        lambda: quantize(narrow, tmp_path / "again", "int4-64"),
+        "down_proj",
+        "96 inputs",
+        "could be 32",
+    )
     odd = tmp_path / "odd"
     tiny.write(odd, tiny.LLAMA | {"intermediate_size": 33})
     refused(lambda: quantize(odd, tmp_path / "again", "int4"), "33 inputs")
@@ -321,7 +379,10 @@ def packed_words(codes, bits: int) -> np.ndarray:
     for row in codes.tolist():
         words = []
         for at in range(0, len(row), 32 // bits):
-            word = sum((code + 2 ** (bits - 1)) << bits * i for i, code in enumerate(row[at : at + 32 // bits]))
+            word = sum(
+                (code + 2 ** (bits - 1)) << bits * i
+                for i, code in enumerate(row[at : at + 32 // bits])
+            )
             words.append(word - 2**32 if word >= 2**31 else word)
         rows.append(words)
     return np.array(rows, np.int32)
@@ -330,21 +391,40 @@ def packed_words(codes, bits: int) -> np.ndarray:
 def rounding(bits: int, group: int | None = None, zero: bool = False, **more) -> dict:
     """The weights of a config group, with all the keys that llm-compressor writes."""
     return {
-        "actorder": None, "block_structure": None, "dynamic": False, "group_size": group, "num_bits": bits,
-        "observer": "minmax", "observer_kwargs": {}, "strategy": "group" if group else "channel",
-        "symmetric": not zero, "type": "int",
-    } | more  # fmt: skip
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": group,
+        "num_bits": bits,
+        "observer": "minmax",
+        "observer_kwargs": {},
+        "strategy": "group" if group else "channel",
+        "symmetric": not zero,
+        "type": "int",
+    } | more
 
 
 TOKEN = rounding(8, dynamic=True, strategy="token", observer="memoryless")
 
 
-def described(weights: dict, activations: dict | None = None, form: str = "pack-quantized", **more) -> dict:
-    group = {"input_activations": activations, "output_activations": None, "targets": ["Linear"], "weights": weights}
+def described(
+    weights: dict, activations: dict | None = None, form: str = "pack-quantized", **more
+) -> dict:
+    group = {
+        "input_activations": activations,
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": weights,
+    }
     return {
-        "config_groups": {"group_0": group}, "format": form, "global_compression_ratio": 1.5, "ignore": ["lm_head"],
-        "kv_cache_scheme": None, "quant_method": "compressed-tensors", "quantization_status": "compressed",
-    } | more  # fmt: skip
+        "config_groups": {"group_0": group},
+        "format": form,
+        "global_compression_ratio": 1.5,
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    } | more
 
 
 FLOAT = rounding(8, type="float")
@@ -357,14 +437,22 @@ CASES = {
     "w4a16-128": (described(rounding(4, 128)), np.float32, "int4-128"),
     "w3a16-64": (described(rounding(3, 64)), np.float16, "int3-64"),
     "w2a16-32-zero": (described(rounding(2, 32, True)), ml_dtypes.bfloat16, "int2-32-zero"),
-    "fp8": (described(FLOAT, TOKEN | {"type": "float"}, "float-quantized"), ml_dtypes.bfloat16, "fp8"),
+    "fp8": (
+        described(FLOAT, TOKEN | {"type": "float"}, "float-quantized"),
+        ml_dtypes.bfloat16,
+        "fp8",
+    ),
     "fp8-a16": (described(FLOAT, None, "naive-quantized"), np.float32, "fp8-weights"),
     "w4a16-128-zero": (described(rounding(4, 128, True)), ml_dtypes.bfloat16, "int4-128-zero"),
 }
 
 
 FEW = ("w4", "w3", "w2")
-CASE_NAMES = {name for _, _, name in CASES.values()} | {"int4-32-zero", "int4-64", "fp8-weights-128"}
+CASE_NAMES = {name for _, _, name in CASES.values()} | {
+    "int4-32-zero",
+    "int4-64",
+    "fp8-weights-128",
+}
 
 
 def coded(rng, stem: str, shape: tuple[int, int], case: str, flat: bool = False):
@@ -376,16 +464,27 @@ def coded(rng, stem: str, shape: tuple[int, int], case: str, flat: bool = False)
     group = weights["group_size"] or columns
     half = 2 ** (bits - 1)
     codes = rng.integers(-half, half, shape)
-    scale = (rng.integers(1, 200, (rows, columns // group)) * rng.choice([1, -1]) / 2**14).astype(dtype)
-    zero = rng.integers(-half, half, (rows, columns // group)) if "zero" in name else np.zeros((rows, columns // group))
+    scale = (rng.integers(1, 200, (rows, columns // group)) * rng.choice([1, -1]) / 2**14).astype(
+        dtype
+    )
+    zero = (
+        rng.integers(-half, half, (rows, columns // group))
+        if "zero" in name
+        else np.zeros((rows, columns // group))
+    )
     dense = (codes - zero.repeat(group, 1)) * scale.astype(np.float64).repeat(group, 1)
     tensors = {f"{stem}.weight_scale": scale[:, 0] if flat else scale}
     if name.startswith("fp8"):
         floats = (codes * 1.7).astype(ml_dtypes.float8_e4m3fn)
-        return tensors | {f"{stem}.weight": floats}, floats.astype(np.float64) * scale.astype(np.float64)
+        return tensors | {f"{stem}.weight": floats}, floats.astype(np.float64) * scale.astype(
+            np.float64
+        )
     if config["format"] == "int-quantized":
         return tensors | {f"{stem}.weight": codes.astype(np.int8)}, dense
-    tensors |= {f"{stem}.weight_packed": packed_words(codes, bits), f"{stem}.weight_shape": np.array(shape)}
+    tensors |= {
+        f"{stem}.weight_packed": packed_words(codes, bits),
+        f"{stem}.weight_shape": np.array(shape),
+    }
     if "zero" in name:
         tensors[f"{stem}.weight_zero_point"] = np.ascontiguousarray(packed_words(zero.T, bits).T)
     return tensors, dense
@@ -404,7 +503,9 @@ def by_hand(folder: Path, case: str, ignore=("lm_head",), seed: int = 0, flat: b
             continue
         parts, expected[name] = coded(rng, stem, value.shape, case, flat)
         tensors |= parts
-    tiny.write(folder, LLAMA | {"quantization_config": CASES[case][0] | {"ignore": list(ignore)}}, tensors)
+    tiny.write(
+        folder, LLAMA | {"quantization_config": CASES[case][0] | {"ignore": list(ignore)}}, tensors
+    )
     return tensors, expected
 
 
@@ -429,7 +530,9 @@ def dense_of(leaf) -> np.ndarray:
 def assert_is(weights, expected: dict[str, np.ndarray]) -> None:
     """Each matrix against the checkpoint's."""
     for i, layer in enumerate(weights.layers):
-        q, k, v, o, gate, up, down = (expected[f"model.layers.{i}.{name}.weight"].T for name in MATRICES)
+        q, k, v, o, gate, up, down = (
+            expected[f"model.layers.{i}.{name}.weight"].T for name in MATRICES
+        )
         qkv = np.concatenate([q.reshape(D, N, H), k.reshape(D, K, H), v.reshape(D, K, H)], axis=1)
         np.testing.assert_array_equal(dense_of(layer.attention.qkv_DGH), qkv)
         np.testing.assert_array_equal(dense_of(layer.attention.out_NHD), o.reshape(N, H, D))
@@ -444,8 +547,12 @@ def test_a_folder_by_hand(tmp_path, case):
     config = read_config(tmp_path)
     assert config.quant == CASES[case][2]
     weights = read(tmp_path)
-    assert isinstance(weights.layers[0].mlp.up_DGF, Int4 if case[:2] in FEW else Fp8 if "fp8" in case else Int8)
-    assert getattr(weights.layers[0].mlp.up_DGF, "dynamic", True) == (case in ("w8a8", "fp8") or case[:2] in FEW)
+    assert isinstance(
+        weights.layers[0].mlp.up_DGF, Int4 if case[:2] in FEW else Fp8 if "fp8" in case else Int8
+    )
+    assert getattr(weights.layers[0].mlp.up_DGF, "dynamic", True) == (
+        case in ("w8a8", "fp8") or case[:2] in FEW
+    )
     assert_is(weights, expected)
     told = []
     placed = load(tmp_path, config, Placement(make_mesh()), told.append)
@@ -462,19 +569,31 @@ def test_scales_without_a_second_axis(tmp_path, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_was_left_dense_stays_so(tmp_path, case):
-    spared = ["model.layers.1.mlp.down_proj", *(f"model.layers.0.self_attn.{x}_proj" for x in "qkv")]
+    spared = [
+        "model.layers.1.mlp.down_proj",
+        *(f"model.layers.0.self_attn.{x}_proj" for x in "qkv"),
+    ]
     _, expected = by_hand(tmp_path, case, ["lm_head", *spared])
     config = read_config(tmp_path)
     weights = read(tmp_path)
     assert isinstance(weights.layers[1].mlp.down_FD, np.ndarray)
     assert not isinstance(weights.layers[0].mlp.down_FD, np.ndarray)
     assert_is(weights, expected)
-    assert cost.weight_bytes(config, weight_specs(config)) == nbytes(weights) > cost.weight_bytes(config)
-    change(tmp_path, quantization_config=CASES[case][0] | {"ignore": [r"re:.*layers\.0.*(q|k|v)_proj$", spared[0]]})
+    assert (
+        cost.weight_bytes(config, weight_specs(config))
+        == nbytes(weights)
+        > cost.weight_bytes(config)
+    )
+    change(
+        tmp_path,
+        quantization_config=CASES[case][0]
+        | {"ignore": [r"re:.*layers\.0.*(q|k|v)_proj$", spared[0]]},
+    )
     assert_same(read(tmp_path), weights)
     change(tmp_path, quantization_config=CASES[case][0] | {"ignore": spared[:2]})
     half = read(tmp_path)
-    assert isinstance(half.layers[0].attention.qkv_DGH, np.ndarray)  # partly left dense: the codes of v are widened
+    # partly left dense: the codes of v are widened
+    assert isinstance(half.layers[0].attention.qkv_DGH, np.ndarray)
     assert_is(half, expected)
     change(tmp_path, quantization_config=CASES[case][0])
     refused(lambda: read(tmp_path), "self_attn.q_proj.weight", "quantization_config.ignore")
@@ -498,18 +617,30 @@ def test_several_groups(tmp_path):
     expected = {}
     for case, part in (("fp8-a16", "self_attn"), ("w4a16-32", ".mlp.")):
         found, right = by_hand(tmp_path / case, case)
-        tensors |= {name: value for name, value in found.items() if part in name or "_proj" not in name}
-        expected |= {name: value for name, value in right.items() if part in name or "_proj" not in name}
+        tensors |= {
+            name: value for name, value in found.items() if part in name or "_proj" not in name
+        }
+        expected |= {
+            name: value for name, value in right.items() if part in name or "_proj" not in name
+        }
     config = described(rounding(4, 32), form="mixed-precision")
     config["config_groups"] = {
         "rest": config["config_groups"]["group_0"] | {"format": "pack-quantized"},
-        "attention": {"targets": ["re:.*self_attn.*"], "weights": FLOAT, "format": "float-quantized"},
+        "attention": {
+            "targets": ["re:.*self_attn.*"],
+            "weights": FLOAT,
+            "format": "float-quantized",
+        },
     }
     tiny.write(tmp_path, LLAMA | {"quantization_config": config}, tensors)
     weights = read(tmp_path)
     assert_is(weights, expected)
-    assert isinstance(weights.layers[0].attention.qkv_DGH, Fp8) and isinstance(weights.layers[0].mlp.down_FD, Int4)
-    assert cost.weight_bytes(read_config(tmp_path), weight_specs(read_config(tmp_path))) == nbytes(weights)
+    assert isinstance(weights.layers[0].attention.qkv_DGH, Fp8) and isinstance(
+        weights.layers[0].mlp.down_FD, Int4
+    )
+    assert cost.weight_bytes(read_config(tmp_path), weight_specs(read_config(tmp_path))) == nbytes(
+        weights
+    )
 
 
 @pytest.mark.parametrize("case", ["w8a8", "w4a16-64-zero", "fp8"])
@@ -529,7 +660,9 @@ def test_codes_where_the_model_wants_none(tmp_path, case):
     assert_same(weights.layers, plain.layers)
     np.testing.assert_array_equal(weights.embed_VD, values["model.embed_tokens"].astype(np.float32))
     exact = case != "w4a16-64-zero"
-    np.testing.assert_allclose(dense_of(weights.head_VD).T, values["lm_head"], rtol=0, atol=0 if exact else 0.01)
+    np.testing.assert_allclose(
+        dense_of(weights.head_VD).T, values["lm_head"], rtol=0, atol=0 if exact else 0.01
+    )
 
 
 @pytest.mark.parametrize("case", ["w4a16-32", "w8a16-words", "fp8"])
@@ -544,18 +677,31 @@ def test_codes_of_experts(tmp_path, case):
         file.unlink()
     for name in list(tensors):
         if ".experts." in name or "_proj" in name:
-            parts, expected[name] = coded(rng, name.removesuffix(".weight"), tensors.pop(name).shape, case)
+            parts, expected[name] = coded(
+                rng, name.removesuffix(".weight"), tensors.pop(name).shape, case
+            )
             tensors |= parts
     save_file(tensors, folder / "model.safetensors")
-    change(folder, quantization_config=CASES[case][0] | {"ignore": ["lm_head", "re:.*block_sparse_moe.gate$"]})
+    change(
+        folder,
+        quantization_config=CASES[case][0] | {"ignore": ["lm_head", "re:.*block_sparse_moe.gate$"]},
+    )
     moe = read(folder).layers[1].moe
     for e in range(4):
-        gate, up, down = (expected[f"model.layers.1.block_sparse_moe.experts.{e}.w{n}.weight"].T for n in (1, 3, 2))
+        gate, up, down = (
+            expected[f"model.layers.1.block_sparse_moe.experts.{e}.w{n}.weight"].T
+            for n in (1, 3, 2)
+        )
         np.testing.assert_array_equal(dense_of(moe.down_EFD[e]), down)
-        np.testing.assert_array_equal(dense_of(moe.up_EDGF[e]).reshape(len(gate), 2, -1), np.stack([gate, up], 1))
-    assert isinstance(moe.down_EFD.each, Int4 if case[:2] in FEW else Fp8 if case == "fp8" else Int8)
+        np.testing.assert_array_equal(
+            dense_of(moe.up_EDGF[e]).reshape(len(gate), 2, -1), np.stack([gate, up], 1)
+        )
+    assert isinstance(
+        moe.down_EFD.each, Int4 if case[:2] in FEW else Fp8 if case == "fp8" else Int8
+    )
     change(folder, quantization_config=CASES[case][0] | {"ignore": ["lm_head", "re:.*w[23]$"]})
-    assert isinstance(read(folder).layers[1].moe.up_EDGF, np.ndarray)  # w1 has codes, and w3 by that has none
+    # w1 has codes, and w3 by that has none
+    assert isinstance(read(folder).layers[1].moe.up_EDGF, np.ndarray)
 
 
 @pytest.mark.parametrize("case", ["w8a8", "w8a16-words", "w4a16-128-zero", "fp8"])
@@ -574,7 +720,12 @@ def test_a_wish_that_the_checkpoint_contradicts(tmp_path):
     by_hand(tmp_path, "w4a16-32")
     assert read_config(tmp_path, quantization="int4") == read_config(tmp_path)
     for wish in ("int8", "int4-64", "int4-zero", "int8-weights"):
-        refused(lambda wish=wish: read_config(tmp_path, quantization=wish), repr(wish), "'int4-32'", "--quantization")
+        refused(
+            lambda wish=wish: read_config(tmp_path, quantization=wish),
+            repr(wish),
+            "'int4-32'",
+            "--quantization",
+        )
     refused(lambda: read_config(tmp_path, quantization=""), "''")
 
 
@@ -603,23 +754,53 @@ CONFIGS = [
     (described(["W4A16"]), f"{W} = ['W4A16']"),
     (described(rounding(8), TOKEN | {"dynamic": False}, "int-quantized"), f"{A}.dynamic = False"),
     (described(rounding(8), {"num_bits": 8}, "int-quantized"), f"{A}.dynamic = False"),
-    (described(rounding(8), TOKEN | {"strategy": "tensor"}, "int-quantized"), f"{A}.strategy = 'tensor'"),
-    (described(rounding(8), TOKEN | {"symmetric": False}, "int-quantized"), f"{A}.symmetric = False"),
+    (
+        described(rounding(8), TOKEN | {"strategy": "tensor"}, "int-quantized"),
+        f"{A}.strategy = 'tensor'",
+    ),
+    (
+        described(rounding(8), TOKEN | {"symmetric": False}, "int-quantized"),
+        f"{A}.symmetric = False",
+    ),
     (described(rounding(4, 128), TOKEN), f"{A} = "),
     (described(rounding(8), TOKEN), "quantization_config.format = 'pack-quantized'"),
-    (described(rounding(4, 32), None, "int-quantized"), "quantization_config.format = 'int-quantized'"),
-    (described(rounding(8), TOKEN, "float-quantized"), "quantization_config.format = 'float-quantized'"),
+    (
+        described(rounding(4, 32), None, "int-quantized"),
+        "quantization_config.format = 'int-quantized'",
+    ),
+    (
+        described(rounding(8), TOKEN, "float-quantized"),
+        "quantization_config.format = 'float-quantized'",
+    ),
     (described(rounding(8), TOKEN, None), "quantization_config.format = None"),
-    (described(FLOAT | {"strategy": "block", "block_structure": [64, 128]}), f"{W}.block_structure = [64, 128]"),
-    (described(FLOAT | {"strategy": "block", "block_structure": [128, 128]}), "format = 'pack-quantized'"),
+    (
+        described(FLOAT | {"strategy": "block", "block_structure": [64, 128]}),
+        f"{W}.block_structure = [64, 128]",
+    ),
+    (
+        described(FLOAT | {"strategy": "block", "block_structure": [128, 128]}),
+        "format = 'pack-quantized'",
+    ),
     (described(FLOAT, TOKEN, "float-quantized"), f"{A}.type = 'int'"),
     (described(FLOAT, None, "int-quantized"), "quantization_config.format = 'int-quantized'"),
-    (described(rounding(8), sparsity_config={"format": "sparse-24-bitmask"}), "quantization_config.sparsity_config"),
-    (described(rounding(8), transform_config={"config_groups": {}}), "quantization_config.transform_config"),
+    (
+        described(rounding(8), sparsity_config={"format": "sparse-24-bitmask"}),
+        "quantization_config.sparsity_config",
+    ),
+    (
+        described(rounding(8), transform_config={"config_groups": {}}),
+        "quantization_config.transform_config",
+    ),
     (described(rounding(8), config_groups={}), "quantization_config.config_groups = {}"),
     (described(rounding(8), config_groups=None), "quantization_config.config_groups = None"),
-    (described(rounding(8), config_groups={"a": {}, "b": {}}), "quantization_config.config_groups.a.targets"),
-    (described(rounding(8), config_groups={"W8A8": ["Linear"]}), "quantization_config.config_groups.W8A8"),
+    (
+        described(rounding(8), config_groups={"a": {}, "b": {}}),
+        "quantization_config.config_groups.a.targets",
+    ),
+    (
+        described(rounding(8), config_groups={"W8A8": ["Linear"]}),
+        "quantization_config.config_groups.W8A8",
+    ),
     (described(rounding(8), spin=1), "quantization_config.spin = 1"),
     (described(rounding(8), ignore="lm_head"), "quantization_config.ignore = 'lm_head'"),
     (described(rounding(8), ignore=[7]), "quantization_config.ignore = [7]"),
@@ -646,9 +827,18 @@ def test_targets_that_are_not_understood(tmp_path, targets):
 
 def test_older_configs(tmp_path):
     """What earlier tools wrote besides says nothing about the weights."""
-    sparse = {"format": "dense", "global_sparsity": 0.1, "ignore": [], "sparsity_structure": "unstructured"}
-    config = described(rounding(8, -1, strategy="channel", actorder="weight"), sparsity_config=sparse)
-    tiny.write(tmp_path, LLAMA | {"quantization_config": config | {"quantization_status": "frozen"}})
+    sparse = {
+        "format": "dense",
+        "global_sparsity": 0.1,
+        "ignore": [],
+        "sparsity_structure": "unstructured",
+    }
+    config = described(
+        rounding(8, -1, strategy="channel", actorder="weight"), sparsity_config=sparse
+    )
+    tiny.write(
+        tmp_path, LLAMA | {"quantization_config": config | {"quantization_status": "frozen"}}
+    )
     assert read_config(tmp_path).quant == "int8-weights"
 
 
@@ -657,7 +847,28 @@ def test_other_methods_are_refused_as_before(tmp_path):
     refused(lambda: read_config(tmp_path), "quantization_config", "aqlm")
 
 
-VALUES = [None, True, False, 0, 1, 4, 8, -1, 32, 128, 10**12, 0.5, "", "int", "group", "channel", "token", [], {}, [[]]]
+VALUES = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    4,
+    8,
+    -1,
+    32,
+    128,
+    10**12,
+    0.5,
+    "",
+    "int",
+    "group",
+    "channel",
+    "token",
+    [],
+    {},
+    [[]],
+]
 
 
 @settings(max_examples=cases(300))
@@ -700,7 +911,9 @@ def first(value):
     """A scale array with one wrong entry."""
 
     def make(scale):
-        return np.where(np.arange(scale.size).reshape(scale.shape) == 0, value, scale.astype(np.float32))
+        return np.where(
+            np.arange(scale.size).reshape(scale.shape) == 0, value, scale.astype(np.float32)
+        )
 
     return make
 
@@ -718,9 +931,17 @@ DAMAGE = [
     ("w8a8", replaced(".weight", lambda x: x[:, :-1].copy()), f"{STEM}.weight'"),
     ("w8a8", replaced(".weight", lambda x: x.reshape(-1)), f"{STEM}.weight'"),
     ("w8a8", replaced(".weight", lambda x: x[:, :0].copy()), f"{STEM}.weight'"),
-    ("w8a8", replaced(".weight_zero_point", lambda x: np.zeros((D, 1), np.int8)), f"{STEM}.weight_zero_point"),
+    (
+        "w8a8",
+        replaced(".weight_zero_point", lambda x: np.zeros((D, 1), np.int8)),
+        f"{STEM}.weight_zero_point",
+    ),
     ("fp8", replaced(".weight", lambda x: x.view(np.int8)), f"{STEM}.weight'"),
-    ("fp8", replaced(".weight", lambda x: np.full_like(x, np.nan)), "holds a code that is no number"),
+    (
+        "fp8",
+        replaced(".weight", lambda x: np.full_like(x, np.nan)),
+        "holds a code that is no number",
+    ),
     ("w4a16-32", replaced(".weight_scale", lambda x: None), f"{STEM}.weight_scale"),
     ("w4a16-32", replaced(".weight_scale", lambda x: x[:, :-1].copy()), f"{STEM}.weight_scale"),
     ("w4a16-32", replaced(".weight_scale", lambda x: x[:, 0].copy()), f"{STEM}.weight_scale"),
@@ -734,21 +955,42 @@ DAMAGE = [
     ("w4a16-32", replaced(".weight_shape", lambda x: x * 2**40), f"{STEM}.weight_packed"),
     ("w4a16-32", replaced(".weight_shape", lambda x: -x), f"{STEM}.weight_shape"),
     ("w4a16-32", replaced(".weight_shape", lambda x: x - 8), f"{STEM}.weight_packed"),
-    ("w4a16-32", replaced(".weight_g_idx", lambda x: np.zeros(F, np.int32)), f"{STEM}.weight_g_idx"),
+    (
+        "w4a16-32",
+        replaced(".weight_g_idx", lambda x: np.zeros(F, np.int32)),
+        f"{STEM}.weight_g_idx",
+    ),
     ("w4a16-32", replaced(".weight", lambda x: np.zeros((D, F), np.float32)), f"{STEM}.weight'"),
-    ("w4a16-32", replaced(".weight_zero_point", lambda x: np.zeros((16, 8), np.int32)), f"{STEM}.weight_zero_point"),
+    (
+        "w4a16-32",
+        replaced(".weight_zero_point", lambda x: np.zeros((16, 8), np.int32)),
+        f"{STEM}.weight_zero_point",
+    ),
     ("w4a16-64-zero", replaced(".weight_zero_point", lambda x: None), f"{STEM}.weight_zero_point"),
-    ("w4a16-64-zero", replaced(".weight_zero_point", lambda x: x[:-1]), f"{STEM}.weight_zero_point"),
-    ("w4a16-64-zero", replaced(".weight_zero_point", lambda x: x.astype(np.int8)), f"{STEM}.weight_zero_point"),
+    (
+        "w4a16-64-zero",
+        replaced(".weight_zero_point", lambda x: x[:-1]),
+        f"{STEM}.weight_zero_point",
+    ),
+    (
+        "w4a16-64-zero",
+        replaced(".weight_zero_point", lambda x: x.astype(np.int8)),
+        f"{STEM}.weight_zero_point",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("case", "damage", "words"), DAMAGE, ids=[f"{case}-{w}" for case, _, w in DAMAGE])
+@pytest.mark.parametrize(
+    ("case", "damage", "words"), DAMAGE, ids=[f"{case}-{w}" for case, _, w in DAMAGE]
+)
 def test_damaged_tensors(tmp_path, case, damage, words):
     tensors, _ = by_hand(tmp_path, case)
     read(tmp_path)
     damage(tensors)
-    save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, tmp_path / "model.safetensors")
+    save_file(
+        {name: np.ascontiguousarray(value) for name, value in tensors.items()},
+        tmp_path / "model.safetensors",
+    )
     refused(lambda: read(tmp_path), words)
 
 
@@ -765,18 +1007,30 @@ def test_truncated(tmp_path, case):
 
 def test_a_group_that_does_not_divide(tmp_path):
     tensors, _ = by_hand(tmp_path, "w4a16-128")
-    tensors |= {f"{STEM}.weight_packed": np.zeros((D, 24), np.int32), f"{STEM}.weight_shape": np.array([D, 192])}
-    save_file(tensors | {f"{STEM}.weight_scale": np.ones((D, 1), np.float16)}, tmp_path / "model.safetensors")
+    tensors |= {
+        f"{STEM}.weight_packed": np.zeros((D, 24), np.int32),
+        f"{STEM}.weight_shape": np.array([D, 192]),
+    }
+    save_file(
+        tensors | {f"{STEM}.weight_scale": np.ones((D, 1), np.float16)},
+        tmp_path / "model.safetensors",
+    )
     refused(lambda: read(tmp_path), STEM, "192 inputs", "could be 32 or 64")
 
 
 def test_a_scale_that_is_no_number_where_codes_are_widened(tmp_path):
     tensors, _ = by_hand(tmp_path, "w8a8")
-    parts, _ = coded(np.random.default_rng(0), "lm_head", tensors.pop("lm_head.weight").shape, "w8a8")
+    parts, _ = coded(
+        np.random.default_rng(0), "lm_head", tensors.pop("lm_head.weight").shape, "w8a8"
+    )
     parts["lm_head.weight_scale"][3] = np.nan
     save_file(tensors | parts, tmp_path / "model.safetensors")
     config = replace(read_config(tmp_path), quant=None)
-    refused(lambda: load_weights(tmp_path, config, place=lambda spec, leaf: leaf), "lm_head.weight_scale", "finite")
+    refused(
+        lambda: load_weights(tmp_path, config, place=lambda spec, leaf: leaf),
+        "lm_head.weight_scale",
+        "finite",
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""GPTQ, AWQ and SmoothQuant over one matrix, against loops that do what the papers say, one number at a time."""
+"""GPTQ, AWQ and SmoothQuant over one matrix, against loops that do what the papers say, one number
+at a time.
+"""
 
 from itertools import product
 
@@ -15,20 +17,35 @@ from quire.ops import quant
 from quire.sharding.spec import ArraySpec
 
 FORMATS = [
-    "int8", "int8-weights", "int4", "int4-64", "int4-128", "int4-32-zero", "int4-64-zero", "int3-32", "int3-64-zero",
-    "int2-32-zero", "int2-64",
-]  # fmt: skip
+    "int8",
+    "int8-weights",
+    "int4",
+    "int4-64",
+    "int4-128",
+    "int4-32-zero",
+    "int4-64-zero",
+    "int3-32",
+    "int3-64-zero",
+    "int2-32-zero",
+    "int2-64",
+]
 
 
 def matrix(rng, rows: int, columns: int) -> np.ndarray:
     """Weights, some columns much larger than others."""
-    return (rng.standard_normal((rows, columns)) * np.exp(rng.standard_normal(columns) * 0.5)).astype(np.float32)
+    return (
+        rng.standard_normal((rows, columns)) * np.exp(rng.standard_normal(columns) * 0.5)
+    ).astype(np.float32)
 
 
 def inputs(rng, count: int, columns: int) -> np.ndarray:
     """Rows whose numbers depend on each other, some large."""
-    few = rng.standard_normal((count, max(2, columns // 3))) @ rng.standard_normal((max(2, columns // 3), columns))
-    return (few + 0.3 * rng.standard_normal((count, columns))) * np.exp(rng.standard_normal(columns))
+    few = rng.standard_normal((count, max(2, columns // 3))) @ rng.standard_normal(
+        (max(2, columns // 3), columns)
+    )
+    return (few + 0.3 * rng.standard_normal((count, columns))) * np.exp(
+        rng.standard_normal(columns)
+    )
 
 
 def lost(W: np.ndarray, Q: np.ndarray, X: np.ndarray) -> float:
@@ -65,10 +82,14 @@ def test_a_format_of_floats_has_no_grid():
         grid_for_format("fp8")
 
 
-def naive_gptq(W, H, bits: int, group: int | None, own_zeros: bool, act_order: bool, damp: float = 0.01):
-    """Column by column in float64, the inverse made anew after each as the paper's equation 3 has it.
+def naive_gptq(
+    W, H, bits: int, group: int | None, own_zeros: bool, act_order: bool, damp: float = 0.01
+):
+    """Column by column in float64, the inverse made anew after each as the paper's equation 3 has
+    it.
 
-    Returns the codes, and which outputs never had a value that float32 could round to the other side.
+    Returns the codes, and which outputs never had a value that float32 could round to the other
+    side.
     """
     W = W.astype(np.float64)
     H = H.astype(np.float64).copy()
@@ -100,7 +121,11 @@ def naive_gptq(W, H, bits: int, group: int | None, own_zeros: bool, act_order: b
         for o in range(len(W)):
             for g in range(-(-count // size)):
                 shared[o, g] = fit(W[o, g * size : (g + 1) * size])
-    order = sorted(range(count), key=lambda j: (-(H[j, j] - damp * mean) * (j in alive), j)) if act_order else None
+    order = (
+        sorted(range(count), key=lambda j: (-(H[j, j] - damp * mean) * (j in alive), j))
+        if act_order
+        else None
+    )
     left = list(order or range(count))
     codes = np.zeros(W.shape, int)
     clear = np.ones(len(W), bool)
@@ -124,7 +149,12 @@ def naive_gptq(W, H, bits: int, group: int | None, own_zeros: bool, act_order: b
 
 def sizes():
     """(bits, group, own zeros, act order)."""
-    return st.tuples(st.sampled_from([2, 3, 4, 8]), st.sampled_from([None, 4, 8, 16]), st.booleans(), st.booleans())
+    return st.tuples(
+        st.sampled_from([2, 3, 4, 8]),
+        st.sampled_from([None, 4, 8, 16]),
+        st.booleans(),
+        st.booleans(),
+    )
 
 
 @given(sizes(), st.integers(0, 2**32 - 1))
@@ -145,7 +175,9 @@ def test_gptq_is_the_papers(options, seed):
 
 @given(sizes(), st.integers(0, 2**32 - 1))
 def test_gptq_loses_less_than_rounding_to_nearest(options, seed):
-    """No theorem: with the four values of two bits what columns take up is cut off, and it may lose more."""
+    """No theorem: with the four values of two bits what columns take up is cut off, and it may lose
+    more.
+    """
     bits, group, own_zeros, act_order = options
     rng = np.random.default_rng(seed)
     W = matrix(rng, 32, 64)
@@ -157,7 +189,9 @@ def test_gptq_loses_less_than_rounding_to_nearest(options, seed):
     assert coded.codes.min() >= low and coded.codes.max() <= high
 
 
-@given(st.sampled_from([2, 4]), st.sampled_from([None, 8]), st.booleans(), st.integers(0, 2**32 - 1))
+@given(
+    st.sampled_from([2, 4]), st.sampled_from([None, 8]), st.booleans(), st.integers(0, 2**32 - 1)
+)
 def test_best_fit_is_the_best_scale_of_each_group(bits, group, own_zeros, seed):
     """Against every factor for every group of every output, in float64."""
     rng = np.random.default_rng(seed)
@@ -193,7 +227,9 @@ def test_best_fit_is_the_best_scale_of_each_group(bits, group, own_zeros, seed):
 
 @pytest.mark.parametrize("name", ["int4-32", "int4-64-zero", "int3-32"])
 def test_gptq_over_one_layer_beside_a_float64_reference(name):
-    """Correlated inputs; the reference rounds with the inverse of H as the paper's algorithm 1 has it."""
+    """Correlated inputs; the reference rounds with the inverse of H as the paper's algorithm 1
+    has it.
+    """
     rng = np.random.default_rng(7)
     grid = grid_for_format(name)
     W = matrix(rng, 48, 192)
@@ -203,7 +239,9 @@ def test_gptq_over_one_layer_beside_a_float64_reference(name):
     damped = H + 0.1 * np.diag(H).mean() * np.eye(192)
     inverse = np.linalg.inv(damped[np.ix_(order, order)])
     coded = gptq(W, H, grid, act_order=True)
-    scales, zeros = (grid.spread(shared, 192).astype(np.float64) for shared in (coded.scales, coded.zeros))
+    scales, zeros = (
+        grid.spread(shared, 192).astype(np.float64) for shared in (coded.scales, coded.zeros)
+    )
     left = W[:, order].astype(np.float64)
     expected = np.empty(W.shape)
     for i, column in enumerate(order):
@@ -221,7 +259,14 @@ def test_gptq_over_one_layer_beside_a_float64_reference(name):
     assert found < lost(W, grid.decode(gptq(W, H, grid, act_order=True, search=False)), X)
 
 
-PAIRS = {(False, None, 160), (True, None, 300), (False, 32, 300), (True, 32, 160), (False, 100, 160), (True, 100, 300)}
+PAIRS = {
+    (False, None, 160),
+    (True, None, 300),
+    (False, 32, 300),
+    (True, 32, 160),
+    (False, 100, 160),
+    (True, 100, 300),
+}
 
 
 @pytest.mark.parametrize(
@@ -266,7 +311,9 @@ def test_inverse_cholesky():
     H = X.T @ X
     U = inverse_cholesky(H, 0.02)
     assert not np.tril(U, -1).any()
-    np.testing.assert_allclose(U.T @ U @ (H + 0.02 * np.diag(H).mean() * np.eye(12)), np.eye(12), atol=1e-8)
+    np.testing.assert_allclose(
+        U.T @ U @ (H + 0.02 * np.diag(H).mean() * np.eye(12)), np.eye(12), atol=1e-8
+    )
 
 
 @given(st.integers(0, 2**32 - 1), st.booleans())
@@ -305,7 +352,10 @@ def test_awq_clips_where_it_helps(seed, group):
             for step in range(11):
                 bound = np.abs(own).max() * (1 - step / 20)
                 tried.append(lost(own, grid.nearest(np.clip(own, -bound, bound)), rows))
-            assert lost(own, grid.nearest(cut[o : o + 1, part]), rows) <= min(tried) * (1 + 1e-4) + 1e-9
+            assert (
+                lost(own, grid.nearest(cut[o : o + 1, part]), rows)
+                <= min(tried) * (1 + 1e-4) + 1e-9
+            )
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.3, 0.5, 0.8]))

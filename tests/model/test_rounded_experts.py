@@ -1,4 +1,6 @@
-"""Experts that are rounded: against a loop in float64, the golden logits, and what was planned for them."""
+"""Experts that are rounded: against a loop in float64, the golden logits, and what was planned for
+them.
+"""
 
 import re
 import tracemalloc
@@ -52,10 +54,14 @@ def config_of(name: str | None, moe: Moe = MOE) -> ModelConfig:
 
 
 def drawn(name: str, seed: int = 0):
-    """A layer's weights in a format as numpy arrays, its specs dense and rounded, and what it stands for."""
+    """A layer's weights in a format as numpy arrays, its specs dense and rounded, and what it
+    stands for.
+    """
     rng = np.random.default_rng(seed)
     specs = [moe_spec(config_of(each), MOE) for each in (name, None)]
-    weights = jax.tree.map(lambda spec: (rng.standard_normal(spec.shape) / 8).astype(np.float32), specs[1])
+    weights = jax.tree.map(
+        lambda spec: (rng.standard_normal(spec.shape) / 8).astype(np.float32), specs[1]
+    )
     stacks = {}
     values = {}
     for field in STACKED:
@@ -71,12 +77,16 @@ def value_of(node) -> np.ndarray:
     if hasattr(node, "dense"):
         return np.asarray(node.dense()).reshape(*node.into, *node.out)
     codes = np.asarray(node.codes)
-    return (codes.view(ml_dtypes.float8_e4m3fn) if isinstance(node, Fp8) else codes).astype(np.float32) * node.scale
+    return (codes.view(ml_dtypes.float8_e4m3fn) if isinstance(node, Fp8) else codes).astype(
+        np.float32
+    ) * node.scale
 
 
 def slowly(x_TD, router_DE, up_EDGF, down_EFD):
     out_TD = np.zeros(x_TD.shape)
-    weights_TX, experts_TX = route(x_TD.astype(np.float32) @ router_DE, np.ones(len(x_TD), bool), Rule(X))
+    weights_TX, experts_TX = route(
+        x_TD.astype(np.float32) @ router_DE, np.ones(len(x_TD), bool), Rule(X)
+    )
     for t, row_D in enumerate(x_TD.astype(np.float64)):
         for weight, e in zip(np.asarray(weights_TX)[t], np.asarray(experts_TX)[t], strict=True):
             gate_F = row_D @ up_EDGF[e, :, 0]
@@ -102,10 +112,15 @@ def test_against_a_loop(name, kernels):
         if not quant.kernels(name):
             pytest.skip("no kernel multiplies with it")
         packed = {
-            field: loader.put_packed(getattr(dense_specs, field), getattr(weights, field), "bfloat16")
+            field: loader.put_packed(
+                getattr(dense_specs, field), getattr(weights, field), "bfloat16"
+            )
             for field in STACKED
         }
-        assert all(hasattr(stack.each, "tiles") and stack.each.tiles.shape[0] == E for stack in packed.values())
+        assert all(
+            hasattr(stack.each, "tiles") and stack.each.tiles.shape[0] == E
+            for stack in packed.values()
+        )
         weights = weights.replace(**packed)
     x = np.random.default_rng(1).standard_normal((2 * BLOCK + 5, D)).astype(np.float32)
     expected = slowly(x, weights.router_DE, **values)
@@ -122,22 +137,26 @@ def test_against_a_loop(name, kernels):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.slow
 def test_no_stack_is_widened(name):
-    """The compiled program holds the codes of all experts, and of wider numbers those of one matrix at the most."""
+    """The compiled program holds the codes of all experts, and of wider numbers those of one matrix
+    at the most.
+    """
     weights, _, _ = drawn(name)
     text = mixed.lower(weights, jnp.zeros((4, D), jnp.bfloat16)).compile().as_text()
     wide = re.findall(r"\b(f32|bf16|s32|f16)\[([\d,]+)\]", text)
     largest = max(int(np.prod([int(n) for n in shape.split(",")])) for _, shape in wide)
     assert largest < 2 * (2 * D * F)
     narrow = re.findall(r"\b(?:s8|u8)\[([\d,]+)\]", text)
-    assert max(int(np.prod([int(n) for n in shape.split(",")])) for shape in narrow) == E * 2 * D * F // (
-        2 if "int4" in name else 1
-    )
+    assert max(
+        int(np.prod([int(n) for n in shape.split(",")])) for shape in narrow
+    ) == E * 2 * D * F // (2 if "int4" in name else 1)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.slow
 def test_a_stack_is_its_matrices(name):
-    """The node of one expert is that of a dense weight, and as large; in memory the stack is as planned."""
+    """The node of one expert is that of a dense weight, and as large; in memory the stack is as
+    planned.
+    """
     weights, (specs, dense_specs), values = drawn(name)
     for field in STACKED:
         stack = getattr(weights, field)
@@ -146,11 +165,15 @@ def test_a_stack_is_its_matrices(name):
         for array, one in zip(jax.tree.leaves(stack), jax.tree.leaves(spec), strict=True):
             assert (array.shape, array.dtype) == (one.shape, one.dtype)
         shape = getattr(dense_specs, field).shape[1:]
-        alone = quant.packed(name, ArraySpec(shape, jnp.bfloat16, (None,) * len(shape), inputs=(0,)))
+        alone = quant.packed(
+            name, ArraySpec(shape, jnp.bfloat16, (None,) * len(shape), inputs=(0,))
+        )
         assert nbytes(stack) == E * nbytes(alone)
         if field == "up_EDGF":
             node = jax.jit(pick)(jax.tree.map(jnp.asarray, stack), 4)
-            np.testing.assert_allclose(restored(node), values[field][4], atol=0.01 * np.abs(values[field]).max())
+            np.testing.assert_allclose(
+                restored(node), values[field][4], atol=0.01 * np.abs(values[field]).max()
+            )
 
 
 def golden(name: str, folder) -> Golden:
@@ -158,26 +181,39 @@ def golden(name: str, folder) -> Golden:
 
 
 @pytest.mark.parametrize(
-    "name", thinned(["mixtral", "qwen3-moe", "deepseek-v3", "gemma4-moe", "gpt-oss-wide"], ["mixtral", "gpt-oss-wide"])
+    "name",
+    thinned(
+        ["mixtral", "qwen3-moe", "deepseek-v3", "gemma4-moe", "gpt-oss-wide"],
+        ["mixtral", "gpt-oss-wide"],
+    ),
 )
 @pytest.mark.parametrize("quantization", thinned(["int8-weights", "int8"], ["int8-weights"]))
 @pytest.mark.slow
 def test_logits(name, quantization, tmp_path):
-    """Half of the logits are within 6 % of their spread with rounded experts, and it matters little beside the rest.
+    """Half of the logits are within 6 % of their spread with rounded experts, and it matters little
+    beside the rest.
 
-    The mean would tell less: in models so small a row that is rounded otherwise may choose another expert.
+    The mean would tell less: in models so small a row that is rounded otherwise may choose another
+    expert.
     """
     made = golden(name, tmp_path)
     whole = made.prompts[0] + made.tokens[0]
     config = loader.read_config(made.folder, "float32", 256, quantization)
-    rounded, plain = (loader.load(made.folder, each) for each in (config, replace(config, quant=None)))
+    rounded, plain = (
+        loader.load(made.folder, each) for each in (config, replace(config, quant=None))
+    )
     moes = [layer.moe for layer in rounded.layers if layer.moe is not None]
     assert moes and all(hasattr(getattr(moe, field), "each") for moe in moes for field in STACKED)
 
     def logits(weights, experts) -> np.ndarray:
-        layers = (layer.replace(moe=other.moe) for layer, other in zip(weights.layers, experts.layers, strict=True))
+        layers = (
+            layer.replace(moe=other.moe)
+            for layer, other in zip(weights.layers, experts.layers, strict=True)
+        )
         tree = weights.replace(layers=tuple(layers))
-        return np.asarray(jax.jit(uncached.forward, static_argnums=2)(tree, jnp.array([whole]), config)[0])
+        return np.asarray(
+            jax.jit(uncached.forward, static_argnums=2)(tree, jnp.array([whole]), config)[0]
+        )
 
     exact = logits(plain, plain)  # those of the golden file, which has a few rows: test_golden
     rows = np.array([position for position in POSITIONS if position < len(whole)])
@@ -198,18 +234,31 @@ def test_memory_is_as_planned(name, quantization, tmp_path):
     config = loader.read_config(made.folder, "bfloat16", quantization=quantization)
     weights = loader.load(made.folder, config, Placement(make_mesh()))
     assert nbytes(weights) == cost.weight_bytes(config)
-    stacks = [getattr(layer.moe, field) for layer in weights.layers if layer.moe is not None for field in STACKED]
+    stacks = [
+        getattr(layer.moe, field)
+        for layer in weights.layers
+        if layer.moe is not None
+        for field in STACKED
+    ]
     experts = sum(nbytes(stack) for stack in stacks)
     plain = loader.read_config(made.folder, "bfloat16")
     layers = [layer.moe for layer in abstract(plain).layers if layer.moe is not None]
     before = sum(nbytes((moe.up_EDGF, moe.down_EFD)) for moe in layers)
     share = 1 if name == "gpt-oss" else experts / before
-    assert share == 1 if name == "gpt-oss" else 0.5 < share < 0.6 if quantization == "int8" else 0.25 < share < 0.32
+    assert (
+        share == 1
+        if name == "gpt-oss"
+        else 0.5 < share < 0.6
+        if quantization == "int8"
+        else 0.25 < share < 0.32
+    )
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_one_expert_at_a_time(fused, tmp_path, monkeypatch):
-    """Beside the codes there is never more than a few matrices; the codes are those of the whole stack rounded."""
+    """Beside the codes there is never more than a few matrices; the codes are those of the whole
+    stack rounded.
+    """
     monkeypatch.setattr(stacks, "THREADS", 2)
     E = 64
     D = 64
@@ -223,7 +272,9 @@ def test_one_expert_at_a_time(fused, tmp_path, monkeypatch):
         parts = (SourceTensor("all", (E, D, F), lambda x: x.swapaxes(1, 2)),)
     else:
         tensors = {f"{e}.weight": value[e] for e in range(E)}
-        parts = tuple(SourceTensor(f"{e}.weight", (D, F), linear((D,), (F,)), np.s_[e]) for e in range(E))
+        parts = tuple(
+            SourceTensor(f"{e}.weight", (D, F), linear((D,), (F,)), np.s_[e]) for e in range(E)
+        )
     save_file(tensors, tmp_path / "model.safetensors")
     found = loader.find_tensors(tmp_path)
     told = []
@@ -249,12 +300,19 @@ def test_served(quantization, tmp_path):
     """The engine's greedy tokens, in chunks through pages, are those of a pass without a cache."""
     made = golden("qwen3-moe", tmp_path)
     llm = LLM(
-        model=str(made.folder), skip_tokenizer_init=True, dtype="float32", quantization=quantization,
-        max_num_batched_tokens=32, max_num_seqs=4, kv_cache_memory_bytes=64 << 20,
-    )  # fmt: skip
+        model=str(made.folder),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        quantization=quantization,
+        max_num_batched_tokens=32,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=64 << 20,
+    )
     prompt = made.prompts[0]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    tokens = list(llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs[0].token_ids)
+    tokens = list(
+        llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs[0].token_ids
+    )
     runner = llm.engine.runner
     assert runner.compiles.recompiles == 0
     run = jax.jit(partial(uncached.forward, config=runner.config))

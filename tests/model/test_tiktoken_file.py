@@ -10,19 +10,23 @@ from quire.model.config import ModelError
 from quire.model.text.tokenizer import Tokenizer
 
 CONFIG = {
-    "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}, "bos_token": "[BOS]",
-    "eos_token": "[EOS]", "tokenizer_class": "TikTokenTokenizer",
-}  # fmt: skip
+    "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+    "bos_token": "[BOS]",
+    "eos_token": "[EOS]",
+    "tokenizer_class": "TikTokenTokenizer",
+}
 TEXT = (
-    "The theme of the thesis: there is another theory. I'll say that they're THEIRS, it's 12345 things.\n\n  Then 'tis "
-    "über alles 東京都は日本の首都です。中文字 mixed中文text  \n\tend   "
+    "The theme of the thesis: there is another theory. I'll say that they're THEIRS, it's 12345 "
+    "things.\n\n  Then 'tis über alles 東京都は日本の首都です。中文字 mixed中文text  \n\tend   "
 )
 
 
 def learned(text: str, count: int) -> dict[bytes, int]:
     """Ranks of single bytes, then of the most frequent pairs, over and over."""
     ranks = {bytes([byte]): byte for byte in range(256)}
-    words = [[bytes([byte]) for byte in word.encode()] for word in text.replace(" ", "| ").split("|")]
+    words = [
+        [bytes([byte]) for byte in word.encode()] for word in text.replace(" ", "| ").split("|")
+    ]
     while len(ranks) < 256 + count:
         pairs: dict[bytes, int] = {}
         for word in words:
@@ -45,13 +49,17 @@ def merged(word: list[bytes], token: bytes) -> list[bytes]:
 
 
 def by_hand(word: bytes, ranks: dict[bytes, int]) -> list[int]:
-    """The neighbours whose union has the lowest rank are merged, the first of equals, until no union is a token."""
+    """The neighbours whose union has the lowest rank are merged, the first of equals, until no
+    union is a token.
+    """
     pieces = [bytes([byte]) for byte in word]
     while word not in ranks or len(pieces) > 1:
         if word in ranks:
             return [ranks[word]]
         unions = [
-            (ranks[a + b], at) for at, (a, b) in enumerate(zip(pieces, pieces[1:], strict=False)) if a + b in ranks
+            (ranks[a + b], at)
+            for at, (a, b) in enumerate(zip(pieces, pieces[1:], strict=False))
+            if a + b in ranks
         ]
         if not unions:
             break
@@ -68,7 +76,9 @@ def write(folder, ranks: dict[bytes, int], **config):
         str(len(ranks) + 1): {"content": "[EOS]", "special": True},
         str(len(ranks) + 4): {"content": "<think>", "special": False},
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(CONFIG | {"added_tokens_decoder": named} | config))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(CONFIG | {"added_tokens_decoder": named} | config)
+    )
     return folder
 
 
@@ -116,7 +126,12 @@ def test_texts_come_back(tmp_path, ranks):
 def test_special_tokens(tmp_path, ranks):
     tokenizer = Tokenizer(write(tmp_path, ranks))
     first = len(ranks)
-    assert tokenizer.encode("[BOS]the<think>[EOS]") == [first, *by_hand(b"the", ranks), first + 4, first + 1]
+    assert tokenizer.encode("[BOS]the<think>[EOS]") == [
+        first,
+        *by_hand(b"the", ranks),
+        first + 4,
+        first + 1,
+    ]
     assert tokenizer.decode([first, first + 4, first + 1]) == "<think>"
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (first, frozenset([first + 1]))
     assert tokenizer.encode(f"<|reserved_token_{first + 2}|>") == [first + 2]
@@ -127,7 +142,10 @@ def test_special_tokens(tmp_path, ranks):
     ("change", "message"),
     [
         (lambda ranks: ranks | {b"zzz": len(ranks) + 1}, "count from 0 without a gap"),
-        (lambda ranks: {token: rank for rank, token in enumerate(list(ranks)[1:])}, "every byte must be a token"),
+        (
+            lambda ranks: {token: rank for rank, token in enumerate(list(ranks)[1:])},
+            "every byte must be a token",
+        ),
     ],
 )
 def test_ranks_that_are_none(tmp_path, ranks, change, message):
@@ -143,7 +161,9 @@ def test_a_line_that_is_none(tmp_path, ranks, line):
         Tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("added", [{"7": {"content": "x"}}, {"x": {"content": "x"}}, {"400": {}}, {"400": "x"}])
+@pytest.mark.parametrize(
+    "added", [{"7": {"content": "x"}}, {"x": {"content": "x"}}, {"400": {}}, {"400": "x"}]
+)
 def test_named_tokens_that_are_none(tmp_path, ranks, added):
     with pytest.raises(ModelError, match="added_tokens_decoder in tokenizer_config.json has"):
         Tokenizer(write(tmp_path, ranks, added_tokens_decoder=added))
@@ -151,4 +171,10 @@ def test_named_tokens_that_are_none(tmp_path, ranks, added):
 
 def test_lists_of_other_models_are_refused(tmp_path, ranks):
     with pytest.raises(ModelError, match="known of Kimi's alone"):
-        Tokenizer(write(tmp_path, ranks, auto_map={"AutoTokenizer": ["tokenization_qwen.QWenTokenizer", None]}))
+        Tokenizer(
+            write(
+                tmp_path,
+                ranks,
+                auto_map={"AutoTokenizer": ["tokenization_qwen.QWenTokenizer", None]},
+            )
+        )

@@ -1,4 +1,6 @@
-"""Tokenizers from Hugging Face folders: ids, text, special tokens, chat templates, and folders that are wrong."""
+"""Tokenizers from Hugging Face folders: ids, text, special tokens, chat templates, and folders that
+are wrong.
+"""
 
 import json
 import random
@@ -53,7 +55,9 @@ def test_texts_agree_with_the_library(folder):
 
 @pytest.mark.parametrize("method", ["encode", "encode_with_ends", "encode_pair", "decode"])
 def test_other_threads_run_while_a_long_text_is_tokenised(byte_level, method):
-    """A second thread that sleeps a millisecond at a time: with the GIL held, it would wake once or twice."""
+    """A second thread that sleeps a millisecond at a time: with the GIL held, it would wake once or
+    twice.
+    """
     tokenizer = Tokenizer(byte_level)
     library = Library.from_file(str(byte_level / "tokenizer.json"))
     text = " ".join(CORPUS) * 100
@@ -65,7 +69,9 @@ def test_other_threads_run_while_a_long_text_is_tokenised(byte_level, method):
         "encode_pair": (pair.ids, pair.sequence_ids.index(1)),
         "decode": library.decode(encoding.ids * 10),
     }
-    arguments = {"encode_pair": (text, "second"), "decode": (encoding.ids * 10,)}.get(method, (text,))
+    arguments = {"encode_pair": (text, "second"), "decode": (encoding.ids * 10,)}.get(
+        method, (text,)
+    )
     is_done = threading.Event()
     wake_times: list[float] = []
 
@@ -91,7 +97,11 @@ def test_a_text_has_at_most_the_characters_of_the_longest_token_for_each_token(f
     names = list(tokenizer.get_vocab())
     assert tokenizer.keeps_characters == folder.name.startswith("byte_level")
     for _ in range(300):
-        text = random_text(rng) if rng.random() < 0.5 else "".join(rng.choices(names, k=rng.randint(1, 20)))
+        text = (
+            random_text(rng)
+            if rng.random() < 0.5
+            else "".join(rng.choices(names, k=rng.randint(1, 20)))
+        )
         if "".join(text.split()) and "\ufffd" not in text:
             count = len(tokenizer.encode(text, add_special_tokens=False))
             assert tokenizer.max_characters(count) >= len(text.strip())
@@ -124,7 +134,11 @@ def test_a_broken_byte_spoils_no_other(tmp_path):
     for _ in range(300):
         run = "".join(rng.choices("a🙂é日", k=4)).encode()
         cut = rng.randint(0, len(run))
-        run = run[:cut] + bytes(rng.choices([0x80, 0xE2, 0xF0, 0xFF, 0xC0, 0x0A], k=rng.randint(0, 3))) + run[cut:]
+        run = (
+            run[:cut]
+            + bytes(rng.choices([0x80, 0xE2, 0xF0, 0xFF, 0xC0, 0x0A], k=rng.randint(0, 3)))
+            + run[cut:]
+        )
         expected = ""
         at = 0
         while at < len(run):
@@ -149,7 +163,8 @@ def test_the_bytes_of_tokens_joined_are_the_text(kind, tmp_path):
     tokenizer = Tokenizer(save(tmp_path, ZOO[kind]()))
     rng = random.Random(3)
     for _ in range(100):
-        text = random_text(rng).replace("▁", "")  # SentencePiece cannot write this one: it is its space
+        # SentencePiece cannot write this one: it is its space
+        text = random_text(rng).replace("▁", "")
         ids = tokenizer.encode(text + TURN, add_special_tokens=False)
         assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text + TURN
 
@@ -193,11 +208,20 @@ def test_ends_of_a_text(byte_level):
     tokenizer = Tokenizer(byte_level)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (bos, {eos})
     assert write(byte_level, "config.json", {"eos_token_id": turn}).eos_token_ids == {eos, turn}
-    assert write(byte_level, "generation_config.json", {"eos_token_id": None}).eos_token_ids == {eos, turn}
-    assert write(byte_level, "generation_config.json", {"eos_token_id": [7, 8]}).eos_token_ids == {eos, 7, 8}
+    assert write(byte_level, "generation_config.json", {"eos_token_id": None}).eos_token_ids == {
+        eos,
+        turn,
+    }
+    assert write(byte_level, "generation_config.json", {"eos_token_id": [7, 8]}).eos_token_ids == {
+        eos,
+        7,
+        8,
+    }
     bare = write(byte_level, "tokenizer_config.json", {})
     assert (bare.bos_token_id, bare.eos_token_ids) == (None, {7, 8})
-    mapped = write(byte_level, "special_tokens_map.json", {"bos_token": {"content": TURN}, "eos_token": EOS})
+    mapped = write(
+        byte_level, "special_tokens_map.json", {"bos_token": {"content": TURN}, "eos_token": EOS}
+    )
     assert (mapped.bos_token_id, mapped.eos_token_ids) == (turn, {eos, 7, 8})
 
 
@@ -241,19 +265,31 @@ def test_a_conversation_has_one_bos(byte_level):
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert [token for token in ids if token == tokenizer.bos_token_id] == ids[:1]
     assert tokenizer.encode("Hi")[0] == tokenizer.bos_token_id
-    assert tokenizer.apply_chat_template(ASK, add_generation_prompt=False) == f"{BOS}<|turn|>user\nHi\n"
+    assert (
+        tokenizer.apply_chat_template(ASK, add_generation_prompt=False)
+        == f"{BOS}<|turn|>user\nHi\n"
+    )
 
 
 def test_where_the_chat_template_comes_from(byte_level):
     assert Tokenizer(byte_level).chat_template == CHATML
     assert (
-        write(byte_level, "chat_template.json", {"chat_template": "from json"}).apply_chat_template(ASK) == "from json"
+        write(byte_level, "chat_template.json", {"chat_template": "from json"}).apply_chat_template(
+            ASK
+        )
+        == "from json"
     )
-    assert write(byte_level, "chat_template.jinja", "from jinja").apply_chat_template(ASK) == "from jinja"
+    assert (
+        write(byte_level, "chat_template.jinja", "from jinja").apply_chat_template(ASK)
+        == "from jinja"
+    )
 
 
 def test_named_chat_templates(byte_level):
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools | length }} tools"},
+    ]
     tokenizer = write(byte_level, "tokenizer_config.json", {"chat_template": named})
     assert tokenizer.apply_chat_template(ASK) == "plain"
     assert tokenizer.apply_chat_template(ASK, tools=[{"name": "f"}]) == "1 tools"
@@ -277,11 +313,16 @@ def test_a_template_that_comes_with_the_conversation(byte_level):
     tokenizer = Tokenizer(byte_level)
     given = "{{ eos_token }}{{ messages[0].content }}{{ extra }}{{ add_generation_prompt }}"
     assert tokenizer.apply_chat_template(ASK, chat_template=given, extra="!") == f"{EOS}Hi!True"
-    assert tokenizer.apply_chat_template(ASK, chat_template=None) == tokenizer.apply_chat_template(ASK)
+    assert tokenizer.apply_chat_template(ASK, chat_template=None) == tokenizer.apply_chat_template(
+        ASK
+    )
     for wrong in ("", "x" * 65_537, 5, ["x"]):
         with pytest.raises(PromptError, match="1 to 65536 characters"):
             tokenizer.apply_chat_template(ASK, chat_template=wrong)
-    doubled = "{% set ns = namespace(a='a' * 1000) %}{% for i in range(40) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}"
+    doubled = (
+        "{% set ns = namespace(a='a' * 1000) %}{% for i in range(40) %}{% set ns.a = ns.a ~ "
+        "ns.a %}{% endfor %}"
+    )
     with pytest.raises(PromptError, match="chat template"):
         tokenizer.apply_chat_template(ASK, chat_template=doubled)
     with pytest.raises(PromptError, match="valid Unicode|plain JSON"):
@@ -290,7 +331,9 @@ def test_a_template_that_comes_with_the_conversation(byte_level):
 
 
 def test_a_model_without_a_template_takes_one(folder):
-    assert Tokenizer(folder).apply_chat_template(ASK, chat_template="{{ messages[0].role }}") == "user"
+    assert (
+        Tokenizer(folder).apply_chat_template(ASK, chat_template="{{ messages[0].role }}") == "user"
+    )
 
 
 def test_where_tokens_end_in_a_text(folder):
@@ -310,7 +353,9 @@ def test_the_text_of_tokens_is_their_bytes_where_it_is_said_so(folder):
     words = sorted(set(range(tokenizer.vocab_size)) - tokenizer.special_ids)
     kind = folder.name.rstrip("0123456789")
     assert tokenizer.shows_bytes == (kind not in ("word_piece", "end_of_word"))
-    assert not tokenizer.shows_bytes or tokenizer.drops_space == (kind in ("byte_fallback", "unigram"))
+    assert not tokenizer.shows_bytes or tokenizer.drops_space == (
+        kind in ("byte_fallback", "unigram")
+    )
     whole = 0
     for _ in range(3000 if tokenizer.shows_bytes else 0):
         ids = rng.choices(words, k=rng.randint(1, 6))
@@ -340,9 +385,21 @@ def test_no_chat_template(folder):
         ("tokenizer_config.json", "{", r"tokenizer_config\.json: not JSON"),
         ("tokenizer_config.json", "[1]", "must hold a JSON object, got list"),
         ("tokenizer_config.json", '{"chat_template": 5}', "chat_template must be a text .* got 5"),
-        ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}', "chat_template must be a text"),
-        ("generation_config.json", '{"eos_token_id": "</s>"}', "eos_token_id must be a token id .* got </s>"),
-        ("generation_config.json", '{"eos_token_id": [1, -1]}', "eos_token_id must be a token id .* got -1"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": [{"name": "default"}]}',
+            "chat_template must be a text",
+        ),
+        (
+            "generation_config.json",
+            '{"eos_token_id": "</s>"}',
+            "eos_token_id must be a token id .* got </s>",
+        ),
+        (
+            "generation_config.json",
+            '{"eos_token_id": [1, -1]}',
+            "eos_token_id must be a token id .* got -1",
+        ),
         ("config.json", '{"bos_token_id": true}', "bos_token_id must be a token id .* got True"),
     ],
 )

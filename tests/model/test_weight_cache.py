@@ -1,4 +1,6 @@
-"""Packed weights on disk: the second load maps what the first has made, whatever happens to the files meanwhile."""
+"""Packed weights on disk: the second load maps what the first has made, whatever happens to the
+files meanwhile.
+"""
 
 import json
 import os
@@ -35,7 +37,10 @@ def home(monkeypatch, tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    tiny.write(tmp_path / "model", tiny.LLAMA | {"torch_dtype": "bfloat16", "hidden_size": 64, "vocab_size": 160})
+    tiny.write(
+        tmp_path / "model",
+        tiny.LLAMA | {"torch_dtype": "bfloat16", "hidden_size": 64, "vocab_size": 160},
+    )
     return tmp_path / "model"
 
 
@@ -44,7 +49,11 @@ def reads(monkeypatch):
     """The names of the tensors that are read from the checkpoint."""
     found = []
     read = loader.read_leaf
-    monkeypatch.setattr(loader, "read_leaf", lambda spec, parts, *rest: found.append(parts) or read(spec, parts, *rest))
+    monkeypatch.setattr(
+        loader,
+        "read_leaf",
+        lambda spec, parts, *rest: found.append(parts) or read(spec, parts, *rest),
+    )
     return found
 
 
@@ -59,12 +68,16 @@ def loaded(folder, quantization=None, **options):
 def same(a, b) -> bool:
     assert jax.tree.structure(a) == jax.tree.structure(b)
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+    return all(
+        x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs
+    )
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4-32-zero", "nf4", "nvfp4", "fp8"])
 def test_second_load_maps(home, folder, reads, quantization):
-    """The same tree, bit for bit, of which nothing was read, and no byte of large arrays was copied."""
+    """The same tree, bit for bit, of which nothing was read, and no byte of large arrays was
+    copied.
+    """
     first = loaded(folder, quantization)
     assert reads and len([*home.iterdir()]) == 1
     reads.clear()
@@ -80,7 +93,12 @@ def test_second_load_maps(home, folder, reads, quantization):
 
 
 def test_generates_the_same(home, folder):
-    options = {"model": str(folder), "skip_tokenizer_init": True, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+    options = {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 16,
+    }
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=2, ignore_eos=True)
     plain = LLM(**options, weight_cache=False).generate([[1, 2, 3]], params)
     assert not home.exists()
@@ -152,7 +170,9 @@ def test_two_at_once(home, folder):
     config = read_config(folder)
     leaves = jax.tree.leaves(load(folder, config))
     caches = [WeightCache.for_folder(folder, config) for _ in range(2)]
-    threads = [threading.Thread(target=cache.write, args=(leaves,)) for cache in caches for _ in range(3)]
+    threads = [
+        threading.Thread(target=cache.write, args=(leaves,)) for cache in caches for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -162,9 +182,13 @@ def test_two_at_once(home, folder):
 
 
 def test_writers_with_one_process_id_do_not_share_a_temporary_file(home, folder, monkeypatch):
-    """As in containers that share a volume: one writer publishes while another has just begun with the same file."""
+    """As in containers that share a volume: one writer publishes while another has just begun with
+    the same file.
+    """
     config = read_config(folder)
-    leaves = [np.random.default_rng(i).integers(0, 256, 5 * weight_cache.PAGE, np.uint8) for i in range(4)]
+    leaves = [
+        np.random.default_rng(i).integers(0, 256, 5 * weight_cache.PAGE, np.uint8) for i in range(4)
+    ]
     first, second = (WeightCache.for_folder(folder, config) for _ in range(2))
     assert first.path == second.path
     has_begun = threading.Event()
@@ -175,7 +199,8 @@ def test_writers_with_one_process_id_do_not_share_a_temporary_file(home, folder,
     def paused_flat(value):
         name = threading.current_thread().name
         counts[name] += 1
-        if name == "second" and counts[name] == len(leaves) + 1:  # the table has asked for each before
+        # the table has asked for each before
+        if name == "second" and counts[name] == len(leaves) + 1:
             has_begun.set()
             assert may_finish.wait(60)
         elif name == "first" and counts[name] == 2 * len(leaves):
@@ -196,7 +221,9 @@ def test_writers_with_one_process_id_do_not_share_a_temporary_file(home, folder,
 
 
 def test_least_recently_used_goes(home, folder, monkeypatch):
-    """Over the limit the one goes that was not used for longest; a file that nobody completed goes with age."""
+    """Over the limit the one goes that was not used for longest; a file that nobody completed goes
+    with age.
+    """
     config = read_config(folder)
     leaves = [np.zeros(3 * weight_cache.PAGE, np.uint8)]
     caches = [WeightCache.for_folder(folder, (config, i)) for i in range(4)]

@@ -13,8 +13,16 @@ from quire.tests.support import tiny
 from quire.tests.support.golden.families import MISTRAL3
 from quire.tests.support.published import PUBLISHED
 
-OUTER = {name: value for name, value in MISTRAL3.items() if name not in ("torch_dtype", "tie_word_embeddings")}
-VISION = ("vision_tower.ln_pre.weight", "vision_tower.patch_conv.weight", "multi_modal_projector.norm.weight")
+OUTER = {
+    name: value
+    for name, value in MISTRAL3.items()
+    if name not in ("torch_dtype", "tie_word_embeddings")
+}
+VISION = (
+    "vision_tower.ln_pre.weight",
+    "vision_tower.patch_conv.weight",
+    "multi_modal_projector.norm.weight",
+)
 
 
 def whole(folder, **text) -> dict:
@@ -22,7 +30,9 @@ def whole(folder, **text) -> dict:
     tiny.write(folder)
     stored = load_file(folder / "model.safetensors")
     named = {f"language_model.{name}": value for name, value in stored.items()}
-    save_file(named | {name: np.ones(3, np.float32) for name in VISION}, folder / "model.safetensors")
+    save_file(
+        named | {name: np.ones(3, np.float32) for name in VISION}, folder / "model.safetensors"
+    )
     (folder / "config.json").write_text(json.dumps(OUTER | {"text_config": tiny.LLAMA | text}))
     return stored
 
@@ -32,13 +42,19 @@ def test_the_text_model_is_that_of_its_own_folder(tmp_path, caplog):
     tiny.write(tmp_path / "text", tensors=stored)
     with caplog.at_level(logging.INFO, "quire"):
         found, own = (
-            loader.load_weights(tmp_path / name, loader.read_config(tmp_path / name)) for name in ("whole", "text")
+            loader.load_weights(tmp_path / name, loader.read_config(tmp_path / name))
+            for name in ("whole", "text")
         )
     assert loader.read_config(tmp_path / "whole") == loader.read_config(tmp_path / "text")
     np.testing.assert_array_equal(found.head_VD, own.head_VD)
-    np.testing.assert_array_equal(found.layers[1].attention.qkv_DGH, own.layers[1].attention.qkv_DGH)
+    np.testing.assert_array_equal(
+        found.layers[1].attention.qkv_DGH, own.layers[1].attention.qkv_DGH
+    )
     assert [record.getMessage() for record in caplog.records] == [
-        "tensors that are not loaded, since only text is served: multi_modal_projector (1), vision_tower (2)"
+        (
+            "tensors that are not loaded, since only text is served: multi_modal_projector (1), "
+            "vision_tower (2)"
+        )
     ]
 
 
@@ -65,5 +81,10 @@ def test_what_is_said_once_for_the_whole_counts():
     assert (read(hf).tied, read(hf).dtype, read(hf).family) == (True, "bfloat16", "ministral3")
     inner = hf["text_config"] | {"dtype": "float32", "tie_word_embeddings": False}
     assert read(hf | {"text_config": inner}) == read(hf)
-    alone = {name: value for name, value in hf.items() if name not in ("dtype", "tie_word_embeddings")}
-    assert (read(alone | {"text_config": inner}).tied, read(alone | {"text_config": inner}).dtype) == (False, "float32")
+    alone = {
+        name: value for name, value in hf.items() if name not in ("dtype", "tie_word_embeddings")
+    }
+    assert (
+        read(alone | {"text_config": inner}).tied,
+        read(alone | {"text_config": inner}).dtype,
+    ) == (False, "float32")

@@ -18,7 +18,9 @@ def draw(rng, dtype, *shape, scale: float = 1.0):
 
 
 def drawn(rng, dtype: str, slots: int, stack: int | None = None):
-    """(a weight's adapters, how many inputs they have): of one to three matrices, with any numbers of outputs."""
+    """(a weight's adapters, how many inputs they have): of one to three matrices, with any numbers
+    of outputs.
+    """
     D = rng.integers(1, 90)
     R = rng.integers(1, 40)
     widths = rng.integers(1, 300, rng.integers(1, 4))
@@ -27,7 +29,9 @@ def drawn(rng, dtype: str, slots: int, stack: int | None = None):
     lead = (slots,) if stack is None else (slots, stack)
     down = draw(rng, dtype, *lead, D, R * len(parts), scale=D**-0.5)
     up = draw(rng, dtype, *lead, R, ends[-1])
-    return Adapted(None, down, up, draw(rng, "float32", *lead, ends[-1], scale=0.1), parts=parts), int(D)
+    return Adapted(
+        None, down, up, draw(rng, "float32", *lead, ends[-1], scale=0.1), parts=parts
+    ), int(D)
 
 
 def numbers(x) -> np.ndarray:
@@ -50,7 +54,9 @@ def slowly(weight: Adapted, slots, x, out):
 
 def adapted(weight: Adapted, slots, x, out, way: str):
     rows = AdapterRows.of(jnp.asarray(slots, jnp.int32), len(weight.down))
-    return jax.jit(lambda weight, x, out: weight.adapt(x, out, way))(weight.replace(rows_of=rows), x, out)
+    return jax.jit(lambda weight, x, out: weight.adapt(x, out, way))(
+        weight.replace(rows_of=rows), x, out
+    )
 
 
 @pytest.mark.usefixtures("compiled_quickly")
@@ -67,7 +73,9 @@ def test_against_float64(way, dtype):
         x = draw(rng, dtype, T, D)
         out = draw(rng, "float32", T, weight.up.shape[2])
         found = adapted(weight, whose, x, out, way)
-        np.testing.assert_allclose(numbers(found), slowly(weight, whose, x, out), rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(
+            numbers(found), slowly(weight, whose, x, out), rtol=2e-5, atol=2e-5
+        )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -95,7 +103,9 @@ def test_the_same_bits_in_any_company_and_in_any_slot(way):
         whole = adapted(weight, whose, x, out, way)
         t = int(rng.integers(T))
         order = rng.permutation(5)
-        moved = weight.replace(down=weight.down[order], up=weight.up[order], longer=weight.longer[order])
+        moved = weight.replace(
+            down=weight.down[order], up=weight.up[order], longer=weight.longer[order]
+        )
         there = np.append(np.argsort(order), 5)[whose[t : t + 1]]
         alone = adapted(moved, there, x[t : t + 1], out[t : t + 1], way)
         assert np.array_equal(alone[0], whole[t])
@@ -108,7 +118,8 @@ def test_a_type_that_the_kernel_does_not_know_is_left_to_xla():
     x = draw(rng, "float16", 3, D)
     out = draw(rng, "float32", 3, weight.up.shape[2])
     with pytest.raises(
-        NoImplementation, match="bfloat16 or float32, and sums float32, not bfloat16, bfloat16, float16"
+        NoImplementation,
+        match="bfloat16 or float32, and sums float32, not bfloat16, bfloat16, float16",
     ):
         adapted(weight, [0, 1, 2], x, out, "native")
     rows = AdapterRows.of(jnp.array([0, 1, 2], jnp.int32), 2)

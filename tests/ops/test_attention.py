@@ -137,7 +137,10 @@ def test_pages_that_another_layer_filled():
     held = KVPages(*(jnp.asarray(x) for x in pages))
     again, left = step(jnp.asarray(case.q), None, None, held, case.rows, None, PLAIN)
     assert np.asarray(again).tobytes() == out.tobytes()
-    assert all(np.asarray(x).tobytes() == y.tobytes() for x, y in zip((left.k_PSKH, left.v_PSKH), pages, strict=True))
+    assert all(
+        np.asarray(x).tobytes() == y.tobytes()
+        for x, y in zip((left.k_PSKH, left.v_PSKH), pages, strict=True)
+    )
 
 
 def test_an_empty_step():
@@ -163,7 +166,9 @@ SAME["int4"] = Shape(K=2, G=2, H=64, codes="int4")
 @pytest.mark.parametrize("name", thinned(SAME, ["gqa, bfloat16", "window, float32"]))
 @pytest.mark.slow
 def test_the_same_bits_in_any_step(name):
-    """A row's result does not depend on its company, on where its chunk begins, or on the step's sizes."""
+    """A row's result does not depend on its company, on where its chunk begins, or on the step's
+    sizes.
+    """
     shape = SAME[name]
     rng = np.random.default_rng(11)
     seed = 77
@@ -175,13 +180,17 @@ def test_the_same_bits_in_any_step(name):
         out, _ = run(sized, case)
         for offset, row in enumerate(out[case.places[at]]):
             bits = wanted.setdefault(start + offset, row.tobytes())
-            assert bits == row.tobytes(), f"position {start + offset} of a chunk from {start} in {T} rows"
+            assert bits == row.tobytes(), (
+                f"position {start + offset} of a chunk from {start} in {T} rows"
+            )
 
     for start, rows in ((0, 64), (64, 64), (128, 60)):
         compare(64, 4, start, rows, [], 0)
     for start, rows in ((0, 3), (3, 17), (20, 50), (62, 4), (100, 33), (127, 37)):
         compare(64, 4, start, rows, [Sequence(5, 150, 1), Sequence(6, 9, 5)], int(rng.integers(3)))
-        compare(160, 8, start, rows, [Sequence(8, 30, 80), Sequence(9, 180, 1)], int(rng.integers(3)))
+        compare(
+            160, 8, start, rows, [Sequence(8, 30, 80), Sequence(9, 180, 1)], int(rng.integers(3))
+        )
     company = [Sequence(100 + n, int(rng.integers(LONGEST)), 1) for n in range(15)]
     for start in (0, 1, 15, 16, 63, 64, 100, 187):
         compare(1, 1, start, 1, [], 0)
@@ -193,7 +202,16 @@ def test_the_same_bits_in_any_step(name):
 def test_tiles_cover_each_row_once():
     """Whatever the sequences bring, the tiles are enough for all their rows."""
     rng = np.random.default_rng(2)
-    for T, B, Q in ((1, 1, 1), (1, 1, 16), (7, 3, 2), (16, 16, 1), (16, 16, 2), (33, 5, 4), (40, 8, 16), (39, 1, 12)):
+    for T, B, Q in (
+        (1, 1, 1),
+        (1, 1, 16),
+        (7, 3, 2),
+        (16, 16, 1),
+        (16, 16, 2),
+        (33, 5, 4),
+        (40, 8, 16),
+        (39, 1, 12),
+    ):
         cut = jax.jit(partial(tiles, T=T, Q=Q))
         for _ in range(30):
             starts = np.concatenate([[0], np.sort(rng.integers(0, T + 1, B))])
@@ -206,7 +224,9 @@ def test_tiles_cover_each_row_once():
 def test_sum_pairs():
     for size in (1, 2, 3, 48, 64, 96):
         x = np.random.default_rng(size).standard_normal((3, size)).astype(np.float32)
-        np.testing.assert_allclose(sum_pairs(jnp.asarray(x)), x.astype(np.float64).sum(-1), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            sum_pairs(jnp.asarray(x)), x.astype(np.float64).sum(-1), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_pairs_are_only_a_form(monkeypatch):
@@ -232,7 +252,9 @@ def test_pairs(monkeypatch):
     """Where the kernel that wants them may serve: nothing changes elsewhere."""
     for backend, dtypes in (("cpu", ()), ("gpu", ()), ("tpu", ("bfloat16",))):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        assert [name for name in ("bfloat16", "float32", "int8") if pairs(jnp.dtype(name))] == list(dtypes)
+        assert [name for name in ("bfloat16", "float32", "int8") if pairs(jnp.dtype(name))] == list(
+            dtypes
+        )
 
 
 def test_one_is_forced_by_its_name():
@@ -243,7 +265,9 @@ def test_one_is_forced_by_its_name():
         run(PLAIN, case, partial(paged_attention, implementation="mosaic_tpu"))
     assert len(error.value.exceptions) == 1
     with pytest.raises(
-        ValueError, match="implementation is 'cuda'; it can be native, mosaic_tpu, mosaic_gpu, flashinfer, triton, xla"
+        ValueError,
+        match="implementation is 'cuda'; it can be native, mosaic_tpu, mosaic_gpu, flashinfer, "
+        "triton, xla",
     ):
         run(PLAIN, case, partial(paged_attention, implementation="cuda"))
 
@@ -263,16 +287,23 @@ def test_kernels_of_gpus_decline_four_bits():
     pages = KVPages(half, half, jnp.zeros((3, 2, 32)), jnp.zeros((3, 2, 32)))
     params = AttentionParams(1.0)
     shape = call_shape(q_TNH, pages, params)
-    assert hopper.kernel_limits(params, shape) == "pages are int4, whose codes the kernel does not read"
+    assert (
+        hopper.kernel_limits(params, shape)
+        == "pages are int4, whose codes the kernel does not read"
+    )
     assert "not codes with a scale" in str(flashinfer.kernel_limits(params, shape))
     qkv_TGH = jnp.zeros((2, 12, 64), jnp.bfloat16)
-    assert heads_gpu.refusals(qkv_TGH, Heads(8, 2), pages) == ["pages are int4, whose codes the kernel does not write"]
+    assert heads_gpu.refusals(qkv_TGH, Heads(8, 2), pages) == [
+        "pages are int4, whose codes the kernel does not write"
+    ]
 
 
 @pytest.mark.parametrize("codes", [None, "int8", "float8_e4m3fn", "uint8"])
 @pytest.mark.slow
 def test_the_append_of_a_gpu_writes_what_others_do_and_no_padding(codes, monkeypatch):
-    """There it names distinct slots, of which those of padding do not exist: the dummy page stays as it is."""
+    """There it names distinct slots, of which those of padding do not exist: the dummy page stays
+    as it is.
+    """
     rng = np.random.default_rng(3)
     P = 9
     S = 4
@@ -293,6 +324,8 @@ def test_the_append_of_a_gpu_writes_what_others_do_and_no_padding(codes, monkeyp
     lowered = jax.jit(xla.append).lower(pages, k_TKH, v_TKH, slots_T)
     assert lowered.as_text().count("unique_indices = true") == len(jax.tree.leaves(pages))
     for found, right in zip(
-        jax.tree.leaves(lowered.compile()(pages, k_TKH, v_TKH, slots_T)), jax.tree.leaves(wanted), strict=True
+        jax.tree.leaves(lowered.compile()(pages, k_TKH, v_TKH, slots_T)),
+        jax.tree.leaves(wanted),
+        strict=True,
     ):
         assert np.asarray(found).tobytes() == np.asarray(right).tobytes()

@@ -1,4 +1,6 @@
-"""Room in a folder of files that one start leaves for the next: on disks of any size, the oldest go first."""
+"""Room in a folder of files that one start leaves for the next: on disks of any size, the oldest go
+first.
+"""
 
 import os
 import time
@@ -47,7 +49,9 @@ def test_the_oldest_go_first(tmp_path, monkeypatch):
 
 
 def test_publish_is_whole_with_several_writers_of_one_process_id(tmp_path):
-    """Every writer has a temporary file of its own, so that none renames what another has half written."""
+    """Every writer has a temporary file of its own, so that none renames what another has half
+    written.
+    """
     target = tmp_path / "a.kept"
     with cache_folder.publish(target) as first:
         first.write_bytes(b"first, ha")
@@ -83,7 +87,9 @@ def test_publish_does_not_replace_a_folder_with_content(tmp_path):
 
 @pytest.mark.parametrize("durable", [True, False])
 def test_publish_syncs_content_before_it_renames(tmp_path, monkeypatch, durable):
-    """Files and folders inside first, the rename next, and then the folder that has the new name."""
+    """Files and folders inside first, the rename next, and then the folder that has the new
+    name.
+    """
     target = tmp_path / "folder"
     calls = []
     names = {}

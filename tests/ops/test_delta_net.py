@@ -1,4 +1,6 @@
-"""The gated delta rule and the short convolution against loops in float64, and their bits however rows are cut."""
+"""The gated delta rule and the short convolution against loops in float64, and their bits however
+rows are cut.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +13,10 @@ from quire.ops.state_rows import StateRows
 from quire.tests.support.cases import cases
 
 SLOTS = 6
-BY_NAME = pytest.mark.parametrize("name", ["native", "xla"])  # the other is in test_delta_net_mosaic
-# Key heads, value heads, key size, value size: columns in whole blocks, in single vectors, and left over.
+# the other is in test_delta_net_mosaic
+BY_NAME = pytest.mark.parametrize("name", ["native", "xla"])
+# Key heads, value heads, key size, value size: columns in whole blocks, in single vectors, and left
+# over.
 SHAPES = [(2, 4, 16, 32), (1, 3, 8, 48), (2, 2, 5, 7), (4, 8, 128, 128)]
 
 
@@ -41,7 +45,9 @@ def naive_conv(x, weight, tail):
     """One sequence; `tail` is [W - 1, C]."""
     both = np.concatenate([tail, x]).astype(np.float64)
     W = weight.shape[-1]
-    return np.stack([sum(both[t + w] * weight[:, w] for w in range(W)) for t in range(len(x))]), both
+    return np.stack(
+        [sum(both[t + w] * weight[:, w] for w in range(W)) for t in range(len(x))]
+    ), both
 
 
 def drawn(rng, shape, T, by_key=False):
@@ -60,9 +66,11 @@ def rows_of(counts, slots, begins, kept, T) -> StateRows:
     starts = np.concatenate([[0], np.cumsum(counts), [sum(counts)] * spare]).astype(np.int32)
     assert starts[-1] <= T
     return StateRows(
-        jnp.array(starts), jnp.array([*slots, *[SLOTS] * spare], jnp.int32), jnp.array([*begins, *[False] * spare]),
+        jnp.array(starts),
+        jnp.array([*slots, *[SLOTS] * spare], jnp.int32),
+        jnp.array([*begins, *[False] * spare]),
         jnp.array([*kept, *[0] * spare], jnp.int32),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.random
@@ -91,7 +99,9 @@ def test_against_float64(name, shape, corrects, by_key):
         arrays = drawn(rng, shape, T, by_key)
         held = rng.standard_normal((SLOTS, N, H, V)).astype(np.float32)
         held[slots[begins]] = np.nan  # what another left is not looked at
-        out, memory = run(*arrays, held, rows_of(counts, slots, begins, kept, T), corrects, implementation=name)
+        out, memory = run(
+            *arrays, held, rows_of(counts, slots, begins, kept, T), corrects, implementation=name
+        )
         starts = np.concatenate([[0], np.cumsum(counts)])
         for b, slot in enumerate(slots):
             part = slice(starts[b], starts[b + 1])
@@ -121,13 +131,17 @@ def test_convolution_against_float64():
         weight = rng.standard_normal((C, W))
         held = rng.standard_normal((SLOTS, W - 1, C)).astype(np.float32)
         held[slots[begins]] = np.nan
-        out, tails = run(x, weight.astype(np.float32), held, rows_of(counts, slots, begins, kept, T))
+        out, tails = run(
+            x, weight.astype(np.float32), held, rows_of(counts, slots, begins, kept, T)
+        )
         starts = np.concatenate([[0], np.cumsum(counts)])
         for b, slot in enumerate(slots):
             before = np.zeros((W - 1, C)) if begins[b] else held[slot]
             expected, both = naive_conv(x[starts[b] : starts[b + 1]], weight, before)
             np.testing.assert_allclose(out[starts[b] : starts[b + 1]], expected, rtol=0, atol=1e-5)
-            np.testing.assert_allclose(tails[slot], both[kept[b] : kept[b] + W - 1], rtol=0, atol=1e-6)
+            np.testing.assert_allclose(
+                tails[slot], both[kept[b] : kept[b] + W - 1], rtol=0, atol=1e-6
+            )
         others = np.setdiff1d(np.arange(SLOTS), slots)
         np.testing.assert_array_equal(tails[others], held[others])
 
@@ -137,7 +151,9 @@ def test_convolution_against_float64():
 @pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.slow
 def test_bits_are_those_of_any_cut(name, by_key):
-    """A sequence by itself at once; and in pieces, each with others beside it and rows that are computed in vain."""
+    """A sequence by itself at once; and in pieces, each with others beside it and rows that are
+    computed in vain.
+    """
     rng = np.random.default_rng(7)
     name = implementation(name)
     rule = jax.jit(delta_net.delta_rule, static_argnames="implementation")
@@ -149,7 +165,9 @@ def test_bits_are_those_of_any_cut(name, by_key):
         weight = rng.standard_normal((N * V, 4)).astype(np.float32)
         alone = rows_of([length], [0], [True], [length], length)
         whole, _ = rule(*own, np.zeros((SLOTS, N, H, V), np.float32), alone, implementation=name)
-        blurred, _ = conv(own[2].reshape(length, -1), weight, np.zeros((SLOTS, 3, N * V), np.float32), alone)
+        blurred, _ = conv(
+            own[2].reshape(length, -1), weight, np.zeros((SLOTS, 3, N * V), np.float32), alone
+        )
         for _ in range(cases(10, least=2)):
             at = 0
             slot = int(rng.integers(SLOTS))
@@ -170,5 +188,7 @@ def test_bits_are_those_of_any_cut(name, by_key):
                 out, memory = rule(*pieces, memory, rows, implementation=name)
                 smooth, tails = conv(pieces[2].reshape(len(pieces[2]), -1), weight, tails, rows)
                 np.testing.assert_array_equal(out[before : before + count], whole[at : at + count])
-                np.testing.assert_array_equal(smooth[before : before + count], blurred[at : at + count])
+                np.testing.assert_array_equal(
+                    smooth[before : before + count], blurred[at : at + count]
+                )
                 at += kept

@@ -1,4 +1,6 @@
-"""The delta rule's kernel for NVIDIA GPUs where there is no card, in Pallas' interpreter and lowered."""
+"""The delta rule's kernel for NVIDIA GPUs where there is no card, in Pallas' interpreter and
+lowered.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +19,30 @@ pytestmark = [pytest.mark.usefixtures("interpreted_once"), pytest.mark.slow]
 KINDS = {
     "Qwen3-Next": {"keys": 128, "values": 128, "shared": 2, "by_key": False, "corrects": True},
     "Kimi Linear": {"keys": 128, "values": 128, "shared": 1, "by_key": True, "corrects": True},
-    "linear attention": {"keys": 32, "values": 128, "shared": 1, "by_key": False, "corrects": False},
+    "linear attention": {
+        "keys": 32,
+        "values": 128,
+        "shared": 1,
+        "by_key": False,
+        "corrects": False,
+    },
     "Mamba 2": {"keys": 64, "values": 64, "shared": 4, "by_key": False, "corrects": False},
     "long keys": {"keys": 160, "values": 128, "shared": 1, "by_key": False, "corrects": True},
-    "two heads, all else": {"keys": 160, "values": 64, "shared": 2, "by_key": True, "corrects": True},
+    "two heads, all else": {
+        "keys": 160,
+        "values": 64,
+        "shared": 2,
+        "by_key": True,
+        "corrects": True,
+    },
 }
 
 
 def run(arrays, rows, corrects: bool):
     def step(arrays, rows):
-        return hopper.delta_rule(*arrays, rows, corrects, interpret=InterpretGPUParams(detect_races=True))
+        return hopper.delta_rule(
+            *arrays, rows, corrects, interpret=InterpretGPUParams(detect_races=True)
+        )
 
     found = jax.jit(step)(arrays, rows)
     assert not gpu_callbacks.get_races().races_found
@@ -35,7 +51,9 @@ def run(arrays, rows, corrects: bool):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_against_float64(name):
-    """Sequences that begin and that go on, kept after any of their rows; more rows than are copied ahead."""
+    """Sequences that begin and that go on, kept after any of their rows; more rows than are copied
+    ahead.
+    """
     kind = KINDS[name]
     case = accuracy.DeltaCase(kind, (1, 6, 3, 1, 2))
     _, (*arrays, rows), wanted = case.build(3)
@@ -50,18 +68,27 @@ def test_a_row_has_the_same_bits_however_its_sequence_is_cut():
     slots = 3
     _, (*arrays, memory, rows), _ = accuracy.DeltaCase(kind, (length, 2)).build(1)
     begins = jnp.array([True, False])
-    whole, after = run([*arrays, memory], StateRows(rows.starts_B1, rows.slots_B, begins, jnp.array([length, 2])), True)
+    whole, after = run(
+        [*arrays, memory],
+        StateRows(rows.starts_B1, rows.slots_B, begins, jnp.array([length, 2])),
+        True,
+    )
     slot = int(rows.slots_B[0])
     at = 0
     held = jnp.full((slots, *memory.shape[1:]), jnp.nan)
     for count, kept in ((2, 1), (4, 3), (2, 2)):
         pieces = [jnp.concatenate((x[-1:], x[at : at + count], x[-2:])) for x in arrays]
         cut = StateRows(
-            jnp.array([0, 1, 1 + count, 1 + count], jnp.int32), jnp.array([(slot + 1) % slots, slot, slots], jnp.int32),
-            jnp.array([True, at == 0, False]), jnp.array([1, kept, 0], jnp.int32),
-        )  # fmt: skip
+            jnp.array([0, 1, 1 + count, 1 + count], jnp.int32),
+            jnp.array([(slot + 1) % slots, slot, slots], jnp.int32),
+            jnp.array([True, at == 0, False]),
+            jnp.array([1, kept, 0], jnp.int32),
+        )
         out, held = run([*pieces, held], cut, True)
-        assert np.array_equal(out[1 : 1 + count], whole[at : at + count]) and not out[1 + count :].any()
+        assert (
+            np.array_equal(out[1 : 1 + count], whole[at : at + count])
+            and not out[1 + count :].any()
+        )
         at += kept
     assert at == length and np.array_equal(held[slot], after[slot])
 
@@ -76,9 +103,15 @@ def spoil_a_memory(out, memory):
 
 @pytest.mark.parametrize("spoil", [None, spoil_a_row, spoil_a_memory])
 def test_a_trial(spoil, monkeypatch):
-    """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right from another."""
+    """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right
+    from another.
+    """
     real = accuracy.delta_rule
-    monkeypatch.setattr(accuracy, "delta_rule", lambda *given: real(*given) if spoil is None else spoil(*real(*given)))
+    monkeypatch.setattr(
+        accuracy,
+        "delta_rule",
+        lambda *given: real(*given) if spoil is None else spoil(*real(*given)),
+    )
     case = accuracy.DeltaCase(KINDS["linear attention"], (2, 1), InterpretGPUParams())
     found = self_test.measure(case, 0, repeats=2)
     assert (found.wrong is not None) == (spoil is not None)
@@ -88,11 +121,14 @@ def test_all_reasons_are_said():
     _, (*arrays, rows), _ = accuracy.DeltaCase(KINDS["linear attention"], (1,)).build(0)
     narrow = [arrays[0][..., :6], arrays[1], arrays[2][..., :32].astype(jnp.bfloat16), *arrays[3:]]
     with pytest.raises(
-        NotImplementedError, match="not bfloat16, and a value must have 64 or 128 numbers, not 32, .* 6"
+        NotImplementedError,
+        match="not bfloat16, and a value must have 64 or 128 numbers, not 32, .* 6",
     ):
         hopper.delta_rule(*narrow, rows, True, interpret=True)
     alone = [*arrays[:2], arrays[2][..., :64], *arrays[3:]]
-    with pytest.raises(NotImplementedError, match="2 heads of 64 numbers side by side must share a key"):
+    with pytest.raises(
+        NotImplementedError, match="2 heads of 64 numbers side by side must share a key"
+    ):
         hopper.delta_rule(*alone, rows, True, interpret=True)
     with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
         delta_net.delta_rule(*arrays, rows, implementation="mosaic_gpu")
@@ -133,5 +169,17 @@ def steps():
 def test_compiles_for_hopper(name, steps):
     """To SASS, and nothing is spilled."""
     (kernel,) = steps[name].kernels
-    print("|", name, "|", kernel.registers, "|", kernel.stored, "/", kernel.loaded, "|", kernel.shared, "|")
+    print(
+        "|",
+        name,
+        "|",
+        kernel.registers,
+        "|",
+        kernel.stored,
+        "/",
+        kernel.loaded,
+        "|",
+        kernel.shared,
+        "|",
+    )
     assert kernel.stored == 0

@@ -1,6 +1,8 @@
-"""Attention by FlashInfer without a card: its plan, its arguments, what it declines, and what happens without it.
+"""Attention by FlashInfer without a card: its plan, its arguments, what it declines, and what
+happens without it.
 
-In the kernel's place is a function of numpy (`flashinfer_kernel.py`), which jax-tvm-ffi calls as it calls FlashInfer.
+In the kernel's place is a function of numpy (`flashinfer_kernel.py`), which jax-tvm-ffi calls as it
+calls FlashInfer.
 """
 
 import dataclasses
@@ -47,7 +49,9 @@ def card(monkeypatch, tmp_path):
     monkeypatch.setattr(library, "missing", lambda: None)
     # XLA keeps a function for each name as long as the process lives: so each name has this one.
     monkeypatch.setattr(library, "PLATFORM", "cpu")
-    monkeypatch.setattr(library, "load", lambda path: lambda *given: flashinfer_kernel.paged_run(*given))
+    monkeypatch.setattr(
+        library, "load", lambda path: lambda *given: flashinfer_kernel.paged_run(*given)
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
     another_process()
@@ -64,7 +68,9 @@ def another_process() -> None:
 @pytest.fixture
 def kernel(monkeypatch):
     """The function of numpy is called, on the CPU; it serves float32 and small heads besides."""
-    pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed: pip install -e '.[test]'")
+    pytest.importorskip(
+        "jax_tvm_ffi", reason="jax-tvm-ffi is not installed: pip install -e '.[test]'"
+    )
     monkeypatch.setattr(flashinfer, "DTYPES", ("float32", "bfloat16", "float16"))
     monkeypatch.setattr(flashinfer, "WIDTHS", (16, 32, 64, 128, 256))
 
@@ -100,7 +106,12 @@ def test_it_is_attention(kernel, name):
     shape = SHAPES[name]
     rng = np.random.default_rng(3)
     for _ in range(cases(20, least=4)):
-        check(shape, ragged(shape, rng), rng, partial(attention.paged_attention, implementation="flashinfer"))
+        check(
+            shape,
+            ragged(shape, rng),
+            rng,
+            partial(attention.paged_attention, implementation="flashinfer"),
+        )
 
 
 @pytest.mark.parametrize("processors", [1, 8, 500])
@@ -110,7 +121,9 @@ def test_contexts_are_cut_for_any_number_of_processors(kernel, monkeypatch, proc
     rng = np.random.default_rng(processors)
     for shape in (Shape(S=8, T=3, B=3), Shape(S=8, T=40, B=3, window=150)):
         sequences = [Sequence(1, LONGEST - 1, 1), Sequence(2, 3, 1), Sequence(3, 130, 1)]
-        check(shape, sequences, rng, partial(attention.paged_attention, implementation="flashinfer"))
+        check(
+            shape, sequences, rng, partial(attention.paged_attention, implementation="flashinfer")
+        )
 
 
 def test_a_step_without_rows(kernel):
@@ -137,16 +150,23 @@ def naive(shape: PlanShape, rows: QueryRows) -> set[tuple[int, int, int, int]]:
 @pytest.mark.random
 @pytest.mark.slow
 def test_a_plan_covers_each_key_of_each_row_once():
-    """In real sizes, for any lengths: parts follow each other, and each result has a place of its own."""
+    """In real sizes, for any lengths: parts follow each other, and each result has a place of
+    its own.
+    """
     rng = np.random.default_rng(5)
     cut = 0
     for _ in range(cases(60, least=12)):
         shape = PlanShape(
-            rows=int(rng.choice([8, 64, 300])), sequences=int(rng.choice([1, 8, 40])), heads=32,
-            kv_heads=int(rng.choice([1, 2, 8, 32])), width=128, page=int(rng.choice([1, 16, 64, 256])), table=4096,
+            rows=int(rng.choice([8, 64, 300])),
+            sequences=int(rng.choice([1, 8, 40])),
+            heads=32,
+            kv_heads=int(rng.choice([1, 2, 8, 32])),
+            width=128,
+            page=int(rng.choice([1, 16, 64, 256])),
+            table=4096,
             window=None if rng.random() < 0.5 else int(rng.choice([1, 500, 4096])),
             processors=int(rng.choice([1, 46, 108, 148])),
-        )  # fmt: skip
+        )
         rows = random_rows(shape, rng)
         plan = jax.tree.map(np.asarray, jax.jit(partial(make_plan, shape))(rows))
         cut += covers(shape, rows, plan)
@@ -166,7 +186,11 @@ def random_rows(shape: PlanShape, rng: np.random.Generator) -> QueryRows:
     starts = np.concatenate([[0], np.cumsum(counts)])
     for b in range(B):
         most = shape.table * shape.page - counts[b]
-        first = int(rng.integers(0, most + 1)) if rng.random() < 0.5 else int(rng.integers(0, min(most, 900) + 1))
+        first = (
+            int(rng.integers(0, most + 1))
+            if rng.random() < 0.5
+            else int(rng.integers(0, min(most, 900) + 1))
+        )
         positions[starts[b] : starts[b + 1]] = first + np.arange(counts[b])
     tables = rng.integers(0, 1 << 20, (B, shape.table))
     return QueryRows(*(jnp.asarray(x, jnp.int32) for x in (positions, starts, tables, np.zeros(T))))
@@ -187,13 +211,22 @@ def covers(shape: PlanShape, rows: QueryRows, plan) -> bool:
     (total,) = listed("rows", 1)
     starts = np.asarray(rows.starts_B1)
     positions = np.asarray(rows.positions_T)
-    assert total == starts[-1] and keys >= 1 and keys % shape.page == 0 and not counts[counts.sum() :].any()
+    assert (
+        total == starts[-1]
+        and keys >= 1
+        and keys % shape.page == 0
+        and not counts[counts.sum() :].any()
+    )
     first = listed("first_result", shape.sequences + 1)
     before = listed("results_before", shape.rows + 1)
-    assert before[total] <= shape.parts and before[0] == 0 and (before[total:] == before[total]).all()
+    assert (
+        before[total] <= shape.parts and before[0] == 0 and (before[total:] == before[total]).all()
+    )
     found = {}
     places = set()
-    for b, tile, part in np.stack([listed(name, shape.items)[counts] for name in ("sequence", "tile", "part")], axis=1):
+    for b, tile, part in np.stack(
+        [listed(name, shape.items)[counts] for name in ("sequence", "tile", "part")], axis=1
+    ):
         count = starts[b + 1] - starts[b]
         length = positions[starts[b + 1] - 1] + 1
         left = length if shape.window is None else shape.window - 1
@@ -218,7 +251,9 @@ def covers(shape: PlanShape, rows: QueryRows, plan) -> bool:
     for b in range(shape.sequences):
         own = plan.pages[plan.first_page_B1[b] : plan.first_page_B1[b + 1]]
         length = positions[starts[b + 1] - 1] + 1 if starts[b + 1] > starts[b] else 0
-        np.testing.assert_array_equal(own, np.asarray(rows.tables_BM)[b, : -(-length // shape.page)])
+        np.testing.assert_array_equal(
+            own, np.asarray(rows.tables_BM)[b, : -(-length // shape.page)]
+        )
         assert not length or (len(own) - 1) * shape.page + plan.last_page_B[b] == length
     return len(places) > total * G
 
@@ -227,11 +262,21 @@ def covers(shape: PlanShape, rows: QueryRows, plan) -> bool:
 @pytest.mark.slow
 def test_its_trials_find_it_right_and_find_a_fault(kernel, monkeypatch, processors):
     """A small kind, in float16: the trial's own cases, then a kernel that forgets a key."""
-    kind = {"heads": 4, "kv_heads": 2, "width": 64, "window": 100, "soft_cap": None, "sinks": True, "page": 16}
+    kind = {
+        "heads": 4,
+        "kv_heads": 2,
+        "width": 64,
+        "window": 100,
+        "soft_cap": None,
+        "sinks": True,
+        "page": 16,
+    }
     kind |= {"dtype": "float16"}
     most = {"sequences": 6, "length": 400, "layers": 2}
     small = [
-        dataclasses.replace(trial, **{name: min(getattr(trial, name), bound) for name, bound in most.items()})
+        dataclasses.replace(
+            trial, **{name: min(getattr(trial, name), bound) for name, bound in most.items()}
+        )
         for trial in flashinfer.trials(kind)
     ]
     monkeypatch.setattr(device, "num_processors", lambda: processors)
@@ -255,8 +300,12 @@ def lowered(trial: Trial) -> str:
 
 
 def test_what_xla_calls():
-    """Operands and attributes of the call, as a program for CUDA has them; nothing asks the host."""
-    pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed: pip install -e '.[test]'")
+    """Operands and attributes of the call, as a program for CUDA has them; nothing asks the
+    host.
+    """
+    pytest.importorskip(
+        "jax_tvm_ffi", reason="jax-tvm-ffi is not installed: pip install -e '.[test]'"
+    )
     text = lowered(Trial("", 16, 300, heads=32, kv_heads=8, window=128, sinks=True))
     (call,) = [line for line in text.splitlines() if "custom_call @quire.flashinfer" in line]
     assert "@quire.flashinfer.quire_bfloat16_128_window_sinks.8.0(" in call
@@ -268,9 +317,16 @@ def test_what_xla_calls():
     end = shape.places["end"]
     pages = 16 * 19
     operands = [
-        "16x32x128xbf16", "305x16x8x128xbf16", "305x16x8x128xbf16", f"{end}xi32", "17xi32", "17xi32", f"{pages}xi32",
-        "16xi32", "32xf32",
-    ]  # fmt: skip
+        "16x32x128xbf16",
+        "305x16x8x128xbf16",
+        "305x16x8x128xbf16",
+        f"{end}xi32",
+        "17xi32",
+        "17xi32",
+        f"{pages}xi32",
+        "16xi32",
+        "32xf32",
+    ]
     results = "16x32x128xbf16", f"{shape.scratch}xf32"
     types = ", ".join(f"tensor<{each}>" for each in operands)
     assert f"({types}) -> ({', '.join(f'tensor<{each}>' for each in results)})" in call
@@ -321,7 +377,9 @@ def test_without_the_extra_the_reason_names_the_remedy(monkeypatch, caplog):
     assert "flashinfer-python is not installed: pip install 'quire[flashinfer]'" in caplog.text
     monkeypatch.setattr(library, "version", lambda package: "0.5.0")
     another_process()
-    with pytest.raises(NoImplementation, match=r"of version 0.5.0, and the arguments of 0.7.2.post1 are known"):
+    with pytest.raises(
+        NoImplementation, match=r"of version 0.5.0, and the arguments of 0.7.2.post1 are known"
+    ):
         lowered(Trial("", 2, 30))
 
 
@@ -330,7 +388,10 @@ MISSING = library.missing  # before a test says that nothing is
 
 def test_the_extra_installs_the_version_that_is_known():
     project = tomllib.loads((Path(attention.__file__).parents[2] / "pyproject.toml").read_text())
-    assert f"flashinfer-python=={library.KNOWN}" in project["project"]["optional-dependencies"]["flashinfer"]
+    assert (
+        f"flashinfer-python=={library.KNOWN}"
+        in project["project"]["optional-dependencies"]["flashinfer"]
+    )
 
 
 def absent(package: str) -> str:
@@ -345,7 +406,9 @@ def test_what_cannot_be_built_is_left_to_xla(monkeypatch, caplog):
         backend = dataclasses.replace(other.BACKEND, limits=lambda *_: "there is another")
         monkeypatch.setattr(other, "BACKEND", backend)
     out = jax.jit(partial(attend, trial, attention.paged_attention))(*inputs)
-    np.testing.assert_allclose(np.asarray(out, np.float64), accuracy.reference(trial, *inputs), rtol=2e-2, atol=1e-2)
+    np.testing.assert_allclose(
+        np.asarray(out, np.float64), accuracy.reference(trial, *inputs), rtol=2e-2, atol=1e-2
+    )
     assert "attention by FlashInfer: its kernel is not in use on this GPU" in caplog.text
     assert "nvcc: no 8.0" in caplog.text
 
@@ -364,7 +427,10 @@ def test_a_build_that_takes_too_long_leaves_nothing_behind(monkeypatch, tmp_path
     monkeypatch.undo()
     library.built.cache_clear()
     started = tmp_path / "started"
-    code = f"import pathlib, subprocess; child = subprocess.Popen(['sleep', '600']); pathlib.Path({str(started)!r})"
+    code = (
+        "import pathlib, subprocess; child = subprocess.Popen(['sleep', '600']); "
+        f"pathlib.Path({str(started)!r})"
+    )
     (tmp_path / "slow.py").write_text(f"{code}.write_text(str(child.pid)); child.wait()")
     monkeypatch.setattr(library, "BUILDER", "slow")
     monkeypatch.setattr(library, "SECONDS", 20)
@@ -390,10 +456,22 @@ def test_it_is_tried_before_it_serves(monkeypatch):
     with pytest.raises(NoImplementation, match="it is wrong on this GPU: decoding by 5.0e-01"):
         lowered(Trial("", 2, 30, window=20))
     assert tried == [
-        ("quire.ops.attention.flashinfer",
-         {"heads": 32, "kv_heads": 8, "width": 128, "window": 20, "soft_cap": None, "sinks": False, "page": 16,
-          "codes": None, "values": None, "dtype": "bfloat16"}),
-    ]  # fmt: skip
+        (
+            "quire.ops.attention.flashinfer",
+            {
+                "heads": 32,
+                "kv_heads": 8,
+                "width": 128,
+                "window": 20,
+                "soft_cap": None,
+                "sinks": False,
+                "page": 16,
+                "codes": None,
+                "values": None,
+                "dtype": "bfloat16",
+            },
+        ),
+    ]
     monkeypatch.setenv("QUIRE_MOSAIC", "off")
     another_process()
     with pytest.raises(NoImplementation, match="QUIRE_MOSAIC is off"):
@@ -410,10 +488,25 @@ def test_its_bits_vary_and_a_program_says_so(kernel):
 
 @pytest.mark.slow
 def test_an_engine_gives_the_same_tokens(kernel, monkeypatch):
-    """Prompts in chunks, shared beginnings and decoding together, in the engine's step; invariance is refused."""
-    options = {"dtype": "float32", "max_model_len": 160, "max_num_seqs": 4, "max_num_batched_tokens": 48}
-    prompts = ["Once upon a time", "Long ago there was", "Sort: 52 31 90", "Once upon a time there was a fox. " * 3]
-    params = [SamplingParams(temperature=0.7 * (n % 2), seed=n, max_tokens=20) for n in range(len(prompts))]
+    """Prompts in chunks, shared beginnings and decoding together, in the engine's step; invariance
+    is refused.
+    """
+    options = {
+        "dtype": "float32",
+        "max_model_len": 160,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 48,
+    }
+    prompts = [
+        "Once upon a time",
+        "Long ago there was",
+        "Sort: 52 31 90",
+        "Once upon a time there was a fox. " * 3,
+    ]
+    params = [
+        SamplingParams(temperature=0.7 * (n % 2), seed=n, max_tokens=20)
+        for n in range(len(prompts))
+    ]
 
     def answers() -> list[list[int]]:
         another_process()
@@ -432,5 +525,7 @@ def test_an_engine_gives_the_same_tokens(kernel, monkeypatch):
     monkeypatch.setattr(attention, "IMPLEMENTATIONS", {"flashinfer": ".flashinfer"})
     assert answers() == wanted and len(calls) > 20
     another_process()
-    with pytest.raises(ModelError, match="require_invariance is set, and here .*: attention by FlashInfer cuts"):
+    with pytest.raises(
+        ModelError, match="require_invariance is set, and here .*: attention by FlashInfer cuts"
+    ):
         LLM(**options, require_invariance=True)

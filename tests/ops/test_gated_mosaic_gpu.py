@@ -1,4 +1,6 @@
-"""The kernel for NVIDIA GPUs serves what it was seen to get right: without a card, so that the card is pretended."""
+"""The kernel for NVIDIA GPUs serves what it was seen to get right: without a card, so that the card
+is pretended.
+"""
 
 import dataclasses
 import json
@@ -34,14 +36,18 @@ WRONG = Found(0.5, 0.5, 0, 6e-3)
 
 @pytest.fixture
 def card(monkeypatch, tmp_path):
-    """A machine whose card, when it is asked, gives one for every number: so it shows who has served."""
+    """A machine whose card, when it is asked, gives one for every number: so it shows who has
+    served.
+    """
 
     def ones(q_TNH, k_TKH, v_TKH, pages, *_):
         return jnp.ones_like(q_TNH), pages
 
     monkeypatch.setattr(device, "is_hopper", lambda: True)
     monkeypatch.setattr(gate, "BACKEND", dataclasses.replace(gate.BACKEND, attend=ones))
-    monkeypatch.setattr(cpu, "BACKEND", dataclasses.replace(cpu.BACKEND, limits=lambda *_: "there is another"))
+    monkeypatch.setattr(
+        cpu, "BACKEND", dataclasses.replace(cpu.BACKEND, limits=lambda *_: "there is another")
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("QUIRE_MOSAIC", raising=False)
     another_process()
@@ -85,9 +91,19 @@ def test_it_is_tried_once_for_each_kind(card, monkeypatch):
     tried = Tried(monkeypatch, RIGHT)
     assert [serves(), serves()] == ["the kernel", "the kernel"]
     assert tried.kinds == [
-        {"heads": 4, "kv_heads": 2, "width": 64, "window": None, "soft_cap": None, "sinks": False, "page": 16,
-         "codes": None, "values": None, "dtype": "bfloat16"}
-    ]  # fmt: skip
+        {
+            "heads": 4,
+            "kv_heads": 2,
+            "width": 64,
+            "window": None,
+            "soft_cap": None,
+            "sinks": False,
+            "page": 16,
+            "codes": None,
+            "values": None,
+            "dtype": "bfloat16",
+        }
+    ]
     another_process()
     assert serves() == "the kernel" and len(tried.kinds) == 1  # it is remembered
     others = [
@@ -100,13 +116,19 @@ def test_it_is_tried_once_for_each_kind(card, monkeypatch):
         assert serves(other) == "the kernel"
     for other in others[2:]:
         inputs = arrays(other, 1)
-        assert jax.eval_shape(partial(attend, other, attention.paged_attention), *inputs) is not None
+        assert (
+            jax.eval_shape(partial(attend, other, attention.paged_attention), *inputs) is not None
+        )
     kept = [json.loads(path.read_text()) for path in card.iterdir()]
     assert len(kept) == 5 and all(
         {name: Found(**each) for name, each in found["found"].items()} == RIGHT for found in kept
     )
     assert [kind for kind in tried.kinds if kind not in [found["kind"] for found in kept]] == []
-    assert tried.kinds[1]["window"] == 10 and tried.kinds[1]["sinks"] and tried.kinds[1]["soft_cap"] == 5.0
+    assert (
+        tried.kinds[1]["window"] == 10
+        and tried.kinds[1]["sinks"]
+        and tried.kinds[1]["soft_cap"] == 5.0
+    )
     assert (tried.kinds[2]["codes"], tried.kinds[2]["page"]) == ("int8", 32)
     assert tried.kinds[3]["values"] == 256 and tried.kinds[4]["dtype"] == "float16"
 
@@ -135,7 +157,10 @@ def test_it_is_tried_again(card, monkeypatch, tmp_path, what):
 @pytest.mark.parametrize(
     ("found", "says"),
     [
-        (RIGHT | {"a chunk": WRONG}, "it is wrong on this GPU: a chunk by 5.0e-01, where 6e-03 is allowed"),
+        (
+            RIGHT | {"a chunk": WRONG},
+            "it is wrong on this GPU: a chunk by 5.0e-01, where 6e-03 is allowed",
+        ),
         ({"a": dataclasses.replace(WRONG, error=math.nan)}, "it is wrong on this GPU: a by nan"),
         (
             {"a": Found(1e-3, 0.1, 0, 6e-3), "b": Found(1e-3, 2e-3, 7, 6e-3)},
@@ -172,7 +197,10 @@ def test_the_wish(card, monkeypatch, caplog):
     tried = Tried(monkeypatch, self_test.TrialFailed("no"))
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
     assert serves() == "the kernel"
-    for wish, says in (("off", "QUIRE_MOSAIC is off"), ("of", "QUIRE_MOSAIC is 'of', and can be off or trusted")):
+    for wish, says in (
+        ("off", "QUIRE_MOSAIC is off"),
+        ("of", "QUIRE_MOSAIC is 'of', and can be off or trusted"),
+    ):
         monkeypatch.setenv("QUIRE_MOSAIC", wish)
         another_process()
         assert serves() == "XLA" and says in caplog.text
@@ -192,7 +220,9 @@ def test_a_folder_that_cannot_be_written(card, monkeypatch):
 def test_the_process_that_tries(card, monkeypatch, tmp_path, caplog):
     """Really another one. It finds no card, where this one pretends; or it hangs; or it dies."""
     assert serves() == "XLA"
-    assert "its trial on this GPU failed: it ended with status 1: NotImplementedError: there is no" in caplog.text
+    assert (
+        "its trial on this GPU failed: it ended with status 1: NotImplementedError: there is no"
+    ) in caplog.text
     monkeypatch.setattr(self_test, "SECONDS", 0.3)
     another_process()
     assert serves() == "XLA" and "it took longer than 0.3 s" in caplog.text
@@ -216,7 +246,9 @@ def test_it_gets_memory_and_modules(card, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(says))
     monkeypatch.setattr(sys, "path", ["", "/one", "/two"])
     path = f"{os.getcwd()}{os.pathsep}/one{os.pathsep}/two"
-    assert self_test.test("a.module", "{}") == dict.fromkeys(("false", f"{path} a.module {{}}"), Found(1, 2, 3, 4))
+    assert self_test.test("a.module", "{}") == dict.fromkeys(
+        ("false", f"{path} a.module {{}}"), Found(1, 2, 3, 4)
+    )
     says.write_text("#!/bin/sh\necho goodbye\n")
     with pytest.raises(self_test.TrialFailed, match="it said 'goodbye"):
         self_test.test("a.module", "{}")
@@ -225,7 +257,9 @@ def test_it_gets_memory_and_modules(card, monkeypatch, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("spoilt", [False, True])
 def test_a_trial(interpreted_once, monkeypatch, capsys, spoilt):
-    """What the other process does, at small sizes in the interpreter: it tells a kernel that is right from another."""
+    """What the other process does, at small sizes in the interpreter: it tells a kernel that is
+    right from another.
+    """
     monkeypatch.setattr(task, "SPAN", 64)
     real = partial(gate.attend, interpret=InterpretGPUParams())
     kind = {"heads": 4, "kv_heads": 1, "width": 64, "sinks": True}
@@ -242,7 +276,10 @@ def test_a_trial(interpreted_once, monkeypatch, capsys, spoilt):
         ]
 
     assert {t.rows == 1 for t in gate.trials(kind)} == {True, False}
-    assert max(t.length for t in gate.trials(kind)) > 2 * 4096 and max(t.layers for t in gate.trials(kind)) > 4
+    assert (
+        max(t.length for t in gate.trials(kind)) > 2 * 4096
+        and max(t.layers for t in gate.trials(kind)) > 4
+    )
     monkeypatch.setattr(gate, "trials", sizes)
     monkeypatch.setattr(self_test, "REPEATS", 1)
     monkeypatch.setattr(gate, "attend", kernel)
@@ -271,19 +308,27 @@ class Doubled:
 
 def test_what_a_case_shows():
     assert measure(Doubled(), 0) == Found(0.0, 0.0, 0, 1e-3) and measure(Doubled(), 0).wrong is None
-    one_row = measure(Doubled(lambda _: jnp.zeros((100, 8)).at[7].set(0.008)), 0)  # the norm of all hides it
-    assert one_row.error == pytest.approx(4e-4, rel=1e-3) and one_row.worst_row == pytest.approx(4e-3, rel=1e-3)
+    # the norm of all hides it
+    one_row = measure(Doubled(lambda _: jnp.zeros((100, 8)).at[7].set(0.008)), 0)
+    assert one_row.error == pytest.approx(4e-4, rel=1e-3) and one_row.worst_row == pytest.approx(
+        4e-3, rel=1e-3
+    )
     assert one_row.wrong == "in one row by 4.0e-03, where 2e-03 is allowed"
     races = measure(Doubled(lambda held: jnp.where(held == 31, 1e-6, 0)), 0)  # one run of fifty
     assert races.wrong == "in having other bits in 1 of 50 runs"
     assert measure(Doubled(lambda _: jnp.nan), 0).wrong == "by nan, where 1e-03 is allowed"
-    assert measure(Doubled(lambda _: jnp.zeros((100, 8)).at[7, 1].set(jnp.nan)), 0).wrong is not None
+    assert (
+        measure(Doubled(lambda _: jnp.zeros((100, 8)).at[7, 1].set(jnp.nan)), 0).wrong is not None
+    )
 
 
 def test_a_case_in_layers():
     """Each has its own numbers, and one that is wrong is enough."""
     right = measure(InLayers(Doubled()), 0)
-    assert right == Found(0.0, 0.0, 0, 1e-3) and InLayers(Doubled()).name == "doubled, in a step of 3 layers"
+    assert (
+        right == Found(0.0, 0.0, 0, 1e-3)
+        and InLayers(Doubled()).name == "doubled, in a step of 3 layers"
+    )
     for layer in range(3):
         spoiled = InLayers(Doubled(lambda held, layer=layer: jnp.where(held == layer, 0.1, 0)))
         assert measure(spoiled, 0, repeats=1).wrong is not None
@@ -298,10 +343,13 @@ def test_a_pass_is_one_of_a_kind_of_graphs(monkeypatch):
 
 @pytest.mark.slow
 def test_layers_append_in_place():
-    """Each layer of a step writes its pages, which are donated, and reads what it wrote; the same with codes."""
+    """Each layer of a step writes its pages, which are donated, and reads what it wrote; the same
+    with codes.
+    """
     for codes in (None, "int8"):
         case = AttentionCase(
-            Trial("", 2, 40, 3, 2, heads=4, kv_heads=2, width=64, page=32, codes=codes, layers=2), fill
+            Trial("", 2, 40, 3, 2, heads=4, kv_heads=2, width=64, page=32, codes=codes, layers=2),
+            fill,
         )
         held, given, wanted = case.build(0)
         before = jax.tree.map(np.asarray, held)
@@ -313,7 +361,8 @@ def test_layers_append_in_place():
             a.tobytes() != np.asarray(b).tobytes()
             for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
         ]
-        assert all(changed) if codes is None else sum(changed) >= 4  # scales; codes are there before
+        # scales; codes are there before
+        assert all(changed) if codes is None else sum(changed) >= 4
 
 
 def fill(*given):
@@ -358,7 +407,9 @@ def test_processes_agree(card, monkeypatch, caplog):
     assert serves() == "XLA" and "process 0: it did not say whether it may" in caplog.text
 
 
-@pytest.mark.parametrize(("capability", "served"), [("9.0", True), ("8.9", False), ("10.0", False), ("gfx942", False)])
+@pytest.mark.parametrize(
+    ("capability", "served"), [("9.0", True), ("8.9", False), ("10.0", False), ("gfx942", False)]
+)
 def test_it_is_for_hopper(monkeypatch, tmp_path, caplog, capability, served):
     for ask in (device.is_hopper, device.is_gpu):
         ask.cache_clear()
@@ -371,7 +422,9 @@ def test_it_is_for_hopper(monkeypatch, tmp_path, caplog, capability, served):
     if served:
         assert device.no_hopper_reason() is None
     else:
-        with pytest.raises(NotImplementedError, match=f"9.x \\(Hopper\\), and this GPU's is {capability}"):
+        with pytest.raises(
+            NotImplementedError, match=f"9.x \\(Hopper\\), and this GPU's is {capability}"
+        ):
             gate.BACKEND(q, None, None, pages, rows, CASE.params)
         assert f"this GPU's is {capability}" in caplog.text and not tried.kinds
     device.is_hopper.cache_clear()
@@ -381,14 +434,24 @@ def test_it_is_for_hopper(monkeypatch, tmp_path, caplog, capability, served):
 @pytest.mark.nightly
 @pytest.mark.parametrize("window", [None, 128])
 def test_trials_go_each_way(window):
-    """XLA passes them, also those that are too long for an interpreter; and the kernel has no way that none goes."""
+    """XLA passes them, also those that are too long for an interpreter; and the kernel has no way
+    that none goes.
+    """
     kind = {"heads": 16, "kv_heads": 4, "width": 64, "window": window}
     ways = set()
     for each in gate.trials(kind):
         assert measure_attention(each, xla.attend, 0).wrong is None
         q, pages, rows, _ = arrays(each, 0)
         shape = shape_of(
-            q, pages, rows, window=window, scale=1.0, soft_cap=None, values=None, sinks=False, processors=132
+            q,
+            pages,
+            rows,
+            window=window,
+            scale=1.0,
+            soft_cap=None,
+            values=None,
+            sinks=False,
+            processors=132,
         )
         decodes = len(rows.positions_T) == len(rows.tables_BM)
         ways |= {("can be cut", shape.cut), ("padding", bool(each.empty)), ("decodes", decodes)}
@@ -398,12 +461,22 @@ def test_trials_go_each_way(window):
                 several = one.first // one.span != one.last // one.span
                 longer = one.span > shape.span
                 cut = (decodes, one.place >= 0) if shape.cut else None
-                ways |= {("cut", cut), ("several spans", one.place >= 0, several), ("longer spans", longer)}
+                ways |= {
+                    ("cut", cut),
+                    ("several spans", one.place >= 0, several),
+                    ("longer spans", longer),
+                }
     cut = {("cut", (decodes, cut)) for decodes in (True, False) for cut in (True, False)}
     wanted = {("can be cut", True), *cut, ("several spans", True, False), ("longer spans", True)}
     wanted |= {("several spans", True, True)} if window is None else set()
     if window is not None:  # it is shorter than a span, so that nothing is cut
         wanted = {("can be cut", False), ("cut", None)}
-    wanted |= {("several spans", False, True), ("several spans", False, False), ("longer spans", False)}
-    wanted |= {(name, value) for name in ("padding", "decodes", "in turns") for value in (True, False)}
+    wanted |= {
+        ("several spans", False, True),
+        ("several spans", False, False),
+        ("longer spans", False),
+    }
+    wanted |= {
+        (name, value) for name in ("padding", "decodes", "in turns") for value in (True, False)
+    }
     assert wanted <= ways, sorted(wanted - ways, key=str)

@@ -1,4 +1,6 @@
-"""What of a step becomes CUDA graphs: by what is asked, and of the trials' steps by what is compiled for an H200."""
+"""What of a step becomes CUDA graphs: by what is asked, and of the trials' steps by what is
+compiled for an H200.
+"""
 
 import logging
 from types import SimpleNamespace
@@ -61,7 +63,9 @@ def test_other_devices_are_compiled_as_before(card, monkeypatch):
     assert graphs.compiler_options() is None  # the CPU
     monkeypatch.setenv("QUIRE_GRAPHS", "off")
     assert graphs.compiler_options() is None
-    assert graphs.compile_step(jax.jit(lambda x: x + 1).lower(jnp.zeros(2)))(jnp.zeros(2)).tolist() == [1, 1]
+    assert graphs.compile_step(jax.jit(lambda x: x + 1).lower(jnp.zeros(2)))(
+        jnp.zeros(2)
+    ).tolist() == [1, 1]
     monkeypatch.delenv("QUIRE_GRAPHS")
     card("PJRT C API\nrocm 60300", 12090)
     assert graphs.compiler_options() is None
@@ -73,16 +77,46 @@ def test_a_wrong_setting_is_an_error(monkeypatch):
         graphs.compiler_options()
 
 
-NORM = {"width": 4096, "dtype": "bfloat16", "adds": True, "rounds": None, "norm": "scale", "added_norm": None}
-HEADS = {"queries": 32, "keys": 8, "width": 128, "pairs": 64, "norm": True, "page": 16, "codes": "int8",
-         "dtype": "bfloat16"}  # fmt: skip
+NORM = {
+    "width": 4096,
+    "dtype": "bfloat16",
+    "adds": True,
+    "rounds": None,
+    "norm": "scale",
+    "added_norm": None,
+}
+HEADS = {
+    "queries": 32,
+    "keys": 8,
+    "width": 128,
+    "pairs": 64,
+    "norm": True,
+    "page": 16,
+    "codes": "int8",
+    "dtype": "bfloat16",
+}
 EXPERTS = {
-    "grouped": True, "parts": 2, "turned": False, "activation": "silu", "clamp": None, "alpha": 1.0, "bias": False,
-    "weighed": False, "out_dtype": "bfloat16", "codes": None, "group": 0, "zeros": False, "rounded": False,
-    "summands": 1, "kernel": "mosaic",
-}  # fmt: skip
+    "grouped": True,
+    "parts": 2,
+    "turned": False,
+    "activation": "silu",
+    "clamp": None,
+    "alpha": 1.0,
+    "bias": False,
+    "weighed": False,
+    "out_dtype": "bfloat16",
+    "codes": None,
+    "group": 0,
+    "zeros": False,
+    "rounded": False,
+    "summands": 1,
+    "kernel": "mosaic",
+}
 TRIALS = {
-    "attention": (hopper, {"heads": 32, "kv_heads": 8, "width": 128, "page": 16, "dtype": "bfloat16"}),
+    "attention": (
+        hopper,
+        {"heads": 32, "kv_heads": 8, "width": 128, "page": 16, "dtype": "bfloat16"},
+    ),
     "product": (product, EXPERTS),
     "heads": (heads, HEADS),
     "residual": (residual, NORM),
@@ -93,7 +127,10 @@ TRIALS = {
     "rounding": (rounding, {"width": 14336, "codes": "int8"}),
     "rounding to float8": (rounding, {"width": 2880, "codes": "float8"}),
     "choices": (routing, {"experts": 256, "bias": True, "rule": [8, "sigmoid", True, 2.5, 8, 4]}),
-    "choices of a softmax": (routing, {"experts": 128, "bias": False, "rule": [8, "softmax", True, 1.0]}),
+    "choices of a softmax": (
+        routing,
+        {"experts": 128, "bias": False, "rule": [8, "softmax", True, 1.0]},
+    ),
     "places": (routing, {"experts": 128, "rows": 16}),
     "delta rule": (
         delta_net,

@@ -1,4 +1,6 @@
-"""The kernel that normalises, rotates and appends, where there is no card: in Pallas' interpreter, and lowered."""
+"""The kernel that normalises, rotates and appends, where there is no card: in Pallas' interpreter,
+and lowered.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -22,7 +24,8 @@ pytestmark = pytest.mark.usefixtures("interpreted_once")
 S = 32
 P = 5
 ROWS = 5
-SLOTS = [2 * S - 1, 3 * S, 3 * S + 1, S + 7]  # one sequence goes on in another page; then one more, then padding
+# one sequence goes on in another page; then one more, then padding
+SLOTS = [2 * S - 1, 3 * S, 3 * S + 1, S + 7]
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,9 @@ class Case:
     def inputs(self, seed: int = 0):
         """(qkv_TGH, heads, pages); the last row is padding, and NaN."""
         rng = np.random.default_rng(seed)
-        qkv_TGH = rng.standard_normal((ROWS, self.N + 2 * self.K, self.H)) * rng.choice([0.01, 1, 50], (ROWS, 1, 1))
+        qkv_TGH = rng.standard_normal((ROWS, self.N + 2 * self.K, self.H)) * rng.choice(
+            [0.01, 1, 50], (ROWS, 1, 1)
+        )
         qkv_TGH[len(SLOTS) :] = np.nan
         phase_TC = rng.random((ROWS, self.pairs)) * 9
         cos_sin = tuple(jnp.asarray(x, jnp.float32) for x in (np.cos(phase_TC), np.sin(phase_TC)))
@@ -45,8 +50,15 @@ class Case:
         work = Heads(self.N, self.K, cos_sin if self.pairs else None, eps=1e-5)
         if self.norm:
             work = Heads(self.N, self.K, work.cos_sin, "head", *scales, 1e-5)
-        held = [jnp.asarray(rng.integers(-9, 9, (P, S, self.K, self.H)), self.codes or "bfloat16") for _ in range(2)]
-        scale = [jnp.asarray(rng.random((P, self.K, S)), jnp.float32) for _ in range(2)] if self.codes else []
+        held = [
+            jnp.asarray(rng.integers(-9, 9, (P, S, self.K, self.H)), self.codes or "bfloat16")
+            for _ in range(2)
+        ]
+        scale = (
+            [jnp.asarray(rng.random((P, self.K, S)), jnp.float32) for _ in range(2)]
+            if self.codes
+            else []
+        )
         return jnp.asarray(qkv_TGH, jnp.bfloat16), work, KVPages(*held, *scale)
 
 
@@ -69,7 +81,9 @@ def rows_of(slots) -> QueryRows:
 
 def run(qkv_TGH, work, pages, rows):
     def step(qkv_TGH, pages, rows):
-        return hopper.prepare(qkv_TGH, work, pages, rows, interpret=InterpretGPUParams(detect_races=True))
+        return hopper.prepare(
+            qkv_TGH, work, pages, rows, interpret=InterpretGPUParams(detect_races=True)
+        )
 
     q_TNH, k, v, pages = jax.jit(step)(qkv_TGH, pages, rows)
     assert k is None and v is None
@@ -96,7 +110,9 @@ def test_shift_is_taken_off_keys_that_become_codes_alone():
     live = rows_of(SLOTS)
     coded = CASES["int8"].inputs()[2]
     for held, offset in ((pages, 0), (coded, 3)):
-        found, wanted = (heads.prepare(qkv_TGH, some, held, live, "xla") for some in (shifted, work))
+        found, wanted = (
+            heads.prepare(qkv_TGH, some, held, live, "xla") for some in (shifted, work)
+        )
         for name, x, y in zip("qkv", found, wanted, strict=False):
             right = numbers(y) - (offset if name == "k" else 0)
             np.testing.assert_array_equal(numbers(x), numbers(jnp.asarray(right, jnp.bfloat16)))
@@ -105,7 +121,9 @@ def test_shift_is_taken_off_keys_that_become_codes_alone():
 @pytest.mark.parametrize("name", thinned(CASES, ["a norm, a part rotated", "float8"]))
 @pytest.mark.slow
 def test_against_float64_and_xla(name):
-    """Every row is right, its keys, values and scales are in its slots, nothing else is written, and nothing races."""
+    """Every row is right, its keys, values and scales are in its slots, nothing else is written,
+    and nothing races.
+    """
     case = CASES[name]
     qkv_TGH, work, pages = case.inputs()
     live = len(SLOTS)
@@ -116,7 +134,10 @@ def test_against_float64_and_xla(name):
     page_T = np.array(SLOTS) // S
     at_T = np.array(SLOTS) % S
     step = {None: 1e-2, "int8": 1e-2, "float8_e4m3fn": 5e-2}[case.codes]
-    for held, scale, right in ((after.k_PSKH, after.k_scale_PKS, k), (after.v_PSKH, after.v_scale_PKS, v)):
+    for held, scale, right in (
+        (after.k_PSKH, after.k_scale_PKS, k),
+        (after.v_PSKH, after.v_scale_PKS, v),
+    ):
         found = numbers(held)[page_T, at_T]
         if scale is not None:
             found = found * np.asarray(scale)[page_T, :, at_T][..., None]
@@ -125,18 +146,23 @@ def test_against_float64_and_xla(name):
         x[:live] for x in work.cos_sin)}))  # fmt: skip
     wanted = append(pages, k_TKH, v_TKH, jnp.asarray(SLOTS))
     for found, right in zip(jax.tree.leaves(after), jax.tree.leaves(wanted), strict=True):
-        own = np.ones(right.shape[:1] + ((right.shape[1],) if right.dtype != jnp.float32 else (case.K, S)), bool)
+        own = np.ones(
+            right.shape[:1] + ((right.shape[1],) if right.dtype != jnp.float32 else (case.K, S)),
+            bool,
+        )
         if right.dtype == jnp.float32:
             own[page_T, :, at_T] = False
         else:
             own[page_T, at_T] = False
-        assert np.array_equal(numbers(found)[own], numbers(right)[own])  # what no row owns is as it was
+        # what no row owns is as it was
+        assert np.array_equal(numbers(found)[own], numbers(right)[own])
 
 
 def test_a_row_has_the_same_bits_in_any_company():
     qkv_TGH, work, pages = CASES["int8"].inputs()
     q_TNH, after = run(qkv_TGH, work, pages, rows_of(SLOTS))
-    order = np.array([3, 1, 4, 0, 2])  # the padding row comes between, so it counts as one and writes page 4
+    # the padding row comes between, so it counts as one and writes page 4
+    order = np.array([3, 1, 4, 0, 2])
     turned = Heads(**{**vars(work), "cos_sin": tuple(x[order] for x in work.cos_sin)})
     slots = [*np.array(SLOTS)[order[:2]], 4 * S, *np.array(SLOTS)[order[3:]]]
     q_other, other = run(qkv_TGH[order], turned, pages, rows_of(slots))
@@ -149,7 +175,9 @@ def test_a_row_has_the_same_bits_in_any_company():
 def test_all_reasons_are_said(monkeypatch):
     qkv_TGH, _, pages = CASES["plain"].inputs()
     work = Heads(4, 2, norm="all", v_norm=True)
-    with pytest.raises(NotImplementedError, match=r"not float32, and .* without a norm, and .* over each head"):
+    with pytest.raises(
+        NotImplementedError, match=r"not float32, and .* without a norm, and .* over each head"
+    ):
         hopper.prepare(qkv_TGH.astype(jnp.float32), work, pages, rows_of(SLOTS), interpret=True)
     with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
         heads.prepare(qkv_TGH, work, pages, rows_of(SLOTS), "mosaic_gpu")
@@ -171,7 +199,9 @@ def spoil_other_slots(q_TNH, pages):
 @pytest.mark.parametrize("name", thinned(CASES, ["int8"]))
 @pytest.mark.slow
 def test_a_trial(name, spoil, monkeypatch):
-    """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right from another."""
+    """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right
+    from another.
+    """
     real = accuracy.turn_and_append
 
     def kernel(*given):
@@ -180,8 +210,13 @@ def test_a_trial(name, spoil, monkeypatch):
 
     monkeypatch.setattr(accuracy, "turn_and_append", kernel)
     kind = hopper.kind(*CASES[name].inputs())
-    for paged, wrong in ((False, (spoil_queries, spoil_other_slots)), (True, (spoil_values, spoil_other_slots))):
-        found = self_test.measure(accuracy.HeadsCase(kind, paged, 12, InterpretGPUParams()), 0, repeats=2)
+    for paged, wrong in (
+        (False, (spoil_queries, spoil_other_slots)),
+        (True, (spoil_values, spoil_other_slots)),
+    ):
+        found = self_test.measure(
+            accuracy.HeadsCase(kind, paged, 12, InterpretGPUParams()), 0, repeats=2
+        )
         assert (found.wrong is not None) == (spoil in wrong)
 
 
@@ -203,7 +238,10 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(monkeypatch, caplog, tmp_pat
         q_TNH, k_TKH, _, _ = heads.prepare(qkv_TGH, work, pages, rows_of(SLOTS))
         assert k_TKH is not None
     assert [module for module, _ in asked] == ["quire.ops.heads.accuracy"]
-    assert caplog.text.count("it is wrong on this GPU: queries by 5.0e-01, where 6e-03 is allowed") == 1
+    assert (
+        caplog.text.count("it is wrong on this GPU: queries by 5.0e-01, where 6e-03 is allowed")
+        == 1
+    )
     self_test.verdict.cache_clear()
 
 
@@ -260,5 +298,17 @@ def steps():
 def test_compiles_for_hopper(name, steps):
     """To SASS, and nothing is spilled."""
     (kernel,) = steps[name].kernels
-    print("|", name, "|", kernel.registers, "|", kernel.stored, "/", kernel.loaded, "|", kernel.shared, "|")
+    print(
+        "|",
+        name,
+        "|",
+        kernel.registers,
+        "|",
+        kernel.stored,
+        "/",
+        kernel.loaded,
+        "|",
+        kernel.shared,
+        "|",
+    )
     assert kernel.stored == 0

@@ -30,10 +30,15 @@ def test_the_first_that_does_not_decline_serves():
 
 
 def test_the_error_lists_every_reason():
-    with pytest.raises(NotImplementedError, match=r"first: linear cannot; second: moe cannot") as error:
+    with pytest.raises(
+        NotImplementedError, match=r"first: linear cannot; second: moe cannot"
+    ) as error:
         choose(TABLE, "quire.ops", decline)
     assert isinstance(error.value, NoImplementation)
-    assert [str(reason) for reason in error.value.exceptions] == ["first: linear cannot", "second: moe cannot"]
+    assert [str(reason) for reason in error.value.exceptions] == [
+        "first: linear cannot",
+        "second: moe cannot",
+    ]
 
 
 def test_a_forced_one_is_tried_alone():
@@ -56,11 +61,15 @@ def test_each_says_whether_company_changes_bits(package, module):
 
 @pytest.mark.parametrize(("backend", "reasons"), [("cpu", 1), ("gpu", 2)])
 def test_a_program_tells_what_may_change_its_bits(monkeypatch, backend, reasons):
-    """A product and a norm by XLA, inside of a function and a loop: those that it has, and no others."""
+    """A product and a norm by XLA, inside of a function and a loop: those that it has, and no
+    others.
+    """
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
 
     def run(x, w):
-        step = jax.jit(lambda _, x: linear.einsum("TD,DE->TE", rms_norm(x), w, implementation="xla"))
+        step = jax.jit(
+            lambda _, x: linear.einsum("TD,DE->TE", rms_norm(x), w, implementation="xla")
+        )
         return jax.lax.fori_loop(0, 3, step, x)
 
     found = variance(jax.make_jaxpr(run)(jnp.ones((4, 8)), jnp.ones((8, 8))).jaxpr)

@@ -1,4 +1,6 @@
-"""Codebooks by output, and points of a lattice after a Hadamard transform, against what their papers say."""
+"""Codebooks by output, and points of a lattice after a Hadamard transform, against what their
+papers say.
+"""
 
 from fractions import Fraction
 from itertools import combinations, product
@@ -23,7 +25,13 @@ from quire.tests.support.low_bits import meaning
 
 def spec_of(into, out):
     inputs = tuple(range(len(into)))
-    return ArraySpec((*into, *out), np.float32, (None,) * len(into + out), fan_in=int(np.prod(into)), inputs=inputs)
+    return ArraySpec(
+        (*into, *out),
+        np.float32,
+        (None,) * len(into + out),
+        fan_in=int(np.prod(into)),
+        inputs=inputs,
+    )
 
 
 # Means
@@ -44,28 +52,40 @@ def test_means_are_the_best_of_all(seed, count, same):
         for cuts in combinations(range(1, size), count - 1):
             runs = np.split(order, cuts)
             middles = [np.average(row[run], weights=own[run]) for run in runs]
-            tried.append(sum((own[run] * (row[run] - at) ** 2).sum() for run, at in zip(runs, middles, strict=True)))
+            tried.append(
+                sum(
+                    (own[run] * (row[run] - at) ** 2).sum()
+                    for run, at in zip(runs, middles, strict=True)
+                )
+            )
         lost = (own * np.square(row[:, None] - table).min(1)).sum()
         assert lost <= min(tried) * (1 + 1e-4) + 1e-9
 
 
 def test_means_of_many_values():
-    """More than are tried one by one: none of the means can move for the better, and they come near to the best."""
+    """More than are tried one by one: none of the means can move for the better, and they come near
+    to the best.
+    """
     rng = np.random.default_rng(0)
     values = rng.standard_normal((4, 3000))
     mass = rng.exponential(1, (4, 3000))
     for row, own, table in zip(values, mass, clusters.means(values, mass, 8), strict=True):
         mine = np.abs(row[:, None] - table).argmin(1)
         for code, mean in enumerate(table):
-            assert mean == pytest.approx(np.average(row[mine == code], weights=own[mine == code]), abs=2e-3)
+            assert mean == pytest.approx(
+                np.average(row[mine == code], weights=own[mine == code]), abs=2e-3
+            )
         lost = np.average(np.square(row - table[mine]), weights=own)
-        assert lost < 0.0380  # Lloyd's and Max's best of eight for normal numbers, with some luck of the draw: 0.0345
+        # Lloyd's and Max's best of eight for normal numbers, with some luck of the draw: 0.0345
+        assert lost < 0.0380
 
 
 def test_means_where_values_are_few_or_weigh_nothing():
     (found,) = clusters.means(np.array([[1.0, 2, 4]]), np.zeros((1, 3)), 5).tolist()
     assert len(found) == 5 and {*found} == {1, 2, 4}
-    np.testing.assert_allclose(clusters.means(np.array([[1.0, 3, 9]]), np.array([[1, 1, 0]]), 1), [[2]], atol=1e-4)
+    np.testing.assert_allclose(
+        clusters.means(np.array([[1.0, 3, 9]]), np.array([[1, 1, 0]]), 1), [[2]], atol=1e-4
+    )
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([2, 3, 4, 8]))
@@ -84,7 +104,9 @@ def test_codes_in_words(seed, bits):
 
 @pytest.mark.parametrize("bits", [3, 4])
 def test_a_codebook_by_output(bits):
-    """What is apart is as it was, or nearly; the rest is the nearest of the output's own numbers."""
+    """What is apart is as it was, or nearly; the rest is the nearest of the output's own
+    numbers.
+    """
     rng = np.random.default_rng(bits)
     W = rng.standard_normal((5, 512)).astype(np.float32)
     mass = rng.exponential(1, (5, 512)).astype(np.float32)
@@ -102,7 +124,9 @@ def test_a_codebook_by_output(bits):
         np.testing.assert_allclose(np.abs(W[o, rest] - found[o, rest]), best, atol=1e-6)
         assert np.abs(W[o, columns]).min() >= np.abs(W[o, rest]).max()
     assert 17 in node.columns[:, 2]
-    plain = np.asarray(quant.packed(f"codebook-{bits}", spec_of((512,), (5,))).quantize(W.T).dense()).T
+    plain = np.asarray(
+        quant.packed(f"codebook-{bits}", spec_of((512,), (5,))).quantize(W.T).dense()
+    ).T
     assert (mass * np.square(found - W)).sum() < (mass * np.square(plain - W)).sum()
 
 
@@ -129,7 +153,9 @@ def every_point() -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_the_table_is_the_papers():
-    """227 absolute values of norm 10 or less and 29 of norm 12; each point is in E8, moved by a quarter."""
+    """227 absolute values of norm 10 or less and 29 of norm 12; each point is in E8, moved by a
+    quarter.
+    """
     table = e8p.table()
     odd = [(Fraction(1, 2)), Fraction(3, 2), Fraction(5, 2)]
     inner = {point for point in product(odd, repeat=8) if sum(x * x for x in point) <= 10}
@@ -138,7 +164,8 @@ def test_the_table_is_the_papers():
     assert all(sum(x * x for x in point) == 12 for point in mine[227:])
     codes, found = every_point()
     assert len(np.unique(found, axis=0)) == len(codes)
-    moved = np.where(codes[:, None] >> 15, found - 1, found + 1)  # halves of odd numbers, four times as large
+    # halves of odd numbers, four times as large
+    moved = np.where(codes[:, None] >> 15, found - 1, found + 1)
     assert (moved % 4 == 2).all() and (moved.sum(1) % 8 == 0).all()  # whose sum is even
     np.testing.assert_array_equal(np.sort(np.abs(moved), 1), np.sort(4 * table[codes & 255], 1))
     np.testing.assert_array_equal((moved[:, :7] < 0), codes[:, None] >> np.arange(8, 15) & 1)
@@ -154,7 +181,9 @@ def test_the_nearest_point_of_all(seed, size):
     far = [np.square(every / 4 - value.astype(np.float64)).sum(1).min() for value in values]
     codes, found = e8p.nearest(values)
     np.testing.assert_array_equal(np.asarray(found), e8p.points(np.asarray(codes)) / 4)
-    np.testing.assert_allclose(np.square(np.asarray(found, np.float64) - values).sum(1), far, atol=1e-5)
+    np.testing.assert_allclose(
+        np.square(np.asarray(found, np.float64) - values).sum(1), far, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("count", [8, 64, 192, 7, 40])
@@ -198,13 +227,17 @@ NAMES = ("codebook-4", "codebook-3", "e8p-2", "e8p-4")
 @pytest.mark.parametrize("into, out", [((64,), (20,)), ((6, 16), (2, 24)), ((192,), (5,))])
 @pytest.mark.slow
 def test_products(name, into, out):
-    """By XLA and as it is laid out for the kernels, against what the codes mean; and a row alone is as in company."""
+    """By XLA and as it is laid out for the kernels, against what the codes mean; and a row alone is
+    as in company.
+    """
     rng = np.random.default_rng(sum(into))
     dense = spec_of(into, out)
     W = rng.standard_normal((*into, *out)).astype(np.float32)
     node = quant.packed(name, dense).quantize(W)
     W64 = meaning(node, name)
-    assert np.square(W64 - W.reshape(W64.shape)).mean() < {"4": 0.02, "3": 0.05, "2": 0.12}[name[-1]]
+    assert (
+        np.square(W64 - W.reshape(W64.shape)).mean() < {"4": 0.02, "3": 0.05, "2": 0.12}[name[-1]]
+    )
     letters = ("TD,D", "TNH,NH")[len(into) - 1] + "XY"[: len(out)] + "->T" + "XY"[: len(out)]
     x = jnp.asarray(rng.standard_normal((9, *into)).astype(np.float32)).at[6:].set(0)
     exact = np.asarray(x, np.float64).reshape(9, -1) @ W64
@@ -235,5 +268,7 @@ def test_specs_say_what_is_made(name):
 
 @pytest.mark.parametrize("name", ["e8p", "e8p-3", "codebook", "codebook-2", "codebook-4-3"])
 def test_a_wrong_name_is_told_what_would_be_right(name):
-    with pytest.raises(ValueError, match=f"{name.partition('-')[0]} has no option '.*'; it must be . or ."):
+    with pytest.raises(
+        ValueError, match=f"{name.partition('-')[0]} has no option '.*'; it must be . or ."
+    ):
         quant.check(name)

@@ -24,7 +24,9 @@ def silu(x):
 
 def draw(seed: int, dtype=np.float32):
     rng = np.random.default_rng(seed)
-    return rng.standard_normal((E, D, 2, F)).astype(dtype) / 4, rng.standard_normal((E, F, D)).astype(dtype) / 4
+    return rng.standard_normal((E, D, 2, F)).astype(dtype) / 4, rng.standard_normal(
+        (E, F, D)
+    ).astype(dtype) / 4
 
 
 def slowly(x_TD, weights_TX, experts_TX, up_EDGF, down_EFD):
@@ -104,7 +106,11 @@ def route_slowly(logits, moe: Moe, bias):
         chosen = np.argsort(-logits)[: moe.top_k]
         weights = np.exp(logits[chosen] - logits.max())
         return dict(zip(chosen, moe.scaling * weights / weights.sum(), strict=True))
-    scores = 1 / (1 + np.exp(-logits)) if moe.score == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
+    scores = (
+        1 / (1 + np.exp(-logits))
+        if moe.score == "sigmoid"
+        else np.exp(logits) / np.exp(logits).sum()
+    )
     choice = scores if bias is None else scores + bias
     groups = choice.reshape(moe.groups, -1)
     best = groups.max(1) if moe.group_score == "max" else np.sort(groups, 1)[:, -2:].sum(1)
@@ -122,7 +128,15 @@ RULES = {
     "gpt-oss": Moe(8, 4, F, score="softmax_top"),
     "deepseek-v2": Moe(16, 3, F, normalize=False, groups=8, top_groups=3, scaling=16.0),
     "deepseek-v3": Moe(
-        16, 4, F, score="sigmoid", groups=4, top_groups=2, group_score="top2", choice_bias=True, scaling=2.5
+        16,
+        4,
+        F,
+        score="sigmoid",
+        groups=4,
+        top_groups=2,
+        group_score="top2",
+        choice_bias=True,
+        scaling=2.5,
     ),
     "all groups": Moe(12, 3, F, groups=3, top_groups=3),
     "one": Moe(5, 1, F),
@@ -136,11 +150,21 @@ def test_route(name):
     rng = np.random.default_rng(7)
     logits = rng.standard_normal((50, moe.experts)).astype(np.float32) * 2
     bias = rng.standard_normal(moe.experts).astype(np.float32) if moe.choice_bias else None
-    rule = Rule(moe.top_k, moe.score, moe.normalize, moe.scaling, moe.groups, moe.top_groups, moe.group_score)
+    rule = Rule(
+        moe.top_k,
+        moe.score,
+        moe.normalize,
+        moe.scaling,
+        moe.groups,
+        moe.top_groups,
+        moe.group_score,
+    )
     weights, experts = route(jnp.asarray(logits), jnp.ones(50, bool), rule, bias)
     for t in range(50):
         expected = route_slowly(logits[t], moe, bias)
-        found = dict(zip(np.asarray(experts[t]).tolist(), np.asarray(weights[t]).tolist(), strict=True))
+        found = dict(
+            zip(np.asarray(experts[t]).tolist(), np.asarray(weights[t]).tolist(), strict=True)
+        )
         assert set(found) == set(expected)
         for e, weight in expected.items():
             assert found[e] == pytest.approx(weight, rel=2e-6)
@@ -156,7 +180,10 @@ def test_groups_with_negative_scores():
 def test_one_row_routed_like_many():
     rng = np.random.default_rng(3)
     logits = jnp.asarray(rng.standard_normal((40, 16)), jnp.float32)
-    options = Rule(4, "sigmoid", True, 2.5, 4, 2, "top2"), jnp.asarray(rng.standard_normal(16), jnp.float32)
+    options = (
+        Rule(4, "sigmoid", True, 2.5, 4, 2, "top2"),
+        jnp.asarray(rng.standard_normal(16), jnp.float32),
+    )
     live = jnp.arange(40) != 3
     many = jax.jit(lambda x, live: route(x, live, *options))(logits, live)
     one = jax.jit(lambda x, live: route(x, live, *options))(logits[17:18], live[17:18])
@@ -191,13 +218,17 @@ def test_biases_clamp_and_scales():
     for t in np.flatnonzero(live):
         row = x[t].astype(np.float64)
         total = np.zeros(D)
-        for e, weight in route_slowly(row @ weights.router_DE + weights.router_bias_E, moe, None).items():
+        for e, weight in route_slowly(
+            row @ weights.router_DE + weights.router_bias_E, moe, None
+        ).items():
             gate, both = (row @ up[e, :, g] + weights.up_bias_EGF[e, g] for g in range(2))
             clamped += (gate > 2).sum() + (abs(both) > 2).sum()
             gate = np.minimum(gate, 2)
             both = np.clip(both, -2, 2)
             inner = gate / (1 + np.exp(-1.702 * gate)) * (both + 1)
-            total += weight * weights.expert_scale_E[e] * (inner @ down[e] + weights.down_bias_ED[e])
+            total += (
+                weight * weights.expert_scale_E[e] * (inner @ down[e] + weights.down_bias_ED[e])
+            )
         np.testing.assert_allclose(out[t], total, atol=5e-5)
     assert clamped > 100
 

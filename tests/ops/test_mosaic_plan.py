@@ -1,4 +1,6 @@
-"""How the work of attention on a GPU is shared out: everything once, evenly, and cut only where spans end."""
+"""How the work of attention on a GPU is shared out: everything once, evenly, and cut only where
+spans end.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +31,16 @@ def shape_for(kind: str, T: int, B: int, longest: int) -> KernelShape:
     page = jax.ShapeDtypeStruct((9, 16, K, H), jnp.bfloat16)
     numbers = jax.ShapeDtypeStruct((B, -(-longest // 16)), jnp.int32)
     return shape_of(
-        jax.ShapeDtypeStruct((T, N, H), jnp.bfloat16), KVPages(page) if values else KVPages(page, page),
-        QueryRows(None, None, numbers, None), window=window, scale=1.0, soft_cap=None, values=values, sinks=False,
+        jax.ShapeDtypeStruct((T, N, H), jnp.bfloat16),
+        KVPages(page) if values else KVPages(page, page),
+        QueryRows(None, None, numbers, None),
+        window=window,
+        scale=1.0,
+        soft_cap=None,
+        values=values,
+        sinks=False,
         processors=132,
-    )  # fmt: skip
+    )
 
 
 def rows_for(shape: KernelShape, B: int, sequences: list[tuple[int, int]]) -> QueryRows:
@@ -62,17 +70,25 @@ def examine(shape: KernelShape, B: int, sequences: list[tuple[int, int]]):
     context_of = dict(zip((id(one) for mine in found for one in mine), contexts, strict=True))
     for one in (one for mine in found for one in mine):
         assert (one.seq, one.position) == (seq_T[one.row], positions[one.row])
-        assert 1 <= one.count <= shape.positions * shape.tiles and one.row + one.count <= len(positions)
+        assert 1 <= one.count <= shape.positions * shape.tiles and one.row + one.count <= len(
+            positions
+        )
         assert seq_T[one.row + one.count - 1] == one.seq
         last = one.position + one.count - 1
-        assert one.span == span_blocks(shape, jnp.asarray(last)), "all rows of a tile have the same spans"
+        assert one.span == span_blocks(shape, jnp.asarray(last)), (
+            "all rows of a tile have the same spans"
+        )
         seen.setdefault((one.row, one.part), []).append(one)
     rows = sorted((row, of[0].count) for (row, part), of in seen.items() if part == 0)
     assert [row for row, _ in rows] == np.cumsum([0, *[count for _, count in rows]])[:-1].tolist()
-    assert sum(count for _, count in rows) == len(positions) and len(seen) == len(rows) * shape.parts
+    assert (
+        sum(count for _, count in rows) == len(positions) and len(seen) == len(rows) * shape.parts
+    )
     share_RF = [Share(*map(int, x)) for x in np.asarray(shared.shares_RF)]
     tile_of = {int(x[0]): n for n, x in enumerate(np.asarray(shared.tiles_CF)) if x[1] > 0}
-    merges = {share.unit: share for n, share in enumerate(share_RF) if share.spans and share.first == n}
+    merges = {
+        share.unit: share for n, share in enumerate(share_RF) if share.spans and share.first == n
+    }
     assert len(merges) == len({share.unit for share in share_RF if share.spans})
     taken = np.zeros(shape.places, int)
     for (row, part), pieces in seen.items():
@@ -94,9 +110,13 @@ def examine(shape: KernelShape, B: int, sequences: list[tuple[int, int]]):
             for n, span in enumerate(range(piece.first // one.span, piece.last // one.span + 1)):
                 places[span] = piece.place + n * stride
         share = merges.pop(unit)
-        assert {context_of[id(piece)] for piece in pieces} == {CutContext(share.place, len(places), share.first)}
+        assert {context_of[id(piece)] for piece in pieces} == {
+            CutContext(share.place, len(places), share.first)
+        }
         assert sorted(places) == list(range(min(places), max(places) + 1))
-        assert all(place == share.place + (span - min(places)) * stride for span, place in places.items())
+        assert all(
+            place == share.place + (span - min(places)) * stride for span, place in places.items()
+        )
         assert len(places) <= shape.spans
         for place in places.values():
             taken[place : place + stride] += 1
@@ -121,7 +141,11 @@ def test_everything_once(kind):
         sequences = []
         left = T
         for b in range(int(rng.integers(1, B + 1))):
-            count = 1 if T == B or rng.random() < 0.5 else int(rng.integers(1, max(2, left - (B - b) + 1)))
+            count = (
+                1
+                if T == B or rng.random() < 0.5
+                else int(rng.integers(1, max(2, left - (B - b) + 1)))
+            )
             count = max(1, min(count, left, longest))
             if left < count:
                 break
@@ -153,7 +177,9 @@ def test_processors_are_busy_and_evenly_so(kind, B, T, length, busy):
 
 @pytest.mark.slow
 def test_a_long_sequence_beside_a_prompt_is_cut():
-    """In a step that carries a prompt, too: one processor alone would take all the time of the step."""
+    """In a step that carries a prompt, too: one processor alone would take all the time of the
+    step.
+    """
     shape = shape_for("Llama-3-8B", 2048, 64, 131072)
     found = examine(shape, 64, [(131000, 1), (0, 2000)])
     loads = [load(mine) for mine in found]
@@ -188,7 +214,9 @@ def test_spans_depend_on_the_position_alone():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("T", "B"), [(1, 1), (64, 64), (256, 256), (8192, 256)])
 def test_scratch_is_bounded(kind, T, B):
-    """However long contexts may be: it was 2.19 GB for 256 sequences of 131,072, and 2**31 numbers for MHA."""
+    """However long contexts may be: it was 2.19 GB for 256 sequences of 131,072, and 2**31 numbers
+    for MHA.
+    """
     shape = shape_for(kind, T, B, 1 << 20)
     assert shape.places * shape.saved_width * 4 <= task.SCRATCH < 1 << 31
     assert T > 1 or shape.places * shape.saved_width * 4 < 20e6

@@ -1,4 +1,6 @@
-"""The attention kernel for TPUs where there is none: in Pallas' interpreter, lowered, and compiled where libtpu is."""
+"""The attention kernel for TPUs where there is none: in Pallas' interpreter, lowered, and compiled
+where libtpu is.
+"""
 
 import dataclasses
 import importlib.util
@@ -20,13 +22,23 @@ from quire.tests.support.attention_cases import Sequence, Shape, build, check, r
 from quire.tests.support.cases import thinned
 
 CLOSE = {"rtol": 1e-2, "atol": 6e-3}
-DECODE = [Sequence(1, 100, 1), Sequence(2, 3, 1), Sequence(3, 63, 1), Sequence(4, 0, 1), Sequence(5, 191, 1)]
-MIXED = [Sequence(1, 100, 20), Sequence(2, 3, 1), Sequence(3, 40, 17)]  # rows 32 and on are the next block's
-EDGE = [Sequence(1, 60, 31), Sequence(2, 9, 1), Sequence(3, 127, 8)]  # a block of rows ends with a sequence
+DECODE = [
+    Sequence(1, 100, 1),
+    Sequence(2, 3, 1),
+    Sequence(3, 63, 1),
+    Sequence(4, 0, 1),
+    Sequence(5, 191, 1),
+]
+# rows 32 and on are the next block's
+MIXED = [Sequence(1, 100, 20), Sequence(2, 3, 1), Sequence(3, 40, 17)]
+# a block of rows ends with a sequence
+EDGE = [Sequence(1, 60, 31), Sequence(2, 9, 1), Sequence(3, 127, 8)]
 
 
 def decoding(**more) -> Shape:
-    return Shape(**{"K": 2, "G": 4, "H": 128, "T": 6, "B": 6, "dtype": "bfloat16", "paired": True, **more})
+    return Shape(
+        **{"K": 2, "G": 4, "H": 128, "T": 6, "B": 6, "dtype": "bfloat16", "paired": True, **more}
+    )
 
 
 def mixed(**more) -> Shape:
@@ -41,12 +53,17 @@ CASES = {  # each value of each parameter beside several of the others
     "mixed": (mixed(), MIXED),
     "mixed, an odd group": (mixed(G=3, S=8, window=24), EDGE),
     "mixed, MQA": (mixed(K=1, G=8, soft_cap=2.0), EDGE),
-    "a chunk that sees as many pages as it can": (mixed(K=1, S=8, T=20, B=1, window=60), [Sequence(1, 106, 20)]),
+    "a chunk that sees as many pages as it can": (
+        mixed(K=1, S=8, T=20, B=1, window=60),
+        [Sequence(1, 106, 20)],
+    ),
 }
 
 
 class Block:
-    """A block of pages, read at once: the interpreter does not know a buffer by another shape or type."""
+    """A block of pages, read at once: the interpreter does not know a buffer by another shape
+    or type.
+    """
 
     def __init__(self, value):
         self.value, self.dtype = value, value.dtype
@@ -70,9 +87,13 @@ def store(ref, value, mask):
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    """The kernel runs on this CPU, with copies that end late, buffers full of NaN, and races looked for."""
+    """The kernel runs on this CPU, with copies that end late, buffers full of NaN, and races looked
+    for.
+    """
     wait = kernel.MultiPageAsyncCopyDescriptor.wait
-    monkeypatch.setattr(kernel.MultiPageAsyncCopyDescriptor, "wait", lambda copy: Block(wait(copy)[...]))
+    monkeypatch.setattr(
+        kernel.MultiPageAsyncCopyDescriptor, "wait", lambda copy: Block(wait(copy)[...])
+    )
     monkeypatch.setattr(pltpu, "store", store)
     monkeypatch.setattr(tpu, "has_tpu", lambda: True)
     monkeypatch.setattr(tpu, "BLOCK", 64)
@@ -83,7 +104,9 @@ def interpreter(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("name", thinned(CASES, ["decoding, a window", "decoding, MQA, wide", "mixed, an odd group"]))
+@pytest.mark.parametrize(
+    "name", thinned(CASES, ["decoding, a window", "decoding, MQA, wide", "mixed, an odd group"])
+)
 @pytest.mark.slow
 def test_against_float64(name, interpreter):
     """Each row is right, and no access races with another."""
@@ -114,7 +137,9 @@ def test_the_same_bits_in_any_batch(interpreter):
 
 @pytest.mark.slow
 def test_sequences_without_rows(interpreter):
-    """Wherever they stand, and where there are no others, they change nothing and nothing waits for them."""
+    """Wherever they stand, and where there are no others, they change nothing and nothing waits for
+    them.
+    """
     shape = mixed(K=1, T=40, B=7)
     none = Sequence(9, 0, 0)
     first = Sequence(1, 60, 32)  # the first fills a block of rows
@@ -129,7 +154,9 @@ def test_sequences_without_rows(interpreter):
     assert rows_of(shape, [none]) == [b""]
     empty = build(shape, [none], np.random.default_rng(0)).rows
     lengths_B, _, starts_B1, count_1 = tpu.describe(empty, shape.S, None, 12)
-    assert (int(lengths_B[0]), int(starts_B1[1]), count_1.tolist()) == (1, 1, [1]), "what was fetched is waited for"
+    assert (int(lengths_B[0]), int(starts_B1[1]), count_1.tolist()) == (1, 1, [1]), (
+        "what was fetched is waited for"
+    )
 
 
 REFUSED = {
@@ -161,10 +188,15 @@ def test_what_serves_on_a_tpu(monkeypatch):
     monkeypatch.setenv("QUIRE_NATIVE", "off")
     said = dict(collect_env.attention())
     for name in ("full", "window", "soft cap"):
-        assert said[name] == "mosaic_tpu; native declines: keys and values must lie in arrays of their own"
+        assert (
+            said[name]
+            == "mosaic_tpu; native declines: keys and values must lie in arrays of their own"
+        )
     for name in ("sinks", "latent"):
         serves, _, reason, *_ = said[name].split("; ")
-        assert serves == "xla" and reason.startswith("mosaic_tpu declines: the kernel has neither sinks nor values")
+        assert serves == "xla" and reason.startswith(
+            "mosaic_tpu declines: the kernel has neither sinks nor values"
+        )
 
 
 # What is lowered for a device, at the sizes that are served, with a context of so many tokens.
@@ -203,7 +235,9 @@ def trace(shape: Shape, length: int, sharding=None):
     def step(q, k, v, pages, rows, sinks):
         return tpu.BACKEND(q, k, v, pages, rows, shape.params, sinks)
 
-    return jax.jit(step, donate_argnums=3).trace(array(T, K * shape.G, H), new, new, pages, rows, sinks)
+    return jax.jit(step, donate_argnums=3).trace(
+        array(T, K * shape.G, H), new, new, pages, rows, sinks
+    )
 
 
 def on(kind: str):
@@ -211,7 +245,9 @@ def on(kind: str):
     return use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
 
 
-@pytest.mark.parametrize("name", thinned(PRODUCTION, ["Llama-3-8B, decoding", "Gemma-3-27B, a chunk", "MHA"]))
+@pytest.mark.parametrize(
+    "name", thinned(PRODUCTION, ["Llama-3-8B, decoding", "Gemma-3-27B, a chunk", "MHA"])
+)
 def test_lowers_for_tpus(name, monkeypatch):
     monkeypatch.setattr(tpu, "has_tpu", lambda: True)
     with on("TPU v5e"):
@@ -220,17 +256,21 @@ def test_lowers_for_tpus(name, monkeypatch):
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu, which has the compiler, is not installed"
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu, which has the compiler, is not installed",
 )
 @pytest.mark.parametrize("chip", ["v4:2x2x1", "v5e:2x2", "v6e:2x2"])
 @pytest.mark.parametrize("name", PRODUCTION)
 def test_compiles_for_tpus(name, chip, monkeypatch):
     """It fits, and the cache is written where it is: nothing of its size is allocated."""
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # do not look for the machine's description in a cloud
+    # do not look for the machine's description in a cloud
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setattr(tpu, "has_tpu", lambda: True)
     device = topologies.get_topology_desc(chip, "tpu").devices[0]
     (shape, length) = PRODUCTION[name]
     with on(device.device_kind):
-        used = trace(shape, length, SingleDeviceSharding(device)).lower().compile().memory_analysis()
+        used = (
+            trace(shape, length, SingleDeviceSharding(device)).lower().compile().memory_analysis()
+        )
     assert used.alias_size_in_bytes == 1024 * shape.S * 2 * shape.K * shape.H * 2
     assert used.temp_size_in_bytes < 1 << 21

@@ -26,7 +26,9 @@ def e2m1(code: int) -> float:
 
 
 def decode_slowly(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Bytes, as `four_bits.py` describes them, and [D / 32, F] scales, value by value in float64."""
+    """Bytes, as `four_bits.py` describes them, and [D / 32, F] scales, value by value in
+    float64.
+    """
     D = 32 * len(scales)
     F = scales.shape[1]
     side = min(D, 128)
@@ -41,7 +43,8 @@ def decode_slowly(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 def test_the_sixteen_values():
     assert [e2m1(code) for code in range(8)] == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-    blocks = np.arange(16, dtype=np.uint8)[:, None]  # each code once in a low half, the high halves hold zero
+    # each code once in a low half, the high halves hold zero
+    blocks = np.arange(16, dtype=np.uint8)[:, None]
     values = decode(jnp.asarray(blocks), jnp.full((1, 1), 127, jnp.uint8))
     assert values.shape == (32, 1)
     assert np.asarray(values, np.float32)[:16, 0].tolist() == [e2m1(code) for code in range(16)]
@@ -52,13 +55,16 @@ def test_the_sixteen_values():
 def test_decode(D, half):
     rng = np.random.default_rng(D)
     blocks = rng.integers(0, 256, (5, half, 7), np.uint8)
-    scales = rng.integers(3, 252, (5, D // 32, 7), np.uint8)  # values that float32 holds without subnormals
+    # values that float32 holds without subnormals
+    scales = rng.integers(3, 252, (5, D // 32, 7), np.uint8)
     node = Mxfp4(jnp.asarray(blocks), jnp.asarray(scales))
     take = jax.jit(lambda node, e: node[e])
     for e in range(5):
         dense = take(node, e)
         assert (dense.dtype, dense.shape) == (jnp.bfloat16, (D, 7))
-        np.testing.assert_array_equal(np.asarray(dense, np.float64), decode_slowly(blocks[e], scales[e]))
+        np.testing.assert_array_equal(
+            np.asarray(dense, np.float64), decode_slowly(blocks[e], scales[e])
+        )
 
 
 def test_more_axes():
@@ -96,24 +102,32 @@ def test_blocks_of_a_checkpoint(into, out):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.01), ("float32", 1e-5)])
 def test_by_the_kernels(tmp_path, dtype, tolerance):
-    """A model has the logits that it has where XLA decodes the experts, up to rounding in its dtype."""
+    """A model has the logits that it has where XLA decodes the experts, up to rounding in its
+    dtype.
+    """
     if not native.serves():
         pytest.skip("no compiler")
     made = Golden(next(variant for variant in VARIANTS if variant.name == "gpt-oss"), tmp_path)
     config = loader.read_config(made.folder, dtype)
-    decoded, tiled = (loader.load(made.folder, config, skip_packing=plain) for plain in (True, False))
+    decoded, tiled = (
+        loader.load(made.folder, config, skip_packing=plain) for plain in (True, False)
+    )
     experts = tiled.layers[0].moe.up_EDGF
     assert isinstance(decoded.layers[0].moe.up_EDGF, Mxfp4) and isinstance(experts, Many)
     assert experts.each.float_rows == (dtype == "float32")
     prompt = jnp.array([made.prompts[0]])
-    wanted, found = (np.asarray(jax.jit(dense.forward, static_argnums=2)(weights, prompt, config)[0], np.float32)
-                     for weights in (decoded, tiled))  # fmt: skip
+    wanted, found = (
+        np.asarray(jax.jit(dense.forward, static_argnums=2)(weights, prompt, config)[0], np.float32)
+        for weights in (decoded, tiled)
+    )
     assert np.median(np.abs(found - wanted)) < tolerance * wanted.std()
 
 
 def test_specs():
     """Packed weights are small, random ones of the size that dense ones would have."""
-    dense = ArraySpec((3, 256, 2, 64), jnp.bfloat16, ("experts", "embed", None, "ffn"), fan_in=256, stacked=True)
+    dense = ArraySpec(
+        (3, 256, 2, 64), jnp.bfloat16, ("experts", "embed", None, "ffn"), fan_in=256, stacked=True
+    )
     specs = packed("mxfp4", dense)
     assert nbytes(specs) < dense.nbytes / 3
     for spec in jax.tree.leaves(specs):

@@ -1,4 +1,6 @@
-"""The kernels on ARM, emulated: random cases for each instruction set, on a processor that has no more than that."""
+"""The kernels on ARM, emulated: random cases for each instruction set, on a processor that has no
+more than that.
+"""
 
 import subprocess
 from pathlib import Path
@@ -15,8 +17,14 @@ CASES = sorted(Path(__file__).parent.glob("native_*_cases.cc"))
 PROCESSORS = {"neon": "cortex-a57", "dotprod": "neoverse-n1", "bf16": "max"}
 FEATURES = {  # as Linux calls them
     "cortex-a57": "fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid",
-    "neoverse-n1": "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp asimdrdm lrcpc dcpop asimddp",
-    "neoverse-v1": "fp asimd aes pmull sha1 sha2 crc32 atomics fphp asimdhp asimdrdm dcpop asimddp sve i8mm bf16",
+    "neoverse-n1": (
+        "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp asimdrdm "
+        "lrcpc dcpop asimddp"
+    ),
+    "neoverse-v1": (
+        "fp asimd aes pmull sha1 sha2 crc32 atomics fphp asimdhp asimdrdm dcpop "
+        "asimddp sve i8mm bf16"
+    ),
 }
 LOAD = r"""
 #include <dlfcn.h>
@@ -40,13 +48,20 @@ def run(*command: str | Path) -> str:
 
 @pytest.mark.parametrize(
     ("processor", "able"),
-    [("cortex-a57", ["neon"]), ("neoverse-n1", ["dotprod", "neon"]), ("neoverse-v1", ["bf16", "dotprod", "neon"])],
+    [
+        ("cortex-a57", ["neon"]),
+        ("neoverse-n1", ["dotprod", "neon"]),
+        ("neoverse-v1", ["bf16", "dotprod", "neon"]),
+    ],
 )
 def test_chosen_by_what_linux_says(processor, able, monkeypatch):
     monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
-    monkeypatch.setattr(build, "cpu_info", lambda *names: (FEATURES[processor],) if "Features" in names else ())
+    monkeypatch.setattr(
+        build, "cpu_info", lambda *names: (FEATURES[processor],) if "Features" in names else ()
+    )
     assert build.choices() == able
-    assert not any(build.processor(isa) for isa in able)  # a wheel's folders have names without the builder's processor
+    # a wheel's folders have names without the builder's processor
+    assert not any(build.processor(isa) for isa in able)
 
 
 @pytest.mark.nightly  # a compilation takes minutes
@@ -66,9 +81,19 @@ def test_cases(isa, path, tmp_path):
 def test_libraries_load(isa, tmp_path):
     """As they are shipped, with everything that they ask the system for."""
     needed(COMPILER, EMULATOR)
-    made = [build.built([COMPILER], isa, name, tmp_path) for name in ("probe", "pack", "blank", "residual", "sampling")]
+    made = [
+        build.built([COMPILER], isa, name, tmp_path)
+        for name in ("probe", "pack", "blank", "residual", "sampling")
+    ]
     (tmp_path / "load.cc").write_text(LOAD)
     run(COMPILER, tmp_path / "load.cc", "-o", tmp_path / "load")
     root = Path("/usr/aarch64-linux-gnu")  # where Debian's cross compiler has its libraries
-    found = run(EMULATOR, "-cpu", PROCESSORS[isa], *(["-L", root] if root.exists() else []), tmp_path / "load", *made)
+    found = run(
+        EMULATOR,
+        "-cpu",
+        PROCESSORS[isa],
+        *(["-L", root] if root.exists() else []),
+        tmp_path / "load",
+        *made,
+    )
     assert found.split() == ["permitted", "other", "kernel", "kernel", "kernel"]

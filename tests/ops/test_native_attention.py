@@ -1,4 +1,6 @@
-"""The attention kernel against a softmax in float64, on every instruction set that this machine has."""
+"""The attention kernel against a softmax in float64, on every instruction set that this machine
+has.
+"""
 
 import dataclasses
 import hashlib
@@ -26,7 +28,8 @@ from quire.tests.support.cases import cases, thinned
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LONGEST = 1300  # positions: two borders between pieces and a few keys
-# Where queries and weights are pairs of bfloat16: weights are rounded, and queries that are turned once more.
+# Where queries and weights are pairs of bfloat16: weights are rounded, and queries that are turned
+# once more.
 PAIRWISE = "avx512_bf16", "amx", "bf16"
 ISAS = [name for name in build.isas() if "emulated" not in name]
 
@@ -70,12 +73,20 @@ class Shape:
         sinks = None
         if self.sinks:
             sinks = np.linspace(-2, 3, self.K * self.G).astype(np.float32)
-        return AttentionParams(self.H**-0.5, self.window, self.chunked, self.ahead, cap, self.value_dim), sinks
+        return AttentionParams(
+            self.H**-0.5, self.window, self.chunked, self.ahead, cap, self.value_dim
+        ), sinks
 
     @property
     def kept(self):
         """What pages are made of, while numpy holds them."""
-        kinds = {"bits": BFLOAT16, "bfloat16": BFLOAT16, "float32": np.float32, "int8": np.int8, "int4": np.uint8}
+        kinds = {
+            "bits": BFLOAT16,
+            "bfloat16": BFLOAT16,
+            "float32": np.float32,
+            "int8": np.int8,
+            "int4": np.uint8,
+        }
         return np.dtype(kinds[self.pages])
 
 
@@ -100,11 +111,15 @@ def drawn(shape: Shape, seed: int):
     k, v = rng.standard_normal((2, LONGEST, shape.K, shape.H), np.float32)
     q[rng.random(LONGEST) < 0.2] *= 6  # a few sharp rows
     k[:, :, 0] *= 4
-    return tuple(x.astype(np.dtype(shape.dtype) if shape.dtype == "float32" else BFLOAT16) for x in (q, k, v))
+    return tuple(
+        x.astype(np.dtype(shape.dtype) if shape.dtype == "float32" else BFLOAT16) for x in (q, k, v)
+    )
 
 
 def codes(x):
-    """(signed bytes, scales) of rows: the largest of each becomes 127, to the nearest, ties to even."""
+    """(signed bytes, scales) of rows: the largest of each becomes 127, to the nearest, ties to
+    even.
+    """
     x = x.astype(np.float32)
     most = np.abs(x).max(-1, keepdims=True)
     inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0)
@@ -128,34 +143,54 @@ def seen(shape: Shape, x, keys: bool):
 
 
 def reference(shape: Shape, s: Sequence):
-    """The definition, in float64: results, and how far each may be off where weights are rounded to bfloat16."""
+    """The definition, in float64: results, and how far each may be off where weights are rounded to
+    bfloat16.
+    """
     options, sinks = shape.options
     q, k, v = drawn(shape, s.seed)
     q = q[s.start : s.end].astype(np.float64)
     k = seen(shape, k[: s.end], keys=True)
     if shape.pages == "int4" and shape.dtype == "bfloat16" and native.instruction_set() in PAIRWISE:
         q = four_bits.turned(q).astype(BFLOAT16).astype(np.float64) @ four_bits.matrix(shape.H)
-    v = seen(shape, v[: s.end], keys=False) if shape.value_dim is None else k[..., : shape.value_dim]
-    score = np.einsum("tkgh,jkh->tkgj", q.reshape(s.rows, shape.K, shape.G, shape.H), k) * options.scale
+    v = (
+        seen(shape, v[: s.end], keys=False)
+        if shape.value_dim is None
+        else k[..., : shape.value_dim]
+    )
+    score = (
+        np.einsum("tkgh,jkh->tkgj", q.reshape(s.rows, shape.K, shape.G, shape.H), k) * options.scale
+    )
     if shape.soft_cap is not None:
         score = shape.soft_cap * np.tanh(score / shape.soft_cap)
     distance = np.arange(s.start, s.end)[:, None] - np.arange(s.end)
     hidden = (distance < -shape.ahead) | (distance >= (shape.window or LONGEST))
     if shape.chunked and shape.window is not None:
-        hidden |= np.arange(s.start, s.end)[:, None] // shape.window > np.arange(s.end) // shape.window
+        hidden |= (
+            np.arange(s.start, s.end)[:, None] // shape.window > np.arange(s.end) // shape.window
+        )
     score = np.where(hidden[:, None, None], -np.inf, score)
     best = score.max(-1, keepdims=True)
     sink = None if sinks is None else sinks.astype(np.float64).reshape(shape.K, shape.G, 1)
     best = best if sink is None else np.maximum(best, sink)
     weight = np.exp(score - best)
     total = weight.sum(-1, keepdims=True) + (0 if sink is None else np.exp(sink - best))
-    mixed, most = (np.einsum("tkgj,jkv->tkgv", weight / total, x).reshape(s.rows, -1, shape.V) for x in (v, abs(v)))
-    rounded = shape.dtype == "bfloat16" and shape.pages != "float32" and native.instruction_set() in PAIRWISE
+    mixed, most = (
+        np.einsum("tkgj,jkv->tkgv", weight / total, x).reshape(s.rows, -1, shape.V)
+        for x in (v, abs(v))
+    )
+    rounded = (
+        shape.dtype == "bfloat16"
+        and shape.pages != "float32"
+        and native.instruction_set() in PAIRWISE
+    )
     return mixed, most * rounded * 2**-8
 
 
 def build_case(shape: Shape, sequences, rng, spare: int = 0):
-    """A step's inputs: (q, k, v), pages, rows, the place of each sequence. What nobody owns, padding too, is NaN."""
+    """A step's inputs: (q, k, v), pages, rows, the place of each sequence.
+
+    What nobody owns, padding too, is NaN.
+    """
     S = shape.S
     B = len(sequences) + int(rng.integers(3))
     M = -(-max(s.end for s in sequences) // S) + 1
@@ -180,7 +215,9 @@ def build_case(shape: Shape, sequences, rng, spare: int = 0):
         place = slice(starts[b], starts[b] + s.rows)
         p = np.arange(oldest, s.end)
         where = tables[b, p // S] * S + p % S
-        for keys, array, scale, x in zip((True, False), held, scales, drawn(shape, s.seed)[1:], strict=True):
+        for keys, array, scale, x in zip(
+            (True, False), held, scales, drawn(shape, s.seed)[1:], strict=True
+        ):
             before, before_scale = kept(shape, x[oldest : s.start], keys)
             array.reshape(-1, shape.K, width)[where[: s.start - oldest]] = before
             if before_scale is not None:
@@ -212,7 +249,9 @@ def run(shape: Shape, case, implementation=attention.attend, append=True):
     where = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(pages)]
     out, pages = step(jnp.asarray(q), *new, pages, rows, shape.options[1], shape, implementation)
     if implementation is attention.attend and append:
-        assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(pages)] == where, "pages are written where they lie"
+        assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(pages)] == where, (
+            "pages are written where they lie"
+        )
     return np.asarray(out), [np.asarray(x) for x in jax.tree.leaves(pages)]
 
 
@@ -244,7 +283,9 @@ def check(shape: Shape, sequences, rng):
             expected[1].append(scale)
     two = 1 if shape.value_dim else 2
     pages = [x[1:] for x in pages]  # page 0 is nobody's
-    assert same(pages, [x[1:] for kind in expected for x in kind[:two]]), "only the slots of the rows are written"
+    assert same(pages, [x[1:] for kind in expected for x in kind[:two]]), (
+        "only the slots of the rows are written"
+    )
 
 
 @st.composite
@@ -260,11 +301,19 @@ def shapes(draw):
     K, G = draw(st.sampled_from([(1, 1), (4, 1), (2, 3), (1, 7), (1, 20), (3, 2), (1, 130)]))
     window = draw(st.sampled_from([None, None, 1, 40, 64, 600]))
     return Shape(
-        K=K, G=G, H=H, S=draw(st.sampled_from([8, 16, 32, 5])), dtype=dtype, pages=pages, value_dim=latent,
-        window=window, chunked=window is not None and draw(st.booleans()),
+        K=K,
+        G=G,
+        H=H,
+        S=draw(st.sampled_from([8, 16, 32, 5])),
+        dtype=dtype,
+        pages=pages,
+        value_dim=latent,
+        window=window,
+        chunked=window is not None and draw(st.booleans()),
         ahead=draw(st.sampled_from([0, 0, 1, 63, 70, 1 << 29])),
-        soft_cap=draw(st.sampled_from([None, None, 3.0])), sinks=draw(st.booleans()),
-    )  # fmt: skip
+        soft_cap=draw(st.sampled_from([None, None, 3.0])),
+        sinks=draw(st.booleans()),
+    )
 
 
 @st.composite
@@ -298,10 +347,22 @@ FIXED = {
     "narrow queries on wide pages": (Shape(pages="float32"), [Sequence(0, 100, 5)]),
     "nothing seen but a sink": (Shape(window=1, sinks=True, S=8), [Sequence(0, 77, 9)]),
     "one key": (Shape(), [Sequence(0, 0, 1)]),
-    "four bits": (Shape(pages="int4", H=128, K=2, G=4, S=32), [Sequence(n, 150 * n, 1 + 9 * n) for n in range(4)]),
-    "four bits, heads that are padded": (Shape(pages="int4", H=80, window=70, dtype="float32"), [Sequence(0, 600, 30)]),
-    "both ways": (Shape(dtype="float32", pages="float32", ahead=1 << 29), [Sequence(0, 0, 70), Sequence(1, 0, 1)]),
-    "both ways in a window": (Shape(window=65, ahead=64, S=1), [Sequence(0, 0, 300), Sequence(1, 0, 64)]),
+    "four bits": (
+        Shape(pages="int4", H=128, K=2, G=4, S=32),
+        [Sequence(n, 150 * n, 1 + 9 * n) for n in range(4)],
+    ),
+    "four bits, heads that are padded": (
+        Shape(pages="int4", H=80, window=70, dtype="float32"),
+        [Sequence(0, 600, 30)],
+    ),
+    "both ways": (
+        Shape(dtype="float32", pages="float32", ahead=1 << 29),
+        [Sequence(0, 0, 70), Sequence(1, 0, 1)],
+    ),
+    "both ways in a window": (
+        Shape(window=65, ahead=64, S=1),
+        [Sequence(0, 0, 300), Sequence(1, 0, 64)],
+    ),
 }
 
 
@@ -324,7 +385,9 @@ def test_codes_are_those_of_xla(isa, pages):
     ours, theirs = (run(shape, case, f) for f in (attention.attend, xla.attend))
     assert same(*([x[1:] for x in pages] for _, pages in (ours, theirs)))
     few = case[4][1]
-    np.testing.assert_allclose(*(out[few].astype(np.float32) for out, _ in (ours, theirs)), 8e-3, 2e-3)
+    np.testing.assert_allclose(
+        *(out[few].astype(np.float32) for out, _ in (ours, theirs)), 8e-3, 2e-3
+    )
 
 
 def test_pages_that_another_layer_filled(isa):
@@ -360,22 +423,43 @@ def test_the_same_bits_in_any_step(isa, name):
     """A row's result does not depend on its company, nor on where its chunk begins."""
     shape = SAME[name]
     rng = np.random.default_rng(5)
-    alone = dict(positions_alone(shape, [0, 1, 15, 16, 63, 64, 100, 511, 512, 513, 600, 1023, 1024, 1100, 1299]))
-    for start, rows in ((0, 70), (0, 600), (60, 5), (505, 9), (512, 100), (590, 520), (1000, 300), (1290, 10)):
-        others = [Sequence(n, int(rng.integers(1000)), int(rng.choice([1, 1, 5, 90]))) for n in range(rng.integers(4))]
+    alone = dict(
+        positions_alone(
+            shape, [0, 1, 15, 16, 63, 64, 100, 511, 512, 513, 600, 1023, 1024, 1100, 1299]
+        )
+    )
+    for start, rows in (
+        (0, 70),
+        (0, 600),
+        (60, 5),
+        (505, 9),
+        (512, 100),
+        (590, 520),
+        (1000, 300),
+        (1290, 10),
+    ):
+        others = [
+            Sequence(n, int(rng.integers(1000)), int(rng.choice([1, 1, 5, 90])))
+            for n in range(rng.integers(4))
+        ]
         at = int(rng.integers(len(others) + 1))
         case = build_case(shape, [*others[:at], Sequence(77, start, rows), *others[at:]], rng)
         out, _ = run(shape, case)
         for offset, row in enumerate(out[case[4][at]]):
             bits = alone.setdefault(start + offset, row.tobytes())
-            assert bits == row.tobytes(), f"position {start + offset} of a chunk of {rows} from {start}"
+            assert bits == row.tobytes(), (
+                f"position {start + offset} of a chunk of {rows} from {start}"
+            )
 
 
 def digest() -> str:
     """A hash of steps whose work is cut in different ways on different numbers of threads."""
     found = hashlib.sha256()
     for shape in (Shape(H=32), Shape(H=32, K=1, window=700, sinks=True)):
-        for sequences in ([Sequence(0, 1299, 1)], [Sequence(0, 1100, 150), *(Sequence(n, 9 * n, 1) for n in range(6))]):
+        for sequences in (
+            [Sequence(0, 1299, 1)],
+            [Sequence(0, 1100, 150), *(Sequence(n, 9 * n, 1) for n in range(6))],
+        ):
             out, pages = run(shape, build_case(shape, sequences, np.random.default_rng(1)))
             for x in (out, *pages):
                 found.update(x[1 if x.ndim == 4 else 0 :].tobytes())
@@ -389,7 +473,9 @@ def test_the_same_bits_on_any_number_of_threads():
 
     def on(threads: int) -> str:
         environment = {**os.environ, "NPROC": str(threads), "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, __file__], env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -439,7 +525,9 @@ def test_shapes_that_disagree():
 def test_rows_that_cannot_be(isa, starts):
     case = build_case(Shape(), [Sequence(0, 9, 3)], np.random.default_rng(0))
     tables_BM = case[3].tables_BM[:1].repeat(2, 0)
-    rows = dataclasses.replace(case[3], starts_B1=jnp.asarray(starts, jnp.int32), tables_BM=tables_BM)
+    rows = dataclasses.replace(
+        case[3], starts_B1=jnp.asarray(starts, jnp.int32), tables_BM=tables_BM
+    )
     with pytest.raises(Exception, match="starts_B1"):
         run(Shape(), (*case[:3], rows, case[4]))
 

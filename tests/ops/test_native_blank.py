@@ -43,7 +43,9 @@ def test_used_memory(monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_blank_leaves_neighbouring_arrays_alone(dtype):
-    """Arrays before and after the cleared one keep what they hold, in memory that is given back to the system."""
+    """Arrays before and after the cleared one keep what they hold, in memory that is given back to
+    the system.
+    """
     held = [jnp.ones((4, MIB), jnp.uint8) + jnp.uint8(1) for _ in range(9)]
     jax.block_until_ready(held)
     for array in held[1::2]:
@@ -59,7 +61,9 @@ def test_types_narrower_than_a_byte_are_zeros_of_xla():
 
 
 def test_takes_no_memory():
-    """A gigabyte that nobody writes to is not there; what a program writes is, and the rest stays zero."""
+    """A gigabyte that nobody writes to is not there; what a program writes is, and the rest stays
+    zero.
+    """
     write = jax.jit(lambda x: x.at[5].set(1), donate_argnums=0)
     write(blank((8, MIB // 2)))
     process = psutil.Process()

@@ -1,4 +1,6 @@
-"""Building the kernels: once for a machine, side by side, into a private folder, by many at once, or not at all."""
+"""Building the kernels: once for a machine, side by side, into a private folder, by many at once,
+or not at all.
+"""
 
 import json
 import logging
@@ -67,7 +69,8 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "builders", ThreadPoolExecutor(4))
     forget()
     yield folder
-    native.builders.shutdown()  # a build that outlived the test would leave its library among the real ones
+    # a build that outlived the test would leave its library among the real ones
+    native.builders.shutdown()
     forget()
 
 
@@ -79,7 +82,9 @@ def forget():
 def slow_compiler(folder: Path, ready: str) -> str:
     """A compiler that waits until a condition holds, half a minute at most, and keeps count."""
     script = folder / "slow.sh"
-    script.write_text(COMPILER.format(folder=folder, ready=ready.format(folder=folder), command=" ".join(COMMAND)))
+    script.write_text(
+        COMPILER.format(folder=folder, ready=ready.format(folder=folder), command=" ".join(COMMAND))
+    )
     return f"sh {script}"
 
 
@@ -90,11 +95,22 @@ def lines(path: Path) -> list[str]:
 def test_every_variant_has_its_source():
     for source, *_ in build.VARIANTS.values():
         assert (build.SOURCES / source).exists()
-    assert {source for source, *_ in build.VARIANTS.values()} == {path.name for path in build.SOURCES.glob("*.cc")}
+    assert {source for source, *_ in build.VARIANTS.values()} == {
+        path.name for path in build.SOURCES.glob("*.cc")
+    }
     formats = {*quant.FORMATS, *quant.stored_schemes(), *KEPT.values()}
-    products = {*kernel_names.DENSE.values(), *(kernel for name in formats for kernel in quant.kernels(name))}
+    products = {
+        *kernel_names.DENSE.values(),
+        *(kernel for name in formats for kernel in quant.kernels(name)),
+    }
     products |= {*kernel_names.ROUNDING.values(), *kernel_names.FLOAT_ROWS.values()}
-    others = {*kernel_names.ATTENTION.values(), kernel_names.SAMPLING, kernel_names.DELTA_NET, "heads", "residual"}
+    others = {
+        *kernel_names.ATTENTION.values(),
+        kernel_names.SAMPLING,
+        kernel_names.DELTA_NET,
+        "heads",
+        "residual",
+    }
     others |= {kernel_names.ADAPTER, "blank", "unpack", "probe", "pack"}
     assert products | others == {*build.VARIANTS}
 
@@ -105,7 +121,14 @@ def test_every_variant_has_its_source():
 def test_products_are_well_formed_for_every_instruction_set(isa, variant):
     """Also for those that this machine lacks, and for which nothing else is compiled here."""
     source, *defines = build.VARIANTS[variant]
-    flags = [*build.FLAGS, *build.named(isa).flags, *defines, "-isystem", jax.ffi.include_dir(), "-fsyntax-only"]
+    flags = [
+        *build.FLAGS,
+        *build.named(isa).flags,
+        *defines,
+        "-isystem",
+        jax.ffi.include_dir(),
+        "-fsyntax-only",
+    ]
     build.run([*COMMAND, *flags, str(build.SOURCES / source)], variant)
 
 
@@ -137,9 +160,15 @@ def test_another_source_compiler_or_instruction_set_is_another_library(small, mo
 @pytest.mark.parametrize("place", ["key", "prebuilt"])
 def test_native_flags_mean_this_processor(small, monkeypatch, place):
     def name(flag: str, cpu: str) -> str:
-        monkeypatch.setattr(build, "ISAS", {build.platform.machine(): {"arm": build.Isa((flag,), frozenset())}})
+        monkeypatch.setattr(
+            build, "ISAS", {build.platform.machine(): {"arm": build.Isa((flag,), frozenset())}}
+        )
         monkeypatch.setattr(build, "cpu_info", lambda *_: (cpu,))
-        return build.key(COMMAND, "arm") if place == "key" else build.prebuilt(Path("ready"), "arm").name
+        return (
+            build.key(COMMAND, "arm")
+            if place == "key"
+            else build.prebuilt(Path("ready"), "arm").name
+        )
 
     assert name("-mcpu=native", "sve") != name("-mcpu=native", "neon")
     assert name("-mcpu=native", "sve") == name("-mcpu=native", "sve")
@@ -157,7 +186,9 @@ def test_a_folder_that_others_can_write_to_is_refused(small):
 def test_a_source_that_does_not_compile(small):
     (small / "two.cc").write_text("int x = oops;\n")
     build.source_hash.cache_clear()
-    with pytest.raises(NotImplementedError, match=r"could not compile the kernel dense_f32: .*error.*oops") as error:
+    with pytest.raises(
+        NotImplementedError, match=r"could not compile the kernel dense_f32: .*error.*oops"
+    ) as error:
         build.library(ISA, "dense_f32")
     assert "\n" not in str(error.value)
     assert not list(build.cache_folder().rglob("*.so"))
@@ -174,7 +205,11 @@ def test_one_that_fails_leaves_the_others(small, caplog):
         assert pack(spec, leaf) is leaf and pack(spec, leaf) is leaf
     (record,) = caplog.records
     assert "could not compile the kernel dense_f32" in record.message and "oops" in record.message
-    assert native.serves() and native.has("pack", "attention_f32") and not native.has("pack", "dense_f32")
+    assert (
+        native.serves()
+        and native.has("pack", "attention_f32")
+        and not native.has("pack", "dense_f32")
+    )
     with pytest.raises(NotImplementedError, match="oops"):
         native.target("dense_f32")
 
@@ -190,11 +225,15 @@ def test_attention_falls_back_to_xla(small):
 def test_no_compiler_is_one_clear_line(monkeypatch, caplog):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "")
-    with pytest.raises(NotImplementedError, match="install g\\+\\+ or clang\\+\\+, or name one in CXX"):
+    with pytest.raises(
+        NotImplementedError, match="install g\\+\\+ or clang\\+\\+, or name one in CXX"
+    ):
         build.compiler()
     with caplog.at_level(logging.WARNING):
         native.explain.cache_clear()
-        monkeypatch.setattr(native, "choose", lambda wish: NotImplementedError("there is no C++ compiler"))
+        monkeypatch.setattr(
+            native, "choose", lambda wish: NotImplementedError("there is no C++ compiler")
+        )
         assert not native.serves() and not native.serves()
     assert [r.message for r in caplog.records] == [
         "native kernels are not in use, XLA's own serve instead: there is no C++ compiler"
@@ -209,7 +248,9 @@ def test_off_is_no_warning(monkeypatch, caplog):
 
 def test_an_instruction_set_that_is_not_there(monkeypatch):
     monkeypatch.setenv("QUIRE_NATIVE", "mmx")
-    with pytest.raises(NotImplementedError, match="this processor has no 'mmx'; it can be .*baseline"):
+    with pytest.raises(
+        NotImplementedError, match="this processor has no 'mmx'; it can be .*baseline"
+    ):
         native.instruction_set()
 
 
@@ -245,11 +286,20 @@ def test_variants_are_built_side_by_side(small, monkeypatch, tmp_path):
         (("float32", None, ["float32"]), "attention_f32 dense_f32 pack sampling"),
         (("float32", None, ["bfloat16"]), "attention_bf16_f32 dense_f32 pack sampling"),
         (("bfloat16", "int8", ["int8"]), "attention_int8_bf16 int8 pack sampling"),
-        (("float32", "int8-weights", ["int8"]), "attention_int8_f32 int8 int8_weights_f32 pack sampling"),
-        (("bfloat16", None, ["uint8", "uint16"]), "attention_bf16 attention_int4_bf16 dense_bf16 pack sampling"),
+        (
+            ("float32", "int8-weights", ["int8"]),
+            "attention_int8_f32 int8 int8_weights_f32 pack sampling",
+        ),
+        (
+            ("bfloat16", None, ["uint8", "uint16"]),
+            "attention_bf16 attention_int4_bf16 dense_bf16 pack sampling",
+        ),
         (("bfloat16", None, ["float8_e4m3fn"]), "dense_bf16 pack sampling"),
         (("bfloat16", "int4-64-zero", ["bfloat16"]), "attention_bf16 int4 int8 pack sampling"),
-        (("bfloat16", "int8", ["int8"], (None,)), "attention_int8_bf16 dense_f32 int8 pack sampling"),
+        (
+            ("bfloat16", "int8", ["int8"], (None,)),
+            "attention_int8_bf16 dense_f32 int8 pack sampling",
+        ),
         (
             ("bfloat16", "int4-32-least", ["bfloat16"], (), ("int4-32-least", "int8-weights-16")),
             "attention_bf16 dense_bf16 int8_groups pack sampling uint4",
@@ -266,11 +316,16 @@ def test_variants_are_built_side_by_side(small, monkeypatch, tmp_path):
             ("float32", "int4-64", ["float32"], (None, "mxfp4"), ("int4-64", "k6-16"), True),
             "attention_f32 dense_f32 int4_a8 mxfp4_a8 pack sampling uint6_levels_f32",
         ),
-        (("bfloat16", None, ["bfloat16"], ("mxfp4",)), "attention_bf16 dense_bf16 dense_f32 mxfp4 pack sampling"),
+        (
+            ("bfloat16", None, ["bfloat16"], ("mxfp4",)),
+            "attention_bf16 dense_bf16 dense_f32 mxfp4 pack sampling",
+        ),
     ],
 )
 def test_what_a_model_calls(model, kernels):
-    assert sorted(model_kernels.of_model(*model)) == sorted(["blank", "heads", "residual", "unpack", *kernels.split()])
+    assert sorted(model_kernels.of_model(*model)) == sorted(
+        ["blank", "heads", "residual", "unpack", *kernels.split()]
+    )
 
 
 CHILD = """
@@ -298,7 +353,10 @@ def test_many_processes_at_once(small):
 
 def test_built_ahead_for_a_place_without_a_compiler(small, tmp_path, monkeypatch):
     ready = tmp_path / "ready"
-    made = [build.built(COMMAND, ISA, name, build.prebuilt(build.private(ready), ISA)) for name in VARIANTS]
+    made = [
+        build.built(COMMAND, ISA, name, build.prebuilt(build.private(ready), ISA))
+        for name in VARIANTS
+    ]
     ready.chmod(0o555)
     monkeypatch.setenv("QUIRE_KERNELS", str(ready))
     monkeypatch.setattr(build, "compiler", lambda: pytest.fail("looked for a compiler"))

@@ -26,18 +26,49 @@ from quire.tests.support.cases import cases, thinned
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ISAS = list(build.isas())
 FORMATS = (
-    "int8", "int8-weights", "int4", "int4-64", "int4-128-zero", "int4-zero", "fp8", "fp8-weights", "fp8-weights-128",
-    "int8-weights-64", "nf4", "nvfp4", "int8-weights-16", "int8-weights-32-least", "int4-32-least", "iq4", "fp4",
-    "k4-32-least", "k4-16-least", "k4-16", "k6-16", "k6-32-least", "iq4-levels", "mxfp4",
-)  # fmt: skip
+    "int8",
+    "int8-weights",
+    "int4",
+    "int4-64",
+    "int4-128-zero",
+    "int4-zero",
+    "fp8",
+    "fp8-weights",
+    "fp8-weights-128",
+    "int8-weights-64",
+    "nf4",
+    "nvfp4",
+    "int8-weights-16",
+    "int8-weights-32-least",
+    "int4-32-least",
+    "iq4",
+    "fp4",
+    "k4-32-least",
+    "k4-16-least",
+    "k4-16",
+    "k6-16",
+    "k6-32-least",
+    "iq4-levels",
+    "mxfp4",
+)
 IN_BYTES = (  # those whose kernels can round rows to bytes
-    "int4", "int4-64", "int4-128-zero", "int4-zero", "int4-32-least", "k4-32-least", "iq4", "iq4-levels", "mxfp4",
-)  # fmt: skip
+    "int4",
+    "int4-64",
+    "int4-128-zero",
+    "int4-zero",
+    "int4-32-least",
+    "k4-32-least",
+    "iq4",
+    "iq4-levels",
+    "mxfp4",
+)
 EVERY = (*FORMATS, *(f"{name} of bytes" for name in IN_BYTES))
 LOW_BITS = ("codebook-4", "e8p-2", "e8p-4")
 OF_FLOATS = ("int8-weights of floats", "int4-64 of floats", "nf4 of floats", "k6-16 of floats")
-QUICK = ("int8-weights-64", "int4-32-least")  # of float32 rows, whose kernels take seconds to compile
-ROWS = {"": "bfloat16", "bytes": "int8", "floats": "float32"}  # what pack is told of the rows, by the end of a name
+# of float32 rows, whose kernels take seconds to compile
+QUICK = ("int8-weights-64", "int4-32-least")
+# what pack is told of the rows, by the end of a name
+ROWS = {"": "bfloat16", "bytes": "int8", "floats": "float32"}
 
 
 @pytest.fixture(params=thinned(ISAS, ISAS[:1]))
@@ -50,9 +81,21 @@ def isa(request, monkeypatch):
 
 def spec_of(into, out, dtype, head=False):
     if head:
-        return ArraySpec((*out, *into), dtype, (None,) * (len(into) + len(out)), fan_in=math.prod(into), inputs=(1,))
+        return ArraySpec(
+            (*out, *into),
+            dtype,
+            (None,) * (len(into) + len(out)),
+            fan_in=math.prod(into),
+            inputs=(1,),
+        )
     inputs = tuple(range(len(into)))
-    return ArraySpec((*into, *out), dtype, (None,) * (len(into) + len(out)), fan_in=math.prod(into), inputs=inputs)
+    return ArraySpec(
+        (*into, *out),
+        dtype,
+        (None,) * (len(into) + len(out)),
+        fan_in=math.prod(into),
+        inputs=inputs,
+    )
 
 
 def made(rng, into, out, dtype):
@@ -94,7 +137,13 @@ def check_dense(rows, padding, into, out, bias, dtype, seed):
     assert rounded.dtype == dtype
     np.testing.assert_array_equal(rounded, np.asarray(got).astype(dtype))
     one = rng.integers(rows)
-    alone = project(letters, jnp.asarray(x[one : one + 1]), node, None if b is None else jnp.asarray(b), jnp.float32)
+    alone = project(
+        letters,
+        jnp.asarray(x[one : one + 1]),
+        node,
+        None if b is None else jnp.asarray(b),
+        jnp.float32,
+    )
     np.testing.assert_array_equal(alone[0], got[one])
 
 
@@ -119,8 +168,8 @@ def test_matrix_of_eight_byte_elements_is_refused():
 @pytest.mark.parametrize("name", [None, *EVERY, *OF_FLOATS])
 @pytest.mark.slow
 def test_matrices_of_a_stack(isa, name):
-    """One that is named, with a bias or a gate; and each with rows of its own, the last ones zeros: to the bit what
-    the matrix gives by itself."""
+    """One that is named, with a bias or a gate; and each with rows of its own, the last ones zeros:
+    to the bit what the matrix gives by itself."""
     rng = np.random.default_rng(4)
     E = 5
     K = 96
@@ -139,11 +188,15 @@ def test_matrices_of_a_stack(isa, name):
     pick = jax.jit(lambda stack, e, x: project("TD,DGF->TGF", x, stack.pick(e), bias))
     for e in range(E):
         np.testing.assert_array_equal(pick(stack, e, x), project("TD,DGF->TGF", x, alone[e], bias))
-        both = (gated("TD,DGF->TGF", jnp.asarray(x), node, "silu") for node in (stack.pick(e), alone[e]))
+        both = (
+            gated("TD,DGF->TGF", jnp.asarray(x), node, "silu") for node in (stack.pick(e), alone[e])
+        )
         np.testing.assert_array_equal(*both)
     every = einsum("TED,EDGF->TEGF", jnp.asarray(rows), stack)
     for e in range(E):
-        np.testing.assert_array_equal(every[:, e], einsum("TD,DGF->TGF", jnp.asarray(rows[:, e]), alone[e]))
+        np.testing.assert_array_equal(
+            every[:, e], einsum("TD,DGF->TGF", jnp.asarray(rows[:, e]), alone[e])
+        )
     for e in (-1, E):
         with pytest.raises((ValueError, RuntimeError), match="the stack has no such matrix"):
             jax.block_until_ready(pick(stack, e, x))
@@ -156,7 +209,9 @@ def test_matrices_of_a_stack(isa, name):
     dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16]),
 )  # fmt: skip
 def check_mxfp4(rows, padding, K, out, bias, seed, dtype):
-    """As it is decoded: what JAX makes of the codes is exact in bfloat16, scales of 2^-127 being zero."""
+    """As it is decoded: what JAX makes of the codes is exact in bfloat16, scales of 2^-127
+    being zero.
+    """
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (3, four_bits.count(K), *out), np.uint8)
     scales = rng.integers(110, 130, (3, K // 32, *out)).astype(np.uint8)
@@ -173,10 +228,14 @@ def check_mxfp4(rows, padding, K, out, bias, seed, dtype):
     got = project(letters, jnp.asarray(x), stack.pick(e), *given)
     w = wide(decode(jnp.asarray(blocks[e]), jnp.asarray(scales[e])))
     exact = np.tensordot(wide(x), w, 1) + (0 if b is None else wide(b))
-    size = np.tensordot(np.abs(wide(x)), np.abs(w), 1) + (0 if b is None else np.abs(wide(b))) + 1e-30
+    size = (
+        np.tensordot(np.abs(wide(x)), np.abs(w), 1) + (0 if b is None else np.abs(wide(b))) + 1e-30
+    )
     np.testing.assert_array_less(np.abs(wide(got) - exact) / size, 1e-6)
     one = rng.integers(rows)
-    np.testing.assert_array_equal(project(letters, jnp.asarray(x[one : one + 1]), stack.pick(e), *given)[0], got[one])
+    np.testing.assert_array_equal(
+        project(letters, jnp.asarray(x[one : one + 1]), stack.pick(e), *given)[0], got[one]
+    )
 
 
 @pytest.mark.random
@@ -213,15 +272,26 @@ def check_rounded(name, rows, padding, into, out, bias, dtype, seed):
     packed = pack(spec, node, np.dtype(dtype).name)
     got = einsum(letters, jnp.asarray(x), packed, jnp.float32)
     size = np.tensordot(np.abs(wide(x)), np.abs(wide(w)), len(into)).max()
-    # XLA's path rounds a weight of groups to bfloat16 before the product with such rows, the kernels do not.
-    in_groups = name.startswith(("int4", "nf4", "iq4")) or name.endswith("least") or name[-1].isdigit()
+    # XLA's path rounds a weight of groups to bfloat16 before the product with such rows, the
+    # kernels do not.
+    in_groups = (
+        name.startswith(("int4", "nf4", "iq4")) or name.endswith("least") or name[-1].isdigit()
+    )
     near = 4e-3 if in_groups and dtype is not np.float32 else 2e-6
     np.testing.assert_allclose(wide(got), plain, atol=size * near)
     exact = np.tensordot(wide(x), wide(w), len(into))
     worst = {
-        "int8": 0.02, "int4": 0.2, "fp8": 0.1, "nf4": 0.25, "fp4": 0.25, "iq4": 0.3, "nvfp4": 0.25, "mxfp4": 0.3,
-        "k4": 0.2, "k6": 0.05,
-    }[name.split("-")[0]]  # fmt: skip
+        "int8": 0.02,
+        "int4": 0.2,
+        "fp8": 0.1,
+        "nf4": 0.25,
+        "fp4": 0.25,
+        "iq4": 0.3,
+        "nvfp4": 0.25,
+        "mxfp4": 0.3,
+        "k4": 0.2,
+        "k6": 0.05,
+    }[name.split("-")[0]]
     np.testing.assert_allclose(wide(got), exact, atol=worst * size)
     b = jnp.asarray(made(rng, (), out, np.float32)) if bias else None
     one = rng.integers(rows)
@@ -239,17 +309,21 @@ def test_rounded(isa):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*FORMATS, *LOW_BITS)],
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in (*FORMATS, *LOW_BITS)
+    ],
 )
 def test_float32_rows_keep_all_their_bits(name):
-    """Products of float32 rows are float64's with the decoded weight, by XLA and by the kernels; a row's bits are the
-    same alone. Formats that round rows to codes do so here too."""
+    """Products of float32 rows are float64's with the decoded weight, by XLA and by the kernels; a
+    row's bits are the same alone. Formats that round rows to codes do so here too."""
     rng = np.random.default_rng(5)
     x = made(rng, (70,), (512,), np.float32)
     w = made(rng, (512,), (100,), np.float32)
     node, packed = rounded(f"{name} of floats", spec_of((512,), (100,), np.float32), w)
     if node.rounds is not None:
-        x = np.where(rng.random(x.shape) < 0.5, 1.0, -1.0).astype(np.float32)  # which codes hold exactly
+        # which codes hold exactly
+        x = np.where(rng.random(x.shape) < 0.5, 1.0, -1.0).astype(np.float32)
     decoded = wide(einsum("TD,DF->TF", jnp.eye(512), node, implementation="xla"))
     np.testing.assert_allclose(decoded, w, atol=np.abs(w).max() / 2)
     exact = wide(x) @ decoded
@@ -258,7 +332,9 @@ def test_float32_rows_keep_all_their_bits(name):
         got = np.asarray(einsum("TD,DF->TF", jnp.asarray(x), weight))
         assert (np.abs(got - exact) < 1e-6 * size).all()
     for rows in (1, 7, 64):
-        np.testing.assert_array_equal(einsum("TD,DF->TF", jnp.asarray(x[-rows:]), packed), got[-rows:])
+        np.testing.assert_array_equal(
+            einsum("TD,DF->TF", jnp.asarray(x[-rows:]), packed), got[-rows:]
+        )
 
 
 def in_groups(x_TK, group):
@@ -299,8 +375,14 @@ def check_rows_of_bytes(name, rows, padding, K, out, bias, dtype, seed):
     given = None if b is None else jnp.asarray(b), jnp.float32
     got = project(letters, jnp.asarray(x), packed, *given)
     exact = (bytes_TK @ w_KO).reshape(rows, *out) + (0 if b is None else wide(b))
-    above = 16 * wide(np.abs(node.scale)).max() if node.scale.dtype != np.int8 else np.abs(w_KO).max() * 128
-    size = (np.abs(bytes_TK) @ (np.abs(w_KO) + above)).reshape(rows, *out) + (0 if b is None else np.abs(wide(b)))
+    above = (
+        16 * wide(np.abs(node.scale)).max()
+        if node.scale.dtype != np.int8
+        else np.abs(w_KO).max() * 128
+    )
+    size = (np.abs(bytes_TK) @ (np.abs(w_KO) + above)).reshape(rows, *out) + (
+        0 if b is None else np.abs(wide(b))
+    )
     np.testing.assert_array_less(np.abs(wide(got) - exact), 2e-6 * size + 1e-30)
     one = rng.integers(rows)
     alone = project(letters, jnp.asarray(x[one : one + 1]), packed, *given)
@@ -319,34 +401,51 @@ def test_rows_of_bytes(isa):
     seed=st.integers(0, 999),
 )  # fmt: skip
 def check_levels(name, rows, K, out, seed):
-    """Scales of any sign, of blocks that differ much, some of them zero or so small that float16 has few bits."""
+    """Scales of any sign, of blocks that differ much, some of them zero or so small that float16
+    has few bits.
+    """
     rng = np.random.default_rng(seed)
     spec = spec_of((K,), out, np.float32)
     node = random_arrays(quant.packed(name, spec), seed)
 
     def upper():
-        some = 2.0 ** rng.integers(-24, -8, (-(-K // 256), *out)) * rng.uniform(0.5, 1, (-(-K // 256), *out))
+        some = 2.0 ** rng.integers(-24, -8, (-(-K // 256), *out)) * rng.uniform(
+            0.5, 1, (-(-K // 256), *out)
+        )
         return np.where(rng.random(some.shape) < 0.1, 0, some).astype(np.float16)
 
-    parts = {"scale": rng.integers(-128, 128, node.scale.shape).astype(np.int8), "super_scale": upper()}
+    parts = {
+        "scale": rng.integers(-128, 128, node.scale.shape).astype(np.int8),
+        "super_scale": upper(),
+    }
     if node.least is not None:
-        parts |= {"least": rng.integers(-128, 128, node.least.shape).astype(np.int8), "super_least": upper()}
+        parts |= {
+            "least": rng.integers(-128, 128, node.least.shape).astype(np.int8),
+            "super_least": upper(),
+        }
     node = jax.tree.map(np.asarray, node.replace(**parts))
     x = made(rng, (rows,), (K,), ml_dtypes.bfloat16)
     scale, least = (
-        None if part is None else wide(part).repeat(node.group, 0)[:K] * wide(above).repeat(256, 0)[:K]
+        None
+        if part is None
+        else wide(part).repeat(node.group, 0)[:K] * wide(above).repeat(256, 0)[:K]
         for part, above in ((node.scale, node.super_scale), (node.least, node.super_least))
     )
     codes = (four_bits.split(node.codes, K) if node.packed else node.codes).reshape(K, *out)
     w = CODES[node.code].numbers.astype(np.float64)[codes] * scale - (0 if least is None else least)
     np.testing.assert_array_equal(np.asarray(node.dense(K)).reshape(w.shape), w.astype(np.float32))
     packed: Any = pack(spec, node)
-    got = einsum("TD,DXY"[: 4 + len(out)] + "->T" + "XY"[: len(out)], jnp.asarray(x), packed, jnp.float32)
+    got = einsum(
+        "TD,DXY"[: 4 + len(out)] + "->T" + "XY"[: len(out)], jnp.asarray(x), packed, jnp.float32
+    )
     size = np.tensordot(np.abs(wide(x)), np.abs(w) + 128 * np.abs(scale), 1) + 1e-30
     np.testing.assert_array_less(np.abs(wide(got) - np.tensordot(wide(x), w, 1)) / size, 1e-6)
     one = rng.integers(rows)
     alone = einsum(
-        "TD,DXY"[: 4 + len(out)] + "->T" + "XY"[: len(out)], jnp.asarray(x[one : one + 1]), packed, jnp.float32
+        "TD,DXY"[: 4 + len(out)] + "->T" + "XY"[: len(out)],
+        jnp.asarray(x[one : one + 1]),
+        packed,
+        jnp.float32,
     )
     np.testing.assert_array_equal(alone[0], got[one])
     if len(out) == 1:
@@ -371,7 +470,9 @@ def test_gate_and_up_in_one_pass(isa, name, activation):
     spec = spec_of((64,), (2, 48), np.float32)
     packed = pack(spec, w) if name is None else rounded(name, spec, w)[1]
     got = gated("TD,DGF->TGF", jnp.asarray(x), packed, activation)
-    np.testing.assert_allclose(got, glu(einsum("TD,DGF->TGF", jnp.asarray(x), packed), activation), atol=2e-6)
+    np.testing.assert_allclose(
+        got, glu(einsum("TD,DGF->TGF", jnp.asarray(x), packed), activation), atol=2e-6
+    )
 
 
 @pytest.mark.parametrize("name", [None, "int8", "int8-weights", "fp8", "fp8-weights"])

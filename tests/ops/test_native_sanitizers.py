@@ -1,4 +1,6 @@
-"""The kernels under the compiler's sanitizers, over random cases without XLA: one program for each file of cases."""
+"""The kernels under the compiler's sanitizers, over random cases without XLA: one program for each
+file of cases.
+"""
 
 import subprocess
 from pathlib import Path
@@ -16,7 +18,9 @@ pytestmark = pytest.mark.slow
 
 
 def isas(cases: Path) -> list[str]:
-    """The best that is not AMX, whose assembly the sanitizers cannot see into; AMX emulated, where it is used."""
+    """The best that is not AMX, whose assembly the sanitizers cannot see into; AMX emulated, where
+    it is used.
+    """
     able = list(build.isas())
     emulated = ["amx-emulated"] if "amx-emulated" in able and "linear" in cases.stem else []
     return [name for name in able if "amx" not in name][:1] + emulated
@@ -38,12 +42,23 @@ def test_sanitized(sanitizer, cases, isa, tmp_path):
     except NotImplementedError as reason:
         pytest.skip(str(reason))
     program = tmp_path / "cases"
-    flags = [*build.isas()[isa].flags, "-std=c++17", "-O1", "-g", "-pthread", "-Wno-psabi", f"-fsanitize={sanitizer}"]
+    flags = [
+        *build.isas()[isa].flags,
+        "-std=c++17",
+        "-O1",
+        "-g",
+        "-pthread",
+        "-Wno-psabi",
+        f"-fsanitize={sanitizer}",
+    ]
     if "undefined" in sanitizer:
         flags.append("-fno-sanitize-recover=undefined")
     includes = ["-isystem", jax.ffi.include_dir(), "-I", str(build.SOURCES)]
     built = subprocess.run(
-        [*command, *flags, *includes, str(cases), "-o", str(program)], capture_output=True, text=True, timeout=1800
+        [*command, *flags, *includes, str(cases), "-o", str(program)],
+        capture_output=True,
+        text=True,
+        timeout=1800,
     )
     if "cannot find -l" in built.stderr:
         pytest.skip(f"the compiler has no runtime for -fsanitize={sanitizer}")

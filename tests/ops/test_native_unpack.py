@@ -34,7 +34,10 @@ class Like(tuple):
 @pytest.mark.parametrize("seed", range(5))
 def test_as_a_loop_reads_them(unpack, seed):
     random = np.random.default_rng(seed)
-    like = Like(np.zeros(SHAPES[random.integers(len(SHAPES))], str(random.choice(DTYPES))) for _ in range(20))
+    like = Like(
+        np.zeros(SHAPES[random.integers(len(SHAPES))], str(random.choice(DTYPES)))
+        for _ in range(20)
+    )
     words = random.integers(-(2**31), 2**31, sum(array.size for array in like)).astype(np.int32)
     words[random.random(words.size) < 0.3] = 0
     rest = iter(words.tolist())
@@ -45,7 +48,9 @@ def test_as_a_loop_reads_them(unpack, seed):
         assert np.asarray(found).tobytes() == want.tobytes()
 
 
-@pytest.mark.parametrize(("words", "like", "wrong"), [(3, np.zeros(4), "shorter"), (5, np.zeros(4), "longer")])
+@pytest.mark.parametrize(
+    ("words", "like", "wrong"), [(3, np.zeros(4), "shorter"), (5, np.zeros(4), "longer")]
+)
 def test_another_size_is_refused(words, like, wrong):
     if not native.has("unpack"):
         pytest.skip("no compiler")

@@ -25,11 +25,15 @@ def test_rms_norm(shape, eps):
     wide = x.astype(np.float64)
     expected = wide / np.sqrt((wide**2).sum(-1, keepdims=True) / shape[-1] + eps)
     np.testing.assert_allclose(rms_norm(jnp.asarray(x), None, eps), expected, rtol=2e-6, atol=1e-7)
-    np.testing.assert_allclose(rms_norm(jnp.asarray(x), scale, eps), expected * scale, rtol=2e-6, atol=1e-7)
+    np.testing.assert_allclose(
+        rms_norm(jnp.asarray(x), scale, eps), expected * scale, rtol=2e-6, atol=1e-7
+    )
 
 
 def test_rms_norm_of_extremes():
-    """A row of zeros stays zero; bfloat16 is computed in float32, where its squares neither vanish nor overflow."""
+    """A row of zeros stays zero; bfloat16 is computed in float32, where its squares neither vanish
+    nor overflow.
+    """
     assert not np.asarray(rms_norm(jnp.zeros((1, 4)))).any()
     x = jnp.asarray([[1e18, -1e18], [3e-3, 3e-3]], jnp.bfloat16)
     out = rms_norm(x, None, 1e-12)
@@ -51,7 +55,9 @@ FORMULAS = {
 def test_glu(name):
     x = (4 * RNG.standard_normal((5, 2, 33))).astype(np.float32)
     gate, up = x.astype(np.float64).swapaxes(0, 1)
-    np.testing.assert_allclose(glu(jnp.asarray(x), name), FORMULAS[name](gate) * up, rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(
+        glu(jnp.asarray(x), name), FORMULAS[name](gate) * up, rtol=1e-5, atol=2e-6
+    )
     alone = glu(jnp.asarray(x[:, :1]), name)  # without a gate
     np.testing.assert_allclose(alone, FORMULAS[name](gate), rtol=1e-5, atol=2e-6)
 
@@ -62,12 +68,16 @@ def test_glu_with_a_clamp():
     gate = np.array([[7.0, -9.0, 1.0, 7.0]])
     up = np.array([[1.0, 7.0, -7.0, 0.5]])
     expected = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
-    np.testing.assert_allclose(glu(jnp.asarray(x), "silu", 7.0, 1.702), expected, rtol=1e-5, atol=1e-8)
+    np.testing.assert_allclose(
+        glu(jnp.asarray(x), "silu", 7.0, 1.702), expected, rtol=1e-5, atol=1e-8
+    )
 
 
 def test_soft_cap():
     x = np.array([-1e9, -40.0, -0.01, 0.0, 0.01, 3.0, 1e9], np.float32)
-    np.testing.assert_allclose(soft_cap(jnp.asarray(x), 30.0), 30 * np.tanh(x.astype(np.float64) / 30), rtol=1e-6)
+    np.testing.assert_allclose(
+        soft_cap(jnp.asarray(x), 30.0), 30 * np.tanh(x.astype(np.float64) / 30), rtol=1e-6
+    )
     assert soft_cap(x, None) is x
 
 
@@ -99,7 +109,10 @@ def test_rotation_depends_on_distance_alone():
     frequencies = rope.build({"rope_theta": 10000.0}, 32, 4096).inv_freq
 
     def score(at, back):
-        turned = (rotate(jnp.asarray(x), angles(jnp.asarray([p]), frequencies)) for x, p in ((q, at), (k, at - back)))
+        turned = (
+            rotate(jnp.asarray(x), angles(jnp.asarray([p]), frequencies))
+            for x, p in ((q, at), (k, at - back))
+        )
         a, b = (np.asarray(x, np.float64).ravel() for x in turned)
         return a @ b
 
@@ -111,7 +124,9 @@ def plain(i, dim=64, theta=500000.0):
 
 
 def llama3(i):
-    """Meta's rule: slow pairs are stretched by 8, fast ones are left, and between them it is blended."""
+    """Meta's rule: slow pairs are stretched by 8, fast ones are left, and between them it is
+    blended.
+    """
     wavelength = 2 * math.pi / plain(i)
     if wavelength < 8192 / 4:
         return plain(i)
@@ -122,8 +137,13 @@ def llama3(i):
 
 
 def yarn(i, dim=64, theta=500000.0, trained=4096, factor=16, fast=32, slow=1, rounded=True):
-    """NTK by parts: pairs that turn more than `fast` times in the trained length stay, fewer than `slow`: stretched."""
-    bounds = [dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (fast, slow)]
+    """NTK by parts: pairs that turn more than `fast` times in the trained length stay, fewer than
+    `slow`: stretched.
+    """
+    bounds = [
+        dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        for turns in (fast, slow)
+    ]
     low, high = (math.floor(bounds[0]), math.ceil(bounds[1])) if rounded else bounds
     low = max(low, 0)
     high = min(high, dim - 1)
@@ -136,8 +156,16 @@ def grown(i, length, trained, factor, dim=64, theta=500000.0):
     return (theta * (factor * length / trained - factor + 1) ** (dim / (dim - 2))) ** (-2 * i / dim)
 
 
-FACTORS = {"short_factor": [1.0 + i / 100 for i in range(32)], "long_factor": [2.0 + i for i in range(32)]}
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+FACTORS = {
+    "short_factor": [1.0 + i / 100 for i in range(32)],
+    "long_factor": [2.0 + i for i in range(32)],
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 YARN = {"factor": 16.0, "original_max_position_embeddings": 4096}
 LONG = {"factor": 32.0, "original_max_position_embeddings": 4096, **FACTORS}
 RULES = {
@@ -145,38 +173,68 @@ RULES = {
     "linear": ({"factor": 4.0}, 4096, lambda i: plain(i) / 4, 1.0),
     "dynamic within": ({"factor": 2.0, "original_max_position_embeddings": 4096}, 4096, plain, 1.0),
     "dynamic": (
-        {"factor": 2.0, "original_max_position_embeddings": 4096}, 10000, lambda i: grown(i, 10000, 4096, 2), 1.0
+        {"factor": 2.0, "original_max_position_embeddings": 4096},
+        10000,
+        lambda i: grown(i, 10000, 4096, 2),
+        1.0,
     ),
-    "proportional": ({"partial_rotary_factor": 0.25}, 4096, lambda i: plain(i) if i < 8 else 0.0, 1.0),
+    "proportional": (
+        {"partial_rotary_factor": 0.25},
+        4096,
+        lambda i: plain(i) if i < 8 else 0.0,
+        1.0,
+    ),
     "llama3": (LLAMA3, 131072, llama3, 1.0),
     "yarn": (YARN, 65536, yarn, 0.1 * math.log(16) + 1),
     "yarn, own factor": (YARN | {"attention_factor": 1.5}, 65536, yarn, 1.5),
-    "yarn, unrounded": (YARN | {"truncate": False}, 65536, lambda i: yarn(i, rounded=False), 0.1 * math.log(16) + 1),
+    "yarn, unrounded": (
+        YARN | {"truncate": False},
+        65536,
+        lambda i: yarn(i, rounded=False),
+        0.1 * math.log(16) + 1,
+    ),
     "yarn, other turns": (
-        YARN | {"beta_fast": 16, "beta_slow": 2}, 65536, lambda i: yarn(i, fast=16, slow=2), 0.1 * math.log(16) + 1
+        YARN | {"beta_fast": 16, "beta_slow": 2},
+        65536,
+        lambda i: yarn(i, fast=16, slow=2),
+        0.1 * math.log(16) + 1,
     ),
     "yarn, two scales": (
-        YARN | {"mscale": 0.707, "mscale_all_dim": 1.0}, 65536, yarn,
+        YARN | {"mscale": 0.707, "mscale_all_dim": 1.0},
+        65536,
+        yarn,
         (0.1 * 0.707 * math.log(16) + 1) / (0.1 * math.log(16) + 1),
     ),
     "longrope within": (
-        LONG, 4096, lambda i: plain(i) / (1 + i / 100), math.sqrt(1 + math.log(32) / math.log(4096))
+        LONG,
+        4096,
+        lambda i: plain(i) / (1 + i / 100),
+        math.sqrt(1 + math.log(32) / math.log(4096)),
     ),
-    "longrope": (LONG, 131072, lambda i: plain(i) / (2 + i), math.sqrt(1 + math.log(32) / math.log(4096))),
-}  # fmt: skip
+    "longrope": (
+        LONG,
+        131072,
+        lambda i: plain(i) / (2 + i),
+        math.sqrt(1 + math.log(32) / math.log(4096)),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_rope_rules(name):
     params, max_len, formula, factor = RULES[name]
-    made = rope.build({"rope_type": name.split()[0].rstrip(","), "rope_theta": 500000.0, **params}, 64, max_len)
+    made = rope.build(
+        {"rope_type": name.split()[0].rstrip(","), "rope_theta": 500000.0, **params}, 64, max_len
+    )
     np.testing.assert_allclose(made.inv_freq, [formula(i) for i in range(32)], rtol=1e-12)
     assert made.factor == pytest.approx(factor, rel=1e-12)
 
 
 def test_partial_rotary():
     made = rope.build({"rope_theta": 10000.0, "partial_rotary_factor": 0.4}, 80, 2048)
-    np.testing.assert_allclose(made.inv_freq, [plain(i, 32, 10000.0) for i in range(16)], rtol=1e-12)
+    np.testing.assert_allclose(
+        made.inv_freq, [plain(i, 32, 10000.0) for i in range(16)], rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,5 +267,7 @@ def test_a_row_is_normed_alike_in_any_company(dtype, size):
     for norm in (lambda x, y: rms_norm(x, scale), lambda x, y: rms_norm(x + y, scale)):
         expected = np.asarray(jax.jit(norm)(x, y).astype(jnp.float32))
         for rows in (1, 4, 16, 64):
-            found = np.asarray(jax.jit(lambda x, y, norm=norm: norm(x, y))(x[:rows], y[:rows]).astype(jnp.float32))
+            found = np.asarray(
+                jax.jit(lambda x, y, norm=norm: norm(x, y))(x[:rows], y[:rows]).astype(jnp.float32)
+            )
             assert np.array_equal(found, expected[:rows])

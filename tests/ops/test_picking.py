@@ -22,7 +22,9 @@ COUNT = 20
 
 
 def step(rng, lengths, counts):
-    """Sequences so long after a step in which so many of their rows are computed: (all rows, tables)."""
+    """Sequences so long after a step in which so many of their rows are computed: (all rows,
+    tables).
+    """
     free = iter(rng.permutation(np.arange(1, P)))
     tables = np.zeros((len(lengths), M), np.int32)
     for index, length in enumerate(lengths):
@@ -60,27 +62,41 @@ def run(tables, keys, asked, order, dtype=np.float32, padding=3):
 
     def rows(name):
         found = np.concatenate([asked[index][name] for index in order])
-        return jnp.asarray(np.concatenate([found, np.ones((padding, *found.shape[1:]), np.float32)]))
+        return jnp.asarray(
+            np.concatenate([found, np.ones((padding, *found.shape[1:]), np.float32)])
+        )
 
     pages = KVPages(k_PSKH=jnp.asarray(held.reshape(P, S, 1, -1)))
     if dtype == np.int8:
         most = np.maximum(np.abs(held).max(1), 1e-9) / 127
         codes = np.round(held / most[:, None]).astype(np.int8)
         scales = most.reshape(P, 1, S).astype(np.float32)
-        pages = KVPages(k_PSKH=jnp.asarray(codes.reshape(P, S, 1, -1)), k_scale_PKS=jnp.asarray(scales))
+        pages = KVPages(
+            k_PSKH=jnp.asarray(codes.reshape(P, S, 1, -1)), k_scale_PKS=jnp.asarray(scales)
+        )
     given = QueryRows(
-        jnp.asarray(positions + [-1] * padding), jnp.asarray(starts), jnp.asarray(tables[list(order)]),
+        jnp.asarray(positions + [-1] * padding),
+        jnp.asarray(starts),
+        jnp.asarray(tables[list(order)]),
         jnp.asarray(slots + spare),
-    )  # fmt: skip
+    )
     fresh = jnp.asarray(np.concatenate([*new, np.zeros((padding, A + DIM), np.float32)]))[:, None]
     picks = Picks(rows("own"), rows("weight"), COUNT)
     out, pages, picked = jax.jit(picking_attention, static_argnames="params")(
         rows("q"), fresh, pages, given, picks, None, params=AttentionParams(0.3, value_dim=V)
     )
     again, *_ = jax.jit(picking_attention, static_argnames="params")(
-        rows("q"), None, pages, given, Picks(count=COUNT), picked, params=AttentionParams(0.3, value_dim=V)
+        rows("q"),
+        None,
+        pages,
+        given,
+        Picks(count=COUNT),
+        picked,
+        params=AttentionParams(0.3, value_dim=V),
     )
-    assert np.array_equal(out[: starts[-1]], again[: starts[-1]]), "a layer that reads what another has picked"
+    assert np.array_equal(out[: starts[-1]], again[: starts[-1]]), (
+        "a layer that reads what another has picked"
+    )
     return np.split(np.asarray(out)[: starts[-1]], starts[1:-1])
 
 
@@ -89,7 +105,9 @@ def naive(keys, asked):
     out = []
     for row in range(len(asked["q"])):
         seen = keys[: length - len(asked["q"]) + row + 1]
-        score = asked["weight"][row] @ np.maximum(asked["own"][row].astype(np.float64) @ seen[:, A:].T, 0)
+        score = asked["weight"][row] @ np.maximum(
+            asked["own"][row].astype(np.float64) @ seen[:, A:].T, 0
+        )
         best = seen[np.sort(np.argsort(-score)[:COUNT])]
         weight = np.exp(0.3 * asked["q"][row].astype(np.float64) @ best[:, :A].T)
         out.append(weight / weight.sum(1, keepdims=True) @ best[:, :V])
@@ -116,7 +134,9 @@ def test_the_same_bits_alone_and_in_company(dtype):
     tables, keys, asked = step(np.random.default_rng(7), *zip(*EDGES[:6], strict=True))
     together = run(tables, keys, asked, range(6), dtype)
     for order in ([3], [4, 0], [5, 2, 1, 3]):
-        for index, got in zip(order, run(tables, keys, asked, order, dtype, padding=len(order)), strict=True):
+        for index, got in zip(
+            order, run(tables, keys, asked, order, dtype, padding=len(order)), strict=True
+        ):
             assert np.array_equal(got, together[index])
 
 

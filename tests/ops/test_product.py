@@ -1,4 +1,6 @@
-"""Products of the GPU kernel where there is none: in Pallas' interpreter against float64, and compiled."""
+"""Products of the GPU kernel where there is none: in Pallas' interpreter against float64, and
+compiled.
+"""
 
 import json
 import logging
@@ -126,12 +128,22 @@ def test_int8_against_float64(by, name):
 def in_four_bits(weight, group: int, into: int = 1, zero: bool = False) -> Int4:
     """A weight in int4 whose inputs come first."""
     axes = weight.shape
-    spec = Int4(None, None, zero or None, group, into=axes[:into], out=axes[into:], inputs=tuple(range(into)))
+    spec = Int4(
+        None,
+        None,
+        zero or None,
+        group,
+        into=axes[:into],
+        out=axes[into:],
+        inputs=tuple(range(into)),
+    )
     return jax.tree.map(jnp.asarray, spec.quantize(np.asarray(weight, np.float32)))
 
 
 def codes_of(data: np.ndarray, inputs: int) -> list[np.ndarray]:
-    """A loop over the inputs of bytes, 64 for 128 inputs, of which the last ones end with the last input."""
+    """A loop over the inputs of bytes, 64 for 128 inputs, of which the last ones end with the last
+    input.
+    """
     found = []
     for k in range(inputs):
         block = k // 128
@@ -159,7 +171,9 @@ def in_float8(weight, dynamic: bool, into: int = 1) -> Fp8:
 
 def numbers_of(weight: Int8 | Fp8) -> np.ndarray:
     codes = np.asarray(weight.codes)
-    return exact(codes.view(ml_dtypes.float8_e4m3fn) if isinstance(weight, Fp8) else codes) * exact(weight.scale)
+    return exact(codes.view(ml_dtypes.float8_e4m3fn) if isinstance(weight, Fp8) else codes) * exact(
+        weight.scale
+    )
 
 
 @pytest.mark.parametrize("name", thinned(INT8S, ["rows too"]))
@@ -179,10 +193,14 @@ def test_fp8_against_float64(by, name):
         x_RK = exact(codes) * exact(scale)
     wanted = np.einsum(subscripts, x_RK.reshape(x.shape), numbers_of(weight)) + exact(bias)
     np.testing.assert_allclose(exact(found), wanted, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(weight.einsum(subscripts, x, bias, jnp.float32), wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        weight.einsum(subscripts, x, bias, jnp.float32), wanted, rtol=1e-4, atol=1e-4
+    )
 
 
-@pytest.mark.parametrize(("T", "N", "K", "out"), [(5, 3, 128, 64), (17, 2, 64, 192), (140, 2, 128, 64), (1, 1, 64, 64)])
+@pytest.mark.parametrize(
+    ("T", "N", "K", "out"), [(5, 3, 128, 64), (17, 2, 64, 192), (140, 2, 128, 64), (1, 1, 64, 64)]
+)
 @pytest.mark.slow
 def test_a_matrix_for_each_head(T, N, K, out):
     """As latent attention has them."""
@@ -190,12 +208,18 @@ def test_a_matrix_for_each_head(T, N, K, out):
     x = draw(rng, T, N, K)
     w = draw(rng, N, out, K)
     found = exact(linear.weight_of(w, INTERPRETED).einsum("TNA,NHA->TNH", x, dtype=jnp.float32))
-    wanted, size = (np.einsum("TNA,NHA->TNH", of(exact(x)), of(exact(w))) for of in (np.asarray, np.abs))
+    wanted, size = (
+        np.einsum("TNA,NHA->TNH", of(exact(x)), of(exact(w))) for of in (np.asarray, np.abs)
+    )
     assert found.shape == wanted.shape and np.all(np.abs(found - wanted) < 1e-6 * size)
     assert not gpu_callbacks.get_races().races_found
 
 
-ROUTERS = {"128 experts": (192, 128, 17), "32 experts": (128, 32, 5), "two warpgroups": (64, 256, 100)}
+ROUTERS = {
+    "128 experts": (192, 128, 17),
+    "32 experts": (128, 32, 5),
+    "two warpgroups": (64, 256, 100),
+}
 
 
 @pytest.mark.parametrize("name", thinned(ROUTERS, ["32 experts"]))
@@ -214,14 +238,19 @@ def test_a_router_has_all_bits_of_float32(name):
     pieces = exact(prepare.summands(w)).reshape(3, D, E)
     assert np.array_equal(pieces.sum(0), exact(w))
     stored = w.astype(jnp.bfloat16)  # as most checkpoints keep it
-    assert np.all(np.abs(exact(linear.weight_of(stored, INTERPRETED).exact("TD,DE->TE", x)) - narrow) < 1e-6 * size)
+    assert np.all(
+        np.abs(exact(linear.weight_of(stored, INTERPRETED).exact("TD,DE->TE", x)) - narrow)
+        < 1e-6 * size
+    )
     assert not gpu_callbacks.get_races().races_found
 
 
 def test_a_router_of_another_form_is_declined():
     x = jnp.ones((1, 64))
     w = jnp.ones((64, 64))
-    with pytest.raises(NotImplementedError, match="the weight must be one matrix that is not quantised"):
+    with pytest.raises(
+        NotImplementedError, match="the weight must be one matrix that is not quantised"
+    ):
         linear.weight_of(rounded(w, False), INTERPRETED).exact("TD,DE->TE", x.astype(jnp.bfloat16))
     with pytest.raises(NotImplementedError, match="rows must be bfloat16, not float32"):
         linear.weight_of(w, INTERPRETED).exact("TD,DE->TE", x)
@@ -230,7 +259,9 @@ def test_a_router_of_another_form_is_declined():
 @pytest.mark.parametrize("make", thinned([rounded, in_float8], [in_float8]))
 @pytest.mark.slow
 def test_rows_that_come_in_codes(make):
-    """They are multiplied as they come; codes of another kind are left, and all by weights that round no rows."""
+    """They are multiplied as they come; codes of another kind are left, and all by weights that
+    round no rows.
+    """
     rng = np.random.default_rng(9)
     kind = "int8" if make is rounded else "float8"
     x = draw(rng, 5, 2, 64)
@@ -239,12 +270,21 @@ def test_rows_that_come_in_codes(make):
 
     def product(given, dynamic: bool = True):
         weight = linear.weight_of(make(dense, dynamic, 2), InterpretGPUParams())
-        return exact(weight.gated("TNH,NHGF->TGF", given, "silu")), exact(weight.einsum("TNH,NHGF->TGF", given))
+        return exact(weight.gated("TNH,NHGF->TGF", given, "silu")), exact(
+            weight.einsum("TNH,NHGF->TGF", given)
+        )
 
-    for twice, dynamic, used in ((1, True, kind), (2, True, kind), (2, True, "other"), (2, False, kind)):
+    for twice, dynamic, used in (
+        (1, True, kind),
+        (2, True, kind),
+        (2, True, "other"),
+        (2, False, kind),
+    ):
         given = RoundedRows(x, codes.reshape(x.shape), scale * twice, used)
         for found, wanted in zip(
-            product(given, dynamic), product(x * (twice if dynamic and used == kind else 1), dynamic), strict=True
+            product(given, dynamic),
+            product(x * (twice if dynamic and used == kind else 1), dynamic),
+            strict=True,
         ):
             assert np.array_equal(found, wanted)
 
@@ -256,7 +296,8 @@ def test_every_code_of_fp8_is_exact(by):
     assert np.array_equal(exact(found), exact(bits.view(ml_dtypes.float8_e4m3fn)))
 
 
-INT4S = {  # subscripts, axes of the weight, rows, inputs that share a scale, whether groups have zeros
+# subscripts, axes of the weight, rows, inputs that share a scale, whether groups have zeros
+INT4S = {
     "half a step": ("TD,DGH->TGH", (192, 2, 64), 5, 32, False),
     "half a step, zeros": ("TD,DGH->TGH", (192, 2, 64), 5, 32, True),
     "groups of 128, zeros": ("TD,DA->TA", (384, 64), 17, 128, True),
@@ -266,7 +307,9 @@ INT4S = {  # subscripts, axes of the weight, rows, inputs that share a scale, wh
 }
 
 
-@pytest.mark.parametrize("name", thinned(INT4S, ["half a step", "groups of 64", "groups of 128, zeros"]))
+@pytest.mark.parametrize(
+    "name", thinned(INT4S, ["half a step", "groups of 64", "groups of 128, zeros"])
+)
 def test_int4_against_float64(by, name):
     subscripts, axes, rows, group, zero = INT4S[name]
     rng = np.random.default_rng(6)
@@ -276,7 +319,10 @@ def test_int4_against_float64(by, name):
     bias = jnp.asarray(rng.standard_normal(axes[into:]), jnp.float32)
     found = linear.weight_of(weight, by).einsum(subscripts, x, bias, jnp.float32)
     np.testing.assert_allclose(
-        exact(found), np.einsum(subscripts, exact(x), unpacked(weight)) + exact(bias), rtol=1e-4, atol=1e-4
+        exact(found),
+        np.einsum(subscripts, exact(x), unpacked(weight)) + exact(bias),
+        rtol=1e-4,
+        atol=1e-4,
     )
 
 
@@ -311,10 +357,14 @@ def test_each_pair_has_its_place(T, kind):
     rows = 16
     whose = chosen(np.random.default_rng(T), T, X, E, kind)
     weights = np.random.default_rng(T).random((T, X), np.float32)
-    found = jax.tree.map(np.asarray, align(jnp.asarray(whose, jnp.int32), jnp.asarray(weights), E, rows))
+    found = jax.tree.map(
+        np.asarray, align(jnp.asarray(whose, jnp.int32), jnp.asarray(weights), E, rows)
+    )
     counts = np.bincount(whose.reshape(-1), minlength=E + 1)[:E]
     needed = -(-counts // rows)
-    assert found.count_1 == [needed.sum()] and needed.sum() <= most_blocks(T * X, E, rows) == len(found.experts_B)
+    assert found.count_1 == [needed.sum()] and needed.sum() <= most_blocks(T * X, E, rows) == len(
+        found.experts_B
+    )
     assert found.experts_B[: needed.sum()].tolist() == np.repeat(np.arange(E), needed).tolist()
     wanted = np.full(len(found.pair_P), T * X)
     next_place = (np.cumsum(needed) - needed) * rows
@@ -336,7 +386,11 @@ X = 3
 
 
 def mixture(rng, **more) -> Experts:
-    return Experts(draw(rng, E, D, 2, F, scale=0.2), draw(rng, E, F, D, scale=0.2), **{"activation": "silu", **more})
+    return Experts(
+        draw(rng, E, D, 2, F, scale=0.2),
+        draw(rng, E, F, D, scale=0.2),
+        **{"activation": "silu", **more},
+    )
 
 
 def mixed_slowly(x, weights, whose, mixture: Experts) -> np.ndarray:
@@ -345,7 +399,8 @@ def mixed_slowly(x, weights, whose, mixture: Experts) -> np.ndarray:
     down = exact(mixture.down_EFD)
     out = np.zeros(x.shape)
     up_bias, down_bias = (
-        np.zeros((E, 1)) if bias is None else exact(bias) for bias in (mixture.up_bias_EGF, mixture.down_bias_ED)
+        np.zeros((E, 1)) if bias is None else exact(bias)
+        for bias in (mixture.up_bias_EGF, mixture.down_bias_ED)
     )
     for t, row in enumerate(exact(x)):
         for weight, e in zip(exact(weights)[t], whose[t], strict=True):
@@ -377,7 +432,9 @@ def test_experts_against_float64(by, name):
     x = draw(rng, T, D)
     weights = jnp.asarray(rng.random((T, X)), jnp.float32)
     found = experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, mixture_, by)
-    np.testing.assert_allclose(exact(found), mixed_slowly(x, weights, whose, mixture_), rtol=2e-2, atol=3e-2)
+    np.testing.assert_allclose(
+        exact(found), mixed_slowly(x, weights, whose, mixture_), rtol=2e-2, atol=3e-2
+    )
 
 
 @pytest.mark.parametrize(
@@ -416,10 +473,16 @@ def test_int4_experts_against_float64(by, zero):
     whose = chosen(rng, 9, X, E, "any")
     x = draw(rng, 9, D)
     weights = np.ones((9, X), np.float32)
-    nodes = [[in_four_bits(array[e], 32, zero=zero) for e in range(E)] for array in (dense.up_EDGF, dense.down_EFD)]
+    nodes = [
+        [in_four_bits(array[e], 32, zero=zero) for e in range(E)]
+        for array in (dense.up_EDGF, dense.down_EFD)
+    ]
     stacks = [Stack(jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)) for each in nodes]
     wanted = mixed_slowly(
-        x, weights, whose, Experts(*(np.stack([unpacked(n) for n in each]) for each in nodes), "silu")
+        x,
+        weights,
+        whose,
+        Experts(*(np.stack([unpacked(n) for n in each]) for each in nodes), "silu"),
     )
     given = jnp.asarray(weights), jnp.asarray(whose, jnp.int32), E, Experts(*stacks, "silu")
     found = exact(experts.mix_experts(x, *given, by))
@@ -436,7 +499,9 @@ def in_mxfp4(rng, *axes: int) -> tuple[Mxfp4, np.ndarray]:
     return Mxfp4(jnp.asarray(data), jnp.asarray(scales)), np.stack(found, 1)
 
 
-@pytest.mark.parametrize(("T", "D", "F"), [(20, 128, 192), pytest.param(70, 192, 128, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("T", "D", "F"), [(20, 128, 192), pytest.param(70, 192, 128, marks=pytest.mark.nightly)]
+)
 @pytest.mark.slow
 def test_mxfp4_experts_against_float64(by, T, D, F):
     """gpt-oss': biases, its clamped activation, and sizes that are no whole number of steps."""
@@ -446,7 +511,11 @@ def test_mxfp4_experts_against_float64(by, T, D, F):
     weights = jnp.asarray(rng.random((T, X)), jnp.float32)
     (up, exact_up) = in_mxfp4(rng, E, D, 2, F)
     (down, exact_down) = in_mxfp4(rng, E, F, D)
-    options = {"activation": "silu", "up_bias_EGF": draw(rng, E, 2, F), "down_bias_ED": draw(rng, E, D)}
+    options = {
+        "activation": "silu",
+        "up_bias_EGF": draw(rng, E, 2, F),
+        "down_bias_ED": draw(rng, E, D),
+    }
     options |= {"clamp": 1.0, "alpha": 1.7}
     wanted = mixed_slowly(x, weights, whose, Experts(exact_up, exact_down, **options))
     given = weights, jnp.asarray(whose, jnp.int32), E, Experts(up, down, **options)
@@ -473,15 +542,22 @@ def test_an_expert_that_nobody_chose_is_never_read(by):
     x = draw(rng, 9, D)
     weights = jnp.ones((9, X), jnp.float32)
     spoilt = mixture(rng)
-    spoilt = Experts(whole.up_EDGF.at[1::2].set(jnp.nan), whole.down_EFD.at[1::2].set(jnp.nan), spoilt.activation)
+    spoilt = Experts(
+        whole.up_EDGF.at[1::2].set(jnp.nan), whole.down_EFD.at[1::2].set(jnp.nan), spoilt.activation
+    )
     found = experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, spoilt, by)
     assert np.isfinite(exact(found)).all()
 
 
-WEIGHTS = {  # how a weight is kept, and what is copied of it: scales of eight bits are read when the sums are done
+# how a weight is kept, and what is copied of it: scales of eight bits are read when the sums are
+# done
+WEIGHTS = {
     "bf16": (lambda weight: weight, lambda weight: weight.nbytes),
     "int8": (lambda weight: rounded(weight, False), lambda weight: weight.codes.nbytes),
-    "int4": (lambda weight: in_four_bits(weight, 32), lambda weight: weight.nibbles.nbytes + weight.scale.nbytes),
+    "int4": (
+        lambda weight: in_four_bits(weight, 32),
+        lambda weight: weight.nibbles.nbytes + weight.scale.nbytes,
+    ),
 }
 
 
@@ -496,7 +572,9 @@ def test_each_byte_of_a_weight_is_copied_once(name, monkeypatch):
     copied = copies.counted(monkeypatch)
     linear.weight_of(weight, INTERPRETED).einsum("TD,DGH->TGH", x)
     rows = [part for part in copied if part.shape[0] == 16]
-    assert sum(part.nbytes for part in copied) - sum(part.nbytes for part in rows) == bytes_of(weight)
+    assert sum(part.nbytes for part in copied) - sum(part.nbytes for part in rows) == bytes_of(
+        weight
+    )
     assert sum(part.nbytes for part in rows) == 4 * 16 * 256 * 2
 
 
@@ -519,7 +597,9 @@ COMPANY = (7,), (17, 3, 5, 4), tuple(range(5, 47)), tuple(range(99, 1, -1))
 
 @pytest.mark.parametrize("rows", thinned(COMPANY, [(17, 3, 5, 4)]), ids=len)
 def test_the_same_bits_in_any_company(rows):
-    """Of a row's dense product and of its experts, among twenty others and among these, in blocks of any size."""
+    """Of a row's dense product and of its experts, among twenty others and among these, in blocks
+    of any size.
+    """
     rng = np.random.default_rng(5)
     x = draw(rng, 100, 192)
     weight = draw(rng, 192, 128, scale=0.1)
@@ -566,24 +646,46 @@ def test_random_experts(by, seed):
     x = draw(rng, T, D)
     weights = jnp.asarray(rng.random((T, X)), jnp.float32)
     found = experts.mix_experts(x, weights, jnp.asarray(whose, jnp.int32), E, whole, by)
-    np.testing.assert_allclose(exact(found), mixed_slowly(x, weights, whose, whole), rtol=2e-2, atol=6e-2)
+    np.testing.assert_allclose(
+        exact(found), mixed_slowly(x, weights, whose, whole), rtol=2e-2, atol=6e-2
+    )
 
 
 KIND = {
-    "grouped": False, "parts": 1, "turned": False, "activation": None, "clamp": None, "alpha": 1.0, "bias": True,
-    "weighed": False, "out_dtype": "bfloat16", "codes": None, "group": 0, "zeros": False, "rounded": False,
-    "summands": 1, "kernel": "mosaic",
-}  # fmt: skip
+    "grouped": False,
+    "parts": 1,
+    "turned": False,
+    "activation": None,
+    "clamp": None,
+    "alpha": 1.0,
+    "bias": True,
+    "weighed": False,
+    "out_dtype": "bfloat16",
+    "codes": None,
+    "group": 0,
+    "zeros": False,
+    "rounded": False,
+    "summands": 1,
+    "kernel": "mosaic",
+}
 GPT_OSS = {
-    "grouped": True, "parts": 2, "activation": "silu", "clamp": 7.0, "alpha": 1.702, "codes": "float4", "group": 32,
-}  # fmt: skip
+    "grouped": True,
+    "parts": 2,
+    "activation": "silu",
+    "clamp": 7.0,
+    "alpha": 1.702,
+    "codes": "float4",
+    "group": 32,
+}
 KINDS = {
     "dense": KIND,
     "a head": KIND | {"turned": True, "bias": False, "out_dtype": "float32"},
     "gate and up": KIND | {"grouped": True, "parts": 2, "activation": "silu"},
     "weighed": KIND | {"grouped": True, "weighed": True, "out_dtype": "float32"},
-    "int8": KIND | {"grouped": True, "parts": 2, "activation": "silu", "codes": "int8", "rounded": True},
-    "int4": KIND | {"grouped": True, "parts": 2, "activation": "silu", "codes": "int4", "group": 32},
+    "int8": KIND
+    | {"grouped": True, "parts": 2, "activation": "silu", "codes": "int8", "rounded": True},
+    "int4": KIND
+    | {"grouped": True, "parts": 2, "activation": "silu", "codes": "int4", "group": 32},
     "int4 with zeros": KIND | {"codes": "int4", "group": 128, "zeros": True},
     "mxfp4": KIND | GPT_OSS,
     "fp8": KIND | {"codes": "float8", "rounded": True},
@@ -601,7 +703,9 @@ BY_TRITON = {
 @pytest.mark.parametrize("spoilt", [False, True])
 @pytest.mark.parametrize("name", thinned(KINDS | BY_TRITON, ["a head", *BY_TRITON]))
 def test_a_trial(name, spoilt, monkeypatch):
-    """What it finds on a card, at small sizes in the interpreter: it tells a kernel that is right from another."""
+    """What it finds on a card, at small sizes in the interpreter: it tells a kernel that is right
+    from another.
+    """
     real = accuracy.multiply
     last = []
     kind = (KINDS | BY_TRITON)[name]
@@ -687,7 +791,9 @@ def test_what_it_declines_is_left_to_xla(card, x, weight, subscripts, says):
         assert card
         return
     assert not card
-    np.testing.assert_allclose(exact(found), np.einsum(subscripts, exact(x), exact(weight)), rtol=2e-2, atol=0.2)
+    np.testing.assert_allclose(
+        exact(found), np.einsum(subscripts, exact(x), exact(weight)), rtol=2e-2, atol=0.2
+    )
     with pytest.raises(NotImplementedError, match=says):
         products.einsum(subscripts, x, weight, implementation="mosaic")
 
@@ -695,18 +801,25 @@ def test_what_it_declines_is_left_to_xla(card, x, weight, subscripts, says):
 def test_it_says_all_that_stands_against_it(card):
     x = jnp.zeros((5, 60))
     weight = jnp.zeros((60, 2, 64))
-    wanted = "rows must be bfloat16, not float32; weights must be bfloat16 or codes, not float32; inputs "
+    wanted = (
+        "rows must be bfloat16, not float32; weights must be bfloat16 or codes, not float32; "
+        "inputs "
+    )
     with pytest.raises(
-        NotImplementedError, match=wanted + "and .* are 60 and 64; the activation must be one of silu, .* not gelu"
+        NotImplementedError,
+        match=wanted + "and .* are 60 and 64; the activation must be one of silu, .* not gelu",
     ):
         products.gated("TD,DGF->TGF", x, weight, "gelu", "mosaic")
 
 
 @pytest.mark.parametrize(
-    ("capability", "kernel"), [("8.0", "triton"), ("8.9", "triton"), ("9.0", "mosaic"), ("10.0", "triton")]
+    ("capability", "kernel"),
+    [("8.0", "triton"), ("8.9", "triton"), ("9.0", "mosaic"), ("10.0", "triton")],
 )
 def test_each_generation_has_its_kernel(capability, kernel, monkeypatch):
-    """On all but Hopper for experts and codes alone; codes of four bits come in blocks of 64 rows at most."""
+    """On all but Hopper for experts and codes alone; codes of four bits come in blocks of 64 rows
+    at most.
+    """
     device.is_hopper.cache_clear()
     monkeypatch.setattr(device, "is_gpu", lambda: True)
     monkeypatch.setattr(device, "capability", lambda: capability)
@@ -725,9 +838,13 @@ def test_each_generation_has_its_kernel(capability, kernel, monkeypatch):
         linear.weight_of(each).einsum("TD,DA->TA", x)
     assert ran == [(kernel, 128), (kernel, 64 if kernel == "triton" else 128)]
     if kernel == "triton":
-        with pytest.raises(NotImplementedError, match="on this card the kernel is for experts and for codes"):
+        with pytest.raises(
+            NotImplementedError, match="on this card the kernel is for experts and for codes"
+        ):
             linear.weight_of(weight).einsum("TD,DA->TA", x)
-        with pytest.raises(NotImplementedError, match="groups must be of 32, 64 or 128 inputs, not 16"):
+        with pytest.raises(
+            NotImplementedError, match="groups must be of 32, 64 or 128 inputs, not 16"
+        ):
             linear.weight_of(in_four_bits(weight, 16)).einsum("TD,DA->TA", x)
         for gigabytes, declined in ((2, False), (3, True), (4, True), (5, False)):
             stack = jax.ShapeDtypeStruct((gigabytes << 10, 1024, 1024), jnp.int8)
@@ -746,7 +863,10 @@ def test_older_cards_and_other_makers_are_declined(capability, monkeypatch):
     device.is_hopper.cache_clear()
     monkeypatch.setattr(device, "is_gpu", lambda: True)
     monkeypatch.setattr(device, "capability", lambda: capability)
-    with pytest.raises(NotImplementedError, match=f"capability 8.0 .Ampere. or later, and this GPU's is {capability}"):
+    with pytest.raises(
+        NotImplementedError,
+        match=f"capability 8.0 .Ampere. or later, and this GPU's is {capability}",
+    ):
         linear.weight_of(jnp.ones((64, 64)))
     device.is_hopper.cache_clear()
 
@@ -788,17 +908,27 @@ PRODUCTION = {
     "Llama-3-8B, out, 16 rows": BASE._replace(),
     "Llama-3-8B, up, 16 rows": BASE._replace(outputs=14336, parts=2, activation="silu"),
     "Llama-3-8B, up, 64 rows": BASE._replace(outputs=14336, parts=2, activation="silu", rows=64),
-    "Llama-3-8B, up, 2048 rows": BASE._replace(outputs=14336, parts=2, activation="silu", rows=128, blocks=16),
+    "Llama-3-8B, up, 2048 rows": BASE._replace(
+        outputs=14336, parts=2, activation="silu", rows=128, blocks=16
+    ),
     "Llama-3-8B, down, 16 rows": BASE._replace(inputs=14336),
     "Llama-3-8B, down, 2048 rows": BASE._replace(inputs=14336, rows=128, blocks=16),
     "Llama-3-8B, head, 16 rows": BASE._replace(outputs=128256, turned=True, out_dtype="float32"),
-    "Llama-3-8B in int8, up, 16 rows": BASE._replace(outputs=14336, parts=2, activation="silu", **INT8),
-    "Llama-3-8B in int8, up, 64 rows": BASE._replace(outputs=14336, parts=2, activation="silu", rows=64, **INT8),
+    "Llama-3-8B in int8, up, 16 rows": BASE._replace(
+        outputs=14336, parts=2, activation="silu", **INT8
+    ),
+    "Llama-3-8B in int8, up, 64 rows": BASE._replace(
+        outputs=14336, parts=2, activation="silu", rows=64, **INT8
+    ),
     "Llama-3-8B in int8, up, 2048 rows": BASE._replace(
         outputs=14336, parts=2, activation="silu", rows=128, blocks=16, **INT8
     ),
-    "Llama-3-8B in int4, up, 16 rows": BASE._replace(outputs=14336, parts=2, activation="silu", **INT4),
-    "Llama-3-8B in int4, up, 64 rows": BASE._replace(outputs=14336, parts=2, activation="silu", rows=64, **INT4),
+    "Llama-3-8B in int4, up, 16 rows": BASE._replace(
+        outputs=14336, parts=2, activation="silu", **INT4
+    ),
+    "Llama-3-8B in int4, up, 64 rows": BASE._replace(
+        outputs=14336, parts=2, activation="silu", rows=64, **INT4
+    ),
     "Llama-3-8B in int4-128, up, 2048 rows": BASE._replace(
         outputs=14336, parts=2, activation="silu", rows=128, blocks=16, **INT4 | {"group": 128}
     ),
@@ -815,19 +945,31 @@ PRODUCTION = {
     "Qwen3-30B-A3B in int8, down": BASE._replace(
         blocks=152, experts=128, inputs=768, outputs=2048, weighed=True, out_dtype="float32", **INT8
     ),
-    "Llama-3-8B in fp8, up, 64 rows": BASE._replace(outputs=14336, parts=2, activation="silu", rows=64, **FP8),
+    "Llama-3-8B in fp8, up, 64 rows": BASE._replace(
+        outputs=14336, parts=2, activation="silu", rows=64, **FP8
+    ),
     "Llama-3-8B in fp8, up, 2048 rows": BASE._replace(
         outputs=14336, parts=2, activation="silu", rows=128, blocks=16, **FP8
     ),
     "Qwen3-30B-A3B in fp8, down": BASE._replace(
         blocks=152, experts=128, inputs=768, outputs=2048, weighed=True, out_dtype="float32", **FP8
     ),
-    "Qwen3-30B-A3B, up": BASE._replace(blocks=152, experts=128, inputs=2048, outputs=768, parts=2, activation="silu"),
+    "Qwen3-30B-A3B, up": BASE._replace(
+        blocks=152, experts=128, inputs=2048, outputs=768, parts=2, activation="silu"
+    ),
     "Qwen3-30B-A3B, down": BASE._replace(
         blocks=152, experts=128, inputs=768, outputs=2048, weighed=True, out_dtype="float32"
     ),
     "gpt-oss-20b, up": BASE._replace(
-        blocks=46, experts=32, inputs=2880, outputs=2880, parts=2, activation="silu", clamp=7.0, alpha=1.702, bias=True
+        blocks=46,
+        experts=32,
+        inputs=2880,
+        outputs=2880,
+        parts=2,
+        activation="silu",
+        clamp=7.0,
+        alpha=1.702,
+        bias=True,
     ),
     "gpt-oss-20b in MXFP4, up": BASE._replace(
         blocks=46,
@@ -868,7 +1010,14 @@ PRODUCTION = {
         group=32,
     ),
     "gpt-oss-20b, down, long": BASE._replace(
-        blocks=542, rows=128, experts=32, inputs=2880, outputs=2880, bias=True, weighed=True, out_dtype="float32"
+        blocks=542,
+        rows=128,
+        experts=32,
+        inputs=2880,
+        outputs=2880,
+        bias=True,
+        weighed=True,
+        out_dtype="float32",
     ),
 }
 
@@ -882,23 +1031,37 @@ def operands_of(s: shape.ProductShape) -> shape.Operands:
     def array(*axes: int, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(axes, dtype)
 
-    axes = (s.outputs, s.inputs) if s.turned else (s.inputs // (2 if s.packed else 1), s.parts, s.outputs)
+    axes = (
+        (s.outputs, s.inputs)
+        if s.turned
+        else (s.inputs // (2 if s.packed else 1), s.parts, s.outputs)
+    )
     stored = jnp.uint8 if s.packed else jnp.int8 if s.codes else jnp.bfloat16
     scale = jnp.uint8 if s.codes == "float4" else jnp.float16
     return shape.Operands(
-        array(rows, s.steps * s.step), array(s.experts, *axes, dtype=stored),
+        array(rows, s.steps * s.step),
+        array(s.experts, *axes, dtype=stored),
         array(s.experts, s.parts, s.outputs, dtype=jnp.float32) if s.bias else None,
         array(rows, dtype=jnp.float32) if s.weighed else None,
-        array(s.blocks, dtype=jnp.int32), array(1, dtype=jnp.int32),
-        array(s.experts, s.parts, s.outputs, dtype=jnp.float32) if s.codes and not s.packed else None,
+        array(s.blocks, dtype=jnp.int32),
+        array(1, dtype=jnp.int32),
+        array(s.experts, s.parts, s.outputs, dtype=jnp.float32)
+        if s.codes and not s.packed
+        else None,
         array(rows, dtype=jnp.float32) if s.rounded else None,
-        array(s.experts, s.inputs // s.group, s.parts, s.outputs, dtype=scale) if s.packed else None,
-        array(s.experts, s.inputs // s.group, s.parts, s.outputs, dtype=jnp.uint8) if s.zeros else None,
-    )  # fmt: skip
+        array(s.experts, s.inputs // s.group, s.parts, s.outputs, dtype=scale)
+        if s.packed
+        else None,
+        array(s.experts, s.inputs // s.group, s.parts, s.outputs, dtype=jnp.uint8)
+        if s.zeros
+        else None,
+    )
 
 
 def step_of(name: str):
-    """(a product by the kernel of this card, or Hopper's where there is none, the shapes of its operands)."""
+    """(a product by the kernel of this card, or Hopper's where there is none, the shapes of its
+    operands).
+    """
     other = device.is_gpu() and not device.is_hopper()
     s = PRODUCTION[name]._replace(kernel="triton" if other else "mosaic")
     return jax.jit(lambda operands: prepare.multiply(s, operands, None)), (operands_of(s),)
@@ -922,14 +1085,28 @@ def steps():
 def test_compiles_for_hopper(name, steps):
     """To SASS: it fits, products are not made to wait for each other, and nothing is spilled."""
     (kernel,) = steps[name].kernels
-    print("|", name, "|", kernel.registers, "|", kernel.stored, "/", kernel.loaded, "|", kernel.shared, "|")
+    print(
+        "|",
+        name,
+        "|",
+        kernel.registers,
+        "|",
+        kernel.stored,
+        "/",
+        kernel.loaded,
+        "|",
+        kernel.shared,
+        "|",
+    )
     assert "wgmma" not in kernel.log and kernel.stored == 0
 
 
 OTHERS = [
     name
     for name, s in PRODUCTION.items()
-    if not s.turned and (s.experts > 1 or s.codes) and s.rows in shape.block_sizes("triton", s.codes)
+    if not s.turned
+    and (s.experts > 1 or s.codes)
+    and s.rows in shape.block_sizes("triton", s.codes)
 ]
 TRIED = ["gpt-oss-20b in MXFP4, up", "Qwen3-30B-A3B, down"]
 

@@ -1,4 +1,6 @@
-"""Sum and norm: the kernel where there is no card, in Pallas' interpreter and lowered, beside float64 and XLA."""
+"""Sum and norm: the kernel where there is no card, in Pallas' interpreter and lowered, beside
+float64 and XLA.
+"""
 
 from dataclasses import dataclass
 
@@ -30,7 +32,10 @@ class Case:
 
     def inputs(self, seed: int = 0, rows: int = 5):
         rng = np.random.default_rng(seed)
-        x, y = (rng.standard_normal((rows, self.D)) * rng.choice([0.01, 1, 50], (rows, 1)) for _ in range(2))
+        x, y = (
+            rng.standard_normal((rows, self.D)) * rng.choice([0.01, 1, 50], (rows, 1))
+            for _ in range(2)
+        )
         norms = [accuracy.random_norm(self.norm, self.D, rng) for _ in range(2)]
         x, y = (jnp.asarray(array, self.dtype) for array in (x, y))
         return Residual(x, y if self.adds else None, norms[0] if self.normed else None), norms[1]
@@ -48,15 +53,24 @@ CASES = {
     "means taken off, and a bias": Case(D=704, normed=True, norm="centred, bias"),
     "ModernBERT": Case(D=768, norm="centred"),
     "float32, a head of Qwen3-Next": Case(D=128, adds=False, dtype="float32"),
-    "float32, with all that there is": Case(D=704, normed=True, norm="centred, bias", dtype="float32"),
+    "float32, with all that there is": Case(
+        D=704, normed=True, norm="centred, bias", dtype="float32"
+    ),
 }
-KINDS = ["a line for each thread", "lines that no thread shares", "nothing to add", "means taken off, and a bias"]
+KINDS = [
+    "a line for each thread",
+    "lines that no thread shares",
+    "nothing to add",
+    "means taken off, and a bias",
+]
 FLOATS = ["float32, a head of Qwen3-Next", "float32, with all that there is"]
 
 
 def run(rows: Residual, scale_D):
     def step(rows, scale_D):
-        return hopper.add_and_norm(rows, scale_D, EPS, interpret=InterpretGPUParams(detect_races=True))
+        return hopper.add_and_norm(
+            rows, scale_D, EPS, interpret=InterpretGPUParams(detect_races=True)
+        )
 
     found = jax.jit(step)(rows, scale_D)
     assert not gpu_callbacks.get_races().races_found
@@ -71,7 +85,10 @@ def test_against_float64_and_xla(name):
     found = run(rows, scale_D)
     allowed = 1e-2 if CASES[name].dtype == "bfloat16" else 1e-6
     for out, right in zip(found, accuracy.in_float64(rows, scale_D, EPS), strict=True):
-        assert np.all(np.abs(np.asarray(out, np.float64) - right) < allowed * np.abs(right).max(1, keepdims=True))
+        assert np.all(
+            np.abs(np.asarray(out, np.float64) - right)
+            < allowed * np.abs(right).max(1, keepdims=True)
+        )
     by_xla = xla.add_and_norm(rows, scale_D, EPS)
     for out, other in zip(found, by_xla, strict=True):
         assert out.dtype == other.dtype
@@ -98,11 +115,15 @@ def test_a_row_has_the_same_bits_in_any_company(name):
 @pytest.mark.parametrize("name", thinned([name for name in CASES if name not in FLOATS], KINDS[1:]))
 @pytest.mark.slow
 def test_the_norm_in_codes_besides(name, kind):
-    """They are those that the norm's own bits are rounded to by themselves, and change neither norm nor sum."""
+    """They are those that the norm's own bits are rounded to by themselves, and change neither norm
+    nor sum.
+    """
     given = CASES[name].inputs()
 
     def step(rows, scale_D):
-        return hopper.add_and_norm(rows, scale_D, EPS, kind, interpret=InterpretGPUParams(detect_races=True))
+        return hopper.add_and_norm(
+            rows, scale_D, EPS, kind, interpret=InterpretGPUParams(detect_races=True)
+        )
 
     total, normed = jax.jit(step)(*given)
     assert not gpu_callbacks.get_races().races_found
@@ -122,11 +143,15 @@ def test_xla_adds_and_normalises_as_separate_operations_do(D, normed):
     y_TD = y_TD.astype(jnp.float32)
     rows = Residual(x_TD, y_TD, y_scale_D)
     total = x_TD + (rms_norm(y_TD, y_scale_D, EPS) if normed else y_TD)
-    for out, right in zip(xla.add_and_norm(rows, scale_D, EPS), (total, rms_norm(total, scale_D, EPS)), strict=True):
+    for out, right in zip(
+        xla.add_and_norm(rows, scale_D, EPS), (total, rms_norm(total, scale_D, EPS)), strict=True
+    ):
         assert np.asarray(out).tobytes() == np.asarray(right).tobytes()
     nothing = xla.add_and_norm(Residual(x_TD), scale_D, EPS)
     plain = xla.add_and_norm(rows, None, EPS)
-    assert np.array_equal(nothing[0], x_TD) and np.array_equal(nothing[1], rms_norm(x_TD, scale_D, EPS))
+    assert np.array_equal(nothing[0], x_TD) and np.array_equal(
+        nothing[1], rms_norm(x_TD, scale_D, EPS)
+    )
     assert np.array_equal(plain[0], total) and np.array_equal(plain[1], total)
     for out in residual.add_and_norm(rows, None, EPS):
         np.testing.assert_allclose(out, total, rtol=1e-5, atol=1e-5)
@@ -135,12 +160,16 @@ def test_xla_adds_and_normalises_as_separate_operations_do(D, normed):
 def test_all_reasons_are_said():
     rows, scale_D = Case(D=100).inputs()
     with pytest.raises(
-        NotImplementedError, match=r"all float32, not bfloat16 and float32, and .* multiple of 64 .* 100"
+        NotImplementedError,
+        match=r"all float32, not bfloat16 and float32, and .* multiple of 64 .* 100",
     ):
-        hopper.add_and_norm(rows._replace(x_TD=rows.x_TD.astype(jnp.float32)), scale_D, EPS, interpret=True)
+        hopper.add_and_norm(
+            rows._replace(x_TD=rows.x_TD.astype(jnp.float32)), scale_D, EPS, interpret=True
+        )
     rows, scale_D = Case(D=16384, normed=True, dtype="float32").inputs()
     with pytest.raises(
-        NotImplementedError, match=r"to codes must be bfloat16, and .* fit into 225280 bytes, .* 262144"
+        NotImplementedError,
+        match=r"to codes must be bfloat16, and .* fit into 225280 bytes, .* 262144",
     ):
         hopper.add_and_norm(rows, scale_D, EPS, "int8", interpret=True)
     with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
@@ -159,16 +188,30 @@ def spoil_a_scale(sum_TD, normed):
     return sum_TD, normed.replace(scale=normed.scale.at[7].multiply(1.02))
 
 
-TRIALS = [(None, None), (None, spoil_a_sum), (None, spoil_a_norm), ("int8", None), ("float8", spoil_a_scale)]
+TRIALS = [
+    (None, None),
+    (None, spoil_a_sum),
+    (None, spoil_a_norm),
+    ("int8", None),
+    ("float8", spoil_a_scale),
+]
 
 
 @pytest.mark.parametrize(("rounds", "spoil"), TRIALS)
 @pytest.mark.parametrize(
-    "case", [Case(192), Case(192, normed=True, norm="centred, bias"), Case(192, adds=False, norm="centred")], ids=str
+    "case",
+    [
+        Case(192),
+        Case(192, normed=True, norm="centred, bias"),
+        Case(192, adds=False, norm="centred"),
+    ],
+    ids=str,
 )
 @pytest.mark.slow
 def test_a_trial(case, rounds, spoil, monkeypatch):
-    """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right from another."""
+    """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right
+    from another.
+    """
     real = accuracy.sum_and_norm
 
     def kernel(*given):
@@ -197,16 +240,24 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(monkeypatch, caplog, tmp_pat
     rows, scale_D = Case().inputs()
     for _ in range(2):
         found = residual.add_and_norm(rows, scale_D, EPS)
-        assert np.array_equal(found[0], xla.add_and_norm(rows, scale_D, EPS)[0])  # sums have the same bits by all
+        # sums have the same bits by all
+        assert np.array_equal(found[0], xla.add_and_norm(rows, scale_D, EPS)[0])
     assert [module for module, _ in asked] == ["quire.ops.residual.accuracy"]
-    assert caplog.text.count("it is wrong on this GPU: sums and norms by 5.0e-01, where 6e-03 is allowed") == 1
+    assert (
+        caplog.text.count(
+            "it is wrong on this GPU: sums and norms by 5.0e-01, where 6e-03 is allowed"
+        )
+        == 1
+    )
     self_test.verdict.cache_clear()
 
 
 def test_lowers_for_cuda_as_one_kernel(monkeypatch):
     monkeypatch.setattr(hopper.device, "is_hopper", lambda: True)
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
-    traced = jax.jit(lambda rows, scale_D: residual.add_and_norm(rows, scale_D, EPS)).trace(*Case().inputs())
+    traced = jax.jit(lambda rows, scale_D: residual.add_and_norm(rows, scale_D, EPS)).trace(
+        *Case().inputs()
+    )
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 1 and "stablehlo.add" not in text
 

@@ -1,4 +1,6 @@
-"""Rows as codes: the kernel where there is no card, in Pallas' interpreter and lowered, beside float64 and XLA."""
+"""Rows as codes: the kernel where there is no card, in Pallas' interpreter and lowered, beside
+float64 and XLA.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -37,15 +39,21 @@ def test_against_float64_and_xla(width):
     codes_RK, scale_R = run(x_RK)
     exact = np.asarray(x_RK, np.float64)
     np.testing.assert_allclose(scale_R, np.abs(exact).max(1) / 127, rtol=1e-6)
-    assert np.all(np.abs(codes_RK * scale_R[:, None].astype(np.float64) - exact) <= 0.501 * scale_R[:, None])
+    assert np.all(
+        np.abs(codes_RK * scale_R[:, None].astype(np.float64) - exact) <= 0.501 * scale_R[:, None]
+    )
     assert np.abs(codes_RK).max(1).tolist() == [127, 0, 127, 127, 127, 127]
     by_xla = xla.round_rows(x_RK, "int8")
-    assert np.array_equal(codes_RK, np.asarray(by_xla[0], np.float32)) and np.array_equal(scale_R, by_xla[1])
+    assert np.array_equal(codes_RK, np.asarray(by_xla[0], np.float32)) and np.array_equal(
+        scale_R, by_xla[1]
+    )
 
 
 @pytest.mark.parametrize("width", thinned([64, 704, 4096], [704]))
 def test_to_float8_against_float64_and_xla(width):
-    """The nearest float of eight bits, one of its kind, and a scale that makes 448 of a row's largest."""
+    """The nearest float of eight bits, one of its kind, and a scale that makes 448 of a row's
+    largest.
+    """
     x_RK = drawn(width)
     codes_RK, scale_R = run(x_RK, "float8")
     exact = np.asarray(x_RK, np.float64)
@@ -55,9 +63,13 @@ def test_to_float8_against_float64_and_xla(width):
     every = every[np.isfinite(every)]
     quotient = exact / np.where(scale_R > 0, scale_R, 1).astype(np.float64)[:, None]
     least = np.abs(quotient[:, :64, None] - every).min(-1)
-    assert np.isin(codes_RK, every).all() and np.all(np.abs(codes_RK - quotient)[:, :64] <= least * 1.001 + 1e-5)
+    assert np.isin(codes_RK, every).all() and np.all(
+        np.abs(codes_RK - quotient)[:, :64] <= least * 1.001 + 1e-5
+    )
     by_xla = xla.round_rows(x_RK, "float8")
-    assert np.array_equal(codes_RK, np.asarray(by_xla[0], np.float32)) and np.array_equal(scale_R, by_xla[1])
+    assert np.array_equal(codes_RK, np.asarray(by_xla[0], np.float32)) and np.array_equal(
+        scale_R, by_xla[1]
+    )
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8"])
@@ -75,7 +87,9 @@ def test_a_row_has_the_same_bits_in_any_company(kind):
 
 
 def test_all_reasons_are_said():
-    with pytest.raises(NotImplementedError, match=r"bfloat16, not float32, and .* multiple of 64 .* not 100"):
+    with pytest.raises(
+        NotImplementedError, match=r"bfloat16, not float32, and .* multiple of 64 .* not 100"
+    ):
         hopper.round_rows(jnp.zeros((2, 100)), "int8", interpret=True)
     with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
         rounding.round_rows(drawn(64), implementation="mosaic_gpu")
@@ -92,7 +106,9 @@ def spoil_a_scale(codes_RK, scale_R):
 @pytest.mark.parametrize("codes", ["int8", "float8"])
 @pytest.mark.parametrize("spoil", [None, spoil_a_code, spoil_a_scale])
 def test_a_trial(spoil, codes, monkeypatch):
-    """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right from another."""
+    """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right
+    from another.
+    """
     real = accuracy.code_rows
 
     def kernel(*given):
@@ -101,12 +117,16 @@ def test_a_trial(spoil, codes, monkeypatch):
 
     monkeypatch.setattr(accuracy, "code_rows", kernel)
     case, _ = accuracy.cases({"width": 192, "codes": codes})
-    found = self_test.measure(accuracy.RoundingCase(case.kind, 8, InterpretGPUParams()), 0, repeats=2)
+    found = self_test.measure(
+        accuracy.RoundingCase(case.kind, 8, InterpretGPUParams()), 0, repeats=2
+    )
     assert (found.wrong is not None) == (spoil is not None)
 
 
 def test_lowers_for_cuda_as_one_kernel(monkeypatch):
     monkeypatch.setattr(hopper.device, "is_hopper", lambda: True)
     monkeypatch.setenv("QUIRE_MOSAIC", "trusted")
-    text = jax.jit(rounding.round_rows).trace(drawn(512)).lower(lowering_platforms=("cuda",)).as_text()
+    text = (
+        jax.jit(rounding.round_rows).trace(drawn(512)).lower(lowering_platforms=("cuda",)).as_text()
+    )
     assert text.count("@mosaic_gpu_v2") == 1 and "stablehlo.reduce" not in text

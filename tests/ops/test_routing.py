@@ -1,4 +1,6 @@
-"""Routing by kernels where there is no card, in Pallas' interpreter and lowered: beside float64, a loop and XLA."""
+"""Routing by kernels where there is no card, in Pallas' interpreter and lowered: beside float64, a
+loop and XLA.
+"""
 
 import re
 
@@ -28,7 +30,14 @@ RULES = {
     "with a bias, in groups": (60, True, Rule(4, "sigmoid", True, 1.5, 6, 2, "top2")),
 }
 # rows, chosen, experts, rows of a block
-SIZES = (16, 4, 32, 16), (32, 2, 72, 16), (64, 2, 8, 32), (64, 1, 5, 64), (5, 2, 8, 16), (11, 10, 72, 16)
+SIZES = (
+    (16, 4, 32, 16),
+    (32, 2, 72, 16),
+    (64, 2, 8, 32),
+    (64, 1, 5, 64),
+    (5, 2, 8, 16),
+    (11, 10, 72, 16),
+)
 
 
 def chosen(logits_TE, live_T, rule: Rule, bias_E):
@@ -73,12 +82,16 @@ def test_a_row_chooses_alike_in_any_company(name):
     for mine, other in zip(found, others, strict=True):
         for place in (0, 2):
             assert mine[order[place]].tobytes() == other[place].tobytes()
-    assert np.all((others[1] >= 0) & (others[1] < logits_TE.shape[1])), "a row of NaN chooses experts too"
+    assert np.all((others[1] >= 0) & (others[1] < logits_TE.shape[1])), (
+        "a row of NaN chooses experts too"
+    )
     assert np.all(np.isnan(others[0][1])), "and gives NaN"
 
 
 def test_scores_that_are_all_below_zero():
-    """A group that is left out loses to all others, and an expert that is chosen is not chosen again."""
+    """A group that is left out loses to all others, and an expert that is chosen is not chosen
+    again.
+    """
     bias_E = jnp.asarray(np.repeat([-1.0, -9.0, -5.0, -3.0], 8), jnp.float32)
     rule = Rule(16, "sigmoid", groups=4, top_groups=2, group_score="top2")
     _, experts_TX = chosen(jnp.zeros((1, 32), jnp.float32), jnp.ones(1, bool), rule, bias_E)
@@ -119,7 +132,8 @@ def test_all_reasons_are_said():
     logits_TE = jnp.zeros((4, 1032), jnp.bfloat16)
     live_T = jnp.ones(4, bool)
     with pytest.raises(
-        NotImplementedError, match=r"float32, not bfloat16, and .* at most 1024, not 1032, and .* 16 .* 20"
+        NotImplementedError,
+        match=r"float32, not bfloat16, and .* at most 1024, not 1032, and .* 16 .* 20",
     ):
         hopper.route(logits_TE, live_T, Rule(20), interpret=True)
     with pytest.raises(NotImplementedError, match="at most 2048, not 4096"):
@@ -140,7 +154,9 @@ def spoil_a_weight(weights_TX, experts_TX):
 
 @pytest.mark.parametrize("spoil", [None, spoil_a_choice, spoil_a_weight])
 def test_a_trial_of_choices(spoil, monkeypatch):
-    """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right from another."""
+    """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right
+    from another.
+    """
     real = accuracy.choose_experts
 
     def kernel(*given):
@@ -159,7 +175,11 @@ def test_a_trial_of_choices(spoil, monkeypatch):
 def test_a_trial_of_places(spoiled, monkeypatch):
     def kernel(experts_TX, weights_TX, experts, rows, interpret):
         found = xla.align(experts_TX, weights_TX, experts, rows)
-        return found if spoiled is None else found._replace(**{spoiled: getattr(found, spoiled).at[0].add(1)})
+        return (
+            found
+            if spoiled is None
+            else found._replace(**{spoiled: getattr(found, spoiled).at[0].add(1)})
+        )
 
     monkeypatch.setattr(accuracy, "place", kernel)
     case, _ = accuracy.cases({"experts": 32, "rows": 16})
@@ -176,13 +196,20 @@ def test_float64_against_a_loop():
     for seed in range(cases(40)):
         rng = np.random.default_rng(seed)
         rule = Rule(
-            int(rng.integers(1, 9)), rng.choice(["softmax", "softmax_top", "sigmoid"]), bool(rng.integers(2)), 2.0
+            int(rng.integers(1, 9)),
+            rng.choice(["softmax", "softmax_top", "sigmoid"]),
+            bool(rng.integers(2)),
+            2.0,
         )
         logits_TE = np.round(rng.standard_normal((3, 12)) * 2) / 2
         weights_TX, experts_TX = accuracy.in_float64(logits_TE, rule, None)
         for row, weights, experts in zip(logits_TE, weights_TX, experts_TX, strict=True):
             assert experts.tolist() == sorted(range(12), key=lambda e: (-row[e], e))[: rule.top_k]
-            scores = 1 / (1 + np.exp(-row)) if rule.score == "sigmoid" else np.exp(row) / np.exp(row).sum()
+            scores = (
+                1 / (1 + np.exp(-row))
+                if rule.score == "sigmoid"
+                else np.exp(row) / np.exp(row).sum()
+            )
             total = scores[experts].sum() if rule.normalize or rule.score == "softmax_top" else 1
             np.testing.assert_allclose(weights, 2 * scores[experts] / total, rtol=1e-12)
 
@@ -205,7 +232,10 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(monkeypatch, caplog, tmp_pat
         _, experts_TX = routing.route(logits_TE, live_T, rule, bias_E)
         assert experts_TX.tolist() == xla.route(logits_TE, live_T, rule, bias_E)[1].tolist()
     assert asked == ["quire.ops.moe.routing.accuracy"]
-    assert caplog.text.count("it is wrong on this GPU: choices by 5.0e-01, where 1e-05 is allowed") == 1
+    assert (
+        caplog.text.count("it is wrong on this GPU: choices by 5.0e-01, where 1e-05 is allowed")
+        == 1
+    )
     self_test.verdict.cache_clear()
 
 
@@ -218,6 +248,8 @@ def test_lowers_for_cuda_as_two_kernels_without_a_sort(monkeypatch):
         weights_TX, experts_TX = routing.route(logits_TE, live_T, rule, bias_E)
         return routing.align(experts_TX, weights_TX, 256, 16)
 
-    text = jax.jit(step).trace(logits_TE, live_T, bias_E).lower(lowering_platforms=("cuda",)).as_text()
+    text = (
+        jax.jit(step).trace(logits_TE, live_T, bias_E).lower(lowering_platforms=("cuda",)).as_text()
+    )
     assert text.count("@mosaic_gpu_v2") == 2
     assert not re.findall(r"(?:stablehlo|chlo)\.(?:sort|top_k|scatter|reduce|gather)\b", text)

@@ -1,5 +1,5 @@
-"""Each implementation of sampling against float64 references written with a plain sort, exact counts, and itself in
-other company."""
+"""Each implementation of sampling against float64 references written with a plain sort, exact
+counts, and itself in other company."""
 
 from dataclasses import replace
 from functools import partial
@@ -46,7 +46,11 @@ OFF = {
     "wants_logprobs_R": (bool, False),
 }
 
-SAMPLERS = ["xla", *(f"native {isa}" for isa in build.isas() if "emulated" not in isa), "branchless"]
+SAMPLERS = [
+    "xla",
+    *(f"native {isa}" for isa in build.isas() if "emulated" not in isa),
+    "branchless",
+]
 SLOTS = 8  # and 8 or 32 rows, where a test has no reason for others: each shape is a compilation
 V = 700
 DRAFTS = 2
@@ -54,7 +58,9 @@ DRAFTS = 2
 
 @pytest.fixture(scope="module", params=thinned(SAMPLERS, SAMPLERS[:2]))
 def implementation(request):
-    """An implementation's `sample`: XLA's, and the kernel's on every instruction set that this machine has."""
+    """An implementation's `sample`: XLA's, and the kernel's on every instruction set that this
+    machine has.
+    """
     name, _, isa = request.param.partition(" ")
     with pytest.MonkeyPatch.context() as patch:
         if name == "branchless":
@@ -80,11 +86,14 @@ def strict_ranks():
 
 
 def make_inputs(rows, seeds_R2=None, bans=None, drafted=None, **fields):
-    """Inputs of some rows with everything off but the fields given, each a number or one number a row."""
+    """Inputs of some rows with everything off but the fields given, each a number or one number
+    a row.
+    """
     fields = {f"{name}_R": value for name, value in fields.items()}
     assert fields.keys() <= OFF.keys()
     arrays = {
-        name: np.broadcast_to(np.asarray(fields.get(name, off), dtype), rows) for name, (dtype, off) in OFF.items()
+        name: np.broadcast_to(np.asarray(fields.get(name, off), dtype), rows)
+        for name, (dtype, off) in OFF.items()
     }
     ban_RX = np.full((rows, MAX_BANS), -1, np.int32)
     for row, banned in (bans or {}).items():
@@ -103,7 +112,9 @@ def empty(slots, V):
 
 
 def row_of(*of_words):
-    """A slot's row, and other tokens whose log-probabilities are wanted than those of an empty one."""
+    """A slot's row, and other tokens whose log-probabilities are wanted than those of an empty
+    one.
+    """
     return sampling.SlotState(*of_words, jnp.arange(MAX_WANTED) % 7)
 
 
@@ -170,9 +181,12 @@ def test_frequencies_follow_the_exact_distribution(run, fields):
 @pytest.mark.parametrize("candidates", [64, 3])
 @pytest.mark.slow
 def test_what_can_be_drawn_is_what_a_sort_keeps(implementation, monkeypatch, candidates):
-    """Flat logits with ties, each kept token likely enough to turn up in 2,500 draws; 3 candidates force bisection."""
+    """Flat logits with ties, each kept token likely enough to turn up in 2,500 draws; 3 candidates
+    force bisection.
+    """
     monkeypatch.setattr(xla, "CANDIDATES", candidates)
-    draw = jax.jit(lambda *args: implementation(*args))  # a function of its own: `run` remembers other candidates
+    # a function of its own: `run` remembers other candidates
+    draw = jax.jit(lambda *args: implementation(*args))
     rng = np.random.default_rng(candidates)
     V = 20
     draws = 2500
@@ -187,29 +201,44 @@ def test_what_can_be_drawn_is_what_a_sort_keeps(implementation, monkeypatch, can
         {"min_p": 1.0, "top_k": 5, "top_p": 0.5},
     ]
     cases += [
-        {"top_k": int(rng.integers(0, 20)), "top_p": float(rng.uniform(0.1, 1)), "min_p": float(rng.uniform(0, 0.6))}
+        {
+            "top_k": int(rng.integers(0, 20)),
+            "top_p": float(rng.uniform(0.1, 1)),
+            "min_p": float(rng.uniform(0, 0.6)),
+        }
         for _ in range(24)
     ]
     for case in cases:
-        logits_V = rng.choice(rng.normal(0, 0.7, 9), V).astype(np.float32)  # 9 values: ties everywhere
+        # 9 values: ties everywhere
+        logits_V = rng.choice(rng.normal(0, 0.7, 9), V).astype(np.float32)
         temperature = float(rng.uniform(0.8, 2))
         keep_V, _ = kept(logits_V, temperature, **case)
         inputs = make_inputs(draws, temperature=temperature, **case)
-        tokens_R = draw(jnp.broadcast_to(jnp.asarray(logits_V), (draws, V)), empty(1, V), inputs).tokens_R
+        tokens_R = draw(
+            jnp.broadcast_to(jnp.asarray(logits_V), (draws, V)), empty(1, V), inputs
+        ).tokens_R
         assert np.flatnonzero(keep_V).tolist() == np.unique(tokens_R).tolist(), case
 
 
 def test_a_draw_depends_on_seed_and_position_only(run):
     logits_V = np.random.default_rng(8).normal(size=V).astype(np.float32)
     seeds_R2 = np.array([[1, 2]] * 4 + [[1, 3], [2, 2], [2, 1], [0, 0]], np.uint32)
-    inputs = make_inputs(8, seeds_R2, positions=[5, 5, 5, 6, 5, 5, 5, 5], slots=[0, 3, 1, 0, 0, 0, 0, 0], temperature=1)
+    inputs = make_inputs(
+        8,
+        seeds_R2,
+        positions=[5, 5, 5, 6, 5, 5, 5, 5],
+        slots=[0, 3, 1, 0, 0, 0, 0, 0],
+        temperature=1,
+    )
     tokens = run(jnp.broadcast_to(logits_V, (8, V)), empty(SLOTS, V), inputs).tokens_R.tolist()
     assert tokens[0] == tokens[1] == tokens[2]
     assert len(set(tokens)) == 6
 
 
 def test_the_kernel_draws_by_the_same_generator(run, implementation):
-    """Flat logits show the number that was drawn: XLA's is compared with `jax.random` in test_sampling_sums.py."""
+    """Flat logits show the number that was drawn: XLA's is compared with `jax.random` in
+    test_sampling_sums.py.
+    """
     if "native" not in implementation.__module__:
         pytest.skip("its draws run over the tokens in another order")
     rng = np.random.default_rng(18)
@@ -262,7 +291,9 @@ def mixed_case(V=V, rows=32, slots=SLOTS):
 
 def assert_same_bits(ours, theirs):
     for name in ours.__dict__.keys() - {"drafts_BK"}:  # which sampling does not make
-        ours_bits, theirs_bits = (np.asarray(getattr(x, name)).view(np.uint8) for x in (ours, theirs))
+        ours_bits, theirs_bits = (
+            np.asarray(getattr(x, name)).view(np.uint8) for x in (ours, theirs)
+        )
         np.testing.assert_array_equal(ours_bits, theirs_bits, name)
 
 
@@ -275,7 +306,9 @@ def test_a_row_alone_gives_the_same_bits_as_in_company(run, company):
     for start in range(0, 32 - company + 1, company):
         rows = order[start : start + company]
         together = run(logits_RV[rows], state, take(inputs, rows))
-        expected = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(alone[row] for row in rows))
+        expected = jax.tree.map(
+            lambda *leaves: np.concatenate(leaves), *(alone[row] for row in rows)
+        )
         assert_same_bits(together, expected)
 
 
@@ -296,7 +329,12 @@ def test_values_never_recompile(implementation):
         traces.append(1)
         return implementation(logits_RV, state, inputs)
 
-    for case in (inputs, make_inputs(32), make_inputs(32, temperature=1.0, top_k=5), take(inputs, range(31, -1, -1))):
+    for case in (
+        inputs,
+        make_inputs(32),
+        make_inputs(32, temperature=1.0, top_k=5),
+        take(inputs, range(31, -1, -1)),
+    ):
         counted(logits_RV, state, case)
     assert len(traces) == 1
 
@@ -320,18 +358,28 @@ def test_penalties_and_masks_match_numpy(run):
     }
     inputs = make_inputs(R, bans=bans, drafted=drafted, **values)
     adjusted_RV = xla.penalise(xla.mask(jnp.asarray(logits_RV), state, inputs), state, inputs)
-    bias_BJV, stop_BV, counts_BV, prompt_BV, _ = (np.asarray(leaf) for leaf in jax.tree.leaves(state))
+    bias_BJV, stop_BV, counts_BV, prompt_BV, _ = (
+        np.asarray(leaf) for leaf in jax.tree.leaves(state)
+    )
     expected_RV = logits_RV.astype(np.float64)
     for r, (slot, bias_row) in enumerate(zip(values["slots"], values["bias_rows"], strict=True)):
         for token in range(V):
-            x = expected_RV[r, token] + (bias_BJV[slot, bias_row, token] if values["biased"][r] else 0)
+            x = expected_RV[r, token] + (
+                bias_BJV[slot, bias_row, token] if values["biased"][r] else 0
+            )
             if (values["ban_stop"][r] and stop_BV[slot, token]) or token in bans.get(r, []):
                 x = -np.inf
             count = counts_BV[slot, token] + drafted.get(r, []).count(token)
             if count or prompt_BV[slot, token]:
-                x = x / values["repetition_penalty"][r] if x > 0 else x * values["repetition_penalty"][r]
+                x = (
+                    x / values["repetition_penalty"][r]
+                    if x > 0
+                    else x * values["repetition_penalty"][r]
+                )
             expected_RV[r, token] = (
-                x - values["frequency_penalty"][r] * count - values["presence_penalty"][r] * (count > 0)
+                x
+                - values["frequency_penalty"][r] * count
+                - values["presence_penalty"][r] * (count > 0)
             )
     np.testing.assert_allclose(adjusted_RV, expected_RV, rtol=1e-5, atol=1e-5)
     tokens_R = run(logits_RV, state, inputs).tokens_R
@@ -399,21 +447,32 @@ def test_logprobs_and_ranks_are_of_the_raw_logits(run, V):
         assert out.ranks_R[r] == 1 + (logits_RV[r] > logits_RV[r, token]).sum()
         best_K = np.argsort(-logits_RV[r], kind="stable")[:K]
         np.testing.assert_array_equal(out.top_ids_RK[r], best_K)
-        np.testing.assert_allclose(out.top_logprobs_RK[r], exact_RV[r, best_K], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            out.top_logprobs_RK[r], exact_RV[r, best_K], rtol=1e-5, atol=1e-5
+        )
         wanted_L = np.asarray(state.wanted_BL)[r % SLOTS]
-        np.testing.assert_allclose(out.wanted_logprobs_RL[r], exact_RV[r, wanted_L], rtol=1e-5, atol=1e-5)
-        known = dict(zip(best_K.tolist(), out.top_logprobs_RK[r], strict=True)) | {int(token): out.logprobs_R[r]}
+        np.testing.assert_allclose(
+            out.wanted_logprobs_RL[r], exact_RV[r, wanted_L], rtol=1e-5, atol=1e-5
+        )
+        known = dict(zip(best_K.tolist(), out.top_logprobs_RK[r], strict=True)) | {
+            int(token): out.logprobs_R[r]
+        }
         for other, value in zip(wanted_L.tolist(), out.wanted_logprobs_RL[r], strict=True):
             assert known.get(other, value) == value  # the same bits wherever a token is told
 
 
 def test_without_branches_it_draws_the_same(implementation):
-    """Rows for which nothing is skipped, some of them broken. What nobody asked for may be left out."""
+    """Rows for which nothing is skipped, some of them broken.
+
+    What nobody asked for may be left out.
+    """
     rng = np.random.default_rng(17)
     logits_RV = rng.normal(0, 3, (32, V)).astype(np.float32)
     logits_RV[3, 5], logits_RV[4] = np.nan, -np.inf
     inputs = make_inputs(
-        32, temperature=np.where(np.arange(32) % 3, rng.uniform(0.3, 2, 32), 0), min_p=rng.choice([0, 0.05], 32)
+        32,
+        temperature=np.where(np.arange(32) % 3, rng.uniform(0.3, 2, 32), 0),
+        min_p=rng.choice([0, 0.05], 32),
     )
     state = empty(SLOTS, V)
     one, other = (
@@ -429,12 +488,16 @@ def test_without_branches_it_draws_the_same(implementation):
 @pytest.mark.parametrize("V", thinned([700, 9000], [700]))
 @pytest.mark.slow
 def test_without_branches_and_sorts_the_tokens_are_xlas(monkeypatch, V):
-    """The same draws and scores; of 9,000 tokens the best are found by groups, and with 700 of them everything ties."""
+    """The same draws and scores; of 9,000 tokens the best are found by groups, and with 700 of them
+    everything ties.
+    """
     monkeypatch.setattr(branchless, "on_gpu", lambda: True)
     logits_RV, state, inputs = mixed_case(V)
     if V == 700:
         logits_RV = jnp.round(logits_RV * 2) / 2
-    run = partial(jax.jit(sampling.sample, static_argnames="implementation"), logits_RV, state, inputs)
+    run = partial(
+        jax.jit(sampling.sample, static_argnames="implementation"), logits_RV, state, inputs
+    )
     ours = run(implementation="branchless")
     assert_same_bits(ours, run(implementation="xla"))
     assert len(np.unique(ours.tokens_R)) > 10
@@ -448,7 +511,9 @@ def test_the_extremes_of_rows(monkeypatch, backend):
     values_RV[0], values_RV[1, 3], values_RV[2, -1] = -np.inf, np.inf, 9
     at_RV = rng.integers(-9, V, (5, V)).astype(np.int32)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    assert np.array_equal(xla.extreme(jnp.asarray(values_RV), jax.lax.max, -jnp.inf), values_RV.max(axis=1))
+    assert np.array_equal(
+        xla.extreme(jnp.asarray(values_RV), jax.lax.max, -jnp.inf), values_RV.max(axis=1)
+    )
     assert np.array_equal(xla.extreme(jnp.asarray(at_RV), jax.lax.min, V), at_RV.min(axis=1))
     if backend == "cpu":  # whose reduction may lose it
         values_RV[3, 100] = np.nan
@@ -465,9 +530,19 @@ def test_nothing_waits_for_the_host_on_a_gpu(monkeypatch, plain):
     used = primitives(jax.make_jaxpr(run)(logits_RV, state, inputs).jaxpr)
     assert not used & {"sort", "top_k", "cond", "while", "scan"} and "exp" in used
     like = jax.eval_shape(run, logits_RV, state, inputs)
-    scores = like.logprobs_R, like.ranks_R, like.top_ids_RK, like.top_logprobs_RK, like.wanted_logprobs_RL
-    assert all((each is None) == plain for each in scores), "a launch writes the zeros that nobody reads"
-    used = primitives(jax.make_jaxpr(partial(run, implementation="xla"))(logits_RV, state, inputs).jaxpr)
+    scores = (
+        like.logprobs_R,
+        like.ranks_R,
+        like.top_ids_RK,
+        like.top_logprobs_RK,
+        like.wanted_logprobs_RL,
+    )
+    assert all((each is None) == plain for each in scores), (
+        "a launch writes the zeros that nobody reads"
+    )
+    used = primitives(
+        jax.make_jaxpr(partial(run, implementation="xla"))(logits_RV, state, inputs).jaxpr
+    )
     assert plain or {"top_k", "cond", "while"} <= used
 
 
@@ -482,15 +557,27 @@ def test_broken_rows_fail_alone(run, temperature):
     logits_RV = np.random.default_rng(13).normal(size=(8, V)).astype(np.float32)
     fields = {"temperature": temperature, "top_p": 0.9, "top_k": 100, "wants_logprobs": True}
     state = empty(SLOTS, V)
-    healthy = run(logits_RV.copy(), state, make_inputs(8, **fields))  # a step reads its arrays when it runs
+    # a step reads its arrays when it runs
+    healthy = run(logits_RV.copy(), state, make_inputs(8, **fields))
     logits_RV[1, 150], logits_RV[2], logits_RV[4, 0] = np.nan, -np.inf, np.inf
     broken = run(logits_RV, state, make_inputs(8, **fields, bans={1: [150]}))  # a ban hides no NaN
-    assert healthy.ok_R.all() and broken.ok_R.tolist() == [True, False, False, True, False, True, True, True]
+    assert healthy.ok_R.all() and broken.ok_R.tolist() == [
+        True,
+        False,
+        False,
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
     good = [0, 3, 5, 6, 7]
     bad = [1, 2, 4]
     assert_same_bits(take(healthy, good), take(broken, good))
     assert (np.asarray(broken.tokens_R)[bad] == BROKEN).all()
-    assert not any(np.asarray(leaf)[bad].any() for leaf in jax.tree.leaves(replace(broken, tokens_R=None)))
+    assert not any(
+        np.asarray(leaf)[bad].any() for leaf in jax.tree.leaves(replace(broken, tokens_R=None))
+    )
 
 
 def test_no_nan_is_overlooked(run):
@@ -508,7 +595,12 @@ def test_a_row_with_every_token_banned_is_not_ok(run):
     row = row_of(jnp.where(only_V, 0, -jnp.inf), only_V, np.zeros(V, np.int32), np.zeros(V, bool))
     state = replace_row(empty(SLOTS, V), 1, row)
     inputs = make_inputs(
-        8, slots=1, biased=True, ban_stop=[False] + [True] * 7, temperature=np.arange(8) % 2, targets=[-1] * 7 + [5]
+        8,
+        slots=1,
+        biased=True,
+        ban_stop=[False] + [True] * 7,
+        temperature=np.arange(8) % 2,
+        targets=[-1] * 7 + [5],
     )
     out = run(jnp.zeros((8, V)), state, inputs)
     assert out.ok_R.tolist() == [True] + [False] * 6 + [True]
@@ -518,7 +610,9 @@ def test_a_row_with_every_token_banned_is_not_ok(run):
 def test_half_precision_logits_are_read_exactly(run):
     _, state, inputs = mixed_case()
     logits_RV = jnp.asarray(np.random.default_rng(14).normal(size=(32, V)), jnp.bfloat16)
-    assert_same_bits(run(logits_RV, state, inputs), run(logits_RV.astype(jnp.float32), state, inputs))
+    assert_same_bits(
+        run(logits_RV, state, inputs), run(logits_RV.astype(jnp.float32), state, inputs)
+    )
 
 
 def test_tokens_are_counted_where_tracked():
@@ -531,10 +625,14 @@ def test_tokens_are_counted_where_tracked():
     is_prompt_T = rng.random(T) < 0.1
     tracked_T = rng.random(T) < 0.3
     slots_T[~tracked_T] = rng.integers(-2, 9, (~tracked_T).sum())  # padding may point anywhere
-    state = jax.jit(count_tokens, donate_argnums=0)(empty_state(B, V), slots_T, tokens_T, is_prompt_T, tracked_T)
+    state = jax.jit(count_tokens, donate_argnums=0)(
+        empty_state(B, V), slots_T, tokens_T, is_prompt_T, tracked_T
+    )
     prompt_BV = np.zeros((B, V), bool)
     counts_BV = np.zeros((B, V), int)
-    for slot, token, is_prompt in zip(slots_T[tracked_T], tokens_T[tracked_T], is_prompt_T[tracked_T], strict=True):
+    for slot, token, is_prompt in zip(
+        slots_T[tracked_T], tokens_T[tracked_T], is_prompt_T[tracked_T], strict=True
+    ):
         if is_prompt:
             prompt_BV[slot, token] = True
         else:
@@ -549,7 +647,8 @@ def test_a_new_request_finds_its_slot_clean_and_the_others_as_they_were():
     row = row_of(jnp.arange(20.0), jnp.arange(20) == 4, jnp.arange(20) % 3, jnp.arange(20) > 7)
     after = jax.jit(replace_row, donate_argnums=0)(state, 1, row)
     for leaf, old, new in zip(*map(jax.tree.leaves, (after, before, row)), strict=True):
-        if leaf is after.bias_BJV:  # those of rows with drafts before them are written before they are read
+        # those of rows with drafts before them are written before they are read
+        if leaf is after.bias_BJV:
             leaf = leaf[:, 0]
             old = old[:, 0]
         np.testing.assert_array_equal(leaf[1], np.broadcast_to(new, leaf.shape[-1]))
@@ -576,7 +675,9 @@ def test_of_several_paths_the_one_with_most_accepted_drafts_wins():
                 if number not in best or right > best[number][1]:
                     best[number] = path, right
         found = sampling.winners(*map(jnp.array, (accepted, depths, numbers, paths)), 4)
-        assert found.tolist() == [path == best[number][0] for number, path in zip(numbers, paths, strict=True)]
+        assert found.tolist() == [
+            path == best[number][0] for number, path in zip(numbers, paths, strict=True)
+        ]
 
 
 def test_runners_up_are_the_likeliest_but_the_drawn():
@@ -589,7 +690,9 @@ def test_runners_up_are_the_likeliest_but_the_drawn():
 
 
 def test_drafts_are_accepted_up_to_the_first_that_was_not_drawn():
-    """Random sequences of rows beside a naive loop: which drafts, and which row draws the next token."""
+    """Random sequences of rows beside a naive loop: which drafts, and which row draws the next
+    token.
+    """
     rng = np.random.default_rng(17)
     for _ in range(50):
         drawn = []
@@ -608,7 +711,9 @@ def test_drafts_are_accepted_up_to_the_first_that_was_not_drawn():
                 reached = going
                 going = going and fine and token == draft
                 row = token if fine else 0, draft, depth, fine, going, reached and not going
-                for column, value in zip((drawn, drafts, depths, ok, expected, last), row, strict=True):
+                for column, value in zip(
+                    (drawn, drafts, depths, ok, expected, last), row, strict=True
+                ):
                     column.append(value)
         R = len(drawn)
         nothing = jnp.zeros((R, 1))

@@ -1,4 +1,6 @@
-"""The arithmetic under sampling: sums in a fixed order, thresholds without a sort, the inverse draw, the generator."""
+"""The arithmetic under sampling: sums in a fixed order, thresholds without a sort, the inverse
+draw, the generator.
+"""
 
 from functools import partial
 
@@ -24,10 +26,14 @@ def test_thresholds_of_a_large_vocabulary():
         floor_R = top_k_floor(logits_RV, top_RC, jnp.full(R, k))
         np.testing.assert_array_equal(floor_R, sorted_RV[:, k - 1])
     weights_RV = np.exp(logits_RV - sorted_RV[:, :1])
-    top_p_floor = jax.jit(partial(xla.top_p_floor, weigh=lambda logits_RN: jnp.exp(logits_RN - sorted_RV[:, :1])))
+    top_p_floor = jax.jit(
+        partial(xla.top_p_floor, weigh=lambda logits_RN: jnp.exp(logits_RN - sorted_RV[:, :1]))
+    )
     for p in (0.01, 0.2, 0.5, 0.9, 0.99):
         floor_R = np.asarray(top_p_floor(logits_RV, top_RC, jnp.full(R, p, jnp.float32)))
-        for logits_V, weights_V, floor in zip(logits_RV, weights_RV.astype(np.float64), floor_R, strict=True):
+        for logits_V, weights_V, floor in zip(
+            logits_RV, weights_RV.astype(np.float64), floor_R, strict=True
+        ):
             need = p * weights_V.sum()
             assert weights_V[logits_V >= floor].sum() >= need * (1 - 1e-6)
             assert weights_V[logits_V > floor].sum() < need * (1 + 1e-6)
@@ -49,8 +55,12 @@ def test_the_bisection_of_one_row_leaves_the_others_their_answers():
 
 def test_bisection_orders_every_kind_of_float():
     rng = np.random.default_rng(4)
-    odd = np.array([-np.inf, -3.4e38, -1.0, -1e-45, 0.0, 1e-45, 1e-30, 1.0, 3.4e38, np.inf], np.float32)
-    logits_RV = np.stack([rng.permutation(np.concatenate([odd, -odd, rng.normal(size=7).astype(np.float32)]))] * 27)
+    odd = np.array(
+        [-np.inf, -3.4e38, -1.0, -1e-45, 0.0, 1e-45, 1e-30, 1.0, 3.4e38, np.inf], np.float32
+    )
+    logits_RV = np.stack(
+        [rng.permutation(np.concatenate([odd, -odd, rng.normal(size=7).astype(np.float32)]))] * 27
+    )
     k_R = np.arange(1, 28)
     found_R = jax.jit(xla.bisect, static_argnums=1)(logits_RV, 1, k_R)
     np.testing.assert_array_equal(found_R, np.sort(logits_RV[0])[::-1])
@@ -61,7 +71,9 @@ def tree_order(leaves):
     if leaves == 1:
         return [0]
     n = -(-leaves // xla.FAN_OUT)
-    return [i * n + node for node in tree_order(n) for i in range(xla.FAN_OUT) if i * n + node < leaves]
+    return [
+        i * n + node for node in tree_order(n) for i in range(xla.FAN_OUT) if i * n + node < leaves
+    ]
 
 
 @pytest.mark.parametrize("V", [1, 2, 63, 64, 65, 4097, 9000])
@@ -78,11 +90,16 @@ def test_descent_inverts_the_distribution_function(V):
     np.testing.assert_array_equal(total_R, ends_RV[:, -1])
     inverse = jax.jit(
         lambda levels, target_R: xla.descend(
-            levels, lambda ids: jnp.take_along_axis(weights_RV, ids, 1, mode="fill", fill_value=0), target_R
+            levels,
+            lambda ids: jnp.take_along_axis(weights_RV, ids, 1, mode="fill", fill_value=0),
+            target_R,
         )
     )
-    for share in [*rng.random(10), 0.0, 1.0]:  # 1 may be reached by rounding: the last leaf of any weight
-        target_R = np.minimum(np.floor(share * np.asarray(total_R)), np.asarray(total_R) - (share < 1))
+    # 1 may be reached by rounding: the last leaf of any weight
+    for share in [*rng.random(10), 0.0, 1.0]:
+        target_R = np.minimum(
+            np.floor(share * np.asarray(total_R)), np.asarray(total_R) - (share < 1)
+        )
         leaf_R = inverse(levels, target_R)
         last_R = [np.flatnonzero(weights_V[order])[-1] for weights_V in np.asarray(weights_RV)]
         expected_R = [
@@ -95,7 +112,9 @@ def test_descent_inverts_the_distribution_function(V):
 def test_never_a_token_without_probability():
     """The largest uniform number and the smallest, over weights that round badly."""
     rng = np.random.default_rng(5)
-    logits_RV = np.where(rng.random((64, 3000)) < 0.9, -np.inf, rng.normal(0, 8, (64, 3000))).astype(np.float32)
+    logits_RV = np.where(
+        rng.random((64, 3000)) < 0.9, -np.inf, rng.normal(0, 8, (64, 3000))
+    ).astype(np.float32)
 
     @jax.jit
     def draw(logits_RV, u):
@@ -112,7 +131,9 @@ def test_never_a_token_without_probability():
 
 def test_sums_are_accurate():
     values_RV = np.random.default_rng(6).random((3, 100_000)).astype(np.float32)
-    np.testing.assert_allclose(xla.total(jnp.asarray(values_RV)), values_RV.astype(np.float64).sum(1), rtol=1e-6)
+    np.testing.assert_allclose(
+        xla.total(jnp.asarray(values_RV)), values_RV.astype(np.float64).sum(1), rtol=1e-6
+    )
 
 
 def threefry(key, counter):
@@ -140,4 +161,6 @@ def test_uniform_numbers_are_threefry_of_seed_and_position():
         (threefry(seed, (0, position))[0] >> 8) / 2**24
         for seed, position in zip(seeds_R2.tolist(), positions_R.tolist(), strict=True)
     ]
-    np.testing.assert_array_equal(xla.uniform(jnp.asarray(seeds_R2), jnp.asarray(positions_R)), expected_R)
+    np.testing.assert_array_equal(
+        xla.uniform(jnp.asarray(seeds_R2), jnp.asarray(positions_R)), expected_R
+    )

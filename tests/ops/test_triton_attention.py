@@ -1,4 +1,6 @@
-"""Attention by Triton without a card: in Pallas' interpreter against float64, and compiled for an A100 and a B200."""
+"""Attention by Triton without a card: in Pallas' interpreter against float64, and compiled for an
+A100 and a B200.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -15,7 +17,15 @@ from quire.ops.attention.backend import AttentionParams
 from quire.ops.gpu import device, self_test
 from quire.ops.implementations import NoImplementation, variance
 from quire.tests.support import kernels_ahead
-from quire.tests.support.attention_cases import Sequence, Shape, build, call_shape, check, ragged, run
+from quire.tests.support.attention_cases import (
+    Sequence,
+    Shape,
+    build,
+    call_shape,
+    check,
+    ragged,
+    run,
+)
 from quire.tests.support.cases import cases, thinned
 
 attend = partial(triton.attend, interpret=True)
@@ -30,7 +40,14 @@ SHAPES = {  # each value of each parameter beside several of the others
     "pages of 96": {"K": 2, "G": 2, "S": 96},
     "a window of one": {"K": 2, "G": 2, "S": 8, "window": 1},
     "int8": {"K": 2, "G": 4, "S": 32, "codes": "int8", "window": 50},
-    "float8, sinks": {"K": 2, "G": 2, "S": 32, "codes": "float8_e4m3fn", "sinks": True, "soft_cap": 2.0},
+    "float8, sinks": {
+        "K": 2,
+        "G": 2,
+        "S": 32,
+        "codes": "float8_e4m3fn",
+        "sinks": True,
+        "soft_cap": 2.0,
+    },
 }
 FEW = ["gqa", "seven heads, a window", "int8", "float8, sinks"]
 
@@ -47,7 +64,9 @@ def small(monkeypatch):
 @pytest.mark.parametrize(("T", "B"), [(7, 7), (70, 5)], ids=["decoding", "mixed"])
 @pytest.mark.parametrize("name", thinned(SHAPES, FEW))
 def test_against_float64(name, T, B):
-    """Random steps, NaN in all that nobody owns, stale numbers in tables; with spans, and with several rows of one."""
+    """Random steps, NaN in all that nobody owns, stale numbers in tables; with spans, and with
+    several rows of one.
+    """
     shape = Shape(**{"H": 64, "T": T, "B": B, "dtype": "bfloat16", **SHAPES[name]})
     rng = np.random.default_rng(3)
     for _ in range(cases(4, least=1)):
@@ -60,7 +79,8 @@ def test_at_the_edges_of_spans_and_blocks():
     starts = [0, 62, 63, 64, 127, 128, 150]
     sequences = [Sequence(number, start, 1) for number, start in enumerate(starts)]
     check(shape, sequences, np.random.default_rng(0), attend, CLOSE)
-    check(shape, [Sequence(1, 120, 5)], np.random.default_rng(1), attend, CLOSE)  # rows enough for decoding, of one
+    # rows enough for decoding, of one
+    check(shape, [Sequence(1, 120, 5)], np.random.default_rng(1), attend, CLOSE)
 
 
 def test_a_step_without_rows():
@@ -88,10 +108,18 @@ def test_a_trial(spoilt):
     def kernel(*given, scale, **options):
         return attend(*given, scale=scale * (1.02 if spoilt else 1), **options)
 
-    for trial in (Trial("", 2, 200, 1, 1, **kind), Trial("", 1, 90, 30, 3, **kind), Trial("", 2, 90, layers=2, **kind)):
-        assert (self_test.measure(AttentionCase(trial, kernel), 0, repeats=2).wrong is None) == (not spoilt)
+    for trial in (
+        Trial("", 2, 200, 1, 1, **kind),
+        Trial("", 1, 90, 30, 3, **kind),
+        Trial("", 2, 90, layers=2, **kind),
+    ):
+        assert (self_test.measure(AttentionCase(trial, kernel), 0, repeats=2).wrong is None) == (
+            not spoilt
+        )
     trials = triton.trials(kind)
-    assert {trial.rows == 1 for trial in trials} == {True, False} and max(trial.layers for trial in trials) > 4
+    assert {trial.rows == 1 for trial in trials} == {True, False} and max(
+        trial.layers for trial in trials
+    ) > 4
     assert max(trial.length for trial in trials) > 32 * 512, "spans longer than the shortest"
     assert [case.trial for case in triton.cases(kind)] == trials
 
@@ -117,7 +145,9 @@ def traced(trial: Trial, implementation: str | None = None):
     q, pages, rows, sinks = arrays(trial, 1)
 
     def step(q, pages, rows, sinks):
-        return attention.paged_attention(q, None, None, pages, rows, trial.params, sinks, implementation)
+        return attention.paged_attention(
+            q, None, None, pages, rows, trial.params, sinks, implementation
+        )
 
     return jax.make_jaxpr(step)(q, pages, rows, sinks)
 
@@ -133,7 +163,10 @@ def test_it_serves_where_flashinfer_does_not(card):
     [
         (Trial("", 2, 30, heads=4, kv_heads=1, width=96, values=64), "none within the other"),
         (Trial("", 2, 30, heads=4, kv_heads=2, width=80), r"one width of \(64, 128, 256\), not 80"),
-        (Trial("", 2, 30, heads=4, kv_heads=2, width=64, dtype="float32"), "bfloat16 or float16, not float32"),
+        (
+            Trial("", 2, 30, heads=4, kv_heads=2, width=64, dtype="float32"),
+            "bfloat16 or float16, not float32",
+        ),
     ],
 )
 def test_what_it_declines_is_left_to_xla(card, trial, says, caplog):
@@ -160,7 +193,8 @@ def test_pages_that_offsets_do_not_reach_are_declined(gigabytes, codes, declined
 def test_older_cards_are_declined(card, monkeypatch, caplog):
     monkeypatch.setattr(device, "capability", lambda: "7.5")
     with pytest.raises(
-        NoImplementation, match=r"needs compute capability 8.0 .Ampere. or later, and this GPU's is 7.5"
+        NoImplementation,
+        match=r"needs compute capability 8.0 .Ampere. or later, and this GPU's is 7.5",
     ):
         traced(Trial("", 2, 30, heads=4, kv_heads=2, width=64), "triton")
 
@@ -185,11 +219,15 @@ PRODUCTION = {
     "Llama-3-8B in int8, 64 rows": Shape(T=64, B=64, K=8, G=4, H=128, S=32, codes="int8"),
     "Llama-3-8B in int8, 2048 rows": Shape(T=2048, B=64, K=8, G=4, H=128, S=32, codes="int8"),
     "Llama-3-8B in fp8, 64 rows": Shape(T=64, B=64, K=8, G=4, H=128, S=32, codes="float8_e4m3fn"),
-    "Llama-3-8B in fp8, 2048 rows": Shape(T=2048, B=64, K=8, G=4, H=128, S=32, codes="float8_e4m3fn"),
+    "Llama-3-8B in fp8, 2048 rows": Shape(
+        T=2048, B=64, K=8, G=4, H=128, S=32, codes="float8_e4m3fn"
+    ),
     "Qwen3-30B-A3B, 2048 rows": Shape(T=2048, B=64, K=4, G=8, H=128),
     "Gemma-3-12B, 64 rows": Shape(T=64, B=64, K=8, G=2, H=256, window=1024),
     "Gemma-3-12B, 2048 rows": Shape(T=2048, B=64, K=8, G=2, H=256, window=1024),
-    "Gemma-3-12B in fp8, 2048 rows": Shape(T=2048, B=64, K=8, G=2, H=256, S=32, codes="float8_e4m3fn"),
+    "Gemma-3-12B in fp8, 2048 rows": Shape(
+        T=2048, B=64, K=8, G=2, H=256, S=32, codes="float8_e4m3fn"
+    ),
     "gpt-oss-20b, 64 rows": Shape(T=64, B=64, K=8, G=8, H=64, window=128, sinks=True),
     "gpt-oss-20b, 2048 rows": Shape(T=2048, B=64, K=8, G=8, H=64, sinks=True),
     "MHA, a soft cap, 2048 rows": Shape(T=2048, B=64, K=16, G=1, H=128, soft_cap=50.0),

@@ -1,4 +1,6 @@
-"""What all weights have in common: subscripts that are checked while tracing, and forced implementations."""
+"""What all weights have in common: subscripts that are checked while tracing, and forced
+implementations.
+"""
 
 from typing import Any
 
@@ -17,9 +19,20 @@ from quire.sharding.spec import ArraySpec, random_arrays
 FORMATS = ["int8", "int8-weights", "int4-32-zero", "fp8"]
 DENSE = ArraySpec((64, 2, 32), jnp.bfloat16, (None, None, None), fan_in=64, inputs=(0,))
 HEAD = ArraySpec((48, 64), jnp.bfloat16, (None, None), fan_in=64, inputs=(1,))
-STACK = ArraySpec((3, 64, 32), jnp.bfloat16, (None, None, None), fan_in=64, inputs=(1,), stacked=True)
+STACK = ArraySpec(
+    (3, 64, 32), jnp.bfloat16, (None, None, None), fan_in=64, inputs=(1,), stacked=True
+)
 X = jnp.ones((5, 64))
-WRONG = ["TD,DGF->TFG", "TD,GFD->TGF", "TD,DF->TF", "TD,DGF->GFT", "DT,DGF->TGF", "TD,TGF->TGF", "D,DGF->GF", "TD,DGF"]
+WRONG = [
+    "TD,DGF->TFG",
+    "TD,GFD->TGF",
+    "TD,DF->TF",
+    "TD,DGF->GFT",
+    "DT,DGF->TGF",
+    "TD,TGF->TGF",
+    "D,DGF->GF",
+    "TD,DGF",
+]
 
 
 def made(dense: ArraySpec, name: str | None, kernels: bool) -> Any:
@@ -110,10 +123,14 @@ def test_a_format_says_all_that_others_ask(name):
     ],
 )
 def test_products_in_float32_are_float32(monkeypatch, backend, dtype, asked):
-    """A GPU would take TF32 for them: a router's choice among experts, for one, would be another."""
+    """A GPU would take TF32 for them: a router's choice among experts, for one, would be
+    another.
+    """
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     x = jnp.ones((4, 64), dtype)
     w = jnp.ones((64, 8), dtype)
-    made = jax.make_jaxpr(lambda x, w: einsum("TD,DE->TE", x, w, jnp.float32, implementation="xla"))(x, w)
+    made = jax.make_jaxpr(
+        lambda x, w: einsum("TD,DE->TE", x, w, jnp.float32, implementation="xla")
+    )(x, w)
     [product] = [equation for equation in made.eqns if equation.primitive.name == "dot_general"]
     assert product.params["precision"] == asked

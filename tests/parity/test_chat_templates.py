@@ -1,4 +1,6 @@
-"""Prompts against those of transformers: each template with its own conversation and with all others."""
+"""Prompts against those of transformers: each template with its own conversation and with all
+others.
+"""
 
 import pytest
 
@@ -16,7 +18,9 @@ from quire.serving.chat_prompt import render
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 ALL = CASES | FEATURES
-TEMPLATES = {name: template for template, name in {case.template: name for name, case in ALL.items()}.items()}
+TEMPLATES = {
+    name: template for template, name in {case.template: name for name, case in ALL.items()}.items()
+}
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +28,9 @@ def theirs():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), **SPECIAL)
 
     def prompt(template: str, messages, **options) -> str:
-        return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
+        return tokenizer.apply_chat_template(
+            messages, chat_template=template, tokenize=False, **options
+        )
 
     return prompt
 
@@ -53,10 +59,16 @@ def test_the_recorded_expressions_are_theirs(source, theirs):
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_every_conversation(template, theirs, ours):
-    """Where theirs refuses, ours may find a prompt: what an assistant did not say is empty here and missing there."""
+    """Where theirs refuses, ours may find a prompt: what an assistant did not say is empty here and
+    missing there.
+    """
     for case in ALL.values():
         for adds in (True, False):
-            for variables in ({}, case.variables, {"tools": [{"type": "function", "function": {"name": "f"}}]}):
+            for variables in (
+                {},
+                case.variables,
+                {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            ):
                 options = {"add_generation_prompt": adds} | variables
                 try:
                     expected = theirs(template, case.messages, **options)
@@ -79,7 +91,9 @@ def test_line_ends(ends, theirs, ours):
 def test_an_answer_goes_on_from_the_same_place(said, theirs, ours):
     class Tokenizer:
         template_for = staticmethod(lambda tools: template)
-        apply_chat_template = staticmethod(lambda messages, **options: ours(template, messages, **options))
+        apply_chat_template = staticmethod(
+            lambda messages, **options: ours(template, messages, **options)
+        )
 
     messages = [AGAIN, {"role": "assistant", "content": said}]
     options = {"continue_final_message": True, "add_generation_prompt": False}

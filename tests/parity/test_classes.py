@@ -28,7 +28,9 @@ CASES = [  # family, classes, problem_type, what makes probabilities of the numb
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("family", "count", "problem", "activation"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("family", "count", "problem", "activation"), CASES, ids=[case[0] for case in CASES]
+)
 def test_classes(family, count, problem, activation, tmp_path):
     print(f"{family}: QUIRE_SEED={SEED}")
     variant = next(variant for variant in VARIANTS if variant.name.startswith(family))
@@ -39,15 +41,24 @@ def test_classes(family, count, problem, activation, tmp_path):
     config.pad_token_id = None
     torch.manual_seed(SEED)
     model = (
-        transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").float().eval()
+        transformers.AutoModelForSequenceClassification.from_config(
+            config, attn_implementation="eager"
+        )
+        .float()
+        .eval()
     )
     model.score.weight.mul_(30)  # so that classes differ
     model.save_pretrained(tmp_path)
     texts = prompts((*variant.prompts, 1), config.vocab_size, SEED)
     llm = LLM(
-        model=str(tmp_path), skip_tokenizer_init=True, dtype="float32", max_model_len=variant.max_len,
-        max_num_batched_tokens=32, max_num_seqs=4, kv_cache_memory_bytes=64 << 20,
-    )  # fmt: skip
+        model=str(tmp_path),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=variant.max_len,
+        max_num_batched_tokens=32,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=64 << 20,
+    )
     expected = [model(torch.tensor([ids])).logits[0] for ids in texts]
     for logits, output in zip(expected, llm.classify(texts, use_tqdm=False), strict=True):
         np.testing.assert_allclose(output.outputs.probs, activation(logits).numpy(), atol=1e-4)
@@ -56,7 +67,9 @@ def test_classes(family, count, problem, activation, tmp_path):
         for logits, output in zip(expected, llm.reward(texts, use_tqdm=False), strict=True):
             np.testing.assert_allclose(output.outputs.data, logits.numpy(), atol=2e-4)
     else:
-        with pytest.raises(RequestError, match=f"model: gives {count} numbers and no reward; ask LLM.classify"):
+        with pytest.raises(
+            RequestError, match=f"model: gives {count} numbers and no reward; ask LLM.classify"
+        ):
             llm.reward(texts, use_tqdm=False)
     for ask in (llm.generate, llm.embed):
         with pytest.raises(RequestError, match="model: classifies texts and"):

@@ -1,4 +1,6 @@
-"""Folders of sentence-transformers against transformers' hidden states, pooled as their files say."""
+"""Folders of sentence-transformers against transformers' hidden states, pooled as their files
+say.
+"""
 
 import json
 import os
@@ -22,15 +24,23 @@ pytestmark = pytest.mark.usefixtures("few_programs")
 
 SEED = int(os.environ.get("QUIRE_SEED", 0)) or int.from_bytes(os.urandom(3), "little")
 VARIANT = next(variant for variant in VARIANTS if variant.name.startswith("qwen3"))
-CASES = {"last": {"pooling_mode_lasttoken": True, "pooling_mode_cls_token": False}, "mean": {"pooling_mode": "mean"},
-         "cls": {"pooling_mode_cls_token": True}}  # fmt: skip
+CASES = {
+    "last": {"pooling_mode_lasttoken": True, "pooling_mode_cls_token": False},
+    "mean": {"pooling_mode": "mean"},
+    "cls": {"pooling_mode_cls_token": True},
+}
 
 
 def modules(*kinds: str) -> str:
     paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     return json.dumps(
         [
-            {"idx": i, "name": str(i), "path": paths[kind], "type": f"sentence_transformers.models.{kind}"}
+            {
+                "idx": i,
+                "name": str(i),
+                "path": paths[kind],
+                "type": f"sentence_transformers.models.{kind}",
+            }
             for i, kind in enumerate(kinds)
         ]
     )
@@ -39,23 +49,37 @@ def modules(*kinds: str) -> str:
 @torch.no_grad()
 def states(model, ids: list[int]) -> np.ndarray:
     """[T, D] after the final norm."""
-    return model(torch.tensor([ids]), use_cache=False, output_hidden_states=True).hidden_states[-1][0].double().numpy()
+    return (
+        model(torch.tensor([ids]), use_cache=False, output_hidden_states=True)
+        .hidden_states[-1][0]
+        .double()
+        .numpy()
+    )
 
 
 @pytest.mark.parametrize("pooling", CASES)
 def test_embedders(pooling, tmp_path):
     print(f"{VARIANT.name}: QUIRE_SEED={SEED}")
-    folder = write_folder(tmp_path / "model", VARIANT.config, reference.tensor_shapes(VARIANT), SEED)
+    folder = write_folder(
+        tmp_path / "model", VARIANT.config, reference.tensor_shapes(VARIANT), SEED
+    )
     model = reference.load(folder)
     normalize = pooling != "mean"
     kinds = ("Transformer", "Pooling", "Normalize") if normalize else ("Transformer", "Pooling")
     (folder / "modules.json").write_text(modules(*kinds))
     (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(CASES[pooling] | {"include_prompt": True}))
-    if pooling == "last":  # as Qwen3-Embedding is written: without a head, and without the prefix of all names
+    (folder / "1_Pooling" / "config.json").write_text(
+        json.dumps(CASES[pooling] | {"include_prompt": True})
+    )
+    # as Qwen3-Embedding is written: without a head, and without the prefix of all names
+    if pooling == "last":
         for file in folder.glob("*.safetensors"):
             tensors = load_file(file)
-            bare = {name.removeprefix("model."): x for name, x in tensors.items() if name != "lm_head.weight"}
+            bare = {
+                name.removeprefix("model."): x
+                for name, x in tensors.items()
+                if name != "lm_head.weight"
+            }
             save_file(bare, file, metadata={"format": "pt"})
         (folder / "model.safetensors.index.json").unlink()
     texts = prompts((*VARIANT.prompts, 1), model.config.vocab_size, SEED)
@@ -64,10 +88,18 @@ def test_embedders(pooling, tmp_path):
         max_num_batched_tokens=32, max_num_seqs=4, kv_cache_memory_bytes=64 << 20,
     )  # fmt: skip
     for dimensions in (None, 8):
-        for ids, output in zip(texts, llm.embed(texts, use_tqdm=False, dimensions=dimensions), strict=True):
+        for ids, output in zip(
+            texts, llm.embed(texts, use_tqdm=False, dimensions=dimensions), strict=True
+        ):
             rows = states(model, ids)
-            expected = {"last": rows[-1], "mean": rows.mean(axis=0), "cls": rows[0]}[pooling][:dimensions]
+            expected = {"last": rows[-1], "mean": rows.mean(axis=0), "cls": rows[0]}[pooling][
+                :dimensions
+            ]
             expected = expected / np.linalg.norm(expected) if normalize else expected
-            np.testing.assert_allclose(output.outputs.embedding, expected, atol=1e-4 * max(1, np.abs(expected).max()))
-    with pytest.raises(RequestError, match=r"model: makes embeddings and writes no text; ask LLM\.embed"):
+            np.testing.assert_allclose(
+                output.outputs.embedding, expected, atol=1e-4 * max(1, np.abs(expected).max())
+            )
+    with pytest.raises(
+        RequestError, match=r"model: makes embeddings and writes no text; ask LLM\.embed"
+    ):
         llm.generate([texts[0]], use_tqdm=False)

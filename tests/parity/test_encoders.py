@@ -1,4 +1,6 @@
-"""Encoders against transformers on fresh random weights: vectors, classes and pairs of texts, in float32."""
+"""Encoders against transformers on fresh random weights: vectors, classes and pairs of texts, in
+float32.
+"""
 
 import json
 import os
@@ -22,9 +24,16 @@ pytestmark = pytest.mark.usefixtures("few_programs")
 
 SEED = int(os.environ.get("QUIRE_SEED", 0)) or int.from_bytes(os.urandom(3), "little")
 SIZES = {
-    "vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 96,
-    "max_position_embeddings": 130, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 130,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 LENGTHS = 5, 1, 40, 100, 23
 MODERN = {"local_attention": 16, "cls_token_id": 1, "sep_token_id": 2}
 
@@ -32,12 +41,18 @@ MODERN = {"local_attention": 16, "cls_token_id": 1, "sep_token_id": 2}
 def config_of(kind: str):
     if kind == "embeddinggemma":
         variant = next(variant for variant in VARIANTS if variant.name == "gemma3-text")
-        own = {key: value for key, value in variant.config.items() if key not in ("architectures", "model_type")}
+        own = {
+            key: value
+            for key, value in variant.config.items()
+            if key not in ("architectures", "model_type")
+        }
         both = {"use_bidirectional_attention": True, "sliding_window": 24, "vocab_size": 160}
         return transformers.Gemma3TextConfig(**own | both)
     if kind == "modernbert":
         return transformers.ModernBertConfig(**SIZES | MODERN)
-    made = {"bert": "BertConfig", "roberta": "RobertaConfig", "xlm-roberta": "XLMRobertaConfig"}[kind]
+    made = {"bert": "BertConfig", "roberta": "RobertaConfig", "xlm-roberta": "XLMRobertaConfig"}[
+        kind
+    ]
     return getattr(transformers, made)(**SIZES)
 
 
@@ -47,10 +62,14 @@ def drawn(kind: str, auto, **changes):
     for name, value in changes.items():
         setattr(config, name, value)
     torch.manual_seed(SEED)
-    model = getattr(transformers, auto).from_config(config, attn_implementation="eager").float().eval()
+    model = (
+        getattr(transformers, auto).from_config(config, attn_implementation="eager").float().eval()
+    )
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1) if parameter.ndim == 1 else parameter.mul_(3)
+            parameter.add_(
+                torch.randn_like(parameter) * 0.1
+            ) if parameter.ndim == 1 else parameter.mul_(3)
     return model
 
 
@@ -58,7 +77,12 @@ def write_modules(folder, width: int, pooling: str, dense=()) -> None:
     kinds = ["Transformer", "Pooling", *["Dense"] * len(dense), "Normalize"]
     paths = ["", *(f"{number}_{kind}" for number, kind in enumerate(kinds[1:], 1))]
     modules = [
-        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        {
+            "idx": number,
+            "name": str(number),
+            "path": path,
+            "type": f"sentence_transformers.models.{kind}",
+        }
         for number, (kind, path) in enumerate(zip(kinds, paths, strict=True))
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
@@ -74,7 +98,12 @@ def write_modules(folder, width: int, pooling: str, dense=()) -> None:
 
 
 def llm_of(folder, **options) -> LLM:
-    common = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 128}
+    common = {
+        "dtype": "float32",
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 128,
+        "max_model_len": 128,
+    }
     return LLM(str(folder), **common | options)
 
 
@@ -87,7 +116,9 @@ def test_vectors(kind, pooling, tmp_path):
     model = drawn(kind, "AutoModel")
     model.save_pretrained(tmp_path)
     D = model.config.hidden_size
-    dense = [torch.randn(2 * D, D) / 8, torch.randn(48, 2 * D) / 8] if kind == "embeddinggemma" else []
+    dense = (
+        [torch.randn(2 * D, D) / 8, torch.randn(48, 2 * D) / 8] if kind == "embeddinggemma" else []
+    )
     write_modules(tmp_path, D, pooling, dense)
     llm = llm_of(tmp_path, skip_tokenizer_init=True)
     rng = np.random.default_rng(SEED)
@@ -126,7 +157,9 @@ def test_pairs(kind, tmp_path):
     """A cross-encoder: both texts at once, and BERT is told which token is of which."""
     words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *"the a fox dog lazy quick jumps over".split()]
     core = tokenizers.Tokenizer(
-        tokenizers.models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
+        tokenizers.models.WordPiece(
+            {word: number for number, word in enumerate(words)}, unk_token="[UNK]"
+        )
     )
     core.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     core.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
@@ -139,7 +172,9 @@ def test_pairs(kind, tmp_path):
     llm = llm_of(tmp_path)
     queries = ["the quick fox", "dog", "a a a"]
     documents = ["jumps over the lazy dog " * 4, "fox", "the dog jumps"]
-    for query, document, output in zip(queries, documents, llm.score(queries, documents, use_tqdm=False), strict=True):
+    for query, document, output in zip(
+        queries, documents, llm.score(queries, documents, use_tqdm=False), strict=True
+    ):
         given = own(query, document, return_token_type_ids=True, return_tensors="pt")
         types = {} if kind == "xlm-roberta" else {"token_type_ids": given["token_type_ids"]}
         assert list(output.prompt_token_ids) == given["input_ids"][0].tolist()

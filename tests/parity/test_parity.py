@@ -1,4 +1,7 @@
-"""Every family against transformers itself, on fresh random weights. `QUIRE_SEED=n` repeats a run."""
+"""Every family against transformers itself, on fresh random weights.
+
+`QUIRE_SEED=n` repeats a run.
+"""
 
 import json
 import os
@@ -30,8 +33,11 @@ SEED = int(os.environ.get("QUIRE_SEED", 0)) or int.from_bytes(os.urandom(3), "li
 TOLERANCE = 1e-4  # and twice what a row moves by itself when last bits do
 LEAST_LEAD = 1e-3  # rounding decides between tokens that are closer
 STEADY = 1e-4  # a model whose own rounding error is larger says nothing about ours
-FEW = [variant for variant in VARIANTS if variant.name in KINDS]  # tests/model/test_golden.py has the others
-BY_NAME = pytest.mark.parametrize("variant", thinned(VARIANTS, FEW), ids=lambda variant: variant.name)
+# tests/model/test_golden.py has the others
+FEW = [variant for variant in VARIANTS if variant.name in KINDS]
+BY_NAME = pytest.mark.parametrize(
+    "variant", thinned(VARIANTS, FEW), ids=lambda variant: variant.name
+)
 
 
 class Case:
@@ -44,7 +50,9 @@ class Case:
             written = write_folder(folder / str(self.seed), variant.config, shapes, self.seed)
             model = reference.load(written)
             vocab_size = model.config.get_text_config().vocab_size
-            self.prompts = prompts((*variant.prompts, variant.prompts[0] - 17), vocab_size, self.seed)
+            self.prompts = prompts(
+                (*variant.prompts, variant.prompts[0] - 17), vocab_size, self.seed
+            )
             answers = [reference.greedy(model, ids, variant.new_tokens) for ids in self.prompts]
             whole = self.prompts[0] + answers[0][0]
             leads = min(lead for _, lead in answers) >= LEAST_LEAD
@@ -75,7 +83,9 @@ def test_logits(variant, case):
     for folder in (made.written, made.saved):
         config = loader.read_config(folder, "float32", variant.max_len)
         weights = loader.load_weights(folder, config)
-        logits = jax.jit(uncached.forward, static_argnums=2)(weights, jnp.array([made.whole]), config)[0]
+        logits = jax.jit(uncached.forward, static_argnums=2)(
+            weights, jnp.array([made.whole]), config
+        )[0]
         np.testing.assert_array_less(np.abs(logits - made.logits).max(axis=1), made.tolerance)
 
 
@@ -83,7 +93,10 @@ def test_logits(variant, case):
 def test_saved_config_means_the_same(variant, case):
     """transformers 5 writes other keys than the published files have; both are read alike."""
     made = case(variant.name)
-    first, second = (loader.read_config(folder, "float32", variant.max_len) for folder in (made.written, made.saved))
+    first, second = (
+        loader.read_config(folder, "float32", variant.max_len)
+        for folder in (made.written, made.saved)
+    )
     assert first == second
 
 
@@ -95,24 +108,42 @@ def test_greedy_tokens(variant, block_size, case):
     """Each alone, then all at once with some that have come a part of the way."""
     made = case(variant.name)
     llm = LLM(
-        model=str(made.saved), skip_tokenizer_init=True, dtype="float32", block_size=block_size,
-        max_model_len=variant.max_len, max_num_batched_tokens=32, max_num_seqs=4, kv_cache_memory_bytes=64 << 20,
-    )  # fmt: skip
+        model=str(made.saved),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        block_size=block_size,
+        max_model_len=variant.max_len,
+        max_num_batched_tokens=32,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=64 << 20,
+    )
     cases = [(ids, tokens, 0) for ids, tokens in zip(made.prompts, made.tokens, strict=True)]
-    batch = cases + [(ids, tokens, n) for (ids, tokens, _), n in zip(cases, (30, 9, 63), strict=True)]
+    batch = cases + [
+        (ids, tokens, n) for (ids, tokens, _), n in zip(cases, (30, 9, 63), strict=True)
+    ]
     for asked in ([cases[0]], [cases[1]], [cases[2]], batch):
         outputs = llm.generate(
             [{"prompt_token_ids": ids + tokens[:n]} for ids, tokens, n in asked],
-            [SamplingParams(temperature=0, max_tokens=len(tokens) - n, ignore_eos=True) for _, tokens, n in asked],
+            [
+                SamplingParams(temperature=0, max_tokens=len(tokens) - n, ignore_eos=True)
+                for _, tokens, n in asked
+            ],
             use_tqdm=False,
         )
-        assert [list(output.outputs[0].token_ids) for output in outputs] == [tokens[n:] for _, tokens, n in asked]
+        assert [list(output.outputs[0].token_ids) for output in outputs] == [
+            tokens[n:] for _, tokens, n in asked
+        ]
 
 
-# transformers joins and renames Kimi Linear's tensors when it reads them; the tiny model has the names of the files.
-@pytest.mark.parametrize("name", sorted((PUBLISHED | PUBLISHED_MOE).keys() - {"Kimi-Linear-48B-A3B"}))
+# transformers joins and renames Kimi Linear's tensors when it reads them; the tiny model has the
+# names of the files.
+@pytest.mark.parametrize(
+    "name", sorted((PUBLISHED | PUBLISHED_MOE).keys() - {"Kimi-Linear-48B-A3B"})
+)
 def test_published_tensors(name, tmp_path):
-    """transformers builds a published model of the tensors that the family file asks for, and of no others."""
+    """transformers builds a published model of the tensors that the family file asks for, and of no
+    others.
+    """
     hf = (PUBLISHED | PUBLISHED_MOE)[name].config
     hf = {key: value for key, value in hf.items() if key not in ("auto_map", "quantization_config")}
     (tmp_path / "config.json").write_text(json.dumps(hf))
@@ -130,5 +161,9 @@ def test_published_tensors(name, tmp_path):
     if config.tied:
         del theirs["lm_head.weight"]
     sources = jax.tree.map(lambda spec, source: source, abstract(config), family.sources(config))
-    ours = {part.name: part.shape for source in jax.tree.leaves(sources) for part in source.whole or source.parts}
+    ours = {
+        part.name: part.shape
+        for source in jax.tree.leaves(sources)
+        for part in source.whole or source.parts
+    }
     assert ours == theirs

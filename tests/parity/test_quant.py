@@ -21,7 +21,9 @@ def test_mxfp4(into, out):
         "x_blocks": rng.integers(0, 256, (E, rows, into // 32, 16), np.uint8),
         "x_scales": rng.integers(1, 252, (E, rows, into // 32), np.uint8),
     }
-    theirs = mxfp4.convert_moe_packed_tensors(*(torch.tensor(value) for value in stored.values()), dtype=torch.float32)
+    theirs = mxfp4.convert_moe_packed_tensors(
+        *(torch.tensor(value) for value in stored.values()), dtype=torch.float32
+    )
     node = jax.tree.map(
         lambda source: jnp.asarray(source.parts[0].turn(stored[source.parts[0].name])),
         packed_source("mxfp4", "x", E, into, *out),

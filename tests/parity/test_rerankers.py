@@ -1,4 +1,6 @@
-"""Rerankers against transformers: heads with one class, and Qwen3-Reranker's yes and no, on fresh random weights."""
+"""Rerankers against transformers: heads with one class, and Qwen3-Reranker's yes and no, on fresh
+random weights.
+"""
 
 import json
 import os
@@ -29,16 +31,22 @@ SHAPES = {"max_position_embeddings": 1024, "tie_word_embeddings": False}
 
 
 def made(folder, kind: str, **change):
-    """A tiny Qwen3 with a tokenizer, as transformers writes it; (folder, model, transformers' tokenizer)."""
+    """A tiny Qwen3 with a tokenizer, as transformers writes it; (folder, model, transformers'
+    tokenizer).
+    """
     save(folder, ZOO["byte_level"]())
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     variant = next(variant for variant in VARIANTS if variant.name == "qwen3")
-    (folder / "config.json").write_text(json.dumps(variant.config | SHAPES | {"vocab_size": len(tokenizer)} | change))
+    (folder / "config.json").write_text(
+        json.dumps(variant.config | SHAPES | {"vocab_size": len(tokenizer)} | change)
+    )
     config = transformers.AutoConfig.from_pretrained(folder)
     config.num_labels = 1
     config.pad_token_id = None
     torch.manual_seed(SEED)
-    model = getattr(transformers, kind).from_config(config, attn_implementation="eager").float().eval()
+    model = (
+        getattr(transformers, kind).from_config(config, attn_implementation="eager").float().eval()
+    )
     table = model.get_output_embeddings() if kind == "AutoModelForCausalLM" else model.score
     with torch.no_grad():
         table.weight.mul_(8)
@@ -47,13 +55,22 @@ def made(folder, kind: str, **change):
 
 
 def llm_of(folder, **options):
-    return LLM(model=str(folder), dtype="float32", max_model_len=512, max_num_seqs=4, max_num_batched_tokens=64,
-               kv_cache_memory_bytes=64 << 20, **options)  # fmt: skip
+    return LLM(
+        model=str(folder),
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        kv_cache_memory_bytes=64 << 20,
+        **options,
+    )
 
 
 @torch.no_grad()
 def test_one_class_for_two_texts(tmp_path):
-    """As sentence-transformers' CrossEncoder does it: the tokenizer pairs them, and a sigmoid is on the number."""
+    """As sentence-transformers' CrossEncoder does it: the tokenizer pairs them, and a sigmoid is on
+    the number.
+    """
     folder, model, tokenizer = made(tmp_path, "AutoModelForSequenceClassification")
     llm = llm_of(folder)
     found = llm.score(QUERIES, DOCUMENTS, use_tqdm=False)
@@ -68,14 +85,18 @@ def test_one_class_for_two_texts(tmp_path):
 
 
 def yes_and_no(tokenizer) -> list[str]:
-    return [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])[40:42]]
+    return [
+        token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])[40:42]
+    ]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("form", ["overrides", "written out", "modules", "template"])
 def test_yes_or_no(tmp_path, tied, form):
-    """What a plain model would say: softmax over two tokens' logits at the end of the published prompt."""
+    """What a plain model would say: softmax over two tokens' logits at the end of the published
+    prompt.
+    """
     folder, model, tokenizer = made(tmp_path, "AutoModelForCausalLM", tie_word_embeddings=tied)
     no, yes = yes_and_no(tokenizer)
     ids = tokenizer.convert_tokens_to_ids([no, yes])
@@ -99,7 +120,11 @@ def test_yes_or_no(tmp_path, tied, form):
         ]
         (folder / "modules.json").write_text(json.dumps(modules))
         (folder / "1_LogitScore").mkdir()
-        scores = {"true_token_id": ids[1], "false_token_id": ids[0], "module_input_name": "causal_logits"}
+        scores = {
+            "true_token_id": ids[1],
+            "false_token_id": ids[0],
+            "module_input_name": "causal_logits",
+        }
         (folder / "1_LogitScore" / "config.json").write_text(json.dumps(scores))
         prompts = {"prompts": {"own": "Find it"}, "default_prompt_name": "own"}
         (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
@@ -128,10 +153,17 @@ def test_a_class_for_each_token(tmp_path):
     """vLLM's classifier_from_token without more: the logits of some tokens, as classes."""
     folder, model, tokenizer = made(tmp_path, "AutoModelForCausalLM")
     names = yes_and_no(tokenizer)
-    overrides = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": names}
+    overrides = {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "classifier_from_token": names,
+    }
     llm = llm_of(folder, hf_overrides=overrides)
     tokens = tokenizer("the fox")["input_ids"]
-    expected = model(torch.tensor([tokens])).logits[0, -1, tokenizer.convert_tokens_to_ids(names)].softmax(0)
+    expected = (
+        model(torch.tensor([tokens]))
+        .logits[0, -1, tokenizer.convert_tokens_to_ids(names)]
+        .softmax(0)
+    )
     (output,) = llm.classify([tokens], use_tqdm=False)
     np.testing.assert_allclose(output.outputs.probs, expected.numpy(), atol=1e-5)
     with pytest.raises(RequestError, match="has 2 classes and scores no pairs"):
@@ -146,5 +178,6 @@ def test_a_class_for_each_token(tmp_path):
     with pytest.raises(ModelError, match="it must be two, no and yes"):
         llm_of(
             folder,
-            hf_overrides=overrides | {"classifier_from_token": [*names, "a"], "is_original_qwen3_reranker": True},
+            hf_overrides=overrides
+            | {"classifier_from_token": [*names, "a"], "is_original_qwen3_reranker": True},
         )

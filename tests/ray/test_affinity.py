@@ -1,4 +1,6 @@
-"""Which replica a prompt goes to: by what was read where, within bounds on how uneven the load may get."""
+"""Which replica a prompt goes to: by what was read where, within bounds on how uneven the load may
+get.
+"""
 
 import json
 import random
@@ -44,7 +46,10 @@ def test_a_conversation_begins_as_its_last_turn_did():
     assert body_prefix([], chat(LONG[0], LONG[2]))[:2] == before[:2]
     for path in ("system", "instructions"):
         with_one = body_prefix([], chat(*LONG, **{path: "s" * 600}))
-        assert with_one[:2] == body_prefix([], chat("another", **{path: "s" * 600}))[:2] and with_one[0] != after[0]
+        assert (
+            with_one[:2] == body_prefix([], chat("another", **{path: "s" * 600}))[:2]
+            and with_one[0] != after[0]
+        )
 
 
 def test_tenants_share_nothing():
@@ -58,7 +63,9 @@ def test_tenants_share_nothing():
     assert token_prefix(range(200), None)[:2] == token_prefix(range(150), None)[:2]
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b'"x"', b"\xff", b"[" * 100_000, b'{"prompt": {}}', b"null"])
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[1]", b'"x"', b"\xff", b"[" * 100_000, b'{"prompt": {}}', b"null"]
+)
 def test_what_is_no_request_has_no_beginnings(raw):
     assert body_prefix([], raw) == ()
 
@@ -105,7 +112,9 @@ def test_what_is_remembered_is_bounded(monkeypatch):
 
 
 def simulated(routing: str, seed: int, replicas: int = 4) -> tuple[float, int, Counter]:
-    """(the share of beginnings that were there, the most that one had more to do than the least, who answered)."""
+    """(the share of beginnings that were there, the most that one had more to do than the least,
+    who answered).
+    """
     rng = random.Random(seed)
     known = Affinity(routing)
     open_: list[tuple[float, str]] = []
@@ -168,7 +177,12 @@ def test_how_many():
     options = EngineOptions(max_num_seqs=32).on("cpu")
     assert ReplicaOptions().scaling_arguments(options) == {"num_replicas": 1}
     [(_, scaled)] = ReplicaOptions(max_replicas=4).scaling_arguments(options).items()
-    assert scaled == {"min_replicas": 1, "max_replicas": 4, "initial_replicas": 1, "target_ongoing_requests": 24}
+    assert scaled == {
+        "min_replicas": 1,
+        "max_replicas": 4,
+        "initial_replicas": 1,
+        "target_ongoing_requests": 24,
+    }
     options = EngineOptions(max_num_seqs=32, data_parallel_size=2).on("cpu")
     [(_, scaled)] = ReplicaOptions(max_replicas=4).scaling_arguments(options).items()
     assert scaled["target_ongoing_requests"] == 48
@@ -181,19 +195,26 @@ def test_how_many():
         (1, {"kv_cache_disk": "kv"}, {}, "kv_cache_disk is one process's own"),
         (1, {"trace": "file"}, {}, "trace is one"),
         (2, {}, {"prefill_replicas": 1}, "one model"),
-        (1, {"enable_prefix_caching": False}, {"prefill_replicas": 1}, "needs enable_prefix_caching"),
+        (
+            1,
+            {"enable_prefix_caching": False},
+            {"prefill_replicas": 1},
+            "needs enable_prefix_caching",
+        ),
         (1, {"block_size": 0}, {}, "block_size is 0"),
     ],
 )
 def test_plans_that_are_none(models, options, scale, why):
     with pytest.raises(ModelError, match=why):
-        DeploymentPlan(((None, ("m",)),) * models, ServerSettings(), options, ReplicaOptions(**scale))
+        DeploymentPlan(
+            ((None, ("m",)),) * models, ServerSettings(), options, ReplicaOptions(**scale)
+        )
 
 
 def test_readers_need_room_for_what_they_hand_over():
-    assert DeploymentPlan(((None, ("m",)),), ServerSettings(), {}, ReplicaOptions(prefill_replicas=1)).replica_options[
-        "kv_cache_host_bytes"
-    ]
+    assert DeploymentPlan(
+        ((None, ("m",)),), ServerSettings(), {}, ReplicaOptions(prefill_replicas=1)
+    ).replica_options["kv_cache_host_bytes"]
     assert not DeploymentPlan(((None, ("m",)),), ServerSettings(), {}).replica_options
 
 

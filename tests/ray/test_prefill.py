@@ -1,4 +1,6 @@
-"""One engine reads prompts and another writes the answers: the same tokens as from one, and only the rest computed."""
+"""One engine reads prompts and another writes the answers: the same tokens as from one, and only
+the rest computed.
+"""
 
 import asyncio
 import os
@@ -25,18 +27,30 @@ from quire.tests.support.golden.recorded import Golden
 pytestmark = pytest.mark.usefixtures("few_programs")
 
 PAGE = 8
-# Model, format of the cache, and how far scores of one engine alone differ with what else runs (experts on XLA).
+# Model, format of the cache, and how far scores of one engine alone differ with what else runs
+# (experts on XLA).
 KINDS = [
-    ("llama", "auto", 0), ("gemma3-text", "auto", 0), ("deepseek-v3", "auto", 1e-4), ("qwen3-window", "int8", 0),
-    ("mistral", "fp8", 0), ("gemma3-text", "int4", 0), ("qwen3-5", "auto", 0),
-]  # fmt: skip
+    ("llama", "auto", 0),
+    ("gemma3-text", "auto", 0),
+    ("deepseek-v3", "auto", 1e-4),
+    ("qwen3-window", "int8", 0),
+    ("mistral", "fp8", 0),
+    ("gemma3-text", "int4", 0),
+    ("qwen3-5", "auto", 0),
+]
 
 
 def start(folder, **chosen) -> AsyncLLM:
     options = {
-        "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 176, "block_size": PAGE, "max_num_seqs": 4,
-        "max_num_batched_tokens": 32, "kv_cache_memory_bytes": 32 << 20, "kv_cache_host_bytes": 32 << 20,
-    }  # fmt: skip
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_model_len": 176,
+        "block_size": PAGE,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "kv_cache_memory_bytes": 32 << 20,
+        "kv_cache_host_bytes": 32 << 20,
+    }
     return AsyncLLM(str(folder), **options | chosen)
 
 
@@ -45,8 +59,12 @@ def asks(rng: random.Random, count: int) -> list[Ask]:
     found = []
     before = [rng.randrange(150) for _ in range(70)]
     for index in range(count):
-        tokens = before[: rng.choice((0, 40, 70))] + [rng.randrange(150) for _ in range(rng.randrange(1, 90))]
-        params = SamplingParams(temperature=index % 2, seed=index, max_tokens=12, ignore_eos=True, logprobs=2)
+        tokens = before[: rng.choice((0, 40, 70))] + [
+            rng.randrange(150) for _ in range(rng.randrange(1, 90))
+        ]
+        params = SamplingParams(
+            temperature=index % 2, seed=index, max_tokens=12, ignore_eos=True, logprobs=2
+        )
         terms = Terms(cache_salt=rng.choice((None, "a tenant")))
         found.append(Ask(tokens, params, None, terms))
     return found
@@ -67,7 +85,9 @@ def same(one, other, tolerance: float = 0.0) -> None:
     assert (one.finish_reason, list(one.token_ids)) == (other.finish_reason, list(other.token_ids))
     for score, wanted in zip(one.logprobs, other.logprobs, strict=True):
         assert score.keys() == wanted.keys()
-        assert all(abs(score[token].logprob - wanted[token].logprob) <= tolerance for token in score)
+        assert all(
+            abs(score[token].logprob - wanted[token].logprob) <= tolerance for token in score
+        )
 
 
 def check(llm: AsyncLLM) -> None:
@@ -99,7 +119,10 @@ def test_the_same_as_one_engine(kind, tmp_path):
                 await writer.reset_prefix_cache()
                 [output] = await answers(both, [ask])
                 full = (len(ask.tokens) - 1) // PAGE * PAGE
-                assert output.num_cached_tokens >= full or len(ask.tokens) <= (MIN_MISSING_PAGES + 1) * PAGE
+                assert (
+                    output.num_cached_tokens >= full
+                    or len(ask.tokens) <= (MIN_MISSING_PAGES + 1) * PAGE
+                )
             for output, wanted in zip(await answers(both, asked), alone, strict=True):
                 same(output, wanted, tolerance)
 
@@ -115,7 +138,10 @@ def test_the_same_as_one_engine(kind, tmp_path):
 def two(tmp_path_factory):
     variant = next(variant for variant in VARIANTS if variant.name == "qwen3-window")
     folder = Golden(variant, tmp_path_factory.mktemp("two")).folder
-    pair = [start(folder, kv_cache_memory_bytes=1 << 18, kv_cache_host_bytes=host) for host in (16 << 20, 1 << 19)]
+    pair = [
+        start(folder, kv_cache_memory_bytes=1 << 18, kv_cache_host_bytes=host)
+        for host in (16 << 20, 1 << 19)
+    ]
     yield pair
     for llm in pair:
         llm.close()
@@ -130,7 +156,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def test_what_only_the_host_has_is_given_too(two):
-    """The reader's device has lost the prompt's pages to others; their copies in host memory go on the way."""
+    """The reader's device has lost the prompt's pages to others; their copies in host memory go on
+    the way.
+    """
     reader, writer = two
 
     async def run():

@@ -1,4 +1,6 @@
-"""Models with trained weights: a test that needs one says so, and is left out where it is not there."""
+"""Models with trained weights: a test that needs one says so, and is left out where it is not
+there.
+"""
 
 import pytest
 
@@ -7,7 +9,9 @@ from quire.tests.support import real_models
 
 @pytest.fixture(scope="session")
 def model():
-    """The path of a model of the list by its name; the test is skipped without it, or fails where the list wants it."""
+    """The path of a model of the list by its name; the test is skipped without it, or fails where
+    the list wants it.
+    """
 
     def path_of(name: str) -> str:
         reason = real_models.missing(name)
@@ -20,7 +24,9 @@ def model():
 
 @pytest.fixture(scope="module")
 def reference(model):
-    """transformers in float32 on a model's own weights, dequantised; loaded once for a file of tests."""
+    """transformers in float32 on a model's own weights, dequantised; loaded once for a file of
+    tests.
+    """
     pytest.importorskip("torch", reason="torch is not installed: make parity")
     from quire.tests.support.real_reference import Reference
 

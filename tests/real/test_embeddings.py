@@ -1,4 +1,6 @@
-"""Vectors of a published sentence-transformers model, against transformers with what its folder says done by hand."""
+"""Vectors of a published sentence-transformers model, against transformers with what its folder
+says done by hand.
+"""
 
 import numpy as np
 import pytest
@@ -29,4 +31,6 @@ def test_vectors_of_short_and_long_texts(model):
     assert max(lengths) == MAX_TOKENS and min(lengths) < 10
     outputs = LLM(folder, dtype="float32").embed(texts, use_tqdm=False)
     assert [len(output.prompt_token_ids) for output in outputs] == lengths
-    np.testing.assert_allclose([output.outputs.embedding for output in outputs], expected, atol=2e-6)
+    np.testing.assert_allclose(
+        [output.outputs.embedding for output in outputs], expected, atol=2e-6
+    )

@@ -1,4 +1,6 @@
-"""Tokens and log-probabilities of GGUF files with trained weights, against transformers in float32."""
+"""Tokens and log-probabilities of GGUF files with trained weights, against transformers in
+float32.
+"""
 
 import numpy as np
 import pytest
@@ -7,7 +9,12 @@ from quire import LLM, SamplingParams
 from quire.tests.support.real_prompts import PROMPTS, TEXT
 
 COUNT = 24
-OPTIONS = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 256 << 20}
+OPTIONS = {
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 512,
+    "kv_cache_memory_bytes": 256 << 20,
+}
 NAMES = ["smollm2", pytest.param("qwen-500m", marks=pytest.mark.large)]
 
 
@@ -27,7 +34,9 @@ def engine(model):
 def test_tokens_of_a_text_are_those_of_transformers(engine, reference, name):
     tokenizer = engine(name).get_tokenizer()
     for text in (*PROMPTS, TEXT, TEXT.upper(), " \n\n\t x  ", "naïve 東京 🙂 1234567890"):
-        assert tokenizer.encode(text, False) == reference(name).tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.encode(text, False) == reference(name).tokenizer.encode(
+            text, add_special_tokens=False
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -36,7 +45,12 @@ def test_logprobs_of_a_given_text(engine, reference, name):
     tokens = engine(name).get_tokenizer().encode(TEXT)[:400]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     (output,) = engine(name).generate([tokens], params, use_tqdm=False)
-    found = np.array([step[token].logprob for step, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)])
+    found = np.array(
+        [
+            step[token].logprob
+            for step, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)
+        ]
+    )
     expected_TV = reference(name).logprobs(tokens)
     expected = expected_TV[np.arange(len(tokens) - 1), tokens[1:]]
     assert np.abs(found - expected).mean() < 1e-4
@@ -53,6 +67,9 @@ def test_greedy_tokens_are_the_likeliest_by_transformers(engine, reference, name
     for prompt, output in zip(prompts, outputs, strict=True):
         answer = list(output.outputs[0].token_ids)
         logprobs_TV = reference(name).logprobs([*prompt, *answer[:-1]])[len(prompt) - 1 :]
-        behind += [logprobs_V.max() - logprobs_V[token] for logprobs_V, token in zip(logprobs_TV, answer, strict=True)]
+        behind += [
+            logprobs_V.max() - logprobs_V[token]
+            for logprobs_V, token in zip(logprobs_TV, answer, strict=True)
+        ]
     assert len(behind) == 8 * COUNT and max(behind) < 0.1
     assert np.mean(np.array(behind) > 0) < 0.03

@@ -9,9 +9,13 @@ pytestmark = pytest.mark.large
 
 @pytest.mark.parametrize("name", real_fidelity.GGUF)
 def test_nearer_to_float32_than_llama_cpp(model, name):
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: make real builds it")
+    pytest.importorskip(
+        "llama_cpp", reason="llama-cpp-python is not installed: make real builds it"
+    )
     path = model(name)
     tokens, expected = real_fidelity.of_reference(path)
-    found = real_fidelity.Distance.between(real_fidelity.of_quire(path, tokens, "float32"), expected)
+    found = real_fidelity.Distance.between(
+        real_fidelity.of_quire(path, tokens, "float32"), expected
+    )
     theirs = real_fidelity.Distance.between(real_fidelity.of_llama_cpp(path, tokens), expected)
     assert found.mean < theirs.mean and found.worst < theirs.worst

@@ -1,4 +1,6 @@
-"""What is lost by fewer bits of keys, values and weights, as perplexity of a text by models with trained weights."""
+"""What is lost by fewer bits of keys, values and weights, as perplexity of a text by models with
+trained weights.
+"""
 
 import numpy as np
 import pytest
@@ -8,8 +10,11 @@ from quire.tests.support.real_prompts import TEXT
 
 pytestmark = pytest.mark.large
 OPTIONS = {
-    "max_model_len": 1024, "max_num_seqs": 2, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 64 << 20,
-}  # fmt: skip
+    "max_model_len": 1024,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 512,
+    "kv_cache_memory_bytes": 64 << 20,
+}
 
 
 def perplexity(path: str, tokens: list[int], **options) -> float:
@@ -29,12 +34,20 @@ def test_int8_pages(model, reference, name):
 
 
 def test_dense_and_rounded_weights(reference, tmp_path):
-    """The dequantised weights as a folder: the same model in float32, and with little lost in int8."""
+    """The dequantised weights as a folder: the same model in float32, and with little lost in
+    int8.
+    """
     dense = reference("smollm2")
     dense.write(tmp_path)
     tokens = dense.tokenizer(TEXT)["input_ids"]
     logprobs_TV = dense.logprobs(tokens)
     expected = np.exp(-logprobs_TV[np.arange(len(tokens) - 1), tokens[1:]].mean())
     options = {"skip_tokenizer_init": True}
-    assert perplexity(str(tmp_path), tokens, dtype="float32", **options) == pytest.approx(expected, rel=1e-4)
-    assert perplexity(str(tmp_path), tokens, dtype="bfloat16", quantization="int8", **options) / expected < 1.1
+    assert perplexity(str(tmp_path), tokens, dtype="float32", **options) == pytest.approx(
+        expected, rel=1e-4
+    )
+    assert (
+        perplexity(str(tmp_path), tokens, dtype="bfloat16", quantization="int8", **options)
+        / expected
+        < 1.1
+    )

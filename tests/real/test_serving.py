@@ -1,4 +1,6 @@
-"""What an engine does around the answers of models with trained weights: schemas, kept prefixes, drafts, length."""
+"""What an engine does around the answers of models with trained weights: schemas, kept prefixes,
+drafts, length.
+"""
 
 import json
 
@@ -42,24 +44,37 @@ def token_ids(outputs) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_follow_a_json_schema(engine, name):
-    params = SamplingParams(temperature=0, max_tokens=120, structured_outputs=StructuredOutputsParams(json=SCHEMA))
+    params = SamplingParams(
+        temperature=0, max_tokens=120, structured_outputs=StructuredOutputsParams(json=SCHEMA)
+    )
     for who in ("Tom, who is 41 and has a dog", "an old woman with two cats"):
-        messages = [{"role": "user", "content": f"Describe {who}, as JSON with name, age and pets."}]
+        messages = [
+            {"role": "user", "content": f"Describe {who}, as JSON with name, age and pets."}
+        ]
         (output,) = engine(name).chat(messages, params, use_tqdm=False)
         jsonschema.validate(json.loads(output.outputs[0].text), SCHEMA)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_second_turn_of_a_chat_is_that_of_a_cold_engine(engine, name):
-    """Whose pages hold what the first turn's stop token and its answer are followed by in the template."""
+    """Whose pages hold what the first turn's stop token and its answer are followed by in the
+    template.
+    """
     llm = engine(name)
     params = SamplingParams(temperature=0, max_tokens=40, logprobs=1)
     reasons = set()
-    for question in ("Say hello in three words.", "What is two plus two? Answer with a number.", "Name a colour."):
+    for question in (
+        "Say hello in three words.",
+        "What is two plus two? Answer with a number.",
+        "Name a colour.",
+    ):
         messages = [{"role": "user", "content": question}]
         (first,) = llm.chat(messages, params, use_tqdm=False)
         reasons.add(first.outputs[0].finish_reason)
-        messages += [{"role": "assistant", "content": first.outputs[0].text}, {"role": "user", "content": "And again?"}]
+        messages += [
+            {"role": "assistant", "content": first.outputs[0].text},
+            {"role": "user", "content": "And again?"},
+        ]
         (warm,) = llm.chat(messages, params, use_tqdm=False)
         llm.reset_prefix_cache()
         (cold,) = llm.chat(messages, params, use_tqdm=False)
@@ -79,7 +94,9 @@ def test_prefix_kept_on_disk_gives_the_answer_of_a_cold_engine(engine, model, tm
     cached = []
     for _ in range(2):
         llm = LLM(model(name), **options)
-        outputs = llm.generate(prompts[:1], GREEDY, use_tqdm=False) + llm.generate(prompts[1:], GREEDY, use_tqdm=False)
+        outputs = llm.generate(prompts[:1], GREEDY, use_tqdm=False) + llm.generate(
+            prompts[1:], GREEDY, use_tqdm=False
+        )
         assert token_ids(outputs) == expected
         cached.append(outputs[0].num_cached_tokens)
         llm.close()
@@ -110,6 +127,11 @@ def test_long_prompt_is_read_as_transformers_reads_it(model, reference, name):
     tokens = llm.get_tokenizer().encode(TEXT * 8)[:4000]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     (output,) = llm.generate([tokens], params, use_tqdm=False)
-    found = np.array([step[token].logprob for step, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)])
+    found = np.array(
+        [
+            step[token].logprob
+            for step, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)
+        ]
+    )
     expected = reference(name).logprobs(tokens)[np.arange(len(tokens) - 1), tokens[1:]]
     assert np.abs(found - expected)[-500:].mean() < 0.02

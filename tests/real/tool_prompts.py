@@ -1,7 +1,8 @@
 """Fifty prompts that want a tool call and fifty that ask for JSON, each with tools beside it.
 
-`python tests/real/tool_prompts.py MODEL...` prints, for each model and parser, how many are answered by
-a call of a function that fits the prompt, how many by another call, and how many by text.
+`python tests/real/tool_prompts.py MODEL...` prints, for each model and parser, how many are
+answered by a call of a function that fits the prompt, how many by another call, and how many by
+text.
 """
 
 import json
@@ -19,57 +20,103 @@ from quire.serving.protocol.answers.choices import collect
 def function(name: str, description: str, required: str = "", **properties: Any) -> dict[str, Any]:
     """A tool. A property is the name of its type, a list of what it may be, or a schema."""
     schemas = {
-        key: {"type": each} if isinstance(each, str) else {"enum": each} if isinstance(each, list) else each
+        key: {"type": each}
+        if isinstance(each, str)
+        else {"enum": each}
+        if isinstance(each, list)
+        else each
         for key, each in properties.items()
     }
     parameters = {"type": "object", "properties": schemas, "required": required.split()}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
 
 
 TOOLS = {
     "weather": [
         function(
-            "get_weather", "The weather of a city now.", "city", city="string", unit=["celsius", "fahrenheit"]
+            "get_weather",
+            "The weather of a city now.",
+            "city",
+            city="string",
+            unit=["celsius", "fahrenheit"],
         ),
-        function("get_forecast", "The forecast of a city for some days.", "city days", city="string", days="integer"),
+        function(
+            "get_forecast",
+            "The forecast of a city for some days.",
+            "city days",
+            city="string",
+            days="integer",
+        ),
     ],
     "files": [
         function("read_file", "Read a file of the project.", "path", path="string"),
-        function("write_file", "Write a file of the project.", "path content", path="string", content="string"),
+        function(
+            "write_file",
+            "Write a file of the project.",
+            "path content",
+            path="string",
+            content="string",
+        ),
         function("list_files", "List the files in a folder.", "folder", folder="string"),
         function("run_command", "Run a command in a shell.", "command", command="string"),
     ],
     "mail": [
         function(
-            "send_email", "Send an email.", "to subject body", to="string", subject="string", body="string"
+            "send_email",
+            "Send an email.",
+            "to subject body",
+            to="string",
+            subject="string",
+            body="string",
         ),
         function("search_email", "Search the inbox.", "query", query="string", limit="integer"),
         function(
-            "create_event", "Put an event into the calendar.", "title date",
-            title="string", date="string", time="string",
+            "create_event",
+            "Put an event into the calendar.",
+            "title date",
+            title="string",
+            date="string",
+            time="string",
         ),
     ],
     "shop": [
         function(
-            "search_products", "Search the shop.", "query",
-            query="string", max_price="number", sort=["price", "rating"],
+            "search_products",
+            "Search the shop.",
+            "query",
+            query="string",
+            max_price="number",
+            sort=["price", "rating"],
         ),
         function(
-            "add_to_cart", "Put a product into the cart.", "product_id quantity",
-            product_id="integer", quantity="integer",
+            "add_to_cart",
+            "Put a product into the cart.",
+            "product_id quantity",
+            product_id="integer",
+            quantity="integer",
         ),
         function("order_status", "The status of an order.", "order_id", order_id="string"),
     ],
     "math": [
-        function("calculate", "Evaluate an arithmetic expression.", "expression", expression="string"),
         function(
-            "convert_units", "Convert a value between units.", "value source target",
-            value="number", source="string", target="string",
+            "calculate", "Evaluate an arithmetic expression.", "expression", expression="string"
+        ),
+        function(
+            "convert_units",
+            "Convert a value between units.",
+            "value source target",
+            value="number",
+            source="string",
+            target="string",
         ),
         function("current_time", "The time in a time zone.", "timezone", timezone="string"),
     ],
-}  # fmt: skip
-CALLS: dict[str, list[tuple[str, str]]] = {  # (what is asked, the function that answers it), by tools
+}
+# (what is asked, the function that answers it), by tools
+CALLS: dict[str, list[tuple[str, str]]] = {
     "weather": [
         ("What is the weather in Paris right now?", "get_weather"),
         ("How warm is it in Bern at the moment? Use celsius.", "get_weather"),
@@ -96,7 +143,10 @@ CALLS: dict[str, list[tuple[str, str]]] = {  # (what is asked, the function that
     ],
     "mail": [
         (
-            "Send an email to anna@example.com with the subject Lunch and the text 'Are you free at noon?'.",
+            (
+                "Send an email to anna@example.com with the subject Lunch and the text 'Are you "
+                "free at noon?'."
+            ),
             "send_email",
         ),
         ("Search my inbox for the invoice of March.", "search_email"),
@@ -162,7 +212,10 @@ JSON: dict[str, list[str]] = {  # what is answered by JSON that is no call, by t
     "mail": [
         "Write a JSON object of a contact: name, phone and address. Invent the values.",
         "Give me three made-up users as a JSON array with id, name and role.",
-        "Which HTTP status codes are there for errors? Answer as a JSON object of code and meaning.",
+        (
+            "Which HTTP status codes are there for errors? Answer as a JSON object of code and "
+            "meaning."
+        ),
         "Write a JSON object for a book with title, author and year.",
         "Summarise as JSON with the keys topic and mood: 'The concert last night was wonderful.'",
         "Extract the names as a JSON list: 'Tom met Lisa and Paul in Rome.'",
@@ -180,7 +233,10 @@ JSON: dict[str, list[str]] = {  # what is answered by JSON that is no call, by t
         "Write a JSON document that describes a chess position in FEN with the key fen.",
         "Answer as JSON with the key answer: is the earth flat?",
         "Write a JSON object that maps A, B and C to their position in the alphabet.",
-        "Give a JSON object of a function in a programming language: its name, and its arguments as a list.",
+        (
+            "Give a JSON object of a function in a programming language: its name, and its "
+            "arguments as a list."
+        ),
         "Show the JSON of a GitHub user with login and id. Invent it.",
     ],
     "math": [
@@ -210,7 +266,9 @@ class Outcome:
 
     @property
     def is_right(self) -> bool:
-        """Whether there are calls, each of a known function with arguments that fit it, the first of the wanted one."""
+        """Whether there are calls, each of a known function with arguments that fit it, the first
+        of the wanted one.
+        """
         schemas = schemas_of(self.tools)
         try:
             for name, arguments in self.calls:
@@ -225,12 +283,16 @@ def schemas_of(tools: str) -> dict[str, Any]:
 
 
 def prompts(tools: str) -> list[tuple[str, str | None]]:
-    """The prompts beside these tools, each with the function that is wanted, or None where JSON is asked for."""
+    """The prompts beside these tools, each with the function that is wanted, or None where JSON is
+    asked for.
+    """
     return [*CALLS[tools], *((prompt, None) for prompt in JSON[tools])]
 
 
 def answers(llm: LLM, tools: str, max_tokens: int = 100) -> list[str]:
-    """The model's greedy answers to the prompts beside these tools, with the special tokens that calls may have."""
+    """The model's greedy answers to the prompts beside these tools, with the special tokens that
+    calls may have.
+    """
     params = SamplingParams(temperature=0, max_tokens=max_tokens, skip_special_tokens=False)
     conversations = [[{"role": "user", "content": prompt}] for prompt, _ in prompts(tools)]
     outputs = llm.chat(conversations, params, tools=TOOLS[tools])
@@ -242,12 +304,16 @@ def outcomes(tools: str, texts: list[str], tool_parser: str) -> list[Outcome]:
     for (prompt, wanted), text in zip(prompts(tools), texts, strict=True):
         parser = parsing.make_parser(tool_parser, None, schemas_of(tools))
         _, _, calls = collect([*parser.push(text), *parser.finish()])
-        found.append(Outcome(tools, prompt, wanted, text, [(call.name, call.arguments) for call in calls]))
+        found.append(
+            Outcome(tools, prompt, wanted, text, [(call.name, call.arguments) for call in calls])
+        )
     return found
 
 
 def rates(found: list[Outcome]) -> dict[str, int]:
-    """How many of the prompts that want a call get the right one, another or none; calls where JSON was asked for."""
+    """How many of the prompts that want a call get the right one, another or none; calls where JSON
+    was asked for.
+    """
     wanting = [outcome for outcome in found if outcome.wanted]
     return {
         "right": sum(outcome.is_right for outcome in wanting),
@@ -265,6 +331,9 @@ if __name__ == "__main__":
             added = outcomes(tools, answers(llm, tools), "hermes")
             found += added
             for each in added:
-                print(json.dumps([each.tools, each.prompt, each.wanted, each.answer, each.calls]), flush=True)
+                print(
+                    json.dumps([each.tools, each.prompt, each.wanted, each.answer, each.calls]),
+                    flush=True,
+                )
         print(model, json.dumps(rates(found)), flush=True)
         del llm

@@ -1,4 +1,6 @@
-"""`quire bench`: the arithmetic against numpy and scipy, the client against a server that misbehaves, the engine."""
+"""`quire bench`: the arithmetic against numpy and scipy, the client against a server that
+misbehaves, the engine.
+"""
 
 import asyncio
 import itertools
@@ -74,7 +76,13 @@ def random_answers(rng: random.Random) -> list[RequestTimes]:
         count = rng.randint(1, 20)
         moments = itertools.accumulate([sent, *(rng.uniform(0.001, 2) for _ in range(count))])
         answers.append(
-            RequestTimes(sent, list(moments)[1:], rng.randint(1, 99), count, rng.choice([None, None, "broke"]))
+            RequestTimes(
+                sent,
+                list(moments)[1:],
+                rng.randint(1, 99),
+                count,
+                rng.choice([None, None, "broke"]),
+            )
         )
     return answers
 
@@ -86,7 +94,9 @@ def test_metrics_by_hand(seed):
     found = metrics.milliseconds(answers)
     assert found["ttft"] == pytest.approx([1000 * (a.times[0] - a.sent) for a in good])
     assert found["e2el"] == pytest.approx([1000 * (a.times[-1] - a.sent) for a in good])
-    assert found["itl"] == pytest.approx(np.concatenate([1000 * np.diff(a.times) for a in good] or [[]]))
+    assert found["itl"] == pytest.approx(
+        np.concatenate([1000 * np.diff(a.times) for a in good] or [[]])
+    )
     # A request's time is its first token and then its other tokens, at their mean.
     tpot = iter(found["tpot"])
     for a, ttft, e2el in zip(good, found["ttft"], found["e2el"], strict=True):
@@ -95,7 +105,9 @@ def test_metrics_by_hand(seed):
     totals = metrics.totals(answers, 4.0)
     assert (totals["completed"], totals["failed"]) == (len(good), len(answers) - len(good))
     assert totals["output_throughput"] == sum(a.output_tokens for a in good) / 4
-    assert totals["total_token_throughput"] == sum(a.output_tokens + a.prompt_tokens for a in good) / 4
+    assert (
+        totals["total_token_throughput"] == sum(a.output_tokens + a.prompt_tokens for a in good) / 4
+    )
     limits = {"ttft": 1000.0, "tpot": 1100.0, "e2el": 12000.0}
     kept = sum(
         a.times[0] - a.sent <= 1
@@ -121,8 +133,17 @@ def test_arrivals_are_a_gamma_process_of_the_rate(burstiness):
     at = load.arrivals(4000, 20.0, burstiness, seed=1)
     assert at[-1] == pytest.approx(4000 / 20) and at == sorted(at)
     waits = np.diff([0.0, *at])
-    assert scipy.stats.kstest(waits, scipy.stats.gamma(burstiness, scale=1 / (20 * burstiness)).cdf).pvalue > 0.01
-    assert load.arrivals(4000, 20.0, burstiness, seed=1) == at != load.arrivals(4000, 20.0, burstiness, 2)
+    assert (
+        scipy.stats.kstest(
+            waits, scipy.stats.gamma(burstiness, scale=1 / (20 * burstiness)).cdf
+        ).pvalue
+        > 0.01
+    )
+    assert (
+        load.arrivals(4000, 20.0, burstiness, seed=1)
+        == at
+        != load.arrivals(4000, 20.0, burstiness, 2)
+    )
 
 
 def test_arrivals_at_the_ends_of_the_scale():
@@ -156,9 +177,13 @@ def test_random_requests_have_the_lengths_asked_for():
         assert (min(lengths), max(lengths)) == (low, high)
     drawn = {token for s in samples for token in s.prompt}
     assert drawn == set(range(3, 50))
-    assert {token for s in data.samples(99, Words(), 3, vocab=40) for token in s.prompt} == set(range(3, 40))
+    assert {token for s in data.samples(99, Words(), 3, vocab=40) for token in s.prompt} == set(
+        range(3, 40)
+    )
     assert data.samples(500, Words(), seed=3) == samples != data.samples(500, Words(), seed=4)
-    assert all(len(s.prompt) == 7 for s in source("random", random_input_len=7).samples(9, Words(), 0))
+    assert all(
+        len(s.prompt) == 7 for s in source("random", random_input_len=7).samples(9, Words(), 0)
+    )
 
 
 def test_repeated_prefixes_are_shared_evenly():
@@ -181,16 +206,40 @@ def test_sharegpt_takes_what_can_be_used(tmp_path):
     def words(count: int) -> str:
         return "a " * count
 
-    good = [talk(words(4), words(5)), talk(words(1024), words(1024), "more"), talk(words(100), words(6))]
-    bad = [talk(words(4)), talk(words(3), words(9)), talk(words(9), words(3)), talk(words(1025), words(4))]
-    bad += [talk(words(1024), words(1025)), talk("", words(9)), talk(None, words(9)), {}, 7, {"conversations": 3}]
+    good = [
+        talk(words(4), words(5)),
+        talk(words(1024), words(1024), "more"),
+        talk(words(100), words(6)),
+    ]
+    bad = [
+        talk(words(4)),
+        talk(words(3), words(9)),
+        talk(words(9), words(3)),
+        talk(words(1025), words(4)),
+    ]
+    bad += [
+        talk(words(1024), words(1025)),
+        talk("", words(9)),
+        talk(None, words(9)),
+        {},
+        7,
+        {"conversations": 3},
+    ]
     path = tmp_path / "talk.json"
     path.write_text(json.dumps(bad + good))
     found = source("sharegpt", path).samples(3, Words(), 0)
-    assert sorted((len(s.prompt) // 2, s.output_len) for s in found) == [(4, 5), (100, 6), (1024, 1024)]
-    again = source("sharegpt", path, sharegpt_output_len=2).samples(11, Words(), 0)  # round and round
-    assert again[:5] == again[5:10] and again[10] == again[0] and {s.output_len for s in again} == {2}
-    assert sorted(len(s.prompt) // 2 for s in again[:5]) == [4, 9, 100, 1024, 1024]  # the answers on file do not matter
+    assert sorted((len(s.prompt) // 2, s.output_len) for s in found) == [
+        (4, 5),
+        (100, 6),
+        (1024, 1024),
+    ]
+    # round and round
+    again = source("sharegpt", path, sharegpt_output_len=2).samples(11, Words(), 0)
+    assert (
+        again[:5] == again[5:10] and again[10] == again[0] and {s.output_len for s in again} == {2}
+    )
+    # the answers on file do not matter
+    assert sorted(len(s.prompt) // 2 for s in again[:5]) == [4, 9, 100, 1024, 1024]
 
 
 def test_custom_lines(tmp_path):
@@ -229,7 +278,11 @@ def test_bad_data_is_named(tmp_path, name, content, says):
         ("sonnet", {}, "can be random, sharegpt"),
         ("sharegpt", {}, "needs --dataset-path"),
         ("random", {"path": "x"}, "leave out --dataset-path"),
-        ("random", {"custom_output_len": 3}, "--custom-output-len is not for --dataset-name random"),
+        (
+            "random",
+            {"custom_output_len": 3},
+            "--custom-output-len is not for --dataset-name random",
+        ),
         ("prefix_repetition", {"random_input_len": 3}, "--random-input-len is not for"),
         ("random", {"random_input_len": 0}, "--random-input-len is 0"),
         ("random", {"random_range_ratio": 1.0}, "--random-range-ratio is 1"),
@@ -247,8 +300,8 @@ def test_values_after_an_option_are_spread():
     assert (
         spread
         == (
-            "m --concurrency 1 --concurrency 2 --concurrency 4K 8x --goodput ttft:5 --goodput tpot:6 -- "
-            "--concurrency 3 m 4 --seed 1 2"
+            "m --concurrency 1 --concurrency 2 --concurrency 4K 8x --goodput ttft:5 --goodput "
+            "tpot:6 -- --concurrency 3 m 4 --seed 1 2"
         ).split()
     )
 
@@ -259,9 +312,13 @@ def test_values_after_an_option_are_spread():
 @given(st.data(), st.sampled_from(["\n", "\r\n"]))
 def test_events_survive_any_cut(data, end):
     texts = data.draw(
-        st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"])), max_size=5)
+        st.lists(
+            st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"])), max_size=5
+        )
     )
-    wire = "".join(f": ping{end}{end}event: x{end}data: {text}{end}data: more{end}{end}" for text in texts).encode()
+    wire = "".join(
+        f": ping{end}{end}event: x{end}data: {text}{end}data: more{end}{end}" for text in texts
+    ).encode()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=20)))
 
     async def chunks():
@@ -318,7 +375,15 @@ def test_addresses(url, expected):
 
 
 @pytest.mark.parametrize(
-    "url", ["", "localhost:8000", "ftp://localhost", "http://", "http://localhost:99999", "http://localhost/?x=1"]
+    "url",
+    [
+        "",
+        "localhost:8000",
+        "ftp://localhost",
+        "http://",
+        "http://localhost:99999",
+        "http://localhost/?x=1",
+    ],
 )
 def test_what_is_no_address(url, run):
     code, out, err = run("serve", "--base-url", url)
@@ -326,7 +391,9 @@ def test_what_is_no_address(url, run):
 
 
 def event(text: str | None = None, **fields: Any) -> bytes:
-    data = fields if text is None else {"choices": [{"index": 0, "text": text, "finish_reason": None}]}
+    data = (
+        fields if text is None else {"choices": [{"index": 0, "text": text, "finish_reason": None}]}
+    )
     return f"data: {json.dumps(data)}\n\n".encode()
 
 
@@ -341,7 +408,10 @@ STREAM = {"content-type": "text/event-stream"}
 
 
 class FakeServer:
-    """A server in a thread. `behave(server, body, writer)` answers each request; what they asked is kept in order."""
+    """A server in a thread.
+
+    `behave(server, body, writer)` answers each request; what they asked is kept in order.
+    """
 
     def __init__(self, behave: Callable[..., Any], names: tuple[str, ...] = ("quill",)):
         self.behave = behave
@@ -362,7 +432,8 @@ class FakeServer:
         return self
 
     def __exit__(self, *_):
-        self.loop.call_soon_threadsafe(self.server.close)  # not from here: a connection may be closing in the loop
+        # not from here: a connection may be closing in the loop
+        self.loop.call_soon_threadsafe(self.server.close)
         self.call(self.stop())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
@@ -384,13 +455,21 @@ class FakeServer:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             if head.startswith("GET /v1/models "):
                 body = json.dumps({"data": [{"id": name} for name in self.names]}).encode()
-                writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+                writer.write(
+                    f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+                )
                 return
             if head.startswith("GET /metrics ") and self.metrics is not None:
                 body = self.metrics().encode()
-                writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+                writer.write(
+                    f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+                )
                 return
-            length = next(line.split(":")[1] for line in head.split("\r\n") if line.startswith("Content-Length"))
+            length = next(
+                line.split(":")[1]
+                for line in head.split("\r\n")
+                if line.startswith("Content-Length")
+            )
             self.headers.append(head)
             self.bodies.append(json.loads(await reader.readexactly(int(length))))
             self.asked.set()
@@ -406,7 +485,9 @@ class FakeServer:
 
 
 async def reply(writer, chunks: list[bytes], chunked: bool = True, end: bool = True):
-    """A stream of events, each flushed alone; without its last chunk the connection just breaks off."""
+    """A stream of events, each flushed alone; without its last chunk the connection just breaks
+    off.
+    """
     coding = "Transfer-Encoding: chunked\r\n" if chunked else ""
     writer.write(f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n{coding}\r\n".encode())
     for chunk in chunks:
@@ -448,7 +529,9 @@ def writes(data: bytes):
 
 
 def ask(server: FakeServer) -> RequestTimes:
-    """One request, timed by a clock that counts how often it is read: at the start, then once an event."""
+    """One request, timed by a clock that counts how often it is read: at the start, then once an
+    event.
+    """
     where = client.ServerAddress.parse(server.url)
     clock = itertools.count().__next__
     return asyncio.run(client.ask(where, "/v1/completions", {"prompt": "x"}, 30.0, clock))
@@ -498,10 +581,32 @@ def test_a_stream_is_timed_piece_by_piece(behave, times, tokens):
 def test_an_answer_that_ends_at_once_is_an_answer(run, behave, ended):
     with FakeServer(behave) as server:
         answer = ask(server)
-        address = ("--host", "127.0.0.1", "--port", server.url.rpartition(":")[2], "--backend", "openai")
-        options = ("--tokenizer", "quill", "--random-input-len", "3", "--goodput", "ttft:5", "--json", "-")
+        address = (
+            "--host",
+            "127.0.0.1",
+            "--port",
+            server.url.rpartition(":")[2],
+            "--backend",
+            "openai",
+        )
+        options = (
+            "--tokenizer",
+            "quill",
+            "--random-input-len",
+            "3",
+            "--goodput",
+            "ttft:5",
+            "--json",
+            "-",
+        )
         code, out, _ = run("serve", *address, *options, "--num-prompts", "3", "--trust-remote-code")
-    assert (answer.error, answer.times, answer.ended, answer.ttft, answer.tpot) == (None, [], ended, None, None)
+    assert (answer.error, answer.times, answer.ended, answer.ttft, answer.tpot) == (
+        None,
+        [],
+        ended,
+        None,
+        None,
+    )
     result = json.loads(out)
     assert (code, result["completed"], result["failed"], result["errors"]) == (0, 3, 0, {})
     assert "mean_ttft_ms" not in result and result["mean_e2el_ms"] > 0
@@ -514,7 +619,10 @@ def test_an_answer_that_ends_at_once_is_an_answer(run, behave, ended):
         (says("404 No", b'{"detail": "x"}'), "HTTP 404: {'detail': 'x'}"),
         (says("500 Oh", b"<html>\nno"), "HTTP 500: <html>"),
         (says("500 Oh", b""), "HTTP 500"),
-        (says("200 OK", b'{"choices": [{"text": "not streamed"}]}'), "the stream ended without [DONE]"),
+        (
+            says("200 OK", b'{"choices": [{"text": "not streamed"}]}'),
+            "the stream ended without [DONE]",
+        ),
         (streams(*TWO, event(error={"message": "gone"})), "gone"),
         (streams(*TWO), "the stream ended without [DONE]"),
         (streams(*TWO, end=False), "disconnected in the middle of the answer"),
@@ -522,11 +630,17 @@ def test_an_answer_that_ends_at_once_is_an_answer(run, behave, ended):
         (streams(DONE), "the stream held no token"),
         (streams(b"data: {\n\n"), "an event is not JSON"),
         (streams(b"data: []\n\n"), "an event is not a JSON object"),
-        (streams(b"data: \xff\n\n"), "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (
+            streams(b"data: \xff\n\n"),
+            "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
+        ),
         (streams(b"data: " + b"x" * (1 << 21)), "a line is longer than 1048576 bytes"),
         (writes(b""), "disconnected"),
         (writes(b"SSH-2.0\r\n\r\n"), "the answer is not HTTP/1.1"),
-        (writes(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"), "the answer's length cannot be read"),
+        (
+            writes(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"),
+            "the answer's length cannot be read",
+        ),
         (writes(b"HTTP/1.1 200 OK\r\n" + b"x" * (1 << 21)), None),
     ],
 )
@@ -537,7 +651,9 @@ def test_every_way_to_fail_is_an_error_and_no_exception(behave, error):
     assert error is None or found == error
 
 
-@pytest.mark.filterwarnings("error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings(
+    "error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning"
+)
 @pytest.mark.parametrize("behave", [silence, half])
 def test_a_request_that_takes_too_long_has_failed_and_hangs_up(behave):
     async def late(server):
@@ -590,7 +706,9 @@ def test_serve_from_end_to_end(run, tmp_path, monkeypatch):
             await says("503 Busy", b'{"error": {"message": "busy"}}')(server, body, writer)
         else:
             count = body["max_tokens"]
-            usage = event(choices=[], usage={"prompt_tokens": len(body["prompt"]), "completion_tokens": count})
+            usage = event(
+                choices=[], usage={"prompt_tokens": len(body["prompt"]), "completion_tokens": count}
+            )
             await reply(writer, [*[event("x")] * count, usage, DONE])
 
     file = tmp_path / "result.json"
@@ -598,30 +716,72 @@ def test_serve_from_end_to_end(run, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with FakeServer(behave) as server:
         code, out, err = run(
-            "serve", "--base-url", server.url, "--num-prompts", "12", "--random-input-len", "8", "--random-output-len",
-            "4", "--max-concurrency", "2", "--ignore-eos", "--request-rate", "1000", "--burstiness", "0.5", "--goodput",
-            "ttft:60000", "tpot:60000", "--save-result", "--result-filename", str(file), "--plot", str(picture),
-        )  # fmt: skip
+            "serve",
+            "--base-url",
+            server.url,
+            "--num-prompts",
+            "12",
+            "--random-input-len",
+            "8",
+            "--random-output-len",
+            "4",
+            "--max-concurrency",
+            "2",
+            "--ignore-eos",
+            "--request-rate",
+            "1000",
+            "--burstiness",
+            "0.5",
+            "--goodput",
+            "ttft:60000",
+            "tpot:60000",
+            "--save-result",
+            "--result-filename",
+            str(file),
+            "--plot",
+            str(picture),
+        )
     assert (code, err) == (0, "")
     assert server.most <= 2
     assert all("Authorization: Bearer secret\r\n" in head for head in server.headers)
     assert len(server.bodies) == 12
     first = server.bodies[0]
     assert first | {"prompt": None} == {
-        "model": "quill", "prompt": None, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True},
-        "temperature": 0.0, "ignore_eos": True,
-    }  # fmt: skip
+        "model": "quill",
+        "prompt": None,
+        "max_tokens": 4,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0.0,
+        "ignore_eos": True,
+    }
     assert all(len(body["prompt"]) == 8 for body in server.bodies)
-    for text in ("8 of 12", "TTFT", "TPOT", "ITL", "E2E", "median", "P90", "P99", "4 failed:\n  4 x HTTP 503: busy"):
+    for text in (
+        "8 of 12",
+        "TTFT",
+        "TPOT",
+        "ITL",
+        "E2E",
+        "median",
+        "P90",
+        "P99",
+        "4 failed:\n  4 x HTTP 503: busy",
+    ):
         assert text in out
     assert "8 of 12, kept TTFT 60000 ms, TPOT 60000 ms" in out
     result = json.loads(file.read_text())
-    assert (result["completed"], result["failed"], result["errors"]) == (8, 4, {"HTTP 503: busy": 4})
+    assert (result["completed"], result["failed"], result["errors"]) == (
+        8,
+        4,
+        {"HTTP 503: busy": 4},
+    )
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (64, 32)
     assert result["request_throughput"] == pytest.approx(8 / result["duration"])
     assert result["request_goodput"] == result["request_throughput"]
     good = [request for request in result["requests"] if request["error"] is None]
-    assert result["mean_ttft_ms"] == pytest.approx(np.mean([request["times_ms"][0] for request in good]))
+    assert result["mean_ttft_ms"] == pytest.approx(
+        np.mean([request["times_ms"][0] for request in good])
+    )
     gaps = np.concatenate([np.diff(request["times_ms"]) for request in good])
     assert result["p99_itl_ms"] == pytest.approx(np.percentile(gaps, 99))
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -640,21 +800,31 @@ def test_serve_asks_a_chat_with_text(run, tmp_path):
             "--num-prompts",
             "2",
         )
-        code, out, _ = run(*options, "--dataset-name", "custom", "--dataset-path", str(lines), "--json", "-")
+        code, out, _ = run(
+            *options, "--dataset-name", "custom", "--dataset-path", str(lines), "--json", "-"
+        )
         assert (code, json.loads(out)["completed"]) == (0, 2)
-        assert run(*options, "--tokenizer", "quill", "--random-input-len", "5", "--model", "mine")[0] == 0
+        assert (
+            run(*options, "--tokenizer", "quill", "--random-input-len", "5", "--model", "mine")[0]
+            == 0
+        )
     asked = sorted(server.bodies[:2], key=lambda body: body["max_tokens"])
     assert [body["messages"] for body in asked] == [
         [{"role": "user", "content": "two"}], [{"role": "user", "content": "Grüße"}],
     ]  # fmt: skip
     assert [(body["model"], body["max_tokens"]) for body in asked] == [("other", 3), ("other", 128)]
     assert "prompt" not in asked[0] and "ignore_eos" not in asked[0]
-    assert isinstance(server.bodies[2]["messages"][0]["content"], str) and server.bodies[2]["model"] == "mine"
+    assert (
+        isinstance(server.bodies[2]["messages"][0]["content"], str)
+        and server.bodies[2]["model"] == "mine"
+    )
 
 
 def test_serve_without_any_answer_fails(run):
     with FakeServer(says("500 Oh", b"")) as server:
-        code, out, err = run("serve", "--base-url", server.url, "--num-prompts", "3", "--goodput", "ttft:5")
+        code, out, err = run(
+            "serve", "--base-url", server.url, "--num-prompts", "3", "--goodput", "ttft:5"
+        )
     assert (code, err) == (1, "")
     assert "0 of 3" in out and "3 x HTTP 500" in out and "0.00 requests/s" in out
 
@@ -682,7 +852,10 @@ def test_serve_without_any_answer_fails(run):
         (["--json", "a", "--save-result"], "leave one out"),
         (["--result-filename", "a"], "--result-filename needs --save-result"),
         (["--dataset-name", "custom"], "--dataset-path"),
-        (["--dataset-name", "custom", "--dataset-path", "no/such/file", "--model", "x"], "no server answers"),
+        (
+            ["--dataset-name", "custom", "--dataset-path", "no/such/file", "--model", "x"],
+            "no server answers",
+        ),
         ([], "no server answers"),
     ],
 )
@@ -701,7 +874,9 @@ def test_serve_needs_a_name_and_a_tokenizer(run):
 
 
 def test_prompts_are_drawn_with_the_tokenizer_of_the_server(run, served_quill):
-    """The model has another name there, and no files here: the server says how texts are cut, and counts tokens."""
+    """The model has another name there, and no files here: the server says how texts are cut, and
+    counts tokens.
+    """
     options = (
         "serve",
         "--base-url",
@@ -714,7 +889,9 @@ def test_prompts_are_drawn_with_the_tokenizer_of_the_server(run, served_quill):
         "2",
     )
     for endpoint in ("/v1/completions", "/v1/chat/completions"):
-        code, out, err = run(*options, "--random-input-len", "9", "--endpoint", endpoint, "--json", "-")
+        code, out, err = run(
+            *options, "--random-input-len", "9", "--endpoint", endpoint, "--json", "-"
+        )
         assert code == 0 and "tokens of the server's tokenizer" in err
         result = json.loads(out)
         assert result["completed"] == 3
@@ -731,13 +908,24 @@ def served_quill():
 
 def test_ctrl_c_stops_serve_quietly():
     with FakeServer(silence) as server:
-        command = [sys.executable, "-m", "quire", "bench", "serve", "--base-url", server.url, "--num-prompts", "5"]
+        command = [
+            sys.executable,
+            "-m",
+            "quire",
+            "bench",
+            "serve",
+            "--base-url",
+            server.url,
+            "--num-prompts",
+            "5",
+        ]
         child = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # What a shell starts in the background ignores Ctrl-C, and so do its children: these tests may be such.
+            # What a shell starts in the background ignores Ctrl-C, and so do its children: these
+            # tests may be such.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         try:
@@ -762,23 +950,39 @@ def llm():
 def test_the_engine_is_kept_as_full_as_asked(llm, monkeypatch):
     monkeypatch.setattr(llm.engine, "max_fused_steps", lambda plan: 1)  # a piece for each token
     rng = random.Random(0)
-    samples = [Sample(rng.choices(range(3, 1000), k=rng.randint(1, 60)), rng.randint(1, 12)) for _ in range(9)]
+    samples = [
+        Sample(rng.choices(range(3, 1000), k=rng.randint(1, 60)), rng.randint(1, 12))
+        for _ in range(9)
+    ]
     for concurrency in (1, 3):
         done: list[tuple[int, int]] = []
         note = done.append
-        run = engine.serve(llm, samples, concurrency, 0.0, itertools.count().__next__, lambda *n, note=note: note(n))
+        run = engine.serve(
+            llm,
+            samples,
+            concurrency,
+            0.0,
+            itertools.count().__next__,
+            lambda *n, note=note: note(n),
+        )
         for sample, answer in zip(samples, run.answers, strict=True):
-            assert (answer.prompt_tokens, answer.output_tokens) == (len(sample.prompt), sample.output_len)
-            assert len(answer.times) == sample.output_len and list(answer.times) == sorted(set(answer.times))
+            assert (answer.prompt_tokens, answer.output_tokens) == (
+                len(sample.prompt),
+                sample.output_len,
+            )
+            assert len(answer.times) == sample.output_len and list(answer.times) == sorted(
+                set(answer.times)
+            )
         assert sorted(done) == sorted((1, sample.output_len) for sample in samples)
-        # Every row of every request was computed once: what a step brought is in its plan. The last step launched for
-        # a request may be in vain, as its end is known only then.
+        # Every row of every request was computed once: what a step brought is in its plan. The last
+        # step launched for a request may be in vain, as its end is known only then.
         rows = sum(step.plan.num_rows for step in run.steps)
         needed = sum(len(sample.prompt) + sample.output_len - 1 for sample in samples)
         assert needed <= rows <= needed + len(samples)
         assert max(len(step.plan.items) for step in run.steps) == concurrency
         assert not llm.engine.busy and not llm.engine.requests
-        # The clock counts its readings: one before, one a request, one a call of step(), one at the end.
+        # The clock counts its readings: one before, one a request, one a call of step(), one at the
+        # end.
         assert sum(step.seconds for step in run.steps) <= run.seconds
     assert llm.engine.runner.compiles.recompiles == 0
 
@@ -789,10 +993,16 @@ def test_an_interrupted_run_leaves_the_engine_clean(llm, monkeypatch):
 
     requests = []
     add = llm.add
-    monkeypatch.setattr(llm, "add", lambda *given, **named: requests.append(add(*given, **named)) or requests[-1])
+    monkeypatch.setattr(
+        llm, "add", lambda *given, **named: requests.append(add(*given, **named)) or requests[-1]
+    )
     with pytest.raises(KeyboardInterrupt):
         engine.serve(llm, [Sample([5], 1), *[Sample([5] * 40, 50)] * 5], 3, 0.0, advance=interrupt)
-    assert [request.sequences[0].finish_reason for request in requests] == ["length", "abort", "abort"]
+    assert [request.sequences[0].finish_reason for request in requests] == [
+        "length",
+        "abort",
+        "abort",
+    ]
     assert not llm.engine.busy and not llm.engine.requests
     llm.engine.scheduler.check()
     assert len(engine.serve(llm, [Sample([5], 2)], 1, 1.0).answers) == 1
@@ -814,7 +1024,9 @@ def test_a_failed_step_is_no_measurement(llm, monkeypatch):
 
 
 def test_the_roof_by_hand():
-    """Steps that carry a prompt do not count; each sequence reads what lies before and at its position."""
+    """Steps that carry a prompt do not count; each sequence reads what lies before and at its
+    position.
+    """
 
     def step(seconds, *items):
         items = tuple(SimpleNamespace(start=start, num_rows=count) for start, count in items)
@@ -825,7 +1037,12 @@ def test_the_roof_by_hand():
     roof = engine.roof(steps, 1000, lambda length: 10 * min(length, 10), 500.0)
     assert roof is not None
     # KV: 100 + 60 and 100, so 1130 bytes a step; at 500 a second 2.26 s, and the steps took 3.
-    assert (roof.steps, roof.sequences, roof.weight_bytes, roof.cache_bytes) == (2, 1.5, 1000, 130.0)
+    assert (roof.steps, roof.sequences, roof.weight_bytes, roof.cache_bytes) == (
+        2,
+        1.5,
+        1000,
+        130.0,
+    )
     assert roof.tokens == 3
     assert roof.seconds == pytest.approx(2.26) and roof.share == pytest.approx(2.26 / 3)
     assert engine.roof(steps[:1], 1000, lambda length: 0, 500.0) is None
@@ -839,8 +1056,11 @@ def test_the_roof_of_a_model_is_all_that_it_reads(llm):
     run = engine.serve(llm, [Sample([5] * 20, 2)], 1, 0.0)
     roof = engine.engine_roof(llm, run, 1e9)
     assert roof is not None and config.tied  # so the table of the embeddings is read, as the head
-    assert roof.weight_bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
-    each = [layer.attention for layer in config.layers]  # 21 positions, and windows are wider than that
+    assert roof.weight_bytes == sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights)
+    )
+    # 21 positions, and windows are wider than that
+    each = [layer.attention for layer in config.layers]
     assert roof.cache_bytes == sum(21 * 2 * a.kv_heads * a.head_dim * 2 for a in each)
 
 
@@ -857,18 +1077,36 @@ def test_throughput_sweeps(run, tmp_path, monkeypatch):
     file = tmp_path / "r.json"
     picture = tmp_path / "p.svg"
     code, out, err = run(
-        "throughput", *SMALL, "--num-prompts", "6", "--concurrency", "4", "1", "--random-input-len", "10",
-        "--random-output-len", "5", "--json", str(file), "--plot", str(picture),
-    )  # fmt: skip
+        "throughput",
+        *SMALL,
+        "--num-prompts",
+        "6",
+        "--concurrency",
+        "4",
+        "1",
+        "--random-input-len",
+        "10",
+        "--random-output-len",
+        "5",
+        "--json",
+        str(file),
+        "--plot",
+        str(picture),
+    )
     assert (code, err) == (0, "")
     result = json.loads(file.read_text())
     assert [point["concurrency"] for point in result["points"]] == [1, 4]
     for point in result["points"]:
         assert (point["total_input_tokens"], point["total_output_tokens"]) == (60, 30)
         decode = point["decode"]
-        assert decode["roof_ms"] == pytest.approx((decode["weight_bytes"] + decode["cache_bytes"]) / 2e6)
-        assert decode["roof_share"] == pytest.approx(decode["roof_ms"] / np.mean(decode["steps_ms"]), rel=1e-3)
-    assert result["points"][0]["decode"]["steps"] == 6 * 4  # one after the other: each token but the first by itself
+        assert decode["roof_ms"] == pytest.approx(
+            (decode["weight_bytes"] + decode["cache_bytes"]) / 2e6
+        )
+        assert decode["roof_share"] == pytest.approx(
+            decode["roof_ms"] / np.mean(decode["steps_ms"]), rel=1e-3
+        )
+    # one after the other: each token but the first by itself
+    assert result["points"][0]["decode"]["steps"] == 6 * 4
     assert (result["options"]["concurrency"], result["command"]) == ([4, 1], "bench throughput")
     assert "2.0 GB/s" in out and "reached" in out
     assert b"<svg" in picture.read_bytes()
@@ -876,7 +1114,16 @@ def test_throughput_sweeps(run, tmp_path, monkeypatch):
 
 def test_throughput_of_prompts_alone_has_no_roof(run, monkeypatch):
     monkeypatch.setattr("quire.scripts.bench.throughput.read_bandwidth", lambda: 2e9)
-    options = ("throughput", *SMALL, "--max-num-seqs", "4", "--num-prompts", "2", "--random-input-len", "10")
+    options = (
+        "throughput",
+        *SMALL,
+        "--max-num-seqs",
+        "4",
+        "--num-prompts",
+        "2",
+        "--random-input-len",
+        "10",
+    )
     code, out, _ = run(*options, "--random-output-len", "1")
     assert code == 0 and "No step only decoded" in out
     code, out, err = run(*options, "--random-output-len", "1", "--random-input-len", "200")
@@ -887,14 +1134,31 @@ def test_latency_counts_what_it_says(run, tmp_path):
     file = tmp_path / "r.json"
     picture = tmp_path / "p.pdf"
     code, out, err = run(
-        "latency", *SMALL, "--batch-size", "4", "--input-len", "6", "--output-len", "5", "--num-iters", "3",
-        "--num-iters-warmup", "1", "--json", str(file), "--plot", str(picture),
-    )  # fmt: skip
+        "latency",
+        *SMALL,
+        "--batch-size",
+        "4",
+        "--input-len",
+        "6",
+        "--output-len",
+        "5",
+        "--num-iters",
+        "3",
+        "--num-iters-warmup",
+        "1",
+        "--json",
+        str(file),
+        "--plot",
+        str(picture),
+    )
     assert (code, err) == (0, "")
     result = json.loads(file.read_text())
     assert len(result["batches_ms"]) == 3
     assert result["mean_batch_ms"] == pytest.approx(np.mean(result["batches_ms"]))
-    assert all(text in out for text in ("whole batch", "first token", "each token after", "3 batches of 4 requests"))
+    assert all(
+        text in out
+        for text in ("whole batch", "first token", "each token after", "3 batches of 4 requests")
+    )
     assert picture.read_bytes().startswith(b"%PDF")
 
 
@@ -923,22 +1187,36 @@ def traced(*events: tuple[str, float, float, str]) -> SimpleNamespace:
         for name, start, length, module in events
     ]  # fmt: skip
     return SimpleNamespace(
-        planes=[SimpleNamespace(lines=[SimpleNamespace(events=made[::2]), SimpleNamespace(events=made[1::2])])]
+        planes=[
+            SimpleNamespace(
+                lines=[SimpleNamespace(events=made[::2]), SimpleNamespace(events=made[1::2])]
+            )
+        ]
     )
 
 
 def test_the_parts_of_a_step_by_hand():
-    """Two steps in one loop of a program, a copy that belongs to no step, and time in which nothing runs."""
+    """Two steps in one loop of a program, a copy that belongs to no step, and time in which nothing
+    runs.
+    """
     lengths = (("call.1", 0, 2.0), ("fusion.4", 2, 0.5), ("call.2", 3, 1), ("call.3", 4, 3))
-    one, two = ([(name, at + start, length, "s") for name, start, length in lengths] for at in (10.0, 18.0))
+    one, two = (
+        [(name, at + start, length, "s") for name, start, length in lengths] for at in (10.0, 18.0)
+    )
     found = step.read(
         traced(
-            *one, *two, ("while.5", 10, 15, "s"), ("copy.1", 2, 1, "copies"), ("Python", 0, 90, ""),
-            ("ThunkExecutor::Execute", 9, 8, ""), ("ThunkExecutor::Execute", 17, 9, ""),
-            ("ThunkExecutor::Execute (wait for completion)", 12, 13, ""), ("ThunkExecutor::Execute", 2, 1, ""),
+            *one,
+            *two,
+            ("while.5", 10, 15, "s"),
+            ("copy.1", 2, 1, "copies"),
+            ("Python", 0, 90, ""),
+            ("ThunkExecutor::Execute", 9, 8, ""),
+            ("ThunkExecutor::Execute", 17, 9, ""),
+            ("ThunkExecutor::Execute (wait for completion)", 12, 13, ""),
+            ("ThunkExecutor::Execute", 2, 1, ""),
         ),
         ["%copy.1 = s32[] copy(%x)", PROGRAM],
-    )  # fmt: skip
+    )
     assert found.steps == 2 and found.program == pytest.approx(0.009)
     assert [(part.scope, part.kind, part.launches) for part in found.parts] == [
         ("mlp", "products", 2), ("step", "XLA's operations", 1), ("logits", "products", 1)
@@ -952,7 +1230,9 @@ def test_the_parts_of_a_step_by_hand():
 
 
 def test_a_step_by_part(run, tmp_path, monkeypatch):
-    """Every layer's products are there, as often as the model has them; the parts and the rests are the whole."""
+    """Every layer's products are there, as often as the model has them; the parts and the rests are
+    the whole.
+    """
     try:
         build.compiler()
     except NotImplementedError as reason:
@@ -960,18 +1240,34 @@ def test_a_step_by_part(run, tmp_path, monkeypatch):
     monkeypatch.setattr(step, "read_bandwidth", lambda: 2e9)
     file = tmp_path / "r.json"
     code, out, err = run(
-        "step", *SMALL, "--batch-size", "2", "--input-len", "20", "--num-steps", "40", "--json", str(file)
+        "step",
+        *SMALL,
+        "--batch-size",
+        "2",
+        "--input-len",
+        "20",
+        "--num-steps",
+        "40",
+        "--json",
+        str(file),
     )
     assert (code, err) == (0, "")
     result = json.loads(file.read_text())
     parts = {(part["scope"], part["kind"]): part["launches"] for part in result["traced"]["parts"]}
     layers = len(loader.read_config(hub.resolve("quill-draft")).layers)
     assert parts["logits", "products"] == 1 and result["traced"]["steps"] > 30
-    assert parts["attention", "products"] == parts["mlp", "products"] == 2 * layers  # qkv and out, gate-up and down
+    # qkv and out, gate-up and down
+    assert parts["attention", "products"] == parts["mlp", "products"] == 2 * layers
     assert parts["attention", "attention"] == layers
-    whole = sum(part["ms"] for part in result["traced"]["parts"]) + sum(result["traced"]["rest_ms"].values())
+    whole = sum(part["ms"] for part in result["traced"]["parts"]) + sum(
+        result["traced"]["rest_ms"].values()
+    )
     assert whole >= result["traced"]["step_ms"] * 0.8
-    assert "mlp: products" in out and "between programs" in out and "2 sequences after 20 tokens" in out
+    assert (
+        "mlp: products" in out
+        and "between programs" in out
+        and "2 sequences after 20 tokens" in out
+    )
     code, out, err = run("step", *SMALL, "--input-len", "20", "--num-steps", "90")
     assert (code, out) == (2, "") and "do not fit into the 128 of --max-model-len" in err
 
@@ -982,27 +1278,49 @@ def test_drafts_by_hand():
     two = Drafts(5, 15, (4, 2, 1))
     assert two.since(one) == Drafts(1, 3, (0, 0, 0)) and one.joined(two.since(one)) == two
     assert one.result() == {
-        "spec_decode_acceptance_rate": pytest.approx(100 * 7 / 12), "spec_decode_acceptance_length": 1 + 7 / 4,
-        "spec_decode_num_drafts": 4, "spec_decode_draft_tokens": 12, "spec_decode_accepted_tokens": 7,
+        "spec_decode_acceptance_rate": pytest.approx(100 * 7 / 12),
+        "spec_decode_acceptance_length": 1 + 7 / 4,
+        "spec_decode_num_drafts": 4,
+        "spec_decode_draft_tokens": 12,
+        "spec_decode_accepted_tokens": 7,
         "spec_decode_per_position_acceptance_rates": [1.0, 0.5, 0.25],
-    }  # fmt: skip
+    }
     head, row, _ = drafts_table("at once", [(1, one), (2, two)]).splitlines()
-    assert row.split() == ["1", "12", "58.3%", "2.75", "100%", "50%", "25%"] and "tokens a step" in head
+    assert (
+        row.split() == ["1", "12", "58.3%", "2.75", "100%", "50%", "25%"]
+        and "tokens a step" in head
+    )
     nothing = Drafts(0, 0, (0, 0, 0))
     assert (nothing.share, nothing.length, nothing.by_position) == (0, 1, [0, 0, 0])
 
 
-DRAFTED = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3, "adapts": false}')
+DRAFTED = (
+    "--speculative-config",
+    '{"method": "ngram", "num_speculative_tokens": 3, "adapts": false}',
+)
 
 
 def test_throughput_with_drafts(run, tmp_path, monkeypatch):
-    """A step that verifies is a decode step, gives more tokens than sequences, and its answers are of full length."""
+    """A step that verifies is a decode step, gives more tokens than sequences, and its answers are
+    of full length.
+    """
     monkeypatch.setattr("quire.scripts.bench.throughput.read_bandwidth", lambda: 2e9)
     file = tmp_path / "r.json"
     code, out, err = run(
-        "throughput", *SMALL, "--num-prompts", "4", "--concurrency", "2", "--random-input-len", "10",
-        "--random-output-len", "60", *DRAFTED, "--json", str(file),
-    )  # fmt: skip
+        "throughput",
+        *SMALL,
+        "--num-prompts",
+        "4",
+        "--concurrency",
+        "2",
+        "--random-input-len",
+        "10",
+        "--random-output-len",
+        "60",
+        *DRAFTED,
+        "--json",
+        str(file),
+    )
     assert (code, err) == (0, "")
     (point,) = json.loads(file.read_text())["points"]
     assert point["total_output_tokens"] == 240 and point["spec_decode_accepted_tokens"] > 20
@@ -1012,7 +1330,8 @@ def test_throughput_with_drafts(run, tmp_path, monkeypatch):
     rates = point["spec_decode_per_position_acceptance_rates"]
     assert len(rates) == 3 and rates == sorted(rates, reverse=True)
     assert point["decode"]["tokens"] > point["decode"]["sequences"]
-    # Each answer's tokens but the first come in decode steps; those of a step with another's prompt are not among them.
+    # Each answer's tokens but the first come in decode steps; those of a step with another's prompt
+    # are not among them.
     assert point["decode"]["steps"] * point["decode"]["tokens"] <= 240 - 4 + 1e-6
     assert point["mean_tpot_ms"] < point["mean_itl_ms"], "a piece is what a step gave"
     assert "accepted by position" in out and "reached" in out
@@ -1031,9 +1350,25 @@ def test_throughput_with_adapters(run, tmp_path, monkeypatch):
     monkeypatch.setattr(LLM, "add", watched)
     file = tmp_path / "r.json"
     code, out, err = run(
-        "throughput", *SMALL, "--num-prompts", "4", "--concurrency", "2", "--random-input-len", "10",
-        "--random-output-len", "5", "--adapters", "3", "--adapter-rank", "8", "--dtype", "float32", "--json", str(file),
-    )  # fmt: skip
+        "throughput",
+        *SMALL,
+        "--num-prompts",
+        "4",
+        "--concurrency",
+        "2",
+        "--random-input-len",
+        "10",
+        "--random-output-len",
+        "5",
+        "--adapters",
+        "3",
+        "--adapter-rank",
+        "8",
+        "--dtype",
+        "float32",
+        "--json",
+        str(file),
+    )
     assert (code, err) == (0, "")
     result = json.loads(file.read_text())
     (point,) = result["points"]
@@ -1046,18 +1381,37 @@ def test_throughput_with_adapters(run, tmp_path, monkeypatch):
 def test_latency_with_drafts(run, tmp_path):
     file = tmp_path / "r.json"
     code, out, err = run(
-        "latency", *SMALL, "--batch-size", "2", "--input-len", "6", "--output-len", "40", "--num-iters", "2",
-        "--num-iters-warmup", "0", *DRAFTED, "--json", str(file), "--plot", str(tmp_path / "p.png"),
-    )  # fmt: skip
+        "latency",
+        *SMALL,
+        "--batch-size",
+        "2",
+        "--input-len",
+        "6",
+        "--output-len",
+        "40",
+        "--num-iters",
+        "2",
+        "--num-iters-warmup",
+        "0",
+        *DRAFTED,
+        "--json",
+        str(file),
+        "--plot",
+        str(tmp_path / "p.png"),
+    )
     assert (code, err) == (0, "")
     result = json.loads(file.read_text())
     assert 0 < result["spec_decode_accepted_tokens"] < result["spec_decode_draft_tokens"]
     assert result["mean_tpot_ms"] < result["mean_itl_ms"]
-    assert all(text in out for text in ("each step after", "a token of an answer", "accepted by position"))
+    assert all(
+        text in out for text in ("each step after", "a token of an answer", "accepted by position")
+    )
 
 
 def test_serve_reads_drafts_from_the_servers_metrics(run, tmp_path):
-    """Under the names that vLLM has too; of the model that is asked, and of the time of the load."""
+    """Under the names that vLLM has too; of the model that is asked, and of the time of the
+    load.
+    """
     file = tmp_path / "r.json"
     asked = []
 
@@ -1073,11 +1427,15 @@ def test_serve_reads_drafts_from_the_servers_metrics(run, tmp_path):
                 lines.append(f"vllm:spec_decode_num_{name}_total{label} {count * k * times}")
             for place, count in enumerate((10, 5, 0)):
                 label = f'{{model_name="{model}",position="{place}"}}'
-                lines.append(f"vllm:spec_decode_num_accepted_tokens_per_pos_total{label} {count * k * times}")
+                lines.append(
+                    f"vllm:spec_decode_num_accepted_tokens_per_pos_total{label} {count * k * times}"
+                )
         return "\n".join(lines) + "\n"
 
     async def behave(server, body, writer):
-        usage = event(choices=[], usage={"prompt_tokens": len(body["prompt"]), "completion_tokens": 2})
+        usage = event(
+            choices=[], usage={"prompt_tokens": len(body["prompt"]), "completion_tokens": 2}
+        )
         await reply(writer, [event("x"), event("x"), usage, DONE])
 
     with FakeServer(behave) as server:
@@ -1110,7 +1468,16 @@ def test_startup_is_cold_then_warm(run, tmp_path, monkeypatch):
     monkeypatch.setattr(startup, "start", watched)
     picture = tmp_path / "p.png"
     code, out, err = run(
-        "startup", *SMALL, "--max-num-seqs", "1", "--num-iters", "1", "--json", "-", "--plot", str(picture)
+        "startup",
+        *SMALL,
+        "--max-num-seqs",
+        "1",
+        "--num-iters",
+        "1",
+        "--json",
+        "-",
+        "--plot",
+        str(picture),
     )
     assert (code, err) == (0, "")
     (empty, filled), again = held
@@ -1162,7 +1529,12 @@ def test_plots_say_what_they_show():
 
     rng = random.Random(0)
     figure = Figure()
-    values = {"ttft": [rng.uniform(1, 9) for _ in range(50)], "tpot": [], "itl": [1.0] * 300 + [900.0], "e2el": [4.0]}
+    values = {
+        "ttft": [rng.uniform(1, 9) for _ in range(50)],
+        "tpot": [],
+        "itl": [1.0] * 300 + [900.0],
+        "e2el": [4.0],
+    }
     plot.distributions(figure, values, metrics.METRICS, {"ttft": 5.0}, "a title")
     assert [axes.get_xlabel() for axes in figure.axes] == ["TTFT, ms", "ITL, ms", "E2E, ms"]
     for axes, own in zip(figure.axes, (values["ttft"], values["itl"], values["e2el"]), strict=True):
@@ -1171,12 +1543,22 @@ def test_plots_say_what_they_show():
     assert figure.axes[1].get_xlim()[1] < 10 and "900" in figure.axes[1].texts[0].get_text()
     assert any("limit 5" in text.get_text() for text in figure.axes[0].get_legend().get_texts())
 
-    decode = dict.fromkeys(("sequences", "roof_ms", "roof_share", "mean_ms", "p10_ms", "p90_ms"), 1.0)
+    decode = dict.fromkeys(
+        ("sequences", "roof_ms", "roof_share", "mean_ms", "p10_ms", "p90_ms"), 1.0
+    )
     points = [
         {"concurrency": level, "output_throughput": 10.0 * level, "decode": own}
-        for level, own in ((1, {**decode, "steps_ms": [1.0, 2.0]}), (2, None), (4, {**decode, "steps_ms": [1.0]}))
+        for level, own in (
+            (1, {**decode, "steps_ms": [1.0, 2.0]}),
+            (2, None),
+            (4, {**decode, "steps_ms": [1.0]}),
+        )
     ]
-    for shown, labels in ((points, ["requests at once"] * 2), (points[:1], ["decode step, ms"]), (points[1:2], [""])):
+    for shown, labels in (
+        (points, ["requests at once"] * 2),
+        (points[:1], ["decode step, ms"]),
+        (points[1:2], [""]),
+    ):
         figure = Figure()
         plot.throughput(figure, shown, "quill", 3e10)
         assert [axes.get_xlabel() for axes in figure.axes] == labels
@@ -1184,7 +1566,9 @@ def test_plots_say_what_they_show():
 
     figure = Figure()
     plot.stages(figure, {"cold": [1.0, 3.0], "warm": [1.0, 1.5]}, ["one", "two"], "start")
-    assert sorted(bar.get_width() for bar in figure.axes[0].patches) == pytest.approx([0.5, 1, 1, 2])
+    assert sorted(bar.get_width() for bar in figure.axes[0].patches) == pytest.approx(
+        [0.5, 1, 1, 2]
+    )
 
 
 def test_a_result_that_cannot_be_written_has_been_seen(tmp_path, capsys):
@@ -1197,7 +1581,9 @@ def test_a_result_that_cannot_be_written_has_been_seen(tmp_path, capsys):
 
 
 def test_simulate(run, tmp_path):
-    """The same chats on the same device: static batches take longer, a shared beginning is computed once."""
+    """The same chats on the same device: static batches take longer, a shared beginning is computed
+    once.
+    """
     figures = {}
     for name, options in {
         "plain": [],
@@ -1206,8 +1592,17 @@ def test_simulate(run, tmp_path):
         "apart": ["--shared-prefix", "200", "--no-enable-prefix-caching"],
     }.items():
         code, out, _ = run(
-            "simulate", "--num-prompts", "60", "--longest", "300", "--max-num-seqs", "8", *options, "--json", "-"
-        )  # fmt: skip
+            "simulate",
+            "--num-prompts",
+            "60",
+            "--longest",
+            "300",
+            "--max-num-seqs",
+            "8",
+            *options,
+            "--json",
+            "-",
+        )
         assert code == 0
         figures[name] = json.loads(out)
         assert figures[name]["ended"] == {"length": 60} and figures[name]["pages_filled"] > 0.9

@@ -1,4 +1,6 @@
-"""The command line over an engine that only remembers what it was asked: parsing, printing, errors, Ctrl-C."""
+"""The command line over an engine that only remembers what it was asked: parsing, printing, errors,
+Ctrl-C.
+"""
 
 import io
 import json
@@ -48,7 +50,9 @@ class FakeLLM:
             raise ModelError("config.json lacks 'hidden_size'; it must be an integer")
         self.model = model
         self.options = options
-        self.engine = SimpleNamespace(defaults=self.defaults, chat_defaults=self.chat_defaults or self.defaults)
+        self.engine = SimpleNamespace(
+            defaults=self.defaults, chat_defaults=self.chat_defaults or self.defaults
+        )
         self.prompts: list[str] = []
         self.params: Any = None
         self.closed = 0
@@ -64,7 +68,9 @@ class FakeLLM:
 
     def get_tokenizer(self):
         template = self.adopted if self.model == "base" else "{{ messages }}"
-        return SimpleNamespace(chat_template=template, adopt=lambda source: setattr(self, "adopted", source))
+        return SimpleNamespace(
+            chat_template=template, adopt=lambda source: setattr(self, "adopted", source)
+        )
 
     def chat_prompt(self, messages):
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
@@ -84,7 +90,10 @@ class FakeLLM:
                 reason = "length" if count == len(WORDS) else None
                 text = "".join(WORDS[:count])
                 tokens = list(range(count))
-                outputs = [CompletionOutput(index, text, tokens, finish_reason=reason) for index in range(params.n)]
+                outputs = [
+                    CompletionOutput(index, text, tokens, finish_reason=reason)
+                    for index in range(params.n)
+                ]
                 yield RequestOutput("0", prompt, [7, 8], outputs, finished=reason is not None)
         finally:
             self.closed += 1
@@ -130,7 +139,9 @@ def test_sizes_as_people_write_them(text, value):
     assert sizes.size(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "K", "1.5", "0.3K", "32KB", "1e3", "nan", "32 K", "٣", "--1", "1_000"])
+@pytest.mark.parametrize(
+    "text", ["", "K", "1.5", "0.3K", "32KB", "1e3", "nan", "32 K", "٣", "--1", "1_000"]
+)
 def test_what_is_no_size(text):
     with pytest.raises(typer.BadParameter, match="32K"):
         sizes.size(text)
@@ -140,7 +151,8 @@ def test_generate_streams_then_times(run):
     code, out, err = run("generate", "--prompt", "Hi", "--max-tokens", "4")
     assert (code, out) == (0, "Once upon a time. \n")
     assert re.fullmatch(
-        r"2 prompt tokens, 4 tokens: loaded in [\d.]+ s, first token after [\d.]+ s, then [\d.]+ tokens/s\n", err
+        r"2 prompt tokens, 4 tokens: loaded in [\d.]+ s, first token after [\d.]+ s, then [\d.]+ tokens/s\n",
+        err,
     )
     (llm,) = FakeLLM.made
     assert (llm.model, llm.options, llm.prompts) == (None, {"max_num_seqs": 1}, ["Hi"])
@@ -163,14 +175,18 @@ def test_what_is_not_given_is_the_models_own(run, monkeypatch, command, most):
     assert params() == SamplingParams(max_tokens=most)
     monkeypatch.setattr(FakeLLM, "defaults", {"temperature": 0.5, "top_k": 9, "max_tokens": 2048})
     assert params() == SamplingParams(temperature=0.5, top_k=9, max_tokens=2048)
-    assert params("--temperature", "1", "--max-tokens", "4") == SamplingParams(top_k=9, max_tokens=4)
+    assert params("--temperature", "1", "--max-tokens", "4") == SamplingParams(
+        top_k=9, max_tokens=4
+    )
 
 
 def test_chat_uses_the_defaults_of_conversations(run, monkeypatch):
     monkeypatch.setattr(FakeLLM, "chat_defaults", {"temperature": 0.8, "top_k": 40, "top_p": 0.95})
     for command in (("chat",), ("run", "some/model")):
         assert run(*command, "--top-k", "5", stdin=b"Hi\n")[0] == 0
-        assert FakeLLM.made[-1].params == SamplingParams(max_tokens=512, temperature=0.8, top_k=5, top_p=0.95)
+        assert FakeLLM.made[-1].params == SamplingParams(
+            max_tokens=512, temperature=0.8, top_k=5, top_p=0.95
+        )
     assert run("generate", "--prompt", "Hi")[0] == 0
     assert FakeLLM.made[-1].params == SamplingParams(max_tokens=128)
 
@@ -187,12 +203,49 @@ def test_generate_passes_every_option_on(run, tmp_path):
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("Grüße\n")
     code, _, _ = run(
-        "generate", "some/model", "--prompt-file", str(prompt), "--max-tokens", "1K", "--temperature", "0.5",
-        "--top-p", "0.9", "--top-k", "20", "--min-p", "0.1", "--seed", "7", "--stop", "END", "--stop", "\n\n",
-        "--repetition-penalty", "1.1", "--presence-penalty", "0.2", "--frequency-penalty", "0.3", "--n", "3",
-        "--tokenizer", "other", "--dtype", "float32", "--max-model-len", "-1", "--block-size", "8",
-        "--kv-cache-memory-bytes", "2G", "--max-num-seqs", "4", "--max-num-batched-tokens", "2k",
-    )  # fmt: skip
+        "generate",
+        "some/model",
+        "--prompt-file",
+        str(prompt),
+        "--max-tokens",
+        "1K",
+        "--temperature",
+        "0.5",
+        "--top-p",
+        "0.9",
+        "--top-k",
+        "20",
+        "--min-p",
+        "0.1",
+        "--seed",
+        "7",
+        "--stop",
+        "END",
+        "--stop",
+        "\n\n",
+        "--repetition-penalty",
+        "1.1",
+        "--presence-penalty",
+        "0.2",
+        "--frequency-penalty",
+        "0.3",
+        "--n",
+        "3",
+        "--tokenizer",
+        "other",
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "-1",
+        "--block-size",
+        "8",
+        "--kv-cache-memory-bytes",
+        "2G",
+        "--max-num-seqs",
+        "4",
+        "--max-num-batched-tokens",
+        "2k",
+    )
     assert code == 0
     (llm,) = FakeLLM.made
     assert (llm.model, llm.prompts) == ("some/model", ["Grüße\n"])
@@ -201,9 +254,17 @@ def test_generate_passes_every_option_on(run, tmp_path):
         "kv_cache_memory_bytes": 2**31, "max_num_seqs": 4, "max_num_batched_tokens": 2000,
     }  # fmt: skip
     expected = {
-        "n": 3, "max_tokens": 1024, "temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "seed": 7,
-        "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3,
-    }  # fmt: skip
+        "n": 3,
+        "max_tokens": 1024,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.1,
+        "seed": 7,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+    }
     assert {name: getattr(llm.params, name) for name in expected} == expected
     assert list(llm.params.stop) == ["END", "\n\n"]
 
@@ -227,9 +288,12 @@ def test_generate_json_is_one_object(run):
     assert data["prompt_token_ids"] == [7, 8]
     assert [output["token_ids"] for output in data["outputs"]] == [[0, 1, 2, 3]] * 2
     assert data["outputs"][1] == {
-        "index": 1, "text": "Once upon a time. ", "token_ids": [0, 1, 2, 3], "finish_reason": "length",
+        "index": 1,
+        "text": "Once upon a time. ",
+        "token_ids": [0, 1, 2, 3],
+        "finish_reason": "length",
         "stop_reason": None,
-    }  # fmt: skip
+    }
     assert set(data["timing"]) == {"loaded_s", "first_token_s", "total_s", "tokens_per_second"}
 
 
@@ -256,7 +320,10 @@ def test_generate_refuses_before_it_loads_a_model(run, arguments, stdin, says):
 @pytest.mark.parametrize(
     "arguments, line",
     [
-        (["broken", "--prompt", "a"], "error: config.json lacks 'hidden_size'; it must be an integer\n"),
+        (
+            ["broken", "--prompt", "a"],
+            "error: config.json lacks 'hidden_size'; it must be an integer\n",
+        ),
         (["--prompt", "too long"], f"error: {TOO_LONG}\n"),
     ],
 )
@@ -289,7 +356,8 @@ def test_ctrl_c_ends_generate_quietly(run, monkeypatch):
     assert run("generate", "--prompt", "a") == (130, "", "")
 
 
-STUCK = "import hashlib\nprint('in', flush=True)\nhashlib.pbkdf2_hmac('sha256', b'', b'', 1 << 30)"  # minutes in C
+# minutes in C
+STUCK = "import hashlib\nprint('in', flush=True)\nhashlib.pbkdf2_hmac('sha256', b'', b'', 1 << 30)"
 LOADING = f"""
 from quire.scripts.loading import immediate_interrupt
 with immediate_interrupt():
@@ -347,7 +415,8 @@ def test_a_signal_ends_what_loads_at_once(script, number):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # as a shell's foreground has it
+        # as a shell's foreground has it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         assert child.stdout.readline() == "in\n"
@@ -362,7 +431,9 @@ def test_a_signal_ends_what_loads_at_once(script, number):
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_a_failed_step_is_no_answer(run, monkeypatch, command):
     def fails(self, prompt, params):
-        yield RequestOutput("0", prompt, [7], [CompletionOutput(0, "half", [1], finish_reason="error")])
+        yield RequestOutput(
+            "0", prompt, [7], [CompletionOutput(0, "half", [1], finish_reason="error")]
+        )
 
     monkeypatch.setattr(FakeLLM, "stream", fails)
     code, _, err = run(command, stdin=b"Hi")
@@ -378,7 +449,12 @@ def test_timing_without_a_second_token_has_no_rate():
 
 def test_chat_remembers_and_forgets(run):
     code, out, err = run(
-        "chat", "--system", "Be kind.", "--seed", "3", stdin="Hé\n\n  \n/reset\nagain\nmore\n/exit\nnever\n".encode()
+        "chat",
+        "--system",
+        "Be kind.",
+        "--seed",
+        "3",
+        stdin=("Hé\n\n  \n/reset\nagain\nmore\n/exit\nnever\n").encode(),
     )
     assert (code, err) == (0, "")
     assert out == "Once upon a time. \n" * 3
@@ -408,7 +484,10 @@ def test_chat_says_at_once_that_a_model_has_no_chat_template(run):
 def test_a_model_without_a_chat_template_can_be_given_one(run, tmp_path):
     (tmp_path / "t.jinja").write_text("{{ messages }}")
     for command in ("chat", "run"):
-        assert run(command, "base", "--chat-template", str(tmp_path / "t.jinja"), stdin=b"Hi\n")[0] == 0
+        assert (
+            run(command, "base", "--chat-template", str(tmp_path / "t.jinja"), stdin=b"Hi\n")[0]
+            == 0
+        )
         assert FakeLLM.made[-1].adopted == "{{ messages }}"
 
 
@@ -426,12 +505,17 @@ def test_answers_without_a_seed_vary_from_call_to_call(run):
 
 def test_a_message_of_several_lines_stands_between_fences(run):
     said = (
-        b'one\n"""two\nlines\n"""\n/reset\n  """three"""\n/reset\n"""\n  indented\n\n/exit\n""" \n/reset\n"""no end\n'
+        b'one\n"""two\nlines\n"""\n/reset\n  """three"""\n/reset\n'
+        b'"""\n  indented\n\n/exit\n""" \n/reset\n"""no end\n'
     )
     assert run("chat", stdin=said)[0] == 0
     assert [prompt.rsplit("<user>")[-1] for prompt in FakeLLM.made[0].prompts] == [
-        "one", "two\nlines", "three", "  indented\n\n/exit", "no end",
-    ]  # fmt: skip
+        "one",
+        "two\nlines",
+        "three",
+        "  indented\n\n/exit",
+        "no end",
+    ]
 
 
 def test_a_terminal_sees_the_model_the_speed_and_colour(tmp_path):
@@ -482,7 +566,9 @@ def test_a_terminal_sees_the_model_the_speed_and_colour(tmp_path):
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen).replace("\r", "")
     assert "\nquill\nIt is a very small model" in plain and "\n/reset forgets" in plain
     assert "It cannot hold a conversation: /reset" in plain
-    assert re.search(r"31 52 90\n\[\d+ tokens, [\d.]+ tokens/s; first after [\d.]+ s; \d+ prompt tokens\]", plain)
+    assert re.search(
+        r"31 52 90\n\[\d+ tokens, [\d.]+ tokens/s; first after [\d.]+ s; \d+ prompt tokens\]", plain
+    )
     assert "\x1b[1mquill" in seen and "\x1b[2m[" in seen
     messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2
@@ -492,13 +578,19 @@ def test_a_terminal_sees_the_model_the_speed_and_colour(tmp_path):
 
 def test_a_conversation_is_saved_and_resumed(run, tmp_path):
     file = tmp_path / "talk.json"
-    code, out, err = run("chat", "--system", "Be kind.", stdin=f"Hi\n/save {file}\n/save {file}\n/save\n".encode())
+    code, out, err = run(
+        "chat", "--system", "Be kind.", stdin=f"Hi\n/save {file}\n/save {file}\n/save\n".encode()
+    )
     assert (code, err) == (0, "") and out.count(f"3 messages are in {file}") == 3
     code, _, err = run("chat", "--resume", str(file), stdin=b"more\n/save\n")
     assert (code, err) == (0, "")
-    assert FakeLLM.made[-1].prompts == ["<system>Be kind.<user>Hi<assistant>Once upon a time. <user>more"]
+    assert FakeLLM.made[-1].prompts == [
+        "<system>Be kind.<user>Hi<assistant>Once upon a time. <user>more"
+    ]
     assert len(json.loads(file.read_text())["messages"]) == 5
-    code, _, err = run("chat", stdin=f"Hi\n/save {file}\n/save {tmp_path}/no/where\n/save\n".encode())
+    code, _, err = run(
+        "chat", stdin=f"Hi\n/save {file}\n/save {tmp_path}/no/where\n/save\n".encode()
+    )
     assert code == 0 and f"{file} is there already; /save another file" in err
     assert "no/where cannot be written: No such file" in err and "no command /save" in err
     code, _, err = run("chat", "--resume", str(file), "--system", "x", stdin=b"Hi\n")
@@ -521,9 +613,9 @@ def test_what_cannot_be_resumed_is_named(run, tmp_path, content, why):
 
 
 MARKDOWN = (
-    "# Title\n\nSome **bold** words and <b>no HTML</b>, so many that they need more than one line of the terminal.\n"
-    "A second line.\n\n- one\n  - two\n\n```python\nif a < b:\n    x = 1\n```\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n"
-    "The end."
+    "# Title\n\nSome **bold** words and <b>no HTML</b>, so many that they need more than one line "
+    "of the terminal.\nA second line.\n\n- one\n  - two\n\n```python\nif a < b:\n    x = "
+    "1\n```\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\nThe end."
 )
 
 
@@ -534,7 +626,9 @@ def test_answers_are_rendered_the_same_however_they_grow(monkeypatch, step):
     for size in (step, 10_000):
         out = io.StringIO()
         monkeypatch.setattr(terminal, "FRAME_SECONDS", 0.0)
-        view = terminal.RenderedAnswer(Console(file=out, force_terminal=True, width=40, height=12, color_system=None))
+        view = terminal.RenderedAnswer(
+            Console(file=out, force_terminal=True, width=40, height=12, color_system=None)
+        )
         for end in range(size, len(MARKDOWN) + size, size):
             view.next_frame = 0.0
             view.update(MARKDOWN[:end])
@@ -543,7 +637,11 @@ def test_answers_are_rendered_the_same_however_they_grow(monkeypatch, step):
         screens.append(screen_of(out.getvalue()))
     assert screens[0] == screens[1]
     text = "\n".join(screens[0])
-    assert "bold words and <b>no HTML</b>" in " ".join(text.split()) and "**" not in text and "```" not in text
+    assert (
+        "bold words and <b>no HTML</b>" in " ".join(text.split())
+        and "**" not in text
+        and "```" not in text
+    )
     assert "if a < b:" in text and "    x = 1" in text and text.rstrip().endswith("The end.")
     words = set(re.findall(r"[a-z]{3,}", text))
     assert words <= set(re.findall(r"[a-z]{3,}", MARKDOWN)) and "terminal" in words
@@ -593,23 +691,34 @@ def test_a_second_ctrl_c_leaves():
 NOT_FLAGS = {  # fields of EngineOptions, and why no flag is made of them
     "model": "it is the command's argument",
     "skip_tokenizer_init": "the commands take and write text",
-    "max_queued_requests": "only a server refuses requests: quire serve has a flag and a default of its own",
+    "max_queued_requests": (
+        "only a server refuses requests: quire serve has a flag and a default of its own"
+    ),
     "seed": "quire serve has a flag of its own; elsewhere --seed is that of the request",
 }
 
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
 def test_every_engine_option_is_a_flag(command):
-    """Flags default to None, so that the engine decides; what `--help` says must be what it decides."""
-    flags = {flag.name: flag for flag in typer.main.get_command(app).get_command(None, command).params}
+    """Flags default to None, so that the engine decides; what `--help` says must be what it
+    decides.
+    """
+    flags = {
+        flag.name: flag for flag in typer.main.get_command(app).get_command(None, command).params
+    }
     for option in fields(EngineOptions):
         if option.name in NOT_FLAGS or (command == "generate" and option.name in ADAPTER_FLAGS):
             continue
         flag = flags[option.name]
         short = option.metadata["short"]
-        assert flag.opts == [f"--{option.name.replace('_', '-')}", *([f"-{short}"] if short else ())]
+        assert flag.opts == [
+            f"--{option.name.replace('_', '-')}",
+            *([f"-{short}"] if short else ()),
+        ]
         assert flag.default is None
-        said = {"on": "True", "off": "False", "none": "None"}.get(flag.show_default, flag.show_default)
+        said = {"on": "True", "off": "False", "none": "None"}.get(
+            flag.show_default, flag.show_default
+        )
         if option.default is not None:
             assert said.split(": ")[0] == str(None if option.default == () else option.default)
         assert flag.help
@@ -627,7 +736,9 @@ def test_help_of_every_command(run, command):
         assert run() == (0, out, "")
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, *(f"bench {name}" for name in ("serve", "throughput", "latency"))])
+@pytest.mark.parametrize(
+    "command", [*COMMANDS, *(f"bench {name}" for name in ("serve", "throughput", "latency"))]
+)
 @pytest.mark.parametrize("columns", ["80", "60"])
 def test_help_has_every_name_whole(run, monkeypatch, command, columns):
     monkeypatch.setenv("COLUMNS", columns)
@@ -637,32 +748,50 @@ def test_help_has_every_name_whole(run, monkeypatch, command, columns):
     code, out, _ = run(*command.split(), "-h")
     assert code == 0 and "…" not in out and max(map(len, out.splitlines())) <= 80
     for param in found.params:
-        for name in (*param.opts, *param.secondary_opts) if param.param_type_name == "option" else ():
+        for name in (
+            (*param.opts, *param.secondary_opts) if param.param_type_name == "option" else ()
+        ):
             assert re.search(rf"^  (\S+( /)? )*{name}[, ]?", out, re.M), name
     assert not re.search(r"--[a-z-]+-$", out, re.M)  # nor is one broken where others are explained
 
 
 def test_flags_of_other_engines_that_change_nothing_are_one_warning(run):
-    line = "-tp 2 --trust-remote-code --swap-space 4 --enable_chunked_prefill --no-async-scheduling -O3 --task=embed"
+    line = (
+        "-tp 2 --trust-remote-code --swap-space 4 --enable_chunked_prefill "
+        "--no-async-scheduling -O3 --task=embed"
+    )
     code, out, err = run("generate", *line.split(), "--prompt", "--enforce-eager", "a/model")
     assert (code, out) == (0, "Once upon a time. \n")
     (llm,) = FakeLLM.made
     assert llm.model == "a/model" and llm.prompts == ["--enforce-eager"]
     assert llm.options == {"tensor_parallel_size": 2, "max_num_seqs": 1}
     (note, _) = err.splitlines()
-    assert note.startswith("note: without effect here: --trust-remote-code (no code of a checkpoint is run), --swap-")
+    assert note.startswith(
+        "note: without effect here: --trust-remote-code (no code of a checkpoint is run), --swap-"
+    )
     names = re.findall(r"(--?[\w-]+) \(", note)
     assert names == [
-        "--trust-remote-code", "--swap-space", "--enable-chunked-prefill", "--no-async-scheduling", "-O3", "--task",
-    ]  # fmt: skip
+        "--trust-remote-code",
+        "--swap-space",
+        "--enable-chunked-prefill",
+        "--no-async-scheduling",
+        "-O3",
+        "--task",
+    ]
 
 
 def test_no_flag_is_both_an_option_and_without_effect():
     own = {
-        param.name for command in COMMANDS for param in typer.main.get_command(app).get_command(None, command).params
+        param.name
+        for command in COMMANDS
+        for param in typer.main.get_command(app).get_command(None, command).params
     }
     assert not own & set(other_engines.FLAGS)
-    assert set(other_engines.VALUES) <= set(other_engines.NO_EFFECT) >= set(other_engines.SHORT.values())
+    assert (
+        set(other_engines.VALUES)
+        <= set(other_engines.NO_EFFECT)
+        >= set(other_engines.SHORT.values())
+    )
     assert set(other_engines.SWITCHES) <= set(other_engines.NO_EFFECT) - set(other_engines.VALUES)
     assert not set(other_engines.FLAGS) & set(ENGINE)  # one place for each name
     meant = {meaning for meaning in other_engines.MEANING.values() if meaning.startswith("--")}
@@ -683,17 +812,33 @@ def test_no_flag_is_both_an_option_and_without_effect():
         ("generate --n-predict 3", "No such option: --n-predict. Here it is --max-tokens."),
         ("plan --ctx-size 4", "No such option: --ctx-size"),
         ("generate --tempreature 3", "No such option: --tempreature. Did you mean --temperature?"),
-        ("serve --max-model-length 4", "No such option: --max-model-length. Did you mean --max-model-len?"),
-        ("serve --tensor-parallel 2", "No such option: --tensor-parallel. Did you mean --tensor-parallel-size?"),
-        ("generate --min-tokens 3", "No such option: --min-tokens"),  # not --max-tokens, though it looks alike
+        (
+            "serve --max-model-length 4",
+            "No such option: --max-model-length. Did you mean --max-model-len?",
+        ),
+        (
+            "serve --tensor-parallel 2",
+            "No such option: --tensor-parallel. Did you mean --tensor-parallel-size?",
+        ),
+        # not --max-tokens, though it looks alike
+        ("generate --min-tokens 3", "No such option: --min-tokens"),
         ("generate --top-n 3", "No such option: --top-n"),
-        ("bench serve --random-inptu-len 4", "No such option: --random-inptu-len. Did you mean --random-input-len?"),
+        (
+            "bench serve --random-inptu-len 4",
+            "No such option: --random-inptu-len. Did you mean --random-input-len?",
+        ),
         ("serve --log x", "No such option: --log"),
-        ("serve --tokenizer-mode mistral", "--tokenizer-mode is 'mistral'; here it can only be auto, hf: the "),
+        (
+            "serve --tokenizer-mode mistral",
+            "--tokenizer-mode is 'mistral'; here it can only be auto, hf: the ",
+        ),
         ("plan --enforce-eager", "No such option: --enforce-eager"),
         ("ls", "No such command 'ls': here it is 'list'"),
         ("help serve", "No such command 'help': `quire --help` lists the commands, and "),
-        ("create x", "No such command 'create': a model is a folder with config.json, tokenizer.json and "),
+        (
+            "create x",
+            ("No such command 'create': a model is a folder with config.json, tokenizer.json and "),
+        ),
     ],
 )
 def test_what_is_unknown_is_met_with_what_means_the_same_or_nothing(run, line, says):
@@ -703,8 +848,12 @@ def test_what_is_unknown_is_met_with_what_means_the_same_or_nothing(run, line, s
 
 
 def test_run_answers_a_prompt_and_what_is_piped_in(run):
-    """What stdin has comes before the prompt; nothing of both is refused before a model is loaded."""
-    code, out, _ = run("run", "some/model", "Why", "so?", "--system", "Be kind.", stdin=b"It is late.\n")
+    """What stdin has comes before the prompt; nothing of both is refused before a model is
+    loaded.
+    """
+    code, out, _ = run(
+        "run", "some/model", "Why", "so?", "--system", "Be kind.", stdin=b"It is late.\n"
+    )
     assert (code, out) == (0, "".join(WORDS) + "\n")
     assert FakeLLM.made[-1].model == "some/model"
     assert FakeLLM.made[-1].prompts == ["<system>Be kind.<user>It is late.\n\nWhy so?"]
@@ -734,14 +883,28 @@ def test_a_mistyped_command_is_met_with_the_right_one(run):
     ("kernels", "serves"),
     [
         ("", "native|xla; native declines: .*"),
-        ("off", "xla; native declines: .*off; mosaic_tpu declines: there is no TPU; mosaic_gpu declines: .*"),
+        (
+            "off",
+            (
+                "xla; native declines: .*off; mosaic_tpu declines: there is no TPU; mosaic_gpu "
+                "declines: .*"
+            ),
+        ),
     ],
 )
 def test_collect_env_tells_what_serves(capsys, monkeypatch, kernels, serves):
     monkeypatch.setenv("QUIRE_NATIVE", kernels)
     collect_env.main()
     out = capsys.readouterr().out
-    for section in ("versions", "machine", "devices", "caches", "environment", "kernels", "attention"):
+    for section in (
+        "versions",
+        "machine",
+        "devices",
+        "caches",
+        "environment",
+        "kernels",
+        "attention",
+    ):
         assert f"\n{section}:\n" in "\n" + out
     assert f"  quire: {quire.__version__}\n" in out
     assert re.search(f"^  full: ({serves})$", out, re.M)
@@ -789,7 +952,9 @@ def test_collect_env_says_which_library_is_missing(monkeypatch, capsys):
 
 
 def test_module_runs_as_the_command():
-    run = subprocess.run([sys.executable, "-m", "quire", "--version"], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "quire", "--version"], capture_output=True, text=True
+    )
     assert (run.returncode, run.stdout, run.stderr) == (0, f"quire {quire.__version__}\n", "")
 
 

@@ -1,4 +1,6 @@
-"""What the deployment files promise: confined, with probes that exist, grace that suffices and flags that are there."""
+"""What the deployment files promise: confined, with probes that exist, grace that suffices and
+flags that are there.
+"""
 
 import fnmatch
 import importlib
@@ -51,14 +53,18 @@ def manifest(kind: str, folder: str | None = None) -> dict[str, Any]:
     [found] = [
         found
         for path, found in MANIFESTS.items()
-        if found["kind"] == kind and (chosen[path] == folder if folder else chosen[path] not in OTHERS)
+        if found["kind"] == kind
+        and (chosen[path] == folder if folder else chosen[path] not in OTHERS)
     ]
     return found
 
 
 POD = manifest("Deployment")["spec"]["template"]
 [SERVER] = POD["spec"]["containers"]
-KUSTOMIZATIONS = {path.parent.name: yaml.safe_load(path.read_text()) for path in KUBERNETES.rglob("kustomization.yaml")}
+KUSTOMIZATIONS = {
+    path.parent.name: yaml.safe_load(path.read_text())
+    for path in KUBERNETES.rglob("kustomization.yaml")
+}
 GPU = yaml.safe_load(KUSTOMIZATIONS["gpu"]["patches"][0]["patch"])
 [GPU_SERVER] = GPU["spec"]["template"]["spec"]["containers"]
 RAY = manifest("RayService", "ray")["spec"]
@@ -69,14 +75,19 @@ RAY_ARGS = shlex.split(RAY_APP["args"]["command"])
 HOSTS = manifest("LeaderWorkerSet", "hosts")["spec"]["leaderWorkerTemplate"]
 LEADER = HOSTS["leaderTemplate"]["spec"]
 WORKER = HOSTS["workerTemplate"]["spec"]
-RAY_PODS = [own["template"]["spec"] for own in (CLUSTER["headGroupSpec"], *CLUSTER["workerGroupSpecs"])]
+RAY_PODS = [
+    own["template"]["spec"] for own in (CLUSTER["headGroupSpec"], *CLUSTER["workerGroupSpecs"])
+]
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
     """(INSTRUCTION, rest) of a Dockerfile, lines that go on joined."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
-    return [(word, rest) for word, _, rest in (line.partition(" ") for line in joined.splitlines() if line.strip())]
+    return [
+        (word, rest)
+        for word, _, rest in (line.partition(" ") for line in joined.splitlines() if line.strip())
+    ]
 
 
 DOCKERFILE = instructions((DEPLOY / "Dockerfile").read_text())
@@ -119,22 +130,39 @@ def blocks(text: str) -> Iterator[str]:
 def arguments_of(command: str) -> list[str]:
     """What stands after `quire serve`, or after the image's name in `docker run`."""
     words = shlex.split(command, comments=True)
-    start = words.index("serve") if "serve" in words else next(n for n, word in enumerate(words) if "quire:" in word)
+    start = (
+        words.index("serve")
+        if "serve" in words
+        else next(n for n, word in enumerate(words) if "quire:" in word)
+    )
     return words[start + 1 :]
 
 
 def used_flags() -> dict[str, set[str]]:
     """The flags of `quire serve` that each file uses or names."""
     page = DOCS.read_text()
-    runs = [line for block in blocks(page) for line in block.splitlines() if re.search(r"docker run|quire serve", line)]
-    own = [line.partition("=")[2] for block in blocks(page) for line in block.splitlines() if "SERVE_ARGS=" in line]
+    runs = [
+        line
+        for block in blocks(page)
+        for line in block.splitlines()
+        if re.search(r"docker run|quire serve", line)
+    ]
+    own = [
+        line.partition("=")[2]
+        for block in blocks(page)
+        for line in block.splitlines()
+        if "SERVE_ARGS=" in line
+    ]
     found = {
         "Dockerfile": json.loads(said("ENTRYPOINT")[0]),
         "quire.service": arguments_of(SERVICE["ExecStart"]),
         "base": SERVER["args"],
         "gpu": GPU_SERVER["args"],
         "ray": RAY_ARGS,
-        "docs": [*(word for run in runs for word in arguments_of(run)), *shlex.split(" ".join(own))],
+        "docs": [
+            *(word for run in runs for word in arguments_of(run)),
+            *shlex.split(" ".join(own)),
+        ],
         "docs, the words": re.findall(r"`(--[^`]+)`", page),
         "scale-out": re.findall(r"--[a-z][a-z-]+", SCALE_OUT.read_text()),
         "comments": re.findall(r"--[a-z][a-z-]+", "".join(re.findall(r"# .*", all_text()))),
@@ -166,7 +194,9 @@ def grace(arguments: list[str]) -> float:
 def serve_options() -> dict[str, Any]:
     group: Any = typer.main.get_command(app)
     command = group.get_command(None, "serve")
-    return {name: option for option in command.params for name in (*option.opts, *option.secondary_opts)}
+    return {
+        name: option for option in command.params for name in (*option.opts, *option.secondary_opts)
+    }
 
 
 @pytest.mark.skipif("serve" not in COMMANDS, reason="there is no server yet")
@@ -175,7 +205,11 @@ def test_every_flag_is_an_option_of_serve():
     options = set(serve_options())
     assert all(flags_by_file.values()), flags_by_file
     require_none(
-        (f"{name}: {flag}" for name, flags in flags_by_file.items() for flag in sorted(flags - options)),
+        (
+            f"{name}: {flag}"
+            for name, flags in flags_by_file.items()
+            for flag in sorted(flags - options)
+        ),
         "`quire serve` has no such options:",
     )
 
@@ -216,16 +250,18 @@ def test_the_pod_is_confined():
     assert spec["automountServiceAccountToken"] is spec["enableServiceLinks"] is False
     assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
     assert not any("hostPath" in volume for volume in spec["volumes"])
-    assert not {"securityContext", "volumes"} & set(GPU["spec"]["template"]["spec"]) | {"securityContext"} & set(
-        GPU_SERVER
-    )
+    assert not {"securityContext", "volumes"} & set(GPU["spec"]["template"]["spec"]) | {
+        "securityContext"
+    } & set(GPU_SERVER)
 
 
 def test_volumes_are_mounted_where_something_is_written():
     volumes = {volume["name"]: volume for volume in POD["spec"]["volumes"]}
     mounts = {mount["name"]: mount for mount in SERVER["volumeMounts"]}
     assert set(volumes) == set(mounts)
-    assert {mount["mountPath"] for mount in mounts.values() if not mount.get("readOnly")} == WRITABLE
+    assert {
+        mount["mountPath"] for mount in mounts.values() if not mount.get("readOnly")
+    } == WRITABLE
     claim = volumes["cache"]["persistentVolumeClaim"]["claimName"]
     assert claim == manifest("PersistentVolumeClaim")["metadata"]["name"]
     assert volumes["tmp"]["emptyDir"]["sizeLimit"]
@@ -242,16 +278,22 @@ def test_keys_come_from_a_secret_as_a_file():
     [endpoint] = manifest("PodMonitor")["spec"]["podMetricsEndpoints"]
     sent = endpoint["authorization"]["credentials"]
     assert sent["name"] == volume["secretName"] and sent["key"] != item["key"]
-    [created] = re.findall(r"kubectl create secret generic (\S+) (.*?)\nkubectl", DOCS.read_text(), re.S)
+    [created] = re.findall(
+        r"kubectl create secret generic (\S+) (.*?)\nkubectl", DOCS.read_text(), re.S
+    )
     assert created[0] == volume["secretName"]
     assert set(re.findall(r"--from-literal=(\w+)=", created[1])) == {item["key"], sent["key"]}
-    assert "Secret" not in {found["kind"] for found in MANIFESTS.values()}, "a key does not belong into a repository"
+    assert "Secret" not in {found["kind"] for found in MANIFESTS.values()}, (
+        "a key does not belong into a repository"
+    )
 
 
 @pytest.mark.parametrize("server", [SERVER, GPU_SERVER], ids=["cpu", "gpu"])
 def test_requests_are_limits_and_whole_cores(server):
     resources = server["resources"]
-    assert resources["requests"] == resources["limits"] and {"cpu", "memory"} <= set(resources["limits"])
+    assert resources["requests"] == resources["limits"] and {"cpu", "memory"} <= set(
+        resources["limits"]
+    )
     assert resources["limits"]["cpu"].isdigit()
     [threads] = [env for env in SERVER["env"] if env["name"] == "PJRT_NPROC"]
     assert threads["valueFrom"]["resourceFieldRef"]["resource"] == "limits.cpu"
@@ -271,7 +313,8 @@ def test_probes_ask_what_is_open():
         assert asked["path"] in OPEN and asked["port"] in ports
     for path, found in MANIFESTS.items():
         for said_path in re.findall(r"path: (/\S+)", path.read_text()):
-            known = said_path in PATHS or (found["kind"], said_path) == ("RayService", "/-/healthz")  # Ray's own
+            # Ray's own
+            known = said_path in PATHS or (found["kind"], said_path) == ("RayService", "/-/healthz")
             assert known or found["kind"] == "Deployment", f"{path}: {said_path}"
 
 
@@ -283,7 +326,9 @@ def test_probes_wait_in_the_right_order():
     assert manifest("Deployment")["spec"]["progressDeadlineSeconds"] > patience("startupProbe")
     stall = 30
     assert patience("readinessProbe") < stall < patience("livenessProbe")
-    assert patience("livenessProbe") > 4 * patience("readinessProbe"), "a restart is the last resort"
+    assert patience("livenessProbe") > 4 * patience("readinessProbe"), (
+        "a restart is the last resort"
+    )
 
 
 @pytest.mark.parametrize("server", [SERVER, GPU_SERVER], ids=["cpu", "gpu"])
@@ -303,11 +348,18 @@ def test_labels_select_the_pod():
         manifest("PodDisruptionBudget")["spec"]["selector"]["matchLabels"],
         manifest("NetworkPolicy")["spec"]["podSelector"]["matchLabels"],
         manifest("PodMonitor")["spec"]["selector"]["matchLabels"],
-        *(spread["labelSelector"]["matchLabels"] for spread in POD["spec"]["topologySpreadConstraints"]),
+        *(
+            spread["labelSelector"]["matchLabels"]
+            for spread in POD["spec"]["topologySpreadConstraints"]
+        ),
     ]
     assert all(own and own.items() <= labels.items() for own in selected)
     name = manifest("Deployment")["metadata"]["name"]
-    assert manifest("ScaledObject")["spec"]["scaleTargetRef"]["name"] == name == GPU["metadata"]["name"]
+    assert (
+        manifest("ScaledObject")["spec"]["scaleTargetRef"]["name"]
+        == name
+        == GPU["metadata"]["name"]
+    )
 
 
 def test_ports_are_those_of_the_server():
@@ -315,7 +367,11 @@ def test_ports_are_those_of_the_server():
     assert port["containerPort"] == int(said("EXPOSE")[0]) == 8000
     names = [own["targetPort"] for own in manifest("Service")["spec"]["ports"]]
     names += [own["port"] for own in manifest("PodMonitor")["spec"]["podMetricsEndpoints"]]
-    names += [own["port"] for rule in manifest("NetworkPolicy")["spec"]["ingress"] for own in rule["ports"]]
+    names += [
+        own["port"]
+        for rule in manifest("NetworkPolicy")["spec"]["ingress"]
+        for own in rule["ports"]
+    ]
     assert set(names) == {port["name"]}
 
 
@@ -326,7 +382,9 @@ def test_the_network_is_closed_to_the_inside():
     for rule in spec["egress"]:
         assert rule["to"] and {own["port"] for own in rule["ports"]} in ({53}, {443})
     blocks = [to["ipBlock"] for rule in spec["egress"] for to in rule["to"] if "ipBlock" in to]
-    assert {"169.254.0.0/16", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"} <= set(blocks[0]["except"])
+    assert {"169.254.0.0/16", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"} <= set(
+        blocks[0]["except"]
+    )
 
 
 def test_a_node_can_be_emptied():
@@ -342,15 +400,23 @@ def test_scaling_asks_for_metrics_that_exist():
     source = "".join(path.read_text() for path in (ROOT / "serving").rglob("*.py"))
     named = asked + re.findall(r"`(?:vllm|quire):(\w+)`", DOCS.read_text())
     assert [name for name in named if not re.search(rf"\b{name}\b", source)] == []
-    assert int(trigger["metadata"]["threshold"]) < 32 and 1 <= spec["minReplicaCount"] < spec["maxReplicaCount"]
+    assert (
+        int(trigger["metadata"]["threshold"]) < 32
+        and 1 <= spec["minReplicaCount"] < spec["maxReplicaCount"]
+    )
     assert {"op": "remove", "path": "/spec/replicas"} in yaml.safe_load(
         KUSTOMIZATIONS["autoscaling"]["patches"][0]["patch"]
     )
 
 
-@pytest.mark.parametrize("pod", [*RAY_PODS, LEADER, WORKER], ids=["head", "ray", "leader", "worker"])
+@pytest.mark.parametrize(
+    "pod", [*RAY_PODS, LEADER, WORKER], ids=["head", "ray", "leader", "worker"]
+)
 def test_pods_of_several_are_confined_alike(pod):
-    assert pod["securityContext"] == POD["spec"]["securityContext"] and pod["enableServiceLinks"] is False
+    assert (
+        pod["securityContext"] == POD["spec"]["securityContext"]
+        and pod["enableServiceLinks"] is False
+    )
     [container] = pod["containers"]
     assert container["securityContext"] == SERVER["securityContext"]
     assert container["image"] == SERVER["image"] and "command" not in container
@@ -359,7 +425,9 @@ def test_pods_of_several_are_confined_alike(pod):
     mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert set(mounts) == set(volumes)
-    assert {own["mountPath"] for own in mounts.values() if not own.get("readOnly")} == WRITABLE | {"/dev/shm"}
+    assert {own["mountPath"] for own in mounts.values() if not own.get("readOnly")} == WRITABLE | {
+        "/dev/shm"
+    }
     assert volumes["keys"] == next(own for own in POD["spec"]["volumes"] if own["name"] == "keys")
 
 
@@ -369,10 +437,20 @@ def test_replicas_fit_into_their_pods():
     [group] = CLUSTER["workerGroupSpecs"]
     [worker] = group["template"]["spec"]["containers"]
     assert options["replica_resources"] == {"CPU": float(worker["resources"]["limits"]["cpu"])}
-    assert (group["minReplicas"], group["maxReplicas"]) == (options["min_replicas"], options["max_replicas"])
-    assert group["template"]["spec"]["terminationGracePeriodSeconds"] > options["shutdown_grace"] + 10
-    assert str(options["api_key_file"]) == "/run/secrets/quire/keys" and CLUSTER["enableInTreeAutoscaling"] is True
-    assert SERVED["http_options"] == {"host": "0.0.0.0", "port": 8000} and options["host"] == "0.0.0.0"
+    assert (group["minReplicas"], group["maxReplicas"]) == (
+        options["min_replicas"],
+        options["max_replicas"],
+    )
+    assert (
+        group["template"]["spec"]["terminationGracePeriodSeconds"] > options["shutdown_grace"] + 10
+    )
+    assert (
+        str(options["api_key_file"]) == "/run/secrets/quire/keys"
+        and CLUSTER["enableInTreeAutoscaling"] is True
+    )
+    assert (
+        SERVED["http_options"] == {"host": "0.0.0.0", "port": 8000} and options["host"] == "0.0.0.0"
+    )
     [head] = CLUSTER["headGroupSpec"]["template"]["spec"]["containers"]
     for container in (head, worker):
         assert {"name": "serve", "containerPort": 8000} in container["ports"]
@@ -407,16 +485,28 @@ def test_one_service_for_the_leaders():
     }  # fmt: skip
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert leader[probe] == SERVER[probe] and probe not in worker
-    assert leader["args"] == worker["args"] and HOSTS["restartPolicy"] == "RecreateGroupOnPodRestart"
+    assert (
+        leader["args"] == worker["args"] and HOSTS["restartPolicy"] == "RecreateGroupOnPodRestart"
+    )
     [gpus] = [word for word in leader["args"] if word.startswith("--tensor-parallel-size=")]
-    assert int(gpus.partition("=")[2]) == HOSTS["size"] * int(leader["resources"]["limits"]["nvidia.com/gpu"])
+    assert int(gpus.partition("=")[2]) == HOSTS["size"] * int(
+        leader["resources"]["limits"]["nvidia.com/gpu"]
+    )
 
 
-@pytest.mark.skipif("--coordinator-address" not in serve_options(), reason="one process serves a model here")
+@pytest.mark.skipif(
+    "--coordinator-address" not in serve_options(), reason="one process serves a model here"
+)
 def test_hosts_find_each_other():
     [container] = LEADER["containers"]
-    given = {"LWS_LEADER_ADDRESS": "quire-hosts-0.quire-hosts.default", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
-    options = parsed([re.sub(r"\$\((\w+)\)", lambda name: given[name[1]], word) for word in container["args"]])
+    given = {
+        "LWS_LEADER_ADDRESS": "quire-hosts-0.quire-hosts.default",
+        "LWS_GROUP_SIZE": "2",
+        "LWS_WORKER_INDEX": "1",
+    }
+    options = parsed(
+        [re.sub(r"\$\((\w+)\)", lambda name: given[name[1]], word) for word in container["args"]]
+    )
     assert (options["num_processes"], options["process_id"]) == (HOSTS["size"], 1)
     assert options["coordinator_address"] == f"{given['LWS_LEADER_ADDRESS']}:1234"
 
@@ -442,17 +532,28 @@ def test_kustomize_builds(tmp_path):
         return list(yaml.safe_load_all(run.stdout))
 
     shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
-    every = {"resources": ["kubernetes/gpu"], "components": ["kubernetes/monitoring", "kubernetes/autoscaling"]}
+    every = {
+        "resources": ["kubernetes/gpu"],
+        "components": ["kubernetes/monitoring", "kubernetes/autoscaling"],
+    }
     (tmp_path / "kustomization.yaml").write_text(json.dumps(every))
     found = {own["kind"]: own for own in built(tmp_path)}
-    assert set(found) == {own["kind"] for path, own in MANIFESTS.items() if path.parent.name not in OTHERS}
+    assert set(found) == {
+        own["kind"] for path, own in MANIFESTS.items() if path.parent.name not in OTHERS
+    }
     for folder in OTHERS:
         assert built(KUBERNETES / folder)
     spec = found["Deployment"]["spec"]
     assert "replicas" not in spec
     [server] = spec["template"]["spec"]["containers"]
-    assert server["image"] == f"quire:{quire.__version__}-cuda13" and server["args"] == GPU_SERVER["args"]
-    assert server["securityContext"] == SERVER["securityContext"] and server["livenessProbe"] == SERVER["livenessProbe"]
+    assert (
+        server["image"] == f"quire:{quire.__version__}-cuda13"
+        and server["args"] == GPU_SERVER["args"]
+    )
+    assert (
+        server["securityContext"] == SERVER["securityContext"]
+        and server["livenessProbe"] == SERVER["livenessProbe"]
+    )
     assert {env["name"] for env in server["env"]} == {"PJRT_NPROC"}
     assert manifest("Deployment")["spec"]["replicas"] == 1
 
@@ -467,7 +568,9 @@ def test_the_image_runs_as_a_user_and_starts_the_server():
     assert any(f"--uid {USER}" in run for run in said("RUN"))
     assert said("VOLUME") == ["/cache"]
     words = [word for word, _ in FINAL]
-    assert words.index("USER") > max(index for index, word in enumerate(words) if word in ("RUN", "COPY"))
+    assert words.index("USER") > max(
+        index for index, word in enumerate(words) if word in ("RUN", "COPY")
+    )
 
 
 def test_the_image_has_no_compiler_and_no_index():
@@ -480,13 +583,17 @@ def test_what_is_written_goes_where_it_may():
     [settings] = said("ENV")
     found = dict(part.split("=", 1) for part in settings.split())
     for name in ("HOME", "XDG_CACHE_HOME", "HF_HOME"):
-        assert any(found[name] == place or found[name].startswith(f"{place}/") for place in WRITABLE)
+        assert any(
+            found[name] == place or found[name].startswith(f"{place}/") for place in WRITABLE
+        )
     assert found["QUIRE_KERNELS"] in " ".join(said("RUN", DOCKERFILE))
 
 
 def test_kernels_are_built_for_every_processor():
     [run] = [run for run in said("RUN", DOCKERFILE) if "build-kernels" in run]
-    assert re.findall(r"--isa (\S+?)[\s;]", run) == [isa for isa in build.ISAS["x86_64"] if "emulated" not in isa]
+    assert re.findall(r"--isa (\S+?)[\s;]", run) == [
+        isa for isa in build.ISAS["x86_64"] if "emulated" not in isa
+    ]
     assert "chmod -R go+rX" in run, "build-kernels makes folders for their owner alone"
 
 
@@ -501,16 +608,21 @@ def test_libraries_are_those_of_the_project(tmp_path):
         ("", "13", ["otel", "cuda"]),
         ("ray", "12", ["otel", "ray", "cuda12"]),
     ):
-        command = [sys.executable, "-c", code.replace("$RAY", ray).replace("$CUDA", cuda)]  # as the shell puts them in
+        # as the shell puts them in
+        command = [sys.executable, "-c", code.replace("$RAY", ray).replace("$CUDA", cuda)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         own = [requirement for name in names for requirement in extras[name]]
         assert done.stdout.splitlines() == [*PROJECT["project"]["dependencies"], *own]
     command[-1] = code.replace("$RAY", "").replace("$CUDA", "11")
-    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode, "no extra is for CUDA 11"
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode, (
+        "no extra is for CUDA 11"
+    )
 
 
 def ignored(path: str) -> bool:
-    """Whether .dockerignore keeps a path out: the last line that matches it or a folder above it decides."""
+    """Whether .dockerignore keeps a path out: the last line that matches it or a folder above it
+    decides.
+    """
     parts = Path(path).parts
     above = ["/".join(parts[: count + 1]) for count in range(len(parts))]
     out = False
@@ -519,16 +631,28 @@ def ignored(path: str) -> bool:
             pattern = line.removeprefix("!")
             names = [pattern, pattern.removeprefix("**/")]
             if any(
-                fnmatch.fnmatchcase(own, name) and own.count("/") >= name.count("/") for own in above for name in names
+                fnmatch.fnmatchcase(own, name) and own.count("/") >= name.count("/")
+                for own in above
+                for name in names
             ):
                 out = not line.startswith("!")
     return out
 
 
 def test_the_context_is_what_the_wheel_is_made_of():
-    packages = {name.replace("quire", ".", 1).replace("..", "./") for name in PROJECT["tool"]["setuptools"]["packages"]}
-    folders = {package.removeprefix("./").replace(".", "/", 1).split("/")[0] for package in packages} - {""}
-    needed = {"pyproject.toml", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"], "py.typed"}
+    packages = {
+        name.replace("quire", ".", 1).replace("..", "./")
+        for name in PROJECT["tool"]["setuptools"]["packages"]
+    }
+    folders = {
+        package.removeprefix("./").replace(".", "/", 1).split("/")[0] for package in packages
+    } - {""}
+    needed = {
+        "pyproject.toml",
+        PROJECT["project"]["readme"],
+        *PROJECT["project"]["license-files"],
+        "py.typed",
+    }
     needed |= {path.name for path in ROOT.glob("*.py")}
     needed |= {
         str(path.relative_to(ROOT))
@@ -551,10 +675,14 @@ def test_the_context_is_what_the_wheel_is_made_of():
     for sources in said("COPY", DOCKERFILE):
         if not sources.startswith("--from"):
             *names, _ = sources.split()
-            assert all((ROOT / name).exists() and (name == "." or not ignored(name)) for name in names)
+            assert all(
+                (ROOT / name).exists() and (name == "." or not ignored(name)) for name in names
+            )
 
 
-@pytest.mark.parametrize("status, healthy", [(200, True), (503, False), (401, False), (None, False)])
+@pytest.mark.parametrize(
+    "status, healthy", [(200, True), (503, False), (401, False), (None, False)]
+)
 def test_the_health_check_itself(status, healthy):
     """The code of the image's health check against a server that answers so, or against none."""
     [check] = said("HEALTHCHECK")
@@ -578,19 +706,28 @@ def test_the_health_check_itself(status, healthy):
             threading.Thread(target=server.handle_request, daemon=True).start()
         code = command[-1].replace("8000", str(port))
         assert str(port) in code
-        done = subprocess.run([sys.executable, *command[1:-1], code], capture_output=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, *command[1:-1], code], capture_output=True, timeout=120
+        )
     assert (done.returncode == 0) is healthy
     assert asked == ([] if status is None else ["/health"])
 
 
 def test_docker_waits_longer_than_the_server():
-    [run] = [line for block in blocks(DOCS.read_text()) for line in block.splitlines() if "docker run" in line]
+    [run] = [
+        line
+        for block in blocks(DOCS.read_text())
+        for line in block.splitlines()
+        if "docker run" in line
+    ]
     words = shlex.split(run)
     assert int(words[words.index("--stop-timeout") + 1]) >= 30 + 10
     assert {"--read-only", "--cap-drop", "no-new-privileges", "127.0.0.1:8000:8000"} <= set(words)
     assert words[words.index("--tmpfs") + 1] in WRITABLE
     [mount] = [word for word in words if word.startswith("/etc/quire")]
-    assert arguments_of(run)[-1] == mount.split(":")[1], "the keys are read from where they are mounted"
+    assert arguments_of(run)[-1] == mount.split(":")[1], (
+        "the keys are read from where they are mounted"
+    )
 
 
 # systemd
@@ -605,16 +742,30 @@ def test_the_unit_is_confined():
         RestrictRealtime RestrictSUIDSGID LockPersonality RemoveIPC""".split()
     assert [key for key in on if SERVICE.get(key) != "yes"] == []
     assert SERVICE["ProtectSystem"] == "strict" and SERVICE["CapabilityBoundingSet"] == ""
-    assert SERVICE["UMask"] == "0077" and SERVICE["LimitCORE"] == "0" and int(SERVICE["LimitNOFILE"]) >= 65536
+    assert (
+        SERVICE["UMask"] == "0077"
+        and SERVICE["LimitCORE"] == "0"
+        and int(SERVICE["LimitNOFILE"]) >= 65536
+    )
     filters = [value for key, value in UNIT["Service"] if key == "SystemCallFilter"]
-    assert filters == ["@system-service", "~@privileged"] and SERVICE["SystemCallArchitectures"] == "native"
+    assert (
+        filters == ["@system-service", "~@privileged"]
+        and SERVICE["SystemCallArchitectures"] == "native"
+    )
     assert not {"MemoryDenyWriteExecute", "ProcSubset", "User"} & set(SERVICE)
-    assert "XLA" in UNIT_TEXT.partition("MemoryDenyWriteExecute")[2].partition("\n")[0], "the reason stands beside it"
+    assert "XLA" in UNIT_TEXT.partition("MemoryDenyWriteExecute")[2].partition("\n")[0], (
+        "the reason stands beside it"
+    )
 
 
 def test_the_unit_keeps_its_caches_and_its_keys():
     assert SERVICE["CacheDirectory"] == SERVICE["StateDirectory"] == "quire"
-    places = dict(part.split("=", 1) for _, value in UNIT["Service"] if _ == "Environment" for part in value.split())
+    places = dict(
+        part.split("=", 1)
+        for _, value in UNIT["Service"]
+        if _ == "Environment"
+        for part in value.split()
+    )
     assert places["XDG_CACHE_HOME"] == "%C", "quire adds its own name"
     assert places["HF_HOME"].startswith("%C/quire/") and places["HOME"] == "%S/quire"
     name, _, source = SERVICE["LoadCredential"].partition(":")
@@ -650,7 +801,9 @@ def test_systemd_takes_the_unit(tmp_path):
 
 def test_the_page_names_files_that_exist():
     page = DOCS.read_text()
-    names = re.findall(r"`((?:deploy/|kubernetes/)[\w./]+)`", page) + re.findall(r"-[kf] (deploy/\S+)", page)
+    names = re.findall(r"`((?:deploy/|kubernetes/)[\w./]+)`", page) + re.findall(
+        r"-[kf] (deploy/\S+)", page
+    )
     assert names
     for name in names:
         if name != "deploy/grafana.json":  # made by its own generator

@@ -1,4 +1,6 @@
-"""What README and docs tell a reader to type: every command is understood, and those of the first pages run."""
+"""What README and docs tell a reader to type: every command is understood, and those of the first
+pages run.
+"""
 
 import ast
 import inspect
@@ -36,11 +38,18 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """The commands in a page's blocks and, if they have arguments, between its backquotes; without comments."""
+    """The commands in a page's blocks and, if they have arguments, between its backquotes; without
+    comments.
+    """
     lines = [line for block in blocks(page, "") for line in block.replace("\\\n", " ").splitlines()]
     found = [match[1] for line in lines if (match := COMMAND.search(line))]
-    found += [text for text in QUOTED.findall(FENCE.sub("", page.read_text())) if "COMMAND" not in text]
-    return [shlex.join(shlex.split(re.sub(r" N$", " 8", text.replace(" ...", "")), comments=True)) for text in found]
+    found += [
+        text for text in QUOTED.findall(FENCE.sub("", page.read_text())) if "COMMAND" not in text
+    ]
+    return [
+        shlex.join(shlex.split(re.sub(r" N$", " 8", text.replace(" ...", "")), comments=True))
+        for text in found
+    ]
 
 
 DOCUMENTED = sorted({(page.name, text) for page in PAGES for text in commands(page)})
@@ -50,7 +59,9 @@ def understood(command, name: str, words: list[str]) -> None:
     """Parses them as the command line does; a command of several goes on with the next word."""
     if hasattr(command, "commands"):
         if words and not words[0].startswith("-"):
-            assert (inner := command.get_command(None, words[0])) is not None, f"there is no `{name} {words[0]}`"
+            assert (inner := command.get_command(None, words[0])) is not None, (
+                f"there is no `{name} {words[0]}`"
+            )
             understood(inner, f"{name} {words[0]}", words[1:])
     else:
         command.make_context(name, words)
@@ -97,8 +108,14 @@ def test_every_option_in_python_is_known():
             for page in PAGES
             for text in blocks(page, "python")
             if re.search(r"LLM\(", text)
-            for call in ast.walk(ast.parse(text if "async for" not in text else f"async def main():\n{indented(text)}"))
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in ("LLM", "AsyncLLM")
+            for call in ast.walk(
+                ast.parse(
+                    text if "async for" not in text else f"async def main():\n{indented(text)}"
+                )
+            )
+            if isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Name)
+            and call.func.id in ("LLM", "AsyncLLM")
             for keyword in call.keywords
             if keyword.arg not in EngineOptions.__dataclass_fields__
         ),
@@ -151,14 +168,23 @@ def test_the_commands_of_the_first_pages_run(place, line):
     if "quire serve" in line:
         line = line.replace("quire serve", "exec quire serve --port 0").replace("32K", "1K")
     done = subprocess.Popen(
-        ["bash", "-c", line], cwd=place, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        ["bash", "-c", line],
+        cwd=place,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         if "quire serve" in line:
-            assert done.stdout is not None and any(text.startswith("ready: ") for text in done.stdout), line
+            assert done.stdout is not None and any(
+                text.startswith("ready: ") for text in done.stdout
+            ), line
             done.send_signal(signal.SIGTERM)
-        printed, _ = done.communicate("Sort: 31 4 15\n/exit\n" if "quire chat" in line else "", timeout=900)
+        printed, _ = done.communicate(
+            "Sort: 31 4 15\n/exit\n" if "quire chat" in line else "", timeout=900
+        )
     finally:
         done.kill()
         done.wait()

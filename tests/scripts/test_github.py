@@ -11,7 +11,11 @@ from quire.__main__ import COMMANDS
 
 ROOT = Path(quire.__file__).resolve().parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-FORMS = [path for path in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")) if path.stem != "config"]
+FORMS = [
+    path
+    for path in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    if path.stem != "config"
+]
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 

@@ -1,4 +1,6 @@
-"""The check for machines with a GPU, as far as it goes without one: its parts at a tiny size, and its bookkeeping."""
+"""The check for machines with a GPU, as far as it goes without one: its parts at a tiny size, and
+its bookkeeping.
+"""
 
 import json
 from dataclasses import replace
@@ -35,7 +37,11 @@ from quire.sharding.spec import ArraySpec, nbytes, random_arrays
 from quire.tests.support.cases import thinned
 
 SHORT = [work for work in RIGHT if work.length < 600]
-FEW = [work for work in SHORT if work.name in ("decode, cap", "chunk, int8", "chunk, latent", "chunk, window")]
+FEW = [
+    work
+    for work in SHORT
+    if work.name in ("decode, cap", "chunk, int8", "chunk, latent", "chunk, window")
+]
 
 
 @pytest.mark.parametrize("work", thinned(SHORT, FEW), ids=lambda work: work.name)
@@ -52,8 +58,13 @@ def test_what_it_counts():
     assert TimedTrial("", 2, 10, heads=2, kv_heads=1, width=4).operations == 4 * 2 * 10 * 2 * 4
     assert TimedTrial("", 1, 3, rows=3, heads=1, kv_heads=1, width=1).operations == 4 * (1 + 2 + 3)
     assert TimedTrial("", 1, 100, heads=1, kv_heads=1, width=1, window=10).operations == 4 * 10
-    assert TimedTrial("", 1, 100, heads=1, kv_heads=1, width=1, window=10).bytes == 2 * 2 * 10 + 2 * 2
-    assert TimedTrial("", 2, 100, heads=4, kv_heads=2, width=8).bytes == 2 * (100 * 2 * 8 * 4) + 2 * 2 * 2 * 4 * 8
+    assert (
+        TimedTrial("", 1, 100, heads=1, kv_heads=1, width=1, window=10).bytes == 2 * 2 * 10 + 2 * 2
+    )
+    assert (
+        TimedTrial("", 2, 100, heads=4, kv_heads=2, width=8).bytes
+        == 2 * (100 * 2 * 8 * 4) + 2 * 2 * 2 * 4 * 8
+    )
     config = llama.config(FULL.hf, 1056)
     weights = abstract(config)
     assert 16.0e9 < nbytes(weights) < 16.1e9
@@ -66,13 +77,18 @@ def test_what_it_counts():
     layers = FULL.experts["num_hidden_layers"]
     (few, _) = least(mixture, 1, 1, 1)
     (many, _) = least(mixture, 10_000, 1, 1)
-    assert many - few == pytest.approx(layers * 120 * 3 * 2048 * 768 * 2), "8 of 128 experts in each layer"
+    assert many - few == pytest.approx(layers * 120 * 3 * 2048 * 768 * 2), (
+        "8 of 128 experts in each layer"
+    )
 
 
 def test_random_arrays_made_in_place():
     kinds = ["ones", "zeros", "bytes", "signed", "scale/127", "exponents"]
     types = [jnp.float32, jnp.float32, jnp.uint8, jnp.int8, jnp.float32, jnp.uint8]
-    specs = [ArraySpec((500, 70), dtype, (None, None), kind, 9) for kind, dtype in zip(kinds, types, strict=True)]
+    specs = [
+        ArraySpec((500, 70), dtype, (None, None), kind, 9)
+        for kind, dtype in zip(kinds, types, strict=True)
+    ]
     specs += [ArraySpec((500, 70), jnp.bfloat16, (None, None), fan_in=100)] * 2
     there = random_arrays(specs, 5, on_device=True)
     here = random_arrays(specs, 5)
@@ -95,7 +111,10 @@ def test_only_the_attention_named_is_compiled(monkeypatch):
         return attend(work, attention.paged_attention, *inputs)
 
     run(*inputs)
-    with attention_by("mosaic_gpu"), pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
+    with (
+        attention_by("mosaic_gpu"),
+        pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"),
+    ):
         run(*inputs)  # not as it was traced before
     assert listed == attention.IMPLEMENTATIONS
     run(*inputs)
@@ -118,12 +137,19 @@ def test_the_step_with_the_kernel_lowers_for_cuda(monkeypatch):
         decodes = size.rows == size.seqs
         with attention_by("mosaic_gpu"):
             traced = step.trace(
-                weights, state.replace(pages=pages), buffer, shape=layouts[size].shape, config=config, plain=decodes
+                weights,
+                state.replace(pages=pages),
+                buffer,
+                shape=layouts[size].shape,
+                config=config,
+                plain=decodes,
             )
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
         # In each layer: attention over spans of keys, and beside prompts their merge.
         assert text.count("@mosaic_gpu_v2") == 2 * (1 if decodes else 2)
-        if decodes:  # nothing waits for the host: no branch, and one loop, a search of so many steps as are known
+        # nothing waits for the host: no branch, and one loop, a search of so many steps as are
+        # known
+        if decodes:
             assert "stablehlo.case" not in text and "stablehlo.if" not in text
             assert text.count("stablehlo.while") <= 1
 
@@ -139,7 +165,11 @@ def test_the_step_part(tmp_path):
         for batch in TINY.batches:
             assert found[role][f"batch {batch}"]["share"] > 0
     assert "llama-3-8b, bf16, batch 1, compared" not in found["kernel"]
-    assert found["xla"]["llama-3-8b, bf16, batch 6, compared"] == {"hidden": 0, "first_tokens": 1, "tokens": 1}
+    assert found["xla"]["llama-3-8b, bf16, batch 6, compared"] == {
+        "hidden": 0,
+        "first_tokens": 1,
+        "tokens": 1,
+    }
     report = PartReport(tmp_path / "other.json")
     with np.load(tmp_path / "llama-3-8b, bf16, batch 6.npz") as kept:
         gpu_step.compare(report, "llama-3-8b, bf16, batch 6", kept["drawn"], kept["hidden"][::-1])
@@ -148,17 +178,23 @@ def test_the_step_part(tmp_path):
 
 @pytest.mark.slow
 def test_the_step_of_a_mixture(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(GOALS, "qwen3-30b-a3b, bf16, batch 6", GOALS["qwen3-30b-a3b, bf16, batch 64"])
+    monkeypatch.setitem(
+        GOALS, "qwen3-30b-a3b, bf16, batch 6", GOALS["qwen3-30b-a3b, bf16, batch 64"]
+    )
     gpu_step.experts(report := PartReport(tmp_path / "experts.json"), TINY, 3, "xla")
     assert report.found["batch 6"]["share"] > 0 and "batch 1" not in report.found
-    assert "to reach 75% of the roof (an H200 by the model: 17.86 ms, 87%)" in capsys.readouterr().out
+    assert (
+        "to reach 75% of the roof (an H200 by the model: 17.86 ms, 87%)" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.nightly
 def test_the_pieces_part(tmp_path, capsys):
     report = PartReport(tmp_path / "pieces.json")
     gpu_pieces.measure(report, TINY, 3)
-    times = {name: piece["seconds"] for name, piece in report.found.items() if isinstance(piece, dict)}
+    times = {
+        name: piece["seconds"] for name, piece in report.found.items() if isinstance(piece, dict)
+    }
     assert len(times) == 1 + 3 * 2 + 3 * 4 + 1 + 1 + 2 + 4 and min(times.values()) > 0
     kinds = (
         "experts of qwen3_moe",
@@ -178,7 +214,11 @@ def test_what_the_pieces_count():
     config = llama.config(TINY.hf | {"num_hidden_layers": 1}, 20)
     one, several = gpu_pieces.dense(config, (1, 5), 3)
     weights = 3 * 32 * 48
-    assert (one.bytes, one.operations, several.operations) == (2 * weights, 2 * weights, 5 * 2 * weights)
+    assert (one.bytes, one.operations, several.operations) == (
+        2 * weights,
+        2 * weights,
+        5 * 2 * weights,
+    )
     (hf, _) = TINY.mixtures
     each = 3 * 32 * 32
     mixture = family_for(hf).config(hf, 20)
@@ -213,16 +253,21 @@ def test_on_other_cards_attention_is_tritons(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(triton, "attend", partial(triton.attend, interpret=True))
     few = [work for work in RIGHT if work.name in ("decode, MHA", "chunk, latent")]
     monkeypatch.setattr(gpu_attention, "RIGHT", few)
-    monkeypatch.setattr(gpu_attention, "FAST", [TimedTrial("latent", 2, 64, kv_heads=1, width=96, values=64)])
+    monkeypatch.setattr(
+        gpu_attention, "FAST", [TimedTrial("latent", 2, 64, kv_heads=1, width=96, values=64)]
+    )
     other = replace(TINY, kernel="triton")
     gpu_attention.right(report := PartReport(tmp_path / "right.json"), other, 3)
     assert set(report.found) == {"decode, MHA"} and report.found["decode, MHA"] < LARGEST_ERROR
     gpu_attention.fast(report, other, 3)
-    assert capsys.readouterr().out.count("none within the other") == 2 and "latent" not in report.found
+    assert (
+        capsys.readouterr().out.count("none within the other") == 2 and "latent" not in report.found
+    )
 
 
 @pytest.mark.parametrize(
-    ("hopper", "tiny", "kernel"), [(True, False, "mosaic_gpu"), (False, False, "triton"), (False, True, "xla")]
+    ("hopper", "tiny", "kernel"),
+    [(True, False, "mosaic_gpu"), (False, False, "triton"), (False, True, "xla")],
 )
 def test_each_card_has_its_attention(hopper, tiny, kernel, tmp_path, monkeypatch):
     scales = []
@@ -247,7 +292,10 @@ def test_attention_by_itself(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_time_of_attention(tmp_path, monkeypatch, capsys):
     """FlashInfer is timed beside it where it has a kernel, and left out elsewhere."""
-    short = [TimedTrial("decode, 2 of 64", 2, 64), TimedTrial("latent", 2, 64, kv_heads=1, width=96, values=64)]
+    short = [
+        TimedTrial("decode, 2 of 64", 2, 64),
+        TimedTrial("latent", 2, 64, kv_heads=1, width=96, values=64),
+    ]
     monkeypatch.setattr(gpu_attention, "FAST", short)
     gpu_attention.fast(report := PartReport(tmp_path / "fast.json"), TINY, 3)
     assert [report.found[work.name]["flashinfer"] for work in short] == [None, None]
@@ -255,8 +303,14 @@ def test_the_time_of_attention(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(device, "is_gpu", lambda: True)
     monkeypatch.setattr(gpu_attention.flashinfer, "attend", xla.attend)
     gpu_attention.fast(report := PartReport(tmp_path / "both.json"), TINY, 3)
-    assert report.found["decode, 2 of 64"]["flashinfer"] > 0 and report.found["latent"]["flashinfer"] is None
-    assert "FlashInfer: latent: keys and values must lie in arrays of their own" in capsys.readouterr().out
+    assert (
+        report.found["decode, 2 of 64"]["flashinfer"] > 0
+        and report.found["latent"]["flashinfer"] is None
+    )
+    assert (
+        "FlashInfer: latent: keys and values must lie in arrays of their own"
+        in capsys.readouterr().out
+    )
 
 
 class Clock:
@@ -277,7 +331,11 @@ def test_parts_run_as_long_as_there_is_time(capsys):
     def launch(part, chosen, limit):
         asked.append((part.name, chosen.get("attention"), limit))
         clock.now += min(takes.get(part.name, 10), limit)
-        return {"failed": "it ended with status 1\nValueError: no"} if part.name == "step_kernel" else {"error": 1e-4}
+        return (
+            {"failed": "it ended with status 1\nValueError: no"}
+            if part.name == "step_kernel"
+            else {"error": 1e-4}
+        )
 
     def save(found):
         saved.append(json.loads(json.dumps(found)))
@@ -296,7 +354,9 @@ def test_parts_run_as_long_as_there_is_time(capsys):
     assert found["right"] == {"error": 1e-4, "took": 30}
     assert [len(one) for one in saved] == list(range(1, len(PARTS) + 1))
     out = capsys.readouterr().out
-    assert "FAILED: it ended with status 1\nValueError: no" in out and "skipped: 40 s are left" in out
+    assert (
+        "FAILED: it ended with status 1\nValueError: no" in out and "skipped: 40 s are left" in out
+    )
 
 
 @pytest.mark.parametrize(("found", "serving"), [({}, "kernel"), ({"wrong": ["a"]}, "xla")])
@@ -315,7 +375,9 @@ def test_the_kernel_serves_where_it_is_right(found, serving):
 @pytest.mark.slow
 def test_a_process_that_fails_or_hangs(tmp_path):
     nonsense = CheckPart("nonsense", "nothing", ".step", "run", 1)
-    assert "it took longer than 0 s" in gpu_check.start(nonsense, {}, 0.2, tmp_path, 0, True)["failed"]
+    assert (
+        "it took longer than 0 s" in gpu_check.start(nonsense, {}, 0.2, tmp_path, 0, True)["failed"]
+    )
     (tmp_path / "nonsense.json").write_text('{"found": 1}')
     found = gpu_check.start(nonsense, {}, 60, tmp_path, 0, True)
     assert found["found"] == 1 and found["failed"].startswith("it ended with status 1\n")
@@ -331,13 +393,18 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_command(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("sys.argv", ["gpu_check", "--tiny", "--only", "right", "--out", str(tmp_path / "out")])
+    monkeypatch.setattr(
+        "sys.argv", ["gpu_check", "--tiny", "--only", "right", "--out", str(tmp_path / "out")]
+    )
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
     gpu_check.main()
     kept = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
     assert set(kept) == {"machine", "parts"} and set(kept["parts"]) == {"right"}
     machine = kept["machine"]
-    assert machine["jax"] == jax.__version__ and machine["xla_flags"] == "--xla_gpu_enable_command_buffer="
+    assert (
+        machine["jax"] == jax.__version__
+        and machine["xla_flags"] == "--xla_gpu_enable_command_buffer="
+    )
     assert {"device", "driver", "platform", "seed"} <= set(machine)
     assert kept["parts"]["right"]["decode, MHA"] < LARGEST_ERROR
     assert "right  decode, MHA" in capfd.readouterr().out

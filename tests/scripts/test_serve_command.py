@@ -29,7 +29,9 @@ def process(*flags: str, **environment: str):
     """A running `quire serve`; (process, address) once it says that it is ready."""
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", *flags]
     own = {**os.environ, **environment}
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own)
+    running = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own
+    )
     lines: list[str] = []
     drain = threading.Thread(target=lambda: lines.extend(running.stderr), daemon=True)
     assert running.stderr is not None and running.stdout is not None
@@ -56,7 +58,9 @@ def process(*flags: str, **environment: str):
 def post(address: str, path: str, body: dict, headers: dict | None = None) -> tuple[int, dict]:
     connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=300)
     try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **(headers or {})})
+        connection.request(
+            "POST", path, json.dumps(body), {"Content-Type": "application/json", **(headers or {})}
+        )
         response = connection.getresponse()
         return response.status, json.loads(response.read())
     finally:
@@ -65,7 +69,9 @@ def post(address: str, path: str, body: dict, headers: dict | None = None) -> tu
 
 async def stream(address: str, max_tokens: int) -> bytes:
     host, port = address.removeprefix("http://").split(":")
-    body = json.dumps({"prompt": "Once", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}).encode()
+    body = json.dumps(
+        {"prompt": "Once", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    ).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
@@ -108,13 +114,20 @@ def test_sigterm_does_not_wait_for_ever():
 @pytest.mark.slow
 def test_a_file_of_options_and_a_file_of_keys(tmp_path):
     (tmp_path / "keys").write_text("first\nsecond\n")
-    config = {"served-model-name": "tale", "max_model_len": "128", "api-key-file": str(tmp_path / "keys")}
+    config = {
+        "served-model-name": "tale",
+        "max_model_len": "128",
+        "api-key-file": str(tmp_path / "keys"),
+    }
     (tmp_path / "serve.yaml").write_text(json.dumps(config))
     with process("--config", str(tmp_path / "serve.yaml"), QUIRE_API_KEY="third") as (_, address):
         asked = {"prompt": "Once", "max_tokens": 1, "model": "tale"}
         assert post(address, "/v1/completions", asked)[0] == 401
         for key in ("first", "second", "third"):
-            assert post(address, "/v1/completions", asked, {"Authorization": f"Bearer {key}"})[0] == 200
+            assert (
+                post(address, "/v1/completions", asked, {"Authorization": f"Bearer {key}"})[0]
+                == 200
+            )
         long = asked | {"max_tokens": 500, "ignore_eos": True}
         status, body = post(address, "/v1/completions", long, {"x-api-key": "first"})
         assert status == 200 and body["usage"]["total_tokens"] == 128
@@ -133,12 +146,19 @@ def test_a_unix_socket(tmp_path):
 
 @pytest.mark.slow
 def test_several_models_take_turns():
-    """One of two may be awake: asking for the other puts it to sleep, and both give what they give alone."""
+    """One of two may be awake: asking for the other puts it to sleep, and both give what they give
+    alone.
+    """
     folders = [str(FOLDER / "quill"), str(FOLDER / "quill_draft")]
     with process(*folders, "--max-loaded", "1", "--max-num-seqs", "4") as (_, address):
 
         def ask(model: str) -> str:
-            asked = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0, "model": model}
+            asked = {
+                "prompt": "Once upon a time",
+                "max_tokens": 12,
+                "temperature": 0,
+                "model": model,
+            }
             status, body = post(address, "/v1/completions", asked)
             assert (status, body["model"]) == (200, model), body
             return body["choices"][0]["text"]
@@ -150,20 +170,31 @@ def test_several_models_take_turns():
             assert (ask("quill"), ask("quill_draft")) == (first, second)
         connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=300)
         connection.request("GET", "/v1/models")
-        states = {model["id"]: model["state"] for model in json.loads(connection.getresponse().read())["data"]}
+        states = {
+            model["id"]: model["state"]
+            for model in json.loads(connection.getresponse().read())["data"]
+        }
         connection.close()
         assert states["quill_draft"] == "ready" and states["quill"] == "asleep"
 
 
 def test_models_wait_for_each_other():
     """Requests for three models at once, of which one may be awake."""
-    engines = {name: scripted(lambda prompt, name=name: f"I am {name}.")[0] for name in ("a", "b", "c")}
-    with served(*(model_of(engine, name) for name, engine in engines.items()), max_loaded=1) as server:
+    engines = {
+        name: scripted(lambda prompt, name=name: f"I am {name}.")[0] for name in ("a", "b", "c")
+    }
+    with served(
+        *(model_of(engine, name) for name, engine in engines.items()), max_loaded=1
+    ) as server:
         replies: list[tuple[str, int, str]] = []
 
         def ask(name: str) -> None:
-            status, body = post(server.url, "/v1/completions", {"prompt": "Who?", "model": name, "max_tokens": 20})
-            replies.append((name, status, body["choices"][0]["text"] if status == 200 else str(body)))
+            status, body = post(
+                server.url, "/v1/completions", {"prompt": "Who?", "model": name, "max_tokens": 20}
+            )
+            replies.append(
+                (name, status, body["choices"][0]["text"] if status == 200 else str(body))
+            )
 
         threads = [threading.Thread(target=ask, args=(name,)) for name in "abcbacbacabc"]
         for thread in threads:
@@ -180,7 +211,9 @@ def test_a_model_that_cannot_be_loaded(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     command = [sys.executable, "-m", "quire", "serve", str(tmp_path), "--port", "0"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 2 and "error: " in run.stderr and "Traceback" not in run.stderr, run.stderr
+    assert run.returncode == 2 and "error: " in run.stderr and "Traceback" not in run.stderr, (
+        run.stderr
+    )
     assert run.stderr.count("model type None is not supported") == 1  # said once
 
 
@@ -193,7 +226,10 @@ def test_a_model_that_cannot_be_loaded(tmp_path):
         (["--shutdown-grace", "-1"], "--shutdown-grace is -1"),
         (["--max-model-len", "1"], "max_model_len is 1"),
         (["--config", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
-        (["a", "b", "--served-model-name", "one"], "--served-model-name is given 1 times for 2 models"),
+        (
+            ["a", "b", "--served-model-name", "one"],
+            "--served-model-name is given 1 times for 2 models",
+        ),
     ],
 )
 def test_wrong_flags(flags, message):
@@ -203,20 +239,40 @@ def test_wrong_flags(flags, message):
 
 def test_wrong_config(tmp_path):
     (tmp_path / "c.yaml").write_text("max-model-length: 5")
-    result = CliRunner().invoke(app, ["serve", "--config", str(tmp_path / "c.yaml")], standalone_mode=False)
-    assert str(result.exception).endswith("has 'max-model-length', which is no option. Did you mean max-model-len?")
+    result = CliRunner().invoke(
+        app, ["serve", "--config", str(tmp_path / "c.yaml")], standalone_mode=False
+    )
+    assert str(result.exception).endswith(
+        "has 'max-model-length', which is no option. Did you mean max-model-len?"
+    )
 
 
 def test_a_file_of_options_may_have_those_of_vllm(tmp_path):
-    (tmp_path / "c.yaml").write_text("trust-remote-code: true\nenforce_eager: true\ntokenizer-mode: auto\nctx-size: 5")
-    result = CliRunner().invoke(app, ["serve", "--config", str(tmp_path / "c.yaml")], standalone_mode=False)
-    assert str(result.exception).endswith("has 'ctx-size', which is no option. Here it is max-model-len.")
-    (tmp_path / "c.yaml").write_text("trust-remote-code: true\nenforce_eager: true\ntokenizer-mode: mistral")
-    result = CliRunner().invoke(app, ["serve", "--config", str(tmp_path / "c.yaml")], standalone_mode=False)
-    assert str(result.exception).startswith("tokenizer-mode is 'mistral'; here it can only be auto, hf")
+    (tmp_path / "c.yaml").write_text(
+        "trust-remote-code: true\nenforce_eager: true\ntokenizer-mode: auto\nctx-size: 5"
+    )
+    result = CliRunner().invoke(
+        app, ["serve", "--config", str(tmp_path / "c.yaml")], standalone_mode=False
+    )
+    assert str(result.exception).endswith(
+        "has 'ctx-size', which is no option. Here it is max-model-len."
+    )
+    (tmp_path / "c.yaml").write_text(
+        "trust-remote-code: true\nenforce_eager: true\ntokenizer-mode: mistral"
+    )
+    result = CliRunner().invoke(
+        app, ["serve", "--config", str(tmp_path / "c.yaml")], standalone_mode=False
+    )
+    assert str(result.exception).startswith(
+        "tokenizer-mode is 'mistral'; here it can only be auto, hf"
+    )
     (tmp_path / "c.yaml").write_text("trust-remote-code: true\nenforce_eager: true\nport: 1x")
-    result = CliRunner().invoke(app, ["serve", "--config", str(tmp_path / "c.yaml")], standalone_mode=False)
-    assert "note: without effect here: trust-remote-code (" in result.stderr and "integer" in str(result.exception)
+    result = CliRunner().invoke(
+        app, ["serve", "--config", str(tmp_path / "c.yaml")], standalone_mode=False
+    )
+    assert "note: without effect here: trust-remote-code (" in result.stderr and "integer" in str(
+        result.exception
+    )
 
 
 def test_names_and_keys(monkeypatch, tmp_path):

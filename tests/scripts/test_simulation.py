@@ -5,7 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from quire.scripts.bench.simulation import Cost, Policy, SimulatedRequest, Simulation, conversations, reasons
+from quire.scripts.bench.simulation import (
+    Cost,
+    Policy,
+    SimulatedRequest,
+    Simulation,
+    conversations,
+    reasons,
+)
 from quire.serving.cache.page_table import PageTable
 from quire.serving.device.step_shape import StepShape
 from quire.serving.engine.scheduler import POINT
@@ -41,8 +48,12 @@ def check_ends(simulation: Simulation, outcomes, requests) -> None:
         if seq.finish_reason == "length":
             assert len(outcome.tokens) == request.output
         else:
-            assert seq.finish_reason in ("timeout", "abort") and len(outcome.tokens) < request.output
-            due = request.arrival + min(t for t in (request.timeout, request.abort) if t is not None)
+            assert (
+                seq.finish_reason in ("timeout", "abort") and len(outcome.tokens) < request.output
+            )
+            due = request.arrival + min(
+                t for t in (request.timeout, request.abort) if t is not None
+            )
             assert outcome.ended >= due
     pools = simulation.scheduler.replicas[0].table.pools
     assert all(group.num_free == group.num_pages - 1 for group in pools)
@@ -84,33 +95,50 @@ def test_a_pool_that_is_hardly_enough_makes_progress():
 
 
 def test_no_class_starves():
-    """Urgent requests keep coming faster than they can be served; the others wait for as long as their points say."""
+    """Urgent requests keep coming faster than they can be served; the others wait for as long as
+    their points say.
+    """
     rng = random.Random(5)
     requests = [
-        SimulatedRequest(0.05 * i, [rng.randrange(1000) for _ in range(50)], 50, priority=-1) for i in range(4000)
+        SimulatedRequest(0.05 * i, [rng.randrange(1000) for _ in range(50)], 50, priority=-1)
+        for i in range(4000)
     ]
-    requests += [SimulatedRequest(20.0, [rng.randrange(1000) for _ in range(50)], 50, priority=p) for p in (0, 1)]
+    requests += [
+        SimulatedRequest(20.0, [rng.randrange(1000) for _ in range(50)], 50, priority=p)
+        for p in (0, 1)
+    ]
     requests.sort(key=lambda request: request.arrival)
     simulation = make(limits=(8, 128, 8), cost=Cost(0.02, 0.002))
     outcomes = simulation.run(requests)
     check_ends(simulation, outcomes, requests)
     started = {outcome.seq: outcome.started or 0.0 for outcome in outcomes}
-    urgent = [started[outcome.seq] - outcome.request.arrival for outcome in outcomes if outcome.request.priority == -1]
+    urgent = [
+        started[outcome.seq] - outcome.request.arrival
+        for outcome in outcomes
+        if outcome.request.priority == -1
+    ]
     assert max(urgent) > 3 * POINT  # there is more than can be served
     for outcome in outcomes:
         if outcome.request.priority >= 0:
             later = [
-                started[f.seq] for f in outcomes if f.request.arrival > 20 + POINT * (outcome.request.priority + 1)
+                started[f.seq]
+                for f in outcomes
+                if f.request.arrival > 20 + POINT * (outcome.request.priority + 1)
             ]
-            assert started[outcome.seq] <= min(later)  # an urgent one passes it only within its points
+            # an urgent one passes it only within its points
+            assert started[outcome.seq] <= min(later)
 
 
 def test_continuous_batching_beats_static_batches():
-    """Two to five times, as is published, on a device whose steps cost much the same for any number of rows."""
+    """Two to five times, as is published, on a device whose steps cost much the same for any number
+    of rows.
+    """
     requests = conversations(400, 1000.0, 7, limit=1000)
     ends = {}
     for policy in (Policy.continuous, Policy.static):
-        simulation = make((6000, 3000), limits=(32, 512, 32), policy=policy, cost=Cost(0.008, 0.00002))
+        simulation = make(
+            (6000, 3000), limits=(32, 512, 32), policy=policy, cost=Cost(0.008, 0.00002)
+        )
         outcomes = simulation.run(requests)
         check_ends(simulation, outcomes, requests)
         ends[policy] = simulation.now
@@ -134,10 +162,14 @@ def test_batches_wait_to_be_full_or_for_so_long():
 
 
 def test_chunks_keep_the_gaps_between_tokens_short():
-    """Long prompts arrive among those who write: whole, each stops all others for as long as it takes."""
+    """Long prompts arrive among those who write: whole, each stops all others for as long as it
+    takes.
+    """
     rng = random.Random(8)
     writers = [SimulatedRequest(0.0, [i], 400) for i in range(8)]
-    readers = [SimulatedRequest(1.0 + i, [rng.randrange(1000) for _ in range(3000)], 4) for i in range(5)]
+    readers = [
+        SimulatedRequest(1.0 + i, [rng.randrange(1000) for _ in range(3000)], 4) for i in range(5)
+    ]
     worst = {}
     for rows in (64, 4096):
         outcomes = make((6000, 6000), (None, 4096), limits=(16, rows, 16)).run(
@@ -164,7 +196,9 @@ def test_a_shared_beginning_is_computed_once():
 
 
 def test_paging_fills_its_pages():
-    """Over 96 % of what is owned holds a token; room for the longest answer for everybody would hold a fifth to two."""
+    """Over 96 % of what is owned holds a token; room for the longest answer for everybody would
+    hold a fifth to two.
+    """
     simulation = make((6000, 3000), limits=(32, 512, 32))
     simulation.run(conversations(600, 20.0, 4, limit=1800))
     busy = [look for look in simulation.looks if look.running > 16]

@@ -1,4 +1,6 @@
-"""Training of drafting heads: what they are taught, what is counted, and that a session can be left and taken up."""
+"""Training of drafting heads: what they are taught, what is counted, and that a session can be left
+and taken up.
+"""
 
 import json
 import os
@@ -40,7 +42,11 @@ FAMILIES = ["gemma2", "gemma4-shared", "gpt-oss", "deepseek-v3", "qwen3-moe", "p
 def target(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
     tensors = tiny.draw(TARGET)
-    tiny.write(folder, TARGET, {name: value / 6 if value.ndim > 1 else value for name, value in tensors.items()})
+    tiny.write(
+        folder,
+        TARGET,
+        {name: value / 6 if value.ndim > 1 else value for name, value in tensors.items()},
+    )
     config = read_config(folder)
     return config, load_weights(folder, config)
 
@@ -66,7 +72,9 @@ def random_heads(target, kind: str):
 
 
 class Naive:
-    """A server that drafts row by row for one document; what stands after a row is not seen by it."""
+    """A server that drafts row by row for one document; what stands after a row is not seen by
+    it.
+    """
 
     def __init__(self, target, heads, own):
         self.heads = heads
@@ -80,19 +88,29 @@ class Naive:
             x = decoder.embed(weights, tokens_T, positions, config)
             (x_TD, _), _ = decoder.run_layers(weights.layers, 0, x, {}, positions, config, hooks)
             hidden_TD = decoder.final_norm(weights, x_TD, config)
-            raw_TF = jnp.concatenate([seen[index] for index in heads.features], -1) if heads.features else hidden_TD
+            raw_TF = (
+                jnp.concatenate([seen[index] for index in heads.features], -1)
+                if heads.features
+                else hidden_TD
+            )
             return raw_TF, hidden_TD, decoder.logits(weights, hidden_TD, config)
 
         def draft(tokens_T, features_TD):
             hooks = LayerHooks(uncached.attention(heads.model, 1, LENGTH))
-            made_TD, x_TD, _ = draft_heads.run(heads, own, weights, tokens_T, features_TD, positions, {}, hooks)
+            made_TD, x_TD, _ = draft_heads.run(
+                heads, own, weights, tokens_T, features_TD, positions, {}, hooks
+            )
             return made_TD, draft_heads.logits(heads, own, weights, x_TD)
 
         self.of_model, self.draft = jax.jit(features_of), jax.jit(draft)
-        self.guess = jax.jit(lambda hidden_RD: draft_heads.medusa_logits(heads, own, weights, hidden_RD))
+        self.guess = jax.jit(
+            lambda hidden_RD: draft_heads.medusa_logits(heads, own, weights, hidden_RD)
+        )
 
     def features_of(self, tokens):
-        """(what the heads get of the model, its hidden states, its logits), a row for each token."""
+        """(what the heads get of the model, its hidden states, its logits), a row for each
+        token.
+        """
         padded = jnp.asarray(np.pad(tokens, (0, LENGTH - len(tokens))))
         return tuple(x[: len(tokens)] for x in self.of_model(padded))
 
@@ -126,16 +144,23 @@ def test_a_pass_computes_what_drafting_row_by_row_does(target, written, kind):
     for document in range(1, batch.documents.max() + 1):
         here = batch.documents[0] == document
         raw[here] = naive.features_of(batch.tokens[0][here])[0]
-    made = [draft_heads.logits(heads, own, target[1], x) for _, x in passes(heads, own, target[1], batch, 3, raw)]
+    made = [
+        draft_heads.logits(heads, own, target[1], x)
+        for _, x in passes(heads, own, target[1], batch, 3, raw)
+    ]
     for anchor in range(0, len(tokens) - 4, 3):
         expected = naive.chain(tokens, anchor, 3)
         for place in range(3):
-            np.testing.assert_allclose(made[place][start + anchor + place], expected[place], rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(
+                made[place][start + anchor + place], expected[place], rtol=1e-4, atol=1e-4
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
-def test_what_is_counted_is_what_drafts_by_the_likeliest_token_would_get_accepted(target, written, kind):
+def test_what_is_counted_is_what_drafts_by_the_likeliest_token_would_get_accepted(
+    target, written, kind
+):
     heads, own = random_heads(target, kind)
     rows = pack(written, range(len(written)), LENGTH)
     right = np.zeros(3, int)
@@ -144,7 +169,8 @@ def test_what_is_counted_is_what_drafts_by_the_likeliest_token_would_get_accepte
     for number in range(len(written)):
         tokens = written.document(number)[:LENGTH]
         prompt = written.prompts[number]
-        for anchor in range(max(0, prompt - 1), len(tokens) - 2):  # the token after it is the answer's
+        # the token after it is the answer's
+        for anchor in range(max(0, prompt - 1), len(tokens) - 2):
             count = min(3, len(tokens) - 2 - anchor)
             best = np.argmax(naive.chain(tokens, anchor, count), axis=-1)
             good = np.cumprod(best == tokens[anchor + 2 : anchor + 2 + count])
@@ -157,7 +183,9 @@ def test_what_is_counted_is_what_drafts_by_the_likeliest_token_would_get_accepte
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
-def test_the_loss_is_the_cross_entropy_with_what_the_model_thinks(target, written, kind, monkeypatch):
+def test_the_loss_is_the_cross_entropy_with_what_the_model_thinks(
+    target, written, kind, monkeypatch
+):
     from quire.scripts.train_heads import lesson
 
     heads, own = random_heads(target, kind)
@@ -170,7 +198,9 @@ def test_the_loss_is_the_cross_entropy_with_what_the_model_thinks(target, writte
         prompt = written.prompts[number]
         thinks = naive.features_of(tokens)[2]
         for anchor in range(max(0, prompt - 1), len(tokens) - 2):
-            for place, logits in enumerate(naive.chain(tokens, anchor, min(2, len(tokens) - 2 - anchor))):
+            for place, logits in enumerate(
+                naive.chain(tokens, anchor, min(2, len(tokens) - 2 - anchor))
+            ):
                 those = np.arange(V) if own.tokens_U is None else np.asarray(own.tokens_U)
                 share = jax.nn.softmax(thinks[anchor + 1 + place][those])
                 lost[place] -= float(share @ jax.nn.log_softmax(logits[those]))
@@ -179,7 +209,9 @@ def test_the_loss_is_the_cross_entropy_with_what_the_model_thinks(target, writte
     monkeypatch.setattr(lesson, "FEATURES", 0.0)
     found = jax.jit(lambda rows: judge(heads, own, target[1], target[0], rows, 2))(rows)
     np.testing.assert_allclose([float(one.loss) for one in found], expected, rtol=1e-4)
-    np.testing.assert_allclose(float(loss_of(found)), (expected[0] + 0.8 * expected[1]) / 1.8, rtol=1e-4)
+    np.testing.assert_allclose(
+        float(loss_of(found)), (expected[0] + 0.8 * expected[1]) / 1.8, rtol=1e-4
+    )
     monkeypatch.setattr(lesson, "LOGITS", 5 * V)  # part by part
     again = jax.jit(lambda rows: judge(heads, own, target[1], target[0], rows, 2))(rows)
     np.testing.assert_allclose([float(one.loss) for one in again], expected, rtol=1e-4)
@@ -205,8 +237,12 @@ def test_attention_of_documents_equals_each_by_itself(target, params, sinks_N):
         alone = uncached.attention(config, 1, here.stop - here.start)
         expected, _ = alone(0, q[here], k[here], v[here], {}, params, sinks_N)
         np.testing.assert_allclose(together[here], expected, atol=1e-5)
-    latent, _ = attention(config, documents)(0, q, k[:, :1], None, {}, AttentionParams(0.3, value_dim=5))
-    expected, _ = uncached.attention(config, 1, 4)(0, q[:4], k[:4, :1], None, {}, AttentionParams(0.3, value_dim=5))
+    latent, _ = attention(config, documents)(
+        0, q, k[:, :1], None, {}, AttentionParams(0.3, value_dim=5)
+    )
+    expected, _ = uncached.attention(config, 1, 4)(
+        0, q[:4], k[:4, :1], None, {}, AttentionParams(0.3, value_dim=5)
+    )
     np.testing.assert_allclose(latent[:4], expected, atol=1e-5)
 
 
@@ -222,7 +258,9 @@ def test_rows_hold_every_document_once(written):
     expected = []
     for number in range(len(written)):
         tokens = written.document(number)[:LENGTH].tolist()
-        expected.append((tokens, [place >= written.prompts[number] for place in range(len(tokens))]))
+        expected.append(
+            (tokens, [place >= written.prompts[number] for place in range(len(tokens))])
+        )
     assert sorted(found) == sorted(expected)
 
 
@@ -251,19 +289,28 @@ def test_heads_begin_as_the_model(target, written):
     own = first_weights(heads, weights, written, 0)
     hidden = np.random.default_rng(0).random((3, 32), np.float32)
     for logits in draft_heads.medusa_logits(heads, own, weights, jnp.asarray(hidden)):
-        np.testing.assert_allclose(logits, decoder.logits(weights, jnp.asarray(hidden), config), atol=1e-5)
+        np.testing.assert_allclose(
+            logits, decoder.logits(weights, jnp.asarray(hidden), config), atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", thinned(FAMILIES, ["gemma4-shared", "deepseek-v3"]))
 @pytest.mark.slow
 def test_heads_are_taught_by_models_of_every_form(tmp_path, name):
-    """Latent attention, windows, caps, sinks, experts, shared keys: the loss falls along its gradient."""
+    """Latent attention, windows, caps, sinks, experts, shared keys: the loss falls along its
+    gradient.
+    """
     variant = next(variant for variant in VARIANTS if variant.name == name)
     (tmp_path / "config.json").write_text(json.dumps(variant.config))
     config = read_config(tmp_path, "float32")
     weights = load(tmp_path, config, skip_packing=True, load_format="dummy")
     rng = np.random.default_rng(0)
-    documents = [(rng.integers(0, config.vocab_size, 5).tolist(), rng.integers(0, config.vocab_size, 20).tolist())]
+    documents = [
+        (
+            rng.integers(0, config.vocab_size, 5).tolist(),
+            rng.integers(0, config.vocab_size, 20).tolist(),
+        )
+    ]
     rows = pack(none_yet().joined(documents), [0], 32)
     heads, _ = new_heads("eagle3", config, 1, 1, True, 0)
     own = first_weights(heads, weights, none_yet().joined(documents), 0)
@@ -283,7 +330,9 @@ def test_heads_are_taught_by_models_of_every_form(tmp_path, name):
 def test_heads_learn_through_the_output_matrix_of_a_rounded_model(tmp_path, written, tied):
     hf = tiny.LLAMA | {"tie_word_embeddings": tied, "hidden_size": 32, "num_hidden_layers": 6}
     tiny.write(tmp_path / "dense", hf)
-    quantized.save(tmp_path / "dense", tmp_path / "int8", read_config(tmp_path / "dense", quantization="int8"))
+    quantized.save(
+        tmp_path / "dense", tmp_path / "int8", read_config(tmp_path / "dense", quantization="int8")
+    )
     config = read_config(tmp_path / "int8")
     weights = load(tmp_path / "int8", config, skip_packing=True)
     rows = pack(written, range(len(written)), LENGTH)
@@ -303,7 +352,16 @@ def test_heads_learn_through_the_output_matrix_of_a_rounded_model(tmp_path, writ
     assert float(jnp.abs(near).max()) < 0.3  # its rows are not rounded any more
 
 
-QUICK = {"steps": 6, "rows": 2, "length": 32, "check": 2, "samples": 12, "max_tokens": 8, "held_out": 0.25, "warmup": 2}
+QUICK = {
+    "steps": 6,
+    "rows": 2,
+    "length": 32,
+    "check": 2,
+    "samples": 12,
+    "max_tokens": 8,
+    "held_out": 0.25,
+    "warmup": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +384,9 @@ def session(bundled, folder, said, **settings) -> Session:
 
 def same(a: Path, b: Path) -> bool:
     names = ("config.json", "model.safetensors")
-    return all((a / "heads" / name).read_bytes() == (b / "heads" / name).read_bytes() for name in names)
+    return all(
+        (a / "heads" / name).read_bytes() == (b / "heads" / name).read_bytes() for name in names
+    )
 
 
 @pytest.mark.parametrize("kind", thinned(KINDS, ["eagle"]))
@@ -341,12 +401,16 @@ def test_heads_that_were_trained_can_be_read(tmp_path, bundled, said, kind, caps
     own = draft_heads.load(tmp_path / "heads", heads, skip_packing=True)
     assert heads.model.dtype == "bfloat16" and heads.own_head == (kind == "eagle3")
     begun = first_weights(heads, load_weights(Path(bundled), config), said[0], 0)
-    changed = [not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (own, begun)), strict=True)]
+    changed = [
+        not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (own, begun)), strict=True)
+    ]
     assert sum(changed) > len(changed) / 2
 
 
 @pytest.mark.parametrize("kind", thinned(["medusa", "eagle"], ["medusa"]))
-def test_training_that_was_left_ends_with_the_same_weights(tmp_path, bundled, said, kind, monkeypatch):
+def test_training_that_was_left_ends_with_the_same_weights(
+    tmp_path, bundled, said, kind, monkeypatch
+):
     whole = tmp_path / "whole"
     parted = tmp_path / "parted"
     session(bundled, whole, said, kind=kind, heads=2).run()
@@ -370,7 +434,9 @@ def test_training_that_was_left_ends_with_the_same_weights(tmp_path, bundled, sa
 
 
 def test_heads_go_on_from_others(tmp_path, bundled, said):
-    """Where nothing is learned they are those that it was begun with; of another kind they are refused."""
+    """Where nothing is learned they are those that it was begun with; of another kind they are
+    refused.
+    """
     session(bundled, tmp_path / "a", said, kind="medusa", heads=2, shared_head=True).run()
     start = tmp_path / "a" / "heads"
     session(bundled, tmp_path / "b", said, kind="medusa", start=start, rate=1e-12, steps=2).run()
@@ -397,9 +463,13 @@ def test_answers_are_the_models_own(said, bundled):
     for number in range(12):
         document = answers.document(number)
         assert len(document) == 9 or document[-1] in end
-    assert len({tuple(answers.document(number).tolist()) for number in range(12)}) > 6  # each is drawn by itself
+    # each is drawn by itself
+    assert len({tuple(answers.document(number).tolist()) for number in range(12)}) > 6
     again = kept.load(folder / "answers.npz")
-    assert all(np.array_equal(a, b) for a, b in zip(vars(answers).values(), vars(again).values(), strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(vars(answers).values(), vars(again).values(), strict=True)
+    )
 
 
 def test_greedy_answers_and_those_that_are_drawn(tmp_path, bundled):
@@ -407,7 +477,10 @@ def test_greedy_answers_and_those_that_are_drawn(tmp_path, bundled):
     from quire import LLM, SamplingParams
 
     path = tmp_path / "prompts.jsonl"
-    lines = [{"prompt": "Once upon a time"}, {"messages": [{"role": "user", "content": "Copy: red"}]}]
+    lines = [
+        {"prompt": "Once upon a time"},
+        {"messages": [{"role": "user", "content": "Copy: red"}]},
+    ]
     path.write_text("\n".join(json.dumps(line) for line in lines))
     prompts = read_prompts(path)
     with LLM(bundled) as llm:
@@ -447,7 +520,10 @@ def test_prompts_that_cannot_be_used(tmp_path, name, text, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kind": "mtp"}, "heads of kind 'mtp' cannot be trained; those of kind medusa, eagle, eagle3 can"),
+        (
+            {"kind": "mtp"},
+            "heads of kind 'mtp' cannot be trained; those of kind medusa, eagle, eagle3 can",
+        ),
         ({"steps": 0}, "steps is 0; it must be at least 1"),
         ({"greedy": 1.5}, "greedy is 1.5; it is a share"),
         ({"held_out": 0.0}, "some must be held out"),
@@ -466,7 +542,11 @@ def test_quill_has_prompts_of_all_its_tasks(tmp_path):
 
     main(tmp_path / "prompts.jsonl", 400)
     found = read_prompts(tmp_path / "prompts.jsonl")
-    assert len(found) == 400 and any("prompt" in one for one in found) and any("messages" in one for one in found)
+    assert (
+        len(found) == 400
+        and any("prompt" in one for one in found)
+        and any("messages" in one for one in found)
+    )
     asked = {one["messages"][0]["content"] for one in found if "messages" in one}
     held_out = {example.prompt for task in TASKS for example in fresh(task, 30)}
     long = {text for text in asked if len(text) > 60}

@@ -1,4 +1,7 @@
-"""Which mesh axis each logical axis goes over. The shapes need no devices; one child process has eight."""
+"""Which mesh axis each logical axis goes over.
+
+The shapes need no devices; one child process has eight.
+"""
 
 import os
 import subprocess
@@ -24,11 +27,15 @@ def test_one_device():
     assert mesh.axis_names == AXES
     assert mesh.size == 1
     specs = abstract(llama.config(tiny.LLAMA))
-    for spec, place in zip(jax.tree.leaves(specs), jax.tree.leaves(shardings(specs, mesh)), strict=True):
+    for spec, place in zip(
+        jax.tree.leaves(specs), jax.tree.leaves(shardings(specs, mesh)), strict=True
+    ):
         assert place.shard_shape(spec.shape) == spec.shape
 
 
-@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"data": 0}, {"expert": -1}, {"pipe": 3, "context": 7}])
+@pytest.mark.parametrize(
+    "sizes", [{"tensor": 2}, {"data": 0}, {"expert": -1}, {"pipe": 3, "context": 7}]
+)
 def test_meshes_that_cannot_be(sizes):
     with pytest.raises(ValueError, match="devices; there"):
         make_mesh(jax.devices()[:1], **sizes)
@@ -47,20 +54,33 @@ def test_rules():
     assert split(("vocab", "embed"), (32, 8)).spec == PartitionSpec("tensor", None)
     assert split(("heads", None, "embed"), (8, 3, 5)).shard_shape((8, 3, 5)) == (2, 3, 5)
     assert split(("embed", None, "ffn"), (5, 2, 12)).shard_shape((5, 2, 12)) == (5, 2, 3)
-    assert split(("experts", "embed", None, "ffn"), (6, 5, 2, 4)).shard_shape((6, 5, 2, 4)) == (3, 5, 2, 1)
-    assert split(("embed", Interleaved("heads", (8, 4, 4)), None), (5, 16, 3)).shard_shape((5, 16, 3)) == (5, 4, 3)
+    assert split(("experts", "embed", None, "ffn"), (6, 5, 2, 4)).shard_shape((6, 5, 2, 4)) == (
+        3,
+        5,
+        2,
+        1,
+    )
+    assert split(("embed", Interleaved("heads", (8, 4, 4)), None), (5, 16, 3)).shard_shape(
+        (5, 16, 3)
+    ) == (5, 4, 3)
     assert split((), ()).spec == PartitionSpec()
-    other = sharding(ArraySpec((8, 6), jnp.float32, ("heads", "embed")), mesh, RULES | {"heads": "expert"})
+    other = sharding(
+        ArraySpec((8, 6), jnp.float32, ("heads", "embed")), mesh, RULES | {"heads": "expert"}
+    )
     assert other.spec == PartitionSpec("expert", None)
 
 
 def test_sizes_that_do_not_divide():
-    with pytest.raises(ValueError, match=r"'heads' has size 12.*tensor=8; tensor could be 1, 2, 3, 4, 6, 12"):
+    with pytest.raises(
+        ValueError, match=r"'heads' has size 12.*tensor=8; tensor could be 1, 2, 3, 4, 6, 12"
+    ):
         sharding(ArraySpec((12, 4), jnp.float32, ("heads", None)), fake(tensor=8))
 
 
 def test_runs_are_dealt_out_one_by_one():
-    """Queries with the keys that they meet; what several devices need, each has; what does not divide is longer."""
+    """Queries with the keys that they meet; what several devices need, each has; what does not
+    divide is longer.
+    """
     mesh = fake(tensor=4)
 
     def parts(spec: ArraySpec):
@@ -69,12 +89,21 @@ def test_runs_are_dealt_out_one_by_one():
         assert own.size >= spec.size
         return np.split(own, 4, axis=[axis is not None for axis in spec.axes].index(True))
 
-    heads = ArraySpec((2, 8 + 2 + 2), jnp.float32, (None, Interleaved("heads", (8, 2, 2), shared=(1, 2))))
-    assert [part[0].tolist() for part in parts(heads)] == [[0, 1, 8, 10], [2, 3, 8, 10], [4, 5, 9, 11], [6, 7, 9, 11]]
+    heads = ArraySpec(
+        (2, 8 + 2 + 2), jnp.float32, (None, Interleaved("heads", (8, 2, 2), shared=(1, 2)))
+    )
+    assert [part[0].tolist() for part in parts(heads)] == [
+        [0, 1, 8, 10],
+        [2, 3, 8, 10],
+        [4, 5, 9, 11],
+        [6, 7, 9, 11],
+    ]
     scale = ArraySpec((2 * 3,), jnp.float32, (Interleaved("heads", (2,), shared=(0,)),))
     assert [part.tolist() for part in parts(scale)] == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
     uneven = ArraySpec(
-        (4 * 2 + 2 * 3 + 4,), jnp.float32, (Interleaved("heads", (4, 2, 4), shared=(1,), widths=(2, 3, 1)),)
+        (4 * 2 + 2 * 3 + 4,),
+        jnp.float32,
+        (Interleaved("heads", (4, 2, 4), shared=(1,), widths=(2, 3, 1)),),
     )
     assert [part.tolist() for part in parts(uneven)] == [
         [0, 1, 8, 9, 10, 14], [2, 3, 8, 9, 10, 15], [4, 5, 11, 12, 13, 16], [6, 7, 11, 12, 13, 17]
@@ -85,7 +114,10 @@ def test_runs_are_dealt_out_one_by_one():
 
 def test_runs_that_cannot_be_shared():
     with pytest.raises(ValueError, match=r"'heads' has size 6.*tensor=4; tensor could be 1, 2, 6"):
-        sharding(ArraySpec((6 + 2, 4), jnp.float32, (Interleaved("heads", (6, 2), shared=(1,)), None)), fake(tensor=4))
+        sharding(
+            ArraySpec((6 + 2, 4), jnp.float32, (Interleaved("heads", (6, 2), shared=(1,)), None)),
+            fake(tensor=4),
+        )
 
 
 def test_an_axis_without_a_rule():

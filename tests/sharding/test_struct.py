@@ -60,7 +60,10 @@ def test_alike():
             np.testing.assert_array_equal(leaf, other)
         assert repr(ours) == repr(theirs)
         fields = [
-            [(field.name, field.metadata.get("pytree_node", True), field.kw_only) for field in dataclasses.fields(one)]
+            [
+                (field.name, field.metadata.get("pytree_node", True), field.kw_only)
+                for field in dataclasses.fields(one)
+            ]
             for one in (ours, theirs)
         ]
         assert fields[0] == fields[1]
@@ -68,7 +71,9 @@ def test_alike():
 
 @BOTH
 def test_structure(module):
-    """What is no node is a part of the structure: programs are compiled for it, and trees of others do not match."""
+    """What is no node is a part of the structure: programs are compiled for it, and trees of others
+    do not match.
+    """
     Point, _ = classes(module)
     traced = []
 

@@ -1,4 +1,6 @@
-"""Answers made up for tests, whole and cut into parts anyhow, and what clients make of bodies and events."""
+"""Answers made up for tests, whole and cut into parts anyhow, and what clients make of bodies and
+events.
+"""
 
 import json
 from collections.abc import Iterable
@@ -23,14 +25,25 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sample
 PLAIN = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | TEXT
 JSON = PLAIN | st.lists(PLAIN, max_size=2) | st.dictionaries(TEXT, PLAIN, max_size=2)
 ARGUMENTS = st.builds(
-    lambda given, plain: json.dumps(given, ensure_ascii=plain), st.dictionaries(TEXT, JSON, max_size=2), st.booleans()
+    lambda given, plain: json.dumps(given, ensure_ascii=plain),
+    st.dictionaries(TEXT, JSON, max_size=2),
+    st.booleans(),
 )
-ENDS = (("stop", None), ("stop", "END"), ("stop", 7), ("length", None), ("timeout", None), ("abort", None))
+ENDS = (
+    ("stop", None),
+    ("stop", "END"),
+    ("stop", 7),
+    ("length", None),
+    ("timeout", None),
+    ("abort", None),
+)
 
 
 @dataclass(frozen=True)
 class Written:
-    """One answer: in parts, whole, and as (kind, text or call) with neighbours of a kind made one."""
+    """One answer: in parts, whole, and as (kind, text or call) with neighbours of a kind made
+    one.
+    """
 
     parts: list[ChoicePart]
     answer: FinishedChoice
@@ -68,13 +81,21 @@ def cuts(random: Random, whole: Any, most: int) -> list[Any]:
     return [whole[a:b] for a, b in zip([0, *at], [*at, len(whole)], strict=True)]
 
 
-CONTENTS = st.tuples(st.sampled_from(["said", "thought"]), TEXT) | st.tuples(st.just("call"), ARGUMENTS)
+CONTENTS = st.tuples(st.sampled_from(["said", "thought"]), TEXT) | st.tuples(
+    st.just("call"), ARGUMENTS
+)
 
 
 @st.composite
-def written(draw: st.DrawFn, ordered: bool = False, calls: bool = True, scored: bool = False) -> Written:
+def written(
+    draw: st.DrawFn, ordered: bool = False, calls: bool = True, scored: bool = False
+) -> Written:
     """`ordered`: thoughts, then text, then calls, as an answer that is told whole has them."""
-    chosen = [(kind, text) for kind, text in draw(st.lists(CONTENTS, max_size=6)) if calls or kind != "call"]
+    chosen = [
+        (kind, text)
+        for kind, text in draw(st.lists(CONTENTS, max_size=6))
+        if calls or kind != "call"
+    ]
     if ordered:
         chosen.sort(key=lambda content: ["thought", "said", "call"].index(content[0]))
     random = Random(draw(st.integers(0, 2**32)))
@@ -86,7 +107,9 @@ def written(draw: st.DrawFn, ordered: bool = False, calls: bool = True, scored: 
             pieces += [Arguments(number, part) for part in cuts(random, text, 5)]
             number += 1
         else:
-            pieces += [(Said if kind == "said" else Thought)(part) for part in cuts(random, text, 5)]
+            pieces += [
+                (Said if kind == "said" else Thought)(part) for part in cuts(random, text, 5)
+            ]
     reason, stop = draw(st.sampled_from(ENDS))
     reason = "tool_calls" if number and reason == "stop" else reason
     parts = []
@@ -96,11 +119,15 @@ def written(draw: st.DrawFn, ordered: bool = False, calls: bool = True, scored: 
         tokens = list(range(count, count + random.randrange(3)))
         count += len(tokens)
         end = (reason, stop) if i == len(slices) - 1 else (None, None)
-        parts.append(ChoicePart(0, part, *end, tokens, [token(i) for i in tokens] if scored else None))
+        parts.append(
+            ChoicePart(0, part, *end, tokens, [token(i) for i in tokens] if scored else None)
+        )
     content, reasoning, found = collect(pieces)
     logprobs = [token(i) for i in range(count)] if scored else None
     return Written(
-        parts, FinishedChoice(0, content, reason, reasoning, found, stop, range(count), logprobs), joined(pieces)
+        parts,
+        FinishedChoice(0, content, reason, reasoning, found, stop, range(count), logprobs),
+        joined(pieces),
     )
 
 
@@ -129,7 +156,9 @@ def strange(value: Any) -> set[str]:
 
 
 def strangers(kind: Any, value: Any) -> set[str]:
-    """Names of fields that a client's own type does not have; it must take the value without a conversion."""
+    """Names of fields that a client's own type does not have; it must take the value without a
+    conversion.
+    """
     return strange(adapter(kind).validate_json(msgspec.json.encode(value), strict=True))
 
 
@@ -152,7 +181,9 @@ def spoil(data: st.DataObject, body: Any) -> None:
     """Replace one place of a body by anything."""
     place = body
     while True:
-        key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        key = data.draw(
+            st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place)))
+        )
         if not isinstance(place[key], dict | list) or not place[key] or data.draw(st.booleans()):
             break
         place = place[key]

@@ -1,4 +1,6 @@
-"""A compiler for ARM and an emulator of it: tests that need them are left out where they are missing."""
+"""A compiler for ARM and an emulator of it: tests that need them are left out where they are
+missing.
+"""
 
 import shutil
 

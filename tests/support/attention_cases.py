@@ -1,4 +1,6 @@
-"""Steps of attention to check, in any implementation: against float64, with NaN in every slot that no sequence owns."""
+"""Steps of attention to check, in any implementation: against float64, with NaN in every slot that
+no sequence owns.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,7 +53,13 @@ class Shape:
     @property
     def params(self) -> AttentionParams:
         return AttentionParams(
-            self.H**-0.5, self.window, self.chunked, self.ahead, self.soft_cap, self.value_dim, self.context
+            self.H**-0.5,
+            self.window,
+            self.chunked,
+            self.ahead,
+            self.soft_cap,
+            self.value_dim,
+            self.context,
         )
 
 
@@ -73,16 +81,25 @@ class Sequence:
         q = rng.standard_normal((LONGEST, shape.K * shape.G, shape.H))
         k, v = rng.standard_normal((2, LONGEST, shape.K, shape.H))
         q[rng.random(LONGEST) < 0.2] *= 6  # a few sharp rows
-        return [x.astype(np.dtype(shape.dtype) if shape.dtype == "float32" else BFLOAT16) for x in (q, k, v)]
+        return [
+            x.astype(np.dtype(shape.dtype) if shape.dtype == "float32" else BFLOAT16)
+            for x in (q, k, v)
+        ]
 
     def numbers(self, shape: Shape):
         """The same in float64, with keys and values as the pages hold them."""
         q, *kept = self.arrays(shape)
         if shape.codes == "int4":
-            k, v = (four_bits.numbers(*held) for held in (coded(shape, kept[0], keys=True), coded(shape, kept[1])))
+            k, v = (
+                four_bits.numbers(*held)
+                for held in (coded(shape, kept[0], keys=True), coded(shape, kept[1]))
+            )
             kept = [k @ four_bits.matrix(shape.H), v]
         elif shape.codes is not None:
-            kept = [codes.astype(np.float64) * scale[..., None] for codes, scale in (coded(shape, x) for x in kept)]
+            kept = [
+                codes.astype(np.float64) * scale[..., None]
+                for codes, scale in (coded(shape, x) for x in kept)
+            ]
         return [x.astype(np.float64) for x in (q, *kept)]
 
 
@@ -94,7 +111,11 @@ def coded(shape: Shape, x: np.ndarray, keys: bool = False) -> tuple[np.ndarray, 
     largest = np.float32(127 if shape.codes == "int8" else 448)
     most = np.abs(x).max(-1)
     codes = np.nan_to_num(x * (largest / most)[..., None])  # rows of nobody hold anything
-    codes = np.round(codes).astype(np.int8) if shape.codes == "int8" else codes.astype(ml_dtypes.float8_e4m3fn)
+    codes = (
+        np.round(codes).astype(np.int8)
+        if shape.codes == "int8"
+        else codes.astype(ml_dtypes.float8_e4m3fn)
+    )
     return codes, most * (np.float32(1) / largest)
 
 
@@ -187,10 +208,23 @@ def run(shape: Shape, case: Case, attend: Callable[..., Any] = paged_attention):
     else:
         pages = KVPages(to_device[0]) if latent else KVPages(*to_device)
     v = None if latent else jnp.asarray(case.v)
-    out, pages = step(jnp.asarray(case.q), jnp.asarray(case.k), v, pages, case.rows, sinks_of(shape), shape, attend)
-    held = [pages.kv_PSYH[:, :, at::2] for at in range(2)] if shape.paired else jax.tree.leaves(pages)
+    out, pages = step(
+        jnp.asarray(case.q),
+        jnp.asarray(case.k),
+        v,
+        pages,
+        case.rows,
+        sinks_of(shape),
+        shape,
+        attend,
+    )
+    held = (
+        [pages.kv_PSYH[:, :, at::2] for at in range(2)] if shape.paired else jax.tree.leaves(pages)
+    )
     assert all(x.dtype == before.dtype for x, before in zip(held, to_device, strict=not latent))
-    return np.asarray(out), [np.asarray(x).view(y.dtype) for x, y in zip(held, case.pages, strict=False)]
+    return np.asarray(out), [
+        np.asarray(x).view(y.dtype) for x, y in zip(held, case.pages, strict=False)
+    ]
 
 
 def reference(shape: Shape, sequence: Sequence) -> np.ndarray:
@@ -225,12 +259,16 @@ def check(
     attend: Callable[..., Any] = paged_attention,
     close: dict[str, float] | None = None,
 ) -> None:
-    """That a step is right, writes where it should and nowhere else, and leaves rows of nobody zero."""
+    """That a step is right, writes where it should and nowhere else, and leaves rows of nobody
+    zero.
+    """
     case = build(shape, sequences, rng)
     out, pages = run(shape, case, attend)
     close = close or shape.close
     for sequence, place in zip(sequences, case.places, strict=True):
-        np.testing.assert_allclose(out[place].astype(np.float64), reference(shape, sequence), **close)
+        np.testing.assert_allclose(
+            out[place].astype(np.float64), reference(shape, sequence), **close
+        )
     padding = out[case.places[-1].stop :].astype(np.float32)
     assert not padding.any(), "rows of nobody are zero"
     wanted = [x.copy() for x in case.pages]
@@ -238,7 +276,9 @@ def check(
     for row, slot in enumerate(np.asarray(case.rows.slots_T)[: case.places[-1].stop]):
         put(wanted, held, row, slot)
     for after, expected in zip(pages, wanted, strict=False):
-        assert after[1:].tobytes() == expected[1:].tobytes(), "only the slots of the rows are written"
+        assert after[1:].tobytes() == expected[1:].tobytes(), (
+            "only the slots of the rows are written"
+        )
 
 
 def ragged(shape: Shape, rng: np.random.Generator) -> list[Sequence]:
@@ -248,7 +288,9 @@ def ragged(shape: Shape, rng: np.random.Generator) -> list[Sequence]:
     for number in range(int(rng.integers(1, shape.B + 1))):
         most = min(left - (shape.B - number - 1), LONGEST)
         kind = rng.integers(3)
-        rows = int(1 if kind == 0 or most < 2 else rng.integers(2, min(most, 6) + 1) if kind == 1 else 0)
+        rows = int(
+            1 if kind == 0 or most < 2 else rng.integers(2, min(most, 6) + 1) if kind == 1 else 0
+        )
         rows = rows or int(rng.integers(1, most + 1))
         start = 0 if rng.random() < 0.2 else int(rng.integers(0, LONGEST - rows + 1))
         sequences.append(Sequence(int(rng.integers(1 << 30)), start, rows))

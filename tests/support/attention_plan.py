@@ -18,7 +18,9 @@ def tasks_of(shape: KernelShape, plan: Plan) -> list[list[Task]]:
 
 def contexts_of(shape: KernelShape, plan: Plan) -> list[list[CutContext]]:
     """Those of the same tasks; of one that is whole it says nothing."""
-    return read(shape, plan, lambda held, one: CutContext(*map(int, task.context_of(shape, held, one))))
+    return read(
+        shape, plan, lambda held, one: CutContext(*map(int, task.context_of(shape, held, one)))
+    )
 
 
 def read(shape: KernelShape, plan: Plan, take) -> list[list[Any]]:
@@ -31,12 +33,19 @@ def read(shape: KernelShape, plan: Plan, take) -> list[list[Any]]:
             carry = body(np.int32(n), carry)
         return carry
 
-    plain = {"axis_index": None, "fori_loop": each, "div": lambda a, b: a // b, "rem": lambda a, b: a % b}
+    plain = {
+        "axis_index": None,
+        "fori_loop": each,
+        "div": lambda a, b: a // b,
+        "rem": lambda a, b: a % b,
+    }
     plain_numbers: dict[str, Any] = {"int32": np.int32, "where": np.where}
     for processor in range(shape.processors):
         mine: list[Any] = []
         plain["axis_index"] = lambda _, at=processor: at
         with mock.patch.multiple(task.lax, **plain), mock.patch.multiple(jnp, **plain_numbers):
-            task.each_task(shape, held, lambda one, step, mine=mine: mine.append(take(held, one)) or step)
+            task.each_task(
+                shape, held, lambda one, step, mine=mine: mine.append(take(held, one)) or step
+            )
         found.append(mine)
     return found

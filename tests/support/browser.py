@@ -11,16 +11,22 @@ import pytest
 from playwright.sync_api import Page, Request, expect
 
 FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 LOUD = re.compile("Failed to load resource")  # what the browser itself says of an error status
 
 needs_chromium = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        CHROMIUM is None and "QUIRE_NEEDS_BROWSER" not in os.environ, reason="needs chromium or google-chrome"
+        CHROMIUM is None and "QUIRE_NEEDS_BROWSER" not in os.environ,
+        reason="needs chromium or google-chrome",
     ),
 ]
 
@@ -33,7 +39,9 @@ class Tab:
         self.url = url
         self.errors: list[str] = []
         self.strangers: list[str] = []
-        page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
+        page.on(
+            "console", lambda message: message.type == "error" and self.errors.append(message.text)
+        )
         page.on("pageerror", lambda error: self.errors.append(f"{error}\n{error.stack}"))
         page.on("request", self.asked)
         page.goto(url)
@@ -44,7 +52,9 @@ class Tab:
             self.strangers.append(request.url)
 
     def check(self, loud: bool) -> None:
-        """Nothing went wrong and nobody else was asked; `loud` where the server was to answer with errors."""
+        """Nothing went wrong and nobody else was asked; `loud` where the server was to answer with
+        errors.
+        """
         assert [error for error in self.errors if not (loud and LOUD.search(error))] == []
         assert self.strangers == []
 

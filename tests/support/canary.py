@@ -23,7 +23,9 @@ BODIES: dict[str, dict[str, Any]] = {  # the least that each endpoint takes
     "/v1/conversations": {"items": TURN},
     "/v1/messages": {"messages": TURN, "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": TURN},
-    "/v1/messages/batches": {"requests": [{"custom_id": "a", "params": {"messages": TURN, "max_tokens": 2}}]},
+    "/v1/messages/batches": {
+        "requests": [{"custom_id": "a", "params": {"messages": TURN, "max_tokens": 2}}]
+    },
     "/v1/batches": {"input_file_id": FILE, "endpoint": "/v1/completions"},
     "/v1/embeddings": {"input": "hello"},
     "/v2/embed": {"texts": ["hello"]},
@@ -41,7 +43,8 @@ BODIES: dict[str, dict[str, Any]] = {  # the least that each endpoint takes
     "/api/show": {"model": "quill"},
     "/api/pull": {"model": "quill"},
 }
-GOOD = dict.fromkeys(BODIES, 200) | {"/classify": 400}  # how they are answered: a model that writes has no classes
+# how they are answered: a model that writes has no classes
+GOOD = dict.fromkeys(BODIES, 200) | {"/classify": 400}
 
 
 def told(path: str, text: str) -> dict[str, Any]:
@@ -51,10 +54,17 @@ def told(path: str, text: str) -> dict[str, Any]:
 
 def with_file(service: Any, *keys: str | None) -> None:
     """Keep a file of one request for batches, for each of the tenants."""
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 1}}
+    line = {
+        "custom_id": "a",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": "x", "max_tokens": 1},
+    }
     for key in keys or (None,):
         data = json.dumps(line).encode()
-        service.files.write(key, StoredFile(FILE, "a", "batch", len(data), int(time.time())), [(0, data)])
+        service.files.write(
+            key, StoredFile(FILE, "a", "batch", len(data), int(time.time())), [(0, data)]
+        )
 
 
 class Client:
@@ -91,7 +101,9 @@ class Client:
 
     def events(self, path: str, body: dict[str, Any]) -> list[tuple[float, Any]]:
         """(when it came, what it says) of every event of a stream; [DONE] as a string."""
-        self.connection.request("POST", path, json.dumps(body | {"stream": True}), self.headers | JSON)
+        self.connection.request(
+            "POST", path, json.dumps(body | {"stream": True}), self.headers | JSON
+        )
         response = self.connection.getresponse()
         found = []
         while line := response.readline():
@@ -135,7 +147,9 @@ class Canary:
 
 def text_of(events: list[tuple[float, Any]]) -> str:
     """What a stream of /v1/completions says."""
-    return "".join(event["choices"][0]["text"] for _, event in events if event != "[DONE]" and event["choices"])
+    return "".join(
+        event["choices"][0]["text"] for _, event in events if event != "[DONE]" and event["choices"]
+    )
 
 
 def connect(url: str, receive_buffer: int | None = None) -> socket.socket:

@@ -1,4 +1,6 @@
-"""Chat templates in the manner of the well-known families, each with conversations and the prompts they must give."""
+"""Chat templates in the manner of the well-known families, each with conversations and the prompts
+they must give.
+"""
 
 # ruff: noqa: E501 - a prompt is one line, however long
 
@@ -28,7 +30,12 @@ WEATHER = {
 CALL = {
     "role": "assistant",
     "content": "",
-    "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris", "days": 2}}}],
+    "tool_calls": [
+        {
+            "type": "function",
+            "function": {"name": "weather", "arguments": {"city": "Paris", "days": 2}},
+        }
+    ],
 }
 SUNNY = {"role": "tool", "content": "sunny"}
 WARM = {"role": "tool", "content": "20 °C"}
@@ -235,11 +242,12 @@ MISTRAL = """\
 """
 
 PHI = (
-    "{% for message in messages %}{% if message['role'] in ['system', 'user'] and message['content'] %}"
-    "{{'<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n'}}"
-    "{% elif message['role'] == 'assistant' %}{% generation %}{{'<|assistant|>\n'}}{{ message['content'] }}"
-    "{{'<|end|>\n'}}{%- endgeneration %}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+    "{% for message in messages %}{% if message['role'] in ['system', 'user'] and "
+    "message['content'] %}{{'<|' + message['role'] + '|>\n' + message['content'] + "
+    "'<|end|>\n'}}{% elif message['role'] == 'assistant' %}{% generation "
+    "%}{{'<|assistant|>\n'}}{{ message['content'] }}{{'<|end|>\n'}}{%- endgeneration %}{% endif "
+    "%}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token "
+    "}}{% endif %}"
 )
 
 HARMONY = """\
@@ -345,12 +353,15 @@ CASES = {
     "llama": Case(
         LLAMA,
         [SYSTEM, ASK, ANSWER, AGAIN],
-        "<s><|header|>system<|/header|>\n\nBe brief.<|eot|><|header|>user<|/header|>\n\nHi <you> & é<|eot|>"
-        "<|header|>assistant<|/header|>\n\n<think>\nhm\n</think>\n\nHello<|eot|><|header|>user<|/header|>\n\nMore?<|eot|>"
-        "<|header|>assistant<|/header|>\n\n",
+        "<s><|header|>system<|/header|>\n\nBe brief.<|eot|><|header|>user<|/header|>\n\nHi <you> "
+        "& "
+        "é<|eot|><|header|>assistant<|/header|>\n\n<think>\nhm\n</think>\n\nHello<|eot|><|header|>user<|/header|>\n\nMore?<|eot|><|header|>assistant<|/header|>\n\n",
     ),
     "llama without a generation prompt": Case(
-        LLAMA, [ASK], "<s><|header|>user<|/header|>\n\nHi <you> & é<|eot|>", add_generation_prompt=False
+        LLAMA,
+        [ASK],
+        "<s><|header|>user<|/header|>\n\nHi <you> & é<|eot|>",
+        add_generation_prompt=False,
     ),
     "llama with tools": Case(
         LLAMA,
@@ -364,14 +375,14 @@ CASES = {
     "chatml": Case(
         CHATML,
         [SYSTEM, ASK, ANSWER, AGAIN],
-        "<|im_start|>system\n Be brief. <|im_end|>\n<|im_start|>user\nHi <you> & é\n<|im_end|>\n"
-        "<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\nMore?<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_start|>system\n Be brief. <|im_end|>\n<|im_start|>user\nHi <you> & "
+        "é\n<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\nMore?<|im_end|>\n<|im_start|>assistant\n",
     ),
     "chatml with a thought": Case(
         CHATML,
         [ASK, ANSWER],
-        "<|im_start|>user\nHi <you> & é\n<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>\n\nHello<|im_end|>\n"
-        "<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        "<|im_start|>user\nHi <you> & "
+        "é\n<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>\n\nHello<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
         {"enable_thinking": False},
     ),
     "chatml with tools": Case(
@@ -388,15 +399,19 @@ CASES = {
             SYSTEM,
             ASK,
             ANSWER,
-            {"role": "user", "content": [{"type": "text", "text": " one "}, {"type": "text", "text": "two"}]},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": " one "}, {"type": "text", "text": "two"}],
+            },
         ],
-        "<s><turn>user\n Be brief. \n\nHi <you> & é</turn>\n<turn>model\n<think>\nhm\n</think>\n\nHello</turn>\n"
-        "<turn>user\nonetwo</turn>\n<turn>model\n",
+        "<s><turn>user\n Be brief. \n\nHi <you> & "
+        "é</turn>\n<turn>model\n<think>\nhm\n</think>\n\nHello</turn>\n<turn>user\nonetwo</turn>\n<turn>model\n",
     ),
     "mistral": Case(
         MISTRAL,
         [SYSTEM, ASK, ANSWER, AGAIN],
-        "<s>[INST] Hi <you> & é\n[/INST] <think>\nhm\n</think>\n\nHello</s>[INST]  Be brief. \n\nMore?[/INST]",
+        "<s>[INST] Hi <you> & é\n[/INST] <think>\nhm\n</think>\n\nHello</s>[INST]  Be brief. "
+        "\n\nMore?[/INST]",
     ),
     "mistral with tools": Case(
         MISTRAL,
@@ -409,16 +424,18 @@ CASES = {
     "phi": Case(
         PHI,
         [SYSTEM, AGAIN, {"role": "assistant", "content": "Yes"}, AGAIN],
-        "<|system|>\n Be brief. <|end|>\n<|user|>\nMore?<|end|>\n<|assistant|>\nYes<|end|>\n<|user|>\nMore?<|end|>\n"
-        "<|assistant|>\n",
+        "<|system|>\n Be brief. "
+        "<|end|>\n<|user|>\nMore?<|end|>\n<|assistant|>\nYes<|end|>\n<|user|>\nMore?<|end|>\n<|assistant|>\n",
     ),
-    "phi without a generation prompt": Case(PHI, [AGAIN], "<|user|>\nMore?<|end|>\n</s>", add_generation_prompt=False),
+    "phi without a generation prompt": Case(
+        PHI, [AGAIN], "<|user|>\nMore?<|end|>\n</s>", add_generation_prompt=False
+    ),
     "harmony": Case(
         HARMONY,
         [SYSTEM, AGAIN, ANSWER, AGAIN],
-        "<|start|>system<|message|>Year: known\nReasoning: high<|end|><|start|>developer<|message|>Be brief.<|end|>"
-        "<|start|>user<|message|>More?<|end|><|start|>assistant<|channel|>final<|message|>Hello<|end|>"
-        "<|start|>user<|message|>More?<|end|><|start|>assistant",
+        "<|start|>system<|message|>Year: known\nReasoning: "
+        "high<|end|><|start|>developer<|message|>Be "
+        "brief.<|end|><|start|>user<|message|>More?<|end|><|start|>assistant<|channel|>final<|message|>Hello<|end|><|start|>user<|message|>More?<|end|><|start|>assistant",
         {"reasoning_effort": "high"},
     ),
     "harmony with tools": Case(

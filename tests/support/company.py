@@ -4,7 +4,9 @@ from quire.serving.engine.engine import Engine
 from quire.serving.request.request import Request
 
 
-def serve(engine: Engine, requests: dict[str, tuple], arrivals: dict[str, int]) -> dict[str, Request]:
+def serve(
+    engine: Engine, requests: dict[str, tuple], arrivals: dict[str, int]
+) -> dict[str, Request]:
     """Every request at its end; `arrivals` are the steps at which they come."""
     got = {}
     step = 0

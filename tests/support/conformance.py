@@ -2,8 +2,9 @@
 
 `python tests/support/conformance.py` prints the page; with `--check` it compares.
 
-The fields come from the protocols' own tables, and tests/http/test_conformance.py holds each row against what a request
-becomes. The clients' rows are the tests that say with `shows` what they show.
+The fields come from the protocols' own tables, and tests/http/test_conformance.py holds each row
+against what a request becomes. The clients' rows are the tests that say with `shows` what they
+show.
 """
 
 import importlib
@@ -56,9 +57,15 @@ BEYOND = {  # what the OpenAPI document leaves out
     "/is_sleeping": "Whether the model sleeps.",
     "/pause": "Accept requests without computing them.",
     "/resume": "Compute again after `/pause`.",
-    "/expert_loads": "For each layer of a mixture of experts, how many tokens each expert got, and its device.",
-    "/rebalance_experts": "Place the copies of experts by recent loads, with `--expert-redundancy`.",
-    "/v1/load_lora_adapter": "Serve an adapter below `--lora-dir`: `lora_name`, `lora_path`, `load_inplace`.",
+    "/expert_loads": (
+        "For each layer of a mixture of experts, how many tokens each expert got, and its device."
+    ),
+    "/rebalance_experts": (
+        "Place the copies of experts by recent loads, with `--expert-redundancy`."
+    ),
+    "/v1/load_lora_adapter": (
+        "Serve an adapter below `--lora-dir`: `lora_name`, `lora_path`, `load_inplace`."
+    ),
     "/v1/unload_lora_adapter": "Serve it no more: `lora_name`. Requests under way go on.",
 }
 INTRODUCTION = """\
@@ -83,7 +90,9 @@ STATUSES = {
     403: "The server does not answer to this Host.",
     404: "There is no such path or model.",
     405: "The path has another method.",
-    408: "The body did not arrive in time, or `timeout` passed before there was a vector or a score.",
+    408: (
+        "The body did not arrive in time, or `timeout` passed before there was a vector or a score."
+    ),
     413: "The body is larger than `--max-body-bytes`.",
     415: "The body is not declared as JSON.",
     429: "The queue is full; `Retry-After` says when to try again.",
@@ -94,34 +103,99 @@ SEEN = "Each row is a test with the official client against a server over a sock
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 TOOL = {"type": "function", "function": {"name": "f"}}
 VALUES: dict[str, Any] = {  # for each field that is applied a value that is not the one without it
-    "n": 3, "presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.1, "temperature": 0,
-    "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 7, "stop": ["a", "b"], "stop_token_ids": [3], "ignore_eos": True,
-    "max_tokens": 9, "min_tokens": 2, "prompt_logprobs": 1, "skip_special_tokens": False, "logprobs": True,
+    "n": 3,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -1,
+    "repetition_penalty": 1.1,
+    "temperature": 0,
+    "top_p": 0.9,
+    "top_k": 40,
+    "min_p": 0.1,
+    "seed": 7,
+    "stop": ["a", "b"],
+    "stop_token_ids": [3],
+    "ignore_eos": True,
+    "max_tokens": 9,
+    "min_tokens": 2,
+    "prompt_logprobs": 1,
+    "skip_special_tokens": False,
+    "logprobs": True,
     "logprob_token_ids": [3],
-    "include_stop_str_in_output": True, "logit_bias": {"5": -1.5}, "allowed_token_ids": [1, 2], "bad_words": ["x"],
-    "structured_outputs": {"regex": "a+"}, "best_of": 5, "max_completion_tokens": 9, "max_output_tokens": 9,
+    "include_stop_str_in_output": True,
+    "logit_bias": {"5": -1.5},
+    "allowed_token_ids": [1, 2],
+    "bad_words": ["x"],
+    "structured_outputs": {"regex": "a+"},
+    "best_of": 5,
+    "max_completion_tokens": 9,
+    "max_output_tokens": 9,
     "random_seed": 5,
-    "stop_sequences": ["END"], "top_logprobs": 3, "response_format": {"type": "json_object"}, "stream": True,
-    "stream_options": {"include_usage": True}, "return_token_ids": True, "request_id": "mine", "priority": 3,
-    "return_tokens_as_token_ids": True, "include_reasoning": False,
+    "stop_sequences": ["END"],
+    "top_logprobs": 3,
+    "response_format": {"type": "json_object"},
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "return_token_ids": True,
+    "request_id": "mine",
+    "priority": 3,
+    "return_tokens_as_token_ids": True,
+    "include_reasoning": False,
     "enable_response_messages": True,
-    "cache_salt": "s", "timeout": 2.5, "truncate_prompt_tokens": 5, "truncation_side": "right", "echo": True,
-    "use_beam_search": True, "length_penalty": 0.5,
+    "cache_salt": "s",
+    "timeout": 2.5,
+    "truncate_prompt_tokens": 5,
+    "truncation_side": "right",
+    "echo": True,
+    "use_beam_search": True,
+    "length_penalty": 0.5,
     "add_special_tokens": False,
-    "add_generation_prompt": False, "continue_final_message": True, "chat_template": "{{ x }}",
-    "chat_template_kwargs": {"x": 1}, "reasoning_effort": "low", "model": "other", "prompt": "Twice",
-    "messages": [{"role": "user", "content": "Ho"}], "tools": [TOOL], "tool_choice": "none",
-    "parallel_tool_calls": False, "input": "Ho", "instructions": "Be kind.", "system": "Be kind.",
-    "include": [responses.LOGPROBS], "text": {"format": {"type": "json_object"}}, "reasoning": {"effort": "low"},
-    "thinking": {"type": "disabled"}, "output_config": {"effort": "low"}, "encoding_format": "base64", "dimensions": 5,
-    "text_1": "c", "text_2": "d", "query": "e", "documents": ["f", "g"], "top_n": 1, "return_documents": False,
-    "return_token_strs": True, "tokens": [3], "detokenize": False, "input_type": "clustering", "truncate": "START",
-    "output_dimension": 5, "label_token_ids": [3], "apply_softmax": False, "item_first": True,
-    "suffix": "end", "verbosity": "low", "functions": [{"name": "f"}], "function_call": "none", "truncation": "auto",
-    "input_file_id": "file-1", "endpoint": "/v1/chat/completions", "requests": [{"custom_id": "b", "params": {}}],
+    "add_generation_prompt": False,
+    "continue_final_message": True,
+    "chat_template": "{{ x }}",
+    "chat_template_kwargs": {"x": 1},
+    "reasoning_effort": "low",
+    "model": "other",
+    "prompt": "Twice",
+    "messages": [{"role": "user", "content": "Ho"}],
+    "tools": [TOOL],
+    "tool_choice": "none",
+    "parallel_tool_calls": False,
+    "input": "Ho",
+    "instructions": "Be kind.",
+    "system": "Be kind.",
+    "include": [responses.LOGPROBS],
+    "text": {"format": {"type": "json_object"}},
+    "reasoning": {"effort": "low"},
+    "thinking": {"type": "disabled"},
+    "output_config": {"effort": "low"},
+    "encoding_format": "base64",
+    "dimensions": 5,
+    "text_1": "c",
+    "text_2": "d",
+    "query": "e",
+    "documents": ["f", "g"],
+    "top_n": 1,
+    "return_documents": False,
+    "return_token_strs": True,
+    "tokens": [3],
+    "detokenize": False,
+    "input_type": "clustering",
+    "truncate": "START",
+    "output_dimension": 5,
+    "label_token_ids": [3],
+    "apply_softmax": False,
+    "item_first": True,
+    "suffix": "end",
+    "verbosity": "low",
+    "functions": [{"name": "f"}],
+    "function_call": "none",
+    "truncation": "auto",
+    "input_file_id": "file-1",
+    "endpoint": "/v1/chat/completions",
+    "requests": [{"custom_id": "b", "params": {}}],
     "output_expires_after": {"anchor": "created_at", "seconds": 3600},
     "context_management": {"edits": [{"type": "clear_thinking_20251015"}]},
-}  # fmt: skip
+}
 NEEDS: dict[str, dict[str, Any]] = {  # what else a field asks for, wherever it is
     "truncation_side": {"truncate_prompt_tokens": 5}, "length_penalty": {"use_beam_search": True},
 }  # fmt: skip
@@ -139,8 +213,10 @@ class Endpoint:
     refused: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)  # where a name means something else
     needs: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # what else a field asks for
-    idle: Mapping[str, Any] = field(default_factory=dict)  # fields that are checked and change nothing, with a value
-    inside: Mapping[str, Sequence[str]] = field(default_factory=dict)  # what stands in fields that are objects
+    # fields that are checked and change nothing, with a value
+    idle: Mapping[str, Any] = field(default_factory=dict)
+    # what stands in fields that are objects
+    inside: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def fields(self) -> Sequence[str]:
@@ -170,9 +246,15 @@ STREAMS = {"stream_options": {"stream": True}}
 SCORED = dict.fromkeys(("top_logprobs", "logprob_token_ids"), {"logprobs": True})
 
 OF_OLLAMA = {
-    "options": {"seed": 1}, "keep_alive": 0, "stream": False, "format": "json", "think": True, "truncate": False,
-    "raw": True, "context": [3],
-}  # fmt: skip
+    "options": {"seed": 1},
+    "keep_alive": 0,
+    "stream": False,
+    "format": "json",
+    "think": True,
+    "truncate": False,
+    "raw": True,
+    "context": [3],
+}
 OLLAMA_OBJECTS = {"options": tuple(ollama_fields.OPTIONS)}
 
 
@@ -183,22 +265,42 @@ def kept(name: str, field: str) -> list[dict[str, Any]]:
 
 ENDPOINTS = [
     Endpoint(
-        "/v1/chat/completions", chat.parse, ASK, chat.LABELS, chat.NEUTRAL, chat.REFUSED,
-        needs={**SCORED, **STREAMS}, inside=CHAT | OBJECTS,
+        "/v1/chat/completions",
+        chat.parse,
+        ASK,
+        chat.LABELS,
+        chat.NEUTRAL,
+        chat.REFUSED,
+        needs={**SCORED, **STREAMS},
+        inside=CHAT | OBJECTS,
     ),
     Endpoint(
-        "/v1/chat/completions/batch", chat.parse_batch, {"messages": [ASK["messages"]] * 2}, chat.LABELS,
-        chat.NEUTRAL, chat.REFUSED, values={"messages": [ASK["messages"]] * 3},
+        "/v1/chat/completions/batch",
+        chat.parse_batch,
+        {"messages": [ASK["messages"]] * 2},
+        chat.LABELS,
+        chat.NEUTRAL,
+        chat.REFUSED,
+        values={"messages": [ASK["messages"]] * 3},
         needs=SCORED,
     ),
     Endpoint(
-        "/v1/completions", completion.parse, {"prompt": "Once"}, fields.LABELS,
-        refused=fields.VLLM_ONLY, values={"logprobs": 3}, needs={"logprob_token_ids": {"logprobs": 0}, **STREAMS},
+        "/v1/completions",
+        completion.parse,
+        {"prompt": "Once"},
+        fields.LABELS,
+        refused=fields.VLLM_ONLY,
+        values={"logprobs": 3},
+        needs={"logprob_token_ids": {"logprobs": 0}, **STREAMS},
         inside=OBJECTS,
     ),
     Endpoint(
-        "/v1/responses", partial(responses.parse, history=kept), {"input": "Hi"},
-        responses.LABELS, responses.NEUTRAL, responses.REFUSED,
+        "/v1/responses",
+        partial(responses.parse, history=kept),
+        {"input": "Hi"},
+        responses.LABELS,
+        responses.NEUTRAL,
+        responses.REFUSED,
         values={"tools": [FLAT], "store": False, "background": True, **KEPT},
         needs={"top_logprobs": {"include": [responses.LOGPROBS]}},
         inside={
@@ -212,26 +314,45 @@ ENDPOINTS = [
             "include": responses.INCLUDED,
             "text": ("format", "verbosity"),
             "text.format.type": tuple(responses.FORMATS),
-            "reasoning": ("effort", *(f"{name}: {value}" for name, value in responses.REASONING.items())),
+            "reasoning": (
+                "effort",
+                *(f"{name}: {value}" for name, value in responses.REASONING.items()),
+            ),
             "reasoning.effort": responses.EFFORTS,
             "structured_outputs": (*SHAPES, *SPACING),
         },
     ),
     Endpoint(
-        "/v1/responses/input_tokens", partial(responses.parse_count, history=kept), {"input": "Hi"},
-        (), responses.NEUTRAL, responses.REFUSED, values={"tools": [FLAT], **KEPT},
+        "/v1/responses/input_tokens",
+        partial(responses.parse_count, history=kept),
+        {"input": "Hi"},
+        (),
+        responses.NEUTRAL,
+        responses.REFUSED,
+        values={"tools": [FLAT], **KEPT},
     ),
     Endpoint(
-        "/v1/responses/compact", partial(responses.parse_compact, history=kept), {"input": "Hi"},
-        ("prompt_cache_key", "service_tier"), responses.NEUTRAL, responses.REFUSED,
+        "/v1/responses/compact",
+        partial(responses.parse_compact, history=kept),
+        {"input": "Hi"},
+        ("prompt_cache_key", "service_tier"),
+        responses.NEUTRAL,
+        responses.REFUSED,
         values={**KEPT},
     ),
     Endpoint(
-        "/v1/conversations", conversations.parse, {},
+        "/v1/conversations",
+        conversations.parse,
+        {},
         values={"items": [{"role": "user", "content": "Hi"}], "metadata": {"a": "b"}},
     ),
     Endpoint(
-        "/v1/messages", messages.parse, {**ASK, "max_tokens": 5}, messages.LABELS, messages.NEUTRAL, messages.REFUSED,
+        "/v1/messages",
+        messages.parse,
+        {**ASK, "max_tokens": 5},
+        messages.LABELS,
+        messages.NEUTRAL,
+        messages.REFUSED,
         values={"tools": [INPUT], "tool_choice": {"type": "none"}},
         inside={
             "messages[].role": tuple(messages.BLOCKS),
@@ -247,73 +368,136 @@ ENDPOINTS = [
         },
     ),
     Endpoint(
-        "/v1/messages/count_tokens", messages.parse_count, ASK, messages.LABELS, messages.NEUTRAL, messages.REFUSED,
+        "/v1/messages/count_tokens",
+        messages.parse_count,
+        ASK,
+        messages.LABELS,
+        messages.NEUTRAL,
+        messages.REFUSED,
         values={"tools": [INPUT], "tool_choice": {"type": "none"}},
     ),
     Endpoint(
-        "/v1/messages/batches", batches.parse_messages, {"requests": [{"custom_id": "a", "params": {}}]},
+        "/v1/messages/batches",
+        batches.parse_messages,
+        {"requests": [{"custom_id": "a", "params": {}}]},
         inside={"requests[]": ("custom_id", "params")},
     ),
     Endpoint(
-        "/v1/batches", batches.parse, {"input_file_id": "file-0", "endpoint": "/v1/completions"},
-        neutral=batches.NEUTRAL, values={"metadata": {"a": "b"}},
+        "/v1/batches",
+        batches.parse,
+        {"input_file_id": "file-0", "endpoint": "/v1/completions"},
+        neutral=batches.NEUTRAL,
+        values={"metadata": {"a": "b"}},
     ),
     Endpoint("/v1/embeddings", pooling.parse_embeddings, {"input": "Hi"}, fields.LABELS),
     Endpoint(
-        "/v2/embed", cohere.parse, {"texts": ["Hi"]}, refused=cohere.REFUSED,
-        values={"texts": {"texts": ["Ho"]}, "inputs": {"inputs": [{"content": [{"type": "text", "text": "a"}]}]},
-                "embedding_types": ["binary"], "max_tokens": 9},
+        "/v2/embed",
+        cohere.parse,
+        {"texts": ["Hi"]},
+        refused=cohere.REFUSED,
+        values={
+            "texts": {"texts": ["Ho"]},
+            "inputs": {"inputs": [{"content": [{"type": "text", "text": "a"}]}]},
+            "embedding_types": ["binary"],
+            "max_tokens": 9,
+        },
     ),
     Endpoint("/classify", pooling.parse_classify, {"input": "Hi"}, fields.LABELS),
-    Endpoint("/pooling", pooling.parse_pooling, {"input": "Hi"}, fields.LABELS, values={"task": "embed"}),
     Endpoint(
-        "/score", pooling.parse_score, {"text_1": "a", "text_2": "b"}, fields.LABELS,
-        values={name: {one: "c", other: "d"} for one, other in pooling.SIDES for name in (one, other)},
+        "/pooling", pooling.parse_pooling, {"input": "Hi"}, fields.LABELS, values={"task": "embed"}
+    ),
+    Endpoint(
+        "/score",
+        pooling.parse_score,
+        {"text_1": "a", "text_2": "b"},
+        fields.LABELS,
+        values={
+            name: {one: "c", other: "d"} for one, other in pooling.SIDES for name in (one, other)
+        },
         inside={"one of the pairs": [f"{one}, {other}" for one, other in pooling.SIDES]},
     ),
     Endpoint(
-        "/generative_scoring", label_scores.parse, {"query": "a", "items": ["b"], "label_token_ids": [1, 2]},
-        fields.LABELS, values={"items": ["c"]},
+        "/generative_scoring",
+        label_scores.parse,
+        {"query": "a", "items": ["b"], "label_token_ids": [1, 2]},
+        fields.LABELS,
+        values={"items": ["c"]},
     ),
-    Endpoint("/rerank", pooling.parse_rerank, {"query": "a", "documents": ["b", "c"]}, fields.LABELS),
     Endpoint(
-        "/tokenize", tokenizing.parse_tokenize, ASK,
+        "/rerank", pooling.parse_rerank, {"query": "a", "documents": ["b", "c"]}, fields.LABELS
+    ),
+    Endpoint(
+        "/tokenize",
+        tokenizing.parse_tokenize,
+        ASK,
         values={"prompt": {"prompt": "Hi"}, "add_special_tokens": True},
     ),
     Endpoint(
-        "/detokenize", tokenizing.parse_detokenize, {"tokens": [1, 2]}, values={"skip_special_tokens": True},
+        "/detokenize",
+        tokenizing.parse_detokenize,
+        {"tokens": [1, 2]},
+        values={"skip_special_tokens": True},
     ),
     Endpoint(
-        "/api/chat", ollama.parse_chat, {"model": "quill", **ASK}, values=OF_OLLAMA, needs=SCORED,
+        "/api/chat",
+        ollama.parse_chat,
+        {"model": "quill", **ASK},
+        values=OF_OLLAMA,
+        needs=SCORED,
         idle={"shift": True},
-        inside=OLLAMA_OBJECTS | {
-            "messages[].role": ollama_fields.ROLES, "messages[]": tuple(ollama_fields.MESSAGE),
+        inside=OLLAMA_OBJECTS
+        | {
+            "messages[].role": ollama_fields.ROLES,
+            "messages[]": tuple(ollama_fields.MESSAGE),
             "tools[].type": ("function",),
         },
     ),
     Endpoint(
-        "/api/generate", ollama.parse_generate, {"model": "quill", "prompt": "Hi"}, values=OF_OLLAMA, needs=SCORED,
-        idle={"shift": True, "template": "", "images": [], "width": 0, "height": 0, "steps": 0,
-              "debug_render_only": False, "_debug_render_only": False},
+        "/api/generate",
+        ollama.parse_generate,
+        {"model": "quill", "prompt": "Hi"},
+        values=OF_OLLAMA,
+        needs=SCORED,
+        idle={
+            "shift": True,
+            "template": "",
+            "images": [],
+            "width": 0,
+            "height": 0,
+            "steps": 0,
+            "debug_render_only": False,
+            "_debug_render_only": False,
+        },
         inside=OLLAMA_OBJECTS,
     ),
     Endpoint(
-        "/api/embed", ollama.parse_embed, {"model": "quill", "input": "Hi"}, values={"truncate": False},
+        "/api/embed",
+        ollama.parse_embed,
+        {"model": "quill", "input": "Hi"},
+        values={"truncate": False},
         idle={"options": {"seed": 1}, "keep_alive": "5m"},
     ),
     Endpoint(
-        "/api/embeddings", ollama.parse_embeddings, {"model": "quill", "prompt": "Hi"},
+        "/api/embeddings",
+        ollama.parse_embeddings,
+        {"model": "quill", "prompt": "Hi"},
         idle={"options": {"seed": 1}, "keep_alive": "5m"},
     ),
     Endpoint(
-        "/api/show", ollama.parse_show, {"model": "quill"}, values={"name": {"name": "other"}},
+        "/api/show",
+        ollama.parse_show,
+        {"model": "quill"},
+        values={"name": {"name": "other"}},
         idle={"verbose": True, "system": "x", "template": "x", "options": {"seed": 1}},
     ),
     Endpoint(
-        "/api/pull", ollama.parse_pull, {"model": "quill"}, values={"name": {"name": "other"}, "stream": False},
+        "/api/pull",
+        ollama.parse_pull,
+        {"model": "quill"},
+        values={"name": {"name": "other"}, "stream": False},
         idle={"insecure": True, "username": "x", "password": "x"},
     ),
-]  # fmt: skip
+]
 
 
 def shows(client: str, call: str) -> Callable:
@@ -332,7 +516,7 @@ def shown() -> Iterator[tuple[str, str, str, str]]:
         for test in vars(importlib.import_module(name)).values():
             for client, call in getattr(test, "shows", ()):
                 assert test.__doc__, f"{test.__name__} does not say what it shows"
-                yield client, call, test.__doc__.strip().splitlines()[0], test.__name__
+                yield client, call, " ".join(test.__doc__.split("\n\n")[0].split()), test.__name__
 
 
 def takes(found: Mapping[str, Any]) -> str:
@@ -340,7 +524,9 @@ def takes(found: Mapping[str, Any]) -> str:
     if "anyOf" in found:
         return " or ".join(takes(each) for each in found["anyOf"])
     if "enum" in found or "const" in found:
-        return " or ".join(f"`{json.dumps(value)}`" for value in found.get("enum", [found.get("const")]))
+        return " or ".join(
+            f"`{json.dumps(value)}`" for value in found.get("enum", [found.get("const")])
+        )
     kind = found.get("type")
     if kind in ("integer", "number"):
         return f"{kind} {limits(found)}".strip()
@@ -354,14 +540,22 @@ def limits(found: Mapping[str, Any]) -> str:
     low, above, high = (found.get(name) for name in ("minimum", "exclusiveMinimum", "maximum"))
     if high in (INT32_MAX, None):
         return "" if low is None else f"from {number(low)}"
-    return f"above {number(above)}, up to {number(high)}" if above is not None else f"{number(low)} to {number(high)}"
+    return (
+        f"above {number(above)}, up to {number(high)}"
+        if above is not None
+        else f"{number(low)} to {number(high)}"
+    )
 
 
 def number(value: Any) -> str:
     """Powers of two as such, where they are large."""
     size = int(abs(value)).bit_length()
     if abs(value) > 1 << 40:
-        return f"{'-' if value < 0 else ''}2^{size - 1}" if abs(value) == 1 << (size - 1) else f"2^{size} - 1"
+        return (
+            f"{'-' if value < 0 else ''}2^{size - 1}"
+            if abs(value) == 1 << (size - 1)
+            else f"2^{size} - 1"
+        )
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -398,9 +592,15 @@ def rows_of(endpoint: Endpoint) -> Iterator[tuple[str, str, str]]:
 
 def section(endpoint: Endpoint) -> str:
     about = openapi.SUMMARIES[endpoint.path]
-    found = f"## {endpoint.path}\n\n{about}\n\n{table(('field', 'here', 'takes, or why not'), rows_of(endpoint))}\n"
+    found = (
+        "## "
+        f"{endpoint.path}\n\n{about}\n\n{table(('field', 'here', 'takes, or why not'), rows_of(endpoint))}\n"
+    )
     if endpoint.inside:
-        inside = [(f"`{where}`", ", ".join(f"`{name}`" for name in names)) for where, names in endpoint.inside.items()]
+        inside = [
+            (f"`{where}`", ", ".join(f"`{name}`" for name in names))
+            for where, names in endpoint.inside.items()
+        ]
         found += f"\n{table(('in it', 'may be'), inside)}\n"
     return found
 
@@ -423,7 +623,10 @@ def routes() -> Iterator[tuple[str, str, str]]:
 
 def errors() -> Iterator[tuple[str, ...]]:
     for code, why in STATUSES.items():
-        kinds = shapes.error(code, "")["error"]["type"], message_answers.error(code, "")["error"]["type"]
+        kinds = (
+            shapes.error(code, "")["error"]["type"],
+            message_answers.error(code, "")["error"]["type"],
+        )
         yield str(code), why, *(f"`{kind}`" for kind in kinds)
 
 
@@ -433,7 +636,10 @@ def document() -> str:
     for client, call, what, test in shown():
         clients.setdefault(client, []).append((call, what, f"`{test}`"))
     parts = [
-        "# The HTTP interface\n\nWritten by `python tests/support/conformance.py > docs/api.md`; do not edit.\n",
+        (
+            "# The HTTP interface\n\nWritten by `python tests/support/conformance.py > "
+            "docs/api.md`; do not edit.\n"
+        ),
         textwrap.fill(INTRODUCTION, 120) + "\n",
         f"## Endpoints\n\n{table(('path', 'method', 'what it is for'), list(routes()))}\n",
         *map(section, ENDPOINTS),
@@ -449,7 +655,9 @@ def document() -> str:
 def main() -> None:
     if sys.argv[1:] == ["--check"]:
         if PAGE.read_text() != document():
-            sys.exit(f"{PAGE.name} is not up to date: python tests/support/conformance.py > docs/api.md")
+            sys.exit(
+                f"{PAGE.name} is not up to date: python tests/support/conformance.py > docs/api.md"
+            )
     elif sys.argv[1:]:
         sys.exit("usage: python tests/support/conformance.py [--check]")
     else:

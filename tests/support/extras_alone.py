@@ -1,7 +1,7 @@
 """Environments with what `quire` and one of its extras declare, and nothing else.
 
-Every installed distribution that the requirements lead to is linked into a virtual environment. Those of the tests and
-of other extras are not there, as on a user's machine.
+Every installed distribution that the requirements lead to is linked into a virtual environment.
+Those of the tests and of other extras are not there, as on a user's machine.
 """
 
 import csv
@@ -43,7 +43,9 @@ def requirements(extra: str | None) -> list[str]:
 
 
 def closure(lines: Iterable[str]) -> tuple[dict[str, importlib.metadata.Distribution], set[str]]:
-    """The distributions that requirements lead to, by name, and the names of those that are not installed here."""
+    """The distributions that requirements lead to, by name, and the names of those that are not
+    installed here.
+    """
     found: dict[str, importlib.metadata.Distribution] = {}
     missing: set[str] = set()
     seen: set[tuple[str, str]] = set()
@@ -59,7 +61,9 @@ def closure(lines: Iterable[str]) -> tuple[dict[str, importlib.metadata.Distribu
             except importlib.metadata.PackageNotFoundError:
                 missing.add(name)
                 continue
-        assert requirement.specifier.contains(found[name].version, prereleases=True), f"{requirement} is not met"
+        assert requirement.specifier.contains(found[name].version, prereleases=True), (
+            f"{requirement} is not met"
+        )
         for extra in {"", *requirement.extras}:
             if (name, extra) not in seen:
                 seen.add((name, extra))
@@ -82,8 +86,14 @@ def make(folder: Path, *extras: str) -> Path:
 
 
 def link(distributions: Iterable[importlib.metadata.Distribution], site: Path) -> None:
-    """Link the files of distributions; whole folders where no other distribution has a part of them."""
-    count = Counter(top for each in importlib.metadata.distributions() for top in {file[0] for file in files(each)})
+    """Link the files of distributions; whole folders where no other distribution has a part of
+    them.
+    """
+    count = Counter(
+        top
+        for each in importlib.metadata.distributions()
+        for top in {file[0] for file in files(each)}
+    )
     for each in distributions:
         source = Path(each.locate_file(""))
         for part in {Path(file[0]) if count[file[0]] == 1 else Path(*file) for file in files(each)}:
@@ -101,7 +111,9 @@ def files(distribution: importlib.metadata.Distribution) -> Iterator[tuple[str, 
 
 
 def import_errors(python: Path, modules: Iterable[str]) -> dict[str, str]:
-    """Import modules in such an environment, all in one process; the messages of those that cannot be imported."""
+    """Import modules in such an environment, all in one process; the messages of those that cannot
+    be imported.
+    """
     done = run(python, IMPORTS, *modules)
     assert not done.returncode, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -109,6 +121,10 @@ def import_errors(python: Path, modules: Iterable[str]) -> dict[str, str]:
 
 def run(python: Path, code: str, *args: str, **env: str) -> subprocess.CompletedProcess:
     """Run code in such an environment, which inherits no path to other packages."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONHOME")
+    }
     command = [str(python), "-c", code, *args]
     return subprocess.run(command, env=clean | env, capture_output=True, text=True, timeout=300)

@@ -1,6 +1,7 @@
 """FlashInfer's paged kernel as a function of numpy: its arguments and what it reads of a plan.
 
-Written from FlashInfer 0.7.2's `BatchPrefillWithPagedKVCacheRun`, the kernel that it launches, and the one that merges.
+Written from FlashInfer 0.7.2's `BatchPrefillWithPagedKVCacheRun`, the kernel that it launches, and
+the one that merges.
 """
 
 from typing import Any
@@ -11,18 +12,50 @@ from quire.ops.attention.flashinfer_kernel.library import CAUSAL, POSITION_MAJOR
 
 
 def paged_run(
-    scratch: Any, words: Any, info: Any, q: Any, k: Any, v: Any, starts: Any, first_page: Any, pages: Any,
-    last_page: Any, out: Any, sums: Any, mask: int, layout: int, window_left: int, early: bool, *rest: Any,
-) -> None:  # fmt: skip
+    scratch: Any,
+    words: Any,
+    info: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    starts: Any,
+    first_page: Any,
+    pages: Any,
+    last_page: Any,
+    out: Any,
+    sums: Any,
+    mask: int,
+    layout: int,
+    window_left: int,
+    early: bool,
+    *rest: Any,
+) -> None:
     *sinks, soft_cap, scale = rest
     assert (sums, mask, layout, early) == (None, CAUSAL, POSITION_MAJOR, False)
     scratch, words, q, k, v, starts, first_page, pages, last_page, out, *sinks = map(
         np.from_dlpack, (scratch, words, q, k, v, starts, first_page, pages, last_page, out, *sinks)
     )
-    (items, max_rows, rows_at, tile, sequence_at, tile_at, part_at, before_at, first_at, keys_at, v_at, s_at, counts_at,
-     graph, split) = (int(number) for number in info)  # fmt: skip
+    (
+        items,
+        max_rows,
+        rows_at,
+        tile,
+        sequence_at,
+        tile_at,
+        part_at,
+        before_at,
+        first_at,
+        keys_at,
+        v_at,
+        s_at,
+        counts_at,
+        graph,
+        split,
+    ) = (int(number) for number in info)
     assert graph and split and tile in (16, 64, 128)
-    assert not any(at % 16 for at in (v_at, s_at)) and not any(at % 4 for at in (rows_at, keys_at, before_at))
+    assert not any(at % 16 for at in (v_at, s_at)) and not any(
+        at % 4 for at in (rows_at, keys_at, before_at)
+    )
     T, N, H = q.shape
     K = k.shape[2]
     S = k.shape[1]
@@ -67,12 +100,19 @@ def paged_run(
             seen_IJ &= index + rows + left >= length + row_I[:, None]
             score_IJ = np.where(seen_IJ, score_IJ, -np.inf)
             if sinks and kv == 0:
-                score_IJ = np.concatenate([score_IJ, sinks[0][n_I].astype(np.float64)[:, None]], axis=1)
+                score_IJ = np.concatenate(
+                    [score_IJ, sinks[0][n_I].astype(np.float64)[:, None]], axis=1
+                )
             best_I = np.max(score_IJ, axis=1, initial=-np.inf)
             weight_IJ = np.exp(score_IJ - np.where(np.isneginf(best_I), 0, best_I)[:, None])
             sum_I = weight_IJ.sum(axis=1)
-            # As the hardware multiplies: a value that is not seen counts for nothing only where it is a number.
-            mixed_IH = weight_IJ[:, : len(index)] @ v_JKH[:, kv_head] / np.where(sum_I == 0, 1, sum_I)[:, None]
+            # As the hardware multiplies: a value that is not seen counts for nothing only where it
+            # is a number.
+            mixed_IH = (
+                weight_IJ[:, : len(index)]
+                @ v_JKH[:, kv_head]
+                / np.where(sum_I == 0, 1, sum_I)[:, None]
+            )
             place_I = first[b] + row_I * each + kv
             assert place_I.max() < room, "a result has no place"
             assert np.isnan(weight[place_I, n_I]).all(), "two results have one place"
@@ -82,4 +122,6 @@ def paged_run(
         own = slice(before[row], before[row + 1])
         assert before[row + 1] > before[row], "a row has no result"
         weight_PN = np.exp(weight[own] - weight[own].max(axis=0))
-        out[row] = ((weight_PN[..., None] * result[own]).sum(axis=0) / weight_PN.sum(axis=0)[:, None]).astype(out.dtype)
+        out[row] = (
+            (weight_PN[..., None] * result[own]).sum(axis=0) / weight_PN.sum(axis=0)[:, None]
+        ).astype(out.dtype)

@@ -1,4 +1,5 @@
-"""The tables of docs/quantisation.md, made of the code: what each format is, and what published checkpoints become.
+"""The tables of docs/quantisation.md, made of the code: what each format is, and what published
+checkpoints become.
 
 `python tests/support/formats_table.py` writes them anew.
 """
@@ -21,10 +22,33 @@ PAGE = Path(__file__).parents[2] / "docs" / "quantisation.md"
 BEGIN = "<!-- tables: python tests/support/formats_table.py -->"
 END = "<!-- end of tables -->"
 NAMES = (
-    "int8", "int8-weights", "int8-weights-128", "int8-weights-32-least", "int8-weights-16", "fp8", "fp8-weights",
-    "fp8-weights-128", "int4-32", "int4-64", "int4-128-zero", "int4-32-least", "nf4", "iq4", "nvfp4", "mxfp4",
-    "fp4", "k4-16", "k4-32-least", "k6-16", "k6-32-least", "iq4-levels", "codebook-4", "codebook-3", "e8p-2", "e8p-4",
-)  # fmt: skip
+    "int8",
+    "int8-weights",
+    "int8-weights-128",
+    "int8-weights-32-least",
+    "int8-weights-16",
+    "fp8",
+    "fp8-weights",
+    "fp8-weights-128",
+    "int4-32",
+    "int4-64",
+    "int4-128-zero",
+    "int4-32-least",
+    "nf4",
+    "iq4",
+    "nvfp4",
+    "mxfp4",
+    "fp4",
+    "k4-16",
+    "k4-32-least",
+    "k6-16",
+    "k6-32-least",
+    "iq4-levels",
+    "codebook-4",
+    "codebook-3",
+    "e8p-2",
+    "e8p-4",
+)
 SIZE = 1024
 BLOCKS = {"weight_block_size": [128, 128]}
 GPTQ = {"quant_method": "gptq", "group_size": 128, "sym": True, "desc_act": False}
@@ -35,7 +59,13 @@ HQQ = {"nbits": 4, "group_size": 64, "axis": 1}
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 FP8 = INT8 | {"type": "float"}
-NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+NVFP4 = {
+    "num_bits": 4,
+    "type": "float",
+    "strategy": "tensor_group",
+    "group_size": 16,
+    "symmetric": True,
+}
 MXFP4 = NVFP4 | {"strategy": "group", "group_size": 32}
 
 
@@ -47,7 +77,11 @@ def torchao(kind: str, **data) -> dict:
 def compressed(weights: dict, activations: dict | None, form: str) -> dict:
     """quantization_config of compressed-tensors with one group."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+    }
 
 
 PUBLISHED = (
@@ -60,23 +94,47 @@ PUBLISHED = (
     ("FP8 in blocks of 128 by 128 (DeepSeek, Qwen)", {"quant_method": "fp8"} | BLOCKS),
     ("FP8 with a scale a matrix", {"quant_method": "fp8"}),
     ("FBGEMM FP8", {"quant_method": "fbgemm_fp8"}),
-    ("AutoRound, 4 bits", {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"} | BITS),
-    ("bitsandbytes NF4", {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
-    ("bitsandbytes FP4", {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}),
+    (
+        "AutoRound, 4 bits",
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"} | BITS,
+    ),
+    (
+        "bitsandbytes NF4",
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    ),
+    (
+        "bitsandbytes FP4",
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    ),
     ("bitsandbytes, 8 bits", {"quant_method": "bitsandbytes", "load_in_8bit": True}),
-    ("HQQ, 4 bits in groups of 64", {"quant_method": "hqq", "quant_config": {"weight_quant_params": HQQ}}),
+    (
+        "HQQ, 4 bits in groups of 64",
+        {"quant_method": "hqq", "quant_config": {"weight_quant_params": HQQ}},
+    ),
     ("Model Optimizer NVFP4", {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     ("Model Optimizer FP8", {"quant_method": "modelopt", "quant_algo": "FP8"}),
-    ("torchao, `Int4WeightOnlyConfig`, groups of 128", torchao("Int4WeightOnlyConfig", group_size=128)),
+    (
+        "torchao, `Int4WeightOnlyConfig`, groups of 128",
+        torchao("Int4WeightOnlyConfig", group_size=128),
+    ),
     (
         "torchao, `IntxWeightOnlyConfig`, 4 bits, groups of 32",
         torchao("IntxWeightOnlyConfig", weight_dtype=FOUR, **OF32),
     ),
     ("torchao, `Int8WeightOnlyConfig`", torchao("Int8WeightOnlyConfig")),
-    ("torchao, `Int8DynamicActivationInt8WeightConfig`", torchao("Int8DynamicActivationInt8WeightConfig")),
+    (
+        "torchao, `Int8DynamicActivationInt8WeightConfig`",
+        torchao("Int8DynamicActivationInt8WeightConfig"),
+    ),
     ("torchao, `Float8WeightOnlyConfig`", torchao("Float8WeightOnlyConfig")),
-    ("torchao, `Float8DynamicActivationFloat8WeightConfig`", torchao("Float8DynamicActivationFloat8WeightConfig")),
-    ("compressed-tensors W8A8", compressed(INT8, INT8 | {"strategy": "token", "dynamic": True}, "int-quantized")),
+    (
+        "torchao, `Float8DynamicActivationFloat8WeightConfig`",
+        torchao("Float8DynamicActivationFloat8WeightConfig"),
+    ),
+    (
+        "compressed-tensors W8A8",
+        compressed(INT8, INT8 | {"strategy": "token", "dynamic": True}, "int-quantized"),
+    ),
     ("compressed-tensors W8A16", compressed(INT8, None, "pack-quantized")),
     ("compressed-tensors W4A16, groups of 128", compressed(INT4, None, "pack-quantized")),
     (
@@ -90,13 +148,18 @@ PUBLISHED = (
 
 def spec(name: str):
     """A matrix of some size in a format."""
-    return quant.packed(name, ArraySpec((SIZE, SIZE), jnp.bfloat16, (None, None), fan_in=SIZE, inputs=(0,)))
+    return quant.packed(
+        name, ArraySpec((SIZE, SIZE), jnp.bfloat16, (None, None), fan_in=SIZE, inputs=(0,))
+    )
 
 
 def on_hopper(node) -> str:
     """Whether the products' kernels for NVIDIA GPUs take it."""
     try:
-        jax.eval_shape(lambda weight: prepare.matrix(weight).array, jax.tree.map(lambda leaf: leaf.struct, node))
+        jax.eval_shape(
+            lambda weight: prepare.matrix(weight).array,
+            jax.tree.map(lambda leaf: leaf.struct, node),
+        )
     except NotImplementedError:
         return "no"
     return "yes"
@@ -119,7 +182,9 @@ def formats() -> list[str]:
         if takes_bytes(kernel, getattr(node, "group", SIZE)):
             rounds += ", int8 on request"
         splits = "yes" if quant.splits(name) else "no"
-        rows.append(f"| `{name}` | {bits:.3g} | {rounds} | `{kernel}` | {on_hopper(node)} | {splits} |")
+        rows.append(
+            f"| `{name}` | {bits:.3g} | {rounds} | `{kernel}` | {on_hopper(node)} | {splits} |"
+        )
     return rows
 
 

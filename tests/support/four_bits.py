@@ -30,9 +30,13 @@ def turned(x: np.ndarray) -> np.ndarray:
 
 
 def coded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(bytes, scales): a head's number that is farthest from 0 becomes -8. Rows that are no numbers become anything."""
+    """(bytes, scales): a head's number that is farthest from 0 becomes -8.
+
+    Rows that are no numbers become anything.
+    """
     x = x.astype(np.float32)
-    far = np.take_along_axis(x, np.abs(x).argmax(-1)[..., None], -1)  # of equals with both signs the negative one
+    # of equals with both signs the negative one
+    far = np.take_along_axis(x, np.abs(x).argmax(-1)[..., None], -1)
     far = np.where((x == -np.abs(far)).any(-1, keepdims=True), -np.abs(far), far)
     inverse = np.divide(np.float32(-8), far, out=np.zeros_like(far), where=np.abs(far) > 2.0**-100)
     codes = np.clip(np.nan_to_num(np.round(x * inverse)), -8, 7).astype(np.int64) + 8
@@ -42,5 +46,7 @@ def coded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def numbers(held: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """What such bytes and scales stand for."""
-    codes = np.stack([held % 16, held // 16], -1).reshape(*held.shape[:-1], -1).astype(np.float64) - 8
+    codes = (
+        np.stack([held % 16, held // 16], -1).reshape(*held.shape[:-1], -1).astype(np.float64) - 8
+    )
     return codes * scale.astype(np.float64)[..., None]

@@ -1,4 +1,6 @@
-"""Tiny models as GGUF files: those of the golden tests, from config.json and weights that follow from their names."""
+"""Tiny models as GGUF files: those of the golden tests, from config.json and weights that follow
+from their names.
+"""
 
 import dataclasses
 import importlib
@@ -18,16 +20,29 @@ from quire.tests.support.golden.families_states import FALCON_H1
 from quire.tests.support.golden.folder import draw
 from quire.tests.support.golden.variant import Variant
 
-# Rotary embeddings that llama.cpp does not know, weights in a format, biases of convolutions, and scores in two parts.
+# Rotary embeddings that llama.cpp does not know, weights in a format, biases of convolutions, and
+# scores in two parts.
 LEFT_OUT = {
-    "gpt-oss", "lfm2-plain", "llama-dynamic", "llama-dynamic-stretched", "llama-longrope", "phimoe-longrope",
-}  # fmt: skip
+    "gpt-oss",
+    "lfm2-plain",
+    "llama-dynamic",
+    "llama-dynamic-stretched",
+    "llama-longrope",
+    "phimoe-longrope",
+}
 ONES = {key: 1.0 for key in FALCON_H1 if key.endswith("_multiplier")}
-# Falcon-H1's multipliers are folded into its weights, and Granite's layers beside Mamba do not rotate.
-WITHOUT = {"model_type": "falcon_h1", "mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5} | ONES
+# Falcon-H1's multipliers are folded into its weights, and Granite's layers beside Mamba do not
+# rotate.
+WITHOUT = {
+    "model_type": "falcon_h1",
+    "mlp_multipliers": [1.0] * 2,
+    "ssm_multipliers": [1.0] * 5,
+} | ONES
 CHANGED = {
-    "falcon-h1": WITHOUT, "falcon-h1-normed": WITHOUT, "granite-hybrid-moe": {"position_embedding_type": "nope"},
-}  # fmt: skip
+    "falcon-h1": WITHOUT,
+    "falcon-h1-normed": WITHOUT,
+    "granite-hybrid-moe": {"position_embedding_type": "nope"},
+}
 
 
 def written() -> Iterator[Variant]:
@@ -47,7 +62,9 @@ def family(hf: dict[str, Any]) -> Any:
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors of a checkpoint, in its usual form."""
-    sources = jax.tree.leaves(loader.weight_sources(config), is_leaf=lambda node: isinstance(node, Source))
+    sources = jax.tree.leaves(
+        loader.weight_sources(config), is_leaf=lambda node: isinstance(node, Source)
+    )
     return {part.name: part.shape for source in sources for part in source.parts}
 
 
@@ -59,13 +76,18 @@ class File:
         hf = self.variant.config
         self.made_from = family(hf).config(hf, self.variant.max_len)
         shapes = shapes_of(self.made_from)
-        self.checkpoint = {name: draw(name, shape, 3, hf["model_type"]) for name, shape in shapes.items()}
-        blocks = hf.get("hybrid_override_pattern", self.made_from.layers)  # Nemotron-H counts each block
+        self.checkpoint = {
+            name: draw(name, shape, 3, hf["model_type"]) for name, shape in shapes.items()
+        }
+        # Nemotron-H counts each block
+        blocks = hf.get("hybrid_override_pattern", self.made_from.layers)
         self.metadata = gguf_written.metadata(hf, len(blocks))
         self.tensors = gguf_written.tensors(hf, self.checkpoint) | gguf_written.factors(hf)
         self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
         self.architecture = self.metadata["general.architecture"]
 
     def config(self, **changes: Any) -> dict[str, Any]:
-        metadata = self.metadata | {f"{self.architecture}.{key}": value for key, value in changes.items()}
+        metadata = self.metadata | {
+            f"{self.architecture}.{key}": value for key, value in changes.items()
+        }
         return hf_config(metadata, self.shapes, self.tensors.__getitem__)

@@ -50,14 +50,25 @@ class CompiledStep:
 def compile_some(
     tests: str, cases: Iterable[str], kept: Collection[str], card: str = "h200"
 ) -> dict[str, CompiledStep]:
-    """The step of each case that is tried here: in a process of its own, since no other should meet the plugin."""
+    """The step of each case that is tried here: in a process of its own, since no other should meet
+    the plugin.
+    """
     names = [name for name in cases if name in kept or FACTOR >= 1]
-    changed = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONPATH": os.pathsep.join(sys.path)}
+    changed = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     command = [sys.executable, __file__, tests, card, *names]
-    done = subprocess.run(command, env=os.environ | changed, capture_output=True, text=True, timeout=3000)
+    done = subprocess.run(
+        command, env=os.environ | changed, capture_output=True, text=True, timeout=3000
+    )
     assert not done.returncode, done.stderr[-3000:]
     steps = map(json.loads, done.stdout.splitlines())
-    return {name: CompiledStep([Compiled(**one) for one in kernels], *found) for name, kernels, *found in steps}
+    return {
+        name: CompiledStep([Compiled(**one) for one in kernels], *found)
+        for name, kernels, *found in steps
+    }
 
 
 def kernel_of(log: Path) -> Compiled:
@@ -74,13 +85,16 @@ def main() -> None:
     from jax.sharding import SingleDeviceSharding
 
     tests, card, *names = sys.argv[1:]
-    sys.path.append(str(APART))  # before Mosaic is imported, which looks there for what launches its kernels
+    # before Mosaic is imported, which looks there for what launches its kernels
+    sys.path.append(str(APART))
     step_of = runpy.run_path(tests)["step_of"]
     with described(card) as devices:
         where = SingleDeviceSharding(devices[0])
         for name in names:
             step, arguments = step_of(name)
-            placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), arguments)
+            placed = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), arguments
+            )
             with tempfile.TemporaryDirectory() as logs:
                 os.environ["MOSAIC_GPU_DUMP_TO"] = logs
                 lowered = step.trace(*placed).lower(lowering_platforms=("cuda",))
@@ -88,7 +102,12 @@ def main() -> None:
                 lowered.compile((graphs.compiler_options() or {}) | {"xla_dump_to": str(dumped)})
                 kernels = [kernel_of(log) for log in sorted(Path(logs).glob("*.ptxas"))]
                 recorded, _, outside, _ = read_thunks(thunks(dumped))
-                found = [asdict(kernel) for kernel in kernels], recorded, outside, spilled_bytes(dumped, Path(logs))
+                found = (
+                    [asdict(kernel) for kernel in kernels],
+                    recorded,
+                    outside,
+                    spilled_bytes(dumped, Path(logs)),
+                )
             print(json.dumps([name, *found]), flush=True)
 
 

@@ -1,7 +1,8 @@
-"""Whole lives of an engine, at random: chats of several turns, stop tokens and strings, aborts, failed steps, sleep.
+"""Whole lives of an engine, at random: chats of several turns, stop tokens and strings, aborts,
+failed steps, sleep.
 
-Every answer is compared, bit for bit, with that of a cold engine: one without a prefix cache, without fused steps and
-without drafts, which has only this request to serve.
+Every answer is compared, bit for bit, with that of a cold engine: one without a prefix cache,
+without fused steps and without drafts, which has only this request to serve.
 """
 
 import random
@@ -22,13 +23,17 @@ class Turn:
     tokens: list[int]
     params: SamplingParams
     request: Request
-    cut: bool  # by an abort or a failed step, so that its answers are the beginnings of the expected ones
+    # by an abort or a failed step, so that its answers are the beginnings of the expected ones
+    cut: bool
     num_cached: int
 
 
 @dataclass
 class Life:
-    """Drives one engine. `llm` is replaced where the engine ends and another begins on the same disk."""
+    """Drives one engine.
+
+    `llm` is replaced where the engine ends and another begins on the same disk.
+    """
 
     llm: LLM
     rng: random.Random
@@ -48,7 +53,15 @@ class Life:
         """Go on until so many turns are over."""
         rng = self.rng
         end = len(self.turns) + num_turns
-        rare = [self.abort, self.fail_launch, self.fail_collect, self.sleep, self.clear, self.fuse, self.fuse]
+        rare = [
+            self.abort,
+            self.fail_launch,
+            self.fail_collect,
+            self.sleep,
+            self.clear,
+            self.fuse,
+            self.fuse,
+        ]
         while len(self.turns) < end:
             self.llm.engine.max_fused_steps = self.max_fused_steps
             if len(self.running) < MOST_RUNNING and rng.random() < 0.6:
@@ -93,8 +106,13 @@ class Life:
 
     def params(self) -> SamplingParams:
         rng = self.rng
-        chosen: dict[str, Any] = {"max_tokens": rng.choice((1, 4, 12, 30)), "ignore_eos": rng.random() < 0.7}
-        chosen |= rng.choice(({"temperature": 0.0}, {"temperature": 1.0, "seed": rng.randrange(99)}))
+        chosen: dict[str, Any] = {
+            "max_tokens": rng.choice((1, 4, 12, 30)),
+            "ignore_eos": rng.random() < 0.7,
+        }
+        chosen |= rng.choice(
+            ({"temperature": 0.0}, {"temperature": 1.0, "seed": rng.randrange(99)})
+        )
         if rng.random() < 0.7:
             chosen["stop_token_ids"] = rng.sample(self.common, rng.choice((1, 3, 6, 10)))
         if self.strings and rng.random() < 0.3:
@@ -102,7 +120,11 @@ class Life:
         if rng.random() < 0.3:
             chosen["logprobs"] = 2
         if rng.random() < 0.1:
-            chosen["n"], chosen["seed"], chosen["temperature"] = rng.choice((2, 3)), rng.randrange(99), 1.0
+            chosen["n"], chosen["seed"], chosen["temperature"] = (
+                rng.choice((2, 3)),
+                rng.randrange(99),
+                1.0,
+            )
         if rng.random() < 0.1:
             chosen["min_tokens"] = min(3, chosen["max_tokens"])
         if rng.random() < 0.1:
@@ -162,11 +184,17 @@ def bits(request: Request) -> list[tuple]:
     output = request.output()
     return [
         (
-            list(answer.token_ids), answer.text, answer.finish_reason, answer.stop_reason,
-            [{token: entry.logprob for token, entry in row.items()} for row in answer.logprobs or ()],
+            list(answer.token_ids),
+            answer.text,
+            answer.finish_reason,
+            answer.stop_reason,
+            [
+                {token: entry.logprob for token, entry in row.items()}
+                for row in answer.logprobs or ()
+            ],
         )
         for answer in output.outputs
-    ]  # fmt: skip
+    ]
 
 
 def check(cold: LLM, turns: list[Turn]) -> None:
@@ -188,4 +216,6 @@ def check(cold: LLM, turns: list[Turn]) -> None:
 
 
 def told(number: int, turn: Turn) -> str:
-    return f"turn {number}: {turn.num_cached} of {len(turn.tokens)} tokens were cached; {turn.params}"
+    return (
+        f"turn {number}: {turn.num_cached} of {len(turn.tokens)} tokens were cached; {turn.params}"
+    )

@@ -12,10 +12,12 @@ from quire.ops.quant.hadamard import signs
 def meaning(node, name: str) -> np.ndarray:
     """[K, O] in float64, from a node's arrays one number at a time."""
     K = int(np.prod(node.into))
-    O = int(np.prod(node.out))
+    O = int(np.prod(node.out))  # noqa: E741 - a dimension
     out = np.zeros((K, O))
     if name.startswith("codebook"):
-        table, apart, columns = (np.reshape(x, (len(x), O)) for x in (node.table, node.apart, node.columns))
+        table, apart, columns = (
+            np.reshape(x, (len(x), O)) for x in (node.table, node.apart, node.columns)
+        )
         codes = four_bits.split(np.asarray(node.codes), K)
         for o in range(O):
             out[:, o] = table[codes[:, o], o]

@@ -9,14 +9,21 @@ from quire.serving.engine.engine import Engine
 def bits(request) -> list[tuple]:
     """Tokens, end and scores of each answer, with what stopped it."""
     output = request.output()
-    scores = [sorted((t, e.logprob) for t, e in entry.items()) for entry in (output.prompt_logprobs or [])[1:] if entry]
+    scores = [
+        sorted((t, e.logprob) for t, e in entry.items())
+        for entry in (output.prompt_logprobs or [])[1:]
+        if entry
+    ]
     return [
         (
             list(a.token_ids),
             a.finish_reason,
             a.stop_reason,
             a.text,
-            [sorted((t, e.logprob, e.rank) for t, e in entry.items()) for entry in a.logprobs or ()],
+            [
+                sorted((t, e.logprob, e.rank) for t, e in entry.items())
+                for entry in a.logprobs or ()
+            ],
             scores,
         )
         for a in output.outputs
@@ -40,7 +47,14 @@ def serve(engine: Engine, requests, arrivals, aborts=()) -> dict[str, list]:
     return {name: bits(request) for name, request in got.items()}
 
 
-FORMS = [None, None, None, {"regex": "[a-z ]{20,60}"}, {"json_object": True}, {"choice": ["yes", "no"]}]
+FORMS = [
+    None,
+    None,
+    None,
+    {"regex": "[a-z ]{20,60}"},
+    {"json_object": True},
+    {"choice": ["yes", "no"]},
+]
 
 
 def mix(rng: random.Random, vocab: int) -> tuple[dict, dict]:
@@ -50,7 +64,9 @@ def mix(rng: random.Random, vocab: int) -> tuple[dict, dict]:
     prompts = []
     for index in range(rng.randint(2, 8)):
         start = rng.choice(prompts)[: rng.randint(0, 120)] if prompts and rng.random() < 0.6 else []
-        prompts.append(start + [rng.randrange(6, vocab) for _ in range(rng.choice((1, 2, 15, 16, 17, 40, 90)))])
+        prompts.append(
+            start + [rng.randrange(6, vocab) for _ in range(rng.choice((1, 2, 15, 16, 17, 40, 90)))]
+        )
         params = SamplingParams(
             n=rng.choice((1, 1, 1, 2)),
             temperature=rng.choice((0, 0, 0.8, 1.2)),

@@ -1,7 +1,9 @@
-"""docs/models.md: every `model_type` that is read, what it brings, how it is tested and what of it is refused.
+"""docs/models.md: every `model_type` that is read, what it brings, how it is tested and what of it
+is refused.
 
-`python tests/support/models_table.py > docs/models.md` writes the page. What a family brings is the first line of its
-file; what is refused is what it refuses while it reads the tiny and the published configurations of the tests.
+`python tests/support/models_table.py > docs/models.md` writes the page. What a family brings is the
+first line of its file; what is refused is what it refuses while it reads the tiny and the published
+configurations of the tests.
 """
 
 import importlib
@@ -22,7 +24,10 @@ from quire.tests.support.published_more import PUBLISHED_MORE
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 TINY = {variant.name: variant.config for variant in (*VARIANTS, *ENCODERS)}
-WHOLE = {name: published.config for name, published in (PUBLISHED | PUBLISHED_MOE | PUBLISHED_MORE).items()}
+WHOLE = {
+    name: published.config
+    for name, published in (PUBLISHED | PUBLISHED_MOE | PUBLISHED_MORE).items()
+}
 OWN = "quill"  # which transformers does not know
 HEAD = """# Models
 
@@ -85,20 +90,25 @@ def may_be(values: tuple) -> str:
 
 
 def row(kind: str, tiny: list[str], published: list[str], refused: dict[str, tuple]) -> str:
-    about = (module(kind).__doc__ or "").splitlines()[0].rstrip(".")
+    about = " ".join((module(kind).__doc__ or "").split("\n\n")[0].split()).rstrip(".")
     if FAMILIES[kind] == ".wrapper":
         about = f"its text model, as a rule `{wrapper.TEXT_TYPES[kind]}`; the rest is left out"
     tests = [f"tiny: {', '.join(tiny)}"] if tiny else []
     tests += [f"published: {', '.join(published)}"] if published else []
     keys = [f"`{name}` other than {may_be(values)}" for name, values in sorted(refused.items())]
-    return f"| `{kind}` | {about} | {'; '.join(tests) or 'not by itself'} | {', '.join(keys)} |".replace("|  |", "| |")
+    return f"| `{kind}` | {about} | {'; '.join(tests) or 'not by itself'} | {', '.join(keys)} |".replace(
+        "|  |", "| |"
+    )
 
 
 def page() -> str:
     tiny = by_kind(TINY)
     published = by_kind(WHOLE)
     refused = refusals()
-    rows = [row(kind, tiny.get(kind, []), published.get(kind, []), refused.get(kind, {})) for kind in sorted(FAMILIES)]
+    rows = [
+        row(kind, tiny.get(kind, []), published.get(kind, []), refused.get(kind, {}))
+        for kind in sorted(FAMILIES)
+    ]
     others = [f"| `{kind}` | {why} |" for kind, why in sorted(UNSUPPORTED.items())]
     return "\n".join(
         [

@@ -1,4 +1,6 @@
-"""Published drafting heads in numpy and float64, row by row and by the names of their tensors: the reference."""
+"""Published drafting heads in numpy and float64, row by row and by the names of their tensors: the
+reference.
+"""
 
 import numpy as np
 
@@ -45,7 +47,9 @@ def self_attention(w: Tensors, here: str, x, config: dict):
     H = config.get("head_dim") or config["hidden_size"] // N
     eps = config["rms_norm_eps"]
     q, k, v = (
-        (x @ w[f"{here}.{name}_proj.weight"].T + w.get(f"{here}.{name}_proj.bias", 0)).reshape(len(x), -1, H)
+        (x @ w[f"{here}.{name}_proj.weight"].T + w.get(f"{here}.{name}_proj.bias", 0)).reshape(
+            len(x), -1, H
+        )
         for name in "qkv"
     )
     if f"{here}.q_norm.weight" in w:
@@ -72,7 +76,9 @@ def medusa(w: Tensors, c: int, depth: int, hidden, table):
 
 
 def eagle(w: Tensors, config: dict, embed, tokens, features):
-    """What the layers make of tokens and features: the next feature, which is also the hidden state."""
+    """What the layers make of tokens and features: the next feature, which is also the hidden
+    state.
+    """
     eps = config["rms_norm_eps"]
     x = np.concatenate([embed[tokens], features], axis=-1) @ w["fc.weight"].T + w.get("fc.bias", 0)
     for i in range(config["num_hidden_layers"]):
@@ -88,7 +94,9 @@ def eagle3(w: Tensors, config: dict, embed, tokens, features):
     eps = config["rms_norm_eps"]
     here = "midlayer"
     normed = norm(features, w[f"{here}.hidden_norm.weight"], eps)
-    both = np.concatenate([norm(embed[tokens], w[f"{here}.input_layernorm.weight"], eps), normed], axis=-1)
+    both = np.concatenate(
+        [norm(embed[tokens], w[f"{here}.input_layernorm.weight"], eps), normed], axis=-1
+    )
     x = normed if config.get("norm_before_residual") else features
     x = x + self_attention(w, f"{here}.self_attn", both, config)
     x = x + mlp(w, f"{here}.mlp", norm(x, w[f"{here}.post_attention_layernorm.weight"], eps))
@@ -97,7 +105,9 @@ def eagle3(w: Tensors, config: dict, embed, tokens, features):
 
 def latent_attention(w: Tensors, here: str, x, config: dict):
     """DeepSeek's, with keys and values of every head written out."""
-    N, nope, rope = (config[key] for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
+    N, nope, rope = (
+        config[key] for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim")
+    )
     rank = config["kv_lora_rank"]
     V = config["v_head_dim"]
     T = len(x)
@@ -118,7 +128,9 @@ def experts(w: Tensors, here: str, x, config: dict):
     out = mlp(w, f"{here}.shared_experts", x)
     for t, row in enumerate(x):
         score = 1 / (1 + np.exp(-w[f"{here}.gate.weight"] @ row))
-        chosen = np.argsort(-(score + w[f"{here}.gate.e_score_correction_bias"]))[: config["num_experts_per_tok"]]
+        chosen = np.argsort(-(score + w[f"{here}.gate.e_score_correction_bias"]))[
+            : config["num_experts_per_tok"]
+        ]
         weight = score[chosen] / score[chosen].sum() * config["routed_scaling_factor"]
         for e, share in zip(chosen, weight, strict=True):
             out[t] += share * mlp(w, f"{here}.experts.{e}", row[None])[0]
@@ -132,8 +144,12 @@ def mtp(w: Tensors, config: dict, embed, tokens, features):
     token = norm(embed[tokens], w[f"{here}.enorm.weight"], eps)
     feature = norm(features, w[f"{here}.hnorm.weight"], eps)
     x = np.concatenate([token, feature], axis=-1) @ w[f"{here}.eh_proj.weight"].T
-    x = x + latent_attention(w, f"{here}.self_attn", norm(x, w[f"{here}.input_layernorm.weight"], eps), config)
-    x = x + experts(w, f"{here}.mlp", norm(x, w[f"{here}.post_attention_layernorm.weight"], eps), config)
+    x = x + latent_attention(
+        w, f"{here}.self_attn", norm(x, w[f"{here}.input_layernorm.weight"], eps), config
+    )
+    x = x + experts(
+        w, f"{here}.mlp", norm(x, w[f"{here}.post_attention_layernorm.weight"], eps), config
+    )
     return x, norm(x, w[f"{here}.shared_head.norm.weight"], eps)
 
 
@@ -145,14 +161,19 @@ def gated_attention(w: Tensors, here: str, x, config: dict):
     q, gate = np.split((x @ w[f"{here}.q_proj.weight"].T).reshape(len(x), N, 2 * H), 2, axis=-1)
     k, v = ((x @ w[f"{here}.{name}_proj.weight"].T).reshape(len(x), K, H) for name in "kv")
     q, k = (norm(y, 1 + w[f"{here}.{name}_norm.weight"], eps) for name, y in (("q", q), ("k", k)))
-    q, k = (np.concatenate([turned(y[..., :turning], config["rope_theta"]), y[..., turning:]], axis=-1) for y in (q, k))
+    q, k = (
+        np.concatenate([turned(y[..., :turning], config["rope_theta"]), y[..., turning:]], axis=-1)
+        for y in (q, k)
+    )
     out = attend(q, k.repeat(N // K, 1), v.repeat(N // K, 1), H**-0.5)
     return (out / (1 + np.exp(-gate.reshape(len(x), -1)))) @ w[f"{here}.o_proj.weight"].T
 
 
 def gated_experts(w: Tensors, here: str, x, config: dict):
     """Qwen3-Next's: by softmax, and one behind a gate that all rows share."""
-    out = mlp(w, f"{here}.shared_expert", x) / (1 + np.exp(-x @ w[f"{here}.shared_expert_gate.weight"].T))
+    out = mlp(w, f"{here}.shared_expert", x) / (
+        1 + np.exp(-x @ w[f"{here}.shared_expert_gate.weight"].T)
+    )
     for t, row in enumerate(x):
         score = np.exp(w[f"{here}.gate.weight"] @ row)
         chosen = np.argsort(-score)[: config["num_experts_per_tok"]]
@@ -162,12 +183,18 @@ def gated_experts(w: Tensors, here: str, x, config: dict):
 
 
 def qwen_mtp(w: Tensors, config: dict, embed, tokens, features):
-    """What the layer makes of tokens and features: the next feature, which is also the hidden state."""
+    """What the layer makes of tokens and features: the next feature, which is also the hidden
+    state.
+    """
     eps = config["rms_norm_eps"]
     here = "mtp.layers.0"
     token = norm(embed[tokens], 1 + w["mtp.pre_fc_norm_embedding.weight"], eps)
     feature = norm(features, 1 + w["mtp.pre_fc_norm_hidden.weight"], eps)
     x = np.concatenate([token, feature], axis=-1) @ w["mtp.fc.weight"].T
-    x = x + gated_attention(w, f"{here}.self_attn", norm(x, 1 + w[f"{here}.input_layernorm.weight"], eps), config)
-    x = x + gated_experts(w, f"{here}.mlp", norm(x, 1 + w[f"{here}.post_attention_layernorm.weight"], eps), config)
+    x = x + gated_attention(
+        w, f"{here}.self_attn", norm(x, 1 + w[f"{here}.input_layernorm.weight"], eps), config
+    )
+    x = x + gated_experts(
+        w, f"{here}.mlp", norm(x, 1 + w[f"{here}.post_attention_layernorm.weight"], eps), config
+    )
     return norm(x, 1 + w["mtp.norm.weight"], eps)

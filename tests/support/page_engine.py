@@ -1,4 +1,6 @@
-"""A made-up engine that is always busy, for the page's stand-in server: requests come, fill pages, share, go."""
+"""A made-up engine that is always busy, for the page's stand-in server: requests come, fill pages,
+share, go.
+"""
 
 import itertools
 import math
@@ -39,14 +41,16 @@ class Busy:
         self.free = {name: list(range(pages)) for name, pages in groups.items()}
         self.cached: dict[str, OrderedDict[int, None]] = {name: OrderedDict() for name in groups}
         self.shared = {
-            name: [self.free[name].pop(0) for _ in range(min(24, pages // 20))] for name, pages in groups.items()
+            name: [self.free[name].pop(0) for _ in range(min(24, pages // 20))]
+            for name, pages in groups.items()
         }
         self.drafts = [0, 0, 0]
         self.runs: list[Run] = []
         self.waiting: list[Run] = []
         self.numbers = itertools.count(1)
         self.totals = dict.fromkeys(
-            "requests prompt_tokens generation_tokens cached_tokens preemptions recompiles".split(), 0
+            "requests prompt_tokens generation_tokens cached_tokens preemptions recompiles".split(),
+            0,
         )
         self.last = time.monotonic()
         for _ in range(120):
@@ -64,7 +68,13 @@ class Busy:
         if rng.random() < seconds * 5 * tide and len(self.waiting) < 6:
             cached = PAGE_SIZE * rng.choice([0, 0, 4, 8, 24])
             self.waiting.append(
-                Run(0, f"chatcmpl-{rng.getrandbits(48):x}", cached + rng.randint(30, 900), rng.randint(60, 700), cached)
+                Run(
+                    0,
+                    f"chatcmpl-{rng.getrandbits(48):x}",
+                    cached + rng.randint(30, 900),
+                    rng.randint(60, 700),
+                    cached,
+                )
             )
         while self.waiting and len(self.runs) < self.most:
             run = self.waiting.pop(0)
@@ -88,7 +98,9 @@ class Busy:
             for name, pages in run.pages.items():
                 keep = pages if rng.random() < 0.6 else []
                 self.cached[name].update(dict.fromkeys(keep))
-                self.free[name] = [page for page in pages if page not in self.cached[name]] + self.free[name]
+                self.free[name] = [
+                    page for page in pages if page not in self.cached[name]
+                ] + self.free[name]
 
     def grow(self, run: Run) -> None:
         for name, pages in run.pages.items():
@@ -127,28 +139,66 @@ class Busy:
             if self.runs:
                 drafts = 0 if reading else sum(self.rng.randint(0, 4) for _ in range(writing))
                 accepted = round(drafts * self.rng.uniform(0.5, 0.9))
-                self.drafts = [self.drafts[0] + drafts // 3, self.drafts[1] + drafts, self.drafts[2] + accepted]
+                self.drafts = [
+                    self.drafts[0] + drafts // 3,
+                    self.drafts[1] + drafts,
+                    self.drafts[2] + accepted,
+                ]
                 rows = writing + drafts + (self.rng.randint(60, 400) if reading else 0)
                 seconds = 0.006 + rows / 60000
                 steps.append(
-                    [now - passed + at * 0.012, min(512, rows), writing, len(self.runs), seconds, drafts, accepted]
+                    [
+                        now - passed + at * 0.012,
+                        min(512, rows),
+                        writing,
+                        len(self.runs),
+                        seconds,
+                        drafts,
+                        accepted,
+                    ]
                 )
         groups = [
-            {"name": name, "pages": pages, "each": 1, "cells": self.cells(name)} for name, pages in self.groups.items()
+            {"name": name, "pages": pages, "each": 1, "cells": self.cells(name)}
+            for name, pages in self.groups.items()
         ]
-        full = max(1 - (group["cells"].count(0) + group["cells"].count(-1)) / group["pages"] for group in groups)
+        full = max(
+            1 - (group["cells"].count(0) + group["cells"].count(-1)) / group["pages"]
+            for group in groups
+        )
         jitter = 1 + 0.06 * math.sin(now * 1.7)
         running = [
-            {"number": run.number, "id": run.id, "prompt": run.prompt, "cached": run.cached, "tokens": int(run.tokens),
-             "computed": int(run.computed), "state": run.state} for run in self.runs
-        ]  # fmt: skip
+            {
+                "number": run.number,
+                "id": run.id,
+                "prompt": run.prompt,
+                "cached": run.cached,
+                "tokens": int(run.tokens),
+                "computed": int(run.computed),
+                "state": run.state,
+            }
+            for run in self.runs
+        ]
         return {
-            "t": now, "model": "quill", "state": "ready", "page_size": PAGE_SIZE,
-            "limits": {"max_seqs": 32, "max_rows": 512, "max_len": 1024}, "defaults": {}, "groups": groups,
-            "used": full, "running": running, "waiting": [{"id": run.id, "prompt": run.prompt} for run in self.waiting],
-            "num_running": len(running), "num_waiting": len(self.waiting), "steps": steps, "totals": self.totals,
+            "t": now,
+            "model": "quill",
+            "state": "ready",
+            "page_size": PAGE_SIZE,
+            "limits": {"max_seqs": 32, "max_rows": 512, "max_len": 1024},
+            "defaults": {},
+            "groups": groups,
+            "used": full,
+            "running": running,
+            "waiting": [{"id": run.id, "prompt": run.prompt} for run in self.waiting],
+            "num_running": len(running),
+            "num_waiting": len(self.waiting),
+            "steps": steps,
+            "totals": self.totals,
             "drafts": self.drafts,
-            "rates": {"generation": 55 * writing * jitter, "prompt": 1500.0 * len(reading) * jitter},
-            "latency": {"ttft": [84.2 * jitter, 190.5, 341.9], "itl": [8.21 * jitter, 11.9, 18.3]} if self.runs else
-            {"ttft": None, "itl": None},
-        }  # fmt: skip
+            "rates": {
+                "generation": 55 * writing * jitter,
+                "prompt": 1500.0 * len(reading) * jitter,
+            },
+            "latency": {"ttft": [84.2 * jitter, 190.5, 341.9], "itl": [8.21 * jitter, 11.9, 18.3]}
+            if self.runs
+            else {"ttft": None, "itl": None},
+        }

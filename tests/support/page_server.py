@@ -1,4 +1,5 @@
-"""A server that stands in for Quire's, to draw and to test the page against: scripted answers, a made-up engine.
+"""A server that stands in for Quire's, to draw and to test the page against: scripted answers, a
+made-up engine.
 
 `python tests/support/page_server.py [CELLS [PORT]]` serves it with an engine that is always busy.
 """
@@ -25,24 +26,38 @@ from starlette.routing import Route
 from quire.tests.support.page_engine import Busy
 
 PAGE = Path(__file__).parents[2] / "serving" / "http" / "page"
-KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+KINDS = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+}
 HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
     "Cache-Control": "no-cache",
 }
 STORY = (
-    "Once upon a time there was a small dog named Pip. Pip lived by the sea with a kind old sailor. One day Pip found "
-    "a lamp in the sand. The lamp was cold and full of salt.\n\nPip took the lamp home. The sailor dried it, and at "
-    "night it shone over the water, so that the boats could find their way. Pip was proud and slept beside it."
+    "Once upon a time there was a small dog named Pip. Pip lived by the sea with a kind old "
+    "sailor. One day Pip found a lamp in the sand. The lamp was cold and full of salt.\n\nPip "
+    "took the lamp home. The sailor dried it, and at night it shone over the water, so that the "
+    "boats could find their way. Pip was proud and slept beside it."
 )
 
 
-def token(text: str, p: float = 0.9, others: dict[str, float] | None = None, known: bool = True) -> dict[str, Any]:
+def token(
+    text: str, p: float = 0.9, others: dict[str, float] | None = None, known: bool = True
+) -> dict[str, Any]:
     """A token as `logprobs.content` tells it; not `known` where it is a part of a character."""
 
     def entry(text: str, p: float) -> dict[str, Any]:
         broken = "\ufffd" in text or not known
-        return {"token": text, "logprob": math.log(p), "bytes": None if broken else list(text.encode())}
+        return {
+            "token": text,
+            "logprob": math.log(p),
+            "bytes": None if broken else list(text.encode()),
+        }
 
     likeliest = sorted({text: p, **(others or {})}.items(), key=lambda item: -item[1])
     return entry(text, p) | {"top_logprobs": [entry(*item) for item in likeliest[:5]]}
@@ -53,7 +68,9 @@ def said(text: str, *tokens: dict[str, Any], **delta: Any) -> dict[str, Any]:
     return {"delta": {"content": text, **delta}, "logprobs": {"content": list(tokens)}}
 
 
-def words(text: str, seed: int = 1, together: int = 1, drafts: bool = False) -> Iterator[dict[str, Any]]:
+def words(
+    text: str, seed: int = 1, together: int = 1, drafts: bool = False
+) -> Iterator[dict[str, Any]]:
     """A text in tokens of about a word, with probabilities that look like a model's."""
     rng = random.Random(seed)
     parts = [part for word in text.split(" ") for part in (" " + word[:5], word[5:]) if part]
@@ -63,26 +80,40 @@ def words(text: str, seed: int = 1, together: int = 1, drafts: bool = False) -> 
         for part in parts[at : at + together]:
             p = rng.choice([0.999, 0.98, 0.9, 0.75, 0.5, 0.22, 0.06])
             shares = sorted((rng.random() ** 3 + 0.01 for _ in range(5)), reverse=True)
-            rest = {other: (1 - p) * share / (sum(shares) + 0.05) for other, share in zip(
-                rng.sample([" the", " a", " little", ",", " and", " of", " sea", " one", "ing"], 5), shares, strict=True
-            ) if other != part}  # fmt: skip
+            rest = {
+                other: (1 - p) * share / (sum(shares) + 0.05)
+                for other, share in zip(
+                    rng.sample(
+                        [" the", " a", " little", ",", " and", " of", " sea", " one", "ing"], 5
+                    ),
+                    shares,
+                    strict=True,
+                )
+                if other != part
+            }
             tokens.append(token(part, p, rest))
         places = [place for place in range(len(tokens)) if rng.random() < 0.45]
-        yield said("".join(parts[at : at + together]), *tokens) | ({"drafted": places} if drafts else {})
+        yield said("".join(parts[at : at + together]), *tokens) | (
+            {"drafted": places} if drafts else {}
+        )
 
 
 @dataclass
 class StandIn:
-    """What it answers. An answer is a list: chunks (dicts with `delta`), pauses in seconds, and at last how it ends.
+    """What it answers. An answer is a list: chunks (dicts with `delta`), pauses in seconds, and at
+    last how it ends.
 
-    It ends with a finish reason (a string), with `{"error": ...}`, or with None: the connection closes.
+    It ends with a finish reason (a string), with `{"error": ...}`, or with None: the connection
+    closes.
     """
 
     key: str | None = None
     models: list[str] = field(default_factory=lambda: ["quill"])
     answers: dict[str, list[Any]] = field(default_factory=dict)
-    refusals: dict[str, tuple[int, dict[str, Any]]] = field(default_factory=dict)  # by prompt: a status, an error
-    frame: dict[str, Any] | Callable[[], dict[str, Any]] | None = None  # what /live says; `None`: it ends at once
+    # by prompt: a status, an error
+    refusals: dict[str, tuple[int, dict[str, Any]]] = field(default_factory=dict)
+    # what /live says; `None`: it ends at once
+    frame: dict[str, Any] | Callable[[], dict[str, Any]] | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     watched: list[str | None] = field(default_factory=list)  # the models that /live was asked for
     left: int = 0  # clients that went away amid an answer
@@ -91,8 +122,15 @@ class StandIn:
     down: bool = False  # streams end and nothing is answered
 
     def app(self) -> Starlette:
-        routes = [Route("/", self.index), Route("/page/{name:path}", self.part), Route("/v1/models", self.list)]
-        routes += [Route("/live", self.live), Route("/v1/chat/completions", self.chat, methods=["POST"])]
+        routes = [
+            Route("/", self.index),
+            Route("/page/{name:path}", self.part),
+            Route("/v1/models", self.list),
+        ]
+        routes += [
+            Route("/live", self.live),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+        ]
         return Starlette(routes=routes)
 
     async def index(self, request: Request) -> Response:
@@ -108,7 +146,10 @@ class StandIn:
         if self.key is None or request.headers.get("authorization") == f"Bearer {self.key}":
             return None
         return error(
-            401, "a valid API key is needed: Authorization: Bearer KEY", "authentication_error", "invalid_api_key"
+            401,
+            "a valid API key is needed: Authorization: Bearer KEY",
+            "authentication_error",
+            "invalid_api_key",
         )
 
     async def list(self, request: Request) -> Response:
@@ -117,7 +158,9 @@ class StandIn:
 
     async def live(self, request: Request) -> Response:
         self.watched.append(request.query_params.get("model"))
-        return self.locked(request) or StreamingResponse(self.frames(), media_type="text/event-stream")
+        return self.locked(request) or StreamingResponse(
+            self.frames(), media_type="text/event-stream"
+        )
 
     async def frames(self) -> AsyncIterator[str]:
         while not self.down:
@@ -170,8 +213,15 @@ class StandIn:
                         run.tokens = count
                     yield event(name, step)
             yield event(name, {"delta": {}, "finish_reason": reason})
-            usage = {"prompt_tokens": 40, "completion_tokens": count, "prompt_tokens_details": {"cached_tokens": 32}}
-            yield f"data: {json.dumps({'id': name, 'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n"
+            usage = {
+                "prompt_tokens": 40,
+                "completion_tokens": count,
+                "prompt_tokens_details": {"cached_tokens": 32},
+            }
+            yield (
+                f"data: {json.dumps({'id': name, 'choices': [], 'usage': usage})}\n\ndata: "
+                "[DONE]\n\n"
+            )
         except asyncio.CancelledError:
             self.left += 1
             raise
@@ -182,17 +232,24 @@ class StandIn:
 
 def event(name: str, choice: dict[str, Any]) -> str:
     choice = {"index": 0, "logprobs": None, "finish_reason": None, **choice}
-    return f"data: {json.dumps({'id': name, 'object': 'chat.completion.chunk', 'choices': [choice]})}\n\n"
+    return (
+        "data: "
+        f"{json.dumps({'id': name, 'object': 'chat.completion.chunk', 'choices': [choice]})}\n\n"
+    )
 
 
 def error(status: int, message: str, kind: str, code: str | None = None) -> Response:
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status)
+    return JSONResponse(
+        {"error": {"message": message, "type": kind, "param": None, "code": code}}, status
+    )
 
 
 @contextlib.contextmanager
 def serving(stand_in: StandIn) -> Iterator[str]:
     """The stand-in on a port of its own; yields its URL."""
-    server = uvicorn.Server(uvicorn.Config(stand_in.app(), port=0, log_level="error", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(
+        uvicorn.Config(stand_in.app(), port=0, log_level="error", timeout_graceful_shutdown=1)
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

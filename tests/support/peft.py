@@ -12,7 +12,12 @@ EVERY = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pr
 
 
 def draw(
-    tensors: dict[str, np.ndarray], names=EVERY, rank: int = 4, seed: int = 0, size: float = 0.5, ranks=None
+    tensors: dict[str, np.ndarray],
+    names=EVERY,
+    rank: int = 4,
+    seed: int = 0,
+    size: float = 0.5,
+    ranks=None,
 ) -> dict[str, np.ndarray]:
     """Random matrices for every weight whose module has one of these names."""
     rng = np.random.default_rng(seed)
@@ -28,7 +33,9 @@ def draw(
     return found
 
 
-def lengths(tensors: dict[str, np.ndarray], adapter: dict[str, np.ndarray], seed: int = 0) -> dict[str, np.ndarray]:
+def lengths(
+    tensors: dict[str, np.ndarray], adapter: dict[str, np.ndarray], seed: int = 0
+) -> dict[str, np.ndarray]:
     """What DoRA has besides: other lengths for the rows of each weight that is adapted."""
     rng = np.random.default_rng(seed)
     found = {}
@@ -36,7 +43,9 @@ def lengths(tensors: dict[str, np.ndarray], adapter: dict[str, np.ndarray], seed
         module = f"base_model.model.{name.removesuffix('.weight')}"
         if f"{module}.lora_A.weight" in adapter:
             times = 1 + 0.3 * rng.standard_normal(len(weight))
-            found[f"{module}.lora_magnitude_vector"] = (np.linalg.norm(weight, axis=1) * times).astype(np.float32)
+            found[f"{module}.lora_magnitude_vector"] = (
+                np.linalg.norm(weight, axis=1) * times
+            ).astype(np.float32)
     return found
 
 
@@ -47,9 +56,11 @@ def write(folder: Path, adapter: dict[str, np.ndarray], about: dict | None = Non
     return folder
 
 
-def merged(tensors: dict[str, np.ndarray], adapter: dict[str, np.ndarray], about: dict | None = None) -> dict:
-    """PEFT's own sum: W + scale * B A, with the rank and alpha of the first pattern that fits; of DoRA its rows get
-    their lengths, in float64."""
+def merged(
+    tensors: dict[str, np.ndarray], adapter: dict[str, np.ndarray], about: dict | None = None
+) -> dict:
+    """PEFT's own sum: W + scale * B A, with the rank and alpha of the first pattern that fits; of
+    DoRA its rows get their lengths, in float64."""
     about = ABOUT | (about or {})
     found = dict(tensors)
     for name in tensors:
@@ -65,5 +76,7 @@ def merged(tensors: dict[str, np.ndarray], adapter: dict[str, np.ndarray], about
         found[name] = tensors[name] + np.float32(scale) * (up @ down)
         if (length := adapter.get(f"base_model.model.{module}.lora_magnitude_vector")) is not None:
             whole = tensors[name].astype(np.float64) + scale * up.astype(np.float64) @ down
-            found[name] = (length[:, None] * whole / np.linalg.norm(whole, axis=1)[:, None]).astype(np.float32)
+            found[name] = (length[:, None] * whole / np.linalg.norm(whole, axis=1)[:, None]).astype(
+                np.float32
+            )
     return found

@@ -1,4 +1,5 @@
-"""A pretended device for tests of the scheduler: a step's tokens come back one step late, as they do in service.
+"""A pretended device for tests of the scheduler: a step's tokens come back one step late, as they
+do in service.
 
 Of drafts it accepts as many as chance says, of one of their paths.
 """
@@ -13,19 +14,31 @@ from quire.serving.engine.scheduler import ScheduledSequence, Scheduler
 from quire.serving.request.sequence import Sequence
 
 
-def sequence(index: int, prompt: int, output: int, token: int | None = None, **settings) -> Sequence:
+def sequence(
+    index: int, prompt: int, output: int, token: int | None = None, **settings
+) -> Sequence:
     """Its prompt is one token again and again: two with the same one begin alike."""
     token = 1000 + index if token is None else token
     return Sequence(0, [token] * prompt, prompt, SamplingParams(), output, index, **settings)
 
 
-def random_sequences(rng: np.random.Generator, scheduler: Scheduler, count: int) -> Iterator[Sequence]:
-    """Each is added to the scheduler, but for those that could never be served; half have drafts, where they may."""
+def random_sequences(
+    rng: np.random.Generator, scheduler: Scheduler, count: int
+) -> Iterator[Sequence]:
+    """Each is added to the scheduler, but for those that could never be served; half have drafts,
+    where they may.
+    """
     for index in range(count):
         prompt = int(rng.integers(1, 40))
         output = int(rng.integers(1, 12))
         if scheduler.replicas[0].table.fits(prompt + output, 16):
-            seq = sequence(index, prompt, output, int(rng.integers(3)), needs_host_token=bool(rng.random() < 0.1))
+            seq = sequence(
+                index,
+                prompt,
+                output,
+                int(rng.integers(3)),
+                needs_host_token=bool(rng.random() < 0.1),
+            )
             if rng.random() < 0.2:
                 seq.prompt_scores = [None] * (prompt - 1)
             seq.awaits_drafts = bool(scheduler.shape.max_drafts and rng.random() < 0.5)
@@ -34,7 +47,9 @@ def random_sequences(rng: np.random.Generator, scheduler: Scheduler, count: int)
 
 
 class Device:
-    """Runs plans one step behind, checks each against what has been computed, and ends what is done."""
+    """Runs plans one step behind, checks each against what has been computed, and ends what is
+    done.
+    """
 
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
@@ -49,7 +64,9 @@ class Device:
         plan = self.scheduler.schedule(drafts=self.shape.max_drafts > 0)
         self.scheduler.check()
         if plan is not None:
-            for own in map(list, (group for _, group in groupby(plan.items, lambda item: item.seq.replica))):
+            for own in map(
+                list, (group for _, group in groupby(plan.items, lambda item: item.seq.replica))
+            ):
                 rows = sum(path.num_rows for item in own for path in item.paths)
                 assert rows <= self.shape.max_tokens
                 assert len(own) <= self.shape.max_seqs
@@ -57,14 +74,20 @@ class Device:
                 decodes = all(item.num_rows == item.draws for item in own)
                 assert decodes or not any(item.branches for item in own)
                 assert samples <= (
-                    self.shape.max_tokens if decodes and self.shape.max_drafts else self.shape.max_samples
+                    self.shape.max_tokens
+                    if decodes and self.shape.max_drafts
+                    else self.shape.max_samples
                 )
-            assert len({(item.seq.replica, item.seq.slot) for item in plan.items}) == len(plan.items)
+            assert len({(item.seq.replica, item.seq.slot) for item in plan.items}) == len(
+                plan.items
+            )
             for item in plan.items:
                 if item.begins:
                     assert item.start == 0 or item.start < item.seq.num_tokens
                     self.computed[item.seq] = item.start
-                assert item.start == self.computed[item.seq], "rows are computed in order, each once"
+                assert item.start == self.computed[item.seq], (
+                    "rows are computed in order, each once"
+                )
                 self.computed[item.seq] += item.num_rows
                 assert item.num_rows >= 1 and len(item.drafts) <= self.shape.max_drafts
                 assert item.draws in (0, 1 + len(item.drafts))

@@ -1,4 +1,6 @@
-"""Matrices of quantised checkpoints as their tools write them, and what a loaded model's nodes mean in float64."""
+"""Matrices of quantised checkpoints as their tools write them, and what a loaded model's nodes mean
+in float64.
+"""
 
 import json
 from pathlib import Path
@@ -28,8 +30,12 @@ LLAMA = tiny.LLAMA | {
 FLOAT8 = ml_dtypes.float8_e4m3fn
 
 
-def check_damage(folder: Path, tensors: dict, name: str, change, told: str, about: dict | None = None) -> None:
-    """With one of the tensors changed, or left out where nothing becomes of it, reading the folder says so."""
+def check_damage(
+    folder: Path, tensors: dict, name: str, change, told: str, about: dict | None = None
+) -> None:
+    """With one of the tensors changed, or left out where nothing becomes of it, reading the folder
+    says so.
+    """
     value = change(tensors.pop(name))
     if value is not None:
         tensors[name] = np.ascontiguousarray(value)
@@ -39,7 +45,9 @@ def check_damage(folder: Path, tensors: dict, name: str, change, told: str, abou
 
 
 def words(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Codes [n, ...] in int32 words [n * bits / 32, ...], a bit at a time: the first code in the lowest bits."""
+    """Codes [n, ...] in int32 words [n * bits / 32, ...], a bit at a time: the first code in the
+    lowest bits.
+    """
     n = len(codes)
     found = np.zeros((n * bits // 32, *codes.shape[1:]), np.uint32)
     for i in range(n * bits):
@@ -56,7 +64,11 @@ def gptq(rng, stem: str, shape, bits=4, group=128, sym=False, order=False, versi
     top = 1 << bits
     codes = rng.integers(0, top, (columns, rows))
     first = int(version == 1)  # which stores zeros less one
-    zeros = np.full((groups, rows), top // 2) if sym else rng.integers(first, top + first, (groups, rows))
+    zeros = (
+        np.full((groups, rows), top // 2)
+        if sym
+        else rng.integers(first, top + first, (groups, rows))
+    )
     scales = rng.uniform(0.001, 0.02, (groups, rows)).astype(np.float16)
     index = np.arange(columns) // size
     if order:
@@ -64,10 +76,12 @@ def gptq(rng, stem: str, shape, bits=4, group=128, sym=False, order=False, versi
     dense = (codes - zeros[index]) * scales.astype(np.float64)[index]
     stored = zeros - first
     tensors = {
-        f"{stem}.qweight": words(codes, bits), f"{stem}.qzeros": np.ascontiguousarray(words(stored.T, bits).T),
-        f"{stem}.scales": scales, f"{stem}.g_idx": index.astype(np.int32),
+        f"{stem}.qweight": words(codes, bits),
+        f"{stem}.qzeros": np.ascontiguousarray(words(stored.T, bits).T),
+        f"{stem}.scales": scales,
+        f"{stem}.g_idx": index.astype(np.int32),
         f"{stem}.bias": np.zeros(rows, np.float16),
-    }  # fmt: skip
+    }
     return tensors, dense.T
 
 
@@ -88,21 +102,33 @@ def awq(rng, stem: str, shape, group=128, **_):
 
     index = np.arange(columns) // size
     dense = (codes - zeros[index]) * scales.astype(np.float64)[index]
-    return {f"{stem}.qweight": packed(codes), f"{stem}.qzeros": packed(zeros), f"{stem}.scales": scales}, dense.T
+    return {
+        f"{stem}.qweight": packed(codes),
+        f"{stem}.qzeros": packed(zeros),
+        f"{stem}.scales": scales,
+    }, dense.T
 
 
 def fp8(rng, stem: str, shape, scales="blocks", name="weight_scale_inv", **_):
     """A matrix of floats of eight bits, subnormal ones too."""
     rows, columns = shape
-    codes = (rng.standard_normal(shape) * rng.choice([1e-3, 1, 100], shape)).clip(-448, 448).astype(FLOAT8)
+    codes = (
+        (rng.standard_normal(shape) * rng.choice([1e-3, 1, 100], shape))
+        .clip(-448, 448)
+        .astype(FLOAT8)
+    )
     if scales == "blocks":
-        scale = rng.uniform(0.0005, 0.0015, (-(-rows // 128), -(-columns // 128))).astype(np.float32)
+        scale = rng.uniform(0.0005, 0.0015, (-(-rows // 128), -(-columns // 128))).astype(
+            np.float32
+        )
         each = scale.repeat(128, 0)[:rows].repeat(128, 1)[:, :columns]
     else:
         size = {"one": (), "outputs": (rows, 1), "flat": (rows,)}[scales]
         scale = np.asarray(rng.uniform(0.0005, 0.0015, size), np.float32)
         each = np.broadcast_to(scale.reshape(-1, 1), shape)
-    return {f"{stem}.weight": codes, f"{stem}.{name}": scale}, codes.astype(np.float64) * each.astype(np.float64)
+    return {f"{stem}.weight": codes, f"{stem}.{name}": scale}, codes.astype(
+        np.float64
+    ) * each.astype(np.float64)
 
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -115,11 +141,17 @@ def paired(codes: np.ndarray) -> np.ndarray:
 
 def scaled(codes_OK, scales_OG, table=E2M1) -> np.ndarray:
     """What codes in groups mean, in float64."""
-    return table[codes_OK] * scales_OG.astype(np.float64).repeat(codes_OK.shape[1] // scales_OG.shape[1], 1)
+    return table[codes_OK] * scales_OG.astype(np.float64).repeat(
+        codes_OK.shape[1] // scales_OG.shape[1], 1
+    )
 
 
-def nvfp4(rng, stem: str, shape, names=("weight_packed", "weight_scale", "weight_global_scale"), **_):
-    """A matrix as llm-compressor writes it, whose scale is divided by that of the whole; modelopt's is multiplied."""
+def nvfp4(
+    rng, stem: str, shape, names=("weight_packed", "weight_scale", "weight_global_scale"), **_
+):
+    """A matrix as llm-compressor writes it, whose scale is divided by that of the whole; modelopt's
+    is multiplied.
+    """
     rows, columns = shape
     codes = rng.integers(0, 16, shape)
     scale = rng.uniform(1, 448, (rows, columns // 16)).astype(FLOAT8)
@@ -129,7 +161,10 @@ def nvfp4(rng, stem: str, shape, names=("weight_packed", "weight_scale", "weight
         each = scale.astype(np.float32) * whole
     else:
         each = scale.astype(np.float32) / whole
-    tensors = {f"{stem}.{name}": value for name, value in zip(names, (paired(codes), scale, whole), strict=True)}
+    tensors = {
+        f"{stem}.{name}": value
+        for name, value in zip(names, (paired(codes), scale, whole), strict=True)
+    }
     return tensors, scaled(codes, each)
 
 
@@ -142,7 +177,9 @@ def mxfp4(rng, stem: str, shape, **_):
 
 
 def whole(rng, stem: str, shape, bits=8, group=None, zero=False, **_):
-    """Integers that share words, as llm-compressor's pack-quantized has them; without a group a scale an output."""
+    """Integers that share words, as llm-compressor's pack-quantized has them; without a group a
+    scale an output.
+    """
     rows, columns = shape
     middle = 1 << bits - 1
     groups = columns // group if group else 1
@@ -150,9 +187,10 @@ def whole(rng, stem: str, shape, bits=8, group=None, zero=False, **_):
     zeros = np.full((rows, groups), middle)
     scale = (rng.uniform(0.02, 0.1, (rows, groups)) / middle).astype(ml_dtypes.bfloat16)
     tensors = {
-        f"{stem}.weight_packed": np.ascontiguousarray(words(codes.T, bits).T), f"{stem}.weight_shape": np.array(shape),
+        f"{stem}.weight_packed": np.ascontiguousarray(words(codes.T, bits).T),
+        f"{stem}.weight_shape": np.array(shape),
         f"{stem}.weight_scale": scale,
-    }  # fmt: skip
+    }
     if zero:
         zeros = rng.integers(0, 2 * middle, (rows, groups))
         tensors[f"{stem}.weight_zero_point"] = words(zeros, bits)
@@ -160,12 +198,30 @@ def whole(rng, stem: str, shape, bits=8, group=None, zero=False, **_):
     return tensors, (codes - zeros.repeat(each, 1)) * scale.astype(np.float64).repeat(each, 1)
 
 
-NF4 = np.array([
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-], np.float32)  # fmt: skip
-FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(12)
+NF4 = np.array(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ],
+    np.float32,
+)
+FP4 = np.array(
+    [0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32
+) / np.float32(12)
 
 
 def blocks(rng, stem: str, shape, kind="nf4", nested=False, block=64, **_):
@@ -188,14 +244,20 @@ def blocks(rng, stem: str, shape, kind="nf4", nested=False, block=64, **_):
     }  # fmt: skip
     dense = table.astype(np.float64)[codes] * absmax.astype(np.float64).repeat(block)[:count]
     packed = (codes[::2] << 4 | codes[1::2]).astype(np.uint8).reshape(-1, 1)
-    return {f"{stem}.weight": packed} | {f"{stem}.weight.{x}": v for x, v in tensors.items()}, dense.reshape(shape)
+    return {f"{stem}.weight": packed} | {
+        f"{stem}.weight.{x}": v for x, v in tensors.items()
+    }, dense.reshape(shape)
 
 
 def signed(rng, stem: str, shape, **_):
     """A matrix of eight bits as bitsandbytes writes it."""
     codes = rng.integers(-127, 128, shape).astype(np.int8)
     most = rng.uniform(0.02, 0.1, shape[0]).astype(np.float32)
-    tensors = {f"{stem}.weight": codes, f"{stem}.SCB": most, f"{stem}.weight_format": np.zeros((), np.uint8)}
+    tensors = {
+        f"{stem}.weight": codes,
+        f"{stem}.SCB": most,
+        f"{stem}.weight_format": np.zeros((), np.uint8),
+    }
     return tensors, codes * (most / np.float32(127)).astype(np.float64)[:, None]
 
 
@@ -204,16 +266,25 @@ def hqq(rng, stem: str, shape, bits=4, group=64, axis=1, view=np.uint8, **_):
     count = shape[0] * shape[1] // group
     size, one = ((count, group), (count, 1)) if axis == 1 else ((group, count), (1, count))
     codes = rng.integers(0, 1 << bits, size)
-    scale, zero = ((rng.uniform(0.5, 1, one) * x / (1 << bits)).astype(np.float16) for x in (0.2, 256**0.5 * bits))
+    scale, zero = (
+        (rng.uniform(0.5, 1, one) * x / (1 << bits)).astype(np.float16)
+        for x in (0.2, 256**0.5 * bits)
+    )
     each, word = (10, np.int32) if bits == 3 else (8 // bits, np.uint8)
     parts = np.pad(codes, ((0, -len(codes) % each), (0, 0))).reshape(each, -1, size[1])
     packed = np.zeros(parts.shape[1:], word)
     for part in parts:
         packed = (packed << bits | part).astype(word)
     said = {"nbits": bits, "group_size": group, "axis": axis}
-    tensors = {"W_q": packed.view(view) if bits != 3 else packed, "scale": scale, "zero": zero} | {
-        "shape": np.array(shape), "packing": np.frombuffer(b"4bit_u8", np.uint8), "round_zero": np.ones((), np.uint8),
-    } | {name: np.array(value, np.int32) for name, value in said.items()}  # fmt: skip
+    tensors = (
+        {"W_q": packed.view(view) if bits != 3 else packed, "scale": scale, "zero": zero}
+        | {
+            "shape": np.array(shape),
+            "packing": np.frombuffer(b"4bit_u8", np.uint8),
+            "round_zero": np.ones((), np.uint8),
+        }
+        | {name: np.array(value, np.int32) for name, value in said.items()}
+    )
     dense = (codes - zero.astype(np.float64)) * scale.astype(np.float64)
     return {f"{stem}.{name}": value for name, value in tensors.items()}, dense.reshape(shape)
 
@@ -234,7 +305,9 @@ def dense_of(leaf) -> np.ndarray:
         scale = leaf.scale.reshape(len(leaf.scale), -1).astype(np.float64).repeat(leaf.group, 0)[:K]
         found = CODES[leaf.code].numbers.astype(np.float64)[codes] * scale
         if leaf.least is not None:
-            found -= leaf.least.reshape(len(leaf.least), -1).astype(np.float64).repeat(leaf.group, 0)[:K]
+            found -= (
+                leaf.least.reshape(len(leaf.least), -1).astype(np.float64).repeat(leaf.group, 0)[:K]
+            )
         return found.reshape(*leaf.into, *leaf.out)
     if not isinstance(leaf, Int4):
         return leaf.astype(np.float64)
@@ -244,11 +317,24 @@ def dense_of(leaf) -> np.ndarray:
     return ((four_bits.split(leaf.nibbles, K) - zero) * scale).reshape(*leaf.into, *leaf.out)
 
 
-def assert_is(weights, expected: dict[str, np.ndarray], rtol: float = 0.0, atol: float = 0.0) -> None:
+def assert_is(
+    weights, expected: dict[str, np.ndarray], rtol: float = 0.0, atol: float = 0.0
+) -> None:
     for i, layer in enumerate(weights.layers):
-        names = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
-        q, k, v, o, gate, up, down = (expected[f"model.layers.{i}.{name}.weight"].T for name in names)
+        names = [f"self_attn.{x}_proj" for x in "qkvo"] + [
+            f"mlp.{x}_proj" for x in ("gate", "up", "down")
+        ]
+        q, k, v, o, gate, up, down = (
+            expected[f"model.layers.{i}.{name}.weight"].T for name in names
+        )
         qkv = np.concatenate([q.reshape(D, N, H), k.reshape(D, K, H), v.reshape(D, K, H)], axis=1)
-        found = layer.attention.qkv_DGH, layer.attention.out_NHD, layer.mlp.up_DGF, layer.mlp.down_FD
-        for leaf, right in zip(found, (qkv, o.reshape(N, H, D), np.stack([gate, up], axis=1), down), strict=True):
+        found = (
+            layer.attention.qkv_DGH,
+            layer.attention.out_NHD,
+            layer.mlp.up_DGF,
+            layer.mlp.down_FD,
+        )
+        for leaf, right in zip(
+            found, (qkv, o.reshape(N, H, D), np.stack([gate, up], axis=1), down), strict=True
+        ):
             np.testing.assert_allclose(dense_of(leaf), right, rtol=rtol, atol=atol)

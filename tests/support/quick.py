@@ -1,4 +1,6 @@
-"""What makes XLA compile a tiny program sooner: not to use its emitters of fusions, while it still has a choice."""
+"""What makes XLA compile a tiny program sooner: not to use its emitters of fusions, while it still
+has a choice.
+"""
 
 import jax
 

@@ -1,7 +1,9 @@
-"""How near Quire and llama.cpp come to float32 on the same file: `python tests/support/real_fidelity.py [NAME ...]`.
+"""How near Quire and llama.cpp come to float32 on the same file: `python
+tests/support/real_fidelity.py [NAME ...]`.
 
-The reference is transformers with the dequantised weights. All read one text, so that a token that differs does not
-change what comes after it. Needs `make real`, which fetches the models and builds llama.cpp.
+The reference is transformers with the dequantised weights. All read one text, so that a token that
+differs does not change what comes after it. Needs `make real`, which fetches the models and builds
+llama.cpp.
 """
 
 import gc
@@ -28,11 +30,15 @@ class Distance(NamedTuple):
     @classmethod
     def between(cls, found: np.ndarray, expected: np.ndarray) -> "Distance":
         differences = np.abs(found - expected)
-        return cls(float(differences.mean()), float(differences.max()), float(np.exp(-found.mean())))
+        return cls(
+            float(differences.mean()), float(differences.max()), float(np.exp(-found.mean()))
+        )
 
 
 def of_reference(path: str) -> tuple[list[int], np.ndarray]:
-    """The tokens of the text, and the log-probability of each but the first after those before it."""
+    """The tokens of the text, and the log-probability of each but the first after those before
+    it.
+    """
     from quire.tests.support.real_reference import Reference
 
     reference = Reference(path)
@@ -43,7 +49,9 @@ def of_reference(path: str) -> tuple[list[int], np.ndarray]:
 def of_quire(path: str, tokens: list[int], dtype: str) -> np.ndarray:
     from quire import LLM, SamplingParams
 
-    with LLM(path, dtype=dtype, max_model_len=1024, max_num_seqs=2, kv_cache_memory_bytes=128 << 20) as llm:
+    with LLM(
+        path, dtype=dtype, max_model_len=1024, max_num_seqs=2, kv_cache_memory_bytes=128 << 20
+    ) as llm:
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         (output,) = llm.generate([tokens], params, use_tqdm=False)
     steps = zip(output.prompt_logprobs[1:], tokens[1:], strict=True)

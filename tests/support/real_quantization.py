@@ -1,8 +1,10 @@
-"""What rounding costs models with trained weights: `python tests/support/real_quantization.py FOLDER [NAME ...]`.
+"""What rounding costs models with trained weights: `python tests/support/real_quantization.py
+FOLDER [NAME ...]`.
 
-Writes the dequantised weights of each model of tests/real/models.toml into FOLDER, rounds them by `quire quantize` in
-each way, and prints the perplexity of the first 2,048 tokens of `pydoc_data.topics` in pieces of 512, computed in
-float32. Folders that are there already are used again. Needs `make real`.
+Writes the dequantised weights of each model of tests/real/models.toml into FOLDER, rounds them by
+`quire quantize` in each way, and prints the perplexity of the first 2,048 tokens of
+`pydoc_data.topics` in pieces of 512, computed in float32. Folders that are there already are used
+again. Needs `make real`.
 """
 
 import gc
@@ -45,7 +47,11 @@ def quantize(dense: Path, out: Path, quantization: str, method: str) -> float:
     """The seconds that `quire quantize` took."""
     start = time.monotonic()
     command = [sys.executable, "-m", "quire", "quantize", str(dense), str(out)]
-    subprocess.run([*command, "--quantization", quantization, "--method", method], check=True, stdout=sys.stderr)
+    subprocess.run(
+        [*command, "--quantization", quantization, "--method", method],
+        check=True,
+        stdout=sys.stderr,
+    )
     return time.monotonic() - start
 
 
@@ -55,7 +61,13 @@ def perplexity(folder: Path) -> float:
 
     text = "\n\n".join(pydoc_data.topics.topics[topic] for topic in TOPICS)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    with LLM(str(folder), dtype="float32", max_model_len=1024, max_num_seqs=2, kv_cache_memory_bytes=128 << 20) as llm:
+    with LLM(
+        str(folder),
+        dtype="float32",
+        max_model_len=1024,
+        max_num_seqs=2,
+        kv_cache_memory_bytes=128 << 20,
+    ) as llm:
         tokens = llm.get_tokenizer().encode(text)[:NUM_TOKENS]
         pieces = [tokens[start : start + PIECE] for start in range(0, NUM_TOKENS, PIECE)]
         outputs = llm.generate(pieces, params, use_tqdm=False)
@@ -69,14 +81,19 @@ def perplexity(folder: Path) -> float:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    print("| model | format | method | perplexity | more than float32 | seconds to round |\n|---|---|---|---|---|---|")
+    print(
+        "| model | format | method | perplexity | more than float32 | seconds to round "
+        "|\n|---|---|---|---|---|---|"
+    )
     for name in sys.argv[2:] or NAMES:
         dense = folder / name
         if not dense.exists():
             write_dense(name, dense)
             gc.collect()
         float32 = perplexity(dense)
-        print(f"| {real_models.MODELS[name]['title']} | float32 | | {float32:.2f} | | |", flush=True)
+        print(
+            f"| {real_models.MODELS[name]['title']} | float32 | | {float32:.2f} | | |", flush=True
+        )
         for quantization, method in WAYS:
             out = folder / f"{name}-{quantization}-{method}"
             seconds = ""

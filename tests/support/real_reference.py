@@ -1,4 +1,6 @@
-"""What transformers computes in float32 from a GGUF file: an independent reader of the file and of the model."""
+"""What transformers computes in float32 from a GGUF file: an independent reader of the file and of
+the model.
+"""
 
 import json
 from collections.abc import Sequence
@@ -18,10 +20,14 @@ class Reference:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, dtype=torch.float32
         ).eval()
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(
+            path.parent, gguf_file=path.name
+        )
 
     def write(self, folder: Path) -> None:
-        """A model folder with the dequantised weights; transformers does not save what it has read from a GGUF file."""
+        """A model folder with the dequantised weights; transformers does not save what it has read
+        from a GGUF file.
+        """
         config = self.model.config.to_dict()
         config.pop("quantization_config", None)
         (folder / "config.json").write_text(json.dumps(config, default=str))

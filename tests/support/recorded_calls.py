@@ -18,13 +18,22 @@ TOOLS: dict[str, Any] = {
     },
     "now": {"type": "object", "properties": {}},
 }
-TRAINS: dict[str, Any] = {"to": 'Zürich "HB"\n12', "seats": 2, "first": True, "via": ["Olten", "Aarau"], "note": None}
+TRAINS: dict[str, Any] = {
+    "to": 'Zürich "HB"\n12',
+    "seats": 2,
+    "first": True,
+    "via": ["Olten", "Aarau"],
+    "note": None,
+}
 JSON = '{"to": "Zürich \\"HB\\"\\n12", "seats": 2, "first": true, "via": ["Olten", "Aarau"], "note": null}'
 OBJECTS = f'{{"name": "find_trains", "arguments": {JSON}}}', '{"name": "now", "arguments": {}}'
-PARAMETERS = tuple(zip(TRAINS, ['Zürich "HB"\n12', "2", "true", '["Olten", "Aarau"]', "null"], strict=True))
+PARAMETERS = tuple(
+    zip(TRAINS, ['Zürich "HB"\n12', "2", "true", '["Olten", "Aarau"]', "null"], strict=True)
+)
 PYTHON = (
-    'find_trains(to="Zürich \\"HB\\"\\n12", seats=2, first=True, via=[\'Olten\', "Aarau"], note=None)', "now()",
-)  # fmt: skip
+    'find_trains(to="Zürich \\"HB\\"\\n12", seats=2, first=True, via=[\'Olten\', "Aarau"], note=None)',
+    "now()",
+)
 
 
 def tags(before: str, between: str, after: str) -> str:
@@ -43,9 +52,8 @@ def dsml(block: str) -> str:
 
 
 def gemma(start: str, quote: str, end: str) -> str:
-    fields = (
-        f'first:true,note:null,seats:2,to:{quote}Zürich "HB"\n12{quote},via:[{quote}Olten{quote},{quote}Aarau{quote}]'
-    )
+    stops = f"[{quote}Olten{quote},{quote}Aarau{quote}]"
+    fields = f'first:true,note:null,seats:2,to:{quote}Zürich "HB"\n12{quote},via:{stops}'
     return f"{start}call:find_trains{{{fields}}}{end}{start}call:now{{}}{end}"
 
 
@@ -63,7 +71,8 @@ PYTHONIC = f"[{', '.join(PYTHON)}]"
 BEGIN, CALL, SEP, END, LAST = (
     f"<｜tool▁{each}｜>" for each in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
 )
-# Both calls: find_trains(TRAINS) and now(). Text stands before them unless the format has none there.
+# Both calls: find_trains(TRAINS) and now(). Text stands before them unless the format has none
+# there.
 RECORDED: dict[str, str] = {
     "apertus": f'<|tools_prefix|>[{{"find_trains": {JSON}}}, {{"now": {{}}}}]<|tools_suffix|>',
     "cohere_command3": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "find_trains", "parameters": '
@@ -87,7 +96,8 @@ RECORDED: dict[str, str] = {
     "hermes": HERMES,
     "hunyuan_a13b": f"<tool_calls>[{', '.join(OBJECTS)}]</tool_calls>",
     "internlm": "".join(
-        f"<|action_start|><|plugin|>\n{each.replace('arguments', 'parameters')}<|action_end|>\n" for each in OBJECTS
+        f"<|action_start|><|plugin|>\n{each.replace('arguments', 'parameters')}<|action_end|>\n"
+        for each in OBJECTS
     ),
     "jamba": f"<tool_calls>[\n    {OBJECTS[0]},\n    {OBJECTS[1]}\n]</tool_calls>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.find_trains:0<|tool_call_argument_begin|>"
@@ -107,9 +117,12 @@ RECORDED: dict[str, str] = {
     "mistral, by name": f"[TOOL_CALLS]find_trains[ARGS]{JSON}[TOOL_CALLS]now[ARGS]{{}}",
     "nemotron_json": f"<TOOLCALL>[{', '.join(OBJECTS)}]</TOOLCALL>",
     "olmo3": "<function_calls>" + "\n".join(PYTHON) + "</function_calls>",
-    "openai": "<|channel|>final<|message|>Let me look.<|end|><|start|>assistant<|channel|>commentary "
-    f"to=functions.find_trains <|constrain|>json<|message|>{JSON}<|call|>"
-    "<|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>",
+    "openai": (
+        "<|channel|>final<|message|>Let me "
+        "look.<|end|><|start|>assistant<|channel|>commentary to=functions.find_trains "
+        f"<|constrain|>json<|message|>{JSON}<|call|><|start|>assistant<|channel|>commentary "
+        "to=functions.now <|constrain|>json<|message|>{}<|call|>"
+    ),
     "phi4_mini_json": f"functools[{', '.join(OBJECTS)}]",
     "poolside_v1": GLM,
     "pythonic": PYTHONIC,
@@ -129,7 +142,15 @@ RECORDED: dict[str, str] = {
     "xlam": f"[{', '.join(OBJECTS)}]",
     "xlam, in a fence": f"```json\n[{', '.join(OBJECTS)}]\n```",
 }
-ALONE = {"llama3_json", "llama4_json", "llama4_pythonic", "openai", "pythonic", "xlam", "xlam, in a fence"}
+ALONE = {
+    "llama3_json",
+    "llama4_json",
+    "llama4_pythonic",
+    "openai",
+    "pythonic",
+    "xlam",
+    "xlam, in a fence",
+}
 
 
 def joined(pieces) -> tuple[str, str, list[tuple[str, str]]]:

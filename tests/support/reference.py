@@ -23,13 +23,17 @@ class Double(TorchFunctionMode):
     """What asks for float32 gets float64."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        given = {key: torch.float64 if value == torch.float32 else value for key, value in (kwargs or {}).items()}
+        given = {
+            key: torch.float64 if value == torch.float32 else value
+            for key, value in (kwargs or {}).items()
+        }
         return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **given)
 
 
 def rounded_once(rule):
-    """Frequencies as exact as float32 can hold them: transformers rounds at each step of scaling them, and a last
-    bit of a frequency, times a position, is more than all the rest of a model in float32 gets wrong."""
+    """Frequencies as exact as float32 can hold them: transformers rounds at each step of scaling
+    them, and a last bit of a frequency, times a position, is more than all the rest of a model in
+    float32 gets wrong."""
 
     def frequencies(*args, **kwargs):
         with Double():
@@ -43,11 +47,17 @@ ROPE_INIT_FUNCTIONS.update({kind: rounded_once(rule) for kind, rule in ROPE_INIT
 
 
 def auto_class(config):
-    """What makes a model of a config: some that also see are known by that alone, and encoders by their class."""
+    """What makes a model of a config: some that also see are known by that alone, and encoders by
+    their class.
+    """
     if str((config.architectures or [None])[0]).endswith("Model"):
         return transformers.AutoModel
     causal = transformers.AutoModelForCausalLM
-    return causal if type(config) in causal._model_mapping else transformers.AutoModelForImageTextToText
+    return (
+        causal
+        if type(config) in causal._model_mapping
+        else transformers.AutoModelForImageTextToText
+    )
 
 
 def built(config):
@@ -56,7 +66,9 @@ def built(config):
 
 
 def tensor_shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
-    """The tensors that transformers saves for a config, under the names that the variant's checkpoints have."""
+    """The tensors that transformers saves for a config, under the names that the variant's
+    checkpoints have.
+    """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(variant.config))
         config = transformers.AutoConfig.from_pretrained(folder)
@@ -74,7 +86,10 @@ def pack(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     for name, shape in shapes.items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             E, into, out = shape
-            packed |= {f"{name}_blocks": (E, out, into // 32, 16), f"{name}_scales": (E, out, into // 32)}
+            packed |= {
+                f"{name}_blocks": (E, out, into // 32, 16),
+                f"{name}_scales": (E, out, into // 32),
+            }
         else:
             packed[name] = shape
     return packed
@@ -113,7 +128,9 @@ def hidden(model, ids: list[int]) -> np.ndarray:
 
 
 def unsteadiness(model, ids: list[int]) -> float:
-    """How far float32 logits are from float64 ones: large where two experts or two rotations are nearly tied."""
+    """How far float32 logits are from float64 ones: large where two experts or two rotations are
+    nearly tied.
+    """
     single = logits(model, ids)
     double = logits(model.double(), ids)
     model.float()
@@ -121,7 +138,9 @@ def unsteadiness(model, ids: list[int]) -> float:
 
 
 def softness(model, ids: list[int]) -> np.ndarray:
-    """[T]: how far a row's logits go where every weight and rotation moves by half of its last bit."""
+    """[T]: how far a row's logits go where every weight and rotation moves by half of its last
+    bit.
+    """
     expected = logits(model, ids)
     most = np.zeros(len(ids), np.float32)
     for seed in range(4):

@@ -1,4 +1,6 @@
-"""A server in a thread, for tests that speak to it over a socket; and an engine that says what a test wants."""
+"""A server in a thread, for tests that speak to it over a socket; and an engine that says what a
+test wants.
+"""
 
 import asyncio
 import threading
@@ -18,7 +20,8 @@ from quire.serving.http.models import Model, Models
 from quire.serving.http.service import Service
 from quire.serving.http.settings import Formats, ServerSettings
 
-# A conversation as text that a script can look at: tools, then turns, as Hermes and Qwen write them.
+# A conversation as text that a script can look at: tools, then turns, as Hermes and Qwen write
+# them.
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
     "{% for message in messages %}<{{ message.role }}>"
@@ -31,7 +34,9 @@ FORMATS = Formats("hermes", "qwen3", chat_template=TEMPLATE)
 
 
 class Script:
-    """A device that draws from each row what `say(prompt text)` answers, token by token, and then the end."""
+    """A device that draws from each row what `say(prompt text)` answers, token by token, and then
+    the end.
+    """
 
     def __init__(self, engine: Any, say: Callable[[str], str]):
         self.engine = engine
@@ -77,7 +82,11 @@ class Script:
         for item in items:
             count = len(item.scores) + item.draws
             if count:
-                outputs.append(SampledTokens(item, row, 0, [int(tokens[row + count - 1])] if item.draws else []))
+                outputs.append(
+                    SampledTokens(
+                        item, row, 0, [int(tokens[row + count - 1])] if item.draws else []
+                    )
+                )
                 row += count
         return StepResult(step, outputs, sampled, hidden)
 
@@ -94,7 +103,9 @@ class Script:
         return token
 
 
-def scripted(say: Callable[[str], str], num_seqs: int = 16, longest: int = 1000) -> tuple[Any, Script]:
+def scripted(
+    say: Callable[[str], str], num_seqs: int = 16, longest: int = 1000
+) -> tuple[Any, Script]:
     """An engine whose device follows a script."""
     engine = pretended_engine(num_seqs, longest)
     script = Script(engine, say)

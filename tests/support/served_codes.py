@@ -1,4 +1,6 @@
-"""A model in codes through the whole engine: near the dense model of the same numbers, and the same in company."""
+"""A model in codes through the whole engine: near the dense model of the same numbers, and the same
+in company.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,10 @@ from quire.tests.support import uncached
 
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_logprobs": 96}
 # So many that a row which falls on the other side of a rounding to eight bits does not decide.
-PROMPTS = [[1] * 20, *(np.random.default_rng(n).integers(1, 96, 2 + n % 18).tolist() for n in range(31))]
+PROMPTS = [
+    [1] * 20,
+    *(np.random.default_rng(n).integers(1, 96, 2 + n % 18).tolist() for n in range(31)),
+]
 RUN = jax.jit(uncached.forward, static_argnums=2)
 
 
@@ -29,7 +34,10 @@ def check(llm: LLM, dense: Path, prompts: list[list[int]] = PROMPTS, times: floa
     assert size(found - exact) < times * size(rounded - exact)
     for prompt, one in zip(prompts, together, strict=True):
         alone = llm.generate(prompt, params)[0].outputs[0]
-        assert (alone.token_ids, alone.logprobs) == (one.outputs[0].token_ids, one.outputs[0].logprobs)
+        assert (alone.token_ids, alone.logprobs) == (
+            one.outputs[0].token_ids,
+            one.outputs[0].logprobs,
+        )
 
 
 def size(x: np.ndarray) -> float:

@@ -23,26 +23,41 @@ def integers(draw) -> dict[str, Any]:
 def strings(draw) -> dict[str, Any]:
     least = draw(st.integers(0, 3))
     sized = {"minLength": least, "maxLength": least + draw(st.integers(0, 6))}
-    return {"type": "string", **draw(st.sampled_from([sized, {"pattern": "^[a-c]{1,4}-\\d{2}$"}, {"format": "date"}]))}
+    return {
+        "type": "string",
+        **draw(st.sampled_from([sized, {"pattern": "^[a-c]{1,4}-\\d{2}$"}, {"format": "date"}])),
+    }
 
 
 @st.composite
 def objects(draw, inner) -> dict[str, Any]:
     properties = draw(st.dictionaries(NAMES, inner, max_size=3))
     required = [name for name in properties if draw(st.booleans())]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
 
 
 @st.composite
 def arrays(draw, inner) -> dict[str, Any]:
     least = draw(st.integers(0, 2))
-    return {"type": "array", "items": draw(inner), "minItems": least, "maxItems": least + draw(st.integers(0, 2))}
+    return {
+        "type": "array",
+        "items": draw(inner),
+        "minItems": least,
+        "maxItems": least + draw(st.integers(0, 2)),
+    }
 
 
 LEAVES = (
     integers()
     | strings()
-    | st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": "number", "minimum": 0, "maximum": 1}])
+    | st.sampled_from(
+        [{"type": "boolean"}, {"type": "null"}, {"type": "number", "minimum": 0, "maximum": 1}]
+    )
     | st.builds(lambda values: {"enum": values}, st.lists(SCALARS, min_size=1, max_size=4))
     | st.builds(lambda value: {"const": value}, SCALARS)
 )
@@ -120,8 +135,16 @@ def hostile() -> Iterator[dict[str, Any]]:
             yield {"json": nested(min(size, 60_000 // (len(word) + 6)), "{}", word)}
         yield {"json": json.dumps({"enum": many[: size // 3 + 1]})}
         yield {"json": json.dumps({"type": "object", "required": many[: size // 5 + 1]})}
-        yield {"json": json.dumps({"anyOf": [{"pattern": f"^{name}.*y$"} for name in many[: size // 5 + 1]]})}
-        yield {"json": json.dumps({"properties": {name: {"type": "integer"} for name in many[: size // 6 + 1]}})}
+        yield {
+            "json": json.dumps(
+                {"anyOf": [{"pattern": f"^{name}.*y$"} for name in many[: size // 5 + 1]]}
+            )
+        }
+        yield {
+            "json": json.dumps(
+                {"properties": {name: {"type": "integer"} for name in many[: size // 6 + 1]}}
+            )
+        }
         yield {"regex": "(" * size + "a" + ")" * size if size < 8000 else "(" * 16_000}
         yield {"regex": f"(a|b)*a(a|b){{{size}}}"}
         yield {"regex": f"(.*a.{{{size}}}){{10}}"}
@@ -131,32 +154,78 @@ def hostile() -> Iterator[dict[str, Any]]:
         yield {"grammar": "start: " + "[" * min(size, 8000) + '"a"' + "]" * min(size, 8000)}
         yield {"grammar": "start: %json " + nested(min(size, 1500))}
         yield {"grammar": f'start: a{{1,{size}}}\na: b{{{size}}}\nb: c{{{size}}}\nc: "x"'}
-        yield {"grammar": "start: a0\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(min(size, 900)))}
+        yield {
+            "grammar": "start: a0\n"
+            + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(min(size, 900)))
+        }
         yield {"grammar": "root ::= " + "(" * min(size, 8000) + '"a"' + ")" * min(size, 8000)}
         yield {
             "grammar": f'root ::= (((("a"{{{size % 2001}}}){{2000}}){{2000}}) | {"b " * (size // 2)}) root?\nb ::= "b"?'
         }
-        yield {"grammar": "root ::= a0 root?\n" + "\n".join(f"a{i} ::= a{i + 1}* a{i + 1}" for i in range(size // 20))}
-        yield {"grammar": "start: A\nA: " + " & ".join(f"/(a|b)*a(a|b){{{size + i}}}/" for i in range(5))}
+        yield {
+            "grammar": "root ::= a0 root?\n"
+            + "\n".join(f"a{i} ::= a{i + 1}* a{i + 1}" for i in range(size // 20))
+        }
+        yield {
+            "grammar": "start: A\nA: "
+            + " & ".join(f"/(a|b)*a(a|b){{{size + i}}}/" for i in range(5))
+        }
     for number in (10**9, 2**31, 2**63, 10**30, -1, 0.5):
-        for word in ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"):
+        for word in (
+            "minItems",
+            "maxItems",
+            "minLength",
+            "maxLength",
+            "minProperties",
+            "maxProperties",
+        ):
             kind = "array" if "Items" in word else "string" if "Length" in word else "object"
             yield {"json": {"type": kind, word: number}}
         yield {"json": {"type": "integer", "multipleOf": number}}
         yield {"json": {"type": "number", "minimum": number, "maximum": -number}}
     for number in (99_991, 1_000_003, 123_456_789, 1e-10, 1.234567e-7, 0):
         yield {"json": {"type": "integer", "multipleOf": number}}
-        yield {"json": {"type": "number", "multipleOf": number, "minimum": -1e308, "maximum": 1e308}}
+        yield {
+            "json": {"type": "number", "multipleOf": number, "minimum": -1e308, "maximum": 1e308}
+        }
     yield {"json": {"allOf": [{"multipleOf": prime} for prime in (9973, 9967, 9949, 9941)]}}
     yield {
         "json": {
-            "allOf": [{"anyOf": [{"properties": {f"{i} {j}": {"const": j}}} for j in range(5)]} for i in range(10)]
+            "allOf": [
+                {"anyOf": [{"properties": {f"{i} {j}": {"const": j}}} for j in range(5)]}
+                for i in range(10)
+            ]
         }
     }
-    for target in ("#", "#/$defs/a", "#/nothing", "http://127.0.0.1:9/x", "file:///etc/passwd", "//", "", "\x00"):
-        yield {"json": {"$ref": target, "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}}
+    for target in (
+        "#",
+        "#/$defs/a",
+        "#/nothing",
+        "http://127.0.0.1:9/x",
+        "file:///etc/passwd",
+        "//",
+        "",
+        "\x00",
+    ):
+        yield {
+            "json": {
+                "$ref": target,
+                "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+            }
+        }
         yield {"json": {"type": "object", "properties": {"a": {"$ref": target}}, "required": ["a"]}}
-    for word in ("type", "properties", "items", "required", "enum", "pattern", "anyOf", "$ref", "$defs", "format"):
+    for word in (
+        "type",
+        "properties",
+        "items",
+        "required",
+        "enum",
+        "pattern",
+        "anyOf",
+        "$ref",
+        "$defs",
+        "format",
+    ):
         for wrong in (5, "x", [], {"a": 1}, [[[]]]):
             yield {"json": {word: wrong}}
     for text in (

@@ -1,4 +1,6 @@
-"""Arrays in the order in which the devices of a mesh hold them: equal cuts of these are the shards."""
+"""Arrays in the order in which the devices of a mesh hold them: equal cuts of these are the
+shards.
+"""
 
 from quire.sharding.mesh import shard_layouts, take_elements
 

@@ -1,4 +1,6 @@
-"""What the tests of official clients talk with: a model that follows a script, and the bundled one."""
+"""What the tests of official clients talk with: a model that follows a script, and the bundled
+one.
+"""
 
 import json
 import re
@@ -13,12 +15,15 @@ from quire.serving.http.models import Model
 from quire.serving.http.settings import Formats
 from quire.tests.support.served import model_of, scripted, served
 
-TURN = re.compile(r"<(system|user|assistant|tool)>(.*?)(?=<(?:system|user|assistant|tool)>|\Z)", re.DOTALL)
-# The bundled model's own turns. It was not taught tools: they have a place here, but tell it nothing.
+TURN = re.compile(
+    r"<(system|user|assistant|tool)>(.*?)(?=<(?:system|user|assistant|tool)>|\Z)", re.DOTALL
+)
+# The bundled model's own turns. It was not taught tools: they have a place here, but tell it
+# nothing.
 PLAIN = (
-    "{{ bos_token }}{% if tools %}{% endif %}{% for message in messages %}"
-    "{{ '<|' ~ ('user' if message.role == 'tool' else message.role) ~ '|>' ~ message.content ~ '<|end|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{{ bos_token }}{% if tools %}{% endif %}{% for message in messages %}{{ '<|' ~ ('user' if "
+    "message.role == 'tool' else message.role) ~ '|>' ~ message.content ~ '<|end|>' }}{% endfor "
+    "%}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 # What the bundled model answers, being sure of it.
 SORT = "Sort: 39 84 36 90"
@@ -29,7 +34,9 @@ LIST = "Remember this list.\n- Ravi: snow\n- Ella: farm\n- Emma: glass\n\nWhat d
 
 
 def say(prompt: str) -> str:
-    """What the last turn asks for: calls, thoughts, many words, what tools said, or the turn itself again."""
+    """What the last turn asks for: calls, thoughts, many words, what tools said, or the turn itself
+    again.
+    """
     turns = TURN.findall(prompt)
     asked = next(text for role, text in reversed(turns) if role != "assistant")
     results = [text for role, text in turns if role == "tool"]
@@ -37,10 +44,18 @@ def say(prompt: str) -> str:
         return f"It is {' and '.join(results)}."
     thought = "<think>\nI must look.\n</think>\n\n" if "think" in asked else ""
     if "<tools>" in prompt and "weather" in asked:
-        calls = [{"name": "weather", "arguments": {"city": city}} for city in re.findall(r"in (\w+)", asked)]
-        return f"{thought}I look. " + "".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>\n" for call in calls)
+        calls = [
+            {"name": "weather", "arguments": {"city": city}}
+            for city in re.findall(r"in (\w+)", asked)
+        ]
+        return f"{thought}I look. " + "".join(
+            f"<tool_call>\n{json.dumps(call)}\n</tool_call>\n" for call in calls
+        )
     if "<tools>" in prompt and (asked_for := re.search(r"sum of (.+)", asked)):
-        return f"I add. <tool_call>\n{json.dumps({'name': 'sums', 'arguments': {'input': asked_for[1]}})}\n</tool_call>"
+        return (
+            "I add. "
+            f"<tool_call>\n{json.dumps({'name': 'sums', 'arguments': {'input': asked_for[1]}})}\n</tool_call>"
+        )
     if "Write a summary" in asked:
         return "They greeted."
     if "count" in asked:
@@ -66,7 +81,9 @@ def scripted_server(formats: Formats, **chosen: Any) -> Iterator[Any]:
 @contextmanager
 def bundled_server(formats: Formats | None = None) -> Iterator[Any]:
     """A server of the bundled model."""
-    options = make_options(None, max_num_seqs=8, max_num_batched_tokens=128, kv_cache_memory_bytes=32 << 20)
+    options = make_options(
+        None, max_num_seqs=8, max_num_batched_tokens=128, kv_cache_memory_bytes=32 << 20
+    )
     formats = formats or Formats("none", chat_template=PLAIN)
     with served(Model(("quill",), lambda: make_engine(options)), formats=formats) as state:
         state.engine = state.service.models.models[0].llm.engine

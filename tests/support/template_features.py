@@ -1,4 +1,6 @@
-"""Chat templates with what few families have, and the conversations that show it; the prompts are those of transformers."""
+"""Chat templates with what few families have, and the conversations that show it; the prompts are
+those of transformers.
+"""
 
 # ruff: noqa: E501 - a prompt is one line, however long
 
@@ -97,10 +99,17 @@ NUMBERS: dict[str, Any] = {
     "large": 1e22, "small": -2.5e-7, "plain": 0.25, "whole": 3, "on": True, "none": None,
     "list": [1e16, "a", None], "object": {"é": 1e-5}, "text": "1e5",
 }  # fmt: skip
-NUMBERED = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": NUMBERS}}]}
+NUMBERED = {
+    "role": "assistant",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": NUMBERS}}],
+}
 PARTED = {
     "role": "user",
-    "content": [{"type": "image"}, {"type": "text", "text": " one "}, {"type": "text", "text": "two"}],
+    "content": [
+        {"type": "image"},
+        {"type": "text", "text": " one "},
+        {"type": "text", "text": "two"},
+    ],
 }
 
 FEATURES = {
@@ -117,8 +126,14 @@ FEATURES = {
     ),
     "fields that are None": Case(
         FIELDS,
-        [AGAIN | {"name": None}, THOUGHT, SUNNY | {"tool_calls": None}, {"role": "assistant", "content": "So", "thinking": " Hm"}],
-        "<user>More?</><assistant><think>Where? In Paris.</think>-|1</><tool>sunny</><assistant><think>Hm</think>So</>",
+        [
+            AGAIN | {"name": None},
+            THOUGHT,
+            SUNNY | {"tool_calls": None},
+            {"role": "assistant", "content": "So", "thinking": " Hm"},
+        ],
+        "<user>More?</><assistant><think>Where? In "
+        "Paris.</think>-|1</><tool>sunny</><assistant><think>Hm</think>So</>",
     ),
     "parts and what is not defined": Case(
         PARTS,
@@ -139,15 +154,22 @@ FEATURES = {
         [AGAIN, WARM],
         "<s>system\nYou help. {{ so }}</s>\n<s>user\nMore?</s>\n<s>tool\n20 °C</s>\n<s>assistant",
     ),
-}  # fmt: skip
+}
 
-# Expressions that need more than minijinja has, with the messages below, and what transformers writes.
-EXPRESSED = [{"role": "user", "content": "a-b-c", "f": 1.0, "l": [1.0, "x"], "m": {"k": 2.0}, "n": 3}]
+# Expressions that need more than minijinja has, with the messages below, and what transformers
+# writes.
+EXPRESSED = [
+    {"role": "user", "content": "a-b-c", "f": 1.0, "l": [1.0, "x"], "m": {"k": 2.0}, "n": 3}
+]
 EXPRESSIONS = {
     "{{ messages[0].f|tojson }} {{ messages[0].l|tojson }} {{ messages[0].l[0]|tojson }}": '1.0 [1.0, "x"] 1.0',
     "{% for k, v in messages[0].m.items() %}{{ k ~ v|tojson ~ v }}{% endfor %}": "k2.02.0",
-    "{{ messages[0].f is number }} {{ messages[0].f is float }} {{ messages[0].f|string }}": "True True 1.0",
-    "{% for c in 'abc' %}{{ c }}{{ loop.last }}{{ loop.length }}{{ loop.revindex }} {% endfor %}": "aFalse33 bFalse32 cTrue31 ",
+    "{{ messages[0].f is number }} {{ messages[0].f is float }} {{ messages[0].f|string }}": (
+        "True True 1.0"
+    ),
+    "{% for c in 'abc' %}{{ c }}{{ loop.last }}{{ loop.length }}{{ loop.revindex }} {% endfor %}": (
+        "aFalse33 bFalse32 cTrue31 "
+    ),
     "{% for c in messages[0].content if c != '-' %}{{ c }}{{ ',' if not loop.last }}{% endfor %}": "a,b,c",
     "{% for k, v in messages[0].m|items %}{{ k }}{{ loop.last }}{% endfor %}": "kTrue",
     "{% for c in nothing %}{{ loop.last }}{% else %}none{% endfor %}": "none",
@@ -159,16 +181,33 @@ EXPRESSIONS = {
     "{{ messages[0] . content . rpartition ( '-' ) [ 0 ] }}": "a-b",
     "{{ messages[0].get('content')[2:].rsplit('-')[-1] }}": "c",
     "{{ 'a-b'.partition('-') }}": "('a', '-', 'b')",
-    "{{ 'abc'.index('c') }} {{ -'abc'.index('c') }} {{ [1, 2][ 'ab'.index('b') ] }} {{ ['a', 'b'].index('b') }}": "2 -2 2 1",
+    (
+        "{{ 'abc'.index('c') }} {{ -'abc'.index('c') }} {{ [1, 2][ 'ab'.index('b') ] }} {{ ['a', "
+        "'b'].index('b') }}"
+    ): ("2 -2 2 1"),
     "{{ '7'.zfill(3) ~ 'x'.ljust(3) ~ 'y'.rjust(2) ~ 'z'.center(3, '*') }}": "007x   y*z*",
     "{{ 'aB'.swapcase() }}{{ 'ß'.casefold() }}{{ ' '.isspace() }}{{ not 'a'.isspace() }}": "AbssTrueTrue",
-    "{% set x = 'a b'.rsplit(' ') %}{{ x[1] }}{% macro f(x) %}{{ x.zfill(2) }}{% endmacro %}{{ f('1') }}": "b01",
-    "{% raw %}{{ 'a'.zfill(3) }}{% endraw %}{{ 'a'.zfill(3) }}{# 'a'.zfill(3) #}": "{{ 'a'.zfill(3) }}00a",
+    (
+        "{% set x = 'a b'.rsplit(' ') %}{{ x[1] }}{% macro f(x) %}{{ x.zfill(2) }}{% endmacro %}{{ "
+        "f('1') }}"
+    ): "b01",
+    "{% raw %}{{ 'a'.zfill(3) }}{% endraw %}{{ 'a'.zfill(3) }}{# 'a'.zfill(3) #}": (
+        "{{ 'a'.zfill(3) }}00a"
+    ),
     "{{ '.rsplit(' }} {{ '% s' }} {{ '\\'%'|length }}": ".rsplit( % s 2",
     "{{ '%s and %d' % (messages[0].content, 3) }}": "a-b-c and 3",
-    "{{ '%05.1f' % 3.14159 }} {{ '%(a)s' % {'a': 3} }} {{ '%s' % messages[0].content|upper }}!": "003.1 3 A-B-C!",
-    "{{ '%s' % 'a' ~ 'b' }} {{ '%s%s' % ('a', 'b') + 'c' }} {{ 7 % 4 }} {{ messages|length % 2 }}": "ab abc 3 1",
+    "{{ '%05.1f' % 3.14159 }} {{ '%(a)s' % {'a': 3} }} {{ '%s' % messages[0].content|upper }}!": (
+        "003.1 3 A-B-C!"
+    ),
+    "{{ '%s' % 'a' ~ 'b' }} {{ '%s%s' % ('a', 'b') + 'c' }} {{ 7 % 4 }} {{ messages|length % 2 }}": (
+        "ab abc 3 1"
+    ),
     "{% if '%s' % 'a' == 'a' %}yes{% endif %}": "yes",
-    "{{ '<'|safe + '>&' }} {{ '\"' + '<i>'|safe + '!' }} {{ '<'|safe ~ '>' }} {{ 1 + 2 }}{{ '<'|safe }}": "<&gt;&amp; &#34;<i>! <> 3<",
-    "{{ 'a b'|safe|upper }}{{ ' a '|safe|trim }}{{ 'abc'|safe|length }}{{ 'a'|safe is string }}": "A Ba3True",
+    (
+        "{{ '<'|safe + '>&' }} {{ '\"' + '<i>'|safe + '!' }} {{ '<'|safe ~ '>' }} {{ 1 + 2 }}{{ "
+        "'<'|safe }}"
+    ): ("<&gt;&amp; &#34;<i>! <> 3<"),
+    "{{ 'a b'|safe|upper }}{{ ' a '|safe|trim }}{{ 'abc'|safe|length }}{{ 'a'|safe is string }}": (
+        "A Ba3True"
+    ),
 }

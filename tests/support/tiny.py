@@ -7,11 +7,20 @@ import numpy as np
 from safetensors.numpy import save_file
 
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "hidden_size": 32,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
     "torch_dtype": "float32",
-}  # fmt: skip
+}
 
 
 def shapes(config: dict) -> dict[str, tuple[int, ...]]:
@@ -26,8 +35,14 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
         found["lm_head.weight"] = (V, D)
     for i in range(config["num_hidden_layers"]):
         at = f"model.layers.{i}"
-        found |= {f"{at}.input_layernorm.weight": (D,), f"{at}.post_attention_layernorm.weight": (D,)}
-        found |= {f"{at}.self_attn.{x}_proj.weight": (n * D // N, D) for x, n in (("q", N), ("k", K), ("v", K))}
+        found |= {
+            f"{at}.input_layernorm.weight": (D,),
+            f"{at}.post_attention_layernorm.weight": (D,),
+        }
+        found |= {
+            f"{at}.self_attn.{x}_proj.weight": (n * D // N, D)
+            for x, n in (("q", N), ("k", K), ("v", K))
+        }
         found |= {f"{at}.self_attn.o_proj.weight": (D, D), f"{at}.mlp.down_proj.weight": (D, F)}
         found |= {f"{at}.mlp.{x}_proj.weight": (F, D) for x in ("gate", "up")}
     return found
@@ -36,7 +51,10 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
 def draw(config: dict, dtype=np.float32, seed: int = 0) -> dict[str, np.ndarray]:
     """Random tensors of these shapes."""
     rng = np.random.default_rng(seed)
-    return {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes(config).items()}
+    return {
+        name: rng.standard_normal(shape, np.float32).astype(dtype)
+        for name, shape in shapes(config).items()
+    }
 
 
 def even(shapes: dict[str, tuple[int, ...]], seed: int = 3) -> dict[str, np.ndarray]:
@@ -52,7 +70,9 @@ def even(shapes: dict[str, tuple[int, ...]], seed: int = 3) -> dict[str, np.ndar
     }
 
 
-def write(folder: Path, config: dict = LLAMA, tensors: dict | None = None, shards: int = 1) -> dict[str, np.ndarray]:
+def write(
+    folder: Path, config: dict = LLAMA, tensors: dict | None = None, shards: int = 1
+) -> dict[str, np.ndarray]:
     """A model folder; with more than one shard, an index beside them. The tensors are returned."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = draw(config) if tensors is None else tensors
@@ -60,8 +80,13 @@ def write(folder: Path, config: dict = LLAMA, tensors: dict | None = None, shard
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return tensors
-    where = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(sorted(tensors))}
+    where = {
+        name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors"
+        for i, name in enumerate(sorted(tensors))
+    }
     for file in set(where.values()):
         save_file({name: tensors[name] for name in tensors if where[name] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": where})
+    )
     return tensors

@@ -1,4 +1,6 @@
-"""A tiny DeepSeek-V3 folder with random weights, whose checkpoint brings a layer for further tokens."""
+"""A tiny DeepSeek-V3 folder with random weights, whose checkpoint brings a layer for further
+tokens.
+"""
 
 from pathlib import Path
 
@@ -9,15 +11,38 @@ from quire.tests.support import tiny
 D = 32
 V = 96
 CONFIG = {
-    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": V, "hidden_size": D,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 10000.0,
-    "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
-    "v_head_dim": 10, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
-    "n_shared_experts": 1, "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 1,
-    "topk_group": 1, "routed_scaling_factor": 2.5, "tie_word_embeddings": False, "num_nextn_predict_layers": 1,
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": V,
+    "hidden_size": D,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
+    "num_nextn_predict_layers": 1,
     "torch_dtype": "float32",
-}  # fmt: skip
+}
 
 
 def shapes(config: dict) -> dict[str, tuple[int, ...]]:
@@ -28,10 +53,17 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
     nope = config["qk_nope_head_dim"]
     rope = config["qk_rope_head_dim"]
     wide_v = config["v_head_dim"]
-    found = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,), "lm_head.weight": (V, D)}
+    found = {
+        "model.embed_tokens.weight": (V, D),
+        "model.norm.weight": (D,),
+        "lm_head.weight": (V, D),
+    }
     for i in range(config["num_hidden_layers"] + 1):
         at = f"model.layers.{i}"
-        found |= {f"{at}.input_layernorm.weight": (D,), f"{at}.post_attention_layernorm.weight": (D,)}
+        found |= {
+            f"{at}.input_layernorm.weight": (D,),
+            f"{at}.post_attention_layernorm.weight": (D,),
+        }
         found |= {
             f"{at}.self_attn.q_a_proj.weight": (R, D), f"{at}.self_attn.q_a_layernorm.weight": (R,),
             f"{at}.self_attn.q_b_proj.weight": (N * (nope + rope), R),

@@ -1,4 +1,6 @@
-"""A tiny Llama as a GGUF file, written by the format's own package as llama.cpp's converter does."""
+"""A tiny Llama as a GGUF file, written by the format's own package as llama.cpp's converter
+does.
+"""
 
 from pathlib import Path
 
@@ -8,20 +10,33 @@ import numpy as np
 from quire.tests.support import tiny
 
 LLAMA = tiny.LLAMA | {
-    "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "max_position_embeddings": 256, "rope_theta": 10000.0,
-}  # fmt: skip
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "rope_theta": 10000.0,
+}
 # Where a block has its float16 scales, and how large these are for weights of about one.
 SCALES = {
-    "Q4_K": ((0, 2), 1 / 300), "Q5_K": ((0, 2), 1 / 600), "Q6_K": ((208,), 1 / 1200), "Q3_K": ((108,), 1 / 40),
-    "Q2_K": ((80, 82), 1 / 15), "IQ4_NL": ((0,), 1 / 70), "IQ4_XS": ((0,), 1 / 1200), "IQ3_S": ((0,), 1 / 40),
-    "IQ2_XXS": ((0,), 1 / 15), "Q1_0": ((0,), 1),
-}  # fmt: skip
+    "Q4_K": ((0, 2), 1 / 300),
+    "Q5_K": ((0, 2), 1 / 600),
+    "Q6_K": ((208,), 1 / 1200),
+    "Q3_K": ((108,), 1 / 40),
+    "Q2_K": ((80, 82), 1 / 15),
+    "IQ4_NL": ((0,), 1 / 70),
+    "IQ4_XS": ((0,), 1 / 1200),
+    "IQ3_S": ((0,), 1 / 40),
+    "IQ2_XXS": ((0,), 1 / 15),
+    "Q1_0": ((0,), 1),
+}
 WORDS = "a story about fox who met small bird and went home in rain one two".split()
 
 
 def blocks(rng, value: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """A matrix in blocks, rounded by the package or, where it cannot, of random codes; and what they mean."""
+    """A matrix in blocks, rounded by the package or, where it cannot, of random codes; and what
+    they mean.
+    """
     number = gguf.GGMLQuantizationType[kind]
     if kind not in SCALES:
         data = gguf.quants.quantize(value, number)
@@ -30,14 +45,18 @@ def blocks(rng, value: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
         data = rng.integers(0, 256, (value.size // elements, nbytes), np.uint8)
         places, size = SCALES[kind]
         for at in places:
-            scale = (rng.uniform(0.5, 1, len(data)) * size / np.sqrt(value.shape[-1])).astype(np.float16)
+            scale = (rng.uniform(0.5, 1, len(data)) * size / np.sqrt(value.shape[-1])).astype(
+                np.float16
+            )
             data[:, at : at + 2] = scale.view(np.uint8).reshape(-1, 2)
         data = data.reshape(len(value), -1)
     return data, decoded(data, number)
 
 
 def decoded(data: np.ndarray, number: gguf.GGMLQuantizationType) -> np.ndarray:
-    """What blocks uint8 [..., bytes] mean, as the package has it; Q1_0, which it has not, as llama.cpp's code does."""
+    """What blocks uint8 [..., bytes] mean, as the package has it; Q1_0, which it has not, as
+    llama.cpp's code does.
+    """
     if number.name != "Q1_0":
         return gguf.quants.dequantize(data, number)
     each = data.reshape(-1, 18)
@@ -48,14 +67,20 @@ def decoded(data: np.ndarray, number: gguf.GGMLQuantizationType) -> np.ndarray:
 
 
 def side_by_side(value: np.ndarray, heads: int) -> np.ndarray:
-    """Rows as llama.cpp rotates them: the first of one half of a head, the first of the other, and so on."""
+    """Rows as llama.cpp rotates them: the first of one half of a head, the first of the other, and
+    so on.
+    """
     rows, columns = value.shape
-    return value.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    return (
+        value.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    )
 
 
 def halves(value: np.ndarray, heads: int) -> np.ndarray:
     rows, columns = value.shape
-    return value.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    return (
+        value.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    )
 
 
 def tokens(size: int) -> tuple[list[str], list[float], list[int]]:
@@ -67,8 +92,12 @@ def tokens(size: int) -> tuple[list[str], list[float], list[int]]:
     return pieces, [-float(i) for i in range(len(pieces))], kinds
 
 
-def write(file: Path, kind: str, config: dict = LLAMA, seed: int = 0, other: str | None = None, **writer):
-    """The file, and every tensor in float32 by the checkpoint's names; `other`: the type of the values' matrices."""
+def write(
+    file: Path, kind: str, config: dict = LLAMA, seed: int = 0, other: str | None = None, **writer
+):
+    """The file, and every tensor in float32 by the checkpoint's names; `other`: the type of the
+    values' matrices.
+    """
     rng = np.random.default_rng(seed)
     N = config["num_attention_heads"]
     K = config["num_key_value_heads"]

@@ -1,4 +1,6 @@
-"""Tiny mixtures of experts with random weights, by the names that their checkpoints and adapters have."""
+"""Tiny mixtures of experts with random weights, by the names that their checkpoints and
+adapters have.
+"""
 
 from pathlib import Path
 
@@ -10,33 +12,55 @@ from quire.model.families.common import Source
 from quire.tests.support import peft, tiny
 
 SHARED = {
-    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
     "torch_dtype": "float32",
-}  # fmt: skip
+}
 MIXTRAL = SHARED | {
-    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "intermediate_size": 64, "num_local_experts": 4,
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "intermediate_size": 64,
+    "num_local_experts": 4,
     "num_experts_per_tok": 2,
-}  # fmt: skip
+}
 QWEN3_MOE = SHARED | {
-    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16, "intermediate_size": 48,
-    "moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 32,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
     "mlp_only_layers": [1],
-}  # fmt: skip
+}
 CONFIGS = {"mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE}
-EXPERTS = {"mixtral": ("w1", "w2", "w3"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}  # their projections
+# their projections
+EXPERTS = {"mixtral": ("w1", "w2", "w3"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
 ATTENTION = peft.EVERY[:4]
 MODULES = {  # of `lora_target_modules`, for all that can have adapters
-    "mixtral": [*ATTENTION, "experts", "gate", "lm_head"], "qwen3_moe": [*peft.EVERY, "experts", "gate", "lm_head"],
-}  # fmt: skip
+    "mixtral": [*ATTENTION, "experts", "gate", "lm_head"],
+    "qwen3_moe": [*peft.EVERY, "experts", "gate", "lm_head"],
+}
 
 
 def write(folder: Path, name: str) -> dict[str, np.ndarray]:
     """A model folder; the tensors are returned."""
     config = CONFIGS[name]
     tiny.write(folder, config, {})
-    found = jax.tree.leaves(weight_sources(read_config(folder)), is_leaf=lambda node: isinstance(node, Source))
+    found = jax.tree.leaves(
+        weight_sources(read_config(folder)), is_leaf=lambda node: isinstance(node, Source)
+    )
     shapes = {part.name: part.shape for source in found for part in source.parts}
     if name == "mixtral":
-        shapes = {each.replace(".mlp.", ".block_sparse_moe."): shape for each, shape in shapes.items()}
+        shapes = {
+            each.replace(".mlp.", ".block_sparse_moe."): shape for each, shape in shapes.items()
+        }
     return tiny.write(folder, config, tiny.even(shapes))

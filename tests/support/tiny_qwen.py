@@ -1,4 +1,6 @@
-"""A tiny Qwen3-Next folder with random weights, whose checkpoint brings a layer for further tokens."""
+"""A tiny Qwen3-Next folder with random weights, whose checkpoint brings a layer for further
+tokens.
+"""
 
 from pathlib import Path
 
@@ -14,14 +16,33 @@ V = 96
 F = 20
 EXPERTS = 6
 CONFIG = {
-    "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "vocab_size": V, "hidden_size": D,
-    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 10000.0,
-    "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "moe_intermediate_size": F, "num_experts": EXPERTS,
-    "num_experts_per_tok": 2, "norm_topk_prob": True, "shared_expert_intermediate_size": 24,
-    "tie_word_embeddings": False, "torch_dtype": "float32",
-}  # fmt: skip
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "vocab_size": V,
+    "hidden_size": D,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "moe_intermediate_size": F,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "shared_expert_intermediate_size": 24,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
 
 
 def mtp_shapes(config: dict) -> dict[str, tuple[int, ...]]:
@@ -30,14 +51,21 @@ def mtp_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     at = "mtp.layers.0"
     shared = config["shared_expert_intermediate_size"]
     found = {
-        "mtp.fc.weight": (D, 2 * D), "mtp.norm.weight": (D,), "mtp.pre_fc_norm_embedding.weight": (D,),
-        "mtp.pre_fc_norm_hidden.weight": (D,), f"{at}.input_layernorm.weight": (D,),
-        f"{at}.post_attention_layernorm.weight": (D,), f"{at}.self_attn.q_proj.weight": (2 * N * H, D),
-        f"{at}.self_attn.k_proj.weight": (K * H, D), f"{at}.self_attn.v_proj.weight": (K * H, D),
-        f"{at}.self_attn.q_norm.weight": (H,), f"{at}.self_attn.k_norm.weight": (H,),
-        f"{at}.self_attn.o_proj.weight": (D, N * H), f"{at}.mlp.gate.weight": (EXPERTS, D),
+        "mtp.fc.weight": (D, 2 * D),
+        "mtp.norm.weight": (D,),
+        "mtp.pre_fc_norm_embedding.weight": (D,),
+        "mtp.pre_fc_norm_hidden.weight": (D,),
+        f"{at}.input_layernorm.weight": (D,),
+        f"{at}.post_attention_layernorm.weight": (D,),
+        f"{at}.self_attn.q_proj.weight": (2 * N * H, D),
+        f"{at}.self_attn.k_proj.weight": (K * H, D),
+        f"{at}.self_attn.v_proj.weight": (K * H, D),
+        f"{at}.self_attn.q_norm.weight": (H,),
+        f"{at}.self_attn.k_norm.weight": (H,),
+        f"{at}.self_attn.o_proj.weight": (D, N * H),
+        f"{at}.mlp.gate.weight": (EXPERTS, D),
         f"{at}.mlp.shared_expert_gate.weight": (1, D),
-    }  # fmt: skip
+    }
     for here, width in [("shared_expert", shared), *((f"experts.{e}", F) for e in range(EXPERTS))]:
         found |= {f"{at}.mlp.{here}.{x}_proj.weight": (width, D) for x in ("gate", "up")}
         found[f"{at}.mlp.{here}.down_proj.weight"] = (D, width)
@@ -47,8 +75,12 @@ def mtp_shapes(config: dict) -> dict[str, tuple[int, ...]]:
 def write(folder: Path, config: dict = CONFIG) -> dict[str, np.ndarray]:
     """A model folder; the tensors are returned."""
     tiny.write(folder, config, {})
-    found = jax.tree.leaves(weight_sources(read_config(folder)), is_leaf=lambda node: isinstance(node, Source))
-    shapes = {part.name: part.shape for source in found for part in source.parts} | mtp_shapes(config)
+    found = jax.tree.leaves(
+        weight_sources(read_config(folder)), is_leaf=lambda node: isinstance(node, Source)
+    )
+    shapes = {part.name: part.shape for source in found for part in source.parts} | mtp_shapes(
+        config
+    )
     tensors = tiny.even(shapes)
     norms = [name for name in shapes if name.endswith("norm.weight") and "linear_attn" not in name]
     tensors |= {name: tensors[name] - np.float32(1) for name in norms}  # they count from 1

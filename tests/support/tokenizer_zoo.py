@@ -1,4 +1,6 @@
-"""Small tokenizers of every kind that checkpoints have, as Hugging Face folders, and text that is hard to split."""
+"""Small tokenizers of every kind that checkpoints have, as Hugging Face folders, and text that is
+hard to split.
+"""
 
 import json
 import random
@@ -23,7 +25,10 @@ TURN = "<|turn|>"
 SPECIAL = [BOS, EOS, TURN]
 CORPUS = [
     "Once upon a time a small fox lived by the river, and the river sang to the fox.",
-    "It's 12,345 o'clock; don't worry: we'll go there. (Yes!) \"Really?\" she said...\n\n\tindented = code(x)",
+    (
+        "It's 12,345 o'clock; don't worry: we'll go there. (Yes!) \"Really?\" she "
+        "said...\n\n\tindented = code(x)"
+    ),
     "naïve café Ångström, Straße, Привет мир, Γειά σου Κόσμε",
     "一只狐狸住在河边。 日本語のテキストです。 안녕하세요 세계",
     "emoji 🙂🙃 👨‍👩‍👧‍👦 🇫🇷 👍🏽 and math ∑∫≠∞ 𝔘𝔫𝔦",
@@ -55,7 +60,10 @@ def random_text(rng: random.Random, most: int = 40) -> str:
 
 
 def byte_level() -> Tokenizer:
-    """GPT-2's kind: Llama 3, Qwen, quill. Few merges, so that most characters are several tokens."""
+    """GPT-2's kind: Llama 3, Qwen, quill.
+
+    Few merges, so that most characters are several tokens.
+    """
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -68,7 +76,9 @@ def byte_level() -> Tokenizer:
             show_progress=False,
         ),
     )
-    core.post_processor = processors.TemplateProcessing(f"{BOS} $A", f"{BOS} $A {BOS} $B", [(BOS, 0)])
+    core.post_processor = processors.TemplateProcessing(
+        f"{BOS} $A", f"{BOS} $A {BOS} $B", [(BOS, 0)]
+    )
     return core
 
 
@@ -77,19 +87,26 @@ def byte_fallback(strip: bool = True) -> Tokenizer:
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Replace(" ", "▁")
     trained.train_from_iterator(
-        CORPUS[:1], trainers.BpeTrainer(vocab_size=80, special_tokens=["<unk>", *SPECIAL], show_progress=False)
+        CORPUS[:1],
+        trainers.BpeTrainer(vocab_size=80, special_tokens=["<unk>", *SPECIAL], show_progress=False),
     )
     model = json.loads(trained.to_str())["model"]
     names = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     names += [token for token in [*model["vocab"], "é", "🙂", "한", "\ufffd"] if token not in names]
     merges = [tuple(merge) for merge in model["merges"]]
-    core = Tokenizer(models.BPE(dict(zip(names, range(len(names)), strict=True)), merges, byte_fallback=True))
+    core = Tokenizer(
+        models.BPE(dict(zip(names, range(len(names)), strict=True)), merges, byte_fallback=True)
+    )
     core.add_special_tokens(["<unk>", *SPECIAL])
     prepend = [normalizers.Prepend("▁")] if strip else []
     core.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
     stripped = [decoders.Strip(" ", 1, 0)] if strip else []
-    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *stripped])
-    core.post_processor = processors.TemplateProcessing(f"{BOS} $A", f"{BOS} $A {BOS} $B", [(BOS, 1)])
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
+    )
+    core.post_processor = processors.TemplateProcessing(
+        f"{BOS} $A", f"{BOS} $A {BOS} $B", [(BOS, 1)]
+    )
     return core
 
 
@@ -107,7 +124,10 @@ def unigram() -> Tokenizer:
     core.train_from_iterator(
         CORPUS,
         trainers.UnigramTrainer(
-            vocab_size=300, special_tokens=["<unk>", *SPECIAL], unk_token="<unk>", show_progress=False
+            vocab_size=300,
+            special_tokens=["<unk>", *SPECIAL],
+            unk_token="<unk>",
+            show_progress=False,
         ),
     )
     return core
@@ -121,7 +141,9 @@ def word_piece() -> Tokenizer:
     core.decoder = decoders.WordPiece()
     core.train_from_iterator(
         CORPUS,
-        trainers.WordPieceTrainer(vocab_size=300, special_tokens=["<unk>", *SPECIAL], show_progress=False),
+        trainers.WordPieceTrainer(
+            vocab_size=300, special_tokens=["<unk>", *SPECIAL], show_progress=False
+        ),
     )
     return core
 
@@ -134,7 +156,10 @@ def end_of_word() -> Tokenizer:
     core.train_from_iterator(
         CORPUS,
         trainers.BpeTrainer(
-            vocab_size=300, special_tokens=["<unk>", *SPECIAL], end_of_word_suffix="</w>", show_progress=False
+            vocab_size=300,
+            special_tokens=["<unk>", *SPECIAL],
+            end_of_word_suffix="</w>",
+            show_progress=False,
         ),
     )
     return core
@@ -142,7 +167,14 @@ def end_of_word() -> Tokenizer:
 
 ZOO: dict[str, Callable[[], Tokenizer]] = {
     make.__name__: make
-    for make in (byte_level, byte_fallback, byte_fallback_unstripped, unigram, word_piece, end_of_word)
+    for make in (
+        byte_level,
+        byte_fallback,
+        byte_fallback_unstripped,
+        unigram,
+        word_piece,
+        end_of_word,
+    )
 }
 
 

@@ -7,7 +7,14 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from quire.serving.parsing import REASONING, REFUSED_REASONING, REFUSED_TOOLS, TOOL_FORMS, harmony, mistral
+from quire.serving.parsing import (
+    REASONING,
+    REFUSED_REASONING,
+    REFUSED_TOOLS,
+    TOOL_FORMS,
+    harmony,
+    mistral,
+)
 from quire.serving.parsing.form import Form, split_template
 from quire.serving.parsing.thoughts import Thoughts
 
@@ -87,15 +94,25 @@ RATES = {
 
 def main_form(name: str) -> Form:
     form = TOOL_FORMS[name]
-    return form if isinstance(form, Form) else harmony.call_form(()) if form == ".harmony" else mistral.NAMED
+    return (
+        form
+        if isinstance(form, Form)
+        else harmony.call_form(())
+        if form == ".harmony"
+        else mistral.NAMED
+    )
 
 
 def sample(form: Form) -> str:
     """A call as a model writes it."""
-    pairs = [(key, str(value), "true" if isinstance(value, str) else "false") for key, value in VALUES.items()]
+    pairs = [
+        (key, str(value), "true" if isinstance(value, str) else "false")
+        for key, value in VALUES.items()
+    ]
     inner = [
         "".join(
-            text or {"key": key, "value": value, "kind": kind}[hole] for hole, text in split_template(form.parameter)
+            text or {"key": key, "value": value, "kind": kind}[hole]
+            for hole, text in split_template(form.parameter)
         )
         for key, value, kind in pairs
     ]
@@ -127,39 +144,72 @@ def grouped(names: Iterable[tuple[str, object]]) -> dict[object, list[str]]:
 def rates() -> list[str]:
     """How often real models that leave out the marks are understood."""
     head = [
-        "Calls without marks, by real models. Of fifty prompts that want a call: those answered by a call of the",
-        "right function with arguments that fit it, by one of another function, and by text (of a function that",
-        "does not exist). Of fifty that ask for JSON with tools beside it: those that the model answers by nothing",
-        "but a call of one of the tools, which the server cannot tell from one that is wanted. Before, no answer",
+        (
+            "Calls without marks, by real models. Of fifty prompts that want a call: those "
+            "answered by a call of the"
+        ),
+        (
+            "right function with arguments that fit it, by one of another function, and by text "
+            "(of a function that"
+        ),
+        (
+            "does not exist). Of fifty that ask for JSON with tools beside it: those that the "
+            "model answers by nothing"
+        ),
+        (
+            "but a call of one of the tools, which the server cannot tell from one that is wanted. "
+            "Before, no answer"
+        ),
         "had a call. `python tests/real/tool_prompts.py MODEL` counts.",
         "",
         "| model | right call | another call | text | a call where JSON was asked for |",
         "|---|---|---|---|---|",
     ]
-    return head + [f"| {model} | {' | '.join(map(str, found.values()))} |" for model, found in RATES.items()]
+    return head + [
+        f"| {model} | {' | '.join(map(str, found.values()))} |" for model, found in RATES.items()
+    ]
 
 
 def document() -> str:
     lines = [HEAD + "## Tool calls", "", "| name | models | a call |", "|---|---|---|"]
     for names in grouped((name, main_form(name)) for name in TOOL_FORMS).values():
         models = next(MODELS[name] for name in names if name in MODELS)
-        lines.append(f"| {', '.join(map('`{}`'.format, names))} | {models} | {code(sample(main_form(names[0])))} |")
+        lines.append(
+            f"| {', '.join(map('`{}`'.format, names))} | {models} | "
+            f"{code(sample(main_form(names[0])))} |"
+        )
     lines += ["", *rates(), "", "## Reasoning", "", "| name | a thought |", "|---|---|"]
     for what, names in grouped(REASONING.items()).items():
-        shown = "nothing is a thought" if what is None else code("<|channel|>analysis<|message|>...<|end|>")
+        shown = (
+            "nothing is a thought"
+            if what is None
+            else code("<|channel|>analysis<|message|>...<|end|>")
+        )
         if isinstance(what, Thoughts):
             shown = code(f"{what.opens[0]}...{what.closes[0]}")
-            shown += "; every answer begins within one, unless the prompt has closed it" if what.starts_inside else ""
+            shown += (
+                "; every answer begins within one, unless the prompt has closed it"
+                if what.starts_inside
+                else ""
+            )
             if what.answer:
-                shown += f"; {code(what.answer[0])} and {code(what.answer[1])} round the answer are left out"
+                shown += (
+                    f"; {code(what.answer[0])} and {code(what.answer[1])} round the answer are "
+                    "left out"
+                )
             shown += f"; ends before {code(what.other_closes[0])} too" if what.other_closes else ""
             shown += "; stays a part of the answer" if what.is_kept else ""
         lines.append(f"| {', '.join(map('`{}`'.format, names))} | {shown} |")
     lines += ["", "## Refused", "", "Names that vLLM has too.", "", "| name | why |", "|---|---|"]
     refused = grouped(
-        [*REFUSED_TOOLS.items(), *(each for each in REFUSED_REASONING.items() if each[0] not in REFUSED_TOOLS)]
+        [
+            *REFUSED_TOOLS.items(),
+            *(each for each in REFUSED_REASONING.items() if each[0] not in REFUSED_TOOLS),
+        ]
     )
-    lines += [f"| {', '.join(map('`{}`'.format, names))} | {why} |" for why, names in refused.items()]
+    lines += [
+        f"| {', '.join(map('`{}`'.format, names))} | {why} |" for why, names in refused.items()
+    ]
     return "\n".join(lines) + "\n"
 
 

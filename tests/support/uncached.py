@@ -11,7 +11,9 @@ from quire.sharding.device_axes import ONE_DEVICE, DeviceAxes
 
 
 def forward(weights, tokens_BT, config: ModelConfig, axes: DeviceAxes = ONE_DEVICE):
-    """Float32 logits [B, T, V]; on several devices those of this device's part of the vocabulary."""
+    """Float32 logits [B, T, V]; on several devices those of this device's part of the
+    vocabulary.
+    """
     hidden = hidden_states(weights, tokens_BT, config, axes)
     (B, T) = tokens_BT.shape
     return decoder.logits(weights, hidden.reshape(B * T, -1), config, axes).reshape(B, T, -1)
@@ -33,7 +35,10 @@ def recurrence(config: ModelConfig, B: int, T: int):
     rows = StateRows(starts_B1, seq_B, jnp.ones(B, bool), jnp.full(B, T))
 
     def recur(index, inputs, run, cache):
-        kept = {name: jnp.zeros((B, *shape)) for name, shape in config.layers[index].attention.kept.items()}
+        kept = {
+            name: jnp.zeros((B, *shape))
+            for name, shape in config.layers[index].attention.kept.items()
+        }
         return run(inputs, kept, rows)[0], cache
 
     return recur
@@ -59,8 +64,13 @@ def attention(config: ModelConfig, B: int, T: int):
         soft_cap = params.soft_cap
         dim = q_TNH.shape[-1]
         if k_TKH is not None:
-            cache = {**cache, index: (k_TKH, k_TKH[..., : params.value_dim] if v_TKH is None else v_TKH)}
-        k, v = (x.reshape(B, T, *x.shape[1:]).astype(jnp.float32) for x in cache[config.kv_owner[index]])
+            cache = {
+                **cache,
+                index: (k_TKH, k_TKH[..., : params.value_dim] if v_TKH is None else v_TKH),
+            }
+        k, v = (
+            x.reshape(B, T, *x.shape[1:]).astype(jnp.float32) for x in cache[config.kv_owner[index]]
+        )
         K = k.shape[2]
         N = q_TNH.shape[1]
         q = q_TNH.reshape(B, T, K, N // K, -1).astype(jnp.float32) * params.scale

@@ -1,4 +1,6 @@
-"""Checks of many files in one test: every violation is reported, with its file and line, after the remedy."""
+"""Checks of many files in one test: every violation is reported, with its file and line, after the
+remedy.
+"""
 
 from collections.abc import Iterable
 

@@ -1,8 +1,8 @@
 """docs/vllm.md: every argument that vLLM publishes, and what Quire does with it.
 
-`python tests/support/vllm_table.py > docs/vllm.md` writes the page. The names are those of vllm_names.txt. What is said
-of them comes from the declarations of options and parameters and from `serving/api/vllm_names.py`; of flags, it is what
-the command itself says when it is given one.
+`python tests/support/vllm_table.py > docs/vllm.md` writes the page. The names are those of
+vllm_names.txt. What is said of them comes from the declarations of options and parameters and from
+`serving/api/vllm_names.py`; of flags, it is what the command itself says when it is given one.
 """
 
 import contextlib
@@ -24,14 +24,18 @@ GUESSES = "Possible options", "Did you mean"  # from names that look alike
 ONLY = "here it can only be "  # values that ask for what there is
 FLAGS = {  # why there is no such flag, where the command says no more than that
     "allow_credentials": "keys are sent in a header, and no cookies are kept",
-    "default_chat_template_kwargs": "a request's `chat_template_kwargs`, or a template of your own: `--chat-template`",
+    "default_chat_template_kwargs": (
+        "a request's `chat_template_kwargs`, or a template of your own: `--chat-template`"
+    ),
     "disable_access_log_for_endpoints": "`--log-level warning` leaves out the line of each request",
     "disable_fastapi_docs": "`/openapi.json` is all there is of it",
     "enable_log_deltas": "answers are not logged",
     "enable_log_outputs": "answers are not logged",
     "enable_offline_docs": "`/openapi.json` is all there is of it",
     "enable_ssl_refresh": "the server speaks HTTP: put a proxy with TLS before it",
-    "exclude_tools_when_tool_choice_none": "tools are never in the prompt where `tool_choice` is none",
+    "exclude_tools_when_tool_choice_none": (
+        "tools are never in the prompt where `tool_choice` is none"
+    ),
     "fingerprint_mode": "the fingerprint is the version",
     "fingerprint_value": "the fingerprint is the version",
     "grpc": "the server speaks HTTP",
@@ -105,7 +109,11 @@ def of_arguments(
         elif isinstance(entry, str):
             yield name, "no effect", entry
         else:
-            harmless = f" [{', '.join(f'`{value!r}`' for value in entry.harmless)}]" if entry.harmless else ""
+            harmless = (
+                f" [{', '.join(f'`{value!r}`' for value in entry.harmless)}]"
+                if entry.harmless
+                else ""
+            )
             yield name, "refused", entry.reason + harmless
 
 
@@ -124,31 +132,53 @@ def of_flags(names: list[str]) -> Iterator[tuple[str, str, str]]:
                 command.make_context("serve", [flag])
             yield flag, "no effect", said.getvalue().partition("(")[2].strip().rstrip(")")
         except typer.TyperException as error:
-            about = error.format_message().partition(flag)[2].strip(". ").removeprefix("(").removesuffix(")")
+            about = (
+                error.format_message()
+                .partition(flag)[2]
+                .strip(". ")
+                .removeprefix("(")
+                .removesuffix(")")
+            )
             entry = ENGINE.get(name, FLAGS.get(name, ""))
             if ONLY in about:  # it wants a value
                 values, _, why = about.partition(ONLY)[2].partition(": ")
-                yield flag, "no effect", f"{why} [{', '.join(f'`{value}`' for value in values.split(', '))}]"
+                yield (
+                    flag,
+                    "no effect",
+                    f"{why} [{', '.join(f'`{value}`' for value in values.split(', '))}]",
+                )
                 continue
             known = "" if any(guess in about for guess in GUESSES) else about
             yield flag, "refused", known or (entry if isinstance(entry, str) else entry.reason)
 
 
 def table(title: str, first: str, rows: Iterator[tuple[str, str, str]]) -> str:
-    lines = [f"| `{name}` | {verdict} | {why} |".replace("|  |", "| |") for name, verdict, why in rows]
+    lines = [
+        f"| `{name}` | {verdict} | {why} |".replace("|  |", "| |") for name, verdict, why in rows
+    ]
     return "\n".join([f"## {title}", "", f"| {first} | | |", "|---|---|---|", *lines, ""])
 
 
 def page() -> str:
     names = published()
     flags = sorted({*names["serve"], *names["EngineArgs"]} - {"model"})
-    options, params = ({field.name for field in fields(kind)} for kind in (EngineOptions, SamplingParams))
+    options, params = (
+        {field.name for field in fields(kind)} for kind in (EngineOptions, SamplingParams)
+    )
     return (
         "\n".join(
             [
                 HEAD,
-                table("`LLM`, `AsyncLLM`", "argument", of_arguments(names["EngineArgs"], options, ENGINE)),
-                table("`SamplingParams`", "field", of_arguments(names["SamplingParams"], params, SAMPLING)),
+                table(
+                    "`LLM`, `AsyncLLM`",
+                    "argument",
+                    of_arguments(names["EngineArgs"], options, ENGINE),
+                ),
+                table(
+                    "`SamplingParams`",
+                    "field",
+                    of_arguments(names["SamplingParams"], params, SAMPLING),
+                ),
                 table("`quire serve`", "flag", of_flags(flags)),
                 TESTS,
             ]

@@ -1,4 +1,6 @@
-"""The comparison with other engines: what is asked, what is made of the answers, and that one failure stops nothing."""
+"""The comparison with other engines: what is asked, what is made of the answers, and that one
+failure stops nothing.
+"""
 
 import ast
 import io
@@ -32,8 +34,8 @@ TINY = checkpoint.ModelShape(layers=2, width=64, heads=4, kv_heads=2, ffn=96, he
 MIXTURE = replace(TINY, experts=4, chosen=2)
 HYBRID = replace(TINY, layers=3, convolved=3)
 
-# An engine in a few lines, run as a worker: a token tells prompt, place and, with "drift", how many ride together.
-# Five requests at once kill it, six are an error.
+# An engine in a few lines, run as a worker: a token tells prompt, place and, with "drift", how many
+# ride together. Five requests at once kill it, six are an error.
 ENGINE = """
     import os, sys, time, types
     from tools.peers import worker
@@ -75,7 +77,9 @@ def bench(tmp_path, monkeypatch) -> turns.Bench:
     """Turns whose engines are fakes, whatever their names."""
     script = tmp_path / "fake.py"
     script.write_text(textwrap.dedent(ENGINE))
-    monkeypatch.setattr(turns, "command", lambda place, engine: [sys.executable, str(script), engine])
+    monkeypatch.setattr(
+        turns, "command", lambda place, engine: [sys.executable, str(script), engine]
+    )
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # where `tools` is
     model = tmp_path / "checkpoints" / "tiny" / "hf"
     return turns.Bench(tmp_path, LoadSettings(str(model), "", "", 64, 8, 1), limit=60)
@@ -92,12 +96,16 @@ def tiny(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory) -> Path:
-    return checkpoint.write(tmp_path_factory.mktemp("mixture") / "hf", MIXTURE, vocab=512, max_len=128)
+    return checkpoint.write(
+        tmp_path_factory.mktemp("mixture") / "hf", MIXTURE, vocab=512, max_len=128
+    )
 
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory) -> Path:
-    return checkpoint.write(tmp_path_factory.mktemp("hybrid") / "hf", HYBRID, vocab=512, max_len=128)
+    return checkpoint.write(
+        tmp_path_factory.mktemp("hybrid") / "hf", HYBRID, vocab=512, max_len=128
+    )
 
 
 @pytest.mark.parametrize("model", ["tiny", "mixture", "hybrid"])
@@ -106,14 +114,24 @@ def test_checkpoint_is_one_that_quire_serves(model, request):
     folder = request.getfixturevalue(model)
     llm = LLM(str(folder), max_num_seqs=2, max_num_batched_tokens=16, kv_cache_memory_bytes=1 << 22)
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
-    prompts = [{"prompt_token_ids": list(range(300, 320))}, {"prompt_token_ids": [9, 400]}, "some words of a prompt"]
-    tokens = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    prompts = [
+        {"prompt_token_ids": list(range(300, 320))},
+        {"prompt_token_ids": [9, 400]},
+        "some words of a prompt",
+    ]
+    tokens = [
+        output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)
+    ]
     assert [len(found) for found in tokens] == [48, 48, 48]
     assert len({tuple(found) for found in tokens}) == 3
-    assert sum(len(set(found)) for found in tokens) > 20, "a model that repeats itself compares nothing"
+    assert sum(len(set(found)) for found in tokens) > 20, (
+        "a model that repeats itself compares nothing"
+    )
 
 
-@pytest.mark.parametrize(("model", "shape"), [("tiny", TINY), ("mixture", MIXTURE), ("hybrid", HYBRID)])
+@pytest.mark.parametrize(
+    ("model", "shape"), [("tiny", TINY), ("mixture", MIXTURE), ("hybrid", HYBRID)]
+)
 def test_checkpoint_has_the_weights_that_the_roof_counts(model, shape, request):
     """With very many rows, which choose every expert."""
     tensors = load_file(request.getfixturevalue(model) / "model.safetensors")
@@ -122,7 +140,14 @@ def test_checkpoint_has_the_weights_that_the_roof_counts(model, shape, request):
     assert body + checkpoint.VOCAB * shape.width == shape.read(
         1000
     )  # convolutions have three axes, and are nothing beside
-    assert [round(shape.read(1), -8) for shape in checkpoint.SIZES.values()] == [1e8, 1e8, 4e8, 1e9, 1e8, 1e8]
+    assert [round(shape.read(1), -8) for shape in checkpoint.SIZES.values()] == [
+        1e8,
+        1e8,
+        4e8,
+        1e9,
+        1e8,
+        1e8,
+    ]
     one_expert = 3 * shape.width * shape.ffn * shape.layers
     expected = {0: 0, 4: (4 - 2) * one_expert}[shape.experts]
     assert shape.read(1000) - shape.read(1) == pytest.approx(expected)
@@ -145,16 +170,24 @@ def test_tokenizer_keeps_any_text(tiny):
 def test_requests_fit_the_model_and_differ_by_round_in_their_tokens_alone(name):
     first, again, other = (WORKS[name].requests(seed) for seed in (0, 0, 1))
     assert first == again
-    assert [(len(a.prompt), a.count, a.arrival) for a in first] == [(len(b.prompt), b.count, b.arrival) for b in other]
-    assert all(a.prompt != b.prompt for a, b in zip(first, other, strict=True)), "a prefix cache would answer"
+    assert [(len(a.prompt), a.count, a.arrival) for a in first] == [
+        (len(b.prompt), b.count, b.arrival) for b in other
+    ]
+    assert all(a.prompt != b.prompt for a, b in zip(first, other, strict=True)), (
+        "a prefix cache would answer"
+    )
     for request in first:
         assert len(request.prompt) + request.count <= checkpoint.MAX_LEN
         assert all(len(checkpoint.SPECIALS) <= token < checkpoint.VOCAB for token in request.prompt)
-    assert all(a.arrival < b.arrival for a, b in pairwise(first)) is (WORKS[name].spread or len(first) == 1)
+    assert all(a.arrival < b.arrival for a, b in pairwise(first)) is (
+        WORKS[name].spread or len(first) == 1
+    )
 
 
 def test_what_must_move():
-    """Two requests of 3 and 3 tokens in, 4 out: four steps read the weights; each step but the first reads a cache."""
+    """Two requests of 3 and 3 tokens in, 4 out: four steps read the weights; each step but the
+    first reads a cache.
+    """
     two = Workload("two", 2, (3, 3), (4, 4))
     cache = sum(3 + i for i in (1, 2, 3)) * TINY.layers * 2 * TINY.kv_heads * TINY.head * 2
     assert two.must_move(TINY) == 4 * 2 * TINY.read(1) + 2 * cache
@@ -182,7 +215,8 @@ def test_drive_adds_each_request_in_its_time_and_ends_when_all_are_done():
         for index in [index for index in counts if counts[index] < requests[index].count]:
             counts[index] += 1
             yield index, [10 * requests[index].prompt[0] + counts[index]]
-        yield from [(index, []) for index in counts]  # news without a token, as some engines send at the end
+        # news without a token, as some engines send at the end
+        yield from [(index, []) for index in counts]
 
     answers = drive(requests, add, step)
     assert added == [1, 2, 0]
@@ -194,9 +228,19 @@ def test_drive_adds_each_request_in_its_time_and_ends_when_all_are_done():
 
 def test_figures():
     requests = [TimedPrompt([1], 3), TimedPrompt([2], 1, 0.5), TimedPrompt([3], 5, 1.0)]
-    answers = [TimedTokens(0.5, 1.5, [7, 7, 7]), TimedTokens(1.5, 1.5, [8]), TimedTokens(2.0, 4.0, [9] * 5)]
+    answers = [
+        TimedTokens(0.5, 1.5, [7, 7, 7]),
+        TimedTokens(1.5, 1.5, [8]),
+        TimedTokens(2.0, 4.0, [9] * 5),
+    ]
     found = turns.figures(requests, [vars(answer) for answer in answers])
-    assert found == {"seconds": 4.0, "rate": 9 / 4, "first": 1.0, "decode": 2.0, "tokens": [7, 8, 9]}
+    assert found == {
+        "seconds": 4.0,
+        "rate": 9 / 4,
+        "first": 1.0,
+        "decode": 2.0,
+        "tokens": [7, 8, 9],
+    }
     answers[2].tokens.pop()
     with pytest.raises(turns.EngineFailure, match="4 tokens where 5 were asked for"):
         turns.figures(requests, [vars(answer) for answer in answers])
@@ -213,20 +257,29 @@ def test_engines_take_turns_and_one_that_fails_stops_nothing(bench):
     }
     notes = []
     rounds = []
-    results, failures = turns.play(works, ["plain", "picky"], bench, 2, notes.append, lambda: rounds.append(len(notes)))
+    results, failures = turns.play(
+        works, ["plain", "picky"], bench, 2, notes.append, lambda: rounds.append(len(notes))
+    )
     assert failures.keys() == {(name, "picky") for name in ("five", "six", "three-int4")}
     log = bench.place / "logs" / "picky.log"
     wanted = f"run: its process ended with exit code 3; the last line in {log}: about to die"
     assert failures["five", "picky"] == wanted
     assert failures["six", "picky"] == "run: ValueError: six are too many"
     assert failures["three-int4", "picky"] == "prepare: NotImplementedError: no int4 here"
-    assert results.keys() == {(name, engine) for name in works for engine in ("plain", "picky")} - failures.keys()
+    assert (
+        results.keys()
+        == {(name, engine) for name in works for engine in ("plain", "picky")} - failures.keys()
+    )
     assert [len(results[name, "picky"]) for name in ("three", "same", "start")] == [2, 1, 2]
     assert results["same", "plain"] == [{"identical": 4, "of": 4}]
     assert results["same", "picky"] == [{"identical": 2, "of": 4}]
     assert results["start", "plain"][0]["first"] > 0
-    assert results["three", "plain"][0]["tokens"] == [r.prompt[0] + 1 for r in works["three"].requests(0)]
-    order = [match.groups() for note in notes if (match := re.match(r"round (\d), three: (\w+)", note))]
+    assert results["three", "plain"][0]["tokens"] == [
+        r.prompt[0] + 1 for r in works["three"].requests(0)
+    ]
+    order = [
+        match.groups() for note in notes if (match := re.match(r"round (\d), three: (\w+)", note))
+    ]
     assert order == [("1", "plain"), ("1", "picky"), ("2", "picky"), ("2", "plain")]
     assert len(rounds) == 4  # two groups of two rounds
 
@@ -277,7 +330,9 @@ def test_an_engine_that_hangs_is_given_up(bench):
 
 
 def test_a_runner_starts_by_its_path_in_a_foreign_environment(tmp_path, monkeypatch):
-    """As a peer's interpreter does it, which has no Quire: here one in which the peer itself is missing."""
+    """As a peer's interpreter does it, which has no Quire: here one in which the peer itself is
+    missing.
+    """
     monkeypatch.setattr(turns, "python_of", lambda place, engine: Path(sys.executable))
     bench = turns.Bench(tmp_path, LoadSettings("nowhere", "", "", 64, 8, 1), limit=60)
     command = turns.command(tmp_path, "no-such-engine")
@@ -292,14 +347,21 @@ def test_runners_of_peers_need_no_quire():
     from tools.peers import worker
 
     folder = Path(worker.__file__).parent
-    loaded = [*sorted({*folder.glob("run_*.py")} - {folder / "run_quire.py"}), folder / "worker.py", folder / "loop.py"]
+    loaded = [
+        *sorted({*folder.glob("run_*.py")} - {folder / "run_quire.py"}),
+        folder / "worker.py",
+        folder / "loop.py",
+    ]
     require_none(
         (
             f"{path.name}:{node.lineno}: {ast.unparse(node)}"
             for path in loaded
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.ImportFrom)
-            and ((node.module or "").startswith("quire") or (node.level and (node.level, node.module) != (1, "loop")))
+            and (
+                (node.module or "").startswith("quire")
+                or (node.level and (node.level, node.module) != (1, "loop"))
+            )
         ),
         "A runner that is started by its path imports nothing of Quire but loop.py:",
     )
@@ -319,7 +381,13 @@ def test_every_engine_has_a_runner():
 
 
 def measured(rate: float, first: float, tokens=(1, 2)) -> dict:
-    return {"seconds": 8 / rate, "rate": rate, "first": first, "decode": rate, "tokens": list(tokens)}
+    return {
+        "seconds": 8 / rate,
+        "rate": rate,
+        "first": first,
+        "decode": rate,
+        "tokens": list(tokens),
+    }
 
 
 @pytest.fixture
@@ -349,7 +417,8 @@ def test_summary(found):
     assert one["engines"]["quire"]["roof_share"] == pytest.approx(one["must_move"] / 30e9 / 0.08)
     assert one["engines"]["vllm"]["first_tokens_as_quire"] == [1, 2]
     assert one["engines"]["openvino"] == {"failed": "load: no room"}
-    assert (prompt["best_peer"], prompt["ratio"]) == ("openvino", 2.0)  # half the time is twice as good
+    # half the time is twice as good
+    assert (prompt["best_peer"], prompt["ratio"]) == ("openvino", 2.0)
     assert "ratio" not in same
     json.dumps(found)
 
@@ -381,8 +450,12 @@ def test_an_environment_is_made_once_and_again_when_its_recipe_changes(tmp_path,
     assert envs.versions(tmp_path, "peer").keys() == {"pip"}
     (tmp_path / "peer" / "mark").touch()
     assert envs.make(tmp_path, "peer", lambda note: pytest.fail("made again")) == python
-    monkeypatch.setitem(envs.RECIPES, "peer", envs.Recipe(steps=(("./there-is-no-such-folder",),), shown=()))
-    with pytest.raises(envs.EnvError, match=r"peer: `.*no-such-folder` failed; .*install\.log tells why"):
+    monkeypatch.setitem(
+        envs.RECIPES, "peer", envs.Recipe(steps=(("./there-is-no-such-folder",),), shown=())
+    )
+    with pytest.raises(
+        envs.EnvError, match=r"peer: `.*no-such-folder` failed; .*install\.log tells why"
+    ):
         envs.make(tmp_path, "peer", lambda note: None)
     assert not (tmp_path / "peer" / "mark").exists()
     assert not envs.ready(tmp_path, "peer")
@@ -433,9 +506,21 @@ def test_command_writes_the_results(run, bench, tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "read_bandwidth", lambda: 2e9)
     monkeypatch.setitem(WORKS, "one", work(3))
     result = run(
-        "--work", "one", "--engine", "vllm", "--engine", "openvino", "--engine", "quire", "--rounds", "2",
-        "--envs", str(tmp_path), "--out", str(tmp_path / "out"),
-    )  # fmt: skip
+        "--work",
+        "one",
+        "--engine",
+        "vllm",
+        "--engine",
+        "openvino",
+        "--engine",
+        "quire",
+        "--rounds",
+        "2",
+        "--envs",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "out"),
+    )
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "out" / "100m.json").read_text())
     engines = found["works"]["one"]["engines"]

@@ -1,4 +1,6 @@
-"""The documentation as a site: every link leads somewhere, every page is listed, the references have everything."""
+"""The documentation as a site: every link leads somewhere, every page is listed, the references
+have everything.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,11 @@ from tools.docs.command_reference import command_pages
 from tools.docs.python_reference import python_page
 
 ROOT = Path(quire.__file__).resolve().parent
-TEXTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / ".github").glob("*.md"))]
+TEXTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / ".github").glob("*.md")),
+]
 
 
 def name(path: Path) -> str:
@@ -64,20 +70,28 @@ def test_what_is_no_page_is_shown_by_one(site):
     source = (ROOT / "examples" / "batch.py").read_text()
     assert f"~~~~python\n{source}~~~~" in site["files/examples/batch.py.md"]
     assert "(files/examples/batch.py.md)" in site["examples.md"]
-    assert "(../docs/" not in site["CONTRIBUTING.md"] and "(architecture.md)" in site["CONTRIBUTING.md"]
+    assert (
+        "(../docs/" not in site["CONTRIBUTING.md"]
+        and "(architecture.md)" in site["CONTRIBUTING.md"]
+    )
     assert site["page.png"] == (ROOT / "docs" / "page.png").read_bytes()
 
 
 def test_links_in_fences_are_text():
     text = "[a](b.md)\n\n```\n[c](d.md)\n```\n\n[e](https://f.example) ![g](h.png) [i](j.md#k)\n"
     assert pages.links(text) == ["b.md", "h.png", "j.md#k"]
-    assert pages.moved("docs/x.md", text.replace("b.md", "../e/b.py")) == text.replace("b.md", "files/e/b.py.md")
+    assert pages.moved("docs/x.md", text.replace("b.md", "../e/b.py")) == text.replace(
+        "b.md", "files/e/b.py.md"
+    )
 
 
 @pytest.mark.parametrize(
     ("heading", "anchor"),
     [
-        ("Paged attention (`ops/attention/hopper_kernel`)", "paged-attention-opsattentionhopper_kernel"),
+        (
+            "Paged attention (`ops/attention/hopper_kernel`)",
+            "paged-attention-opsattentionhopper_kernel",
+        ),
         ("`LLM`, `AsyncLLM`", "llm-asyncllm"),
         ("int8 & FP8", "int8--fp8"),
         ("See [this](that.md)", "see-this"),
@@ -111,7 +125,10 @@ def test_the_command_reference_has_every_option():
         for option in command.params:
             if option.param_type_name == "option" and not getattr(option, "hidden", False):
                 assert max(option.opts, key=len) in text
-                assert " ".join((option.help or "").split())[:20].replace("_", r"\_").split("<")[0] in text
+                assert (
+                    " ".join((option.help or "").split())[:20].replace("_", r"\_").split("<")[0]
+                    in text
+                )
 
     for each, text in found.items():
         check(group.get_command(None, each), text)

@@ -105,11 +105,14 @@ def test_bytes_launches_and_copies_of_a_program():
     assert work.bytes == append + look_up + in_place + kernel + copy + 3 * (taken + product)
     assert work_of(2).bytes == work.bytes + 2 * pages, "what a kernel reads and writes in place"
     assert work.launches == 5 + 3 * 2
-    assert work.copied == {"weights.layers[0].moe.up_EDGF": 3 * expert}  # these pages are too few to count
+    # these pages are too few to count
+    assert work.copied == {"weights.layers[0].moe.up_EDGF": 3 * expert}
 
 
 def test_a_loop_that_the_compiler_counts_has_its_own_number_of_turns():
-    counted = PROGRAM.replace("body=%turn", 'body=%turn, backend_config={"known_trip_count":{"n":"7"}}')
+    counted = PROGRAM.replace(
+        "body=%turn", 'body=%turn, backend_config={"known_trip_count":{"n":"7"}}'
+    )
     work = Module(counted).work(
         lambda name, in_place: 1.0 - in_place, lambda names, inner: pytest.fail("it is counted")
     )
@@ -123,7 +126,9 @@ def test_copied_pages_are_seen():
 
 
 def test_a_real_program_moves_what_it_reads_and_writes():
-    """A program of this CPU's compiler: a product reads its inputs and writes its result, whatever else it does."""
+    """A program of this CPU's compiler: a product reads its inputs and writes its result, whatever
+    else it does.
+    """
     a = np.ones((64, 256), np.float32)
     b = np.ones((256, 512), np.float32)
     text = jax.jit(lambda a, b: a @ b).lower(a, b).compile().as_text() or ""
@@ -158,7 +163,9 @@ def test_blocks_of_experts_are_what_chance_gives():
     rng = np.random.default_rng(5)
     moe = Moe(experts=16, top_k=3, dim=8)
     drawn = [rng.permuted(np.tile(np.arange(16), (40, 1)), axis=1)[:, :3] for _ in range(400)]
-    blocks = np.mean([np.sum(-(-np.bincount(each.reshape(-1), minlength=16) // 16)) for each in drawn])
+    blocks = np.mean(
+        [np.sum(-(-np.bincount(each.reshape(-1), minlength=16) // 16)) for each in drawn]
+    )
     assert expert_blocks(moe, 40) == pytest.approx(blocks, rel=0.02)
 
 
@@ -166,15 +173,22 @@ def test_the_part_of_its_arguments_that_a_step_reads():
     case = Case("qwen3-30b-a3b", batch=64)
     shares = Shares(config_of(case, 2), case, 65536)
     assert shares.of("state.pages[1].v_PSKH", False) == 1.0  # 64 sequences of 1,024
-    assert shares.of("weights.layers[0].moe.up_EDGF.codes", False) == pytest.approx(1 - (1 - 8 / 128) ** 64)
+    assert shares.of("weights.layers[0].moe.up_EDGF.codes", False) == pytest.approx(
+        1 - (1 - 8 / 128) ** 64
+    )
     assert shares.of("weights.layers[0].moe.router_DE", False) == shares.of("buffer", False) == 1.0
-    assert shares.of("state.pages[1].v_PSKH", True) == 0, "of pages only the rows of a step are written"
+    assert shares.of("state.pages[1].v_PSKH", True) == 0, (
+        "of pages only the rows of a step are written"
+    )
     assert shares.of("state.kept[0]['memory']", True) == 2, "a memory is read and written"
     assert 125 < shares.turns({"weights.layers[0].moe.up_EDGF", "buffer"}, False) < 128
     assert shares.turns({"state.pages[0].k_PSKH"}, False) == 16
     windowed = Case("gpt-oss-20b", batch=1)
     shares = Shares(config_of(windowed, 2), windowed, 4096)
-    assert [shares.of(f"state.pages[{layer}].k_PSKH", False) for layer in (0, 1)] == [128 / 4096, 1024 / 4096]
+    assert [shares.of(f"state.pages[{layer}].k_PSKH", False) for layer in (0, 1)] == [
+        128 / 4096,
+        1024 / 4096,
+    ]
 
 
 def test_a_step_takes_the_time_of_its_bytes_or_operations_and_its_launches():
@@ -186,7 +200,9 @@ def test_a_step_takes_the_time_of_its_bytes_or_operations_and_its_launches():
 
 
 def test_the_guesses_about_attention_are_those_of_the_page():
-    """Counted by hand: 64 sequences of 8,192 with 8 heads of 128 for keys and values; half of 8,192 squared."""
+    """Counted by hand: 64 sequences of 8,192 with 8 heads of 128 for keys and values; half of 8,192
+    squared.
+    """
     row = 32 * 128 * 2 * 2  # queries and results
     many, one = ((size * 8192 * 8 * 2 * 128 * 2 + n * row) for size, n in ((64, 64), (16, 1)))
     causal = 2 * 2 * 32 * 128 * 8192 * 8193 / 2
@@ -194,7 +210,10 @@ def test_the_guesses_about_attention_are_those_of_the_page():
     h200 = DEVICES["h200"]
     for moved, operations in ((many, 0), (one, 0), (0, causal)):
         assert f"| {attention_seconds(h200, moved, operations) * 1e3:.3f} ms, " in page
-    assert known_device("NVIDIA H100 80GB HBM3") == DEVICES["h100"] and known_device("another card") is None
+    assert (
+        known_device("NVIDIA H100 80GB HBM3") == DEVICES["h100"]
+        and known_device("another card") is None
+    )
 
 
 @pytest.mark.parametrize("name", GOALS)
@@ -202,9 +221,16 @@ def test_goals_and_what_is_predicted_are_those_of_the_pages(name):
     """So that a first card falsifies a number that stands beside each goal."""
     goal = GOALS[name]
     docs = Path(__file__).parents[2] / "docs"
-    (row,) = [line for line in (docs / "kernels.md").read_text().splitlines() if line.startswith(f"| {name} |")]
+    (row,) = [
+        line
+        for line in (docs / "kernels.md").read_text().splitlines()
+        if line.startswith(f"| {name} |")
+    ]
     assert f"| {goal.seconds * 1e3:.2f} ms | {goal.predicted:.0%} |" in row
-    reached = f"| {goal.share * 100:.0f} % of the roof | {goal.seconds * 1e3:.2f} ms, {goal.predicted * 100:.0f} % of "
+    reached = (
+        f"| {goal.share * 100:.0f} % of the roof | {goal.seconds * 1e3:.2f} ms, "
+        f"{goal.predicted * 100:.0f} % of "
+    )
     assert reached in (docs / "performance.md").read_text()
 
 
@@ -214,20 +240,33 @@ def test_cases_are_models_that_can_be_cut(case):
         config = config_of(case, layers)
         assert len(config.layers) == layers
     few, more = depths(case.model)
-    patterns = [[layer.attention.window for layer in config_of(case, layers).layers] for layers in (few, more)]
+    patterns = [
+        [layer.attention.window for layer in config_of(case, layers).layers]
+        for layers in (few, more)
+    ]
     assert patterns[1][:few] == patterns[0]
 
 
 def test_a_card_is_described_to_the_compiler():
     card = target.CARDS["h200"].text(1.5e11, 4.8e12)
-    assert "cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }" in card
-    assert "shared_memory_per_block_optin: 232448\n" in card and "memory_bandwidth: 4800000000000\n" in card
+    assert (
+        "cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }"
+        in card
+    )
+    assert (
+        "shared_memory_per_block_optin: 232448\n" in card
+        and "memory_bandwidth: 4800000000000\n" in card
+    )
     assert 'driver_version: "12.9.0"' in card, "without it XLA leaves calls out of its graphs"
-    assert "ACCELERATED" not in target.CARDS["a100"].text(1, 1) and set(target.CARDS) <= set(DEVICES)
+    assert "ACCELERATED" not in target.CARDS["a100"].text(1, 1) and set(target.CARDS) <= set(
+        DEVICES
+    )
 
 
 def test_names_of_cases_and_parts_of_them():
-    assert [case.name for case in ahead.wanted(["llama-3-8b, bf16, batch 64"])] == ["llama-3-8b, bf16, batch 64"]
+    assert [case.name for case in ahead.wanted(["llama-3-8b, bf16, batch 64"])] == [
+        "llama-3-8b, bf16, batch 64"
+    ]
     found = {case.model for case in ahead.wanted(["gemma", "qwen3"])}
     assert found == {"gemma-3-12b", "qwen3-30b-a3b", "qwen3-next-80b-a3b"}
     assert ahead.wanted([]) == [*CASES] and not ahead.wanted(["nothing"])
@@ -240,7 +279,9 @@ def test_a_step_that_does_not_compile_is_a_line_of_the_table(monkeypatch):
 
     monkeypatch.setattr(ahead, "measure", measure)
     found = ahead.attempt(CASES[0], "h200", False)
-    assert [*ahead.lines(iter([found]), False)][-1] == f"| {CASES[0].name} | does not compile: INTERNAL: no |"
+    assert [*ahead.lines(iter([found]), False)][
+        -1
+    ] == f"| {CASES[0].name} | does not compile: INTERNAL: no |"
 
 
 def test_several_cases_that_tell_spills_have_a_process_each(monkeypatch):
@@ -271,7 +312,8 @@ def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
     found: list[Any] = []
     monkeypatch.setattr(importlib.metadata, "distributions", lambda **asked: found)
     monkeypatch.setattr("sys.argv", ["ahead"])
-    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")  # which it sets, and is as before afterwards
+    # which it sets, and is as before afterwards
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
     with pytest.raises(SystemExit) as ended:
         ahead.main()
     said = capsys.readouterr().err

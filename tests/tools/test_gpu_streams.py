@@ -6,7 +6,10 @@ from quire.scripts.gpu.common import TINY
 from quire.scripts.gpu.serving import requests
 from tools.peers.gpu_streams import compare
 
-CHECKED = {"machine": {"seed": 3}, "parts": {"serving": {"throughput": {"output_throughput": 250.0}}}}
+CHECKED = {
+    "machine": {"seed": 3},
+    "parts": {"serving": {"throughput": {"output_throughput": 250.0}}},
+}
 
 
 class Peer:

@@ -47,7 +47,15 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def small():
     config = small_cache_config(
-        vocab_size=1280, dim=32, num_layers=4, heads=2, head_dim=16, ffn=48, window=24, global_every=2, dtype="float32"
+        vocab_size=1280,
+        dim=32,
+        num_layers=4,
+        heads=2,
+        head_dim=16,
+        ffn=48,
+        window=24,
+        global_every=2,
+        dtype="float32",
     )
     return config, random_arrays(abstract(config), seed=1)
 
@@ -66,7 +74,9 @@ def test_answers_by_other_means():
     }.items():  # fmt: skip
         for e in tasks.fresh(task, 50):
             a, b = (
-                int(word.strip("?")) for word in e.prompt.removeprefix("What is ").split() if word.strip("?").isdigit()
+                int(word.strip("?"))
+                for word in e.prompt.removeprefix("What is ").split()
+                if word.strip("?").isdigit()
             )
             assert e.answer == str(check(a, b)), e
     for task in ("sort_letters", "sort_words"):
@@ -102,7 +112,9 @@ def test_story_with_a_changed_name_or_pronoun_is_not_recognised():
 def test_samples_are_deterministic_and_training_has_others(tokenizer):
     assert list(tasks.fresh("copy", 5)) == list(tasks.fresh("copy", 5))
     assert list(tasks.fresh("copy", 5)) != list(tasks.fresh("copy", 5, seed=1))
-    one, same, other = (corpus.training_rows(tokenizer, seed, 4, 256, corpus.MIX) for seed in ("0/1", "0/1", "0/2"))
+    one, same, other = (
+        corpus.training_rows(tokenizer, seed, 4, 256, corpus.MIX) for seed in ("0/1", "0/1", "0/2")
+    )
     assert (one.tokens == same.tokens).all() and not (one.tokens == other.tokens).all()
 
 
@@ -134,7 +146,9 @@ def test_training_attention_equals_the_dense_one(small, length):
 
     @jax.jit  # one compilation for all layers: by itself each operation costs one
     def both(weights):
-        hidden, _ = decoder.forward(weights, {}, tokens.reshape(-1), positions, config, LayerHooks(attend))
+        hidden, _ = decoder.forward(
+            weights, {}, tokens.reshape(-1), positions, config, LayerHooks(attend)
+        )
         return hidden, uncached.hidden_states(weights, tokens, config)
 
     hidden, wanted = both(weights)
@@ -143,12 +157,16 @@ def test_training_attention_equals_the_dense_one(small, length):
 
 def test_narrow_products_and_gradients_are_close_to_wide_ones():
     rng = np.random.default_rng(0)
-    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((9, 4, 8), (4, 8, 6)))
+    x, w = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((9, 4, 8), (4, 8, 6))
+    )
 
     def of(node):
         return lambda x, w: (einsum("TNH,NHD->TD", x, node(w)) ** 2).sum()
 
-    wide, narrow = (jax.value_and_grad(of(node), argnums=(0, 1))(x, w) for node in (lambda w: w, Narrow))
+    wide, narrow = (
+        jax.value_and_grad(of(node), argnums=(0, 1))(x, w) for node in (lambda w: w, Narrow)
+    )
     for a, b in zip(jax.tree.leaves(wide), jax.tree.leaves(narrow), strict=True):
         np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02 * float(jnp.abs(a).max()))
 
@@ -189,7 +207,9 @@ def llm():
 
 
 def test_the_bundled_model_answers_what_the_readme_and_the_page_suggest(llm):
-    """Every request that they show is of a kind that it was taught, and gets the answer that stands beside it."""
+    """Every request that they show is of a kind that it was taught, and gets the answer that stands
+    beside it.
+    """
     table = ROOT.joinpath("docs", "quill.md").read_text().split("| ask it |")[1].split("\n\n")[0]
     asked: list[tuple[str, str]] = []
     for row in table.splitlines()[2:]:
@@ -201,7 +221,11 @@ def test_the_bundled_model_answers_what_the_readme_and_the_page_suggest(llm):
     params = SamplingParams(temperature=0, max_tokens=300)
     for text, answer in asked:
         plain = text == "Once upon a time"
-        found = (llm.generate(text, params, False) if plain else llm.chat([message(text)], params))[0].outputs[0].text
+        found = (
+            (llm.generate(text, params, False) if plain else llm.chat([message(text)], params))[0]
+            .outputs[0]
+            .text
+        )
         assert found == answer or (not answer and len(found.split()) > 60), (text, found)
     assert len(asked) > 12
 
@@ -222,7 +246,11 @@ def test_the_bundled_heads_foretell_what_quill_writes(llm, kind, least):
     """Of greedy answers, so many second tokens; and at each further place fewer, but some."""
     documents = none_yet()
     params = SamplingParams(temperature=0, max_tokens=200)
-    for example in [example for task in ("story", "json", "sort_numbers", "copy") for example in tasks.fresh(task, 6)]:
+    for example in [
+        example
+        for task in ("story", "json", "sort_numbers", "copy")
+        for example in tasks.fresh(task, 6)
+    ]:
         (out,) = llm.chat(example.messages, params, use_tqdm=False)
         documents = documents.joined([(out.prompt_token_ids, out.outputs[0].token_ids)])
     folder = ROOT / "model" / f"quill_{kind}"
@@ -272,7 +300,10 @@ def test_the_table_of_quality(tmp_path, monkeypatch):
     monkeypatch.setattr(quality, "WAYS", {"int4-64": ("rtn", "gptq")})
     quality.main(tmp_path / "table.md", samples=1, held_out=3, calibration=6, seed=0)
     head, *_, plain, rtn, gptq = (tmp_path / "table.md").read_text().splitlines()
-    assert f"exact answers to {len(tasks.TASKS)} questions" in head and "calibration on 6 documents" in head
+    assert (
+        f"exact answers to {len(tasks.TASKS)} questions" in head
+        and "calibration on 6 documents" in head
+    )
     assert plain.startswith("| bfloat16 |") and "| rtn |" in rtn and "| gptq |" in gptq
     values = [float(line.split("|")[4]) for line in (plain, rtn, gptq)]
     assert len(set(values)) == 3 and all(1 < value < 2 for value in values)

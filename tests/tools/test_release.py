@@ -1,4 +1,6 @@
-"""The wheel with compiled kernels: honest tags, a true record, and an environment without a compiler that it serves."""
+"""The wheel with compiled kernels: honest tags, a true record, and an environment without a
+compiler that it serves.
+"""
 
 import base64
 import csv
@@ -25,9 +27,18 @@ PURE = {
     "quire-1.dist-info/RECORD": "quire/__init__.py,,\n",
 }
 QUILL = [
-    "probe", "blank", "pack", "unpack", "dense_f32", "dense_bf16", "heads", "residual", "attention_f32",
-    "attention_bf16", "sampling",
-]  # fmt: skip
+    "probe",
+    "blank",
+    "pack",
+    "unpack",
+    "dense_f32",
+    "dense_bf16",
+    "heads",
+    "residual",
+    "attention_f32",
+    "attention_bf16",
+    "sampling",
+]
 
 
 @pytest.mark.parametrize(
@@ -76,15 +87,23 @@ def test_wheel(pure, tmp_path, number, kind):
         contents = {name: file.read(name) for name in file.namelist()}
     assert {*contents} == {*PURE, "quire/ops/native/built/avx2-0123/pack.so"}
     about = contents["quire-1.dist-info/WHEEL"].decode()
-    assert f"Tag: {'-'.join(out.stem.split('-')[2:])}" in about and "Root-Is-Purelib: false" in about
+    assert (
+        f"Tag: {'-'.join(out.stem.split('-')[2:])}" in about and "Root-Is-Purelib: false" in about
+    )
     rows = {
         name: (digest, size)
-        for name, digest, size in csv.reader(io.StringIO(contents["quire-1.dist-info/RECORD"].decode()))
+        for name, digest, size in csv.reader(
+            io.StringIO(contents["quire-1.dist-info/RECORD"].decode())
+        )
     }
     assert {*rows} == {*contents}
     for name, (digest, size) in rows.items():
         if not name.endswith("RECORD"):
-            found = base64.urlsafe_b64encode(hashlib.sha256(contents[name]).digest()).rstrip(b"=").decode()
+            found = (
+                base64.urlsafe_b64encode(hashlib.sha256(contents[name]).digest())
+                .rstrip(b"=")
+                .decode()
+            )
             assert (digest, int(size)) == (f"sha256={found}", len(contents[name]))
 
 
@@ -106,7 +125,9 @@ def test_what_is_no_wheel_and_no_kernels(pure, tmp_path):
 
 @pytest.mark.nightly  # it builds a wheel, installs it, and compiles what the bundled model calls
 def test_installed_without_a_compiler(tmp_path):
-    """A wheel of this tree with kernels for this machine: installed, with nothing on PATH, it generates with them."""
+    """A wheel of this tree with kernels for this machine: installed, with nothing on PATH, it
+    generates with them.
+    """
     try:
         command = build.compiler()
         isa = build.choices()[0]
@@ -114,24 +135,40 @@ def test_installed_without_a_compiler(tmp_path):
         pytest.skip(str(reason))
     kernels = build.private(tmp_path / "kernels")
     with ThreadPoolExecutor(2) as threads:
-        made = list(threads.map(lambda name: build.built(command, isa, name, build.prebuilt(kernels, isa)), QUILL))
+        made = list(
+            threads.map(
+                lambda name: build.built(command, isa, name, build.prebuilt(kernels, isa)), QUILL
+            )
+        )
     assert all(path.exists() for path in made)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     source = tmp_path / "source"
-    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\n")
     for name in filter(None, files):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).exists():
             (source / name).write_bytes((ROOT / name).read_bytes())
-    subprocess.run([*pip, "wheel", "--no-deps", "-w", tmp_path, source], check=True, capture_output=True)
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "-w", tmp_path, source], check=True, capture_output=True
+    )
     (pure,) = tmp_path.glob("*-py3-none-any.whl")
     wheel = platform_wheel(pure, kernels)
     place = tmp_path / "site"
     subprocess.run(
-        [*pip, "install", "--no-deps", "--no-index", "--target", place, wheel], check=True, capture_output=True
+        [*pip, "install", "--no-deps", "--no-index", "--target", place, wheel],
+        check=True,
+        capture_output=True,
     )
-    environment = {name: value for name, value in os.environ.items() if name not in ("CXX", "QUIRE_KERNELS")}
-    environment |= {"PATH": str(tmp_path), "PYTHONPATH": str(place), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("CXX", "QUIRE_KERNELS")
+    }
+    environment |= {
+        "PATH": str(tmp_path),
+        "PYTHONPATH": str(place),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
     code = (
         "import quire, logging; logging.basicConfig(level=logging.WARNING)\n"
         "from quire.ops import native\n"
@@ -141,7 +178,12 @@ def test_installed_without_a_compiler(tmp_path):
         "print(quire.__file__, native.instruction_set(), sorted(name for _, name in native.begun))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     text, about = done.stdout.strip().splitlines()
     assert text and about.startswith(f"{place}/quire/__init__.py {isa} ") and "sampling" in about
@@ -157,21 +199,35 @@ def test_every_instruction_set_is_in_a_wheel(name, kind):
 
 @pytest.mark.nightly  # it compiles
 def test_wheel_for_arm(pure, tmp_path):
-    """What a cross compiler makes for each instruction set: what it is, what it offers, and what it needs."""
+    """What a cross compiler makes for each instruction set: what it is, what it offers, and what it
+    needs.
+    """
     needed(COMPILER)
     kernels = build.private(tmp_path / "kernels")
-    offered = {"probe": {"quire_permitted"}, "pack": {"quire_tile", "quire_tile_int4", "quire_tile_int6"}}
+    offered = {
+        "probe": {"quire_permitted"},
+        "pack": {"quire_tile", "quire_tile_int4", "quire_tile_int6"},
+    }
     offered |= {"blank": {"quire_kernel"}, "sampling": {"quire_kernel"}}
     for isa in build.ISAS["aarch64"]:
         for name, symbols in offered.items():
             path = build.built([COMPILER], isa, name, build.prebuilt(kernels, isa))
             assert machine(path.read_bytes()) == "aarch64"
-            table = ["aarch64-linux-gnu-nm", "--dynamic", "--defined-only", "--format=just-symbols", str(path)]
+            table = [
+                "aarch64-linux-gnu-nm",
+                "--dynamic",
+                "--defined-only",
+                "--format=just-symbols",
+                str(path),
+            ]
             found = subprocess.run(table, capture_output=True, text=True, check=True).stdout.split()
             assert {symbol for symbol in found if symbol.startswith("quire_")} == symbols
     out = platform_wheel(pure, kernels)
     assert re.fullmatch(r"quire-1-py3-none-manylinux_2_\d\d_aarch64\.whl", out.name)
     with zipfile.ZipFile(out) as file:
         held = {name for name in file.namelist() if name.endswith(".so")}
-    folders = {isa: f"quire/ops/native/built/{isa}-{build.source_hash()}" for isa in build.ISAS["aarch64"]}
-    assert held == {f"{folders[isa]}/{name}.so" for isa in folders for name in offered}  # where `build.ready` looks
+    folders = {
+        isa: f"quire/ops/native/built/{isa}-{build.source_hash()}" for isa in build.ISAS["aarch64"]
+    }
+    # where `build.ready` looks
+    assert held == {f"{folders[isa]}/{name}.so" for isa in folders for name in offered}

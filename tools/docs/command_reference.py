@@ -14,7 +14,8 @@ def command_pages() -> dict[str, str]:
     """By command, in the order of the command table."""
     group = typer.main.get_command(app)
     return {
-        name: f"# quire {name}\n\n{described(group.get_command(None, name), f'quire {name}', 2)}" for name in COMMANDS
+        name: f"# quire {name}\n\n{described(group.get_command(None, name), f'quire {name}', 2)}"
+        for name in COMMANDS
     }
 
 

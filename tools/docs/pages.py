@@ -1,4 +1,6 @@
-"""The pages of the site, as Markdown: those of `docs/`, the references, and what these link to beside."""
+"""The pages of the site, as Markdown: those of `docs/`, the references, and what these link to
+beside.
+"""
 
 import posixpath
 import re
@@ -26,7 +28,9 @@ class Section(NamedTuple):
 
 
 def on_site(path: str) -> str:
-    """Where a file of the repository is in the site; what is no Markdown and no picture is shown by a page."""
+    """Where a file of the repository is in the site; what is no Markdown and no picture is shown by
+    a page.
+    """
     inside = path.removeprefix("docs/")
     return inside if path.startswith("docs/") or inside.endswith(".md") else f"files/{inside}.md"
 
@@ -57,13 +61,17 @@ def anchors(text: str) -> set[str]:
 
 def slug(heading: str) -> str:
     shown = re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", heading)
-    return re.sub(r"[^\w\- ]", "", unicodedata.normalize("NFC", shown).strip().lower()).replace(" ", "-")
+    return re.sub(r"[^\w\- ]", "", unicodedata.normalize("NFC", shown).strip().lower()).replace(
+        " ", "-"
+    )
 
 
 def target_of(source: str, target: str) -> tuple[str, str]:
     """(path in the repository, anchor) of a link that stands in a file."""
     path, _, anchor = target.partition("#")
-    return (posixpath.normpath(posixpath.join(posixpath.dirname(source), path)) if path else source), anchor
+    return (
+        posixpath.normpath(posixpath.join(posixpath.dirname(source), path)) if path else source
+    ), anchor
 
 
 def moved(source: str, text: str) -> str:
@@ -88,13 +96,19 @@ def shown(path: str, text: str) -> str:
 
 def reached(root: Path) -> Iterator[str]:
     """The files of the documentation, and those that it links to."""
-    left = [path.relative_to(root).as_posix() for path in sorted((root / "docs").iterdir()) if path.is_file()]
+    left = [
+        path.relative_to(root).as_posix()
+        for path in sorted((root / "docs").iterdir())
+        if path.is_file()
+    ]
     seen = set(left)
     while left:
         path = left.pop(0)
         yield path
         if path.endswith(".md"):
-            found = dict.fromkeys(target_of(path, target)[0] for target in links((root / path).read_text()))
+            found = dict.fromkeys(
+                target_of(path, target)[0] for target in links((root / path).read_text())
+            )
             new = [each for each in found if each not in seen and (root / each).is_file()]
             left += new
             seen.update(new)
@@ -123,7 +137,13 @@ def sections(root: Path) -> list[Section]:
     text = (root / INDEX).read_text()
     parts = re.split(r"^## (.*)\n", text, flags=re.MULTILINE)
     found = [
-        Section(name, [(title, on_site(target_of(INDEX, target)[0])) for title, target in LISTED.findall(part)])
+        Section(
+            name,
+            [
+                (title, on_site(target_of(INDEX, target)[0]))
+                for title, target in LISTED.findall(part)
+            ],
+        )
         for name, part in zip(parts[1::2], parts[2::2], strict=True)
     ]
     commands = [(f"quire {name}", f"reference/{name}.md") for name in command_pages()]

@@ -1,4 +1,6 @@
-"""The Python reference: signatures and docstrings of what `quire` exports, and of what that returns."""
+"""The Python reference: signatures and docstrings of what `quire` exports, and of what that
+returns.
+"""
 
 import ast
 import enum
@@ -22,7 +24,9 @@ RETURNED = {  # not exported, since nobody makes one
     name: made
     for module in (outputs, search)
     for name, made in vars(module).items()
-    if is_dataclass(made) and made.__module__ == module.__name__ and name not in ("CompletionDelta", "SearchParams")
+    if is_dataclass(made)
+    and made.__module__ == module.__name__
+    and name not in ("CompletionDelta", "SearchParams")
 }
 # What the engine's own code calls.
 INTERNAL = {"turn", "run", "step", "add", "ask", "call", "chat_prompt", "or_default"}
@@ -43,15 +47,25 @@ def kind_of(name: str) -> str:
 
 
 def python_page() -> str:
-    exported = {name: getattr(import_module(module, "quire"), name) for name, module in EXPORTS.items()}
+    exported = {
+        name: getattr(import_module(module, "quire"), name) for name, module in EXPORTS.items()
+    }
     names = exported | {name: made for name, made in RETURNED.items() if name not in exported}
-    groups: dict[str, list[str]] = {"Engines": [], "What a request asks for": [], "What comes back": [], "Errors": []}
+    groups: dict[str, list[str]] = {
+        "Engines": [],
+        "What a request asks for": [],
+        "What comes back": [],
+        "Errors": [],
+    }
     for name in [*ENGINES, *sorted(names.keys() - set(ENGINES))]:
         groups[kind_of(name)].append(name)
     parts = [
         "# Python",
-        "`from quire import ...` has all of these but those marked *returned*. A `Prompt` is a text, a list of token "
-        "ids, a `TextPrompt` or a `TokensPrompt`. [From Python](../offline.md) shows them at work.",
+        (
+            "`from quire import ...` has all of these but those marked *returned*. A `Prompt` is a "
+            "text, a list of token ids, a `TextPrompt` or a `TokensPrompt`. [From "
+            "Python](../offline.md) shows them at work."
+        ),
     ]
     for group, members in groups.items():
         parts.append(f"## {group}")
@@ -78,7 +92,11 @@ def described(name: str, made: Any) -> Iterator[str]:
     if name == "AsyncLLM":
         yield "Its arguments are those of [LLM](#llm)."
     for inner, method in vars(made).items():
-        own = inspect.isfunction(method) and inner == method.__name__ and inner not in INTERNAL_OF.get(name, ())
+        own = (
+            inspect.isfunction(method)
+            and inner == method.__name__
+            and inner not in INTERNAL_OF.get(name, ())
+        )
         if own and not inner.startswith("_") and inspect.getdoc(method):
             yield f"#### {name}.{inner}"
             yield from function(f"{name}.{inner}", method)
@@ -145,7 +163,11 @@ def default(each: Any) -> str:
             if len(repr(each.default)) < 40
             else f"{type(each.default).__name__}(...)"
         )
-    return "" if each.default_factory is MISSING else f"{getattr(each.default_factory, '__name__', '')}()"
+    return (
+        ""
+        if each.default_factory is MISSING
+        else f"{getattr(each.default_factory, '__name__', '')}()"
+    )
 
 
 def about(each: Any) -> str:

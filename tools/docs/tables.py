@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 def cell(text: str) -> str:
     """Plain text for a cell, in which no sign has a meaning but backquotes."""
     parts = text.replace("|", "&#124;").split("`")
-    parts[::2] = [part.replace("<", "&lt;").replace("*", r"\*").replace("_", r"\_") for part in parts[::2]]
+    parts[::2] = [
+        part.replace("<", "&lt;").replace("*", r"\*").replace("_", r"\_") for part in parts[::2]
+    ]
     return " ".join("`".join(parts).split())
 
 

@@ -1,9 +1,11 @@
-"""Compiles whole steps for NVIDIA GPUs on a machine without one: `python -m tools.gpu.ahead [llama-3-8b ...]`.
+"""Compiles whole steps for NVIDIA GPUs on a machine without one: `python -m tools.gpu.ahead
+[llama-3-8b ...]`.
 
-It is the engine's own step with the engine's own options, for a card that is described (target.py). The table
-says what the compiled program launches, keeps, copies and moves. Its times are not measured: they are those of the
-model in scripts/gpu/step_time.py. Needs JAX's CUDA plugin, whose compiler needs neither a card nor a driver; it
-cannot try, on a card, which of XLA's kernels are faster, and takes the default ones.
+It is the engine's own step with the engine's own options, for a card that is described (target.py).
+The table says what the compiled program launches, keeps, copies and moves. Its times are not
+measured: they are those of the model in scripts/gpu/step_time.py. Needs JAX's CUDA plugin, whose
+compiler needs neither a card nor a driver; it cannot try, on a card, which of XLA's kernels are
+faster, and takes the default ones.
 """
 
 import argparse
@@ -28,7 +30,8 @@ class Case:
     plain: bool = True  # nothing but a temperature and min-p; otherwise top-k, top-p and all others
     tensor: int = 1
     rows: int | None = None  # of a step that carries prompts
-    drafts: str | None = None  # verifies DRAFTS tokens of each sequence; who drafts is in the step but for ngram
+    # verifies DRAFTS tokens of each sequence; who drafts is in the step but for ngram
+    drafts: str | None = None
 
     @property
     def step_rows(self) -> int:
@@ -45,7 +48,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What the compiled program of a case is like, for the whole model; bytes are those of one card."""
+    """What the compiled program of a case is like, for the whole model; bytes are those of one
+    card.
+    """
 
     name: str
     graphs: int
@@ -114,9 +119,12 @@ def stored(model: str) -> str:
 
 
 DEPTHS = {
-    "gpt-oss-20b": (2, 4), "gemma-3-12b": (6, 7), "deepseek-v3": (1, 2), "qwen3-next-80b-a3b": (4, 8),
+    "gpt-oss-20b": (2, 4),
+    "gemma-3-12b": (6, 7),
+    "deepseek-v3": (1, 2),
+    "qwen3-next-80b-a3b": (4, 8),
     "granite-4.0-h-small": (10, 20),
-}  # fmt: skip
+}
 
 
 def depths(model: str) -> tuple[int, int]:
@@ -136,8 +144,11 @@ def measure(case: Case, target: str, spills: bool = False) -> Result:
     layers = hf["num_hidden_layers"]
     (few, more) = depths(case.model)
     device = DEVICES[target.partition("+")[0]]
-    with described(target, case.tensor):  # kernels are compiled, and tell what they spill, with the first program alone
-        programs, variances = zip(*(compiled(case, count, spills) for count in (few, more)), strict=True)
+    # kernels are compiled, and tell what they spill, with the first program alone
+    with described(target, case.tensor):
+        programs, variances = zip(
+            *(compiled(case, count, spills) for count in (few, more)), strict=True
+        )
         needed, operations = least(case, layers)
     low, high = programs
 
@@ -154,16 +165,31 @@ def measure(case: Case, target: str, spills: bool = False) -> Result:
     roof_seconds = step_seconds(device, needed, operations, launches=0)
     launches = a_layer(lambda program: program.launches)
     return Result(
-        case.name, high.graphs, launches, low.launches - few * launches, executed, high.outside,
-        whole(lambda program: program.sorts), high.temporaries,
-        {kind: a_layer(lambda program, kind=kind: copied(program, kind)) for kind in ("pages", "experts", "weights")},
-        moved, needed, seconds, roof_seconds / seconds, low.spilled,
+        case.name,
+        high.graphs,
+        launches,
+        low.launches - few * launches,
+        executed,
+        high.outside,
+        whole(lambda program: program.sorts),
+        high.temporaries,
+        {
+            kind: a_layer(lambda program, kind=kind: copied(program, kind))
+            for kind in ("pages", "experts", "weights")
+        },
+        moved,
+        needed,
+        seconds,
+        roof_seconds / seconds,
+        low.spilled,
         sorted(frozenset().union(*variances)),
-    )  # fmt: skip
+    )
 
 
 def compiled(case: Case, layers: int, spills: bool):
-    """The program of so many layers, for the card that is described, and why a row's bits may depend on its company."""
+    """The program of so many layers, for the card that is described, and why a row's bits may
+    depend on its company.
+    """
     from quire.model.checkpoint.placement import abstract_on_mesh
     from quire.model.weights import abstract
     from quire.serving.device.drafts import WithDrafter
@@ -218,7 +244,9 @@ def drafter_of(case: Case, config):
         return DraftModel(own, with_layers(config, own), count), abstract(own)
     heads = draft_heads.parse_heads(hf, (), config, case.drafts)
     chain = ((0,) * DRAFTS,)
-    return FeatureDrafter(heads, with_layers(config, heads.model), count, chain), draft_heads.abstract(heads)
+    return FeatureDrafter(
+        heads, with_layers(config, heads.model), count, chain
+    ), draft_heads.abstract(heads)
 
 
 def here(tree):
@@ -253,7 +281,9 @@ def attempt(case: Case, target: str, spills: bool) -> "Result | Failure":
 
 
 def alone(case: Case, target: str) -> Result | Failure:
-    """The same with what kernels spill, by a process of its own: a kernel is not compiled again in one that has it."""
+    """The same with what kernels spill, by a process of its own: a kernel is not compiled again in
+    one that has it.
+    """
     command = [
         sys.executable,
         "-m",
@@ -264,7 +294,9 @@ def alone(case: Case, target: str) -> Result | Failure:
         "--spills",
         "--json",
     ]
-    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    found = json.loads(
+        subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    )
     return Failure(**found) if "failed" in found else Result(**found)
 
 
@@ -296,7 +328,9 @@ class Shares:
         self.blocks = 0.0 if layer is None else expert_blocks(layer.moe, case.step_rows)
 
     def of(self, argument: str, in_place: bool) -> float:
-        """Of an argument that a kernel gets as a whole; of one that it changes `in_place`, what it reads and writes."""
+        """Of an argument that a kernel gets as a whole; of one that it changes `in_place`, what it
+        reads and writes.
+        """
         from quire.model.planning.cost import seen
 
         kind = kind_of(argument)
@@ -308,8 +342,8 @@ class Shares:
         return self.experts if kind == "experts" else 1.0
 
     def turns(self, arguments: set[str], inner: bool) -> float:
-        """Of a loop over blocks of experts' rows, or over blocks of 64 positions; or over drafts, around which is one
-        of a single turn.
+        """Of a loop over blocks of experts' rows, or over blocks of 64 positions; or over drafts,
+        around which is one of a single turn.
         """
         if any(argument.startswith("weights.drafter") for argument in arguments):
             return DRAFTS if inner else 1.0
@@ -337,7 +371,9 @@ def kind_of(argument: str) -> str:
 
 
 def copied(program, kind: str) -> float:
-    return sum(count for argument, count in program.work.copied.items() if kind_of(argument) == kind)
+    return sum(
+        count for argument, count in program.work.copied.items() if kind_of(argument) == kind
+    )
 
 
 def least(case: Case, layers: int) -> tuple[float, float]:
@@ -346,13 +382,17 @@ def least(case: Case, layers: int) -> tuple[float, float]:
 
     config = config_of(case, layers)
     prompts = case.rows is not None
-    read, computed = step_time.least(config, case.step_rows, case.batch, LENGTH, prompts=prompts, tensor=case.tensor)
+    read, computed = step_time.least(
+        config, case.step_rows, case.batch, LENGTH, prompts=prompts, tensor=case.tensor
+    )
     more_read, more_computed = of_drafter(case, config)
     return read + more_read, computed + more_computed
 
 
 def of_drafter(case: Case, config) -> tuple[float, float]:
-    """(bytes, operations) of what drafts in the step: once for all rows, and then once for each draft."""
+    """(bytes, operations) of what drafts in the step: once for all rows, and then once for each
+    draft.
+    """
     from quire.model.planning.cost import layer_token_bytes
     from quire.sharding.spec import nbytes
 
@@ -362,27 +402,56 @@ def of_drafter(case: Case, config) -> tuple[float, float]:
     head = specs.embed_VD if specs.head_VD is None else specs.head_VD
     rest = nbytes(specs.replace(embed_VD=None, head_VD=None))
     own = drafter.paged.layers[len(config.layers) :]
-    pages = case.batch * LENGTH * sum(layer_token_bytes(layer.attention, config.kv_dtype) for layer in own)
+    pages = (
+        case.batch
+        * LENGTH
+        * sum(layer_token_bytes(layer.attention, config.kv_dtype) for layer in own)
+    )
     each = rest + pages
     multiplied = rest / 2 * (case.step_rows + DRAFTS * case.batch) + head.size * DRAFTS * case.batch
     return each * (1 + DRAFTS) + head.nbytes * DRAFTS, 2 * multiplied
 
 
-HEADINGS = ("step", "graphs", "outside of them", "sorts", "launches a layer", "other launches", "temporaries",
-            "copied a layer", "moved / needed", "predicted", "of the roof", "same bits")  # fmt: skip
+HEADINGS = (
+    "step",
+    "graphs",
+    "outside of them",
+    "sorts",
+    "launches a layer",
+    "other launches",
+    "temporaries",
+    "copied a layer",
+    "moved / needed",
+    "predicted",
+    "of the roof",
+    "same bits",
+)
 
 
 def row(result: Result | Failure) -> list[str]:
     if isinstance(result, Failure):
         return [result.name, f"does not compile: {result.failed}"]
     outside = ", ".join(f"{count} {kind}" for kind, count in result.outside.items()) or "nothing"
-    copies = ", ".join(f"{count / 1e6:,.0f} MB of {kind}" for kind, count in result.copied.items() if count >= 5e5)
+    copies = ", ".join(
+        f"{count / 1e6:,.0f} MB of {kind}" for kind, count in result.copied.items() if count >= 5e5
+    )
     found = [
-        result.name, str(result.graphs), outside, f"{result.sorts:.0f}", f"{result.launches_a_layer:.0f}",
-        f"{result.launches:.0f}", f"{result.temporaries / 1e6:,.0f} MB", copies or "nothing",
-        f"{result.moved / 1e9:.1f} / {result.needed / 1e9:.1f} GB, {result.moved / result.needed:.2f}",
-        f"{result.seconds * 1e3:,.2f} ms", f"{result.share:.0%}", "no" if result.varies else "yes",
-    ]  # fmt: skip
+        result.name,
+        str(result.graphs),
+        outside,
+        f"{result.sorts:.0f}",
+        f"{result.launches_a_layer:.0f}",
+        f"{result.launches:.0f}",
+        f"{result.temporaries / 1e6:,.0f} MB",
+        copies or "nothing",
+        (
+            f"{result.moved / 1e9:.1f} / {result.needed / 1e9:.1f} GB, "
+            f"{result.moved / result.needed:.2f}"
+        ),
+        f"{result.seconds * 1e3:,.2f} ms",
+        f"{result.share:.0%}",
+        "no" if result.varies else "yes",
+    ]
     return found if result.spilled is None else [*found, f"{result.spilled:,}"]
 
 
@@ -401,25 +470,39 @@ def wanted(names: list[str]) -> list[Case]:
         return [*CASES]
     exact = {case.name for case in CASES}.intersection(names)
     return [
-        case for case in CASES if any(case.name == name or name not in exact and name in case.name for name in names)
+        case
+        for case in CASES
+        if any(case.name == name or name not in exact and name in case.name for name in names)
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("models", nargs="*", help="these cases only, each by its name or a part of it")
-    parser.add_argument("--target", default="h200", help="h200, b200, a100, or a100+flashinfer with that (h200)")
-    parser.add_argument("--spills", action="store_true", help="count the bytes that kernels spill, too")
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each case, not a table")
+    parser.add_argument(
+        "models", nargs="*", help="these cases only, each by its name or a part of it"
+    )
+    parser.add_argument(
+        "--target", default="h200", help="h200, b200, a100, or a100+flashinfer with that (h200)"
+    )
+    parser.add_argument(
+        "--spills", action="store_true", help="count the bytes that kernels spill, too"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="a line of JSON for each case, not a table"
+    )
     asked = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"  # the process itself computes nothing
-    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # of a program that is not compiled XLA tells nothing
+    # of a program that is not compiled XLA tells nothing
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     from .target import APART, CARDS, missing
 
     if lacking := missing():
         parser.exit(2, f"{lacking}\n")
     if asked.target.removesuffix("+flashinfer") not in CARDS:
-        parser.error(f"--target is {asked.target!r}; it can be {', '.join(CARDS)}, each with +flashinfer or without")
+        parser.error(
+            f"--target is {asked.target!r}; it can be {', '.join(CARDS)}, each with "
+            "+flashinfer or without"
+        )
     cases = wanted(asked.models)
     if not cases:
         known = "; ".join(case.name for case in CASES)
@@ -429,7 +512,11 @@ def main() -> None:
         results = (alone(case, asked.target) for case in cases)
     else:
         results = (attempt(case, asked.target, asked.spills) for case in cases)
-    for line in (json.dumps(asdict(result)) for result in results) if asked.json else lines(results, asked.spills):
+    for line in (
+        (json.dumps(asdict(result)) for result in results)
+        if asked.json
+        else lines(results, asked.spills)
+    ):
         print(line, flush=True)
 
 

@@ -1,4 +1,6 @@
-"""Reads a compiled program's text: the bytes that it moves, and what it copies of weights and pages."""
+"""Reads a compiled program's text: the bytes that it moves, and what it copies of weights and
+pages.
+"""
 
 import math
 import re
@@ -10,13 +12,28 @@ HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\(([^)]*)\)(.*)$")
 ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 NAME = re.compile(r"%([\w.-]+)")
-CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%([\w.-]+)")
+CALLED = re.compile(
+    r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%([\w.-]+)"
+)
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 IN_PLACE = re.compile(r"\{(\d*)\}: \((\d+), \{\}\)")
 LABEL = re.compile(r'op_name="([^"]*)"')
-FREE = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all", "partition-id", "replica-id",
-        "optimization-barrier", "async-done", "all-reduce-done", "all-gather-done", "copy-done"}  # fmt: skip
+FREE = {
+    "parameter",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "constant",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "optimization-barrier",
+    "async-done",
+    "all-reduce-done",
+    "all-gather-done",
+    "copy-done",
+}
 PartOf = Callable[[str, bool], float]
 TurnsOf = Callable[[set[str], bool], float]
 PRODUCTS = {"dot", "convolution", "custom-call"}
@@ -43,8 +60,12 @@ class Instruction:
 
     @property
     def made(self) -> float:
-        """Bytes of what is not written in place: of that only rows are, of which another operand has the numbers."""
-        return sum(e * bits(kind) / 8 for n, (kind, e) in enumerate(self.arrays) if n not in self.aliased)
+        """Bytes of what is not written in place: of that only rows are, of which another operand
+        has the numbers.
+        """
+        return sum(
+            e * bits(kind) / 8 for n, (kind, e) in enumerate(self.arrays) if n not in self.aliased
+        )
 
     @property
     def elements(self) -> int:
@@ -57,7 +78,8 @@ class Work:
 
     bytes: float = 0.0  # read and written
     launches: float = 0.0
-    copied: Counter = field(default_factory=Counter)  # bytes written, by the parameter that was copied or decoded
+    # bytes written, by the parameter that was copied or decoded
+    copied: Counter = field(default_factory=Counter)
 
     def add(self, other: "Work", times: float = 1) -> None:
         self.bytes += times * other.bytes
@@ -89,13 +111,16 @@ class Module:
                 inside[one.name] = one
 
     def work(self, shares: PartOf, turns: TurnsOf) -> Work:
-        """What a run does. `shares`: which part of a parameter a kernel reads that gets the whole of it, or reads and
-        writes where it changes the parameter in place. `turns`: those of a loop that the compiler does not count, by
-        the parameters that it gets, and whether another is around it.
+        """What a run does. `shares`: which part of a parameter a kernel reads that gets the whole
+        of it, or reads and writes where it changes the parameter in place. `turns`: those of a loop
+        that the compiler does not count, by the parameters that it gets, and whether another is
+        around it.
         """
         entry = self.computations[self.entry].values()
         inputs = {one.number: one.label for one in entry if one.kind == "parameter"}
-        return Walk(self, shares, turns).computation(self.entry, [inputs[n] for n in range(len(inputs))])
+        return Walk(self, shares, turns).computation(
+            self.entry, [inputs[n] for n in range(len(inputs))]
+        )
 
 
 class Walk:
@@ -116,11 +141,16 @@ class Walk:
                 body = Work()
                 for called in one.called:
                     body.add(self.computation(called, given, True))
-                done.add(body, one.turns if one.turns is not None else self.turns(flat(given), inner))
+                done.add(
+                    body, one.turns if one.turns is not None else self.turns(flat(given), inner)
+                )
             elif one.kind == "conditional":  # the branch that moves most
                 branches = zip(one.called, given[1:], strict=True)
                 done.add(
-                    max((self.computation(called, [each], inner) for called, each in branches), key=lambda w: w.bytes)
+                    max(
+                        (self.computation(called, [each], inner) for called, each in branches),
+                        key=lambda w: w.bytes,
+                    )
                 )
             elif one.kind in ("call", "async-start"):
                 done.add(self.computation(one.called[0], given, inner))
@@ -129,19 +159,29 @@ class Walk:
         return done
 
     def origin(self, one: Instruction, given: list, inputs: list):
-        """The name of the parameter that an instruction's result is, those of a tuple's elements, or None."""
+        """The name of the parameter that an instruction's result is, those of a tuple's elements,
+        or None.
+        """
         if one.kind == "parameter":
-            return inputs[one.number] if one.number is not None and one.number < len(inputs) else None
+            return (
+                inputs[one.number] if one.number is not None and one.number < len(inputs) else None
+            )
         if one.kind == "tuple":
             return tuple(given)
         if one.kind == "get-tuple-element":
-            return given[0][one.number] if isinstance(given[0], tuple) and one.number is not None else None
+            return (
+                given[0][one.number]
+                if isinstance(given[0], tuple) and one.number is not None
+                else None
+            )
         if one.kind in ("bitcast", "while", "optimization-barrier", "copy"):
             return given[0]
         if one.kind == "fusion" and (place := self.written_in_place(one)) is not None:
             return given[place]
         if one.aliased:
-            written = [given[one.aliased[n]] if n in one.aliased else None for n in range(len(one.arrays))]
+            written = [
+                given[one.aliased[n]] if n in one.aliased else None for n in range(len(one.arrays))
+            ]
             return written[0] if len(written) == 1 else tuple(written)
         return None
 
@@ -166,7 +206,9 @@ class Walk:
         done = Work(launches=1)
         inside = self.fused(one)
         place = self.written_in_place(one)
-        parameters = {each.number: each.name for each in inside.values() if each.kind == "parameter"}
+        parameters = {
+            each.number: each.name for each in inside.values() if each.kind == "parameter"
+        }
         taken = Counter()  # elements, by the parameter that they are of
         multiplies = one.kind in PRODUCTS or any(each.kind in PRODUCTS for each in inside.values())
         for number, (operand, origin) in enumerate(zip(one.operands, given, strict=True)):
@@ -194,8 +236,12 @@ class Walk:
         return done
 
 
-def part(inside: Mapping[str, Instruction], parameter: str, whole: Instruction) -> tuple[float, int, bool]:
-    """(bytes, elements) that a fusion reads of an operand, and whether it takes it whole or by slices."""
+def part(
+    inside: Mapping[str, Instruction], parameter: str, whole: Instruction
+) -> tuple[float, int, bool]:
+    """(bytes, elements) that a fusion reads of an operand, and whether it takes it whole or by
+    slices.
+    """
     names = [parameter]
     users = []
     for name in names:
@@ -240,7 +286,10 @@ def instruction(found: re.Match) -> Instruction:
     return Instruction(
         name,
         kind,
-        tuple((each, math.prod(map(int, dims.split(","))) if dims else 1) for each, dims in ARRAY.findall(shape)),
+        tuple(
+            (each, math.prod(map(int, dims.split(","))) if dims else 1)
+            for each, dims in ARRAY.findall(shape)
+        ),
         () if kind in ("parameter", "constant") else tuple(NAME.findall(inputs)),
         tuple(NAME.findall(branches[1])) if branches else tuple(CALLED.findall(rest)),
         number,

@@ -1,4 +1,6 @@
-"""A step's program as XLA compiles it for a card: its launches, its CUDA graphs, its memory, and what it moves."""
+"""A step's program as XLA compiles it for a card: its launches, its CUDA graphs, its memory, and
+what it moves.
+"""
 
 import os
 import re
@@ -19,9 +21,18 @@ from .hlo import Module, PartOf, TurnsOf, Work
 from .target import ptxas
 
 THUNK = re.compile(r"^( *)\d+: (k\w+) +(?:\[[^]]*\])? *(\w*)")
-CONTROL = {"kCommandBuffer", "kWhile", "kConditional", "kSequential", "kAsyncStart", "kAsyncDone", "kPartitionId",
-           "kReplicaId"}  # fmt: skip
-SPILLS = re.compile(r"bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")  # a warning says it again
+CONTROL = {
+    "kCommandBuffer",
+    "kWhile",
+    "kConditional",
+    "kSequential",
+    "kAsyncStart",
+    "kAsyncDone",
+    "kPartitionId",
+    "kReplicaId",
+}
+# a warning says it again
+SPILLS = re.compile(r"bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
 @dataclass(frozen=True)
@@ -29,8 +40,10 @@ class Program:
     """What is known of a compiled step."""
 
     graphs: int
-    launches: int  # kernels, copies and collectives, each once: what is in a loop is launched at every turn
-    outside: dict[str, int]  # what no graph holds: kernels, and whatever makes the host wait, by its name
+    # kernels, copies and collectives, each once: what is in a loop is launched at every turn
+    launches: int
+    # what no graph holds: kernels, and whatever makes the host wait, by its name
+    outside: dict[str, int]
     sorts: int  # on a card XLA may take CUB's instead, which is in no graph
     temporaries: int
     work: Work
@@ -43,7 +56,10 @@ def compile_program(
     turns: TurnsOf,
     spills: bool = False,
 ) -> Program:
-    """Compile a step as it is served, and read what XLA says of it. `shares` and `turns`: see `Module.work`."""
+    """Compile a step as it is served, and read what XLA says of it.
+
+    `shares` and `turns`: see `Module.work`.
+    """
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         (kernels := folder / "mosaic").mkdir()
@@ -106,4 +122,6 @@ def spilled_bytes(folder: Path, kernels: Path) -> int:
     with ThreadPoolExecutor(2) as threads:
         said = [*threads.map(assembled, sorted(folder.glob("*.ptx")))]
     said += [path.read_text() for path in kernels.glob("*.ptxas")]
-    return sum(int(stored) + int(loaded) for text in said for stored, loaded in SPILLS.findall(text))
+    return sum(
+        int(stored) + int(loaded) for text in said for stored, loaded in SPILLS.findall(text)
+    )

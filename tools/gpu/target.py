@@ -77,15 +77,22 @@ CARDS = {
     "a100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41, 64, 164 << 10, 40 << 20),
 }
 PLUGINS = "jax-cuda12-plugin", "jax-cuda12-pjrt"  # of jax's own version
-APART = Path(sys.prefix, "gpu-compiler")  # where `make gpu-compiler` puts it: no other program here meets the plugin
+# where `make gpu-compiler` puts it: no other program here meets the plugin
+APART = Path(sys.prefix, "gpu-compiler")
 
 
 def missing() -> str | None:
     """What is to be installed before anything can be compiled; None: nothing."""
-    wanted = f"pip install --no-deps jax-cuda12-plugin=={jax.__version__} jax-cuda12-pjrt=={jax.__version__}"
+    wanted = (
+        f"pip install --no-deps jax-cuda12-plugin=={jax.__version__} "
+        f"jax-cuda12-pjrt=={jax.__version__}"
+    )
     wanted += " nvidia-cuda-nvcc-cu12"
     for name in PLUGINS:
-        found = next((one.version for one in importlib.metadata.distributions(name=name, path=places())), None)
+        found = next(
+            (one.version for one in importlib.metadata.distributions(name=name, path=places())),
+            None,
+        )
         if found is None:
             return f"{name} is not installed, which compiles for a GPU: {wanted}"
         if found != jax.__version__:
@@ -95,7 +102,10 @@ def missing() -> str | None:
 
 def ptxas() -> Path | None:
     """The assembler of nvidia-cuda-nvcc-cu12."""
-    return next((path for place in places() for path in sorted(Path(place).glob("nvidia/*/bin/ptxas"))), None)
+    return next(
+        (path for place in places() for path in sorted(Path(place).glob("nvidia/*/bin/ptxas"))),
+        None,
+    )
 
 
 def places() -> list[str]:
@@ -124,7 +134,13 @@ def described(name: str, count: int = 1) -> Iterator[Sequence[Any]]:
             (library, "PACKAGES", ("jax-tvm-ffi",)),
             (library, "built", lambda kernel: ("", None)),
             (library, "load", lambda path: None),
-            *([] if extra else [(library, "missing", lambda: f"it was not asked for, as with {name}+flashinfer")]),
+            *(
+                []
+                if extra
+                else [
+                    (library, "missing", lambda: f"it was not asked for, as with {name}+flashinfer")
+                ]
+            ),
         ):
             changed.enter_context(mock.patch.object(target, attribute, value))
         # No card is here on which the kernels could be tried.

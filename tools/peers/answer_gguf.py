@@ -1,4 +1,5 @@
-"""llama.cpp on one GGUF file, in its own environment: greedy tokens of prompts, and the pace of one answer.
+"""llama.cpp on one GGUF file, in its own environment: greedy tokens of prompts, and the pace of one
+answer.
 
 Its arguments are the file, the prompts as JSON, and how many tokens; it prints one line of JSON.
 """

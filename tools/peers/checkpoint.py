@@ -1,4 +1,6 @@
-"""What every engine loads: a Llama, Mixtral or LFM2 of a known shape with random weights, and a tokenizer for it."""
+"""What every engine loads: a Llama, Mixtral or LFM2 of a known shape with random weights, and a
+tokenizer for it.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,15 @@ VOCAB = 32000
 WIDTH = 3  # tokens that a short convolution sees
 MAX_LEN = 4096
 SPECIALS = ("<s>", "</s>", "<pad>")  # ids 0, 1, 2
-BYTES_A_WEIGHT = {"bf16": 2.0, "int8": 1.0, "int4": 0.5, "q4_k_m": 0.5}  # scales not counted: the least that can move
+# scales not counted: the least that can move
+BYTES_A_WEIGHT = {"bf16": 2.0, "int8": 1.0, "int4": 0.5, "q4_k_m": 0.5}
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A Llama, with experts a Mixtral, with convolutions an LFM2; the head is the embedding (tied)."""
+    """A Llama, with experts a Mixtral, with convolutions an LFM2; the head is the embedding
+    (tied).
+    """
 
     layers: int
     width: int
@@ -33,7 +38,8 @@ class ModelShape:
     head: int = 64
     experts: int = 0
     chosen: int = 0  # of the experts, by a token
-    convolved: int = 0  # of so many layers together all but the last have a short convolution in place of attention
+    # of so many layers together all but the last have a short convolution in place of attention
+    convolved: int = 0
 
     @property
     def attends(self) -> list[bool]:
@@ -41,12 +47,15 @@ class ModelShape:
         return [not self.convolved or (i + 1) % self.convolved == 0 for i in range(self.layers)]
 
     def read(self, rows: int) -> float:
-        """Weights that a step with so many sequences reads: all but the experts that, by chance, nobody chooses."""
+        """Weights that a step with so many sequences reads: all but the experts that, by chance,
+        nobody chooses.
+        """
         attention = self.width * self.head * 2 * (self.heads + self.kv_heads)
         mlps = self.experts * (1 - (1 - self.chosen / self.experts) ** rows) if self.experts else 1
         layer = self.width * self.experts + mlps * 3 * self.width * self.ffn
         mixers = sum(attention if attends else 4 * self.width**2 for attends in self.attends)
-        return self.layers * layer + mixers + VOCAB * self.width  # the embedding is read as the head
+        # the embedding is read as the head
+        return self.layers * layer + mixers + VOCAB * self.width
 
     @property
     def kv_bytes(self) -> int:
@@ -58,38 +67,66 @@ SIZES = {
     "60m": ModelShape(layers=12, width=512, heads=8, kv_heads=4, ffn=2048),
     "100m": ModelShape(layers=12, width=768, heads=12, kv_heads=4, ffn=2048),
     "400m": ModelShape(layers=24, width=1024, heads=16, kv_heads=4, ffn=4096),
-    "1b": ModelShape(layers=16, width=2048, heads=32, kv_heads=8, ffn=8192),  # Llama-3.2-1B's, with fewer words
+    # Llama-3.2-1B's, with fewer words
+    "1b": ModelShape(layers=16, width=2048, heads=32, kv_heads=8, ffn=8192),
     "hybrid": ModelShape(layers=12, width=768, heads=12, kv_heads=4, ffn=2048, convolved=3),
-    "mixture": ModelShape(layers=8, width=1024, heads=16, kv_heads=4, ffn=512, experts=32, chosen=4),
+    "mixture": ModelShape(
+        layers=8, width=1024, heads=16, kv_heads=4, ffn=512, experts=32, chosen=4
+    ),
 }
 
 
 def config_of(shape: ModelShape, vocab: int = VOCAB, max_len: int = MAX_LEN) -> dict:
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab,
-        "hidden_size": shape.width, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads, "head_dim": shape.head, "intermediate_size": shape.ffn,
-        "max_position_embeddings": max_len, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
-        "tie_word_embeddings": True, "initializer_range": 0.02,
-        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "torch_dtype": "bfloat16",
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": shape.width,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head,
+        "intermediate_size": shape.ffn,
+        "max_position_embeddings": max_len,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "initializer_range": 0.02,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "torch_dtype": "bfloat16",
+    }
     if shape.convolved:
         own = {
-            "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "norm_eps": config.pop("rms_norm_eps"),
-            "conv_bias": False, "conv_L_cache": WIDTH, "block_auto_adjust_ff_dim": False,
+            "architectures": ["Lfm2ForCausalLM"],
+            "model_type": "lfm2",
+            "norm_eps": config.pop("rms_norm_eps"),
+            "conv_bias": False,
+            "conv_L_cache": WIDTH,
+            "block_auto_adjust_ff_dim": False,
             "layer_types": ["full_attention" if attends else "conv" for attends in shape.attends],
-        }  # fmt: skip
-        return {name: value for name, value in config.items() if name not in ("hidden_act", "head_dim")} | own
+        }
+        return {
+            name: value for name, value in config.items() if name not in ("hidden_act", "head_dim")
+        } | own
     if not shape.experts:
         return config | {"attention_bias": False, "mlp_bias": False}
     return config | {
-        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": shape.experts,
-        "num_experts_per_tok": shape.chosen, "sliding_window": None, "router_jitter_noise": 0.0,
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": shape.experts,
+        "num_experts_per_tok": shape.chosen,
+        "sliding_window": None,
+        "router_jitter_noise": 0.0,
         "output_router_logits": False,
-    }  # fmt: skip
+    }
 
 
-def write(folder: Path, shape: ModelShape, vocab: int = VOCAB, max_len: int = MAX_LEN, seed: int = 0) -> Path:
+def write(
+    folder: Path, shape: ModelShape, vocab: int = VOCAB, max_len: int = MAX_LEN, seed: int = 0
+) -> Path:
     """Write config.json, model.safetensors and the tokenizer, unless they are there."""
     if (folder / "model.safetensors").is_file():
         return folder
@@ -104,7 +141,8 @@ def write(folder: Path, shape: ModelShape, vocab: int = VOCAB, max_len: int = MA
         return (rng.standard_normal((rows, columns), np.float32) * scale).astype(ml_dtypes.bfloat16)
 
     def linear(rows: int, columns: int) -> np.ndarray:
-        return draw(rows, columns, columns**-0.5)  # outputs as large as inputs: tokens vary, nothing overflows
+        # outputs as large as inputs: tokens vary, nothing overflows
+        return draw(rows, columns, columns**-0.5)
 
     ones = np.ones(D, ml_dtypes.bfloat16)
     if shape.convolved:
@@ -113,7 +151,10 @@ def write(folder: Path, shape: ModelShape, vocab: int = VOCAB, max_len: int = MA
     tensors = {"model.embed_tokens.weight": draw(vocab, D, 0.02), "model.norm.weight": ones}
     for i in range(shape.layers):
         at = f"model.layers.{i}"
-        tensors |= {f"{at}.input_layernorm.weight": ones, f"{at}.post_attention_layernorm.weight": ones}
+        tensors |= {
+            f"{at}.input_layernorm.weight": ones,
+            f"{at}.post_attention_layernorm.weight": ones,
+        }
         tensors |= {
             f"{at}.self_attn.{x}_proj.weight": linear(n * shape.head, D)
             for x, n in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads))
@@ -140,7 +181,10 @@ def lfm2(shape: ModelShape, vocab: int, draw, linear) -> dict:
     D = shape.width
     F = shape.ffn
     ones, small = np.ones(D, ml_dtypes.bfloat16), np.ones(shape.head, ml_dtypes.bfloat16)
-    tensors = {"model.embed_tokens.weight": draw(vocab, D, 0.02), "model.embedding_norm.weight": ones}
+    tensors = {
+        "model.embed_tokens.weight": draw(vocab, D, 0.02),
+        "model.embedding_norm.weight": ones,
+    }
     for i, attends in enumerate(shape.attends):
         at = f"model.layers.{i}"
         tensors |= {f"{at}.operator_norm.weight": ones, f"{at}.ffn_norm.weight": ones}
@@ -148,9 +192,10 @@ def lfm2(shape: ModelShape, vocab: int, draw, linear) -> dict:
         tensors[f"{at}.feed_forward.w2.weight"] = linear(D, F)
         if not attends:
             tensors |= {
-                f"{at}.conv.in_proj.weight": linear(3 * D, D), f"{at}.conv.out_proj.weight": linear(D, D),
+                f"{at}.conv.in_proj.weight": linear(3 * D, D),
+                f"{at}.conv.out_proj.weight": linear(D, D),
                 f"{at}.conv.conv.weight": linear(D, WIDTH)[:, None],
-            }  # fmt: skip
+            }
             continue
         tensors |= {
             f"{at}.self_attn.{x}_proj.weight": linear(n * shape.head, D)
@@ -167,7 +212,8 @@ def save(folder: Path, shape: ModelShape, vocab: int, max_len: int, tensors: dic
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(shape, vocab, max_len), indent=2))
     write_tokenizer(folder, vocab)
-    with publish(folder / "model.safetensors") as part:  # the last file: its presence says that the folder is complete
+    # the last file: its presence says that the folder is complete
+    with publish(folder / "model.safetensors") as part:
         save_file(tensors, part, metadata={"format": "pt"})
 
 
@@ -184,20 +230,39 @@ def write_adapter(folder: Path, shape: ModelShape, number: int) -> None:
     own = shape.heads * shape.head
     shared = shape.kv_heads * shape.head
     of_layer = {
-        "self_attn.q_proj": (own, D), "self_attn.k_proj": (shared, D), "self_attn.v_proj": (shared, D),
-        "self_attn.o_proj": (D, own), "mlp.gate_proj": (shape.ffn, D), "mlp.up_proj": (shape.ffn, D),
+        "self_attn.q_proj": (own, D),
+        "self_attn.k_proj": (shared, D),
+        "self_attn.v_proj": (shared, D),
+        "self_attn.o_proj": (D, own),
+        "mlp.gate_proj": (shape.ffn, D),
+        "mlp.up_proj": (shape.ffn, D),
         "mlp.down_proj": (D, shape.ffn),
-    }  # fmt: skip
-    stems = {f"model.layers.{i}.{name}": size for i in range(shape.layers) for name, size in of_layer.items()}
+    }
+    stems = {
+        f"model.layers.{i}.{name}": size
+        for i in range(shape.layers)
+        for name, size in of_layer.items()
+    }
     folder.mkdir(parents=True, exist_ok=True)
     write_random(folder, stems, ADAPTER_RANK, number)
 
 
 def quantise(folder: Path, out: Path, weights: str) -> None:
-    """Write the checkpoint with rounded weights for an engine that does not round them itself, unless it is there."""
+    """Write the checkpoint with rounded weights for an engine that does not round them itself,
+    unless it is there.
+    """
     if not out.exists():
         kind = {"int4": "int4-128"}.get(weights, weights)
-        command = [sys.executable, "-m", "quire", "quantize", str(folder), str(out), "--quantization", kind]
+        command = [
+            sys.executable,
+            "-m",
+            "quire",
+            "quantize",
+            str(folder),
+            str(out),
+            "--quantization",
+            kind,
+        ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
@@ -206,7 +271,9 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [(a, b) for a in letters for b in letters][: max(0, vocab - len(SPECIALS) - len(letters))]
+    merges = [(a, b) for a in letters for b in letters][
+        : max(0, vocab - len(SPECIALS) - len(letters))
+    ]
     names = [*SPECIALS, *letters, *(a + b for a, b in merges)]
     tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,7 +1,7 @@
 """Quire beside vLLM, OpenVINO GenAI, transformers and llama.cpp: `python -m tools.peers.compare`.
 
-All load the same random Llama and do the same work in turns, each in an environment of its own, which this command
-makes (several gigabytes, once). Run it on an idle machine.
+All load the same random Llama and do the same work in turns, each in an environment of its own,
+which this command makes (several gigabytes, once). Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -30,24 +30,41 @@ MAX_SEQS = 32
 
 
 def main(
-    size: Annotated[str, typer.Option(help=f"The model: {' or '.join(checkpoint.SIZES)}.")] = "100m",
-    work: Annotated[list[str] | None, typer.Option(help=f"Only this one: {', '.join(WORKS)}. Repeatable.")] = None,
-    engine: Annotated[list[str] | None, typer.Option(help=f"Only this one: {', '.join(ENGINES)}. Repeatable.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that every engine does every work.")] = 5,
-    place: Annotated[Path | None, typer.Option("--envs", help="Folder of environments and checkpoints.")] = None,
+    size: Annotated[
+        str, typer.Option(help=f"The model: {' or '.join(checkpoint.SIZES)}.")
+    ] = "100m",
+    work: Annotated[
+        list[str] | None, typer.Option(help=f"Only this one: {', '.join(WORKS)}. Repeatable.")
+    ] = None,
+    engine: Annotated[
+        list[str] | None, typer.Option(help=f"Only this one: {', '.join(ENGINES)}. Repeatable.")
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Times that every engine does every work.")
+    ] = 5,
+    place: Annotated[
+        Path | None, typer.Option("--envs", help="Folder of environments and checkpoints.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for SIZE.json and SIZE.md.")] = None,
-    limit: Annotated[float, typer.Option(help="Seconds that an engine may take over one job.")] = 900,
-    install_only: Annotated[bool, typer.Option("--install-only", help="Make the environments and exit.")] = False,
+    limit: Annotated[
+        float, typer.Option(help="Seconds that an engine may take over one job.")
+    ] = 900,
+    install_only: Annotated[
+        bool, typer.Option("--install-only", help="Make the environments and exit.")
+    ] = False,
 ) -> None:
     """Measure all engines at all works and print a table."""
     from rich.console import Console
 
     if size not in checkpoint.SIZES:
-        raise typer.BadParameter(f"{size!r} is not one of {', '.join(checkpoint.SIZES)}", param_hint="--size")
+        raise typer.BadParameter(
+            f"{size!r} is not one of {', '.join(checkpoint.SIZES)}", param_hint="--size"
+        )
     names = chosen(work, WORKS, "--work")
     engines = chosen(engine, ENGINES, "--engine")
     place = (place or envs.default_place()).resolve()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers, which are stopped, end too
+    # so that the workers, which are stopped, end too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console(stderr=True, highlight=False)
     failures: dict[tuple[str, str], str] = {}
     for name in engines:
@@ -61,7 +78,9 @@ def main(
     works = {name: WORKS[name] for name in names}
     shape = checkpoint.SIZES[size]
     folder = checkpoint.write(place / "checkpoints" / size / "hf", shape)
-    settings = LoadSettings(str(folder), "", "bf16", checkpoint.MAX_LEN, MAX_SEQS, collect_env.cores())
+    settings = LoadSettings(
+        str(folder), "", "bf16", checkpoint.MAX_LEN, MAX_SEQS, collect_env.cores()
+    )
     bandwidths: list[float] = []
     fit = [name for name in engines if not any(engine == name for _, engine in failures)]
     for weights in ("int8", "int4"):
@@ -87,10 +106,15 @@ def main(
         raise typer.Exit(130)  # stopped before the first turn
     bandwidth = median(bandwidths)
     found = {
-        "size": size, "shape": asdict(shape), "rounds": rounds, "machine": machine(), "bandwidth": bandwidth,
-        "bandwidths": bandwidths, "versions": {name: envs.versions(place, name) for name in engines},
+        "size": size,
+        "shape": asdict(shape),
+        "rounds": rounds,
+        "machine": machine(),
+        "bandwidth": bandwidth,
+        "bandwidths": bandwidths,
+        "versions": {name: envs.versions(place, name) for name in engines},
         "works": report.summary(works, engines, results, failures, shape, bandwidth),
-    }  # fmt: skip
+    }
     Console(width=None if sys.stdout.isatty() else 160).print(report.rich_table(found))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -101,7 +125,9 @@ def main(
 def chosen(asked: list[str] | None, known, option: str) -> list[str]:
     """The names that were asked for, or all, in the table's order."""
     if unknown := [name for name in asked or [] if name not in known]:
-        raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(known)}", param_hint=option)
+        raise typer.BadParameter(
+            f"{unknown[0]!r} is not one of {', '.join(known)}", param_hint=option
+        )
     return [name for name in known if not asked or name in asked]
 
 

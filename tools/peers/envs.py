@@ -1,4 +1,6 @@
-"""The virtual environments of the peers: one each, made with pip, and again when its recipe changes."""
+"""The virtual environments of the peers: one each, made with pip, and again when its recipe
+changes.
+"""
 
 import hashlib
 import json
@@ -11,7 +13,8 @@ from pathlib import Path
 
 from quire.ops.cache_folder import home
 
-# Installed first and by itself, then named again as a limit: pip alone would take the newest, a CUDA build.
+# Installed first and by itself, then named again as a limit: pip alone would take the newest, a
+# CUDA build.
 TORCH = ("torch==2.13.0",)
 
 
@@ -21,7 +24,8 @@ class Recipe:
 
     steps: tuple[tuple[str, ...], ...]  # what each call of pip installs
     shown: tuple[str, ...]  # the packages whose versions stand beside the results
-    remove: tuple[str, ...] = ()  # dependencies that cannot be imported: they are built for another torch
+    # dependencies that cannot be imported: they are built for another torch
+    remove: tuple[str, ...] = ()
 
 
 RECIPES = {
@@ -31,14 +35,20 @@ RECIPES = {
         remove=("torchvision", "torchaudio", "torchcodec"),
     ),
     "openvino": Recipe(
-        steps=(TORCH, (*TORCH, "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0")),
+        steps=(
+            TORCH,
+            (*TORCH, "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0"),
+        ),
         shown=("openvino-genai", "openvino"),
         remove=("torchvision",),
     ),
     "transformers": Recipe(
-        steps=(TORCH, (*TORCH, "transformers==5.23.0", "accelerate")), shown=("transformers", "torch")
+        steps=(TORCH, (*TORCH, "transformers==5.23.0", "accelerate")),
+        shown=("transformers", "torch"),
     ),
-    "llama.cpp": Recipe(steps=(("llama-cpp-python==0.3.36", "gguf==0.19.0"),), shown=("llama-cpp-python",)),
+    "llama.cpp": Recipe(
+        steps=(("llama-cpp-python==0.3.36", "gguf==0.19.0"),), shown=("llama-cpp-python",)
+    ),
 }
 
 
@@ -81,7 +91,9 @@ def make(place: Path, engine: str, note: Callable[[str], None] = print) -> Path:
         def run(*command: str) -> None:
             out.write(f"$ {' '.join(command)}\n")
             out.flush()
-            if subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL).returncode:
+            if subprocess.run(
+                command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+            ).returncode:
                 raise EnvError(f"{engine}: `{' '.join(command)}` failed; {log} tells why")
 
         run(sys.executable, "-m", "venv", str(folder))
@@ -91,7 +103,8 @@ def make(place: Path, engine: str, note: Callable[[str], None] = print) -> Path:
             run(*pip, "uninstall", "--yes", *recipe.remove)
         if TORCH in recipe.steps:
             code = "import sys, torch; sys.exit(not torch.__version__.endswith('+cpu'))"
-            run(str(python), "-c", code)  # a CUDA build would be gigabytes more, and not what is compared here
+            # a CUDA build would be gigabytes more, and not what is compared here
+            run(str(python), "-c", code)
     (folder / ".made").write_text(stamp_of(recipe))
     return python
 
@@ -103,5 +116,7 @@ def versions(place: Path, engine: str) -> dict[str, str]:
         "import json, sys; from importlib.metadata import version; "
         "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
     )
-    run = subprocess.run([python_of(place, engine), "-c", code, *shown], capture_output=True, text=True)
+    run = subprocess.run(
+        [python_of(place, engine), "-c", code, *shown], capture_output=True, text=True
+    )
     return json.loads(run.stdout) if run.returncode == 0 else {}

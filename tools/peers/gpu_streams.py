@@ -1,6 +1,8 @@
-"""The streams of the GPU check through transformers, on the same GPU: `python -m tools.peers.gpu_streams FOLDER`.
+"""The streams of the GPU check through transformers, on the same GPU: `python -m
+tools.peers.gpu_streams FOLDER`.
 
-FOLDER is the `--out` of `python -m quire.scripts.gpu.check`. Quire, torch and transformers share one environment here.
+FOLDER is the `--out` of `python -m quire.scripts.gpu.check`. Quire, torch and transformers share
+one environment here.
 """
 
 from __future__ import annotations
@@ -15,8 +17,12 @@ from quire.scripts.gpu.common import FULL, CheckSizes
 from quire.scripts.gpu.serving import requests
 
 
-def main(folder: Annotated[Path, typer.Argument(help="Folder with the check's gpu_check.json.")]) -> None:
-    """Serve the same requests with transformers' continuous batching, and add the results to the file."""
+def main(
+    folder: Annotated[Path, typer.Argument(help="Folder with the check's gpu_check.json.")],
+) -> None:
+    """Serve the same requests with transformers' continuous batching, and add the results to
+    the file.
+    """
     from . import continuous  # imports torch and transformers
 
     if not continuous.has_card():
@@ -31,14 +37,18 @@ def compare(checked: dict[str, Any], scale: CheckSizes, peer: Any) -> dict[str, 
     """Results by the peer's settings, and `times`: Quire's throughput over the peer's best."""
     ours = checked["parts"].get("serving", {}).get("throughput", {}).get("output_throughput")
     if ours is None:
-        raise SystemExit("gpu_check.json has no throughput of Quire: run the check with its part `serving`")
+        raise SystemExit(
+            "gpu_check.json has no throughput of Quire: run the check with its part `serving`"
+        )
     prompts = [sample.prompt for sample in requests(scale, checked["machine"]["seed"])]
     results = {}
     for result in peer.run(scale.hf, prompts, scale.answer, scale.streams):
         results[result["what"]] = result
         print(f"{result['what']}: {result['output_throughput']:.0f} output tokens/s", flush=True)
     times = ours / max(result["output_throughput"] for result in results.values())
-    print(f"Quire: {ours:.0f} output tokens/s, {times:.2f} times the best of these; to reach: 3 times")
+    print(
+        f"Quire: {ours:.0f} output tokens/s, {times:.2f} times the best of these; to reach: 3 times"
+    )
     return results | {"times": times}
 
 

@@ -1,6 +1,7 @@
 """The jobs and answers of a worker, and the loop that drives every engine which can be stepped.
 
-Every runner imports this in its own environment: nothing but the standard library may be imported here.
+Every runner imports this in its own environment: nothing but the standard library may be imported
+here.
 """
 
 import time
@@ -21,7 +22,8 @@ class LoadSettings:
     max_seqs: int
     threads: int
     drafts: int = 0  # tokens that the text's own n-grams draft a step, at most
-    adapters: tuple[str, ...] = ()  # folders of LoRA adapters of ADAPTER_RANK, which requests take in turn
+    # folders of LoRA adapters of ADAPTER_RANK, which requests take in turn
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,9 @@ def drive(
     add: Callable[[int, TimedPrompt], None],
     step: Callable[[], Iterable[tuple[int, list[int]]]],
 ) -> list[TimedTokens]:
-    """Add each request when its time comes and step until all are done; `step` yields (request, new tokens)."""
+    """Add each request when its time comes and step until all are done; `step` yields (request, new
+    tokens).
+    """
     answers = [TimedTokens() for _ in requests]
     waiting = sorted(range(len(requests)), key=lambda index: requests[index].arrival)[::-1]
     missing = [request.count for request in requests]

@@ -33,19 +33,29 @@ class Oracle:
 
 
 def main(
-    size: Annotated[str, typer.Option(help=f"shape of the model: {', '.join(checkpoint.SIZES)}")] = "400m",
+    size: Annotated[
+        str, typer.Option(help=f"shape of the model: {', '.join(checkpoint.SIZES)}")
+    ] = "400m",
     folder: Annotated[Path | None, typer.Option(help="where its random weights are kept")] = None,
-    rate: Annotated[list[float] | None, typer.Option(help="share of drafts that is right; may be repeated")] = None,
+    rate: Annotated[
+        list[float] | None, typer.Option(help="share of drafts that is right; may be repeated")
+    ] = None,
     drafts: Annotated[int, typer.Option(min=1, help="of a step")] = 4,
     tokens: Annotated[int, typer.Option(min=8, help="of an answer")] = 96,
-    rounds: Annotated[int, typer.Option(min=1, help="answers of each kind, in turns; the median counts")] = 5,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="answers of each kind, in turns; the median counts")
+    ] = 5,
 ):
-    """Print tokens a second of one request against plain decoding, beside what the formula and the step times say."""
+    """Print tokens a second of one request against plain decoding, beside what the formula and the
+    step times say.
+    """
     from quire import LLM, SamplingParams
     from quire.serving.engine.snapshot import take_snapshot
 
     if size not in checkpoint.SIZES:
-        raise typer.BadParameter(f"{size!r} is none of {', '.join(checkpoint.SIZES)}", param_hint="--size")
+        raise typer.BadParameter(
+            f"{size!r} is none of {', '.join(checkpoint.SIZES)}", param_hint="--size"
+        )
     own = folder or Path(tempfile.gettempdir()) / f"quire-{size}"
     checkpoint.write(own, checkpoint.SIZES[size])
     common = {
@@ -70,7 +80,14 @@ def main(
     drafting.engine.speculator.drafter = oracle = Oracle(answers, checkpoint.VOCAB)
     runner = drafting.engine.runner
     table = Table(
-        "a", "tokens/s", "times plain", "tokens a step", "by the formula", "step, times plain", "foretold", "of it"
+        "a",
+        "tokens/s",
+        "times plain",
+        "tokens a step",
+        "by the formula",
+        "step, times plain",
+        "foretold",
+        "of it",
     )
     ask(drafting, prompts[0])
     for wanted in rate or [0.7, 0.9]:
@@ -83,15 +100,23 @@ def main(
             speeds.append(tokens / own_seconds)
             gains.append((one + other) / 2 / own_seconds)
         after = take_snapshot(drafting.engine).drafts
-        length = 1 + (sum(after.accepted) - sum(before.accepted)) / (after.proposals - before.proposals)
+        length = 1 + (sum(after.accepted) - sum(before.accepted)) / (
+            after.proposals - before.proposals
+        )
         runner.measure()
         steps = runner.seconds(1 + drafts, 1) / runner.seconds(1, 1)
         formula = (1 - wanted ** (drafts + 1)) / (1 - wanted)
         gain = statistics.median(gains)
         table.add_row(
-            f"{wanted}", f"{statistics.median(speeds):.1f}", f"{gain:.2f}", f"{length:.2f}", f"{formula:.2f}",
-            f"{steps:.2f}", f"{formula / steps:.2f}", f"{gain / (formula / steps):.0%}",
-        )  # fmt: skip
+            f"{wanted}",
+            f"{statistics.median(speeds):.1f}",
+            f"{gain:.2f}",
+            f"{length:.2f}",
+            f"{formula:.2f}",
+            f"{steps:.2f}",
+            f"{formula / steps:.2f}",
+            f"{gain / (formula / steps):.0%}",
+        )
     Console(width=110).print(table)
     plain.close()
     drafting.close()

@@ -12,24 +12,50 @@ Results = Mapping[tuple[str, str], list[dict]]  # (work, engine) -> a measuremen
 Failures = Mapping[tuple[str, str], str]
 FIGURES = ("rate", "first", "decode", "seconds")
 NOTES = {
-    "quire": "with int4 and Q4_K_M rows are rounded to eight bits (`--activation-dtype int8`), as most others do",
+    "quire": (
+        "with int4 and Q4_K_M rows are rounded to eight bits (`--activation-dtype int8`), as "
+        "most others do"
+    ),
     "vllm": "prefix cache off",
-    "openvino": "continuous batching pipeline, weights kept as fp16 and its own choices of precision; prefix cache off",
+    "openvino": (
+        "continuous batching pipeline, weights kept as fp16 and its own choices of "
+        "precision; prefix cache off"
+    ),
     "transformers": "static batches, eager; requests that arrive while one runs wait for it to end",
-    "llama.cpp": "its C interface, batched as its server does it; int8 is Q8_0, int4 is Q4_0; Quire reads its Q4_K_M; "
-    "drafts by its binding",
+    "llama.cpp": (
+        "its C interface, batched as its server does it; int8 is Q8_0, int4 is Q4_0; "
+        "Quire reads its Q4_K_M; drafts by its binding"
+    ),
 }
 
 
-def summary(works: Mapping[str, Workload], engines: list[str], results: Results, failures: Failures, shape: ModelShape,
-            bandwidth: float) -> dict:  # fmt: skip
-    """{work: {title, engines: {engine: medians and rounds, or why it failed}, best peer and Quire's ratio to it}}."""
-    found = {name: one_work(name, work, engines, results, failures, shape, bandwidth) for name, work in works.items()}
+def summary(
+    works: Mapping[str, Workload],
+    engines: list[str],
+    results: Results,
+    failures: Failures,
+    shape: ModelShape,
+    bandwidth: float,
+) -> dict:
+    """{work: {title, engines: {engine: medians and rounds, or why it failed}, best peer and Quire's
+    ratio to it}}.
+    """
+    found = {
+        name: one_work(name, work, engines, results, failures, shape, bandwidth)
+        for name, work in works.items()
+    }
     return {name: work for name, work in found.items() if work["engines"]}
 
 
-def one_work(name: str, work: Workload, engines: list[str], results: Results, failures: Failures, shape: ModelShape,
-             bandwidth: float) -> dict:  # fmt: skip
+def one_work(
+    name: str,
+    work: Workload,
+    engines: list[str],
+    results: Results,
+    failures: Failures,
+    shape: ModelShape,
+    bandwidth: float,
+) -> dict:
     moved = work.must_move(shape)
     rows: dict[str, dict] = {}
     ours = (results.get((name, "quire")) or [{}])[0].get("tokens")
@@ -39,24 +65,36 @@ def one_work(name: str, work: Workload, engines: list[str], results: Results, fa
             if (name, engine) in failures:
                 rows[engine] = {"failed": failures[name, engine]}
             continue  # no result and no failure: stopped before
-        row: dict = {key: median(each[key] for each in rounds) for key in FIGURES if rounds[0].get(key) is not None}
+        row: dict = {
+            key: median(each[key] for each in rounds)
+            for key in FIGURES
+            if rounds[0].get(key) is not None
+        }
         row |= {key: rounds[0][key] for key in ("identical", "of") if key in rounds[0]}
         if moved is not None:
             row["roof_share"] = moved / bandwidth / row["seconds"]
         if (
             ours and "tokens" in rounds[0] and work.weights not in ("int4", "q4_k_m")
         ):  # which each engine rounds in its own way
-            row["first_tokens_as_quire"] = [sum(map(int.__eq__, ours, rounds[0]["tokens"])), len(ours)]
+            row["first_tokens_as_quire"] = [
+                sum(map(int.__eq__, ours, rounds[0]["tokens"])),
+                len(ours),
+            ]
         if (name, engine) in failures:
             row["failed_later"] = failures[name, engine]
         row["rounds"] = [{key: each[key] for key in each if key != "tokens"} for each in rounds]
         rows[engine] = row
     found = {"title": work.title, "must_move": moved, "engines": rows}
-    peers = {engine: row[work.by] for engine, row in rows.items() if engine != "quire" and work.by in row}
+    peers = {
+        engine: row[work.by] for engine, row in rows.items() if engine != "quire" and work.by in row
+    }
     if peers and work.by in rows.get("quire", {}):
         best = (max if work.by == "rate" else min)(peers, key=peers.__getitem__)
         mine = rows["quire"][work.by]
-        found |= {"best_peer": best, "ratio": mine / peers[best] if work.by == "rate" else peers[best] / mine}
+        found |= {
+            "best_peer": best,
+            "ratio": mine / peers[best] if work.by == "rate" else peers[best] / mine,
+        }
     return found
 
 
@@ -78,14 +116,27 @@ def optional(value: float | None, show: Callable[[float], str]) -> str:
 
 
 def rich_table(report: dict):
-    """A row for every engine at every work. Most first tokens equal Quire's, or an engine runs another model."""
+    """A row for every engine at every work.
+
+    Most first tokens equal Quire's, or an engine runs another model.
+    """
     from rich.table import Table
 
-    table = Table(title=f"{report['size']}, {report['rounds']} rounds, {report['bandwidth'] / 1e9:.1f} GB/s to read")
+    table = Table(
+        title=f"{report['size']}, {report['rounds']} rounds, {report['bandwidth'] / 1e9:.1f} GB/s "
+        "to read"
+    )
     headers = (
-        "work", "engine", "tokens/s", "first token", "tokens/s a request", "of the roof", "identical",
-        "first as Quire", "Quire / best peer",
-    )  # fmt: skip
+        "work",
+        "engine",
+        "tokens/s",
+        "first token",
+        "tokens/s a request",
+        "of the roof",
+        "identical",
+        "first as Quire",
+        "Quire / best peer",
+    )
     for i, header in enumerate(headers):
         table.add_column(header, justify="left" if i < 2 else "right")
     for work in report["works"].values():
@@ -103,28 +154,42 @@ def rich_table(report: dict):
                 optional(row.get("decode"), "{:.1f}".format),
                 optional(row.get("roof_share"), "{:.0%}".format),
                 f"{row['identical']} of {row['of']}" if "identical" in row else "",
-                "{} of {}".format(*row["first_tokens_as_quire"]) if "first_tokens_as_quire" in row else "",
+                "{} of {}".format(*row["first_tokens_as_quire"])
+                if "first_tokens_as_quire" in row
+                else "",
                 f"{work['ratio']:.2f}" if engine == "quire" and "ratio" in work else "",
             )
     return table
 
 
 def markdown(report: dict) -> str:
-    """The table for the documentation: a row a work, a column an engine, the figure that the ratio compares."""
+    """The table for the documentation: a row a work, a column an engine, the figure that the ratio
+    compares.
+    """
     engines = list(report["versions"])
-    head = [f"{name} {next(iter(report['versions'][name].values()), '')}".strip() for name in engines]
+    head = [
+        f"{name} {next(iter(report['versions'][name].values()), '')}".strip() for name in engines
+    ]
     lines = [
         f"| {report['size']} | {' | '.join(head)} | Quire / best peer | Quire's share of the roof |",
         "|---|" + "---|" * (len(engines) + 2),
     ]
     for name, work in report["works"].items():
         rows = work["engines"]
-        cells = [shown(rows[engine], WORKS[name].by) if engine in rows else "" for engine in engines]
+        cells = [
+            shown(rows[engine], WORKS[name].by) if engine in rows else "" for engine in engines
+        ]
         ratio = optional(work.get("ratio"), "{:.2f}".format)
         share = optional(rows.get("quire", {}).get("roof_share"), "{:.0%}".format)
         unit = ", tokens/s" if WORKS[name].kind == "serve" and WORKS[name].by == "rate" else ""
         lines.append(f"| {work['title']}{unit} | {' | '.join(cells)} | {ratio} | {share} |")
-    lines += ["", f"Medians of {report['rounds']} rounds; the roof is {report['bandwidth'] / 1e9:.1f} GB/s."]
+    lines += [
+        "",
+        (
+            f"Medians of {report['rounds']} rounds; the roof is {report['bandwidth'] / 1e9:.1f} "
+            "GB/s."
+        ),
+    ]
     lines += [f"- {name}: {NOTES[name]}." for name in engines if name in NOTES]
     failed = {
         (engine, row["failed"]): None

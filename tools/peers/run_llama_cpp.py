@@ -1,4 +1,6 @@
-"""llama.cpp through its C interface, batched as in its server: a token a running sequence, and chunks of prompts."""
+"""llama.cpp through its C interface, batched as in its server: a token a running sequence, and
+chunks of prompts.
+"""
 
 # pyright: reportMissingImports=false
 
@@ -22,21 +24,41 @@ QUANTISED = {
     "q4_k_m": lib.LLAMA_FTYPE_MOSTLY_Q4_K_M,
 }  # fmt: skip
 NAMES = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "block_sparse_moe.gate": "ffn_gate_inp", "w1": "ffn_gate_exps", "w3": "ffn_up_exps",
-    "w2": "ffn_down_exps", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-}  # fmt: skip
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "w1": "ffn_gate_exps",
+    "w3": "ffn_up_exps",
+    "w2": "ffn_down_exps",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
 LFM2 = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm",
-    "self_attn.k_layernorm": "attn_k_norm", "conv.in_proj": "shortconv.in_proj", "conv.out_proj": "shortconv.out_proj",
-    "conv.conv": "shortconv.conv", "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up",
-    "feed_forward.w2": "ffn_down", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm",
-}  # fmt: skip
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+    "conv.conv": "shortconv.conv",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+}
 OUTSIDE = {
-    "embed_tokens": "token_embd.weight", "norm": "output_norm.weight", "embedding_norm": "token_embd_norm.weight",
-}  # fmt: skip
+    "embed_tokens": "token_embd.weight",
+    "norm": "output_norm.weight",
+    "embedding_norm": "token_embd_norm.weight",
+}
 BATCH = 2048  # most tokens a call, and most at once: its own defaults
 ROWS = 512
 
@@ -62,7 +84,10 @@ def prepare(settings: LoadSettings) -> None:
 
 @contextmanager
 def publish(path: Path) -> Iterator[Path]:
-    """A temporary file that becomes `path` when it is complete. Quire's own `publish` cannot be imported here."""
+    """A temporary file that becomes `path` when it is complete.
+
+    Quire's own `publish` cannot be imported here.
+    """
     part = path.with_name(f"{path.name}.{os.getpid()}")
     yield part
     part.replace(path)
@@ -81,7 +106,9 @@ def write_gguf(model: Path, path: Path) -> None:
     writer.add_head_count(config["num_attention_heads"])
     kinds = config.get("layer_types")
     kv_heads = config["num_key_value_heads"]
-    writer.add_head_count_kv([kv_heads * (kind != "conv") for kind in kinds] if hybrid else kv_heads)
+    writer.add_head_count_kv(
+        [kv_heads * (kind != "conv") for kind in kinds] if hybrid else kv_heads
+    )
     if hybrid:
         writer.add_shortconv_l_cache(config["conv_L_cache"])
     size = config["hidden_size"] // config["num_attention_heads"] if hybrid else config["head_dim"]
@@ -95,7 +122,11 @@ def write_gguf(model: Path, path: Path) -> None:
     if experts := config.get("num_local_experts", 0):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
-    heads = {} if hybrid else {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    heads = (
+        {}
+        if hybrid
+        else {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    )
     for name, bits in together(tensors(model / "model.safetensors"), experts).items():
         part = name.removesuffix(".weight").removeprefix("model.")
         if part.startswith("layers."):
@@ -103,17 +134,22 @@ def write_gguf(model: Path, path: Path) -> None:
             short = (LFM2 if hybrid else NAMES)[inner]
             if short in heads:  # its rotation pairs neighbours, where the checkpoint pairs halves
                 rows, columns = bits.shape
-                bits = bits.reshape(heads[short], 2, -1, columns).swapaxes(1, 2).reshape(rows, columns)
+                bits = (
+                    bits.reshape(heads[short], 2, -1, columns).swapaxes(1, 2).reshape(rows, columns)
+                )
             target = f"blk.{layer}.{short}.weight"
         else:
             target = OUTSIDE[part]
         if short_conv := target.endswith("shortconv.conv.weight"):
             bits = bits[:, 0]
-        if bits.ndim == 1 or short_conv or target.endswith("gate_inp.weight"):  # norms and routers are float32
+        # norms and routers are float32
+        if bits.ndim == 1 or short_conv or target.endswith("gate_inp.weight"):
             writer.add_tensor(target, (bits.astype(np.uint32) << 16).view(np.float32))
         else:
             data = np.ascontiguousarray(bits).view(np.uint8)
-            writer.add_tensor(target, data, raw_shape=data.shape, raw_dtype=gguf.GGMLQuantizationType.BF16)
+            writer.add_tensor(
+                target, data, raw_shape=data.shape, raw_dtype=gguf.GGMLQuantizationType.BF16
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -129,7 +165,10 @@ def add_vocabulary(writer: gguf.GGUFWriter, model: Path) -> None:
     writer.add_tokenizer_pre("default")
     writer.add_token_list(sorted(words, key=words.__getitem__))
     writer.add_token_types(
-        [gguf.TokenType.CONTROL if i in special else gguf.TokenType.NORMAL for i in range(len(words))]
+        [
+            gguf.TokenType.CONTROL if i in special else gguf.TokenType.NORMAL
+            for i in range(len(words))
+        ]
     )
     writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
     writer.add_bos_token_id(0)
@@ -155,7 +194,10 @@ def together(found: dict[str, np.ndarray], experts: int) -> dict[str, np.ndarray
     stacked = {}
     for name, bits in found.items():
         if first in name:
-            each = (found[name.replace(first, f".block_sparse_moe.experts.{e}.")] for e in range(experts))
+            each = (
+                found[name.replace(first, f".block_sparse_moe.experts.{e}.")]
+                for e in range(experts)
+            )
             stacked[name.replace(first, ".")] = np.stack(list(each))
         elif ".experts." not in name:
             stacked[name] = bits
@@ -192,16 +234,20 @@ def context_params(settings: LoadSettings, seqs: int, requests: list[TimedPrompt
     params.n_ubatch = ROWS
     params.n_seq_max = seqs
     params.n_threads = params.n_threads_batch = settings.threads
-    # In one cache for all, short sequences batch three times better. Long ones lose more than that: each then attends
-    # to all others' positions too, masked.
+    # In one cache for all, short sequences batch three times better. Long ones lose more than that:
+    # each then attends to all others' positions too, masked.
     params.kv_unified = longest <= 1024
     return params
 
 
 class Slots:
-    """Continuous batching: a request takes a free sequence, its prompt rides along in chunks, then one token a call."""
+    """Continuous batching: a request takes a free sequence, its prompt rides along in chunks, then
+    one token a call.
+    """
 
-    def __init__(self, context, batch, vocab: int, seqs: int, requests: list[TimedPrompt], drafts: int):
+    def __init__(
+        self, context, batch, vocab: int, seqs: int, requests: list[TimedPrompt], drafts: int
+    ):
         self.context = context
         self.batch = batch
         self.vocab = vocab
@@ -210,7 +256,8 @@ class Slots:
         self.free = list(range(seqs))
         self.queue: list[int] = []
         self.slots: dict[int, int] = {}  # request -> sequence
-        self.rest: dict[int, list[int]] = {}  # tokens still to feed: the prompt, then the newest token and drafts
+        # tokens still to feed: the prompt, then the newest token and drafts
+        self.rest: dict[int, list[int]] = {}
         self.drafts: dict[int, list[int]] = {}  # the last of these
         self.texts: dict[int, list[int]] = {}
         self.place: dict[int, int] = {}  # the next position
@@ -223,13 +270,20 @@ class Slots:
         while self.free and self.queue:
             index = self.queue.pop(0)
             self.slots[index], self.place[index] = self.free.pop(), 0
-            self.rest[index], self.left[index] = list(self.requests[index].prompt), self.requests[index].count
+            self.rest[index], self.left[index] = (
+                list(self.requests[index].prompt),
+                self.requests[index].count,
+            )
             self.texts[index], self.drafts[index] = list(self.requests[index].prompt), []
         ends = {}
         used = 0
         b = self.batch
-        for index in sorted(self.slots, key=lambda index: len(self.rest[index])):  # decoding sequences come first
-            fed, self.rest[index] = self.rest[index][: BATCH - used], self.rest[index][BATCH - used :]
+        # decoding sequences come first
+        for index in sorted(self.slots, key=lambda index: len(self.rest[index])):
+            fed, self.rest[index] = (
+                self.rest[index][: BATCH - used],
+                self.rest[index][BATCH - used :],
+            )
             for token in fed:
                 b.token[used], b.pos[used], b.n_seq_id[used] = token, self.place[index], 1
                 b.seq_id[used][0], b.logits[used] = self.slots[index], 0
@@ -268,4 +322,6 @@ class Slots:
     def draft(self, index: int) -> list[int]:
         if self.drafter is None:
             return []
-        return [int(token) for token in self.drafter(np.array(self.texts[index], np.intc))][: self.left[index]]
+        return [int(token) for token in self.drafter(np.array(self.texts[index], np.intc))][
+            : self.left[index]
+        ]

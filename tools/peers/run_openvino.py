@@ -1,4 +1,6 @@
-"""OpenVINO GenAI on the CPU: its continuous batching pipeline, stepped; weights compressed by its own exporter."""
+"""OpenVINO GenAI on the CPU: its continuous batching pipeline, stepped; weights compressed by its
+own exporter.
+"""
 
 # pyright: reportMissingImports=false
 
@@ -7,7 +9,11 @@ from pathlib import Path
 
 from .loop import LoadSettings, TimedPrompt, TimedTokens, drive
 
-COMPRESSION = {"bf16": None, "int8": {"bits": 8, "sym": False}, "int4": {"bits": 4, "sym": False, "group_size": 128}}
+COMPRESSION = {
+    "bf16": None,
+    "int8": {"bits": 8, "sym": False},
+    "int4": {"bits": 4, "sym": False, "group_size": 128},
+}
 
 
 def prepare(settings: LoadSettings) -> None:
@@ -22,7 +28,11 @@ def prepare(settings: LoadSettings) -> None:
     if (folder / "done").is_file():
         return
     choice = COMPRESSION[settings.weights]
-    config = OVConfig(quantization_config=OVWeightQuantizationConfig(**choice)) if choice else OVConfig(dtype="fp16")
+    config = (
+        OVConfig(quantization_config=OVWeightQuantizationConfig(**choice))
+        if choice
+        else OVConfig(dtype="fp16")
+    )
     main_export(settings.model, folder, task="text-generation-with-past", ov_config=config)
     (folder / "done").touch()
 
@@ -35,10 +45,14 @@ def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedToke
     limits = genai.SchedulerConfig()
     limits.cache_size = 2  # GB
     limits.max_num_seqs = settings.max_seqs
-    limits.max_num_batched_tokens = 512  # as Quire has it; with its own 256 long prompts wait longer
+    # as Quire has it; with its own 256 long prompts wait longer
+    limits.max_num_batched_tokens = 512
     limits.enable_prefix_caching = False
     pipeline = genai.ContinuousBatchingPipeline(
-        str(Path(settings.prepared) / settings.weights), limits, "CPU", {"INFERENCE_NUM_THREADS": settings.threads}
+        str(Path(settings.prepared) / settings.weights),
+        limits,
+        "CPU",
+        {"INFERENCE_NUM_THREADS": settings.threads},
     )
     ids = iter(range(1 << 30))
 

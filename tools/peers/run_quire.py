@@ -9,11 +9,18 @@ from quire import LLM, LoRARequest, SamplingParams
 from .loop import ADAPTER_RANK, LoadSettings, TimedPrompt, TimedTokens, drive
 
 EIGHT = {"activation_dtype": "int8"}  # rows are rounded as llama.cpp and OpenVINO round them
-WEIGHTS = {"bf16": {}, "int8": {"quantization": "int8"}, "int4": {"quantization": "int4"} | EIGHT, "q4_k_m": EIGHT}
+WEIGHTS = {
+    "bf16": {},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"} | EIGHT,
+    "q4_k_m": EIGHT,
+}
 
 
 def prepare(settings: LoadSettings) -> None:
-    """Nothing: it reads the checkpoint, and quantises as it loads; Q4_K_M is the file that llama.cpp has prepared."""
+    """Nothing: it reads the checkpoint, and quantises as it loads; Q4_K_M is the file that
+    llama.cpp has prepared.
+    """
 
 
 def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedTokens]]:
@@ -21,19 +28,34 @@ def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedToke
     options = dict[str, Any](WEIGHTS[settings.weights])
     if settings.weights == "q4_k_m":
         model = str(Path(settings.prepared).parent / "llama.cpp" / "q4_k_m.gguf")
-    options |= {"max_model_len": settings.max_len, "max_num_seqs": settings.max_seqs, "enable_prefix_caching": False}
+    options |= {
+        "max_model_len": settings.max_len,
+        "max_num_seqs": settings.max_seqs,
+        "enable_prefix_caching": False,
+    }
     if settings.drafts:
-        options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": settings.drafts}
+        options["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": settings.drafts,
+        }
     if settings.adapters:
-        options |= {"enable_lora": True, "max_loras": len(settings.adapters), "max_lora_rank": ADAPTER_RANK}
+        options |= {
+            "enable_lora": True,
+            "max_loras": len(settings.adapters),
+            "max_lora_rank": ADAPTER_RANK,
+        }
     llm = LLM(model, **options)
-    adapters = [LoRARequest(str(n), n, folder) for n, folder in enumerate(settings.adapters, 1)] or [None]
+    adapters = [
+        LoRARequest(str(n), n, folder) for n, folder in enumerate(settings.adapters, 1)
+    ] or [None]
 
     def serve(requests: list[TimedPrompt]) -> list[TimedTokens]:
         handles: dict[str, list] = {}
 
         def add(index: int, request: TimedPrompt) -> None:
-            params = SamplingParams(temperature=0.0, max_tokens=request.count, ignore_eos=True, detokenize=False)
+            params = SamplingParams(
+                temperature=0.0, max_tokens=request.count, ignore_eos=True, detokenize=False
+            )
             adapter = adapters[index % len(adapters)]
             handle = llm.add({"prompt_token_ids": request.prompt}, params, adapter=adapter)
             handles[handle.request_id] = [index, 0]

@@ -1,4 +1,7 @@
-"""transformers on the CPU: static batches. Requests that arrive while one runs wait for it to end."""
+"""transformers on the CPU: static batches.
+
+Requests that arrive while one runs wait for it to end.
+"""
 
 # pyright: reportMissingImports=false, reportIncompatibleMethodOverride=false
 
@@ -24,7 +27,9 @@ class Clock(StoppingCriteria):
 
 def prepare(settings: LoadSettings) -> None:
     if settings.weights != "bf16":
-        raise NotImplementedError(f"{settings.weights} weights need one more package, and are not compared")
+        raise NotImplementedError(
+            f"{settings.weights} weights need one more package, and are not compared"
+        )
     if settings.drafts or settings.adapters:
         raise NotImplementedError("its drafts and adapters are not compared")
 
@@ -58,12 +63,16 @@ def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedToke
         while waiting:
             time.sleep(max(0.0, requests[waiting[0]].arrival - (time.perf_counter() - start)))
             now = time.perf_counter() - start
-            here = [index for index in waiting if requests[index].arrival <= now][: settings.max_seqs]
+            here = [index for index in waiting if requests[index].arrival <= now][
+                : settings.max_seqs
+            ]
             waiting = [index for index in waiting if index not in here]
             tokens, times = batch([requests[index] for index in here])
             for row, index in enumerate(here):
                 count = requests[index].count
-                answers[index] = TimedTokens(times[0] - start, times[count - 1] - start, tokens[row, :count].tolist())
+                answers[index] = TimedTokens(
+                    times[0] - start, times[count - 1] - start, tokens[row, :count].tolist()
+                )
         return answers
 
     return serve

@@ -1,7 +1,8 @@
-"""vLLM on the CPU. int8 and int4 are checkpoints in the compressed-tensors form that `quire quantize` wrote.
+"""vLLM on the CPU. int8 and int4 are checkpoints in the compressed-tensors form that `quire
+quantize` wrote.
 
-int8 is W8A8: a scale a row, activations scaled a token as they come. int4 is W4A16 in groups of 128. The embedding,
-which is also the head, stays bf16.
+int8 is W8A8: a scale a row, activations scaled a token as they come. int4 is W4A16 in groups of
+128. The embedding, which is also the head, stays bf16.
 """
 
 # pyright: reportMissingImports=false
@@ -23,16 +24,31 @@ def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedToke
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import RequestOutputKind
 
-    model = settings.model if settings.weights == "bf16" else str(Path(settings.prepared) / settings.weights)
+    model = (
+        settings.model
+        if settings.weights == "bf16"
+        else str(Path(settings.prepared) / settings.weights)
+    )
     ngram = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}
     adapters = [LoRARequest(str(n), n, folder) for n, folder in enumerate(settings.adapters, 1)]
-    lora = {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": ADAPTER_RANK} if adapters else {}
+    lora = (
+        {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": ADAPTER_RANK}
+        if adapters
+        else {}
+    )
     engine = LLM(
-        model, dtype="bfloat16", max_model_len=settings.max_len, max_num_seqs=settings.max_seqs,
-        skip_tokenizer_init=True, enable_prefix_caching=False, disable_log_stats=True,
-        speculative_config=ngram | {"num_speculative_tokens": settings.drafts} if settings.drafts else None,
+        model,
+        dtype="bfloat16",
+        max_model_len=settings.max_len,
+        max_num_seqs=settings.max_seqs,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        speculative_config=ngram | {"num_speculative_tokens": settings.drafts}
+        if settings.drafts
+        else None,
         **lora,
-    ).llm_engine  # fmt: skip
+    ).llm_engine
 
     def serve(requests: list[TimedPrompt]) -> list[TimedTokens]:
         def add(index: int, request: TimedPrompt) -> None:
@@ -41,7 +57,9 @@ def load(settings: LoadSettings) -> Callable[[list[TimedPrompt]], list[TimedToke
                 output_kind=RequestOutputKind.DELTA,
             )  # fmt: skip
             adapter = adapters[index % len(adapters)] if adapters else None
-            engine.add_request(str(index), {"prompt_token_ids": request.prompt}, params, lora_request=adapter)
+            engine.add_request(
+                str(index), {"prompt_token_ids": request.prompt}, params, lora_request=adapter
+            )
 
         def step():
             for output in engine.step():

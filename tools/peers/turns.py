@@ -36,7 +36,10 @@ class Bench:
 
 
 class EngineProcess:
-    """The process of one engine. Between jobs it is stopped, so that its idle threads cost the others nothing."""
+    """The process of one engine.
+
+    Between jobs it is stopped, so that its idle threads cost the others nothing.
+    """
 
     def __init__(self, engine: str, bench: Bench):
         self.engine = engine
@@ -45,17 +48,30 @@ class EngineProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         threads = str(bench.settings.threads)
         peer = {
-            "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": threads,
-            "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": f"0-{bench.settings.threads - 1}",
-            "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
-        }  # fmt: skip
-        path = os.path.dirname(python_of(bench.place, engine)) + os.pathsep + os.environ.get("PATH", "")
-        env = os.environ if engine == "quire" else os.environ | peer | {"PATH": path}  # tools beside the interpreter
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": threads,
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{bench.settings.threads - 1}",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+        }
+        path = (
+            os.path.dirname(python_of(bench.place, engine))
+            + os.pathsep
+            + os.environ.get("PATH", "")
+        )
+        # tools beside the interpreter
+        env = os.environ if engine == "quire" else os.environ | peer | {"PATH": path}
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                command(bench.place, engine), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=env,
+                command(bench.place, engine),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=env,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def ask(self, **job) -> dict:
         """Do a job; the process runs for that long only."""
@@ -69,7 +85,8 @@ class EngineProcess:
             line = b""
         if not line:
             raise EngineFailure(
-                f"{job['op']}: {f'no answer in {self.limit:g} s' if line is None else self.last_words()}"
+                f"{job['op']}: "
+                f"{f'no answer in {self.limit:g} s' if line is None else self.last_words()}"
             )
         answer = json.loads(line)
         if "error" in answer:
@@ -79,16 +96,25 @@ class EngineProcess:
 
     def last_words(self) -> str:
         """How a process ended that closed its end of the pipe."""
-        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line.strip()
+            for line in self.log.read_text(errors="replace").splitlines()
+            if line.strip()
+        ]
         code = self.process.wait()
         ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"its process ended with {ended}; the last line in {self.log}: {lines[-1][:200] if lines else '(none)'}"
+        return (
+            f"its process ended with {ended}; the last line in {self.log}: "
+            f"{lines[-1][:200] if lines else '(none)'}"
+        )
 
     def run(self, requests: list[TimedPrompt]) -> list[dict]:
         return self.ask(op="run", requests=[asdict(request) for request in requests])["answers"]
 
     def signal(self, number: int) -> None:
-        """To the whole group: an engine may have processes of its own, which can outlive the worker."""
+        """To the whole group: an engine may have processes of its own, which can outlive the
+        worker.
+        """
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
@@ -100,7 +126,9 @@ class EngineProcess:
 
 
 def command(place: Path, engine: str) -> list[str]:
-    """How a worker is started: by its path, since the environments of peers have neither Quire nor these tools."""
+    """How a worker is started: by its path, since the environments of peers have neither Quire nor
+    these tools.
+    """
     return [str(python_of(place, engine)), "-P", str(Path(__file__).with_name("worker.py")), engine]
 
 
@@ -127,7 +155,9 @@ def prepare(engine: str, work: Workload, bench: Bench) -> None:
 
 def settings_of(engine: str, work: Workload, bench: Bench) -> LoadSettings:
     prepared = Path(bench.settings.model).parent / engine
-    adapters = tuple(str(checkpoint.adapter_folder(bench.settings.model, n)) for n in range(work.adapters))
+    adapters = tuple(
+        str(checkpoint.adapter_folder(bench.settings.model, n)) for n in range(work.adapters)
+    )
     own = {"weights": work.weights, "drafts": work.drafts, "adapters": adapters}
     return replace(bench.settings, prepared=str(prepared), **own)
 
@@ -146,12 +176,18 @@ def measure(worker: EngineProcess, work: Workload, turn: int, bench: Bench) -> d
         finally:
             fresh.close()
     if not turn:  # compiles and packs whatever is compiled or packed at first use
-        warm = [replace(request, count=min(request.count, SHORT), arrival=0.0) for request in work.requests(-1)]
+        warm = [
+            replace(request, count=min(request.count, SHORT), arrival=0.0)
+            for request in work.requests(-1)
+        ]
         worker.run(warm)
     if work.kind == "invariance":
         alone = [worker.run([request])[0]["tokens"] for request in requests]
         together = [answer["tokens"] for answer in worker.run(requests)]
-        return {"identical": sum(a == b for a, b in zip(alone, together, strict=True)), "of": len(requests)}
+        return {
+            "identical": sum(a == b for a, b in zip(alone, together, strict=True)),
+            "of": len(requests),
+        }
     with neighbours(work.busy):
         return figures(requests, worker.run(requests))
 
@@ -159,7 +195,9 @@ def measure(worker: EngineProcess, work: Workload, turn: int, bench: Bench) -> d
 @contextlib.contextmanager
 def neighbours(count: int):
     """So many processes that compute all the time, until the end."""
-    busy = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
+    busy = [
+        subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)
+    ]
     try:
         yield
     finally:
@@ -169,18 +207,28 @@ def neighbours(count: int):
 
 
 def figures(requests: list[TimedPrompt], answers: list[dict]) -> dict:
-    """What one run comes to. `first` and `decode` are the medians over its requests, `rate` is of all together."""
+    """What one run comes to.
+
+    `first` and `decode` are the medians over its requests, `rate` is of all together.
+    """
     for request, answer in zip(requests, answers, strict=True):
         if len(answer["tokens"]) != request.count:
-            raise EngineFailure(f"run: {len(answer['tokens'])} tokens where {request.count} were asked for")
+            raise EngineFailure(
+                f"run: {len(answer['tokens'])} tokens where {request.count} were asked for"
+            )
     seconds = max(answer["last"] for answer in answers)
-    spans = [(a["last"] - a["first"], r.count - 1) for r, a in zip(requests, answers, strict=True) if r.count > 1]
+    spans = [
+        (a["last"] - a["first"], r.count - 1)
+        for r, a in zip(requests, answers, strict=True)
+        if r.count > 1
+    ]
     return {
         "seconds": seconds,
         "rate": sum(request.count for request in requests) / seconds,
         "first": median(a["first"] - r.arrival for r, a in zip(requests, answers, strict=True)),
         "decode": median(count / span for span, count in spans) if spans else None,
-        "tokens": [answer["tokens"][0] for answer in answers],  # to see that all engines run the same model
+        # to see that all engines run the same model
+        "tokens": [answer["tokens"][0] for answer in answers],
     }
 
 
@@ -206,10 +254,11 @@ def play(
     note: Callable[[str], None],
     between: Callable[[], None] = lambda: None,
 ) -> tuple[dict[tuple[str, str], list[dict]], dict[tuple[str, str], str]]:
-    """({(work, engine): a measurement a round}, {(work, engine): why it failed}); `between` is called every round.
+    """({(work, engine): a measurement a round}, {(work, engine): why it failed}); `between` is
+    called every round.
 
-    An engine that fails at a work is left out of that work from then on, and its process is started anew. When
-    stopped, this returns what was measured until then.
+    An engine that fails at a work is left out of that work from then on, and its process is started
+    anew. When stopped, this returns what was measured until then.
     """
     results: dict[tuple[str, str], list[dict]] = {}
     failures: dict[tuple[str, str], str] = {}
@@ -222,7 +271,9 @@ def play(
                     between()
                     first = turn % len(engines)  # no engine is always the first
                     for name, engine in product(group, engines[first:] + engines[:first]):
-                        if (name, engine) in failures or (turn and group[name].kind == "invariance"):
+                        if (name, engine) in failures or (
+                            turn and group[name].kind == "invariance"
+                        ):
                             continue  # invariance is a count, not a time: once will do
                         try:
                             if engine not in workers:
@@ -233,7 +284,11 @@ def play(
                             hit = (
                                 [name] if engine in workers else list(group)
                             )  # what cannot load cannot do any of these
-                            failures |= {(each, engine): str(error) for each in hit if (each, engine) not in failures}
+                            failures |= {
+                                (each, engine): str(error)
+                                for each in hit
+                                if (each, engine) not in failures
+                            }
                             note(f"{name}: {engine} failed: {error}")
                             if engine in workers:
                                 workers.pop(engine).close()

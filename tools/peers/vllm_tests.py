@@ -1,8 +1,9 @@
-"""vLLM's own server tests, as they are, against `quire serve`: `python -m tools.peers.vllm_tests SOURCE`.
+"""vLLM's own server tests, as they are, against `quire serve`: `python -m tools.peers.vllm_tests
+SOURCE`.
 
-SOURCE is a folder of vLLM's source, such as its sdist unpacked; needs pytest-asyncio, transformers and what the tests
-import. The model is the bundled one under the name that a test asks for. What a test takes from vLLM's own code is not
-there: such a test is skipped when it uses it.
+SOURCE is a folder of vLLM's source, such as its sdist unpacked; needs pytest-asyncio, transformers
+and what the tests import. The model is the bundled one under the name that a test asks for. What a
+test takes from vLLM's own code is not there: such a test is skipped when it uses it.
 """
 
 import argparse
@@ -24,21 +25,38 @@ import pytest
 from quire.scripts.tables import table
 
 FILES = (  # of text models that generate, under tests/entrypoints
-    "openai/completion/test_completion.py", "openai/completion/test_prompt_validation.py",
-    "openai/chat_completion/test_chat.py", "openai/chat_completion/test_chat_completion.py",
-    "openai/chat_completion/test_chat_echo.py", "openai/chat_completion/test_chat_logit_bias_validation.py",
-    "openai/chat_completion/test_enable_force_include_usage.py", "openai/chat_completion/test_include_reasoning.py",
+    "openai/completion/test_completion.py",
+    "openai/completion/test_prompt_validation.py",
+    "openai/chat_completion/test_chat.py",
+    "openai/chat_completion/test_chat_completion.py",
+    "openai/chat_completion/test_chat_echo.py",
+    "openai/chat_completion/test_chat_logit_bias_validation.py",
+    "openai/chat_completion/test_enable_force_include_usage.py",
+    "openai/chat_completion/test_include_reasoning.py",
     "openai/chat_completion/test_completion_with_function_calling.py",
-    "openai/chat_completion/test_logprob_token_ids.py", "openai/models/test_models.py",
-    "openai/test_return_tokens_as_ids.py", "openai/test_return_token_ids.py", "openai/test_chunked_prompt.py",
-    "openai/responses/test_simple.py", "anthropic/test_messages.py", "serve/tokenize/test_tokenization.py",
+    "openai/chat_completion/test_logprob_token_ids.py",
+    "openai/models/test_models.py",
+    "openai/test_return_tokens_as_ids.py",
+    "openai/test_return_token_ids.py",
+    "openai/test_chunked_prompt.py",
+    "openai/responses/test_simple.py",
+    "anthropic/test_messages.py",
+    "serve/tokenize/test_tokenization.py",
     "serve/instrumentator/test_basic.py",
-)  # fmt: skip
+)
 BOTH = (  # flags that both have
-    "--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--no-enable-prefix-caching", "--max-num-seqs",
-    "--tool-call-parser", "--reasoning-parser", "--api-key", "--enable-tokenizer-info-endpoint", "--max-logprobs",
-    "--enable-force-include-usage", "--enable-per-request-metrics",
-)  # fmt: skip
+    "--enable-prompt-tokens-details",
+    "--enable-auto-tool-choice",
+    "--no-enable-prefix-caching",
+    "--max-num-seqs",
+    "--tool-call-parser",
+    "--reasoning-parser",
+    "--api-key",
+    "--enable-tokenizer-info-endpoint",
+    "--max-logprobs",
+    "--enable-force-include-usage",
+    "--enable-per-request-metrics",
+)
 CHOSEN = "not load_prompt_embeds"  # those call vLLM's functions with mocks
 KEY = "token-abc123"
 TURNS = (  # as the bundled model has them, and a place for tools, which it was not taught
@@ -83,7 +101,9 @@ class Substitutes(Loader, MetaPathFinder):
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
         vars(module).update(self.given.get(name, {}))
-        vars(module)["__getattr__"] = lambda own: absent(f"{name}.{own}") if own[:2] != "__" else None
+        vars(module)["__getattr__"] = lambda own: (
+            absent(f"{name}.{own}") if own[:2] != "__" else None
+        )
 
 
 def options_of(args: Sequence[str]) -> dict[str, list[str]]:
@@ -111,14 +131,21 @@ class RemoteOpenAIServer:
 
     DUMMY_API_KEY = KEY
 
-    def __init__(self, model: str, args: Sequence[str], env_dict: dict[str, str] | None = None, **_: Any):
+    def __init__(
+        self, model: str, args: Sequence[str], env_dict: dict[str, str] | None = None, **_: Any
+    ):
         given = options_of(args)
         flags = [word for flag, values in given.items() if flag in BOTH for word in (flag, *values)]
         names = given.get("--served-model-name", [model])
         if key := (env_dict or {}).get("VLLM_API_KEY"):
             flags += ["--api-key", key]
         [longest] = given.get("--max-model-len", ["8192"])
-        flags += ["--max-model-len", longest, "--hf-overrides", f'{{"max_position_embeddings": {longest}}}']
+        flags += [
+            "--max-model-len",
+            longest,
+            "--hf-overrides",
+            f'{{"max_position_embeddings": {longest}}}',
+        ]
         self.folder = tempfile.TemporaryDirectory()
         template = Path(self.folder.name) / "turns.jinja"
         template.write_text(TURNS)
@@ -131,7 +158,8 @@ class RemoteOpenAIServer:
         ready = next((line for line in lines if line.startswith("ready: ")), None)
         if ready is None:
             pytest.fail("the server did not start")
-        threading.Thread(target=lambda: [None for _ in lines], daemon=True).start()  # so that it can go on writing
+        # so that it can go on writing
+        threading.Thread(target=lambda: [None for _ in lines], daemon=True).start()
         self.url_root = ready.removeprefix("ready: ").strip()
         self.host, _, port = self.url_root.removeprefix("http://").partition(":")
         self.port = int(port)
@@ -168,7 +196,12 @@ class RemoteOpenAIServer:
         return anthropic.AsyncAnthropic(**self.options(chosen) | {"base_url": self.url_root})
 
     def options(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        return {"base_url": self.url_for("v1"), "api_key": KEY, "max_retries": 0, "timeout": 120} | chosen
+        return {
+            "base_url": self.url_for("v1"),
+            "api_key": KEY,
+            "max_retries": 0,
+            "timeout": 120,
+        } | chosen
 
 
 class Count:
@@ -198,18 +231,33 @@ class Count:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", type=Path, help="a folder of vLLM's source")
-    parser.add_argument("files", nargs="*", default=FILES, help="of tests/entrypoints (default: those of text models)")
-    parser.add_argument("-k", dest="some", default=CHOSEN, help="tests whose names match, as pytest has it")
+    parser.add_argument(
+        "files",
+        nargs="*",
+        default=FILES,
+        help="of tests/entrypoints (default: those of text models)",
+    )
+    parser.add_argument(
+        "-k", dest="some", default=CHOSEN, help="tests whose names match, as pytest has it"
+    )
     given = parser.parse_args()
     tests = given.source / "tests" / "entrypoints"
     for file in given.files:
         if not (tests / file).is_file():
             parser.error(f"{tests / file} is not there")
     sys.path.insert(0, str(given.source))
-    helpers = {"RemoteOpenAIServer": RemoteOpenAIServer, "ROCM_EXTRA_ARGS": [], "ROCM_ENV_OVERRIDES": {}}
-    sys.meta_path.insert(0, Substitutes({"tests.utils": helpers, "vllm.tokenizers": {"get_tokenizer": tokenizer}}))
+    helpers = {
+        "RemoteOpenAIServer": RemoteOpenAIServer,
+        "ROCM_EXTRA_ARGS": [],
+        "ROCM_ENV_OVERRIDES": {},
+    }
+    sys.meta_path.insert(
+        0, Substitutes({"tests.utils": helpers, "vllm.tokenizers": {"get_tokenizer": tokenizer}})
+    )
     count = Count()
     fixtures = [f"-ptests.entrypoints.{name}" for name in ("conftest", "openai.responses.conftest")]
     options = [
@@ -217,7 +265,9 @@ def main() -> None:
         "-pno:cacheprovider", "-oaddopts=", "-k", given.some,
     ]  # fmt: skip
     files = [str(tests / file) for file in given.files]
-    pytest.main([*fixtures, *options, f"--rootdir={given.source}", "-c/dev/null", *files], plugins=[count])
+    pytest.main(
+        [*fixtures, *options, f"--rootdir={given.source}", "-c/dev/null", *files], plugins=[count]
+    )
     kinds = ("passed", "failed", "skipped", "not read")
     rows = [(file, *(ended[kind] for kind in kinds)) for file, ended in sorted(count.ended.items())]
     rows.append(("all", *(sum(ended[kind] for ended in count.ended.values()) for kind in kinds)))

@@ -1,4 +1,5 @@
-"""One engine in its own process: reads a job a line from stdin and answers each with a line on stdout.
+"""One engine in its own process: reads a job a line from stdin and answers each with a line on
+stdout.
 
 The engine's own interpreter runs it by its path: `python -P .../worker.py vllm`.
 Whatever the engine prints goes to stderr.

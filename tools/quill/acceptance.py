@@ -17,11 +17,12 @@ from .tasks import fresh
 
 DRAFTS = 4
 TREE = (  # as deep
-    "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0), (0, 0, 0, 0), (0, 0, 1, 0), "
-    "(1, 0, 0, 0)]"
+    "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0), (0, 0, 0, 0), "
+    "(0, 0, 1, 0), (1, 0, 0, 0)]"
 )
 HEADS = "medusa, quill-medusa", "eagle, quill-eagle"
-DRAWN = "draft_model", "self, int8-weights"  # whose distributions are those of a model that can be asked for them
+# whose distributions are those of a model that can be asked for them
+DRAWN = "draft_model", "self, int8-weights"
 
 
 class Verified(Observer):
@@ -40,7 +41,10 @@ class Verified(Observer):
     @property
     def rate(self) -> float:
         """The chance that a draft is right if those before it are."""
-        right, missed = sum(self.right), sum(n < k for n, k in zip(self.right, self.lengths, strict=True))
+        right, missed = (
+            sum(self.right),
+            sum(n < k for n, k in zip(self.right, self.lengths, strict=True)),
+        )
         return right / max(right + missed, 1)
 
     @property
@@ -56,15 +60,23 @@ class Verified(Observer):
     @property
     def expected(self) -> float:
         """The same by (1 - a^(k+1)) / (1 - a) for the k drafts of each step."""
-        return float(np.mean([sum(self.rate**i for i in range(k + 1)) for k in self.lengths] or [1.0]))
+        return float(
+            np.mean([sum(self.rate**i for i in range(k + 1)) for k in self.lengths] or [1.0])
+        )
 
 
 def main(
     samples: Annotated[int, typer.Option(min=1, help="prompts per task")] = 6,
-    prompts: Annotated[int, typer.Option(min=1, help="stories that are told at temperature 1")] = 24,
-    trees: Annotated[bool, typer.Option(help="print what heads gain by a tree of drafts, and nothing else")] = False,
+    prompts: Annotated[
+        int, typer.Option(min=1, help="stories that are told at temperature 1")
+    ] = 24,
+    trees: Annotated[
+        bool, typer.Option(help="print what heads gain by a tree of drafts, and nothing else")
+    ] = False,
 ):
-    """Print tokens a step by drafter and task, and what drawing with the model's own noise gains at temperature 1."""
+    """Print tokens a step by drafter and task, and what drawing with the model's own noise gains at
+    temperature 1.
+    """
     from quire import LLM
 
     console = Console(width=110)
@@ -72,23 +84,39 @@ def main(
         console.print(by_trees(samples))
         return
     table = Table("drafter", "task", "steps with drafts", "a", "by the formula", "tokens a step")
-    noise = Table("drafter", "drafts", "independent draws", "by rejection", "the same noise", "as measured")
+    noise = Table(
+        "drafter", "drafts", "independent draws", "by rejection", "the same noise", "as measured"
+    )
     for name, config in CONFIGS.items():
         if config is None:
             continue
         llm = LLM(speculative_config=config | {"num_speculative_tokens": DRAFTS, "adapts": False})
         for task in ASKED:
             seen = verified(llm, task, samples)
-            counts = f"{len(seen.right)}", f"{seen.rate:.2f}", f"{seen.expected:.2f}", f"{seen.measured:.2f}"
+            counts = (
+                f"{len(seen.right)}",
+                f"{seen.rate:.2f}",
+                f"{seen.expected:.2f}",
+                f"{seen.measured:.2f}",
+            )
             table.add_row(name, task, *counts)
         if name in DRAWN:
             seen = Verified()
             llm.engine.observers[:] = [seen]
             texts = told(llm, prompts)
-            own = {"model": config["model"]} if "model" in config else {"quantization": config["quantization"]}
+            own = (
+                {"model": config["model"]}
+                if "model" in config
+                else {"quantization": config["quantization"]}
+            )
             pairs = zip(distributions({}, texts), distributions(own, texts), strict=True)
             chances = np.mean([agreement(p, q) for p, q in pairs], axis=0)
-            noise.add_row(name, f"{len(seen.right)}", *(f"{chance:.3f}" for chance in chances), f"{seen.first:.3f}")
+            noise.add_row(
+                name,
+                f"{len(seen.right)}",
+                *(f"{chance:.3f}" for chance in chances),
+                f"{seen.first:.3f}",
+            )
         llm.close()
     console.print(table)
     console.print("How often a draft is right at temperature 1, where those before it are:", noise)
@@ -115,9 +143,17 @@ def by_trees(samples: int) -> Table:
 
     table = Table("drafter", "drafts", *ASKED)
     for name in HEADS:
-        for label, drafts in ("chain", {"num_speculative_tokens": DRAFTS}), ("tree", {"speculative_token_tree": TREE}):
-            llm = LLM(max_num_seqs=4, speculative_config={**(CONFIGS[name] or {}), **drafts, "adapts": False})
-            table.add_row(name, label, *(f"{verified(llm, task, samples).measured:.2f}" for task in ASKED))
+        for label, drafts in (
+            ("chain", {"num_speculative_tokens": DRAFTS}),
+            ("tree", {"speculative_token_tree": TREE}),
+        ):
+            llm = LLM(
+                max_num_seqs=4,
+                speculative_config={**(CONFIGS[name] or {}), **drafts, "adapts": False},
+            )
+            table.add_row(
+                name, label, *(f"{verified(llm, task, samples).measured:.2f}" for task in ASKED)
+            )
             llm.close()
     return table
 
@@ -129,7 +165,9 @@ def told(llm, count: int) -> list[tuple[list[int], int]]:
     asked = [example.prompt for example in fresh("story_plain", count)]
     params = [SamplingParams(temperature=1, seed=seed, max_tokens=100) for seed in range(count)]
     outputs = llm.generate(asked, params, use_tqdm=False)
-    return [([*o.prompt_token_ids, *o.outputs[0].token_ids], len(o.prompt_token_ids)) for o in outputs]
+    return [
+        ([*o.prompt_token_ids, *o.outputs[0].token_ids], len(o.prompt_token_ids)) for o in outputs
+    ]
 
 
 def distributions(options: dict, texts: list[tuple[list[int], int]]):
@@ -150,10 +188,12 @@ def distributions(options: dict, texts: list[tuple[list[int], int]]):
 
 
 def agreement(p, q) -> tuple[float, float, float]:
-    """The chance that a draft from q is what is drawn from p: by itself, by rejection sampling, with the same noise.
+    """The chance that a draft from q is what is drawn from p: by itself, by rejection sampling,
+    with the same noise.
 
-    Rejection sampling accepts by p / q and keeps the distribution, not the answer. With the same Gumbel noise both say
-    token i where its noise beats each other's by the larger of their two differences.
+    Rejection sampling accepts by p / q and keeps the distribution, not the answer. With the same
+    Gumbel noise both say token i where its noise beats each other's by the larger of their two
+    differences.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.maximum(p[None] / p[:, None], q[None] / q[:, None])  # [i, j]

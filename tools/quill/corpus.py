@@ -11,19 +11,39 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from . import tasks as tasks
 
-# How often a document of each kind is drawn. Looking up is trained first and alone, until it is learned: beside other
-# tasks from the start, it stayed at chance.
+# How often a document of each kind is drawn. Looking up is trained first and alone, until it is
+# learned: beside other tasks from the start, it stayed at chance.
 DRILLS = {"drill": 1.0}
 MIX = {
-    "story": 3.0, "story_plain": 2.4, "add": 4.0, "subtract": 4.0, "multiply": 1.5, "sort_numbers": 2.0,
-    "sort_letters": 0.7, "sort_words": 1.0, "copy": 1.0, "reverse": 1.0, "json": 1.0, "lookup_short": 2.5,
+    "story": 3.0,
+    "story_plain": 2.4,
+    "add": 4.0,
+    "subtract": 4.0,
+    "multiply": 1.5,
+    "sort_numbers": 2.0,
+    "sort_letters": 0.7,
+    "sort_words": 1.0,
+    "copy": 1.0,
+    "reverse": 1.0,
+    "json": 1.0,
+    "lookup_short": 2.5,
     "drill": 0.5,
-}  # fmt: skip
+}
 # The tokenizer's own mix: a change to the one above must not change the tokens.
 SPELLED = {
-    "story": 1.0, "story_plain": 0.8, "add": 6.0, "subtract": 6.0, "multiply": 2.0, "sort_numbers": 6.0,
-    "sort_letters": 3.0, "sort_words": 4.0, "copy": 3.0, "reverse": 3.0, "json": 6.0, "lookup_short": 4.0,
-}  # fmt: skip
+    "story": 1.0,
+    "story_plain": 0.8,
+    "add": 6.0,
+    "subtract": 6.0,
+    "multiply": 2.0,
+    "sort_numbers": 6.0,
+    "sort_letters": 3.0,
+    "sort_words": 4.0,
+    "copy": 3.0,
+    "reverse": 3.0,
+    "json": 6.0,
+    "lookup_short": 4.0,
+}
 # Row length -> what long documents lead each row, before short ones fill it up.
 LONG = {256: {}, 512: {"lookup_200": 1.0}, 1024: {"lookup_400": 1.0, "lookup_600": 1.0}}
 
@@ -32,13 +52,18 @@ def train_tokenizer(vocab_size: int, seed: int = 0) -> Tokenizer:
     """A byte-level BPE tokenizer of the corpus; every digit is a token of its own."""
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), byte_level]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     rng = Random(f"tokenizer/{seed}")
     texts = ("".join(text for text, _ in tasks.document(rng, SPELLED)) for _ in range(20_000))
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=tasks.SPECIALS, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=tasks.SPECIALS,
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     bos = (tasks.BOS, tokenizer.token_to_id(tasks.BOS))
@@ -50,7 +75,10 @@ def train_tokenizer(vocab_size: int, seed: int = 0) -> Tokenizer:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Packed rows; position t predicts targets[t] with a weight in the loss. Documents do not see each other."""
+    """Packed rows; position t predicts targets[t] with a weight in the loss.
+
+    Documents do not see each other.
+    """
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -87,18 +115,24 @@ def pack(documents: list[list[tuple[list[int], list[float]]]], length: int) -> P
 
 
 def documents(name: str, count: int) -> Iterator[list[tuple[str, float]]]:
-    """Whole documents with the weight of each part in the loss, which training has not seen: its names are others."""
+    """Whole documents with the weight of each part in the loss, which training has not seen: its
+    names are others.
+    """
     rng = Random(name)
     return (tasks.document(rng, MIX) for _ in range(count))
 
 
-def training_rows(tokenizer: Tokenizer, seed: str, rows: int, length: int, mix: dict[str, float]) -> PackedRows:
+def training_rows(
+    tokenizer: Tokenizer, seed: str, rows: int, length: int, mix: dict[str, float]
+) -> PackedRows:
     """CompletionDelta training rows, the same for the same seed."""
     rng = Random(f"train/{seed}")
     return pack([_row(tokenizer, rng, length, mix) for _ in range(rows)], length)
 
 
-def _row(tokenizer: Tokenizer, rng: Random, length: int, mix: dict[str, float]) -> list[tuple[list[int], list[float]]]:
+def _row(
+    tokenizer: Tokenizer, rng: Random, length: int, mix: dict[str, float]
+) -> list[tuple[list[int], list[float]]]:
     members = []
     left = length
     misses = 0

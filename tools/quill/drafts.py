@@ -53,7 +53,10 @@ def tasks(samples: int, batch: int) -> list[Turn]:
     examples = [example for task in ASKED for example in fresh(task, samples)]
     for start in range(0, len(examples), batch):
         some = examples[start : start + batch]
-        plain, chats = [e.prompt for e in some if e.plain], [e.messages for e in some if not e.plain]
+        plain, chats = (
+            [e.prompt for e in some if e.plain],
+            [e.messages for e in some if not e.plain],
+        )
         asked = [("generate", plain, params), ("chat", chats, params)]
         turns.append(Turn([one for one in asked if one[1]]))
     return turns
@@ -69,7 +72,9 @@ def worst(samples: int, batch: int) -> list[Turn]:
     for turn in range(-(-samples * len(ASKED) // batch)):
         prompts = [[rng.randrange(6, 1280) for _ in range(length)] for _ in range(batch)]
         params = [
-            SamplingParams(temperature=1, seed=turn * batch + index, max_tokens=answer, ignore_eos=True)
+            SamplingParams(
+                temperature=1, seed=turn * batch + index, max_tokens=answer, ignore_eos=True
+            )
             for index in range(batch)
         ]
         turns.append(Turn([("generate", prompts, params)]))
@@ -78,23 +83,43 @@ def worst(samples: int, batch: int) -> list[Turn]:
 
 def main(
     samples: Annotated[int, typer.Option(min=1, help="prompts per task")] = 6,
-    rounds: Annotated[int, typer.Option(min=1, help="times that everything is asked; the median counts")] = 3,
-    batch: Annotated[list[int] | None, typer.Option(help="requests at a time; may be repeated")] = None,
-    random_prompts: Annotated[bool, typer.Option(help="ask random tokens, at temperature 1, instead of tasks")] = False,
-    drafter: Annotated[list[str] | None, typer.Option(help="one of the table's; may be repeated")] = None,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="times that everything is asked; the median counts")
+    ] = 3,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="requests at a time; may be repeated")
+    ] = None,
+    random_prompts: Annotated[
+        bool, typer.Option(help="ask random tokens, at temperature 1, instead of tasks")
+    ] = False,
+    drafter: Annotated[
+        list[str] | None, typer.Option(help="one of the table's; may be repeated")
+    ] = None,
 ):
     """Print tokens a second against plain decoding, whose answers all must equal.
 
-    All drafters take turns at the same few prompts, each between two turns of plain decoding, and times plain is the
-    ratio of the sums: what else the machine does meanwhile harms both alike.
+    All drafters take turns at the same few prompts, each between two turns of plain decoding, and
+    times plain is the ratio of the sums: what else the machine does meanwhile harms both alike.
     """
     from quire import LLM
 
     names = ["plain", *(drafter or [name for name in CONFIGS if name != "plain"])]
     if unknown := [name for name in names if name not in CONFIGS]:
-        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(CONFIGS)}", param_hint="--drafter")
-    llms = {name: LLM(speculative_config=CONFIGS[name], enable_prefix_caching=False) for name in names}
-    table = Table("drafter", "requests", "tokens/s", "times plain", "rounds", "accepted", "tokens a step with drafts")
+        raise typer.BadParameter(
+            f"{unknown[0]!r} is none of {', '.join(CONFIGS)}", param_hint="--drafter"
+        )
+    llms = {
+        name: LLM(speculative_config=CONFIGS[name], enable_prefix_caching=False) for name in names
+    }
+    table = Table(
+        "drafter",
+        "requests",
+        "tokens/s",
+        "times plain",
+        "rounds",
+        "accepted",
+        "tokens a step with drafts",
+    )
     for count in batch or [1, 4, 16]:
         turns = (worst if random_prompts else tasks)(samples, count)
         speeds: dict[str, list[float]] = {name: [] for name in names}
@@ -134,7 +159,9 @@ def drafted(now: dict[str, Any], before: dict[str, Any]) -> tuple[str, str]:
     names = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total")
     if f"vllm:spec_decode_{names[0]}" not in now:
         return "", ""
-    times, drafts, accepted = (now[f"vllm:spec_decode_{n}"] - before[f"vllm:spec_decode_{n}"] for n in names)
+    times, drafts, accepted = (
+        now[f"vllm:spec_decode_{n}"] - before[f"vllm:spec_decode_{n}"] for n in names
+    )
     return (f"{accepted / drafts:.0%}", f"{1 + accepted / times:.2f}") if drafts else ("", "")
 
 

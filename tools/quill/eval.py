@@ -23,7 +23,10 @@ def evaluate(
     """Right answers, samples and their share, for each task."""
     from quire import SamplingParams
 
-    params = [SamplingParams(temperature=temperature, max_tokens=LONGEST, seed=number) for number in range(samples)]
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=LONGEST, seed=number)
+        for number in range(samples)
+    ]
     result = {}
     for task in only or TASKS:
         examples = list(fresh(task, samples, seed))
@@ -38,18 +41,26 @@ def evaluate(
 
 @o.takes_engine()
 def main(
-    model: Annotated[str, typer.Option(help="a folder or Hugging Face id; without it the bundled quill")] = "",
+    model: Annotated[
+        str, typer.Option(help="a folder or Hugging Face id; without it the bundled quill")
+    ] = "",
     samples: Annotated[int, typer.Option(min=1, help="fresh samples per task")] = 100,
     seed: Annotated[int, typer.Option(help="another seed draws other samples")] = 0,
     temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest answer")] = 0.0,
-    task: Annotated[list[str] | None, typer.Option(help="only these tasks; may be repeated")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
+    task: Annotated[
+        list[str] | None, typer.Option(help="only these tasks; may be repeated")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print JSON instead of the table")
+    ] = False,
     *,
     engine: dict[str, Any],
 ):
     """Print exact-match accuracy per task."""
     if unknown := [name for name in task or [] if name not in TASKS]:
-        raise typer.BadParameter(f"{unknown[0]!r} is not a task; there are {', '.join(TASKS)}", param_hint="--task")
+        raise typer.BadParameter(
+            f"{unknown[0]!r} is not a task; there are {', '.join(TASKS)}", param_hint="--task"
+        )
     from quire import LLM
 
     with LLM(model=model or None, **engine) as llm:
@@ -57,11 +68,20 @@ def main(
         result = evaluate(llm, samples, seed, task, temperature)
         seconds = time.monotonic() - start
     if as_json:
-        found = {"model": model or "quill", **engine, "seed": seed, "seconds": round(seconds, 2), "tasks": result}
+        found = {
+            "model": model or "quill",
+            **engine,
+            "seed": seed,
+            "seconds": round(seconds, 2),
+            "tasks": result,
+        }
         print(json.dumps(found))
         return
     formats = "".join(f", {name} {value}" for name, value in engine.items())
-    table = Table(title=f"{model or 'quill'}{formats}: exact matches, {samples} samples a task, {seconds:.1f} s")
+    table = Table(
+        title=f"{model or 'quill'}{formats}: exact matches, {samples} samples a task, "
+        f"{seconds:.1f} s"
+    )
     table.add_column("task")
     table.add_column("right", justify="right")
     table.add_column("accuracy", justify="right")

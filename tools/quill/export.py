@@ -19,7 +19,9 @@ from . import tasks as tasks
 
 
 def tensors(weights, config: ModelConfig, dtype) -> dict[str, np.ndarray]:
-    """The checkpoint's tensors by name; each weight turned back from the model's layout by what loading would do."""
+    """The checkpoint's tensors by name; each weight turned back from the model's layout by what
+    loading would do.
+    """
     named: dict[str, np.ndarray] = {}
 
     def put(source: Source, leaf):
@@ -34,7 +36,11 @@ def export(folder: Path, weights, config: ModelConfig, tokenizer: Tokenizer) -> 
     """Write the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     ids = {f"{name}_token_id": tokenizer.token_to_id(token) for name, token in SPECIAL.items()}
-    save_file(tensors(weights, config, jax.numpy.bfloat16), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        tensors(weights, config, jax.numpy.bfloat16),
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     files = {
         "config.json": hf_config(config, **ids) | {"dtype": "bfloat16"},

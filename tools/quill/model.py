@@ -19,9 +19,10 @@ from quire.sharding import struct
 def looking_back(weights, config: ModelConfig):
     """Weights whose first layer's head h attends, before any training, h tokens back.
 
-    Looking something up needs to know what stood just before each token, and finding that out takes training longer
-    than all the rest. One dimension of the embedding is made the same for every token; from it the keys get a constant
-    vector in the fastest rotary pairs, and each head's queries the same vector turned by h positions.
+    Looking something up needs to know what stood just before each token, and finding that out takes
+    training longer than all the rest. One dimension of the embedding is made the same for every
+    token; from it the keys get a constant vector in the fastest rotary pairs, and each head's
+    queries the same vector turned by h positions.
     """
     first = weights.layers[0]
     constant = 0.3
@@ -41,22 +42,31 @@ def looking_back(weights, config: ModelConfig):
         qkv_DGH[0, head] = gain * vector_H
     attention = w.replace(qkv_DGH=jnp.asarray(qkv_DGH), q_norm=w.q_norm * sharp)
     layers = (first.replace(attention=attention), *weights.layers[1:])
-    return weights.replace(embed_VD=jnp.asarray(weights.embed_VD).at[:, 0].set(constant), layers=layers)
+    return weights.replace(
+        embed_VD=jnp.asarray(weights.embed_VD).at[:, 0].set(constant), layers=layers
+    )
 
 
 @jax.custom_vjp
 def narrow_dot(x, w):
-    """x @ w with both rounded to bfloat16 and the sum in float32, and the same for its gradients."""
+    """x @ w with both rounded to bfloat16 and the sum in float32, and the same for its
+    gradients.
+    """
     return _dot(x, w)
 
 
 def _dot(x, w):
-    return jnp.dot(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    return jnp.dot(
+        x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=jnp.float32
+    )
 
 
 narrow_dot.defvjp(
     lambda x, w: (_dot(x, w), (x, w)),
-    lambda saved, g: (_dot(g, saved[1].T).astype(saved[0].dtype), _dot(saved[0].T, g).astype(saved[1].dtype)),
+    lambda saved, g: (
+        _dot(g, saved[1].T).astype(saved[0].dtype),
+        _dot(saved[0].T, g).astype(saved[1].dtype),
+    ),
 )
 
 
@@ -77,7 +87,9 @@ class Narrow(Weight):
         inner = 1
         for size in shape[:shared]:
             inner *= size
-        return narrow_dot(x.reshape(-1, inner), self.array.reshape(inner, -1)).reshape(*rows, *shape[shared:])
+        return narrow_dot(x.reshape(-1, inner), self.array.reshape(inner, -1)).reshape(
+            *rows, *shape[shared:]
+        )
 
 
 def narrowed(weights):
@@ -101,7 +113,8 @@ def loss_of(weights, batch, config: ModelConfig):
     """Weighted mean cross entropy of a batch (tokens, targets, weights, documents)."""
     tokens, targets, weight, documents = batch
     logits_RV = logits_of(weights, tokens, documents, config)
-    wanted_RV = jnp.arange(config.vocab_size) == targets.reshape(-1, 1)  # a mask: the gradient of a gather is slow
+    # a mask: the gradient of a gather is slow
+    wanted_RV = jnp.arange(config.vocab_size) == targets.reshape(-1, 1)
     right_R = jnp.where(wanted_RV, logits_RV, 0).sum(axis=-1)
     lost_R = (jax.nn.logsumexp(logits_RV, axis=-1) - right_R) * weight.reshape(-1)
     return lost_R.sum() / jnp.maximum(weight.sum(), 1)
@@ -109,4 +122,6 @@ def loss_of(weights, batch, config: ModelConfig):
 
 def predictions(weights, tokens_BT, documents_BT, config: ModelConfig):
     """The most likely next token at every place."""
-    return jnp.argmax(logits_of(weights, tokens_BT, documents_BT, config), axis=-1).reshape(tokens_BT.shape)
+    return jnp.argmax(logits_of(weights, tokens_BT, documents_BT, config), axis=-1).reshape(
+        tokens_BT.shape
+    )

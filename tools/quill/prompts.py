@@ -20,14 +20,23 @@ def main(
     out: Annotated[Path, typer.Argument(help="file to write, an object a line")],
     count: Annotated[int, typer.Option(min=1, help="prompts")] = 8000,
     seed: Annotated[int, typer.Option(help="another seed draws other prompts")] = 0,
-    whole: Annotated[bool, typer.Option("--documents", help="with their answers, for `quire quantize`")] = False,
-    task: Annotated[list[str] | None, typer.Option(help="only these tasks, equally often; may be repeated")] = None,
+    whole: Annotated[
+        bool, typer.Option("--documents", help="with their answers, for `quire quantize`")
+    ] = False,
+    task: Annotated[
+        list[str] | None, typer.Option(help="only these tasks, equally often; may be repeated")
+    ] = None,
 ):
     """Write prompts, none of which evaluation asks: its samples come from other generators."""
     if unknown := [name for name in task or [] if name not in TASKS]:
-        raise typer.BadParameter(f"{unknown[0]!r} is not a task; there are {', '.join(TASKS)}", param_hint="--task")
+        raise typer.BadParameter(
+            f"{unknown[0]!r} is not a task; there are {', '.join(TASKS)}", param_hint="--task"
+        )
     if whole:
-        texts = ("".join(part for part, _ in parts).removeprefix(BOS) for parts in documents(f"heads/{seed}", count))
+        texts = (
+            "".join(part for part, _ in parts).removeprefix(BOS)
+            for parts in documents(f"heads/{seed}", count)
+        )
         out.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         return
     rng = Random(f"heads/{seed}")

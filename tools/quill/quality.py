@@ -36,18 +36,26 @@ WAYS = {
 CACHES = {
     "int8": {"kv_cache_dtype": "int8"},
     "int4": {"kv_cache_dtype": "int4"},
-    "int4, windows wide": {"kv_cache_dtype": "int4", "kv_cache_dtype_skip_layers": ["sliding_window"]},
+    "int4, windows wide": {
+        "kv_cache_dtype": "int4",
+        "kv_cache_dtype_skip_layers": ["sliding_window"],
+    },
     "fp8": {"kv_cache_dtype": "fp8"},
 }
 ROWS = {
-    f"{name}{', rows of bytes' * (rows == 'int8')}": {"quantization": name, "activation_dtype": rows}
+    f"{name}{', rows of bytes' * (rows == 'int8')}": {
+        "quantization": name,
+        "activation_dtype": rows,
+    }
     for name in ("int4-32", "int4-64", "int4-64-zero", "mxfp4")
     for rows in ("auto", "int8")
 }
 
 
 def said(llm: Any, count: int, seed: int) -> np.ndarray:
-    """The log-probability of each token that the model learned to write, in documents that it has not seen."""
+    """The log-probability of each token that the model learned to write, in documents that it has
+    not seen.
+    """
     from tokenizers import Tokenizer
 
     from quire import SamplingParams
@@ -66,7 +74,9 @@ def said(llm: Any, count: int, seed: int) -> np.ndarray:
     return np.array(found)
 
 
-def judged(model: str | None, samples: int, held_out: int, seed: int, **engine: Any) -> dict[str, Any]:
+def judged(
+    model: str | None, samples: int, held_out: int, seed: int, **engine: Any
+) -> dict[str, Any]:
     """What a model answers, and how well it predicts."""
     from quire import LLM
 
@@ -93,10 +103,15 @@ def rounded(out: Path, quantization: str, method: str, calibration: int, seed: i
         quantized.save(folder, out, config)
         return
     tokenizer = Tokenizer(folder)
-    whole = ("".join(part for part, _ in parts) for parts in documents(f"calibration/{seed}", calibration))
+    whole = (
+        "".join(part for part, _ in parts)
+        for parts in documents(f"calibration/{seed}", calibration)
+    )
     pieces = [tokenizer.encode(text.removeprefix(BOS))[: config.max_len] for text in whole]
     epochs = EPOCHS if method.endswith(TUNED) else 0
-    session.save(folder, out, config, method.removesuffix(TUNED), pieces, bits=bits, fine_tune_epochs=epochs)
+    session.save(
+        folder, out, config, method.removesuffix(TUNED), pieces, bits=bits, fine_tune_epochs=epochs
+    )
 
 
 def main(
@@ -105,16 +120,23 @@ def main(
     held_out: Annotated[int, typer.Option(min=1, help="documents for perplexity")] = 400,
     calibration: Annotated[int, typer.Option(min=1, help="documents that methods look at")] = 128,
     seed: Annotated[int, typer.Option(help="another seed draws other samples and documents")] = 0,
-    kv_cache: Annotated[bool, typer.Option("--kv-cache", help="round the KV cache and not the weights")] = False,
-    activations: Annotated[bool, typer.Option("--activations", help="rows as bytes, beside rows as they are")] = False,
+    kv_cache: Annotated[
+        bool, typer.Option("--kv-cache", help="round the KV cache and not the weights")
+    ] = False,
+    activations: Annotated[
+        bool, typer.Option("--activations", help="rows as bytes, beside rows as they are")
+    ] = False,
 ):
     """Write a table: exact answers and perplexity as it is, and by each way to round it."""
     start = time.monotonic()
     exact = judged(None, samples, held_out, seed)
     lines = [
-        f"quill: exact answers to {exact['asked']} questions, {samples} of each task; perplexity of "
-        f"{len(exact['said']):,} held-out tokens; drift, the root of the mean square of how far their "
-        f"log-probabilities are from those in bfloat16; calibration on {calibration} documents.",
+        (
+            f"quill: exact answers to {exact['asked']} questions, {samples} of each task; "
+            f"perplexity of {len(exact['said']):,} held-out tokens; drift, the root of the mean "
+            "square of how far their log-probabilities are from those in bfloat16; calibration on "
+            f"{calibration} documents."
+        ),
         "",
         "| format | method | exact answers | perplexity | drift |",
         "|---|---|---|---|---|",
@@ -124,7 +146,10 @@ def main(
         share = found["right"] / found["asked"]
         perplexity = np.exp(-found["said"].mean())
         drift = np.sqrt(np.square(found["said"] - exact["said"]).mean())
-        lines.append(f"| {quantization} | {method} | {found['right']} ({share:.1%}) | {perplexity:.4f} | {drift:.4f} |")
+        lines.append(
+            f"| {quantization} | {method} | {found['right']} ({share:.1%}) | {perplexity:.4f} "
+            f"| {drift:.4f} |"
+        )
         print(lines[-1], f"{time.monotonic() - start:.0f} s", flush=True)
         table.write_text("\n".join(lines) + "\n")
 

@@ -29,13 +29,19 @@ def _match(parts: tuple[str, ...], text: str, at: int, bound: dict[str, str]):
                 options = [(article(value), bound | {part[2:]: value}) for value in SLOTS[part[2:]]]
             else:
                 options = [(derived(part, bound), bound)]
-            following += [(at + len(word), b) for word, b in options if text.startswith(word, at) and consistent(b)]
+            following += [
+                (at + len(word), b)
+                for word, b in options
+                if text.startswith(word, at) and consistent(b)
+            ]
         states = following
     return states
 
 
 def recognise(text: str, bound: dict[str, str] | None = None) -> bool:
-    """Whether the grammar could have written exactly this story, given what is already known of its slots."""
+    """Whether the grammar could have written exactly this story, given what is already known of its
+    slots.
+    """
     for plot in PLOTS:
         steps = [
             ("\n\n" if p and s == 0 else " " if s else "", step)

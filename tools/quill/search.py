@@ -1,4 +1,6 @@
-"""What more answers gain on quill's arithmetic, with a small reward head: `python -m tools.quill.search`."""
+"""What more answers gain on quill's arithmetic, with a small reward head: `python -m
+tools.quill.search`.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,29 @@ COUNTS = 1, 2, 4, 8, 16, 32
 LONGEST = 12  # tokens of an answer
 PATTERN = r"-?\d+"
 ONE = "one of them is right"
-METHODS = {"best of n": ("best_of_n", True), "majority": ("majority", False), "majority, by reward": ("majority", True)}
+METHODS = {
+    "best of n": ("best_of_n", True),
+    "majority": ("majority", False),
+    "majority, by reward": ("majority", True),
+}
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="where the reward model is written")] = Path("runs/reward"),
+    folder: Annotated[Path, typer.Argument(help="where the reward model is written")] = Path(
+        "runs/reward"
+    ),
     samples: Annotated[int, typer.Option(min=1, help="fresh questions per task")] = 100,
-    training: Annotated[int, typer.Option(min=10, help="questions per task that the head is trained on")] = 400,
-    temperature: Annotated[float, typer.Option(min=0, help="so high that quill is often wrong")] = 2.5,
+    training: Annotated[
+        int, typer.Option(min=10, help="questions per task that the head is trained on")
+    ] = 400,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="so high that quill is often wrong")
+    ] = 2.5,
     plot: Annotated[Path | None, typer.Option(help="write a plot")] = None,
 ):
-    """Train a head that says whether sums are right, and print the share of right answers by their number."""
+    """Train a head that says whether sums are right, and print the share of right answers by their
+    number.
+    """
     from quire import LLM, SamplingParams, SearchParams
 
     sampling = SamplingParams(temperature=temperature, max_tokens=LONGEST, seed=0)
@@ -46,30 +60,42 @@ def main(
                     count = good[ONE] = 0  # the answers are the same whatever chooses
                     for task in TASKS:
                         examples = list(fresh(task, samples, seed=2))
-                        found = llm.search([e.messages for e in examples], params, reward=reward if rewarded else None)
+                        found = llm.search(
+                            [e.messages for e in examples],
+                            params,
+                            reward=reward if rewarded else None,
+                        )
                         for example, one in zip(examples, found, strict=True):
                             good[name] += score(example, one.text)
-                            good[ONE] += any(score(example, candidate.text) for candidate in one.candidates)
+                            good[ONE] += any(
+                                score(example, candidate.text) for candidate in one.candidates
+                            )
                             count += one.num_generated_tokens
                     if name == [*METHODS][-1]:
                         written.append(count / total)
                 for name, number in good.items():
                     rows[name].append(number / total)
     table = Table(
-        "answers", *map(str, COUNTS), title=f"right answers, {samples} sums of each kind at temperature {temperature:g}"
+        "answers",
+        *map(str, COUNTS),
+        title=f"right answers, {samples} sums of each kind at temperature {temperature:g}",
     )
     for name, row in rows.items():
         table.add_row(name, *(f"{value:.1%}" for value in row))
     table.add_row("tokens written a question", *(f"{value:.0f}" for value in written))
     console = Console()
     console.print(table)
-    console.print(f"Of the {training * len(TASKS) * 3} answers that the head was trained on {right:.1%} were right.")
+    console.print(
+        f"Of the {training * len(TASKS) * 3} answers that the head was trained on {right:.1%} "
+        "were right."
+    )
     if plot is not None:
         draw(rows, plot)
 
 
 def train(llm, folder: Path, count: int, sampling) -> float:
-    """Write quill with a head that tells right sums from wrong ones, and the share of right ones that it saw.
+    """Write quill with a head that tells right sums from wrong ones, and the share of right ones
+    that it saw.
 
     The head is linear, on the hidden state at an answer's end.
     """
@@ -84,13 +110,17 @@ def train(llm, folder: Path, count: int, sampling) -> float:
     for task in TASKS:
         examples = list(fresh(task, count, seed=1))
         params = [replace(sampling, n=3, seed=number) for number in range(count)]
-        for example, output in zip(examples, llm.chat([e.messages for e in examples], params, False), strict=True):
+        for example, output in zip(
+            examples, llm.chat([e.messages for e in examples], params, False), strict=True
+        ):
             for answer in output.outputs:
                 told = [*example.messages, {"role": "assistant", "content": answer.text}]
                 prompts.append(llm.chat_prompt(told, add_generation_prompt=False))
                 right.append(score(example, answer.text))
     states = llm.run(prompts, [PARAMS] * len(prompts), False, "last")
-    weight_D = fitted(np.array([output.pooled for output in states], np.float64), np.array(right, np.float64))
+    weight_D = fitted(
+        np.array([output.pooled for output in states], np.float64), np.array(right, np.float64)
+    )
     source = hub.resolve(None)
     folder.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
@@ -129,7 +159,9 @@ def draw(rows: dict[str, list[float]], path: Path) -> None:
     for name, row in rows.items():
         style = {"color": "#999999", "linestyle": "--"} if name == ONE else {"marker": "o"}
         axes.plot(COUNTS, [100 * value for value in row], label=name, **style)
-    axes.set(xscale="log", xlabel="answers to each question", ylabel="right answers (%)", ylim=(0, 102))
+    axes.set(
+        xscale="log", xlabel="answers to each question", ylabel="right answers (%)", ylim=(0, 102)
+    )
     axes.set_xticks(COUNTS, list(map(str, COUNTS)))
     axes.minorticks_off()
     axes.grid(alpha=0.3)

@@ -5,10 +5,18 @@ from __future__ import annotations
 import re
 from random import Random
 
-GIRLS = "Anna Mia Lily Ruby Nora Ella Ivy Zoe Clara Rosa Emma Lucy Sara Tina Maya Olga Vera Wendy Hazel June".split()
-BOYS = "Tom Ben Max Leo Finn Sam Jack Oscar Paul Hugo Adam Felix Otto Simon Peter Karl Noah David Ravi Theo".split()
+GIRLS = (
+    "Anna Mia Lily Ruby Nora Ella Ivy Zoe Clara Rosa Emma Lucy Sara Tina Maya Olga Vera Wendy "
+    "Hazel June"
+).split()
+BOYS = (
+    "Tom Ben Max Leo Finn Sam Jack Oscar Paul Hugo Adam Felix Otto Simon Peter Karl Noah "
+    "David Ravi Theo"
+).split()
 NAMES = GIRLS + BOYS
-ANIMALS = "fox bear rabbit mouse owl cat dog duck frog goat horse turtle squirrel hedgehog otter badger".split()
+ANIMALS = (
+    "fox bear rabbit mouse owl cat dog duck frog goat horse turtle squirrel hedgehog otter badger"
+).split()
 KINDS = ["girl", "boy"] + ANIMALS
 TRAITS = "kind brave quiet curious clever gentle cheerful careful shy proud young patient".split()
 THINGS = "lantern kite drum bell key map boat basket book hat clock ring spoon wagon violin blanket".split()
@@ -17,13 +25,24 @@ FOODS = "bread soup apples honey cake berries cheese pancakes plums tea".split()
 WEATHERS = "sunny windy rainy cold foggy warm snowy bright".split()
 
 SLOTS = {
-    "hero": NAMES, "friend": NAMES, "kind": KINDS, "fkind": ANIMALS, "trait": TRAITS, "ftrait": TRAITS,
-    "thing": THINGS, "place": PLACES, "food": FOODS, "weather": WEATHERS,
-}  # fmt: skip
+    "hero": NAMES,
+    "friend": NAMES,
+    "kind": KINDS,
+    "fkind": ANIMALS,
+    "trait": TRAITS,
+    "ftrait": TRAITS,
+    "thing": THINGS,
+    "place": PLACES,
+    "food": FOODS,
+    "weather": WEATHERS,
+}
 
 OPEN = [
     "Once upon a time, there was {a_trait} {kind} named {hero}. {He} lived near the {place}.",
-    "There once was {a_kind} named {hero}, who lived near the {place}. Everyone said that {he} was very {trait}.",
+    (
+        "There once was {a_kind} named {hero}, who lived near the {place}. Everyone said that {he} "
+        "was very {trait}."
+    ),
     "{hero} was {a_trait} {kind} who lived in a small house by the {place}.",
     "Long ago, {a_trait} {kind} called {hero} lived beyond the {place}.",
     "Near the {place} lived {a_kind} named {hero}. {He} was the most {trait} {kind} of all.",
@@ -55,7 +74,8 @@ END = [
     "They still laugh about it when they meet by the {place}.",
 ]
 
-# A plot is a list of paragraphs, a paragraph a list of steps, a step a list of sentences to choose from.
+# A plot is a list of paragraphs, a paragraph a list of steps, a step a list of sentences to choose
+# from.
 LOST = [
     [OPEN, TREASURE],
     [
@@ -123,7 +143,13 @@ FOUND = [
     ],
 ]
 STORM = [
-    [OPEN, ["{His} neighbor was {friend}, {a_ftrait} {fkind}.", "Next door lived {a_fkind} named {friend}."]],
+    [
+        OPEN,
+        [
+            "{His} neighbor was {friend}, {a_ftrait} {fkind}.",
+            "Next door lived {a_fkind} named {friend}.",
+        ],
+    ],
     [
         [
             "One {weather} evening a great storm came over the {place}.",
@@ -157,7 +183,13 @@ STORM = [
     ],
 ]
 GIFT = [
-    [OPEN, ["{His} best friend was {friend}, {a_ftrait} {fkind}.", "{He} had a friend, {a_fkind} named {friend}."]],
+    [
+        OPEN,
+        [
+            "{His} best friend was {friend}, {a_ftrait} {fkind}.",
+            "{He} had a friend, {a_fkind} named {friend}.",
+        ],
+    ],
     [
         [
             "Tomorrow was the birthday of {friend}, and {hero} had no gift.",
@@ -233,7 +265,9 @@ def article(word: str) -> str:
 
 
 def derived(slot: str, bound: dict[str, str]) -> str:
-    """The text of a slot that follows from another one: pronouns from the hero's name, articles from the word."""
+    """The text of a slot that follows from another one: pronouns from the hero's name, articles
+    from the word.
+    """
     if slot.startswith("a_"):
         return article(bound[slot[2:]])
     girl = bound["hero"] in GIRLS
@@ -266,5 +300,7 @@ def write(rng: Random, bound: dict[str, str]) -> str:
     paragraphs = []
     for paragraph in rng.choice(PLOTS):
         text = " ".join(rng.choice(step) for step in paragraph)
-        paragraphs.append(re.sub(r"\{(\w+)\}", lambda m: bound.get(m[1]) or derived(m[1], bound), text))
+        paragraphs.append(
+            re.sub(r"\{(\w+)\}", lambda m: bound.get(m[1]) or derived(m[1], bound), text)
+        )
     return "\n\n".join(paragraphs)

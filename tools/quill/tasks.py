@@ -1,4 +1,6 @@
-"""The tasks that quill learns and is tested on: each draws examples from a seeded generator and scores answers."""
+"""The tasks that quill learns and is tested on: each draws examples from a seeded generator and
+scores answers.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +19,39 @@ PAD = "<|pad|>"
 ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
 SPECIALS = [PAD, BOS, END, *ROLES.values()]
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message.role not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('quill knows the roles system, user and assistant, not ' ~ message.role) }}{% endif %}"
-    "{{ '<|' ~ message.role ~ '|>' ~ message.content ~ '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{{ bos_token }}{% for message in messages %}{% if message.role not in ['system', 'user', "
+    "'assistant'] %}{{ raise_exception('quill knows the roles system, user and assistant, not ' ~ "
+    "message.role) }}{% endif %}{{ '<|' ~ message.role ~ '|>' ~ message.content ~ '<|end|>' }}{% "
+    "endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
 LETTERS = "a b c d e f g h i j k l m n o p q r s t u v w x y z".split()
 WORDS = (
-    "apple bird cloud door egg fish gold house ice jar key lamp moon nest oak pen queen road snow tree "
-    "wheel yard ant box cup dust ear farm glass hand ink king leaf milk nut oil pig rope salt tent"
+    "apple bird cloud door egg fish gold house ice jar key lamp moon nest oak pen queen road snow "
+    "tree wheel yard ant box cup dust ear farm glass hand ink king leaf milk nut oil pig rope "
+    "salt tent"
 ).split()
 COLORS = "red blue green black white yellow pink gray".split()
-CITIES = "Rome Paris Oslo Cairo Lima Tokyo Delhi Bern Riga Quito Accra Lagos Dublin Madrid Vienna Berlin".split()
+CITIES = (
+    "Rome Paris Oslo Cairo Lima Tokyo Delhi Bern Riga Quito Accra Lagos Dublin Madrid Vienna Berlin"
+).split()
 JOBS = "baker pilot nurse farmer teacher painter sailor singer".split()
 STORY_WEIGHT = 0.3  # a story has a hundred tokens where a sum has three, and most of them are free
 STRESS_WEIGHT = 1.5  # names and things, which the rest of the story must repeat
 NEW_WEIGHT = 0.3  # what a drill says for the first time cannot be predicted
-SYSTEMS = ["You are quill.", "You are a helpful assistant.", "Answer briefly.", "Be kind and brief."]
+SYSTEMS = [
+    "You are quill.",
+    "You are a helpful assistant.",
+    "Answer briefly.",
+    "Be kind and brief.",
+]
 
 
 @dataclass(frozen=True)
 class Example:
-    """A question with its one right answer; a story has many, and `facts` and the grammar decide which."""
+    """A question with its one right answer; a story has many, and `facts` and the grammar decide
+    which.
+    """
 
     task: str
     prompt: str  # the user's message, or for `plain` the head of a text to complete
@@ -48,7 +59,8 @@ class Example:
     plain: bool = False
     stress: tuple[str, ...] = ()  # the words of a story that others follow from
     facts: dict[str, str] = field(default_factory=dict)
-    follow_ups: tuple[tuple[str, str], ...] = ()  # further questions about the same prompt, for training
+    # further questions about the same prompt, for training
+    follow_ups: tuple[tuple[str, str], ...] = ()
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -69,7 +81,9 @@ def turn(role: str, content: str) -> str:
 
 
 def score(example: Example, text: str) -> bool:
-    """Whether a reply is exactly right; of a story, whether the grammar could have written it as asked."""
+    """Whether a reply is exactly right; of a story, whether the grammar could have written it as
+    asked.
+    """
     if example.task.startswith("story"):
         return recognise(example.prompt + text if example.plain else text, example.facts)
     return text == example.answer
@@ -93,9 +107,17 @@ def story(rng: Random) -> Example:
         (f"about {hero} and {stories.article(thing)}", ["hero", "thing"]),
     ]
     about, slots = rng.choice(requests[1:] if child else requests)
-    ask = rng.choice(["Write a story", "Tell me a story", "Write a short story", "Please tell me a story"])
+    ask = rng.choice(
+        ["Write a story", "Tell me a story", "Write a short story", "Please tell me a story"]
+    )
     facts = {slot: bound[slot] for slot in slots}
-    return Example("story", f"{ask} {about}.", stories.write(rng, bound), stress=tuple(bound.values()), facts=facts)
+    return Example(
+        "story",
+        f"{ask} {about}.",
+        stories.write(rng, bound),
+        stress=tuple(bound.values()),
+        facts=facts,
+    )
 
 
 def story_plain(rng: Random) -> Example:
@@ -135,7 +157,9 @@ def multiply(rng: Random) -> Example:
 def sort_numbers(rng: Random) -> Example:
     """Two-digit numbers, smallest first."""
     items = rng.sample(range(10, 100), rng.randint(3, 5))
-    return Example("sort_numbers", "Sort: " + " ".join(map(str, items)), " ".join(map(str, sorted(items))))
+    return Example(
+        "sort_numbers", "Sort: " + " ".join(map(str, items)), " ".join(map(str, sorted(items)))
+    )
 
 
 def sort_letters(rng: Random) -> Example:
@@ -180,11 +204,23 @@ def json_answer(rng: Random) -> Example:
     sentence, value = rng.choice(
         [
             (f"{name} is {age} and lives in {city}", {"name": name, "age": age, "city": city}),
-            (f"{name} lives in {city} and is {age} years old", {"name": name, "age": age, "city": city}),
-            (f"The {color} {thing} costs {price} coins", {"item": thing, "color": color, "price": price}),
-            (f"A {thing} for {price} coins, in {color}", {"item": thing, "color": color, "price": price}),
+            (
+                f"{name} lives in {city} and is {age} years old",
+                {"name": name, "age": age, "city": city},
+            ),
+            (
+                f"The {color} {thing} costs {price} coins",
+                {"item": thing, "color": color, "price": price},
+            ),
+            (
+                f"A {thing} for {price} coins, in {color}",
+                {"item": thing, "color": color, "price": price},
+            ),
             (f"{name} is a {job} in {city}", {"name": name, "job": job, "city": city}),
-            (f"{name} has a {color} {animal}", {"name": name, "pet": {"kind": animal, "color": color}}),
+            (
+                f"{name} has a {color} {animal}",
+                {"name": name, "pet": {"kind": animal, "color": color}},
+            ),
         ]
     )
     return Example("json", f"Give JSON for: {sentence}", json.dumps(value))
@@ -209,7 +245,12 @@ def _lookup(rng: Random, task: str, entries: int, filler: int) -> Example:
 
 def lookup_short(rng: Random) -> Example:
     """The list is up to a hundred tokens back."""
-    return _lookup(rng, "lookup_short", rng.randint(2, rng.randint(2, 14)), rng.choice([0, 0, rng.randint(5, 40)]))
+    return _lookup(
+        rng,
+        "lookup_short",
+        rng.randint(2, rng.randint(2, 14)),
+        rng.choice([0, 0, rng.randint(5, 40)]),
+    )
 
 
 def lookup_200(rng: Random) -> Example:
@@ -228,7 +269,9 @@ def lookup_600(rng: Random) -> Example:
 
 
 def drill(rng: Random) -> list[tuple[str, float]]:
-    """A list whose lines come again and again: looking up is learned from it long before it is from questions."""
+    """A list whose lines come again and again: looking up is learned from it long before it is from
+    questions.
+    """
     names = rng.sample(stories.NAMES, rng.randint(2, 16))
     holds = {name: rng.choice(WORDS) for name in names}
     lines = names + rng.choices(names, k=max(4, rng.randint(20, 36) - len(names)))
@@ -241,21 +284,36 @@ def drill(rng: Random) -> list[tuple[str, float]]:
 
 
 TASKS: dict[str, Callable[[Random], Example]] = {
-    "story": story, "story_plain": story_plain, "add": add, "subtract": subtract, "multiply": multiply,
-    "sort_numbers": sort_numbers, "sort_letters": sort_letters, "sort_words": sort_words, "copy": copy,
-    "reverse": reverse, "json": json_answer, "lookup_short": lookup_short, "lookup_200": lookup_200,
-    "lookup_400": lookup_400, "lookup_600": lookup_600,
-}  # fmt: skip
+    "story": story,
+    "story_plain": story_plain,
+    "add": add,
+    "subtract": subtract,
+    "multiply": multiply,
+    "sort_numbers": sort_numbers,
+    "sort_letters": sort_letters,
+    "sort_words": sort_words,
+    "copy": copy,
+    "reverse": reverse,
+    "json": json_answer,
+    "lookup_short": lookup_short,
+    "lookup_200": lookup_200,
+    "lookup_400": lookup_400,
+    "lookup_600": lookup_600,
+}
 
 
 def fresh(task: str, count: int, seed: int = 0) -> Iterator[Example]:
-    """Examples for judging; training draws from generators with other names, so from other samples."""
+    """Examples for judging; training draws from generators with other names, so from other
+    samples.
+    """
     rng = Random(f"eval/{task}/{seed}")
     return (TASKS[task](rng) for _ in range(count))
 
 
 def document(rng: Random, weights: dict[str, float]) -> list[tuple[str, float]]:
-    """One training document as (text, weight in the loss): a story, or a chat of one or more turns."""
+    """One training document as (text, weight in the loss): a story, or a chat of one or more
+    turns.
+    """
 
     def draw() -> str:
         return rng.choices(list(weights), list(weights.values()))[0]
@@ -269,7 +327,10 @@ def document(rng: Random, weights: dict[str, float]) -> list[tuple[str, float]]:
     parts = [(BOS, 0.0)]
     if rng.random() < 0.1:
         parts.append((turn("system", rng.choice(SYSTEMS)), 0.0))
-    turns = [example, *(Example(example.task, question, answer) for question, answer in example.follow_ups)]
+    turns = [
+        example,
+        *(Example(example.task, question, answer) for question, answer in example.follow_ups),
+    ]
     while not example.follow_ups and rng.random() < 0.3:
         if (name := draw()) == "drill":
             break
@@ -278,7 +339,10 @@ def document(rng: Random, weights: dict[str, float]) -> list[tuple[str, float]]:
             break
         turns.append(again)
     for one in turns:
-        parts += [(turn("user", one.prompt) + ROLES["assistant"], 0.0), *weighted(one.answer, one.stress)]
+        parts += [
+            (turn("user", one.prompt) + ROLES["assistant"], 0.0),
+            *weighted(one.answer, one.stress),
+        ]
     return parts
 
 
@@ -287,5 +351,9 @@ def weighted(text: str, stress: tuple[str, ...]) -> list[tuple[str, float]]:
     if not stress:
         return [(text + END, 1.0)]
     pieces = re.split(rf"( ?\b(?:{'|'.join(map(re.escape, stress))})\b)", text)
-    parts = [(piece, STRESS_WEIGHT if number % 2 else STORY_WEIGHT) for number, piece in enumerate(pieces) if piece]
+    parts = [
+        (piece, STRESS_WEIGHT if number % 2 else STORY_WEIGHT)
+        for number, piece in enumerate(pieces)
+        if piece
+    ]
     return [*parts, (END, STORY_WEIGHT)]

@@ -1,7 +1,9 @@
-"""Train quill, the bundled model, from nothing: `python -m tools.quill.train --out runs/quill --minutes 80`.
+"""Train quill, the bundled model, from nothing: `python -m tools.quill.train --out runs/quill
+--minutes 80`.
 
-Start it with GLIBC_TUNABLES=glibc.malloc.hugetlb=1 on Linux: a third faster, for the big temporaries of a step
-otherwise cost a page fault every 4 KB. Stopped by Ctrl-C or SIGTERM it saves and can be started again.
+Start it with GLIBC_TUNABLES=glibc.malloc.hugetlb=1 on Linux: a third faster, for the big
+temporaries of a step otherwise cost a page fault every 4 KB. Stopped by Ctrl-C or SIGTERM it saves
+and can be started again.
 """
 
 from __future__ import annotations
@@ -45,18 +47,30 @@ SIZES = {
 }
 RECALL = 0.97  # of the values in lists are known: then drills have done their work
 DRILLED = 0.1  # of the time at most: quill-draft is too small to get there
-ROW = {"lookup_200": 512, "lookup_400": 1024, "lookup_600": 1024}  # a row that holds one; 256 holds the others
-# (until this part of the time, how often a batch has rows of each length): short first, the long ones last.
-CURRICULUM = [(0.4, {256: 1.0}), (0.7, {256: 0.95, 512: 0.05}), (1.01, {256: 0.7, 512: 0.12, 1024: 0.18})]
+# a row that holds one; 256 holds the others
+ROW = {"lookup_200": 512, "lookup_400": 1024, "lookup_600": 1024}
+# (until this part of the time, how often a batch has rows of each length): short first, the long
+# ones last.
+CURRICULUM = [
+    (0.4, {256: 1.0}),
+    (0.7, {256: 0.95, 512: 0.05}),
+    (1.01, {256: 0.7, 512: 0.12, 1024: 0.18}),
+]
 
 
 def model_config(size: str) -> ModelConfig:
-    """The small-cache recipe at one of the two sizes: windows and global layers in pairs that share one cache."""
-    return small_cache_config(vocab_size=VOCAB, window=64, global_every=2, max_len=1024, dtype="float32", **SIZES[size])
+    """The small-cache recipe at one of the two sizes: windows and global layers in pairs that share
+    one cache.
+    """
+    return small_cache_config(
+        vocab_size=VOCAB, window=64, global_every=2, max_len=1024, dtype="float32", **SIZES[size]
+    )
 
 
 def matrices(weights):
-    """Muon takes every weight that maps one space to another, seen as a matrix; Adam the norms and the embedding."""
+    """Muon takes every weight that maps one space to another, seen as a matrix; Adam the norms and
+    the embedding.
+    """
     inputs = {"qkv_DGH": 1, "out_NHD": 2, "up_DGF": 1, "down_FD": 1}
 
     def numbers(path, leaf):
@@ -68,8 +82,16 @@ def matrices(weights):
 
 
 def optimizer():
-    """Updates for a learning rate of one; the loop scales them, since the rate follows the clock."""
-    scaled = muon(1.0, weight_decay=0.05, adam_b2=0.98, muon_weight_dimension_numbers=matrices, consistent_rms=0.2)
+    """Updates for a learning rate of one; the loop scales them, since the rate follows the
+    clock.
+    """
+    scaled = muon(
+        1.0,
+        weight_decay=0.05,
+        adam_b2=0.98,
+        muon_weight_dimension_numbers=matrices,
+        consistent_rms=0.2,
+    )
     return optax.chain(optax.clip_by_global_norm(1.0), scaled)
 
 
@@ -99,8 +121,12 @@ def make_step(config: ModelConfig):
 
 
 def accuracy(predict, weights, tokenizer, count: int) -> dict[str, float]:
-    """Exact matches of greedy answers on fresh samples, in one pass: every token of an answer must be the best one."""
-    judged: dict[str, list[bool]] = {task: [] for task in tasks.TASKS if not task.startswith("story")}
+    """Exact matches of greedy answers on fresh samples, in one pass: every token of an answer must
+    be the best one.
+    """
+    judged: dict[str, list[bool]] = {
+        task: [] for task in tasks.TASKS if not task.startswith("story")
+    }
     lengths = {task: ROW.get(task, 256) for task in judged}
     for length in sorted(set(lengths.values())):
         rows = [[]]
@@ -130,37 +156,60 @@ def recall(predict, weights, tokenizer) -> float:
     """The share of values in lists that are known when their name comes again."""
     rows = corpus.training_rows(tokenizer, "recall", TOKENS // 256, 256, corpus.DRILLS)
     asked = (rows.tokens == tokenizer.token_to_id(":")) & (rows.weights == 1)
-    return float((np.asarray(predict(weights, rows.tokens, rows.documents)) == rows.targets)[asked].mean())
+    return float(
+        (np.asarray(predict(weights, rows.tokens, rows.documents)) == rows.targets)[asked].mean()
+    )
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder for checkpoints and the exported model")] = Path("runs/quill"),
+    out: Annotated[Path, typer.Option(help="folder for checkpoints and the exported model")] = Path(
+        "runs/quill"
+    ),
     size: Annotated[str, typer.Option(help=f"one of {', '.join(SIZES)}")] = "quill",
     minutes: Annotated[float, typer.Option(help="training time, all sessions together")] = 80.0,
     seed: int = 0,
-    check: Annotated[float, typer.Option(help="minutes between checkpoints, each with its accuracy")] = 5.0,
+    check: Annotated[
+        float, typer.Option(help="minutes between checkpoints, each with its accuracy")
+    ] = 5.0,
     tokenizer_file: Annotated[
-        Path | None, typer.Option("--tokenizer", help="a tokenizer.json to use; else one is trained on the corpus")
+        Path | None,
+        typer.Option(
+            "--tokenizer", help="a tokenizer.json to use; else one is trained on the corpus"
+        ),
     ] = None,
-    only_export: Annotated[bool, typer.Option("--export", help="export the latest checkpoint and stop")] = False,
+    only_export: Annotated[
+        bool, typer.Option("--export", help="export the latest checkpoint and stop")
+    ] = False,
 ):
     """Train, checkpoint, resume, export."""
     if size not in SIZES:
-        raise typer.BadParameter(f"{size!r} is not a size; it can be {' or '.join(SIZES)}", param_hint="--size")
+        raise typer.BadParameter(
+            f"{size!r} is not a size; it can be {' or '.join(SIZES)}", param_hint="--size"
+        )
     console = Console()
     config = model_config(size)
-    tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file else corpus.train_tokenizer(VOCAB)
+    tokenizer = (
+        Tokenizer.from_file(str(tokenizer_file))
+        if tokenizer_file
+        else corpus.train_tokenizer(VOCAB)
+    )
     manager = ocp.CheckpointManager(
         (out / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
     )
     weights = looking_back(random_arrays(abstract(config), seed), config)
-    state = {"weights": weights, "ema": jax.tree.map(jnp.copy, weights), "opt": optimizer().init(weights)}
+    state = {
+        "weights": weights,
+        "ema": jax.tree.map(jnp.copy, weights),
+        "opt": optimizer().init(weights),
+    }
     step = 0
     elapsed = 0.0
     drilled = False
     latest = manager.latest_step()
     if latest is not None:
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(state), meta=ocp.args.JsonRestore())
+        args = ocp.args.Composite(
+            state=ocp.args.StandardRestore(state), meta=ocp.args.JsonRestore()
+        )
         restored = manager.restore(latest, args=args)
         meta = restored["meta"]
         state = restored["state"]
@@ -175,7 +224,8 @@ def main(
         return
     count = sum(leaf.size for leaf in jax.tree.leaves(weights))
     console.print(
-        f"{size}: {count / 1e6:.2f} M parameters; step {step}, {elapsed / 60:.0f} of {minutes:.0f} minutes done"
+        f"{size}: {count / 1e6:.2f} M parameters; step {step}, {elapsed / 60:.0f} of {minutes:.0f} "
+        "minutes done"
     )
 
     stop = []
@@ -195,7 +245,10 @@ def main(
         return corpus.training_rows(tokenizer, f"{seed}/{at}", TOKENS // length, length, mix)
 
     columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
-    with ThreadPoolExecutor(1) as pool, Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with (
+        ThreadPoolExecutor(1) as pool,
+        Progress(*columns, console=console, disable=not console.is_terminal) as bar,
+    ):
         line = bar.add_task("training", total=minutes * 60, completed=elapsed)
         last = time.monotonic()
         losses = []
@@ -206,7 +259,9 @@ def main(
             rows = following.result()
             following = pool.submit(batch, step + 1, done)
             fields = (rows.tokens, rows.targets, rows.weights, rows.documents)
-            state, loss = train(state, fields, learning_rate(step, done), min(EMA, (1 + step) / (10 + step)))
+            state, loss = train(
+                state, fields, learning_rate(step, done), min(EMA, (1 + step) / (10 + step))
+            )
             losses.append(float(loss))
             step = step + 1
             now = time.monotonic()
@@ -219,17 +274,24 @@ def main(
                 console.print(f"step {step:6d}  {known:.0%} of values known", highlight=False)
             if step % 50 == 0:
                 mean = sum(losses[-50:]) / len(losses[-50:])
-                console.print(f"step {step:6d}  {elapsed / 60:6.1f} min  loss {mean:.4f}", highlight=False)
+                console.print(
+                    f"step {step:6d}  {elapsed / 60:6.1f} min  loss {mean:.4f}", highlight=False
+                )
             if elapsed - checked > check * 60:
                 checked = elapsed
                 save()
                 scores = accuracy(predict, state["ema"], tokenizer, 64)
-                console.print("  ".join(f"{task} {value:.0%}" for task, value in scores.items()), highlight=False)
+                console.print(
+                    "  ".join(f"{task} {value:.0%}" for task, value in scores.items()),
+                    highlight=False,
+                )
                 last = time.monotonic()  # judging is not training time
     save()
     if not stop:
         export(out / "hf", state["ema"], config, tokenizer)
-        console.print(f"exported to {out / 'hf'}: {accuracy(predict, state['ema'], tokenizer, 256)}")
+        console.print(
+            f"exported to {out / 'hf'}: {accuracy(predict, state['ema'], tokenizer, 256)}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""`python -m tools.release.wheel WHEEL KERNELS`: of the wheel for all platforms one for some, with CPU kernels.
+"""`python -m tools.release.wheel WHEEL KERNELS`: of the wheel for all platforms one for some, with
+CPU kernels.
 
-KERNELS is a folder that `quire build-kernels` has filled. The tag says the kind of machine that the libraries are for,
-and the oldest glibc and libstdc++ that have all symbols that they need, so that pip installs the wheel where they load,
-and the one for all elsewhere.
+KERNELS is a folder that `quire build-kernels` has filled. The tag says the kind of machine that the
+libraries are for, and the oldest glibc and libstdc++ that have all symbols that they need, so that
+pip installs the wheel where they load, and the one for all elsewhere.
 """
 
 import base64
@@ -13,7 +14,8 @@ import zipfile
 from pathlib import Path
 
 PLACE = "quire/ops/native/built"
-# The newest symbols of libstdc++ (GLIBCXX_3.4.N) that a system has whose glibc is 2.N: PEP 600 counts by glibc alone.
+# The newest symbols of libstdc++ (GLIBCXX_3.4.N) that a system has whose glibc is 2.N: PEP 600
+# counts by glibc alone.
 LIBSTDCXX = {19: 17, 22: 24, 24: 27, 26: 30, 28: 31, 29: 34, 30: 35, 33: 39}
 OLDEST = 17  # no older system is in use, or has a name
 MACHINES = {62: "x86_64", 183: "aarch64"}  # by ELF's number
@@ -33,7 +35,9 @@ def oldest_glibc(library: bytes) -> int:
     for minor in map(int, re.findall(rb"GLIBCXX_3\.4\.(\d+)", library)):
         found = next((glibc for newest, glibc in LIBSTDCXX.items() if minor <= newest), None)
         if found is None:
-            raise ValueError(f"a library needs GLIBCXX_3.4.{minor}, and no system is known that has it")
+            raise ValueError(
+                f"a library needs GLIBCXX_3.4.{minor}, and no system is known that has it"
+            )
         needed.append(found)
     return max([OLDEST, *needed])
 
@@ -42,12 +46,18 @@ def platform_wheel(pure: Path, kernels: Path) -> Path:
     """Write the wheel beside the other; returns its path."""
     libraries = {path: path.read_bytes() for path in sorted(kernels.rglob("*.so"))}
     if not libraries:
-        raise ValueError(f"{kernels} holds no *.so: fill it with `quire build-kernels --out {kernels}`")
+        raise ValueError(
+            f"{kernels} holds no *.so: fill it with `quire build-kernels --out {kernels}`"
+        )
     if not pure.name.endswith("-py3-none-any.whl"):
-        raise ValueError(f"{pure} is no wheel for all platforms, whose name ends in -py3-none-any.whl")
+        raise ValueError(
+            f"{pure} is no wheel for all platforms, whose name ends in -py3-none-any.whl"
+        )
     machines = {machine(library) for library in libraries.values()}
     if len(machines) > 1:
-        raise ValueError(f"{kernels} holds libraries for {' and '.join(sorted(machines))}: a wheel is for one")
+        raise ValueError(
+            f"{kernels} holds libraries for {' and '.join(sorted(machines))}: a wheel is for one"
+        )
     tag = f"py3-none-manylinux_2_{max(map(oldest_glibc, libraries.values()))}_{machines.pop()}"
     out = pure.with_name(pure.name.replace("py3-none-any", tag))
     lines: list[str] = []

@@ -52,7 +52,9 @@ class Method(Protocol):
         """Parse quantization_config; anything unsupported is an error."""
         ...
 
-    def gather(self, tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
+    def gather(
+        self, tensors: dict[str, Tensor], stored: StoredFormat
+    ) -> dict[str, Tensor | Matrix]:
         """Replace the tensors of each quantised matrix by one `Matrix` under its dense name."""
         ...
 
@@ -70,7 +72,9 @@ class Writer(Method, Protocol):
         """The tensors of a matrix [out, in]; reject shapes that cannot be stored."""
         ...
 
-    def round_matrix(self, value: np.ndarray, group: StoredGroup, largest: LargestValue) -> MatrixTensors:
+    def round_matrix(
+        self, value: np.ndarray, group: StoredGroup, largest: LargestValue
+    ) -> MatrixTensors:
         """Quantise a dense matrix [out, in] into the layout's tensors."""
         ...
 
@@ -105,8 +109,13 @@ def gather(tensors: dict[str, Tensor], stored: StoredFormat | None) -> dict[str,
     """The tensors of a checkpoint, with each quantised matrix as one `Matrix`."""
     if stored is None:
         return dict(tensors)
-    if endings := sorted({name.rpartition(".")[2] for name in tensors if name.endswith(STATIC_SCALES)}):
-        unused = "%s of the checkpoint: not used, since scales of activations and the KV cache are dynamic"
+    if endings := sorted(
+        {name.rpartition(".")[2] for name in tensors if name.endswith(STATIC_SCALES)}
+    ):
+        unused = (
+            "%s of the checkpoint: not used, since scales of activations and the KV cache are "
+            "dynamic"
+        )
         log.info(unused, ", ".join(endings))
     return method_module(stored.method).gather(tensors, stored)
 
@@ -131,24 +140,44 @@ def make_quantization_config(layout: str, name: str, ignore: Sequence[str]) -> d
     """The quantization_config of a checkpoint in one layout and format."""
     writer = writer_for_layout(layout)
     if (full_name := supported_name(writer, name)) is None:
-        layouts = [candidate for candidate in LAYOUTS if supported_name(writer_for_layout(candidate), name) is not None]
-        remedy = f"which layout {' or '.join(layouts)} has" if layouts else "which can be used while loading"
+        layouts = [
+            candidate
+            for candidate in LAYOUTS
+            if supported_name(writer_for_layout(candidate), name) is not None
+        ]
+        remedy = (
+            f"which layout {' or '.join(layouts)} has"
+            if layouts
+            else "which can be used while loading"
+        )
         raise ModelError(
-            f"layout is {layout!r}, which has {', '.join(writer.WRITES)}; quantization is {name!r}, {remedy}"
+            f"layout is {layout!r}, which has {', '.join(writer.WRITES)}; quantization is "
+            f"{name!r}, {remedy}"
         )
     return writer.quantization_config(full_name, ignore)
 
 
 def supported_name(writer: Writer, name: str) -> str | None:
     """A format's full name, if the writer supports it."""
-    return next((candidate for candidate in writer.WRITES if quant.example(candidate) == quant.example(name)), None)
+    return next(
+        (
+            candidate
+            for candidate in writer.WRITES
+            if quant.example(candidate) == quant.example(name)
+        ),
+        None,
+    )
 
 
-def make_mixed_config(modules: Mapping[str, Sequence[str]], ignore: Sequence[str]) -> dict[str, Any]:
+def make_mixed_config(
+    modules: Mapping[str, Sequence[str]], ignore: Sequence[str]
+) -> dict[str, Any]:
     """A quantization_config with several formats, which only compressed-tensors supports."""
     return compressed_tensors.mixed_config(modules, ignore)
 
 
-def round_matrix(value: np.ndarray, stored: StoredFormat, group: StoredGroup, largest: LargestValue) -> MatrixTensors:
+def round_matrix(
+    value: np.ndarray, stored: StoredFormat, group: StoredGroup, largest: LargestValue
+) -> MatrixTensors:
     """Quantise a dense matrix [out, in] into the layout's tensors."""
     return writer_for_format(stored).round_matrix(value, group, largest)

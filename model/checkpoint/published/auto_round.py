@@ -12,33 +12,73 @@ from .integers import IntegerLayout, checked_bool, checked_int, make_group
 from .keys import CONFIG_KEY, checked_entries, checked_patterns, unsupported_value
 
 PACKINGS = {  # (module that reads the layout, GPTQ version)
-    "auto_round:auto_gptq": ("gptq", 1), "auto_round:gptq": ("gptq", 1), "auto_round": ("gptq", 2),
-    "auto_round:gptqmodel": ("gptq", 2), "auto_round:auto_awq": ("awq", 2), "auto_round:awq": ("awq", 2),
-}  # fmt: skip
+    "auto_round:auto_gptq": ("gptq", 1),
+    "auto_round:gptq": ("gptq", 1),
+    "auto_round": ("gptq", 2),
+    "auto_round:gptqmodel": ("gptq", 2),
+    "auto_round:auto_awq": ("awq", 2),
+    "auto_round:awq": ("awq", 2),
+}
 WIDE = (16, 32)  # bits of unquantised weights and activations
 # Keys that single modules may set too. Activations must stay unquantised.
 SCHEME = {
-    "bits": ..., "group_size": ..., "sym": ..., "data_type": ("int", "float"), "act_bits": WIDE, "act_group_size": ...,
-    "act_sym": ..., "act_dynamic": ..., "act_data_type": ..., "super_bits": (), "super_group_size": (),
+    "bits": ...,
+    "group_size": ...,
+    "sym": ...,
+    "data_type": ("int", "float"),
+    "act_bits": WIDE,
+    "act_group_size": ...,
+    "act_sym": ...,
+    "act_dynamic": ...,
+    "act_data_type": ...,
+    "super_bits": (),
+    "super_group_size": (),
     "scale_dtype": ...,
-}  # fmt: skip
+}
 KEYS = SCHEME | {
-    "quant_method": ("auto-round", "intel/auto-round", "auto_round"), "packing_format": tuple(PACKINGS),
-    "extra_config": ..., "block_name_to_quantize": ..., "to_quant_block_names": ..., "quant_block_list": ...,
-    "desc_act": (False,), "rotation_configs": ([],), "backend": ..., "autoround_version": ..., "amp": ...,
-    "batch_size": ..., "enable_minmax_tuning": ..., "enable_norm_bias_tuning": (False,), "enable_quanted_input": ...,
-    "gradient_accumulate_steps": ..., "iters": ..., "lr": ..., "low_gpu_mem_usage": ..., "minmax_lr": ...,
-    "model_free": ..., "nsamples": ..., "seqlen": ..., "supported_types": ..., "static_attention_dtype": ...,
-    "static_kv_dtype": ..., "static_attention_granularity": ..., "static_kv_granularity": ..., "damp_percent": ...,
-    "true_sequential": ..., "dataset": ..., "provider": ..., "quant_lm_head": ...,
-}  # fmt: skip
+    "quant_method": ("auto-round", "intel/auto-round", "auto_round"),
+    "packing_format": tuple(PACKINGS),
+    "extra_config": ...,
+    "block_name_to_quantize": ...,
+    "to_quant_block_names": ...,
+    "quant_block_list": ...,
+    "desc_act": (False,),
+    "rotation_configs": ([],),
+    "backend": ...,
+    "autoround_version": ...,
+    "amp": ...,
+    "batch_size": ...,
+    "enable_minmax_tuning": ...,
+    "enable_norm_bias_tuning": (False,),
+    "enable_quanted_input": ...,
+    "gradient_accumulate_steps": ...,
+    "iters": ...,
+    "lr": ...,
+    "low_gpu_mem_usage": ...,
+    "minmax_lr": ...,
+    "model_free": ...,
+    "nsamples": ...,
+    "seqlen": ...,
+    "supported_types": ...,
+    "static_attention_dtype": ...,
+    "static_kv_dtype": ...,
+    "static_attention_granularity": ...,
+    "static_kv_granularity": ...,
+    "damp_percent": ...,
+    "true_sequential": ...,
+    "dataset": ...,
+    "provider": ...,
+    "quant_lm_head": ...,
+}
 
 
 def stored_format(config: Mapping[str, Any]) -> StoredFormat:
     settings = checked_entries(CONFIG_KEY, config, KEYS)
     packing = settings.get("packing_format")
     if packing is None:
-        raise unsupported_value(f"{CONFIG_KEY}.packing_format", packing, " or ".join(map(repr, PACKINGS)))
+        raise unsupported_value(
+            f"{CONFIG_KEY}.packing_format", packing, " or ".join(map(repr, PACKINGS))
+        )
     method, version = PACKINGS[packing]
     extra_config = settings.get("extra_config", {})
     if not isinstance(extra_config, dict):
@@ -48,16 +88,18 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
     for name, scheme in extra_config.items():
         key_path = f"{CONFIG_KEY}.extra_config.{name}"
         targets = checked_patterns(key_path, [module_pattern(name)])
-        module_settings = {key: settings[key] for key in SCHEME if key in settings} | checked_entries(
-            key_path, scheme, SCHEME
-        )
+        module_settings = {
+            key: settings[key] for key in SCHEME if key in settings
+        } | checked_entries(key_path, scheme, SCHEME)
         if module_settings.get("bits") in WIDE:
             ignore += targets
         else:
             groups.append(scheme_group(method, version, module_settings, targets))
     groups.sort(key=lambda group: group.targets[0].startswith("re:"))  # names before patterns
     all_groups = (*groups, scheme_group(method, version, settings, ("Linear",)))
-    return StoredFormat(method, all_groups, ("lm_head", "embed_tokens", *ignore), parts=True, rounds_head=False)
+    return StoredFormat(
+        method, all_groups, ("lm_head", "embed_tokens", *ignore), parts=True, rounds_head=False
+    )
 
 
 def module_pattern(name: str) -> str:
@@ -67,7 +109,9 @@ def module_pattern(name: str) -> str:
     return f"re:{name if name.startswith(('.*', '^')) else f'.*{name}'}"
 
 
-def scheme_group(method: str, version: int, settings: Mapping[str, Any], targets: tuple[str, ...]) -> StoredGroup:
+def scheme_group(
+    method: str, version: int, settings: Mapping[str, Any], targets: tuple[str, ...]
+) -> StoredGroup:
     """The stored group for the modules of one scheme."""
     if settings.get("data_type", "int") != "int":
         raise unsupported_value(f"{CONFIG_KEY}.data_type", settings["data_type"], "'int'")

@@ -32,12 +32,30 @@ from .keys import CONFIG_KEY, checked_entries, checked_patterns
 from .matrix import LargestValue, Matrix, MatrixTensors, check, pop_tensors, quantize_dense
 
 KEYS = {
-    "quant_method": ("awq",), "bits": ..., "group_size": ..., "zero_point": (True,), "version": ("gemm", "GEMM"),
-    "modules_to_not_convert": ..., "backend": ..., "do_fuse": ..., "fuse_max_seq_len": ..., "modules_to_fuse": ...,
-    "exllama_config": ..., "provider": ..., "lm_head": (True, False),
-    "method": ("awq",), "format": ("gemm",), "checkpoint_format": ("gemm",), "pack_dtype": ("int32",), "meta": ...,
-    "sym": ..., "desc_act": (False,), "dynamic": ({},), "q_group_size": ..., "w_bit": (4,),
-}  # fmt: skip
+    "quant_method": ("awq",),
+    "bits": ...,
+    "group_size": ...,
+    "zero_point": (True,),
+    "version": ("gemm", "GEMM"),
+    "modules_to_not_convert": ...,
+    "backend": ...,
+    "do_fuse": ...,
+    "fuse_max_seq_len": ...,
+    "modules_to_fuse": ...,
+    "exllama_config": ...,
+    "provider": ...,
+    "lm_head": (True, False),
+    "method": ("awq",),
+    "format": ("gemm",),
+    "checkpoint_format": ("gemm",),
+    "pack_dtype": ("int32",),
+    "meta": ...,
+    "sym": ...,
+    "desc_act": (False,),
+    "dynamic": ({},),
+    "q_group_size": ...,
+    "w_bit": (4,),
+}
 ENDINGS = (".qweight", ".qzeros", ".scales")
 PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # position in a word of each of eight outputs
 
@@ -52,7 +70,11 @@ class AwqMatrix(IntegerMatrix):
 def unpack_outputs(words: np.ndarray) -> np.ndarray:
     """Unpack codes [n, out] from words [n, out / 8]."""
     shifts = (4 * PLACES).astype(np.uint32)
-    return (words.view(np.uint32)[:, :, None] >> shifts & np.uint32(15)).astype(np.uint8).reshape(len(words), -1)
+    return (
+        (words.view(np.uint32)[:, :, None] >> shifts & np.uint32(15))
+        .astype(np.uint8)
+        .reshape(len(words), -1)
+    )
 
 
 def pack_outputs(codes: np.ndarray) -> np.ndarray:
@@ -63,19 +85,32 @@ def pack_outputs(codes: np.ndarray) -> np.ndarray:
 
 def stored_format(config: Mapping[str, Any]) -> StoredFormat:
     settings = checked_entries(CONFIG_KEY, config, KEYS)
-    settings = {"bits": settings.get("w_bit", 4), "group_size": settings.get("q_group_size")} | settings
+    settings = {
+        "bits": settings.get("w_bit", 4),
+        "group_size": settings.get("q_group_size"),
+    } | settings
     checked_int(settings, "bits", 4)
     checked_bool(settings, "zero_point", True)
     form = IntegerLayout(4, checked_int(settings, "group_size", -1, 16, 32, 64, 128, 256))
-    ignore = checked_patterns(f"{CONFIG_KEY}.modules_to_not_convert", settings.get("modules_to_not_convert", []))
-    return StoredFormat("awq", (make_group(form),), ("lm_head", "embed_tokens", *ignore), parts=True, rounds_head=False)
+    ignore = checked_patterns(
+        f"{CONFIG_KEY}.modules_to_not_convert", settings.get("modules_to_not_convert", [])
+    )
+    return StoredFormat(
+        "awq",
+        (make_group(form),),
+        ("lm_head", "embed_tokens", *ignore),
+        parts=True,
+        rounds_head=False,
+    )
 
 
 def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
     gathered: dict[str, Any] = dict(tensors)
     for stem in [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]:
         group = stored.group_of(stem) or stored.groups[-1]
-        gathered[f"{stem}.weight"] = matrix(stem, pop_tensors(gathered, stem, ".qweight", ENDINGS), group)
+        gathered[f"{stem}.weight"] = matrix(
+            stem, pop_tensors(gathered, stem, ".qweight", ENDINGS), group
+        )
     return gathered
 
 
@@ -93,11 +128,19 @@ WRITES = tuple(f"int4-{size}-zero" for size in (32, 64, 128))
 
 def quantization_config(name: str, ignore: Sequence[str]) -> dict[str, Any]:
     """AutoAWQ's config, which ignores modules by parts of their names."""
-    spared = [".experts" if module.startswith("re:") else module for module in ignore if module != "lm_head"]
+    spared = [
+        ".experts" if module.startswith("re:") else module
+        for module in ignore
+        if module != "lm_head"
+    ]
     return {
-        "quant_method": "awq", "bits": 4, "group_size": quant.example(name).shared(), "zero_point": True,
-        "version": "gemm", "modules_to_not_convert": spared or None,
-    }  # fmt: skip
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": quant.example(name).shared(),
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": spared or None,
+    }
 
 
 def layout(name: str, group: StoredGroup, shape: tuple[int, ...]) -> Layout:

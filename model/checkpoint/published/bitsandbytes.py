@@ -35,12 +35,20 @@ from .matrix import LargestValue, Matrix, MatrixTensors, check, pop_tensors, qua
 
 KINDS = ("nf4", "fp4")
 KEYS = {
-    "quant_method": ("bitsandbytes",), "load_in_4bit": (True, False), "load_in_8bit": (True, False),
-    "_load_in_4bit": (True, False), "_load_in_8bit": (True, False), "bnb_4bit_quant_type": KINDS,
-    "bnb_4bit_use_double_quant": ..., "bnb_4bit_compute_dtype": ..., "bnb_4bit_quant_storage": ...,
-    "llm_int8_threshold": ..., "llm_int8_skip_modules": ..., "llm_int8_enable_fp32_cpu_offload": ...,
+    "quant_method": ("bitsandbytes",),
+    "load_in_4bit": (True, False),
+    "load_in_8bit": (True, False),
+    "_load_in_4bit": (True, False),
+    "_load_in_8bit": (True, False),
+    "bnb_4bit_quant_type": KINDS,
+    "bnb_4bit_use_double_quant": ...,
+    "bnb_4bit_compute_dtype": ...,
+    "bnb_4bit_quant_storage": ...,
+    "llm_int8_threshold": ...,
+    "llm_int8_skip_modules": ...,
+    "llm_int8_enable_fp32_cpu_offload": ...,
     "llm_int8_has_fp16_weight": (False,),
-}  # fmt: skip
+}
 SCALES = ".weight.absmax"
 NESTED = (".weight.nested_absmax", ".weight.nested_quant_map")
 NESTED_BLOCK = 256  # scales that share a second-level scale, as written
@@ -70,7 +78,10 @@ class FourBits(Matrix):
         codes = np.stack([data >> 4, data & 15], -1).reshape(-1)[:count]
         codebook = self.tensors[".weight.quant_map"].read()
         if not np.isfinite(codebook).all():
-            raise ModelError(f"tensor {self.tensors['.weight.quant_map'].name!r} holds a value that is not finite")
+            raise ModelError(
+                f"tensor {self.tensors['.weight.quant_map'].name!r} holds a value that is not "
+                "finite"
+            )
         return codes, self.finite(self.absmax()), codebook
 
     def absmax(self) -> np.ndarray:
@@ -92,8 +103,8 @@ class FourBits(Matrix):
         block = self.state.block
         if columns % block or block % GROUP:
             raise ModelError(
-                f"tensor {self.name!r} has blocks of {block} in rows of {columns}; it must be {GROUP}, or several such "
-                "that fill a row"
+                f"tensor {self.name!r} has blocks of {block} in rows of {columns}; it must be "
+                f"{GROUP}, or several such that fill a row"
             )
         kind = self.group.form
         table = CODES[kind].numbers
@@ -111,7 +122,10 @@ class FourBits(Matrix):
 @dataclass(frozen=True)
 class Bytes(Matrix):
     def fields(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {"codes": arrays[".weight"], "scale": arrays[".SCB"].reshape(-1, 1) / np.float32(127)}
+        return {
+            "codes": arrays[".weight"],
+            "scale": arrays[".SCB"].reshape(-1, 1) / np.float32(127),
+        }
 
     @property
     def scales(self) -> str:
@@ -120,12 +134,20 @@ class Bytes(Matrix):
 
 def stored_format(config: Mapping[str, Any]) -> StoredFormat:
     settings = checked_entries(CONFIG_KEY, config, KEYS)
-    is_4bit, is_8bit = (settings.get(f"load_in_{n}bit", settings.get(f"_load_in_{n}bit", False)) for n in (4, 8))
+    is_4bit, is_8bit = (
+        settings.get(f"load_in_{n}bit", settings.get(f"_load_in_{n}bit", False)) for n in (4, 8)
+    )
     if is_4bit == is_8bit:
-        raise unsupported_value(f"{CONFIG_KEY}.load_in_4bit", is_4bit, "true, or load_in_8bit, and one of them false")
+        raise unsupported_value(
+            f"{CONFIG_KEY}.load_in_4bit", is_4bit, "true, or load_in_8bit, and one of them false"
+        )
     kind = settings.get("bnb_4bit_quant_type", "fp4")
-    group = StoredGroup("int8-weights", "bytes") if is_8bit else StoredGroup(kind, kind, multiple=GROUP)
-    skipped = checked_patterns(f"{CONFIG_KEY}.llm_int8_skip_modules", settings.get("llm_int8_skip_modules", []))
+    group = (
+        StoredGroup("int8-weights", "bytes") if is_8bit else StoredGroup(kind, kind, multiple=GROUP)
+    )
+    skipped = checked_patterns(
+        f"{CONFIG_KEY}.llm_int8_skip_modules", settings.get("llm_int8_skip_modules", [])
+    )
     ignore = ("lm_head", "embed_tokens", *skipped)
     return StoredFormat("bitsandbytes", (group,), ignore, parts=True, rounds_head=False)
 
@@ -133,8 +155,14 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
 def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
     gathered: dict[str, Any] = dict(tensors)
     (group,) = stored.groups
-    marks, read = ((".SCB", ".weight_format"), int8_matrix) if group.form == "bytes" else ((SCALES,), four_bit_matrix)
-    marked = {name.removesuffix(mark): mark for name in tensors for mark in marks if name.endswith(mark)}
+    marks, read = (
+        ((".SCB", ".weight_format"), int8_matrix)
+        if group.form == "bytes"
+        else ((SCALES,), four_bit_matrix)
+    )
+    marked = {
+        name.removesuffix(mark): mark for name in tensors for mark in marks if name.endswith(mark)
+    }
     for stem, mark in marked.items():
         gathered[f"{stem}.weight"] = read(stem, mark, gathered, group)
     return gathered
@@ -153,7 +181,8 @@ def four_bit_matrix(stem: str, mark: str, gathered: dict[str, Any], group: Store
     check(codes, STORAGE, codes.shape)
     if math.prod(codes.shape) * codes.dtype.itemsize != -(-count // 2):
         raise ModelError(
-            f"tensor {codes.name!r} is {list(codes.shape)} of {codes.dtype.name}; it must be {-(-count // 2)} bytes"
+            f"tensor {codes.name!r} is {list(codes.shape)} of {codes.dtype.name}; it must be "
+            f"{-(-count // 2)} bytes"
         )
     check(tensors[".weight.quant_map"], ("float32",), (16,))
     check(tensors[SCALES], ("float32",) if state.nested is None else ("uint8",), (blocks,))
@@ -166,7 +195,10 @@ def four_bit_matrix(stem: str, mark: str, gathered: dict[str, Any], group: Store
 def read_state(tensor: Tensor) -> State:
     """The JSON in a tensor of bytes."""
     if len(tensor.shape) != 1 or tensor.dtype.name != "uint8" or tensor.shape[0] > 1 << 12:
-        raise ModelError(f"tensor {tensor.name!r} is {list(tensor.shape)} of {tensor.dtype.name}; it must be JSON")
+        raise ModelError(
+            f"tensor {tensor.name!r} is {list(tensor.shape)} of {tensor.dtype.name}; it must "
+            "be JSON"
+        )
     try:
         state = json.loads(tensor.read().tobytes())
     except (ValueError, RecursionError):
@@ -175,11 +207,17 @@ def read_state(tensor: Tensor) -> State:
         raise ModelError(f"tensor {tensor.name!r} holds no JSON object")
 
     def fail(key: str, right: str) -> ModelError:
-        return ModelError(f"tensor {tensor.name!r} says {key} = {state.get(key)!r:.80}; it must be {right}")
+        return ModelError(
+            f"tensor {tensor.name!r} says {key} = {state.get(key)!r:.80}; it must be {right}"
+        )
 
     shape = state.get("shape")
     block = state.get("blocksize")
-    if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int and size > 0 for size in shape):
+    if (
+        not isinstance(shape, list)
+        or len(shape) != 2
+        or not all(type(size) is int and size > 0 for size in shape)
+    ):
         raise fail("shape", "two sizes")
     if type(block) is not int or not 0 < block <= LARGEST:
         raise fail("blocksize", f"a whole number up to {LARGEST}")
@@ -199,10 +237,15 @@ def int8_matrix(stem: str, mark: str, gathered: dict[str, Any], group: StoredGro
     tensors = pop_tensors(gathered, stem, mark, (".weight", ".SCB"))
     layout = gathered.pop(f"{stem}.weight_format", None)
     if layout is not None and (math.prod(layout.shape) != 1 or layout.read().reshape(()) != 0):
-        raise ModelError(f"tensor {layout.name!r} says that the weight lies in tiles; it must be 0, rows")
+        raise ModelError(
+            f"tensor {layout.name!r} says that the weight lies in tiles; it must be 0, rows"
+        )
     codes = tensors[".weight"]
     if len(codes.shape) != 2 or not all(codes.shape):
-        raise ModelError(f"tensor {codes.name!r} is {list(codes.shape)} of {codes.dtype.name}; it must be a matrix")
+        raise ModelError(
+            f"tensor {codes.name!r} is {list(codes.shape)} of {codes.dtype.name}; it must be a "
+            "matrix"
+        )
     rows, columns = codes.shape
     check(codes, ("int8",), (rows, columns))
     check(tensors[".SCB"], ("float32",), (rows,))
@@ -216,17 +259,28 @@ def quantization_config(name: str, ignore: Sequence[str]) -> dict[str, Any]:
     """The config that transformers' BitsAndBytesConfig writes, with double quantisation."""
     spared = [".experts" if module.startswith("re:") else module for module in ignore]
     return {
-        "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "_load_in_4bit": True,
-        "_load_in_8bit": False, "bnb_4bit_quant_type": name, "bnb_4bit_use_double_quant": True,
-        "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8", "llm_int8_threshold": 6.0,
-        "llm_int8_skip_modules": spared, "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False,
-    }  # fmt: skip
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "_load_in_4bit": True,
+        "_load_in_8bit": False,
+        "bnb_4bit_quant_type": name,
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": "bfloat16",
+        "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_threshold": 6.0,
+        "llm_int8_skip_modules": spared,
+        "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False,
+    }
 
 
 def layout(name: str, group: StoredGroup, shape: tuple[int, ...]) -> Layout:
     rows, columns = shape
     if columns % GROUP:
-        raise ModelError(f"tensor {name!r} has {columns} inputs, which do not divide by the block of {GROUP}")
+        raise ModelError(
+            f"tensor {name!r} has {columns} inputs, which do not divide by the block of {GROUP}"
+        )
     blocks = rows * columns // GROUP
     return {
         ".weight": (("uint8",), ((rows * columns // 2, 1),)),
@@ -246,15 +300,25 @@ def round_matrix(value: np.ndarray, group: StoredGroup, largest: LargestValue) -
     scale = np.ascontiguousarray(node.scale.T).reshape(-1)
     offset = scale.mean(dtype=np.float32)
     numbers = dynamic_map()
-    centred_scales = np.pad(scale - offset, (0, -len(scale) % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
+    centred_scales = np.pad(scale - offset, (0, -len(scale) % NESTED_BLOCK)).reshape(
+        -1, NESTED_BLOCK
+    )
     block_scales = np.abs(centred_scales).max(1)
     exact = np.divide(
-        centred_scales, block_scales[:, None], out=np.zeros_like(centred_scales), where=block_scales[:, None] > 0
+        centred_scales,
+        block_scales[:, None],
+        out=np.zeros_like(centred_scales),
+        where=block_scales[:, None] > 0,
     )
     state = {
-        "quant_type": group.form, "blocksize": GROUP, "dtype": value.dtype.name, "shape": value.shape,
-        "nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": float(offset),
-    }  # fmt: skip
+        "quant_type": group.form,
+        "blocksize": GROUP,
+        "dtype": value.dtype.name,
+        "shape": value.shape,
+        "nested_blocksize": NESTED_BLOCK,
+        "nested_dtype": "float32",
+        "nested_offset": float(offset),
+    }
     text = json.dumps(state)
     assert len(text) <= JSON, text
     return {
@@ -263,7 +327,9 @@ def round_matrix(value: np.ndarray, group: StoredGroup, largest: LargestValue) -
         ".weight.quant_map": CODES[group.form].numbers,
         NESTED[0]: block_scales,
         NESTED[1]: numbers,
-        f".weight.quant_state.bitsandbytes__{group.form}": np.frombuffer(text.encode().ljust(JSON), np.uint8),
+        f".weight.quant_state.bitsandbytes__{group.form}": np.frombuffer(
+            text.encode().ljust(JSON), np.uint8
+        ),
     }
 
 
@@ -281,7 +347,9 @@ def dynamic_map() -> np.ndarray:
         count = 1 << power
         step = np.float64((last - first) / np.float32(count))
         at = np.arange(count + 1)
-        boundaries = np.where(at < (count + 1) // 2, first + step * at, last - step * (count - at)).astype(np.float32)
+        boundaries = np.where(
+            at < (count + 1) // 2, first + step * at, last - step * (count - at)
+        ).astype(np.float32)
         means = (boundaries[:-1] + boundaries[1:]) / np.float32(2) * np.float32(10.0 ** (power - 6))
         values += [*means, *-means]
     return np.sort(np.array(values, np.float32))

@@ -28,20 +28,50 @@ ANY_INPUTS = 1024  # a number of inputs that the group size of any format divide
 # Values that the keys of a config may have besides null. `...`: any value, because it does not
 # change the weights or is checked against the formats' schemes.
 TOP = {
-    "quant_method": ("compressed-tensors", QUIRE_METHOD), "format": ..., "config_groups": ..., "ignore": ...,
-    "kv_cache_scheme": ..., "sparsity_config": ..., "transform_config": ({},), "quantization_status": ...,
-    "global_compression_ratio": ..., "version": ..., "run_compressed": ...,
-}  # fmt: skip
-GROUP = {"targets": ..., "weights": ..., "input_activations": ..., "output_activations": (), "format": ...}
+    "quant_method": ("compressed-tensors", QUIRE_METHOD),
+    "format": ...,
+    "config_groups": ...,
+    "ignore": ...,
+    "kv_cache_scheme": ...,
+    "sparsity_config": ...,
+    "transform_config": ({},),
+    "quantization_status": ...,
+    "global_compression_ratio": ...,
+    "version": ...,
+    "run_compressed": ...,
+}
+GROUP = {
+    "targets": ...,
+    "weights": ...,
+    "input_activations": ...,
+    "output_activations": (),
+    "format": ...,
+}
 # "weight" only orders the columns during rounding; other values permute the stored columns.
 ROUNDING = {
-    "num_bits": ..., "type": ..., "symmetric": ..., "dynamic": ..., "strategy": ..., "group_size": ...,
-    "block_structure": ..., "actorder": (False, "weight", "static"), "observer": ..., "observer_kwargs": ...,
-    "scale_dtype": ..., "zp_dtype": ...,
-}  # fmt: skip
+    "num_bits": ...,
+    "type": ...,
+    "symmetric": ...,
+    "dynamic": ...,
+    "strategy": ...,
+    "group_size": ...,
+    "block_structure": ...,
+    "actorder": (False, "weight", "static"),
+    "observer": ...,
+    "observer_kwargs": ...,
+    "scale_dtype": ...,
+    "zp_dtype": ...,
+}
 GROUPS = ("group", "tensor_group")
 # The keys that distinguish formats, and their defaults.
-DEFAULTS = {"num_bits": 8, "type": "int", "dynamic": False, "strategy": "tensor", "group_size": None, "symmetric": True}
+DEFAULTS = {
+    "num_bits": 8,
+    "type": "int",
+    "dynamic": False,
+    "strategy": "tensor",
+    "group_size": None,
+    "symmetric": True,
+}
 
 
 def stored_format(config: Mapping[str, Any]) -> StoredFormat:
@@ -49,7 +79,9 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
     top = checked_entries(CONFIG_KEY, config, TOP)
     sparsity = top.get("sparsity_config", {})
     if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
-        raise unsupported_value(f"{CONFIG_KEY}.sparsity_config", sparsity, "none, or format 'dense'")
+        raise unsupported_value(
+            f"{CONFIG_KEY}.sparsity_config", sparsity, "none, or format 'dense'"
+        )
     groups = top.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise unsupported_value(f"{CONFIG_KEY}.config_groups", groups, "an object of groups")
@@ -57,7 +89,8 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
     if "Linear" in ignore:
         raise unsupported_value(f"{CONFIG_KEY}.ignore", "Linear", "names and patterns of modules")
     stored_groups = [
-        read_group(f"{CONFIG_KEY}.config_groups.{name}", group, top.get("format")) for name, group in groups.items()
+        read_group(f"{CONFIG_KEY}.config_groups.{name}", group, top.get("format"))
+        for name, group in groups.items()
     ]
     stored_groups.sort(key=lambda group: "Linear" in group.targets)
     return StoredFormat(top.get("quant_method", "compressed-tensors"), tuple(stored_groups), ignore)
@@ -68,10 +101,18 @@ def read_group(key_path: str, group: Any, form: Any) -> StoredGroup:
     group = checked_entries(key_path, group, GROUP)
     form = group.get("format", form)
     targets = checked_patterns(f"{key_path}.targets", group.get("targets"))
-    if not targets or any(re.fullmatch(r"\w+", target) and target != "Linear" for target in targets):
-        raise unsupported_value(f"{key_path}.targets", list(targets), "['Linear'], or names and patterns of modules")
+    if not targets or any(
+        re.fullmatch(r"\w+", target) and target != "Linear" for target in targets
+    ):
+        raise unsupported_value(
+            f"{key_path}.targets", list(targets), "['Linear'], or names and patterns of modules"
+        )
     name = format_name(key_path, group, form)
-    return StoredGroup(FORMS[name].quant, name, targets) if name in FORMS else StoredGroup(name, form, targets)
+    return (
+        StoredGroup(FORMS[name].quant, name, targets)
+        if name in FORMS
+        else StoredGroup(name, form, targets)
+    )
 
 
 def format_name(key_path: str, group: dict[str, Any], form: Any) -> str:
@@ -86,15 +127,22 @@ def format_name(key_path: str, group: dict[str, Any], form: Any) -> str:
         read_rounding(activations_path, activations)
         activations = None
     if activations is None:
-        candidates = {name: scheme for name, scheme in candidates.items() if scheme.activations is None}
+        candidates = {
+            name: scheme for name, scheme in candidates.items() if scheme.activations is None
+        }
         if not candidates:
             raise unsupported_value(activations_path, None, "an object")
     else:
-        candidates = {name: scheme for name, scheme in candidates.items() if scheme.activations is not None}
+        candidates = {
+            name: scheme for name, scheme in candidates.items() if scheme.activations is not None
+        }
         if not candidates:
             raise unsupported_value(activations_path, activations, "null")
         candidates = matching_schemes(
-            activations_path, read_rounding(activations_path, activations), candidates, "activations"
+            activations_path,
+            read_rounding(activations_path, activations),
+            candidates,
+            "activations",
         )
     names = [name for name, scheme in candidates.items() if form in scheme.forms]
     if not names:
@@ -113,7 +161,9 @@ def read_rounding(key_path: str, table: Any) -> dict[str, Any]:
     options = DEFAULTS | options
     if (options["type"], options["num_bits"]) != ("float", 8):
         if "block_structure" in options:
-            raise unsupported_value(f"{key_path}.block_structure", options["block_structure"], "null")
+            raise unsupported_value(
+                f"{key_path}.block_structure", options["block_structure"], "null"
+            )
         return options
     # One scale for the tensor is the same scale for each output.
     if options["strategy"] == "tensor" and not key_path.endswith("activations"):
@@ -140,11 +190,19 @@ def matching_schemes(
 ) -> dict[str, Scheme]:
     """Filter schemes by each key of DEFAULTS; it is an error if no scheme is left."""
     for key, default in DEFAULTS.items():
-        value_by_scheme = {name: getattr(scheme, component).get(key, default) for name, scheme in schemes.items()}
-        schemes = {name: scheme for name, scheme in schemes.items() if value_by_scheme[name] == options[key]}
+        value_by_scheme = {
+            name: getattr(scheme, component).get(key, default) for name, scheme in schemes.items()
+        }
+        schemes = {
+            name: scheme
+            for name, scheme in schemes.items()
+            if value_by_scheme[name] == options[key]
+        }
         if not schemes:
             raise unsupported_value(
-                f"{key_path}.{key}", options[key], " or ".join(map(repr, dict.fromkeys(value_by_scheme.values())))
+                f"{key_path}.{key}",
+                options[key],
+                " or ".join(map(repr, dict.fromkeys(value_by_scheme.values()))),
             )
     return schemes
 
@@ -179,11 +237,17 @@ def mixed_config(modules: Mapping[str, Sequence[str]], ignore: Sequence[str]) ->
     groups: dict[str, Any] = {}
     for number, (name, module_names) in enumerate(modules.items()):
         config = quantization_config(name, ())
-        group = config["config_groups"]["group_0"] | {"targets": list(module_names), "format": config["format"]}
+        group = config["config_groups"]["group_0"] | {
+            "targets": list(module_names),
+            "format": config["format"],
+        }
         groups[f"group_{number}"] = group
     forms = {group["format"] for group in groups.values()}
     form = forms.pop() if len(forms) == 1 else "mixed-precision"
-    return quantization_config(next(iter(modules)), ignore) | {"format": form, "config_groups": groups}
+    return quantization_config(next(iter(modules)), ignore) | {
+        "format": form,
+        "config_groups": groups,
+    }
 
 
 @dataclass(frozen=True)
@@ -216,12 +280,14 @@ def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor
     marked = {name[: -len(mark)]: mark for name in tensors for mark in MARKS if name.endswith(mark)}
     for stem, mark in marked.items():
         group = stored.group_of(stem) or stored.groups[0]
-        matrix_tensors = pop_tensors(gathered, stem, mark, tuple(layout("", group, (1, ANY_INPUTS))))
+        matrix_tensors = pop_tensors(
+            gathered, stem, mark, tuple(layout("", group, (1, ANY_INPUTS)))
+        )
         for ending in (".weight", ".weight_packed", ".weight_g_idx", ".weight_zero_point"):
             if stem + ending in gathered:
                 raise ModelError(
-                    f"the checkpoint holds the tensor {stem + ending!r} beside {stem + mark!r}, which "
-                    "quantization_config does not explain"
+                    f"the checkpoint holds the tensor {stem + ending!r} beside {stem + mark!r}, "
+                    "which quantization_config does not explain"
                 )
         gathered[f"{stem}.weight"] = matrix(stem, matrix_tensors, group)
     return {name: tensor for name, tensor in gathered.items() if not name.endswith(STATIC_SCALES)}
@@ -237,7 +303,9 @@ def matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:
         if min(shape) < 1:
             raise ModelError(f"tensor {stated.name!r} holds {list(shape)}; sizes are at least 1")
     if len(shape) != 2 or not all(shape):
-        raise ModelError(f"tensor {codes.name!r} is {list(shape)} of {codes.dtype.name}; it must be a matrix")
+        raise ModelError(
+            f"tensor {codes.name!r} is {list(shape)} of {codes.dtype.name}; it must be a matrix"
+        )
     if ".weight_packed" in tensors and not stated:  # two codes a byte
         shape = shape[0], 2 * shape[1]
     for ending, (dtypes, shapes) in layout(codes.name, group, shape).items():

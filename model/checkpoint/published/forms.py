@@ -61,7 +61,9 @@ def nvfp4() -> CompressedForm:
         """Map the maximum to the largest scale, and each group's maximum to the largest code."""
         global_scale = np.float32(min(FLOAT8 * FLOAT4 / largest, 1e38) if largest > 0 else 1)
         grouped = value.reshape(len(value), -1, 16)
-        scale = np.minimum(np.abs(grouped).max(2) / FLOAT4 * global_scale, FLOAT8).astype(ml_dtypes.float8_e4m3fn)
+        scale = np.minimum(np.abs(grouped).max(2) / FLOAT4 * global_scale, FLOAT8).astype(
+            ml_dtypes.float8_e4m3fn
+        )
         group_scale = divide_scales(scale, global_scale)[..., None]
         exact = np.divide(grouped, group_scale, out=np.zeros_like(grouped), where=group_scale > 0)
         codes = nearest(CODES["float4"].numbers, exact).reshape(value.shape)
@@ -72,7 +74,9 @@ def nvfp4() -> CompressedForm:
         }
 
     weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-    return CompressedForm("nvfp4", Scheme(weights, None, ("nvfp4-pack-quantized",)), layout, fields, rounded=rounded)
+    return CompressedForm(
+        "nvfp4", Scheme(weights, None, ("nvfp4-pack-quantized",)), layout, fields, rounded=rounded
+    )
 
 
 def mxfp4() -> CompressedForm:
@@ -95,7 +99,9 @@ def mxfp4() -> CompressedForm:
         }
 
     weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
-    return CompressedForm("mxfp4", Scheme(weights, None, ("mxfp4-pack-quantized",)), layout, fields, parts)
+    return CompressedForm(
+        "mxfp4", Scheme(weights, None, ("mxfp4-pack-quantized",)), layout, fields, parts
+    )
 
 
 def int8_in_groups(group: int) -> CompressedForm:
@@ -117,7 +123,9 @@ def int8_in_groups(group: int) -> CompressedForm:
         }
 
     weights = int8.WHOLE | {"strategy": "group", "group_size": group}
-    return CompressedForm(f"int8-weights-{group}", Scheme(weights, None, ("pack-quantized",)), layout, fields, parts)
+    return CompressedForm(
+        f"int8-weights-{group}", Scheme(weights, None, ("pack-quantized",)), layout, fields, parts
+    )
 
 
 def int4_by_output(symmetric: bool) -> CompressedForm:
@@ -132,7 +140,8 @@ def int4_by_output(symmetric: bool) -> CompressedForm:
         format_fields = quant.example(name).fields(arrays, columns, "pack-quantized")
         repeats = -(-columns // group)
         return {
-            field: value if field == "nibbles" else value.repeat(repeats, 1) for field, value in format_fields.items()
+            field: value if field == "nibbles" else value.repeat(repeats, 1)
+            for field, value in format_fields.items()
         }
 
     weights = int4.WHOLE | {"strategy": "channel", "symmetric": symmetric}

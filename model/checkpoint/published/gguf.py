@@ -39,7 +39,9 @@ class AssembledTensor:
 
     @property
     def quantised(self) -> bool:
-        return not all(self.tensors[origin_part.name].kind.is_plain for origin_part in self.origin.parts)
+        return not all(
+            self.tensors[origin_part.name].kind.is_plain for origin_part in self.origin.parts
+        )
 
     def read(self) -> np.ndarray:
         arrays = [self.numbers(origin_part) for origin_part in self.origin.parts]
@@ -49,7 +51,11 @@ class AssembledTensor:
 
     def numbers(self, origin_part: TensorSlice) -> np.ndarray:
         tensor = self.tensors[origin_part.name]
-        value = tensor.read() if origin_part.expert is None else tensor.cut(origin_part.expert).read()[0]
+        value = (
+            tensor.read()
+            if origin_part.expert is None
+            else tensor.cut(origin_part.expert).read()[0]
+        )
         return value if origin_part.rows is None else value[origin_part.rows]
 
     def mapped(self) -> np.ndarray:
@@ -74,7 +80,11 @@ class AssembledTensor:
 
     def fields_of(self, origin_part: TensorSlice) -> Fields:
         tensor = self.tensors[origin_part.name]
-        blocks = tensor.blocks() if origin_part.expert is None else tensor.cut(origin_part.expert).blocks()[0]
+        blocks = (
+            tensor.blocks()
+            if origin_part.expert is None
+            else tensor.cut(origin_part.expert).blocks()[0]
+        )
         blocks = blocks if origin_part.rows is None else blocks[origin_part.rows]
         rows = len(blocks)
         fields = tensor.kind.fields(np.ascontiguousarray(blocks).reshape(-1, tensor.kind.nbytes))
@@ -116,9 +126,14 @@ class BlockMatrix(Matrix):
             return self.two_level_fields(stored, node)
         repeats = stored.group // node.group
         (scale, least) = stored.scales()
-        fields = {"codes": stored.codes, "scale": (self.finite(scale) * np.float32(self.times)).repeat(repeats, 1)}
+        fields = {
+            "codes": stored.codes,
+            "scale": (self.finite(scale) * np.float32(self.times)).repeat(repeats, 1),
+        }
         if node.code == "int8":
-            fields["codes"] = (stored.codes.astype(np.int16) - stored.zero).astype(np.int8).view(np.uint8)
+            fields["codes"] = (
+                (stored.codes.astype(np.int16) - stored.zero).astype(np.int8).view(np.uint8)
+            )
         if node.least is not None:
             least = np.zeros_like(scale) if least is None else self.finite(least)
             fields["least"] = least.repeat(repeats, 1)
@@ -128,11 +143,17 @@ class BlockMatrix(Matrix):
         """The fields of a node with two-level scales."""
         assert stored.super_scale is not None
         repeats = stored.group // node.group
-        fields = {"codes": stored.codes, "scale": stored.scale.repeat(repeats, 1), "super_scale": stored.super_scale}
+        fields = {
+            "codes": stored.codes,
+            "scale": stored.scale.repeat(repeats, 1),
+            "super_scale": stored.super_scale,
+        }
         if node.least is not None:
             # A zero point common to all codes becomes a minimum of that many scales.
             pair = (stored.scale, stored.super_scale.astype(np.float32) * stored.zero)
-            least, super_least = pair if stored.least is None else (stored.least, stored.super_least)
+            least, super_least = (
+                pair if stored.least is None else (stored.least, stored.super_least)
+            )
             fields |= {"least": least.repeat(repeats, 1), "super_least": super_least}
         elif stored.table is None:
             middle = -int(CODES[node.code].numbers[0])
@@ -150,9 +171,13 @@ class BlockMatrix(Matrix):
 
 
 def stored_format(config: Mapping[str, Any]) -> StoredFormat:
-    modules = checked_entries(CONFIG_KEY, config, {"quant_method": ("gguf",), "modules": ...}).get("modules")
+    modules = checked_entries(CONFIG_KEY, config, {"quant_method": ("gguf",), "modules": ...}).get(
+        "modules"
+    )
     if not isinstance(modules, dict) or not {*modules} <= {*KEPT.values()}:
-        raise unsupported_value(f"{CONFIG_KEY}.modules", modules, "an object of formats and the names of modules")
+        raise unsupported_value(
+            f"{CONFIG_KEY}.modules", modules, "an object of formats and the names of modules"
+        )
     groups = [
         StoredGroup(kind, None, checked_patterns(f"{CONFIG_KEY}.modules.{kind}", names))
         for kind, names in modules.items()
@@ -164,7 +189,9 @@ def find_tensors(file: Path) -> dict[str, Any]:
     """The checkpoint tensors in a GGUF file."""
     gguf = read_file(file)
     _, origin_by_name = describe(gguf)
-    return {name: AssembledTensor(name, origin, gguf.tensors) for name, origin in origin_by_name.items()}
+    return {
+        name: AssembledTensor(name, origin, gguf.tensors) for name, origin in origin_by_name.items()
+    }
 
 
 def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
@@ -174,6 +201,8 @@ def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor
         if group is None:
             continue
         if not isinstance(tensor, AssembledTensor):
-            raise ModelError(f"{CONFIG_KEY}.quant_method = 'gguf', and the weights are in no GGUF file")
+            raise ModelError(
+                f"{CONFIG_KEY}.quant_method = 'gguf', and the weights are in no GGUF file"
+            )
         gathered[name] = BlockMatrix(name, tensor.shape, group, {}, tensor)
     return gathered

@@ -39,16 +39,46 @@ from .matrix import LargestValue, Matrix, MatrixTensors, check, pop_tensors, qua
 
 VERSIONS = {"gptq": 1, "gptq_v2": 2}  # values of checkpoint_format
 KEYS = {
-    "quant_method": ("gptq",), "bits": ..., "group_size": ..., "desc_act": ..., "sym": ..., "static_groups": ...,
-    "checkpoint_format": tuple(VERSIONS), "format": tuple(VERSIONS), "lm_head": (True, False), "method": ("gptq",),
-    "pack_dtype": ("int32",), "is_marlin_format": (False,), "dynamic": ..., "damp_percent": ..., "true_sequential": ...,
-    "model_name_or_path": ..., "model_file_base_name": ..., "meta": ..., "dataset": ..., "tokenizer": ...,
-    "use_cuda_fp16": ..., "model_seqlen": ..., "block_name_to_quantize": ..., "module_name_preceding_first_block": ...,
-    "batch_size": ..., "pad_token_id": ..., "use_exllama": ..., "disable_exllama": ..., "exllama_config": ...,
-    "max_input_length": ..., "cache_block_outputs": ..., "modules_in_block_to_quantize": ...,
-    "modules_to_not_convert": ..., "backend": ..., "act_group_aware": ...,
-    "hyb_act": ..., "mse": ..., "damp_auto_increment": ..., "quantizer": ...,
-}  # fmt: skip
+    "quant_method": ("gptq",),
+    "bits": ...,
+    "group_size": ...,
+    "desc_act": ...,
+    "sym": ...,
+    "static_groups": ...,
+    "checkpoint_format": tuple(VERSIONS),
+    "format": tuple(VERSIONS),
+    "lm_head": (True, False),
+    "method": ("gptq",),
+    "pack_dtype": ("int32",),
+    "is_marlin_format": (False,),
+    "dynamic": ...,
+    "damp_percent": ...,
+    "true_sequential": ...,
+    "model_name_or_path": ...,
+    "model_file_base_name": ...,
+    "meta": ...,
+    "dataset": ...,
+    "tokenizer": ...,
+    "use_cuda_fp16": ...,
+    "model_seqlen": ...,
+    "block_name_to_quantize": ...,
+    "module_name_preceding_first_block": ...,
+    "batch_size": ...,
+    "pad_token_id": ...,
+    "use_exllama": ...,
+    "disable_exllama": ...,
+    "exllama_config": ...,
+    "max_input_length": ...,
+    "cache_block_outputs": ...,
+    "modules_in_block_to_quantize": ...,
+    "modules_to_not_convert": ...,
+    "backend": ...,
+    "act_group_aware": ...,
+    "hyb_act": ...,
+    "mse": ...,
+    "damp_auto_increment": ...,
+    "quantizer": ...,
+}
 ENDINGS = (".qweight", ".qzeros", ".scales")
 
 
@@ -66,7 +96,10 @@ class GptqMatrix(IntegerMatrix):
         """The group of each input; None if groups are contiguous."""
         if ".g_idx" not in self.tensors:
             if not self.form.ordered:
-                raise ModelError(f"the checkpoint lacks the tensor {self.name.removesuffix('weight') + 'g_idx'!r}")
+                raise ModelError(
+                    "the checkpoint lacks the tensor "
+                    f"{self.name.removesuffix('weight') + 'g_idx'!r}"
+                )
             return None
         group_ids = self.tensors[".g_idx"].read()
         columns = self.shape[1]
@@ -74,14 +107,20 @@ class GptqMatrix(IntegerMatrix):
             return None
         if group_ids.min() < 0 or group_ids.max() >= groups:
             name = self.tensors[".g_idx"].name
-            raise ModelError(f"tensor {name!r} names the group {int(group_ids.max())}, and there are {groups}")
+            raise ModelError(
+                f"tensor {name!r} names the group {int(group_ids.max())}, and there are {groups}"
+            )
         return group_ids
 
 
 def stored_format(config: Mapping[str, Any]) -> StoredFormat:
     """Parse the config. `dynamic` maps module patterns to schemes; `-:` marks unquantised ones."""
     settings = checked_entries(CONFIG_KEY, config, KEYS)
-    ignore = list(checked_patterns(f"{CONFIG_KEY}.modules_to_not_convert", settings.get("modules_to_not_convert", [])))
+    ignore = list(
+        checked_patterns(
+            f"{CONFIG_KEY}.modules_to_not_convert", settings.get("modules_to_not_convert", [])
+        )
+    )
     groups = []
     dynamic = settings.get("dynamic", {})
     if not isinstance(dynamic, dict):
@@ -94,7 +133,9 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
         else:
             groups.append(scheme_group(settings | checked_entries(key_path, scheme, KEYS), targets))
     all_groups = (*groups, scheme_group(settings, ("Linear",)))
-    return StoredFormat("gptq", all_groups, ("lm_head", "embed_tokens", *ignore), parts=True, rounds_head=False)
+    return StoredFormat(
+        "gptq", all_groups, ("lm_head", "embed_tokens", *ignore), parts=True, rounds_head=False
+    )
 
 
 def scheme_group(settings: dict[str, Any], targets: tuple[str, ...]) -> StoredGroup:
@@ -103,7 +144,9 @@ def scheme_group(settings: dict[str, Any], targets: tuple[str, ...]) -> StoredGr
     size = checked_int(settings, "group_size", -1, 16, 32, 64, 128, 256, 512, 1024)
     version = VERSIONS[settings.get("checkpoint_format", settings.get("format", "gptq"))]
     ordered = not checked_bool(settings, "desc_act", False)
-    form = IntegerLayout(bits, size, centred=checked_bool(settings, "sym", True), ordered=ordered, version=version)
+    form = IntegerLayout(
+        bits, size, centred=checked_bool(settings, "sym", True), ordered=ordered, version=version
+    )
     base_group = make_group(form)
     return StoredGroup(base_group.quant, base_group.form, targets)
 
@@ -113,7 +156,9 @@ def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor
     for stem in [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]:
         endings = ENDINGS + ((".g_idx",) if f"{stem}.g_idx" in gathered else ())
         stored_group = stored.group_of(stem) or stored.groups[-1]
-        gathered[f"{stem}.weight"] = matrix(stem, pop_tensors(gathered, stem, ".qweight", endings), stored_group)
+        gathered[f"{stem}.weight"] = matrix(
+            stem, pop_tensors(gathered, stem, ".qweight", endings), stored_group
+        )
     return gathered
 
 
@@ -125,7 +170,8 @@ def matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:
     columns = words * 32 // bits
     if words * 32 % bits or rows * bits % 32:
         raise ModelError(
-            f"tensor {tensors['.qweight'].name!r} is {[words, rows]}; its codes of {bits} bits fill no words"
+            f"tensor {tensors['.qweight'].name!r} is {[words, rows]}; its codes of {bits} bits "
+            "fill no words"
         )
     groups = count_groups(tensors[".qweight"], columns, group)
     check(tensors[".qzeros"], ("int32",), (groups, rows * bits // 32))
@@ -150,10 +196,20 @@ def quantization_config(name: str, ignore: Sequence[str]) -> dict[str, Any]:
     form = "gptq" if centred else "gptq_v2"
     spared = [f"-:{module_pattern(module)}" for module in ignore if module != "lm_head"]
     return {
-        "quant_method": "gptq", "bits": 4 if isinstance(node, Int4) else 8, "group_size": node.shared(), "sym": centred,
-        "desc_act": False, "static_groups": True, "checkpoint_format": form, "format": form, "pack_dtype": "int32",
-        "lm_head": False, "true_sequential": True, "damp_percent": 0.01, "meta": {"quantizer": ["quire"]},
-    } | ({"dynamic": {name: {} for name in spared}} if spared else {})  # fmt: skip
+        "quant_method": "gptq",
+        "bits": 4 if isinstance(node, Int4) else 8,
+        "group_size": node.shared(),
+        "sym": centred,
+        "desc_act": False,
+        "static_groups": True,
+        "checkpoint_format": form,
+        "format": form,
+        "pack_dtype": "int32",
+        "lm_head": False,
+        "true_sequential": True,
+        "damp_percent": 0.01,
+        "meta": {"quantizer": ["quire"]},
+    } | ({"dynamic": {name: {} for name in spared}} if spared else {})
 
 
 def module_pattern(module: str) -> str:

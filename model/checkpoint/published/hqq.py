@@ -4,7 +4,8 @@ weight = (code - zero) * scale, where `zero` need not be an integer. A group is 
 (axis 1), or weights that are `out * in / group_size` apart (axis 0). Codes packed in one word are a
 fraction of the groups' axis apart.
 
-    W_q          uint8 [groups * nbits / 8, group_size], for axis 0 [group_size * nbits / 8, groups];
+    W_q          uint8 [groups * nbits / 8, group_size], for axis 0 [group_size * nbits / 8,
+    groups];
                  the first codes in the high bits. 3 bits: int32, ten codes a word. The declared
                  dtype may be wider.
     scale, zero  [groups, 1], or [1, groups]
@@ -28,16 +29,34 @@ from .keys import CONFIG_KEY, checked_entries, checked_patterns, unsupported_val
 from .matrix import Matrix, check, pop_tensors
 
 TOP = {"quant_method": ("hqq",), "quant_config": ..., "skip_modules": ...}
-PARAMS = {"weight_quant_params": ..., "scale_quant_params": (), "zero_quant_params": (), "offload_meta": (False,)}
+PARAMS = {
+    "weight_quant_params": ...,
+    "scale_quant_params": (),
+    "zero_quant_params": (),
+    "offload_meta": (False,),
+}
 WEIGHT = {
-    "nbits": (8, 4, 3, 2, 1), "group_size": ..., "axis": (0, 1), "channel_wise": (True,), "view_as_float": ...,
-    "optimize": ..., "round_zero": ...,
-}  # fmt: skip
+    "nbits": (8, 4, 3, 2, 1),
+    "group_size": ...,
+    "axis": (0, 1),
+    "channel_wise": (True,),
+    "view_as_float": ...,
+    "optimize": ...,
+    "round_zero": ...,
+}
 ENDINGS = (".W_q", ".scale", ".zero", ".nbits", ".group_size", ".axis", ".shape")
 UNUSED = (
-    ".packing", ".unpack_view_dtype", ".view_as_float", ".compute_dtype", ".offload_meta", ".encoded_state_dict",
-    ".stores_quant_config", ".channel_wise", ".optimize", ".round_zero",
-)  # fmt: skip
+    ".packing",
+    ".unpack_view_dtype",
+    ".view_as_float",
+    ".compute_dtype",
+    ".offload_meta",
+    ".encoded_state_dict",
+    ".stores_quant_config",
+    ".channel_wise",
+    ".optimize",
+    ".round_zero",
+)
 STORAGE = ("uint8", "int32", "float16", "bfloat16", "float32")
 
 
@@ -57,12 +76,17 @@ class HqqLayout:
         packed_size, unpacked_size = (
             (self.count(shape), self.size) if self.axis == 1 else (self.size, self.count(shape))
         )
-        return (-(-packed_size // 10) if self.bits == 3 else packed_size * self.bits // 8), unpacked_size
+        return (
+            -(-packed_size // 10) if self.bits == 3 else packed_size * self.bits // 8
+        ), unpacked_size
 
     def unpacked(self, data: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
         """Unpack codes [groups, size], or [size, groups]."""
         top = 30 if self.bits == 3 else 8
-        slices = [data >> (top - self.bits * (i + 1)) & ((1 << self.bits) - 1) for i in range(top // self.bits)]
+        slices = [
+            data >> (top - self.bits * (i + 1)) & ((1 << self.bits) - 1)
+            for i in range(top // self.bits)
+        ]
         packed_size = self.count(shape) if self.axis == 1 else self.size
         return np.concatenate(slices)[:packed_size].astype(np.uint8)
 
@@ -78,7 +102,9 @@ class HqqMatrix(Matrix):
         scale = self.finite(scale.astype(np.float32))
         zero = zero.astype(np.float32)
         if not np.isfinite(zero).all():
-            raise ModelError(f"tensor {self.tensors['.zero'].name!r} holds a zero point that is not finite")
+            raise ModelError(
+                f"tensor {self.tensors['.zero'].name!r} holds a zero point that is not finite"
+            )
         return form.unpacked(data, self.shape), scale, zero
 
     def read(self) -> np.ndarray:
@@ -114,7 +140,9 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
         raise unsupported_value(f"{key_path}.nbits", bits, "8, 4, 3, 2 or 1")
     skipped = checked_patterns(f"{CONFIG_KEY}.skip_modules", settings.get("skip_modules", []))
     group = StoredGroup(format_name(bits, size, axis), HqqLayout(bits, size, axis), multiple=size)
-    return StoredFormat("hqq", (group,), ("lm_head", "embed_tokens", *skipped), parts=True, rounds_head=False)
+    return StoredFormat(
+        "hqq", (group,), ("lm_head", "embed_tokens", *skipped), parts=True, rounds_head=False
+    )
 
 
 def format_name(bits: int, size: int, axis: int) -> str | None:
@@ -131,7 +159,9 @@ def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor
     for stem in [name.removesuffix(".W_q") for name in tensors if name.endswith(".W_q")]:
         for ending in UNUSED:
             gathered.pop(stem + ending, None)
-        gathered[f"{stem}.weight"] = matrix(stem, pop_tensors(gathered, stem, ".W_q", ENDINGS), group)
+        gathered[f"{stem}.weight"] = matrix(
+            stem, pop_tensors(gathered, stem, ".W_q", ENDINGS), group
+        )
     return gathered
 
 
@@ -139,16 +169,23 @@ def matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:
     """One matrix, with the shapes and dtypes of its tensors checked."""
     form = group.form
     assert isinstance(form, HqqLayout)
-    for ending, expected in ((".nbits", form.bits), (".group_size", form.size), (".axis", form.axis)):
+    for ending, expected in (
+        (".nbits", form.bits),
+        (".group_size", form.size),
+        (".axis", form.axis),
+    ):
         check(tensors[ending], ("int32", "int64"), (), (1,))
         if (value := int(tensors[ending].read().reshape(()))) != expected:
             raise ModelError(
-                f"tensor {tensors[ending].name!r} holds {value}, and {CONFIG_KEY}.quant_config says {expected}"
+                f"tensor {tensors[ending].name!r} holds {value}, and {CONFIG_KEY}.quant_config "
+                f"says {expected}"
             )
     check(tensors[".shape"], ("int32", "int64"), (2,))
     rows, columns = (int(size) for size in tensors[".shape"].read())
     if min(rows, columns) < 1 or rows * columns % (8 * form.size):
-        raise ModelError(f"tensor {tensors['.shape'].name!r} holds {[rows, columns]}, which fill no groups")
+        raise ModelError(
+            f"tensor {tensors['.shape'].name!r} holds {[rows, columns]}, which fill no groups"
+        )
     codes = tensors[".W_q"]
     (words, unpacked_size) = form.words((rows, columns))
     word_bytes = 4 if form.bits == 3 else 1

@@ -60,27 +60,40 @@ class IntegerMatrix(Matrix):
     def fields_for(self, node: Rounded) -> dict[str, np.ndarray]:
         codes, scales, zeros, groups = self.unpacked()
         if groups is not None:
-            raise ModelError(f"tensor {self.name!r} has permuted inputs, and config.json says desc_act = False")
+            raise ModelError(
+                f"tensor {self.name!r} has permuted inputs, and config.json says desc_act = False"
+            )
         middle = 1 << self.form.bits - 1
         if self.form.centred and (zeros != middle).any():
             raise ModelError(
-                f"tensor {self.name!r} has a zero point other than {middle}, and quantization_config says "
-                f"{self.symmetry_setting}"
+                f"tensor {self.name!r} has a zero point other than {middle}, and "
+                f"quantization_config says {self.symmetry_setting}"
             )
         stored_format = self.format
         if isinstance(stored_format, Int8):
-            return {"codes": (codes.T ^ 128).view(np.int8), "scale": self.finite(scales.astype(np.float32)).T}
+            return {
+                "codes": (codes.T ^ 128).view(np.int8),
+                "scale": self.finite(scales.astype(np.float32)).T,
+            }
         assert isinstance(stored_format, Int4 | Grouped)
         repeats = len(codes) // len(scales) // stored_format.group
         if isinstance(stored_format, Grouped):
             scale = self.finite(scales.astype(np.float32))
             shared = {"scale": scale} | (
-                {} if stored_format.least is None else {"least": (zeros - np.float32(middle)) * scale}
+                {}
+                if stored_format.least is None
+                else {"least": (zeros - np.float32(middle)) * scale}
             )
-            fields = {"codes": codes.T ^ 128} | {name: value.T.repeat(repeats, 1) for name, value in shared.items()}
+            fields = {"codes": codes.T ^ 128} | {
+                name: value.T.repeat(repeats, 1) for name, value in shared.items()
+            }
             return self.widened(fields, node)
-        shared = {"scale": self.finite(scales)} | ({} if stored_format.zero is None else {"zero": zeros})
-        fields = {"nibbles": codes.T} | {name: value.T.repeat(repeats, 1) for name, value in shared.items()}
+        shared = {"scale": self.finite(scales)} | (
+            {} if stored_format.zero is None else {"zero": zeros}
+        )
+        fields = {"nibbles": codes.T} | {
+            name: value.T.repeat(repeats, 1) for name, value in shared.items()
+        }
         return self.widened(fields, node)
 
 
@@ -109,7 +122,8 @@ def packed_shape(codes: Tensor) -> tuple[int, int]:
     """The shape of the packed codes, which must be a matrix of int32."""
     if len(codes.shape) != 2 or not all(codes.shape) or codes.dtype.name != "int32":
         raise ModelError(
-            f"tensor {codes.name!r} is {list(codes.shape)} of {codes.dtype.name}; it must be a matrix of int32"
+            f"tensor {codes.name!r} is {list(codes.shape)} of {codes.dtype.name}; it must be a "
+            "matrix of int32"
         )
     return codes.shape[0], codes.shape[1]
 
@@ -122,7 +136,8 @@ def count_groups(codes: Tensor, columns: int, group: StoredGroup) -> int:
         return 1
     if columns % form.group:
         raise ModelError(
-            f"tensor {codes.name!r} has {columns} inputs, which do not divide by {CONFIG_KEY}.group_size = {form.group}"
+            f"tensor {codes.name!r} has {columns} inputs, which do not divide by "
+            f"{CONFIG_KEY}.group_size = {form.group}"
         )
     return columns // form.group
 
@@ -165,7 +180,11 @@ def unpack_node(node: Rounded) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     (columns,) = node.into
     if isinstance(node, Int4):
         codes = four_bits.split(node.nibbles, columns)
-        return codes, node.scale, np.full_like(node.scale, MIDDLE, np.uint8) if node.zero is None else node.zero
+        return (
+            codes,
+            node.scale,
+            np.full_like(node.scale, MIDDLE, np.uint8) if node.zero is None else node.zero,
+        )
     assert isinstance(node, Grouped) and node.code == "int8"
     return node.codes ^ 128, node.scale.astype(np.float16), np.full(node.scale.shape, 128, np.uint8)
 
@@ -177,10 +196,13 @@ def checked_sizes(name: str, shape: tuple[int, ...], form: IntegerLayout) -> tup
     if columns % size:
         alternatives = [candidate for candidate in GROUPS if columns % candidate == 0]
         remedy = f"; it could be {' or '.join(map(str, alternatives))}" if alternatives else ""
-        raise ModelError(f"tensor {name!r} has {columns} inputs, which do not divide by the group of {size}{remedy}")
+        raise ModelError(
+            f"tensor {name!r} has {columns} inputs, which do not divide by the group of "
+            f"{size}{remedy}"
+        )
     if rows * form.bits % 32:
         raise ModelError(
-            f"tensor {name!r} has {rows} outputs, and {32 // form.bits} of them share a word in this layout; layout "
-            "compressed-tensors has no such bound"
+            f"tensor {name!r} has {rows} outputs, and {32 // form.bits} of them share a word in "
+            "this layout; layout compressed-tensors has no such bound"
         )
     return rows, columns, columns // size

@@ -8,9 +8,15 @@ from ...config import ModelError
 
 CONFIG_KEY = "quantization_config"
 STATIC_SCALES = (  # endings of static scales of activations and the KV cache, which are not used
-    ".input_scale", ".input_scale_ub", ".activation_scale", ".input_global_scale", ".output_scale", ".k_scale",
-    ".v_scale", ".q_scale",
-)  # fmt: skip
+    ".input_scale",
+    ".input_scale_ub",
+    ".activation_scale",
+    ".input_global_scale",
+    ".output_scale",
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+)
 
 
 def checked_entries(key_path: str, table: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,19 +31,25 @@ def checked_entries(key_path: str, table: Any, keys: Mapping[str, Any]) -> dict[
     for key, value in entries.items():
         if key not in keys:
             raise ModelError(
-                f"config.json: {key_path}.{key} = {value!r:.80} is not understood; it may change the result, so "
-                "the model is not loaded"
+                f"config.json: {key_path}.{key} = {value!r:.80} is not understood; it may change "
+                "the result, so the model is not loaded"
             )
         if (allowed := keys[key]) is not ... and not any(
-            value == allowed_value and type(value) is type(allowed_value) for allowed_value in allowed
+            value == allowed_value and type(value) is type(allowed_value)
+            for allowed_value in allowed
         ):
-            raise unsupported_value(f"{key_path}.{key}", value, " or ".join(map(repr, allowed)) or "null")
+            raise unsupported_value(
+                f"{key_path}.{key}", value, " or ".join(map(repr, allowed)) or "null"
+            )
     return entries
 
 
 def checked_patterns(key_path: str, names: Any) -> tuple[str, ...]:
     """Check a list of modules; `re:` begins a regular expression, which must be simple."""
-    right = "names of modules, or `re:` and a regular expression with at most four repeats and none of a bracket"
+    right = (
+        "names of modules, or `re:` and a regular expression with at most four repeats and "
+        "none of a bracket"
+    )
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise unsupported_value(key_path, names, "a list of names")
     for name in names:
@@ -54,4 +66,6 @@ def checked_patterns(key_path: str, names: Any) -> tuple[str, ...]:
 
 
 def unsupported_value(key_path: str, value: Any, right: str) -> ModelError:
-    return ModelError(f"config.json: {key_path} = {value!r:.80} is not supported; supported is {right}")
+    return ModelError(
+        f"config.json: {key_path} = {value!r:.80} is not supported; supported is {right}"
+    )

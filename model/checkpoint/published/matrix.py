@@ -37,7 +37,9 @@ class Matrix:
         """The matrix in float32."""
         node = self.format
         assert node is not None, "a matrix without a format must override `read`"
-        return node.decode({name: self.spread(name, value, node) for name, value in self.fields_for(node).items()})
+        return node.decode(
+            {name: self.spread(name, value, node) for name, value in self.fields_for(node).items()}
+        )
 
     def holds(self, node: Rounded) -> bool:
         """Whether a node can hold its codes exactly, in the same or a wider format."""
@@ -95,7 +97,9 @@ class Matrix:
 
 def node_specs(group: StoredGroup, rows: int, columns: int) -> Rounded:
     """The specs of a matrix [rows, columns] in a group's format."""
-    return quant.packed(group.quant, ArraySpec((columns, rows), np.float32, (None, None), inputs=(0,)))
+    return quant.packed(
+        group.quant, ArraySpec((columns, rows), np.float32, (None, None), inputs=(0,))
+    )
 
 
 def quantize_dense(value: np.ndarray, group: StoredGroup) -> Rounded:
@@ -108,15 +112,21 @@ def check(tensor: Tensor, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> 
     if tensor.shape not in shapes or tensor.dtype.name not in dtypes:
         raise ModelError(
             f"tensor {tensor.name!r} is {list(tensor.shape)} of {tensor.dtype.name}; it must be "
-            f"{' or '.join(str(list(shape)) for shape in dict.fromkeys(shapes))} of {' or '.join(dtypes)}"
+            f"{' or '.join(str(list(shape)) for shape in dict.fromkeys(shapes))} of "
+            f"{' or '.join(dtypes)}"
         )
 
 
-def pop_tensors(tensors: dict[str, Any], stem: str, ending: str, endings: tuple[str, ...]) -> dict[str, Tensor]:
+def pop_tensors(
+    tensors: dict[str, Any], stem: str, ending: str, endings: tuple[str, ...]
+) -> dict[str, Tensor]:
     """Pop the tensors of one matrix; `ending` is the one that it was found by."""
     for required in endings:
         if stem + required not in tensors:
-            raise ModelError(f"the checkpoint lacks the tensor {stem + required!r}, which {stem + ending!r} needs")
+            raise ModelError(
+                f"the checkpoint lacks the tensor {stem + required!r}, which {stem + ending!r} "
+                "needs"
+            )
     return {required: tensors.pop(stem + required) for required in endings}
 
 
@@ -145,7 +155,9 @@ def read_node(dense: ArraySpec, node: Rounded, sources, tensors: dict[str, Any])
                 fields[name] = empty((value.shape[1], *node.out), getattr(node, name).dtype)
             out = fields[name]
             step = {columns: 1, 1: columns}.get(value.shape[1], node.shared(name))
-            values = np.moveaxis(source.turn(matrix.spread(name, value, node)), dense.inputs, range(axes))
+            values = np.moveaxis(
+                source.turn(matrix.spread(name, value, node)), dense.inputs, range(axes)
+            )
             values = values.reshape(columns, *values.shape[axes:])
             values = values[: value.shape[1]] if name in node.lists else values[::step]
             fill(out[(slice(None), *at[axes:])], cast_field(values, out.dtype, matrix.scales))
@@ -164,5 +176,7 @@ def cast_field(values: np.ndarray, dtype: Any, name: str) -> np.ndarray:
     if cast is not values and not np.isfinite(cast).all():
         largest = np.abs(values).max()
         limit = np.finfo(cast.dtype).max
-        raise ModelError(f"tensor {name!r} holds a scale of {largest:.6g}; it can be at most {limit:.6g}")
+        raise ModelError(
+            f"tensor {name!r} holds a scale of {largest:.6g}; it can be at most {limit:.6g}"
+        )
     return cast

@@ -35,7 +35,12 @@ PLAIN = {  # keys of both schemas
 OUTER = {"quant_method": METHODS, "producer": ...}
 # These repeat what quant_algo says.
 GROUPS = {"config_groups": ..., "weights": ..., "input_activations": ...}
-LAYER = {"quant_algo": ..., "group_size": (GROUP,), "has_zero_point": (False,), "pre_quant_scale": (False,)}
+LAYER = {
+    "quant_algo": ...,
+    "group_size": (GROUP,),
+    "has_zero_point": (False,),
+    "pre_quant_scale": (False,),
+}
 KINDS = {  # the stored group for each quant_algo
     "NVFP4": StoredGroup("nvfp4", "uint8"),
     "W4A16_NVFP4": StoredGroup("nvfp4", "uint8"),
@@ -50,7 +55,10 @@ class Nvfp4Matrix(Matrix):
     def fields(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         codes, scale, global_scale = arrays.values()
         with np.errstate(invalid="ignore", over="ignore"):  # the caller checks for NaN
-            return {"codes": split_pairs(codes), "scale": scale.astype(np.float32) * global_scale.reshape(())}
+            return {
+                "codes": split_pairs(codes),
+                "scale": scale.astype(np.float32) * global_scale.reshape(()),
+            }
 
 
 def stored_format(config: Mapping[str, Any]) -> StoredFormat:
@@ -70,10 +78,16 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
     for name in ignore:
         if any(sign in name for sign in "?["):
             raise unsupported_value(
-                f"{key_path}.exclude_modules", name, "names of modules, in which * stands for anything"
+                f"{key_path}.exclude_modules",
+                name,
+                "names of modules, in which * stands for anything",
             )
     return StoredFormat(
-        "modelopt", read_groups(key_path, settings), ("lm_head", "embed_tokens", *ignore), parts=True, rounds_head=False
+        "modelopt",
+        read_groups(key_path, settings),
+        ("lm_head", "embed_tokens", *ignore),
+        parts=True,
+        rounds_head=False,
     )
 
 
@@ -88,9 +102,14 @@ def read_groups(key_path: str, settings: dict[str, Any]) -> tuple[StoredGroup, .
     for name, layer in layers.items():
         layer_path = f"{key_path}.quantized_layers.{name}"
         names.setdefault(
-            group_for_algorithm(f"{layer_path}.quant_algo", checked_entries(layer_path, layer, LAYER)), []
+            group_for_algorithm(
+                f"{layer_path}.quant_algo", checked_entries(layer_path, layer, LAYER)
+            ),
+            [],
         ).append(name)
-    return tuple(StoredGroup(kind.quant, kind.form, tuple(modules)) for kind, modules in names.items())
+    return tuple(
+        StoredGroup(kind.quant, kind.form, tuple(modules)) for kind, modules in names.items()
+    )
 
 
 def algorithm_name(settings: Mapping[str, Any]) -> Any:
@@ -106,8 +125,12 @@ def group_for_algorithm(key_path: str, settings: Mapping[str, Any]) -> StoredGro
 
 
 def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
-    gathered: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if not name.endswith(STATIC_SCALES)}
-    for stem in [name.removesuffix(".weight_scale") for name in gathered if name.endswith(".weight_scale")]:
+    gathered: dict[str, Any] = {
+        name: tensor for name, tensor in tensors.items() if not name.endswith(STATIC_SCALES)
+    }
+    for stem in [
+        name.removesuffix(".weight_scale") for name in gathered if name.endswith(".weight_scale")
+    ]:
         gathered[f"{stem}.weight"] = matrix(stem, gathered, stored)
     return gathered
 
@@ -119,17 +142,29 @@ def matrix(stem: str, gathered: dict[str, Any], stored: StoredFormat) -> Matrix:
     group = next((group for group in KINDS.values() if group.form == form), KINDS["FP8"])
     configured = stored.group_of(stem)
     if configured is not None and configured.form != group.form and codes is not None:
-        raise ModelError(f"tensor {codes.name!r} is of {form}, and {CONFIG_KEY} says {configured.form}")
+        raise ModelError(
+            f"tensor {codes.name!r} is of {form}, and {CONFIG_KEY} says {configured.form}"
+        )
     if group.quant == "fp8":
-        return fp8.matrix(stem, pop_tensors(gathered, stem, ".weight_scale", (".weight", ".weight_scale")), group)
-    tensors = pop_tensors(gathered, stem, ".weight_scale", (".weight", ".weight_scale", ".weight_scale_2"))
+        return fp8.matrix(
+            stem, pop_tensors(gathered, stem, ".weight_scale", (".weight", ".weight_scale")), group
+        )
+    tensors = pop_tensors(
+        gathered, stem, ".weight_scale", (".weight", ".weight_scale", ".weight_scale_2")
+    )
     packed, scale, global_scale = tensors.values()
     if len(packed.shape) != 2 or not all(packed.shape):
-        raise ModelError(f"tensor {packed.name!r} is {list(packed.shape)} of {packed.dtype.name}; it must be a matrix")
+        raise ModelError(
+            f"tensor {packed.name!r} is {list(packed.shape)} of {packed.dtype.name}; it must "
+            "be a matrix"
+        )
     rows = packed.shape[0]
     columns = 2 * packed.shape[1]
     if columns % GROUP:
-        raise ModelError(f"tensor {packed.name!r} has {columns} inputs, which do not divide by the group of {GROUP}")
+        raise ModelError(
+            f"tensor {packed.name!r} has {columns} inputs, which do not divide by the group of "
+            f"{GROUP}"
+        )
     check(scale, ("float8_e4m3fn",), (rows, columns // GROUP))
     check(global_scale, ("float32",), (), (1,))
     return Nvfp4Matrix(f"{stem}.weight", (rows, columns), group, tensors)

@@ -6,8 +6,8 @@ Components of `name.weight` are called `name._weight_qdata`, or `name.weight:qda
                                [out / 128, in / 128]
     Int8Tensor                 qdata int8 [out, in]; scale scalar, [out, 1] or [out, in / group];
                                zero_point alike, or none
-    IntxUnpackedToInt8Tensor   the same, also with codes of fewer bits
-    Int4Tensor                 qdata int8 or uint8 [out, in / 2], signed codes, the even input in the
+    IntxUnpackedToInt8Tensor   the same, also with codes of fewer bits Int4Tensor
+    qdata int8 or uint8 [out, in / 2], signed codes, the even input in the
                                low half; scale and zero_point [in / group, out]:
                                weight = code * scale + zero_point
     Int4TilePackedTo4dTensor   qdata int32 [out / 8, in / 128, 32, 4], unsigned codes in tensor-core
@@ -39,24 +39,45 @@ from .keys import CONFIG_KEY, checked_entries, checked_patterns, unsupported_val
 from .matrix import Matrix, check
 
 TOP = {
-    "quant_method": ("torchao",), "quant_type": ..., "quant_type_kwargs": ({},), "modules_to_not_convert": ...,
-    "include_input_output_embeddings": ..., "untie_embedding_weights": ...,
-}  # fmt: skip
+    "quant_method": ("torchao",),
+    "quant_type": ...,
+    "quant_type_kwargs": ({},),
+    "modules_to_not_convert": ...,
+    "include_input_output_embeddings": ...,
+    "untie_embedding_weights": ...,
+}
 OBJECT = {"_type": ..., "_version": ..., "_data": ...}
 COMMON = {"version": ..., "set_inductor_config": ..., "layout": ...}
-ACTIVATIONS = {"act_mapping_type": ..., "activation_dtype": ..., "activation_value_lb": ..., "activation_value_ub": ...}
+ACTIVATIONS = {
+    "act_mapping_type": ...,
+    "activation_dtype": ...,
+    "activation_value_lb": ...,
+    "activation_value_ub": ...,
+}
 FLOAT8 = COMMON | {
-    "weight_dtype": ..., "granularity": ..., "mm_config": ..., "kernel_preference": ..., "packing_format": ...,
+    "weight_dtype": ...,
+    "granularity": ...,
+    "mm_config": ...,
+    "kernel_preference": ...,
+    "packing_format": ...,
     "alg_id": ...,
-}  # fmt: skip
+}
 INT4 = COMMON | {
-    "group_size": ..., "int4_packing_format": ..., "packing_format": ..., "int4_choose_qparams_algorithm": ...,
+    "group_size": ...,
+    "int4_packing_format": ...,
+    "packing_format": ...,
+    "int4_choose_qparams_algorithm": ...,
     "int4_tile_packed_ntile": ...,
-}  # fmt: skip
+}
 INTX = COMMON | {
-    "weight_dtype": ..., "granularity": ..., "mapping_type": ..., "scale_dtype": ..., "packing_format": ...,
-    "intx_packing_format": ..., "intx_choose_qparams_algorithm": ...,
-}  # fmt: skip
+    "weight_dtype": ...,
+    "granularity": ...,
+    "mapping_type": ...,
+    "scale_dtype": ...,
+    "packing_format": ...,
+    "intx_packing_format": ...,
+    "intx_choose_qparams_algorithm": ...,
+}
 MODULE_TABLES = ("fqn_to_config", "module_fqn_to_config")  # keys with a config for each module
 DEFAULT = "_default"
 PLAIN = "PLAIN"  # packings of 4-bit codes
@@ -81,17 +102,29 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
     table = settings.get("quant_type")
     if not isinstance(table, dict) or [*table] != ["default"]:
         raise unsupported_value(
-            key_path, table, "an object `default` with a config of torchao, as it is beside safetensors"
+            key_path,
+            table,
+            "an object `default` with a config of torchao, as it is beside safetensors",
         )
     key_path = f"{key_path}.default"
-    ignore = [*checked_patterns(f"{CONFIG_KEY}.modules_to_not_convert", settings.get("modules_to_not_convert", []))]
+    ignore = [
+        *checked_patterns(
+            f"{CONFIG_KEY}.modules_to_not_convert", settings.get("modules_to_not_convert", [])
+        )
+    ]
     kind, data = parse_object(key_path, table["default"])
     if kind not in ("FqnToConfig", "ModuleFqnToConfig"):
         groups = [read_group(key_path, kind, data, ("Linear",))]
     else:
         groups, ignored_modules = read_module_configs(f"{key_path}._data", data)
         ignore += ignored_modules
-    return StoredFormat("torchao", tuple(groups), ("lm_head", "embed_tokens", *ignore), parts=True, rounds_head=False)
+    return StoredFormat(
+        "torchao",
+        tuple(groups),
+        ("lm_head", "embed_tokens", *ignore),
+        parts=True,
+        rounds_head=False,
+    )
 
 
 def read_module_configs(key_path: str, data: Any) -> tuple[list[StoredGroup], list[str]]:
@@ -104,10 +137,20 @@ def read_module_configs(key_path: str, data: Any) -> tuple[list[StoredGroup], li
         raise unsupported_value(key_path, table, "an object of modules")
     groups = []
     ignore = []
-    for name, config in sorted(table.items(), key=lambda item: (item[0] == DEFAULT, item[0].startswith("re:"))):
-        targets = ("Linear",) if name == DEFAULT else tuple(map(module_target, checked_patterns(key_path, [name])))
+    for name, config in sorted(
+        table.items(), key=lambda item: (item[0] == DEFAULT, item[0].startswith("re:"))
+    ):
+        targets = (
+            ("Linear",)
+            if name == DEFAULT
+            else tuple(map(module_target, checked_patterns(key_path, [name])))
+        )
         if config is not None:
-            groups.append(read_group(f"{key_path}.{name}", *parse_object(f"{key_path}.{name}", config), targets))
+            groups.append(
+                read_group(
+                    f"{key_path}.{name}", *parse_object(f"{key_path}.{name}", config), targets
+                )
+            )
         elif name != DEFAULT:
             ignore += targets
     return groups, ignore
@@ -123,7 +166,9 @@ def parse_object(key_path: str, table: Any) -> tuple[str, Any]:
     """The type and the contents of a serialised torchao object."""
     settings = checked_entries(key_path, table, OBJECT)
     if not isinstance(settings.get("_type"), str):
-        raise unsupported_value(f"{key_path}._type", settings.get("_type"), "the name of a type of torchao")
+        raise unsupported_value(
+            f"{key_path}._type", settings.get("_type"), "the name of a type of torchao"
+        )
     return settings["_type"], settings.get("_data", {})
 
 
@@ -159,7 +204,9 @@ def read_float8(name: str) -> Callable[[str, dict[str, Any]], StoredGroup]:
             return StoredGroup(name, "outputs")
         if (kind, data) != ("PerBlock", {"block_size": BLOCK}):
             raise unsupported_value(
-                f"{key_path}.granularity", settings["granularity"], f"PerRow, PerTensor or PerBlock of {BLOCK}"
+                f"{key_path}.granularity",
+                settings["granularity"],
+                f"PerRow, PerTensor or PerBlock of {BLOCK}",
             )
         return StoredGroup("fp8-weights-128", "blocks")
 
@@ -170,12 +217,18 @@ def read_int8(key_path: str, settings: dict[str, Any]) -> StoredGroup:
     size = settings.get("group_size")
     if size is not None and (type(size) is not int or size < 1):
         raise unsupported_value(f"{key_path}.group_size", size, "null or a whole number")
-    return make_group(IntegerLayout(8, size or read_group_size(f"{key_path}.granularity", settings, -1), centred=True))
+    return make_group(
+        IntegerLayout(
+            8, size or read_group_size(f"{key_path}.granularity", settings, -1), centred=True
+        )
+    )
 
 
 def read_int8_activations(key_path: str, settings: dict[str, Any]) -> StoredGroup:
     base_group = read_int8(key_path, settings)
-    return StoredGroup("int8", base_group.form) if base_group.quant == "int8-weights" else base_group
+    return (
+        StoredGroup("int8", base_group.form) if base_group.quant == "int8-weights" else base_group
+    )
 
 
 def read_int4(key_path: str, settings: dict[str, Any]) -> StoredGroup:
@@ -185,10 +238,14 @@ def read_int4(key_path: str, settings: dict[str, Any]) -> StoredGroup:
     }
     if TILED in forms and settings.get("int4_tile_packed_ntile") not in (None, TILE[0]):
         raise unsupported_value(
-            f"{key_path}.int4_tile_packed_ntile", settings["int4_tile_packed_ntile"], f"null or {TILE[0]}"
+            f"{key_path}.int4_tile_packed_ntile",
+            settings["int4_tile_packed_ntile"],
+            f"null or {TILE[0]}",
         )
     size = settings.get("group_size", 128)
-    group_size = next((group for group in GROUPS if type(size) is int and size > 0 and size % group == 0), None)
+    group_size = next(
+        (group for group in GROUPS if type(size) is int and size > 0 and size % group == 0), None
+    )
     if group_size is None:
         raise unsupported_value(f"{key_path}.group_size", size, "a multiple of 32")
     return StoredGroup(f"int4-{group_size}-least", Int4Layout(size, TILED in forms))
@@ -200,7 +257,9 @@ def read_intx(prefix: str) -> Callable[[str, dict[str, Any]], StoredGroup]:
     def read(key_path: str, settings: dict[str, Any]) -> StoredGroup:
         for key in ("intx_packing_format", "packing_format"):
             checked_choice(f"{key_path}.{key}", settings, "UNPACKED_TO_INT8", "UNPACKED_TO_INT8")
-        dtype = checked_choice(f"{key_path}.weight_dtype", settings, "int8", *(f"int{bits}" for bits in range(1, 9)))
+        dtype = checked_choice(
+            f"{key_path}.weight_dtype", settings, "int8", *(f"int{bits}" for bits in range(1, 9))
+        )
         mapping = checked_choice(
             f"{key_path}.{prefix}mapping_type",
             settings,
@@ -218,7 +277,9 @@ def read_intx(prefix: str) -> Callable[[str, dict[str, Any]], StoredGroup]:
 
 def weight_granularity(key_path: str, granularity: Any) -> tuple[str, Any]:
     """The granularity of weights, which may follow that of activations in a list."""
-    return parse_object(key_path, granularity[-1] if isinstance(granularity, list) and granularity else granularity)
+    return parse_object(
+        key_path, granularity[-1] if isinstance(granularity, list) and granularity else granularity
+    )
 
 
 def read_group_size(key_path: str, settings: Mapping[str, Any], default: int) -> int:
@@ -232,7 +293,9 @@ def read_group_size(key_path: str, settings: Mapping[str, Any], default: int) ->
         return size
     if kind not in ("PerRow", "PerTensor") and (kind, data) != ("PerAxis", {"axis": 0}):
         raise unsupported_value(
-            key_path, settings[key], "PerRow, PerTensor, PerAxis with axis 0, or PerGroup with a group_size"
+            key_path,
+            settings[key],
+            "PerRow, PerTensor, PerAxis with axis 0, or PerGroup with a group_size",
         )
     return -1
 
@@ -242,17 +305,21 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[str, dict[str, Any]], StoredGro
     "Float8DynamicActivationFloat8WeightConfig": (FLOAT8 | ACTIVATIONS, read_float8("fp8")),
     "Int8WeightOnlyConfig": (COMMON | {"group_size": ..., "granularity": ...}, read_int8),
     "Int8DynamicActivationInt8WeightConfig": (
-        COMMON | ACTIVATIONS | {"granularity": ..., "weight_only_decode": (False,), "reduce_range": ...},
+        COMMON
+        | ACTIVATIONS
+        | {"granularity": ..., "weight_only_decode": (False,), "reduce_range": ...},
         read_int8_activations,
     ),
     "Int4WeightOnlyConfig": (INT4, read_int4),
     "Float8DynamicActivationInt4WeightConfig": (INT4, read_int4),
     "IntxWeightOnlyConfig": (INTX, read_intx("")),
     "Int8DynamicActivationIntxWeightConfig": (
-        INTX | ACTIVATIONS | {"weight_granularity": ..., "weight_mapping_type": ..., "weight_scale_dtype": ...},
+        INTX
+        | ACTIVATIONS
+        | {"weight_granularity": ..., "weight_mapping_type": ..., "weight_scale_dtype": ...},
         read_intx("weight_"),
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -266,9 +333,17 @@ class SignedMatrix(IntegerMatrix):
         groups = 1 if self.form.group == -1 else self.shape[1] // self.form.group
         scale, zeros = (
             np.broadcast_to(values.reshape(-1, groups), (self.shape[0], groups))
-            for values in (arrays["scale"], arrays.get("zero_point", np.zeros((1, groups), np.int8)))
+            for values in (
+                arrays["scale"],
+                arrays.get("zero_point", np.zeros((1, groups), np.int8)),
+            )
         )
-        return self.unsigned("qdata", arrays["qdata"]).T, scale.T, self.unsigned("zero_point", zeros).T, None
+        return (
+            self.unsigned("qdata", arrays["qdata"]).T,
+            scale.T,
+            self.unsigned("zero_point", zeros).T,
+            None,
+        )
 
     def unsigned(self, component: str, values: np.ndarray) -> np.ndarray:
         """Convert signed codes to unsigned ones."""
@@ -276,7 +351,8 @@ class SignedMatrix(IntegerMatrix):
         if middle < 128 and (values.min() < -middle or values.max() >= middle):
             outside = int(values[(values < -middle) | (values >= middle)][0])
             raise ModelError(
-                f"tensor {self.tensors[component].name!r} holds {outside}, which is more than {self.form.bits} bits"
+                f"tensor {self.tensors[component].name!r} holds {outside}, which is more than "
+                f"{self.form.bits} bits"
             )
         return (values.astype(np.int16) + middle).astype(np.uint8)
 
@@ -323,7 +399,9 @@ def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor
             stem, _, component = name.partition(naming)
             components.setdefault((stem, naming), {})[component] = tensor
     for (stem, naming), matrix_tensors in components.items():
-        gathered[f"{stem}.weight"] = matrix(stem, stem + naming, matrix_tensors, stored, metadata_reader)
+        gathered[f"{stem}.weight"] = matrix(
+            stem, stem + naming, matrix_tensors, stored, metadata_reader
+        )
     return gathered
 
 
@@ -336,27 +414,47 @@ def matrix(
 ) -> Matrix:
     """One matrix, with the shapes and dtypes of its tensors checked."""
     group = next(
-        (candidate for candidate in stored.groups if "Linear" in candidate.targets or stem in candidate.aimed), None
+        (
+            candidate
+            for candidate in stored.groups
+            if "Linear" in candidate.targets or stem in candidate.aimed
+        ),
+        None,
     )
     if group is None:
         raise ModelError(
-            f"tensor {prefix + [*components][0]!r} is quantised, and {CONFIG_KEY} says nothing of {stem!r}"
+            f"tensor {prefix + [*components][0]!r} is quantised, and {CONFIG_KEY} says nothing of "
+            f"{stem!r}"
         )
-    components = {name: tensor for name, tensor in components.items() if name not in STATIC_COMPONENTS}
+    components = {
+        name: tensor for name, tensor in components.items() if name not in STATIC_COMPONENTS
+    }
     tiled = isinstance(group.form, Int4Layout) and group.form.tiled
-    zeros = isinstance(group.form, Int4Layout) or (isinstance(group.form, IntegerLayout) and "zero_point" in components)
+    zeros = isinstance(group.form, Int4Layout) or (
+        isinstance(group.form, IntegerLayout) and "zero_point" in components
+    )
     needed = ["qdata", "scale_and_zero"] if tiled else ["qdata", "scale"] + ["zero_point"] * zeros
     if missing := [name for name in needed if name not in components]:
         available = ", ".join(sorted(components))
-        raise ModelError(f"the checkpoint lacks the tensor {prefix + missing[0]!r}; of {stem!r} it has {available}")
+        raise ModelError(
+            f"the checkpoint lacks the tensor {prefix + missing[0]!r}; of {stem!r} it has "
+            f"{available}"
+        )
     if extra := sorted(components.keys() - {*needed}):
-        raise ModelError(f"tensor {prefix + extra[0]!r} is of a form of torchao that is not supported")
+        raise ModelError(
+            f"tensor {prefix + extra[0]!r} is of a form of torchao that is not supported"
+        )
     if tiled:
-        return make_tiled_matrix(stem, {name: components[name] for name in needed}, group, read_metadata)
+        return make_tiled_matrix(
+            stem, {name: components[name] for name in needed}, group, read_metadata
+        )
     codes = components["qdata"]
     scale = components["scale"]
     if len(codes.shape) != 2 or not all(codes.shape):
-        raise ModelError(f"tensor {codes.name!r} is {list(codes.shape)} of {codes.dtype.name}; it must be a matrix")
+        raise ModelError(
+            f"tensor {codes.name!r} is {list(codes.shape)} of {codes.dtype.name}; it must be a "
+            "matrix"
+        )
     if isinstance(group.form, str):
         return fp8.matrix(stem, {".weight": codes, ".weight_scale": scale}, group)
     tensors = {name: components[name] for name in needed}
@@ -389,11 +487,16 @@ def make_int4_matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) 
 
 
 def make_tiled_matrix(
-    stem: str, tensors: dict[str, Tensor], group: StoredGroup, read_metadata: Callable[[Path], dict[str, Any]]
+    stem: str,
+    tensors: dict[str, Tensor],
+    group: StoredGroup,
+    read_metadata: Callable[[Path], dict[str, Any]],
 ) -> Matrix:
     codes, shared = tensors.values()
     if len(codes.shape) != 4 or not all(codes.shape):
-        raise ModelError(f"tensor {codes.name!r} is {list(codes.shape)}; it must be [out / 8, in / 128, 32, 4]")
+        raise ModelError(
+            f"tensor {codes.name!r} is {list(codes.shape)}; it must be [out / 8, in / 128, 32, 4]"
+        )
     rows, columns = true_shape(f"{stem}.weight", read_metadata(codes.file)) or (
         8 * codes.shape[0],
         128 * codes.shape[1],
@@ -414,8 +517,12 @@ def true_shape(name: str, metadata: Mapping[str, Any]) -> tuple[int, int] | None
         rows, columns = json.loads(metadata[name])["_data"]["shape"]
     except (KeyError, TypeError, ValueError):
         return None
-    return (rows, columns) if type(rows) is type(columns) is int and rows > 0 and columns > 0 else None
+    return (
+        (rows, columns) if type(rows) is type(columns) is int and rows > 0 and columns > 0 else None
+    )
 
 
 def indivisible(codes: Tensor, columns: int, size: int) -> ModelError:
-    return ModelError(f"tensor {codes.name!r} has {columns} inputs, which do not divide by the group of {size}")
+    return ModelError(
+        f"tensor {codes.name!r} has {columns} inputs, which do not divide by the group of {size}"
+    )

@@ -1,1 +1,3 @@
-"""Attention by FlashInfer's kernels for NVIDIA GPUs: what they are told, and how they are built and called."""
+"""Attention by FlashInfer's kernels for NVIDIA GPUs: what they are told, and how they are built and
+called.
+"""

@@ -1,4 +1,6 @@
-"""Builds one of FlashInfer's kernels, and prints where it lies; a program of its own (`library.py` runs it)."""
+"""Builds one of FlashInfer's kernels, and prints where it lies; a program of its own (`library.py`
+runs it).
+"""
 
 import json
 import sys
@@ -15,21 +17,39 @@ PLAIN = "DefaultAttention"
 
 
 def build(kernel: Kernel) -> Path:
-    """FlashInfer's kernel for attention over pages, of the second FlashAttention, without what no step asks for."""
+    """FlashInfer's kernel for attention over pages, of the second FlashAttention, without what no
+    step asks for.
+    """
     dtype = getattr(torch, kernel.dtype)
     if kernel.sinks:
         variant = SINKS
         declared = attention_sink_decl["fa2"]
     else:
-        options = ", ".join(str(option).lower() for option in (False, kernel.window, kernel.soft_cap, False))
+        options = ", ".join(
+            str(option).lower() for option in (False, kernel.window, kernel.soft_cap, False)
+        )
         variant = f"{PLAIN}<{options}>"
         declared = "#include <flashinfer/attention/variants.cuh>"
     spec = gen_customize_batch_prefill_module(
-        "fa2", kernel.name, dtype, dtype, dtype, torch.int32, kernel.width, kernel.width,
-        ["sink"] * kernel.sinks, ["float"] * kernel.sinks, ["logits_soft_cap", "sm_scale"], ["double", "double"],
-        variant, declared, use_sliding_window=kernel.window, use_logits_soft_cap=kernel.soft_cap,
-        paged_kv_stride_mode="independent", module_surface="paged",
-    )  # fmt: skip
+        "fa2",
+        kernel.name,
+        dtype,
+        dtype,
+        dtype,
+        torch.int32,
+        kernel.width,
+        kernel.width,
+        ["sink"] * kernel.sinks,
+        ["float"] * kernel.sinks,
+        ["logits_soft_cap", "sm_scale"],
+        ["double", "double"],
+        variant,
+        declared,
+        use_sliding_window=kernel.window,
+        use_logits_soft_cap=kernel.soft_cap,
+        paged_kv_stride_mode="independent",
+        module_surface="paged",
+    )
     spec.build_and_load()
     return spec.get_library_path()
 

@@ -1,6 +1,8 @@
-"""FlashInfer's kernels as functions that a compiled step calls: built by nvcc once, and known to XLA by jax-tvm-ffi.
+"""FlashInfer's kernels as functions that a compiled step calls: built by nvcc once, and known to
+XLA by jax-tvm-ffi.
 
-A process of its own builds them (`builder.py`): FlashInfer's builder imports torch, which nothing else here needs.
+A process of its own builds them (`builder.py`): FlashInfer's builder imports torch, which nothing
+else here needs.
 """
 
 import json
@@ -52,7 +54,9 @@ def missing() -> str | None:
         except PackageNotFoundError:
             return f"{package} is not installed: {REMEDY}"
         if package == "flashinfer-python" and found != KNOWN:
-            return f"{package} is of version {found}, and the arguments of {KNOWN} are known: {REMEDY}"
+            return (
+                f"{package} is of version {found}, and the arguments of {KNOWN} are known: {REMEDY}"
+            )
     return None
 
 
@@ -66,7 +70,12 @@ def target(kernel: Kernel) -> str:
         raise NotImplementedError(reason)
     name = f"quire.flashinfer.{kernel.name}.{kernel.capability}"
     jax_tvm_ffi.register_ffi_target(
-        name, called(load(path), kernel.sinks), ARGUMENTS, PLATFORM, allow_cuda_graph=True, pass_owned_tensor=True
+        name,
+        called(load(path), kernel.sinks),
+        ARGUMENTS,
+        PLATFORM,
+        allow_cuda_graph=True,
+        pass_owned_tensor=True,
     )
     return name
 
@@ -84,12 +93,30 @@ def called(run: Callable[..., None], sinks: bool) -> Callable[..., None]:
     def call(q, k, v, words, starts, first_page, pages, last_page, *rest):
         *rest, out, scratch, info, window_left, soft_cap, scale = rest
         assert len(rest) == sinks
-        sums = None  # the logarithms of sums are not asked for; nothing starts before it is its turn
+        # the logarithms of sums are not asked for; nothing starts before it is its turn
+        sums = None
         together = False
         run(
-            scratch, words, info, q, k, v, starts, first_page, pages, last_page, out, sums,
-            CAUSAL, POSITION_MAJOR, window_left, together, *rest, soft_cap, scale,
-        )  # fmt: skip
+            scratch,
+            words,
+            info,
+            q,
+            k,
+            v,
+            starts,
+            first_page,
+            pages,
+            last_page,
+            out,
+            sums,
+            CAUSAL,
+            POSITION_MAJOR,
+            window_left,
+            together,
+            *rest,
+            soft_cap,
+            scale,
+        )
 
     return call
 
@@ -97,21 +124,30 @@ def called(run: Callable[..., None], sinks: bool) -> Callable[..., None]:
 @cache
 def built(kernel: Kernel) -> tuple[str, str | None]:
     """(the library's path, why there is none)."""
-    log.info("building FlashInfer's kernel with nvcc, which takes some minutes the first time: %s", kernel.name)
+    log.info(
+        "building FlashInfer's kernel with nvcc, which takes some minutes the first time: %s",
+        kernel.name,
+    )
     command = [sys.executable, "-P", "-m", BUILDER, json.dumps(asdict(kernel))]
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     env = {"FLASHINFER_CUDA_ARCH_LIST": kernel.capability, **os.environ, "PYTHONPATH": path}
     with subprocess.Popen(
-        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         start_new_session=True,
-    ) as process:  # fmt: skip
+    ) as process:
         try:
             out, err = process.communicate(timeout=SECONDS)
         except subprocess.TimeoutExpired:
             return "", f"nvcc did not build FlashInfer's kernel within {SECONDS} s"
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with the compilers that it has started, whatever ended this
+                # with the compilers that it has started, whatever ended this
+                os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
         wrong = [line for line in (out + err).splitlines() if "rror" in line]
         why = wrong[-1] if wrong else f"status {process.returncode}"

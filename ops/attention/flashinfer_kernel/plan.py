@@ -1,8 +1,9 @@
-"""What FlashInfer's paged kernel is told about a step: who computes what, made on the device from the step's arrays.
+"""What FlashInfer's paged kernel is told about a step: who computes what, made on the device from
+the step's arrays.
 
-FlashInfer's own planner runs on the host and knows a step's lengths. Here sizes are bounds that a compiled step has, as
-when FlashInfer is used within CUDA graphs, and all that changes is arrays. C: work items, a tile of a sequence's rows
-and a part of its keys each.
+FlashInfer's own planner runs on the host and knows a step's lengths. Here sizes are bounds that a
+compiled step has, as when FlashInfer is used within CUDA graphs, and all that changes is arrays. C:
+work items, a tile of a sequence's rows and a part of its keys each.
 """
 
 import math
@@ -48,7 +49,9 @@ class PlanShape:
 
     @property
     def tile(self) -> int:
-        """Pairs of a row and a head that an item computes, by FlashInfer's rule for the average sequence."""
+        """Pairs of a row and a head that an item computes, by FlashInfer's rule for the average
+        sequence.
+        """
         pairs = self.rows * self.group // self.sequences
         if pairs <= 16:
             return 16
@@ -82,11 +85,20 @@ class PlanShape:
 
     @property
     def places(self) -> dict[str, int]:
-        """Where each list begins in the words of a plan, and where the last ends; at multiples of 16 bytes."""
+        """Where each list begins in the words of a plan, and where the last ends; at multiples of
+        16 bytes.
+        """
         sizes = {
-            "sequence": self.items, "tile": self.items, "part": self.items, "first_result": self.sequences + 1,
-            "keys_a_part": 1, "rows": 1, "results_before": self.rows + 1, "counts": -(-self.items // 4), "end": 0,
-        }  # fmt: skip
+            "sequence": self.items,
+            "tile": self.items,
+            "part": self.items,
+            "first_result": self.sequences + 1,
+            "keys_a_part": 1,
+            "rows": 1,
+            "results_before": self.rows + 1,
+            "counts": -(-self.items // 4),
+            "end": 0,
+        }
         places = {}
         at = 0
         for name, size in sizes.items():
@@ -105,13 +117,36 @@ class PlanShape:
 
     @property
     def info(self) -> np.ndarray:
-        """FlashInfer's PrefillPlanInfo: places in bytes, and that a step is made for a CUDA graph and for parts."""
+        """FlashInfer's PrefillPlanInfo: places in bytes, and that a step is made for a CUDA graph
+        and for parts.
+        """
         at = {name: 4 * place for name, place in self.places.items()}
-        lists = [at[name] for name in ("sequence", "tile", "part", "results_before", "first_result", "keys_a_part")]
+        lists = [
+            at[name]
+            for name in (
+                "sequence",
+                "tile",
+                "part",
+                "results_before",
+                "first_result",
+                "keys_a_part",
+            )
+        ]
         graph = 1
         split = 1
         return np.array(
-            [self.items, self.rows, at["rows"], self.tile, *lists, 0, 4 * self.scores, at["counts"], graph, split],
+            [
+                self.items,
+                self.rows,
+                at["rows"],
+                self.tile,
+                *lists,
+                0,
+                4 * self.scores,
+                at["counts"],
+                graph,
+                split,
+            ],
             np.int64,
         )
 
@@ -127,11 +162,15 @@ def make_plan(shape: PlanShape, rows) -> Plan:
     newest_B = rows.positions_T[jnp.clip(starts_B1[1:] - 1, 0, T - 1)]
     length_B = jnp.where(there_B, newest_B + 1, 0)
     tiles_B = -(-rows_B * shape.group // shape.tile)
-    # As the kernel counts: the keys of a window and of a tile's rows, counted as if each pair were one.
-    seen_B = length_B if shape.window is None else jnp.minimum(length_B, shape.window_left + shape.tile)
+    # As the kernel counts: the keys of a window and of a tile's rows, counted as if each pair were
+    # one.
+    seen_B = (
+        length_B if shape.window is None else jnp.minimum(length_B, shape.window_left + shape.tile)
+    )
     units_B = -(-seen_B // shape.unit)
     spare = shape.items - jnp.sum(tiles_B)
-    # The parts of all tiles are at most sum(tiles * (units / part + 1)), which then fit into the items.
+    # The parts of all tiles are at most sum(tiles * (units / part + 1)), which then fit into the
+    # items.
     part = jnp.maximum(-(-jnp.sum(tiles_B * units_B) // spare), 1)
     parts_B = jnp.where(there_B, -(-units_B // part), 0)
 
@@ -143,15 +182,22 @@ def make_plan(shape: PlanShape, rows) -> Plan:
 
     first_result_B1 = after(jnp.cumsum(rows_B * parts_B))
     row_T = jnp.arange(T + 1)
-    seq_T = jnp.minimum(jnp.searchsorted(starts_B1[1:], row_T, side="right", method="compare_all"), B - 1)
+    seq_T = jnp.minimum(
+        jnp.searchsorted(starts_B1[1:], row_T, side="right", method="compare_all"), B - 1
+    )
     owned_T = row_T < starts_B1[-1]
     before_T = first_result_B1[seq_T] + (row_T - starts_B1[seq_T]) * parts_B[seq_T]
 
     lists = {
-        "sequence": seq_C, "tile": inside_C // each_C, "part": inside_C % each_C, "first_result": first_result_B1,
-        "keys_a_part": part[None] * shape.unit, "rows": starts_B1[-1:],
-        "results_before": jnp.where(owned_T, before_T, first_result_B1[-1]), "counts": as_words(item_C < end_B[-1]),
-    }  # fmt: skip
+        "sequence": seq_C,
+        "tile": inside_C // each_C,
+        "part": inside_C % each_C,
+        "first_result": first_result_B1,
+        "keys_a_part": part[None] * shape.unit,
+        "rows": starts_B1[-1:],
+        "results_before": jnp.where(owned_T, before_T, first_result_B1[-1]),
+        "counts": as_words(item_C < end_B[-1]),
+    }
     places = shape.places
     ends = [*places.values()][1:]
     padded = [
@@ -160,7 +206,10 @@ def make_plan(shape: PlanShape, rows) -> Plan:
     ]
     pages_B = -(-length_B // P)
     return Plan(
-        jnp.concatenate(padded), starts_B1, *one_after_the_other(rows.tables_BM, pages_B), length_B - (pages_B - 1) * P
+        jnp.concatenate(padded),
+        starts_B1,
+        *one_after_the_other(rows.tables_BM, pages_B),
+        length_B - (pages_B - 1) * P,
     )
 
 
@@ -176,11 +225,14 @@ def as_words(flags_C):
 
 
 def one_after_the_other(tables_BM, pages_B):
-    """(where each sequence's pages begin, all pages): without the room that tables have at their ends."""
+    """(where each sequence's pages begin, all pages): without the room that tables have at
+    their ends.
+    """
     B, M = tables_BM.shape
     first_B1 = after(jnp.cumsum(pages_B))
     page_M = jnp.arange(M)
-    # What is not a sequence's goes to places past the end, of which no two are equal, and is dropped.
+    # What is not a sequence's goes to places past the end, of which no two are equal, and is
+    # dropped.
     past_BM = B * M + jnp.arange(B * M).reshape(B, M)
     place_BM = jnp.where(page_M < pages_B[:, None], first_B1[:-1, None] + page_M, past_BM)
     flat = jnp.zeros(B * M, jnp.int32).at[place_BM.reshape(-1)]

@@ -1,1 +1,3 @@
-"""The attention kernels for NVIDIA GPUs (Hopper and later), in Pallas; docs/kernels.md explains them."""
+"""The attention kernels for NVIDIA GPUs (Hopper and later), in Pallas; docs/kernels.md explains
+them.
+"""

@@ -1,4 +1,6 @@
-"""The producer: one warpgroup that copies queries, and keys and values block by block, into shared memory."""
+"""The producer: one warpgroup that copies queries, and keys and values block by block, into shared
+memory.
+"""
 
 import functools
 
@@ -12,7 +14,9 @@ from .task import Inputs, KernelShape, Plan, Task, each_task
 
 
 def fetch_all(shape: KernelShape, inputs: Inputs, shared: SharedMemory, plan: Plan) -> None:
-    """Copy what this processor's tasks need, in their order; return when all of it has been used."""
+    """Copy what this processor's tasks need, in their order; return when all of it has been
+    used.
+    """
     step = each_task(shape, plan, functools.partial(fetch, shape, inputs, shared))
 
     @pl.when(step > 0)
@@ -30,7 +34,8 @@ def fetch_all(shape: KernelShape, inputs: Inputs, shared: SharedMemory, plan: Pl
 def fetch(shape: KernelShape, inputs: Inputs, shared: SharedMemory, task: Task, step):
     """Copy the queries of a task, and its keys and values as there is room for them.
 
-    The first blocks are copied before the queries, whose place is free only when the task before has ended.
+    The first blocks are copied before the queries, whose place is free only when the task before
+    has ended.
     """
     group = shape.group
     piece = shape.piece
@@ -47,7 +52,9 @@ def fetch(shape: KernelShape, inputs: Inputs, shared: SharedMemory, task: Task, 
             p = lax.rem(n, jnp.int32(shape.positions))
             row = jnp.minimum(task.row + n, shape.rows - 1)
             source = inputs.q.at[row, pl.ds(task.part * group, group)]
-            plgpu.copy_gmem_to_smem(source, shared.q_ref.at[tile, pl.ds(p * group, group)], shared.q_here)
+            plgpu.copy_gmem_to_smem(
+                source, shared.q_ref.at[tile, pl.ds(p * group, group)], shared.q_here
+            )
 
         lax.fori_loop(0, shape.tiles * shape.positions, position, None)
 
@@ -71,13 +78,19 @@ def fetch(shape: KernelShape, inputs: Inputs, shared: SharedMemory, task: Task, 
             for start, page in zip(starts, found, strict=True):
                 inside = pl.ds(lax.rem(b * shape.block + start, jnp.int32(shape.page)), piece)
                 to = slot, pl.ds(start, piece)
-                plgpu.copy_gmem_to_smem(source.at[page, inside, kv_head], target.at[to], here.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    source.at[page, inside, kv_head], target.at[to], here.at[slot]
+                )
                 if scale is not None:
-                    plgpu.copy_gmem_to_smem(scale.at[page, kv_head, inside], scale_target.at[to], here.at[slot])
+                    plgpu.copy_gmem_to_smem(
+                        scale.at[page, kv_head, inside], scale_target.at[to], here.at[slot]
+                    )
 
         bring(inputs.k, inputs.k_scale, shared.k_ref, shared.k_scale, shared.k_here, shared.k_free)
         if shared.v_ref is not None:
-            bring(inputs.v, inputs.v_scale, shared.v_ref, shared.v_scale, shared.v_here, shared.v_free)
+            bring(
+                inputs.v, inputs.v_scale, shared.v_ref, shared.v_scale, shared.v_here, shared.v_free
+            )
         pl.when(b == ahead)(queries)
         return step + 1, *following
 

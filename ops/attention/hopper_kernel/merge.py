@@ -1,6 +1,7 @@
 """The second reduction of contexts that are cut: merges the spans of each row, in order.
 
-Either the processor that is the last to save spans of a context does it, or a kernel of its own does.
+Either the processor that is the last to save spans of a context does it, or a kernel of its own
+does.
 """
 
 import functools
@@ -25,7 +26,12 @@ def merge_spans(shape: KernelShape, saved, out_TNH, sinks_N, plan: Plan, *, inte
     """`out_TNH` with the rows whose contexts were cut, which get the bits of a single task."""
     out_ref = jax.new_ref(out_TNH, memory_space=plgpu.GMEM)
     sinks_N = jnp.zeros(shape.heads, jnp.float32) if sinks_N is None else sinks_N
-    mesh = plgpu.Mesh(grid=(shape.processors,), grid_names=("processor",), num_threads=WARPGROUPS, thread_name="part")
+    mesh = plgpu.Mesh(
+        grid=(shape.processors,),
+        grid_names=("processor",),
+        num_threads=WARPGROUPS,
+        thread_name="part",
+    )
     pl.kernel(
         functools.partial(run, shape, Tiles(interpret is not None)),
         (),
@@ -62,18 +68,32 @@ def run(shape: KernelShape, tiles: Tiles, saved, sinks, tiles_CF, shares_RF, out
                 head = part * shape.group + lax.rem(inside, jnp.int32(shape.group))
                 stride = saved_rows(shape, count)
                 spans = spans_of(first, last, span)
-                merge_rows(shape, tiles, saved, sinks, [share.place + inside], stride, spans, out, token, [head])
+                merge_rows(
+                    shape,
+                    tiles,
+                    saved,
+                    sinks,
+                    [share.place + inside],
+                    stride,
+                    spans,
+                    out,
+                    token,
+                    [head],
+                )
 
     items = jnp.int32(shape.processors) * rows
     lax.fori_loop(0, lax.div(items - own + workers - 1, workers), each, None)
 
 
-def merge_task(shape: KernelShape, tiles: Tiles, saved, sinks, task: Task, context: CutContext, out) -> None:
+def merge_task(
+    shape: KernelShape, tiles: Tiles, saved, sinks, task: Task, context: CutContext, out
+) -> None:
     """Merge the spans of all heads of a task of one position."""
     some = min(shape.group, AHEAD)
 
     def each(n, _):
-        inside = jnp.minimum(n * some, shape.group - some)  # the last ones again, where some do not divide all
+        # the last ones again, where some do not divide all
+        inside = jnp.minimum(n * some, shape.group - some)
         places = [context.place + inside + h for h in range(some)]
         heads = [task.part * shape.group + inside + h for h in range(some)]
         stride = saved_rows(shape, task.count)
@@ -82,7 +102,9 @@ def merge_task(shape: KernelShape, tiles: Tiles, saved, sinks, task: Task, conte
     lax.fori_loop(0, -(-shape.group // some), each, None)
 
 
-def merge_rows(shape: KernelShape, tiles: Tiles, saved, sinks, places, stride, spans, out, token, heads) -> None:
+def merge_rows(
+    shape: KernelShape, tiles: Tiles, saved, sinks, places, stride, spans, out, token, heads
+) -> None:
     """Merge the spans of some heads of a row, some columns at a time."""
     size = ROWS if shape.values % 128 else shape.values
     full = functools.partial(tiles.full_line, size)
@@ -96,7 +118,11 @@ def merge_rows(shape: KernelShape, tiles: Tiles, saved, sinks, places, stride, s
 
             def read(place, s):
                 at = place + jnp.minimum(n * ahead + s, spans - 1) * stride
-                return saved[at, shape.values], saved[at, shape.values + 4], tiles.load_line(saved.at[at, columns])
+                return (
+                    saved[at, shape.values],
+                    saved[at, shape.values + 4],
+                    tiles.load_line(saved.at[at, columns]),
+                )
 
             found = [[read(place, s) for place in places] for s in range(ahead)]
             for s, after in enumerate(found):
@@ -107,10 +133,15 @@ def merge_rows(shape: KernelShape, tiles: Tiles, saved, sinks, places, stride, s
         def merged(before, after, there):
             best, total, sum_H = after
             *found, sum_of = merge(as_parts(*before), as_parts(full(best), full(total), sum_H))
-            return tuple(jnp.where(there, new, old) for new, old in zip((*found, sum_of(0, size)), before, strict=True))
+            return tuple(
+                jnp.where(there, new, old)
+                for new, old in zip((*found, sum_of(0, size)), before, strict=True)
+            )
 
         nothing = full(-jnp.inf), full(0.0), full(0.0)
-        rows = lax.fori_loop(0, lax.div(spans + ahead - 1, jnp.int32(ahead)), some, [nothing] * len(places))
+        rows = lax.fori_loop(
+            0, lax.div(spans + ahead - 1, jnp.int32(ahead)), some, [nothing] * len(places)
+        )
         for head, (best, total, sum_H) in zip(heads, rows, strict=True):
             total = divisor(best, total, full(sinks[head]) if shape.sinks else None)
             out[token, head, columns] = (sum_H / total).astype(out.dtype)

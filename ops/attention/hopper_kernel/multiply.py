@@ -31,7 +31,15 @@ COLUMNS = 64  # that are zeroed at once
 
 
 def multiply(
-    shape: KernelShape, tiles: Tiles, inputs: Inputs, plan: Plan, shared: SharedMemory, outs, own: int, task: Task, step
+    shape: KernelShape,
+    tiles: Tiles,
+    inputs: Inputs,
+    plan: Plan,
+    shared: SharedMemory,
+    outs,
+    own: int,
+    task: Task,
+    step,
 ):
     """One warpgroup's part of a task. Returns `step`, the number of blocks so far."""
     plgpu.barrier_wait(shared.q_here)
@@ -40,14 +48,20 @@ def multiply(
     cut = task.place >= 0
     first_span = lax.div(task.first, task.span)
     last_span = lax.div(task.last, task.span)
-    nothing = tiles.full((ROWS,), -jnp.inf), tiles.full((ROWS,), 0.0), tiles.full((ROWS, shape.columns), 0.0)
+    nothing = (
+        tiles.full((ROWS,), -jnp.inf),
+        tiles.full((ROWS,), 0.0),
+        tiles.full((ROWS, shape.columns), 0.0),
+    )
 
     def span(s, step):
         """(the softmax of a span by itself, step)."""
         first = jnp.maximum(task.first, s * task.span)
         last = jnp.minimum(task.last + 1, (s + 1) * task.span)
         mine.take_turn()
-        *found, step = lax.fori_loop(first, last, lambda b, carry: mine.block(q, b, *carry), (*nothing, step))
+        *found, step = lax.fori_loop(
+            first, last, lambda b, carry: mine.block(q, b, *carry), (*nothing, step)
+        )
         mine.pass_turn()
         if shape.latent:
             best_M, total_M, sum_MH = found
@@ -87,7 +101,9 @@ def multiply(
         step = lax.fori_loop(first_span, last_span + 1, add_span_in_memory, step)
     if shape.merges:
         task = task_of(shape, plan, task.number)
-        pl.when(task.place >= 0)(lambda: replace(mine, task=task).saved(context_of(shape, plan, task)))
+        pl.when(task.place >= 0)(
+            lambda: replace(mine, task=task).saved(context_of(shape, plan, task))
+        )
     plgpu.commit_smem()  # the queries are read before the next ones are copied
     plgpu.barrier_arrive(shared.q_free)
     return step
@@ -146,8 +162,9 @@ class WarpgroupTask:
     def block(self, q, b, best_M, total_M, sum_MH, step):
         """Add one block to the softmax of a span.
 
-        Weights are shrunk by powers of two, which is exact. So whether a compiler makes one instruction of a product
-        and a sum, which it does differently here and there, changes no bit.
+        Weights are shrunk by powers of two, which is exact. So whether a compiler makes one
+        instruction of a product and a sum, which it does differently here and there, changes no
+        bit.
         """
         slot = lax.rem(step, jnp.int32(self.shape.stages))
         score_MJ = self.masked(b, self.scores(q, b, slot))
@@ -179,7 +196,9 @@ class WarpgroupTask:
         else:
             if shape.latent:
                 self.scrub(b, shared.k_ref.at[slot])
-            score_MJ = tiles.scores(q, shared.k_ref.at[slot, pl.ds(self.first_key, shape.keys)], self.pass_turn)
+            score_MJ = tiles.scores(
+                q, shared.k_ref.at[slot, pl.ds(self.first_key, shape.keys)], self.pass_turn
+            )
             if not shape.latent:
                 plgpu.barrier_arrive(shared.k_free.at[slot])
         if shape.soft_cap is None:
@@ -194,7 +213,8 @@ class WarpgroupTask:
         def mask(score_MJ):
             row_MJ, column_MJ = (self.tiles.index(score_MJ.shape, axis) for axis in (0, 1))
             position_MJ = self.position + lax.div(row_MJ, jnp.int32(self.shape.group))
-            within_MJ = column_MJ & 7  # of eight columns a thread has the same two each time: the rest is a constant
+            # of eight columns a thread has the same two each time: the rest is a constant
+            within_MJ = column_MJ & 7
             newest_MJ = position_MJ - (b * J + self.first_key) - within_MJ
             seen_MJ = column_MJ - within_MJ <= newest_MJ
             if window is not None:
@@ -213,7 +233,11 @@ class WarpgroupTask:
         shared = self.shared
         dtype = self.inputs.q.dtype
         if shape.latent:
-            tiles.store(shared.weights.at[:, pl.ds(self.first_key, shape.keys)], weight_MJ.astype(dtype), True)
+            tiles.store(
+                shared.weights.at[:, pl.ds(self.first_key, shape.keys)],
+                weight_MJ.astype(dtype),
+                True,
+            )
             plgpu.commit_smem()
             self.wait_for_all()
             weight_MJ = tiles.load(shared.weights, swizzled=True)
@@ -232,11 +256,13 @@ class WarpgroupTask:
         tiles.decode(shape.codes, shared.v_ref.at[slot], v_JH_ref)
         plgpu.barrier_arrive(shared.v_free.at[slot])
         scaled_MJ = weight_MJ * along_columns(scale_J, weight_MJ.shape)
-        scaled_MJ = jnp.where(weight_MJ == 0, 0.0, scaled_MJ)  # a scale that no sequence owns may be NaN
+        # a scale that no sequence owns may be NaN
+        scaled_MJ = jnp.where(weight_MJ == 0, 0.0, scaled_MJ)
         return tiles.add_product(sum_MH, scaled_MJ.astype(dtype), v_JH_ref)
 
     def scrub(self, b, v_ref) -> None:
-        """Zero the values outside the sequence: pages hold what their last owners left, and 0 * NaN is NaN.
+        """Zero the values outside the sequence: pages hold what their last owners left, and 0 * NaN
+        is NaN.
 
         The warpgroups share the columns, and wait for each other.
         """
@@ -260,7 +286,8 @@ class WarpgroupTask:
     def take_turn(self) -> None:
         """Wait until the other warpgroup does not multiply: then it computes its softmax.
 
-        A turn is the product with a block's values and with the next block's keys; at a span's ends one of them.
+        A turn is the product with a block's values and with the next block's keys; at a span's ends
+        one of them.
         """
         if self.shape.turns:
             plgpu.barrier_wait(self.shared.turn.at[self.own])
@@ -291,7 +318,9 @@ class WarpgroupTask:
         head_M8 = lax.rem(tiles.index((ROWS, 8), 0), jnp.int32(shape.group))
         sink_M8 = tiles.full((ROWS, 8), -jnp.inf)
         for g in range(shape.group):
-            sink_M8 = jnp.where(head_M8 == g, self.inputs.sinks[self.task.part * shape.group + g], sink_M8)
+            sink_M8 = jnp.where(
+                head_M8 == g, self.inputs.sinks[self.task.part * shape.group + g], sink_M8
+            )
         return jnp.max(sink_M8, axis=1)
 
     def keep(self, best_M, total_M, sum_of) -> None:
@@ -302,11 +331,15 @@ class WarpgroupTask:
 
     def kept(self):
         """The softmax that `keep` has written down."""
-        best_M, total_M = (self.tiles.load_rows(x.at[self.place]) for x in (self.outs.bests, self.outs.totals))
+        best_M, total_M = (
+            self.tiles.load_rows(x.at[self.place]) for x in (self.outs.bests, self.outs.totals)
+        )
         return (
             best_M,
             total_M,
-            lambda start, size: self.tiles.load(self.outs.sums.at[self.place, :, pl.ds(start, size)]),
+            lambda start, size: self.tiles.load(
+                self.outs.sums.at[self.place, :, pl.ds(start, size)]
+            ),
         )
 
     @property
@@ -315,7 +348,9 @@ class WarpgroupTask:
         return lax.axis_index("processor") * self.shape.warpgroups + self.own
 
     def save(self, spans, best_M, total_M, sum_of) -> None:
-        """Save the softmax of a span for `merge_spans`, in the card's memory: `spans` of the task come before it."""
+        """Save the softmax of a span for `merge_spans`, in the card's memory: `spans` of the task
+        come before it.
+        """
         shape = self.shape
         shared = self.shared
         saved = self.outs.saved
@@ -325,7 +360,9 @@ class WarpgroupTask:
                                along_rows(total_M, (ROWS, NUMBERS)))  # fmt: skip
         if shape.latent:  # it has no shared memory left, and all rows of the tile
             for start, size in parts(shape):
-                saved[pl.ds(place, ROWS), pl.ds(self.columns.start + start, size)] = sum_of(start, size)
+                saved[pl.ds(place, ROWS), pl.ds(self.columns.start + start, size)] = sum_of(
+                    start, size
+                )
             if self.own == 0:
                 saved[pl.ds(place, ROWS), pl.ds(shape.values, NUMBERS)] = numbers_MC
             return
@@ -334,7 +371,9 @@ class WarpgroupTask:
             def position(p, _):
                 at = (self.tile * shape.positions + p) * shape.group
                 source = from_ref.at[pl.ds(p * shape.group, shape.group)]
-                plgpu.copy_smem_to_gmem(source, saved.at[pl.ds(place + at, shape.group), pl.ds(column, size)])
+                plgpu.copy_smem_to_gmem(
+                    source, saved.at[pl.ds(place + at, shape.group), pl.ds(column, size)]
+                )
 
             plgpu.commit_smem()
             lax.fori_loop(0, self.count, position, None)
@@ -348,23 +387,36 @@ class WarpgroupTask:
             plgpu.wait_smem_to_gmem(0)  # for the next span, the results of this one are there
 
     def saved(self, context: CutContext) -> None:
-        """The task's spans of a context have been saved; who has saved the last of them merges them all."""
+        """The task's spans of a context have been saved; who has saved the last of them merges them
+        all.
+        """
         inputs = self.inputs
         outs = self.outs
         spans = spans_of(self.task.first, self.task.last, self.task.span)
         all_are = self.tiles.arrive(inputs.arrivals.at[context.first_cut], spans, context.spans)
         pl.when(all_are)(
-            lambda: merge_task(self.shape, self.tiles, outs.saved, inputs.sinks, self.task, context, outs.out)
+            lambda: merge_task(
+                self.shape, self.tiles, outs.saved, inputs.sinks, self.task, context, outs.out
+            )
         )
 
     def finish(self, best_M, total_M, sum_of) -> None:
         """Write the results of the tile, through the shared memory of its queries."""
         if self.shape.latent:
             self.wait_for_all()  # all have read the queries
-        self.write(self.shared.q_ref.at[self.tile], self.shape.straight, self.columns.start, best_M, total_M, sum_of)
+        self.write(
+            self.shared.q_ref.at[self.tile],
+            self.shape.straight,
+            self.columns.start,
+            best_M,
+            total_M,
+            sum_of,
+        )
 
     def write(self, place_ref, swizzled: bool, first: int, best_M, total_M, sum_of) -> None:
-        """Write the results of the tile, through shared memory `place_ref` from column `first` on."""
+        """Write the results of the tile, through shared memory `place_ref` from column `first`
+        on.
+        """
         shape = self.shape
         out = self.outs.out
         total_M = divisor(best_M, total_M, self.sink_M)
@@ -373,13 +425,16 @@ class WarpgroupTask:
             place_MC_ref = place_ref.at[:, pl.ds(first + start, size)]
             self.tiles.store(place_MC_ref, out_MC.astype(place_ref.dtype), swizzled)
         plgpu.commit_smem()
-        piece = 8 if shape.latent else shape.group  # in a part of the columns eight rows lie together
+        # in a part of the columns eight rows lie together
+        piece = 8 if shape.latent else shape.group
 
         def copy(p, _):
             row = self.task.row + self.tile * shape.positions + p
             head = self.task.part * shape.group
             for at in range(0, shape.group, piece):
-                source = place_ref.at[pl.ds(p * shape.group + at, piece), pl.ds(first, shape.columns)]
+                source = place_ref.at[
+                    pl.ds(p * shape.group + at, piece), pl.ds(first, shape.columns)
+                ]
                 plgpu.copy_smem_to_gmem(source, out.at[row, pl.ds(head + at, piece), self.columns])
 
         lax.fori_loop(0, self.count, copy, None)
@@ -389,7 +444,8 @@ class WarpgroupTask:
 def new_zero(number):
     """Zero, which the compiler cannot know: a block's or a row's number is never negative.
 
-    With an operand at a constant place the compiler computes its descriptors once for all blocks, and keeps them in two
-    registers for each sixteenth of a block's width: seventy for MLA, where none is free.
+    With an operand at a constant place the compiler computes its descriptors once for all blocks,
+    and keeps them in two registers for each sixteenth of a block's width: seventy for MLA, where
+    none is free.
     """
     return jnp.minimum(number, 0)

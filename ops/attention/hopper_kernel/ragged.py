@@ -1,9 +1,11 @@
-"""Attention of rows over pages, tile by tile: a producer copies pages, the other warpgroups multiply.
+"""Attention of rows over pages, tile by tile: a producer copies pages, the other warpgroups
+multiply.
 
-A tile is up to 64 rows of one sequence and one KV head: some positions, each with all query heads that share the head.
-Keys come in blocks. The softmax of each span of keys is computed by itself and then merged into that of the spans
-before. So a context can be cut at spans and given to several processors, and a row's bits are the same whichever
-processor computes it and whatever else is in the batch.
+A tile is up to 64 rows of one sequence and one KV head: some positions, each with all query heads
+that share the head. Keys come in blocks. The softmax of each span of keys is computed by itself and
+then merged into that of the spans before. So a context can be cut at spans and given to several
+processors, and a row's bits are the same whichever processor computes it and whatever else is in
+the batch.
 """
 
 import functools
@@ -27,13 +29,17 @@ class Outputs(NamedTuple):
 
     saved: Any  # [places, saved_width]: the softmax of each span of a context that is cut
     out: Any  # [T, N, values]
-    sums: Any = None  # of each multiplying warpgroup, between spans, where its registers do not hold them
+    # of each multiplying warpgroup, between spans, where its registers do not hold them
+    sums: Any = None
     totals: Any = None
     bests: Any = None
 
 
 def run_tasks(shape: KernelShape, inputs: Inputs, plan: Plan, *, interpret: Any = None):
-    """(saved spans, results). Rows of contexts that are cut are undefined, and padding rows are zero."""
+    """(saved spans, results).
+
+    Rows of contexts that are cut are undefined, and padding rows are zero.
+    """
     tiles = Tiles(interpret is not None)
     dtype = inputs.q.dtype
     out = [
@@ -42,7 +48,9 @@ def run_tasks(shape: KernelShape, inputs: Inputs, plan: Plan, *, interpret: Any 
     ]
     if not shape.held:
         own = shape.processors * shape.warpgroups, ROWS
-        out += [jax.ShapeDtypeStruct((*own, *size), jnp.float32) for size in ((shape.columns,), (), ())]
+        out += [
+            jax.ShapeDtypeStruct((*own, *size), jnp.float32) for size in ((shape.columns,), (), ())
+        ]
     given = [name for name, x in inputs._asdict().items() if x is not None]
 
     def body(*refs):  # `plgpu.kernel` would do this, but takes no references
@@ -53,7 +61,10 @@ def run_tasks(shape: KernelShape, inputs: Inputs, plan: Plan, *, interpret: Any 
         body,
         out,
         mesh=plgpu.Mesh(
-            grid=(shape.processors,), grid_names=("processor",), num_threads=shape.warpgroups + 1, thread_name="part"
+            grid=(shape.processors,),
+            grid_names=("processor",),
+            num_threads=shape.warpgroups + 1,
+            thread_name="part",
         ),
         # Rows are reduced within a warp, which takes no shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
@@ -85,7 +96,11 @@ def run(shape: KernelShape, tiles: Tiles, names, *refs, **scratch):
             plgpu.set_max_registers(shape.registers[1], action="increase")
             if shape.turns and own == 1:
                 plgpu.barrier_arrive(shared.turn.at[0])  # the first turn is the other's
-            each_task(shape, plan, functools.partial(multiply, shape, tiles, inputs, plan, shared, outs, own))
+            each_task(
+                shape,
+                plan,
+                functools.partial(multiply, shape, tiles, inputs, plan, shared, outs, own),
+            )
             if shape.turns and own == 0:
                 plgpu.barrier_wait(shared.turn.at[0])  # the last one, which nobody takes
             if own == 0:

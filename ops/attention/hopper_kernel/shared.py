@@ -26,7 +26,8 @@ class SharedMemory(NamedTuple):
     k_tile: Any = None  # a decoded block
     v_tile: Any = None
     together: Any = None  # where warpgroups wait for each other
-    weights: Any = None  # of a block, where each warpgroup computes those of some keys and needs all
+    # of a block, where each warpgroup computes those of some keys and needs all
+    weights: Any = None
     numbers_of_rows: Any = None  # which warpgroups tell each other
     turn: Any = None  # whose turn it is to multiply
     sums: Any = None  # some columns of a span that is saved, of each warpgroup

@@ -1,7 +1,8 @@
 """The softmax of some keys: (largest score, sum of weights, weighted sum of values) of each row.
 
-At a width of 256 a warpgroup's registers cannot hold the sums of two spans. So where spans are merged, sums are
-functions of (first column, number of columns), and are loaded and saved part by part.
+At a width of 256 a warpgroup's registers cannot hold the sums of two spans. So where spans are
+merged, sums are functions of (first column, number of columns), and are loaded and saved part by
+part.
 """
 
 import jax.numpy as jnp
@@ -31,11 +32,16 @@ def whole(shape: KernelShape, best_M, total_M, sum_of):
 def either(first, one, other):
     """The softmax of `one()` or `other()`; of the sums only the parts that are asked for."""
     best_M, total_M = lax.cond(first, lambda: one()[:2], lambda: other()[:2])
-    return best_M, total_M, lambda *part: lax.cond(first, lambda: one()[2](*part), lambda: other()[2](*part))
+    return (
+        best_M,
+        total_M,
+        lambda *part: lax.cond(first, lambda: one()[2](*part), lambda: other()[2](*part)),
+    )
 
 
 def merge(before, after):
-    """The softmax of two spans: (largest score, sum of weights, weighted sum of values) of each row.
+    """The softmax of two spans: (largest score, sum of weights, weighted sum of values) of each
+    row.
 
     Largest scores are whole numbers: see `WarpgroupTask.block`.
     """
@@ -47,7 +53,9 @@ def merge(before, after):
     def sum_of(start, size):
         old_MC, new_MC = (
             spread(shrink_M, found_MC) * found_MC
-            for shrink_M, found_MC in zip(shrinks, (part[2](start, size) for part in (before, after)), strict=True)
+            for shrink_M, found_MC in zip(
+                shrinks, (part[2](start, size) for part in (before, after)), strict=True
+            )
         )
         return old_MC + new_MC
 
@@ -55,7 +63,9 @@ def merge(before, after):
 
 
 def divisor(best_M, total_M, sink_M):
-    """What sums of values are divided by: the sum of all weights; where there is none the sums are zero."""
+    """What sums of values are divided by: the sum of all weights; where there is none the sums are
+    zero.
+    """
     if sink_M is not None:
         total_M = total_M + jnp.exp2(sink_M - jnp.where(best_M == -jnp.inf, 0.0, best_M))
     return jnp.where(total_M == 0, 1.0, total_M)

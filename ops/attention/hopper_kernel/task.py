@@ -9,7 +9,9 @@ ROWS = 64  # of a tile: as many as one warpgroup multiplies at once
 SPAN = 256  # keys whose softmax is computed by itself: so many at least
 SPANS = 64  # of a row; where it sees more keys, spans are twice as long, and so on
 SCRATCH = 64 << 20  # bytes for the spans of contexts that are cut
-NUMBERS = 8  # columns of a saved span after those of its sum: four with the largest score, four with the sum of weights
+# columns of a saved span after those of its sum: four with the largest score, four with the sum of
+# weights
+NUMBERS = 8
 STAGED = 32  # columns that are saved at once
 MEMORY = 227 << 10  # bytes of shared memory that a kernel can use
 SMALL = 2048  # bytes of it for barriers, and for the gaps between arrays
@@ -48,12 +50,17 @@ class KernelShape(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """Tiles of a task. Where values are a part of the keys, warpgroups share a tile and split the values."""
+        """Tiles of a task.
+
+        Where values are a part of the keys, warpgroups share a tile and split the values.
+        """
         return 1 if self.latent else self.warpgroups
 
     @property
     def turns(self) -> bool:
-        """Whether one warpgroup multiplies while another computes its softmax, and then the other way round."""
+        """Whether one warpgroup multiplies while another computes its softmax, and then the other
+        way round.
+        """
         return self.tiles > 1
 
     @property
@@ -73,22 +80,30 @@ class KernelShape(NamedTuple):
 
     @property
     def straight(self) -> bool:
-        """Whether queries are copied straight to where products read them: that layout takes eight rows at a time."""
+        """Whether queries are copied straight to where products read them: that layout takes eight
+        rows at a time.
+        """
         return self.group % 8 == 0
 
     @property
     def in_registers(self) -> bool:
-        """Whether queries are operands in registers: for wider heads there are not enough registers beside the sums."""
+        """Whether queries are operands in registers: for wider heads there are not enough registers
+        beside the sums.
+        """
         return self.width <= 64
 
     @property
     def held(self) -> bool:
-        """Whether the spans before are in registers beside the span that is computed, or in the card's memory."""
+        """Whether the spans before are in registers beside the span that is computed, or in the
+        card's memory.
+        """
         return self.columns <= 128
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that copies, and of one that multiplies; two warpgroups that do share what there is."""
+        """Of a thread that copies, and of one that multiplies; two warpgroups that do share what
+        there is.
+        """
         if self.warpgroups == 1:
             return 56, 256
         return (40, 232) if self.columns > 64 else (72, 216)
@@ -100,7 +115,9 @@ class KernelShape(NamedTuple):
 
     @property
     def stretch(self) -> int:
-        """Positions of which each sees as few keys as the shortest spans are for; also each next such stretch."""
+        """Positions of which each sees as few keys as the shortest spans are for; also each next
+        such stretch.
+        """
         return self.span * self.block * SPANS
 
     @property
@@ -112,7 +129,8 @@ class KernelShape(NamedTuple):
     def merges(self) -> bool:
         """Whether the processor that is the last to save spans of a context merges them all.
 
-        Where tasks have many rows it would take long over them, and another kernel has all processors merge.
+        Where tasks have many rows it would take long over them, and another kernel has all
+        processors merge.
         """
         return self.cut and not self.latent and self.positions * self.tiles == 1
 
@@ -133,7 +151,9 @@ class KernelShape(NamedTuple):
 
     @property
     def places(self) -> int:
-        """Rows of spans that can be saved: those of one task for each processor, as far as memory is given."""
+        """Rows of spans that can be saved: those of one task for each processor, as far as memory
+        is given.
+        """
         if not self.cut:
             return 1
         cut = min(self.parts * self.rows, self.processors - 1)
@@ -141,15 +161,21 @@ class KernelShape(NamedTuple):
 
     @property
     def staged(self) -> bool:
-        """Whether saved sums pass through shared memory, so that only the rows that count are written."""
+        """Whether saved sums pass through shared memory, so that only the rows that count are
+        written.
+        """
         return self.cut and not self.latent
 
     @property
     def stages(self) -> int:
-        """Blocks that are in shared memory at once: as many as fit beside the queries and the decoded block."""
+        """Blocks that are in shared memory at once: as many as fit beside the queries and the
+        decoded block.
+        """
         kinds = 1 if self.latent else 2
         block = self.block * self.width * kinds
-        taken = 2 * ROWS * self.width * self.tiles * (1 if self.in_registers or self.straight else 2)
+        taken = (
+            2 * ROWS * self.width * self.tiles * (1 if self.in_registers or self.straight else 2)
+        )
         if self.latent:
             taken += 2 * ROWS * self.block + 1024
         if self.staged:
@@ -172,7 +198,9 @@ class Inputs(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Who computes what: tiles in order, each for every part of its heads, are shared out among the processors."""
+    """Who computes what: tiles in order, each for every part of its heads, are shared out among the
+    processors.
+    """
 
     tiles_CF: Any  # row, count, seq, position, first, last, span of each tile: see `Task`
     shares_RF: Any  # where each processor's share begins, and where the last one ends: see `Share`
@@ -222,7 +250,9 @@ class CutContext(NamedTuple):
 
 
 def each_task(shape: KernelShape, plan: Plan, do):
-    """Calls `do(task, step) -> step` for this processor's tasks, and returns the last `step`, which counts blocks."""
+    """Calls `do(task, step) -> step` for this processor's tasks, and returns the last `step`, which
+    counts blocks.
+    """
     processor = lax.axis_index("processor")
     begin = plan.share(processor)
     end = plan.share(processor + 1)
@@ -234,7 +264,9 @@ def each_task(shape: KernelShape, plan: Plan, do):
 
 
 def task_of(shape: KernelShape, plan: Plan, number) -> Task:
-    """This processor's task of that number; may be read again, rather than kept where registers are needed."""
+    """This processor's task of that number; may be read again, rather than kept where registers are
+    needed.
+    """
     parts = jnp.int32(shape.parts)
     processor = lax.axis_index("processor")
     begin = plan.share(processor)
@@ -252,13 +284,17 @@ def task_of(shape: KernelShape, plan: Plan, number) -> Task:
 
 
 def context_of(shape: KernelShape, plan: Plan, task: Task) -> CutContext:
-    """That of a task that is not whole; read again, rather than kept where registers are needed for the task."""
+    """That of a task that is not whole; read again, rather than kept where registers are needed for
+    the task.
+    """
     processor = lax.axis_index("processor")
     begin = plan.share(processor)
     end = plan.share(processor + 1)
     cut_before = (task.number == 0) & (begin.spans > 0)
     *_, first, last, span = plan.tile(lax.div(begin.unit + task.number, jnp.int32(shape.parts)))
-    place, first_cut = (jnp.where(cut_before, a, b) for a, b in ((begin.place, end.place), (begin.first, end.first)))
+    place, first_cut = (
+        jnp.where(cut_before, a, b) for a, b in ((begin.place, end.place), (begin.first, end.first))
+    )
     return CutContext(place, spans_of(first, last, span), first_cut)
 
 

@@ -1,1 +1,3 @@
-"""Products with weights on NVIDIA GPUs, dense ones and those of experts: by Hopper's own kernel, or Triton's."""
+"""Products with weights on NVIDIA GPUs, dense ones and those of experts: by Hopper's own kernel, or
+Triton's.
+"""

@@ -16,12 +16,15 @@ from .shape import BLOCKS, FEATURES, FOUR_BITS, Operands, ProductShape, block_si
 
 LARGEST_ERROR = 6e-3  # allowed in bfloat16, against float64
 LARGEST_ERROR_EXACT = 5e-5  # of a float32 weight in summands: TF32 would be off by 3e-4
-FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # what E2M1 codes stand for
+# what E2M1 codes stand for
+FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 EIGHT_BITS = {  # random codes
     "int8": lambda rng, axes: rng.integers(-127, 128, axes, np.int8),
-    "float8": lambda rng, axes: (rng.standard_normal(axes, np.float32) * 30).astype(ml_dtypes.float8_e4m3fn),
+    "float8": lambda rng, axes: (rng.standard_normal(axes, np.float32) * 30).astype(
+        ml_dtypes.float8_e4m3fn
+    ),
 }
 
 
@@ -39,10 +42,16 @@ class ProductCase:
 
     @property
     def sizes(self) -> list[int]:
-        return [rows for rows in BLOCKS if rows in block_sizes(self.kind["kernel"], self.kind["codes"])]
+        return [
+            rows for rows in BLOCKS if rows in block_sizes(self.kind["kernel"], self.kind["codes"])
+        ]
 
     def build(self, seed: int):
-        kind, rng, experts = self.kind, np.random.default_rng(seed), self.experts if self.kind["grouped"] else 1
+        kind, rng, experts = (
+            self.kind,
+            np.random.default_rng(seed),
+            self.experts if self.kind["grouped"] else 1,
+        )
         pairs = BLOCKS[-1] * (3 if experts == 1 else experts + 2)
 
         def array(*axes: int, dtype=jnp.bfloat16, scale: float = 1.0):
@@ -50,7 +59,11 @@ class ProductCase:
 
         x = array(pairs, self.inputs)
         each = (self.inputs, kind["parts"], self.outputs)
-        weight = array(experts, *((self.outputs, self.inputs) if kind["turned"] else each), scale=self.inputs**-0.5)
+        weight = array(
+            experts,
+            *((self.outputs, self.inputs) if kind["turned"] else each),
+            scale=self.inputs**-0.5,
+        )
         output_scale = row_scale = group_scale = group_zero = None
         numbers = np.asarray(weight, np.float64)
         small = self.inputs**-0.5
@@ -63,7 +76,9 @@ class ProductCase:
             weight = jnp.asarray(np.stack([four_bits.join(one) for one in code]))
             groups = experts, self.inputs // kind["group"], *each[1:]
             if kind["codes"] == "float4":
-                group_scale = jnp.asarray(rng.integers(-3, 2, groups) + round(127 + np.log2(small)), jnp.uint8)
+                group_scale = jnp.asarray(
+                    rng.integers(-3, 2, groups) + round(127 + np.log2(small)), jnp.uint8
+                )
             else:
                 group_scale = jnp.asarray(rng.uniform(0.5, 2, groups) / 8 * small, jnp.float16)
             if kind["zeros"]:
@@ -73,28 +88,40 @@ class ProductCase:
             numbers = EIGHT_BITS[kind["codes"]](rng, weight.shape)
             weight = jnp.asarray(numbers.view(np.int8))
             most = np.abs(numbers.astype(np.float64)).max()
-            output_scale = jnp.asarray(rng.uniform(0.5, 2, (experts, *each[1:])) / most * small, jnp.float32)
+            output_scale = jnp.asarray(
+                rng.uniform(0.5, 2, (experts, *each[1:])) / most * small, jnp.float32
+            )
             numbers = numbers.astype(np.float64) * np.asarray(output_scale, np.float64)[:, None]
         if kind["rounded"]:
             x = jnp.asarray(EIGHT_BITS[kind["codes"]](rng, x.shape), jnp.bfloat16)
             row_scale = jnp.asarray(rng.uniform(0.5, 2, pairs) / 127, jnp.float32)
         bias = array(experts, *each[1:], dtype=jnp.float32) if kind["bias"] else None
         scale = array(pairs, dtype=jnp.float32) if kind["weighed"] else None
-        whose = np.sort(np.r_[np.arange(experts), rng.integers(0, experts, pairs // BLOCKS[-1] - experts)])
+        whose = np.sort(
+            np.r_[np.arange(experts), rng.integers(0, experts, pairs // BLOCKS[-1] - experts)]
+        )
         given = []
         for rows in self.sizes:
             spare = 3 * rows  # of blocks that there are not
             given.append(
                 Operands(
-                    jnp.pad(x, ((0, spare), (0, 0)), constant_values=jnp.nan), weight, bias,
+                    jnp.pad(x, ((0, spare), (0, 0)), constant_values=jnp.nan),
+                    weight,
+                    bias,
                     None if scale is None else jnp.pad(scale, (0, spare), constant_values=jnp.nan),
                     jnp.asarray(np.pad(np.repeat(whose, BLOCKS[-1] // rows), (0, 3)), jnp.int32),
-                    jnp.full(1, pairs // rows, jnp.int32), output_scale,
-                    None if row_scale is None else jnp.pad(row_scale, (0, spare), constant_values=jnp.nan),
-                    group_scale, group_zero,
+                    jnp.full(1, pairs // rows, jnp.int32),
+                    output_scale,
+                    None
+                    if row_scale is None
+                    else jnp.pad(row_scale, (0, spare), constant_values=jnp.nan),
+                    group_scale,
+                    group_zero,
                 )
-            )  # fmt: skip
-        exact = np.asarray(x, np.float64) * (1 if row_scale is None else np.asarray(row_scale, np.float64)[:, None])
+            )
+        exact = np.asarray(x, np.float64) * (
+            1 if row_scale is None else np.asarray(row_scale, np.float64)[:, None]
+        )
         return (), given, reference(kind, whose, exact, numbers, bias, scale)
 
     def run(self, held, given):
@@ -104,9 +131,14 @@ class ProductCase:
         for rows, operands in zip(self.sizes, given, strict=True):
             there = len(operands.x) - 3 * rows
             shape = ProductShape(
-                blocks=there // rows + 3, rows=rows, experts=len(operands.weight), inputs=self.inputs,
-                outputs=self.outputs, processors=processors, **{k: v for k, v in self.kind.items() if k != "grouped"},
-            )  # fmt: skip
+                blocks=there // rows + 3,
+                rows=rows,
+                experts=len(operands.weight),
+                inputs=self.inputs,
+                outputs=self.outputs,
+                processors=processors,
+                **{k: v for k, v in self.kind.items() if k != "grouped"},
+            )
             outs.append(multiply(shape, operands, self.interpret)[:there])
         same = jnp.all(jnp.stack([out == outs[0] for out in outs]), 0)
         return jnp.where(same, outs[0], jnp.nan), held
@@ -123,19 +155,27 @@ def cases(kind: dict) -> list[Case]:
 
 
 def decoded(codes: str, code, scale, zero=None) -> np.ndarray:
-    """The numbers of codes of four bits [experts, inputs, ...], rounded to bfloat16 as products see them."""
+    """The numbers of codes of four bits [experts, inputs, ...], rounded to bfloat16 as products see
+    them.
+    """
     if codes == "float4":
         numbers = FLOAT4[code]
         scale = 2.0 ** (scale.astype(np.float64) - 127)
     else:
-        numbers = code - (8 if zero is None else np.repeat(zero, code.shape[1] // zero.shape[1], 1).astype(np.float32))
+        numbers = code - (
+            8
+            if zero is None
+            else np.repeat(zero, code.shape[1] // zero.shape[1], 1).astype(np.float32)
+        )
     wide = numbers * np.repeat(scale.astype(np.float32), code.shape[1] // scale.shape[1], 1)
     return np.asarray(jnp.asarray(wide, jnp.bfloat16), np.float64)
 
 
 def reference(kind: dict, whose, x, weight, bias, scale) -> np.ndarray:
     """The result in float64, on the host, from the same inputs."""
-    x, weight, bias, scale = (None if y is None else np.asarray(y, np.float64) for y in (x, weight, bias, scale))
+    x, weight, bias, scale = (
+        None if y is None else np.asarray(y, np.float64) for y in (x, weight, bias, scale)
+    )
     out = []
     for block, e in enumerate(whose):
         rows = slice(block * BLOCKS[-1], (block + 1) * BLOCKS[-1])

@@ -1,4 +1,6 @@
-"""Codes of weights as bfloat16, from one place in shared memory to another, as XLA makes them of the same codes."""
+"""Codes of weights as bfloat16, from one place in shared memory to another, as XLA makes them of
+the same codes.
+"""
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,8 +21,12 @@ def decode_bytes(codes: str, tiles: Tiles, codes_KF_ref, w_KF_ref) -> None:
         tiles.decode(codes, codes_KF_ref.at[inputs], w_KF_ref.at[inputs])
 
 
-def decode_packed(codes: str, tiles: Tiles, codes_KF_ref, scale_GF_ref, zero_GF_ref, w_KF_ref, kept=None) -> None:
-    """A step's codes of four bits: its first half of inputs, times `kept` if that is given, and then its second."""
+def decode_packed(
+    codes: str, tiles: Tiles, codes_KF_ref, scale_GF_ref, zero_GF_ref, w_KF_ref, kept=None
+) -> None:
+    """A step's codes of four bits: its first half of inputs, times `kept` if that is given, and
+    then its second.
+    """
     half = codes_KF_ref.shape[0]
     groups = scale_GF_ref.shape[0]
     codes_KF = tiles.widen(LAYOUT, tiles.load_as(codes_KF_ref, LAYOUT, True))
@@ -34,7 +40,10 @@ def decode_packed(codes: str, tiles: Tiles, codes_KF_ref, scale_GF_ref, zero_GF_
 
 
 def int4(tiles: Tiles, codes_KF, side: int, scale_GF_ref, zero_GF_ref, factor):
-    """Codes less their zeros, times their scales, exactly in float32. Upper codes are 16 times as much at first."""
+    """Codes less their zeros, times their scales, exactly in float32.
+
+    Upper codes are 16 times as much at first.
+    """
     unit = 16 if side else 1
 
     def scale(stored):
@@ -46,13 +55,20 @@ def int4(tiles: Tiles, codes_KF, side: int, scale_GF_ref, zero_GF_ref, factor):
     if zero_GF_ref is None:
         zero_KF = jnp.float16(1024 + MIDDLE * unit)
     else:
-        zero_KF = spread(tiles, zero_GF_ref, codes_KF.shape, lambda stored: number(stored.astype(jnp.int16) * unit))
+        zero_KF = spread(
+            tiles,
+            zero_GF_ref,
+            codes_KF.shape,
+            lambda stored: number(stored.astype(jnp.int16) * unit),
+        )
     code_KF = number(codes_KF & (15 * unit)) - zero_KF
     return code_KF.astype(jnp.float32) * spread(tiles, scale_GF_ref, codes_KF.shape, scale)
 
 
 def float4(tiles: Tiles, codes_KF, side: int, power_GF_ref, zero_GF_ref, factor):
-    """E2M1 times powers of two, exactly: bfloat16 has six more bits of exponent, and counts from 126 lower."""
+    """E2M1 times powers of two, exactly: bfloat16 has six more bits of exponent, and counts from
+    126 lower.
+    """
     del zero_GF_ref
 
     def scale(stored):  # of 0 it is 0, as in `quant/mxfp4.py`
@@ -60,17 +76,24 @@ def float4(tiles: Tiles, codes_KF, side: int, power_GF_ref, zero_GF_ref, factor)
         return power if factor is None else power * factor.astype(jnp.bfloat16)
 
     sign, rest = (8, 2) if side else (12, 6)
-    bits = tiles.shift_pairs(LAYOUT, codes_KF, sign) & -0x8000 | tiles.shift_pairs(LAYOUT, codes_KF, rest) & 0x1C0
+    bits = (
+        tiles.shift_pairs(LAYOUT, codes_KF, sign) & -0x8000
+        | tiles.shift_pairs(LAYOUT, codes_KF, rest) & 0x1C0
+    )
     return tiles.times_power(bits, 126) * spread(tiles, power_GF_ref, codes_KF.shape, scale)
 
 
 def spread(tiles: Tiles, values_GF_ref, shape, number):
-    """A tile for codes: each of its rows has the values of the group that it lies in, as `number` makes them."""
+    """A tile for codes: each of its rows has the values of the group that it lies in, as `number`
+    makes them.
+    """
     (rows, _) = shape
     groups = values_GF_ref.shape[0]
 
     def of_group(group: int):
-        values_KF = along_columns(number(tiles.load_as(values_GF_ref.at[group], LAYOUT.reduce(0))), shape)
+        values_KF = along_columns(
+            number(tiles.load_as(values_GF_ref.at[group], LAYOUT.reduce(0))), shape
+        )
         return values_KF if tiles.interpreted else plgpu.layout_cast(values_KF, LAYOUT)
 
     row_KF = tiles.index(shape, 0, LAYOUT)

@@ -1,9 +1,10 @@
-"""A product of blocks of rows, each with one expert's weight: a producer copies, the other warpgroups multiply.
+"""A product of blocks of rows, each with one expert's weight: a producer copies, the other
+warpgroups multiply.
 
-Weights are the left operand of the hardware's products and rows the right one, so few rows waste little. One warpgroup
-sums all inputs of an output, in one order whatever else is computed: a row's bits do not depend on its company.
-Codes become numbers on their way from one place in shared memory to another: they lie [inputs, outputs], and the
-hardware turns bfloat16 alone.
+Weights are the left operand of the hardware's products and rows the right one, so few rows waste
+little. One warpgroup sums all inputs of an output, in one order whatever else is computed: a row's
+bits do not depend on its company. Codes become numbers on their way from one place in shared memory
+to another: they lie [inputs, outputs], and the hardware turns bfloat16 alone.
 """
 
 import functools
@@ -36,15 +37,21 @@ def multiply(shape: ProductShape, operands: Operands, *, interpret: Any = None):
         more["decoded_ref"] = plgpu.SMEM((DECODED, pieces, *piece), dtype, transforms=swizzled)
     if shape.packed:
         piece = shape.step // 2, FEATURES
-        more["scale_ref"] = plgpu.SMEM((stages, pieces, shape.groups, FEATURES), operands.group_scale.dtype)
+        more["scale_ref"] = plgpu.SMEM(
+            (stages, pieces, shape.groups, FEATURES), operands.group_scale.dtype
+        )
     if shape.zeros:
-        more["zero_ref"] = plgpu.SMEM((stages, pieces, shape.zero_rows, FEATURES), operands.group_zero.dtype)
+        more["zero_ref"] = plgpu.SMEM(
+            (stages, pieces, shape.zero_rows, FEATURES), operands.group_zero.dtype
+        )
     kernel = plgpu.kernel(
         functools.partial(run, shape, Tiles(interpret is not None), names),
         out_type=jax.ShapeDtypeStruct((shape.blocks * shape.rows, shape.outputs), shape.out_dtype),
         scratch_types={
             "w_ref": plgpu.SMEM(
-                (stages, pieces, *piece), operands.weight.dtype, transforms=coded if shape.codes else swizzled
+                (stages, pieces, *piece),
+                operands.weight.dtype,
+                transforms=coded if shape.codes else swizzled,
             ),
             "x_ref": plgpu.SMEM((stages, shape.rows, shape.step), dtype, transforms=swizzled),
             "out_ref": plgpu.SMEM(
@@ -53,7 +60,9 @@ def multiply(shape: ProductShape, operands: Operands, *, interpret: Any = None):
                 transforms=(plgpu.TilingTransform((8, out_line)), plgpu.SwizzleTransform(128)),
             ),
             **more,
-            "here": plgpu.Barrier(num_arrivals=1 + (1 + shape.packed + shape.zeros) * pieces, num_barriers=stages),
+            "here": plgpu.Barrier(
+                num_arrivals=1 + (1 + shape.packed + shape.zeros) * pieces, num_barriers=stages
+            ),
             "free": plgpu.Barrier(num_arrivals=shape.warpgroups, num_barriers=stages),
         },
         grid=(shape.processors,),
@@ -68,7 +77,9 @@ def multiply(shape: ProductShape, operands: Operands, *, interpret: Any = None):
 
 def run(shape: ProductShape, tiles: Tiles, names, *refs, **shared):
     """What one processor does with its share of the tasks."""
-    operands = Operands(**{**dict.fromkeys(Operands._fields), **dict(zip(names, refs, strict=False))})
+    operands = Operands(
+        **{**dict.fromkeys(Operands._fields), **dict(zip(names, refs, strict=False))}
+    )
     part = lax.axis_index("part")
 
     @pl.when(part == shape.warpgroups)
@@ -81,12 +92,18 @@ def run(shape: ProductShape, tiles: Tiles, names, *refs, **shared):
         @pl.when(part == own)
         def _(own=own):
             plgpu.set_max_registers(232 if shape.warpgroups > 1 else 256, action="increase")
-            each_task(shape, operands, functools.partial(compute, shape, tiles, operands, shared, refs[-1], own))
+            each_task(
+                shape,
+                operands,
+                functools.partial(compute, shape, tiles, operands, shared, refs[-1], own),
+            )
             plgpu.wait_smem_to_gmem(0)
 
 
 def fetch_all(shape: ProductShape, operands: Operands, shared) -> None:
-    """Copy what this processor's tasks need, in their order; return when all of it has been used."""
+    """Copy what this processor's tasks need, in their order; return when all of it has been
+    used.
+    """
 
     def fetch(task: Task, step):
         def bring(k, step):
@@ -101,20 +118,27 @@ def fetch_all(shape: ProductShape, operands: Operands, shared) -> None:
             stored = pl.ds(k * (shape.step // 2), shape.step // 2) if shape.packed else inputs
             columns = inputs
             if shape.summands > 1:
-                columns = pl.ds(lax.rem(k, jnp.int32(shape.steps // shape.summands)) * shape.step, shape.step)
+                columns = pl.ds(
+                    lax.rem(k, jnp.int32(shape.steps // shape.summands)) * shape.step, shape.step
+                )
             rows = operands.x.at[pl.ds(task.row, shape.rows), columns]
             plgpu.copy_gmem_to_smem(rows, shared["x_ref"].at[slot], here)
             for place in range(shape.warpgroups * shape.parts):
                 own, part = divmod(place, shape.parts)
                 features = pl.ds(task.feature + own * FEATURES, FEATURES)
                 at = (features, inputs) if shape.turned else (stored, part, features)
-                plgpu.copy_gmem_to_smem(operands.weight.at[task.expert, *at], shared["w_ref"].at[slot, place], here)
+                plgpu.copy_gmem_to_smem(
+                    operands.weight.at[task.expert, *at], shared["w_ref"].at[slot, place], here
+                )
                 if shape.packed:
                     groups = step_at(shape, k, shape.group)
                     scales = operands.group_scale.at[task.expert, groups, part, features]
                     plgpu.copy_gmem_to_smem(scales, shared["scale_ref"].at[slot, place], here)
                 if shape.zeros:
-                    groups = pl.ds(step_at(shape, k, shape.group).start - zeros_before(shape, k), shape.zero_rows)
+                    groups = pl.ds(
+                        step_at(shape, k, shape.group).start - zeros_before(shape, k),
+                        shape.zero_rows,
+                    )
                     zeros = operands.group_zero.at[task.expert, groups, part, features]
                     plgpu.copy_gmem_to_smem(zeros, shared["zero_ref"].at[slot, place], here)
             return step + 1
@@ -130,7 +154,9 @@ def fetch_all(shape: ProductShape, operands: Operands, shared) -> None:
 
 
 def step_at(shape: ProductShape, k, each: int = 1):
-    """Where a step lies along an axis that has one place for so many inputs: the last step ends with them."""
+    """Where a step lies along an axis that has one place for so many inputs: the last step ends
+    with them.
+    """
     at = k * (shape.step // each)
     if shape.again:
         at = jnp.where(k == shape.steps - 1, (shape.inputs - shape.step) // each, at)
@@ -138,11 +164,15 @@ def step_at(shape: ProductShape, k, each: int = 1):
 
 
 def zeros_before(shape: ProductShape, k):
-    """Zeros that are copied before a step's own: its last one's come with those of the step before."""
+    """Zeros that are copied before a step's own: its last one's come with those of the step
+    before.
+    """
     return jnp.where(k == shape.steps - 1, jnp.int32(shape.zero_rows - shape.groups), 0)
 
 
-def compute(shape: ProductShape, tiles: Tiles, operands: Operands, shared, out, own: int, task: Task, step):
+def compute(
+    shape: ProductShape, tiles: Tiles, operands: Operands, shared, out, own: int, task: Task, step
+):
     """One warpgroup's part of a task. Returns `step`, the number of copies so far."""
     stages = jnp.int32(shape.stages)
 
@@ -154,14 +184,18 @@ def compute(shape: ProductShape, tiles: Tiles, operands: Operands, shared, out, 
         if shape.codes:
             codes = weights
             at = lax.rem(step, jnp.int32(DECODED))
-            weights = [shared["decoded_ref"].at[at, own * shape.parts + p] for p in range(shape.parts)]
+            weights = [
+                shared["decoded_ref"].at[at, own * shape.parts + p] for p in range(shape.parts)
+            ]
             for p, (codes_ref, w_ref) in enumerate(zip(codes, weights, strict=True)):
                 if shape.packed:
                     place = own * shape.parts + p
                     scale_ref = shared["scale_ref"].at[slot, place]
                     zero_ref = None
                     if shape.zeros:
-                        zero_ref = shared["zero_ref"].at[slot, place, pl.ds(zeros_before(shape, k), shape.groups)]
+                        zero_ref = shared["zero_ref"].at[
+                            slot, place, pl.ds(zeros_before(shape, k), shape.groups)
+                        ]
                     # What the last step holds once more was multiplied in the step before.
                     kept = jnp.where(k == shape.steps - 1, 0.0, 1.0) if shape.again else None
                     decode_packed(shape.codes, tiles, codes_ref, scale_ref, zero_ref, w_ref, kept)
@@ -205,12 +239,23 @@ def compute(shape: ProductShape, tiles: Tiles, operands: Operands, shared, out, 
         sums = pl.run_scoped(sum_all, *sum_refs)
         free(step + shape.steps - 1)
 
-    write(shape, tiles, operands, shared["out_ref"].at[own], out, task, task.feature + own * FEATURES, sums)
+    write(
+        shape,
+        tiles,
+        operands,
+        shared["out_ref"].at[own],
+        out,
+        task,
+        task.feature + own * FEATURES,
+        sums,
+    )
     return step + shape.steps
 
 
 def sum_in_order(total_FN, w_FK, x_NK):
-    """total + w @ x.T for the interpreter, where a product's order could depend on its sizes: the GPU's does not."""
+    """total + w @ x.T for the interpreter, where a product's order could depend on its sizes: the
+    GPU's does not.
+    """
     N, K = x_NK.shape
     x_NK = jnp.pad(x_NK, ((0, 128 - N), (0, 0)))
     for k in range(0, K, FEATURES):
@@ -219,12 +264,16 @@ def sum_in_order(total_FN, w_FK, x_NK):
     return total_FN
 
 
-def write(shape: ProductShape, tiles: Tiles, operands: Operands, out_ref, out, task: Task, feature, sums) -> None:
+def write(
+    shape: ProductShape, tiles: Tiles, operands: Operands, out_ref, out, task: Task, feature, sums
+) -> None:
     """What comes after the sums, and their way to the card's memory."""
     parts = []
     for part, y_FN in enumerate(sums):
         if shape.codes and not shape.packed:
-            scale_F = tiles.load_rows(operands.output_scale.at[task.expert, part, pl.ds(feature, FEATURES)])
+            scale_F = tiles.load_rows(
+                operands.output_scale.at[task.expert, part, pl.ds(feature, FEATURES)]
+            )
             y_FN = y_FN * along_rows(scale_F, y_FN.shape)
         if shape.rounded:
             scale_N = tiles.load_columns(operands.row_scale.at[pl.ds(task.row, shape.rows)])
@@ -233,7 +282,11 @@ def write(shape: ProductShape, tiles: Tiles, operands: Operands, out_ref, out, t
             bias_F = tiles.load_rows(operands.bias.at[task.expert, part, pl.ds(feature, FEATURES)])
             y_FN = y_FN + along_rows(bias_F, y_FN.shape)
         parts.append(y_FN)
-    y_FN = parts[0] if shape.parts == 1 else combine(*parts, shape.activation or "", shape.clamp, shape.alpha)
+    y_FN = (
+        parts[0]
+        if shape.parts == 1
+        else combine(*parts, shape.activation or "", shape.clamp, shape.alpha)
+    )
     if shape.weighed:
         scale_N = tiles.load_columns(operands.scale.at[pl.ds(task.row, shape.rows)])
         y_FN = y_FN * along_columns(scale_N, y_FN.shape)
@@ -242,6 +295,8 @@ def write(shape: ProductShape, tiles: Tiles, operands: Operands, out_ref, out, t
     if tiles.interpreted:
         out_ref[...] = y_FN.T
     else:
-        tiles.store(out_ref.transpose((1, 0)), plgpu.layout_cast(y_FN, plgpu.Layout.WGMMA_TRANSPOSED), True)
+        tiles.store(
+            out_ref.transpose((1, 0)), plgpu.layout_cast(y_FN, plgpu.Layout.WGMMA_TRANSPOSED), True
+        )
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(out_ref, out.at[pl.ds(task.row, shape.rows), pl.ds(feature, FEATURES)])

@@ -1,4 +1,6 @@
-"""From arrays of a model to the kernel's operands: what it takes, and how rows are cut into blocks."""
+"""From arrays of a model to the kernel's operands: what it takes, and how rows are cut into
+blocks.
+"""
 
 import math
 from dataclasses import replace
@@ -17,7 +19,11 @@ from ...rounding import round_rows
 from ..weight import GpuMatrix, RoundedRows, Weight, plain
 from .shape import FEATURES, FOUR_BITS, Operands, ProductShape, block_sizes
 
-SOURCES = *Path(__file__).parent.glob("*.py"), TILE_SOURCE, Path(__file__).parents[2] / "activation.py"
+SOURCES = (
+    *Path(__file__).parent.glob("*.py"),
+    TILE_SOURCE,
+    Path(__file__).parents[2] / "activation.py",
+)
 KERNEL = TriedKernel(f"{__package__}.accuracy", "a product with weights", SOURCES)
 TRITON_KERNEL = replace(KERNEL, compiler=TRITON)
 SUMMANDS = 3  # of bfloat16, with eight bits each, that a float32 is cut into
@@ -31,14 +37,17 @@ class Machine(NamedTuple):
     processors: int
 
     def block_rows(self, rows: int, codes: str | None) -> int:
-        """The smallest block that holds these rows, or the largest. An output's bits are the same in all."""
+        """The smallest block that holds these rows, or the largest.
+
+        An output's bits are the same in all.
+        """
         sizes = block_sizes(self.kernel, codes)
         return next((size for size in sizes if rows <= size), sizes[-1])
 
 
 def machine(interpret: Any) -> Machine:
-    """Hopper's own kernel, or for the other generations Triton's. `interpret`: parameters of Mosaic GPU's interpreter,
-    or True for Pallas' own, which has Triton's kernel."""
+    """Hopper's own kernel, or for the other generations Triton's. `interpret`: parameters of Mosaic
+    GPU's interpreter, or True for Pallas' own, which has Triton's kernel."""
     if interpret is not None:
         return Machine("triton" if interpret is True else "mosaic", 3)
     if device.is_hopper():
@@ -56,7 +65,10 @@ def require(
     reasons = []
     if here.kernel == "triton":
         if turned or matrix.summands > 1 or not (grouped or matrix.codes):
-            reasons.append("on this card the kernel is for experts and for codes: other products XLA does as well")
+            reasons.append(
+                "on this card the kernel is for experts and for codes: other products XLA "
+                "does as well"
+            )
         if triton.beyond_offsets(matrix.array):
             reasons.append(f"codes must not be {triton.BEYOND}")
         if matrix.group and matrix.group not in (32, 64, BLOCK):
@@ -66,11 +78,19 @@ def require(
     if matrix.codes is None and matrix.array.dtype != jnp.bfloat16:
         reasons.append(f"weights must be bfloat16 or codes, not {matrix.array.dtype}")
     if inputs % FEATURES or outputs % FEATURES:
-        reasons.append(f"inputs and outputs must divide by {FEATURES}, and are {inputs} and {outputs}")
+        reasons.append(
+            f"inputs and outputs must divide by {FEATURES}, and are {inputs} and {outputs}"
+        )
     elif matrix.group and (inputs < BLOCK or inputs % matrix.group):
-        reasons.append(f"inputs must be {BLOCK} or more and divide by the group of {matrix.group}, and are {inputs}")
+        reasons.append(
+            f"inputs must be {BLOCK} or more and divide by the group of {matrix.group}, and "
+            f"are {inputs}"
+        )
     if matrix.zero is not None and inputs < 2 * matrix.group:
-        reasons.append(f"inputs with zero points must be of two groups of {matrix.group} or more, and are {inputs}")
+        reasons.append(
+            f"inputs with zero points must be of two groups of {matrix.group} or more, and are "
+            f"{inputs}"
+        )
     if activation is not None and activation not in ACTIVATIONS:
         reasons.append(f"the activation must be one of {', '.join(ACTIVATIONS)}, not {activation}")
     if reasons:
@@ -96,11 +116,22 @@ def multiply(shape: ProductShape, operands: Operands, interpret: Any):
 def require_trial(shape: ProductShape) -> None:
     """Declines a kind of product that the kernel has not been seen to get right on this card."""
     kind = {
-        "grouped": shape.experts > 1, "parts": shape.parts, "turned": shape.turned, "activation": shape.activation,
-        "clamp": shape.clamp, "alpha": shape.alpha, "bias": shape.bias, "weighed": shape.weighed,
-        "out_dtype": shape.out_dtype, "codes": shape.codes, "group": shape.group, "zeros": shape.zeros,
-        "rounded": shape.rounded, "summands": shape.summands, "kernel": shape.kernel,
-    }  # fmt: skip
+        "grouped": shape.experts > 1,
+        "parts": shape.parts,
+        "turned": shape.turned,
+        "activation": shape.activation,
+        "clamp": shape.clamp,
+        "alpha": shape.alpha,
+        "bias": shape.bias,
+        "weighed": shape.weighed,
+        "out_dtype": shape.out_dtype,
+        "codes": shape.codes,
+        "group": shape.group,
+        "zeros": shape.zeros,
+        "rounded": shape.rounded,
+        "summands": shape.summands,
+        "kernel": shape.kernel,
+    }
     require_pass(TRITON_KERNEL if shape.kernel == "triton" else KERNEL, kind)
 
 
@@ -110,7 +141,9 @@ def matrix(weight) -> GpuMatrix:
 
 
 def meeting_rows(x_PK, matrix: GpuMatrix):
-    """The rows as the kernel takes them, and the scale of each if they are rounded: bfloat16 holds codes exactly."""
+    """The rows as the kernel takes them, and the scale of each if they are rounded: bfloat16 holds
+    codes exactly.
+    """
     if not matrix.rounded:
         return plain(x_PK), None
     if isinstance(x_PK, RoundedRows) and x_PK.kind == matrix.codes:
@@ -119,7 +152,9 @@ def meeting_rows(x_PK, matrix: GpuMatrix):
 
 
 def summands(w_KO):
-    """A float32 matrix as bfloat16 [3 * K, O]: three whose sum has all its bits, the smallest first."""
+    """A float32 matrix as bfloat16 [3 * K, O]: three whose sum has all its bits, the smallest
+    first.
+    """
 
     def cut(w_KO):  # by its bits: of a conversion and its inverse XLA may make nothing
         bits_KO = jax.lax.bitcast_convert_type(w_KO, jnp.uint32) & jnp.uint32(0xFFFF0000)
@@ -131,9 +166,16 @@ def summands(w_KO):
 
 
 def dense(
-    x_RK, matrix: GpuMatrix, bias=None, *, dtype, parts: int = 1, turned: bool = False, activation: str | None = None,
+    x_RK,
+    matrix: GpuMatrix,
+    bias=None,
+    *,
+    dtype,
+    parts: int = 1,
+    turned: bool = False,
+    activation: str | None = None,
     interpret: Any = None,
-):  # fmt: skip
+):
     """[R, outputs] of rows and one weight: [K, parts * outputs], or turned [outputs, K]."""
     weight = matrix.array
     (rows, inputs) = plain(x_RK).shape
@@ -169,10 +211,18 @@ def each(x_TNK, matrix: GpuMatrix, *, dtype, interpret: Any = None):
     size = here.block_rows(T, matrix.codes)
     blocks = -(-T // size)
     shape = ProductShape(
-        blocks=N * blocks, rows=size, experts=N, inputs=inputs, outputs=outputs, parts=1,
-        processors=here.processors, out_dtype=jnp.dtype(dtype).name, turned=True, kernel=here.kernel,
+        blocks=N * blocks,
+        rows=size,
+        experts=N,
+        inputs=inputs,
+        outputs=outputs,
+        parts=1,
+        processors=here.processors,
+        out_dtype=jnp.dtype(dtype).name,
+        turned=True,
+        kernel=here.kernel,
         **matrix.options,
-    )  # fmt: skip
+    )
     x_NPK = jnp.pad(jnp.swapaxes(x_TNK, 0, 1), ((0, 0), (0, blocks * size - T), (0, 0)))
     heads = jnp.repeat(jnp.arange(N, dtype=jnp.int32), blocks)
     count = jnp.full(1, N * blocks, jnp.int32)

@@ -16,7 +16,10 @@ DEEPEST = 12  # blocks that are on their way at once, at most
 
 
 def block_sizes(kernel: str, codes: str | None) -> tuple[int, ...]:
-    """Rows that a block can have. Blackwell's memory for tensors holds no more codes of four bits as numbers."""
+    """Rows that a block can have.
+
+    Blackwell's memory for tensors holds no more codes of four bits as numbers.
+    """
     return BLOCKS[:-1] if kernel == "triton" and codes in FOUR_BITS else BLOCKS
 
 
@@ -37,11 +40,13 @@ class ProductShape(NamedTuple):
     bias: bool = False
     weighed: bool = False  # each row is multiplied by a weight of its own
     turned: bool = False  # a weight is [outputs, inputs], and not [inputs, parts, outputs]
-    codes: str | None = None  # weights are codes: int8 or float8, with a scale an output; or of FOUR_BITS, two a byte
+    # weights are codes: int8 or float8, with a scale an output; or of FOUR_BITS, two a byte
+    codes: str | None = None
     group: int = 0  # inputs of an output that share a scale of the latter
     zeros: bool = False  # and a code that stands for zero
     rounded: bool = False  # rows are codes too, with a scale each
-    summands: int = 1  # a weight is the sum of so many, of which each has all inputs, one after the other
+    # a weight is the sum of so many, of which each has all inputs, one after the other
+    summands: int = 1
     kernel: str = "mosaic"  # or "triton"
 
     @property
@@ -74,7 +79,9 @@ class ProductShape(NamedTuple):
 
     @property
     def zero_rows(self) -> int:
-        """Groups whose zeros are copied with a step: 128 bytes are two of them, and no copy is shorter."""
+        """Groups whose zeros are copied with a step: 128 bytes are two of them, and no copy is
+        shorter.
+        """
         return max(self.groups, 2) if self.zeros else 0
 
     @property
@@ -83,7 +90,9 @@ class ProductShape(NamedTuple):
 
     @property
     def again(self) -> int:
-        """Inputs that the last step holds once more, and does not count: it ends with the weight."""
+        """Inputs that the last step holds once more, and does not count: it ends with the
+        weight.
+        """
         return self.steps * self.step - self.inputs * self.summands
 
     @property
@@ -101,7 +110,8 @@ class ProductShape(NamedTuple):
 
 class Operands(NamedTuple):
     x: Any  # [blocks * rows, inputs]
-    weight: Any  # [experts, summands * inputs, parts, outputs], or turned [experts, outputs, inputs]; bfloat16,
+    # [experts, summands * inputs, parts, outputs], or turned [experts, outputs, inputs]; bfloat16,
+    weight: Any
     # or codes; of codes of four bits bytes in place of inputs, as in `quant/four_bits.py`
     bias: Any  # float32 [experts, parts, outputs]
     scale: Any  # float32 [blocks * rows]: the weight of each row
@@ -109,7 +119,8 @@ class Operands(NamedTuple):
     count: Any  # int32 [1]: blocks that there are
     output_scale: Any = None  # float32 [experts, parts, outputs], of codes of eight bits
     row_scale: Any = None  # float32 [blocks * rows], of rows that are codes
-    # [experts, groups, parts, outputs], of codes of four bits: float16, or of float4 a power of two as uint8
+    # [experts, groups, parts, outputs], of codes of four bits: float16, or of float4 a power of two
+    # as uint8
     group_scale: Any = None
     group_zero: Any = None  # uint8, of int4 with zero points: alike
 
@@ -124,7 +135,9 @@ class Task(NamedTuple):
 
 
 def each_task(shape: ProductShape, operands: Operands, do):
-    """Calls `do(task, step) -> step` for this processor's tasks, and returns the last `step`, which counts copies."""
+    """Calls `do(task, step) -> step` for this processor's tasks, and returns the last `step`, which
+    counts copies.
+    """
     processors = jnp.int32(shape.processors)
     tiles = jnp.int32(shape.tiles)
     count = operands.count[0]
@@ -132,7 +145,8 @@ def each_task(shape: ProductShape, operands: Operands, do):
 
     def body(n, step):
         at = mine + n * processors
-        if shape.experts == 1:  # row after row meets the same part of the weight while that is in the card's cache
+        # row after row meets the same part of the weight while that is in the card's cache
+        if shape.experts == 1:
             block = lax.rem(at, count)
             tile = lax.div(at, count)
         else:

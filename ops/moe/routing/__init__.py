@@ -1,11 +1,14 @@
-"""From a router's logits to experts: which of them each row chooses, and where its pairs lie in blocks."""
+"""From a router's logits to experts: which of them each row chooses, and where its pairs lie in
+blocks.
+"""
 
 from typing import NamedTuple
 
 from ...implementations import choose
 from .blocks import Blocks
 
-# Tried in order; one that cannot serve a case declines by raising NotImplementedError with its reasons.
+# Tried in order; one that cannot serve a case declines by raising NotImplementedError with its
+# reasons.
 IMPLEMENTATIONS = {"mosaic_gpu": ".hopper", "xla": ".xla"}
 
 
@@ -23,9 +26,9 @@ class Rule(NamedTuple):
 
 
 def route(logits_TE, live_T, rule: Rule, choice_bias_E=None, implementation: str | None = None):
-    """(weights, experts) that each row chooses, both [T, X]; of equal experts the first. A row that is not live chooses
-    `E`, which is none. The bias counts in the choice and not in the weights. `implementation` forces one of
-    IMPLEMENTATIONS.
+    """(weights, experts) that each row chooses, both [T, X]; of equal experts the first. A row that
+    is not live chooses `E`, which is none. The bias counts in the choice and not in the weights.
+    `implementation` forces one of IMPLEMENTATIONS.
     """
 
     def run(module):
@@ -34,8 +37,12 @@ def route(logits_TE, live_T, rule: Rule, choice_bias_E=None, implementation: str
     return choose(IMPLEMENTATIONS, __name__, run, implementation)
 
 
-def align(experts_TX, weights_TX, experts: int, rows: int, implementation: str | None = None) -> Blocks:
-    """The pairs of rows and experts in blocks of `rows` rows; a pair whose expert is `experts` is in none."""
+def align(
+    experts_TX, weights_TX, experts: int, rows: int, implementation: str | None = None
+) -> Blocks:
+    """The pairs of rows and experts in blocks of `rows` rows; a pair whose expert is `experts` is
+    in none.
+    """
 
     def run(module):
         return module.align(experts_TX, weights_TX, experts, rows)

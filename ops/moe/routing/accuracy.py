@@ -16,7 +16,9 @@ EXACT = 1e-6  # places are whole numbers
 
 @dataclass(frozen=True)
 class RouteCase:
-    """The weights that rows give to their experts; every other row has experts that are equally good."""
+    """The weights that rows give to their experts; every other row has experts that are equally
+    good.
+    """
 
     kind: dict
     rows: int = 300  # more than twice the card's processors
@@ -39,7 +41,9 @@ class RouteCase:
 
     def run(self, held, given):
         logits_TE, live_T, bias_E = given
-        weights_TX, experts_TX = choose_experts(logits_TE, live_T, Rule(*self.kind["rule"]), bias_E, self.interpret)
+        weights_TX, experts_TX = choose_experts(
+            logits_TE, live_T, Rule(*self.kind["rule"]), bias_E, self.interpret
+        )
         row_T1 = jnp.arange(self.rows)[:, None]
         return jnp.zeros_like(logits_TE).at[row_T1, experts_TX].set(weights_TX, mode="drop"), held
 
@@ -59,7 +63,9 @@ class AlignCase:
         (T, X) = self.pairs
         E = self.kind["experts"]
         # A few experts have most of the pairs, and some pairs have none.
-        experts_TX = np.where(rng.random((T, X)) < 0.5, rng.integers(0, 3, (T, X)), rng.integers(0, E + 1, (T, X)))
+        experts_TX = np.where(
+            rng.random((T, X)) < 0.5, rng.integers(0, 3, (T, X)), rng.integers(0, E + 1, (T, X))
+        )
         experts_TX = np.where(rng.random((T, X)) < 0.1, E, np.minimum(experts_TX, E))
         given = jnp.asarray(experts_TX, jnp.int32), jnp.asarray(rng.random((T, X)), jnp.float32)
         return (), given, np.asarray(self.said(align(*given, E, self.kind["rows"])), np.float64)
@@ -71,7 +77,9 @@ class AlignCase:
         return jnp.concatenate([part.astype(jnp.float32) for part in parts])[:, None]
 
     def run(self, held, given):
-        return self.said(place(*given, self.kind["experts"], self.kind["rows"], self.interpret)), held
+        return self.said(
+            place(*given, self.kind["experts"], self.kind["rows"], self.interpret)
+        ), held
 
 
 def cases(kind: dict) -> list[Case]:
@@ -104,7 +112,9 @@ def in_float64(logits_TE, rule: Rule, bias_E) -> tuple[np.ndarray, np.ndarray]:
         grouped = choice_TE.reshape(len(choice_TE), rule.groups, -1)
         best = np.sort(grouped, 2)[:, :, -(2 if rule.group_score == "top2" else 1) :].sum(2)
         rank = np.argsort(np.argsort(-best, 1, kind="stable"), 1)
-        choice_TE = np.where(rank[:, :, None] < rule.top_groups, grouped, -np.inf).reshape(choice_TE.shape)
+        choice_TE = np.where(rank[:, :, None] < rule.top_groups, grouped, -np.inf).reshape(
+            choice_TE.shape
+        )
     experts_TX = np.argsort(-choice_TE, 1, kind="stable")[:, : rule.top_k]
     weights_TX = np.take_along_axis(score_TE, experts_TX, 1)
     if rule.normalize or rule.score == "softmax_top":

@@ -1,7 +1,8 @@
-"""The kernel that finds where pairs lie in blocks of one expert: by comparing tiles of pairs, experts and places.
+"""The kernel that finds where pairs lie in blocks of one expert: by comparing tiles of pairs,
+experts and places.
 
-Each program counts the pairs of all experts for itself, since programs cannot wait for each other. Then it puts some
-pairs into their places, and says of some places what they hold.
+Each program counts the pairs of all experts for itself, since programs cannot wait for each other.
+Then it puts some pairs into their places, and says of some places what they hold.
 """
 
 from typing import Any, NamedTuple
@@ -45,7 +46,9 @@ class AlignShape(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """References: of all pairs and results in the card's memory, and of what a program knows in shared memory."""
+    """References: of all pairs and results in the card's memory, and of what a program knows in
+    shared memory.
+    """
 
     experts: Any
     weights: Any
@@ -70,11 +73,19 @@ def place(experts_TX, weights_TX, experts: int, rows: int, interpret: Any = None
     Z = experts_TX.size
     shape = AlignShape(Z, experts, most_blocks(Z, experts, rows), rows)
     integers = {
-        "whose": (shape.pair_tiles, TILE), "counts": (shape.expert_tiles, TILE), "blocks": (shape.expert_tiles, TILE),
-        "last": (shape.expert_tiles, TILE), "places": (TILE,), "holder": (TILE,), "empty": (TILE,),
-    }  # fmt: skip
+        "whose": (shape.pair_tiles, TILE),
+        "counts": (shape.expert_tiles, TILE),
+        "blocks": (shape.expert_tiles, TILE),
+        "last": (shape.expert_tiles, TILE),
+        "places": (TILE,),
+        "holder": (TILE,),
+        "empty": (TILE,),
+    }
     scratch: dict[str, Any] = {name: plgpu.SMEM(size, jnp.int32) for name, size in integers.items()}
-    scratch |= {"own_weights": plgpu.SMEM((TILE,), jnp.float32), "here": plgpu.Barrier(num_arrivals=1)}
+    scratch |= {
+        "own_weights": plgpu.SMEM((TILE,), jnp.float32),
+        "here": plgpu.Barrier(num_arrivals=1),
+    }
     names = "experts", "weights", "place_Z", "pair_P", "weight_P", "experts_B", "count"
 
     def body(*refs) -> None:
@@ -88,14 +99,19 @@ def place(experts_TX, weights_TX, experts: int, rows: int, interpret: Any = None
     found: Any = pl.kernel(
         body,
         (
-            jax.ShapeDtypeStruct((shape.pair_tiles, TILE), jnp.int32), result(shape.places),
-            result(shape.places, jnp.float32), result(shape.blocks), result(1),
+            jax.ShapeDtypeStruct((shape.pair_tiles, TILE), jnp.int32),
+            result(shape.places),
+            result(shape.places, jnp.float32),
+            result(shape.blocks),
+            result(1),
         ),
-        mesh=plgpu.Mesh(grid=(max(shape.pair_tiles, shape.place_tiles), PARTS), grid_names=("tile", "part")),
+        mesh=plgpu.Mesh(
+            grid=(max(shape.pair_tiles, shape.place_tiles), PARTS), grid_names=("tile", "part")
+        ),
         compiler_params=plgpu.CompilerParams(),
         interpret=False if interpret is None else interpret,
         name="align",
-    )(tiled(experts_TX, experts), tiled(weights_TX.astype(jnp.float32), 0))  # fmt: skip
+    )(tiled(experts_TX, experts), tiled(weights_TX.astype(jnp.float32), 0))
     return Blocks(found[0].reshape(-1)[:Z], *found[1:])
 
 
@@ -114,9 +130,12 @@ def run(shape: AlignShape, tiles: Tiles, refs: Refs) -> None:
     plgpu.commit_smem()
     for tile in range(shape.expert_tiles):
         refs.last[tile] = sum_over(
-            tiles, shape.expert_tiles, refs.blocks,
-            lambda e_MJ, mine_MJ, blocks_MJ: jnp.where(e_MJ <= mine_MJ, blocks_MJ, 0), tile * TILE + numbers(tiles),
-        )  # fmt: skip
+            tiles,
+            shape.expert_tiles,
+            refs.blocks,
+            lambda e_MJ, mine_MJ, blocks_MJ: jnp.where(e_MJ <= mine_MJ, blocks_MJ, 0),
+            tile * TILE + numbers(tiles),
+        )
     plgpu.commit_smem()
     tile = lax.axis_index("tile")
     part = lax.axis_index("part")
@@ -142,7 +161,8 @@ def count(shape: AlignShape, tiles: Tiles, refs: Refs, tile: int) -> None:
         return jnp.where(whose_MJ == mine_MJ, 1, 0)
 
     count_M = sum_over(tiles, shape.pair_tiles, refs.whose, of_expert, mine_M)
-    count_M = jnp.where(mine_M < shape.experts, count_M, 0)  # pairs without an expert have its number
+    # pairs without an expert have its number
+    count_M = jnp.where(mine_M < shape.experts, count_M, 0)
     refs.counts[tile] = count_M
     refs.blocks[tile] = lax.div(count_M + (shape.rows - 1), jnp.int32(shape.rows))
 
@@ -163,7 +183,9 @@ def put_pairs(shape: AlignShape, tiles: Tiles, refs: Refs, tile, part) -> None:
 
     rank_M = sum_over(tiles, tile + 1, refs.whose, earlier, whose_M)
     first_M = sum_over(tiles, shape.expert_tiles, refs.blocks, before, whose_M)
-    place_M = jnp.where(whose_M < shape.experts, first_M * shape.rows + rank_M, shape.places + pair_M)
+    place_M = jnp.where(
+        whose_M < shape.experts, first_M * shape.rows + rank_M, shape.places + pair_M
+    )
     refs.places[...] = place_M
     plgpu.commit_smem()
 
@@ -228,7 +250,9 @@ def numbers(tiles: Tiles):
 
 
 def sum_over(tiles: Tiles, count, ref, term, mine_M):
-    """For each row the sum of `term(number, mine, value)` over the values of so many tiles of `ref`."""
+    """For each row the sum of `term(number, mine, value)` over the values of so many tiles of
+    `ref`.
+    """
     shape = TILE, TILE
 
     def add(tile, sum_M):

@@ -1,4 +1,7 @@
-"""Blocks of rows, each of one expert: where each pair of a row and an expert lies in them. Fixed sizes, and no loop."""
+"""Blocks of rows, each of one expert: where each pair of a row and an expert lies in them.
+
+Fixed sizes, and no loop.
+"""
 
 from typing import Any, NamedTuple
 
@@ -30,12 +33,18 @@ def align(experts_TX, weights_TX, experts: int, rows: int) -> Blocks:
     chosen_TXE = (experts_TX[..., None] == expert_E).astype(jnp.int32)
     before_TE, counts_E = sums_before(jnp.sum(chosen_TXE, 1))
     blocks_E = (counts_E + rows - 1) // rows
-    last_E = jnp.sum(jnp.where(expert_E[:, None] >= expert_E, blocks_E, 0), 1)  # where each expert's blocks end
-    earlier_TX = jnp.sum((experts_TX[:, :, None] == experts_TX[:, None]) & (jnp.arange(X)[:, None] > jnp.arange(X)), 2)
+    # where each expert's blocks end
+    last_E = jnp.sum(jnp.where(expert_E[:, None] >= expert_E, blocks_E, 0), 1)
+    earlier_TX = jnp.sum(
+        (experts_TX[:, :, None] == experts_TX[:, None]) & (jnp.arange(X)[:, None] > jnp.arange(X)),
+        2,
+    )
     start_TE = before_TE + (last_E - blocks_E) * rows
     place_TX = jnp.sum(chosen_TXE * start_TE[:, None], 2) + earlier_TX
     pair_Z = jnp.arange(T * X, dtype=jnp.int32)
-    place_Z = jnp.where(experts_TX.reshape(-1) < experts, place_TX.reshape(-1), size * rows + pair_Z)
+    place_Z = jnp.where(
+        experts_TX.reshape(-1) < experts, place_TX.reshape(-1), size * rows + pair_Z
+    )
     empty_P = jnp.full(size * rows, T * X, jnp.int32)
     pair_P = empty_P.at[place_Z].set(pair_Z, mode="drop", unique_indices=True)
     weight_P = weights_TX.reshape(-1).at[pair_P].get(mode="fill", fill_value=0).astype(jnp.float32)
@@ -44,7 +53,9 @@ def align(experts_TX, weights_TX, experts: int, rows: int) -> Blocks:
 
 
 def sums_before(counts_TE):
-    """(of each row the sum of the rows before it, the sum of all), without a scan: by chunks, and then within each."""
+    """(of each row the sum of the rows before it, the sum of all), without a scan: by chunks, and
+    then within each.
+    """
     T, E = counts_TE.shape
     size = min(CHUNK, T)
     chunks_ACE = jnp.pad(counts_TE, ((0, -T % size), (0, 0))).reshape(-1, size, E)

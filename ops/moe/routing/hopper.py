@@ -1,7 +1,8 @@
-"""Routing by two kernels on NVIDIA GPUs: one for each row's choice, and one where the pairs of all rows meet.
+"""Routing by two kernels on NVIDIA GPUs: one for each row's choice, and one where the pairs of all
+rows meet.
 
-They serve the kinds of routing in which they passed their trials on this card. A row's choice is the same in any batch:
-each row is computed by itself.
+They serve the kinds of routing in which they passed their trials on this card. A row's choice is
+the same in any batch: each row is computed by itself.
 """
 
 from pathlib import Path
@@ -16,13 +17,17 @@ from .blocks import Blocks
 
 MOST_EXPERTS = 1024  # whose scores lie in the registers of 128 threads
 MOST_CHOSEN = 16  # of a row, one after the other
-MOST_PAIRS = 2048  # each program counts all of them: with more, the launches of XLA's way are cheaper
+# each program counts all of them: with more, the launches of XLA's way are cheaper
+MOST_PAIRS = 2048
 SOURCES = *Path(__file__).parent.glob("*.py"), TILE_SOURCE
 KERNEL = TriedKernel(f"{__package__}.accuracy", "routing", SOURCES)
 
 
 def route(logits_TE, live_T, rule: Rule, choice_bias_E=None, *, interpret: Any = None):
-    """See `quire.ops.moe.routing.route`. With `interpret` it runs in Pallas' interpreter, on a CPU."""
+    """See `quire.ops.moe.routing.route`.
+
+    With `interpret` it runs in Pallas' interpreter, on a CPU.
+    """
     E = logits_TE.shape[1]
     reasons = []
     if logits_TE.dtype != jnp.float32:
@@ -41,7 +46,10 @@ def route(logits_TE, live_T, rule: Rule, choice_bias_E=None, *, interpret: Any =
 
 
 def align(experts_TX, weights_TX, experts: int, rows: int, *, interpret: Any = None) -> Blocks:
-    """See `quire.ops.moe.routing.align`. With `interpret` it runs in Pallas' interpreter, on a CPU."""
+    """See `quire.ops.moe.routing.align`.
+
+    With `interpret` it runs in Pallas' interpreter, on a CPU.
+    """
     pairs = experts_TX.size
     reasons = []
     if pairs > MOST_PAIRS:

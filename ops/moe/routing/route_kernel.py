@@ -1,7 +1,8 @@
-"""The kernel that chooses a row's experts: one program a row, whose threads have the experts' scores.
+"""The kernel that chooses a row's experts: one program a row, whose threads have the experts'
+scores.
 
-Scores are compared as whole numbers of the same order, in which NaN is above all others, so that a row of them chooses
-experts too.
+Scores are compared as whole numbers of the same order, in which NaN is above all others, so that a
+row of them chooses experts too.
 """
 
 from typing import Any, NamedTuple
@@ -51,7 +52,9 @@ class Scores(NamedTuple):
 
     def load(self, ref, beyond: float):
         """Those of all experts, and `beyond` past the last."""
-        return jnp.where(self.expert < self.experts, self.tiles.load_as(ref, self.layout, True), beyond)
+        return jnp.where(
+            self.expert < self.experts, self.tiles.load_as(ref, self.layout, True), beyond
+        )
 
 
 def choose_experts(logits_TE, live_T, rule: Rule, bias_E, interpret: Any = None):
@@ -62,7 +65,10 @@ def choose_experts(logits_TE, live_T, rule: Rule, bias_E, interpret: Any = None)
     scratch = {"own": plgpu.SMEM((lines, LINE), jnp.float32), "here": plgpu.Barrier(num_arrivals=1)}
     if bias_E is not None:
         given["bias"] = lined(bias_E)
-        scratch |= {"own_bias": plgpu.SMEM((lines, LINE), jnp.float32), "here": plgpu.Barrier(num_arrivals=2)}
+        scratch |= {
+            "own_bias": plgpu.SMEM((lines, LINE), jnp.float32),
+            "here": plgpu.Barrier(num_arrivals=2),
+        }
     names = [*given, "weights", "experts"]
 
     def body(*refs) -> None:
@@ -139,7 +145,9 @@ def limit_groups(rule: Rule, experts: int, choice, index):
     limited = jnp.where(group < 0, choice, -jnp.inf)
     for g, mine in enumerate(best):
         better = sum(
-            ((other >= mine) if n < g else (other > mine)).astype(jnp.int32) for n, other in enumerate(best) if n != g
+            ((other >= mine) if n < g else (other > mine)).astype(jnp.int32)
+            for n, other in enumerate(best)
+            if n != g
         )
         kept = jnp.where(better < rule.top_groups, 0.0, -jnp.inf)
         limited = jnp.where(group == g, choice + kept, limited)

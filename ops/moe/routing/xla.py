@@ -23,7 +23,9 @@ def best(logits_TE, rule: Rule, choice_bias_E):
         return softmax(top) * rule.scaling, experts_TX
     scores_TE = softmax(logits_TE) if rule.score == "softmax" else jax.nn.sigmoid(logits_TE)
     choice_TE = scores_TE if choice_bias_E is None else scores_TE + choice_bias_E
-    _, experts_TX = jax.lax.top_k(limit_groups(choice_TE, rule.groups, rule.top_groups, rule.group_score), rule.top_k)
+    _, experts_TX = jax.lax.top_k(
+        limit_groups(choice_TE, rule.groups, rule.top_groups, rule.group_score), rule.top_k
+    )
     weights_TX = jnp.take_along_axis(scores_TE, experts_TX, axis=-1)
     if rule.normalize:
         weights_TX = weights_TX / (sum_pairs(weights_TX)[..., None] + 1e-20)
@@ -31,7 +33,9 @@ def best(logits_TE, rule: Rule, choice_bias_E):
 
 
 def mix_sparsely(logits_TE, rule: Rule):
-    """One expert after the other: the best that is left, weighed by its softmax among those left that come near it."""
+    """One expert after the other: the best that is left, weighed by its softmax among those left
+    that come near it.
+    """
     left_TE = logits_TE
     weights = []
     chosen = []
@@ -52,7 +56,9 @@ def limit_groups(choice_TE, groups: int, top_groups: int, group_score: str):
         return choice_TE
     T, E = choice_TE.shape
     grouped = choice_TE.reshape(T, groups, E // groups)
-    best = jnp.max(grouped, -1) if group_score == "max" else jnp.sum(jax.lax.top_k(grouped, 2)[0], -1)
+    best = (
+        jnp.max(grouped, -1) if group_score == "max" else jnp.sum(jax.lax.top_k(grouped, 2)[0], -1)
+    )
     _, kept = jax.lax.top_k(best, top_groups)
     mask = jnp.any(kept[:, :, None] == jnp.arange(groups), axis=1)
     return jnp.where(mask[:, :, None], grouped, -jnp.inf).reshape(T, E)

@@ -43,14 +43,20 @@ def checked_fields(body: Any, names: tuple[str, ...]) -> Mapping[str, Any]:
 def string_field(fields: Mapping[str, Any], name: str, max_length: int = MAX_NAME) -> str:
     value = fields.get(name)
     if not isinstance(value, str) or not 0 < len(value) <= max_length or not value.isprintable():
-        raise RequestError(name, f"must be a string of 1 to {max_length} printable characters, got {shown(value)}")
+        raise RequestError(
+            name, f"must be a string of 1 to {max_length} printable characters, got {shown(value)}"
+        )
     return value
 
 
 def resolve_adapter_folder(service: Service, path: str) -> Path:
     """The folder that a client names; it must lie below --lora-dir."""
     if service.settings.lora_dir is None:
-        raise HttpError(403, "no adapter is loaded at run time: --lora-dir names the folder that they are taken from")
+        raise HttpError(
+            403,
+            "no adapter is loaded at run time: --lora-dir names the folder that they are "
+            "taken from",
+        )
     root = Path(service.settings.lora_dir).expanduser().resolve()
     try:
         folder = (root / path).resolve()
@@ -75,7 +81,9 @@ async def load(service: Service, request: Request) -> PlainTextResponse:
         try:
             await service.run_in_thread(store.get, adapter)
         except ModelError as error:
-            raise RequestError("lora_path", f"cannot be served: {str(error).replace(str(folder), path)}") from None
+            raise RequestError(
+                "lora_path", f"cannot be served: {str(error).replace(str(folder), path)}"
+            ) from None
         check_name(service, model, name, replaces)  # a concurrent request may have taken the name
         model.adapters[name] = adapter
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
@@ -85,10 +93,18 @@ def check_name(service: Service, model: Model, name: str, replaces: bool) -> Non
     """Refuse a name that is served already, and more than MAX_ADAPTERS adapters."""
     if name in model.adapters and replaces:
         return
-    if any(name in served_model.names or name in served_model.adapters for served_model in service.models.models):
-        raise RequestError("lora_name", f"{name!r} is served already; load_inplace replaces an adapter of that name")
+    if any(
+        name in served_model.names or name in served_model.adapters
+        for served_model in service.models.models
+    ):
+        raise RequestError(
+            "lora_name",
+            f"{name!r} is served already; load_inplace replaces an adapter of that name",
+        )
     if len(model.adapters) >= MAX_ADAPTERS:
-        raise RequestError("lora_name", f"would be one of more than {MAX_ADAPTERS} adapters; unload others first")
+        raise RequestError(
+            "lora_name", f"would be one of more than {MAX_ADAPTERS} adapters; unload others first"
+        )
 
 
 async def unload(service: Service, request: Request) -> PlainTextResponse:
@@ -97,7 +113,9 @@ async def unload(service: Service, request: Request) -> PlainTextResponse:
     for model in service.models.models:
         if model.adapters.pop(name, None) is not None:
             return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
-    raise HttpError(404, f"lora_name: there is no adapter {shown(name)}", "lora_name", "model_not_found")
+    raise HttpError(
+        404, f"lora_name: there is no adapter {shown(name)}", "lora_name", "model_not_found"
+    )
 
 
 ROUTES: dict[tuple[str, str], Callable] = {

@@ -9,7 +9,14 @@ from starlette.requests import Request
 
 from ...api.errors import RequestError
 from ...protocol import batches as protocol
-from ...protocol.batch_file import ENDPOINTS, MAX_LINES, BatchLine, error_line, parse_lines, result_line
+from ...protocol.batch_file import (
+    ENDPOINTS,
+    MAX_LINES,
+    BatchLine,
+    error_line,
+    parse_lines,
+    result_line,
+)
 from ..batches import ENDED, Batch, BatchKind, Outcome, Result, new_batch_id, split_lines
 from ..errors import HttpError, JsonResponse
 from ..pages import make_page, parse_limit
@@ -28,9 +35,23 @@ async def create(service: Service, request: Request) -> JsonResponse:
     try:
         total = await service.run_in_thread(count_requests, service.files.pieces(key, file.id))
         if not 1 <= total <= MAX_LINES:
-            raise RequestError("input_file_id", f"must be a file of 1 to {MAX_LINES} requests, got {total}")
-        repeated_fields = {"endpoint": parsed.endpoint, "input_file_id": file.id, "metadata": parsed.metadata}
-        batch = Batch(new_batch_id("batch_"), key, parsed.endpoint, file.id, total, repeated_fields, parsed.seconds)
+            raise RequestError(
+                "input_file_id", f"must be a file of 1 to {MAX_LINES} requests, got {total}"
+            )
+        repeated_fields = {
+            "endpoint": parsed.endpoint,
+            "input_file_id": file.id,
+            "metadata": parsed.metadata,
+        }
+        batch = Batch(
+            new_batch_id("batch_"),
+            key,
+            parsed.endpoint,
+            file.id,
+            total,
+            repeated_fields,
+            parsed.seconds,
+        )
         service.batches.add(batch)
     finally:
         service.files.release(key, file.id)
@@ -45,7 +66,9 @@ def make_result(batch: Batch, line: BatchLine, outcome: Outcome) -> Result | Non
     """A line of the output file or of the error file; None for a cancelled request."""
     name = f"batch_req_{batch.id}_{line.number}"
     if outcome.kind == "succeeded":
-        return Result("output_file_id", json_line(result_line(line, name, msgspec.Raw(outcome.body))))
+        return Result(
+            "output_file_id", json_line(result_line(line, name, msgspec.Raw(outcome.body)))
+        )
     if outcome.error is not None:
         return Result("error_file_id", json_line(error_result(line, name, outcome.error)))
     return None
@@ -97,8 +120,14 @@ def requested_batch(service: Service, request: Request) -> Batch:
 
 
 async def list_batches(service: Service, request: Request) -> JsonResponse:
-    batches = [batch_body(batch) for batch in service.batches.of(service.key(request)) if batch.kind in ENDPOINTS]
-    return JsonResponse(make_page(batches, request.query_params, parse_limit(request.query_params, 20, MAX_LISTED)))
+    batches = [
+        batch_body(batch)
+        for batch in service.batches.of(service.key(request))
+        if batch.kind in ENDPOINTS
+    ]
+    return JsonResponse(
+        make_page(batches, request.query_params, parse_limit(request.query_params, 20, MAX_LISTED))
+    )
 
 
 async def retrieve(service: Service, request: Request) -> JsonResponse:
@@ -117,7 +146,11 @@ def kinds(protocols: Mapping[str, Protocol]) -> dict[str, BatchKind]:
     """The kinds of batches that /v1/batches serves, by endpoint."""
     return {
         endpoint: BatchKind(
-            protocols[endpoint], partial(parse_lines, endpoints=(endpoint,)), make_result, "batch_output", ("expired",)
+            protocols[endpoint],
+            partial(parse_lines, endpoints=(endpoint,)),
+            make_result,
+            "batch_output",
+            ("expired",),
         )
         for endpoint in ENDPOINTS
     }

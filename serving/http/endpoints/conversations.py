@@ -24,25 +24,41 @@ MAX_LISTED = 100
 async def create(service: Service, request: Request) -> JsonResponse:
     parsed, _ = await service.read(request, protocol.parse)
     name = f"conv_{secrets.token_hex(16)}"
-    body = {"id": name, "object": "conversation", "created_at": int(time.time()), "metadata": parsed.metadata}
+    body = {
+        "id": name,
+        "object": "conversation",
+        "created_at": int(time.time()),
+        "metadata": parsed.metadata,
+    }
     store(service, service.key(request), name, body, with_ids(parsed.items))
     return JsonResponse(body)
 
 
-def store(service: Service, key: str | None, name: str, body: dict[str, Any], items: Sequence[dict[str, Any]]) -> None:
+def store(
+    service: Service,
+    key: str | None,
+    name: str,
+    body: dict[str, Any],
+    items: Sequence[dict[str, Any]],
+) -> None:
     if not service.stored.put(key, name, StoredResponse(body, list(items), None)):
         reason = (
-            "the conversation is too large, or as much is kept as may be (--max-stored-responses, --max-stored-bytes)"
+            "the conversation is too large, or as much is kept as may be (--max-stored-responses, "
+            "--max-stored-bytes)"
         )
         raise HttpError(429, reason, code="store_full", headers={"Retry-After": "1"})
 
 
 def with_ids(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Give new items ids and a status."""
-    return [{"id": f"item_{secrets.token_hex(12)}", "status": "completed", **item} for item in items]
+    return [
+        {"id": f"item_{secrets.token_hex(12)}", "status": "completed", **item} for item in items
+    ]
 
 
-def add_turn(service: Service, key: str | None, name: str, items: Sequence[Mapping[str, Any]]) -> None:
+def add_turn(
+    service: Service, key: str | None, name: str, items: Sequence[Mapping[str, Any]]
+) -> None:
     """Append the items of a response; delete a conversation that becomes too large to store."""
     try:
         conversation = service.stored.get(key, name, NO_CONVERSATION)
@@ -89,7 +105,9 @@ async def add_items(service: Service, request: Request) -> JsonResponse:
     parsed, _ = await service.read(request, protocol.parse_items)
     stored = requested_conversation(service, request)
     new_items = with_ids(parsed.items)
-    store(service, service.key(request), stored.body["id"], stored.body, [*stored.items, *new_items])
+    store(
+        service, service.key(request), stored.body["id"], stored.body, [*stored.items, *new_items]
+    )
     return JsonResponse(make_page(new_items, {}, len(new_items)))
 
 
@@ -108,7 +126,9 @@ def find_item(stored: StoredResponse, name: str) -> dict[str, Any]:
 
 
 async def item(service: Service, request: Request) -> JsonResponse:
-    return JsonResponse(find_item(await read_conversation(service, request), request.path_params["item_id"]))
+    return JsonResponse(
+        find_item(await read_conversation(service, request), request.path_params["item_id"])
+    )
 
 
 async def delete_item(service: Service, request: Request) -> JsonResponse:

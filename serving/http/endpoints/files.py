@@ -27,18 +27,24 @@ async def create(service: Service, request: Request) -> JsonResponse:
     refuse_unknown(form, ("file", "purpose", *EXPIRES))
     purpose = form_text(form, "purpose")
     if purpose != "batch":
-        raise RequestError("purpose", f"must be 'batch', files serve nothing else here, got {shown(purpose)}")
+        raise RequestError(
+            "purpose", f"must be 'batch', files serve nothing else here, got {shown(purpose)}"
+        )
     if "file" not in form:
         raise RequestError("file", "must be given")
     name = unicode_text("file", form["file"].filename or "file")[:MAX_NAME]
     expires_after: dict[str, Any] = {
-        expiry_field: form_text(form, name) for name, expiry_field in EXPIRES.items() if name in form
+        expiry_field: form_text(form, name)
+        for name, expiry_field in EXPIRES.items()
+        if name in form
     }
     if "seconds" in expires_after:
         expires_after["seconds"] = parse_digits(expires_after["seconds"])
     lifetime = parse_expiry("expires_after", expires_after or None)
     pieces = split_pieces(form["file"].data)
-    file = await service.run_in_thread(service.files.put, service.key(request), name, purpose, pieces, lifetime)
+    file = await service.run_in_thread(
+        service.files.put, service.key(request), name, purpose, pieces, lifetime
+    )
     return JsonResponse(file.body())
 
 

@@ -41,10 +41,19 @@ async def create(service: Service, request: Request) -> JsonResponse:
     return JsonResponse(batch_body(batch))
 
 
-def write_requests(files: StoredFiles, key: str | None, name: str, requests: Sequence[Any]) -> StoredFile:
+def write_requests(
+    files: StoredFiles, key: str | None, name: str, requests: Sequence[Any]
+) -> StoredFile:
     """Store the requests of a batch in a hidden file; the caller releases it."""
     data = b"".join(map(json_line, requests))
-    file = files.put(key, f"{name}_requests.jsonl", REQUESTS, split_pieces(data), is_hidden=True, param="requests")
+    file = files.put(
+        key,
+        f"{name}_requests.jsonl",
+        REQUESTS,
+        split_pieces(data),
+        is_hidden=True,
+        param="requests",
+    )
     files.use(key, file.id)
     return file
 
@@ -61,7 +70,9 @@ def make_result(batch: Batch, line: BatchLine, outcome: Outcome) -> Result:
 def batch_body(batch: Batch) -> dict[str, Any]:
     """A batch in Anthropic's form; all its requests count as processing until it has ended."""
     counts = {kind: batch.counts.get(kind, 0) if batch.is_over else 0 for kind in KINDS}
-    status = "ended" if batch.is_over else "canceling" if batch.status == "cancelling" else "in_progress"
+    status = (
+        "ended" if batch.is_over else "canceling" if batch.status == "cancelling" else "in_progress"
+    )
     return {
         "id": batch.id,
         "type": "message_batch",
@@ -72,12 +83,18 @@ def batch_body(batch: Batch) -> dict[str, Any]:
         "ended_at": iso_time(batch.times[batch.status]) if batch.is_over else None,
         "cancel_initiated_at": iso_time(batch.times.get("cancelling")),
         "archived_at": None,
-        "results_url": f"/v1/messages/batches/{batch.id}/results" if batch.is_over and RESULTS in batch.files else None,
+        "results_url": f"/v1/messages/batches/{batch.id}/results"
+        if batch.is_over and RESULTS in batch.files
+        else None,
     }
 
 
 def iso_time(seconds: int | None) -> str | None:
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+    return (
+        None
+        if seconds is None
+        else datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+    )
 
 
 def requested_batch(service: Service, request: Request) -> Batch:
@@ -89,7 +106,11 @@ def requested_batch(service: Service, request: Request) -> Batch:
 
 async def list_batches(service: Service, request: Request) -> JsonResponse:
     query = request.query_params
-    batches = [batch_body(batch) for batch in service.batches.of(service.key(request)) if batch.kind == ENDPOINT]
+    batches = [
+        batch_body(batch)
+        for batch in service.batches.of(service.key(request))
+        if batch.kind == ENDPOINT
+    ]
     page = make_page(batches, query, parse_limit(query, 20, MAX_LISTED), "after_id")
     del page["object"]
     return JsonResponse(page)
@@ -124,7 +145,9 @@ async def results(service: Service, request: Request) -> Response:
 
 
 def kind(messages: Protocol) -> BatchKind:
-    return BatchKind(messages, protocol.message_lines, make_result, RESULTS, ("canceled", "expired"))
+    return BatchKind(
+        messages, protocol.message_lines, make_result, RESULTS, ("canceled", "expired")
+    )
 
 
 ROUTES: dict[tuple[str, str], Callable] = {

@@ -41,14 +41,20 @@ def served_name(service: Service, name: str) -> str:
     for candidate in (name, name.removesuffix(LATEST), name + LATEST):
         if candidate in served_names:
             return candidate
-    raise HttpError(404, f"model '{shown(name)[1:-1]}' not found; this server has {', '.join(served_names)}", "model")
+    raise HttpError(
+        404,
+        f"model '{shown(name)[1:-1]}' not found; this server has {', '.join(served_names)}",
+        "model",
+    )
 
 
 def prepare(engine: Engine, request: OllamaRequest, formats: Formats) -> Prepared:
     """The prompt of a conversation, or of a text with or without the chat template."""
     tokenizer = prompting.chat_tokenizer(engine, formats)
     if request.thinks and formats.parsers(tokenizer.template_for(request.tools) or "")[1] is None:
-        raise RequestError("think", "is not understood by this model: its chat template shows no thoughts")
+        raise RequestError(
+            "think", "is not understood by this model: its chat template shows no thoughts"
+        )
     request = replace(request, kept_room=engine.max_len // 4)
     if request.prompt is None:
         return prompting.chat(engine, request, formats)
@@ -71,15 +77,27 @@ def prepend_context(engine: Engine, request: OllamaRequest, prepared: Prepared) 
     [ask] = prepared.engine_requests
     [prompt] = prepared.prompts
     bos_tokens = prompting.require_tokenizer(engine).encode("")
-    tokens = ask.tokens[len(bos_tokens) :] if ask.tokens[: len(bos_tokens)] == bos_tokens else ask.tokens
+    tokens = (
+        ask.tokens[len(bos_tokens) :] if ask.tokens[: len(bos_tokens)] == bos_tokens else ask.tokens
+    )
     tokens = [*context_tokens, *tokens]
     return replace(
-        prepared, engine_requests=[ask._replace(tokens=tokens, text=None)], prompts=[replace(prompt, token_ids=tokens)]
+        prepared,
+        engine_requests=[ask._replace(tokens=tokens, text=None)],
+        prompts=[replace(prompt, token_ids=tokens)],
     )
 
 
 def protocol(parse: Callable[[Any], OllamaRequest]) -> Protocol:
-    return Protocol("ollama-", parse, prepare, answers.response, answers.LineStream, AS_LINES, uses_chat_defaults=True)
+    return Protocol(
+        "ollama-",
+        parse,
+        prepare,
+        answers.response,
+        answers.LineStream,
+        AS_LINES,
+        uses_chat_defaults=True,
+    )
 
 
 async def write_answer(protocol: Protocol, service: Service, request: Request) -> Any:
@@ -117,20 +135,26 @@ LINE_HEADERS = [(name.decode(), value.decode()) for name, value in LINES]
 async def put_to_sleep(service: Service, model: Model) -> None:
     """Put a model to sleep; allowed with --admin only, since other clients may be using it."""
     if not service.settings.admin:
-        reason = "is for operators: quire serve --admin; models sleep by themselves with --max-loaded"
+        reason = (
+            "is for operators: quire serve --admin; models sleep by themselves with --max-loaded"
+        )
         raise HttpError(403, f"keep_alive: 0 without a prompt {reason}", "keep_alive")
     if model.state == READY:
         await service.models.move(model, ASLEEP, lambda: model.llm.sleep(1))
 
 
-async def embed(parse: Callable[[Any], OllamaEmbed], service: Service, request: Request) -> JsonResponse:
+async def embed(
+    parse: Callable[[Any], OllamaEmbed], service: Service, request: Request
+) -> JsonResponse:
     """Embed texts; a request without texts loads the model."""
     parsed, _ = await service.read(request, parse)
     parsed = replace(parsed, model=served_name(service, parsed.called))
     vectors = []
     usage = Usage(0, 0)
     if parsed.texts:
-        prepare = partial(requests_for_texts, texts="prompt" if parsed.single else "input", dimension="dimensions")
+        prepare = partial(
+            requests_for_texts, texts="prompt" if parsed.single else "input", dimension="dimensions"
+        )
         result = await compute_outputs(service, request, "embd-", parsed, prepare)
         vectors = embedding_vectors(result)
         usage = result.usage
@@ -159,7 +183,12 @@ async def running(service: Service, request: Request) -> JsonResponse:
             description = describe_model(model, model.name)
             length = model.llm.engine.max_len
             models.append(
-                description | {"size_vram": description["size"], "context_length": length, "expires_at": FOREVER}
+                description
+                | {
+                    "size_vram": description["size"],
+                    "context_length": length,
+                    "expires_at": FOREVER,
+                }
             )
     return JsonResponse({"models": models})
 
@@ -181,7 +210,12 @@ def describe_model(model: Model, name: str) -> dict[str, Any]:
 def details(engine: Engine | None) -> dict[str, Any]:
     details_body = {"parent_model": "", "format": "safetensors"}
     if engine is None:
-        return details_body | {"family": "", "families": [], "parameter_size": "", "quantization_level": ""}
+        return details_body | {
+            "family": "",
+            "families": [],
+            "parameter_size": "",
+            "quantization_level": "",
+        }
     family = engine.config.family
     return details_body | {
         "format": "safetensors" if engine.config.file_format is None else "gguf",
@@ -208,7 +242,10 @@ def format_count(number: float) -> str:
 async def show(service: Service, request: Request) -> JsonResponse:
     """A model's capabilities and context length, by which editors choose models."""
     parsed, _ = await service.read(request, ollama.parse_show)
-    async with service.open_request(), service.models.use(served_name(service, parsed.model)) as model:
+    async with (
+        service.open_request(),
+        service.models.use(served_name(service, parsed.model)) as model,
+    ):
         engine = model.llm.engine
         formats = service.settings.formats
         family = engine.config.family
@@ -217,8 +254,13 @@ async def show(service: Service, request: Request) -> JsonResponse:
             template = prompting.chat_tokenizer(engine, formats).template_for([{}]) or ""
         return JsonResponse(
             {
-                "modelfile": (f"# Served by Quire: quire serve {model.root or model.name}\nFROM {model.name}\n"),
-                "parameters": "\n".join(f"{name} {value:g}" for name, value in engine.chat_defaults.items()),
+                "modelfile": (
+                    f"# Served by Quire: quire serve {model.root or model.name}\nFROM "
+                    f"{model.name}\n"
+                ),
+                "parameters": "\n".join(
+                    f"{name} {value:g}" for name, value in engine.chat_defaults.items()
+                ),
                 "template": template,
                 "details": details(engine),
                 "model_info": {
@@ -257,7 +299,10 @@ async def pull(service: Service, request: Request) -> Any:
     try:
         served_name(service, parsed.model)
     except HttpError:
-        reason = "is not served here, and a server fetches no model for a client: quire pull, then quire serve MODEL"
+        reason = (
+            "is not served here, and a server fetches no model for a client: quire pull, then "
+            "quire serve MODEL"
+        )
         raise HttpError(403, f"model '{shown(parsed.model)[1:-1]}' {reason}", "model") from None
     body = {"status": "success"}
     if parsed.stream:

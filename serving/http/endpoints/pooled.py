@@ -42,7 +42,11 @@ class PooledAnswer(NamedTuple):
 
 
 async def read_and_compute(
-    service: Service, request: Request, prefix: str, parse: Callable[[Any], Any], prepare: Callable[..., list[Ask]]
+    service: Service,
+    request: Request,
+    prefix: str,
+    parse: Callable[[Any], Any],
+    prepare: Callable[..., list[Ask]],
 ) -> PooledAnswer:
     """Receive and parse a request, and compute the outputs for all its prompts."""
     parsed, _ = await service.read(request, parse)
@@ -65,10 +69,14 @@ async def compute_outputs(
             outputs = await answers.outputs()
         check_finished(outputs)
         usage = Usage(
-            sum(len(ask.tokens) for ask in engine_requests), 0, sum(output.num_cached_tokens for output in outputs)
+            sum(len(ask.tokens) for ask in engine_requests),
+            0,
+            sum(output.num_cached_tokens for output in outputs),
         )
         request.state.facts |= {"model": model.name, "prompt_tokens": usage.prompt_tokens}
-        return PooledAnswer(service.head(name, parsed.model or model.name), parsed, outputs, usage, model.llm.engine)
+        return PooledAnswer(
+            service.head(name, parsed.model or model.name), parsed, outputs, usage, model.llm.engine
+        )
 
 
 def check_finished(outputs: list[RequestOutput]) -> None:
@@ -83,9 +91,13 @@ def check_finished(outputs: list[RequestOutput]) -> None:
 
 
 async def embeddings(service: Service, request: Request) -> JsonResponse:
-    result = await read_and_compute(service, request, "embd-", shapes.parse_embeddings, requests_for_embeddings)
+    result = await read_and_compute(
+        service, request, "embd-", shapes.parse_embeddings, requests_for_embeddings
+    )
     usage = usage_body(service, result.usage)
-    return JsonResponse(shapes.embeddings_response(result.head, result.parsed, embedding_vectors(result), usage))
+    return JsonResponse(
+        shapes.embeddings_response(result.head, result.parsed, embedding_vectors(result), usage)
+    )
 
 
 def usage_body(service: Service, usage: Usage) -> dict[str, Any]:
@@ -95,17 +107,25 @@ def usage_body(service: Service, usage: Usage) -> dict[str, Any]:
 def embedding_vectors(result: PooledAnswer) -> list[Sequence[float]]:
     dimensions = result.parsed.dimensions
     normalize = result.engine.embedder.normalize
-    return [pooling.embedding(output, dimensions, normalize).outputs.embedding for output in result.outputs]
+    return [
+        pooling.embedding(output, dimensions, normalize).outputs.embedding
+        for output in result.outputs
+    ]
 
 
 async def embed(service: Service, request: Request) -> JsonResponse:
     """Embeddings in Cohere's form."""
     result = await read_and_compute(service, request, "embd-", cohere.parse, requests_for_texts)
-    return JsonResponse(cohere.response(result.head, result.parsed, embedding_vectors(result), result.usage))
+    return JsonResponse(
+        cohere.response(result.head, result.parsed, embedding_vectors(result), result.usage)
+    )
 
 
 def requests_for_texts(
-    engine: Engine, parsed: cohere.EmbedRequest, texts: str = "texts", dimension: str = "output_dimension"
+    engine: Engine,
+    parsed: cohere.EmbedRequest,
+    texts: str = "texts",
+    dimension: str = "output_dimension",
 ) -> list[Ask]:
     """Engine requests for texts; errors name the fields `texts` and `dimension`."""
     pooling.check_dimensions(parsed.dimensions, engine.config, dimension)
@@ -124,7 +144,9 @@ def requests_for_texts(
         if side is None:
             tokens = prompting.encode(engine, f"{texts}[{i}]", text, True)
             if len(tokens) > max_tokens:
-                raise TooLong(f"{texts}[{i}]", f"has {len(tokens)} tokens; at most {max_tokens} are read")
+                raise TooLong(
+                    f"{texts}[{i}]", f"has {len(tokens)} tokens; at most {max_tokens} are read"
+                )
         else:
             tokens = prompting.encode_truncated(engine, f"{texts}[{i}]", text, max_tokens, side)
         engine_requests.append(Ask(tokens, pooling.PARAMS, text, parsed.terms, embedder.pooling))
@@ -136,14 +158,23 @@ def requests_for_embeddings(engine: Engine, parsed: shapes.EmbeddingRequest) -> 
     embedder = engine.embedder
     prefix = pooling.prompt_prefix(embedder, None)
     parsed = replace(
-        parsed, prompts=[prefix + prompt if prompt and isinstance(prompt, str) else prompt for prompt in parsed.prompts]
+        parsed,
+        prompts=[
+            prefix + prompt if prompt and isinstance(prompt, str) else prompt
+            for prompt in parsed.prompts
+        ],
     )
     prompts = prompting.encode_prompts(engine, "input", parsed, pooling.PARAMS, embedder.max_tokens)
-    return [Ask(tokens, pooling.PARAMS, text, parsed.terms, embedder.pooling) for text, tokens in prompts]
+    return [
+        Ask(tokens, pooling.PARAMS, text, parsed.terms, embedder.pooling)
+        for text, tokens in prompts
+    ]
 
 
 async def classify(service: Service, request: Request) -> JsonResponse:
-    result = await read_and_compute(service, request, "classify-", shapes.parse_classify, requests_for_classes)
+    result = await read_and_compute(
+        service, request, "classify-", shapes.parse_classify, requests_for_classes
+    )
     config = result.engine.config
     probs = [classes.probabilities(output, config) for output in result.outputs]
     usage = usage_body(service, result.usage)
@@ -152,7 +183,9 @@ async def classify(service: Service, request: Request) -> JsonResponse:
 
 async def pool(service: Service, request: Request) -> JsonResponse:
     """The pooled output for each text: class probabilities, a reward, or an embedding."""
-    result = await read_and_compute(service, request, "pool-", shapes.parse_pooling, requests_for_pooling)
+    result = await read_and_compute(
+        service, request, "pool-", shapes.parse_pooling, requests_for_pooling
+    )
     config = result.engine.config
     usage = usage_body(service, result.usage)
     if config.classes is None:
@@ -175,12 +208,16 @@ def requests_for_pooling(engine: Engine, parsed: shapes.EmbeddingRequest) -> lis
         raise RequestError("dimensions", "is for models that make embeddings; leave it out")
     engine_requests = requests_for_classes(engine, parsed)
     return (
-        engine_requests if config.classes.step is None else [ask._replace(pooling="steps") for ask in engine_requests]
+        engine_requests
+        if config.classes.step is None
+        else [ask._replace(pooling="steps") for ask in engine_requests]
     )
 
 
 def is_reward(config: ModelConfig) -> bool:
-    return config.classes is not None and (config.classes.step is not None or len(config.classes.labels) == 1)
+    return config.classes is not None and (
+        config.classes.step is not None or len(config.classes.labels) == 1
+    )
 
 
 def requests_for_classes(engine: Engine, parsed: shapes.EmbeddingRequest) -> list[Ask]:
@@ -195,8 +232,12 @@ async def score(service: Service, request: Request) -> JsonResponse:
 
 
 async def rerank(service: Service, request: Request) -> JsonResponse:
-    head, parsed, scores, usage, ranked_by = await compute_scores(service, request, "rerank-", shapes.parse_rerank)
-    return JsonResponse(shapes.rerank_response(head, parsed, scores, usage_body(service, usage), ranked_by))
+    head, parsed, scores, usage, ranked_by = await compute_scores(
+        service, request, "rerank-", shapes.parse_rerank
+    )
+    return JsonResponse(
+        shapes.rerank_response(head, parsed, scores, usage_body(service, usage), ranked_by)
+    )
 
 
 async def compute_scores(
@@ -209,7 +250,9 @@ async def compute_scores(
             if engine.embedder.max_tokens is None:
                 prompting.check_length(engine, "text_1", "".join(pair))
         tokenizer = prompting.require_tokenizer(engine)
-        pair_scorers.append(pair_scores(engine.config, engine.embedder, tokenizer, parsed.pairs, parsed.ranks))
+        pair_scorers.append(
+            pair_scores(engine.config, engine.embedder, tokenizer, parsed.pairs, parsed.ranks)
+        )
         return [
             Ask(
                 scored_prompt.tokens,
@@ -229,21 +272,32 @@ async def compute_scores(
 
 async def generative_scoring(service: Service, request: Request) -> JsonResponse:
     head, parsed, outputs, usage, _ = await read_and_compute(
-        service, request, "generative-scoring-", label_scores.parse, partial(requests_for_labels, service.settings)
+        service,
+        request,
+        "generative-scoring-",
+        label_scores.parse,
+        partial(requests_for_labels, service.settings),
     )
-    steps = [step for output in outputs for answer in output.outputs for step in answer.logprobs or ()]
+    steps = [
+        step for output in outputs for answer in output.outputs for step in answer.logprobs or ()
+    ]
     scores = [
-        label_scores.score([step[label].logprob for label in parsed.labels], parsed.apply_softmax) for step in steps
+        label_scores.score([step[label].logprob for label in parsed.labels], parsed.apply_softmax)
+        for step in steps
     ]
     usage_counts = usage_body(service, usage) | {"completion_tokens": len(steps)}
     usage_counts["total_tokens"] += len(steps)
     return JsonResponse(shapes.score_response(head, scores, usage_counts))
 
 
-def requests_for_labels(settings: ServerSettings, engine: Engine, parsed: label_scores.LabelRequest) -> list[Ask]:
+def requests_for_labels(
+    settings: ServerSettings, engine: Engine, parsed: label_scores.LabelRequest
+) -> list[Ask]:
     """One engine request per item, for the log-probabilities of the labels as the next token."""
     if (num_items := len(parsed.items)) > settings.max_choices:
-        raise RequestError("items", f"must be at most {settings.max_choices} (--max-choices), got {num_items}")
+        raise RequestError(
+            "items", f"must be at most {settings.max_choices} (--max-choices), got {num_items}"
+        )
     check_token_ids(list(parsed.labels), engine.config.vocab_size, "label_token_ids")
 
     def tokens_of(param: str, text_or_tokens: str | list[int], special: bool) -> list[int]:

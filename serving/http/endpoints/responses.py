@@ -27,8 +27,12 @@ from . import conversations
 
 log = logging.getLogger("quire")
 
-RESPONSES = Protocol("resp_", responses.parse, prompting.chat, answers.response, answers.ResponsesStream)
-COMPACT = Protocol("resp_", responses.parse_compact, prompting.compact, answers.compacted, answers.ResponsesStream)
+RESPONSES = Protocol(
+    "resp_", responses.parse, prompting.chat, answers.response, answers.ResponsesStream
+)
+COMPACT = Protocol(
+    "resp_", responses.parse_compact, prompting.compact, answers.compacted, answers.ResponsesStream
+)
 MAX_LISTED = 100  # items in one answer
 
 
@@ -36,17 +40,23 @@ async def create(service: Service, request: Request) -> Any:
     """Answer a request; with `background`, return at once and compute the answer later."""
     key = service.key(request)
     history = partial(service.stored.history, key)
-    parsed, body = await service.read(request, partial(responses.parse, history=history), reads_stored=True)
+    parsed, body = await service.read(
+        request, partial(responses.parse, history=history), reads_stored=True
+    )
     if not service.stored.max_entries:
         if parsed.background:
-            raise RequestError("background", "needs stored responses, and --max-stored-responses is 0 here")
+            raise RequestError(
+                "background", "needs stored responses, and --max-stored-responses is 0 here"
+            )
         parsed = replace(parsed, store=False)
     if (request_id := parsed.delivery.request_id) is not None:
         service.stored.check_unused(key, f"{RESPONSES.prefix}{request_id}")
     if not parsed.store and parsed.conversation is None:
         return await service.serve(request, RESPONSES, parsed, body)
     # A random id: without API keys, knowing it is all that is needed to read the response.
-    delivery = replace(parsed.delivery, request_id=parsed.delivery.request_id or secrets.token_hex(16))
+    delivery = replace(
+        parsed.delivery, request_id=parsed.delivery.request_id or secrets.token_hex(16)
+    )
     parsed = replace(parsed, delivery=delivery)
     if parsed.background:
         return answer_in_background(service, request, key, parsed, body)
@@ -70,22 +80,30 @@ def remember(
 ) -> None:
     """Append the input and output items to the conversation that the request names."""
     if parsed.conversation is not None and response["status"] in ("completed", "incomplete"):
-        conversations.add_turn(service, key, parsed.conversation, [*input_items, *finished_items(response)])
+        conversations.add_turn(
+            service, key, parsed.conversation, [*input_items, *finished_items(response)]
+        )
 
 
 async def compact(service: Service, request: Request) -> Any:
     """Summarise a conversation with the model."""
     history = partial(service.stored.history, service.key(request))
-    parsed, body = await service.read(request, partial(responses.parse_compact, history=history), reads_stored=True)
+    parsed, body = await service.read(
+        request, partial(responses.parse_compact, history=history), reads_stored=True
+    )
     return await service.serve(request, COMPACT, parsed, body)
 
 
 async def input_tokens(service: Service, request: Request) -> JsonResponse:
     """Count the prompt tokens of a request."""
     history = partial(service.stored.history, service.key(request))
-    parsed, _ = await service.read(request, partial(responses.parse_count, history=history), reads_stored=True)
+    parsed, _ = await service.read(
+        request, partial(responses.parse_count, history=history), reads_stored=True
+    )
     async with service.models.use(parsed.model) as model:
-        prepared = await service.run_in_thread(prompting.chat, model.llm.engine, parsed, service.settings.formats)
+        prepared = await service.run_in_thread(
+            prompting.chat, model.llm.engine, parsed, service.settings.formats
+        )
         count = sum(len(ask.tokens) for ask in prepared.engine_requests)
         return JsonResponse({"object": "response.input_tokens", "input_tokens": count})
 
@@ -93,12 +111,17 @@ async def input_tokens(service: Service, request: Request) -> JsonResponse:
 def protocol_with_keep(keep: Callable[[dict[str, Any]], None]) -> Protocol:
     """The protocol of /v1/responses that calls `keep` with each finished response."""
     return RESPONSES._replace(
-        response=partial(answers.response, keep=keep), stream=partial(answers.ResponsesStream, keep=keep)
+        response=partial(answers.response, keep=keep),
+        stream=partial(answers.ResponsesStream, keep=keep),
     )
 
 
 def answer_in_background(
-    service: Service, request: Request, key: str | None, parsed: ResponsesRequest, body: dict[str, Any]
+    service: Service,
+    request: Request,
+    key: str | None,
+    parsed: ResponsesRequest,
+    body: dict[str, Any],
 ) -> Any:
     """Start a background response; return its first state, or its events with `stream`."""
     name = f"{RESPONSES.prefix}{parsed.delivery.request_id}"
@@ -123,29 +146,42 @@ def answer_in_background(
         recording.add(stream.queue())
     queued = stream.frame("queued")
     stored = StoredResponse(
-        queued, responses.input_items(body.get("input")), parsed.previous_response_id, recording=recording
+        queued,
+        responses.input_items(body.get("input")),
+        parsed.previous_response_id,
+        recording=recording,
     )
     state = {"facts": {}, "key": request.state.key, "request_id": request.state.request_id}
     # This request never disconnects.
     background_request = Request({**request.scope, "state": state}, asyncio.Event().wait)
-    stored.task = asyncio.create_task(run_in_background(service, background_request, stream, stored, parsed))
+    stored.task = asyncio.create_task(
+        run_in_background(service, background_request, stream, stored, parsed)
+    )
     stored.task.add_done_callback(finish)
     if not service.stored.put(key, name, stored, is_new=True):
         stored.task.cancel()
         reason = "as many responses are kept as may be (--max-stored-responses, --max-stored-bytes)"
-        raise HttpError(429, f"background: {reason}", "background", "store_full", {"Retry-After": "1"})
+        raise HttpError(
+            429, f"background: {reason}", "background", "store_full", {"Retry-After": "1"}
+        )
     return JsonResponse(queued) if recording is None else Replay(recording, 0, service.http_metrics)
 
 
 async def run_in_background(
-    service: Service, request: Request, stream: answers.ResponsesStream, stored: StoredResponse, parsed: Any
+    service: Service,
+    request: Request,
+    stream: answers.ResponsesStream,
+    stored: StoredResponse,
+    parsed: Any,
 ) -> None:
     """Compute a background response; an error becomes a stored response with status `failed`."""
     start_time = time.monotonic()
     failure = None
     stored.body = stored.body | {"status": "in_progress"}
     recording = stored.recording or Recording()
-    protocol = protocol_with_keep(stream.keep)._replace(stream=lambda head, *_: stream.with_prompts(head))
+    protocol = protocol_with_keep(stream.keep)._replace(
+        stream=lambda head, *_: stream.with_prompts(head)
+    )
     try:
         response = await service.serve(request, protocol, parsed, stream.request_body)
         if isinstance(response, EventStream):
@@ -162,7 +198,9 @@ async def run_in_background(
 
 async def requested_response(service: Service, request: Request) -> StoredResponse:
     """The response that the path names, read in a thread since it may be large."""
-    return await service.run_in_thread(service.stored.get, service.key(request), request.path_params["id"])
+    return await service.run_in_thread(
+        service.stored.get, service.key(request), request.path_params["id"]
+    )
 
 
 async def retrieve(service: Service, request: Request) -> Any:
@@ -171,9 +209,13 @@ async def retrieve(service: Service, request: Request) -> Any:
     query = request.query_params
     if query.get("stream", "false").lower() in ("false", "0"):
         return JsonResponse(stored.body)
-    recording = await service.run_in_thread(service.stored.recording, service.key(request), request.path_params["id"])
+    recording = await service.run_in_thread(
+        service.stored.recording, service.key(request), request.path_params["id"]
+    )
     if recording is None:
-        raise RequestError("stream", "was not asked for together with background when the response was made")
+        raise RequestError(
+            "stream", "was not asked for together with background when the response was made"
+        )
     last = integer("starting_after", parse_digits(query.get("starting_after", "-1")), -1, INT32_MAX)
     return Replay(recording, last + 1, service.http_metrics)
 
@@ -188,7 +230,9 @@ async def cancel(service: Service, request: Request) -> JsonResponse:
     """Cancel a background response; a finished one stays as it is."""
     stored = await requested_response(service, request)
     if not stored.body["background"]:
-        raise RequestError("id", "Cannot cancel a synchronous response. Only one with background can be cancelled")
+        raise RequestError(
+            "id", "Cannot cancel a synchronous response. Only one with background can be cancelled"
+        )
     if stored.task is not None and stored.body["status"] in OPEN:
         stored.task.cancel()
         stored.body = stored.body | {"status": "cancelled"}

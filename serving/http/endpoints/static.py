@@ -9,9 +9,16 @@ from starlette.routing import Route
 from ... import http
 from ..errors import HttpError, error_response
 
-KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+KINDS = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+}
 HEADERS = {
-    "Content-Security-Policy": ("default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
@@ -38,6 +45,12 @@ def page_routes() -> list[Route]:
 
     def serve_file(request: Request, name: str) -> Response:
         path = request.url.path
-        return responses_by_name.get(name) or error_response(path, HttpError(404, f"there is no {path[:200]}"))
+        return responses_by_name.get(name) or error_response(
+            path, HttpError(404, f"there is no {path[:200]}")
+        )
 
-    return [Route("/", index), Route("/page/{name}", page_file), Route("/page/vendor/{name}", vendor_file)]
+    return [
+        Route("/", index),
+        Route("/page/{name}", page_file),
+        Route("/page/vendor/{name}", vendor_file),
+    ]

@@ -39,8 +39,15 @@ async def health(service: Service, request: Request) -> JsonResponse:
     a restart would not help.
     """
     states = {model.name: model_state(service, model) for model in service.models.models}
-    is_any_broken = any(model.state == READY and states[model.name] != READY for model in service.models.models)
-    is_healthy = service.started and not service.draining and not is_any_broken and set(states.values()) != {FAILED}
+    is_any_broken = any(
+        model.state == READY and states[model.name] != READY for model in service.models.models
+    )
+    is_healthy = (
+        service.started
+        and not service.draining
+        and not is_any_broken
+        and set(states.values()) != {FAILED}
+    )
     status = DRAINING if service.draining else "ok" if is_healthy else "unavailable"
     return JsonResponse({"status": status, "models": states}, 200 if is_healthy else 503)
 
@@ -59,7 +66,10 @@ async def load(service: Service, request: Request) -> JsonResponse:
 
 async def models(service: Service, request: Request) -> JsonResponse:
     return JsonResponse(
-        {"object": "list", "data": [card(service, model, name) for model, name in named_models(service)]}
+        {
+            "object": "list",
+            "data": [card(service, model, name) for model, name in named_models(service)],
+        }
     )
 
 
@@ -69,7 +79,9 @@ async def model(service: Service, request: Request) -> JsonResponse:
 
 
 def named_models(service: Service) -> list[tuple[Model, str]]:
-    return [(model, name) for model in service.models.models for name in (*model.names, *model.adapters)]
+    return [
+        (model, name) for model in service.models.models for name in (*model.names, *model.adapters)
+    ]
 
 
 def card(service: Service, model: Model, name: str) -> dict[str, Any]:
@@ -121,12 +133,17 @@ class LivePage:
     async def frames(self) -> AsyncIterator[bytes]:
         cursor = 0
         while not self.service.draining:
-            frame: dict[str, Any] = {"model": self.model.name, "state": model_state(self.service, self.model)}
+            frame: dict[str, Any] = {
+                "model": self.model.name,
+                "state": model_state(self.service, self.model),
+            }
             if frame["state"] == READY:
                 llm = self.model.llm
 
                 def look(llm=llm, since=cursor) -> dict[str, Any]:
-                    return llm.live.look(llm.engine, since, self.tenant) | llm.metrics.recent(llm.engine.clock())
+                    return llm.live.look(llm.engine, since, self.tenant) | llm.metrics.recent(
+                        llm.engine.clock()
+                    )
 
                 frame = await llm.call(look) | frame
                 cursor = frame.pop("cursor")
@@ -134,7 +151,9 @@ class LivePage:
 
 
 async def live(service: Service, request: Request) -> LivePage:
-    return LivePage(service, service.models.find(request.query_params.get("model")), service.key(request))
+    return LivePage(
+        service, service.models.find(request.query_params.get("model")), service.key(request)
+    )
 
 
 ROUTES: dict[tuple[str, str], Callable] = {

@@ -17,7 +17,13 @@ from ..service import Service
 from ..settings import Formats
 
 # Keys with paths.
-PATH_KEYS = ("vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_file", "name_or_path")
+PATH_KEYS = (
+    "vocab_file",
+    "merges_file",
+    "tokenizer_file",
+    "special_tokens_map_file",
+    "name_or_path",
+)
 FAST = "PreTrainedTokenizerFast"  # the class that transformers uses for a tokenizer.json
 
 
@@ -25,7 +31,9 @@ async def tokenize(service: Service, request: Request) -> JsonResponse:
     parsed, _ = await service.read(request, parse_tokenize)
     async with service.models.use(parsed.model) as model:
         return JsonResponse(
-            await service.run_in_thread(tokenize_text, model.llm.engine, parsed, service.settings.formats)
+            await service.run_in_thread(
+                tokenize_text, model.llm.engine, parsed, service.settings.formats
+            )
         )
 
 
@@ -39,8 +47,15 @@ def tokenize_text(engine: Engine, parsed: TokenizeRequest, formats: Formats) -> 
         token_ids = tokenizer.encode(text, add_special_tokens=parsed.add_special_tokens)
     except PromptError as error:
         raise RequestError("messages" if parsed.messages else "prompt", str(error)) from None
-    names = [tokenizer.token_name(token) for token in token_ids] if parsed.return_token_strs else None
-    return {"count": len(token_ids), "max_model_len": engine.max_len, "tokens": token_ids, "token_strs": names}
+    names = (
+        [tokenizer.token_name(token) for token in token_ids] if parsed.return_token_strs else None
+    )
+    return {
+        "count": len(token_ids),
+        "max_model_len": engine.max_len,
+        "tokens": token_ids,
+        "token_strs": names,
+    }
 
 
 async def detokenize(service: Service, request: Request) -> JsonResponse:
@@ -50,7 +65,9 @@ async def detokenize(service: Service, request: Request) -> JsonResponse:
 
         def join() -> str:
             token_ids = check_token_ids(parsed.tokens, engine.config.vocab_size)
-            return prompting.require_tokenizer(engine).decode(token_ids, skip_special_tokens=parsed.skip_special_tokens)
+            return prompting.require_tokenizer(engine).decode(
+                token_ids, skip_special_tokens=parsed.skip_special_tokens
+            )
 
         return JsonResponse({"prompt": await service.run_in_thread(join)})
 
@@ -59,7 +76,9 @@ async def tokenizer_info(service: Service, request: Request) -> JsonResponse:
     """tokenizer_config.json, with this server's context length and chat template."""
     async with service.models.use(request.query_params.get("model")) as model:
         engine = model.llm.engine
-        tokenizer = await service.run_in_thread(prompting.chat_tokenizer, engine, service.settings.formats)
+        tokenizer = await service.run_in_thread(
+            prompting.chat_tokenizer, engine, service.settings.formats
+        )
         config = {name: value for name, value in tokenizer.config.items() if name not in PATH_KEYS}
         served = {"model_max_length": engine.max_len, "chat_template": tokenizer.chat_template}
         return JsonResponse({"tokenizer_class": FAST} | config | tokenizer.special_tokens | served)

@@ -5,16 +5,39 @@ from types import MappingProxyType
 from typing import Any
 
 from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
-from .answer import ChatBatch, ChatRequest, ChoicePart, FinishedChoice, Logprobs, ResponseHead, Usage
-from .shapes import ChunkStream, chat_logprobs, head_fields, max_alternatives, metrics_body, prompt_logprobs, usage_body
+from .answer import (
+    ChatBatch,
+    ChatRequest,
+    ChoicePart,
+    FinishedChoice,
+    Logprobs,
+    ResponseHead,
+    Usage,
+)
+from .shapes import (
+    ChunkStream,
+    chat_logprobs,
+    head_fields,
+    max_alternatives,
+    metrics_body,
+    prompt_logprobs,
+    usage_body,
+)
 
 
 def response(
-    head: ResponseHead, request: ChatRequest, body: Any, answers: Sequence[FinishedChoice], usage: Usage
+    head: ResponseHead,
+    request: ChatRequest,
+    body: Any,
+    answers: Sequence[FinishedChoice],
+    usage: Usage,
 ) -> dict[str, Any]:
     """The body of a complete answer."""
     response_body = head_fields(head, "chat.completion")
-    response_body |= {"choices": [choice(request, answer) for answer in answers], "usage": usage_body(usage)}
+    response_body |= {
+        "choices": [choice(request, answer) for answer in answers],
+        "usage": usage_body(usage),
+    }
     response_body |= metrics_body(request.delivery, usage)
     # Clients of vLLM expect these fields.
     response_body |= {"prompt_logprobs": None, "prompt_token_ids": None}
@@ -27,7 +50,11 @@ def response(
 
 
 def batch_response(
-    head: ResponseHead, request: ChatBatch, body: Any, answers: Sequence[FinishedChoice], usage: Usage
+    head: ResponseHead,
+    request: ChatBatch,
+    body: Any,
+    answers: Sequence[FinishedChoice],
+    usage: Usage,
 ) -> dict[str, Any]:
     """The body for several conversations, with their choices one after another."""
     requests = request.each()
@@ -36,8 +63,12 @@ def batch_response(
         conversation_index = answer.index // request.params.n
         prompt = head.prompts[conversation_index]
         choice_body = choice(requests[conversation_index], answer)
-        choice_body["prompt_logprobs"] = None if prompt.logprobs is None else prompt_logprobs(prompt.logprobs)
-        choice_body["prompt_token_ids"] = list(prompt.token_ids) if request.delivery.return_token_ids else None
+        choice_body["prompt_logprobs"] = (
+            None if prompt.logprobs is None else prompt_logprobs(prompt.logprobs)
+        )
+        choice_body["prompt_token_ids"] = (
+            list(prompt.token_ids) if request.delivery.return_token_ids else None
+        )
         choices.append(choice_body)
     return head_fields(head, "chat.completion") | {"choices": choices, "usage": usage_body(usage)}
 
@@ -53,7 +84,8 @@ def choice(request: ChatRequest, answer: FinishedChoice) -> dict[str, Any]:
         message["function_call"] = {"name": call.name, "arguments": call.arguments}
     elif answer.calls:
         message["tool_calls"] = [
-            {"id": call.id, **call_body(request, call.name, call.arguments)} for call in answer.calls
+            {"id": call.id, **call_body(request, call.name, call.arguments)}
+            for call in answer.calls
         ]
     body: dict[str, Any] = {
         "index": answer.index,
@@ -63,7 +95,9 @@ def choice(request: ChatRequest, answer: FinishedChoice) -> dict[str, Any]:
         "stop_reason": answer.stop_reason,
     }
     if answer.logprobs is not None:
-        body["logprobs"] = {"content": describe_logprobs(request, answer.token_ids, answer.logprobs)}
+        body["logprobs"] = {
+            "content": describe_logprobs(request, answer.token_ids, answer.logprobs)
+        }
     body["token_ids"] = list(answer.token_ids) if request.delivery.return_token_ids else None
     return body
 
@@ -78,8 +112,14 @@ def shown_finish_reason(request: ChatRequest, reason: str | None) -> str | None:
     return "function_call" if reason == "tool_calls" and request.old_calls else reason
 
 
-def describe_logprobs(request: ChatRequest, token_ids: Sequence[int], logprobs: Logprobs) -> list[dict[str, Any]]:
-    return list(chat_logprobs(token_ids, logprobs, max_alternatives(request.params), request.delivery.tokens_as_ids))
+def describe_logprobs(
+    request: ChatRequest, token_ids: Sequence[int], logprobs: Logprobs
+) -> list[dict[str, Any]]:
+    return list(
+        chat_logprobs(
+            token_ids, logprobs, max_alternatives(request.params), request.delivery.tokens_as_ids
+        )
+    )
 
 
 def echo_text(request: ChatRequest) -> str:
@@ -107,14 +147,18 @@ class ChatStream(ChunkStream):
         self.add(delta, choice_part.pieces)
         token_fields = self.scores(choice_part)
         if choice_part.finish_reason is None:
-            has_content = delta or (choice_part.token_ids and (token_fields or self.delivery.continuous_usage))
+            has_content = delta or (
+                choice_part.token_ids and (token_fields or self.delivery.continuous_usage)
+            )
             return self.choice(choice_part.index, delta, token_fields) if has_content else b""
         end_fields = {
             "finish_reason": shown_finish_reason(self.request, choice_part.finish_reason),
             "stop_reason": choice_part.stop_reason,
         }
         if "tool_calls" in delta:  # clients expect the finish reason in a separate chunk
-            return self.choice(choice_part.index, delta, token_fields) + self.choice(choice_part.index, {}, end_fields)
+            return self.choice(choice_part.index, delta, token_fields) + self.choice(
+                choice_part.index, {}, end_fields
+            )
         if (
             delta
             and choice_part.logprobs is not None
@@ -124,7 +168,8 @@ class ChatStream(ChunkStream):
             # The end token has no text. Some clients build the text from the log-probabilities, so
             # those of the end token are sent separately, with empty content.
             text_scores, end_scores = (
-                self.scores(choice_part, token_slice) for token_slice in (slice(-1), slice(-1, None))
+                self.scores(choice_part, token_slice)
+                for token_slice in (slice(-1), slice(-1, None))
             )
             return self.choice(choice_part.index, delta, text_scores) + self.choice(
                 choice_part.index, {"content": ""}, end_scores | end_fields
@@ -144,15 +189,28 @@ class ChatStream(ChunkStream):
         if self.delivery.include_drafted:
             positions = range(len(choice_part.token_ids))[token_slice]
             scores["drafted"] = [
-                position - positions.start for position in choice_part.drafted if position in positions
+                position - positions.start
+                for position in choice_part.drafted
+                if position in positions
             ]
         return scores
 
     def choice(
-        self, index: int, delta: dict[str, Any], extra_fields: Mapping[str, Any] = MappingProxyType({})
+        self,
+        index: int,
+        delta: dict[str, Any],
+        extra_fields: Mapping[str, Any] = MappingProxyType({}),
     ) -> bytes:
         chunk: dict[str, Any] = {
-            "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **extra_fields}]
+            "choices": [
+                {
+                    "index": index,
+                    "delta": delta,
+                    "logprobs": None,
+                    "finish_reason": None,
+                    **extra_fields,
+                }
+            ]
         }
         if self.prompts and self.delivery.return_token_ids:  # in the first chunk
             chunk["prompt_token_ids"] = list(self.prompts[0].token_ids)
@@ -167,7 +225,9 @@ class ChatStream(ChunkStream):
             elif isinstance(piece, Thought):
                 if not self.delivery.include_reasoning:
                     continue
-                delta["reasoning"] = delta["reasoning_content"] = delta.get("reasoning", "") + piece.text
+                delta["reasoning"] = delta["reasoning_content"] = (
+                    delta.get("reasoning", "") + piece.text
+                )
             elif self.request.old_calls:
                 add_old_call(delta.setdefault("function_call", {"arguments": ""}), piece)
             else:
@@ -175,7 +235,9 @@ class ChatStream(ChunkStream):
 
     def add_call(self, calls: list[dict[str, Any]], piece: CallStart | Arguments) -> None:
         if isinstance(piece, CallStart):
-            calls.append({"index": piece.index, "id": piece.id, **call_body(self.request, piece.name, "")})
+            calls.append(
+                {"index": piece.index, "id": piece.id, **call_body(self.request, piece.name, "")}
+            )
             return
         if not calls:  # the call started in an earlier chunk
             calls.append({"index": piece.index, "function": {"arguments": ""}})

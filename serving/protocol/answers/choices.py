@@ -19,7 +19,9 @@ class ChoiceState(NamedTuple):
 class Choices:
     """Parses the texts of all choices, numbered across all prompts (`num_choices` for each)."""
 
-    def __init__(self, make_parser: Callable[[], Any], num_choices: int, max_calls: int | None = None):
+    def __init__(
+        self, make_parser: Callable[[], Any], num_choices: int, max_calls: int | None = None
+    ):
         self.make_parser = make_parser
         self.num_choices = num_choices
         self.max_calls = max_calls
@@ -54,7 +56,9 @@ class Choices:
             ]
         calls += [piece.index for piece in pieces if isinstance(piece, CallStart)]
         self.num_tokens += len(fresh.token_ids)
-        if num_thought_characters := sum(len(piece.text) for piece in pieces if isinstance(piece, Thought)):
+        if num_thought_characters := sum(
+            len(piece.text) for piece in pieces if isinstance(piece, Thought)
+        ):
             # Reasoning tokens are not marked, so they are estimated by their share of the text.
             self.num_reasoning_tokens += round(
                 len(fresh.token_ids) * min(1.0, num_thought_characters / max(len(fresh.text), 1))
@@ -63,12 +67,23 @@ class Choices:
         if finish_reason is not None:
             self.finish_reasons.add(finish_reason)
         return ChoicePart(
-            index, pieces, finish_reason, fresh.stop_reason, fresh.token_ids, fresh.logprobs, fresh.drafted, fresh.text
+            index,
+            pieces,
+            finish_reason,
+            fresh.stop_reason,
+            fresh.token_ids,
+            fresh.logprobs,
+            fresh.drafted,
+            fresh.text,
         )
 
     def answers(self, outputs: Sequence[RequestOutput]) -> list[FinishedChoice]:
         """The complete choices of all prompts."""
-        return [self.answer(i, completion) for i, output in enumerate(outputs) for completion in output.outputs]
+        return [
+            self.answer(i, completion)
+            for i, output in enumerate(outputs)
+            for completion in output.outputs
+        ]
 
     def answer(self, prompt: int, completion: CompletionOutput) -> FinishedChoice:
         fresh = CompletionDelta(
@@ -105,5 +120,11 @@ def collect(pieces: Iterable[Piece]) -> tuple[str | None, str | None, list[ToolC
             calls[piece.index][1].append(piece.text)
         else:
             texts[type(piece)].append(piece.text)
-    content, reasoning = ("".join(texts_of_kind) if texts_of_kind else None for texts_of_kind in texts.values())
-    return content, reasoning, [ToolCall(call.id, call.name, "".join(texts_of_kind)) for call, texts_of_kind in calls]
+    content, reasoning = (
+        "".join(texts_of_kind) if texts_of_kind else None for texts_of_kind in texts.values()
+    )
+    return (
+        content,
+        reasoning,
+        [ToolCall(call.id, call.name, "".join(texts_of_kind)) for call, texts_of_kind in calls],
+    )

@@ -4,20 +4,43 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...parsing.pieces import Said
-from .answer import AnsweredPrompt, ChoicePart, CompletionRequest, FinishedChoice, ResponseHead, Usage
-from .shapes import ChunkStream, completion_logprobs, head_fields, metrics_body, prompt_logprobs, usage_body
+from .answer import (
+    AnsweredPrompt,
+    ChoicePart,
+    CompletionRequest,
+    FinishedChoice,
+    ResponseHead,
+    Usage,
+)
+from .shapes import (
+    ChunkStream,
+    completion_logprobs,
+    head_fields,
+    metrics_body,
+    prompt_logprobs,
+    usage_body,
+)
 
 
 def response(
-    head: ResponseHead, request: CompletionRequest, body: Any, answers: Sequence[FinishedChoice], usage: Usage
+    head: ResponseHead,
+    request: CompletionRequest,
+    body: Any,
+    answers: Sequence[FinishedChoice],
+    usage: Usage,
 ) -> dict[str, Any]:
     """The body of complete answers, with the choices of all prompts one after another."""
-    choices = [choice(request, head.prompts[answer.index // request.params.n], answer) for answer in answers]
+    choices = [
+        choice(request, head.prompts[answer.index // request.params.n], answer)
+        for answer in answers
+    ]
     usage_fields = {"usage": usage_body(usage), **metrics_body(request.delivery, usage)}
     return head_fields(head, "text_completion") | {"choices": choices} | usage_fields
 
 
-def choice(request: CompletionRequest, prompt: AnsweredPrompt, answer: FinishedChoice) -> dict[str, Any]:
+def choice(
+    request: CompletionRequest, prompt: AnsweredPrompt, answer: FinishedChoice
+) -> dict[str, Any]:
     text = answer.content or ""
     token_ids = list(answer.token_ids)
     logprobs = list(answer.logprobs or ())
@@ -42,7 +65,9 @@ def choice(request: CompletionRequest, prompt: AnsweredPrompt, answer: FinishedC
         body["logprobs"], _ = completion_logprobs(
             listed_tokens, logprobs, first_offset, prompt.first, request.delivery.tokens_as_ids
         )
-        body["logprobs"]["text_offset"] = [max(offset, 0) for offset in body["logprobs"]["text_offset"]]
+        body["logprobs"]["text_offset"] = [
+            max(offset, 0) for offset in body["logprobs"]["text_offset"]
+        ]
     # Clients of vLLM expect these fields.
     body |= {"prompt_logprobs": None, "token_ids": None, "prompt_token_ids": None}
     if request.wants_prompt_logprobs and prompt.logprobs is not None:
@@ -82,13 +107,21 @@ class CompletionStream(ChunkStream):
         if not (text or choice_part.finish_reason or (tokens and shows_tokens)):
             return b""
         offset = self.offsets.setdefault(choice_part.index, 0)
-        body: dict[str, Any] = {"index": choice_part.index, "text": text, "logprobs": None, "finish_reason": None}
+        body: dict[str, Any] = {
+            "index": choice_part.index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": None,
+        }
         if choice_part.logprobs is not None:
             body["logprobs"], self.offsets[choice_part.index] = completion_logprobs(
                 tokens, choice_part.logprobs, offset, as_ids=self.delivery.tokens_as_ids
             )
         if choice_part.finish_reason is not None:
-            body |= {"finish_reason": choice_part.finish_reason, "stop_reason": choice_part.stop_reason}
+            body |= {
+                "finish_reason": choice_part.finish_reason,
+                "stop_reason": choice_part.stop_reason,
+            }
         if self.delivery.return_token_ids:
             body["token_ids"] = tokens
             if is_first_chunk:

@@ -38,7 +38,11 @@ def error(status: int, message: str, param: str | None = None) -> dict[str, Any]
 
 
 def response(
-    head: ResponseHead, request: ChatRequest, body: Any, answers: Sequence[FinishedChoice], usage: Usage
+    head: ResponseHead,
+    request: ChatRequest,
+    body: Any,
+    answers: Sequence[FinishedChoice],
+    usage: Usage,
 ) -> dict[str, Any]:
     """The body of a complete answer."""
     [answer] = answers
@@ -57,7 +61,11 @@ def context_management(head: ResponseHead, request: ChatRequest) -> dict[str, An
     """The reports of edits of the conversation, if the request has edits."""
     if not request.edits:
         return {}
-    return {"context_management": {"applied_edits": [edit for prompt in head.prompts for edit in prompt.applied]}}
+    return {
+        "context_management": {
+            "applied_edits": [edit for prompt in head.prompts for edit in prompt.applied]
+        }
+    }
 
 
 def message(head: ResponseHead, content: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
@@ -130,7 +138,12 @@ class MessagesStream:
         return b"".join(self.add(piece) for piece in choice_part.pieces)
 
     def end(self, usage: Usage) -> bytes:
-        delta = {"type": "message_delta", "delta": self.stop, "usage": usage_body(usage), **self.managed}
+        delta = {
+            "type": "message_delta",
+            "delta": self.stop,
+            "usage": usage_body(usage),
+            **self.managed,
+        }
         return self.close() + typed_event(delta) + typed_event({"type": "message_stop"})
 
     def fail(self, status: int, message: str, param: str | None = None) -> bytes:
@@ -147,7 +160,9 @@ class MessagesStream:
         elif type(piece) is not type(self.piece):
             start_events = self.open(type(piece)(""))
         kind, name = DELTAS[type(piece)]
-        return start_events + self.event("content_block_delta", delta={"type": kind, name: piece.text})
+        return start_events + self.event(
+            "content_block_delta", delta={"type": kind, name: piece.text}
+        )
 
     def open(self, piece: Piece) -> bytes:
         stop_events = self.close()

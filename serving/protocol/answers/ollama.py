@@ -8,7 +8,15 @@ from typing import Any
 import msgspec
 
 from ...parsing.pieces import Arguments, CallStart, Said, Thought
-from .answer import ChoicePart, FinishedChoice, Logprobs, OllamaRequest, ResponseHead, ToolCall, Usage
+from .answer import (
+    ChoicePart,
+    FinishedChoice,
+    Logprobs,
+    OllamaRequest,
+    ResponseHead,
+    ToolCall,
+    Usage,
+)
 from .messages import parse_arguments
 from .shapes import chat_logprobs
 
@@ -21,14 +29,22 @@ def error(message: str) -> dict[str, Any]:
 
 
 def response(
-    head: ResponseHead, request: OllamaRequest, body: Any, answers: Sequence[FinishedChoice], usage: Usage
+    head: ResponseHead,
+    request: OllamaRequest,
+    body: Any,
+    answers: Sequence[FinishedChoice],
+    usage: Usage,
 ) -> dict[str, Any]:
     """The body of a complete answer."""
     [answer] = answers
     calls = [call_body(i, call) for i, call in enumerate(answer.calls)]
     line_body = part_body(request, answer.content or "", answer.reasoning or "", calls)
     line_body |= scores(request, answer.token_ids, answer.logprobs)
-    return line_body | end_fields(request, answer.finish_reason, usage) | context_field(head, request, answer.token_ids)
+    return (
+        line_body
+        | end_fields(request, answer.finish_reason, usage)
+        | context_field(head, request, answer.token_ids)
+    )
 
 
 def loaded_body(request: OllamaRequest, reason: str) -> dict[str, Any]:
@@ -36,10 +52,14 @@ def loaded_body(request: OllamaRequest, reason: str) -> dict[str, Any]:
     return part_body(request, "", "", []) | {"done": True, "done_reason": reason}
 
 
-def part_body(request: OllamaRequest, text: str, thought: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def part_body(
+    request: OllamaRequest, text: str, thought: str, calls: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """An unfinished body with a text, reasoning and calls."""
     line_body: dict[str, Any] = {"model": request.called, "created_at": iso_time(time.time())}
-    extra_fields = ({"thinking": thought} if thought else {}) | ({"tool_calls": list(calls)} if calls else {})
+    extra_fields = ({"thinking": thought} if thought else {}) | (
+        {"tool_calls": list(calls)} if calls else {}
+    )
     if request.prompt is None:
         line_body["message"] = {"role": "assistant", "content": text} | extra_fields
     else:
@@ -49,17 +69,27 @@ def part_body(request: OllamaRequest, text: str, thought: str, calls: Sequence[M
 
 def iso_time(seconds: float) -> str:
     """A time in RFC 3339's format."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    return (
+        datetime.fromtimestamp(seconds, UTC)
+        .isoformat(timespec="microseconds")
+        .replace("+00:00", "Z")
+    )
 
 
 def call_body(index: int, call: ToolCall) -> dict[str, Any]:
     return {
         "id": call.id,
-        "function": {"index": index, "name": call.name, "arguments": parse_arguments(call.arguments)},
+        "function": {
+            "index": index,
+            "name": call.name,
+            "arguments": parse_arguments(call.arguments),
+        },
     }
 
 
-def scores(request: OllamaRequest, token_ids: Sequence[int], logprobs: Logprobs | None) -> dict[str, Any]:
+def scores(
+    request: OllamaRequest, token_ids: Sequence[int], logprobs: Logprobs | None
+) -> dict[str, Any]:
     """The field with the log-probabilities, if they were requested."""
     if logprobs is None:
         return {}
@@ -85,14 +115,18 @@ def end_fields(request: OllamaRequest, reason: str | None, usage: Usage) -> dict
     }
 
 
-def context_field(head: ResponseHead, request: OllamaRequest, token_ids: Sequence[int]) -> dict[str, Any]:
+def context_field(
+    head: ResponseHead, request: OllamaRequest, token_ids: Sequence[int]
+) -> dict[str, Any]:
     """The tokens to continue from (`context`); absent without a chat template."""
     if request.prompt is None or request.raw or request.suffix:
         return {}
     return {"context": [*head.prompts[0].token_ids, *token_ids]}
 
 
-def embed_response(model: str, began: float, vectors: Sequence[Sequence[float]], usage: Usage) -> dict[str, Any]:
+def embed_response(
+    model: str, began: float, vectors: Sequence[Sequence[float]], usage: Usage
+) -> dict[str, Any]:
     return {
         "model": model,
         "embeddings": [list(vector) for vector in vectors],
@@ -140,7 +174,9 @@ class LineStream:
             self.reason = choice_part.finish_reason
         self.tokens += choice_part.token_ids
         score_fields = (
-            scores(self.request, choice_part.token_ids, choice_part.logprobs) if choice_part.token_ids else {}
+            scores(self.request, choice_part.token_ids, choice_part.logprobs)
+            if choice_part.token_ids
+            else {}
         )
         if not (any(texts.values()) or calls or score_fields):
             return b""
@@ -155,7 +191,9 @@ class LineStream:
         return [call_body(start.index, ToolCall(start.id, start.name, "".join(texts)))]
 
     def end(self, usage: Usage) -> bytes:
-        line_body = part_body(self.request, "", "", []) | end_fields(self.request, self.reason, usage)
+        line_body = part_body(self.request, "", "", []) | end_fields(
+            self.request, self.reason, usage
+        )
         return line(line_body | context_field(self.head, self.request, self.tokens))
 
     def fail(self, status: int, message: str, param: str | None = None) -> bytes:

@@ -6,7 +6,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...parsing.pieces import Arguments, CallStart, Piece, Said, Thought
-from .answer import ChatRequest, ChoicePart, FinishedChoice, Logprobs, ResponseHead, ResponsesRequest, Usage
+from .answer import (
+    ChatRequest,
+    ChoicePart,
+    FinishedChoice,
+    Logprobs,
+    ResponseHead,
+    ResponsesRequest,
+    Usage,
+)
 from .shapes import chat_logprobs, max_alternatives, typed_event
 
 KINDS = {Said: ("message", "msg"), Thought: ("reasoning", "rs"), CallStart: ("function_call", "fc")}
@@ -19,7 +27,14 @@ EVENTS = {
 }
 OPEN = ("queued", "in_progress")  # statuses of an unfinished response
 CUSTOM = ("custom_tool_call", "ctc")
-ECHOED = ("instructions", "max_output_tokens", "metadata", "user", "safety_identifier", "prompt_cache_key")
+ECHOED = (
+    "instructions",
+    "max_output_tokens",
+    "metadata",
+    "user",
+    "safety_identifier",
+    "prompt_cache_key",
+)
 
 
 @dataclass
@@ -39,15 +54,28 @@ class OutputItem:
     def body(self, status: str) -> dict[str, Any]:
         fields: dict[str, Any] = {"type": self.kind, "id": self.id, "status": status}
         if self.call is not None:
-            return fields | {"call_id": self.call.id, "name": self.call.name, EVENTS[self.kind][1]: self.text}
+            return fields | {
+                "call_id": self.call.id,
+                "name": self.call.name,
+                EVENTS[self.kind][1]: self.text,
+            }
         content = [] if status == "in_progress" else [self.part()]
-        return fields | ({"role": "assistant"} if self.kind == "message" else {"summary": []}) | {"content": content}
+        return (
+            fields
+            | ({"role": "assistant"} if self.kind == "message" else {"summary": []})
+            | {"content": content}
+        )
 
     def part(self) -> dict[str, Any]:
         """The single content part of a message or of reasoning."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+        return {
+            "type": "output_text",
+            "text": self.text,
+            "annotations": [],
+            "logprobs": self.logprobs,
+        }
 
 
 def response(
@@ -75,14 +103,25 @@ def as_one_part(answer: FinishedChoice) -> ChoicePart:
     for i, call in enumerate(answer.calls):
         pieces += [CallStart(i, call.id, call.name), Arguments(i, call.arguments)]
     return ChoicePart(
-        0, pieces, answer.finish_reason, answer.stop_reason, answer.token_ids, answer.logprobs, raw=answer.raw
+        0,
+        pieces,
+        answer.finish_reason,
+        answer.stop_reason,
+        answer.token_ids,
+        answer.logprobs,
+        raw=answer.raw,
     )
 
 
-def describe_logprobs(request: ChatRequest, token_ids: Sequence[int], logprobs: Logprobs) -> Iterator[dict[str, Any]]:
+def describe_logprobs(
+    request: ChatRequest, token_ids: Sequence[int], logprobs: Logprobs
+) -> Iterator[dict[str, Any]]:
     """The log-probabilities of tokens; unknown bytes become an empty list."""
     for entry in chat_logprobs(token_ids, logprobs, max_alternatives(request.params)):
-        best = [alternative | {"bytes": alternative["bytes"] or []} for alternative in entry["top_logprobs"]]
+        best = [
+            alternative | {"bytes": alternative["bytes"] or []}
+            for alternative in entry["top_logprobs"]
+        ]
         yield entry | {"bytes": entry["bytes"] or [], "top_logprobs": best}
 
 
@@ -105,7 +144,11 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 
 
 def compacted(
-    head: ResponseHead, request: ChatRequest, body: Any, answers: Sequence[FinishedChoice], usage: Usage
+    head: ResponseHead,
+    request: ChatRequest,
+    body: Any,
+    answers: Sequence[FinishedChoice],
+    usage: Usage,
 ) -> dict[str, Any]:
     """The body of /v1/responses/compact: the user messages, and the summary in base64."""
     [answer] = answers
@@ -170,7 +213,9 @@ class ResponsesStream:
 
     def part(self, choice_part: ChoicePart) -> bytes:
         if choice_part.logprobs is not None:
-            self.logprobs += describe_logprobs(self.request, choice_part.token_ids, choice_part.logprobs)
+            self.logprobs += describe_logprobs(
+                self.request, choice_part.token_ids, choice_part.logprobs
+            )
         self.finish_reason = choice_part.finish_reason
         if self.request.shows_raw:
             self.raw.append(choice_part.raw)
@@ -183,10 +228,16 @@ class ResponsesStream:
 
     def fail(self, status: int, message: str, param: str | None = None) -> bytes:
         """The last events of a stream that failed; one without events is created first."""
-        code = {429: "rate_limit_exceeded"}.get(status, "server_error" if status >= 500 else "invalid_prompt")
+        code = {429: "rate_limit_exceeded"}.get(
+            status, "server_error" if status >= 500 else "invalid_prompt"
+        )
         created_event = b"" if self.number else self.state("response.created", "in_progress")
         error = {"code": code, "message": message, "param": param}
-        return created_event + self.close("incomplete") + self.state("response.failed", "failed", error=error)
+        return (
+            created_event
+            + self.close("incomplete")
+            + self.state("response.failed", "failed", error=error)
+        )
 
     def add(self, piece: Piece) -> bytes:
         if isinstance(piece, CallStart):
@@ -194,7 +245,11 @@ class ResponsesStream:
         if not piece.text:
             return b""
         if isinstance(piece, Arguments):
-            assert self.item is not None and self.item.call is not None and self.item.call.index == piece.index
+            assert (
+                self.item is not None
+                and self.item.call is not None
+                and self.item.call.index == piece.index
+            )
             return self.add_text(piece.text)
         if self.item is not None and self.item.kind == KINDS[type(piece)][0]:
             return self.add_text(piece.text)
@@ -207,13 +262,17 @@ class ResponsesStream:
         self.item = OutputItem(kind, f"{id_prefix}_{len(self.output)}_{self.head.id}", call)
         item_event = self.event("response.output_item.added", item=self.item.body("in_progress"))
         return (
-            item_event if call else item_event + self.text_event("response.content_part.added", part=self.item.part())
+            item_event
+            if call
+            else item_event + self.text_event("response.content_part.added", part=self.item.part())
         )
 
     def add_text(self, text: str) -> bytes:
         assert self.item is not None
         self.item.texts.append(text)
-        logprob_fields = {"logprobs": self.take_logprobs(self.item)} if self.item.kind == "message" else {}
+        logprob_fields = (
+            {"logprobs": self.take_logprobs(self.item)} if self.item.kind == "message" else {}
+        )
         return self.text_event(f"{EVENTS[self.item.kind][0]}.delta", delta=text, **logprob_fields)
 
     def take_logprobs(self, item: OutputItem) -> list[dict[str, Any]]:
@@ -244,7 +303,13 @@ class ResponsesStream:
         self.item = None
         return events
 
-    def state(self, name: str, status: str, usage: Usage | None = None, error: dict[str, Any] | None = None) -> bytes:
+    def state(
+        self,
+        name: str,
+        status: str,
+        usage: Usage | None = None,
+        error: dict[str, Any] | None = None,
+    ) -> bytes:
         response_body = self.frame(status, usage, error)
         if status not in OPEN:
             self.keep(response_body)
@@ -264,7 +329,9 @@ class ResponsesStream:
         self.number += 1
         return typed_event({**body, "sequence_number": self.number - 1})
 
-    def frame(self, status: str, usage: Usage | None = None, error: dict[str, Any] | None = None) -> dict[str, Any]:
+    def frame(
+        self, status: str, usage: Usage | None = None, error: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """The body of the response so far; it repeats options of the request."""
         request_body = self.request_body
         params = self.request.params
@@ -284,8 +351,13 @@ class ResponsesStream:
             "background": self.request.background,
             "parallel_tool_calls": self.request.parallel_tool_calls,
             "previous_response_id": self.request.previous_response_id,
-            "conversation": {"id": self.request.conversation} if self.request.conversation else None,
-            "reasoning": {"effort": (request_body.get("reasoning") or {}).get("effort"), "summary": None},
+            "conversation": {"id": self.request.conversation}
+            if self.request.conversation
+            else None,
+            "reasoning": {
+                "effort": (request_body.get("reasoning") or {}).get("effort"),
+                "summary": None,
+            },
             "service_tier": "default",
             "store": self.request.store,
             "temperature": params.temperature,
@@ -304,4 +376,7 @@ class ResponsesStream:
     def raw_messages(self) -> dict[str, Any]:
         """The unparsed prompt and output of the model, in vLLM's form."""
         read = [raw_message(prompt.text or "", prompt.token_ids) for prompt in self.head.prompts]
-        return {"input_messages": read, "output_messages": [raw_message("".join(self.raw), self.token_ids)]}
+        return {
+            "input_messages": read,
+            "output_messages": [raw_message("".join(self.raw), self.token_ids)],
+        }

@@ -21,7 +21,9 @@ KINDS = {
 DONE = b"data: [DONE]\n\n"
 
 
-def error(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+def error(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
     """The body of an error."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -140,7 +142,10 @@ def chat_logprobs(
 
     for token, entries in zip(token_ids, logprobs, strict=True):
         best = sorted(entries.items(), key=lambda item: -item[1].logprob)[:count]
-        yield {**describe_logprobs(token, entries[token]), "top_logprobs": [describe_logprobs(*item) for item in best]}
+        yield {
+            **describe_logprobs(token, entries[token]),
+            "top_logprobs": [describe_logprobs(*item) for item in best],
+        }
 
 
 def completion_logprobs(
@@ -169,7 +174,9 @@ def completion_logprobs(
         token_logprobs.append(None if entries is None else finite_logprob(entries[token]))
         # The likeliest comes last, so that it wins over others with the same text.
         ranked = sorted((entries or {}).items(), key=lambda item: item[1].logprob)
-        top_logprobs.append(None if entries is None else {name(*item): finite_logprob(item[1]) for item in ranked})
+        top_logprobs.append(
+            None if entries is None else {name(*item): finite_logprob(item[1]) for item in ranked}
+        )
         offsets.append(offset)
         offset += len(text)
     return {
@@ -180,12 +187,18 @@ def completion_logprobs(
     }, offset
 
 
-def prompt_logprobs(logprobs: Sequence[Mapping[int, Logprob] | None]) -> list[dict[str, dict[str, Any]] | None]:
+def prompt_logprobs(
+    logprobs: Sequence[Mapping[int, Logprob] | None],
+) -> list[dict[str, dict[str, Any]] | None]:
     return [
         None
         if entries is None
         else {
-            str(token): {"logprob": finite_logprob(entry), "rank": entry.rank, "decoded_token": entry.decoded_token}
+            str(token): {
+                "logprob": finite_logprob(entry),
+                "rank": entry.rank,
+                "decoded_token": entry.decoded_token,
+            }
             for token, entry in entries.items()
         }
         for entries in logprobs

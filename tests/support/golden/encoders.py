@@ -1,4 +1,6 @@
-"""Tiny encoders, and what transformers made of texts of theirs: the mean of the last hidden states, and the first."""
+"""Tiny encoders, and what transformers made of texts of theirs: the mean of the last hidden states,
+and the first.
+"""
 
 import json
 from pathlib import Path
@@ -11,19 +13,43 @@ from .variant import Variant
 
 LENGTHS = 5, 1, 40, 100, 23
 SIZES = {
-    "vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 96,
-    "max_position_embeddings": 130, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1,
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 130,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "cls_token_id": 1,
     "sep_token_id": 2,
-}  # fmt: skip
-BERT = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2, "position_embedding_type": "absolute"}
+}
+BERT = {
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+    "type_vocab_size": 2,
+    "position_embedding_type": "absolute",
+}
 ROBERTA = BERT | {"layer_norm_eps": 1e-5, "type_vocab_size": 1, "pad_token_id": 1}
-MODERN = {"local_attention": 16, "global_attn_every_n_layers": 3, "norm_eps": 1e-5, "hidden_activation": "gelu"}
+MODERN = {
+    "local_attention": 16,
+    "global_attn_every_n_layers": 3,
+    "norm_eps": 1e-5,
+    "hidden_activation": "gelu",
+}
 GEMMA = next(variant.config for variant in VARIANTS if variant.name == "gemma3-text")
-BOTH_WAYS = {"use_bidirectional_attention": True, "sliding_window": 24, "architectures": ["Gemma3TextModel"]}
+BOTH_WAYS = {
+    "use_bidirectional_attention": True,
+    "sliding_window": 24,
+    "architectures": ["Gemma3TextModel"],
+}
 
 
 def variant(name: str, kind: str, architecture: str, own: dict) -> Variant:
-    return Variant(name, SIZES | {"model_type": kind, "architectures": [architecture]} | own, 120, LENGTHS, 0)
+    return Variant(
+        name, SIZES | {"model_type": kind, "architectures": [architecture]} | own, 120, LENGTHS, 0
+    )
 
 
 ENCODERS = [
@@ -36,7 +62,9 @@ ENCODERS = [
 
 
 def texts_of(variant: Variant, seed: int) -> list[list[int]]:
-    """Random texts without special tokens: RoBERTa counts no position where one of padding stands."""
+    """Random texts without special tokens: RoBERTa counts no position where one of padding
+    stands.
+    """
     special = 3
     drawn = prompts(variant.prompts, variant.config["vocab_size"] - special, seed)
     return [[token + special for token in ids] for ids in drawn]
@@ -51,4 +79,6 @@ class GoldenEncoder:
             self.cls = arrays["cls"]
             meta = json.loads(arrays["meta"].tobytes())
         self.texts = texts_of(variant, meta["seed"])
-        self.folder = write_folder(folder / variant.name, variant.config, meta["tensors"], meta["seed"])
+        self.folder = write_folder(
+            folder / variant.name, variant.config, meta["tensors"], meta["seed"]
+        )

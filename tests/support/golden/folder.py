@@ -1,4 +1,6 @@
-"""A tiny model on disk: weights drawn from a seed and each tensor's name, so that nothing of size is stored."""
+"""A tiny model on disk: weights drawn from a seed and each tensor's name, so that nothing of size
+is stored.
+"""
 
 import hashlib
 import json
@@ -13,7 +15,8 @@ POSITIONS = (0, 1, 10, 23, 40, 79, 110, 143)  # where logits are kept, as far as
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int, model_type: str) -> np.ndarray:
-    """One tensor, of a size that gives clear winners, sharp attention and layers that outweigh the token that came in.
+    """One tensor, of a size that gives clear winners, sharp attention and layers that outweigh the
+    token that came in.
 
     Without that, greedy tokens of a random model hang on rounding, or repeat for ever.
     """
@@ -44,7 +47,9 @@ def draw(name: str, shape: tuple[int, ...], seed: int, model_type: str) -> np.nd
     return (centre - less + 0.2 * value).astype(np.float32)
 
 
-def write_folder(folder: Path, config: Mapping, tensors: Mapping[str, tuple[int, ...]], seed: int) -> Path:
+def write_folder(
+    folder: Path, config: Mapping, tensors: Mapping[str, tuple[int, ...]], seed: int
+) -> Path:
     """A Hugging Face folder; the safetensors come in two shards with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -52,10 +57,14 @@ def write_folder(folder: Path, config: Mapping, tensors: Mapping[str, tuple[int,
     index = {}
     for number, part in enumerate((names[::2], names[1::2]), start=1):
         file = f"model-{number:05}-of-00002.safetensors"
-        drawn = {name: draw(name, tuple(tensors[name]), seed, config["model_type"]) for name in part}
+        drawn = {
+            name: draw(name, tuple(tensors[name]), seed, config["model_type"]) for name in part
+        }
         save_file(drawn, folder / file, metadata={"format": "pt"})
         index |= dict.fromkeys(part, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
     return folder
 
 

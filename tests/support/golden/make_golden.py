@@ -1,4 +1,5 @@
-"""Write the golden files, all or those named: `python -m tests.support.golden.make_golden [NAME ...]`.
+"""Write the golden files, all or those named: `python -m tests.support.golden.make_golden [NAME
+...]`.
 
 Needs torch and transformers.
 """
@@ -22,7 +23,9 @@ LEAST_KINDS = 12  # a sequence of fewer different tokens runs in a circle and pr
 
 
 def make(variant: Variant, shapes: dict, seed: int) -> dict[str, np.ndarray] | None:
-    """The golden arrays of one seed, or None where its greedy tokens are too close to call or too dull."""
+    """The golden arrays of one seed, or None where its greedy tokens are too close to call or too
+    dull.
+    """
     with tempfile.TemporaryDirectory() as folder:
         model = reference.load(write_folder(Path(folder), variant.config, shapes, seed))
     vocab_size = model.config.get_text_config().vocab_size
@@ -31,9 +34,14 @@ def make(variant: Variant, shapes: dict, seed: int) -> dict[str, np.ndarray] | N
     for number, ids in enumerate(asked):
         tokens, lead = reference.greedy(model, ids, variant.new_tokens)
         if variant.new_tokens and (lead < LEAST_LEAD or len(set(tokens)) < LEAST_KINDS):
-            print(f"{variant.name} seed {seed}: lead {lead:.1e}, {len(set(tokens))} kinds", flush=True)
+            print(
+                f"{variant.name} seed {seed}: lead {lead:.1e}, {len(set(tokens))} kinds", flush=True
+            )
             return None
-        arrays |= {f"prompt{number}": np.array(ids, np.int16), f"tokens{number}": np.array(tokens, np.int16)}
+        arrays |= {
+            f"prompt{number}": np.array(ids, np.int16),
+            f"tokens{number}": np.array(tokens, np.int16),
+        }
     whole = asked[0] + arrays["tokens0"].tolist()
     if reference.unsteadiness(model, whole) > STEADY:
         print(f"{variant.name} seed {seed}: unsteady", flush=True)
@@ -51,7 +59,11 @@ def make_encoder(variant: Variant, shapes: dict, seed: int = 1) -> dict[str, np.
         model = reference.load(write_folder(Path(folder), variant.config, shapes, seed))
     hidden = [reference.hidden(model, ids) for ids in texts_of(variant, seed)]
     meta = np.frombuffer(json.dumps({"seed": seed, "tensors": shapes}).encode(), np.uint8)
-    return {"mean": np.stack([x.mean(0) for x in hidden]), "cls": np.stack([x[0] for x in hidden]), "meta": meta}
+    return {
+        "mean": np.stack([x.mean(0) for x in hidden]),
+        "cls": np.stack([x[0] for x in hidden]),
+        "meta": meta,
+    }
 
 
 def main(names: list[str]) -> None:
@@ -73,7 +85,11 @@ def main(names: list[str]) -> None:
         np.savez_compressed(HERE / f"{variant.name}.npz", allow_pickle=False, **arrays)
         spread = arrays["logits"].std()
         tokens = arrays["tokens0"]
-        print(f"{variant.name}: seed {seed}, logits spread {spread:.2f}, {len(set(tokens.tolist()))} kinds", flush=True)
+        print(
+            f"{variant.name}: seed {seed}, logits spread {spread:.2f}, "
+            f"{len(set(tokens.tolist()))} kinds",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

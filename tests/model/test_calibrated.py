@@ -499,7 +499,7 @@ def test_what_is_refused(tmp_path, dense):
 
     refused("'best'.*rtn, gptq, awq, smoothquant", "best", "int8")
     refused("smoothquant.*int8, fp8; quantization is 'int4-32'", "smoothquant", "int4")
-    refused("'fp8'.*whole numbers", "gptq", "fp8")
+    refused("'fp8'.*no integers", "gptq", "fp8")
     refused("64 inputs", "gptq", "int4-128")
     refused("already", "gptq", "int4", dense)
     for words, match in (

@@ -23,12 +23,12 @@ class PageCounts(NamedTuple):
     replica: int
     window: int | None
     total: int
-    blank: int
+    free_pages: int
     cached: int  # nobody's, and kept for what they hold
 
     @property
     def used(self) -> int:
-        return self.total - self.blank - self.cached
+        return self.total - self.free_pages - self.cached
 
 
 class ExpertUse(NamedTuple):

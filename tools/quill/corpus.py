@@ -125,7 +125,7 @@ def documents(name: str, count: int) -> Iterator[list[tuple[str, float]]]:
 def training_rows(
     tokenizer: Tokenizer, seed: str, rows: int, length: int, mix: dict[str, float]
 ) -> PackedRows:
-    """CompletionDelta training rows, the same for the same seed."""
+    """Fresh training rows, the same for the same seed."""
     rng = Random(f"train/{seed}")
     return pack([_row(tokenizer, rng, length, mix) for _ in range(rows)], length)
 

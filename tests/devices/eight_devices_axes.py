@@ -409,7 +409,7 @@ def test_refused(golden):
         make(golden("llama").folder, context_parallel_size=3)
     with pytest.raises(
         ModelError,
-        match=r"context_parallel_size is 2, and this model picks the positions.* only be 1",
+        match=r"context_parallel_size is 2, and this model selects the positions.* only be 1",
     ):
         make(golden("glm-moe-dsa").folder, context_parallel_size=2)
     with pytest.raises(

@@ -442,7 +442,7 @@ def test_padding_is_zeros_whatever_it_holds(target, kind):
     spoiled = features.at[3].set(jnp.nan)
     positions = jnp.asarray([0, 1, 2, -1, 3, 4, 5])
 
-    def attend(index, q_TNH, k_TKH, v_TKH, cache, **options):
+    def attend(index, q_TNH, k_TKH, v_TKH, cache, params, sinks_N=None):
         assert not np.isnan(q_TNH).any() and not np.isnan(v_TKH).any()
         return q_TNH, cache
 

@@ -12,7 +12,7 @@ def random_adapters(llm: Any, count: int, rank: int, folder: Path) -> list[Any]:
     """Requests for `count` random adapters, loaded into host memory."""
     from ...serving.api.lora import LoRARequest
 
-    tensors = [tensor for target in llm.engine.adapters.targets for tensor in target.parts]
+    tensors = [tensor for target in llm.engine.adapters.targets for tensor in target.matrices]
     stems = {
         tensor.source.name.removesuffix(".weight"): tensor.shape
         for tensor in tensors

@@ -77,7 +77,7 @@ class FakeLLM:
         self.engine = self
         self.tokenizer, self.ids, self.busy = Letters(), itertools.count(), False
         self.max_len, self.config = 1000, SimpleNamespace(vocab_size=1000)
-        self.runner = SimpleNamespace(limits=SimpleNamespace(listed=20))
+        self.runner = SimpleNamespace(shape=SimpleNamespace(num_logprobs=20))
         self.requests: list[Request] = []
         self.aborted: list[str] = []
         FakeLLM.made.append(self)

@@ -142,7 +142,7 @@ config = read_config(plain)
 mesh = make_mesh(data=2, tensor=4)
 wanted = jax.tree.leaves(shardings(abstract(config), mesh))
 whole = jax.tree.leaves(jax.tree.map(lambda spec, leaf: in_device_order(np.asarray(leaf), spec, mesh),
-                                     abstract(config), load(plain, config, plain=True)))
+                                     abstract(config), load(plain, config, skip_packing=True)))
 for folder in (plain, converted):
     arrays = jax.tree.leaves(load(folder, config, Placement(mesh)))
     for array, place, expected in zip(arrays, wanted, whole, strict=True):

@@ -250,7 +250,7 @@ def fuzz(server: Any, path: str, mode: GenerationMode, count: int) -> Counter[st
 @pytest.mark.slow
 def test_bodies(server, path, mode):
     share = (TOTAL - 100) / (2 * len(BODIES) - 4 * len(SLOW) / 3)
-    found = fuzz(server, path, mode, max(20, round(share / 3 if path in SLOW else share)))
+    found = fuzz(server, path, mode, max(60, round(share / 3 if path in SLOW else share)))
     print(f"{path}, {mode.value}: {dict(found)}")
     answered = found["answered"] + found["streamed"]
     none = LEAST_STATUS[path] != 200  # quill has no classes

@@ -550,7 +550,7 @@ DAMAGE: list[tuple[str, str, Any, str]] = [
         "nvfp4",
         ".weight_global_scale",
         lambda x: x * 0,
-        f"'{STEM}.weight_scale' holds a scale that is no finite",
+        f"'{STEM}.weight_scale' holds a scale that is not finite",
     ),
     (
         "nvfp4",
@@ -621,7 +621,7 @@ DAMAGE: list[tuple[str, str, Any, str]] = [
         "nf4",
         ".weight.quant_map",
         lambda x: x * np.float32(np.nan),
-        f"'{STEM}.weight.quant_map' holds what is no",
+        f"'{STEM}.weight.quant_map' holds a value that is not finite",
     ),
     ("nf4", f".{STATE}nf4", lambda x: x[:-1], "holds no JSON"),
     (

@@ -92,7 +92,9 @@ def test_every_type_means_what_the_package_says(tmp_path, kind, caplog):
     weights = read(tmp_path / "model.gguf")
     assert_is(weights, means)
     # the embedding is
-    assert ("quantised matrices are dequantised" in caplog.text) == (kind not in ("F32", "F16", "BF16"))
+    assert ("quantised matrices are dequantised" in caplog.text) == (
+        kind not in ("F32", "F16", "BF16")
+    )
     kept = isinstance(weights.layers[0].mlp.down_FD, Int4 | Grouped)
     assert kept == (kind in gguf_folder.KEPT)
     assert read_config(hub.resolve(str(tmp_path / "model.gguf"))).quant == gguf_folder.KEPT.get(

@@ -105,8 +105,9 @@ def test_a_trial(spoilt):
     """What it finds on a card, at small sizes: it tells a kernel that is right from another."""
     kind = {"heads": 4, "kv_heads": 1, "width": 64, "sinks": True}
 
-    def kernel(*given, scale, **options):
-        return attend(*given, scale=scale * (1.02 if spoilt else 1), **options)
+    def kernel(q, k, v, pages, rows, params, sinks_N=None):
+        params = replace(params, scale=params.scale * (1.02 if spoilt else 1))
+        return attend(q, k, v, pages, rows, params, sinks_N)
 
     for trial in (
         Trial("", 2, 200, 1, 1, **kind),

@@ -154,10 +154,10 @@ def test_the_last_to_save_a_span_merges(ahead, monkeypatch):
             index = axis_index(self, eqn)
             return jnp.asarray(order)[index] if eqn.params["axis_name"] == "processor" else index
 
-        def layers(q, k, v, pages, rows, **options):
+        def layers(q, k, v, pages, rows, params, sinks_N=None):
             rows = rows.replace(arrivals=paged.new_arrivals(3))
-            one, pages = attend(q, k, v, pages, rows, **options)
-            other, pages = attend(q, k, v, pages, rows, **options)
+            one, pages = attend(q, k, v, pages, rows, params, sinks_N)
+            other, pages = attend(q, k, v, pages, rows, params, sinks_N)
             counted = jnp.broadcast_to(jnp.max(jnp.abs(rows.arrivals[...])), one.shape).astype(
                 one.dtype
             )

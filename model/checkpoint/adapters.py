@@ -325,7 +325,7 @@ def check_shapes(
 ) -> int:
     """Check a module's matrices against weight, configuration and max_rank; return their rank."""
     (down, up, *lengths) = tensors
-    (outputs, inputs) = matrix.shape
+    outputs, inputs = matrix.shape
     rank = about.module_rank(module)
     if down.shape != (rank, inputs) or up.shape != (outputs, rank):
         raise ModelError(

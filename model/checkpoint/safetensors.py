@@ -203,7 +203,7 @@ def read_entry(path: Path, name: str, entry: Any, data: int, size: int) -> Tenso
     try:
         dtype = np.dtype(DTYPES[entry["dtype"]])
         shape = entry["shape"]
-        (start, end) = entry["data_offsets"]
+        start, end = entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
         raise ModelError(
             f"{path}: the entry of tensor {name!r} is not understood: {entry!r:.200}"

@@ -73,7 +73,7 @@ def layer(config: ModelConfig, index: int, prefix: str) -> LayerWeights:
 
 def delta_sources(a: DeltaNet, D: int, layer_prefix: str) -> DeltaNetWeights:
     prefix = f"{layer_prefix}.linear_attn"
-    (keys, values) = a.sizes
+    keys, values = a.sizes
     sizes = {"q": keys, "k": keys, "v": values, "g": values}
     ends_by_projection = np.cumsum(list(sizes.values())).tolist()
     slices = {

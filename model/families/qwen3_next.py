@@ -96,7 +96,7 @@ def delta_sources(a: DeltaNet, D: int, layer_prefix: str) -> DeltaNetWeights:
     prefix = f"{layer_prefix}.linear_attn"
     K = a.key_heads
     value_heads_per_key = a.heads // a.key_heads
-    (keys, values) = a.sizes
+    keys, values = a.sizes
 
     def reorder_qkvz(x: np.ndarray) -> np.ndarray:
         by_key_head = x.reshape(K, -1, *x.shape[1:])
@@ -120,7 +120,7 @@ def delta_sources(a: DeltaNet, D: int, layer_prefix: str) -> DeltaNetWeights:
 def separate_sources(a: DeltaNet, D: int, layer_prefix: str) -> DeltaNetWeights:
     """DeltaNet with separate projections, as in Qwen3.5."""
     prefix = f"{layer_prefix}.linear_attn"
-    (keys, values) = a.sizes
+    keys, values = a.sizes
     qkv_width = 2 * keys + values
     projections = (("qkv", qkv_width, np.s_[:, :qkv_width]), ("z", values, np.s_[:, qkv_width:]))
     return common_sources(

@@ -198,7 +198,7 @@ def granitehybrid(file: Contents, multipliers: Config) -> Config:
 def mamba2(file: Contents) -> Config:
     """Pure Mamba 2; its context length is unlimited."""
     meta = file.meta
-    (inner, heads) = inner_and_heads(file)
+    inner, heads = inner_and_heads(file)
     width = meta.count(".embedding_length")
     layers = [*range(file.num_layers)]
     if inner % width:

@@ -77,7 +77,7 @@ def mix(
     """Everything between the projections is in float32."""
     assert hooks.recur is not None, "there is no store of recurrent states"
     activation = ACTIVATIONS[a.activation]
-    (keys, values) = a.sizes
+    keys, values = a.sizes
 
     def run(inputs, states, rows):
         x_TC, gates_TGN = inputs

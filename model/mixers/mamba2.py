@@ -76,7 +76,7 @@ def mix(
     """Everything between the projections is in float32."""
     assert hooks.recur is not None, "there is no store of recurrent states"
     activation = ACTIVATIONS[a.activation]
-    (values, convolved) = a.sizes
+    values, convolved = a.sizes
     keys = a.groups * a.key_dim
 
     def run(inputs, states, rows):

@@ -41,7 +41,7 @@ def loss(D: np.ndarray, H: np.ndarray) -> np.ndarray:
 
 def clip_weights(W: np.ndarray, H: np.ndarray, grid: Grid) -> np.ndarray:
     """Clip the largest weights of each group of W [O, I] where finer steps reduce the loss."""
-    (O, I) = W.shape  # noqa: E741
+    O, I = W.shape  # noqa: E741 - dimensions: outputs, inputs
     size = grid.group or W.shape[1]
     starts = range(0, I, size)
     padded = -(-I // size) * size

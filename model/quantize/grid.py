@@ -75,7 +75,7 @@ class Grid:
         """
         if self.bits == 8:  # fine enough without a search
             return self.fit(W)
-        (O, I) = W.shape  # noqa: E741
+        O, I = W.shape  # noqa: E741 - dimensions: outputs, inputs
         size = self.group or W.shape[1]
         padding = -I % size
         grouped_NS = np.pad(W.astype(np.float32), ((0, 0), (0, padding))).reshape(-1, size)

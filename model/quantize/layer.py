@@ -50,7 +50,7 @@ class Method:
         if self.name not in METHOD_FORMATS:
             grid_for_format(self.quant)  # rejects unsupported formats
             return
-        (words, fits) = METHOD_FORMATS[self.name]
+        words, fits = METHOD_FORMATS[self.name]
         schemes = quant.stored_schemes()
         if not fits(schemes[quant.stored_name(self.quant)]):
             right = ", ".join(name for name, scheme in schemes.items() if fits(scheme))

@@ -31,7 +31,7 @@ def adapt(weight: Adapted, x_TD, out_TO):
     rank = weight.up.shape[1]
     if weight.which is not None:
         which = jnp.reshape(weight.which, 1).astype(jnp.int32)
-        (stack, rank) = weight.up.shape[1:3]
+        stack, rank = weight.up.shape[1:3]
     assert weight.rows_of is not None
     arrays = (  # with an axis of one matrix XLA would copy the stacks
         out_TO, x_TD, weight.rows_of.slots_T.astype(jnp.int32), which,

@@ -12,7 +12,7 @@ def adapt(weight: Adapted, x_TD, out_TO):
     """See `Adapted.adapt`. A block may write more rows than it has: the next one, which begins
     behind its last, writes over them."""
     own = weight.rows_of
-    (T, D) = x_TD.shape
+    T, D = x_TD.shape
     O = out_TO.shape[1]
     rank = weight.up.shape[1 if weight.which is None else 2]
     assert own is not None

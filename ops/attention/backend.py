@@ -82,8 +82,10 @@ class AttentionBackend:
 
     Args:
         attend: `(q_TNH, k_TKH, v_TKH, pages, rows, params, sinks_N=None) -> (out_TNH, pages)`.
-        limits: why it does not serve these parameters and shapes on this machine, or None. chunked,
-        lookahead, context_parallel: whether it serves `AttentionParams` that ask for these.
+        limits: Why it does not serve these parameters and shapes on this machine; None if it does.
+        chunked: Whether it serves layers with `AttentionParams.chunked`.
+        lookahead: Whether tokens may attend to positions after their own.
+        context_parallel: Whether several devices may hold the positions of a page.
     """
 
     attend: Callable[..., Any]

@@ -65,8 +65,8 @@ def attend(
     interpret: bool = False,
 ):
     """Every row's result; zeros for rows that no sequence has."""
-    (T, N, H) = q_TNH.shape
-    (_, S, K, _) = pages.k_PSKH.shape
+    T, N, H = q_TNH.shape
+    _, S, K, _ = pages.k_PSKH.shape
     B, M = rows.tables_BM.shape
     heads = N // K
     decodes = T == B

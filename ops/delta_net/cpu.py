@@ -10,8 +10,8 @@ from ..native.kernel_names import DELTA_NET
 
 def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, corrects):
     """See `quire.ops.delta_net.delta_rule`."""
-    (T, N, V) = v_TNV.shape
-    (_, K, H) = q_TKH.shape
+    T, N, V = v_TNV.shape
+    _, K, H = q_TKH.shape
     B = rows.slots_B.shape[0]
     slots = memory_BNHV.shape[0]
     by_key = decay_TN.ndim == 3

@@ -36,8 +36,8 @@ def delta_rule(
 
 def refusals(arrays) -> list[str]:
     """All reasons for which the kernel cannot serve a case."""
-    (_, K, H) = arrays[0].shape
-    (_, N, V) = arrays[2].shape
+    _, K, H = arrays[0].shape
+    _, N, V = arrays[2].shape
     found = []
     if dtypes := {str(x.dtype) for x in arrays} - {"float32"}:
         found.append(f"all arrays must be float32, not {' and '.join(sorted(dtypes))}")
@@ -52,8 +52,8 @@ def refusals(arrays) -> list[str]:
 
 def kind(arrays, corrects: bool) -> dict:
     """What the kernel is compiled for."""
-    (_, K, H) = arrays[0].shape
-    (_, N, V) = arrays[2].shape
+    _, K, H = arrays[0].shape
+    _, N, V = arrays[2].shape
     return {
         "keys": H,
         "values": V,

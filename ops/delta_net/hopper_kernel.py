@@ -52,8 +52,8 @@ def delta_rule(
     q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, corrects, interpret: Any = None
 ):
     """See `quire.ops.delta_net.delta_rule`."""
-    (T, N, V) = v_TNV.shape
-    (_, K, H) = q_TKH.shape
+    T, N, V = v_TNV.shape
+    _, K, H = q_TKH.shape
     by_key = decay_TN.ndim == 3
     shape = MemoryShape(H, V, N // K, by_key, corrects)
     G = shape.heads

@@ -18,7 +18,7 @@ def prepare(qkv_TGH, heads: Heads, pages, rows):
     N = heads.queries
     K = heads.keys
     axis = heads.axis
-    (T, _, H) = qkv_TGH.shape
+    T, _, H = qkv_TGH.shape
     dtype = qkv_TGH.dtype
     if not T:
         raise NotImplementedError("there are no rows")

@@ -81,7 +81,7 @@ def tile_nibbles(packed_KO: np.ndarray, K: int, padded: int) -> np.ndarray:
 
 def tile_sixes(codes_KO: np.ndarray, padded: int) -> np.ndarray:
     """Codes of six bits [K, O], a byte each, in blocks of sixteen outputs."""
-    (K, O) = codes_KO.shape
+    K, O = codes_KO.shape
     codes_KO = np.ascontiguousarray(codes_KO)
     tiles = empty((-(-O // LANES), padded // 16, 3, LANES), np.uint32)
     library("pack").quire_tile_int6(

@@ -58,7 +58,7 @@ class Multiplied(Weight):
         """bfloat16 in three summands has all bits of float32; outputs are filled up with zeros."""
         if not isinstance(self.weight, jax.Array) or self.weight.ndim != 2:
             raise NotImplementedError("the weight must be one matrix that is not quantised")
-        (inputs, outputs) = self.weight.shape
+        inputs, outputs = self.weight.shape
         lead = x.shape[:-1]
         check_subscripts(subscripts, x, (inputs,), (outputs,), (0,))
         matrix = GpuMatrix(jnp.pad(self.weight, ((0, 0), (0, -outputs % FEATURES))))

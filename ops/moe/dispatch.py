@@ -45,7 +45,7 @@ def send_and_mix(axis: Axis, x_QD, weights_QX, slots_QX, own: int, expert):
         round 0  [d0 d0 d0][. . .][d2 d2 .][d3 . .]
         round 1  [d0 d0 .] [. . .][. . .]  [. . .]
     """
-    (Q, X) = slots_QX.shape
+    Q, X = slots_QX.shape
     D = x_QD.shape[1]
     n = axis.size
     room = capacity(Q, X, n, own)

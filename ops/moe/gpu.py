@@ -22,7 +22,7 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert, interpre
         raise NotImplementedError("experts must be two products, and not a function")
     up = prepare.matrix(expert.up_EDGF)
     down = prepare.matrix(expert.down_EFD)
-    (E, _, parts, F) = up.array.shape
+    E, _, parts, F = up.array.shape
     D = x_TD.shape[1]
     if parts != 2:
         raise NotImplementedError("experts must have a gate")

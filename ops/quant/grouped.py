@@ -313,7 +313,7 @@ class TiledGroups(Product):
     def __getitem__(self, index):
         """Rows of an embedding, float32."""
         K = math.prod(self.into)
-        (block, lane) = (index // LANES, index % LANES)
+        block, lane = (index // LANES, index % LANES)
         codes_KR = self.codes_of(block, lane).reshape(index.shape[0], -1).T
         group = len(codes_KR) // self.scale.shape[1]
 

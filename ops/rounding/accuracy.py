@@ -41,7 +41,7 @@ class RoundingCase:
 
     def run(self, held, given):
         """A code that is one off where the quotient is nearly half way is right too."""
-        (x_RK, right_RK, size_R) = given
+        x_RK, right_RK, size_R = given
         kind = self.kind["codes"]
         codes_RK, scale_R = code_rows(x_RK, kind, self.interpret)
         codes_RK = codes_RK.astype(jnp.float32)

@@ -80,8 +80,8 @@ def measure(
     first = np.asarray(steps[0][1], np.float32)[:batch]
     if not (drawn >= 0).all() or not np.isfinite(first).all():
         report.wrong(f"batch {batch}: a row is not a number")
-    (seconds, launch) = median(False)
-    (slow, slow_launch) = median(True)
+    seconds, launch = median(False)
+    slow, slow_launch = median(True)
     moved, _ = least(runner.config, batch, batch, scale.context + len(sent) // 2)
     share = moved / seconds / copy
     (model,) = [model for model, hf in SHAPES.items() if hf["model_type"] == scale.hf["model_type"]]

@@ -213,7 +213,7 @@ class GbnfParser:
         if letter == "" or letter not in "*+?{":
             return node
         begin = self.at
-        (low, high) = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(letter, (0, 0))
+        low, high = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(letter, (0, 0))
         self.at += 1
         if letter == "{":
             end = self.text.find("}", begin, begin + MAX_BRACES)

@@ -54,7 +54,7 @@ def drawn(config, rank: int = 4) -> dict[str, np.ndarray]:
     found = {}
     for part in (part for target in list_targets(config) for part in target.matrices):
         module = part.source.name.removesuffix(".weight")
-        (outputs, inputs) = part.shape
+        outputs, inputs = part.shape
         for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
             value = rng.standard_normal(shape) * 0.4 / shape[1] ** 0.5
             found[f"base_model.model.{module}.lora_{half}.weight"] = value.astype(np.float32)

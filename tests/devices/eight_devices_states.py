@@ -30,7 +30,7 @@ def same(request, other) -> bool:
     """The same tokens, with nearly the same scores: here XLA's products are summed by the number of
     rows.
     """
-    (own, wanted) = (each.output().outputs[0] for each in (request, other))
+    own, wanted = (each.output().outputs[0] for each in (request, other))
     scores = (
         [[entry.logprob for entry in entries.values()] for entries in each.logprobs]
         for each in (own, wanted)

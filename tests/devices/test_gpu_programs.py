@@ -171,8 +171,8 @@ FIRST = [*OTHERS][:1]
 
 @pytest.mark.parametrize("step", thinned(OTHERS, FIRST), ids=", ".join)
 def test_on_other_cards_triton_has_attention_experts_and_codes(step):
-    (target, name) = step
-    (launches, sorts, moved) = OTHERS[step]
+    target, name = step
+    launches, sorts, moved = OTHERS[step]
     found = compiled(target, name)[name]
     assert found["graphs"] == 1 and found["outside"] == {} and not any(found["copied"].values())
     assert found["launches_a_layer"] <= launches and found["moved"] <= moved * found["needed"]

@@ -50,7 +50,7 @@ KINDS = ["medusa", "eagle", "eagle3", "mtp", "mtp-qwen"]
 @pytest.fixture(scope="module")
 def made(request, tmp_path_factory):
     """(kind, the target's folder, what drafts, heads and weights of both)."""
-    (kind, _, qwen) = request.param.partition("-")
+    kind, _, qwen = request.param.partition("-")
     folder = tmp_path_factory.mktemp("target")
     if kind == "mtp":
         other = tiny_qwen if qwen else tiny_deepseek

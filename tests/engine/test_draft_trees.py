@@ -240,8 +240,8 @@ def test_every_step_takes_the_best_path(config):
         texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
         found[name] = texts, recorded.proposed, steps.tokens, watch.taken
         llm.close()
-    (texts, tree, tokens, taken) = found["tree"]
-    (same, chained, _, _) = found["chain"]
+    texts, tree, tokens, taken = found["tree"]
+    same, chained, _, _ = found["chain"]
     assert texts == same and taken.keys() - {0}
     better = common = 0
     for text, proposed in tree.items():

@@ -441,8 +441,8 @@ def test_a_drafter_catches_up_on_what_it_has_not_followed():
         found[kind] = answers, seen.proposed
         llm.engine.observers.remove(seen)
     llm.close()
-    (expected, always) = found["always"]
-    (answers, times) = found["at times"]
+    expected, always = found["always"]
+    answers, times = found["at times"]
     both = always.keys() & times.keys()
     assert answers == expected and len(both) > 15
     assert {known: always[known] for known in both} == {known: times[known] for known in both}

@@ -238,7 +238,7 @@ def test_invocations_are_told_by_their_fields(server):
     ):
         answers = [ask(server, "POST", where, body) for where in (path, "/invocations")]
         assert [status for status, _, _ in answers] == [200, 200], answers
-        (own, meant) = (
+        own, meant = (
             {k: v for k, v in body.items() if k not in ("id", "created", "usage")}
             for _, _, body in answers
         )

@@ -192,7 +192,7 @@ def test_every_family_turns_an_adapter_as_it_turns_its_weights(variant, tmp_path
             if kind in seen:
                 continue
             seen.add(kind)
-            (outputs, inputs) = part.shape
+            outputs, inputs = part.shape
             rank = 2
             down_RI = rng.standard_normal((rank, inputs))
             up_OR = rng.standard_normal((outputs, rank))

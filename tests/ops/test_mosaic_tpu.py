@@ -267,7 +267,7 @@ def test_compiles_for_tpus(name, chip, monkeypatch):
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setattr(tpu, "has_tpu", lambda: True)
     device = topologies.get_topology_desc(chip, "tpu").devices[0]
-    (shape, length) = PRODUCTION[name]
+    shape, length = PRODUCTION[name]
     with on(device.device_kind):
         used = (
             trace(shape, length, SingleDeviceSharding(device)).lower().compile().memory_analysis()

@@ -509,8 +509,8 @@ def test_mxfp4_experts_against_float64(by, T, D, F):
     whose = chosen(rng, T, X, E, "any")
     x = draw(rng, T, D)
     weights = jnp.asarray(rng.random((T, X)), jnp.float32)
-    (up, exact_up) = in_mxfp4(rng, E, D, 2, F)
-    (down, exact_down) = in_mxfp4(rng, E, F, D)
+    up, exact_up = in_mxfp4(rng, E, D, 2, F)
+    down, exact_down = in_mxfp4(rng, E, F, D)
     options = {
         "activation": "silu",
         "up_bias_EGF": draw(rng, E, 2, F),
@@ -566,7 +566,7 @@ WEIGHTS = {
 def test_each_byte_of_a_weight_is_copied_once(name, monkeypatch):
     """And rows once for each 64 outputs, which the card's cache has by then."""
     rng = np.random.default_rng(8)
-    (make, bytes_of) = WEIGHTS[name]
+    make, bytes_of = WEIGHTS[name]
     x = draw(rng, 5, 256)
     weight = make(draw(rng, 256, 2, 128))
     copied = copies.counted(monkeypatch)

@@ -765,7 +765,7 @@ def test_flags_of_other_engines_that_change_nothing_are_one_warning(run):
     (llm,) = FakeLLM.made
     assert llm.model == "a/model" and llm.prompts == ["--enforce-eager"]
     assert llm.options == {"tensor_parallel_size": 2, "max_num_seqs": 1}
-    (note, _) = err.splitlines()
+    note, _ = err.splitlines()
     assert note.startswith(
         "note: without effect here: --trust-remote-code (no code of a checkpoint is run), --swap-"
     )

@@ -75,8 +75,8 @@ def test_what_it_counts():
     assert read == pytest.approx(nbytes(weights) - words + 64 * 1000 * a_token)
     mixture = family_for(FULL.experts).config(FULL.experts, 1056)
     layers = FULL.experts["num_hidden_layers"]
-    (few, _) = least(mixture, 1, 1, 1)
-    (many, _) = least(mixture, 10_000, 1, 1)
+    few, _ = least(mixture, 1, 1, 1)
+    many, _ = least(mixture, 10_000, 1, 1)
     assert many - few == pytest.approx(layers * 120 * 3 * 2048 * 768 * 2), (
         "8 of 128 experts in each layer"
     )
@@ -219,7 +219,7 @@ def test_what_the_pieces_count():
         2 * weights,
         5 * 2 * weights,
     )
-    (hf, _) = TINY.mixtures
+    hf, _ = TINY.mixtures
     each = 3 * 32 * 32
     mixture = family_for(hf).config(hf, 20)
     one, many = gpu_pieces.mixtures("", mixture, (1, 200), 3)

@@ -79,7 +79,7 @@ class Naive:
     def __init__(self, target, heads, own):
         self.heads = heads
         self.own = own
-        (config, weights) = target
+        config, weights = target
         positions = jnp.arange(LENGTH)
 
         def features_of(tokens_T):

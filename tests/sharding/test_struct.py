@@ -48,8 +48,8 @@ def paths(tree) -> list[str]:
 
 def test_alike():
     """The same leaves in the same order under the same paths, and the same text."""
-    (Point, Inherits) = classes(struct)
-    (FlaxPoint, FlaxInherits) = classes(flax_struct)
+    Point, Inherits = classes(struct)
+    FlaxPoint, FlaxInherits = classes(flax_struct)
     for ours, theirs in [
         (Point(1, "a", [2, 3], {"k": 4}), FlaxPoint(1, "a", [2, 3], {"k": 4})),
         (Inherits(np.ones(2), size=3), FlaxInherits(np.ones(2), size=3)),

@@ -174,8 +174,8 @@ def as_held(shape: Shape, k: np.ndarray, v: np.ndarray) -> list[np.ndarray]:
     """Rows of keys and values as a case's pages hold them."""
     if shape.codes is None:
         return [k, v]
-    (k, k_scale) = coded(shape, k, keys=True)
-    (v, v_scale) = coded(shape, v)
+    k, k_scale = coded(shape, k, keys=True)
+    v, v_scale = coded(shape, v)
     return [k, v, k_scale, v_scale]
 
 

@@ -15,7 +15,7 @@ def forward(weights, tokens_BT, config: ModelConfig, axes: DeviceAxes = ONE_DEVI
     vocabulary.
     """
     hidden = hidden_states(weights, tokens_BT, config, axes)
-    (B, T) = tokens_BT.shape
+    B, T = tokens_BT.shape
     return decoder.logits(weights, hidden.reshape(B * T, -1), config, axes).reshape(B, T, -1)
 
 

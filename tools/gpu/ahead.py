@@ -142,7 +142,7 @@ def measure(case: Case, target: str, spills: bool = False) -> Result:
 
     hf = SHAPES[case.model]
     layers = hf["num_hidden_layers"]
-    (few, more) = depths(case.model)
+    few, more = depths(case.model)
     device = DEVICES[target.partition("+")[0]]
     # kernels are compiled, and tell what they spill, with the first program alone
     with described(target, case.tensor):

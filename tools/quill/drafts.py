@@ -68,7 +68,7 @@ def worst(samples: int, batch: int) -> list[Turn]:
 
     rng = random.Random(0)
     turns = []
-    (length, answer) = WORST
+    length, answer = WORST
     for turn in range(-(-samples * len(ASKED) // batch)):
         prompts = [[rng.randrange(6, 1280) for _ in range(length)] for _ in range(batch)]
         params = [

@@ -99,7 +99,7 @@ class FourBits(Matrix):
 
     def fields_for(self, node: Rounded) -> dict[str, np.ndarray]:
         codes, scale, codebook = self.unpacked()
-        (rows, columns) = self.shape
+        rows, columns = self.shape
         block = self.state.block
         if columns % block or block % GROUP:
             raise ModelError(

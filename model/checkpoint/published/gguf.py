@@ -125,7 +125,7 @@ class BlockMatrix(Matrix):
         if node.levels:
             return self.two_level_fields(stored, node)
         repeats = stored.group // node.group
-        (scale, least) = stored.scales()
+        scale, least = stored.scales()
         fields = {
             "codes": stored.codes,
             "scale": (self.finite(scale) * np.float32(self.times)).repeat(repeats, 1),

@@ -187,7 +187,7 @@ def matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:
             f"tensor {tensors['.shape'].name!r} holds {[rows, columns]}, which fill no groups"
         )
     codes = tensors[".W_q"]
-    (words, unpacked_size) = form.words((rows, columns))
+    words, unpacked_size = form.words((rows, columns))
     word_bytes = 4 if form.bits == 3 else 1
     check(codes, STORAGE, (words, unpacked_size * word_bytes // codes.dtype.itemsize))
     count = form.count((rows, columns))

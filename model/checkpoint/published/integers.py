@@ -191,7 +191,7 @@ def unpack_node(node: Rounded) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def checked_sizes(name: str, shape: tuple[int, ...], form: IntegerLayout) -> tuple[int, int, int]:
     """(outputs, inputs, groups) of a matrix to write; sizes that cannot be packed are an error."""
-    (rows, columns) = shape
+    rows, columns = shape
     size = form.group
     if columns % size:
         alternatives = [candidate for candidate in GROUPS if columns % candidate == 0]

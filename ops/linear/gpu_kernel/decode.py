@@ -87,7 +87,7 @@ def spread(tiles: Tiles, values_GF_ref, shape, number):
     """A tile for codes: each of its rows has the values of the group that it lies in, as `number`
     makes them.
     """
-    (rows, _) = shape
+    rows, _ = shape
     groups = values_GF_ref.shape[0]
 
     def of_group(group: int):

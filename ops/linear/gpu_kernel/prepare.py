@@ -178,7 +178,7 @@ def dense(
 ):
     """[R, outputs] of rows and one weight: [K, parts * outputs], or turned [outputs, K]."""
     weight = matrix.array
-    (rows, inputs) = plain(x_RK).shape
+    rows, inputs = plain(x_RK).shape
     stored = four_bits.count(inputs) if matrix.codes in FOUR_BITS else inputs * matrix.summands
     outputs = math.prod(weight.shape) // stored // parts
     here = machine(interpret)
@@ -204,7 +204,7 @@ def dense(
 
 def each(x_TNK, matrix: GpuMatrix, *, dtype, interpret: Any = None):
     """[T, N, outputs] of rows with N heads and the weight of each, [N, outputs, K]."""
-    (T, N, inputs) = x_TNK.shape
+    T, N, inputs = x_TNK.shape
     outputs = matrix.array.shape[1]
     here = machine(interpret)
     require(here, x_TNK, matrix, inputs, outputs, turned=True, grouped=True)

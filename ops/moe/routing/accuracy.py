@@ -60,7 +60,7 @@ class AlignCase:
 
     def build(self, seed: int):
         rng = np.random.default_rng(seed)
-        (T, X) = self.pairs
+        T, X = self.pairs
         E = self.kind["experts"]
         # A few experts have most of the pairs, and some pairs have none.
         experts_TX = np.where(

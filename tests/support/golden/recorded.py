@@ -54,8 +54,8 @@ def asked(prompts: list[list[int]], tokens: list[list[int]]):
     """The first prompt alone; then both and three that have already come a part of the way, all at
     once.
     """
-    (long, short) = prompts
-    (after_long, after_short) = tokens
+    long, short = prompts
+    after_long, after_short = tokens
     yield [long], [after_long]
     batch = [
         (short, after_short, 0),

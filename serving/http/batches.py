@@ -392,9 +392,10 @@ class Batches:
     def write(self, batch: Batch, settled: Iterable[tuple[BatchLine, Outcome]]) -> None:
         """Write and count results, all of them or none."""
         kind = self.kinds[batch.kind]
-        counts = dict(batch.counts)
-        files = dict(batch.files)
         with self.storage.transaction():
+            # Read here: until now another thread may have been writing results of this batch.
+            counts = dict(batch.counts)
+            files = dict(batch.files)
             try:
                 for line, outcome in settled:
                     batch.count(outcome.kind)

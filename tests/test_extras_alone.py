@@ -107,9 +107,9 @@ def test_modules_import_with_their_extra_alone(tmp_path, extra):
 
 ON_HOPPER = """
 import sys
-from quire.ops.attention import mosaic_gpu
+from quire.ops.gpu import device
 for name, value in {"is_gpu": True, "is_hopper": True, "capability": "9.0", "num_processors": 132}.items():
-    setattr(mosaic_gpu, name, lambda value=value: value)
+    setattr(device, name, lambda value=value: value)
 from quire.__main__ import main
 main()
 """

@@ -68,9 +68,12 @@ def main(
     host.
     """
     load.above_zero(batch_size=batch_size, input_len=input_len, num_steps=num_steps)
-    with load_model(model, **{"max_num_seqs": batch_size, **engine}) as llm:
-        import jax
+    import jax
 
+    # The parts are named by the programs' metadata, which XLA's cache otherwise ignores: it would
+    # return programs of an older Quire, with the names of that time.
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    with load_model(model, **{"max_num_seqs": batch_size, **engine}) as llm:
         runner = llm.engine.runner
         if jax.default_backend() != "cpu" or runner.mesh is not None:
             raise o.UsageError(

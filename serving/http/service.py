@@ -492,17 +492,23 @@ class Service:
     async def drain(self, grace: float) -> None:
         """Refuse new requests.
 
-        Running ones have `grace` seconds to finish, then they end with what they have.
+        Running ones have `grace` seconds to finish, then they end with what they have. Background
+        responses are left unfinished instead: the next server marks them as failed.
         """
         self.draining = True
         self.batches.close()
         try:
             async with asyncio.timeout(grace):
                 await self.idle.wait()
+                await self.stored.wait_until_idle()
         except TimeoutError:
+            num_unfinished = self.open + len(self.stored.running)
             log.warning(
-                "%d requests did not end within %g seconds; they are cut off", self.open, grace
+                "%d requests did not end within %g seconds; they are cut off",
+                num_unfinished,
+                grace,
             )
+            self.stored.interrupt()
             for model in self.models.ready():
                 await model.llm.call(lambda thread=model.llm.thread: abort_all(thread))
             try:

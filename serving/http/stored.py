@@ -117,6 +117,23 @@ class StoredResponses:
             self.put_answer(key, name, stored)
             del self.running[entry_key]
 
+    async def wait_until_idle(self) -> None:
+        """Wait for the background responses."""
+        while tasks := [
+            stored.task
+            for stored in self.running.values()
+            if stored.task is not None and not stored.task.done()
+        ]:
+            await asyncio.wait(tasks)
+
+    def interrupt(self) -> None:
+        """Cancel the background responses; their entries stay unfinished in the storage."""
+        interrupted = list(self.running.values())
+        self.running.clear()
+        for stored in interrupted:
+            if stored.task is not None:
+                stored.task.cancel()
+
     def make_room(self, spared: EntryKey | None = None) -> bool:
         """Delete the least recently used entries until the others fit; return whether they do."""
         for entry_key in self.storage.least_recently_used(KINDS):

@@ -10,7 +10,9 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,13 @@ import openai
 import pytest
 
 from quire.model.config import ModelError
-from quire.serving.http.batches import ENDED, split_lines
+from quire.serving.api.errors import RequestError
+from quire.serving.http.batches import ENDED, Batch, BatchKind, Outcome, Result, split_lines
+from quire.serving.http.errors import HttpError
 from quire.serving.http.storage import FILE, EntryKey, Storage, StorageFailed
 from quire.serving.http.stored import KINDS, StoredResponses
 from quire.serving.protocol.answers.answer import ChatRequest
+from quire.serving.protocol.batch_file import BatchLine
 from quire.tests.support.served import FORMATS
 from quire.tests.support.talk import said, scripted_server, until
 
@@ -128,6 +133,38 @@ def test_a_restart_loses_nothing(tmp_path):
     StoredResponses(2, stored.bytes, storage)  # of a server that may store less
     assert storage.usage(*KINDS).entries == 2
     storage.close()
+
+
+def test_background_response_of_a_busy_server_fails_after_a_restart(tmp_path):
+    """Another request in flight at shutdown does not make it `incomplete`."""
+    with ThreadPoolExecutor(1) as pool, started(tmp_path) as (server, client):
+        server.script.step_seconds = 0.05
+        cut = client.responses.create(model="quill", input="count", background=True)
+        pool.submit(client.completions.create, model="quill", prompt="live")
+        until(lambda: len(server.engine.requests) == 2)
+    with started(tmp_path) as (server, client):
+        assert client.responses.retrieve(cut.id).error.code == "server_error"
+
+
+def test_failed_write_of_a_batch_keeps_the_counts_of_other_threads():
+    """The last result does not fit; results that others wrote meanwhile stay counted."""
+    with started(None, max_file_bytes=1000) as (server, _):
+        batches = server.service.batches
+        batch = Batch("batch_1", None, "kind", "file-1", total=4)
+        batches.kinds["kind"] = BatchKind(
+            None, iter, lambda batch, line, outcome: Result("output_file_id", outcome.body), "p", ()
+        )
+        error = RequestError("body", "is not read here")
+        small = [(BatchLine(1, "a", error), Outcome("succeeded", b"x"))]
+        large = [(BatchLine(2, "b", error), Outcome("succeeded", b"x" * 2000))]
+        with ThreadPoolExecutor(1) as pool:
+            with batches.storage.lock:
+                failing = pool.submit(batches.write, batch, large)
+                time.sleep(0.05)  # it waits for the lock
+                batches.write(batch, small)
+            with pytest.raises(HttpError, match="max-file-bytes"):
+                failing.result()
+        assert batch.counts == {"succeeded": 1} and len(batch.files) == 1
 
 
 def test_a_cancelled_batch_ends_after_a_restart(tmp_path):

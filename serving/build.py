@@ -518,7 +518,7 @@ def files_of(folder: Path) -> list[Path]:
 
 def use_compile_cache() -> None:
     """Keep compiled steps between runs, unless the user has chosen a place (or none) himself."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         folder = home("jax")
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from ..model.config import FAR
 from ..model.text.chat_template import PromptError
@@ -520,9 +520,10 @@ def close_at_exit(owner: Any, close: Callable[[], None]) -> None:
 
 def prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     """Return a list of prompts, given one or many; a flat list of integers is one prompt."""
-    if isinstance(prompts, (str, Mapping)) or (len(prompts) and isinstance(prompts[0], int)):
-        return [prompts]
-    return list(prompts)
+    given: Any = prompts
+    if isinstance(given, (str, Mapping)) or (len(given) and isinstance(given[0], int)):
+        return [given]
+    return list(given)
 
 
 def params_list(params: SamplingParams | Seq[SamplingParams], count: int) -> list[SamplingParams]:
@@ -553,7 +554,7 @@ def parse_prompt(
         terms = replace(terms, **{key: prompt[key] for key in TERMS if key in prompt})
         if tokens is not None:
             return text, list(tokens), terms
-        prompt = text
+        prompt = cast(Prompt, text)
     if isinstance(prompt, str):
         if not prompt:
             raise RequestError("prompt", "is empty; it must have at least one character")
@@ -569,4 +570,4 @@ def parse_prompt(
         raise RequestError(
             "prompt", f"must be text, a list of token ids, or a dict of either, got {shown(prompt)}"
         )
-    return None, list(prompt), terms
+    return None, cast(list[int], list(prompt)), terms

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from .api.errors import RequestError
 from .api.outputs import PoolingRequestOutput
@@ -220,9 +220,8 @@ class AnswerSearch:
             outputs = iter(self.reward.reward(prompts, use_tqdm=False))
         for place, (search_prompt, answers) in enumerate(zip(search_prompts, new, strict=True)):
             if callable(self.reward):
-                rewards = list(
-                    self.reward(search_prompt.prompt, [answer.text for answer in answers])
-                )
+                texts = [answer.text for answer in answers]
+                rewards: list[Any] = list(cast(Any, self.reward)(search_prompt.prompt, texts))
                 if len(rewards) != len(answers):
                     raise RequestError(
                         "reward", f"gave {len(rewards)} numbers for {len(answers)} answers"

@@ -4,15 +4,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from ..config import Dense, ModelError
 from .folder import read_json, read_value
 
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
-POOLINGS = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}  # pooling_mode_* keys
-POOLING_VALUES = {"lasttoken": "last", "mean": "mean", "cls": "cls"}  # of pooling_mode, a newer key
+Pooling = Literal["last", "mean", "cls", "steps"]  # "steps" is for process reward models only
+POOLINGS: dict[str, Pooling] = {
+    "lasttoken": "last",
+    "mean_tokens": "mean",
+    "cls_token": "cls",
+}  # pooling_mode_* keys
+POOLING_VALUES: dict[str, Pooling] = {
+    "lasttoken": "last",
+    "mean": "mean",
+    "cls": "cls",
+}  # of pooling_mode, a newer key
 
 ACTIVATIONS = {"Identity": None, "Tanh": "tanh"}  # of Dense modules
 HEAD = ["Transformer", "Pooling"]
@@ -27,7 +36,7 @@ RERANKER = ["Transformer", "LogitScore"]  # the modules of a generative reranker
 class Embedder:
     """How a text becomes an embedding, and the prompts that can precede it."""
 
-    pooling: str = "last"
+    pooling: Pooling = "last"
     normalize: bool = True
     prompts: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     default_prompt: str | None = None  # the name of the prompt used if a request names none
@@ -129,7 +138,7 @@ def config_path(folder: Path, path: Any, default: str) -> Path:
     return folder / relative / "config.json"
 
 
-def read_pooling(file: Path) -> str:
+def read_pooling(file: Path) -> Pooling:
     """The pooling that a module's config.json selects; it must select one."""
     hf = read_json(file)
     if hf.get("include_prompt", True) is not True:

@@ -5,8 +5,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, get_args
+from typing import Any, Concatenate, NoReturn, ParamSpec, cast, get_args
 
+from ...model.checkpoint.embedder import Pooling
 from ...model.config import ModelError
 from ..speculative.config import SpeculativeConfig, parse_speculative_config
 from .other_engines import suggest_name
@@ -14,7 +15,6 @@ from .sizes import FORM, parse_size
 from .validation import shown
 from .vllm_names import ENGINE, drop_idle_arguments
 
-Pooling = Literal["last", "mean", "cls", "steps"]  # "steps" is for process reward models only
 P = ParamSpec("P")
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)[:-1]
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -567,7 +567,8 @@ def make_options(model: str | Path | None, **options) -> EngineOptions:
         for name, value in options.items()
         if takes_size(declared[name], value)
     }
-    return EngineOptions(model=None if model is None else str(model), **options | sizes)
+    values: dict[str, Any] = options | sizes
+    return EngineOptions(model=None if model is None else str(model), **values)
 
 
 def takes_size(option: Field, value: Any) -> bool:
@@ -596,8 +597,8 @@ def takes_options(
         parameters = inspect.signature(make).parameters.values()
         init.__signature__ = inspect.Signature([self_parameter, *parameters])  # type: ignore[attr-defined]
         init.__doc__ = "\n".join(
-            ["The options of the engine:", "", *map(describe_option, fields(make))]
-        )  # type: ignore[arg-type]
+            ["The options of the engine:", "", *map(describe_option, fields(cast(Any, make)))]
+        )
         return init
 
     return decorate

@@ -152,7 +152,7 @@ class RequestOutput:
     prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None = None  # the first is None
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
-    pooled: Sequence[float] | None = None  # hidden state of an embedding request, not normalised
+    pooled: Any = None  # hidden state of an embedding request, not normalised
     # Class attributes: vLLM's names for features that do not exist here.
     encoder_prompt = encoder_prompt_token_ids = lora_request = kv_transfer_params = None
 

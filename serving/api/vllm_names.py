@@ -8,9 +8,9 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import FrozenInstanceError, dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 T = TypeVar("T")
 Refuse = Callable[[str, Any, str], NoReturn]  # (name, value, reason)
@@ -275,7 +275,7 @@ def takes_vllm_names(
 
     def decorate(cls: type[T]) -> type[T]:
         init = cls.__init__
-        known_fields = cls.__dataclass_fields__
+        known_fields = {field.name for field in fields(cast(Any, cls))}
 
         @functools.wraps(init)
         def checked(self, *args, **arguments):
@@ -284,7 +284,7 @@ def takes_vllm_names(
                 if arguments.keys() & table.keys()
                 else arguments
             )
-            for name in known_arguments.keys() - known_fields.keys():
+            for name in known_arguments.keys() - known_fields:
                 hint = (
                     suggest_name(name, known_fields) or f"the fields are {', '.join(known_fields)}"
                 )

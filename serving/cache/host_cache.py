@@ -42,8 +42,9 @@ class HostCache:
         self.total = 0
         self.loads: set[Future] = set()
         self.writes: deque[tuple[Future, int]] = deque()  # pending writes and their sizes
-        self.reader = ThreadPoolExecutor(1, "quire-pages-in") if disk is not None else None
-        self.writer = ThreadPoolExecutor(1, "quire-pages-out") if disk is not None else None
+        # Without a disk these start no thread.
+        self.reader = ThreadPoolExecutor(1, "quire-pages-in")
+        self.writer = ThreadPoolExecutor(1, "quire-pages-out")
 
     def offload(self, node: Node, group: int) -> HostCopy | None:
         """Return a new copy to be filled with a device page; None if there is one, or no space."""
@@ -151,6 +152,7 @@ class HostCache:
         return sum(size for _, size in self.writes)
 
     def save(self, copy: HostCopy) -> None:
+        assert self.disk is not None
         node = copy.node
         group = copy.group
         copy.is_on_disk = self.disk.write(
@@ -185,6 +187,8 @@ class HostCache:
         Returns:
             A future of (page number, group, bytes) tuples of the valid files.
         """
+        disk = self.disk
+        assert disk is not None
         jobs = [
             (number, group, self.name(node, group), self.digest(node), token_bytes(node))
             for number, group, node in pages
@@ -192,7 +196,7 @@ class HostCache:
 
         def read() -> list[tuple[int, int, Any]]:
             pages = [
-                (number, group, self.disk.read(name, digest, group, tokens, self.page_bytes[group]))
+                (number, group, disk.read(name, digest, group, tokens, self.page_bytes[group]))
                 for number, group, name, digest, tokens in jobs
             ]
             return [(number, group, data) for number, group, data in pages if data is not None]

@@ -170,16 +170,16 @@ class PageTable:
         if path:
             self.last_nodes[seq] = path[-1]
             if self.snapshots is not None:
-                self.load_states(seq, path[-1])
+                self.load_states(self.snapshots, seq, path[-1])
 
-    def load_states(self, seq: Sequence, node: Node) -> None:
+    def load_states(self, snapshots: Snapshots, seq: Sequence, node: Node) -> None:
         """Let the sequence continue from the node's snapshot."""
-        page = node.pages[self.snapshots.group]
+        page = node.pages[snapshots.group]
         if page:
-            self.snapshots.pool.acquire(page)
+            snapshots.pool.acquire(page)
         else:
-            page = self.restore(node, self.snapshots.group)
-        self.snapshots.loads.append((seq, page, seq.num_computed))
+            page = self.restore(node, snapshots.group)
+        snapshots.loads.append((seq, page, seq.num_computed))
 
     def tokens_to_snapshot(self, seq: Sequence, start: int, count: int) -> int:
         """Return how many of `count` tokens to compute at once, so that the states can be saved
@@ -205,6 +205,7 @@ class PageTable:
 
     def restore(self, node: Node, index: int) -> int:
         """Return a page that receives the node's content from the host before the next step."""
+        assert self.host_cache is not None
         page = self.new_page(index)
         self.tree.place(index, node, page)
         self.pending_writes.add((index, page))
@@ -439,8 +440,11 @@ class PageTable:
         prefix.
         """
 
+        host_cache = self.host_cache
+        assert host_cache is not None
+
         def anywhere(node: Node, group: int) -> bool:
-            return node.is_available(group) or self.host_cache.is_on_disk(node, group)
+            return node.is_available(group) or host_cache.is_on_disk(node, group)
 
         node = self.tree.roots.get(seq.cache.salt) or self.tree.new_node(seq.cache.salt, None)
         path: list[Node] = []
@@ -469,6 +473,7 @@ class PageTable:
         From the last page to the first, because the end of a prompt should be evicted before its
         start.
         """
+        assert self.host_cache is not None
         node = self.tree.root(salt)
         full = max((number + 1 for number, *_ in pages), default=0)
         path = [

@@ -49,7 +49,7 @@ class Node:
     Only full pages have children; a partial page is where a sequence ended.
     """
 
-    key: Hashable  # its tokens; for a root, the salt that separates tenants
+    key: Any  # its tokens, a tuple; for a root, the salt that separates tenants
     parent: "Node | None"
     pages: list[int]  # the page of each cache group; 0: none
     children: dict[Hashable, "Node"] = field(default_factory=dict)

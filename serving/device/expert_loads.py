@@ -10,7 +10,7 @@ from ...model.expert_copies import first_placements
 from .expert_placement import busiest
 from .programs import Call
 from .state import State
-from .step import read_loads
+from .updates import read_loads
 
 EVERY = 64  # steps between two reads of the counters
 DECAY = 0.9  # of the recent counts, from one read to the next

@@ -15,7 +15,7 @@ from ...model.expert_copies import placed
 from ...model.weights import ModelWeights, MoeWeights
 from .expert_loads import ExpertLoads
 from .expert_placement import balanced, busiest, settled, transfers
-from .step import move_experts
+from .updates import move_experts
 
 STACKS = ("up_EDGF", "down_EFD", "up_bias_EGF", "down_bias_ED")
 WORTH = 1.1  # an automatic move must make the busiest device's share so many times smaller

@@ -13,7 +13,7 @@ from ..cache.prefix_tree import HostCopy, SentPage
 from .pipeline import Pipeline
 from .programs import Call
 from .state import stored_page_bytes
-from .step import copy_pages, read_pages, write_pages
+from .updates import copy_pages, read_pages, write_pages
 
 AT_ONCE = 16  # pages a call; the dummy page fills the rest
 

@@ -9,7 +9,7 @@ import numpy as np
 from .pipeline import Pipeline
 from .programs import Call
 from .state import State
-from .step import load_states, save_states
+from .updates import load_states, save_states
 
 AT_ONCE = 8  # copies a call
 

@@ -3,6 +3,7 @@ serve.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -123,7 +124,7 @@ class Admission:
         The arguments are those of `Engine.add`.
         """
         config = self.config
-        grammar = params.structured_outputs
+        grammar: Any = params.structured_outputs  # a mapping, once the parameters are parsed
         num_sequences = params.num_sequences
         bad_words = spelled(params.bad_words, self.tokenizer)
         constraints = [None] * num_sequences

@@ -158,6 +158,7 @@ class ProgramMemory(NamedTuple):
 
 def memory_of(compiled: jax.stages.Compiled) -> ProgramMemory:
     used = compiled.memory_analysis()
+    assert used is not None
     results = used.output_size_in_bytes - used.alias_size_in_bytes
     return ProgramMemory(
         used.argument_size_in_bytes,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...ops.sampling import BANNED
-from ..api.outputs import NO_TOKEN_ALLOWED
+from ..api.outputs import NO_TOKEN_ALLOWED, FinishReason
 from ..cache.page_table import PageTable
 from ..request.request import Request
 from ..request.sequence import Sequence
@@ -55,6 +55,7 @@ class ResultProcessor:
         item = output.item
         seq = item.seq
         for index, position in enumerate(item.scored_positions):
+            assert seq.prompt_scores is not None
             seq.prompt_scores[position] = result.score(output.row + index)
         for row, token in enumerate(output.tokens, output.row + len(item.scored_positions)):
             if seq.finish_reason is not None:
@@ -82,9 +83,11 @@ class ResultProcessor:
             if item.num_samples
             else item.scored_positions
         )
+        assert seq.pool is not None and result.hidden_RD is not None
         for index, position in enumerate(positions):
             seq.pool.add(position, result.hidden_RD[output.row + index])
         for position in item.scored_positions:
+            assert seq.prompt_scores is not None
             seq.prompt_scores[position] = True
         if item.num_samples:
             self.end(seq, "stop")
@@ -100,7 +103,7 @@ class ResultProcessor:
             self.tables[seq.replica].invalidate(seq)
         self.end(seq, "error")
 
-    def end(self, seq: Sequence, reason: str) -> None:
+    def end(self, seq: Sequence, reason: FinishReason) -> None:
         """End one sequence, and its request with the last of them."""
         self.scheduler.finish(seq, reason)
         if self.speculator is not None:
@@ -110,7 +113,7 @@ class ResultProcessor:
         if request.finished:
             self.requests.pop(request.request_id, None)
 
-    def end_all(self, request: Request, reason: str) -> None:
+    def end_all(self, request: Request, reason: FinishReason) -> None:
         """End the sequences of a request that have not ended yet."""
         for seq in request.sequences:
             if seq.finish_reason is None:

@@ -28,8 +28,9 @@ from ..device.pipeline import Pipeline
 from ..device.programs import Call, Compiler, folder_of_programs
 from ..device.state import State
 from ..device.state_copier import StateCopier
-from ..device.step import model_of, reset_slot, set_bias, with_model, write_adapter
+from ..device.step import model_of, with_model
 from ..device.step_shape import Size, StepShape, choose
+from ..device.updates import reset_slot, set_bias, write_adapter
 from ..multihost.leader import Leader
 from ..request.grammar import Constraint
 from ..request.sequence import Sequence
@@ -104,7 +105,7 @@ class Runner:
         self.rebalancer = None
         if self.expert_loads is not None and mesh is not None and redundancy_of(config):
             self.rebalancer = ExpertRebalancer(self.expert_loads, config, mesh, rebalance_steps)
-        self.state = self.make_state()
+        self.state: State = self.make_state()
         self.homes: Any = None  # the shardings of weights and state, while the engine sleeps
 
     def tell(self, call: str, *values: Any) -> None:
@@ -333,7 +334,7 @@ class Runner:
         else:
             self.weights = jax.tree.map(to_device, self.weights, weights)
         if self.state is None:
-            self.state = self.make_state()
+            self.state: State = self.make_state()
         else:
             self.state = jax.tree.map(to_device, self.state, state)
 

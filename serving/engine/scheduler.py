@@ -6,6 +6,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
+from ..api.outputs import FinishReason
 from ..cache.page_moves import PageMoves
 from ..cache.page_table import PageTable
 from ..device.step_shape import StepShape
@@ -224,7 +225,7 @@ class Scheduler:
     def preempt(self, seq: Sequence) -> None:
         self.replicas[seq.replica].preempt(seq)
 
-    def finish(self, seq: Sequence, reason: str) -> None:
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence, wherever it is; what is under way for it is computed in vain."""
         if seq.finish_reason is not None:
             return

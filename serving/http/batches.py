@@ -510,7 +510,8 @@ def detached_request(batch: Batch, line: BatchLine) -> Request:
         "headers": [],
     }
     scope["state"] = state
-    return Request(scope, asyncio.Event().wait)
+    never: Any = asyncio.Event().wait
+    return Request(scope, never)
 
 
 def new_batch_id(prefix: str) -> str:

@@ -333,7 +333,9 @@ def completion(engine: Engine, request: CompletionRequest, formats: Formats) -> 
             tokenizer = require_tokenizer(engine)
             vocabulary = engine.config.vocab_size
             text = tokenizer.decode([token for token in tokens if token < vocabulary])
-        first = engine.tokenizer.token_text(tokens[0]) if request.echo and tokens else ""
+        first = ""
+        if request.echo and tokens:
+            first = require_tokenizer(engine).token_text(tokens[0])
         prompts.append(AnsweredPrompt(text, tokens, first=first))
     return Prepared(engine_requests, prompts, plain_parser)
 
@@ -373,21 +375,24 @@ def encode_prompts(
     """
     for index, prompt in enumerate(request.prompts):
         param = f"{name}[{index}]" if len(request.prompts) > 1 else name
-        text = prompt if isinstance(prompt, str) else None
         special = request.add_special_tokens
-        if text is None:
+        text = None
+        if not isinstance(prompt, str):
             tokens = prompt
         elif max_tokens is not None:
+            text = prompt
             tokens = encode_truncated(engine, param, text, max_tokens, special=special)
         else:
+            text = prompt
             tokens = encode(engine, param, text, special, request)
         yield text, truncate_prompt(tokens, request, params, engine)
 
 
 def compile_grammar(engine: Engine, params: SamplingParams) -> None:
     """Compile a request's grammar, so that the engine finds it in the cache."""
-    if params.structured_outputs is not None and engine.admission.grammars is not None:
-        engine.admission.grammars.compile(params.structured_outputs)
+    grammar: Any = params.structured_outputs  # a mapping, once the parameters are parsed
+    if grammar is not None and engine.admission.grammars is not None:
+        engine.admission.grammars.compile(grammar)
 
 
 def can_compile(engine: Engine, form: Mapping[str, Any]) -> bool:

@@ -83,8 +83,9 @@ class StoredResponses:
         With `is_new` it also returns False, instead of replacing, if the id is stored already.
         """
         entry_key = EntryKey(key, stored.body["object"], name)
-        is_over = stored.task is None and stored.recording is not None
-        data_parts = [(0, b"".join(stored.recording.events))] if is_over else None
+        data_parts = None
+        if stored.task is None and stored.recording is not None:  # it is over
+            data_parts = [(0, b"".join(stored.recording.events))]
         try:
             with self.storage.transaction():
                 if is_new and entry_key in self.storage:

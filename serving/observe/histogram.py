@@ -108,7 +108,8 @@ class Rate:
 
     def last_second(self, now: float) -> float:
         points = [*self.totals, (self.last, self.total)]
-        return self.total - float(np.interp(now - 1, *zip(*points, strict=True)))
+        times, totals = zip(*points, strict=True)
+        return self.total - float(np.interp(now - 1, times, totals))
 
 
 def one_two_five(low: float, high: float) -> tuple[float, ...]:

@@ -130,7 +130,7 @@ class Family(NamedTuple):
 
 
 def labelled_family(
-    name: str, kind: str, text: str, label: str, values: Mapping[str, Any]
+    name: str, kind: str, text: str, label: str, values: Mapping[Any, Any]
 ) -> Family:
     return Family(name, kind, text, [({label: key}, value) for key, value in values.items()])
 

@@ -43,7 +43,7 @@ class Metrics(Observer):
         self.requests = engine.requests
         longest = one_two_five(1, engine.max_len)
         self.counts = dict.fromkeys(COUNTERS, 0)
-        self.ends = dict.fromkeys(FINISH_REASONS, 0)
+        self.ends: dict[str, int] = dict.fromkeys(FINISH_REASONS, 0)
         self.histograms = {
             name: Histogram(bounds or longest) for name, (_, bounds) in HISTOGRAMS.items()
         }
@@ -158,10 +158,8 @@ class Metrics(Observer):
             self.latest.discard(seq)
             self.earlier.pop(seq, None)
             self.counts["num_preemptions_total"] += seq.num_preemptions - self.begun.pop(seq, 0)
-        end = max(
-            (completion.finish_reason for completion in request.completions),
-            key=FINISH_REASONS.index,
-        )
+        reasons = {completion.finish_reason for completion in request.completions}
+        end = max((reason for reason in reasons if reason), key=FINISH_REASONS.index)
         self.ends[end] += 1
         by_token = request.last_token if end in ("stop", "length") else None
         h["e2e_request_latency_seconds"].observe((by_token or now) - request.arrival)

@@ -1,6 +1,7 @@
 """Metrics in the text format of Prometheus."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -29,7 +30,7 @@ class FamilyCollector(Collector):
         self.labelled_families = list(labelled_families)
 
     def collect(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
+        families: dict[str, Any] = {}
         for model_labels, family in self.labelled_families:
             for labels, value in family.samples:
                 labels = {**model_labels, **labels}

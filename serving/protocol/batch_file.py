@@ -52,7 +52,7 @@ def parse_lines(
             yield BatchLine(number, custom_id, error)
 
 
-def result_line(line: BatchLine, request_id: str, body: dict[str, Any]) -> dict[str, Any]:
+def result_line(line: BatchLine, request_id: str, body: Any) -> dict[str, Any]:
     """The output line of a request that succeeded."""
     response = {"status_code": 200, "request_id": request_id, "body": body}
     return {"id": request_id, "custom_id": line.custom_id, "response": response, "error": None}

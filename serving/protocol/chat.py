@@ -273,7 +273,7 @@ def parse_call(param: str, call: Any, ignored: set[str]) -> dict[str, Any]:
         raise RequestError(
             param, f"must be an object with id, type 'function' and function, got {shown(call)}"
         )
-    call = keep_known_fields(param, call, ("id", "type", kind, "index"), ignored)
+    call = keep_known_fields(param, call, ("id", "type", str(kind), "index"), ignored)
     # Some clients add parsed_arguments.
     names = ("name", "input") if kind == "custom" else ("name", "arguments", "parsed_arguments")
     function_fields = keep_known_fields(f"{param}.{kind}", function_fields, names, ignored)

@@ -122,20 +122,20 @@ def merge_guided_fields(body: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in body.items()
         if name not in GUIDED_FIELDS and name != OLD_BACKEND
     }
-    structured_outputs = merged.get(STRUCTURED_OUTPUTS)
-    if structured_outputs is not None and not isinstance(structured_outputs, Mapping):
+    structured_outputs = merged.get(STRUCTURED_OUTPUTS) or {}
+    if not isinstance(structured_outputs, Mapping):
         return merged  # it is refused later
     old_values = {
         option: body[name] for name, option in GUIDED_FIELDS.items() if body.get(name) is not None
     }
-    for option in old_values.keys() & (structured_outputs or {}).keys():
+    for option in old_values.keys() & structured_outputs.keys():
         if old_values[option] != structured_outputs[option]:
             raise RequestError(
                 f"guided_{option}",
                 f"is the old name of {STRUCTURED_OUTPUTS}.{option}, and they differ; leave it out",
             )
     return merged | (
-        {STRUCTURED_OUTPUTS: {**old_values, **(structured_outputs or {})}}
+        {STRUCTURED_OUTPUTS: {**old_values, **structured_outputs}}
         if old_values or structured_outputs
         else {}
     )
@@ -152,19 +152,22 @@ def parse_delivery(fields: Mapping[str, Any]) -> Delivery:
     refuse_unknown(options, (*STREAM_OPTIONS, "include_obfuscation"), "stream_options.")
     if options.get("include_obfuscation"):
         raise RequestError("stream_options.include_obfuscation", "is not implemented; leave it out")
-    *flags, include_drafted = [
+    include_usage, continuous_usage, include_drafted = (
         boolean(f"stream_options.{name}", options.get(name) or False) for name in STREAM_OPTIONS
-    ]
-    flags += [
-        boolean(name, fields.get(name, False))
-        for name in ("return_token_ids", "return_tokens_as_token_ids")
-    ]
+    )
+
+    def flag(name: str, default: bool = False) -> bool:
+        return boolean(name, fields.get(name, default))
+
     return Delivery(
         stream,
-        *flags,
-        parse_request_id(fields),
-        include_drafted,
-        boolean("include_reasoning", fields.get("include_reasoning", True)),
+        include_usage,
+        continuous_usage,
+        return_token_ids=flag("return_token_ids"),
+        tokens_as_ids=flag("return_tokens_as_token_ids"),
+        request_id=parse_request_id(fields),
+        include_drafted=include_drafted,
+        include_reasoning=flag("include_reasoning", True),
     )
 
 

@@ -2,7 +2,7 @@
 
 import math
 import os
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray import serve
@@ -30,7 +30,8 @@ def application(plan: DeploymentPlan) -> serve.Application:
         "max_ongoing_requests": 2 * options.max_running,
         "max_queued_requests": options.max_queued_requests or -1,  # the rest wait at the front
         "request_router_config": RequestRouterConfig(
-            request_router_class=f"{Router.__module__}:{Router.__name__}",
+            # Ray's type lacks the name of a class.
+            request_router_class=cast(Any, f"{Router.__module__}:{Router.__name__}"),
             request_router_kwargs={"routing": plan.scale.routing},
         ),
         "graceful_shutdown_timeout_s": plan.settings.shutdown_grace,
@@ -72,7 +73,7 @@ def default_resources(plan: DeploymentPlan) -> dict[str, float]:
     available = ray.cluster_resources()
     options = plan.engine
     devices = math.prod(getattr(options, name) for name in PARALLEL.values())
-    return {"CPU": 1} | {kind: devices for kind in ("GPU", "TPU") if available.get(kind)}
+    return {"CPU": 1.0} | {kind: float(devices) for kind in ("GPU", "TPU") if available.get(kind)}
 
 
 def connect(address: str | None, plan: DeploymentPlan) -> None:

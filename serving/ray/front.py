@@ -22,7 +22,7 @@ from ..http.logs import setup_logging
 from ..observe.metric_families import Family
 from ..observe.prometheus import expose
 from .affinity import body_prefix
-from .message import ForwardedRequest, Headers, ResponsePiece, ResponseStart
+from .message import ForwardedRequest, ResponsePiece, ResponseStart
 from .replica import ReplicaFailed
 from .scale import DeploymentPlan
 
@@ -270,26 +270,20 @@ class ClientResponse:
         await self.send({"type": "http.response.body", "body": message.data, "more_body": True})
 
     async def begin(self) -> None:
-        if self.start is None:
-            self.start = self.held
+        if self.start is None and self.held is not None:
+            start = self.start = self.held
             journal = self.call.journal
-            journal.name = self.held.name
-            journal.created = self.held.created
-            journal.seeds = list(self.held.seeds)
+            journal.name = start.name
+            journal.created = start.created
+            journal.seeds = list(start.seeds)
+            headers = [
+                (name, value)
+                for name, value in start.headers
+                if name.lower() not in HOP_BY_HOP - {b"content-length"}
+            ]
             await self.send(
-                {
-                    "type": "http.response.start",
-                    "status": self.held.status,
-                    "headers": self.headers(),
-                }
+                {"type": "http.response.start", "status": start.status, "headers": headers}
             )
-
-    def headers(self) -> Headers:
-        return [
-            (name, value)
-            for name, value in self.held.headers
-            if name.lower() not in HOP_BY_HOP - {b"content-length"}
-        ]
 
     async def end(self) -> None:
         await self.begin()
@@ -298,5 +292,5 @@ class ClientResponse:
     async def fail(self, error: HttpError) -> None:
         """End a response that has been sent in part."""
         body = error_response(self.call.path, error).body
-        data = b"event: error\ndata: %b\n\n" % body if self.start.name else b""
+        data = b"event: error\ndata: %b\n\n" % body if self.start and self.start.name else b""
         await self.send({"type": "http.response.body", "body": data, "more_body": False})

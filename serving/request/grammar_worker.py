@@ -62,7 +62,8 @@ def main() -> None:
     tokenizer = llguidance.LLTokenizer("byte")  # one token per byte: small and enough for checks
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # the signal ends the process
-        answer = compile_grammar(*json.loads(line), tokenizer)
+        structure, is_servers, limits = json.loads(line)
+        answer = compile_grammar(structure, is_servers, limits, tokenizer)
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()

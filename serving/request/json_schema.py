@@ -148,9 +148,9 @@ class Rewriter:
         facts = [derive_facts(self.document, option, resource, 0) for option in options]
         rewritten = [self.positive(option, resource) for option in options]
         overlaps = [
-            pair
-            for pair in combinations(range(len(options)), 2)
-            if not are_disjoint(self.document, *map(facts.__getitem__, pair))
+            (first, second)
+            for first, second in combinations(range(len(options)), 2)
+            if not are_disjoint(self.document, facts[first], facts[second])
         ]
         if not overlaps:
             return {"anyOf": rewritten}

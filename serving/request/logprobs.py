@@ -87,8 +87,9 @@ def candidates(
             count(1),
             strict=False,
         )
-    entries = [(score.token, score.logprob, score.rank)]
+    entries: list[tuple[int, float, int | None]] = [(score.token, score.logprob, score.rank)]
     entries += [alternative for alternative in alternatives if alternative[0] != score.token]
-    if tokenizer is None:
-        return [(*candidate, None) for candidate in entries]
-    return [(*candidate, tokenizer.token_text(candidate[0])) for candidate in entries]
+    return [
+        (token, logprob, rank, None if tokenizer is None else tokenizer.token_text(token))
+        for token, logprob, rank in entries
+    ]

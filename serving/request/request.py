@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from ..api.outputs import (
     CompletionDelta,
     CompletionOutput,
+    FinishReason,
     FlatLogprobs,
     Logprob,
     RequestDelta,
@@ -31,7 +32,7 @@ class Completion:
         if params.gives_logprobs:
             self.logprobs = FlatLogprobs() if params.flat_logprobs else []
         self.cumulative = 0.0
-        self.finish_reason: str | None = None
+        self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.undecoded: list[int] = []
         self.text_parts: list[str] = []
@@ -46,7 +47,7 @@ class Completion:
                 include_stop=params.include_stop_str_in_output,
             )
 
-    def push(self, token: int, score: Score | None) -> str | None:
+    def push(self, token: int, score: Score | None) -> FinishReason | None:
         """Append a token; return the reason to finish, if this is the last one."""
         seq = self.seq
         p = self.params
@@ -73,11 +74,11 @@ class Completion:
         """Decode the new tokens: at each token if there are stop strings, otherwise when text is
         read.
         """
-        if self.undecoded:
+        if self.undecoded and self.detokenizer is not None:
             self.text_parts.append(self.detokenizer.push(self.undecoded, check_stops))
             self.undecoded.clear()
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: FinishReason) -> None:
         """Finish the text: no more tokens follow, so text that was held back belongs to it."""
         self.decode()
         if self.detokenizer is not None and self.detokenizer.stopped is None:
@@ -174,13 +175,13 @@ class Request:
     def scheduled(self, now: float) -> None:
         self.first_scheduled = self.first_scheduled or now
 
-    def push(self, index: int, token: int, score, now: float) -> str | None:
+    def push(self, index: int, token: int, score, now: float) -> FinishReason | None:
         """Append a token to a completion; return the reason to finish, if there is one."""
         self.first_token = self.first_token or now
         self.last_token = now
         return self.completions[index].push(token, score)
 
-    def end(self, index: int, reason: str) -> None:
+    def end(self, index: int, reason: FinishReason) -> None:
         self.completions[index].end(reason)
         self.finished = all(completion.finish_reason is not None for completion in self.completions)
         # Breaks a reference cycle, so that memory is freed at once.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...model.config import FAR
+from ..api.outputs import FinishReason
 from ..api.params import SamplingParams
 from ..speculative.draft_state import DraftState
 
@@ -89,7 +90,7 @@ class Sequence:
     cache: SequenceCache = field(default_factory=SequenceCache)
     draft: DraftState = field(default_factory=DraftState)
     num_preemptions: int = 0
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     # one entry a prompt token after the first, where they are wanted
     prompt_scores: list | None = None
     constraint: "Constraint | None" = None  # which token may be next

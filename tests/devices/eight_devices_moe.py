@@ -22,7 +22,7 @@ from quire.ops.moe.dispatch import capacity
 from quire.serving.api.errors import RequestError
 from quire.serving.device import expert_loads
 from quire.serving.device.expert_placement import transfers
-from quire.serving.device.step import move_experts
+from quire.serving.device.updates import move_experts
 from quire.sharding.device_axes import UNSPLIT, Axis, DeviceAxes
 from quire.sharding.mesh import device_axes, make_mesh
 from quire.tests.support import uncached

@@ -176,6 +176,7 @@ async def classify(service: Service, request: Request) -> JsonResponse:
         service, request, "classify-", shapes.parse_classify, requests_for_classes
     )
     config = result.engine.config
+    assert config.classes is not None
     probs = [classes.probabilities(output, config) for output in result.outputs]
     usage = usage_body(service, result.usage)
     return JsonResponse(shapes.classify_response(result.head, config.classes.labels, probs, usage))

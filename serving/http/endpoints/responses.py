@@ -153,7 +153,8 @@ def answer_in_background(
     )
     state = {"facts": {}, "key": request.state.key, "request_id": request.state.request_id}
     # This request never disconnects.
-    background_request = Request({**request.scope, "state": state}, asyncio.Event().wait)
+    never: Any = asyncio.Event().wait
+    background_request = Request({**request.scope, "state": state}, never)
     stored.task = asyncio.create_task(
         run_in_background(service, background_request, stream, stored, parsed)
     )

@@ -40,10 +40,8 @@ from .cache.disk_cache import PAGE_FORMAT, DiskCache
 from .cache.host_cache import HostCache
 from .cache.page_table import PageTable
 from .defaults import generation_folder, model_defaults
-from .device.drafts import WithDrafter
 from .device.mesh import mesh_of, placement_of
 from .device.step_shape import Size, StepShape
-from .drafter import DraftSource, draft_folder, draft_source
 from .engine.cache_size import (
     cache_budget,
     check_memory,
@@ -59,6 +57,8 @@ from .engine.runner import Runner
 from .multihost.leader import Follower, Leader
 from .multihost.rendezvous import join
 from .observe.trace import Trace
+from .speculative.on_device.drafting import SpeculativeWeights
+from .speculative.on_device.loading import DraftSource, draft_folder, load_drafter
 
 log = logging.getLogger("quire")
 
@@ -242,7 +242,7 @@ def make_runner(
     shape = step_shape(sized, config)
     mesh = mesh_of(options, config)
     placement = placement_of(options, config, mesh)
-    source = draft_source(
+    source = load_drafter(
         options, folder, config, min(config.max_len, sized.max_positions(config.max_len)), mesh
     )
     if source is not None and source.load is not None:
@@ -267,13 +267,13 @@ def make_runner(
     )
     if options.max_model_len == -1:
         config = config_of(folder, options, max_len)
-        source = draft_source(options, folder, config, max_len, mesh)
+        source = load_drafter(options, folder, config, max_len, mesh)
     drafter = None if source is None else source.drafter
     if weights is None:
         progress("loading weights")
         weights = load_weights()
     replicas = range(options.data_parallel_size)
-    paged = config if drafter is None else drafter.paged
+    paged = config if drafter is None else drafter.kv_config
     page_identity = partial(page_identity_of, folder, paged, options)
     host_caches = [
         make_host_cache(paged, options, len(num_pages), page_identity(), mesh, replica)
@@ -328,10 +328,8 @@ def step_shape(options: SizedOptions, config: ModelConfig) -> StepShape:
         if options.max_logprobs == -1
         else max(options.max_logprobs, MAX_LOGPROBS),
         whole_prompts=config.encodes,
-        max_drafts=0 if chosen is None else chosen.depth,
-        num_branches=1 if chosen is None else len(chosen.paths),
-        tree_tokens=1 if chosen is None else chosen.num_rows,
-        drafter_has_kv=chosen is not None and chosen.follows,
+        max_drafts=0 if chosen is None else chosen.num_speculative_tokens,
+        needs_draft_prefill=chosen is not None and chosen.traits.needs_draft_prefill,
         num_adapters=options.max_loras if options.enable_lora else 0,
     )
 
@@ -378,7 +376,7 @@ def load(
     placement: Placement,
     options: EngineOptions,
     source: DraftSource | None = None,
-) -> ModelWeights | WithDrafter:
+) -> ModelWeights | SpeculativeWeights:
     """The weights, and where the copies of experts lie; with those of the drafter, where one drafts
     in the step.
     """
@@ -396,7 +394,7 @@ def load(
     return (
         weights
         if source is None
-        else WithDrafter(weights, None if source.load is None else source.load())
+        else SpeculativeWeights(weights, None if source.load is None else source.load())
     )
 
 

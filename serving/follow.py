@@ -27,7 +27,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "copy": lambda runner, copies, saves, loads: runner.move(
         PageMoves(copies=copies, saves=saves, loads=loads)
     ),
-    "catch_up": lambda runner, size, buffer: runner.catch_up(Size(*size), buffer),
+    "draft_prefill": lambda runner, size, buffer: runner.draft_prefill(Size(*size), buffer),
     "reset": lambda runner: runner.reset(),
     "sleep": lambda runner, weights, pages: runner.sleep(weights, pages),
     "wake_up": lambda runner: runner.wake_up(),

@@ -34,10 +34,14 @@ ROOMS = """
     model/partition model/decoder model/encoder model/expert_copies model/families model/gguf model/checkpoint
     model/draft_heads model/planning model/text model/quantize
 
+    serving/api/errors serving/api/vllm_names serving/api/other_engines serving/api/validation
+    serving/speculative/methods serving/speculative/config serving/speculative/draft_state
     serving/api serving/parsing serving/request serving/protocol/answers serving/protocol serving/multihost
-    serving/speculative serving/cache serving/device serving/engine serving/observe
+    serving/cache serving/speculative
+    serving/device/step_shape serving/device/batch serving/device/state serving/device/attend
+    serving/speculative/on_device serving/device serving/engine serving/observe
     serving/adapter_store
-    serving/defaults serving/drafter serving/build serving/follow serving/progress serving/resume serving/chat_prompt
+    serving/defaults serving/build serving/follow serving/progress serving/resume serving/chat_prompt
     serving/search serving/llm serving/async_llm
     serving/http serving/http/endpoints serving/http/app serving/http/server serving/ray
 
@@ -57,10 +61,9 @@ NO_JAX = (
     "serving/request/*",
     "serving/protocol/*",
     "serving/cache/*",
-    "serving/speculative/*",
+    "serving/speculative/[!o]*",  # all but on_device
 )
 NO_JAX += (
-    "serving/speculative/*",
     "serving/engine/scheduler.py",
     "serving/engine/waiting_queue.py",
 )

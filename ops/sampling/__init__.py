@@ -156,20 +156,6 @@ def accepted(sampled: Sampled, drafts_R: Array, depths_R: Array) -> Array:
     return so_far_R == before_R[jnp.maximum(jnp.arange(R) - depths_R, 0)]
 
 
-def winners(
-    accepted_R: Array, depths_R: Array, numbers_R: Array, paths_R: Array, paths: int
-) -> Array:
-    """The rows of those paths of drafts that have most accepted ones, the first such path of each
-    sequence.
-
-    numbers_R: the row's sequence, below R; paths_R: its path, of so many.
-    """
-    R = accepted_R.shape[0]
-    score_R = jnp.where(ends(accepted_R, depths_R), depths_R * paths + paths - 1 - paths_R, -1)
-    best_R = jnp.full(R, -1).at[numbers_R].max(score_R)[numbers_R]
-    return paths_R == paths - 1 - best_R % paths
-
-
 def count_tokens(
     state: SlotState,
     slots_T: Array,

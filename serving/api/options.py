@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, get_args
 
 from ...model.config import ModelError
+from ..speculative.config import SpeculativeConfig, parse_speculative_config
 from .other_engines import suggest_name
 from .sizes import FORM, parse_size
-from .speculation import SpeculativeConfig, parse_speculative_config
 from .validation import shown
 from .vllm_names import ENGINE, drop_idle_arguments
 
@@ -367,21 +367,12 @@ class EngineOptions:
         if (
             (speculation := self.speculation) is not None
             and rows is not None
-            and speculation.num_rows > rows
+            and 1 + speculation.num_speculative_tokens > rows
         ):
-            paths = len(speculation.paths)
             raise ModelError(
-                (
-                    "speculative_config.num_speculative_tokens is "
-                    f"{speculation.num_speculative_tokens}; with the token before them they must "
-                    f"fit into max_num_batched_tokens, {rows}"
-                )
-                if paths == 1
-                else (
-                    f"speculative_config.speculative_token_tree has {paths} paths, which with the "
-                    f"token before them are {speculation.num_rows} rows of a step; they must fit "
-                    f"into max_num_batched_tokens, {rows}"
-                )
+                "speculative_config.num_speculative_tokens is "
+                f"{speculation.num_speculative_tokens}; with the token before them they must "
+                f"fit into max_num_batched_tokens, {rows}"
             )
         length = self.max_model_len
         if length is not None and (not isinstance(length, int) or (length < 2 and length != -1)):

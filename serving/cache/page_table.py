@@ -160,11 +160,11 @@ class PageTable:
         seq.num_computed = len(path) * self.page_size + num_partial
         unfollowed = next((page for page, node in enumerate(path) if not node.has_draft_kv), None)
         if unfollowed is None:
-            seq.followed = (
+            seq.draft.num_prefilled = (
                 seq.num_computed if source and source.has_draft_kv else len(path) * self.page_size
             )
         else:
-            seq.followed = unfollowed * self.page_size
+            seq.draft.num_prefilled = unfollowed * self.page_size
         seq.cache.pages = pages
         seq.cache.num_indexed = len(path)
         if path:
@@ -238,7 +238,7 @@ class PageTable:
                 )
         self.last_nodes[seq] = node
         cache.num_indexed = full
-        if seq.followed >= full * self.page_size:
+        if seq.draft.num_prefilled >= full * self.page_size:
             for ancestor in takewhile(
                 lambda ancestor: not ancestor.has_draft_kv, self.tree.ancestors(node)
             ):
@@ -258,7 +258,7 @@ class PageTable:
         if parent is not None and self.tree.is_attached(parent):
             node = self.tree.child(parent, self.tree.key(seq.tokens, page)[:count])
             self.place(seq, page, node)
-            node.has_draft_kv = seq.followed >= computed
+            node.has_draft_kv = seq.draft.num_prefilled >= computed
             self.tree.prune(node)
 
     def place(self, seq: Sequence, page: int, node: Node) -> None:
@@ -320,76 +320,9 @@ class PageTable:
                 table[page] = 0
                 page -= 1
 
-    def reserve_branches(self, seq: Sequence, count: int, width: int) -> None:
-        """Allocate `width` pages of each cache group for each of `count` draft branches, as far as
-        they are free.
-        """
-        cache = seq.cache
-        while len(cache.spare) < count and all(pool.num_free >= width for pool in self.pools):
-            cache.spare.append(
-                [[self.new_page(index) for _ in range(width)] for index in range(len(self.pools))]
-            )
-
-    def release_branches(self, seq: Sequence) -> bool:
-        """Release a sequence's branch pages unless a step in flight verifies them; return whether
-        it had any.
-        """
-        if seq.cache.branched:
-            return False
-        branches = seq.cache.spare
-        seq.cache.spare = []
-        for index, page in (
-            (index, page) for path in branches for index, pages in enumerate(path) for page in pages
-        ):
-            self.release_page(index, page)
-        return bool(branches)
-
-    def branch(self, seq: Sequence, num_tokens: int, branches: Iterable[int]) -> bool:
-        """Let the branches' pages continue after the first tokens; False if the next step must run
-        first.
-
-        Each branch computes the last of these tokens itself.
-
-            positions       0 ....... 15 16 ....... 31 32 ....... 47 sequence        [ page 7    ][
-            page 3    ][ page 9    ]     a page in which tokens end is branch 1        [ page 7
-            ][ page 5    ][ page 8    ]     copied before the next step,
-                                                                        others are empty
-        """
-        page, filled = divmod(num_tokens, self.page_size)
-        sources = (
-            [(index, table[page]) for index, table in enumerate(seq.cache.pages)]
-            if filled > 1
-            else []
-        )
-        if any(source in self.pending_writes for source in sources):
-            return False
-        for branch in branches:
-            self.moves.copies += [
-                (index, origin, seq.cache.spare[branch - 1][index][0]) for index, origin in sources
-            ]
-        seq.cache.branched = True
-        return True
-
-    def accept_branch(self, seq: Sequence, num_tokens: int, branch: int) -> None:
-        """Make the pages of the accepted branch, which started after `num_tokens` tokens, the
-        sequence's own.
-        """
-        seq.cache.branched = False
-        first = num_tokens // self.page_size
-        if not branch:
-            return
-        for table, pages in zip(seq.cache.pages, seq.cache.spare[branch - 1], strict=True):
-            count = min(len(pages), len(table) - first)
-            table[first : first + count], pages[:count] = (
-                pages[:count],
-                table[first : first + count],
-            )
-
     def release(self, seq: Sequence) -> None:
         """Release every page of a sequence, from last to first."""
         cache = seq.cache
-        cache.branched = False
-        self.release_branches(seq)
         if cache.pages:
             self.insert_last(seq)
         for index, table in enumerate(cache.pages):
@@ -624,9 +557,7 @@ class PageTable:
         """Assert that every page is exactly one of: referenced as counted, cached with its content,
         or free.
         """
-        tables = [
-            table for seq in sequences for table in (seq.cache.pages, *seq.cache.spare) if table
-        ]
+        tables = [seq.cache.pages for seq in sequences if seq.cache.pages]
         for index, pool in enumerate(self.pools):
             owned = Counter(page for table in tables for page in table[index] if page)
             pool.check(owned, set(self.tree.node_by_page[index]), f"group {index}")

@@ -56,7 +56,7 @@ class Snapshots:
         if seq.cache.num_indexed * self.pool.page_size != start:
             return False
         # After drafts the states may lag behind.
-        return seq.begun and not seq.num_drafts and self.pool.num_free > 0
+        return seq.begun and not seq.draft.num_verified and self.pool.num_free > 0
 
     def has_room(self, node: Node) -> bool:
         """Return whether the node's snapshot is on the device or can be restored for the planned

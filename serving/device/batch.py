@@ -41,12 +41,8 @@ class Batch:
     # the position where a sequence's second text begins, where the model tells it from the first
     second_B: np.ndarray
     num_drafts_1: np.ndarray  # how many tokens the step itself is to draft
-    follows_1: np.ndarray  # whether the drafter computes these rows too
+    prefills_1: np.ndarray  # whether the drafter computes these rows too
     sampling: SamplingInputs
-    # Where drafts have several paths:
-    paths_B: Any = None  # each path is a sequence of the step; its number, from 0
-    # pages of each sequence's paths, for the places where drafts lie
-    spares_GAQW: tuple[np.ndarray, ...] = ()
     adapters_T: Any = None  # where there are adapters: the slot of each row's, or one past the last
     adapters_R: Any = None  # and of those that draw, if it adapts the head
 
@@ -146,7 +142,7 @@ def empty(shape: StepShape) -> Batch:
         depths_R=np.zeros(R, i32),
         second_B=np.full(B, FAR, i32),
         num_drafts_1=np.zeros(1, i32),
-        follows_1=np.zeros(1, bool),
+        prefills_1=np.zeros(1, bool),
         sampling=SamplingInputs(
             slots_R=np.zeros(R, i32),
             bias_rows_R=np.zeros(R, i32),
@@ -161,10 +157,6 @@ def empty(shape: StepShape) -> Batch:
             wants_logprobs_R=np.zeros(R, bool),
         ),
     )
-    if shape.num_branches > 1:
-        spares = shape.size.seqs // shape.size.paths, shape.num_branches, shape.branch_pages
-        spares_GAQW = tuple(np.zeros(spares, i32) for _ in range(shape.num_groups))
-        batch = batch.replace(paths_B=np.zeros(B, i32), spares_GAQW=spares_GAQW)
     if shape.num_adapters:
         none = shape.num_adapters
         batch = batch.replace(adapters_T=np.full(T, none, i32), adapters_R=np.full(R, none, i32))

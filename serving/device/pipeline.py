@@ -13,14 +13,14 @@ from ...model.partition import Stage, stage_weights, stages
 from ...ops.gpu.graphs import compile_step
 from ...ops.implementations import variance
 from ...sharding.mesh import stage_meshes
+from ..speculative.on_device.drafting import DeviceDrafter
 from .batch import STOPS, BatchLayout
-from .drafts import StepDrafter
 from .programs import Call, Compiler, Program
 from .state import State, owners, paged_layers
 from .step import (
     Places,
     abstract_state,
-    catch_up,
+    draft_prefill,
     fused_steps,
     make_state,
     model_of,
@@ -41,10 +41,14 @@ class Pipeline:
     A device begins its part of the next step as soon as its part of this one is done.
     """
 
-    def __init__(self, config: ModelConfig, mesh: Mesh | None, drafter: StepDrafter | None = None):
+    def __init__(
+        self, config: ModelConfig, mesh: Mesh | None, drafter: DeviceDrafter | None = None
+    ):
         self.config = config
         self.drafter = drafter
-        self.paged = config if drafter is None else drafter.paged  # the layers that own pages
+        self.kv_config = (
+            config if drafter is None else drafter.kv_config
+        )  # the layers that own pages
         self.meshes: list[Mesh | None] = [None] if mesh is None else [*stage_meshes(mesh)]
         self.stages = stages(config, len(self.meshes))
         # why bits may depend on the batch, in the programs made so far
@@ -70,7 +74,7 @@ class Pipeline:
         sizes = num_pages, page_size, max_seqs, max_drafts
         places = zip(self.stages, self.meshes, strict=True)
         return join(
-            make_state(self.config, self.paged, stage, *sizes, mesh) for stage, mesh in places
+            make_state(self.config, self.kv_config, stage, *sizes, mesh) for stage, mesh in places
         )
 
     def abstract_state(
@@ -80,7 +84,8 @@ class Pipeline:
         sizes = num_pages, page_size, max_seqs, max_drafts
         places = zip(self.stages, self.meshes, strict=True)
         return join(
-            abstract_state(self.config, self.paged, stage, *sizes, mesh) for stage, mesh in places
+            abstract_state(self.config, self.kv_config, stage, *sizes, mesh)
+            for stage, mesh in places
         )
 
     def page_owners(self, group: int) -> list[list[int]]:
@@ -89,10 +94,10 @@ class Pipeline:
 
         They are named as in `State.by_page`.
         """
-        if group == len(self.paged.windows):
+        if group == len(self.kv_config.windows):
             return [[~index for index in layers] for layers in self.state_layers()]
         return [
-            owners(self.paged, paged_layers(self.config, self.paged, stage), group)
+            owners(self.kv_config, paged_layers(self.config, self.kv_config, stage), group)
             for stage in self.stages
         ]
 
@@ -169,19 +174,19 @@ class Pipeline:
         args = weights, state, np.stack([layout.nothing] * steps), stops_BE, np.int32(steps)
         return Call(fused_steps, args, shape=layout.shape, config=self.config)
 
-    def catch_up(self, weights, state: State, layout: BatchLayout) -> Call:
+    def draft_prefill(self, weights, state: State, layout: BatchLayout) -> Call:
         """A drafter, on the last stage, computes what it has not followed."""
         own, held = self.parts(weights, state)[-1]
         places = Places.of(own, self.meshes[-1])
         return Call(
-            catch_up,
+            draft_prefill,
             (own, held, layout.nothing),
             shape=layout.shape,
             drafter=self.drafter,
             places=places,
         )
 
-    def caught_up(self, compiled: Any, weights, state: State, buffer) -> State:
+    def run_draft_prefill(self, compiled: Any, weights, state: State, buffer) -> State:
         """The state after that program ran."""
         parts = self.parts(weights, state)
         own, held = parts[-1]

@@ -20,10 +20,17 @@ from ...ops.attention import KVPages, QueryRows, new_arrivals
 from ...ops.state_rows import StateRows, sequence_of
 from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
 from ...sharding.mesh import device_axes
+from ..speculative.on_device.drafting import (
+    DeviceDrafter,
+    SpeculativeWeights,
+    TargetStep,
+    draft,
+    kv_page_size,
+    sampled_sequence,
+)
+from ..speculative.on_device.replay import Replay
 from .attend import attend_with, attend_within, recur_with, share_with
 from .batch import Batch, BatchLayout
-from .drafts import Seen, StepDrafter, WithDrafter, draft, entry_of, page_size_of, path_of
-from .replay import Replay
 from .state import State, empty_state, state_places
 from .step_shape import StepShape
 
@@ -93,7 +100,7 @@ def step(
     plain: bool = False,
     places: Places | None = None,
     stage: Stage | None = None,
-    drafter: StepDrafter | None = None,
+    drafter: DeviceDrafter | None = None,
     rests: bool = False,
 ):
     """One step of every sequence in the batch that the buffer holds: (what is drawn, these rows'
@@ -124,7 +131,7 @@ def step(
         )
     own = local_config(config, places.mesh)
     devices = axes_of(places.mesh, shape)
-    drafts = None if drafter is None else drafter.on(places.mesh)
+    drafts = None if drafter is None else drafter.localize(places.mesh)
     of_weights = jax.tree.structure(weights).unflatten([place.spec for place in places.weights])
     of_state = state_places(state)
     of_rows = P((devices.data * devices.rows).name or None)
@@ -275,7 +282,7 @@ def step_of_one(
     axes: DeviceAxes,
     stage: Stage,
     fetch,
-    drafter: StepDrafter | None = None,
+    drafter: DeviceDrafter | None = None,
     rests: bool = False,
 ):
     """What one device does in a step."""
@@ -285,7 +292,7 @@ def step_of_one(
     if shape.num_adapters:
         weights = adapting(weights, batch, shape.num_adapters)
     if stage.is_first and stage.is_last:  # with several stages the host knows all tokens
-        batch = settle(batch, state, drafter is not None and shape.num_branches == 1, axes)
+        batch = settle(batch, state, drafter is not None, axes)
     tokens_T = batch.tokens_T
     rows = rows_in(batch, shape, axes)
     positions_T = positions_in(batch, shape, axes)
@@ -315,7 +322,7 @@ def step_of_one(
         x = decoder.embed(
             weights, axes.rows.part(jnp.pad(tokens_T, (0, spare))), own_T, config, axes, types_T
         )
-    wanted = () if drafter is None else drafter.features
+    wanted = () if drafter is None else drafter.feature_layers
     features = {}
 
     def observe(index, x_TD) -> None:
@@ -364,25 +371,17 @@ def step_of_one(
         if shape.max_drafts and not rests:
             accepted_R = sampling.accepted(sampled, batch.drafts_R, batch.depths_R)
             ends_R = sampling.ends(accepted_R, batch.depths_R)
-            if shape.num_branches > 1:
-                numbers_R, paths_R = path_of(batch)
-                wins_R = sampling.winners(
-                    accepted_R, batch.depths_R, numbers_R, paths_R, shape.num_branches
-                )
-                accepted_R = accepted_R & wins_R
-                ends_R = ends_R & wins_R
             slots = sampling.count_accepted(slots, batch.sampling, batch.drafts_R, accepted_R, axis)
             store_R = jnp.where(ends_R, store_R, shape.max_seqs)
         last_tokens_B = state.last_tokens_B.at[store_R].set(sampled.tokens_R, mode="drop")
         state = state.replace(slots=slots, last_tokens_B=last_tokens_B)
     if drafter is not None:
-        seen = Seen(
+        seen = TargetStep(
             batch, rows, jnp.pad(tokens_T, (0, spare)), hidden_TD, features, sampled, axes, fetch
         )
         drafts_BK, state = draft(drafter, both, state, seen, store_R, plain)
         sampled = sampled.replace(drafts_BK=drafts_BK)
-        if shape.num_branches == 1:  # else the host chooses one before the next step
-            state = hold(state, batch, store_R, drafts_BK)
+        state = hold(state, batch, store_R, drafts_BK)
     if config.head:
         hidden_RD = encoder.head(weights, hidden_RD, config)
     if config.classes is not None:
@@ -413,7 +412,7 @@ def settle(batch: Batch, state: State, drafts: bool, axes: DeviceAxes) -> Batch:
     back_T = jnp.where(batch.ahead_T, state.rejected_B[owners_T], 0)
     positions_T = batch.positions_T - back_T
     page_T, offset_T = jnp.divmod(
-        jnp.maximum(positions_T, 0), page_size := page_size_of(state) * axes.context.size
+        jnp.maximum(positions_T, 0), page_size := kv_page_size(state) * axes.context.size
     )
     seq_T = jnp.minimum(sequence_of(starts_B1, jnp.arange(len(owners_T))), len(starts_B1) - 2)
     slots_GT = tuple(
@@ -445,7 +444,9 @@ def hold(state: State, batch: Batch, store_R, drafts_BK) -> State:
     starts_B1 = batch.starts_B1
     none = state.last_tokens_B.shape[0]
     rejected_R = (
-        starts_B1[jnp.minimum(entry_of(batch) + 1, len(starts_B1) - 1)] - 1 - batch.sample_rows_R
+        starts_B1[jnp.minimum(sampled_sequence(batch) + 1, len(starts_B1) - 1)]
+        - 1
+        - batch.sample_rows_R
     )
     owner_B = jnp.where(starts_B1[1:] > starts_B1[:-1], batch.owners_T[starts_B1[:-1]], none)
     return state.replace(
@@ -455,30 +456,30 @@ def hold(state: State, batch: Batch, store_R, drafts_BK) -> State:
 
 
 @partial(jax.jit, static_argnames=("shape", "drafter", "places"), donate_argnames="state")
-def catch_up(
+def draft_prefill(
     weights,
     state: State,
     buffer,
     shape: StepShape,
-    drafter: StepDrafter,
+    drafter: DeviceDrafter,
     places: Places | None = None,
 ) -> State:
     """The drafter computes rows that it did not follow in their step; the host knows their
     tokens.
     """
 
-    def part(weights, state, buffer, drafter: StepDrafter, axes: DeviceAxes):
+    def part(weights, state, buffer, drafter: DeviceDrafter, axes: DeviceAxes):
         batch = BatchLayout(shape).read(buffer)
         rows = rows_in(batch, shape, axes)
         tokens_T = jnp.pad(batch.tokens_T, (0, rows[0].positions_T.shape[0] - shape.size.rows))
-        return drafter.follow(
-            weights, state, Seen(batch, rows, tokens_T, None, {}, None, axes, None)
+        return drafter.prefill(
+            weights, state, TargetStep(batch, rows, tokens_T, None, {}, None, axes, None)
         )[1]
 
     if places is None or places.mesh is None:
         return part(weights, state, buffer, drafter, ONE_DEVICE)
     devices = axes_of(places.mesh, shape)
-    own = drafter.on(places.mesh)
+    own = drafter.localize(places.mesh)
     of_weights = jax.tree.structure(weights).unflatten([place.spec for place in places.weights])
     run = jax.shard_map(
         lambda weights, state, buffer: part(
@@ -520,12 +521,12 @@ def types_in(batch: Batch, positions_T):
 
 def model_of(weights: Any) -> Any:
     """The model's own weights, where a drafter's come with them."""
-    return weights.model if isinstance(weights, WithDrafter) else weights
+    return weights.model if isinstance(weights, SpeculativeWeights) else weights
 
 
 def with_model(weights: Any, model: Any) -> Any:
     """The same with other weights of the model."""
-    return weights.replace(model=model) if isinstance(weights, WithDrafter) else model
+    return weights.replace(model=model) if isinstance(weights, SpeculativeWeights) else model
 
 
 @jax.jit

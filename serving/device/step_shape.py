@@ -18,8 +18,6 @@ class Size(NamedTuple):
     rows: int
     seqs: int
     samples: int
-    # so many of the sequences after one another can be branches of the same one's draft tree
-    paths: int = 1
 
 
 @dataclass(frozen=True)
@@ -35,9 +33,7 @@ class StepShape:
     max_seqs: int  # slots of a replica
     num_logprobs: int = MAX_LOGPROBS  # listed at a position
     max_drafts: int = 0  # draft tokens of a sequence, one after the other
-    num_branches: int = 1  # of a draft tree
-    tree_tokens: int = 1  # of a sequence, where a step verifies all branches
-    drafter_has_kv: bool = False  # it must compute the tokens before those that it drafts
+    needs_draft_prefill: bool = False  # it must compute the tokens before those that it drafts
     whole_prompts: bool = False  # an encoder's: a prompt is computed in one step
     num_adapters: int = 0
     num_groups: int = 1  # of layers that share a page table
@@ -77,18 +73,12 @@ class StepShape:
         """Tokens whose logits are computed."""
         return self.size.samples
 
-    @property
-    def branch_pages(self) -> int:
-        """Pages in which the draft tokens of a branch lie, wherever they begin."""
-        return 0 if self.num_branches == 1 else 1 + -(-(self.max_drafts - 1) // self.page_size)
-
 
 def sizes(shape: StepShape, platform: str = "cpu") -> tuple[Size, ...]:
     """The sizes that are compiled for an engine, the smallest first.
 
     Decode sizes by factors of four, and two for steps that carry prompts; with drafts, more for
-    those that verify. Where drafts have several branches, a sequence has `tree_tokens` in a step
-    that verifies all of them. An encoder never decodes: all its steps carry prompts.
+    those that verify. An encoder never decodes: all its steps carry prompts.
 
     On a GPU decode sizes are by factors of two, and those for prompts by factors of four. Its
     products take 16 rows at least: with fewer, each would wait for a launch that pads its rows.
@@ -127,27 +117,17 @@ def sizes(shape: StepShape, platform: str = "cpu") -> tuple[Size, ...]:
                 for count, seqs in pairs
             ]
         verify = {Size(count, seqs, count) for count, seqs in pairs if count != seqs}
-        for count in {1, *(size.seqs for size in decode)} if shape.num_branches > 1 else ():
-            rows = min(count * shape.tree_tokens, max_rows)
-            verify.add(Size(rows, count * shape.num_branches, rows, shape.num_branches))
     # More rows than sequences: as many would mean one row from each.
     mixed = {Size(max(count, top + 1), top, max(top, 16)) for count in prompts}
     return tuple(sorted(mixed if shape.whole_prompts else {*decode, *verify, *mixed}))
 
 
-def choose(
-    options: Iterable[Size], rows: int, seqs: int, samples: int, decodes: bool, paths: int = 1
-) -> Size:
+def choose(options: Iterable[Size], rows: int, seqs: int, samples: int, decodes: bool) -> Size:
     """The smallest size that holds a step; a size with as many rows as sequences takes one row from
     each.
     """
     for size in options:
-        holds = (
-            size.rows >= rows
-            and size.seqs >= seqs * paths
-            and size.samples >= samples
-            and size.paths == paths
-        )
-        if holds and (decodes or paths > 1 or size.rows != size.seqs):
+        holds = size.rows >= rows and size.seqs >= seqs and size.samples >= samples
+        if holds and (decodes or size.rows != size.seqs):
             return size
     raise ValueError(f"no step size holds {rows} rows of {seqs} sequences with {samples} samples")

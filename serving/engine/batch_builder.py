@@ -44,10 +44,10 @@ class BatchBuilder:
         self.num_stages = num_stages  # as many steps are in flight at once
         options = sizes(shape, jax.default_backend())  # the smallest first
         self.layouts = {size: BatchLayout(shape.at(size)) for size in options}
-        top = max(size.seqs for size in options if size.paths == 1)
-        mixed = [size for size in options if size.rows > size.seqs == top and size.paths == 1]
+        top = max(size.seqs for size in options)
+        mixed = [size for size in options if size.rows > size.seqs == top]
         # sizes of steps in which a drafter computes what it is behind
-        self.catching = sorted({mixed[0], mixed[-1]})
+        self.prefill_sizes = sorted({mixed[0], mixed[-1]})
         self.tables = [
             np.zeros((places, shape.table_width), np.int32) for _ in range(shape.num_groups)
         ]
@@ -108,16 +108,9 @@ class BatchBuilder:
             self.continued(steps, part)
             for steps, part in zip(self.decode_steps, plan.parts, strict=True)
         ]
-        parts, seqs, paths = plan.parts, max(map(len, plan.parts)), 1
-        if self.shape.num_branches > 1:
-            # the pages of paths may be others than in the step before
-            if any(item.asks for item in plan.items):
-                continued = [None] * len(parts)
-            if any(item.branches for item in plan.items):
-                parts = tuple([[path for item in part for path in item.paths] for part in parts])
-                paths = self.shape.num_branches
+        parts = plan.parts
         rows, samples, decodes = zip(*map(needs_of, parts, continued), strict=True)
-        size = choose(self.layouts, max(rows), seqs, max(samples), all(decodes), paths)
+        size = choose(self.layouts, max(rows), max(map(len, parts)), max(samples), all(decodes))
         buffer = np.empty_like(self.layouts[size].nothing)
         plain = []
         for steps, part, last, own in zip(
@@ -133,7 +126,7 @@ class BatchBuilder:
         if self.shape.max_drafts:
             at = self.layouts[size].offsets
             each = buffer.reshape(len(parts), -1)
-            each[:, at.num_drafts_1], each[:, at.follows_1] = drafting(plan.items)
+            each[:, at.num_drafts_1], each[:, at.prefills_1] = drafting(plan.items)
         self.draws_plainly = all(plain)
         return size, buffer
 
@@ -171,15 +164,15 @@ class BatchBuilder:
         at = self.layouts[size].offsets
         each = buffer.reshape(len(self.decode_steps), -1)
         told = (
-            each[:, (at.num_drafts_1, at.follows_1)],
+            each[:, (at.num_drafts_1, at.prefills_1)],
             each[:, at.ahead_T : at.ahead_T + size.rows],
         )
         return not any(part.any() for part in told)
 
-    def build_behind(self, parts: Seq[Seq[ScheduledSequence]]) -> tuple[Size, np.ndarray]:
+    def build_draft_prefill(self, parts: Seq[Seq[ScheduledSequence]]) -> tuple[Size, np.ndarray]:
         """Rows that only the drafter computes."""
         rows = max(sum(item.num_rows for item in part) for part in parts)
-        size = choose(self.catching, rows, max(map(len, parts)), 0, False)
+        size = choose(self.prefill_sizes, rows, max(map(len, parts)), 0, False)
         buffer = self.layouts[size].nothing.copy()
         for part, own in zip(parts, buffer.reshape(len(parts), -1), strict=True):
             if part:
@@ -221,7 +214,7 @@ class BatchBuilder:
         num_pages = [seq.cache.num_pages for seq in last.seqs]
         for index, (count, before) in enumerate(zip(num_pages, last.num_pages, strict=True)):
             if count != before:
-                place = self.sync_tables(last.seqs[index], part[index].start)
+                place = self.sync_tables(last.seqs[index])
                 for table, first in zip(self.tables, at.tables_GBM, strict=True):
                     buffer[first + index * table.shape[1] :][: table.shape[1]] = table[place]
         for first, kv_slots in zip(
@@ -245,8 +238,8 @@ class BatchBuilder:
         ends = np.cumsum(counts)
         T = int(ends[-1])
         n = len(part)
-        for item in part:
-            self.sync_tables(item.seq, item.start)
+        for seq in seqs:
+            self.sync_tables(seq)
 
         b.second_B[:n] = [seq.second for seq in seqs]
         if self.shape.max_drafts:
@@ -262,7 +255,7 @@ class BatchBuilder:
             b.adapters_T[:T] = self.adapters[places_T]
         for item, end in zip(part, ends.tolist(), strict=True) if self.shape.max_drafts else ():
             if item.drafts:  # the step counts those that are accepted
-                b.tracked_T[end - len(item.drafts) - (item.path > 0) : end] = False
+                b.tracked_T[end - len(item.drafts) : end] = False
             b.ahead_T[end - item.num_rows : end] = item.ahead
         for table, batch_table in zip(self.tables, b.tables_GBM, strict=True):
             batch_table[:n] = table[places]
@@ -270,8 +263,6 @@ class BatchBuilder:
             b.slots_GT, self.kv_slots(places_T, positions), strict=True
         ):
             batch_slots[:T] = kv_slots
-        if self.shape.num_branches > 1:
-            self.fill_paths(part, ends - counts, b)
         self.fill_samples(part, slots, places, ends - counts, b)
         draws = all(is_steady(item) for item in part)
         plain = draws and bool(self.plain[places].all())
@@ -302,33 +293,6 @@ class BatchBuilder:
             )
         return plain
 
-    def fill_paths(self, part: Seq[ScheduledSequence], offsets: np.ndarray, b: Batch) -> None:
-        """The pages of each path: those that its drafts are written to are its own."""
-        number = -1
-        W = self.shape.branch_pages
-        for entry, (item, offset) in enumerate(zip(part, offsets.tolist(), strict=True)):
-            known = item.num_known
-            spare = item.seq.cache.spare
-            page, filled = divmod(known, self.shape.page_size)
-            if not item.path:
-                number += 1
-                for group, spare_AQW in enumerate(b.spares_GAQW):
-                    for path, pages in enumerate(spare, 1):
-                        spare_AQW[number, path] = pages[group]
-                    if item.branches:  # another one may win
-                        own = item.seq.cache.pages[group][page : page + W]
-                        spare_AQW[number, 0, : len(own)] = own
-                continue
-            b.paths_B[entry] = item.path
-            rows = slice(offset, offset + item.num_rows)
-            at, within = np.divmod(b.positions_T[rows], self.shape.page_size)
-            for group, (table_BM, slots_T) in enumerate(zip(b.tables_GBM, b.slots_GT, strict=True)):
-                own = spare[item.path - 1][group][: table_BM.shape[1] - page]
-                table_BM[entry, page : page + len(own)] = own
-                slots_T[rows] = table_BM[entry, at] * self.shape.page_size + within
-                if not filled:  # the first path writes the known token
-                    slots_T[offset] = 0
-
     def busy(self, layout: BatchLayout, num_drafts: int) -> np.ndarray:
         """A batch whose rows are all computed and drawn, evenly of all its sequences, at the
         beginning of page 0.
@@ -344,9 +308,7 @@ class BatchBuilder:
             b.owners_T[:] = np.repeat(np.arange(size.seqs), np.diff(b.starts_B1))
             b.sample_rows_R[:] = np.minimum(np.arange(size.samples), size.rows - 1)
             b.store_R[b.starts_B1[1:] - 1] = np.arange(size.seqs)  # who draws nothing has no drafts
-            b.num_drafts_1[:], b.follows_1[:] = num_drafts, num_drafts > 0
-            if self.shape.num_branches > 1:
-                b.paths_B[:] = np.arange(size.seqs) % size.paths
+            b.num_drafts_1[:], b.prefills_1[:] = num_drafts, num_drafts > 0
         return buffer
 
     def kv_slots(self, places, positions) -> list[np.ndarray]:
@@ -407,16 +369,13 @@ class BatchBuilder:
             else:
                 getattr(s, name)[:R] = values[places_R]
 
-    def sync_tables(self, seq: Sequence, start: int) -> int:
+    def sync_tables(self, seq: Sequence) -> int:
         """Copy the page numbers that are new since the last step, and return the sequence's place.
 
-        A table only grows while its sequence runs; but where drafts have several paths, the pages
-        of those that were verified in the last step, which ended at `start`, may be another path's.
+        A table only grows while its sequence runs.
         """
         place = self.place(seq)
         known = self.num_synced[place]
-        if self.shape.num_branches > 1:
-            known = min(known, max(0, start - self.shape.max_drafts) // self.shape.page_size)
         for table, pages in zip(self.tables, seq.cache.pages, strict=True):
             table[place, known : len(pages)] = pages[known:]
         self.num_synced[place] = seq.cache.num_pages
@@ -438,7 +397,7 @@ def needs_of(part: Seq[ScheduledSequence], continued: DecodeStep | None) -> tupl
 
 def drafting(items: Seq[ScheduledSequence]) -> tuple[int, bool]:
     """How many tokens the step itself is to draft, and whether the drafter follows its rows."""
-    return max([item.asks for item in items]), any(item.seq.asks for item in items)
+    return max([item.asks for item in items]), any(item.seq.draft.num_requested for item in items)
 
 
 def tokens_of(item: ScheduledSequence) -> list[int]:

@@ -20,13 +20,13 @@ from ...sharding.mesh import device_axes
 from ..api.options import CPU_CACHE, PARALLEL, SHARE, EngineOptions, SizedOptions
 from ..api.sizes import amount
 from ..cache.page_pool import PagePool, largest
-from ..device.drafts import StepDrafter
 from ..device.expert_loads import ExpertLoads
 from ..device.expert_rebalancer import ExpertRebalancer
 from ..device.pipeline import Pipeline
 from ..device.state import owners, page_bytes, stored_page_bytes
 from ..device.step import model_of
 from ..device.step_shape import StepShape
+from ..speculative.on_device.drafting import DeviceDrafter
 from .batch_builder import BatchBuilder
 
 # what JAX takes of a GPU; the latter is older
@@ -173,7 +173,7 @@ def working_bytes(
     shape: StepShape,
     page_size: int,
     mesh: Mesh | None = None,
-    drafter: StepDrafter | None = None,
+    drafter: DeviceDrafter | None = None,
 ) -> int:
     """Bytes that the largest step takes on a device beside weights and state.
 
@@ -213,7 +213,7 @@ def size_cache(
     options: SizedOptions,
     budget: int,
     mesh: Mesh | None = None,
-    drafter: StepDrafter | None = None,
+    drafter: DeviceDrafter | None = None,
 ) -> tuple[int, tuple[int, ...]]:
     """(max_model_len, pages a cache group): enough for every sequence at full length, or what a
     device's budget holds.
@@ -228,7 +228,7 @@ def size_cache(
     # positions of a page that a device has
     held = S if mesh is None else S // mesh.shape["context"]
     pipeline = Pipeline(config, mesh, drafter)
-    own = local_config(pipeline.paged, mesh)
+    own = local_config(pipeline.kv_config, mesh)
     costs = [
         max(page_bytes(own, group, held, owned) for owned in pipeline.page_owners(group))
         for group in range(len(config.windows))

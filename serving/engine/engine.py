@@ -12,9 +12,9 @@ from ...model.text.tokenizer import Tokenizer
 from ..api.errors import QueueFull, RequestError
 from ..api.options import Pooling
 from ..api.params import PLAIN, SamplingParams, Terms
-from ..api.speculation import SpeculativeConfig
 from ..cache.page_table import PageTable
 from ..request.request import Request
+from ..speculative.config import SpeculativeConfig
 from ..speculative.speculator import Speculator
 from .admission import NO_ADAPTERS, Admission
 from .deadlines import Deadlines
@@ -124,7 +124,7 @@ class Engine:
         self.requests[request_id] = request
         if self.speculator is not None:
             for seq in request.sequences:
-                self.speculator.begin(seq)
+                self.speculator.add(seq)
         self.scheduler.add(*request.sequences)
         if terms.timeout is not None:
             self.deadlines.add(now + terms.timeout, request, len(self.requests))
@@ -158,10 +158,10 @@ class Engine:
             is_blocked = self.num_stages == 1 and any(
                 step.plan.needs_host_sync for step in self.in_flight
             )
-            self.speculator.trim(self.scheduler.running)
+            self.speculator.plan_drafts(self.scheduler.running)
             if is_blocked:
                 return None
-        plan = self.scheduler.schedule(self.speculator is not None and not self.speculator.rests)
+        plan = self.scheduler.schedule(self.speculator is not None and not self.speculator.is_idle)
         if plan is not None:
             return self.scheduler.fuse_steps(plan, self.max_fused_steps(plan))
         if not self.in_flight:
@@ -251,25 +251,8 @@ class Engine:
         self.step_seconds += (
             (seconds - self.step_seconds) / 8 if self.step_seconds < 1 else seconds - 1
         )
-        if self.speculator is not None and self.speculator.listens:
-            self.record_draft_time(result.plan, seconds_since_previous)
-
-    def record_draft_time(self, plan: StepPlan, seconds_since_previous: float) -> None:
-        """Tell the speculator the time of a step, unless requests came or ended around it."""
-        items = plan.items
-        if any(item.begins for item in items) or all(
-            item.seq.finish_reason is not None for item in items
-        ):
-            return  # the device may have been idle before it
-        num_drafts = plan.num_rows - len(items)
-        num_proposals = max(item.asks for item in items)
-        is_synced = plan.needs_host_sync or num_drafts > 0
-        has_branches = any(item.branches for item in items)
-        if plan.behind and (is_synced or not num_proposals):
-            return  # the time includes that of the drafter's own steps
-        self.speculator.took(
-            len(items), num_drafts, num_proposals, is_synced, seconds_since_previous, has_branches
-        )
+        if self.speculator is not None:
+            self.speculator.record_step(result.plan, seconds_since_previous)
 
     def expire(self, now: float) -> Iterator[Request]:
         """End the requests whose time is up, with what they have; yields each."""

@@ -38,7 +38,7 @@ class ResultProcessor:
                 continue  # ended while this step was in flight
             yield seq.request
             if item.drafts:
-                self.scheduler.roll_back(item, output.branch, len(output.tokens) - 1)
+                self.scheduler.roll_back(item, len(output.tokens) - 1)
             elif len(output.tokens) < item.draws:
                 self.scheduler.shorten(item, len(output.tokens))
             if output.failure:
@@ -48,7 +48,7 @@ class ResultProcessor:
             else:
                 self.push_all(result, output)
                 if self.speculator is not None:
-                    self.speculate(output)
+                    self.speculator.update(output)
 
     def push_all(self, result: StepResult, output: SampledTokens) -> None:
         """Give a sequence the scores of its prompt, and its tokens up to the one that ends it."""
@@ -85,28 +85,6 @@ class ResultProcessor:
         if item.draws:
             self.end(seq, "stop")
 
-    def speculate(self, output: SampledTokens) -> None:
-        """Count the draft tokens that were accepted, and let the drafter go on from the new
-        tokens.
-        """
-        item = output.item
-        seq = item.seq
-        speculator = self.speculator
-        if item.drafts:
-            first = item.num_known - seq.num_prompt
-            num_accepted = output.num_accepted
-            seq.num_drafts += item.num_drafts
-            seq.accepted.extend(range(first, first + num_accepted))
-            speculator.counts.add(item.num_drafts, num_accepted)
-        if (
-            item.draws
-            and seq.finish_reason is None
-            and (item.drafts or item.asks or speculator.attends)
-        ):
-            seq.proposed = output.proposals if item.asks and output.proposals else []
-            more = len(output.tokens) - 1 - output.num_first_accepted if item.branches else None
-            speculator.take_in(seq, len(item.drafts), output.num_first_accepted, more)
-
     def fail(self, seq: Sequence, failure: int) -> None:
         """End a sequence that has no next token.
 
@@ -122,7 +100,7 @@ class ResultProcessor:
         """End one sequence, and its request with the last of them."""
         self.scheduler.finish(seq, reason)
         if self.speculator is not None:
-            self.speculator.end(seq)
+            self.speculator.remove(seq)
         request = seq.request
         request.end(seq.index, reason)
         if request.finished:

@@ -20,7 +20,6 @@ from ...sharding.mesh import device_axes
 from ..api.errors import RequestError
 from ..cache.page_moves import PageMoves
 from ..device.compile_counter import CompileCounter
-from ..device.drafts import StepDrafter
 from ..device.expert_loads import ExpertLoads
 from ..device.expert_rebalancer import ExpertRebalancer
 from ..device.host_snapshot import to_device, to_host
@@ -34,6 +33,7 @@ from ..device.step_shape import Size, StepShape, choose
 from ..multihost.leader import Leader
 from ..request.grammar import Constraint
 from ..request.sequence import Sequence
+from ..speculative.on_device.drafting import DeviceDrafter
 from .batch_builder import BatchBuilder
 from .scheduler import ScheduledSequence, StepPlan
 from .slot_state import bias_of, first_row
@@ -64,7 +64,7 @@ class Runner:
         load_weights: Callable[[], Any] | None = None,
         mesh: Mesh | None = None,
         rebalance_steps: int = 0,
-        drafter: StepDrafter | None = None,
+        drafter: DeviceDrafter | None = None,
         max_fused_steps: int = 1,
     ):
         self.config = config
@@ -93,7 +93,7 @@ class Runner:
         self.fused_steps: Any = None  # several steps of the smallest size, one after the other
         # and without the drafter, for decode steps that it may rest in
         self.resting: dict[Size, Any] = {}
-        self.drafters: dict[Size, Any] = {}  # for rows that only the drafter computes
+        self.draft_prefills: dict[Size, Any] = {}  # for rows that only the drafter computes
         # Where drafts ask what they cost: of a step, and of each token a sequence that it drafts.
         self.step_seconds: dict[Size, tuple[float, float]] = {}
         self.write_adapter: Any = None  # the program that puts an adapter into a slot
@@ -152,7 +152,7 @@ class Runner:
         """Compile every size, or read it from the compile cache; nothing is compiled after this."""
         plain = {}
         resting = {}
-        behind = {}
+        draft_prefills = {}
         fused = None
         drafter = self.pipeline.drafter
         with Compiler(folder_of_programs() if self.mesh is None else None) as compiler:
@@ -163,16 +163,11 @@ class Runner:
                 sizes[size] = make(*held, layout)
                 if self.remote and size.samples >= size.rows:
                     plain[size] = make(*held, layout, plain=True)
-                if (
-                    drafter is not None
-                    and drafter.rests
-                    and size.rows == size.seqs
-                    and size.paths == 1
-                ):
+                if drafter is not None and drafter.is_skippable and size.rows == size.seqs:
                     resting[size] = make(*held, layout, self.remote, rests=True)
-            for size in self.batch_builder.catching if self.shape.drafter_has_kv else ():
-                call = self.pipeline.catch_up(*held, self.batch_builder.layouts[size])
-                behind[size] = compiler.make(call, compile_step)
+            for size in self.batch_builder.prefill_sizes if self.shape.needs_draft_prefill else ():
+                call = self.pipeline.draft_prefill(*held, self.batch_builder.layouts[size])
+                draft_prefills[size] = compiler.make(call, compile_step)
             if self.max_fused > 1:
                 _, layout = next(iter(self.batch_builder.layouts.items()))
                 fused = compiler.make(
@@ -202,7 +197,9 @@ class Runner:
                 size: self.pipeline.program(made, rests=True) for size, made in resting.items()
             }
             self.fused_steps = fused and fused.result()
-            self.drafters = {size: program.result() for size, program in behind.items()}
+            self.draft_prefills = {
+                size: program.result() for size, program in draft_prefills.items()
+            }
             self.state_copier.programs = {
                 name: program.result() for name, program in of_states.items()
             }
@@ -254,7 +251,6 @@ class Runner:
             larger = [
                 other for other in layouts if other.rows >= size.rows and other.seqs >= size.seqs
             ]
-            larger = [other for other in larger if other.paths == size.paths]
             plain, drafting = (min(found[other, n] for other in larger) for n in (0, most))
             self.step_seconds[size] = plain, max(0.0, drafting - plain) / most
 
@@ -263,22 +259,18 @@ class Runner:
         jax.block_until_ready(self.step(size, False, buffer)[0])
         return time.perf_counter() - began
 
-    def seconds(self, rows: int, seqs: int, drafts: int = 0, paths: int = 1) -> float:
+    def seconds(self, rows: int, seqs: int, drafts: int = 0) -> float:
         """What a step takes in which these rows of so many sequences all draw, and which drafts so
         many tokens each.
-
-        With several paths of drafts of each sequence, or one.
         """
         if not self.step_seconds:
             return 0.0
         replicas = device_axes(self.mesh).data.size
         seqs = min(-(-seqs // replicas), self.shape.max_seqs)
         rows = max(-(-rows // replicas), seqs)
-        if rows > max(size.rows for size in self.step_seconds if size.paths == paths):
+        if rows > max(size.rows for size in self.step_seconds):
             return float("inf")
-        plain, one = self.step_seconds[
-            choose(self.step_seconds, rows, seqs, rows, rows == seqs, paths)
-        ]
+        plain, one = self.step_seconds[choose(self.step_seconds, rows, seqs, rows, rows == seqs)]
         return plain + drafts * one
 
     def read_pages(self, group: int, pages: Seq[int]) -> np.ndarray:
@@ -348,8 +340,8 @@ class Runner:
             )
         if plan.steps > 1:
             return self.launch_fused(plan, offloads)
-        for parts in chunks(plan.behind, self.shape.max_tokens):
-            self.catch_up(*self.batch_builder.build_behind(parts))
+        for parts in chunks(plan.draft_prefills, self.shape.max_tokens):
+            self.draft_prefill(*self.batch_builder.build_draft_prefill(parts))
         size, buffer = self.batch_builder.build(plan)
         sampled, hidden_RD = self.step(size, self.batch_builder.draws_plainly, buffer)
         if self.expert_loads is not None:
@@ -407,10 +399,12 @@ class Runner:
         sampled, hidden_RD, self.state = program(self.weights, self.state, buffer)
         return sampled, hidden_RD
 
-    def catch_up(self, size: Size, buffer: np.ndarray) -> None:
+    def draft_prefill(self, size: Size, buffer: np.ndarray) -> None:
         """The drafter computes rows that it has not followed."""
-        self.tell("catch_up", tuple(size), buffer)
-        self.state = self.pipeline.caught_up(self.drafters[size], self.weights, self.state, buffer)
+        self.tell("draft_prefill", tuple(size), buffer)
+        self.state = self.pipeline.run_draft_prefill(
+            self.draft_prefills[size], self.weights, self.state, buffer
+        )
 
     def program(self, size: Size, plain: bool = False) -> Any:
         """The compiled step for a batch of this size."""

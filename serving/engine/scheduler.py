@@ -1,6 +1,5 @@
 """Who is served when: pure Python over sequences and pages; it knows neither JAX nor the model."""
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,11 +10,9 @@ from ..cache.page_moves import PageMoves
 from ..cache.page_table import PageTable
 from ..device.step_shape import StepShape
 from ..request.sequence import Sequence
+from ..speculative.draft_planner import DraftPlanner
 from .adapter_slots import AdapterSlots
 from .waiting_queue import OUTPUT, WaitingQueue
-
-# other paths of drafts than the first: (number, drafts)
-Branches = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 # hundreds are made a step, and a frozen dataclass takes four times as long
@@ -34,8 +31,6 @@ class ScheduledSequence(NamedTuple):
     scores: tuple[int, ...] = ()  # rows (positions) whose next prompt token is scored
     drafts: tuple[int, ...] = ()
     asks: int = 0  # tokens that the step is to draft after the one that it draws
-    branches: Branches = ()
-    path: int = 0  # the one that these rows are
     # As if all drafts of the step before were right: the device subtracts those that were not from
     # `start`, and a draft is the name of one that it holds.
     ahead: bool = False
@@ -45,35 +40,13 @@ class ScheduledSequence(NamedTuple):
         seq = self.seq
         count = len(self.drafts)
         return self._replace(
-            start=len(seq.tokens) - 1, drafts=tuple(seq.proposed[:count]), ahead=False
+            start=len(seq.tokens) - 1, drafts=tuple(seq.draft.proposals[:count]), ahead=False
         )
 
     @property
     def num_known(self) -> int:
         """Tokens of the sequence before and in this step, but for drafts."""
         return self.start + self.num_rows - len(self.drafts)
-
-    @property
-    def paths(self) -> list["ScheduledSequence"]:
-        """As the step computes it: each path as a sequence of its own, which begins with the last
-        known token.
-        """
-        start = self.num_known - 1
-        paths = [self]
-        for path, drafts in self.branches:
-            count = 1 + len(drafts)
-            paths.append(
-                ScheduledSequence(self.seq, start, count, count, False, drafts=drafts, path=path)
-            )
-        return paths
-
-    @property
-    def num_drafts(self) -> int:
-        """Drafts that are verified; what paths have in common counts once."""
-        if not self.branches:
-            return len(self.drafts)
-        every = (self.drafts, *(drafts for _, drafts in self.branches))
-        return len({drafts[: length + 1] for drafts in every for length in range(len(drafts))})
 
 
 @dataclass(frozen=True)
@@ -83,7 +56,7 @@ class StepPlan:
     # of each replica; an empty one computes nothing
     parts: tuple[tuple[ScheduledSequence, ...], ...]
     # Of each replica, what its drafter has not followed and is to compute before.
-    behind: tuple[tuple[ScheduledSequence, ...], ...] = ()
+    draft_prefills: tuple[tuple[ScheduledSequence, ...], ...] = ()
     steps: int = 1  # of a series: each sequence draws so many tokens, one after the other
 
     @cached_property
@@ -92,10 +65,7 @@ class StepPlan:
 
     @property
     def num_rows(self) -> int:
-        return self.steps * sum(
-            item.num_rows + sum(1 + len(drafts) for _, drafts in item.branches)
-            for item in self.items
-        )
+        return self.steps * sum(item.num_rows for item in self.items)
 
     @property
     def decodes(self) -> bool:
@@ -105,14 +75,7 @@ class StepPlan:
     @property
     def needs_host_sync(self) -> bool:
         """The host drafts after its tokens: no step can be planned before they are known."""
-        return any(item.seq.awaits_drafts and item.draws for item in self.items)
-
-
-def encode_device_token(slot: int, place: int, max_seqs: int) -> int:
-    """Placeholder of a token that only the device knows: a slot's next token (place 0), or a draft
-    token after it.
-    """
-    return -1 - slot - place * max_seqs
+        return any(item.seq.draft.waits_for_host and item.draws for item in self.items)
 
 
 POINT = 30.0  # seconds of waiting that make up for a point of priority
@@ -177,12 +140,10 @@ class Scheduler:
         # it looks at every sequence
         decodes = drafts and all(replica.decodes for replica in self.replicas)
         parts = tuple([replica.schedule(decodes) for replica in self.replicas])
-        behind = (
-            tuple([replica.behind for replica in self.replicas])
-            if self.shape.drafter_has_kv
-            else ()
-        )
-        return StepPlan(parts, behind if any(behind) else ()) if any(parts) else None
+        if not any(parts):
+            return None
+        prefills = tuple([replica.draft_prefills for replica in self.replicas])
+        return StepPlan(parts, prefills if any(prefills) else ())
 
     def fuse_steps(self, plan: StepPlan, max_steps: int) -> StepPlan:
         """The plan as at most `max_steps` decode steps of one launch; as it is where a sequence
@@ -240,16 +201,12 @@ class Scheduler:
                 if max(free) < 1:
                     return
 
-    def roll_back(self, item: ScheduledSequence, path: int, accepted: int) -> None:
-        """So many drafts of a path were accepted: what was computed for the others is
-        overwritten.
-        """
+    def roll_back(self, item: ScheduledSequence, num_accepted: int) -> None:
+        """Uncount the rejected draft tokens: later steps overwrite their keys and values."""
         seq = item.seq
         if seq.slot >= 0:  # else it was preempted since, and nothing of it counts as computed
-            seq.num_computed -= len(item.drafts) - accepted
-            if item.branches:
-                self.replicas[seq.replica].table.accept_branch(seq, item.num_known, path)
-            seq.followed = min(seq.followed, seq.num_computed)
+            seq.num_computed -= len(item.drafts) - num_accepted
+            seq.draft.num_prefilled = min(seq.draft.num_prefilled, seq.num_computed)
 
     def shorten(self, item: ScheduledSequence, num_steps: int) -> None:
         """Count only the fused steps that ran: the device skips the others once every sequence has
@@ -257,7 +214,7 @@ class Scheduler:
         """
         seq = item.seq
         seq.num_computed = min(seq.num_computed, item.start + num_steps)
-        seq.followed = min(seq.followed, seq.num_computed)
+        seq.draft.num_prefilled = min(seq.draft.num_prefilled, seq.num_computed)
 
     def preempt(self, seq: Sequence) -> None:
         self.replicas[seq.replica].preempt(seq)
@@ -306,11 +263,9 @@ class ReplicaScheduler:
         self.adapters = AdapterSlots(shape.num_adapters)
         # who was not admitted, and the state it waits to change
         self.refused: tuple[Sequence, int, int] | None = None
-        self.rows = self.samples = self.drafts = 0  # left in the step that is being planned
-        self.promised = 0  # of these drafts, to first paths that are still to come
-        self.follows = False  # in the step that is being planned
-        self.branches = False  # the same: it may verify several paths of drafts
-        self.behind: tuple[ScheduledSequence, ...] = ()  # before it
+        self.rows = self.samples = 0  # left in the step that is being planned
+        self.drafts = DraftPlanner(table, shape.max_seqs, shape.needs_draft_prefill)
+        self.draft_prefills: tuple[ScheduledSequence, ...] = ()  # before it
 
     @property
     def full(self) -> bool:
@@ -331,28 +286,21 @@ class ReplicaScheduler:
         page_size = self.table.page_size
         if decodes:
             self.samples = self.rows
-        self.follows = self.shape.drafter_has_kv and any(seq.asks for seq in self.running)
-        self.branches = decodes and self.shape.num_branches > 1
-        for seq in self.running if self.shape.num_branches > 1 else ():
-            if seq.cache.spare and not (seq.branching and seq.asks):
-                self.table.release_branches(seq)
         items: dict[Sequence, ScheduledSequence] = {}
-        drafts = self.shape.max_drafts > 0
-        behind = [(seq, missing) for seq in self.running if (missing := seq.missing)]
+        may_draft = self.shape.max_drafts > 0
+        unfinished = [(seq, missing) for seq in self.running if (missing := seq.missing)]
         # The decodes go first so that a long prompt never keeps them waiting; it gets the rows that
         # are left.
-        decoding = [one for one in behind if one[1] == 1]
+        decoding = [pair for pair in unfinished if pair[1] == 1]
         if self.num_stages > 1:
             del decoding[-(-len(self.running) // self.num_stages) :]
-        self.drafts = min(self.samples, self.rows) - len(decoding)
-        self.promised = sum([len(seq.drafts) for seq, _ in decoding]) if self.branches else 0
-        for seq, missing in decoding + [one for one in behind if one[1] > 1]:
+        if may_draft:
+            self.drafts.begin_step(self.running, min(self.samples, self.rows) - len(decoding))
+        for seq, missing in decoding + [pair for pair in unfinished if pair[1] > 1]:
             if seq.slot < 0 or not self.rows:
                 continue  # preempted for an earlier one
             start = seq.num_computed
-            plain = seq.prompt_scores is None and not (
-                drafts and (seq.awaits_drafts or seq.asks or seq.ahead)
-            )
+            plain = seq.prompt_scores is None and not (may_draft and seq.is_speculating)
             if missing == 1 and start % page_size and self.samples and plain:
                 # The row before it is in the same page: nothing is to be done, and hundreds do so
                 # in every step.
@@ -371,13 +319,15 @@ class ReplicaScheduler:
             self.waiting.remove(seq)
             if item := self.take(seq, seq.missing, items):
                 items[seq] = item
-        self.behind = self.follow(items.values()) if self.follows else ()
+        if may_draft:
+            self.draft_prefills = tuple(
+                ScheduledSequence(*prefill, 0, False)
+                for prefill in self.drafts.end_step(items.values())
+            )
         # they count as computed: every later step runs after this one on the device
         for seq, item in items.items():
             seq.num_computed += item.num_rows
             seq.pending += item.draws
-            seq.verifying = len(item.drafts)
-            seq.held = item.asks
             seq.begun = True
         if self.waiting.shared:
             for item in items.values():
@@ -397,22 +347,6 @@ class ReplicaScheduler:
             num_tokens_left = seq.max_tokens - (start + 1 - seq.num_prompt)
             max_steps = min(max_steps, num_tokens_left, page_size - start % page_size)
         return max_steps
-
-    def follow(self, items: Iterable[ScheduledSequence]) -> tuple[ScheduledSequence, ...]:
-        """The drafter computes this step's rows; what it lacks of those that it drafts for, it
-        computes before.
-        """
-        behind = []
-        for item in items:
-            seq = item.seq
-            if item.asks and seq.followed < item.start:
-                behind.append(
-                    ScheduledSequence(seq, seq.followed, item.start - seq.followed, 0, False)
-                )
-                seq.followed = item.start
-            if seq.followed >= item.start:
-                seq.followed = item.start + item.num_rows
-        return tuple(behind)
 
     def ready(self, seq: Sequence) -> bool:
         """Whether a waiting sequence is for this replica, its adapter has room, and its pages have
@@ -434,10 +368,9 @@ class ReplicaScheduler:
         if seq.pending or state == self.refused:
             return False
         match = self.table.match(seq)
-        while not self.table.admits(seq, match.path, self.running, self.shape.max_tokens):
-            if not self.give_back():
-                self.refused = state
-                return False
+        if not self.table.admits(seq, match.path, self.running, self.shape.max_tokens):
+            self.refused = state
+            return False
         self.table.begin(seq, match)
         if not seq.num_preemptions:
             seq.cache.num_cached = min(seq.num_computed, seq.num_prompt)
@@ -474,34 +407,25 @@ class ReplicaScheduler:
         self.table.insert(seq, seq.num_computed)  # before pages slide out of a window
         self.table.slide(seq)
         while not self.table.grow(seq, start + count):
-            if self.give_back():
-                continue
             victim = next((other for other in reversed(self.by_rank()) if other not in items), None)
             if victim is None or victim is seq:
                 return None  # nobody of a higher rank to take from: wait until somebody ends
             self.preempt(victim)
         self.table.keep_states(seq)
-        self.follows |= self.shape.drafter_has_kv and seq.asks > 0  # it may be new
-        if self.follows and seq.followed >= start:
-            seq.followed = start + count  # before its pages are found by others
+        self.drafts.add_tokens(seq, start, start + count)  # before its pages are shared
         self.table.insert(seq, start + count)
         self.samples -= len(scores) + draws
         ahead = seq.ahead
-        drafts = self.drafts_of(seq, start + count, self.rows - count) if draws else ()
+        drafts: tuple[int, ...] = ()
+        asks = 0
+        if draws and self.shape.max_drafts:
+            max_drafts = min(self.samples, self.rows - count)
+            drafts = self.drafts.take_drafts(seq, start + count, max_drafts)
+            self.samples -= len(drafts)
+            asks = seq.draft.num_requested
+            if asks:
+                self.drafts.reserve_pages(seq, start + count + len(drafts))
         self.rows -= count + len(drafts)
-        self.samples -= len(drafts)
-        self.drafts -= len(drafts)
-        self.promised -= len(seq.drafts)
-        alone = count == 1 and not scores  # what it had computed before lies in pages
-        branches = (
-            self.branches_of(seq, start + count, drafts)
-            if alone and drafts and seq.branches
-            else ()
-        )
-        asks = seq.asks if draws else 0
-        if asks:
-            longest = max([len(drafts), *(len(others) for _, others in branches)])
-            self.make_room(seq, start + count + longest, asks)
         return ScheduledSequence(
             seq,
             start,
@@ -511,66 +435,8 @@ class ReplicaScheduler:
             scores,
             drafts,
             asks,
-            branches,
-            ahead=ahead,
+            ahead,
         )
-
-    def drafts_of(self, seq: Sequence, known: int, rows: int) -> tuple[int, ...]:
-        """The drafts for which there is room, in the step and in pages that nobody else needs
-        to give.
-        """
-        left = seq.max_tokens - (known - seq.num_prompt) - 1  # beyond the one that it draws anyway
-        drafts = [
-            encode_device_token(seq.slot, place, self.shape.max_seqs)
-            for place in range(1, seq.held + 1)
-        ]
-        drafts = (drafts if seq.pending else seq.drafts)[
-            : max(0, min(self.drafts, self.samples, rows, left))
-        ]
-        while drafts and not self.table.grow(seq, known + len(drafts)):
-            drafts.pop()
-        return tuple(drafts)
-
-    def branches_of(self, seq: Sequence, known: int, drafts: tuple[int, ...]) -> Branches:
-        """The other paths of drafts for which there is room, without those that another one begins
-        with.
-        """
-        found = []
-        every = [drafts]
-        if not self.branches or seq.constraint is not None:
-            return ()
-        left = seq.max_tokens - (known - seq.num_prompt) - 1
-        for path, others in enumerate(seq.branches[: len(seq.cache.spare)], 1):
-            own = tuple(others[: max(0, min(left, self.drafts - self.promised - 1))])
-            if any(other[: len(own)] == own for other in every) or not self.table.grow(
-                seq, known + len(own)
-            ):
-                continue
-            found.append((path, own))
-            every.append(own)
-            rows = 1 + len(own)
-            self.rows, self.samples, self.drafts = (
-                self.rows - rows,
-                self.samples - rows,
-                self.drafts - rows,
-            )
-        if found and not self.table.branch(seq, known, [path for path, _ in found]):
-            return ()
-        return tuple(found)
-
-    def make_room(self, seq: Sequence, known: int, asks: int) -> None:
-        """Pages for what the step itself drafts after these tokens, if any are free: without, it
-        drafts worse.
-        """
-        most = min(known + asks, seq.num_prompt + seq.max_tokens)
-        while most > known and not self.table.grow(seq, most):
-            most -= 1
-        if seq.branching and most > known:
-            self.table.reserve_branches(seq, self.shape.num_branches - 1, self.shape.branch_pages)
-
-    def give_back(self) -> bool:
-        """Take the pages of a sequence's paths that no step verifies: somebody needs them."""
-        return any(self.table.release_branches(seq) for seq in self.running)
 
     def by_rank(self) -> list[Sequence]:
         return sorted((seq for seq in self.running if seq.slot >= 0), key=lambda seq: seq.rank)
@@ -589,8 +455,8 @@ class ReplicaScheduler:
         self.free_slots.append(seq.slot)
         self.adapters.give_back(seq)
         seq.slot = -1
-        seq.held = 0
-        seq.verifying = 0
+        seq.draft.num_on_device = 0
+        seq.draft.num_verifying = 0
         self.table.release(seq)
 
     def check(self) -> None:

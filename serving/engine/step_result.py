@@ -43,14 +43,12 @@ class SampledTokens(NamedTuple):  # hundreds are made a step
     """
 
     item: ScheduledSequence
-    row: int  # the first of the accepted branch
+    row: int  # the first
     # of the scored rows and the first sampled one: 0, or `sampling.BROKEN` or `BANNED`
     failure: int
     tokens: list[int]  # the accepted draft tokens and the next token; negative where a row failed
     # draft tokens for the next step, where the step itself drafts
     proposals: list[int] | None = None
-    branch: int = 0  # of the draft tree, the one with most accepted tokens
-    num_first_accepted: int = 0  # accepted draft tokens of the first branch
 
     @property
     def num_accepted(self) -> int:
@@ -121,7 +119,7 @@ def read_result(step: InFlightStep) -> StepResult:
         if item.seq.replica != replica:
             replica = item.seq.replica
             row = replica * step.size.samples
-            number = replica * (step.size.seqs // step.size.paths)
+            number = replica * step.size.seqs
         proposals = None if drafts_BK is None else drafts_BK[number]
         number += 1
         if item.draws == 1 and not item.scores:
@@ -146,14 +144,7 @@ def read_output(
     count = sum(1 for _ in accepted(item.drafts, tokens_R[first:end])) + 1
     failures = [token for token in tokens_R[row : first + min(item.draws, 1)] if token < 0]
     failure = max(failures, default=0)  # broken logits are worse than banned tokens
-    output = SampledTokens(item, row, failure, tokens_R[first:end][:count], proposals, 0, count - 1)
-    for branch, drafts in item.branches:
-        first = end
-        end = end + 1 + len(drafts)
-        count = sum(1 for _ in accepted(drafts, tokens_R[first:end])) + 1
-        if count > len(output.tokens):
-            output = output._replace(row=first, tokens=tokens_R[first:end][:count], branch=branch)
-    return output, end
+    return SampledTokens(item, row, failure, tokens_R[first:end][:count], proposals), end
 
 
 def read_fused_result(step: InFlightStep, sampled: Sampled, num_steps: int) -> StepResult:

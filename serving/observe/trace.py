@@ -47,7 +47,7 @@ class Trace(Observer):
                 "steps": plan.steps,
             }
             if verified := [output for output in result.outputs if output.item.drafts]:
-                facts["drafts"] = sum(output.item.num_drafts for output in verified)
+                facts["drafts"] = sum(len(output.item.drafts) for output in verified)
                 facts["accepted"] = sum(output.num_accepted for output in verified)
             self.span(f"step {self.number}", DEVICE, result.device_began, result.collected, **facts)
             self.number += 1

@@ -118,7 +118,10 @@ class Completion:
             finish_reason=self.finish_reason if is_end else None,
             stop_reason=self.stop_reason if is_end else None,
             drafted=[
-                accepted - first for accepted in seq.accepted[bisect_left(seq.accepted, first) :]
+                position - first
+                for position in seq.draft.accepted_positions[
+                    bisect_left(seq.draft.accepted_positions, first) :
+                ]
             ],
         )
 
@@ -237,8 +240,10 @@ class Request:
                 last_token_time=self.last_token,
                 num_preemptions=sum(seq.num_preemptions for seq in self.sequences),
                 num_generation_tokens=sum(seq.num_output for seq in self.sequences),
-                num_draft_tokens=sum(seq.num_drafts for seq in self.sequences),
-                num_accepted_tokens=sum(len(seq.accepted) for seq in self.sequences),
+                num_draft_tokens=sum(seq.draft.num_verified for seq in self.sequences),
+                num_accepted_tokens=sum(
+                    len(seq.draft.accepted_positions) for seq in self.sequences
+                ),
             ),
             num_cached_tokens=seq.cache.num_cached,
             pooled=None if seq.pool is None else seq.pool.vector(),

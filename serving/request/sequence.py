@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...model.config import FAR
 from ..api.params import SamplingParams
+from ..speculative.draft_state import DraftState
 
 if TYPE_CHECKING:
     from .grammar import Constraint
@@ -40,9 +41,6 @@ class SequenceCache:
     trusted: bool = True  # its pages may be shared
     load: Future | None = None  # its prefix is being read from disk
     prefetched: bool = False  # the wanted part of its prefix has been read from disk
-    # Pages of each draft branch but the first, by cache group.
-    spare: list[list[list[int]]] = field(default_factory=list)
-    branched: bool = False  # a step in flight verifies these branches
 
     @property
     def num_pages(self) -> int:
@@ -61,8 +59,8 @@ class Sequence:
                                                           wrong
 
     The catch-up rule: each step brings `num_computed` closer to `num_tokens`, and a sequence that
-    reaches `num_tokens` draws its next token. With `drafts`, tokens that may come next, the step
-    draws after each of them too: those that equal what was drawn in their place are right, and are
+    reaches `num_tokens` draws its next token. With draft tokens (`DraftState`) the step samples
+    after each of them too. Those that equal the sampled token in their place are accepted, and
     computed already.
     """
 
@@ -89,24 +87,7 @@ class Sequence:
     adapter: Any = None  # what is added to the weights for it
     adapter_slot: int = -1  # on the device, while it runs
     cache: SequenceCache = field(default_factory=SequenceCache)
-    drafts: list[int] = field(default_factory=list)  # for its next step
-    # the other paths of drafts, where there are several
-    branches: list[list[int]] = field(default_factory=list)
-    branching: bool = False  # all paths are to be verified
-    # tokens that its next step is to draft after the one that it draws, where steps draft
-    asks: int = 0
-    # drafts for its next step that the step under way makes: only the device knows them
-    held: int = 0
-    verifying: int = 0  # drafts in the step under way
-    # what its last step said may come next, where it was asked
-    proposed: list[int] = field(default_factory=list)
-    # of its first tokens, those that a drafter with keys and values of its own has computed
-    followed: int = 0
-    num_drafts: int = 0  # that were verified so far
-    # places in the output of those that it took over
-    accepted: list[int] = field(default_factory=list)
-    # its next step is planned when the host knows its last token and has drafted after it
-    awaits_drafts: bool = False
+    draft: DraftState = field(default_factory=DraftState)
     num_preemptions: int = 0
     finish_reason: str | None = None
     # one entry a prompt token after the first, where they are wanted
@@ -125,15 +106,20 @@ class Sequence:
     @property
     def ahead(self) -> bool:
         """Only the device knows its whole next step: the one in flight verifies or makes drafts."""
-        return self.pending > 0 and (self.held > 0 or self.verifying > 0)
+        return self.pending > 0 and self.draft.is_on_device
+
+    @property
+    def is_speculating(self) -> bool:
+        """Whether its next step verifies or makes draft tokens."""
+        return bool(self.draft.waits_for_host or self.draft.num_requested or self.ahead)
 
     @property
     def needs_host_sync(self) -> bool:
         """The host must know its last token before it plans its next step."""
         return (
             self.needs_host_token
-            or self.awaits_drafts
-            or (self.verifying > 0 and self.num_output < self.params.min_tokens)
+            or self.draft.waits_for_host
+            or (self.draft.num_verifying > 0 and self.num_output < self.params.min_tokens)
         )
 
     @property

@@ -1,7 +1,7 @@
 """Drafts from the text itself: what followed the last time that the latest tokens occurred."""
 
-from ..api.speculation import SpeculativeConfig
 from ..request.sequence import Sequence
+from .config import SpeculativeConfig
 
 
 class NgramDrafter:
@@ -18,11 +18,11 @@ class NgramDrafter:
         self.lengths = range(longest, shortest - 1, -1)
         self.indices: dict[Sequence, NgramIndex] = {}
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
+    def propose(self, seq: Sequence, max_tokens: int) -> list[int]:
         index = self.indices.get(seq)
         if index is None:
             index = self.indices[seq] = NgramIndex(self.lengths)
-        return index.after(seq.tokens, most)
+        return index.after(seq.tokens, max_tokens)
 
     def end(self, seq: Sequence) -> None:
         self.indices.pop(seq, None)
@@ -36,7 +36,7 @@ class NgramIndex:
         self.known = 0
         self.followed: dict[tuple[int, ...], int] = {}
 
-    def after(self, tokens: list[int], most: int) -> list[int]:
+    def after(self, tokens: list[int], max_tokens: int) -> list[int]:
         """So many tokens as followed the latest ones before; what reaches the end of the text
         repeats.
         """
@@ -49,9 +49,9 @@ class NgramIndex:
             at = self.followed.get(tuple(tokens[-length:])) if length <= len(tokens) else None
             if at is not None:
                 period = len(tokens) - at
-                return [tokens[at + index % period] for index in range(most)]
+                return [tokens[at + index % period] for index in range(max_tokens)]
         return []
 
 
-def make(config: SpeculativeConfig) -> NgramDrafter:
+def make_drafter(config: SpeculativeConfig) -> NgramDrafter:
     return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)

@@ -1,541 +1,510 @@
-"""How many tokens are drafted: as many as pay, by what was accepted of late and by what a step
-costs.
-"""
+"""Adaptive speculation: how many draft tokens pay, by acceptance rates and step times."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from functools import partial
+from importlib import import_module
 from math import ceil, inf
 from time import perf_counter
+from typing import Any, Protocol
 
-from ..api.speculation import SpeculativeConfig
 from ..request.sequence import Sequence
-from . import Drafter, make_drafter
+from .acceptance import AcceptanceRate, DraftCounts, DraftRecord, StepTimeRatio
+from .config import SpeculativeConfig
 
 log = logging.getLogger("quire")
 
-# the share of drafts that is accepted, before anything is known, and for how many it counts
-PRIOR = 0.7
-WEIGHT = 4.0
-# tokens a step that further paths of drafts give beyond the first, before anything is known
-MORE = 0.3
-MEMORY = 24.0  # drafts of a sequence after which an old one counts e times less,
-COMMON = 192.0  # and drafts of all
-STEPS = 32.0  # that tell how long they take; an old one counts e times less after so many
-HEARD = 4  # while nobody drafts, one step of so many is timed
-FORGOTTEN = 128.0  # of these, after which steps with drafts may be as much longer as these are
-# seconds that the device waits for the host in a step with drafts, before any was seen
-WAITING = 1e-4
-GAIN = 1.03  # of tokens a second, to begin with drafts: to change costs something
-LOOKS = 0.01  # share of the time that may go into drafts which are only compared with what comes
-LOOKED = 2  # so far ahead, where the step drafts
-SOONEST = 16  # steps between two such looks, at least
+PRIOR_RATE = 0.7  # acceptance rate before anything is known,
+PRIOR_TOKENS = 4.0  # which counts as so many draft tokens
+OVERALL_MEMORY = 192.0  # draft tokens of all sequences after which an old one counts e times less
+TIMING_INTERVAL = 4  # while nothing is drafted, one step of so many is timed
+# Plain steps after which steps with drafts are assumed to be slowed down as plain ones are.
+RATIO_MEMORY = 128.0
+# Seconds that the device waits for the host in a step with drafts, before any was timed.
+HOST_WAIT = 1e-4
+MIN_GAIN = 1.03  # in tokens a second, to begin drafting: a change costs something
+PROBE_SHARE = 0.01  # of the time may go into probes
+PROBE_TOKENS = 2  # draft tokens of a probe of a device method
+MIN_PROBE_INTERVAL = 16  # steps
 IDLE_STEPS = 512  # decode steps without drafts after which the log says that drafts do not pay
-MAX_PATIENCE = 64.0  # times longer between two looks where drafts have not paid for long
-BEST = 0.98  # the share of accepted drafts above which nobody hopes
+MAX_BACKOFF = 64.0  # longest time between probes, in multiples of the first
+BEST_RATE = 0.98  # acceptance rate that no drafter is hoped to exceed
 
 
-@dataclass
-class Rate:
-    """The share of drafts that was right, of late."""
+class HostDrafter(Protocol):
+    """Proposes draft tokens from the text, between steps."""
 
-    memory: float
-    accepted: float = 0.0
-    tried: float = 0.0
+    def propose(self, seq: Sequence, max_tokens: int) -> list[int]:
+        """Tokens that may come next; none if the drafter has no proposal."""
+        ...
 
-    def learn(self, accepted: int, drafts: int) -> None:
-        """The drafts after the first wrong one tell nothing."""
-        self.count(accepted, accepted + (accepted < drafts))
-
-    def count(self, accepted: float, tried: float) -> None:
-        kept = max(0.0, 1 - tried / self.memory)
-        self.accepted = self.accepted * kept + accepted
-        self.tried = self.tried * kept + tried
-
-    def beside(self, common: "Rate") -> float:
-        """The share that will be right: as of all, until more is known."""
-        return (self.accepted + WEIGHT * common.accepted / common.tried) / (self.tried + WEIGHT)
+    def end(self, seq: Sequence) -> None:
+        """Forget a finished sequence."""
+        ...
 
 
-@dataclass
-class Record:
-    """What is known of a sequence."""
-
-    rate: Rate = field(default_factory=lambda: Rate(MEMORY))
-    more: Rate = field(default_factory=lambda: Rate(MEMORY))  # tokens a step by further paths
-    ideas: int = 0  # tokens that it would have drafted when it was asked last
-    depth: int = 0  # drafts that pay
-    branches: bool = False  # so do further paths
-    # what was to come after the output token `since`
-    guess: list[int] = field(default_factory=list)
-    since: int = 0
-    looks: int = 0  # output tokens after which it guesses again
-    looked: int = 0  # the step in which it was asked to, where steps draft
-
-
-@dataclass
-class Pace:
-    """How much longer steps take in service than they did alone, of late."""
-
-    found: float  # seconds,
-    expected: float  # and those by the table
-
-    @property
-    def factor(self) -> float:
-        return self.found / self.expected
-
-    def learn(self, found: float, expected: float) -> None:
-        found = min(found, 3 * self.factor * expected)  # the process may have been stopped
-        kept = 1 - 1 / STEPS
-        self.found = self.found * kept + found
-        self.expected = self.expected * kept + expected
-
-
-@dataclass
-class Counts:
-    """What was drafted, and what of it the answers have taken over."""
-
-    proposals: int  # of some drafts each
-    drafts: int
-    accepted: list[int]  # by position
-
-    def add(self, drafts: int, accepted: int) -> None:
-        self.proposals += 1
-        self.drafts += drafts
-        for position in range(accepted):
-            self.accepted[position] += 1
+def make_host_drafter(config: SpeculativeConfig) -> HostDrafter | None:
+    """The drafter of a host method; None for a device method, whose steps draft."""
+    if config.traits.on_device:
+        return None
+    return import_module(config.traits.module, __package__).make_drafter(config)
 
 
 class Speculator:
-    """Gives sequences their drafts where these pay.
+    """Gives sequences draft tokens where these pay; see `DraftState`.
 
-    While one drafts on the host (`Sequence.awaits_drafts`), the next step is planned when the
-    tokens of the last are known, and has all sequences. Where steps draft (`Sequence.asks`) and
-    where nobody does, the engine stays a step ahead. Where nobody does, a drafter only guesses now
-    and then, and what comes says whether it was right: nobody waits for it, and no row is computed
-    for a guess. Where not even drafts that are all right would pay, it does not guess at all.
+    Host methods: while a sequence drafts (`DraftState.waits_for_host`), the next step is scheduled
+    once the tokens of the last are known. Device methods: the engine stays a step ahead. While
+    nothing is drafted, a drafter now and then makes a probe: proposals that are not verified but
+    compared with the tokens that come. Nothing waits for a probe. Where not even accepted drafts
+    would pay, there are no probes.
 
-    `seconds(rows, sequences, drafts, paths)` is what a step takes that drafts so many tokens of
-    each sequence, as measured at the start. What steps take in service, with the host's part,
-    corrects it for both kinds. Where drafts have several paths, all of a sequence are verified, or
-    the first alone.
+    `step_seconds(num_tokens, num_seqs, num_drafts)` is the time of a step that drafts `num_drafts`
+    tokens of each sequence, as measured at the start. The time of steps in service, the host's part
+    included, corrects it for steps with drafts and without.
     """
 
     def __init__(
         self,
         config: SpeculativeConfig,
-        seconds: Callable[..., float],
+        step_seconds: Callable[[int, int, int], float],
         clock: Callable[[], float] = perf_counter,
     ):
-        self.config, self.seconds, self.clock, self.in_step = config, seconds, clock, config.in_step
-        self.drafter: Drafter = make_drafter(config)
-        self.most, self.paths = config.depth, len(config.paths)
-        # rows of a sequence's further paths
-        self.others = config.num_rows - 1 - len(config.paths[0])
-        self.records: dict[Sequence, Record] = {}
-        # of all sequences: what a new one begins with
-        self.common = Rate(COMMON, PRIOR * WEIGHT, WEIGHT)
-        self.more = Rate(COMMON, MORE * WEIGHT, WEIGHT)  # the same of further paths
+        self.config = config
+        self.step_seconds = step_seconds
+        self.clock = clock
+        self.on_device = config.traits.on_device
+        self.host_drafter = make_host_drafter(config)
+        self.max_drafts = config.num_speculative_tokens
+        self.records: dict[Sequence, DraftRecord] = {}
+        self.overall_rate = AcceptanceRate(OVERALL_MEMORY, PRIOR_RATE * PRIOR_TOKENS, PRIOR_TOKENS)
+        self.lifetime_rate = AcceptanceRate(inf)
         self.step = 0
-        self.drafting = not config.adapts
-        self.depth = self.most  # of the drafts that steps make
-        self.least = 0.0  # chance of the last draft that pays
-        # sequences, and the step from which it is asked again what pays
-        self.decided: tuple[int, int] = 0, 0
-        self.news = True  # something was learnt since
-        self.next_look = 0  # the step, where steps draft
-        self.looked = -2  # the step of the last one
-        # sequences when it was asked last, and whether all decoded
-        self.waited: tuple[int, bool] = 0, False
-        # the next step's time counts; so do tokens of sequences without drafts
-        self.listens = self.attends = True
-        self.asked: list[Sequence] = []  # to look
-        self.paces: dict[
-            tuple[int, bool], Pace
-        ] = {}  # by the number of sequences, in powers of two; with drafts or not
-        # by number of sequences, and of paths
-        self.costs: dict[tuple[int, int], tuple[list[float], float]] = {}
-        self.proposing = 1e-5  # seconds that a proposal takes on the host
-        self.looking = 0.0  # and by which a step is longer that drafts only to look
-        self.counts = Counts(0, 0, [0] * self.most)
+        self.is_drafting = not config.adapts
+        self.depth = self.max_drafts  # draft tokens of each sequence that a device step makes
+        self.min_chance = 0.0  # of acceptance, for a draft token to pay
+        # (sequences, step from which they are decided about again)
+        self.decided: tuple[int, int] = (0, 0)
+        self.has_news = True  # acceptance was observed, or a sequence came, since the last decision
+        self.last_batch: tuple[int, bool] = (0, False)  # (running sequences, whether all decoded)
+        self.next_probe_step = 0  # device methods
+        self.last_probe_step = -2
+        self.probed: list[Sequence] = []  # which the step in planning drafts for as a probe
+        self.records_timing = True  # the next step is to be timed
+        self.tracks_tokens = True  # tokens of sequences without drafts are compared with probes
+        # By the bit length of the number of sequences, and whether the step has drafts.
+        self.time_ratios: dict[tuple[int, bool], StepTimeRatio] = {}
+        # By the number of sequences, see `costs_for`.
+        self.costs: dict[int, tuple[list[float], float]] = {}
+        self.proposal_seconds = 1e-5  # of a proposal on the host
+        self.probe_seconds = 0.0  # by which a step is longer that drafts as a probe
+        self.counts = DraftCounts(0, 0, [0] * self.max_drafts)
         self.idle_steps = 0  # decode steps since one had drafts
-        self.verdicts = Rate(inf)  # the share of drafts that was right since the start
         self.is_reported = False  # the log has said that drafts do not pay
-        self.patience = 1.0  # factor of the time between two looks
+        self.backoff = 1.0  # factor of the time between two probes
 
-    def begin(self, seq: Sequence) -> None:
-        """A sequence comes."""
+    @property
+    def is_idle(self) -> bool:
+        """Whether the step that is planned next neither verifies nor makes drafts."""
+        return not (self.is_drafting or self.probed)
+
+    def add(self, seq: Sequence) -> None:
+        """Speculate for a new sequence, unless it generates one token or none."""
         if seq.pool is None and seq.max_tokens > 1:
-            self.records[seq] = Record(ideas=self.most if self.in_step else 0)
-            self.news = True
-            self.let(seq, self.drafting)
-            seq.branching = self.paths > 1 and not self.config.adapts
+            self.records[seq] = DraftRecord(num_available=self.max_drafts if self.on_device else 0)
+            self.has_news = True
+            self.set_drafting(seq, self.is_drafting)
 
-    def end(self, seq: Sequence) -> None:
-        """A sequence is over."""
+    def remove(self, seq: Sequence) -> None:
+        """Forget a finished sequence."""
         if self.records.pop(seq, None) is not None:
-            self.drafter.end(seq)
-            seq.drafts = []
+            seq.draft.tokens = []
+            if self.host_drafter is not None:
+                self.host_drafter.end(seq)
 
-    def took(
-        self,
-        count: int,
-        drafts: int,
-        asks: int,
-        waited: bool,
-        seconds: float,
-        branches: bool = False,
-    ) -> None:
-        """A step in which so many sequences decoded was done so long after the one before."""
-        times, drafting = self.cost(count, self.paths if branches else 1)
-        expected = times[min(drafts, len(times) - 1)] + asks * drafting
-        if not 0 < expected < inf:
-            return
-        if asks and not waited:
-            longer = max(0.0, seconds - times[0] * self.pace(count, False).factor)
-            self.looking += (min(longer, 8 * times[0]) - self.looking) / 4
-            return
-        self.pace(count, waited).learn(seconds, expected)
-        # it may be worth another try
-        if not waited and (other := self.paces.get((count.bit_length(), True))):
-            other.found += (
-                other.expected * self.pace(count, False).factor - other.found
-            ) / FORGOTTEN
-
-    def pace(self, count: int, waited: bool) -> Pace:
-        """How long such steps take; where none was seen, as those of the next number of sequences
-        that was.
-        """
-        key = size, _ = count.bit_length(), waited
-        if key not in self.paces:
-            step = self.cost(count)[0][0] or inf
-            known = [other for other, waits in self.paces if waits == waited]
-            if known:
-                nearest = min(known, key=lambda other: abs(other - size))
-                factor = self.paces[nearest, waited].factor
-                if waited:
-                    factor *= self.pace(count, False).factor / self.paces[nearest, False].factor
-            else:
-                factor = self.pace(count, False).factor if waited else 1.0
-                factor += WAITING / step if waited and not self.in_step else 0.0
-            self.paces[key] = Pace(8 * step * factor, 8 * step) if step < inf else Pace(1, 1)
-        return self.paces[key]
-
-    def rate(self, record: Record) -> float:
-        """The share of a sequence's drafts that will be right."""
-        return record.rate.beside(self.common)
-
-    def learn(self, record: Record, accepted: int, drafts: int) -> None:
-        self.verdicts.learn(accepted, drafts)
-        record.rate.learn(accepted, drafts)
-        self.common.learn(accepted, drafts)
-        self.news = True
-
-    def take_in(self, seq: Sequence, drafts: int, accepted: int, more: int | None = None) -> None:
-        """A sequence got its tokens: so many of its drafts were right. It gets the next ones, if it
-        waits for them.
-
-        `more` are those by which another path was better than the first, where there were others.
-        """
-        record = self.records.get(seq)
-        if record is None:
-            return
-        seq.drafts = []
-        seq.branches = []
-        if drafts:
-            self.learn(record, accepted, drafts)
-        if more is not None:
-            record.more.count(more, 1)
-            self.more.count(more, 1)
-        elif drafts and self.paths > 1:  # it may be worth another try
-            record.more.count(MORE / FORGOTTEN, 1 / FORGOTTEN)
-            self.more.count(MORE / FORGOTTEN, 1 / FORGOTTEN)
-        if not seq.pending and (seq.awaits_drafts or seq.asks) and self.drafting:
-            seq.drafts = self.propose(seq)
-            if self.config.adapts and not (self.in_step or seq.drafts):
-                self.rest(seq, record)
-        elif self.config.adapts and not (self.in_step and self.drafting):
-            self.look(seq, record)
-
-    def propose(self, seq: Sequence) -> list[int]:
-        most = min(self.most, seq.max_tokens - seq.num_output - 1)
-        proposed = self.drafter.propose(seq, most) if most > 0 else []
-        if proposed and seq.constraint is not None:
-            proposed = seq.constraint.longest_allowed_prefix(proposed)
-        return proposed
-
-    def let(self, seq: Sequence, drafts: bool) -> None:
-        """Whether a sequence is to have drafts."""
-        # Of several paths the host lets one go on.
-        seq.awaits_drafts = drafts and (not self.in_step or self.paths > 1)
-        seq.asks = self.depth * (drafts and self.in_step)
-        if not drafts:
-            seq.drafts = []
-            seq.branches = []
-            seq.held = 0
-            seq.branching = False
-
-    def rest(self, seq: Sequence, record: Record) -> None:
-        """A sequence goes on without drafts, until it would have some again that pay."""
-        self.let(seq, False)
-        record.guess = []
-        record.looks = seq.num_output
-        if not self.in_step:
-            record.ideas = 0
-
-    def look(self, seq: Sequence, record: Record) -> None:
-        """What a sequence without drafts would have drafted; what came meanwhile says how much of
-        it was right.
-        """
-        if record.guess:
-            count = seq.num_output - record.since
-            if count >= len(record.guess):
-                came = seq.tokens[seq.num_prompt + record.since :]
-                right = next(
-                    (at for at, token in enumerate(record.guess) if came[at] != token),
-                    len(record.guess),
-                )
-                self.learn(record, right, len(record.guess))
-                record.guess = []
-        elif seq.proposed if self.in_step else seq.num_output >= record.looks:
-            began = self.clock()
-            record.guess = self.drafter.propose(seq, self.most)
-            record.since = seq.num_output
-            if self.in_step:
-                return
-            record.ideas = len(record.guess)
-            self.news = True
-            seq.awaits_drafts = (
-                self.drafting and record.ideas > 0 and self.rate(record) >= self.least
-            )
-            self.proposing += (self.clock() - began - self.proposing) / 16
-            share = len(self.records) * self.proposing / LOOKS * self.patience
-            if self.is_reported:
-                self.patience = min(2 * self.patience, MAX_PATIENCE)
-            record.looks = seq.num_output + max(1, ceil(share / max(self.seconds(1, 1, 0), 1e-4)))
-
-    def trim(self, running: Seq[Sequence]) -> None:
-        """Before a step is planned: leave as many drafts as make the most tokens a second of all
-        who decode.
-        """
+    def plan_drafts(self, running: Seq[Sequence]) -> None:
+        """Before a step is scheduled: decide how many draft tokens each sequence gets in it."""
         self.step += 1
         if not self.config.adapts:
-            for seq in running if self.in_step else ():
-                seq.asks = self.most if seq in self.records else 0
+            for seq in running if self.on_device else ():
+                seq.draft.num_requested = self.max_drafts if seq in self.records else 0
             return
-        for seq in self.asked:
-            seq.asks = seq.held = 0
-        self.asked = []
-        if self.drafting or self.due(len(running)):
-            ready = [seq for seq in running if seq.missing == 1]
-            self.waited = len(running), len(ready) == len(running)
-            if not self.drafting:
-                self.wait(ready)
-            elif ready:
-                self.draft(ready)
-        if self.drafting:
+        for seq in self.probed:
+            seq.draft.num_requested = 0
+            seq.draft.num_on_device = 0
+        self.probed = []
+        if self.is_drafting or self.is_decision_due(len(running)):
+            decoding = [seq for seq in running if seq.missing == 1]
+            self.last_batch = len(running), len(decoding) == len(running)
+            if not self.is_drafting:
+                self.begin_drafting_if_paying(decoding)
+            elif decoding:
+                self.choose_depths(decoding)
+        if self.is_drafting:
             self.idle_steps = 0
-            self.patience = 1.0
-        elif running and self.waited == (len(running), True):
+            self.backoff = 1.0
+        elif running and self.last_batch == (len(running), True):
             self.idle_steps += 1
             if self.idle_steps >= IDLE_STEPS and not self.is_reported:
                 self.is_reported = True
                 self.report(len(running))
-        self.listens = self.drafting or self.step % HEARD == 0 or self.step <= self.looked + 2
-        self.attends = self.drafting or self.looks()
+        self.records_timing = (
+            self.is_drafting
+            or self.step % TIMING_INTERVAL == 0
+            or self.step <= self.last_probe_step + 2
+        )
+        self.tracks_tokens = self.is_drafting or self.has_probes()
 
-    def looks(self) -> bool:
-        """Whether one of the sequences has guessed, or is to."""
-        for seq, record in self.records.items():
-            if record.guess or (
-                not self.in_step and record.looks < len(seq.tokens) - seq.num_prompt + 2
-            ):
-                return True
-        return False
-
-    def due(self, count: int) -> bool:
-        """Whether something may have changed since it was found that no drafts pay."""
-        return (
-            self.news
-            or self.waited != (count, True)
-            or (self.in_step and self.step >= self.next_look)
+    def record_step(self, plan: Any, seconds_since_previous: float) -> None:
+        """Learn from the time of a decode step, unless requests came or ended around it."""
+        items = plan.items
+        if not self.records_timing:
+            return
+        if any(item.begins for item in items) or all(
+            item.seq.finish_reason is not None for item in items
+        ):
+            return  # the device may have been idle before it
+        num_drafts = plan.num_rows - len(items)
+        num_requested = max(item.asks for item in items)
+        is_drafting = plan.needs_host_sync or num_drafts > 0
+        if plan.draft_prefills and (is_drafting or not num_requested):
+            return  # the time includes that of the draft prefill
+        self.record_step_time(
+            len(items), num_drafts, num_requested, is_drafting, seconds_since_previous
         )
 
-    @property
-    def rests(self) -> bool:
-        """The step that is planned next has no drafts and makes none."""
-        return not (self.drafting or self.asked)
-
-    def draft(self, ready: list[Sequence]) -> None:
-        """Keep the drafts that pay; where none would, all go on without."""
-        n = len(ready)
-        records = self.records
-        of = [(seq, records[seq]) for seq in ready if seq in records]
-        if self.in_step:
-            asked = [(record, record.ideas) for _, record in of]
-        else:
-            asked = [(record, len(seq.drafts)) for seq, record in of if seq.awaits_drafts]
-        if not any(ideas for _, ideas in asked):
-            self.drafting = any(seq.awaits_drafts or seq.asks for seq in self.records)
+    def record_step_time(
+        self, num_seqs: int, num_drafts: int, num_requested: int, is_drafting: bool, seconds: float
+    ) -> None:
+        """Learn from the time of a step that verified `num_drafts` tokens and then drafted
+        `num_requested` of each sequence.
+        """
+        step_times, draft_time = self.costs_for(num_seqs)
+        expected = step_times[min(num_drafts, len(step_times) - 1)] + num_requested * draft_time
+        if not 0 < expected < inf:
             return
-        count, until = self.decided
-        if n != count or self.step >= until or not self.in_step:
-            if self.decide(n, asked) <= 1:
-                self.drafting = False
-                self.news = False
+        if num_requested and not is_drafting:
+            plain = step_times[0] * self.time_ratio(num_seqs, False).factor
+            extra = min(max(0.0, seconds - plain), 8 * step_times[0])
+            self.probe_seconds += (extra - self.probe_seconds) / 4
+            return
+        self.time_ratio(num_seqs, is_drafting).observe(seconds, expected)
+        # Steps with drafts may be worth another try.
+        if not is_drafting and (ratio := self.time_ratios.get((num_seqs.bit_length(), True))):
+            factor = self.time_ratio(num_seqs, False).factor
+            ratio.measured += (ratio.expected * factor - ratio.measured) / RATIO_MEMORY
+
+    def update(self, output: Any) -> None:
+        """Take a sequence's sampled tokens: count accepted drafts, and draft for its next step."""
+        item = output.item
+        seq = item.seq
+        draft = seq.draft
+        if item.drafts:
+            first = item.num_known - seq.num_prompt
+            num_accepted = output.num_accepted
+            draft.num_verified += len(item.drafts)
+            draft.accepted_positions.extend(range(first, first + num_accepted))
+            self.counts.add(len(item.drafts), num_accepted)
+        if (
+            item.draws
+            and seq.finish_reason is None
+            and (item.drafts or item.asks or self.tracks_tokens)
+        ):
+            draft.proposals = output.proposals if item.asks and output.proposals else []
+            self.draft_next(seq, len(item.drafts), len(output.tokens) - 1)
+
+    def draft_next(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Learn from a sequence's verified drafts, and draft for its next step."""
+        record = self.records.get(seq)
+        if record is None:
+            return
+        draft = seq.draft
+        draft.tokens = []
+        if num_drafts:
+            self.observe(record, num_accepted, num_drafts)
+        if not seq.pending and (draft.waits_for_host or draft.num_requested) and self.is_drafting:
+            draft.tokens = self.propose(seq)
+            if self.config.adapts and not (self.on_device or draft.tokens):
+                self.stop_drafting(seq, record)
+        elif self.config.adapts and not (self.on_device and self.is_drafting):
+            self.probe(seq, record)
+
+    def propose(self, seq: Sequence) -> list[int]:
+        """The draft tokens for a sequence's next step that the host knows."""
+        max_tokens = min(self.max_drafts, seq.max_tokens - seq.num_output - 1)
+        tokens = self.proposals(seq, max_tokens) if max_tokens > 0 else []
+        if tokens and seq.constraint is not None:
+            tokens = seq.constraint.longest_allowed_prefix(tokens)
+        return tokens
+
+    def proposals(self, seq: Sequence, max_tokens: int) -> list[int]:
+        if self.host_drafter is not None:
+            return self.host_drafter.propose(seq, max_tokens)
+        tokens = seq.draft.proposals[:max_tokens]
+        return tokens[: next((i for i, token in enumerate(tokens) if token < 0), max_tokens)]
+
+    def set_drafting(self, seq: Sequence, is_drafting: bool) -> None:
+        seq.draft.waits_for_host = is_drafting and not self.on_device
+        seq.draft.num_requested = self.depth if is_drafting and self.on_device else 0
+        if not is_drafting:
+            seq.draft.clear()
+
+    def stop_drafting(self, seq: Sequence, record: DraftRecord) -> None:
+        """Let a sequence go on without drafts until a probe says that they pay."""
+        self.set_drafting(seq, False)
+        record.probe = []
+        record.next_probe = seq.num_output
+        if not self.on_device:
+            record.num_available = 0
+
+    def probe(self, seq: Sequence, record: DraftRecord) -> None:
+        """Compare the probe of a sequence without drafts with its tokens, or make one."""
+        if record.probe:
+            if seq.num_output - record.probe_start >= len(record.probe):
+                actual = seq.tokens[seq.num_prompt + record.probe_start :]
+                num_accepted = next(
+                    (i for i, token in enumerate(record.probe) if actual[i] != token),
+                    len(record.probe),
+                )
+                self.observe(record, num_accepted, len(record.probe))
+                record.probe = []
+            return
+        is_due = seq.draft.proposals if self.on_device else seq.num_output >= record.next_probe
+        if not is_due:
+            return
+        began = self.clock()
+        record.probe = self.proposals(seq, self.max_drafts)
+        record.probe_start = seq.num_output
+        if self.on_device:
+            return
+        record.num_available = len(record.probe)
+        self.has_news = True
+        seq.draft.waits_for_host = (
+            self.is_drafting
+            and record.num_available > 0
+            and self.expected_rate(record) >= self.min_chance
+        )
+        self.proposal_seconds += (self.clock() - began - self.proposal_seconds) / 16
+        # One probe of each sequence in so many seconds.
+        interval = len(self.records) * self.proposal_seconds / PROBE_SHARE * self.next_backoff()
+        step_time = max(self.step_seconds(1, 1, 0), 1e-4)
+        record.next_probe = seq.num_output + max(1, ceil(interval / step_time))
+
+    def next_backoff(self) -> float:
+        """The factor of the time to the next probe; it doubles once drafts are known not to
+        pay.
+        """
+        backoff = self.backoff
+        if self.is_reported:
+            self.backoff = min(2 * backoff, MAX_BACKOFF)
+        return backoff
+
+    def has_probes(self) -> bool:
+        """Whether a sequence has a probe, or is to have one."""
+        return any(
+            record.probe
+            or (not self.on_device and record.next_probe < len(seq.tokens) - seq.num_prompt + 2)
+            for seq, record in self.records.items()
+        )
+
+    def expected_rate(self, record: DraftRecord) -> float:
+        return record.rate.estimate(self.overall_rate)
+
+    def observe(self, record: DraftRecord, num_accepted: int, num_drafts: int) -> None:
+        for rate in (self.lifetime_rate, record.rate, self.overall_rate):
+            rate.observe(num_accepted, num_drafts)
+        self.has_news = True
+
+    def is_decision_due(self, num_running: int) -> bool:
+        """Whether something may have changed since drafts were found not to pay."""
+        return (
+            self.has_news
+            or self.last_batch != (num_running, True)
+            or (self.on_device and self.step >= self.next_probe_step)
+        )
+
+    def choose_depths(self, decoding: list[Sequence]) -> None:
+        """Keep the draft tokens that pay; where none does, all sequences go on without."""
+        num_seqs = len(decoding)
+        records = self.records
+        candidates = [(seq, records[seq]) for seq in decoding if seq in records]
+        if self.on_device:
+            available = [(record, record.num_available) for _, record in candidates]
+        else:
+            available = [
+                (record, len(seq.draft.tokens))
+                for seq, record in candidates
+                if seq.draft.waits_for_host
+            ]
+        if not any(count for _, count in available):
+            self.is_drafting = any(
+                seq.draft.waits_for_host or seq.draft.num_requested for seq in records
+            )
+            return
+        decided_seqs, next_decision = self.decided
+        if num_seqs != decided_seqs or self.step >= next_decision or not self.on_device:
+            if self.decide(num_seqs, available) <= 1:
+                self.is_drafting = False
+                self.has_news = False
                 for seq, record in records.items():
-                    self.rest(seq, record)
+                    self.stop_drafting(seq, record)
                 return
-            self.decided = n, self.step + 1 + n // 4
-        for seq, record in of:
-            del seq.drafts[record.depth :]
-            if self.in_step:
-                seq.held = min(seq.held, record.depth)
-                seq.asks = self.depth
-                seq.branching = record.branches
-                seq.branches = [path[: record.depth] for path in seq.branches if record.branches]
+            self.decided = num_seqs, self.step + 1 + num_seqs // 4
+        for seq, record in candidates:
+            draft = seq.draft
+            del draft.tokens[record.num_paying :]
+            if self.on_device:
+                draft.num_on_device = min(draft.num_on_device, record.num_paying)
+                draft.num_requested = self.depth
 
-    def wait(self, ready: list[Sequence]) -> None:
-        """While nobody drafts: begin where it would pay by what is known, and look where that is to
-        be known.
+    def begin_drafting_if_paying(self, decoding: list[Sequence]) -> None:
+        """While nothing is drafted: begin where drafts would pay, and probe where that is
+        unknown.
 
-        Where all are new it is decided for their prompts.
+        Before any sequence decodes, the decision is made for the prompts.
         """
         records = self.records
-        n = len(ready) or len(records)
-        if self.news or n != self.decided[0]:
-            self.decided = (n, 0)
-            self.news = False
-            asked = [
-                (record, record.ideas) for seq in ready or records if (record := records.get(seq))
+        num_seqs = len(decoding) or len(records)
+        if self.has_news or num_seqs != self.decided[0]:
+            self.decided = (num_seqs, 0)
+            self.has_news = False
+            available = [
+                (record, record.num_available)
+                for seq in decoding or records
+                if (record := records.get(seq))
             ]
-            if any(ideas for _, ideas in asked) and self.decide(n, asked) > GAIN:
-                self.drafting = True
+            if any(count for _, count in available) and self.decide(num_seqs, available) > MIN_GAIN:
+                self.is_drafting = True
                 for seq, record in records.items():
-                    self.let(seq, record.ideas > 0)
-                    seq.branching = self.in_step and record.branches
+                    self.set_drafting(seq, record.num_available > 0)
                 return
-        if self.in_step and ready and self.step >= self.next_look:
-            times, drafting = self.cost(n)
-            look = max(self.looking, (LOOKED + 2) * drafting / 2)
-            interval = (
-                ceil(look / (LOOKS * times[0] * self.pace(n, False).factor)) if times[0] else 0
-            )
-            self.next_look = self.step + int(max(SOONEST, interval) * self.patience)
-            if self.is_reported:
-                self.patience = min(2 * self.patience, MAX_PATIENCE)
-            hope = Record(Rate(1.0, 1e6 * BEST, 1e6), depth=0)
-            able = [seq for seq in ready if seq in records and not records[seq].guess]
-            if not able or self.decide(n, [(hope, self.most)] * n) <= 1:
-                return
-            if self.config.follows:  # it has to be told what it has missed: one at a time
-                able = [min(able, key=lambda seq: records[seq].looked)]
-            for seq in able:
-                records[seq].looked, seq.asks = self.step, LOOKED
-            self.asked = able
-            self.looked = self.step
+        if self.on_device and decoding and self.step >= self.next_probe_step:
+            self.probe_on_device(decoding)
 
-    def report(self, n: int) -> None:
-        """Log once that drafts do not pay, with what speaks against them; `n` sequences decode."""
-        times, drafting = self.cost(n)
+    def probe_on_device(self, decoding: list[Sequence]) -> None:
+        """Let the next step draft for sequences that drafts may pay for."""
+        num_seqs = len(decoding)
+        step_times, draft_time = self.costs_for(num_seqs)
+        step_time = step_times[0] * self.time_ratio(num_seqs, False).factor
+        probe_time = max(self.probe_seconds, (PROBE_TOKENS + 2) * draft_time / 2)
+        interval = ceil(probe_time / (PROBE_SHARE * step_time)) if step_times[0] else 0
+        interval = int(max(MIN_PROBE_INTERVAL, interval) * self.next_backoff())
+        self.next_probe_step = self.step + interval
+        best_record = DraftRecord(AcceptanceRate(1.0, 1e6 * BEST_RATE, 1e6))
+        records = self.records
+        probed = [seq for seq in decoding if seq in records and not records[seq].probe]
+        if not probed or self.decide(num_seqs, [(best_record, self.max_drafts)] * num_seqs) <= 1:
+            return
+        if self.config.traits.needs_draft_prefill:  # of one sequence at a time
+            probed = [min(probed, key=lambda seq: records[seq].last_probe_step)]
+        for seq in probed:
+            records[seq].last_probe_step = self.step
+            seq.draft.num_requested = PROBE_TOKENS
+        self.probed = probed
+        self.last_probe_step = self.step
+
+    def decide(self, num_seqs: int, available: list[tuple[DraftRecord, int]]) -> float:
+        """Choose each record's `num_paying`; returns the gain in tokens a second over plain
+        decoding.
+
+        Of all available draft tokens the likeliest are verified, as many as give the most tokens a
+        second by the time of a step with so many tokens.
+        """
+        step_times, draft_time = self.costs_for(num_seqs)
+        # below 1 it is chance
+        slowdown = max(
+            1.0, self.time_ratio(num_seqs, True).factor / self.time_ratio(num_seqs, False).factor
+        )
+        chances = []
+        for record, num_available in available:
+            chance = rate = self.expected_rate(record)
+            for position in range(1, min(num_available, self.max_drafts) + 1):
+                chances.append((chance, position))
+                chance *= rate
+        chances.sort(reverse=True)
+        plain_speed = num_seqs / max(step_times[0], 1e-9)
+        best_speed = plain_speed
+        self.min_chance = inf
+        self.depth = 0
+        depths: Iterable[int] = (self.max_drafts,)
+        if self.on_device and draft_time:
+            depths = range(1, self.max_drafts + 1)
+        for depth in depths:
+            num_tokens = float(num_seqs)
+            num_drafts = 0
+            draft_seconds = depth * draft_time if self.on_device else 0.0
+            for chance, position in chances:
+                if position > depth:
+                    continue
+                num_tokens += chance
+                num_drafts += 1
+                seconds = max(step_times[num_drafts] + draft_seconds, 1e-9)
+                speed = num_tokens / slowdown / seconds
+                if speed > best_speed:
+                    best_speed = speed
+                    self.min_chance = chance
+                    self.depth = depth
+        for record, _ in available:
+            chance = rate = self.expected_rate(record)
+            record.num_paying = 0
+            while record.num_paying < self.depth and chance >= self.min_chance:
+                record.num_paying += 1
+                chance *= rate
+        return best_speed / plain_speed
+
+    def costs_for(self, num_seqs: int) -> tuple[list[float], float]:
+        """(seconds of a step by its number of draft tokens, seconds to draft one token of each
+        sequence).
+        """
+        if num_seqs not in self.costs:
+            step_times = [
+                self.step_seconds(num_seqs + num_drafts, num_seqs, 0)
+                for num_drafts in range(num_seqs * self.max_drafts + 1)
+            ]
+            draft_time = self.step_seconds(num_seqs, num_seqs, 1) - step_times[0]
+            self.costs[num_seqs] = step_times, draft_time
+        return self.costs[num_seqs]
+
+    def time_ratio(self, num_seqs: int, is_drafting: bool) -> StepTimeRatio:
+        """The ratio of such steps; before one was timed, that of the nearest number of
+        sequences.
+        """
+        key = num_seqs.bit_length(), is_drafting
+        if key not in self.time_ratios:
+            step_time = self.costs_for(num_seqs)[0][0] or inf
+            known = [size for size, drafting in self.time_ratios if drafting == is_drafting]
+            if known:
+                nearest = min(known, key=lambda size: abs(size - key[0]))
+                factor = self.time_ratios[nearest, is_drafting].factor
+                if is_drafting:
+                    plain_factor = self.time_ratios[nearest, False].factor
+                    factor *= self.time_ratio(num_seqs, False).factor / plain_factor
+            else:
+                factor = self.time_ratio(num_seqs, False).factor if is_drafting else 1.0
+                if is_drafting and not self.on_device:
+                    factor += HOST_WAIT / step_time
+            self.time_ratios[key] = (
+                StepTimeRatio(8 * step_time * factor, 8 * step_time)
+                if step_time < inf
+                else StepTimeRatio(1, 1)
+            )
+        return self.time_ratios[key]
+
+    def report(self, num_seqs: int) -> None:
+        """Log once that drafts do not pay, and why."""
+        step_times, draft_time = self.costs_for(num_seqs)
         figures = "not even drafts that are all right would"
-        if self.verdicts.tried:
-            figures = f"{self.verdicts.accepted / self.verdicts.tried:.0%} of the drafts are right"
-        if times[0] > 0:
-            verifying = times[min(n, len(times) - 1)] / times[0] - 1
+        if self.lifetime_rate.tried:
+            accepted_share = self.lifetime_rate.accepted / self.lifetime_rate.tried
+            figures = f"{accepted_share:.0%} of the drafts are right"
+        if step_times[0] > 0:
+            verifying = step_times[min(num_seqs, len(step_times) - 1)] / step_times[0] - 1
             figures += f", and verifying one for each sequence takes {verifying:.0%} of a step"
-            figures += f", drafting it {drafting / times[0]:.0%}" if self.in_step else ""
+            figures += f", drafting it {draft_time / step_times[0]:.0%}" if self.on_device else ""
         log.info(
             "speculative decoding (%s) does not pay with %d running sequences: %s. Decoding goes "
             "on without drafts; leave --speculative-config out to have their memory back",
             self.config.method,
-            n,
+            num_seqs,
             figures,
         )
-
-    def decide(self, n: int, asked: list[tuple[Record, int]]) -> float:
-        """Tokens a second with the drafts that pay most, over those without; how many of each
-        sequence these are.
-
-        Of all drafts the likeliest are verified, and a step costs what its rows cost.
-        """
-        times, drafting = self.cost(n)
-        # below it is chance
-        slower = max(1.0, self.pace(n, True).factor / self.pace(n, False).factor)
-        chances = []
-        for record, ideas in asked:
-            chance = rate = self.rate(record)
-            for position in range(1, min(ideas, self.most) + 1):
-                chances.append((chance, position))
-                chance *= rate
-        chances.sort(reverse=True)
-        plain = n / max(times[0], 1e-9)
-        best = plain
-        self.least = inf
-        self.depth = 0
-        chosen = float(n), 0  # tokens, and rows of drafts
-        for depth in range(1, self.most + 1) if self.in_step and drafting else (self.most,):
-            tokens = float(n)
-            rows = 0
-            for chance, position in chances:
-                if position > depth:
-                    continue
-                tokens = tokens + chance
-                rows = rows + 1
-                speed = tokens / slower / max(times[rows] + depth * drafting * self.in_step, 1e-9)
-                if speed > best:
-                    best = speed
-                    self.least = chance
-                    self.depth = depth
-                    chosen = (tokens, rows)
-        for record, _ in asked:
-            chance = rate = self.rate(record)
-            record.depth = 0
-            while record.depth < self.depth and chance >= self.least:
-                record.depth = record.depth + 1
-                chance = chance * rate
-            record.branches = False
-        if self.paths > 1 and self.depth:
-            best = (
-                self.branch(
-                    n, [record for record, _ in asked if record.depth], *chosen, best * slower
-                )
-                / slower
-            )
-        return best / plain
-
-    def branch(
-        self, n: int, drafting: list[Record], tokens: float, rows: int, best: float
-    ) -> float:
-        """Tokens a second where those sequences verify all paths for which these pay, by what they
-        gave of late.
-        """
-        times, each = self.cost(n, self.paths)
-        gains = sorted(
-            ((record.more.beside(self.more), record) for record in drafting),
-            key=lambda pair: -pair[0],
-        )
-        paying = 0
-        for count, (gain, _) in enumerate(gains, 1):
-            tokens = tokens + gain
-            rows = rows + self.others
-            speed = tokens / max(times[rows] + self.depth * each, 1e-9)
-            if speed > best:
-                best = speed
-                paying = count
-        for _, record in gains[:paying]:
-            record.branches = True
-        return best
-
-    def cost(self, n: int, paths: int = 1) -> tuple[list[float], float]:
-        """Seconds of a step of so many sequences by the drafts in it, and of each token that it
-        drafts for all.
-        """
-        if (n, paths) not in self.costs:
-            seconds = self.seconds if paths == 1 else partial(self.seconds, paths=paths)
-            most = self.most if paths == 1 else self.config.num_rows - 1
-            times = [seconds(n + drafts, n, 0) for drafts in range(n * most + 1)]
-            self.costs[n, paths] = times, seconds(n, n, 1) - times[0]
-        return self.costs[n, paths]

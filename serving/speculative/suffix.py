@@ -5,8 +5,8 @@ longest the same.
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator
 
-from ..api.speculation import SpeculativeConfig
 from ..request.sequence import Sequence
+from .config import SpeculativeConfig
 
 KEY = 2  # tokens by which places are found
 COMPARED = 64  # the latest places with the same key
@@ -68,14 +68,14 @@ class SuffixDrafter:
         self.done: OrderedDict[int, Hashable] = OrderedDict()
         self.count = 0
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
+    def propose(self, seq: Sequence, max_tokens: int) -> list[int]:
         places = self.take(seq)
         found = list(places.alike(seq.tokens))
         longest = max((count for count, _, _ in found), default=0)
         voters = [(text, end) for count, text, end in found if count == longest]
         drafts = []
         chance = 1.0
-        while len(drafts) < most:
+        while len(drafts) < max_tokens:
             votes: dict[int, int] = {}
             for text, end in voters:
                 if end < len(text):
@@ -115,5 +115,5 @@ class SuffixDrafter:
                 del self.places[salt]
 
 
-def make(config: SpeculativeConfig) -> SuffixDrafter:
+def make_drafter(config: SpeculativeConfig) -> SuffixDrafter:
     return SuffixDrafter(config.suffix_max_texts)

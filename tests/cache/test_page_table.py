@@ -88,8 +88,8 @@ class Pages(RuleBasedStateMachine):
         self.prompts: list[list[int]] = []
         self.num_planned = 0
         self.planned: dict[Sequence, int] = {}  # up to which position
-        # after that: paths, the best, how far
-        self.drafted: dict[Sequence, tuple[list[list[int]], int, int]] = {}
+        # after that: draft tokens, and how many are accepted
+        self.drafted: dict[Sequence, tuple[list[int], int]] = {}
         self.followed: set[tuple] = set()  # texts that a drafter has computed, too
         self.holds: list[dict[int, tuple]] = [{} for _ in range(self.groups)]
         self.states: list[tuple] = []  # by slot, of which every sequence gets another
@@ -159,8 +159,11 @@ class Pages(RuleBasedStateMachine):
         seq.begun = False
         self.states.append((salt,))
         assert seq.num_computed == longest * self.size + found.num_partial < len(tokens)
-        assert seq.followed <= seq.num_computed
-        assert not seq.followed or (salt, *tokens[: seq.followed]) in self.followed
+        assert seq.draft.num_prefilled <= seq.num_computed
+        assert (
+            not seq.draft.num_prefilled
+            or (salt, *tokens[: seq.draft.num_prefilled]) in self.followed
+        )
 
     def written(
         self, seq: Sequence, end: int, group: int, drafts: Seq[int] = ()
@@ -171,22 +174,6 @@ class Pages(RuleBasedStateMachine):
         return {
             table[page]: (seq.cache.salt, *tokens[: (page + 1) * self.size])
             for page in range(seq.num_computed // self.size, len(table))
-        }
-
-    def branched(
-        self, seq: Sequence, end: int, group: int, path: int, drafts: list[int]
-    ) -> dict[int, tuple]:
-        """The same of the pages of a path, which must hold what the sequence's own held before."""
-        pages = seq.cache.spare[path - 1][group]
-        tokens = [*seq.tokens[:end], *drafts]
-        first = end // self.size
-        if end % self.size > 1:
-            assert self.holds[group][pages[0]][:end] == (seq.cache.salt, *tokens[: end - 1])
-        count = -(-len(tokens) // self.size) - first
-        assert count <= len(pages)
-        return {
-            page: (seq.cache.salt, *tokens[: (number + 1) * self.size])
-            for number, page in enumerate(pages[:count], first)
         }
 
     @precondition(lambda self: self.live)
@@ -217,8 +204,8 @@ class Pages(RuleBasedStateMachine):
             return
         self.table.keep_states(seq)
         seq.begun = True
-        if seq.followed == seq.num_computed and data.draw(st.booleans()):
-            seq.followed = end
+        if seq.draft.num_prefilled == seq.num_computed and data.draw(st.booleans()):
+            seq.draft.num_prefilled = end
             self.followed |= {(seq.cache.salt, *seq.tokens[:count]) for count in range(1, end + 1)}
         self.table.insert(seq, end)
         self.planned[seq] = end
@@ -227,20 +214,8 @@ class Pages(RuleBasedStateMachine):
             drafts = data.draw(st.lists(st.integers(0, 1), max_size=4))
             while drafts and not self.table.grow(seq, end + len(drafts)):
                 drafts.pop()
-            paths = [drafts]
-            if drafts and count == 1 and data.draw(st.integers(0, 3)):
-                self.table.reserve_branches(
-                    seq, data.draw(st.integers(1, 2)), 1 + -(-3 // self.size)
-                )
-                others = [
-                    data.draw(st.lists(st.integers(0, 1), max_size=len(drafts)))
-                    for _ in seq.cache.spare
-                ]
-                if self.table.branch(seq, end, range(1, 1 + len(others))):
-                    paths += others
-            best = data.draw(st.integers(0, len(paths) - 1))
-            seq.num_drafts += len(drafts)
-            self.drafted[seq] = paths, best, data.draw(st.integers(0, len(paths[best])))
+            seq.draft.num_verified += len(drafts)
+            self.drafted[seq] = drafts, data.draw(st.integers(0, len(drafts)))
         for group, pages in enumerate(seq.cache.pages):
             assert all(new == old for old, new in zip(before[group], pages, strict=False))
             assert all(
@@ -269,21 +244,18 @@ class Pages(RuleBasedStateMachine):
             self.states[slot] = self.holds[3][page]
             assert len(self.states[slot]) == 1 + count
         for seq, end in self.planned.items():
-            paths, *_ = self.drafted.get(seq, ([[]],))
+            drafts, _ = self.drafted.get(seq, ([], 0))
             for group in range(3):
-                for path, drafts in enumerate(paths[1:], 1):
-                    self.holds[group] |= self.branched(seq, end, group, path, drafts)
-                self.holds[group] |= self.written(seq, end, group, paths[0])
+                self.holds[group] |= self.written(seq, end, group, drafts)
         for seq, end in self.planned.items():
-            paths, best, right = self.drafted.get(seq, ([[]], 0, 0))
+            drafts, num_accepted = self.drafted.get(seq, ([], 0))
             assert self.groups == 3 or self.states[seq.slot] == (
                 seq.cache.salt,
                 *seq.tokens[: seq.num_computed],
             )
-            self.states[seq.slot] = (seq.cache.salt, *seq.tokens[:end], *paths[best][:right])
-            self.table.accept_branch(seq, end, best)
-            seq.tokens += paths[best][:right]
-            seq.num_computed = end + right
+            self.states[seq.slot] = (seq.cache.salt, *seq.tokens[:end], *drafts[:num_accepted])
+            seq.tokens += drafts[:num_accepted]
+            seq.num_computed = end + num_accepted
         self.planned = {}
         self.drafted = {}
         for seq in self.live:
@@ -304,17 +276,6 @@ class Pages(RuleBasedStateMachine):
         if seq in self.planned:
             self.step()
         self.end(seq)
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def give_back(self, data):
-        """The pages of paths are for whoever needs them, but for those that are being verified."""
-        seq = data.draw(st.sampled_from(self.live))
-        held = len(seq.cache.spare)
-        free = self.table.pools[0].num_free
-        gave = self.table.release_branches(seq)
-        assert gave == (held > 0 and not seq.cache.branched)
-        assert self.table.pools[0].num_free - free == gave * held * (1 + -(-3 // self.size))
 
     def end(self, seq):
         seq.slot = -1

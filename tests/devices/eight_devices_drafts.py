@@ -15,8 +15,8 @@ from quire import LLM, SamplingParams
 from quire.model import draft_heads
 from quire.model.checkpoint import hub, loader
 from quire.model.config import ModelError
-from quire.serving.device.drafts import fitted
 from quire.serving.engine.snapshot import take_snapshot
+from quire.serving.speculative.on_device.drafting import fit_vocab
 from quire.sharding.mesh import device_axes, make_mesh
 from quire.tests.support.cases import cases, nightly_from, thinned
 from quire.tests.support.golden.families import VARIANTS
@@ -40,11 +40,10 @@ MODEL = {"method": "draft_model", "model": "quill-draft"}
 LAYERS = {"method": "self", "num_layers": 4}
 BITS = {"method": "self", "num_layers": 6, "quantization": "int8-weights"}
 EAGLE, MEDUSA = [{"method": kind, "model": f"quill-{kind}"} for kind in ("eagle", "medusa")]
-TREES = [each | {"speculative_token_tree": "[(0,), (1,), (0, 0)]"} for each in (EAGLE, MEDUSA)]
 MESHES = {
-    "tensor": ({"tensor": 2}, [NGRAM, MODEL, BITS, MEDUSA, TREES[1]]),
-    "replicas": ({"data": 2}, [SUFFIX, MODEL, EAGLE, *TREES]),
-    "context": ({"context": 2}, [NGRAM, MODEL, LAYERS, MEDUSA, TREES[0]]),
+    "tensor": ({"tensor": 2}, [NGRAM, MODEL, BITS, MEDUSA]),
+    "replicas": ({"data": 2}, [SUFFIX, MODEL, EAGLE]),
+    "context": ({"context": 2}, [NGRAM, MODEL, LAYERS, MEDUSA]),
     "stages": ({"pipeline": 2}, [SUFFIX, MODEL]),
     "three axes": ({"tensor": 2, "data": 2, "context": 2}, [MODEL]),
     "stages of replicas": ({"tensor": 2, "data": 2, "pipeline": 2}, [MODEL]),
@@ -199,7 +198,7 @@ def test_another_padding_of_the_vocabulary(own, target):
     axis = device_axes(mesh).tensor
     logits_BV = np.random.default_rng(own).normal(size=(B, own)).astype(np.float32)
     given_BV = np.pad(logits_BV, ((0, 0), (0, -own % 4)), constant_values=-np.inf)
-    run = partial(fitted, V=-(-target // 4), axis=axis)
+    run = partial(fit_vocab, V=-(-target // 4), axis=axis)
     places = P(None, "tensor")
     found_BV = np.asarray(
         jax.jit(jax.shard_map(run, mesh=mesh, in_specs=places, out_specs=places))(given_BV)

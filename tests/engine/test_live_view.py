@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from quire.scripts.bench.host import pretended_engine
 from quire.serving.api.params import SamplingParams, Terms
-from quire.serving.api.speculation import parse_speculative_config
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.engine import Engine
 from quire.serving.observe import live_view as module
 from quire.serving.observe.live_view import LiveView
 from quire.serving.observe.metrics import Metrics
+from quire.serving.speculative.config import parse_speculative_config
 from quire.tests.support.cases import cases
 
 KEYS = {
@@ -265,7 +265,7 @@ def test_drafts_are_shown_apart():
         def end(self, seq):
             pass
 
-    engine.speculator.drafter = Half()
+    engine.speculator.host_drafter = Half()
     live = watched(engine)
     assert live.look(engine)["drafts"] == (0, 0, 0)
     for index in range(3):

@@ -22,7 +22,6 @@ from quire.scripts.bench.host import pretended_engine
 from quire.serving.api.errors import RequestError
 from quire.serving.api.outputs import FINISH_REASONS
 from quire.serving.api.params import SamplingParams, Terms
-from quire.serving.api.speculation import parse_speculative_config
 from quire.serving.cache.page_table import PageTable
 from quire.serving.engine.engine import Engine
 from quire.serving.engine.step_record import Observer
@@ -32,6 +31,7 @@ from quire.serving.observe.live_view import LiveView
 from quire.serving.observe.metrics import HttpMetrics, Metrics, render
 from quire.serving.observe.trace import Trace
 from quire.serving.request.pooling import PARAMS
+from quire.serving.speculative.config import parse_speculative_config
 from quire.tests.support.cases import cases
 from quire.tests.support.tiny import write
 
@@ -241,7 +241,7 @@ def make(lent: Engine, pages: int = 200, clock=None, caching: bool = True) -> En
         speculation=speculation,
     )
     if engine.speculator is not None:
-        engine.speculator.drafter = Guesses(
+        engine.speculator.host_drafter = Guesses(
             random.Random(0), next(iter(runner.compiled.values())).tokens
         )
     return engine
@@ -620,7 +620,7 @@ def test_a_step_with_drafts_gives_one_gap_and_counts_what_it_gave(lent_with_draf
     accepted = sum(one.num_accepted_tokens for one in told)
     assert values["vllm:spec_decode_num_accepted_tokens_total"] == accepted == 3 * 39 - gaps
     assert sum(values["vllm:spec_decode_num_accepted_tokens_per_pos_total"].values()) == accepted
-    assert drafted == [request.sequences[0].accepted for request in requests]
+    assert drafted == [request.sequences[0].draft.accepted_positions for request in requests]
     assert sum(map(len, drafted)) == accepted
     drafts = sum(one.num_draft_tokens for one in told)
     assert values["vllm:spec_decode_num_draft_tokens_total"] == drafts > accepted

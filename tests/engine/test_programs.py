@@ -136,7 +136,7 @@ def test_with_a_draft_model_and_adapters(home, traced):
     }
     first = answers("quill", **options)
     count = len(traced)
-    assert {"catch_up", "write_adapter"} <= {*traced}
+    assert {"draft_prefill", "write_adapter"} <= {*traced}
     assert answers("quill", **options) == first
     assert traced[count:] == []
 

@@ -23,10 +23,7 @@ def test_every_sequence_ends_once_whatever_the_load(seed):
     rng = np.random.default_rng(seed)
     pages = tuple(rng.integers(14, 40, 2).tolist())
     drafts = seed % 2 * 3
-    paths = 1 + seed % 4 // 3 * 2
-    rows = 16 if paths == 1 else 48
-    tree = {"max_drafts": drafts, "num_branches": paths, "tree_tokens": 4 * paths}
-    scheduler = make(pages=pages, limits=(4, rows, 16), **tree)
+    scheduler = make(pages=pages, limits=(4, 16, 16), max_drafts=drafts)
     device = Device(scheduler)
     sequences = []
     aborted = set()
@@ -50,34 +47,6 @@ def test_every_sequence_ends_once_whatever_the_load(seed):
     assert all(group.num_free == group.num_pages - 1 for group in scheduler.replicas[0].table.pools)
     assert len(scheduler.replicas[0].free_slots) == 4
     assert not drafts or (device.accepted and device.rejected)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_paths_of_drafts_have_pages_while_these_are_free(seed):
-    """Some are taken over; each gives its pages to whoever needs them, and nobody is preempted for
-    one.
-    """
-    rng = np.random.default_rng(seed)
-    limits = (4, 48, 16)
-    tree = {"max_drafts": 3, "num_branches": 3, "tree_tokens": 12}
-    scheduler = make(pages=(100, 100), limits=limits, **tree)
-    device = Device(scheduler)
-    for index in range(6):
-        scheduler.add(sequence(index, int(rng.integers(1, 30)), 40, awaits_drafts=True))
-    device.run()
-    assert device.branched > 5
-    table = scheduler.replicas[0].table
-    assert all(group.num_free == group.num_pages - 1 for group in table.pools)
-    one = sequence(0, 4, 40, awaits_drafts=True)
-    two = sequence(1, 100, 44)
-    scheduler = make(pages=(42, 90), limits=limits, **tree)  # not for both to their ends
-    scheduler.add(one, two)
-    device = Device(scheduler)
-    held = []
-    while scheduler.busy:
-        device.step()
-        held.append(len(one.cache.spare))
-    assert max(held) == 2 and not one.num_preemptions
 
 
 def test_decodes_do_not_wait_for_a_long_prompt():

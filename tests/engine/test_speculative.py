@@ -4,6 +4,7 @@ asked for.
 
 import random
 import re
+from importlib import import_module
 from itertools import count as count_up
 from itertools import product
 from types import SimpleNamespace
@@ -17,7 +18,6 @@ from quire.model.checkpoint import hub, loader
 from quire.model.config import ModelError
 from quire.model.text.tokenizer import Tokenizer
 from quire.serving.api.params import SamplingParams
-from quire.serving.api.speculation import METHODS, parse_speculative_config
 from quire.serving.cache.disk_cache import DiskCache
 from quire.serving.cache.host_cache import HostCache
 from quire.serving.cache.page_table import PageTable
@@ -28,9 +28,12 @@ from quire.serving.engine.runner import Runner
 from quire.serving.engine.snapshot import take_snapshot
 from quire.serving.engine.step_record import Observer
 from quire.serving.request.grammar import Grammars
-from quire.serving.speculative import DRAFTERS
+from quire.serving.speculative.acceptance import AcceptanceRate, DraftRecord
+from quire.serving.speculative.config import parse_speculative_config
+from quire.serving.speculative.draft_state import DraftState
+from quire.serving.speculative.methods import METHODS
 from quire.serving.speculative.ngram import NgramDrafter
-from quire.serving.speculative.speculator import Rate, Record, Speculator
+from quire.serving.speculative.speculator import Speculator
 from quire.serving.speculative.suffix import SuffixDrafter
 from quire.tests.support.cases import cases
 from quire.tests.support.mixes import mix, serve
@@ -129,7 +132,7 @@ def test_the_very_tokens_of_plain_decoding(compiled, tmp_path):
         expected = serve(plain, requests, arrivals)
         for kind in ("roomy", rng.choice(("tight", "tiered", "adaptive"))):
             engine = engines[kind]
-            engine.speculator.drafter = Oracle(expected, rng, config.vocab_size)
+            engine.speculator.host_drafter = Oracle(expected, rng, config.vocab_size)
             watch = Preemptions(engine)
             assert serve(engine, requests, arrivals) == expected, f"mix {number}, {kind}"
             gave_way += watch.count
@@ -181,7 +184,7 @@ def test_steps_that_verify_draw_plainly_where_all_do(compiled):
         }
         arrivals = dict.fromkeys(requests, 0)
         expected = serve(plain, requests, arrivals)
-        engine.speculator.drafter = Oracle(expected, random.Random(5), engine.runner.vocab)
+        engine.speculator.host_drafter = Oracle(expected, random.Random(5), engine.runner.vocab)
         used.clear()
         assert serve(engine, requests, arrivals) == expected
         assert any(size.rows > size.seqs for size in used) == (not more)
@@ -261,7 +264,7 @@ def test_each_drafter_leaves_the_answers_as_they_are(compiled, config, tmp_path)
         for llm, _ in product(llms, range(2)):
             assert serve(llm.engine, requests, arrivals) == expected
     assert llms[1].engine.speculator.counts.accepted[0] > 0
-    assert (ahead.count > 0) == llms[1].engine.speculator.in_step
+    assert (ahead.count > 0) == llms[1].engine.speculator.on_device
     runner = llms[0].engine.runner
     for size, resting in runner.resting.items():  # the drafter's products and loops are not in it
         assert (
@@ -288,7 +291,7 @@ def test_draws_follow_the_models_distribution(compiled):
     (answer,) = serve(engine, {"1": ([*prompt, token], one)}, {"1": 0})["1"]
     listed = {entry[0]: np.exp(entry[1]) for entry in answer[4][0]}
     drafted = engine_of(compiled, adapts=False)
-    drafted.speculator.drafter = Always([token, answer[0][0], 7, 9])
+    drafted.speculator.host_drafter = Always([token, answer[0][0], 7, 9])
     seen: dict[int, int] = {}
     requests = {
         str(seed): (
@@ -417,21 +420,22 @@ def test_a_drafter_catches_up_on_what_it_has_not_followed():
     for kind in ("always", "at times"):
         assert llm.reset_prefix_cache()
         seen = Recorded.of(llm.engine)
-        trim = llm.engine.speculator.trim
+        plan_drafts = llm.engine.speculator.plan_drafts
         drafting = []
 
-        def at_times(running, step=trim, speculator=llm.engine.speculator, drafting=drafting):
+        def at_times(
+            running, step=plan_drafts, speculator=llm.engine.speculator, drafting=drafting
+        ):
             """Rests for some steps, begins again for some."""
             step(running)
             for seq in speculator.records:
                 if rng.random() < (0.05 if drafting else 0.9):
-                    seq.asks = 0
-                    seq.held = 0
-                    seq.drafts = []
-                drafting[:] = [True] * (seq.asks > 0)
+                    seq.draft.num_requested = 0
+                    seq.draft.clear()
+                drafting[:] = [True] * (seq.draft.num_requested > 0)
 
         if kind == "at times":
-            llm.engine.speculator.trim = at_times
+            llm.engine.speculator.plan_drafts = at_times
         answers = []
         compiles = take_snapshot(llm.engine).recompiles
         for prompt in asked:
@@ -457,15 +461,11 @@ def running(count, drafts, tokens=50):
         Pretended(
             missing=1,
             pending=0,
-            drafts=list(range(drafts)),
-            awaits_drafts=True,
+            draft=DraftState(tokens=list(range(drafts)), waits_for_host=True),
             num_output=tokens,
             tokens=[0] * (1 + tokens),
             num_prompt=1,
             index=index,
-            asks=0,
-            held=0,
-            branches=[],
         )
         for index in range(count)
     ]
@@ -478,12 +478,12 @@ def test_as_many_drafts_as_pay(rate, slope, expected):
     """Beside the best depth by the formula (1 - a^(k+1)) / (1 - a) over the time of a step."""
     own = speculator(lambda rows, seqs, drafts: 1 + slope * (rows - seqs))
     (seq,) = running(1, 4)
-    own.records = {seq: Record(Rate(24, rate * 1e6, 1e6))}
-    own.drafting = True
-    own.trim([seq])
+    own.records = {seq: DraftRecord(AcceptanceRate(24, rate * 1e6, 1e6))}
+    own.is_drafting = True
+    own.plan_drafts([seq])
     speeds = [sum(rate**i for i in range(k + 1)) / (1 + slope * k) for k in range(5)]
-    assert speeds.index(max(speeds)) == len(seq.drafts) == expected
-    assert seq.awaits_drafts == (expected > 0)
+    assert speeds.index(max(speeds)) == len(seq.draft.tokens) == expected
+    assert seq.draft.waits_for_host == (expected > 0)
 
 
 class Chance:
@@ -527,40 +527,37 @@ def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500, slowness=lambda 
             max_tokens=rng.choice(lengths),
             missing=1,
             pending=0,
-            drafts=[],
-            awaits_drafts=False,
-            asks=0,
-            held=0,
-            proposed=[],
-            branches=[],
-            branching=False,
+            draft=DraftState(),
             constraint=None,
             pool=None,
         )
-        own.begin(seq)
+        own.add(seq)
         return seq
 
     rng = random.Random(1)
     lengths = range(10, 200, 10) if turns else [200]
     # to propose takes 10 µs
     own = Speculator(parse_speculative_config(config), seconds, count_up(step=1e-5).__next__)
-    if not own.in_step:
-        own.drafter = Chance(rng, rate, ideas)
+    if not own.on_device:
+        own.host_drafter = Chance(rng, rate, ideas)
     seqs = [new() for _ in range(count)]
     plain = 0.0
     tokens = 0
     for step in range(steps):
-        own.trim(seqs)
-        waited = any(seq.awaits_drafts for seq in seqs)
-        asks = max(seq.asks for seq in seqs)
-        verified = [seq.proposed[: seq.held] if own.in_step else seq.drafts for seq in seqs]
+        own.plan_drafts(seqs)
+        waited = any(seq.draft.waits_for_host for seq in seqs)
+        asks = max(seq.draft.num_requested for seq in seqs)
+        verified = [
+            seq.draft.proposals[: seq.draft.num_on_device] if own.on_device else seq.draft.tokens
+            for seq in seqs
+        ]
         drafts = sum(map(len, verified))
         n = len(seqs)
         if drafted is not None:
             drafted.append(drafts + asks)
         took = (seconds(n + drafts, n, asks) + 1e-4 * waited) * (dear if drafts else 1)
-        if own.listens:
-            own.took(n, drafts, asks, waited or drafts > 0, took * slowness(step))
+        if own.records_timing:
+            own.record_step_time(n, drafts, asks, waited or drafts > 0, took * slowness(step))
         plain += n * took / seconds(n, n, 0)
         for index, seq in enumerate(seqs):
             length = len(verified[index])
@@ -568,15 +565,13 @@ def gain(config, count, rate, ideas=1.0, draft=0.0, steps=1500, slowness=lambda 
             seq.tokens += [0] * (1 + right)
             seq.num_output += 1 + right
             tokens += 1 + right
-            seq.proposed, seq.held, seq.pending = (
-                drawn(rng, rate, seq.asks),
-                seq.asks,
-                int(not waited),
-            )
+            seq.draft.proposals = drawn(rng, rate, seq.draft.num_requested)
+            seq.draft.num_on_device = seq.draft.num_requested
+            seq.pending = int(not waited)
             if seq.num_output < seq.max_tokens:
-                own.take_in(seq, length, right)
+                own.draft_next(seq, length, right)
             else:
-                own.end(seq)
+                own.remove(seq)
                 seqs[index] = None if turns else new()
             seq.pending = 0
         seqs = [seq for seq in seqs if seq is not None] or [new() for _ in range(count)]
@@ -681,11 +676,11 @@ def test_drafts_that_cannot_pay_are_not_even_tried():
     for seq in seqs:
         seq.pool = None
         seq.max_tokens = 100
-        seq.awaits_drafts = False
-        own.begin(seq)
+        seq.draft.waits_for_host = False
+        own.add(seq)
     for _ in range(200):
-        own.trim(seqs)
-        assert not any(seq.asks or seq.awaits_drafts for seq in seqs)
+        own.plan_drafts(seqs)
+        assert not any(seq.draft.num_requested or seq.draft.waits_for_host for seq in seqs)
 
 
 BAD = [
@@ -718,6 +713,10 @@ BAD = [
         "speculative_config.temperature is not known; the fields are method",
     ),
     ("ngram", "must be an object such as"),
+    (
+        {"method": "medusa", "model": "quill-medusa", "speculative_token_tree": "[(0,)]"},
+        "speculative_token_tree is not supported: .* use num_speculative_tokens",
+    ),
 ]
 
 
@@ -727,8 +726,11 @@ def test_what_cannot_be_drafted_is_refused(config, message):
         LLM(speculative_config=config, max_num_batched_tokens=8, max_num_seqs=4)
 
 
-def test_every_method_has_its_drafter():
-    assert tuple(DRAFTERS) == METHODS
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_has_its_drafter(method):
+    row = METHODS[method]
+    module = import_module(row.module, "quire.serving.speculative")
+    assert hasattr(module, "load_drafter" if row.on_device else "make_drafter")
 
 
 def test_a_grammar_that_looks_ahead_stays_where_it_is(compiled):
@@ -783,9 +785,7 @@ def test_a_step_that_nobody_waited_for_tells_no_pace(compiled):
     now = [0.0]
     told = []
     engine.clock = lambda: now[0]
-    engine.speculator.took = lambda count, drafts, asks, waited, seconds, branches: told.append(
-        seconds
-    )
+    engine.speculator.record_step_time = lambda *arguments: told.append(arguments[-1])
     prompt = compiled[1].encode("Once upon a time")
     for number in range(3):
         request = engine.add(str(number), prompt, SamplingParams(temperature=0, max_tokens=20))

@@ -11,7 +11,6 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.serving.engine.step_record import Observer
 
-TREE = "[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"
 DRAFTERS = {
     "ngram": {"method": "ngram"},
     "suffix": {"method": "suffix"},
@@ -20,8 +19,6 @@ DRAFTERS = {
     "bits": {"method": "self", "quantization": "int8-weights"},
     "medusa": {"method": "medusa", "model": "quill-medusa"},
     "eagle": {"method": "eagle", "model": "quill-eagle"},
-    "medusa's tree": {"method": "medusa", "model": "quill-medusa", "speculative_token_tree": TREE},
-    "eagle's tree": {"method": "eagle", "model": "quill-eagle", "speculative_token_tree": TREE},
 }
 KINDS = {
     "plain": {},
@@ -95,8 +92,8 @@ FEW = {
 }
 WITH = {  # all where nothing is rounded, and each with one of the other kinds at least
     "plain": DRAFTERS,
-    "int8 KV": ("ngram", "draft_model", "layers", "medusa's tree", "eagle"),
-    "int4 weights": ("suffix", "draft_model", "bits", "medusa", "eagle's tree"),
+    "int8 KV": ("ngram", "draft_model", "layers", "medusa", "eagle"),
+    "int4 weights": ("suffix", "draft_model", "bits", "medusa", "eagle"),
 }
 CELLS = [
     pytest.param(*cell, id="-".join(cell), marks=[] if cell in FEW else pytest.mark.nightly)

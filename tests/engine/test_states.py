@@ -233,7 +233,7 @@ def test_drafts_change_no_bit(folder, alone, room):
         requests, arrivals = mix(rng)
         expected = serve(alone, requests, arrivals)
         answers = {tuple(prompt): expected[name][1] for name, (prompt, _) in requests.items()}
-        llm.engine.speculator.drafter = Guesses(answers, rng)
+        llm.engine.speculator.host_drafter = Guesses(answers, rng)
         assert serve(llm, requests, arrivals) == expected, f"mix {number}"
     counts = llm.engine.speculator.counts
     assert counts.accepted[0] > 0 and counts.accepted[0] < counts.drafts

@@ -26,7 +26,6 @@ from quire.ops.sampling import (
     replace_row,
     xla,
 )
-from quire.ops.sampling.ranking import runners_up
 from quire.tests.support.cases import thinned
 
 OFF = {
@@ -653,40 +652,6 @@ def test_a_new_request_finds_its_slot_clean_and_the_others_as_they_were():
             old = old[:, 0]
         np.testing.assert_array_equal(leaf[1], np.broadcast_to(new, leaf.shape[-1]))
         np.testing.assert_array_equal(leaf[np.array([0, 2])], old[[0, 2]])
-
-
-def test_of_several_paths_the_one_with_most_accepted_drafts_wins():
-    """Random paths of random sequences beside a naive choice: the first of the best."""
-    rng = np.random.default_rng(18)
-    for _ in range(50):
-        accepted = []
-        depths = []
-        numbers = []
-        paths = []
-        best = {}
-        for number in range(4):  # 30 rows of all together, so that it is compiled once
-            for path in (0, 1, 3) if number < 3 and rng.random() < 0.8 else (0,):
-                count = int(rng.integers(0, 3)) if number < 3 else 29 - len(accepted)
-                right = int(rng.integers(0, count + 1))
-                accepted += [depth < right for depth in range(count + 1)]
-                depths += range(count + 1)
-                numbers += [number] * (count + 1)
-                paths += [path] * (count + 1)
-                if number not in best or right > best[number][1]:
-                    best[number] = path, right
-        found = sampling.winners(*map(jnp.array, (accepted, depths, numbers, paths)), 4)
-        assert found.tolist() == [
-            path == best[number][0] for number, path in zip(numbers, paths, strict=True)
-        ]
-
-
-def test_runners_up_are_the_likeliest_but_the_drawn():
-    rng = np.random.default_rng(19)
-    logits_RV = rng.normal(size=(6, 50)).astype(np.float32)
-    for tokens_R in (logits_RV.argmax(1), rng.integers(0, 50, 6)):
-        found = np.asarray(runners_up(jnp.array(logits_RV), jnp.array(tokens_R), 5))
-        for row, token, own in zip(logits_RV, tokens_R, found, strict=True):
-            assert own.tolist() == [other for other in np.argsort(-row) if other != token][:5]
 
 
 def test_drafts_are_accepted_up_to_the_first_that_was_not_drawn():

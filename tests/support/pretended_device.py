@@ -1,7 +1,7 @@
 """A pretended device for tests of the scheduler: a step's tokens come back one step late, as they
 do in service.
 
-Of drafts it accepts as many as chance says, of one of their paths.
+Of draft tokens it accepts as many as chance says.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def random_sequences(
             )
             if rng.random() < 0.2:
                 seq.prompt_scores = [None] * (prompt - 1)
-            seq.awaits_drafts = bool(scheduler.shape.max_drafts and rng.random() < 0.5)
+            seq.draft.waits_for_host = bool(scheduler.shape.max_drafts and rng.random() < 0.5)
             scheduler.add(seq)
             yield seq
 
@@ -58,7 +58,7 @@ class Device:
         self.shape = scheduler.shape
         self.computed: dict[Sequence, int] = {}
         self.rng = np.random.default_rng(0)
-        self.accepted = self.rejected = self.branched = 0
+        self.accepted = self.rejected = 0
 
     def step(self) -> None:
         plan = self.scheduler.schedule(drafts=self.shape.max_drafts > 0)
@@ -67,12 +67,11 @@ class Device:
             for own in map(
                 list, (group for _, group in groupby(plan.items, lambda item: item.seq.replica))
             ):
-                rows = sum(path.num_rows for item in own for path in item.paths)
+                rows = sum(item.num_rows for item in own)
                 assert rows <= self.shape.max_tokens
                 assert len(own) <= self.shape.max_seqs
-                samples = sum(len(path.scores) + path.draws for item in own for path in item.paths)
+                samples = sum(len(item.scores) + item.draws for item in own)
                 decodes = all(item.num_rows == item.draws for item in own)
-                assert decodes or not any(item.branches for item in own)
                 assert samples <= (
                     self.shape.max_tokens
                     if decodes and self.shape.max_drafts
@@ -92,10 +91,6 @@ class Device:
                 assert item.num_rows >= 1 and len(item.drafts) <= self.shape.max_drafts
                 assert item.draws in (0, 1 + len(item.drafts))
                 assert item.num_known + item.draws <= item.seq.num_prompt + item.seq.max_tokens
-                assert len(item.paths) <= self.shape.num_branches
-                for path in item.paths[1:]:
-                    assert path.num_known == item.num_known and path.start == item.num_known - 1
-                    assert path.num_known + path.draws <= item.seq.num_prompt + item.seq.max_tokens
         if self.in_flight is not None:
             for item in self.in_flight.items:
                 seq = item.seq
@@ -110,26 +105,22 @@ class Device:
         self.steps += 1
 
     def take_in(self, seq: Sequence, item: ScheduledSequence) -> None:
-        path = item.paths[int(self.rng.integers(len(item.paths)))]
-        accepted = int(self.rng.integers(len(path.drafts) + 1))
+        accepted = int(self.rng.integers(len(item.drafts) + 1))
         rejected = len(item.drafts) - accepted
-        self.accepted, self.rejected = self.accepted + accepted, self.rejected + max(0, rejected)
-        self.branched += path.path > 0 and accepted > 0
+        self.accepted += accepted
+        self.rejected += rejected
         if item.drafts:
-            self.scheduler.roll_back(item, path.path, accepted)
+            self.scheduler.roll_back(item, accepted)
             self.computed[seq] -= rejected
-        for token in [*path.drafts[:accepted], 2]:
+        for token in [*item.drafts[:accepted], 2]:
             seq.tokens.append(token)
             if seq.num_output >= seq.max_tokens:
                 self.scheduler.finish(seq, "length")
                 return
-        if seq.awaits_drafts:
-            seq.drafts, *seq.branches = [
-                self.rng.integers(0, 3, self.rng.integers(self.shape.max_drafts + 1)).tolist()
-                for _ in range(self.shape.num_branches)
-            ]
-            seq.branching = self.rng.random() < 0.8
-            seq.asks = self.shape.max_drafts
+        if seq.draft.waits_for_host:
+            num_drafts = self.rng.integers(self.shape.max_drafts + 1)
+            seq.draft.tokens = self.rng.integers(0, 3, num_drafts).tolist()
+            seq.draft.num_requested = self.shape.max_drafts
 
     def run(self) -> None:
         while self.scheduler.busy or self.in_flight:

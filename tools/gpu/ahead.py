@@ -192,10 +192,10 @@ def compiled(case: Case, layers: int, spills: bool):
     """
     from quire.model.checkpoint.placement import abstract_on_mesh
     from quire.model.weights import abstract
-    from quire.serving.device.drafts import WithDrafter
     from quire.serving.device.pipeline import Pipeline
     from quire.serving.device.step_shape import StepShape, choose
     from quire.serving.engine.batch_builder import BatchBuilder
+    from quire.serving.speculative.on_device.drafting import SpeculativeWeights
     from quire.sharding.mesh import make_mesh
 
     from .program import compile_program
@@ -213,7 +213,7 @@ def compiled(case: Case, layers: int, spills: bool):
     drafts = DRAFTS if case.drafts else 0
     state = pipeline.abstract_state((pages,) * groups, page, most, drafts)
     weights = here(specs) if mesh is None else abstract_on_mesh(config, mesh, specs)
-    weights = weights if own is None else WithDrafter(weights, here(own))
+    weights = weights if own is None else SpeculativeWeights(weights, here(own))
     shape = StepShape.largest(most, ROWS, most, max_drafts=drafts)
     layouts = BatchBuilder(shape.with_cache(groups, page, MAX_LEN)).layouts
     decodes = case.rows is None
@@ -221,7 +221,7 @@ def compiled(case: Case, layers: int, spills: bool):
     size = choose(layouts, rows, case.batch, rows if decodes else case.batch, decodes)
     state = here(state) if mesh is None else state
     (lowered,) = pipeline.lower(weights, state, layouts[size], plain=case.plain and decodes)
-    shares = Shares(pipeline.paged, case, pages * page)
+    shares = Shares(pipeline.kv_config, case, pages * page)
     return compile_program(lowered, shares.of, shares.turns, spills), pipeline.variance
 
 
@@ -230,8 +230,9 @@ def drafter_of(case: Case, config):
     from quire.model import draft_heads
     from quire.model.checkpoint.loader import family_for
     from quire.model.weights import abstract
-    from quire.serving.device.drafts import DraftModel, with_layers
-    from quire.serving.device.head_drafter import FeatureDrafter
+    from quire.serving.speculative.on_device.draft_model import DraftModel
+    from quire.serving.speculative.on_device.drafting import append_layers
+    from quire.serving.speculative.on_device.eagle import FeatureDrafter
 
     from .shapes import DRAFTERS
 
@@ -241,12 +242,10 @@ def drafter_of(case: Case, config):
     count = len(config.layers)
     if case.drafts == "draft_model":
         own = replace(family_for(hf).config(hf, MAX_LEN), kv_cache_dtype=config.kv_cache_dtype)
-        return DraftModel(own, with_layers(config, own), count), abstract(own)
+        return DraftModel(own, append_layers(config, own), count), abstract(own)
     heads = draft_heads.parse_heads(hf, (), config, case.drafts)
-    chain = ((0,) * DRAFTS,)
-    return FeatureDrafter(
-        heads, with_layers(config, heads.model), count, chain
-    ), draft_heads.abstract(heads)
+    drafter = FeatureDrafter(heads, append_layers(config, heads.model), count)
+    return drafter, draft_heads.abstract(heads)
 
 
 def here(tree):
@@ -401,7 +400,7 @@ def of_drafter(case: Case, config) -> tuple[float, float]:
         return 0.0, 0.0
     head = specs.embed_VD if specs.head_VD is None else specs.head_VD
     rest = nbytes(specs.replace(embed_VD=None, head_VD=None))
-    own = drafter.paged.layers[len(config.layers) :]
+    own = drafter.kv_config.layers[len(config.layers) :]
     pages = (
         case.batch
         * LENGTH

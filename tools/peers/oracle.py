@@ -77,7 +77,7 @@ def main(
         return list(output.outputs[0].token_ids), time.perf_counter() - began
 
     answers = {tuple(prompt): ask(plain, prompt)[0] for prompt in prompts}
-    drafting.engine.speculator.drafter = oracle = Oracle(answers, checkpoint.VOCAB)
+    drafting.engine.speculator.host_drafter = oracle = Oracle(answers, checkpoint.VOCAB)
     runner = drafting.engine.runner
     table = Table(
         "a",

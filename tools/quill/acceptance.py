@@ -16,11 +16,6 @@ from .eval import LONGEST
 from .tasks import fresh
 
 DRAFTS = 4
-TREE = (  # as deep
-    "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0), (0, 0, 0, 0), "
-    "(0, 0, 1, 0), (1, 0, 0, 0)]"
-)
-HEADS = "medusa, quill-medusa", "eagle, quill-eagle"
 # whose distributions are those of a model that can be asked for them
 DRAWN = "draft_model", "self, int8-weights"
 
@@ -70,9 +65,6 @@ def main(
     prompts: Annotated[
         int, typer.Option(min=1, help="stories that are told at temperature 1")
     ] = 24,
-    trees: Annotated[
-        bool, typer.Option(help="print what heads gain by a tree of drafts, and nothing else")
-    ] = False,
 ):
     """Print tokens a step by drafter and task, and what drawing with the model's own noise gains at
     temperature 1.
@@ -80,9 +72,6 @@ def main(
     from quire import LLM
 
     console = Console(width=110)
-    if trees:
-        console.print(by_trees(samples))
-        return
     table = Table("drafter", "task", "steps with drafts", "a", "by the formula", "tokens a step")
     noise = Table(
         "drafter", "drafts", "independent draws", "by rejection", "the same noise", "as measured"
@@ -135,27 +124,6 @@ def verified(llm, task: str, samples: int) -> Verified:
     if chats := [e.messages for e in examples if not e.plain]:
         llm.chat(chats, greedy, use_tqdm=False)
     return seen
-
-
-def by_trees(samples: int) -> Table:
-    """Tokens a step with a chain of drafts, and with a tree of the same depth."""
-    from quire import LLM
-
-    table = Table("drafter", "drafts", *ASKED)
-    for name in HEADS:
-        for label, drafts in (
-            ("chain", {"num_speculative_tokens": DRAFTS}),
-            ("tree", {"speculative_token_tree": TREE}),
-        ):
-            llm = LLM(
-                max_num_seqs=4,
-                speculative_config={**(CONFIGS[name] or {}), **drafts, "adapts": False},
-            )
-            table.add_row(
-                name, label, *(f"{verified(llm, task, samples).measured:.2f}" for task in ASKED)
-            )
-            llm.close()
-    return table
 
 
 def told(llm, count: int) -> list[tuple[list[int], int]]:

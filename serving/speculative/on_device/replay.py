@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...ops.state_rows import StateRows, sequence_of
-from ...sharding import struct
-from .batch import Batch
+from ....ops.state_rows import StateRows, sequence_of
+from ....sharding import struct
+from ...device.batch import Batch
 
 
 @struct.dataclass

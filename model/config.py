@@ -71,7 +71,7 @@ class Attention:
     both_ways: bool = False  # encoders: attention in both directions
 
     kind = "attention"  # key of MIXERS
-    kept: ClassVar[dict[str, tuple[int, ...]]] = {}  # shapes of recurrent states: none
+    state_shapes: ClassVar[dict[str, tuple[int, ...]]] = {}  # shapes of recurrent states: none
 
     @property
     def cached(self) -> tuple[tuple[int, int], ...]:
@@ -120,7 +120,7 @@ class LatentAttention:
     indexer: Indexer | None = None  # None also if contexts are shorter than its selection
 
     kind = "latent"
-    kept: ClassVar[dict[str, tuple[int, ...]]] = {}
+    state_shapes: ClassVar[dict[str, tuple[int, ...]]] = {}
     window = None
     chunked = False
     both_ways = False
@@ -166,9 +166,9 @@ class SideBySide:
         return getattr(self.attention, name)
 
     @property
-    def kept(self) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of a sequence's state (float32), by name."""
-        return self.mamba.kept
+        return self.mamba.state_shapes
 
     @property
     def inputs(self) -> tuple[tuple[int, ...], ...]:
@@ -359,7 +359,9 @@ class ModelConfig:
     @cached_property
     def state_layers(self) -> tuple[int, ...]:
         """The recurrent layers, in order."""
-        return tuple(index for index, layer in enumerate(self.layers) if layer.attention.kept)
+        return tuple(
+            index for index, layer in enumerate(self.layers) if layer.attention.state_shapes
+        )
 
     @cached_property
     def expert_layers(self) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class DeltaNet(Recurrent):
             )
 
     @property
-    def kept(self) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of a sequence's state (float32), by name."""
         keys, values = self.sizes
         return {
@@ -96,7 +96,7 @@ class KimiDelta(Recurrent):
     kind = "kimi_delta"
 
     @property
-    def kept(self) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of a sequence's state (float32), by name."""
         return {"tail": (self.width - 1, 3 * self.size), "memory": (self.heads, self.dim, self.dim)}
 
@@ -151,7 +151,7 @@ class Mamba2(Recurrent):
             raise ModelError(f"{self.heads} heads do not divide into {self.groups} groups")
 
     @property
-    def kept(self) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of a sequence's state (float32), by name."""
         return {
             "tail": (self.width - 1, self.sizes[1]),
@@ -197,7 +197,7 @@ class ShortConv(Recurrent):
     kind = "short_conv"
 
     @property
-    def kept(self) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of a sequence's state (float32), by name."""
         return {"tail": (self.width - 1, self.channels)}
 

@@ -91,8 +91,8 @@ def make_engine(
     defaults = model_defaults(folder, options, config.max_len)
     tokenizer = None if options.skip_tokenizer_init else make_tokenizer(folder, options)
     with joined(options, folder, progress) as hosts:
-        made = make_runner(options, folder, config, hosts, progress)
-    runner = made.runner
+        built = make_runner(options, folder, config, hosts, progress)
+    runner = built.runner
     if isinstance(hosts, Leader):
         runner.leader = hosts
         atexit.register(hosts.close)
@@ -112,16 +112,16 @@ def make_engine(
             host_cache,
             replica,
         )
-        for replica, host_cache in enumerate(made.host_caches)
+        for replica, host_cache in enumerate(built.host_caches)
     ]
     seed = options.seed
     queued = options.max_queued_requests
-    vectors = embedder_of(options, folder, made.max_len - (not config.encodes))
+    vectors = embedder_of(options, folder, built.max_len - (not config.encodes))
     engine = Engine(
         runner,
         tokenizer,
         tables,
-        made.max_len,
+        built.max_len,
         seed,
         queued,
         embedder=vectors,
@@ -129,7 +129,7 @@ def make_engine(
         chat_defaults=defaults.chat,
         speculation=options.speculation,
         adapters=adapter_store(options, folder, runner.config),
-        page_identity=made.page_identity,
+        page_identity=built.page_identity,
     )
     if trace is not None:
         engine.observers.append(trace)
@@ -148,16 +148,16 @@ def embedder_of(options: EngineOptions, folder: Path, max_tokens: int) -> embedd
     `max_tokens` is how many tokens of a text fit. `max_model_len` takes the place of the folder's
     own length.
     """
-    own = embedder.read(folder) or embedder.Embedder()
-    if own.max_tokens is not None:
-        named = own.max_tokens if options.max_model_len is None else max_tokens
-        own = replace(own, max_tokens=min(named, max_tokens))
+    config = embedder.read(folder) or embedder.Embedder()
+    if config.max_tokens is not None:
+        named = config.max_tokens if options.max_model_len is None else max_tokens
+        config = replace(config, max_tokens=min(named, max_tokens))
         log.info(
             "texts to embed are truncated to %d tokens, as the model's folder says; max_model_len "
             "sets another length",
-            own.max_tokens,
+            config.max_tokens,
         )
-    return own if options.pooling is None else replace(own, pooling=options.pooling)
+    return config if options.pooling is None else replace(config, pooling=options.pooling)
 
 
 def make_tokenizer(folder: Path, options: EngineOptions) -> Tokenizer:
@@ -256,10 +256,10 @@ def make_runner(
         weights = load_weights()
         progress("measuring a step")
         drafter = None if source is None else source.drafter
-        taken = held_bytes(weights) + working_bytes(
+        used_bytes = held_bytes(weights) + working_bytes(
             config, weights, shape, options.block_size, mesh, drafter
         )
-        budget = max(0, usable_memory(options) - taken)
+        budget = max(0, usable_memory(options) - used_bytes)
     if hosts is not None:
         budget = hosts.agree_on_budget(budget, device_and_kernels())
     max_len, num_pages = size_cache(
@@ -312,8 +312,8 @@ def make_runner(
 
     runner.warm_up(note)
     if runner.pipeline.variance:
-        why = "; ".join(sorted(runner.pipeline.variance))
-        log.info("a request's last bits may depend on the rest of its batch: %s", why)
+        reasons = "; ".join(sorted(runner.pipeline.variance))
+        log.info("a request's last bits may depend on the rest of its batch: %s", reasons)
     return Made(runner, max_len, host_caches, page_identity)
 
 
@@ -339,10 +339,10 @@ def can_fuse_steps(options: SizedOptions, config: ModelConfig) -> bool:
     small model.
     """
     alone = all(getattr(options, name) == 1 for name in (*PARALLEL.values(), "num_processes"))
-    plain = not (
+    is_plain = not (
         options.speculation or config.encodes or config.state_layers or options.weights_host_bytes
     )
-    return alone and plain and jax.default_backend() == "cpu"
+    return alone and is_plain and jax.default_backend() == "cpu"
 
 
 def adapter_store(options: EngineOptions, folder: Path, config: ModelConfig) -> AdapterStore | None:
@@ -353,8 +353,8 @@ def adapter_store(options: EngineOptions, folder: Path, config: ModelConfig) -> 
         raise ModelError(
             f"enable_lora is set, and no weight of {config.family} models takes adapters"
         )
-    most = options.max_cpu_loras or options.max_loras
-    return AdapterStore(folder, config, targets, options.max_lora_rank, most)
+    max_adapters = options.max_cpu_loras or options.max_loras
+    return AdapterStore(folder, config, targets, options.max_lora_rank, max_adapters)
 
 
 def kernels_of(config: ModelConfig) -> tuple[str, ...]:
@@ -362,8 +362,8 @@ def kernels_of(config: ModelConfig) -> tuple[str, ...]:
     experts = tuple({layer.moe.quant for layer in config.layers if layer.moe})
     groups = () if config.stored is None or config.stored.rounds_head else config.stored.groups
     # rows of a step, of encoders
-    kept = {config.layer_kv_dtype(index) for index in config.kv_layers} or {config.dtype}
-    pages = {page_dtype(jnp.dtype(dtype)).name for dtype in kept}
+    kv_dtypes = {config.layer_kv_dtype(index) for index in config.kv_layers} or {config.dtype}
+    pages = {page_dtype(jnp.dtype(dtype)).name for dtype in kv_dtypes}
     stored = tuple(group.quant for group in groups)
     return of_model(
         config.dtype, config.quant, pages, experts, stored, config.activation_dtype == "int8"
@@ -406,15 +406,15 @@ def check_rounding(weights: ModelWeights, config: ModelConfig, placement: Placem
     ):
         return
     if placement.mesh is not None:
-        why = "the weights lie on several devices, which have no kernels for that; leave it out"
+        reason = "the weights lie on several devices, which have no kernels for that; leave it out"
     elif not native.serves():
-        why = "the native kernels, which alone can do that, are not in use here; leave it out"
+        reason = "the native kernels, which alone can do that, are not in use here; leave it out"
     else:
-        why = (
+        reason = (
             "no weight of the model has four bits in groups of at least 32 inputs; leave it out, "
             "or choose a quantization such as int4-64"
         )
-    raise ModelError(f"activation_dtype is {config.activation_dtype!r}, and {why}")
+    raise ModelError(f"activation_dtype is {config.activation_dtype!r}, and {reason}")
 
 
 def make_trace(file: str | None) -> Trace | None:
@@ -449,8 +449,8 @@ def make_host_cache(
     path = Path(options.kv_cache_disk).expanduser()
     try:
         room = DISK if options.kv_cache_disk_bytes is None else options.kv_cache_disk_bytes
-        own = path if options.data_parallel_size == 1 else path / f"replica-{replica}"
-        disk = DiskCache(own, room // options.data_parallel_size)
+        folder = path if options.data_parallel_size == 1 else path / f"replica-{replica}"
+        disk = DiskCache(folder, room // options.data_parallel_size)
     except OSError as error:
         raise ModelError(f"kv_cache_disk is {str(path)!r}: {error.strerror}") from None
     return HostCache(sizes, host, disk, *page_identity)
@@ -483,7 +483,7 @@ def identity(folder: Path, config: ModelConfig, options: EngineOptions) -> bytes
     """
     model = replace(config, max_len=0)  # what it changes is in the rotary tables
     sizes = [getattr(options, name) for axis, name in PARALLEL.items() if axis != "data"]
-    what = [
+    facts = [
         PAGE_FORMAT,
         model,
         *sizes,
@@ -492,14 +492,14 @@ def identity(folder: Path, config: ModelConfig, options: EngineOptions) -> bytes
         jax.__version__,
         device_and_kernels(),
     ]
-    found = hashlib.blake2b(repr(what).encode(), digest_size=32)
+    digest = hashlib.blake2b(repr(facts).encode(), digest_size=32)
     for path in model_files(folder, options):
-        found.update(repr((path.name, path.stat().st_size)).encode())
+        digest.update(repr((path.name, path.stat().st_size)).encode())
         with path.open("rb") as file:
-            found.update(file.read(SAMPLE))
+            digest.update(file.read(SAMPLE))
             file.seek(max(file.tell(), path.stat().st_size - SAMPLE))
-            found.update(file.read())
-    return found.digest()
+            digest.update(file.read())
+    return digest.digest()
 
 
 def model_files(folder: Path, options: EngineOptions) -> list[Path]:
@@ -523,8 +523,10 @@ def use_compile_cache() -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:  # JAX would warn of each program
-            why = f"{folder} cannot be made: {error.strerror}; XDG_CACHE_HOME names another place"
-            log.warning("compiled steps are not kept for the next start: %s", why)
+            reason = (
+                f"{folder} cannot be made: {error.strerror}; XDG_CACHE_HOME names another place"
+            )
+            log.warning("compiled steps are not kept for the next start: %s", reason)
             return
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

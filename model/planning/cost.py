@@ -108,7 +108,7 @@ def state_bytes(config: ModelConfig, layers: Iterable[int] | None = None, drafts
         for index in config.state_layers
         if layers is None or index in layers
     ]
-    elements = sum(math.prod(shape) for mixer in mixers for shape in mixer.kept.values())
+    elements = sum(math.prod(shape) for mixer in mixers for shape in mixer.state_shapes.values())
     return 4 * (
         elements + drafts * sum(math.prod(shape) for mixer in mixers for shape in mixer.inputs)
     )
@@ -121,7 +121,7 @@ def cache_kinds(config: ModelConfig) -> tuple[CacheKind, ...]:
     counts = Counter()
     for index, layer in enumerate(config.layers):
         attention = layer.attention
-        if attention.kept:
+        if attention.state_shapes:
             counts["state", 0, None] += 1
         if not attention.cached:
             continue

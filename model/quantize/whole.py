@@ -139,7 +139,7 @@ def recurrence_hook(config: ModelConfig, B: int, T: int):
     rows = StateRows(jnp.arange(B + 1) * T, jnp.arange(B), jnp.ones(B, bool), jnp.full(B, T))
 
     def recur(index, inputs, run, cache):
-        state_shapes = config.layers[index].attention.kept
+        state_shapes = config.layers[index].attention.state_shapes
         return run(
             inputs, {name: jnp.zeros((B, *shape)) for name, shape in state_shapes.items()}, rows
         )[0], cache

@@ -132,7 +132,7 @@ def watch() -> Any:
         def tokens(self) -> int:
             """The number of tokens that the step generated."""
             outputs = self.result.outputs if self.result else []
-            items = [output.item for output in outputs if output.item.draws]
+            items = [output.item for output in outputs if output.item.num_samples]
             return sum(max(0, len(item.seq.tokens) - item.num_known) for item in items)
 
     return Watcher()
@@ -182,7 +182,7 @@ def roof(
         sequences += len(step.plan.items) * step.plan.steps
         for item in step.plan.items:
             for length in range(
-                item.start + item.num_rows, item.start + item.num_rows + step.plan.steps
+                item.start + item.num_tokens, item.start + item.num_tokens + step.plan.steps
             ):
                 if length not in bytes_by_length:
                     bytes_by_length[length] = cache_bytes(length)

@@ -43,7 +43,7 @@ class Cost:
     row: float = 0.0004
 
     def of(self, plan: StepPlan) -> float:
-        return self.step + self.row * plan.num_rows
+        return self.step + self.row * plan.num_tokens
 
 
 class Look(NamedTuple):
@@ -145,7 +145,7 @@ class Simulation:
                     outcome = self.outcomes[item.seq]
                     outcome.started = self.now if outcome.started is None else outcome.started
                 self.steps = self.steps + 1
-                self.rows = self.rows + plan.num_rows
+                self.rows = self.rows + plan.num_tokens
             if in_flight is not None:
                 self.process_results(in_flight)
             if plan is not None:
@@ -183,7 +183,7 @@ class Simulation:
         """Append the tokens of a completed step."""
         for item in plan.items:
             seq = item.seq
-            if item.draws:
+            if item.num_samples:
                 seq.pending -= 1
                 if seq.finish_reason is None:
                     # Unique tokens: only prompts are shared.

@@ -110,7 +110,7 @@ def main(
 
 def compiled(runner: Any) -> list[Any]:
     """All compiled step programs of the engine."""
-    steps = [*runner.compiled.values(), *runner.plain.values(), *runner.resting.values()]
+    steps = [*runner.compiled.values(), *runner.plain.values(), *runner.without_drafter.values()]
     return [*steps, *([runner.fused_steps] if runner.fused_steps is not None else [])]
 
 

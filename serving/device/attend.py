@@ -83,10 +83,12 @@ def attend_within(positions_T, starts_B1, longest: int):
     rows = QueryRows(positions_T, starts_B1, tables_BM, jnp.zeros(T, jnp.int32), new_arrivals())
 
     def page_each(x_TKH):
-        held = page_dtype(x_TKH.dtype)
-        return (x_TKH if held == x_TKH.dtype else jax.lax.bitcast_convert_type(x_TKH, held))[
-            :, None
-        ]
+        stored_dtype = page_dtype(x_TKH.dtype)
+        return (
+            x_TKH
+            if stored_dtype == x_TKH.dtype
+            else jax.lax.bitcast_convert_type(x_TKH, stored_dtype)
+        )[:, None]
 
     def attend(index, q_TNH, k_TKH, v_TKH, state: State, params: AttentionParams, sinks_N=None):
         pages = KVPages(page_each(k_TKH), page_each(v_TKH))
@@ -99,8 +101,8 @@ def recur_with(rows: StateRows):
     """`recur` of `decoder.run_layers`."""
 
     def recur(index, inputs, run, state: State):
-        out_T, kept = run(inputs, state.kept[index], rows)
-        return out_T, state.replace(kept={**state.kept, index: kept})
+        out_T, layer_state = run(inputs, state.recurrent[index], rows)
+        return out_T, state.replace(recurrent={**state.recurrent, index: layer_state})
 
     return recur
 
@@ -120,7 +122,7 @@ def share_with(config: ModelConfig, call: Callable[[Callable], Callable]):
             layer = config.layers[index]
             if (
                 config.kv_owner[index] != index
-                or layer.attention.kept
+                or layer.attention.state_shapes
                 or getattr(layer.attention, "indexer", None)
             ):
                 # it reaches more than its own pages
@@ -129,9 +131,9 @@ def share_with(config: ModelConfig, call: Callable[[Callable], Callable]):
             if key not in shared:
                 shared[key] = index, call(partial(run, index))
             first, traced = shared[key]
-            own = {first: state.pages[index]} if index in state.pages else {}
-            rows, experts_TX, part = traced(w, rows, per_layer_TA, State(own))
-            filled = {index: part.pages[first]} if own else {}
+            layer_pages = {first: state.pages[index]} if index in state.pages else {}
+            rows, experts_TX, layer_state = traced(w, rows, per_layer_TA, State(layer_pages))
+            filled = {index: layer_state.pages[first]} if layer_pages else {}
             return rows, experts_TX, state.replace(pages={**state.pages, **filled})
 
         return run_alike

@@ -158,6 +158,8 @@ def empty(shape: StepShape) -> Batch:
         ),
     )
     if shape.num_adapters:
-        none = shape.num_adapters
-        batch = batch.replace(adapters_T=np.full(T, none, i32), adapters_R=np.full(R, none, i32))
+        no_adapter = shape.num_adapters
+        batch = batch.replace(
+            adapters_T=np.full(T, no_adapter, i32), adapters_R=np.full(R, no_adapter, i32)
+        )
     return batch

@@ -58,10 +58,10 @@ class ExpertLoads:
             self.take()
 
     def take(self) -> None:
-        found_LE = np.asarray(self.arriving)
+        counters_LE = np.asarray(self.arriving)
         self.arriving = None
-        new_LE = found_LE - self.counted_LE  # of counters that wrap
-        self.counted_LE = found_LE
+        new_LE = counters_LE - self.counted_LE  # of counters that wrap
+        self.counted_LE = counters_LE
         self.rows_LE = self.rows_LE + new_LE  # a new array: other threads read the old one
         self.recent_LE = self.recent_LE * DECAY + new_LE
 
@@ -101,10 +101,10 @@ class ExpertLoads:
 
     def device_skew(self) -> dict[int, float]:
         """By layer: recent tokens of the busiest device in units of the mean."""
-        found = (
+        skews = (
             busiest(*pair, self.devices) for pair in zip(self.recent_LE, self.held_LS, strict=True)
         )
-        return dict(zip(self.layers, found, strict=True))
+        return dict(zip(self.layers, skews, strict=True))
 
 
 def peak(loads: np.ndarray) -> float:

@@ -9,7 +9,7 @@ def balanced(loads_LE: np.ndarray, slots: int, devices: int) -> np.ndarray:
     of it."""
     L, E = loads_LE.shape
     rows = np.arange(L)
-    own = slots // devices
+    slots_per_device = slots // devices
     copies_LE = np.ones((L, E), int)
     for _ in range(slots - E):
         share_LE = np.where(copies_LE < devices, loads_LE / copies_LE, -1)
@@ -18,21 +18,21 @@ def balanced(loads_LE: np.ndarray, slots: int, devices: int) -> np.ndarray:
     share_LS = np.take_along_axis(loads_LE / copies_LE, items_LS, 1)
     items_LS = np.take_along_axis(items_LS, np.argsort(-share_LS, axis=1, kind="stable"), 1)
     share_LS = -np.sort(-share_LS, axis=1)
-    found = np.full((L, devices, own), -1)
+    placed_LnS = np.full((L, devices, slots_per_device), -1)
     busy_Ln = np.zeros((L, devices))
     filled_Ln = np.zeros((L, devices), int)
     has_LnE = np.zeros((L, devices, E), bool)
     for item_L, share_L in zip(items_LS.T, share_LS.T, strict=True):
-        full_Ln = filled_Ln == own
+        full_Ln = filled_Ln == slots_per_device
         twice_Ln = has_LnE[rows, :, item_L]
         # Equal loads go where fewest lie, so that none is filled first. A second copy only where
         # nothing else is free.
         cost = np.lexsort((filled_Ln, busy_Ln, twice_Ln, full_Ln), axis=1)[:, 0]
-        found[rows, cost, filled_Ln[rows, cost]] = item_L
+        placed_LnS[rows, cost, filled_Ln[rows, cost]] = item_L
         busy_Ln[rows, cost] += share_L
         filled_Ln[rows, cost] += 1
         has_LnE[rows, cost, item_L] = True
-    return found.reshape(L, slots)
+    return placed_LnS.reshape(L, slots)
 
 
 def settled(new_S: np.ndarray, old_S: np.ndarray, devices: int) -> np.ndarray:
@@ -46,17 +46,17 @@ def settled(new_S: np.ndarray, old_S: np.ndarray, devices: int) -> np.ndarray:
         for placed_nO in (new_nO, old_nO)
     )
     alike_nn = has_new.astype(int) @ has_old.T.astype(int)
-    found = np.full_like(old_nO, -1)
+    slots_nO = np.full_like(old_nO, -1)
     for _ in range(devices):
         share, device = np.unravel_index(alike_nn.argmax(), alike_nn.shape)
         alike_nn[share, :] = alike_nn[:, device] = -1
-        left = new_nO[share].tolist()
-        for place, held in enumerate(old_nO[device]):
-            if held in left:
-                found[device, place] = held
-                left.remove(held)
-        found[device, found[device] < 0] = left
-    return found.reshape(-1)
+        unplaced = new_nO[share].tolist()
+        for place, expert in enumerate(old_nO[device]):
+            if expert in unplaced:
+                slots_nO[device, place] = expert
+                unplaced.remove(expert)
+        slots_nO[device, slots_nO[device] < 0] = unplaced
+    return slots_nO.reshape(-1)
 
 
 def busiest(loads_E: np.ndarray, experts_S: np.ndarray, devices: int) -> float:
@@ -77,16 +77,19 @@ def transfers(
     `sent` is a place of the one that sends, `kept` one of the other's, or past the last where
     nothing is to be kept.
     """
-    own = len(new_S) // devices
-    shape = (devices, devices, own)
+    slots_per_device = len(new_S) // devices
+    shape = (devices, devices, slots_per_device)
     counts = np.zeros((devices, devices), int)
     sent = np.zeros(shape, np.int32)
-    kept = np.full(shape, own, np.int32)
+    targets = np.full(shape, slots_per_device, np.int32)
     for slot in np.flatnonzero(new_S != old_S):
-        to, place = divmod(int(slot), own)
+        to, place = divmod(int(slot), slots_per_device)
         sources = np.flatnonzero(old_S == new_S[slot])
-        source, at = divmod(int(min(sources, key=lambda slot: counts[to, slot // own])), own)
+        source, at = divmod(
+            int(min(sources, key=lambda slot: counts[to, slot // slots_per_device])),
+            slots_per_device,
+        )
         turn = counts[to, source]
-        sent[to, source, turn], kept[to, source, turn] = at, place
+        sent[to, source, turn], targets[to, source, turn] = at, place
         counts[to, source] += 1
-    return sent, kept, int(counts.max())
+    return sent, targets, int(counts.max())

@@ -24,11 +24,11 @@ WORTH = 1.1  # an automatic move must make the busiest device's share so many ti
 class ExpertRebalancer:
     """Plans for all layers at once, and moves the experts of one layer between two steps."""
 
-    def __init__(self, loads: ExpertLoads, config: ModelConfig, mesh: Mesh, every: int):
+    def __init__(self, loads: ExpertLoads, config: ModelConfig, mesh: Mesh, interval: int):
         self.loads = loads
         self.config = config
         self.mesh = mesh
-        self.every = every  # steps from one plan to the next; 0: only when asked
+        self.every = interval  # steps from one plan to the next; 0: only when asked
         self.since = 0
         self.queue: deque[tuple[int, np.ndarray]] = deque()
         self.programs: dict[Any, Any] = {}
@@ -36,13 +36,13 @@ class ExpertRebalancer:
     def lower(self, weights: ModelWeights) -> Iterator[tuple[Any, jax.stages.Lowered]]:
         """The programs that move experts, one for each shape, to be compiled."""
         n = self.loads.devices
-        own = self.loads.held_LS.shape[1] // self.loads.devices
-        places = np.zeros((n, n, own), np.int32)
-        found = set()
+        slots_per_device = self.loads.held_LS.shape[1] // self.loads.devices
+        places = np.zeros((n, n, slots_per_device), np.int32)
+        keys = set()
         for index in self.config.expert_layers:
             for leaf in jax.tree.leaves(stacks(weights.layers[index].moe)):
-                if (key := key_of(leaf)) not in found:
-                    found.add(key)
+                if (key := key_of(leaf)) not in keys:
+                    keys.add(key)
                     spec = leaf.sharding.spec
                     yield (
                         key,
@@ -58,21 +58,23 @@ class ExpertRebalancer:
         of the mean and averaged over all layers.
         """
         loads_LE = self.loads.recent_LE
-        held_LS = self.loads.held_LS
+        experts_LS = self.loads.held_LS
         n = self.loads.devices
         self.queue.clear()
-        before = []
-        after = []
-        for at, new_S in enumerate(balanced(loads_LE, held_LS.shape[1], n)):
-            then, now = (busiest(loads_LE[at], experts_S, n) for experts_S in (new_S, held_LS[at]))
+        loads_before = []
+        loads_after = []
+        for at, new_S in enumerate(balanced(loads_LE, experts_LS.shape[1], n)):
+            then, now = (
+                busiest(loads_LE[at], experts_S, n) for experts_S in (new_S, experts_LS[at])
+            )
             if now > worth * then:
                 self.queue.append((at, new_S))
-            before.append(now)
-            after.append(min(then, now))
+            loads_before.append(now)
+            loads_after.append(min(then, now))
         return {
             "layers": len(self.queue),
-            "before": float(np.mean(before)),
-            "after": float(np.mean(after)),
+            "before": float(np.mean(loads_before)),
+            "after": float(np.mean(loads_after)),
         }
 
     def launching(self, weights: ModelWeights) -> ModelWeights:
@@ -86,19 +88,19 @@ class ExpertRebalancer:
     def move(self, weights: ModelWeights, at: int, new_S: np.ndarray) -> ModelWeights:
         """Give the experts of a layer other places, and send its tokens there from now on."""
         n = self.loads.devices
-        held_LS = self.loads.held_LS.copy()
+        experts_LS = self.loads.held_LS.copy()
         index = self.config.expert_layers[at]
-        new_S = settled(new_S, held_LS[at], n)
-        sent, kept, turns = transfers(new_S, held_LS[at], n)
+        new_S = settled(new_S, experts_LS[at], n)
+        sent, targets, turns = transfers(new_S, experts_LS[at], n)
         layer = weights.layers[index]
         moved = jax.tree.map(
-            lambda leaf: self.programs[key_of(leaf)](leaf, sent, kept, np.int32(turns)),
+            lambda leaf: self.programs[key_of(leaf)](leaf, sent, targets, np.int32(turns)),
             stacks(layer.moe),
         )
         moe = placed(layer.moe.replace(**moved), new_S, self.mesh, self.config.layers[index].moe)
-        self.loads.moved += int((new_S != held_LS[at]).sum())
-        held_LS[at] = new_S
-        self.loads.held_LS = held_LS
+        self.loads.moved += int((new_S != experts_LS[at]).sum())
+        experts_LS[at] = new_S
+        self.loads.held_LS = experts_LS
         layers = weights.layers
         return weights.replace(
             layers=(*layers[:index], layer.replace(moe=moe), *layers[index + 1 :])

@@ -14,11 +14,13 @@ class HostArray:
         self.parts = {str(shard.index): np.array(shard.data) for shard in leaf.addressable_shards}
 
 
-def to_device(held: HostArray | jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+def to_device(array: HostArray | jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
     """The array on its devices; one that an earlier attempt has moved there stays."""
-    if isinstance(held, jax.Array):
-        return held
-    return jax.make_array_from_callback(held.shape, sharding, lambda index: held.parts[str(index)])
+    if isinstance(array, jax.Array):
+        return array
+    return jax.make_array_from_callback(
+        array.shape, sharding, lambda index: array.parts[str(index)]
+    )
 
 
 def to_host(tree: Any, keep: bool) -> Any:

@@ -27,21 +27,21 @@ def mesh_of(options: EngineOptions, config: ModelConfig) -> Mesh | None:
             f"{options.block_size} positions of a page; it can be {', '.join(fitting)}, or "
             "block_size a multiple of it"
         )
-    asked = (
+    requested_axes = (
         " times ".join(f"{PARALLEL[axis]} {size}" for axis, size in sizes.items() if size > 1)
         or "one device"
     )
     if options.num_processes > 1 and count != jax.device_count():
-        each = jax.device_count() / options.num_processes
+        devices_per_process = jax.device_count() / options.num_processes
         raise ModelError(
-            f"{asked} is {count}; with num_processes {options.num_processes} it must be the number "
-            f"of all their devices, {jax.device_count()} ({each:g} each)"
+            f"{requested_axes} is {count}; with num_processes {options.num_processes} it must be the number "
+            f"of all their devices, {jax.device_count()} ({devices_per_process:g} each)"
         )
     try:
         return make_mesh(**sizes)
     except ValueError as error:
         raise ModelError(
-            f"{asked}: {error}; on a CPU XLA_FLAGS=--xla_force_host_platform_device_count=N makes "
+            f"{requested_axes}: {error}; on a CPU XLA_FLAGS=--xla_force_host_platform_device_count=N makes "
             "N of it"
         ) from None
 

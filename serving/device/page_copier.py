@@ -31,8 +31,8 @@ class Offload:
     def arrive(self) -> None:
         """Wait for the pages, and give each copy its bytes."""
         rows = zip(*map(np.asarray, self.stages), strict=True)
-        for copy, own in zip(self.copies, rows, strict=False):
-            copy.data = np.concatenate(own)  # no view: the others' bytes go when theirs do
+        for copy, page_parts in zip(self.copies, rows, strict=False):
+            copy.data = np.concatenate(page_parts)  # no view: the others' bytes go when theirs do
 
 
 class PageCopier:
@@ -40,18 +40,20 @@ class PageCopier:
 
     def __init__(self, pipeline: Pipeline, to_host: bool, groups: int):
         self.to_host, windows = to_host, len(pipeline.config.windows)
-        found = [pipeline.page_owners(group) for group in range(groups)]
+        owners_by_group = [pipeline.page_owners(group) for group in range(groups)]
         # a snapshot is large
         self.at_once = [AT_ONCE if group < windows else 1 for group in range(groups)]
-        self.owners = [[own for own in layers if own] for layers in found]  # by group, by stage
+        self.owners = [
+            [stage_layers for stage_layers in layers if stage_layers] for layers in owners_by_group
+        ]  # by group, by stage
         self.programs: dict[tuple[str, int, int], Any] = {}
 
     def calls(self, pages: dict[int, Held]) -> Iterator[tuple[tuple[str, int, int], Call]]:
         """The programs to be made."""
         for group, stages in enumerate(self.owners):
             numbers = self.numbers_of(group, [])
-            for stage, own in enumerate(stages):
-                layers = [pages[index] for index in own]
+            for stage, stage_layers in enumerate(stages):
+                layers = [pages[index] for index in stage_layers]
                 yield ("copy", group, stage), Call(copy_pages, (layers, numbers, numbers))
                 if self.to_host:
                     bytes_NX = np.zeros((len(numbers), stored_page_bytes(layers)), np.uint8)
@@ -64,48 +66,52 @@ class PageCopier:
         """(the pages, what is on its way to host memory)."""
         offloads = []
         for group, stages in enumerate(self.owners):
-            layers = [[pages[index] for index in own] for own in stages]
+            layers = [[pages[index] for index in stage_layers] for stage_layers in stages]
             at_once = self.at_once[group]
 
-            def run(kind: str, *given, group=group, layers=layers) -> list[Any]:
+            def run(kind: str, *operands, group=group, layers=layers) -> list[Any]:
                 """In each stage: its program, its layers, and what is given for all, or for
                 each.
                 """
                 return [
                     self.programs[kind, group, stage](
-                        own, *(x[stage] if isinstance(x, list) else x for x in given)
+                        stage_arrays, *(x[stage] if isinstance(x, list) else x for x in operands)
                     )
-                    for stage, own in enumerate(layers)
+                    for stage, stage_arrays in enumerate(layers)
                 ]
 
-            for some in parts(
+            for chunk in parts(
                 [(page, copy) for page, copy in moves.offloads if copy.group == group], at_once
             ):
-                read = run("offload", self.numbers_of(group, [page for page, _ in some]))
+                read = run("offload", self.numbers_of(group, [page for page, _ in chunk]))
                 for bytes_NX in read:
                     bytes_NX.copy_to_host_async()
-                offloads.append(Offload(read, [copy for _, copy in some]))
-            for some in parts([move[1:] for move in moves.copies if move[0] == group], at_once):
+                offloads.append(Offload(read, [copy for _, copy in chunk]))
+            for chunk in parts([move[1:] for move in moves.copies if move[0] == group], at_once):
                 origins, targets = (
-                    self.numbers_of(group, pages) for pages in zip(*some, strict=True)
+                    self.numbers_of(group, pages) for pages in zip(*chunk, strict=True)
                 )
                 layers[:] = run("copy", origins, targets)
             restores = [
-                (page, copy) for (own, page), copy in moves.restores.items() if own == group
+                (page, copy)
+                for (stage_layers, page), copy in moves.restores.items()
+                if stage_layers == group
             ]
-            here = [(page, copy) for page, copy in restores if not isinstance(copy.data, SentPage)]
-            for some in parts(here, at_once):
-                ends = np.cumsum([stored_page_bytes(own) for own in layers])
-                bytes_NX = np.zeros((at_once, ends[-1]), np.uint8)
-                for row, (_, copy) in zip(bytes_NX, some, strict=False):
+            on_host = [
+                (page, copy) for page, copy in restores if not isinstance(copy.data, SentPage)
+            ]
+            for chunk in parts(on_host, at_once):
+                stage_ends = np.cumsum([stored_page_bytes(stage_layers) for stage_layers in layers])
+                bytes_NX = np.zeros((at_once, stage_ends[-1]), np.uint8)
+                for row, (_, copy) in zip(bytes_NX, chunk, strict=False):
                     row[:] = np.frombuffer(copy.content, np.uint8)
-                targets = self.numbers_of(group, [page for page, _ in some])
-                layers[:] = run("restore", targets, np.split(bytes_NX, ends[:-1], axis=1))
+                targets = self.numbers_of(group, [page for page, _ in chunk])
+                layers[:] = run("restore", targets, np.split(bytes_NX, stage_ends[:-1], axis=1))
             sent = [(page, copy.data) for page, copy in restores if isinstance(copy.data, SentPage)]
             for block_NX, targets in blocks(sent):
                 layers[:] = run("restore", targets, block_NX)
-            for own, held in zip(stages, layers, strict=True):
-                pages = {**pages, **dict(zip(own, held, strict=True))}
+            for stage_layers, stage_arrays in zip(stages, layers, strict=True):
+                pages = {**pages, **dict(zip(stage_layers, stage_arrays, strict=True))}
         return pages, offloads
 
     def numbers_of(self, group: int, pages: Seq[int]) -> np.ndarray:
@@ -118,9 +124,9 @@ class PageCopier:
         """
         read = [
             self.programs["offload", group, stage](
-                [pages[index] for index in own], self.numbers_of(group, numbers)
+                [pages[index] for index in stage_layers], self.numbers_of(group, numbers)
             )
-            for stage, own in enumerate(self.owners[group])
+            for stage, stage_layers in enumerate(self.owners[group])
         ]
         return (
             read[0]
@@ -132,8 +138,8 @@ class PageCopier:
         """Such rows of another engine, where this one's devices can write them into pages."""
         if len(self.owners[group]) > 1:
             return np.asarray(block_NX)
-        (_, _, where), _ = self.programs["restore", group, 0].input_shardings
-        return jax.device_put(block_NX, where)
+        (_, _, sharding), _ = self.programs["restore", group, 0].input_shardings
+        return jax.device_put(block_NX, sharding)
 
 
 def parts(moves: Seq[Any], at_once: int) -> Iterator[Seq[Any]]:
@@ -144,10 +150,10 @@ def blocks(rows: Seq[tuple[int, SentPage]]) -> Iterator[tuple[Any, np.ndarray]]:
     """Arrays on the device, and for each of their rows the page that it goes to; the dummy page
     takes the others.
     """
-    found: dict[int, tuple[Any, np.ndarray]] = {}
+    targets_by_block: dict[int, tuple[Any, np.ndarray]] = {}
     for page, row in rows:
-        _, targets = found.setdefault(
+        _, targets = targets_by_block.setdefault(
             id(row.block_NX), (row.block_NX, np.zeros(len(row.block_NX), np.int32))
         )
         targets[row.row] = page
-    return iter(found.values())
+    return iter(targets_by_block.values())

@@ -61,10 +61,11 @@ class Pipeline:
         """Weights and state of each stage."""
         if len(self) == 1:
             return [(weights, state)]
-        own = [stage_weights(model_of(weights), stage) for stage in self.stages]
-        own[-1] = with_model(weights, own[-1])  # the last one drafts
+        weights_by_stage = [stage_weights(model_of(weights), stage) for stage in self.stages]
+        weights_by_stage[-1] = with_model(weights, weights_by_stage[-1])  # the last one drafts
         return [
-            (part, stage_state(state, stage)) for part, stage in zip(own, self.stages, strict=True)
+            (stage_part, stage_state(state, stage))
+            for stage_part, stage in zip(weights_by_stage, self.stages, strict=True)
         ]
 
     def make_state(
@@ -109,7 +110,7 @@ class Pipeline:
         ]
 
     def lower(
-        self, weights, state: State, layout: BatchLayout, plain: bool = False
+        self, weights, state: State, layout: BatchLayout, is_plain: bool = False
     ) -> list[jax.stages.Lowered]:
         """A step's program for each stage, to be looked at."""
 
@@ -118,7 +119,7 @@ class Pipeline:
             self.variance |= variance(traced.jaxpr.jaxpr)
             return traced.lower()
 
-        return self.each(lower, weights, state, layout, plain)
+        return self.each(lower, weights, state, layout, is_plain)
 
     def make(
         self,
@@ -126,14 +127,14 @@ class Pipeline:
         weights,
         state: State,
         layout: BatchLayout,
-        plain: bool = False,
-        rests: bool = False,
+        is_plain: bool = False,
+        without_drafter: bool = False,
     ) -> list[Program]:
-        """The same, to be served; `rests`: without the drafter."""
+        """The same programs, compiled."""
         make = partial(compiler.make, build=compile_step)
-        made = self.each(make, weights, state, layout, plain, rests)
-        self.variance = self.variance.union(*(program.variance for program in made))
-        return made
+        programs = self.each(make, weights, state, layout, is_plain, without_drafter)
+        self.variance = self.variance.union(*(program.variance for program in programs))
+        return programs
 
     def each(
         self,
@@ -141,32 +142,32 @@ class Pipeline:
         weights,
         state: State,
         layout: BatchLayout,
-        plain: bool,
-        rests: bool = False,
+        is_plain: bool,
+        without_drafter: bool = False,
     ) -> list[Made]:
         """What `make` makes of each stage's part of a step."""
-        if rests:
+        if without_drafter:
             weights, state, _ = self.without_drafter(weights, state)
-        found = []  # the first gets none
+        results = []  # the first gets none
         x = ()
-        for stage, mesh, (own, held) in zip(
+        for stage, mesh, (weights_part, state_part) in zip(
             self.stages, self.meshes, self.parts(weights, state), strict=True
         ):
             call = Call(
                 step,
-                (own, held, layout.nothing, *x),
+                (weights_part, state_part, layout.nothing, *x),
                 shape=layout.shape,
                 config=self.config,
-                plain=plain,
-                places=Places.of(own, mesh),
+                is_plain=is_plain,
+                places=Places.of(weights_part, mesh),
                 stage=stage,
-                drafter=self.drafter if stage.is_last and not rests else None,
-                rests=rests,
+                drafter=self.drafter if stage.is_last and not without_drafter else None,
+                without_drafter=without_drafter,
             )
-            found.append(make(call))
+            results.append(make(call))
             if not stage.is_last:
-                x = found[-1].out_info[:1]
-        return found
+                x = results[-1].out_info[:1]
+        return results
 
     def fused_steps(self, weights, state: State, layout: BatchLayout, steps: int) -> Call:
         """Several decode steps; of a model on one device, without a drafter."""
@@ -176,11 +177,11 @@ class Pipeline:
 
     def draft_prefill(self, weights, state: State, layout: BatchLayout) -> Call:
         """A drafter, on the last stage, computes what it has not followed."""
-        own, held = self.parts(weights, state)[-1]
-        places = Places.of(own, self.meshes[-1])
+        weights_part, state_part = self.parts(weights, state)[-1]
+        places = Places.of(weights_part, self.meshes[-1])
         return Call(
             draft_prefill,
-            (own, held, layout.nothing),
+            (weights_part, state_part, layout.nothing),
             shape=layout.shape,
             drafter=self.drafter,
             places=places,
@@ -188,26 +189,31 @@ class Pipeline:
 
     def run_draft_prefill(self, compiled: Any, weights, state: State, buffer) -> State:
         """The state after that program ran."""
-        parts = self.parts(weights, state)
-        own, held = parts[-1]
-        return join([*(held for _, held in parts[:-1]), compiled(own, held, buffer)])
+        stage_parts = self.parts(weights, state)
+        weights_part, state_part = stage_parts[-1]
+        return join(
+            [
+                *(state for _, state in stage_parts[:-1]),
+                compiled(weights_part, state_part, buffer),
+            ]
+        )
 
-    def program(self, made: list[Program], rests: bool = False) -> Any:
+    def program(self, stage_programs: list[Program], without_drafter: bool = False) -> Any:
         """Runs a whole step: (weights, state, buffer) -> (what is drawn, hidden states, state)."""
-        compiled = [program.result() for program in made]
-        whole = compiled[0] if len(compiled) == 1 else Relay(self, compiled)
-        return Resting(self, whole) if rests else whole
+        compiled = [program.result() for program in stage_programs]
+        step = compiled[0] if len(compiled) == 1 else Relay(self, compiled)
+        return WithoutDrafter(self, step) if without_drafter else step
 
     def without_drafter(self, weights, state: State) -> tuple[Any, State, dict[int, Any]]:
         """(the model's weights, the state without a drafter's pages, and these)."""
-        own = {}
-        drafters = {}
-        for index, held in state.pages.items():
-            (own if index < len(self.config.layers) else drafters)[index] = held
-        return model_of(weights), state.replace(pages=own), drafters
+        target_pages = {}
+        drafter_pages = {}
+        for index, pages in state.pages.items():
+            (target_pages if index < len(self.config.layers) else drafter_pages)[index] = pages
+        return model_of(weights), state.replace(pages=target_pages), drafter_pages
 
 
-class Resting:
+class WithoutDrafter:
     """A step's program without the drafter: each array that a program is given costs about a
     microsecond.
     """
@@ -233,12 +239,12 @@ class Relay:
         x = ()
         hidden_RD = None
         states = []
-        parts = self.pipeline.parts(weights, state)
-        for mesh, program, (own, held) in zip(
-            self.pipeline.meshes, self.programs, parts, strict=True
+        stage_parts = self.pipeline.parts(weights, state)
+        for mesh, program, (weights_part, state_part) in zip(
+            self.pipeline.meshes, self.programs, stage_parts, strict=True
         ):
-            *x, hidden_RD, held = program(own, held, buffer, *move(x, mesh))
-            states.append(held)
+            *x, hidden_RD, state_part = program(weights_part, state_part, buffer, *move(x, mesh))
+            states.append(state_part)
         return *x, hidden_RD, join(states)
 
 
@@ -252,27 +258,27 @@ def move(x, mesh: Mesh):
 def stage_state(state: State, stage: Stage) -> State:
     """What a stage has of the state of a model of several."""
     pages = {
-        index: held
-        for index, held in state.pages.items()
+        index: layer_pages
+        for index, layer_pages in state.pages.items()
         if index in stage.layers or (stage.is_last and index >= stage.layers.stop)  # a drafter's
     }
-    kept, snapshots = (
-        {index: held for index, held in whole.items() if index in stage.layers}
-        for whole in (state.kept, state.snapshots)
+    recurrent, snapshots = (
+        {index: layer_pages for index, layer_pages in by_layer.items() if index in stage.layers}
+        for by_layer in (state.recurrent, state.snapshots)
     )
     return (state if stage.is_last else State({})).replace(
-        pages=pages, kept=kept, snapshots=snapshots
+        pages=pages, recurrent=recurrent, snapshots=snapshots
     )
 
 
 def join(states) -> State:
     """The state of all stages; the last has the slots."""
     pages = {}
-    kept = {}
+    recurrent = {}
     snapshots = {}
     last = None
     for last in states:
         pages |= last.pages
-        kept |= last.kept
+        recurrent |= last.recurrent
         snapshots |= last.snapshots
-    return last.replace(pages=pages, kept=kept, snapshots=snapshots)
+    return last.replace(pages=pages, recurrent=recurrent, snapshots=snapshots)

@@ -113,8 +113,10 @@ class Compiler:
     def make(self, call: Call, build: Build = jax.stages.Lowered.compile) -> Program:
         """The program of a call."""
         path = self.path_of(call)
-        if path is not None and (kept := read(path)) is not None:
-            return Program(self.threads.submit(self.load, path, kept, call, build), kept.variance)
+        if path is not None and (stored := read(path)) is not None:
+            return Program(
+                self.threads.submit(self.load, path, stored, call, build), stored.variance
+            )
         if path is None:
             elsewhere.add(call.function)
         elif not self.made:
@@ -127,12 +129,12 @@ class Compiler:
             self.made.append((path, program))
         return program
 
-    def load(self, path: Path, kept: Kept, call: Call, build: Build) -> jax.stages.Compiled:
+    def load(self, path: Path, stored: Kept, call: Call, build: Build) -> jax.stages.Compiled:
         """A program that was kept, or the same anew where it cannot be loaded after all."""
-        trees = jax.tree.structure((call.args, {})), jax.tree.structure(kept.out)
+        trees = jax.tree.structure((call.args, {})), jax.tree.structure(stored.out)
         try:
             return deserialize_and_load(
-                kept.binary, *trees, execution_devices=[device_of(call.args)]
+                stored.binary, *trees, execution_devices=[device_of(call.args)]
             )
         except Exception as error:  # whatever the runtime says
             log.warning("%s cannot be loaded, and the next start makes it again: %s", path, error)
@@ -170,11 +172,11 @@ class Pauses:
     def __exit__(self, *error) -> None:
         self.add(-1)
 
-    def add(self, one: int) -> None:
+    def add(self, delta: int) -> None:
         with self.lock:
-            self.count += one
-            if self.count == max(one, 0):
-                jax.config.update("jax_enable_compilation_cache", one < 0)
+            self.count += delta
+            if self.count == max(delta, 0):
+                jax.config.update("jax_enable_compilation_cache", delta < 0)
                 compilation_cache.reset_cache()  # it looks at the setting once
 
 
@@ -227,16 +229,16 @@ def described(x: Any, values: bool = False) -> str:
     the `values`.
     """
     if is_dataclass(x) and not isinstance(x, type):
-        own = {each.name: getattr(x, each.name) for each in fields(x)}
-        return f"{type(x).__module__}.{type(x).__qualname__}{described(own, values)}"
+        field_values = {item.name: getattr(x, item.name) for item in fields(x)}
+        return f"{type(x).__module__}.{type(x).__qualname__}{described(field_values, values)}"
     if isinstance(x, Mapping):
         return (
             f"{{{', '.join(f'{key!r}: {described(value, values)}' for key, value in x.items())}}}"
         )
     if isinstance(x, tuple | list):
-        return f"{type(x).__qualname__}({', '.join(described(each, values) for each in x)})"
+        return f"{type(x).__qualname__}({', '.join(described(item, values) for item in x)})"
     if isinstance(x, set | frozenset):
-        return f"{{{', '.join(sorted(described(each, values) for each in x))}}}"
+        return f"{{{', '.join(sorted(described(item, values) for item in x))}}}"
     if isinstance(x, jax.Array) and not values and len(x.sharding.device_set) == 1:
         return f"{x.dtype}{x.shape}{x.aval.weak_type, x.sharding, x.committed}"
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -263,24 +265,24 @@ def read(path: Path) -> Kept | None:
     can be had.
     """
     try:
-        whole = path.read_bytes()
+        content = path.read_bytes()
         os.utime(path)  # when it was last used
     except OSError:
         return None
     begin = len(MAGIC) + hashlib.blake2b().digest_size
-    if whole[:begin] != MAGIC + hashlib.blake2b(whole[begin:]).digest():
+    if content[:begin] != MAGIC + hashlib.blake2b(content[begin:]).digest():
         log.warning("%s is damaged and made again", path)
         return None
-    kept = pickle.loads(whole[begin:])
-    return kept if all(native.has(name) == had for name, had in kept.kernels.items()) else None
+    stored = pickle.loads(content[begin:])
+    return stored if all(native.has(name) == had for name, had in stored.kernels.items()) else None
 
 
-def keep(folder: Path, made: Iterable[tuple[Path, Program]]) -> None:
+def keep(folder: Path, programs: Iterable[tuple[Path, Program]]) -> None:
     """Write programs, if there is room."""
     kernels = native.outcomes()
     files = {}
     try:
-        for path, program in made:
+        for path, program in programs:
             binary, _, tree = serialize(program.result())
             out = jax.tree.unflatten(tree, range(tree.num_leaves))
             content = pickle.dumps(Kept(binary, out, program.variance, kernels))
@@ -288,7 +290,7 @@ def keep(folder: Path, made: Iterable[tuple[Path, Program]]) -> None:
         if not make_room(folder, SUFFIX, sum(map(len, files.values())), LIMIT):
             raise OSError("there is no room")
         for path, whole in files.items():
-            with publish(path) as part:
-                part.write_bytes(whole)
+            with publish(path) as file:
+                file.write_bytes(whole)
     except Exception as error:  # what is served does not depend on it
         log.warning("compiled steps are not kept for the next start: %s", error)

@@ -38,7 +38,7 @@ class State:
     # tokens of each expert, by layer with experts; the counters wrap
     loads_nLE: jax.Array | None = None
     # by layer with a state: arrays by slot
-    kept: dict[int, dict[str, Any]] = struct.field(default_factory=dict)
+    recurrent: dict[int, dict[str, Any]] = struct.field(default_factory=dict)
     snapshots: dict[int, dict[str, Any]] = struct.field(default_factory=dict)  # and by page
 
     @property
@@ -46,7 +46,10 @@ class State:
         """All whose first axis counts pages, by layer; snapshots by `~layer`, since a layer may
         have keys as well.
         """
-        return {**self.pages, **{~index: held for index, held in self.snapshots.items()}}
+        return {
+            **self.pages,
+            **{~index: layer_arrays for index, layer_arrays in self.snapshots.items()},
+        }
 
     def with_pages(self, by_page: dict[int, Any]) -> "State":
         """With others in their place."""
@@ -64,8 +67,8 @@ def state_places(state: State) -> State:
     """
 
     def of(pages: KVPages) -> KVPages:
-        def place(name: str, held) -> P | None:
-            if held is None:
+        def place(name: str, array) -> P | None:
+            if array is None:
                 return None
             # What holds keys and values in one is read by all heads.
             heads = None if pages.v_PSKH is None and pages.kv_PSYH is None else "tensor"
@@ -83,11 +86,11 @@ def state_places(state: State) -> State:
     held = (
         None if leaf is None else P(*[None] * (leaf.ndim - 1), "data") for leaf in held_of(state)
     )
-    kept, snapshots = jax.tree.map(
+    recurrent, snapshots = jax.tree.map(
         lambda leaf: P("data", "tensor") if leaf.ndim > 1 else P("data"),
-        (state.kept, state.snapshots),
+        (state.recurrent, state.snapshots),
     )
-    return State(pages, slots, *held, loads, kept, snapshots)
+    return State(pages, slots, *held, loads, recurrent, snapshots)
 
 
 def held_of(state: State) -> tuple[jax.Array | None, ...]:
@@ -103,8 +106,8 @@ def page_shapes(config: ModelConfig, index: int, page_size: int) -> dict[str, tu
     dtype = jnp.dtype(config.layer_kv_dtype(index))
     if len(a.cached) == 2 and pairs(dtype):
         return {"kv_PSYH": (page_size, 2 * a.kv_heads, a.head_dim)}
-    each = 2 if dtype == jnp.int4 else 1  # codes of a byte
-    shapes = ((page_size, heads, width // each) for heads, width in a.cached)
+    codes_per_byte = 2 if dtype == jnp.int4 else 1  # codes of a byte
+    shapes = ((page_size, heads, width // codes_per_byte) for heads, width in a.cached)
     return dict(zip(("k_PSKH", "v_PSKH"), shapes, strict=False))
 
 
@@ -152,18 +155,23 @@ def empty_state(
     a drafter's.
     """
     pages = empty_pages(paged, paged_layers(config, paged, stage), num_pages, page_size)
-    own = [index for index in config.state_layers if index in stage.layers]
-    kept = {
-        index: empty_kept(config.layers[index].attention, max_seqs, max_drafts) for index in own
+    state_layers = [index for index in config.state_layers if index in stage.layers]
+    recurrent = {
+        index: empty_recurrent_state(config.layers[index].attention, max_seqs, max_drafts)
+        for index in state_layers
     }
-    if kept and max_drafts:
-        kept[own[0]]["length"] = jnp.zeros(max_seqs, jnp.int32)  # of all layers of the stage
+    if recurrent and max_drafts:
+        recurrent[state_layers[0]]["length"] = jnp.zeros(
+            max_seqs, jnp.int32
+        )  # of all layers of the stage
     count = num_pages[-1] if len(num_pages) > len(paged.windows) else 0
     snapshots = {
-        index: empty_kept(config.layers[index].attention, count, 0) for index in own if count
+        index: empty_recurrent_state(config.layers[index].attention, count, 0)
+        for index in state_layers
+        if count
     }
     if not stage.is_last:
-        return State(pages, kept=kept, snapshots=snapshots)
+        return State(pages, recurrent=recurrent, snapshots=snapshots)
     loads_nLE = None
     if stage.is_first and config.experts:
         loads_nLE = jnp.zeros((1, len(config.expert_layers), config.experts), jnp.uint32)
@@ -171,15 +179,19 @@ def empty_state(
     shapes = [(max_seqs,), *([(max_drafts, max_seqs), (max_seqs,)] if max_drafts else [])]
     last_tokens_B, *drafted = [jnp.zeros(shape, jnp.int32) for shape in shapes]
     drafts_KB, rejected_B = drafted or (None, None)
-    return State(pages, slots, last_tokens_B, drafts_KB, rejected_B, loads_nLE, kept, snapshots)
+    return State(
+        pages, slots, last_tokens_B, drafts_KB, rejected_B, loads_nLE, recurrent, snapshots
+    )
 
 
-def empty_kept(mixer, max_seqs: int, max_drafts: int) -> dict[str, Any]:
+def empty_recurrent_state(mixer, max_seqs: int, max_drafts: int) -> dict[str, Any]:
     """What a layer keeps for each slot; where there are drafts, what their rows brought, too."""
-    kept: dict[str, Any] = {name: blank((max_seqs, *shape)) for name, shape in mixer.kept.items()}
+    arrays: dict[str, Any] = {
+        name: blank((max_seqs, *shape)) for name, shape in mixer.state_shapes.items()
+    }
     if max_drafts:
-        kept["drafted"] = tuple(blank((max_seqs, max_drafts, *shape)) for shape in mixer.inputs)
-    return kept
+        arrays["drafted"] = tuple(blank((max_seqs, max_drafts, *shape)) for shape in mixer.inputs)
+    return arrays
 
 
 def empty_pages(

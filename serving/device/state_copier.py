@@ -21,21 +21,22 @@ class StateCopier:
         self.max_seqs = max_seqs
         self.num_pages = num_pages
         self.replicas = replicas
-        self.stages = [own for own in pipeline.state_layers() if own]
+        self.stages = [stage_layers for stage_layers in pipeline.state_layers() if stage_layers]
         self.programs: dict[tuple[str, int], Any] = {}
 
     def calls(self, state: State) -> Iterator[tuple[tuple[str, int], Call]]:
         """The programs to be made; none where there are no snapshots."""
         if state.snapshots:
             numbers = np.zeros(AT_ONCE, np.int32)
-            for stage, own in enumerate(self.stages):
-                kept, snapshots = (
-                    {index: held[index] for index in own} for held in (state.kept, state.snapshots)
+            for stage, stage_layers in enumerate(self.stages):
+                recurrent, snapshots = (
+                    {index: snapshots[index] for index in stage_layers}
+                    for snapshots in (state.recurrent, state.snapshots)
                 )
-                yield ("save", stage), Call(save_states, (snapshots, kept, numbers, numbers))
+                yield ("save", stage), Call(save_states, (snapshots, recurrent, numbers, numbers))
                 yield (
                     ("load", stage),
-                    Call(load_states, (kept, snapshots, numbers, numbers, numbers)),
+                    Call(load_states, (recurrent, snapshots, numbers, numbers, numbers)),
                 )
 
     def move(
@@ -45,7 +46,7 @@ class StateCopier:
 
         The device has the slots and pages of all replicas, one replica after the other.
         """
-        kept = dict(state.kept)
+        recurrent = dict(state.recurrent)
         snapshots = dict(state.snapshots)
         writes = [
             (replica * self.max_seqs + slot, replica * self.num_pages + page)
@@ -55,18 +56,24 @@ class StateCopier:
             (replica * self.num_pages + page, replica * self.max_seqs + slot, tokens)
             for replica, page, slot, tokens in loads
         ]
-        for stage, own in enumerate(self.stages):
+        for stage, stage_layers in enumerate(self.stages):
             # the rest goes to page 0, which nobody reads
             for slots, pages in columns(writes, (0, 0)):
-                some = ({index: held[index] for index in own} for held in (snapshots, kept))
-                snapshots |= self.programs["save", stage](*some, slots, pages)
+                chunk = (
+                    {index: held[index] for index in stage_layers}
+                    for held in (snapshots, recurrent)
+                )
+                snapshots |= self.programs["save", stage](*chunk, slots, pages)
             for pages, slots, lengths in columns(reads, (0, self.replicas * self.max_seqs, 0)):
-                some = ({index: held[index] for index in own} for held in (kept, snapshots))
-                kept |= self.programs["load", stage](*some, pages, slots, lengths)
-        return state.replace(kept=kept, snapshots=snapshots)
+                chunk = (
+                    {index: held[index] for index in stage_layers}
+                    for held in (recurrent, snapshots)
+                )
+                recurrent |= self.programs["load", stage](*chunk, pages, slots, lengths)
+        return state.replace(recurrent=recurrent, snapshots=snapshots)
 
 
-def columns(rows: Seq[tuple[int, ...]], rest: tuple[int, ...]) -> Iterator[np.ndarray]:
+def columns(rows: Seq[tuple[int, ...]], padding: tuple[int, ...]) -> Iterator[np.ndarray]:
     for start in range(0, len(rows), AT_ONCE):
-        some = rows[start : start + AT_ONCE]
-        yield np.array([*some, *[rest] * (AT_ONCE - len(some))], np.int32).T.copy()
+        chunk = rows[start : start + AT_ONCE]
+        yield np.array([*chunk, *[padding] * (AT_ONCE - len(chunk))], np.int32).T.copy()

@@ -61,12 +61,14 @@ class Places:
     @classmethod
     def of(cls, weights, mesh: Mesh | None) -> "Places | None":
         """Where the weights lie; None: all on one device."""
-        found = tuple(
+        places = tuple(
             Place(P() if mesh is None else leaf.sharding.spec, leaf.sharding.memory_kind == HOST)
             for leaf in jax.tree.leaves(weights)
         )
         return (
-            None if mesh is None and not any(place.on_host for place in found) else cls(mesh, found)
+            None
+            if mesh is None and not any(place.on_host for place in places)
+            else cls(mesh, places)
         )
 
     def fetcher(self, weights):
@@ -77,16 +79,26 @@ class Places:
         if not any(place.on_host or "context" in place.spec for place in jax.tree.leaves(layers)):
             return None
 
-        def fetch(number: int, own, x):
-            own, x = jax.lax.optimization_barrier((own, x))
-            return jax.tree.map(lambda place, leaf: place.fetch(leaf), layers[number], own), x
+        def fetch(number: int, layer_weights, x):
+            layer_weights, x = jax.lax.optimization_barrier((layer_weights, x))
+            return jax.tree.map(
+                lambda place, leaf: place.fetch(leaf), layers[number], layer_weights
+            ), x
 
         return fetch
 
 
 @partial(
     jax.jit,
-    static_argnames=("shape", "config", "plain", "places", "stage", "drafter", "rests"),
+    static_argnames=(
+        "shape",
+        "config",
+        "is_plain",
+        "places",
+        "stage",
+        "drafter",
+        "without_drafter",
+    ),
     donate_argnames="state",
 )
 def step(
@@ -97,11 +109,11 @@ def step(
     *,
     shape: StepShape,
     config: ModelConfig,
-    plain: bool = False,
+    is_plain: bool = False,
     places: Places | None = None,
     stage: Stage | None = None,
     drafter: DeviceDrafter | None = None,
-    rests: bool = False,
+    without_drafter: bool = False,
 ):
     """One step of every sequence in the batch that the buffer holds: (what is drawn, these rows'
     hidden states, state).
@@ -110,7 +122,7 @@ def step(
     or `BANNED`. Over a mesh each device does the same with its own part of weights and state. A
     `stage` that is not the last gives (rows, None, state), and one that is not the first gets such
     rows. With a `drafter`, whose weights come with the model's, the step also says what may come
-    next. One that `rests` has no drafts.
+    next. A step `without_drafter` neither verifies nor makes drafts.
     """
     stage = stage or whole_model(config)
     fetch = None if places is None else places.fetcher(weights)
@@ -122,28 +134,43 @@ def step(
             x,
             shape,
             config,
-            plain,
+            is_plain,
             ONE_DEVICE,
             stage,
             fetch,
             drafter,
-            rests,
+            without_drafter,
         )
-    own = local_config(config, places.mesh)
+    local = local_config(config, places.mesh)
     devices = axes_of(places.mesh, shape)
     drafts = None if drafter is None else drafter.localize(places.mesh)
     of_weights = jax.tree.structure(weights).unflatten([place.spec for place in places.weights])
     of_state = state_places(state)
     of_rows = P((devices.data * devices.rows).name or None)
-    tells = places.mesh.is_multi_process  # what is drawn must be on a device of each process
-    drawn = P(None if tells else "data")
+    is_multi_process = (
+        places.mesh.is_multi_process
+    )  # what is drawn must be on a device of each process
+    drawn = P(None if is_multi_process else "data")
 
     def part(weights, state, buffer, x):
-        mine = devices.data.part(buffer)
+        replica_buffer = devices.data.part(buffer)
         *out, state = step_of_one(
-            weights, state, mine, x, shape, own, plain, devices, stage, fetch, drafts, rests
+            weights,
+            state,
+            replica_buffer,
+            x,
+            shape,
+            local,
+            is_plain,
+            devices,
+            stage,
+            fetch,
+            drafts,
+            without_drafter,
         )
-        return *(jax.tree.map(devices.data.join, out) if tells and stage.is_last else out), state
+        return *(
+            jax.tree.map(devices.data.join, out) if is_multi_process and stage.is_last else out
+        ), state
 
     run = jax.shard_map(
         part, mesh=places.mesh, in_specs=(of_weights, of_state, P(), of_rows),
@@ -176,19 +203,21 @@ def fused_steps(
         number, state, results = carry
         # What depends on weights alone XLA would compute before the loop, for all of them: an
         # embedding in float32.
-        own, number = jax.lax.optimization_barrier((weights, number))
-        *result, state = step(own, state, buffers_SX[number], shape=shape, config=config)
+        step_weights, number = jax.lax.optimization_barrier((weights, number))
+        *result, state = step(step_weights, state, buffers_SX[number], shape=shape, config=config)
         return (
             number + 1,
             state,
-            jax.tree.map(lambda all_S, one: all_S.at[number].set(one), results, result),
+            jax.tree.map(lambda all_S, value: all_S.at[number].set(value), results, result),
         )
 
     owners_B = BatchLayout(shape).read(buffers_SX[0]).store_R[: shape.size.seqs]
-    *like, _ = jax.eval_shape(
+    *result_shapes, _ = jax.eval_shape(
         partial(step, shape=shape, config=config), weights, state, buffers_SX[0]
     )
-    results = jax.tree.map(lambda one: jnp.zeros((len(buffers_SX), *one.shape), one.dtype), like)
+    results = jax.tree.map(
+        lambda leaf: jnp.zeros((len(buffers_SX), *leaf.shape), leaf.dtype), result_shapes
+    )
     num_steps, state, results = jax.lax.while_loop(
         is_running, run_step, (jnp.int32(0), state, results)
     )
@@ -199,9 +228,9 @@ def axes_of(mesh: Mesh, shape: StepShape) -> DeviceAxes:
     """Steps that carry prompts have rows enough for each device to take a part of them, outside of
     attention.
     """
-    found = device_axes(mesh)
-    split = found.context.size > 1 and shape.size.rows > shape.size.seqs
-    return replace(found, rows=found.context) if split else found
+    axes = device_axes(mesh)
+    split = axes.context.size > 1 and shape.size.rows > shape.size.seqs
+    return replace(axes, rows=axes.context) if split else axes
 
 
 def make_state(
@@ -236,12 +265,18 @@ def split_state(
     mesh: Mesh,
 ) -> State:
     """Each device makes its part; compiled once, since an engine that recovers makes another."""
-    own = [local_config(each, mesh) for each in (config, paged)]
+    local_configs = [local_config(whole_config, mesh) for whole_config in (config, paged)]
     words = -(-config.vocab_size // mesh.shape["tensor"])
 
     def part() -> State:
         return empty_state(
-            *own, stage, num_pages, page_size // mesh.shape["context"], max_seqs, max_drafts, words
+            *local_configs,
+            stage,
+            num_pages,
+            page_size // mesh.shape["context"],
+            max_seqs,
+            max_drafts,
+            words,
         )
 
     places = state_places(jax.eval_shape(part))
@@ -278,16 +313,16 @@ def step_of_one(
     x,
     shape: StepShape,
     config: ModelConfig,
-    plain: bool,
+    is_plain: bool,
     axes: DeviceAxes,
     stage: Stage,
     fetch,
     drafter: DeviceDrafter | None = None,
-    rests: bool = False,
+    without_drafter: bool = False,
 ):
     """What one device does in a step."""
     batch = BatchLayout(shape).read(buffer)
-    both = weights
+    both_weights = weights
     weights = model_of(weights)
     if shape.num_adapters:
         weights = adapting(weights, batch, shape.num_adapters)
@@ -305,35 +340,46 @@ def step_of_one(
 
     def record_experts(index, experts_TX, state: State) -> State:
         # Where the devices of `context` have the same rows, the first counts them.
-        one = (
+        increment = (
             1
             if axes.rows.size > 1 or axes.context.size == 1
             else jnp.where(axes.context.index() == 0, 1, 0)
         )
         layer = config.expert_layers.index(index)
         return state.replace(
-            loads_nLE=state.loads_nLE.at[0, layer, experts_TX.reshape(-1)].add(one, mode="drop")
+            loads_nLE=state.loads_nLE.at[0, layer, experts_TX.reshape(-1)].add(
+                increment, mode="drop"
+            )
         )
 
-    own_T = axes.rows.part(positions_T)
+    local_positions_T = axes.rows.part(positions_T)
     first = stage.layers.start
     if stage.is_first:
         types_T = types_in(batch, positions_T) if config.pairs else None
         x = decoder.embed(
-            weights, axes.rows.part(jnp.pad(tokens_T, (0, spare))), own_T, config, axes, types_T
+            weights,
+            axes.rows.part(jnp.pad(tokens_T, (0, spare))),
+            local_positions_T,
+            config,
+            axes,
+            types_T,
         )
-    wanted = () if drafter is None else drafter.feature_layers
+    feature_layers = () if drafter is None else drafter.feature_layers
     features = {}
 
     def observe(index, x_TD) -> None:
-        if index in wanted:
+        if index in feature_layers:
             features[index] = x_TD
 
     recur = None
-    if state.kept and shape.max_drafts:
-        lengths_B = next(held["length"] for held in state.kept.values() if "length" in held)
+    if state.recurrent and shape.max_drafts:
+        lengths_B = next(
+            slot_state["length"]
+            for slot_state in state.recurrent.values()
+            if "length" in slot_state
+        )
         recur = Replay.of(batch, positions_T, lengths_B, shape.max_drafts).recur
-    elif state.kept:
+    elif state.recurrent:
         recur = recur_with(
             StateRows.of(batch.starts_B1, positions_T, batch.owners_T, shape.max_seqs)
         )
@@ -345,10 +391,12 @@ def step_of_one(
         recur,
         record_experts=None if state.loads_nLE is None else record_experts,
         fetch_weights=fetch,
-        observe=observe if wanted else None,
+        observe=observe if feature_layers else None,
         share_trace=share_with(config, jax.jit) if shares_trace else None,
     )
-    x, state = decoder.run_layers(weights.layers, first, x, state, own_T, config, hooks, axes)
+    x, state = decoder.run_layers(
+        weights.layers, first, x, state, local_positions_T, config, hooks, axes
+    )
     if not stage.is_last:
         return x, None, state
     hidden_TD = decoder.final_norm(weights, x[0], config)
@@ -363,23 +411,25 @@ def step_of_one(
         slots = sampling.count_tokens(
             state.slots, batch.owners_T, tokens_T, batch.is_prompt_T, batch.tracked_T, axis
         )
-        sampled = sampling.sample(logits_RV, slots, batch.sampling, plain, axis, shape.num_logprobs)
+        sampled = sampling.sample(
+            logits_RV, slots, batch.sampling, is_plain, axis, shape.num_logprobs
+        )
         # negative where there is no token; what computes goes on from token 0
         reported_R = sampled.tokens_R
         sampled = sampled.replace(tokens_R=jnp.maximum(reported_R, 0))
         store_R = batch.store_R
-        if shape.max_drafts and not rests:
+        if shape.max_drafts and not without_drafter:
             accepted_R = sampling.accepted(sampled, batch.drafts_R, batch.depths_R)
-            ends_R = sampling.ends(accepted_R, batch.depths_R)
+            is_last_R = sampling.ends(accepted_R, batch.depths_R)
             slots = sampling.count_accepted(slots, batch.sampling, batch.drafts_R, accepted_R, axis)
-            store_R = jnp.where(ends_R, store_R, shape.max_seqs)
+            store_R = jnp.where(is_last_R, store_R, shape.max_seqs)
         last_tokens_B = state.last_tokens_B.at[store_R].set(sampled.tokens_R, mode="drop")
         state = state.replace(slots=slots, last_tokens_B=last_tokens_B)
     if drafter is not None:
-        seen = TargetStep(
+        target = TargetStep(
             batch, rows, jnp.pad(tokens_T, (0, spare)), hidden_TD, features, sampled, axes, fetch
         )
-        drafts_BK, state = draft(drafter, both, state, seen, store_R, plain)
+        drafts_BK, state = draft(drafter, both_weights, state, target, store_R, is_plain)
         sampled = sampled.replace(drafts_BK=drafts_BK)
         state = hold(state, batch, store_R, drafts_BK)
     if config.head:
@@ -403,10 +453,10 @@ def settle(batch: Batch, state: State, drafts: bool, axes: DeviceAxes) -> Batch:
     """With all that the host did not know when it planned the step; `drafts`: which may be about
     drafts.
     """
-    held = state.last_tokens_B[None]
+    device_tokens = state.last_tokens_B[None]
     if not drafts:
-        return batch.replace(tokens_T=named(batch.tokens_T, 0, held))
-    held = jnp.concatenate([held, state.drafts_KB])
+        return batch.replace(tokens_T=named(batch.tokens_T, 0, device_tokens))
+    device_tokens = jnp.concatenate([device_tokens, state.drafts_KB])
     owners_T = batch.owners_T
     starts_B1 = batch.starts_B1
     back_T = jnp.where(batch.ahead_T, state.rejected_B[owners_T], 0)
@@ -422,33 +472,35 @@ def settle(batch: Batch, state: State, drafts: bool, axes: DeviceAxes) -> Batch:
     s = batch.sampling
     back_R = back_T[jnp.minimum(batch.sample_rows_R, len(back_T) - 1)]
     return batch.replace(
-        tokens_T=named(batch.tokens_T, 0, held),
+        tokens_T=named(batch.tokens_T, 0, device_tokens),
         positions_T=positions_T,
         slots_GT=slots_GT,
-        drafts_R=named(batch.drafts_R, -1, held),
+        drafts_R=named(batch.drafts_R, -1, device_tokens),
         sampling=s.replace(
-            positions_R=s.positions_R - back_R, drafted_RJ=named(s.drafted_RJ, -1, held)
+            positions_R=s.positions_R - back_R, drafted_RJ=named(s.drafted_RJ, -1, device_tokens)
         ),
     )
 
 
-def named(tokens, below: int, held):
+def named(tokens, threshold: int, device_tokens):
     """The tokens, and those that the device holds in place of their names."""
     return jnp.where(
-        tokens < below, jnp.maximum(held.reshape(-1)[jnp.maximum(-1 - tokens, 0)], 0), tokens
+        tokens < threshold,
+        jnp.maximum(device_tokens.reshape(-1)[jnp.maximum(-1 - tokens, 0)], 0),
+        tokens,
     )
 
 
 def hold(state: State, batch: Batch, store_R, drafts_BK) -> State:
     """Keep what the next step needs to know, which may be planned before the host does."""
     starts_B1 = batch.starts_B1
-    none = state.last_tokens_B.shape[0]
+    no_slot = state.last_tokens_B.shape[0]
     rejected_R = (
         starts_B1[jnp.minimum(sampled_sequence(batch) + 1, len(starts_B1) - 1)]
         - 1
         - batch.sample_rows_R
     )
-    owner_B = jnp.where(starts_B1[1:] > starts_B1[:-1], batch.owners_T[starts_B1[:-1]], none)
+    owner_B = jnp.where(starts_B1[1:] > starts_B1[:-1], batch.owners_T[starts_B1[:-1]], no_slot)
     return state.replace(
         drafts_KB=state.drafts_KB.at[:, owner_B].set(drafts_BK.T, mode="drop"),
         rejected_B=state.rejected_B.at[store_R].set(rejected_R, mode="drop"),
@@ -479,11 +531,11 @@ def draft_prefill(
     if places is None or places.mesh is None:
         return part(weights, state, buffer, drafter, ONE_DEVICE)
     devices = axes_of(places.mesh, shape)
-    own = drafter.localize(places.mesh)
+    local_drafter = drafter.localize(places.mesh)
     of_weights = jax.tree.structure(weights).unflatten([place.spec for place in places.weights])
     run = jax.shard_map(
         lambda weights, state, buffer: part(
-            weights, state, devices.data.part(buffer), own, devices
+            weights, state, devices.data.part(buffer), local_drafter, devices
         ),
         mesh=places.mesh,
         in_specs=(of_weights, state_places(state), P()),
@@ -539,10 +591,10 @@ def read_loads(loads_nLE) -> jax.Array:
 def read_pages(layers: list[KVPages], pages_N) -> jax.Array:
     """What these pages hold in all the layers, as bytes: [N, bytes of a page]."""
     N = pages_N.shape[0]
-    parts = [
+    layer_bytes = [
         jax.lax.bitcast_convert_type(leaf[pages_N], jnp.uint8) for leaf in jax.tree.leaves(layers)
     ]
-    return jnp.concatenate([part.reshape(N, -1) for part in parts], axis=1)
+    return jnp.concatenate([layer_bytes.reshape(N, -1) for layer_bytes in layer_bytes], axis=1)
 
 
 @partial(jax.jit, static_argnames=("mesh", "places"), donate_argnames="stack_SX")
@@ -588,38 +640,43 @@ def write_pages(layers: list[KVPages], pages_N, bytes_NX) -> list[KVPages]:
         nonlocal at
         size = leaf.dtype.itemsize
         width = math.prod(leaf.shape[1:]) * size
-        own = bytes_NX[:, at : at + width].reshape(
+        leaf_bytes = bytes_NX[:, at : at + width].reshape(
             N, *leaf.shape[1:], *([size] if size > 1 else [])
         )
         at += width
-        return leaf.at[pages_N].set(jax.lax.bitcast_convert_type(own, leaf.dtype))
+        return leaf.at[pages_N].set(jax.lax.bitcast_convert_type(leaf_bytes, leaf.dtype))
 
     return jax.tree.map(write, layers)
 
 
 @partial(jax.jit, donate_argnames="snapshots")
-def save_states(snapshots, kept, slots_N, pages_N):
+def save_states(snapshots, recurrent, slots_N, pages_N):
     """These pages hold what layers keep of the sequences in those slots."""
     return {
         index: {
-            name: held.at[pages_N].set(kept[index][name][slots_N]) for name, held in own.items()
+            name: snapshot_array.at[pages_N].set(recurrent[index][name][slots_N])
+            for name, snapshot_array in layer_snapshots.items()
         }
-        for index, own in snapshots.items()
+        for index, layer_snapshots in snapshots.items()
     }
 
 
-@partial(jax.jit, donate_argnames="kept")
-def load_states(kept, snapshots, pages_N, slots_N, lengths_N):
+@partial(jax.jit, donate_argnames="recurrent")
+def load_states(recurrent, snapshots, pages_N, slots_N, lengths_N):
     """The inverse: these slots go on from what those pages hold, after so many tokens."""
 
-    def loaded(name: str, held, own):
+    def loaded(name: str, array, snapshot):
         if name == "length":
-            return held.at[slots_N].set(lengths_N, mode="drop")
-        return held.at[slots_N].set(own[name][pages_N], mode="drop") if name in own else held
+            return array.at[slots_N].set(lengths_N, mode="drop")
+        return (
+            array.at[slots_N].set(snapshot[name][pages_N], mode="drop")
+            if name in snapshot
+            else array
+        )
 
     return {
-        index: {name: loaded(name, held, snapshots[index]) for name, held in own.items()}
-        for index, own in kept.items()
+        index: {name: loaded(name, array, snapshots[index]) for name, array in layer_state.items()}
+        for index, layer_state in recurrent.items()
     }
 
 

@@ -38,7 +38,7 @@ class AdapterSlots:
         """Whether a waiting sequence may begin, as far as its adapter goes."""
         if seq.adapter is None:
             return True
-        first = next((other for other, count in self.passed.items() if count >= PATIENCE), None)
+        first = next((seq for seq, count in self.passed.items() if count >= PATIENCE), None)
         if first is not None and first.adapter.key != seq.adapter.key:
             return False
         if (
@@ -56,8 +56,8 @@ class AdapterSlots:
             return
         key = seq.adapter.key
         self.passed.pop(seq, None)
-        for other in self.passed:
-            self.passed[other] += other.rank < seq.rank
+        for passed_seq in self.passed:
+            self.passed[passed_seq] += passed_seq.rank < seq.rank
         slot = self.slots.pop(key, None)
         if slot is None:
             slot = self.free.pop() if self.free else self.evict()

@@ -98,13 +98,13 @@ class Admission:
         """Refuse a request that the cache cannot hold, even alone."""
         max_len = self.max_total_tokens
         total = num_prompt + min(max_tokens or max_len, max_len - num_prompt)
-        most = largest(
+        max_positions = largest(
             lambda num_tokens: self.tables[0].fits(num_tokens, self.shape.max_tokens), total
         )
-        if most < total:
+        if max_positions < total:
             raise RequestError(
                 "max_tokens",
-                f"with the prompt {total} positions are needed; the KV cache holds {most} at most",
+                f"with the prompt {total} positions are needed; the KV cache holds {max_positions} at most",
             )
 
     def make_request(
@@ -168,8 +168,8 @@ def check_prompt(tokens: Sequence[int], vocab: int, max_len: int) -> None:
     """
     if not tokens:
         raise RequestError("prompt", "is empty; it must have at least one token")
-    plain = set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab
-    for token in () if plain else tokens:
+    are_valid = set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab
+    for token in () if are_valid else tokens:
         if (
             isinstance(token, bool)
             or not isinstance(token, (int, np.integer))
@@ -200,12 +200,13 @@ def check_token_ids(params: SamplingParams, vocab: int) -> None:
                 )
 
 
-def check_listed(name: str, wanted: int | None, vocab: int, listed: int) -> None:
+def check_listed(name: str, num_logprobs: int | None, vocab: int, listed: int) -> None:
     """Refuse more log-probabilities of a position than a step lists."""
-    if wanted is not None and (vocab if wanted == -1 else wanted) > listed:
-        all_of_them = f" (-1: the {vocab} of the vocabulary)" if wanted == -1 else ""
+    if num_logprobs is not None and (vocab if num_logprobs == -1 else num_logprobs) > listed:
+        all_of_them = f" (-1: the {vocab} of the vocabulary)" if num_logprobs == -1 else ""
         raise RequestError(
-            name, f"must be at most the engine's max_logprobs, {listed}, got {wanted}{all_of_them}"
+            name,
+            f"must be at most the engine's max_logprobs, {listed}, got {num_logprobs}{all_of_them}",
         )
 
 

@@ -105,115 +105,129 @@ class BatchBuilder:
         computes.
         """
         continued = [
-            self.continued(steps, part)
-            for steps, part in zip(self.decode_steps, plan.parts, strict=True)
+            self.continued(steps, items)
+            for steps, items in zip(self.decode_steps, plan.parts, strict=True)
         ]
-        parts = plan.parts
-        rows, samples, decodes = zip(*map(needs_of, parts, continued), strict=True)
-        size = choose(self.layouts, max(rows), max(map(len, parts)), max(samples), all(decodes))
+        items_by_replica = plan.parts
+        rows, samples, decodes = zip(*map(needs_of, items_by_replica, continued), strict=True)
+        size = choose(
+            self.layouts, max(rows), max(map(len, items_by_replica)), max(samples), all(decodes)
+        )
         buffer = np.empty_like(self.layouts[size].nothing)
-        plain = []
-        for steps, part, last, own in zip(
-            self.decode_steps, parts, continued, buffer.reshape(len(parts), -1), strict=True
+        are_plain = []
+        for steps, items, last, replica_buffer in zip(
+            self.decode_steps,
+            items_by_replica,
+            continued,
+            buffer.reshape(len(items_by_replica), -1),
+            strict=True,
         ):
-            if not part:
-                own[:] = self.layouts[size].padding
+            if not items:
+                replica_buffer[:] = self.layouts[size].padding
             elif last is not None and last.size == size:
-                plain.append(self.advance(steps, part, own))
+                are_plain.append(self.advance(steps, items, replica_buffer))
             else:
-                plain.append(self.fill(steps, part, size, own))
+                are_plain.append(self.fill(steps, items, size, replica_buffer))
         # all replicas as often, since they wait for each other where they share experts
         if self.shape.max_drafts:
             at = self.layouts[size].offsets
-            each = buffer.reshape(len(parts), -1)
-            each[:, at.num_drafts_1], each[:, at.prefills_1] = drafting(plan.items)
-        self.draws_plainly = all(plain)
+            replica_buffers = buffer.reshape(len(items_by_replica), -1)
+            replica_buffers[:, at.num_drafts_1], replica_buffers[:, at.prefills_1] = drafting(
+                plan.items
+            )
+        self.draws_plainly = all(are_plain)
         return size, buffer
 
     def can_extend(self, plan: StepPlan) -> bool:
         """Whether a step of one replica continues the one in flight, at the smallest size."""
-        (part,) = plan.parts
+        (items,) = plan.parts
         (steps,) = self.decode_steps
         if not steps or steps[0].size != next(iter(self.layouts)):
             return False
-        return self.continued(steps, part) is not None and len(steps[0].of_T) == len(part)
+        return self.continued(steps, items) is not None and len(steps[0].of_T) == len(items)
 
-    def build_fused(self, plan: StepPlan, most: int) -> tuple[np.ndarray, np.ndarray]:
+    def build_fused(self, plan: StepPlan, max_steps: int) -> tuple[np.ndarray, np.ndarray]:
         """The buffers of at most `most` fused steps, and the tokens that would end each sequence.
 
         The device knows the first `STOPS` of these tokens; the host finds the others in the
         results.
         """
-        (part,) = plan.parts
+        (items,) = plan.parts
         (steps,) = self.decode_steps
         size = steps[0].size
-        buffers = np.empty((most, len(self.layouts[size].padding)), np.int32)
+        buffers = np.empty((max_steps, len(self.layouts[size].padding)), np.int32)
         stops_BE = np.full((size.seqs, STOPS), -1, np.int32)
         for number in range(plan.steps):
             self.advance(
-                steps, [item._replace(start=item.start + number) for item in part], buffers[number]
+                steps, [item._replace(start=item.start + number) for item in items], buffers[number]
             )
         buffers[plan.steps :] = buffers[0]
-        for row, item in enumerate(part):
+        for row, item in enumerate(items):
             stops = sorted(item.seq.stop_ids)[:STOPS]
             stops_BE[row, : len(stops)] = stops
         return buffers, stops_BE
 
-    def rests(self, size: Size, buffer: np.ndarray) -> bool:
+    def has_no_drafts(self, size: Size, buffer: np.ndarray) -> bool:
         """Whether a step, one row of each sequence, has nothing to do with drafts."""
         at = self.layouts[size].offsets
-        each = buffer.reshape(len(self.decode_steps), -1)
-        told = (
-            each[:, (at.num_drafts_1, at.prefills_1)],
-            each[:, at.ahead_T : at.ahead_T + size.rows],
+        replica_buffers = buffer.reshape(len(self.decode_steps), -1)
+        draft_fields = (
+            replica_buffers[:, (at.num_drafts_1, at.prefills_1)],
+            replica_buffers[:, at.ahead_T : at.ahead_T + size.rows],
         )
-        return not any(part.any() for part in told)
+        return not any(fields.any() for fields in draft_fields)
 
-    def build_draft_prefill(self, parts: Seq[Seq[ScheduledSequence]]) -> tuple[Size, np.ndarray]:
+    def build_draft_prefill(
+        self, items_by_replica: Seq[Seq[ScheduledSequence]]
+    ) -> tuple[Size, np.ndarray]:
         """Rows that only the drafter computes."""
-        rows = max(sum(item.num_rows for item in part) for part in parts)
-        size = choose(self.prefill_sizes, rows, max(map(len, parts)), 0, False)
+        rows = max(sum(item.num_tokens for item in items) for items in items_by_replica)
+        size = choose(self.prefill_sizes, rows, max(map(len, items_by_replica)), 0, False)
         buffer = self.layouts[size].nothing.copy()
-        for part, own in zip(parts, buffer.reshape(len(parts), -1), strict=True):
-            if part:
-                self.fill(deque(), part, size, own)
+        for items, replica_buffer in zip(
+            items_by_replica, buffer.reshape(len(items_by_replica), -1), strict=True
+        ):
+            if items:
+                self.fill(deque(), items, size, replica_buffer)
         return size, buffer
 
     def continued(
-        self, steps: deque[DecodeStep], part: Seq[ScheduledSequence]
+        self, steps: deque[DecodeStep], items: Seq[ScheduledSequence]
     ) -> DecodeStep | None:
         """The step under way that this one continues: the same sequences, each with as many rows;
         or None.
         """
-        if not steps or len(part) != len(steps[0].seqs):
+        if not steps or len(items) != len(steps[0].seqs):
             return None
         last = steps[0]
-        for item, seq, (count, ahead) in zip(part, last.seqs, last.shapes, strict=True):
+        for item, seq, (count, assumes_all_accepted) in zip(
+            items, last.seqs, last.shapes, strict=True
+        ):
             if (
                 item.seq is not seq
-                or item.num_rows != count
-                or item.draws != count
-                or item.ahead != ahead
+                or item.num_tokens != count
+                or item.num_samples != count
+                or item.assumes_all_accepted != assumes_all_accepted
             ):
                 return None
         return last
 
     def advance(
-        self, steps: deque[DecodeStep], part: Seq[ScheduledSequence], buffer: np.ndarray
+        self, steps: deque[DecodeStep], items: Seq[ScheduledSequence], buffer: np.ndarray
     ) -> bool:
         """Write a step that continues the first of these; whether it asks for plain draws only."""
         last = steps.popleft()
         at = self.layouts[last.size].offsets
         T = len(last.of_T)
-        positions = np.array([item.start for item in part])[last.of_T] + last.offsets_T
-        tokens = -1 - last.slots if self.num_stages == 1 else [tokens_of(item)[0] for item in part]
+        positions = np.array([item.start for item in items])[last.of_T] + last.offsets_T
+        tokens = -1 - last.slots if self.num_stages == 1 else [tokens_of(item)[0] for item in items]
         buffer[:] = last.buffer
         buffer[at.tokens_T + last.firsts] = tokens
         buffer[at.positions_T :][:T] = positions
         buffer[at.sampling.positions_R :][:T] = positions + 1
         num_pages = [seq.cache.num_pages for seq in last.seqs]
-        for index, (count, before) in enumerate(zip(num_pages, last.num_pages, strict=True)):
-            if count != before:
+        for index, (count, last_count) in enumerate(zip(num_pages, last.num_pages, strict=True)):
+            if count != last_count:
                 place = self.sync_tables(last.seqs[index])
                 for table, first in zip(self.tables, at.tables_GBM, strict=True):
                     buffer[first + index * table.shape[1] :][: table.shape[1]] = table[place]
@@ -225,56 +239,62 @@ class BatchBuilder:
         return last.plain
 
     def fill(
-        self, steps: deque[DecodeStep], part: Seq[ScheduledSequence], size: Size, buffer: np.ndarray
+        self,
+        steps: deque[DecodeStep],
+        items: Seq[ScheduledSequence],
+        size: Size,
+        buffer: np.ndarray,
     ) -> bool:
         """Write any step; whether it asks for plain draws only."""
         buffer[:] = self.layouts[size].padding
         b = self.layouts[size].views(buffer)
-        seqs = [item.seq for item in part]
+        seqs = [item.seq for item in items]
         slots = np.array([seq.slot for seq in seqs])
         places = slots + seqs[0].replica * self.shape.max_seqs
-        counts = np.array([item.num_rows for item in part])
-        starts = np.array([item.start for item in part])
-        ends = np.cumsum(counts)
-        T = int(ends[-1])
-        n = len(part)
+        counts = np.array([item.num_tokens for item in items])
+        starts = np.array([item.start for item in items])
+        row_ends = np.cumsum(counts)
+        T = int(row_ends[-1])
+        n = len(items)
         for seq in seqs:
             self.sync_tables(seq)
 
         b.second_B[:n] = [seq.second for seq in seqs]
         if self.shape.max_drafts:
-            b.following_B[:n] = [following(item) for item in part]
-        b.starts_B1[1 : n + 1], b.starts_B1[n + 1 :] = ends, T
+            b.following_B[:n] = [following(item) for item in items]
+        b.starts_B1[1 : n + 1], b.starts_B1[n + 1 :] = row_ends, T
         places_T = np.repeat(places, counts)
-        positions = np.arange(T) + np.repeat(starts - (ends - counts), counts)
+        positions = np.arange(T) + np.repeat(starts - (row_ends - counts), counts)
         b.owners_T[:T], b.positions_T[:T] = np.repeat(slots, counts), positions
-        b.tokens_T[:T] = [token for item in part for token in tokens_of(item)]
+        b.tokens_T[:T] = [token for item in items for token in tokens_of(item)]
         b.is_prompt_T[:T] = positions < np.repeat([seq.num_prompt for seq in seqs], counts)
         b.tracked_T[:T] = self.tracked[places_T]
         if b.adapters_T is not None:
             b.adapters_T[:T] = self.adapters[places_T]
-        for item, end in zip(part, ends.tolist(), strict=True) if self.shape.max_drafts else ():
-            if item.drafts:  # the step counts those that are accepted
-                b.tracked_T[end - len(item.drafts) : end] = False
-            b.ahead_T[end - item.num_rows : end] = item.ahead
+        for item, end in (
+            zip(items, row_ends.tolist(), strict=True) if self.shape.max_drafts else ()
+        ):
+            if item.draft_tokens:  # the step counts those that are accepted
+                b.tracked_T[end - len(item.draft_tokens) : end] = False
+            b.ahead_T[end - item.num_tokens : end] = item.assumes_all_accepted
         for table, batch_table in zip(self.tables, b.tables_GBM, strict=True):
             batch_table[:n] = table[places]
         for batch_slots, kv_slots in zip(
             b.slots_GT, self.kv_slots(places_T, positions), strict=True
         ):
             batch_slots[:T] = kv_slots
-        self.fill_samples(part, slots, places, ends - counts, b)
-        draws = all(is_steady(item) for item in part)
-        plain = draws and bool(self.plain[places].all())
+        self.fill_samples(items, slots, places, row_ends - counts, b)
+        draws = all(is_steady(item) for item in items)
+        is_plain = draws and bool(self.plain[places].all())
         # else the next drafts are others
-        steady = draws and all(item.ahead or not item.drafts for item in part)
+        steady = draws and all(item.assumes_all_accepted or not item.draft_tokens for item in items)
         if len(steps) == self.num_stages:
             steps.popleft()
         if steady:
             num_pages = [seq.cache.num_pages for seq in seqs]
-            shapes = [(i.num_rows, i.ahead) for i in part]
+            shapes = [(i.num_tokens, i.assumes_all_accepted) for i in items]
             of_T = np.repeat(np.arange(n), counts)
-            firsts = ends - counts
+            firsts = row_ends - counts
             offsets_T = np.arange(T) - firsts[of_T]
             steps.append(
                 DecodeStep(
@@ -288,18 +308,18 @@ class BatchBuilder:
                     places_T,
                     num_pages,
                     buffer,
-                    plain,
+                    is_plain,
                 )
             )
-        return plain
+        return is_plain
 
     def busy(self, layout: BatchLayout, num_drafts: int) -> np.ndarray:
         """A batch whose rows are all computed and drawn, evenly of all its sequences, at the
         beginning of page 0.
         """
         buffer = layout.nothing.copy()
-        for own in buffer.reshape(self.shape.num_replicas, -1):
-            b = layout.views(own)
+        for replica_buffer in buffer.reshape(self.shape.num_replicas, -1):
+            b = layout.views(replica_buffer)
             size = layout.shape.size
             b.starts_B1[:] = np.arange(size.seqs + 1) * size.rows // size.seqs
             b.positions_T[:] = np.arange(size.rows) - np.repeat(
@@ -318,7 +338,7 @@ class BatchBuilder:
 
     def fill_samples(
         self,
-        part: Seq[ScheduledSequence],
+        items: Seq[ScheduledSequence],
         slots: np.ndarray,
         places: np.ndarray,
         offsets: np.ndarray,
@@ -327,22 +347,22 @@ class BatchBuilder:
         """The rows whose logits are wanted, in the order of the plan: prompt scores first, then the
         draw.
         """
-        counts = [len(item.scores) + item.draws for item in part]
+        counts = [len(item.scored_positions) + item.num_samples for item in items]
         s = b.sampling
         row = 0
         R = sum(counts)
         if not R:
             return
-        for item, slot, offset in zip(part, slots, offsets, strict=True):
+        for item, slot, offset in zip(items, slots, offsets, strict=True):
             seq = item.seq
-            for position in item.scores:
+            for position in item.scored_positions:
                 b.sample_rows_R[row] = offset + position - item.start
                 s.targets_R[row] = seq.tokens[position + 1]
                 s.wants_logprobs_R[row] = seq.pool is None
                 row += 1
-            for depth in range(item.draws):
+            for depth in range(item.num_samples):
                 position = item.num_known + depth
-                drafts = item.drafts
+                drafts = item.draft_tokens
                 b.sample_rows_R[row] = offset + position - item.start - 1
                 b.store_R[row], b.depths_R[row] = slot, depth
                 s.positions_R[row] = position
@@ -375,49 +395,51 @@ class BatchBuilder:
         A table only grows while its sequence runs.
         """
         place = self.place(seq)
-        known = self.num_synced[place]
+        num_synced = self.num_synced[place]
         for table, pages in zip(self.tables, seq.cache.pages, strict=True):
-            table[place, known : len(pages)] = pages[known:]
+            table[place, num_synced : len(pages)] = pages[num_synced:]
         self.num_synced[place] = seq.cache.num_pages
         return place
 
 
-def needs_of(part: Seq[ScheduledSequence], continued: DecodeStep | None) -> tuple[int, int, bool]:
+def needs_of(items: Seq[ScheduledSequence], continued: DecodeStep | None) -> tuple[int, int, bool]:
     """Rows, rows whose logits are wanted, and whether each sequence brings a single row."""
     if continued is not None:
         rows = len(continued.of_T)
-        return rows, rows, rows == len(part)
-    counts = [item.num_rows for item in part]
+        return rows, rows, rows == len(items)
+    counts = [item.num_tokens for item in items]
     return (
         sum(counts),
-        sum(len(item.scores) + item.draws for item in part),
-        counts.count(1) == len(part),
+        sum(len(item.scored_positions) + item.num_samples for item in items),
+        counts.count(1) == len(items),
     )
 
 
 def drafting(items: Seq[ScheduledSequence]) -> tuple[int, bool]:
     """How many tokens the step itself is to draft, and whether the drafter follows its rows."""
-    return max([item.asks for item in items]), any(item.seq.draft.num_requested for item in items)
+    return max([item.num_to_draft for item in items]), any(
+        item.seq.draft.num_requested for item in items
+    )
 
 
 def tokens_of(item: ScheduledSequence) -> list[int]:
     """The tokens of a sequence's rows; one that only the device knows is named by its slot."""
-    known = item.num_rows - len(item.drafts)
-    tokens = item.seq.tokens[item.start : item.start + known]
-    if len(tokens) < known:
+    num_known = item.num_tokens - len(item.draft_tokens)
+    tokens = item.seq.tokens[item.start : item.start + num_known]
+    if len(tokens) < num_known:
         tokens.append(-1 - item.seq.slot)
-    return [*tokens, *item.drafts] if item.drafts else tokens
+    return [*tokens, *item.draft_tokens] if item.draft_tokens else tokens
 
 
 def following(item: ScheduledSequence) -> int:
     """The token after the sequence's last row; 0 where nobody knows it yet."""
-    end = item.start + item.num_rows
-    return item.seq.tokens[end] if not item.draws and end < len(item.seq.tokens) else 0
+    end = item.start + item.num_tokens
+    return item.seq.tokens[end] if not item.num_samples and end < len(item.seq.tokens) else 0
 
 
 def is_steady(item: ScheduledSequence) -> bool:
     """Whether the sequence's next step may differ from this one by its positions alone."""
-    if item.num_rows != item.draws or item.scores or item.seq.bad_words:
+    if item.num_tokens != item.num_samples or item.scored_positions or item.seq.bad_words:
         return False
     # with the token that it draws
     return item.start + 1 - item.seq.num_prompt >= max(1, item.seq.params.min_tokens)

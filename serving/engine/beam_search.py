@@ -128,8 +128,8 @@ def search(
     for at in range(0, len(searches), together):
         search_together(engine, searches[at : at + together], next_token(params), turn)
     return [
-        BeamSearchOutput(one.prompt, [with_text(engine, beam) for beam in one.best()])
-        for one in searches
+        BeamSearchOutput(search.prompt, [with_text(engine, beam) for beam in search.best()])
+        for search in searches
     ]
 
 
@@ -137,7 +137,7 @@ def begin(
     engine: Engine, prompts: Seq[Seq[int]], params: BeamSearchParams, terms: Seq[Terms]
 ) -> list[Search]:
     """A search for each prompt; what cannot be served is refused before anything is computed."""
-    if any(own.timeout is not None for own in terms):
+    if any(request_options.timeout is not None for request_options in terms):
         raise RequestError(
             "timeout", "is not kept by a beam search; leave it out and choose max_tokens"
         )
@@ -147,8 +147,14 @@ def begin(
     if engine.tokenizer is not None and not params.ignore_eos:
         eos = engine.tokenizer.eos_token_ids
     return [
-        Search(list(prompt), own, params, min(params.max_tokens, engine.max_len - len(prompt)), eos)
-        for prompt, own in zip(prompts, terms, strict=True)
+        Search(
+            list(prompt),
+            request_options,
+            params,
+            min(params.max_tokens, engine.max_len - len(prompt)),
+            eos,
+        )
+        for prompt, request_options in zip(prompts, terms, strict=True)
     ]
 
 
@@ -166,16 +172,16 @@ def next_token(params: BeamSearchParams) -> SamplingParams:
 def search_together(
     engine: Engine,
     searches: Seq[Search],
-    one: SamplingParams,
+    params: SamplingParams,
     turn: Callable[[], AbstractContextManager],
 ) -> None:
     """Every step asks for the likeliest next tokens of all beams of all prompts in one batch."""
-    while asked := [(tokens, each.terms) for each in searches for tokens in each.asked()]:
+    while prompts := [(tokens, search.terms) for search in searches for tokens in search.asked()]:
         with turn():
-            answers = iter(ask(engine, asked, one))
-        for each in searches:
-            if each.live:
-                each.take(islice(answers, len(each.live)))
+            answers = iter(ask(engine, prompts, params))
+        for search in searches:
+            if search.live:
+                search.take(islice(answers, len(search.live)))
 
 
 def beyond_hope(beam: BeamSearchSequence, worst: float, limit: int, penalty: float) -> bool:

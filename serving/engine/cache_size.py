@@ -74,7 +74,7 @@ def check_memory(options: EngineOptions, weights: int) -> None:
     }
     room = max(0, free - (weights if pool is None else 0))
     if sum(sizes.values()) > room:
-        asked = [
+        requested_sizes = [
             f"{name} is {getattr(options, name)} ({amount(size)})"
             for name, size in sizes.items()
             if size
@@ -83,7 +83,7 @@ def check_memory(options: EngineOptions, weights: int) -> None:
             f" for {devices} devices" if devices > 1 and sizes["kv_cache_memory_bytes"] else ""
         )
         raise ModelError(
-            f"{' and '.join(asked)}{several}, and {amount(free)} of this machine's memory are "
+            f"{' and '.join(requested_sizes)}{several}, and {amount(free)} of this machine's memory are "
             f"free, of which the weights take {amount(free - room)}; give at most {room >> 20}M, "
             "or leave it out"
         )
@@ -104,8 +104,8 @@ def steady(size: int) -> int:
     """Rounded down to four bits: with another number of pages all programs are others, and are
     compiled anew.
     """
-    rest = max(0, size.bit_length() - 4)
-    return size >> rest << rest
+    num_dropped_bits = max(0, size.bit_length() - 4)
+    return size >> num_dropped_bits << num_dropped_bits
 
 
 def device_memory() -> int | None:
@@ -132,19 +132,19 @@ def usable_memory(options: EngineOptions) -> int:
     share = share_of(options)
     if pool is None or jax.default_backend() != "gpu":
         return int((pool or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) * share)
-    taken = float(next(filter(None, map(os.environ.get, FRACTIONS)), TAKEN))
-    return int(min(pool, pool / taken * share) * (1 - GAPS))
+    used_bytes = float(next(filter(None, map(os.environ.get, FRACTIONS)), TAKEN))
+    return int(min(pool, pool / used_bytes * share) * (1 - GAPS))
 
 
 def held_bytes(tree) -> int:
     """Bytes of these arrays on the device that holds most of them."""
-    held = Counter()
+    shard_bytes = Counter()
     for x in jax.tree.leaves(tree):
         if x.sharding.memory_kind == HOST:
             continue
-        own = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        held.update(dict.fromkeys(x.sharding.device_set, own))
-    return max(held.values())
+        device_shards = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        shard_bytes.update(dict.fromkeys(x.sharding.device_set, device_shards))
+    return max(shard_bytes.values())
 
 
 class ProgramMemory(NamedTuple):
@@ -187,7 +187,7 @@ def working_bytes(
     state = stages.abstract_state((2,) * groups, page_size, shape.max_seqs, shape.max_drafts)
     steps = [memory_of(compile_step(lowered)) for lowered in stages.lower(weights, state, layout)]
     # the results of two steps at a time
-    found = [used.temporaries + used.code + 2 * used.results for used in steps]
+    sizes = [used.temporaries + used.code + 2 * used.results for used in steps]
     moving = [0]
     if mesh is not None and redundancy_of(config):
         balance = ExpertRebalancer(
@@ -197,15 +197,19 @@ def working_bytes(
             memory_of(lowered.compile()).temporaries
             for _, lowered in balance.lower(model_of(weights))
         ]
-    return max(found) + max(moving)
+    return max(sizes) + max(moving)
 
 
 def whole_page_bytes(config: ModelConfig, group: int, page_size: int, mesh: Mesh | None) -> int:
     """Bytes of a page on all devices that hold a part of it: what it takes on the host."""
-    held = Pipeline(config, mesh).abstract_state((1,) * (len(config.windows) + 1), page_size, 1)
+    abstract_state = Pipeline(config, mesh).abstract_state(
+        (1,) * (len(config.windows) + 1), page_size, 1
+    )
     if group == len(config.windows):  # snapshots
-        return stored_page_bytes([*held.snapshots.values()])
-    return stored_page_bytes([held.pages[index] for index in owners(config, held.pages, group)])
+        return stored_page_bytes([*abstract_state.snapshots.values()])
+    return stored_page_bytes(
+        [abstract_state.pages[index] for index in owners(config, abstract_state.pages, group)]
+    )
 
 
 def size_cache(
@@ -226,11 +230,14 @@ def size_cache(
     chunk = options.max_num_batched_tokens
     groups = [PagePool(1, S, window) for window in config.windows]
     # positions of a page that a device has
-    held = S if mesh is None else S // mesh.shape["context"]
+    abstract_state = S if mesh is None else S // mesh.shape["context"]
     pipeline = Pipeline(config, mesh, drafter)
-    own = local_config(pipeline.kv_config, mesh)
+    local_kv_config = local_config(pipeline.kv_config, mesh)
     costs = [
-        max(page_bytes(own, group, held, owned) for owned in pipeline.page_owners(group))
+        max(
+            page_bytes(local_kv_config, group, abstract_state, owned)
+            for owned in pipeline.page_owners(group)
+        )
         for group in range(len(config.windows))
     ]
 
@@ -241,18 +248,20 @@ def size_cache(
         return sum(need * cost for need, cost in zip(needs(length), costs, strict=True))
 
     drafts = 0 if options.speculation is None else options.speculation.num_speculative_tokens
-    kept = options.max_num_seqs * max(
-        state_bytes(own, stage.layers, drafts) for stage in pipeline.stages
+    recurrent_bytes = options.max_num_seqs * max(
+        state_bytes(local_kv_config, stage.layers, drafts) for stage in pipeline.stages
     )
-    if kept >= budget:
+    if recurrent_bytes >= budget:
         raise ModelError(
-            f"the layers of {options.max_num_seqs} sequences keep {kept / 2**20:.0f} MiB whatever "
+            f"the layers of {options.max_num_seqs} sequences keep {recurrent_bytes / 2**20:.0f} MiB whatever "
             f"their length, and {budget / 2**20:.0f} MiB are there for the cache; lower "
             "--max-num-seqs, or give more with --kv-cache-memory-bytes"
         )
-    each = max(state_bytes(own, stage.layers) for stage in pipeline.stages)
-    snapshots = num_snapshots(each, options, budget - kept)
-    room = budget - kept - snapshots * each - sum(costs)  # without the dummy pages
+    snapshot_bytes = max(state_bytes(local_kv_config, stage.layers) for stage in pipeline.stages)
+    snapshots = num_snapshots(snapshot_bytes, options, budget - recurrent_bytes)
+    room = (
+        budget - recurrent_bytes - snapshots * snapshot_bytes - sum(costs)
+    )  # without the dummy pages
     longest = config.max_len if options.max_model_len in (None, -1) else options.max_model_len
     if longest > config.max_len:
         raise ModelError(
@@ -283,13 +292,13 @@ def size_cache(
     return longest, num_pages + ((snapshots,) if snapshots else ())
 
 
-def num_snapshots(each: int, options: SizedOptions, budget: int) -> int:
+def num_snapshots(snapshot_bytes: int, options: SizedOptions, budget: int) -> int:
     """How many states of sequences are kept for prompts that begin alike: in an eighth of the
     memory, or none.
 
     `each` are a state's bytes on the device that has most of it.
     """
-    if not each or not options.enable_prefix_caching:
+    if not snapshot_bytes or not options.enable_prefix_caching:
         return 0
-    count = budget // SNAPSHOTS // each
+    count = budget // SNAPSHOTS // snapshot_bytes
     return 0 if count < 2 else min(count, MOST_SNAPSHOTS)  # the first is a dummy

@@ -16,11 +16,11 @@ class Deadlines:
         self.heap: list[tuple[float, int, Request]] = []
         self.count = itertools.count()  # tells entries of the same time apart
 
-    def add(self, when: float, request: Request, open_requests: int) -> None:
+    def add(self, deadline: float, request: Request, open_requests: int) -> None:
         if len(self.heap) > 2 * open_requests + 16:  # most are of requests that ended in time
             self.heap = [entry for entry in self.heap if not entry[2].finished]
             heapq.heapify(self.heap)
-        heapq.heappush(self.heap, (when, next(self.count), request))
+        heapq.heappush(self.heap, (deadline, next(self.count), request))
 
     def seconds_left(self, now: float) -> float | None:
         """Seconds until the earliest deadline, 0 where it is over; None without one."""

@@ -33,13 +33,13 @@ class ResultProcessor:
         for output in result.outputs:
             item = output.item
             seq = item.seq
-            seq.pending -= item.draws
+            seq.pending -= item.num_samples
             if seq.finish_reason is not None:
                 continue  # ended while this step was in flight
             yield seq.request
-            if item.drafts:
+            if item.draft_tokens:
                 self.scheduler.roll_back(item, len(output.tokens) - 1)
-            elif len(output.tokens) < item.draws:
+            elif len(output.tokens) < item.num_samples:
                 self.scheduler.shorten(item, len(output.tokens))
             if output.failure:
                 self.fail(seq, output.failure)
@@ -54,9 +54,9 @@ class ResultProcessor:
         """Give a sequence the scores of its prompt, and its tokens up to the one that ends it."""
         item = output.item
         seq = item.seq
-        for index, position in enumerate(item.scores):
+        for index, position in enumerate(item.scored_positions):
             seq.prompt_scores[position] = result.score(output.row + index)
-        for row, token in enumerate(output.tokens, output.row + len(item.scores)):
+        for row, token in enumerate(output.tokens, output.row + len(item.scored_positions)):
             if seq.finish_reason is not None:
                 break
             if token < 0:
@@ -77,12 +77,16 @@ class ResultProcessor:
         """Give a sequence's pool its hidden states; with the last one the request is done."""
         item = output.item
         seq = item.seq
-        positions = [*item.scores, item.start + item.num_rows - 1] if item.draws else item.scores
+        positions = (
+            [*item.scored_positions, item.start + item.num_tokens - 1]
+            if item.num_samples
+            else item.scored_positions
+        )
         for index, position in enumerate(positions):
             seq.pool.add(position, result.hidden_RD[output.row + index])
-        for position in item.scores:
+        for position in item.scored_positions:
             seq.prompt_scores[position] = True
-        if item.draws:
+        if item.num_samples:
             self.end(seq, "stop")
 
     def fail(self, seq: Sequence, failure: int) -> None:

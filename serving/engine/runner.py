@@ -91,8 +91,8 @@ class Runner:
         # the same for steps whose rows all draw, and do so plainly
         self.plain: dict[Size, Any] = {}
         self.fused_steps: Any = None  # several steps of the smallest size, one after the other
-        # and without the drafter, for decode steps that it may rest in
-        self.resting: dict[Size, Any] = {}
+        # the same without the drafter, for decode steps that have no drafts
+        self.without_drafter: dict[Size, Any] = {}
         self.draft_prefills: dict[Size, Any] = {}  # for rows that only the drafter computes
         # Where drafts ask what they cost: of a step, and of each token a sequence that it drafts.
         self.step_seconds: dict[Size, tuple[float, float]] = {}
@@ -135,8 +135,8 @@ class Runner:
         try:
             self.state = jax.block_until_ready(self.make_state())
         except Exception as error:
-            why, *_ = str(error).splitlines() or [type(error).__name__]
-            raise DeviceLost(f"the device is lost: {why}") from error
+            reason, *_ = str(error).splitlines() or [type(error).__name__]
+            raise DeviceLost(f"the device is lost: {reason}") from error
 
     def make_state(self) -> State:
         """A state with no request in it; the host forgets what it knew of the one before."""
@@ -150,28 +150,28 @@ class Runner:
 
     def warm_up(self, progress: Callable[[Size], None] = lambda size: None) -> None:
         """Compile every size, or read it from the compile cache; nothing is compiled after this."""
-        plain = {}
-        resting = {}
+        plain_programs = {}
+        skipping = {}
         draft_prefills = {}
         fused = None
         drafter = self.pipeline.drafter
         with Compiler(folder_of_programs() if self.mesh is None else None) as compiler:
             make = partial(self.pipeline.make, compiler)
-            held = (self.weights, self.state)
+            operands = (self.weights, self.state)
             sizes = {}
             for size, layout in self.batch_builder.layouts.items():
-                sizes[size] = make(*held, layout)
+                sizes[size] = make(*operands, layout)
                 if self.remote and size.samples >= size.rows:
-                    plain[size] = make(*held, layout, plain=True)
+                    plain_programs[size] = make(*operands, layout, is_plain=True)
                 if drafter is not None and drafter.is_skippable and size.rows == size.seqs:
-                    resting[size] = make(*held, layout, self.remote, rests=True)
+                    skipping[size] = make(*operands, layout, self.remote, without_drafter=True)
             for size in self.batch_builder.prefill_sizes if self.shape.needs_draft_prefill else ():
-                call = self.pipeline.draft_prefill(*held, self.batch_builder.layouts[size])
+                call = self.pipeline.draft_prefill(*operands, self.batch_builder.layouts[size])
                 draft_prefills[size] = compiler.make(call, compile_step)
             if self.max_fused > 1:
                 _, layout = next(iter(self.batch_builder.layouts.items()))
                 fused = compiler.make(
-                    self.pipeline.fused_steps(*held, layout, self.max_fused), compile_step
+                    self.pipeline.fused_steps(*operands, layout, self.max_fused), compile_step
                 )
             copies = {
                 name: compiler.make(call)
@@ -187,14 +187,19 @@ class Runner:
                     self.expert_loads.read(self.state)
                 ).result()
             if self.rebalancer is not None:
-                found = self.rebalancer.lower(model_of(self.weights))
-                self.rebalancer.programs = {key: lowered.compile() for key, lowered in found}
-            for size, made in sizes.items():
+                lowered_programs = self.rebalancer.lower(model_of(self.weights))
+                self.rebalancer.programs = {
+                    key: lowered.compile() for key, lowered in lowered_programs
+                }
+            for size, stage_programs in sizes.items():
                 progress(size)
-                self.compiled[size] = self.pipeline.program(made)
-            self.plain = {size: self.pipeline.program(made) for size, made in plain.items()}
-            self.resting = {
-                size: self.pipeline.program(made, rests=True) for size, made in resting.items()
+                self.compiled[size] = self.pipeline.program(stage_programs)
+            self.plain = {
+                size: self.pipeline.program(programs) for size, programs in plain_programs.items()
+            }
+            self.without_drafter = {
+                size: self.pipeline.program(programs, without_drafter=True)
+                for size, programs in skipping.items()
             }
             self.fused_steps = fused and fused.result()
             self.draft_prefills = {
@@ -232,27 +237,31 @@ class Runner:
             for size, layout in self.batch_builder.layouts.items()
             if size.samples >= size.rows
         }
-        most = self.shape.max_drafts
+        max_drafts = self.shape.max_drafts
         busy = {
             (size, n): self.batch_builder.busy(layout, n)
             for size, layout in layouts.items()
-            for n in (0, most)
+            for n in (0, max_drafts)
         }
         for (size, _), buffer in busy.items():  # the first runs of a program are longer
             self.timed(size, buffer)
-        found = dict.fromkeys(busy, float("inf"))
+        shortest = dict.fromkeys(busy, float("inf"))
         began = time.perf_counter()
         for turn in range(MEASURED[1]):
             if turn >= MEASURED[0] and time.perf_counter() - began > MEASURING:
                 break
             for (size, n), buffer in busy.items():
-                found[size, n] = min(found[size, n], self.timed(size, buffer))
+                shortest[size, n] = min(shortest[size, n], self.timed(size, buffer))
         for size in layouts:
-            larger = [
-                other for other in layouts if other.rows >= size.rows and other.seqs >= size.seqs
+            sizes = [
+                larger
+                for larger in layouts
+                if larger.rows >= size.rows and larger.seqs >= size.seqs
             ]
-            plain, drafting = (min(found[other, n] for other in larger) for n in (0, most))
-            self.step_seconds[size] = plain, max(0.0, drafting - plain) / most
+            plain_seconds, drafting = (
+                min(shortest[larger, n] for larger in sizes) for n in (0, max_drafts)
+            )
+            self.step_seconds[size] = plain_seconds, max(0.0, drafting - plain_seconds) / max_drafts
 
     def timed(self, size: Size, buffer: np.ndarray) -> float:
         began = time.perf_counter()
@@ -270,8 +279,10 @@ class Runner:
         rows = max(-(-rows // replicas), seqs)
         if rows > max(size.rows for size in self.step_seconds):
             return float("inf")
-        plain, one = self.step_seconds[choose(self.step_seconds, rows, seqs, rows, rows == seqs)]
-        return plain + drafts * one
+        plain_seconds, draft_seconds = self.step_seconds[
+            choose(self.step_seconds, rows, seqs, rows, rows == seqs)
+        ]
+        return plain_seconds + drafts * draft_seconds
 
     def read_pages(self, group: int, pages: Seq[int]) -> np.ndarray:
         """What a few pages of a cache group hold, a row of bytes each; it does not wait for the
@@ -330,9 +341,9 @@ class Runner:
         """Send the page copies and then the step to the device, and return at once."""
         offloads = self.move(moves) if moves else []
         for item in plan.items:
-            if item.begins:
+            if item.is_first_step:
                 self.assign(item.seq, item.start)
-            if item.draws and item.seq.constraint is not None:
+            if item.num_samples and item.seq.constraint is not None:
                 self.constrain(item, item.seq.constraint)
         if self.rebalancer is not None:
             self.weights = with_model(
@@ -340,8 +351,8 @@ class Runner:
             )
         if plan.steps > 1:
             return self.launch_fused(plan, offloads)
-        for parts in chunks(plan.draft_prefills, self.shape.max_tokens):
-            self.draft_prefill(*self.batch_builder.build_draft_prefill(parts))
+        for prefills in chunks(plan.draft_prefills, self.shape.max_tokens):
+            self.draft_prefill(*self.batch_builder.build_draft_prefill(prefills))
         size, buffer = self.batch_builder.build(plan)
         sampled, hidden_RD = self.step(size, self.batch_builder.draws_plainly, buffer)
         if self.expert_loads is not None:
@@ -374,10 +385,12 @@ class Runner:
         stacks = adapter.stacks_of(model_of(self.weights))
         return Call(write_adapter, (stacks, np.int32(0), jax.tree.map(one_of, stacks)))
 
-    def load_adapter(self, slot: int, own: Adapter) -> None:
+    def load_adapter(self, slot: int, local_adapter: Adapter) -> None:
         """Copy an adapter into a slot: steps under way end before."""
         weights = model_of(self.weights)
-        matrices = own.matrices if self.mesh is None else shard_adapter(own, self.mesh)
+        matrices = (
+            local_adapter.matrices if self.mesh is None else shard_adapter(local_adapter, self.mesh)
+        )
         stacks = self.write_adapter(adapter.stacks_of(weights), np.int32(slot), matrices)
         self.weights = with_model(self.weights, adapter.with_stacks(weights, stacks))
 
@@ -386,16 +399,16 @@ class Runner:
         if self.expert_loads is not None:
             self.expert_loads.settle(self.state)
 
-    def step(self, size: Size, plain: bool, buffer: np.ndarray) -> tuple[Sampled, jax.Array]:
+    def step(self, size: Size, is_plain: bool, buffer: np.ndarray) -> tuple[Sampled, jax.Array]:
         """Run the compiled step for a batch."""
         if self.leader is not None:
-            self.leader.step(size, plain, buffer)
-        rests = (
-            size in self.resting
-            and (plain or not self.remote)
-            and self.batch_builder.rests(size, buffer)
+            self.leader.step(size, is_plain, buffer)
+        without_drafter = (
+            size in self.without_drafter
+            and (is_plain or not self.remote)
+            and self.batch_builder.has_no_drafts(size, buffer)
         )
-        program = self.resting[size] if rests else self.program(size, plain)
+        program = self.without_drafter[size] if without_drafter else self.program(size, is_plain)
         sampled, hidden_RD, self.state = program(self.weights, self.state, buffer)
         return sampled, hidden_RD
 
@@ -406,9 +419,9 @@ class Runner:
             self.draft_prefills[size], self.weights, self.state, buffer
         )
 
-    def program(self, size: Size, plain: bool = False) -> Any:
+    def program(self, size: Size, is_plain: bool = False) -> Any:
         """The compiled step for a batch of this size."""
-        return (self.plain.get(size) if plain else None) or self.compiled[size]
+        return (self.plain.get(size) if is_plain else None) or self.compiled[size]
 
     def move(self, moves: PageMoves) -> list[Offload]:
         """Start to copy pages. Over several hosts no page goes to host memory."""
@@ -450,7 +463,9 @@ class Runner:
         """
         slot = self.batch_builder.place(item.seq)
         bias_V = self.biases.get(slot)
-        for row, allowed_V in enumerate(constraint.allowed_after(item.drafts, item.seq.stop_ids)):
+        for row, allowed_V in enumerate(
+            constraint.allowed_after(item.draft_tokens, item.seq.stop_ids)
+        ):
             allowed_V = np.pad(allowed_V, (0, self.vocab - len(allowed_V)), constant_values=True)
             closed_V = np.where(
                 allowed_V, np.float32(0) if bias_V is None else bias_V, np.float32(-np.inf)
@@ -469,30 +484,31 @@ class Runner:
 
 def one_of(stack: jax.Array) -> jax.ShapeDtypeStruct:
     """One of the arrays that are stacked, where they lie on the same devices."""
-    where = None
+    sharding = None
     if isinstance(stack.sharding, NamedSharding):
-        where = NamedSharding(stack.sharding.mesh, PartitionSpec(*stack.sharding.spec[1:]))
-    return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=where)
+        sharding = NamedSharding(stack.sharding.mesh, PartitionSpec(*stack.sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding)
 
 
 def chunks(
-    parts: Seq[Seq[ScheduledSequence]], max_rows: int
+    items_by_replica: Seq[Seq[ScheduledSequence]], max_rows: int
 ) -> Iterator[tuple[tuple[ScheduledSequence, ...], ...]]:
     """The same rows, not more of a replica at a time."""
-    left = [list(part) for part in parts]
-    while any(left):
-        taken = []
-        for items in left:
-            own = []
+    remaining = [list(replica_items) for replica_items in items_by_replica]
+    while any(remaining):
+        chunk = []
+        for items in remaining:
+            replica_chunk = []
             room = max_rows
             while items and room:
                 item = items.pop(0)
-                count = min(item.num_rows, room)
-                own.append(item._replace(num_rows=count))
-                if count < item.num_rows:
+                count = min(item.num_tokens, room)
+                replica_chunk.append(item._replace(num_tokens=count))
+                if count < item.num_tokens:
                     items.insert(
-                        0, item._replace(start=item.start + count, num_rows=item.num_rows - count)
+                        0,
+                        item._replace(start=item.start + count, num_tokens=item.num_tokens - count),
                     )
                 room -= count
-            taken.append(tuple(own))
-        yield tuple(taken)
+            chunk.append(tuple(replica_chunk))
+        yield tuple(chunk)

@@ -17,36 +17,37 @@ from .waiting_queue import OUTPUT, WaitingQueue
 
 # hundreds are made a step, and a frozen dataclass takes four times as long
 class ScheduledSequence(NamedTuple):
-    """The rows that one sequence brings to a step: positions start .. start + num_rows, the last of
-    them its drafts.
+    """What a step computes for one sequence: the tokens at positions start .. start + num_tokens,
+    of which the last ones are its draft tokens.
     """
 
     seq: Sequence
     start: int
-    num_rows: int
-    # so many of the last rows draw a token: the first of them the next one, each other one after a
-    # draft
-    draws: int
-    begins: bool  # the first since the sequence got its slot
-    scores: tuple[int, ...] = ()  # rows (positions) whose next prompt token is scored
-    drafts: tuple[int, ...] = ()
-    asks: int = 0  # tokens that the step is to draft after the one that it draws
-    # As if all drafts of the step before were right: the device subtracts those that were not from
-    # `start`, and a draft is the name of one that it holds.
-    ahead: bool = False
+    num_tokens: int
+    # After each of so many of the last tokens the step samples one: first the next token, then one
+    # after each draft token.
+    num_samples: int
+    is_first_step: bool  # since the sequence got its slot
+    scored_positions: tuple[int, ...] = ()  # positions whose next prompt token is scored
+    draft_tokens: tuple[int, ...] = ()
+    num_to_draft: int = 0  # draft tokens that the step makes for the next step
+    # The step was scheduled as if all draft tokens of the previous step were accepted: the device
+    # subtracts the rejected ones from `start`, and `draft_tokens` are placeholders.
+    assumes_all_accepted: bool = False
 
-    def settled(self) -> "ScheduledSequence":
-        """One that is ahead, once the step before has been taken in."""
+    def resolved(self) -> "ScheduledSequence":
+        """The true values of a step that assumed acceptance, once the previous one is processed."""
         seq = self.seq
-        count = len(self.drafts)
         return self._replace(
-            start=len(seq.tokens) - 1, drafts=tuple(seq.draft.proposals[:count]), ahead=False
+            start=len(seq.tokens) - 1,
+            draft_tokens=tuple(seq.draft.proposals[: len(self.draft_tokens)]),
+            assumes_all_accepted=False,
         )
 
     @property
     def num_known(self) -> int:
-        """Tokens of the sequence before and in this step, but for drafts."""
-        return self.start + self.num_rows - len(self.drafts)
+        """Tokens of the sequence before and in this step, without draft tokens."""
+        return self.start + self.num_tokens - len(self.draft_tokens)
 
 
 @dataclass(frozen=True)
@@ -64,18 +65,18 @@ class StepPlan:
         return tuple(chain.from_iterable(self.parts))
 
     @property
-    def num_rows(self) -> int:
-        return self.steps * sum(item.num_rows for item in self.items)
+    def num_tokens(self) -> int:
+        return self.steps * sum(item.num_tokens for item in self.items)
 
     @property
     def decodes(self) -> bool:
         """Every sequence brings a single row to each step, or one and its drafts."""
-        return all(item.num_rows <= max(item.draws, 1) for item in self.items)
+        return all(item.num_tokens <= max(item.num_samples, 1) for item in self.items)
 
     @property
     def needs_host_sync(self) -> bool:
         """The host drafts after its tokens: no step can be planned before they are known."""
-        return any(item.seq.draft.waits_for_host and item.draws for item in self.items)
+        return any(item.seq.draft.waits_for_host and item.num_samples for item in self.items)
 
 
 POINT = 30.0  # seconds of waiting that make up for a point of priority
@@ -127,8 +128,10 @@ class Scheduler:
             tokens[number] += (
                 seq.num_tokens - len(match.path) * replica.table.page_size - match.num_partial
             )
-        for other in self.running:
-            tokens[other.replica] += other.num_tokens - other.num_computed + OUTPUT
+        for running_seq in self.running:
+            tokens[running_seq.replica] += (
+                running_seq.num_tokens - running_seq.num_computed + OUTPUT
+            )
         return tokens.index(min(tokens))
 
     def schedule(self, drafts: bool = False) -> StepPlan | None:
@@ -139,11 +142,11 @@ class Scheduler:
             self.rebalance_replicas()
         # it looks at every sequence
         decodes = drafts and all(replica.decodes for replica in self.replicas)
-        parts = tuple([replica.schedule(decodes) for replica in self.replicas])
-        if not any(parts):
+        items_by_replica = tuple([replica.schedule(decodes) for replica in self.replicas])
+        if not any(items_by_replica):
             return None
         prefills = tuple([replica.draft_prefills for replica in self.replicas])
-        return StepPlan(parts, prefills if any(prefills) else ())
+        return StepPlan(items_by_replica, prefills if any(prefills) else ())
 
     def fuse_steps(self, plan: StepPlan, max_steps: int) -> StepPlan:
         """The plan as at most `max_steps` decode steps of one launch; as it is where a sequence
@@ -156,7 +159,7 @@ class Scheduler:
         )
         if steps < 2:
             return plan
-        items = tuple([item._replace(draws=steps) for item in plan.items])
+        items = tuple([item._replace(num_samples=steps) for item in plan.items])
         for item in items:
             item.seq.num_computed += steps - 1
             item.seq.pending += steps - 1
@@ -184,12 +187,14 @@ class Scheduler:
         """Move sequences that wait for a full replica to one with more free slots than waiting
         sequences.
         """
-        waits = self.waiting.count_for
+        num_waiting = self.waiting.count_for
         full = {
-            number for number, replica in enumerate(self.replicas) if waits[number] and replica.full
+            number
+            for number, replica in enumerate(self.replicas)
+            if num_waiting[number] and replica.full
         }
         free = [
-            0 if number in full else len(replica.free_slots) - waits[number]
+            0 if number in full else len(replica.free_slots) - num_waiting[number]
             for number, replica in enumerate(self.replicas)
         ]
         if not full or max(free) < 1:
@@ -205,7 +210,7 @@ class Scheduler:
         """Uncount the rejected draft tokens: later steps overwrite their keys and values."""
         seq = item.seq
         if seq.slot >= 0:  # else it was preempted since, and nothing of it counts as computed
-            seq.num_computed -= len(item.drafts) - num_accepted
+            seq.num_computed -= len(item.draft_tokens) - num_accepted
             seq.draft.num_prefilled = min(seq.draft.num_prefilled, seq.num_computed)
 
     def shorten(self, item: ScheduledSequence, num_steps: int) -> None:
@@ -274,8 +279,8 @@ class ReplicaScheduler:
     @property
     def decodes(self) -> bool:
         """Nobody catches up, or could begin to: the next step has room for drafts."""
-        waits = self.free_slots and self.waiting.count_for[self.table.replica]
-        return not waits and all(seq.missing <= 1 for seq in self.running)
+        has_waiting = self.free_slots and self.waiting.count_for[self.table.replica]
+        return not has_waiting and all(seq.missing <= 1 for seq in self.running)
 
     def schedule(self, decodes: bool = False) -> tuple[ScheduledSequence, ...]:
         """This replica's part of the next step; where all only decode, each row of a step may
@@ -300,8 +305,8 @@ class ReplicaScheduler:
             if seq.slot < 0 or not self.rows:
                 continue  # preempted for an earlier one
             start = seq.num_computed
-            plain = seq.prompt_scores is None and not (may_draft and seq.is_speculating)
-            if missing == 1 and start % page_size and self.samples and plain:
+            is_plain = seq.prompt_scores is None and not (may_draft and seq.is_speculating)
+            if missing == 1 and start % page_size and self.samples and is_plain:
                 # The row before it is in the same page: nothing is to be done, and hundreds do so
                 # in every step.
                 items[seq] = ScheduledSequence(seq, start, 1, 1, not seq.begun)
@@ -326,12 +331,12 @@ class ReplicaScheduler:
             )
         # they count as computed: every later step runs after this one on the device
         for seq, item in items.items():
-            seq.num_computed += item.num_rows
-            seq.pending += item.draws
+            seq.num_computed += item.num_tokens
+            seq.pending += item.num_samples
             seq.begun = True
         if self.waiting.shared:
             for item in items.values():
-                self.waiting.serve(item.seq, item.num_rows)
+                self.waiting.serve(item.seq, item.num_tokens)
         return tuple(items.values())
 
     def max_fused_steps(self, items: Seq[ScheduledSequence]) -> int:
@@ -341,8 +346,14 @@ class ReplicaScheduler:
         if len(items) < len(self.running):
             return 1  # the others need the tokens of a step in flight
         page_size = max_steps = self.table.page_size
-        for seq, start, num_rows, draws, _, scores, *_ in items:
-            if num_rows != 1 or draws != 1 or scores or seq.needs_host_sync or seq.bad_words:
+        for seq, start, num_tokens, num_samples, _, scored_positions, *_ in items:
+            if (
+                num_tokens != 1
+                or num_samples != 1
+                or scored_positions
+                or seq.needs_host_sync
+                or seq.bad_words
+            ):
                 return 1
             num_tokens_left = seq.max_tokens - (start + 1 - seq.num_prompt)
             max_steps = min(max_steps, num_tokens_left, page_size - start % page_size)
@@ -364,7 +375,11 @@ class ReplicaScheduler:
         """
         if self.shape.whole_prompts and seq.num_tokens > self.rows:
             return False
-        state = (seq, self.table.num_freed, sum(other.missing > 1 for other in self.running))
+        state = (
+            seq,
+            self.table.num_freed,
+            sum(running_seq.missing > 1 for running_seq in self.running),
+        )
         if seq.pending or state == self.refused:
             return False
         match = self.table.match(seq)
@@ -390,14 +405,14 @@ class ReplicaScheduler:
         count = self.table.tokens_to_snapshot(seq, start, min(missing, self.rows))
         scores: tuple[int, ...] = ()
         if seq.prompt_scores is not None:
-            wanted = [
+            positions = [
                 p
                 for p in range(start, min(start + count, seq.num_prompt - 1))
                 if seq.prompt_scores[p] is None
             ]
-            scores = tuple(wanted[: self.samples])
-            if len(scores) < len(wanted):
-                count = wanted[len(scores)] - start
+            scores = tuple(positions[: self.samples])
+            if len(scores) < len(positions):
+                count = positions[len(scores)] - start
         draws = start + count == seq.num_tokens
         if draws and len(scores) == self.samples:
             draws = False
@@ -407,7 +422,14 @@ class ReplicaScheduler:
         self.table.insert(seq, seq.num_computed)  # before pages slide out of a window
         self.table.slide(seq)
         while not self.table.grow(seq, start + count):
-            victim = next((other for other in reversed(self.by_rank()) if other not in items), None)
+            victim = next(
+                (
+                    running_seq
+                    for running_seq in reversed(self.by_rank())
+                    if running_seq not in items
+                ),
+                None,
+            )
             if victim is None or victim is seq:
                 return None  # nobody of a higher rank to take from: wait until somebody ends
             self.preempt(victim)
@@ -415,15 +437,15 @@ class ReplicaScheduler:
         self.drafts.add_tokens(seq, start, start + count)  # before its pages are shared
         self.table.insert(seq, start + count)
         self.samples -= len(scores) + draws
-        ahead = seq.ahead
+        assumes_all_accepted = seq.assumes_all_accepted
         drafts: tuple[int, ...] = ()
-        asks = 0
+        num_to_draft = 0
         if draws and self.shape.max_drafts:
             max_drafts = min(self.samples, self.rows - count)
             drafts = self.drafts.take_drafts(seq, start + count, max_drafts)
             self.samples -= len(drafts)
-            asks = seq.draft.num_requested
-            if asks:
+            num_to_draft = seq.draft.num_requested
+            if num_to_draft:
                 self.drafts.reserve_pages(seq, start + count + len(drafts))
         self.rows -= count + len(drafts)
         return ScheduledSequence(
@@ -434,8 +456,8 @@ class ReplicaScheduler:
             not seq.begun,
             scores,
             drafts,
-            asks,
-            ahead,
+            num_to_draft,
+            assumes_all_accepted,
         )
 
     def by_rank(self) -> list[Sequence]:

@@ -13,11 +13,11 @@ def first_row(seq: Sequence, computed: int, vocab: int, bias_V: np.ndarray | Non
     stop[[token for token in seq.stop_ids if token < vocab]] = True
     prompt[seq.tokens[: min(computed, seq.num_prompt)]] = True
     counts = np.bincount(seq.tokens[seq.num_prompt : computed], minlength=vocab).astype(np.int32)
-    wanted = np.zeros(MAX_WANTED, np.int32)
+    logprob_ids = np.zeros(MAX_WANTED, np.int32)
     ids = seq.params.logprob_token_ids or ()
-    wanted[: len(ids)] = ids
+    logprob_ids[: len(ids)] = ids
     return SlotState(
-        np.zeros(vocab, np.float32) if bias_V is None else bias_V, stop, counts, prompt, wanted
+        np.zeros(vocab, np.float32) if bias_V is None else bias_V, stop, counts, prompt, logprob_ids
     )
 
 

@@ -84,12 +84,12 @@ class Occupancy:
 
 def owners_of(pool: PagePool, owned: list[tuple[int, list[int]]]) -> np.ndarray:
     """By page: BLANK, CACHED, SHARED, or the code of the request that has it."""
-    found = np.full(pool.num_pages, BLANK, np.int32)
-    found[list(pool.cached)] = CACHED
+    owner_codes = np.full(pool.num_pages, BLANK, np.int32)
+    owner_codes[list(pool.cached)] = CACHED
     pages = np.fromiter(chain.from_iterable(table for _, table in owned), np.int64)
-    found[pages] = np.repeat([code for code, _ in owned], [len(table) for _, table in owned])
-    found[np.fromiter(pool.ref_counts, np.int32, pool.num_pages) > 1] = SHARED
-    return found[1:]
+    owner_codes[pages] = np.repeat([code for code, _ in owned], [len(table) for _, table in owned])
+    owner_codes[np.fromiter(pool.ref_counts, np.int32, pool.num_pages) > 1] = SHARED
+    return owner_codes[1:]
 
 
 def take_snapshot(engine: Engine) -> Snapshot:

@@ -100,7 +100,7 @@ def read_result(step: InFlightStep) -> StepResult:
     """Wait for a step: its tokens, and log-probabilities only if a request wants them."""
     items = step.plan.items
     sampled = step.sampled
-    if any(item.scores or item.seq.scored for item in items):
+    if any(item.scored_positions or item.seq.scored for item in items):
         sampled = jax.device_get(sampled)
     if step.num_steps is not None:
         return read_fused_result(step, sampled, int(step.num_steps))
@@ -114,20 +114,20 @@ def read_result(step: InFlightStep) -> StepResult:
     number = 0
     replica = 0
     for item in items:
-        if item.ahead:
-            item = item.settled()
+        if item.assumes_all_accepted:
+            item = item.resolved()
         if item.seq.replica != replica:
             replica = item.seq.replica
             row = replica * step.size.samples
             number = replica * step.size.seqs
         proposals = None if drafts_BK is None else drafts_BK[number]
         number += 1
-        if item.draws == 1 and not item.scores:
+        if item.num_samples == 1 and not item.scored_positions:
             outputs.append(
                 SampledTokens(item, row, min(tokens_R[row], 0), [tokens_R[row]], proposals)
             )
             row += 1
-        elif item.draws or item.scores:
+        elif item.num_samples or item.scored_positions:
             output, row = read_output(item, row, tokens_R, proposals)
             outputs.append(output)
     return StepResult(step, outputs, sampled, hidden_RD)
@@ -139,10 +139,10 @@ def read_output(
     """(the tokens of a sequence with scored rows or draft tokens, whose rows begin at `row`; the
     row after them).
     """
-    first = row + len(item.scores)
-    end = row + len(item.scores) + item.draws
-    count = sum(1 for _ in accepted(item.drafts, tokens_R[first:end])) + 1
-    failures = [token for token in tokens_R[row : first + min(item.draws, 1)] if token < 0]
+    first = row + len(item.scored_positions)
+    end = row + len(item.scored_positions) + item.num_samples
+    count = sum(1 for _ in accepted(item.draft_tokens, tokens_R[first:end])) + 1
+    failures = [token for token in tokens_R[row : first + min(item.num_samples, 1)] if token < 0]
     failure = max(failures, default=0)  # broken logits are worse than banned tokens
     return SampledTokens(item, row, failure, tokens_R[first:end][:count], proposals), end
 

@@ -21,17 +21,17 @@ class Turns:
             if not self.taken:
                 self.taken = True
                 return
-            mine = Lock()
-            mine.acquire()
-            self.waiting.append(mine)
+            turn = Lock()
+            turn.acquire()
+            self.waiting.append(turn)
         try:
-            mine.acquire()
+            turn.acquire()
         except BaseException:  # Ctrl-C
             with self.lock:
-                waits = mine in self.waiting
-                if waits:
-                    self.waiting.remove(mine)
-            if not waits:  # it has come to its turn meanwhile
+                is_waiting = turn in self.waiting
+                if is_waiting:
+                    self.waiting.remove(turn)
+            if not is_waiting:  # it has come to its turn meanwhile
                 self.__exit__()
             raise
 

@@ -44,10 +44,10 @@ class LiveView(Observer):
         now = result.collected
         plan = result.plan
         if now < self.watched_until:
-            known = [item.num_rows - len(item.drafts) for item in plan.items]
+            known = [item.num_tokens - len(item.draft_tokens) for item in plan.items]
             count = plan.steps
             began = result.device_began
-            rows = plan.num_rows // plan.steps
+            rows = plan.num_tokens // plan.steps
             drafts = rows - sum(known)
             seconds = (now - began) / count
             accepted = sum(output.num_accepted for output in result.outputs) if drafts else 0

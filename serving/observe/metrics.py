@@ -26,7 +26,7 @@ from .metric_families import (
     to_plain_value,
 )
 
-BEGINS = itemgetter(ScheduledSequence._fields.index("begins"))
+IS_FIRST_STEP = itemgetter(ScheduledSequence._fields.index("is_first_step"))
 SHARES = (0.5, 0.9, 0.99)
 
 
@@ -63,7 +63,7 @@ class Metrics(Observer):
         if (step := record.launched) is not None:
             self.phases["schedule"].observe(step.scheduled - step.began)
             self.phases["launch"].observe(step.launched - step.scheduled)
-            for item in filter(BEGINS, step.plan.items):
+            for item in filter(IS_FIRST_STEP, step.plan.items):
                 self.record_start(item.seq)
         before = self.tokens
         if (result := record.result) is not None:
@@ -95,12 +95,12 @@ class Metrics(Observer):
         came = self.collected
         written = 0
         latest = set()
-        known = [item.num_rows - len(item.drafts) for item in result.plan.items]
+        known = [item.num_tokens - len(item.draft_tokens) for item in result.plan.items]
         read = sum(count for count in known if count > 1)
         for output in result.outputs:
             item = output.item
             # A sequence that has ended may have done so before.
-            if item.draws and (count := len(item.seq.tokens) - item.num_known) > 0:
+            if item.num_samples and (count := len(item.seq.tokens) - item.num_known) > 0:
                 written += count
                 latest.add(item.seq)
         self.counts["generation_tokens_total"] += written

@@ -42,12 +42,12 @@ class Trace(Observer):
             plan = result.plan
             facts = {
                 "sequences": len(plan.items),
-                "rows": plan.num_rows,
+                "rows": plan.num_tokens,
                 "decodes": plan.decodes,
                 "steps": plan.steps,
             }
-            if verified := [output for output in result.outputs if output.item.drafts]:
-                facts["drafts"] = sum(len(output.item.drafts) for output in verified)
+            if verified := [output for output in result.outputs if output.item.draft_tokens]:
+                facts["drafts"] = sum(len(output.item.draft_tokens) for output in verified)
                 facts["accepted"] = sum(output.num_accepted for output in verified)
             self.span(f"step {self.number}", DEVICE, result.device_began, result.collected, **facts)
             self.number += 1

@@ -104,14 +104,16 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
-    def ahead(self) -> bool:
-        """Only the device knows its whole next step: the one in flight verifies or makes drafts."""
+    def assumes_all_accepted(self) -> bool:
+        """Its next step is scheduled before the draft tokens of the one in flight are known."""
         return self.pending > 0 and self.draft.is_on_device
 
     @property
     def is_speculating(self) -> bool:
         """Whether its next step verifies or makes draft tokens."""
-        return bool(self.draft.waits_for_host or self.draft.num_requested or self.ahead)
+        return bool(
+            self.draft.waits_for_host or self.draft.num_requested or self.assumes_all_accepted
+        )
 
     @property
     def needs_host_sync(self) -> bool:

@@ -77,14 +77,14 @@ class DraftPlanner:
         prefills = []
         for item in items:
             draft = item.seq.draft
-            draft.num_verifying = len(item.drafts)
-            draft.num_on_device = item.asks
+            draft.num_verifying = len(item.draft_tokens)
+            draft.num_on_device = item.num_to_draft
             if not self.is_prefilling:
                 continue
-            if item.asks and draft.num_prefilled < item.start:
+            if item.num_to_draft and draft.num_prefilled < item.start:
                 lag = item.start - draft.num_prefilled
                 prefills.append(DraftPrefill(item.seq, draft.num_prefilled, lag))
                 draft.num_prefilled = item.start
             if draft.num_prefilled >= item.start:
-                draft.num_prefilled = item.start + item.num_rows
+                draft.num_prefilled = item.start + item.num_tokens
         return tuple(prefills)

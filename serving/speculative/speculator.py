@@ -160,12 +160,12 @@ class Speculator:
         items = plan.items
         if not self.records_timing:
             return
-        if any(item.begins for item in items) or all(
+        if any(item.is_first_step for item in items) or all(
             item.seq.finish_reason is not None for item in items
         ):
             return  # the device may have been idle before it
-        num_drafts = plan.num_rows - len(items)
-        num_requested = max(item.asks for item in items)
+        num_drafts = plan.num_tokens - len(items)
+        num_requested = max(item.num_to_draft for item in items)
         is_drafting = plan.needs_host_sync or num_drafts > 0
         if plan.draft_prefills and (is_drafting or not num_requested):
             return  # the time includes that of the draft prefill
@@ -184,8 +184,8 @@ class Speculator:
         if not 0 < expected < inf:
             return
         if num_requested and not is_drafting:
-            plain = step_times[0] * self.time_ratio(num_seqs, False).factor
-            extra = min(max(0.0, seconds - plain), 8 * step_times[0])
+            plain_seconds = step_times[0] * self.time_ratio(num_seqs, False).factor
+            extra = min(max(0.0, seconds - plain_seconds), 8 * step_times[0])
             self.probe_seconds += (extra - self.probe_seconds) / 4
             return
         self.time_ratio(num_seqs, is_drafting).observe(seconds, expected)
@@ -199,19 +199,19 @@ class Speculator:
         item = output.item
         seq = item.seq
         draft = seq.draft
-        if item.drafts:
+        if item.draft_tokens:
             first = item.num_known - seq.num_prompt
             num_accepted = output.num_accepted
-            draft.num_verified += len(item.drafts)
+            draft.num_verified += len(item.draft_tokens)
             draft.accepted_positions.extend(range(first, first + num_accepted))
-            self.counts.add(len(item.drafts), num_accepted)
+            self.counts.add(len(item.draft_tokens), num_accepted)
         if (
-            item.draws
+            item.num_samples
             and seq.finish_reason is None
-            and (item.drafts or item.asks or self.tracks_tokens)
+            and (item.draft_tokens or item.num_to_draft or self.tracks_tokens)
         ):
-            draft.proposals = output.proposals if item.asks and output.proposals else []
-            self.draft_next(seq, len(item.drafts), len(output.tokens) - 1)
+            draft.proposals = output.proposals if item.num_to_draft and output.proposals else []
+            self.draft_next(seq, len(item.draft_tokens), len(output.tokens) - 1)
 
     def draft_next(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Learn from a sequence's verified drafts, and draft for its next step."""
@@ -472,9 +472,9 @@ class Speculator:
         key = num_seqs.bit_length(), is_drafting
         if key not in self.time_ratios:
             step_time = self.costs_for(num_seqs)[0][0] or inf
-            known = [size for size, drafting in self.time_ratios if drafting == is_drafting]
-            if known:
-                nearest = min(known, key=lambda size: abs(size - key[0]))
+            known_sizes = [size for size, drafting in self.time_ratios if drafting == is_drafting]
+            if known_sizes:
+                nearest = min(known_sizes, key=lambda size: abs(size - key[0]))
                 factor = self.time_ratios[nearest, is_drafting].factor
                 if is_drafting:
                     plain_factor = self.time_ratios[nearest, False].factor

@@ -21,10 +21,10 @@ class Places:
         self.texts: dict[int, list[int]] = {}
         self.ends: dict[tuple[int, ...], deque[tuple[int, int]]] = {}
 
-    def add(self, number: int, text: list[int], known: int) -> None:
+    def add(self, number: int, text: list[int], num_known: int) -> None:
         """Each place of a text from `known` on that something follows, or will."""
         self.texts[number] = text
-        for end in range(max(known, KEY), len(text)):
+        for end in range(max(num_known, KEY), len(text)):
             places = self.ends.setdefault(tuple(text[end - KEY : end]), deque(maxlen=COMPARED))
             places.appendleft((number, end))
 
@@ -34,9 +34,9 @@ class Places:
             key = tuple(text[end - KEY : end])
             if (places := self.ends.get(key)) is None:
                 continue
-            if all(other == number for other, _ in places):
+            if all(text_number == number for text_number, _ in places):
                 del self.ends[key]
-            elif any(other == number for other, _ in places):
+            elif any(text_number == number for text_number, _ in places):
                 self.ends[key] = deque((place for place in places if place[0] != number), COMPARED)
 
     def alike(self, tokens: list[int]) -> Iterator[tuple[int, list[int], int]]:
@@ -46,8 +46,8 @@ class Places:
         for number, end in self.ends.get(tuple(tokens[-KEY:]), ()):
             text = self.texts[number]
             count = KEY
-            most = min(REACH, end, len(tokens))
-            while count < most and text[end - count - 1] == tokens[-count - 1]:
+            max_common = min(REACH, end, len(tokens))
+            while count < max_common and text[end - count - 1] == tokens[-count - 1]:
                 count += 1
             yield count, text, end
 
@@ -70,9 +70,9 @@ class SuffixDrafter:
 
     def propose(self, seq: Sequence, max_tokens: int) -> list[int]:
         places = self.take(seq)
-        found = list(places.alike(seq.tokens))
-        longest = max((count for count, _, _ in found), default=0)
-        voters = [(text, end) for count, text, end in found if count == longest]
+        matches = list(places.alike(seq.tokens))
+        longest = max((count for count, _, _ in matches), default=0)
+        voters = [(text, end) for count, text, end in matches if count == longest]
         drafts = []
         chance = 1.0
         while len(drafts) < max_tokens:
@@ -95,9 +95,9 @@ class SuffixDrafter:
     def take(self, seq: Sequence) -> Places:
         """The places that a sequence may look at, with what is new of its own text."""
         places = self.places.setdefault(seq.cache.salt, Places())
-        number, known = self.running.get(seq, (self.count, 0))
+        number, num_known = self.running.get(seq, (self.count, 0))
         self.count = max(self.count, number + 1)
-        places.add(number, seq.tokens, known)
+        places.add(number, seq.tokens, num_known)
         self.running[seq] = number, len(seq.tokens)
         return places
 

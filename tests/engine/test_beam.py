@@ -118,7 +118,7 @@ def test_beams_share_the_pages_of_what_they_have_in_common(engine):
     engine.reset_prefix_cache()
     rows = []
     launch = engine.runner.launch
-    engine.runner.launch = lambda plan, moves: rows.append(plan.num_rows) or launch(plan, moves)
+    engine.runner.launch = lambda plan, moves: rows.append(plan.num_tokens) or launch(plan, moves)
     try:
         search(engine, [list(range(32))], BeamSearchParams(beam_width=4, max_tokens=6))
     finally:

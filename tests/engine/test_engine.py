@@ -705,7 +705,7 @@ def test_the_same_prompt_again_computes_its_last_page_alone(weights, engine):
     prompt = list(range(41))
     rows = []
     launch = engine.runner.launch
-    engine.runner.launch = lambda plan, moves: rows.append(plan.num_rows) or launch(plan, moves)
+    engine.runner.launch = lambda plan, moves: rows.append(plan.num_tokens) or launch(plan, moves)
     first = run(engine, {0: [("a", prompt, params)]})["a"]
     rows.clear()
     again = run(engine, {0: [("b", prompt, params)]})["b"]
@@ -1039,7 +1039,7 @@ def test_a_trace_tells_every_step_and_every_request(weights, engine, tmp_path):
     spans = [event for event in events if event["ph"] == "X"]
     steps = [event for event in spans if names[event["tid"]] == "device"]
     assert [event["name"] for event in steps] == [f"step {number}" for number in range(len(plans))]
-    assert [event["args"]["rows"] for event in steps] == [plan.num_rows for plan in plans]
+    assert [event["args"]["rows"] for event in steps] == [plan.num_tokens for plan in plans]
     for lane in names:
         own_spans = [event for event in spans if event["tid"] == lane]
         assert all(event["dur"] >= 0 for event in own_spans)

@@ -233,8 +233,8 @@ def test_steps_since_the_last_look_of_each_watcher(lent):
         expected = [
             [
                 at,
-                plan.num_rows,
-                sum(item.num_rows == 1 for item in plan.items),
+                plan.num_tokens,
+                sum(item.num_tokens == 1 for item in plan.items),
                 len(plan.items),
                 pytest.approx(0.01),
                 0,

@@ -284,8 +284,8 @@ class Count:
             if self.trouble == "collect":
                 raise RuntimeError("the device is gone")
             drawn = collect(engine.runner, launched)
-            items = [item for item in launched.plan.items if item.drafts]
-            self.verified = [(item.seq, len(item.seq.tokens), item.drafts) for item in items]
+            items = [item for item in launched.plan.items if item.draft_tokens]
+            self.verified = [(item.seq, len(item.seq.tokens), item.draft_tokens) for item in items]
             self.laps["collect"] += 1
             return drawn
 

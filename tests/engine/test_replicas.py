@@ -162,7 +162,7 @@ def test_one_buffer_for_all(seed):
         if plan is None:
             return None
         for item in plan.items:
-            if item.begins:
+            if item.is_first_step:
                 together.assign(item.seq, False)
                 alone[item.seq.replica].assign(own(item).seq, False)
         size, buffer = together.build(plan)
@@ -198,7 +198,7 @@ def test_a_step_continues_the_one_of_its_own_sequences(stages):
     while scheduler.busy or flying:
         if (plan := scheduler.schedule()) is not None:
             for item in plan.items:
-                if item.begins:
+                if item.is_first_step:
                     builder.assign(item.seq, False)
                     fresh.assign(item.seq, False)
             steps = builder.decode_steps[0]
@@ -213,7 +213,7 @@ def test_a_step_continues_the_one_of_its_own_sequences(stages):
             count += 1
         if plan is None or len(flying) == stages:
             for item in flying.popleft().items:
-                if item.draws:
+                if item.num_samples:
                     item.seq.pending -= 1
                     item.seq.tokens.append(count % 5)
                     if item.seq.num_output == item.seq.max_tokens:

@@ -69,7 +69,7 @@ def test_the_budget_is_filled():
     scheduler = make(pages=(200, 200))
     for index in range(4):
         scheduler.add(sequence(index, 10, 2))
-    assert scheduler.schedule().num_rows == 16
+    assert scheduler.schedule().num_tokens == 16
 
 
 def test_first_come_first_served():
@@ -124,9 +124,9 @@ def test_who_begins_alike_computes_the_beginning_once():
     for seq in sequences[1:]:
         scheduler.add(seq)
     plan = scheduler.schedule()
-    assert [(item.start, item.num_rows) for item in plan.items if item.seq is not sequences[0]] == [
-        (28, 2)
-    ] * 2
+    assert [
+        (item.start, item.num_tokens) for item in plan.items if item.seq is not sequences[0]
+    ] == [(28, 2)] * 2
     assert [seq.cache.num_cached for seq in sequences] == [0, 28, 28]
 
 
@@ -141,7 +141,7 @@ def test_who_gave_way_finds_its_pages_again():
     device.step()  # takes in its last token
     (item,) = scheduler.schedule().items
     # with the one it draws now
-    assert item.begins and (item.start, item.num_rows) == (34, 1) and seq.num_tokens == 36
+    assert item.is_first_step and (item.start, item.num_tokens) == (34, 1) and seq.num_tokens == 36
     assert seq.cache.num_cached == 0 and seq.num_preemptions == 1
 
 

@@ -215,7 +215,8 @@ class Ahead(Observer):
     def observe(self, record):
         if record.launched is not None and record.result is not None:
             self.count += sum(
-                item.ahead and len(item.drafts) > 0 for item in record.launched.plan.items
+                item.assumes_all_accepted and len(item.draft_tokens) > 0
+                for item in record.launched.plan.items
             )
 
 
@@ -266,7 +267,10 @@ def test_each_drafter_leaves_the_answers_as_they_are(compiled, config, tmp_path)
     assert llms[1].engine.speculator.counts.accepted[0] > 0
     assert (ahead.count > 0) == llms[1].engine.speculator.on_device
     runner = llms[0].engine.runner
-    for size, resting in runner.resting.items():  # the drafter's products and loops are not in it
+    for (
+        size,
+        resting,
+    ) in runner.without_drafter.items():  # the drafter's products and loops are not in it
         assert (
             "/draft/" in runner.compiled[size].as_text()
             and "/draft/" not in resting.program.as_text()

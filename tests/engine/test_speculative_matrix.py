@@ -41,7 +41,7 @@ class Seen(Observer):
             seq.num_preemptions for request in record.changed for seq in request.sequences
         )
         for item in record.launched.plan.items if record.launched else ():
-            self.chunks += not item.draws
+            self.chunks += not item.num_samples
 
 
 def words(seed: int, count: int) -> list[int]:

@@ -976,7 +976,7 @@ def test_the_engine_is_kept_as_full_as_asked(llm, monkeypatch):
         assert sorted(done) == sorted((1, sample.output_len) for sample in samples)
         # Every row of every request was computed once: what a step brought is in its plan. The last
         # step launched for a request may be in vain, as its end is known only then.
-        rows = sum(step.plan.num_rows for step in run.steps)
+        rows = sum(step.plan.num_tokens for step in run.steps)
         needed = sum(len(sample.prompt) + sample.output_len - 1 for sample in samples)
         assert needed <= rows <= needed + len(samples)
         assert max(len(step.plan.items) for step in run.steps) == concurrency
@@ -1029,8 +1029,8 @@ def test_the_roof_by_hand():
     """
 
     def step(seconds, *items):
-        items = tuple(SimpleNamespace(start=start, num_rows=count) for start, count in items)
-        plan = SimpleNamespace(items=items, decodes=all(i.num_rows == 1 for i in items), steps=1)
+        items = tuple(SimpleNamespace(start=start, num_tokens=count) for start, count in items)
+        plan = SimpleNamespace(items=items, decodes=all(i.num_tokens == 1 for i in items), steps=1)
         return engine.TimedStep(seconds, plan, 2 * len(items))
 
     steps = [step(9.0, (0, 16), (4, 1)), step(2.0, (16, 1), (5, 1)), step(4.0, (17, 1))]

@@ -142,7 +142,7 @@ def test_the_step_with_the_kernel_lowers_for_cuda(monkeypatch):
                 buffer,
                 shape=layouts[size].shape,
                 config=config,
-                plain=decodes,
+                is_plain=decodes,
             )
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
         # In each layer: attention over spans of keys, and beside prompts their merge.

@@ -67,11 +67,11 @@ class Device:
             for own in map(
                 list, (group for _, group in groupby(plan.items, lambda item: item.seq.replica))
             ):
-                rows = sum(item.num_rows for item in own)
+                rows = sum(item.num_tokens for item in own)
                 assert rows <= self.shape.max_tokens
                 assert len(own) <= self.shape.max_seqs
-                samples = sum(len(item.scores) + item.draws for item in own)
-                decodes = all(item.num_rows == item.draws for item in own)
+                samples = sum(len(item.scored_positions) + item.num_samples for item in own)
+                decodes = all(item.num_tokens == item.num_samples for item in own)
                 assert samples <= (
                     self.shape.max_tokens
                     if decodes and self.shape.max_drafts
@@ -81,38 +81,40 @@ class Device:
                 plan.items
             )
             for item in plan.items:
-                if item.begins:
+                if item.is_first_step:
                     assert item.start == 0 or item.start < item.seq.num_tokens
                     self.computed[item.seq] = item.start
                 assert item.start == self.computed[item.seq], (
                     "rows are computed in order, each once"
                 )
-                self.computed[item.seq] += item.num_rows
-                assert item.num_rows >= 1 and len(item.drafts) <= self.shape.max_drafts
-                assert item.draws in (0, 1 + len(item.drafts))
-                assert item.num_known + item.draws <= item.seq.num_prompt + item.seq.max_tokens
+                self.computed[item.seq] += item.num_tokens
+                assert item.num_tokens >= 1 and len(item.draft_tokens) <= self.shape.max_drafts
+                assert item.num_samples in (0, 1 + len(item.draft_tokens))
+                assert (
+                    item.num_known + item.num_samples <= item.seq.num_prompt + item.seq.max_tokens
+                )
         if self.in_flight is not None:
             for item in self.in_flight.items:
                 seq = item.seq
                 if seq.prompt_scores is not None:
-                    for position in item.scores:
+                    for position in item.scored_positions:
                         seq.prompt_scores[position] = True
-                if item.draws:
-                    seq.pending -= item.draws
+                if item.num_samples:
+                    seq.pending -= item.num_samples
                     if seq.finish_reason is None:
                         self.take_in(seq, item)
         self.in_flight = plan
         self.steps += 1
 
     def take_in(self, seq: Sequence, item: ScheduledSequence) -> None:
-        accepted = int(self.rng.integers(len(item.drafts) + 1))
-        rejected = len(item.drafts) - accepted
+        accepted = int(self.rng.integers(len(item.draft_tokens) + 1))
+        rejected = len(item.draft_tokens) - accepted
         self.accepted += accepted
         self.rejected += rejected
-        if item.drafts:
+        if item.draft_tokens:
             self.scheduler.roll_back(item, accepted)
             self.computed[seq] -= rejected
-        for token in [*item.drafts[:accepted], 2]:
+        for token in [*item.draft_tokens[:accepted], 2]:
             seq.tokens.append(token)
             if seq.num_output >= seq.max_tokens:
                 self.scheduler.finish(seq, "length")

@@ -18,5 +18,5 @@ class Recorded(Observer):
     def observe(self, record):
         for output in record.result.outputs if record.result else ():
             seq = output.item.seq
-            if output.item.asks and seq.draft.proposals and seq.finish_reason is None:
+            if output.item.num_to_draft and seq.draft.proposals and seq.finish_reason is None:
                 self.proposed[tuple(seq.tokens)] = list(seq.draft.proposals)

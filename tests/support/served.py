@@ -59,18 +59,18 @@ class Script:
         time.sleep(self.step_seconds)
         self.steps += 1
         items = step.plan.items
-        rows = sum(len(item.scores) + item.draws for item in items)
+        rows = sum(len(item.scored_positions) + item.num_samples for item in items)
         tokens = np.zeros(rows, np.int32)
         outputs = []
         row = 0
         best = np.tile(np.arange(MAX_LOGPROBS, dtype=np.int32), (rows, 1))
         for item in items:
-            for position in item.scores:
+            for position in item.scored_positions:
                 tokens[row] = item.seq.tokens[position + 1]
                 row += 1
-            if item.draws:
+            if item.num_samples:
                 tokens[row] = self.next_token(item.seq)
-                row += item.draws
+                row += item.num_samples
         ranks = np.ones(rows, np.int32)
         ok = np.ones(rows, bool)
         hidden = np.zeros((rows, 8), np.float32)
@@ -80,11 +80,11 @@ class Script:
         sampled = Sampled(tokens, logprobs, ranks, best, top, wanted, ok)
         row = 0
         for item in items:
-            count = len(item.scores) + item.draws
+            count = len(item.scored_positions) + item.num_samples
             if count:
                 outputs.append(
                     SampledTokens(
-                        item, row, 0, [int(tokens[row + count - 1])] if item.draws else []
+                        item, row, 0, [int(tokens[row + count - 1])] if item.num_samples else []
                     )
                 )
                 row += count

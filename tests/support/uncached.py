@@ -37,7 +37,7 @@ def recurrence(config: ModelConfig, B: int, T: int):
     def recur(index, inputs, run, cache):
         kept = {
             name: jnp.zeros((B, *shape))
-            for name, shape in config.layers[index].attention.kept.items()
+            for name, shape in config.layers[index].attention.state_shapes.items()
         }
         return run(inputs, kept, rows)[0], cache
 

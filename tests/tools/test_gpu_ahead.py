@@ -180,7 +180,7 @@ def test_the_part_of_its_arguments_that_a_step_reads():
     assert shares.of("state.pages[1].v_PSKH", True) == 0, (
         "of pages only the rows of a step are written"
     )
-    assert shares.of("state.kept[0]['memory']", True) == 2, "a memory is read and written"
+    assert shares.of("state.recurrent[0]['memory']", True) == 2, "a memory is read and written"
     assert 125 < shares.turns({"weights.layers[0].moe.up_EDGF", "buffer"}, False) < 128
     assert shares.turns({"state.pages[0].k_PSKH"}, False) == 16
     windowed = Case("gpt-oss-20b", batch=1)

@@ -220,7 +220,7 @@ def compiled(case: Case, layers: int, spills: bool):
     rows = case.step_rows
     size = choose(layouts, rows, case.batch, rows if decodes else case.batch, decodes)
     state = here(state) if mesh is None else state
-    (lowered,) = pipeline.lower(weights, state, layouts[size], plain=case.plain and decodes)
+    (lowered,) = pipeline.lower(weights, state, layouts[size], is_plain=case.plain and decodes)
     shares = Shares(pipeline.kv_config, case, pages * page)
     return compile_program(lowered, shares.of, shares.turns, spills), pipeline.variance
 
@@ -362,7 +362,7 @@ def kind_of(argument: str) -> str:
     """Pages, states, experts, weights, or something else of a step's arguments."""
     if argument.startswith("state.pages"):
         return "pages"
-    if argument.startswith("state.kept"):
+    if argument.startswith("state.recurrent"):
         return "states"
     if re.search(r"\.moe\.(up|down)_", argument):
         return "experts"

@@ -29,8 +29,8 @@ class Verified(Observer):
 
     def observe(self, record: StepRecord) -> None:
         for output in record.result.outputs if record.result else ():
-            if output.item.drafts:
-                self.lengths.append(len(output.item.drafts))
+            if output.item.draft_tokens:
+                self.lengths.append(len(output.item.draft_tokens))
                 self.right.append(len(output.tokens) - 1)
 
     @property

@@ -130,7 +130,7 @@ def draft(
     state: State,
     target: TargetStep,
     store_R,
-    plain,
+    is_plain,
 ):
     """(draft tokens of each sequence, state): `batch.num_drafts_1` tokens after the sampled one.
 
@@ -149,7 +149,7 @@ def draft(
             arrivals = new_arrivals()  # a loop body cannot use those from outside
             rows = [rows.replace(arrivals=arrivals) for rows in target.rows]
             _, state = drafter.prefill(weights, state, replace(target, rows=rows))
-        return propose(drafter, weights, state, target, features, store_R, plain)
+        return propose(drafter, weights, state, target, features, store_R, is_plain)
 
     # A loop of at most one iteration: unlike a conditional it updates the pages in place.
     is_needed = (batch.prefills_1[0] | (batch.num_drafts_1[0] > 0)).astype(jnp.int32)
@@ -166,7 +166,7 @@ def propose(
     target: TargetStep,
     features,
     store_R,
-    plain,
+    is_plain,
 ):
     """`draft`, after the prefill."""
     batch = target.batch
@@ -176,9 +176,9 @@ def propose(
     R, J = batch.sampling.drafted_RJ.shape
     # one row of each sequence, which all devices have
     single = replace(target, axes=replace(target.axes, rows=UNSPLIT))
-    ends_R = (store_R < state.last_tokens_B.shape[0]) & sampled.ok_R
+    is_last_R = (store_R < state.last_tokens_B.shape[0]) & sampled.ok_R
     sequence_R = sampled_sequence(batch)
-    row_B = jnp.full(B, R).at[jnp.where(ends_R, sequence_R, B)].set(jnp.arange(R), mode="drop")
+    row_B = jnp.full(B, R).at[jnp.where(is_last_R, sequence_R, B)].set(jnp.arange(R), mode="drop")
     is_drafting_B = row_B < R
     row_B = jnp.minimum(row_B, R - 1)
     inputs = jax.tree.map(lambda leaf: leaf[row_B], batch.sampling)
@@ -207,7 +207,7 @@ def propose(
         logits_BV = fit_vocab(logits_BV, state.slots.stop_BV.shape[1], axis)
         positions_B = inputs.positions_R + 1 + num_drafted
         sampling_inputs = inputs.replace(positions_R=positions_B, drafted_RJ=tokens_BJ)
-        drawn = sampling.sample(logits_BV, state.slots, sampling_inputs, plain, axis)
+        drawn = sampling.sample(logits_BV, state.slots, sampling_inputs, is_plain, axis)
         return tokens_BJ.at[:, num_drafted + 1].set(drawn.tokens_R), carry, state
 
     carry = drafter.begin(features, target, batch.sample_rows_R[row_B])

@@ -112,8 +112,8 @@ def next_tokens(target: TargetStep, state: State):
     batch = target.batch
     T = target.tokens_T.shape[0]
     starts_B = batch.starts_B1[:-1]
-    ends_B = batch.starts_B1[1:]
-    last_row_B = jnp.where(ends_B > starts_B, ends_B - 1, T)
+    row_ends_B = batch.starts_B1[1:]
+    last_row_B = jnp.where(row_ends_B > starts_B, row_ends_B - 1, T)
     next_T = jnp.roll(target.tokens_T, -1).at[last_row_B].set(batch.following_B, mode="drop")
     is_sampling_R = batch.store_R < state.last_tokens_B.shape[0]
     rows_R = jnp.where(is_sampling_R, batch.sample_rows_R, T)

@@ -37,53 +37,65 @@ class Replay:
     @classmethod
     def of(cls, batch: Batch, positions_T, lengths_B, max_drafts: int) -> "Replay":
         """`lengths_B` are the positions that the states of each slot hold."""
-        own = StateRows.of(batch.starts_B1, positions_T, batch.owners_T, lengths_B.shape[0])
+        step_rows = StateRows.of(batch.starts_B1, positions_T, batch.owners_T, lengths_B.shape[0])
         T = positions_T.shape[0]
-        B = own.slots_B.shape[0]
-        counts_B = own.kept_B
+        B = step_rows.slots_B.shape[0]
+        counts_B = step_rows.kept_B
         seq_R = sequence_of(batch.starts_B1, batch.sample_rows_R)
         drafts_B = jnp.zeros(B, jnp.int32).at[seq_R].max(batch.depths_R, mode="drop")
         first_B = positions_T[jnp.minimum(batch.starts_B1[:-1], T - 1)]
-        held_B = lengths_B[jnp.minimum(own.slots_B, lengths_B.shape[0] - 1)]
-        again_B = jnp.where(
-            (counts_B > 0) & ~own.begins_B, jnp.clip(first_B - held_B, 0, max_drafts), 0
+        state_length_B = lengths_B[jnp.minimum(step_rows.slots_B, lengths_B.shape[0] - 1)]
+        num_replayed_B = jnp.where(
+            (counts_B > 0) & ~step_rows.begins_B,
+            jnp.clip(first_B - state_length_B, 0, max_drafts),
+            0,
         )
         starts_B1 = batch.starts_B1 + jnp.concatenate(
-            [jnp.zeros(1, jnp.int32), jnp.cumsum(again_B)]
+            [jnp.zeros(1, jnp.int32), jnp.cumsum(num_replayed_B)]
         )
-        rows = StateRows(starts_B1, own.slots_B, own.begins_B, again_B + counts_B - drafts_B)
+        rows = StateRows(
+            starts_B1, step_rows.slots_B, step_rows.begins_B, num_replayed_B + counts_B - drafts_B
+        )
         seq_U, place_U = rows.sequences(T + B * max_drafts)
-        again_U = place_U < again_B[seq_U]
-        row_U = batch.starts_B1[seq_U] + place_U - again_B[seq_U]
-        seq_T, place_T = own.sequences(T)
+        again_U = place_U < num_replayed_B[seq_U]
+        row_U = batch.starts_B1[seq_U] + place_U - num_replayed_B[seq_U]
+        seq_T, place_T = step_rows.sequences(T)
         return cls(
             rows,
             first_B + counts_B - drafts_B,
             again_U,
-            jnp.minimum(own.slots_B[seq_U], lengths_B.shape[0] - 1),
+            jnp.minimum(step_rows.slots_B[seq_U], lengths_B.shape[0] - 1),
             jnp.where(again_U, jnp.minimum(place_U, max_drafts - 1), jnp.clip(row_U, 0, T - 1)),
-            starts_B1[seq_T] + again_B[seq_T] + place_T,
+            starts_B1[seq_T] + num_replayed_B[seq_T] + place_T,
             batch.starts_B1[:-1] + counts_B - drafts_B,
         )
 
-    def whole(self, x_TX, held_BJX):
+    def whole(self, x_TX, draft_rows_BJX):
         """The rows of both steps, sequence by sequence."""
-        J = held_BJX.shape[1]
-        old_UX = held_BJX[self.slot_U, jnp.minimum(self.place_U, J - 1)].astype(x_TX.dtype)
+        J = draft_rows_BJX.shape[1]
+        old_UX = draft_rows_BJX[self.slot_U, jnp.minimum(self.place_U, J - 1)].astype(x_TX.dtype)
         new_UX = x_TX[jnp.minimum(self.place_U, x_TX.shape[0] - 1)]
         return jnp.where(self.again_U.reshape(-1, *[1] * (x_TX.ndim - 1)), old_UX, new_UX)
 
-    def keep(self, x_TX, held_BJX):
+    def keep(self, x_TX, draft_rows_BJX):
         """With the rows of this step's drafts."""
-        row_BJ = self.drafts_B[:, None] + jnp.arange(held_BJX.shape[1])
-        new_BJX = x_TX[jnp.minimum(row_BJ, x_TX.shape[0] - 1)].astype(held_BJX.dtype)
-        return held_BJX.at[self.rows.slots_B].set(new_BJX, mode="drop")
+        row_BJ = self.drafts_B[:, None] + jnp.arange(draft_rows_BJX.shape[1])
+        new_BJX = x_TX[jnp.minimum(row_BJ, x_TX.shape[0] - 1)].astype(draft_rows_BJX.dtype)
+        return draft_rows_BJX.at[self.rows.slots_B].set(new_BJX, mode="drop")
 
     def recur(self, index: int, inputs, run, state):
         """As `attend.recur_with`."""
-        before = state.kept[index]
-        out_UX, after = run(jax.tree.map(self.whole, inputs, before["drafted"]), before, self.rows)
-        kept = {**before, **after, "drafted": jax.tree.map(self.keep, inputs, before["drafted"])}
-        if "length" in before:
-            kept["length"] = before["length"].at[self.rows.slots_B].set(self.ends_B, mode="drop")
-        return out_UX[self.at_T], state.replace(kept={**state.kept, index: kept})
+        layer_state = state.recurrent[index]
+        out_UX, new_state = run(
+            jax.tree.map(self.whole, inputs, layer_state["drafted"]), layer_state, self.rows
+        )
+        updated = {
+            **layer_state,
+            **new_state,
+            "drafted": jax.tree.map(self.keep, inputs, layer_state["drafted"]),
+        }
+        if "length" in layer_state:
+            updated["length"] = (
+                layer_state["length"].at[self.rows.slots_B].set(self.ends_B, mode="drop")
+            )
+        return out_UX[self.at_T], state.replace(recurrent={**state.recurrent, index: updated})

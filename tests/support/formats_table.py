@@ -92,7 +92,7 @@ PUBLISHED = (
     ("GPTQ, 8 bits in groups of 128 with zeros", GPTQ | {"bits": 8, "sym": False}),
     ("GPTQ with `desc_act`", GPTQ | {"bits": 4, "desc_act": True}),
     ("FP8 in blocks of 128 by 128 (DeepSeek, Qwen)", {"quant_method": "fp8"} | BLOCKS),
-    ("FP8 with a scale a matrix", {"quant_method": "fp8"}),
+    ("FP8 with one scale per matrix", {"quant_method": "fp8"}),
     ("FBGEMM FP8", {"quant_method": "fbgemm_fp8"}),
     (
         "AutoRound, 4 bits",
@@ -167,7 +167,7 @@ def on_hopper(node) -> str:
 
 def formats() -> list[str]:
     rows = [
-        "| format | bits a weight | rows become | CPU kernel | GPU kernel | split by columns |",
+        "| format | bits per weight | activations | CPU kernel | GPU kernel | split by columns |",
         "|---|---|---|---|---|---|",
     ]
     for name in NAMES:
@@ -189,7 +189,7 @@ def formats() -> list[str]:
 
 
 def published() -> list[str]:
-    rows = ["| published as | kept as |", "|---|---|"]
+    rows = ["| published as | stored as |", "|---|---|"]
     for label, config in PUBLISHED:
         stored = split_quantization({"quantization_config": config})[1]
         assert stored is not None
@@ -202,7 +202,7 @@ def published() -> list[str]:
 
 
 def kept(name: str | None) -> str:
-    return "widened to the model's dtype" if name is None else f"`{name}`"
+    return "dequantised to the model's dtype" if name is None else f"`{name}`"
 
 
 def tables() -> str:

@@ -140,7 +140,7 @@ def with_rows(weights: Any, slots_T, num_slots: int) -> Any:
     )
 
 
-def stacks_of(weights: Any) -> list[tuple[Any, Any, Any]]:
+def adapter_stacks(weights: Any) -> list[tuple[Any, Any, Any]]:
     """The stacks of all weights that have adapters, in the order of the tree."""
     nodes = filter(is_adapted, jax.tree.leaves(weights, is_leaf=is_adapted))
     return [(node.down, node.up, node.longer) for node in nodes]

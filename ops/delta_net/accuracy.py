@@ -41,18 +41,24 @@ class DeltaCase:
         arrays = [x.astype(np.float32) for x in (q_TKH, k_TKH, v_TNV, decay_TN, beta_TN)]
         memory_BNHV = rng.standard_normal((B + 1, N, H, V)).astype(np.float32)
         slots_B = rng.permutation(B + 1)[:B]
-        begins_B = rng.random(B) < 0.5
-        memory_BNHV[slots_B[begins_B]] = np.nan  # what another left
+        is_first_step_B = rng.random(B) < 0.5
+        memory_BNHV[slots_B[is_first_step_B]] = np.nan  # what another left
         starts_B1 = np.concatenate(([0], np.cumsum(self.counts)))
-        kept_B = rng.integers(0, np.array(self.counts) + 1)
+        num_kept_B = rng.integers(0, np.array(self.counts) + 1)
         rows = StateRows(
             jnp.array(starts_B1, jnp.int32),
             jnp.array(slots_B, jnp.int32),
-            jnp.array(begins_B),
-            jnp.array(kept_B, jnp.int32),
+            jnp.array(is_first_step_B),
+            jnp.array(num_kept_B, jnp.int32),
         )
         wanted = in_float64(
-            arrays, memory_BNHV, starts_B1, slots_B, begins_B, kept_B, self.kind["corrects"]
+            arrays,
+            memory_BNHV,
+            starts_B1,
+            slots_B,
+            is_first_step_B,
+            num_kept_B,
+            self.kind["corrects"],
         )
         return (), (*map(jnp.asarray, arrays), jnp.asarray(memory_BNHV), rows), of_rows(*wanted)
 
@@ -77,22 +83,24 @@ def delta_rule(*given):
     return delta_rule(*given)
 
 
-def in_float64(arrays, memory_BNHV, starts_B1, slots_B, begins_B, kept_B, corrects: bool):
+def in_float64(
+    arrays, memory_BNHV, starts_B1, slots_B, is_first_step_B, num_kept_B, corrects: bool
+):
     """(what queries are told, the memories after), on the host."""
     q_TKH, k_TKH, v_TNV, decay_TN, beta_TN = (x.astype(np.float64) for x in arrays)
     out_TNV = np.zeros(v_TNV.shape)
     after_BNHV = memory_BNHV.astype(np.float64)
     shared = v_TNV.shape[1] // q_TKH.shape[1]
     for b, slot in enumerate(slots_B):
-        memory_NHV = np.zeros(after_BNHV.shape[1:]) if begins_B[b] else after_BNHV[slot]
+        memory_NHV = np.zeros(after_BNHV.shape[1:]) if is_first_step_B[b] else after_BNHV[slot]
         for t in range(starts_B1[b], starts_B1[b + 1]):
-            if t == starts_B1[b] + kept_B[b]:
+            if t == starts_B1[b] + num_kept_B[b]:
                 after_BNHV[slot] = memory_NHV
             q_NH, k_NH = (np.repeat(x[t], shared, 0) for x in (q_TKH, k_TKH))
             memory_NHV = memory_NHV * decay_TN[t].reshape(len(k_NH), -1, 1)
             error_NV = v_TNV[t] - corrects * np.einsum("nh,nhv->nv", k_NH, memory_NHV)
             memory_NHV = memory_NHV + k_NH[..., None] * (beta_TN[t][:, None] * error_NV)[:, None]
             out_TNV[t] = np.einsum("nh,nhv->nv", q_NH, memory_NHV)
-        if kept_B[b] == starts_B1[b + 1] - starts_B1[b]:
+        if num_kept_B[b] == starts_B1[b + 1] - starts_B1[b]:
             after_BNHV[slot] = memory_NHV
     return out_TNV, after_BNHV

@@ -22,8 +22,8 @@ def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, correc
         "beta_TN": (beta_TN, (T, N)),
         "memory_BNHV": (memory_BNHV, (slots, N, H, V)),
         "starts_B1": (rows.starts_B1, (B + 1,)),
-        "kept_B": (rows.kept_B, (B,)),
-        "begins_B": (rows.begins_B, (B,)),
+        "num_kept_B": (rows.num_kept_B, (B,)),
+        "is_first_step_B": (rows.is_first_step_B, (B,)),
     }
     for name, (x, shape) in expected.items():
         if x.shape != shape:
@@ -36,7 +36,8 @@ def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, correc
     if any(x.dtype != jnp.float32 for x in arrays):
         raise NotImplementedError("all arrays must be float32")
     numbers = [
-        x.astype(jnp.int32) for x in (rows.starts_B1, rows.slots_B, rows.begins_B, rows.kept_B)
+        x.astype(jnp.int32)
+        for x in (rows.starts_B1, rows.slots_B, rows.is_first_step_B, rows.num_kept_B)
     ]
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v_TNV, memory_BNHV)]
     call = jax.ffi.ffi_call(target(DELTA_NET), results, input_output_aliases={5: 1})

@@ -60,8 +60,8 @@ def delta_rule(
     numbers = {
         "starts": rows.starts_B1,
         "slots": rows.slots_B,
-        "begins": rows.begins_B,
-        "kept": rows.kept_B,
+        "begins": rows.is_first_step_B,
+        "kept": rows.num_kept_B,
     }
     decay = decay_TN if by_key else lined(decay_TN)
     given = {"q": q_TKH, "k": k_TKH, "v": v_TNV, "decay": decay, "beta": lined(beta_TN)}

@@ -30,7 +30,7 @@ def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, correc
         out_TNV = out_TNV.at[jnp.where(live_B, row_B, T)].set(
             sum_pairs(faded * q_BNH1, -2), mode="drop"
         )
-        kept = jnp.where((number < rows.kept_B)[:, None, None, None], faded, kept)
+        kept = jnp.where((number < rows.num_kept_B)[:, None, None, None], faded, kept)
         return jnp.where(live_B[:, None, None, None], faded, memory), kept, out_TNV
 
     before = rows.states(memory_BNHV)

@@ -16,7 +16,7 @@ from ...model.partition import local_config
 from ...ops import sampling
 from ...ops.attention import QueryRows, new_arrivals
 from ...ops.sampling.ranking import runners_up
-from ...ops.state_rows import sequence_of
+from ...ops.state_rows import sequence_for_row
 from ...sharding import struct
 from ...sharding.device_axes import UNSPLIT, Axis, DeviceAxes
 from ...sharding.mesh import Mesh
@@ -169,8 +169,8 @@ class DraftModel:
         own = self.weights_of(weights)
         axes = seen.axes
         fetch = seen.fetch if weights.drafter is None else None
-        positions_T = axes.rows.part(rows[0].positions_T)
-        tokens_T = axes.rows.part(tokens_T)
+        positions_T = axes.rows.local_slice(rows[0].positions_T)
+        tokens_T = axes.rows.local_slice(tokens_T)
         prepare, attend = attend_with(self.paged, lambda group: rows[group], self.first, axes)
         x = decoder.embed(own, tokens_T, positions_T, config, axes)
         hooks = LayerHooks(attend, prepare, fetch_weights=fetch)
@@ -310,7 +310,7 @@ def entry_of(batch: Batch):
     """Of each row that draws, which of the step's sequences it is of: each path of drafts is
     one.
     """
-    return sequence_of(batch.starts_B1, batch.sample_rows_R)
+    return sequence_for_row(batch.starts_B1, batch.sample_rows_R)
 
 
 def path_of(batch: Batch):
@@ -364,7 +364,7 @@ def fitted(logits_BV, V: int, axis: Axis):
         return logits_BV
     logits_VB = axis.join(logits_BV.T)[: V * axis.size]
     spare = V * axis.size - len(logits_VB)
-    return axis.part(jnp.pad(logits_VB, ((0, spare), (0, 0)), constant_values=-jnp.inf)).T
+    return axis.local_slice(jnp.pad(logits_VB, ((0, spare), (0, 0)), constant_values=-jnp.inf)).T
 
 
 def page_size_of(state: State) -> int:

@@ -130,8 +130,8 @@ class FeatureDrafter:
         own = weights.drafter
         model = weights.model
         axes = seen.axes
-        positions_T = axes.rows.part(rows[0].positions_T)
-        tokens_T = axes.rows.part(tokens_T)
+        positions_T = axes.rows.local_slice(rows[0].positions_T)
+        tokens_T = axes.rows.local_slice(tokens_T)
         prepare, attend = attend_with(self.paged, lambda group: rows[group], self.first, axes)
         hooks = LayerHooks(attend, prepare)
         return draft_heads.run(

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...ops.state_rows import StateRows, sequence_of
+from ...ops.state_rows import StateRows, sequence_for_row
 from ...sharding import struct
 from .batch import Batch
 
@@ -40,18 +40,18 @@ class Replay:
         own = StateRows.of(batch.starts_B1, positions_T, batch.owners_T, lengths_B.shape[0])
         T = positions_T.shape[0]
         B = own.slots_B.shape[0]
-        counts_B = own.kept_B
-        seq_R = sequence_of(batch.starts_B1, batch.sample_rows_R)
+        counts_B = own.num_kept_B
+        seq_R = sequence_for_row(batch.starts_B1, batch.sample_rows_R)
         drafts_B = jnp.zeros(B, jnp.int32).at[seq_R].max(batch.depths_R, mode="drop")
         first_B = positions_T[jnp.minimum(batch.starts_B1[:-1], T - 1)]
         held_B = lengths_B[jnp.minimum(own.slots_B, lengths_B.shape[0] - 1)]
         again_B = jnp.where(
-            (counts_B > 0) & ~own.begins_B, jnp.clip(first_B - held_B, 0, max_drafts), 0
+            (counts_B > 0) & ~own.is_first_step_B, jnp.clip(first_B - held_B, 0, max_drafts), 0
         )
         starts_B1 = batch.starts_B1 + jnp.concatenate(
             [jnp.zeros(1, jnp.int32), jnp.cumsum(again_B)]
         )
-        rows = StateRows(starts_B1, own.slots_B, own.begins_B, again_B + counts_B - drafts_B)
+        rows = StateRows(starts_B1, own.slots_B, own.is_first_step_B, again_B + counts_B - drafts_B)
         seq_U, place_U = rows.sequences(T + B * max_drafts)
         again_U = place_U < again_B[seq_U]
         row_U = batch.starts_B1[seq_U] + place_U - again_B[seq_U]

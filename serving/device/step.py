@@ -17,7 +17,7 @@ from ...model.mixers import LayerHooks
 from ...model.partition import Stage, local_config, whole_model
 from ...ops import adapter, sampling
 from ...ops.attention import KVPages, QueryRows, new_arrivals
-from ...ops.state_rows import StateRows, sequence_of
+from ...ops.state_rows import StateRows, sequence_for_row
 from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
 from ...sharding.mesh import device_axes
 from .attend import attend_with, attend_within, recur_with, share_with
@@ -132,7 +132,7 @@ def step(
     drawn = P(None if tells else "data")
 
     def part(weights, state, buffer, x):
-        mine = devices.data.part(buffer)
+        mine = devices.data.local_slice(buffer)
         *out, state = step_of_one(
             weights, state, mine, x, shape, own, plain, devices, stage, fetch, drafts, rests
         )
@@ -308,12 +308,17 @@ def step_of_one(
             loads_nLE=state.loads_nLE.at[0, layer, experts_TX.reshape(-1)].add(one, mode="drop")
         )
 
-    own_T = axes.rows.part(positions_T)
+    own_T = axes.rows.local_slice(positions_T)
     first = stage.layers.start
     if stage.is_first:
         types_T = types_in(batch, positions_T) if config.pairs else None
         x = decoder.embed(
-            weights, axes.rows.part(jnp.pad(tokens_T, (0, spare))), own_T, config, axes, types_T
+            weights,
+            axes.rows.local_slice(jnp.pad(tokens_T, (0, spare))),
+            own_T,
+            config,
+            axes,
+            types_T,
         )
     wanted = () if drafter is None else drafter.features
     features = {}
@@ -415,7 +420,7 @@ def settle(batch: Batch, state: State, drafts: bool, axes: DeviceAxes) -> Batch:
     page_T, offset_T = jnp.divmod(
         jnp.maximum(positions_T, 0), page_size := page_size_of(state) * axes.context.size
     )
-    seq_T = jnp.minimum(sequence_of(starts_B1, jnp.arange(len(owners_T))), len(starts_B1) - 2)
+    seq_T = jnp.minimum(sequence_for_row(starts_B1, jnp.arange(len(owners_T))), len(starts_B1) - 2)
     slots_GT = tuple(
         jnp.where(batch.ahead_T, table_BM[seq_T, page_T] * page_size + offset_T, slots_T)
         for table_BM, slots_T in zip(batch.tables_GBM, batch.slots_GT, strict=True)
@@ -482,7 +487,7 @@ def catch_up(
     of_weights = jax.tree.structure(weights).unflatten([place.spec for place in places.weights])
     run = jax.shard_map(
         lambda weights, state, buffer: part(
-            weights, state, devices.data.part(buffer), own, devices
+            weights, state, devices.data.local_slice(buffer), own, devices
         ),
         mesh=places.mesh,
         in_specs=(of_weights, state_places(state), P()),
@@ -513,7 +518,7 @@ def positions_in(batch: Batch, shape: StepShape, axes: DeviceAxes):
 def types_in(batch: Batch, positions_T):
     """0 for rows of a sequence's first text, 1 for those of its second."""
     seq_T = jnp.minimum(
-        sequence_of(batch.starts_B1, jnp.arange(len(positions_T))), len(batch.second_B) - 1
+        sequence_for_row(batch.starts_B1, jnp.arange(len(positions_T))), len(batch.second_B) - 1
     )
     return jnp.where(positions_T >= batch.second_B[seq_T], 1, 0)
 

@@ -323,7 +323,7 @@ def test_variants_are_built_side_by_side(small, monkeypatch, tmp_path):
     ],
 )
 def test_what_a_model_calls(model, kernels):
-    assert sorted(model_kernels.of_model(*model)) == sorted(
+    assert sorted(model_kernels.kernels_for_model(*model)) == sorted(
         ["blank", "heads", "residual", "unpack", *kernels.split()]
     )
 

@@ -86,7 +86,7 @@ class AdapterTarget:
     def specs(
         self, dtype: Any, rank: int, slots: tuple[int, ...] = ()
     ) -> tuple[ArraySpec, ArraySpec, ArraySpec]:
-        """Specs of (down, up, longer) of one adapter or of `slots`, sharded like the weight."""
+        """Specs of (down, up, dora_gain) of one adapter or of `slots`, sharded like the weight."""
         s = len(self.stack)
         lead = (*slots, *self.stack)
         stack_axes = (*[None] * len(slots), *self.axes[:s])
@@ -282,7 +282,7 @@ def add_adapter_stacks(
         if target is None:
             return weight
         stacks = map(zeros, target.specs(jnp.dtype(config.dtype), rank, (slots,)))
-        return Adapted(weight, *stacks, parts=target.ranges(mesh))
+        return Adapted(weight, *stacks, output_ranges=target.ranges(mesh))
 
     def add_all(targets, weights):
         return jax.tree.map(

@@ -64,4 +64,4 @@ def kind(arrays, corrects: bool) -> dict:
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""

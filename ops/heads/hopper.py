@@ -93,4 +93,4 @@ def kind(qkv_TGH, heads: Heads, pages: KVPages) -> dict:
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""

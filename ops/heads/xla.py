@@ -46,4 +46,4 @@ def head_norm(x_TNH, scale, heads: Heads):
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""

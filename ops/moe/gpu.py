@@ -71,4 +71,4 @@ def mix_experts(x_TD, weights_TX, experts_TX, num_experts: int, expert, interpre
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""

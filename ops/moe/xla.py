@@ -101,4 +101,4 @@ def by_expert(experts_Z, num_experts: int, run, width: int, dtype):
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""

@@ -61,4 +61,4 @@ def parts(weights) -> tuple:
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""

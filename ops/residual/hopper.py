@@ -88,4 +88,4 @@ def name_of(weights) -> str | None:
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""

@@ -11,4 +11,4 @@ def add_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None)
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""

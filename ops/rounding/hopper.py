@@ -45,4 +45,4 @@ def round_rows(x_RK, codes: str, *, interpret: Any = None):
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""

@@ -60,7 +60,7 @@ def sample(
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""
 
 
 @jax.named_scope("cut")

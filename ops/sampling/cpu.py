@@ -46,7 +46,7 @@ def sample(
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""
 
 
 def check_shapes(logits_RV, state: SlotState, inputs: SamplingInputs) -> None:

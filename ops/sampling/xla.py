@@ -97,7 +97,7 @@ def checked(
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""
 
 
 def where_wanted(wants_R: Array, scores: Iterable[Array]) -> list[Array]:

@@ -71,4 +71,4 @@ def require(reasons: list[str], kind: dict, interpret: Any) -> None:
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""

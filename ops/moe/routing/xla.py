@@ -65,4 +65,4 @@ def limit_groups(choice_TE, groups: int, top_groups: int, group_score: str):
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""

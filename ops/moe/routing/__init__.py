@@ -12,7 +12,7 @@ from .blocks import Blocks
 IMPLEMENTATIONS = {"mosaic_gpu": ".hopper", "xla": ".xla"}
 
 
-class Rule(NamedTuple):
+class RoutingRule(NamedTuple):
     """How a row chooses: the best experts, of the best groups alone if there are groups."""
 
     top_k: int
@@ -25,7 +25,9 @@ class Rule(NamedTuple):
     jitter: float = 0.0  # of the score "mixer", see `xla.mix_sparsely`
 
 
-def route(logits_TE, live_T, rule: Rule, choice_bias_E=None, implementation: str | None = None):
+def route(
+    logits_TE, live_T, rule: RoutingRule, choice_bias_E=None, implementation: str | None = None
+):
     """(weights, experts) that each row chooses, both [T, X]; of equal experts the first. A row that
     is not live chooses `E`, which is none. The bias counts in the choice and not in the weights.
     `implementation` forces one of IMPLEMENTATIONS.

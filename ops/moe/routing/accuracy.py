@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...gpu.self_test import Case, InLayers
-from . import Rule
+from . import RoutingRule
 from .blocks import Blocks, align
 
 LARGEST_ERROR = 1e-5  # allowed of weights, in float32, against float64
@@ -34,7 +34,7 @@ class RouteCase:
         live_T = np.arange(self.rows) % 7 != 3
         bias_E = jnp.asarray(rng.standard_normal(E), jnp.float32) if self.kind["bias"] else None
         given = jnp.asarray(logits_TE, jnp.float32), jnp.asarray(live_T), bias_E
-        weights_TX, experts_TX = in_float64(given[0], Rule(*self.kind["rule"]), bias_E)
+        weights_TX, experts_TX = in_float64(given[0], RoutingRule(*self.kind["rule"]), bias_E)
         wanted_TE = np.zeros((self.rows, E))
         np.put_along_axis(wanted_TE, experts_TX, weights_TX, axis=1)
         return (), given, wanted_TE * live_T[:, None]
@@ -42,7 +42,7 @@ class RouteCase:
     def run(self, held, given):
         logits_TE, live_T, bias_E = given
         weights_TX, experts_TX = choose_experts(
-            logits_TE, live_T, Rule(*self.kind["rule"]), bias_E, self.interpret
+            logits_TE, live_T, RoutingRule(*self.kind["rule"]), bias_E, self.interpret
         )
         row_T1 = jnp.arange(self.rows)[:, None]
         return jnp.zeros_like(logits_TE).at[row_T1, experts_TX].set(weights_TX, mode="drop"), held
@@ -88,7 +88,7 @@ def cases(kind: dict) -> list[Case]:
     return [case, InLayers(case)]
 
 
-def choose_experts(logits_TE, live_T, rule: Rule, bias_E, interpret: Any):
+def choose_experts(logits_TE, live_T, rule: RoutingRule, bias_E, interpret: Any):
     from .route_kernel import choose_experts
 
     return choose_experts(logits_TE, live_T, rule, bias_E, interpret)
@@ -100,7 +100,7 @@ def place(experts_TX, weights_TX, experts: int, rows: int, interpret: Any) -> Bl
     return place(experts_TX, weights_TX, experts, rows, interpret)
 
 
-def in_float64(logits_TE, rule: Rule, bias_E) -> tuple[np.ndarray, np.ndarray]:
+def in_float64(logits_TE, rule: RoutingRule, bias_E) -> tuple[np.ndarray, np.ndarray]:
     """(weights, experts) of each row, on the host."""
     logits_TE = np.asarray(logits_TE, np.float64)
     exp_TE = np.exp(logits_TE - logits_TE.max(1, keepdims=True))

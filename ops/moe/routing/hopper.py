@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ...gpu import TILE_SOURCE, device
 from ...gpu.self_test import TriedKernel, require_pass
-from . import Rule
+from . import RoutingRule
 from .blocks import Blocks
 
 MOST_EXPERTS = 1024  # whose scores lie in the registers of 128 threads
@@ -23,7 +23,7 @@ SOURCES = *Path(__file__).parent.glob("*.py"), TILE_SOURCE
 KERNEL = TriedKernel(f"{__package__}.accuracy", "routing", SOURCES)
 
 
-def route(logits_TE, live_T, rule: Rule, choice_bias_E=None, *, interpret: Any = None):
+def route(logits_TE, live_T, rule: RoutingRule, choice_bias_E=None, *, interpret: Any = None):
     """See `quire.ops.moe.routing.route`.
 
     With `interpret` it runs in Pallas' interpreter, on a CPU.

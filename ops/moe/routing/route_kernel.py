@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...gpu.tile import Tiles
-from . import Rule
+from . import RoutingRule
 from .shape import LINE, THREADS
 
 LEAST = -(2**31)  # below the number of every score
@@ -57,7 +57,7 @@ class Scores(NamedTuple):
         )
 
 
-def choose_experts(logits_TE, live_T, rule: Rule, bias_E, interpret: Any = None):
+def choose_experts(logits_TE, live_T, rule: RoutingRule, bias_E, interpret: Any = None):
     """(weights, experts), both [T, X]."""
     T, E = logits_TE.shape
     given = {"logits": lined(logits_TE), "live": live_T.astype(jnp.int32)}
@@ -93,7 +93,7 @@ def lined(x):
     return x.reshape(*x.shape[:-1], -1, LINE)
 
 
-def run(rule: Rule, scores: Scores, refs: Refs) -> None:
+def run(rule: RoutingRule, scores: Scores, refs: Refs) -> None:
     """What is done with one row."""
     t = lax.axis_index("row")
     some = pl.ds(0, -(-scores.experts // LINE))
@@ -129,7 +129,7 @@ def of_logits(score: str, logits):
     return weights / jnp.sum(weights)
 
 
-def limit_groups(rule: Rule, experts: int, choice, index):
+def limit_groups(rule: RoutingRule, experts: int, choice, index):
     """The experts of the best groups; the others score minus infinity."""
     if rule.groups in (1, rule.top_groups):
         return choice
@@ -154,7 +154,7 @@ def limit_groups(rule: Rule, experts: int, choice, index):
     return limited
 
 
-def weighed(rule: Rule, weights: list) -> list:
+def weighed(rule: RoutingRule, weights: list) -> list:
     """The weights of the chosen, the best first."""
     if rule.score == "softmax_top":
         weights = [jnp.exp(weight - weights[0]) for weight in weights]

@@ -4,17 +4,17 @@ import jax
 import jax.numpy as jnp
 
 from ...ordered_sum import softmax, sum_pairs
-from . import Rule
+from . import RoutingRule
 from .blocks import align as align  # as an implementation has it
 
 
-def route(logits_TE, live_T, rule: Rule, choice_bias_E=None):
+def route(logits_TE, live_T, rule: RoutingRule, choice_bias_E=None):
     """See `quire.ops.moe.routing.route`."""
     weights_TX, experts_TX = best(logits_TE, rule, choice_bias_E)
     return weights_TX, jnp.where(live_T[:, None], experts_TX, logits_TE.shape[1])
 
 
-def best(logits_TE, rule: Rule, choice_bias_E):
+def best(logits_TE, rule: RoutingRule, choice_bias_E):
     """The weights and experts of all rows."""
     if rule.score == "mixer":
         return mix_sparsely(logits_TE, rule)
@@ -32,7 +32,7 @@ def best(logits_TE, rule: Rule, choice_bias_E):
     return weights_TX * rule.scaling, experts_TX
 
 
-def mix_sparsely(logits_TE, rule: Rule):
+def mix_sparsely(logits_TE, rule: RoutingRule):
     """One expert after the other: the best that is left, weighed by its softmax among those left
     that come near it.
     """

@@ -10,7 +10,7 @@ from .. import linear
 from ..implementations import choose
 from ..linear.weight import Weight, plain
 from ..moe import pick
-from ..moe.xla import BLOCK, Blocks
+from ..moe.xla import BLOCK, SortedBlocks
 
 # Tried in order; one that cannot serve a case declines by raising NotImplementedError with its
 # reasons.
@@ -35,7 +35,7 @@ class AdapterRows:
     @classmethod
     def of(cls, slots_T, num_slots: int) -> "AdapterRows":
         T = slots_T.shape[0]
-        blocks = Blocks.of(slots_T, num_slots)
+        blocks = SortedBlocks.of(slots_T, num_slots)
         C = min(T, -(-T // BLOCK) + num_slots)
         slots_C, tokens_CQ, index_CQ = jax.vmap(blocks.at)(jnp.arange(C))
         index_T = (

@@ -21,7 +21,7 @@ from quire.ops.linear.gpu_kernel import accuracy, prepare, shape
 from quire.ops.linear.weight import GpuMatrix, RoundedRows
 from quire.ops.moe import Experts, routing
 from quire.ops.moe import gpu as experts
-from quire.ops.moe.routing.blocks import align, most_blocks
+from quire.ops.moe.routing.blocks import align, max_blocks
 from quire.ops.quant.fp8 import Fp8, as_floats
 from quire.ops.quant.int4 import Int4
 from quire.ops.quant.int8 import Int8, as_bytes
@@ -362,7 +362,7 @@ def test_each_pair_has_its_place(T, kind):
     )
     counts = np.bincount(whose.reshape(-1), minlength=E + 1)[:E]
     needed = -(-counts // rows)
-    assert found.count_1 == [needed.sum()] and needed.sum() <= most_blocks(T * X, E, rows) == len(
+    assert found.count_1 == [needed.sum()] and needed.sum() <= max_blocks(T * X, E, rows) == len(
         found.experts_B
     )
     assert found.experts_B[: needed.sum()].tolist() == np.repeat(np.arange(E), needed).tolist()

@@ -181,7 +181,7 @@ def test_a_trial_of_places(spoiled, monkeypatch):
             else found._replace(**{spoiled: getattr(found, spoiled).at[0].add(1)})
         )
 
-    monkeypatch.setattr(accuracy, "place", kernel)
+    monkeypatch.setattr(accuracy, "place_pairs", kernel)
     case, _ = accuracy.cases({"experts": 32, "rows": 16})
     assert (self_test.measure(case, 0, repeats=2).wrong is not None) == (spoiled is not None)
 

@@ -367,11 +367,11 @@ def step_of_one(
         sampled = sampled.replace(tokens_R=jnp.maximum(reported_R, 0))
         store_R = batch.store_R
         if shape.max_drafts and not rests:
-            accepted_R = sampling.accepted(sampled, batch.drafts_R, batch.depths_R)
-            ends_R = sampling.ends(accepted_R, batch.depths_R)
+            accepted_R = sampling.accepted_drafts(sampled, batch.drafts_R, batch.depths_R)
+            ends_R = sampling.samples_next_token(accepted_R, batch.depths_R)
             if shape.num_branches > 1:
                 numbers_R, paths_R = path_of(batch)
-                wins_R = sampling.winners(
+                wins_R = sampling.accepted_branches(
                     accepted_R, batch.depths_R, numbers_R, paths_R, shape.num_branches
                 )
                 accepted_R = accepted_R & wins_R

@@ -65,7 +65,7 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("QUIRE_NATIVE", ISA)
     monkeypatch.delenv("QUIRE_KERNELS", raising=False)
-    monkeypatch.setattr(native, "begun", {})
+    monkeypatch.setattr(native, "library_builds", {})
     monkeypatch.setattr(native, "builders", ThreadPoolExecutor(4))
     forget()
     yield folder

@@ -1,4 +1,4 @@
-"""INT2: as INT4, with codes of two bits in files; they are kept in four."""
+"""INT2: like INT4, with two bits per weight in files and four in memory."""
 
 from functools import partial
 

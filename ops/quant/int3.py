@@ -1,4 +1,4 @@
-"""INT3: as INT4, with codes of three bits in files; they are kept in four."""
+"""INT3: like INT4, with three bits per weight in files and four in memory."""
 
 from functools import partial
 

@@ -45,7 +45,7 @@ def kernels_for_model(
         }
     else:
         linear_kernels = (
-            {*quant.kernels(quantised_format), *quant.kernels(quant.head(quantised_format))}
+            {*quant.kernels(quantised_format), *quant.kernels(quant.head_format(quantised_format))}
             if quantised_format
             else {DENSE[dtype]}
         )

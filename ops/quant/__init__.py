@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 
 from ...sharding.spec import ArraySpec
 from .compressed import FormatError, Rounded, Scheme
-from .stack import in_front, one_of
+from .stack import matrix_spec, stack_specs
 
 FORMATS = {
     "int8": ".int8",
@@ -78,7 +78,7 @@ def packed(name: str | None, dense: ArraySpec) -> Any:
 
 def stacked(name: str | None, dense: ArraySpec) -> Any:
     """The specs of a stack of matrices [E, K, ...], each quantised separately."""
-    return dense if name is None else in_front(packed(name, one_of(dense)), dense)
+    return dense if name is None else stack_specs(packed(name, matrix_spec(dense)), dense)
 
 
 def example(name: str) -> Rounded:
@@ -110,7 +110,7 @@ def stored_name(name: str) -> str:
     return full_name
 
 
-def common(names: set[str | None]) -> str | None:
+def common_format(names: set[str | None]) -> str | None:
     """The format that can hold the quantised values of all these formats exactly.
 
     None if there is no such format or if one of the names is None.
@@ -120,7 +120,7 @@ def common(names: set[str | None]) -> str | None:
     if None in names:
         return None
     formats = [example(name) for name in names if name is not None]
-    if not all(node.is_whole for node in formats):
+    if not all(node.is_integer for node in formats):
         return None
     has_minimum = any(node.has_minimum for node in formats)
     family = (
@@ -141,7 +141,7 @@ def splits(name: str) -> bool:
     return format_of(name)[0].SPLITS
 
 
-def head(name: str | None) -> str | None:
+def head_format(name: str | None) -> str | None:
     """The format of the head of a model whose weights have this format."""
     return None if name is None else format_of(name)[0].HEAD
 

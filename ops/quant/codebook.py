@@ -101,9 +101,9 @@ class Codebook(Rounded):
     def quantize(self, weight: np.ndarray) -> "Codebook":
         """Quantise by k-means with equal masses; the largest weights stay unquantised."""
         K = math.prod(self.into)
-        return self.fitted(weight.astype(np.float32).reshape(K, -1).T, None)
+        return self.fit(weight.astype(np.float32).reshape(K, -1).T, None)
 
-    def fitted(self, W: np.ndarray, sensitivity: np.ndarray | None) -> "Codebook":
+    def fit(self, W: np.ndarray, sensitivity: np.ndarray | None) -> "Codebook":
         """Quantise W [O, K] so that the sum of sensitivity * error^2 is small; without sensitivity
         all weights count the same.
         """

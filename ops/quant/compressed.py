@@ -50,8 +50,8 @@ class Rounded(Weight):
     out: tuple[int, ...] = struct.field(pytree_node=False)
     inputs: tuple[int, ...] = struct.field(pytree_node=False)  # axes of `into` in the dense weight
     lists = ()  # fields whose values belong to an output, and not to neighbouring inputs
-    # whether the quantised values are the integers of `whole_codes`
-    is_whole = False
+    # whether the quantised values are the integers of `integer_codes`
+    is_integer = False
     has_minimum = False  # whether a minimum is subtracted after scaling
     levels = False  # whether scales have two levels
     bits = 8  # of a quantised value
@@ -69,11 +69,11 @@ class Rounded(Weight):
         """Whether a node of this format can hold the quantised values of `source` exactly."""
         return self.kind == source.kind
 
-    def whole_codes(self, fields: dict[str, np.ndarray]) -> np.ndarray:
+    def integer_codes(self, fields: dict[str, np.ndarray]) -> np.ndarray:
         """The quantised values [out, in] of a matrix's fields as 8-bit integers."""
         raise NotImplementedError
 
-    def whole_inputs(self) -> int:
+    def inputs_per_shard(self) -> int:
         """The number of neighbouring inputs that must be on the same device; 1 unless the inputs
         are split and have groups.
         """
@@ -83,7 +83,7 @@ class Rounded(Weight):
         """Quantise a weight [*into, *out] to the format of these specs."""
         raise NotImplementedError
 
-    def coded(self, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Any:
+    def from_codes(self, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Any:
         """A node of these specs from unsigned quantised values [K, O] and group parameters
         [groups, O], for integer formats.
 

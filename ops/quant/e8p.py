@@ -81,7 +81,7 @@ def table() -> np.ndarray:
     return np.concatenate([inner, shell[np.arange(EXTRA) * len(shell) // EXTRA]])
 
 
-def points(codes):
+def decode_points(codes):
     """Decode NumPy or JAX codes to points [..., 8], times four: odd integers from -11 to 11."""
     xp = jnp if isinstance(codes, jax.Array) else np
     codes = codes.astype(np.int32)
@@ -94,7 +94,7 @@ def points(codes):
 
 
 @jax.jit
-def nearest(values):
+def nearest_points(values):
     """(codes (uint16), points) of the points nearest to the values [R, 8]."""
     candidates = []
     for is_plus in (0, 1):
@@ -121,10 +121,10 @@ def nearest(values):
         )
     (low, low_codes), (high, high_codes) = candidates
     codes = jnp.where(high > low, high_codes, low_codes)
-    return codes.astype(jnp.uint16), points(codes).astype(jnp.float32) / 4
+    return codes.astype(jnp.uint16), decode_points(codes).astype(jnp.float32) / 4
 
 
-def rounded(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+def quantize_points(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """Quantise values [R, K], which are relative to the scales: (codes [stages, R, K / 8],
     dequantised values).
     """
@@ -147,7 +147,7 @@ def round_in_stages(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarr
     factor = 1
     approximation = np.zeros_like(residual)
     for _ in range(bits // 2):
-        code, point = nearest(residual * factor)
+        code, point = nearest_points(residual * factor)
         codes.append(np.asarray(code))
         approximation = approximation + np.asarray(point) / factor
         residual = residual - np.asarray(point) / factor
@@ -186,9 +186,9 @@ class E8p(Rounded):
 
     def numbers(self):
         """The rotated weight [K, O] as integers, in multiples of scale / unit."""
-        values = points(self.codes)
+        values = decode_points(self.codes)
         if self.rest is not None:
-            values = FINER * values + points(self.rest)
+            values = FINER * values + decode_points(self.rest)
         return jnp.swapaxes(values, 1, 2).reshape(-1, values.shape[1])
 
     def for_kernels(self, rows: str) -> Weight:
@@ -230,12 +230,15 @@ class E8p(Rounded):
     def quantize(self, weight: np.ndarray) -> "E8p":
         """Quantise every eight inputs of the rotated weight to the nearest point."""
         W = rotated(weight.astype(np.float32).reshape(math.prod(self.into), -1).T)
-        scale = scales(W, self.bits)
-        return self.made(
-            rounded(np.divide(W, scale, out=np.zeros_like(W), where=scale > 0), self.bits)[0], scale
+        scale = output_scales(W, self.bits)
+        return self.from_points(
+            quantize_points(np.divide(W, scale, out=np.zeros_like(W), where=scale > 0), self.bits)[
+                0
+            ],
+            scale,
         )
 
-    def made(self, codes: np.ndarray, scale: np.ndarray) -> "E8p":
+    def from_points(self, codes: np.ndarray, scale: np.ndarray) -> "E8p":
         """A node of these specs from codes [stages, O, K / 8] and scales [O, 1]."""
         rest_field = {} if len(codes) == 1 else {"rest": codes[1].T}
         return self.join({"codes": codes[0].T, "scale": scale.T} | rest_field)
@@ -267,9 +270,9 @@ class E8p(Rounded):
         )
 
     def decode(self, fields: dict[str, np.ndarray]) -> np.ndarray:
-        values = points(fields["codes"][:, ::SIZE])
+        values = decode_points(fields["codes"][:, ::SIZE])
         if self.rest is not None:
-            values = FINER * values + points(fields["rest"][:, ::SIZE])
+            values = FINER * values + decode_points(fields["rest"][:, ::SIZE])
         numbers = values.reshape(fields["codes"].shape).astype(np.float32)
         return restored(numbers * (fields["scale"] / np.float32(self.unit)))
 
@@ -300,7 +303,7 @@ class TiledE8p(TiledGroups):
         return rotated(x.astype(jnp.float32)), None
 
 
-def scales(W: np.ndarray, bits: int) -> np.ndarray:
+def output_scales(W: np.ndarray, bits: int) -> np.ndarray:
     """The scale of each output of a rotated weight, [O, 1]."""
     return (
         np.sqrt(np.square(W.astype(np.float32)).mean(1, keepdims=True)) * WIDTH[str(bits)]

@@ -70,7 +70,7 @@ class Fp8(Rounded):
         scale_O = self.scale.reshape(-1)
         x_RK = x.reshape(-1, codes_KO.shape[0])
         if self.dynamic:
-            x_RK, row_scale_R1 = as_floats(x_RK)
+            x_RK, row_scale_R1 = round_to_float8(x_RK)
             scale_O = scale_O * row_scale_R1
         y_RO = multiply(x_RK, floats(codes_KO)) * scale_O
         y = y_RO.reshape(*lead, *out)
@@ -125,7 +125,7 @@ class Fp8(Rounded):
     def fields(
         self, tensors: dict[str, np.ndarray], columns: int, form: str
     ) -> dict[str, np.ndarray]:
-        codes = checked(tensors[".weight"])
+        codes = check_finite(tensors[".weight"])
         scale = tensors[".weight_scale"].astype(np.float32).reshape(-1, 1)
         return {"codes": codes, "scale": np.broadcast_to(scale, (len(codes), 1))}
 
@@ -158,7 +158,7 @@ class Fp8Blocks(Grouped):
     def fields(
         self, tensors: dict[str, np.ndarray], columns: int, form: str
     ) -> dict[str, np.ndarray]:
-        codes = checked(tensors[".weight"])
+        codes = check_finite(tensors[".weight"])
         scale = tensors[".weight_scale"].astype(np.float32)
         return {"codes": codes, "scale": scale.repeat(SIDE, 0)[: len(codes)]}
 
@@ -168,14 +168,14 @@ class TiledFp8(TiledGroups):
     """Tiles for the native kernels with rounded activations, which bfloat16 holds exactly."""
 
     def meeting(self, x) -> tuple[Any, Any]:
-        codes, scale = as_floats(x)
+        codes, scale = round_to_float8(x)
         return codes.astype(jnp.bfloat16), scale
 
     def gated(self, subscripts: str, x, activation: str):
         return Weight.gated(self, subscripts, x, activation)
 
 
-def checked(codes: np.ndarray) -> np.ndarray:
+def check_finite(codes: np.ndarray) -> np.ndarray:
     """The bits as uint8; FormatError if there is a NaN."""
     codes = codes.view(np.uint8)
     if (codes & 0x7F == 0x7F).any():
@@ -187,7 +187,7 @@ def floats(codes):
     return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
 
 
-def as_floats(x_RK):
+def round_to_float8(x_RK):
     """Round each row to float8: (values, scales), so that its largest magnitude is 448."""
     x_f32 = x_RK.astype(jnp.float32)
     max_abs = jnp.max(jnp.abs(x_f32), axis=-1, keepdims=True)
@@ -218,7 +218,7 @@ def spec(dense: ArraySpec, *options: str) -> Any:
     return Fp8(codes, scale, "weights" not in options, into=into, out=out, inputs=dense.inputs)
 
 
-def of_bits(bits):
+def decode_e4m3(bits):
     """Convert the bits of E4M3 floats to float32, for kernels on GPUs without E4M3.
 
     The bits are shifted to those of a float16. Its exponent has one more bit and a bias that is

@@ -115,7 +115,7 @@ class Grouped(Rounded):
         return SUPER if field.startswith("super") else self.group
 
     @property
-    def whole(self) -> int:
+    def block_inputs(self) -> int:
         """The number of neighbouring inputs that must be on the same device."""
         return SUPER if self.levels else self.group
 
@@ -128,7 +128,7 @@ class Grouped(Rounded):
         return self.bits == 4
 
     @property
-    def is_whole(self) -> bool:
+    def is_integer(self) -> bool:
         return self.code in WHOLE
 
     @property
@@ -140,14 +140,14 @@ class Grouped(Rounded):
         if self.kind == source.kind:
             return True
         fits = (source.levels and source.bits <= self.bits) if self.levels else self.code == "int8"
-        groups_fit = source.is_whole and source.shared() % self.group == 0
+        groups_fit = source.is_integer and source.shared() % self.group == 0
         return fits and groups_fit and (self.has_minimum or not source.has_minimum)
 
-    def whole_codes(self, fields: dict[str, np.ndarray]) -> np.ndarray:
+    def integer_codes(self, fields: dict[str, np.ndarray]) -> np.ndarray:
         return fields["codes"]
 
-    def whole_inputs(self) -> int:
-        return 1 if self.scale.axes[-len(self.out) - 1] in (None, "embed") else self.whole
+    def inputs_per_shard(self) -> int:
+        return 1 if self.scale.axes[-len(self.out) - 1] in (None, "embed") else self.block_inputs
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
         axes = len(self.into)
@@ -164,7 +164,7 @@ class Grouped(Rounded):
         """The weight as one float32 matrix [K, O]."""
         codes_KO = four_bits.split(self.codes, K) if self.packed else self.codes.reshape(K, -1)
         scale_GO, least_GO = (None if x is None else x.reshape(len(x), -1) for x in self.scales())
-        return numbers(self.code, self.group, codes_KO, scale_GO, least_GO)
+        return dequantize(self.code, self.group, codes_KO, scale_GO, least_GO)
 
     def scales(self, index=slice(None)):
         """(scales, minima) with the levels multiplied: float32 [groups, *out] of these outputs."""
@@ -172,7 +172,7 @@ class Grouped(Rounded):
         return (
             None
             if x is None
-            else scaled(x[:, index], None if up is None else up[:, index], self.group)
+            else combine_levels(x[:, index], None if up is None else up[:, index], self.group)
             for x, up in pairs
         )
 
@@ -184,14 +184,14 @@ class Grouped(Rounded):
         """Rows of an embedding, in float32."""
         K = math.prod(self.into)
         codes_KR = four_bits.split(self.codes[:, index], K) if self.packed else self.codes[:, index]
-        return numbers(self.code, self.group, codes_KR, *self.scales(index)).T
+        return dequantize(self.code, self.group, codes_KR, *self.scales(index)).T
 
     def for_kernels(self, rows: str) -> Weight:
         if not has_product(self.kernel, rows):
             return self
         K = math.prod(self.into)
         codes = np.asarray(self.codes)
-        multiple = max(STEP, self.whole)
+        multiple = max(STEP, self.block_inputs)
         padded = -(-K // multiple) * multiple
 
         def blocks(field: str, default: str) -> np.ndarray:
@@ -232,12 +232,12 @@ class Grouped(Rounded):
         fields = {}
         if self.least is None:
             least = np.zeros((1, 1), np.float32)
-            scale = self.leveled("scale", self.scaled(np.abs(grouped).max(1)), fields)
+            scale = self.round_to_levels("scale", self.group_scale(np.abs(grouped).max(1)), fields)
         else:
             low = np.minimum(grouped.min(1), 0)
             high = np.maximum(grouped.max(1), 0)
-            scale = self.leveled("scale", (high - low) / (last - first), fields)
-            least = self.leveled("least", first * scale - low, fields)
+            scale = self.round_to_levels("scale", (high - low) / (last - first), fields)
+            least = self.round_to_levels("least", first * scale - low, fields)
         shifted = grouped + least[:, None]
         scaled_weight = np.divide(
             shifted, scale[:, None], out=np.zeros_like(grouped), where=scale[:, None] > 0
@@ -245,7 +245,7 @@ class Grouped(Rounded):
         codes = nearest(code.numbers, scaled_weight).reshape(-1, weight_KO.shape[1])[:K]
         return self.join(fields | {"codes": codes})
 
-    def leveled(
+    def round_to_levels(
         self, name: str, values_GO: np.ndarray, fields: dict[str, np.ndarray]
     ) -> np.ndarray:
         """Add group parameters to the fields, rounded to two levels if the format has them, and
@@ -268,14 +268,14 @@ class Grouped(Rounded):
         fields[name] = np.clip(quantised, -MAX_LEVEL, MAX_LEVEL).astype(np.int8)
         return fields[name] * super_GO
 
-    def scaled(self, max_abs: np.ndarray) -> np.ndarray:
+    def group_scale(self, max_abs: np.ndarray) -> np.ndarray:
         """The scales of groups, from their largest magnitudes."""
         scale = max_abs / CODES[self.code].numbers.max()
         if self.code == "int8":  # all stored layouts of grouped int8 have float16 scales
             return scale.astype(np.float16).astype(np.float32)
         return scale
 
-    def coded(self, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> "Grouped":
+    def from_codes(self, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> "Grouped":
         assert self.code == "int8" and self.least is None
         return self.join({"codes": codes.astype(np.uint8) ^ 128, "scale": scale.astype(np.float32)})
 
@@ -328,7 +328,7 @@ class TiledGroups(Product):
         def rows(values, super_values):
             if not values.size:
                 return None
-            return scaled(
+            return combine_levels(
                 values[block, :, lane].T,
                 None if super_values is None else super_values[block, :, lane].T,
                 group,
@@ -336,7 +336,7 @@ class TiledGroups(Product):
 
         scale_GR = rows(self.scale, self.super_scale)
         least_GR = rows(self.least, self.super_least)
-        return numbers(self.code, group, codes_KR, scale_GR, least_GR)[:K].T
+        return dequantize(self.code, group, codes_KR, scale_GR, least_GR)[:K].T
 
     def codes_of(self, block, lane):
         bits = CODES[self.code].bits
@@ -362,7 +362,7 @@ def add_shifts(*terms: np.ndarray) -> np.ndarray:
     return sum(terms).astype(np.uint32)
 
 
-def scaled(values_GO, super_SO, group: int):
+def combine_levels(values_GO, super_SO, group: int):
     """Group parameters in float32, with the levels multiplied."""
     if super_SO is None:
         return values_GO
@@ -370,7 +370,7 @@ def scaled(values_GO, super_SO, group: int):
     return values_GO.astype(jnp.float32) * super_GO[: len(values_GO)]
 
 
-def numbers(code: str, group: int, codes_KO, scale_GO, least_GO):
+def dequantize(code: str, group: int, codes_KO, scale_GO, least_GO):
     """Dequantise codes to float32."""
 
     def spread(values_GO):

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from .int4 import of_bits, schemes
+from .int4 import schemes, spec_with_bits
 
 CHOICES = "int3 with the options of int4"
 HEAD = "int8"
@@ -11,7 +11,7 @@ METHOD = None
 MULTIPLE = 1
 STORED = schemes(3)
 
-spec = partial(of_bits, 3)
+spec = partial(spec_with_bits, 3)
 
 
 def kernels(*options: str) -> tuple[str, ...]:

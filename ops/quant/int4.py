@@ -81,10 +81,10 @@ class Int4(Rounded):
         return MIDDLE - (1 << (self.bits - 1)) if self.zero is None else 0
 
     @property
-    def is_whole(self) -> bool:
+    def is_integer(self) -> bool:
         return self.zero is None
 
-    def whole_codes(self, fields: dict[str, np.ndarray]) -> np.ndarray:
+    def integer_codes(self, fields: dict[str, np.ndarray]) -> np.ndarray:
         return fields["nibbles"].astype(np.int8) - np.int8(MIDDLE)
 
     def shared(self, field: str = "scale") -> int:
@@ -156,7 +156,7 @@ class Int4(Rounded):
         zeros = None if self.zero is None else zero[:, 0].astype(np.uint8)
         return self.replace(nibbles=four_bits.join(codes), scale=scale, zero=zeros)
 
-    def coded(self, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> "Int4":
+    def from_codes(self, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> "Int4":
         zeros = None if self.zero is None else zero.astype(np.uint8)
         nibbles = four_bits.join(codes.astype(np.uint8) + np.uint8(self.offset))
         return self.replace(nibbles=nibbles, scale=scale.astype(np.float16), zero=zeros)
@@ -237,10 +237,10 @@ def spec(dense: ArraySpec, *options: str) -> Any:
     sizes = [option for option in options if option in GROUPS]
     if "least" in options and len(sizes) == 1 and len(options) == 2:
         return grouped(dense, "uint4", int(sizes[0]), least=True)
-    return of_bits(4, dense, *options)
+    return spec_with_bits(4, dense, *options)
 
 
-def of_bits(bits: int, dense: ArraySpec, *options: str) -> Int4:
+def spec_with_bits(bits: int, dense: ArraySpec, *options: str) -> Int4:
     """The specs of a weight in integers with this number of bits."""
     sizes = [option for option in options if option in GROUPS]
     if len(sizes) > 1 or set(options) - {"zero", *GROUPS}:

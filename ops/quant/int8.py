@@ -74,7 +74,7 @@ class Int8(Rounded):
         scale_O = self.scale.reshape(-1)
         x_RK = x.reshape(-1, codes_KO.shape[0])
         if self.dynamic:
-            rows_RK, row_scale_R1 = as_bytes(x_RK)
+            rows_RK, row_scale_R1 = round_to_int8(x_RK)
             exact = jnp.dot(rows_RK, codes_KO, preferred_element_type=jnp.int32)
             y_RO = exact.astype(jnp.float32) * (scale_O * row_scale_R1)
         else:
@@ -113,7 +113,7 @@ class Int8(Rounded):
         ).astype(np.int8)
         return self.replace(codes=codes, scale=scale)
 
-    def coded(self, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> "Int8":
+    def from_codes(self, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> "Int8":
         signed = (codes.astype(np.uint8) ^ 128).view(np.int8)
         return self.replace(
             codes=signed.reshape(self.into + self.out), scale=scale.reshape(self.out)
@@ -190,7 +190,7 @@ def kernels(*options: str) -> tuple[str, ...]:
     )
 
 
-def as_bytes(x_RK):
+def round_to_int8(x_RK):
     """Round each row to int8: (values, scales), so that its largest magnitude is 127."""
     x_f32 = x_RK.astype(jnp.float32)
     max_abs = jnp.max(jnp.abs(x_f32), axis=-1, keepdims=True)

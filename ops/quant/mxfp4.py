@@ -34,7 +34,7 @@ MULTIPLE = BLOCK
 class Mxfp4Matrix(Grouped):
     """A single matrix in MXFP4."""
 
-    def scaled(self, max_abs: np.ndarray) -> np.ndarray:
+    def group_scale(self, max_abs: np.ndarray) -> np.ndarray:
         """The powers of two that scale the largest magnitudes to between 4 and 7.
 
         Values above 6 are clipped. Values above 7 would be nearer to 8, which is 4 at the next

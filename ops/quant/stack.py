@@ -28,13 +28,13 @@ class Stack(Weight):
         return pack_stack(E, lambda e: self[e].for_kernels(rows)) or self
 
 
-def one_of(dense: ArraySpec) -> ArraySpec:
+def matrix_spec(dense: ArraySpec) -> ArraySpec:
     """The spec of one matrix of a stack."""
     inputs = tuple(axis - 1 for axis in dense.inputs)
     return replace(dense, shape=dense.shape[1:], axes=dense.axes[1:], inputs=inputs, stacked=False)
 
 
-def in_front(node: Any, dense: ArraySpec) -> Stack:
+def stack_specs(node: Any, dense: ArraySpec) -> Stack:
     """The specs of a stack of nodes, with the leading axis of the dense stack."""
     E = dense.shape[0]
     axis = dense.axes[0]

@@ -9,8 +9,8 @@ import numpy as np
 from ..gpu.self_test import Case, InLayers
 from ..linear.weight import RoundedRows, plain
 from ..norm import LayerNorm, scale_and_bias
-from ..quant.fp8 import as_floats
-from ..quant.int8 import as_bytes
+from ..quant.fp8 import round_to_float8
+from ..quant.int8 import round_to_int8
 from . import Residual
 
 LARGEST_ERROR = {"bfloat16": 6e-3, "float32": 1e-5}  # relative to float64
@@ -79,7 +79,7 @@ def sum_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None, interp
 
 def round_rows(x_TD, kind: str):
     """(quantised values, scale of each row), by XLA."""
-    codes_TD, scale_T1 = (as_bytes if kind == "int8" else as_floats)(x_TD)
+    codes_TD, scale_T1 = (round_to_int8 if kind == "int8" else round_to_float8)(x_TD)
     return codes_TD, scale_T1[:, 0]
 
 

@@ -65,7 +65,7 @@ class Matrix:
         repeats = stored_format.shared() // node.shared()
         scale = fields["scale"].astype(np.float32).repeat(repeats, 1)
         least = fields["least"].repeat(repeats, 1) if "least" in fields else np.zeros_like(scale)
-        exact_fields = {"codes": stored_format.whole_codes(fields).view(np.uint8), "scale": scale}
+        exact_fields = {"codes": stored_format.integer_codes(fields).view(np.uint8), "scale": scale}
         return exact_fields | ({"least": least} if node.has_minimum else {})
 
     def finite(self, scales: np.ndarray) -> np.ndarray:

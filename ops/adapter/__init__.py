@@ -12,8 +12,7 @@ from ..linear.weight import Weight, plain
 from ..moe import pick
 from ..moe.xla import BLOCK, SortedBlocks
 
-# Tried in order; one that cannot serve a case declines by raising NotImplementedError with its
-# reasons.
+# Tried in order; one that does not support a case raises NotImplementedError with its reasons.
 IMPLEMENTATIONS = {"native": ".cpu", "xla": ".xla"}
 
 

@@ -21,8 +21,7 @@ letters: K key heads, N value heads, H key size, V value size, B slots of memori
 from ..implementations import choose
 from ..state_rows import StateRows
 
-# Tried in order; one that cannot serve a case declines by raising NotImplementedError with the
-# reason.
+# Tried in order; one that does not support a case raises NotImplementedError with its reasons.
 IMPLEMENTATIONS = {"mosaic_gpu": ".hopper", "native": ".cpu", "xla": ".xla"}
 
 

@@ -29,7 +29,7 @@ def delta_rule(
         raise NotImplementedError(", and ".join(reasons))
     if interpret is None:
         require_pass(KERNEL, kind(arrays, corrects))
-    from .hopper_kernel import delta_rule  # only now: it imports a compiler
+    from .hopper_kernel import delta_rule  # imported late, since it imports a compiler
 
     return delta_rule(*arrays, rows, corrects, interpret)
 

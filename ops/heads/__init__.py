@@ -11,8 +11,7 @@ from ...sharding.device_axes import UNSPLIT, Axis
 from ..attention import KVPages, QueryRows
 from ..implementations import choose
 
-# Tried in order; one that cannot serve a case declines by raising NotImplementedError with its
-# reasons.
+# Tried in order; one that does not support a case raises NotImplementedError with its reasons.
 IMPLEMENTATIONS = {"mosaic_gpu": ".hopper", "native": ".cpu", "xla": ".xla"}
 
 

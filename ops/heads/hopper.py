@@ -35,7 +35,7 @@ def prepare(qkv_TGH, heads: Heads, pages: KVPages, rows, *, interpret: Any = Non
         raise NotImplementedError(", and ".join(reasons))
     if interpret is None:
         require_pass(KERNEL, kind(qkv_TGH, heads, pages))
-    from .hopper_kernel import rotate_and_append  # only now: it imports a compiler
+    from .hopper_kernel import rotate_and_append  # imported late, since it imports a compiler
 
     q_TNH, pages = rotate_and_append(qkv_TGH, heads, pages, rows, interpret)
     return q_TNH, None, None, pages

@@ -10,7 +10,7 @@ import numpy as np
 from . import has, target
 from .kernel_names import BLANK
 
-SMALL = 1 << 20  # bytes up to which a kernel call does not pay
+SMALL = 1 << 20  # bytes; below, `jnp.zeros` is faster
 
 
 def blank(shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-BLOCK = 128  # inputs
+BLOCK = 128  # inputs of a block
 
 
 def block_of(inputs: int) -> int:

@@ -8,8 +8,7 @@ from ...sharding.device_axes import UNSPLIT, Axis
 from ..implementations import choose
 from ..norm import rms_norm
 
-# Tried in order; one that cannot serve a case declines by raising NotImplementedError with its
-# reasons.
+# Tried in order; one that does not support a case raises NotImplementedError with its reasons.
 IMPLEMENTATIONS = {"mosaic_gpu": ".hopper", "native": ".cpu", "xla": ".xla"}
 
 

@@ -30,7 +30,7 @@ def add_and_norm(
         raise NotImplementedError(", and ".join(reasons))
     if interpret is None:
         require_pass(KERNEL, kind(rows, scale_D, rounds))
-    from .hopper_kernel import sum_and_norm  # only now: it imports a compiler
+    from .hopper_kernel import sum_and_norm  # imported late, since it imports a compiler
 
     return sum_and_norm(rows, scale_D, eps, rounds, interpret)
 

@@ -195,9 +195,7 @@ def quantise(dtype: str, tiles: Tiles, x_LC):
     """Round a float32 row to int8 or float8: (rounded values as float32, scale)."""
     max_abs = jnp.max(jnp.abs(x_LC))
     limit = int8.LIMIT if dtype == "int8" else fp8.LIMIT
-    inverse = jnp.where(
-        max_abs > 0, limit / max_abs, 0.0
-    )  # of a row with NaN none: its codes are zeros
+    inverse = jnp.where(max_abs > 0, limit / max_abs, 0.0)  # 0 for a row with NaN
     scaled_LC = jnp.where(jnp.abs(x_LC) < jnp.inf, x_LC, 0.0) * inverse
     if dtype == "int8":
         codes_LC = jnp.round(scaled_LC)
@@ -206,4 +204,4 @@ def quantise(dtype: str, tiles: Tiles, x_LC):
             jnp.int16
         )
         codes_LC = tiles.from_float8(bits_LC)
-    return codes_LC, max_abs / limit + jnp.sum(x_LC * 0.0)  # NaN where the row is not finite
+    return codes_LC, max_abs / limit + jnp.sum(x_LC * 0.0)  # NaN for a row that is not finite

@@ -4,8 +4,7 @@ quantised weights on GPUs.
 
 from ..implementations import choose
 
-# Tried in order; one that cannot serve a case declines by raising NotImplementedError with its
-# reasons.
+# Tried in order; one that does not support a case raises NotImplementedError with its reasons.
 IMPLEMENTATIONS = {"mosaic_gpu": ".hopper", "xla": ".xla"}
 
 

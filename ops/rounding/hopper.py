@@ -39,7 +39,7 @@ def round_rows(x_RK, codes: str, *, interpret: Any = None):
         raise NotImplementedError(", and ".join(reasons))
     if interpret is None:
         require_pass(KERNEL, {"width": K, "codes": codes})
-    from .hopper_kernel import code_rows  # only now: it imports a compiler
+    from .hopper_kernel import code_rows  # imported late, since it imports a compiler
 
     return code_rows(x_RK, codes, interpret)
 

@@ -23,8 +23,7 @@ from ...sharding.device_axes import UNSPLIT, Axis
 from ..implementations import choose
 from ..native.blank import blank
 
-# Tried in order; one that cannot serve a case declines by raising NotImplementedError with the
-# reason.
+# Tried in order; one that does not support a case raises NotImplementedError with its reasons.
 IMPLEMENTATIONS = {"native": ".cpu", "branchless": ".branchless", "xla": ".xla"}
 MAX_LOGPROBS = 20
 MAX_BANS = 64

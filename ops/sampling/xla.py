@@ -29,7 +29,7 @@ from . import (
     local_token_ids,
 )
 
-CANDIDATES = 64  # lax.top_k of so few takes 3 ms for 16 rows of 152k, where a sort takes 530
+CANDIDATES = 64  # lax.top_k takes 3 ms for 16 rows of 152k tokens, and a sort 530 ms
 FAN_OUT = 64
 SIGN = np.uint32(1 << 31)
 

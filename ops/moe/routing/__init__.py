@@ -5,8 +5,7 @@ from typing import NamedTuple
 from ...implementations import choose
 from .blocks import Blocks
 
-# Tried in order; one that cannot serve a case declines by raising NotImplementedError with its
-# reasons.
+# Tried in order; one that does not support a case raises NotImplementedError with its reasons.
 IMPLEMENTATIONS = {"mosaic_gpu": ".hopper", "xla": ".xla"}
 
 

@@ -38,7 +38,7 @@ def route(logits_TE, live_T, rule: RoutingRule, choice_bias_E=None, *, interpret
         reasons.append(f"a row must choose at most {MAX_TOP_K} experts, not {rule.top_k}")
     kind = {"experts": E, "bias": choice_bias_E is not None, "rule": [*rule]}
     require(reasons, kind, interpret)
-    from .route_kernel import choose_experts  # only now: it imports a compiler
+    from .route_kernel import choose_experts  # imported late, since it imports a compiler
 
     return choose_experts(logits_TE, live_T, rule, choice_bias_E, interpret)
 
@@ -53,7 +53,7 @@ def align(experts_TX, weights_TX, experts: int, rows: int, *, interpret: Any = N
     if pairs > MAX_PAIRS:
         reasons.append(f"pairs must be at most {MAX_PAIRS}, not {pairs}")
     require(reasons, {"experts": experts, "rows": rows}, interpret)
-    from .align_kernel import place_pairs  # only now: it imports a compiler
+    from .align_kernel import place_pairs  # imported late, since it imports a compiler
 
     return place_pairs(experts_TX, weights_TX, experts, rows, interpret)
 

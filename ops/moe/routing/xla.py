@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from ...ordered_sum import softmax, sum_pairs
 from . import RoutingRule
-from .blocks import align as align  # as an implementation has it
+from .blocks import align as align  # part of the interface of implementations
 
 
 def route(logits_TE, live_T, rule: RoutingRule, choice_bias_E=None):

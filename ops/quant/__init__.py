@@ -128,7 +128,8 @@ def common_format(names: set[str | None]) -> str | None:
         if all(node.levels for node in formats)
         else "int8-weights"
     )
-    return f"{family}-{min(node.shared() for node in formats)}{'-least' if has_minimum else ''}"
+    group = min(node.inputs_per_value() for node in formats)
+    return f"{family}-{group}{'-least' if has_minimum else ''}"
 
 
 def has_gpu_kernel(name: str) -> bool:

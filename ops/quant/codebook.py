@@ -203,16 +203,16 @@ def spec(dense: ArraySpec, *options: str) -> Codebook:
     if K % 2:
         raise FormatError(f"{K} inputs cannot be kept two a byte")
 
-    def shared(count: int, dtype: Any, init: str) -> ArraySpec:
+    def list_spec(count: int, dtype: Any, init: str) -> ArraySpec:
         return ArraySpec((count, *out), dtype, (None, *by_output), init, dense.fan_in)
 
     shape = (four_bits.count(K), math.prod(out))
     over = (axes[0], by_output[0])
     return Codebook(
         codes=replace(dense, shape=shape, axes=over, dtype=jnp.uint8, init="bytes", inputs=()),
-        table=shared(1 << bits, jnp.float16, "normal"),
-        apart=shared(num_apart(K), jnp.float16, "normal"),
-        columns=shared(num_apart(K), jnp.int32, "zeros"),
+        table=list_spec(1 << bits, jnp.float16, "normal"),
+        apart=list_spec(num_apart(K), jnp.float16, "normal"),
+        columns=list_spec(num_apart(K), jnp.int32, "zeros"),
         bits=bits,
         into=into,
         out=out,

@@ -61,7 +61,7 @@ class Rounded(Weight):
         """The format with its options, but without the sizes."""
         return jax.tree.structure(self.replace(into=(), out=(), inputs=()))
 
-    def shared(self, field: str = "scale") -> int:
+    def inputs_per_value(self, field: str = "scale") -> int:
         """The number of neighbouring inputs that share a value of a field."""
         return math.prod(self.into)
 

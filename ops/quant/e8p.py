@@ -163,7 +163,7 @@ class E8p(Rounded):
     rest: Any  # codes of the residuals; None with two bits
     scale: Any  # float32 [1, *out]
 
-    def shared(self, field: str = "codes") -> int:
+    def inputs_per_value(self, field: str = "codes") -> int:
         return SIZE
 
     @property

@@ -111,7 +111,7 @@ class Grouped(Rounded):
     def kernel(self) -> str:
         return kernel(self.code, self.levels)
 
-    def shared(self, field: str = "scale") -> int:
+    def inputs_per_value(self, field: str = "scale") -> int:
         return SUPER if field.startswith("super") else self.group
 
     @property
@@ -140,7 +140,7 @@ class Grouped(Rounded):
         if self.kind == source.kind:
             return True
         fits = (source.levels and source.bits <= self.bits) if self.levels else self.code == "int8"
-        groups_fit = source.is_integer and source.shared() % self.group == 0
+        groups_fit = source.is_integer and source.inputs_per_value() % self.group == 0
         return fits and groups_fit and (self.has_minimum or not source.has_minimum)
 
     def integer_codes(self, fields: dict[str, np.ndarray]) -> np.ndarray:
@@ -198,7 +198,9 @@ class Grouped(Rounded):
             if (values := getattr(self, field)) is None:
                 return np.zeros(0, getattr(self, default).dtype)
             flat = np.asarray(values).reshape(len(values), -1)
-            return by_block(np.pad(flat, ((0, padded // self.shared(field) - len(flat)), (0, 0))))
+            return by_block(
+                np.pad(flat, ((0, padded // self.inputs_per_value(field) - len(flat)), (0, 0)))
+            )
 
         if self.packed:
             tiles = tile_nibbles(codes, K, padded)
@@ -426,14 +428,18 @@ def spec(
         shape = (four_bits.count(K), O)
         axes = (by_input[0], by_output[0])
 
-    def shared(size: int, dtype: Any, init: str) -> ArraySpec:
+    def group_spec(size: int, dtype: Any, init: str) -> ArraySpec:
         return ArraySpec(
             (-(-K // size), *out), dtype, (by_input[0], *by_output), init, dense.fan_in
         )
 
     scale_init = f"scale/{CODES[code].drawn:g}"
-    scale = shared(group, jnp.int8, "ones") if levels else shared(group, jnp.float32, scale_init)
-    super_scale = shared(SUPER, jnp.float16, scale_init) if levels else None
+    scale = (
+        group_spec(group, jnp.int8, "ones")
+        if levels
+        else group_spec(group, jnp.float32, scale_init)
+    )
+    super_scale = group_spec(SUPER, jnp.float16, scale_init) if levels else None
     return kind(
         codes=replace(
             dense, shape=shape, axes=axes, dtype=jnp.uint8, init=CODES[code].init, inputs=()

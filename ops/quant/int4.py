@@ -87,7 +87,7 @@ class Int4(Rounded):
     def integer_codes(self, fields: dict[str, np.ndarray]) -> np.ndarray:
         return fields["nibbles"].astype(np.int8) - np.int8(MIDDLE)
 
-    def shared(self, field: str = "scale") -> int:
+    def inputs_per_value(self, field: str = "scale") -> int:
         return self.group
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):

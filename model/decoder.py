@@ -12,7 +12,7 @@ from ..ops.activation import ACTIVATIONS, glu, soft_cap
 from ..ops.linear import add_up, einsum, exact, gated, project, rounds, rows
 from ..ops.linear.weight import plain
 from ..ops.moe.dispatch import mix_over
-from ..ops.moe.routing import Rule, route
+from ..ops.moe.routing import RoutingRule, route
 from ..ops.norm import mean
 from ..ops.residual import Residual, add, add_and_norm, norm_alone
 from ..ops.rope import angles
@@ -362,7 +362,7 @@ def mix(moe: Moe, w: MoeWeights, router_TD, x_TD, live_T, axes: DeviceAxes = ONE
     if w.router_bias_E is not None:
         logits_TE = logits_TE + w.router_bias_E
     groups = moe.groups, moe.top_groups, moe.group_score
-    rule = Rule(moe.top_k, moe.score, moe.normalize, moe.scaling, *groups, moe.jitter)
+    rule = RoutingRule(moe.top_k, moe.score, moe.normalize, moe.scaling, *groups, moe.jitter)
     weights_TX, experts_TX = route(logits_TE, live_T, rule, w.choice_bias_E)
     if w.expert_scale_E is not None:
         weights_TX = weights_TX * w.expert_scale_E[experts_TX]

@@ -94,7 +94,7 @@ def check_groups(config: ModelConfig, name: str, tensor: int) -> None:
     for node in jax.tree.leaves(
         abstract(replace(config, quant=name)), is_leaf=lambda x: isinstance(x, Rounded)
     ):
-        whole = node.whole_inputs() if isinstance(node, Rounded) else 1
+        whole = node.inputs_per_shard() if isinstance(node, Rounded) else 1
         if whole == 1:
             continue
         inputs = math.prod(node.into)

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..ops.norm import LayerNorm
-from ..ops.quant import head, packed, stacked
+from ..ops.quant import head_format, packed, stacked
 from ..sharding import struct
 from ..sharding.spec import ArraySpec, Interleaved
 from . import mixers
@@ -100,7 +100,7 @@ def abstract(config: ModelConfig) -> ModelWeights:
     L = len(config.layers)
     A = config.per_layer_dim
     embed_VD = ArraySpec((V, D), dtype, ("vocab", "embed"), fan_in=D)
-    head_VD = packed(head(config.quant), replace(embed_VD, inputs=(1,)))
+    head_VD = packed(head_format(config.quant), replace(embed_VD, inputs=(1,)))
     weights = ModelWeights(
         embed_VD=head_VD if config.tied else embed_VD,
         layers=tuple(layer_spec(config, layer) for layer in config.layers),

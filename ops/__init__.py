@@ -1,14 +1,14 @@
-"""How it is computed: arrays in, arrays out. Nothing here knows a request or a model's
+"""Numerical operations: functions from arrays to arrays. They know neither requests nor the model
 configuration.
 
 Names carry their dimensions as capital suffixes that match the letters of an einsum:
 
-    T rows of a step      N query heads        P pages
-    B sequences           K key-value heads    S slots a page
-    R sampled rows        G heads a KV head    M pages a sequence
-    D model width         H head size          C tiles of query rows
-    F feed-forward width  E experts            Q query rows a tile
-    V vocabulary          X experts a token    J key positions a block
-    Y a key and a value of each KV head: 2K
-    Z pairs of a row and one of its experts   n devices
+    T tokens of a step    N query heads            P pages
+    B sequences           K key-value heads        S slots per page
+    R sampled tokens      G heads per KV head      M pages per sequence
+    D model width         H head size              C tiles of query tokens
+    F feed-forward width  E experts                Q query tokens per tile
+    V vocabulary          X experts per token      J key positions per block
+    Y keys and values of all KV heads: 2K
+    Z pairs of a token and one of its experts      n devices
 """

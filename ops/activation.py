@@ -1,6 +1,6 @@
-"""Activations.
+"""Activation functions.
 
-Gate and up come stacked on an axis of size two; where there is no gate its size is one.
+The gate and up projections are stacked on an axis of size 2; without a gate its size is 1.
 """
 
 from functools import partial
@@ -19,8 +19,9 @@ ACTIVATIONS = {
 
 
 def glu(up_TGF, activation: str, clamp: float | None = None, alpha: float = 1.0):
-    """activation(gate) * up; with a clamp, gpt-oss's form: gate * sigmoid(alpha * gate) * (up +
-    1).
+    """Gated linear unit: activation(gate) * up, or activation(up) without a gate.
+
+    With a clamp it has the form of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1).
     """
     if up_TGF.shape[-2] == 1:
         return ACTIVATIONS[activation](up_TGF[..., 0, :])
@@ -28,7 +29,7 @@ def glu(up_TGF, activation: str, clamp: float | None = None, alpha: float = 1.0)
 
 
 def combine(gate, up, activation: str, clamp: float | None = None, alpha: float = 1.0):
-    """The same of two arrays."""
+    """`glu` with gate and up as separate arrays."""
     if clamp is None:
         return ACTIVATIONS[activation](gate) * up
     gate = jnp.minimum(gate, clamp)
@@ -37,5 +38,5 @@ def combine(gate, up, activation: str, clamp: float | None = None, alpha: float 
 
 
 def soft_cap(x, cap: float | None):
-    """cap * tanh(x / cap): bounded by cap, and close to x where x is small; x without a cap."""
+    """Bound x smoothly to the range -cap to cap: cap * tanh(x / cap); x itself without a cap."""
     return x if cap is None else cap * jnp.tanh(x / cap)

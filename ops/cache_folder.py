@@ -1,5 +1,5 @@
-"""Folders in which one start leaves files for the next; what was used least recently makes room for
-more.
+"""Cache folders that persist between process starts, with eviction of the least recently used
+files.
 """
 
 import errno
@@ -12,41 +12,41 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
-LEFT = 0.1  # what stays free: a share of the disk, or so many bytes where that is less
-ENOUGH = 16 << 30
-PART = ".part"  # suffix of the temporary folder in which a file is written before it gets its name
-STALE = 24 * 3600  # seconds after which a file that was not completed belongs to no running process
+# The disk space that stays free is the smaller of a fraction of the disk and a number of bytes.
+MIN_FREE_FRACTION = 0.1
+MIN_FREE_BYTES = 16 << 30
+PART = ".part"  # suffix of the temporary folders in which files are written
+STALE = 24 * 3600  # seconds after which an incomplete file belongs to no running process
 
 
 def home(name: str) -> Path:
-    """One of those folders."""
+    """The path of a cache folder under XDG_CACHE_HOME."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / name
 
 
 def code_state(*layers: str) -> str:
-    """What changes with the code of these parts of the package."""
-    found = []
+    """A fingerprint of the package's source files in these subfolders: names, sizes and times."""
+    file_states = []
     for layer in layers:
         for path in sorted((PACKAGE / layer).rglob("*.py")):
-            state = path.stat()
-            found.append(f"{path.relative_to(PACKAGE)} {state.st_size} {state.st_mtime_ns}")
-    return "\n".join(found)
+            status = path.stat()
+            file_states.append(f"{path.relative_to(PACKAGE)} {status.st_size} {status.st_mtime_ns}")
+    return "\n".join(file_states)
 
 
 @contextmanager
 def publish(path: Path, durable: bool = True) -> Iterator[Path]:
     """Write a file or a folder so that it appears at `path` complete or not at all.
 
-    Yields a path inside a new temporary folder beside `path`, which no other process or thread can
-    have: process ids do not tell the containers apart that share a volume. The caller creates a
+    Yields a path inside a new temporary folder beside `path`, which no other process or thread
+    uses. (Process ids would not be unique: containers may share a volume.) The caller creates a
     file or a folder there, which is renamed to `path` when the block ends, and removed when the
     block or the renaming fails.
 
     Args:
-        path: a file there is replaced, and so is an empty folder; a folder with content is an
-            OSError.
-        durable: write the content to the disk before the renaming, so that a power failure cannot
-            leave a name without content. A format whose reader checks every byte can do without.
+        path: an existing file or empty folder is replaced; a folder with content raises OSError.
+        durable: sync the content to the disk before the renaming, so that a power failure cannot
+            leave a name without content. Formats whose reader verifies every byte do not need it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=".", suffix=PART))
@@ -58,14 +58,12 @@ def publish(path: Path, durable: bool = True) -> Iterator[Path]:
         if durable:
             sync(path.parent)
     finally:
-        # what is left is stale, and the next start removes it
+        # if this fails, the next start removes the stale folder
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def sync_tree(path: Path) -> None:
-    """Write a file, or a folder and all that it holds, to the disk; the targets of symbolic links
-    are left alone.
-    """
+    """Sync a file, or a folder with its content, to the disk; symbolic links are not followed."""
     if path.is_symlink():
         return
     if path.is_dir():
@@ -75,7 +73,7 @@ def sync_tree(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Write a file, or the table of a folder, to the disk."""
+    """Sync a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -88,44 +86,52 @@ def sync(path: Path) -> None:
 
 
 def remove_stale_parts(folder: Path, age: float = STALE) -> None:
-    """Remove temporary files and folders of processes that ended while they wrote, when they are
-    `age` seconds old.
-    """
-    for part in folder.glob(f"*{PART}"):
+    """Remove temporary files and folders more than `age` seconds old: their writers have ended."""
+    for path in folder.glob(f"*{PART}"):
         try:
-            if time.time() - part.lstat().st_mtime <= age:
+            if time.time() - path.lstat().st_mtime <= age:
                 continue
-            if part.is_dir():
-                shutil.rmtree(part)
+            if path.is_dir():
+                shutil.rmtree(path)
             else:
-                part.unlink()
+                path.unlink()
         except FileNotFoundError:
             continue  # another process was faster
 
 
 def make_room(folder: Path, suffix: str, size: int, limit: int) -> bool:
-    """Delete what was used least recently until `size` more bytes fit below the limit; whether they
-    do.
+    """Delete the least recently used files until `size` more bytes fit.
+
+    Args:
+        folder: the cache folder.
+        suffix: only files with this suffix count and are deleted.
+        size: bytes to make room for.
+        limit: the largest total size of the files, in bytes.
+
+    Returns:
+        Whether the bytes fit within the limit and on the disk. If not, nothing is deleted.
     """
     remove_stale_parts(folder)
-    held = []
+    entries = []
     for path in folder.iterdir():
         if path.suffix != suffix:
             continue
         try:
-            state = path.stat()
+            status = path.stat()
         except FileNotFoundError:  # another process was faster
             continue
-        held.append((state.st_mtime, state.st_size, path))
-    disk = os.statvfs(folder)
-    total = sum(each for _, each, _ in held)
-    free = disk.f_bavail * disk.f_frsize - min(LEFT * disk.f_blocks * disk.f_frsize, ENOUGH)
+        entries.append((status.st_mtime, status.st_size, path))
+    file_system = os.statvfs(folder)
+    total = sum(file_size for _, file_size, _ in entries)
+    free = file_system.f_bavail * file_system.f_frsize - min(
+        MIN_FREE_FRACTION * file_system.f_blocks * file_system.f_frsize, MIN_FREE_BYTES
+    )
     if size > min(limit, free + total):
         return False
-    for _, each, path in sorted(held):
+    for _, file_size, path in sorted(entries):
         if total + size <= limit and size <= free:
             break
         path.unlink(missing_ok=True)
-        total = total - each
-        free = free + each
+        total = total - file_size
+        free = free + file_size
     return True

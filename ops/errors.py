@@ -1,4 +1,4 @@
-"""What ops raise beside NotImplementedError, which means that another implementation serves."""
+"""Errors of ops. (On NotImplementedError, `choose` tries the next implementation instead.)"""
 
 
 class MissingLibrary(ImportError):

@@ -1,7 +1,8 @@
-"""An op's implementations: tried in the order of its table, or the one that is named.
+"""Selection of an op's implementation: the first in its table that supports the case, or a named
+one.
 
-Each says by `varies()` why a row's bits may depend on its company where this process computes;
-None: they do not.
+Every implementation module has a function `varies()`, which returns why the bits of a result may
+depend on the rest of the batch on this process's devices, or None if it is batch-invariant.
 """
 
 import importlib
@@ -17,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class NoImplementation(ExceptionGroup, NotImplementedError):
-    """All declined; each of `exceptions` is one implementation's reason."""
+    """No implementation supports the case; `exceptions` has each implementation's reason."""
 
 
 def choose(
@@ -26,11 +27,14 @@ def choose(
     call: Callable[[ModuleType], Result],
     implementation: str | None = None,
 ) -> Result:
-    """`call(module)` of the first implementation that does not decline, or of the one named by
-    `implementation`.
+    """Call the first implementation that supports the case.
 
-    `table` maps names to modules of `package`. One declines by raising NotImplementedError with the
-    reason.
+    Args:
+        table: maps the names of implementations to modules of `package`, in order of preference.
+        package: the package that relative module names refer to.
+        call: calls the op in a module. It raises NotImplementedError with the reason if the
+            module does not support the case.
+        implementation: the name of the only implementation to try.
     """
     if implementation is not None and implementation not in table:
         raise ValueError(f"implementation is {implementation!r}; it can be {', '.join(table)}")
@@ -38,7 +42,7 @@ def choose(
     for name in table if implementation is None else (implementation,):
         try:
             module = importlib.import_module(table[name], package)
-            with jax.named_scope(module.__name__):  # so that a program tells what it is made of
+            with jax.named_scope(module.__name__):  # `variance` finds implementations by the scope
                 return call(module)
         except NotImplementedError as reason:
             # Not the error itself: its traceback would keep the tracers of every frame below alive.
@@ -49,12 +53,15 @@ def choose(
 
 
 def variance(jaxpr: core.Jaxpr) -> frozenset[str]:
-    """Why a row's bits may depend on its company in a traced program, as each implementation in it
-    says.
+    """Why the results of a traced program may depend on the rest of the batch: the reasons given
+    by the `varies()` of every implementation in it.
     """
-    own = f"{__name__.partition('.')[0]}."
+    package_prefix = f"{__name__.partition('.')[0]}."
     scopes = {
-        scope for stack in name_stacks(jaxpr) for scope in stack.split("/") if scope.startswith(own)
+        scope
+        for stack in name_stacks(jaxpr)
+        for scope in stack.split("/")
+        if scope.startswith(package_prefix)
     }
     return frozenset(
         reason for scope in scopes if (reason := sys.modules[scope].varies()) is not None
@@ -62,6 +69,6 @@ def variance(jaxpr: core.Jaxpr) -> frozenset[str]:
 
 
 def name_stacks(jaxpr: core.Jaxpr) -> set[str]:
-    """The named scopes of all operations, those of functions within it too."""
-    own = {str(equation.source_info.name_stack) for equation in jaxpr.eqns}
-    return own.union(*map(name_stacks, core.subjaxprs(jaxpr)))
+    """The named scopes of all operations, including those in nested functions."""
+    stacks = {str(equation.source_info.name_stack) for equation in jaxpr.eqns}
+    return stacks.union(*map(name_stacks, core.subjaxprs(jaxpr)))

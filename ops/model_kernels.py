@@ -1,4 +1,4 @@
-"""The kernels that a model will call, so that a start has them built ahead."""
+"""The native CPU kernels that a model will call, so that they can be built at its start."""
 
 from collections.abc import Collection
 
@@ -16,36 +16,64 @@ from .native.kernel_names import (
 )
 
 
-def of_model(
+def kernels_for_model(
     dtype: str,
-    weights: str | None,
-    pages: Collection[str],
-    experts: tuple[str | None, ...] = (),
-    stored: tuple[str | None, ...] = (),
-    rounds: bool = False,
+    quantised_format: str | None,
+    page_dtypes: Collection[str],
+    expert_formats: tuple[str | None, ...] = (),
+    stored_formats: tuple[str | None, ...] = (),
+    rounds_activations: bool = False,
 ) -> tuple[str, ...]:
-    """What a model calls whose weights are in a format, or of type `dtype`.
+    """Names of the native kernels that a model calls, in the order in which to build them.
 
-    `pages` are the dtypes of page arrays, `experts` a checkpoint's own formats of those, and
-    `stored` of its matrices, beside which the head stays dense. `rounds`: rows become bytes where a
-    kernel can do that. After one that is small come products, since the weights wait for them. A
-    kernel that is not foreseen here is built when it is called.
+    The small `BLANK` kernel is first, then the linear kernels, which loading weights waits for. A
+    kernel that is missing here is built when it is first called.
+
+    Args:
+        dtype: the model's dtype.
+        quantised_format: the format that weights are quantised to; None if they stay in `dtype`.
+        page_dtypes: the dtypes of the KV pages.
+        expert_formats: the checkpoint's own formats of its experts.
+        stored_formats: the checkpoint's own formats of its matrices, if it is quantised; its
+            output head is dense.
+        rounds_activations: whether activations are rounded to int8 where a kernel supports it.
     """
-    if stored:
-        products = {DENSE[dtype], *(name for own in stored for name in quant.kernels(own))}
+    if stored_formats:
+        linear_kernels = {
+            DENSE[dtype],
+            *(name for weight_format in stored_formats for name in quant.kernels(weight_format)),
+        }
     else:
-        products = (
-            {*quant.kernels(weights), *quant.kernels(quant.head(weights))}
-            if weights
+        linear_kernels = (
+            {*quant.kernels(quantised_format), *quant.kernels(quant.head_format(quantised_format))}
+            if quantised_format
             else {DENSE[dtype]}
         )
-    # what they are kept in, where it is the checkpoint's own; the way to them is found in float32
-    if experts:
-        products |= {DENSE["float32"], *(name for own in experts for name in quant.kernels(own))}
-    floats = FLOAT_ROWS if dtype == "float32" else {}
-    products = {
-        ROUNDING[name] if rounds and name in ROUNDING else floats.get(name, name)
-        for name in products
+    # experts in the checkpoint's own format, and their router, which computes in float32
+    if expert_formats:
+        linear_kernels |= {
+            DENSE["float32"],
+            *(name for weight_format in expert_formats for name in quant.kernels(weight_format)),
+        }
+    float_row_kernels = FLOAT_ROWS if dtype == "float32" else {}
+    linear_kernels = {
+        ROUNDING[name]
+        if rounds_activations and name in ROUNDING
+        else float_row_kernels.get(name, name)
+        for name in linear_kernels
     }
-    attention = {ATTENTION[held, dtype] for held in pages if (held, dtype) in ATTENTION}
-    return (BLANK, *sorted(products), "pack", *sorted(attention), UNPACK, HEADS, RESIDUAL, SAMPLING)
+    attention_kernels = {
+        ATTENTION[page_dtype, dtype]
+        for page_dtype in page_dtypes
+        if (page_dtype, dtype) in ATTENTION
+    }
+    return (
+        BLANK,
+        *sorted(linear_kernels),
+        "pack",
+        *sorted(attention_kernels),
+        UNPACK,
+        HEADS,
+        RESIDUAL,
+        SAMPLING,
+    )

@@ -1,4 +1,4 @@
-"""Norms of rows, computed in float32 whatever the input's dtype."""
+"""Layer norm and RMS norm, computed in float32 for inputs of any dtype."""
 
 from typing import Any
 
@@ -12,21 +12,19 @@ from .ordered_sum import sum_pairs
 
 @struct.dataclass
 class LayerNorm:
-    """The weights of a norm that takes the mean off first, in place of the scale of one that
-    does not.
-    """
+    """The weights of a layer norm. (The weights of an RMS norm are a single array, its scale.)"""
 
     scale_D: Any
     bias_D: Any = None
 
 
 def scale_and_bias(weights) -> tuple[Any, Any]:
-    """The arrays of a norm, None where it has none."""
+    """The scale and the bias of a layer norm or RMS norm; None for a missing one."""
     return (weights.scale_D, weights.bias_D) if isinstance(weights, LayerNorm) else (weights, None)
 
 
 def norm(x, weights, eps: float):
-    """The norm that the weights are for; x itself where there are none."""
+    """Layer norm or RMS norm, by the type of the weights; x itself if `weights` is None."""
     if weights is None:
         return x
     return (
@@ -35,35 +33,29 @@ def norm(x, weights, eps: float):
 
 
 def layer_norm(x, weights: LayerNorm, eps: float):
-    """(x less its mean) / its deviation, times the scale; and the bias, if there is one.
-
-    The result has x's dtype.
-    """
-    wide = x.astype(jnp.float32)
-    wide = wide - mean(wide)[..., None]
-    squares = mean(wide * wide)
-    wide = wide * jax.lax.rsqrt(squares[..., None] + eps) * weights.scale_D
-    return (wide if weights.bias_D is None else wide + weights.bias_D).astype(x.dtype)
+    """(x - mean) / deviation * scale + bias over the last axis; the result has x's dtype."""
+    x_f32 = x.astype(jnp.float32)
+    x_f32 = x_f32 - mean(x_f32)[..., None]
+    mean_square = mean(x_f32 * x_f32)
+    x_f32 = x_f32 * jax.lax.rsqrt(mean_square[..., None] + eps) * weights.scale_D
+    return (x_f32 if weights.bias_D is None else x_f32 + weights.bias_D).astype(x.dtype)
 
 
 def rms_norm(x, scale=None, eps: float = 1e-6, axis: Axis = UNSPLIT):
     """x / rms(x) over the last axis, times `scale` if there is one; the result has x's dtype.
 
-    Where that axis is split over the devices of `axis`, the norm is over all of it.
+    If the last axis is split over the devices of `axis`, the norm covers all their slices.
     """
-    wide = x.astype(jnp.float32)
-    squares = mean(wide * wide)
+    x_f32 = x.astype(jnp.float32)
+    mean_square = mean(x_f32 * x_f32)
     if axis.size > 1:
-        squares = axis.sum(squares) / axis.size
-    wide = wide * jax.lax.rsqrt(squares[..., None] + eps)
-    return (wide if scale is None else wide * scale).astype(x.dtype)
+        mean_square = axis.sum(mean_square) / axis.size
+    x_f32 = x_f32 * jax.lax.rsqrt(mean_square[..., None] + eps)
+    return (x_f32 if scale is None else x_f32 * scale).astype(x.dtype)
 
 
 def mean(x):
-    """The mean over the last axis.
-
-    On a CPU XLA's own sums give other bits for 4 rows than for 64.
-    """
+    """The mean over the last axis, batch-invariant on CPUs, where `jnp.mean` is not."""
     with jax.named_scope(__name__):
         return (
             sum_pairs(x) / x.shape[-1] if jax.default_backend() == "cpu" else jnp.mean(x, axis=-1)
@@ -71,7 +63,7 @@ def mean(x):
 
 
 def varies() -> str | None:
-    """Why a row's bits may depend on its company, as of an op's implementations."""
+    """See `quire.ops.implementations`."""
     if jax.default_backend() == "cpu":
         return None
     return (

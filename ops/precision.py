@@ -1,4 +1,4 @@
-"""How exactly a product is computed where its operands are float32."""
+"""The precision of matrix products with float32 operands."""
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +6,9 @@ from jax import Array
 
 
 def precision(*operands: Array) -> jax.lax.Precision | None:
-    """All bits of float32, if that is what an operand is: GPUs multiply them as TF32 by default,
-    TPUs as bfloat16.
+    """HIGHEST if an operand is float32: by default GPUs multiply float32 as TF32, TPUs as bfloat16.
 
-    A CPU has no other way, and is asked for nothing.
+    None, the default precision, for other dtypes and on CPUs, which always use all bits.
     """
     if jax.default_backend() == "cpu" or all(x.dtype != jnp.float32 for x in operands):
         return None

@@ -30,7 +30,7 @@ from ..ops import native
 from ..ops.attention import page_dtype
 from ..ops.cache_folder import home
 from ..ops.linear.cpu import Product
-from ..ops.model_kernels import of_model
+from ..ops.model_kernels import kernels_for_model
 from ..ops.native.kernel_names import ADAPTER
 from ..sharding.mesh import Mesh
 from .adapter_store import AdapterStore
@@ -365,7 +365,7 @@ def kernels_of(config: ModelConfig) -> tuple[str, ...]:
     kv_dtypes = {config.layer_kv_dtype(index) for index in config.kv_layers} or {config.dtype}
     pages = {page_dtype(jnp.dtype(dtype)).name for dtype in kv_dtypes}
     stored = tuple(group.quant for group in groups)
-    return of_model(
+    return kernels_for_model(
         config.dtype, config.quant, pages, experts, stored, config.activation_dtype == "int8"
     )
 

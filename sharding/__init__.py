@@ -1,1 +1,1 @@
-"""Where arrays lie: the mesh, the rules that map logical axes to it, and array specs."""
+"""Placement of arrays on devices: the mesh, the rules that map logical axes to it, array specs."""

@@ -9,10 +9,10 @@ from jax import lax
 
 @dataclass(frozen=True)
 class Axis:
-    """Devices over which something is split. With a size of 1 nothing is split, and no method
-    communicates.
+    """The devices that an array axis is split over.
 
-    They may lie along several mesh axes, the first of which varies slowest.
+    With a size of 1 nothing is split, and no method communicates. The devices may lie along several
+    mesh axes, the first of which varies slowest.
     """
 
     name: str | tuple[str, ...] = ""
@@ -37,7 +37,7 @@ class Axis:
         """All devices' arrays, concatenated along the leading axis."""
         return lax.all_gather(x, self.name, tiled=True) if self.size > 1 else x
 
-    def part(self, x):
+    def local_slice(self, x):
         """This device's slice of the leading axis of a replicated array."""
         local_size = x.shape[0] // self.size
         return (
@@ -51,9 +51,10 @@ class Axis:
         range.
         """
         local_size = x.shape[0]
-        at_R = rows_R - self.index() * local_size
-        at_R = jnp.where(at_R < 0, local_size, at_R)  # a negative index would count from the end
-        return self.sum(x.at[at_R].get(mode="fill", fill_value=0))
+        local_R = rows_R - self.index() * local_size
+        # a negative index would count from the end
+        local_R = jnp.where(local_R < 0, local_size, local_R)
+        return self.sum(x.at[local_R].get(mode="fill", fill_value=0))
 
     def exchange(self, x):
         """Send x[d] to device d, and return what the devices sent to this one: [sender, ...]."""

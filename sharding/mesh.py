@@ -66,11 +66,11 @@ def stage_meshes(mesh: Mesh) -> list[Mesh]:
 
 def sharding(spec: ArraySpec, mesh: Mesh | AbstractMesh, rules: Rules = RULES) -> NamedSharding:
     """The sharding of an array: each logical axis over the mesh axes of its rule, or unsplit."""
-    over = [mesh_axes(axis, rules) for axis in spec.axes]
-    for axis, size, name in zip(spec.axes, spec.shape, over, strict=True):
-        if name is not None:
-            shard_layout(axis, size, devices_along(name, mesh), name)
-    return NamedSharding(mesh, PartitionSpec(*over))
+    axes_by_dim = [mesh_axes(axis, rules) for axis in spec.axes]
+    for axis, size, mesh_axis in zip(spec.axes, spec.shape, axes_by_dim, strict=True):
+        if mesh_axis is not None:
+            shard_layout(axis, size, devices_along(mesh_axis, mesh), mesh_axis)
+    return NamedSharding(mesh, PartitionSpec(*axes_by_dim))
 
 
 def devices_along(over: MeshAxes, mesh: Mesh | AbstractMesh) -> int:
@@ -155,22 +155,24 @@ def shard_layouts(
     spec: ArraySpec, mesh: Mesh | AbstractMesh, rules: Rules = RULES
 ) -> list[np.ndarray | None]:
     """The `shard_layout` of each axis."""
-    over = [mesh_axes(axis, rules) for axis in spec.axes]
+    axes_by_dim = [mesh_axes(axis, rules) for axis in spec.axes]
     return [
-        None if name is None else shard_layout(axis, size, devices_along(name, mesh), name)
-        for axis, size, name in zip(spec.axes, spec.shape, over, strict=True)
+        None
+        if mesh_axis is None
+        else shard_layout(axis, size, devices_along(mesh_axis, mesh), mesh_axis)
+        for axis, size, mesh_axis in zip(spec.axes, spec.shape, axes_by_dim, strict=True)
     ]
 
 
 def take_elements(leaf, elements: np.ndarray, axis: int):
     """These elements of an axis, with zeros for padding."""
-    taken = np.take(leaf, np.maximum(elements, 0), axis=axis)
+    values = np.take(leaf, np.maximum(elements, 0), axis=axis)
     is_padding = (elements < 0).reshape(-1, *[1] * (leaf.ndim - 1 - axis))
-    return np.where(is_padding, np.zeros((), taken.dtype), taken) if is_padding.any() else taken
+    return np.where(is_padding, np.zeros((), values.dtype), values) if is_padding.any() else values
 
 
 def shardings(tree, mesh: Mesh | AbstractMesh, rules: Rules = RULES):
-    """A tree of specs, each replaced by its sharding."""
+    """The shardings of a tree of specs, as a tree of the same structure."""
     return jax.tree.map(lambda spec: sharding(spec, mesh, rules), tree)
 
 

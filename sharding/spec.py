@@ -118,9 +118,9 @@ def values(spec: ArraySpec, xp, normal: Callable, integers: Callable):
         return xp.ones(spec.shape, xp.float32)
     if spec.init == "normal":
         return normal() / math.sqrt(spec.fan_in)
-    if spec.init == "bytes":  # packed codes, uniform
+    if spec.init == "bytes":  # packed quantised values, uniform
         return integers(0, 256, xp.uint8)
-    if spec.init == "sixes":  # codes of six bits
+    if spec.init == "sixes":  # quantised values of six bits
         return integers(0, 64, xp.uint8)
     if spec.init == "words":
         return integers(0, 1 << 16, xp.uint16)
@@ -129,10 +129,10 @@ def values(spec: ArraySpec, xp, normal: Callable, integers: Callable):
         return (bits & 64) << 1 | bits & 63
     if spec.init == "signed":
         return integers(-127, 128, xp.int8)
-    if spec.init.startswith("scale/"):  # for codes uniform up to this number
+    if spec.init.startswith("scale/"):  # for quantised values that are uniform up to this number
         return xp.full(
             spec.shape, math.sqrt(3 / spec.fan_in) / float(spec.init.removeprefix("scale/"))
         )
-    if spec.init == "exponents":  # biased by 127; the scaled codes are about 2^1.5
+    if spec.init == "exponents":  # biased by 127; the quantised values are about 2^1.5
         return xp.full(spec.shape, 127 - round(math.log2(spec.fan_in) / 2 + 1.5))
     raise ValueError(f"unknown init {spec.init!r}")

@@ -22,7 +22,9 @@ def dataclass(cls: type[T]) -> type[T]: ...
 def dataclass(*, kw_only: bool = False) -> Any: ...
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def dataclass(cls: Any = None, *, kw_only: bool = False) -> Any:
-    """A class whose fields are the children of a pytree node; `replace` gives one with others."""
+    """Make a frozen dataclass whose fields are the children of a pytree node, with a method
+    `replace`.
+    """
     if cls is None:
         return partial(dataclass, kw_only=kw_only)
     frozen = dataclasses.dataclass(frozen=True, kw_only=kw_only)(cls)

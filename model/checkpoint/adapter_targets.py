@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...ops.adapter import Adapted
-from ...ops.quant.stack import one_of
+from ...ops.quant.stack import matrix_spec
 from ...sharding import local_shards
 from ...sharding.mesh import Mesh, shard_layouts, sharding, take_elements
 from ...sharding.spec import ArraySpec, Interleaved
@@ -86,7 +86,7 @@ class AdapterTarget:
     def specs(
         self, dtype: Any, rank: int, slots: tuple[int, ...] = ()
     ) -> tuple[ArraySpec, ArraySpec, ArraySpec]:
-        """Specs of (down, up, longer) of one adapter or of `slots`, sharded like the weight."""
+        """Specs of (down, up, dora_gain) of one adapter or of `slots`, sharded like the weight."""
         s = len(self.stack)
         lead = (*slots, *self.stack)
         stack_axes = (*[None] * len(slots), *self.axes[:s])
@@ -175,7 +175,7 @@ def make_stack_target(spec: ArraySpec, source: Source) -> AdapterTarget | None:
     if not spec.stacked or source.parts[0].at == ():
         return None
     element_targets = [
-        make_target(one_of(spec), Source(sources))
+        make_target(matrix_spec(spec), Source(sources))
         for sources, _ in split_by_expert(spec.shape[0], source.parts, {})
     ]
     targets = [target for target in element_targets if target is not None]
@@ -282,7 +282,7 @@ def add_adapter_stacks(
         if target is None:
             return weight
         stacks = map(zeros, target.specs(jnp.dtype(config.dtype), rank, (slots,)))
-        return Adapted(weight, *stacks, parts=target.ranges(mesh))
+        return Adapted(weight, *stacks, output_ranges=target.ranges(mesh))
 
     def add_all(targets, weights):
         return jax.tree.map(

@@ -53,7 +53,7 @@ class Adapter:
     key: str  # digest of its files; separates cached prefixes of different adapters
     has_head: bool  # whether it adapts the head
     targets: tuple[AdapterTarget, ...]
-    matrices: list[tuple[np.ndarray, ...]]  # (down, up, longer) for each target, see `Adapted`
+    matrices: list[tuple[np.ndarray, ...]]  # (down, up, dora_gain) for each target, see `Adapted`
 
 
 def stack_rank(rank: int) -> int:

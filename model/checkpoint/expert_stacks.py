@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...ops.quant.stack import Stack, one_of
+from ...ops.quant.stack import Stack, matrix_spec
 from ...sharding import local_shards
 from ...sharding.spec import ArraySpec, empty
 from .dense_leaf import read_leaf
@@ -30,7 +30,7 @@ def read_stack(
 
     `progress` is called with the bytes of each expert.
     """
-    expert_spec = one_of(dense)
+    expert_spec = matrix_spec(dense)
     leaf = jax.tree.map(lambda spec: empty(spec.shape, spec.dtype), stack)
     expert_inputs = list(split_by_expert(dense.shape[0], sources, tensors))
 

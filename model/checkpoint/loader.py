@@ -435,7 +435,7 @@ def weight_format(stored: StoredFormat, source, dense: ArraySpec) -> str | None:
         for source_tensor in source.parts
     }
     inputs = math.prod(dense.shape[axis] for axis in dense.inputs)
-    kind = quant.common(
+    kind = quant.common_format(
         {None if group is None or inputs % group.multiple else group.quant for group in groups}
     )
     # Other backends without a kernel for the format would dequantise it in every step.

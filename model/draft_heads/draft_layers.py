@@ -108,6 +108,6 @@ def table_logits(
         full_RV = jnp.full((len(logits_RV), heads.model.vocab_size), -jnp.inf)
         logits_RV = full_RV.at[:, tokens_U].set(logits_RV)
     padding = -logits_RV.shape[1] % axes.tensor.size
-    return axes.tensor.part(
+    return axes.tensor.local_slice(
         jnp.pad(logits_RV, ((0, 0), (0, padding)), constant_values=-jnp.inf).T
     ).T

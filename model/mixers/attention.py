@@ -9,7 +9,7 @@ import numpy as np
 
 from ...ops.attention.backend import AttentionParams
 from ...ops.heads import Heads
-from ...ops.heads.xla import turn
+from ...ops.heads.xla import split_heads
 from ...ops.linear import add_up, project
 from ...ops.rope import angles, rotate
 from ...sharding import struct
@@ -153,7 +153,7 @@ def mix(
         key_shift(a, w.qkv_bias_GH),
     )
     *qkv, cache = (
-        (*turn(qkv_TGH, heads), cache)
+        (*split_heads(qkv_TGH, heads), cache)
         if hooks.prepare is None
         else hooks.prepare(qkv_TGH, heads, cache)
     )

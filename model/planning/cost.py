@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from ...ops.adapter import stacks_of
+from ...ops.adapter import adapter_stacks
 from ...sharding.spec import nbytes
 from ..config import Layer, ModelConfig
 from ..weights import LayerWeights, ModelWeights, abstract, dense_specs
@@ -177,7 +177,7 @@ def read_weight_bytes(config: ModelConfig, weights: ModelWeights | None = None) 
     """Bytes of weights that a step of a large batch reads: no embedding tables or adapters."""
     weights = abstract(config) if weights is None else weights
     lookups = [weights.per_layer_embed_VLA, None if config.tied else weights.embed_VD]
-    return nbytes(weights) - nbytes([lookups, stacks_of(weights)])
+    return nbytes(weights) - nbytes([lookups, adapter_stacks(weights)])
 
 
 def operations(config: ModelConfig, length: int) -> float:

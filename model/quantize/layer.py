@@ -105,7 +105,7 @@ class Method:
         if not isinstance(statistics, Inputs):
             pairs = zip(matrices, np.split(statistics, boundaries), strict=True)
             return [
-                specs(matrix).fitted(matrix, matrix_weights).parts(group.form)
+                specs(matrix).fit(matrix, matrix_weights).parts(group.form)
                 for matrix, matrix_weights in pairs
             ]
         if self.name == "gptq":
@@ -124,7 +124,7 @@ class Method:
                 strict=True,
             )
             return [
-                specs(matrix).made(code, matrix_scale).parts(group.form)
+                specs(matrix).from_points(code, matrix_scale).parts(group.form)
                 for matrix, code, matrix_scale in fields_by_matrix
             ]
         W = awq.clip_weights(W, statistics.H, self.grid) if self.name == "awq" else W
@@ -143,7 +143,9 @@ def specs_for_matrix(group: StoredGroup, matrix: np.ndarray) -> Any:
 def stored_tensors(
     coded: CodedMatrix, stored: StoredFormat, group: StoredGroup
 ) -> dict[str, np.ndarray]:
-    node = node_specs(group, *coded.codes.shape).coded(coded.codes.T, coded.scales.T, coded.zeros.T)
+    node = node_specs(group, *coded.codes.shape).from_codes(
+        coded.codes.T, coded.scales.T, coded.zeros.T
+    )
     return cast(CodesWriter, writer_for_format(stored)).parts(node, group)
 
 

@@ -14,7 +14,7 @@ def quip(
     W = np.asfortranarray(rotated(W))
     H = rotated(rotated(H.astype(np.float32)).T)
     exact = W.copy()
-    scale = e8p.scales(W, bits)
+    scale = e8p.output_scales(W, bits)
     codes = []
     step = np.where(scale > 0, scale, 1)
     U = inverse_cholesky(H, damp).astype(np.float32)
@@ -24,7 +24,7 @@ def quip(
         for i in range(start, stop, e8p.SIZE):
             columns = np.s_[i : i + e8p.SIZE]
             block_columns = np.s_[i - start : i - start + e8p.SIZE]
-            code, Q = e8p.rounded(W[:, columns] / step, bits)
+            code, Q = e8p.quantize_points(W[:, columns] / step, bits)
             codes.append(code)
             e = (W[:, columns] - Q * scale) @ np.linalg.inv(U[columns, columns])
             W[:, columns] = Q

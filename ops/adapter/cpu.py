@@ -1,4 +1,4 @@
-"""What adapters add, by the C++ kernel: see adapter.cc in `ops/native`."""
+"""Adapter products by the C++ kernel, `ops/native/adapter.cc`."""
 
 import jax
 import jax.numpy as jnp
@@ -11,32 +11,33 @@ from . import Adapted
 
 def adapt(weight: Adapted, x_TD, out_TO):
     """See `Adapted.adapt`."""
-    held = {array.dtype.name for array in (weight.down, weight.up)}
+    weight_dtypes = {array.dtype.name for array in (weight.down, weight.up)}
     if (
-        len(held) > 1
-        or not held | {x_TD.dtype.name} <= {"bfloat16", "float32"}
+        len(weight_dtypes) > 1
+        or not weight_dtypes | {x_TD.dtype.name} <= {"bfloat16", "float32"}
         or out_TO.dtype != jnp.float32
     ):
-        types = ", ".join(str(array.dtype) for array in (weight.down, weight.up, x_TD, out_TO))
+        dtypes = ", ".join(str(array.dtype) for array in (weight.down, weight.up, x_TD, out_TO))
         raise NotImplementedError(
-            f"adapters and rows must be bfloat16 or float32, and sums float32, not {types}"
+            f"adapters and rows must be bfloat16 or float32, and sums float32, not {dtypes}"
         )
     if not x_TD.size:
         raise NotImplementedError("there are no rows")
     name = target(ADAPTER)
     D = x_TD.shape[1]
     O = out_TO.shape[1]
-    which = jnp.zeros(1, jnp.int32)
+    matrix = jnp.zeros(1, jnp.int32)
     stack = 1
     rank = weight.up.shape[1]
-    if weight.which is not None:
-        which = jnp.reshape(weight.which, 1).astype(jnp.int32)
+    if weight.matrix is not None:
+        matrix = jnp.reshape(weight.matrix, 1).astype(jnp.int32)
         stack, rank = weight.up.shape[1:3]
-    assert weight.rows_of is not None
-    arrays = (  # with an axis of one matrix XLA would copy the stacks
-        out_TO, x_TD, weight.rows_of.slots_T.astype(jnp.int32), which,
-        weight.down.reshape(-1, D, rank * len(weight.parts)), weight.up.reshape(-1, rank, O),
-        weight.longer.reshape(-1, O), np.array(weight.parts, np.int32),
+    assert weight.adapter_rows is not None
+    arrays = (  # reshaped here because XLA would copy stacks that have an axis of size 1
+        out_TO, x_TD, weight.adapter_rows.slots_T.astype(jnp.int32), matrix,
+        weight.down.reshape(-1, D, rank * len(weight.output_ranges)),
+        weight.up.reshape(-1, rank, O), weight.dora_gain.reshape(-1, O),
+        np.array(weight.output_ranges, np.int32),
     )  # fmt: skip
     result = jax.ShapeDtypeStruct(out_TO.shape, jnp.float32)
     return jax.ffi.ffi_call(name, result, input_output_aliases={0: 0})(
@@ -45,4 +46,4 @@ def adapt(weight: Adapted, x_TD, out_TO):
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""

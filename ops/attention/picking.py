@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ...sharding import struct
 from ..ordered_sum import sum_pairs
 from ..precision import precision
-from ..state_rows import sequence_of
+from ..state_rows import sequence_for_row
 from . import KVPages, QueryRows, paged_attention
 from .backend import AttentionParams
 from .xla import BLOCK, read
@@ -64,7 +64,7 @@ def picked(picks: Picks, pages: KVPages, rows: QueryRows, far_T):
     blocks = -(-M // pages_a_block)
     J = pages_a_block * S
     table_BM = jnp.pad(rows.tables_BM, ((0, 0), (0, blocks * pages_a_block - M)))
-    seq_T = jnp.minimum(sequence_of(rows.starts_B1, jnp.arange(len(far_T))), len(table_BM) - 1)
+    seq_T = jnp.minimum(sequence_for_row(rows.starts_B1, jnp.arange(len(far_T))), len(table_BM) - 1)
 
     def pick(far_R, position_R, seq_R, q_RIH, weight_RI):
         table_RM = table_BM[seq_R]

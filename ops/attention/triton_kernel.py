@@ -199,7 +199,7 @@ def compute(shape: Shape, given, outs, part, head, seq, first, count, begin, end
             scale_J = plgpu.load(
                 given[f"{name}_scale"].at[page_J, head, offset_J], mask=owned_J, other=0.0
             )
-            numbers_JH = x_JH if shape.codes == "int8" else fp8.of_bits(x_JH)
+            numbers_JH = x_JH if shape.codes == "int8" else fp8.decode_e4m3(x_JH)
             return numbers_JH.astype(shape.dtype), scale_J
 
         key_JH, scale_J = read("k")

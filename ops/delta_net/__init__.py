@@ -1,29 +1,27 @@
-"""The gated delta rule, by its recurrence: one token after the other, in float32.
+"""The gated delta rule as a recurrence over tokens, in float32.
 
-Each head of a sequence keeps a memory, a matrix M from keys to values. A token lets it fade,
-corrects what it says of the token's key, and reads it with the token's query:
+The recurrent state of each head is its memory, a matrix M from keys to values. A token decays the
+memory, corrects the value that it stores for the token's key, and reads it with the token's query:
 
     M = decay * M
     M = M + k (beta * (v - k M))
     out = q M
 
-Without the correction, where the token's value is added as it is, it is Mamba 2's rule and that of
-linear attention:
+Without the correction it is the rule of Mamba 2 and linear attention, which adds the value itself:
 
     M = M + k (beta * v)
 
-A decay may be one number of a head, or one for each number of its keys, as in Kimi Delta Attention.
+The decay is one number per head, or one per key element, as in Kimi Delta Attention.
 
-Done so the bits are the same however a prompt is cut, whoever else is in the step, and when a token
-is computed again. Letters beside the package's: K key heads, N value heads, H key size, V value
-size, B slots of memories.
+Because tokens are computed one after the other, the results do not depend on how a prompt is cut
+into chunks, on the rest of the batch, or on whether a token is recomputed. Additional dimension
+letters: K key heads, N value heads, H key size, V value size, B slots of memories.
 """
 
 from ..implementations import choose
 from ..state_rows import StateRows
 
-# Tried in order; one that cannot serve a case declines by raising NotImplementedError with the
-# reason.
+# Tried in order; one that does not support a case raises NotImplementedError with its reasons.
 IMPLEMENTATIONS = {"mosaic_gpu": ".hopper", "native": ".cpu", "xla": ".xla"}
 
 
@@ -38,10 +36,21 @@ def delta_rule(
     corrects: bool = True,
     implementation: str | None = None,
 ):
-    """(out_TNV, memories), all in float32; N / K value heads share a key head. Padding rows give
-    zeros.
+    """Apply the delta rule to the tokens of a step. All arrays are float32.
 
-    `decay_TN` may be [T, N, H].
+    Args:
+        q_TKH: queries; N / K value heads share a query head and a key head.
+        k_TKH: keys.
+        v_TNV: values.
+        decay_TN: decays, one per head, or [T, N, H] with one per key element.
+        beta_TN: strengths of the update.
+        memory_BNHV: the memories by slot.
+        rows: the sequences of the step.
+        corrects: whether the value that is stored for the key is subtracted.
+        implementation: the name in IMPLEMENTATIONS of the only one to try.
+
+    Returns:
+        (out_TNV, memories). The output of padding tokens is zero.
     """
     return choose(
         IMPLEMENTATIONS,

@@ -1,6 +1,4 @@
-"""Trials of the kernel for a kind of heads: sequences of one row and of many, and the result in
-float64.
-"""
+"""Self-test cases of the delta rule kernel: sequences of one token and of many, against float64."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +9,14 @@ import numpy as np
 from ..gpu.self_test import Case, InLayers
 from ..state_rows import StateRows
 
-LARGEST_ERROR = 1e-5  # allowed in float32, against float64
-COUNTS = *[1] * 20, 37, 5, 70  # rows of each sequence
+LARGEST_ERROR = 1e-5  # relative to float64
+COUNTS = *[1] * 20, 37, 5, 70  # tokens of each sequence
 KEYS = 2  # key heads
 
 
 @dataclass(frozen=True)
 class DeltaCase:
-    """What queries are told, and the memories that are kept."""
+    """Compares the outputs and the stored memories."""
 
     kind: dict
     counts: tuple[int, ...] = COUNTS
@@ -41,58 +39,74 @@ class DeltaCase:
         arrays = [x.astype(np.float32) for x in (q_TKH, k_TKH, v_TNV, decay_TN, beta_TN)]
         memory_BNHV = rng.standard_normal((B + 1, N, H, V)).astype(np.float32)
         slots_B = rng.permutation(B + 1)[:B]
-        begins_B = rng.random(B) < 0.5
-        memory_BNHV[slots_B[begins_B]] = np.nan  # what another left
+        is_first_step_B = rng.random(B) < 0.5
+        memory_BNHV[slots_B[is_first_step_B]] = np.nan  # the state of an earlier sequence
         starts_B1 = np.concatenate(([0], np.cumsum(self.counts)))
-        kept_B = rng.integers(0, np.array(self.counts) + 1)
+        num_kept_B = rng.integers(0, np.array(self.counts) + 1)
         rows = StateRows(
             jnp.array(starts_B1, jnp.int32),
             jnp.array(slots_B, jnp.int32),
-            jnp.array(begins_B),
-            jnp.array(kept_B, jnp.int32),
+            jnp.array(is_first_step_B),
+            jnp.array(num_kept_B, jnp.int32),
         )
-        wanted = in_float64(
-            arrays, memory_BNHV, starts_B1, slots_B, begins_B, kept_B, self.kind["corrects"]
+        expected = in_float64(
+            arrays,
+            memory_BNHV,
+            starts_B1,
+            slots_B,
+            is_first_step_B,
+            num_kept_B,
+            self.kind["corrects"],
         )
-        return (), (*map(jnp.asarray, arrays), jnp.asarray(memory_BNHV), rows), of_rows(*wanted)
+        return (
+            (),
+            (*map(jnp.asarray, arrays), jnp.asarray(memory_BNHV), rows),
+            stack_results(*expected),
+        )
 
-    def run(self, held, given):
-        *arrays, rows = given
-        return of_rows(*delta_rule(*arrays, rows, self.kind["corrects"], self.interpret)), held
+    def run(self, donated, inputs):
+        *arrays, rows = inputs
+        return stack_results(
+            *delta_rule(*arrays, rows, self.kind["corrects"], self.interpret)
+        ), donated
 
 
-def of_rows(out_TNV, memory_BNHV):
+def stack_results(out_TNV, memory_BNHV):
     numbers = jnp if isinstance(out_TNV, jnp.ndarray) else np
     return numbers.concatenate([x.reshape(-1, out_TNV.shape[-1]) for x in (out_TNV, memory_BNHV)])
 
 
 def cases(kind: dict) -> list[Case]:
-    """What the process that tries runs."""
+    """The cases of the self-test."""
     return [DeltaCase(kind), InLayers(DeltaCase(kind))]
 
 
-def delta_rule(*given):
+def delta_rule(*args):
     from .hopper_kernel import delta_rule
 
-    return delta_rule(*given)
+    return delta_rule(*args)
 
 
-def in_float64(arrays, memory_BNHV, starts_B1, slots_B, begins_B, kept_B, corrects: bool):
-    """(what queries are told, the memories after), on the host."""
+def in_float64(
+    arrays, memory_BNHV, starts_B1, slots_B, is_first_step_B, num_kept_B, corrects: bool
+):
+    """(outputs, memories after the step), computed on the host."""
     q_TKH, k_TKH, v_TNV, decay_TN, beta_TN = (x.astype(np.float64) for x in arrays)
     out_TNV = np.zeros(v_TNV.shape)
-    after_BNHV = memory_BNHV.astype(np.float64)
-    shared = v_TNV.shape[1] // q_TKH.shape[1]
+    new_memory_BNHV = memory_BNHV.astype(np.float64)
+    heads_per_key = v_TNV.shape[1] // q_TKH.shape[1]
     for b, slot in enumerate(slots_B):
-        memory_NHV = np.zeros(after_BNHV.shape[1:]) if begins_B[b] else after_BNHV[slot]
+        memory_NHV = (
+            np.zeros(new_memory_BNHV.shape[1:]) if is_first_step_B[b] else new_memory_BNHV[slot]
+        )
         for t in range(starts_B1[b], starts_B1[b + 1]):
-            if t == starts_B1[b] + kept_B[b]:
-                after_BNHV[slot] = memory_NHV
-            q_NH, k_NH = (np.repeat(x[t], shared, 0) for x in (q_TKH, k_TKH))
+            if t == starts_B1[b] + num_kept_B[b]:
+                new_memory_BNHV[slot] = memory_NHV
+            q_NH, k_NH = (np.repeat(x[t], heads_per_key, 0) for x in (q_TKH, k_TKH))
             memory_NHV = memory_NHV * decay_TN[t].reshape(len(k_NH), -1, 1)
             error_NV = v_TNV[t] - corrects * np.einsum("nh,nhv->nv", k_NH, memory_NHV)
             memory_NHV = memory_NHV + k_NH[..., None] * (beta_TN[t][:, None] * error_NV)[:, None]
             out_TNV[t] = np.einsum("nh,nhv->nv", q_NH, memory_NHV)
-        if kept_B[b] == starts_B1[b + 1] - starts_B1[b]:
-            after_BNHV[slot] = memory_NHV
-    return out_TNV, after_BNHV
+        if num_kept_B[b] == starts_B1[b + 1] - starts_B1[b]:
+            new_memory_BNHV[slot] = memory_NHV
+    return out_TNV, new_memory_BNHV

@@ -1,4 +1,4 @@
-"""The gated delta rule by the C++ kernel: see delta_net.cc in `ops/native`."""
+"""The gated delta rule by the C++ kernel, `ops/native/delta_net.cc`."""
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +13,17 @@ def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, correc
     T, N, V = v_TNV.shape
     _, K, H = q_TKH.shape
     B = rows.slots_B.shape[0]
-    slots = memory_BNHV.shape[0]
+    num_slots = memory_BNHV.shape[0]
     by_key = decay_TN.ndim == 3
     expected = {  # the kernel does not check shapes
         "q_TKH": (q_TKH, (T, K, H)),
         "k_TKH": (k_TKH, (T, K, H)),
         "decay_TN": (decay_TN, (T, N, H)[: 2 + by_key]),
         "beta_TN": (beta_TN, (T, N)),
-        "memory_BNHV": (memory_BNHV, (slots, N, H, V)),
+        "memory_BNHV": (memory_BNHV, (num_slots, N, H, V)),
         "starts_B1": (rows.starts_B1, (B + 1,)),
-        "kept_B": (rows.kept_B, (B,)),
-        "begins_B": (rows.begins_B, (B,)),
+        "num_kept_B": (rows.num_kept_B, (B,)),
+        "is_first_step_B": (rows.is_first_step_B, (B,)),
     }
     for name, (x, shape) in expected.items():
         if x.shape != shape:
@@ -35,13 +35,14 @@ def delta_rule(q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV, rows, correc
     arrays = q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV
     if any(x.dtype != jnp.float32 for x in arrays):
         raise NotImplementedError("all arrays must be float32")
-    numbers = [
-        x.astype(jnp.int32) for x in (rows.starts_B1, rows.slots_B, rows.begins_B, rows.kept_B)
+    indices = [
+        x.astype(jnp.int32)
+        for x in (rows.starts_B1, rows.slots_B, rows.is_first_step_B, rows.num_kept_B)
     ]
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v_TNV, memory_BNHV)]
     call = jax.ffi.ffi_call(target(DELTA_NET), results, input_output_aliases={5: 1})
-    return tuple(call(*arrays, *numbers, corrects=np.int32(corrects), by_key=np.int32(by_key)))
+    return tuple(call(*arrays, *indices, corrects=np.int32(corrects), by_key=np.int32(by_key)))
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""

@@ -1,7 +1,7 @@
-"""The delta rule by one kernel on NVIDIA GPUs, which is in `quire.ops.delta_net.hopper_kernel`.
+"""The delta rule by one kernel for Hopper GPUs, `quire.ops.delta_net.hopper_kernel`.
 
-It serves the kinds of heads in which it passed its trial on this card. A row's bits are the same in
-any company: each head of a sequence is computed by itself, and its sums are in one order.
+The kernel is used for the kinds of heads for which it passed its self-test on this GPU. It is
+batch-invariant: each head of a sequence is computed separately, and its sums have a fixed order.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 
 from ..gpu import TILE_SOURCE, device
 from ..gpu.self_test import TriedKernel, require_pass
-from .shape import LINE, MOST_KEYS, THREADS, VALUES
+from .shape import LINE, MAX_KEYS, THREADS, VALUES
 
 SOURCES = *Path(__file__).parent.glob("*.py"), TILE_SOURCE
 KERNEL = TriedKernel(f"{__package__}.accuracy", "the delta rule", SOURCES)
@@ -20,38 +20,38 @@ def delta_rule(
 ):
     """See `quire.ops.delta_net.delta_rule`.
 
-    With `interpret` it runs in Pallas' interpreter, on a CPU.
+    With `interpret` the kernel runs in Pallas' interpreter.
     """
     if interpret is None and (declined := device.no_hopper_reason()):
         raise NotImplementedError(declined)
     arrays = q_TKH, k_TKH, v_TNV, decay_TN, beta_TN, memory_BNHV
-    if reasons := refusals(arrays):
+    if reasons := unsupported_reasons(arrays):
         raise NotImplementedError(", and ".join(reasons))
     if interpret is None:
         require_pass(KERNEL, kind(arrays, corrects))
-    from .hopper_kernel import delta_rule  # only now: it imports a compiler
+    from .hopper_kernel import delta_rule  # imported late, since it imports a compiler
 
     return delta_rule(*arrays, rows, corrects, interpret)
 
 
-def refusals(arrays) -> list[str]:
-    """All reasons for which the kernel cannot serve a case."""
+def unsupported_reasons(arrays) -> list[str]:
+    """All reasons why the kernel does not support a case."""
     _, K, H = arrays[0].shape
     _, N, V = arrays[2].shape
-    found = []
+    reasons = []
     if dtypes := {str(x.dtype) for x in arrays} - {"float32"}:
-        found.append(f"all arrays must be float32, not {' and '.join(sorted(dtypes))}")
+        reasons.append(f"all arrays must be float32, not {' and '.join(sorted(dtypes))}")
     if V not in VALUES:
-        found.append(f"a value must have {' or '.join(map(str, VALUES))} numbers, not {V}")
+        reasons.append(f"a value must have {' or '.join(map(str, VALUES))} numbers, not {V}")
     elif N // K % (THREADS // V):
-        found.append(f"{THREADS // V} heads of {V} numbers side by side must share a key")
-    if H % LINE or H > MOST_KEYS:
-        found.append(f"a key must have a multiple of {LINE} numbers, at most {MOST_KEYS}, not {H}")
-    return found
+        reasons.append(f"{THREADS // V} heads of {V} numbers side by side must share a key")
+    if H % LINE or H > MAX_KEYS:
+        reasons.append(f"a key must have a multiple of {LINE} numbers, at most {MAX_KEYS}, not {H}")
+    return reasons
 
 
 def kind(arrays, corrects: bool) -> dict:
-    """What the kernel is compiled for."""
+    """The key of the case's self-test: all that the kernel is specialised for."""
     _, K, H = arrays[0].shape
     _, N, V = arrays[2].shape
     return {
@@ -64,4 +64,4 @@ def kind(arrays, corrects: bool) -> dict:
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""

@@ -1,10 +1,10 @@
-"""The kernel of the delta rule: a program has the memories of a head or two of a sequence, and goes
-through its rows.
+"""The Hopper kernel of the delta rule. Each program computes one or two heads of a sequence, token
+by token.
 
-Each thread has a column of a memory, in its registers as far as they reach: all that adds up to a
-number of a value is its own, so nothing is exchanged. Rows are copied into shared memory a few
-ahead. The memory that is kept replaces the one before in place. Letters beside the package's: G
-heads of a program, which share a key.
+Each thread holds one column of a memory, in registers as far as they suffice and otherwise in
+shared memory. All terms of a value element belong to the same column, so threads exchange nothing.
+Tokens are prefetched into shared memory, and memories are updated in place. Additional dimension
+letter: G heads of a program, which share a key.
 """
 
 import functools
@@ -23,8 +23,8 @@ from .shape import LINE, STAGES, SUMS, MemoryShape
 LANES = 32  # threads of a warp
 
 
-class Refs(NamedTuple):
-    """References."""
+class DeltaRefs(NamedTuple):
+    """The kernel's references."""
 
     q: Any
     k: Any
@@ -33,19 +33,19 @@ class Refs(NamedTuple):
     beta: Any
     starts: Any
     slots: Any
-    begins: Any
-    kept: Any
-    memory: Any  # changed in place
+    is_first_step: Any
+    num_kept: Any
+    memory: Any  # updated in place
     out: Any
-    own_q: Any  # in shared memory, as what follows; of STAGES rows
-    own_k: Any
-    own_v: Any
-    own_decay: Any
-    own_beta: Any
-    own_memory: Any
-    own_out: Any
-    here: Any
-    memory_here: Any
+    smem_q: Any  # these are in shared memory, with STAGES tokens each
+    smem_k: Any
+    smem_v: Any
+    smem_decay: Any
+    smem_beta: Any
+    smem_memory: Any  # the rest has no stages
+    smem_out: Any
+    token_barriers: Any
+    memory_barrier: Any
 
 
 def delta_rule(
@@ -57,61 +57,62 @@ def delta_rule(
     by_key = decay_TN.ndim == 3
     shape = MemoryShape(H, V, N // K, by_key, corrects)
     G = shape.heads
-    numbers = {
+    index_arrays = {
         "starts": rows.starts_B1,
         "slots": rows.slots_B,
-        "begins": rows.begins_B,
-        "kept": rows.kept_B,
+        "is_first_step": rows.is_first_step_B,
+        "num_kept": rows.num_kept_B,
     }
-    decay = decay_TN if by_key else lined(decay_TN)
-    given = {"q": q_TKH, "k": k_TKH, "v": v_TNV, "decay": decay, "beta": lined(beta_TN)}
-    given |= {name: x.astype(jnp.int32) for name, x in numbers.items()}
-    held = jax.new_ref(memory_BNHV, memory_space=plgpu.GMEM)
-    names = [*given, "memory", "out"]
-    copied = {
+    decay = decay_TN if by_key else pad_to_line(decay_TN)
+    inputs = {"q": q_TKH, "k": k_TKH, "v": v_TNV, "decay": decay, "beta": pad_to_line(beta_TN)}
+    inputs |= {name: x.astype(jnp.int32) for name, x in index_arrays.items()}
+    memory_ref = jax.new_ref(memory_BNHV, memory_space=plgpu.GMEM)
+    ref_names = [*inputs, "memory", "out"]
+    smem_shapes = {
         "q": (H,),
         "k": (H,),
         "v": (G, V),
         "decay": (G, H) if by_key else decay.shape[1:],
-        "beta": given["beta"].shape[1:],
+        "beta": inputs["beta"].shape[1:],
     }
     scratch: dict[str, Any] = {
-        f"own_{name}": plgpu.SMEM((STAGES, *size), jnp.float32) for name, size in copied.items()
+        f"smem_{name}": plgpu.SMEM((STAGES, *size), jnp.float32)
+        for name, size in smem_shapes.items()
     }
     scratch |= {
-        "own_memory": plgpu.SMEM((G, H, V), jnp.float32),
-        "own_out": plgpu.SMEM((G, V), jnp.float32),
+        "smem_memory": plgpu.SMEM((G, H, V), jnp.float32),
+        "smem_out": plgpu.SMEM((G, V), jnp.float32),
     }
-    scratch["here"] = plgpu.Barrier(num_arrivals=len(copied), num_barriers=STAGES)
-    scratch["memory_here"] = plgpu.Barrier()
+    scratch["token_barriers"] = plgpu.Barrier(num_arrivals=len(smem_shapes), num_barriers=STAGES)
+    scratch["memory_barrier"] = plgpu.Barrier()
 
     def body(*refs) -> None:
-        named = dict(zip(names, refs, strict=True))
+        named = dict(zip(ref_names, refs, strict=True))
         tiles = Tiles(interpret is not None)
-        pl.run_scoped(lambda **shared: run(shape, tiles, Refs(**named, **shared)), **scratch)
+        pl.run_scoped(lambda **shared: run(shape, tiles, DeltaRefs(**named, **shared)), **scratch)
 
     out_TNV = pl.kernel(
         body,
         jax.ShapeDtypeStruct((T, N, V), jnp.float32),
         mesh=plgpu.Mesh(grid=(rows.slots_B.shape[0], N // G), grid_names=("sequence", "heads")),
-        # Lines are loaded and stored in one layout, so a thread meets its own numbers alone; a
-        # commit or a wait of all threads comes before every copy from shared memory and over it. So
-        # no store needs a barrier.
+        # Stores need no barriers: lines are loaded and stored in the same layout, so a thread reads
+        # only what it wrote, and all threads commit or wait before every copy from or to shared
+        # memory.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=False if interpret is None else interpret,
         name="delta_rule",
-    )(*given.values(), held)
-    live_T = jnp.arange(T) < rows.starts_B1[-1]
-    return jnp.where(live_T[:, None, None], out_TNV, 0), jax.freeze(held)
+    )(*inputs.values(), memory_ref)
+    is_token_T = jnp.arange(T) < rows.starts_B1[-1]
+    return jnp.where(is_token_T[:, None, None], out_TNV, 0), jax.freeze(memory_ref)
 
 
-def lined(x_TN):
-    """A row's numbers as a copy brings them."""
+def pad_to_line(x_TN):
+    """Pad the last axis to a multiple of LINE, as copies require."""
     return jnp.pad(x_TN, ((0, 0), (0, -x_TN.shape[1] % LINE)))
 
 
-def run(shape: MemoryShape, tiles: Tiles, refs: Refs) -> None:
-    """What is done with some heads of a sequence."""
+def run(shape: MemoryShape, tiles: Tiles, refs: DeltaRefs) -> None:
+    """The program for some heads of a sequence."""
     b = lax.axis_index("sequence")
     n = lax.axis_index("heads") * shape.heads
     heads = pl.ds(n, shape.heads)
@@ -120,165 +121,176 @@ def run(shape: MemoryShape, tiles: Tiles, refs: Refs) -> None:
 
     @pl.when(count > 0)
     def _():
-        kept = refs.kept[b]
-        own = refs.memory.at[refs.slots[b], heads]
+        num_kept = refs.num_kept[b]
+        slot_memory = refs.memory.at[refs.slots[b], heads]
         for stage in range(STAGES):
-            pl.when(stage < count)(lambda stage=stage: fetch(shape, refs, n, first + stage, stage))
-        memory = begin(shape, tiles, refs, own, b)
-        pl.when(kept == 0)(lambda: keep(shape, tiles, refs, own, memory))
+            pl.when(stage < count)(
+                lambda stage=stage: fetch_token(shape, refs, n, first + stage, stage)
+            )
+        registers = load_memory(shape, tiles, refs, slot_memory, b)
+        pl.when(num_kept == 0)(lambda: store_memory(shape, tiles, refs, slot_memory, registers))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        def turn(i, memory):
+        def compute_token(i, registers):
             stage = lax.rem(i, STAGES)
-            plgpu.barrier_wait(refs.here.at[stage])
-            memory, out_GV = step(shape, tiles, refs, n, stage, memory)
-            tiles.store(refs.own_out, out_GV, False)
+            plgpu.barrier_wait(refs.token_barriers.at[stage])
+            registers, out_GV = update_memory(shape, tiles, refs, n, stage, registers)
+            tiles.store(refs.smem_out, out_GV, False)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(refs.own_out, refs.out.at[first + i, heads])
-            pl.when(i + STAGES < count)(lambda: fetch(shape, refs, n, first + i + STAGES, stage))
-            pl.when(i + 1 == kept)(lambda: keep(shape, tiles, refs, own, memory))
+            plgpu.copy_smem_to_gmem(refs.smem_out, refs.out.at[first + i, heads])
+            pl.when(i + STAGES < count)(
+                lambda: fetch_token(shape, refs, n, first + i + STAGES, stage)
+            )
+            pl.when(i + 1 == num_kept)(
+                lambda: store_memory(shape, tiles, refs, slot_memory, registers)
+            )
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            return memory
+            return registers
 
-        lax.fori_loop(0, count, turn, memory)
+        lax.fori_loop(0, count, compute_token, registers)
         plgpu.wait_smem_to_gmem(0)
 
 
-def fetch(shape: MemoryShape, refs: Refs, n, row, stage) -> None:
-    """Copy what a row has for these heads."""
+def fetch_token(shape: MemoryShape, refs: DeltaRefs, n, row, stage) -> None:
+    """Start copying a token's inputs for these heads to a stage in shared memory."""
     key = lax.div(n, jnp.int32(shape.shared))
     heads = pl.ds(n, shape.heads)
     copies = [
-        (refs.q.at[row, key], refs.own_q),
-        (refs.k.at[row, key], refs.own_k),
-        (refs.v.at[row, heads], refs.own_v),
-        (refs.decay.at[row, heads] if shape.by_key else refs.decay.at[row], refs.own_decay),
-        (refs.beta.at[row], refs.own_beta),
+        (refs.q.at[row, key], refs.smem_q),
+        (refs.k.at[row, key], refs.smem_k),
+        (refs.v.at[row, heads], refs.smem_v),
+        (refs.decay.at[row, heads] if shape.by_key else refs.decay.at[row], refs.smem_decay),
+        (refs.beta.at[row], refs.smem_beta),
     ]
-    for far, own in copies:
-        plgpu.copy_gmem_to_smem(far, own.at[stage], refs.here.at[stage])
+    for source, destination in copies:
+        plgpu.copy_gmem_to_smem(source, destination.at[stage], refs.token_barriers.at[stage])
 
 
-def begin(shape: MemoryShape, tiles: Tiles, refs: Refs, own, b) -> tuple:
-    """The memories that a sequence goes on from, number by number of the key; of the first those in
-    registers.
+def load_memory(shape: MemoryShape, tiles: Tiles, refs: DeltaRefs, slot_memory, b) -> tuple:
+    """Load the memories of a sequence, or zeros in its first step.
+
+    Returns:
+        The lines (one per key element) that are held in registers. The others stay in shared
+        memory.
     """
-    plgpu.copy_gmem_to_smem(own, refs.own_memory, refs.memory_here)
-    plgpu.barrier_wait(refs.memory_here)
-    goes_on = refs.begins[b] == 0
+    plgpu.copy_gmem_to_smem(slot_memory, refs.smem_memory, refs.memory_barrier)
+    plgpu.barrier_wait(refs.memory_barrier)
+    has_state = refs.is_first_step[b] == 0
 
-    def first(h):
-        return jnp.where(goes_on, load_line(shape, tiles, refs, h), 0.0)
+    def initial_line(h):
+        return jnp.where(has_state, load_line(shape, tiles, refs, h), 0.0)
 
-    each_beyond(shape, lambda h, _: store_line(shape, tiles, refs, h, first(h)), None)
-    return tuple(first(h) for h in range(shape.held))
+    for_lines_in_smem(shape, lambda h, _: store_line(shape, tiles, refs, h, initial_line(h)), None)
+    return tuple(initial_line(h) for h in range(shape.register_keys))
 
 
-def keep(shape: MemoryShape, tiles: Tiles, refs: Refs, own, memory) -> None:
-    """Replace what the slot holds."""
-    for h, line_GV in enumerate(memory):
+def store_memory(shape: MemoryShape, tiles: Tiles, refs: DeltaRefs, slot_memory, registers) -> None:
+    """Write the memories to the sequence's slot."""
+    for h, line_GV in enumerate(registers):
         store_line(shape, tiles, refs, h, line_GV)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(refs.own_memory, own)
+    plgpu.copy_smem_to_gmem(refs.smem_memory, slot_memory)
 
 
-def line_of(shape: MemoryShape, refs: Refs, h):
-    """What the memories have for a number of the key, as [G, V]; Mosaic takes a single head's only
-    if it is one run.
+def line_ref(shape: MemoryShape, refs: DeltaRefs, h):
+    """The memories' lines for one key element in shared memory, as [G, V].
+
+    For a single head it is a contiguous slice, as Mosaic requires.
     """
-    return refs.own_memory.at[0, pl.ds(h, 1)] if shape.heads == 1 else refs.own_memory.at[:, h]
+    return refs.smem_memory.at[0, pl.ds(h, 1)] if shape.heads == 1 else refs.smem_memory.at[:, h]
 
 
-def load_line(shape: MemoryShape, tiles: Tiles, refs: Refs, h):
-    return tiles.load_as(line_of(shape, refs, h), column(shape))
+def load_line(shape: MemoryShape, tiles: Tiles, refs: DeltaRefs, h):
+    return tiles.load_as(line_ref(shape, refs, h), value_layout(shape))
 
 
-def store_line(shape: MemoryShape, tiles: Tiles, refs: Refs, h, line_GV) -> None:
-    tiles.store(line_of(shape, refs, h), line_GV, False)
+def store_line(shape: MemoryShape, tiles: Tiles, refs: DeltaRefs, h, line_GV) -> None:
+    tiles.store(line_ref(shape, refs, h), line_GV, False)
 
 
-def each_beyond(shape: MemoryShape, do, carry):
-    """`carry = do(h, carry)` for the numbers of the key of which no registers hold the memory, a
-    few at a time.
+def for_lines_in_smem(shape: MemoryShape, body, carry):
+    """Run `carry = body(h, carry)` for the key elements whose lines are in shared memory, unrolled
+    by SUMS.
     """
 
-    def some(i, carry):
+    def chunk(i, carry):
         for j in range(SUMS):
-            carry = do(shape.held + i * SUMS + j, carry)
+            carry = body(shape.register_keys + i * SUMS + j, carry)
         return carry
 
-    if shape.keys == shape.held:
+    if shape.keys == shape.register_keys:
         return carry
-    return lax.fori_loop(0, (shape.keys - shape.held) // SUMS, some, carry)
+    return lax.fori_loop(0, (shape.keys - shape.register_keys) // SUMS, chunk, carry)
 
 
-def step(shape: MemoryShape, tiles: Tiles, refs: Refs, n, stage, memory):
-    """(memory, what it says of the query) after a row."""
+def update_memory(shape: MemoryShape, tiles: Tiles, refs: DeltaRefs, n, stage, registers):
+    """Apply a token to the memories: (lines in registers, out_GV)."""
     q, k, beta, decay = (
-        scalars(tiles, x.at[stage]) for x in (refs.own_q, refs.own_k, refs.own_beta, refs.own_decay)
+        scalars(tiles, x.at[stage])
+        for x in (refs.smem_q, refs.smem_k, refs.smem_beta, refs.smem_decay)
     )
-    each = functools.partial(by_head, shape, tiles)
-    decay_GV = None if shape.by_key else each(lambda g: decay(n + g))
+    expand_heads = functools.partial(per_head, shape, tiles)
+    decay_GV = None if shape.by_key else expand_heads(lambda g: decay(n + g))
 
-    def fade(line_GV, h):
-        return line_GV * (each(lambda g: decay(g, h)) if shape.by_key else decay_GV)
+    def decay_line(line_GV, h):
+        return line_GV * (expand_heads(lambda g: decay(g, h)) if shape.by_key else decay_GV)
 
-    def faded(h):
-        return fade(load_line(shape, tiles, refs, h), h)
+    def decayed_smem_line(h):
+        return decay_line(load_line(shape, tiles, refs, h), h)
 
-    memory = [fade(line_GV, h) for h, line_GV in enumerate(memory)]
-    error_GV = tiles.load_as(refs.own_v.at[stage], column(shape))
+    registers = [decay_line(line_GV, h) for h, line_GV in enumerate(registers)]
+    error_GV = tiles.load_as(refs.smem_v.at[stage], value_layout(shape))
     if shape.corrects:
-        known_GV = total(line_GV * k(h) for h, line_GV in enumerate(memory))
-        error_GV = error_GV - each_beyond(
-            shape, lambda h, sum_GV: sum_GV + faded(h) * k(h), known_GV
+        predicted_GV = ordered_sum(line_GV * k(h) for h, line_GV in enumerate(registers))
+        error_GV = error_GV - for_lines_in_smem(
+            shape, lambda h, sum_GV: sum_GV + decayed_smem_line(h) * k(h), predicted_GV
         )
-    error_GV = error_GV * each(lambda g: beta(n + g))
-    plgpu.commit_smem()  # the key is read again: the registers do not hold it beside the memory
-    memory = [line_GV + error_GV * k(h) for h, line_GV in enumerate(memory)]
+    error_GV = error_GV * expand_heads(lambda g: beta(n + g))
+    plgpu.commit_smem()  # so that the key is read again and not held in registers
+    registers = [line_GV + error_GV * k(h) for h, line_GV in enumerate(registers)]
 
-    def learn(h, out_GV):
-        line_GV = faded(h) + error_GV * k(h)
+    def update_line(h, out_GV):
+        line_GV = decayed_smem_line(h) + error_GV * k(h)
         store_line(shape, tiles, refs, h, line_GV)
         return out_GV + line_GV * q(h)
 
-    return tuple(memory), each_beyond(
-        shape, learn, total(line_GV * q(h) for h, line_GV in enumerate(memory))
+    return tuple(registers), for_lines_in_smem(
+        shape, update_line, ordered_sum(line_GV * q(h) for h, line_GV in enumerate(registers))
     )
 
 
-def by_head(shape: MemoryShape, tiles: Tiles, number):
-    """A number of each head of the program, for its threads."""
-    found = number(0)
+def per_head(shape: MemoryShape, tiles: Tiles, value_for_head):
+    """Expand a number per head of the program to [G, V]."""
+    values = value_for_head(0)
     size = (shape.heads, shape.values)
     for g in range(1, shape.heads):
-        found = jnp.where(tiles.index(size, 0, column(shape)) < g, found, number(g))
-    return found
+        values = jnp.where(tiles.index(size, 0, value_layout(shape)) < g, values, value_for_head(g))
+    return values
 
 
-def column(shape: MemoryShape):
-    """Each thread has one of the values, in their order."""
+def value_layout(shape: MemoryShape):
+    """The layout of [G, V] in which each thread has one element, in order."""
     size = (shape.heads, shape.values)
     warps = (-3,) if shape.heads == 1 else (-4, -3)
     return plgpu.Layout.TILED(plgpu.Tiling((size, (LANES,), (1,))), warps, (-2,), -1)
 
 
-def total(parts: Iterator):
-    """Their sum: of every SUMS-th of them, then of these.
+def ordered_sum(terms: Iterator):
+    """Sum the terms in a fixed order: SUMS partial sums of every SUMS-th term, then their sum.
 
-    Each is added as it comes, or the registers would not do.
+    Every term is added as soon as it is computed, which saves registers.
     """
-    sums = [next(parts) for _ in range(SUMS)]
-    for at, part in enumerate(parts):
-        sums[at % SUMS] = sums[at % SUMS] + part
+    sums = [next(terms) for _ in range(SUMS)]
+    for index, term in enumerate(terms):
+        sums[index % SUMS] = sums[index % SUMS] + term
     while len(sums) > 1:
         sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
     return sums[0]
 
 
 def scalars(tiles: Tiles, ref):
-    """The numbers of a reference, one at a time."""
+    """A function that reads single numbers of a reference."""
     if not tiles.interpreted:
-        return lambda *at: ref[at]
-    whole = ref[...]
-    return lambda *at: whole[at]
+        return lambda *index: ref[index]
+    array = ref[...]
+    return lambda *index: array[index]

@@ -1,37 +1,33 @@
-"""What the kernel for NVIDIA GPUs is compiled for: each of its 128 threads has a column of a
-memory.
-"""
+"""Sizes of the Hopper kernel, in which each of 128 threads holds a column of a memory."""
 
 from typing import NamedTuple
 
 THREADS = 128
-VALUES = 64, 128  # numbers of a value: each thread has one, of one head or of one of two
-MOST_KEYS = 256  # numbers of a key
-HELD = 128  # of them for which a thread has registers
-LINE = 32  # numbers: a copy brings a multiple of so many
-STAGES = 4  # rows that are in shared memory at once
-# that a thread adds up side by side, each of every fourth number of a key; also lines of a turn
-# beyond HELD
+VALUES = 64, 128  # supported value sizes; with 64 a program computes two heads
+MAX_KEYS = 256  # key size
+MAX_REGISTER_KEYS = 128  # key elements whose lines are held in registers
+LINE = 32  # sizes of copies are multiples of it, in elements
+STAGES = 4  # tokens in shared memory at once
+# partial sums of a thread, each over every fourth key element; also the unrolling of the loop over
+# lines in shared memory
 SUMS = 4
 
 
 class MemoryShape(NamedTuple):
     """The sizes and options that the kernel is compiled for."""
 
-    keys: int  # numbers of a key
-    values: int  # numbers of a value
-    shared: int  # heads that share a key
-    by_key: bool  # each number of a key has a decay
+    keys: int  # key size
+    values: int  # value size
+    shared: int  # value heads per key head
+    by_key: bool  # whether there is a decay per key element
     corrects: bool
 
     @property
-    def held(self) -> int:
-        """Numbers of a key for which a thread has registers; of the others the memory stays in
-        shared memory.
-        """
-        return min(self.keys, HELD)
+    def register_keys(self) -> int:
+        """Key elements whose lines are held in registers; the others stay in shared memory."""
+        return min(self.keys, MAX_REGISTER_KEYS)
 
     @property
     def heads(self) -> int:
-        """Those of a program."""
+        """Heads of a program."""
         return THREADS // self.values

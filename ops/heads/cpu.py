@@ -1,5 +1,5 @@
-"""Heads normalised and rotated by the C++ kernel, see heads.cc in `ops/native`; attention appends
-them.
+"""Norm and rotation of heads by the C++ kernel, `ops/native/heads.cc`; attention appends the keys
+and values.
 """
 
 import jax
@@ -26,13 +26,13 @@ def prepare(qkv_TGH, heads: Heads, pages, rows):
         raise NotImplementedError(f"heads must be bfloat16 or float32, not {dtype}")
     if heads.norm == "all" and axis.size > 1:
         raise NotImplementedError("the norm is over the heads of several devices")
-    whole = heads.norm == "all"
-    wanted = {  # the kernel does not check shapes
+    norms_all_heads = heads.norm == "all"
+    expected_shapes = {  # the kernel does not check shapes
         "qkv_TGH": (qkv_TGH, (T, N + (K if heads.tied else 2 * K), H)),
-        "q_scale": (heads.q_scale, (N * H if whole else H,)),
-        "k_scale": (heads.k_scale, (K * H if whole else H,)),
+        "q_scale": (heads.q_scale, (N * H if norms_all_heads else H,)),
+        "k_scale": (heads.k_scale, (K * H if norms_all_heads else H,)),
     }
-    for name, (x, shape) in wanted.items():
+    for name, (x, shape) in expected_shapes.items():
         if x is not None and x.shape != shape:
             raise ValueError(f"heads: {name} has shape {x.shape}, and not {shape}")
     cos, sin = heads.cos_sin or (jnp.zeros((0, 0), jnp.float32),) * 2
@@ -60,11 +60,11 @@ def prepare(qkv_TGH, heads: Heads, pages, rows):
 
 
 def scale(weights):
-    """A norm's weights in a type that the kernel reads."""
+    """A norm's scale in a dtype that the kernel supports; empty if there is none."""
     if weights is None:
         return jnp.zeros(0, jnp.float32)
     return weights if weights.dtype in (jnp.bfloat16, jnp.float32) else weights.astype(jnp.float32)
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""

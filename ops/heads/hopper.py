@@ -1,8 +1,8 @@
-"""Heads normalised, rotated and appended by one kernel on NVIDIA GPUs, which is in
+"""Norm, rotation and appending of heads by one kernel for Hopper GPUs,
 `quire.ops.heads.hopper_kernel`.
 
-It serves the kinds of heads in which it passed its trial on this card. A row's bits are the same in
-any batch: each row is computed by itself.
+The kernel is used for the kinds of heads for which it passed its self-test on this GPU. It is
+batch-invariant: every token is computed separately.
 """
 
 from pathlib import Path
@@ -17,68 +17,73 @@ from ..gpu.self_test import TriedKernel, require_pass
 from . import Heads
 
 WIDTHS = 64, 128, 256
-MOST = 256  # heads of a row: one copy brings them
-ALIGNED = 128  # bytes in shared memory at a multiple of which a copy begins
-USED = (Path(hopper_kernel.__file__).parent / f"{name}.py" for name in ("paged", "task"))
+MAX_HEADS = 256  # heads of a token, which one copy loads
+COPY_ALIGNMENT = 128  # bytes: copies start at multiples of it in shared memory
+SHARED_SOURCES = (Path(hopper_kernel.__file__).parent / f"{name}.py" for name in ("paged", "task"))
 KERNEL = TriedKernel(
-    f"{__package__}.accuracy", "heads", (*Path(__file__).parent.glob("*.py"), *USED, TILE_SOURCE)
+    f"{__package__}.accuracy",
+    "heads",
+    (*Path(__file__).parent.glob("*.py"), *SHARED_SOURCES, TILE_SOURCE),
 )
 
 
 def prepare(qkv_TGH, heads: Heads, pages: KVPages, rows, *, interpret: Any = None):
-    """See `quire.ops.heads.prepare`. With `interpret` it runs in Pallas' interpreter, on a CPU."""
+    """See `quire.ops.heads.prepare`. With `interpret` the kernel runs in Pallas' interpreter."""
     if interpret is None and (declined := device.no_hopper_reason()):
         raise NotImplementedError(declined)
-    if reasons := refusals(qkv_TGH, heads, pages):
+    if reasons := unsupported_reasons(qkv_TGH, heads, pages):
         raise NotImplementedError(", and ".join(reasons))
     if interpret is None:
         require_pass(KERNEL, kind(qkv_TGH, heads, pages))
-    from .hopper_kernel import turn_and_append  # only now: it imports a compiler
+    from .hopper_kernel import rotate_and_append  # imported late, since it imports a compiler
 
-    q_TNH, pages = turn_and_append(qkv_TGH, heads, pages, rows, interpret)
+    q_TNH, pages = rotate_and_append(qkv_TGH, heads, pages, rows, interpret)
     return q_TNH, None, None, pages
 
 
-def refusals(qkv_TGH, heads: Heads, pages: KVPages) -> list[str]:
-    """All reasons for which the kernel cannot serve a case."""
+def unsupported_reasons(qkv_TGH, heads: Heads, pages: KVPages) -> list[str]:
+    """All reasons why the kernel does not support a case."""
     N = heads.queries
     K = heads.keys
     H = qkv_TGH.shape[2]
-    held = pages.k_PSKH
+    k_pages = pages.k_PSKH
     dtype = qkv_TGH.dtype
-    scaled = pages.k_scale_PKS is not None
-    rotated = 0 if heads.cos_sin is None else heads.cos_sin[0].shape[1]
-    found = []
-    if held is None or pages.v_PSKH is None:
-        found.append("keys and values must lie in arrays of their own")
-    elif packed(held):
-        found.append("pages are int4, whose codes the kernel does not write")
-    elif held.dtype != dtype and not (scaled and held.dtype in (jnp.int8, jnp.float8_e4m3fn)):
-        found.append(f"pages must hold {dtype}, int8 or float8_e4m3fn, not {held.dtype}")
-    elif any(first * H * held.dtype.itemsize % ALIGNED for first in (N, N + K)):
-        found.append(
-            f"{N} and {N + K} heads in the pages' dtype must be a multiple of {ALIGNED} bytes"
+    has_scales = pages.k_scale_PKS is not None
+    num_pairs = 0 if heads.cos_sin is None else heads.cos_sin[0].shape[1]
+    reasons = []
+    if k_pages is None or pages.v_PSKH is None:
+        reasons.append("keys and values must lie in arrays of their own")
+    elif packed(k_pages):
+        reasons.append("pages are int4, whose codes the kernel does not write")
+    elif k_pages.dtype != dtype and not (
+        has_scales and k_pages.dtype in (jnp.int8, jnp.float8_e4m3fn)
+    ):
+        reasons.append(f"pages must hold {dtype}, int8 or float8_e4m3fn, not {k_pages.dtype}")
+    elif any(first * H * k_pages.dtype.itemsize % COPY_ALIGNMENT for first in (N, N + K)):
+        reasons.append(
+            f"{N} and {N + K} heads in the pages' dtype must be a multiple of "
+            f"{COPY_ALIGNMENT} bytes"
         )
     if dtype not in (jnp.bfloat16, jnp.float16):
-        found.append(f"heads must be bfloat16 or float16, not {dtype}")
+        reasons.append(f"heads must be bfloat16 or float16, not {dtype}")
     if not K or heads.tied or heads.v_norm:
-        found.append("the layer must have keys and values of its own, and values without a norm")
+        reasons.append("the layer must have keys and values of its own, and values without a norm")
     if heads.shifts(pages):
-        found.append("keys are shifted before they become codes, which the kernel does not do")
+        reasons.append("keys are shifted before they become codes, which the kernel does not do")
     if heads.norm not in (None, "head"):
-        found.append("a norm must be over each head, with a scale, and before the rotation")
-    if H not in WIDTHS or rotated % 8:
-        found.append(
+        reasons.append("a norm must be over each head, with a scale, and before the rotation")
+    if H not in WIDTHS or num_pairs % 8:
+        reasons.append(
             f"heads must be of a width of {WIDTHS} with a multiple of 8 pairs rotated, not {H} "
-            f"with {rotated}"
+            f"with {num_pairs}"
         )
-    if N + 2 * K > MOST:
-        found.append(f"a row must have at most {MOST} heads, not {N + 2 * K}")
-    return found
+    if N + 2 * K > MAX_HEADS:
+        reasons.append(f"a row must have at most {MAX_HEADS} heads, not {N + 2 * K}")
+    return reasons
 
 
 def kind(qkv_TGH, heads: Heads, pages: KVPages) -> dict:
-    """What the kernel is compiled for."""
+    """The key of the case's self-test: all that the kernel is specialised for."""
     page = pages.k_PSKH
     return {
         "queries": heads.queries,
@@ -93,4 +98,4 @@ def kind(qkv_TGH, heads: Heads, pages: KVPages) -> dict:
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""

@@ -1,8 +1,7 @@
-"""The kernel that normalises and rotates a row's heads and appends its keys and values: one program
-a row.
+"""The Hopper kernel that normalises and rotates heads and appends keys and values to the KV pages.
 
-A row's heads, with those of keys and values after those of queries, lie in shared memory as tiles
-of 64. Pages are changed in place. Padding rows write queries alone.
+Each program computes one token. Its heads (queries, then keys, then values) lie in shared memory in
+tiles of 64. The pages are updated in place. For padding tokens only the queries are written.
 """
 
 import functools
@@ -20,28 +19,28 @@ from ..attention.hopper_kernel.task import ROWS
 from ..gpu.tile import Tiles, along_columns, along_rows
 from . import Heads
 
-BLOCK = 64  # columns of each half of the pairs; more of them do not fit into a thread's registers
+BLOCK = 64  # columns that are computed together; more would not fit into a thread's registers
 
 
-class RowShape(NamedTuple):
+class HeadsShape(NamedTuple):
     """The sizes and options that the kernel is compiled for."""
 
     queries: int
     keys: int
     width: int
-    pairs: int  # that are rotated
-    normed: bool
+    pairs: int  # rotated pairs of columns
+    has_norm: bool
     eps: float
-    page: int  # positions of a page
-    codes: str | None  # the dtype of the pages where they hold eight bits
+    page: int  # slots of a page
+    codes: str | None  # the dtype of quantised pages
 
     @property
     def heads(self) -> int:
         return self.queries + 2 * self.keys
 
     @property
-    def turned(self) -> int:
-        """Heads that are normalised and rotated."""
+    def num_rotated(self) -> int:
+        """Number of heads that are normalised and rotated."""
         return self.queries + self.keys
 
     @property
@@ -50,80 +49,83 @@ class RowShape(NamedTuple):
 
     @property
     def blocks(self) -> list[list[Any]]:
-        """Columns that are turned together: those of both halves of some pairs, or some of the
-        rest.
+        """Slices of columns that are computed together: two slices with the halves of rotated
+        pairs, or one slice of columns that are not rotated.
         """
         paired = [(0, self.pairs), (self.pairs, self.pairs)]
-        rest = [(2 * self.pairs, self.width - 2 * self.pairs)]
+        unrotated = [(2 * self.pairs, self.width - 2 * self.pairs)]
         return [
-            [pl.ds(first + at, min(BLOCK, number - at)) for first, number in parts]
-            for parts in (paired, rest)
-            for at in range(0, parts[0][1], BLOCK)
+            [pl.ds(first + offset, min(BLOCK, size - offset)) for first, size in column_groups]
+            for column_groups in (paired, unrotated)
+            for offset in range(0, column_groups[0][1], BLOCK)
         ]
 
 
-class Refs(NamedTuple):
-    """References; None where a shape does not use one."""
+class HeadsRefs(NamedTuple):
+    """The kernel's references; None for those that a shape does not use."""
 
     qkv: Any
     slots: Any
-    count: Any  # of rows that are not padding
+    count: Any  # number of tokens without padding
     q_out: Any
     k_pages: Any
     v_pages: Any
-    rows: Any  # in shared memory, as what follows
-    here: Any
+    rows: Any  # the token's heads, in shared memory
+    copy_barrier: Any
     cos: Any = None
     sin: Any = None
     q_scale: Any = None
     k_scale: Any = None
-    k_scales: Any = None  # in the pages, of their codes
+    k_scales: Any = None  # in the pages
     v_scales: Any = None
-    codes: Any = None
+    codes: Any = None  # the quantised heads, in shared memory
     scales: Any = None
 
 
-def turn_and_append(qkv_TGH, heads: Heads, pages: KVPages, rows, interpret: Any = None):
-    """(q_TNH, pages)."""
+def rotate_and_append(qkv_TGH, heads: Heads, pages: KVPages, rows, interpret: Any = None):
+    """Normalise and rotate heads, and append keys and values to the pages: (q_TNH, pages)."""
     T, _, H = qkv_TGH.shape
-    given = {"qkv": qkv_TGH, "slots": rows.slots_T, "count": rows.starts_B1[-1:]}
+    inputs = {"qkv": qkv_TGH, "slots": rows.slots_T, "count": rows.starts_B1[-1:]}
     if heads.cos_sin is not None:
-        given |= dict(zip(("cos", "sin"), heads.cos_sin, strict=True))
+        inputs |= dict(zip(("cos", "sin"), heads.cos_sin, strict=True))
     if heads.norm is not None:
-        given |= {
+        inputs |= {
             "q_scale": heads.q_scale.astype(jnp.float32),
             "k_scale": heads.k_scale.astype(jnp.float32),
         }
-    changed = {"k_pages": as_bytes(pages.k_PSKH), "v_pages": as_bytes(pages.v_PSKH)}
-    coded = pages.k_scale_PKS is not None
-    if coded:
-        changed |= {"k_scales": pages.k_scale_PKS, "v_scales": pages.v_scale_PKS}
-    shape = RowShape(
+    page_inputs = {"k_pages": as_bytes(pages.k_PSKH), "v_pages": as_bytes(pages.v_PSKH)}
+    is_quantised = pages.k_scale_PKS is not None
+    if is_quantised:
+        page_inputs |= {"k_scales": pages.k_scale_PKS, "v_scales": pages.v_scale_PKS}
+    shape = HeadsShape(
         heads.queries,
         heads.keys,
         H,
-        given["cos"].shape[1] if "cos" in given else 0,
+        inputs["cos"].shape[1] if "cos" in inputs else 0,
         heads.norm is not None,
         heads.eps,
         pages.k_PSKH.shape[1],
-        str(pages.k_PSKH.dtype) if coded else None,
+        str(pages.k_PSKH.dtype) if is_quantised else None,
     )
-    lines = shape.tiles * ROWS
-    scratch = {"rows": plgpu.SMEM((lines, H), qkv_TGH.dtype), "here": plgpu.Barrier()}
-    if coded:
+    padded_heads = shape.tiles * ROWS
+    scratch = {
+        "rows": plgpu.SMEM((padded_heads, H), qkv_TGH.dtype),
+        "copy_barrier": plgpu.Barrier(),
+    }
+    if is_quantised:
         scratch |= {
-            "codes": plgpu.SMEM((lines, H), jnp.int8),
-            "scales": plgpu.SMEM((lines,), jnp.float32),
+            "codes": plgpu.SMEM((padded_heads, H), jnp.int8),
+            "scales": plgpu.SMEM((padded_heads,), jnp.float32),
         }
-    held = {
-        name: jax.new_ref(x, memory_space=plgpu.GMEM) for name, x in changed.items()
+    page_refs = {
+        name: jax.new_ref(x, memory_space=plgpu.GMEM) for name, x in page_inputs.items()
     }  # the kernel changes these in place
-    names = [*given, *held, "q_out"]
+    names = [*inputs, *page_refs, "q_out"]
 
     def body(*refs) -> None:
         named = dict(zip(names, refs, strict=True))
         tiles = Tiles(interpret is not None)
-        pl.run_scoped(lambda **shared: run(shape, tiles, Refs(**named, **shared)), **scratch)
+        pl.run_scoped(lambda **shared: run(shape, tiles, HeadsRefs(**named, **shared)), **scratch)
 
     q_TNH = pl.kernel(
         body,
@@ -132,112 +134,129 @@ def turn_and_append(qkv_TGH, heads: Heads, pages: KVPages, rows, interpret: Any 
         compiler_params=plgpu.CompilerParams(),
         interpret=False if interpret is None else interpret,
         name="heads",
-    )(*given.values(), *held.values())
-    after = [jax.freeze(ref) for ref in held.values()]
+    )(*inputs.values(), *page_refs.values())
+    page_arrays = [jax.freeze(ref) for ref in page_refs.values()]
     k_PSKH, v_PSKH = (
-        lax.bitcast_convert_type(x, pages.k_PSKH.dtype) if coded else x for x in after[:2]
+        lax.bitcast_convert_type(x, pages.k_PSKH.dtype) if is_quantised else x
+        for x in page_arrays[:2]
     )
-    return q_TNH, KVPages(k_PSKH, v_PSKH, *after[2:])
+    return q_TNH, KVPages(k_PSKH, v_PSKH, *page_arrays[2:])
 
 
-def run(shape: RowShape, tiles: Tiles, refs: Refs) -> None:
-    """What is done with one row."""
+def run(shape: HeadsShape, tiles: Tiles, refs: HeadsRefs) -> None:
+    """The program for one token."""
     t = lax.axis_index("row")
     N = shape.queries
     K = shape.keys
-    plgpu.copy_gmem_to_smem(refs.qkv.at[t], refs.rows.at[pl.ds(0, shape.heads)], refs.here)
-    plgpu.barrier_wait(refs.here)
+    plgpu.copy_gmem_to_smem(refs.qkv.at[t], refs.rows.at[pl.ds(0, shape.heads)], refs.copy_barrier)
+    plgpu.barrier_wait(refs.copy_barrier)
     for first in range(0, shape.heads, ROWS):
-        turn(shape, tiles, refs, t, first)
+        norm_rotate_and_quantise(shape, tiles, refs, t, first)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(refs.rows.at[pl.ds(0, N)], refs.q_out.at[t])
 
     @pl.when(t < refs.count[0])
     def _():
         slot = refs.slots[t]
-        page, offset = lax.div(slot, jnp.int32(shape.page)), lax.rem(slot, jnp.int32(shape.page))
-        held = refs.rows if shape.codes is None else refs.codes
+        page = lax.div(slot, jnp.int32(shape.page))
+        offset = lax.rem(slot, jnp.int32(shape.page))
+        head_rows = refs.rows if shape.codes is None else refs.codes
         for first, pages, scales in (
             (N, refs.k_pages, refs.k_scales),
             (N + K, refs.v_pages, refs.v_scales),
         ):
-            plgpu.copy_smem_to_gmem(held.at[pl.ds(first, K)], pages.at[page, offset])
+            plgpu.copy_smem_to_gmem(head_rows.at[pl.ds(first, K)], pages.at[page, offset])
             for head in range(K if scales is not None else 0):
                 scales[page, head, offset] = refs.scales[first + head]
 
     plgpu.wait_smem_to_gmem(0)
 
 
-def turn(shape: RowShape, tiles: Tiles, refs: Refs, t, first: int) -> None:
-    """Normalise, rotate and code a tile of heads in shared memory, `first` and those after it."""
-    some = pl.ds(first, ROWS)
-    own = first < shape.turned and (shape.normed or shape.pairs)
-    coded = shape.codes is not None and first + ROWS > shape.queries
+def norm_rotate_and_quantise(
+    shape: HeadsShape, tiles: Tiles, refs: HeadsRefs, t, first: int
+) -> None:
+    """Normalise, rotate and quantise the tile of heads that begins at `first`, in shared memory."""
+    head_tile = pl.ds(first, ROWS)
+    is_changed = first < shape.num_rotated and (shape.has_norm or shape.pairs)
+    is_quantised = shape.codes is not None and first + ROWS > shape.queries
 
-    def read():
-        """The tile block by block.
+    def load_blocks():
+        """Load the tile block by block.
 
-        Behind the fence none is still in registers from the pass before.
+        The fence keeps the compiler from holding blocks of the previous pass in registers.
         """
         plgpu.commit_smem()
         for columns in shape.blocks:
-            yield columns, [tiles.load(refs.rows.at[some, c]).astype(jnp.float32) for c in columns]
+            yield (
+                columns,
+                [tiles.load(refs.rows.at[head_tile, c]).astype(jnp.float32) for c in columns],
+            )
 
-    def chosen(new, old, heads: int):
-        """`new` for the first heads of the row, and `old` for the others."""
+    def for_first_heads(new, old, heads: int):
+        """`new` for the token's first `heads` heads, and `old` for the others."""
         if heads >= first + ROWS:
             return new
         return jnp.where(tiles.index(new.shape, 0) < heads - first, new, old)
 
-    def rounded(part):
-        return part.astype(refs.rows.dtype).astype(jnp.float32)
+    def round_to_dtype(columns_f32):
+        return columns_f32.astype(refs.rows.dtype).astype(jnp.float32)
 
-    def normed(part, c, inverse_M):
-        by_q, by_k = (
-            along_columns(tiles.load_columns(x.at[c]), part.shape)
+    def normalise(block, c, inverse_M):
+        q_scale, k_scale = (
+            along_columns(tiles.load_columns(x.at[c]), block.shape)
             for x in (refs.q_scale, refs.k_scale)
         )
-        return rounded(part * along_rows(inverse_M, part.shape) * chosen(by_q, by_k, shape.queries))
+        return round_to_dtype(
+            block
+            * along_rows(inverse_M, block.shape)
+            * for_first_heads(q_scale, k_scale, shape.queries)
+        )
 
     inverse_M = None
-    if own and shape.normed:
-        squares_M = sum(jnp.sum(x * x, axis=1) for _, parts in read() for x in parts)
+    if is_changed and shape.has_norm:
+        squares_M = sum(jnp.sum(x * x, axis=1) for _, blocks in load_blocks() for x in blocks)
         inverse_M = lax.rsqrt(squares_M * (1 / shape.width) + shape.eps)
-    for columns, parts in read() if own else ():
-        found = (
-            parts
+    for columns, blocks in load_blocks() if is_changed else ():
+        new_blocks = (
+            blocks
             if inverse_M is None
-            else [normed(x, c, inverse_M) for x, c in zip(parts, columns, strict=True)]
+            else [normalise(x, c, inverse_M) for x, c in zip(blocks, columns, strict=True)]
         )
-        if len(found) == 2:
-            a, b = found
+        if len(new_blocks) == 2:
+            first_half, second_half = new_blocks
             cos, sin = (
-                along_columns(tiles.load_columns(x.at[t, columns[0]]), a.shape)
+                along_columns(tiles.load_columns(x.at[t, columns[0]]), first_half.shape)
                 for x in (refs.cos, refs.sin)
             )
-            found = [a * cos - b * sin, b * cos + a * sin]
-        for new, old, c in zip(found, parts, columns, strict=True):
+            new_blocks = [
+                first_half * cos - second_half * sin,
+                second_half * cos + first_half * sin,
+            ]
+        for new, old, c in zip(new_blocks, blocks, columns, strict=True):
             tiles.store(
-                refs.rows.at[some, c], chosen(new, old, shape.turned).astype(refs.rows.dtype), False
+                refs.rows.at[head_tile, c],
+                for_first_heads(new, old, shape.num_rotated).astype(refs.rows.dtype),
+                False,
             )
-    if coded:
-        largest = 127.0 if shape.codes == "int8" else 448.0
-        most_M = functools.reduce(
-            jnp.maximum, (jnp.max(jnp.abs(x), axis=1) for _, parts in read() for x in parts)
+    if is_quantised:
+        max_code = 127.0 if shape.codes == "int8" else 448.0
+        max_abs_M = functools.reduce(
+            jnp.maximum,
+            (jnp.max(jnp.abs(x), axis=1) for _, blocks in load_blocks() for x in blocks),
         )
-        inverse_M = largest / jnp.where(most_M == 0, 1.0, most_M)
-        for columns, parts in read():
-            for x, c in zip(parts, columns, strict=True):
+        inverse_M = max_code / jnp.where(max_abs_M == 0, 1.0, max_abs_M)
+        for columns, blocks in load_blocks():
+            for x, c in zip(blocks, columns, strict=True):
                 tiles.store(
-                    refs.codes.at[some, c],
-                    code(shape.codes, x * along_rows(inverse_M, x.shape)),
+                    refs.codes.at[head_tile, c],
+                    quantise(shape.codes, x * along_rows(inverse_M, x.shape)),
                     False,
                 )
-        refs.scales[some] = most_M * jnp.float32(1 / largest)
+        refs.scales[head_tile] = max_abs_M * jnp.float32(1 / max_code)
 
 
-def code(codes: str | None, numbers):
-    """The nearest codes, as bytes."""
-    if codes == "int8":
-        return jnp.round(numbers).astype(jnp.int8)
-    return lax.bitcast_convert_type(numbers.astype(codes), jnp.int8)
+def quantise(dtype: str | None, values):
+    """Round to int8 or float8; the result holds the bits as int8."""
+    if dtype == "int8":
+        return jnp.round(values).astype(jnp.int8)
+    return lax.bitcast_convert_type(values.astype(dtype), jnp.int8)

@@ -1,4 +1,4 @@
-"""Heads normalised and rotated by XLA; attention appends them."""
+"""Norm and rotation of heads by XLA; attention appends the keys and values."""
 
 from ..residual import norm_alone
 from ..rope import rotate
@@ -7,11 +7,11 @@ from . import Heads
 
 def prepare(qkv_TGH, heads: Heads, pages, rows):
     """See `quire.ops.heads.prepare`."""
-    return *turn(qkv_TGH, heads), pages
+    return *split_heads(qkv_TGH, heads), pages
 
 
-def turn(qkv_TGH, heads: Heads):
-    """(q_TNH, k_TKH, v_TKH), the last two None where the layer has none of its own."""
+def split_heads(qkv_TGH, heads: Heads):
+    """(q_TNH, k_TKH, v_TKH), normalised and rotated; keys and values are None if there are none."""
     N = heads.queries
     K = heads.keys
     q_TNH = norm_and_rotate(qkv_TGH[:, :N], heads.q_scale, heads)
@@ -26,7 +26,7 @@ def turn(qkv_TGH, heads: Heads):
 
 
 def norm_and_rotate(x_TNH, scale, heads: Heads):
-    """Queries or keys, normalised and rotated in the layer's order."""
+    """Normalise and rotate queries or keys, in the layer's order."""
     if heads.norm != "turned":
         x_TNH = head_norm(x_TNH, scale, heads)
     if heads.cos_sin is not None:
@@ -35,7 +35,7 @@ def norm_and_rotate(x_TNH, scale, heads: Heads):
 
 
 def head_norm(x_TNH, scale, heads: Heads):
-    """RMS norm of queries or keys, over each head or over all heads."""
+    """RMS norm of queries or keys over each head, or over all heads together."""
     if heads.norm is None:
         return x_TNH
     if heads.norm != "all":
@@ -46,4 +46,4 @@ def head_norm(x_TNH, scale, heads: Heads):
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""

@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, and products that touch only the experts that were chosen."""
+"""Mixture of experts: routing, and products that read only the chosen experts."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,15 +7,18 @@ from ..activation import glu
 from ..implementations import choose
 from ..linear import gated, project, weight_of
 
-# How experts are mixed; tried in order, and one that cannot serve a case raises
-# NotImplementedError.
+# Tried in order; one that does not support a case raises NotImplementedError with its reasons.
 IMPLEMENTATIONS = {"mosaic": ".gpu", "xla": ".xla"}
 
 
 def pick(stack, e, row_Q=None, implementation: str | None = None):
-    """One expert's matrix of a stack; `implementation` forces one of `ops.linear.IMPLEMENTATIONS`.
+    """The matrix of one expert.
 
-    `row_Q`: which of the step's rows it will meet.
+    Args:
+        stack: the matrices of all experts.
+        e: the expert.
+        row_Q: the indices of the tokens that it will be multiplied with; None if they are unknown.
+        implementation: the only one of `ops.linear.IMPLEMENTATIONS` to try.
     """
     weight = weight_of(stack, implementation)
     return (weight if row_Q is None else weight.for_rows(row_Q)).pick(e)
@@ -23,7 +26,7 @@ def pick(stack, e, row_Q=None, implementation: str | None = None):
 
 @dataclass(frozen=True)
 class Experts:
-    """The weights of all experts, and what is between their two products."""
+    """The weights of all experts, and the activation between their two products."""
 
     up_EDGF: Any
     down_EFD: Any
@@ -34,9 +37,7 @@ class Experts:
     alpha: float = 1.0
 
     def __call__(self, e, x_QD, row_Q=None):
-        """One expert over a block of rows; `row_Q`: which of the step's they are, where it is
-        known.
-        """
+        """Compute one expert for a block of tokens; `row_Q` are their indices, if known."""
         up_bias_GF, down_bias_D = (
             None if bias is None else bias[e] for bias in (self.up_bias_EGF, self.down_bias_ED)
         )
@@ -57,7 +58,10 @@ def mix(
     experts: Experts,
     implementation: str | None = None,
 ):
-    """`mix_experts` by the first of IMPLEMENTATIONS that serves it, or the one that is named."""
+    """The weighted sum of each token's experts, see `quire.ops.moe.xla.mix_experts`.
+
+    `implementation` is the name in IMPLEMENTATIONS of the only one to try.
+    """
 
     def run(module):
         return module.mix_experts(x_TD, weights_TX, experts_TX, num_experts, experts)

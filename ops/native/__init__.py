@@ -1,8 +1,8 @@
-"""Kernels for the CPU in C++, called through XLA's foreign function interface.
+"""C++ kernels for CPUs, called through XLA's foreign function interface.
 
-`QUIRE_NATIVE=off` turns them off, `QUIRE_NATIVE=avx2` (or another of `build.ISAS`) chooses an
-instruction set. Each kernel is a library of its own, built and loaded when it is first called, or
-ahead of that by `prepare`.
+`QUIRE_NATIVE=off` turns them off, and `QUIRE_NATIVE=avx2` (or another one of `build.ISAS`) chooses
+an instruction set. Each kernel is a separate library. It is built and loaded when it is first
+called, or earlier by `prepare`.
 """
 
 import ctypes
@@ -19,82 +19,81 @@ import jax
 from . import build
 
 lock = Lock()
-# No more builds at once than cores, so that what was asked for first is ready first.
+# At most one build per core, so that builds finish in the order of the requests.
 builders = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="quire-kernels")
-begun: dict[tuple[str, str], Future[ctypes.CDLL]] = {}  # libraries by instruction set and name
+library_builds: dict[tuple[str, str], Future[ctypes.CDLL]] = {}  # by instruction set and kernel
 
 
 def instruction_set() -> str:
-    """The instruction set in use; `NotImplementedError` says why there is none."""
+    """The instruction set in use; NotImplementedError with the reason if there is none."""
     if jax.default_backend() != "cpu":
         raise NotImplementedError(f"these kernels run on a CPU, not on {jax.default_backend()}")
-    return chosen(os.environ.get("QUIRE_NATIVE", ""))
+    return resolve_isa(os.environ.get("QUIRE_NATIVE", ""))
 
 
 def target(name: str) -> str:
-    """The name under which XLA knows a kernel, built now unless it has been; `NotImplementedError`
-    says why not.
-    """
+    """The name of a kernel's FFI target, after its build; NotImplementedError if that failed."""
     library(name)
-    return known(instruction_set(), name)
+    return ffi_name(instruction_set(), name)
 
 
 def library(name: str) -> ctypes.CDLL:
-    """A kernel's library."""
+    """The library of a kernel, after its build; NotImplementedError if that failed."""
     try:
-        return begin(instruction_set(), name).result()
+        return start_build(instruction_set(), name).result()
     except NotImplementedError as reason:
         raise NotImplementedError(str(reason)) from None
 
 
 def has(*names: str) -> bool:
-    """Whether all these kernels can be called; if not, the log says why."""
+    """Whether all these kernels can be called; otherwise the reason is logged."""
     try:
-        for build_under_way in [begin(instruction_set(), name) for name in names]:
-            build_under_way.result()
+        for build_future in [start_build(instruction_set(), name) for name in names]:
+            build_future.result()
     except NotImplementedError:
         return False
     return True
 
 
 def outcomes() -> dict[str, bool]:
-    """The kernels that were asked for until now, and whether they can be called."""
-    return {name: has(name) for _, name in tuple(begun)}
+    """The kernels that were requested so far, and whether they can be called."""
+    return {name: has(name) for _, name in tuple(library_builds)}
 
 
 def prepare(names: Iterable[str]) -> Future[bool]:
-    """Begin to build kernels that will be called, while the start goes on; returns at once.
+    """Start building kernels in the background.
 
-    The result, which is there once all have begun, says whether the compiler has to work for them:
-    it takes a while.
+    Returns:
+        A future, done when all builds have started: whether any kernel has to be compiled, which
+        takes a while.
     """
     if jax.default_backend() == "cpu":
-        return builders.submit(begin_all, os.environ.get("QUIRE_NATIVE", ""), tuple(names))
-    none: Future[bool] = Future()
-    none.set_result(False)
-    return none
+        return builders.submit(start_builds, os.environ.get("QUIRE_NATIVE", ""), tuple(names))
+    result: Future[bool] = Future()
+    result.set_result(False)
+    return result
 
 
-def begin_all(wish: str, names: tuple[str, ...]) -> bool:
+def start_builds(requested: str, names: tuple[str, ...]) -> bool:
     try:
-        isa = chosen(wish)
-        ready = all(build.is_built(isa, name) for name in names)
+        isa = resolve_isa(requested)
+        is_built = all(build.is_built(isa, name) for name in names)
         for name in names:
-            begin(isa, name)
-    except NotImplementedError:  # whoever calls a kernel that is missing logs it
+            start_build(isa, name)
+    except NotImplementedError:  # logged when a missing kernel is called
         return False
-    return not ready
+    return not is_built
 
 
-def begin(isa: str, name: str) -> Future[ctypes.CDLL]:
-    """The build of a library, begun now unless it has been."""
+def start_build(isa: str, name: str) -> Future[ctypes.CDLL]:
+    """The build of a library, which is started if it was not yet."""
     with lock:
-        if (isa, name) not in begun:
-            begun[isa, name] = builders.submit(make, isa, name)
-        return begun[isa, name]
+        if (isa, name) not in library_builds:
+            library_builds[isa, name] = builders.submit(build_and_load, isa, name)
+        return library_builds[isa, name]
 
 
-def make(isa: str, name: str) -> ctypes.CDLL:
+def build_and_load(isa: str, name: str) -> ctypes.CDLL:
     try:
         library = load(build.library(isa, name))
     except NotImplementedError as reason:
@@ -102,19 +101,19 @@ def make(isa: str, name: str) -> ctypes.CDLL:
         raise
     if hasattr(library, "quire_kernel"):
         jax.ffi.register_ffi_target(
-            known(isa, name), jax.ffi.pycapsule(library.quire_kernel), platform="cpu"
+            ffi_name(isa, name), jax.ffi.pycapsule(library.quire_kernel), platform="cpu"
         )
     return library
 
 
-def known(isa: str, name: str) -> str:
-    # With the sources' hash: a program from the compile cache never calls a kernel it was not made
-    # for.
+def ffi_name(isa: str, name: str) -> str:
+    # With the hash of the sources, so that a program from the compile cache never calls another
+    # version of a kernel.
     return f"quire_{name}_{isa}_{build.source_hash()}"
 
 
 def serves() -> bool:
-    """Whether the kernels can be used; if not, the log says why, once."""
+    """Whether the kernels can be used; otherwise the reason is logged once."""
     try:
         instruction_set()
     except NotImplementedError as reason:
@@ -131,26 +130,28 @@ def explain(reason: str) -> None:
         )
 
 
-def chosen(wish: str) -> str:
-    """The instruction set that was asked for, or the best that works."""
-    with lock:  # a second caller waits for the first one's answer
-        found = choose(wish)
-    if isinstance(found, NotImplementedError):
-        raise NotImplementedError(str(found))
-    return found
+def resolve_isa(requested: str) -> str:
+    """The requested instruction set, or the best one that works if `requested` is empty."""
+    with lock:  # so that only one caller probes the processor
+        choice = choose(requested)
+    if isinstance(choice, NotImplementedError):
+        raise NotImplementedError(str(choice))
+    return choice
 
 
 @cache
-def choose(wish: str) -> str | NotImplementedError:
-    """The same, or why there is none; cached either way."""
+def choose(requested: str) -> str | NotImplementedError:
+    """`resolve_isa` with the error as a value, so that it is cached too."""
     try:
-        if wish == "off":
+        if requested == "off":
             raise NotImplementedError("QUIRE_NATIVE is off")
-        names = build.choices(wish)
-        for isa in names:
+        candidates = build.choices(requested)
+        for isa in candidates:
             if load(build.library(isa, "probe")).quire_permitted():
                 return isa
-        raise NotImplementedError(f"the system does not lend the registers of {' or '.join(names)}")
+        raise NotImplementedError(
+            f"the system does not lend the registers of {' or '.join(candidates)}"
+        )
     except NotImplementedError as reason:
         return reason
 

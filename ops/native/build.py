@@ -1,8 +1,8 @@
-"""Compiles the kernels with the system's compiler, once for each machine, into a private folder.
+"""Compilation of the kernels with the system's compiler, once per machine, into a private folder.
 
-Each variant is a library of its own, so that a start waits for what its model calls and for nothing
-else. The folder's name is a hash of everything that the result depends on, so that an old library
-is never taken for a new one; two processes that build at once write the same bytes, and the later
+Each variant of a kernel is a separate library, so that a start waits only for the kernels of its
+model. The folder's name is a hash of everything that the libraries depend on, so that outdated ones
+are never used. If two processes build the same library, they write the same bytes, and the later
 rename wins.
 """
 
@@ -22,7 +22,7 @@ from ..cache_folder import home, publish, remove_stale_parts
 from .kernel_names import CODE_KERNELS
 
 SOURCES = Path(__file__).parent
-SHIPPED = "built"  # the folder in a wheel that has libraries
+SHIPPED = "built"  # the folder with the libraries of a wheel
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -32,8 +32,8 @@ FLAGS = (
     "-fno-trapping-math",
     "-Wno-psabi",
 )
-# of a source that is compiled for several types: it, and one of them
-SEVERAL: dict[str, tuple[str, ...]] = {
+# Variants of sources that are compiled for several types: the source, and the type's macros.
+TYPED_VARIANTS: dict[str, tuple[str, ...]] = {
     "dense_f32": ("dense.cc", "-DFORMAT=F32"),
     "dense_bf16": ("dense.cc", "-DFORMAT=Bf16"),
     "fp8": ("grouped.cc", "-DFORMAT=Fp8", "-DCODES=dtype::U8"),
@@ -64,32 +64,36 @@ SEVERAL: dict[str, tuple[str, ...]] = {
     "attention_int4_bf16": ("attention.cc", "-DPAGE=attention::Pair", "-DROW=uint16_t"),
     "attention_int4_f32": ("attention.cc", "-DPAGE=attention::Pair", "-DROW=float"),
 }
-# Products of float32 rows that keep all their bits.
-SEVERAL |= {f"{name}_f32": (*SEVERAL[name], "-DQUIRE_FLOAT_ROWS") for name in CODE_KERNELS}
-SHARED = {source for source, *_ in SEVERAL.values()}
-# Any other source is one kernel, and has its name.
+# Products of float32 activations without rounding.
+TYPED_VARIANTS |= {
+    f"{name}_f32": (*TYPED_VARIANTS[name], "-DQUIRE_FLOAT_ROWS") for name in CODE_KERNELS
+}
+TYPED_SOURCES = {source for source, *_ in TYPED_VARIANTS.values()}
+# Every other source is a variant of the same name.
 VARIANTS = {
-    path.stem: (path.name,) for path in sorted(SOURCES.glob("*.cc")) if path.name not in SHARED
-} | SEVERAL
+    path.stem: (path.name,)
+    for path in sorted(SOURCES.glob("*.cc"))
+    if path.name not in TYPED_SOURCES
+} | TYPED_VARIANTS
 
 
 @dataclass(frozen=True)
 class Isa:
-    """A set of instructions: what the compiler is told and what the processor must have."""
+    """An instruction set."""
 
-    flags: tuple[str, ...]
-    needs: frozenset[str]
+    flags: tuple[str, ...]  # of the compiler
+    required_flags: frozenset[str]  # of the processor, see `cpu_flags`
 
 
-def _isa(flags: str, needs: str) -> Isa:
-    return Isa(tuple(flags.split()), frozenset(needs.split()))
+def _isa(flags: str, required_flags: str) -> Isa:
+    return Isa(tuple(flags.split()), frozenset(required_flags.split()))
 
 
 V3 = "avx2 fma f16c bmi2"
 V4 = f"{V3} avx512f avx512bw avx512dq avx512vl avx512cd"
-# of ARMv8.2 what the compiler may use unasked, and products of bytes
+# what the compiler may use for ARMv8.2 without options, and int8 dot products
 V8_2 = "atomics asimdrdm asimddp"
-ISAS = {  # by kind of machine, the best first; a name means the same on all
+ISAS = {  # by machine, the best first; names are unique over all machines
     "x86_64": {
         "amx": _isa(
             "-march=x86-64-v4 -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16 -mamx-int8",
@@ -101,7 +105,7 @@ ISAS = {  # by kind of machine, the best first; a name means the same on all
         "avx512": _isa("-march=x86-64-v4", V4),
         "avx2": _isa("-march=x86-64-v3", V3),
         "baseline": _isa("-march=x86-64", ""),
-        # for tests where AMX is missing
+        # for tests on processors without AMX
         "amx-emulated": _isa("-march=x86-64-v3 -DQUIRE_EMULATE_AMX", V3),
     },
     "aarch64": {
@@ -115,46 +119,46 @@ ISAS = {  # by kind of machine, the best first; a name means the same on all
 
 @cache
 def cpu_info(*names: str) -> tuple[str, ...]:
-    """What Linux says about the processor under these names; each distinct answer once."""
+    """The distinct values of these fields in /proc/cpuinfo."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return ()
     lines = (line.partition(":") for line in info.read_text().splitlines())
-    return tuple(dict.fromkeys(rest.strip() for name, _, rest in lines if name.strip() in names))
+    return tuple(dict.fromkeys(value.strip() for name, _, value in lines if name.strip() in names))
 
 
 def named(isa: str) -> Isa:
-    """An instruction set of any kind of machine: a compiler that $CXX names may be for another one
-    than this.
-    """
+    """The instruction set with this name, of any machine: $CXX may be a cross compiler."""
     return next(kind[isa] for kind in ISAS.values() if isa in kind)
 
 
 def cpu_flags() -> frozenset[str]:
-    """What the processor says that it can do."""
+    """The feature flags of the processor."""
     return frozenset(" ".join(cpu_info("flags", "Features")[:1]).split())
 
 
 def isas() -> dict[str, Isa]:
-    """The instruction sets of this kind of machine that its processor has, the best first."""
-    known = ISAS.get(platform.machine(), {})
-    return {name: isa for name, isa in known.items() if isa.needs <= cpu_flags()}
+    """The instruction sets that this machine's processor supports, the best first."""
+    machine_isas = ISAS.get(platform.machine(), {})
+    return {name: isa for name, isa in machine_isas.items() if isa.required_flags <= cpu_flags()}
 
 
-def choices(wish: str = "") -> list[str]:
-    """The names of the instruction sets to try: all, the best first, or the one wished for."""
-    able = list(isas())
-    if wish and wish not in able:
+def choices(requested: str = "") -> list[str]:
+    """The names of the instruction sets to try: the requested one, or all supported ones, the best
+    first.
+    """
+    supported = list(isas())
+    if requested and requested not in supported:
         raise NotImplementedError(
-            f"this processor has no {wish!r}; it can be {', '.join(able) or 'none'}"
+            f"this processor has no {requested!r}; it can be {', '.join(supported) or 'none'}"
         )
-    if not able:
+    if not supported:
         raise NotImplementedError(f"there are no kernels for {platform.machine()}")
-    return [wish] if wish else able
+    return [requested] if requested else supported
 
 
 def compiler() -> list[str]:
-    """The C++ compiler, with the arguments that $CXX may hold."""
+    """The command of the C++ compiler, with the arguments in $CXX."""
     for command in (os.environ.get("CXX", "").split(), ["g++"], ["clang++"], ["c++"]):
         if command and shutil.which(command[0]):
             return command
@@ -164,12 +168,12 @@ def compiler() -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: in a private folder, since they are run."""
+    """The cache folder of libraries. It must be private, since they are executed."""
     return home("native")
 
 
 def library(isa: str, variant: str) -> Path:
-    """A variant for an instruction set: one that lies ready, from the cache, or built now."""
+    """The path of a variant's library: built ahead, from the cache, or compiled now."""
     if path := ready(isa, variant):
         return path
     command = compiler()
@@ -177,11 +181,11 @@ def library(isa: str, variant: str) -> Path:
 
 
 def ready(isa: str, variant: str) -> Path | None:
-    """A variant as `quire build-kernels` left it in QUIRE_KERNELS, or as a wheel for this platform
-    has it.
+    """The path of a library that `quire build-kernels` wrote to QUIRE_KERNELS or that is in the
+    installed wheel; None if there is none.
     """
-    chosen = os.environ.get("QUIRE_KERNELS")
-    for folder in ([Path(chosen)] if chosen else []) + [SOURCES / SHIPPED]:
+    kernels_folder = os.environ.get("QUIRE_KERNELS")
+    for folder in ([Path(kernels_folder)] if kernels_folder else []) + [SOURCES / SHIPPED]:
         path = prebuilt(folder, isa) / f"{variant}.so"
         if path.exists():
             return path
@@ -189,49 +193,50 @@ def ready(isa: str, variant: str) -> Path | None:
 
 
 def is_built(isa: str, variant: str) -> bool:
-    """Whether `library` would find it and compile nothing."""
+    """Whether `library` would find the variant without compiling it."""
     if ready(isa, variant):
         return True
     return (cache_folder() / key(compiler(), isa) / f"{variant}.so").exists()
 
 
 def prebuilt(folder: Path, isa: str) -> Path:
-    """Where libraries that were built ahead lie; not by compiler, since this machine may have
-    another one, or none.
+    """The subfolder of libraries that were built ahead.
+
+    Its name does not depend on the compiler, since this machine may have another one or none.
     """
-    return folder / "-".join(part for part in (isa, source_hash(), processor(isa)) if part)
+    return folder / "-".join(
+        component for component in (isa, source_hash(), processor(isa)) if component
+    )
 
 
 def processor(isa: str) -> str:
-    """A hash of what `native` among the flags means on this machine; empty where the flags say
-    it all.
-    """
+    """A hash of this processor if the flags contain `native`; otherwise empty."""
     if not any("native" in flag for flag in named(isa).flags):
         return ""
-    about = cpu_info("flags", "Features", "CPU implementer", "CPU variant", "CPU part") or (
+    description = cpu_info("flags", "Features", "CPU implementer", "CPU variant", "CPU part") or (
         platform.processor(),
     )
-    return digest("\n".join(sorted(about)))
+    return digest("\n".join(sorted(description)))
 
 
-def built(command: list[str], isa: str, variant: str, place: Path) -> Path:
-    """A variant's library in this folder, compiled if it is not there."""
-    path = private(place) / f"{variant}.so"
+def built(command: list[str], isa: str, variant: str, folder: Path) -> Path:
+    """The path of a variant's library in this folder, where it is compiled if it is missing."""
+    path = private(folder) / f"{variant}.so"
     if not path.exists():
         compile_into(path, command, isa, variant)
     return path
 
 
 def private(folder: Path) -> Path:
-    """The folder, made if it is missing; an error if anybody else could write to it."""
+    """Create the folder if it is missing; NotImplementedError if other users can write to it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        state = folder.stat()
+        status = folder.stat()
     except OSError as error:
         raise NotImplementedError(
             f"{folder} cannot be made: {error.strerror}; XDG_CACHE_HOME names another place"
         ) from None
-    if state.st_uid != os.getuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NotImplementedError(
             f"{folder} can be written to by others; make it yours alone (chmod 700)"
         )
@@ -244,21 +249,25 @@ def sources() -> list[Path]:
 
 @cache
 def source_hash() -> str:
-    """A hash of the sources, what they are compiled for, and the interface that they are bound
-    by.
-    """
-    found = hashlib.sha256(repr((FLAGS, VARIANTS)).encode())
+    """A hash of the sources, the flags, the variants and XLA's FFI headers."""
+    hasher = hashlib.sha256(repr((FLAGS, VARIANTS)).encode())
     for path in [*sources(), Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"]:
-        found.update(path.name.encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()[:16]
+        hasher.update(path.name.encode() + b"\0" + path.read_bytes())
+    return hasher.hexdigest()[:16]
 
 
 def key(command: list[str], isa: str) -> str:
-    """What the libraries of a folder depend on: sources, compiler, flags and, where these say
-    `native`, the machine.
+    """The name of the folder for libraries of an instruction set: a hash of the sources, the
+    compiler, the flags and, if these contain `native`, the processor.
     """
-    about = [source_hash(), " ".join(command), version(*command), *named(isa).flags, processor(isa)]
-    return f"{isa}-{digest(chr(10).join(about))}"
+    components = [
+        source_hash(),
+        " ".join(command),
+        version(*command),
+        *named(isa).flags,
+        processor(isa),
+    ]
+    return f"{isa}-{digest(chr(10).join(components))}"
 
 
 @cache
@@ -276,26 +285,26 @@ def digest(text: str) -> str:
 
 
 def compile_into(path: Path, command: list[str], isa: str, variant: str) -> None:
-    """Compile a variant; the library appears whole or not at all."""
+    """Compile a variant's library, atomically."""
     source, *defines = VARIANTS[variant]
     flags = [*FLAGS, *named(isa).flags, *defines, "-isystem", jax.ffi.include_dir()]
     try:
         remove_stale_parts(path.parent)
-        with publish(path) as part:
-            run([*command, *flags, "-shared", str(SOURCES / source), "-o", str(part)], variant)
+        with publish(path) as temporary:
+            run([*command, *flags, "-shared", str(SOURCES / source), "-o", str(temporary)], variant)
     except OSError as error:
         raise NotImplementedError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def run(command: list[str], variant: str) -> None:
-    failed = f"{command[0]} could not compile the kernel {variant}"
+    failure = f"{command[0]} could not compile the kernel {variant}"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotImplementedError(f"{failed}: {error}") from None
-    if done.returncode:
-        first = next(
-            (line for line in done.stderr.splitlines() if "error" in line),
-            done.stderr.strip()[:300],
+        raise NotImplementedError(f"{failure}: {error}") from None
+    if result.returncode:
+        first_error = next(
+            (line for line in result.stderr.splitlines() if "error" in line),
+            result.stderr.strip()[:300],
         )
-        raise NotImplementedError(f"{failed}: {first}")
+        raise NotImplementedError(f"{failure}: {first_error}")

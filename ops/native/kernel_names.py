@@ -1,7 +1,7 @@
-"""Which kernel serves which types. Those of a weight format are named in its file."""
+"""Names of the kernels by dtypes. The modules of weight formats name the formats' kernels."""
 
-DENSE = {"float32": "dense_f32", "bfloat16": "dense_bf16"}  # by the weight's type
-ATTENTION = {  # by the types of pages and queries
+DENSE = {"float32": "dense_f32", "bfloat16": "dense_bf16"}  # by the weight's dtype
+ATTENTION = {  # by the dtypes of pages and queries
     ("float32", "float32"): "attention_f32",
     ("float32", "bfloat16"): "attention_f32",
     ("uint16", "float32"): "attention_bf16_f32",
@@ -13,13 +13,12 @@ ATTENTION = {  # by the types of pages and queries
     ("uint8", "float32"): "attention_int4_f32",
     ("uint8", "bfloat16"): "attention_int4_bf16",
 }
-# Those that round rows to bytes in groups, by what takes the same codes and leaves rows as they
-# are.
+# Kernels that round activations to int8 in groups, by the kernel for the same format that does not.
 ROUNDING = {
     name: f"{name}_a8"
     for name in ("int4", "mxfp4", "float4", "iq4", "iq4_levels", "uint4", "uint4_levels")
 }
-# Those that multiply rows as they are with the codes of a format, after rounding them to bfloat16.
+# Kernels that multiply bfloat16 activations with weights of a format.
 CODE_KERNELS = (
     "fp8",
     "int8_groups",
@@ -35,7 +34,7 @@ CODE_KERNELS = (
     "uint6_levels",
     "iq4_levels",
 )
-# In their place, those that leave rows in float32.
+# Their replacements for float32 activations.
 FLOAT_ROWS = {name: f"{name}_f32" for name in CODE_KERNELS} | {DENSE["bfloat16"]: DENSE["float32"]}
 ADAPTER = "adapter"
 HEADS = "heads"

@@ -1,4 +1,4 @@
-"""The arrays that lie one after the other in a buffer of words."""
+"""Splitting of a buffer of 32-bit words into arrays."""
 
 from collections.abc import Sequence
 
@@ -10,23 +10,27 @@ from . import has, target
 from .kernel_names import UNPACK
 
 
-def unpack(words_N: jax.Array, like: Sequence[np.ndarray]) -> list[jax.Array]:
-    """Arrays like these, of 32-bit numbers or truth values, that the words hold.
+def unpack(words_N: jax.Array, templates: Sequence[np.ndarray]) -> list[jax.Array]:
+    """Split the words into consecutive arrays with the shapes and dtypes of `templates`: 32-bit
+    numbers, or booleans with a word for each.
 
-    As a kernel on CPUs: XLA compiles a loop for each, which is half of what it takes to compile a
-    step.
+    On CPUs it is a kernel, because XLA would compile a loop for each array, which takes half of the
+    compile time of a step.
     """
     if has(UNPACK):
-        shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in like]
+        shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in templates]
         return jax.ffi.ffi_call(target(UNPACK), shapes)(words_N)
-    ends = np.cumsum([array.size for array in like]).tolist()
+    end_offsets = np.cumsum([array.size for array in templates]).tolist()
 
-    def part(array: np.ndarray, first: int, last: int) -> jax.Array:
-        own = words_N[first:last].reshape(array.shape)
+    def slice_array(array: np.ndarray, start: int, end: int) -> jax.Array:
+        words = words_N[start:end].reshape(array.shape)
         return (
-            own != 0
+            words != 0
             if array.dtype == bool
-            else jax.lax.bitcast_convert_type(own, jnp.dtype(array.dtype))
+            else jax.lax.bitcast_convert_type(words, jnp.dtype(array.dtype))
         )
 
-    return [part(array, *ends) for array, *ends in zip(like, [0, *ends], ends, strict=False)]
+    return [
+        slice_array(array, start, end)
+        for array, start, end in zip(templates, [0, *end_offsets], end_offsets, strict=False)
+    ]

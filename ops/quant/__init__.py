@@ -1,7 +1,7 @@
-"""Weight formats: a node of packed arrays in place of one array.
+"""Quantised weight formats: a pytree node of packed arrays takes the place of a weight array.
 
-A format is one module here and a line in `FORMATS`. `Format` says what the module has; its node is
-a `Weight`, and one that weights are rounded to is `Rounded`.
+Each format is a module here with the interface `Format`, and an entry in `FORMATS`. Its node is a
+`Weight`, and a `Rounded` if Quire can quantise weights to the format.
 """
 
 import importlib
@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 
 from ...sharding.spec import ArraySpec
 from .compressed import FormatError, Rounded, Scheme
-from .stack import in_front, one_of
+from .stack import matrix_spec, stack_specs
 
 FORMATS = {
     "int8": ".int8",
@@ -30,30 +30,28 @@ FORMATS = {
 
 
 class Format(Protocol):
-    """A module of this package."""
+    """The interface of the modules of this package."""
 
-    # what a user may ask to round to, in words; None: it is only found in checkpoints
+    # description of the format's names for users; None if weights cannot be quantised to it
     CHOICES: str | None
-    # the format of the head, and of an embedding that is the head too, beside this one
+    # the format of the head (and of a tied embedding) of models in this format
     HEAD: str | None
     SPLITS: bool  # whether its arrays can be split over the devices of `tensor`
-    STORED: dict[str, Scheme]  # names with all options, and how compressed-tensors describes each
-    METHOD: str | None  # the quant_method of checkpoints that keep stacks of experts so
-    MULTIPLE: int  # what the inputs of such a stack must divide by
+    STORED: dict[str, Scheme]  # the compressed-tensors description of each name with all options
+    METHOD: str | None  # the quant_method of checkpoints whose stacks of experts have this format
+    MULTIPLE: int  # the inputs of such a stack must be a multiple of it
 
     def spec(self, dense: ArraySpec, *options: str) -> Any:
-        """The specs of a weight kept so; FormatError where it cannot be."""
+        """The specs of a weight in this format; FormatError if the format does not support it."""
         ...
 
     def kernels(self, *options: str) -> tuple[str, ...]:
-        """The native kernels that multiply with it on a CPU; XLA does it elsewhere, or where these
-        are missing.
-        """
+        """The native CPU kernels for products in this format."""
         ...
 
     def tensors(self, E: int, into: int, out: tuple[int, ...]) -> Any:
-        """Of a format with a METHOD: a node of the tensors in which a checkpoint holds a stack, as
-        `StoredTensor`s.
+        """For formats with a METHOD: a node of `StoredTensor`s, the tensors of a checkpoint that
+        hold a stack.
         """
         ...
 
@@ -71,7 +69,7 @@ def formats() -> list[Format]:
 
 
 def packed(name: str | None, dense: ArraySpec) -> Any:
-    """The specs of an array kept in a format; without one, of the array itself."""
+    """The specs of a weight in a format; `dense` itself if `name` is None."""
     if name is None:
         return dense
     module, options = format_of(name)
@@ -79,17 +77,17 @@ def packed(name: str | None, dense: ArraySpec) -> Any:
 
 
 def stacked(name: str | None, dense: ArraySpec) -> Any:
-    """The same of a stack of matrices [E, K, ...], each of them rounded by itself."""
-    return dense if name is None else in_front(packed(name, one_of(dense)), dense)
+    """The specs of a stack of matrices [E, K, ...], each quantised separately."""
+    return dense if name is None else stack_specs(packed(name, matrix_spec(dense)), dense)
 
 
 def example(name: str) -> Rounded:
-    """The specs of a small matrix kept so: two names mean the same format where these are equal."""
+    """The specs of a small matrix in a format. They are equal if two names mean the same format."""
     return packed(name, ArraySpec((2, 1), "float32", (None, None), inputs=(0,)))
 
 
 def check(name: str) -> str:
-    """The name of a format that weights can be rounded to, or an error that lists them."""
+    """Return the name if weights can be quantised to it; otherwise FormatError with a list."""
     if name.split("-")[0] not in FORMATS or format_of(name)[0].CHOICES is None:
         choices = [module.CHOICES for module in formats() if module.CHOICES is not None]
         raise FormatError(f"quantization is {name!r}; it can be {', or '.join(choices)}")
@@ -98,40 +96,44 @@ def check(name: str) -> str:
 
 
 def stored_schemes() -> dict[str, Scheme]:
-    """By name, all that compressed-tensors can say of a checkpoint."""
+    """The compressed-tensors description of all formats, by name."""
     return {name: scheme for module in formats() for name, scheme in module.STORED.items()}
 
 
 def stored_name(name: str) -> str:
-    """The same format by the name that says all its options."""
-    found = next(
+    """The name of the same format with all options."""
+    full_name = next(
         (full for full in format_of(name)[0].STORED if example(full) == example(name)), None
     )
-    if found is None:
+    if full_name is None:
         raise FormatError(f"{name!r} has no form in which compressed-tensors keeps it")
-    return found
+    return full_name
 
 
-def common(names: set[str | None]) -> str | None:
-    """The format that holds the codes of all these exactly; None where one is no format, or no
-    format does.
+def common_format(names: set[str | None]) -> str | None:
+    """The format that can hold the quantised values of all these formats exactly.
+
+    None if there is no such format or if one of the names is None.
     """
     if len(names) == 1:
         return next(iter(names))
     if None in names:
         return None
-    every = [example(name) for name in names if name is not None]
-    if not all(one.is_whole for one in every):
+    formats = [example(name) for name in names if name is not None]
+    if not all(node.is_integer for node in formats):
         return None
-    least = any(one.has_minimum for one in every)
-    kind = (
-        f"k{max(one.bits for one in every)}" if all(one.levels for one in every) else "int8-weights"
+    has_minimum = any(node.has_minimum for node in formats)
+    family = (
+        f"k{max(node.bits for node in formats)}"
+        if all(node.levels for node in formats)
+        else "int8-weights"
     )
-    return f"{kind}-{min(one.shared() for one in every)}{'-least' if least else ''}"
+    group = min(node.inputs_per_value() for node in formats)
+    return f"{family}-{group}{'-least' if has_minimum else ''}"
 
 
 def has_gpu_kernel(name: str) -> bool:
-    """Whether the product's kernel for GPUs takes codes of a format."""
+    """Whether the GPU kernel for products supports the format."""
     return example(name).has_gpu_kernel
 
 
@@ -140,8 +142,8 @@ def splits(name: str) -> bool:
     return format_of(name)[0].SPLITS
 
 
-def head(name: str | None) -> str | None:
-    """The format of the head beside weights in another."""
+def head_format(name: str | None) -> str | None:
+    """The format of the head of a model whose weights have this format."""
     return None if name is None else format_of(name)[0].HEAD
 
 
@@ -154,5 +156,5 @@ def kernels(name: str | None) -> tuple[str, ...]:
 
 
 def methods() -> list[str]:
-    """The values of quant_method that say in which format a checkpoint keeps its experts."""
+    """The values of quant_method that determine the format of a checkpoint's experts."""
     return [module.METHOD for module in formats() if module.METHOD is not None]

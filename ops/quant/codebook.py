@@ -1,14 +1,13 @@
-"""CODEBOOK: each output has its own table of 16 or 8 numbers, and a few weights that stay as they
-are.
+"""CODEBOOK: each output has a codebook of 16 or 8 values, and a few weights that are not quantised.
 
-SqueezeLLM's form (arXiv 2306.07629), but that each output keeps as many weights apart as any other:
-shapes are known then from the sizes alone. In a checkpoint codes share words as those of whole
-numbers do.
+As in SqueezeLLM (arXiv 2306.07629), except that all outputs keep the same number of unquantised
+weights, so that the shapes follow from the sizes. In a checkpoint the indices into the codebook are
+packed like integers.
 
-    weight_packed   int32 [out, in / 8], or ten codes of three bits a word
+    weight_packed   int32 [out, in / 8], or ten indices of three bits per word
     weight_shape    out, in
-    weight_table    float16 [out, 2 ** bits]: what the codes of an output stand for
-    weight_apart    float16 [out, apart]: weights that stand in place of what their codes stand for
+    weight_table    float16 [out, 2 ** bits]: the codebook of each output
+    weight_apart    float16 [out, apart]: the unquantised weights
     weight_columns  int32 [out, apart]: their inputs
 """
 
@@ -39,7 +38,7 @@ from .compressed import (
 )
 
 BITS = ("4", "3")
-SHARE = 0.0045  # of the weights of an output that stay apart, as in the paper
+SHARE = 0.0045  # the fraction of unquantised weights of an output, as in the paper
 
 CHOICES = "codebook-4 or codebook-3"
 HEAD = "int8"
@@ -65,7 +64,7 @@ STORED = {
 
 @struct.dataclass
 class Codebook(Rounded):
-    """weight = table[code], but for those apart."""
+    """weight = table[code], except for the unquantised weights."""
 
     codes: Any  # uint8 [four_bits.count(K), O]
     table: Any  # float16 [2 ** bits, *out]
@@ -83,8 +82,8 @@ class Codebook(Rounded):
         table, apart, columns = (
             jnp.reshape(x, (len(x), -1)) for x in (self.table, self.apart, self.columns)
         )
-        found_KO = jnp.take_along_axis(table.astype(jnp.float32), codes_KO, axis=0, mode="clip")
-        return found_KO.at[columns, jnp.arange(found_KO.shape[1])].set(apart.astype(jnp.float32))
+        weight_KO = jnp.take_along_axis(table.astype(jnp.float32), codes_KO, axis=0, mode="clip")
+        return weight_KO.at[columns, jnp.arange(weight_KO.shape[1])].set(apart.astype(jnp.float32))
 
     def for_kernels(self, rows: str) -> Weight:
         dtype = "float32" if keeps_floats(rows) else "bfloat16"
@@ -100,20 +99,22 @@ class Codebook(Rounded):
         return pack_dense((0,), dense_KO).replace(into=self.into, out=self.out, inputs=self.inputs)
 
     def quantize(self, weight: np.ndarray) -> "Codebook":
-        """Means of each output's weights, all of which count the same; the largest stay apart."""
+        """Quantise by k-means with equal masses; the largest weights stay unquantised."""
         K = math.prod(self.into)
-        return self.fitted(weight.astype(np.float32).reshape(K, -1).T, None)
+        return self.fit(weight.astype(np.float32).reshape(K, -1).T, None)
 
-    def fitted(self, W: np.ndarray, sensitivity: np.ndarray | None) -> "Codebook":
-        """W [O, K] such that the sum of sensitivity * error^2 is small; without, all weights count
-        the same.
+    def fit(self, W: np.ndarray, sensitivity: np.ndarray | None) -> "Codebook":
+        """Quantise W [O, K] so that the sum of sensitivity * error^2 is small; without sensitivity
+        all weights count the same.
         """
-        columns = outside(W, sensitivity, self.apart.shape[0])
-        rest = np.ones(W.shape, bool)
-        np.put_along_axis(rest, columns, False, 1)
+        columns = choose_apart(W, sensitivity, self.apart.shape[0])
+        is_coded = np.ones(W.shape, bool)
+        np.put_along_axis(is_coded, columns, False, 1)
         mass = np.ones_like(W) if sensitivity is None else sensitivity
         shape = len(W), -1
-        table = clusters.means(W[rest].reshape(shape), mass[rest].reshape(shape), 1 << self.bits)
+        table = clusters.means(
+            W[is_coded].reshape(shape), mass[is_coded].reshape(shape), 1 << self.bits
+        )
         table = np.sort(table.astype(np.float16), 1)
         fields = {"codes": clusters.nearest(W, table), "table": table, "columns": columns}
         fields["apart"] = np.take_along_axis(W, columns, 1).astype(np.float16)
@@ -121,7 +122,7 @@ class Codebook(Rounded):
 
     def layout(self, rows: int, columns: int, form: str) -> Layout:
         size = 1 << self.bits
-        apart = few(columns)
+        apart = num_apart(columns)
         if columns % 2 or columns <= size:
             raise FormatError(
                 f"has {columns} inputs; codebook-{self.bits} needs an even number above {size}"
@@ -137,22 +138,22 @@ class Codebook(Rounded):
         )
 
     def fields(
-        self, parts: dict[str, np.ndarray], columns: int, form: str
+        self, tensors: dict[str, np.ndarray], columns: int, form: str
     ) -> dict[str, np.ndarray]:
-        if (parts[".weight_columns"] < 0).any() or (parts[".weight_columns"] >= columns).any():
+        if (tensors[".weight_columns"] < 0).any() or (tensors[".weight_columns"] >= columns).any():
             raise FormatError(f"keeps weights apart of inputs that it has not: there are {columns}")
-        codes = split_words(parts[".weight_packed"], self.bits)[:, :columns]
-        return {"codes": codes} | {name: parts[f".weight_{name}"] for name in self.lists}
+        codes = split_words(tensors[".weight_packed"], self.bits)[:, :columns]
+        return {"codes": codes} | {name: tensors[f".weight_{name}"] for name in self.lists}
 
     def decode(self, fields: dict[str, np.ndarray]) -> np.ndarray:
-        found = np.take_along_axis(
+        weight = np.take_along_axis(
             fields["table"].astype(np.float32), fields["codes"].astype(np.int64), 1
         )
-        apart = few(found.shape[1])
+        apart = num_apart(weight.shape[1])
         np.put_along_axis(
-            found, fields["columns"][:, :apart], fields["apart"][:, :apart].astype(np.float32), 1
+            weight, fields["columns"][:, :apart], fields["apart"][:, :apart].astype(np.float32), 1
         )
-        return found
+        return weight
 
     def join(self, fields: dict[str, np.ndarray]) -> "Codebook":
         codes = fields["codes"].astype(np.uint8)
@@ -167,22 +168,22 @@ class Codebook(Rounded):
         (columns,) = self.into
         (rows,) = self.out
         codes = join_codes(four_bits.split(self.codes, columns).T, self.bits)
-        found = {".weight_packed": codes, ".weight_shape": np.array([rows, columns])}
-        return found | {f".weight_{name}": getattr(self, name).T for name in self.lists}
+        tensors = {".weight_packed": codes, ".weight_shape": np.array([rows, columns])}
+        return tensors | {f".weight_{name}": getattr(self, name).T for name in self.lists}
 
 
-def few(columns: int) -> int:
-    """How many weights of an output stay apart."""
+def num_apart(columns: int) -> int:
+    """The number of unquantised weights of an output."""
     return math.ceil(SHARE * columns)
 
 
-def outside(W: np.ndarray, sensitivity: np.ndarray | None, count: int) -> np.ndarray:
-    """The inputs [O, count], in order, of weights that stay apart: one in nine the most sensitive,
-    else the largest.
+def choose_apart(W: np.ndarray, sensitivity: np.ndarray | None, count: int) -> np.ndarray:
+    """The sorted inputs [O, count] of weights that stay unquantised: the largest ones and, with
+    sensitivity, a ninth by the highest sensitivity.
     """
     size = np.abs(W)
-    if sensitivity is not None and (first := round(count / 9)):
-        top = np.argsort(-sensitivity, axis=1, kind="stable")[:, :first]
+    if sensitivity is not None and (num_sensitive := round(count / 9)):
+        top = np.argsort(-sensitivity, axis=1, kind="stable")[:, :num_sensitive]
         np.put_along_axis(size, top, np.inf, 1)
     return np.sort(np.argsort(-size, axis=1, kind="stable")[:, :count], axis=1)
 
@@ -192,7 +193,7 @@ def kernels(*options: str) -> tuple[str, ...]:
 
 
 def spec(dense: ArraySpec, *options: str) -> Codebook:
-    """The specs of an array kept so; the option is the bits of a code."""
+    """See `Format.spec`. The option is the number of bits of an index."""
     if len(options) != 1 or options[0] not in BITS:
         raise FormatError(f"codebook has no option {'-'.join(options)!r}; it must be 4 or 3")
     bits = int(options[0])
@@ -202,16 +203,16 @@ def spec(dense: ArraySpec, *options: str) -> Codebook:
     if K % 2:
         raise FormatError(f"{K} inputs cannot be kept two a byte")
 
-    def shared(count: int, dtype: Any, init: str) -> ArraySpec:
+    def list_spec(count: int, dtype: Any, init: str) -> ArraySpec:
         return ArraySpec((count, *out), dtype, (None, *by_output), init, dense.fan_in)
 
     shape = (four_bits.count(K), math.prod(out))
     over = (axes[0], by_output[0])
     return Codebook(
         codes=replace(dense, shape=shape, axes=over, dtype=jnp.uint8, init="bytes", inputs=()),
-        table=shared(1 << bits, jnp.float16, "normal"),
-        apart=shared(few(K), jnp.float16, "normal"),
-        columns=shared(few(K), jnp.int32, "zeros"),
+        table=list_spec(1 << bits, jnp.float16, "normal"),
+        apart=list_spec(num_apart(K), jnp.float16, "normal"),
+        columns=list_spec(num_apart(K), jnp.int32, "zeros"),
         bits=bits,
         into=into,
         out=out,

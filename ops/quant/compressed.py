@@ -1,6 +1,4 @@
-"""Formats that weights are rounded to, and how a checkpoint of the compressed-tensors form
-holds them.
-"""
+"""The interface of formats that weights are quantised to, and of their compressed-tensors form."""
 
 import logging
 import math
@@ -19,113 +17,107 @@ from ..precision import precision
 
 
 class FormatError(ValueError):
-    """A shape, an option or a stored value that a format cannot have."""
+    """A shape, an option or a stored value is invalid for a format."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How compressed-tensors' quantization_config describes a format."""
+    """The description of a format in the quantization_config of compressed-tensors."""
 
     weights: dict[str, Any]
-    activations: dict[str, Any] | None  # None: rows stay as they are
-    forms: tuple[str, ...]  # values of `format`; the first is the one that Quire writes
-    # quant_method; "quire": said in the same words, of a format it does not have
+    activations: dict[str, Any] | None  # None: activations are not quantised
+    forms: tuple[str, ...]  # values of `format`; Quire writes the first
+    # quant_method; "quire" for formats that compressed-tensors does not have
     method: str = "compressed-tensors"
 
 
-# Tensors of one matrix by what their names end in: the dtypes and shapes that they may have, the
-# written one first.
+# The tensors of a matrix by the end of their names: possible dtypes and shapes. Quire writes the
+# first.
 Layout = dict[str, tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]]
 
 
 @struct.dataclass(kw_only=True)
 class Rounded(Weight):
-    """A weight in a format that Quire rounds to. A node of `ArraySpec`s says how, one of arrays is
-    such a weight.
+    """A weight in a format that Quire can quantise to. A node of `ArraySpec`s describes the format,
+    a node of arrays holds a weight.
 
-    A checkpoint keeps matrices [out, in]. What was stored of one is known as its *fields*, by the
-    names of the node's arrays: each [out, in], or narrower where neighbouring inputs share a value.
+    Checkpoints store matrices as [out, in]. The *fields* of a stored matrix have the names of the
+    node's arrays and the shape [out, in], or fewer columns if neighbouring inputs share a value.
     """
 
-    # sizes of the axes that products sum over
+    # sizes of the axes that products sum over, and of the other axes
     into: tuple[int, ...] = struct.field(pytree_node=False)
-    out: tuple[int, ...] = struct.field(pytree_node=False)  # and of the others
-    # where the former stand in the dense weight
-    inputs: tuple[int, ...] = struct.field(pytree_node=False)
-    lists = ()  # fields whose numbers belong to an output, and not to neighbouring inputs
-    # whether codes are whole numbers that `whole_codes` gives, times a scale, less perhaps a
-    # minimum
-    is_whole = False
-    has_minimum = False  # whether a minimum is subtracted
+    out: tuple[int, ...] = struct.field(pytree_node=False)
+    inputs: tuple[int, ...] = struct.field(pytree_node=False)  # axes of `into` in the dense weight
+    lists = ()  # fields whose values belong to an output, and not to neighbouring inputs
+    # whether the quantised values are the integers of `integer_codes`
+    is_integer = False
+    has_minimum = False  # whether a minimum is subtracted after scaling
     levels = False  # whether scales have two levels
-    bits = 8  # of a code
+    bits = 8  # of a quantised value
 
     @property
     def kind(self) -> Any:
-        """The format with its options, without its sizes."""
+        """The format with its options, but without the sizes."""
         return jax.tree.structure(self.replace(into=(), out=(), inputs=()))
 
-    def shared(self, field: str = "scale") -> int:
-        """How many neighbouring inputs share a value of a field that is narrower than the codes."""
+    def inputs_per_value(self, field: str = "scale") -> int:
+        """The number of neighbouring inputs that share a value of a field."""
         return math.prod(self.into)
 
-    def can_hold(self, other: "Rounded") -> bool:
-        """Whether such a node holds the codes of another exactly."""
-        return self.kind == other.kind
+    def can_hold(self, source: "Rounded") -> bool:
+        """Whether a node of this format can hold the quantised values of `source` exactly."""
+        return self.kind == source.kind
 
-    def whole_codes(self, fields: dict[str, np.ndarray]) -> np.ndarray:
-        """The whole numbers [out, in], of eight bits, that a matrix's fields hold."""
+    def integer_codes(self, fields: dict[str, np.ndarray]) -> np.ndarray:
+        """The quantised values [out, in] of a matrix's fields as 8-bit integers."""
         raise NotImplementedError
 
-    def whole_inputs(self) -> int:
-        """How many neighbouring inputs must lie on one device, where the inputs are split by
-        groups; else 1.
+    def inputs_per_shard(self) -> int:
+        """The number of neighbouring inputs that must be on the same device; 1 unless the inputs
+        are split and have groups.
         """
         return 1
 
     def quantize(self, weight: np.ndarray) -> Any:
-        """A weight [*into, *out] rounded to the format of these specs."""
+        """Quantise a weight [*into, *out] to the format of these specs."""
         raise NotImplementedError
 
-    def coded(self, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Any:
-        """A node of these specs from codes [K, O], the least of them 0, and what groups share
-        [groups, O].
+    def from_codes(self, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Any:
+        """A node of these specs from unsigned quantised values [K, O] and group parameters
+        [groups, O], for integer formats.
 
-        For formats of whole numbers: a weight is (code - zero) * scale.
+        A weight is (code - zero) * scale.
         """
         raise NotImplementedError
 
     def layout(self, rows: int, columns: int, form: str) -> Layout:
-        """The tensors of a matrix [rows, columns] in a checkpoint; FormatError where it can
-        have none.
+        """The tensors of a matrix [rows, columns] in a checkpoint; FormatError if the format does
+        not support these sizes.
         """
         raise NotImplementedError
 
     def fields(
-        self, parts: dict[str, np.ndarray], columns: int, form: str
+        self, tensors: dict[str, np.ndarray], columns: int, form: str
     ) -> dict[str, np.ndarray]:
-        """The fields of a matrix from its tensors."""
+        """The fields of a matrix from its stored tensors."""
         raise NotImplementedError
 
     def decode(self, fields: dict[str, np.ndarray]) -> np.ndarray:
-        """The matrix in float32 from its fields, each spread to [out, in]: what the format
-        means.
-        """
+        """Dequantise a matrix from its fields, each expanded to [out, in], to float32."""
         raise NotImplementedError
 
     def join(self, fields: dict[str, np.ndarray]) -> Any:
-        """A node of these specs, from fields turned to [inputs that share a value, *out]."""
+        """A node of these specs from transposed fields: [groups of inputs, *out]."""
         raise NotImplementedError
 
     def parts(self, form: str) -> dict[str, np.ndarray]:
-        """The tensors that a rounded matrix, whose node has one axis in and one out, is stored
-        as.
-        """
+        """The tensors to store a matrix as; its node must have one input and one output axis."""
         raise NotImplementedError
 
 
 def decoded_product(node: Rounded, w_KO, subscripts: str, x, bias, dtype):
-    """The product of rows with a node's decoded matrix."""
+    """The product of x with a node's dequantised matrix."""
     check_subscripts(subscripts, x, node.into, node.out, node.inputs)
     lead = x.shape[: x.ndim - len(node.into)]
     y = multiply(x.reshape(-1, math.prod(node.into)), w_KO).reshape(*lead, *node.out)
@@ -133,9 +125,7 @@ def decoded_product(node: Rounded, w_KO, subscripts: str, x, bias, dtype):
 
 
 def multiply(x_RK, w_KO):
-    """The product in float32 of rows and a matrix: both in bfloat16, or with all bits where rows
-    are float32.
-    """
+    """The float32 product of activations and a matrix, in bfloat16 unless x is float32."""
     if x_RK.dtype == jnp.float32:
         w_KO = w_KO.astype(jnp.float32)
         return jnp.dot(x_RK, w_KO, precision=precision(x_RK), preferred_element_type=jnp.float32)
@@ -152,8 +142,8 @@ def log_widened(name: str, dtype: str) -> None:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a stack: what its name ends in, its shape in the file, and how it becomes an
-    array of the node.
+    """A stored tensor of a stack: the end of its name, its shape in the file, and a function that
+    converts it to an array of the node.
     """
 
     ending: str
@@ -162,21 +152,19 @@ class StoredTensor(NamedTuple):
 
 
 def split(dense: ArraySpec) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]:
-    """The sizes of the axes that are summed over, those of the others, and the logical axes of both
-    in this order.
-    """
-    others = [axis for axis in range(len(dense.shape)) if axis not in dense.inputs]
-    axes = tuple(dense.axes[axis] for axis in (*dense.inputs, *others))
+    """(sizes of the axes that products sum over, sizes of the other axes, logical axes of both)."""
+    out_axes = [axis for axis in range(len(dense.shape)) if axis not in dense.inputs]
+    axes = tuple(dense.axes[axis] for axis in (*dense.inputs, *out_axes))
     return (
         tuple(dense.shape[axis] for axis in dense.inputs),
-        tuple(dense.shape[axis] for axis in others),
+        tuple(dense.shape[axis] for axis in out_axes),
         axes,
     )
 
 
 def split_words(words: np.ndarray, bits: int) -> np.ndarray:
-    """The codes in int32 words, the first in the lowest bits, a byte each; no code is cut by a
-    word's end.
+    """Unpack values from int32 words to one byte each. The first value is in the lowest bits, and
+    no value crosses a word boundary.
     """
     data = np.ascontiguousarray(words, "<i4").view(np.uint8)
     if bits == 8:
@@ -189,24 +177,24 @@ def split_words(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def join_codes(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Rows of codes, a byte each, as int32 words."""
-    each = 32 // bits
+    """Pack rows of values, one byte each, into int32 words."""
+    codes_per_word = 32 // bits
     grouped = (
-        np.pad(codes, ((0, 0), (0, -codes.shape[1] % each)))
-        .reshape(len(codes), -1, each)
+        np.pad(codes, ((0, 0), (0, -codes.shape[1] % codes_per_word)))
+        .reshape(len(codes), -1, codes_per_word)
         .astype(np.uint32)
     )
-    shifts = np.arange(0, each * bits, bits, dtype=np.uint32)
+    shifts = np.arange(0, codes_per_word * bits, bits, dtype=np.uint32)
     return np.bitwise_or.reduce(grouped << shifts, axis=2).astype("<u4").view("<i4")
 
 
 def join_words(data: np.ndarray) -> np.ndarray:
-    """Rows of bytes as int32 words; a row's last word is filled with zeros."""
+    """View rows of bytes as int32 words; a row's last word is padded with zeros."""
     return np.ascontiguousarray(np.pad(data, ((0, 0), (0, -data.shape[1] % 4)))).view("<i4")
 
 
 def words(rows: int, columns: int, bits: int) -> Layout:
-    """The tensors of codes that share words."""
+    """The layout of values that are packed into int32 words."""
     return {
         ".weight_packed": (("int32",), ((rows, -(-columns // (32 // bits))),)),
         ".weight_shape": (("int64", "int32"), ((2,),)),

@@ -1,18 +1,20 @@
-"""E8P: two bits a weight. Eight neighbouring inputs are a point near one of the lattice E8, after a
-Hadamard transform.
+"""E8P: two bits per weight. After a Hadamard transform, every eight neighbouring inputs are
+quantised to a point near the lattice E8.
 
-QuIP#'s codebook (arXiv 2402.04396) and its transform of the inputs (`hadamard.py`). Its transform
-of the outputs, which evens out how large they are, is a scale an output here: outputs of several
-matrices lie in one weight, in any order.
+It has QuIP#'s codebook (arXiv 2402.04396) and transform of the inputs (`hadamard.py`). Instead of
+QuIP#'s transform of the outputs, which equalises their magnitudes, each output has a scale: a fused
+weight has outputs of several matrices, in any order.
 
-A code has an index into a table of 256 points with positive coordinates (`TABLE`), the signs of the
-first seven coordinates, and whether a quarter is added to all of them or taken off. The last sign
-makes the sum even.
+A code consists of an index into a table of 256 points with positive coordinates (`table`), the
+signs of the first seven coordinates, and whether a quarter is added to all coordinates or
+subtracted. The last sign makes the sum even.
 
-    weight_packed  int16 [out, in / 8]: index in bits 0 to 7, signs (1 is minus) in 8 to 14, 15 says
-    plus a quarter weight_shape   out, in weight_scale   float32 [out]
+    weight_packed  int16 [out, in / 8]: the index in bits 0 to 7, signs (1 is minus) in bits 8 to
+                   14, and in bit 15 whether a quarter is added
+    weight_shape   out, in
+    weight_scale   float32 [out]
 
-With four bits a weight a second code stands for what the first one left, four times as fine:
+With four bits per weight, a second code holds the residual of the first, in steps of a quarter:
 
     weight_rest    as weight_packed
 """
@@ -37,10 +39,10 @@ from .grouped import STEP, Grouped, TiledGroups
 from .hadamard import restored, rotated
 
 SIZE = 8  # inputs of a point
-EXTRA = 29  # points of the next shell, which fill the table up
-FINER = 4  # how much the second code's steps are finer
-SIZES = (256, 4096)  # how many points are rounded together: few programs are compiled
-# a scale in roots of an output's mean square: the best for normal numbers
+EXTRA = 29  # points of the next shell, which complete the table
+FINER = 4  # ratio of the steps of the first and the second code
+SIZES = (256, 4096)  # numbers of points that are rounded together, so that few programs compile
+# the scale relative to the RMS of an output, by bits: optimal for normally distributed weights
 WIDTH = {"2": 0.97, "4": 1.12}
 
 CHOICES = "e8p-2 or e8p-4"
@@ -67,10 +69,10 @@ STORED = {
 
 @cache
 def table() -> np.ndarray:
-    """The points with positive coordinates, [256, 8]: halves of odd numbers.
+    """The points with positive coordinates, [256, 8], which are odd multiples of 1/2.
 
-    Ordered by their squares, and those as large as dictionaries order words: 227 of at most 10, and
-    of the 56 that have five times 3/2 each (56 i / 29)-th.
+    They are sorted by squared norm, then lexicographically: all 227 of squared norm at most 10,
+    and every (56 i / 29)-th of the 56 points with five coordinates of 3/2.
     """
     points = np.array(list(product((0.5, 1.5, 2.5), repeat=SIZE)), np.float32)
     square = np.square(points).sum(1)
@@ -79,86 +81,89 @@ def table() -> np.ndarray:
     return np.concatenate([inner, shell[np.arange(EXTRA) * len(shell) // EXTRA]])
 
 
-def points(codes):
-    """The points [..., 8] of codes of numpy or JAX, four times as large: whole odd numbers from -11
-    to 11.
-    """
+def decode_points(codes):
+    """Decode NumPy or JAX codes to points [..., 8], times four: odd integers from -11 to 11."""
     xp = jnp if isinstance(codes, jax.Array) else np
     codes = codes.astype(np.int32)
     sizes = xp.take(xp.asarray((4 * table()).astype(np.int32)), codes & 255, axis=0)
     odd = xp.take(xp.asarray(table().sum(1).astype(np.int32) & 1), codes & 255, axis=0)
-    minus = codes[..., None] >> np.arange(8, 15, dtype=np.int32) & 1
-    last = (minus.sum(-1) + odd) & 1
-    minus = xp.concatenate([minus, last[..., None]], axis=-1)
-    return xp.where(minus == 1, -sizes, sizes) + (2 * (codes >> 15 & 1) - 1)[..., None]
+    is_minus = codes[..., None] >> np.arange(8, 15, dtype=np.int32) & 1
+    is_last_minus = (is_minus.sum(-1) + odd) & 1
+    is_minus = xp.concatenate([is_minus, is_last_minus[..., None]], axis=-1)
+    return xp.where(is_minus == 1, -sizes, sizes) + (2 * (codes >> 15 & 1) - 1)[..., None]
 
 
 @jax.jit
-def nearest(values):
-    """The code (uint16) of the point nearest to each of [R, 8], and the point."""
-    found = []
-    for plus in (0, 1):
-        u = values - (0.25 if plus else -0.25)
-        size = jnp.abs(u)
-        minus = u < 0
+def nearest_points(values):
+    """(codes (uint16), points) of the points nearest to the values [R, 8]."""
+    candidates = []
+    for is_plus in (0, 1):
+        shifted = values - (0.25 if is_plus else -0.25)
+        size = jnp.abs(shifted)
+        is_minus = shifted < 0
         T = table()
-        wrong = (minus.sum(1)[:, None] + T.sum(1).astype(np.int32)) & 1
-        # Of a point whose signs are those of the values: twice the product less the square. Where
-        # their number is not even enough, one sign is turned where that costs least.
+        parity = (is_minus.sum(1)[:, None] + T.sum(1).astype(np.int32)) & 1
+        # The score of a point with the signs of the values is 2 * product - square. If the parity
+        # of the signs is wrong, the sign is flipped that reduces the score least.
         score = 2 * sum(size[:, i : i + 1] * T[:, i] for i in range(SIZE)) - np.square(T).sum(1)
-        turn = size[:, 0:1] * T[:, 0]
+        flip_cost = size[:, 0:1] * T[:, 0]
         for i in range(1, SIZE):
-            turn = jnp.minimum(turn, size[:, i : i + 1] * T[:, i])
-        score = jnp.where(wrong == 1, score - 4 * turn, score)
+            flip_cost = jnp.minimum(flip_cost, size[:, i : i + 1] * T[:, i])
+        score = jnp.where(parity == 1, score - 4 * flip_cost, score)
         best = jnp.argmax(score, 1)
         cost = size * jnp.asarray(T)[best]
-        turned = (jnp.argmin(cost, 1)[:, None] == np.arange(SIZE)) & (
-            jnp.take_along_axis(wrong, best[:, None], 1) == 1
+        is_flipped = (jnp.argmin(cost, 1)[:, None] == np.arange(SIZE)) & (
+            jnp.take_along_axis(parity, best[:, None], 1) == 1
         )
-        bits = ((minus ^ turned)[:, : SIZE - 1] << np.arange(8, 15)).sum(1)
-        found.append((jnp.max(score, 1) - jnp.square(u).sum(1), best + bits + (plus << 15)))
-    (low, below), (high, above) = found
-    codes = jnp.where(high > low, above, below)
-    return codes.astype(jnp.uint16), points(codes).astype(jnp.float32) / 4
+        bits = ((is_minus ^ is_flipped)[:, : SIZE - 1] << np.arange(8, 15)).sum(1)
+        candidates.append(
+            (jnp.max(score, 1) - jnp.square(shifted).sum(1), best + bits + (is_plus << 15))
+        )
+    (low, low_codes), (high, high_codes) = candidates
+    codes = jnp.where(high > low, high_codes, low_codes)
+    return codes.astype(jnp.uint16), decode_points(codes).astype(jnp.float32) / 4
 
 
-def rounded(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """(codes [stages, R, K / 8], what they stand for) of values [R, K] in units of an output's
-    scale.
+def quantize_points(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Quantise values [R, K], which are relative to the scales: (codes [stages, R, K / 8],
+    dequantised values).
     """
     flat = values.astype(np.float32).reshape(-1, SIZE)
-    each = [stages(flat[at : at + SIZES[-1]], bits) for at in range(0, len(flat), SIZES[-1])]
-    codes, found = (
-        np.concatenate(part, axis)
-        for part, axis in zip(zip(*each, strict=True), (1, 0), strict=True)
+    chunks = [
+        round_in_stages(flat[start : start + SIZES[-1]], bits)
+        for start in range(0, len(flat), SIZES[-1])
+    ]
+    codes, values_by_chunk = (
+        np.concatenate(arrays, axis)
+        for arrays, axis in zip(zip(*chunks, strict=True), (1, 0), strict=True)
     )
-    return codes.reshape(len(codes), len(values), -1), found.reshape(values.shape)
+    return codes.reshape(len(codes), len(values), -1), values_by_chunk.reshape(values.shape)
 
 
-def stages(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    whole = next(size for size in SIZES if len(values) <= size)
-    left = np.pad(values, ((0, whole - len(values)), (0, 0)))
+def round_in_stages(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    padded_size = next(size for size in SIZES if len(values) <= size)
+    residual = np.pad(values, ((0, padded_size - len(values)), (0, 0)))
     codes = []
     factor = 1
-    total = np.zeros_like(left)
+    approximation = np.zeros_like(residual)
     for _ in range(bits // 2):
-        code, point = nearest(left * factor)
+        code, point = nearest_points(residual * factor)
         codes.append(np.asarray(code))
-        total = total + np.asarray(point) / factor
-        left = left - np.asarray(point) / factor
+        approximation = approximation + np.asarray(point) / factor
+        residual = residual - np.asarray(point) / factor
         factor *= FINER
-    return np.stack(codes)[:, : len(values)], total[: len(values)]
+    return np.stack(codes)[:, : len(values)], approximation[: len(values)]
 
 
 @struct.dataclass
 class E8p(Rounded):
-    """rotated(weight) = point(code) * scale, or (point(code) + point(rest) / FINER) * scale."""
+    """rotated(weight) = (point(code) + point(rest) / FINER) * scale."""
 
     codes: Any  # uint16 [K / 8, O]
-    rest: Any  # the same, or None
+    rest: Any  # codes of the residuals; None with two bits
     scale: Any  # float32 [1, *out]
 
-    def shared(self, field: str = "codes") -> int:
+    def inputs_per_value(self, field: str = "codes") -> int:
         return SIZE
 
     @property
@@ -170,21 +175,21 @@ class E8p(Rounded):
         lead = x.shape[: x.ndim - len(self.into)]
         K = math.prod(self.into)
         x_RK = rotated(x.reshape(-1, K).astype(jnp.float32)).astype(x.dtype)
-        y_RO = multiply(x_RK, self.numbers())  # whole numbers, which bfloat16 has exactly
+        y_RO = multiply(x_RK, self.numbers())  # small integers, exact in bfloat16
         y = (y_RO * (self.scale.reshape(-1) / self.unit)).reshape(*lead, *self.out)
         return (y if bias is None else y + bias).astype(dtype or x.dtype)
 
     @property
     def unit(self) -> int:
-        """How many of `numbers` are one scale."""
+        """The factor between `numbers` and multiples of the scale."""
         return 4 if self.rest is None else 4 * FINER
 
     def numbers(self):
-        """The rotated weight [K, O] in whole numbers."""
-        found = points(self.codes)
+        """The rotated weight [K, O] as integers, in multiples of scale / unit."""
+        values = decode_points(self.codes)
         if self.rest is not None:
-            found = FINER * found + points(self.rest)
-        return jnp.swapaxes(found, 1, 2).reshape(-1, found.shape[1])
+            values = FINER * values + decode_points(self.rest)
+        return jnp.swapaxes(values, 1, 2).reshape(-1, values.shape[1])
 
     def for_kernels(self, rows: str) -> Weight:
         kernel = self.kernel_code
@@ -212,55 +217,63 @@ class E8p(Rounded):
             codes=codes, **flat, code=kernel, group=-(-K // STEP) * STEP, **sizes
         ).for_kernels(rows)
         assert isinstance(node, TiledGroups)
-        own = {
+        tiled_fields = {
             name: getattr(node, name)
             for name in ("tiles", "scale", "least", "code", "in_bytes", "float_rows")
         }
-        return TiledE8p(**own, into=self.into, out=self.out, inputs=self.inputs)
+        return TiledE8p(**tiled_fields, into=self.into, out=self.out, inputs=self.inputs)
 
     @property
     def kernel_code(self) -> str:
         return "uint4" if self.rest is None else "int8"
 
     def quantize(self, weight: np.ndarray) -> "E8p":
-        """The nearest point for each eight inputs of the rotated weight."""
+        """Quantise every eight inputs of the rotated weight to the nearest point."""
         W = rotated(weight.astype(np.float32).reshape(math.prod(self.into), -1).T)
-        scale = scales(W, self.bits)
-        return self.made(
-            rounded(np.divide(W, scale, out=np.zeros_like(W), where=scale > 0), self.bits)[0], scale
+        scale = output_scales(W, self.bits)
+        return self.from_points(
+            quantize_points(np.divide(W, scale, out=np.zeros_like(W), where=scale > 0), self.bits)[
+                0
+            ],
+            scale,
         )
 
-    def made(self, codes: np.ndarray, scale: np.ndarray) -> "E8p":
+    def from_points(self, codes: np.ndarray, scale: np.ndarray) -> "E8p":
         """A node of these specs from codes [stages, O, K / 8] and scales [O, 1]."""
-        rest = {} if len(codes) == 1 else {"rest": codes[1].T}
-        return self.join({"codes": codes[0].T, "scale": scale.T} | rest)
+        rest_field = {} if len(codes) == 1 else {"rest": codes[1].T}
+        return self.join({"codes": codes[0].T, "scale": scale.T} | rest_field)
 
     def layout(self, rows: int, columns: int, form: str) -> Layout:
         if columns % SIZE:
             raise FormatError(f"has {columns} inputs, which do not divide by {SIZE}")
         codes = (("int16",), ((rows, columns // SIZE),))
-        rest = {} if self.rest is None else {".weight_rest": codes}
+        rest_layout = {} if self.rest is None else {".weight_rest": codes}
         shape = {".weight_shape": (("int64", "int32"), ((2,),))}
         return (
-            {".weight_packed": codes} | shape | rest | {".weight_scale": (("float32",), ((rows,),))}
+            {".weight_packed": codes}
+            | shape
+            | rest_layout
+            | {".weight_scale": (("float32",), ((rows,),))}
         )
 
     def fields(
-        self, parts: dict[str, np.ndarray], columns: int, form: str
+        self, tensors: dict[str, np.ndarray], columns: int, form: str
     ) -> dict[str, np.ndarray]:
-        found = {
-            "codes": parts[".weight_packed"].view(np.uint16),
-            "scale": parts[".weight_scale"][:, None],
+        fields = {
+            "codes": tensors[".weight_packed"].view(np.uint16),
+            "scale": tensors[".weight_scale"][:, None],
         }
         return (
-            found if self.rest is None else found | {"rest": parts[".weight_rest"].view(np.uint16)}
+            fields
+            if self.rest is None
+            else fields | {"rest": tensors[".weight_rest"].view(np.uint16)}
         )
 
     def decode(self, fields: dict[str, np.ndarray]) -> np.ndarray:
-        found = points(fields["codes"][:, ::SIZE])
+        values = decode_points(fields["codes"][:, ::SIZE])
         if self.rest is not None:
-            found = FINER * found + points(fields["rest"][:, ::SIZE])
-        numbers = found.reshape(fields["codes"].shape).astype(np.float32)
+            values = FINER * values + decode_points(fields["rest"][:, ::SIZE])
+        numbers = values.reshape(fields["codes"].shape).astype(np.float32)
         return restored(numbers * (fields["scale"] / np.float32(self.unit)))
 
     def join(self, fields: dict[str, np.ndarray]) -> "E8p":
@@ -274,24 +287,24 @@ class E8p(Rounded):
     def parts(self, form: str) -> dict[str, np.ndarray]:
         (columns,) = self.into
         (rows,) = self.out
-        found = {
+        tensors = {
             ".weight_packed": self.codes.T.view(np.int16),
             ".weight_shape": np.array([rows, columns]),
         }
-        rest = {} if self.rest is None else {".weight_rest": self.rest.T.view(np.int16)}
-        return found | rest | {".weight_scale": self.scale.reshape(-1)}
+        rest_tensor = {} if self.rest is None else {".weight_rest": self.rest.T.view(np.int16)}
+        return tensors | rest_tensor | {".weight_scale": self.scale.reshape(-1)}
 
 
 @struct.dataclass
 class TiledE8p(TiledGroups):
-    """For the kernels of four or eight bits, whose codes are whole numbers too."""
+    """Tiles for the native kernels of four or eight bits, with the points as integers."""
 
     def meeting(self, x) -> tuple[Any, Any]:
         return rotated(x.astype(jnp.float32)), None
 
 
-def scales(W: np.ndarray, bits: int) -> np.ndarray:
-    """Of each output of a rotated weight, [O, 1]."""
+def output_scales(W: np.ndarray, bits: int) -> np.ndarray:
+    """The scale of each output of a rotated weight, [O, 1]."""
     return (
         np.sqrt(np.square(W.astype(np.float32)).mean(1, keepdims=True)) * WIDTH[str(bits)]
     ).astype(np.float32)
@@ -302,7 +315,7 @@ def kernels(*options: str) -> tuple[str, ...]:
 
 
 def spec(dense: ArraySpec, *options: str) -> E8p:
-    """The specs of an array kept so; the option is the bits of a weight."""
+    """See `Format.spec`. The option is the number of bits per weight."""
     if len(options) != 1 or options[0] not in WIDTH:
         raise FormatError(f"e8p has no option {'-'.join(options)!r}; it must be 2 or 4")
     into, out, axes = split(dense)
@@ -315,5 +328,5 @@ def spec(dense: ArraySpec, *options: str) -> E8p:
     scale = ArraySpec(
         (1, *out), jnp.float32, (None, *axes[len(into) :]), "scale/1.732", dense.fan_in
     )
-    rest = codes if options[0] == "4" else None
-    return E8p(codes=codes, rest=rest, scale=scale, into=into, out=out, inputs=dense.inputs)
+    rest_codes = codes if options[0] == "4" else None
+    return E8p(codes=codes, rest=rest_codes, scale=scale, into=into, out=out, inputs=dense.inputs)

@@ -1,6 +1,4 @@
-"""FP4, as of bitsandbytes: floats of four bits, twelfths of the largest; 64 inputs of an output
-share a scale.
-"""
+"""FP4 of bitsandbytes: 4-bit floats with a scale for every 64 inputs of an output."""
 
 from .compressed import Scheme
 from .grouped import by_table

@@ -1,9 +1,8 @@
-"""FP8: floats of eight bits (E4M3) with a scale an output. `dynamic`: the rows that meet them are
-rounded too.
+"""FP8: 8-bit floats (E4M3) with a scale per output. With `dynamic`, activations are rounded too.
 
-A checkpoint has `weight` float8_e4m3fn [out, in] with `weight_scale` [out], [out, 1] or one for
-all. With the option `128` it is one a block of 128 by 128, and here one for each output and 128 of
-its inputs.
+A checkpoint has `weight` float8_e4m3fn [out, in] with `weight_scale` [out], [out, 1] or a single
+scale. With the option `128` it has a scale per block of 128 x 128, which becomes a scale for every
+128 inputs of each output here.
 """
 
 import math
@@ -26,7 +25,7 @@ from .grouped import spec as grouped
 
 E4M3 = ml_dtypes.float8_e4m3fn
 LIMIT = 448  # the largest of these floats
-SIDE = 128  # of a block that shares a scale
+SIDE = 128  # size of the blocks that share a scale
 
 CHOICES = "fp8, fp8-weights (activations stay as they are)"
 HEAD = "fp8"
@@ -36,7 +35,7 @@ MULTIPLE = 1
 WHOLE = {"type": "float", "symmetric": True, "dynamic": False, "num_bits": 8, "strategy": "channel"}
 STORED = {
     "fp8": Scheme(WHOLE, WHOLE | {"strategy": "token", "dynamic": True}, ("float-quantized",)),
-    # So llm-compressor calls weights without rounded activations.
+    # llm-compressor's name for weights without rounded activations
     "fp8-weights": Scheme(WHOLE, None, ("naive-quantized", "float-quantized")),
     "fp8-weights-128": Scheme(
         WHOLE | {"strategy": "group", "group_size": SIDE}, None, ("float-quantized",)
@@ -48,8 +47,8 @@ STORED = {
 class Fp8(Rounded):
     """weight = codes * scale; the first len(into) axes of the codes are summed over.
 
-    They are held as bytes: of arrays of float8_e4m3fn XLA on a CPU would widen all that a program
-    slices, whole stacks.
+    The codes are stored as uint8: XLA on CPUs would convert whole stacks of float8_e4m3fn before
+    slicing them.
     """
 
     codes: Any  # uint8 [*into, *out], the bits of float8_e4m3fn
@@ -63,7 +62,7 @@ class Fp8(Rounded):
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
         axes = len(self.into)
-        into = self.codes.shape[:axes]  # of this device's part, where it is split
+        into = self.codes.shape[:axes]  # local to the device
         out = self.codes.shape[axes:]
         check_subscripts(subscripts, x, into, out, self.inputs)
         lead = x.shape[: x.ndim - axes]
@@ -71,7 +70,7 @@ class Fp8(Rounded):
         scale_O = self.scale.reshape(-1)
         x_RK = x.reshape(-1, codes_KO.shape[0])
         if self.dynamic:
-            x_RK, row_scale_R1 = as_floats(x_RK)
+            x_RK, row_scale_R1 = round_to_float8(x_RK)
             scale_O = scale_O * row_scale_R1
         y_RO = multiply(x_RK, floats(codes_KO)) * scale_O
         y = y_RO.reshape(*lead, *out)
@@ -106,12 +105,12 @@ class Fp8(Rounded):
         return GpuMatrix(signed, "float8", self.scale, rounded=self.dynamic)
 
     def quantize(self, weight: np.ndarray) -> "Fp8":
-        """Round to nearest, the largest value of each output at 448."""
-        wide = weight.astype(np.float32)
-        scale = np.abs(wide).max(axis=tuple(range(len(self.into)))) / np.float32(LIMIT)
-        exact = np.divide(wide, scale, out=np.zeros_like(wide), where=scale > 0)
+        """Round to nearest; the largest magnitude of each output becomes 448."""
+        weight_f32 = weight.astype(np.float32)
+        scale = np.abs(weight_f32).max(axis=tuple(range(len(self.into)))) / np.float32(LIMIT)
+        scaled_weight = np.divide(weight_f32, scale, out=np.zeros_like(weight_f32), where=scale > 0)
         return self.replace(
-            codes=np.clip(exact, -LIMIT, LIMIT).astype(E4M3).view(np.uint8), scale=scale
+            codes=np.clip(scaled_weight, -LIMIT, LIMIT).astype(E4M3).view(np.uint8), scale=scale
         )
 
     def layout(self, rows: int, columns: int, form: str) -> Layout:
@@ -124,10 +123,10 @@ class Fp8(Rounded):
         }
 
     def fields(
-        self, parts: dict[str, np.ndarray], columns: int, form: str
+        self, tensors: dict[str, np.ndarray], columns: int, form: str
     ) -> dict[str, np.ndarray]:
-        codes = checked(parts[".weight"])
-        scale = parts[".weight_scale"].astype(np.float32).reshape(-1, 1)
+        codes = check_finite(tensors[".weight"])
+        scale = tensors[".weight_scale"].astype(np.float32).reshape(-1, 1)
         return {"codes": codes, "scale": np.broadcast_to(scale, (len(codes), 1))}
 
     def decode(self, fields: dict[str, np.ndarray]) -> np.ndarray:
@@ -147,7 +146,7 @@ class Fp8(Rounded):
 
 @struct.dataclass
 class Fp8Blocks(Grouped):
-    """The same with a scale for each output and 128 of its inputs."""
+    """FP8 with a scale for every 128 inputs of each output."""
 
     def layout(self, rows: int, columns: int, form: str) -> Layout:
         blocks = -(-rows // SIDE), -(-columns // SIDE)
@@ -157,27 +156,27 @@ class Fp8Blocks(Grouped):
         }
 
     def fields(
-        self, parts: dict[str, np.ndarray], columns: int, form: str
+        self, tensors: dict[str, np.ndarray], columns: int, form: str
     ) -> dict[str, np.ndarray]:
-        codes = checked(parts[".weight"])
-        scale = parts[".weight_scale"].astype(np.float32)
+        codes = check_finite(tensors[".weight"])
+        scale = tensors[".weight_scale"].astype(np.float32)
         return {"codes": codes, "scale": scale.repeat(SIDE, 0)[: len(codes)]}
 
 
 @struct.dataclass
 class TiledFp8(TiledGroups):
-    """For the kernels, under rows that are rounded too: bfloat16 holds their codes exactly."""
+    """Tiles for the native kernels with rounded activations, which bfloat16 holds exactly."""
 
     def meeting(self, x) -> tuple[Any, Any]:
-        codes, scale = as_floats(x)
+        codes, scale = round_to_float8(x)
         return codes.astype(jnp.bfloat16), scale
 
     def gated(self, subscripts: str, x, activation: str):
         return Weight.gated(self, subscripts, x, activation)
 
 
-def checked(codes: np.ndarray) -> np.ndarray:
-    """The bits of such floats, if all are numbers."""
+def check_finite(codes: np.ndarray) -> np.ndarray:
+    """The bits as uint8; FormatError if there is a NaN."""
     codes = codes.view(np.uint8)
     if (codes & 0x7F == 0x7F).any():
         raise FormatError("holds a code that is no number")
@@ -188,13 +187,13 @@ def floats(codes):
     return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
 
 
-def as_floats(x_RK):
-    """Each row in floats of eight bits and its scale, such that its largest value is 448."""
-    wide = x_RK.astype(jnp.float32)
-    most = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
-    poison = jnp.sum(wide * 0, axis=-1, keepdims=True)  # a row that is not finite stays so
-    codes = jnp.clip(wide * jnp.where(most > 0, LIMIT / most, 0), -LIMIT, LIMIT)
-    return jnp.nan_to_num(codes).astype(jnp.float8_e4m3fn), most * np.float32(1 / LIMIT) + poison
+def round_to_float8(x_RK):
+    """Round each row to float8: (values, scales), so that its largest magnitude is 448."""
+    x_f32 = x_RK.astype(jnp.float32)
+    max_abs = jnp.max(jnp.abs(x_f32), axis=-1, keepdims=True)
+    poison = jnp.sum(x_f32 * 0, axis=-1, keepdims=True)  # NaN for a row that is not finite
+    codes = jnp.clip(x_f32 * jnp.where(max_abs > 0, LIMIT / max_abs, 0), -LIMIT, LIMIT)
+    return jnp.nan_to_num(codes).astype(jnp.float8_e4m3fn), max_abs * np.float32(1 / LIMIT) + poison
 
 
 def kernels(*options: str) -> tuple[str, ...]:
@@ -202,8 +201,8 @@ def kernels(*options: str) -> tuple[str, ...]:
 
 
 def spec(dense: ArraySpec, *options: str) -> Any:
-    """The specs of an array kept so; `weights` leaves the rows as they are, `128` has a scale for
-    so many inputs.
+    """See `Format.spec`. Options: `weights` (activations are not rounded), `128` (a scale for every
+    128 inputs).
     """
     if set(options) - {"weights", str(SIDE)} or (str(SIDE) in options and "weights" not in options):
         raise FormatError(
@@ -219,11 +218,14 @@ def spec(dense: ArraySpec, *options: str) -> Any:
     return Fp8(codes, scale, "weights" not in options, into=into, out=out, inputs=dense.inputs)
 
 
-def of_bits(bits):
-    """What bytes stand for as E4M3, for kernels on cards without it: float16 has one more bit of
-    exponent, and counts from eight lower."""
-    wide = bits.astype(jnp.int16)
+def decode_e4m3(bits):
+    """Convert the bits of E4M3 floats to float32, for kernels on GPUs without E4M3.
+
+    The bits are shifted to those of a float16. Its exponent has one more bit and a bias that is
+    larger by 8, hence the factor 2**8.
+    """
+    bits_i16 = bits.astype(jnp.int16)
     halves = jax.lax.bitcast_convert_type(
-        (wide & 0x7F) << 7 | wide & jnp.int16(-0x8000), jnp.float16
+        (bits_i16 & 0x7F) << 7 | bits_i16 & jnp.int16(-0x8000), jnp.float16
     )
     return halves.astype(jnp.float32) * 256

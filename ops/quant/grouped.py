@@ -1,8 +1,8 @@
-"""Codes that stand for numbers by a table; `group` neighbouring inputs of an output share a scale.
+"""Grouped quantisation with a codebook: `group` neighbouring inputs of an output share a scale.
 
-What several formats are, each of which has a file of its own that says how it is stored. A scale is
-a float32, or has two levels: it is a whole number times a float16 that SUPER inputs share. Float32
-holds such a product exactly.
+Several formats are instances of it; their modules describe how they are stored. A scale is a
+float32, or has two levels: an int8 times a float16 that SUPER inputs share. Float32 holds this
+product exactly.
 """
 
 import math
@@ -22,32 +22,32 @@ from ..linear.weight import Weight, check_subscripts
 from . import four_bits
 from .compressed import FormatError, Rounded, multiply, split
 
-STEP = 64  # inputs that the kernels' rows are filled up to
+STEP = 64  # inputs are padded to a multiple of it for the native kernels
 SUPER = 256  # inputs that share the upper level of a scale
-MOST = 127  # the largest whole number of the lower one
+MAX_LEVEL = 127  # the largest integer of the lower level
 
 
 @dataclass(frozen=True)
 class Code:
-    """What codes stand for."""
+    """A codebook."""
 
     bits: int
-    numbers: np.ndarray  # float32 [2 ** bits]; what stands for none is 0
-    kernel: str  # for scales of one level
-    init: str  # of random codes
+    numbers: np.ndarray  # float32 [2 ** bits], the value of each code; 0 for NaN
+    kernel: str  # the native kernel for scales of one level
+    init: str  # `ArraySpec.init` of random codes
 
     @property
     def drawn(self) -> float:
-        """The limit of uniform numbers that are as large as those of random codes."""
+        """The limit of a uniform distribution with the variance of random codes' values."""
         return 1.07 if self.init == "float8" else float(np.sqrt(3 * np.square(self.numbers).mean()))
 
 
 def floats(dtype: Any, bits: int) -> np.ndarray:
-    """The numbers of all codes of a type of ml_dtypes."""
+    """The values of all bit patterns of an ml_dtypes dtype."""
     return np.nan_to_num(np.arange(1 << bits, dtype=np.uint8).view(dtype).astype(np.float32))
 
 
-NF4 = [  # quantiles of the normal distribution, as bitsandbytes has them
+NF4 = [  # bitsandbytes' quantiles of the normal distribution
     -1.0,
     -0.6961928009986877,
     -0.5250730514526367,
@@ -65,9 +65,9 @@ NF4 = [  # quantiles of the normal distribution, as bitsandbytes has them
     0.7229568362236023,
     1.0,
 ]
-# of bitsandbytes, in twelfths
+# bitsandbytes' FP4, times 12
 FP4 = [0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3]
-# of GGUF's IQ4_NL and IQ4_XS
+# GGUF's IQ4_NL and IQ4_XS
 IQ4 = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
 CODES = {
     "float8": Code(8, floats(ml_dtypes.float8_e4m3fn, 8), "fp8", "float8"),
@@ -83,7 +83,7 @@ CODES = {
         8, np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32), "int8_groups", "bytes"
     ),
 }
-WHOLE = {"uint4", "int4", "uint6", "int6", "int8"}  # those of whole numbers one after another
+WHOLE = {"uint4", "int4", "uint6", "int6", "int8"}  # consecutive integers
 
 
 def kernel(code: str, levels: bool) -> str:
@@ -95,13 +95,12 @@ def kernel(code: str, levels: bool) -> str:
 class Grouped(Rounded):
     """weight = number(code) * scale - least."""
 
-    codes: Any  # uint8 [*into, *out]; of four bits [count(K), O] as in `four_bits.py`
-    scale: Any  # float32 [ceil(K / group), *out]; in two levels int8
-    least: Any  # the same, or None: 0
-    # float16 [ceil(K / SUPER), *out], what the scale is multiplied with; None: it has one level
-    super_scale: Any
-    super_least: Any  # the same for what is subtracted
-    code: str = struct.field(pytree_node=False)  # a name in CODES
+    codes: Any  # uint8 [*into, *out]; with four bits [count(K), O] as in `four_bits.py`
+    scale: Any  # float32 [ceil(K / group), *out]; int8 if it has two levels
+    least: Any  # subtracted after scaling, like `scale`; None: nothing
+    super_scale: Any  # float16 [ceil(K / SUPER), *out], the upper level; None: one level
+    super_least: Any  # the upper level of `least`
+    code: str = struct.field(pytree_node=False)  # the codebook, a name in CODES
     group: int = struct.field(pytree_node=False)
 
     @property
@@ -112,12 +111,12 @@ class Grouped(Rounded):
     def kernel(self) -> str:
         return kernel(self.code, self.levels)
 
-    def shared(self, field: str = "scale") -> int:
+    def inputs_per_value(self, field: str = "scale") -> int:
         return SUPER if field.startswith("super") else self.group
 
     @property
-    def whole(self) -> int:
-        """How many neighbouring inputs must lie on one device."""
+    def block_inputs(self) -> int:
+        """The number of neighbouring inputs that must be on the same device."""
         return SUPER if self.levels else self.group
 
     @property
@@ -129,30 +128,30 @@ class Grouped(Rounded):
         return self.bits == 4
 
     @property
-    def is_whole(self) -> bool:
+    def is_integer(self) -> bool:
         return self.code in WHOLE
 
     @property
     def has_minimum(self) -> bool:
         return self.least is not None
 
-    def can_hold(self, other: Rounded) -> bool:
-        """A node of whole numbers holds those of several formats."""
-        if self.kind == other.kind:
+    def can_hold(self, source: Rounded) -> bool:
+        """Integer nodes can hold the values of several other integer formats."""
+        if self.kind == source.kind:
             return True
-        fits = (other.levels and other.bits <= self.bits) if self.levels else self.code == "int8"
-        groups_fit = other.is_whole and other.shared() % self.group == 0
-        return fits and groups_fit and (self.has_minimum or not other.has_minimum)
+        fits = (source.levels and source.bits <= self.bits) if self.levels else self.code == "int8"
+        groups_fit = source.is_integer and source.inputs_per_value() % self.group == 0
+        return fits and groups_fit and (self.has_minimum or not source.has_minimum)
 
-    def whole_codes(self, fields: dict[str, np.ndarray]) -> np.ndarray:
+    def integer_codes(self, fields: dict[str, np.ndarray]) -> np.ndarray:
         return fields["codes"]
 
-    def whole_inputs(self) -> int:
-        return 1 if self.scale.axes[-len(self.out) - 1] in (None, "embed") else self.whole
+    def inputs_per_shard(self) -> int:
+        return 1 if self.scale.axes[-len(self.out) - 1] in (None, "embed") else self.block_inputs
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
         axes = len(self.into)
-        # of this device's part, where it is split
+        # local to the device
         into = self.into if self.packed else self.codes.shape[:axes]
         out = self.scale.shape[1:]
         check_subscripts(subscripts, x, into, out, self.inputs)
@@ -165,15 +164,15 @@ class Grouped(Rounded):
         """The weight as one float32 matrix [K, O]."""
         codes_KO = four_bits.split(self.codes, K) if self.packed else self.codes.reshape(K, -1)
         scale_GO, least_GO = (None if x is None else x.reshape(len(x), -1) for x in self.scales())
-        return numbers(self.code, self.group, codes_KO, scale_GO, least_GO)
+        return dequantize(self.code, self.group, codes_KO, scale_GO, least_GO)
 
     def scales(self, index=slice(None)):
-        """Scales and what is subtracted, of one level: float32 [groups, *out] of these outputs."""
+        """(scales, minima) with the levels multiplied: float32 [groups, *out] of these outputs."""
         pairs = (self.scale, self.super_scale), (self.least, self.super_least)
         return (
             None
             if x is None
-            else scaled(x[:, index], None if up is None else up[:, index], self.group)
+            else combine_levels(x[:, index], None if up is None else up[:, index], self.group)
             for x, up in pairs
         )
 
@@ -182,24 +181,26 @@ class Grouped(Rounded):
         return self.scale.shape[1]
 
     def __getitem__(self, index):
-        """Rows of an embedding, float32."""
+        """Rows of an embedding, in float32."""
         K = math.prod(self.into)
         codes_KR = four_bits.split(self.codes[:, index], K) if self.packed else self.codes[:, index]
-        return numbers(self.code, self.group, codes_KR, *self.scales(index)).T
+        return dequantize(self.code, self.group, codes_KR, *self.scales(index)).T
 
     def for_kernels(self, rows: str) -> Weight:
         if not has_product(self.kernel, rows):
             return self
         K = math.prod(self.into)
         codes = np.asarray(self.codes)
-        whole = max(STEP, self.whole)
-        padded = -(-K // whole) * whole
+        multiple = max(STEP, self.block_inputs)
+        padded = -(-K // multiple) * multiple
 
-        def blocks(field: str, other: str) -> np.ndarray:
+        def blocks(field: str, default: str) -> np.ndarray:
             if (values := getattr(self, field)) is None:
-                return np.zeros(0, getattr(self, other).dtype)
+                return np.zeros(0, getattr(self, default).dtype)
             flat = np.asarray(values).reshape(len(values), -1)
-            return by_block(np.pad(flat, ((0, padded // self.shared(field) - len(flat)), (0, 0))))
+            return by_block(
+                np.pad(flat, ((0, padded // self.inputs_per_value(field) - len(flat)), (0, 0)))
+            )
 
         if self.packed:
             tiles = tile_nibbles(codes, K, padded)
@@ -218,57 +219,65 @@ class Grouped(Rounded):
         )
 
     def quantize(self, weight: np.ndarray) -> "Grouped":
-        """Round to nearest: the largest value of each group at the largest number, or both ends at
-        both ends.
+        """Round to nearest. The largest magnitude of a group becomes the largest value of the
+        codebook or, with a minimum, the group's range becomes the codebook's.
         """
         K = math.prod(self.into)
         group = self.group
         code = CODES[self.code]
-        wide_KO = weight.astype(np.float32).reshape(K, -1)
-        grouped = np.pad(wide_KO, ((0, -K % group), (0, 0))).reshape(-1, group, wide_KO.shape[1])
+        weight_KO = weight.astype(np.float32).reshape(K, -1)
+        grouped = np.pad(weight_KO, ((0, -K % group), (0, 0))).reshape(
+            -1, group, weight_KO.shape[1]
+        )
         first = code.numbers.min()
         last = code.numbers.max()
         fields = {}
         if self.least is None:
             least = np.zeros((1, 1), np.float32)
-            scale = self.leveled("scale", self.scaled(np.abs(grouped).max(1)), fields)
+            scale = self.round_to_levels("scale", self.group_scale(np.abs(grouped).max(1)), fields)
         else:
             low = np.minimum(grouped.min(1), 0)
             high = np.maximum(grouped.max(1), 0)
-            scale = self.leveled("scale", (high - low) / (last - first), fields)
-            least = self.leveled("least", first * scale - low, fields)
-        above = grouped + least[:, None]
-        exact = np.divide(
-            above, scale[:, None], out=np.zeros_like(grouped), where=scale[:, None] > 0
+            scale = self.round_to_levels("scale", (high - low) / (last - first), fields)
+            least = self.round_to_levels("least", first * scale - low, fields)
+        shifted = grouped + least[:, None]
+        scaled_weight = np.divide(
+            shifted, scale[:, None], out=np.zeros_like(grouped), where=scale[:, None] > 0
         )
-        codes = nearest(code.numbers, exact).reshape(-1, wide_KO.shape[1])[:K]
+        codes = nearest(code.numbers, scaled_weight).reshape(-1, weight_KO.shape[1])[:K]
         return self.join(fields | {"codes": codes})
 
-    def leveled(
+    def round_to_levels(
         self, name: str, values_GO: np.ndarray, fields: dict[str, np.ndarray]
     ) -> np.ndarray:
-        """What groups share, put into the fields as it is kept; and what it then is."""
+        """Add group parameters to the fields, rounded to two levels if the format has them, and
+        return the rounded parameters.
+        """
         fields[name] = values_GO
         if not self.levels:
             return values_GO
-        again = SUPER // self.group
-        blocks = np.pad(values_GO, ((0, -len(values_GO) % again), (0, 0))).reshape(
-            -1, again, values_GO.shape[1]
+        groups_per_super = SUPER // self.group
+        blocks = np.pad(values_GO, ((0, -len(values_GO) % groups_per_super), (0, 0))).reshape(
+            -1, groups_per_super, values_GO.shape[1]
         )
-        above = fields[f"super_{name}"] = (np.abs(blocks).max(1) / MOST).astype(np.float16)
-        each = above.astype(np.float32).repeat(again, 0)[: len(values_GO)]
-        whole = np.rint(np.divide(values_GO, each, out=np.zeros_like(values_GO), where=each > 0))
-        fields[name] = np.clip(whole, -MOST, MOST).astype(np.int8)
-        return fields[name] * each
+        super_values = fields[f"super_{name}"] = (np.abs(blocks).max(1) / MAX_LEVEL).astype(
+            np.float16
+        )
+        super_GO = super_values.astype(np.float32).repeat(groups_per_super, 0)[: len(values_GO)]
+        quantised = np.rint(
+            np.divide(values_GO, super_GO, out=np.zeros_like(values_GO), where=super_GO > 0)
+        )
+        fields[name] = np.clip(quantised, -MAX_LEVEL, MAX_LEVEL).astype(np.int8)
+        return fields[name] * super_GO
 
-    def scaled(self, most: np.ndarray) -> np.ndarray:
-        """The scale of groups by the size of their largest value."""
-        scale = most / CODES[self.code].numbers.max()
-        if self.code == "int8":  # as every layout of bytes in groups holds it
+    def group_scale(self, max_abs: np.ndarray) -> np.ndarray:
+        """The scales of groups, from their largest magnitudes."""
+        scale = max_abs / CODES[self.code].numbers.max()
+        if self.code == "int8":  # all stored layouts of grouped int8 have float16 scales
             return scale.astype(np.float16).astype(np.float32)
         return scale
 
-    def coded(self, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> "Grouped":
+    def from_codes(self, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> "Grouped":
         assert self.code == "int8" and self.least is None
         return self.join({"codes": codes.astype(np.uint8) ^ 128, "scale": scale.astype(np.float32)})
 
@@ -280,8 +289,8 @@ class Grouped(Rounded):
                 else fields[name]
             )
 
-        found = CODES[self.code].numbers[fields["codes"]] * product("scale")
-        return found if self.least is None else found - product("least")
+        weight = CODES[self.code].numbers[fields["codes"]] * product("scale")
+        return weight if self.least is None else weight - product("least")
 
     def join(self, fields: dict[str, np.ndarray]) -> "Grouped":
         codes = fields["codes"].reshape(len(fields["codes"]), -1)
@@ -290,20 +299,20 @@ class Grouped(Rounded):
         return self.replace(codes=codes, **shared)
 
 
-SHARED = ("scale", "least", "super_scale", "super_least")  # what groups share
+SHARED = ("scale", "least", "super_scale", "super_least")  # group parameters
 
 
 @struct.dataclass
 class TiledGroups(Product):
-    """For the kernels; see formats.h."""
+    """Tiles for the native kernels, see formats.h in `ops/native`."""
 
-    # uint8 [O / 16, K / 2, 16, 2]; uint32 [O / 16, K / 8, 16] of four bits, [O / 16, K / 16, 3, 16]
-    # of six
+    # 8 bits: uint8 [O / 16, K / 2, 16, 2]; 4 bits: uint32 [O / 16, K / 8, 16]; 6 bits:
+    # uint32 [O / 16, K / 16, 3, 16]
     tiles: Any
-    scale: Any  # float32 [O / 16, K / group, 16]; in two levels int8
-    least: Any  # the same, or empty
-    super_scale: Any = None  # float16 [O / 16, K / SUPER, 16]; None where scales have one level
-    super_least: Any = None  # the same, or empty
+    scale: Any  # float32 [O / 16, K / group, 16]; int8 if it has two levels
+    least: Any  # like `scale`; empty if there is none
+    super_scale: Any = None  # float16 [O / 16, K / SUPER, 16]; None: one level
+    super_least: Any = None  # like `super_scale`; empty if there is none
     code: str = struct.field(pytree_node=False, kw_only=True)
 
     @property
@@ -311,77 +320,80 @@ class TiledGroups(Product):
         return kernel(self.code, self.super_scale is not None)
 
     def __getitem__(self, index):
-        """Rows of an embedding, float32."""
+        """Rows of an embedding, in float32."""
         K = math.prod(self.into)
-        block, lane = (index // LANES, index % LANES)
+        block = index // LANES
+        lane = index % LANES
         codes_KR = self.codes_of(block, lane).reshape(index.shape[0], -1).T
         group = len(codes_KR) // self.scale.shape[1]
 
-        def rows(values, up):
+        def rows(values, super_values):
             if not values.size:
                 return None
-            return scaled(
-                values[block, :, lane].T, None if up is None else up[block, :, lane].T, group
+            return combine_levels(
+                values[block, :, lane].T,
+                None if super_values is None else super_values[block, :, lane].T,
+                group,
             )
 
         scale_GR = rows(self.scale, self.super_scale)
         least_GR = rows(self.least, self.super_least)
-        return numbers(self.code, group, codes_KR, scale_GR, least_GR)[:K].T
+        return dequantize(self.code, group, codes_KR, scale_GR, least_GR)[:K].T
 
     def codes_of(self, block, lane):
         bits = CODES[self.code].bits
         low = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32)
         if bits == 8:
             return self.tiles[block, :, lane]
-        if bits == 4:  # k0 k2 k4 k6 in the low half of a word, and k1 k3 k5 k7 in its high half
+        if bits == 4:  # inputs 0 2 4 6 are in the low half of a word, and 1 3 5 7 in the high half
             return self.tiles[block, :, lane, None] >> low & np.uint32(15)
         words = self.tiles[block, :, :, lane]
         pair = np.arange(16) // 2
         half = np.arange(16) % 2 * 16
-        last = pair >= 6  # those whose two high bits lie apart
-        low = words[:, :, np.where(last, pair - 6, pair // 2)] >> shifts(
-            half, np.where(last, 12, pair % 2 * 6)
+        has_split_bits = pair >= 6  # their two high bits are in the third word
+        low = words[:, :, np.where(has_split_bits, pair - 6, pair // 2)] >> add_shifts(
+            half, np.where(has_split_bits, 12, pair % 2 * 6)
         )
-        high = words[:, :, 2:] >> shifts(half, np.where(last, 2 * pair, 0))
+        high = words[:, :, 2:] >> add_shifts(half, np.where(has_split_bits, 2 * pair, 0))
         return jnp.where(
-            last, low & np.uint32(15) | (high & np.uint32(3)) << 4, low & np.uint32(63)
+            has_split_bits, low & np.uint32(15) | (high & np.uint32(3)) << 4, low & np.uint32(63)
         )
 
 
-def shifts(*parts: np.ndarray) -> np.ndarray:
-    return sum(parts).astype(np.uint32)
+def add_shifts(*terms: np.ndarray) -> np.ndarray:
+    return sum(terms).astype(np.uint32)
 
 
-def scaled(values_GO, super_SO, group: int):
-    """What groups share, in float32."""
+def combine_levels(values_GO, super_SO, group: int):
+    """Group parameters in float32, with the levels multiplied."""
     if super_SO is None:
         return values_GO
-    above = jnp.repeat(super_SO.astype(jnp.float32), SUPER // group, axis=0)
-    return values_GO.astype(jnp.float32) * above[: len(values_GO)]
+    super_GO = jnp.repeat(super_SO.astype(jnp.float32), SUPER // group, axis=0)
+    return values_GO.astype(jnp.float32) * super_GO[: len(values_GO)]
 
 
-def numbers(code: str, group: int, codes_KO, scale_GO, least_GO):
-    """What codes mean, in float32."""
+def dequantize(code: str, group: int, codes_KO, scale_GO, least_GO):
+    """Dequantise codes to float32."""
 
     def spread(values_GO):
         return jnp.repeat(values_GO, group, axis=0)[: len(codes_KO)]
 
-    found = jnp.take(jnp.asarray(CODES[code].numbers), codes_KO.astype(jnp.int32), axis=0) * spread(
-        scale_GO
-    )
-    return found if least_GO is None else found - spread(least_GO)
+    values = jnp.take(
+        jnp.asarray(CODES[code].numbers), codes_KO.astype(jnp.int32), axis=0
+    ) * spread(scale_GO)
+    return values if least_GO is None else values - spread(least_GO)
 
 
 def nearest(numbers: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The code of the number nearest to each value; of two as near, the even code."""
-    # of codes for the same number the first: all mean one
+    """The code of the nearest number for each value; the even code in a tie."""
+    # (of several codes for the same number the first)
     ordered, order = np.unique(numbers, return_index=True)
-    above = np.clip(np.searchsorted(ordered, values), 1, len(ordered) - 1)
-    low = ordered[above - 1]
-    high = ordered[above]
-    down = order[above - 1]
-    up = order[above]
-    middle = (low + high) / 2
+    upper = np.clip(np.searchsorted(ordered, values), 1, len(ordered) - 1)
+    low_number = ordered[upper - 1]
+    high_number = ordered[upper]
+    down = order[upper - 1]
+    up = order[upper]
+    middle = (low_number + high_number) / 2
     take_low = (values < middle) | ((values == middle) & (down % 2 == 0))
     return np.where(take_low, down, up).astype(np.uint8)
 
@@ -394,9 +406,15 @@ def spec(
     least: bool = False,
     levels: bool = False,
 ) -> Grouped:
-    """The specs of an array kept so.
+    """The specs of a weight in a grouped format.
 
-    One that is split by its inputs has whole groups in each part, or is refused.
+    Args:
+        dense: the spec of the weight.
+        code: the codebook, a name in CODES.
+        group: inputs of a group.
+        kind: the class of the node.
+        least: whether a minimum is subtracted.
+        levels: whether scales have two levels.
     """
     into, out, axes = split(dense)
     K = math.prod(into)
@@ -410,22 +428,26 @@ def spec(
         shape = (four_bits.count(K), O)
         axes = (by_input[0], by_output[0])
 
-    def shared(size: int, dtype: Any, init: str) -> ArraySpec:
+    def group_spec(size: int, dtype: Any, init: str) -> ArraySpec:
         return ArraySpec(
             (-(-K // size), *out), dtype, (by_input[0], *by_output), init, dense.fan_in
         )
 
-    drawn = f"scale/{CODES[code].drawn:g}"
-    scale = shared(group, jnp.int8, "ones") if levels else shared(group, jnp.float32, drawn)
-    above = shared(SUPER, jnp.float16, drawn) if levels else None
+    scale_init = f"scale/{CODES[code].drawn:g}"
+    scale = (
+        group_spec(group, jnp.int8, "ones")
+        if levels
+        else group_spec(group, jnp.float32, scale_init)
+    )
+    super_scale = group_spec(SUPER, jnp.float16, scale_init) if levels else None
     return kind(
         codes=replace(
             dense, shape=shape, axes=axes, dtype=jnp.uint8, init=CODES[code].init, inputs=()
         ),
         scale=scale,
         least=scale if least else None,
-        super_scale=above,
-        super_least=above if least else None,
+        super_scale=super_scale,
+        super_least=super_scale if least else None,
         code=code,
         group=group,
         into=into,
@@ -437,9 +459,9 @@ def spec(
 def by_table(
     name: str, code: str, group: int, leveled: bool = False
 ) -> tuple[Callable[..., tuple[str, ...]], Callable[..., Grouped]]:
-    """`kernels` and `spec` of a format that is codes of a table in groups of one size.
+    """The functions `kernels` and `spec` of a format with a codebook and a fixed group size.
 
-    It has no options, or `levels`: scales in two levels.
+    With `leveled`, the format has the option `levels`: scales in two levels.
     """
 
     def kernels(*options: str) -> tuple[str, ...]:
@@ -457,9 +479,9 @@ def by_table(
 
 
 def by_count(name: str, bits: int) -> tuple[Callable[..., tuple[str, ...]], Callable[..., Grouped]]:
-    """The same of a format that is whole numbers of so many bits, with scales in two levels.
+    """The functions `kernels` and `spec` of an integer format with scales in two levels.
 
-    The options are a group's size, 16 or 32, and perhaps `least`: a number taken off.
+    Its options are the group size, 16 or 32, and optionally `least`: a minimum is subtracted.
     """
 
     def kernels(*options: str) -> tuple[str, ...]:

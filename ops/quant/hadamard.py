@@ -1,9 +1,9 @@
-"""Inputs mixed so that none is large by itself: signs, then Walsh-Hadamard transforms of
-neighbours.
+"""Randomised Hadamard transform of a weight's inputs, which spreads outliers over many inputs:
+random signs, then Walsh-Hadamard transforms of blocks.
 
-Inputs come in blocks, each the largest power of two that divides their number: 4096 are one block,
-192 three of 64. The transform is symmetric and its own inverse, so that W x = rotated(W) rotated(x)
-for rows of W and of x alike.
+The size of a block is the largest power of two that divides the number of inputs: 4096 inputs are
+one block, 192 are three of 64. The Hadamard transform is symmetric and its own inverse, so the
+product of a row of W and a row of x does not change if both are rotated.
 """
 
 import jax
@@ -12,8 +12,8 @@ import numpy as np
 
 
 def signs(count: int) -> np.ndarray:
-    """1 or -1 for each input by its number: the lowest bit of what murmur3 makes of it in the
-    end.
+    """A pseudo-random sign, 1 or -1, for each input: the lowest bit of murmur3's finaliser of its
+    index.
     """
     bits = np.arange(count, dtype=np.uint32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
@@ -23,17 +23,19 @@ def signs(count: int) -> np.ndarray:
 
 
 def rotated(x):
-    """Rows [..., K] of numpy or JAX in float32."""
+    """Transform rows [..., K] of NumPy or JAX, in float32."""
     return transformed(x * signs(x.shape[-1]))
 
 
 def restored(x):
-    """The rows of which these are `rotated`."""
+    """The inverse of `rotated`."""
     return transformed(x) * signs(x.shape[-1])
 
 
 def transformed(x):
-    """Sums of two at a time in one order: a row's bits do not depend on its company."""
+    """The Walsh-Hadamard transform, by pairwise sums in a fixed order, so that it is
+    batch-invariant.
+    """
     xp = jnp if isinstance(x, jax.Array) else np
     K = x.shape[-1]
     lead = x.shape[:-1]
@@ -42,8 +44,8 @@ def transformed(x):
     x = x.astype(np.float32)
     while half < block:
         pairs = x.reshape(*lead, -1, 2, half)
-        first = pairs[..., 0, :]
-        second = pairs[..., 1, :]
-        x = xp.stack([first + second, first - second], axis=-2)
+        first_half = pairs[..., 0, :]
+        second_half = pairs[..., 1, :]
+        x = xp.stack([first_half + second_half, first_half - second_half], axis=-2)
         half = 2 * half
     return x.reshape(*lead, K) * np.float32(block**-0.5)

@@ -1,8 +1,8 @@
-"""INT2: as INT4, with codes of two bits in files; they are kept in four."""
+"""INT2: like INT4, with two bits per weight in files and four in memory."""
 
 from functools import partial
 
-from .int4 import of_bits, schemes
+from .int4 import schemes, spec_with_bits
 
 CHOICES = "int2 with the options of int4"
 HEAD = "int8"
@@ -11,7 +11,7 @@ METHOD = None
 MULTIPLE = 1
 STORED = schemes(2)
 
-spec = partial(of_bits, 2)
+spec = partial(spec_with_bits, 2)
 
 
 def kernels(*options: str) -> tuple[str, ...]:

@@ -1,9 +1,8 @@
-"""INT4: four bits a weight, two a byte; `group` inputs of an output share a scale and perhaps a
-zero.
+"""INT4: 4-bit integers, two per byte, with a scale and optionally a zero point per group of inputs.
 
-In a checkpoint each code is stored plus 8, so that it is never negative, as an `Int4` has it; eight
-neighbouring inputs share a word, the first in the lowest bits. Codes of three and two bits
-(`int3.py`, `int2.py`) are stored plus 4 and 2, ten and sixteen a word, and kept here in four bits.
+Checkpoints and `Int4` store unsigned values: the integer plus 8. In a checkpoint eight neighbouring
+inputs share a word, the first in the lowest bits. Integers of three and two bits (`int3.py`,
+`int2.py`) are stored plus 4 and 2, ten and sixteen per word, and in four bits in memory.
 
     weight_packed      int32 [out, in / 8]
     weight_shape       out, in
@@ -39,18 +38,18 @@ from .grouped import CODES
 from .grouped import spec as grouped
 
 GROUPS = ("32", "64", "128")
-MIDDLE = 8  # the code that stands for zero where a group has none of its own
+MIDDLE = 8  # the zero point of groups without one
 
 CHOICES = "int4 with a group of 32, 64 or 128 and perhaps zero points, such as int4-128-zero"
 HEAD = "int8"  # four bits are too few for a vocabulary
-SPLITS = False  # the codes lie in groups along the axis that would be cut
+SPLITS = False  # groups lie along the axis that would be split
 METHOD = None
 MULTIPLE = 1
 WHOLE = {"type": "int", "symmetric": True, "dynamic": False, "num_bits": 4, "strategy": "group"}
 
 
 def schemes(bits: int) -> dict[str, Scheme]:
-    """All that are of so many bits."""
+    """The compressed-tensors description of all formats with this number of bits, by name."""
     return {
         f"int{bits}-{group}{'' if symmetric else '-zero'}": Scheme(
             WHOLE | {"num_bits": bits, "symmetric": symmetric, "group_size": int(group)},
@@ -67,28 +66,28 @@ STORED = schemes(4)
 
 @struct.dataclass
 class Int4(Rounded):
-    """weight = (code - zero) * scale; the codes lie as in `four_bits.py`."""
+    """weight = (code - zero) * scale; the codes are packed as in `four_bits.py`."""
 
     nibbles: Any  # uint8 [four_bits.count(K), O]
     scale: Any  # float16 [K / group, O]
-    zero: Any  # uint8 [K / group, O], or None: 8
+    zero: Any  # uint8 [K / group, O]; None: MIDDLE
     group: int = struct.field(pytree_node=False)
-    bits: int = struct.field(pytree_node=False, default=4)  # of a code in files
+    bits: int = struct.field(pytree_node=False, default=4)  # of a code in checkpoints
     has_gpu_kernel = True
 
     @property
     def offset(self) -> int:
-        """What a code has more here than in files."""
+        """The difference of a code here and in checkpoints."""
         return MIDDLE - (1 << (self.bits - 1)) if self.zero is None else 0
 
     @property
-    def is_whole(self) -> bool:
+    def is_integer(self) -> bool:
         return self.zero is None
 
-    def whole_codes(self, fields: dict[str, np.ndarray]) -> np.ndarray:
+    def integer_codes(self, fields: dict[str, np.ndarray]) -> np.ndarray:
         return fields["nibbles"].astype(np.int8) - np.int8(MIDDLE)
 
-    def shared(self, field: str = "scale") -> int:
+    def inputs_per_value(self, field: str = "scale") -> int:
         return self.group
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
@@ -101,7 +100,7 @@ class Int4(Rounded):
         return (code_KO - zero) * self.spread(self.scale)
 
     def spread(self, values_GO):
-        """What a group shares, for each of its inputs."""
+        """Expand group parameters to all inputs."""
         return jnp.repeat(values_GO.astype(jnp.float32), self.group, axis=0)[: math.prod(self.into)]
 
     def for_kernels(self, rows: str) -> Weight:
@@ -121,26 +120,28 @@ class Int4(Rounded):
         return TiledInt4(tiles, scale, zero, **sizes, **row_options("int4", self.group, rows))
 
     def gpu_matrix(self) -> GpuMatrix:
-        """With the axes of its outputs."""
+        """See `Weight.gpu_matrix`; the arrays have all axes of the outputs."""
         arrays = self.nibbles, self.scale, self.zero
         codes, scale, zero = (
-            None if each is None else each.reshape(*each.shape[:-1], *self.out) for each in arrays
+            None if array is None else array.reshape(*array.shape[:-1], *self.out)
+            for array in arrays
         )
         return GpuMatrix(codes, "int4", scale, self.group, zero=zero)
 
     def quantize(self, weight: np.ndarray) -> "Int4":
-        """Round to nearest: a group's values spread over -8 to 7, or over 0 to 15 from its least to
-        its largest.
+        """Round to nearest. The range of a group becomes 0 to 15, or without zero points the
+        largest magnitude becomes -8.
         """
         K = math.prod(self.into)
         group = self.group
         last = (1 << self.bits) - 1
         middle = (last + 1) // 2
-        wide_KO = weight.astype(np.float32).reshape(K, -1)
-        O = wide_KO.shape[1]
-        grouped = np.pad(wide_KO, ((0, -K % group), (0, 0))).reshape(-1, group, O)
+        weight_KO = weight.astype(np.float32).reshape(K, -1)
+        O = weight_KO.shape[1]
+        grouped = np.pad(weight_KO, ((0, -K % group), (0, 0))).reshape(-1, group, O)
         if self.zero is None:
-            # The sign of the largest decides which end it lies at: all sixteen codes are in use.
+            # Signed scales: the value of the largest magnitude becomes -8, so that all 16 codes are
+            # used.
             top = np.take_along_axis(grouped, np.abs(grouped).argmax(1)[:, None], 1)[:, 0]
             scale = (top / -middle).astype(np.float16)
             zero = np.full_like(grouped[:, :1], middle)
@@ -148,29 +149,29 @@ class Int4(Rounded):
             low = np.minimum(grouped.min(1), 0)
             high = np.maximum(grouped.max(1), 0)
             scale = ((high - low) / last).astype(np.float16)
-            inverse = inverted(scale.astype(np.float32))
+            inverse = safe_inverse(scale.astype(np.float32))
             zero = np.clip(np.rint(-low * inverse), 0, last)[:, None]
-        codes = np.rint(grouped * inverted(scale.astype(np.float32))[:, None]) + zero
+        codes = np.rint(grouped * safe_inverse(scale.astype(np.float32))[:, None]) + zero
         codes = np.clip(codes, 0, last).astype(np.uint8).reshape(-1, O)[:K] + np.uint8(self.offset)
         zeros = None if self.zero is None else zero[:, 0].astype(np.uint8)
         return self.replace(nibbles=four_bits.join(codes), scale=scale, zero=zeros)
 
-    def coded(self, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> "Int4":
+    def from_codes(self, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> "Int4":
         zeros = None if self.zero is None else zero.astype(np.uint8)
         nibbles = four_bits.join(codes.astype(np.uint8) + np.uint8(self.offset))
         return self.replace(nibbles=nibbles, scale=scale.astype(np.float16), zero=zeros)
 
     def layout(self, rows: int, columns: int, form: str) -> Layout:
-        if columns % self.group:  # no other reader takes a group that is not full as Quire would
-            others = " or ".join(group for group in GROUPS if columns % int(group) == 0)
-            remedy = f"it could be {others}" if others else "int8 has none"
+        if columns % self.group:  # other readers interpret partial groups differently
+            fitting = " or ".join(group for group in GROUPS if columns % int(group) == 0)
+            remedy = f"it could be {fitting}" if fitting else "int8 has none"
             raise FormatError(
                 f"has {columns} inputs, which do not divide by the group of {self.group}; {remedy}"
             )
         groups = columns // self.group
         scales = ((rows, groups), (rows,)) if groups == 1 else ((rows, groups),)
-        down = -(-rows // (32 // self.bits)), groups
-        zero = {} if self.zero is None else {".weight_zero_point": (("int32",), (down,))}
+        packed_shape = -(-rows // (32 // self.bits)), groups
+        zero = {} if self.zero is None else {".weight_zero_point": (("int32",), (packed_shape,))}
         return (
             words(rows, columns, self.bits)
             | zero
@@ -178,16 +179,20 @@ class Int4(Rounded):
         )
 
     def fields(
-        self, parts: dict[str, np.ndarray], columns: int, form: str
+        self, tensors: dict[str, np.ndarray], columns: int, form: str
     ) -> dict[str, np.ndarray]:
-        codes = split_words(parts[".weight_packed"], self.bits)[:, :columns] + np.uint8(self.offset)
-        found = {
+        codes = split_words(tensors[".weight_packed"], self.bits)[:, :columns] + np.uint8(
+            self.offset
+        )
+        fields = {
             "nibbles": codes,
-            "scale": parts[".weight_scale"].astype(np.float32).reshape(len(codes), -1),
+            "scale": tensors[".weight_scale"].astype(np.float32).reshape(len(codes), -1),
         }
         if self.zero is not None:
-            found["zero"] = split_words(parts[".weight_zero_point"].T, self.bits)[:, : len(codes)].T
-        return found
+            fields["zero"] = split_words(tensors[".weight_zero_point"].T, self.bits)[
+                :, : len(codes)
+            ].T
+        return fields
 
     def decode(self, fields: dict[str, np.ndarray]) -> np.ndarray:
         middle = MIDDLE if self.zero is None else fields["zero"].astype(np.float32)
@@ -201,19 +206,19 @@ class Int4(Rounded):
         (columns,) = self.into
         (rows,) = self.out
         codes = four_bits.split(self.nibbles, columns).T - np.uint8(self.offset)
-        found = {
+        tensors = {
             ".weight_packed": join_codes(codes, self.bits),
             ".weight_shape": np.array([rows, columns]),
             ".weight_scale": self.scale.T,
         }
         if self.zero is not None:
-            found[".weight_zero_point"] = join_codes(self.zero, self.bits).T
-        return found
+            tensors[".weight_zero_point"] = join_codes(self.zero, self.bits).T
+        return tensors
 
 
 @struct.dataclass
 class TiledInt4(Product):
-    """For the kernels; see formats.h."""
+    """Tiles for the native kernels, see formats.h in `ops/native`."""
 
     tiles: Any  # uint32 [O / 16, K / 8, 16]
     scale: Any  # float16 [O / 16, K / group, 16]
@@ -226,17 +231,17 @@ def kernels(*options: str) -> tuple[str, ...]:
 
 
 def spec(dense: ArraySpec, *options: str) -> Any:
-    """The specs of an array kept so; the options are a group's size, and `zero`, or `least`: a
-    number taken off.
+    """See `Format.spec`. Options: a group size, and `zero` (zero points) or `least` (a minimum is
+    subtracted).
     """
     sizes = [option for option in options if option in GROUPS]
     if "least" in options and len(sizes) == 1 and len(options) == 2:
         return grouped(dense, "uint4", int(sizes[0]), least=True)
-    return of_bits(4, dense, *options)
+    return spec_with_bits(4, dense, *options)
 
 
-def of_bits(bits: int, dense: ArraySpec, *options: str) -> Int4:
-    """The specs of codes of so many bits."""
+def spec_with_bits(bits: int, dense: ArraySpec, *options: str) -> Int4:
+    """The specs of a weight in integers with this number of bits."""
     sizes = [option for option in options if option in GROUPS]
     if len(sizes) > 1 or set(options) - {"zero", *GROUPS}:
         raise FormatError(
@@ -249,7 +254,7 @@ def of_bits(bits: int, dense: ArraySpec, *options: str) -> Int4:
     O = math.prod(out)
     if K % 2:
         raise FormatError(f"{K} inputs cannot be kept two a byte")
-    # One matrix: which of its sides is sharded is said by the first axis of each.
+    # The node has one input and one output axis; their sharding is that of the first dense axes.
     axes = (ordered[0], ordered[len(into)])
     shared = (-(-K // group), O)
     return Int4(
@@ -271,5 +276,5 @@ def of_bits(bits: int, dense: ArraySpec, *options: str) -> Int4:
     )
 
 
-def inverted(scale: np.ndarray) -> np.ndarray:
+def safe_inverse(scale: np.ndarray) -> np.ndarray:
     return np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)

@@ -1,8 +1,9 @@
-"""INT8: signed bytes with a scale an output. `dynamic`: the rows that meet them become bytes too,
-each as it comes.
+"""INT8: 8-bit integers with a scale per output.
 
-A checkpoint has `weight` int8 [out, in] with `weight_scale` [out] or [out, 1]; or four codes plus
-128 in a word, in `weight_packed` [out, in / 4] with `weight_shape`.
+With `dynamic`, activations are rounded to int8 too, with a scale per row.
+
+A checkpoint has `weight` int8 [out, in] with `weight_scale` [out] or [out, 1]; or `weight_packed`
+[out, in / 4] with `weight_shape`, where four integers plus 128 share a word.
 """
 
 import math
@@ -45,7 +46,7 @@ MULTIPLE = 1
 WHOLE = {"type": "int", "symmetric": True, "dynamic": False, "num_bits": 8, "strategy": "channel"}
 STORED = {
     "int8": Scheme(WHOLE, WHOLE | {"strategy": "token", "dynamic": True}, ("int-quantized",)),
-    # vLLM takes weights without rounded activations in words alone.
+    # vLLM supports weights without rounded activations in packed form only.
     "int8-weights": Scheme(WHOLE, None, ("pack-quantized", "int-quantized")),
 }
 
@@ -65,7 +66,7 @@ class Int8(Rounded):
 
     def einsum(self, subscripts: str, x, bias=None, dtype=None):
         axes = len(self.into)
-        into = self.codes.shape[:axes]  # of this device's part, where it is split
+        into = self.codes.shape[:axes]  # local to the device
         out = self.codes.shape[axes:]
         check_subscripts(subscripts, x, into, out, self.inputs)
         lead = x.shape[: x.ndim - axes]
@@ -73,7 +74,7 @@ class Int8(Rounded):
         scale_O = self.scale.reshape(-1)
         x_RK = x.reshape(-1, codes_KO.shape[0])
         if self.dynamic:
-            rows_RK, row_scale_R1 = as_bytes(x_RK)
+            rows_RK, row_scale_R1 = round_to_int8(x_RK)
             exact = jnp.dot(rows_RK, codes_KO, preferred_element_type=jnp.int32)
             y_RO = exact.astype(jnp.float32) * (scale_O * row_scale_R1)
         else:
@@ -103,16 +104,16 @@ class Int8(Rounded):
         return GpuMatrix(self.codes, "int8", self.scale, rounded=self.dynamic)
 
     def quantize(self, weight: np.ndarray) -> "Int8":
-        """Round to nearest, the largest value of each output at 127."""
+        """Round to nearest; the largest magnitude of each output becomes 127."""
         axes = tuple(range(len(self.into)))
-        wide = weight.astype(np.float32)
-        scale = np.abs(wide).max(axis=axes) / LIMIT
+        weight_f32 = weight.astype(np.float32)
+        scale = np.abs(weight_f32).max(axis=axes) / LIMIT
         codes = np.rint(
-            wide * np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
+            weight_f32 * np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
         ).astype(np.int8)
         return self.replace(codes=codes, scale=scale)
 
-    def coded(self, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> "Int8":
+    def from_codes(self, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> "Int8":
         signed = (codes.astype(np.uint8) ^ 128).view(np.int8)
         return self.replace(
             codes=signed.reshape(self.into + self.out), scale=scale.reshape(self.out)
@@ -127,12 +128,12 @@ class Int8(Rounded):
         return codes | {".weight_scale": (("float32", "float16", "bfloat16"), ((rows, 1), (rows,)))}
 
     def fields(
-        self, parts: dict[str, np.ndarray], columns: int, form: str
+        self, tensors: dict[str, np.ndarray], columns: int, form: str
     ) -> dict[str, np.ndarray]:
-        scale = parts[".weight_scale"].astype(np.float32).reshape(-1, 1)
+        scale = tensors[".weight_scale"].astype(np.float32).reshape(-1, 1)
         if form != "pack-quantized":
-            return {"codes": parts[".weight"], "scale": scale}
-        codes = split_words(parts[".weight_packed"], 8)[:, :columns]
+            return {"codes": tensors[".weight"], "scale": scale}
+        codes = split_words(tensors[".weight_packed"], 8)[:, :columns]
         return {"codes": (codes ^ 128).view(np.int8), "scale": scale}
 
     def decode(self, fields: dict[str, np.ndarray]) -> np.ndarray:
@@ -158,8 +159,8 @@ class Int8(Rounded):
 
 @struct.dataclass
 class TiledInt8(Product):
-    """For the kernels: in groups of four the codes meet rows of bytes, in groups of two rows of
-    floats.
+    """Tiles for the native kernels: in groups of four inputs for int8 activations, of two for float
+    activations.
     """
 
     tiles: Any  # int8 [O / 16, K / group, 16, group]
@@ -189,22 +190,22 @@ def kernels(*options: str) -> tuple[str, ...]:
     )
 
 
-def as_bytes(x_RK):
-    """Each row in signed bytes and its scale, such that its largest value is 127."""
-    wide = x_RK.astype(jnp.float32)
-    most = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
-    poison = jnp.sum(wide * 0, axis=-1, keepdims=True)  # a row that is not finite stays so
-    codes = jnp.round(wide * jnp.where(most > 0, LIMIT / most, 0))
-    return jnp.nan_to_num(codes).astype(jnp.int8), most * np.float32(1 / LIMIT) + poison
+def round_to_int8(x_RK):
+    """Round each row to int8: (values, scales), so that its largest magnitude is 127."""
+    x_f32 = x_RK.astype(jnp.float32)
+    max_abs = jnp.max(jnp.abs(x_f32), axis=-1, keepdims=True)
+    poison = jnp.sum(x_f32 * 0, axis=-1, keepdims=True)  # NaN for a row that is not finite
+    codes = jnp.round(x_f32 * jnp.where(max_abs > 0, LIMIT / max_abs, 0))
+    return jnp.nan_to_num(codes).astype(jnp.int8), max_abs * np.float32(1 / LIMIT) + poison
 
 
 def spec(dense: ArraySpec, *options: str) -> Any:
-    """The specs of an array kept so; `weights` leaves the rows as they are, a number of inputs
-    share a scale.
+    """See `Format.spec`. Options: `weights` (activations are not rounded), with that a group size,
+    and then `least` (a minimum is subtracted).
     """
     sizes = [option for option in options if option in GROUPS]
-    more = {*sizes, "weights", "least"} if sizes and "weights" in options else {"weights"}
-    if len(sizes) > 1 or set(options) - more:
+    allowed = {*sizes, "weights", "least"} if sizes and "weights" in options else {"weights"}
+    if len(sizes) > 1 or set(options) - allowed:
         raise FormatError(
             f"int8 has no option {'-'.join(options)!r}; it can be weights, and with that a group "
             f"of {', '.join(GROUPS)}"

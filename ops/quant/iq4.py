@@ -1,6 +1,6 @@
-"""IQ4: sixteen numbers with steps that grow; 32 inputs of an output share a scale.
+"""IQ4: a codebook of 16 values with increasing steps, and a scale for every 32 inputs of an output.
 
-As of GGUF's IQ4_NL; and of IQ4_XS, whose scales have two levels.
+It is GGUF's IQ4_NL and, with scales in two levels, IQ4_XS.
 """
 
 from .compressed import Scheme

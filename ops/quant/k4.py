@@ -1,6 +1,4 @@
-"""K4: codes of four bits with scales in two levels, as of GGUF's Q2_K, Q3_K and Q4_K; see
-`grouped.py`.
-"""
+"""K4: 4-bit integers with scales in two levels, for GGUF's Q2_K to Q4_K; see `grouped.py`."""
 
 from .compressed import Scheme
 from .grouped import by_count

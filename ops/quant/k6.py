@@ -1,4 +1,4 @@
-"""K6: codes of six bits with scales in two levels, as of GGUF's Q5_K and Q6_K; see `grouped.py`."""
+"""K6: 6-bit integers with scales in two levels, for GGUF's Q5_K and Q6_K; see `grouped.py`."""
 
 from .compressed import Scheme
 from .grouped import by_count

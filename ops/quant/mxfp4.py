@@ -1,7 +1,6 @@
-"""MXFP4: floats of four bits (E2M1), two a byte; 32 along the axis that is summed over share a
-power of two.
+"""MXFP4: 4-bit floats (E2M1), two per byte, with a power of two as the scale of every 32 inputs.
 
-Stacks of experts are found so in checkpoints of gpt-oss.
+It is the format of the experts in checkpoints of gpt-oss.
 """
 
 from dataclasses import replace
@@ -25,7 +24,7 @@ BLOCK = 32
 
 CHOICES = "mxfp4"
 HEAD = None
-SPLITS = False  # the codes lie in blocks along the axis that would be cut
+SPLITS = False  # blocks lie along the axis that would be split
 STORED = {}
 METHOD = "mxfp4"
 MULTIPLE = BLOCK
@@ -33,20 +32,22 @@ MULTIPLE = BLOCK
 
 @struct.dataclass
 class Mxfp4Matrix(Grouped):
-    """A matrix by itself."""
+    """A single matrix in MXFP4."""
 
-    def scaled(self, most: np.ndarray) -> np.ndarray:
-        """So that the largest becomes 4 to 7, which is clipped to 6; above 7 it is nearer to 8, the
-        next power's 4.
+    def group_scale(self, max_abs: np.ndarray) -> np.ndarray:
+        """The powers of two that scale the largest magnitudes to between 4 and 7.
+
+        Values above 6 are clipped. Values above 7 would be nearer to 8, which is 4 at the next
+        power.
         """
-        share, exponent = np.frexp(most)
+        share, exponent = np.frexp(max_abs)
         exponent = np.maximum(exponent - 3 + (share > 7 / 8), -126)
-        return np.where(most > 0, np.ldexp(np.float32(1), exponent), 1).astype(np.float32)
+        return np.where(max_abs > 0, np.ldexp(np.float32(1), exponent), 1).astype(np.float32)
 
 
 @struct.dataclass
 class Mxfp4(Weight):
-    """A stack [E, D, ...] of matrices, whose codes lie as in `four_bits.py`."""
+    """A stack [E, D, ...] of matrices, with codes packed as in `four_bits.py`."""
 
     nibbles: Any  # uint8 [E, four_bits.count(D), ...]
     scales: Any  # uint8 [E, D / 32, ...]: 127 + the exponent of the power of two
@@ -72,7 +73,7 @@ class Mxfp4(Weight):
 
 @struct.dataclass
 class TiledMxfp4(Product):
-    """A matrix for the kernels; see formats.h."""
+    """Tiles of a matrix for the native kernels, see formats.h in `ops/native`."""
 
     tiles: Any  # uint32 [O / 16, K / 8, 16]
     scale: Any  # uint8 [O / 16, K / 32, 16]
@@ -92,51 +93,51 @@ def kernels(*options: str) -> tuple[str, ...]:
 
 
 def decode(data, scales):
-    """The values of [four_bits.count(D), ...] bytes and [D / 32, ...] scales."""
+    """Dequantise bytes [four_bits.count(D), ...] and scales [D / 32, ...] to bfloat16."""
     code = four_bits.split(data, BLOCK * len(scales)).astype(jnp.int32)
     exponent = (code >> 1) & 3
     mantissa = code & 1
-    # Twice the magnitude is a whole number; exponent 0 has no hidden bit.
+    # Twice the magnitude is an integer; exponent 0 has no hidden bit.
     doubled = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))
     halves = jnp.where(code & 8 == 0, doubled, -doubled).reshape(-1, BLOCK, *data.shape[1:])
-    # The power of two from its bits: exact everywhere. Scale 0 (2^-127) comes out as zero, far
-    # below any weight.
+    # The power of two from its bits, which is exact. Scale 0 (2^-127) becomes zero, far below any
+    # weight.
     power = jax.lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
     values = halves.astype(jnp.float32) * 0.5 * power[:, None]
     return values.reshape(-1, *data.shape[1:]).astype(jnp.bfloat16)
 
 
 def spec(dense: ArraySpec, *options: str) -> Any:
-    """The specs of the two arrays of a stack whose dense form is [E, D, ...]; they lie where it
-    would lie.
-
-    A matrix by itself is codes in groups.
+    """See `Format.spec`. A stack [E, D, ...] is sharded like the dense one; a single matrix has the
+    grouped format.
     """
     if not dense.stacked:
         return grouped(dense, "float4", BLOCK, Mxfp4Matrix)
-    E, D, *rest = dense.shape
+    E, D, *trailing = dense.shape
     if D % BLOCK:
         raise FormatError(f"an axis of {D} does not divide into blocks of {BLOCK}")
     return Mxfp4(
-        nibbles=replace(dense, shape=(E, four_bits.count(D), *rest), dtype=jnp.uint8, init="bytes"),
-        scales=replace(dense, shape=(E, D // BLOCK, *rest), dtype=jnp.uint8, init="exponents"),
+        nibbles=replace(
+            dense, shape=(E, four_bits.count(D), *trailing), dtype=jnp.uint8, init="bytes"
+        ),
+        scales=replace(dense, shape=(E, D // BLOCK, *trailing), dtype=jnp.uint8, init="exponents"),
     )
 
 
 def tensors(E: int, into: int, out: tuple[int, ...]) -> Mxfp4:
-    """Blocks and scales lie [E, rows, into / 32, ...] in the file; `rows` are the axes of `out`,
-    the last one first.
+    """See `Format.tensors`. Checkpoints have blocks and scales [E, rows, into / 32, ...], where
+    `rows` are the axes of `out` in reverse order.
 
-    A byte of a block there has neighbouring inputs, the even one in its low half.
+    A byte of a block in the file holds two neighbouring inputs, the even one in the low bits.
     """
     rows = int(np.prod(out))
     groups = into // BLOCK
 
     def turn_codes(x: np.ndarray) -> np.ndarray:
-        found = np.empty((E, four_bits.count(into), rows), np.uint8)
+        nibbles = np.empty((E, four_bits.count(into), rows), np.uint8)
         for e, data in enumerate(x.reshape(E, rows, -1)):
-            found[e] = four_bits.join(np.stack([data & 15, data >> 4], -1).reshape(rows, into).T)
-        return found.reshape(E, -1, *reversed(out)).transpose(0, 1, *range(len(out) + 1, 1, -1))
+            nibbles[e] = four_bits.join(np.stack([data & 15, data >> 4], -1).reshape(rows, into).T)
+        return nibbles.reshape(E, -1, *reversed(out)).transpose(0, 1, *range(len(out) + 1, 1, -1))
 
     def turn_scales(x: np.ndarray) -> np.ndarray:
         if (x == 255).any():

@@ -1,5 +1,5 @@
-"""NF4: sixteen quantiles of the normal distribution; 64 inputs of an output share a scale, as of
-bitsandbytes.
+"""NF4 of bitsandbytes: a codebook of 16 quantiles of the normal distribution, and a scale for every
+64 inputs of an output.
 """
 
 from .compressed import Scheme

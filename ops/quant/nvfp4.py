@@ -1,4 +1,4 @@
-"""NVFP4: floats of four bits (E2M1); 16 inputs of an output share a scale."""
+"""NVFP4: 4-bit floats (E2M1) with a scale for every 16 inputs of an output."""
 
 from .compressed import Scheme
 from .grouped import by_table

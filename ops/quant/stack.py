@@ -1,6 +1,4 @@
-"""A stack of matrices in a format: the arrays of one matrix's node, each with one axis more in
-front.
-"""
+"""A stack of matrices in a format: one matrix's node, with a leading axis in all its arrays."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,9 +13,7 @@ from ..linear.weight import GpuMatrix, Weight
 
 @struct.dataclass
 class Stack(Weight):
-    """`stack[e]` is the node of one matrix: no other is read, and none is made dense before its
-    product.
-    """
+    """A stack of quantised matrices. `stack[e]` is the node of one matrix, and reads no other."""
 
     each: Any  # a node whose arrays are [E, ...]
 
@@ -32,16 +28,14 @@ class Stack(Weight):
         return pack_stack(E, lambda e: self[e].for_kernels(rows)) or self
 
 
-def one_of(dense: ArraySpec) -> ArraySpec:
+def matrix_spec(dense: ArraySpec) -> ArraySpec:
     """The spec of one matrix of a stack."""
     inputs = tuple(axis - 1 for axis in dense.inputs)
     return replace(dense, shape=dense.shape[1:], axes=dense.axes[1:], inputs=inputs, stacked=False)
 
 
-def in_front(node: Any, dense: ArraySpec) -> Stack:
-    """The specs of a stack of such nodes, which is split along its first axis as the dense one
-    is.
-    """
+def stack_specs(node: Any, dense: ArraySpec) -> Stack:
+    """The specs of a stack of nodes, with the leading axis of the dense stack."""
     E = dense.shape[0]
     axis = dense.axes[0]
     return Stack(

@@ -1,6 +1,4 @@
-"""A layer's residual: what a block gives is added to the rows, and the next block gets the norm of
-the sum.
-"""
+"""The residual stream: adding the output of a block, fused with the norm before the next block."""
 
 from typing import Any, NamedTuple
 
@@ -10,21 +8,16 @@ from ...sharding.device_axes import UNSPLIT, Axis
 from ..implementations import choose
 from ..norm import rms_norm
 
-# Tried in order; one that cannot serve a case declines by raising NotImplementedError with its
-# reasons.
+# Tried in order; one that does not support a case raises NotImplementedError with its reasons.
 IMPLEMENTATIONS = {"mosaic_gpu": ".hopper", "native": ".cpu", "xla": ".xla"}
 
 
 class Residual(NamedTuple):
-    """Rows, and what the block before gave, which is not added yet: x + y, or x + norm(y) where
-    there is a scale.
+    """The residual stream with a pending addition: x + y, or x + norm(y) if there is a scale."""
 
-    A scale is an array, or a `LayerNorm`.
-    """
-
-    x_TD: Any
-    y_TD: Any = None  # None: nothing
-    scale_D: Any = None
+    x_TD: Any  # the residual stream
+    y_TD: Any = None  # the output of the previous block; None: nothing to add
+    scale_D: Any = None  # the weights of the norm of y: an array or a `LayerNorm`
 
 
 def add_and_norm(
@@ -34,11 +27,18 @@ def add_and_norm(
     rounds: str | None = None,
     implementation: str | None = None,
 ):
-    """(the sum, its norm); without a scale there is no norm. `implementation` forces one of
-    IMPLEMENTATIONS.
+    """Add the pending output and normalise the sum.
 
-    `rounds`: the codes that products will make of the norm (`Weight.rounds`), which then may be
-    `RoundedRows`.
+    Args:
+        rows: the residual stream with the pending addition.
+        scale_D: the weights of the norm of the sum: an array or a `LayerNorm`; None: no norm.
+        eps: the epsilon of both norms.
+        rounds: the format to which the following products round their inputs (`Weight.rounds`).
+            With one, the norm may be `RoundedRows`.
+        implementation: the name in IMPLEMENTATIONS of the only one to try.
+
+    Returns:
+        (the sum, its norm).
     """
     if scale_D is None:
         sum_TD = add(rows, eps)
@@ -51,7 +51,7 @@ def add_and_norm(
 
 
 def add(rows: Residual, eps: float):
-    """The sum alone."""
+    """Add the pending output, without a norm."""
     if rows.y_TD is None:
         return rows.x_TD
     return rows.x_TD + (
@@ -60,10 +60,10 @@ def add(rows: Residual, eps: float):
 
 
 def norm_alone(x, scale_D, eps: float, rounds: str | None = None, axis: Axis = UNSPLIT):
-    """The norm over the last axis, where there is nothing to add; a scale of None is one of ones.
+    """The norm over the last axis, with nothing to add; without a scale it is one.
 
-    In contrast to `quire.ops.norm` a row's bits do not depend on its company on a GPU either, where
-    a kernel serves; it does not where the devices of `axis` split a row.
+    In contrast to `quire.ops.norm` it is batch-invariant on GPUs too, if a kernel supports it. The
+    kernels do not support a last axis that is split over the devices of `axis`.
     """
     if axis.size > 1:
         return rms_norm(x, scale_D, eps, axis)

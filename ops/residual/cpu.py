@@ -1,4 +1,4 @@
-"""Sum and norm by the C++ kernel: see residual.cc in `ops/native`."""
+"""Sum and norm by the C++ kernel, `ops/native/residual.cc`."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from . import Residual, xla
 
 
 def add_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None):
-    """See `quire.ops.residual.add_and_norm`. Products round the rows by themselves."""
+    """See `quire.ops.residual.add_and_norm`. The products round their inputs themselves."""
     x_TD = rows.x_TD
     y_TD = rows.y_TD
     if x_TD.ndim != 2 or not x_TD.size:
@@ -23,7 +23,7 @@ def add_and_norm(rows: Residual, scale_D, eps: float, rounds: str | None = None)
         raise NotImplementedError(
             f"rows must all be bfloat16 or all float32, not {' and '.join(sorted(dtypes))}"
         )
-    target(RESIDUAL)  # which declines where there is no kernel
+    target(RESIDUAL)  # raises NotImplementedError if there is no kernel
     return sum_and_norm(eps, rows, scale_D)
 
 
@@ -32,7 +32,7 @@ def sum_and_norm(eps: float, rows: Residual, scale_D):
     x_TD = rows.x_TD
     y_TD = rows.y_TD
     adds = y_TD is not None
-    weights = [*parts(rows.scale_D if adds else None), *parts(scale_D)]
+    weights = [*norm_arrays(rows.scale_D if adds else None), *norm_arrays(scale_D)]
     for array in (x_TD if y_TD is None else y_TD, *weights):  # the kernel does not check shapes
         if array.size and array.shape not in (x_TD.shape, x_TD.shape[-1:]):
             raise ValueError(
@@ -55,10 +55,10 @@ def tangents_of(eps: float, primals, tangents):
     return jax.jvp(partial(xla.add_and_norm, eps=eps), primals, tangents)
 
 
-def parts(weights) -> tuple:
-    """The scale and the bias of a norm; empty where it has none."""
+def norm_arrays(weights) -> tuple:
+    """The scale and the bias of a norm; empty arrays for missing ones."""
     return tuple(jnp.zeros(0, jnp.float32) if x is None else x for x in scale_and_bias(weights))
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""

@@ -1,26 +1,26 @@
-"""What the kernel is compiled for: a row lies in lines, of which each thread has some numbers."""
+"""Sizes of the Hopper kernel. A row is stored as lines of LINE elements."""
 
 from typing import NamedTuple
 
-LINE = 64  # numbers
-VECTOR = 4  # neighbours that a thread has
-LINES = 128 * VECTOR // LINE  # that all threads have together, once
-MOST = 256  # lines: a copy brings no more, and 128 threads hold them in their registers
-MEMORY = 220 << 10  # bytes of shared memory for a row and its weights
+LINE = 64  # elements of a line
+VECTOR = 4  # adjacent elements of a thread
+LINES = 128 * VECTOR // LINE  # lines for one vector of each of the 128 threads
+MAX_LINES = 256  # of a row: limited by the size of a copy and by registers
+MAX_SMEM_BYTES = 220 << 10  # for a row and the weights of its norms
 
 
-class RowShape(NamedTuple):
+class ResidualShape(NamedTuple):
     """The sizes and options that the kernel is compiled for."""
 
     lines: int  # of a row
     eps: float
-    rounds: str | None = None  # to which codes the norm is rounded besides
-    centred: bool = False  # the mean of the sum is taken off before it is normalised
-    added_centred: bool = False  # and that of what is added
+    rounds: str | None = None  # the format to which the norm is rounded in addition
+    centred: bool = False  # whether the norm of the sum subtracts the mean
+    added_centred: bool = False  # whether the norm of y subtracts the mean
 
     @property
     def padded(self) -> int:
-        """Lines that the threads have: those past the row are zeros."""
+        """The number of lines with the zeros that pad the row."""
         return padded(self.lines)
 
 

@@ -1,7 +1,7 @@
-"""Rounding of rows by one kernel on NVIDIA GPUs, which is in `quire.ops.rounding.hopper_kernel`.
+"""Rounding of rows by one kernel for Hopper GPUs, `quire.ops.rounding.hopper_kernel`.
 
-It serves the widths of rows in which it passed its trial on this card. A row's bits are the same in
-any batch: each row is computed by itself.
+The kernel is used for the widths of rows for which it passed its self-test on this GPU. It is
+batch-invariant: each row is computed separately.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .. import residual
 from ..gpu import TILE_SOURCE, device
 from ..gpu.self_test import TriedKernel, require_pass
-from ..residual.shape import LINE, MOST
+from ..residual.shape import LINE, MAX_LINES
 
 USED = TILE_SOURCE, *Path(residual.__file__).parent.glob("*.py")
 KERNEL = TriedKernel(
@@ -23,7 +23,7 @@ KERNEL = TriedKernel(
 def round_rows(x_RK, codes: str, *, interpret: Any = None):
     """See `quire.ops.rounding.round_rows`.
 
-    With `interpret` it runs in Pallas' interpreter, on a CPU.
+    With `interpret` the kernel runs in Pallas' interpreter.
     """
     if interpret is None and (declined := device.no_hopper_reason()):
         raise NotImplementedError(declined)
@@ -31,18 +31,18 @@ def round_rows(x_RK, codes: str, *, interpret: Any = None):
     reasons = []
     if x_RK.dtype != jnp.bfloat16:
         reasons.append(f"rows must be bfloat16, not {x_RK.dtype}")
-    if K % LINE or K > LINE * MOST:
+    if K % LINE or K > LINE * MAX_LINES:
         reasons.append(
-            f"a row must have a multiple of {LINE} numbers, at most {LINE * MOST}, not {K}"
+            f"a row must have a multiple of {LINE} numbers, at most {LINE * MAX_LINES}, not {K}"
         )
     if reasons:
         raise NotImplementedError(", and ".join(reasons))
     if interpret is None:
         require_pass(KERNEL, {"width": K, "codes": codes})
-    from .hopper_kernel import code_rows  # only now: it imports a compiler
+    from .hopper_kernel import code_rows  # imported late, since it imports a compiler
 
     return code_rows(x_RK, codes, interpret)
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""

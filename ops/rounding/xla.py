@@ -1,14 +1,14 @@
 """Rounding of rows by XLA."""
 
-from ..quant.fp8 import as_floats
-from ..quant.int8 import as_bytes
+from ..quant.fp8 import round_to_float8
+from ..quant.int8 import round_to_int8
 
 
 def round_rows(x_RK, codes: str):
     """See `quire.ops.rounding.round_rows`."""
-    codes_RK, scale_R1 = (as_bytes if codes == "int8" else as_floats)(x_RK)
+    codes_RK, scale_R1 = (round_to_int8 if codes == "int8" else round_to_float8)(x_RK)
     return codes_RK.astype(x_RK.dtype), scale_R1[:, 0]
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""

@@ -1,15 +1,14 @@
-"""Sampling: from logits to tokens, each row's result a function of that row alone.
+"""Sampling of tokens from logits. It is batch-invariant: a row's result depends on that row alone.
 
 The order is vLLM's: biases and bans, penalties, then argmax, or temperature, min-p, top-k, top-p
-and a draw. The last three filters each keep the tokens whose logit reaches a threshold, so together
-they are one number a row: its floor. Tokens that tie with the floor are all kept.
+and a random choice. Each of the last three filters keeps the tokens whose logit reaches a
+threshold. The largest of the thresholds is the row's floor. All tokens that tie with it are kept.
 
-A sequence with drafts (tokens that may come next) has a row for each of them and one more. What is
-drawn at such a row is what would be drawn there if the drafts before it were known to be right:
-`accepted` says which are.
+A sequence with draft tokens has a row for each of them and one more. The token sampled at a row
+assumes that all drafts before it are correct. `accepted_drafts` tells which are.
 
-Letters beside the package's: R sampled rows, B slots, J rows that a slot may have, X bans, K listed
-log-probabilities, L tokens whose log-probabilities are wanted by name, C candidates, W fan-out.
+Additional dimension letters: R sampled rows, B slots, J rows per slot, X bans, K top
+log-probabilities, L token ids whose log-probabilities are requested, C candidates, W fan-out.
 """
 
 from dataclasses import replace
@@ -24,38 +23,36 @@ from ...sharding.device_axes import UNSPLIT, Axis
 from ..implementations import choose
 from ..native.blank import blank
 
-# Tried in order; one that cannot serve a case declines by raising NotImplementedError with the
-# reason.
+# Tried in order; one that does not support a case raises NotImplementedError with its reasons.
 IMPLEMENTATIONS = {"native": ".cpu", "branchless": ".branchless", "xla": ".xla"}
 MAX_LOGPROBS = 20
 MAX_BANS = 64
 MAX_WANTED = 128
-# In place of the token of a row that is not ok: its raw logits are NaN, +inf or all -inf; or no
-# token is allowed.
-BROKEN = -1
-BANNED = -2
+# Reported in place of a token:
+BROKEN = -1  # the raw logits are NaN, +inf or all -inf
+BANNED = -2  # no token is allowed
 
 
 @struct.dataclass
 class SlotState:
-    """What sampling keeps on the device between steps: one row for each running sequence."""
+    """State of sampling on the device between steps, with a slot for each running sequence."""
 
     bias_BJV: Array  # float32, added to the logits; -inf where a token is not allowed
-    stop_BV: Array  # bool, the tokens that would end the request
-    output_counts_BV: Array  # int32, times each token was generated
+    stop_BV: Array  # bool, the tokens that end the request
+    output_counts_BV: Array  # int32, how often each token was generated
     prompt_BV: Array  # bool, the tokens that occur in the prompt
-    # int32, tokens whose log-probabilities are wanted; what is behind them has no meaning
-    wanted_BL: Array
+    # int32, tokens whose log-probabilities are requested; entries after them are undefined
+    logprob_token_ids_BL: Array
 
 
 @struct.dataclass
 class SamplingInputs:
-    """How to sample each row."""
+    """The sampling parameters of each row."""
 
-    slots_R: Array  # int32, the row of SlotState
-    bias_rows_R: Array  # int32, which of the slot's biases
-    drafted_RJ: Array  # int32, the drafts before this row, which the penalties count; -1 = none
-    positions_R: Array  # int32, of the token being drawn, counted from 0
+    slots_R: Array  # int32, the slot in SlotState
+    bias_rows_R: Array  # int32, the index among the slot's biases
+    drafted_RJ: Array  # int32, the drafts before this row, counted by the penalties; -1 = none
+    positions_R: Array  # int32, position of the sampled token, from 0
     seeds_R2: Array  # uint32
     temperature_R: Array  # float32, 0 = greedy
     top_k_R: Array  # int32, 0 or less = off
@@ -66,68 +63,74 @@ class SamplingInputs:
     frequency_penalty_R: Array  # float32, 0 = off
     ban_stop_R: Array  # bool, ban the slot's stop tokens (min_tokens is not reached)
     ban_RX: Array  # int32 token ids, -1 = none
-    targets_R: Array  # int32, -1 = choose a token, else score this one
-    biased_R: Array  # bool, the slot has a bias worth reading
+    targets_R: Array  # int32, a given token to score; -1 = sample a token
+    biased_R: Array  # bool, whether the slot has a nonzero bias
     wants_logprobs_R: Array  # bool
 
 
 @struct.dataclass
 class Sampled:
-    """The tokens, and their log-probabilities by the raw logits, which are zeros in a row that is
-    not ok.
+    """The sampled tokens and log-probabilities.
 
-    What has a log-probability's rows may be None where all is `plain`, since nobody wants any.
+    Log-probabilities are zero if a row does not return them or has no token. With
+    `temperature_only` they and the ranks may be None.
     """
 
-    tokens_R: Array  # int32; `BROKEN` or `BANNED` in a row that is not ok
+    tokens_R: Array  # int32; `BROKEN` or `BANNED` if there is no token
     logprobs_R: Any  # float32, log-softmax of the logits before any processing
     ranks_R: Any  # int32, 1 = best; tokens that tie share the better rank
-    top_ids_RK: Any  # int32, K = min(listed, V)
+    top_ids_RK: Any  # int32, the most likely tokens; K = min(listed, V)
     top_logprobs_RK: Any  # float32
-    wanted_logprobs_RL: Any  # float32, of the slot's wanted tokens
+    token_id_logprobs_RL: Any  # float32, for the slot's logprob_token_ids
     ok_R: Array  # bool, whether there is a token
-    # int32, what may come next of each sequence of the step, where something drafts there
-    drafts_BK: Any = None
+    drafts_BK: Any = None  # int32, the next draft tokens of each sequence, with a drafter
 
 
 def sample(
     logits_RV: Array,
     state: SlotState,
     inputs: SamplingInputs,
-    plain: bool = False,
+    temperature_only: bool = False,
     axis: Axis = UNSPLIT,
     listed: int = MAX_LOGPROBS,
     implementation: str | None = None,
 ) -> Sampled:
-    """Choose, or score, one token a row. Each device of `axis` has the logits and the state of its
-    own tokens.
+    """Sample a token, or score a given one, for each row.
 
-    `plain` promises that all rows are drawn or greedy with no parameters but temperature and min-p,
-    and want no log-probabilities. The tokens are the same, without the work and the branches that
-    others need. `listed` is the K of what is sampled. `implementation` forces one of
-    IMPLEMENTATIONS.
+    Args:
+        logits_RV: the logits. If the vocabulary is split over `axis`, each device has the logits
+            and the state of its own tokens.
+        state: the state of the slots.
+        inputs: the sampling parameters of the rows.
+        temperature_only: promises that no row uses parameters other than temperature and min-p, or
+            returns log-probabilities. The tokens are the same, with less work.
+        axis: the devices that the vocabulary is split over.
+        listed: the number of top log-probabilities, K.
+        implementation: the name in IMPLEMENTATIONS of the only one to try.
     """
-    arguments = logits_RV, state, inputs, plain, axis, listed
+    arguments = logits_RV, state, inputs, temperature_only, axis, listed
     return choose(
         IMPLEMENTATIONS, __name__, lambda module: module.sample(*arguments), implementation
     )
 
 
 def empty_state(num_slots: int, vocab: int, num_rows: int = 1) -> SlotState:
-    """The state where no slot is in use; `num_rows` are those that a slot may have in a step."""
-    others = [blank((num_slots, vocab), dtype) for dtype in (bool, jnp.int32, bool)]
+    """The initial state; `num_rows` is the largest number of rows of a slot in a step."""
+    other_fields = [blank((num_slots, vocab), dtype) for dtype in (bool, jnp.int32, bool)]
     return SlotState(
-        blank((num_slots, num_rows, vocab)), *others, blank((num_slots, MAX_WANTED), jnp.int32)
+        blank((num_slots, num_rows, vocab)),
+        *other_fields,
+        blank((num_slots, MAX_WANTED), jnp.int32),
     )
 
 
 def replace_row(state: SlotState, slot: Array, row: SlotState) -> SlotState:
-    """The state with one slot's row, which has neither B nor J axis, replaced."""
+    """Replace the state of a slot by `row`, whose arrays have no B and J axes."""
     return SlotState(
         set_bias(state.bias_BJV, slot, 0, row.bias_BJV),
         *(
-            all_BV.at[slot].set(own_V)
-            for all_BV, own_V in zip(
+            field_BV.at[slot].set(new_row_V)
+            for field_BV, new_row_V in zip(
                 jax.tree.leaves(state)[1:], jax.tree.leaves(row)[1:], strict=True
             )
         ),
@@ -135,25 +138,27 @@ def replace_row(state: SlotState, slot: Array, row: SlotState) -> SlotState:
 
 
 def set_bias(bias_BJV: Array, slot: Array, bias_row: Array | int, bias_V: Array) -> Array:
-    """The biases with one of a slot's replaced."""
+    """Replace one of a slot's biases."""
     return bias_BJV.at[slot, bias_row].set(bias_V)
 
 
-def accepted(sampled: Sampled, drafts_R: Array, depths_R: Array) -> Array:
-    """Which drafts are what was drawn in their place, and so are all those before them.
+def accepted_drafts(sampled: Sampled, drafts_R: Array, depths_R: Array) -> Array:
+    """Whether each draft is accepted: it and all drafts before it equal the sampled tokens.
 
-    drafts_R: what the row's token is compared with, -1 = nothing; depths_R: drafts before the row.
-    A sequence's rows lie together.
+        row          0       1       2       3            drafts      a  b  c
+        draft        a       b       c       -
+        sampled      a       b       x                    accepted    a  b, and x is the next token
 
-        row          0       1       2       3            drafts      a  b  c draft        a       b
-        c       - drawn        a       b       x                    accepted    a  b       and x is
-        the next token
+    Args:
+        sampled: the tokens sampled at all rows.
+        drafts_R: the draft that a row's sampled token is compared with; -1: none.
+        depths_R: the number of drafts before the row. The rows of a sequence are adjacent.
     """
     R = drafts_R.shape[0]
-    wrong_R = (sampled.tokens_R != drafts_R) | ~sampled.ok_R
-    so_far_R = jnp.cumsum(wrong_R)
-    before_R = so_far_R - wrong_R
-    return so_far_R == before_R[jnp.maximum(jnp.arange(R) - depths_R, 0)]
+    is_mismatch_R = (sampled.tokens_R != drafts_R) | ~sampled.ok_R
+    mismatches_R = jnp.cumsum(is_mismatch_R)
+    mismatches_before_R = mismatches_R - is_mismatch_R
+    return mismatches_R == mismatches_before_R[jnp.maximum(jnp.arange(R) - depths_R, 0)]
 
 
 def count_tokens(
@@ -164,12 +169,10 @@ def count_tokens(
     tracked_T: Array,
     axis: Axis = UNSPLIT,
 ) -> SlotState:
-    """The state with the prompt tokens of the tracked rows marked and their output tokens
-    counted.
-    """
+    """Mark the prompt tokens and count the output tokens of rows in `tracked_T`, for penalties."""
     B, V = state.prompt_BV.shape
     if axis.size > 1:
-        tokens_T = own_tokens(tokens_T, V, axis)
+        tokens_T = local_token_ids(tokens_T, V, axis)
     prompt_T = jnp.where(tracked_T & is_prompt_T, slots_T, B)  # slot B does not exist: dropped
     output_T = jnp.where(tracked_T & ~is_prompt_T, slots_T, B)
     return replace(
@@ -179,12 +182,12 @@ def count_tokens(
     )
 
 
-def ends(accepted_R: Array, depths_R: Array) -> Array:
-    """The rows that draw a sequence's next token: all drafts before are accepted, and the one after
-    is not.
+def samples_next_token(accepted_R: Array, depths_R: Array) -> Array:
+    """The rows whose sampled token is the sequence's next one: all drafts before them are accepted,
+    and their own draft is not.
     """
-    reached_R = (depths_R == 0) | jnp.pad(accepted_R[:-1], (1, 0))
-    return reached_R & ~accepted_R
+    is_reached_R = (depths_R == 0) | jnp.pad(accepted_R[:-1], (1, 0))
+    return is_reached_R & ~accepted_R
 
 
 def count_accepted(
@@ -194,19 +197,19 @@ def count_accepted(
     accepted_R: Array,
     axis: Axis = UNSPLIT,
 ) -> SlotState:
-    """The state with the accepted drafts counted, of slots that have penalties."""
+    """Count the accepted drafts of slots that have penalties."""
     return count_tokens(
         state,
         inputs.slots_R,
         drafts_R,
         jnp.zeros_like(accepted_R),
-        accepted_R & penalised(inputs),
+        accepted_R & has_penalties(inputs),
         axis,
     )
 
 
-def penalised(inputs: SamplingInputs) -> Array:
-    """The rows whose logits depend on the tokens so far."""
+def has_penalties(inputs: SamplingInputs) -> Array:
+    """Whether each row's logits depend on the previous tokens."""
     return (
         (inputs.presence_penalty_R != 0)
         | (inputs.frequency_penalty_R != 0)
@@ -214,7 +217,7 @@ def penalised(inputs: SamplingInputs) -> Array:
     )
 
 
-def own_tokens(tokens, V: int, axis: Axis):
-    """The index of each token among the V of this device; V for tokens of other devices."""
-    at = tokens - axis.index() * V
-    return jnp.where((at >= 0) & (at < V), at, V)
+def local_token_ids(tokens, V: int, axis: Axis):
+    """The indices of tokens among the V tokens of this device; V for tokens of other devices."""
+    local_ids = tokens - axis.index() * V
+    return jnp.where((local_ids >= 0) & (local_ids < V), local_ids, V)

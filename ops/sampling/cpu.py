@@ -1,7 +1,7 @@
-"""Sampling by the C++ kernel: see sampling.h in `ops/native`.
+"""Sampling by the C++ kernel, `ops/native/sampling.h`.
 
-A row's bits depend neither on the other rows nor on the number of threads. Draws run over the
-tokens in the order of their ids, so the same seed may draw other tokens than in XLA, from the same
+The results depend neither on the other rows nor on the number of threads. Random choices run over
+the tokens in the order of their ids. So the same seed may give other tokens than XLA, from the same
 distribution.
 """
 
@@ -17,11 +17,11 @@ def sample(
     logits_RV,
     state: SlotState,
     inputs: SamplingInputs,
-    plain: bool = False,
+    temperature_only: bool = False,
     axis: Axis = UNSPLIT,
     listed: int = MAX_LOGPROBS,
 ) -> Sampled:
-    """See `quire.ops.sampling.sample`. `plain` makes no difference here."""
+    """See `quire.ops.sampling.sample`. `temperature_only` is ignored."""
     if axis.size > 1:
         raise NotImplementedError("the vocabulary is split over devices")
     kernel = target(kernel_names.SAMPLING)
@@ -34,7 +34,9 @@ def sample(
         ranks_R=jax.ShapeDtypeStruct((R,), jnp.int32),
         top_ids_RK=jax.ShapeDtypeStruct((R, K), jnp.int32),
         top_logprobs_RK=jax.ShapeDtypeStruct((R, K), jnp.float32),
-        wanted_logprobs_RL=jax.ShapeDtypeStruct((R, state.wanted_BL.shape[1]), jnp.float32),
+        token_id_logprobs_RL=jax.ShapeDtypeStruct(
+            (R, state.logprob_token_ids_BL.shape[1]), jnp.float32
+        ),
         ok_R=jax.ShapeDtypeStruct((R,), jnp.bool_),
     )
     leaves, tree = jax.tree.flatten(results)
@@ -46,11 +48,11 @@ def sample(
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""
 
 
 def check_shapes(logits_RV, state: SlotState, inputs: SamplingInputs) -> None:
-    """The kernel does not check shapes, so each array must have the shape that the logits imply."""
+    """Check that each array has the shape that its name implies; the kernel does not."""
     R, V = logits_RV.shape
     if not R or not V:
         raise NotImplementedError(f"there must be logits, not an array of {R} by {V}")
@@ -61,7 +63,7 @@ def check_shapes(logits_RV, state: SlotState, inputs: SamplingInputs) -> None:
         "B": B,
         "J": J,
         "X": inputs.ban_RX.shape[1],
-        "L": state.wanted_BL.shape[1],
+        "L": state.logprob_token_ids_BL.shape[1],
         "2": 2,
     }
     for name, array in {**vars(state), **vars(inputs)}.items():

@@ -204,7 +204,7 @@ def drawn(config: ModelConfig, rows: int, seed: int) -> Iterator[StepPiece]:
         ("greedy", False, 0.0, 1.0),
         ("with top-p", False, 0.8, 0.9),
     ):
-        run = jax.jit(partial(sample, plain=plain))
+        run = jax.jit(partial(sample, temperature_only=plain))
         yield StepPiece(
             f"tokens, {name}, {plural(rows)}",
             run,

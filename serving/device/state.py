@@ -81,7 +81,7 @@ def state_places(state: State) -> State:
     pages = {index: of(held) for index, held in state.pages.items()}
     slots = jax.tree.map(lambda leaf: P("data", *[None] * (leaf.ndim - 2), "tensor"), state.slots)
     if slots is not None:
-        slots = slots.replace(wanted_BL=P("data"))
+        slots = slots.replace(logprob_token_ids_BL=P("data"))
     loads = None if state.loads_nLE is None else P(OF_ROWS)
     held = (
         None if leaf is None else P(*[None] * (leaf.ndim - 1), "data") for leaf in held_of(state)

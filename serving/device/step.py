@@ -16,7 +16,7 @@ from ...model.mixers import LayerHooks
 from ...model.partition import Stage, local_config, whole_model
 from ...ops import adapter, sampling
 from ...ops.attention import QueryRows, new_arrivals
-from ...ops.state_rows import StateRows, sequence_of
+from ...ops.state_rows import StateRows, sequence_for_row
 from ...sharding.device_axes import ONE_DEVICE, DeviceAxes
 from ...sharding.mesh import device_axes
 from ..speculative.on_device.drafting import (
@@ -152,7 +152,7 @@ def step(
     drawn = P(None if is_multi_process else "data")
 
     def part(weights, state, buffer, x):
-        replica_buffer = devices.data.part(buffer)
+        replica_buffer = devices.data.local_slice(buffer)
         *out, state = step_of_one(
             weights,
             state,
@@ -351,13 +351,13 @@ def step_of_one(
             )
         )
 
-    local_positions_T = axes.rows.part(positions_T)
+    local_positions_T = axes.rows.local_slice(positions_T)
     first = stage.layers.start
     if stage.is_first:
         types_T = types_in(batch, positions_T) if config.pairs else None
         x = decoder.embed(
             weights,
-            axes.rows.part(jnp.pad(tokens_T, (0, spare))),
+            axes.rows.local_slice(jnp.pad(tokens_T, (0, spare))),
             local_positions_T,
             config,
             axes,
@@ -418,8 +418,8 @@ def step_of_one(
         sampled = sampled.replace(tokens_R=jnp.maximum(reported_R, 0))
         store_R = batch.store_R
         if shape.max_drafts and not without_drafter:
-            accepted_R = sampling.accepted(sampled, batch.drafts_R, batch.depths_R)
-            is_last_R = sampling.ends(accepted_R, batch.depths_R)
+            accepted_R = sampling.accepted_drafts(sampled, batch.drafts_R, batch.depths_R)
+            is_last_R = sampling.samples_next_token(accepted_R, batch.depths_R)
             slots = sampling.count_accepted(slots, batch.sampling, batch.drafts_R, accepted_R, axis)
             store_R = jnp.where(is_last_R, store_R, shape.max_seqs)
         last_tokens_B = state.last_tokens_B.at[store_R].set(sampled.tokens_R, mode="drop")
@@ -463,7 +463,7 @@ def settle(batch: Batch, state: State, drafts: bool, axes: DeviceAxes) -> Batch:
     page_T, offset_T = jnp.divmod(
         jnp.maximum(positions_T, 0), page_size := kv_page_size(state) * axes.context.size
     )
-    seq_T = jnp.minimum(sequence_of(starts_B1, jnp.arange(len(owners_T))), len(starts_B1) - 2)
+    seq_T = jnp.minimum(sequence_for_row(starts_B1, jnp.arange(len(owners_T))), len(starts_B1) - 2)
     slots_GT = tuple(
         jnp.where(batch.ahead_T, table_BM[seq_T, page_T] * page_size + offset_T, slots_T)
         for table_BM, slots_T in zip(batch.tables_GBM, batch.slots_GT, strict=True)
@@ -534,7 +534,7 @@ def draft_prefill(
     of_weights = jax.tree.structure(weights).unflatten([place.spec for place in places.weights])
     run = jax.shard_map(
         lambda weights, state, buffer: part(
-            weights, state, devices.data.part(buffer), local_drafter, devices
+            weights, state, devices.data.local_slice(buffer), local_drafter, devices
         ),
         mesh=places.mesh,
         in_specs=(of_weights, state_places(state), P()),
@@ -565,7 +565,7 @@ def positions_in(batch: Batch, shape: StepShape, axes: DeviceAxes):
 def types_in(batch: Batch, positions_T):
     """0 for rows of a sequence's first text, 1 for those of its second."""
     seq_T = jnp.minimum(
-        sequence_of(batch.starts_B1, jnp.arange(len(positions_T))), len(batch.second_B) - 1
+        sequence_for_row(batch.starts_B1, jnp.arange(len(positions_T))), len(batch.second_B) - 1
     )
     return jnp.where(positions_T >= batch.second_B[seq_T], 1, 0)
 

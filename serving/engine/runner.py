@@ -383,7 +383,7 @@ class Runner:
 
     def adapter_write(self) -> Call:
         """An adapter's matrices go into a slot."""
-        stacks = adapter.stacks_of(model_of(self.weights))
+        stacks = adapter.adapter_stacks(model_of(self.weights))
         return Call(write_adapter, (stacks, np.int32(0), jax.tree.map(one_of, stacks)))
 
     def load_adapter(self, slot: int, local_adapter: Adapter) -> None:
@@ -392,7 +392,7 @@ class Runner:
         matrices = (
             local_adapter.matrices if self.mesh is None else shard_adapter(local_adapter, self.mesh)
         )
-        stacks = self.write_adapter(adapter.stacks_of(weights), np.int32(slot), matrices)
+        stacks = self.write_adapter(adapter.adapter_stacks(weights), np.int32(slot), matrices)
         self.weights = with_model(self.weights, adapter.with_stacks(weights, stacks))
 
     def settle(self) -> None:

@@ -92,7 +92,7 @@ class StepResult(NamedTuple):
             rank,
             s.top_ids_RK[row],
             s.top_logprobs_RK[row],
-            s.wanted_logprobs_RL[row],
+            s.token_id_logprobs_RL[row],
         )
 
 

@@ -197,7 +197,7 @@ def test_draws_follow_the_distribution(name, monkeypatch):
         inputs = inputs_of(R, top_k, top_p)
         state = sampling.empty_state(1, len(padded_V))
         places = jax.tree.map(lambda leaf: P(*[None] * (leaf.ndim - 1), "tensor"), state).replace(
-            wanted_BL=P()
+            logprob_token_ids_BL=P()
         )
         run = jax.shard_map(
             partial(SAMPLERS[name].sample, axis=device_axes(mesh).tensor), mesh=mesh,

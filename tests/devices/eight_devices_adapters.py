@@ -25,7 +25,7 @@ from quire.model.checkpoint.placement import Placement
 from quire.model.config import ModelError
 from quire.model.families.common import SourceTensor
 from quire.model.partition import local_config, splits
-from quire.ops.adapter import stacks_of, with_rows, with_stacks, write_slot
+from quire.ops.adapter import adapter_stacks, with_rows, with_stacks, write_slot
 from quire.serving.engine.cache_size import held_bytes
 from quire.serving.engine.snapshot import take_snapshot
 from quire.sharding.mesh import device_axes, make_mesh
@@ -71,8 +71,8 @@ def logits_of(folder, config, adapter, tokens, mesh=None, modules=()) -> np.ndar
     if adapter is not None:
         found = read_adapter(adapter, config, list_targets(config, modules), 8, folder)
         matrices = found.matrices if mesh is None else shard_adapter(found, mesh)
-        places = jax.tree.map(lambda leaf: leaf.sharding, stacks_of(weights))
-        stacks = jax.device_put(write_slot(stacks_of(weights), SLOT, matrices), places)
+        places = jax.tree.map(lambda leaf: leaf.sharding, adapter_stacks(weights))
+        stacks = jax.device_put(write_slot(adapter_stacks(weights), SLOT, matrices), places)
         weights = with_stacks(weights, stacks)
 
     def run(weights, tokens):
@@ -240,7 +240,7 @@ def test_many_at_once(name, many, folders):
     near = 2e-2 if alike else 2e-4
     with LLM(str(folders / name), **OPTIONS, **alike) as one:
         wanted = answers(one, prompts, requests)
-        whole = held_bytes(stacks_of(one.engine.runner.weights))
+        whole = held_bytes(adapter_stacks(one.engine.runner.weights))
     with LLM(str(folders / name), **OPTIONS, **many) as llm:
         found = answers(llm, prompts, requests)
         check(found, wanted, near)
@@ -251,7 +251,7 @@ def test_many_at_once(name, many, folders):
         llm.wake_up()
         check(answers(llm, prompts, requests), found, near)
         assert take_snapshot(llm.engine).recompiles == 0
-        assert held_bytes(stacks_of(llm.engine.runner.weights)) < 0.8 * whole
+        assert held_bytes(adapter_stacks(llm.engine.runner.weights)) < 0.8 * whole
     assert len({tuple(tokens) for tokens, _ in found}) > COUNT // 2
 
 

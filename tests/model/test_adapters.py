@@ -21,7 +21,7 @@ from quire.model.checkpoint.adapter_targets import add_adapter_stacks, all_targe
 from quire.model.checkpoint.adapters import read_adapter
 from quire.model.checkpoint.safetensors import Tensor, read_header
 from quire.model.config import ModelError
-from quire.ops.adapter import stacks_of, with_rows, with_stacks, write_slot
+from quire.ops.adapter import adapter_stacks, with_rows, with_stacks, write_slot
 from quire.tests.support import peft, tiny, tiny_moe, tiny_qwen, uncached
 from quire.tests.support.golden.families import VARIANTS
 
@@ -40,7 +40,7 @@ def logits_of(folder, adapter=None, slots: int = 3, most: int = 8, slot: int = 1
         weights = add_adapter_stacks(
             weights, config, slots, adapters.stack_rank(most), modules=modules
         )
-        stacks = write_slot(stacks_of(weights), slot, found.matrices)
+        stacks = write_slot(adapter_stacks(weights), slot, found.matrices)
         weights = with_rows(
             with_stacks(weights, stacks), jnp.full(TOKENS.size, slot, jnp.int32), slots
         )

@@ -109,8 +109,8 @@ def naive_quip(W, H, bits: int, damp: float = 0.01):
     H = rotated(rotated(H.astype(np.float32)).T).astype(np.float64)
     H = H + damp * np.mean(np.diag(H)) * np.eye(len(H))
     exact = W.copy()
-    scale = e8p.scales(W, bits).astype(np.float64)
-    every = e8p.points(np.arange(1 << 16, dtype=np.uint16)) / 4.0
+    scale = e8p.output_scales(W, bits).astype(np.float64)
+    every = e8p.decode_points(np.arange(1 << 16, dtype=np.uint16)) / 4.0
     Q = np.zeros_like(W)
     for i in range(0, W.shape[1], 8):
         for o in range(len(W)):
@@ -141,7 +141,7 @@ def test_quip_is_gptq_of_eight_columns(seed, bits):
     )
     codes, scale = quip(W, X.T @ X, bits)
     Q, best = naive_quip(W, X.T @ X, bits)
-    points = e8p.points(codes) / 4
+    points = e8p.decode_points(codes) / 4
     found = points[0] if bits == 2 else points[0] + points[1] / 4
     same = (found.reshape(3, 32) == Q).all(1)
     assert same.mean() > 0.6  # of two points that are as near, float32 may take the other
@@ -156,10 +156,10 @@ def test_quip_loses_less_than_the_nearest_points():
     )
     for bits, most in ((2, 0.5), (4, 0.5)):
         turned = rotated(W)
-        scale = e8p.scales(rotated(W), bits)
-        nearest = e8p.rounded(turned / scale, bits)[1] * scale
+        scale = e8p.output_scales(rotated(W), bits)
+        nearest = e8p.quantize_points(turned / scale, bits)[1] * scale
         codes, scale = quip(W, X.T @ X, bits)
-        points = e8p.points(codes) / 4
+        points = e8p.decode_points(codes) / 4
         chosen = (points[0] if bits == 2 else points[0] + points[1] / 4).reshape(W.shape) * scale
         rows = rotated(X.astype(np.float32))
         lost = [np.square(rows @ (Q - turned).T).sum() for Q in (chosen, nearest)]

@@ -67,7 +67,7 @@ def test_a_grid_is_its_format(name, columns):
     by_order = gptq(W, np.eye(columns) * 3, grid, search=False)
     by_size = gptq(W, np.diag(W[0] ** 2), grid, act_order=True, search=False)
     for found in (codes, by_order.codes, by_size.codes):
-        parts = spec.coded(found.astype(np.uint8).T, scales.T, zeros.T).parts(spec_form(name))
+        parts = spec.from_codes(found.astype(np.uint8).T, scales.T, zeros.T).parts(spec_form(name))
         for ending, value in expected.parts(spec_form(name)).items():
             np.testing.assert_array_equal(parts[ending], value)
             assert parts[ending].dtype == value.dtype

@@ -25,7 +25,7 @@ from quire.model.planning import cost
 from quire.model.weights import abstract, moe_spec
 from quire.ops import native, quant
 from quire.ops.moe import pick
-from quire.ops.moe.routing import Rule, route
+from quire.ops.moe.routing import RoutingRule, route
 from quire.ops.moe.xla import BLOCK
 from quire.ops.quant.fp8 import Fp8
 from quire.ops.quant.stack import Stack
@@ -85,7 +85,7 @@ def value_of(node) -> np.ndarray:
 def slowly(x_TD, router_DE, up_EDGF, down_EFD):
     out_TD = np.zeros(x_TD.shape)
     weights_TX, experts_TX = route(
-        x_TD.astype(np.float32) @ router_DE, np.ones(len(x_TD), bool), Rule(X)
+        x_TD.astype(np.float32) @ router_DE, np.ones(len(x_TD), bool), RoutingRule(X)
     )
     for t, row_D in enumerate(x_TD.astype(np.float64)):
         for weight, e in zip(np.asarray(weights_TX)[t], np.asarray(experts_TX)[t], strict=True):

@@ -30,7 +30,7 @@ def drawn(rng, dtype: str, slots: int, stack: int | None = None):
     down = draw(rng, dtype, *lead, D, R * len(parts), scale=D**-0.5)
     up = draw(rng, dtype, *lead, R, ends[-1])
     return Adapted(
-        None, down, up, draw(rng, "float32", *lead, ends[-1], scale=0.1), parts=parts
+        None, down, up, draw(rng, "float32", *lead, ends[-1], scale=0.1), output_ranges=parts
     ), int(D)
 
 
@@ -45,17 +45,17 @@ def slowly(weight: Adapted, slots, x, out):
     for t, slot in enumerate(slots):
         if slot < len(weight.down):
             inner = numbers(x)[t] @ numbers(weight.down)[slot]
-            for part, (first, last) in enumerate(weight.parts):
+            for part, (first, last) in enumerate(weight.output_ranges):
                 up = numbers(weight.up)[slot, :, first:last]
                 found[t, first:last] += inner[part * rank :][:rank] @ up
-            found[t] += numbers(weight.longer)[slot] * numbers(out)[t]
+            found[t] += numbers(weight.dora_gain)[slot] * numbers(out)[t]
     return found
 
 
 def adapted(weight: Adapted, slots, x, out, way: str):
     rows = AdapterRows.of(jnp.asarray(slots, jnp.int32), len(weight.down))
     return jax.jit(lambda weight, x, out: weight.adapt(x, out, way))(
-        weight.replace(rows_of=rows), x, out
+        weight.replace(adapter_rows=rows), x, out
     )
 
 
@@ -85,8 +85,14 @@ def test_the_one_that_is_meant_of_a_stack(way):
     whose = rng.integers(0, 4, 20)
     x = draw(rng, "bfloat16", 20, D)
     out = draw(rng, "float32", 20, weight.up.shape[3])
-    one = Adapted(None, weight.down[:, 2], weight.up[:, 2], weight.longer[:, 2], parts=weight.parts)
-    found = adapted(weight.replace(which=jnp.int32(2)), whose, x, out, way)
+    one = Adapted(
+        None,
+        weight.down[:, 2],
+        weight.up[:, 2],
+        weight.dora_gain[:, 2],
+        output_ranges=weight.output_ranges,
+    )
+    found = adapted(weight.replace(matrix=jnp.int32(2)), whose, x, out, way)
     assert np.array_equal(found, adapted(one, whose, x, out, way))
 
 
@@ -104,7 +110,7 @@ def test_the_same_bits_in_any_company_and_in_any_slot(way):
         t = int(rng.integers(T))
         order = rng.permutation(5)
         moved = weight.replace(
-            down=weight.down[order], up=weight.up[order], longer=weight.longer[order]
+            down=weight.down[order], up=weight.up[order], dora_gain=weight.dora_gain[order]
         )
         there = np.append(np.argsort(order), 5)[whose[t : t + 1]]
         alone = adapted(moved, there, x[t : t + 1], out[t : t + 1], way)
@@ -123,4 +129,4 @@ def test_a_type_that_the_kernel_does_not_know_is_left_to_xla():
     ):
         adapted(weight, [0, 1, 2], x, out, "native")
     rows = AdapterRows.of(jnp.array([0, 1, 2], jnp.int32), 2)
-    assert weight.replace(rows_of=rows).adapt(x, out).shape == out.shape
+    assert weight.replace(adapter_rows=rows).adapt(x, out).shape == out.shape

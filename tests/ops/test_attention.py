@@ -293,7 +293,7 @@ def test_kernels_of_gpus_decline_four_bits():
     )
     assert "not codes with a scale" in str(flashinfer.kernel_limits(params, shape))
     qkv_TGH = jnp.zeros((2, 12, 64), jnp.bfloat16)
-    assert heads_gpu.refusals(qkv_TGH, Heads(8, 2), pages) == [
+    assert heads_gpu.unsupported_reasons(qkv_TGH, Heads(8, 2), pages) == [
         "pages are int4, whose codes the kernel does not write"
     ]
 

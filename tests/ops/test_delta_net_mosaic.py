@@ -58,7 +58,7 @@ def test_against_float64(name):
     case = accuracy.DeltaCase(kind, (1, 6, 3, 1, 2))
     _, (*arrays, rows), wanted = case.build(3)
     found = run(arrays, rows, kind["corrects"])
-    np.testing.assert_allclose(accuracy.of_rows(*found), wanted, rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(accuracy.stack_results(*found), wanted, rtol=1e-6, atol=1e-5)
 
 
 def test_a_row_has_the_same_bits_however_its_sequence_is_cut():

@@ -16,7 +16,7 @@ from quire.ops.attention import KVPages, QueryRows
 from quire.ops.attention.xla import append
 from quire.ops.gpu import self_test
 from quire.ops.heads import Heads, accuracy, hopper
-from quire.ops.heads.xla import turn
+from quire.ops.heads.xla import split_heads
 from quire.tests.support import kernels_ahead
 from quire.tests.support.cases import thinned
 
@@ -100,7 +100,7 @@ def test_kernel_leaves_shifted_keys_to_attention_where_they_become_codes():
     for name in ("plain", "int8"):
         qkv_TGH, work, pages = CASES[name].inputs()
         shifted = replace(work, k_shift_KH=jnp.ones((work.keys, qkv_TGH.shape[2])))
-        found = hopper.refusals(qkv_TGH, shifted, pages)
+        found = hopper.unsupported_reasons(qkv_TGH, shifted, pages)
         assert any("keys are shifted" in reason for reason in found) == (name == "int8")
 
 
@@ -142,8 +142,8 @@ def test_against_float64_and_xla(name):
         if scale is not None:
             found = found * np.asarray(scale)[page_T, :, at_T][..., None]
         assert np.all(np.abs(found - right) < step * np.abs(right).max((1, 2), keepdims=True))
-    _, k_TKH, v_TKH = turn(qkv_TGH[:live], Heads(**{**vars(work), "cos_sin": work.cos_sin and tuple(
-        x[:live] for x in work.cos_sin)}))  # fmt: skip
+    cos_sin = work.cos_sin and tuple(x[:live] for x in work.cos_sin)
+    _, k_TKH, v_TKH = split_heads(qkv_TGH[:live], replace(work, cos_sin=cos_sin))
     wanted = append(pages, k_TKH, v_TKH, jnp.asarray(SLOTS))
     for found, right in zip(jax.tree.leaves(after), jax.tree.leaves(wanted), strict=True):
         own = np.ones(
@@ -202,13 +202,13 @@ def test_a_trial(name, spoil, monkeypatch):
     """What it finds on a card, with few rows in the interpreter: it tells a kernel that is right
     from another.
     """
-    real = accuracy.turn_and_append
+    real = accuracy.rotate_and_append
 
     def kernel(*given):
         found = real(*given)
         return found if spoil is None else spoil(*found)
 
-    monkeypatch.setattr(accuracy, "turn_and_append", kernel)
+    monkeypatch.setattr(accuracy, "rotate_and_append", kernel)
     kind = hopper.kind(*CASES[name].inputs())
     for paged, wrong in (
         (False, (spoil_queries, spoil_other_slots)),

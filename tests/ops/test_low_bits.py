@@ -111,7 +111,7 @@ def test_a_codebook_by_output(bits):
     W = rng.standard_normal((5, 512)).astype(np.float32)
     mass = rng.exponential(1, (5, 512)).astype(np.float32)
     W[2, 17], mass[2, 400] = 30, 1000
-    node = quant.packed(f"codebook-{bits}", spec_of((512,), (5,))).fitted(W, mass)
+    node = quant.packed(f"codebook-{bits}", spec_of((512,), (5,))).fit(W, mass)
     assert node.table.shape == (1 << bits, 5) and node.apart.shape == (3, 5)  # 0.45 % of 512
     found = np.asarray(node.dense()).T
     for o in range(5):
@@ -136,7 +136,7 @@ def test_the_most_sensitive_stay_apart():
     W = rng.standard_normal((2, 2000)).astype(np.float32)
     mass = np.ones((2, 2000), np.float32)
     W[:, 5], mass[:, 5] = 0.01, 9
-    node = quant.packed("codebook-4", spec_of((2000,), (2,))).fitted(W, mass)
+    node = quant.packed("codebook-4", spec_of((2000,), (2,))).fit(W, mass)
     assert len(node.columns) == 9 and (node.columns == 5).any(0).all()
     largest = np.sort(np.abs(W), 1)[:, -8]
     for o in range(2):
@@ -149,7 +149,7 @@ def test_the_most_sensitive_stay_apart():
 def every_point() -> tuple[np.ndarray, np.ndarray]:
     """(codes, points) of all 65,536, in whole quarters."""
     codes = np.arange(1 << 16, dtype=np.uint16)
-    return codes, e8p.points(codes)
+    return codes, e8p.decode_points(codes)
 
 
 def test_the_table_is_the_papers():
@@ -169,7 +169,7 @@ def test_the_table_is_the_papers():
     assert (moved % 4 == 2).all() and (moved.sum(1) % 8 == 0).all()  # whose sum is even
     np.testing.assert_array_equal(np.sort(np.abs(moved), 1), np.sort(4 * table[codes & 255], 1))
     np.testing.assert_array_equal((moved[:, :7] < 0), codes[:, None] >> np.arange(8, 15) & 1)
-    np.testing.assert_array_equal(np.asarray(e8p.points(jnp.asarray(codes))), found)
+    np.testing.assert_array_equal(np.asarray(e8p.decode_points(jnp.asarray(codes))), found)
 
 
 @settings(max_examples=5)
@@ -179,8 +179,8 @@ def test_the_nearest_point_of_all(seed, size):
     values = (rng.standard_normal((64, 8)) * size).astype(np.float32)
     _, every = every_point()
     far = [np.square(every / 4 - value.astype(np.float64)).sum(1).min() for value in values]
-    codes, found = e8p.nearest(values)
-    np.testing.assert_array_equal(np.asarray(found), e8p.points(np.asarray(codes)) / 4)
+    codes, found = e8p.nearest_points(values)
+    np.testing.assert_array_equal(np.asarray(found), e8p.decode_points(np.asarray(codes)) / 4)
     np.testing.assert_allclose(
         np.square(np.asarray(found, np.float64) - values).sum(1), far, atol=1e-5
     )

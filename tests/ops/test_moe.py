@@ -8,7 +8,7 @@ import pytest
 from quire.model import decoder
 from quire.model.config import ModelError, Moe, check_moe
 from quire.model.weights import MoeWeights
-from quire.ops.moe.routing import Rule, route
+from quire.ops.moe.routing import RoutingRule, route
 from quire.ops.moe.routing.xla import limit_groups
 from quire.ops.moe.xla import BLOCK, mix_experts
 
@@ -150,7 +150,7 @@ def test_route(name):
     rng = np.random.default_rng(7)
     logits = rng.standard_normal((50, moe.experts)).astype(np.float32) * 2
     bias = rng.standard_normal(moe.experts).astype(np.float32) if moe.choice_bias else None
-    rule = Rule(
+    rule = RoutingRule(
         moe.top_k,
         moe.score,
         moe.normalize,
@@ -181,7 +181,7 @@ def test_one_row_routed_like_many():
     rng = np.random.default_rng(3)
     logits = jnp.asarray(rng.standard_normal((40, 16)), jnp.float32)
     options = (
-        Rule(4, "sigmoid", True, 2.5, 4, 2, "top2"),
+        RoutingRule(4, "sigmoid", True, 2.5, 4, 2, "top2"),
         jnp.asarray(rng.standard_normal(16), jnp.float32),
     )
     live = jnp.arange(40) != 3

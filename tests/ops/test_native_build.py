@@ -65,7 +65,7 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("QUIRE_NATIVE", ISA)
     monkeypatch.delenv("QUIRE_KERNELS", raising=False)
-    monkeypatch.setattr(native, "begun", {})
+    monkeypatch.setattr(native, "library_builds", {})
     monkeypatch.setattr(native, "builders", ThreadPoolExecutor(4))
     forget()
     yield folder
@@ -323,7 +323,7 @@ def test_variants_are_built_side_by_side(small, monkeypatch, tmp_path):
     ],
 )
 def test_what_a_model_calls(model, kernels):
-    assert sorted(model_kernels.of_model(*model)) == sorted(
+    assert sorted(model_kernels.kernels_for_model(*model)) == sorted(
         ["blank", "heads", "residual", "unpack", *kernels.split()]
     )
 

@@ -21,10 +21,10 @@ from quire.ops.linear.gpu_kernel import accuracy, prepare, shape
 from quire.ops.linear.weight import GpuMatrix, RoundedRows
 from quire.ops.moe import Experts, routing
 from quire.ops.moe import gpu as experts
-from quire.ops.moe.routing.blocks import align, most_blocks
-from quire.ops.quant.fp8 import Fp8, as_floats
+from quire.ops.moe.routing.blocks import align, max_blocks
+from quire.ops.quant.fp8 import Fp8, round_to_float8
 from quire.ops.quant.int4 import Int4
-from quire.ops.quant.int8 import Int8, as_bytes
+from quire.ops.quant.int8 import Int8, round_to_int8
 from quire.ops.quant.mxfp4 import Mxfp4
 from quire.ops.quant.stack import Stack
 from quire.ops.rounding.xla import round_rows
@@ -189,7 +189,7 @@ def test_fp8_against_float64(by, name):
     found = linear.weight_of(weight, by).einsum(subscripts, x, bias, jnp.float32)
     x_RK = exact(x.reshape(rows, -1))
     if dynamic:
-        codes, scale = as_floats(x.reshape(rows, -1))
+        codes, scale = round_to_float8(x.reshape(rows, -1))
         x_RK = exact(codes) * exact(scale)
     wanted = np.einsum(subscripts, x_RK.reshape(x.shape), numbers_of(weight)) + exact(bias)
     np.testing.assert_allclose(exact(found), wanted, rtol=1e-4, atol=1e-4)
@@ -362,7 +362,7 @@ def test_each_pair_has_its_place(T, kind):
     )
     counts = np.bincount(whose.reshape(-1), minlength=E + 1)[:E]
     needed = -(-counts // rows)
-    assert found.count_1 == [needed.sum()] and needed.sum() <= most_blocks(T * X, E, rows) == len(
+    assert found.count_1 == [needed.sum()] and needed.sum() <= max_blocks(T * X, E, rows) == len(
         found.experts_B
     )
     assert found.experts_B[: needed.sum()].tolist() == np.repeat(np.arange(E), needed).tolist()
@@ -453,7 +453,7 @@ def test_experts_in_eight_bits_against_float64(by, dynamic, make):
         nodes = [make(array[e], dynamic) for e in range(E)]
         stacks.append(Stack(jax.tree.map(lambda *leaves: jnp.stack(leaves), *nodes)))
     numbers = [np.stack([numbers_of(stack[e]) for e in range(E)]) for stack in stacks]
-    codes, scale = as_floats(x) if make is in_float8 else as_bytes(x)
+    codes, scale = round_to_float8(x) if make is in_float8 else round_to_int8(x)
     rows = exact(codes) * exact(scale) if dynamic else x
     wanted = mixed_slowly(rows, weights, whose, Experts(*numbers, "silu"))
     given = jnp.asarray(weights), jnp.asarray(whose, jnp.int32), E, Experts(*stacks, "silu")

@@ -13,21 +13,21 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from quire.ops.gpu import self_test
 from quire.ops.moe import routing
-from quire.ops.moe.routing import Rule, accuracy, hopper, xla
+from quire.ops.moe.routing import RoutingRule, accuracy, hopper, xla
 from quire.tests.support.cases import cases, thinned
 
 pytestmark = pytest.mark.usefixtures("interpreted_once")
 RULES = {
-    "Qwen3-30B-A3B": (128, False, Rule(8)),
-    "gpt-oss-20b": (32, False, Rule(4, "softmax_top")),
-    "DeepSeek-V2": (160, False, Rule(6, "softmax", False, 16.0, 8, 3)),
-    "DeepSeek-V3": (256, True, Rule(8, "sigmoid", True, 2.5, 8, 4, "top2")),
-    "GLM-4.5": (128, True, Rule(8, "sigmoid", scaling=2.5)),
-    "all of a few": (32, False, Rule(16, "sigmoid", groups=2, top_groups=2)),
-    "one of many": (512, False, Rule(1)),
-    "Mixtral": (8, False, Rule(2)),
-    "Granite 4": (72, False, Rule(10, "softmax_top")),
-    "with a bias, in groups": (60, True, Rule(4, "sigmoid", True, 1.5, 6, 2, "top2")),
+    "Qwen3-30B-A3B": (128, False, RoutingRule(8)),
+    "gpt-oss-20b": (32, False, RoutingRule(4, "softmax_top")),
+    "DeepSeek-V2": (160, False, RoutingRule(6, "softmax", False, 16.0, 8, 3)),
+    "DeepSeek-V3": (256, True, RoutingRule(8, "sigmoid", True, 2.5, 8, 4, "top2")),
+    "GLM-4.5": (128, True, RoutingRule(8, "sigmoid", scaling=2.5)),
+    "all of a few": (32, False, RoutingRule(16, "sigmoid", groups=2, top_groups=2)),
+    "one of many": (512, False, RoutingRule(1)),
+    "Mixtral": (8, False, RoutingRule(2)),
+    "Granite 4": (72, False, RoutingRule(10, "softmax_top")),
+    "with a bias, in groups": (60, True, RoutingRule(4, "sigmoid", True, 1.5, 6, 2, "top2")),
 }
 # rows, chosen, experts, rows of a block
 SIZES = (
@@ -40,7 +40,7 @@ SIZES = (
 )
 
 
-def chosen(logits_TE, live_T, rule: Rule, bias_E):
+def chosen(logits_TE, live_T, rule: RoutingRule, bias_E):
     def step(logits_TE, live_T, bias_E):
         interpret = InterpretGPUParams(detect_races=True)
         return hopper.route(logits_TE, live_T, rule, bias_E, interpret=interpret)
@@ -93,7 +93,7 @@ def test_scores_that_are_all_below_zero():
     again.
     """
     bias_E = jnp.asarray(np.repeat([-1.0, -9.0, -5.0, -3.0], 8), jnp.float32)
-    rule = Rule(16, "sigmoid", groups=4, top_groups=2, group_score="top2")
+    rule = RoutingRule(16, "sigmoid", groups=4, top_groups=2, group_score="top2")
     _, experts_TX = chosen(jnp.zeros((1, 32), jnp.float32), jnp.ones(1, bool), rule, bias_E)
     assert experts_TX[0].tolist() == [*range(8), *range(24, 32)]
 
@@ -135,11 +135,11 @@ def test_all_reasons_are_said():
         NotImplementedError,
         match=r"float32, not bfloat16, and .* at most 1024, not 1032, and .* 16 .* 20",
     ):
-        hopper.route(logits_TE, live_T, Rule(20), interpret=True)
+        hopper.route(logits_TE, live_T, RoutingRule(20), interpret=True)
     with pytest.raises(NotImplementedError, match="at most 2048, not 4096"):
         hopper.align(jnp.zeros((1024, 4), jnp.int32), jnp.zeros((1024, 4)), 8, 16, interpret=True)
     with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
-        routing.route(logits_TE, live_T, Rule(2), None, "mosaic_gpu")
+        routing.route(logits_TE, live_T, RoutingRule(2), None, "mosaic_gpu")
     with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no NVIDIA GPU"):
         routing.align(jnp.zeros((16, 4), jnp.int32), jnp.zeros((16, 4)), 8, 16, "mosaic_gpu")
 
@@ -181,7 +181,7 @@ def test_a_trial_of_places(spoiled, monkeypatch):
             else found._replace(**{spoiled: getattr(found, spoiled).at[0].add(1)})
         )
 
-    monkeypatch.setattr(accuracy, "place", kernel)
+    monkeypatch.setattr(accuracy, "place_pairs", kernel)
     case, _ = accuracy.cases({"experts": 32, "rows": 16})
     assert (self_test.measure(case, 0, repeats=2).wrong is not None) == (spoiled is not None)
 
@@ -195,7 +195,7 @@ def test_float64_against_a_loop():
     """What the trial takes for right, row by row: of equal experts the first."""
     for seed in range(cases(40)):
         rng = np.random.default_rng(seed)
-        rule = Rule(
+        rule = RoutingRule(
             int(rng.integers(1, 9)),
             rng.choice(["softmax", "softmax_top", "sigmoid"]),
             bool(rng.integers(2)),

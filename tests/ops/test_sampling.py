@@ -260,7 +260,7 @@ def mixed_case(V=V, rows=32, slots=SLOTS):
         stop_BV=jnp.asarray(rng.random((slots, V)) < 0.1),
         output_counts_BV=jnp.asarray(rng.poisson(0.1, (slots, V)).astype(np.int32)),
         prompt_BV=jnp.asarray(rng.random((slots, V)) < 0.1),
-        wanted_BL=jnp.asarray(rng.integers(0, V, (slots, MAX_WANTED), np.int32)),
+        logprob_token_ids_BL=jnp.asarray(rng.integers(0, V, (slots, MAX_WANTED), np.int32)),
     )
 
     def some(values, off, share=0.5):
@@ -421,7 +421,9 @@ def test_logprobs_and_ranks_are_of_the_raw_logits(run, V):
     state = empty(SLOTS, V)
     state = state.replace(
         bias_BJV=jnp.asarray(rng.normal(size=state.bias_BJV.shape).astype(np.float32)),
-        wanted_BL=jnp.asarray(rng.integers(0, V, state.wanted_BL.shape, np.int32)),
+        logprob_token_ids_BL=jnp.asarray(
+            rng.integers(0, V, state.logprob_token_ids_BL.shape, np.int32)
+        ),
     )
     inputs = make_inputs(
         R,
@@ -440,7 +442,7 @@ def test_logprobs_and_ranks_are_of_the_raw_logits(run, V):
     for r, token in enumerate(out.tokens_R):
         if not wants_R[r]:
             assert out.logprobs_R[r] == out.ranks_R[r] == 0 and not out.top_ids_RK[r].any()
-            assert not out.wanted_logprobs_RL[r].any()
+            assert not out.token_id_logprobs_RL[r].any()
             continue
         np.testing.assert_allclose(out.logprobs_R[r], exact_RV[r, token], rtol=1e-5, atol=1e-5)
         assert out.ranks_R[r] == 1 + (logits_RV[r] > logits_RV[r, token]).sum()
@@ -449,14 +451,14 @@ def test_logprobs_and_ranks_are_of_the_raw_logits(run, V):
         np.testing.assert_allclose(
             out.top_logprobs_RK[r], exact_RV[r, best_K], rtol=1e-5, atol=1e-5
         )
-        wanted_L = np.asarray(state.wanted_BL)[r % SLOTS]
+        wanted_L = np.asarray(state.logprob_token_ids_BL)[r % SLOTS]
         np.testing.assert_allclose(
-            out.wanted_logprobs_RL[r], exact_RV[r, wanted_L], rtol=1e-5, atol=1e-5
+            out.token_id_logprobs_RL[r], exact_RV[r, wanted_L], rtol=1e-5, atol=1e-5
         )
         known = dict(zip(best_K.tolist(), out.top_logprobs_RK[r], strict=True)) | {
             int(token): out.logprobs_R[r]
         }
-        for other, value in zip(wanted_L.tolist(), out.wanted_logprobs_RL[r], strict=True):
+        for other, value in zip(wanted_L.tolist(), out.token_id_logprobs_RL[r], strict=True):
             assert known.get(other, value) == value  # the same bits wherever a token is told
 
 
@@ -511,12 +513,12 @@ def test_the_extremes_of_rows(monkeypatch, backend):
     at_RV = rng.integers(-9, V, (5, V)).astype(np.int32)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     assert np.array_equal(
-        xla.extreme(jnp.asarray(values_RV), jax.lax.max, -jnp.inf), values_RV.max(axis=1)
+        xla.row_extreme(jnp.asarray(values_RV), jax.lax.max, -jnp.inf), values_RV.max(axis=1)
     )
-    assert np.array_equal(xla.extreme(jnp.asarray(at_RV), jax.lax.min, V), at_RV.min(axis=1))
+    assert np.array_equal(xla.row_extreme(jnp.asarray(at_RV), jax.lax.min, V), at_RV.min(axis=1))
     if backend == "cpu":  # whose reduction may lose it
         values_RV[3, 100] = np.nan
-        largest_R = xla.extreme(jnp.asarray(values_RV), jax.lax.max, -jnp.inf)
+        largest_R = xla.row_extreme(jnp.asarray(values_RV), jax.lax.max, -jnp.inf)
         assert np.flatnonzero(np.isnan(largest_R)).tolist() == [3]
 
 
@@ -525,7 +527,7 @@ def test_nothing_waits_for_the_host_on_a_gpu(monkeypatch, plain):
     monkeypatch.setattr(branchless, "on_gpu", lambda: True)
     _, state, inputs = mixed_case()
     logits_RV = jax.ShapeDtypeStruct((32, V), jnp.float32)
-    run = partial(sampling.sample, plain=plain, implementation="branchless")
+    run = partial(sampling.sample, temperature_only=plain, implementation="branchless")
     used = primitives(jax.make_jaxpr(run)(logits_RV, state, inputs).jaxpr)
     assert not used & {"sort", "top_k", "cond", "while", "scan"} and "exp" in used
     like = jax.eval_shape(run, logits_RV, state, inputs)
@@ -534,7 +536,7 @@ def test_nothing_waits_for_the_host_on_a_gpu(monkeypatch, plain):
         like.ranks_R,
         like.top_ids_RK,
         like.top_logprobs_RK,
-        like.wanted_logprobs_RL,
+        like.token_id_logprobs_RL,
     )
     assert all((each is None) == plain for each in scores), (
         "a launch writes the zeros that nobody reads"
@@ -683,6 +685,6 @@ def test_drafts_are_accepted_up_to_the_first_that_was_not_drawn():
         R = len(drawn)
         nothing = jnp.zeros((R, 1))
         sampled = sampling.Sampled(jnp.array(drawn), *[nothing] * 5, jnp.array(ok))
-        accepted_R = sampling.accepted(sampled, jnp.array(drafts), jnp.array(depths))
+        accepted_R = sampling.accepted_drafts(sampled, jnp.array(drafts), jnp.array(depths))
         assert accepted_R.tolist() == expected
-        assert sampling.ends(accepted_R, jnp.array(depths)).tolist() == last
+        assert sampling.samples_next_token(accepted_R, jnp.array(depths)).tolist() == last

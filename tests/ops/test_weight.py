@@ -111,7 +111,7 @@ def test_a_format_says_all_that_others_ask(name):
     assert module.CHOICES is not None or not module.STORED
     for full in module.STORED:
         assert quant.stored_name(full) == full == quant.check(full)
-        assert quant.head(full) in quant.stored_schemes()
+        assert quant.head_format(full) in quant.stored_schemes()
 
 
 @pytest.mark.parametrize(

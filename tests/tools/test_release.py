@@ -175,7 +175,7 @@ def test_installed_without_a_compiler(tmp_path):
         "llm = quire.LLM()\n"
         "params = quire.SamplingParams(max_tokens=8, temperature=0)\n"
         "print(llm.generate('Once upon a time', params)[0].outputs[0].text)\n"
-        "print(quire.__file__, native.instruction_set(), sorted(name for _, name in native.begun))"
+        "print(quire.__file__, native.instruction_set(), sorted(name for _, name in native.library_builds))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -136,7 +136,7 @@ def quantization_config(name: str, ignore: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": "awq",
         "bits": 4,
-        "group_size": quant.example(name).shared(),
+        "group_size": quant.example(name).inputs_per_value(),
         "zero_point": True,
         "version": "gemm",
         "modules_to_not_convert": spared or None,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ....ops.quant.compressed import Layout
-from ....ops.quant.fp8 import E4M3, LIMIT, checked
+from ....ops.quant.fp8 import E4M3, LIMIT, check_finite
 from ...config import ModelError
 from ...stored_format import StoredFormat, StoredGroup
 from ..safetensors import Tensor
@@ -45,7 +45,7 @@ class Fp8Matrix(Matrix):
         codes, scale = arrays.values()
         rows, columns = self.shape
         return {
-            "codes": checked(codes),
+            "codes": check_finite(codes),
             "scale": broadcast_scales(scale.astype(np.float32), rows, columns),
         }
 
@@ -97,7 +97,7 @@ def gather(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor
 
 
 def matrix(stem: str, tensors: dict[str, Tensor], group: StoredGroup) -> Matrix:
-    """One matrix, with the shapes and dtypes of its tensors checked."""
+    """One matrix, with the shapes and dtypes of its tensors check_finite."""
     codes, scale = tensors.values()
     if len(codes.shape) != 2 or not all(codes.shape):
         raise ModelError(

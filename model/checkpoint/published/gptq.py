@@ -198,7 +198,7 @@ def quantization_config(name: str, ignore: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": "gptq",
         "bits": 4 if isinstance(node, Int4) else 8,
-        "group_size": node.shared(),
+        "group_size": node.inputs_per_value(),
         "sym": centred,
         "desc_act": False,
         "static_groups": True,

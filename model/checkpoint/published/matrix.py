@@ -62,10 +62,10 @@ class Matrix:
         assert stored_format is not None
         if stored_format.kind == node.kind:
             return fields
-        repeats = stored_format.shared() // node.shared()
+        repeats = stored_format.inputs_per_value() // node.inputs_per_value()
         scale = fields["scale"].astype(np.float32).repeat(repeats, 1)
         least = fields["least"].repeat(repeats, 1) if "least" in fields else np.zeros_like(scale)
-        exact_fields = {"codes": stored_format.whole_codes(fields).view(np.uint8), "scale": scale}
+        exact_fields = {"codes": stored_format.integer_codes(fields).view(np.uint8), "scale": scale}
         return exact_fields | ({"least": least} if node.has_minimum else {})
 
     def finite(self, scales: np.ndarray) -> np.ndarray:
@@ -92,7 +92,7 @@ class Matrix:
             return np.broadcast_to(values, self.shape)
         if values.shape[1] == self.shape[1]:
             return values
-        return values.repeat(node.shared(field), axis=1)[:, : self.shape[1]]
+        return values.repeat(node.inputs_per_value(field), axis=1)[:, : self.shape[1]]
 
 
 def node_specs(group: StoredGroup, rows: int, columns: int) -> Rounded:
@@ -154,7 +154,7 @@ def read_node(dense: ArraySpec, node: Rounded, sources, tensors: dict[str, Any])
             if name not in fields:
                 fields[name] = empty((value.shape[1], *node.out), getattr(node, name).dtype)
             out = fields[name]
-            step = {columns: 1, 1: columns}.get(value.shape[1], node.shared(name))
+            step = {columns: 1, 1: columns}.get(value.shape[1], node.inputs_per_value(name))
             values = np.moveaxis(
                 source.turn(matrix.spread(name, value, node)), dense.inputs, range(axes)
             )

@@ -362,7 +362,7 @@ class Int4Matrix(Matrix):
     def fields(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         codes, scale, added = self.unpacked(arrays)
         scale, added = (self.finite(value.astype(np.float32)).T for value in (scale, added))
-        repeats = self.group.form.group // self.format.shared()
+        repeats = self.group.form.group // self.format.inputs_per_value()
         shared = {"scale": scale, "least": 8 * scale - added}
         return {"codes": codes} | {name: value.repeat(repeats, 1) for name, value in shared.items()}
 

@@ -123,7 +123,7 @@ def of_a_step(shape: ProductShape, operands: Operands, expert, features, k):
     codes = [
         operands.weight[expert, pl.ds(start, HALF), part, features] for part in range(shape.parts)
     ]
-    decode = fp8.of_bits if shape.codes == "float8" else lambda codes_KF: codes_KF
+    decode = fp8.decode_e4m3 if shape.codes == "float8" else lambda codes_KF: codes_KF
     return [(start, [decode(codes_KF).astype(dtype) for codes_KF in codes])]
 
 

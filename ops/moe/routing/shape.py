@@ -1,5 +1,5 @@
-"""How rows and pairs lie in the kernels."""
+"""Sizes of the Hopper kernels."""
 
-LINE = 32  # experts: a copy brings whole lines, of 128 bytes, of a row's logits
+LINE = 32  # experts: logits are copied in whole lines of 128 bytes
 THREADS = 128
-TILE = 64  # pairs, experts or places that are compared with as many others at once
+TILE = 64  # pairs, experts or places: tiles of TILE x TILE are compared at once

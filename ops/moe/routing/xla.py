@@ -1,21 +1,21 @@
-"""Routing by XLA: top-k is a sort on a GPU, and places are found by reductions and one scatter."""
+"""Routing by XLA: the choice by `top_k`, and the blocks by reductions and one scatter."""
 
 import jax
 import jax.numpy as jnp
 
 from ...ordered_sum import softmax, sum_pairs
-from . import Rule
-from .blocks import align as align  # as an implementation has it
+from . import RoutingRule
+from .blocks import align as align  # part of the interface of implementations
 
 
-def route(logits_TE, live_T, rule: Rule, choice_bias_E=None):
+def route(logits_TE, live_T, rule: RoutingRule, choice_bias_E=None):
     """See `quire.ops.moe.routing.route`."""
-    weights_TX, experts_TX = best(logits_TE, rule, choice_bias_E)
+    weights_TX, experts_TX = choose_experts(logits_TE, rule, choice_bias_E)
     return weights_TX, jnp.where(live_T[:, None], experts_TX, logits_TE.shape[1])
 
 
-def best(logits_TE, rule: Rule, choice_bias_E):
-    """The weights and experts of all rows."""
+def choose_experts(logits_TE, rule: RoutingRule, choice_bias_E):
+    """(weights, experts) of all tokens, including padding."""
     if rule.score == "mixer":
         return mix_sparsely(logits_TE, rule)
     if rule.score == "softmax_top":  # the softmax runs over the chosen logits alone
@@ -32,37 +32,41 @@ def best(logits_TE, rule: Rule, choice_bias_E):
     return weights_TX * rule.scaling, experts_TX
 
 
-def mix_sparsely(logits_TE, rule: Rule):
-    """One expert after the other: the best that is left, weighed by its softmax among those left
-    that come near it.
+def mix_sparsely(logits_TE, rule: RoutingRule):
+    """SparseMixer: choose one expert after the other, the best of the remaining ones.
+
+    Its weight is its softmax over the remaining experts whose logits are near the best one's, by
+    the threshold `jitter`.
     """
-    left_TE = logits_TE
+    remaining_TE = logits_TE
     weights = []
-    chosen = []
+    experts = []
     for _ in range(rule.top_k):
-        best_T1 = jnp.max(left_TE, 1, keepdims=True)
-        expert_T1 = jnp.argmax(left_TE, 1)[:, None]
-        away_TE = (best_T1 - logits_TE) / jnp.maximum(jnp.abs(logits_TE), best_T1)
-        near_TE = softmax(jnp.where(away_TE > 2 * rule.jitter, -jnp.inf, left_TE))
-        weights.append(jnp.take_along_axis(near_TE, expert_T1, 1))
-        chosen.append(expert_T1)
-        left_TE = jnp.where(jnp.arange(logits_TE.shape[1]) == expert_T1, -jnp.inf, left_TE)
-    return jnp.concatenate(weights, 1), jnp.concatenate(chosen, 1)
+        best_T1 = jnp.max(remaining_TE, 1, keepdims=True)
+        expert_T1 = jnp.argmax(remaining_TE, 1)[:, None]
+        distance_TE = (best_T1 - logits_TE) / jnp.maximum(jnp.abs(logits_TE), best_T1)
+        weights_TE = softmax(jnp.where(distance_TE > 2 * rule.jitter, -jnp.inf, remaining_TE))
+        weights.append(jnp.take_along_axis(weights_TE, expert_T1, 1))
+        experts.append(expert_T1)
+        remaining_TE = jnp.where(
+            jnp.arange(logits_TE.shape[1]) == expert_T1, -jnp.inf, remaining_TE
+        )
+    return jnp.concatenate(weights, 1), jnp.concatenate(experts, 1)
 
 
 def limit_groups(choice_TE, groups: int, top_groups: int, group_score: str):
-    """Keep only the experts of the best groups; the others score minus infinity."""
+    """Set the scores outside the best groups to minus infinity."""
     if groups == 1 or groups == top_groups:
         return choice_TE
     T, E = choice_TE.shape
     grouped = choice_TE.reshape(T, groups, E // groups)
-    best = (
+    group_scores = (
         jnp.max(grouped, -1) if group_score == "max" else jnp.sum(jax.lax.top_k(grouped, 2)[0], -1)
     )
-    _, kept = jax.lax.top_k(best, top_groups)
-    mask = jnp.any(kept[:, :, None] == jnp.arange(groups), axis=1)
+    _, top_groups_TX = jax.lax.top_k(group_scores, top_groups)
+    mask = jnp.any(top_groups_TX[:, :, None] == jnp.arange(groups), axis=1)
     return jnp.where(mask[:, :, None], grouped, -jnp.inf).reshape(T, E)
 
 
 def varies() -> None:
-    """A row's bits are the same in any company."""
+    """Batch-invariant; see `quire.ops.implementations`."""

@@ -78,8 +78,8 @@ class DraftModel:
         config = self.config
         axes = target.axes
         model_weights = self.model_weights(weights)
-        positions_T = axes.rows.part(rows[0].positions_T)
-        tokens_T = axes.rows.part(tokens_T)
+        positions_T = axes.rows.local_slice(rows[0].positions_T)
+        tokens_T = axes.rows.local_slice(tokens_T)
         prepare, attend = attend_with(
             self.kv_config, lambda group: rows[group], self.first_layer, axes
         )

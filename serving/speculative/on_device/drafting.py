@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ....model.config import ModelConfig
 from ....ops import sampling
 from ....ops.attention import QueryRows, new_arrivals
-from ....ops.state_rows import sequence_of
+from ....ops.state_rows import sequence_for_row
 from ....sharding import struct
 from ....sharding.device_axes import UNSPLIT, Axis, DeviceAxes
 from ....sharding.mesh import Mesh
@@ -219,7 +219,7 @@ def propose(
 
 def sampled_sequence(batch: Batch):
     """The index, among the step's sequences, of the sequence that each sampled row belongs to."""
-    return sequence_of(batch.starts_B1, batch.sample_rows_R)
+    return sequence_for_row(batch.starts_B1, batch.sample_rows_R)
 
 
 def fit_vocab(logits_BV, V: int, axis: Axis):
@@ -228,7 +228,7 @@ def fit_vocab(logits_BV, V: int, axis: Axis):
         return logits_BV
     logits_VB = axis.join(logits_BV.T)[: V * axis.size]
     missing = V * axis.size - len(logits_VB)
-    return axis.part(jnp.pad(logits_VB, ((0, missing), (0, 0)), constant_values=-jnp.inf)).T
+    return axis.local_slice(jnp.pad(logits_VB, ((0, missing), (0, 0)), constant_values=-jnp.inf)).T
 
 
 def kv_page_size(state: State) -> int:

@@ -89,8 +89,8 @@ class FeatureDrafter:
         Each device has the features of its own rows.
         """
         axes = target.axes
-        positions_T = axes.rows.part(rows[0].positions_T)
-        tokens_T = axes.rows.part(tokens_T)
+        positions_T = axes.rows.local_slice(rows[0].positions_T)
+        tokens_T = axes.rows.local_slice(tokens_T)
         prepare, attend = attend_with(
             self.kv_config, lambda group: rows[group], self.first_layer, axes
         )

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ....ops.state_rows import StateRows, sequence_of
+from ....ops.state_rows import StateRows, sequence_for_row
 from ....sharding import struct
 from ...device.batch import Batch
 
@@ -40,13 +40,13 @@ class Replay:
         step_rows = StateRows.of(batch.starts_B1, positions_T, batch.owners_T, lengths_B.shape[0])
         T = positions_T.shape[0]
         B = step_rows.slots_B.shape[0]
-        counts_B = step_rows.kept_B
-        seq_R = sequence_of(batch.starts_B1, batch.sample_rows_R)
+        counts_B = step_rows.num_kept_B
+        seq_R = sequence_for_row(batch.starts_B1, batch.sample_rows_R)
         drafts_B = jnp.zeros(B, jnp.int32).at[seq_R].max(batch.depths_R, mode="drop")
         first_B = positions_T[jnp.minimum(batch.starts_B1[:-1], T - 1)]
         state_length_B = lengths_B[jnp.minimum(step_rows.slots_B, lengths_B.shape[0] - 1)]
         num_replayed_B = jnp.where(
-            (counts_B > 0) & ~step_rows.begins_B,
+            (counts_B > 0) & ~step_rows.is_first_step_B,
             jnp.clip(first_B - state_length_B, 0, max_drafts),
             0,
         )
@@ -54,7 +54,10 @@ class Replay:
             [jnp.zeros(1, jnp.int32), jnp.cumsum(num_replayed_B)]
         )
         rows = StateRows(
-            starts_B1, step_rows.slots_B, step_rows.begins_B, num_replayed_B + counts_B - drafts_B
+            starts_B1,
+            step_rows.slots_B,
+            step_rows.is_first_step_B,
+            num_replayed_B + counts_B - drafts_B,
         )
         seq_U, place_U = rows.sequences(T + B * max_drafts)
         again_U = place_U < num_replayed_B[seq_U]

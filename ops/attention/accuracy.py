@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..gpu import device
-from ..gpu.self_test import Found, TriedKernel, measure, unverified, warn_once
+from ..gpu.self_test import CaseResult, SelfTestedKernel, measure, unverified, warn_once
 from . import KVPages, QueryRows, new_arrivals, xla
 from .backend import AttentionParams, AttentionShape
 
@@ -100,7 +100,7 @@ class AttentionCase:
 
 
 def self_tested(
-    kernel: TriedKernel,
+    kernel: SelfTestedKernel,
     kernel_limits: Callable[[AttentionParams, AttentionShape], str | None],
     device_reason: Callable[[], str | None],
 ) -> Callable[[AttentionParams, AttentionShape], str | None]:
@@ -135,7 +135,7 @@ def kind_of_trial(params: AttentionParams, shape: AttentionShape) -> dict[str, A
     }
 
 
-def measure_attention(trial: Trial, implementation: Callable, seed: int) -> Found:
+def measure_attention(trial: Trial, implementation: Callable, seed: int) -> CaseResult:
     """What a trial shows of an implementation in one run."""
     return measure(AttentionCase(trial, implementation), seed, repeats=1)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..gpu import device
-from ..gpu.self_test import TriedKernel
+from ..gpu.self_test import SelfTestedKernel
 from . import flashinfer_kernel
 from .accuracy import AttentionCase, Trial, self_tested
 from .backend import AttentionBackend, AttentionParams, AttentionShape
@@ -93,7 +93,7 @@ def ready(kind: dict) -> str | None:
     return library.built(kernel_for(*(kind[name] for name in names)))[1]
 
 
-KERNEL = TriedKernel(__spec__.name, WORK, SOURCES, ready, compiler=None)
+KERNEL = SelfTestedKernel(__spec__.name, WORK, SOURCES, ready, compiler=None)
 BACKEND = AttentionBackend(
     attend,
     self_tested(KERNEL, kernel_limits, lambda: device.no_ampere_reason() or library.missing()),

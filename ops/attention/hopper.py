@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..gpu import TILE_SOURCE, device
-from ..gpu.self_test import TriedKernel
+from ..gpu.self_test import SelfTestedKernel
 from . import hopper_kernel
 from .accuracy import AttentionCase, Trial, self_tested
 from .backend import AttentionBackend, AttentionParams, AttentionShape
@@ -22,7 +22,7 @@ SOURCES = (
     *Path(hopper_kernel.__file__).parent.glob("*.py"),
     TILE_SOURCE,
 )
-KERNEL = TriedKernel(__spec__.name, "attention", SOURCES)
+KERNEL = SelfTestedKernel(__spec__.name, "attention", SOURCES)
 WIDTHS = 64, 128, 256
 LATENT = (576, 512), (320, 256)  # widths of keys and values
 PAGES = 16, 32, 64, 128

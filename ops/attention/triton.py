@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from ..gpu import device
-from ..gpu.self_test import TRITON, TriedKernel
+from ..gpu.self_test import TRITON, SelfTestedKernel
 from ..quant import fp8
 from .accuracy import AttentionCase, Trial, self_tested
 from .backend import AttentionBackend, AttentionParams, AttentionShape
@@ -27,7 +27,7 @@ SOURCES = (
     *(HERE / f"{name}.py" for name in ("triton", "triton_kernel", "accuracy", "xla")),
     Path(fp8.__file__),
 )
-KERNEL = TriedKernel(__spec__.name, WORK, SOURCES, compiler=TRITON)
+KERNEL = SelfTestedKernel(__spec__.name, WORK, SOURCES, compiler=TRITON)
 
 
 def attend(

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from ..attention import KVPages, hopper_kernel
 from ..attention.four_bits import packed
 from ..gpu import TILE_SOURCE, device
-from ..gpu.self_test import TriedKernel, require_pass
+from ..gpu.self_test import SelfTestedKernel, require_pass
 from . import Heads
 
 WIDTHS = 64, 128, 256
 MOST = 256  # heads of a row: one copy brings them
 ALIGNED = 128  # bytes in shared memory at a multiple of which a copy begins
 USED = (Path(hopper_kernel.__file__).parent / f"{name}.py" for name in ("paged", "task"))
-KERNEL = TriedKernel(
+KERNEL = SelfTestedKernel(
     f"{__package__}.accuracy", "heads", (*Path(__file__).parent.glob("*.py"), *USED, TILE_SOURCE)
 )
 

@@ -28,7 +28,7 @@ from quire.ops.attention.backend import AttentionParams, AttentionShape
 from quire.ops.attention.flashinfer_kernel import library
 from quire.ops.attention.flashinfer_kernel.plan import PlanShape, make_plan
 from quire.ops.gpu import device, self_test
-from quire.ops.gpu.self_test import Found, measure
+from quire.ops.gpu.self_test import CaseResult, measure
 from quire.ops.implementations import NoImplementation, variance
 from quire.serving.api.params import SamplingParams
 from quire.tests.support import flashinfer_kernel
@@ -449,7 +449,7 @@ def test_it_is_tried_before_it_serves(monkeypatch):
 
     def test(module: str, kind: str):
         tried.append((module, json.loads(kind)))
-        return {"decoding": Found(0.5, 0.5, 0, 6e-3)}
+        return {"decoding": CaseResult(0.5, 0.5, 0, 6e-3)}
 
     monkeypatch.setattr(self_test, "test", test)
     monkeypatch.delenv("QUIRE_MOSAIC")

@@ -225,7 +225,7 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(monkeypatch, caplog, tmp_pat
 
     def test(module, kind):
         asked.append((module, kind))
-        return {"queries": self_test.Found(0.5, 0.5, 0, 6e-3)}
+        return {"queries": self_test.CaseResult(0.5, 0.5, 0, 6e-3)}
 
     monkeypatch.setattr(hopper.device, "is_hopper", lambda: True)
     monkeypatch.setattr(self_test, "folder", lambda: tmp_path)

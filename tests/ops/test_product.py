@@ -882,7 +882,7 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(card, monkeypatch, caplog, t
 
     def test(module: str, kind: str):
         tried.append((module, json.loads(kind)))
-        return {"blocks": self_test.Found(0.5, 0.5, 0, 6e-3)}
+        return {"blocks": self_test.CaseResult(0.5, 0.5, 0, 6e-3)}
 
     monkeypatch.setattr(self_test, "test", test)
     monkeypatch.setenv("QUIRE_MOSAIC", "")

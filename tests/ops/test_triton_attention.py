@@ -205,7 +205,7 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(card, monkeypatch, tmp_path,
 
     def test(module, kind):
         asked.append(module)
-        return {"decoding": self_test.Found(0.5, 0.5, 0, 6e-3)}
+        return {"decoding": self_test.CaseResult(0.5, 0.5, 0, 6e-3)}
 
     monkeypatch.setattr(self_test, "test", test)
     monkeypatch.setattr(self_test, "folder", lambda: tmp_path)

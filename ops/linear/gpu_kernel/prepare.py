@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ...attention import triton
 from ...gpu import TILE_SOURCE, device
-from ...gpu.self_test import TRITON, TriedKernel, require_pass
+from ...gpu.self_test import TRITON, SelfTestedKernel, require_pass
 from ...quant import four_bits
 from ...quant.four_bits import BLOCK
 from ...rounding import round_rows
@@ -24,7 +24,7 @@ SOURCES = (
     TILE_SOURCE,
     Path(__file__).parents[2] / "activation.py",
 )
-KERNEL = TriedKernel(f"{__package__}.accuracy", "a product with weights", SOURCES)
+KERNEL = SelfTestedKernel(f"{__package__}.accuracy", "a product with weights", SOURCES)
 TRITON_KERNEL = replace(KERNEL, compiler=TRITON)
 SUMMANDS = 3  # of bfloat16, with eight bits each, that a float32 is cut into
 ACTIVATIONS = "silu", "gelu_tanh", "relu"

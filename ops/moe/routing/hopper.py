@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ...gpu import TILE_SOURCE, device
-from ...gpu.self_test import TriedKernel, require_pass
+from ...gpu.self_test import SelfTestedKernel, require_pass
 from . import Rule
 from .blocks import Blocks
 
@@ -20,7 +20,7 @@ MOST_CHOSEN = 16  # of a row, one after the other
 # each program counts all of them: with more, the launches of XLA's way are cheaper
 MOST_PAIRS = 2048
 SOURCES = *Path(__file__).parent.glob("*.py"), TILE_SOURCE
-KERNEL = TriedKernel(f"{__package__}.accuracy", "routing", SOURCES)
+KERNEL = SelfTestedKernel(f"{__package__}.accuracy", "routing", SOURCES)
 
 
 def route(logits_TE, live_T, rule: Rule, choice_bias_E=None, *, interpret: Any = None):

@@ -214,7 +214,7 @@ class E8p(Rounded):
         assert isinstance(node, TiledGroups)
         own = {
             name: getattr(node, name)
-            for name in ("tiles", "scale", "least", "code", "in_bytes", "float_rows")
+            for name in ("tiles", "scale", "least", "code", "int8_activations", "float_rows")
         }
         return TiledE8p(**own, into=self.into, out=self.out, inputs=self.inputs)
 
@@ -286,7 +286,7 @@ class E8p(Rounded):
 class TiledE8p(TiledGroups):
     """For the kernels of four or eight bits, whose codes are whole numbers too."""
 
-    def meeting(self, x) -> tuple[Any, Any]:
+    def prepare_rows(self, x) -> tuple[Any, Any]:
         return rotated(x.astype(jnp.float32)), None
 
 

@@ -168,7 +168,7 @@ class Fp8Blocks(Grouped):
 class TiledFp8(TiledGroups):
     """For the kernels, under rows that are rounded too: bfloat16 holds their codes exactly."""
 
-    def meeting(self, x) -> tuple[Any, Any]:
+    def prepare_rows(self, x) -> tuple[Any, Any]:
         codes, scale = as_floats(x)
         return codes.astype(jnp.bfloat16), scale
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
-from ..linear.cpu import LANES, Product, has_product, row_options
+from ..linear.cpu import LANES, PackedWeight, has_product, row_options
 from ..linear.cpu_layout import by_block, tile, tile_nibbles, tile_sixes
 from ..linear.weight import Weight, check_subscripts
 from . import four_bits
@@ -294,7 +294,7 @@ SHARED = ("scale", "least", "super_scale", "super_least")  # what groups share
 
 
 @struct.dataclass
-class TiledGroups(Product):
+class TiledGroups(PackedWeight):
     """For the kernels; see formats.h."""
 
     # uint8 [O / 16, K / 2, 16, 2]; uint32 [O / 16, K / 8, 16] of four bits, [O / 16, K / 16, 3, 16]

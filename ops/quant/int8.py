@@ -14,7 +14,7 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
-from ..linear.cpu import LANES, Product, has_kernel, has_product, keeps_floats
+from ..linear.cpu import LANES, PackedWeight, has_kernel, has_product, keeps_floats
 from ..linear.cpu_layout import tile
 from ..linear.weight import GpuMatrix, Weight, check_subscripts
 from .compressed import (
@@ -157,7 +157,7 @@ class Int8(Rounded):
 
 
 @struct.dataclass
-class TiledInt8(Product):
+class TiledInt8(PackedWeight):
     """For the kernels: in groups of four the codes meet rows of bytes, in groups of two rows of
     floats.
     """

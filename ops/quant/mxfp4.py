@@ -13,7 +13,7 @@ import numpy as np
 
 from ...sharding import struct
 from ...sharding.spec import ArraySpec
-from ..linear.cpu import Product, has_product, row_options
+from ..linear.cpu import PackedWeight, has_product, row_options
 from ..linear.cpu_layout import by_block, pack_stack, tile_nibbles
 from ..linear.weight import GpuMatrix, Weight
 from . import four_bits
@@ -71,7 +71,7 @@ class Mxfp4(Weight):
 
 
 @struct.dataclass
-class TiledMxfp4(Product):
+class TiledMxfp4(PackedWeight):
     """A matrix for the kernels; see formats.h."""
 
     tiles: Any  # uint32 [O / 16, K / 8, 16]

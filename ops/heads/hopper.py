@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..attention import KVPages, hopper_kernel
-from ..attention.four_bits import packed
+from ..attention.four_bits import is_packed
 from ..gpu import TILE_SOURCE, device
 from ..gpu.self_test import SelfTestedKernel, require_pass
 from . import Heads
@@ -51,7 +51,7 @@ def refusals(qkv_TGH, heads: Heads, pages: KVPages) -> list[str]:
     found = []
     if held is None or pages.v_PSKH is None:
         found.append("keys and values must lie in arrays of their own")
-    elif packed(held):
+    elif is_packed(held):
         found.append("pages are int4, whose codes the kernel does not write")
     elif held.dtype != dtype and not (scaled and held.dtype in (jnp.int8, jnp.float8_e4m3fn)):
         found.append(f"pages must hold {dtype}, int8 or float8_e4m3fn, not {held.dtype}")

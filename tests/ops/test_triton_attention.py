@@ -55,7 +55,7 @@ FEW = ["gqa", "seven heads, a window", "int8", "float8, sinks"]
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Contexts are cut early."""
-    monkeypatch.setattr(triton_kernel, "SHORTEST", 64)
+    monkeypatch.setattr(triton_kernel, "MIN_SPAN", 64)
     jax.clear_caches()
 
 

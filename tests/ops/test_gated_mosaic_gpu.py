@@ -24,7 +24,7 @@ from quire.ops.attention import accuracy, cpu, xla
 from quire.ops.attention import hopper as gate
 from quire.ops.attention.accuracy import AttentionCase, Trial, arrays, attend, measure_attention
 from quire.ops.attention.hopper_kernel import task
-from quire.ops.attention.hopper_kernel.paged import plan, shape_of
+from quire.ops.attention.hopper_kernel.paged import make_kernel_shape, plan
 from quire.ops.gpu import device, self_test
 from quire.ops.gpu.self_test import CaseResult, InLayers, measure
 from quire.tests.support.attention_plan import tasks_of
@@ -446,7 +446,7 @@ def test_trials_go_each_way(window):
     for each in gate.trials(kind):
         assert measure_attention(each, xla.attend, 0).wrong is None
         q, pages, rows, _ = arrays(each, 0)
-        shape = shape_of(
+        shape = make_kernel_shape(
             q,
             pages,
             rows,

@@ -207,9 +207,9 @@ def make_plan(shape: PlanShape, rows) -> Plan:
     )
 
 
-def prepend_zero(ends_B):
+def prepend_zero(cumulative_B):
     """A cumulative sum with a leading zero: where each sequence begins, and where the last ends."""
-    return jnp.concatenate([jnp.zeros(1, ends_B.dtype), ends_B]).astype(jnp.int32)
+    return jnp.concatenate([jnp.zeros(1, cumulative_B.dtype), cumulative_B]).astype(jnp.int32)
 
 
 def as_words(flags_C):

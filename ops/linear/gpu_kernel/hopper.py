@@ -65,10 +65,10 @@ def multiply(shape: ProductShape, operands: Operands, *, interpret: Any = None):
                 transforms=(plgpu.TilingTransform((8, out_line)), plgpu.SwizzleTransform(128)),
             ),
             **optional_scratch,
-            "arrived": plgpu.Barrier(
+            "full": plgpu.Barrier(
                 num_arrivals=1 + (1 + shape.packed + shape.zeros) * pieces, num_barriers=stages
             ),
-            "free": plgpu.Barrier(num_arrivals=shape.warpgroups, num_barriers=stages),
+            "empty": plgpu.Barrier(num_arrivals=shape.warpgroups, num_barriers=stages),
         },
         grid=(shape.processors,),
         grid_names=("processor",),
@@ -117,10 +117,10 @@ def fetch_all(shape: ProductShape, operands: Operands, shared) -> None:
 
             @pl.when(step >= shape.stages)
             def _():
-                plgpu.barrier_wait(shared["free"].at[slot])
+                plgpu.barrier_wait(shared["empty"].at[slot])
 
             inputs = step_at(shape, k)
-            arrived = shared["arrived"].at[slot]
+            full = shared["full"].at[slot]
             stored = pl.ds(k * (shape.step // 2), shape.step // 2) if shape.packed else inputs
             input_columns = inputs
             if shape.summands > 1:
@@ -128,7 +128,7 @@ def fetch_all(shape: ProductShape, operands: Operands, shared) -> None:
                     lax.rem(k, jnp.int32(shape.steps // shape.summands)) * shape.step, shape.step
                 )
             rows = operands.x.at[pl.ds(task.row, shape.rows), input_columns]
-            plgpu.copy_gmem_to_smem(rows, shared["x_ref"].at[slot], arrived)
+            plgpu.copy_gmem_to_smem(rows, shared["x_ref"].at[slot], full)
             for piece in range(shape.warpgroups * shape.projections):
                 warpgroup, projection = divmod(piece, shape.projections)
                 features = pl.ds(task.feature + warpgroup * FEATURES, FEATURES)
@@ -136,19 +136,19 @@ def fetch_all(shape: ProductShape, operands: Operands, shared) -> None:
                 plgpu.copy_gmem_to_smem(
                     operands.weight.at[task.expert, *source],
                     shared["w_ref"].at[slot, piece],
-                    arrived,
+                    full,
                 )
                 if shape.packed:
                     groups = step_at(shape, k, shape.group)
                     scales = operands.group_scale.at[task.expert, groups, projection, features]
-                    plgpu.copy_gmem_to_smem(scales, shared["scale_ref"].at[slot, piece], arrived)
+                    plgpu.copy_gmem_to_smem(scales, shared["scale_ref"].at[slot, piece], full)
                 if shape.zeros:
                     groups = pl.ds(
                         step_at(shape, k, shape.group).start - zero_offset(shape, k),
                         shape.zero_rows,
                     )
                     zeros = operands.group_zero.at[task.expert, groups, projection, features]
-                    plgpu.copy_gmem_to_smem(zeros, shared["zero_ref"].at[slot, piece], arrived)
+                    plgpu.copy_gmem_to_smem(zeros, shared["zero_ref"].at[slot, piece], full)
             return step + 1
 
         return lax.fori_loop(0, shape.steps, copy_step, step)
@@ -158,7 +158,7 @@ def fetch_all(shape: ProductShape, operands: Operands, shared) -> None:
 
         @pl.when(step > slot)
         def _(slot=slot):
-            plgpu.barrier_wait(shared["free"].at[slot])
+            plgpu.barrier_wait(shared["empty"].at[slot])
 
 
 def step_at(shape: ProductShape, k, inputs_per_entry: int = 1):
@@ -206,7 +206,7 @@ def compute(
             (references to the weights of each projection, reference to the rows).
         """
         slot = lax.rem(step, stages)
-        plgpu.barrier_wait(shared["arrived"].at[slot])
+        plgpu.barrier_wait(shared["full"].at[slot])
         weights = [
             shared["w_ref"].at[slot, warpgroup * shape.projections + p]
             for p in range(shape.projections)
@@ -239,7 +239,7 @@ def compute(
         return weights, shared["x_ref"].at[slot]
 
     def free(step):
-        plgpu.barrier_arrive(shared["free"].at[lax.rem(step, stages)])
+        plgpu.barrier_arrive(shared["empty"].at[lax.rem(step, stages)])
 
     if tiles.interpreted:
 

@@ -286,13 +286,13 @@ def rejection_reason(kernel: SelfTestedKernel, kind: str, setting: str) -> str |
         return f"QUIRE_MOSAIC is {setting!r}, and can be off or trusted"
     if (missing_reason := kernel.ready(json.loads(kind))) is not None:
         return missing_reason
-    result_path = folder() / f"{digest(kernel, kind)}.json"
+    result_path = results_folder() / f"{digest(kernel, kind)}.json"
     # Path.exists raises where reading is not allowed
     if setting == "trusted" or os.path.exists(result_path):
         return None
     log.info("trying the kernel for %s on this GPU, once: %s", kernel.work, kind)
     try:
-        results = test(kernel.module, kind)
+        results = run_self_test(kernel.module, kind)
     except OSError as error:
         return f"it could not be tried: {error}"
     except SelfTestFailed as error:
@@ -301,7 +301,9 @@ def rejection_reason(kernel: SelfTestedKernel, kind: str, setting: str) -> str |
         return f"it is wrong on this GPU: {'; '.join(failures)}"
     with suppress(OSError):  # if the result cannot be written, the next process tests again
         results_json = {name: asdict(result) for name, result in results.items()}
-        write(result_path, {"kind": json.loads(kind), "found": results_json, "card": card()})
+        write(
+            result_path, {"kind": json.loads(kind), "found": results_json, "card": describe_gpu()}
+        )
     return None
 
 
@@ -309,7 +311,7 @@ class SelfTestFailed(Exception):
     """The subprocess of a self-test crashed, timed out, or printed something unexpected."""
 
 
-def test(module: str, kind: str) -> dict[str, CaseResult]:
+def run_self_test(module: str, kind: str) -> dict[str, CaseResult]:
     """Run the cases of a module in a subprocess; the results by the cases' names.
 
     The subprocess preallocates no GPU memory, most of which this process has already taken.
@@ -349,21 +351,21 @@ def test(module: str, kind: str) -> dict[str, CaseResult]:
         raise SelfTestFailed(f"it said {process.stdout[-200:]!r}") from None
 
 
-def folder() -> Path:
+def results_folder() -> Path:
     return cache_folder.home("proven")
 
 
 def digest(kernel: SelfTestedKernel, kind: str) -> str:
     """A hash of everything on which the result of a self-test depends."""
     hasher = hashlib.sha256(
-        json.dumps([card(), kernel.work, kind, graphs.compiler_options()]).encode()
+        json.dumps([describe_gpu(), kernel.work, kind, graphs.compiler_options()]).encode()
     )
     for path in sorted((Path(__file__), *kernel.sources)):
         hasher.update(path.name.encode() + b"\0" + path.read_bytes())
     return hasher.hexdigest()[:16]
 
 
-def card() -> dict[str, str]:
+def describe_gpu() -> dict[str, str]:
     """The GPU, its driver and the versions of the packages that compile for it."""
     device = jax.local_devices()[0]
     return {

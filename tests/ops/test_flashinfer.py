@@ -457,7 +457,7 @@ def test_it_is_tried_before_it_serves(monkeypatch):
         tried.append((module, json.loads(kind)))
         return {"decoding": CaseResult(0.5, 0.5, 0, 6e-3)}
 
-    monkeypatch.setattr(self_test, "test", test)
+    monkeypatch.setattr(self_test, "run_self_test", test)
     monkeypatch.delenv("QUIRE_MOSAIC")
     with pytest.raises(NoImplementation, match="it is wrong on this GPU: decoding by 5.0e-01"):
         lowered(Trial("", 2, 30, window=20))

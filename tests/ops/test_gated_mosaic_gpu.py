@@ -67,7 +67,7 @@ class Tried:
     def __init__(self, monkeypatch, found):
         self.kinds = []
         self.found = found
-        monkeypatch.setattr(self_test, "test", self)
+        monkeypatch.setattr(self_test, "run_self_test", self)
 
     def __call__(self, module: str, kind: str):
         assert module == "quire.ops.attention.hopper"
@@ -140,11 +140,11 @@ def test_it_is_tried_again(card, monkeypatch, tmp_path, what):
     """Where anything is not what it was."""
     tried = Tried(monkeypatch, RIGHT)
     serves()
-    before = self_test.card()
+    before = self_test.describe_gpu()
     other = tmp_path / "tile.py"
     other.write_text("# another")
     if what == "card":
-        monkeypatch.setattr(self_test, "card", lambda: before | {"device": "NVIDIA H300"})
+        monkeypatch.setattr(self_test, "describe_gpu", lambda: before | {"device": "NVIDIA H300"})
     elif what == "driver":
         monkeypatch.setattr(self_test, "driver", lambda: "999.0")
     else:
@@ -247,12 +247,12 @@ def test_it_gets_memory_and_modules(card, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(says))
     monkeypatch.setattr(sys, "path", ["", "/one", "/two"])
     path = f"{os.getcwd()}{os.pathsep}/one{os.pathsep}/two"
-    assert self_test.test("a.module", "{}") == dict.fromkeys(
+    assert self_test.run_self_test("a.module", "{}") == dict.fromkeys(
         ("false", f"{path} a.module {{}}"), CaseResult(1, 2, 3, 4)
     )
     says.write_text("#!/bin/sh\necho goodbye\n")
     with pytest.raises(self_test.SelfTestFailed, match="it said 'goodbye"):
-        self_test.test("a.module", "{}")
+        self_test.run_self_test("a.module", "{}")
 
 
 @pytest.mark.nightly

@@ -884,7 +884,7 @@ def test_a_kind_that_fails_its_trial_is_left_to_xla(card, monkeypatch, caplog, t
         tried.append((module, json.loads(kind)))
         return {"blocks": self_test.CaseResult(0.5, 0.5, 0, 6e-3)}
 
-    monkeypatch.setattr(self_test, "test", test)
+    monkeypatch.setattr(self_test, "run_self_test", test)
     monkeypatch.setenv("QUIRE_MOSAIC", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     self_test.verdict.cache_clear()

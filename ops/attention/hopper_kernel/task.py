@@ -243,7 +243,7 @@ class Task(NamedTuple):
 
     def kv_head(self, shape: KernelShape):
         """The KV head of the task's query heads."""
-        return lax.div(self.part * shape.group, jnp.int32(shape.heads // shape.kv_heads))
+        return lax.div(self.head_tile * shape.group, jnp.int32(shape.heads // shape.kv_heads))
 
 
 class CutContext(NamedTuple):

@@ -26,7 +26,7 @@ MAX_SPANS = 32
 
 
 class TritonShape(NamedTuple):
-    """What the kernels are compiled for."""
+    """The static parameters for which the kernels are compiled."""
 
     rows: int  # of a tile
     heads: int  # query heads of a KV head

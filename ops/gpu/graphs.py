@@ -14,10 +14,10 @@ import jax
 OPTION = "xla_gpu_enable_command_buffer"
 # XLA's defaults, and the commands that otherwise split steps with experts, or steps over several
 # devices, into many graphs: conditionals, loops and collectives
-RECORDED = (
+COMMAND_TYPES = (
     "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,COLLECTIVES"
 )
-OLDEST = 12030  # CUDA 12.3: the first drivers whose graphs have branches and loops
+MIN_DRIVER_VERSION = 12030  # CUDA 12.3: the first drivers whose graphs have branches and loops
 log = logging.getLogger("quire")
 
 
@@ -37,10 +37,10 @@ def compiler_options() -> dict[str, str] | None:
         return {OPTION: ""}
     if OPTION in os.environ.get("XLA_FLAGS", ""):
         return None
-    if driver_version() < OLDEST:
+    if driver_version() < MIN_DRIVER_VERSION:
         warn_once(driver_version())
         return None
-    return {OPTION: RECORDED}
+    return {OPTION: COMMAND_TYPES}
 
 
 def on_cuda() -> bool:

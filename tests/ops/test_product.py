@@ -334,7 +334,9 @@ def test_gated_against_float64(activation):
     found = linear.weight_of(weight, INTERPRETED).gated("TD,DGF->TGF", x, activation)
     up = np.einsum("TD,DGF->TGF", exact(x), exact(weight))
     kind = {"clamp": None, "activation": activation}
-    np.testing.assert_allclose(exact(found), accuracy.combined(kind, up[:, 0], up[:, 1]), **CLOSE)
+    np.testing.assert_allclose(
+        exact(found), accuracy.apply_activation(kind, up[:, 0], up[:, 1]), **CLOSE
+    )
     assert not gpu_callbacks.get_races().races_found
 
 
@@ -406,7 +408,7 @@ def mixed_slowly(x, weights, whose, mixture: Experts) -> np.ndarray:
         for weight, e in zip(exact(weights)[t], whose[t], strict=True):
             if e < E:
                 gate, right = np.einsum("d,dgf->gf", row, up[e]) + up_bias[e]
-                inner = accuracy.combined(kind, gate, right)
+                inner = accuracy.apply_activation(kind, gate, right)
                 out[t] += weight * (inner @ down[e] + down_bias[e])
     return out
 

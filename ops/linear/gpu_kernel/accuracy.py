@@ -84,7 +84,9 @@ class ProductCase:
                 )
             if kind["zeros"]:
                 group_zero = jnp.asarray(rng.integers(0, 16, group_shape), jnp.uint8)
-            values = decoded(kind["codes"], codes.astype(int), np.asarray(group_scale), group_zero)
+            values = dequantise(
+                kind["codes"], codes.astype(int), np.asarray(group_scale), group_zero
+            )
         elif kind["codes"]:
             values = EIGHT_BITS[kind["codes"]](rng, weight.shape)
             weight = jnp.asarray(values.view(np.int8))
@@ -163,7 +165,7 @@ def cases(kind: dict) -> list[Case]:
     return [ProductCase(kind), *half, InLayers(ProductCase(kind))]
 
 
-def decoded(codes: str, code, scale, zero=None) -> np.ndarray:
+def dequantise(codes: str, code, scale, zero=None) -> np.ndarray:
     """The values of four-bit codes [experts, inputs, ...], rounded to bfloat16 as in the kernel."""
     if codes == "float4":
         values = FLOAT4[code]
@@ -189,12 +191,12 @@ def reference(kind: dict, expert_ids, x, weight, bias, scale) -> np.ndarray:
         matrix = weight[expert].T if kind["transposed"] else weight[expert].reshape(x.shape[1], -1)
         y = (x[rows] @ matrix).reshape(BLOCKS[-1], kind["projections"], -1)
         y = y if bias is None else y + bias[expert]
-        y = y[:, 0] if kind["projections"] == 1 else combined(kind, y[:, 0], y[:, 1])
+        y = y[:, 0] if kind["projections"] == 1 else apply_activation(kind, y[:, 0], y[:, 1])
         out.append(y if scale is None else y * scale[rows, None])
     return np.concatenate(out)
 
 
-def combined(kind: dict, gate, up) -> np.ndarray:
+def apply_activation(kind: dict, gate, up) -> np.ndarray:
     """Apply the activation to gate and multiply by up."""
     if kind["clamp"] is not None:
         gate = np.minimum(gate, kind["clamp"])

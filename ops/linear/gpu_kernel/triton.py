@@ -34,13 +34,13 @@ def multiply(shape: ProductShape, operands: Operands, *, interpret: Any = None):
         functools.partial(run, shape, names, dense, interpret is not None),
         out_shape=jax.ShapeDtypeStruct((shape.blocks * shape.rows, shape.outputs), shape.out_dtype),
         grid=(shape.blocks, tiles) if dense else (tiles, shape.blocks),
-        compiler_params=plgpu.CompilerParams(num_warps=warps(shape), num_stages=stages(shape)),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps(shape), num_stages=stages(shape)),
         interpret=interpret is not None,
         name="product",
     )(*(x for x in operands if x is not None))
 
 
-def warps(shape: ProductShape) -> int:
+def num_warps(shape: ProductShape) -> int:
     return 8 if shape.rows > 64 else 4
 
 
